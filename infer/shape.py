@@ -1,0 +1,123 @@
+"""Static tree shapes: which combinations of ranks are nodes, and how many nodes pay on this machine.
+
+A node is the path of ranks that leads to it: (0,) the best candidate of level 1, (0, 2) the third of level 2 below it.
+Shapes: B slots, I levels, K ranks, N nodes with the root.
+"""
+
+import heapq
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from longdraft.infer.tree import ROOT, TokenTree
+
+
+@dataclass(frozen=True)
+class TreeShape:
+    """Nodes as rank paths, every parent before its children."""
+
+    nodes: tuple[tuple[int, ...], ...]
+
+    def __post_init__(self):
+        known: set[tuple[int, ...]] = {()}
+        for node in self.nodes:
+            if node[:-1] not in known or node in known:
+                raise ValueError(f"tree: node {node} must come once, and after its parent {node[:-1]}")
+            known.add(node)
+
+    @staticmethod
+    def cartesian(levels: Sequence[int]) -> "TreeShape":
+        """Every combination of the first levels[i] ranks: (3, 3, 3) gives 3 + 9 + 27 nodes."""
+        level: list[tuple[int, ...]] = [()]
+        nodes: list[tuple[int, ...]] = []
+        for width in levels:
+            level = [(*path, rank) for path in level for rank in range(width)]
+            nodes += level
+        return TreeShape(tuple(nodes))
+
+    @property
+    def depth(self) -> int:
+        return max((len(node) for node in self.nodes), default=0)
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks a level must offer."""
+        return 1 + max((node[-1] for node in self.nodes), default=0)
+
+    def template(self, batch: int, device) -> "TreeTemplate":
+        """The shape on a device, for `batch` slots."""
+        return TreeTemplate(self, batch, device)
+
+    def expected_tokens(self, rank_rates: Sequence[Sequence[float]]) -> float:
+        """Tokens a step, if ranks hit independently from level to level with rank_rates[level][rank]."""
+        return 1 + sum(path_rate(rank_rates, node) for node in self.nodes)
+
+
+class TreeTemplate:
+    """A shape's parents, depths and ancestors on a device, computed once."""
+
+    def __init__(self, shape: TreeShape, batch: int, device):
+        index = {(): 0} | {node: i + 1 for i, node in enumerate(shape.nodes)}
+        parents = [ROOT] + [index[node[:-1]] for node in shape.nodes]
+        self.tree = TokenTree.roots(torch.zeros(batch, dtype=torch.int64, device=device))
+        self.tree = TokenTree(
+            self.tree.tokens.expand(-1, len(parents)), torch.tensor([parents] * batch, device=device)
+        )
+        _ = self.tree.ancestors, self.tree.depths
+        slots = [(len(node) - 1) * shape.ranks + node[-1] for node in shape.nodes]
+        self._slots_N = torch.tensor(slots, dtype=torch.int64, device=device)
+
+    def fill(self, roots_B: Tensor, ranked_BIK: Tensor) -> TokenTree:
+        """The tree whose node (.., r) at level i carries ranked_BIK[b, i, r]; int64 tokens."""
+        tokens = ranked_BIK.flatten(1).index_select(1, self._slots_N)
+        return self.tree.with_tokens(torch.cat([roots_B[:, None], tokens], dim=1))
+
+
+def path_rate(rank_rates: Sequence[Sequence[float]], node: Sequence[int]) -> float:
+    """The chance that the walk reaches this node."""
+    rate = 1.0
+    for level, rank in enumerate(node):
+        rate *= rank_rates[level][rank]
+    return rate
+
+
+def likeliest_nodes(rank_rates: Sequence[Sequence[float]], count: int) -> TreeShape:
+    """The `count` nodes that the walk most likely reaches: the best static tree of that size."""
+    nodes: list[tuple[int, ...]] = []
+    heap: list[tuple[float, tuple[int, ...]]] = [(-1.0, ())]
+    while heap and len(nodes) <= count:
+        _, node = heapq.heappop(heap)
+        nodes.append(node)
+        if len(node) < len(rank_rates):
+            for rank in range(len(rank_rates[len(node)])):
+                heapq.heappush(heap, (-path_rate(rank_rates, (*node, rank)), (*node, rank)))
+    return TreeShape(tuple(nodes[1:]))
+
+
+def paying_shape(
+    rank_rates: Sequence[Sequence[float]],
+    pass_seconds: Mapping[int, float],
+    draft_seconds: float | Callable[[int], float] = 0.0,
+) -> tuple[TreeShape, float]:
+    """The tree size with the most expected tokens a second, given this machine's measured width curve.
+
+    Args:
+        rank_rates: [level][rank], the measured share of positions where that rank was right.
+        pass_seconds: rows of a target pass -> seconds; 1 is plain decoding's pass.
+        draft_seconds: what proposing costs a step.
+
+    Returns:
+        The shape, whose width is one of the curve's (at least one node), and its expected speed over plain decoding.
+    """
+    if 1 not in pass_seconds or len(pass_seconds) < 2:
+        raise ValueError(f"pass_seconds: needs width 1 and at least one wider pass, got {sorted(pass_seconds)}")
+    candidates = []
+    for width in sorted(pass_seconds):
+        shape = likeliest_nodes(rank_rates, width - 1)
+        if width > 1 and len(shape.nodes) == width - 1:
+            seconds = pass_seconds[width] + (draft_seconds(width) if callable(draft_seconds) else draft_seconds)
+            candidates.append((shape.expected_tokens(rank_rates) * pass_seconds[1] / seconds, shape))
+    ratio, shape = max(candidates, key=lambda candidate: candidate[0])
+    return shape, ratio

@@ -1,0 +1,125 @@
+"""TokenTree: the candidates of one step, a trie below the last committed token of every sequence.
+
+Not here: how a drafter fills it (infer/drafters) and how it is verified (infer/verify.py).
+Shapes: B sequences, N nodes with the root.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+ROOT, PAD = -1, -2
+
+
+@dataclass(frozen=True)
+class TokenTree:
+    """B tries of at most N nodes. Node 0 is the root: the last committed token, whose state no pass has computed yet.
+
+    Attributes:
+        tokens: int64 [B, N].
+        parents: int64 [B, N]; -1 for the root, -2 for padding, else an index smaller than the node's own.
+    Siblings carry different tokens, so no prefix is verified twice and the walk is never ambiguous.
+    """
+
+    tokens: Tensor
+    parents: Tensor
+
+    @staticmethod
+    def roots(tokens_B: Tensor) -> "TokenTree":
+        """Only roots, which is what plain decoding proposes. tokens_B: int64 [B]."""
+        tokens = tokens_B[:, None]
+        return TokenTree(tokens, torch.full_like(tokens, ROOT))
+
+    @staticmethod
+    def from_chain(roots_B: Tensor, chain_BK: Tensor) -> "TokenTree":
+        """A chain of K tokens below each root; a negative token ends its sequence's chain."""
+        ended_BK = (chain_BK < 0).cummax(dim=1).values
+        tokens = torch.cat([roots_B[:, None], chain_BK.masked_fill(ended_BK, 0)], dim=1)
+        before = torch.arange(chain_BK.shape[1], device=chain_BK.device).expand_as(chain_BK)
+        parents = torch.cat([torch.full_like(roots_B, ROOT)[:, None], before.masked_fill(ended_BK, PAD)], dim=1)
+        return TokenTree(tokens, parents)
+
+    @staticmethod
+    def from_paths(roots: Sequence[int], paths: Sequence[Sequence[Sequence[int]]], device=None) -> "TokenTree":
+        """The trie of each sequence's candidate paths (token lists below the root); shared prefixes become one node."""
+        tries = []
+        for root, sequence_paths in zip(roots, paths, strict=True):
+            tokens, parents, children = [int(root)], [ROOT], {}
+            for path in sequence_paths:
+                node = 0
+                for token in map(int, path):
+                    if (node, token) not in children:
+                        children[node, token] = len(tokens)
+                        tokens.append(token)
+                        parents.append(node)
+                    node = children[node, token]
+            tries.append((tokens, parents))
+        width = max(len(tokens) for tokens, _ in tries)
+        padded = [(t + [0] * (width - len(t)), p + [PAD] * (width - len(p))) for t, p in tries]
+        return TokenTree(*(torch.tensor(part, device=device) for part in zip(*padded, strict=True)))
+
+    @property
+    def width(self) -> int:
+        """N, the nodes of the widest trie with its root."""
+        return self.tokens.shape[1]
+
+    @cached_property
+    def ancestors(self) -> Tensor:
+        """bool [B, N, N]: [b, i, j] says that j is i itself or above it. A padding node sees only itself."""
+        batch, width = self.parents.shape
+        eye = torch.eye(width, dtype=torch.bool, device=self.parents.device)
+        reach = eye.expand(batch, -1, -1)
+        if width == 1:
+            return reach
+        # Doubling: after k rounds a node reaches 2**k - 1 levels up.
+        up = torch.nn.functional.one_hot(self.parents.clamp(min=0), width).bool() & (self.parents >= 0)[:, :, None]
+        reach = reach | up
+        levels = 1
+        while levels < width - 1:
+            wider = reach.float().bmm(reach.float()) > 0
+            levels *= 2
+            if wider.device.type == "cpu" and torch.equal(wider, reach):
+                break
+            reach = wider
+        return reach
+
+    @cached_property
+    def depths(self) -> Tensor:
+        """int64 [B, N]: edges to the root; 0 for the root and for padding."""
+        return self.ancestors.sum(dim=2) - 1
+
+    def with_tokens(self, tokens_BN: Tensor) -> "TokenTree":
+        """A tree of this shape with other tokens; what was computed of the shape is shared."""
+        tree = TokenTree(tokens_BN, self.parents)
+        tree.__dict__.update({name: self.__dict__[name] for name in ("ancestors", "depths") if name in self.__dict__})
+        return tree
+
+    def pad_to(self, width: int) -> "TokenTree":
+        """The same tries, padded to `width` nodes."""
+        extra = width - self.width
+        assert extra >= 0, f"a tree of {self.width} nodes does not fit a width of {width}"
+        if extra == 0:
+            return self
+        pad = torch.nn.functional.pad
+        return TokenTree(pad(self.tokens, (0, extra)), pad(self.parents, (0, extra), value=PAD))
+
+    def paths(self) -> list[list[list[int]]]:
+        """Every sequence's nodes as token paths below the root, in node order (host lists)."""
+        result = []
+        for tokens, parents in zip(self.tokens.tolist(), self.parents.tolist(), strict=True):
+            found: dict[int, list[int]] = {0: []}
+            for node in range(1, len(tokens)):
+                if parents[node] != PAD:
+                    found[node] = [*found[parents[node]], tokens[node]]
+            result.append(list(found.values())[1:])
+        return result
+
+    def join(self, other: "TokenTree") -> "TokenTree":
+        """Both trees' candidates in one trie: this tree's nodes first, then what only the other one has."""
+        roots, others = self.tokens[:, 0].tolist(), other.tokens[:, 0].tolist()
+        assert roots == others, f"only trees of the same roots can be joined, got {roots} and {others}"
+        both = [mine + theirs for mine, theirs in zip(self.paths(), other.paths(), strict=True)]
+        return TokenTree.from_paths(roots, both, device=self.tokens.device)

@@ -1,0 +1,61 @@
+"""The walk: which nodes of a tree the target's own choices confirm, and what the choice behind the last one is.
+
+At each node the choice rule (infer/sampling.py) gives the target's token; the walk goes down to the child that carries
+it and stops where there is none. Nothing is accepted or rejected by chance, so the result is plain decoding's.
+Shapes: B sequences, N tree nodes, P steps of the walk.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from longdraft.infer.tree import TokenTree
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What one pass decided.
+
+    Attributes:
+        rows: int64 [B, P]; the nodes of the accepted path, the root first; valid up to counts[b].
+        tokens: int64 [B, P]; the choice at each of these nodes; tokens[b, :counts[b]] are the newly committed tokens.
+        counts: int64 [B]; nodes on the accepted path = new tokens; 0 for an inactive slot.
+    """
+
+    rows: Tensor
+    tokens: Tensor
+    counts: Tensor
+
+    def last(self, values_BP: Tensor) -> Tensor:
+        """values_BP at the last node of each path: [B]; at the first one for inactive slots."""
+        return values_BP.gather(1, (self.counts - 1).clamp(min=0)[:, None])[:, 0]
+
+
+def walk(tree: TokenTree, choose: Callable[[Tensor, int], Tensor], active_B: Tensor, max_depth: int) -> Verdict:
+    """Go down from the root along the target's choices.
+
+    Args:
+        tree: the verified tree.
+        choose: (nodes int64 [B], depth) -> int64 [B], the target's token behind each slot's node; called for the nodes
+            of the path only, so at most `max_depth` + 1 rows a sequence are processed.
+        active_B: bool [B]; other slots get count 0.
+        max_depth: no node lies deeper. On a GPU the walk always makes max_depth + 1 steps and never synchronises.
+    """
+    nodes, alive = torch.zeros_like(tree.tokens[:, 0]), active_B
+    rows, tokens, counts = [], [], torch.zeros_like(nodes)
+    for depth in range(max_depth + 1):
+        chosen = choose(nodes, depth)
+        rows.append(nodes)
+        tokens.append(chosen)
+        counts = counts + alive
+        if depth == max_depth:
+            break
+        match = (tree.parents == nodes[:, None]) & (tree.tokens == chosen[:, None])
+        found, child = match.max(dim=1)
+        alive = alive & found
+        if alive.device.type == "cpu" and not alive.any():
+            break
+        nodes = torch.where(found, child, nodes)
+    return Verdict(torch.stack(rows, 1), torch.stack(tokens, 1), counts)

@@ -1,0 +1,27 @@
+"""Gumbel noise as a pure function of (seed, position, token): the one source of randomness of decoding.
+
+Not here: how the noise is used (infer/sampling.py). Shapes: B sequences, J positions, V vocabulary.
+"""
+
+from torch import Tensor
+
+from longdraft.kernels.reference.gumbel import gumbel_noise as _reference
+
+
+def gumbel_noise(seeds_B: Tensor, positions_BJ: Tensor, vocab_size: int) -> Tensor:
+    """g(seed, t, v): standard Gumbel noise that depends on its three arguments and on nothing else.
+
+    Philox 4x32-10 with key = seed and counter (v // 4, t, 0, 0); word v % 4 is token v's. So the noise of a token does
+    not depend on the vocabulary's size, on the batch, on the device or on what was drawn before.
+
+    Args:
+        seeds_B: int64 [B], any 64-bit pattern.
+        positions_BJ: int64 [B, J], absolute positions t >= 0 of the tokens to be chosen, below 2**32.
+        vocab_size: V.
+
+    Returns:
+        fp32 [B, J, V] on the device of `seeds_B`, finite everywhere: within (-3.1, 22.9).
+
+    Source: Philox from Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011).
+    """
+    return _reference(seeds_B, positions_BJ, vocab_size)

@@ -1,0 +1,31 @@
+"""The `longdraft` command: one word for each launch script. Not here: any work."""
+
+import importlib
+import sys
+
+COMMANDS = {
+    "prepare": "text to packed shards",
+    "train": "shards to a trained draft, on every GPU through DeepSpeed's launcher",
+    "export": "a training checkpoint to a draft folder, reloaded and compared",
+    "generate": "decode a prompt with any drafter",
+    "bench": "measure drafters against plain decoding",
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run `longdraft COMMAND ...`; returns the exit status."""
+    argv = sys.argv[1:] if argv is None else argv
+    if not argv or argv[0] in ("-h", "--help"):
+        print("usage: longdraft COMMAND ...   (longdraft COMMAND --help tells more)\n")
+        print("\n".join(f"  {name:10}{what}" for name, what in COMMANDS.items()))
+        return 0
+    if argv[0] not in COMMANDS:
+        print(f"longdraft: unknown command {argv[0]!r}; known: {', '.join(COMMANDS)}", file=sys.stderr)
+        return 2
+    module = importlib.import_module(f"longdraft.launch.{argv[0]}")
+    # In one process `train` would be a single rank: the command starts DeepSpeed's launcher itself.
+    return (module.start if argv[0] == "train" else module.main)(argv[1:]) or 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

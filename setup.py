@@ -1,0 +1,48 @@
+"""Packaging: every code folder of the root is installed as `longdraft.<folder>`.
+
+`longdraft` is a namespace package and no code folder holds an `__init__.py`: Hugging Face publishes a package called
+`kernels`, which transformers imports; a regular package of that name on the path would shadow it, a namespace folder
+never does.
+"""
+
+from pathlib import Path
+
+from setuptools import setup
+
+ROOT = Path(__file__).parent
+CODE = ["data_prep", "infer", "infer/drafters", "kernels", "kernels/reference", "launch", "models", "models/drafts", "train"]
+packages = {f"longdraft.{folder.replace('/', '.')}": folder for folder in CODE}
+config_folders = ["configs", *(str(p.relative_to(ROOT)) for p in sorted((ROOT / "configs").rglob("*")) if p.is_dir())]
+packages |= {f"longdraft.{folder.replace('/', '.')}": folder for folder in config_folders}
+
+setup(
+    name="longdraft",
+    version="0.1.0",
+    description="Trains draft modules for long-context speculative decoding and runs them exactly",
+    long_description=(ROOT / "README.md").read_text() if (ROOT / "README.md").exists() else "",
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.11,<3.13",
+    packages=list(packages),
+    package_dir=packages,
+    package_data={name: ["*.yaml"] for name in packages if name.startswith("longdraft.configs")},
+    install_requires=[
+        "torch>=2.8",
+        "transformers>=5.10,<6",
+        "deepspeed>=0.19,<0.20",
+        "datasets>=4",
+        "wandb>=0.20",
+        "omegaconf>=2.3",
+        "safetensors>=0.6",
+        "numpy>=1.26",
+        "tqdm>=4.66",
+        "matplotlib>=3.8",
+        "gguf>=0.17",
+        "psutil>=5.9",
+    ],
+    extras_require={
+        "gpu": ["liger-kernel>=0.6", "triton>=3.4"],
+        "dev": ["pytest>=8", "pytest-timeout>=2", "hypothesis>=6", "ruff>=0.12", "basedpyright>=1.30", "scipy>=1.13"],
+    },
+    entry_points={"console_scripts": ["longdraft=longdraft.launch.cli:main"]},
+)
