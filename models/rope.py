@@ -1,0 +1,121 @@
+"""Rotary position tables: cos and sin of every token of a pass, for all RoPE types of transformers.
+
+Frequencies come from transformers' own `ROPE_INIT_FUNCTIONS`; this file decides which length a token's table depends
+on, and rotates. Shapes: B slots, T rows, n heads, d head width, F = d / 2 frequencies.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
+LENGTH_DEPENDENT = ("dynamic", "longrope")
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """`parameters` is transformers' `rope_parameters`: rope_theta, rope_type and what the type needs."""
+
+    head_dim: int
+    max_positions: int
+    parameters: Mapping[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0})
+
+    def __post_init__(self) -> None:
+        if self.type not in ROPE_TYPES:
+            raise ValueError(f"rope_type is {self.type!r}; supported: {', '.join(ROPE_TYPES)}")
+        partial = self.parameters.get("partial_rotary_factor", 1.0)
+        if partial not in (None, 1.0):
+            raise ValueError(f"partial_rotary_factor is {partial}; only whole heads (1.0) are supported")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim is {self.head_dim}; RoPE needs an even head width")
+
+    @property
+    def type(self) -> str:
+        return self.parameters["rope_type"]
+
+
+class Rope:
+    """Makes the tables. Not an nn.Module: frequencies stay in fp32 when the model around them changes dtype."""
+
+    def __init__(self, config: RopeConfig):
+        self.config = config
+        self.length_dependent = config.type in LENGTH_DEPENDENT
+        with torch.device("cpu"):  # a model may be built on the meta device, its frequencies are real
+            self._frequencies, self.scaling = self._compute(None)
+            self._long = self._compute(self._switch_length + 1)[0] if config.type == "longrope" else None
+        self._on_device: dict[torch.device, tuple[Tensor, Tensor | None]] = {}
+
+    @property
+    def _switch_length(self) -> int:
+        """The longest sequence that uses the original table."""
+        if self.config.type == "longrope":
+            return self.config.parameters["original_max_position_embeddings"]
+        return self.config.max_positions
+
+    def _compute(self, length: int | Tensor | None) -> tuple[Tensor, float]:
+        """Frequencies [F] (or broadcast with an int tensor of lengths) in fp32 and the factor on cos and sin."""
+        config, parameters = self.config, dict(self.config.parameters)
+        device = length.device if isinstance(length, Tensor) else "cpu"
+        if config.type == "default":
+            exponents_F = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+            return 1.0 / (parameters["rope_theta"] ** exponents_F), 1.0
+        carrier = LlamaConfig(
+            hidden_size=config.head_dim,
+            num_attention_heads=1,
+            head_dim=config.head_dim,
+            max_position_embeddings=config.max_positions,
+            rope_parameters=parameters,
+        )
+        return ROPE_INIT_FUNCTIONS[config.type](carrier, device, seq_len=length)  # type: ignore[arg-type]
+
+    def _tables_on(self, device: torch.device) -> tuple[Tensor, Tensor | None]:
+        if device not in self._on_device:
+            long = None if self._long is None else self._long.to(device)
+            self._on_device[device] = self._frequencies.to(device), long
+        return self._on_device[device]
+
+    def _frequencies_for(self, positions_BT: Tensor, prompt_lengths_B: Tensor | None) -> Tensor:
+        """[F], or [B, T, F] (T may be 1) for types whose table depends on the length.
+
+        With a cache the token at position t uses the length max(prompt, t + 1) whatever the width of the pass, so
+        that a tree pass rotates as token-by-token decoding does; a row without a cache uses its last position + 1.
+        """
+        frequencies_F, long_F = self._tables_on(positions_BT.device)
+        if not self.length_dependent:
+            return frequencies_F
+        if prompt_lengths_B is None:
+            lengths_BT = positions_BT.amax(-1, keepdim=True) + 1
+        else:
+            lengths_BT = torch.maximum(positions_BT + 1, prompt_lengths_B[:, None])
+        lengths_BT1 = lengths_BT[..., None]
+        grown = self._compute(lengths_BT1)[0] if long_F is None else long_F
+        return torch.where(lengths_BT1 > self._switch_length, grown, frequencies_F)
+
+    def __call__(
+        self, positions_BT: Tensor, prompt_lengths_B: Tensor | None, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """Tables for `rotate`: cos [B, T, 1, 1, F] and signed sin [B, T, 1, 2, F], in `dtype`.
+
+        Args:
+            positions_BT: int64, any values, jumps allowed.
+            prompt_lengths_B: int64 prompt lengths of the cache's slots, or None without a cache.
+        """
+        angles_BTF = positions_BT[..., None].float() * self._frequencies_for(positions_BT, prompt_lengths_B)
+        cos_BTF, sin_BTF = angles_BTF.cos(), angles_BTF.sin()
+        if self.scaling != 1.0:
+            cos_BTF, sin_BTF = cos_BTF * self.scaling, sin_BTF * self.scaling
+        cos_BTF, sin_BTF = cos_BTF.to(dtype), sin_BTF.to(dtype)
+        return cos_BTF[:, :, None, None], torch.stack((-sin_BTF, sin_BTF), 2)[:, :, None]
+
+
+def rotate(x_BTnd: Tensor, cos_BT11F: Tensor, sin_BT12F: Tensor) -> Tensor:
+    """Rotate heads [B, T, n, d] (first half paired with second half); a new tensor of the same shape and dtype."""
+    n_slots, n_rows, n_heads, head_dim = x_BTnd.shape
+    halves_BTn2F = x_BTnd.view(n_slots, n_rows, n_heads, 2, head_dim // 2)
+    rotated = torch.addcmul(halves_BTn2F * cos_BT11F, halves_BTn2F.flip(3), sin_BT12F)
+    return rotated.view(n_slots, n_rows, n_heads, head_dim)
