@@ -5,6 +5,7 @@ Shapes: L layers, B slots, S capacity, T rows of a pass, R rows to keep, K key/v
 """
 
 from collections.abc import Sequence
+from copy import copy
 
 import torch
 from torch import Tensor
@@ -37,6 +38,14 @@ class KVCache:
         self._slots_B1 = torch.arange(batch, device=device)[:, None]
         self._pending: list[int] | Tensor = []
 
+    def slot(self, index: int) -> "KVCache":
+        """A cache of this one slot: the same storage and lengths, so what either does the other sees."""
+        one = KVCache.__new__(KVCache)
+        one.keys, one.values = self.keys[:, index : index + 1], self.values[:, index : index + 1]
+        one.lengths, one.prompt_lengths = self.lengths[index : index + 1], self.prompt_lengths[index : index + 1]
+        one._slots_B1, one._pending = self._slots_B1[:1], []
+        return one
+
     @property
     def capacity(self) -> int:
         """Rows a slot can hold, pending ones included."""
@@ -64,7 +73,7 @@ class KVCache:
             self.values[layer, slot, start : start + n_rows] = v_BTKd[slot]
 
     def _locate(self, n_rows: int) -> None:
-        """On the CPU slices are fastest and lengths are at hand; elsewhere index tensors spare a wait for the device."""
+        """On the CPU slices are fastest and lengths at hand; elsewhere index tensors spare a wait for the device."""
         if self.lengths.device.type != "cpu":
             self._pending = self.lengths[:, None] + torch.arange(n_rows, device=self.lengths.device)
             return
@@ -94,20 +103,31 @@ class KVCache:
                 self.values[:, self._slots_B1, target_BR] = self.values[:, self._slots_B1, source_BR]
         self.lengths += counts_B
 
+    def slot(self, index: int) -> "KVCache":
+        """One slot as a cache of its own that shares this one's memory: a prefill beside slots that go on decoding."""
+        view = copy(self)
+        view.keys, view.values = self.keys[:, index : index + 1], self.values[:, index : index + 1]
+        view.lengths, view.prompt_lengths = self.lengths[index : index + 1], self.prompt_lengths[index : index + 1]
+        view._slots_B1, view._pending = self._slots_B1[:1], []
+        return view
+
     def rewind(self, lengths_B: Tensor) -> None:
         """Forget committed rows: back to `lengths_B` (int64 [B], each at most the present length)."""
         if self.lengths.device.type == "cpu":
             assert bool((lengths_B <= self.lengths).all()), f"cannot rewind {self.lengths} forward to {lengths_B}"
         self.lengths.copy_(lengths_B)
 
-    def reset(self, slots: Sequence[int] | Tensor | None = None, prompt_lengths: Tensor | None = None) -> None:
+    def reset(
+        self, slots: Sequence[int] | Tensor | None = None, prompt_lengths: Sequence[int] | Tensor | None = None
+    ) -> None:
         """Empty these slots (all when None) and note the lengths of the prompts to come.
 
         Args:
             slots: indices of slots, or None.
-            prompt_lengths: int64, one a slot reset; zero when None. RoPE types whose table depends on the length
-                (dynamic, longrope) rotate every token of a prompt with the prompt's length.
+            prompt_lengths: one a slot reset; zero when None. RoPE types whose table depends on the length (dynamic,
+                longrope) rotate every token of a prompt with the prompt's length.
         """
-        where = slice(None) if slots is None else torch.as_tensor(slots, device=self.lengths.device)
+        device = self.lengths.device
+        where = slice(None) if slots is None else torch.as_tensor(slots, device=device)
         self.lengths[where] = 0
-        self.prompt_lengths[where] = 0 if prompt_lengths is None else prompt_lengths.to(self.prompt_lengths)
+        self.prompt_lengths[where] = 0 if prompt_lengths is None else torch.as_tensor(prompt_lengths, device=device)
