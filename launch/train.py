@@ -1,0 +1,52 @@
+"""Shards to a trained draft: `deepspeed launch/train.py configs/quickstart.yaml [section.field=value ...]`.
+
+Argument parsing and nothing else; the work is in train/loop.py. `longdraft train` starts DeepSpeed's launcher itself
+and, unlike the bare launcher, passes SIGTERM on to the ranks, which save and leave with 0.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from longdraft.train.stop import stop_signals
+
+
+def _parser(prog: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=prog, description="Train a draft against a frozen target.")
+    parser.add_argument("config", help="a YAML file of configs/")
+    parser.add_argument("overrides", nargs="*", metavar="section.field=value", help="for example train.steps=500")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """One rank: what the launcher starts, or, called alone, the only one. Returns the exit status."""
+    parser = _parser("launch/train.py")
+    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # the launcher says it; the environment too
+    args = parser.parse_args(argv)
+    with stop_signals() as stop:
+        # Here, not above: a signal during the seconds of import must find its handler in place.
+        from longdraft.train.config import load_config
+        from longdraft.train.loop import run
+
+        try:
+            run(load_config(args.config, args.overrides), stop)
+        except ValueError as error:
+            if os.environ.get("RANK", "0") == "0":
+                print(f"{parser.prog}: error: {error}", file=sys.stderr, flush=True)
+            return 2
+    return 0
+
+
+def start(argv: Sequence[str] | None = None) -> int:
+    """`longdraft train`: the same arguments, on all GPUs of this machine or --num-gpus ranks. Returns the status."""
+    parser = _parser("longdraft train")
+    parser.add_argument("--num-gpus", type=int, help="ranks of this machine (default: its GPUs; 1 on a CPU)")
+    args = parser.parse_args(argv)
+    from longdraft.train.launcher import launch_with_deepspeed
+
+    return launch_with_deepspeed([__file__, args.config, *args.overrides], args.num_gpus)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

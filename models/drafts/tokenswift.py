@@ -1,0 +1,154 @@
+"""TokenSwift's heads (arXiv 2502.18890, section 3): config, network, training loss; one definition for
+training and serving.
+
+Two kinds. `linear_chain` is the paper's: head i turns the target's un-normed residual stream h_{i-1} into
+h_i = h_{i-1} + W_i RMSNorm_in_i(h_{i-1}) and reads it with the target's LM head through RMSNorm_out_i. `silu_chain` is
+h_i = h_{i-1} + SiLU(W_i h_{i-1}) on the target's post-norm state, a form that Medusa servers can load. With h_0 from
+position t, head i proposes the token at t + 1 + i. Not here: trees and decoding (infer/drafters/tokenswift.py), files
+(models/draft_folder.py).
+Shapes: B rows, T positions, D hidden, V vocabulary, I heads, K ranks counted; ... any leading shape.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from longdraft.kernels.linear_cross_entropy import linear_cross_entropy
+
+IGNORE = -100
+RANKS = 3
+KINDS = {"linear_chain": frozenset({"pre_norm"}), "silu_chain": frozenset({"post_norm"})}
+OUT_NORM_INITS = ("ones", "target")
+
+
+@dataclass(frozen=True)
+class TokenSwiftConfig:
+    """Shape and initialisation of the heads; `hidden_size` and `rms_norm_eps` are the target's.
+
+    `init_std` is the standard deviation of W (0 starts every head at the target's own next-token prediction);
+    `out_norm_init` starts RMSNorm_out_i at "ones" (the paper) or at the "target"'s final norm. `silu_chain` has no
+    norms and takes "ones" alone.
+    """
+
+    hidden_size: int
+    rms_norm_eps: float
+    n_heads: int = 3
+    kind: str = "linear_chain"
+    out_norm_init: str = "ones"
+    init_std: float = 0.02
+
+    def __post_init__(self):
+        if self.kind not in KINDS:
+            raise ValueError(f"draft.kind: {self.kind!r} is unknown; choose one of {', '.join(KINDS)}")
+        if self.out_norm_init not in OUT_NORM_INITS:
+            raise ValueError(
+                f"draft.out_norm_init: {self.out_norm_init!r} is unknown; choose one of {', '.join(OUT_NORM_INITS)}"
+            )
+        if self.kind == "silu_chain" and self.out_norm_init != "ones":
+            raise ValueError("draft.out_norm_init: silu_chain has no norms to start from the target's; set it to ones")
+        if self.n_heads < 1:
+            raise ValueError(f"draft.n_heads: {self.n_heads}, but at least 1 head is needed")
+        if self.init_std < 0:
+            raise ValueError(f"draft.init_std: {self.init_std} is negative; give 0 or more, the paper's is 0.02")
+
+
+class HeadsLoss(NamedTuple):
+    """`sums` fp32 [I], differentiable: each head's summed cross-entropy; `n_labels` int64 [I]: over how many labels;
+    `rank_counts` int64 [I, K] of `n_ranked` int64 [I]: labels by their rank among the head's logits."""
+
+    sums: Tensor
+    n_labels: Tensor
+    rank_counts: Tensor
+    n_ranked: Tensor
+
+
+class TokenSwift(nn.Module):
+    """The chained heads; parameters `proj.{i}.weight` [D, D] and, for linear_chain, `in_norm.{i}` and `out_norm.{i}`.
+
+    Args:
+        config: the shape.
+        generator: draws W; the same seed gives the same heads. None leaves W at zero (for weights read from a file).
+        final_norm_D: the target's final norm weight, for `out_norm_init: target`.
+    """
+
+    def __init__(
+        self, config: TokenSwiftConfig, generator: torch.Generator | None = None, final_norm_D: Tensor | None = None
+    ):
+        super().__init__()
+        self.config = config
+        heads, d = range(config.n_heads), config.hidden_size
+        self.proj = nn.ModuleList([nn.Linear(d, d, bias=False) for _ in heads])
+        if config.kind == "linear_chain":
+            self.in_norm = nn.ModuleList([nn.RMSNorm(d, eps=config.rms_norm_eps) for _ in heads])
+            self.out_norm = nn.ModuleList([nn.RMSNorm(d, eps=config.rms_norm_eps) for _ in heads])
+        with torch.no_grad():
+            for i in heads:
+                weight = torch.zeros(d, d)
+                if generator is not None:
+                    weight.normal_(0.0, config.init_std, generator=generator)
+                self.proj[i].weight.copy_(weight)  # pyright: ignore[reportCallIssue]
+                if config.out_norm_init == "target" and final_norm_D is not None:
+                    self.out_norm[i].weight.copy_(final_norm_D)  # pyright: ignore[reportCallIssue]
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """The one field of TargetOutput that the heads read."""
+        return KINDS[self.config.kind]
+
+    def states(self, hidden: Tensor) -> list[Tensor]:
+        """The target's state [..., D] to what its LM head reads for head 1..I, each [..., D] in the same dtype."""
+        states = []
+        for i in range(self.config.n_heads):
+            if self.config.kind == "linear_chain":
+                hidden = hidden + self.proj[i](self.in_norm[i](hidden))
+                states.append(self.out_norm[i](hidden))
+            else:
+                hidden = hidden + F.silu(self.proj[i](hidden))
+                states.append(hidden)
+        return states
+
+    def forward(self, hidden_BTD: Tensor, labels_BTI: Tensor, lm_head_VD: Tensor, count_ranks: bool) -> HeadsLoss:
+        """Cross-entropy of every head against hard labels (`chain_labels`), summed over the labels.
+
+        Args:
+            hidden_BTD: the target's state that `needs` names, without gradient.
+            labels_BTI: int64; head i's label is in column i - 1, IGNORE where there is none.
+            lm_head_VD: the target's frozen LM head.
+            count_ranks: also count the labels among each head's first RANKS candidates.
+        """
+        parts = [
+            linear_cross_entropy(
+                state_BTD.flatten(0, 1),
+                lm_head_VD,
+                labels_BTI[..., i].flatten(),
+                ignore_index=IGNORE,
+                top_k=RANKS if count_ranks else 0,
+            )
+            for i, state_BTD in enumerate(self.states(hidden_BTD))
+        ]
+        return HeadsLoss(*(torch.stack(field) for field in zip(*parts, strict=True)))
+
+
+def chain_labels(tokens_BT: Tensor, pieces_BT: Tensor, supervised_BT: Tensor, n_heads: int) -> Tensor:
+    """Labels of the chained heads: at position t, head i = 1..I predicts token t + 1 + i.
+
+    Args:
+        tokens_BT: token ids.
+        pieces_BT: int64 number of the document piece that a position belongs to; negative on padding.
+        supervised_BT: bool; tokens that may be a label.
+
+    Returns:
+        int64 [B, T, I]; IGNORE where token t + 1 + i lies outside the row or in another piece, or is not supervised.
+    """
+    labels_BTI = tokens_BT.new_full((*tokens_BT.shape, n_heads), IGNORE, dtype=torch.int64)
+    for i in range(1, n_heads + 1):
+        shift = i + 1
+        if shift >= tokens_BT.shape[1]:
+            break
+        same = (pieces_BT[:, shift:] == pieces_BT[:, :-shift]) & (pieces_BT[:, shift:] >= 0)
+        counted = same & supervised_BT[:, shift:].bool()
+        labels_BTI[:, :-shift, i - 1] = tokens_BT[:, shift:].long().masked_fill(~counted, IGNORE)
+    return labels_BTI
