@@ -1,0 +1,186 @@
+"""A prepared folder as a whole: what was asked, what is done, what came out.
+
+plan.json     settings, tokenizer and source files by hash, written first: who comes back is compared with it
+progress/     one record a finished shard, gone at the end
+train/, heldout/   shards and, at the end, a manifest each (shards.py)
+manifest.json written last: its presence says "finished"
+
+Nothing here depends on the clock, on paths or on the order in which shards were made.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+
+from longdraft.data_prep.shards import FORMAT_VERSION, MANIFEST, write_json
+
+SPLITS = ("train", "heldout")
+NAMED_BAD = 20  # bad documents named in a manifest; all are counted
+PLAN = "plan.json"
+PROGRESS = "progress"
+
+
+@contextmanager
+def locked(out: Path) -> Iterator[None]:
+    """Only one process at a time; a killed one holds nothing. Raises ValueError when another is at it."""
+    folder = os.open(out, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"another process is preparing {out}; wait for it or choose another folder") from None
+        yield
+    finally:
+        os.close(folder)
+
+
+def settle(out: Path, plan: dict, overwrite: bool) -> None:
+    """Leave `out` made by this plan: new, to be gone on with, or finished.
+
+    Raises ValueError, which names the differences, for a folder made by another plan, and for one that holds other
+    things. `overwrite` clears a prepared folder, never another one.
+    """
+    if (out / PLAN).exists() and overwrite:
+        # The plan last: until then a kill leaves a folder that another overwrite clears.
+        (out / MANIFEST).unlink(missing_ok=True)
+        for folder in (PROGRESS, *SPLITS):
+            shutil.rmtree(out / folder, ignore_errors=True)
+        (out / PLAN).unlink()
+    # Left by a killed call; the lock says that nobody writes them now.
+    for temporary in out.rglob(".*.tmp") if (out / PLAN).exists() else out.glob(f".{PLAN}.*.tmp"):
+        temporary.unlink()
+    if (out / PLAN).exists():
+        found = differences(read_json(out / PLAN), plan)
+        if found:
+            raise ValueError(
+                f"{out} was prepared with something else: {'; '.join(found)}. "
+                "Choose another folder, or --overwrite to prepare this one anew"
+            )
+    else:
+        foreign = sorted(entry.name for entry in out.iterdir())
+        if foreign:
+            raise ValueError(f"{out} was not made by prepare (it holds {foreign[0]}); choose a new or empty folder")
+        write_json(out / PLAN, plan)
+    for folder in (PROGRESS, *SPLITS):
+        (out / folder).mkdir(exist_ok=True)
+
+
+def differences(there: dict, asked: dict) -> list[str]:
+    """What the plan of a folder and the one asked for do not agree in, in words."""
+    found = []
+    for section in ("settings", "tokenizer"):
+        for name in there[section].keys() | asked[section].keys():
+            old, new = there[section].get(name), asked[section].get(name)
+            if old != new:
+                found.append(f"{name} is {old} there and {new} here")
+    old, new = there["sources"], asked["sources"]
+    changes = {
+        "changed": sorted(name for name in old.keys() & new.keys() if old[name] != new[name]),
+        "new": sorted(new.keys() - old.keys()),
+        "gone": sorted(old.keys() - new.keys()),
+    }
+    found += [f"source files {what}: {len(names)} (first: {names[0]})" for what, names in changes.items() if names]
+    return sorted(found)
+
+
+def record_path(out: Path, split: str, number: int) -> Path:
+    return out / PROGRESS / f"{split}-{number:05d}.json"
+
+
+def is_done(out: Path, split: str, number: int) -> bool:
+    """Whether the shard's record is there and the shard, if it has one, has the recorded size."""
+    path = record_path(out, split, number)
+    shard = read_json(path)["shard"] if path.exists() else None
+    if shard is None:
+        return path.exists()
+    return (out / split / shard["file"]).exists() and (out / split / shard["file"]).stat().st_size == shard["bytes"]
+
+
+def finish(out: Path, plan: dict, records: Mapping[str, Sequence[dict]], max_bad_share: float) -> None:
+    """Merge each split's records, check the whole, write the splits' manifests and, last, the folder's.
+
+    Raises ValueError for more bad documents than allowed and for a split without a row.
+    """
+    splits = {split: _merge(records[split]) for split in SPLITS}
+    _check_bad(splits, max_bad_share)
+    _check_rows(splits, plan["settings"])
+    settings = {**plan["settings"], "documents_mode": plan["settings"]["documents"]}
+    del settings["documents"]  # in a manifest `documents` is their number
+    described = {
+        "format_version": FORMAT_VERSION,
+        **plan["tokenizer"],
+        **settings,
+        "sources": {
+            "files": len(plan["sources"]),
+            "bytes": sum(file["bytes"] for file in plan["sources"].values()),
+            "sha256": hashlib.sha256(json.dumps(plan["sources"], sort_keys=True).encode()).hexdigest(),
+        },
+        "versions": {name: version(name) for name in ("tokenizers", "datasets", "pyarrow")},
+    }
+    for name, split in splits.items():
+        write_json(out / name / MANIFEST, {"split": name, **described, **split})
+    short = {name: {key: split[key] for key in split if key != "shards"} for name, split in splits.items()}
+    write_json(out / MANIFEST, {**described, "splits": short})
+
+
+def summary(manifest: dict) -> str:
+    """One line on a finished folder: rows, tokens, documents, what was left out."""
+    train, heldout = (manifest["splits"][split] for split in SPLITS)
+    rows, tokens, documents = (train[key] + heldout[key] for key in ("rows", "tokens", "documents"))
+    bad, dropped = (sum((*train[key].values(), *heldout[key].values())) for key in ("bad", "dropped"))
+    return (
+        f"{train['rows']:,} train and {heldout['rows']:,} held-out rows of {manifest['seq_len']:,} tokens "
+        f"({tokens:,} tokens of {documents:,} documents, {1 - tokens / (rows * manifest['seq_len']):.1%} filler; "
+        f"{bad:,} bad and {dropped:,} dropped documents)"
+    )
+
+
+def read_json(path: Path) -> dict:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def _merge(records: Sequence[dict]) -> dict:
+    def counts(key: str) -> dict[str, int]:
+        return dict(sorted(sum((Counter(record[key]) for record in records), Counter()).items()))
+
+    sums = ("rows", "tokens", "documents", "pieces", "text_bytes")
+    return {
+        **{key: sum(record[key] for record in records) for key in sums},
+        "bad": counts("bad"),
+        "bad_named": [entry for record in records for entry in record["bad_named"]][:NAMED_BAD],
+        "dropped": counts("dropped"),
+        "shards": [record["shard"] for record in records if record["shard"]],
+    }
+
+
+def _check_bad(splits: Mapping[str, dict], max_bad_share: float) -> None:
+    why = sum((Counter(split["bad"]) for split in splits.values()), Counter())
+    bad = why.total()
+    seen = bad + sum(split["documents"] + sum(split["dropped"].values()) for split in splits.values())
+    if bad > max_bad_share * seen:
+        named = [f"{entry['document']} ({entry['why']})" for split in splits.values() for entry in split["bad_named"]]
+        raise ValueError(
+            f"{bad} of {seen} documents are bad, more than max_bad_share {max_bad_share:g} allows ("
+            + ", ".join(f"{reason}: {n}" for reason, n in sorted(why.items()))
+            + f"): {', '.join(named[:5])}{' ...' if bad > 5 else ''}. "
+            "Mend them, or raise --max-bad-share and call again: finished shards are kept"
+        )
+
+
+def _check_rows(splits: Mapping[str, dict], settings: dict) -> None:
+    for split, share in zip(SPLITS, (1.0, settings["heldout_share"]), strict=True):
+        if not share or splits[split]["rows"]:
+            continue
+        asked = ", ".join(f"{name} {settings[name]}" for name in ("heldout_share", "seq_len", "max_tokens", "seed"))
+        dropped = "".join(f", {n} dropped as {why}" for why, n in splits[split]["dropped"].items())
+        raise ValueError(
+            f"no row for {split}: {sum(s['documents'] for s in splits.values())} documents in all{dropped} ({asked}). "
+            "Give more text, or change one of these with --overwrite"
+        )

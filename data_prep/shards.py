@@ -1,0 +1,176 @@
+"""Prepared rows on disk: Arrow shards and a manifest, written so that a kill leaves no half file, and their reader.
+
+A split's folder holds `manifest.json` and `shard-*.arrow` (Arrow streams with the `datasets` library's schema, so
+`datasets.Dataset.from_file` opens one too). A row of a shard:
+
+tokens      int32 [seq_len], the end filled with EOS behind the used length
+borders     int32 [n_pieces + 1], where each piece starts; the last entry is the used length
+loss_spans  int32 [2 n_spans], start and end of each run of tokens the loss counts
+documents   string [n_pieces], the document of each piece
+pieces      int32 [n_pieces], the piece's number within its document
+
+This file knows nothing of where rows come from.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+MANIFEST = "manifest.json"
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row to write; `tokens` holds the used tokens only, the other fields are as in the module's docstring."""
+
+    tokens: np.ndarray
+    borders: Sequence[int]
+    loss_spans: Sequence[int]
+    documents: Sequence[str]
+    pieces: Sequence[int]
+
+
+def write_shard(path: Path, rows: Sequence[Row], seq_len: int, fill_id: int) -> dict:
+    """Write the rows to `path` atomically. Returns {"file", "rows", "bytes", "sha256"} for the manifest."""
+    # Here, not above: readers (training) do without this import, which takes over a second.
+    from datasets import Features, List, Value
+    from datasets.arrow_writer import ArrowWriter
+
+    features = Features(
+        tokens=List(Value("int32"), length=seq_len),
+        borders=List(Value("int32")),
+        loss_spans=List(Value("int32")),
+        documents=List(Value("string")),
+        pieces=List(Value("int32")),
+    )
+    tokens = np.full((len(rows), seq_len), fill_id, dtype=np.int32)
+    for i, row in enumerate(rows):
+        tokens[i, : len(row.tokens)] = row.tokens
+    columns = {name: [getattr(row, name) for row in rows] for name in ("borders", "loss_spans", "documents", "pieces")}
+    schema = features.arrow_schema
+    fixed = pa.FixedSizeListArray.from_arrays(pa.array(tokens.ravel()), seq_len)
+    arrays = [fixed, *(pa.array(values, type=schema.field(name).type) for name, values in columns.items())]
+    table = pa.Table.from_arrays(arrays, schema=schema)
+
+    def write(temporary: Path) -> None:
+        with ArrowWriter(features=features, path=str(temporary)) as writer:
+            # One batch, so that the reader gets each column as one array.
+            writer.write_table(table, writer_batch_size=max(1, len(rows)))
+            writer.finalize()
+
+    write_atomically(path, write)
+    return {"file": path.name, "rows": len(rows), "bytes": path.stat().st_size, "sha256": file_sha256(path)}
+
+
+def write_json(path: Path, content: dict) -> None:
+    """Write atomically, keys in the given order, one trailing newline."""
+    text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
+    write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+
+
+def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
+    """`write(temporary)`, sync, rename to `path`, sync the folder: after a kill the file is whole or absent."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        write(temporary)
+        with temporary.open("rb") as stream:
+            os.fsync(stream.fileno())
+        temporary.rename(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def file_sha256(path: Path) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+class ShardSet:
+    """The rows of a prepared split, by index. Opening reads the manifest; a shard is memory-mapped when first read.
+
+    folder: `train` or `heldout` of a prepared folder. Raises ValueError where there is no finished split or where a
+    shard is missing or has another size than the manifest says; `verify` checks the content too.
+    """
+
+    def __init__(self, folder: str | Path):
+        self.folder = Path(folder)
+        self.manifest: dict = _read_manifest(self.folder)
+        shards = self.manifest["shards"]
+        for shard in shards:
+            path = self.folder / shard["file"]
+            size = path.stat().st_size if path.exists() else None
+            if size != shard["bytes"]:
+                found = "is missing" if size is None else f"has {size} bytes instead of {shard['bytes']}"
+                raise ValueError(f"{path} {found}: the folder was damaged; prepare it again with --overwrite")
+        self._ends = np.cumsum([shard["rows"] for shard in shards], dtype=np.int64)
+        self._tables: dict[int, pa.Table] = {}
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    def __getitem__(self, i: int) -> dict[str, np.ndarray]:
+        """Row i: {"tokens": int32 [seq_len], "borders": int32 [n_pieces + 1], "loss": bool [seq_len]}, copies.
+
+        borders: start of each piece, the last is the used length; tokens behind it are filler and never in `loss`.
+        Raises IndexError.
+        """
+        table, row = self._locate(i)
+        seq_len = self.manifest["seq_len"]
+        tokens = table["tokens"].chunk(0).values.to_numpy()[row * seq_len : (row + 1) * seq_len].copy()
+        loss = np.zeros(seq_len, dtype=bool)
+        for start, stop in _list_item(table, "loss_spans", row).reshape(-1, 2):
+            loss[start:stop] = True
+        return {"tokens": tokens, "borders": _list_item(table, "borders", row), "loss": loss}
+
+    def pieces(self, i: int) -> list[tuple[str, int]]:
+        """(document's name, number of the piece within it) of each piece of row i, the same wherever it is packed."""
+        table, row = self._locate(i)
+        return list(zip(table["documents"][row].as_py(), table["pieces"][row].as_py(), strict=True))
+
+    def verify(self) -> None:
+        """Read every shard; raises ValueError naming those whose sha256 is not the manifest's."""
+        shards = self.manifest["shards"]
+        changed = [shard["file"] for shard in shards if file_sha256(self.folder / shard["file"]) != shard["sha256"]]
+        if changed:
+            raise ValueError(f"{self.folder}: content of {', '.join(changed)} is not what the manifest says")
+
+    def _locate(self, i: int) -> tuple[pa.Table, int]:
+        if not -len(self) <= i < len(self):
+            raise IndexError(f"row {i} of {len(self)} in {self.folder}")
+        i %= len(self)
+        number = int(np.searchsorted(self._ends, i, side="right"))
+        if number not in self._tables:
+            path = self.folder / self.manifest["shards"][number]["file"]
+            self._tables[number] = pa.ipc.open_stream(pa.memory_map(str(path))).read_all()
+        return self._tables[number], i - (int(self._ends[number - 1]) if number else 0)
+
+
+def _list_item(table: pa.Table, column: str, row: int) -> np.ndarray:
+    lists = table[column].chunk(0)
+    start, stop = lists.offsets[row].as_py(), lists.offsets[row + 1].as_py()
+    return lists.values.slice(start, stop - start).to_numpy().copy()
+
+
+def _read_manifest(folder: Path) -> dict:
+    if not (folder / MANIFEST).exists():
+        raise ValueError(f"{folder} holds no finished data ({MANIFEST} is missing); make it, or resume it, by prepare")
+    manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    if "shards" not in manifest:
+        raise ValueError(f"{folder} is a prepared folder with splits; open {folder / 'train'} or {folder / 'heldout'}")
+    if manifest["format_version"] != FORMAT_VERSION:
+        raise ValueError(
+            f"{folder} has format {manifest['format_version']}, this version reads {FORMAT_VERSION}; prepare it again"
+        )
+    return manifest

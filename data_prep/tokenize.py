@@ -1,0 +1,64 @@
+"""Text to token ids, in a form that worker processes can be handed.
+
+Uses the Rust tokenizer inside a transformers tokenizer, so that a worker needs neither transformers nor torch. It reads
+no files and cuts nothing to length; chat templates and loss spans are not here.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+from tokenizers import Tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """Token ids of whole documents; picklable.
+
+    bos_ids: what the tokenizer itself sets before a text, () where it sets nothing. eos_id: set behind a document if
+    ends_documents.
+    """
+
+    serialised: str
+    vocab_size: int
+    bos_ids: tuple[int, ...]
+    eos_id: int
+    ends_documents: bool
+
+    def encode(self, text: str) -> np.ndarray:
+        """int32 [n]: BOS as the tokenizer has it, the text, and EOS where `ends_documents`.
+
+        Special tokens spelled out in the text ("<|im_end|>" in a source file) are taken as plain text: only the end of
+        a document gives the id that ends a document.
+        """
+        # encode_batch_fast is encode without character offsets; measured a quarter faster.
+        ids = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        end = [self.eos_id] if self.ends_documents else []
+        return np.array([*self.bos_ids, *ids, *end], dtype=np.int32)
+
+    @cached_property
+    def _tokenizer(self) -> Tokenizer:
+        tokenizer = Tokenizer.from_str(self.serialised)
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        tokenizer.encode_special_tokens = True
+        return tokenizer
+
+    def __getstate__(self) -> dict:
+        return {key: value for key, value in self.__dict__.items() if key != "_tokenizer"}
+
+
+def make_encoder(tokenizer: "PreTrainedTokenizerBase", ends_documents: bool) -> Encoder:
+    """From a loaded transformers tokenizer. Raises ValueError where it has no Rust form or no EOS token."""
+    if not tokenizer.is_fast:
+        raise ValueError(f"{type(tokenizer).__name__} has no Rust form (is_fast is False); load a fast tokenizer")
+    eos_id, bos_id = tokenizer.eos_token_id, tokenizer.bos_token_id
+    if not isinstance(eos_id, int):
+        raise ValueError("the tokenizer has no EOS token, so documents would run into one another; set its eos_token")
+    sets_bos = bos_id is not None and tokenizer("a")["input_ids"][0] == bos_id
+    serialised = tokenizer.backend_tokenizer.to_str()
+    return Encoder(serialised, len(tokenizer), (bos_id,) if sets_bos else (), eos_id, ends_documents)

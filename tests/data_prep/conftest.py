@@ -1,0 +1,118 @@
+"""Small tokenizers, and a corpus whose every document can be told apart."""
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from longdraft.data_prep.shards import ShardSet
+
+WORDS = [
+    "ship",
+    "é",
+    "longer than the row",
+    "\r\n",
+    "\t",
+    "日本語",
+    "<|end|>",
+    "0",
+    "  ",
+    "🙂",
+    "def f(x):\n    return x\n",
+]
+
+
+def byte_level_tokenizer(sets_bos: bool = False) -> PreTrainedTokenizerFast:
+    """A byte-level BPE of some 300 ids with EOS `<|end|>`; with `sets_bos` it begins each text with `<|start|>`."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = ["<|end|>", "<|start|>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([" ".join(WORDS)] * 4, trainer)
+    if sets_bos:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single="<|start|> $A", special_tokens=[("<|start|>", 1)]
+        )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", bos_token="<|start|>")
+
+
+@pytest.fixture(scope="session")
+def tiny_tokenizer() -> PreTrainedTokenizerBase:
+    return byte_level_tokenizer()
+
+
+@pytest.fixture(scope="session")
+def bos_tokenizer() -> PreTrainedTokenizerBase:
+    return byte_level_tokenizer(sets_bos=True)
+
+
+@pytest.fixture(scope="session")
+def smollm2_tokenizer() -> PreTrainedTokenizerBase:
+    from longdraft.models.hf import load_tokenizer
+
+    return load_tokenizer("smollm2-135m")
+
+
+@pytest.fixture(scope="session")
+def make_corpus() -> Callable[..., dict[str, bytes]]:
+    """make_corpus(folder, n, seed) writes n text files and a JSONL file of n lines; returns name -> text's bytes."""
+
+    def make(folder: Path, n: int, seed: int = 0, words: tuple[int, int] = (1, 400)) -> dict[str, bytes]:
+        import json
+
+        rng = random.Random(seed)
+        texts = [f"document {i} " + " ".join(rng.choices(WORDS, k=rng.randint(*words))) for i in range(2 * n)]
+        (folder / "deep").mkdir(parents=True, exist_ok=True)
+        written = {}
+        for i, text in enumerate(texts[:n]):
+            path = folder / ("deep" if i % 2 else ".") / f"file{i:03d}.txt"
+            path.write_bytes(text.encode())
+            written[f"{folder.name}/{path.relative_to(folder).as_posix()}"] = text.encode()
+        lines = [json.dumps({"text": text, "id": i}) + "\n" for i, text in enumerate(texts[n:])]
+        (folder / "lines.jsonl").write_text("".join(lines))
+        written |= {f"{folder.name}/lines.jsonl:{i}": text.encode() for i, text in enumerate(texts[n:], start=1)}
+        return written
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def read_back() -> Callable[..., dict[str, bytes]]:
+    """read_back(shard set, tokenizer) puts the pieces of each document together and decodes: name -> bytes.
+
+    Checks on the way that pieces are numbered 0.. and that BOS and EOS stand at the ends alone.
+    """
+
+    def read(shards: ShardSet, tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:
+        found: dict[str, dict[int, list[int]]] = {}
+        for i in range(len(shards)):
+            row = shards[i]
+            for (name, number), start, stop in zip(
+                shards.pieces(i), row["borders"][:-1], row["borders"][1:], strict=True
+            ):
+                assert number not in found.setdefault(name, {}), f"{name} piece {number} is there twice"
+                found[name][number] = row["tokens"][start:stop].tolist()
+        texts = {}
+        for name, pieces in found.items():
+            assert sorted(pieces) == list(range(len(pieces)))
+            ids = [token for number in sorted(pieces) for token in pieces[number]]
+            bos = shards.manifest["bos_token_ids"]
+            assert ids[: len(bos)] == bos
+            assert ids[-1] == shards.manifest["eos_token_id"]
+            ids = ids[len(bos) : -1]
+            assert tokenizer.eos_token_id not in ids
+            decoded = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+            assert isinstance(decoded, str)
+            texts[name] = decoded.encode()
+        return texts
+
+    return read

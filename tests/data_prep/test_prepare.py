@@ -1,0 +1,365 @@
+import fcntl
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from longdraft.data_prep import prepare as prepare_module
+from longdraft.data_prep.prepare import PrepareConfig, prepare
+from longdraft.data_prep.shards import ShardSet
+
+
+@pytest.fixture
+def corpus(tmp_path, make_corpus):
+    folder = tmp_path / "corpus"
+    return folder, make_corpus(folder, 60)
+
+
+@pytest.fixture
+def config(corpus, tmp_path):
+    return PrepareConfig((str(corpus[0]),), tmp_path / "out", seq_len=64, heldout_share=0.2, shard_bytes=20_000)
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def splits(config):
+    return ShardSet(config.out / "train"), ShardSet(config.out / "heldout")
+
+
+@pytest.mark.parametrize("fixture", ["tiny_tokenizer", "bos_tokenizer"])
+def test_shards_give_the_sources_back_byte_for_byte(config, corpus, read_back, request, fixture):
+    tokenizer = request.getfixturevalue(fixture)
+    manifest = prepare(config, tokenizer, "hash")
+    train, heldout = (read_back(split, tokenizer) for split in splits(config))
+    assert not train.keys() & heldout.keys()
+    assert train | heldout == corpus[1]
+    assert 0.1 < len(heldout) / len(corpus[1]) < 0.3
+    for name, shards in zip(("train", "heldout"), splits(config), strict=True):
+        shards.verify()
+        counted = manifest["splits"][name]
+        rows = [shards[i] for i in range(len(shards))]
+        assert counted["rows"] == len(shards) > 1
+        assert counted["tokens"] == sum(row["borders"][-1] for row in rows) == sum(row["loss"].sum() for row in rows)
+        assert counted["pieces"] == sum(len(row["borders"]) - 1 for row in rows)
+        assert (counted["bad"], counted["dropped"]) == ({}, {})
+        assert all((row["tokens"][row["borders"][-1] :] == tokenizer.eos_token_id).all() for row in rows)
+    texts = manifest["splits"]["train"]["text_bytes"] + manifest["splits"]["heldout"]["text_bytes"]
+    assert texts == sum(map(len, corpus[1].values()))
+    assert train.keys() > {name for name in train if name.endswith(".txt")} > set()
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_any_number_of_workers_makes_the_same_bytes(config, tiny_tokenizer, monkeypatch, workers):
+    prepare(config, tiny_tokenizer, "hash")
+    monkeypatch.setattr(prepare_module, "WORKER_BYTES", 1)
+    other = replace(config, out=config.out.with_name("other"), workers=workers)
+    prepare(other, tiny_tokenizer, "hash")
+    assert files_of(other.out) == files_of(config.out)
+    assert len(files_of(config.out)) > 8
+
+
+def test_manifest_says_what_was_made(config, tiny_tokenizer, capsys):
+    manifest = prepare(config, tiny_tokenizer, "abc")
+    assert manifest == json.loads((config.out / "manifest.json").read_text())
+    split = splits(config)[0].manifest
+    expected = {
+        **{"tokenizer_sha256": "abc", "vocab_size": len(tiny_tokenizer), "seq_len": 64, "documents_mode": "pack"},
+        **{"documents_end_with_eos": True, "eos_token_id": tiny_tokenizer.eos_token_id, "bos_token_ids": []},
+        **{"heldout_share": 0.2, "seed": 0, "max_tokens": None},
+    }
+    assert split.items() >= expected.items() <= manifest.items()
+    assert manifest["sources"]["files"] == 61
+    plan = json.loads((config.out / "plan.json").read_text())
+    assert list(plan["sources"])[:2] == ["corpus/deep/file001.txt", "corpus/deep/file003.txt"]
+    line = capsys.readouterr().out
+    assert line.startswith(f"Prepared: {manifest['splits']['train']['rows']:,} train and")
+    assert line.endswith(f"0 bad and 0 dropped documents) -> {config.out}\n")
+    assert str(config.out.parent) not in (config.out / "manifest.json").read_text()
+
+
+def test_second_call_is_a_no_op_that_says_so(config, tiny_tokenizer, capsys, monkeypatch):
+    first = prepare(config, tiny_tokenizer, "hash")
+    before = {path: path.stat().st_mtime_ns for path in config.out.rglob("*")}
+    capsys.readouterr()
+    monkeypatch.setattr(prepare_module, "make_shard", None)
+    assert prepare(replace(config, workers=2, max_bad_share=0.5), tiny_tokenizer, "hash") == first
+    assert capsys.readouterr().out.startswith("Already prepared: ")
+    assert {path: path.stat().st_mtime_ns for path in config.out.rglob("*")} == before
+
+
+def test_other_settings_tokenizer_or_sources_are_named(config, corpus, tiny_tokenizer, bos_tokenizer):
+    prepare(config, tiny_tokenizer, "hash")
+    with pytest.raises(
+        ValueError, match=r"seed is 0 there and 1 here; seq_len is 64 there and 32 here\. Choose another"
+    ):
+        prepare(replace(config, seq_len=32, seed=1), tiny_tokenizer, "hash")
+    with pytest.raises(ValueError, match="tokenizer_sha256 is hash there and other here"):
+        prepare(config, bos_tokenizer, "other")
+    (corpus[0] / "file000.txt").write_text("changed")
+    (corpus[0] / "file002.txt").unlink()
+    (corpus[0] / "new.txt").write_text("new")
+    with pytest.raises(ValueError, match=r"changed: 1 \(first: corpus/file000\.txt\).*gone: 1 .*new: 1"):
+        prepare(config, tiny_tokenizer, "hash")
+
+
+def test_overwrite_makes_it_anew_and_spares_other_folders(config, tiny_tokenizer):
+    prepare(config, tiny_tokenizer, "hash")
+    other = replace(config, seq_len=32, overwrite=True)
+    prepare(other, tiny_tokenizer, "hash")
+    fresh = replace(other, out=config.out.with_name("fresh"))
+    prepare(fresh, tiny_tokenizer, "hash")
+    assert files_of(config.out) == files_of(fresh.out)
+    mine = config.out.with_name("mine")
+    (mine / "train").mkdir(parents=True)
+    (mine / "train" / ".precious.tmp").write_text("x")
+    with pytest.raises(ValueError, match=r"was not made by prepare \(it holds train\)"):
+        prepare(replace(other, out=mine), tiny_tokenizer, "hash")
+    assert (mine / "train" / ".precious.tmp").exists()
+
+
+def test_copies_of_a_document_are_on_one_side(tmp_path, tiny_tokenizer):
+    texts = [f"text number {i}" for i in range(40)]
+    for copy in ("one", "two"):
+        (tmp_path / "in" / copy).mkdir(parents=True)
+        for i, text in enumerate(texts):
+            (tmp_path / "in" / copy / f"{i}.txt").write_text(text)
+    (tmp_path / "in/three.jsonl").write_text("".join(json.dumps({"text": text, "x": 1}) + "\n" for text in texts))
+    config = PrepareConfig((str(tmp_path / "in"),), tmp_path / "out", seq_len=16, heldout_share=0.3)
+    manifest = prepare(config, tiny_tokenizer, "hash")
+    assert manifest["splits"]["heldout"]["documents"] % 3 == 0
+    sides = [{name for i in range(len(split)) for name, _ in split.pieces(i)} for split in splits(config)]
+    for i in range(40):
+        copies = {f"in/one/{i}.txt", f"in/two/{i}.txt", f"in/three.jsonl:{i + 1}"}
+        assert [len(copies & side) for side in sides] in ([3, 0], [0, 3])
+
+
+def test_split_follows_the_seed_and_can_be_left_out(config, tiny_tokenizer):
+    held = []
+    for seed in (0, 1):
+        seeded = replace(config, seed=seed, out=config.out / str(seed))
+        prepare(seeded, tiny_tokenizer, "hash")
+        held.append({name for i in range(len(splits(seeded)[1])) for name, _ in splits(seeded)[1].pieces(i)})
+    assert held[0] != held[1]
+    whole = replace(config, heldout_share=0.0, out=config.out / "whole")
+    assert prepare(whole, tiny_tokenizer, "hash")["splits"]["train"]["documents"] == 120
+    assert len(splits(whole)[1]) == 0
+
+
+def test_first_mode_is_the_head_of_each_long_document(config, corpus, bos_tokenizer):
+    first = replace(config, documents="first", seq_len=500)
+    manifest = prepare(first, bos_tokenizer, "hash")
+    assert manifest["documents_end_with_eos"] is False
+    long = {}
+    for name, text in corpus[1].items():
+        ids = bos_tokenizer(text.decode(), split_special_tokens=True)["input_ids"]
+        if len(ids) >= 500:
+            long[name] = ids[:500]
+    found = {split.pieces(i)[0][0]: split[i] for split in splits(first) for i in range(len(split))}
+    assert {name: row["tokens"].tolist() for name, row in found.items()} == long
+    assert all(row["borders"].tolist() == [0, 500] and row["loss"].all() for row in found.values())
+    dropped = [split["dropped"]["shorter_than_seq_len"] for split in manifest["splits"].values()]
+    assert 0 < sum(dropped) == len(corpus[1]) - len(long)
+
+
+@pytest.mark.parametrize(("mode", "max_tokens"), [("pack", 20_000), ("first", 5_000)])
+def test_max_tokens_bounds_both_splits_together(config, corpus, tiny_tokenizer, read_back, mode, max_tokens):
+    limited = replace(config, max_tokens=max_tokens, documents=mode)
+    manifest = prepare(limited, tiny_tokenizer, "hash")
+    kept = sum(split["tokens"] for split in manifest["splits"].values())
+    assert 0.7 * max_tokens < kept <= max_tokens
+    if mode == "pack":  # whole documents, of both kinds of files
+        texts = read_back(splits(limited)[0], tiny_tokenizer) | read_back(splits(limited)[1], tiny_tokenizer)
+        assert texts.items() < corpus[1].items()
+        assert 5 < sum(".txt" in name for name in texts) < len(texts)
+
+
+def test_bad_documents_are_counted_named_and_an_error_above_the_share(config, corpus, tiny_tokenizer):
+    (corpus[0] / "empty.txt").touch()
+    (corpus[0] / "latin.txt").write_bytes("café".encode("latin-1"))
+    with (corpus[0] / "lines.jsonl").open("a") as stream:
+        stream.write('{"text": "cut off\n{"other": 1}\n')
+    bad = [
+        "corpus/empty.txt (empty)",
+        "corpus/latin.txt (bad_utf8)",
+        "corpus/lines.jsonl:61 (bad_json)",
+        "corpus/lines.jsonl:62 (missing_field)",
+    ]
+    with pytest.raises(ValueError, match=r"4 of 124 documents are bad, more than max_bad_share 0\.03 allows") as error:
+        prepare(replace(config, max_bad_share=0.03), tiny_tokenizer, "hash")
+    assert all(name in str(error.value) for name in bad)
+    assert "bad_json: 1, bad_utf8: 1, empty: 1, missing_field: 1" in str(error.value)
+    with pytest.raises(ValueError, match="holds no finished data"):
+        ShardSet(config.out / "train")
+    shards = {path: path.stat().st_mtime_ns for path in config.out.rglob("*.arrow")}
+    manifest = prepare(replace(config, max_bad_share=0.04), tiny_tokenizer, "hash")
+    assert {path: path.stat().st_mtime_ns for path in config.out.rglob("*.arrow")} == shards
+    named = [entry for split in manifest["splits"].values() for entry in split["bad_named"]]
+    assert sorted(f"{entry['document']} ({entry['why']})" for entry in named) == bad
+    assert sum(split["documents"] for split in manifest["splits"].values()) == 120
+
+
+def test_manifest_names_the_first_bad_documents_only(config, tmp_path, tiny_tokenizer):
+    path = tmp_path / "lines.jsonl"
+    path.write_text("".join(f'{{"text": "line {i}"}}\n' if i % 2 else f"broken {i}\n" for i in range(200)))
+    many = replace(config, sources=(str(path),), max_bad_share=0.5)
+    split = prepare(many, tiny_tokenizer, "hash")["splits"]["train"]
+    assert len(split["bad_named"]) == 20 < split["bad"]["bad_json"]
+    assert split["bad_named"][0] == {"document": "lines.jsonl:1", "why": "bad_json"}
+
+
+def test_empty_split_says_why(config, tmp_path, tiny_tokenizer):
+    (tmp_path / "one.txt").write_text("a few words")
+    one = replace(config, sources=(str(tmp_path / "one.txt"),), heldout_share=0.01)
+    with pytest.raises(ValueError, match=r"no row for heldout: 1 documents in all \(heldout_share 0\.01"):
+        prepare(one, tiny_tokenizer, "hash")
+    with pytest.raises(ValueError, match=r"no row for train: 0 documents in all, 1 dropped as shorter_than_seq_len"):
+        prepare(replace(one, documents="first", overwrite=True), tiny_tokenizer, "hash")
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "valid"),
+    [
+        ("seq_len", 1, "at least 2"),
+        ("documents", "truncate", "pack, first"),
+        ("heldout_share", 1.0, "below 1"),
+        ("max_tokens", 0, "at least 1"),
+        ("max_bad_share", -0.1, "0 to 1"),
+        ("workers", 0, "at least 1"),
+    ],
+)
+def test_wrong_settings_are_named(config, field, value, valid):
+    with pytest.raises(ValueError, match=f"^{field} is {value!r}, valid: .*{valid}"):
+        replace(config, **{field: value})
+
+
+def test_only_one_process_at_a_time(config, tiny_tokenizer):
+    config.out.mkdir()
+    held = os.open(config.out, os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    try:
+        with pytest.raises(ValueError, match="another process is preparing"):
+            prepare(config, tiny_tokenizer, "hash")
+    finally:
+        os.close(held)
+    prepare(config, tiny_tokenizer, "hash")
+
+
+def test_lost_shard_of_a_finished_folder_is_an_error(config, tiny_tokenizer):
+    prepare(config, tiny_tokenizer, "hash")
+    next((config.out / "train").glob("*.arrow")).unlink()
+    with pytest.raises(ValueError, match=r"arrow is missing.*--overwrite"):
+        prepare(config, tiny_tokenizer, "hash")
+
+
+# What a kill can leave at its worst: between a shard's rename and its record, and in the middle of a write.
+def test_shard_without_record_and_half_files_are_made_again(config, tiny_tokenizer, monkeypatch):
+    prepare(config, tiny_tokenizer, "hash")
+    expected = files_of(config.out)
+    killed = replace(config, out=config.out.with_name("killed"))
+    make_shard, made = prepare_module.make_shard, []
+
+    def stop_after_three(unit, *args):
+        if len(made) == 3:
+            raise KeyboardInterrupt
+        make_shard(unit, *args)
+        made.append(unit)
+
+    monkeypatch.setattr(prepare_module, "make_shard", stop_after_three)
+    with pytest.raises(KeyboardInterrupt):
+        prepare(killed, tiny_tokenizer, "hash")
+    monkeypatch.setattr(prepare_module, "make_shard", make_shard)
+    shard = killed.out / "train" / "shard-00001.arrow"
+    (killed.out / "progress" / "train-00001.json").unlink()
+    (killed.out / "train" / "shard-00002.arrow").unlink()
+    shard.write_bytes(b"from before the record")
+    (killed.out / "train" / ".shard-00004.arrow.123.tmp").write_bytes(b"half")
+    (killed.out / "progress" / ".train-00004.json.123.tmp").write_bytes(b"{")
+    prepare(killed, tiny_tokenizer, "hash")
+    assert files_of(killed.out) == expected
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+from tokenizers import Tokenizer
+from longdraft.data_prep import prepare as module
+
+class Light:  # what prepare uses of a transformers tokenizer, without the seconds transformers takes to import
+    is_fast, eos_token_id, bos_token_id = True, 0, None
+    def __init__(self, path):
+        self.backend_tokenizer = Tokenizer.from_file(path)
+    def __len__(self):
+        return self.backend_tokenizer.get_vocab_size()
+
+if __name__ == "__main__":
+    source, out, tokenizer, workers = sys.argv[1:]
+    module.WORKER_BYTES = 1
+    config = module.PrepareConfig((source,), Path(out), 64, shard_bytes=1500, workers=int(workers))
+    module.prepare(config, Light(tokenizer), "hash")
+"""
+
+
+def start(tmp_path, corpus, tokenizer, workers):
+    """A real process over the corpus, in a process group of its own, returned after its third finished shard."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    tokenizer.backend_tokenizer.save(str(tmp_path / "tokenizer.json"))
+    arguments = [str(tmp_path / name) for name in ("script.py", "corpus", "out", "tokenizer.json")]
+    process = subprocess.Popen(
+        [sys.executable, *arguments, str(workers)], start_new_session=True, stderr=subprocess.PIPE, text=True
+    )
+    while len(list((tmp_path / "out" / "progress").glob("*.json"))) < 3:
+        assert process.poll() is None, process.communicate()[1]
+        time.sleep(0.002)
+    return process
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_kill_and_resume_loses_and_repeats_nothing(tmp_path, make_corpus, read_back, tiny_tokenizer, workers):
+    corpus = make_corpus(tmp_path / "corpus", 100)
+    process = start(tmp_path, corpus, tiny_tokenizer, workers)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    out = tmp_path / "out"
+    assert not (out / "manifest.json").exists()
+    done = [json.loads(path.read_text())["shard"] for path in (out / "progress").glob("train-*.json")]
+    times = {shard["file"]: (out / "train" / shard["file"]).stat().st_mtime_ns for shard in done}
+    config = PrepareConfig((str(tmp_path / "corpus"),), out, 64, shard_bytes=1500)
+    prepare(config, tiny_tokenizer, "hash")
+    train, heldout = (read_back(split, tiny_tokenizer) for split in splits(config))
+    assert len(train) + len(heldout) == len(corpus)
+    assert train | heldout == corpus
+    assert 0 < len(times) < len(list((out / "train").glob("*.arrow")))
+    assert {name: (out / "train" / name).stat().st_mtime_ns for name in times} == times, "a finished shard was redone"
+    expected = files_of(out)
+    shutil.rmtree(out)
+    prepare(config, tiny_tokenizer, "hash")
+    assert files_of(out) == expected
+
+
+def test_killed_worker_is_an_error_and_a_killed_parent_leaves_no_worker(tmp_path, make_corpus, tiny_tokenizer):
+    import psutil
+
+    corpus = make_corpus(tmp_path / "corpus", 100)
+    process = start(tmp_path, corpus, tiny_tokenizer, 2)
+    workers = [p for p in psutil.Process(process.pid).children() if "spawn_main" in " ".join(p.cmdline())]
+    assert len(workers) == 2
+    workers[0].kill()
+    assert "a worker was killed (out of memory?)" in process.communicate()[1]
+    assert process.returncode == 1
+
+    shutil.rmtree(tmp_path / "out")
+    process = start(tmp_path, corpus, tiny_tokenizer, 2)
+    workers = [p for p in psutil.Process(process.pid).children() if "spawn_main" in " ".join(p.cmdline())]
+    process.kill()
+    process.communicate()
+    gone, alive = psutil.wait_procs(workers, timeout=20)
+    assert (len(gone), alive) == (2, [])
