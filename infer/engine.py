@@ -199,14 +199,10 @@ class Engine:
         longest = max((len(r.prompt) + r.sampling.max_new_tokens for r in requests), default=1)
         slack = (self.lag + 1) * (self.drafter.max_depth + 1) + self.widths[-1]
         capacity = min(longest, self.max_length) + slack
-        cache, config = self._cache, self.target.model.config
-        if cache is None or cache.lengths.shape[0] != batch or cache.capacity < capacity:
-            self._cache = None
-            dtype = self.target.model.embed_tokens.weight.dtype
-            cache = KVCache(
-                config.n_layers, batch, capacity, config.n_kv_heads, config.head_dim, dtype=dtype, device=self.device
-            )
-            self._cache = cache
+        cache = self._cache
+        if cache is None or cache.batch != batch or cache.capacity < capacity:
+            self._cache = cache = None  # the old one is gone before the new one is allocated
+            self._cache = cache = self.target.model.new_cache(batch, capacity)
         cache.reset()
         zeros = torch.zeros(batch, dtype=torch.int64, device=self.device)
         idle = SlotSampling([IDLE] * batch, self.device)
@@ -229,7 +225,7 @@ class Engine:
         begin = time.perf_counter()
         cache, prompt = self._cache, request.prompt
         assert cache is not None
-        cache.reset([slot], prompt_lengths=[len(prompt)])
+        cache.reset([slot], prompt_lengths=torch.tensor([len(prompt)]))
         self.drafter.begin([slot], [request], cache)
         one = cache.slot(slot)
         head = torch.tensor([prompt[:-1]], device=self.device)
@@ -237,7 +233,7 @@ class Engine:
             # Where nobody reads hidden states, the last layer's keys and values end the pass.
             output = self.target.model(tokens, cache=one, needs=self.drafter.needs or frozenset({"last_kv"}))
             rows = tokens.shape[1]
-            one.keep(torch.arange(rows, device=self.device)[None], torch.tensor([rows], device=self.device))
+            one.keep(None, torch.tensor([rows], device=self.device))
             self.drafter.read([slot], tokens, output)
         self._state.roots[slot] = prompt[-1]
         now = time.perf_counter()

@@ -40,7 +40,7 @@ class TokenSwiftDrafter:
         self._known = self._hidden = torch.empty(0)
 
     def begin(self, slots: Sequence[int], requests, cache) -> None:
-        batch = cache.lengths.shape[0]
+        batch = cache.batch
         if self._hidden.shape[0] != batch:
             weight = next(self.draft.parameters())
             self._hidden = torch.zeros(batch, self.draft.config.hidden_size, dtype=weight.dtype, device=weight.device)

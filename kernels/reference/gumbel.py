@@ -31,7 +31,14 @@ def gumbel_noise(seeds_B: Tensor, positions_BJ: Tensor, vocab_size: int) -> Tens
     key = (seeds_B & MASK)[:, None, None], (seeds_B >> 32 & MASK)[:, None, None]
     words = philox_4x32((blocks, positions_BJ[:, :, None] & MASK, zero, zero), key)
     bits = torch.stack(torch.broadcast_tensors(*words), dim=-1).flatten(2)[..., :vocab_size]
-    # w in (0, 1): small values keep 24 bits of their own, which is where large noise comes from; the clamp takes the
-    # 128 words that would round to 1.
-    w = bits.float().add_(0.5).mul_(2.0**-32).clamp_(max=BELOW_ONE)
+    return gumbel_of(bits)
+
+
+def gumbel_of(words: Tensor) -> Tensor:
+    """32-bit words to standard Gumbel noise, fp32: -log(-log(1 - w)) of w = (word + 1/2) / 2**32.
+
+    w lies in (0, 1): small values keep 24 bits of their own, which is where large noise comes from, and the clamp takes
+    the words that would round to 1.
+    """
+    w = words.float().add_(0.5).mul_(2.0**-32).clamp_(max=BELOW_ONE)
     return w.neg_().log1p_().neg_().log_().neg_()

@@ -1,0 +1,136 @@
+/* Few-row passes on a CPU: linear layers with bf16 weights, and attention over a cache plus a tree.
+ *
+ * Every output row is computed by the same operations in the same order whatever other rows the pass holds: a row of a
+ * tree pass equals plain decoding's row bit for bit, so decoding is exact in bf16 too. Nothing here is a reduction over
+ * threads: threads share out independent outputs.
+ *
+ * Compiled once per machine by kernels/backend.py, with GCC's vector extensions (any architecture); OpenMP symbols are
+ * resolved by the OpenMP library that PyTorch has already loaded, so that both share one pool of threads.
+ */
+#include <math.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+typedef float f8 __attribute__((vector_size(32)));
+typedef int32_t i8 __attribute__((vector_size(32)));
+typedef uint32_t u8 __attribute__((vector_size(32)));
+typedef uint16_t h8 __attribute__((vector_size(16)));
+typedef uint16_t bf16;
+typedef ptrdiff_t ix;
+
+static inline f8 load_f32(const float *p) { f8 v; memcpy(&v, p, 32); return v; }
+static inline void store_f32(float *p, f8 v) { memcpy(p, &v, 32); }
+static inline f8 load_bf16(const bf16 *p) {
+    h8 h; memcpy(&h, p, 16);
+    u8 u = __builtin_convertvector(h, u8) << 16;
+    f8 v; memcpy(&v, &u, 32);
+    return v;
+}
+static inline float widen(bf16 x) { uint32_t u = (uint32_t)x << 16; float f; memcpy(&f, &u, 4); return f; }
+static inline bf16 narrow(float x) { /* to nearest, ties to even; NaN stays NaN */
+    uint32_t u; memcpy(&u, &x, 4);
+    return (u & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : (u + 0x7fff + ((u >> 16) & 1)) >> 16;
+}
+static inline float sum8(f8 v) { return ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7])); }
+static inline float max8(f8 v) { float m = v[0]; for (int i = 1; i < 8; i++) m = v[i] > m ? v[i] : m; return m; }
+
+/* e^x for x <= 0, to about 2 ulp; below -87 it is 0 (Cephes' polynomial on the rest after x / ln 2 is rounded). */
+static inline f8 exp8(f8 x) {
+    f8 scaled = x * 1.44269504088896341f;
+    i8 n = __builtin_convertvector(scaled - 0.5f, i8); /* truncation of a negative number: rounds to nearest */
+    f8 r = __builtin_convertvector(n, f8);
+    f8 y = x - r * 0.693359375f;
+    y = y + r * 2.12194440e-4f;
+    f8 p = y * 1.9875691500e-4f + 1.3981999507e-3f;
+    p = p * y + 8.3334519073e-3f;
+    p = p * y + 4.1665795894e-2f;
+    p = p * y + 1.6666665459e-1f;
+    p = p * y + 5.0000001201e-1f;
+    p = p * y * y + y + 1.0f;
+    i8 bits = (n + 127) << 23;
+    f8 power; memcpy(&power, &bits, 32);
+    i8 keep = x > -87.0f;
+    f8 result = p * power;
+    i8 out; memcpy(&out, &result, 32);
+    out &= keep;
+    memcpy(&result, &out, 32);
+    return result;
+}
+
+/* ---- linear: y[m, n] = bf16(sum_k x[m, k] w[n, k] + bias[n]), fp32 sums in eight lanes along k ---- */
+
+#define BLOCK(M, R)                                                                                                   \
+    static void block_##M##_##R(const float *x, const bf16 *w, const bf16 *bias, bf16 *y, ix k, ix n) {               \
+        f8 sums[M][R];                                                                                                \
+        for (int m = 0; m < M; m++) for (int r = 0; r < R; r++) sums[m][r] = (f8){0};                                 \
+        for (ix i = 0; i < k; i += 8) {                                                                               \
+            f8 weights[R];                                                                                            \
+            for (int r = 0; r < R; r++) weights[r] = load_bf16(w + r * k + i);                                        \
+            for (int m = 0; m < M; m++) {                                                                             \
+                f8 row = load_f32(x + m * k + i);                                                                     \
+                for (int r = 0; r < R; r++) sums[m][r] += row * weights[r];                                           \
+            }                                                                                                         \
+        }                                                                                                             \
+        for (int m = 0; m < M; m++) for (int r = 0; r < R; r++)                                                       \
+            y[m * n + r] = narrow(sum8(sums[m][r]) + (bias ? widen(bias[r]) : 0.0f));                                 \
+    }
+BLOCK(1, 8) BLOCK(2, 4) BLOCK(3, 4) BLOCK(4, 3) BLOCK(5, 2) BLOCK(6, 2)
+BLOCK(1, 1) BLOCK(2, 1) BLOCK(3, 1) BLOCK(4, 1) BLOCK(5, 1) BLOCK(6, 1)
+typedef void (*block)(const float *, const bf16 *, const bf16 *, bf16 *, ix, ix);
+enum { MOST_ROWS = 6, TILE = 48 }; /* the accumulators of 6 x 2 fill the vector registers; TILE is a multiple of all R */
+static const block blocks[] = {0, block_1_8, block_2_4, block_3_4, block_4_3, block_5_2, block_6_2};
+static const block singles[] = {0, block_1_1, block_2_1, block_3_1, block_4_1, block_5_1, block_6_1};
+static const int outputs[] = {0, 8, 4, 4, 3, 2, 2};
+
+/* x bf16 [m, k], w bf16 [n, k], bias bf16 [n] or NULL, y bf16 [m, n]; all contiguous; k a multiple of 8. */
+int linear_bf16(const bf16 *x, const bf16 *w, const bf16 *bias, bf16 *y, ix m, ix n, ix k) {
+    float *rows = malloc(sizeof(float) * m * k);
+    if (!rows) return 1;
+    for (ix i = 0; i < m * k; i += 8) store_f32(rows + i, load_bf16(x + i));
+    #pragma omp parallel for schedule(static)
+    for (ix tile = 0; tile < (n + TILE - 1) / TILE; tile++) {
+        ix end = (tile + 1) * TILE < n ? (tile + 1) * TILE : n;
+        for (ix first = 0, count; first < m; first += count) { /* blocks of nearly equal height */
+            ix left = m - first, parts = (left + MOST_ROWS - 1) / MOST_ROWS, j = tile * TILE;
+            count = (left + parts - 1) / parts;
+            for (; j + outputs[count] <= end; j += outputs[count])
+                blocks[count](rows + first * k, w + j * k, bias ? bias + j : 0, y + first * n + j, k, n);
+            for (; j < end; j++)
+                singles[count](rows + first * k, w + j * k, bias ? bias + j : 0, y + first * n + j, k, n);
+        }
+    }
+    free(rows);
+    return 0;
+}
+
+/* ---- attention: keys are taken in logical order, committed rows first, then the row's ancestors by depth ----
+ * Splits of SPLIT logical keys are softmaxed on their own and merged in order, so the split that a key falls into does
+ * not depend on the pass it is read in. */
+
+enum { SPLIT = 256 };
+typedef struct {
+    const void *q, *k, *v; /* q [B, T, H, d] contiguous; k, v [B, S, Hkv, d], rows contiguous in d */
+    void *out;             /* [B, T, H, d] contiguous */
+    const int64_t *lengths; /* [B] committed rows */
+    const uint8_t *mask;    /* [B, T, T] row i sees row j of the pass, or NULL: the rows up to itself */
+    ix batch, rows, heads, kv_heads, width;
+    ix k_slot, k_row, k_head, v_slot, v_row, v_head; /* strides in elements */
+    float scale;
+} attention;
+
+#define T_ float
+#define LOAD load_f32
+#define NARROW(x) (x)
+#define NAME(f) f##_f32
+#include "attention.inc"
+#undef T_
+#undef LOAD
+#undef NARROW
+#undef NAME
+#define T_ bf16
+#define LOAD load_bf16
+#define NARROW narrow
+#define NAME(f) f##_bf16
+#include "attention.inc"

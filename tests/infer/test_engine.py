@@ -1,0 +1,316 @@
+"""The engine: every drafter gives plain decoding's tokens, and plain decoding's are the target's own.
+
+fp32 on the CPU. Passes of different widths differ in rounding, so each comparison also asserts that no decision of plain
+decoding was as close as ten times that difference: a failure is then a bug, not luck.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from scipy import stats
+
+from longdraft.infer.drafters.tokenswift import TokenSwiftDrafter
+from longdraft.infer.engine import Engine
+from longdraft.infer.sampling import SamplingParams, SlotSampling
+from longdraft.infer.shape import TreeShape, likeliest_nodes
+from longdraft.infer.tree import TokenTree
+from longdraft.models.drafts.tokenswift import TokenSwift, TokenSwiftConfig
+
+SAMPLINGS = {
+    "greedy": SamplingParams(),
+    "T0.7": SamplingParams(temperature=0.7),
+    "T1_top_p": SamplingParams(temperature=1.0, top_p=0.9),
+    "T1_min_p": SamplingParams(temperature=1.0, min_p=0.1),
+    "T1_top_k": SamplingParams(temperature=1.0, top_k=8),
+}
+PROMPTS = [[5, 9, 2, 7, 11, 30, 2, 9, 4, 4, 1], [3], [8, 8, 21, 0, 6]]
+NEW = 40
+
+
+class Proposer:
+    """A drafter made of a function (request index, tokens so far, room) -> candidate paths."""
+
+    needs = frozenset()
+
+    def __init__(self, paths, max_nodes=12, max_depth=4):
+        self.paths, self.max_nodes, self.max_depth, self.requests = paths, max_nodes, max_depth, {}
+
+    def begin(self, slots, requests, cache):
+        self.requests |= dict(zip(slots, requests, strict=True))
+
+    def read(self, slots, tokens_BT, output):
+        assert output.last_kv is not None
+
+    def propose(self, state, room):
+        roots = state.roots.tolist()
+        paths = [
+            self.paths(self.requests[slot], tokens, room) if active else []
+            for slot, (tokens, active) in enumerate(zip(state.committed, state.active.tolist(), strict=True))
+        ]
+        return TokenTree.from_paths(roots, paths)
+
+    def observe(self, tree, verdict, output):
+        assert output.logits is not None
+
+
+def random_trees(vocab):
+    def paths(request, tokens, room):
+        generator = torch.Generator().manual_seed(hash((request.index, len(tokens))) % 2**31)
+        shape = (int(torch.randint(1, 5, (), generator=generator)), int(torch.randint(1, 4, (), generator=generator)))
+        return torch.randint(vocab, shape, generator=generator).tolist()
+
+    return Proposer(paths)
+
+
+def tokenswift(target, shape=None, kind="linear_chain"):
+    torch.manual_seed(7)
+    config = TokenSwiftConfig(hidden_size=target.model.config.hidden_size, kind=kind, rms_norm_eps=1e-6)
+    draft = TokenSwift(config)
+    for parameter in draft.parameters():  # far from the identity: the heads must disagree with each other
+        torch.nn.init.normal_(parameter, 0.0, 0.3)
+    return TokenSwiftDrafter(target, draft.requires_grad_(False), shape)
+
+
+class Margins(SlotSampling):
+    """Records how close each decision was: the gap to the second choice, and of every filter border."""
+
+    smallest = float("inf")
+
+    def choose(self, logits_BV, noise_BV):
+        scores = self.scores(self.filter(logits_BV), noise_BV).float()
+        best = scores.topk(2).values
+        gaps = [(best[:, 0] - best[:, 1]) * self._divisors[:, 0]]
+        for params, row in zip(self.params, logits_BV, strict=True):
+            gaps += [self.border(params, row)] if params.temperature else []
+        Margins.smallest = min(Margins.smallest, *(float(gap.min()) for gap in gaps))
+        return super().choose(logits_BV, noise_BV)
+
+    @staticmethod
+    def border(params, logits):
+        """The smallest change of a logit that moves a token over a filter's border."""
+        gap, ordered = torch.tensor(torch.inf), logits.sort(descending=True).values
+        if params.top_k and params.top_k < len(ordered):
+            gap = torch.minimum(gap, ordered[params.top_k - 1] - ordered[params.top_k])
+        if params.top_p < 1:
+            mass = (ordered / params.temperature).softmax(0).cumsum(0)
+            gap = torch.minimum(gap, (mass[:-1] - params.top_p).abs().min())  # a logit's change moves the mass by less
+        if params.min_p:
+            scaled = ordered / params.temperature
+            gap = torch.minimum(gap, (scaled - scaled[0] - torch.tensor(params.min_p).log()).abs().min())
+        return gap
+
+
+@pytest.fixture
+def target(tiny_target):
+    return tiny_target(vocab_size=61)
+
+
+def width_difference(target) -> float:
+    """The largest difference of a logit between one-row passes and a pass of all rows."""
+    tokens = torch.tensor([PROMPTS[0] * 2])
+    model = target.model
+    whole, single = model.new_cache(1, 64), model.new_cache(1, 64)
+    together = model(tokens, cache=whole).logits
+    rows = []
+    for i in range(tokens.shape[1]):
+        rows.append(model(tokens[:, i : i + 1], cache=single).logits)
+        single.keep(None, torch.tensor([1]))
+    return float((together - torch.cat(rows, 1)).abs().max())
+
+
+def seeded(sampling, prompts):
+    return [replace(sampling, seed=1500 + i, max_new_tokens=NEW) for i in range(len(prompts))]
+
+
+def plain_tokens(target, sampling, prompts, monkeypatch, slots=None):
+    """Plain decoding's tokens, after asserting that no decision was close."""
+    Margins.smallest = float("inf")
+    with monkeypatch.context() as patch:
+        patch.setattr("longdraft.infer.engine.SlotSampling", Margins)
+        result = Engine(target, slots=slots).generate(prompts, seeded(sampling, prompts))
+    assert Margins.smallest > 10 * width_difference(target), (Margins.smallest, width_difference(target))
+    return [generation.tokens for generation in result]
+
+
+DRAFTERS = {
+    "tokenswift_39": lambda target, plain: tokenswift(target),
+    "tokenswift_5": lambda target, plain: tokenswift(target, likeliest_nodes([[0.4, 0.2, 0.1]] * 3, 5)),
+    "tokenswift_silu": lambda target, plain: tokenswift(target, TreeShape.cartesian((2, 2)), "silu_chain"),
+    "random_trees": lambda target, plain: random_trees(target.model.config.vocab_size),
+    "always_right": lambda target, plain: Proposer(
+        lambda request, tokens, room: [plain[request.index][len(tokens) - len(request.prompt) :][:4]]
+    ),
+    "never_right": lambda target, plain: Proposer(
+        lambda request, tokens, room: [
+            [(token + 1) % 61] for token in plain[request.index][len(tokens) - len(request.prompt) :][:1]
+        ]
+    ),
+    "sometimes_right": lambda target, plain: Proposer(
+        lambda request, tokens, room: [
+            plain[request.index][len(tokens) - len(request.prompt) :][: len(tokens) % 4],
+            [1, 2],
+        ]
+    ),
+}
+
+
+@pytest.mark.parametrize("prompts", [PROMPTS[:1], PROMPTS], ids=["B1", "B3"])
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_every_drafter_gives_plain_decodings_tokens(target, name, sampling, prompts, monkeypatch):
+    plain = plain_tokens(target, SAMPLINGS[sampling], prompts, monkeypatch)
+    engine = Engine(target, DRAFTERS[name](target, plain))
+    result = engine.generate(prompts, seeded(SAMPLINGS[sampling], prompts))
+    assert [generation.tokens for generation in result] == plain
+    steps = [generation.stats.steps for generation in result]
+    if name == "always_right":
+        assert steps == [NEW // 5] * len(prompts)
+    if name == "never_right":
+        assert steps == [NEW] * len(prompts)
+    if name == "sometimes_right":
+        assert all(NEW // 5 < count < NEW for count in steps)
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_a_finished_slot_takes_the_next_prompt(target, slots, monkeypatch):
+    """Five prompts on fewer slots, mixed sampling, give what each gives alone; later prompts do not see earlier ones."""
+    prompts = [*PROMPTS, [60, 1, 2], [17, 17]]
+    params = [
+        replace(sampling, seed=7 * i, max_new_tokens=9 + 5 * i)
+        for i, sampling in enumerate(SAMPLINGS.values())
+    ]  # fmt: skip
+    alone = [Engine(target).generate([p], q)[0].tokens for p, q in zip(prompts, params, strict=True)]
+    for drafter in (tokenswift(target), random_trees(61)):
+        result = Engine(target, drafter, slots=slots).generate(prompts, params)
+        assert [generation.tokens for generation in result] == alone
+        assert [generation.index for generation in result] == list(range(5))
+
+
+def test_tokens_read_one_step_late_are_the_same(target):
+    """On a GPU the host reads a step while the next one runs; the same code path, on the CPU."""
+    params = [replace(s, seed=3, max_new_tokens=13 + i) for i, s in enumerate(SAMPLINGS.values())]
+    prompts = [*PROMPTS, [60, 1, 2], [17, 17]]
+    for drafter in ("plain", tokenswift(target)):
+        prompt, late = Engine(target, drafter, slots=2), Engine(target, drafter, slots=2)
+        late.lag = 1
+        assert [g.tokens for g in late.generate(prompts, params)] == [g.tokens for g in prompt.generate(prompts, params)]
+
+
+def test_streaming_yields_the_same_tokens_in_order(target):
+    params = SamplingParams(temperature=1.0, seed=5, max_new_tokens=20)
+    engine = Engine(target, tokenswift(target))
+    whole = engine.generate(PROMPTS, params)
+    parts = {0: [], 1: [], 2: []}
+    for piece in engine.stream(PROMPTS, params):
+        parts[piece.index] += piece.tokens
+        if piece.generation:
+            assert piece.generation.tokens == parts[piece.index]
+    assert [parts[i] for i in range(3)] == [generation.tokens for generation in whole]
+
+
+def test_chunked_prefill_changes_nothing(target):
+    for drafter in ("plain", tokenswift(target)):
+        whole, chunks = Engine(target, drafter), Engine(target, drafter, prefill_chunk=3)
+        assert whole.generate(PROMPTS)[0].tokens == chunks.generate(PROMPTS)[0].tokens
+
+
+def test_seed_is_drawn_and_returned(target):
+    params = SamplingParams(temperature=1.5, max_new_tokens=15)
+    first, second = Engine(target).generate([PROMPTS[0]] * 2, params)
+    assert first.seed != second.seed and first.tokens != second.tokens
+    again = Engine(target, tokenswift(target)).generate([PROMPTS[0]], replace(params, seed=second.seed))[0]
+    assert again.tokens == second.tokens
+
+
+def test_stops(target, tiny_target):
+    plain = Engine(target).generate([PROMPTS[0]], SamplingParams(max_new_tokens=NEW))[0]
+    assert (plain.finish_reason, len(plain.tokens)) == ("length", NEW)
+    stop = plain.tokens[10]
+    first = plain.tokens.index(stop)
+    for drafter in ("plain", tokenswift(target), DRAFTERS["always_right"](target, [plain.tokens])):
+        params = SamplingParams(max_new_tokens=NEW, stop_token_ids=(stop,))
+        stopped = Engine(target, drafter).generate([PROMPTS[0]], params)[0]
+        assert (stopped.finish_reason, stopped.tokens) == ("stop", plain.tokens[: first + 1])
+    ends = tiny_target(vocab_size=61, eos_token_ids=(stop,))
+    assert Engine(ends).generate([PROMPTS[0]])[0].tokens == plain.tokens[: first + 1]
+    ignoring = SamplingParams(max_new_tokens=NEW, ignore_eos=True)
+    assert Engine(ends).generate([PROMPTS[0]], ignoring)[0].tokens == plain.tokens
+
+
+def test_running_out_of_positions_ends_the_sequence_with_a_reason(tiny_target):
+    target = tiny_target(vocab_size=61, max_positions=32)
+    plain = Engine(target).generate([PROMPTS[0]])[0]
+    assert (plain.finish_reason, len(plain.tokens)) == ("capacity", 32 - len(PROMPTS[0]))
+    for drafter in (tokenswift(target), DRAFTERS["always_right"](target, [plain.tokens])):
+        other = Engine(target, drafter).generate([PROMPTS[0]])[0]
+        assert (other.finish_reason, other.tokens) == ("capacity", plain.tokens)
+    short = Engine(target, max_length=20).generate([PROMPTS[0]])[0]
+    assert (short.finish_reason, short.tokens) == ("capacity", plain.tokens[:9])
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        ([[]], "prompt 0 has no tokens"),
+        ([[1], [1, 61]], r"prompt 1: token ids must lie in 0..60, got 1..61"),
+        ([[1] * 300], "prompt 0 has 300 tokens; at most 255 fit"),
+        (["text"], "needs a tokenizer, and this target has none; give token ids"),
+    ],
+)
+def test_prompts_that_cannot_be_decoded_say_why(target, prompts, message):
+    with pytest.raises(ValueError, match=message):
+        Engine(target).generate(prompts)
+
+
+def test_engine_arguments_that_cannot_be(target):
+    for arguments, message in [
+        ({"drafter": "tokenswyft"}, "unknown name 'tokenswyft'; known: plain, tokenswift"),
+        ({"drafter": "tokenswift"}, "draft: tokenswift needs trained heads"),
+        ({"draft": "folder"}, "draft: plain decoding has none"),
+        ({"options": {"levels": 3}}, "options: plain does not know levels; it knows none"),
+        ({"slots": 0}, "slots=0"),
+        ({"max_length": 1000}, "max_length=1000: must be at least 1 .* limit|at most the target's 256"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            Engine(target, **arguments)
+
+
+def test_first_three_tokens_have_the_computed_distribution(tiny_target):
+    """20,000 seeds on a vocabulary of 6: a chi-square test over all 216 triples, for plain decoding and for trees."""
+    target, count, vocab = tiny_target(vocab_size=6, std=0.15), 20_000, 6
+    probability = torch.ones(1, dtype=torch.float64)
+    prefixes = torch.tensor([[2]])
+    for _ in range(3):
+        last = target.model(prefixes).logits[:, -1].double().softmax(-1)
+        probability = (probability[:, None] * last).flatten()
+        rows = prefixes.repeat_interleave(vocab, 0)
+        prefixes = torch.cat([rows, torch.arange(vocab).repeat(len(prefixes))[:, None]], 1)
+    expected = count * probability
+    params = [SamplingParams(temperature=1.0, seed=seed, max_new_tokens=3) for seed in range(count)]
+    for drafter in ("plain", tokenswift(target)):
+        result = Engine(target, drafter, slots=1000).generate([[2]] * count, params)
+        tokens = torch.tensor([generation.tokens for generation in result])
+        observed = (tokens @ torch.tensor([vocab**2, vocab, 1])).bincount(minlength=vocab**3).double()
+        common = expected >= 5
+        seen = torch.cat([observed[common], observed[~common].sum()[None]])
+        want = torch.cat([expected[common], expected[~common].sum()[None]])
+        keep = want > 0
+        assert stats.chisquare(seen[keep].numpy(), want[keep].numpy()).pvalue > 1e-3
+
+
+def test_noise_in_the_ranking_raises_acceptance(tiny_target):
+    """A draft that knows the target's logits, but not its noise, guesses a sampled token far less often."""
+    target = tiny_target(vocab_size=61, std=0.12)
+    rates = {}
+    for noisy in (True, False):
+        hits = total = 0
+        for seed in range(40):
+            sampling = SlotSampling([SamplingParams(temperature=1.0, seed=seed)], torch.device("cpu"))
+            logits = target.model(torch.tensor([PROMPTS[0]])).logits[:, -1]
+            noise = sampling.noise(torch.tensor([10]), 1, 61)
+            guess = sampling.scores(logits + 0.1 * torch.randn(61), noise).argmax() if noisy else logits.argmax()
+            hits += int(guess == sampling.choose(logits, noise)[0])
+            total += 1
+        rates[noisy] = hits / total
+    assert rates[True] > 0.8 and rates[False] < 0.5, rates

@@ -1,0 +1,57 @@
+"""Static shapes: the Cartesian tree, the likeliest nodes, the size that pays."""
+
+from itertools import combinations
+
+import pytest
+import torch
+
+from longdraft.infer.shape import TreeShape, likeliest_nodes, path_rate, paying_shape
+
+RATES = [[0.5, 0.2, 0.1], [0.4, 0.15, 0.05], [0.3, 0.1, 0.02]]
+
+
+def test_cartesian_three_by_three_has_39_nodes_below_the_root():
+    shape = TreeShape.cartesian((3, 3, 3))
+    assert (len(shape.nodes), shape.depth, shape.ranks) == (39, 3, 3)
+    assert TreeShape.cartesian((1, 3, 3, 3)).nodes[0] == (0,) and len(TreeShape.cartesian((1, 3, 3, 3)).nodes) == 40
+
+
+def test_template_places_ranked_tokens():
+    shape = TreeShape(((0,), (2,), (0, 1), (2, 0)))
+    ranked = torch.tensor([[[10, 11, 12], [20, 21, 22]], [[30, 31, 32], [40, 41, 42]]])
+    tree = shape.template(2, "cpu").fill(torch.tensor([1, 2]), ranked)
+    assert tree.paths() == [[[10], [12], [10, 21], [12, 20]], [[30], [32], [30, 41], [32, 40]]]
+    assert tree.tokens[:, 0].tolist() == [1, 2]
+
+
+def test_a_child_without_its_parent_is_refused():
+    with pytest.raises(ValueError, match=r"node \(1, 0\) must come once, and after its parent \(1,\)"):
+        TreeShape(((0,), (1, 0)))
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+def test_likeliest_nodes_is_the_best_tree_of_its_size(count):
+    """Against every valid tree of that size."""
+    everything = TreeShape.cartesian((3, 3, 3)).nodes
+
+    def valid(nodes):
+        return all(node[:-1] in nodes or len(node) == 1 for node in nodes)
+
+    best = max(sum(path_rate(RATES, n) for n in nodes) for nodes in combinations(everything, count) if valid(set(nodes)))
+    assert likeliest_nodes(RATES, count).expected_tokens(RATES) == pytest.approx(1 + best)
+
+
+def test_likeliest_nodes_ends_with_all_of_them():
+    assert set(likeliest_nodes(RATES, 99).nodes) == set(TreeShape.cartesian((3, 3, 3)).nodes)
+
+
+def test_paying_shape_follows_the_width_curve():
+    free = dict.fromkeys((1, 2, 4, 8, 40), 1.0)
+    shape, ratio = paying_shape(RATES, free)
+    assert len(shape.nodes) == 39 and ratio == pytest.approx(shape.expected_tokens(RATES))
+    steep = {1: 1.0, 2: 1.1, 4: 2.0, 8: 4.0}
+    shape, ratio = paying_shape(RATES, steep)
+    assert shape.nodes == ((0,),) and ratio == pytest.approx(1.5 / 1.1)
+    assert paying_shape(RATES, steep, draft_seconds=0.9)[1] < 1
+    with pytest.raises(ValueError, match="needs width 1"):
+        paying_shape(RATES, {4: 1.0})

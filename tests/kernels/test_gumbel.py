@@ -1,0 +1,62 @@
+"""The noise: Philox's published answers, independence of everything but its arguments, and the right distribution."""
+
+import torch
+from scipy import stats
+
+from longdraft.kernels.gumbel import gumbel_noise
+from longdraft.kernels.reference.gumbel import MASK, gumbel_of, philox_4x32
+
+
+def words(*values):
+    return tuple(torch.tensor(value) for value in values)
+
+
+def test_philox_known_answers():
+    """The three vectors published with Random123 for philox4x32, 10 rounds."""
+    for counter, key, answer in [
+        ((0,) * 4, (0,) * 2, (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+        ((MASK,) * 4, (MASK,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+        (
+            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+            (0xA4093822, 0x299F31D0),
+            (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+        ),
+    ]:
+        assert tuple(int(word) for word in philox_4x32(words(*counter), words(*key))) == answer
+
+
+def test_counter_layout_is_token_block_then_position():
+    seed, position, vocab = 0x1234_5678_9ABC_DEF0, 77, 11
+    noise = gumbel_noise(torch.tensor([seed]), torch.tensor([[position]]), vocab)[0, 0]
+    for token in range(vocab):
+        answer = philox_4x32(words(token // 4, position, 0, 0), words(seed & MASK, seed >> 32))
+        assert noise[token] == gumbel_of(answer[token % 4])
+
+
+def test_noise_depends_on_seed_position_and_token_alone():
+    seeds, positions = torch.tensor([3, -9, 2**62]), torch.tensor([[5, 6], [1000, 0], [7, 70_000]])
+    whole = gumbel_noise(seeds, positions, 1003)
+    assert whole.shape == (3, 2, 1003) and whole.dtype == torch.float32
+    for b in range(3):
+        for j in range(2):
+            alone = gumbel_noise(seeds[b : b + 1], positions[b : b + 1, j : j + 1], 130)
+            assert torch.equal(alone[0, 0], whole[b, j, :130])
+    assert len(whole.flatten().unique()) > 0.999 * whole.numel()
+
+
+def test_no_word_gives_an_infinite_value():
+    edge = gumbel_of(torch.tensor([0, 1, 127, 2**31, MASK - 300, MASK - 128, MASK - 1, MASK]))
+    assert torch.isfinite(edge).all()
+    assert (edge.diff() <= 0).all()
+
+
+def test_distribution_is_gumbel():
+    noise = gumbel_noise(torch.arange(40), torch.arange(25)[None].expand(40, -1), 200).flatten()
+    assert stats.kstest(noise.double().numpy(), "gumbel_r").pvalue > 1e-3
+
+
+def test_argmax_draws_from_the_softmax():
+    logits = torch.tensor([2.0, 0.0, -1.0, 1.0, 0.5])
+    noise = gumbel_noise(torch.arange(20_000), torch.full((20_000, 1), 12), 5)[:, 0]
+    counts = (logits + noise).argmax(1).bincount(minlength=5)
+    assert stats.chisquare(counts.numpy(), (20_000 * logits.double().softmax(0)).numpy()).pvalue > 1e-3
