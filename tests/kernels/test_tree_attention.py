@@ -1,0 +1,114 @@
+"""kernels/tree_attention.py and causal_attention.py against the reference and against attention written out per row."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from longdraft.kernels import tree_attention as module
+from longdraft.kernels.causal_attention import causal_attention
+from longdraft.kernels.reference.tree_attention import tree_attention as reference
+from longdraft.kernels.tree_attention import plan_pass, tree_attention
+
+
+def draw(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def random_tree(n_rows: int, seed: int) -> Tensor:
+    """Ancestor mask of a random tree; its last row is padding, which sees nothing."""
+    generator = torch.Generator().manual_seed(seed)
+    mask = torch.eye(n_rows, dtype=torch.bool)
+    for node in range(1, n_rows):
+        mask[node] |= mask[int(torch.randint(0, node, (), generator=generator))]
+    if n_rows > 1:
+        mask[-1] = False
+    return mask
+
+
+def poisoned(lengths: list[int], n_rows: int, capacity: int, heads: int, width: int) -> tuple[Tensor, Tensor]:
+    """Keys and values of different strides, NaN wherever nothing was written."""
+    keys = torch.full((len(lengths), capacity, heads, width), float("nan"))
+    values = torch.full((len(lengths), heads, capacity, 2 * width), float("nan")).transpose(1, 2)[..., :width]
+    for slot, length in enumerate(lengths):
+        keys[slot, : length + n_rows] = draw(length + n_rows, heads, width, seed=slot)
+        values[slot, : length + n_rows] = draw(length + n_rows, heads, width, seed=100 + slot)
+    assert keys.stride() != values.stride()
+    return keys, values
+
+
+def row_by_row(q_Hd: Tensor, keys_SKd: Tensor, values_SKd: Tensor) -> Tensor:
+    """One query over the rows it may read, nothing masked, in fp64."""
+    groups = q_Hd.shape[0] // keys_SKd.shape[1]
+    keys, values = (x.double().repeat_interleave(groups, 1) for x in (keys_SKd, values_SKd))
+    scores = torch.einsum("hd,shd->hs", q_Hd.double(), keys) * q_Hd.shape[-1] ** -0.5
+    return torch.einsum("hs,shd->hd", scores.softmax(-1), values).float()
+
+
+LENGTHS = ([0], [1], [63], [1100], [0, 7, 100], [1030, 3])
+
+
+@pytest.mark.parametrize("window", [None, 1, 5, 64])
+@pytest.mark.parametrize("tree", [False, True])
+@pytest.mark.parametrize("n_rows", [1, 2, 13])
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2)], ids=["mha", "gqa"])
+def test_against_each_row_alone(heads, lengths, n_rows, tree, window):
+    n_heads, n_kv_heads = heads
+    keys, values = poisoned(lengths, n_rows, max(lengths) + n_rows + 5, n_kv_heads, 16)
+    q = draw(len(lengths), n_rows, n_heads, 16, seed=7)
+    masks = torch.stack([random_tree(n_rows, seed) for seed in range(len(lengths))]) if tree else None
+    lengths_B = torch.tensor(lengths)
+    outputs = [f(q, keys, values, lengths_B, masks, window) for f in (tree_attention, reference)]
+    for slot, length in enumerate(lengths):
+        for row in range(n_rows):
+            own = list(range(row + 1)) if masks is None else masks[slot, row].nonzero()[:, 0].tolist()
+            history = [*range(length), *(length + i for i in own)]
+            if not own and window is not None:
+                continue  # a padding row has no place in a history
+            history = history if window is None else history[-window:]
+            expected = row_by_row(q[slot, row], keys[slot, history], values[slot, history])
+            for out in outputs:
+                difference = (out[slot, row] - expected).abs().max()
+                assert difference < 1e-5, f"slot {slot}, row {row}: {difference}"
+    assert all(bool(out.isfinite().all()) for out in outputs)
+
+
+def test_split_and_single_call_agree(monkeypatch):
+    """The same pass through both CPU paths, whatever SPLIT_FROM says."""
+    keys, values = poisoned([200], 9, 220, 2, 8)
+    q, mask, lengths = draw(1, 9, 4, 8, seed=3), random_tree(9, 1)[None], torch.tensor([200])
+    monkeypatch.setattr(module, "SPLIT_FROM", 10_000)
+    whole = tree_attention(q, keys, values, lengths, mask)
+    monkeypatch.setattr(module, "SPLIT_FROM", 1)
+    torch.testing.assert_close(tree_attention(q, keys, values, lengths, mask), whole, rtol=0, atol=1e-5)
+
+
+def test_shared_plan_changes_nothing():
+    keys, values = poisoned([5, 60], 7, 80, 2, 8)
+    q, mask, lengths = draw(2, 7, 4, 8, seed=3), random_tree(7, 1).expand(2, 7, 7), torch.tensor([5, 60])
+    plan = plan_pass(lengths, 7, mask)
+    for window in (None, 6, None):
+        shared = tree_attention(q, keys, values, lengths, mask, window, plan)
+        assert torch.equal(shared, tree_attention(q, keys, values, lengths, mask, window))
+
+
+def test_bf16_error_is_that_of_plain_bf16():
+    """At most twice the error that PyTorch's attention makes in bf16, both measured against fp32."""
+    keys, values = poisoned([300], 9, 309, 2, 32)
+    q, mask, lengths = draw(1, 9, 6, 32, seed=3), random_tree(9, 1)[None], torch.tensor([300])
+    mask[:, -1, -1] = True
+    exact = reference(q, keys, values, lengths, mask)
+    low = [x.bfloat16() for x in (q, keys, values)]
+    full = torch.cat((torch.ones(1, 9, 300, dtype=torch.bool), mask), 2)
+    heads_first = [x.transpose(1, 2) for x in low]
+    plain = torch.nn.functional.scaled_dot_product_attention(*heads_first, attn_mask=full[:, None], enable_gqa=True)
+    allowed = 2 * (plain.transpose(1, 2).float() - exact).abs().max()
+    assert (tree_attention(*low, lengths, mask).float() - exact).abs().max() <= allowed
+
+
+@pytest.mark.parametrize("window", [None, 1, 7, 600, 5000])
+@pytest.mark.parametrize("n_rows", [1, 63, 1100])
+def test_causal_attention(n_rows, window):
+    q, k, v = draw(2, n_rows, 4, 8, seed=0), draw(2, n_rows, 2, 8, seed=1), draw(2, n_rows, 2, 8, seed=2)
+    expected = reference(q, k, v, torch.zeros(2, dtype=torch.int64), None, window)
+    torch.testing.assert_close(causal_attention(q, k, v, window), expected, rtol=0, atol=1e-5)

@@ -1,0 +1,229 @@
+"""The decoder against itself: a tree pass, ragged batches, chunks and early stops must not change a single state.
+
+Different widths of one computation differ by rounding; the tolerance is 1e-5 of the largest magnitude, in fp32.
+"""
+
+import pytest
+import torch
+from torch import Tensor
+
+ROPES = {
+    "default": None,
+    "dynamic": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0},
+    "longrope": {
+        "rope_type": "longrope", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 24,
+        "short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.0, 2.0, 3.0, 4.0],
+    },
+}  # fmt: skip
+KINDS = {name: {"rope": rope, "max_positions": 24} for name, rope in ROPES.items()} | {
+    "sliding": {"sliding_windows": (5, None, 9), "n_layers": 3},
+    "qwen3-like": {"qk_norm": True, "head_dim": 12},
+}
+# A tree under the root with two padding nodes at the end: parents as in TokenTree (-1 root, -2 padding).
+PARENTS = [-1, 0, 0, 0, 1, 1, 2, 4, 4, 7, -2, -2]
+
+
+def error(ours: Tensor, other: Tensor) -> float:
+    assert ours.shape == other.shape
+    return float((ours - other).abs().max() / other.abs().max())
+
+
+def tokens(rows: int, columns: int, seed: int = 0) -> Tensor:
+    return torch.randint(0, 97, (rows, columns), generator=torch.Generator().manual_seed(seed))
+
+
+def path_to(node: int) -> list[int]:
+    path = []
+    while node >= 0:
+        path.append(node)
+        node = PARENTS[node]
+    return path[::-1]
+
+
+def tree_parts() -> tuple[Tensor, Tensor]:
+    """Ancestor mask [N, N] (padding rows see nothing) and depths [N]."""
+    n = len(PARENTS)
+    mask, depths = torch.zeros(n, n, dtype=torch.bool), torch.zeros(n, dtype=torch.int64)
+    for node, parent in enumerate(PARENTS):
+        if parent != -2:
+            mask[node, path_to(node)] = True
+            depths[node] = len(path_to(node)) - 1
+    return mask, depths
+
+
+def prefilled(model, prompt: Tensor, room: int = 16, poison: bool = False):
+    """A cache that holds the prompt [1, L]."""
+    cache = model.new_cache(1, prompt.shape[1] + room)
+    if poison:
+        cache.keys.fill_(float("nan")), cache.values.fill_(float("nan"))
+    cache.reset(prompt_lengths=[prompt.shape[1]])
+    if prompt.shape[1]:
+        model(prompt, cache=cache, needs={"last_kv"})
+        cache.keep(None, torch.tensor([prompt.shape[1]]))
+    return cache
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("length", [0, 3, 21, 30])  # 21: the tree crosses the original length (24)
+def test_tree_pass_equals_each_path(tiny_target, kind, length):
+    model = tiny_target(**KINDS[kind]).model
+    prompt, nodes = tokens(1, length), tokens(1, len(PARENTS), 1)
+    mask, depths = tree_parts()
+    cache = prefilled(model, prompt, poison=True)
+    out = model(
+        nodes, cache=cache, positions_BT=length + depths[None], tree_mask_BTT=mask[None], needs={"logits", "pre_norm"}
+    )
+    assert bool(out.logits.isfinite().all())
+    for node, parent in enumerate(PARENTS):
+        if parent == -2:
+            continue
+        path = path_to(node)
+        # Plain decoding of the path: one token a pass.
+        single = prefilled(model, prompt)
+        for step in path:
+            expected = model(nodes[:, [step]], cache=single, needs={"logits", "pre_norm"})
+            single.keep(None, torch.tensor([1]))
+        assert error(out.logits[:, node], expected.logits[:, 0]) < 1e-5, f"node {node}"
+        assert error(out.pre_norm[:, node], expected.pre_norm[:, 0]) < 1e-5, f"node {node}"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kept_path_equals_a_fresh_prefill(tiny_target, kind):
+    model = tiny_target(**KINDS[kind]).model
+    prompt, nodes = tokens(1, 20), tokens(1, len(PARENTS), 1)
+    mask, depths = tree_parts()
+    cache = prefilled(model, prompt, poison=True)
+    model(nodes, cache=cache, positions_BT=20 + depths[None], tree_mask_BTT=mask[None])
+    path = path_to(8)
+    rows = torch.tensor([[*path, 0, 11]])  # what stands behind the count is ignored
+    cache.keep(rows, torch.tensor([len(path)]))
+    fresh = prefilled(model, prompt)
+    for step in path:
+        model(nodes[:, [step]], cache=fresh)
+        fresh.keep(None, torch.tensor([1]))
+    end = 20 + len(path)
+    assert cache.lengths.tolist() == fresh.lengths.tolist() == [end]
+    assert error(cache.keys[:, :, :end], fresh.keys[:, :, :end]) < 1e-5
+    assert error(cache.values[:, :, :end], fresh.values[:, :, :end]) < 1e-5
+    # Back to the middle of the prompt and on with another token, against a prefill of just that.
+    cache.rewind(torch.tensor([11]))
+    again = prefilled(model, prompt[:, :11])
+    again.prompt_lengths.fill_(20)
+    if "rope" not in KINDS[kind] or KINDS[kind]["rope"] is None:
+        assert error(model(nodes[:, :1], cache=cache).logits, model(nodes[:, :1], cache=again).logits) < 1e-5
+    cache.reset(prompt_lengths=[7])
+    assert cache.lengths.tolist() == [0]
+    other = tokens(1, 7, 5)
+    assert error(model(other, cache=cache).logits, model(other).logits) < 1e-5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ragged_batch_equals_single_runs(tiny_target, kind):
+    model = tiny_target(**KINDS[kind]).model
+    lengths = [3, 30, 0]
+    prompts = [tokens(1, length, seed) for seed, length in enumerate(lengths)]
+    nodes = tokens(3, len(PARENTS), 9)
+    mask, depths = tree_parts()
+    masks = torch.stack((mask, mask, torch.eye(len(PARENTS), dtype=torch.bool).tril()))
+    places = torch.stack((depths, depths, torch.zeros_like(depths)))
+    cache = model.new_cache(3, 50)
+    cache.keys.fill_(float("nan")), cache.values.fill_(float("nan"))
+    cache.reset(prompt_lengths=lengths)
+    padded = torch.zeros(3, 30, dtype=torch.int64)
+    for slot, prompt in enumerate(prompts):
+        padded[slot, : lengths[slot]] = prompt
+    model(padded, cache=cache)
+    cache.keep(None, torch.tensor(lengths))
+    positions = cache.lengths[:, None] + places
+    out = model(nodes, cache=cache, positions_BT=positions, tree_mask_BTT=masks)
+    chain = model(nodes, cache=cache)
+    for slot, prompt in enumerate(prompts):
+        single = prefilled(model, prompt)
+        one = slice(slot, slot + 1)
+        alone = model(nodes[one], cache=single, positions_BT=positions[one], tree_mask_BTT=masks[one])
+        assert error(out.logits[one], alone.logits) < 1e-5
+        assert error(chain.logits[one], model(nodes[one], cache=single).logits) < 1e-5
+        view = cache.slot(slot)
+        assert error(model(nodes[one], cache=view).logits, chain.logits[one]) < 1e-5
+        before = cache.lengths.tolist()
+        view.keep(None, torch.tensor([2]))
+        assert cache.lengths.tolist() == [n + 2 * (i == slot) for i, n in enumerate(before)]
+        view.rewind(torch.tensor([before[slot]]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("chunk", [1, 4, 13])
+def test_chunked_prefill_equals_one_pass(tiny_target, kind, chunk):
+    model = tiny_target(**KINDS[kind]).model
+    prompt = tokens(1, 31)
+    whole = model(prompt, needs={"logits", "post_norm", "last_kv"})
+    cache = model.new_cache(1, 31 + chunk)
+    cache.reset(prompt_lengths=[31])
+    logits, keys = [], []
+    for piece in prompt.split(chunk, 1):
+        out = model(piece, cache=cache, needs={"logits", "last_kv"})
+        cache.keep(None, torch.tensor([piece.shape[1]]))
+        logits.append(out.logits)
+        keys.append(out.last_kv[0])
+    assert error(torch.cat(logits, 1), whole.logits) < 1e-5
+    assert error(torch.cat(keys, 1), whole.last_kv[0]) < 1e-5
+    assert error(cache.keys[-1, :, :31], whole.last_kv[0]) < 1e-5
+
+
+def calls_during(model, run) -> set[str]:
+    seen: set[str] = set()
+    handles = [
+        module.register_forward_hook(lambda *_, name=name: seen.add(name)) for name, module in model.named_modules()
+    ]
+    run()
+    for handle in handles:
+        handle.remove()
+    return seen
+
+
+def test_nothing_unneeded_is_computed(tiny_target):
+    model = tiny_target().model
+    ids, cache = tokens(1, 6), model.new_cache(1, 8)
+    last = {f"layers.1.{part}" for part in ("attention.o_proj", "mlp", "mlp.gate_up_proj", "mlp.down_proj", "mlp_norm")}
+    head = {"norm", "lm_head"}
+    everything = calls_during(model, lambda: model(ids))
+    assert last | head < everything and "layers.1.attention.qkv_proj" in everything
+    for needs in ({"last_kv"}, {"queries"}, {"last_kv", "queries"}, set()):
+        for given in (None, cache):
+            seen = calls_during(model, lambda given=given, needs=needs: model(ids, cache=given, needs=needs))
+            assert "layers.1.attention.qkv_proj" in seen and not seen & (last | head)
+    assert not calls_during(model, lambda: model(ids, needs={"pre_norm"})) & head
+    assert "lm_head" not in calls_during(model, lambda: model(ids, needs={"post_norm"}))
+    stopped, full = model(ids, needs={"last_kv"}), model(ids, needs={"last_kv", "logits"})
+    assert torch.equal(stopped.last_kv[0], full.last_kv[0]) and torch.equal(stopped.last_kv[1], full.last_kv[1])
+    assert stopped.logits is stopped.pre_norm is stopped.post_norm is stopped.queries is None
+
+
+def test_rows_of_logits_and_queries(tiny_target):
+    model = tiny_target().model
+    ids = tokens(2, 6)
+    everything = model(ids, needs={"logits", "queries", "post_norm"})
+    rows = torch.tensor([[5, 0], [2, 2]])
+    some = model(ids, logits_rows_BR=rows).logits
+    assert error(some, torch.stack([everything.logits[b, rows[b]] for b in range(2)])) < 1e-5
+    assert everything.queries.shape == (2, 2, 4, 8)
+    shorter = model(ids[:, :3], needs={"queries"}).queries
+    chosen = model(ids, needs={"queries"}, query_rows_B=torch.tensor([2, 2])).queries
+    assert error(chosen, shorter) < 1e-5
+    with pytest.raises(ValueError, match=r"hidden.*known: .*pre_norm"):
+        model(ids, needs={"hidden"})
+    with pytest.raises(ValueError, match="tree_mask_BTT needs"):
+        model(ids, tree_mask_BTT=torch.ones(2, 6, 6, dtype=torch.bool))
+
+
+def test_positions_do_not_mask(tiny_target):
+    """Any positions, even falling ones, leave attention causal by row: a change of row 0 reaches the last row."""
+    model = tiny_target().model
+    ids = tokens(1, 9)
+    positions = torch.tensor([[0, 1, 90, 91, 5, 6, 200, 201, 3]])
+    changed = ids.clone()
+    changed[0, 0] = (ids[0, 0] + 1) % 97
+    out, other = (model(x, positions_BT=positions).logits for x in (ids, changed))
+    assert error(other[:, -1], out[:, -1]) > 1e-3
+    shorter = model(ids[:, :5], positions_BT=positions[:, :5]).logits
+    assert error(out[:, :5], shorter) < 1e-5

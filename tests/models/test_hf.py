@@ -1,0 +1,231 @@
+"""Loading: the real small target, what is refused and how, and what a fingerprint covers."""
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+
+from longdraft.models.checkpoint import halves_from_pairs, places
+from longdraft.models.fingerprint import config_hash, tokenizer_hash
+from longdraft.models.hf import BUNDLED, _locate, decoder_config, load_target
+
+SHAPE = {
+    "vocab_size": 50,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 64,
+}
+NAME = "smollm2-135m"
+
+
+def error(ours, theirs) -> float:
+    return float((ours - theirs).abs().max() / theirs.abs().max())
+
+
+@pytest.fixture(scope="module")
+def smollm2():
+    return load_target(NAME, dtype=torch.float32)
+
+
+@torch.no_grad()
+def test_smollm2_on_real_text(smollm2, tmp_path):
+    """transformers with the same tensors gives the same states on real text, and the text is likely."""
+    parameters = dict(smollm2.model.named_parameters())
+    tensors = {name: parameters[p.parameter][p.start : p.stop] for name, p in places(smollm2.model.config).items()}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    smollm2.hf_config.save_pretrained(tmp_path)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    ids = torch.tensor([smollm2.tokenizer(argparse.ArgumentParser.__doc__ + argparse.__doc__).input_ids])
+    assert 100 < ids.shape[1] < 1500
+    expected = theirs(ids, output_hidden_states=True)
+    out = smollm2.model(ids, needs={"logits", "post_norm", "last_kv"})
+    assert error(out.logits, expected.logits) < 1e-5
+    assert error(out.post_norm, expected.hidden_states[-1]) < 1e-5
+    for index, of_layer in enumerate(out.last_kv):
+        stored = expected.past_key_values.layers[-1]
+        assert error(of_layer.transpose(1, 2), (stored.keys, stored.values)[index]) < 1e-5
+    loss = torch.nn.functional.cross_entropy(out.logits[0, :-1], ids[0, 1:])
+    assert loss < 3.5, f"{loss:.2f} nats a token: the weights are not in their places"
+
+
+@torch.no_grad()
+def test_smollm2_knows_what_it_should(smollm2):
+    """Wrongly ordered q and k rows would still load, in transformers too; they would not answer this."""
+    cache, piece, words = smollm2.model.new_cache(1, 32), smollm2.tokenizer("The capital of France is").input_ids, []
+    for _ in range(2):
+        logits = smollm2.model(torch.tensor([piece]), cache=cache).logits
+        cache.keep(None, torch.tensor([len(piece)]))
+        piece = [int(logits[0, -1].argmax())]
+        words += piece
+    assert smollm2.tokenizer.decode(words).startswith(" Paris")
+    assert smollm2.eos_token_ids == (smollm2.tokenizer.eos_token_id,) and smollm2.name == NAME
+
+
+def test_bundled_target_can_be_named_by_its_file(smollm2):
+    _, path = _locate(NAME, None)
+    assert path.suffix == ".gguf"
+    assert _locate(path, None)[1] == _locate(path.parent, None)[1] == _locate(path.parent, path.name)[1] == path
+    with pytest.raises(ValueError, match=r"no\.gguf"):
+        _locate(path.parent, "no.gguf")
+
+
+def test_missing_package_is_named(monkeypatch):
+    monkeypatch.setitem(BUNDLED, "absent-1b", "package_that_is_not_there")
+    with pytest.raises(ValueError, match=r"absent-1b.*package_that_is_not_there"):
+        load_target("absent-1b")
+
+
+def test_llamacpp_row_order():
+    """halves_from_pairs undoes llama.cpp's conversion: rows (0, h, 1, h + 1, ...) of each head back to 0, 1, 2, ..."""
+    head = torch.tensor([0, 3, 1, 4, 2, 5])
+    rows = torch.cat((head, head + 6)).float()
+    assert halves_from_pairs(rows, 2).tolist() == list(range(12))
+    assert torch.equal(halves_from_pairs(rows[:, None].repeat(1, 3), 2)[:, 2], torch.arange(12).float())
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(LlamaConfig(**SHAPE)).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def change_config(folder: Path, **values) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | values))
+
+
+def change_weights(folder: Path, change) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_tiny_folder_loads_without_a_tokenizer(folder):
+    change_config(folder, eos_token_id=[3, 4])
+    (folder / "generation_config.json").unlink()
+    target = load_target(folder)
+    assert target.tokenizer is None and target.fingerprint["tokenizer"] == "none"
+    assert target.eos_token_ids == (3, 4) and target.name == folder.name
+    parameters = list(target.model.parameters())
+    assert all(p.dtype == torch.bfloat16 and not p.requires_grad for p in parameters)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
+    assert load_target(folder).eos_token_ids == (7, 9)
+
+
+def test_pytorch_bin_files_load(folder):
+    expected = load_target(folder, dtype=torch.float32).model.state_dict()
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    half = len(tensors) // 2
+    parts = {"a.bin": dict(list(tensors.items())[:half]), "b.bin": dict(list(tensors.items())[half:])}
+    for name, part in parts.items():
+        torch.save(part, folder / name)
+    index = {"weight_map": {key: name for name, part in parts.items() for key in part}}
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    got = load_target(folder, dtype=torch.float32).model.state_dict()
+    assert got.keys() == expected.keys() and all(torch.equal(got[key], expected[key]) for key in got)
+    (folder / "b.bin").unlink()
+    with pytest.raises(ValueError, match=r"lacks shards.*: b\.bin"):
+        load_target(folder)
+
+
+def test_weights_that_do_not_fit_are_named(folder):
+    def change(tensors):
+        tensors["model.layers.0.self_attn.q_proj.bias"] = torch.zeros(16)
+        del tensors["model.norm.weight"]
+        tensors["lm_head.weight"] = torch.zeros(49, 16)
+
+    change_weights(folder, change)
+    with pytest.raises(ValueError) as caught:
+        load_target(folder)
+    message = str(caught.value)
+    assert "unexpected model.layers.0.self_attn.q_proj.bias [16]" in message
+    assert "missing model.norm.weight" in message
+    assert "lm_head.weight has shape [49, 16], the configuration says [50, 16]" in message
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"model_type": "gpt2"}, "gpt2.*supported: llama .*mistral .*qwen2 .*qwen3"),
+        ({"model_type": "made-up"}, "made-up.*supported: llama"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantization_config"),
+        ({"rope_parameters": {"rope_type": "proportional", "rope_theta": 1e4}}, "rope_type is 'proportional'"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rot"),
+        ({"rope_condense_ratio": 4, "rope_parameters": {"rope_type": "linear", "factor": 8.0}}, "rope_condense_ratio"),
+    ],
+)
+def test_unsupported_is_refused_by_name(folder, values, message):
+    change_config(folder, **values)
+    with pytest.raises(ValueError, match=message):
+        load_target(folder)
+
+
+def test_unknown_layer_types_are_refused():
+    config = Qwen3Config(**SHAPE)
+    config.sliding_window, config.layer_types = 8, ["full_attention", "chunked_attention"]
+    with pytest.raises(ValueError, match="chunked_attention"):
+        decoder_config(config)
+    with pytest.raises(ValueError, match="gpt2"):
+        decoder_config(GPT2Config())
+
+
+def test_folder_without_weights_or_config(folder, tmp_path):
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match="holds no weights"):
+        load_target(folder)
+    (folder / "config.json").unlink()
+    with pytest.raises(ValueError, match=r"config\.json or exactly one \.gguf"):
+        load_target(folder)
+
+
+def test_longchat_condense_ratio_is_linear_scaling():
+    """The first LongChat releases carry `rope_condense_ratio`, the later ones linear `rope_scaling`."""
+    old = decoder_config(LlamaConfig(**SHAPE, rope_condense_ratio=8))
+    new = decoder_config(
+        LlamaConfig(**SHAPE | {"max_position_embeddings": 512}, rope_scaling={"type": "linear", "factor": 8.0})
+    )
+    assert old.rope.type == new.rope.type == "linear" and old.rope.parameters["factor"] == 8.0
+    assert old.max_positions == new.max_positions == 512
+
+
+def test_released_rope_fields_are_understood():
+    """YaRN-Llama-2 and Llama 3.1 as their config.json files write it (`type` and `rope_type`)."""
+    yarn = {"factor": 32.0, "original_max_position_embeddings": 4096, "type": "yarn", "finetuned": True}
+    assert decoder_config(LlamaConfig(**SHAPE, rope_scaling=yarn)).rope.parameters["factor"] == 32.0
+    llama3 = {
+        "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    }  # fmt: skip
+    config = decoder_config(LlamaConfig(**SHAPE, rope_theta=500000.0, rope_scaling=llama3))
+    assert config.rope.type == "llama3" and config.rope.parameters["rope_theta"] == 500000.0
+
+
+def test_sliding_windows_follow_the_family():
+    assert decoder_config(MistralConfig(**SHAPE)).sliding_windows == (4096, 4096)
+    assert decoder_config(MistralConfig(**SHAPE, sliding_window=None)).sliding_windows is None
+    assert decoder_config(Qwen2Config(**SHAPE)).sliding_windows is None
+    used = Qwen2Config(**SHAPE, use_sliding_window=True, sliding_window=32, max_window_layers=1)
+    assert decoder_config(used).sliding_windows == (None, 32)
+
+
+def test_fingerprint_covers_configuration_and_tokenizer(folder, smollm2):
+    before = load_target(folder).fingerprint
+    assert load_target(folder).fingerprint == before
+    change_config(folder, rms_norm_eps=1e-4)
+    assert load_target(folder).fingerprint["config"] != before["config"]
+    assert config_hash({"a": 1, "b": [2]}) == config_hash({"b": [2], "a": 1}) != config_hash({"a": 1, "b": [3]})
+    tokenizer, recorded = smollm2.tokenizer, smollm2.fingerprint["tokenizer"]
+    tokenizer(["a", "a longer text"], padding=True, truncation=True, max_length=2)
+    assert tokenizer_hash(tokenizer) == recorded, "a padded call must not change the fingerprint"
+    tokenizer.add_tokens(["<new>"])
+    assert tokenizer_hash(tokenizer) != recorded
