@@ -41,7 +41,7 @@ from longdraft.data_prep.sources import (
 from longdraft.data_prep.tokenize import Encoder, make_encoder
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerFast
 
 SEGMENT_BYTES = 1 << 20
 SHARD_TEXT_BYTES = (1 << 20, 16 << 20)  # least and most text of a shard
@@ -99,7 +99,7 @@ class Unit:
     size: int  # bytes of text that are expected to be its split's
 
 
-def prepare(config: PrepareConfig, tokenizer: "PreTrainedTokenizerBase", tokenizer_hash: str) -> dict:
+def prepare(config: PrepareConfig, tokenizer: "PreTrainedTokenizerFast", tokenizer_hash: str) -> dict:
     """Prepare `config.out`, go on with it, or say that it is done; returns its manifest and prints one line.
 
     tokenizer_hash: identifies the tokenizer in the manifest, which training compares with the target's.

@@ -12,7 +12,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerFast
 
 
 @dataclass(frozen=True)
@@ -52,13 +52,12 @@ class Encoder:
         return {key: value for key, value in self.__dict__.items() if key != "_tokenizer"}
 
 
-def make_encoder(tokenizer: "PreTrainedTokenizerBase", ends_documents: bool) -> Encoder:
+def make_encoder(tokenizer: "PreTrainedTokenizerFast", ends_documents: bool) -> Encoder:
     """From a loaded transformers tokenizer. Raises ValueError where it has no Rust form or no EOS token."""
     if not tokenizer.is_fast:
         raise ValueError(f"{type(tokenizer).__name__} has no Rust form (is_fast is False); load a fast tokenizer")
     eos_id, bos_id = tokenizer.eos_token_id, tokenizer.bos_token_id
     if not isinstance(eos_id, int):
         raise ValueError("the tokenizer has no EOS token, so documents would run into one another; set its eos_token")
-    sets_bos = bos_id is not None and tokenizer("a")["input_ids"][0] == bos_id
-    serialised = tokenizer.backend_tokenizer.to_str()
-    return Encoder(serialised, len(tokenizer), (bos_id,) if sets_bos else (), eos_id, ends_documents)
+    bos_ids = (bos_id,) if isinstance(bos_id, int) and tokenizer("a")["input_ids"][0] == bos_id else ()
+    return Encoder(tokenizer.backend_tokenizer.to_str(), len(tokenizer), bos_ids, eos_id, ends_documents)

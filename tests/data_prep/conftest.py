@@ -56,10 +56,10 @@ def bos_tokenizer() -> PreTrainedTokenizerBase:
 
 
 @pytest.fixture(scope="session")
-def smollm2_tokenizer() -> PreTrainedTokenizerBase:
-    from longdraft.models.hf import load_tokenizer
+def smollm2():
+    from longdraft.models.hf import load_target
 
-    return load_tokenizer("smollm2-135m")
+    return load_target("smollm2-135m")
 
 
 @pytest.fixture(scope="session")

@@ -57,9 +57,9 @@ def test_opening_reads_no_shard_and_reading_maps_one(split, monkeypatch):
     shards = ShardSet(split)
     assert (len(shards), opened) == (3, [])
     allocated = pa.total_allocated_bytes()
-    shards[1], shards[0]
+    _ = shards[1], shards[0]
     assert opened == ["shard-00000.arrow"]
-    shards[2]
+    _ = shards[2]
     assert opened == ["shard-00000.arrow", "shard-00003.arrow"]
     assert pa.total_allocated_bytes() == allocated, "a column was read into memory instead of mapped"
 

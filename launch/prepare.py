@@ -1,0 +1,45 @@
+"""Text to packed shards: `python launch/prepare.py --source stdlib --target smollm2-135m --out data/quickstart`.
+
+Argument parsing and nothing else; the work is in data_prep/prepare.py.
+"""
+
+import argparse
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from longdraft.data_prep.prepare import PrepareConfig, prepare
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="longdraft prepare", description="Text to packed shards for one target.")
+    default = PrepareConfig(sources=(), out=Path(), seq_len=2)
+    add = parser.add_argument
+    add("--source", nargs="+", required=True, metavar="PATH", help="files, folders, or 'stdlib': Python's own library")
+    add("--target", required=True, help="model whose tokenizer is used: a folder, a hub name or smollm2-135m")
+    add("--out", required=True, type=Path, help="folder to make, or to go on with")
+    add("--seq-len", required=True, type=int, help="tokens of a row")
+    add("--documents", default=default.documents, help="pack: all tokens; first: the first --seq-len of long documents")
+    add("--text-field", default=default.text_field, help="field of a JSONL line that holds the text")
+    add("--suffixes", nargs="+", default=default.suffixes, help="files of a folder to take (.jsonl, .ndjson: lines)")
+    add("--heldout-share", type=float, default=default.heldout_share, help="of the documents, chosen by their hash")
+    add("--max-tokens", type=int, help="keep at most this many tokens, sampled over all files")
+    add("--max-bad-share", type=float, default=default.max_bad_share, help="of bad documents; above it, an error")
+    add("--seed", type=int, default=default.seed, help="of the split and the order")
+    add("--workers", type=int, default=os.cpu_count() or 1, help="processes; the result does not depend on it")
+    add("--overwrite", action="store_true", help="prepare anew a folder that was prepared with something else")
+    args = vars(parser.parse_args(argv))
+    target = args.pop("target")
+    try:
+        config = PrepareConfig(sources=tuple(args.pop("source")), suffixes=tuple(args.pop("suffixes")), **args)
+        # Here, not above: --help and a wrong argument should not wait for transformers.
+        from longdraft.models.hf import load_target
+
+        loaded = load_target(target)
+        prepare(config, loaded.tokenizer, loaded.fingerprint["tokenizer"])
+    except ValueError as error:
+        parser.exit(2, f"{parser.prog}: error: {error}\n")
+
+
+if __name__ == "__main__":
+    main()
