@@ -10,7 +10,10 @@ from pathlib import Path
 from setuptools import setup
 
 ROOT = Path(__file__).parent
-CODE = ["data_prep", "infer", "infer/drafters", "kernels", "kernels/reference", "launch", "models", "models/drafts", "train"]
+CODE = [
+    "data_prep", "infer", "infer/drafters", "kernels", "kernels/cpu_impl", "kernels/reference", "launch", "models",
+    "models/drafts", "train",
+]  # fmt: skip
 packages = {f"longdraft.{folder.replace('/', '.')}": folder for folder in CODE}
 config_folders = ["configs", *(str(p.relative_to(ROOT)) for p in sorted((ROOT / "configs").rglob("*")) if p.is_dir())]
 packages |= {f"longdraft.{folder.replace('/', '.')}": folder for folder in config_folders}
@@ -25,7 +28,8 @@ setup(
     python_requires=">=3.11,<3.13",
     packages=list(packages),
     package_dir=packages,
-    package_data={name: ["*.yaml"] for name in packages if name.startswith("longdraft.configs")},
+    package_data={name: ["*.yaml"] for name in packages if name.startswith("longdraft.configs")}
+    | {"longdraft.kernels.cpu_impl": ["*.c", "*.inc"]},
     install_requires=[
         "torch>=2.8",
         "transformers>=5.10,<6",

@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -31,11 +32,12 @@ class Statistics:
     """
 
     steps: int = 0
+    drafted: int = 0  # nodes proposed below the roots
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     draft_seconds: float = 0.0
     target_seconds: float = 0.0
-    walk_seconds: float = 0.0
+    commit_seconds: float = 0.0  # choice, walk, keep, observe
     accepted_at_depth: list[int] = field(default_factory=list)  # [d] steps whose walk accepted at least d + 1 nodes
 
 
@@ -63,6 +65,11 @@ class Generation:
     def tokens_per_step(self) -> float:
         """New tokens per pass of the target, prefill apart."""
         return len(self.tokens) / max(self.stats.steps, 1)
+
+    @property
+    def acceptance(self) -> float:
+        """Accepted draft tokens / drafted tokens; 0 where nothing was drafted."""
+        return sum(self.stats.accepted_at_depth) / max(self.stats.drafted, 1)
 
     @property
     def tokens_per_second(self) -> float:
@@ -93,6 +100,17 @@ class _Lane:
     @property
     def new_tokens(self) -> list[int]:
         return self.committed[len(self.request.prompt) :]
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What one step leaves for the host to read."""
+
+    verdict: Verdict
+    drafted: Tensor  # int64 [B]
+    draft_seconds: float
+    target_seconds: float
+    commit_seconds: float
 
 
 class Engine:
@@ -186,11 +204,10 @@ class Engine:
         batch = self.slots or min(max(len(requests), 1), 8)
         lanes: list[_Lane | None] = [None] * batch
         self._start(batch, requests)
-        unread: deque[tuple[list[_Lane | None], Verdict, tuple[float, ...]]] = deque()
+        unread: deque[tuple[list[_Lane | None], _Step]] = deque()
         while waiting or any(lanes):
             self._fill(lanes, waiting)
-            verdict, seconds = self._step()
-            unread.append((list(lanes), verdict, seconds))
+            unread.append((list(lanes), self._step()))
             if len(unread) > self.lag:
                 yield from self._collect(lanes, *unread.popleft())
 
@@ -242,8 +259,8 @@ class Engine:
         return _Lane(request, list(prompt), stop_ids, now, Statistics(prefill_seconds=now - begin))
 
     @torch.no_grad()
-    def _step(self) -> tuple[Verdict, tuple[float, ...]]:
-        """One step of all slots; nothing in it waits for the device. Returns draft, target and walk seconds beside."""
+    def _step(self) -> _Step:
+        """One step of all slots; nothing in it waits for the device."""
         state, cache = self._state, self._cache
         assert cache is not None
         times = [time.perf_counter()]
@@ -265,7 +282,8 @@ class Engine:
         state.roots = torch.where(state.active, verdict.last(verdict.tokens), state.roots)
         self.drafter.observe(tree, verdict, output)
         times.append(time.perf_counter())
-        return verdict, tuple(later - earlier for earlier, later in zip(times, times[1:], strict=False))
+        drafted = (tree.parents >= 0).sum(dim=1)
+        return _Step(verdict, drafted, *(later - earlier for earlier, later in pairwise(times)))
 
     def _verify(self, tree, logits_BNV: Tensor) -> Verdict:
         state, slots = self._state, torch.arange(tree.tokens.shape[0], device=self.device)
@@ -276,19 +294,20 @@ class Engine:
 
         return walk(tree, choose, state.active, self.drafter.max_depth)
 
-    def _collect(self, lanes, stepped: list[_Lane | None], verdict: Verdict, seconds) -> Iterator[Piece]:
+    def _collect(self, lanes, stepped: list[_Lane | None], step: _Step) -> Iterator[Piece]:
         """Read one step's tokens on the host; lanes that finished meanwhile take nothing more."""
-        counts, tokens_BP = verdict.counts.tolist(), verdict.tokens.tolist()
-        for lane, count, tokens in zip(stepped, counts, tokens_BP, strict=True):
+        read = (part.tolist() for part in (step.verdict.counts, step.verdict.tokens, step.drafted))
+        for lane, count, tokens, drafted in zip(stepped, *read, strict=True):
             if lane is None or lane.finish_reason:
                 continue
             fresh = self._commit(lane, tokens[:count])
             stats = lane.stats
             stats.steps += 1
             stats.decode_seconds = time.perf_counter() - lane.started
-            stats.draft_seconds += seconds[0]
-            stats.target_seconds += seconds[1]
-            stats.walk_seconds += seconds[2]
+            stats.drafted += drafted
+            stats.draft_seconds += step.draft_seconds
+            stats.target_seconds += step.target_seconds
+            stats.commit_seconds += step.commit_seconds
             stats.accepted_at_depth += [0] * (count - 1 - len(stats.accepted_at_depth))
             for depth in range(count - 1):
                 stats.accepted_at_depth[depth] += 1

@@ -1,6 +1,6 @@
 """The linear layer of a frozen model: y = x W^T + b, with the arithmetic that the CPU at hand is fast at.
 
-Not for layers that train: where x needs a gradient it is torch's own.
+Not for layers that train, though a gradient to x is kept. Shapes: M rows, I inputs, N outputs.
 """
 
 from functools import cache
@@ -9,17 +9,46 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from longdraft.kernels.cpu_impl import rows
+
+# From this many rows on, fp32 arithmetic with its conversion of the weight beats emulated bf16.
+FP32_FROM = 4
+# Weights are converted in blocks of this many numbers: 4 MiB in fp32, which stays in the cache until it is multiplied.
+BLOCK = 1 << 20
+
 
 @cache
-def _slow_bf16() -> bool:
-    """Whether this CPU emulates bf16 products: wider passes are then several times slower than in fp32."""
+def emulates_bf16() -> bool:
+    """Whether this CPU has no bf16 products: passes of several rows are then about five times slower than in fp32."""
     return not torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [..., in] times weight [out, in] plus bias [out], in x's dtype, accumulated in fp32.
+def linear(x: Tensor, weight_NI: Tensor, bias_N: Tensor | None = None) -> Tensor:
+    """x [..., I] times weight_NI plus bias_N, summed in fp32 and rounded to x's dtype: [..., N].
 
-    In bf16 on a CPU without bf16 instructions one row is bound by reading the weight and stays in bf16; more rows are
-    bound by arithmetic and run in fp32, rounded to bf16 at the end: the same result as a bf16 layer up to summation.
+    In bf16 on a CPU, few rows go through C kernels whose result for a row does not depend on the other rows
+    (cpu_impl/rows.py); many rows, where the CPU has no bf16 products, are bound by arithmetic and run in fp32. All equal
+    a bf16 layer up to the order of summation.
     """
-    return F.linear(x, weight, bias)
+    if x.dtype != torch.bfloat16 or x.device.type != "cpu" or (torch.is_grad_enabled() and x.requires_grad):
+        return F.linear(x, weight_NI, bias_N)
+    n_inputs = x.shape[-1]
+    n_rows = x.numel() // n_inputs
+    if n_rows <= rows.MOST_LINEAR_ROWS and n_inputs % 8 == 0 and rows.library() is not None:
+        return rows.linear_rows(x, weight_NI, bias_N)
+    if n_rows >= FP32_FROM and emulates_bf16():
+        return _through_fp32(x.reshape(n_rows, n_inputs), weight_NI, bias_N).view(*x.shape[:-1], -1)
+    return F.linear(x, weight_NI, bias_N)
+
+
+def _through_fp32(x_MI: Tensor, weight_NI: Tensor, bias_N: Tensor | None) -> Tensor:
+    """bf16 in and out, fp32 between; the weight is never held in fp32 as a whole."""
+    n_outputs, n_inputs = weight_NI.shape
+    wide_MI = x_MI.float()
+    out_MN = x_MI.new_empty(len(x_MI), n_outputs)
+    height = max(1, BLOCK // n_inputs)
+    for start in range(0, n_outputs, height):
+        block = slice(start, start + height)
+        bias = None if bias_N is None else bias_N[block].float()
+        out_MN[:, block] = F.linear(wide_MI, weight_NI[block].float(), bias)
+    return out_MN

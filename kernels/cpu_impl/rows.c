@@ -12,6 +12,11 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#if defined(__FMA__)
+#include <immintrin.h>
+#elif defined(__ARM_FEATURE_FMA)
+#include <arm_neon.h>
+#endif
 
 typedef float f8 __attribute__((vector_size(32)));
 typedef int32_t i8 __attribute__((vector_size(32)));
@@ -28,6 +33,21 @@ static inline f8 load_bf16(const bf16 *p) {
     f8 v; memcpy(&v, &u, 32);
     return v;
 }
+/* a * b + c. Spelled out and contraction turned off: a compiler fuses the same expression in one loop and not in another,
+ * and rows would differ. */
+static inline f8 fma8(f8 a, f8 b, f8 c) {
+#if defined(__FMA__)
+    return (f8)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__ARM_FEATURE_FMA)
+    float32x4_t x[2], y[2], z[2];
+    memcpy(x, &a, 32), memcpy(y, &b, 32), memcpy(z, &c, 32);
+    z[0] = vfmaq_f32(z[0], x[0], y[0]), z[1] = vfmaq_f32(z[1], x[1], y[1]);
+    memcpy(&c, z, 32);
+    return c;
+#else
+    return a * b + c;
+#endif
+}
 static inline float widen(bf16 x) { uint32_t u = (uint32_t)x << 16; float f; memcpy(&f, &u, 4); return f; }
 static inline bf16 narrow(float x) { /* to nearest, ties to even; NaN stays NaN */
     uint32_t u; memcpy(&u, &x, 4);
@@ -41,14 +61,14 @@ static inline f8 exp8(f8 x) {
     f8 scaled = x * 1.44269504088896341f;
     i8 n = __builtin_convertvector(scaled - 0.5f, i8); /* truncation of a negative number: rounds to nearest */
     f8 r = __builtin_convertvector(n, f8);
-    f8 y = x - r * 0.693359375f;
-    y = y + r * 2.12194440e-4f;
-    f8 p = y * 1.9875691500e-4f + 1.3981999507e-3f;
-    p = p * y + 8.3334519073e-3f;
-    p = p * y + 4.1665795894e-2f;
-    p = p * y + 1.6666665459e-1f;
-    p = p * y + 5.0000001201e-1f;
-    p = p * y * y + y + 1.0f;
+    f8 zero = {0}, y = fma8(r, zero - 0.693359375f, x);
+    y = fma8(r, zero + 2.12194440e-4f, y);
+    f8 p = fma8(y, zero + 1.9875691500e-4f, zero + 1.3981999507e-3f);
+    p = fma8(p, y, zero + 8.3334519073e-3f);
+    p = fma8(p, y, zero + 4.1665795894e-2f);
+    p = fma8(p, y, zero + 1.6666665459e-1f);
+    p = fma8(p, y, zero + 5.0000001201e-1f);
+    p = fma8(p * y, y, y + 1.0f);
     i8 bits = (n + 127) << 23;
     f8 power; memcpy(&power, &bits, 32);
     i8 keep = x > -87.0f;
@@ -70,7 +90,7 @@ static inline f8 exp8(f8 x) {
             for (int r = 0; r < R; r++) weights[r] = load_bf16(w + r * k + i);                                        \
             for (int m = 0; m < M; m++) {                                                                             \
                 f8 row = load_f32(x + m * k + i);                                                                     \
-                for (int r = 0; r < R; r++) sums[m][r] += row * weights[r];                                           \
+                for (int r = 0; r < R; r++) sums[m][r] = fma8(row, weights[r], sums[m][r]);                           \
             }                                                                                                         \
         }                                                                                                             \
         for (int m = 0; m < M; m++) for (int r = 0; r < R; r++)                                                       \

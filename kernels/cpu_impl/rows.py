@@ -1,5 +1,8 @@
 """Few-row passes on a CPU in C: built once for this machine, bound by ctypes. Not here: when they are used.
 
+Why C of our own: on CPUs without bf16 instructions PyTorch's bf16 products of 6 rows cost 5 times one row's, these 1.5
+times; and no library promises that a row's result is the same in a pass of 1 and of 40 rows.
+
 An output row does not depend on the other rows of its pass, bit for bit (see rows.c); so decoding is exact in bf16 too.
 Shapes: M rows, N outputs, I inputs; B slots, T rows of the pass, S cache rows, H query heads, K key/value heads, d width.
 """
@@ -19,9 +22,10 @@ from torch import Tensor
 
 SOURCES = Path(__file__).parent / "rows.c", Path(__file__).parent / "attention.inc"
 # No -ffast-math: it would let infinities and NaN through as if they could not occur, and flush denormals process-wide.
-FLAGS = ["-O3", "-march=native", "-ffp-contract=fast", "-fopenmp", "-fPIC"]
-# From this many rows on, a matrix product of the BLAS library is as fast.
-MOST_ROWS = 64
+FLAGS = ["-O3", "-march=native", "-ffp-contract=off", "-fopenmp", "-fPIC"]
+# Above these, a matrix product of the BLAS library and PyTorch's flash attention are faster: prefill, not decoding.
+MOST_LINEAR_ROWS = 256
+MOST_ATTENTION_ROWS = 64
 
 
 class _Attention(ctypes.Structure):
@@ -91,6 +95,12 @@ def linear_rows(x: Tensor, weight_NI: Tensor, bias_N: Tensor | None) -> Tensor:
     if lib.linear_bf16(x.data_ptr(), weight_NI.data_ptr(), bias, y.data_ptr(), x.numel() // k, n, k):
         raise MemoryError(f"no memory for {x.numel() // k} rows of {k} numbers in fp32")
     return y
+
+
+def can_attend(q_BTHd: Tensor) -> bool:
+    """Whether `attention_rows` computes queries of this dtype and head width here."""
+    known = q_BTHd.dtype in (torch.bfloat16, torch.float32) and q_BTHd.shape[3] % 8 == 0 and q_BTHd.shape[3] <= 1024
+    return known and library() is not None
 
 
 def attention_rows(

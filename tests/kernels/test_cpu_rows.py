@@ -1,0 +1,127 @@
+"""The C kernels: right against fp64, and bit for bit independent of the other rows of a pass."""
+
+import pytest
+import torch
+
+from longdraft.kernels.cpu_impl import rows
+from longdraft.kernels.linear import linear
+
+pytestmark = pytest.mark.skipif(rows.library() is None, reason="this machine has no C compiler")
+
+
+def random_tree(width, generator):
+    """Ancestor mask bool [1, N, N] of a random trie."""
+    mask = torch.eye(width, dtype=torch.bool)
+    for node in range(1, width):
+        mask[node] |= mask[int(torch.randint(node, (), generator=generator))]
+    return mask[None]
+
+
+def cache_with(keys, values, capacity):
+    """Both in a larger allocation, NaN behind their rows and with different strides."""
+    batch, n, heads, width = keys.shape
+    k = torch.full((batch, capacity, heads, width), torch.nan, dtype=keys.dtype)
+    v = torch.full((batch, heads, capacity, width + 8), torch.nan, dtype=keys.dtype)[..., :width].transpose(1, 2)
+    k[:, :n], v[:, :n] = keys, values
+    return k, v
+
+
+def torch_attention(q, keys, values, sees):
+    """PyTorch's own attention in the operands' precision. [1, T, H, d], [1, S, K, d], bool [1, T, S]."""
+    q, keys, values = (part.transpose(1, 2) for part in (q, keys, values))
+    attend = torch.nn.functional.scaled_dot_product_attention
+    return attend(q, keys, values, attn_mask=sees[:, None], enable_gqa=True).transpose(1, 2)
+
+
+def test_a_row_that_sees_nothing_gives_zeros():
+    q, k = torch.randn(1, 2, 2, 8), torch.randn(1, 4, 2, 8)
+    mask = torch.tensor([[[True, False], [False, False]]])
+    out = rows.attention_rows(q, k, k, torch.tensor([0]), mask)
+    assert torch.equal(out[0, 0], k[0, 0]) and (out[0, 1] == 0).all()
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("n", "k"), [(1, 8), (47, 64), (49, 576), (200, 24)])
+@pytest.mark.parametrize("m", [1, 2, 5, 6, 7, 13, 40, 64, 255, 257, 300])
+def test_linear_is_as_close_as_bf16_can_be(m, n, k, bias):
+    torch.manual_seed(m * n)
+    x, weight = torch.randn(m, k).bfloat16(), torch.randn(n, k).bfloat16()
+    b = torch.randn(n).bfloat16() if bias else None
+    exact = x.double() @ weight.double().T + (0 if b is None else b.double())
+    theirs = torch.nn.functional.linear(x, weight, b).double()
+    ours = linear(x, weight, b).double()
+    rounding = exact.abs() * 2**-8 + 1e-5
+    assert ((ours - exact).abs() <= torch.maximum(2 * (theirs - exact).abs(), rounding)).all()
+
+
+@pytest.mark.parametrize("m", [2, 3, 4, 5, 6, 8, 17, 64, 256])
+def test_a_row_of_linear_does_not_depend_on_its_neighbours(m):
+    torch.manual_seed(m)
+    x, weight = torch.randn(m, 576).bfloat16(), torch.randn(301, 576).bfloat16()
+    together = linear(x, weight)
+    assert torch.equal(together, torch.cat([linear(row[None], weight) for row in x]))
+
+
+def test_linear_carries_nan_and_infinity():
+    x, weight = torch.ones(2, 8).bfloat16(), torch.ones(3, 8).bfloat16()
+    x[0, 3], weight[1, 2], weight[2, 2] = torch.nan, torch.inf, 3e38
+    out = linear(x, weight)
+    assert out[0].isnan().all() and out[1].tolist()[:2] == [8.0, torch.inf]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("length", [0, 1, 7, 255, 256, 300, 1000])
+@pytest.mark.parametrize(("heads", "kv_heads", "width"), [(9, 3, 64), (4, 4, 8), (8, 1, 120)])
+def test_attention_is_as_close_as_the_dtype_can_be(dtype, length, heads, kv_heads, width):
+    generator = torch.Generator().manual_seed(length + width)
+    for n in (1, 2, 19):
+        q = torch.randn(1, n, heads, width, generator=generator).to(dtype)
+        keys, values = torch.randn(2, 1, length + n, kv_heads, width, generator=generator).to(dtype)
+        k, v = cache_with(keys, values, length + n + 5)
+        lengths, mask = torch.tensor([length]), random_tree(n, generator)
+        sees = torch.cat([torch.ones(1, n, length, dtype=torch.bool), mask], dim=2)
+        exact = torch_attention(q.double(), keys.double(), values.double(), sees)
+        theirs = (torch_attention(q, keys, values, sees).double() - exact).abs().max()
+        ours = (rows.attention_rows(q, k, v, lengths, mask).double() - exact).abs().max()
+        assert ours <= 2 * theirs + 1e-7
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("length", [0, 3, 250, 254, 255, 256, 511, 700])
+def test_a_tree_row_equals_plain_decodings_row_bit_for_bit(dtype, length):
+    """Every node of a tree against a cache that holds its path as committed rows: other splits, other neighbours."""
+    generator = torch.Generator().manual_seed(length)
+    n, heads, kv_heads, width = 12, 6, 2, 64
+    q = torch.randn(1, n, heads, width, generator=generator).to(dtype)
+    keys, values = torch.randn(2, 1, length + n, kv_heads, width, generator=generator).to(dtype)
+    mask = random_tree(n, generator)
+    k, v = cache_with(keys, values, length + n)
+    together = rows.attention_rows(q, k, v, torch.tensor([length]), mask)
+    for node in range(n):
+        path = length + mask[0, node].nonzero().flatten()
+        kept = torch.cat([torch.arange(length), path])
+        alone = rows.attention_rows(
+            q[:, node : node + 1], k[:, kept], v[:, kept], torch.tensor([len(kept) - 1]), None
+        )
+        assert torch.equal(alone[0, 0], together[0, node])
+
+
+def test_ragged_slots_equal_single_ones():
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(3, 5, 4, 16, generator=generator)
+    keys, values = torch.randn(2, 3, 300, 2, 16, generator=generator)
+    lengths = torch.tensor([0, 290, 17])
+    mask = torch.cat([random_tree(5, generator) for _ in range(3)])
+    together = rows.attention_rows(q, keys, values, lengths, mask)
+    for b in range(3):
+        part = slice(b, b + 1)
+        alone = rows.attention_rows(q[part], keys[part], values[part], lengths[part], mask[part])
+        assert torch.equal(alone, together[part])
+
+
+def test_extreme_scores_stay_finite():
+    q, k = torch.full((1, 1, 1, 8), 50.0), torch.full((1, 40, 1, 8), 50.0)
+    k[:, ::2] = -50.0
+    v = torch.arange(40.0).repeat(8, 1).T[None, :, None].contiguous()
+    out = rows.attention_rows(q, k, v, torch.tensor([39]), None)
+    assert torch.allclose(out, torch.full_like(out, 20.0))
