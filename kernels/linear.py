@@ -27,8 +27,8 @@ def linear(x: Tensor, weight_NI: Tensor, bias_N: Tensor | None = None) -> Tensor
     """x [..., I] times weight_NI plus bias_N, summed in fp32 and rounded to x's dtype: [..., N].
 
     In bf16 on a CPU, few rows go through C kernels whose result for a row does not depend on the other rows
-    (cpu_impl/rows.py); many rows, where the CPU has no bf16 products, are bound by arithmetic and run in fp32. All equal
-    a bf16 layer up to the order of summation.
+    (cpu_impl/rows.py); many rows, where the CPU has no bf16 products, are bound by arithmetic and run in fp32. All
+    equal a bf16 layer up to the order of summation.
     """
     if x.dtype != torch.bfloat16 or x.device.type != "cpu" or (torch.is_grad_enabled() and x.requires_grad):
         return F.linear(x, weight_NI, bias_N)

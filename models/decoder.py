@@ -7,6 +7,7 @@ heads, d head width, V vocabulary.
 
 from collections.abc import Set
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -166,7 +167,8 @@ class Layer(nn.Module):
 
     def finish(self, hidden_BTD: Tensor, qkv: tuple[Tensor, Tensor, Tensor], step: _Pass) -> Tensor:
         """The layer's output from its input and its q, k, v."""
-        hidden_BTD = hidden_BTD + self.attention.attend(*qkv, step)
+        # In place: the stream starts as the embedding's fresh output and nobody else holds it.
+        hidden_BTD.add_(self.attention.attend(*qkv, step))
         return hidden_BTD.add_(self.mlp(self.mlp_norm(hidden_BTD)))
 
 
@@ -230,8 +232,9 @@ class Decoder(nn.Module):
         hidden_BTD = self.embed_tokens(tokens_BT)
         output = TargetOutput()
         queries = []
-        last = self.layers[-1]
-        for layer in self.layers:
+        layers = cast("list[Layer]", self.layers)
+        last = layers[-1]
+        for layer in layers:
             qkv = layer.project(hidden_BTD, step)
             if "queries" in needs:
                 queries.append(_pick(qkv[0], query_rows_B))

@@ -5,7 +5,6 @@ Shapes: L layers, B slots, S capacity, T rows of a pass, R rows to keep, K key/v
 """
 
 from collections.abc import Sequence
-from copy import copy
 
 import torch
 from torch import Tensor
@@ -102,14 +101,6 @@ class KVCache:
                 self.keys[:, self._slots_B1, target_BR] = self.keys[:, self._slots_B1, source_BR]
                 self.values[:, self._slots_B1, target_BR] = self.values[:, self._slots_B1, source_BR]
         self.lengths += counts_B
-
-    def slot(self, index: int) -> "KVCache":
-        """One slot as a cache of its own that shares this one's memory: a prefill beside slots that go on decoding."""
-        view = copy(self)
-        view.keys, view.values = self.keys[:, index : index + 1], self.values[:, index : index + 1]
-        view.lengths, view.prompt_lengths = self.lengths[index : index + 1], self.prompt_lengths[index : index + 1]
-        view._slots_B1, view._pending = self._slots_B1[:1], []
-        return view
 
     def rewind(self, lengths_B: Tensor) -> None:
         """Forget committed rows: back to `lengths_B` (int64 [B], each at most the present length)."""

@@ -47,12 +47,20 @@ def row_by_row(q_Hd: Tensor, keys_SKd: Tensor, values_SKd: Tensor) -> Tensor:
 LENGTHS = ([0], [1], [63], [1100], [0, 7, 100], [1030, 3])
 
 
+@pytest.fixture
+def pytorch_only(monkeypatch):
+    monkeypatch.setattr(module.rows, "can_attend", lambda _: False)
+
+
 @pytest.mark.parametrize("window", [None, 1, 5, 64])
+@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("tree", [False, True])
 @pytest.mark.parametrize("n_rows", [1, 2, 13])
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2)], ids=["mha", "gqa"])
-def test_against_each_row_alone(heads, lengths, n_rows, tree, window):
+def test_against_each_row_alone(request, heads, lengths, n_rows, tree, compiled, window):
+    if not compiled:
+        request.getfixturevalue("pytorch_only")
     n_heads, n_kv_heads = heads
     keys, values = poisoned(lengths, n_rows, max(lengths) + n_rows + 5, n_kv_heads, 16)
     q = draw(len(lengths), n_rows, n_heads, 16, seed=7)
@@ -73,7 +81,7 @@ def test_against_each_row_alone(heads, lengths, n_rows, tree, window):
     assert all(bool(out.isfinite().all()) for out in outputs)
 
 
-def test_split_and_single_call_agree(monkeypatch):
+def test_split_and_single_call_agree(monkeypatch, pytorch_only):
     """The same pass through both CPU paths, whatever SPLIT_FROM says."""
     keys, values = poisoned([200], 9, 220, 2, 8)
     q, mask, lengths = draw(1, 9, 4, 8, seed=3), random_tree(9, 1)[None], torch.tensor([200])
@@ -83,7 +91,7 @@ def test_split_and_single_call_agree(monkeypatch):
     torch.testing.assert_close(tree_attention(q, keys, values, lengths, mask), whole, rtol=0, atol=1e-5)
 
 
-def test_shared_plan_changes_nothing():
+def test_shared_plan_changes_nothing(pytorch_only):
     keys, values = poisoned([5, 60], 7, 80, 2, 8)
     q, mask, lengths = draw(2, 7, 4, 8, seed=3), random_tree(7, 1).expand(2, 7, 7), torch.tensor([5, 60])
     plan = plan_pass(lengths, 7, mask)
@@ -92,8 +100,11 @@ def test_shared_plan_changes_nothing():
         assert torch.equal(shared, tree_attention(q, keys, values, lengths, mask, window))
 
 
-def test_bf16_error_is_that_of_plain_bf16():
+@pytest.mark.parametrize("compiled", [False, True])
+def test_bf16_error_is_that_of_plain_bf16(request, compiled):
     """At most twice the error that PyTorch's attention makes in bf16, both measured against fp32."""
+    if not compiled:
+        request.getfixturevalue("pytorch_only")
     keys, values = poisoned([300], 9, 309, 2, 32)
     q, mask, lengths = draw(1, 9, 6, 32, seed=3), random_tree(9, 1)[None], torch.tensor([300])
     mask[:, -1, -1] = True
