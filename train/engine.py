@@ -6,7 +6,6 @@ Not here: what a step computes (train/loop.py), checkpoint folders (train/state.
 import logging
 import math
 import os
-import socket
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,10 +18,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from longdraft.train.config import Config, OptimizerSection, deepspeed_dict
+from longdraft.train.launcher import free_port
 
 if not torch.cuda.is_available():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else its import warns, in every rank, that it found no GPU
-import deepspeed  # noqa: E402
+import deepspeed
 
 # Long enough for a rank that loads a large target from a slow disk while the others wait.
 TIMEOUT = timedelta(minutes=60)
@@ -60,11 +60,8 @@ def join_ranks() -> Ranks:
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # DeepSpeed's calls
     if "RANK" not in os.environ:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = str(free.getsockname()[1])
         os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_SIZE": "1"}
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     local_rank = int(os.environ["LOCAL_RANK"])
     if "OMP_NUM_THREADS" not in os.environ:
         local_size = int(os.environ.get("LOCAL_SIZE", os.environ["WORLD_SIZE"]))

@@ -3,6 +3,7 @@
 The bare launcher dies of SIGTERM with status 143 and leaves its ranks behind.
 """
 
+import socket
 import subprocess
 import sys
 import time
@@ -17,17 +18,16 @@ POLL_S = 0.2
 RANK_MARK = "--local_rank="
 
 
-def launch_with_deepspeed(argv: Sequence[str], num_gpus: int | None = None, port: int | None = None) -> int:
+def launch_with_deepspeed(argv: Sequence[str], num_gpus: int | None = None) -> int:
     """Runs `deepspeed ARGV` and returns its exit status; SIGTERM and SIGINT go to the ranks alone, each once.
 
     Args:
         argv: script and its arguments.
         num_gpus: ranks on this machine; None leaves it to DeepSpeed (the GPUs; 1 on a CPU).
-        port: for the ranks to meet at; None is DeepSpeed's own.
     """
     command = [sys.executable, "-m", "deepspeed.launcher.runner", "--log_level", "error"]
     command += ["--num_gpus", str(num_gpus)] if num_gpus else []
-    command += ["--master_port", str(port)] if port else []
+    command += ["--master_port", str(free_port())]  # DeepSpeed's own is one for all: a second run would fail
     with stop_signals() as received:
         # A session of its own: Ctrl-C in the terminal must not reach launcher and ranks behind our back.
         child = subprocess.Popen([*command, *argv], start_new_session=True)
@@ -40,6 +40,12 @@ def launch_with_deepspeed(argv: Sequence[str], num_gpus: int | None = None, port
                         rank.send_signal(SIGNALS[0])
             time.sleep(POLL_S)
     return child.returncode
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def _ranks(launcher: int) -> list[psutil.Process]:

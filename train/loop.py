@@ -129,11 +129,12 @@ def open_rows(config: Config, split: str, target: Target) -> ShardSet:
 def describe(run: Run) -> str:
     train, draft = run.config.train, run.config.draft
     parameters = sum(getattr(p, "ds_numel", p.numel()) for p in run.engine.draft.parameters())
+    tokens = train.global_batch * run.config.data.seq_len
     kind = "GPU" if run.ranks.device.type == "cuda" else "CPU"
     return (
         f"Training {draft.n_heads} {draft.method} heads ({draft.kind}, {parameters / 1e6:.1f} M parameters) for "
         f"{run.config.target.path} on {run.ranks.world_size} {kind} rank(s), {train.precision}, ZeRO-"
-        f"{train.zero_stage}: step {run.step} to {train.steps}, {train.global_batch * run.config.data.seq_len:,} tokens each, from "
+        f"{train.zero_stage}: step {run.step} to {train.steps}, {tokens:,} tokens each, from "
         f"{run.config.data.path}; everything goes to {train.run_dir}"
     )
 
