@@ -1,224 +1,116 @@
-"""Measurements of decoding: speed like with like, exactness, bf16 flips, the cost of a pass by its width.
+"""What `longdraft bench` measures, in order: exactness in fp32, then everything else in the dtype asked for.
 
-Every figure comes from this process: same prompts, same loop, warmed up alike, methods taken in turns. No speed is given
-out without the exactness of the same draft. Not here: how figures are shown (infer/report.py), or kernels' benchmarks.
-Shapes: T tokens, N rows of a pass, V vocabulary.
+No speed is given out without the exactness of the same draft in the same process. Not here: the single measurements
+(infer/measure.py), how they are shown (infer/report.py), or kernels' benchmarks.
 """
 
-import platform
-import resource
-import statistics
-import subprocess
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime
-from importlib.metadata import version
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 
 import torch
-from torch import Tensor
 
-from longdraft.infer.engine import Engine, Generation
+from longdraft.infer.engine import Engine
+from longdraft.infer.measure import (
+    against_transformers, as_json, decode_in_turns, exact, flips, reference_logits, surroundings, width_curve,
+)  # fmt: skip
 from longdraft.infer.sampling import SamplingParams
+from longdraft.infer.shape import TreeShape, paying_shape
+from longdraft.models.drafts.tokenswift import TokenSwift
 from longdraft.models.hf import Target
 
-WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 40)
+EXACT_PROMPTS, EXACT_TOKENS = 2, 32
+Step = Callable[[str], object]
 
 
 @dataclass(frozen=True)
-class Measured:
-    """One drafter over all prompts. Times in milliseconds a step; `host_ms` is what is inside no timed part."""
+class BenchSettings:
+    """`dtype` is that of the speeds. `shape`: TokenSwift's tree; None takes what pays by the measured width curve, for
+    which `rates` [head][rank] say how often a rank is right."""
 
-    drafter: str
-    tokens: int
-    steps: int
-    tokens_per_step: float
-    acceptance: float
-    tokens_per_second: float
-    first_token_seconds: float
-    draft_ms: float
-    target_ms: float
-    commit_ms: float
-    host_ms: float
-    nodes: int
+    new_tokens: int = 128
+    dtype: torch.dtype = torch.bfloat16
+    temperature: float = 0.0
+    seed: int = 0
+    shape: TreeShape | None = None
+    rates: Sequence[Sequence[float]] | None = None
 
+    def greedy(self, new_tokens: int | None = None) -> SamplingParams:
+        return SamplingParams(max_new_tokens=new_tokens or self.new_tokens, ignore_eos=True)
 
-def summarise(name: str, engine: Engine, generations: Sequence[Generation]) -> Measured:
-    """Totals over generations that ran one at a time."""
-    stats = [generation.stats for generation in generations]
-    tokens, steps = sum(len(g.tokens) for g in generations), sum(s.steps for s in stats)
-    seconds = sum(s.decode_seconds for s in stats)
-    parts = [sum(getattr(s, f"{part}_seconds") for s in stats) for part in ("draft", "target", "commit")]
-    drafted = sum(s.drafted for s in stats)
-    first = [s.prefill_seconds + s.decode_seconds / s.steps for s in stats]
-    draft_ms, target_ms, commit_ms = (1e3 * part / steps for part in parts)
-    return Measured(
-        drafter=name,
-        tokens=tokens,
-        steps=steps,
-        tokens_per_step=tokens / steps,
-        acceptance=sum(sum(s.accepted_at_depth) for s in stats) / max(drafted, 1),
-        tokens_per_second=tokens / seconds,
-        first_token_seconds=statistics.mean(first),
-        draft_ms=draft_ms,
-        target_ms=target_ms,
-        commit_ms=commit_ms,
-        host_ms=1e3 * (seconds - sum(parts)) / steps,
-        nodes=engine.drafter.max_nodes,
-    )
+    def asked(self) -> SamplingParams:
+        return SamplingParams(
+            temperature=self.temperature, seed=self.seed, max_new_tokens=self.new_tokens, ignore_eos=True
+        )
 
 
-def decode_in_turns(
-    engines: Mapping[str, Engine],
+def bench(
+    target: Target,
+    draft: TokenSwift | None,
     prompts: Sequence[list[int]],
-    params: SamplingParams,
-    progress: Callable[[], object] = lambda: None,
-) -> tuple[dict[str, Measured], dict[str, list[Generation]]]:
-    """Decode every prompt with every engine, one prompt at a time and the engines in turns, after a warm-up of each."""
-    for engine in engines.values():
-        engine.generate([prompts[0]], replace(params, max_new_tokens=min(16, params.max_new_tokens)))
-    done: dict[str, list[Generation]] = {name: [] for name in engines}
-    for prompt in prompts:
-        for name, engine in engines.items():
-            done[name] += engine.generate([prompt], params)
-            progress()
-    return {name: summarise(name, engines[name], generations) for name, generations in done.items()}, done
+    settings: BenchSettings,
+    transformers_model=None,
+    step: Step = print,
+) -> dict:
+    """Everything as plain dicts.
 
-
-def exact(target: Target, engine: Engine, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> bool:
-    """Whether this engine gives plain decoding's tokens for every prompt under every SamplingParams (seeds set)."""
-    plain = Engine(target)
-    return all(
-        [g.tokens for g in plain.generate(prompts, one)] == [g.tokens for g in engine.generate(prompts, one)]
-        for one in params
-    )
-
-
-@torch.no_grad()
-def width_curve(
-    target: Target, context: int, widths: Sequence[int] = WIDTHS, repeats: int = 7, seed: int = 0
-) -> dict[int, float]:
-    """Median seconds of a target pass (logits of all rows) of each width behind `context` cached tokens, in turns."""
-    model = target.model
-    generator = torch.Generator().manual_seed(seed)
-    device = model.embed_tokens.weight.device
-    cache = model.new_cache(1, context + max(widths))
-    head = torch.randint(model.config.vocab_size, (1, context), generator=generator).to(device)
-    for chunk in head.split(512, dim=1):
-        model(chunk, cache=cache, needs={"last_kv"})
-        cache.keep(None, torch.tensor([chunk.shape[1]], device=device))
-    seconds: dict[int, list[float]] = {width: [] for width in widths}
-    for turn in range(repeats + 1):
-        for width in widths:
-            begin = time.perf_counter()
-            model(head[:, :width], cache=cache, needs={"logits"})
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            if turn:  # the first turn warms up
-                seconds[width].append(time.perf_counter() - begin)
-    return {width: statistics.median(times) for width, times in seconds.items()}
-
-
-@torch.no_grad()
-def _choice_logits(target: Target, tokens: Sequence[int], start: int, width: int) -> Tensor:
-    """Logits behind tokens[start:], [T - start, V], from passes of `width` rows on a cache of all before."""
-    model = target.model
-    device = model.embed_tokens.weight.device
-    cache = model.new_cache(1, len(tokens) + width)
-    rows = torch.tensor([list(tokens)], device=device)
-    model(rows[:, :start], cache=cache, needs={"last_kv"})
-    cache.keep(None, torch.tensor([start], device=device))
-    logits = []
-    for part in rows[:, start:].split(width, dim=1):
-        logits.append(model(part, cache=cache).logits[0])
-        cache.keep(None, torch.tensor([part.shape[1]], device=device))
-    return torch.cat(logits)
-
-
-@dataclass(frozen=True)
-class Flips:
-    """How far passes of `width` rows are from passes of one row in this dtype, over `positions` greedy choices.
-
-    `largest_gap`: the largest logit gap between the two choices of a flip; `dtype_error`: the largest difference of a
-    logit from fp32's. A gap above twice that error is a bug, not a near-tie.
+    Args:
+        target: loaded in fp32; it is cast to `settings.dtype` on the way, and so is `draft`.
+        draft: trained heads, or None for plain decoding alone.
+        transformers_model: the same checkpoint as a transformers model in `settings.dtype`, or None.
+        step: told what is measured next.
     """
+    result: dict = {}
+    if draft is not None:
+        step("exactness in fp32")
+        result |= _exactness(target, draft, prompts, settings)
+    step("fp32 reference")
+    # Dtypes and widths are compared on the target's own greedy text.
+    text = prompts[0] + Engine(target).generate([prompts[0]], settings.greedy(64))[0].tokens
+    start = len(prompts[0]) - 1
+    reference = reference_logits(target, text, start)
+    target.model.to(settings.dtype)
+    step("width curve")
+    curve = width_curve(target, len(prompts[0]))
+    result["width_curve_ms"] = {str(width): round(1e3 * seconds, 3) for width, seconds in curve.items()}
+    engines = {"plain": Engine(target)}
+    if draft is not None:
+        shape, expected = _shape(target, draft.to(settings.dtype), settings, curve)
+        engines["tokenswift"] = Engine(target, "tokenswift", draft, options={"shape": shape})
+        result |= expected
+    measured, _ = decode_in_turns(engines, prompts, settings.asked(), step)
+    result["drafters"] = as_json(measured)
+    if draft is not None:
+        result["speedup"] = round(measured["tokenswift"].tokens_per_second / measured["plain"].tokens_per_second, 4)
+    if transformers_model is not None:
+        step("transformers")
+        theirs, ours, equal = against_transformers(transformers_model, engines["plain"], prompts, settings.greedy())
+        result["transformers_tokens_per_second"] = round(theirs, 3)
+        result["plain_over_transformers"] = round(ours.tokens_per_second / theirs, 3)
+        result["tokens_equal_to_transformers"] = equal
+    step("flips")
+    width = max(2, *(1 + engine.drafter.max_nodes for engine in engines.values()))
+    result["flips"] = asdict(flips(target, reference, text, start, width))
+    said = {"prompts": len(prompts), "batch": 1, "prompt_tokens": len(prompts[0]), "new_tokens": settings.new_tokens}
+    return result | {"settings": said | asdict(settings.asked())} | surroundings(target)
 
-    width: int
-    positions: int
-    flips: int
-    largest_gap: float
-    dtype_error: float
 
-
-def flips(target: Target, fp32_logits_TV: Tensor, tokens: Sequence[int], start: int, width: int) -> Flips:
-    """Compare one-row and `width`-row passes over the same text; fp32_logits_TV from `reference_logits`."""
-    single = _choice_logits(target, tokens, start, 1).float()
-    wide = _choice_logits(target, tokens, start, width).float()
-    chosen, other = single.argmax(-1, keepdim=True), wide.argmax(-1, keepdim=True)
-    gaps = (single.gather(1, chosen) - single.gather(1, other))[chosen != other]
-    return Flips(
-        width,
-        len(single),
-        len(gaps),
-        float(gaps.max()) if len(gaps) else 0.0,
-        float((single - fp32_logits_TV).abs().max()),
+def _exactness(target: Target, draft: TokenSwift, prompts, settings: BenchSettings) -> dict:
+    """tokens == tokens in fp32, greedy and seeded, with the full tree."""
+    sampled = SamplingParams(
+        temperature=1.0, top_p=0.95, seed=settings.seed, max_new_tokens=EXACT_TOKENS, ignore_eos=True
     )
+    ways, some = [settings.greedy(EXACT_TOKENS), sampled], prompts[:EXACT_PROMPTS]
+    same = exact(target, Engine(target, "tokenswift", draft), some, ways)
+    checked = len(ways) * len(some) * EXACT_TOKENS
+    return {"exact": same, "exact_checked": f"{checked} tokens in fp32, greedy and T 1 with top-p 0.95"}
 
 
-def reference_logits(target: Target, tokens: Sequence[int], start: int) -> Tensor:
-    """What `flips` compares with, from the target as it is now (fp32): [T - start, V]."""
-    return _choice_logits(target, tokens, start, 1).float()
-
-
-def transformers_speed(model, prompts: Sequence[list[int]], new_tokens: int) -> tuple[float, list[list[int]]]:
-    """transformers' greedy `generate` on the same prompts: tokens/s of decoding, prefill apart, and the tokens.
-
-    The prefill's time is that of a call which generates one token.
-    """
-    tokens, seconds = [], 0.0
-    device = next(model.parameters()).device
-    for turn, prompt in enumerate([prompts[0], *prompts]):
-        ids = torch.tensor([prompt], device=device)
-        common = {"attention_mask": torch.ones_like(ids), "do_sample": False, "pad_token_id": 0, "eos_token_id": -1}
-        begin = time.perf_counter()
-        model.generate(ids, max_new_tokens=1, **common)
-        middle = time.perf_counter()
-        out = model.generate(ids, max_new_tokens=new_tokens if turn else 4, **common)
-        if turn:  # the first turn warms up
-            seconds += time.perf_counter() - middle - (middle - begin)
-            tokens.append(out[0, len(prompt) :].tolist())
-    return sum(len(one) - 1 for one in tokens) / seconds, tokens
-
-
-def surroundings(target: Target) -> dict:
-    """Where and with what the numbers were made."""
-    weight = target.model.embed_tokens.weight
-    cpu = platform.processor() or platform.machine()
-    if (info := Path("/proc/cpuinfo")).exists():
-        cpu = next((line.split(":")[1].strip() for line in info.read_text().splitlines() if "model name" in line), cpu)
-    root = Path(__file__).parent
-    commit = subprocess.run(["git", "-C", root, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
-    changed = subprocess.run(["git", "-C", root, "status", "--porcelain", "-uno"], capture_output=True, text=True)
-    return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": (commit + ("+" if changed.stdout.strip() else "")) or None,
-        "target": target.name,
-        "dtype": str(weight.dtype).removeprefix("torch."),
-        "device": torch.cuda.get_device_name() if weight.is_cuda else cpu,
-        "threads": torch.get_num_threads(),
-        "peak_memory_mib": round(
-            torch.cuda.max_memory_allocated() / 2**20
-            if weight.is_cuda
-            else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
-        ),
-        "versions": {name: version(name) for name in ("longdraft", "torch", "transformers")},
-    }
-
-
-def as_json(measured: Mapping[str, Measured]) -> dict[str, dict]:
-    """Figures as plain dicts, rounded to what a clock can tell."""
-    return {
-        name: {key: round(value, 4) if isinstance(value, float) else value for key, value in asdict(one).items()}
-        for name, one in measured.items()
-    }
+def _shape(target: Target, draft: TokenSwift, settings: BenchSettings, curve) -> tuple[TreeShape, dict]:
+    """The tree asked for, or the one with the most expected tokens a second."""
+    if settings.shape is not None:
+        return settings.shape, {"nodes": len(settings.shape.nodes)}
+    if settings.rates is None:
+        raise ValueError("rates: without the draft's measured rates a shape must be given")
+    warm = Engine(target, "tokenswift", draft).generate([[0, 1]], settings.greedy(24))[0].stats
+    shape, expected = paying_shape(settings.rates, curve, warm.draft_seconds / warm.steps)
+    return shape, {"nodes": len(shape.nodes), "expected_speedup": round(expected, 3)}

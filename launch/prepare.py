@@ -33,10 +33,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         config = PrepareConfig(sources=tuple(args.pop("source")), suffixes=tuple(args.pop("suffixes")), **args)
         # Here, not above: --help and a wrong argument should not wait for transformers.
-        from longdraft.models.hf import load_target
+        from longdraft.models.fingerprint import tokenizer_hash
+        from longdraft.models.hf import load_tokenizer
 
-        loaded = load_target(target)
-        prepare(config, loaded.tokenizer, loaded.fingerprint["tokenizer"])
+        tokenizer = load_tokenizer(target)
+        prepare(config, tokenizer, tokenizer_hash(tokenizer))
     except ValueError as error:
         parser.exit(2, f"{parser.prog}: error: {error}\n")
 

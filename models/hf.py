@@ -146,16 +146,45 @@ def load_target(
     if location.suffix == ".gguf":
         opened = GGUFFile(location)
         hf_config, tensors = opened.config(), opened.tensors()
-        # Not AutoTokenizer, which would read the file's metadata a third time to find this very class.
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(location.parent, gguf_file=location.name)
     else:
         hf_config, tensors = _read_config(location), folder_tensors(location)
-        has_tokenizer = any((location / file).exists() for file in TOKENIZER_FILES)
-        tokenizer = AutoTokenizer.from_pretrained(location, trust_remote_code=False) if has_tokenizer else None
+    tokenizer = _tokenizer(location)
     config = decoder_config(hf_config)
     model = build_decoder(config, dtype, device)
     fill(model, tensors, str(location))
     return Target(model, tokenizer, name, hf_config, fingerprint(config, tokenizer), _eos_ids(location, hf_config))
+
+
+def load_tokenizer(path: str | Path, gguf_file: str | None = None) -> Any:
+    """A target's tokenizer without its weights; `path` as for `load_target`. Raises: ValueError where it has none."""
+    _, location = _locate(path, gguf_file, weights=False)
+    tokenizer = _tokenizer(location)
+    if tokenizer is None:
+        raise ValueError(f"{location} has no tokenizer files (any of {', '.join(TOKENIZER_FILES)}); add the target's")
+    return tokenizer
+
+
+def _tokenizer(location: Path) -> Any:
+    """The tokenizer of a .gguf file or folder; None for a folder without one."""
+    if location.suffix == ".gguf":
+        # Not AutoTokenizer, which would read the file's metadata a third time to find this very class.
+        return PreTrainedTokenizerFast.from_pretrained(location.parent, gguf_file=location.name)
+    has_tokenizer = any((location / file).exists() for file in TOKENIZER_FILES)
+    return AutoTokenizer.from_pretrained(location, trust_remote_code=False) if has_tokenizer else None
+
+
+def load_transformers(path: str | Path, dtype: torch.dtype, gguf_file: str | None = None) -> Any:
+    """The same checkpoint as transformers' own model on the CPU, to compare with; `path` as for `load_target`."""
+    from transformers import AutoModelForCausalLM
+
+    _, location = _locate(path, gguf_file)
+    if location.suffix != ".gguf":
+        return AutoModelForCausalLM.from_pretrained(location, dtype=dtype, trust_remote_code=False).eval()
+    opened = GGUFFile(location)
+    model = AutoModelForCausalLM.from_config(opened.config(), dtype=dtype, trust_remote_code=False)
+    missing, unexpected = model.load_state_dict(dict(opened.tensors()), strict=False)
+    assert not unexpected and set(missing) <= {"lm_head.weight"}, (missing, unexpected)  # the head may be tied
+    return model.eval()
 
 
 def fingerprint(config: DecoderConfig, tokenizer: Any) -> dict[str, str]:
@@ -166,8 +195,8 @@ def fingerprint(config: DecoderConfig, tokenizer: Any) -> dict[str, str]:
     }
 
 
-def _locate(path: str | Path, gguf_file: str | None) -> tuple[str, Path]:
-    """The target's name, and its .gguf file or Hugging Face folder on disk."""
+def _locate(path: str | Path, gguf_file: str | None, weights: bool = True) -> tuple[str, Path]:
+    """The target's name, and its .gguf file or Hugging Face folder on disk; of a hub name with or without weights."""
     if str(path) in BUNDLED:
         package = BUNDLED[str(path)]
         spec = find_spec(package)
@@ -182,7 +211,7 @@ def _locate(path: str | Path, gguf_file: str | None) -> tuple[str, Path]:
     if local.is_dir():
         name, folder = local.resolve().name, local
     else:
-        name, folder = str(path), _download(str(path), gguf_file)
+        name, folder = str(path), _download(str(path), gguf_file, weights)
     if gguf_file is not None:
         if not (folder / gguf_file).is_file():
             raise ValueError(f"gguf_file {gguf_file!r} is not in {folder}")
@@ -198,14 +227,14 @@ def _only_gguf(folder: Path) -> Path:
     return found[0]
 
 
-def _download(name: str, gguf_file: str | None) -> Path:
+def _download(name: str, gguf_file: str | None, weights: bool) -> Path:
     """Snapshot of a hub repository: safetensors where it has them, else .bin files."""
     metadata = ["*.json", "tokenizer*", "*.model", "*.txt", "*.jinja"]
     try:
         if gguf_file is not None:
             return Path(snapshot_download(name, allow_patterns=[gguf_file]))
-        folder = Path(snapshot_download(name, allow_patterns=[*metadata, "*.safetensors"]))
-        if not any(folder.glob("*.safetensors")):
+        folder = Path(snapshot_download(name, allow_patterns=[*metadata, *(["*.safetensors"] if weights else [])]))
+        if weights and not any(folder.glob("*.safetensors")):
             folder = Path(snapshot_download(name, allow_patterns=[*metadata, "pytorch_model*.bin"]))
     except (HFValidationError, RepositoryNotFoundError, LocalEntryNotFoundError) as error:
         raise ValueError(

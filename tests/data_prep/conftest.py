@@ -57,9 +57,9 @@ def bos_tokenizer() -> PreTrainedTokenizerBase:
 
 @pytest.fixture(scope="session")
 def smollm2():
-    from longdraft.models.hf import load_target
+    from longdraft.models.hf import load_tokenizer
 
-    return load_target("smollm2-135m")
+    return load_tokenizer("smollm2-135m")
 
 
 @pytest.fixture(scope="session")

@@ -2,19 +2,18 @@ import pytest
 
 from longdraft.data_prep.shards import ShardSet
 from longdraft.launch.prepare import main
-from longdraft.models import hf
+from longdraft.models.fingerprint import tokenizer_hash
 
 
-def test_command_prepares_text_for_a_real_target(tmp_path, make_corpus, read_back, smollm2, monkeypatch, capsys):
-    monkeypatch.setattr(hf, "load_target", {"smollm2-135m": smollm2}.__getitem__)
+def test_command_prepares_text_for_a_real_target(tmp_path, make_corpus, read_back, smollm2, capsys):
     corpus = make_corpus(tmp_path / "corpus", 20)
     out = tmp_path / "new" / "out"
     argv = f"--source {tmp_path}/corpus --target smollm2-135m --out {out} --seq-len 128 --heldout-share 0.2 --workers 1"
     main(argv.split())
     assert f"documents) -> {out}\n" in capsys.readouterr().out
     train, heldout = ShardSet(out / "train"), ShardSet(out / "heldout")
-    assert read_back(train, smollm2.tokenizer) | read_back(heldout, smollm2.tokenizer) == corpus
-    assert train.manifest["tokenizer_sha256"] == smollm2.fingerprint["tokenizer"]
+    assert read_back(train, smollm2) | read_back(heldout, smollm2) == corpus
+    assert train.manifest["tokenizer_sha256"] == tokenizer_hash(smollm2)
     assert train.manifest["vocab_size"] == 49152
     main([*argv.split(), "--max-bad-share", "0"])
     assert capsys.readouterr().out.startswith("Already prepared: ")

@@ -52,12 +52,12 @@ def test_unusable_tokenizers_are_refused(tiny_tokenizer):
 
 
 def test_smollm2_gives_the_standard_library_back(smollm2):
-    encoder = make_encoder(smollm2.tokenizer, ends_documents=False)
+    encoder = make_encoder(smollm2, ends_documents=False)
     assert (encoder.bos_ids, encoder.vocab_size) == ((), 49152)
     files = [file for file in list_files(["stdlib"]) if "/encodings/" in file.name or "/json/" in file.name]
     for file in files:
         (document,) = read_documents(scan(file, 1 << 20).segments[0])
         assert isinstance(document, Document)
         ids = encoder.encode(document.text).tolist()
-        decoded = smollm2.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        decoded = smollm2.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         assert decoded.encode() == file.path.read_bytes(), file.name

@@ -1,0 +1,239 @@
+"""Single measurements of decoding: speed like with like, exactness, bf16 flips, the cost of a pass by its width.
+
+Every figure comes from this process: same prompts, same loop, warmed up alike, methods taken in turns. Not here: which
+of them a benchmark makes (infer/bench.py).
+Shapes: T tokens, N rows of a pass, V vocabulary.
+"""
+
+import platform
+import resource
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from longdraft.infer.engine import Engine, Generation
+from longdraft.infer.sampling import SamplingParams
+from longdraft.models.hf import Target
+
+WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 40)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One drafter over all prompts. Times in milliseconds a step; `host_ms` is what is inside no timed part."""
+
+    drafter: str
+    tokens: int
+    steps: int
+    tokens_per_step: float
+    acceptance: float
+    tokens_per_second: float
+    first_token_seconds: float
+    draft_ms: float
+    target_ms: float
+    commit_ms: float
+    host_ms: float
+    nodes: int
+
+
+def summarise(name: str, engine: Engine, generations: Sequence[Generation]) -> Measured:
+    """Totals over generations that ran one at a time."""
+    stats = [generation.stats for generation in generations]
+    tokens, steps = sum(len(g.tokens) for g in generations), sum(s.steps for s in stats)
+    seconds = sum(s.decode_seconds for s in stats)
+    parts = [sum(getattr(s, f"{part}_seconds") for s in stats) for part in ("draft", "target", "commit")]
+    drafted = sum(s.drafted for s in stats)
+    first = [s.prefill_seconds + s.decode_seconds / s.steps for s in stats]
+    draft_ms, target_ms, commit_ms = (1e3 * part / steps for part in parts)
+    return Measured(
+        drafter=name,
+        tokens=tokens,
+        steps=steps,
+        tokens_per_step=tokens / steps,
+        acceptance=sum(sum(s.accepted_at_depth) for s in stats) / max(drafted, 1),
+        tokens_per_second=tokens / seconds,
+        first_token_seconds=statistics.mean(first),
+        draft_ms=draft_ms,
+        target_ms=target_ms,
+        commit_ms=commit_ms,
+        host_ms=1e3 * (seconds - sum(parts)) / steps,
+        nodes=engine.drafter.max_nodes,
+    )
+
+
+def decode_in_turns(
+    engines: Mapping[str, Engine],
+    prompts: Sequence[list[int]],
+    params: SamplingParams,
+    step: Callable[[str], object] = lambda what: None,
+) -> tuple[dict[str, Measured], dict[str, list[Generation]]]:
+    """Decode every prompt with every engine, one prompt at a time and the engines in turns, after a warm-up of each."""
+    for engine in engines.values():
+        engine.generate([prompts[0]], replace(params, max_new_tokens=min(16, params.max_new_tokens)))
+    done: dict[str, list[Generation]] = {name: [] for name in engines}
+    for prompt in prompts:
+        for name, engine in engines.items():
+            step(f"{name}, prompt {len(done[name]) + 1} of {len(prompts)}")
+            done[name] += engine.generate([prompt], params)
+    return {name: summarise(name, engines[name], generations) for name, generations in done.items()}, done
+
+
+def exact(target: Target, engine: Engine, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> bool:
+    """Whether this engine gives plain decoding's tokens for every prompt under every SamplingParams (seeds set)."""
+    plain = Engine(target)
+    return all(
+        [g.tokens for g in plain.generate(prompts, one)] == [g.tokens for g in engine.generate(prompts, one)]
+        for one in params
+    )
+
+
+@torch.no_grad()
+def width_curve(
+    target: Target, context: int, widths: Sequence[int] = WIDTHS, repeats: int = 7, seed: int = 0
+) -> dict[int, float]:
+    """Median seconds of a target pass (logits of all rows) of each width behind `context` cached tokens, in turns."""
+    model = target.model
+    generator = torch.Generator().manual_seed(seed)
+    device = model.embed_tokens.weight.device
+    cache = model.new_cache(1, context + max(widths))
+    head = torch.randint(model.config.vocab_size, (1, context), generator=generator).to(device)
+    for chunk in head.split(512, dim=1):
+        model(chunk, cache=cache, needs={"last_kv"})
+        cache.keep(None, torch.tensor([chunk.shape[1]], device=device))
+    seconds: dict[int, list[float]] = {width: [] for width in widths}
+    for turn in range(repeats + 1):
+        for width in widths:
+            begin = time.perf_counter()
+            model(head[:, :width], cache=cache, needs={"logits"})
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            if turn:  # the first turn warms up
+                seconds[width].append(time.perf_counter() - begin)
+    return {width: statistics.median(times) for width, times in seconds.items()}
+
+
+@torch.no_grad()
+def _choice_logits(target: Target, tokens: Sequence[int], start: int, width: int) -> Tensor:
+    """Logits behind tokens[start:], [T - start, V], from passes of `width` rows on a cache of all before."""
+    model = target.model
+    device = model.embed_tokens.weight.device
+    cache = model.new_cache(1, len(tokens) + width)
+    rows = torch.tensor([list(tokens)], device=device)
+    model(rows[:, :start], cache=cache, needs={"last_kv"})
+    cache.keep(None, torch.tensor([start], device=device))
+    logits = []
+    for part in rows[:, start:].split(width, dim=1):
+        logits.append(model(part, cache=cache).logits[0])
+        cache.keep(None, torch.tensor([part.shape[1]], device=device))
+    return torch.cat(logits)
+
+
+@dataclass(frozen=True)
+class Flips:
+    """How far passes of `width` rows are from passes of one row in this dtype, over `positions` greedy choices.
+
+    `largest_gap`: the largest logit gap between the two choices of a flip; `dtype_error`: the largest difference of a
+    logit from fp32's. A gap above twice that error is a bug, not a near-tie.
+    """
+
+    width: int
+    positions: int
+    flips: int
+    largest_gap: float
+    dtype_error: float
+
+
+def flips(target: Target, fp32_logits_TV: Tensor, tokens: Sequence[int], start: int, width: int) -> Flips:
+    """Compare one-row and `width`-row passes over the same text; fp32_logits_TV from `reference_logits`."""
+    single = _choice_logits(target, tokens, start, 1).float()
+    wide = _choice_logits(target, tokens, start, width).float()
+    chosen, other = single.argmax(-1, keepdim=True), wide.argmax(-1, keepdim=True)
+    gaps = (single.gather(1, chosen) - single.gather(1, other))[chosen != other]
+    return Flips(
+        width,
+        len(single),
+        len(gaps),
+        float(gaps.max()) if len(gaps) else 0.0,
+        float((single - fp32_logits_TV).abs().max()),
+    )
+
+
+def reference_logits(target: Target, tokens: Sequence[int], start: int) -> Tensor:
+    """What `flips` compares with, from the target as it is now (fp32): [T - start, V]."""
+    return _choice_logits(target, tokens, start, 1).float()
+
+
+@torch.no_grad()
+def against_transformers(
+    model, plain: Engine, prompts: Sequence[list[int]], params: SamplingParams
+) -> tuple[float, Measured, tuple[int, int]]:
+    """transformers' greedy `generate` and our plain decoding on the same prompts, in turns, both warmed up.
+
+    The prefill's time, taken off transformers', is that of a call which generates one token.
+
+    Returns:
+        transformers' tokens/s of decoding; ours; how many tokens are equal, of how many.
+    """
+    model.generation_config.eos_token_id = None  # as `ignore_eos`
+    device = next(model.parameters()).device
+
+    def theirs(prompt: list[int], new_tokens: int) -> tuple[float, list[int]]:
+        ids = torch.tensor([prompt], device=device)
+        begin = time.perf_counter()
+        mask = torch.ones_like(ids)
+        out = model.generate(ids, attention_mask=mask, do_sample=False, pad_token_id=0, max_new_tokens=new_tokens)
+        return time.perf_counter() - begin, out[0, len(prompt) :].tolist()
+
+    theirs(prompts[0], 4)
+    plain.generate([prompts[0]], replace(params, max_new_tokens=4))
+    seconds, tokens, generations = 0.0, [], []
+    for prompt in prompts:
+        prefill, _ = theirs(prompt, 1)
+        whole, new = theirs(prompt, params.max_new_tokens)
+        seconds += whole - prefill
+        tokens.append(new)
+        generations += plain.generate([prompt], params)
+    pairs = [pair for g, new in zip(generations, tokens, strict=True) for pair in zip(g.tokens, new, strict=True)]
+    speed = sum(len(new) - 1 for new in tokens) / seconds
+    return speed, summarise("plain", plain, generations), (sum(a == b for a, b in pairs), len(pairs))
+
+
+def surroundings(target: Target) -> dict:
+    """Where and with what the numbers were made."""
+    weight = target.model.embed_tokens.weight
+    cpu = platform.processor() or platform.machine()
+    if (info := Path("/proc/cpuinfo")).exists():
+        cpu = next((line.split(":")[1].strip() for line in info.read_text().splitlines() if "model name" in line), cpu)
+    root = Path(__file__).parent
+    commit = subprocess.run(["git", "-C", root, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+    changed = subprocess.run(["git", "-C", root, "status", "--porcelain", "-uno"], capture_output=True, text=True)
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": (commit + ("+" if changed.stdout.strip() else "")) or None,
+        "target": target.name,
+        "dtype": str(weight.dtype).removeprefix("torch."),
+        "device": torch.cuda.get_device_name() if weight.is_cuda else cpu,
+        "threads": torch.get_num_threads(),
+        "peak_memory_mib": round(
+            torch.cuda.max_memory_allocated() / 2**20
+            if weight.is_cuda
+            else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+        ),
+        "versions": {name: version(name) for name in ("longdraft", "torch", "transformers")},
+    }
+
+
+def as_json(measured: Mapping[str, Measured]) -> dict[str, dict]:
+    """Figures as plain dicts, rounded to what a clock can tell."""
+    return {
+        name: {key: round(value, 4) if isinstance(value, float) else value for key, value in asdict(one).items()}
+        for name, one in measured.items()
+    }

@@ -1,0 +1,87 @@
+"""Measure drafters against plain decoding: `longdraft bench --draft FOLDER --data DATA [--run RUN]`.
+
+Argument parsing and printing; the measurements are in infer/bench.py, the table and picture in infer/report.py. The last
+line of the output is one JSON object.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="longdraft bench", description="Exactness and speed of decoding.")
+    add = parser.add_argument
+    add("--target", help="a folder, a hub name, a .gguf file or smollm2-135m (default: the draft's own target)")
+    add("--draft", help="draft folder that `longdraft export` wrote; without it plain decoding alone is measured")
+    add("--data", required=True, help="prepared folder; prompts are the beginnings of its held-out rows")
+    add("--prompts", type=int, default=4, help="how many, evenly spaced over the held-out rows")
+    add("--prompt-tokens", type=int, default=256)
+    add("--new-tokens", type=int, default=128)
+    add("--nodes", type=int, help="size of the tree (default: what pays by the measured width curve)")
+    add("--dtype", choices=("fp32", "bf16"), default="bf16", help="of the speeds; exactness is always shown in fp32")
+    add("--device", help="default: cuda where there is one")
+    add("--temperature", type=float, default=0.0)
+    add("--seed", type=int, default=0)
+    add("--transformers", action="store_true", help="also time transformers' greedy generate on the same prompts")
+    add("--run", type=Path, metavar="RUN", help="training run's folder: writes bench.json, report.txt, report.png there")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 1 where the draft is not exact."""
+    parser = _parser()
+    args = parser.parse_args(argv)
+    # Here, not above: --help and a wrong argument should not wait for torch.
+    from longdraft.infer.report import draw, read_metrics, table
+
+    try:
+        result = _bench(args)
+    except ValueError as error:
+        print(f"{parser.prog}: error: {error}", file=sys.stderr)
+        return 2
+    metrics = read_metrics(args.run) if args.run else []
+    print(text := table(result, metrics))
+    if args.run:
+        (args.run / "bench.json").write_text(json.dumps(result, indent=1) + "\n")
+        (args.run / "report.txt").write_text(text + "\n")
+        draw(result, metrics, args.run / "report.png")
+        print(f"Written to {args.run}: report.txt, report.png, bench.json")
+    print(json.dumps(result))
+    return 0 if result.get("exact", True) else 1
+
+
+def _bench(args: argparse.Namespace) -> dict:
+    from tqdm import tqdm
+
+    from longdraft.infer.bench import BenchSettings, bench
+    from longdraft.launch.runtime import DTYPES, heldout_prompts, open_target, rates, target_path, tree_options
+    from longdraft.models.draft_folder import load_draft
+    from longdraft.models.hf import load_transformers
+
+    prompts = heldout_prompts(args.data, args.prompts, args.prompt_tokens)
+    path = target_path(args.target, args.draft)
+    target = open_target(path, "fp32", args.device)
+    settings = BenchSettings(
+        new_tokens=args.new_tokens,
+        dtype=DTYPES[args.dtype],
+        temperature=args.temperature,
+        seed=args.seed,
+        shape=tree_options("tokenswift", args.draft, args.nodes).get("shape"),
+        rates=rates(args.draft) if args.draft else None,
+    )
+    draft = load_draft(args.draft, target) if args.draft else None
+    theirs = load_transformers(path, settings.dtype) if args.transformers else None
+    with tqdm(desc="bench", unit="part", leave=False) as bar:
+
+        def step(what: str) -> None:
+            bar.set_postfix_str(what, refresh=False)
+            bar.update()
+
+        return bench(target, draft, prompts, settings, theirs, step)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

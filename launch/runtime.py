@@ -1,0 +1,83 @@
+"""What generate and bench share: opening the target that was asked for, prompts, the tree's size from the arguments."""
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+
+from longdraft.data_prep.shards import ShardSet
+from longdraft.infer.shape import TreeShape, likeliest_nodes
+from longdraft.models.draft_folder import read_info
+from longdraft.models.hf import Target, load_target
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def target_path(path: str | None, draft: str | None) -> str:
+    """The target that was named, or the one that the draft was trained for."""
+    if path is not None:
+        return path
+    if draft is None:
+        raise ValueError("--target: name a model, or give --draft, whose own target is then loaded")
+    return read_info(draft).train_config["target"]["path"]
+
+
+def open_target(path: str, dtype: str, device: str | None) -> Target:
+    """Load it, and say so."""
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    print(f"Loading {path} in {dtype} on {device}", file=sys.stderr, flush=True)
+    return load_target(path, DTYPES[dtype], device)
+
+
+def rates(draft: str) -> list[list[float]]:
+    """How often each head's ranks were the target's own choice on held-out text, as the draft folder says."""
+    tree = read_info(draft).tree
+    found = tree.get("choice_rates") or tree.get("rank_rates")
+    if not found:
+        raise ValueError(f"{draft}: its config.json has no measured rates, so no tree can be chosen; export it again")
+    return found
+
+
+def tree_options(name: str, draft: str | None, nodes: int | None) -> dict[str, TreeShape]:
+    """Options of drafter `name`: tokenswift's tree of the `nodes` likeliest nodes; its own default for None."""
+    if name != "tokenswift" or nodes is None or draft is None:
+        return {}
+    if nodes < 1:
+        raise ValueError(f"--nodes: {nodes}, but a tree has at least 1 node; for none, use the plain drafter")
+    return {"shape": likeliest_nodes(rates(draft), nodes)}
+
+
+def heldout_rows(data: str | Path) -> ShardSet:
+    """The held-out rows of a prepared folder."""
+    return ShardSet(Path(data) / "heldout")
+
+
+def heldout_prompts(data: str, count: int, length: int) -> list[list[int]]:
+    """The first `length` tokens of `count` held-out rows, evenly spaced."""
+    rows = heldout_rows(data)
+    longest = rows.manifest["seq_len"]
+    if not (1 <= count <= len(rows) and 2 <= length <= longest):
+        raise ValueError(
+            f"{rows.folder} has {len(rows)} rows of {longest} tokens: --prompts {count} must lie in 1..{len(rows)} "
+            f"and --prompt-tokens {length} in 2..{longest}"
+        )
+    return [rows[i * len(rows) // count]["tokens"][:length].tolist() for i in range(count)]
+
+
+def prompt_tokens(args: argparse.Namespace, target: Target) -> list[int]:
+    """The one prompt that the arguments name, as token ids."""
+    if sum(given is not None for given in (args.prompt, args.prompt_file, args.heldout)) > 1:
+        raise ValueError("give one of --prompt, --prompt-file and --heldout")
+    if args.heldout is not None:
+        rows = heldout_rows(args.heldout)
+        if not 0 <= args.row < len(rows):
+            raise ValueError(f"--row: {args.row}, but {rows.folder} has rows 0 to {len(rows) - 1}")
+        tokens = rows[args.row]["tokens"].tolist()
+    else:
+        if args.prompt_file is not None:
+            text = args.prompt_file.read_text(encoding="utf-8")
+        else:
+            text = sys.stdin.read() if args.prompt in (None, "-") else args.prompt
+        tokens = target.tokenizer(text).input_ids
+    return tokens[: args.prompt_tokens]
