@@ -102,6 +102,14 @@ def learning_rate(step: int, steps: int, optimizer: OptimizerSection) -> float:
     return optimizer.peak_lr * (1 + math.cos(math.pi * progress)) / 2
 
 
+def parameter_groups(draft: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """For the optimizer: matrices decay, norms and biases do not; no group is empty."""
+    decayed = [p for p in draft.parameters() if p.ndim > 1]
+    others = [p for p in draft.parameters() if p.ndim <= 1]
+    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
+
+
 class DraftEngine:
     """A draft under ZeRO with AdamW, clipping and accumulation.
 
@@ -114,14 +122,9 @@ class DraftEngine:
         self.config, self.ranks = config, ranks
         dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
         draft = draft.to(ranks.device, dtype)
-        matrices = [p for p in draft.parameters() if p.ndim > 1]
-        vectors = [p for p in draft.parameters() if p.ndim <= 1]
-        groups: list[dict[str, Any]] = [{"params": matrices, "weight_decay": config.optimizer.weight_decay}]
-        if vectors:
-            groups.append({"params": vectors, "weight_decay": 0.0})
-        adam = torch.optim.AdamW(
-            groups, lr=config.optimizer.peak_lr, betas=config.optimizer.betas, eps=config.optimizer.eps, fused=True
-        )
+        optimizer = config.optimizer
+        groups = parameter_groups(draft, optimizer.weight_decay)
+        adam = torch.optim.AdamW(groups, lr=optimizer.peak_lr, betas=optimizer.betas, eps=optimizer.eps, fused=True)
         self.deepspeed, *_ = deepspeed.initialize(
             model=draft, optimizer=adam, config=deepspeed_dict(config, ranks.world_size), dist_init_required=False
         )

@@ -4,9 +4,10 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+
 from longdraft.models.draft_folder import CONFIG, WEIGHTS, DraftInfo, load_draft, read_info, save_draft, target_entry
 from longdraft.models.drafts.tokenswift import TokenSwift, TokenSwiftConfig
-from safetensors.torch import load_file, save_file
 
 
 @pytest.fixture(params=["linear_chain", "silu_chain"])
@@ -65,7 +66,9 @@ def test_another_target_is_refused_with_both_fingerprints(folder, target, tiny_t
 
     other = tiny_target()
     other.fingerprint["tokenizer"] = "f" * 64
-    with pytest.raises(ValueError, match=r"tokenizer_sha256 none\) and cannot draft for tiny-0 \(tokenizer_sha256 ffff"):
+    with pytest.raises(
+        ValueError, match=r"tokenizer_sha256 none\) and cannot draft for tiny-0 \(tokenizer_sha256 ffff"
+    ):
         load_draft(folder, other)
 
 

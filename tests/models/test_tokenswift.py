@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+
 from longdraft.models.drafts.tokenswift import IGNORE, TokenSwift, TokenSwiftConfig, chain_labels
 
 D, V = 12, 31
@@ -125,7 +126,9 @@ def test_loss_is_each_heads_cross_entropy_and_gradient_flows_along_the_chain(kin
         expected = F.cross_entropy(logits_BTV.flatten(0, 1), tokens_BT[:, 2 + i :].flatten(), reduction="sum")
         torch.testing.assert_close(out.sums[i], expected, rtol=1e-5, atol=1e-5)
         assert out.n_labels[i] == out.n_ranked[i] == 2 * (9 - 2 - i)
-        ranks_N = (logits_BTV.argsort(-1, descending=True) == tokens_BT[:, 2 + i :, None]).flatten(0, 1).float().argmax(1)
+        ranks_N = (
+            (logits_BTV.argsort(-1, descending=True) == tokens_BT[:, 2 + i :, None]).flatten(0, 1).float().argmax(1)
+        )
         assert out.rank_counts[i].tolist() == [(ranks_N == k).sum() for k in range(3)]
 
     out.sums[2].backward()  # the last head's loss alone reaches the first head

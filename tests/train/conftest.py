@@ -2,20 +2,25 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from itertools import product
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from longdraft.data_prep.shards import FORMAT_VERSION, Row, write_json, write_shard
 from transformers import LlamaConfig, LlamaForCausalLM
+
+from longdraft.data_prep.shards import FORMAT_VERSION, Row, write_json, write_shard
+from longdraft.train.launcher import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 VOCAB, SEQ_LEN = 97, 24
+KINDS = {"linear_chain": [], "silu_chain": ["draft.kind=silu_chain", "draft.out_norm_init=ones"]}
+# Many small passes: a step takes tens of milliseconds, so that a signal can hit it.
+SLOW = ["train.steps=40", "train.micro_batch=1", "train.global_batch=16", "train.save_every=6", "train.zero_stage=2"]
 CONFIG = """
 target: {{path: {target}}}
 draft: {{out_norm_init: target}}
@@ -39,11 +44,6 @@ def target_folder(tmp_path_factory) -> Path:
             weight.normal_(1.0 if "norm" in name else 0.0, 0.2, generator=generator)
     model.save_pretrained(folder)
     return folder
-
-
-@pytest.fixture(scope="session")
-def write_rows() -> Callable[..., None]:
-    return _write_rows
 
 
 def _write_rows(folder: Path, n_rows: int, seed: int) -> None:
@@ -82,26 +82,66 @@ def config_file(tmp_path_factory, target_folder, data_folder) -> Path:
 
 
 @pytest.fixture(scope="session")
-def train_in_ranks(config_file) -> Callable[[int, Sequence[Sequence[str]]], None]:
-    """`train_in_ranks(2, [[override, ...], ...])` trains one run after the other in that many processes."""
+def start_ranks(config_file) -> Callable[[int, Sequence[dict]], list[subprocess.Popen]]:
+    """`start_ranks(2, [{"train": [override, ...]}, ...])` starts that many ranks of ranks.py."""
 
-    def train(n_ranks: int, runs: Sequence[Sequence[str]]) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = str(probe.getsockname()[1])
-        shared = {"WORLD_SIZE": str(n_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, str(Path(__file__).with_name("ranks.py")), str(config_file), json.dumps(runs)]
-        processes = [
+    def start(n_ranks: int, actions: Sequence[dict]) -> list[subprocess.Popen]:
+        shared = {"WORLD_SIZE": str(n_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        command = [sys.executable, str(Path(__file__).with_name("ranks.py")), str(config_file), json.dumps(actions)]
+        return [
             subprocess.Popen(
                 command,
-                env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
             )
             for rank in range(n_ranks)
         ]
-        outputs = [process.communicate(timeout=240)[0] for process in processes]
-        assert [process.returncode for process in processes] == [0] * n_ranks, "\n".join(outputs)
 
-    return train
+    return start
+
+
+def finish(processes: Sequence[subprocess.Popen]) -> str:
+    outputs = [process.communicate(timeout=280)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0] * len(processes), "\n".join(outputs)
+    return outputs[0]
+
+
+@pytest.fixture(scope="session")
+def finish_ranks() -> Callable[[Sequence[subprocess.Popen]], str]:
+    """Waits for the ranks, asserts that all left with 0, and gives rank 0's output."""
+    return finish
+
+
+@pytest.fixture(scope="session")
+def runs(tmp_path_factory, start_ranks) -> Path:
+    """A folder of finished runs, trained in as few processes as possible:
+
+    {fp32,bf16}-{ranks}-{stage}: 20 steps; linear_chain, silu_chain: the same on one rank in fp32, for golden losses;
+    bf16-1-{stage}-again: gone on with from step 10; unbroken: SLOW on two ranks; output.txt: what one rank printed.
+    """
+    folder = tmp_path_factory.mktemp("runs")
+
+    def train(name: str, *overrides: str) -> dict:
+        return {"train": [f"train.run_dir={folder / name}", *overrides]}
+
+    started = []
+    for n_ranks in (1, 2):
+        actions = [
+            train(f"{precision}-{n_ranks}-{stage}", f"train.precision={precision}", f"train.zero_stage={stage}")
+            for precision, stage in product(("fp32", "bf16"), (1, 2, 3))
+        ]
+        if n_ranks == 1:
+            actions += [train(kind, *overrides) for kind, overrides in KINDS.items()]
+            for stage in (1, 3):
+                name = f"bf16-1-{stage}"
+                actions.append({"copy": [str(folder / name), str(folder / f"{name}-again")], "without": "step_000020"})
+                actions.append(train(f"{name}-again", "train.precision=bf16", f"train.zero_stage={stage}"))
+            actions.append(train("fp32-1-1"))  # which is finished, and says so
+        else:
+            actions.append(train("unbroken", *SLOW))
+        started.append(start_ranks(n_ranks, actions))
+    output, _ = (finish(processes) for processes in started)
+    (folder / "output.txt").write_text(output)
+    return folder

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+
 from longdraft.train.batches import epoch_order, rank_rows, read_batch, step_rows
 
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 from deepspeed.runtime.config import DeepSpeedConfig
+
 from longdraft.train.config import accumulation, config_from_dict, deepspeed_dict, load_config, to_dict, to_yaml
 from longdraft.train.state import check_same_run
 
@@ -117,5 +118,7 @@ def test_a_run_goes_on_only_with_what_gives_the_same_result(config_file):
     check_same_run(old, load_config(config_file, ["train.save_every=3", "heldout.every=2", "log.wandb=offline"]))
     for override in ("train.steps=30", "train.seed=1", "optimizer.peak_lr=0.1", "draft.init_std=0", "data.path=x"):
         name = override.split("=")[0]
-        with pytest.raises(ValueError, match=rf"{name}: .* began with .*; set it back, or start anew with train\.run_dir"):
+        with pytest.raises(
+            ValueError, match=rf"{name}: .* began with .*; set it back, or start anew with train\.run_dir"
+        ):
             check_same_run(old, load_config(config_file, [override]))

@@ -1,4 +1,4 @@
-"""Killed or stopped at any step, a run goes on to the same bytes. Real processes under DeepSpeed's own launcher."""
+"""Killed or stopped at any step, a run goes on to the same bytes. Real processes, once under DeepSpeed's launcher."""
 
 import json
 import os
@@ -8,48 +8,25 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
-import psutil
 import pytest
+
 from longdraft.train import state
 from longdraft.train.config import load_config
-from longdraft.train.launcher import RANK_MARK
 from longdraft.train.tracking import read_metrics
 
-STEPS = 40
-# Many small passes: a step takes tens of milliseconds, so that it can be hit.
-SLOW = [f"train.steps={STEPS}", "train.micro_batch=1", "train.global_batch=16", "train.save_every=6", "train.zero_stage=2"]
-COMMAND = [sys.executable, "-m", "longdraft.launch.cli", "train"]
+STEPS = 40  # of the runs' `unbroken`
 
 
-class Launched:
-    """`longdraft train` with 2 ranks."""
-
-    def __init__(self, config_file: Path, run_dir: Path):
-        self.run_dir = run_dir
-        self.process = subprocess.Popen(
-            [*COMMAND, str(config_file), *SLOW, f"train.run_dir={run_dir}", "--num-gpus", "2"],
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-
-    def wait_for_step(self, step: int) -> None:
-        deadline = time.monotonic() + 120
-        while max([record["step"] for record in read_metrics(self.run_dir)], default=0) < step:
-            assert self.process.poll() is None, self.process.communicate()[0]
-            assert time.monotonic() < deadline, f"step {step} was not reached"
-            time.sleep(0.005)
-
-    def ranks(self) -> list[psutil.Process]:
-        children = psutil.Process(self.process.pid).children(recursive=True)
-        return [child for child in children if any(a.startswith(RANK_MARK) for a in child.cmdline())]
-
-    def end(self) -> tuple[int, str]:
-        output = self.process.communicate(timeout=120)[0]
-        return self.process.returncode, output
+def wait_for_step(run_dir: Path, step: int, processes: Sequence[subprocess.Popen]) -> None:
+    deadline = time.monotonic() + 200
+    while max([record["step"] for record in read_metrics(run_dir)], default=0) < step:
+        for process in processes:
+            assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline, f"step {step} was not reached"
+        time.sleep(0.005)
 
 
 def final_bytes(run_dir: Path) -> bytes:
@@ -58,63 +35,62 @@ def final_bytes(run_dir: Path) -> bytes:
     return (found[0] / state.WEIGHTS).read_bytes()
 
 
-def test_kill_and_stop_and_resume_give_the_same_bytes(config_file, train_in_ranks, tmp_path):
-    train_in_ranks(2, [[*SLOW, f"train.run_dir={tmp_path / 'unbroken'}"]])
-
+def test_kill_and_stop_and_resume_give_the_same_bytes(runs, config_file, start_ranks, finish_ranks, tmp_path):
+    """kill -9 of both ranks, then SIGTERM to `longdraft train`, each at a random step, then to the end."""
     broken = tmp_path / "broken"
+    overrides = [*_slow(runs), f"train.run_dir={broken}"]
     killed_at = random.SystemRandom().randrange(7, 16)
-    first = Launched(config_file, broken)
-    first.wait_for_step(killed_at)
-    ranks = first.ranks()
-    assert len(ranks) == 2
+    ranks = start_ranks(2, [{"train": overrides}])
+    wait_for_step(broken, killed_at, ranks)
     for rank in ranks:
         rank.kill()
-    status, output = first.end()
+    for rank in ranks:
+        rank.communicate()
     found = state.newest(broken)
-    assert status != 0 and found is not None and found[1]["step"] >= 6, f"killed at {killed_at}: {output}"
+    assert found is not None and 6 <= found[1]["step"] < 22, f"killed at {killed_at}"
 
-    second = Launched(config_file, broken)
-    second.wait_for_step(random.SystemRandom().randrange(22, 30))
-    second.process.send_signal(signal.SIGTERM)
+    launched = subprocess.Popen(
+        [sys.executable, "-m", "longdraft.launch.cli", "train", str(config_file), *overrides, "--num-gpus", "2"],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    wait_for_step(broken, random.SystemRandom().randrange(22, 30), [launched])
+    launched.send_signal(signal.SIGTERM)
     begin = time.monotonic()
-    status, output = second.end()
-    assert status == 0 and time.monotonic() - begin < 30, output
+    output = launched.communicate(timeout=120)[0]
+    assert launched.returncode == 0 and time.monotonic() - begin < 30, output
+    assert f"step {found[1]['step']} to {STEPS}" in output, "it did not go on from the newest checkpoint"
     found = state.newest(broken)
     assert found is not None and 22 <= found[1]["step"] < STEPS
     assert f"Stopped after {found[1]['step']} of {STEPS} steps" in output
-    assert f"step {found[1]['step']} to {STEPS}" not in output.split("Stopped after")[0]
 
-    train_in_ranks(2, [[*SLOW, f"train.run_dir={broken}"]])
-    assert final_bytes(broken) == final_bytes(tmp_path / "unbroken"), f"killed at step {killed_at}"
+    finish_ranks(start_ranks(2, [{"train": overrides}]))
+    assert final_bytes(broken) == final_bytes(runs / "unbroken"), f"killed at step {killed_at}"
     losses = [
-        [(record["step"], record["loss"]) for record in read_metrics(tmp_path / run) if "loss" in record]
-        for run in ("unbroken", "broken")
+        [(record["step"], record["loss"]) for record in read_metrics(run) if "loss" in record]
+        for run in (runs / "unbroken", broken)
     ]
     assert losses[0] == losses[1] and len(losses[0]) == STEPS
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory, train_in_ranks) -> Path:
-    """A run of one rank in 20 steps, checkpoints at 10 and 20, stages 1 and 3 with bf16 resumed from 10."""
-    folder = tmp_path_factory.mktemp("finished")
-    variants = {name: [f"train.zero_stage={name[-1]}", "train.precision=bf16"] for name in ("bf16-1", "bf16-3")}
-    train_in_ranks(1, [[f"train.run_dir={folder / name}", *overrides] for name, overrides in variants.items()])
-    for name in variants:
-        shutil.copytree(folder / name, folder / f"{name}-again")
-        shutil.rmtree(folder / f"{name}-again" / "checkpoints" / "step_000020")
-    train_in_ranks(1, [[f"train.run_dir={folder / name}-again", *overrides] for name, overrides in variants.items()])
-    return folder
+def _slow(runs: Path) -> list[str]:
+    """The overrides that made `unbroken`."""
+    train = load_config(runs / "unbroken" / "config.yaml").train
+    names = ("steps", "micro_batch", "global_batch", "save_every", "zero_stage")
+    return [f"train.{name}={getattr(train, name)}" for name in names]
 
 
-@pytest.mark.parametrize("name", ["bf16-1", "bf16-3"])
-def test_bf16_masters_survive_the_checkpoint(finished, name):
-    ends = [finished / run / "checkpoints" / "step_000020" / state.WEIGHTS for run in (name, f"{name}-again")]
+@pytest.mark.parametrize("name", ["bf16-1-1", "bf16-1-3"])
+def test_bf16_masters_survive_the_checkpoint(runs, name):
+    ends = [runs / run / "checkpoints" / "step_000020" / state.WEIGHTS for run in (name, f"{name}-again")]
     assert ends[0].read_bytes() == ends[1].read_bytes()
 
 
-def test_half_written_and_damaged_checkpoints_are_never_chosen(finished, tmp_path, capsys):
+def test_half_written_and_damaged_checkpoints_are_never_chosen(runs, tmp_path, capsys):
     run = tmp_path / "run"
-    shutil.copytree(finished / "bf16-1", run)
+    shutil.copytree(runs / "bf16-1-1", run)
     checkpoints = run / "checkpoints"
     (checkpoints / "step_000020").rename(checkpoints / "tmp-step_000020")
     found = state.newest(run)
@@ -130,43 +106,35 @@ def test_half_written_and_damaged_checkpoints_are_never_chosen(finished, tmp_pat
     assert state.newest(run) is None
 
 
-def test_only_the_newest_are_kept_and_no_frozen_weight_is_in_them(finished):
-    checkpoints = sorted(path for path in (finished / "bf16-1" / "checkpoints").iterdir() if path.is_dir())
+def test_only_the_newest_are_kept_and_no_frozen_weight_is_in_them(runs):
+    checkpoints = sorted(path for path in (runs / "bf16-1-1" / "checkpoints").iterdir() if path.is_dir())
     assert [path.name for path in checkpoints] == ["step_000010", "step_000020"]
     draft_parameters = 3 * (32 * 32 + 2 * 32)
     total = sum(path.stat().st_size for path in checkpoints[0].iterdir())
     assert total < draft_parameters * 24 + 60_000, f"{total} bytes"
 
 
-def test_a_finished_run_says_so_and_does_nothing(finished, config_file, train_in_ranks):
-    run = finished / "bf16-1"
-    before = (run / "metrics.jsonl").read_bytes(), sorted(run.rglob("*"))
-    output = subprocess.run(
-        [sys.executable, "-m", "longdraft.launch.train", str(config_file), f"train.run_dir={run}", "train.precision=bf16"],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert f"Training is done already: 20 steps, checkpoint in {run}" in output.stdout
-    assert before == ((run / "metrics.jsonl").read_bytes(), sorted(run.rglob("*")))
+def test_a_finished_run_says_so_and_does_nothing(runs):
+    run = runs / "fp32-1-1"
+    assert f"Training is done already: 20 steps, checkpoint in {run}" in (runs / "output.txt").read_text()
+    assert len([record for record in read_metrics(run) if "loss" in record]) == 20
 
 
-def test_another_number_of_ranks_is_refused_by_name(finished, config_file):
+def test_another_number_of_ranks_is_refused_by_name(runs):
     class Engine:
-        class ranks:  # noqa: N801
+        class ranks:
             world_size = 2
 
-    folder, saved = state.newest(finished / "bf16-1") or (None, None)
+    folder, saved = state.newest(runs / "bf16-1-1") or (None, None)
     assert folder is not None and saved is not None
     with pytest.raises(ValueError, match="was saved by 1 ranks and cannot be resumed by 2; start 1 ranks"):
         state.load(Engine, folder, saved)  # pyright: ignore[reportArgumentType]
 
 
-def test_saved_config_is_the_resolved_one(finished, config_file):
-    config = load_config(finished / "bf16-3" / "config.yaml")
-    expected = ["train.zero_stage=3", "train.precision=bf16", f"train.run_dir={finished / 'bf16-3'}"]
+def test_saved_config_is_the_resolved_one(runs, config_file):
+    config = load_config(runs / "bf16-1-3" / "config.yaml")
+    expected = ["train.zero_stage=3", "train.precision=bf16", f"train.run_dir={runs / 'bf16-1-3'}"]
     assert config == load_config(config_file, expected)
-    found = state.newest(finished / "bf16-3")
-    assert found is not None and state.saved_config(finished / "bf16-3", found[1]) == config
+    found = state.newest(runs / "bf16-1-3")
+    assert found is not None and state.saved_config(runs / "bf16-1-3", found[1]) == config
     assert json.loads((found[0] / state.STATE).read_text())["extra"]["heldout"]["positions"] > 0
