@@ -11,7 +11,14 @@ import torch
 
 from longdraft.infer.engine import Engine
 from longdraft.infer.measure import (
-    against_transformers, as_json, decode_in_turns, exact, flips, reference_logits, surroundings, width_curve,
+    against_transformers,
+    as_json,
+    decode_in_turns,
+    exact,
+    flips,
+    reference_logits,
+    surroundings,
+    width_curve,
 )  # fmt: skip
 from longdraft.infer.sampling import SamplingParams
 from longdraft.infer.shape import TreeShape, paying_shape

@@ -1,7 +1,7 @@
 """The decoding loop: propose, one pass of the target, choose and walk, keep, observe. It knows no method's name.
 
-Plain decoding is the same loop with the drafter that proposes only roots, so every method is measured against a baseline
-that pays the same overhead. Shapes: B slots, N tree nodes, T rows of a prefill chunk.
+Plain decoding is the same loop with the drafter that proposes only roots, so every method is measured against a
+baseline that pays the same overhead. Shapes: B slots, N tree nodes, T rows of a prefill chunk.
 """
 
 import time
@@ -176,17 +176,19 @@ class Engine:
     def _requests(self, prompts, params) -> list[Request]:
         if isinstance(prompts, str):
             prompts = [prompts]
-        requests, vocab = [], self.target.model.config.vocab_size
+        requests, config = [], self.target.model.config
+        vocab = config.vocab_size
         for index, (prompt, sampling) in enumerate(zip(prompts, one_each(params, len(prompts)), strict=True)):
             tokens = self._tokens(prompt)
             if not tokens:
                 raise ValueError(f"prompt {index} has no tokens; give at least one (the BOS token, for an open start)")
             if min(tokens) < 0 or max(tokens) >= vocab:
-                raise ValueError(f"prompt {index}: token ids must lie in 0..{vocab - 1}, got {min(tokens)}..{max(tokens)}")
+                found = f"{min(tokens)}..{max(tokens)}"
+                raise ValueError(f"prompt {index}: token ids must lie in 0..{vocab - 1}, got {found}")
             if len(tokens) >= self.max_length:
                 raise ValueError(
-                    f"prompt {index} has {len(tokens)} tokens; at most {self.max_length - 1} fit, so that one can follow "
-                    f"(max_length={self.max_length}, the target has {self.target.model.config.max_positions} positions)"
+                    f"prompt {index} has {len(tokens)} tokens; at most {self.max_length - 1} fit, so that one can "
+                    f"follow (max_length={self.max_length}, the target has {config.max_positions} positions)"
                 )
             seed = draw_seed() if sampling.seed is None else sampling.seed
             requests.append(Request(index, tokens, replace(sampling, seed=seed)))
@@ -336,6 +338,4 @@ class Engine:
         tokenizer, tokens, seed = self.target.tokenizer, lane.new_tokens, lane.request.sampling.seed
         assert seed is not None
         text = None if tokenizer is None else tokenizer.decode(tokens, skip_special_tokens=True)
-        return Generation(
-            lane.request.index, lane.request.prompt, tokens, text, seed, lane.finish_reason, lane.stats
-        )
+        return Generation(lane.request.index, lane.request.prompt, tokens, text, seed, lane.finish_reason, lane.stats)

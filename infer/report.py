@@ -136,10 +136,8 @@ def _draw_speed(axes, result: dict) -> None:
     if "transformers_tokens_per_second" in result:
         names, speeds = ["transformers", *names], [result["transformers_tokens_per_second"], *speeds]
     bars = axes.bar(names, speeds, color=["0.7"] * (len(names) - 1) + ["C0"] if len(names) > 1 else "C0", width=0.55)
-    labels = [
-        f"{speed:.1f}" + (f"\n{result['drafters'][name]['tokens_per_step']:.2f} a step" if name in result["drafters"] else "")
-        for name, speed in zip(names, speeds, strict=True)
-    ]
+    steps = {name: f"\n{one['tokens_per_step']:.2f} a step" for name, one in result["drafters"].items()}
+    labels = [f"{speed:.1f}{steps.get(name, '')}" for name, speed in zip(names, speeds, strict=True)]
     axes.bar_label(bars, labels, padding=3)
-    exact = {True: ", exact: yes", False: ", exact: NO"}.get(result.get("exact"), "")
+    exact = f", exact: {'yes' if result['exact'] else 'NO'}" if "exact" in result else ""
     axes.set(title=f"Decoding{exact}", ylabel=f"tokens/s, {result['dtype']}", ylim=(0, 1.25 * max(speeds)))

@@ -62,9 +62,7 @@ class TreeTemplate:
         index = {(): 0} | {node: i + 1 for i, node in enumerate(shape.nodes)}
         parents = [ROOT] + [index[node[:-1]] for node in shape.nodes]
         self.tree = TokenTree.roots(torch.zeros(batch, dtype=torch.int64, device=device))
-        self.tree = TokenTree(
-            self.tree.tokens.expand(-1, len(parents)), torch.tensor([parents] * batch, device=device)
-        )
+        self.tree = TokenTree(self.tree.tokens.expand(-1, len(parents)), torch.tensor([parents] * batch, device=device))
         _ = self.tree.ancestors, self.tree.depths
         slots = [(len(node) - 1) * shape.ranks + node[-1] for node in shape.nodes]
         self._slots_N = torch.tensor(slots, dtype=torch.int64, device=device)

@@ -99,6 +99,6 @@ def peak_memory(
     now = peak = 0
     for event in profile.profiler.kineto_results.events():  # type: ignore[union-attr]
         if event.name() == "[memory]":
-            now += event.nbytes()
+            now += event.nbytes()  # pyright: ignore[reportAttributeAccessIssue]
             peak = max(peak, now)
     return peak

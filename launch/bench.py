@@ -1,7 +1,7 @@
 """Measure drafters against plain decoding: `longdraft bench --draft FOLDER --data DATA [--run RUN]`.
 
-Argument parsing and printing; the measurements are in infer/bench.py, the table and picture in infer/report.py. The last
-line of the output is one JSON object.
+Argument parsing and printing; the measurements are in infer/bench.py, the table and picture in infer/report.py. The
+last line of the output is one JSON object.
 """
 
 import argparse
@@ -26,7 +26,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--temperature", type=float, default=0.0)
     add("--seed", type=int, default=0)
     add("--transformers", action="store_true", help="also time transformers' greedy generate on the same prompts")
-    add("--run", type=Path, metavar="RUN", help="training run's folder: writes bench.json, report.txt, report.png there")
+    add("--run", type=Path, metavar="RUN", help="training run's folder: bench.json, report.txt and report.png go there")
     return parser
 
 

@@ -69,7 +69,8 @@ def _generate(args: argparse.Namespace) -> int:
         texts.append(generation.tokens)
         print(
             f"\n[{name}: {len(generation.tokens)} tokens, {generation.tokens_per_second:.1f} tokens/s, "
-            f"{generation.tokens_per_step:.2f} tokens/step, ended by {generation.finish_reason}, seed {generation.seed}]",
+            f"{generation.tokens_per_step:.2f} tokens/step, ended by {generation.finish_reason}, "
+            f"seed {generation.seed}]",
             file=sys.stderr,
             flush=True,
         )

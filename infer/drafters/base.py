@@ -1,4 +1,7 @@
-"""What a drafter is: the one interface between the decoding loop and a method. Shapes: B slots, T rows, V vocabulary."""
+"""What a drafter is: the one interface between the decoding loop and a method.
+
+Shapes: B slots, T rows of a pass, V vocabulary.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -53,7 +56,7 @@ class SlotState:
 
 
 class Drafter(Protocol):
-    """Proposes candidates. Whatever it proposes, the output is plain decoding's; it only decides how many steps it takes.
+    """Proposes candidates. Whatever they are, the output is plain decoding's; they only decide how many steps it takes.
 
     Attributes:
         needs: the TargetOutput fields it wants from every pass of the target, the prefill's included.

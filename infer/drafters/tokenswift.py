@@ -1,4 +1,4 @@
-"""TokenSwift's drafter without a draft pass: chained heads on the target's own hidden state, a static tree, no extra pass.
+"""TokenSwift's drafter without a draft pass: chained heads on the target's own hidden state fill a static tree.
 
 The heads read the state that the last verification computed at the node whose choice the root is (position p - 1 for a
 root at p), so head i proposes the token at p + i: levels [3, 3, 3] under the root (TokenSwift, section 3; the base

@@ -4,7 +4,8 @@ Why C of our own: on CPUs without bf16 instructions PyTorch's bf16 products of 6
 times; and no library promises that a row's result is the same in a pass of 1 and of 40 rows.
 
 An output row does not depend on the other rows of its pass, bit for bit (see rows.c); so decoding is exact in bf16 too.
-Shapes: M rows, N outputs, I inputs; B slots, T rows of the pass, S cache rows, H query heads, K key/value heads, d width.
+Shapes: M rows, N outputs, I inputs; B slots, T rows of the pass, S cache rows, H query heads, K key/value heads,
+d head width.
 """
 
 import ctypes

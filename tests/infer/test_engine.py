@@ -1,7 +1,7 @@
 """The engine: every drafter gives plain decoding's tokens, and plain decoding's are the target's own.
 
-fp32 on the CPU. Passes of different widths differ in rounding, so each comparison also asserts that no decision of plain
-decoding was as close as ten times that difference: a failure is then a bug, not luck.
+fp32 on the CPU. Passes of different widths differ in rounding, so each comparison also asserts that no decision of
+plain decoding was as close as ten times that difference: a failure is then a bug, not luck.
 """
 
 from dataclasses import replace
@@ -188,7 +188,7 @@ def test_bf16_is_exact_too_where_rows_do_not_depend_on_the_pass(tiny_target, nam
 
 @pytest.mark.parametrize("slots", [1, 2])
 def test_a_finished_slot_takes_the_next_prompt(target, slots, monkeypatch):
-    """Five prompts on fewer slots, mixed sampling, give what each gives alone; later prompts do not see earlier ones."""
+    """Five prompts on fewer slots, mixed sampling, give what each gives alone; no prompt sees an earlier one."""
     prompts = [*PROMPTS, [60, 1, 2], [17, 17]]
     params = [
         replace(sampling, seed=7 * i, max_new_tokens=9 + 5 * i)
@@ -208,7 +208,9 @@ def test_tokens_read_one_step_late_are_the_same(target):
     for drafter in ("plain", tokenswift(target)):
         prompt, late = Engine(target, drafter, slots=2), Engine(target, drafter, slots=2)
         late.lag = 1
-        assert [g.tokens for g in late.generate(prompts, params)] == [g.tokens for g in prompt.generate(prompts, params)]
+        assert [g.tokens for g in late.generate(prompts, params)] == [
+            g.tokens for g in prompt.generate(prompts, params)
+        ]
 
 
 def test_streaming_yields_the_same_tokens_in_order(target):

@@ -37,7 +37,8 @@ def test_likeliest_nodes_is_the_best_tree_of_its_size(count):
     def valid(nodes):
         return all(node[:-1] in nodes or len(node) == 1 for node in nodes)
 
-    best = max(sum(path_rate(RATES, n) for n in nodes) for nodes in combinations(everything, count) if valid(set(nodes)))
+    trees = (nodes for nodes in combinations(everything, count) if valid(set(nodes)))
+    best = max(sum(path_rate(RATES, node) for node in nodes) for nodes in trees)
     assert likeliest_nodes(RATES, count).expected_tokens(RATES) == pytest.approx(1 + best)
 
 

@@ -100,9 +100,7 @@ def test_a_tree_row_equals_plain_decodings_row_bit_for_bit(dtype, length):
     for node in range(n):
         path = length + mask[0, node].nonzero().flatten()
         kept = torch.cat([torch.arange(length), path])
-        alone = rows.attention_rows(
-            q[:, node : node + 1], k[:, kept], v[:, kept], torch.tensor([len(kept) - 1]), None
-        )
+        alone = rows.attention_rows(q[:, node : node + 1], k[:, kept], v[:, kept], torch.tensor([len(kept) - 1]), None)
         assert torch.equal(alone[0, 0], together[0, node])
 
 

@@ -1,0 +1,170 @@
+"""The main job through its commands, on a tiny real checkpoint, and their errors."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from longdraft.launch import bench, cli, export, prepare, quickstart, train
+from longdraft.launch.generate import main as generate_main
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A tiny target in Hugging Face's form, text, a config, prepared data, a trained run and its export."""
+    folder = tmp_path_factory.mktemp("pipeline")
+    text = "the cat sat on the mat and the dog sat on the log. " * 400
+    (folder / "text").mkdir()
+    for i in range(12):
+        (folder / "text" / f"{i}.txt").write_text(f"document {i}: " + text[i * 7 : i * 7 + 900])
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<|end|>"], initial_alphabet=alphabet)
+    tokenizer.train_from_iterator([text], trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>")
+    fast.save_pretrained(folder / "target")
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = LlamaConfig(vocab_size=len(fast), num_key_value_heads=2, eos_token_id=0, initializer_range=0.3, **shape)
+    LlamaForCausalLM(config).save_pretrained(folder / "target")
+    (folder / "config.yaml").write_text(
+        f"target: {{path: {folder}/target}}\ndata: {{path: {folder}/data, seq_len: 64}}\n"
+        f"train: {{run_dir: {folder}/run, steps: 4, global_batch: 2, micro_batch: 2, precision: fp32}}\n"
+        "optimizer: {peak_lr: 1.0e-2, warmup_steps: 1}\nlog: {wandb: disabled}\nheldout: {every: 2, rows: 2}\n"
+    )
+    prepare.main(
+        f"--source {folder}/text --target {folder}/target --out {folder}/data --seq-len 64 --heldout-share 0.3".split()
+    )
+    # A process of its own: DeepSpeed's process group must not stay in the tests'.
+    environment = os.environ | {"MASTER_PORT": "29611", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, train.__file__, folder / "config.yaml"]
+    subprocess.run(command, check=True, env=environment, capture_output=True)
+    assert export.main([str(folder / "run")]) == 0
+    return folder
+
+
+def test_generate_prints_the_same_text_for_both_drafters(folder, capsys):
+    for sampling in ("", "--temperature 1 --seed 7"):
+        arguments = (
+            f"--draft {folder}/run/draft --prompt the --drafter plain tokenswift --max-new-tokens 12 --dtype fp32"
+        )
+        assert generate_main(f"{arguments} {sampling}".split()) == 0
+        shown = capsys.readouterr()
+        plain, drafted = shown.out.split("--- plain ---\n")[1].split("\n--- tokenswift ---\n")
+        assert plain.strip() == drafted.strip()
+        assert "Same tokens from plain, tokenswift (fp32): yes" in shown.err
+
+
+def test_generate_reads_files_and_standard_input(folder, capsys, monkeypatch, tmp_path):
+    (tmp_path / "prompt.txt").write_text("the cat")
+    common = f"--target {folder}/target --max-new-tokens 6 --dtype fp32".split()
+    monkeypatch.setattr("sys.stdin", (tmp_path / "prompt.txt").open())
+    outputs = []
+    for way in (["--prompt", "the cat"], ["--prompt-file", str(tmp_path / "prompt.txt")], []):
+        assert generate_main([*common, *way]) == 0
+        outputs.append(capsys.readouterr().out)
+    assert outputs[0] == outputs[1] == outputs[2] != ""
+
+
+def test_bench_writes_table_picture_and_json(folder, capsys):
+    arguments = (
+        f"--draft {folder}/run/draft --data {folder}/data --prompts 2 --prompt-tokens 24 --new-tokens 16 --dtype bf16 "
+        f"--transformers --run {folder}/run"
+    )
+    assert bench.main(arguments.split()) == 0
+    out = capsys.readouterr().out
+    result = json.loads(out.splitlines()[-1])
+    assert result["exact"] is True and "exact: yes (128 tokens in fp32" in out
+    assert result["drafters"]["plain"]["tokens_per_step"] == 1
+    assert result["drafters"]["tokenswift"]["tokens"] == 2 * 16
+    assert set(result["width_curve_ms"]) == {"1", "2", "3", "4", "6", "8", "12", "16", "24", "40"}
+    assert 1 <= result["nodes"] <= 39 and result["expected_speedup"] > 0
+    assert result["flips"]["positions"] > 16 and result["tokens_equal_to_transformers"][1] == 32
+    assert json.loads((folder / "run" / "bench.json").read_text()) == result
+    assert (folder / "run" / "report.txt").read_text().strip() in out
+    assert (folder / "run" / "report.png").read_bytes().startswith(b"\x89PNG")
+    assert "after 4 steps, held-out: loss" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--prompt x", "--target: name a model, or give --draft"),
+        ("--target {f}/target --prompt x --prompt-file y", "give one of --prompt, --prompt-file and --heldout"),
+        ("--target {f}/target --heldout {f}/data --row 99", "--row: 99, but"),
+        ("--target {f}/target --prompt x --drafter tokenswift", "draft: tokenswift needs trained heads"),
+        ("--target {f}/target --prompt x --drafter eagle", "unknown name 'eagle'; known: plain, tokenswift"),
+        ("--draft {f}/data --prompt x", "holds no config.json"),
+        ("--draft {f}/run/draft --prompt x --nodes 0", "--nodes: 0, but a tree has at least 1 node"),
+        ("--target {f}/target --prompt x --temperature -1", "temperature=-1.0 must be 0"),
+    ],
+)
+def test_generate_errors_name_the_remedy(folder, arguments, message, capsys):
+    assert generate_main(arguments.format(f=folder).split()) == 2
+    error = capsys.readouterr().err
+    assert "longdraft generate: error: " in error and message in error
+
+
+def test_bench_errors_name_the_remedy(folder, capsys):
+    assert bench.main(f"--target {folder}/target --data {folder}/data --prompt-tokens 500".split()) == 2
+    assert "--prompt-tokens 500 in 2..64" in capsys.readouterr().err
+
+
+def test_the_command_finds_every_script(capsys):
+    assert cli.main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    for command in cli.COMMANDS:
+        assert command in shown
+        with pytest.raises(SystemExit) as stop:
+            cli.main([command, "--help"])
+        assert stop.value.code == 0
+        assert f"longdraft {command}" in capsys.readouterr().out
+    assert cli.main(["prepair"]) == 2
+    assert "unknown command 'prepair'; known: prepare" in capsys.readouterr().err
+
+
+def test_quickstart_goes_through_the_five_commands_and_stops_at_a_failure(monkeypatch, tmp_path, capsys):
+    ran, failing = [], []
+
+    def run(command, cwd):
+        ran.append([Path(command[0]).name, *command[1:]])
+        return subprocess.CompletedProcess(command, 3 if failing and failing[0] in command else 0)
+
+    monkeypatch.setattr(quickstart.subprocess, "run", run)
+    monkeypatch.setattr(quickstart, "ROOT", tmp_path)
+    assert quickstart.main(["--steps", "5"]) == 0
+    assert [command[0] for command in ran] == ["python", "deepspeed", "python", "python", "python"]
+    assert ran[1][1:3] == ["--num_gpus", str(torch.cuda.device_count() or 2)] and "train.steps=5" in ran[1]
+    ran.clear()
+    failing.append("launch/export.py")
+    assert quickstart.main(["--steps", "5"]) == 3 and len(ran) == 3
+    assert "Step 3 failed with status 3; `make quickstart` goes on from here." in capsys.readouterr().err
+    ran.clear()
+    (tmp_path / "runs" / "quickstart-5").mkdir(parents=True)
+    (tmp_path / "runs" / "quickstart-5" / "report.txt").write_text("the table")
+    assert quickstart.main(["--steps", "5"]) == 0 and ran == []
+    assert "Done already: runs/quickstart-5/report.png" in capsys.readouterr().out
+
+
+def test_quickstarts_commands_are_valid(monkeypatch):
+    """Each command line of the quickstart is taken by its script's own parser."""
+    from longdraft.launch.bench import _parser as bench_parser
+    from longdraft.launch.generate import _parser as generate_parser
+    from longdraft.train.config import load_config
+
+    steps = [command for _, command in quickstart.commands("runs/x", 7)]
+    assert all((ROOT / command[-len(command) + 1 + 2 * (command[0] == "deepspeed")]).exists() for command in steps)
+    config = load_config(ROOT / steps[1][4], steps[1][5:])
+    assert (config.train.steps, config.train.run_dir, config.data.path) == (7, "runs/x", quickstart.DATA)
+    assert generate_parser().parse_args(steps[3][2:]).draft == "runs/x/draft"
+    assert str(bench_parser().parse_args(steps[4][2:]).run) == "runs/x"
