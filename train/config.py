@@ -183,6 +183,8 @@ def deepspeed_dict(config: Config, world_size: int) -> dict[str, Any]:
         "gradient_accumulation_steps": accumulation(config, world_size),
         "gradient_clipping": config.optimizer.clip,
         "bf16": {"enabled": bf16},
+        # Passes are summed in fp32 too: ten bf16 passes would lose the small ones.
+        "data_types": {"grad_accum_dtype": "fp32"},
         "zero_optimization": {"stage": config.train.zero_stage},
         # torch's AdamW: DeepSpeed knows its own optimizers only, and those are compiled at the first launch.
         "zero_allow_untested_optimizer": True,

@@ -8,8 +8,10 @@ import math
 import os
 import warnings
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from datetime import timedelta
+from io import StringIO
 from typing import Any
 
 import psutil
@@ -125,9 +127,10 @@ class DraftEngine:
         optimizer = config.optimizer
         groups = parameter_groups(draft, optimizer.weight_decay)
         adam = torch.optim.AdamW(groups, lr=optimizer.peak_lr, betas=optimizer.betas, eps=optimizer.eps, fused=True)
-        self.deepspeed, *_ = deepspeed.initialize(
-            model=draft, optimizer=adam, config=deepspeed_dict(config, ranks.world_size), dist_init_required=False
-        )
+        with redirect_stdout(StringIO()):  # its bf16 optimizer prints tables of memory
+            self.deepspeed, *_ = deepspeed.initialize(
+                model=draft, optimizer=adam, config=deepspeed_dict(config, ranks.world_size), dist_init_required=False
+            )
         self.draft = draft
 
     def __call__(self, *args: Any) -> Any:

@@ -6,13 +6,14 @@ import sys
 import pytest
 import torch
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from safetensors.torch import load_file
+
 from longdraft.launch.export import main
 from longdraft.models.draft_folder import load_draft, read_info
 from longdraft.models.hf import load_target
 from longdraft.train import state
 from longdraft.train.export import export, largest_difference
 from longdraft.train.tracking import read_metrics
-from safetensors.torch import load_file
 
 CASES = ["fp32-2-1", "fp32-2-3", "bf16-2-2", "bf16-2-3", "silu_chain"]
 

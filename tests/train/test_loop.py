@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+
 from longdraft.launch.train import main
 from longdraft.models.drafts.tokenswift import TokenSwift, TokenSwiftConfig
 from longdraft.models.hf import load_target
