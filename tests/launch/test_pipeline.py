@@ -162,9 +162,9 @@ def test_quickstarts_commands_are_valid(monkeypatch):
     from longdraft.launch.generate import _parser as generate_parser
     from longdraft.train.config import load_config
 
-    steps = [command for _, command in quickstart.commands("runs/x", 7)]
+    steps = [command for _, command in quickstart.commands("runs/x", 70)]
     assert all((ROOT / command[-len(command) + 1 + 2 * (command[0] == "deepspeed")]).exists() for command in steps)
     config = load_config(ROOT / steps[1][4], steps[1][5:])
-    assert (config.train.steps, config.train.run_dir, config.data.path) == (7, "runs/x", quickstart.DATA)
+    assert (config.train.steps, config.train.run_dir, config.data.path) == (70, "runs/x", quickstart.DATA)
     assert generate_parser().parse_args(steps[3][2:]).draft == "runs/x/draft"
     assert str(bench_parser().parse_args(steps[4][2:]).run) == "runs/x"
