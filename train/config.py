@@ -84,8 +84,8 @@ class OptimizerSection:
 
 @dataclass(frozen=True)
 class HeldoutSection:
-    """Every `every` steps, and after the last, the loss on the first `rows` held-out rows; on about `choices` of their
-    positions the heads are also compared with the target's own argmax."""
+    """Every `every` steps, and after the last, the loss on `rows` held-out rows, evenly spread; on about `choices` of
+    their positions the heads are also compared with the target's own argmax."""
 
     every: int = 50
     rows: int = 16

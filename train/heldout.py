@@ -18,7 +18,8 @@ from longdraft.train.teacher import Teacher
 
 @torch.no_grad()
 def evaluate(config: Config, engine: DraftEngine, teacher: Teacher, rows: Rows) -> dict[str, Any]:
-    """Over the first `heldout.rows` rows, shared out among the ranks; all ranks call it and get the same.
+    """Over `heldout.rows` rows spread evenly over the split (neighbours are often of one document), shared out among
+    the ranks; all of them call it and get the same.
 
     Returns:
         loss: sum of head_loss; head_loss [I]: mean cross-entropy in nats;
@@ -32,7 +33,7 @@ def evaluate(config: Config, engine: DraftEngine, teacher: Teacher, rows: Rows) 
     totals = torch.zeros(n_heads, 2 + 2 * (RANKS + 1), dtype=torch.float64)
     # Under ZeRO-3 every call of the engine is collective: a rank without a row left passes one without labels.
     for index in range(ranks.rank, -(-n_rows // ranks.world_size) * ranks.world_size, ranks.world_size):
-        batch = read_batch(rows, [min(index, n_rows - 1)]).to(ranks.device)
+        batch = read_batch(rows, [min(index, n_rows - 1) * len(rows) // n_rows]).to(ranks.device)
         if index >= n_rows:
             batch = Batch(batch.tokens, torch.full_like(batch.pieces, -1), batch.supervised)
         labels_BTI = chain_labels(batch.tokens, batch.pieces, batch.supervised, n_heads)
