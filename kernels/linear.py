@@ -23,22 +23,43 @@ def emulates_bf16() -> bool:
     return not torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
-def linear(x: Tensor, weight_NI: Tensor, bias_N: Tensor | None = None) -> Tensor:
-    """x [..., I] times weight_NI plus bias_N, summed in fp32 and rounded to x's dtype: [..., N].
+def linear(
+    x: Tensor,
+    weight_NI: Tensor,
+    bias_N: Tensor | None = None,
+    *,
+    norm: tuple[Tensor, float] | None = None,
+    gated: bool = False,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """residual + RMSNorm(x) W^T + b, or gated: [..., N], gated [..., N / 2]; each part but the product is optional.
 
-    In bf16 on a CPU, few rows go through C kernels whose result for a row does not depend on the other rows
-    (cpu_impl/rows.py); many rows, where the CPU has no bf16 products, are bound by arithmetic and run in fp32. All
-    equal a bf16 layer up to the order of summation.
+    Sums are in fp32 and each part is rounded to x's dtype, as if it stood alone. In bf16 on a CPU, few rows go through
+    C kernels in one call, whose result for a row does not depend on the other rows (cpu_impl/rows.py); many rows, where
+    the CPU has no bf16 products, are bound by arithmetic and run in fp32.
+
+    Args:
+        x: [..., I]. weight_NI: [N, I]. bias_N: [N].
+        norm: weight [I] and epsilon of an RMSNorm of x.
+        gated: silu(first half of the outputs) * second half.
+        residual: like the result, added to it; not with `gated`.
     """
-    if x.dtype != torch.bfloat16 or x.device.type != "cpu" or (torch.is_grad_enabled() and x.requires_grad):
-        return F.linear(x, weight_NI, bias_N)
+    assert residual is None or not gated
     n_inputs = x.shape[-1]
     n_rows = x.numel() // n_inputs
-    if n_rows <= rows.MOST_LINEAR_ROWS and n_inputs % 8 == 0 and rows.library() is not None:
-        return rows.linear_rows(x, weight_NI, bias_N)
-    if n_rows >= FP32_FROM and emulates_bf16():
-        return _through_fp32(x.reshape(n_rows, n_inputs), weight_NI, bias_N).view(*x.shape[:-1], -1)
-    return F.linear(x, weight_NI, bias_N)
+    on_cpu = x.dtype == torch.bfloat16 and x.device.type == "cpu" and not (torch.is_grad_enabled() and x.requires_grad)
+    if on_cpu and n_rows <= rows.MOST_LINEAR_ROWS and rows.can_multiply(weight_NI, gated):
+        return rows.linear_rows(x, weight_NI, bias_N, norm, gated, residual)
+    if norm is not None:
+        x = F.rms_norm(x, (n_inputs,), *norm)
+    if on_cpu and n_rows >= FP32_FROM and emulates_bf16():
+        y = _through_fp32(x.reshape(n_rows, n_inputs), weight_NI, bias_N).view(*x.shape[:-1], -1)
+    else:
+        y = F.linear(x, weight_NI, bias_N)
+    if gated:
+        first, second = y.chunk(2, -1)
+        y = F.silu(first).mul_(second)
+    return y if residual is None else y.add_(residual)
 
 
 def _through_fp32(x_MI: Tensor, weight_NI: Tensor, bias_N: Tensor | None) -> Tensor:

@@ -16,7 +16,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--target", help="a folder, a hub name, a .gguf file or smollm2-135m (default: the draft's own target)")
     add("--draft", help="draft folder that `longdraft export` wrote; without it plain decoding alone is measured")
-    add("--data", required=True, help="prepared folder; prompts are the beginnings of its held-out rows")
+    add("--data", help="prepared folder; prompts are the beginnings of its held-out rows")
     add("--prompts", type=int, default=4, help="how many, evenly spaced over the held-out rows")
     add("--prompt-tokens", type=int, default=256)
     add("--new-tokens", type=int, default=128)
@@ -26,6 +26,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--temperature", type=float, default=0.0)
     add("--seed", type=int, default=0)
     add("--transformers", action="store_true", help="also time transformers' greedy generate on the same prompts")
+    add("--loss-memory", action="store_true", help="only: peak memory of the heads' training loss at two lengths")
     add("--run", type=Path, metavar="RUN", help="training run's folder: bench.json, report.txt and report.png go there")
     return parser
 
@@ -34,6 +35,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 1 where the draft is not exact."""
     parser = _parser()
     args = parser.parse_args(argv)
+    if args.loss_memory:
+        return _loss_memory()
+    if args.data is None:
+        parser.error("--data: name a prepared folder, whose held-out rows give the prompts")
     # Here, not above: --help and a wrong argument should not wait for torch.
     from longdraft.infer.report import draw, read_metrics, table
 
@@ -81,6 +86,23 @@ def _bench(args: argparse.Namespace) -> dict:
             bar.update()
 
         return bench(target, draft, prompts, settings, theirs, step)
+
+
+def _loss_memory() -> int:
+    """Three heads at SmolLM2's width, two lengths: what is allocated beyond inputs, beside what the logits would be."""
+    from longdraft.kernels.loss_memory import loss_peak_memory
+
+    hidden, vocab, heads = 576, 49152, 3
+    result = {}
+    for tokens in (2048, 4096):
+        peak, logits = loss_peak_memory(tokens, hidden, vocab, heads), heads * tokens * vocab * 4
+        print(
+            f"{heads} heads x {tokens} tokens x {vocab} words, fp32: peak {peak / 2**20:.0f} MiB beyond the inputs "
+            f"(the logits alone would be {logits / 2**20:.0f} MiB)"
+        )
+        result[tokens] = {"peak_bytes": peak, "logits_bytes": logits}
+    print(json.dumps({"loss_memory": result}))
+    return 0
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG, DATA = "configs/quickstart.yaml", "data/quickstart"
-PREPARE = f"--source stdlib --target smollm2-135m --seq-len 512 --max-tokens 1500000 --out {DATA}"
+PREPARE = f"--source stdlib --target smollm2-135m --seq-len 256 --max-tokens 1500000 --out {DATA}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

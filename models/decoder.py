@@ -15,9 +15,10 @@ from torch.nn import functional as F
 
 from longdraft.kernels.causal_attention import causal_attention
 from longdraft.kernels.linear import linear
+from longdraft.kernels.rotate import rotate
 from longdraft.kernels.tree_attention import PassPlan, plan_pass, tree_attention
 from longdraft.models.kv_cache import KVCache
-from longdraft.models.rope import Rope, RopeConfig, rotate
+from longdraft.models.rope import Rope, RopeConfig
 
 NEEDS = frozenset({"logits", "pre_norm", "post_norm", "last_kv", "queries"})
 # What is finished once the last layer's K and V are written: with nothing else asked for, the pass stops there.
@@ -81,10 +82,13 @@ class RMSNorm(nn.Module):
 
 
 class Linear(nn.Linear):
-    """nn.Linear through kernels/linear.py."""
+    """nn.Linear through kernels/linear.py, with the norm before it and what follows it in the same call."""
 
-    def forward(self, input: Tensor) -> Tensor:
-        return linear(input, self.weight, self.bias)
+    def forward(
+        self, input: Tensor, norm: RMSNorm | None = None, gated: bool = False, residual: Tensor | None = None
+    ) -> Tensor:
+        before = None if norm is None else (norm.weight, norm.eps)
+        return linear(input, self.weight, self.bias, norm=before, gated=gated, residual=residual)
 
 
 @dataclass
@@ -111,10 +115,10 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
 
-    def project(self, x_BTD: Tensor, step: _Pass) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, hidden_BTD: Tensor, norm: RMSNorm, step: _Pass) -> tuple[Tensor, Tensor, Tensor]:
         """Post-RoPE q [B, T, H, d] and k, and v [B, T, K, d]; k and v are written to the cache, if there is one."""
-        n_slots, n_rows, _ = x_BTD.shape
-        qkv = self.qkv_proj(x_BTD).view(n_slots, n_rows, self.n_heads + 2 * self.n_kv_heads, self.head_dim)
+        n_slots, n_rows, _ = hidden_BTD.shape
+        qkv = self.qkv_proj(hidden_BTD, norm).view(n_slots, n_rows, self.n_heads + 2 * self.n_kv_heads, self.head_dim)
         qk, v_BTKd = qkv[:, :, : -self.n_kv_heads], qkv[:, :, -self.n_kv_heads :]
         if self.q_norm is not None and self.k_norm is not None:
             qk = torch.cat((self.q_norm(qk[:, :, : self.n_heads]), self.k_norm(qk[:, :, self.n_heads :])), 2)
@@ -124,8 +128,8 @@ class Attention(nn.Module):
             step.cache.append(self.layer, k_BTKd, v_BTKd)
         return q_BTHd, k_BTKd, v_BTKd
 
-    def attend(self, q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, step: _Pass) -> Tensor:
-        """Output projection of the attention over the pass's own rows, or over the cache: [B, T, D]."""
+    def attend(self, q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, step: _Pass, hidden_BTD: Tensor) -> Tensor:
+        """hidden plus the output projection of the attention over the pass's own rows, or the cache: [B, T, D]."""
         if step.cache is None:
             out_BTHd = causal_attention(q_BTHd, k_BTKd, v_BTKd, self.window)
         else:
@@ -135,20 +139,19 @@ class Attention(nn.Module):
                 q_BTHd, cache.keys[self.layer], cache.values[self.layer], cache.lengths,
                 plan.tree_mask_BTT, self.window, plan,
             )  # fmt: skip
-        return self.o_proj(out_BTHd.flatten(2))
+        return self.o_proj(out_BTHd.flatten(2), residual=hidden_BTD)
 
 
 class MLP(nn.Module):
-    """down(silu(gate(x)) * up(x)); gate and up are one projection, gate's rows first."""
+    """hidden + down(silu(gate(x)) * up(x)) of x = norm(hidden); gate and up are one projection, gate's rows first."""
 
     def __init__(self, config: DecoderConfig):
         super().__init__()
         self.gate_up_proj = Linear(config.hidden_size, 2 * config.intermediate_size, bias=config.mlp_bias)
         self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
 
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        gate, up = self.gate_up_proj(x_BTD).chunk(2, -1)
-        return self.down_proj(F.silu(gate).mul_(up))
+    def forward(self, hidden_BTD: Tensor, norm: RMSNorm) -> Tensor:
+        return self.down_proj(self.gate_up_proj(hidden_BTD, norm, gated=True), residual=hidden_BTD)
 
 
 class Layer(nn.Module):
@@ -163,13 +166,11 @@ class Layer(nn.Module):
 
     def project(self, hidden_BTD: Tensor, step: _Pass) -> tuple[Tensor, Tensor, Tensor]:
         """q, k, v of this layer (see `Attention.project`)."""
-        return self.attention.project(self.attention_norm(hidden_BTD), step)
+        return self.attention.project(hidden_BTD, self.attention_norm, step)
 
     def finish(self, hidden_BTD: Tensor, qkv: tuple[Tensor, Tensor, Tensor], step: _Pass) -> Tensor:
         """The layer's output from its input and its q, k, v."""
-        # In place: the stream starts as the embedding's fresh output and nobody else holds it.
-        hidden_BTD.add_(self.attention.attend(*qkv, step))
-        return hidden_BTD.add_(self.mlp(self.mlp_norm(hidden_BTD)))
+        return self.mlp(self.attention.attend(*qkv, step, hidden_BTD), self.mlp_norm)
 
 
 class Decoder(nn.Module):
@@ -271,7 +272,7 @@ class Decoder(nn.Module):
             if "logits" in needs:
                 output.logits = self.lm_head(_rows(normed, rows_BR))
         elif "logits" in needs:
-            output.logits = self.lm_head(self.norm(_rows(hidden_BTD, rows_BR)))
+            output.logits = self.lm_head(_rows(hidden_BTD, rows_BR), self.norm)
         return output
 
 

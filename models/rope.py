@@ -111,11 +111,3 @@ class Rope:
             cos_BTF, sin_BTF = cos_BTF * self.scaling, sin_BTF * self.scaling
         cos_BTF, sin_BTF = cos_BTF.to(dtype), sin_BTF.to(dtype)
         return cos_BTF[:, :, None, None], torch.stack((-sin_BTF, sin_BTF), 2)[:, :, None]
-
-
-def rotate(x_BTnd: Tensor, cos_BT11F: Tensor, sin_BT12F: Tensor) -> Tensor:
-    """Rotate heads [B, T, n, d] (first half paired with second half); a new tensor of the same shape and dtype."""
-    n_slots, n_rows, n_heads, head_dim = x_BTnd.shape
-    halves_BTn2F = x_BTnd.view(n_slots, n_rows, n_heads, 2, head_dim // 2)
-    rotated = torch.addcmul(halves_BTn2F * cos_BT11F, halves_BTn2F.flip(3), sin_BT12F)
-    return rotated.view(n_slots, n_rows, n_heads, head_dim)

@@ -36,7 +36,6 @@ class TokenSwiftDrafter:
         self.needs = draft.needs
         (self._state_field,) = draft.needs
         self.max_nodes, self.max_depth = len(self.shape.nodes), self.shape.depth
-        self._device = next(draft.parameters()).device
         self._known = self._hidden = torch.empty(0)
 
     def begin(self, slots: Sequence[int], requests, cache) -> None:

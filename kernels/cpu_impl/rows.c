@@ -79,7 +79,8 @@ static inline f8 exp8(f8 x) {
     return result;
 }
 
-/* ---- linear: y[m, n] = bf16(sum_k x[m, k] w[n, k] + bias[n]), fp32 sums in eight lanes along k ---- */
+/* ---- linear: y = residual + bf16(norm(x) w^T + bias), or gated, fp32 sums in eight lanes along k ----
+ * Rounded to bf16 wherever separate operations would be, so that fusing changes no more than the order of sums. */
 
 #define BLOCK(M, R)                                                                                                   \
     static void block_##M##_##R(const float *x, const bf16 *w, const bf16 *bias, bf16 *y, ix k, ix n) {               \
@@ -104,25 +105,103 @@ static const block blocks[] = {0, block_1_8, block_2_4, block_3_4, block_4_3, bl
 static const block singles[] = {0, block_1_1, block_2_1, block_3_1, block_4_1, block_5_1, block_6_1};
 static const int outputs[] = {0, 8, 4, 4, 3, 2, 2};
 
-/* x bf16 [m, k], w bf16 [n, k], bias bf16 [n] or NULL, y bf16 [m, n]; all contiguous; k a multiple of 8. */
-int linear_bf16(const bf16 *x, const bf16 *w, const bf16 *bias, bf16 *y, ix m, ix n, ix k) {
-    float *rows = malloc(sizeof(float) * m * k);
-    if (!rows) return 1;
-    for (ix i = 0; i < m * k; i += 8) store_f32(rows + i, load_bf16(x + i));
-    #pragma omp parallel for schedule(static)
-    for (ix tile = 0; tile < (n + TILE - 1) / TILE; tile++) {
-        ix end = (tile + 1) * TILE < n ? (tile + 1) * TILE : n;
-        for (ix first = 0, count; first < m; first += count) { /* blocks of nearly equal height */
-            ix left = m - first, parts = (left + MOST_ROWS - 1) / MOST_ROWS, j = tile * TILE;
-            count = (left + parts - 1) / parts;
-            for (; j + outputs[count] <= end; j += outputs[count])
-                blocks[count](rows + first * k, w + j * k, bias ? bias + j : 0, y + first * n + j, k, n);
-            for (; j < end; j++)
-                singles[count](rows + first * k, w + j * k, bias ? bias + j : 0, y + first * n + j, k, n);
+typedef struct {
+    const bf16 *x, *norm, *w, *bias, *residual; /* x [m, k]; norm [k], bias [n], residual [m, n] may be NULL */
+    bf16 *y;                                    /* [m, n], gated [m, n / 2] */
+    ix m, n, k, gated;                          /* all contiguous; k a multiple of 8, n of 16 where gated */
+    float eps;
+} linear;
+
+/* A row in fp32, after RMSNorm where there is one. */
+static void prepare(const linear *a, const bf16 *x, float *row) {
+    f8 squares = {0};
+    for (ix i = 0; i < a->k; i += 8) {
+        f8 v = load_bf16(x + i);
+        store_f32(row + i, v);
+        squares = fma8(v, v, squares);
+    }
+    if (!a->norm) return;
+    float scale = 1.0f / sqrtf(sum8(squares) / a->k + a->eps);
+    for (ix i = 0; i < a->k; i++) row[i] = widen(narrow(row[i] * scale * widen(a->norm[i])));
+}
+
+/* One tile of outputs for all rows, in blocks of nearly equal height. */
+static void tile_outputs(const linear *a, const float *rows, bf16 *y, ix start) {
+    const ix end = start + TILE < a->n ? start + TILE : a->n, k = a->k, n = a->n;
+    for (ix first = 0, count; first < a->m; first += count) {
+        ix left = a->m - first, parts = (left + MOST_ROWS - 1) / MOST_ROWS, j = start;
+        count = (left + parts - 1) / parts;
+        for (; j + outputs[count] <= end; j += outputs[count])
+            blocks[count](rows + first * k, a->w + j * k, a->bias ? a->bias + j : 0, y + first * n + j, k, n);
+        for (; j < end; j++)
+            singles[count](rows + first * k, a->w + j * k, a->bias ? a->bias + j : 0, y + first * n + j, k, n);
+        if (a->residual)
+            for (ix r = first; r < first + count; r++)
+                for (ix i = start; i < end; i++) y[r * n + i] = narrow(widen(a->residual[r * n + i]) + widen(y[r * n + i]));
+    }
+}
+
+/* silu(first half) * second half of each row. */
+static void gate(const bf16 *both, bf16 *y, ix half) {
+    f8 zero = {0}, one = zero + 1.0f;
+    for (ix i = 0; i < half; i += 8) {
+        f8 g = load_bf16(both + i), up = load_bf16(both + half + i);
+        i8 positive = g > zero, bits, small;
+        f8 e = exp8(g * (__builtin_convertvector(positive, f8) * 2.0f + 1.0f)); /* e^-|g|: a true lane is -1 */
+        f8 top = one, below = one + e;
+        memcpy(&bits, &top, 32), memcpy(&small, &e, 32);
+        bits = (bits & positive) | (small & ~positive);
+        memcpy(&top, &bits, 32);
+        f8 silu = g * (top / below);
+        for (int l = 0; l < 8; l++) y[i + l] = narrow(widen(narrow(silu[l])) * up[l]);
+    }
+}
+
+int linear_bf16(const linear *a) {
+    float *rows = malloc(sizeof(float) * a->m * a->k);
+    bf16 *both = a->gated ? malloc(sizeof(bf16) * a->m * a->n) : a->y;
+    if (!rows || !both) {
+        free(rows);
+        if (a->gated) free(both);
+        return 1;
+    }
+    #pragma omp parallel
+    {
+        #pragma omp for schedule(static)
+        for (ix i = 0; i < a->m; i++) prepare(a, a->x + i * a->k, rows + i * a->k);
+        /* Dynamic: a thread that the system wakes late takes fewer tiles. */
+        #pragma omp for schedule(dynamic, 4)
+        for (ix tile = 0; tile < (a->n + TILE - 1) / TILE; tile++) tile_outputs(a, rows, both, tile * TILE);
+        if (a->gated) {
+            #pragma omp for schedule(static)
+            for (ix i = 0; i < a->m; i++) gate(both + i * a->n, a->y + i * a->n / 2, a->n / 2);
         }
     }
     free(rows);
+    if (a->gated) free(both);
     return 0;
+}
+
+/* ---- rotation: RoPE of `heads` heads of each row, first half paired with second half ---- */
+
+typedef struct {
+    const bf16 *x, *cos, *sin; /* x [m, heads, d], rows `stride` apart; cos [m, d / 2]; sin [m, d], signs included */
+    bf16 *y;                   /* [m, heads, d] contiguous */
+    ix m, heads, d, stride, period; /* row i is turned by row i % period of cos and sin */
+} rotation;
+
+void rotate_bf16(const rotation *a) {
+    const ix half = a->d / 2;
+    for (ix row = 0; row < a->m; row++)
+        for (ix head = 0; head < a->heads; head++) {
+            const bf16 *x = a->x + row * a->stride + head * a->d;
+            const bf16 *cos = a->cos + row % a->period * half, *sin = a->sin + row % a->period * a->d;
+            bf16 *y = a->y + (row * a->heads + head) * a->d;
+            for (ix i = 0; i < a->d; i++) {
+                float kept = widen(narrow(widen(x[i]) * widen(cos[i % half])));
+                y[i] = narrow(kept + widen(x[(i + half) % a->d]) * widen(sin[i]));
+            }
+        }
 }
 
 /* ---- attention: keys are taken in logical order, committed rows first, then the row's ancestors by depth ----
@@ -131,12 +210,12 @@ int linear_bf16(const bf16 *x, const bf16 *w, const bf16 *bias, bf16 *y, ix m, i
 
 enum { SPLIT = 256 };
 typedef struct {
-    const void *q, *k, *v; /* q [B, T, H, d] contiguous; k, v [B, S, Hkv, d], rows contiguous in d */
+    const void *q, *k, *v; /* q [B, T, H, d], rows `q_row` apart; k, v [B, S, Hkv, d]; all contiguous in d */
     void *out;             /* [B, T, H, d] contiguous */
     const int64_t *lengths; /* [B] committed rows */
     const uint8_t *mask;    /* [B, T, T] row i sees row j of the pass, or NULL: the rows up to itself */
     ix batch, rows, heads, kv_heads, width;
-    ix k_slot, k_row, k_head, v_slot, v_row, v_head; /* strides in elements */
+    ix q_row, k_slot, k_row, k_head, v_slot, v_row, v_head; /* strides in elements */
     float scale;
 } attention;
 

@@ -29,13 +29,32 @@ MOST_LINEAR_ROWS = 256
 MOST_ATTENTION_ROWS = 64
 
 
+class _Linear(ctypes.Structure):
+    """`linear` of rows.c."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("x", "norm", "w", "bias", "residual", "y")),
+        *((name, ctypes.c_ssize_t) for name in ("m", "n", "k", "gated")),
+        ("eps", ctypes.c_float),
+    ]
+
+
+class _Rotation(ctypes.Structure):
+    """`rotation` of rows.c."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("x", "cos", "sin", "y")),
+        *((name, ctypes.c_ssize_t) for name in ("m", "heads", "d", "stride", "period")),
+    ]
+
+
 class _Attention(ctypes.Structure):
     """`attention` of rows.c."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("q", "k", "v", "out", "lengths", "mask")),
         *((name, ctypes.c_ssize_t) for name in ("batch", "rows", "heads", "kv_heads", "width")),
-        *((name, ctypes.c_ssize_t) for name in ("k_slot", "k_row", "k_head", "v_slot", "v_row", "v_head")),
+        *((name, ctypes.c_ssize_t) for name in ("q_row", "k_slot", "k_row", "k_head", "v_slot", "v_row", "v_head")),
         ("scale", ctypes.c_float),
     ]
 
@@ -80,21 +99,63 @@ def library() -> ctypes.CDLL | None:
         detail = error.stderr.decode() if isinstance(error, subprocess.CalledProcessError) else error
         print(f"longdraft: the CPU kernels could not be built, decoding is slower: {detail}")
         return None
-    loaded.linear_bf16.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_ssize_t] * 3
+    loaded.linear_bf16.argtypes = [ctypes.POINTER(_Linear)]
+    loaded.rotate_bf16.argtypes, loaded.rotate_bf16.restype = [ctypes.POINTER(_Rotation)], None
     loaded.attention_bf16.argtypes = loaded.attention_f32.argtypes = [ctypes.POINTER(_Attention)]
     return loaded
 
 
-def linear_rows(x: Tensor, weight_NI: Tensor, bias_N: Tensor | None) -> Tensor:
-    """x [..., I] bf16 times weight_NI [N, I] bf16, plus bias, summed in fp32: bf16 [..., N]. I a multiple of 8."""
+def can_multiply(weight_NI: Tensor, gated: bool) -> bool:
+    """Whether `linear_rows` takes this weight, here."""
+    n, k = weight_NI.shape
+    return k % 8 == 0 and not (gated and n % 16) and weight_NI.is_contiguous() and library() is not None
+
+
+def linear_rows(
+    x: Tensor,
+    weight_NI: Tensor,
+    bias_N: Tensor | None = None,
+    norm: tuple[Tensor, float] | None = None,
+    gated: bool = False,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """As kernels/linear.py, all in bf16; I a multiple of 8, and N of 16 where gated."""
     lib = library()
     assert lib is not None and weight_NI.is_contiguous() and x.dtype == weight_NI.dtype == torch.bfloat16
-    x = x.contiguous()
+    x = x if x.is_contiguous() else x.contiguous()
+    residual = residual if residual is None or residual.is_contiguous() else residual.contiguous()
     n, k = weight_NI.shape
-    y = x.new_empty(*x.shape[:-1], n)
-    bias = None if bias_N is None else bias_N.data_ptr()
-    if lib.linear_bf16(x.data_ptr(), weight_NI.data_ptr(), bias, y.data_ptr(), x.numel() // k, n, k):
+    y = x.new_empty(*x.shape[:-1], n // 2 if gated else n)
+    weight_I, eps = norm or (None, 0.0)
+    arguments = _Linear(
+        x.data_ptr(),
+        None if weight_I is None else weight_I.data_ptr(),
+        weight_NI.data_ptr(),
+        None if bias_N is None else bias_N.data_ptr(),
+        None if residual is None else residual.data_ptr(),
+        y.data_ptr(),
+        x.numel() // k,
+        n,
+        k,
+        gated,
+        eps,
+    )
+    if lib.linear_bf16(ctypes.byref(arguments)):
         raise MemoryError(f"no memory for {x.numel() // k} rows of {k} numbers in fp32")
+    return y
+
+
+def rotate_rows(x_BTnd: Tensor, cos_BT11F: Tensor, sin_BT12F: Tensor) -> Tensor:
+    """As kernels/rotate.py, all in bf16, x contiguous but for the distance of its rows."""
+    lib = library()
+    batch, rows, heads, width = x_BTnd.shape
+    stride = x_BTnd.stride(1)
+    assert lib is not None and x_BTnd.stride()[2:] == (width, 1) and (batch == 1 or x_BTnd.stride(0) == rows * stride)
+    assert cos_BT11F.is_contiguous() and sin_BT12F.is_contiguous()
+    y = x_BTnd.new_empty(x_BTnd.shape)
+    period = cos_BT11F.shape[0] * rows
+    pointers = (tensor.data_ptr() for tensor in (x_BTnd, cos_BT11F, sin_BT12F, y))
+    lib.rotate_bf16(ctypes.byref(_Rotation(*pointers, batch * rows, heads, width, stride, period)))
     return y
 
 
@@ -110,14 +171,16 @@ def attention_rows(
     """As kernels/tree_attention.py without a window, bf16 or fp32; d a multiple of 8 up to 1024."""
     lib = library()
     assert lib is not None and keys_BSKd.stride(3) == values_BSKd.stride(3) == 1
-    q_BTHd = q_BTHd.contiguous()
-    mask = None if tree_mask_BTT is None else tree_mask_BTT.contiguous()
-    out = torch.empty_like(q_BTHd)
     batch, rows, heads, width = q_BTHd.shape
+    q_row = q_BTHd.stride(1)
+    if q_BTHd.stride()[2:] != (width, 1) or (batch > 1 and q_BTHd.stride(0) != rows * q_row):
+        q_BTHd, q_row = q_BTHd.contiguous(), heads * width
+    mask = None if tree_mask_BTT is None else tree_mask_BTT.contiguous()
+    out = q_BTHd.new_empty(q_BTHd.shape)
     arguments = _Attention(
         q_BTHd.data_ptr(), keys_BSKd.data_ptr(), values_BSKd.data_ptr(), out.data_ptr(), lengths_B.data_ptr(),
         None if mask is None else mask.data_ptr(), batch, rows, heads, keys_BSKd.shape[2], width,
-        *keys_BSKd.stride()[:3], *values_BSKd.stride()[:3], width**-0.5,
+        q_row, *keys_BSKd.stride()[:3], *values_BSKd.stride()[:3], width**-0.5,
     )  # fmt: skip
     run = lib.attention_bf16 if q_BTHd.dtype == torch.bfloat16 else lib.attention_f32
     if run(ctypes.byref(arguments)):

@@ -5,6 +5,7 @@ import torch
 
 from longdraft.kernels.cpu_impl import rows
 from longdraft.kernels.linear import linear
+from longdraft.kernels.reference.rotate import rotate as reference_rotate
 
 pytestmark = pytest.mark.skipif(rows.library() is None, reason="this machine has no C compiler")
 
@@ -24,6 +25,45 @@ def cache_with(keys, values, capacity):
     v = torch.full((batch, heads, capacity, width + 8), torch.nan, dtype=keys.dtype)[..., :width].transpose(1, 2)
     k[:, :n], v[:, :n] = keys, values
     return k, v
+
+
+@pytest.mark.parametrize("m", [1, 7, 40])
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_fused_parts_round_like_separate_operations(m, gated, bias):
+    """Norm, gate and residual in one call, against each on its own in fp64 with a rounding to bf16 behind it."""
+    torch.manual_seed(m)
+    x, weight, w_norm = torch.randn(m, 64).bfloat16() * 3, torch.randn(96, 64).bfloat16(), torch.randn(64).bfloat16()
+    b = torch.randn(96).bfloat16() if bias else None
+    residual = None if gated else torch.randn(m, 96).bfloat16()
+    normed = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-5).sqrt() * w_norm.double()
+    exact = normed.bfloat16().double() @ weight.double().T + (0 if b is None else b.double())
+    exact = exact.bfloat16().double()
+    if gated:
+        gate, up = exact.chunk(2, -1)
+        exact = ((gate * gate.sigmoid()).bfloat16().double() * up).bfloat16().double()
+    else:
+        exact = (residual.double() + exact).bfloat16().double()
+
+    def call(part):
+        added = None if residual is None else residual[part]
+        return linear(x[part], weight, b, norm=(w_norm, 1e-5), gated=gated, residual=added)
+
+    ours = call(slice(None))
+    # fp32 sums may fall on the other side of a rounding border, so a few numbers are one bf16 step off; none is more.
+    assert (ours.double() == exact).float().mean() > 0.95
+    assert ((ours.double() - exact).abs() <= exact.abs() * 2**-5 + 0.1).all()
+    assert torch.equal(torch.cat([call(slice(i, i + 1)) for i in range(m)]), ours)
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+@pytest.mark.parametrize("shared", [True, False])
+def test_rotation_equals_the_reference_bit_for_bit(slots, shared):
+    generator = torch.Generator().manual_seed(slots)
+    wide = torch.randn(slots, 7, 6, 16, generator=generator).bfloat16()
+    angle = torch.randn(1 if shared else slots, 7, 1, 1, 8, generator=generator)
+    cos, sin = angle.cos().bfloat16(), torch.cat([-angle.sin(), angle.sin()], 3).bfloat16()
+    assert torch.equal(rows.rotate_rows(wide[:, :, :4], cos, sin), reference_rotate(wide[:, :, :4], cos, sin))
 
 
 def torch_attention(q, keys, values, sees):

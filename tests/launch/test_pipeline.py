@@ -120,6 +120,13 @@ def test_bench_errors_name_the_remedy(folder, capsys):
     assert "--prompt-tokens 500 in 2..64" in capsys.readouterr().err
 
 
+def test_bench_shows_the_loss_memory_at_two_lengths(capsys, monkeypatch):
+    monkeypatch.setattr("longdraft.kernels.loss_memory.loss_peak_memory", lambda tokens, *shape: 1000 + tokens)
+    assert bench.main(["--loss-memory"]) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])["loss_memory"]
+    assert result["4096"] == {"peak_bytes": 5096, "logits_bytes": 3 * 4096 * 49152 * 4}
+
+
 def test_the_command_finds_every_script(capsys):
     assert cli.main(["--help"]) == 0
     shown = capsys.readouterr().out
