@@ -82,13 +82,20 @@ static inline f8 exp8(f8 x) {
 /* ---- linear: y = residual + bf16(norm(x) w^T + bias), or gated, fp32 sums in eight lanes along k ----
  * Rounded to bf16 wherever separate operations would be, so that fusing changes no more than the order of sums. */
 
+/* Weights are read once, from memory. The processor does not see that the end of one row's stripe leads to the next
+ * block's, so it is told: without it a pass of 1 and of 6 rows takes 1.3 times as long (docs/LOG.md). */
+enum { LINE = 32, AHEAD = 6144 };
+
 #define BLOCK(M, R)                                                                                                   \
     static void block_##M##_##R(const float *x, const bf16 *w, const bf16 *bias, bf16 *y, ix k, ix n) {               \
         f8 sums[M][R];                                                                                                \
         for (int m = 0; m < M; m++) for (int r = 0; r < R; r++) sums[m][r] = (f8){0};                                 \
         for (ix i = 0; i < k; i += 8) {                                                                               \
             f8 weights[R];                                                                                            \
-            for (int r = 0; r < R; r++) weights[r] = load_bf16(w + r * k + i);                                        \
+            for (int r = 0; r < R; r++) {                                                                             \
+                weights[r] = load_bf16(w + r * k + i);                                                                \
+                if (i % LINE == 0) __builtin_prefetch(w + r * k + i + AHEAD);                                         \
+            }                                                                                                         \
             for (int m = 0; m < M; m++) {                                                                             \
                 f8 row = load_f32(x + m * k + i);                                                                     \
                 for (int r = 0; r < R; r++) sums[m][r] = fma8(row, weights[r], sums[m][r]);                           \
@@ -97,13 +104,13 @@ static inline f8 exp8(f8 x) {
         for (int m = 0; m < M; m++) for (int r = 0; r < R; r++)                                                       \
             y[m * n + r] = narrow(sum8(sums[m][r]) + (bias ? widen(bias[r]) : 0.0f));                                 \
     }
-BLOCK(1, 8) BLOCK(2, 4) BLOCK(3, 4) BLOCK(4, 3) BLOCK(5, 2) BLOCK(6, 2)
+BLOCK(1, 4) BLOCK(2, 4) BLOCK(3, 4) BLOCK(4, 3) BLOCK(5, 2) BLOCK(6, 2)
 BLOCK(1, 1) BLOCK(2, 1) BLOCK(3, 1) BLOCK(4, 1) BLOCK(5, 1) BLOCK(6, 1)
 typedef void (*block)(const float *, const bf16 *, const bf16 *, bf16 *, ix, ix);
 enum { MOST_ROWS = 6, TILE = 48 }; /* the accumulators of 6 x 2 fill the vector registers; TILE is a multiple of all R */
-static const block blocks[] = {0, block_1_8, block_2_4, block_3_4, block_4_3, block_5_2, block_6_2};
+static const block blocks[] = {0, block_1_4, block_2_4, block_3_4, block_4_3, block_5_2, block_6_2};
 static const block singles[] = {0, block_1_1, block_2_1, block_3_1, block_4_1, block_5_1, block_6_1};
-static const int outputs[] = {0, 8, 4, 4, 3, 2, 2};
+static const int outputs[] = {0, 4, 4, 4, 3, 2, 2};
 
 typedef struct {
     const bf16 *x, *norm, *w, *bias, *residual; /* x [m, k]; norm [k], bias [n], residual [m, n] may be NULL */
@@ -169,8 +176,7 @@ int linear_bf16(const linear *a) {
     {
         #pragma omp for schedule(static)
         for (ix i = 0; i < a->m; i++) prepare(a, a->x + i * a->k, rows + i * a->k);
-        /* Dynamic: a thread that the system wakes late takes fewer tiles. */
-        #pragma omp for schedule(dynamic, 4)
+        #pragma omp for schedule(static)
         for (ix tile = 0; tile < (a->n + TILE - 1) / TILE; tile++) tile_outputs(a, rows, both, tile * TILE);
         if (a->gated) {
             #pragma omp for schedule(static)
