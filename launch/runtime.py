@@ -33,7 +33,7 @@ def open_target(path: str, dtype: str, device: str | None) -> Target:
 def rates(draft: str) -> list[list[float]]:
     """How often each head's ranks were the target's own choice on held-out text, as the draft folder says."""
     tree = read_info(draft).tree
-    found = tree.get("choice_rates") or tree.get("rank_rates")
+    found = tree.get("choice_rates")
     if not found:
         raise ValueError(f"{draft}: its config.json has no measured rates, so no tree can be chosen; export it again")
     return found

@@ -25,10 +25,10 @@ DRAFTS = {"tokenswift": (TokenSwiftConfig, TokenSwift)}
 class DraftInfo:
     """What config.json says beside the network's shape.
 
-    `target`: name, config_sha256, tokenizer_sha256. `train_length`: tokens of a training row. `tree`: {"levels": ranks
-    a level, "rank_rates": [level][rank], share of held-out positions whose next tokens had that rank}, the drafter's
-    default. `noise`: largest noise shift in training, None where the method has none. `versions` and `train_config`:
-    how it was made.
+    `target`: name, config_sha256, tokenizer_sha256. `train_length`: tokens of a training row. `tree`, the drafter's
+    default: {"levels": ranks a level, "rank_rates": [level][rank], share of held-out positions whose text had that
+    rank, "choice_rates": the same of the target's own choices, which is what acceptance depends on}. `noise`: largest
+    noise shift in training, None where the method has none. `versions` and `train_config`: how it was made.
     """
 
     target: dict[str, str]

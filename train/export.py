@@ -48,7 +48,8 @@ def export(run_dir: str | Path, out: str | Path | None = None, target: Target | 
     info = DraftInfo(
         target=target_entry(target),
         train_length=config.data.seq_len,
-        tree={"levels": [RANKS] * config.draft.n_heads, "rank_rates": heldout.get("rank_rates")},
+        tree={"levels": [RANKS] * config.draft.n_heads}
+        | {name: heldout.get(name) for name in ("rank_rates", "choice_rates")},
         versions={name: version(name) for name in VERSIONS},
         train_config=to_dict(config),
     )

@@ -1,4 +1,4 @@
-"""On a real model: plain decoding is transformers' greedy `generate`, and trees change no token, in fp32 and in bf16."""
+"""On a real model: plain decoding is transformers' greedy `generate`; trees change no token, in fp32 and in bf16."""
 
 import argparse
 from dataclasses import replace

@@ -40,7 +40,8 @@ def test_config_json_tells_how_it_was_made(runs, tmp_path):
     assert info.train_config["train"]["global_batch"] == 8 and info.train_config["optimizer"]["peak_lr"] == 5e-3
     assert info.tree["levels"] == [3, 3, 3]
     heldout = [record for record in read_metrics(runs / "fp32-2-1") if "heldout_loss" in record]
-    assert info.tree["rank_rates"] == heldout[-1]["heldout_rank_rates"]
+    for rates in ("rank_rates", "choice_rates"):
+        assert info.tree[rates] == heldout[-1][f"heldout_{rates}"]
     assert set(info.versions) == {"longdraft", "torch", "transformers", "deepspeed", "safetensors"}
 
 
