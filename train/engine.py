@@ -80,7 +80,7 @@ def join_ranks() -> Ranks:
         world_size=dist.get_world_size(),
         local_rank=local_rank,
         device=torch.device("cuda", local_rank) if cuda else torch.device("cpu"),
-        control=dist.new_group(backend="gloo", timeout=TIMEOUT) if cuda else None,
+        control=dist.new_group(backend="gloo", timeout=TIMEOUT) if cuda else None,  # pyright: ignore[reportArgumentType]
     )
 
 
@@ -139,7 +139,7 @@ class DraftEngine:
     def begin_step(self, step: int) -> float:
         """Sets and returns the step's learning rate."""
         rate = learning_rate(step, self.config.train.steps, self.config.optimizer)
-        for group in self.deepspeed.optimizer.param_groups:
+        for group in self.deepspeed.optimizer.param_groups:  # pyright: ignore
             group["lr"] = rate
         return rate
 
