@@ -176,6 +176,8 @@ class Engine:
     def _requests(self, prompts, params) -> list[Request]:
         if isinstance(prompts, str):
             prompts = [prompts]
+        if any(isinstance(prompt, int) for prompt in prompts):
+            raise ValueError("prompts: token ids where prompts belong; give a list of prompts, as [[1, 2, 3]]")
         requests, config = [], self.target.model.config
         vocab = config.vocab_size
         for index, (prompt, sampling) in enumerate(zip(prompts, one_each(params, len(prompts)), strict=True)):
@@ -246,13 +248,13 @@ class Engine:
         assert cache is not None
         cache.reset([slot], prompt_lengths=torch.tensor([len(prompt)]))
         self.drafter.begin([slot], [request], cache)
-        one = cache.slot(slot)
-        head = torch.tensor([prompt[:-1]], device=self.device)
-        for tokens in head.split(self.prefill_chunk, dim=1) if len(prompt) > 1 else ():
-            # Where nobody reads hidden states, the last layer's keys and values end the pass.
-            output = self.target.model(tokens, cache=one, needs=self.drafter.needs or frozenset({"last_kv"}))
-            rows = tokens.shape[1]
-            one.keep(None, torch.tensor([rows], device=self.device))
+        # Where nobody reads hidden states, the last layer's keys and values end the pass.
+        one, needs = cache.slot(slot), self.drafter.needs or frozenset({"last_kv"})
+        for start in range(0, len(prompt) - 1, self.prefill_chunk):
+            chunk = prompt[start : min(start + self.prefill_chunk, len(prompt) - 1)]
+            tokens = torch.tensor([chunk], device=self.device)
+            output = self.target.model(tokens, cache=one, needs=needs)
+            one.keep(None, torch.tensor([len(chunk)], device=self.device))
             self.drafter.read([slot], tokens, output)
         self._state.roots[slot] = prompt[-1]
         now = time.perf_counter()

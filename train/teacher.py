@@ -39,4 +39,6 @@ class Teacher:
         """The target's greedy next token after each of these positions, int64 [R]; a few rows of logits at a time."""
         if self._field == "pre_norm":
             hidden_RD = self.model.norm(hidden_RD)
+        if not len(hidden_RD):  # a rank without a row left
+            return torch.empty(0, dtype=torch.int64, device=hidden_RD.device)
         return torch.cat([self.model.lm_head(part).argmax(-1) for part in hidden_RD.split(CHOICE_ROWS)])

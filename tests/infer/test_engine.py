@@ -269,6 +269,7 @@ def test_running_out_of_positions_ends_the_sequence_with_a_reason(tiny_target):
     ("prompts", "message"),
     [
         ([[]], "prompt 0 has no tokens"),
+        ([1, 2, 3], r"token ids where prompts belong; give a list of prompts, as \[\[1, 2, 3\]\]"),
         ([[1], [1, 61]], r"prompt 1: token ids must lie in 0..60, got 1..61"),
         ([[1] * 300], "prompt 0 has 300 tokens; at most 255 fit"),
         (["text"], "needs a tokenizer, and this target has none; give token ids"),
@@ -304,7 +305,7 @@ def test_first_three_tokens_have_the_computed_distribution(tiny_target):
         prefixes = torch.cat([rows, torch.arange(vocab).repeat(len(prefixes))[:, None]], 1)
     expected = count * probability
     params = [SamplingParams(temperature=1.0, seed=seed, max_new_tokens=3) for seed in range(count)]
-    for drafter in ("plain", tokenswift(target)):
+    for drafter in ("plain", tokenswift(target, TreeShape.cartesian((2, 2)))):
         result = Engine(target, drafter, slots=1000).generate([[2]] * count, params)
         tokens = torch.tensor([generation.tokens for generation in result])
         observed = (tokens @ torch.tensor([vocab**2, vocab, 1])).bincount(minlength=vocab**3).double()
