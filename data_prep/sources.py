@@ -18,7 +18,10 @@ TEXT_SUFFIXES = (".md", ".py", ".rst", ".txt")
 JSONL_SUFFIXES = (".jsonl", ".ndjson")
 STDLIB = "stdlib"
 # Tests hold files that are broken on purpose (bad UTF-8, bad syntax); the packages are not the library.
-STDLIB_LEFT_OUT = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
+# Besides what is not the library's own: `encodings` is mostly tables of numbers, which teach a draft to count.
+STDLIB_LEFT_OUT = frozenset(
+    {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "encodings"}
+)
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,7 @@ BAD_REASONS = ("empty", "bad_utf8", "bad_json", "missing_field", "field_not_text
 def list_files(sources: Sequence[str], suffixes: Sequence[str] = TEXT_SUFFIXES + JSONL_SUFFIXES) -> list[SourceFile]:
     """Files of all sources, sorted by name, each once.
 
-    sources: "stdlib" (Python's own standard library: code and texts, without tests, installed packages and the empty
+    sources: "stdlib" (Python's own standard library: code and texts, without tests, tables of characters, installed packages and the empty
         files that only mark packages), files (taken whatever their suffix), folders (files in them, at any depth, with
         one of `suffixes`; names that begin with a dot are left out).
     Raises ValueError for a source that does not exist or holds no file.

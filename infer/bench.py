@@ -16,12 +16,13 @@ from longdraft.infer.measure import (
     decode_in_turns,
     exact,
     flips,
+    paying_tree,
     reference_logits,
     surroundings,
     width_curve,
 )  # fmt: skip
 from longdraft.infer.sampling import SamplingParams
-from longdraft.infer.shape import TreeShape, paying_shape
+from longdraft.infer.shape import TreeShape
 from longdraft.models.drafts.tokenswift import TokenSwift
 from longdraft.models.hf import Target
 
@@ -118,6 +119,5 @@ def _shape(target: Target, draft: TokenSwift, settings: BenchSettings, curve) ->
         return settings.shape, {"nodes": len(settings.shape.nodes)}
     if settings.rates is None:
         raise ValueError("rates: without the draft's measured rates a shape must be given")
-    warm = Engine(target, "tokenswift", draft).generate([[0, 1]], settings.greedy(24))[0].stats
-    shape, expected = paying_shape(settings.rates, curve, warm.draft_seconds / warm.steps)
+    shape, expected = paying_tree(target, draft, settings.rates, curve)
     return shape, {"nodes": len(shape.nodes), "expected_speedup": round(expected, 3)}

@@ -21,6 +21,8 @@ from torch import Tensor
 
 from longdraft.infer.engine import Engine, Generation
 from longdraft.infer.sampling import SamplingParams
+from longdraft.infer.shape import TreeShape, paying_shape
+from longdraft.models.drafts.tokenswift import TokenSwift
 from longdraft.models.hf import Target
 
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 40)
@@ -118,6 +120,20 @@ def width_curve(
             if turn:  # the first turn warms up
                 seconds[width].append(time.perf_counter() - begin)
     return {width: statistics.median(times) for width, times in seconds.items()}
+
+
+def paying_tree(
+    target: Target, draft: TokenSwift, rates: Sequence[Sequence[float]], curve: Mapping[int, float]
+) -> tuple[TreeShape, float]:
+    """TokenSwift's tree with the most expected tokens a second here, and its expected speed over plain decoding.
+
+    Args:
+        rates: [head][rank], how often that rank is the target's choice (the draft folder's "choice_rates").
+        curve: from `width_curve`. What proposing costs is measured here.
+    """
+    short = SamplingParams(max_new_tokens=16, ignore_eos=True)
+    stats = Engine(target, "tokenswift", draft).generate([[0, 1]], short)[0].stats
+    return paying_shape(rates, curve, stats.draft_seconds / stats.steps)
 
 
 @torch.no_grad()

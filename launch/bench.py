@@ -62,7 +62,7 @@ def _bench(args: argparse.Namespace) -> dict:
     from tqdm import tqdm
 
     from longdraft.infer.bench import BenchSettings, bench
-    from longdraft.launch.runtime import DTYPES, heldout_prompts, open_target, rates, target_path, tree_options
+    from longdraft.launch.runtime import DTYPES, heldout_prompts, open_target, rates, target_path, tree_of
     from longdraft.models.draft_folder import load_draft
     from longdraft.models.hf import load_transformers
 
@@ -74,7 +74,7 @@ def _bench(args: argparse.Namespace) -> dict:
         dtype=DTYPES[args.dtype],
         temperature=args.temperature,
         seed=args.seed,
-        shape=tree_options("tokenswift", args.draft, args.nodes).get("shape"),
+        shape=tree_of(args.draft, args.nodes) if args.draft and args.nodes is not None else None,
         rates=rates(args.draft) if args.draft else None,
     )
     draft = load_draft(args.draft, target) if args.draft else None

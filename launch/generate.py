@@ -21,7 +21,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--heldout", type=Path, metavar="DATA", help="take the prompt from the held-out rows of a prepared folder")
     add("--row", type=int, default=0, help="with --heldout: which row")
     add("--prompt-tokens", type=int, help="use only the first so many tokens of the prompt")
-    add("--nodes", type=int, help="tokenswift: size of the tree (default: 39; `longdraft bench` finds what pays)")
+    add("--nodes", type=int, help="tokenswift: size of the tree (default: what pays by the measured pass times)")
     add("--dtype", choices=("fp32", "bf16"), default="bf16")
     add("--device", help="default: cuda where there is one")
     add("--max-new-tokens", type=int, default=256)
@@ -48,7 +48,7 @@ def _generate(args: argparse.Namespace) -> int:
     # Here, not above: --help and a wrong argument should not wait for torch.
     from longdraft.infer.engine import Engine
     from longdraft.infer.sampling import SamplingParams, draw_seed
-    from longdraft.launch.runtime import open_target, prompt_tokens, target_path, tree_options
+    from longdraft.launch.runtime import open_target, paying_tree_of, prompt_tokens, target_path, tree_of
 
     params = SamplingParams(
         args.temperature, args.top_k, args.top_p, args.min_p, args.seed, max_new_tokens=args.max_new_tokens
@@ -63,8 +63,11 @@ def _generate(args: argparse.Namespace) -> int:
     for name in drafters:
         if len(drafters) > 1:
             print(f"\n--- {name} ---", flush=True)
-        draft = None if name == "plain" else args.draft
-        engine = Engine(target, name, draft, options=tree_options(name, args.draft, args.nodes))
+        draft, options = None if name == "plain" else args.draft, {}
+        if name == "tokenswift" and draft:
+            shape = paying_tree_of(target, draft, len(prompt)) if args.nodes is None else tree_of(draft, args.nodes)
+            options = {"shape": shape}
+        engine = Engine(target, name, draft, options=options)
         generation = _stream(engine, prompt, params)
         texts.append(generation.tokens)
         print(

@@ -45,3 +45,7 @@ def test_gradient_reaches_the_input():
     x, weight = draw(3, 24, seed=0).requires_grad_(), draw(33, 24, seed=1)
     linear(x, weight).sum().backward()
     torch.testing.assert_close(x.grad, weight.float().sum(0).bfloat16().expand(3, -1), rtol=2**-7, atol=0.05)
+
+
+def test_no_rows_give_no_rows():
+    assert linear(draw(0, 24, seed=0), draw(33, 24, seed=1)).shape == (0, 33)
