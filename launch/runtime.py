@@ -52,8 +52,8 @@ def paying_tree_of(target: Target, draft: str, context: int) -> TreeShape:
     curve = width_curve(target, context, widths=(1, 2, 3, 4, 6, 8, 16, 40), repeats=2)
     shape, expected = paying_tree(target, load_draft(draft, target), rates(draft), curve)
     print(
-        f"Tree of {len(shape.nodes)} nodes, which pays best by this machine's pass times: {expected:.2f}x plain decoding "
-        "expected (--nodes sets another)",
+        f"Tree of {len(shape.nodes)} nodes, which pays best by this machine's pass times: {expected:.2f}x plain "
+        "decoding expected (--nodes sets another)",
         file=sys.stderr,
     )
     return shape
