@@ -80,8 +80,8 @@ def list_files(sources: Sequence[str], suffixes: Sequence[str] = TEXT_SUFFIXES +
     """Files of all sources, sorted by name, each once.
 
     sources: "stdlib" (Python's own standard library: code and texts, without tests, tables of characters, installed
-        packages and the empty files that only mark packages), files (taken whatever their suffix), folders (files in them, at any depth, with
-        one of `suffixes`; names that begin with a dot are left out).
+        packages and the empty files that only mark packages), files (taken whatever their suffix), folders (files in
+        them, at any depth, with one of `suffixes`; names that begin with a dot are left out).
     Raises ValueError for a source that does not exist or holds no file.
     """
     if not sources:
