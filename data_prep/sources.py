@@ -181,7 +181,7 @@ def _read_line(name: str, raw: bytes, text_field: str) -> Document | BadDocument
         record = json.loads(raw.decode("utf-8"))
     except UnicodeDecodeError:
         return BadDocument(name, bad_digest, "bad_utf8")
-    except (json.JSONDecodeError, RecursionError):
+    except (ValueError, RecursionError):  # a number of thousands of digits is a plain ValueError
         return BadDocument(name, bad_digest, "bad_json")
     if not isinstance(record, dict) or text_field not in record:
         return BadDocument(name, bad_digest, "missing_field")

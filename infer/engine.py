@@ -34,6 +34,7 @@ class Statistics:
     steps: int = 0
     drafted: int = 0  # nodes proposed below the roots
     prefill_seconds: float = 0.0
+    first_token_seconds: float = 0.0  # from the start of the prefill to the first step's tokens
     decode_seconds: float = 0.0
     draft_seconds: float = 0.0
     target_seconds: float = 0.0
@@ -158,6 +159,7 @@ class Engine:
         # On a GPU the host reads a step's tokens while the next step already runs.
         self.lag = 0 if self.device.type == "cpu" else 1
         self._cache: KVCache | None = None
+        self._running = False
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] = IDLE
@@ -204,6 +206,15 @@ class Engine:
         return self.target.tokenizer(prompt).input_ids
 
     def _run(self, requests: list[Request]) -> Iterator[Piece]:
+        if self._running:
+            raise RuntimeError("this engine is decoding already; finish or close its stream, or make a second Engine")
+        self._running = True
+        try:
+            yield from self._decode(requests)
+        finally:
+            self._running = False
+
+    def _decode(self, requests: list[Request]) -> Iterator[Piece]:
         waiting = deque(requests)
         batch = self.slots or min(max(len(requests), 1), 8)
         lanes: list[_Lane | None] = [None] * batch
@@ -220,8 +231,12 @@ class Engine:
         longest = max((len(r.prompt) + r.sampling.max_new_tokens for r in requests), default=1)
         slack = (self.lag + 1) * (self.drafter.max_depth + 1) + self.widths[-1]
         capacity = min(longest, self.max_length) + slack
-        cache = self._cache
-        if cache is None or cache.batch != batch or cache.capacity < capacity:
+        cache, weight = self._cache, self.target.model.embed_tokens.weight
+        if (
+            cache is None
+            or (cache.batch, cache.keys.dtype, cache.keys.device) != (batch, weight.dtype, weight.device)
+            or cache.capacity < capacity
+        ):
             self._cache = cache = None  # the old one is gone before the new one is allocated
             self._cache = cache = self.target.model.new_cache(batch, capacity)
         cache.reset()
@@ -264,12 +279,18 @@ class Engine:
 
     @torch.no_grad()
     def _step(self) -> _Step:
-        """One step of all slots; nothing in it waits for the device."""
+        """One step of all slots; nothing in it waits for the device but what the attention reads of the lengths."""
         state, cache = self._state, self._cache
         assert cache is not None
         times = [time.perf_counter()]
         state.sampling.new_step()
         tree = self.drafter.propose(state, room=self.widths[-1] - 1)
+        if tree.width > self.widths[-1]:
+            raise ValueError(
+                f"drafter: a tree of {tree.width - 1} nodes, above its own max_nodes={self.widths[-1] - 1}"
+            )
+        if self.lag == 0 and not torch.equal(tree.tokens[:, 0], state.roots):
+            raise ValueError("drafter: node 0 of its tree is not the root, the last committed token of each slot")
         tree = tree.pad_to(next(width for width in self.widths if width >= tree.width))
         times.append(time.perf_counter())
         alone = tree.width == 1
@@ -308,6 +329,8 @@ class Engine:
             stats = lane.stats
             stats.steps += 1
             stats.decode_seconds = time.perf_counter() - lane.started
+            if stats.steps == 1:
+                stats.first_token_seconds = stats.prefill_seconds + stats.decode_seconds
             stats.drafted += drafted
             stats.draft_seconds += step.draft_seconds
             stats.target_seconds += step.target_seconds

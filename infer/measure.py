@@ -53,7 +53,6 @@ def summarise(name: str, engine: Engine, generations: Sequence[Generation]) -> M
     seconds = sum(s.decode_seconds for s in stats)
     parts = [sum(getattr(s, f"{part}_seconds") for s in stats) for part in ("draft", "target", "commit")]
     drafted = sum(s.drafted for s in stats)
-    first = [s.prefill_seconds + s.decode_seconds / s.steps for s in stats]
     draft_ms, target_ms, commit_ms = (1e3 * part / steps for part in parts)
     return Measured(
         drafter=name,
@@ -62,7 +61,7 @@ def summarise(name: str, engine: Engine, generations: Sequence[Generation]) -> M
         tokens_per_step=tokens / steps,
         acceptance=sum(sum(s.accepted_at_depth) for s in stats) / max(drafted, 1),
         tokens_per_second=tokens / seconds,
-        first_token_seconds=statistics.mean(first),
+        first_token_seconds=statistics.mean(s.first_token_seconds for s in stats),
         draft_ms=draft_ms,
         target_ms=target_ms,
         commit_ms=commit_ms,
@@ -107,6 +106,7 @@ def width_curve(
     device = model.embed_tokens.weight.device
     cache = model.new_cache(1, context + max(widths))
     head = torch.randint(model.config.vocab_size, (1, context), generator=generator).to(device)
+    rows = torch.randint(model.config.vocab_size, (1, max(widths)), generator=generator).to(device)
     for chunk in head.split(512, dim=1):
         model(chunk, cache=cache, needs={"last_kv"})
         cache.keep(None, torch.tensor([chunk.shape[1]], device=device))
@@ -114,7 +114,7 @@ def width_curve(
     for turn in range(repeats + 1):
         for width in widths:
             begin = time.perf_counter()
-            model(head[:, :width], cache=cache, needs={"logits"})
+            model(rows[:, :width], cache=cache, needs={"logits"})
             if device.type == "cuda":
                 torch.cuda.synchronize()
             if turn:  # the first turn warms up
@@ -131,8 +131,8 @@ def paying_tree(
         rates: [head][rank], how often that rank is the target's choice (the draft folder's "choice_rates").
         curve: from `width_curve`. What proposing costs is measured here.
     """
-    short = SamplingParams(max_new_tokens=16, ignore_eos=True)
-    stats = Engine(target, "tokenswift", draft).generate([[0, 1]], short)[0].stats
+    engine, short = Engine(target, "tokenswift", draft), SamplingParams(max_new_tokens=16, ignore_eos=True)
+    stats = [engine.generate([[0, 1]], short)[0].stats for _ in range(2)][1]  # the first warms up
     return paying_shape(rates, curve, stats.draft_seconds / stats.steps)
 
 
@@ -206,6 +206,8 @@ def against_transformers(
         begin = time.perf_counter()
         mask = torch.ones_like(ids)
         out = model.generate(ids, attention_mask=mask, do_sample=False, pad_token_id=0, max_new_tokens=new_tokens)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
         return time.perf_counter() - begin, out[0, len(prompt) :].tolist()
 
     theirs(prompts[0], 4)

@@ -35,6 +35,9 @@ def _verdicts(result: dict) -> list[str]:
     lines = []
     if "exact" in result:
         lines.append(f"exact: {'yes' if result['exact'] else 'NO'} ({result['exact_checked']})")
+    if "same_tokens" in result:
+        same, compared = result["same_tokens"]
+        lines.append(f"the timed runs in {result['dtype']}: {same} of {compared} tokens are plain decoding's")
     flips = result["flips"]
     lines.append(
         f"{result['dtype']} flips: {flips['flips']} of {flips['positions']} greedy choices differ between passes of 1 "
@@ -114,8 +117,8 @@ def _draw_agreement(axes, training: list[dict], heldout: list[dict]) -> None:
         rates = [record["heldout_rank_rates"][head] for record in heldout]
         axes.plot(steps, [r[0] for r in rates], "o-", ms=4, color=f"C{head}", label=f"head {head + 1}, top-1")
         axes.plot(steps, [sum(r) for r in rates], "s--", ms=4, color=f"C{head}", label=f"head {head + 1}, top-3")
-    axes.set_ylim(bottom=0)
-    axes.legend(fontsize=8, ncols=2)
+    axes.set_ylim(0, 1.4 * axes.get_ylim()[1])  # room for the legend
+    axes.legend(fontsize=8, ncols=3, loc="upper left")
 
 
 def _draw_curve(axes, result: dict) -> None:

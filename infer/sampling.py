@@ -9,7 +9,7 @@ Shapes: B sequences, V vocabulary.
 import math
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -51,7 +51,8 @@ class SamplingParams:
         demand(0 < self.top_p <= 1, "top_p", "above 0 and at most 1 (off)")
         demand(0 <= self.min_p < 1, "min_p", "at least 0 (off) and below 1")
         demand(self.max_new_tokens >= 1, "max_new_tokens", "at least 1")
-        demand(self.seed is None or -(2**63) <= self.seed < 2**64, "seed", "None or an integer of 64 bits")
+        whole = isinstance(self.seed, int) and -(2**63) <= self.seed < 2**64
+        demand(self.seed is None or whole, "seed", "None or an integer of 64 bits")
         object.__setattr__(self, "stop_token_ids", tuple(int(token) for token in self.stop_token_ids))
 
 
@@ -73,8 +74,11 @@ class SlotSampling:
     temperatures: Tensor = field(init=False)
 
     def __post_init__(self):
+        # A greedy slot passes the filters untouched, so its neighbours' settings cannot reach it.
+        params = [p if p.temperature > 0 else replace(p, top_k=0, top_p=1.0, min_p=0.0) for p in self.params]
+
         def column(name, dtype):
-            return torch.tensor([getattr(p, name) for p in self.params], dtype=dtype, device=self.device)
+            return torch.tensor([getattr(p, name) for p in params], dtype=dtype, device=self.device)
 
         signed = [(p.seed or 0) - 2**64 if (p.seed or 0) >= 2**63 else (p.seed or 0) for p in self.params]
         self.seeds = torch.tensor(signed, dtype=torch.int64, device=self.device)
@@ -82,10 +86,12 @@ class SlotSampling:
         self.greedy = all(p.temperature == 0 for p in self.params)
         self._mixed = not self.greedy and any(p.temperature == 0 for p in self.params)
         self._divisors = torch.where(self.temperatures > 0, self.temperatures, 1.0)[:, None]
-        self._top_k = column("top_k", torch.int64) if any(p.top_k for p in self.params) else None
-        self._top_p = column("top_p", torch.float32)[:, None] if any(p.top_p < 1 for p in self.params) else None
-        self._min_p = column("min_p", torch.float32)[:, None] if any(p.min_p > 0 for p in self.params) else None
-        self._noise: dict[int, Tensor] = {}
+        self._top_k = column("top_k", torch.int64) if any(p.top_k for p in params) else None
+        self._all_k = any(p.top_k == 0 for p in params)
+        self._most_k = max(p.top_k for p in params)
+        self._top_p = column("top_p", torch.float32)[:, None] if any(p.top_p < 1 for p in params) else None
+        self._min_p = column("min_p", torch.float32)[:, None] if any(p.min_p > 0 for p in params) else None
+        self._noise: dict[tuple[int, int], Tensor] = {}
 
     def new_step(self) -> None:
         """Forget the noise of the last step; its positions have moved."""
@@ -93,9 +99,10 @@ class SlotSampling:
 
     def noise(self, root_positions_B: Tensor, offset: int, vocab_size: int) -> Tensor:
         """g at `offset` tokens behind each root, fp32 [B, V]; the same for drafter and verifier."""
-        if offset not in self._noise:
-            self._noise[offset] = gumbel_noise(self.seeds, (root_positions_B + offset)[:, None], vocab_size)[:, 0]
-        return self._noise[offset]
+        key = offset, vocab_size
+        if key not in self._noise:
+            self._noise[key] = gumbel_noise(self.seeds, (root_positions_B + offset)[:, None], vocab_size)[:, 0]
+        return self._noise[key]
 
     def scores(self, logits_BV: Tensor, noise_BV: Tensor | None) -> Tensor:
         """What candidates are ranked by: logits / T + noise, or the logits where a slot is greedy. fp32 [B, V]."""
@@ -116,15 +123,18 @@ class SlotSampling:
     def filter(self, logits_BV: Tensor) -> Tensor:
         """Logits with what top-k, top-p and min-p drop at -inf, each taken on the renormalised rest of the one before.
 
-        A greedy slot's argmax is never dropped, so greedy slots may pass through.
+        Greedy slots pass through unchanged.
         """
         dropped = -torch.inf
         if self._top_k is not None:
-            k_B = torch.where(self._top_k > 0, self._top_k, logits_BV.shape[-1]).clamp(max=logits_BV.shape[-1])
-            largest = logits_BV.topk(int(k_B.max()), dim=-1).values
+            vocab = logits_BV.shape[-1]
+            k_B = torch.where(self._top_k > 0, self._top_k, vocab).clamp(max=vocab)
+            largest = logits_BV.topk(vocab if self._all_k else min(self._most_k, vocab), dim=-1).values
             logits_BV = logits_BV.masked_fill(logits_BV < largest.gather(1, k_B[:, None] - 1), dropped)
         if self._top_p is not None:
-            probs, order = (logits_BV.float() / self._divisors).softmax(-1).sort(dim=-1, descending=True, stable=True)
+            # Sorted as logits: tokens whose probabilities round to the same number keep their order.
+            ordered, order = (logits_BV.float() / self._divisors).sort(dim=-1, descending=True, stable=True)
+            probs = ordered.softmax(-1)
             before = probs.cumsum(-1) - probs  # the most probable token has 0 before it and always stays
             drop = torch.zeros_like(order, dtype=torch.bool).scatter_(1, order, before >= self._top_p)
             logits_BV = logits_BV.masked_fill(drop & (self._top_p < 1), dropped)
@@ -136,7 +146,7 @@ class SlotSampling:
 
 
 def one_each(params: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
-    """One SamplingParams a prompt, with a seed each; a single one serves all prompts."""
+    """One SamplingParams a prompt; a single one serves all prompts."""
     many = [params] * count if isinstance(params, SamplingParams) else list(params)
     if len(many) != count:
         raise ValueError(f"params: {len(many)} SamplingParams for {count} prompts; give one, or one a prompt")

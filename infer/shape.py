@@ -5,7 +5,7 @@ Shapes: B slots, I levels, K ranks, N nodes with the root.
 """
 
 import heapq
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -97,7 +97,7 @@ def likeliest_nodes(rank_rates: Sequence[Sequence[float]], count: int) -> TreeSh
 def paying_shape(
     rank_rates: Sequence[Sequence[float]],
     pass_seconds: Mapping[int, float],
-    draft_seconds: float | Callable[[int], float] = 0.0,
+    draft_seconds: float = 0.0,
 ) -> tuple[TreeShape, float]:
     """The tree size with the most expected tokens a second, given this machine's measured width curve.
 
@@ -115,7 +115,7 @@ def paying_shape(
     for width in sorted(pass_seconds):
         shape = likeliest_nodes(rank_rates, width - 1)
         if width > 1 and len(shape.nodes) == width - 1:
-            seconds = pass_seconds[width] + (draft_seconds(width) if callable(draft_seconds) else draft_seconds)
+            seconds = pass_seconds[width] + draft_seconds
             candidates.append((shape.expected_tokens(rank_rates) * pass_seconds[1] / seconds, shape))
     ratio, shape = max(candidates, key=lambda candidate: candidate[0])
     return shape, ratio

@@ -74,7 +74,7 @@ class TokenTree:
         reach = eye.expand(batch, -1, -1)
         if width == 1:
             return reach
-        # Doubling: after k rounds a node reaches 2**k - 1 levels up.
+        # Doubling: after k rounds a node reaches 2**k levels up.
         up = torch.nn.functional.one_hot(self.parents.clamp(min=0), width).bool() & (self.parents >= 0)[:, :, None]
         reach = reach | up
         levels = 1
@@ -91,9 +91,12 @@ class TokenTree:
         """int64 [B, N]: edges to the root; 0 for the root and for padding."""
         return self.ancestors.sum(dim=2) - 1
 
-    def with_tokens(self, tokens_BN: Tensor) -> "TokenTree":
-        """A tree of this shape with other tokens; what was computed of the shape is shared."""
-        tree = TokenTree(tokens_BN, self.parents)
+    def with_tokens(self, tokens_BN: Tensor, parents_BN: Tensor | None = None) -> "TokenTree":
+        """A tree of this shape with other tokens; what was computed of the shape is shared.
+
+        parents_BN: this tree's, but for nodes that are taken out of it (PAD).
+        """
+        tree = TokenTree(tokens_BN, self.parents if parents_BN is None else parents_BN)
         tree.__dict__.update({name: self.__dict__[name] for name in ("ancestors", "depths") if name in self.__dict__})
         return tree
 

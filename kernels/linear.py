@@ -48,7 +48,9 @@ def linear(
     n_inputs = x.shape[-1]
     n_rows = x.numel() // n_inputs
     on_cpu = x.dtype == torch.bfloat16 and x.device.type == "cpu" and not (torch.is_grad_enabled() and x.requires_grad)
-    if on_cpu and 0 < n_rows <= rows.MOST_LINEAR_ROWS and rows.can_multiply(weight_NI, gated):
+    # A slot's rows decide, not the batch's: its tree must meet the same arithmetic as its plain decoding.
+    few = n_rows > 0 and (n_rows <= rows.MOST_LINEAR_ROWS or x.shape[-2] <= rows.MOST_ATTENTION_ROWS)
+    if on_cpu and few and rows.can_multiply(weight_NI, gated):
         return rows.linear_rows(x, weight_NI, bias_N, norm, gated, residual)
     if norm is not None:
         x = F.rms_norm(x, (n_inputs,), *norm)

@@ -57,6 +57,7 @@ def linear_cross_entropy(
     use_liger = implementation == "liger" or (
         implementation == "auto" and hidden_MD.is_cuda and backend.liger_cross_entropy() is not None
     )
+    use_liger = use_liger and len(hidden_MD) > 0  # Liger divides by the number of rows
     if not use_liger:
         loss_sum, rank_counts = reference.linear_cross_entropy(hidden_MD, weight_VD, labels_M, ignore_index, top_k)
         return LinearCrossEntropy(loss_sum, n_labels, rank_counts, n_labels if top_k else torch.zeros_like(n_labels))

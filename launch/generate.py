@@ -14,12 +14,13 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="longdraft generate", description="Decode a prompt with any drafter.")
     add = parser.add_argument
     add("--target", help="a folder, a hub name, a .gguf file or smollm2-135m (default: the draft's own target)")
+    add("--gguf-file", help="with --target: name of a .gguf file inside it")
     add("--draft", help="draft folder that `longdraft export` wrote")
     add("--drafter", nargs="+", help="one or more; default: tokenswift with --draft, else plain")
     add("--prompt", help="text; - or nothing reads standard input")
     add("--prompt-file", type=Path, help="a text file")
     add("--heldout", type=Path, metavar="DATA", help="take the prompt from the held-out rows of a prepared folder")
-    add("--row", type=int, default=0, help="with --heldout: which row")
+    add("--row", type=int, help="with --heldout: which row (default: the first)")
     add("--prompt-tokens", type=int, help="use only the first so many tokens of the prompt")
     add("--nodes", type=int, help="tokenswift: size of the tree (default: what pays by the measured pass times)")
     add("--dtype", choices=("fp32", "bf16"), default="bf16")
@@ -48,14 +49,18 @@ def _generate(args: argparse.Namespace) -> int:
     # Here, not above: --help and a wrong argument should not wait for torch.
     from longdraft.infer.engine import Engine
     from longdraft.infer.sampling import SamplingParams, draw_seed
-    from longdraft.launch.runtime import open_target, paying_tree_of, prompt_tokens, target_path, tree_of
+    from longdraft.launch.runtime import open_target, paying_tree_of, prompt_tokens, target_source, tree_of
 
+    drafters = args.drafter or (["tokenswift"] if args.draft else ["plain"])
+    if args.nodes is not None and "tokenswift" not in drafters:
+        raise ValueError("--nodes: the size of tokenswift's tree, which is not among the drafters")
+    if args.row is not None and args.heldout is None:
+        raise ValueError("--row: a row of --heldout, which is not given")
     params = SamplingParams(
         args.temperature, args.top_k, args.top_p, args.min_p, args.seed, max_new_tokens=args.max_new_tokens
     )
     params = replace(params, seed=draw_seed() if params.seed is None else params.seed)
-    drafters = args.drafter or (["tokenswift"] if args.draft else ["plain"])
-    target = open_target(target_path(args.target, args.draft), args.dtype, args.device)
+    target = open_target(*target_source(args.target, args.gguf_file, args.draft), args.dtype, args.device)
     prompt = prompt_tokens(args, target)
     if sys.stdout.isatty():
         print(f"\033[2m{target.tokenizer.decode(prompt)[-600:]}\033[0m", end="")

@@ -4,6 +4,7 @@ Only the order of the commands; each of them is printed, works alone, and says w
 """
 
 import argparse
+import json
 import shlex
 import subprocess
 import sys
@@ -22,8 +23,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, help=f"training steps (default: those of {CONFIG})")
     args = parser.parse_args(argv)
     begin = time.monotonic()
+    if args.steps is not None and args.steps < 2:
+        parser.error(f"--steps: {args.steps}; training takes at least 2 steps")
     run = f"runs/quickstart-{args.steps}" if args.steps else "runs/quickstart"
-    if (report := ROOT / run / "report.txt").exists():
+    report = ROOT / run / "report.txt"
+    if report.exists() and json.loads((report.parent / "bench.json").read_text())["exact"]:
         print(f"{report.read_text()}\nDone already: {run}/report.png, {run}/draft. Remove {run} to start anew.")
         return 0
     for number, (what, command) in enumerate(commands(run, args.steps), start=1):
@@ -41,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def commands(run: str, steps: int | None) -> list[tuple[str, list[str]]]:
     """What each step is for, and its command."""
     ranks, overrides = ranks_here(), [f"train.run_dir={run}"]
-    overrides += [f"train.steps={steps}"] if steps else []
+    overrides += [f"train.steps={steps}", f"optimizer.warmup_steps={min(9, steps // 2)}"] if steps else []
     overrides += [f"train.global_batch={ranks}"] if ranks > 2 else []
     decode = f"--draft {run}/draft --heldout {DATA} --prompt-tokens 64 --max-new-tokens 48 --drafter plain tokenswift"
     bench = (

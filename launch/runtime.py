@@ -15,20 +15,23 @@ from longdraft.models.hf import Target, load_target
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def target_path(path: str | None, draft: str | None) -> str:
-    """The target that was named, or the one that the draft was trained for."""
+def target_source(path: str | None, gguf_file: str | None, draft: str | None) -> tuple[str, str | None]:
+    """Path and .gguf file of the target that was named, or of the one that the draft was trained for."""
     if path is not None:
-        return path
+        return path, gguf_file
+    if gguf_file is not None:
+        raise ValueError("--gguf-file: a file of --target, which is not given")
     if draft is None:
         raise ValueError("--target: name a model, or give --draft, whose own target is then loaded")
-    return read_info(draft).train_config["target"]["path"]
+    trained = read_info(draft).train_config["target"]
+    return trained["path"], trained["gguf_file"]
 
 
-def open_target(path: str, dtype: str, device: str | None) -> Target:
+def open_target(path: str, gguf_file: str | None, dtype: str, device: str | None) -> Target:
     """Load it, and say so."""
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     print(f"Loading {path} in {dtype} on {device}", file=sys.stderr, flush=True)
-    return load_target(path, DTYPES[dtype], device)
+    return load_target(path, DTYPES[dtype], device, gguf_file)
 
 
 def rates(draft: str) -> list[list[float]]:
@@ -36,7 +39,10 @@ def rates(draft: str) -> list[list[float]]:
     tree = read_info(draft).tree
     found = tree.get("choice_rates")
     if not found:
-        raise ValueError(f"{draft}: its config.json has no measured rates, so no tree can be chosen; export it again")
+        raise ValueError(
+            f"{draft}: exported before its run's first held-out evaluation, so no tree can be chosen; train on to a "
+            "step that heldout.every divides, and export again"
+        )
     return found
 
 
@@ -65,15 +71,20 @@ def heldout_rows(data: str | Path) -> ShardSet:
 
 
 def heldout_prompts(data: str, count: int, length: int) -> list[list[int]]:
-    """The first `length` tokens of `count` held-out rows, evenly spaced."""
+    """The first `length` tokens of `count` held-out rows that have as many, evenly spaced."""
     rows = heldout_rows(data)
-    longest = rows.manifest["seq_len"]
-    if not (1 <= count <= len(rows) and 2 <= length <= longest):
+    long = [i for i in range(len(rows)) if rows[i]["borders"][-1] >= length]
+    if not (1 <= count <= len(long) and length >= 2):
         raise ValueError(
-            f"{rows.folder} has {len(rows)} rows of {longest} tokens: --prompts {count} must lie in 1..{len(rows)} "
-            f"and --prompt-tokens {length} in 2..{longest}"
+            f"{rows.folder} has {len(long)} rows of {length} tokens or more: --prompts {count} must lie in "
+            f"1..{len(long)} and --prompt-tokens {length} in 2..{rows.manifest['seq_len']}"
         )
-    return [rows[i * len(rows) // count]["tokens"][:length].tolist() for i in range(count)]
+    return [used_tokens(rows[long[i * len(long) // count]])[:length] for i in range(count)]
+
+
+def used_tokens(row: dict) -> list[int]:
+    """A row's tokens without the filler behind them."""
+    return row["tokens"][: row["borders"][-1]].tolist()
 
 
 def prompt_tokens(args: argparse.Namespace, target: Target) -> list[int]:
@@ -82,9 +93,9 @@ def prompt_tokens(args: argparse.Namespace, target: Target) -> list[int]:
         raise ValueError("give one of --prompt, --prompt-file and --heldout")
     if args.heldout is not None:
         rows = heldout_rows(args.heldout)
-        if not 0 <= args.row < len(rows):
+        if not 0 <= (args.row or 0) < len(rows):
             raise ValueError(f"--row: {args.row}, but {rows.folder} has rows 0 to {len(rows) - 1}")
-        tokens = rows[args.row]["tokens"].tolist()
+        tokens = used_tokens(rows[args.row or 0])
     else:
         if args.prompt_file is not None:
             text = args.prompt_file.read_text(encoding="utf-8")

@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             run(load_config(args.config, args.overrides), stop)
         except ValueError as error:
-            if os.environ.get("RANK", "0") == "0":
+            if os.environ.get("LOCAL_RANK", "0") == "0":  # once a machine: what is wrong may be another one's alone
                 print(f"{parser.prog}: error: {error}", file=sys.stderr, flush=True)
             return 2
     return 0

@@ -268,10 +268,8 @@ class Decoder(nn.Module):
         if "pre_norm" in needs:
             output.pre_norm = hidden_BTD
         if "post_norm" in needs:
-            output.post_norm = normed = self.norm(hidden_BTD)
-            if "logits" in needs:
-                output.logits = self.lm_head(_rows(normed, rows_BR))
-        elif "logits" in needs:
+            output.post_norm = self.norm(hidden_BTD)
+        if "logits" in needs:  # from the un-normed rows, so that logits do not depend on what else is needed
             output.logits = self.lm_head(_rows(hidden_BTD, rows_BR), self.norm)
         return output
 

@@ -67,7 +67,9 @@ def join_ranks() -> Ranks:
     local_rank = int(os.environ["LOCAL_RANK"])
     if "OMP_NUM_THREADS" not in os.environ:
         local_size = int(os.environ.get("LOCAL_SIZE", os.environ["WORLD_SIZE"]))
-        torch.set_num_threads(max(1, (psutil.cpu_count(logical=False) or 1) // local_size))
+        torch.set_num_threads(
+            max(1, min(psutil.cpu_count(logical=False) or 1, len(os.sched_getaffinity(0))) // local_size)
+        )
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.set_device(local_rank)

@@ -70,13 +70,21 @@ def run(config: Config, stop: Sequence[int] = ()) -> None:
 def train(config: Config, ranks: Ranks, target: Target | None = None, stop: Sequence[int] = ()) -> None:
     """`run` between joining and leaving the ranks; `target` saves loading it."""
     accumulation(config, ranks.world_size)
+    with state.locked(config.train.run_dir, ranks):
+        _train(config, ranks, target, stop)
+
+
+def _train(config: Config, ranks: Ranks, target: Target | None, stop: Sequence[int]) -> None:
     found = state.newest(config.train.run_dir)
-    ranks.barrier()  # all have looked before rank 0 writes
-    state.begin_run(config, writes=ranks.first)
+    if found is not None:
+        state.check_same_run(state.saved_config(config.train.run_dir, found[1]), config)
     if found is not None and found[1]["step"] >= config.train.steps:
         _say(ranks, f"Training is done already: {config.train.steps} steps, checkpoint in {found[0]}")
         return
     opened = open_run(config, ranks, target)
+    ranks.barrier()  # all have looked before rank 0 writes
+    if ranks.first:
+        state.begin_run(config)
     if found is not None:
         state.load(opened.engine, *found)
         extra = found[1]["extra"]
@@ -165,9 +173,10 @@ def _steps(run: Run, stop: Sequence[int], saved: Path | None) -> Path:
             saved = _save(run)
         bar.update()
     bar.close()
+    saved = saved or _save(run)  # before W&B, which may wait for its network
     if tracker:
         tracker.close()
-    return saved or _save(run)
+    return saved
 
 
 def _save(run: Run) -> Path:
@@ -179,6 +188,9 @@ def _save(run: Run) -> Path:
 def train_step(run: Run, stop: bool) -> StepResult | None:
     """One step on this rank's rows; None, and nothing done, if any rank wants to stop."""
     train, ranks, n_heads = run.config.train, run.ranks, run.config.draft.n_heads
+    count_ranks = (run.step + 1) % run.config.log.every == 0 or run.step + 1 == train.steps
+    if count_ranks and ranks.device.type == "cuda":
+        torch.cuda.synchronize()  # else this step's time would hold what the unlogged ones left to do
     begin = time.perf_counter()
     rows = step_rows(train.seed, run.step, len(run.rows), train.global_batch)
     batches = [read_batch(run.rows, part) for part in rank_rows(rows, ranks.rank, ranks.world_size, train.micro_batch)]
@@ -188,7 +200,6 @@ def train_step(run: Run, stop: bool) -> StepResult | None:
     if stopping:
         return None
     weights_I = torch.tensor([1 / max(n, 1) for n in n_labels], device=ranks.device)
-    count_ranks = (run.step + 1) % run.config.log.every == 0 or run.step + 1 == train.steps
     rate = run.engine.begin_step(run.step)
     clock = Stopwatch(ranks.device)
     parts = []

@@ -6,16 +6,19 @@
 DeepSpeed unpickles its files: only ever resume your own runs. Not here: exports (train/export.py).
 """
 
+import fcntl
 import json
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import save_file
 
-from longdraft.train.config import Config, config_from_dict, load_config, to_dict, to_yaml
-from longdraft.train.engine import DraftEngine
+from longdraft.train.config import Config, config_from_dict, to_dict, to_yaml
+from longdraft.train.engine import DraftEngine, Ranks
 
 STATE, WEIGHTS = "state.json", "draft.safetensors"
 # What may differ between a run and its resumption; anything else would change the result.
@@ -26,23 +29,40 @@ def checkpoint_folder(run_dir: str | Path) -> Path:
     return Path(run_dir) / "checkpoints"
 
 
-def begin_run(config: Config, writes: bool) -> None:
-    """Checks that this config continues the run in its folder; where there is none, `writes` makes it.
-
-    Raises:
-        ValueError: a field that changes the result differs from the run's own.
-    """
-    run_dir = Path(config.train.run_dir)
-    saved = run_dir / "config.yaml"
-    if saved.exists():
-        check_same_run(load_config(saved), config)
-        return
-    if not writes:
-        return
-    run_dir.mkdir(parents=True, exist_ok=True)
+def begin_run(config: Config) -> None:
+    """Notes the config in the run's folder; called by rank 0, once everything has opened, before the first step."""
+    saved = Path(config.train.run_dir) / "config.yaml"
+    saved.parent.mkdir(parents=True, exist_ok=True)
     temporary = saved.with_suffix(".tmp")
     temporary.write_text(to_yaml(config), encoding="utf-8")
     temporary.rename(saved)
+
+
+@contextmanager
+def locked(run_dir: str | Path, ranks: Ranks) -> Iterator[None]:
+    """Holds the run's folder against another run; all ranks enter together. The system lets go when a process dies.
+
+    Raises:
+        ValueError: another process trains in this folder.
+    """
+    handle, busy = None, 0.0
+    if ranks.first:
+        Path(run_dir).mkdir(parents=True, exist_ok=True)
+        handle = (Path(run_dir) / "lock").open("a")
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            busy = 1.0
+    try:
+        if ranks.sum([busy])[0]:
+            raise ValueError(
+                f"train.run_dir: another process trains in {run_dir}; stop it (an orphaned rank, perhaps) or give "
+                "another folder"
+            )
+        yield
+    finally:
+        if handle is not None:
+            handle.close()
 
 
 def check_same_run(old: Config, new: Config) -> None:
@@ -98,7 +118,10 @@ def save(engine: DraftEngine, run_dir: str | Path, step: int, extra: dict[str, A
             shutil.rmtree(final)
         temporary.rename(final)
         _sync(folder)
-        for old in _finished(folder)[:-keep]:
+        finished = _finished(folder)
+        place = finished.index(final)
+        # What lies behind is of a time line that a damaged checkpoint ended; what lies far before is not kept.
+        for old in [*finished[place + 1 :], *finished[: max(0, place + 1 - keep)]]:
             shutil.rmtree(old)
     ranks.barrier()
     return final
@@ -106,8 +129,13 @@ def save(engine: DraftEngine, run_dir: str | Path, step: int, extra: dict[str, A
 
 def newest(run_dir: str | Path) -> tuple[Path, dict[str, Any]] | None:
     """The newest whole checkpoint and its state.json, or None. A folder whose files are missing or have another size
-    than when they were saved is passed over, with a line that says so."""
-    for folder in reversed(_finished(checkpoint_folder(run_dir))):
+    than when they were saved is passed over, with a line that says so.
+
+    Raises:
+        ValueError: there are checkpoints, but none is whole.
+    """
+    finished = _finished(checkpoint_folder(run_dir))
+    for folder in reversed(finished):
         state = json.loads((folder / STATE).read_text(encoding="utf-8"))
         broken = [
             file
@@ -117,6 +145,11 @@ def newest(run_dir: str | Path) -> tuple[Path, dict[str, Any]] | None:
         if not broken:
             return folder, state
         print(f"{folder} is damaged ({', '.join(broken)}) and is passed over", flush=True)
+    if finished:
+        raise ValueError(
+            f"train.run_dir: every checkpoint in {run_dir} is damaged; restore one, remove the folder to start anew, "
+            "or give another"
+        )
     return None
 
 
@@ -143,7 +176,9 @@ def saved_config(run_dir: str | Path, state: dict[str, Any]) -> Config:
 
 def _finished(folder: Path) -> list[Path]:
     """Checkpoints from oldest to newest; a kill leaves only names that begin with tmp-."""
-    return sorted((path.parent for path in folder.glob(f"step_*/{STATE}")), key=lambda path: int(path.name[5:]))
+    return sorted(
+        (path.parent for path in folder.glob(f"step_{'[0-9]' * 6}/{STATE}")), key=lambda path: int(path.name[5:])
+    )
 
 
 def _sync(path: Path) -> None:

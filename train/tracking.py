@@ -57,7 +57,7 @@ class Tracker:
 
 def wandb_mode(setting: str) -> str:
     """What `auto` comes to here: online with a key in the environment or a stored login, else offline."""
-    if os.environ.get("WANDB_MODE"):
+    if setting != "disabled" and os.environ.get("WANDB_MODE"):  # W&B's own override; "disabled" stays disabled
         return os.environ["WANDB_MODE"]
     if setting != "auto":
         return setting

@@ -8,7 +8,7 @@ from longdraft.infer.drafters.base import Drafter
 from longdraft.infer.drafters.plain import Plain
 from longdraft.infer.drafters.tokenswift import TokenSwiftDrafter
 from longdraft.infer.shape import TreeShape
-from longdraft.models.draft_folder import load_draft
+from longdraft.models.draft_folder import load_draft, read_info
 from longdraft.models.hf import Target
 
 
@@ -22,6 +22,7 @@ def _tokenswift(target: Target, draft, shape: TreeShape | None = None) -> TokenS
     if draft is None:
         raise ValueError("draft: tokenswift needs trained heads; give the folder that `longdraft export` wrote")
     if isinstance(draft, str | Path):
+        shape = shape or TreeShape.cartesian(read_info(draft).tree["levels"])
         draft = load_draft(draft, target)
     return TokenSwiftDrafter(target, draft, shape)
 

@@ -28,9 +28,21 @@ class TokenSwiftDrafter:
 
     def __init__(self, target, draft: TokenSwift, shape: TreeShape | None = None):
         self.shape = shape or TreeShape.cartesian((3,) * draft.config.n_heads)
+        if not self.shape.nodes:
+            raise ValueError("tree: it needs at least one node below the root; for none, use the plain drafter")
         if self.shape.depth > draft.config.n_heads:
             raise ValueError(
                 f"tree: {self.shape.depth} levels, but this draft has {draft.config.n_heads} heads, one a level"
+            )
+        weight, own = target.model.lm_head.weight, next(draft.parameters())
+        if (own.dtype, own.device) != (weight.dtype, weight.device):
+            raise ValueError(
+                f"draft: {own.dtype} on {own.device}, but the target is {weight.dtype} on {weight.device}; "
+                f"load it with load_draft(folder, target)"
+            )
+        if draft.config.hidden_size != weight.shape[1]:
+            raise ValueError(
+                f"draft: made for a hidden size of {draft.config.hidden_size}, and this target's is {weight.shape[1]}"
             )
         self.draft, self.lm_head = draft, target.model.lm_head
         self.needs = draft.needs
@@ -66,7 +78,7 @@ class TokenSwiftDrafter:
         if self._known.device.type == "cpu" and self._known.all():
             return tokens
         parents = tokens.parents.masked_fill(~self._known[:, None] & (tokens.parents >= 0), PAD)
-        return TokenTree(tokens.tokens, parents)
+        return tokens.with_tokens(tokens.tokens, parents)
 
     def observe(self, tree: TokenTree, verdict, output) -> None:
         hidden_BND = getattr(output, self._state_field)

@@ -4,7 +4,7 @@
  * tree pass equals plain decoding's row bit for bit, so decoding is exact in bf16 too. Nothing here is a reduction over
  * threads: threads share out independent outputs.
  *
- * Compiled once per machine by kernels/backend.py, with GCC's vector extensions (any architecture); OpenMP symbols are
+ * Compiled once per machine by rows.py, with GCC's vector extensions (any architecture); OpenMP symbols are
  * resolved by the OpenMP library that PyTorch has already loaded, so that both share one pool of threads.
  */
 #include <math.h>
@@ -71,7 +71,7 @@ static inline f8 exp8(f8 x) {
     p = fma8(p * y, y, y + 1.0f);
     i8 bits = (n + 127) << 23;
     f8 power; memcpy(&power, &bits, 32);
-    i8 keep = x > -87.0f;
+    i8 keep = ~(x <= -87.0f); /* NaN stays NaN */
     f8 result = p * power;
     i8 out; memcpy(&out, &result, 32);
     out &= keep;

@@ -3,7 +3,8 @@
 Why C of our own: on CPUs without bf16 instructions PyTorch's bf16 products of 6 rows cost 5 times one row's, these 1.5
 times; and no library promises that a row's result is the same in a pass of 1 and of 40 rows.
 
-An output row does not depend on the other rows of its pass, bit for bit (see rows.c); so decoding is exact in bf16 too.
+An output row does not depend on the other rows of its pass, bit for bit (see rows.c); so decoding is exact in bf16 too,
+where these kernels serve all layers: trees of up to 64 nodes, widths that are multiples of 8, no sliding window.
 Shapes: M rows, N outputs, I inputs; B slots, T rows of the pass, S cache rows, H query heads, K key/value heads,
 d head width.
 """
@@ -14,6 +15,7 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 import tempfile
 from functools import cache
 from pathlib import Path
@@ -91,13 +93,17 @@ def library() -> ctypes.CDLL | None:
         return None
     compiler = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
-        print("longdraft: no C compiler found, decoding on the CPU is slower; install gcc or set CC")
+        print("longdraft: no C compiler found, decoding on the CPU is slower; install gcc or set CC", file=sys.stderr)
         return None
     try:
         loaded = ctypes.CDLL(str(_build(compiler)))
     except (OSError, subprocess.CalledProcessError) as error:
         detail = error.stderr.decode() if isinstance(error, subprocess.CalledProcessError) else error
-        print(f"longdraft: the CPU kernels could not be built, decoding is slower: {detail}")
+        print(
+            f"longdraft: the CPU kernels could not be built, decoding is slower; set CC to a working C compiler, or "
+            f"LONGDRAFT_CPU_KERNELS=0 to be silent. The compiler said: {detail}",
+            file=sys.stderr,
+        )
         return None
     loaded.linear_bf16.argtypes = [ctypes.POINTER(_Linear)]
     loaded.rotate_bf16.argtypes, loaded.rotate_bf16.restype = [ctypes.POINTER(_Rotation)], None
@@ -127,6 +133,7 @@ def linear_rows(
     n, k = weight_NI.shape
     y = x.new_empty(*x.shape[:-1], n // 2 if gated else n)
     weight_I, eps = norm or (None, 0.0)
+    assert all(part is None or part.dtype == x.dtype for part in (bias_N, weight_I, residual))
     arguments = _Linear(
         x.data_ptr(),
         None if weight_I is None else weight_I.data_ptr(),
@@ -175,6 +182,9 @@ def attention_rows(
     q_row = q_BTHd.stride(1)
     if q_BTHd.stride()[2:] != (width, 1) or (batch > 1 and q_BTHd.stride(0) != rows * q_row):
         q_BTHd, q_row = q_BTHd.contiguous(), heads * width
+    assert q_BTHd.dtype == keys_BSKd.dtype == values_BSKd.dtype, (q_BTHd.dtype, keys_BSKd.dtype, values_BSKd.dtype)
+    assert lengths_B.dtype == torch.int64 and lengths_B.is_contiguous()
+    assert tree_mask_BTT is None or (tree_mask_BTT.dtype, tree_mask_BTT.shape) == (torch.bool, (batch, rows, rows))
     mask = None if tree_mask_BTT is None else tree_mask_BTT.contiguous()
     out = q_BTHd.new_empty(q_BTHd.shape)
     arguments = _Attention(

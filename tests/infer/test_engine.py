@@ -12,10 +12,12 @@ from scipy import stats
 
 from longdraft.infer.drafters.tokenswift import TokenSwiftDrafter
 from longdraft.infer.engine import Engine
+from longdraft.infer.measure import width_curve
 from longdraft.infer.sampling import SamplingParams, SlotSampling
 from longdraft.infer.shape import TreeShape, likeliest_nodes
 from longdraft.infer.tree import TokenTree
 from longdraft.kernels.cpu_impl.rows import library
+from longdraft.kernels.gumbel import gumbel_noise
 from longdraft.models.drafts.tokenswift import TokenSwift, TokenSwiftConfig
 
 SAMPLINGS = {
@@ -175,8 +177,8 @@ def test_every_drafter_gives_plain_decodings_tokens(target, name, sampling, prom
 
 
 @pytest.mark.skipif(library() is None, reason="this machine has no C compiler")
-@pytest.mark.parametrize("prompts", [PROMPTS[:1], PROMPTS], ids=["B1", "B3"])
-@pytest.mark.parametrize("name", ["tokenswift_39", "random_trees", "sometimes_right"])
+@pytest.mark.parametrize("prompts", [PROMPTS[:1], (PROMPTS * 3)[:8]], ids=["B1", "B8"])
+@pytest.mark.parametrize("name", ["tokenswift_39", "tokenswift_silu", "random_trees", "sometimes_right"])
 def test_bf16_is_exact_too_where_rows_do_not_depend_on_the_pass(tiny_target, name, prompts):
     """With the CPU kernels no margin is needed: a pass of 40 rows gives a row the same bits as a pass of one."""
     target = tiny_target(vocab_size=61, dtype=torch.bfloat16)
@@ -314,6 +316,63 @@ def test_first_three_tokens_have_the_computed_distribution(tiny_target):
         want = torch.cat([expected[common], expected[~common].sum()[None]])
         keep = want > 0
         assert stats.chisquare(seen[keep].numpy(), want[keep].numpy()).pvalue > 1e-3
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_tokenswift_ranks_with_the_noise_of_the_positions_it_proposes(target, temperature):
+    """Every level's tokens are the top ranks of that head's logits / T + g(seed, root's position + level)."""
+    drafter = tokenswift(target)
+    engine = Engine(target, drafter)
+    seen = []
+    propose = drafter.propose
+
+    def watched(state, room):
+        logits = torch.stack(drafter.draft.states(drafter._hidden), 1) @ target.model.lm_head.weight.T
+        tree = propose(state, room)
+        seen.append((logits[0], state.positions.item(), tree.tokens[0]))
+        return tree
+
+    drafter.propose = watched
+    engine.generate([PROMPTS[0]], SamplingParams(temperature=temperature, seed=9, max_new_tokens=12))
+    assert seen[0][1] == len(PROMPTS[0]) - 1
+    for logits, position, tokens in seen:
+        first = {1: 1, 2: 4, 3: 13}  # the first three nodes of each level are the best path's children
+        for level, node in first.items():
+            scores = logits[level - 1]
+            if temperature:
+                noise = gumbel_noise(torch.tensor([9]), torch.tensor([[position + level]]), 61)[0, 0]
+                scores = scores / temperature + noise
+            assert tokens[node : node + 3].tolist() == scores.topk(3).indices.tolist()
+
+
+def test_an_engine_decodes_one_stream_at_a_time(target):
+    engine = Engine(target)
+    first = engine.stream([PROMPTS[0]])
+    next(first)
+    with pytest.raises(RuntimeError, match="finish or close its stream"):
+        engine.generate([PROMPTS[1]])
+    first.close()
+    assert len(engine.generate([PROMPTS[1]], SamplingParams(max_new_tokens=3))[0].tokens) == 3
+
+
+def test_drafters_that_break_their_word_are_named(target):
+    wide = Proposer(lambda request, tokens, room: [[1], [2], [3]], max_nodes=2)
+    with pytest.raises(ValueError, match="a tree of 3 nodes, above its own max_nodes=2"):
+        Engine(target, wide).generate([PROMPTS[0]])
+    wrong = Proposer(lambda request, tokens, room: [])
+    wrong.propose = lambda state, room: TokenTree.roots(state.roots + 1)
+    with pytest.raises(ValueError, match="node 0 of its tree is not the root"):
+        Engine(target, wrong).generate([PROMPTS[0]])
+    with pytest.raises(ValueError, match="load it with load_draft"):
+        TokenSwiftDrafter(target, tokenswift(target).draft.to(torch.bfloat16))
+
+
+def test_width_curve_times_passes_of_the_widths_it_names(target):
+    rows = []
+    handle = target.model.embed_tokens.register_forward_hook(lambda module, args, out: rows.append(out.shape[1]))
+    curve = width_curve(target, context=1, widths=(1, 2, 40), repeats=2)
+    handle.remove()
+    assert set(curve) == {1, 2, 40} and rows == [1] + [1, 2, 40] * 3
 
 
 def test_noise_in_the_ranking_raises_acceptance(tiny_target):

@@ -66,6 +66,16 @@ def test_a_slot_is_not_touched_by_its_neighbours_parameters():
         assert alone.choose(logits[b : b + 1], alone.noise(positions[b : b + 1], 1, 60)) == chosen[b]
 
 
+def test_a_greedy_slot_ignores_filters_whoever_stands_beside_it():
+    """Two logits one step apart have equal probabilities in fp32; top-p must not decide between them."""
+    low = torch.tensor(0.1)
+    logits = torch.stack([low, low.nextafter(torch.tensor(1.0)), torch.tensor(-5.0)])[None]
+    greedy = SamplingParams(top_p=0.3, min_p=0.9, top_k=1)
+    beside = SlotSampling([greedy, SamplingParams(temperature=1.0, top_p=0.5, seed=1)], CPU)
+    noise = beside.noise(torch.tensor([3, 3]), 1, 3)
+    assert beside.choose(logits.repeat(2, 1), noise)[0] == SlotSampling([greedy], CPU).choose(logits, None)[0] == 1
+
+
 def test_choice_is_the_argmax_of_filtered_logits_and_noise():
     torch.manual_seed(2)
     params = SamplingParams(temperature=0.8, top_p=0.95, seed=11)

@@ -157,6 +157,14 @@ def test_ragged_slots_equal_single_ones():
         assert torch.equal(alone, together[part])
 
 
+def test_attention_carries_nan():
+    q, k = torch.randn(1, 1, 2, 8), torch.randn(1, 5, 2, 8)
+    bad = k.clone()
+    bad[0, 2, 0, 3] = torch.nan
+    out = rows.attention_rows(q, bad, k, torch.tensor([4]), None)
+    assert out[0, 0, 0].isnan().all() and out[0, 0, 1].isfinite().all()
+
+
 def test_extreme_scores_stay_finite():
     q, k = torch.full((1, 1, 1, 8), 50.0), torch.full((1, 40, 1, 8), 50.0)
     k[:, ::2] = -50.0

@@ -92,6 +92,7 @@ def test_wandb_auto_is_offline_without_a_key(monkeypatch, tmp_path):
     assert wandb_mode("disabled") == "disabled"
     monkeypatch.setenv("WANDB_MODE", "offline")
     assert wandb_mode("online") == "offline"
+    assert wandb_mode("disabled") == "disabled"
 
 
 def test_a_mistake_is_one_line_and_status_2(config_file, capsys):

@@ -10,11 +10,14 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from longdraft.train import state
 from longdraft.train.config import load_config
+from longdraft.train.loop import train
 from longdraft.train.tracking import read_metrics
 
 STEPS = 40  # of the runs' `unbroken`
@@ -103,7 +106,34 @@ def test_half_written_and_damaged_checkpoints_are_never_chosen(runs, tmp_path, c
     assert found is not None and found[1]["step"] == 10
     assert file.name in capsys.readouterr().out
     (checkpoints / "step_000010" / state.STATE).unlink()
-    assert state.newest(run) is None
+    with pytest.raises(ValueError, match=r"every checkpoint in .* is damaged; restore one"):
+        state.newest(run)
+
+
+ALONE = SimpleNamespace(first=True, rank=0, world_size=1, device=torch.device("cpu"), sum=list, barrier=lambda: None)
+
+
+def test_a_run_that_never_opened_leaves_nothing_to_continue(config_file, tmp_path):
+    """A typo in the first command must not stand in the way of the corrected one."""
+    config = load_config(config_file, ["data.path=nowhere", f"train.run_dir={tmp_path / 'run'}"])
+    with pytest.raises(ValueError, match="nowhere"):
+        train(config, ALONE)  # pyright: ignore[reportArgumentType]
+    assert not (tmp_path / "run" / "config.yaml").exists()
+    with state.locked(tmp_path / "run", ALONE):  # and it let go of the folder
+        pass
+
+
+def test_two_runs_do_not_share_a_folder(tmp_path):
+    with state.locked(tmp_path, ALONE):
+        second = state.locked(tmp_path, ALONE)
+        with pytest.raises(ValueError, match="another process trains in"):
+            second.__enter__()
+
+
+def test_old_checkpoints_go_and_the_last_stay(runs):
+    """40 steps, saved every 6 and at the end, two kept."""
+    checkpoints = (runs / "unbroken" / "checkpoints").iterdir()
+    assert sorted(path.name for path in checkpoints) == ["step_000036", "step_000040"]
 
 
 def test_only_the_newest_are_kept_and_no_frozen_weight_is_in_them(runs):
