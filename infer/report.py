@@ -1,13 +1,6 @@
 """A benchmark's figures, and its training run's, as a table for people and one picture. Not here: any measurement."""
 
-import json
 from pathlib import Path
-
-
-def read_metrics(run_dir: str | Path) -> list[dict]:
-    """The records of a training run's metrics.jsonl, in order; none where there is no such file."""
-    path = Path(run_dir) / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def table(result: dict, metrics: list[dict]) -> str:

@@ -43,7 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.data is None:
         parser.error("--data: name a prepared folder, whose held-out rows give the prompts")
     # Here, not above: --help and a wrong argument should not wait for torch.
-    from longdraft.infer.report import draw, read_metrics, table
+    from longdraft.infer.report import draw, table
+    from longdraft.train.tracking import read_metrics
 
     try:
         result = _bench(args)

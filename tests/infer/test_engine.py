@@ -16,7 +16,6 @@ from longdraft.infer.measure import width_curve
 from longdraft.infer.sampling import SamplingParams, SlotSampling
 from longdraft.infer.shape import TreeShape, likeliest_nodes
 from longdraft.infer.tree import TokenTree
-from longdraft.kernels.cpu_impl.rows import library
 from longdraft.kernels.gumbel import gumbel_noise
 from longdraft.models.drafts.tokenswift import TokenSwift, TokenSwiftConfig
 
@@ -176,7 +175,6 @@ def test_every_drafter_gives_plain_decodings_tokens(target, name, sampling, prom
         assert all(NEW // 5 < count < NEW for count in steps)
 
 
-@pytest.mark.skipif(library() is None, reason="this machine has no C compiler")
 @pytest.mark.parametrize("prompts", [PROMPTS[:1], (PROMPTS * 3)[:8]], ids=["B1", "B8"])
 @pytest.mark.parametrize("name", ["tokenswift_39", "tokenswift_silu", "random_trees", "sometimes_right"])
 def test_bf16_is_exact_too_where_rows_do_not_depend_on_the_pass(tiny_target, name, prompts):
@@ -378,6 +376,7 @@ def test_width_curve_times_passes_of_the_widths_it_names(target):
 def test_noise_in_the_ranking_raises_acceptance(tiny_target):
     """A draft that knows the target's logits, but not its noise, guesses a sampled token far less often."""
     target = tiny_target(vocab_size=61, std=0.12)
+    torch.manual_seed(0)
     rates = {}
     for noisy in (True, False):
         hits = total = 0

@@ -7,8 +7,6 @@ from longdraft.kernels.cpu_impl import rows
 from longdraft.kernels.linear import linear
 from longdraft.kernels.reference.rotate import rotate as reference_rotate
 
-pytestmark = pytest.mark.skipif(rows.library() is None, reason="this machine has no C compiler")
-
 
 def random_tree(width, generator):
     """Ancestor mask bool [1, N, N] of a random trie."""
