@@ -1,25 +1,35 @@
 """What one request asks of sampling, and the choice rule: the token of a position as a function of logits and seed.
 
-choice(t) = argmax_v( filter(logits / T)_v + g(seed, t, v) ), at T = 0 the argmax of the logits. Plain decoding and the
-verification of a tree apply this same rule, so every drafter gives plain decoding's text (Drafter-invariant
-speculative decoding, arXiv 2408.07978). Not here: the noise itself (kernels/gumbel.py) and the walk (infer/verify.py).
-Shapes: B sequences, V vocabulary.
+choice(t) = argmax_v( filter(penalised logits / T)_v + g(seed, t, v) ), at T = 0 the argmax of the penalised logits.
+Plain decoding and the verification of a tree apply this same rule, so every drafter gives plain decoding's text
+(Drafter-invariant speculative decoding, arXiv 2408.07978). Not here: the penalties (infer/penalties.py), the noise
+itself (kernels/gumbel.py) and the walk (infer/verify.py). Shapes: B slots, N nodes, V vocabulary.
 """
 
 import math
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from numbers import Integral, Real
 
 import torch
 from torch import Tensor
 
+from longdraft.infer.history import History
+from longdraft.infer.penalties import Penalties
 from longdraft.kernels.gumbel import gumbel_noise
+
+# Rows of noise kept for each slot on the CPU: drafting, verifying and the next step ask for the same positions.
+KEPT_ROWS = 32
+# Below this a logit / T could overflow; the choice is the greedy one long before.
+COLDEST = 1e-6
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one request is decoded.
+    """How one request is decoded. Penalties and bans also hold when greedy; the filters only above temperature 0.
+
+    Order: contextual, repetition, presence and frequency penalty, bans, temperature, top-k, top-p, min-p, eta.
 
     Attributes:
         temperature: 0 is greedy; else logits are divided by it.
@@ -30,6 +40,16 @@ class SamplingParams:
         max_new_tokens: at least 1.
         stop_token_ids: end the sequence; the stop token is the last one returned.
         ignore_eos: go on after the target's own end tokens.
+        eta_cutoff: drop tokens less probable than min(eta_cutoff, sqrt(eta_cutoff) * exp(-entropy)), never the most
+            probable one (Hewitt et al. 2022); 0 is off.
+        contextual_penalty: logits of tokens among the last `contextual_window` ones are divided by it where positive,
+            multiplied where negative (TokenSwift, section 3.3); 1 is off.
+        contextual_window: how far that penalty looks back, in tokens.
+        repetition_penalty: the same over prompt and generation, as in transformers; 1 is off.
+        presence_penalty: taken off the logits of generated tokens, once; 0 is off.
+        frequency_penalty: taken off the logits of generated tokens, for each time; 0 is off.
+        banned_token_ids: never chosen.
+        stop_strings: text that ends the sequence, also across the borders of tokens.
     """
 
     temperature: float = 0.0
@@ -40,20 +60,51 @@ class SamplingParams:
     max_new_tokens: int = 256
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    eta_cutoff: float = 0.0
+    contextual_penalty: float = 1.0
+    contextual_window: int = 1024
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    banned_token_ids: tuple[int, ...] = ()
+    stop_strings: tuple[str, ...] = ()
 
     def __post_init__(self):
         def demand(holds: bool, name: str, want: str):
             if not holds:
                 raise ValueError(f"sampling parameter {name}={getattr(self, name)!r} must be {want}")
 
-        demand(math.isfinite(self.temperature) and self.temperature >= 0, "temperature", "0 (greedy) or a number above")
-        demand(self.top_k >= 0 and self.top_k == int(self.top_k), "top_k", "0 (off) or a positive integer")
-        demand(0 < self.top_p <= 1, "top_p", "above 0 and at most 1 (off)")
-        demand(0 <= self.min_p < 1, "min_p", "at least 0 (off) and below 1")
-        demand(self.max_new_tokens >= 1, "max_new_tokens", "at least 1")
-        whole = isinstance(self.seed, int) and -(2**63) <= self.seed < 2**64
-        demand(self.seed is None or whole, "seed", "None or an integer of 64 bits")
-        object.__setattr__(self, "stop_token_ids", tuple(int(token) for token in self.stop_token_ids))
+        def number(name: str, holds, want: str):
+            value = getattr(self, name)
+            demand(isinstance(value, Real) and math.isfinite(value) and holds(value), name, want)
+
+        def whole(name: str, least: int, want: str):
+            value = getattr(self, name)
+            demand(isinstance(value, Integral) and least <= int(value) < 2**62, name, want)
+
+        warmest = "0 (greedy) or a number above, from 1e-06 on"
+        number("temperature", lambda t: t == 0 or t >= COLDEST, warmest)
+        whole("top_k", 0, "0 (off) or a positive integer")
+        number("top_p", lambda p: 0 < p <= 1, "above 0 and at most 1 (off)")
+        number("min_p", lambda p: 0 <= p < 1, "at least 0 (off) and below 1")
+        number("eta_cutoff", lambda p: 0 <= p < 1, "at least 0 (off) and below 1")
+        whole("max_new_tokens", 1, "at least 1, an integer")
+        whole("contextual_window", 1, "at least 1, an integer")
+        for name in ("contextual_penalty", "repetition_penalty"):
+            number(name, lambda p: p > 0, "above 0; 1 is off, above it penalises")
+        for name in ("presence_penalty", "frequency_penalty"):
+            number(name, lambda p: True, "a finite number; 0 is off, above it penalises")
+        wide = isinstance(self.seed, Integral) and -(2**63) <= self.seed < 2**64
+        demand(self.seed is None or wide, "seed", "None or an integer of 64 bits")
+        for name in ("stop_token_ids", "banned_token_ids"):
+            ids = getattr(self, name)
+            listed = isinstance(ids, Sequence | set | frozenset) and not isinstance(ids, str)
+            demand(listed and all(isinstance(t, Integral) and int(t) >= 0 for t in ids), name, "a list of token ids")
+            object.__setattr__(self, name, tuple(int(token) for token in ids))
+        listed = isinstance(self.stop_strings, list | tuple)
+        full = listed and all(isinstance(text, str) and text for text in self.stop_strings)
+        demand(full, "stop_strings", "a list of strings that are not empty")
+        object.__setattr__(self, "stop_strings", tuple(self.stop_strings))
 
 
 def draw_seed() -> int:
@@ -61,88 +112,153 @@ def draw_seed() -> int:
     return secrets.randbits(63)
 
 
-@dataclass
 class SlotSampling:
-    """The sampling parameters of B slots as tensors, with the noise of the current step.
+    """The sampling parameters of B slots as tensors, and the noise of the positions they are at.
 
-    A slot that holds no request is greedy. `noise` is computed at most once a position, for drafting and verifying.
+    A slot that holds no request is greedy. On the CPU rows of noise are kept from step to step.
     """
 
-    params: list[SamplingParams]
-    device: torch.device
-    seeds: Tensor = field(init=False)
-    temperatures: Tensor = field(init=False)
-
-    def __post_init__(self):
+    def __init__(self, params: list[SamplingParams], device: torch.device):
+        self.params, self.device = params, device
         # A greedy slot passes the filters untouched, so its neighbours' settings cannot reach it.
-        params = [p if p.temperature > 0 else replace(p, top_k=0, top_p=1.0, min_p=0.0) for p in self.params]
+        off = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "eta_cutoff": 0.0}
+        filters = [p if p.temperature > 0 else replace(p, **off) for p in params]
 
-        def column(name, dtype):
-            return torch.tensor([getattr(p, name) for p in params], dtype=dtype, device=self.device)
+        def column(name: str) -> Tensor:
+            return torch.tensor([getattr(p, name) for p in filters], dtype=torch.float32, device=device)[:, None]
 
-        signed = [(p.seed or 0) - 2**64 if (p.seed or 0) >= 2**63 else (p.seed or 0) for p in self.params]
-        self.seeds = torch.tensor(signed, dtype=torch.int64, device=self.device)
-        self.temperatures = column("temperature", torch.float32)
-        self.greedy = all(p.temperature == 0 for p in self.params)
-        self._mixed = not self.greedy and any(p.temperature == 0 for p in self.params)
-        self._divisors = torch.where(self.temperatures > 0, self.temperatures, 1.0)[:, None]
-        self._top_k = column("top_k", torch.int64) if any(p.top_k for p in params) else None
-        self._all_k = any(p.top_k == 0 for p in params)
-        self._most_k = max(p.top_k for p in params)
-        self._top_p = column("top_p", torch.float32)[:, None] if any(p.top_p < 1 for p in params) else None
-        self._min_p = column("min_p", torch.float32)[:, None] if any(p.min_p > 0 for p in params) else None
-        self._noise: dict[tuple[int, int], Tensor] = {}
+        signed = [(p.seed or 0) - 2**64 if (p.seed or 0) >= 2**63 else (p.seed or 0) for p in params]
+        self.seeds = torch.tensor(signed, dtype=torch.int64, device=device)
+        self.greedy = all(p.temperature == 0 for p in params)
+        self.penalties = Penalties(params, device)
+        self._sampled = column("temperature") > 0
+        self._mixed = not self.greedy and any(p.temperature == 0 for p in params)
+        self._divisors = torch.where(self._sampled, column("temperature"), 1.0)
+        top_k = [p.top_k for p in filters]
+        self._top_k = torch.tensor(top_k, device=device)[:, None] if any(top_k) else None
+        self._all_k, self._most_k = 0 in top_k, max(top_k)
+        self._top_p = column("top_p") if any(p.top_p < 1 for p in filters) else None
+        self._min_p = column("min_p") if any(p.min_p > 0 for p in filters) else None
+        self._eta = column("eta_cutoff") if any(p.eta_cutoff > 0 for p in filters) else None
+        self._rows: list[dict[int, Tensor]] = [{} for _ in params]
+        self._width = 0
+        self._sized: tuple[Tensor, int] | None = None
 
-    def new_step(self) -> None:
-        """Forget the noise of the last step; its positions have moved."""
-        self._noise.clear()
+    def noise(self, positions_B: Tensor, vocab_size: int) -> Tensor:
+        """g(seed, t, v) for the token at absolute position t = positions_B[b] of each slot: fp32 [B, V].
 
-    def noise(self, root_positions_B: Tensor, offset: int, vocab_size: int) -> Tensor:
-        """g at `offset` tokens behind each root, fp32 [B, V]; the same for drafter and verifier."""
-        key = offset, vocab_size
-        if key not in self._noise:
-            self._noise[key] = gumbel_noise(self.seeds, (root_positions_B + offset)[:, None], vocab_size)[:, 0]
-        return self._noise[key]
+        The same for drafter and verifier; it must not be written to.
+        """
+        if self.device.type != "cpu":
+            return gumbel_noise(self.seeds, positions_B[:, None], vocab_size)[:, 0]
+        # A row does not depend on the vocabulary's size, so the widest one asked for serves all.
+        self._width = max(self._width, vocab_size)
+        wanted = list(enumerate(positions_B.tolist()))
+        missing = [b for b, t in wanted if t not in self._rows[b] or len(self._rows[b][t]) < vocab_size]
+        if missing:
+            fresh = gumbel_noise(self.seeds[missing], positions_B[missing, None], self._width)
+            for b, row in zip(missing, fresh[:, 0].unbind(), strict=True):
+                kept = self._rows[b]
+                if len(kept) >= KEPT_ROWS:
+                    del kept[min(kept)]
+                kept[wanted[b][1]] = row
+        found = [self._rows[b][t][:vocab_size] for b, t in wanted]
+        return found[0][None] if len(found) == 1 else torch.stack(found)
 
-    def scores(self, logits_BV: Tensor, noise_BV: Tensor | None) -> Tensor:
-        """What candidates are ranked by: logits / T + noise, or the logits where a slot is greedy. fp32 [B, V]."""
+    def ranking(
+        self, logits: Tensor, history: History, positions_B: Tensor, offset: int, token_ids: Tensor | None = None
+    ) -> Tensor:
+        """Scores to rank candidates for the token `offset` behind each root by: penalised logits / T + its noise.
+
+        Filters are left out, they only drop what ranks low anyway. The logits themselves where every slot is greedy
+        and none has a penalty.
+
+        Args:
+            logits: [B, V] or [B, N, V].
+            history: valid through the roots; penalties count as they do there.
+            positions_B: int64, the roots' absolute positions.
+            token_ids: int64 [V], the target's ids of a restricted vocabulary; None: all, in order.
+        """
+        logits = self.penalties.apply(logits, history, positions_B, token_ids)
+        if self.greedy:
+            return logits
+        if token_ids is None:
+            noise_BV = self.noise(positions_B + offset, logits.shape[-1])
+        else:
+            noise_BV = self.noise(positions_B + offset, self._size(token_ids))[:, token_ids]
+        extra = logits.dim() - 2  # dimensions for nodes
+        divisors, sampled, noise = (
+            part.view(len(part), *[1] * extra, -1) for part in (self._divisors, self._sampled, noise_BV)
+        )
+        scores = logits.float() / divisors
+        return torch.where(sampled, scores + noise, scores) if self._mixed else scores.add_(noise)
+
+    def choose(self, logits_BV: Tensor, history: History, positions_B: Tensor) -> Tensor:
+        """The choice rule: the target's token at positions_B + 1, int64 [B].
+
+        Args:
+            logits_BV: of the nodes at absolute position positions_B (int64).
+            history: valid through positions_B: the context and the node's ancestors and itself.
+        """
+        return self.scores(logits_BV, history, positions_B).argmax(dim=-1)
+
+    def scores(self, logits_BV: Tensor, history: History, positions_B: Tensor) -> Tensor:
+        """What `choose` takes the argmax of: filtered penalised logits / T plus noise, where greedy without them."""
+        logits_BV = self.penalties.apply(logits_BV, history, positions_B)
         if self.greedy:
             return logits_BV
-        assert noise_BV is not None
-        noisy_BV = logits_BV.float() / self._divisors + noise_BV
-        if not self._mixed:
-            return noisy_BV
-        return torch.where(self.temperatures[:, None] > 0, noisy_BV, logits_BV.float())
+        scores_BV = self.filtered(logits_BV)
+        noisy_BV = scores_BV + self.noise(positions_B + 1, logits_BV.shape[-1])
+        return torch.where(self._sampled, noisy_BV, scores_BV) if self._mixed else noisy_BV
 
-    def choose(self, logits_BV: Tensor, noise_BV: Tensor | None) -> Tensor:
-        """The choice rule, one row a slot: int64 [B]. `noise_BV` is not read when every slot is greedy."""
-        if self.greedy:
-            return logits_BV.argmax(dim=-1)
-        return self.scores(self.filter(logits_BV), noise_BV).argmax(dim=-1)
+    def filtered(self, logits_BV: Tensor) -> Tensor:
+        """logits / T in fp32, with what top-k, top-p, min-p and eta drop at -inf.
 
-    def filter(self, logits_BV: Tensor) -> Tensor:
-        """Logits with what top-k, top-p and min-p drop at -inf, each taken on the renormalised rest of the one before.
-
-        Greedy slots pass through unchanged.
+        Each filter sees the renormalised rest of the one before. Greedy slots pass through unchanged.
         """
-        dropped = -torch.inf
+        scaled_BV = logits_BV.float() / self._divisors
         if self._top_k is not None:
-            vocab = logits_BV.shape[-1]
-            k_B = torch.where(self._top_k > 0, self._top_k, vocab).clamp(max=vocab)
-            largest = logits_BV.topk(vocab if self._all_k else min(self._most_k, vocab), dim=-1).values
-            logits_BV = logits_BV.masked_fill(logits_BV < largest.gather(1, k_B[:, None] - 1), dropped)
+            scaled_BV = self._keep_top_k(scaled_BV)
         if self._top_p is not None:
-            # Sorted as logits: tokens whose probabilities round to the same number keep their order.
-            ordered, order = (logits_BV.float() / self._divisors).sort(dim=-1, descending=True, stable=True)
-            probs = ordered.softmax(-1)
-            before = probs.cumsum(-1) - probs  # the most probable token has 0 before it and always stays
-            drop = torch.zeros_like(order, dtype=torch.bool).scatter_(1, order, before >= self._top_p)
-            logits_BV = logits_BV.masked_fill(drop & (self._top_p < 1), dropped)
+            scaled_BV = self._keep_top_p(scaled_BV)
         if self._min_p is not None:
-            scaled = logits_BV.float() / self._divisors
-            border = scaled.amax(-1, keepdim=True) + self._min_p.log()
-            logits_BV = logits_BV.masked_fill(scaled < border, dropped)
-        return logits_BV
+            border_B1 = scaled_BV.amax(-1, keepdim=True) + self._min_p.log()
+            scaled_BV = scaled_BV.masked_fill(scaled_BV < border_B1, -torch.inf)
+        if self._eta is not None:
+            scaled_BV = self._keep_eta(scaled_BV)
+        return scaled_BV
+
+    def _keep_top_k(self, scaled_BV: Tensor) -> Tensor:
+        assert self._top_k is not None
+        vocab = scaled_BV.shape[-1]
+        k_B1 = torch.where(self._top_k > 0, self._top_k, vocab).clamp(max=vocab)
+        largest = scaled_BV.topk(vocab if self._all_k else min(self._most_k, vocab), dim=-1).values
+        return scaled_BV.masked_fill(scaled_BV < largest.gather(1, k_B1 - 1), -torch.inf)
+
+    def _keep_top_p(self, scaled_BV: Tensor) -> Tensor:
+        assert self._top_p is not None
+        # Sorted as logits: tokens whose probabilities round to the same number keep their order.
+        ordered, order = scaled_BV.sort(dim=-1, descending=True, stable=True)
+        probs = ordered.softmax(-1)
+        before = probs.cumsum(-1) - probs  # the most probable token has 0 before it and always stays
+        drop = torch.zeros_like(order, dtype=torch.bool).scatter_(1, order, before >= self._top_p)
+        return scaled_BV.masked_fill(drop & (self._top_p < 1), -torch.inf)
+
+    def _keep_eta(self, scaled_BV: Tensor) -> Tensor:
+        assert self._eta is not None
+        log_probs = scaled_BV - scaled_BV.logsumexp(-1, keepdim=True)
+        probs = log_probs.exp()
+        # 0 * -inf counts as 0.
+        entropy_B1 = -(probs * log_probs.clamp(min=torch.finfo(torch.float32).min)).sum(-1, keepdim=True)
+        border_B1 = torch.minimum(self._eta, self._eta.sqrt() * (-entropy_B1).exp())
+        drop = (probs < border_B1) & (scaled_BV < scaled_BV.amax(-1, keepdim=True))
+        return scaled_BV.masked_fill(drop, -torch.inf)
+
+    def _size(self, token_ids: Tensor) -> int:
+        """The smallest vocabulary that holds these ids; read from the device once for each tensor."""
+        if self._sized is None or self._sized[0] is not token_ids:
+            self._sized = token_ids, int(token_ids.max()) + 1
+        return self._sized[1]
 
 
 def one_each(params: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:

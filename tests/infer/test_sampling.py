@@ -3,10 +3,12 @@
 import pytest
 import torch
 
+from longdraft.infer.history import History
 from longdraft.infer.sampling import SamplingParams, SlotSampling, one_each
 from longdraft.kernels.gumbel import gumbel_noise
 
 CPU = torch.device("cpu")
+NONE = History(8, 64)  # what is before does not matter without penalties
 
 
 def filtered_by_hand(logits, p: SamplingParams):
@@ -45,7 +47,7 @@ def filtered_by_hand(logits, p: SamplingParams):
 def test_filters_equal_the_formula(params):
     torch.manual_seed(0)
     logits = torch.randn(6, 50) * 3
-    kept = SlotSampling([params] * 6, CPU).filter(logits).isfinite()
+    kept = SlotSampling([params] * 6, CPU).filtered(logits).isfinite()
     for row in range(6):
         assert set(kept[row].nonzero().flatten().tolist()) == filtered_by_hand(logits[row], params)
 
@@ -60,10 +62,10 @@ def test_a_slot_is_not_touched_by_its_neighbours_parameters():
     ]
     logits, positions = torch.randn(4, 60) * 2, torch.tensor([3, 9, 9, 40])
     together = SlotSampling(many, CPU)
-    chosen = together.choose(logits, together.noise(positions, 1, 60))
+    chosen = together.choose(logits, NONE, positions)
     for b, params in enumerate(many):
         alone = SlotSampling([params], CPU)
-        assert alone.choose(logits[b : b + 1], alone.noise(positions[b : b + 1], 1, 60)) == chosen[b]
+        assert alone.choose(logits[b : b + 1], NONE, positions[b : b + 1]) == chosen[b]
 
 
 def test_a_greedy_slot_ignores_filters_whoever_stands_beside_it():
@@ -72,8 +74,9 @@ def test_a_greedy_slot_ignores_filters_whoever_stands_beside_it():
     logits = torch.stack([low, low.nextafter(torch.tensor(1.0)), torch.tensor(-5.0)])[None]
     greedy = SamplingParams(top_p=0.3, min_p=0.9, top_k=1)
     beside = SlotSampling([greedy, SamplingParams(temperature=1.0, top_p=0.5, seed=1)], CPU)
-    noise = beside.noise(torch.tensor([3, 3]), 1, 3)
-    assert beside.choose(logits.repeat(2, 1), noise)[0] == SlotSampling([greedy], CPU).choose(logits, None)[0] == 1
+    alone = SlotSampling([greedy], CPU)
+    positions = torch.tensor([3, 3])
+    assert beside.choose(logits.repeat(2, 1), NONE, positions)[0] == alone.choose(logits, NONE, positions[:1])[0] == 1
 
 
 def test_choice_is_the_argmax_of_filtered_logits_and_noise():
@@ -83,12 +86,15 @@ def test_choice_is_the_argmax_of_filtered_logits_and_noise():
     noise = gumbel_noise(torch.tensor([11]), torch.tensor([[31]]), 64)[0, 0]
     kept = filtered_by_hand(logits[0], params)
     by_hand = max(kept, key=lambda v: float(logits[0, v] / 0.8 + noise[v]))
-    assert sampling.choose(logits, sampling.noise(torch.tensor([30]), 1, 64)).item() == by_hand
+    assert sampling.choose(logits, NONE, torch.tensor([30])).item() == by_hand
 
 
 def test_greedy_is_the_argmax_and_asks_for_no_noise():
     logits = torch.randn(3, 20)
-    assert torch.equal(SlotSampling([SamplingParams()] * 3, CPU).choose(logits, None), logits.argmax(1))
+    sampling, positions = SlotSampling([SamplingParams()] * 3, CPU), torch.arange(3)
+    assert torch.equal(sampling.choose(logits, NONE, positions), logits.argmax(1))
+    assert sampling.ranking(logits, NONE, positions, 1) is logits
+    assert not any(sampling._rows)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,39 @@
+"""Every slot's tokens by absolute position, on the device: what penalties look back on.
+
+The walk writes each choice where it will stand if the walk goes on, so the history of a node is the context and its
+ancestors in the tree, and no node is penalised for another branch. Shapes: B slots, S capacity.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+class History:
+    """int64 [B, S] tokens, valid up to each slot's root, and int64 [B] prompt lengths.
+
+    Beyond the root lies what the last walk wrote, which is void.
+    """
+
+    def __init__(self, batch: int, capacity: int, device: torch.device | str = "cpu"):
+        self.tokens = torch.zeros(batch, capacity, dtype=torch.int64, device=device)
+        self.prompt_lengths = torch.zeros(batch, dtype=torch.int64, device=device)
+        self._slots_B = torch.arange(batch, device=device)
+
+    def start(self, slot: int, prompt: Sequence[int]) -> None:
+        """This slot begins with this prompt."""
+        self.tokens[slot, : len(prompt)] = torch.tensor(prompt, device=self.tokens.device)
+        self.prompt_lengths[slot] = len(prompt)
+
+    def write(self, positions_B: Tensor, tokens_B: Tensor) -> None:
+        """One token a slot at this position (int64 [B] each); positions behind the end are dropped."""
+        inside_B = positions_B < self.tokens.shape[1]
+        places_B = torch.where(inside_B, positions_B, self.tokens.shape[1] - 1)
+        kept_B = torch.where(inside_B, tokens_B, self.tokens[self._slots_B, places_B])
+        self.tokens[self._slots_B, places_B] = kept_B
+
+    def read(self, first_B: Tensor, count: int) -> Tensor:
+        """int64 [B, count]: the tokens from position first_B[b] on; places outside are clamped to the ends."""
+        places_BC = first_B[:, None] + torch.arange(count, device=first_B.device)
+        return self.tokens.gather(1, places_BC.clamp(0, self.tokens.shape[1] - 1))

@@ -1,0 +1,136 @@
+"""Penalties and bans: what a request takes off the target's logits because of the tokens that stand before.
+
+They see a node's own history, the context and its ancestors in the tree (infer/history.py). Here is the arithmetic
+alone; its place in the order of processors is infer/sampling.py's. Order: contextual, repetition, presence and
+frequency, bans. Shapes: B slots, N nodes, V vocabulary, C tokens of history looked at, R restricted vocabulary.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from longdraft.infer.history import History
+
+
+class Penalties:
+    """The penalties and bans of B slots, from their SamplingParams. Without any, `apply` does nothing."""
+
+    def __init__(self, params: Sequence, device: torch.device):
+        def column(name: str, dtype: torch.dtype, off: float) -> Tensor | None:
+            values = [getattr(p, name) for p in params]
+            return torch.tensor(values, dtype=dtype, device=device)[:, None] if set(values) != {off} else None
+
+        self._device = device
+        self._contextual = column("contextual_penalty", torch.float32, 1.0)
+        # The windows of slots without the penalty must not make the others' reads longer.
+        windows = [p.contextual_window if p.contextual_penalty != 1 else 1 for p in params]
+        self._windows, self._widest = torch.tensor(windows, device=device), max(windows)
+        self._repetition = column("repetition_penalty", torch.float32, 1.0)
+        self._presence = column("presence_penalty", torch.float32, 0.0)
+        self._frequency = column("frequency_penalty", torch.float32, 0.0)
+        self._banned = [p.banned_token_ids for p in params] if any(p.banned_token_ids for p in params) else None
+        self._ban_masks: dict[tuple[int, bool], Tensor] = {}
+        self._places: tuple[Tensor, Tensor] | None = None
+        self._counts = self._presence is not None or self._frequency is not None
+        self._looks_back = self._contextual is not None or self._repetition is not None or self._counts
+        self.any = self._looks_back or self._banned is not None
+
+    def apply(self, logits: Tensor, history: History, positions_B: Tensor, token_ids_R: Tensor | None = None) -> Tensor:
+        """Penalised logits, fp32; the logits themselves where there is nothing to do.
+
+        Args:
+            logits: [B, V] or [B, N, V], of nodes whose history is `history` up to and including positions_B.
+            token_ids_R: int64, the target's ids of a restricted vocabulary of which these are the logits.
+        """
+        if not self.any:
+            return logits
+        logits_BNV = (logits if logits.dim() == 3 else logits[:, None]).float()
+        if self._looks_back:
+            logits_BNV = self._look_back(logits_BNV, history, positions_B, token_ids_R)
+        if self._banned is not None:
+            logits_BNV = logits_BNV.masked_fill(self._bans(logits_BNV.shape[-1], token_ids_R)[:, None], -torch.inf)
+        return logits_BNV if logits.dim() == 3 else logits_BNV[:, 0]
+
+    def _look_back(self, logits_BNV: Tensor, history: History, positions_B: Tensor, ids_R: Tensor | None) -> Tensor:
+        count = self._reach(history, positions_B)
+        first_B = positions_B - (count - 1)
+        tokens_BC = history.read(first_B, count)
+        places_BC = first_B[:, None] + torch.arange(count, device=first_B.device)
+        if ids_R is not None:
+            # One more column takes what stands outside of the restricted vocabulary.
+            tokens_BC = self._place_of(ids_R)[tokens_BC.clamp(max=len(self._place_of(ids_R)) - 1)]
+            logits_BNV = torch.nn.functional.pad(logits_BNV, (0, 1))
+        if self._contextual is not None:
+            recent = min(self._widest, count)
+            inside_BC = places_BC[:, -recent:] > (positions_B - self._windows).clamp(min=-1)[:, None]
+            logits_BNV = _scale_seen(logits_BNV, tokens_BC[:, -recent:], inside_BC, self._contextual)
+        if self._repetition is not None:
+            logits_BNV = _scale_seen(logits_BNV, tokens_BC, places_BC >= 0, self._repetition)
+        if self._counts:
+            generated_BC = places_BC >= history.prompt_lengths[:, None]
+            logits_BNV = self._subtract(logits_BNV, tokens_BC, generated_BC)
+        return logits_BNV if ids_R is None else logits_BNV[..., :-1]
+
+    def _reach(self, history: History, positions_B: Tensor) -> int:
+        """How many of the last tokens have to be read. On a GPU, where positions are not known, the most it can be."""
+        capacity = history.tokens.shape[1]
+        whole = self._repetition is not None or self._counts
+        if positions_B.device.type != "cpu":
+            return capacity if whole else min(capacity, self._widest)
+        longest = int(positions_B.max()) + 1
+        if self._repetition is None and self._counts:  # the prompt does not count, but for the window's part of it
+            longest = max(int((positions_B - history.prompt_lengths).max()) + 1, min(self._widest, longest))
+        elif not whole:
+            longest = min(self._widest, longest)
+        return max(1, min(capacity, longest))
+
+    def _subtract(self, logits_BNV: Tensor, tokens_BC: Tensor, generated_BC: Tensor) -> Tensor:
+        """presence once and frequency as often as a token was generated, in exact counts."""
+        batch, nodes, vocab = logits_BNV.shape
+        zeros_BV = torch.zeros(batch, vocab, device=logits_BNV.device)
+        times_BC = zeros_BV.scatter_add(1, tokens_BC, generated_BC.float()).gather(1, tokens_BC)
+        less_BC = torch.zeros_like(times_BC)
+        if self._presence is not None:
+            less_BC = less_BC + self._presence * (times_BC > 0)
+        if self._frequency is not None:
+            less_BC = less_BC + self._frequency * times_BC
+        index_BNC = tokens_BC[:, None].expand(-1, nodes, -1)
+        return logits_BNV.scatter(2, index_BNC, logits_BNV.gather(2, index_BNC) - less_BC[:, None])
+
+    def _place_of(self, ids_R: Tensor) -> Tensor:
+        """int64 [last id + 2]: where each target id stands in `ids_R`, R where it does not; kept for one `ids_R`."""
+        if self._places is None or self._places[0] is not ids_R:
+            places = torch.full((int(ids_R.max()) + 2,), len(ids_R), device=ids_R.device)
+            places[ids_R] = torch.arange(len(ids_R), device=ids_R.device)
+            self._places = ids_R, places
+        return self._places[1]
+
+    def _bans(self, width: int, ids_R: Tensor | None) -> Tensor:
+        """bool [B, V] or [B, R] of the banned tokens."""
+        assert self._banned is not None
+        vocab = width if ids_R is None else len(self._place_of(ids_R))
+        key = vocab, ids_R is None
+        if key not in self._ban_masks:
+            mask = torch.zeros(len(self._banned), vocab, dtype=torch.bool)
+            for slot, ids in enumerate(self._banned):
+                if ids_R is None and ids and max(ids) >= vocab:
+                    raise ValueError(f"banned_token_ids has {max(ids)}; the target's vocabulary is 0..{vocab - 1}")
+                mask[slot, [token for token in ids if token < vocab]] = True
+                if ids_R is None and bool(mask[slot].all()):
+                    raise ValueError(f"banned_token_ids has all {vocab} tokens; leave at least one")
+            self._ban_masks[key] = mask.to(self._device)
+        mask_BV = self._ban_masks[key]
+        return mask_BV if ids_R is None else mask_BV[:, ids_R]
+
+
+def _scale_seen(logits_BNV: Tensor, tokens_BC: Tensor, inside_BC: Tensor, penalty_B1: Tensor) -> Tensor:
+    """logit / penalty where positive, logit * penalty where negative, for the tokens of the history, once each.
+
+    Every occurrence of a token writes the same number. Places that are not inside stand for the last one, which always
+    is. A penalty of 1 leaves every bit as it is.
+    """
+    tokens_BC = torch.where(inside_BC, tokens_BC, tokens_BC[:, -1:])
+    index_BNC = tokens_BC[:, None].expand(-1, logits_BNV.shape[1], -1)
+    old_BNC, penalty_B11 = logits_BNV.gather(2, index_BNC), penalty_B1[:, None]
+    return logits_BNV.scatter(2, index_BNC, torch.where(old_BNC > 0, old_BNC / penalty_B11, old_BNC * penalty_B11))
