@@ -21,11 +21,14 @@ class TokenTree:
     Attributes:
         tokens: int64 [B, N].
         parents: int64 [B, N]; -1 for the root, -2 for padding, else an index smaller than the node's own.
+        classes: int64 [B, N] or None: what a drafter knows of a node's chances, as the number of a class whose rate the
+            engine learns (infer/budget.py). None: a node's class is its index.
     Siblings carry different tokens, so no prefix is verified twice and the walk is never ambiguous.
     """
 
     tokens: Tensor
     parents: Tensor
+    classes: Tensor | None = None
 
     @staticmethod
     def roots(tokens_B: Tensor) -> "TokenTree":
@@ -96,7 +99,7 @@ class TokenTree:
 
         parents_BN: this tree's, but for nodes that are taken out of it (PAD).
         """
-        tree = TokenTree(tokens_BN, self.parents if parents_BN is None else parents_BN)
+        tree = TokenTree(tokens_BN, self.parents if parents_BN is None else parents_BN, self.classes)
         tree.__dict__.update({name: self.__dict__[name] for name in ("ancestors", "depths") if name in self.__dict__})
         return tree
 
@@ -107,7 +110,29 @@ class TokenTree:
         if extra == 0:
             return self
         pad = torch.nn.functional.pad
-        return TokenTree(pad(self.tokens, (0, extra)), pad(self.parents, (0, extra), value=PAD))
+        classes = None if self.classes is None else pad(self.classes, (0, extra))
+        return TokenTree(pad(self.tokens, (0, extra)), pad(self.parents, (0, extra), value=PAD), classes)
+
+    def take(self, order_BW: Tensor) -> "TokenTree":
+        """The trie of these nodes alone, in this order.
+
+        Args:
+            order_BW: int64, indices of nodes: the root first, every parent before its children, none twice; padding
+                nodes may stand at the end.
+        """
+        batch, width = order_BW.shape
+        places = torch.arange(width, device=order_BW.device).expand(batch, -1)
+        moved_BN = torch.zeros_like(self.parents).scatter_(1, order_BW, places)
+        old_BW = self.parents.gather(1, order_BW)
+        parents_BW = torch.where(old_BW >= 0, moved_BN.gather(1, old_BW.clamp(min=0)), old_BW)
+        classes = order_BW if self.classes is None else self.classes.gather(1, order_BW)
+        tree = TokenTree(self.tokens.gather(1, order_BW), parents_BW, classes)
+        if "ancestors" in self.__dict__:
+            rows = self.ancestors.gather(1, order_BW[:, :, None].expand(-1, -1, self.width))
+            tree.__dict__["ancestors"] = rows.gather(2, order_BW[:, None, :].expand(-1, width, -1))
+        if "depths" in self.__dict__:
+            tree.__dict__["depths"] = self.depths.gather(1, order_BW)
+        return tree
 
     def paths(self) -> list[list[list[int]]]:
         """Every sequence's nodes as token paths below the root, in node order (host lists)."""

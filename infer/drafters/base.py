@@ -1,14 +1,15 @@
 """What a drafter is: the one interface between the decoding loop and a method.
 
-Shapes: B slots, T rows of a pass, V vocabulary.
+Shapes: B slots, T rows of a pass, N tree nodes, V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
+import torch
 from torch import Tensor
 
+from longdraft.infer.history import History
 from longdraft.infer.sampling import SamplingParams, SlotSampling
 from longdraft.infer.tree import TokenTree
 from longdraft.infer.verify import Verdict
@@ -27,59 +28,91 @@ class Request:
 
 @dataclass
 class SlotState:
-    """Where every slot stands before a step. Only the engine writes it.
+    """Where every slot stands between two steps. Only the loop writes it.
 
     Attributes:
         roots: int64 [B], the last committed token of each slot.
-        positions: int64 [B], its absolute position, counted without padding; the target's cache ends right before it.
+        positions: int64 [B], its absolute position, counted without padding. The cache ends right before it.
         active: bool [B], False for slots without a request.
-        sampling: the slots' parameters, and the noise of this step.
+        history: every slot's tokens by absolute position, up to the root, on the device.
+        sampling: the slots' parameters, and the noise of their positions.
         committed: per slot the prompt and all new tokens, on the host (on a GPU it may lag one step behind).
     """
 
     roots: Tensor
     positions: Tensor
     active: Tensor
+    history: History
     sampling: SlotSampling
     committed: list[list[int]]
 
-    def ranking(self, logits_BV: Tensor, offset: int) -> Tensor:
-        """Scores to rank candidates for the token `offset` behind the root by, fp32 or the logits' dtype [B, V].
+    def ranking(self, logits: Tensor, offset: int, token_ids: Tensor | None = None) -> Tensor:
+        """Scores to rank candidates for the token `offset` behind the root by: fp32, or the logits' dtype.
 
-        At T > 0 the noise that the target's choice will use is known beforehand, so candidates are ranked with it.
+        At T > 0 the noise that the target's choice will use is known beforehand, so candidates are ranked with it;
+        penalties and bans count as the root's history has them.
+
+        Args:
+            logits: [B, V], or [B, N, V] of several nodes at this depth.
+            token_ids: int64 [V], the target's ids of a restricted draft vocabulary; None: all, in order.
         """
-        return self.sampling.scores(logits_BV, self.noise(offset, logits_BV.shape[-1]))
-
-    def noise(self, offset: int, vocab_size: int) -> Tensor | None:
-        """g(seed, root's position + offset, .), fp32 [B, V]; None when every slot is greedy."""
-        return None if self.sampling.greedy else self.sampling.noise(self.positions, offset, vocab_size)
+        return self.sampling.ranking(logits, self.history, self.positions, offset, token_ids)
 
 
-class Drafter(Protocol):
+class Drafter:
     """Proposes candidates. Whatever they are, the output is plain decoding's; they only decide how many steps it takes.
 
     Attributes:
-        needs: the TargetOutput fields it wants from every pass of the target, the prefill's included.
+        needs: the TargetOutput fields it wants from the next pass of the target, the prefill's included; it may change
+            from pass to pass. "queries" are the root's in a step, the last row's in a prefill.
         max_nodes: the most nodes below the root it ever proposes.
         max_depth: the deepest level it ever proposes.
+        pass_seconds: wall-clock time that it spent inside its own networks since it was made; the rest is host time.
     """
 
-    needs: frozenset[str]
+    needs: frozenset[str] = frozenset()
     max_nodes: int
     max_depth: int
+    pass_seconds: float = 0.0
+
+    @property
+    def n_classes(self) -> int:
+        """Number of node classes (`TokenTree.classes`); a class is the node's index where a tree has none."""
+        return 1 + self.max_nodes
 
     def begin(self, slots: Sequence[int], requests: Sequence[Request], cache: KVCache) -> None:
-        """These slots start these requests; what was kept for the slots' former requests is void."""
-        ...
+        """These slots start these requests on this cache; what was kept for the slots' former requests is void."""
 
     def read(self, slots: Sequence[int], tokens_BT: Tensor, output: TargetOutput) -> None:
-        """One chunk of the prefill of these slots (rows of `tokens_BT` and `output` are the slots, in order)."""
-        ...
+        """One chunk of the prefill of these slots (rows of `tokens_BT` and `output` are the slots, in order), already
+        committed to the cache."""
 
     def propose(self, state: SlotState, room: int) -> TokenTree:
-        """At most `room` nodes below the roots."""
-        ...
+        """At most `room` nodes below the roots, the ones worth most first as far as the drafter can tell."""
+        raise NotImplementedError
 
-    def observe(self, tree: TokenTree, verdict: Verdict, output: TargetOutput) -> None:
-        """What the target computed of `tree`, and what was committed (possibly another drafter's tokens)."""
-        ...
+    def observe(self, state: SlotState, tree: TokenTree, verdict: Verdict, output: TargetOutput) -> None:
+        """What the target computed of `tree`, and what was committed of it; `state` stands behind the step.
+
+        The tree may hold other drafters' nodes or only some of those proposed, and the committed tokens may be none of
+        this drafter's: catch up. Slots with `verdict.counts[b] == 0` took no part.
+        """
+
+    def rewind(self, lengths_B: Tensor) -> None:
+        """The tokens at positions >= lengths_B[b] (int64) were taken back: an outer engine decided otherwise.
+
+        Until the next `propose`, whose state tells what stands there now, nothing else happens.
+        """
+
+    def memory_bytes(self, batch: int, capacity: int) -> Mapping[str, int]:
+        """What it will allocate for `batch` slots of `capacity` positions, by name, its weights not counted."""
+        return {}
+
+    def decisions(self) -> Mapping[str, str]:
+        """What it decided by itself in the running call (an `auto`), in words; shown with the statistics."""
+        return {}
+
+
+def committed_nodes(verdict: Verdict) -> Tensor:
+    """bool [B, P]: which places of `verdict.rows` and `verdict.tokens` count."""
+    return torch.arange(verdict.rows.shape[1], device=verdict.rows.device) < verdict.counts[:, None]

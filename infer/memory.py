@@ -1,0 +1,72 @@
+"""What decoding will hold in memory, before anything is allocated. Not here: what training holds (train/).
+
+Shapes: B slots, S positions a slot.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from longdraft.infer.drafters.base import Drafter
+from longdraft.models.decoder import Decoder
+
+
+def estimate_memory(
+    model: Decoder, drafter: Drafter, batch: int, capacity: int, width: int, chunk: int
+) -> dict[str, int]:
+    """Bytes by name: the weights, which are there already, and what decoding adds.
+
+    Args:
+        batch: slots. capacity: rows of the cache a slot. width: rows of the widest verification. chunk: of a prefill.
+    """
+    config, weight = model.config, model.embed_tokens.weight
+    size = weight.element_size()
+    row = 2 * config.n_layers * config.n_kv_heads * config.head_dim * size
+    # The widest tensors alive at once in a pass: stream, normed copy, gate and up; and in a verification the logits.
+    per_row = (2 * config.hidden_size + 2 * config.intermediate_size) * size
+    rows = max(chunk, batch * width)
+    return {
+        "weights": sum(p.numel() * p.element_size() for p in model.parameters()),
+        "cache": batch * capacity * row,
+        "passes": rows * per_row + batch * width * config.vocab_size * size + batch * config.vocab_size * 8,
+        **{f"draft {name}": count for name, count in drafter.memory_bytes(batch, capacity).items()},
+    }
+
+
+def available_bytes(device: torch.device) -> int | None:
+    """Free memory of the device; None where nobody tells."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    info = Path("/proc/meminfo")
+    if not info.exists():
+        return None
+    fields = dict(line.split(":", 1) for line in info.read_text().splitlines())
+    return int(fields["MemAvailable"].split()[0]) * 1024 if "MemAvailable" in fields else None
+
+
+def words(parts: Mapping[str, int]) -> str:
+    """The estimate in one line."""
+    return ", ".join(f"{name} {size(count)}" for name, count in parts.items())
+
+
+def size(count: int) -> str:
+    """Bytes for people."""
+    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
+
+
+def check_memory(parts: Mapping[str, int], batch: int, capacity: int, device: torch.device) -> None:
+    """Raise ValueError with the positions that would fit, where the estimate exceeds what is free."""
+    free = available_bytes(device)
+    if free is None:
+        return
+    needed = sum(count for name, count in parts.items() if name != "weights")
+    if needed <= free:
+        return
+    fixed = needed - parts["cache"]
+    fitting = max(0, int((free - fixed) // (parts["cache"] // capacity)))
+    raise ValueError(
+        f"memory: {batch} sequences of {capacity} positions need {size(needed)} beside the weights ({words(parts)}), "
+        f"and {size(free)} is free: about {fitting} positions each would fit; lower max_length, "
+        "max_new_tokens or slots"
+    )

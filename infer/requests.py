@@ -1,0 +1,126 @@
+"""Prompts and sampling parameters to checked requests, and a request's life on a slot. Not here: the decoding loop."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from longdraft.infer.drafters.base import Request
+from longdraft.infer.results import Generation, Piece, Statistics
+from longdraft.infer.sampling import SamplingParams, draw_seed, one_each
+from longdraft.infer.text import StopStrings
+from longdraft.models.hf import Target
+
+Message = Mapping[str, str]
+Prompt = str | Sequence[int] | Sequence[Message]
+
+
+def read_requests(
+    target: Target,
+    prompts: Prompt | Sequence[Prompt],
+    params: SamplingParams | Sequence[SamplingParams],
+    max_length: int,
+) -> list[Request]:
+    """One request a prompt: text, token ids, or a chat's messages, which the tokenizer's own template puts in words.
+
+    Raises:
+        ValueError: a prompt that is empty, too long for `max_length` positions, or no prompt; a text where the target
+            has no tokenizer; banned or stop token ids outside the vocabulary; params of another number than prompts.
+    """
+    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], Mapping)):
+        prompts = [prompts]  # type: ignore[list-item]
+    if any(isinstance(prompt, int) for prompt in prompts):
+        raise ValueError("prompts: token ids where prompts belong; give a list of prompts, as [[1, 2, 3]]")
+    requests = []
+    for index, (prompt, sampling) in enumerate(zip(prompts, one_each(params, len(prompts)), strict=True)):
+        tokens = _tokens(target, prompt)  # type: ignore[arg-type]
+        _check(target, index, tokens, sampling, max_length)
+        seed = draw_seed() if sampling.seed is None else sampling.seed
+        requests.append(Request(index, tokens, replace(sampling, seed=seed)))
+    return requests
+
+
+def _tokens(target: Target, prompt: Prompt) -> list[int]:
+    chat = bool(prompt) and isinstance(prompt[0], Mapping)
+    if not (isinstance(prompt, str) or chat):
+        return [int(token) for token in prompt]  # type: ignore[arg-type]
+    if target.tokenizer is None:
+        raise ValueError("a text prompt needs a tokenizer, and this target has none; give token ids")
+    if not chat:
+        return target.tokenizer(prompt).input_ids
+    if not target.tokenizer.chat_template:
+        raise ValueError(f"a chat needs a chat template, and {target.name}'s tokenizer has none; give text")
+    return target.tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, return_dict=False)
+
+
+def _check(target: Target, index: int, tokens: list[int], sampling: SamplingParams, max_length: int) -> None:
+    config = target.model.config
+    vocab = config.vocab_size
+    if not tokens:
+        raise ValueError(f"prompt {index} has no tokens; give at least one (the BOS token, for an open start)")
+    for name, ids in [
+        (f"prompt {index}: token ids", tokens),
+        ("sampling parameter banned_token_ids", sampling.banned_token_ids),
+        ("sampling parameter stop_token_ids", sampling.stop_token_ids),
+    ]:
+        if ids and (min(ids) < 0 or max(ids) >= vocab):
+            raise ValueError(f"{name} must lie in 0..{vocab - 1}, got {min(ids)}..{max(ids)}")
+    if len(set(sampling.banned_token_ids)) == vocab:
+        raise ValueError("sampling parameter banned_token_ids: all tokens are banned; leave at least one")
+    if sampling.stop_strings and target.tokenizer is None:
+        raise ValueError("sampling parameter stop_strings: this target has no tokenizer; use stop_token_ids")
+    if len(tokens) >= max_length:
+        raise ValueError(
+            f"prompt {index} has {len(tokens)} tokens; at most {max_length - 1} fit, so that one can follow "
+            f"(max_length={max_length}, the target has {config.max_positions} positions)"
+        )
+
+
+@dataclass
+class Lane:
+    """A request on its slot: what is committed, and when it ends."""
+
+    request: Request
+    target: Target
+    max_length: int
+    started: float
+    stats: Statistics
+    finish_reason: str = ""
+    committed: list[int] = field(init=False)
+
+    def __post_init__(self):
+        sampling = self.request.sampling
+        self.committed = list(self.request.prompt)
+        ends = () if sampling.ignore_eos else self.target.eos_token_ids
+        self._stop_ids = frozenset(ends) | frozenset(sampling.stop_token_ids)
+        self._stops = StopStrings(self.target.tokenizer, sampling.stop_strings) if sampling.stop_strings else None
+
+    def commit(self, tokens: Sequence[int]) -> list[int]:
+        """Append tokens up to the first that ends the sequence; returns what was appended."""
+        before, sampling = len(self.committed), self.request.sampling
+        last = len(self.request.prompt) + sampling.max_new_tokens
+        for token in tokens:
+            self.committed.append(token)
+            if token in self._stop_ids or (self._stops is not None and self._stops.push(token)):
+                self.finish_reason = "stop"
+            elif len(self.committed) >= last:
+                self.finish_reason = "length"
+            elif len(self.committed) >= self.max_length:
+                self.finish_reason = "capacity"
+            if self.finish_reason:
+                break
+        return self.committed[before:]
+
+    def piece(self, tokens: list[int], accepted: int, decisions: Callable[[], dict[str, str]]) -> Piece:
+        """These tokens for a stream, with the generation when they are the last."""
+        generation = self.generation(decisions()) if self.finish_reason else None
+        return Piece(self.request.index, tokens, min(accepted, len(tokens)), generation)
+
+    def generation(self, decisions: dict[str, str]) -> Generation:
+        """The finished request."""
+        tokenizer, request = self.target.tokenizer, self.request
+        tokens, seed = self.committed[len(request.prompt) :], request.sampling.seed
+        assert seed is not None
+        text = None if tokenizer is None else tokenizer.decode(tokens, skip_special_tokens=True)
+        if self._stops is not None and self.finish_reason == "stop" and tokens[-1] not in self._stop_ids:
+            text = self._stops.text
+        self.stats.decisions = decisions
+        return Generation(request.index, request.prompt, tokens, text, seed, self.finish_reason, self.stats)

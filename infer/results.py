@@ -1,0 +1,105 @@
+"""What decoding gives back: generations with their statistics, and the pieces of a stream. Not here: how they are made."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Statistics:
+    """What one generation cost. Seconds are wall-clock time; on a GPU the parts are times of launching, not of running.
+
+    The times of a step are shared by all slots that took part in it, so they are not divided by the batch.
+    """
+
+    steps: int = 0
+    drafted: int = 0  # nodes verified below the roots
+    prefill_seconds: float = 0.0
+    first_token_seconds: float = 0.0  # from the start of the prefill to the first step's tokens
+    decode_seconds: float = 0.0
+    draft_seconds: float = 0.0
+    draft_pass_seconds: float = 0.0  # of draft_seconds, inside networks
+    target_seconds: float = 0.0  # verification: the target's passes
+    commit_seconds: float = 0.0  # choice, walk, keep, observe
+    choice_seconds: float = 0.0  # of commit_seconds: processors, noise, argmax
+    accepted_at_depth: list[int] = field(default_factory=list)  # [d] steps whose walk accepted at least d + 1 nodes
+    decisions: dict[str, str] = field(default_factory=dict)  # what an `auto` decided, in words
+
+    @property
+    def host_seconds(self) -> float:
+        """Decoding time inside no network: everything but the target's passes and the draft's."""
+        return self.decode_seconds - self.target_seconds - self.draft_pass_seconds
+
+    @property
+    def acceptance_by_depth(self) -> list[float]:
+        """[d]: share of steps whose walk accepted at least d + 1 nodes."""
+        return [count / max(self.steps, 1) for count in self.accepted_at_depth]
+
+
+@dataclass
+class Generation:
+    """One finished request.
+
+    Attributes:
+        index: the prompt's place in the call.
+        tokens: the new tokens, with the stop token, or those that the stop string came with.
+        text: them decoded without special tokens, up to a stop string; None where the target came without a tokenizer.
+        seed: the seed that gave them.
+        finish_reason: "stop" (an end token or stop string), "length" (max_new_tokens), "capacity" (no positions left)
+            or "cancelled".
+    """
+
+    index: int
+    prompt: list[int]
+    tokens: list[int]
+    text: str | None
+    seed: int
+    finish_reason: str
+    stats: Statistics
+
+    @property
+    def tokens_per_step(self) -> float:
+        """New tokens per pass of the target, prefill apart."""
+        return len(self.tokens) / max(self.stats.steps, 1)
+
+    @property
+    def acceptance(self) -> float:
+        """Accepted draft tokens / drafted tokens; 0 where nothing was drafted."""
+        return sum(self.stats.accepted_at_depth) / max(self.stats.drafted, 1)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """New tokens per second of decoding, prefill apart."""
+        return len(self.tokens) / max(self.stats.decode_seconds, 1e-9)
+
+    def summary(self) -> Mapping[str, object]:
+        """Figures as plain values, for JSON."""
+        stats, steps = self.stats, max(self.stats.steps, 1)
+        per_step = {
+            f"{part}_ms": round(1e3 * getattr(stats, f"{part}_seconds") / steps, 3)
+            for part in ("draft", "draft_pass", "target", "commit", "choice", "host")
+        }
+        return {
+            "prompt_tokens": len(self.prompt),
+            "new_tokens": len(self.tokens),
+            "finish_reason": self.finish_reason,
+            "seed": self.seed,
+            "steps": stats.steps,
+            "tokens_per_step": round(self.tokens_per_step, 4),
+            "tokens_per_second": round(self.tokens_per_second, 3),
+            "acceptance": round(self.acceptance, 4),
+            "acceptance_by_depth": [round(share, 4) for share in stats.acceptance_by_depth],
+            "first_token_seconds": round(stats.first_token_seconds, 4),
+            **per_step,
+            "decisions": stats.decisions,
+        }
+
+
+@dataclass
+class Piece:
+    """What streaming yields: the next tokens of prompt `index`, how many of them (the first) a drafter had proposed,
+    and its Generation once it is finished."""
+
+    index: int
+    tokens: list[int]
+    accepted: int = 0
+    generation: Generation | None = None

@@ -1,0 +1,112 @@
+"""One step of decoding: propose, one pass of the target, choose and walk, keep, observe. There is no other loop.
+
+The engine takes steps on the full cache; a drafter that is an engine itself takes them on a cache of its own. No
+method's name stands here. Shapes: B slots, N tree nodes, V vocabulary.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from longdraft.infer.drafters.base import Drafter, SlotState
+from longdraft.infer.tree import TokenTree
+from longdraft.infer.verify import Verdict, walk
+from longdraft.models.decoder import Decoder
+from longdraft.models.kv_cache import KVCache
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one step leaves for the host to read. Seconds are wall-clock time; on a GPU, that of launching.
+
+    `proposed`: the drafter's tree; `width`: rows of the pass, after pruning and padding; `draft_pass_seconds`: of the
+    step, inside the drafter's networks; `choice_seconds` (processors, noise, argmax) are part of `commit_seconds`.
+    """
+
+    proposed: TokenTree
+    drafted: Tensor  # int64 [B], nodes verified below each root
+    width: int
+    verdict: Verdict
+    draft_seconds: float
+    draft_pass_seconds: float
+    target_seconds: float
+    commit_seconds: float
+    choice_seconds: float
+
+
+@torch.no_grad()
+def take_step(
+    model: Decoder,
+    cache: KVCache,
+    drafter: Drafter,
+    state: SlotState,
+    room: int,
+    prune: Callable[[TokenTree, Tensor], TokenTree] | None = None,
+    checked: bool = True,
+) -> Step:
+    """Advance every active slot by one pass.
+
+    Args:
+        cache: behind its committed rows the pass's rows are written, and the accepted ones stay. It need not hold a
+            slot's tokens at their positions: `state.positions` alone says where the root stands.
+        room: most nodes below the root; 0 does not ask the drafter.
+        prune: (proposal, active) -> what of it is verified.
+        checked: read the proposal's roots on the host to name a drafter that breaks its word.
+    """
+    begin, in_networks = time.perf_counter(), drafter.pass_seconds
+    tree = proposed = drafter.propose(state, room) if room else TokenTree.roots(state.roots)
+    if tree.width > room + 1:
+        raise ValueError(f"drafter: it proposed {tree.width - 1} nodes, with room for {room}")
+    if checked and not torch.equal(tree.tokens[:, 0], state.roots):
+        raise ValueError("drafter: node 0 of its tree is not the root, the last committed token of each slot")
+    if prune is not None:
+        tree = prune(tree, state.active)
+    drafted = time.perf_counter()
+    alone, needs = tree.width == 1, drafter.needs
+    positions_B1 = state.positions[:, None]
+    output = model(
+        tree.tokens,
+        cache=cache,
+        positions_BT=positions_B1 if alone else positions_B1 + tree.depths,
+        tree_mask_BTT=None if alone else tree.ancestors,
+        needs=needs | {"logits"},
+        query_rows_B=torch.zeros_like(state.roots) if "queries" in needs else None,
+    )
+    passed = time.perf_counter()
+    choice_seconds = 0.0
+    slots = torch.arange(len(state.roots), device=state.roots.device)
+    assert output.logits is not None
+    logits_BNV = output.logits
+
+    def choose(nodes_B: Tensor, depth: int) -> Tensor:
+        nonlocal choice_seconds
+        start = time.perf_counter()
+        positions_B = state.positions + depth
+        # One slot's row is a view; of several slots the rows are gathered.
+        logits_BV = logits_BNV[0, nodes_B] if len(slots) == 1 else logits_BNV[slots, nodes_B]
+        chosen_B = state.sampling.choose(logits_BV, state.history, positions_B)
+        # Where the walk stops before, this lies behind the new root and is void.
+        state.history.write(positions_B + 1, chosen_B)
+        choice_seconds += time.perf_counter() - start
+        return chosen_B
+
+    verdict = walk(tree, choose, state.active, drafter.max_depth)
+    cache.keep(verdict.rows, verdict.counts)
+    state.positions += verdict.counts
+    state.roots = torch.where(state.active, verdict.last(verdict.tokens), state.roots)
+    drafter.observe(state, tree, verdict, output)
+    done = time.perf_counter()
+    return Step(
+        proposed,
+        (tree.parents >= 0).sum(dim=1),
+        tree.width,
+        verdict,
+        draft_seconds=drafted - begin,
+        draft_pass_seconds=drafter.pass_seconds - in_networks,
+        target_seconds=passed - drafted,
+        commit_seconds=done - passed,
+        choice_seconds=choice_seconds,
+    )
