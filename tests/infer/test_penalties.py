@@ -1,0 +1,186 @@
+"""Penalties and bans against formulas written out for one node, in plain Python and by transformers."""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
+
+from longdraft.infer.history import History
+from longdraft.infer.penalties import Penalties
+from longdraft.infer.sampling import SamplingParams, SlotSampling
+from longdraft.infer.tree import TokenTree
+from longdraft.infer.verify import walk
+
+CPU = torch.device("cpu")
+VOCAB = 23
+MANY = [
+    SamplingParams(),
+    SamplingParams(contextual_penalty=1.2, contextual_window=4),
+    SamplingParams(contextual_penalty=0.7, contextual_window=1000),
+    SamplingParams(repetition_penalty=1.3),
+    SamplingParams(presence_penalty=0.4),
+    SamplingParams(frequency_penalty=-0.3),
+    SamplingParams(banned_token_ids=(0, 7, 22)),
+    SamplingParams(
+        contextual_penalty=1.1,
+        contextual_window=3,
+        repetition_penalty=1.5,
+        presence_penalty=0.25,
+        frequency_penalty=0.5,
+        banned_token_ids=[3],
+    ),
+]
+
+
+def by_hand(logits, p: SamplingParams, tokens: list[int], prompt_length: int) -> torch.Tensor:
+    """One row of logits whose node's whole history, itself included, is `tokens`."""
+    row = [torch.tensor(x, dtype=torch.float32) for x in logits.float().tolist()]
+
+    def scaled(value, penalty):
+        penalty = torch.tensor(penalty, dtype=torch.float32)
+        return value / penalty if value > 0 else value * penalty
+
+    for token in set(tokens[-p.contextual_window :]):
+        row[token] = scaled(row[token], p.contextual_penalty)
+    for token in set(tokens):
+        row[token] = scaled(row[token], p.repetition_penalty)
+    generated = tokens[prompt_length:]
+    for token in set(generated):
+        counted = torch.tensor(p.frequency_penalty, dtype=torch.float32) * generated.count(token)
+        row[token] = row[token] - (torch.tensor(p.presence_penalty, dtype=torch.float32) + counted)
+    for token in p.banned_token_ids:
+        row[token] = torch.tensor(-torch.inf)
+    return torch.stack(row)
+
+
+def histories(count: int, capacity: int, seed: int):
+    """Random prompts with random continuations: (History, token lists, prompt lengths, positions)."""
+    draw = random.Random(seed)
+    history, all_tokens, prompts = History(count, capacity), [], []
+    history.tokens.random_(VOCAB, generator=torch.Generator().manual_seed(seed))  # what lies behind the root is void
+    for slot in range(count):
+        prompt_length = draw.randint(1, capacity // 2)
+        tokens = [draw.randrange(VOCAB) for _ in range(draw.randint(prompt_length, capacity))]
+        history.start(slot, tokens[:prompt_length])
+        for t in range(prompt_length, len(tokens)):
+            history.tokens[slot, t] = tokens[t]
+        all_tokens.append(tokens)
+        prompts.append(prompt_length)
+    return history, all_tokens, prompts, torch.tensor([len(tokens) - 1 for tokens in all_tokens])
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_penalty_equals_the_formula(seed, dtype):
+    """Alone and side by side, on histories of unequal lengths, shorter and longer than the windows."""
+    history, all_tokens, prompts, positions = histories(len(MANY), 30, seed)
+    logits = (torch.randn(len(MANY), VOCAB, generator=torch.Generator().manual_seed(seed)) * 3).to(dtype)
+    logits[:, 5] = -torch.inf
+    together = Penalties(MANY, CPU).apply(logits, history, positions)
+    for b, params in enumerate(MANY):
+        expected = by_hand(logits[b], params, all_tokens[b], prompts[b])
+        assert torch.equal(together[b].float(), expected), params
+        one = History(1, 30)
+        one.tokens, one.prompt_lengths = history.tokens[b : b + 1], history.prompt_lengths[b : b + 1]
+        alone = Penalties([params], CPU).apply(logits[b : b + 1], one, positions[b : b + 1])
+        assert torch.equal(alone[0].float(), expected), params
+
+
+def test_without_penalties_nothing_is_computed_and_beside_them_no_bit_changes():
+    history, _, _, positions = histories(2, 20, 3)
+    logits = torch.randn(2, VOCAB)
+    logits[0, :4] = torch.tensor([-0.0, 0.0, torch.inf, -torch.inf])
+    plain = [SamplingParams(temperature=0.7, top_p=0.5), SamplingParams()]
+    assert Penalties(plain, CPU).apply(logits, history, positions) is logits
+    for other in MANY[1:]:
+        out = Penalties([plain[0], other], CPU).apply(logits, history, positions)
+        assert torch.equal(out[0].view(torch.int32), logits[0].view(torch.int32))
+
+
+def test_repetition_penalty_is_transformers():
+    history, all_tokens, _, positions = histories(5, 25, 9)
+    logits = torch.randn(5, VOCAB) * 2
+    ours = Penalties([SamplingParams(repetition_penalty=1.4)] * 5, CPU).apply(logits, history, positions)
+    for b, tokens in enumerate(all_tokens):
+        theirs = RepetitionPenaltyLogitsProcessor(1.4)(torch.tensor([tokens]), logits[b : b + 1].clone())
+        assert torch.equal(ours[b], theirs[0])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_walk_penalises_each_node_for_its_own_ancestors(seed):
+    """Trees on every slot; at each node of the walk the choice is that of the path's history written out."""
+    history, all_tokens, prompts, positions = histories(len(MANY), 24, seed)
+    history.tokens = torch.nn.functional.pad(history.tokens, (0, 10))
+    draw = random.Random(seed)
+    paths = [[[draw.randrange(VOCAB) for _ in range(6)] for _ in range(3)] for _ in MANY]
+    tree = TokenTree.from_paths([tokens[-1] for tokens in all_tokens], paths)
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(len(MANY), tree.width, VOCAB, generator=generator)
+    # The tree's own children get high logits, so that walks go deep, and penalties turn some of them around.
+    for b in range(len(MANY)):
+        for node in range(1, tree.width):
+            if tree.parents[b, node] >= 0:
+                logits[b, tree.parents[b, node], tree.tokens[b, node]] += 4
+    params = [replace(p, temperature=0.6 * (b % 2), seed=b) for b, p in enumerate(MANY)]
+    sampling, slots = SlotSampling(params, CPU), torch.arange(len(MANY))
+
+    def choose(nodes_B, depth):
+        chosen_B = sampling.choose(logits[slots, nodes_B], history, positions + depth)
+        history.write(positions + depth + 1, chosen_B)
+        return chosen_B
+
+    verdict = walk(tree, choose, torch.ones(len(MANY), dtype=torch.bool), 6)
+    assert verdict.counts.max() >= 4
+    for b, tokens in enumerate(all_tokens):
+        for row, token in zip(verdict.rows[b, : verdict.counts[b]], verdict.tokens[b], strict=False):
+            scores = by_hand(logits[b, row], params[b], tokens, prompts[b])
+            if params[b].temperature:
+                scores = scores / params[b].temperature + sampling.noise(torch.full_like(slots, len(tokens)), VOCAB)[b]
+            assert token == scores.argmax()
+            tokens.append(int(token))
+
+
+@pytest.mark.parametrize("nodes", [None, 4])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_ranking_with_a_restricted_vocabulary_is_a_part_of_the_whole(nodes, temperature):
+    """Logits of some ids only, in any order: their scores are those of the full ranking at these ids."""
+    history, all_tokens, prompts, positions = histories(len(MANY), 30, 2)
+    params = [replace(p, temperature=temperature, seed=b) for b, p in enumerate(MANY)]
+    logits = torch.randn(len(MANY), *([nodes] if nodes else []), VOCAB)
+    ids = torch.tensor([20, 3, 5, 0, 7, 11, 2])
+    whole = SlotSampling(params, CPU).ranking(logits, history, positions, 2)
+    sampling = SlotSampling(params, CPU)
+    part = sampling.ranking(logits[..., ids], history, positions, 2, ids)
+    assert torch.equal(part, whole[..., ids])
+    assert torch.equal(sampling.ranking(logits, history, positions, 2), whole)  # after it, the wider noise
+    for b, p in enumerate(params):
+        row = (logits[b, 1] if nodes else logits[b]).float()
+        expected = by_hand(row, p, all_tokens[b], prompts[b])
+        if temperature:
+            expected = expected / temperature + sampling.noise(positions + 2, VOCAB)[b]
+        assert torch.equal(whole[b, 1] if nodes else whole[b], expected)
+
+
+def test_bans_name_what_cannot_be():
+    history, positions, logits = History(1, 4), torch.tensor([1]), torch.zeros(1, 6)
+    with pytest.raises(ValueError, match=r"banned_token_ids has 6; the target's vocabulary is 0..5"):
+        Penalties([SamplingParams(banned_token_ids=(2, 6))], CPU).apply(logits, history, positions)
+    with pytest.raises(ValueError, match="banned_token_ids has all 6 tokens; leave at least one"):
+        Penalties([SamplingParams(banned_token_ids=range(6))], CPU).apply(logits, history, positions)
+    # A restricted vocabulary need not hold the banned ids.
+    ids = torch.tensor([4, 1])
+    out = Penalties([SamplingParams(banned_token_ids=(1, 5))], CPU).apply(logits[:, ids], history, positions, ids)
+    assert out.tolist() == [[0.0, -torch.inf]]
+
+
+def test_history_writes_stay_inside():
+    """A walk may go past the last position; what it writes there is dropped, and nothing else changes."""
+    history = History(2, 5)
+    history.start(0, [1, 2, 3, 4, 5])
+    history.start(1, [6])
+    history.write(torch.tensor([5, 1]), torch.tensor([9, 7]))
+    assert history.tokens.tolist() == [[1, 2, 3, 4, 5], [6, 7, 0, 0, 0]]
+    assert history.read(torch.tensor([3, -1]), 3).tolist() == [[4, 5, 5], [6, 6, 7]]
+    assert history.prompt_lengths.tolist() == [5, 1]
