@@ -1,4 +1,4 @@
-/* Few-row passes on a CPU: linear layers with bf16 weights, and attention over a cache plus a tree.
+/* Few-row passes on a CPU: linear layers with bf16 weights, attention over a cache plus a tree, and Philox's words.
  *
  * Every output row is computed by the same operations in the same order whatever other rows the pass holds: a row of a
  * tree pass equals plain decoding's row bit for bit, so decoding is exact in bf16 too. Nothing here is a reduction over
@@ -187,6 +187,8 @@ int linear_bf16(const linear *a) {
     if (a->gated) free(both);
     return 0;
 }
+
+#include "noise.inc"
 
 /* ---- rotation: RoPE of `heads` heads of each row, first half paired with second half ---- */
 

@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-SOURCES = Path(__file__).parent / "rows.c", Path(__file__).parent / "attention.inc"
+SOURCES = tuple(Path(__file__).parent / name for name in ("rows.c", "attention.inc", "noise.inc"))
 # No -ffast-math: it would let infinities and NaN through as if they could not occur, and flush denormals process-wide.
 FLAGS = ["-O3", "-march=native", "-ffp-contract=off", "-fopenmp", "-fPIC"]
 # Above these, a matrix product of the BLAS library and PyTorch's flash attention are faster: prefill, not decoding.
@@ -58,6 +58,15 @@ class _Attention(ctypes.Structure):
         *((name, ctypes.c_ssize_t) for name in ("batch", "rows", "heads", "kv_heads", "width")),
         *((name, ctypes.c_ssize_t) for name in ("q_row", "k_slot", "k_row", "k_head", "v_slot", "v_row", "v_head")),
         ("scale", ctypes.c_float),
+    ]
+
+
+class _Noise(ctypes.Structure):
+    """`noise` of noise.inc."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("seeds", "positions", "y")),
+        *((name, ctypes.c_ssize_t) for name in ("batch", "per", "vocab")),
     ]
 
 
@@ -107,6 +116,7 @@ def library() -> ctypes.CDLL | None:
         return None
     loaded.linear_bf16.argtypes = [ctypes.POINTER(_Linear)]
     loaded.rotate_bf16.argtypes, loaded.rotate_bf16.restype = [ctypes.POINTER(_Rotation)], None
+    loaded.philox_uniform.argtypes, loaded.philox_uniform.restype = [ctypes.POINTER(_Noise)], None
     loaded.attention_bf16.argtypes = loaded.attention_f32.argtypes = [ctypes.POINTER(_Attention)]
     return loaded
 
@@ -196,3 +206,17 @@ def attention_rows(
     if run(ctypes.byref(arguments)):
         raise MemoryError(f"no memory for the partial results of {rows} rows of {heads} heads")
     return out
+
+
+def negated_uniform(seeds_B: Tensor, positions_BJ: Tensor, vocab_size: int) -> Tensor:
+    """The words of kernels/gumbel.py's noise as numbers of (-1, 0), fp32 [B, J, V]: bit for bit those of
+    kernels/reference/gumbel.py."""
+    lib = library()
+    batch, per = positions_BJ.shape
+    seeds_B, positions_BJ = seeds_B.contiguous(), positions_BJ.contiguous()
+    assert lib is not None and seeds_B.dtype == positions_BJ.dtype == torch.int64 and seeds_B.shape == (batch,)
+    y = torch.empty(batch, per, vocab_size, dtype=torch.float32)
+    lib.philox_uniform(
+        ctypes.byref(_Noise(seeds_B.data_ptr(), positions_BJ.data_ptr(), y.data_ptr(), batch, per, vocab_size))
+    )
+    return y

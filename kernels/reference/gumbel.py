@@ -40,5 +40,9 @@ def gumbel_of(words: Tensor) -> Tensor:
     w lies in (0, 1): small values keep 24 bits of their own, which is where large noise comes from, and the clamp takes
     the words that would round to 1.
     """
-    w = words.float().add_(0.5).mul_(2.0**-32).clamp_(max=BELOW_ONE)
-    return w.neg_().log1p_().neg_().log_().neg_()
+    return gumbel_from_(words.float().add_(0.5).mul_(2.0**-32).clamp_(max=BELOW_ONE).neg_())
+
+
+def gumbel_from_(negated: Tensor) -> Tensor:
+    """The same from -w, in place."""
+    return negated.log1p_().neg_().log_().neg_()

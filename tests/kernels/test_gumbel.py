@@ -1,10 +1,13 @@
 """The noise: Philox's published answers, independence of everything but its arguments, and the right distribution."""
 
+import pytest
 import torch
 from scipy import stats
 
+from longdraft.kernels import gumbel as module
 from longdraft.kernels.gumbel import gumbel_noise
 from longdraft.kernels.reference.gumbel import MASK, gumbel_of, philox_4x32
+from longdraft.kernels.reference.gumbel import gumbel_noise as reference
 
 
 def words(*values):
@@ -42,6 +45,27 @@ def test_noise_depends_on_seed_position_and_token_alone():
             alone = gumbel_noise(seeds[b : b + 1], positions[b : b + 1, j : j + 1], 130)
             assert torch.equal(alone[0, 0], whole[b, j, :130])
     assert len(whole.flatten().unique()) > 0.999 * whole.numel()
+
+
+@pytest.mark.parametrize("vocab", [1, 3, 4, 255, 256, 259, 1003, 49_152])
+def test_compiled_words_equal_the_reference_bit_for_bit(vocab):
+    """Vocabularies around the multiples of a block, and of the blocks computed together."""
+    generator = torch.Generator().manual_seed(vocab)
+    seeds = torch.randint(-(2**63), 2**63 - 1, (9,), generator=generator)
+    positions = torch.randint(0, 2**32, (9, 4), generator=generator)
+    positions[0] = torch.tensor([0, 1, 2**32 - 1, 2**31])
+    seeds[:3] = torch.tensor([0, -1, 2**63 - 1])
+    assert module.rows.library() is not None
+    assert torch.equal(gumbel_noise(seeds, positions, vocab), reference(seeds, positions, vocab))
+    strided = positions.T.contiguous().T[::2], seeds.repeat_interleave(2)[::2][::2]
+    assert torch.equal(gumbel_noise(strided[1], strided[0], vocab), reference(strided[1], strided[0], vocab))
+
+
+def test_without_the_library_the_reference_serves(monkeypatch):
+    seeds, positions = torch.tensor([3, -9]), torch.tensor([[5], [1000]])
+    compiled = gumbel_noise(seeds, positions, 77)
+    monkeypatch.setattr(module.rows, "library", lambda: None)
+    assert torch.equal(gumbel_noise(seeds, positions, 77), compiled)
 
 
 def test_no_word_gives_an_infinite_value():
