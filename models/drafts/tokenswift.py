@@ -119,17 +119,22 @@ class TokenSwift(nn.Module):
             lm_head_VD: the target's frozen LM head.
             count_ranks: also count the labels among each head's first RANKS candidates.
         """
-        parts = [
-            linear_cross_entropy(
-                state_BTD.flatten(0, 1),
-                lm_head_VD,
-                labels_BTI[..., i].flatten(),
-                ignore_index=IGNORE,
-                top_k=RANKS if count_ranks else 0,
-            )
-            for i, state_BTD in enumerate(self.states(hidden_BTD))
-        ]
-        return HeadsLoss(*(torch.stack(field) for field in zip(*parts, strict=True)))
+        return heads_loss(self.states(hidden_BTD), labels_BTI, lm_head_VD, count_ranks)
+
+
+def heads_loss(states: list[Tensor], labels_BTI: Tensor, lm_head_VD: Tensor, count_ranks: bool) -> HeadsLoss:
+    """The loss of heads that end in the target's LM head, from what it reads for each, [B, T, D]."""
+    parts = [
+        linear_cross_entropy(
+            state_BTD.flatten(0, 1),
+            lm_head_VD,
+            labels_BTI[..., i].flatten(),
+            ignore_index=IGNORE,
+            top_k=RANKS if count_ranks else 0,
+        )
+        for i, state_BTD in enumerate(states)
+    ]
+    return HeadsLoss(*(torch.stack(field) for field in zip(*parts, strict=True)))
 
 
 def chain_labels(tokens_BT: Tensor, pieces_BT: Tensor, supervised_BT: Tensor, n_heads: int) -> Tensor:

@@ -1,0 +1,280 @@
+"""LongSpec's draft (arXiv 2502.17421): config and network, one definition for training and serving.
+
+One block on the target's token embedding: self-attention over a window of rows, cross-attention to the keys and values
+of the target's last layer, feed-forward; the target's LM head reads its output. As the block's input is the embedding
+alone, its own keys and values depend on token and position only, so serving projects them without running the block.
+Not here: beams and caches (infer/drafters/longspec.py), files (models/draft_folder.py), the authors' tensor names
+(longspec_published.py).
+Shapes: B rows, T tokens, D hidden, H query heads, K key/value heads, d head width, E draft vocabulary.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from longdraft.kernels.causal_attention import causal_attention
+from longdraft.kernels.linear import linear
+from longdraft.kernels.rotate import rotate
+from longdraft.models.decoder import Decoder, DecoderConfig, Layer, Linear, RMSNorm
+from longdraft.models.rope import Rope, RopeConfig
+
+INIT_STD = 0.02
+# Fields that are the target's own.
+SHAPE = (
+    "vocab_size", "hidden_size", "intermediate_size", "n_heads", "n_kv_heads", "head_dim", "rms_norm_eps",
+    "max_positions",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class LongSpecConfig:
+    """Shape of the block, which is the target's (see `for_target`), and its options.
+
+    `rope`: transformers' `rope_parameters`. `window`: rows before a query's own that self-attention reads.
+    `noise`: J, the largest noise shift in training, so the deepest tree level that serving should use.
+    `final_norm`: an RMSNorm before the LM head. `warm_start`: the weights start as the target's own, not at random.
+    `draft_vocab_size`: how many tokens it can propose (the buffer `token_ids` says which); None for all.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    max_positions: int
+    rope: Mapping[str, Any]
+    window: int = 512
+    noise: int = 5
+    final_norm: bool = False
+    warm_start: bool = False
+    draft_vocab_size: int | None = None
+
+    def __post_init__(self):
+        for name in (*SHAPE, "window", "noise"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"draft.{name}: {getattr(self, name)}, but it must be above 0")
+        if self.n_heads % self.n_kv_heads:
+            raise ValueError(f"draft.n_heads: {self.n_heads} is no multiple of n_kv_heads ({self.n_kv_heads})")
+        if self.draft_vocab_size is not None and not 1 <= self.draft_vocab_size <= self.vocab_size:
+            raise ValueError(
+                f"draft.draft_vocab_size: {self.draft_vocab_size}; give 1 to {self.vocab_size}, the target's "
+                f"vocabulary, or None for all of it"
+            )
+        object.__setattr__(self, "rope", dict(self.rope))
+        _ = self.rope_config  # an unknown type is refused here
+
+    @property
+    def rope_config(self) -> RopeConfig:
+        """The target's RoPE."""
+        return RopeConfig(self.head_dim, self.max_positions, self.rope)
+
+    @staticmethod
+    def for_target(target: DecoderConfig, **options: Any) -> "LongSpecConfig":
+        """The config of a draft for this target; `options` are the fields from `window` on."""
+        return LongSpecConfig(**{n: getattr(target, n) for n in SHAPE}, rope=target.rope.parameters, **options)
+
+
+class _Projection(Linear):
+    """The decoder's linear layer with its fast paths where nothing trains, plain PyTorch where the weight does."""
+
+    def forward(
+        self,
+        input: Tensor,
+        norm: RMSNorm | None = None,
+        gated: bool = False,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        if not (torch.is_grad_enabled() and self.weight.requires_grad):
+            return super().forward(input, norm, gated, residual)
+        y = F.linear(input if norm is None else norm(input), self.weight, self.bias)
+        if gated:
+            gate, up = y.chunk(2, -1)
+            y = F.silu(gate) * up
+        return y if residual is None else y + residual
+
+
+class LongSpec(nn.Module):
+    """The block. q, k and v of the self-attention are one projection, in this order of rows; so are gate and up.
+
+    Args:
+        config: the shape.
+        generator: draws the weights from N(0, 0.02); the same seed gives the same draft. None leaves them at zero, for
+            weights read from a file.
+        target: where `final_norm` and `warm_start` take their weights from.
+        token_ids_E: int64, the target's ids of a restricted draft vocabulary; None: the first `draft_vocab_size`.
+    Raises: ValueError where `warm_start` has no target, or the target another shape.
+    """
+
+    token_ids: Tensor | None
+
+    def __init__(
+        self,
+        config: LongSpecConfig,
+        generator: torch.Generator | None = None,
+        target: Decoder | None = None,
+        token_ids_E: Tensor | None = None,
+    ):
+        super().__init__()
+        self.config, self.rope = config, Rope(config.rope_config)
+        d, q_rows = config.hidden_size, config.n_heads * config.head_dim
+        self.self_norm, self.cross_norm, self.mlp_norm = (RMSNorm(d, config.rms_norm_eps) for _ in range(3))
+        self.self_qkv = _Projection(d, q_rows + 2 * config.n_kv_heads * config.head_dim)
+        self.self_o = _Projection(q_rows, d, bias=False)
+        self.cross_q = _Projection(d, q_rows)
+        self.cross_o = _Projection(q_rows, d, bias=False)
+        self.gate_up = _Projection(d, 2 * config.intermediate_size, bias=False)
+        self.down = _Projection(config.intermediate_size, d, bias=False)
+        self.final_norm = RMSNorm(d, config.rms_norm_eps) if config.final_norm else None
+        if config.draft_vocab_size is not None:
+            if token_ids_E is None:
+                token_ids_E = torch.arange(config.draft_vocab_size)
+            if token_ids_E.shape != (config.draft_vocab_size,):
+                raise ValueError(
+                    f"token_ids_E: {list(token_ids_E.shape)} ids for a draft_vocab_size of {config.draft_vocab_size}"
+                )
+            token_ids_E = token_ids_E.to(torch.int64)
+        elif token_ids_E is not None:
+            raise ValueError("token_ids_E: given, but draft_vocab_size is None; set it to their number")
+        self.register_buffer("token_ids", token_ids_E)
+        self._initialise(generator, target)
+
+    @torch.no_grad()
+    def _initialise(self, generator: torch.Generator | None, target: Decoder | None) -> None:
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 1:
+                parameter.fill_(1.0 if "norm" in name else 0.0)
+            elif generator is not None:
+                parameter.normal_(0.0, INIT_STD, generator=generator)
+            else:
+                parameter.zero_()
+        wanted = [name for name in ("final_norm", "warm_start") if getattr(self.config, name)]
+        if not wanted or (target is None and generator is None):
+            return
+        if target is None:
+            raise ValueError(
+                f"draft.{wanted[0]}: it starts from the target's weights; give the target, or set it false"
+            )
+        different = [name for name in SHAPE if getattr(self.config, name) != getattr(target.config, name)]
+        if different:
+            raise ValueError(f"target: not of this draft's {', '.join(different)}; use LongSpecConfig.for_target")
+        if self.final_norm is not None:
+            self.final_norm.weight.copy_(target.norm.weight)
+        if self.config.warm_start:
+            self._start_from(target)
+
+    def _start_from(self, target: Decoder) -> None:
+        """Self-attention as in the target's first layer, the rest as in its last; biases of q, k, v where it has them.
+
+        What this block has no place for (norms of q and k, biases of o and of the feed-forward) is left out.
+        """
+        first, last = cast(Layer, target.layers[0]), cast(Layer, target.layers[-1])
+        q_rows = self.cross_q.out_features
+        pairs: list[tuple[Tensor, Tensor]] = [
+            (self.self_norm.weight, first.attention_norm.weight),
+            (self.self_qkv.weight, first.attention.qkv_proj.weight),
+            (self.self_o.weight, first.attention.o_proj.weight),
+            (self.cross_norm.weight, last.attention_norm.weight),
+            (self.cross_q.weight, last.attention.qkv_proj.weight[:q_rows]),
+            (self.cross_o.weight, last.attention.o_proj.weight),
+            (self.mlp_norm.weight, last.mlp_norm.weight),
+            (self.gate_up.weight, last.mlp.gate_up_proj.weight),
+            (self.down.weight, last.mlp.down_proj.weight),
+        ]
+        if target.config.attention_bias:
+            pairs += [
+                (self.self_qkv.bias, first.attention.qkv_proj.bias),
+                (self.cross_q.bias, last.attention.qkv_proj.bias[:q_rows]),
+            ]
+        for ours, theirs in pairs:
+            ours.copy_(theirs)
+
+    def tables(self, positions_BT: Tensor, prompt_lengths_B: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """RoPE's cos and sin at these positions (int64, jumps allowed), in the draft's dtype.
+
+        prompt_lengths_B: of the slots in serving, None for whole rows; RoPE types that depend on the length ask for it.
+        """
+        return self.rope(positions_BT, prompt_lengths_B, self.self_o.weight.dtype)
+
+    @torch.no_grad()
+    def self_kv(self, embeddings_BTD: Tensor, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Post-RoPE keys and values [B, T, K, d] of the self-attention, without running the block; no gradient."""
+        q_rows, kv_rows = self.cross_q.out_features, self.config.n_kv_heads * self.config.head_dim
+        weight, bias, norm = self.self_qkv.weight[q_rows:], self.self_qkv.bias[q_rows:], self.self_norm
+        kv = linear(embeddings_BTD, weight, bias, norm=(norm.weight, norm.eps))
+        k_BTKd = kv[..., :kv_rows].unflatten(-1, (-1, self.config.head_dim))
+        return rotate(k_BTKd, *tables), kv[..., kv_rows:].unflatten(-1, (-1, self.config.head_dim))
+
+    def block(
+        self,
+        embeddings_BTD: Tensor,
+        tables: tuple[Tensor, Tensor],
+        attend_self: Callable[[Tensor, Tensor, Tensor], Tensor],
+        attend_cross: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        """What the LM head reads, [B, T, D], for these rows.
+
+        Args:
+            tables: of the rows' positions, from `tables`.
+            attend_self: (q [B, T, H, d], k and v [B, T, K, d], post-RoPE) -> [B, T, H, d].
+            attend_cross: q [B, T, H, d], post-RoPE -> [B, T, H, d], over the target's keys and values.
+        """
+        config, x_BTD = self.config, embeddings_BTD
+        qkv = self.self_qkv(x_BTD, self.self_norm).unflatten(-1, (-1, config.head_dim))
+        qk, v_BTKd = qkv[:, :, : -config.n_kv_heads], qkv[:, :, -config.n_kv_heads :]
+        qk = rotate(qk, *tables)
+        out_BTHd = attend_self(qk[:, :, : config.n_heads], qk[:, :, config.n_heads :], v_BTKd)
+        x_BTD = self.self_o(out_BTHd.flatten(2), residual=x_BTD)
+        q_BTHd = self.cross_q(x_BTD, self.cross_norm).unflatten(-1, (-1, config.head_dim))
+        out_BTHd = attend_cross(rotate(q_BTHd, *tables))
+        x_BTD = self.cross_o(out_BTHd.flatten(2), residual=x_BTD)
+        x_BTD = self.down(self.gate_up(x_BTD, self.mlp_norm, gated=True), residual=x_BTD)
+        return x_BTD if self.final_norm is None else self.final_norm(x_BTD)
+
+    def forward(
+        self,
+        embeddings_BTD: Tensor,
+        positions_BT: Tensor,
+        target_keys_BTKd: Tensor,
+        target_values_BTKd: Tensor,
+        shifts: Sequence[int],
+    ) -> Tensor:
+        """Whole rows: what the LM head reads at every token, [B, T, D]. Token t's state proposes token t + 1.
+
+        Token t reads tokens t - window .. t of its own row by self-attention, and target keys 0 .. t - j by
+        cross-attention, zeros where t < j: the rows count, whatever their positions. Level l of a tree is j = l.
+
+        Args:
+            embeddings_BTD: the target's embeddings of the tokens, in the draft's dtype.
+            positions_BT: int64; Anchor-Offset positions may jump.
+            target_keys_BTKd, target_values_BTKd: last layer's post-RoPE K and V of a target pass over the same rows and
+                positions.
+            shifts: the noise shift j >= 1 of each row.
+        """
+        if len(shifts) != len(embeddings_BTD) or min(shifts) < 1:
+            raise ValueError(f"shifts: {list(shifts)}; give one of at least 1 for each of {len(embeddings_BTD)} rows")
+
+        def attend_self(q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor) -> Tensor:
+            return causal_attention(q_BTHd, k_BTKd, v_BTKd, self.config.window + 1)
+
+        def attend_cross(q_BTHd: Tensor) -> Tensor:
+            kv = zip(q_BTHd, target_keys_BTKd, target_values_BTKd, shifts, strict=True)
+            return torch.stack([shifted_attention(*row) for row in kv])
+
+        return self.block(embeddings_BTD, self.tables(positions_BT), attend_self, attend_cross)
+
+
+def shifted_attention(q_THd: Tensor, keys_TKd: Tensor, values_TKd: Tensor, shift: int) -> Tensor:
+    """Query t reads keys 0 .. t - shift of its row, zeros where t < shift: [T, H, d].
+
+    Queries from `shift` on against all but the last `shift` keys is plain causal attention: no mask (LongSpec, 3.3).
+    """
+    if shift >= len(q_THd):
+        return torch.zeros_like(q_THd)
+    rows = q_THd[None, shift:], keys_TKd[None, :-shift], values_TKd[None, :-shift]
+    return F.pad(causal_attention(*rows)[0], (0, 0, 0, 0, shift, 0))

@@ -1,0 +1,72 @@
+"""Medusa-1's heads (arXiv 2401.10774): config, network, training loss; one definition for training and serving.
+
+The heads are independent: h_i = h + SiLU(W_i h) on the target's post-norm state, read by the target's own LM head,
+where Medusa trains an LM head for each. With h from position t, head i proposes the token at t + 1 + i, as TokenSwift's
+do, so labels and loss are shared. Not here: decoding (infer/drafters/medusa.py), files (models/draft_folder.py).
+Shapes: B rows, T positions, D hidden, V vocabulary, I heads; ... any leading shape.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from longdraft.models.drafts.tokenswift import HeadsLoss, heads_loss
+
+
+@dataclass(frozen=True)
+class MedusaConfig:
+    """Shape and initialisation of the heads; `hidden_size` is the target's.
+
+    `init_std` is the standard deviation of W; 0, Medusa's own, starts every head at the target's next-token prediction.
+    """
+
+    hidden_size: int
+    n_heads: int = 3
+    init_std: float = 0.0
+
+    def __post_init__(self):
+        if self.hidden_size < 1:
+            raise ValueError(f"draft.hidden_size: {self.hidden_size}; give the target's")
+        if self.n_heads < 1:
+            raise ValueError(f"draft.n_heads: {self.n_heads}, but at least 1 head is needed")
+        if self.init_std < 0:
+            raise ValueError(f"draft.init_std: {self.init_std} is negative; give 0 or more")
+
+
+class Medusa(nn.Module):
+    """The heads; parameters `proj.{i}.weight` [D, D].
+
+    Args:
+        config: the shape.
+        generator: draws W where `init_std` is above 0; None leaves W at zero (for weights read from a file).
+    """
+
+    needs = frozenset({"post_norm"})
+
+    def __init__(self, config: MedusaConfig, generator: torch.Generator | None = None):
+        super().__init__()
+        self.config = config
+        d = config.hidden_size
+        self.proj = nn.ModuleList([nn.Linear(d, d, bias=False) for _ in range(config.n_heads)])
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.zero_()
+                if generator is not None and config.init_std:
+                    parameter.normal_(0.0, config.init_std, generator=generator)
+
+    def states(self, hidden: Tensor) -> list[Tensor]:
+        """The target's post-norm state [..., D] to what its LM head reads for head 1..I, each [..., D]."""
+        return [hidden + F.silu(proj(hidden)) for proj in self.proj]
+
+    def forward(self, hidden_BTD: Tensor, labels_BTI: Tensor, lm_head_VD: Tensor, count_ranks: bool) -> HeadsLoss:
+        """Cross-entropy of every head against hard labels (`chain_labels`), summed over the labels.
+
+        Args:
+            hidden_BTD: the target's post-norm state, without gradient.
+            labels_BTI: int64; head i's label is in column i - 1, IGNORE where there is none.
+            lm_head_VD: the target's frozen LM head.
+            count_ranks: also count the labels among each head's first RANKS candidates.
+        """
+        return heads_loss(self.states(hidden_BTD), labels_BTI, lm_head_VD, count_ranks)

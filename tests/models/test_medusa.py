@@ -1,0 +1,64 @@
+"""Medusa-1's heads: the formula, zero initialisation, the loss they share with TokenSwift's."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from longdraft.models.drafts.medusa import Medusa, MedusaConfig
+from longdraft.models.drafts.tokenswift import TokenSwift, TokenSwiftConfig, chain_labels
+
+D, V = 16, 50
+
+
+def draw(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def heads(n_heads=3, std=0.3, seed=1):
+    return Medusa(MedusaConfig(D, n_heads, std), torch.Generator().manual_seed(seed))
+
+
+def test_each_head_reads_the_state_itself():
+    draft, hidden = heads(), draw(2, 5, D)
+    for i, state in enumerate(draft.states(hidden)):
+        torch.testing.assert_close(state, hidden + F.silu(hidden @ draft.proj[i].weight.T))
+    assert draft.needs == {"post_norm"} and len(draft.states(hidden)) == 3
+
+
+def test_one_head_is_one_block_of_the_chain():
+    """The first head of a chain is an independent one."""
+    draft, hidden = heads(1), draw(2, 5, D)
+    chain = TokenSwift(TokenSwiftConfig(D, 1e-5, 1, "silu_chain"))
+    chain.load_state_dict(draft.state_dict())
+    assert torch.equal(chain.states(hidden)[0], draft.states(hidden)[0])
+
+
+def test_initialisation():
+    zero, hidden = Medusa(MedusaConfig(D), torch.Generator().manual_seed(1)), draw(3, D)
+    assert all(torch.equal(state, hidden) for state in zero.states(hidden))
+    same, other = heads().state_dict(), heads(seed=2).state_dict()
+    assert all(torch.equal(p, same[name]) for name, p in heads().state_dict().items())
+    assert not torch.equal(same["proj.0.weight"], other["proj.0.weight"])
+    assert not torch.equal(same["proj.0.weight"], same["proj.1.weight"])
+
+
+def test_loss_is_the_cross_entropy_of_each_head_and_reaches_each():
+    draft, hidden, lm_head = heads(), draw(2, 9, D), draw(V, D, seed=3)
+    tokens = torch.randint(V, (2, 9), generator=torch.Generator().manual_seed(4))
+    labels = chain_labels(tokens, torch.zeros_like(tokens), torch.ones_like(tokens).bool(), 3)
+    loss = draft(hidden, labels, lm_head, count_ranks=True)
+    for i in range(3):
+        logits = (draft.states(hidden)[i] @ lm_head.T)[:, : 9 - (i + 2)]
+        expected = F.cross_entropy(logits.flatten(0, 1), tokens[:, i + 2 :].flatten(), reduction="sum")
+        torch.testing.assert_close(loss.sums[i], expected)
+    assert loss.n_labels.tolist() == [14, 12, 10]
+    loss.sums.sum().backward()
+    assert all(float(parameter.grad.abs().sum()) > 0 for parameter in draft.parameters())
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("hidden_size", 0), ("n_heads", 0), ("init_std", -0.1)]
+)  # fmt: skip
+def test_config_says_what_is_wrong(field, value):
+    with pytest.raises(ValueError, match=f"draft.{field}: {value}"):
+        MedusaConfig(**({"hidden_size": D} | {field: value}))
