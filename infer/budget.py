@@ -3,8 +3,8 @@
 A node is worth the chance that the walk reaches it: the product, along its path, of how often nodes of that class were
 right when their parent was. These rates are learned from every proposal, verified or not, because the committed tokens
 say afterwards which nodes would have been right; so nothing is risked where a method does not pay, and a request on
-which nothing pays is decoded plainly. What a pass of so many rows costs is measured as it happens. Only speed depends on
-any of this, never a token. Shapes: B slots, N nodes, W nodes kept, C classes.
+which nothing pays is decoded plainly. What a pass of so many rows costs is measured as it happens. Only speed depends
+on any of this, never a token. Shapes: B slots, N nodes, W nodes kept, C classes.
 """
 
 from collections import deque

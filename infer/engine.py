@@ -1,7 +1,7 @@
 """The engine: prompts in, generations out, on slots that take the next prompt as soon as one is done.
 
-A step itself is infer/step.py's, and the engine knows no method's name. Plain decoding is the same loop with the drafter
-that proposes only roots, so every method is measured against a baseline that pays the same overhead.
+A step itself is infer/step.py's, and the engine knows no method's name. Plain decoding is the same loop with the
+drafter that proposes only roots, so every method is measured against a baseline that pays the same overhead.
 Shapes: B slots, T rows of a prefill chunk.
 """
 
@@ -37,8 +37,8 @@ class Engine:
         target: from `load_target`.
         drafter: a name of `infer/drafters/build.py` or a Drafter.
         draft: the trained draft of a named drafter: a draft folder or a loaded module.
-        nodes: how many of the proposed nodes a step verifies: "auto" learns what pays (infer/budget.py), a number is the
-            most, None is all. Only speed depends on it.
+        nodes: how many of the proposed nodes a step verifies: "auto" learns what pays (infer/budget.py), a number is
+            the most, None is all. Only speed depends on it.
         slots: sequences decoded together; None takes one a prompt, at most 8. More prompts wait for a free slot.
         max_length: positions a sequence may have; None is the target's own limit. The cache is allocated for what a
             call needs and kept for the next call.
@@ -241,11 +241,10 @@ class Engine:
             return
         taking_part = [slot for slot, count in enumerate(counts) if count]
         if tree.width > 1:
-            parts = (tree.tokens, tree.parents, tree.classes)
-            nodes = [None if part is None else part.tolist() for part in parts]
+            nodes, parents = tree.tokens.tolist(), tree.parents.tolist()
+            classes = [None] * len(counts) if tree.classes is None else tree.classes.tolist()
             for slot in taking_part:
-                classes = None if nodes[2] is None else nodes[2][slot]
-                budget.learn(slot, nodes[0][slot], nodes[1][slot], classes, tokens[slot][: counts[slot]])
+                budget.learn(slot, nodes[slot], parents[slot], classes[slot], tokens[slot][: counts[slot]])
         budget.record(step.width, seconds, step.draft_seconds, sum(counts) / max(len(taking_part), 1))
 
     def _count(self, stats: Statistics, step: Step, drafted: int, accepted: int, decode_seconds: float) -> None:

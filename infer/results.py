@@ -1,4 +1,7 @@
-"""What decoding gives back: generations with their statistics, and the pieces of a stream. Not here: how they are made."""
+"""What decoding gives back: generations with their statistics, and the pieces of a stream.
+
+Not here: how they are made (infer/engine.py, infer/requests.py).
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
