@@ -7,18 +7,30 @@ Nothing in it is pickled. Not here: what a method's config means (models/drafts/
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, TypeVar, cast, get_origin, overload
 
+import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
+from longdraft.models.drafts.longspec import LongSpec, LongSpecConfig
+from longdraft.models.drafts.medusa import Medusa, MedusaConfig
 from longdraft.models.drafts.tokenswift import TokenSwift, TokenSwiftConfig
 from longdraft.models.hf import Target
 
 FORMAT_VERSION = 1
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
-DRAFTS = {"tokenswift": (TokenSwiftConfig, TokenSwift)}
+DRAFTS = {
+    "tokenswift": (TokenSwiftConfig, TokenSwift),
+    "longspec": (LongSpecConfig, LongSpec),
+    "medusa": (MedusaConfig, Medusa),
+}
+Draft = TokenSwift | LongSpec | Medusa
+D = TypeVar("D", TokenSwift, LongSpec, Medusa)
 
 
 @dataclass(frozen=True)
@@ -27,8 +39,9 @@ class DraftInfo:
 
     `target`: name, config_sha256, tokenizer_sha256. `train_length`: tokens of a training row. `tree`, the drafter's
     default: {"levels": ranks a level, "rank_rates": [level][rank], share of held-out positions whose text had that
-    rank, "choice_rates": the same of the target's own choices, which is what acceptance depends on}. `noise`: largest
-    noise shift in training, None where the method has none. `versions` and `train_config`: how it was made.
+    rank, "choice_rates": the same of the target's own choices, which is what acceptance depends on}; LongSpec's
+    "levels" are the widths of its beam. `noise`: largest noise shift in training, None where the method has none.
+    `versions` and `train_config`: how it was made.
     """
 
     target: dict[str, str]
@@ -48,7 +61,7 @@ def target_entry(target: Target) -> dict[str, str]:
     }
 
 
-def save_draft(folder: str | Path, draft: TokenSwift, info: DraftInfo) -> None:
+def save_draft(folder: str | Path, draft: Draft, info: DraftInfo) -> None:
     """Writes both files, each whole or not at all; config.json last, so that a folder that has one is complete."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -67,26 +80,40 @@ def save_draft(folder: str | Path, draft: TokenSwift, info: DraftInfo) -> None:
 
 def read_info(folder: str | Path) -> DraftInfo:
     """config.json without the weights; raises ValueError as load_draft."""
-    content = _read(Path(folder))
-    return DraftInfo(**{name: content[name] for name in DraftInfo.__dataclass_fields__})
+    return _info(Path(folder), _read(Path(folder)))
 
 
-def load_draft(folder: str | Path, target: Target | None = None) -> TokenSwift:
+@overload
+def load_draft(folder: str | Path, target: Target | None = None) -> Any: ...
+@overload
+def load_draft(folder: str | Path, target: Target | None, kind: type[D]) -> D: ...
+def load_draft(folder: str | Path, target: Target | None = None, kind: type[Draft] | None = None) -> Draft:
     """The frozen network of a draft folder.
 
     Args:
         target: what it will draft for; the draft comes in its dtype and on its device. None: as stored, on the CPU.
+        kind: the network it must be; None: whichever it is.
 
     Raises:
-        ValueError: no draft folder, another format, an unknown method, another target, or weights that do not fit.
+        ValueError: no draft folder, another format, an unknown or another method, a damaged file, a field that is
+            missing or unknown, another target, or weights that do not fit. It names the file and what to do.
     """
     folder = Path(folder)
     content = _read(folder)
-    if target is not None:
-        _check_target(folder, content["target"], target_entry(target))
     config_type, network = DRAFTS[content["method"]]
-    draft = network(config_type(**content["draft"]))
-    weights = load_file(folder / WEIGHTS)
+    if kind not in (None, network):
+        wanted = next(name for name, (_, other) in DRAFTS.items() if other is kind)
+        raise ValueError(f"draft: {folder} holds a draft of {content['method']}; give one of {wanted}")
+    info = _info(folder, content)
+    if target is not None:
+        _check_target(folder, info.target, target_entry(target))
+    _check_fields(folder, "draft", config_type, content["draft"])
+    try:
+        with torch.device("meta"):  # shapes alone: the weights come from the file
+            draft: Draft = network(config_type(**content["draft"]))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{folder / CONFIG}: {error}; export again") from error
+    weights = _weights(folder)
     expected = {name: p.shape for name, p in draft.state_dict().items()}
     if expected != {name: p.shape for name, p in weights.items()}:
         wrong = sorted(n for n in expected.keys() | weights if n not in weights or expected.get(n) != weights[n].shape)
@@ -101,7 +128,12 @@ def load_draft(folder: str | Path, target: Target | None = None) -> TokenSwift:
 def _read(folder: Path) -> dict[str, Any]:
     if not (folder / CONFIG).is_file():
         raise ValueError(f"draft: {folder} holds no {CONFIG}; give a folder that `longdraft export` wrote")
-    content = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    try:
+        content = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    except ValueError as error:  # not JSON, or not even text
+        raise ValueError(f"{folder / CONFIG}: cannot be read as JSON ({error}); export again") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{folder / CONFIG}: holds no fields; export again")
     version, method = content.get("format_version"), content.get("method")
     if version != FORMAT_VERSION:
         raise ValueError(
@@ -112,8 +144,52 @@ def _read(folder: Path) -> dict[str, Any]:
     return content
 
 
+def _info(folder: Path, content: dict[str, Any]) -> DraftInfo:
+    """What stands beside the shape; the whole of config.json must be known."""
+    beside = {name: value for name, value in content.items() if name not in ("format_version", "method", "draft")}
+    _check_fields(folder, "", DraftInfo, beside)
+    if "draft" not in content:
+        raise ValueError(f"{folder / CONFIG}: lacks draft; export again")
+    return DraftInfo(**beside)
+
+
+def _check_fields(folder: Path, where: str, config_type: type, values: Any) -> None:
+    """That these are the dataclass's fields, each of its type: none unknown, none missing but those with a default."""
+    if not isinstance(values, dict):
+        raise ValueError(f"{folder / CONFIG}: {where} must hold fields, not {values!r}; export again")
+    dot = where and f"{where}."
+    known = {f.name: f for f in fields(config_type)}
+    needed = [name for name, f in known.items() if f.default is MISSING and f.default_factory is MISSING]
+    missing = [dot + name for name in needed if name not in values]
+    unknown = [dot + name for name in values if name not in known]
+    for name in known.keys() & values.keys():
+        kind, value = cast(Any, known[name].type), values[name]
+        plain = kind if isinstance(kind, UnionType) else get_origin(kind) or kind
+        if not isinstance(value, int if plain is float and isinstance(value, int) else plain):
+            raise ValueError(f"{folder / CONFIG}: {dot}{name} is {value!r}, not of type {kind}; export again")
+    problems = [
+        f"{verb} {', '.join(names)}" for verb, names in (("lacks", missing), ("does not know", unknown)) if names
+    ]
+    if problems:
+        raise ValueError(
+            f"{folder / CONFIG}: {' and '.join(problems)}; export again, with the version of longdraft that reads it"
+        )
+
+
+def _weights(folder: Path) -> dict[str, Tensor]:
+    path = folder / WEIGHTS
+    if not path.is_file():
+        raise ValueError(f"draft: {folder} holds no {WEIGHTS}; copy the whole folder, or export again")
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise ValueError(f"{path}: damaged ({error}); copy it again, or export again") from error
+
+
 def _check_target(folder: Path, own: dict[str, str], given: dict[str, str]) -> None:
     """Names may differ (a local copy of a hub model), fingerprints may not."""
+    if not isinstance(own, dict) or own.keys() != given.keys():
+        raise ValueError(f"{folder / CONFIG}: target must hold {', '.join(given)}, not {own!r}; export again")
     different = [key for key in ("config_sha256", "tokenizer_sha256") if own[key] != given[key]]
     if different:
 
