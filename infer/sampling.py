@@ -21,6 +21,8 @@ from longdraft.kernels.gumbel import gumbel_noise
 
 # Rows of noise kept for each slot on the CPU: drafting, verifying and the next step ask for the same positions.
 KEPT_ROWS = 32
+# Of so many most probable tokens top-p looks at the sum before it sorts the whole vocabulary.
+LIKELIEST = 256
 # Below this a logit / T could overflow; the choice is the greedy one long before.
 COLDEST = 1e-6
 
@@ -34,7 +36,7 @@ class SamplingParams:
     Attributes:
         temperature: 0 is greedy; else logits are divided by it.
         top_k: keep the k largest logits (ties with the k-th stay); 0 is off.
-        top_p: keep the most probable tokens until their sum reaches it; 1 is off.
+        top_p: keep the most probable tokens until their sum reaches it (ties with the last one stay); 1 is off.
         min_p: drop tokens less probable than min_p times the most probable one; 0 is off.
         seed: 64-bit; the same seed gives the same text with every drafter. None draws one, which the result carries.
         max_new_tokens: at least 1.
@@ -118,8 +120,8 @@ class SlotSampling:
     A slot that holds no request is greedy. On the CPU rows of noise are kept from step to step.
     """
 
-    def __init__(self, params: list[SamplingParams], device: torch.device):
-        self.params, self.device = params, device
+    def __init__(self, params: list[SamplingParams], device: torch.device, noise_in_ranking: bool = True):
+        self.params, self.device, self.noise_in_ranking = params, device, noise_in_ranking
         # A greedy slot passes the filters untouched, so its neighbours' settings cannot reach it.
         off = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "eta_cutoff": 0.0}
         filters = [p if p.temperature > 0 else replace(p, **off) for p in params]
@@ -136,7 +138,7 @@ class SlotSampling:
         self._divisors = torch.where(self._sampled, column("temperature"), 1.0)
         top_k = [p.top_k for p in filters]
         self._top_k = torch.tensor(top_k, device=device)[:, None] if any(top_k) else None
-        self._all_k, self._most_k = 0 in top_k, max(top_k)
+        self._most_k = max(top_k)
         self._top_p = column("top_p") if any(p.top_p < 1 for p in filters) else None
         self._min_p = column("min_p") if any(p.min_p > 0 for p in filters) else None
         self._eta = column("eta_cutoff") if any(p.eta_cutoff > 0 for p in filters) else None
@@ -180,7 +182,7 @@ class SlotSampling:
             token_ids: int64 [V], the target's ids of a restricted vocabulary; None: all, in order.
         """
         logits = self.penalties.apply(logits, history, positions_B, token_ids)
-        if self.greedy:
+        if self.greedy or not self.noise_in_ranking:
             return logits
         if token_ids is None:
             noise_BV = self.noise(positions_B + offset, logits.shape[-1])
@@ -200,7 +202,8 @@ class SlotSampling:
             logits_BV: of the nodes at absolute position positions_B (int64).
             history: valid through positions_B: the context and the node's ancestors and itself.
         """
-        return self.scores(logits_BV, history, positions_B).argmax(dim=-1)
+        # On a CPU the argmax of bf16 costs four times fp32's with the conversion.
+        return self.scores(logits_BV, history, positions_B).float().argmax(dim=-1)
 
     def scores(self, logits_BV: Tensor, history: History, positions_B: Tensor) -> Tensor:
         """What `choose` takes the argmax of: filtered penalised logits / T plus noise, where greedy without them."""
@@ -214,45 +217,49 @@ class SlotSampling:
     def filtered(self, logits_BV: Tensor) -> Tensor:
         """logits / T in fp32, with what top-k, top-p, min-p and eta drop at -inf.
 
-        Each filter sees the renormalised rest of the one before. Greedy slots pass through unchanged.
+        Each filter sees the renormalised rest of the one before. A filter is a border that probabilities must reach, so
+        equal ones stay or go together, whatever their ids. Greedy slots pass through unchanged.
         """
         scaled_BV = logits_BV.float() / self._divisors
         if self._top_k is not None:
-            scaled_BV = self._keep_top_k(scaled_BV)
+            k_B1 = self._top_k.clamp(1, scaled_BV.shape[-1])
+            largest = scaled_BV.topk(min(self._most_k, scaled_BV.shape[-1]), dim=-1).values
+            drop_BV = (scaled_BV < largest.gather(1, k_B1 - 1)) & (self._top_k > 0)
+            scaled_BV.masked_fill_(drop_BV, -torch.inf)
         if self._top_p is not None:
-            scaled_BV = self._keep_top_p(scaled_BV)
+            scaled_BV.masked_fill_(self._outside_top_p(scaled_BV), -torch.inf)
         if self._min_p is not None:
             border_B1 = scaled_BV.amax(-1, keepdim=True) + self._min_p.log()
-            scaled_BV = scaled_BV.masked_fill(scaled_BV < border_B1, -torch.inf)
+            scaled_BV.masked_fill_(scaled_BV < border_B1, -torch.inf)
         if self._eta is not None:
-            scaled_BV = self._keep_eta(scaled_BV)
+            scaled_BV.masked_fill_(self._below_eta(scaled_BV), -torch.inf)
         return scaled_BV
 
-    def _keep_top_k(self, scaled_BV: Tensor) -> Tensor:
-        assert self._top_k is not None
-        vocab = scaled_BV.shape[-1]
-        k_B1 = torch.where(self._top_k > 0, self._top_k, vocab).clamp(max=vocab)
-        largest = scaled_BV.topk(vocab if self._all_k else min(self._most_k, vocab), dim=-1).values
-        return scaled_BV.masked_fill(scaled_BV < largest.gather(1, k_B1 - 1), -torch.inf)
-
-    def _keep_top_p(self, scaled_BV: Tensor) -> Tensor:
+    def _outside_top_p(self, scaled_BV: Tensor) -> Tensor:
+        """Sorting a vocabulary takes milliseconds, and the sum is mostly reached within a few hundred tokens: the rest
+        is only sorted where it is not (on a GPU always, for to see whether would be to wait for it)."""
         assert self._top_p is not None
-        # Sorted as logits: tokens whose probabilities round to the same number keep their order.
-        ordered, order = scaled_BV.sort(dim=-1, descending=True, stable=True)
-        probs = ordered.softmax(-1)
-        before = probs.cumsum(-1) - probs  # the most probable token has 0 before it and always stays
-        drop = torch.zeros_like(order, dtype=torch.bool).scatter_(1, order, before >= self._top_p)
-        return scaled_BV.masked_fill(drop & (self._top_p < 1), -torch.inf)
+        vocab, probs_BV = scaled_BV.shape[-1], scaled_BV.softmax(-1)
+        for most in (LIKELIEST, vocab) if scaled_BV.device.type == "cpu" else (vocab,):
+            if most < vocab:
+                values, order = scaled_BV.topk(most, dim=-1)
+            else:
+                values, order = scaled_BV.sort(dim=-1, descending=True)
+            sums = probs_BV.gather(1, order).cumsum(-1)
+            short = sums < self._top_p
+            if most >= vocab or not bool((short[:, -1:] & (self._top_p < 1)).any()):
+                break
+        # The token with which the sum reaches top_p is the last to stay.
+        border_B1 = values.gather(1, short.sum(-1, keepdim=True).clamp(max=values.shape[1] - 1))
+        return (scaled_BV < border_B1) & (self._top_p < 1)
 
-    def _keep_eta(self, scaled_BV: Tensor) -> Tensor:
+    def _below_eta(self, scaled_BV: Tensor) -> Tensor:
         assert self._eta is not None
-        log_probs = scaled_BV - scaled_BV.logsumexp(-1, keepdim=True)
-        probs = log_probs.exp()
-        # 0 * -inf counts as 0.
-        entropy_B1 = -(probs * log_probs.clamp(min=torch.finfo(torch.float32).min)).sum(-1, keepdim=True)
+        probs_BV = scaled_BV.softmax(-1)
+        # cumsum and not sum, which adds up in another order for one row than for several.
+        entropy_B1 = torch.special.entr(probs_BV).cumsum(-1)[:, -1:]
         border_B1 = torch.minimum(self._eta, self._eta.sqrt() * (-entropy_B1).exp())
-        drop = (probs < border_B1) & (scaled_BV < scaled_BV.amax(-1, keepdim=True))
-        return scaled_BV.masked_fill(drop, -torch.inf)
+        return (probs_BV < border_B1) & (scaled_BV < scaled_BV.amax(-1, keepdim=True))
 
     def _size(self, token_ids: Tensor) -> int:
         """The smallest vocabulary that holds these ids; read from the device once for each tensor."""

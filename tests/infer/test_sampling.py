@@ -1,8 +1,18 @@
 """Parameters and the choice rule, against formulas written out for one row."""
 
+import math
+from itertools import product
+
 import pytest
 import torch
+from transformers.generation.logits_process import (
+    EtaLogitsWarper,
+    MinPLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
+from longdraft.infer import sampling as module
 from longdraft.infer.history import History
 from longdraft.infer.sampling import SamplingParams, SlotSampling, one_each
 from longdraft.kernels.gumbel import gumbel_noise
@@ -12,7 +22,7 @@ NONE = History(8, 64)  # what is before does not matter without penalties
 
 
 def filtered_by_hand(logits, p: SamplingParams):
-    """top-k, top-p, min-p on one row, each on the renormalised result of the one before; returns the kept ids."""
+    """top-k, top-p, min-p, eta on one row, each on the renormalised result of the one before; returns the kept ids."""
     probs = {v: float(x) for v, x in enumerate((logits.double() / p.temperature).softmax(0))}
     if p.top_k:
         border = sorted(probs.values(), reverse=True)[min(p.top_k, len(probs)) - 1]
@@ -28,6 +38,12 @@ def filtered_by_hand(logits, p: SamplingParams):
         probs = kept
     if p.min_p:
         probs = {v: x for v, x in probs.items() if x >= p.min_p * max(probs.values())}
+    if p.eta_cutoff:
+        total = sum(probs.values())
+        probs = {v: x / total for v, x in probs.items()}
+        entropy = -sum(x * math.log(x) for x in probs.values())
+        eta = min(p.eta_cutoff, math.sqrt(p.eta_cutoff) * math.exp(-entropy))
+        probs = {v: x for v, x in probs.items() if x >= eta or x == max(probs.values())}
     return set(probs)
 
 
@@ -41,6 +57,9 @@ def filtered_by_hand(logits, p: SamplingParams):
         SamplingParams(temperature=1.0, top_p=1e-9),
         SamplingParams(temperature=0.5, min_p=0.1),
         SamplingParams(temperature=1.5, top_k=20, top_p=0.8, min_p=0.05),
+        SamplingParams(temperature=1.0, eta_cutoff=0.02),
+        SamplingParams(temperature=2.0, eta_cutoff=0.9),
+        SamplingParams(temperature=1.5, top_k=30, top_p=0.95, min_p=0.01, eta_cutoff=0.05),
     ],
     ids=str,
 )
@@ -50,6 +69,72 @@ def test_filters_equal_the_formula(params):
     kept = SlotSampling([params] * 6, CPU).filtered(logits).isfinite()
     for row in range(6):
         assert set(kept[row].nonzero().flatten().tolist()) == filtered_by_hand(logits[row], params)
+
+
+THEIRS = {
+    "top_k": lambda value: TopKLogitsWarper(value),
+    "top_p": lambda value: TopPLogitsWarper(value),
+    "min_p": lambda value: MinPLogitsWarper(value),
+    "eta_cutoff": lambda value: EtaLogitsWarper(value),
+}
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        *({name: value} for name, some in [
+            ("top_k", (1, 7, 300, 5000)), ("top_p", (0.05, 0.5, 0.9, 0.99)), ("min_p", (0.01, 0.3)),
+            ("eta_cutoff", (3e-4, 0.01, 0.6)),
+        ] for value in some),
+        {"top_k": 400, "top_p": 0.97, "min_p": 0.002, "eta_cutoff": 0.001},
+    ],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("temperature", [0.6, 1.0, 3.0])
+def test_kept_tokens_are_those_of_transformers(values, temperature):
+    """Theirs in fp64, so that one rounding stands between the two; no border here lies within fp32's 1e-6 of mass."""
+    torch.manual_seed(3)
+    logits = torch.randn(4, 5000) * torch.tensor([0.5, 1.0, 2.0, 4.0])[:, None]
+    params = SamplingParams(temperature=temperature, **values)
+    scaled = logits / temperature
+    theirs = scaled.double()
+    for name, make in THEIRS.items():  # transformers applies them in this order
+        if name in values:
+            theirs = make(values[name])(None, theirs)
+    assert torch.equal(SlotSampling([params] * 4, CPU).filtered(logits), scaled.where(theirs.isfinite(), -torch.inf))
+
+
+def rows_with_ties():
+    """fp32 and bf16 numbers; peaked, flat, all equal, with -inf; the last two need the whole vocabulary."""
+    torch.manual_seed(4)
+    rows = torch.randn(7, 3000) * torch.tensor([6.0, 3, 1, 4, 0, 2, 0.1])[:, None]
+    rows[3] = rows[3].bfloat16().float()
+    rows[5, ::2] = -torch.inf
+    return rows
+
+
+@pytest.mark.parametrize("top_p", [0.1, 0.9, 0.99, 1 - 2.0**-24, 1.0])
+def test_top_p_is_the_same_by_a_part_and_by_the_whole_vocabulary(monkeypatch, top_p):
+    rows = rows_with_ties()
+    sampling = SlotSampling([SamplingParams(temperature=0.9, top_p=p) for p in [top_p] * 6 + [0.3]], CPU)
+    results = []
+    for likeliest in (1, 17, 256, 2999, 3000):
+        monkeypatch.setattr(module, "LIKELIEST", likeliest)
+        results.append(sampling.filtered(rows))
+    assert all(torch.equal(result, results[0]) for result in results)
+    assert results[0][:6].isfinite().any(-1).all()
+
+
+def test_filters_do_not_depend_on_ids_nor_on_the_batch():
+    """Permuting the vocabulary permutes what stays, ties included; a row alone gives the bits it gives among others."""
+    rows, order = rows_with_ties(), torch.randperm(3000)
+    for values in ({"top_k": 40}, {"top_p": 0.7}, {"min_p": 0.1}, {"eta_cutoff": 0.002}, {"top_k": 900, "top_p": 0.9}):
+        params = SamplingParams(temperature=1.1, **values)
+        many = SlotSampling([params] * 7, CPU)
+        kept = many.filtered(rows)
+        assert torch.equal(many.filtered(rows[:, order]).isfinite(), kept.isfinite()[:, order]), values
+        for b in range(7):
+            assert torch.equal(SlotSampling([params], CPU).filtered(rows[b : b + 1])[0], kept[b]), values
 
 
 def test_a_slot_is_not_touched_by_its_neighbours_parameters():
@@ -97,6 +182,33 @@ def test_greedy_is_the_argmax_and_asks_for_no_noise():
     assert not any(sampling._rows)
 
 
+def test_ranking_is_logits_and_noise_behind_the_root():
+    torch.manual_seed(5)
+    params = [SamplingParams(temperature=0.8, seed=4, top_k=2), SamplingParams(), SamplingParams(temperature=2, seed=8)]
+    sampling, positions = SlotSampling(params, CPU), torch.tensor([9, 3, 30])
+    for shape, offset in product([(3, 40), (3, 5, 40)], (1, 4)):
+        logits = torch.randn(*shape).bfloat16()
+        ranked = sampling.ranking(logits, NONE, positions, offset)
+        assert torch.equal(ranked[1], logits[1].float())
+        for b in (0, 2):
+            noise = gumbel_noise(torch.tensor([params[b].seed]), positions[b : b + 1, None] + offset, 40)[0, 0]
+            assert torch.equal(ranked[b], logits[b].float() / params[b].temperature + noise)
+
+
+def test_noise_is_kept_and_does_not_grow():
+    """The same rows whatever was asked before, of whatever width, forwards and backwards; a row is not made twice."""
+    sampling = SlotSampling([SamplingParams(temperature=1.0, seed=2**64 - 3), SamplingParams(seed=6)], CPU)
+    seeds = torch.tensor([-3, 6])
+    for start in [*range(0, 300, 7), 50, 0, 299]:
+        positions = torch.tensor([start, 2 * start])
+        for vocab in (30, 61, 10):
+            assert torch.equal(sampling.noise(positions, vocab), gumbel_noise(seeds, positions[:, None], vocab)[:, 0])
+    assert max(len(rows) for rows in sampling._rows) <= module.KEPT_ROWS
+    one = SlotSampling([SamplingParams(temperature=1.0, seed=5)], CPU)
+    first, again = (one.noise(torch.tensor([12]), vocab) for vocab in (61, 50))
+    assert first.data_ptr() == again.data_ptr()
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
@@ -107,6 +219,22 @@ def test_greedy_is_the_argmax_and_asks_for_no_noise():
         ({"top_k": -3}, "top_k=-3"),
         ({"min_p": 1.0}, "min_p=1.0"),
         ({"max_new_tokens": 0}, "max_new_tokens=0 must be at least 1"),
+        ({"temperature": 1e-9}, r"temperature=1e-09 must be 0 \(greedy\) or a number above, from 1e-06 on"),
+        ({"temperature": "warm"}, "temperature='warm' must be 0"),
+        ({"top_k": 2.5}, "top_k=2.5 must be 0"),
+        ({"top_k": math.inf}, "top_k=inf must be 0"),
+        ({"max_new_tokens": 2.5}, "max_new_tokens=2.5 must be at least 1"),
+        ({"eta_cutoff": 1.0}, "eta_cutoff=1.0 must be at least 0"),
+        ({"contextual_penalty": 0}, "contextual_penalty=0 must be above 0; 1 is off"),
+        ({"contextual_window": 0}, "contextual_window=0 must be at least 1"),
+        ({"repetition_penalty": -1.2}, "repetition_penalty=-1.2 must be above 0"),
+        ({"presence_penalty": math.nan}, "presence_penalty=nan must be a finite number"),
+        ({"frequency_penalty": math.inf}, "frequency_penalty=inf must be a finite number"),
+        ({"banned_token_ids": (3, -1)}, r"banned_token_ids=\(3, -1\) must be a list of token ids"),
+        ({"banned_token_ids": 3}, "banned_token_ids=3 must be a list of token ids"),
+        ({"stop_token_ids": "3"}, "stop_token_ids='3' must be a list of token ids"),
+        ({"stop_strings": "stop"}, "stop_strings='stop' must be a list of strings that are not empty"),
+        ({"stop_strings": ["a", ""]}, r"stop_strings=\['a', ''\] must be a list"),
         ({"seed": 2**64}, "seed=18446744073709551616 must be None or an integer of 64 bits"),
     ],
 )
