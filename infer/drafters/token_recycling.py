@@ -1,0 +1,306 @@
+"""Token Recycling: the target's own candidates after a token are proposed again the next time it comes.
+
+A table holds, for every token of the vocabulary, the 8 best candidates that the target last computed behind it. Each
+step fills a fixed tree from it, level by level, and writes back the candidates of every verified node, accepted or not
+(Luo et al., "Turning Trash into Treasure", arXiv 2408.08696). No training, no draft pass. The table
+lives as long as the drafter, so a later request starts with what earlier ones left, and can be saved.
+
+Beside the candidates stand their logits, so that at T > 0 they are ranked with the known noise of their position; a
+request's penalties are left to the walk. Shapes: B slots, N tree nodes, M rows to write, L nodes of a level, K
+candidates, V vocabulary.
+"""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from longdraft.infer.drafters.base import Drafter, Request, SlotState
+from longdraft.infer.sampling import SlotSampling
+from longdraft.infer.tree import PAD, ROOT, TokenTree
+from longdraft.infer.verify import Verdict
+from longdraft.models.decoder import TargetOutput
+from longdraft.models.hf import Target
+from longdraft.models.kv_cache import KVCache
+
+CANDIDATES = 8
+# Children of each node, level by level, nodes in lexicographic order of their ranks (Token Recycling, figure 5).
+CHILD_COUNTS = (
+    (8,),
+    (8, 4, 3, 2, 1, 1, 1, 1),
+    (8, 3, 2, 1, 1, 1, 1, 1, 2, 1, 0, 0, 1, 0, 0, 1, 0, 1, 1, 0, 0),
+    (5, 2, 1, 1, 1, 0, 0, 0, 1, 0, 0, 1, 0, 0, 0, 0, 0, 0, 1, 0, 0, 1, 1, 0, 0),
+    (3, 1, 1, 0, 0, 1, 0, 0, 0, 0, 1, 0, 1, 0, 0),
+    (2, 0, 0, 1, 0, 0, 0, 0),
+)
+# Logits of this many rows are held at once while a prompt is read.
+SEED_ROWS = 64
+# Rows of a column of `largest`: fewer make the first round longer, more the second.
+BLOCK = 32
+FORMAT = "longdraft token recycling 1"
+
+
+def static_tree() -> list[tuple[int, ...]]:
+    """The 80 nodes as rank paths, best first: by the product of 1 / (2 (rank + 1)) along the path.
+
+    That product comes close to the published tree (level 2 holds just the paths whose ranks, counted from 1, multiply
+    to at most 8), so a prefix is the smaller tree that the same reasoning would give.
+    """
+    level: list[tuple[int, ...]] = [()]
+    nodes: list[tuple[int, ...]] = []
+    for counts in CHILD_COUNTS:
+        level = [(*node, rank) for node, count in zip(level, counts, strict=True) for rank in range(count)]
+        nodes += level
+
+    def odds(node: tuple[int, ...]) -> int:
+        product = 1
+        for rank in node:
+            product *= 2 * (rank + 1)
+        return product
+
+    return sorted(nodes, key=odds)  # stable: levels first, then lexicographic; a child's odds exceed its parent's
+
+
+@dataclass(frozen=True)
+class _Level:
+    """One level of the tree: where its nodes stand, below which place of the level above, and with which rank."""
+
+    nodes_L: Tensor
+    above_L: Tensor
+    ranks_L: Tensor
+
+
+class TokenRecycling(Drafter):
+    """Fills the first `nodes` nodes of the static tree from the table.
+
+    Every verified node writes; where a token stands at several nodes, the deepest one wins, among equally deep ones the
+    one of the last slot, there the last in the tree. Of a prompt's tokens the last occurrence wins.
+
+    Args:
+        target: the loaded target, for its LM head, its vocabulary and its tokenizer's fingerprint.
+        nodes: 1 to 80.
+        seed_prompt: write the candidates behind every prompt token too. It costs the LM head once for each different
+            token of a prefill chunk, so that the first steps already have candidates to propose.
+        table: a file that `save` wrote, to start with.
+    """
+
+    def __init__(self, target: Target, nodes: int = 80, seed_prompt: bool = True, table: str | Path | None = None):
+        shape = static_tree()
+        if not 1 <= nodes <= len(shape):
+            raise ValueError(f"nodes={nodes}: the static tree has {len(shape)}; give 1 to {len(shape)}")
+        self.target, self.seed_prompt = target, seed_prompt
+        self.shape = shape[:nodes]
+        self.max_nodes, self.max_depth = nodes, max(len(node) for node in self.shape)
+        self._seeding = frozenset({"post_norm"}) if seed_prompt else frozenset()
+        self.needs = self._seeding
+        weight = target.model.lm_head.weight
+        self.vocab_size, self._device = weight.shape[0], weight.device
+        # Behind the tokens' rows come TRASH, where lost writes go, and NOTHING, which stays -1 and is read at index -1.
+        shape_VK = self.vocab_size + 2, min(CANDIDATES, self.vocab_size)
+        self._ids_VK = torch.full(shape_VK, -1, dtype=torch.int32, device=self._device)
+        self._logits_VK = torch.zeros(shape_VK, dtype=torch.float16, device=self._device)
+        self._levels, self._parents_N = self._plan()
+        self._shapes: dict[int, TokenTree] = {}
+        self._kept: tuple[SlotSampling, Tensor] | None = None
+        if table is not None:
+            self.load(table)
+
+    def _plan(self) -> tuple[list[_Level], Tensor]:
+        index = {(): 0} | {node: i + 1 for i, node in enumerate(self.shape)}
+        levels: list[_Level] = []
+        above: list[tuple[int, ...]] = [()]
+        for depth in range(1, self.max_depth + 1):
+            level = [node for node in self.shape if len(node) == depth]
+            places = [above.index(node[:-1]) for node in level]
+            parts = [index[node] for node in level], places, [node[-1] for node in level]
+            levels.append(_Level(*(torch.tensor(part, device=self._device) for part in parts)))
+            above = level
+        parents = [ROOT, *(index[node[:-1]] for node in self.shape)]
+        return levels, torch.tensor(parents, device=self._device)
+
+    @property
+    def candidates(self) -> Tensor:
+        """int32 [V, K]: the table; -1 where a token's row was never written."""
+        return self._ids_VK[: self.vocab_size]
+
+    @property
+    def logits(self) -> Tensor:
+        """fp16 [V, K]: the logits that these candidates had, largest first."""
+        return self._logits_VK[: self.vocab_size]
+
+    def memory_bytes(self, batch: int, capacity: int) -> dict[str, int]:
+        return {"token recycling's table": self._ids_VK.nbytes + self._logits_VK.nbytes}
+
+    def begin(self, slots: Sequence[int], requests: Sequence[Request], cache: KVCache) -> None:
+        self.needs = self._seeding
+
+    @torch.no_grad()
+    def read(self, slots: Sequence[int], tokens_BT: Tensor, output: TargetOutput) -> None:
+        if not self.seed_prompt:
+            return
+        assert output.post_norm is not None
+        # Only a token's last occurrence in the chunk is written, so only there the LM head is run.
+        last = {token: place for place, token in enumerate(tokens_BT.T.flatten().tolist())}
+        states_MD = output.post_norm.transpose(0, 1).flatten(0, 1)
+        places_M = torch.tensor(list(last.values()), device=self._device)
+        tokens_M = torch.tensor(list(last), device=self._device)
+        for places, tokens in zip(places_M.split(SEED_ROWS), tokens_M.split(SEED_ROWS), strict=True):
+            logits_MV = self.target.model.lm_head(states_MD[places])
+            self._write(tokens, *largest(logits_MV, self._ids_VK.shape[1]))
+
+    def _write(self, tokens_M: Tensor, logits_MK: Tensor, ids_MK: Tensor) -> None:
+        """Rows of the table; tokens_M are all different, but for TRASH."""
+        self._ids_VK[tokens_M] = ids_MK.int()
+        self._logits_VK[tokens_M] = logits_MK.half()
+
+    @torch.no_grad()
+    def propose(self, state: SlotState, room: int) -> TokenTree:
+        self.needs = frozenset({"logits"})
+        roots_B, batch = state.roots, len(state.roots)
+        tokens_BN = torch.empty(batch, 1 + self.max_nodes, dtype=torch.int64, device=self._device)
+        tokens_BN[:, 0] = roots_B
+        tokens_BL = roots_B[:, None]
+        for depth, level in enumerate(self._levels, 1):
+            ids_BLK = self._ranked(state, tokens_BL, depth)
+            tokens_BL = ids_BLK[:, level.above_L, level.ranks_L]
+            tokens_BN[:, level.nodes_L] = tokens_BL
+        parents_BN = torch.where(tokens_BN < 0, PAD, self._parents_N)
+        tree = self._shape(batch).with_tokens(tokens_BN.clamp(min=0), parents_BN)
+        if room >= self.max_nodes:
+            return tree
+        return tree.take(torch.arange(1 + room, device=self._device).expand(batch, -1))
+
+    def _shape(self, batch: int) -> TokenTree:
+        """The whole tree of `batch` slots with what is derived of it; its tokens stand for nothing."""
+        if batch not in self._shapes:
+            parents_BN = self._parents_N.expand(batch, -1)
+            shape = self._shapes[batch] = TokenTree(parents_BN, parents_BN)
+            _ = shape.ancestors, shape.depths
+        return self._shapes[batch]
+
+    def _ranked(self, state: SlotState, tokens_BL: Tensor, depth: int) -> Tensor:
+        """int64 [B, L, K]: the candidates behind these nodes, best first; -1 where there are none.
+
+        tokens_BL: -1 for a node that is not there, which reads the row NOTHING.
+        """
+        ids_BLK = self._ids_VK[tokens_BL].long()
+        if state.sampling.greedy:
+            return ids_BLK
+        logits_BLK = self._logits_VK[tokens_BL].float()
+        noise_BV = state.sampling.noise(state.positions + depth, self.vocab_size)
+        noise_BLK = noise_BV.gather(1, ids_BLK.clamp(min=0).flatten(1)).view_as(logits_BLK)
+        temperatures_B11 = self._temperatures(state.sampling)
+        warm_B11 = temperatures_B11 > 0
+        scores_BLK = torch.where(warm_B11, logits_BLK / temperatures_B11 + noise_BLK, logits_BLK)
+        # Stable: where a slot is greedy, candidates of one fp16 logit keep the table's order.
+        return ids_BLK.gather(2, scores_BLK.sort(dim=2, descending=True, stable=True).indices)
+
+    def _temperatures(self, sampling: SlotSampling) -> Tensor:
+        """fp32 [B, 1, 1], kept as long as the slots' sampling stays the same."""
+        if self._kept is None or self._kept[0] is not sampling:
+            values = [params.temperature for params in sampling.params]
+            self._kept = sampling, torch.tensor(values, device=self._device)[:, None, None]
+        return self._kept[1]
+
+    @torch.no_grad()
+    def observe(self, state: SlotState, tree: TokenTree, verdict: Verdict, output: TargetOutput) -> None:
+        assert output.logits is not None
+        tokens_M, places_M = self._last_of_each(tree, verdict.counts > 0)
+        logits_MK, ids_MK = largest(output.logits.flatten(0, 1), self._ids_VK.shape[1])
+        self._write(tokens_M, logits_MK[places_M], ids_MK[places_M])
+
+    def _last_of_each(self, tree: TokenTree, took_part_B: Tensor) -> tuple[Tensor, Tensor]:
+        """The tokens of a verified tree and where (slot * N + node) each stands last, in the order of the class's docs.
+
+        On a GPU, where their number is not known, other nodes are there too, with TRASH for a token.
+        """
+        tokens_M, count = tree.tokens.flatten(), tree.tokens.numel()
+        there_M = ((tree.parents != PAD) & took_part_B[:, None]).flatten()
+        order_M = tree.depths.flatten() * count + torch.arange(count, device=self._device)
+        # By token, then by order; what is not there comes before everything.
+        keys_M = torch.where(there_M, tokens_M * (count * tree.width) + order_M, -1)
+        places_M = keys_M.argsort()
+        tokens_M = tokens_M[places_M]
+        last_M = there_M[places_M]
+        last_M[:-1] &= tokens_M[:-1] != tokens_M[1:]
+        if last_M.device.type == "cpu":
+            return tokens_M[last_M], places_M[last_M]
+        return torch.where(last_M, tokens_M, self.vocab_size), places_M
+
+    def save(self, path: str | Path) -> None:
+        """Write the table to a safetensors file, whole or not at all."""
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        tensors = {"candidates": self.candidates.cpu().contiguous(), "logits": self.logits.cpu().contiguous()}
+        said = {"format": FORMAT, "target": self.target.name, **self._fingerprint}
+        temporary = path.with_name(f"{path.name}.tmp")
+        save_file(tensors, temporary, metadata=said)
+        with temporary.open("rb") as stream:
+            os.fsync(stream.fileno())
+        temporary.rename(path)
+
+    def load(self, path: str | Path) -> None:
+        """Take over the table of a file that `save` wrote.
+
+        Raises:
+            ValueError: no such file, another kind of file, or another vocabulary or tokenizer than the target's.
+        """
+        tensors, said = _read_table(Path(path))
+        for name, own in self._fingerprint.items():
+            if said.get(name) != own:
+                raise ValueError(
+                    f"table: {path} was filled by {said.get('target')} with {name} {said.get(name)}, and this target "
+                    f"has {own}; use a table of the same tokenizer, or start without one"
+                )
+        for name, own in (("candidates", self.candidates), ("logits", self.logits)):
+            given = tensors.get(name)
+            if given is None or (given.shape, given.dtype) != (own.shape, own.dtype):
+                found = None if given is None else (tuple(given.shape), given.dtype)
+                raise ValueError(f"table: {path} holds {found} as {name}, expected {tuple(own.shape)} {own.dtype}")
+        ids_VK = tensors["candidates"]
+        if int(ids_VK.min()) < -1 or int(ids_VK.max()) >= self.vocab_size:
+            raise ValueError(f"table: {path} names tokens outside of 0..{self.vocab_size - 1}; save it again")
+        self.candidates.copy_(ids_VK)
+        self.logits.copy_(tensors["logits"])
+
+    @property
+    def _fingerprint(self) -> dict[str, str]:
+        return {"vocab_size": str(self.vocab_size), "tokenizer_sha256": self.target.fingerprint["tokenizer"]}
+
+
+def _read_table(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    if not path.is_file():
+        raise ValueError(f"table: there is no file {path}; save one first, or start without a table")
+    try:
+        with safe_open(path, framework="pt") as stream:
+            said = stream.metadata() or {}
+            tensors = {name: stream.get_tensor(name) for name in stream.keys()}  # noqa: SIM118, no mapping
+    except SafetensorError as error:
+        raise ValueError(f"table: {path} is damaged or no safetensors file ({error}); save it again") from error
+    if said.get("format") != FORMAT:
+        raise ValueError(f"table: {path} has the format {said.get('format')!r}, this version reads {FORMAT!r}")
+    return tensors, said
+
+
+def largest(logits_MV: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The `k` largest logits of each row and their indices, [M, k] each, as `topk` gives them; exact.
+
+    On the CPU in two rounds, several times faster: the k largest values lie in the k columns of a [BLOCK, V / BLOCK]
+    view with the largest maxima. Of equal logits, which are taken may differ from topk's.
+    """
+    vocab = logits_MV.shape[1]
+    columns = vocab // BLOCK
+    if logits_MV.device.type != "cpu" or columns < 4 * k:
+        return logits_MV.topk(k, dim=1)
+    blocks_MRC = logits_MV[:, : columns * BLOCK].unflatten(1, (BLOCK, columns))
+    best_Mk = blocks_MRC.amax(1).topk(k, dim=1).indices
+    inside = blocks_MRC.gather(2, best_Mk[:, None].expand(-1, BLOCK, -1)).flatten(1)
+    values_Mk, places_Mk = torch.cat([inside, logits_MV[:, columns * BLOCK :]], dim=1).topk(k, dim=1)
+    rest = places_Mk - BLOCK * k
+    ids_Mk = places_Mk // k * columns + best_Mk.gather(1, places_Mk % k)
+    return values_Mk, torch.where(rest < 0, ids_Mk, columns * BLOCK + rest)

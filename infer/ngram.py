@@ -1,0 +1,185 @@
+"""What a sequence's own tokens tell about the next ones: counts of continuations, and where a suffix stood before.
+
+Both tables hold one sequence, grow with its committed tokens and take tokens back exactly. Not here: which of it is
+proposed (infer/drafters/prompt_lookup.py, infer/drafters/tokenswift.py).
+"""
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+
+import torch
+
+from longdraft.infer.drafters.base import SlotState
+
+# Committed tokens read from the device at once: a step rarely commits more.
+READ_AHEAD = 32
+
+
+class NgramTable:
+    """How often which n - 1 tokens followed a token, most frequent first (TokenSwift, section 3.3).
+
+    For every first token its n-grams are kept in groups of equal counts, each ordered by its last occurrence; so a new
+    occurrence costs two binary searches, and a ranking looks at no more groups than there are different counts (below
+    the square root of twice the tokens) and at `k` n-grams, however many continuations a token has.
+    """
+
+    def __init__(self, n: int = 4):
+        if n < 2:
+            raise ValueError(f"n={n}: an n-gram of a first token and its continuation has at least 2 tokens")
+        self.n, self.tokens = n, list[int]()
+        self._starts: dict[tuple[int, ...], list[int]] = {}  # of each n-gram, ascending
+        self._groups: dict[int, dict[int, list[int]]] = {}  # first token -> count -> last starts, ascending
+
+    def __len__(self) -> int:
+        """Tokens so far."""
+        return len(self.tokens)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Append committed tokens and count the n-grams that they complete."""
+        n, sequence = self.n, self.tokens
+        for token in tokens:
+            sequence.append(token)
+            start = len(sequence) - n
+            if start < 0:
+                continue
+            starts = self._starts.setdefault(tuple(sequence[start:]), [])
+            groups = self._groups.setdefault(sequence[start], {})
+            if starts:
+                _leave(groups, len(starts), starts[-1])
+            starts.append(start)
+            groups.setdefault(len(starts), []).append(start)
+
+    def truncate(self, length: int) -> None:
+        """Take back all tokens from index `length` on, as if they had never been appended."""
+        n, sequence = self.n, self.tokens
+        while len(sequence) > length:
+            start = len(sequence) - n
+            if start >= 0:
+                gram = tuple(sequence[start:])
+                starts, groups = self._starts[gram], self._groups[gram[0]]
+                _leave(groups, len(starts), start)
+                starts.pop()
+                if starts:
+                    insort(groups.setdefault(len(starts), []), starts[-1])
+                else:
+                    del self._starts[gram]
+                    if not groups:
+                        del self._groups[gram[0]]
+            sequence.pop()
+
+    def ranked(self, first: int, k: int) -> list[tuple[int, ...]]:
+        """The `k` most frequent continuations of `first`, n - 1 tokens each; of equal counts the most recent first."""
+        groups = self._groups.get(first, {})
+        found: list[tuple[int, ...]] = []
+        for count in sorted(groups, reverse=True):
+            for start in reversed(groups[count]):
+                if len(found) == k:
+                    return found
+                found.append(tuple(self.tokens[start + 1 : start + self.n]))
+        return found
+
+
+def _leave(groups: dict[int, list[int]], count: int, start: int) -> None:
+    """Take the n-gram that last began at `start` out of its group."""
+    group = groups[count]
+    del group[bisect_left(group, start)]
+    if not group:
+        del groups[count]
+
+
+class SuffixIndex:
+    """Where the last tokens of a sequence stood before.
+
+    A table for each length up to `max_ngram` holds where every n-gram ends; matches are then measured beyond that
+    length by comparing tokens backwards. So a step costs `max_ngram` entries for each new token, and at most `search`
+    occurrences are looked at, however long the context is.
+
+    Args:
+        max_ngram: longest n-gram with a table.
+        search: most recent occurrences that are compared.
+        longest: matches are not measured beyond this.
+    """
+
+    def __init__(self, max_ngram: int = 3, search: int = 64, longest: int = 32):
+        self.max_ngram, self.search, self.longest, self.tokens = max_ngram, search, longest, list[int]()
+        self._ends: list[dict[tuple[int, ...], list[int]]] = [{} for _ in range(max_ngram)]
+
+    def __len__(self) -> int:
+        """Tokens so far."""
+        return len(self.tokens)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Append committed tokens."""
+        sequence = self.tokens
+        for token in tokens:
+            sequence.append(token)
+            end = len(sequence)
+            for n, ends in enumerate(self._ends[:end], 1):
+                ends.setdefault(tuple(sequence[end - n :]), []).append(end)
+
+    def truncate(self, length: int) -> None:
+        """Take back all tokens from index `length` on."""
+        sequence = self.tokens
+        while len(sequence) > length:
+            end = len(sequence)
+            for n, ends in enumerate(self._ends[:end], 1):
+                gram = tuple(sequence[end - n :])
+                ends[gram].pop()
+                if not ends[gram]:
+                    del ends[gram]
+            sequence.pop()
+
+    def matches(self, enough: int) -> list[tuple[int, int]]:
+        """Earlier occurrences of the longest suffix, then of shorter ones until there are `enough`.
+
+        Returns:
+            (match length, index of the token behind it), longest match first, of equal lengths the most recent first.
+        """
+        sequence, end = self.tokens, len(self.tokens)
+        found: list[tuple[int, int]] = []
+        seen: set[int] = set()
+        for n in range(min(self.max_ngram, end), 0, -1):
+            ends = self._ends[n - 1][tuple(sequence[end - n :])]
+            for at in ends[-2 : -2 - self.search : -1]:  # the last one is the suffix itself
+                if at not in seen:
+                    seen.add(at)
+                    found.append((self._length(at, n), at))
+            if len(found) >= enough:
+                break
+        return sorted(found, reverse=True)
+
+    def _length(self, at: int, known: int) -> int:
+        """How many tokens before `at` equal the sequence's last ones; `known` of them do."""
+        sequence, back = self.tokens, len(self.tokens) - at
+        stop = max(at - self.longest, 0)
+        place = at - known
+        while place > stop and sequence[place - 1] == sequence[place - 1 + back]:
+            place -= 1
+        return at - place
+
+    def continuation(self, at: int, count: int) -> list[int]:
+        """The `count` tokens from index `at` on; behind the sequence's end it repeats itself, as a loop would."""
+        tokens = self.tokens[at : at + count]
+        period = len(self.tokens) - at
+        for i in range(len(tokens), count):
+            tokens.append(tokens[i - period])
+        return tokens
+
+
+def catch_up(tables: Sequence[NgramTable | SuffixIndex | None], state: SlotState) -> None:
+    """Bring each slot's table (None: no request) to the slot's root.
+
+    Read from the device's history, which is never late: one read a step on a GPU.
+    """
+    while True:
+        known = [0 if table is None else len(table) for table in tables]
+        first_B = torch.tensor(known, device=state.positions.device)
+        read = torch.cat([state.positions[:, None], state.history.read(first_B, READ_AHEAD)], dim=1).tolist()
+        behind = False
+        for table, row in zip(tables, read, strict=True):
+            if table is not None:
+                missing = row[0] + 1 - len(table)
+                table.extend(row[1 : 1 + max(missing, 0)])
+                behind |= missing > READ_AHEAD
+        if not behind:
+            return
