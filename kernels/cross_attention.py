@@ -1,0 +1,52 @@
+"""Attention of a draft's rows over another model's cache: every row reads all of its slot's committed rows, no mask.
+
+The plain reference is reference/cross_attention.py. Shapes: B slots, T rows of the pass, S cache capacity, H query
+heads, K key/value heads, G = H / K, d head width.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from longdraft.kernels.cpu_impl import rows
+
+
+def cross_attention(
+    q_BTHd: Tensor,
+    keys_BSKd: Tensor,
+    values_BSKd: Tensor,
+    lengths_B: Tensor,
+    host_lengths: Sequence[int] | None = None,
+) -> Tensor:
+    """Every row of slot b reads the cache rows [0, lengths[b]).
+
+    Args:
+        q_BTHd: queries after RoPE.
+        keys_BSKd, values_BSKd: cache rows in q's dtype, K divides H (head h reads h // G); what lies beyond a length is
+            never read (it may be NaN). Their strides may differ.
+        lengths_B: int64.
+        host_lengths: the same numbers, where the caller has them: spares reading `lengths_B` from the device.
+    Returns: [B, T, H, d] in q's dtype, scores scaled by d ** -0.5; zero for a slot of length 0.
+    """
+    n_slots, n_rows = q_BTHd.shape[:2]
+    if q_BTHd.device.type == "cpu" and n_rows <= rows.MOST_ATTENTION_ROWS and rows.can_attend(q_BTHd):
+        # A tree none of whose rows sees any row of its own pass, itself included.
+        blind_BTT = torch.zeros(n_slots, n_rows, n_rows, dtype=torch.bool)
+        return rows.attention_rows(q_BTHd, keys_BSKd, values_BSKd, lengths_B, blind_BTT)
+    lengths = lengths_B.tolist() if host_lengths is None else host_lengths
+    slots = zip(q_BTHd, keys_BSKd, values_BSKd, lengths, strict=True)
+    return torch.stack([_slot_attention(q, keys[:length], values[:length]) for q, keys, values, length in slots])
+
+
+def _slot_attention(q_THd: Tensor, keys_SKd: Tensor, values_SKd: Tensor) -> Tensor:
+    """Query groups fold into the query length, so that keys and values are read once and never repeated."""
+    if not len(keys_SKd):
+        return torch.zeros_like(q_THd)
+    n_rows, n_heads, head_dim = q_THd.shape
+    n_kv_heads = keys_SKd.shape[1]
+    q_KQd = q_THd.reshape(n_rows, n_kv_heads, -1, head_dim).permute(1, 2, 0, 3).reshape(n_kv_heads, -1, head_dim)
+    q_1KQd, keys_1KSd, values_1KSd = q_KQd[None], keys_SKd.transpose(0, 1)[None], values_SKd.transpose(0, 1)[None]
+    out_KGTd = scaled_dot_product_attention(q_1KQd, keys_1KSd, values_1KSd).view(n_kv_heads, -1, n_rows, head_dim)
+    return out_KGTd.permute(2, 0, 1, 3).reshape(n_rows, n_heads, head_dim)

@@ -1,0 +1,85 @@
+"""kernels/cross_attention.py: every implementation and the reference against each row written out."""
+
+import pytest
+import torch
+
+from longdraft.kernels import cross_attention as module
+from longdraft.kernels.cross_attention import cross_attention
+from longdraft.kernels.reference.cross_attention import cross_attention as reference
+
+
+def draw(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def poisoned(lengths: list[int], heads: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of different strides, NaN wherever nothing was written."""
+    capacity = max(lengths) + 9
+    keys = torch.full((len(lengths), capacity, heads, width), float("nan"))
+    values = torch.full((len(lengths), heads, capacity, 2 * width), float("nan")).transpose(1, 2)[..., :width]
+    for slot, length in enumerate(lengths):
+        keys[slot, :length] = draw(length, heads, width, seed=slot)
+        values[slot, :length] = draw(length, heads, width, seed=100 + slot)
+    assert keys.stride() != values.stride()
+    return keys, values
+
+
+@pytest.fixture(params=["compiled", "pytorch"])
+def implementation(request, monkeypatch):
+    """The C kernels, or PyTorch's as on other devices and without a compiler."""
+    if request.param == "pytorch":
+        monkeypatch.setattr(module.rows, "can_attend", lambda _: False)
+    else:
+        assert module.rows.library() is not None, "these tests need a C compiler"
+
+
+LENGTHS = ([0], [1], [63], [1100], [0, 7, 100], [1030, 3, 0])
+
+
+@pytest.mark.parametrize("n_rows", [1, 2, 16, 63])
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2)], ids=["mha", "gqa"])
+def test_every_row_reads_its_slots_rows_and_no_other(implementation, heads, lengths, n_rows):
+    n_heads, n_kv_heads = heads
+    keys, values = poisoned(lengths, n_kv_heads, 16)
+    q = draw(len(lengths), n_rows, n_heads, 16, seed=7)
+    out = cross_attention(q, keys, values, torch.tensor(lengths))
+    torch.testing.assert_close(out, reference(q, keys, values, torch.tensor(lengths)), rtol=0, atol=1e-5)
+    for slot, length in enumerate(lengths):
+        for row in range(n_rows):
+            for head in range(n_heads):
+                mine = head // (n_heads // n_kv_heads)
+                k, v = keys[slot, :length, mine].double(), values[slot, :length, mine].double()
+                expected = ((k @ q[slot, row, head].double()) * 16**-0.5).softmax(0) @ v
+                difference = (out[slot, row, head] - expected.float()).abs().max()
+                assert difference < 1e-5, f"slot {slot}, row {row}, head {head}: {difference}"
+
+
+def test_lengths_known_on_the_host_change_nothing(implementation):
+    lengths = [5, 0, 60]
+    keys, values = poisoned(lengths, 2, 8)
+    q = draw(3, 4, 4, 8, seed=1)
+    out = cross_attention(q, keys, values, torch.tensor(lengths), host_lengths=lengths)
+    assert torch.equal(out, cross_attention(q, keys, values, torch.tensor(lengths)))
+
+
+def test_queries_may_be_a_slice_of_a_wider_projection(implementation):
+    keys, values = poisoned([30, 11], 2, 8)
+    wide = draw(2, 5, 9, 8, seed=1)
+    lengths = torch.tensor([30, 11])
+    out = cross_attention(wide[:, :, 2:6], keys, values, lengths)
+    torch.testing.assert_close(out, reference(wide[:, :, 2:6], keys, values, lengths), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_error_is_that_of_plain_pytorch_in_the_same_precision(implementation, dtype):
+    """At most twice the error that PyTorch's attention makes, both measured against fp32."""
+    keys, values = poisoned([300], 2, 32)
+    q, lengths = draw(1, 9, 6, 32, seed=3), torch.tensor([300])
+    exact = reference(q, keys, values, lengths)
+    low = [x.to(dtype) for x in (q, keys, values)]
+    rows = [low[0].transpose(1, 2), *(x[:, :300].transpose(1, 2) for x in low[1:])]
+    plain = torch.nn.functional.scaled_dot_product_attention(*rows, enable_gqa=True).transpose(1, 2)
+    allowed = 2 * (plain.float() - exact).abs().max()
+    out = cross_attention(*low, lengths)
+    assert out.dtype == dtype and (out.float() - exact).abs().max() <= allowed
