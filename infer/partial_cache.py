@@ -1,0 +1,215 @@
+"""Caches that hold a part of the context, so that a pass costs the same however long the context is.
+
+RingCache is the arithmetic of rows; SelectedCache keeps selected rows of a full cache (TokenSwift's draft pass,
+TriForce's middle tier). Which rows is infer/selection.py's question; a small model's own cache is
+infer/streaming_cache.py. A decoder runs on them as on a full cache, with positions given: attention does not depend on
+the order of rows, and RoPE is in the keys already.
+Shapes: L layers, B slots, S rows, M rows taken over at once, H query heads, K KV heads, d head width.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from longdraft.infer.selection import Policy
+from longdraft.models.decoder import DecoderConfig
+from longdraft.models.kv_cache import KVCache
+
+
+class RingCache(KVCache):
+    """Rows [0, fixed) hold the first tokens for good, rows [fixed, budget) are a ring, behind them comes a tail.
+
+    The tail is what passes committed on this cache itself (`append`, `keep`); `rewind` takes it back. `held` tokens are
+    in the first `budget` rows: while there are no more than that, token t is in row t; then each further one overwrites
+    the ring's next row, from row `fixed` on.
+
+    Attributes:
+        held: int64 [B].
+    """
+
+    def __init__(
+        self,
+        like: DecoderConfig,
+        batch: int,
+        tail: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        *,
+        fixed: int,
+        budget: int,
+    ):
+        """`tail` counts the rows behind the budget, those of a pass included."""
+        # One more row takes what is written for nothing, so that slots of unequal counts share an indexed copy.
+        capacity = budget + tail + 1
+        super().__init__(like.n_layers, batch, capacity, like.n_kv_heads, like.head_dim, dtype, device)
+        self.fixed, self.budget = fixed, budget
+        self.held = torch.zeros_like(self.lengths)
+        self._written = torch.full_like(self.lengths, -fixed)  # ring writes since row `fixed` was the next one
+
+    @property
+    def tokens(self) -> Tensor:
+        """int64 [B]: tokens it stands for, the tail's included."""
+        return self.held + self.lengths - self.held.clamp(max=self.budget)
+
+    def reset(
+        self, slots: Sequence[int] | Tensor | None = None, prompt_lengths: Sequence[int] | Tensor | None = None
+    ) -> None:
+        super().reset(slots, prompt_lengths)
+        where = slice(None) if slots is None else torch.as_tensor(slots, device=self.lengths.device)
+        self.held[where] = 0
+        self._written[where] = -self.fixed
+
+    def _ring_rows(self, most: int, counts_B: Tensor) -> Tensor:
+        """int64 [B, M]: the rows of the next counts_B[b] tokens; for the rest, and for what a later one of them
+        overwrites, the row nobody reads."""
+        region = self.budget - self.fixed
+        writes_BM = self._written[:, None] + torch.arange(most, device=counts_B.device)
+        rows_BM = torch.where(writes_BM < 0, writes_BM + self.fixed, writes_BM % region + self.fixed)
+        end_B1 = (self._written + counts_B)[:, None]
+        lost_BM = (writes_BM >= end_B1) | ((writes_BM >= 0) & (writes_BM < end_B1 - region))
+        return rows_BM.masked_fill(lost_BM, self.capacity - 1)
+
+    @staticmethod
+    def row_bytes(like: DecoderConfig, dtype: torch.dtype) -> int:
+        """One row of keys and values in all layers."""
+        return 2 * like.n_layers * like.n_kv_heads * like.head_dim * dtype.itemsize
+
+
+class SelectedCache(RingCache):
+    """The rows of a full cache that a policy picks, per layer and KV head, and all that came since.
+
+    New tokens overwrite the least important ones. When that has eaten what was picked, a rebuild is `due`: the owner
+    then asks the target's next pass for queries and calls `build` once that pass is committed, outside of it.
+
+    Args:
+        full: where exact rows come from. It must outlive this cache.
+        policy: an instance of its own.
+        tail: rows for passes on this cache, committed and pending.
+    Raises: ValueError where some layers of the model have a sliding window: it counts rows, and these are in no order.
+    """
+
+    def __init__(self, full: KVCache, policy: Policy, like: DecoderConfig, tail: int):
+        refuse_windows(like, f"budget={policy.budget}: a cache of selected rows")
+        super().__init__(
+            like, full.batch, tail, full.keys.dtype, full.keys.device, fixed=policy.fixed, budget=policy.budget
+        )
+        policy.attach(full)
+        self.full, self.policy = full, policy
+        shape = like.n_layers, full.batch, like.n_heads, like.head_dim
+        self._queries = torch.zeros(shape, dtype=full.keys.dtype, device=full.keys.device)
+        self._seen: list[int | None] = [None] * full.batch  # tokens that the queries see; None: there are none
+        # Tokens that can still come before something picked for its importance is lost: at most so few on a GPU,
+        # where the host does not know how many came.
+        self._free = [policy.budget] * full.batch
+
+    def reset(
+        self, slots: Sequence[int] | Tensor | None = None, prompt_lengths: Sequence[int] | Tensor | None = None
+    ) -> None:
+        """Empty these slots; the prompt lengths are the full cache's unless given."""
+        places = range(self.batch) if slots is None else [int(slot) for slot in slots]
+        super().reset(slots, self.full.prompt_lengths[list(places)] if prompt_lengths is None else prompt_lengths)
+        for slot in places:
+            self._seen[slot], self._free[slot] = None, self.budget
+            self.policy.truncate(slot, 0)
+
+    def due(self, most: int) -> list[int]:
+        """Slots that may lose picked rows when `most` further tokens come."""
+        return [slot for slot in range(self.batch) if self.policy.scored and self._free[slot] < most]
+
+    def follow(self, most: int) -> None:
+        """Drop the tail, and take over the exact rows of the full cache's next tokens, at most `most` a slot."""
+        self._take(most, self.full.lengths)
+        self.lengths.copy_(self.held.clamp(max=self.budget))
+
+    def build(self, slots: Sequence[int], queries_LBHd: Tensor | None, seen_B: Tensor) -> None:
+        """Pick these slots' rows anew from all committed keys and drop their tails. What the query does not see, and a
+        last chunk that is not full, is taken over as recent.
+
+        Args:
+            queries_LBHd: post-RoPE queries of all slots, of a committed token; None for a policy that needs none.
+            seen_B: int64, how many tokens these queries see, their own included.
+        """
+        # Rebuilding is rare: reading lengths costs less than bounding them.
+        totals, seen = torch.stack([self.full.lengths, seen_B]).tolist()
+        for slot in slots:
+            if queries_LBHd is not None:
+                self._queries[:, slot], self._seen[slot] = queries_LBHd[:, slot], seen[slot]
+            in_order = 0 < int(self.held[slot]) <= totals[slot] <= self.budget
+            if in_order:
+                self._free[slot] = self.budget - int(self.held[slot])
+            else:
+                self._load(slot, min(seen[slot], totals[slot]))
+        self._take_all(slots, totals)
+
+    def rewind(self, lengths_B: Tensor) -> None:
+        """Back to the first lengths_B[b] tokens. Where that reaches behind the tail, what the ring has overwritten is
+        needed again: the slot is rebuilt with its last query from the full cache, which has those rows in any case."""
+        kept_B = torch.minimum(lengths_B, self.tokens)
+        self.lengths.copy_(self.held.clamp(max=self.budget) + (kept_B - self.held).clamp(min=0))
+        kept = kept_B.tolist()
+        lost = [slot for slot, held in enumerate(self.held.tolist()) if kept[slot] < held]
+        for slot in lost:
+            self.policy.truncate(slot, kept[slot])
+            seen = self._seen[slot]
+            self._load(slot, kept[slot] if seen is None else min(seen, kept[slot]))
+        self._take_all(lost, kept)
+
+    def _take_all(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
+        """Exact rows of these slots up to these lengths, one a slot of the batch; their tails are dropped."""
+        if not slots:
+            return
+        limits_B, where = self.held.clone(), list(slots)
+        limits_B[where] = torch.tensor([lengths[slot] for slot in where], device=limits_B.device)
+        self._take(max(1, int((limits_B - self.held).max())), limits_B)
+        self.lengths[where] = self.held[where].clamp(max=self.budget)
+
+    def _take(self, most: int, lengths_B: Tensor) -> None:
+        """Exact rows from `held` on, up to lengths_B and at most `most`, into the ring."""
+        counts_B = (lengths_B - self.held).clamp(0, most)
+        positions_BM = self.held[:, None] + torch.arange(most, device=counts_B.device)
+        positions_BM = positions_BM.clamp(max=self.full.capacity - 1)
+        rows_BM = self._ring_rows(most, counts_B)
+        self.keys[:, self._slots_B1, rows_BM] = self.full.keys[:, self._slots_B1, positions_BM]
+        self.values[:, self._slots_B1, rows_BM] = self.full.values[:, self._slots_B1, positions_BM]
+        self.held.add_(counts_B)
+        self._written.add_(counts_B)
+        counts = counts_B.tolist() if counts_B.device.type == "cpu" else [most] * self.batch
+        self._free = [free - count for free, count in zip(self._free, counts, strict=True)]
+
+    def _load(self, slot: int, seen: int) -> None:
+        """Fill a slot from its first `seen` tokens: all of them where they fit, else the policy's pick."""
+        full = self.full
+        if seen <= self.budget:
+            self.keys[:, slot, :seen] = full.keys[:, slot, :seen]
+            self.values[:, slot, :seen] = full.values[:, slot, :seen]
+            self._place(slot, seen, written=seen - self.fixed, free=self.budget - seen)
+            return
+        covered, scored = self.policy.covered(seen), self._seen[slot] is not None
+        self.policy.prepare(slot, covered)
+        for layer in range(len(self.keys)):
+            picked_RK = self.policy.pick(layer, slot, covered, self._queries[layer, slot] if scored else None)
+            index = picked_RK[..., None].expand(-1, -1, self.keys.shape[-1])
+            self.keys[layer, slot, : self.budget] = full.keys[layer, slot].gather(0, index)
+            self.values[layer, slot, : self.budget] = full.values[layer, slot].gather(0, index)
+        self._place(slot, covered, written=0, free=self.budget - self.fixed)
+
+    def _place(self, slot: int, held: int, *, written: int, free: int) -> None:
+        self.held[slot] = held
+        self._written[slot] = written
+        self._free[slot] = free
+
+
+def selected_bytes(
+    policy: Policy, like: DecoderConfig, dtype: torch.dtype, batch: int, capacity: int, tail: int
+) -> dict[str, int]:
+    """Bytes of a SelectedCache by name, before it is allocated, on a full cache of `capacity` rows a slot."""
+    row = RingCache.row_bytes(like, dtype)
+    parts = policy.memory_bytes(row, batch, capacity)
+    return {"selected cache": batch * (policy.budget + tail + 1) * row, **parts}
+
+
+def refuse_windows(like: DecoderConfig, what: str) -> None:
+    """ValueError where a layer has a sliding window."""
+    if like.sliding_windows and any(like.sliding_windows):
+        raise ValueError(f"{what} does not go with this model's sliding windows; use a drafter that needs none")
