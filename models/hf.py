@@ -4,6 +4,7 @@ Remote code is never run and weights are read with safetensors or `torch.load(we
 """
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,9 +13,10 @@ from typing import Any
 import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerFast
 
-from longdraft.models.checkpoint import fill, folder_tensors
+from longdraft.models.checkpoint import fill, folder_tensors, places
 from longdraft.models.decoder import Decoder, DecoderConfig
 from longdraft.models.fingerprint import config_hash, tokenizer_hash
 from longdraft.models.gguf_file import GGUFFile
@@ -155,6 +157,77 @@ def load_target(
     return Target(model, tokenizer, name, hf_config, fingerprint(config, tokenizer), _eos_ids(location, hf_config))
 
 
+def target_from_transformers(model: Any, tokenizer: Any = None) -> Target:
+    """A target with the weights of a loaded transformers model, in its dtype and on its device.
+
+    Embedding, norms, output and down projections and the LM head are the model's own tensors. q, k and v, and gate and
+    up are one tensor each here, so those are copied: about two thirds of the layers' bytes once more.
+    `refresh` takes over what changed in the model afterwards.
+
+    Args:
+        model: e.g. `LlamaForCausalLM`; computed as in its eval mode, without dropout.
+        tokenizer: the model's; None gives a target for token ids only, whose tokenizer fingerprint is "none".
+
+    Raises:
+        ValueError: an unsupported architecture or option, weights under other names (adapters: merge them first),
+            of several dtypes or on several devices, or an LM head that is not the embedding where the configuration
+            ties them.
+    """
+    config, name = decoder_config(model.config), model.name_or_path or type(model).__name__
+    with torch.device("meta"):
+        decoder = Decoder(config)
+    weights = model.state_dict()
+    fill(decoder, weights.items(), name)  # on the meta device nothing is copied: this checks names and shapes
+    _share(decoder, weights, name)
+    generation = getattr(model, "generation_config", None)
+    ids = (model.config if generation is None else generation).eos_token_id
+    target = Target(decoder.eval(), tokenizer, name, model.config, fingerprint(config, tokenizer), _as_tuple(ids))
+    refresh(target, model)
+    return target
+
+
+def _share(decoder: Decoder, weights: Mapping[str, Tensor], name: str) -> None:
+    """Put the tensors that have the same shape on both sides into a meta decoder, and unset memory for the others."""
+    table = places(decoder.config)
+    kinds = {(weights[key].dtype, weights[key].device) for key in table}
+    if len(kinds) > 1 or "meta" in {device.type for _, device in kinds}:
+        found = ", ".join(sorted(f"{dtype} on {device}" for dtype, device in kinds))
+        raise ValueError(f"{name}: its weights are {found}; bring them to one dtype and device by model.to(...)")
+    ((dtype, device),) = kinds
+    embedding = weights["model.embed_tokens.weight"]
+    if decoder.config.tie_embeddings and weights.get("lm_head.weight", embedding).data_ptr() != embedding.data_ptr():
+        raise ValueError(
+            f"{name}: tie_word_embeddings is True, but its lm_head.weight is not the embedding; set it to False"
+        )
+    whole = {place.parameter: weights[key] for key, place in table.items() if place.stop is None}
+    for key, parameter in list(decoder.named_parameters()):
+        owner, _, leaf = key.rpartition(".")
+        data = whole.get(key)
+        if data is None or not data.is_contiguous():
+            data = torch.empty(parameter.shape, dtype=dtype, device=device)
+        setattr(decoder.get_submodule(owner), leaf, nn.Parameter(data.detach(), requires_grad=False))
+    decoder.tie()
+
+
+@torch.no_grad()
+def refresh(target: Target, model: Any) -> None:
+    """Bring a target that `target_from_transformers` made of `model` up to date, however its weights were written.
+
+    What is not shared is compared and, where it differs, copied: that reads the copied weights twice, about the cost
+    of two decoding steps. The model must still have the dtype, device and configuration of then.
+    """
+    weights, ours = model.state_dict(), dict(target.model.named_parameters())
+    for name, place in places(target.model.config).items():
+        theirs, parameter = weights[name], ours[place.parameter]
+        rows = parameter.data[place.start : place.stop]
+        if rows.data_ptr() == theirs.data_ptr():
+            continue
+        if place.stop is None and theirs.is_contiguous():
+            parameter.data = theirs.detach()
+        elif not torch.equal(rows, theirs):
+            rows.copy_(theirs)
+
+
 def load_tokenizer(path: str | Path, gguf_file: str | None = None) -> Any:
     """A target's tokenizer without its weights; `path` as for `load_target`. Raises: ValueError where it has none."""
     _, location = _locate(path, gguf_file, weights=False)
@@ -259,6 +332,11 @@ def _eos_ids(location: Path, hf_config: PretrainedConfig) -> tuple[int, ...]:
     generation = location / "generation_config.json"
     if location.is_dir() and generation.exists():
         ids = json.loads(generation.read_text()).get("eos_token_id", ids)
+    return _as_tuple(ids)
+
+
+def _as_tuple(ids: int | list[int] | None) -> tuple[int, ...]:
+    """Token ids as configurations write them: one, several or none."""
     if ids is None:
         return ()
     return (ids,) if isinstance(ids, int) else tuple(ids)
