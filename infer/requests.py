@@ -2,6 +2,10 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Integral
+from typing import Any
+
+from jinja2 import TemplateError
 
 from longdraft.infer.drafters.base import Request
 from longdraft.infer.results import Generation, Piece, Statistics
@@ -23,32 +27,47 @@ def read_requests(
 
     Raises:
         ValueError: a prompt that is empty, too long for `max_length` positions, or no prompt; a text where the target
-            has no tokenizer; banned or stop token ids outside the vocabulary; params of another number than prompts.
+            has no tokenizer; banned or stop token ids outside the vocabulary; stop strings that cannot come; params
+            of another number than prompts.
     """
+    if hasattr(prompts, "tolist"):
+        prompts = prompts.tolist()  # type: ignore[union-attr]
     if isinstance(prompts, str) or (prompts and isinstance(prompts[0], Mapping)):
         prompts = [prompts]  # type: ignore[list-item]
-    if any(isinstance(prompt, int) for prompt in prompts):
+    if any(isinstance(prompt, Integral) for prompt in prompts):
         raise ValueError("prompts: token ids where prompts belong; give a list of prompts, as [[1, 2, 3]]")
     requests = []
     for index, (prompt, sampling) in enumerate(zip(prompts, one_each(params, len(prompts)), strict=True)):
-        tokens = _tokens(target, prompt)  # type: ignore[arg-type]
+        if not isinstance(sampling, SamplingParams):
+            raise ValueError(f"params: {sampling!r} for prompt {index}; give SamplingParams, one or one a prompt")
+        tokens = prompt_tokens(target, prompt, f"prompt {index}")
         _check(target, index, tokens, sampling, max_length)
         seed = draw_seed() if sampling.seed is None else sampling.seed
         requests.append(Request(index, tokens, replace(sampling, seed=seed)))
     return requests
 
 
-def _tokens(target: Target, prompt: Prompt) -> list[int]:
-    chat = bool(prompt) and isinstance(prompt[0], Mapping)
+def prompt_tokens(target: Target, prompt: Any, name: str = "prompt") -> list[int]:
+    """The token ids of a text, of a chat (behind them the answer begins) or of token ids, unchecked but for their kind.
+
+    Raises: ValueError, beginning with `name`, for anything else, and where the tokenizer or its template does not do.
+    """
+    prompt = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+    chat = isinstance(prompt, Sequence) and bool(prompt) and all(isinstance(part, Mapping) for part in prompt)
     if not (isinstance(prompt, str) or chat):
-        return [int(token) for token in prompt]  # type: ignore[arg-type]
+        if not (isinstance(prompt, Sequence) and all(isinstance(token, Integral) for token in prompt)):
+            raise ValueError(f"{name} is {prompt!r:.80}; give a text, a list of token ids or a list of chat messages")
+        return [int(token) for token in prompt]
     if target.tokenizer is None:
-        raise ValueError("a text prompt needs a tokenizer, and this target has none; give token ids")
+        raise ValueError(f"{name}: a text needs a tokenizer, and this target has none; give token ids")
     if not chat:
         return target.tokenizer(prompt).input_ids
     if not target.tokenizer.chat_template:
-        raise ValueError(f"a chat needs a chat template, and {target.name}'s tokenizer has none; give text")
-    return target.tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, return_dict=False)
+        raise ValueError(f"{name}: a chat needs a chat template, and {target.name}'s tokenizer has none; give text")
+    try:
+        return target.tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, return_dict=False)
+    except TemplateError as error:
+        raise ValueError(f"{name}: {target.name}'s chat template refuses these messages: {error}") from error
 
 
 def _check(target: Target, index: int, tokens: list[int], sampling: SamplingParams, max_length: int) -> None:
@@ -65,13 +84,24 @@ def _check(target: Target, index: int, tokens: list[int], sampling: SamplingPara
             raise ValueError(f"{name} must lie in 0..{vocab - 1}, got {min(ids)}..{max(ids)}")
     if len(set(sampling.banned_token_ids)) == vocab:
         raise ValueError("sampling parameter banned_token_ids: all tokens are banned; leave at least one")
-    if sampling.stop_strings and target.tokenizer is None:
-        raise ValueError("sampling parameter stop_strings: this target has no tokenizer; use stop_token_ids")
+    if sampling.stop_strings:
+        _check_stop_strings(target, sampling.stop_strings)
     if len(tokens) >= max_length:
         raise ValueError(
             f"prompt {index} has {len(tokens)} tokens; at most {max_length - 1} fit, so that one can follow "
             f"(max_length={max_length}, the target has {config.max_positions} positions)"
         )
+
+
+def _check_stop_strings(target: Target, strings: Sequence[str]) -> None:
+    if target.tokenizer is None:
+        raise ValueError("sampling parameter stop_strings: this target has no tokenizer; use stop_token_ids")
+    for token_id, token in target.tokenizer.added_tokens_decoder.items():
+        if token.special and (holding := [string for string in strings if token.content in string]):
+            raise ValueError(
+                f"sampling parameter stop_strings: {holding[0]!r} has the special token {token.content}, which is no "
+                f"text and would never be found; use stop_token_ids, {token_id}"
+            )
 
 
 @dataclass

@@ -2,43 +2,60 @@
 
 from collections.abc import Sequence
 
-# What a tokenizer shows for bytes that are no whole character yet.
+# What a tokenizer shows for bytes that are no whole character (yet); a character has at most 4 bytes.
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
+MOST_UNFINISHED = 3
 
 
 class TextReader:
     """The text of a growing list of tokens, without decoding all of it again for every token.
 
     A token's text depends on the one before it (a leading space, a character's bytes), so the last finished stretch is
-    decoded again in front of the new tokens and taken off.
+    decoded again in front of the new tokens and taken off. Special tokens are no text.
+
+    Attributes:
+        text: all that was read; what may be within a character is not in it before the next tokens or `finish`.
     """
 
     def __init__(self, tokenizer):
-        self._tokenizer, self._tokens = tokenizer, []
-        self._from = self._read = 0
+        self._tokenizer = tokenizer
+        self._window: list[int] = []  # tokens from the last finished stretch on
+        self._finished = 0  # how many of them end with a whole character
+        self._given = 0  # characters of their text that are in `text`
         self.text = ""
 
     def push(self, tokens: Sequence[int]) -> str:
-        """The text that these tokens add; what ends within a character waits for the next ones."""
-        self._tokens += tokens
-        before = self._decode(self._tokens[self._from : self._read])
-        whole = self._decode(self._tokens[self._from :])
-        if len(whole) <= len(before) or whole.endswith(UNFINISHED):
-            return ""
-        self._from, self._read = self._read, len(self._tokens)
-        self.text += whole[len(before) :]
-        return whole[len(before) :]
+        """The text that these tokens add."""
+        before = len(self._window)
+        self._window += tokens
+        whole = self._decode(self._window)
+        ready = len(whole) - _unfinished(whole)
+        added = whole[self._given : ready]
+        self._given += len(added)
+        self.text += added
+        if ready == len(whole):
+            if added:
+                self._window = self._window[self._finished :]
+                self._finished, self._given = len(self._window), len(self._decode(self._window))
+            elif before == self._finished:
+                del self._window[before:]  # without text of their own, as special tokens are
+        return added
 
     def finish(self) -> str:
-        """What still waited, unfinished characters included."""
-        before = self._decode(self._tokens[self._from : self._read])
-        rest = self._decode(self._tokens[self._from :])[len(before) :]
-        self._from = self._read = len(self._tokens)
+        """What still waited: an unfinished character."""
+        rest = self._decode(self._window)[self._given :]
+        self._window, self._finished, self._given = [], 0, 0
         self.text += rest
         return rest
 
     def _decode(self, tokens: list[int]) -> str:
-        return self._tokenizer.decode(tokens, skip_special_tokens=True)
+        return self._tokenizer.decode(tokens, skip_special_tokens=True) if tokens else ""
+
+
+def _unfinished(text: str) -> int:
+    """How many characters at the end the next tokens may change."""
+    count = len(text) - len(text.rstrip(UNFINISHED))
+    return min(count, MOST_UNFINISHED)
 
 
 class StopStrings:
@@ -54,13 +71,48 @@ class StopStrings:
         if not added:
             return False
         text = self._reader.text
-        start = max(0, len(text) - len(added) - self._longest + 1)
-        found = [at for at in (text.find(string, start) for string in self._strings) if at >= 0]
-        if found:
-            self._reader.text = text[: min(found)]
-        return bool(found)
+        found = _first(text, self._strings, max(0, len(text) - len(added) - self._longest + 1))
+        if found is not None:
+            self._reader.text = text[:found]
+        return found is not None
 
     @property
     def text(self) -> str:
         """The text so far; after a stop, the text before the stop string."""
         return self._reader.text
+
+
+class ShownText:
+    """The text of a growing list of tokens for a reader: what may be the beginning of a stop string is held back."""
+
+    def __init__(self, tokenizer, stop_strings: Sequence[str] = ()):
+        self._reader, self._strings = TextReader(tokenizer), tuple(stop_strings)
+        self._shown = 0
+
+    def push(self, tokens: Sequence[int]) -> str:
+        """What can be shown now and could not before."""
+        self._reader.push(tokens)
+        text = self._reader.text
+        end = _first(text, self._strings, self._shown)
+        if end is None:
+            end = len(text) - max((_begun(text, string) for string in self._strings), default=0)
+        fresh = text[self._shown : end]
+        self._shown += len(fresh)
+        return fresh
+
+    def finish(self, text: str) -> str:
+        """The rest of the finished text, `Generation.text`."""
+        rest = text[self._shown :]
+        self._shown = len(text)
+        return rest
+
+
+def _first(text: str, strings: Sequence[str], start: int) -> int | None:
+    """Where the first of these strings begins, from `start` on."""
+    return min((at for at in (text.find(string, start) for string in strings) if at >= 0), default=None)
+
+
+def _begun(text: str, string: str) -> int:
+    """How many characters at the end of `text` are the beginning of `string`."""
+    longest = min(len(string) - 1, len(text))
+    return next((count for count in range(longest, 0, -1) if text.endswith(string[:count])), 0)
