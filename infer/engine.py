@@ -44,6 +44,8 @@ class Engine:
             call needs and kept for the next call.
         prefill_chunk: rows of a prefill pass.
         options: keyword arguments of a named drafter.
+        noise_in_ranking: drafters rank candidates with the noise that the target's choices will use; False shows what
+            that is worth.
         log: told in a line what will be allocated; None: the logger "longdraft", level INFO.
     """
 
@@ -58,6 +60,7 @@ class Engine:
         max_length: int | None = None,
         prefill_chunk: int = 512,
         options: Mapping | None = None,
+        noise_in_ranking: bool = True,
         log: Callable[[str], object] | None = None,
     ):
         limit = target.model.config.max_positions
@@ -75,6 +78,7 @@ class Engine:
             raise ValueError("draft and options go with a drafter's name; a Drafter instance already has its own")
         self.target, self.slots, self.prefill_chunk = target, slots, prefill_chunk
         self.max_length, self.drafter = max_length or limit, drafter
+        self._noise_in_ranking = noise_in_ranking
         self._log = log or logging.getLogger("longdraft").info
         self.device = next(target.model.parameters()).device
         self._room = min(nodes, drafter.max_nodes) if isinstance(nodes, int) else drafter.max_nodes
@@ -181,7 +185,7 @@ class Engine:
                 lanes[slot], changed = self._prefill(slot, waiting.popleft()), True
         if changed:
             params = [lane.request.sampling if lane else IDLE for lane in lanes]
-            self._state.sampling = SlotSampling(params, self.device)
+            self._state.sampling = SlotSampling(params, self.device, self._noise_in_ranking)
             self._state.active = torch.tensor([lane is not None for lane in lanes], device=self.device)
             self._state.committed = [lane.committed if lane else [] for lane in lanes]
             self._read_at = time.perf_counter()

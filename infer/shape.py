@@ -1,11 +1,11 @@
-"""Static tree shapes: which combinations of ranks are nodes, and how many nodes pay on this machine.
+"""Static tree shapes: which combinations of ranks are nodes. Not here: how many of them pay (infer/budget.py).
 
 A node is the path of ranks that leads to it: (0,) the best candidate of level 1, (0, 2) the third of level 2 below it.
 Shapes: B slots, I levels, K ranks, N nodes with the root.
 """
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -92,30 +92,3 @@ def likeliest_nodes(rank_rates: Sequence[Sequence[float]], count: int) -> TreeSh
             for rank in range(len(rank_rates[len(node)])):
                 heapq.heappush(heap, (-path_rate(rank_rates, (*node, rank)), (*node, rank)))
     return TreeShape(tuple(nodes[1:]))
-
-
-def paying_shape(
-    rank_rates: Sequence[Sequence[float]],
-    pass_seconds: Mapping[int, float],
-    draft_seconds: float = 0.0,
-) -> tuple[TreeShape, float]:
-    """The tree size with the most expected tokens a second, given this machine's measured width curve.
-
-    Args:
-        rank_rates: [level][rank], the measured share of positions where that rank was right.
-        pass_seconds: rows of a target pass -> seconds; 1 is plain decoding's pass.
-        draft_seconds: what proposing costs a step.
-
-    Returns:
-        The shape, whose width is one of the curve's (at least one node), and its expected speed over plain decoding.
-    """
-    if 1 not in pass_seconds or len(pass_seconds) < 2:
-        raise ValueError(f"pass_seconds: needs width 1 and at least one wider pass, got {sorted(pass_seconds)}")
-    candidates = []
-    for width in sorted(pass_seconds):
-        shape = likeliest_nodes(rank_rates, width - 1)
-        if width > 1 and len(shape.nodes) == width - 1:
-            seconds = pass_seconds[width] + draft_seconds
-            candidates.append((shape.expected_tokens(rank_rates) * pass_seconds[1] / seconds, shape))
-    ratio, shape = max(candidates, key=lambda candidate: candidate[0])
-    return shape, ratio

@@ -1,11 +1,11 @@
-"""Static shapes: the Cartesian tree, the likeliest nodes, the size that pays."""
+"""Static shapes: the Cartesian tree, the likeliest nodes."""
 
 from itertools import combinations
 
 import pytest
 import torch
 
-from longdraft.infer.shape import TreeShape, likeliest_nodes, path_rate, paying_shape
+from longdraft.infer.shape import TreeShape, likeliest_nodes, path_rate
 
 RATES = [[0.5, 0.2, 0.1], [0.4, 0.15, 0.05], [0.3, 0.1, 0.02]]
 
@@ -44,15 +44,3 @@ def test_likeliest_nodes_is_the_best_tree_of_its_size(count):
 
 def test_likeliest_nodes_ends_with_all_of_them():
     assert set(likeliest_nodes(RATES, 99).nodes) == set(TreeShape.cartesian((3, 3, 3)).nodes)
-
-
-def test_paying_shape_follows_the_width_curve():
-    free = dict.fromkeys((1, 2, 4, 8, 40), 1.0)
-    shape, ratio = paying_shape(RATES, free)
-    assert len(shape.nodes) == 39 and ratio == pytest.approx(shape.expected_tokens(RATES))
-    steep = {1: 1.0, 2: 1.1, 4: 2.0, 8: 4.0}
-    shape, ratio = paying_shape(RATES, steep)
-    assert shape.nodes == ((0,),) and ratio == pytest.approx(1.5 / 1.1)
-    assert paying_shape(RATES, steep, draft_seconds=0.9)[1] < 1
-    with pytest.raises(ValueError, match="needs width 1"):
-        paying_shape(RATES, {4: 1.0})

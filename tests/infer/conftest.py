@@ -1,0 +1,117 @@
+"""Exactness for the runtime's tests: plain decoding's tokens, with proof that no decision of it was close.
+
+fp32 on the CPU. Passes of different widths differ in rounding, so a comparison of tokens also asserts that no decision
+of plain decoding was as close as ten times that difference: a failure is then a bug, not luck.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+
+from longdraft.infer.drafters.base import Drafter
+from longdraft.infer.engine import Engine
+from longdraft.infer.sampling import SamplingParams, SlotSampling
+from longdraft.infer.tree import TokenTree
+
+
+class Proposer(Drafter):
+    """A drafter made of a function (request, tokens so far, room) -> candidate paths."""
+
+    def __init__(self, paths, max_nodes=12, max_depth=4):
+        self.paths, self.max_nodes, self.max_depth, self.requests = paths, max_nodes, max_depth, {}
+
+    def begin(self, slots, requests, cache):
+        self.requests |= dict(zip(slots, requests, strict=True))
+
+    def read(self, slots, tokens_BT, output):
+        assert output.last_kv is not None
+
+    def propose(self, state, room):
+        roots = state.roots.tolist()
+        paths = [
+            self.paths(self.requests[slot], tokens, room) if active else []
+            for slot, (tokens, active) in enumerate(zip(state.committed, state.active.tolist(), strict=True))
+        ]
+        return TokenTree.from_paths(roots, paths)
+
+    def observe(self, state, tree, verdict, output):
+        assert output.logits is not None
+
+
+class Margins(SlotSampling):
+    """Records how close each decision was: the gap to the second choice, and of every filter border, in logits."""
+
+    smallest = float("inf")
+
+    def choose(self, logits_BV, history, positions_B):
+        best = self.scores(logits_BV, history, positions_B).float().topk(2).values
+        gaps = [(best[:, 0] - best[:, 1]) * self._divisors[:, 0]]
+        penalised_BV = self.penalties.apply(logits_BV, history, positions_B)
+        for params, row in zip(self.params, penalised_BV, strict=True):
+            gaps += [self.border(params, row)] if params.temperature else []
+        Margins.smallest = min(Margins.smallest, *(float(gap.min()) for gap in gaps))
+        return super().choose(logits_BV, history, positions_B)
+
+    @staticmethod
+    def border(params, logits):
+        """The smallest change of a logit that moves a token over a filter's border."""
+        gap, ordered = torch.tensor(torch.inf), logits.float().sort(descending=True).values
+        ordered = ordered[ordered > -torch.inf]
+        scaled = ordered / params.temperature
+        if params.top_k and params.top_k < len(ordered):
+            gap = torch.minimum(gap, ordered[params.top_k - 1] - ordered[params.top_k])
+        if params.top_p < 1:
+            mass = scaled.softmax(0).cumsum(0)
+            gap = torch.minimum(gap, (mass[:-1] - params.top_p).abs().min())  # a logit's change moves the mass by less
+        if params.min_p:
+            gap = torch.minimum(gap, (scaled - scaled[0] - torch.tensor(params.min_p).log()).abs().min())
+        if params.eta_cutoff:
+            log_probs = scaled.log_softmax(0)
+            entropy = -(log_probs.exp() * log_probs).sum()
+            cutoff = torch.tensor(params.eta_cutoff)
+            border = cutoff.log().minimum(cutoff.sqrt().log() - entropy)
+            gap = torch.minimum(gap, (log_probs - border).abs().min())
+        return gap
+
+
+def width_difference(target, prompt: Sequence[int]) -> float:
+    """The largest difference of a logit between one-row passes and a pass of all rows."""
+    tokens = torch.tensor([prompt])
+    model = target.model
+    whole, single = model.new_cache(1, len(prompt) + 1), model.new_cache(1, len(prompt) + 1)
+    together = model(tokens, cache=whole).logits
+    rows = []
+    for i in range(tokens.shape[1]):
+        rows.append(model(tokens[:, i : i + 1], cache=single).logits)
+        single.keep(None, torch.tensor([1]))
+    return float((together - torch.cat(rows, 1)).abs().max())
+
+
+@pytest.fixture
+def proposer() -> type[Proposer]:
+    """A drafter made of a function; see `Proposer`."""
+    return Proposer
+
+
+@pytest.fixture
+def seeded() -> Callable[..., list[SamplingParams]]:
+    """(sampling, how many, new tokens) -> one SamplingParams a prompt, with seeds 1500, 1501, ..."""
+    return lambda sampling, count, new: [replace(sampling, seed=1500 + i, max_new_tokens=new) for i in range(count)]
+
+
+@pytest.fixture
+def plain_tokens(monkeypatch) -> Callable[..., list[list[int]]]:
+    """(target, prompts, params) -> plain decoding's tokens, after asserting that no decision was close."""
+
+    def decode(target, prompts, params):
+        Margins.smallest = float("inf")
+        with monkeypatch.context() as patch:
+            patch.setattr("longdraft.infer.engine.SlotSampling", Margins)
+            result = Engine(target).generate(prompts, params)
+        difference = width_difference(target, max(prompts, key=len))
+        assert Margins.smallest > 10 * difference, (Margins.smallest, difference)
+        return [generation.tokens for generation in result]
+
+    return decode

@@ -1,0 +1,52 @@
+"""8192 tokens of context on a real model: decoding up to the last position, in the memory that was estimated."""
+
+import json
+import subprocess
+import sys
+
+# A process of its own: its peak of resident memory is then this run's.
+RUN = """
+import argparse, json, resource, sys
+import torch
+from longdraft.infer.engine import Engine
+from longdraft.infer.sampling import SamplingParams
+from longdraft.models.hf import load_target
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+target = load_target("smollm2-135m", torch.bfloat16)
+text = "".join((sys.modules[name].__doc__ or "") + open(sys.modules[name].__file__).read() for name in ("argparse", "json"))
+prompt = target.tokenizer(text).input_ids[:8000]
+said = []
+engine = Engine(target, "prompt_lookup", log=said.append)
+weights = sum(p.numel() * p.element_size() for p in target.model.parameters())
+before = peak()
+[generation] = engine.generate([prompt], SamplingParams(max_new_tokens=400, ignore_eos=True))
+grown = peak() - before
+# The same text again, read in passes of 64 rows, which are bit by bit those of one row.
+cache = engine._cache
+cache.rewind(torch.tensor([7999]))
+chosen, rows = [], torch.tensor([prompt[-1:] + generation.tokens[:-1]])
+for part in rows.split(64, dim=1):
+    chosen += target.model(part, cache=cache).logits[0].argmax(-1).tolist()
+    cache.keep(None, torch.tensor([part.shape[1]]))
+row = 2 * 30 * 3 * 64 * 2
+print(json.dumps({
+    "prompt": len(prompt), "new": len(generation.tokens), "reason": generation.finish_reason,
+    "steps": generation.stats.steps, "same": chosen == generation.tokens, "said": said,
+    "grown": grown, "cache": cache.capacity * row,
+}))
+"""
+
+
+def test_decoding_from_8000_to_8192_tokens_stops_cleanly():
+    run = subprocess.run([sys.executable, "-c", RUN], capture_output=True, text=True, check=True)
+    result = json.loads(run.stdout.splitlines()[-1])
+    assert (result["prompt"], result["new"], result["reason"]) == (8000, 192, "capacity")
+    assert result["same"] and result["steps"] < 192
+    [said] = result["said"]
+    assert said.startswith("memory for 1 sequences of ") and "cache" in said
+    # One cache and a chunk's passes: nothing of the square of the context, nothing of context x vocabulary, which would
+    # be 256 MiB a head in bf16 and 768 MiB.
+    assert result["cache"] < result["grown"] < result["cache"] + 2**28, result
