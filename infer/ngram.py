@@ -129,28 +129,32 @@ class SuffixIndex:
                     del ends[gram]
             sequence.pop()
 
-    def matches(self, enough: int) -> list[tuple[int, int]]:
+    def matches(self, enough: int, skipped: int = 0) -> list[tuple[int, int]]:
         """Earlier occurrences of the longest suffix, then of shorter ones until there are `enough`.
+
+        Args:
+            skipped: last tokens that are left out of the suffix. What follows an occurrence then stands in for them.
 
         Returns:
             (match length, index of the token behind it), longest match first, of equal lengths the most recent first.
         """
-        sequence, end = self.tokens, len(self.tokens)
-        found: list[tuple[int, int]] = []
-        seen: set[int] = set()
+        sequence, end = self.tokens, len(self.tokens) - skipped
+        found: dict[int, int] = {}
         for n in range(min(self.max_ngram, end), 0, -1):
-            ends = self._ends[n - 1][tuple(sequence[end - n :])]
-            for at in ends[-2 : -2 - self.search : -1]:  # the last one is the suffix itself
-                if at not in seen:
-                    seen.add(at)
-                    found.append((self._length(at, n), at))
+            ends = self._ends[n - 1][tuple(sequence[end - n : end])]
+            stop = len(ends)
+            while stop and ends[stop - 1] >= end:  # the suffix itself, and what lies in the skipped tokens
+                stop -= 1
+            for at in ends[max(stop - self.search, 0) : stop]:
+                if at not in found:
+                    found[at] = self._length(at, end, n)
             if len(found) >= enough:
                 break
-        return sorted(found, reverse=True)
+        return sorted(((length, at) for at, length in found.items()), reverse=True)
 
-    def _length(self, at: int, known: int) -> int:
-        """How many tokens before `at` equal the sequence's last ones; `known` of them do."""
-        sequence, back = self.tokens, len(self.tokens) - at
+    def _length(self, at: int, end: int, known: int) -> int:
+        """How many tokens before index `at` equal those before `end`; `known` of them do."""
+        sequence, back = self.tokens, end - at
         stop = max(at - self.longest, 0)
         place = at - known
         while place > stop and sequence[place - 1] == sequence[place - 1 + back]:

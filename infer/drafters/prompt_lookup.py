@@ -2,11 +2,14 @@
 
 Matches come from the request's own tokens, prompt and generation alike (n-gram match on the context; Saxena, "Prompt
 Lookup Decoding", 2023), the longest first. A match that runs into the end of the text goes on with itself, so a loop is
-proposed whole. Not here: the tables (infer/ngram.py). Shapes: B slots.
+proposed whole. Text that is copied with edits differs in one token and goes on: the place that the text followed up to
+its last token is a candidate too, from behind the token that was replaced.
+
+Not here: the tables (infer/ngram.py). Shapes: B slots.
 """
 
+from bisect import bisect
 from collections.abc import Sequence
-from heapq import heappop, heappush
 
 from torch import Tensor
 
@@ -16,8 +19,9 @@ from longdraft.infer.tree import TokenTree
 from longdraft.infer.trie import Trie, as_tree
 from longdraft.models.kv_cache import KVCache
 
-# Matches of so many tokens are as good as each other; a node's class tells the group its match is in.
-GROUPS = (1, 2, 3, 4, 5, 6, 8, 12, 20)
+# Matches of so many tokens are as good as each other; a node's class tells the group its match is in. 0: right behind a
+# replaced token.
+GROUPS = (0, 1, 2, 3, 4, 5, 6, 8, 12, 20)
 RANKS = 3
 
 
@@ -25,21 +29,21 @@ class PromptLookup(Drafter):
     """Continuations of earlier occurrences, as one trie.
 
     A node counts as matched by its occurrence's match and the nodes above it: when the walk gets there, so many tokens
-    agree. Its class is the group of that number, whether siblings came before it, and whether it stands below the root,
-    where the last proposal may just have failed.
+    agree. Its class is the group of that number, how many siblings came before it, and whether it is a child of the
+    root, where the last proposal may just have failed.
 
     Args:
         length: tokens proposed behind an occurrence.
         max_ngram: longest n-gram that is looked up; longer matches are found among these.
-        candidates: occurrences with different continuations.
+        candidates: occurrences with different continuations, beside the one behind a replaced token.
     """
 
-    def __init__(self, length: int = 16, max_ngram: int = 3, candidates: int = 3):
+    def __init__(self, length: int = 24, max_ngram: int = 3, candidates: int = 3):
         for name, value in (("length", length), ("max_ngram", max_ngram), ("candidates", candidates)):
             if value < 1:
                 raise ValueError(f"{name}={value}: must be at least 1")
         self.length, self.max_ngram, self.candidates = length, max_ngram, candidates
-        self.max_nodes, self.max_depth = length * candidates, length
+        self.max_nodes, self.max_depth = length * (candidates + 1), length
         self._indices: list[SuffixIndex | None] = []
 
     @property
@@ -70,38 +74,34 @@ class PromptLookup(Drafter):
     def _best(self, index: SuffixIndex, best: Trie, room: int) -> Trie:
         """`best` filled with at most `room` nodes of all candidates, those first that seem likeliest."""
         whole, worth = self._collect(index, best.tokens[0])
-        children: list[list[int]] = [[] for _ in worth]
-        for node in range(1, len(whole)):
-            children[whole.parents[node]].append(node)
-        moved, heap = {0: 0}, [(-worth[node], node) for node in children[0]]
-        heap.sort()
-        while heap and len(best) <= room:
-            _, node = heappop(heap)
+        moved = {0: 0}
+        # A child is worth less than its parent, so the parent comes first.
+        for node in sorted(range(1, len(whole)), key=worth.__getitem__, reverse=True)[:room]:
             moved[node] = best.add(moved[whole.parents[node]], whole.tokens[node], whole.classes[node])
-            for child in children[node]:
-                heappush(heap, (-worth[child], child))
         return best
 
     def _collect(self, index: SuffixIndex, root: int) -> tuple[Trie, list[float]]:
         """All candidates, and of each node how likely the walk seems to get there."""
         trie, worth, found = Trie(root), [1.0], 0
         for matched, at in index.matches(self.candidates):
-            node, before = 0, len(trie)
-            for depth, token in enumerate(index.continuation(at, self.length)):
-                child = trie.child(node, token)
-                if child is None:
-                    rank, agreeing = trie.degree(node), matched + depth
-                    # A guess for the order alone: m matched tokens have been followed by one more m times of m + 1.
-                    chance = agreeing / (agreeing + 1) if rank == 0 else 1 / (agreeing + 1) / (rank + 1)
-                    worth.append(worth[node] * chance)
-                    child = trie.add(node, token, self._class(agreeing, rank, depth))
-                node = child
-            found += len(trie) > before
+            found += self._add(trie, worth, index.continuation(at, self.length), matched)
             if found == self.candidates:
                 break
+        for _, at in index.matches(1, skipped=1)[:1]:
+            self._add(trie, worth, index.continuation(at + 1, self.length), 0)
         return trie, worth
 
     @staticmethod
-    def _class(agreeing: int, rank: int, depth: int) -> int:
-        group = sum(agreeing >= least for least in GROUPS) - 1
-        return 1 + (group * RANKS + min(rank, RANKS - 1)) * 2 + (depth > 0)
+    def _add(trie: Trie, worth: list[float], chain: Sequence[int], matched: int) -> bool:
+        """Put a chain into the trie; whether it has nodes that were not there yet."""
+        node, before = 0, len(trie)
+        for agreeing, token in enumerate(chain, matched):
+            child = trie.child(node, token)
+            if child is None:
+                rank, group = trie.degree(node), bisect(GROUPS, agreeing) - 1
+                # For the order alone: after m matched tokens the next one agrees in (m + 1/2) of (m + 3/2) cases.
+                chance = (agreeing + 0.5 if rank == 0 else 1 / (1 + rank)) / (agreeing + 1.5)
+                worth.append(worth[node] * chance)
+                child = trie.add(node, token, 1 + (group * RANKS + min(rank, RANKS - 1)) * 2 + (node > 0))
+            node = child
+        return len(trie) > before

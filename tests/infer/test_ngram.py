@@ -1,0 +1,133 @@
+"""The n-gram table and the suffix index equal brute force after any order of appending and taking back."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from longdraft.infer.drafters.base import SlotState
+from longdraft.infer.history import History
+from longdraft.infer.ngram import READ_AHEAD, NgramTable, SuffixIndex, catch_up
+from longdraft.infer.sampling import SamplingParams, SlotSampling
+
+TOKENS = st.lists(st.integers(0, 3), max_size=40)
+# Append these tokens, or take back so many.
+MOVES = st.lists(st.one_of(TOKENS, st.integers(0, 25)), max_size=6)
+
+
+def play(table, moves):
+    """The tokens that remain."""
+    tokens = []
+    for move in moves:
+        if isinstance(move, int):
+            length = max(len(tokens) - move, 0)
+            table.truncate(length)
+            del tokens[length:]
+        else:
+            table.extend(move)
+            tokens += move
+    assert table.tokens == tokens and len(table) == len(tokens)
+    return tokens
+
+
+def brute_ranking(tokens, n, first, k):
+    starts = {}
+    for start in range(len(tokens) - n + 1):
+        if tokens[start] == first:
+            starts.setdefault(tuple(tokens[start + 1 : start + n]), []).append(start)
+    return sorted(starts, key=lambda gram: (len(starts[gram]), starts[gram][-1]), reverse=True)[:k]
+
+
+@settings(max_examples=150, deadline=None)
+@given(moves=MOVES, n=st.integers(2, 4), k=st.integers(0, 30))
+def test_ranking_equals_counting_anew(moves, n, k):
+    table = NgramTable(n)
+    tokens = play(table, moves)
+    for first in range(5):
+        assert table.ranked(first, k) == brute_ranking(tokens, n, first, k)
+
+
+@settings(max_examples=60, deadline=None)
+@given(moves=MOVES, n=st.integers(2, 4))
+def test_taking_everything_back_leaves_an_empty_table(moves, n):
+    table, index = NgramTable(n), SuffixIndex(n)
+    play(table, moves)
+    play(index, moves)
+    table.truncate(0)
+    index.truncate(0)
+    assert (table._starts, table._groups, index._ends) == ({}, {}, [{}] * n)
+
+
+def test_ranking_looks_at_few_groups_however_long_the_text():
+    """A token with 2000 different continuations, one of which came 3000 times: three groups of counts."""
+    table = NgramTable(2)
+    table.extend([token for i in range(2000) for token in (0, 1 + i)])
+    table.extend([0, 1] * 3000)
+    table.extend([0, 2, 0])
+    assert sorted(table._groups[0]) == [1, 2, 3001]
+    assert table.ranked(0, 4) == [(1,), (2,), (2000,), (1999,)]
+
+
+def test_an_ngram_has_a_continuation():
+    with pytest.raises(ValueError, match=r"n=1: an n-gram .* has at least 2 tokens"):
+        NgramTable(1)
+
+
+def brute_matches(tokens, max_ngram, search, longest, enough, skipped):
+    end, found = len(tokens) - skipped, {}
+
+    def length(at):
+        return next((m for m in range(min(at, longest)) if tokens[at - 1 - m] != tokens[end - 1 - m]), min(at, longest))
+
+    for n in range(min(max_ngram, end), 0, -1):
+        behind = [at for at in range(end - 1, n - 1, -1) if tokens[at - n : at] == tokens[end - n : end]]
+        found |= {at: length(at) for at in behind[:search]}
+        if len(found) >= enough:
+            break
+    return sorted(((matched, at) for at, matched in found.items()), reverse=True)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    moves=MOVES,
+    max_ngram=st.integers(1, 4),
+    search=st.integers(1, 8),
+    extra=st.integers(0, 8),
+    enough=st.integers(1, 6),
+    skipped=st.integers(0, 2),
+)
+def test_matches_equal_a_search_of_the_whole_text(moves, max_ngram, search, extra, enough, skipped):
+    index, longest = SuffixIndex(max_ngram, search, max_ngram + extra), max_ngram + extra
+    tokens = play(index, moves)
+    assert index.matches(enough, skipped) == brute_matches(tokens, max_ngram, search, longest, enough, skipped)
+
+
+def test_the_longest_match_comes_first_and_a_loop_goes_on():
+    index = SuffixIndex(max_ngram=2)
+    index.extend([1, 2, 3, 4, 9, 2, 3, 5, 1, 2, 3])
+    # "1 2 3" stood at the beginning, "2 3" once more behind it.
+    assert index.matches(2) == [(3, 3), (2, 7)]
+    assert index.continuation(3, 4) == [4, 9, 2, 3]
+    index.extend([1, 2, 3])
+    assert index.matches(1)[0] == (3, 11)
+    assert index.continuation(11, 8) == [1, 2, 3, 1, 2, 3, 1, 2]
+
+
+def state_of(sequences):
+    history = History(len(sequences), 200)
+    for slot, tokens in enumerate(sequences):
+        history.start(slot, tokens)
+    sampling = SlotSampling([SamplingParams()] * len(sequences), torch.device("cpu"))
+    positions = torch.tensor([len(tokens) - 1 for tokens in sequences])
+    roots = torch.tensor([tokens[-1] for tokens in sequences])
+    return SlotState(roots, positions, torch.ones(len(sequences), dtype=torch.bool), history, sampling, [])
+
+
+def test_tables_catch_up_with_the_history():
+    """However far a slot went, and with slots that have no table."""
+    sequences = [list(range(n)) for n in (1, READ_AHEAD + 5, 3 * READ_AHEAD, 7)]
+    tables = [SuffixIndex(2), NgramTable(2), SuffixIndex(1), None]
+    tables[0].extend([0])
+    tables[1].extend(sequences[1][:5])
+    catch_up(tables, state_of(sequences))
+    assert [table.tokens for table in tables[:3]] == sequences[:3]

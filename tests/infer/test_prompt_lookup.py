@@ -1,0 +1,142 @@
+"""Prompt lookup: what it proposes on texts made for it, that slots do not mix, and that it changes no token."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from longdraft.infer.drafters.base import Request, SlotState
+from longdraft.infer.drafters.prompt_lookup import PromptLookup
+from longdraft.infer.engine import Engine
+from longdraft.infer.history import History
+from longdraft.infer.sampling import SamplingParams, SlotSampling
+from longdraft.models.kv_cache import KVCache
+
+
+def state_of(sequences):
+    """Slots that stand at the last token of each sequence; None is a slot without a request."""
+    history = History(len(sequences), 256)
+    known = [tokens or [0] for tokens in sequences]
+    for slot, tokens in enumerate(known):
+        history.start(slot, tokens)
+    sampling = SlotSampling([SamplingParams()] * len(sequences), torch.device("cpu"))
+    positions = torch.tensor([len(tokens) - 1 for tokens in known])
+    roots = torch.tensor([tokens[-1] for tokens in known])
+    active = torch.tensor([tokens is not None for tokens in sequences])
+    return SlotState(roots, positions, active, history, sampling, [])
+
+
+def begun(drafter, prompts):
+    requests = [Request(slot, prompt, SamplingParams(seed=0)) for slot, prompt in enumerate(prompts)]
+    drafter.begin(range(len(prompts)), requests, KVCache(1, len(prompts), 1, 1, 1, torch.float32))
+    return drafter
+
+
+def proposed(sequence, room=100, **options):
+    tree = begun(PromptLookup(**options), [sequence[:1]]).propose(state_of([sequence]), room)
+    return tree, tree.paths()[0]
+
+
+def test_the_longest_match_is_continued():
+    #          0  1  2  3  4  5  6  7  8  9  10 11
+    sequence = [1, 2, 3, 7, 8, 9, 2, 3, 5, 1, 2, 3]
+    tree, paths = proposed(sequence, length=4, candidates=1)
+    assert paths[:4] == [[7], [7, 8], [7, 8, 9], [7, 8, 9, 2]]
+    _, both = proposed(sequence, length=2, candidates=2)
+    # "1 2" in front of the last token stood at the beginning too; behind the 3 there comes the 7 that is known already.
+    assert {tuple(path) for path in both} == {(7,), (7, 8), (5,), (5, 1)}
+    assert tree.tokens[0, 0] == 3 and both[0] == [7]
+
+
+def test_a_loop_is_proposed_whole():
+    _, paths = proposed([5, 1, 2, 1, 2], length=9, candidates=1)
+    assert [1, 2, 1, 2, 1, 2, 1, 2, 1] in paths
+
+
+def test_a_replaced_token_does_not_end_a_copy():
+    """9 is new; what was copied up to it goes on behind the token whose place it took."""
+    source = [10, 11, 12, 13, 14, 15, 16]
+    _, paths = proposed([*source, 0, 10, 11, 12, 9], length=3)
+    assert paths == [[14], [14, 15], [14, 15, 16]]
+
+
+def test_nothing_is_proposed_for_new_tokens_and_idle_slots():
+    drafter = begun(PromptLookup(), [[1], [1], [1]])
+    tree = drafter.propose(state_of([[1], None, [4, 5, 4, 5]]), 100)
+    assert tree.paths()[:2] == [[], []] and tree.paths()[2]
+    assert tree.depths.max() == tree.width - 1 and torch.equal(tree.depths, tree.ancestors.sum(2) - 1)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    sequence=st.lists(st.integers(0, 3), min_size=1, max_size=60),
+    room=st.integers(0, 12),
+    length=st.integers(1, 8),
+    candidates=st.integers(1, 4),
+)
+def test_a_smaller_room_takes_the_first_nodes(sequence, room, length, candidates):
+    options = {"length": length, "candidates": candidates}
+    whole, paths = proposed(sequence, **options)
+    tree, some = proposed(sequence, room, **options)
+    drafter = PromptLookup(**options)
+    assert some == paths[:room] and len(paths) <= drafter.max_nodes
+    assert len({tuple(path) for path in paths}) == len(paths), "siblings carry different tokens"
+    assert max(map(len, paths), default=0) <= drafter.max_depth
+    assert whole.classes is not None and int(whole.classes.max()) < drafter.n_classes
+    assert torch.equal(tree.ancestors, replace(tree).ancestors) and torch.equal(tree.depths, replace(tree).depths)
+    assert (tree.parents < torch.arange(tree.width)).all()
+
+
+def test_classes_tell_long_matches_from_short_ones():
+    """A match of 4 whose next 4 tokens were right is a match of 8; only a child of the root is a class apart."""
+    text = list(range(20))
+    long, _ = proposed([*text, 50, *text[4:12]], length=3, candidates=1)
+    short, _ = proposed([*text, 50, *text[4:8]], length=8, candidates=1)
+    assert long.classes is not None and short.classes is not None
+    assert long.tokens[0].tolist() == [11, 12, 13, 14] and short.tokens[0].tolist() == list(range(7, 16))
+    assert long.classes[0, 2] == short.classes[0, 6] and long.classes[0, 1] != short.classes[0, 5]
+    assert len({*long.classes[0, 1:].tolist(), *short.classes[0, 1:].tolist()}) == 5, "8 and on; 4; 5; 6 and 7"
+
+
+def test_tokens_taken_back_are_forgotten():
+    sequence = [1, 2, 3, 4, 1, 2, 9, 9, 1, 2]
+    drafter = begun(PromptLookup(length=2, candidates=1), [sequence])
+    assert drafter.propose(state_of([sequence]), 9).paths()[0][0] == [9]
+    drafter.rewind(torch.tensor([6]))
+    assert drafter.propose(state_of([sequence[:6]]), 9).paths()[0][0] == [3]
+    other = [*sequence[:6], 3, 7, 3]
+    assert drafter.propose(state_of([other]), 9).paths()[0][0] == [7]
+
+
+def test_options_that_cannot_be():
+    for name in ("length", "max_ngram", "candidates"):
+        with pytest.raises(ValueError, match=f"{name}=0: must be at least 1"):
+            PromptLookup(**{name: 0})
+
+
+PROMPTS = [[5, 9, 2, 7, 11, 30, 2, 9, 4, 4, 1], [3], [8, 8, 21, 0, 6]]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_it_gives_plain_decodings_tokens(tiny_target, temperature, slots):
+    """bf16 with the CPU's kernels: rows do not depend on the width of their pass, so equality needs no margin."""
+    target = tiny_target(vocab_size=61, dtype=torch.bfloat16)
+    params = [SamplingParams(temperature=temperature, seed=i, max_new_tokens=60) for i in range(3)]
+    plain = Engine(target).generate(PROMPTS, params)
+    ours = Engine(target, PromptLookup(), slots=slots).generate(PROMPTS, params)
+    assert [g.tokens for g in ours] == [g.tokens for g in plain]
+
+
+def test_a_text_that_repeats_itself_takes_few_steps(tiny_target):
+    """Without attention the next token depends on the last one alone, so the text is a loop soon."""
+    target = tiny_target(vocab_size=13, n_layers=1, dtype=torch.bfloat16)
+    target.model.layers[0].attention.o_proj.weight.data.zero_()
+    params = SamplingParams(max_new_tokens=150)
+    plain = Engine(target).generate([[5, 1]], params)[0]
+    drafter = PromptLookup()
+    ours = Engine(target, drafter, nodes=drafter.max_nodes).generate([[5, 1]], params)[0]
+    # Up to 13 steps until a token comes again, and then 25 tokens a step.
+    assert ours.tokens == plain.tokens and ours.stats.steps <= 13 + 150 // 25, ours.stats
