@@ -72,13 +72,8 @@ def tree_attention(
     Returns: [B, T, H, d] in q's dtype, scores scaled by d ** -0.5; zero for a row that may read nothing.
     """
     n_slots, n_rows = q_BTHd.shape[:2]
-    if (
-        window is None
-        and q_BTHd.device.type == "cpu"
-        and n_rows <= rows.MOST_ATTENTION_ROWS
-        and rows.can_attend(q_BTHd)
-    ):
-        return rows.attention_rows(q_BTHd, keys_BSKd, values_BSKd, lengths_B, tree_mask_BTT)
+    if q_BTHd.device.type == "cpu" and n_rows <= rows.MOST_ATTENTION_ROWS and rows.can_attend(q_BTHd):
+        return rows.attention_rows(q_BTHd, keys_BSKd, values_BSKd, lengths_B, tree_mask_BTT, window)
     plan = plan or plan_pass(lengths_B, n_rows, tree_mask_BTT)
     if plan.tree_mask_BTT is None and max(plan.starts) == 0:
         return causal_attention(q_BTHd, keys_BSKd[:, :n_rows], values_BSKd[:, :n_rows], window)

@@ -214,18 +214,180 @@ void rotate_bf16(const rotation *a) {
 
 /* ---- attention: keys are taken in logical order, committed rows first, then the row's ancestors by depth ----
  * Splits of SPLIT logical keys are softmaxed on their own and merged in order, so the split that a key falls into does
- * not depend on the pass it is read in. */
+ * not depend on the pass it is read in. Keys are transposed and values widened once for all queries of a pass. */
 
-enum { SPLIT = 256 };
+enum {
+    SPLIT = 128,    /* keys; with 64 numbers each they and their values fill half of a level-2 cache of 256 KiB */
+    QUERIES = 48,   /* computed together; a multiple of MOST_ROWS */
+    KEPT = 1 << 21, /* numbers of partial results, 8 MiB, unless fewer than UNITS pieces of work would be at hand */
+    UNITS = 64,
+};
 typedef struct {
     const void *q, *k, *v; /* q [B, T, H, d], rows `q_row` apart; k, v [B, S, Hkv, d]; all contiguous in d */
     void *out;             /* [B, T, H, d] contiguous */
     const int64_t *lengths; /* [B] committed rows */
     const uint8_t *mask;    /* [B, T, T] row i sees row j of the pass, or NULL: the rows up to itself */
-    ix batch, rows, heads, kv_heads, width;
+    ix batch, rows, heads, kv_heads, width, window; /* window: the last so many keys of a row, itself included; 0: all */
     ix q_row, k_slot, k_row, k_head, v_slot, v_row, v_head; /* strides in elements */
     float scale;
 } attention;
+typedef struct {
+    float *all, *keys, *values, *own_keys, *own_values, *queries, *scores, *own_scores;
+} scratch;
+
+static ix round16(ix n) { return (n + 15) / 16 * 16; }
+/* A state: the sums of weighted values, zeros up to a multiple of 16, the sum of weights, the maximum, a gap. */
+static ix state_width(ix d) { return round16(d) + 16; }
+
+static int allocate(const attention *a, scratch *buffers) {
+    const ix d = round16(a->width), own = round16(a->rows);
+    float **parts[] = {&buffers->keys, &buffers->values, &buffers->own_keys, &buffers->own_values, &buffers->queries, &buffers->scores, &buffers->own_scores};
+    const ix sizes[] = {SPLIT * d, SPLIT * d, own * d, own * d, QUERIES * d, QUERIES * SPLIT, QUERIES * own};
+    ix total = 0;
+    for (int i = 0; i < 7; i++) total += sizes[i];
+    float *next = buffers->all = aligned_alloc(64, sizeof(float) * total);
+    for (int i = 0; i < 7; next += sizes[i++]) *parts[i] = next;
+    return buffers->all != 0;
+}
+
+#if defined(__clang__)
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (i8){__VA_ARGS__})
+#endif
+static inline void transpose8(f8 *r) {
+    f8 t[8];
+    for (int i = 0; i < 8; i += 2) {
+        t[i] = SHUFFLE(r[i], r[i + 1], 0, 8, 1, 9, 4, 12, 5, 13);
+        t[i + 1] = SHUFFLE(r[i], r[i + 1], 2, 10, 3, 11, 6, 14, 7, 15);
+    }
+    for (int i = 0; i < 8; i += 4)
+        for (int h = 0; h < 2; h++) {
+            r[i + 2 * h] = SHUFFLE(t[i + h], t[i + 2 + h], 0, 1, 8, 9, 4, 5, 12, 13);
+            r[i + 2 * h + 1] = SHUFFLE(t[i + h], t[i + 2 + h], 2, 3, 10, 11, 6, 7, 14, 15);
+        }
+    for (int i = 0; i < 4; i++) {
+        t[i] = SHUFFLE(r[i], r[i + 4], 0, 1, 2, 3, 8, 9, 10, 11);
+        t[i + 4] = SHUFFLE(r[i], r[i + 4], 4, 5, 6, 7, 12, 13, 14, 15);
+    }
+    memcpy(r, t, sizeof t);
+}
+
+/* The row's own keys, itself and its ancestors, that fall into this split: how many; `seen` if they are wanted. */
+static ix own_rows(const attention *a, ix b, ix t, ix start, ix *seen) {
+    const uint8_t *sees = a->mask ? a->mask + (b * a->rows + t) * a->rows : 0;
+    ix logical = a->lengths[b], count = 0;
+    for (ix j = 0; j <= t; j++) {
+        if (sees && !sees[j]) continue;
+        if (logical >= start && logical < start + SPLIT) seen[count++] = j;
+        logical++;
+    }
+    return count;
+}
+
+/* The first key of the window of row t: it stands behind the committed keys and its ancestors. */
+static ix window_start(const attention *a, ix b, ix t) {
+    if (!a->window) return 0;
+    ix above = t;
+    if (a->mask) {
+        above = -1;
+        for (ix j = 0; j <= t; j++) above += a->mask[(b * a->rows + t) * a->rows + j];
+        above = above < 0 ? 0 : above;
+    }
+    const ix start = a->lengths[b] + above + 1 - a->window;
+    return start < 0 ? 0 : start;
+}
+
+/* Splits that any row reads. */
+static void split_range(const attention *a, ix *first, ix *end) {
+    ix from = -1, to = 0;
+    for (ix b = 0; b < a->batch; b++) {
+        const ix start = a->window && a->lengths[b] + 1 > a->window ? a->lengths[b] + 1 - a->window : 0;
+        from = from < 0 || start < from ? start : from;
+        to = a->lengths[b] + a->rows > to ? a->lengths[b] + a->rows : to;
+    }
+    *first = from / SPLIT, *end = (to + SPLIT - 1) / SPLIT;
+}
+
+/* scores[from .. count-1] become weights, those around them 0; tail: their sum and the maximum. */
+static void softmax(float *scores, ix from, ix count, float *tail) {
+    for (ix j = 0; j < from; j++) scores[j] = -INFINITY;
+    for (ix j = count; j % 8; j++) scores[j] = -INFINITY;
+    f8 most = load_f32(scores);
+    for (ix j = 8; j < count; j += 8) {
+        f8 s = load_f32(scores + j);
+        i8 more = s > most, x, y;
+        memcpy(&x, &s, 32), memcpy(&y, &most, 32);
+        x = (x & more) | (y & ~more);
+        memcpy(&most, &x, 32);
+    }
+    const float top = max8(most);
+    f8 total = {0};
+    for (ix j = 0; j < count; j += 8) {
+        f8 weights = exp8(load_f32(scores + j) - top);
+        store_f32(scores + j, weights);
+        total += weights;
+    }
+    tail[0] = sum8(total), tail[1] = top;
+}
+
+/* Scores of a block of queries to weights; a row's own keys follow the committed ones. */
+static void weigh(const attention *a, ix b, ix start, ix shared, int own, ix first, ix count, scratch *buffers, float *states) {
+    const ix group = a->heads / a->kv_heads, own_wide = round16(a->rows), stride = state_width(a->width);
+    ix seen[SPLIT], many = 0, from = 0;
+    for (ix n = 0; n < count; n++) {
+        const ix t = (first + n) / group;
+        float *scores = buffers->scores + n * SPLIT, *tail = states + n * stride + stride - 16;
+        if (n == 0 || (first + n) % group == 0) {
+            many = own ? own_rows(a, b, t, start, seen) : 0;
+            from = window_start(a, b, t) - start;
+            from = from < 0 ? 0 : from;
+        }
+        for (ix j = 0; j < many; j++) scores[shared + j] = buffers->own_scores[n * own_wide + seen[j]];
+        if (from < shared + many) {
+            softmax(scores, from, shared + many, tail);
+        } else {
+            memset(scores, 0, sizeof(float) * (shared + many));
+            tail[0] = 0, tail[1] = -INFINITY;
+        }
+    }
+}
+
+/* The values of the rows' own keys, behind the sums over the committed ones. */
+static void add_own(const attention *a, ix b, ix start, ix shared, ix first, ix count, const scratch *buffers, float *states) {
+    const ix group = a->heads / a->kv_heads, wide = round16(a->width), stride = state_width(a->width);
+    ix seen[SPLIT], many = 0;
+    for (ix n = 0; n < count; n++) {
+        if (n == 0 || (first + n) % group == 0) many = own_rows(a, b, (first + n) / group, start, seen);
+        for (ix j = 0; j < many; j++) {
+            const f8 weight = (f8){0} + buffers->scores[n * SPLIT + shared + j];
+            const float *value = buffers->own_values + seen[j] * wide;
+            float *sums = states + n * stride;
+            for (ix i = 0; i < wide; i += 8) store_f32(sums + i, fma8(weight, load_f32(value + i), load_f32(sums + i)));
+        }
+    }
+}
+
+static void clear(ix d, float *state) {
+    memset(state, 0, sizeof(float) * state_width(d));
+    state[round16(d) + 1] = -INFINITY;
+}
+
+/* One more split behind those merged so far; one without keys changes nothing. */
+static void merge(ix d, const float *state, float *merged) {
+    const ix wide = round16(d);
+    if (state[wide] == 0) return;
+    if (merged[wide] == 0) {
+        memcpy(merged, state, sizeof(float) * (wide + 2));
+        return;
+    }
+    const float top = state[wide + 1] > merged[wide + 1] ? state[wide + 1] : merged[wide + 1];
+    const float old = expf(merged[wide + 1] - top), new = expf(state[wide + 1] - top);
+    for (ix i = 0; i < wide; i += 8)
+        store_f32(merged + i, fma8(load_f32(state + i), (f8){0} + new, load_f32(merged + i) * old));
+    merged[wide] = merged[wide] * old + state[wide] * new;
+    merged[wide + 1] = top;
+}
 
 #define T_ float
 #define LOAD load_f32

@@ -4,7 +4,7 @@ Why C of our own: on CPUs without bf16 instructions PyTorch's bf16 products of 6
 times; and no library promises that a row's result is the same in a pass of 1 and of 40 rows.
 
 An output row does not depend on the other rows of its pass, bit for bit (see rows.c); so decoding is exact in bf16 too,
-where these kernels serve all layers: trees of up to 64 nodes, widths that are multiples of 8, no sliding window.
+where these kernels serve all layers: trees of up to 128 nodes, widths that are multiples of 8, sliding windows.
 Shapes: M rows, N outputs, I inputs; B slots, T rows of the pass, S cache rows, H query heads, K key/value heads,
 d head width.
 """
@@ -28,7 +28,7 @@ SOURCES = tuple(Path(__file__).parent / name for name in ("rows.c", "attention.i
 FLAGS = ["-O3", "-march=native", "-ffp-contract=off", "-fopenmp", "-fPIC"]
 # Above these, a matrix product of the BLAS library and PyTorch's flash attention are faster: prefill, not decoding.
 MOST_LINEAR_ROWS = 256
-MOST_ATTENTION_ROWS = 64
+MOST_ATTENTION_ROWS = 128
 
 
 class _Linear(ctypes.Structure):
@@ -55,7 +55,7 @@ class _Attention(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("q", "k", "v", "out", "lengths", "mask")),
-        *((name, ctypes.c_ssize_t) for name in ("batch", "rows", "heads", "kv_heads", "width")),
+        *((name, ctypes.c_ssize_t) for name in ("batch", "rows", "heads", "kv_heads", "width", "window")),
         *((name, ctypes.c_ssize_t) for name in ("q_row", "k_slot", "k_row", "k_head", "v_slot", "v_row", "v_head")),
         ("scale", ctypes.c_float),
     ]
@@ -183,12 +183,18 @@ def can_attend(q_BTHd: Tensor) -> bool:
 
 
 def attention_rows(
-    q_BTHd: Tensor, keys_BSKd: Tensor, values_BSKd: Tensor, lengths_B: Tensor, tree_mask_BTT: Tensor | None
+    q_BTHd: Tensor,
+    keys_BSKd: Tensor,
+    values_BSKd: Tensor,
+    lengths_B: Tensor,
+    tree_mask_BTT: Tensor | None,
+    window: int | None = None,
 ) -> Tensor:
-    """As kernels/tree_attention.py without a window, bf16 or fp32; d a multiple of 8 up to 1024."""
+    """As kernels/tree_attention.py, bf16 or fp32; d a multiple of 8 up to 1024, at most MOST_ATTENTION_ROWS rows."""
     lib = library()
     assert lib is not None and keys_BSKd.stride(3) == values_BSKd.stride(3) == 1
     batch, rows, heads, width = q_BTHd.shape
+    assert 0 < rows <= MOST_ATTENTION_ROWS and (window is None or window >= 1), (rows, window)
     q_row = q_BTHd.stride(1)
     if q_BTHd.stride()[2:] != (width, 1) or (batch > 1 and q_BTHd.stride(0) != rows * q_row):
         q_BTHd, q_row = q_BTHd.contiguous(), heads * width
@@ -200,7 +206,7 @@ def attention_rows(
     arguments = _Attention(
         q_BTHd.data_ptr(), keys_BSKd.data_ptr(), values_BSKd.data_ptr(), out.data_ptr(), lengths_B.data_ptr(),
         None if mask is None else mask.data_ptr(), batch, rows, heads, keys_BSKd.shape[2], width,
-        q_row, *keys_BSKd.stride()[:3], *values_BSKd.stride()[:3], width**-0.5,
+        window or 0, q_row, *keys_BSKd.stride()[:3], *values_BSKd.stride()[:3], width**-0.5,
     )  # fmt: skip
     run = lib.attention_bf16 if q_BTHd.dtype == torch.bfloat16 else lib.attention_f32
     if run(ctypes.byref(arguments)):
