@@ -1,0 +1,107 @@
+"""Medusa-1's drafter (arXiv 2401.10774): independent heads on the target's last hidden state fill a static tree.
+
+The heads read the post-norm state of the position before the root, whose choice the root is, so head i proposes the
+token at p + i for a root at p. Not here: the heads (models/drafts/medusa.py).
+Shapes: B slots, T rows of a prefill chunk, D hidden, V vocabulary, I heads, N nodes.
+"""
+
+from collections.abc import Sequence
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from longdraft.infer.drafters.base import Drafter, Request, SlotState
+from longdraft.infer.shape import TreeShape, TreeTemplate
+from longdraft.infer.tree import PAD, TokenTree
+from longdraft.infer.verify import Verdict
+from longdraft.models.decoder import TargetOutput
+from longdraft.models.drafts.medusa import Medusa
+from longdraft.models.hf import Target
+from longdraft.models.kv_cache import KVCache
+
+
+class MedusaDrafter(Drafter):
+    """Ranks every head's tokens, with the step's noise at T > 0, and places them in a static tree.
+
+    Args:
+        target: the loaded target (models/hf.py).
+        draft: trained heads, in the target's dtype and on its device.
+        shape: which rank combinations are nodes; None is the full Cartesian tree of 3 ranks a head. With less room,
+            its first nodes.
+    """
+
+    def __init__(self, target: Target, draft: Medusa, shape: TreeShape | None = None):
+        if not isinstance(draft, Medusa):
+            raise ValueError(f"draft: this is one of {type(draft).__name__}; the medusa drafter needs Medusa heads")
+        self.shape = shape or TreeShape.cartesian((3,) * draft.config.n_heads)
+        if not self.shape.nodes:
+            raise ValueError("shape: it needs at least one node below the root; for none, use the plain drafter")
+        if self.shape.depth > draft.config.n_heads:
+            raise ValueError(
+                f"shape: {self.shape.depth} levels, but this draft has {draft.config.n_heads} heads, one a level"
+            )
+        weight, own = target.model.lm_head.weight, next(draft.parameters())
+        if draft.config.hidden_size != weight.shape[1]:
+            raise ValueError(
+                f"draft: made for a hidden size of {draft.config.hidden_size}, and this target's is {weight.shape[1]}"
+            )
+        if (own.dtype, own.device) != (weight.dtype, weight.device):
+            raise ValueError(
+                f"draft: {own.dtype} on {own.device}, but the target is {weight.dtype} on {weight.device}; "
+                f"load it with load_draft(folder, target)"
+            )
+        self.draft, self._lm_head = draft, target.model.lm_head
+        self.needs = draft.needs
+        self.max_nodes, self.max_depth = len(self.shape.nodes), self.shape.depth
+        self._hidden_BD = torch.empty(0)
+        self._templates: dict[int, tuple[TreeShape, TreeTemplate]] = {}
+
+    def begin(self, slots: Sequence[int], requests: Sequence[Request], cache: KVCache) -> None:
+        if len(self._hidden_BD) != cache.batch:
+            weight = self._lm_head.weight
+            self._hidden_BD = weight.new_zeros(cache.batch, weight.shape[1])
+            # Which position's state it is; -1 for none.
+            self._at_B = torch.full((cache.batch,), -1, dtype=torch.int64, device=weight.device)
+            self._templates.clear()
+        self._at_B[list(slots)] = -1
+
+    def read(self, slots: Sequence[int], tokens_BT: Tensor, output: TargetOutput) -> None:
+        assert output.post_norm is not None
+        self._hidden_BD[list(slots)] = output.post_norm[:, -1]
+        self._at_B[list(slots)] += tokens_BT.shape[1]
+
+    def observe(self, state: SlotState, tree: TokenTree, verdict: Verdict, output: TargetOutput) -> None:
+        assert output.post_norm is not None
+        last_B, took_part_B = verdict.last(verdict.rows), verdict.counts > 0
+        last_BD = output.post_norm[torch.arange(len(last_B), device=last_B.device), last_B]
+        self._hidden_BD = torch.where(took_part_B[:, None], last_BD, self._hidden_BD)
+        self._at_B = torch.where(took_part_B, state.positions - 1, self._at_B)
+
+    def rewind(self, lengths_B: Tensor) -> None:
+        self._at_B = self._at_B.masked_fill(self._at_B >= lengths_B, -1)
+
+    @torch.no_grad()
+    def propose(self, state: SlotState, room: int) -> TokenTree:
+        if room < 1:
+            return TokenTree.roots(state.roots)
+        shape, template = self._fitting(min(room, self.max_nodes))
+        begin = perf_counter()
+        logits_BIV = self._lm_head(torch.stack(self.draft.states(self._hidden_BD)[: shape.depth], dim=1))
+        self.pass_seconds += perf_counter() - begin
+        ranked = [
+            state.ranking(logits_BIV[:, i], offset=i + 1).topk(shape.ranks, dim=-1).indices for i in range(shape.depth)
+        ]
+        tree = template.fill(state.roots, torch.stack(ranked, dim=1))
+        # The state before the root is unknown after a prompt of one token, or where an outer engine took tokens back.
+        known_B = (self._at_B == state.positions - 1) & state.active
+        if known_B.device.type == "cpu" and known_B.all():
+            return tree
+        return tree.with_tokens(tree.tokens, tree.parents.masked_fill(~known_B[:, None] & (tree.parents >= 0), PAD))
+
+    def _fitting(self, nodes: int) -> tuple[TreeShape, TreeTemplate]:
+        """The first nodes of the shape, on the device; made once for each number."""
+        if nodes not in self._templates:
+            shape = TreeShape(self.shape.nodes[:nodes])
+            self._templates[nodes] = shape, shape.template(len(self._hidden_BD), self._hidden_BD.device)
+        return self._templates[nodes]

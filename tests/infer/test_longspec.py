@@ -1,0 +1,389 @@
+"""LongSpec's drafter: its logits are the whole-row network's on every node's path, its ring a fresh one's, its beam a
+brute-force beam's; and decoding with it is plain decoding."""
+
+import itertools
+import warnings
+
+import pytest
+import torch
+
+from longdraft.infer.drafters.base import Request, SlotState
+from longdraft.infer.drafters.longspec import WIDTHS, LongSpecDrafter, _fit
+from longdraft.infer.engine import Engine
+from longdraft.infer.history import History
+from longdraft.infer.sampling import SamplingParams, SlotSampling
+from longdraft.infer.tree import PAD, TokenTree
+from longdraft.infer.verify import Verdict
+from longdraft.infer.window_cache import SLACK
+from longdraft.kernels.gumbel import gumbel_noise
+from longdraft.models.drafts.longspec import LongSpec, LongSpecConfig
+from longdraft.models.drafts.medusa import Medusa, MedusaConfig
+
+VOCAB, WINDOW = 61, 8
+SHAPES = {"mha": {"n_kv_heads": 4}, "gqa": {"n_heads": 8, "n_kv_heads": 2, "head_dim": 16}}
+PROMPTS = [[5, 9, 2, 7, 11, 30, 2, 9, 4, 4, 1, 17, 3], [3], [8, 8, 21, 0, 6]]
+
+
+@pytest.fixture(params=SHAPES)
+def target(request, tiny_target):
+    return tiny_target(vocab_size=VOCAB, **SHAPES[request.param])
+
+
+def drafted(target, token_ids=None, **options) -> LongSpec:
+    size = None if token_ids is None else len(token_ids)
+    config = LongSpecConfig.for_target(target.model.config, window=WINDOW, draft_vocab_size=size, **options)
+    draft = LongSpec(config, token_ids_E=token_ids)
+    generator = torch.Generator().manual_seed(11)
+    for name, parameter in draft.named_parameters():
+        parameter.data.normal_(1.0 if "norm" in name else 0.0, 0.25, generator=generator)
+    return draft.to(target.model.lm_head.weight.dtype).requires_grad_(False)
+
+
+class Watched(LongSpecDrafter):
+    """Keeps the nodes and logits of each pass of the last proposal."""
+
+    def propose(self, state, room):
+        self.passes = []
+        return super().propose(state, room)
+
+    def _pass(self, state, nodes_BT, level, first, ancestors_BTN):
+        logits_BTV = super()._pass(state, nodes_BT, level, first, ancestors_BTN)
+        self.passes.append((nodes_BT, logits_BTV))
+        return logits_BTV
+
+
+class Bench:
+    """Slots whose text the test decides, in the place of the engine: no token of the draft need ever be accepted."""
+
+    def __init__(self, target, drafter, texts, sampling=None):
+        self.target, self.drafter, batch = target, drafter, len(texts)
+        self.cache = target.model.new_cache(batch, 256)
+        params = sampling or [SamplingParams() for _ in texts]
+        zeros = torch.zeros(batch, dtype=torch.int64)
+        self.texts = [list(text) for text in texts]
+        slots = SlotSampling(params, torch.device("cpu"))
+        active = torch.ones(batch, dtype=torch.bool)
+        self.state = SlotState(zeros, zeros.clone(), active, History(batch, 256), slots, self.texts)
+        for slot in range(batch):
+            self.begin(slot, texts[slot])
+
+    def begin(self, slot, text):
+        self.texts[slot] = list(text)
+        self.state.history.start(slot, text)
+        self.drafter.begin([slot], [Request(slot, list(text), self.state.sampling.params[slot])], self.cache)
+        self._place()
+
+    def _place(self):
+        """History, cache and positions as the texts say."""
+        self.cache.reset()
+        for slot, text in enumerate(self.texts):
+            self.state.history.tokens[slot] = -7  # void; the drafter must not look there
+            self.state.history.tokens[slot, : len(text)] = torch.tensor(text)
+            self.state.roots[slot], self.state.positions[slot] = text[-1], len(text) - 1
+            if len(text) > 1:
+                one = self.cache.slot(slot)
+                self.target.model(torch.tensor([text[:-1]]), cache=one, needs={"last_kv"})
+                one.keep(None, torch.tensor([len(text) - 1]))
+
+    def propose(self, room=99):
+        return self.drafter.propose(self.state, room)
+
+    def commit(self, *new):
+        """These tokens were committed, whatever was proposed."""
+        counts = torch.tensor([len(tokens) for tokens in new])
+        rows = torch.zeros(len(new), max(int(counts.max()), 1), dtype=torch.int64)
+        for text, tokens in zip(self.texts, new, strict=True):
+            text.extend(tokens)
+        self._place()
+        tree = TokenTree.roots(self.state.roots)
+        self.drafter.observe(self.state, tree, Verdict(rows, rows, counts), None)
+
+    def rewind(self, lengths, new):
+        """An outer engine takes tokens back and goes on with others."""
+        self.drafter.rewind(torch.tensor(lengths))
+        self.texts[:] = [
+            text[:length] + list(more) for text, length, more in zip(self.texts, lengths, new, strict=True)
+        ]
+        self._place()
+
+
+def truth(target, draft, path, level) -> torch.Tensor:
+    """Logits behind a path, by the network over the whole row."""
+    tokens = torch.tensor([path])
+    keys, values = target.model(tokens, needs={"last_kv"}).last_kv
+    positions = torch.arange(len(path))[None]
+    state = draft(target.model.embed_tokens(tokens), positions, keys, values, [level])[0, -1]
+    head = target.model.lm_head.weight
+    return (head if draft.token_ids is None else head[draft.token_ids]) @ state
+
+
+def assert_logits_are_the_networks(bench, tree):
+    """Of every node that was a query, in every slot."""
+    for slot, text in enumerate(bench.texts):
+        paths = [[], *bench.drafter_paths(tree, slot)]
+        node = 0
+        for level, (nodes, logits) in enumerate(bench.drafter.passes, start=1):
+            for row in range(nodes.shape[1]):
+                path = text + paths[node]
+                assert path[-1] == nodes[slot, row]
+                expected = truth(bench.target, bench.drafter.draft, path, level)
+                difference = (logits[slot, row] - expected).abs().max()
+                assert difference < 2e-4, f"slot {slot}, level {level}, node {node}: {difference}"
+                node += 1
+
+
+def assert_ring_is_a_fresh_one(bench):
+    """Keys and values of the window before each root, by position."""
+    window, draft = bench.drafter._window, bench.drafter.draft
+    for slot, text in enumerate(bench.texts):
+        tokens, positions = torch.tensor([text]), torch.arange(len(text))[None]
+        k, v = draft.self_kv(bench.target.model.embed_tokens(tokens), draft.tables(positions))
+        for position in range(max(0, len(text) - 1 - WINDOW), len(text) - 1):
+            (row,) = (window.positions[slot] == position).nonzero()
+            torch.testing.assert_close(window.keys[slot, row[0]], k[0, position], rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(window.values[slot, row[0]], v[0, position], rtol=1e-5, atol=1e-5)
+
+
+Bench.drafter_paths = staticmethod(lambda tree, slot: tree.paths()[slot])
+
+
+@pytest.fixture(params=["counted", "bounded"])
+def catching_up(request, monkeypatch):
+    """How it is known what the ring lacks: counted on a CPU, bounded from above on other devices."""
+    if request.param == "bounded":
+        monkeypatch.setattr(LongSpecDrafter, "_missing", lambda self, state: self._unknown)
+
+
+@pytest.mark.usefixtures("catching_up")
+@pytest.mark.parametrize("restricted", [False, True])
+def test_logits_are_the_whole_rows_after_any_commits_and_rewinds(target, restricted):
+    """Texts shorter and longer than the window and than the ring; the last commits are of unequal lengths."""
+    generator = torch.Generator().manual_seed(3)
+
+    def some(count):
+        return torch.randint(VOCAB, (count,), generator=generator).tolist()
+
+    ids = torch.randperm(VOCAB, generator=generator)[:17] if restricted else None
+    drafter = Watched(target, drafted(target, ids), (2, 3, 3))
+    bench = Bench(target, drafter, [some(3), some(1), some(SLACK + 2 * WINDOW)])
+    steps = [
+        lambda: None,
+        lambda: bench.commit(some(1), some(4), some(2)),
+        lambda: [bench.commit(some(3), [], some(1)) for _ in range(4)],  # steps in which nothing was proposed
+        lambda: bench.rewind([9, 2, 70], [some(2), some(5), some(1)]),
+        lambda: bench.commit(some(WINDOW + 3), some(2), some(12)),
+        lambda: bench.begin(1, some(30)),
+        lambda: bench.rewind([len(text) for text in bench.texts], [[], [], []]),
+        lambda: bench.rewind([4, 29, 9], [some(1), some(1), some(3)]),  # the last: further than the ring remembers
+        lambda: bench.commit(some(1), some(1), some(1)),
+    ]
+    for step in steps:
+        step()
+        tree = bench.propose()
+        assert tree.width == 9 and not (tree.parents == PAD).any()
+        assert_logits_are_the_networks(bench, tree)
+        assert_ring_is_a_fresh_one(bench)
+
+
+def brute_force(target, draft, text, widths, sampling):
+    """Every path of every level's beam, best first, by the definition."""
+    ids = torch.arange(VOCAB) if draft.token_ids is None else draft.token_ids
+    beam, levels = [([], 0.0)], []
+    for level, width in enumerate(widths, start=1):
+        scored = []
+        for path, score in beam:
+            logits = truth(target, draft, text + path, level).double()
+            if sampling.temperature:
+                noise = gumbel_noise(torch.tensor([sampling.seed]), torch.tensor([[len(text) - 1 + level]]), VOCAB)
+                logits = logits / sampling.temperature + noise[0, 0, ids].double()
+            gains = logits.log_softmax(0).tolist()
+            scored += [([*path, int(v)], score + gain) for v, gain in zip(ids, gains, strict=True)]
+        beam = sorted(scored, key=lambda one: -one[1])[:width]
+        levels.append([path for path, _ in beam])
+    return levels
+
+
+@pytest.mark.parametrize("restricted", [False, True])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("widths", [(4, 16, 16, 16, 16), (1, 1, 1, 1), (1, 7), (70, 3)], ids=str)
+def test_the_beam_is_the_brute_force_beam(target, widths, temperature, restricted):
+    """By sums of log-probabilities, at T > 0 with each position's noise; a level has no more nodes than there are."""
+    ids = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(5))[:20] if restricted else None
+    draft = drafted(target, ids)
+    params = [SamplingParams(temperature=temperature, seed=seed) for seed in (1, 2)]
+    bench = Bench(target, LongSpecDrafter(target, draft, widths), [PROMPTS[0], PROMPTS[2]], params)
+    tree = bench.propose(room=999)
+    for slot in range(2):
+        expected = brute_force(target, draft, bench.texts[slot], widths, params[slot])
+        assert tree.paths()[slot] == [path for level in expected for path in level]
+
+
+def test_a_tree_of_the_default_widths():
+    assert sum(WIDTHS) == 68
+
+
+def test_children_differ_and_classes_say_how_sure_the_draft_was(target):
+    drafter = LongSpecDrafter(target, drafted(target))
+    tree = Bench(target, drafter, PROMPTS).propose(room=68)
+    assert tree.width == 69 and drafter.max_nodes == 68 and drafter.max_depth == 5
+    for slot in range(3):
+        pairs = list(zip(tree.parents[slot].tolist(), tree.tokens[slot].tolist(), strict=True))
+        assert len(set(pairs)) == 69
+    assert tree.depths[0].bincount().tolist() == [1, 4, 16, 16, 16, 16]
+    assert int(tree.classes.max()) < drafter.n_classes and (tree.classes[:, 0] == 0).all()
+    for level in range(1, 6):  # levels share no class, and what is likelier has the lower one
+        mine = tree.classes[tree.depths == level]
+        assert int(mine.min()) > 10 * (level - 1) and int(mine.max()) <= 10 * level
+    best = tree.classes[:, 1:5]  # children of one parent, best first
+    assert (best[:, 1:] >= best[:, :-1]).all()
+
+
+@pytest.mark.parametrize("widths", [WIDTHS, (1, 1, 1), (9, 1, 4)], ids=str)
+def test_less_room_makes_all_levels_narrower(widths):
+    for room in range(sum(widths) + 3):
+        fitted = _fit(widths, room)
+        assert sum(fitted) == min(room, sum(widths)) and len(fitted) == min(room, len(widths))
+        assert all(1 <= narrow <= width for narrow, width in zip(fitted, widths, strict=False))
+    assert _fit(WIDTHS, 15) == [3, 3, 3, 3, 3] and _fit(WIDTHS, 34) == [2, 8, 8, 8, 8]
+
+
+def test_room_is_kept(target):
+    bench = Bench(target, LongSpecDrafter(target, drafted(target)), PROMPTS)
+    for room in (0, 1, 5, 20, 67, 68, 200):
+        assert bench.propose(room).width == 1 + min(room, 68)
+
+
+def test_slots_without_a_request_propose_nothing(target):
+    bench = Bench(target, LongSpecDrafter(target, drafted(target), (2, 2)), PROMPTS)
+    bench.state.active[1] = False
+    tree = bench.propose()
+    assert (tree.parents[1, 1:] == PAD).all() and not (tree.parents[[0, 2]] == PAD).any()
+
+
+@pytest.mark.parametrize("restricted", [False, True])
+def test_banned_tokens_are_not_proposed(target, restricted):
+    """With two tokens left the tree is narrower than the beam; with none of the draft's own, it is empty."""
+    ids = torch.tensor([4, 9, 33, 50]) if restricted else None
+    drafter = LongSpecDrafter(target, drafted(target, ids), (4, 5))
+    two = SamplingParams(banned_token_ids=tuple(set(range(VOCAB)) - {9, 50}))
+    none = SamplingParams(banned_token_ids=(4, 9, 33, 50), temperature=1.0, seed=3)
+    tree = Bench(target, drafter, PROMPTS[:2], [two, none]).propose()
+    first, second = tree.paths()
+    assert sorted(map(tuple, first)) == sorted([(9,), (50,), *itertools.product((9, 50), repeat=2)])
+    assert all(not set(path) & {4, 9, 33, 50} for path in second) and (second == []) is restricted
+
+
+@pytest.fixture
+def memoryless(tiny_target):
+    """A target whose next token depends on the last one alone, and a draft that computes the same."""
+    target = tiny_target(vocab_size=VOCAB, std=0.5)
+    draft = drafted(target, final_norm=True)
+    for name, parameter in [*target.model.named_parameters(), *draft.named_parameters()]:
+        if any(part in name for part in ("o_proj", "down", "self_o", "cross_o")):
+            parameter.data.zero_()
+    draft.final_norm.weight.data.copy_(target.model.norm.weight)
+    return target, draft
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("widths", [(1, 1, 1, 1, 1), WIDTHS], ids=["chain", "beam"])
+def test_a_draft_that_knows_the_target_is_always_right(memoryless, widths, temperature):
+    """When sampling, too, since it ranks with the noise of the positions that it proposes.
+
+    A beam may lose the best path of a node to better sums elsewhere, so it is only nearly always right then.
+    """
+    target, draft = memoryless
+    params = [SamplingParams(temperature=temperature, seed=seed, max_new_tokens=36) for seed in range(3)]
+    engine = Engine(target, LongSpecDrafter(target, draft, widths), nodes=None)
+    for generation in engine.generate(PROMPTS, params):
+        beam = temperature and len(widths) > 1 and max(widths) > 1
+        assert generation.tokens_per_step >= 5 if beam else generation.tokens_per_step == 6
+    blind = Engine(target, LongSpecDrafter(target, draft, widths), nodes=None, noise_in_ranking=False)
+    for generation in blind.generate(PROMPTS, params):
+        assert (generation.tokens_per_step == 6) is (temperature == 0)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_decoding_is_plain_decoding(target, temperature, batch, plain_tokens, seeded):
+    """With windows that overflow, a slot that takes the next prompt, and a restricted vocabulary."""
+    prompts = PROMPTS[:batch]
+    params = seeded(SamplingParams(temperature=temperature), batch, 40)
+    plain = plain_tokens(target, prompts, params)
+    some = torch.arange(0, VOCAB, 2)
+    for draft, widths in (
+        (drafted(target), WIDTHS),
+        (drafted(target, some), (1, 1, 1)),
+        (drafted(target, some), (3, 6)),
+    ):
+        engine = Engine(target, LongSpecDrafter(target, draft, widths), slots=min(batch, 2))
+        assert [generation.tokens for generation in engine.generate(prompts, params)] == plain
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_other_dtypes(tiny_target, dtype):
+    """The pieces agree with the whole-row network within the precision of the dtype."""
+    target = tiny_target(vocab_size=VOCAB, dtype=dtype)
+    bench = Bench(target, Watched(target, drafted(target), (2, 3, 3)), PROMPTS)
+    tree = bench.propose()
+    for slot, (nodes, logits) in itertools.product(range(3), [bench.drafter.passes[1]]):
+        for row in range(2):
+            path = [*bench.texts[slot], int(nodes[slot, row])]
+            expected = truth(target, bench.drafter.draft, path, 2).float()
+            allowed = 30 * torch.finfo(dtype).eps * float(expected.abs().max())
+            assert (logits[slot, row].float() - expected).abs().max() < allowed
+    assert tree.width == 9
+
+
+def test_rope_that_depends_on_the_length(tiny_target, plain_tokens, seeded):
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+    target = tiny_target(vocab_size=VOCAB, rope=rope, max_positions=24)
+    params = seeded(SamplingParams(), 2, 11)
+    drafter = Watched(target, drafted(target), (2, 2))
+    plain = plain_tokens(target, PROMPTS[:2], params)
+    assert [g.tokens for g in Engine(target, drafter).generate(PROMPTS[:2], params)] == plain
+
+
+def test_a_tree_deeper_than_the_training_warns_once(target):
+    with pytest.warns(UserWarning, match="a tree of 5 levels, but the draft was trained with noise shifts up to 4"):
+        drafter = LongSpecDrafter(target, drafted(target, noise=4))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        bench = Bench(target, drafter, PROMPTS)
+        bench.propose()
+        LongSpecDrafter(target, drafted(target, noise=4), (4, 16, 16, 16))
+
+
+def test_memory_is_what_it_allocates(target):
+    for ids in (None, torch.arange(10)):
+        drafter = LongSpecDrafter(target, drafted(target, ids))
+        bench = Bench(target, drafter, PROMPTS)
+        window = drafter._window
+        told = drafter.memory_bytes(3, bench.cache.capacity)
+        assert told["draft window"] == sum(
+            x.numel() * x.element_size() for x in (window.keys, window.values, window.positions)
+        )
+        assert ("draft vocabulary" in told) == (ids is not None)
+        if ids is not None:
+            assert told["draft vocabulary"] == 10 * 32 * 4
+
+
+def test_what_cannot_be_is_refused(tiny_target):
+    target = tiny_target(vocab_size=VOCAB)
+    draft = drafted(target)
+    twice = drafted(target, torch.tensor([1, 2, 1]))
+    outside = drafted(target, torch.tensor([1, VOCAB]))
+    for given, widths, message in [
+        (draft, (), r"widths: \(\); give the nodes of each level"),
+        (draft, (4, 0), r"widths: \(4, 0\)"),
+        (draft, (1,) * 9, "9 levels, but the draft's window has 8 rows"),
+        (twice, (4,), "token_ids must be different and lie in 0..60"),
+        (outside, (4,), "token_ids must be different and lie in 0..60"),
+        (draft.to(torch.bfloat16), (4,), r"load it with load_draft\(folder, target\)"),
+        (Medusa(MedusaConfig(32)), (4,), "this is one of Medusa; the longspec drafter needs a LongSpec block"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            LongSpecDrafter(target, given, widths)
+    for field, other in (("n_kv_heads", 4), ("vocab_size", 97), ("hidden_size", 64), ("head_dim", 16)):
+        with pytest.raises(ValueError, match=f"made for a target with {field} .*; load the draft's own target"):
+            LongSpecDrafter(tiny_target(**({"vocab_size": VOCAB} | {field: other})), drafted(target), (4,))
