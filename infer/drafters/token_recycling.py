@@ -101,9 +101,9 @@ class TokenRecycling(Drafter):
         weight = target.model.lm_head.weight
         self.vocab_size, self._device = weight.shape[0], weight.device
         # Behind the tokens' rows come TRASH, where lost writes go, and NOTHING, which stays -1 and is read at index -1.
-        shape_VK = self.vocab_size + 2, min(CANDIDATES, self.vocab_size)
+        shape_VK = self.vocab_size + 2, CANDIDATES
         self._ids_VK = torch.full(shape_VK, -1, dtype=torch.int32, device=self._device)
-        self._logits_VK = torch.zeros(shape_VK, dtype=torch.float16, device=self._device)
+        self._logits_VK = torch.full(shape_VK, -torch.inf, dtype=torch.float16, device=self._device)
         self._levels, self._parents_N = self._plan()
         self._shapes: dict[int, TokenTree] = {}
         self._kept: tuple[SlotSampling, Tensor] | None = None
@@ -151,12 +151,12 @@ class TokenRecycling(Drafter):
         tokens_M = torch.tensor(list(last), device=self._device)
         for places, tokens in zip(places_M.split(SEED_ROWS), tokens_M.split(SEED_ROWS), strict=True):
             logits_MV = self.target.model.lm_head(states_MD[places])
-            self._write(tokens, *largest(logits_MV, self._ids_VK.shape[1]))
+            self._write(tokens, *largest(logits_MV, CANDIDATES))
 
     def _write(self, tokens_M: Tensor, logits_MK: Tensor, ids_MK: Tensor) -> None:
         """Rows of the table; tokens_M are all different, but for TRASH."""
-        self._ids_VK[tokens_M] = ids_MK.int()
-        self._logits_VK[tokens_M] = logits_MK.half()
+        self._ids_VK[tokens_M, : ids_MK.shape[1]] = ids_MK.int()
+        self._logits_VK[tokens_M, : ids_MK.shape[1]] = logits_MK.half()
 
     @torch.no_grad()
     def propose(self, state: SlotState, room: int) -> TokenTree:
@@ -211,13 +211,13 @@ class TokenRecycling(Drafter):
     def observe(self, state: SlotState, tree: TokenTree, verdict: Verdict, output: TargetOutput) -> None:
         assert output.logits is not None
         tokens_M, places_M = self._last_of_each(tree, verdict.counts > 0)
-        logits_MK, ids_MK = largest(output.logits.flatten(0, 1), self._ids_VK.shape[1])
+        logits_MK, ids_MK = largest(output.logits.flatten(0, 1), CANDIDATES)
         self._write(tokens_M, logits_MK[places_M], ids_MK[places_M])
 
     def _last_of_each(self, tree: TokenTree, took_part_B: Tensor) -> tuple[Tensor, Tensor]:
         """The tokens of a verified tree and where (slot * N + node) each stands last, in the order of the class's docs.
 
-        On a GPU, where their number is not known, other nodes are there too, with TRASH for a token.
+        All other nodes are there too, with TRASH for a token: how many there are is not known without a wait.
         """
         tokens_M, count = tree.tokens.flatten(), tree.tokens.numel()
         there_M = ((tree.parents != PAD) & took_part_B[:, None]).flatten()
@@ -228,8 +228,6 @@ class TokenRecycling(Drafter):
         tokens_M = tokens_M[places_M]
         last_M = there_M[places_M]
         last_M[:-1] &= tokens_M[:-1] != tokens_M[1:]
-        if last_M.device.type == "cpu":
-            return tokens_M[last_M], places_M[last_M]
         return torch.where(last_M, tokens_M, self.vocab_size), places_M
 
     def save(self, path: str | Path) -> None:
@@ -288,7 +286,7 @@ def _read_table(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def largest(logits_MV: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The `k` largest logits of each row and their indices, [M, k] each, as `topk` gives them; exact.
+    """The `k` largest logits of each row (all, if there are fewer) and their indices, as `topk` gives them; exact.
 
     On the CPU in two rounds, several times faster: the k largest values lie in the k columns of a [BLOCK, V / BLOCK]
     view with the largest maxima. Of equal logits, which are taken may differ from topk's.
@@ -296,7 +294,7 @@ def largest(logits_MV: Tensor, k: int) -> tuple[Tensor, Tensor]:
     vocab = logits_MV.shape[1]
     columns = vocab // BLOCK
     if logits_MV.device.type != "cpu" or columns < 4 * k:
-        return logits_MV.topk(k, dim=1)
+        return logits_MV.topk(min(k, vocab), dim=1)
     blocks_MRC = logits_MV[:, : columns * BLOCK].unflatten(1, (BLOCK, columns))
     best_Mk = blocks_MRC.amax(1).topk(k, dim=1).indices
     inside = blocks_MRC.gather(2, best_Mk[:, None].expand(-1, BLOCK, -1)).flatten(1)

@@ -1,0 +1,293 @@
+"""Token Recycling: the published tree, its filling and writing against plain loops, the table on disk, exactness."""
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from longdraft.infer.drafters.base import Request, SlotState
+from longdraft.infer.drafters.token_recycling import BLOCK, CHILD_COUNTS, TokenRecycling, largest, static_tree
+from longdraft.infer.engine import Engine
+from longdraft.infer.history import History
+from longdraft.infer.sampling import SamplingParams, SlotSampling
+from longdraft.infer.shape import TreeShape
+from longdraft.infer.tree import TokenTree
+from longdraft.infer.verify import Verdict
+from longdraft.kernels.gumbel import gumbel_noise
+from longdraft.models.decoder import TargetOutput
+
+PROMPTS = [[5, 9, 2, 7, 11, 30, 2, 9, 4, 4, 1], [3], [8, 8, 21, 0, 6]]
+VOCAB = 61
+
+
+@pytest.fixture
+def target(tiny_target):
+    return tiny_target(vocab_size=VOCAB, dtype=torch.bfloat16)
+
+
+def test_the_tree_is_the_published_one():
+    tree = static_tree()
+    levels = [sorted(node for node in tree if len(node) == depth) for depth in range(7)]
+    assert [len(level) for level in levels] == [0, 8, 21, 25, 15, 8, 3]
+    for depth, counts in enumerate(CHILD_COUNTS):
+        parents = levels[depth] or [()]
+        children = [[node[-1] for node in levels[depth + 1] if node[:-1] == parent] for parent in parents]
+        assert children == [list(range(count)) for count in counts]
+
+
+def test_every_prefix_of_its_order_is_a_tree():
+    for count in (1, 5, 16, 80):
+        assert len(TreeShape(tuple(static_tree()[:count])).nodes) == count
+    assert static_tree()[:5] == [(0,), (1,), (0, 0), (2,), (3,)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.integers(1, 5),
+    vocab=st.integers(8, 40 * BLOCK),
+    levels=st.sampled_from([3, 50, 10**6]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    seed=st.integers(0, 100),
+)
+def test_largest_gives_the_values_of_topk(rows, vocab, levels, dtype, seed):
+    """With many ties, with few, with tokens that are never possible."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randint(levels, (rows, vocab), generator=generator).to(dtype)
+    logits[torch.rand(rows, vocab, generator=generator) < 0.2] = -torch.inf
+    values, ids = largest(logits, 8)
+    assert torch.equal(values, logits.topk(8, dim=1).values)
+    assert torch.equal(logits.gather(1, ids), values)
+    assert all(len(set(row)) == 8 for row in ids.tolist())
+
+
+def state_of(roots, position=4, params=None):
+    batch = len(roots)
+    sampling = SlotSampling(params or [SamplingParams()] * batch, torch.device("cpu"))
+    positions = torch.arange(batch) + position
+    active = torch.ones(batch, dtype=torch.bool)
+    return SlotState(torch.tensor(roots), positions, active, History(batch, 64), sampling, [])
+
+
+def fill_at_random(drafter, seed=0, written=0.7):
+    generator = torch.Generator().manual_seed(seed)
+    for token in range(drafter.vocab_size):
+        if torch.rand((), generator=generator) < written:
+            drafter.candidates[token] = torch.randperm(drafter.vocab_size, generator=generator)[:8].int()
+            drafter.logits[token] = torch.randn(8, generator=generator).mul(3).sort(descending=True).values.half()
+
+
+@pytest.mark.parametrize("nodes", [1, 7, 80])
+@pytest.mark.parametrize("temperatures", [(0.0, 0.0), (0.8, 1.3), (0.0, 1.0)])
+def test_the_tree_is_filled_from_the_table(target, nodes, temperatures):
+    """Against a loop over the nodes; ranks count the candidates by logit / T + noise of the node's own position."""
+    drafter = TokenRecycling(target, nodes)
+    fill_at_random(drafter)
+    roots = [next(t for t in range(VOCAB) if drafter.candidates[t, 0] >= 0), 60]
+    params = [SamplingParams(temperature=t, seed=40 + b) for b, t in enumerate(temperatures)]
+    state = state_of(roots, params=params)
+    tree = drafter.propose(state, 80)
+    for slot, root in enumerate(roots):
+        filled = {(): root}
+        for node in static_tree()[:nodes]:
+            above = filled.get(node[:-1], -1)
+            ids = drafter.candidates[above].tolist() if above >= 0 else [-1]
+            if ids[0] < 0:
+                continue
+            scores = drafter.logits[above].float()
+            if temperatures[slot]:
+                position = state.positions[slot] + len(node)
+                noise = gumbel_noise(state.sampling.seeds[slot, None], position[None, None], VOCAB)[0, 0]
+                scores = scores / temperatures[slot] + noise[ids]
+            filled[node] = ids[scores.sort(descending=True, stable=True).indices[node[-1]]]
+        paths = [[filled[node[: i + 1]] for i in range(len(node))] for node in filled if node]
+        assert tree.paths()[slot] == paths
+    assert torch.equal(tree.depths[0, : 1 + nodes], torch.tensor([0] + [len(node) for node in static_tree()[:nodes]]))
+
+
+def test_a_smaller_room_takes_the_best_nodes(target):
+    drafter = TokenRecycling(target)
+    fill_at_random(drafter, written=1.1)
+    whole, some = drafter.propose(state_of([3, 4]), 80), drafter.propose(state_of([3, 4]), 9)
+    assert (whole.width, some.width) == (81, 10)
+    assert some.paths() == [paths[:9] for paths in whole.paths()]
+
+
+def test_an_empty_table_proposes_nothing(target):
+    assert TokenRecycling(target).propose(state_of([3, 4]), 80).paths() == [[], []]
+
+
+def observed(drafter, tree, logits, counts):
+    verdict = Verdict(torch.zeros(len(counts), 1, dtype=torch.int64), tree.tokens[:, :1], torch.tensor(counts))
+    drafter.observe(state_of(tree.tokens[:, 0].tolist()), tree, verdict, TargetOutput(logits=logits))
+
+
+PATHS = st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=4), max_size=6)
+
+
+# The target is only read.
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    paths=st.lists(PATHS, min_size=3, max_size=3), counts=st.tuples(*[st.integers(0, 2)] * 3), seed=st.integers(0, 99)
+)
+def test_the_deepest_of_equal_tokens_writes(target, paths, counts, seed):
+    """Among equally deep ones the last slot's, there the last node's; slots without a request write nothing."""
+    drafter = TokenRecycling(target)
+    roots = [0, 1, 0]
+    tree = TokenTree.from_paths(roots, paths)
+    tree = tree.pad_to(tree.width + 2)
+    logits = torch.randn(3, tree.width, VOCAB, generator=torch.Generator().manual_seed(seed))
+    observed(drafter, tree, logits, counts)
+    places = [
+        (len(path), slot, node)
+        for slot, found in enumerate(tree.paths())
+        for node, path in enumerate([[], *found])
+        if counts[slot]
+    ]
+    expected = torch.full((VOCAB, 8), -1, dtype=torch.int32)
+    for _, slot, node in sorted(places):
+        expected[tree.tokens[slot, node]] = logits[slot, node].topk(8).indices.int()
+    assert torch.equal(drafter.candidates, expected)
+    written = expected[:, 0] >= 0
+    assert (drafter.logits[written].diff(dim=1) <= 0).all() and drafter.logits[~written].isneginf().all()
+    assert (drafter._ids_VK[-1] == -1).all()
+
+
+def test_a_prompt_seeds_the_table(tiny_target):
+    """Whatever the chunks: candidates are those at a token's last place in the prompt; the root writes its own."""
+    prompt, target = PROMPTS[0], tiny_target(vocab_size=VOCAB)
+    logits = target.model(torch.tensor([prompt])).logits[0]
+    one = SamplingParams(max_new_tokens=1)
+    for chunk in (512, 3):
+        drafter = TokenRecycling(target)
+        assert drafter.needs == {"post_norm"}
+        Engine(target, drafter, prefill_chunk=chunk).generate([prompt], one)
+        for place, token in enumerate(prompt):
+            if token not in prompt[place + 1 :]:
+                ids = drafter.candidates[token].tolist()
+                torch.testing.assert_close(logits[place, ids], logits[place].topk(8).values, rtol=0, atol=1e-4)
+        assert int((drafter.candidates[:, 0] >= 0).sum()) == len(set(prompt))
+        assert drafter.needs == {"logits"}
+    drafter = TokenRecycling(target, seed_prompt=False)
+    assert drafter.needs == frozenset()
+    Engine(target, drafter).generate([prompt], one)
+    assert (drafter.candidates[:, 0] >= 0).nonzero().flatten().tolist() == [prompt[-1]]
+
+
+def test_of_several_prompts_the_last_place_wins(target):
+    """Rows of one call: the later position, of the same position the later slot."""
+    drafter = TokenRecycling(target)
+    tokens = torch.tensor([[7, 8, 7], [8, 7, 9]])
+    post_norm = torch.randn(2, 3, 32, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(1))
+    drafter.read([0, 1], tokens, TargetOutput(post_norm=post_norm))
+    for token, (row, place) in {7: (0, 2), 8: (0, 1), 9: (1, 2)}.items():
+        logits = target.model.lm_head(post_norm)[row, place]
+        assert torch.equal(logits[drafter.candidates[token].tolist()], logits.topk(8).values)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("slots", [1, 2, 3])
+@pytest.mark.parametrize(("nodes", "seed_prompt"), [(80, True), (12, False)])
+def test_it_gives_plain_decodings_tokens(target, temperature, slots, nodes, seed_prompt):
+    """bf16 with the CPU's kernels: rows do not depend on the width of their pass, so equality needs no margin."""
+    params = [SamplingParams(temperature=temperature, seed=i, max_new_tokens=50) for i in range(3)]
+    plain = Engine(target).generate(PROMPTS, params)
+    for kept in ("auto", nodes):
+        ours = Engine(target, TokenRecycling(target, nodes, seed_prompt), slots=slots, nodes=kept)
+        assert [g.tokens for g in ours.generate(PROMPTS, params)] == [g.tokens for g in plain]
+
+
+def chain_target(tiny_target):
+    """Without attention the next token depends on the last one alone: what the table holds is always right."""
+    target = tiny_target(vocab_size=VOCAB, dtype=torch.bfloat16)
+    for layer in target.model.layers:
+        layer.attention.o_proj.weight.data.zero_()
+    return target
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_full_table_is_accepted_whole(tiny_target, temperature):
+    """Greedy: 7 tokens a step. Sampled: every candidate is ranked by the noise that decides, so nearly as many."""
+    target = chain_target(tiny_target)
+    drafter = TokenRecycling(target)
+    engine = Engine(target, drafter, nodes=80)
+    every = list(range(VOCAB))
+    params = SamplingParams(temperature=temperature, seed=3, max_new_tokens=70)
+    assert engine.generate([[*every, 0]], params)[0].stats.steps <= (10 if temperature == 0 else 30)
+    drafter.logits[:] = 0  # ranked by the noise alone, candidates are right less often
+    if temperature:
+        assert engine.generate([[0]], params)[0].stats.steps > 12
+
+
+def test_a_later_request_starts_with_the_table(tiny_target):
+    target = chain_target(tiny_target)
+    drafter = TokenRecycling(target, seed_prompt=False)
+    engine = Engine(target, drafter, nodes=80)
+    params = SamplingParams(max_new_tokens=40)
+    first, again = (engine.generate([[5, 1]], params)[0] for _ in range(2))
+    assert first.tokens == again.tokens
+    assert again.stats.steps == -(-40 // 7) < first.stats.steps
+
+
+def test_a_saved_table_is_the_same_one(target, tmp_path):
+    path = tmp_path / "new" / "table.safetensors"
+    drafter = TokenRecycling(target)
+    fill_at_random(drafter)
+    drafter.save(path)
+    assert [file.name for file in path.parent.iterdir()] == ["table.safetensors"]
+    other = TokenRecycling(target, table=path)
+    assert torch.equal(other.candidates, drafter.candidates) and torch.equal(other.logits, drafter.logits)
+    trees = [d.propose(state_of([1, 2]), 80) for d in (drafter, other)]
+    assert torch.equal(trees[0].tokens, trees[1].tokens)
+
+
+def test_tables_that_do_not_fit_say_why(target, tiny_target, tmp_path):
+    path, other = tmp_path / "table.safetensors", tmp_path / "other.safetensors"
+    drafter = TokenRecycling(target)
+    drafter.save(path)
+    tensors = load_file(path)
+    wider = tiny_target(vocab_size=62)
+    with pytest.raises(ValueError, match="filled by tiny-0 with vocab_size 61, and this target has 62"):
+        TokenRecycling(wider, table=path)
+    foreign = tiny_target(vocab_size=VOCAB)
+    foreign.fingerprint["tokenizer"] = "abc"
+    with pytest.raises(ValueError, match="with tokenizer_sha256 none, and this target has abc"):
+        TokenRecycling(foreign, table=path)
+    with pytest.raises(ValueError, match=r"there is no file .*none.safetensors"):
+        drafter.load(tmp_path / "none.safetensors")
+    other.write_bytes(path.read_bytes()[:200])
+    with pytest.raises(ValueError, match="damaged or no safetensors file"):
+        drafter.load(other)
+    save_file(tensors, other)
+    with pytest.raises(ValueError, match="has the format None, this version reads"):
+        drafter.load(other)
+    said = {"format": "longdraft token recycling 1", "vocab_size": "61", "tokenizer_sha256": "none"}
+    for wrong, message in [
+        ({"candidates": tensors["candidates"][:, :4].contiguous()}, r"holds \(\(61, 4\), torch.int32\) as candidates"),
+        ({"logits": tensors["logits"].float()}, "torch.float32.* as logits"),
+        ({"candidates": tensors["candidates"] + 62}, r"names tokens outside of 0\.\.60"),
+    ]:
+        save_file(tensors | wrong, other, metadata=said)
+        with pytest.raises(ValueError, match=message):
+            drafter.load(other)
+    assert (drafter.candidates == -1).all(), "a refused file leaves the table as it was"
+
+
+def test_options_and_memory(target, tiny_target):
+    for nodes in (0, 81):
+        with pytest.raises(ValueError, match=f"nodes={nodes}: the static tree has 80; give 1 to 80"):
+            TokenRecycling(target, nodes)
+    assert TokenRecycling(target, 16).max_nodes == 16 and TokenRecycling(target, 1).max_depth == 1
+    table = TokenRecycling(target).memory_bytes(3, 500)
+    assert sum(table.values()) == (VOCAB + 2) * 8 * (4 + 2)
+    few = tiny_target(vocab_size=5, dtype=torch.bfloat16)
+    plain, ours = (Engine(few, d).generate([[1, 2]]) for d in ("plain", TokenRecycling(few)))
+    assert ours[0].tokens == plain[0].tokens
+
+
+def test_starting_a_request_keeps_the_table(target):
+    drafter = TokenRecycling(target)
+    fill_at_random(drafter)
+    before = drafter.candidates.clone()
+    drafter.begin([0], [Request(0, [1], SamplingParams(seed=0))], target.model.new_cache(1, 8))
+    assert torch.equal(drafter.candidates, before)
