@@ -94,7 +94,7 @@ class MedusaDrafter(Drafter):
         ]
         tree = template.fill(state.roots, torch.stack(ranked, dim=1))
         # The state before the root is unknown after a prompt of one token, or where an outer engine took tokens back.
-        known_B = (self._at_B == state.positions - 1) & state.active
+        known_B = (self._at_B >= 0) & (self._at_B == state.positions - 1) & state.active
         if known_B.device.type == "cpu" and known_B.all():
             return tree
         return tree.with_tokens(tree.tokens, tree.parents.masked_fill(~known_B[:, None] & (tree.parents >= 0), PAD))

@@ -1,0 +1,119 @@
+"""Medusa's drafter: each level holds its head's top ranks on the state before the root; decoding is plain decoding."""
+
+import pytest
+import torch
+
+from longdraft.infer.drafters.base import Request, SlotState
+from longdraft.infer.drafters.medusa import MedusaDrafter
+from longdraft.infer.engine import Engine
+from longdraft.infer.history import History
+from longdraft.infer.sampling import SamplingParams, SlotSampling
+from longdraft.infer.shape import TreeShape
+from longdraft.infer.tree import PAD
+from longdraft.kernels.gumbel import gumbel_noise
+from longdraft.models.drafts.longspec import LongSpec, LongSpecConfig
+from longdraft.models.drafts.medusa import Medusa, MedusaConfig
+
+VOCAB = 61
+PROMPTS = [[5, 9, 2, 7, 11, 30, 2, 9, 4, 4, 1], [3], [8, 8, 21, 0, 6]]
+
+
+@pytest.fixture
+def target(tiny_target):
+    return tiny_target(vocab_size=VOCAB)
+
+
+def heads(target, n_heads=3, std=0.3):
+    config = MedusaConfig(target.model.config.hidden_size, n_heads, std)
+    draft = Medusa(config, torch.Generator().manual_seed(7))
+    return draft.to(target.model.lm_head.weight.dtype).requires_grad_(False)
+
+
+class Watched(MedusaDrafter):
+    """Compares every proposal with the heads on a fresh pass over the slot's text."""
+
+    compared = 0
+
+    def propose(self, state, room):
+        tree = super().propose(state, room)
+        ranks, levels = self.shape.ranks, self.shape.depth
+        for slot, text in enumerate(state.committed):
+            if not state.active[slot] or len(text) == 1:
+                assert (tree.parents[slot, 1:] == PAD).all()
+                continue
+            hidden = self._target.model(torch.tensor([text[:-1]]), needs={"post_norm"}).post_norm[0, -1]
+            expected = []
+            for head, state_D in enumerate(self.draft.states(hidden)[:levels], start=1):
+                scores, params = self._lm_head.weight @ state_D, state.sampling.params[slot]
+                if params.temperature:
+                    noise = gumbel_noise(torch.tensor([params.seed]), torch.tensor([[len(text) - 1 + head]]), VOCAB)
+                    scores = scores / params.temperature + noise[0, 0]
+                expected.append(scores.topk(ranks).indices.tolist())
+            paths = [[expected[i][rank] for i, rank in enumerate(node)] for node in self.shape.nodes[:room]]
+            assert tree.paths()[slot] == paths
+            self.compared += 1
+        return tree
+
+
+def watched(target, draft, shape=None):
+    drafter = Watched(target, draft, shape)
+    drafter._target = target
+    return drafter
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("nodes", [None, 5])
+def test_levels_are_the_heads_top_ranks(target, temperature, nodes):
+    """Of the state before the root, with the noise of the positions proposed; less room takes the first nodes."""
+    drafter = watched(target, heads(target))
+    params = [SamplingParams(temperature=temperature, seed=seed, max_new_tokens=15) for seed in range(3)]
+    Engine(target, drafter, slots=2, nodes=nodes, prefill_chunk=4).generate(PROMPTS, params)
+    assert drafter.compared > 20 and drafter.max_nodes == 39 and drafter.max_depth == 3
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_decoding_is_plain_decoding(target, temperature, batch, plain_tokens, seeded):
+    params = seeded(SamplingParams(temperature=temperature), batch, 40)
+    plain = plain_tokens(target, PROMPTS[:batch], params)
+    for shape in (None, TreeShape.cartesian((2, 2))):
+        engine = Engine(target, MedusaDrafter(target, heads(target), shape), slots=min(batch, 2))
+        assert [generation.tokens for generation in engine.generate(PROMPTS[:batch], params)] == plain
+
+
+def test_after_a_rewind_nothing_is_proposed_without_the_state_before_the_root(target):
+    """Until a pass has computed it; a rewind that leaves that state alone changes nothing."""
+    drafter, text = MedusaDrafter(target, heads(target)), PROMPTS[0]
+    cache, sampling = target.model.new_cache(1, 64), SamplingParams()
+    drafter.begin([0], [Request(0, text, sampling)], cache)
+    tokens = torch.tensor([text[:-1]])
+    drafter.read([0], tokens, target.model(tokens, needs={"post_norm"}))
+    history = History(1, 64)
+    history.start(0, text)
+
+    def proposed(root):
+        position, slots = torch.tensor([root]), SlotSampling([sampling], torch.device("cpu"))
+        state = SlotState(
+            torch.tensor([text[root]]), position, torch.tensor([True]), history, slots, [text[: root + 1]]
+        )
+        return int((drafter.propose(state, 39).parents >= 0).sum())
+
+    assert proposed(10) == 39
+    drafter.rewind(torch.tensor([10]))
+    assert proposed(10) == 39 and proposed(9) == 0
+    drafter.rewind(torch.tensor([9]))
+    assert proposed(10) == 0 and proposed(9) == 0
+
+
+def test_what_cannot_be_is_refused(target):
+    draft = heads(target)
+    block = LongSpec(LongSpecConfig.for_target(target.model.config))
+    for given, shape, message in [
+        (draft, TreeShape(()), "at least one node below the root"),
+        (draft, TreeShape.cartesian((1,) * 4), "4 levels, but this draft has 3 heads, one a level"),
+        (Medusa(MedusaConfig(16)), None, "made for a hidden size of 16, and this target's is 32"),
+        (heads(target).to(torch.bfloat16), None, r"load it with load_draft\(folder, target\)"),
+        (block, None, "this is one of LongSpec; the medusa drafter needs Medusa heads"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            MedusaDrafter(target, given, shape)
