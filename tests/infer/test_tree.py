@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longdraft.infer.tree import PAD, ROOT, TokenTree
+from longdraft.infer.trie import Trie, as_tree
 
 TOKENS = st.integers(0, 4)
 PATHS = st.lists(st.lists(TOKENS, max_size=5), max_size=8)
@@ -70,3 +71,96 @@ def test_with_tokens_shares_the_shape():
     tree = TokenTree.from_paths([0], [[[1, 2], [3]]])
     mask = tree.ancestors
     assert tree.with_tokens(tree.tokens + 1).ancestors is mask
+
+
+@st.composite
+def forests(draw):
+    """Trees of three sequences of unequal size, as paths."""
+    return draw(st.lists(PATHS, min_size=3, max_size=3))
+
+
+@settings(max_examples=60, deadline=None)
+@given(forest=forests(), data=st.data())
+def test_take_keeps_the_trie_of_the_nodes_taken(forest, data):
+    """Any order that has parents before children; paths, classes, masks and depths follow their nodes."""
+    tree = TokenTree.from_paths([1, 2, 3], forest)
+    tree = tree.pad_to(tree.width + 1)
+    tree = TokenTree(tree.tokens, tree.parents, torch.randint(9, tree.tokens.shape))
+    if data.draw(st.booleans()):
+        _ = tree.ancestors, tree.depths
+    width = data.draw(st.integers(1, tree.width))
+    orders = []
+    for parents in tree.parents.tolist():
+        order, open_nodes = [0], [n for n in range(1, tree.width) if parents[n] == 0]
+        while open_nodes and len(order) < width:
+            node = open_nodes.pop(data.draw(st.integers(0, len(open_nodes) - 1)))
+            order.append(node)
+            open_nodes += [n for n in range(1, tree.width) if parents[n] == node]
+        padding = [n for n in range(1, tree.width) if parents[n] == PAD]
+        orders.append((order + padding)[:width])
+    width = min(map(len, orders))
+    orders = [order[:width] for order in orders]
+    taken = tree.take(torch.tensor(orders))
+    paths = [dict(zip(real_nodes(tree, b), tree.paths()[b], strict=True)) for b in range(3)]
+    for b, order in enumerate(orders):
+        assert taken.paths()[b] == [paths[b][n] for n in order[1:] if n in paths[b]]
+    assert torch.equal(taken.classes, tree.classes.gather(1, torch.tensor(orders)))
+    plain = TokenTree(taken.tokens, taken.parents)
+    assert torch.equal(taken.ancestors, plain.ancestors) and torch.equal(taken.depths, plain.depths)
+    assert torch.equal(TokenTree(tree.tokens, tree.parents).take(torch.tensor(orders)).classes, torch.tensor(orders))
+
+
+def real_nodes(tree, slot):
+    return [n for n in range(1, tree.width) if tree.parents[slot, n] != PAD]
+
+
+@settings(max_examples=60, deadline=None)
+@given(forest=forests(), extra=st.integers(0, 3))
+def test_a_trie_made_on_the_host_is_the_tree_of_its_paths(forest, extra):
+    """Nodes, and the masks and depths that come with it, slots of unequal size."""
+    tries = [Trie(root) for root in (1, 2, 3)]
+    for trie, paths in zip(tries, forest, strict=True):
+        for path in paths:
+            node = 0
+            for token in path:
+                child = trie.child(node, token)
+                node = trie.add(node, token, kind=10 * node + token) if child is None else child
+        assert sum(trie.degree(node) for node in range(len(trie))) == len(trie) - 1
+    tree, plain = as_tree(tries), TokenTree.from_paths([1, 2, 3], forest)
+    assert torch.equal(tree.tokens, plain.tokens) and torch.equal(tree.parents, plain.parents)
+    assert torch.equal(tree.ancestors, plain.ancestors) and torch.equal(tree.depths, plain.depths)
+    there = tree.parents >= 0
+    assert torch.equal(tree.classes[there], (10 * tree.parents + tree.tokens)[there])
+    wider = tree.pad_to(tree.width + extra)
+    assert wider.paths() == plain.paths() and torch.equal(wider.classes[:, : tree.width], tree.classes)
+
+
+@settings(max_examples=60, deadline=None)
+@given(forest=forests(), other=forests())
+def test_join_of_unequal_slots_is_the_union(forest, other):
+    one, two = TokenTree.from_paths([1, 2, 3], forest), TokenTree.from_paths([1, 2, 3], other)
+    both, back = one.join(two), two.join(one)
+    for found, turned, mine, theirs in zip(both.paths(), back.paths(), forest, other, strict=True):
+        assert as_set(found) == as_set(turned) == prefixes(mine) | prefixes(theirs)
+        assert len(found) == len(as_set(found)), "siblings carry different tokens"
+    assert one.join(one).paths() == one.paths()
+
+
+@settings(max_examples=40, deadline=None)
+@given(forest=forests())
+def test_a_node_sees_its_own_prefix_and_nothing_else(forest):
+    """The mask against the paths: the nodes that a node sees spell its path."""
+    tree = TokenTree.from_paths([1, 2, 3], forest)
+    for b in range(3):
+        for node, path in zip(real_nodes(tree, b), tree.paths()[b], strict=True):
+            seen = tree.ancestors[b, node].nonzero().flatten()
+            assert tree.tokens[b, seen].tolist() == [b + 1, *path]
+            assert tree.depths[b, node] == len(path)
+        for node in set(range(1, tree.width)) - set(real_nodes(tree, b)):
+            assert tree.ancestors[b, node].nonzero().flatten().tolist() == [node]
+
+
+def test_take_keeps_only_what_was_asked_for():
+    tree = TokenTree.from_paths([0], [[[1, 2], [3]]])
+    taken = tree.take(torch.tensor([[0, 3]]))
+    assert (taken.tokens.tolist(), taken.parents.tolist(), taken.classes.tolist()) == ([[0, 3]], [[ROOT, 0]], [[0, 3]])

@@ -1,0 +1,145 @@
+"""Combinations: the union of what the drafters propose, whose classes stay apart, and that it changes no token."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from longdraft.infer.drafters.base import Drafter, SlotState
+from longdraft.infer.drafters.combine import MOST_NODES, Combined
+from longdraft.infer.drafters.prompt_lookup import PromptLookup
+from longdraft.infer.drafters.token_recycling import TokenRecycling
+from longdraft.infer.engine import Engine
+from longdraft.infer.history import History
+from longdraft.infer.sampling import SamplingParams, SlotSampling
+from longdraft.infer.tree import TokenTree
+
+PATHS = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4), max_size=6)
+TWO_SLOTS = st.tuples(PATHS, PATHS)
+
+
+class Fixed(Drafter):
+    """Proposes the same paths in every step, as far as there is room."""
+
+    max_depth = 4
+
+    def __init__(self, paths, classes=None, max_nodes=24):
+        self.paths, self.classes, self.max_nodes, self.rewound = paths, classes, max_nodes, None
+
+    def propose(self, state, room):
+        tree = TokenTree.from_paths(state.roots.tolist(), self.paths)
+        width = min(tree.width, 1 + room)
+        classes = None if self.classes is None else torch.tensor(self.classes)[:, :width]
+        return TokenTree(tree.tokens[:, :width], tree.parents[:, :width], classes)
+
+    def rewind(self, lengths_B):
+        self.rewound = lengths_B.tolist()
+
+
+def state_of(roots):
+    batch = len(roots)
+    sampling = SlotSampling([SamplingParams()] * batch, torch.device("cpu"))
+    zeros = torch.zeros(batch, dtype=torch.int64)
+    return SlotState(torch.tensor(roots), zeros, zeros == 0, History(batch, 8), sampling, [[root] for root in roots])
+
+
+def as_sets(tree):
+    return [{tuple(path) for path in paths} for paths in tree.paths()]
+
+
+@settings(max_examples=150, deadline=None)
+@given(proposals=st.lists(TWO_SLOTS, min_size=2, max_size=4), room=st.integers(0, 30))
+def test_the_union_of_all_paths_as_far_as_there_is_room(proposals, room):
+    drafters = [Fixed(paths) for paths in proposals]
+    state, combined = state_of([8, 9]), Combined(drafters)
+    whole, tree = combined.propose(state, combined.max_nodes), combined.propose(state, room)
+    wanted = [set().union(*sets) for sets in zip(*(as_sets(d.propose(state, 24)) for d in drafters), strict=True)]
+    assert as_sets(whole) == wanted
+    assert tree.tokens[:, 0].tolist() == [8, 9]
+    for found, all_paths, paths in zip(as_sets(tree), wanted, tree.paths(), strict=True):
+        assert found <= all_paths and len(found) == len(paths), "siblings carry different tokens"
+        assert len(found) == min(room, len(all_paths)) or room < 24, "a drafter was cut short by its own room"
+        assert len(found) <= room
+    assert (tree.parents < torch.arange(tree.width)).all()
+    plain = TokenTree(tree.tokens, tree.parents)
+    assert torch.equal(tree.ancestors, plain.ancestors)
+    assert torch.equal(tree.depths, plain.depths)
+
+
+def test_drafters_take_turns_and_a_node_that_is_there_costs_no_turn():
+    first, second = Fixed([[[1, 2, 3]]]), Fixed([[[1], [5], [6], [7, 8]]])
+    combined, state = Combined([first, second]), state_of([0])
+    assert combined.propose(state, 24).paths() == [[[1], [5], [1, 2], [6], [1, 2, 3], [7], [7, 8]]]
+    assert combined.propose(state, 3).paths() == [[[1], [5], [1, 2]]]
+    assert Combined([second, first]).propose(state, 3).paths() == [[[1], [1, 2], [5]]]
+
+
+def test_classes_tell_the_drafter_its_own_class_and_agreement():
+    first, second = Fixed([[[1, 2]]]), Fixed([[[1, 3], [4]]], classes=[[0, 9, 9, 7]], max_nodes=10)
+    combined = Combined([first, second])
+    tree = combined.propose(state_of([0]), 24)
+    kinds = {tuple(path): kind for path, kind in zip(tree.paths()[0], tree.classes[0, 1:].tolist(), strict=True)}
+    alone = first.n_classes + second.n_classes
+    assert combined.n_classes == 2 * alone == 2 * (25 + 11)
+    # [1] is the first drafter's node 1 and the second one agrees; its own others stand behind the first one's 25.
+    assert kinds == {(1,): alone + 1, (1, 2): 2, (1, 3): 25 + 9, (4,): 25 + 7}
+
+
+def test_it_is_as_wide_and_deep_as_its_parts_and_asks_for_what_they_need(tiny_target):
+    target = tiny_target(dtype=torch.bfloat16)
+    lookup, recycling = PromptLookup(length=9, candidates=1), TokenRecycling(target, 20)
+    combined = Combined([lookup, recycling])
+    assert (combined.max_nodes, combined.max_depth) == (18 + 20, 9)
+    assert Combined([PromptLookup(), TokenRecycling(target)]).max_nodes == MOST_NODES
+    assert combined.needs == {"post_norm"}
+    Engine(target, combined).generate([[1, 2, 3]], SamplingParams(max_new_tokens=3))
+    assert combined.needs == {"logits"} and int((recycling.candidates[:, 0] >= 0).sum()) >= 3
+    assert combined.memory_bytes(1, 10) == recycling.memory_bytes(1, 10)
+    pair = Combined([recycling, TokenRecycling(target)])
+    assert sum(pair.memory_bytes(1, 10).values()) == 2 * sum(recycling.memory_bytes(1, 10).values())
+    fixed = [Fixed([]), Fixed([])]
+    Combined(fixed).rewind(torch.tensor([4, 2]))
+    assert [drafter.rewound for drafter in fixed] == [[4, 2], [4, 2]]
+
+
+def test_combinations_that_cannot_be():
+    lookup = PromptLookup()
+    with pytest.raises(ValueError, match="1 given; a combination needs at least 2"):
+        Combined([lookup])
+    with pytest.raises(ValueError, match="one object stands there twice"):
+        Combined([lookup, lookup])
+
+
+PROMPTS = [[5, 9, 2, 7, 11, 30, 2, 9, 4, 4, 1], [3], [8, 8, 21, 0, 6]]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_it_gives_plain_decodings_tokens(tiny_target, temperature, slots):
+    """bf16 with the CPU's kernels: rows do not depend on the width of their pass, so equality needs no margin."""
+    target = tiny_target(vocab_size=61, dtype=torch.bfloat16)
+    params = [SamplingParams(temperature=temperature, seed=i, max_new_tokens=50) for i in range(3)]
+    plain = Engine(target).generate(PROMPTS, params)
+    wrong = Fixed([[[1], [2, 2]]] * slots, max_nodes=3)
+    for nodes in ("auto", MOST_NODES):
+        combined = Combined([PromptLookup(), TokenRecycling(target), wrong])
+        ours = Engine(target, combined, slots=slots, nodes=nodes).generate(PROMPTS, params)
+        assert [g.tokens for g in ours] == [g.tokens for g in plain]
+
+
+def test_together_they_take_fewer_steps_than_alone(tiny_target):
+    """A text that becomes a loop: the table knows every next token from the start, the lookup whole rounds later."""
+    target = tiny_target(vocab_size=200, dtype=torch.bfloat16)
+    for layer in target.model.layers:
+        layer.attention.o_proj.weight.data.zero_()
+    params = SamplingParams(max_new_tokens=120)
+    prompt = [[*range(200), 7]]
+
+    def steps(drafter):
+        generation = Engine(target, drafter, nodes=drafter.max_nodes).generate(prompt, params)[0]
+        return generation.stats.steps, generation.tokens
+
+    (alone, tokens), (table, same) = steps(PromptLookup()), steps(TokenRecycling(target))
+    both, equal = steps(Combined([PromptLookup(), TokenRecycling(target)]))
+    assert tokens == same == equal
+    assert both < min(alone, table), (both, alone, table)
