@@ -1,0 +1,384 @@
+"""The drop-in for transformers' generate: its types and shapes, its greedy tokens, and what is refused."""
+
+import gc
+import threading
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    GPT2Config,
+    LlamaConfig,
+    LogitsProcessorList,
+    Qwen2Config,
+    TextIteratorStreamer,
+    TextStreamer,
+)
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from longdraft.infer import hf
+from longdraft.infer.engine import Engine
+from longdraft.infer.hf import forget, generate
+from longdraft.infer.sampling import SamplingParams
+from longdraft.models.hf import load_tokenizer, load_transformers
+
+SHAPE = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+PROMPTS = [[5, 9, 27, 7, 11, 30, 2, 9], [33], [8, 8, 21, 14, 6]]
+
+
+def tiny_model(config=LlamaConfig, seed=0, **values):
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config(**SHAPE | values)).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, float(parameter.dim() == 1), 0.3)
+    return model
+
+
+@pytest.fixture(scope="module", params=[LlamaConfig, Qwen2Config], ids=["llama", "qwen2"])
+def model(request):
+    return tiny_model(request.param)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer("smollm2-135m")
+
+
+@pytest.fixture(scope="module")
+def smollm2():
+    return load_transformers("smollm2-135m", torch.float32)
+
+
+def left_padded(prompts, pad=0):
+    width = max(map(len, prompts))
+    ids = torch.tensor([[pad] * (width - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def equal(model, inputs, **kwargs):
+    ours, theirs = generate(model, **inputs, **kwargs), model.generate(**inputs, **kwargs)
+    assert ours.dtype == theirs.dtype == torch.int64 and ours.device == theirs.device
+    assert ours.tolist() == theirs.tolist()
+    return ours
+
+
+CASES = {
+    "max_new_tokens": {"max_new_tokens": 17},
+    "max_length": {"max_length": 22},
+    "default_length": {},
+    "repetition_penalty": {"max_new_tokens": 17, "repetition_penalty": 1.7},
+    "rewarded_repetition": {"max_new_tokens": 17, "repetition_penalty": 0.6},
+    "suppress_tokens": {"max_new_tokens": 17, "suppress_tokens": list(range(0, 90, 2))},
+    "no_effect_when_greedy": {"max_new_tokens": 9, "temperature": 0.3, "top_k": 3, "top_p": 0.5, "typical_p": 0.5},
+    "off": {"max_new_tokens": 9, "num_beams": 1, "output_scores": False, "guidance_scale": 1.0, "use_cache": True},
+}
+
+
+@pytest.mark.parametrize("prompts", [PROMPTS[:1], PROMPTS], ids=["B1", "B3"])
+@pytest.mark.parametrize("case", CASES)
+def test_greedy_tokens_are_transformers(model, case, prompts):
+    equal(model, left_padded(prompts), **CASES[case])
+
+
+@pytest.mark.parametrize("drafter", ["plain", "prompt_lookup"])
+def test_with_any_drafter(model, drafter):
+    inputs = left_padded(PROMPTS)
+    theirs = model.generate(**inputs, max_new_tokens=30)
+    assert generate(model, **inputs, max_new_tokens=30, drafter=drafter).tolist() == theirs.tolist()
+
+
+def test_an_end_token_ends_a_row_which_is_filled(model):
+    inputs = left_padded(PROMPTS)
+    free = equal(model, inputs, max_new_tokens=12)[:, 8:]
+    end = int(free[1, 4])
+    filled = equal(model, inputs, max_new_tokens=12, eos_token_id=end)
+    assert 0 in filled[:, 8:] or filled.shape[1] < 20
+    for kwargs in (
+        {"eos_token_id": [int(free[0, 3]), end, int(free[2, 1])]},
+        {"eos_token_id": end, "pad_token_id": 55},
+        {"eos_token_id": end, "suppress_tokens": [end]},
+        {"eos_token_id": -1},
+    ):
+        equal(model, inputs, max_new_tokens=12, **kwargs)
+    every = [int(token) for token in free[:, 2]]
+    assert equal(model, inputs, max_new_tokens=12, eos_token_id=every).shape[1] < 20
+
+
+def test_pad_falls_back_to_the_first_end_token():
+    model = tiny_model(pad_token_id=None)
+    inputs = left_padded(PROMPTS)
+    end = int(model.generate(**inputs, max_new_tokens=6)[1, 8 + 2])
+    ours = equal(model, inputs, max_new_tokens=6, eos_token_id=[end, 96])
+    assert int(ours[1, -1]) == end
+
+
+def test_the_configuration_object_and_the_models_own(model):
+    inputs = left_padded(PROMPTS)
+    end = int(model.generate(**inputs, max_new_tokens=6)[2, 8 + 3])
+    config = GenerationConfig(max_new_tokens=7, repetition_penalty=1.4, eos_token_id=end, pad_token_id=3)
+    equal(model, inputs, generation_config=config)
+    before = model.generation_config
+    try:
+        model.generation_config = GenerationConfig(max_length=19, eos_token_id=end, pad_token_id=4, temperature=0.6)
+        equal(model, inputs)
+        equal(model, inputs, eos_token_id=None)
+        equal(model, inputs, generation_config=GenerationConfig(max_new_tokens=4))
+    finally:
+        model.generation_config = before
+    out = generate(model, **inputs, generation_config=config, return_dict_in_generate=True)
+    assert isinstance(out, GenerateDecoderOnlyOutput) and out.past_key_values is None
+    assert out.sequences.tolist() == model.generate(**inputs, generation_config=config).tolist()
+    assert config.max_new_tokens == 7 and config.top_k is None, "the caller's object is not changed"
+
+
+def test_prompts_without_a_mask_or_without_ids(model):
+    ids = left_padded(PROMPTS)["input_ids"]
+    equal(model, {"input_ids": ids}, max_new_tokens=6)  # 0 is padding and no end token: it is masked
+    equal(model, {"input_ids": ids[:1].to(torch.int32)}, max_new_tokens=6)
+    equal(model, {}, max_new_tokens=6)
+    # Where it is the end token too, transformers cannot tell and masks nothing.
+    equal(model, {"input_ids": ids}, max_new_tokens=6, eos_token_id=0)
+
+
+def test_sampling_is_seeded_and_independent(model):
+    inputs = left_padded(PROMPTS)
+    asked = {"do_sample": True, "max_new_tokens": 10, "num_return_sequences": 4, "temperature": 1.3, "top_k": 0}
+    torch.manual_seed(3)
+    first, second = generate(model, **inputs, **asked), generate(model, **inputs, **asked)
+    torch.manual_seed(3)
+    assert torch.equal(generate(model, **inputs, **asked), first) and not torch.equal(first, second)
+    assert first.shape == (12, 18) and torch.equal(first[:, :8], inputs["input_ids"].repeat_interleave(4, 0))
+    assert len({tuple(row) for row in first[:, 8:].tolist()}) == 12
+    seeded = generate(model, **inputs, **asked, seed=2**64 - 2)
+    assert torch.equal(seeded, generate(model, **inputs, **asked, seed=2**64 - 2))
+    assert len({tuple(row) for row in seeded[:, 8:].tolist()}) == 12
+    # The seed is the engine's: row 0 has it, row 1 the next.
+    params = SamplingParams(temperature=1.3, seed=41, max_new_tokens=10, ignore_eos=True)
+    engine = Engine(hf._KEPT[model].target).generate([PROMPTS[0]] * 2, [params, replace(params, seed=42)])
+    ours = generate(model, torch.tensor(PROMPTS[:1]), **asked | {"num_return_sequences": 2}, seed=41)
+    assert ours[:, 8:].tolist() == [generation.tokens for generation in engine]
+
+
+def test_filters_reach_the_engine(model):
+    """Each filter, set to leave one token, gives the greedy one; transformers' default top_k of 50 is kept."""
+    inputs = left_padded(PROMPTS)
+    greedy = model.generate(**inputs, max_new_tokens=8)
+    for one in ({"top_k": 1}, {"top_p": 1e-9}, {"min_p": 0.999}, {"temperature": 1e-4}):
+        asked = {"top_k": None} | one
+        assert torch.equal(generate(model, **inputs, max_new_tokens=8, do_sample=True, seed=5, **asked), greedy)
+    wide = {"max_new_tokens": 8, "do_sample": True, "temperature": 50.0, "seed": 5}
+    assert torch.equal(generate(model, **inputs, **wide), generate(model, **inputs, **wide, top_k=50))
+    assert not torch.equal(generate(model, **inputs, **wide), generate(model, **inputs, **wide, top_k=0))
+    warm = wide | {"temperature": 3.0, "top_k": 0}
+    assert not torch.equal(generate(model, **inputs, **warm, eta_cutoff=0.5), generate(model, **inputs, **warm))
+
+
+REFUSED = {
+    "num_beams": 4,
+    "penalty_alpha": 0.6,
+    "bad_words_ids": [[5]],
+    "min_new_tokens": 3,
+    "min_length": 10,
+    "max_time": 1.0,
+    "no_repeat_ngram_size": 2,
+    "encoder_repetition_penalty": 1.2,
+    "sequence_bias": [[[4], 1.0]],
+    "forced_eos_token_id": 4,
+    "begin_suppress_tokens": [4],
+    "exponential_decay_length_penalty": (4, 1.1),
+    "guidance_scale": 1.5,
+    "renormalize_logits": True,
+    "remove_invalid_values": True,
+    "output_scores": True,
+    "output_logits": True,
+    "output_hidden_states": True,
+    "use_cache": False,
+    "cache_implementation": "static",
+    "prompt_lookup_num_tokens": 3,
+    "assistant_early_exit": 1,
+    "logits_processor": [lambda ids, scores: scores],
+    "stopping_criteria": [lambda ids, scores: True],
+    "prefix_allowed_tokens_fn": lambda batch, ids: [1],
+    "assistant_model": "a model",
+    "custom_generate": "some/repository",
+    "synced_gpus": True,
+    "past_key_values": object(),
+    "inputs_embeds": torch.zeros(1, 3, 32),
+    "position_ids": torch.arange(3),
+    "max_new_token": 3,
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_done_is_refused_by_name(model, name):
+    with pytest.raises(ValueError, match=rf"^{name}[=:].*model\.generate"):
+        generate(model, torch.tensor(PROMPTS[:1]), **{"max_new_tokens": 3, name: REFUSED[name]})
+
+
+def test_every_field_is_done_or_refused():
+    """A field that a later transformers adds is refused from its first value on, not ignored."""
+    fields = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
+    assert fields > hf.DONE | hf.SAMPLING_ONLY | hf.NEUTRAL.keys()
+    config = GenerationConfig()
+    config.update(**GenerationConfig._get_default_generation_params())
+    hf._refuse_what_is_not_done(config, {"logits_processor": LogitsProcessorList(), "position_ids": None})
+    for name in fields - hf.DONE - {"transformers_version"}:
+        changed = GenerationConfig()
+        setattr(changed, name, "something")
+        changed.do_sample = True
+        with pytest.raises(ValueError, match=f"^{name}='something' is not done here"):
+            hf._refuse_what_is_not_done(changed, {})
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"max_length": 8}, "max_length=8: input_ids has 8 tokens .* 1 to 56 new tokens"),
+        ({"max_new_tokens": 57}, "max_new_tokens=57: .* the model 64 positions"),
+        ({"max_new_tokens": 0}, "max_new_tokens"),
+        ({"num_return_sequences": 2}, "num_return_sequences"),
+        ({"do_sample": True, "temperature": 0.0}, "temperature"),
+        ({"do_sample": True, "top_p": 1.5}, "top_p"),
+        ({"do_sample": True, "top_k": -1}, "top_k"),
+        ({"do_sample": True, "typical_p": 0.5}, "typical_p=0.5 is not done"),
+        ({"do_sample": True, "seed": "one"}, "seed='one'"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty"),
+        ({"suppress_tokens": list(range(97))}, "all tokens are banned"),
+        ({"stop_strings": ["a"]}, "tokenizer"),
+        ({"drafter": "eagle"}, "unknown name 'eagle'"),
+        ({"attention_mask": torch.ones(1, 7)}, r"attention_mask: \[1, 7\], and input_ids is \[1, 8\]"),
+        ({"attention_mask": torch.tensor([[1, 1, 1, 1, 1, 1, 0, 0]])}, r"attention_mask \(as given\).*padding_side"),
+        ({"attention_mask": torch.zeros(1, 8)}, "attention_mask"),
+        ({"pad_token_id": 30}, r"attention_mask \(inferred from pad_token_id\)"),
+        ({"input_ids": torch.rand(1, 4)}, "input_ids: torch.float32"),
+        ({"input_ids": torch.tensor([4, 5])}, r"input_ids: torch.int64 \[2\]"),
+        ({"input_ids": torch.zeros(1, 0, dtype=torch.int64)}, "input_ids"),
+        ({"input_ids": torch.tensor([[4, 97]])}, r"must lie in 0\.\.96"),
+        ({"input_ids": None, "bos_token_id": None}, "input_ids: not given"),
+    ],
+)
+def test_errors_name_the_field(model, kwargs, message):
+    asked = {"input_ids": torch.tensor(PROMPTS[:1])} | kwargs
+    with pytest.raises(ValueError, match=message):
+        generate(model, **asked)
+    equal(model, left_padded(PROMPTS[:1]), max_new_tokens=3)  # and the next call works
+
+
+def test_other_architectures_and_draft_folders_without_a_tokenizer(model, tmp_path):
+    other = AutoModelForCausalLM.from_config(GPT2Config(n_embd=8, n_layer=1, n_head=1, vocab_size=97))
+    with pytest.raises(ValueError, match="'gpt2' is not supported"):
+        generate(other, torch.tensor(PROMPTS[:1]), max_new_tokens=3)
+    with pytest.raises(ValueError, match="tokenizer: a draft folder"):
+        generate(model, torch.tensor(PROMPTS[:1]), max_new_tokens=3, drafter="tokenswift", draft=tmp_path)
+    with pytest.raises(ValueError, match="streamer: it shows one sequence, and 3"):
+        generate(model, **left_padded(PROMPTS), max_new_tokens=3, streamer=TextStreamer(None))
+
+
+def test_the_conversion_is_kept_and_sees_new_weights():
+    model = tiny_model(seed=4)
+    inputs = left_padded(PROMPTS)
+    before = equal(model, inputs, max_new_tokens=8)
+    target, engine = hf._KEPT[model].target, hf._KEPT[model]._engine
+    equal(model, inputs, max_new_tokens=9)
+    assert hf._KEPT[model].target is target and hf._KEPT[model]._engine is engine
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    model(inputs["input_ids"], labels=inputs["input_ids"]).loss.backward()
+    optimizer.step()
+    assert not torch.equal(equal(model, inputs, max_new_tokens=8), before)
+    for parameter in model.parameters():
+        parameter.data.mul_(0.8)  # no version counter sees this
+    equal(model, inputs, max_new_tokens=8)
+    assert hf._KEPT[model].target is target
+    model.double()
+    equal(model, inputs, max_new_tokens=8)
+    assert hf._KEPT[model].target is not target
+    model.resize_token_embeddings(99, mean_resizing=False)
+    equal(model, inputs, max_new_tokens=8)
+    forget(model)
+    forget(model)
+    assert model not in hf._KEPT
+    equal(model, inputs, max_new_tokens=3)
+    count = len(hf._KEPT)
+    del model, optimizer
+    gc.collect()
+    assert len(hf._KEPT) == count - 1
+
+
+def test_calls_of_several_threads(model):
+    """A TextIteratorStreamer needs a thread; another call meanwhile has its own engine."""
+    theirs, ours = model.generate(**left_padded(PROMPTS), max_new_tokens=20).tolist(), {}
+
+    def call(i):
+        ours[i] = generate(model, **left_padded(PROMPTS), max_new_tokens=20).tolist()
+
+    threads = [threading.Thread(target=call, args=[i]) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [ours[i] for i in range(3)] == [theirs] * 3
+
+
+def test_real_text_with_stop_strings(smollm2, tokenizer):
+    """SmolLM2 in fp32: a ragged batch, end token and stop strings, also one that begins in the prompt."""
+    texts = ["The capital of France is", "1, 2, 3, 4,", "def fibonacci(n):\n    if n <= 1:\n        return n\n"]
+    tokenizer.padding_side = "left"
+    inputs = dict(tokenizer(texts, return_tensors="pt", padding=True))
+    inputs = {name: inputs[name] for name in ("input_ids", "attention_mask")}
+    # The first ends within the answer, the second begins in the prompt, the third is a special token.
+    stops = {"stop_strings": [".\n\nTh", "4, 5", "<|im_end|>"], "tokenizer": tokenizer}
+    rows = equal(smollm2, inputs, max_new_tokens=14, **stops)[:, inputs["input_ids"].shape[1] :]
+    assert [row.count(tokenizer.pad_token_id) for row in rows.tolist()] == [9, 12, 0]
+    assert tokenizer.decode(rows[0], skip_special_tokens=True) == " Paris.\n\nThe"
+    chat = [{"role": "user", "content": "Say only: yes"}]
+    one = dict(tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True))
+    answer = equal(smollm2, one, max_new_tokens=8, eos_token_id=None, **stops)
+    assert tokenizer.decode(answer[0, one["input_ids"].shape[1] :]) == "Yes.<|im_end|>"
+    with pytest.raises(ValueError, match="with several rows and no eos_token_id"):
+        generate(smollm2, **inputs, eos_token_id=None, stop_strings="x", tokenizer=tokenizer)
+
+
+def test_streamers_get_what_transformers_gives_them(smollm2, tokenizer, capsys):
+    inputs = {"input_ids": tokenizer("Once upon a time", return_tensors="pt").input_ids}
+    shown = []
+    for call in (smollm2.generate, lambda **kwargs: generate(smollm2, **kwargs)):
+        for skip in (False, True):
+            call(**inputs, max_new_tokens=12, streamer=TextStreamer(tokenizer, skip_prompt=skip))
+            shown.append(capsys.readouterr().out)
+    assert shown[:2] == shown[2:] and shown[0].startswith("Once upon a time")
+
+    class Recorder:
+        def __init__(self):
+            self.calls = []
+
+        def put(self, value):
+            self.calls.append((value.shape, value.dtype, value.device.type, value.tolist()))
+
+        def end(self):
+            self.calls.append("end")
+
+    recorders = Recorder(), Recorder()
+    smollm2.generate(**inputs, max_new_tokens=6, streamer=recorders[0])
+    generate(smollm2, **inputs, max_new_tokens=6, streamer=recorders[1])
+    assert recorders[0].calls == recorders[1].calls and len(recorders[1].calls) == 8
+    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=60)
+    asked = {**inputs, "max_new_tokens": 12, "streamer": streamer}
+    thread = threading.Thread(target=generate, args=[smollm2], kwargs=asked)
+    thread.start()
+    text = "".join(streamer)
+    thread.join()
+    assert text == shown[1].removesuffix("\n")
