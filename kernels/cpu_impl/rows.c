@@ -12,7 +12,7 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
-#if defined(__FMA__)
+#if defined(__FMA__) || defined(__AVX__)
 #include <immintrin.h>
 #elif defined(__ARM_FEATURE_FMA)
 #include <arm_neon.h>
@@ -33,6 +33,7 @@ static inline f8 load_bf16(const bf16 *p) {
     f8 v; memcpy(&v, &u, 32);
     return v;
 }
+static inline f8 splat(float x) { return (f8){x, x, x, x, x, x, x, x}; } /* 0 + x would be an addition: of -0 it is 0 */
 /* a * b + c. Spelled out and contraction turned off: a compiler fuses the same expression in one loop and not in another,
  * and rows would differ. */
 static inline f8 fma8(f8 a, f8 b, f8 c) {
@@ -54,7 +55,28 @@ static inline bf16 narrow(float x) { /* to nearest, ties to even; NaN stays NaN 
     return (u & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : (u + 0x7fff + ((u >> 16) & 1)) >> 16;
 }
 static inline float sum8(f8 v) { return ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7])); }
-static inline float max8(f8 v) { float m = v[0]; for (int i = 1; i < 8; i++) m = v[i] > m ? v[i] : m; return m; }
+static inline f8 larger8(f8 a, f8 b) { /* a > b ? a : b */
+#if defined(__AVX__)
+    return (f8)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+    i8 more = a > b, x, y;
+    memcpy(&x, &a, 32), memcpy(&y, &b, 32);
+    x = (x & more) | (y & ~more);
+    memcpy(&a, &x, 32);
+    return a;
+#endif
+}
+#if defined(__clang__)
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (i8){__VA_ARGS__})
+#endif
+static inline float max8(f8 v) {
+    v = larger8(v, SHUFFLE(v, v, 4, 5, 6, 7, 0, 1, 2, 3));
+    v = larger8(v, SHUFFLE(v, v, 2, 3, 0, 1, 6, 7, 4, 5));
+    v = larger8(v, SHUFFLE(v, v, 1, 0, 3, 2, 5, 4, 7, 6));
+    return v[0];
+}
 
 /* e^x for x <= 0, to about 2 ulp; below -87 it is 0 (Cephes' polynomial on the rest after x / ln 2 is rounded). */
 static inline f8 exp8(f8 x) {
@@ -250,11 +272,6 @@ static int allocate(const attention *a, scratch *buffers) {
     return buffers->all != 0;
 }
 
-#if defined(__clang__)
-#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
-#else
-#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (i8){__VA_ARGS__})
-#endif
 static inline void transpose8(f8 *r) {
     f8 t[8];
     for (int i = 0; i < 8; i += 2) {
@@ -314,13 +331,7 @@ static void softmax(float *scores, ix from, ix count, float *tail) {
     for (ix j = 0; j < from; j++) scores[j] = -INFINITY;
     for (ix j = count; j % 8; j++) scores[j] = -INFINITY;
     f8 most = load_f32(scores);
-    for (ix j = 8; j < count; j += 8) {
-        f8 s = load_f32(scores + j);
-        i8 more = s > most, x, y;
-        memcpy(&x, &s, 32), memcpy(&y, &most, 32);
-        x = (x & more) | (y & ~more);
-        memcpy(&most, &x, 32);
-    }
+    for (ix j = 8; j < count; j += 8) most = larger8(load_f32(scores + j), most);
     const float top = max8(most);
     f8 total = {0};
     for (ix j = 0; j < count; j += 8) {
@@ -360,7 +371,7 @@ static void add_own(const attention *a, ix b, ix start, ix shared, ix first, ix 
     for (ix n = 0; n < count; n++) {
         if (n == 0 || (first + n) % group == 0) many = own_rows(a, b, (first + n) / group, start, seen);
         for (ix j = 0; j < many; j++) {
-            const f8 weight = (f8){0} + buffers->scores[n * SPLIT + shared + j];
+            const f8 weight = splat(buffers->scores[n * SPLIT + shared + j]);
             const float *value = buffers->own_values + seen[j] * wide;
             float *sums = states + n * stride;
             for (ix i = 0; i < wide; i += 8) store_f32(sums + i, fma8(weight, load_f32(value + i), load_f32(sums + i)));
@@ -384,7 +395,7 @@ static void merge(ix d, const float *state, float *merged) {
     const float top = state[wide + 1] > merged[wide + 1] ? state[wide + 1] : merged[wide + 1];
     const float old = expf(merged[wide + 1] - top), new = expf(state[wide + 1] - top);
     for (ix i = 0; i < wide; i += 8)
-        store_f32(merged + i, fma8(load_f32(state + i), (f8){0} + new, load_f32(merged + i) * old));
+        store_f32(merged + i, fma8(load_f32(state + i), splat(new), load_f32(merged + i) * old));
     merged[wide] = merged[wide] * old + state[wide] * new;
     merged[wide + 1] = top;
 }

@@ -108,7 +108,7 @@ def test_linear_carries_nan_and_infinity():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("length", [0, 1, 7, 255, 256, 300, 1000])
+@pytest.mark.parametrize("length", [0, 1, 7, 127, 128, 300, 1000])
 @pytest.mark.parametrize(("heads", "kv_heads", "width"), [(9, 3, 64), (4, 4, 8), (8, 1, 120)])
 def test_attention_is_as_close_as_the_dtype_can_be(dtype, length, heads, kv_heads, width):
     generator = torch.Generator().manual_seed(length + width)
@@ -124,22 +124,57 @@ def test_attention_is_as_close_as_the_dtype_can_be(dtype, length, heads, kv_head
         assert ours <= 2 * theirs + 1e-7
 
 
+def alone(node, q, keys, values, length, mask, window):
+    """The row of one node over a cache that holds its path as committed rows: other splits, other neighbours."""
+    path = length + mask[0, node].nonzero().flatten()
+    kept = torch.cat([torch.arange(length), path])
+    k, v = cache_with(keys[:, kept], values[:, kept], len(kept) + 3)
+    before = torch.tensor([len(kept) - 1])
+    return rows.attention_rows(q[:, node : node + 1], k, v, before, None, window)[0, 0]
+
+
+@pytest.mark.parametrize("window", [None, 1, 6, 120, 300])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("length", [0, 3, 250, 254, 255, 256, 511, 700])
-def test_a_tree_row_equals_plain_decodings_row_bit_for_bit(dtype, length):
-    """Every node of a tree against a cache that holds its path as committed rows: other splits, other neighbours."""
+@pytest.mark.parametrize("length", [0, 3, 120, 126, 127, 128, 255, 700])
+def test_a_tree_row_equals_plain_decodings_row_bit_for_bit(dtype, length, window):
     generator = torch.Generator().manual_seed(length)
     n, heads, kv_heads, width = 12, 6, 2, 64
     q = torch.randn(1, n, heads, width, generator=generator).to(dtype)
     keys, values = torch.randn(2, 1, length + n, kv_heads, width, generator=generator).to(dtype)
     mask = random_tree(n, generator)
     k, v = cache_with(keys, values, length + n)
-    together = rows.attention_rows(q, k, v, torch.tensor([length]), mask)
+    together = rows.attention_rows(q, k, v, torch.tensor([length]), mask, window)
     for node in range(n):
-        path = length + mask[0, node].nonzero().flatten()
-        kept = torch.cat([torch.arange(length), path])
-        alone = rows.attention_rows(q[:, node : node + 1], k[:, kept], v[:, kept], torch.tensor([len(kept) - 1]), None)
-        assert torch.equal(alone[0, 0], together[0, node])
+        assert torch.equal(alone(node, q, keys, values, length, mask, window), together[0, node])
+
+
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize(("heads", "kv_heads", "width"), [(9, 3, 64), (4, 4, 8), (8, 1, 24), (5, 1, 120)])
+@pytest.mark.parametrize("n", [2, 3, 4, 5, 6, 7, 17, 61, 128])
+def test_a_row_does_not_depend_on_how_many_others_there_are(n, heads, kv_heads, width, window):
+    """Every height of a block of queries, a path longer than a split, and the mask against the chain it stands for."""
+    generator = torch.Generator().manual_seed(n)
+    length = 100
+    q = torch.randn(1, n, heads, width, generator=generator).bfloat16()
+    keys, values = torch.randn(2, 1, length + n, kv_heads, width, generator=generator).bfloat16()
+    k, v = cache_with(keys, values, length + n)
+    chain = torch.ones(1, n, n, dtype=torch.bool).tril()
+    together = rows.attention_rows(q, k, v, torch.tensor([length]), None, window)
+    assert torch.equal(rows.attention_rows(q, k, v, torch.tensor([length]), chain, window), together)
+    for node in {0, n // 2, n - 1}:
+        assert torch.equal(alone(node, q, keys, values, length, chain, window), together[0, node])
+
+
+def test_partial_results_kept_in_several_waves_change_nothing():
+    """128 rows at 9000 keys exceed what is kept of splits at a time; one row does not."""
+    generator = torch.Generator().manual_seed(0)
+    n, length, width = 128, 9000, 8
+    q = torch.randn(1, n, 8, width, generator=generator)
+    keys, values = torch.randn(2, 1, length + n, 1, width, generator=generator)
+    mask = random_tree(n, generator)
+    together = rows.attention_rows(q, keys, values, torch.tensor([length]), mask)
+    for node in (0, 64, 127):
+        assert torch.equal(alone(node, q, keys, values, length, mask, None), together[0, node])
 
 
 def test_ragged_slots_equal_single_ones():
@@ -151,8 +186,8 @@ def test_ragged_slots_equal_single_ones():
     together = rows.attention_rows(q, keys, values, lengths, mask)
     for b in range(3):
         part = slice(b, b + 1)
-        alone = rows.attention_rows(q[part], keys[part], values[part], lengths[part], mask[part])
-        assert torch.equal(alone, together[part])
+        single = rows.attention_rows(q[part], keys[part], values[part], lengths[part], mask[part])
+        assert torch.equal(single, together[part])
 
 
 def test_attention_carries_nan():
