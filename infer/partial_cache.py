@@ -122,13 +122,15 @@ class SelectedCache(RingCache):
         self._take(most, self.full.lengths)
         self.lengths.copy_(self.held.clamp(max=self.budget))
 
-    def build(self, slots: Sequence[int], queries_LBHd: Tensor | None, seen_B: Tensor) -> None:
+    def build(self, slots: Sequence[int], queries_LBHd: Tensor | None, seen_B: Tensor) -> list[int]:
         """Pick these slots' rows anew from all committed keys and drop their tails. What the query does not see, and a
         last chunk that is not full, is taken over as recent.
 
         Args:
             queries_LBHd: post-RoPE queries of all slots, of a committed token; None for a policy that needs none.
             seen_B: int64, how many tokens these queries see, their own included.
+
+        Returns: the slots with more tokens than fit, where there was something to pick.
         """
         # Rebuilding is rare: reading lengths costs less than bounding them.
         totals, seen = torch.stack([self.full.lengths, seen_B]).tolist()
@@ -141,6 +143,15 @@ class SelectedCache(RingCache):
             else:
                 self._load(slot, min(seen[slot], totals[slot]))
         self._take_all(slots, totals)
+        return [slot for slot in slots if totals[slot] > self.budget]
+
+    def build_from_prompt(self, slots: Sequence[int], queries_LbHd: Tensor | None) -> None:
+        """`build` at the end of the prefill of these slots, whose queries these are, of its last row."""
+        queries_LBHd, where = None, list(slots)
+        if queries_LbHd is not None:
+            queries_LBHd = torch.zeros_like(self._queries)
+            queries_LBHd[:, where] = queries_LbHd
+        self.build(where, queries_LBHd, self.full.lengths)
 
     def rewind(self, lengths_B: Tensor) -> None:
         """Back to the first lengths_B[b] tokens. Where that reaches behind the tail, what the ring has overwritten is

@@ -1,88 +1,314 @@
-"""TokenSwift's drafter without a draft pass: chained heads on the target's own hidden state fill a static tree.
+"""TokenSwift's drafter (arXiv 2502.18890, section 3): chained heads on the target's own state fill a static tree, and
+the most frequent n-grams of the text so far join them in one trie.
 
-The heads read the state that the last verification computed at the node whose choice the root is (position p - 1 for a
-root at p), so head i proposes the token at p + i: levels [3, 3, 3] under the root (TokenSwift, section 3; the base
-row's own proposal is already decided). Not here: the heads (models/drafts/tokenswift.py).
-Shapes: B slots, D hidden, V vocabulary, K top ranks, I heads, N nodes.
+Without a draft pass the heads read the state that the last verification computed at the node whose choice the root is
+(position p - 1 for a root at p): head i proposes the token at p + i, levels [3, 3, 3], and n-grams begin with the root.
+With it the target runs over the root on a selected cache: its own row proposes p + 1, head i proposes p + 1 + i, levels
+[1, 3, 3, 3], and n-grams begin with that row's best token. Not here: the heads (models/drafts/tokenswift.py), the
+selected cache (infer/partial_cache.py), when the pass pays (infer/draft_pass.py), n-gram counts (infer/ngram.py).
+Shapes: L layers, B slots, D hidden, H query heads, d head width, V vocabulary, K top ranks, I heads, N nodes.
 """
 
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from longdraft.infer.drafters.base import SlotState
+from longdraft.infer.draft_pass import DraftPassChoice
+from longdraft.infer.drafters.base import Drafter, Request, SlotState
+from longdraft.infer.ngram import NgramTable, catch_up
+from longdraft.infer.partial_cache import RingCache, SelectedCache, refuse_windows, selected_bytes
+from longdraft.infer.selection import TopTokens
 from longdraft.infer.shape import TreeShape
 from longdraft.infer.tree import PAD, TokenTree
+from longdraft.infer.trie import Trie, as_tree
+from longdraft.infer.verify import Verdict
+from longdraft.models.decoder import TargetOutput
 from longdraft.models.drafts.tokenswift import TokenSwift
+from longdraft.models.hf import Target
+from longdraft.models.kv_cache import KVCache
+
+DRAFT_PASSES = ("auto", "always", "never")
+NGRAM = 4
 
 
-class TokenSwiftDrafter:
-    """Ranks every head's tokens (with the step's noise at T > 0) and fills a static tree with them.
+class TokenSwiftDrafter(Drafter):
+    """Ranks every head's tokens (with the step's noise at T > 0), fills a static tree, and merges n-grams into it.
 
     Args:
         target: the loaded target (models/hf.py).
         draft: trained heads.
-        shape: which rank combinations are nodes; None is the full Cartesian tree of 3 ranks a head.
+        shape: which rank combinations of the heads are nodes, best first; None is the full Cartesian tree of 3 ranks a
+            head. With a draft pass it stands below the one node of the target's own row.
+        draft_pass: "always", "never", or "auto", which measures (see `decisions`).
+        budget: rows of the selected cache, for each layer and KV head.
+        sinks: first tokens that always stay in it.
+        ngrams: 4-grams merged into the tree, the most frequent ones; 0 is none.
+
+    Raises:
+        ValueError: a draft that does not fit the target, a tree that does not fit the draft, or options out of range.
     """
 
-    def __init__(self, target, draft: TokenSwift, shape: TreeShape | None = None):
-        self.shape = shape or TreeShape.cartesian((3,) * draft.config.n_heads)
-        if not self.shape.nodes:
-            raise ValueError("tree: it needs at least one node below the root; for none, use the plain drafter")
-        if self.shape.depth > draft.config.n_heads:
-            raise ValueError(
-                f"tree: {self.shape.depth} levels, but this draft has {draft.config.n_heads} heads, one a level"
-            )
-        weight, own = target.model.lm_head.weight, next(draft.parameters())
-        if (own.dtype, own.device) != (weight.dtype, weight.device):
-            raise ValueError(
-                f"draft: {own.dtype} on {own.device}, but the target is {weight.dtype} on {weight.device}; "
-                f"load it with load_draft(folder, target)"
-            )
-        if draft.config.hidden_size != weight.shape[1]:
-            raise ValueError(
-                f"draft: made for a hidden size of {draft.config.hidden_size}, and this target's is {weight.shape[1]}"
-            )
-        self.draft, self.lm_head = draft, target.model.lm_head
-        self.needs = draft.needs
+    def __init__(
+        self,
+        target: Target,
+        draft: TokenSwift,
+        shape: TreeShape | None = None,
+        *,
+        draft_pass: str = "auto",
+        budget: int = 4096,
+        sinks: int = 16,
+        ngrams: int = 20,
+    ):
+        shape = shape or TreeShape.cartesian((3,) * draft.config.n_heads)
+        _check(target, draft, shape, draft_pass, ngrams)
+        self.shape, self.draft, self.target, self.ngrams = shape, draft, target, ngrams
+        self._budget, self._sinks, self._draft_pass = budget, sinks, draft_pass
+        TopTokens(budget, sinks)  # raises where they do not go together
+        if draft_pass == "always":
+            refuse_windows(target.model.config, "draft_pass='always'")
+        windows = target.model.config.sliding_windows
+        self._may_pass = draft_pass != "never" and not (windows and any(windows))
         (self._state_field,) = draft.needs
-        self.max_nodes, self.max_depth = len(self.shape.nodes), self.shape.depth
-        self._known = self._hidden = torch.empty(0)
+        self.needs = draft.needs
+        below = TreeShape(((0,), *((0, *node) for node in shape.nodes)))
+        self._shapes = {False: shape, True: below}
+        # Classes: the nodes of either tree, then n-gram nodes by rank (powers of two) and depth.
+        self._first_class = {False: 1, True: 1 + len(shape.nodes)}
+        self._ngram_class = self._first_class[True] + len(below.nodes)
+        self.max_nodes = len(self._shapes[self._may_pass].nodes) + (NGRAM - 1) * ngrams
+        self.max_depth = max(shape.depth, NGRAM - 1 if ngrams else 0) + self._may_pass
+        self.clock = time.perf_counter
+        self._hidden = torch.empty(0)
+        self._selected: SelectedCache | None = None
+        self._can_select, self._began = self._may_pass, None
+        self._choice = DraftPassChoice(budget)
 
-    def begin(self, slots: Sequence[int], requests, cache) -> None:
-        batch = cache.batch
-        if self._hidden.shape[0] != batch:
-            weight = next(self.draft.parameters())
-            self._hidden = torch.zeros(batch, self.draft.config.hidden_size, dtype=weight.dtype, device=weight.device)
-            self._known = torch.zeros(batch, dtype=torch.bool, device=weight.device)
-            self._template = self.shape.template(batch, weight.device)
-        # A prompt of one token has no position before the root: nothing is proposed in its first step.
-        self._known[list(slots)] = False
+    @property
+    def n_classes(self) -> int:
+        return self._ngram_class + (NGRAM - 1) * self.ngrams.bit_length()
 
-    def read(self, slots: Sequence[int], tokens_BT: Tensor, output) -> None:
-        self._hidden[list(slots)] = getattr(output, self._state_field)[:, -1].to(self._hidden.dtype)
-        self._known[list(slots)] = True
+    def decisions(self) -> Mapping[str, str]:
+        if self._draft_pass != "auto":
+            return {}
+        if not self._may_pass:
+            return {"draft_pass": "never: the target has sliding windows"}
+        return {"draft_pass": self._choice.words if self._can_select else "never: the cache at hand is a part itself"}
+
+    def memory_bytes(self, batch: int, capacity: int) -> Mapping[str, int]:
+        if not self._may_pass or (self._draft_pass == "auto" and capacity <= self._budget):
+            return {}
+        model = self.target.model
+        policy, dtype = TopTokens(self._budget, self._sinks), model.embed_tokens.weight.dtype
+        return selected_bytes(policy, model.config, dtype, batch, capacity, tail=1)
+
+    def begin(self, slots: Sequence[int], requests: Sequence[Request], cache: KVCache) -> None:
+        where = list(slots)
+        if self._hidden.shape[0] != cache.batch:
+            self._allocate(cache.batch)
+        self._can_select = self._may_pass and not isinstance(cache, RingCache)
+        if self._draft_pass == "always" and not self._can_select:
+            raise ValueError("draft_pass='always' needs the whole context's cache, and this one is a part; use 'never'")
+        # A prompt of one token has no position before the root: the heads propose nothing in its first step.
+        self._hidden_at[where] = -2
+        for slot, request in zip(slots, requests, strict=True):
+            self._to_read[slot] = self._last_read[slot] = len(request.prompt) - 1
+            table = self._tables[slot] = NgramTable(NGRAM)
+            if self.ngrams:
+                table.extend(request.prompt)
+        if self._selected is not None and self._selected.full is not cache:
+            self._selected = None
+        if self._holds_cache:
+            self._select_from(cache).reset(where)
+        self._cache = cache
+        self._set_needs(self._holds_cache)
+
+    def _allocate(self, batch: int) -> None:
+        weight = next(self.draft.parameters())
+        self._hidden = torch.zeros(batch, self.draft.config.hidden_size, dtype=weight.dtype, device=weight.device)
+        self._hidden_at = torch.full((batch,), -2, dtype=torch.int64, device=weight.device)  # its token's position
+        self._to_read, self._last_read = [0] * batch, [0] * batch  # of the prompt without its last token
+        self._tables: list[NgramTable | None] = [None] * batch
+        self._templates = {}
+        for with_pass, shape in self._shapes.items():
+            template = self._templates[with_pass] = shape.template(batch, weight.device)
+            first, plain = self._first_class[with_pass], template.tree
+            classes_N = torch.arange(first - 1, first + len(shape.nodes), device=weight.device)
+            classes_N[0] = 0
+            template.tree = TokenTree(plain.tokens, plain.parents, classes_N.expand(batch, -1))
+            template.tree.__dict__.update(ancestors=plain.ancestors, depths=plain.depths)
+
+    def read(self, slots: Sequence[int], tokens_BT: Tensor, output: TargetOutput) -> None:
+        where = list(slots)
+        self._hidden[where] = getattr(output, self._state_field)[:, -1].to(self._hidden.dtype)
+        for slot in slots:
+            self._to_read[slot] -= tokens_BT.shape[1]
+        if any(self._to_read[slot] for slot in slots):
+            return
+        last = [self._last_read[slot] - 1 for slot in slots]
+        self._hidden_at[where] = torch.tensor(last, device=self._hidden_at.device)
+        if self._holds_cache and output.queries is not None:
+            self._select_from(self._cache).build_from_prompt(slots, output.queries)
+
+    @property
+    def _holds_cache(self) -> bool:
+        """Whether the selected cache is kept up at present."""
+        return self._can_select and (self._draft_pass == "always" or self._choice.holds_cache)
+
+    def _select_from(self, cache: KVCache) -> SelectedCache:
+        if self._selected is None:
+            policy = TopTokens(self._budget, self._sinks)
+            self._selected = SelectedCache(cache, policy, self.target.model.config, tail=1)
+        return self._selected
+
+    def _set_needs(self, queries: bool) -> None:
+        self.needs = self.draft.needs | {"queries"} if queries else self.draft.needs
 
     @torch.no_grad()
     def propose(self, state: SlotState, room: int) -> TokenTree:
-        if room < self.max_nodes:
-            raise ValueError(f"tree: its {self.max_nodes} nodes exceed the step's room of {room}")
-        states = self.draft.states(self._hidden)[: self.max_depth]
-        logits_BIV = self.lm_head(torch.stack(states, dim=1))
-        ranked = [
-            state.ranking(logits_BIV[:, i], offset=i + 1).topk(self.shape.ranks, dim=-1).indices
-            for i in range(self.max_depth)
-        ]
-        tokens = self._template.fill(state.roots, torch.stack(ranked, dim=1))
-        if self._known.device.type == "cpu" and self._known.all():
-            return tokens
-        parents = tokens.parents.masked_fill(~self._known[:, None] & (tokens.parents >= 0), PAD)
-        return tokens.with_tokens(tokens.tokens, parents)
+        begin = self._began = self.clock()
+        if self._can_select and self._draft_pass == "auto":
+            self._choice.plan(max(map(len, state.committed), default=0))
+            if not self._holds_cache:
+                self._selected = None if self._choice.phase == "short" else self._selected
+        with_pass = self._holds_cache
+        base_BV, logits_BIV = self._logits(state, with_pass)
+        self.pass_seconds += self.clock() - begin
+        shape = self._shapes[with_pass]
+        rows = [logits_BIV[:, i] for i in range(logits_BIV.shape[1])]
+        if base_BV is not None:
+            rows.insert(0, base_BV)
+        ranked = [state.ranking(row, offset=i + 1).topk(shape.ranks).indices for i, row in enumerate(rows)]
+        tree = self._templates[with_pass].fill(state.roots, torch.stack(ranked, dim=1))
+        known_B = None if with_pass else self._hidden_at + 1 == state.positions
+        if self.ngrams:
+            return self._merge(state, tree, known_B, with_pass, room)
+        if known_B is not None and not (known_B.device.type == "cpu" and bool(known_B.all())):
+            parents = tree.parents.masked_fill(~known_B[:, None] & (tree.parents >= 0), PAD)
+            tree = tree.with_tokens(tree.tokens, parents)
+        if tree.width > room + 1:
+            order_W = torch.arange(room + 1, device=tree.tokens.device)
+            tree = tree.take(order_W.expand(len(tree.tokens), -1))
+        return tree
 
-    def observe(self, tree: TokenTree, verdict, output) -> None:
+    def _logits(self, state: SlotState, with_pass: bool) -> tuple[Tensor | None, Tensor]:
+        """The target's own row on the selected cache, [B, V], or None, and those of the heads in use, [B, I, V]."""
+        hidden_BD, base_BV = self._hidden, None
+        if with_pass:
+            output = self.target.model(
+                state.roots[:, None],
+                cache=self._select_from(self._cache),
+                positions_BT=state.positions[:, None],
+                needs=self.draft.needs | {"logits"},
+            )
+            assert output.logits is not None
+            base_BV, hidden_BD = output.logits[:, 0], getattr(output, self._state_field)[:, 0].to(self._hidden.dtype)
+        states = self.draft.states(hidden_BD)[: self.shape.depth]
+        return base_BV, self.target.model.lm_head(torch.stack(states, dim=1))
+
+    def _merge(
+        self, state: SlotState, tree: TokenTree, known_B: Tensor | None, with_pass: bool, room: int
+    ) -> TokenTree:
+        """The heads' tree with the n-grams in it, at most `room` nodes; n-grams may take half of what is scarce."""
+        catch_up(self._tables, state)
+        tokens, active = tree.tokens.tolist(), state.active.tolist()
+        known = [True] * len(tokens) if known_B is None else known_B.tolist()
+        first = 1 if with_pass else 0
+        grams = [
+            table.ranked(row[first], self.ngrams) if table is not None and active[slot] else []
+            for slot, (row, table) in enumerate(zip(tokens, self._tables, strict=True))
+        ]
+        if not any(grams) and all(known) and tree.width <= room + 1:
+            return tree
+        assert tree.classes is not None
+        parents, kinds = tree.parents[0].tolist(), tree.classes[0].tolist()
+        tries = [Trie(row[0]) for row in tokens]
+        for slot, trie in enumerate(tries):
+            if active[slot]:
+                heads_room = max(room - (NGRAM - 1) * len(grams[slot]), room - room // 2)
+                stop = min(tree.width, heads_room + 1) if known[slot] else 1
+                for node in range(1, stop):
+                    trie.add(parents[node], tokens[slot][node], kinds[node])
+                self._add_ngrams(trie, first, grams[slot], room)
+        return as_tree(tries, state.roots.device)
+
+    def _add_ngrams(self, trie: Trie, start: int, grams: Sequence[Sequence[int]], room: int) -> None:
+        for rank, gram in enumerate(grams):
+            node, group = start, (rank + 1).bit_length() - 1
+            for depth, token in enumerate(gram):
+                child = trie.child(node, token)
+                if child is None:
+                    if len(trie) > room:
+                        return
+                    child = trie.add(node, token, self._ngram_class + group * (NGRAM - 1) + depth)
+                node = child
+
+    def observe(self, state: SlotState, tree: TokenTree, verdict: Verdict, output: TargetOutput) -> None:
         hidden_BND = getattr(output, self._state_field)
         rows_B = verdict.last(verdict.rows)
         last_BD = hidden_BND[torch.arange(len(rows_B), device=rows_B.device), rows_B]
         self._hidden = last_BD.to(self._hidden.dtype)
-        self._known = self._known | (verdict.counts > 0)
+        self._hidden_at = torch.where(verdict.counts > 0, state.positions - 1, -2)
+        if not self._can_select:
+            return
+        choice, most = self._choice, verdict.rows.shape[1]
+        if choice.measuring and self._draft_pass == "auto" and self._began is not None:
+            # Reading the counts waits for the device, so the clock tells what the step took.
+            counts = [count for count in verdict.counts.tolist() if count]
+            if counts:
+                choice.record(self.clock() - self._began, sum(counts) / len(counts))
+        self._began = None
+        self._keep_up(state, verdict, output.queries, most)
+
+    def _keep_up(self, state: SlotState, verdict: Verdict, queries_LBHd: Tensor | None, most: int) -> None:
+        """The selected cache follows the full one; where a rebuild is due, queries are asked for, and then used."""
+        seen_B = state.positions - verdict.counts + 1  # the root's query sees what stood before it, and itself
+        preparing = self._draft_pass == "auto" and self._choice.phase == "prepare"
+        if preparing and queries_LBHd is not None:
+            every = list(range(self._cache.batch))
+            selected = self._select_from(self._cache)
+            selected.reset(every)
+            selected.build(every, queries_LBHd, seen_B)
+            self._choice.prepared()
+            preparing = False
+        most_next = max(most, self.max_depth + 1)
+        due = False
+        if self._holds_cache:
+            selected = self._select_from(self._cache)
+            slots = selected.due(most_next)
+            if slots and queries_LBHd is not None:
+                selected.build(slots, queries_LBHd, seen_B)
+            selected.follow(most)
+            due = bool(selected.due(most_next))
+        self._set_needs(preparing or due)
+
+    def rewind(self, lengths_B: Tensor) -> None:
+        self._hidden_at = torch.where(self._hidden_at < lengths_B, self._hidden_at, -2)
+        if self._holds_cache and self._selected is not None:
+            self._selected.rewind(lengths_B)
+        if self.ngrams:
+            for table, length in zip(self._tables, lengths_B.tolist(), strict=True):
+                if table is not None:
+                    table.truncate(length)
+
+
+def _check(target: Target, draft: TokenSwift, shape: TreeShape, draft_pass: str, ngrams: int) -> None:
+    if not shape.nodes:
+        raise ValueError("tree: it needs at least one node below the root; for none, use the plain drafter")
+    if shape.depth > draft.config.n_heads:
+        raise ValueError(f"tree: {shape.depth} levels, but this draft has {draft.config.n_heads} heads, one a level")
+    if draft_pass not in DRAFT_PASSES:
+        raise ValueError(f"draft_pass={draft_pass!r}: must be one of {', '.join(DRAFT_PASSES)}")
+    if ngrams < 0:
+        raise ValueError(f"ngrams={ngrams}: must be 0 (none) or the number of n-grams in a tree")
+    weight, own = target.model.lm_head.weight, next(draft.parameters())
+    if (own.dtype, own.device) != (weight.dtype, weight.device):
+        raise ValueError(
+            f"draft: {own.dtype} on {own.device}, but the target is {weight.dtype} on {weight.device}; "
+            f"load it with load_draft(folder, target)"
+        )
+    if draft.config.hidden_size != weight.shape[1]:
+        raise ValueError(
+            f"draft: made for a hidden size of {draft.config.hidden_size}, and this target's is {weight.shape[1]}"
+        )

@@ -1,0 +1,176 @@
+"""A small model of the same vocabulary drafts a chain: classic draft-model speculation, and TriForce's lowest tier
+(arXiv 2404.11912, section 4.2), on a cache of sinks and recent tokens, so that it drafts at any length.
+
+It chooses as the target would, with the noise that the target's choices will use (infer/sampling.py). What it processed
+itself stays where the committed tokens agree; others' tokens are read when they are next needed. Not here: the cache
+(infer/streaming_cache.py). Shapes: B slots, T rows of a pass, V vocabulary.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from longdraft.infer.drafters.base import Drafter, Request, SlotState
+from longdraft.infer.partial_cache import RingCache
+from longdraft.infer.streaming_cache import StreamingCache, check_streaming
+from longdraft.infer.tree import TokenTree
+from longdraft.infer.verify import Verdict
+from longdraft.models.decoder import TargetOutput
+from longdraft.models.hf import Target
+from longdraft.models.kv_cache import KVCache
+
+# A rewind finds so many tokens where the window is wide enough for twice as many.
+SLACK = 16
+# A position behind every sequence.
+NOWHERE = 2**40
+
+
+class SmallModelDrafter(Drafter):
+    """Proposes a chain of `gamma` tokens of another model.
+
+    Args:
+        target: the loaded target.
+        small: any loaded model with the target's vocabulary, on its device.
+        gamma: tokens a step (TriForce: 2).
+        sinks: first tokens that always stay in its cache.
+        window: rows of its cache, sinks included.
+
+    Raises:
+        ValueError: vocabularies or tokenizers that differ, two devices, a RoPE type whose table depends on the length,
+            sliding windows, or numbers out of range.
+    """
+
+    def __init__(self, target: Target, small: Target, gamma: int = 2, sinks: int = 16, window: int = 256):
+        check_vocabularies(target, small)
+        if gamma < 1:
+            raise ValueError(f"gamma={gamma}: must be at least 1 token a step")
+        self._slack = max(0, min(SLACK, (window - sinks) // 4))
+        check_streaming(small.model, window, sinks, self._slack)
+        self.small, self.gamma, self._sinks, self._window = small, gamma, sinks, window
+        self.max_nodes = self.max_depth = gamma
+        self._widest = max(window, 2)
+        self._cache: StreamingCache | None = None
+        self._most_behind: int | None = None  # tokens that a slot lacks, at most; None: to be read
+
+    def memory_bytes(self, batch: int, capacity: int) -> Mapping[str, int]:
+        model = self.small.model
+        row = RingCache.row_bytes(model.config, model.embed_tokens.weight.dtype)
+        return {"small model's cache": batch * (self._window + self._tail + 1) * row}
+
+    @property
+    def _tail(self) -> int:
+        """Rows of a catch-up pass and of the drafted tokens behind it."""
+        return self._widest + self.gamma
+
+    def begin(self, slots: Sequence[int], requests: Sequence[Request], cache: KVCache) -> None:
+        if self._cache is None or self._cache.batch != cache.batch:
+            self._cache = StreamingCache(
+                self.small.model, cache.batch, window=self._window, sinks=self._sinks, slack=self._slack,
+                widest=self._tail,
+            )  # fmt: skip
+            self._drafted = torch.full((cache.batch, self.gamma - 1), -1, device=cache.lengths.device)
+            self._drafted_at = torch.zeros_like(cache.lengths)  # position of the first of them
+        where = list(slots)
+        self._cache.reset(where)
+        self._drafted[where], self._drafted_at[where] = -1, NOWHERE
+        self._most_behind = None
+
+    @torch.no_grad()
+    def read(self, slots: Sequence[int], tokens_BT: Tensor, output: TargetOutput) -> None:
+        assert self._cache is not None
+        for slot, tokens_T in zip(slots, tokens_BT, strict=True):
+            for chunk in tokens_T.split(self._widest):
+                self._cache.settle()
+                one = self._cache.slot(slot)
+                count = torch.tensor([len(chunk)], device=chunk.device)
+                first = self._cache.tokens[slot]
+                positions = first + torch.arange(len(chunk), device=chunk.device)
+                self.small.model(chunk[None], cache=one, positions_BT=positions[None], needs=frozenset({"last_kv"}))
+                one.keep(None, count)
+
+    @torch.no_grad()
+    def propose(self, state: SlotState, room: int) -> TokenTree:
+        if room < 1:
+            return TokenTree.roots(state.roots)
+        begin, count = time.perf_counter(), min(self.gamma, room)
+        self._drop_disagreeing(state)
+        logits_BV = self._catch_up(state)
+        chain: list[Tensor] = []
+        for offset in range(1, count + 1):
+            chain.append(state.ranking(logits_BV, offset).argmax(-1))
+            if offset < count:
+                logits_BV = self._pass(chain[-1][:, None], state.positions + offset, state.active.long())
+        self._drafted[:, : count - 1] = torch.stack(chain, 1)[:, :-1]
+        self._drafted[:, count - 1 :] = -1
+        self._drafted_at = state.positions + 1
+        self.pass_seconds += time.perf_counter() - begin
+        return TokenTree.from_chain(state.roots, torch.stack(chain, 1))
+
+    def _drop_disagreeing(self, state: SlotState) -> None:
+        """Keep of the drafted rows those whose tokens were committed, but for the root, whose logits are needed."""
+        assert self._cache is not None
+        committed_BG = state.history.read(self._drafted_at, self.gamma - 1)
+        agreeing_B = (committed_BG == self._drafted).cumprod(1).sum(1)
+        self._cache.rewind(torch.minimum(self._drafted_at + agreeing_B, state.positions))
+
+    def _catch_up(self, state: SlotState) -> Tensor:
+        """Process what was committed since, and the root: the root's logits [B, V]."""
+        cache = self._cache
+        assert cache is not None
+        behind_B = torch.where(state.active, state.positions - cache.tokens, 0).clamp(min=0)
+        known = None if behind_B.device.type == "cpu" else self._most_behind
+        most = int(behind_B.max()) if known is None else known
+        while most >= self._widest:
+            counts_B = behind_B.clamp(max=self._widest)
+            self._settled_pass(state, self._widest, counts_B, None)
+            behind_B, most = behind_B - counts_B, most - self._widest
+        self._most_behind = 0
+        return self._settled_pass(state, most + 1, behind_B + state.active, behind_B[:, None])
+
+    def _settled_pass(self, state: SlotState, width: int, counts_B: Tensor, rows_B1: Tensor | None) -> Tensor:
+        """The next `width` tokens of the history behind what is held, of which counts_B are committed ones."""
+        assert self._cache is not None
+        self._cache.settle()
+        first_B = self._cache.tokens
+        return self._pass(state.history.read(first_B, width), first_B, counts_B, rows_B1)
+
+    def _pass(self, tokens_BT: Tensor, first_B: Tensor, counts_B: Tensor, rows_B1: Tensor | None = None) -> Tensor:
+        """A chain at positions first_B, first_B + 1, ...: logits [B, V] of one row (the last) of each slot."""
+        assert self._cache is not None
+        width = tokens_BT.shape[1]
+        positions_BT = first_B[:, None] + torch.arange(width, device=first_B.device)
+        rows_B1 = torch.full_like(first_B, width - 1)[:, None] if rows_B1 is None else rows_B1
+        output = self.small.model(tokens_BT, cache=self._cache, positions_BT=positions_BT, logits_rows_BR=rows_B1)
+        self._cache.keep(None, counts_B)
+        assert output.logits is not None
+        return output.logits[:, 0]
+
+    def observe(self, state: SlotState, tree: TokenTree, verdict: Verdict, output: TargetOutput) -> None:
+        if self._most_behind is not None:
+            self._most_behind += verdict.rows.shape[1]
+
+    def rewind(self, lengths_B: Tensor) -> None:
+        if self._cache is not None:
+            self._cache.rewind(lengths_B)
+            self._most_behind = None
+
+
+def check_vocabularies(target: Target, small: Target) -> None:
+    """ValueError where the small model's tokens cannot be the target's."""
+    sizes = [model.model.config.vocab_size for model in (small, target)]
+    if sizes[0] != sizes[1]:
+        raise ValueError(
+            f"small: {small.name} has a vocabulary of {sizes[0]} tokens and {target.name} one of {sizes[1]}; "
+            f"choose a small model of the target's family"
+        )
+    prints = [model.fingerprint.get("tokenizer", "none") for model in (small, target)]
+    if "none" not in prints and prints[0] != prints[1]:
+        raise ValueError(
+            f"small: {small.name} has another tokenizer than {target.name}, so the same number is another token; "
+            f"choose a small model with the target's tokenizer"
+        )
+    devices = [model.model.embed_tokens.weight.device for model in (small, target)]
+    if devices[0] != devices[1]:
+        raise ValueError(f"small: it is on {devices[0]} and the target on {devices[1]}; load both on one device")

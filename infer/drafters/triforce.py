@@ -1,0 +1,256 @@
+"""TriForce (arXiv 2404.11912): an engine used as a drafter. A small model drafts for the target on a cache of retrieved
+rows, which so collects a chain that the target on the full cache verifies.
+
+The inner level takes the same step as every engine (infer/step.py), with the same noise and parameters; the levels
+exchange tokens only. Without a small model the middle level alone is self-speculation; with recent rows instead of
+retrieved ones it is the naive policy (MagicDec). Not here: the small model (infer/drafters/small_model.py), the cache
+(infer/partial_cache.py), what is retrieved (infer/selection.py). Shapes: L layers, B slots, H query heads, C chain.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from longdraft.infer.drafters.base import Drafter, Request, SlotState
+from longdraft.infer.drafters.plain import Plain
+from longdraft.infer.drafters.small_model import SmallModelDrafter
+from longdraft.infer.history import History
+from longdraft.infer.partial_cache import RingCache, SelectedCache, refuse_windows, selected_bytes
+from longdraft.infer.selection import Policy, Recent, TopChunks
+from longdraft.infer.step import take_step
+from longdraft.infer.tree import TokenTree
+from longdraft.infer.verify import Verdict
+from longdraft.models.decoder import TargetOutput
+from longdraft.models.hf import Target
+from longdraft.models.kv_cache import KVCache
+
+POLICIES = ("retrieval", "streaming")
+# The rolling acceptance is a mean over about so many steps.
+ROLLING_STEPS = 8
+
+
+class TriForceDrafter(Drafter):
+    """Proposes the chain that the target chooses on a cache of `budget` rows.
+
+    Args:
+        target: the loaded target.
+        small: what drafts for it there: a loaded model of the same vocabulary, any Drafter, or None for none.
+        gamma: tokens that a small model drafts at a time.
+        chain: tokens collected for the outer verification.
+        budget: rows of the target's partial cache, for each layer and KV head.
+        chunk: keys that are retrieved together.
+        stride: accepted tokens after which the rows are retrieved anew.
+        acceptance_floor: also when the rolling share of the chain's accepted tokens falls below this, a quarter of the
+            stride after the last time at the earliest; 0 is off.
+        policy: "retrieval", or "streaming" for the sinks and the most recent rows.
+        sinks: first tokens that always stay, in a small model's cache and under "streaming".
+        window: rows of a small model's cache.
+
+    Raises:
+        ValueError: options out of range, a small model that does not fit (see SmallModelDrafter), a target with sliding
+            windows.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        small: Target | Drafter | None = None,
+        *,
+        gamma: int = 2,
+        chain: int = 6,
+        budget: int = 4096,
+        chunk: int = 8,
+        stride: int = 256,
+        acceptance_floor: float = 0.5,
+        policy: str = "retrieval",
+        sinks: int = 16,
+        window: int = 256,
+    ):
+        if policy not in POLICIES:
+            raise ValueError(f"policy={policy!r}: must be one of {', '.join(POLICIES)}")
+        for name, value in (("chain", chain), ("stride", stride)):
+            if value < 1:
+                raise ValueError(f"{name}={value}: must be at least 1")
+        if not 0 <= acceptance_floor < 1:
+            raise ValueError(f"acceptance_floor={acceptance_floor}: must be at least 0 (off) and below 1")
+        refuse_windows(target.model.config, f"budget={budget}: a cache of selected rows")
+        self.target, self.chain = target, chain
+        self._stride, self._floor = stride, acceptance_floor
+        self._make_policy = lambda: TopChunks(budget, chunk) if policy == "retrieval" else Recent(budget, sinks)
+        self._policy: Policy = self._make_policy()
+        if isinstance(small, Target):
+            small = SmallModelDrafter(target, small, gamma, sinks, window)
+        self.inner: Drafter = small or Plain()
+        self.max_nodes = self.max_depth = chain
+        self._inner_room = min(self.inner.max_nodes, chain)
+        self._cache: SelectedCache | None = None
+        self._rebuilds = {"stride": 0, "acceptance": 0, "room": 0}
+        self._set_needs(self._policy.scored)
+
+    def decisions(self) -> Mapping[str, str]:
+        if not self._policy.scored:
+            return self.inner.decisions()
+        counts = ", ".join(f"{count} by {why}" for why, count in self._rebuilds.items())
+        return {**self.inner.decisions(), "rebuilds of the retrieval cache": counts}
+
+    def memory_bytes(self, batch: int, capacity: int) -> Mapping[str, int]:
+        model = self.target.model
+        dtype = model.embed_tokens.weight.dtype
+        own = selected_bytes(self._policy, model.config, dtype, batch, capacity, self._tail)
+        return {**own, **self.inner.memory_bytes(batch, capacity)}
+
+    @property
+    def _tail(self) -> int:
+        """Rows behind the budget: a chain, and the widest inner pass."""
+        return self.chain + 1 + self._inner_room + self.inner.max_depth
+
+    def _set_needs(self, queries: bool) -> None:
+        self.needs = frozenset({"queries"}) if queries else frozenset()
+
+    def begin(self, slots: Sequence[int], requests: Sequence[Request], cache: KVCache) -> None:
+        if isinstance(cache, RingCache):
+            raise ValueError("small: a TriForce drafter cannot draft for another one, whose cache is a part already")
+        if self._cache is None or self._cache.full is not cache:
+            self._allocate(cache)
+        assert self._cache is not None
+        self._cache.reset(list(slots))
+        self.inner.begin(slots, requests, self._cache)
+        for slot, request in zip(slots, requests, strict=True):
+            self._to_read[slot] = last = len(request.prompt) - 1
+            self._outer[slot] = self._positions[slot] = last
+            self._new.add(slot)
+            self._forget(slot)
+        self._set_needs(self._policy.scored)
+        self.needs = self.needs | self.inner.needs
+
+    def _allocate(self, full: KVCache) -> None:
+        self._policy = self._make_policy()
+        self._cache = SelectedCache(full, self._policy, self.target.model.config, self._tail)
+        batch, device = full.batch, full.keys.device
+        # The inner level's own history: what it adds must not reach the outer level's.
+        self._history = History(batch, full.capacity, device)
+        self._committed: list[list[int]] = [[] for _ in range(batch)]
+        self._known = [0] * batch  # how many of these the outer level has committed
+        self._outer = torch.zeros(batch, dtype=torch.int64, device=device)  # its roots' positions, at the last proposal
+        self._positions = torch.zeros_like(self._outer)  # the inner level's
+        self._new: set[int] = set()  # slots that have not proposed yet
+        self._to_read = [0] * batch
+        self._since_build, self._acceptance = [0] * batch, [1.0] * batch
+        self._wanted: dict[int, str] = {}  # slots to rebuild with the next pass's queries, and why
+        self._offered = 0
+
+    def _forget(self, slot: int) -> None:
+        """Nothing is known of this slot's present selection."""
+        self._since_build[slot], self._acceptance[slot] = 0, 1.0
+        self._wanted.pop(slot, None)
+
+    def read(self, slots: Sequence[int], tokens_BT: Tensor, output: TargetOutput) -> None:
+        assert self._cache is not None
+        self.inner.read(slots, tokens_BT, output)
+        for slot in slots:
+            self._to_read[slot] -= tokens_BT.shape[1]
+        if not any(self._to_read[slot] for slot in slots):
+            self._cache.build_from_prompt(slots, output.queries if self._policy.scored else None)
+
+    @torch.no_grad()
+    def propose(self, state: SlotState, room: int) -> TokenTree:
+        assert self._cache is not None
+        self._offered = count = min(self.chain, room)
+        self._set_needs(bool(self._wanted))
+        inner = self._inner_state(state)
+        begin_B = state.positions
+        while True:
+            step = take_step(self.target.model, self._cache, self.inner, inner, self._inner_room, checked=False)
+            self.pass_seconds += step.target_seconds + step.draft_pass_seconds
+            # One read a pass: a pass too many costs far more than waiting for this one.
+            missing_B = (begin_B + count - inner.positions).clamp(min=0) * inner.active
+            rows = torch.cat([missing_B[:, None], step.verdict.counts[:, None], step.verdict.tokens], 1).tolist()
+            for committed, (_, taken, *tokens) in zip(self._committed, rows, strict=True):
+                committed += tokens[:taken]
+            if not any(row[0] for row in rows):
+                break
+            inner.active = missing_B > 0
+        self._positions = inner.positions
+        chain_BC = self._history.read(begin_B + 1, count).masked_fill(~state.active[:, None], -1)
+        return TokenTree.from_chain(state.roots, chain_BC)
+
+    def _inner_state(self, state: SlotState) -> SlotState:
+        """The inner level where the outer one stands: only what has changed since the last proposal is copied."""
+        theirs, mine = state.history.tokens, self._history.tokens
+        if self._new:
+            new = sorted(self._new)
+            mine[new], self._history.prompt_lengths[new] = theirs[new], state.history.prompt_lengths[new]
+            for slot in new:
+                self._known[slot] = 0
+            self._new.clear()
+        longest = max(1, int((state.positions - self._outer).max()))
+        places = self._outer[:, None] + 1 + torch.arange(longest, device=mine.device)
+        places = places.clamp(max=mine.shape[1] - 1)
+        mine.scatter_(1, places, theirs.gather(1, places))
+        for slot, tokens in enumerate(state.committed):
+            del self._committed[slot][self._known[slot] :]
+            self._committed[slot] += tokens[self._known[slot] :]
+            self._known[slot] = len(tokens)
+        self._outer = state.positions.clone()
+        return SlotState(
+            state.roots.clone(), state.positions.clone(), state.active.clone(), self._history, state.sampling,
+            self._committed,
+        )  # fmt: skip
+
+    def observe(self, state: SlotState, tree: TokenTree, verdict: Verdict, output: TargetOutput) -> None:
+        assert self._cache is not None
+        agreed_B = self._agreed(state)
+        self.inner.rewind(self._outer + 1 + agreed_B)
+        self._positions = torch.minimum(self._positions, self._outer + agreed_B)
+        if self._wanted and output.queries is not None:
+            # The query is the former root's: it sees what stood before it, and itself.
+            seen_B = state.positions - verdict.counts + 1
+            picked = self._cache.build(list(self._wanted), output.queries, seen_B)
+            for slot, why in list(self._wanted.items()):
+                self._rebuilds[why] += slot in picked
+                self._forget(slot)
+        self._cache.follow(verdict.rows.shape[1])
+        if self._policy.scored:
+            self._want(state, verdict, agreed_B)
+        self._offered = 0
+        self._set_needs(bool(self._wanted))
+
+    def _agreed(self, state: SlotState) -> Tensor:
+        """int64 [B]: how many of the inner level's tokens behind the last proposal's root stand now."""
+        most = self.chain + self.inner.max_depth + 1
+        first_B, ahead = self._outer + 1, torch.arange(most, device=self._outer.device)
+        last_B = torch.minimum(self._positions, state.positions)
+        same = (self._history.read(first_B, most) == state.history.read(first_B, most)) & (
+            first_B[:, None] + ahead <= last_B[:, None]
+        )
+        return same.cumprod(1).sum(1)
+
+    def _want(self, state: SlotState, verdict: Verdict, agreed_B: Tensor) -> None:
+        """Which slots are to be rebuilt next."""
+        assert self._cache is not None
+        rows = torch.stack([verdict.counts, agreed_B, state.positions]).tolist()
+        full = set(self._cache.due(max(verdict.rows.shape[1], self.chain + 1)))
+        for slot, (count, agreed, position) in enumerate(zip(*rows, strict=True)):
+            if not count or slot in self._wanted:
+                continue
+            self._since_build[slot] += count
+            if self._offered:
+                share = min(agreed, self._offered) / self._offered
+                self._acceptance[slot] += (share - self._acceptance[slot]) / ROLLING_STEPS
+            since = self._since_build[slot]
+            if position < self._cache.budget - self.chain:
+                self._since_build[slot] = 0  # everything is there
+            elif slot in full:
+                self._wanted[slot] = "room"
+            elif since >= self._stride:
+                self._wanted[slot] = "stride"
+            elif self._acceptance[slot] < self._floor and 4 * since >= self._stride:
+                self._wanted[slot] = "acceptance"
+
+    def rewind(self, lengths_B: Tensor) -> None:
+        if self._cache is not None:
+            self._cache.rewind(lengths_B)
+            self.inner.rewind(lengths_B)
+            self._positions = torch.minimum(self._positions, lengths_B - 1)
+            self._new |= set(range(len(lengths_B)))  # their histories are copied anew
