@@ -28,10 +28,14 @@ typedef ptrdiff_t ix;
 static inline f8 load_f32(const float *p) { f8 v; memcpy(&v, p, 32); return v; }
 static inline void store_f32(float *p, f8 v) { memcpy(p, &v, 32); }
 static inline f8 load_bf16(const bf16 *p) {
+#if defined(__AVX2__) /* one instruction where GCC makes five of the lines below */
+    return (f8)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)), 16);
+#else
     h8 h; memcpy(&h, p, 16);
     u8 u = __builtin_convertvector(h, u8) << 16;
     f8 v; memcpy(&v, &u, 32);
     return v;
+#endif
 }
 static inline f8 splat(float x) { return (f8){x, x, x, x, x, x, x, x}; } /* 0 + x would be an addition: of -0 it is 0 */
 /* a * b + c. Spelled out and contraction turned off: a compiler fuses the same expression in one loop and not in another,
@@ -54,7 +58,6 @@ static inline bf16 narrow(float x) { /* to nearest, ties to even; NaN stays NaN 
     uint32_t u; memcpy(&u, &x, 4);
     return (u & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : (u + 0x7fff + ((u >> 16) & 1)) >> 16;
 }
-static inline float sum8(f8 v) { return ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7])); }
 static inline f8 larger8(f8 a, f8 b) { /* a > b ? a : b */
 #if defined(__AVX__)
     return (f8)_mm256_max_ps((__m256)a, (__m256)b);
@@ -71,6 +74,12 @@ static inline f8 larger8(f8 a, f8 b) { /* a > b ? a : b */
 #else
 #define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (i8){__VA_ARGS__})
 #endif
+static inline float sum8(f8 v) { /* ((v0 + v4) + (v2 + v6)) + ((v1 + v5) + (v3 + v7)) */
+    v += SHUFFLE(v, v, 4, 5, 6, 7, 0, 1, 2, 3);
+    v += SHUFFLE(v, v, 2, 3, 0, 1, 6, 7, 4, 5);
+    v += SHUFFLE(v, v, 1, 0, 3, 2, 5, 4, 7, 6);
+    return v[0];
+}
 static inline float max8(f8 v) {
     v = larger8(v, SHUFFLE(v, v, 4, 5, 6, 7, 0, 1, 2, 3));
     v = larger8(v, SHUFFLE(v, v, 2, 3, 0, 1, 6, 7, 4, 5));
@@ -108,6 +117,11 @@ static inline f8 exp8(f8 x) {
  * block's, so it is told: without it a pass of 1 and of 6 rows takes 1.3 times as long (docs/LOG.md). */
 enum { LINE = 32, AHEAD = 6144 };
 
+#if defined(__AVX__)
+#define HOLD(v) __asm__("" : "+x"(v)) /* loaded once: GCC would read the row again for each of its products */
+#else
+#define HOLD(v)
+#endif
 #define BLOCK(M, R)                                                                                                   \
     static void block_##M##_##R(const float *x, const bf16 *w, const bf16 *bias, bf16 *y, ix k, ix n) {               \
         f8 sums[M][R];                                                                                                \
@@ -120,6 +134,7 @@ enum { LINE = 32, AHEAD = 6144 };
             }                                                                                                         \
             for (int m = 0; m < M; m++) {                                                                             \
                 f8 row = load_f32(x + m * k + i);                                                                     \
+                HOLD(row);                                                                                            \
                 for (int r = 0; r < R; r++) sums[m][r] = fma8(row, weights[r], sums[m][r]);                           \
             }                                                                                                         \
         }                                                                                                             \
