@@ -58,6 +58,17 @@ static inline bf16 narrow(float x) { /* to nearest, ties to even; NaN stays NaN 
     uint32_t u; memcpy(&u, &x, 4);
     return (u & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : (u + 0x7fff + ((u >> 16) & 1)) >> 16;
 }
+/* narrow() of eight numbers, each above 16 zero bits, as in a widened number. */
+static inline u8 narrow8(f8 v) {
+    u8 u; memcpy(&u, &v, 32);
+    u8 nan = (u8)((u & 0x7fffffff) > 0x7f800000), rounded = u + 0x7fff + ((u >> 16) & 1);
+    return ((rounded & ~nan) | (nan & 0x7fc00000)) & 0xffff0000;
+}
+static inline f8 rounded8(f8 v) { u8 u = narrow8(v); memcpy(&v, &u, 32); return v; }
+static inline void store_bf16(bf16 *p, f8 v) {
+    h8 h = __builtin_convertvector(narrow8(v) >> 16, h8);
+    memcpy(p, &h, 16);
+}
 static inline f8 larger8(f8 a, f8 b) { /* a > b ? a : b */
 #if defined(__AVX__)
     return (f8)_mm256_max_ps((__m256)a, (__m256)b);
@@ -166,7 +177,7 @@ static void prepare(const linear *a, const bf16 *x, float *row) {
     }
     if (!a->norm) return;
     float scale = 1.0f / sqrtf(sum8(squares) / a->k + a->eps);
-    for (ix i = 0; i < a->k; i++) row[i] = widen(narrow(row[i] * scale * widen(a->norm[i])));
+    for (ix i = 0; i < a->k; i += 8) store_f32(row + i, rounded8(load_f32(row + i) * scale * load_bf16(a->norm + i)));
 }
 
 /* One tile of outputs for all rows, in blocks of nearly equal height. */
@@ -197,7 +208,7 @@ static void gate(const bf16 *both, bf16 *y, ix half) {
         bits = (bits & positive) | (small & ~positive);
         memcpy(&top, &bits, 32);
         f8 silu = g * (top / below);
-        for (int l = 0; l < 8; l++) y[i + l] = narrow(widen(narrow(silu[l])) * up[l]);
+        store_bf16(y + i, rounded8(silu) * up);
     }
 }
 
@@ -242,9 +253,16 @@ void rotate_bf16(const rotation *a) {
             const bf16 *x = a->x + row * a->stride + head * a->d;
             const bf16 *cos = a->cos + row % a->period * half, *sin = a->sin + row % a->period * a->d;
             bf16 *y = a->y + (row * a->heads + head) * a->d;
-            for (ix i = 0; i < a->d; i++) {
-                float kept = widen(narrow(widen(x[i]) * widen(cos[i % half])));
-                y[i] = narrow(kept + widen(x[(i + half) % a->d]) * widen(sin[i]));
+            ix i = 0;
+            for (; half % 8 == 0 && i < half; i += 8) {
+                f8 first = load_bf16(x + i), second = load_bf16(x + half + i), c = load_bf16(cos + i);
+                store_bf16(y + i, rounded8(first * c) + second * load_bf16(sin + i));
+                store_bf16(y + half + i, rounded8(second * c) + first * load_bf16(sin + half + i));
+            }
+            for (; i < half; i++) {
+                float first = widen(x[i]), second = widen(x[half + i]), c = widen(cos[i]);
+                y[i] = narrow(widen(narrow(first * c)) + second * widen(sin[i]));
+                y[half + i] = narrow(widen(narrow(second * c)) + first * widen(sin[half + i]));
             }
         }
 }
