@@ -99,6 +99,17 @@ def test_without_penalties_nothing_is_computed_and_beside_them_no_bit_changes():
         assert torch.equal(out[0].view(torch.int32), logits[0].view(torch.int32))
 
 
+def test_reading_more_of_the_history_changes_nothing(monkeypatch):
+    """On a GPU, where lengths are not known to the host, as much is read as there could be."""
+    history, _, _, positions = histories(len(MANY), 30, 11)
+    logits = torch.randn(len(MANY), 3, VOCAB)
+    for params in (MANY, MANY[:2] * 4, [MANY[4]] * 8):
+        expected = Penalties(params, CPU).apply(logits, history, positions)
+        monkeypatch.setattr(Penalties, "_reach", lambda self, history, positions: 30)
+        assert torch.equal(Penalties(params, CPU).apply(logits, history, positions), expected)
+        monkeypatch.undo()
+
+
 def test_repetition_penalty_is_transformers():
     history, all_tokens, _, positions = histories(5, 25, 9)
     logits = torch.randn(5, VOCAB) * 2
