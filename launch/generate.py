@@ -1,41 +1,85 @@
-"""Decode a prompt: `longdraft generate --draft FOLDER --prompt "..."`, streamed; or two drafters side by side.
+"""Decode a prompt: `longdraft generate --target smollm2-135m --prompt "..."`, streamed; or drafters side by side.
 
-Argument parsing and printing; the work is in infer/engine.py.
+Argument parsing and printing; the work is in infer/engine.py. Standard output carries the generated text alone (with a
+heading for each of several drafters, or one JSON object), everything else goes to standard error.
 """
 
 import argparse
+import json
+import os
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from longdraft.infer.engine import Engine
+    from longdraft.infer.results import Generation, Piece
+    from longdraft.infer.sampling import SamplingParams
+    from longdraft.models.hf import Target
+
+DIM, DRAFTED, OWN, PLAIN = "\033[2m", "\033[32m", "\033[36m", "\033[0m"
+SHOWN_PROMPT = 600  # characters of its end
+INTERRUPTED = 130  # exit status after Ctrl-C, as shells have it
+# Options of SamplingParams, by their names there.
+NUMBERS = {
+    "max_new_tokens": (int, "default: 256"),
+    "temperature": (float, "0, the default, is greedy"),
+    "top_k": (int, "sample from the k most probable tokens; 0 is off"),
+    "top_p": (float, "sample from the most probable tokens of this share together; 1 is off"),
+    "min_p": (float, "drop tokens less probable than this times the most probable one; 0 is off"),
+    "eta_cutoff": (float, "eta sampling; 0 is off"),
+    "contextual_penalty": (float, "penalise tokens among the last --contextual-window ones; 1 is off"),
+    "contextual_window": (int, "default: 1024"),
+    "repetition_penalty": (float, "penalise all tokens of prompt and text; 1 is off"),
+    "presence_penalty": (float, "taken off the logits of generated tokens once; 0 is off"),
+    "frequency_penalty": (float, "taken off the logits of generated tokens for each time; 0 is off"),
+    "seed": (int, "same seed, same text, whichever drafter; drawn and shown when left out"),
+}
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="longdraft generate", description="Decode a prompt with any drafter.")
-    add = parser.add_argument
+    add = parser.add_argument_group("model").add_argument
     add("--target", help="a folder, a hub name, a .gguf file or smollm2-135m (default: the draft's own target)")
     add("--gguf-file", help="with --target: name of a .gguf file inside it")
-    add("--draft", help="draft folder that `longdraft export` wrote")
-    add("--drafter", nargs="+", help="one or more; default: tokenswift with --draft, else plain")
+    add("--dtype", choices=("fp32", "bf16"), default="bf16")
+    add("--device", help="default: cuda where there is one")
+    add("--max-length", type=int, help="most positions of prompt and text (default: the target's)")
+    add("--prefill-chunk", type=int, help="rows of a pass over the prompt (default: 512)")
+    add = parser.add_argument_group("prompt").add_argument
     add("--prompt", help="text; - or nothing reads standard input")
     add("--prompt-file", type=Path, help="a text file")
     add("--heldout", type=Path, metavar="DATA", help="take the prompt from the held-out rows of a prepared folder")
     add("--row", type=int, help="with --heldout: which row (default: the first)")
     add("--prompt-tokens", type=int, help="use only the first so many tokens of the prompt")
-    add("--nodes", type=int, help="tokenswift: size of the tree (default: what pays by the measured pass times)")
-    add("--dtype", choices=("fp32", "bf16"), default="bf16")
-    add("--device", help="default: cuda where there is one")
-    add("--max-new-tokens", type=int, default=256)
-    add("--temperature", type=float, default=0.0, help="0 is greedy")
-    add("--top-k", type=int, default=0)
-    add("--top-p", type=float, default=1.0)
-    add("--min-p", type=float, default=0.0)
-    add("--seed", type=int, help="same seed, same text, whichever drafter; drawn and shown when left out")
+    add("--chat", action="store_true", help="the prompt is a user's message in the target's chat template")
+    add("--system", help="with --chat: the system message")
+    add = parser.add_argument_group("drafting (speed only, never the text)").add_argument
+    many: dict[str, Any] = {"nargs": "+", "action": "extend"}
+    add("--drafter", help="one or more, a+b for several in one tree; default: the draft's own, else plain", **many)
+    add("--draft", help="draft folder that `longdraft export` wrote")
+    own = "a drafter's own; DRAFTER.KEY=VALUE for one of several"
+    add("--option", default=[], metavar="KEY=VALUE", help=own, **many)
+    add("--nodes", help="proposed nodes that a step verifies: auto (the default: what pays), all, or a number at most")
+    add = parser.add_argument_group("sampling").add_argument
+    for name, (kind, text) in NUMBERS.items():
+        add(f"--{name.replace('_', '-')}", type=kind, metavar="N" if kind is int else "X", help=text)
+    add("--ban", type=int, metavar="TOKEN_ID", dest="banned_token_ids", help="never choose these", **many)
+    add("--stop", metavar="STRING", dest="stop_strings", help="end before these; $'\\n' is a new line", **many)
+    add("--stop-id", type=int, metavar="TOKEN_ID", dest="stop_token_ids", help="end behind these tokens", **many)
+    add("--ignore-eos", action="store_true", default=None, help="go on after the target's end tokens")
+    add = parser.add_argument_group("output").add_argument
+    add("--json", action="store_true", help="instead of the text one JSON object: text, tokens, reason, statistics")
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit status."""
+    """Returns the exit status: 2 after an error, 130 after Ctrl-C."""
     parser = _parser()
     args = parser.parse_args(argv)
     try:
@@ -43,64 +87,214 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"{parser.prog}: error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print(f"{parser.prog}: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # Who read the text has left. What is buffered has nowhere to go, and Python would say so at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
 
 
 def _generate(args: argparse.Namespace) -> int:
     # Here, not above: --help and a wrong argument should not wait for torch.
-    from longdraft.infer.engine import Engine
-    from longdraft.infer.sampling import SamplingParams, draw_seed
-    from longdraft.launch.runtime import open_target, paying_tree_of, prompt_tokens, target_source, tree_of
+    from longdraft.launch import runtime
 
-    drafters = args.drafter or (["tokenswift"] if args.draft else ["plain"])
-    if args.nodes is not None and "tokenswift" not in drafters:
-        raise ValueError("--nodes: the size of tokenswift's tree, which is not among the drafters")
+    # What can be wrong is found before the model is loaded.
+    names = runtime.drafter_names(args.drafter, args.draft)
+    options = runtime.read_options(args.option)
+    runtime.check_options(names, options)
+    nodes = runtime.node_budget(args.nodes or "auto")
+    if args.nodes is not None and names == ["plain"]:
+        raise ValueError(f"--nodes: {args.nodes}, but plain decoding verifies none; name a --drafter")
+    params, text = _sampling(args), _prompt_text(args)
+    target = runtime.open_target(
+        *runtime.target_source(args.target, args.gguf_file, args.draft), args.dtype, args.device
+    )
+    prompt = _prompt_tokens(args, target, text)
+    settings = {"nodes": nodes, "max_length": args.max_length, "prefill_chunk": args.prefill_chunk}
+    settings = {name: value for name, value in settings.items() if value is not None or name == "nodes"}
+    screen = Screen(args.json, several=len(names) > 1)
+    if not args.chat:
+        screen.prompt(target.tokenizer.decode(prompt))
+    done: dict[str, Generation] = {}
+    for name in names:
+        own, draft = runtime.options_for(name, options), runtime.draft_for(name, args.draft)
+        done[name] = _run(screen, target, name, prompt, params, draft=draft, options=own, **settings)
+        if done[name].finish_reason == "cancelled":
+            break
+    screen.end(done, args.dtype, complete=len(done) == len(names))
+    return INTERRUPTED if any(generation.finish_reason == "cancelled" for generation in done.values()) else 0
+
+
+def _sampling(args: argparse.Namespace) -> "SamplingParams":
+    from longdraft.infer.sampling import SamplingParams, draw_seed
+
+    names = (*NUMBERS, "banned_token_ids", "stop_strings", "stop_token_ids", "ignore_eos")
+    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    params = SamplingParams(**given)
+    return replace(params, seed=draw_seed()) if params.seed is None else params
+
+
+def _prompt_text(args: argparse.Namespace) -> str | None:
+    """The text that was given or is read from a file or standard input; None for a held-out row."""
+    from longdraft.launch.runtime import read_text
+
+    if sum(given is not None for given in (args.prompt, args.prompt_file, args.heldout)) > 1:
+        raise ValueError("give one of --prompt, --prompt-file and --heldout")
     if args.row is not None and args.heldout is None:
         raise ValueError("--row: a row of --heldout, which is not given")
-    params = SamplingParams(
-        args.temperature, args.top_k, args.top_p, args.min_p, args.seed, max_new_tokens=args.max_new_tokens
-    )
-    params = replace(params, seed=draw_seed() if params.seed is None else params.seed)
-    target = open_target(*target_source(args.target, args.gguf_file, args.draft), args.dtype, args.device)
-    prompt = prompt_tokens(args, target)
-    if sys.stdout.isatty():
-        print(f"\033[2m{target.tokenizer.decode(prompt)[-600:]}\033[0m", end="")
-    texts = []
-    for name in drafters:
-        if len(drafters) > 1:
-            print(f"\n--- {name} ---", flush=True)
-        draft, options = None if name == "plain" else args.draft, {}
-        if name == "tokenswift" and draft:
-            shape = paying_tree_of(target, draft, len(prompt)) if args.nodes is None else tree_of(draft, args.nodes)
-            options = {"shape": shape}
-        engine = Engine(target, name, draft, options=options)
-        generation = _stream(engine, prompt, params)
-        texts.append(generation.tokens)
+    if args.system is not None and not args.chat:
+        raise ValueError("--system: the system message of a --chat, which is not asked for")
+    if args.chat and (args.heldout is not None or args.prompt_tokens is not None):
+        raise ValueError("--chat: a whole message; not with --heldout or --prompt-tokens")
+    if args.prompt_tokens is not None and args.prompt_tokens < 1:
+        raise ValueError(f"--prompt-tokens: {args.prompt_tokens}; a prompt has at least 1")
+    if args.heldout is not None:
+        return None
+    if args.prompt_file is not None:
+        text, source = read_text(args.prompt_file, "--prompt-file"), f"--prompt-file: {args.prompt_file}"
+    elif args.prompt in (None, "-"):
+        if sys.stdin.isatty():
+            print("Reading the prompt from the terminal, to its end (Ctrl-D)", file=sys.stderr)
+        try:
+            text, source = sys.stdin.read(), "standard input"
+        except UnicodeDecodeError as error:
+            raise ValueError(f"standard input is no text: {error}") from error
+    else:
+        text, source = args.prompt, "--prompt"
+    if not text:
+        raise ValueError(f"{source} is empty; a prompt has at least one token")
+    return text
+
+
+def _prompt_tokens(args: argparse.Namespace, target: "Target", text: str | None) -> list[int]:
+    """The prompt as token ids."""
+    from longdraft.infer.requests import prompt_tokens
+    from longdraft.launch.runtime import heldout_rows, used_tokens
+
+    if target.tokenizer is None:
+        raise ValueError(f"{target.name} has no tokenizer files, so no text can be shown; add the tokenizer's")
+    if text is None:
+        rows = heldout_rows(args.heldout)
+        if not 0 <= (args.row or 0) < len(rows):
+            raise ValueError(f"--row: {args.row}, but {rows.folder} has rows 0 to {len(rows) - 1}")
+        tokens = used_tokens(rows[args.row or 0])
+    elif args.chat:
+        system = [] if args.system is None else [{"role": "system", "content": args.system}]
+        tokens = prompt_tokens(target, [*system, {"role": "user", "content": text}], "--chat")
+    else:
+        tokens = prompt_tokens(target, text)
+    return tokens[: args.prompt_tokens]
+
+
+def _run(
+    screen: "Screen", target: "Target", name: str, prompt: list[int], params: "SamplingParams", **settings
+) -> "Generation":
+    """Decode with one drafter and print the text as it comes; Ctrl-C ends it with what there is."""
+    from longdraft.infer.engine import Engine
+
+    engine = Engine(target, name, log=lambda line: print(line, file=sys.stderr, flush=True), **settings)
+    screen.begin(name, target, params)
+    with _ctrl_c(engine) as interrupted:
+        for piece in engine.stream([prompt], params):
+            screen.show(piece)
+            if piece.generation:
+                screen.finish(name, piece.generation)
+                return piece.generation
+            if interrupted.is_set():  # again: the engine may have been starting
+                engine.cancel(0)
+    raise AssertionError("the stream ended without a generation")
+
+
+@contextmanager
+def _ctrl_c(engine: "Engine") -> Iterator[threading.Event]:
+    """The first Ctrl-C cancels the generation after its running step; a second one interrupts as ever."""
+    interrupted = threading.Event()
+    if threading.current_thread() is not threading.main_thread():  # signals are the main thread's
+        yield interrupted
+        return
+    before = signal.getsignal(signal.SIGINT)
+
+    def cancel(number, frame) -> None:
+        signal.signal(signal.SIGINT, before)
+        interrupted.set()
+        engine.cancel(0)
+
+    signal.signal(signal.SIGINT, cancel)
+    try:
+        yield interrupted
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+class Screen:
+    """Prints generations: coloured on a terminal (NO_COLOR: without), as they come; or all at the end as JSON."""
+
+    def __init__(self, as_json: bool, several: bool):
+        self._json, self._several = as_json, several
+        self._terminal = sys.stdout.isatty() and not as_json
+        self._colour = self._terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+    def prompt(self, text: str) -> None:
+        """The end of the prompt, on a terminal."""
+        if self._terminal:
+            self._write(text[-SHOWN_PROMPT:], DIM)
+
+    def begin(self, name: str, target: "Target", params: "SamplingParams") -> None:
+        """The next drafter's text comes."""
+        from longdraft.infer.text import ShownText
+
+        self._text = ShownText(target.tokenizer, params.stop_strings)
+        if self._several and not self._json:
+            self._write(f"\n--- {name} ---\n")
+
+    def show(self, piece: "Piece") -> None:
+        """Text that a piece adds; a token's colour says whether a drafter proposed it."""
+        for i, token in enumerate(piece.tokens):
+            self._write(self._text.push([token]) if not self._json else "", DRAFTED if i < piece.accepted else OWN)
+
+    def finish(self, name: str, generation: "Generation") -> None:
+        """The text's rest, and the figures."""
+        assert generation.text is not None
+        if not self._json:
+            self._write(self._text.finish(generation.text), OWN)
+            self._write("\n")
+        accepted = sum(generation.stats.accepted_at_depth)
+        colours = f" ({DRAFTED}{accepted} drafted{PLAIN}, {OWN}the target's own{PLAIN})" if self._colour else ""
         print(
-            f"\n[{name}: {len(generation.tokens)} tokens, {generation.tokens_per_second:.1f} tokens/s, "
+            f"[{name}: {len(generation.tokens)} tokens{colours}, {generation.tokens_per_second:.1f} tokens/s, "
             f"{generation.tokens_per_step:.2f} tokens/step, ended by {generation.finish_reason}, "
             f"seed {generation.seed}]",
             file=sys.stderr,
             flush=True,
         )
-    if len(texts) > 1:
+
+    def end(self, done: "dict[str, Generation]", dtype: str, complete: bool) -> None:
+        """The verdict over several drafters, and the JSON."""
+        texts = [generation.tokens for generation in done.values()]
         same = all(tokens == texts[0] for tokens in texts)
-        print(f"\nSame tokens from {', '.join(drafters)} ({args.dtype}): {'yes' if same else 'NO'}", file=sys.stderr)
-    return 0
+        if self._several and complete:
+            print(f"\nSame tokens from {', '.join(done)} ({dtype}): {'yes' if same else 'NO'}", file=sys.stderr)
+        if self._json:
+            objects = [_as_json(name, generation) for name, generation in done.items()]
+            shown = {"generations": objects, "same_tokens": same if complete else None} if self._several else objects[0]
+            print(json.dumps(shown), flush=True)
+
+    def _write(self, text: str, colour: str = "") -> None:
+        if text:
+            sys.stdout.write(f"{colour}{text}{PLAIN}" if colour and self._colour else text)
+            sys.stdout.flush()
 
 
-def _stream(engine, prompt, params):
-    """Print the text as it comes; returns the Generation."""
-    import torch
-    from transformers import TextStreamer
-
-    streamer = TextStreamer(engine.target.tokenizer, skip_special_tokens=True)
-    for piece in engine.stream([prompt], params):
-        if piece.tokens:
-            streamer.put(torch.tensor(piece.tokens))
-        if piece.generation:
-            streamer.end()
-            return piece.generation
-    raise AssertionError("the stream ended without a generation")
+def _as_json(name: str, generation: "Generation") -> dict:
+    return {
+        "drafter": name,
+        "text": generation.text,
+        "tokens": generation.tokens,
+        "finish_reason": generation.finish_reason,
+        "statistics": dict(generation.summary()),
+    }
 
 
 if __name__ == "__main__":

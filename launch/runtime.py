@@ -1,15 +1,16 @@
-"""What generate and bench share: opening the target that was asked for, prompts, the tree's size from the arguments."""
+"""What generate and bench share: opening the target that was asked for, texts, drafters and their options."""
 
-import argparse
+import json
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from longdraft.data_prep.shards import ShardSet
-from longdraft.infer.measure import paying_tree, width_curve
-from longdraft.infer.shape import TreeShape, likeliest_nodes
-from longdraft.models.draft_folder import load_draft, read_info
+from longdraft.infer.drafters.build import DRAFTERS, TRAINED
+from longdraft.models.draft_folder import CONFIG, read_info
 from longdraft.models.hf import Target, load_target
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -34,35 +35,75 @@ def open_target(path: str, gguf_file: str | None, dtype: str, device: str | None
     return load_target(path, DTYPES[dtype], device, gguf_file)
 
 
-def rates(draft: str) -> list[list[float]]:
-    """How often each head's ranks were the target's own choice on held-out text, as the draft folder says."""
-    tree = read_info(draft).tree
-    found = tree.get("choice_rates")
-    if not found:
-        raise ValueError(
-            f"{draft}: exported before its run's first held-out evaluation, so no tree can be chosen; train on to a "
-            "step that heldout.every divides, and export again"
-        )
-    return found
+def drafter_names(given: Sequence[str] | None, draft: str | None) -> list[str]:
+    """The drafters that were named, checked; else the one that the draft folder is made for, else plain."""
+    if given is None:
+        return ["plain"] if draft is None else [draft_method(draft)]
+    for part in "+".join(given).split("+"):
+        if part not in DRAFTERS:
+            known = ", ".join(DRAFTERS)
+            raise ValueError(f"--drafter: unknown name {part!r}; known: {known}, or several as a+b in one tree")
+    if len(set(given)) < len(given):
+        raise ValueError(f"--drafter: {', '.join(given)}: name each once")
+    return list(given)
 
 
-def tree_of(draft: str, nodes: int) -> TreeShape:
-    """The tree of the `nodes` likeliest nodes for this draft folder."""
-    if nodes < 1:
-        raise ValueError(f"--nodes: {nodes}, but a tree has at least 1 node; for none, use the plain drafter")
-    return likeliest_nodes(rates(draft), nodes)
+def draft_method(draft: str) -> str:
+    """The method that a draft folder says it is a draft of, which is its drafter's name."""
+    read_info(draft)  # names a folder that is none
+    return json.loads((Path(draft) / CONFIG).read_text(encoding="utf-8"))["method"]
 
 
-def paying_tree_of(target: Target, draft: str, context: int) -> TreeShape:
-    """The tree that pays on this machine, from a short width curve; says so."""
-    curve = width_curve(target, context, widths=(1, 2, 3, 4, 6, 8, 16, 40), repeats=2)
-    shape, expected = paying_tree(target, load_draft(draft, target), rates(draft), curve)
-    print(
-        f"Tree of {len(shape.nodes)} nodes, which pays best by this machine's pass times: {expected:.2f}x plain "
-        "decoding expected (--nodes sets another)",
-        file=sys.stderr,
-    )
-    return shape
+def draft_for(name: str, draft: str | None) -> str | None:
+    """The draft folder, for a drafter that takes one."""
+    return draft if TRAINED.intersection(name.split("+")) else None
+
+
+def read_options(given: Sequence[str]) -> dict[str, Any]:
+    """Drafter options from KEY=VALUE: whole numbers, numbers, true and false are read as such, the rest is text."""
+    options = {}
+    for pair in given:
+        key, equals, text = pair.partition("=")
+        if not (key and equals):
+            raise ValueError(f"--option: {pair!r}; write KEY=VALUE, or DRAFTER.KEY=VALUE for one of several drafters")
+        if key in options:
+            raise ValueError(f"--option: {key} is given twice")
+        options[key] = _typed(text)
+    return options
+
+
+def _typed(text: str) -> Any:
+    if text in ("true", "false"):
+        return text == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def options_for(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """What of the options is this drafter's: those without a drafter's name, and those with its own or a part's."""
+    if name == "plain":
+        return {}
+    return {key: value for key, value in options.items() if "." not in key or key.split(".")[0] in name.split("+")}
+
+
+def check_options(names: Sequence[str], options: Mapping[str, Any]) -> None:
+    """Raise ValueError for an option that is no drafter's here."""
+    for key in options:
+        if not any(key in options_for(name, options) for name in names):
+            raise ValueError(f"--option: {key} is for none of the drafters {', '.join(names)}; leave it out")
+
+
+def node_budget(text: str) -> int | str | None:
+    """`Engine`'s nodes: "auto", a number, or None for all."""
+    if text in ("auto", "all"):
+        return "auto" if text == "auto" else None
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(f"--nodes: {text!r}; give auto, all or a number from 1 on; for no nodes use the plain drafter")
+    return int(text)
 
 
 def heldout_rows(data: str | Path) -> ShardSet:
@@ -87,19 +128,22 @@ def used_tokens(row: dict) -> list[int]:
     return row["tokens"][: row["borders"][-1]].tolist()
 
 
-def prompt_tokens(args: argparse.Namespace, target: Target) -> list[int]:
-    """The one prompt that the arguments name, as token ids."""
-    if sum(given is not None for given in (args.prompt, args.prompt_file, args.heldout)) > 1:
-        raise ValueError("give one of --prompt, --prompt-file and --heldout")
-    if args.heldout is not None:
-        rows = heldout_rows(args.heldout)
-        if not 0 <= (args.row or 0) < len(rows):
-            raise ValueError(f"--row: {args.row}, but {rows.folder} has rows 0 to {len(rows) - 1}")
-        tokens = used_tokens(rows[args.row or 0])
-    else:
-        if args.prompt_file is not None:
-            text = args.prompt_file.read_text(encoding="utf-8")
-        else:
-            text = sys.stdin.read() if args.prompt in (None, "-") else args.prompt
-        tokens = target.tokenizer(text).input_ids
-    return tokens[: args.prompt_tokens]
+def file_texts(target: Target, files: Sequence[Path], length: int) -> list[list[int]]:
+    """The first `length` tokens of each file."""
+    if target.tokenizer is None:
+        raise ValueError("--text-file: this target has no tokenizer to read text with; use --data")
+    texts = [target.tokenizer(read_text(file, "--text-file")).input_ids[:length] for file in files]
+    for file, text in zip(files, texts, strict=True):
+        if len(text) < 2:
+            raise ValueError(f"--text-file: {file} has {len(text)} tokens; give a text of at least 2")
+    return texts
+
+
+def read_text(file: Path, option: str) -> str:
+    """A UTF-8 file's text; ValueError, with the option that named it, where there is none."""
+    try:
+        return file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{option}: {file} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{option}: {file} is no UTF-8 text: {error}") from error

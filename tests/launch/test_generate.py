@@ -1,0 +1,342 @@
+"""`longdraft generate` on a tiny real checkpoint: prompts, options, what goes where, Ctrl-C, pipes and errors."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from longdraft.infer.engine import Engine
+from longdraft.infer.sampling import SamplingParams
+from longdraft.launch import generate as module
+from longdraft.launch.generate import DRAFTED, OWN, PLAIN, main
+from longdraft.launch.runtime import check_options, node_budget, options_for, read_options
+from longdraft.models.hf import load_target
+
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
+PROMPT = "the cat sat on the log and "
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A random model whose tokenizer splits many characters into bytes, in Hugging Face's form."""
+    folder = tmp_path_factory.mktemp("generate")
+    text = "the cat sat on the mat and the dog sat on the log. " * 40 + "naïve 世界 🙂 "
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=290, special_tokens=["<|end|>"], initial_alphabet=alphabet)
+    tokenizer.train_from_iterator([text], trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", chat_template=TEMPLATE)
+    fast.save_pretrained(folder)
+    torch.manual_seed(3)
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = LlamaConfig(vocab_size=len(fast), num_key_value_heads=2, eos_token_id=0, initializer_range=0.3, **shape)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def target(folder):
+    return load_target(folder, torch.float32)
+
+
+@pytest.fixture
+def run(folder, capsys):
+    """(arguments, expected status) -> standard output and standard error."""
+
+    def call(*arguments, status=0):
+        given = ["--target", str(folder), "--dtype", "fp32", "--max-new-tokens", "24", *map(str, arguments)]
+        assert main(given) == status
+        return capsys.readouterr()
+
+    return call
+
+
+def generation(target, prompt=PROMPT, **values):
+    (found,) = Engine(target).generate([prompt], SamplingParams(**{"max_new_tokens": 24} | values))
+    return found
+
+
+def test_only_the_text_is_on_standard_output(run, target):
+    expected = generation(target)
+    shown = run("--prompt", PROMPT)
+    assert shown.out == expected.text + "\n"
+    assert "Loading" in shown.err and "memory for 1 sequences of" in shown.err and "24 tokens" in shown.err
+    assert "\033" not in shown.out + shown.err
+
+
+def test_every_sampling_option_reaches_the_engine(run, target):
+    """Each alone changes the text of a sampled generation as the engine says it does."""
+    base = {"temperature": 0.9, "seed": 11}
+    plain = generation(target, **base)
+    assert run("--prompt", PROMPT, "--temperature", 0.9, "--seed", 11).out == plain.text + "\n"
+    options = {
+        "top_k": 2,
+        "top_p": 0.3,
+        "min_p": 0.4,
+        "eta_cutoff": 0.9,
+        "contextual_penalty": 3.0,
+        "repetition_penalty": 2.5,
+        "presence_penalty": 5.0,
+        "frequency_penalty": 4.0,
+        "temperature": 3.0,
+        "seed": 12,
+        "banned_token_ids": plain.tokens[:2],
+        "stop_token_ids": plain.tokens[5:7],
+        "max_new_tokens": 7,
+    }
+    flags = {"banned_token_ids": "ban", "stop_token_ids": "stop-id"}
+    for name, value in options.items():
+        values = value if isinstance(value, list) else [value]
+        shown = run(
+            "--prompt",
+            PROMPT,
+            *["--temperature", 0.9, "--seed", 11],
+            f"--{flags.get(name, name).replace('_', '-')}",
+            *values,
+        )
+        expected = generation(target, **base | {name: value})
+        assert shown.out == expected.text + "\n" and expected.tokens != plain.tokens, name
+    both = run("--prompt", PROMPT, "--contextual-penalty", 3, "--contextual-window", 2, "--json")
+    expected = generation(target, contextual_penalty=3.0, contextual_window=2)
+    assert json.loads(both.out)["tokens"] == expected.tokens != generation(target, contextual_penalty=3.0).tokens
+
+
+def test_ends(run, target):
+    free = generation(target)
+    end = free.tokens[6]
+    assert target.eos_token_ids == (0,)
+    stopped = json.loads(run("--prompt", PROMPT, "--json", "--stop-id", end, "--stop-id", 5).out)
+    assert stopped["finish_reason"] == "stop" and stopped["tokens"] == free.tokens[: free.tokens.index(end) + 1]
+    limited = json.loads(run("--prompt", PROMPT, "--json", "--max-length", 20, "--prefill-chunk", 3).out)
+    assert limited["finish_reason"] == "capacity" and limited["tokens"] == free.tokens[: len(limited["tokens"])]
+    assert len(limited["tokens"]) == 20 - len(free.prompt)
+    eager = [*("--ban", *range(1, 290)), "--ignore-eos"]
+    assert json.loads(run("--prompt", PROMPT, "--json", *eager).out)["tokens"] == [0] * 24
+    assert json.loads(run("--prompt", PROMPT, "--json", *eager[:-1]).out)["tokens"] == [0]
+
+
+def test_a_stop_string_is_never_shown(run, target):
+    text = generation(target).text
+    assert text is not None
+    stop = text[9:13]
+    shown = run("--prompt", PROMPT, "--stop", "never comes", stop, "--drafter", "plain", "token_recycling")
+    parts = shown.out.split("\n--- ")
+    assert [part.split(" ---\n")[1] for part in parts[1:]] == [text[: text.index(stop)] + "\n"] * 2
+    assert "ended by stop" in shown.err and "Same tokens from plain, token_recycling (fp32): yes" in shown.err
+
+
+def test_json(run, target):
+    expected = generation(target, temperature=1.0, seed=2)
+    one = json.loads(run("--prompt", PROMPT, "--temperature", 1, "--seed", 2, "--json").out)
+    assert list(one) == ["drafter", "text", "tokens", "finish_reason", "statistics"]
+    assert (one["text"], one["tokens"], one["finish_reason"]) == (expected.text, expected.tokens, "length")
+    assert one["statistics"].keys() == expected.summary().keys() and one["statistics"]["seed"] == 2
+    many = json.loads(run("--prompt", PROMPT, "--json", "--drafter", "plain", "prompt_lookup+token_recycling").out)
+    assert many["same_tokens"] is True
+    assert [each["drafter"] for each in many["generations"]] == ["plain", "prompt_lookup+token_recycling"]
+    assert "nodes" in many["generations"][1]["statistics"]["decisions"]
+
+
+def test_prompts(run, target, tmp_path, monkeypatch):
+    expected = generation(target).text + "\n"
+    file = tmp_path / "prompt.txt"
+    file.write_text(PROMPT)
+    assert run("--prompt-file", file).out == expected
+    for arguments in ([], ["--prompt", "-"]):
+        monkeypatch.setattr("sys.stdin", file.open())
+        assert run(*arguments).out == expected
+    tokens = target.tokenizer(PROMPT).input_ids[:3]
+    assert run("--prompt", PROMPT, "--prompt-tokens", 3).out == generation(target, tokens).text + "\n"
+    chat = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello 世界"}]
+    shown = run("--prompt", "hello 世界", "--chat", "--system", "be brief")
+    assert shown.out == generation(target, chat).text + "\n"
+    assert shown.out != run("--prompt", "hello 世界", "--chat").out == generation(target, chat[1:]).text + "\n"
+
+
+def test_drafters_nodes_and_options(run):
+    plain = run("--prompt", PROMPT).out
+    for arguments in (
+        ["--drafter", "token_recycling", "--nodes", "all"],
+        ["--drafter", "token_recycling", "--nodes", "5", "--option", "nodes=20"],
+        ["--drafter", "prompt_lookup+token_recycling", "--option", "token_recycling.nodes=20", "--nodes", "auto"],
+    ):
+        assert run("--prompt", PROMPT, *arguments).out == plain
+
+
+def test_options_are_read_by_their_kind():
+    options = read_options(["a=1", "b=1.5", "c=true", "d=false", "e=always", "f=1e-3", "x.g=-2", "path=a=b"])
+    assert options == {"a": 1, "b": 1.5, "c": True, "d": False, "e": "always", "f": 1e-3, "x.g": -2, "path": "a=b"}
+    assert [type(value) for value in options.values()][:5] == [int, float, bool, bool, str]
+    assert options_for("x+y", {"a": 1, "x.g": 2, "z.h": 3}) == {"a": 1, "x.g": 2}
+    assert options_for("plain", {"a": 1}) == {}
+    check_options(["plain", "x"], {"a": 1, "x.g": 2})
+    assert [node_budget(text) for text in ("auto", "all", "7")] == ["auto", None, 7]
+    for wrong in ("0", "-1", "1.5", "many", ""):
+        with pytest.raises(ValueError, match="--nodes"):
+            node_budget(wrong)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--prompt x --prompt-file y", "give one of --prompt, --prompt-file and --heldout"),
+        ("--prompt-file {t}/none.txt", "--prompt-file: {t}/none.txt cannot be read: No such file"),
+        ("--prompt-file {t}", "cannot be read: Is a directory"),
+        ("--prompt-file {t}/binary", "--prompt-file: {t}/binary is no UTF-8 text"),
+        ("--prompt-file {t}/empty", "--prompt-file: {t}/empty is empty"),
+        ("--prompt=", "--prompt is empty"),
+        ("--prompt x --system y", "--system: the system message of a --chat"),
+        ("--prompt x --chat --prompt-tokens 3", "--chat: a whole message"),
+        ("--prompt x --prompt-tokens 0", "--prompt-tokens: 0"),
+        ("--prompt x --drafter eagle", "--drafter: unknown name 'eagle'; known: plain"),
+        ("--prompt x --drafter plain+eagle", "--drafter: unknown name 'eagle'"),
+        ("--prompt x --drafter plain plain", "--drafter: plain, plain: name each once"),
+        ("--prompt x --drafter token_recycling --nodes none", "--nodes: 'none'; give auto, all or a number"),
+        ("--prompt x --nodes 3", "--nodes: 3, but plain decoding verifies none"),
+        ("--prompt x --option nodes", "--option: 'nodes'; write KEY=VALUE"),
+        ("--prompt x --option nodes=3", "--option: nodes is for none of the drafters plain"),
+        ("--prompt x --option a=1 --option a=2 --drafter token_recycling", "--option: a is given twice"),
+        ("--prompt x --drafter token_recycling --option wings=2", "options: token_recycling does not know wings"),
+        ("--prompt x --drafter token_recycling --option plain.a=2", "--option: plain.a is for none"),
+        ("--prompt x --temperature -1", "temperature=-1.0 must be 0"),
+        ("--prompt x --temperature nan", "temperature=nan"),
+        ("--prompt x --top-p 0", "top_p=0.0"),
+        ("--prompt x --seed 99999999999999999999", "seed="),
+        ("--prompt x --max-new-tokens 0", "max_new_tokens=0"),
+        ("--prompt x --ban 290", "banned_token_ids must lie in 0..289"),
+        ("--prompt x --ban -1", "banned_token_ids"),
+        ("--prompt x --stop <|end|>", "the special token <|end|>, which is no text"),
+        ("--prompt x --max-length 1", "prompt 0 has 1 tokens; at most 0 fit"),
+        ("--prompt x --max-length 999999", "max_length=999999"),
+        ("--prompt x --prefill-chunk 0", "prefill_chunk=0"),
+        ("--prompt x --draft {t}", "holds no config.json"),
+        ("--prompt x --target {t}/nothing", "is no folder"),
+        ("--prompt x --target {t}/bare", "has no tokenizer files, so no text can be shown"),
+    ],
+)
+def test_errors_are_one_line_and_status_2(arguments, message, run, folder, tmp_path):
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    (tmp_path / "empty").touch()
+    (tmp_path / "bare").mkdir()
+    for name in ("config.json", "model.safetensors", "generation_config.json"):
+        (tmp_path / "bare" / name).symlink_to(folder / name)
+    shown = run(*arguments.format(t=tmp_path).split(), status=2)
+    error = [line for line in shown.err.splitlines() if not line.startswith(("Loading", "memory"))]
+    assert shown.out == "" and len(error) == 1, shown.err
+    assert error[0].startswith("longdraft generate: error: ") and message.format(t=tmp_path) in error[0]
+
+
+class Terminal:
+    """Standard output that says it is a terminal."""
+
+    def __init__(self):
+        self.text = ""
+
+    def write(self, text):
+        self.text += text
+
+    def flush(self):
+        pass
+
+    def isatty(self):
+        return True
+
+
+def test_a_terminal_shows_whose_each_token_is(run, target, monkeypatch):
+    plain = generation(target).text
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr("sys.stdout", terminal := Terminal())
+    repeating = {"repetition_penalty": 0.3, "max_new_tokens": 60}
+    arguments = ["--repetition-penalty", 0.3, "--max-new-tokens", 60, "--drafter", "prompt_lookup", "--nodes", "all"]
+    shown = run("--prompt", PROMPT * 3, *arguments)
+    prompt, text = terminal.text.split(PLAIN, 1)
+    assert prompt == f"\033[2m{PROMPT * 3}" and DRAFTED in text and OWN in text
+    expected = generation(target, PROMPT * 3, **repeating)
+    for colour in (DRAFTED, OWN, PLAIN):
+        text = text.replace(colour, "")
+    assert text == expected.text + "\n" and f"{DRAFTED}" in shown.err
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setattr("sys.stdout", terminal := Terminal())
+    run("--prompt", PROMPT)
+    assert terminal.text == f"{PROMPT}{plain}\n"
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_ctrl_c_ends_with_what_there_is(run, monkeypatch, as_json):
+    """The signal comes after the third step of the first of two drafters."""
+    stream, steps = Engine.stream, []
+
+    def interrupted(self, prompts, params):
+        for piece in stream(self, prompts, params):
+            steps.append(piece)
+            if len(steps) == 3:
+                os.kill(os.getpid(), signal.SIGINT)
+            yield piece
+
+    monkeypatch.setattr(Engine, "stream", interrupted)
+    before = signal.getsignal(signal.SIGINT)
+    arguments = ["--prompt", PROMPT, "--drafter", "plain", "token_recycling", *(["--json"] if as_json else [])]
+    shown = run(*arguments, status=130)
+    assert signal.getsignal(signal.SIGINT) is before
+    assert "3 tokens" in shown.err and "ended by cancelled" in shown.err and "Same tokens" not in shown.err
+    if as_json:
+        result = json.loads(shown.out)
+        assert result["same_tokens"] is None and len(result["generations"]) == 1
+        assert (result["generations"][0]["finish_reason"], len(result["generations"][0]["tokens"])) == ("cancelled", 3)
+    else:
+        assert shown.out.startswith("\n--- plain ---\n") and "token_recycling" not in shown.out
+
+
+def test_a_second_ctrl_c_does_not_wait(run, monkeypatch):
+    def stuck(self, prompts, params):
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+        yield from ()
+
+    monkeypatch.setattr(Engine, "stream", stuck)
+    assert "longdraft generate: interrupted" in run("--prompt", PROMPT, status=130).err
+
+
+def test_it_runs_outside_of_the_main_thread(folder, capsys):
+    """Where no signal can be caught."""
+    status = []
+    arguments = ["--target", str(folder), "--prompt", PROMPT, "--max-new-tokens", "4"]
+    thread = threading.Thread(target=lambda: status.append(main(arguments)))
+    thread.start()
+    thread.join()
+    assert status == [0] and capsys.readouterr().out
+
+
+def test_pipes(folder, target, tmp_path):
+    """A real process: the prompt from a pipe, the text into one, a reader that leaves, and Ctrl-C from outside."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, module.__file__, "--target", str(folder), "--dtype", "fp32"]
+    finished = subprocess.run(
+        [*command, "--max-new-tokens", "24"], input=PROMPT.encode(), capture_output=True, env=environment
+    )
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stdout.decode() == generation(target).text + "\n"
+    endless = [*command, "--prompt", PROMPT, "--max-new-tokens", "2000", "--ignore-eos"]
+    process = subprocess.Popen(endless, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.read(10)
+    process.stdout.close()
+    error = process.stderr.read().decode()
+    assert process.wait(60) == 1 and "Traceback" not in error and "BrokenPipe" not in error
+    process = subprocess.Popen(endless, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
+    assert process.stdout is not None
+    process.stdout.read(10)
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 130 and b"ended by cancelled" in error and b"Traceback" not in error
