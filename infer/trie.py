@@ -17,10 +17,12 @@ class Trie:
 
     Attributes:
         tokens, parents, classes, depths: one entry a node; see TokenTree.
+        reach: of each node an integer whose bits are the node and all above it.
     """
 
     def __init__(self, root: int):
         self.tokens, self.parents, self.classes, self.depths = [root], [ROOT], [0], [0]
+        self.reach = [1]
         self._children: dict[tuple[int, int], int] = {}
         self._degrees = [0]
 
@@ -43,6 +45,7 @@ class Trie:
         self.parents.append(node)
         self.classes.append(kind)
         self.depths.append(self.depths[node] + 1)
+        self.reach.append(self.reach[node] | 1 << index)
         self._children[node, token] = index
         self._degrees[node] += 1
         self._degrees.append(0)
@@ -51,19 +54,21 @@ class Trie:
 
 def as_tree(tries: Sequence[Trie], device: torch.device | str = "cpu") -> TokenTree:
     """One sequence a trie, padded to the largest."""
-    batch, width = len(tries), max(len(trie) for trie in tries)
-    tokens, classes, depths = (np.zeros((batch, width), dtype=np.int64) for _ in range(3))
-    parents = np.full((batch, width), PAD, dtype=np.int64)
-    ancestors = np.zeros((batch, width, width), dtype=bool)
-    ancestors[:, range(width), range(width)] = True
-    for b, trie in enumerate(tries):
-        for part, values in ((tokens, trie.tokens), (parents, trie.parents), (classes, trie.classes)):
-            part[b, : len(trie)] = values
-        depths[b, : len(trie)] = trie.depths
-        reach = ancestors[b]
-        for node, parent in enumerate(trie.parents[1:], 1):
-            reach[node] |= reach[parent]
-    tree = TokenTree(*(torch.from_numpy(part).to(device) for part in (tokens, parents, classes)))
+    width = max(len(trie) for trie in tries)
+    size = -(-width // 8)
+    rows: list[list[list[int]]] = []
+    bits = bytearray()
+    for trie in tries:
+        pad = [0] * (width - len(trie))
+        rows.append([trie.tokens + pad, trie.parents + [PAD] * len(pad), trie.classes + pad, trie.depths + pad])
+        for seen in trie.reach:
+            bits += seen.to_bytes(size, "little")
+        for node in range(len(trie), width):
+            bits += (1 << node).to_bytes(size, "little")
+    packed = np.frombuffer(bits, dtype=np.uint8).reshape(len(tries), width, size)
+    ancestors = np.unpackbits(packed, axis=2, count=width, bitorder="little").view(bool)
+    tokens, parents, classes, depths = torch.tensor(rows, device=device).unbind(1)
+    tree = TokenTree(tokens, parents, classes)
     tree.__dict__["ancestors"] = torch.from_numpy(ancestors).to(device)
-    tree.__dict__["depths"] = torch.from_numpy(depths).to(device)
+    tree.__dict__["depths"] = depths
     return tree
