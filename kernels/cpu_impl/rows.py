@@ -23,7 +23,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-SOURCES = tuple(Path(__file__).parent / name for name in ("rows.c", "attention.inc", "noise.inc"))
+SOURCES = tuple(
+    Path(__file__).parent / name for name in ("rows.c", "attention_common.inc", "attention.inc", "noise.inc")
+)
 # No -ffast-math: it would let infinities and NaN through as if they could not occur, and flush denormals process-wide.
 FLAGS = ["-O3", "-march=native", "-ffp-contract=off", "-fopenmp", "-fPIC"]
 # Above these, a matrix product of the BLAS library and PyTorch's flash attention are faster: prefill, not decoding.
