@@ -23,6 +23,8 @@ from longdraft.models.kv_cache import KVCache
 # replaced token.
 GROUPS = (0, 1, 2, 3, 4, 5, 6, 8, 12, 20)
 RANKS = 3
+# Host memory of a table's entry for one token, where no n-gram comes twice (less where they do).
+ENTRY_BYTES = 200
 
 
 class PromptLookup(Drafter):
@@ -49,6 +51,9 @@ class PromptLookup(Drafter):
     @property
     def n_classes(self) -> int:
         return 1 + 2 * RANKS * len(GROUPS)
+
+    def memory_bytes(self, batch: int, capacity: int) -> dict[str, int]:
+        return {"prompt lookup's tables (host)": batch * capacity * self.max_ngram * ENTRY_BYTES}
 
     def begin(self, slots: Sequence[int], requests: Sequence[Request], cache: KVCache) -> None:
         if len(self._indices) != cache.batch:

@@ -94,7 +94,7 @@ def test_it_is_as_wide_and_deep_as_its_parts_and_asks_for_what_they_need(tiny_ta
     assert combined.needs == {"post_norm"}
     Engine(target, combined).generate([[1, 2, 3]], SamplingParams(max_new_tokens=3))
     assert combined.needs == {"logits"} and int((recycling.candidates[:, 0] >= 0).sum()) >= 3
-    assert combined.memory_bytes(1, 10) == recycling.memory_bytes(1, 10)
+    assert combined.memory_bytes(1, 10) == lookup.memory_bytes(1, 10) | recycling.memory_bytes(1, 10)
     pair = Combined([recycling, TokenRecycling(target)])
     assert sum(pair.memory_bytes(1, 10).values()) == 2 * sum(recycling.memory_bytes(1, 10).values())
     fixed = [Fixed([]), Fixed([])]
@@ -125,6 +125,19 @@ def test_it_gives_plain_decodings_tokens(tiny_target, temperature, slots):
         combined = Combined([PromptLookup(), TokenRecycling(target), wrong])
         ours = Engine(target, combined, slots=slots, nodes=nodes).generate(PROMPTS, params)
         assert [g.tokens for g in ours] == [g.tokens for g in plain]
+
+
+def test_tokens_that_the_host_reads_a_step_late_are_the_same(tiny_target):
+    """As on a GPU: host tables follow the device's history, not what the engine has read."""
+    target = tiny_target(vocab_size=61, dtype=torch.bfloat16)
+    params = [SamplingParams(temperature=1.0, seed=i, max_new_tokens=30 + i) for i in range(3)]
+    done = []
+    for lag in (0, 1):
+        engine = Engine(target, Combined([PromptLookup(), TokenRecycling(target)]), slots=2, nodes=31)
+        engine.lag = lag
+        done.append(engine.generate(PROMPTS, params))
+    assert [g.tokens for g in done[0]] == [g.tokens for g in done[1]]
+    assert [g.stats.steps for g in done[0]][:2] == [g.stats.steps for g in done[1]][:2]
 
 
 def test_together_they_take_fewer_steps_than_alone(tiny_target):

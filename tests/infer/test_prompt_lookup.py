@@ -1,5 +1,6 @@
 """Prompt lookup: what it proposes on texts made for it, that slots do not mix, and that it changes no token."""
 
+import tracemalloc
 from dataclasses import replace
 
 import pytest
@@ -108,6 +109,17 @@ def test_tokens_taken_back_are_forgotten():
     assert drafter.propose(state_of([sequence[:6]]), 9).paths()[0][0] == [3]
     other = [*sequence[:6], 3, 7, 3]
     assert drafter.propose(state_of([other]), 9).paths()[0][0] == [7]
+
+
+def test_the_memory_estimate_holds_where_nothing_repeats():
+    count, drafter = 5000, PromptLookup()
+    tokens = torch.randperm(count).tolist()
+    tracemalloc.start()
+    begun(drafter, [tokens])
+    used = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    (estimate,) = drafter.memory_bytes(1, count).values()
+    assert estimate / 2 < used < estimate
 
 
 def test_options_that_cannot_be():
