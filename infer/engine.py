@@ -166,16 +166,17 @@ class Engine:
 
     def _drop(self, lanes: list[Lane | None], waiting: deque[Request]) -> Iterator[Piece]:
         """End what was cancelled, on a slot or still waiting."""
-        for request in [request for request in waiting if request.index in self._cancelled]:
+        # Who reads a piece may cancel another prompt: that is for the next time.
+        cancelled, self._cancelled = self._cancelled, set()
+        for request in [request for request in waiting if request.index in cancelled]:
             waiting.remove(request)
             lane = Lane(request, self.target, self.max_length, 0.0, Statistics(), "cancelled")
             yield lane.piece([], 0, self._decisions)
         for slot, lane in enumerate(lanes):
-            if lane is not None and lane.request.index in self._cancelled:
+            if lane is not None and lane.request.index in cancelled:
                 lane.finish_reason, lanes[slot] = "cancelled", None
                 self._state.active[slot] = False
                 yield lane.piece([], 0, self._decisions)
-        self._cancelled.clear()
 
     def _fill(self, lanes: list[Lane | None], waiting: deque[Request]) -> None:
         """Give every free slot the next prompt."""

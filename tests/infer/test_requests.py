@@ -1,0 +1,339 @@
+"""The surface of requests: what they may be, when they end, and that neither neighbours nor slots change an answer."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from longdraft.infer.engine import Engine
+from longdraft.infer.sampling import SamplingParams
+
+NEW = 24
+TEMPLATE = (
+    "{% if messages[0].role == 'assistant' %}{{ raise_exception('the user comes first') }}{% endif %}"
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}>{% endif %}"
+)
+DRAFTERS = ["plain", "prompt_lookup", "token_recycling", "prompt_lookup+token_recycling"]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    """Bytes and a few words: characters and stop strings go over the borders of tokens."""
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=280, special_tokens=["<|end|>", "<|x|>"], initial_alphabet=alphabet)
+    backend.train_from_iterator(["the cat sat on the mat and the dog sat on the log. " * 20], trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|end|>", chat_template=TEMPLATE)
+
+
+@pytest.fixture
+def target(tiny_target, tokenizer):
+    found = tiny_target(vocab_size=280, std=0.3, eos_token_ids=(0,))
+    found.tokenizer = tokenizer
+    return found
+
+
+@pytest.fixture
+def alone(target):
+    """(prompt, params) -> what plain decoding makes of this request without neighbours."""
+    engine = Engine(target)
+    return lambda prompt, params: engine.generate([prompt], params)[0]
+
+
+def test_prompts_of_every_kind(target, tokenizer, alone):
+    chat = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sat"}]
+    ids = tokenizer("the cat sat").input_ids
+    params = SamplingParams(max_new_tokens=5)
+    found = Engine(target).generate(["the cat sat", ids, chat, torch.tensor(ids), tuple(ids)], params)
+    assert [generation.prompt for generation in found[:2] + found[3:]] == [ids] * 4
+    assert len({tuple(generation.tokens) for generation in found[:2] + found[3:]}) == 1
+    written = "<|user|>the cat\n<|assistant|>sat\n>"
+    assert found[2].prompt == tokenizer(written).input_ids and tokenizer.decode(found[2].prompt) == written
+    engine = Engine(target)
+    for one in ("the cat sat", chat, [chat]):
+        assert len(engine.generate(one, params)) == 1
+    assert [generation.prompt for generation in engine.generate(torch.tensor([ids, ids]), params)] == [ids, ids]
+    assert engine.generate([], params) == [] and list(engine.stream([])) == []
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        ("", "prompt 0 has no tokens"),
+        (["the", ""], "prompt 1 has no tokens"),
+        ([[1], []], "prompt 1 has no tokens"),
+        ([1, 2, 3], r"prompts: token ids where prompts belong; .*\[\[1, 2, 3\]\]"),
+        (torch.tensor([1, 2]), "prompts: token ids where prompts belong"),
+        ([[1, 280]], r"prompt 0: token ids must lie in 0\.\.279, got 1\.\.280"),
+        ([[1], [-1, 3]], r"prompt 1: token ids must lie in 0\.\.279, got -1\.\.3"),
+        ([[1.5]], "prompt 0 is .*; give a text, a list of token ids or a list of chat messages"),
+        ([None], "prompt 0 is None; give a text"),
+        ([["the", "cat"]], "prompt 0 is .*; give a text"),
+        ([[1, {"role": "user"}]], "prompt 0 is .*; give a text"),
+        ([[1] * 256], r"prompt 0 has 256 tokens; at most 255 fit, .*max_length=256, the target has 256 positions"),
+        ([[{"role": "assistant", "content": "hi"}]], "prompt 0: tiny-0's chat template refuses.*the user comes first"),
+    ],
+)
+def test_prompts_that_are_none(target, prompts, message):
+    engine = Engine(target)
+    with pytest.raises(ValueError, match=message):
+        engine.generate(prompts, SamplingParams(max_new_tokens=2))
+    assert len(engine.generate([[3]], SamplingParams(max_new_tokens=2))) == 1, "the engine goes on after an error"
+
+
+def test_text_needs_a_tokenizer_and_a_chat_its_template(target, tokenizer):
+    chat = [{"role": "user", "content": "hi"}]
+    target.tokenizer = None
+    for prompt in ("the cat", chat):
+        with pytest.raises(ValueError, match="prompt 0: a text needs a tokenizer, and this target has none"):
+            Engine(target).generate(prompt)
+    with pytest.raises(ValueError, match="stop_strings: this target has no tokenizer; use stop_token_ids"):
+        Engine(target).generate([[1]], SamplingParams(stop_strings=("a",)))
+    assert Engine(target).generate([[1]], SamplingParams(max_new_tokens=2))[0].text is None
+    target.tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
+    with pytest.raises(ValueError, match="a chat needs a chat template, and tiny-0's tokenizer has none"):
+        Engine(target).generate(chat)
+
+
+OUT_OF_RANGE = {
+    "temperature": [-0.1, float("nan"), float("inf"), 1e-9, "warm", None],
+    "top_k": [-1, 1.5, None, 2**63],
+    "top_p": [0, -0.5, 1.01, float("nan")],
+    "min_p": [-0.1, 1.0, float("nan")],
+    "eta_cutoff": [-1e-3, 1.0],
+    "max_new_tokens": [0, -5, 2.5, None],
+    "contextual_window": [0, -1, 0.5],
+    "contextual_penalty": [0.0, -1.0, float("inf")],
+    "repetition_penalty": [0.0, -1.0, float("nan")],
+    "presence_penalty": [float("inf"), "1"],
+    "frequency_penalty": [float("nan")],
+    "seed": [2**64, -(2**63) - 1, 1.5, "seed"],
+    "stop_token_ids": [5, "5", [-1], [1.5], [280]],
+    "banned_token_ids": [5, "ab", [-1], [0.5], [280], list(range(280))],
+    "stop_strings": ["text", [""], [5], [b"x"], ["a", "b<|x|>"]],
+}
+
+
+@pytest.mark.parametrize("name", OUT_OF_RANGE)
+def test_parameters_out_of_range_are_named(target, name):
+    engine = Engine(target)
+    for value in OUT_OF_RANGE[name]:
+        with pytest.raises(ValueError, match=name):
+            engine.generate([[1, 2]], SamplingParams(**{name: value}))
+
+
+def test_params_are_one_or_one_a_prompt(target):
+    engine, two = Engine(target), [[1], [2]]
+    with pytest.raises(ValueError, match="params: 1 SamplingParams for 2 prompts; give one, or one a prompt"):
+        engine.generate(two, [SamplingParams()])
+    with pytest.raises(ValueError, match="params: 'temperature' for prompt 0; give SamplingParams"):
+        engine.generate([[1]], {"temperature": 0.5})
+    for settings_ in ({"slots": 0}, {"max_length": 0}, {"max_length": 257}, {"prefill_chunk": 0}, {"nodes": 0}):
+        with pytest.raises(ValueError, match=next(iter(settings_))):
+            Engine(target, **settings_)
+
+
+def reference(target, prompt, params, max_length):
+    """Greedy decoding with bans, stop ids and stop strings, written out: every pass over the whole sequence."""
+    tokens, ends = list(prompt), set(params.stop_token_ids)
+    if not params.ignore_eos:
+        ends |= set(target.eos_token_ids)
+    while True:
+        logits = target.model(torch.tensor([tokens])).logits[0, -1]
+        logits[list(params.banned_token_ids)] = -torch.inf
+        tokens.append(int(logits.argmax()))
+        new = tokens[len(prompt) :]
+        text = target.tokenizer.decode(new, skip_special_tokens=True).rstrip("\N{REPLACEMENT CHARACTER}")
+        found = [text.index(string) for string in params.stop_strings if string in text]
+        if tokens[-1] in ends:
+            return new, target.tokenizer.decode(new, skip_special_tokens=True), "stop"
+        if found:
+            return new, text[: min(found)], "stop"
+        if len(new) == params.max_new_tokens or len(tokens) == max_length:
+            reason = "length" if len(new) == params.max_new_tokens else "capacity"
+            return new, target.tokenizer.decode(new, skip_special_tokens=True), reason
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_ends_are_as_written_out(target, drafter):
+    """Stop strings across the borders of tokens and ones that never come, stop ids, bans, lengths; all in one batch."""
+    prompts = ["the cat sat on the mat and the dog", [5], "the log. the log. the log.", "a", "sat on", "the", "dog the"]
+    words = [target.tokenizer.decode([token]) for token in range(280)]
+    ugly = tuple(i for i, word in enumerate(words) if i < 2 or not (word.isascii() and word.isprintable()))
+    base = SamplingParams(max_new_tokens=NEW, banned_token_ids=ugly)
+    free = Engine(target).generate(prompts, base)
+    cut = [generation.text[7:10] for generation in free]
+    params = [
+        replace(base, stop_strings=(cut[0], "never comes")),
+        replace(base, stop_strings=("never comes", "nor this")),
+        replace(base, stop_strings=(cut[2][:1], cut[2])),
+        replace(base, stop_token_ids=(free[3].tokens[8], 279)),
+        replace(base, banned_token_ids=(*ugly, *free[4].tokens[:5]), stop_strings=(cut[4],)),
+        SamplingParams(max_new_tokens=200),
+        replace(base, max_new_tokens=1, stop_strings=(free[6].text[:1],)),
+    ]
+    found = Engine(target, drafter, slots=3, max_length=90).generate(prompts, params)
+    for prompt, asked, generation in zip(prompts, params, found, strict=True):
+        ids = target.tokenizer(prompt).input_ids if isinstance(prompt, str) else prompt
+        assert (generation.tokens, generation.text, generation.finish_reason) == reference(target, ids, asked, 90)
+    assert {generation.finish_reason for generation in found} >= {"stop", "length"}
+    assert len(found[0].tokens) < NEW and len(found[1].tokens) == NEW
+    assert not any(cut[0] in words[token] for token in found[0].tokens), "it lies across the borders of tokens"
+
+
+def test_a_stop_string_of_the_prompt_does_not_stop(target, alone):
+    text = "the cat sat on the mat"
+    free = alone(text, SamplingParams(max_new_tokens=NEW))
+    stop = next(word for word in ("cat", "mat", "at on", "the") if word not in free.text)
+    assert alone(text, SamplingParams(max_new_tokens=NEW, stop_strings=(stop,))).tokens == free.tokens
+
+
+def test_bans_hold_whatever_is_sampled(target):
+    allowed = {7, 30, 31, 99}
+    banned = tuple(set(range(280)) - allowed)
+    for sampling in ({}, {"temperature": 5.0, "seed": 3}, {"repetition_penalty": 4.0}):
+        params = SamplingParams(max_new_tokens=NEW, banned_token_ids=banned, **sampling)
+        for generation in Engine(target, "token_recycling").generate([[1], [0, 7]], params):
+            assert set(generation.tokens) <= allowed and len(generation.tokens) == NEW
+    only = SamplingParams(max_new_tokens=5, banned_token_ids=tuple(range(1, 280)))
+    assert Engine(target).generate([[4]], only)[0].tokens == [0], "the end token is all that is left"
+    assert Engine(target).generate([[4]], replace(only, ignore_eos=True))[0].tokens == [0] * 5
+
+
+def test_seeds_of_64_bits(target, alone):
+    params = SamplingParams(temperature=1.5, max_new_tokens=NEW)
+    texts = {}
+    for seed in (0, 1, -1, 2**32, 2**63 - 1, 2**63, 2**64 - 1, -(2**63)):
+        first, second = (alone([3, 4], replace(params, seed=seed)) for _ in range(2))
+        assert first.tokens == second.tokens and first.seed == seed
+        texts[seed % 2**64] = tuple(first.tokens)
+    assert len(texts) == len(set(texts.values())) == 6, "the 64 bits are the seed"
+    drawn = alone([3, 4], params)
+    assert alone([3, 4], replace(params, seed=drawn.seed)).tokens == drawn.tokens
+    assert alone([3, 4], params).seed != drawn.seed
+
+
+def test_lengths_at_the_edge(target, alone):
+    generous = SamplingParams(max_new_tokens=2**40, ignore_eos=True)
+    for length, expected in ((1, 9), (8, 2), (9, 1)):
+        (found,) = Engine(target, "token_recycling", max_length=10).generate([[5] * length], generous)
+        assert (len(found.tokens), found.finish_reason) == (expected, "capacity")
+        assert found.tokens == alone([5] * length, replace(generous, max_new_tokens=expected)).tokens
+    assert len(alone([7], SamplingParams(max_new_tokens=1)).tokens) == 1
+
+
+def test_more_prompts_than_slots(target, alone):
+    prompts = [[3 + i] * (1 + 5 * (i % 3)) for i in range(11)]
+    params = [SamplingParams(max_new_tokens=1 + 3 * (i % 4), ignore_eos=True) for i in range(11)]
+    expected = [alone(*request).tokens for request in zip(prompts, params, strict=True)]
+    for settings_ in ({"slots": 1}, {"slots": 4}, {"slots": 16}, {}):
+        found = Engine(target, "token_recycling", **settings_).generate(prompts, params)
+        assert [generation.index for generation in found] == list(range(11))
+        assert [generation.tokens for generation in found] == expected
+
+
+def cancelled(engine, prompts, params, rules):
+    """Stream, calling `cancel` by rules {(index, tokens so far): index to cancel}; the generations by index."""
+    found, counts = {}, dict.fromkeys(range(len(prompts)), 0)
+    for piece in engine.stream(prompts, params):
+        counts[piece.index] += len(piece.tokens)
+        assert piece.index not in found, "a finished prompt has no more pieces"
+        if piece.generation:
+            found[piece.index] = piece.generation
+        for index in rules(piece, counts[piece.index]):
+            engine.cancel(index)
+    return found
+
+
+@pytest.mark.parametrize("drafter", ["plain", "token_recycling"])
+def test_cancellation_mid_stream(target, alone, drafter):
+    prompts, params = [[9, 5], [4], [8] * 7, [2, 2], [6]], SamplingParams(max_new_tokens=NEW, ignore_eos=True)
+    free = [alone(prompt, params).tokens for prompt in prompts]
+
+    def rules(piece, count):
+        if piece.index == 0 and count >= 4 and not piece.generation:
+            return [0, 3, 99]  # itself, one that waits, one that is none
+        return []
+
+    engine = Engine(target, drafter, slots=2)
+    for _ in range(2):  # nothing of a call is left for the next one
+        found = cancelled(engine, prompts, params, rules)
+        assert sorted(found) == list(range(5))
+        assert [found[i].tokens for i in (1, 2, 4)] == [free[i] for i in (1, 2, 4)]
+        assert all(found[i].finish_reason == "length" for i in (1, 2, 4))
+        assert (found[3].tokens, found[3].text, found[3].finish_reason) == ([], "", "cancelled")
+        kept = found[0].tokens
+        assert found[0].finish_reason == "cancelled" and 4 <= len(kept) < NEW and kept == free[0][: len(kept)]
+        assert found[0].text == target.tokenizer.decode(kept, skip_special_tokens=True)
+        assert found[0].summary()["new_tokens"] == len(kept)
+
+
+def test_cancelling_from_the_piece_of_a_cancelled_one(target):
+    """The last to be cancelled sits on a slot that the engine has already passed by."""
+    params = SamplingParams(max_new_tokens=200, ignore_eos=True)
+
+    def rules(piece, count):
+        if piece.generation and piece.index == 1:
+            return [0]
+        return [1] if piece.index == 0 and count == 3 else []
+
+    found = cancelled(Engine(target), [[9, 5], [4]], params, rules)
+    assert [found[i].finish_reason for i in range(2)] == ["cancelled"] * 2
+
+
+def test_a_closed_stream_leaves_a_usable_engine(target, alone):
+    engine, params = Engine(target, "token_recycling"), SamplingParams(max_new_tokens=NEW)
+    stream = engine.stream([[5, 6], [7]], params)
+    next(stream)
+    with pytest.raises(RuntimeError, match="decoding already"):
+        engine.generate([[1]], params)
+    stream.close()
+    assert engine.generate([[5, 6]], params)[0].tokens == alone([5, 6], params).tokens
+
+
+def requests():
+    """Prompts and parameters over their whole ranges."""
+    params = st.builds(
+        SamplingParams,
+        temperature=st.sampled_from([0.0, 0.0, 1e-6, 0.7, 1.0, 20.0]),
+        top_k=st.sampled_from([0, 0, 1, 3, 280, 10**6]),
+        top_p=st.sampled_from([1.0, 1.0, 1e-9, 0.5, 0.95]),
+        min_p=st.sampled_from([0.0, 0.0, 0.05, 0.99]),
+        eta_cutoff=st.sampled_from([0.0, 0.0, 1e-3, 0.9]),
+        seed=st.integers(-(2**63), 2**64 - 1),
+        max_new_tokens=st.sampled_from([1, 2, 5, 17, 50]),
+        stop_token_ids=st.lists(st.integers(0, 279), max_size=3),
+        ignore_eos=st.booleans(),
+        contextual_penalty=st.sampled_from([1.0, 1.0, 1.3, 0.8]),
+        contextual_window=st.sampled_from([1, 3, 10**6]),
+        repetition_penalty=st.sampled_from([1.0, 1.0, 1.5, 0.7]),
+        presence_penalty=st.sampled_from([0.0, 0.0, 1.0, -0.5]),
+        frequency_penalty=st.sampled_from([0.0, 0.0, 0.7, -0.2]),
+        banned_token_ids=st.lists(st.integers(0, 279), max_size=30),
+        stop_strings=st.lists(st.sampled_from([" ", "e", "the", "\n", "zz", "never comes"]), max_size=2),
+    )
+    prompt = st.lists(st.integers(0, 279), min_size=1, max_size=12)
+    return st.lists(st.tuples(prompt, params), min_size=1, max_size=5)
+
+
+@settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    asked=requests(), slots=st.sampled_from([None, 1, 2]), drafter=st.sampled_from(DRAFTERS), chunk=st.integers(1, 9)
+)
+def test_no_neighbour_slot_or_drafter_changes_an_answer(target, alone, asked, slots, drafter, chunk):
+    prompts, params = [list(prompt) for prompt, _ in asked], [sampling for _, sampling in asked]
+    engine = Engine(target, drafter, slots=slots, prefill_chunk=chunk, nodes="auto" if chunk % 2 else None)
+    for prompt, sampling, found in zip(prompts, params, engine.generate(prompts, params), strict=True):
+        expected = alone(prompt, sampling)
+        got = (found.prompt, found.tokens, found.text, found.finish_reason, found.seed)
+        assert got == (prompt, expected.tokens, expected.text, expected.finish_reason, sampling.seed)
+        assert 1 <= len(found.tokens) <= min(sampling.max_new_tokens, 256 - len(prompt))
+        assert not set(found.tokens) & set(sampling.banned_token_ids)
+        ends = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else {0})
+        assert not set(found.tokens[:-1]) & ends and not any(string in found.text for string in sampling.stop_strings)
