@@ -1,14 +1,15 @@
 """What `longdraft bench` measures, in order: exactness in fp32, then everything else in the dtype asked for.
 
-No speed is given out without the exactness of the same draft in the same process. Not here: the single measurements
-(infer/measure.py), how they are shown (infer/report.py), or kernels' benchmarks.
+No speed is given out without the exactness of the same drafter in the same process. Not here: the single measurements
+(infer/measure.py), the prompts (infer/tasks.py), how figures are shown (infer/report.py), or kernels' benchmarks.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 
 import torch
 
+from longdraft.infer.drafters.base import Drafter
 from longdraft.infer.engine import Engine
 from longdraft.infer.measure import (
     against_transformers,
@@ -16,45 +17,49 @@ from longdraft.infer.measure import (
     decode_in_turns,
     exact,
     flips,
-    paying_tree,
     reference_logits,
+    same_tokens,
+    speedups,
+    summarise,
     surroundings,
     width_curve,
 )  # fmt: skip
 from longdraft.infer.sampling import SamplingParams
-from longdraft.infer.shape import TreeShape
-from longdraft.models.drafts.tokenswift import TokenSwift
+from longdraft.infer.tasks import Task
 from longdraft.models.hf import Target
 
 EXACT_PROMPTS, EXACT_TOKENS = 2, 24
+NOISE_TEMPERATURES, NOISE_PROMPTS, NOISE_TOKENS = (0.7, 1.0), 3, 64
 Step = Callable[[str], object]
+# A drafter for a target whose dtype is settled.
+Builder = Callable[[Target], Drafter]
 
 
 @dataclass(frozen=True)
 class BenchSettings:
-    """`dtype` is that of the speeds. `shape`: TokenSwift's tree; None takes what pays by the measured width curve, for
-    which `rates` [head][rank] say how often a rank is right."""
+    """`dtype` is that of the speeds; `temperatures` are measured one after the other (0 is greedy); `nodes` as the
+    Engine's; `contexts`: lengths for the width curve, None for the first prompt's; `noise`: also acceptance with and
+    without the noise in the ranking."""
 
     new_tokens: int = 128
     dtype: torch.dtype = torch.bfloat16
-    temperature: float = 0.0
+    temperatures: tuple[float, ...] = (0.0,)
     seed: int = 0
-    shape: TreeShape | None = None
-    rates: Sequence[Sequence[float]] | None = None
+    nodes: int | str | None = "auto"
+    contexts: tuple[int, ...] | None = None
+    noise: bool = False
 
-    def greedy(self, new_tokens: int | None = None) -> SamplingParams:
-        return SamplingParams(max_new_tokens=new_tokens or self.new_tokens, ignore_eos=True)
-
-    def asked(self) -> SamplingParams:
+    def params(self, temperature: float = 0.0, new_tokens: int | None = None) -> SamplingParams:
+        """The request of every prompt at this temperature."""
         return SamplingParams(
-            temperature=self.temperature, seed=self.seed, max_new_tokens=self.new_tokens, ignore_eos=True
+            temperature=temperature, seed=self.seed, max_new_tokens=new_tokens or self.new_tokens, ignore_eos=True
         )
 
 
 def bench(
     target: Target,
-    draft: TokenSwift | None,
-    prompts: Sequence[list[int]],
+    builders: Mapping[str, Builder],
+    tasks: Sequence[Task],
     settings: BenchSettings,
     transformers_model=None,
     step: Step = print,
@@ -62,70 +67,104 @@ def bench(
     """Everything as plain dicts.
 
     Args:
-        target: loaded in fp32; it is cast to `settings.dtype` on the way, and so is `draft`.
-        draft: trained heads, or None for plain decoding alone.
+        target: loaded in fp32; it is cast to `settings.dtype` on the way, and drafters are built anew.
+        builders: by the name that the figures stand under; plain decoding is always measured.
         transformers_model: the same checkpoint as a transformers model in `settings.dtype`, or None.
         step: told what is measured next.
+
+    Raises:
+        RuntimeError: a drafter whose fp32 tokens are not plain decoding's.
     """
-    result: dict = {}
-    if draft is not None:
-        step("exactness in fp32")
-        result |= _exactness(target, draft, prompts, settings)
-        if not result["exact"]:
-            raise RuntimeError("exact: NO, in fp32 the tokens differ from plain decoding's; no speed is worth a number")
+    prompts = [task.tokens for task in tasks]
+    result: dict = _exactness(target, builders, prompts, settings, step)
     step("fp32 reference")
     # Dtypes and widths are compared on the target's own greedy text.
-    text = prompts[0] + Engine(target).generate([prompts[0]], settings.greedy(64))[0].tokens
+    text = prompts[0] + Engine(target).generate([prompts[0]], settings.params(new_tokens=64))[0].tokens
     start = len(prompts[0]) - 1
     reference = reference_logits(target, text, start)
     target.model.to(settings.dtype)
     step("width curve")
-    curve = width_curve(target, len(prompts[0]))
-    result["width_curve_ms"] = {str(width): round(1e3 * seconds, 3) for width, seconds in curve.items()}
+    curves = {context: width_curve(target, context) for context in settings.contexts or (len(prompts[0]),)}
+    result["width_curves_ms"] = {
+        str(context): {str(width): round(1e3 * seconds, 3) for width, seconds in curve.items()}
+        for context, curve in curves.items()
+    }
     engines = {"plain": Engine(target)}
-    if draft is not None:
-        shape, expected = _shape(target, draft.to(settings.dtype), settings, curve)
-        engines["tokenswift"] = Engine(target, "tokenswift", draft, options={"shape": shape})
-        result |= expected
-    measured, done = decode_in_turns(engines, prompts, settings.asked(), step)
-    result["drafters"] = as_json(measured)
-    if draft is not None:
-        pairs = [
-            pair
-            for plain, drafted in zip(done["plain"], done["tokenswift"], strict=True)
-            for pair in zip(plain.tokens, drafted.tokens, strict=True)
-        ]
-        result["same_tokens"] = sum(a == b for a, b in pairs), len(pairs)
-        result["speedup"] = round(measured["tokenswift"].tokens_per_second / measured["plain"].tokens_per_second, 4)
+    engines |= {name: Engine(target, build(target), nodes=settings.nodes) for name, build in builders.items()}
+    result["runs"] = [_run(engines, tasks, settings, temperature, step) for temperature in settings.temperatures]
+    if settings.noise:
+        result["noise"] = _noise(target, builders, prompts[:NOISE_PROMPTS], settings, step)
     if transformers_model is not None:
         step("transformers")
-        theirs, ours, equal = against_transformers(transformers_model, engines["plain"], prompts, settings.greedy())
+        theirs, ours, equal = against_transformers(transformers_model, engines["plain"], prompts, settings.params())
         result["transformers_tokens_per_second"] = round(theirs, 3)
         result["plain_over_transformers"] = round(ours.tokens_per_second / theirs, 3)
         result["tokens_equal_to_transformers"] = equal
     step("flips")
     width = max(2, *(1 + engine.drafter.max_nodes for engine in engines.values()))
     result["flips"] = asdict(flips(target, reference, text, start, width))
-    said = {"prompts": len(prompts), "batch": 1, "prompt_tokens": len(prompts[0]), "new_tokens": settings.new_tokens}
-    return result | {"settings": said | asdict(settings.asked())} | surroundings(target)
+    lengths = [len(prompt) for prompt in prompts]
+    said = {"prompts": len(prompts), "batch": 1, "prompt_tokens": [min(lengths), max(lengths)]}
+    said |= {"new_tokens": settings.new_tokens, "seed": settings.seed, "nodes": settings.nodes}
+    return result | {"settings": said} | surroundings(target)
 
 
-def _exactness(target: Target, draft: TokenSwift, prompts, settings: BenchSettings) -> dict:
-    """tokens == tokens in fp32, greedy and seeded, with the full tree."""
-    sampled = SamplingParams(
-        temperature=1.0, top_p=0.95, seed=settings.seed, max_new_tokens=EXACT_TOKENS, ignore_eos=True
-    )
-    ways, some = [settings.greedy(EXACT_TOKENS), sampled], prompts[:EXACT_PROMPTS]
-    same = exact(target, Engine(target, "tokenswift", draft), some, ways)
+def _exactness(target: Target, builders: Mapping[str, Builder], prompts, settings: BenchSettings, step: Step) -> dict:
+    """tokens == tokens in fp32, greedy and seeded, every proposed node verified."""
+    if not builders:
+        return {}
+    sampled = replace(settings.params(1.0, EXACT_TOKENS), top_p=0.95)
+    ways, some = [settings.params(new_tokens=EXACT_TOKENS), sampled], prompts[:EXACT_PROMPTS]
+    for name, build in builders.items():
+        step(f"exactness of {name} in fp32")
+        if not exact(target, Engine(target, build(target), nodes=None), some, ways):
+            raise RuntimeError(
+                f"exact: NO, {name}'s tokens in fp32 differ from plain decoding's; no speed is worth a number"
+            )
     checked = len(ways) * len(some) * EXACT_TOKENS
-    return {"exact": same, "exact_checked": f"{checked} tokens in fp32, greedy and T 1 with top-p 0.95"}
+    return {"exact": True, "exact_checked": f"{checked} tokens a drafter in fp32, greedy and T 1 with top-p 0.95"}
 
 
-def _shape(target: Target, draft: TokenSwift, settings: BenchSettings, curve) -> tuple[TreeShape, dict]:
-    """The tree asked for, or the one with the most expected tokens a second."""
-    if settings.shape is not None:
-        return settings.shape, {"nodes": len(settings.shape.nodes)}
-    if settings.rates is None:
-        raise ValueError("rates: without the draft's measured rates a shape must be given")
-    shape, expected = paying_tree(target, draft, settings.rates, curve)
-    return shape, {"nodes": len(shape.nodes), "expected_speedup": round(expected, 3)}
+def _run(
+    engines: Mapping[str, Engine], tasks: Sequence[Task], settings: BenchSettings, temperature: float, step: Step
+) -> dict:
+    """All drafters at one temperature: totals, by kind of task, and prompt by prompt against plain decoding."""
+    done = decode_in_turns(engines, [task.tokens for task in tasks], settings.params(temperature), step)
+    plain = done["plain"]
+    figures: dict = {}
+    for name, generations in done.items():
+        ratios = speedups(plain, generations)
+        total = summarise(generations).tokens_per_second / summarise(plain).tokens_per_second
+        kinds: dict = {}
+        for kind in dict.fromkeys(task.kind for task in tasks):
+            chosen = [i for i, task in enumerate(tasks) if task.kind == kind]
+            mine, theirs = (summarise([each[i] for i in chosen]) for each in (generations, plain))
+            kinds[kind] = {
+                "speedup": round(mine.tokens_per_second / theirs.tokens_per_second, 4),
+                "tokens_per_step": round(mine.tokens_per_step, 4),
+            }
+        figures[name] = as_json(summarise(generations)) | {
+            "speedup": round(total, 4),
+            "prompt_speedups": [round(ratio, 4) for ratio in ratios],
+            "kinds": kinds,
+            "same_tokens": same_tokens(plain, generations),
+        }
+    return {"temperature": temperature, "drafters": figures}
+
+
+def _noise(target: Target, builders: Mapping[str, Builder], prompts, settings: BenchSettings, step: Step) -> dict:
+    """Tokens a step and acceptance with the noise in the ranking and without, every proposed node verified."""
+    found: dict = {}
+    for name, build in builders.items():
+        for temperature in NOISE_TEMPERATURES:
+            params = settings.params(temperature, NOISE_TOKENS)
+            for noisy in (True, False):
+                step(f"{name} at T {temperature}, {'with' if noisy else 'without'} the noise")
+                engine = Engine(target, build(target), nodes=None, noise_in_ranking=noisy)
+                measured = summarise([engine.generate([prompt], params)[0] for prompt in prompts])
+                entry = found.setdefault(name, {}).setdefault(str(temperature), {})
+                entry["with" if noisy else "without"] = {
+                    "tokens_per_step": round(measured.tokens_per_step, 4),
+                    "acceptance": round(measured.acceptance, 4),
+                }
+    return found

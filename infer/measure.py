@@ -14,15 +14,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
+from itertools import zip_longest
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from longdraft.infer.engine import Engine, Generation
+from longdraft.infer.engine import Engine
+from longdraft.infer.results import Generation
 from longdraft.infer.sampling import SamplingParams
-from longdraft.infer.shape import TreeShape, paying_shape
-from longdraft.models.drafts.tokenswift import TokenSwift
 from longdraft.models.hf import Target
 
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 40)
@@ -30,43 +30,52 @@ WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 40)
 
 @dataclass(frozen=True)
 class Measured:
-    """One drafter over all prompts. Times in milliseconds a step; `host_ms` is what is inside no timed part."""
+    """One drafter over all prompts, generated one at a time. Times in milliseconds a step.
 
-    drafter: str
+    `draft_pass_ms` (inside the draft's networks) is part of `draft_ms`, `choice_ms` (processors, noise, argmax) of
+    `commit_ms`; `host_ms` is all that is inside no network, `host_share` its share of a step.
+    """
+
     tokens: int
     steps: int
     tokens_per_step: float
     acceptance: float
+    acceptance_by_depth: tuple[float, ...]
     tokens_per_second: float
     first_token_seconds: float
     draft_ms: float
+    draft_pass_ms: float
     target_ms: float
     commit_ms: float
+    choice_ms: float
     host_ms: float
-    nodes: int
+    host_share: float
+    nodes_per_step: float
+    decisions: dict[str, str]
 
 
-def summarise(name: str, engine: Engine, generations: Sequence[Generation]) -> Measured:
+def summarise(generations: Sequence[Generation]) -> Measured:
     """Totals over generations that ran one at a time."""
     stats = [generation.stats for generation in generations]
     tokens, steps = sum(len(g.tokens) for g in generations), sum(s.steps for s in stats)
-    seconds = sum(s.decode_seconds for s in stats)
-    parts = [sum(getattr(s, f"{part}_seconds") for s in stats) for part in ("draft", "target", "commit")]
-    drafted = sum(s.drafted for s in stats)
-    draft_ms, target_ms, commit_ms = (1e3 * part / steps for part in parts)
+    seconds, drafted = sum(s.decode_seconds for s in stats), sum(s.drafted for s in stats)
+
+    def per_step(part: str) -> float:
+        return 1e3 * sum(getattr(s, f"{part}_seconds") for s in stats) / steps
+
+    depths = [sum(level) / steps for level in zip_longest(*(s.accepted_at_depth for s in stats), fillvalue=0)]
     return Measured(
-        drafter=name,
         tokens=tokens,
         steps=steps,
         tokens_per_step=tokens / steps,
         acceptance=sum(sum(s.accepted_at_depth) for s in stats) / max(drafted, 1),
+        acceptance_by_depth=tuple(depths),
         tokens_per_second=tokens / seconds,
         first_token_seconds=statistics.mean(s.first_token_seconds for s in stats),
-        draft_ms=draft_ms,
-        target_ms=target_ms,
-        commit_ms=commit_ms,
-        host_ms=1e3 * (seconds - sum(parts)) / steps,
-        nodes=engine.drafter.max_nodes,
+        **{f"{part}_ms": per_step(part) for part in ("draft", "draft_pass", "target", "commit", "choice", "host")},
+        host_share=sum(s.host_seconds for s in stats) / seconds,
+        nodes_per_step=drafted / steps,
+        decisions=stats[-1].decisions,
     )
 
 
@@ -75,7 +84,7 @@ def decode_in_turns(
     prompts: Sequence[list[int]],
     params: SamplingParams,
     step: Callable[[str], object] = lambda what: None,
-) -> tuple[dict[str, Measured], dict[str, list[Generation]]]:
+) -> dict[str, list[Generation]]:
     """Decode every prompt with every engine, one prompt at a time and the engines in turns, after a warm-up of each."""
     for engine in engines.values():
         engine.generate([prompts[0]], replace(params, max_new_tokens=min(16, params.max_new_tokens)))
@@ -84,7 +93,18 @@ def decode_in_turns(
         for name, engine in engines.items():
             step(f"{name}, prompt {len(done[name]) + 1} of {len(prompts)}")
             done[name] += engine.generate([prompt], params)
-    return {name: summarise(name, engines[name], generations) for name, generations in done.items()}, done
+    return done
+
+
+def speedups(plain: Sequence[Generation], other: Sequence[Generation]) -> list[float]:
+    """Plain decoding's seconds a token over the other's, prompt by prompt."""
+    return [b.tokens_per_second / a.tokens_per_second for a, b in zip(plain, other, strict=True)]
+
+
+def same_tokens(plain: Sequence[Generation], other: Sequence[Generation]) -> tuple[int, int]:
+    """How many tokens are plain decoding's, of how many."""
+    pairs = [pair for a, b in zip(plain, other, strict=True) for pair in zip_longest(a.tokens, b.tokens)]
+    return sum(a == b for a, b in pairs), len(pairs)
 
 
 def exact(target: Target, engine: Engine, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> bool:
@@ -120,20 +140,6 @@ def width_curve(
             if turn:  # the first turn warms up
                 seconds[width].append(time.perf_counter() - begin)
     return {width: statistics.median(times) for width, times in seconds.items()}
-
-
-def paying_tree(
-    target: Target, draft: TokenSwift, rates: Sequence[Sequence[float]], curve: Mapping[int, float]
-) -> tuple[TreeShape, float]:
-    """TokenSwift's tree with the most expected tokens a second here, and its expected speed over plain decoding.
-
-    Args:
-        rates: [head][rank], how often that rank is the target's choice (the draft folder's "choice_rates").
-        curve: from `width_curve`. What proposing costs is measured here.
-    """
-    engine, short = Engine(target, "tokenswift", draft), SamplingParams(max_new_tokens=16, ignore_eos=True)
-    stats = [engine.generate([[0, 1]], short)[0].stats for _ in range(2)][1]  # the first warms up
-    return paying_shape(rates, curve, stats.draft_seconds / stats.steps)
 
 
 @torch.no_grad()
@@ -221,7 +227,7 @@ def against_transformers(
         generations += plain.generate([prompt], params)
     pairs = [pair for g, new in zip(generations, tokens, strict=True) for pair in zip(g.tokens, new, strict=True)]
     speed = sum(len(new) - 1 for new in tokens) / seconds
-    return speed, summarise("plain", plain, generations), (sum(a == b for a, b in pairs), len(pairs))
+    return speed, summarise(generations), (sum(a == b for a, b in pairs), len(pairs))
 
 
 def surroundings(target: Target) -> dict:
@@ -249,9 +255,12 @@ def surroundings(target: Target) -> dict:
     }
 
 
-def as_json(measured: Mapping[str, Measured]) -> dict[str, dict]:
-    """Figures as plain dicts, rounded to what a clock can tell."""
-    return {
-        name: {key: round(value, 4) if isinstance(value, float) else value for key, value in asdict(one).items()}
-        for name, one in measured.items()
-    }
+def as_json(measured: Measured) -> dict:
+    """Figures as a plain dict, rounded to what a clock can tell."""
+
+    def rounded(value):
+        if isinstance(value, tuple):
+            return [rounded(one) for one in value]
+        return round(value, 4) if isinstance(value, float) else value
+
+    return {key: rounded(value) for key, value in asdict(measured).items()}

@@ -4,33 +4,75 @@ from pathlib import Path
 
 
 def table(result: dict, metrics: list[dict]) -> str:
-    """Plain decoding beside the draft, with exactness, and why a ratio below 1 is what it is."""
-    drafters = result["drafters"]
-    rows: list[tuple[str, list[str]]] = [
-        (f"{result['target']}, {result['dtype']}, {result['device']}", list(drafters)),
-        ("nodes below the root", [f"{one['nodes']}" for one in drafters.values()]),
-        ("tokens/step", [f"{one['tokens_per_step']:.3f}" for one in drafters.values()]),
-        ("tokens/s, decoding", [f"{one['tokens_per_second']:.1f}" for one in drafters.values()]),
-        ("first token, s", [f"{one['first_token_seconds']:.2f}" for one in drafters.values()]),
-        ("acceptance", [f"{one['acceptance']:.3f}" for one in drafters.values()]),
+    """Plain decoding beside the drafters at every temperature, with exactness, and why a ratio is below 1."""
+    settings = result["settings"]
+    shortest, longest = settings["prompt_tokens"]
+    lines = [
+        f"{result['target']}, {result['dtype']}, {result['device']}, {result['threads']} threads, batch 1: "
+        f"{settings['prompts']} prompts of {shortest} to {longest} tokens, {settings['new_tokens']} new tokens each, "
+        f"seed {settings['seed']}, peak memory {result['peak_memory_mib']} MiB"
     ]
-    for part in ("draft", "target", "commit", "host"):
-        rows.append((f"{part}, ms/step", [f"{one[f'{part}_ms']:.2f}" for one in drafters.values()]))
-    rows[0] = (rows[0][0], [name.rjust(10) for name in rows[0][1]])
-    width = max(len(name) for name, _ in rows) + 2
-    lines = [name.ljust(width) + "".join(value.rjust(14) for value in values) for name, values in rows]
-    lines.insert(1, "-" * len(lines[0]))
-    return "\n".join([*lines, "", *_verdicts(result), *_training(metrics)])
+    for run in result["runs"]:
+        lines += ["", *_run(run)]
+    return "\n".join([*lines, *_noise(result), "", *_verdicts(result), *_training(metrics)])
+
+
+def _run(run: dict) -> list[str]:
+    drafters = run["drafters"]
+    title = "greedy" if run["temperature"] == 0 else f"T {run['temperature']}"
+    rows: list[tuple[str, list[str]]] = [(title, list(drafters))]
+
+    def row(name: str, form: str, value) -> None:
+        rows.append((name, [format(value(one), form) for one in drafters.values()]))
+
+    row("tokens/step", ".3f", lambda one: one["tokens_per_step"])
+    row("acceptance", ".3f", lambda one: one["acceptance"])
+    row("nodes/step", ".1f", lambda one: one["nodes_per_step"])
+    row("tokens/s, decoding", ".1f", lambda one: one["tokens_per_second"])
+    row("first token, s", ".2f", lambda one: one["first_token_seconds"])
+    for part, name in [
+        ("draft", "draft, ms/step"),
+        ("draft_pass", "  in its networks"),
+        ("target", "verify, ms/step"),
+        ("commit", "commit, ms/step"),
+        ("choice", "  choice and noise"),
+        ("host", "host, ms/step"),
+    ]:
+        row(name, ".2f", lambda one, part=part: one[f"{part}_ms"])
+    row("host, share of a step", ".1%", lambda one: one["host_share"])
+    if len(drafters) > 1:
+        row("speed over plain", ".2f", lambda one: one["speedup"])
+        kinds = next(iter(drafters.values()))["kinds"]
+        for kind in kinds if len(kinds) > 1 else ():
+            row(f"  {kind}", ".2f", lambda one, kind=kind: one["kinds"][kind]["speedup"])
+        row("  slowest prompt", ".2f", lambda one: min(one["prompt_speedups"]))
+        row("plain decoding's tokens", "", lambda one: "{} of {}".format(*one["same_tokens"]))
+    names = max(len(name) for name, _ in rows) + 2
+    columns = [max(len(row[1][i]) for row in rows) + 2 for i in range(len(drafters))]
+    shown = [name.ljust(names) + "".join(v.rjust(w) for v, w in zip(row, columns, strict=True)) for name, row in rows]
+    return [shown[0], "-" * len(shown[0]), *shown[1:]]
+
+
+def _noise(result: dict) -> list[str]:
+    """Acceptance with and without the noise in the ranking."""
+    if "noise" not in result:
+        return []
+    lines = ["", "tokens/step (acceptance), all nodes verified: ranked with the noise, and without"]
+    for name, temperatures in result["noise"].items():
+        for temperature, ways in temperatures.items():
+            with_, without = (f"{w['tokens_per_step']:.3f} ({w['acceptance']:.3f})" for w in ways.values())
+            lines.append(f"  {name}, T {temperature}: {with_}, {without}")
+    return lines
 
 
 def _verdicts(result: dict) -> list[str]:
-    """One line each: exactness, flips, transformers, speed and its reason."""
+    """One line each: exactness, the cost of width, flips, transformers, why a drafter does not pay."""
     lines = []
     if "exact" in result:
         lines.append(f"exact: {'yes' if result['exact'] else 'NO'} ({result['exact_checked']})")
-    if "same_tokens" in result:
-        same, compared = result["same_tokens"]
-        lines.append(f"the timed runs in {result['dtype']}: {same} of {compared} tokens are plain decoding's")
+    for context, curve in result["width_curves_ms"].items():
+        shown = ", ".join(f"{width}: {ms / curve['1']:.2f}" for width, ms in curve.items())
+        lines.append(f"a pass behind {context} tokens, {curve['1']:.1f} ms for one row; by rows: {shown}")
     flips = result["flips"]
     lines.append(
         f"{result['dtype']} flips: {flips['flips']} of {flips['positions']} greedy choices differ between passes of 1 "
@@ -42,22 +84,24 @@ def _verdicts(result: dict) -> list[str]:
             f"plain decoding over transformers' generate: {result['plain_over_transformers']:.2f}x "
             f"({result['transformers_tokens_per_second']:.1f} tokens/s)"
         )
-    if "speedup" in result:
-        lines.append(f"speed over plain decoding: {result['speedup']:.2f}x" + _reason(result))
-    return lines
+    return lines + [reason for run in result["runs"] for reason in _reasons(run)]
 
 
-def _reason(result: dict) -> str:
+def _reasons(run: dict) -> list[str]:
     """Why speculation does not pay, where it does not."""
-    if result["speedup"] >= 1:
-        return ""
-    draft, plain = result["drafters"]["tokenswift"], result["drafters"]["plain"]
-    step = sum(draft[f"{part}_ms"] for part in ("draft", "target", "commit", "host"))
-    alone = sum(plain[f"{part}_ms"] for part in ("draft", "target", "commit", "host"))
-    return (
-        f", below 1: a step of {1 + draft['nodes']} rows costs {step / alone:.2f} times a plain one here and must "
-        f"bring as many tokens, but brings {draft['tokens_per_step']:.2f}; train longer"
-    )
+
+    def milliseconds(one: dict) -> float:
+        return 1e3 * one["tokens_per_step"] / one["tokens_per_second"]
+
+    plain, lines = run["drafters"]["plain"], []
+    for name, one in run["drafters"].items():
+        if one["speedup"] < 1 and name != "plain":
+            ratio = milliseconds(one) / milliseconds(plain)
+            lines.append(
+                f"{name} at T {run['temperature']}: {one['speedup']:.2f}x, below 1: a step costs {ratio:.2f} times a "
+                f"plain one here and must bring as many tokens, but brings {one['tokens_per_step']:.2f}"
+            )
+    return lines
 
 
 def _training(metrics: list[dict]) -> list[str]:
@@ -80,7 +124,7 @@ def draw(result: dict, metrics: list[dict], path: str | Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, ((loss, agreement), (curve, speed)) = plt.subplots(2, 2, figsize=(11, 7.5), constrained_layout=True)
-    figure.suptitle(f"{result['target']}: TokenSwift heads against plain decoding", fontsize=13)
+    figure.suptitle(f"{result['target']}: speculative decoding against plain decoding", fontsize=13)
     training = [record for record in metrics if "loss" in record]
     heldout = [record for record in metrics if "heldout_loss" in record]
     _draw_loss(loss, training, heldout)
@@ -115,25 +159,27 @@ def _draw_agreement(axes, training: list[dict], heldout: list[dict]) -> None:
 
 
 def _draw_curve(axes, result: dict) -> None:
-    widths = {int(width): ms for width, ms in result["width_curve_ms"].items()}
     axes.set(title=f"One target pass, {result['dtype']}", xlabel="rows of the pass", ylabel="ms", xscale="log")
-    axes.plot(list(widths), list(widths.values()), "o-", ms=4)
-    axes.set_xticks(list(widths), [str(width) for width in widths])
+    for context, curve in result["width_curves_ms"].items():
+        widths = {int(width): ms for width, ms in curve.items()}
+        axes.plot(list(widths), list(widths.values()), "o-", ms=4, label=f"behind {context} tokens")
+        axes.set_xticks(list(widths), [str(width) for width in widths])
     axes.minorticks_off()
     axes.set_ylim(bottom=0)
-    if nodes := result.get("nodes"):
-        axes.axvline(nodes + 1, color="C1", ls=":", label=f"the tree's width: {nodes + 1}")
-        axes.legend()
+    axes.legend()
 
 
 def _draw_speed(axes, result: dict) -> None:
-    names = list(result["drafters"])
-    speeds = [result["drafters"][name]["tokens_per_second"] for name in names]
+    run = result["runs"][0]
+    drafters = run["drafters"]
+    names, speeds = list(drafters), [one["tokens_per_second"] for one in drafters.values()]
+    steps = {name: f"\n{one['tokens_per_step']:.2f} a step" for name, one in drafters.items()}
     if "transformers_tokens_per_second" in result:
         names, speeds = ["transformers", *names], [result["transformers_tokens_per_second"], *speeds]
-    bars = axes.bar(names, speeds, color=["0.7"] * (len(names) - 1) + ["C0"] if len(names) > 1 else "C0", width=0.55)
-    steps = {name: f"\n{one['tokens_per_step']:.2f} a step" for name, one in result["drafters"].items()}
+    bars = axes.bar(names, speeds, color=["0.7" if name in ("transformers", "plain") else "C0" for name in names])
     labels = [f"{speed:.1f}{steps.get(name, '')}" for name, speed in zip(names, speeds, strict=True)]
-    axes.bar_label(bars, labels, padding=3)
+    axes.bar_label(bars, labels, padding=3, fontsize=8)
+    axes.set_xticks(range(len(names)), [name.replace("+", "\n+ ") for name in names], fontsize=8)
     exact = f", exact: {'yes' if result['exact'] else 'NO'}" if "exact" in result else ""
-    axes.set(title=f"Decoding{exact}", ylabel=f"tokens/s, {result['dtype']}", ylim=(0, 1.25 * max(speeds)))
+    how = "greedy" if run["temperature"] == 0 else f"T {run['temperature']}"
+    axes.set(title=f"Decoding, {how}{exact}", ylabel=f"tokens/s, {result['dtype']}", ylim=(0, 1.25 * max(speeds)))

@@ -16,16 +16,22 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--target", help="a folder, a hub name, a .gguf file or smollm2-135m (default: the draft's own target)")
     add("--gguf-file", help="with --target: name of a .gguf file inside it")
-    add("--draft", help="draft folder that `longdraft export` wrote; without it plain decoding alone is measured")
-    add("--data", help="prepared folder; prompts are the beginnings of its held-out rows")
+    add("--draft", help="draft folder that `longdraft export` wrote, for the drafter that it is made for")
+    add("--drafter", nargs="+", help="one or more, a+b for a combination; default: the draft's own")
+    add("--option", action="append", default=[], metavar="KEY=VALUE", help="drafter option, DRAFTER.KEY=VALUE for one")
+    add("--data", help="prepared folder; texts are the beginnings of its held-out rows")
+    add("--text-file", nargs="+", type=Path, help="instead of --data: texts are the beginnings of these files")
+    add("--tasks", nargs="+", default=["continue"], help="what to do with the texts in turn: continue, summarise, edit")
     add("--prompts", type=int, default=4, help="how many, evenly spaced over the held-out rows")
-    add("--prompt-tokens", type=int, default=256)
+    add("--prompt-tokens", type=int, default=256, help="of a text")
     add("--new-tokens", type=int, default=128)
-    add("--nodes", type=int, help="size of the tree (default: what pays by the measured width curve)")
+    add("--nodes", default="auto", help="nodes a step verifies: auto (what pays), all, or a number")
     add("--dtype", choices=("fp32", "bf16"), default="bf16", help="of the speeds; exactness is always shown in fp32")
     add("--device", help="default: cuda where there is one")
-    add("--temperature", type=float, default=0.0)
+    add("--temperature", nargs="+", type=float, default=[0.0], help="one or more; 0 is greedy")
     add("--seed", type=int, default=0)
+    add("--contexts", nargs="+", type=int, help="lengths for the cost of a pass by its rows (default: the prompts')")
+    add("--noise", action="store_true", help="also acceptance with and without the noise in the drafters' ranking")
     add("--transformers", action="store_true", help="also time transformers' greedy generate on the same prompts")
     add("--loss-memory", action="store_true", help="only: peak memory of the heads' training loss at two lengths")
     add("--run", type=Path, metavar="RUN", help="training run's folder: bench.json, report.txt and report.png go there")
@@ -38,10 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.loss_memory:
         return _loss_memory()
-    if args.nodes is not None and args.draft is None:
-        parser.error("--nodes: the size of a draft's tree; give --draft too")
-    if args.data is None:
-        parser.error("--data: name a prepared folder, whose held-out rows give the prompts")
+    if (args.data is None) == (args.text_file is None):
+        parser.error("--data, --text-file: name a prepared folder, whose held-out rows give the texts, or text files")
     # Here, not above: --help and a wrong argument should not wait for torch.
     from longdraft.infer.report import draw, table
     from longdraft.train.tracking import read_metrics
@@ -66,22 +70,47 @@ def _bench(args: argparse.Namespace) -> dict:
     from tqdm import tqdm
 
     from longdraft.infer.bench import BenchSettings, bench
-    from longdraft.launch.runtime import DTYPES, heldout_prompts, open_target, rates, target_source, tree_of
-    from longdraft.models.draft_folder import load_draft
+    from longdraft.infer.drafters.build import build_drafter
+    from longdraft.infer.tasks import make_tasks
+    from longdraft.launch.runtime import (
+        DTYPES,
+        check_options,
+        draft_for,
+        drafter_names,
+        file_texts,
+        heldout_prompts,
+        node_budget,
+        open_target,
+        options_for,
+        read_options,
+        target_source,
+    )
     from longdraft.models.hf import load_transformers
 
-    prompts = heldout_prompts(args.data, args.prompts, args.prompt_tokens)
+    names, options = drafter_names(args.drafter, args.draft), read_options(args.option)
+    check_options(names, options)
     source = target_source(args.target, args.gguf_file, args.draft)
-    target = open_target(*source, "fp32", args.device)
     settings = BenchSettings(
         new_tokens=args.new_tokens,
         dtype=DTYPES[args.dtype],
-        temperature=args.temperature,
+        temperatures=tuple(args.temperature),
         seed=args.seed,
-        shape=tree_of(args.draft, args.nodes) if args.draft and args.nodes is not None else None,
-        rates=rates(args.draft) if args.draft else None,
+        nodes=node_budget(args.nodes),
+        contexts=None if args.contexts is None else tuple(args.contexts),
+        noise=args.noise,
     )
-    draft = load_draft(args.draft, target) if args.draft else None
+    target = open_target(*source, "fp32", args.device)
+    if args.data is not None:
+        texts = heldout_prompts(args.data, args.prompts, args.prompt_tokens)
+    else:
+        texts = file_texts(target, args.text_file, args.prompt_tokens)
+    builders = {
+        name: lambda target, name=name: build_drafter(
+            name, target, draft_for(name, args.draft), options_for(name, options)
+        )
+        for name in names
+        if name != "plain"
+    }
     place = target.model.embed_tokens.weight.device
     theirs = load_transformers(source[0], settings.dtype, source[1]).to(place) if args.transformers else None
     with tqdm(desc="bench", unit="part", leave=False) as bar:
@@ -90,7 +119,7 @@ def _bench(args: argparse.Namespace) -> dict:
             bar.set_postfix_str(what, refresh=False)
             bar.update()
 
-        return bench(target, draft, prompts, settings, theirs, step)
+        return bench(target, builders, make_tasks(target, texts, args.tasks), settings, theirs, step)
 
 
 def _loss_memory() -> int:

@@ -1,40 +1,99 @@
-"""The drafters by name."""
+"""The drafters by name, and combinations of them as "a+b"."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from longdraft.infer.drafters.base import Drafter
+from longdraft.infer.drafters.combine import Combined
+from longdraft.infer.drafters.longspec import LongSpecDrafter
+from longdraft.infer.drafters.medusa import MedusaDrafter
 from longdraft.infer.drafters.plain import Plain
+from longdraft.infer.drafters.prompt_lookup import PromptLookup
+from longdraft.infer.drafters.small_model import SmallModelDrafter
+from longdraft.infer.drafters.token_recycling import TokenRecycling
 from longdraft.infer.drafters.tokenswift import TokenSwiftDrafter
-from longdraft.infer.shape import TreeShape
-from longdraft.models.draft_folder import load_draft, read_info
-from longdraft.models.hf import Target
+from longdraft.infer.drafters.triforce import TriForceDrafter
+from longdraft.infer.shape import TreeShape, likeliest_nodes
+from longdraft.models.draft_folder import DRAFTS, load_draft, read_info
+from longdraft.models.hf import Target, load_target
+
+# A drafter that is trained takes its draft as `draft`, another model as `small`; all other arguments are options.
+DRAFTERS: dict[str, type[Drafter]] = {
+    "plain": Plain,
+    "tokenswift": TokenSwiftDrafter,
+    "medusa": MedusaDrafter,
+    "longspec": LongSpecDrafter,
+    "triforce": TriForceDrafter,
+    "small_model": SmallModelDrafter,
+    "token_recycling": TokenRecycling,
+    "prompt_lookup": PromptLookup,
+}
+TRAINED = frozenset(name for name, kind in DRAFTERS.items() if "draft" in inspect.signature(kind).parameters)
+# Nodes of a tree whose ranks' rates are known: the likeliest ones, best first.
+RATED_NODES = 39
 
 
-def _plain(target: Target, draft) -> Plain:
-    if draft is not None:
-        raise ValueError("draft: plain decoding has none; leave it out or name a drafter that uses it")
-    return Plain()
+def build_drafter(name: str, target: Target, draft: Any = None, options: Mapping[str, Any] | None = None) -> Drafter:
+    """The drafter `name` for this target.
+
+    Args:
+        name: of DRAFTERS, or several joined by "+", which then fill one tree.
+        draft: a draft folder, or a loaded draft, for the one among them that is trained.
+        options: keyword arguments of the drafter, or "drafter.option" of one in a combination.
+
+    Raises:
+        ValueError: an unknown name or option, a draft that is missing or that nobody takes.
+    """
+    names = name.split("+")
+    for one in names:
+        if one not in DRAFTERS:
+            raise ValueError(f"drafter: unknown name {one!r}; known: {', '.join(DRAFTERS)}, or several as a+b")
+    if len(set(names)) < len(names):
+        raise ValueError(f"drafter: {name!r} names a drafter twice; name each once")
+    trained = [one for one in names if one in TRAINED]
+    if draft is not None and not trained:
+        raise ValueError(f"draft: {name} takes none; leave it out or name one of {', '.join(sorted(TRAINED))}")
+    if len(trained) > 1:
+        raise ValueError(f"draft: {' and '.join(trained)} each need their own; combine instances by Combined([...])")
+    shared, given = dict(options or {}), {}
+    for one in names:
+        prefix = f"{one}."
+        given[one] = {key.removeprefix(prefix): shared.pop(key) for key in list(shared) if key.startswith(prefix)}
+    if shared and len(names) > 1:
+        raise ValueError(f"options: {', '.join(sorted(shared))}: say whose, as {names[0]}.{min(shared)}")
+    given[names[0]] |= shared
+    drafters = [_build(one, target, draft if one in TRAINED else None, given[one]) for one in names]
+    return drafters[0] if len(drafters) == 1 else Combined(drafters)
 
 
-def _tokenswift(target: Target, draft, shape: TreeShape | None = None) -> TokenSwiftDrafter:
-    if draft is None:
-        raise ValueError("draft: tokenswift needs trained heads; give the folder that `longdraft export` wrote")
-    if isinstance(draft, str | Path):
-        shape = shape or TreeShape.cartesian(read_info(draft).tree["levels"])
-        draft = load_draft(draft, target)
-    return TokenSwiftDrafter(target, draft, shape)
-
-
-DRAFTERS: dict[str, Callable[..., Drafter]] = {"plain": _plain, "tokenswift": _tokenswift}
-
-
-def build_drafter(name: str, target: Target, draft, options: Mapping) -> Drafter:
-    """The drafter `name` for this target, with its trained draft and its own options."""
-    if name not in DRAFTERS:
-        raise ValueError(f"drafter: unknown name {name!r}; known: {', '.join(sorted(DRAFTERS))}")
-    known = list(inspect.signature(DRAFTERS[name]).parameters)[2:]
+def _build(name: str, target: Target, draft: Any, options: dict[str, Any]) -> Drafter:
+    kind = DRAFTERS[name]
+    parameters = inspect.signature(kind).parameters
+    known = [key for key in parameters if key not in ("target", "draft")]
     if unknown := sorted(set(options) - set(known)):
         raise ValueError(f"options: {name} does not know {', '.join(unknown)}; it knows {', '.join(known) or 'none'}")
-    return DRAFTERS[name](target, draft, **options)
+    if name in TRAINED:
+        if draft is None:
+            raise ValueError(f"draft: {name} needs a trained draft; give the folder that `longdraft export` wrote")
+        if isinstance(draft, str | Path):
+            options = _tree(draft, parameters) | options
+            draft = load_draft(draft, target, kind=DRAFTS[name][1])
+        options = options | {"draft": draft}
+    if isinstance(options.get("small"), str | Path):
+        weight = target.model.embed_tokens.weight
+        options = options | {"small": load_target(options["small"], weight.dtype, weight.device)}
+    if "small" in parameters and parameters["small"].default is inspect.Parameter.empty and "small" not in options:
+        raise ValueError(f"options: {name} needs small, a model of the target's vocabulary: a path, a name or a Target")
+    return kind(**({"target": target} if "target" in parameters else {}), **options)
+
+
+def _tree(folder: str | Path, parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """The tree of a draft folder: by its measured rates, best first, else its default levels."""
+    tree = read_info(folder).tree
+    if "shape" in parameters and tree.get("choice_rates"):
+        return {"shape": likeliest_nodes(tree["choice_rates"], RATED_NODES)}
+    if "shape" in parameters and tree.get("levels"):
+        return {"shape": TreeShape.cartesian(tree["levels"])}
+    return {"widths": tuple(tree["levels"])} if "widths" in parameters and tree.get("levels") else {}

@@ -64,7 +64,9 @@ class Margins(SlotSampling):
             gap = torch.minimum(gap, ordered[params.top_k - 1] - ordered[params.top_k])
         if params.top_p < 1:
             mass = scaled.softmax(0).cumsum(0)
-            gap = torch.minimum(gap, (mass[:-1] - params.top_p).abs().min())  # a logit's change moves the mass by less
+            # Logits that change by e, up inside and down outside, move the mass m by 2 m (1 - m) e / T.
+            slope = 2 * params.top_p * (1 - params.top_p) / params.temperature
+            gap = torch.minimum(gap, (mass[:-1] - params.top_p).abs().min() / slope)
         if params.min_p:
             gap = torch.minimum(gap, (scaled - scaled[0] - torch.tensor(params.min_p).log()).abs().min())
         if params.eta_cutoff:

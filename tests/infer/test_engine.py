@@ -1,7 +1,5 @@
-"""The engine: every drafter gives plain decoding's tokens, and plain decoding's are the target's own.
-
-fp32 on the CPU. Passes of different widths differ in rounding, so each comparison also asserts that no decision of
-plain decoding was as close as ten times that difference: a failure is then a bug, not luck.
+"""The engine: slots and refill, streams, stops, limits, node budgets; and that plain decoding has the target's own
+distribution. The exactness of every drafter is test_exactness.py's.
 """
 
 from dataclasses import replace
@@ -11,10 +9,12 @@ import torch
 from scipy import stats
 
 from longdraft.infer.drafters.tokenswift import TokenSwiftDrafter
+from longdraft.infer.drafters.triforce import TriForceDrafter
 from longdraft.infer.engine import Engine
+from longdraft.infer.history import History
 from longdraft.infer.measure import width_curve
 from longdraft.infer.sampling import SamplingParams, SlotSampling
-from longdraft.infer.shape import TreeShape, likeliest_nodes
+from longdraft.infer.shape import TreeShape
 from longdraft.infer.tree import TokenTree
 from longdraft.kernels.gumbel import gumbel_noise
 from longdraft.models.drafts.tokenswift import TokenSwift, TokenSwiftConfig
@@ -30,41 +30,6 @@ PROMPTS = [[5, 9, 2, 7, 11, 30, 2, 9, 4, 4, 1], [3], [8, 8, 21, 0, 6]]
 NEW = 40
 
 
-class Proposer:
-    """A drafter made of a function (request index, tokens so far, room) -> candidate paths."""
-
-    needs = frozenset()
-
-    def __init__(self, paths, max_nodes=12, max_depth=4):
-        self.paths, self.max_nodes, self.max_depth, self.requests = paths, max_nodes, max_depth, {}
-
-    def begin(self, slots, requests, cache):
-        self.requests |= dict(zip(slots, requests, strict=True))
-
-    def read(self, slots, tokens_BT, output):
-        assert output.last_kv is not None
-
-    def propose(self, state, room):
-        roots = state.roots.tolist()
-        paths = [
-            self.paths(self.requests[slot], tokens, room) if active else []
-            for slot, (tokens, active) in enumerate(zip(state.committed, state.active.tolist(), strict=True))
-        ]
-        return TokenTree.from_paths(roots, paths)
-
-    def observe(self, tree, verdict, output):
-        assert output.logits is not None
-
-
-def random_trees(vocab):
-    def paths(request, tokens, room):
-        generator = torch.Generator().manual_seed(hash((request.index, len(tokens))) % 2**31)
-        shape = (int(torch.randint(1, 5, (), generator=generator)), int(torch.randint(1, 4, (), generator=generator)))
-        return torch.randint(vocab, shape, generator=generator).tolist()
-
-    return Proposer(paths)
-
-
 def tokenswift(target, shape=None, kind="linear_chain"):
     torch.manual_seed(7)
     config = TokenSwiftConfig(hidden_size=target.model.config.hidden_size, kind=kind, rms_norm_eps=1e-6)
@@ -72,36 +37,7 @@ def tokenswift(target, shape=None, kind="linear_chain"):
     for parameter in draft.parameters():  # far from the identity: the heads must disagree with each other
         torch.nn.init.normal_(parameter, 0.0, 0.3)
     draft = draft.to(target.model.lm_head.weight.dtype)
-    return TokenSwiftDrafter(target, draft.requires_grad_(False), shape)
-
-
-class Margins(SlotSampling):
-    """Records how close each decision was: the gap to the second choice, and of every filter border."""
-
-    smallest = float("inf")
-
-    def choose(self, logits_BV, noise_BV):
-        scores = self.scores(self.filter(logits_BV), noise_BV).float()
-        best = scores.topk(2).values
-        gaps = [(best[:, 0] - best[:, 1]) * self._divisors[:, 0]]
-        for params, row in zip(self.params, logits_BV, strict=True):
-            gaps += [self.border(params, row)] if params.temperature else []
-        Margins.smallest = min(Margins.smallest, *(float(gap.min()) for gap in gaps))
-        return super().choose(logits_BV, noise_BV)
-
-    @staticmethod
-    def border(params, logits):
-        """The smallest change of a logit that moves a token over a filter's border."""
-        gap, ordered = torch.tensor(torch.inf), logits.sort(descending=True).values
-        if params.top_k and params.top_k < len(ordered):
-            gap = torch.minimum(gap, ordered[params.top_k - 1] - ordered[params.top_k])
-        if params.top_p < 1:
-            mass = (ordered / params.temperature).softmax(0).cumsum(0)
-            gap = torch.minimum(gap, (mass[:-1] - params.top_p).abs().min())  # a logit's change moves the mass by less
-        if params.min_p:
-            scaled = ordered / params.temperature
-            gap = torch.minimum(gap, (scaled - scaled[0] - torch.tensor(params.min_p).log()).abs().min())
-        return gap
+    return TokenSwiftDrafter(target, draft.requires_grad_(False), shape, draft_pass="never", ngrams=0)
 
 
 @pytest.fixture
@@ -109,62 +45,39 @@ def target(tiny_target):
     return tiny_target(vocab_size=61)
 
 
-def width_difference(target) -> float:
-    """The largest difference of a logit between one-row passes and a pass of all rows."""
-    tokens = torch.tensor([PROMPTS[0] * 2])
-    model = target.model
-    whole, single = model.new_cache(1, 64), model.new_cache(1, 64)
-    together = model(tokens, cache=whole).logits
-    rows = []
-    for i in range(tokens.shape[1]):
-        rows.append(model(tokens[:, i : i + 1], cache=single).logits)
-        single.keep(None, torch.tensor([1]))
-    return float((together - torch.cat(rows, 1)).abs().max())
+@pytest.fixture
+def proposers(proposer):
+    """By name: (plain decoding's tokens by prompt) -> a drafter that is right at random, always, never or sometimes."""
 
+    def at_random(request, tokens, room):
+        generator = torch.Generator().manual_seed(hash((request.index, len(tokens))) % 2**31)
+        shape = (int(torch.randint(1, 5, (), generator=generator)), int(torch.randint(1, 4, (), generator=generator)))
+        return torch.randint(61, shape, generator=generator).tolist()
 
-def seeded(sampling, prompts):
-    return [replace(sampling, seed=1500 + i, max_new_tokens=NEW) for i in range(len(prompts))]
+    def ahead(plain, request, tokens):
+        return plain[request.index][len(tokens) - len(request.prompt) :]
 
-
-def plain_tokens(target, sampling, prompts, monkeypatch, slots=None):
-    """Plain decoding's tokens, after asserting that no decision was close."""
-    Margins.smallest = float("inf")
-    with monkeypatch.context() as patch:
-        patch.setattr("longdraft.infer.engine.SlotSampling", Margins)
-        result = Engine(target, slots=slots).generate(prompts, seeded(sampling, prompts))
-    assert Margins.smallest > 10 * width_difference(target), (Margins.smallest, width_difference(target))
-    return [generation.tokens for generation in result]
-
-
-DRAFTERS = {
-    "tokenswift_39": lambda target, plain: tokenswift(target),
-    "tokenswift_5": lambda target, plain: tokenswift(target, likeliest_nodes([[0.4, 0.2, 0.1]] * 3, 5)),
-    "tokenswift_silu": lambda target, plain: tokenswift(target, TreeShape.cartesian((2, 2)), "silu_chain"),
-    "random_trees": lambda target, plain: random_trees(target.model.config.vocab_size),
-    "always_right": lambda target, plain: Proposer(
-        lambda request, tokens, room: [plain[request.index][len(tokens) - len(request.prompt) :][:4]]
-    ),
-    "never_right": lambda target, plain: Proposer(
-        lambda request, tokens, room: [
-            [(token + 1) % 61] for token in plain[request.index][len(tokens) - len(request.prompt) :][:1]
-        ]
-    ),
-    "sometimes_right": lambda target, plain: Proposer(
-        lambda request, tokens, room: [
-            plain[request.index][len(tokens) - len(request.prompt) :][: len(tokens) % 4],
-            [1, 2],
-        ]
-    ),
-}
+    return {
+        "random_trees": lambda plain: proposer(at_random),
+        "always_right": lambda plain: proposer(lambda r, tokens, room: [ahead(plain, r, tokens)[:4]]),
+        "never_right": lambda plain: proposer(
+            lambda r, tokens, room: [[(token + 1) % 61] for token in ahead(plain, r, tokens)[:1]]
+        ),
+        "sometimes_right": lambda plain: proposer(
+            lambda r, tokens, room: [ahead(plain, r, tokens)[: len(tokens) % 4], [1, 2]]
+        ),
+    }
 
 
 @pytest.mark.parametrize("prompts", [PROMPTS[:1], PROMPTS], ids=["B1", "B3"])
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-@pytest.mark.parametrize("name", DRAFTERS)
-def test_every_drafter_gives_plain_decodings_tokens(target, name, sampling, prompts, monkeypatch):
-    plain = plain_tokens(target, SAMPLINGS[sampling], prompts, monkeypatch)
-    engine = Engine(target, DRAFTERS[name](target, plain))
-    result = engine.generate(prompts, seeded(SAMPLINGS[sampling], prompts))
+@pytest.mark.parametrize("name", ["random_trees", "always_right", "never_right", "sometimes_right"])
+def test_any_tree_gives_plain_decodings_tokens(
+    target, name, sampling, prompts, proposers, seeded, plain_tokens
+):  # fmt: skip
+    params = seeded(SAMPLINGS[sampling], len(prompts), NEW)
+    plain = plain_tokens(target, prompts, params)
+    result = Engine(target, proposers[name](plain), nodes=None).generate(prompts, params)
     assert [generation.tokens for generation in result] == plain
     steps = [generation.stats.steps for generation in result]
     if name == "always_right":
@@ -173,21 +86,29 @@ def test_every_drafter_gives_plain_decodings_tokens(target, name, sampling, prom
         assert steps == [NEW] * len(prompts)
     if name == "sometimes_right":
         assert all(NEW // 5 < count < NEW for count in steps)
+    picked = Engine(target, proposers[name](plain)).generate(prompts, params)
+    assert [generation.tokens for generation in picked] == plain
 
 
 @pytest.mark.parametrize("prompts", [PROMPTS[:1], (PROMPTS * 3)[:8]], ids=["B1", "B8"])
-@pytest.mark.parametrize("name", ["tokenswift_39", "tokenswift_silu", "random_trees", "sometimes_right"])
-def test_bf16_is_exact_too_where_rows_do_not_depend_on_the_pass(tiny_target, name, prompts):
+@pytest.mark.parametrize("name", ["tokenswift", "tokenswift_silu", "random_trees", "sometimes_right"])
+def test_bf16_is_exact_too_where_rows_do_not_depend_on_the_pass(tiny_target, name, prompts, proposers, seeded):
     """With the CPU kernels no margin is needed: a pass of 40 rows gives a row the same bits as a pass of one."""
     target = tiny_target(vocab_size=61, dtype=torch.bfloat16)
     for sampling in SAMPLINGS.values():
-        plain = [g.tokens for g in Engine(target).generate(prompts, seeded(sampling, prompts))]
-        engine = Engine(target, DRAFTERS[name](target, plain))
-        assert [g.tokens for g in engine.generate(prompts, seeded(sampling, prompts))] == plain
+        params = seeded(sampling, len(prompts), NEW)
+        plain = [g.tokens for g in Engine(target).generate(prompts, params)]
+        if name == "tokenswift":
+            drafter = tokenswift(target)
+        elif name == "tokenswift_silu":
+            drafter = tokenswift(target, TreeShape.cartesian((2, 2)), "silu_chain")
+        else:
+            drafter = proposers[name](plain)
+        assert [g.tokens for g in Engine(target, drafter, nodes=None).generate(prompts, params)] == plain
 
 
 @pytest.mark.parametrize("slots", [1, 2])
-def test_a_finished_slot_takes_the_next_prompt(target, slots, monkeypatch):
+def test_a_finished_slot_takes_the_next_prompt(target, slots, proposers):
     """Five prompts on fewer slots, mixed sampling, give what each gives alone; no prompt sees an earlier one."""
     prompts = [*PROMPTS, [60, 1, 2], [17, 17]]
     params = [
@@ -195,7 +116,7 @@ def test_a_finished_slot_takes_the_next_prompt(target, slots, monkeypatch):
         for i, sampling in enumerate(SAMPLINGS.values())
     ]  # fmt: skip
     alone = [Engine(target).generate([p], q)[0].tokens for p, q in zip(prompts, params, strict=True)]
-    for drafter in (tokenswift(target), random_trees(61)):
+    for drafter in (tokenswift(target), proposers["random_trees"](None)):
         result = Engine(target, drafter, slots=slots).generate(prompts, params)
         assert [generation.tokens for generation in result] == alone
         assert [generation.index for generation in result] == list(range(5))
@@ -239,12 +160,12 @@ def test_seed_is_drawn_and_returned(target):
     assert again.tokens == second.tokens
 
 
-def test_stops(target, tiny_target):
+def test_stops(target, tiny_target, proposers):
     plain = Engine(target).generate([PROMPTS[0]], SamplingParams(max_new_tokens=NEW))[0]
     assert (plain.finish_reason, len(plain.tokens)) == ("length", NEW)
     stop = plain.tokens[10]
     first = plain.tokens.index(stop)
-    for drafter in ("plain", tokenswift(target), DRAFTERS["always_right"](target, [plain.tokens])):
+    for drafter in ("plain", tokenswift(target), proposers["always_right"]([plain.tokens])):
         params = SamplingParams(max_new_tokens=NEW, stop_token_ids=(stop,))
         stopped = Engine(target, drafter).generate([PROMPTS[0]], params)[0]
         assert (stopped.finish_reason, stopped.tokens) == ("stop", plain.tokens[: first + 1])
@@ -254,11 +175,11 @@ def test_stops(target, tiny_target):
     assert Engine(ends).generate([PROMPTS[0]], ignoring)[0].tokens == plain.tokens
 
 
-def test_running_out_of_positions_ends_the_sequence_with_a_reason(tiny_target):
+def test_running_out_of_positions_ends_the_sequence_with_a_reason(tiny_target, proposers):
     target = tiny_target(vocab_size=61, max_positions=32)
     plain = Engine(target).generate([PROMPTS[0]])[0]
     assert (plain.finish_reason, len(plain.tokens)) == ("capacity", 32 - len(PROMPTS[0]))
-    for drafter in (tokenswift(target), DRAFTERS["always_right"](target, [plain.tokens])):
+    for drafter in (tokenswift(target), proposers["always_right"]([plain.tokens])):
         other = Engine(target, drafter).generate([PROMPTS[0]])[0]
         assert (other.finish_reason, other.tokens) == ("capacity", plain.tokens)
     short = Engine(target, max_length=20).generate([PROMPTS[0]])[0]
@@ -282,9 +203,15 @@ def test_prompts_that_cannot_be_decoded_say_why(target, prompts, message):
 
 def test_engine_arguments_that_cannot_be(target):
     for arguments, message in [
-        ({"drafter": "tokenswyft"}, "unknown name 'tokenswyft'; known: plain, tokenswift"),
-        ({"drafter": "tokenswift"}, "draft: tokenswift needs trained heads"),
-        ({"draft": "folder"}, "draft: plain decoding has none"),
+        ({"drafter": "tokenswyft"}, "unknown name 'tokenswyft'; known: plain, tokenswift, .* or several as a\\+b"),
+        ({"drafter": "plain+tokenswyft"}, "unknown name 'tokenswyft'"),
+        ({"drafter": "prompt_lookup+prompt_lookup"}, "names a drafter twice"),
+        ({"drafter": "tokenswift"}, "draft: tokenswift needs a trained draft"),
+        ({"drafter": "tokenswift+medusa", "draft": "folder"}, "draft: tokenswift and medusa each need their own"),
+        ({"draft": "folder"}, "draft: plain takes none; leave it out or name one of longspec, medusa, tokenswift"),
+        ({"drafter": "token_recycling+prompt_lookup", "options": {"nodes": 8}}, "say whose, as token_recycling.nodes"),
+        ({"nodes": 0}, "nodes=0"),
+        ({"nodes": "all"}, "nodes='all'"),
         ({"options": {"levels": 3}}, "options: plain does not know levels; it knows none"),
         ({"slots": 0}, "slots=0"),
         ({"max_length": 1000}, "max_length=1000: must be at least 1 .* limit|at most the target's 256"),
@@ -305,7 +232,7 @@ def test_first_three_tokens_have_the_computed_distribution(tiny_target):
         prefixes = torch.cat([rows, torch.arange(vocab).repeat(len(prefixes))[:, None]], 1)
     expected = count * probability
     params = [SamplingParams(temperature=1.0, seed=seed, max_new_tokens=3) for seed in range(count)]
-    for drafter in ("plain", tokenswift(target, TreeShape.cartesian((2, 2)))):
+    for drafter in ("plain", tokenswift(target, TreeShape.cartesian((2, 2))), TriForceDrafter(target, budget=24)):
         result = Engine(target, drafter, slots=1000).generate([[2]] * count, params)
         tokens = torch.tensor([generation.tokens for generation in result])
         observed = (tokens @ torch.tensor([vocab**2, vocab, 1])).bincount(minlength=vocab**3).double()
@@ -353,11 +280,11 @@ def test_an_engine_decodes_one_stream_at_a_time(target):
     assert len(engine.generate([PROMPTS[1]], SamplingParams(max_new_tokens=3))[0].tokens) == 3
 
 
-def test_drafters_that_break_their_word_are_named(target):
-    wide = Proposer(lambda request, tokens, room: [[1], [2], [3]], max_nodes=2)
-    with pytest.raises(ValueError, match="a tree of 3 nodes, above its own max_nodes=2"):
+def test_drafters_that_break_their_word_are_named(target, proposer):
+    wide = proposer(lambda request, tokens, room: [[1], [2], [3]], max_nodes=2)
+    with pytest.raises(ValueError, match="it proposed 3 nodes, with room for 2"):
         Engine(target, wide).generate([PROMPTS[0]])
-    wrong = Proposer(lambda request, tokens, room: [])
+    wrong = proposer(lambda request, tokens, room: [])
     wrong.propose = lambda state, room: TokenTree.roots(state.roots + 1)
     with pytest.raises(ValueError, match="node 0 of its tree is not the root"):
         Engine(target, wrong).generate([PROMPTS[0]])
@@ -381,11 +308,11 @@ def test_noise_in_the_ranking_raises_acceptance(tiny_target):
     for noisy in (True, False):
         hits = total = 0
         for seed in range(40):
-            sampling = SlotSampling([SamplingParams(temperature=1.0, seed=seed)], torch.device("cpu"))
+            params, device = [SamplingParams(temperature=1.0, seed=seed)], torch.device("cpu")
+            sampling, history, position = SlotSampling(params, device, noisy), History(1, 20), torch.tensor([10])
             logits = target.model(torch.tensor([PROMPTS[0]])).logits[:, -1]
-            noise = sampling.noise(torch.tensor([10]), 1, 61)
-            guess = sampling.scores(logits + 0.1 * torch.randn(61), noise).argmax() if noisy else logits.argmax()
-            hits += int(guess == sampling.choose(logits, noise)[0])
+            guess = sampling.ranking(logits + 0.1 * torch.randn(61), history, position, offset=1).argmax()
+            hits += int(guess == sampling.choose(logits, history, position)[0])
             total += 1
         rates[noisy] = hits / total
     assert rates[True] > 0.8 and rates[False] < 0.5, rates
