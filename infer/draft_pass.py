@@ -45,6 +45,7 @@ class DraftPassChoice:
         elif self.phase == "short" or (self.phase == "decided" and longest >= 2 * self._decided_at):
             self.phase, self._samples = "without", {False: [], True: []}
             self.with_pass, self._decided_at = False, longest
+            self.words = f"not decided: fewer than {2 * TRIAL_STEPS} steps at {longest} tokens of context and above"
 
     def prepared(self) -> None:
         """The selected cache is built."""

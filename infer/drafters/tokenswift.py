@@ -82,7 +82,7 @@ class TokenSwiftDrafter(Drafter):
         self.clock = time.perf_counter
         self._hidden = torch.empty(0)
         self._selected: SelectedCache | None = None
-        self._can_select, self._began = self._may_pass, None
+        self._can_select, self._began, self._due = self._may_pass, None, False
         self._choice = DraftPassChoice(budget)
 
     @property
@@ -150,6 +150,7 @@ class TokenSwiftDrafter(Drafter):
         self._hidden_at[where] = torch.tensor(last, device=self._hidden_at.device)
         if self._holds_cache and output.queries is not None:
             self._select_from(self._cache).build_from_prompt(slots, output.queries)
+            self._set_needs(self._due)
 
     @property
     def _holds_cache(self) -> bool:
@@ -212,8 +213,9 @@ class TokenSwiftDrafter(Drafter):
     ) -> TokenTree:
         """The heads' tree with the n-grams in it, at most `room` nodes; n-grams may take half of what is scarce."""
         catch_up(self._tables, state)
-        tokens, active = tree.tokens.tolist(), state.active.tolist()
-        known = [True] * len(tokens) if known_B is None else known_B.tolist()
+        known_B = torch.ones_like(state.active) if known_B is None else known_B
+        read = torch.cat([state.active[:, None], known_B[:, None], tree.tokens], 1).tolist()
+        active, known, tokens = [row[0] for row in read], [row[1] for row in read], [row[2:] for row in read]
         first = 1 if with_pass else 0
         grams = [
             table.ranked(row[first], self.ngrams) if table is not None and active[slot] else []
@@ -281,7 +283,8 @@ class TokenSwiftDrafter(Drafter):
                 selected.build(slots, queries_LBHd, seen_B)
             selected.follow(most)
             due = bool(selected.due(most_next))
-        self._set_needs(preparing or due)
+        self._due = preparing or due
+        self._set_needs(self._due)
 
     def rewind(self, lengths_B: Tensor) -> None:
         self._hidden_at = torch.where(self._hidden_at < lengths_B, self._hidden_at, -2)

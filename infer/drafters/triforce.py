@@ -184,19 +184,33 @@ class TriForceDrafter(Drafter):
             for slot in new:
                 self._known[slot] = 0
             self._new.clear()
-        longest = max(1, int((state.positions - self._outer).max()))
+        # One read a proposal; the passes below wait for each other anyway.
+        ahead, active, positions = torch.stack(
+            [state.positions - self._outer, state.active.long(), state.positions]
+        ).tolist()
+        longest = max(1, *ahead)
         places = self._outer[:, None] + 1 + torch.arange(longest, device=mine.device)
         places = places.clamp(max=mine.shape[1] - 1)
         mine.scatter_(1, places, theirs.gather(1, places))
-        for slot, tokens in enumerate(state.committed):
-            del self._committed[slot][self._known[slot] :]
-            self._committed[slot] += tokens[self._known[slot] :]
-            self._known[slot] = len(tokens)
+        self._list_committed(state, active, positions)
         self._outer = state.positions.clone()
         return SlotState(
             state.roots.clone(), state.positions.clone(), state.active.clone(), self._history, state.sampling,
             self._committed,
         )  # fmt: skip
+
+    def _list_committed(self, state: SlotState, active: Sequence[int], positions: Sequence[int]) -> None:
+        """The inner level's lists up to the outer roots; what the outer lists lack, being late, is in the history."""
+        late = [0] * len(positions)
+        for slot, tokens in enumerate(state.committed):
+            mine, known = self._committed[slot], self._known[slot]
+            mine[known:] = tokens[known:]
+            late[slot] = max(0, positions[slot] + 1 - len(mine)) if active[slot] else 0
+        if any(late):
+            rows = state.history.read(state.positions - (max(late) - 1), max(late)).tolist()
+            for mine, row, count in zip(self._committed, rows, late, strict=True):
+                mine += row[len(row) - count :]
+        self._known = [len(mine) for mine in self._committed]
 
     def observe(self, state: SlotState, tree: TokenTree, verdict: Verdict, output: TargetOutput) -> None:
         assert self._cache is not None

@@ -1,0 +1,284 @@
+"""TokenSwift's drafter: the merged trie, the draft pass, its selected cache, and when the pass is taken."""
+
+from collections import Counter
+
+import pytest
+import torch
+
+from longdraft.infer.draft_pass import TRIAL_STEPS, DraftPassChoice
+from longdraft.infer.drafters.tokenswift import TokenSwiftDrafter
+from longdraft.infer.engine import Engine
+from longdraft.infer.partial_cache import SelectedCache
+from longdraft.infer.sampling import SamplingParams
+from longdraft.infer.shape import TreeShape, likeliest_nodes
+from longdraft.infer.tree import PAD, ROOT
+from longdraft.kernels.gumbel import gumbel_noise
+from longdraft.models.drafts.tokenswift import TokenSwift, TokenSwiftConfig
+
+VOCAB, NEW = 61, 40
+SAMPLINGS = {"greedy": SamplingParams(), "T1": SamplingParams(temperature=1.0)}
+
+
+def heads(target, kind="linear_chain"):
+    """Random heads that disagree with each other and with the target."""
+    draft = TokenSwift(TokenSwiftConfig(hidden_size=target.model.config.hidden_size, kind=kind, rms_norm_eps=1e-6))
+    generator = torch.Generator().manual_seed(7)
+    for parameter in draft.parameters():
+        parameter.data.normal_(0.0, 0.3, generator=generator)
+    return draft.to(target.model.lm_head.weight.dtype).requires_grad_(False)
+
+
+def drafter_for(target, *args, kind="linear_chain", **options):
+    return TokenSwiftDrafter(target, heads(target, kind), *args, **options)
+
+
+def prompts(*lengths):
+    generator = torch.Generator().manual_seed(11)
+    return [torch.randint(VOCAB, (length,), generator=generator).tolist() for length in lengths]
+
+
+@pytest.fixture
+def target(tiny_target):
+    return tiny_target(vocab_size=VOCAB)
+
+
+@pytest.fixture
+def watched(monkeypatch):
+    """(drafter) -> a list that fills with (tree, committed tokens, root positions, room) of every proposal."""
+
+    def watch(drafter):
+        seen, propose = [], drafter.propose
+
+        def proposing(state, room):
+            tree = propose(state, room)
+            seen.append((tree, [list(tokens) for tokens in state.committed], state.positions.clone(), room))
+            return tree
+
+        monkeypatch.setattr(drafter, "propose", proposing)
+        return seen
+
+    return watch
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize(("kind", "mode", "budget"), [
+    ("linear_chain", "always", 24), ("silu_chain", "always", 200), ("linear_chain", "auto", 24),
+])  # fmt: skip
+def test_exact_in_every_mode(target, plain_tokens, seeded, sampling, kind, mode, budget):
+    """Budgets below and above the prompts, five of them on three slots, generation far beyond the budget."""
+    asked = prompts(61, 1, 33, 18, 40)
+    params = seeded(SAMPLINGS[sampling], 5, NEW)
+    want = plain_tokens(target, asked, params)
+    drafter = drafter_for(target, kind=kind, draft_pass=mode, budget=budget)
+    engine = Engine(target, drafter, slots=3, nodes=None if sampling == "greedy" else 9)
+    assert [generation.tokens for generation in engine.generate(asked, params)] == want
+
+
+def most_frequent(tokens: list[int], first: int) -> list[tuple[int, ...]]:
+    """Continuations of `first` by how often they came, the most recent of equals first, by plain counting."""
+    counts, last = Counter(), {}
+    for i in range(len(tokens) - 3):
+        if tokens[i] == first:
+            gram = tuple(tokens[i + 1 : i + 4])
+            counts[gram] += 1
+            last[gram] = i
+    return sorted(counts, key=lambda gram: (-counts[gram], -last[gram]))[:20]
+
+
+@pytest.mark.parametrize("room", [1, 6, 25, 200])
+@pytest.mark.parametrize("mode", ["never", "always"])
+def test_ngrams_and_heads_are_one_trie(target, watched, mode, room):
+    drafter = drafter_for(target, draft_pass=mode, budget=32)
+    seen = watched(drafter)
+    text = prompts(9)[0] * 6  # repeats: many n-grams
+    Engine(target, drafter, nodes=room, slots=2).generate(
+        [text, text[:20], text[3:40]], SamplingParams(max_new_tokens=30)
+    )
+    assert len(seen) > 10
+    ngram_nodes = 0
+    for tree, committed, positions, asked_room in seen:
+        assert asked_room == min(room, drafter.max_nodes)
+        assert tree.classes is not None and int(tree.classes.max()) < drafter.n_classes
+        assert tree.depths.max() <= drafter.max_depth
+        for slot, tokens in enumerate(committed):
+            nodes, parents = tree.tokens[slot].tolist(), tree.parents[slot].tolist()
+            kinds = tree.classes[slot].tolist()
+            assert parents[0] == ROOT
+            real = [i for i in range(1, len(nodes)) if parents[i] != PAD]
+            assert len(real) <= room and all(0 <= parents[i] < i for i in real)
+            assert len({(parents[i], nodes[i]) for i in real}) == len(real), "siblings carry different tokens"
+            ngram_nodes += sum(kinds[i] >= drafter._ngram_class for i in real)
+            if room < 200 or not tokens:
+                continue
+            assert int(positions[slot]) == len(tokens) - 1 and nodes[0] == tokens[-1]
+            known = {0: []} | {i: None for i in real}
+            for i in real:
+                known[i] = [*known[parents[i]], nodes[i]]
+            paths = [tuple(path) for path in known.values()]
+            start = (nodes[1],) if mode == "always" else ()
+            for gram in most_frequent(tokens, start[0] if start else tokens[-1]):
+                assert (*start, *gram) in paths
+    assert room == 1 or ngram_nodes > 20
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_the_draft_pass_proposes_the_next_token_and_its_heads_the_ones_behind(target, watched, temperature):
+    """With everything in the selected cache: the first node is the target's own choice, and head i's candidates are its
+    ranks on the root's state, with the noise of the position 1 + i behind the root."""
+    drafter = drafter_for(target, draft_pass="always", budget=200, ngrams=0)
+    assert drafter.max_nodes == 40
+    seen = watched(drafter)
+    params = SamplingParams(temperature=temperature, seed=9, max_new_tokens=30)
+    (result,) = Engine(target, drafter, nodes=None).generate(prompts(13), params)
+    assert result.stats.accepted_at_depth[0] == result.stats.steps == len(seen)
+    for tree, committed, positions, _ in seen:
+        hidden = target.model(torch.tensor(committed), needs={"pre_norm", "logits"})
+        states = drafter.draft.states(hidden.pre_norm[:, -1])
+        rows = [hidden.logits[0, -1], *(state[0] @ target.model.lm_head.weight.T for state in states)]
+        for level, (row, first, count) in enumerate(zip(rows, (1, 2, 5, 14), (1, 3, 3, 3), strict=True), 1):
+            if temperature:
+                noise = gumbel_noise(torch.tensor([9]), positions[:, None] + level, VOCAB)[0, 0]
+                row = row / temperature + noise
+            assert tree.tokens[0, first : first + count].tolist() == row.topk(count).indices.tolist()
+
+
+def test_queries_are_asked_for_only_where_a_rebuild_is_due(target, monkeypatch):
+    """One pass with queries for each rebuild, which happens outside the pass; between them the ring is written."""
+    drafter = drafter_for(target, draft_pass="always", budget=30, sinks=4, ngrams=0)
+    builds, asked = [], []
+    build = SelectedCache.build
+    monkeypatch.setattr(SelectedCache, "build", lambda self, *a: builds.append(a[0]) or build(self, *a))
+    handle = target.model.register_forward_pre_hook(
+        lambda module, args, kwargs: asked.append("queries" in kwargs.get("needs", ())), with_kwargs=True
+    )
+    (result,) = Engine(target, drafter, nodes=None).generate(prompts(40), SamplingParams(max_new_tokens=150))
+    handle.remove()
+    assert sum(asked) == len(builds) and 4 <= len(builds) <= 2 + 150 // 16
+    assert len(asked) == 1 + 2 * result.stats.steps
+
+
+@pytest.mark.parametrize("heads_of_keys", [2, 4])
+def test_the_selected_cache_holds_the_rows_of_a_fresh_prefill(tiny_target, heads_of_keys):
+    """After many steps with random acceptance, in all layers, for slots of unequal lengths, one of them restarted."""
+    target = tiny_target(vocab_size=VOCAB, n_kv_heads=heads_of_keys, n_layers=3)
+    drafter = drafter_for(target, draft_pass="always", budget=30, sinks=4)
+    params = [SamplingParams(temperature=0.7, seed=i, max_new_tokens=count) for i, count in enumerate((90, 20, 69))]
+    result = Engine(target, drafter, slots=2).generate(prompts(50, 9, 33), params)
+    selected = drafter._selected
+    for slot, generation in enumerate((result[0], result[2])):
+        text = generation.prompt + generation.tokens
+        fresh = target.model.new_cache(1, len(text))
+        target.model(torch.tensor([text]), cache=fresh)
+        rows, stands_for = int(selected.lengths[slot]), int(selected.tokens[slot])
+        assert rows == 30 and stands_for > 80
+        full = selected.full
+        for layer in range(3):
+            for head in range(heads_of_keys):
+                tokens = [
+                    int((full.keys[layer, slot, :stands_for, head] == key).all(-1).nonzero()[0])
+                    for key in selected.keys[layer, slot, :rows, head]
+                ]
+                assert len(set(tokens)) == rows and {0, 1, 2, 3} <= set(tokens)
+                known = [row for row, token in enumerate(tokens) if token < len(text)]
+                for mine, theirs in ((selected.keys, fresh.keys), (selected.values, fresh.values)):
+                    want = theirs[layer, 0, [tokens[row] for row in known], head]
+                    torch.testing.assert_close(mine[layer, slot, known, head], want, rtol=1e-3, atol=1e-3)
+
+
+class Clock:
+    """A clock that only passes of the target move: `draft` seconds on a selected cache, else 1 + `row` a row."""
+
+    def __init__(self, target, draft):
+        self.now, self.draft = 0.0, draft
+        target.model.register_forward_hook(self.tick, with_kwargs=True)
+
+    def __call__(self):
+        return self.now
+
+    def tick(self, module, args, kwargs, output):
+        self.now += self.draft if isinstance(kwargs.get("cache"), SelectedCache) else 1.0
+
+
+@pytest.mark.parametrize(("draft_seconds", "decided"), [(0.01, "always"), (5.0, "never")])
+def test_auto_takes_what_its_clock_says_is_cheaper_and_says_so(tiny_target, draft_seconds, decided):
+    target = tiny_target(vocab_size=VOCAB, std=0.2)
+    drafter = drafter_for(target, budget=44, ngrams=0)
+    drafter.clock = clock = Clock(target, draft_seconds)
+    engine = Engine(target, drafter, nodes=None)
+    (short,) = engine.generate(prompts(9), SamplingParams(max_new_tokens=20))
+    assert (
+        short.stats.decisions["draft_pass"] == "never: up to 44 tokens of context the selected cache is the whole one"
+    )
+    assert drafter._selected is None
+    (result,) = engine.generate(prompts(45), SamplingParams(temperature=0.5, seed=2, max_new_tokens=40))
+    words = result.stats.decisions["draft_pass"]
+    assert words.startswith(f"{decided}: ") and words.endswith("ms a token after 16 steps at 45 tokens of context")
+    better, worse = float(words.split()[1]), float(words.split()[3])
+    assert 100 < better < worse and (decided == "always" or worse > 1000)
+    # The context has doubled, and the pass has become what it was not.
+    clock.draft = 5.0 if decided == "always" else 0.01
+    (long,) = engine.generate(prompts(45), SamplingParams(temperature=0.5, seed=2, max_new_tokens=125))
+    words = long.stats.decisions["draft_pass"]
+    assert words.startswith("never: " if decided == "always" else "always: ")
+    assert 90 <= int(words.split(" at ")[1].split()[0]) < 100
+
+
+def test_the_choice_goes_by_the_median_step_and_the_mean_tokens():
+    choice = DraftPassChoice(budget=100)
+    choice.plan(101)
+    for step in range(TRIAL_STEPS):
+        choice.record(99.0 if step == 3 else 1.0, 2 + step % 2)
+    assert choice.phase == "prepare" and not choice.holds_cache
+    choice.prepared()
+    for _ in range(TRIAL_STEPS):
+        choice.record(1.3, 3.5)
+    assert choice.with_pass and choice.words.startswith("always: 371.4 against 400.0 ms a token after 16 steps")
+    choice.plan(201)
+    assert choice.holds_cache
+    choice.plan(202)
+    assert choice.phase == "without" and not choice.holds_cache
+    choice.plan(50)
+    assert choice.phase == "short" and "up to 100 tokens" in choice.words
+
+
+def test_a_rewind_leaves_what_a_fresh_drafter_has(target):
+    """Heads without a state propose nothing, and tables hold the tokens that stand."""
+    drafter = drafter_for(target, likeliest_nodes([[0.4, 0.2]] * 3, 5), draft_pass="always", budget=24, sinks=4)
+    (result,) = Engine(target, drafter).generate(prompts(30), SamplingParams(max_new_tokens=60))
+    text = (result.prompt + result.tokens)[:50]
+    full = drafter._cache
+    before = int(drafter._selected.tokens[0])
+    assert before >= 80
+    drafter.rewind(torch.tensor([50]))
+    assert int(drafter._hidden_at[0]) == -2 and drafter._tables[0].tokens == text
+    assert drafter._selected.tokens.tolist() == [50]
+    rows = drafter._selected.keys[0, 0, :24, 0]
+    tokens = [int((full.keys[0, 0, :before, 0] == row).all(-1).nonzero()[0]) for row in rows]
+    assert max(tokens) == 49 and len(set(tokens)) == 24
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"draft_pass": "sometimes"}, "draft_pass='sometimes': must be one of auto, always, never"),
+        ({"ngrams": -1}, "ngrams=-1: must be 0"),
+        ({"budget": 16}, "budget=16: must exceed the 16 tokens that always stay"),
+        ({"shape": TreeShape(())}, "tree: it needs at least one node"),
+        ({"shape": TreeShape.cartesian((2, 2, 2, 2))}, "tree: 4 levels, but this draft has 3 heads"),
+    ],
+)
+def test_options_that_cannot_be_are_named(target, options, message):
+    with pytest.raises(ValueError, match=message):
+        drafter_for(target, **options)
+
+
+def test_sliding_windows_leave_the_draft_pass_out(tiny_target, plain_tokens, seeded):
+    target = tiny_target(vocab_size=VOCAB, sliding_windows=(None, 8))
+    with pytest.raises(ValueError, match="draft_pass='always' does not go with this model's sliding windows"):
+        drafter_for(target, draft_pass="always")
+    params = seeded(SamplingParams(), 1, 20)
+    want = plain_tokens(target, prompts(30), params)
+    drafter = drafter_for(target, budget=20, sinks=4)
+    (result,) = Engine(target, drafter).generate(prompts(30), params)
+    assert result.tokens == want[0] and drafter.memory_bytes(1, 100) == {}
+    assert result.stats.decisions["draft_pass"] == "never: the target has sliding windows"

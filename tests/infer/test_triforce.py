@@ -1,0 +1,270 @@
+"""TriForce and small-model drafting: exact, right about what they hold, and as good as they must be where the smaller
+level knows all that the larger one knows."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from longdraft.infer.drafters.base import Request, SlotState
+from longdraft.infer.drafters.small_model import SmallModelDrafter
+from longdraft.infer.drafters.tokenswift import TokenSwiftDrafter
+from longdraft.infer.drafters.triforce import TriForceDrafter
+from longdraft.infer.engine import Engine
+from longdraft.infer.history import History
+from longdraft.infer.sampling import SamplingParams
+from longdraft.models.drafts.tokenswift import TokenSwift, TokenSwiftConfig
+
+VOCAB = 61
+SAMPLINGS = {
+    "greedy_penalty": SamplingParams(contextual_penalty=1.2, contextual_window=16),
+    "T1": SamplingParams(temperature=1.0),
+}
+
+
+def prompts(*lengths):
+    generator = torch.Generator().manual_seed(11)
+    return [torch.randint(VOCAB, (length,), generator=generator).tolist() for length in lengths]
+
+
+@pytest.fixture
+def target(tiny_target):
+    return tiny_target(vocab_size=VOCAB)
+
+
+@pytest.fixture
+def small(tiny_target):
+    return tiny_target(vocab_size=VOCAB, n_layers=1, n_kv_heads=1, seed=5)
+
+
+def heads(target):
+    generator = torch.Generator().manual_seed(7)
+    draft = TokenSwift(TokenSwiftConfig(target.model.config.hidden_size, rms_norm_eps=1e-6), generator)
+    return draft.requires_grad_(False)
+
+
+DRAFTERS = {
+    "hierarchy": lambda target, small: TriForceDrafter(target, small, budget=24, stride=10, window=20, sinks=2),
+    "self": lambda target, small: TriForceDrafter(target, budget=24, chunk=4, stride=10, chain=4),
+    "streaming": lambda target, small: TriForceDrafter(target, small, budget=24, policy="streaming"),
+    "heads_inside": lambda target, small: TriForceDrafter(target, TokenSwiftDrafter(target, heads(target)), budget=48),
+    "small_model": lambda target, small: SmallModelDrafter(target, small, gamma=3, sinks=2, window=12),
+}
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_exact_below_and_beyond_the_budget(target, small, plain_tokens, seeded, name, sampling):
+    asked = prompts(61, 1, 33, 18, 40)
+    params = seeded(SAMPLINGS[sampling], 5, 30)
+    want = plain_tokens(target, asked, params)
+    engine = Engine(target, DRAFTERS[name](target, small), slots=3, nodes=None)
+    assert [generation.tokens for generation in engine.generate(asked, params)] == want
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("name", ["small_model", "self", "hierarchy"])
+def test_what_knows_everything_is_always_right(target, sampling, name):
+    """The target as its own small model with a window for all, and a budget for all: every node is accepted."""
+    window, budget = 300, 200
+    drafter, depth = {
+        "small_model": lambda: (SmallModelDrafter(target, target, gamma=3, window=window), 3),
+        "self": lambda: (TriForceDrafter(target, budget=budget), 6),
+        "hierarchy": lambda: (TriForceDrafter(target, target, budget=budget, window=window), 6),
+    }[name]()
+    # Penalties of the tokens drafted meanwhile are left out of a small model's ranking.
+    params = replace(SAMPLINGS[sampling], contextual_penalty=1.0) if name == "small_model" else SAMPLINGS[sampling]
+    params = [replace(params, seed=i, max_new_tokens=6 * (depth + 1)) for i in range(3)]
+    for generation in Engine(target, drafter, nodes=None, slots=2).generate(prompts(40, 1, 18), params):
+        assert generation.acceptance == 1.0 and generation.stats.steps == 6
+        assert generation.stats.accepted_at_depth == [6] * depth
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("inside", [True, False], ids=["triforce", "alone"])
+def test_a_small_model_proposes_what_a_fresh_one_proposes(target, small, inside, sampling):
+    """After rejections by the middle level, by the outer one, and none: nothing of a void token is left, and no
+    committed one is missing. Its window holds everything here."""
+    drafter = SmallModelDrafter(target, small, gamma=3)
+    outer = TriForceDrafter(target, drafter, budget=32, stride=10) if inside else drafter
+    propose, compared, depths = drafter.propose, [], []
+
+    def checked(state, room):
+        before = state.roots.clone(), state.positions.clone()
+        tree = propose(state, room)
+        for slot in state.active.nonzero()[:, 0].tolist():
+            text = state.history.tokens[slot, : int(state.positions[slot]) + 1]
+            fresh, full = SmallModelDrafter(target, small, gamma=3), target.model.new_cache(1, 1)
+            fresh.begin([0], [Request(0, text.tolist(), state.sampling.params[slot])], full)
+            if len(text) > 1:
+                fresh.read([0], text[None, :-1], None)
+            history = History(1, state.history.tokens.shape[1])
+            history.start(0, text.tolist())
+            history.prompt_lengths[0] = state.history.prompt_lengths[slot]
+            sampling_of_slot = type(state.sampling)([state.sampling.params[slot]], state.roots.device)
+            place = before[0][slot : slot + 1], before[1][slot : slot + 1]
+            alone = SlotState(*place, torch.tensor([True]), history, sampling_of_slot, [text.tolist()])
+            assert fresh.propose(alone, room).tokens[0].tolist() == tree.tokens[slot].tolist()
+            compared.append(slot)
+        return tree
+
+    drafter.propose = checked
+    params = [replace(SAMPLINGS[sampling], seed=i, max_new_tokens=24) for i in range(3)]
+    for generation in Engine(target, outer, nodes=None, slots=2).generate(prompts(30, 1, 12), params):
+        depths.append(generation.stats.accepted_at_depth)
+    assert len(compared) > 40 and (sampling == "greedy_penalty" or any(depths))
+
+
+def test_the_inner_level_sees_all_committed_tokens_where_the_host_is_late(target, proposer):
+    """On a GPU the outer lists lack the last step's tokens; the same code path, on the CPU."""
+    inner, seen = proposer(lambda request, tokens, room: [tokens[:2]]), []
+    propose = inner.propose
+
+    def checked(state, room):
+        for slot in state.active.nonzero()[:, 0].tolist():
+            text = state.history.tokens[slot, : int(state.positions[slot]) + 1].tolist()
+            assert state.committed[slot] == text
+            seen.append(len(text))
+        return propose(state, room)
+
+    inner.propose, inner.read = checked, lambda slots, tokens, output: None
+    engine = Engine(target, TriForceDrafter(target, inner, budget=32, stride=10), slots=2, nodes=None)
+    engine.lag = 1
+    params = SamplingParams(temperature=1.0, seed=3, max_new_tokens=30)
+    late = engine.generate(prompts(30, 1, 12), params)
+    assert len(seen) > 60
+    assert [g.tokens for g in late] == [g.tokens for g in Engine(target).generate(prompts(30, 1, 12), params)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rope_that_depends_on_the_length_and_half_precision(tiny_target, dtype):
+    """Rows are copied as they were rotated, and the query is rotated as the full cache's would be."""
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    target = tiny_target(vocab_size=VOCAB, rope=rope, max_positions=40, dtype=dtype)
+    params = SamplingParams(temperature=1.0, seed=4, max_new_tokens=21)
+    engine = Engine(target, TriForceDrafter(target, budget=64), nodes=None)
+    for prompt in prompts(15, 3):
+        (result,) = engine.generate([prompt], params)
+        assert result.acceptance == 1.0 and result.tokens == Engine(target).generate([prompt], params)[0].tokens
+
+
+def test_a_small_model_reads_all_again_where_a_rewind_reaches_too_far(target, small):
+    """Beyond the slack of a window that has overflowed; a shorter one finds everything."""
+    drafter = SmallModelDrafter(target, small, gamma=2, sinks=2, window=20)
+    drafter.begin([0, 1], [Request(0, [1], SamplingParams())] * 2, target.model.new_cache(2, 100))
+    tokens = torch.tensor(prompts(60, 60))
+    drafter.read([0, 1], tokens, None)
+    assert drafter._cache.tokens.tolist() == [60, 60] and int(drafter._cache.lengths.max()) <= 40
+    drafter._cache.settle()
+    drafter.rewind(torch.tensor([57, 20]))
+    assert drafter._cache.tokens.tolist() == [57, 0]
+    history = History(2, 100)
+    history.tokens[:, :60] = tokens
+    positions = torch.tensor([58, 59])
+    roots = tokens[[0, 1], positions]
+    engine = Engine(target)
+    engine._start(2, [])
+    state = SlotState(roots, positions, torch.tensor([True, True]), history, engine._state.sampling, [[], []])
+    tree = drafter.propose(state, 2)
+    assert torch.equal(drafter._cache.tokens, positions + 2) and tree.width == 3
+
+
+@pytest.mark.parametrize("policy", ["retrieval", "streaming"])
+@pytest.mark.parametrize("heads_of_keys", [2, 4])
+def test_the_middle_level_holds_the_rows_of_a_fresh_prefill(tiny_target, small, policy, heads_of_keys):
+    """Exact rows, not those of its own passes, in all layers, after steps with rejections on both levels."""
+    target = tiny_target(vocab_size=VOCAB, n_kv_heads=heads_of_keys, n_layers=3)
+    drafter = TriForceDrafter(target, small, budget=32, policy=policy, sinks=4, chunk=4, stride=12)
+    params = [SamplingParams(temperature=0.7, seed=i, max_new_tokens=count) for i, count in enumerate((60, 20, 39))]
+    result = Engine(target, drafter, slots=2, nodes=None).generate(prompts(50, 9, 33), params)
+    cache = drafter._cache
+    for slot, generation in enumerate((result[0], result[2])):
+        text = generation.prompt + generation.tokens
+        fresh = target.model.new_cache(1, len(text))
+        target.model(torch.tensor([text]), cache=fresh)
+        rows, stands_for = int(cache.lengths[slot]), int(cache.tokens[slot])
+        assert rows == 32 and stands_for >= len(text) - 1
+        if policy == "streaming":
+            recent = set(range(4)) | set(range(stands_for - 28, stands_for))
+        for layer in range(3):
+            for head in range(heads_of_keys):
+                tokens = [
+                    int((cache.full.keys[layer, slot, :stands_for, head] == key).all(-1).nonzero()[0])
+                    for key in cache.keys[layer, slot, :rows, head]
+                ]
+                assert len(set(tokens)) == rows and {*range(4), stands_for - 1} <= set(tokens)
+                assert policy == "retrieval" or set(tokens) == recent
+                known = [row for row, token in enumerate(tokens) if token < len(text)]
+                for mine, theirs in ((cache.keys, fresh.keys), (cache.values, fresh.values)):
+                    want = theirs[layer, 0, [tokens[row] for row in known], head]
+                    torch.testing.assert_close(mine[layer, slot, known, head], want, rtol=1e-3, atol=1e-3)
+
+
+def rebuilds(target, **options) -> dict[str, int]:
+    drafter = TriForceDrafter(target, budget=48, **options)
+    params = SamplingParams(temperature=1.0, seed=1, max_new_tokens=90)
+    (result,) = Engine(target, drafter, nodes=None).generate(prompts(60), params)
+    words = result.stats.decisions.get("rebuilds of the retrieval cache", "")
+    return {part.split()[2]: int(part.split()[0]) for part in words.split(", ") if part}
+
+
+def test_rebuilds_by_stride_by_acceptance_and_before_recent_tokens_fill_the_cache(target):
+    by_stride = rebuilds(target, stride=15, acceptance_floor=0.0)
+    assert by_stride["acceptance"] == by_stride["room"] == 0 and 4 <= by_stride["stride"] <= 6
+    by_room = rebuilds(target, stride=10**6, acceptance_floor=0.0)
+    assert by_room["acceptance"] == by_room["stride"] == 0 and 2 <= by_room["room"] <= 3
+    never_good_enough = rebuilds(target, stride=40, acceptance_floor=0.999)
+    assert never_good_enough["stride"] <= 1 and 4 <= never_good_enough["acceptance"] <= 9
+    assert rebuilds(target, policy="streaming") == {}
+
+
+def test_queries_are_asked_for_only_before_a_rebuild(target):
+    asked = []
+    handle = target.model.register_forward_pre_hook(
+        lambda module, args, kwargs: asked.append("queries" in kwargs.get("needs", ())), with_kwargs=True
+    )
+    total = sum(rebuilds(target, stride=15, acceptance_floor=0.0).values())
+    assert sum(asked) == total + 1, "and in the prefill"
+    asked.clear()
+    rebuilds(target, policy="streaming")
+    assert not any(asked)
+    handle.remove()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda t, s: TriForceDrafter(t, policy="recent"), "policy='recent': must be one of retrieval, streaming"),
+        (lambda t, s: TriForceDrafter(t, chain=0), "chain=0: must be at least 1"),
+        (lambda t, s: TriForceDrafter(t, stride=0), "stride=0: must be at least 1"),
+        (lambda t, s: TriForceDrafter(t, acceptance_floor=1.0), r"acceptance_floor=1.0: must be at least 0 \(off\)"),
+        (lambda t, s: TriForceDrafter(t, budget=100), "budget=100: must be a multiple of chunk=8"),
+        (lambda t, s: TriForceDrafter(t, s, gamma=0), "gamma=0: must be at least 1"),
+        (lambda t, s: SmallModelDrafter(t, s, window=16), "window=16: must exceed sinks=16"),
+    ],
+)
+def test_options_that_cannot_be_are_named(target, small, make, message):
+    with pytest.raises(ValueError, match=message):
+        make(target, small)
+
+
+def test_models_that_do_not_go_together_are_named(target, tiny_target):
+    other = tiny_target(vocab_size=VOCAB + 3, seed=4)
+    for make in (SmallModelDrafter, TriForceDrafter):
+        with pytest.raises(ValueError, match="small: tiny-4 has a vocabulary of 64 tokens and tiny-0 one of 61"):
+            make(target, other)
+    same_size = tiny_target(vocab_size=VOCAB, seed=4)
+    same_size.fingerprint = {**same_size.fingerprint, "tokenizer": "a"}
+    SmallModelDrafter(target, same_size)  # the target has no tokenizer to differ from
+    target.fingerprint = {**target.fingerprint, "tokenizer": "b"}
+    with pytest.raises(ValueError, match="small: tiny-4 has another tokenizer than tiny-0"):
+        SmallModelDrafter(target, same_size)
+    windowed = tiny_target(sliding_windows=(None, 8))
+    with pytest.raises(ValueError, match="budget=4096: a cache of selected rows does not go with"):
+        TriForceDrafter(windowed)
+    nested = TriForceDrafter(target, TriForceDrafter(target, budget=24), budget=24)
+    with pytest.raises(ValueError, match="a TriForce drafter cannot draft for another one"):
+        Engine(target, nested).generate(prompts(9), SamplingParams(max_new_tokens=3))
+    heads_with_pass = TokenSwiftDrafter(target, heads(target), draft_pass="always", budget=24)
+    with pytest.raises(ValueError, match="draft_pass='always' needs the whole context's cache"):
+        Engine(target, TriForceDrafter(target, heads_with_pass, budget=24)).generate(prompts(9))
