@@ -1,8 +1,8 @@
 """transformers' `model.generate` with the engine behind it: the same arguments, types and shapes, in fewer steps.
 
-Greedy tokens are those of `model.generate`; sampled ones follow the same distribution from a noise of our own. What a
-configuration asks for and this engine does not do is refused by name, nothing is ignored. Not here: the conversion of
-the model (models/hf.py). Shapes: B prompts, R rows (each prompt num_return_sequences times), P prompt tokens with
+Greedy tokens are those of `model.generate` (in half precision up to the rounding of nearly equal logits); sampled ones
+follow the same distribution from a noise of our own. What a configuration asks for and this engine does not do is
+refused by name, nothing is ignored. Not here: the conversion of the model (models/hf.py). Shapes: B prompts, R rows (each prompt num_return_sequences times), P prompt tokens with
 padding, T = P + the longest row's new tokens.
 """
 
@@ -104,9 +104,9 @@ def generate(
     kept = _keep(model, None if draft is None else tokenizer)
     new = _new_tokens(config, default_length, ids_BP.shape[1], max(map(len, prompts)), kept.target)
     params = _sampling(config, ends, new, seed, len(prompts), kept.target)
-    if streamer is not None:
-        streamer.put(ids_RP.cpu())
     with kept.engine(drafter, draft, options) as engine:
+        if streamer is not None:
+            streamer.put(ids_RP.cpu())
         rows = _decode(engine, prompts, params, stopped, streamer)
     if streamer is not None:
         streamer.end()
