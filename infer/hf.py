@@ -2,8 +2,9 @@
 
 Greedy tokens are those of `model.generate` (in half precision up to the rounding of nearly equal logits); sampled ones
 follow the same distribution from a noise of our own. What a configuration asks for and this engine does not do is
-refused by name, nothing is ignored. Not here: the conversion of the model (models/hf.py). Shapes: B prompts, R rows (each prompt num_return_sequences times), P prompt tokens with
-padding, T = P + the longest row's new tokens.
+refused by name, nothing is ignored. Not here: the conversion of the model (models/hf.py).
+Shapes: B prompts, R rows (each prompt num_return_sequences times), P prompt tokens with padding, T = P + the longest
+row's new tokens.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
