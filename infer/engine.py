@@ -108,7 +108,8 @@ class Engine:
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] = IDLE
     ) -> Iterator[Piece]:
         """Like `generate`, but yields every sequence's tokens as soon as they are committed; closing it ends all."""
-        return self._run(read_requests(self.target, prompts, params, self.max_length))
+        requests = read_requests(self.target, prompts, params, self.max_length)
+        return self._run(requests) if requests else iter(())
 
     def cancel(self, index: int) -> None:
         """End prompt `index` of the running stream: its generation so far comes with its next piece."""
@@ -170,7 +171,7 @@ class Engine:
         cancelled, self._cancelled = self._cancelled, set()
         for request in [request for request in waiting if request.index in cancelled]:
             waiting.remove(request)
-            lane = Lane(request, self.target, self.max_length, 0.0, Statistics(), "cancelled")
+            lane = Lane(request, self.target, self.max_length, Statistics(), "cancelled")
             yield lane.piece([], 0, self._decisions)
         for slot, lane in enumerate(lanes):
             if lane is not None and lane.request.index in cancelled:
@@ -210,8 +211,8 @@ class Engine:
             output = self.target.model(tokens, cache=one, needs=self.drafter.needs or frozenset({"last_kv"}))
             one.keep(None, torch.tensor([len(chunk)], device=self.device))
             self.drafter.read([slot], tokens, output)
-        now = time.perf_counter()
-        return Lane(request, self.target, self.max_length, now, Statistics(prefill_seconds=now - begin))
+        stats = Statistics(prefill_seconds=time.perf_counter() - begin)
+        return Lane(request, self.target, self.max_length, stats)
 
     def _step(self) -> Step:
         """One step of all slots; a drafter that did not pay is not asked for a while."""
@@ -232,12 +233,14 @@ class Engine:
             if lane is None or lane.finish_reason:
                 continue
             fresh = lane.commit(tokens[slot][: counts[slot]])
-            self._count(lane.stats, step, drafted[slot], counts[slot] - 1, now - lane.started)
+            self._count(lane.stats, step, drafted[slot], counts[slot] - 1, seconds)
             yield lane.piece(fresh, counts[slot] - 1, self._decisions)
         for slot, lane in enumerate(lanes):
             if lane is not None and lane.finish_reason:
                 lanes[slot] = None
                 self._state.active[slot] = False
+        # What whoever reads the stream took is no part of the next step.
+        self._read_at = time.perf_counter()
 
     def _learn(self, step: Step, counts: list[int], tokens: list[list[int]], seconds: float) -> None:
         """Tell the budget which proposed nodes were right and what the step cost."""
@@ -252,11 +255,11 @@ class Engine:
                 budget.learn(slot, nodes[slot], parents[slot], classes[slot], tokens[slot][: counts[slot]])
         budget.record(step.width, seconds, step.draft_seconds, sum(counts) / max(len(taking_part), 1))
 
-    def _count(self, stats: Statistics, step: Step, drafted: int, accepted: int, decode_seconds: float) -> None:
+    def _count(self, stats: Statistics, step: Step, drafted: int, accepted: int, seconds: float) -> None:
         stats.steps += 1
-        stats.decode_seconds = decode_seconds
+        stats.decode_seconds += seconds
         if stats.steps == 1:
-            stats.first_token_seconds = stats.prefill_seconds + decode_seconds
+            stats.first_token_seconds = stats.prefill_seconds + seconds
         stats.drafted += drafted
         for part in ("draft", "draft_pass", "target", "commit", "choice"):
             name = f"{part}_seconds"

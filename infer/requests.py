@@ -111,7 +111,6 @@ class Lane:
     request: Request
     target: Target
     max_length: int
-    started: float
     stats: Statistics
     finish_reason: str = ""
     committed: list[int] = field(init=False)

@@ -1,20 +1,31 @@
-"""On a real model: plain decoding is transformers' greedy `generate`; trees change no token, in fp32 and in bf16."""
+"""On a real model: plain decoding is transformers' greedy `generate`, and no drafter changes a token, fp32 and bf16."""
 
 import argparse
+import inspect
 from dataclasses import replace
 
 import pytest
 import torch
 
+from longdraft.infer.drafters.combine import Combined
+from longdraft.infer.drafters.longspec import LongSpecDrafter
+from longdraft.infer.drafters.medusa import MedusaDrafter
+from longdraft.infer.drafters.prompt_lookup import PromptLookup
+from longdraft.infer.drafters.small_model import SmallModelDrafter
+from longdraft.infer.drafters.token_recycling import TokenRecycling
 from longdraft.infer.drafters.tokenswift import TokenSwiftDrafter
+from longdraft.infer.drafters.triforce import TriForceDrafter
 from longdraft.infer.engine import Engine
 from longdraft.infer.measure import flips, reference_logits
 from longdraft.infer.sampling import SamplingParams
 from longdraft.infer.shape import TreeShape
+from longdraft.models.drafts.longspec import LongSpec, LongSpecConfig
+from longdraft.models.drafts.medusa import Medusa, MedusaConfig
 from longdraft.models.drafts.tokenswift import TokenSwift, TokenSwiftConfig
-from longdraft.models.hf import load_target, load_transformers
+from longdraft.models.hf import build_decoder, load_target, load_transformers
 
 NEW = 24
+PLAIN: dict[SamplingParams, list[int]] = {}
 TEXTS = [
     "The quick brown fox jumps over the lazy dog. Then it",
     (argparse.__doc__ or "")[:900],
@@ -32,13 +43,50 @@ def prompts(smollm2):
     return [smollm2.tokenizer(text).input_ids for text in TEXTS]
 
 
-def heads(target) -> TokenSwiftDrafter:
+def heads(target) -> TokenSwift:
     """Untrained heads close to the target's own next-token prediction: some of their tokens are right."""
     config = target.model.config
     shape = TokenSwiftConfig(config.hidden_size, config.rms_norm_eps, out_norm_init="target", init_std=0.002)
     draft = TokenSwift(shape, torch.Generator().manual_seed(0), target.model.norm.weight)
-    small = TreeShape.cartesian((2, 2, 1))
-    return TokenSwiftDrafter(target, draft.to(target.model.norm.weight.dtype).requires_grad_(False), small)
+    return draft.to(target.model.norm.weight.dtype).requires_grad_(False)
+
+
+def small_tree(target) -> TokenSwiftDrafter:
+    return TokenSwiftDrafter(target, heads(target), TreeShape.cartesian((2, 2, 1)), draft_pass="never", ngrams=0)
+
+
+def block(target) -> LongSpec:
+    """LongSpec's block with the target's own first and last layers for weights."""
+    config = LongSpecConfig.for_target(target.model.config, final_norm=True, warm_start=True, window=64)
+    draft = LongSpec(config, torch.Generator().manual_seed(0), target.model)
+    return draft.to(target.model.norm.weight.dtype).requires_grad_(False).eval()
+
+
+def first_layers(target, count: int):
+    """A smaller model of the same vocabulary: the target's first layers."""
+    config = replace(target.model.config, n_layers=count)
+    model = build_decoder(config, target.model.norm.weight.dtype, "cpu")
+    model.load_state_dict(target.model.state_dict(), strict=False)
+    model.tie()
+    return replace(target, model=model)
+
+
+DRAFTERS = {
+    "tokenswift": lambda t: TokenSwiftDrafter(t, heads(t), TreeShape.cartesian((2, 2, 1)), draft_pass="never"),
+    "tokenswift_draft_pass": lambda t: TokenSwiftDrafter(
+        t, heads(t), TreeShape.cartesian((2, 1)), draft_pass="always", budget=64
+    ),
+    "medusa": lambda t: MedusaDrafter(
+        t, Medusa(MedusaConfig(t.model.config.hidden_size)).to(t.model.norm.weight.dtype).requires_grad_(False)
+    ),
+    "longspec": lambda t: LongSpecDrafter(t, block(t), widths=(3, 4, 4)),
+    "triforce": lambda t: TriForceDrafter(t, first_layers(t, 4), budget=64, sinks=4, window=48),
+    "triforce_streaming": lambda t: TriForceDrafter(t, budget=64, chain=4, policy="streaming"),
+    "small_model": lambda t: SmallModelDrafter(t, first_layers(t, 8), gamma=3, sinks=4, window=64),
+    "token_recycling": lambda t: TokenRecycling(t, nodes=20),
+    "prompt_lookup": lambda t: PromptLookup(),
+    "both": lambda t: Combined([TokenRecycling(t, nodes=12), PromptLookup()]),
+}
 
 
 @torch.no_grad()
@@ -51,12 +99,31 @@ def test_plain_decoding_is_transformers_greedy_generate(smollm2, prompts):
         assert generation.tokens == theirs[0, len(prompt) :].tolist()
 
 
-def test_trees_change_no_token_in_fp32(smollm2, prompts):
-    for sampling in (SamplingParams(), SamplingParams(temperature=0.8, top_p=0.95, min_p=0.02, seed=3)):
-        params = replace(sampling, max_new_tokens=NEW, ignore_eos=True)
-        plain, drafted = (Engine(smollm2, d).generate(prompts, params) for d in ("plain", heads(smollm2)))
-        assert [g.tokens for g in drafted] == [g.tokens for g in plain]
-        assert sum(g.stats.steps for g in drafted) < sum(g.stats.steps for g in plain)
+@pytest.fixture(scope="module")
+def text(smollm2):
+    """180 tokens of real text, behind which 20 more are decoded."""
+    return smollm2.tokenizer(inspect.getsource(argparse.Action)).input_ids[:180]
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_every_drafter_is_exact_on_200_tokens_of_real_text(smollm2, text, name, plain_tokens):
+    """Greedy and sampled; plain decoding's decisions are shown once not to be close."""
+    for sampling in (
+        SamplingParams(contextual_penalty=1.1, contextual_window=32),
+        SamplingParams(temperature=0.8, min_p=0.1, seed=2),
+    ):
+        params = replace(sampling, max_new_tokens=20, ignore_eos=True)
+        if sampling not in PLAIN:
+            PLAIN[sampling] = plain_tokens(smollm2, [text], [params])[0]
+        [generation] = Engine(smollm2, DRAFTERS[name](smollm2), nodes=None).generate([text], params)
+        assert generation.tokens == PLAIN[sampling]
+
+
+def test_trees_save_steps_in_fp32(smollm2, prompts):
+    params = SamplingParams(temperature=0.8, top_p=0.95, min_p=0.02, seed=3, max_new_tokens=NEW, ignore_eos=True)
+    plain, drafted = (Engine(smollm2, d).generate(prompts, params) for d in ("plain", small_tree(smollm2)))
+    assert [g.tokens for g in drafted] == [g.tokens for g in plain]
+    assert sum(g.stats.steps for g in drafted) < sum(g.stats.steps for g in plain)
 
 
 def test_trees_change_no_token_in_bf16(smollm2, prompts):
@@ -67,7 +134,7 @@ def test_trees_change_no_token_in_bf16(smollm2, prompts):
         smollm2.model.to(torch.bfloat16)
         for sampling in (SamplingParams(), SamplingParams(temperature=1.0, top_k=50, seed=5)):
             params = replace(sampling, max_new_tokens=NEW, ignore_eos=True)
-            plain, drafted = (Engine(smollm2, d).generate(prompts, params) for d in ("plain", heads(smollm2)))
+            plain, drafted = (Engine(smollm2, d).generate(prompts, params) for d in ("plain", small_tree(smollm2)))
             assert [g.tokens for g in drafted] == [g.tokens for g in plain]
         report = flips(smollm2, reference, text, start, 40)
         assert (report.positions, report.flips) == (30, 0)
