@@ -9,13 +9,14 @@ on any of this, never a token. Shapes: B slots, N nodes, W nodes kept, C classes
 
 from collections import deque
 from collections.abc import Sequence
+from itertools import accumulate
 from statistics import median
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from longdraft.infer.tree import TokenTree
+from longdraft.infer.tree import PAD, Lists, SlotLists, TokenTree
 
 # A class that was never seen is right as often as FIRST_RATE, which counts as so many trials.
 FIRST_RATE, FIRST_WEIGHT = 0.3, 1.0
@@ -26,29 +27,66 @@ ROW_COST = 0.04
 SAMPLES = 9
 # Without a gain in this many steps an expensive drafter rests, twice as long every time.
 TRIAL_STEPS, FIRST_REST, LONGEST_REST = 8, 16, 128
-CHEAP_DRAFT = 0.03
+CHEAP_DRAFT = 0.1
+# Wider passes must promise so much more speed than plain decoding; smaller differences are noise of the clock.
+HURDLE = 1.05
+# After TRIAL_STEPS steps on which no node was worth its row, so many steps do without a proposal before the next one.
+SKIPPED = 3
 
 
 class Costs:
-    """Seconds of a step by the rows of its pass, as the median of the last few."""
+    """Seconds of a step by the rows of its pass, for a fixed list of widths."""
 
-    def __init__(self):
+    def __init__(self, widths: Sequence[int]):
+        self.widths = tuple(sorted(widths))
         self._seconds: dict[int, deque[float]] = {}
+        self._table = [1 + ROW_COST * (width - 1) for width in self.widths]
 
     def record(self, width: int, seconds: float) -> None:
         """One step whose pass had `width` rows."""
         self._seconds.setdefault(width, deque(maxlen=SAMPLES)).append(seconds)
+        measured = self.measured()
+        known = list(measured)
+        row = ROW_COST * measured[known[0]] / (1 + ROW_COST * (known[0] - 1))
+        between = np.interp(self.widths, known, list(measured.values())).tolist()
+        table = [
+            seconds + row * (min(width - known[0], 0) + max(width - known[-1], 0))
+            for width, seconds in zip(self.widths, between, strict=True)
+        ]
+        # A wider pass is never cheaper: what seems so was disturbed.
+        self._table = list(accumulate(table, max))
 
-    def of(self, widths: Sequence[int]) -> np.ndarray:
-        """Estimates for these widths: measured, between two measured ones, or ROW_COST a row beyond them."""
-        if not self._seconds:
-            return 1 + ROW_COST * (np.asarray(widths) - 1.0)
-        known = sorted(self._seconds)
-        seconds = np.maximum.accumulate([median(self._seconds[width]) for width in known])
-        row = ROW_COST * seconds[0] / (1 + ROW_COST * (known[0] - 1))
-        wanted = np.asarray(widths, dtype=float)
-        between = np.interp(wanted, known, seconds)
-        return between + row * (np.minimum(wanted - known[0], 0) + np.maximum(wanted - known[-1], 0))
+    def measured(self) -> dict[int, float]:
+        """Width -> median of its last few steps."""
+        return {width: median(self._seconds[width]) for width in sorted(self._seconds)}
+
+    def of(self, width: int) -> float:
+        """Measured, between two measured ones, or ROW_COST a row beyond them; relative before anything is measured."""
+        return self._table[self.widths.index(width)]
+
+
+class _Rates:
+    """How often nodes of each class were right when their parent was: hits and trials that fade."""
+
+    def __init__(self, hits: list[float], trials: list[float], fading: float):
+        self.hits, self.trials, self._fading = hits, trials, fading
+
+    def add(self, kind: int, hit: bool) -> float:
+        """One trial; the class's rate after it, never quite 0 or 1."""
+        self.hits[kind] = self.hits[kind] * self._fading + hit
+        self.trials[kind] = self.trials[kind] * self._fading + 1
+        return _bounded(self.hits[kind] / self.trials[kind])
+
+    def passed_on(self) -> "_Rates":
+        """What a new request starts with."""
+        shares = [EARLIER_WEIGHT / max(trials, EARLIER_WEIGHT) for trials in self.trials]
+        hits = [hits * share for hits, share in zip(self.hits, shares, strict=True)]
+        trials = [trials * share for trials, share in zip(self.trials, shares, strict=True)]
+        return _Rates(hits, trials, FADING)
+
+
+def _bounded(rate: float) -> float:
+    return min(max(rate, 1e-3), 0.999)
 
 
 class Budget:
@@ -61,80 +99,102 @@ class Budget:
     """
 
     def __init__(self, n_classes: int, widths: Sequence[int], automatic: bool = True):
-        self.widths, self.automatic, self.costs = tuple(sorted(widths)), automatic, Costs()
-        self._hits = np.full(n_classes, FIRST_RATE * FIRST_WEIGHT)
-        self._trials = np.full(n_classes, FIRST_WEIGHT)
+        self.widths, self.automatic = tuple(sorted(set(widths))), automatic
+        self.costs = Costs(self.widths)
+        first = [FIRST_RATE * FIRST_WEIGHT] * n_classes, [FIRST_WEIGHT] * n_classes
+        self._all = _Rates(*first, EARLIER_FADING)
         self.start(1)
 
     def start(self, batch: int) -> None:
         """A call with this many slots begins."""
-        shape = batch, len(self._hits)
-        self._slot_hits, self._slot_trials = np.zeros(shape), np.zeros(shape)
-        self._log_rates_BC = torch.zeros(shape, dtype=torch.float32)
+        self._slots = [self._all] * batch
+        self._rates: list[list[float]] = [[]] * batch
         for slot in range(batch):
             self.begin(slot)
         self._gains: deque[float] = deque(maxlen=TRIAL_STEPS)
         self._resting, self._rest = 0, FIRST_REST
+        self._plain_steps = self._skipped = 0
         self._expected: Tensor | None = None
         self._width = self.widths[-1]
 
     def begin(self, slot: int) -> None:
         """This slot's next request starts with the rates of all earlier ones."""
-        share = EARLIER_WEIGHT / np.maximum(self._trials, EARLIER_WEIGHT)
-        self._slot_hits[slot], self._slot_trials[slot] = self._hits * share, self._trials * share
-        rates = np.clip(self._slot_hits[slot] / self._slot_trials[slot], 1e-3, 0.999)
-        self._log_rates_BC[slot] = torch.from_numpy(np.log(rates))
+        own = self._slots[slot] = self._all.passed_on()
+        self._rates[slot] = [_bounded(h / t) for h, t in zip(own.hits, own.trials, strict=True)]
 
     @property
     def rests(self) -> bool:
         """Whether the drafter need not propose in this step."""
-        return self._resting > 0
+        return self._resting > 0 or self._skipped > 0
 
     def prune(self, tree: TokenTree, active_B: Tensor) -> TokenTree:
         """The nodes of `tree` that are worth a step, best first, at one of the widths."""
         if not self.automatic or tree.width == 1:
-            return tree.pad_to(next(width for width in self.widths if width >= tree.width))
-        classes_BN = torch.arange(tree.width).expand(tree.tokens.shape) if tree.classes is None else tree.classes
-        log_rates_BN = self._log_rates_BC.to(classes_BN.device).gather(1, classes_BN)
-        log_rates_BN[:, 0] = 0.0  # the root is certain
+            return tree.pad_to(self._fitting(tree.width))
+        on_host = tree.tokens.device.type == "cpu"
+        return self._prune_on_host(tree, active_B) if on_host else self._prune_on_device(tree, active_B)
+
+    def _fitting(self, width: int) -> int:
+        return next(wider for wider in self.widths if wider >= width)
+
+    def _prune_on_host(self, tree: TokenTree, active_B: Tensor) -> TokenTree:
+        """With lists: of so few nodes they are several times faster than tensors."""
+        lists = tree.lists
+        expected, orders = [0.0] * tree.width, []
+        for slot, (parents, active) in enumerate(zip(lists.parents, active_B.tolist(), strict=True)):
+            rates = self._rates[slot]
+            classes = range(tree.width) if lists.classes is None else lists.classes[slot]
+            worth = [1.0]  # the root is certain
+            for parent, kind in zip(parents[1:], classes[1:], strict=True):
+                worth.append(worth[parent] * rates[kind] if parent >= 0 else 0.0)
+            order = sorted(range(tree.width), key=worth.__getitem__, reverse=True)  # stable: parents first
+            orders.append(order)
+            if active:
+                for place, total in enumerate(accumulate(worth[node] for node in order)):
+                    expected[place] += total
+        self._decide(expected)
+        width = min(self._width, tree.width)
+        nodes = [_picked(lists, slot, order[:width]) for slot, order in enumerate(orders)]
+        return TokenTree.from_lists(nodes, tree.tokens.device, self._fitting(width))
+
+    def _prune_on_device(self, tree: TokenTree, active_B: Tensor) -> TokenTree:
+        """The same with tensors, at the width that the last step's proposal was worth."""
+        device = tree.tokens.device
+        classes_BN = tree.classes
+        if classes_BN is None:
+            classes_BN = torch.arange(tree.width, device=device).expand(tree.tokens.shape)
+        log_rates_BN = torch.tensor(self._rates, device=device).log().gather(1, classes_BN)
+        log_rates_BN[:, 0] = 0.0
         worth_BN = tree.ancestors.float().bmm(log_rates_BN[:, :, None])[:, :, 0].exp()
-        worth_BN = worth_BN.masked_fill(tree.parents == -2, 0.0)
+        worth_BN = worth_BN.masked_fill(tree.parents == PAD, 0.0)
         worth_BN, order_BN = worth_BN.sort(dim=1, descending=True, stable=True)
         self._expected = (worth_BN * active_B[:, None]).sum(0).cumsum(0)
-        if worth_BN.device.type == "cpu":
-            self._decide()
         width = min(self._width, tree.width)
-        return tree.take(order_BN[:, :width]).pad_to(next(w for w in self.widths if w >= width))
+        return tree.take(order_BN[:, :width]).pad_to(self._fitting(width))
 
-    def _decide(self) -> None:
-        """The width with the most expected tokens a second; on a GPU from the last step's proposal, read late."""
-        assert self._expected is not None
-        expected = np.asarray(self._expected.tolist())
+    def _decide(self, expected: list[float]) -> None:
+        """The width with the most expected tokens a second. expected: [w - 1], of the w best nodes."""
         widths = [width for width in self.widths if width <= len(expected)]
-        if len(expected) not in widths:
+        if widths[-1] < len(expected):
             widths.append(len(expected))
-        passes = [next(w for w in self.widths if w >= width) for width in widths]
-        self._width = widths[int(np.argmax(expected[np.asarray(widths) - 1] / self.costs.of(passes)))]
+        plain = expected[0] / self.costs.of(1)
+        speeds = [expected[width - 1] / self.costs.of(self._fitting(width)) for width in widths]
+        best = max(range(len(widths)), key=speeds.__getitem__)
+        self._width = widths[best] if speeds[best] > HURDLE * plain else 1
+        self._plain_steps = self._plain_steps + 1 if self._width == 1 else 0
 
     def learn(
         self, slot: int, tokens: list[int], parents: list[int], classes: list[int] | None, committed: list[int]
     ) -> None:
         """Which nodes of a slot's whole proposal were right. `committed`: the new tokens behind the root."""
         depth_on_path = {0: 0}
-        rates = self._log_rates_BC[slot].numpy()
         for node in range(1, len(tokens)):
             depth = depth_on_path.get(parents[node])
             if depth is None or depth >= len(committed):
                 continue
             kind, hit = node if classes is None else classes[node], tokens[node] == committed[depth]
-            for hits, trials, fading in (
-                (self._hits, self._trials, EARLIER_FADING),
-                (self._slot_hits[slot], self._slot_trials[slot], FADING),
-            ):
-                hits[kind] = hits[kind] * fading + hit
-                trials[kind] = trials[kind] * fading + 1
-            rate = self._slot_hits[slot, kind] / self._slot_trials[slot, kind]
-            rates[kind] = np.log(min(max(rate, 1e-3), 0.999))
+            self._all.add(kind, hit)
+            self._rates[slot][kind] = self._slots[slot].add(kind, hit)
             if hit:
                 depth_on_path[node] = depth + 1
 
@@ -146,15 +206,18 @@ class Budget:
             seconds: of the whole step. draft_seconds: of the proposal in it.
             tokens: new ones a slot that took part.
         """
-        if self._expected is not None and self._expected.device.type != "cpu":
-            self._decide()
+        if self._expected is not None:
+            self._decide(self._expected.tolist())
+            self._expected = None
         self.costs.record(width, seconds - draft_seconds)
-        if self._resting:
-            self._resting -= 1
+        if self._resting or self._skipped:
+            self._resting, self._skipped = max(0, self._resting - 1), max(0, self._skipped - 1)
             return
-        plain = float(self.costs.of([1])[0])
+        if self._plain_steps >= TRIAL_STEPS:
+            self._skipped = SKIPPED
+        plain = self.costs.of(1)
         self._gains.append(tokens * plain / seconds)
-        if not self.automatic or draft_seconds < CHEAP_DRAFT * plain or len(self._gains) < TRIAL_STEPS:
+        if draft_seconds < CHEAP_DRAFT * plain or len(self._gains) < TRIAL_STEPS:
             return
         if sum(self._gains) < len(self._gains):
             self._resting, self._rest = self._rest, min(2 * self._rest, LONGEST_REST)
@@ -164,6 +227,14 @@ class Budget:
         """What was decided, for the statistics."""
         if not self.automatic:
             return "every proposed node is verified"
-        known = sorted(self.costs._seconds)
-        times = ", ".join(f"{width}: {1e3 * median(self.costs._seconds[width]):.1f} ms" for width in known)
-        return f"nodes chosen step by step; a step by rows of its pass: {times}"
+        times = ", ".join(f"{width}: {1e3 * seconds:.1f} ms" for width, seconds in self.costs.measured().items())
+        return f"chosen step by step; a step by the rows of its pass: {times}"
+
+
+def _picked(lists: Lists, slot: int, order: list[int]) -> SlotLists:
+    """Tokens, parents and classes of these nodes in this order, parents before children."""
+    tokens, parents = lists.tokens[slot], lists.parents[slot]
+    places = {node: place for place, node in enumerate(order)}
+    moved = [places[parents[node]] if parents[node] >= 0 else parents[node] for node in order]
+    classes = order if lists.classes is None else [lists.classes[slot][node] for node in order]
+    return [tokens[node] for node in order], moved, classes

@@ -249,10 +249,12 @@ class Engine:
             return
         taking_part = [slot for slot, count in enumerate(counts) if count]
         if tree.width > 1:
-            nodes, parents = tree.tokens.tolist(), tree.parents.tolist()
-            classes = [None] * len(counts) if tree.classes is None else tree.classes.tolist()
+            lists = tree.lists
             for slot in taking_part:
-                budget.learn(slot, nodes[slot], parents[slot], classes[slot], tokens[slot][: counts[slot]])
+                classes = None if lists.classes is None else lists.classes[slot]
+                budget.learn(
+                    slot, lists.tokens[slot], lists.parents[slot], classes, tokens[slot][: counts[slot]]
+                )  # fmt: skip
         budget.record(step.width, seconds, step.draft_seconds, sum(counts) / max(len(taking_part), 1))
 
     def _count(self, stats: Statistics, step: Step, drafted: int, accepted: int, seconds: float) -> None:

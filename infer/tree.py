@@ -4,14 +4,28 @@ Not here: how a drafter fills it (infer/drafters) and how it is verified (infer/
 Shapes: B sequences, N nodes with the root.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 ROOT, PAD = -1, -2
+
+
+# Tokens, parents and classes (or None, in all slots) of one slot's nodes.
+SlotLists = tuple[list[int], list[int], list[int] | None]
+
+
+class Lists(NamedTuple):
+    """B tries as lists, [slot][node]; see TokenTree."""
+
+    tokens: list[list[int]]
+    parents: list[list[int]]
+    classes: list[list[int]] | None
 
 
 @dataclass(frozen=True)
@@ -59,10 +73,22 @@ class TokenTree:
                         tokens.append(token)
                         parents.append(node)
                     node = children[node, token]
-            tries.append((tokens, parents))
-        width = max(len(tokens) for tokens, _ in tries)
-        padded = [(t + [0] * (width - len(t)), p + [PAD] * (width - len(p))) for t, p in tries]
-        return TokenTree(*(torch.tensor(part, device=device) for part in zip(*padded, strict=True)))
+            tries.append((tokens, parents, None))
+        return TokenTree.from_lists(tries, device)
+
+    @staticmethod
+    def from_lists(slots: Iterable[SlotLists], device=None, width: int = 0) -> "TokenTree":
+        """Tries from lists of their nodes, padded to `width` or the widest; the lists are kept for `lists`."""
+        tokens, parents, classes = zip(*slots, strict=True)
+        width = max(width, *map(len, tokens))
+        known = [] if classes[0] is None else [(classes, 0)]
+        rows = [
+            [nodes + [fill] * (width - len(nodes)) for nodes in part]
+            for part, fill in [(tokens, 0), (parents, PAD), *known]
+        ]
+        tree = TokenTree(*torch.tensor(rows, device=device).unbind(0))
+        tree.__dict__["lists"] = Lists(rows[0], rows[1], rows[2] if len(rows) > 2 else None)
+        return tree
 
     @property
     def width(self) -> int:
@@ -70,9 +96,17 @@ class TokenTree:
         return self.tokens.shape[1]
 
     @cached_property
+    def lists(self) -> "Lists":
+        """The nodes on the host; on a GPU one read."""
+        classes = None if self.classes is None else self.classes.tolist()
+        return Lists(self.tokens.tolist(), self.parents.tolist(), classes)
+
+    @cached_property
     def ancestors(self) -> Tensor:
         """bool [B, N, N]: [b, i, j] says that j is i itself or above it. A padding node sees only itself."""
         batch, width = self.parents.shape
+        if self.parents.device.type == "cpu":
+            return torch.from_numpy(_ancestors(self.lists.parents))
         eye = torch.eye(width, dtype=torch.bool, device=self.parents.device)
         reach = eye.expand(batch, -1, -1)
         if width == 1:
@@ -82,11 +116,8 @@ class TokenTree:
         reach = reach | up
         levels = 1
         while levels < width - 1:
-            wider = reach.float().bmm(reach.float()) > 0
+            reach = reach.float().bmm(reach.float()) > 0
             levels *= 2
-            if wider.device.type == "cpu" and torch.equal(wider, reach):
-                break
-            reach = wider
         return reach
 
     @cached_property
@@ -137,7 +168,7 @@ class TokenTree:
     def paths(self) -> list[list[list[int]]]:
         """Every sequence's nodes as token paths below the root, in node order (host lists)."""
         result = []
-        for tokens, parents in zip(self.tokens.tolist(), self.parents.tolist(), strict=True):
+        for tokens, parents in zip(self.lists.tokens, self.lists.parents, strict=True):
             found: dict[int, list[int]] = {0: []}
             for node in range(1, len(tokens)):
                 if parents[node] != PAD:
@@ -151,3 +182,18 @@ class TokenTree:
         assert roots == others, f"only trees of the same roots can be joined, got {roots} and {others}"
         both = [mine + theirs for mine, theirs in zip(self.paths(), other.paths(), strict=True)]
         return TokenTree.from_paths(roots, both, device=self.tokens.device)
+
+
+def _ancestors(parents: Sequence[list[int]]) -> np.ndarray:
+    """bool [B, N, N] of `TokenTree.ancestors`: a node's row is its parent's and its own bit."""
+    width = len(parents[0])
+    size = -(-width // 8)
+    bits = bytearray()
+    for slot in parents:
+        rows: list[int] = []
+        for node, parent in enumerate(slot):
+            rows.append((rows[parent] if parent >= 0 else 0) | 1 << node)
+        for row in rows:
+            bits += row.to_bytes(size, "little")
+    packed = np.frombuffer(bits, dtype=np.uint8).reshape(len(parents), width, size)
+    return np.unpackbits(packed, axis=2, count=width, bitorder="little").view(bool)

@@ -81,10 +81,7 @@ class Combined(Drafter):
 
     def _unite(self, trees: Sequence[TokenTree], roots_B: Tensor, room: int) -> TokenTree:
         """The trie of all trees' nodes, or of as many as there is room for."""
-        lists = [
-            (tree.tokens.tolist(), tree.parents.tolist(), None if tree.classes is None else tree.classes.tolist())
-            for tree in trees
-        ]
+        lists = [tree.lists for tree in trees]
         tries = []
         for slot, root in enumerate(roots_B.tolist()):
             trie, first = Trie(root), 0

@@ -210,8 +210,18 @@ class TokenRecycling(Drafter):
     @torch.no_grad()
     def observe(self, state: SlotState, tree: TokenTree, verdict: Verdict, output: TargetOutput) -> None:
         assert output.logits is not None
-        tokens_M, places_M = self._last_of_each(tree, verdict.counts > 0)
-        logits_MK, ids_MK = largest(output.logits.flatten(0, 1), CANDIDATES)
+        logits_MV = output.logits.flatten(0, 1)
+        if logits_MV.device.type == "cpu":
+            last = _last_places(tree, verdict)
+            if not last:
+                return
+            tokens_M, places_M = torch.tensor([list(last), list(last.values())])
+            if len(last) < len(logits_MV):
+                logits_MV = logits_MV[places_M]
+                places_M = torch.arange(len(last))
+        else:
+            tokens_M, places_M = self._last_of_each(tree, verdict.counts > 0)
+        logits_MK, ids_MK = largest(logits_MV, CANDIDATES)
         self._write(tokens_M, logits_MK[places_M], ids_MK[places_M])
 
     def _last_of_each(self, tree: TokenTree, took_part_B: Tensor) -> tuple[Tensor, Tensor]:
@@ -283,6 +293,18 @@ def _read_table(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     if said.get("format") != FORMAT:
         raise ValueError(f"table: {path} has the format {said.get('format')!r}, this version reads {FORMAT!r}")
     return tensors, said
+
+
+def _last_places(tree: TokenTree, verdict: Verdict) -> dict[int, int]:
+    """Each token of a verified tree and where (slot * N + node) it stands last, by depth, slot, node; on the host."""
+    found: list[tuple[int, int, int]] = []
+    for slot, count in enumerate(verdict.counts.tolist()):
+        depths: list[int] = []
+        for node, parent in enumerate(tree.lists.parents[slot]):
+            depths.append(depths[parent] + 1 if parent >= 0 else 0)
+            if count and parent != PAD:
+                found.append((depths[node], slot * tree.width + node, tree.lists.tokens[slot][node]))
+    return {token: place for _, place, token in sorted(found)}
 
 
 def largest(logits_MV: Tensor, k: int) -> tuple[Tensor, Tensor]:
