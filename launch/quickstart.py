@@ -49,7 +49,8 @@ def commands(run: str, steps: int | None) -> list[tuple[str, list[str]]]:
     overrides += [f"train.global_batch={ranks}"] if ranks > 2 else []
     decode = f"--draft {run}/draft --heldout {DATA} --prompt-tokens 64 --max-new-tokens 48 --drafter plain tokenswift"
     bench = (
-        f"--draft {run}/draft --data {DATA} --run {run} --prompts 3 --prompt-tokens 192 --new-tokens 96 --transformers"
+        f"--draft {run}/draft --drafter tokenswift token_recycling+prompt_lookup --data {DATA} --run {run} --prompts 3 "
+        "--prompt-tokens 192 --new-tokens 96 --transformers"
     )
     return [
         (f"Python's standard library to packed rows of tokens -> {DATA}", words("python launch/prepare.py", PREPARE)),

@@ -78,23 +78,33 @@ def test_generate_reads_files_and_standard_input(folder, capsys, monkeypatch, tm
 
 def test_bench_writes_table_picture_and_json(folder, capsys):
     arguments = (
-        f"--draft {folder}/run/draft --data {folder}/data --prompts 2 --prompt-tokens 24 --new-tokens 16 --dtype bf16 "
-        f"--transformers --run {folder}/run"
+        f"--draft {folder}/run/draft --data {folder}/data --prompts 3 --prompt-tokens 24 --new-tokens 16 --dtype bf16 "
+        f"--drafter tokenswift token_recycling+prompt_lookup --option tokenswift.ngrams=4 --temperature 0 1 --noise "
+        f"--tasks continue edit --contexts 8 24 --transformers --run {folder}/run"
     )
     assert bench.main(arguments.split()) == 0
     out = capsys.readouterr().out
     result = json.loads(out.splitlines()[-1])
-    assert result["exact"] is True and "exact: yes (96 tokens in fp32" in out
-    assert result["drafters"]["plain"]["tokens_per_step"] == 1
-    assert result["drafters"]["tokenswift"]["tokens"] == 2 * 16
-    assert set(result["width_curve_ms"]) == {"1", "2", "3", "4", "6", "8", "12", "16", "24", "40"}
-    assert result["same_tokens"] == [32, 32]
-    assert 1 <= result["nodes"] <= 39 and result["expected_speedup"] > 0
-    assert result["flips"]["positions"] > 16 and result["tokens_equal_to_transformers"][1] == 32
+    assert result["exact"] is True and "exact: yes (96 tokens a drafter in fp32" in out
+    assert [run["temperature"] for run in result["runs"]] == [0.0, 1.0]
+    for run in result["runs"]:
+        assert list(run["drafters"]) == ["plain", "tokenswift", "token_recycling+prompt_lookup"]
+        assert run["drafters"]["plain"]["tokens_per_step"] == run["drafters"]["plain"]["speedup"] == 1
+        for one in run["drafters"].values():
+            assert one["tokens"] == 3 * 16 and one["same_tokens"] == [48, 48]
+            assert set(one["kinds"]) == {"continue", "edit"} and len(one["prompt_speedups"]) == 3
+            parts = one["draft_ms"] + one["target_ms"] + one["commit_ms"]
+            assert 0 < parts <= 1.01 * 1e3 * one["tokens_per_step"] / one["tokens_per_second"]
+            assert 0 < one["host_share"] < 1 and one["draft_pass_ms"] <= one["draft_ms"] + one["commit_ms"]
+    assert set(result["noise"]) == {"tokenswift", "token_recycling+prompt_lookup"}
+    assert set(result["noise"]["tokenswift"]["0.7"]) == {"with", "without"}
+    assert set(result["width_curves_ms"]) == {"8", "24"}
+    assert set(result["width_curves_ms"]["8"]) == {"1", "2", "3", "4", "6", "8", "12", "16", "24", "40"}
+    assert result["flips"]["positions"] > 16 and result["tokens_equal_to_transformers"][1] == 48
     assert json.loads((folder / "run" / "bench.json").read_text()) == result
     assert (folder / "run" / "report.txt").read_text().strip() in out
     assert (folder / "run" / "report.png").read_bytes().startswith(b"\x89PNG")
-    assert "after 4 steps, held-out: loss" in out
+    assert "after 4 steps, held-out: loss" in out and "ranked with the noise, and without" in out
 
 
 @pytest.mark.parametrize(
@@ -119,9 +129,21 @@ def test_generate_errors_name_the_remedy(folder, arguments, message, capsys):
     assert "longdraft generate: error: " in error and message in error
 
 
-def test_bench_errors_name_the_remedy(folder, capsys):
-    assert bench.main(f"--target {folder}/target --data {folder}/data --prompt-tokens 500".split()) == 2
-    assert "0 rows of 500 tokens or more" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--data {f}/data --prompt-tokens 500", "0 rows of 500 tokens or more"),
+        ("--data {f}/data --prompt-tokens 9 --drafter eagle", "unknown name 'eagle'"),
+        ("--data {f}/data --prompt-tokens 9 --drafter tokenswift", "draft: tokenswift needs a trained draft"),
+        ("--data {f}/data --prompt-tokens 9 --tasks sing", "tasks: sing unknown; known: continue, summarise, edit"),
+        ("--data {f}/data --prompt-tokens 9 --nodes none", "--nodes: 'none'; give auto, all or a number"),
+        ("--data {f}/data --prompt-tokens 9 --option length=3", "length is for none of the drafters plain"),
+        ("--text-file {f}/nowhere.txt", "--text-file: {f}/nowhere.txt cannot be read"),
+    ],
+)
+def test_bench_errors_name_the_remedy(folder, capsys, arguments, message):
+    assert bench.main(f"--target {folder}/target {arguments}".format(f=folder).split()) == 2
+    assert message.format(f=folder) in capsys.readouterr().err
 
 
 def test_bench_shows_the_loss_memory_at_two_lengths(capsys, monkeypatch):
