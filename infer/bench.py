@@ -89,20 +89,24 @@ def bench(
         str(context): {str(width): round(1e3 * seconds, 3) for width, seconds in curve.items()}
         for context, curve in curves.items()
     }
-    engines = {"plain": Engine(target)}
-    engines |= {name: Engine(target, build(target), nodes=settings.nodes) for name, build in builders.items()}
-    result["runs"] = [_run(engines, tasks, settings, temperature, step) for temperature in settings.temperatures]
+    widest, runs = 2, []
+    for temperature in settings.temperatures:
+        # New drafters each time: what one has learned from an answer must not meet it again.
+        engines = {"plain": Engine(target)}
+        engines |= {name: Engine(target, build(target), nodes=settings.nodes) for name, build in builders.items()}
+        widest = max(widest, *(1 + engine.drafter.max_nodes for engine in engines.values()))
+        runs.append(_run(engines, tasks, settings, temperature, step))
+    result["runs"] = runs
     if settings.noise:
         result["noise"] = _noise(target, builders, prompts[:NOISE_PROMPTS], settings, step)
     if transformers_model is not None:
         step("transformers")
-        theirs, ours, equal = against_transformers(transformers_model, engines["plain"], prompts, settings.params())
+        theirs, ours, equal = against_transformers(transformers_model, Engine(target), prompts, settings.params())
         result["transformers_tokens_per_second"] = round(theirs, 3)
         result["plain_over_transformers"] = round(ours.tokens_per_second / theirs, 3)
         result["tokens_equal_to_transformers"] = equal
     step("flips")
-    width = max(2, *(1 + engine.drafter.max_nodes for engine in engines.values()))
-    result["flips"] = asdict(flips(target, reference, text, start, width))
+    result["flips"] = asdict(flips(target, reference, text, start, widest))
     lengths = [len(prompt) for prompt in prompts]
     said = {"prompts": len(prompts), "batch": 1, "prompt_tokens": [min(lengths), max(lengths)]}
     said |= {"new_tokens": settings.new_tokens, "seed": settings.seed, "nodes": settings.nodes}

@@ -111,14 +111,14 @@ class Budget:
         self._rates: list[list[float]] = [[]] * batch
         for slot in range(batch):
             self.begin(slot)
-        self._gains: deque[float] = deque(maxlen=TRIAL_STEPS)
-        self._resting, self._rest = 0, FIRST_REST
-        self._plain_steps = self._skipped = 0
         self._expected: Tensor | None = None
         self._width = self.widths[-1]
 
     def begin(self, slot: int) -> None:
-        """This slot's next request starts with the rates of all earlier ones."""
+        """This slot's next request starts with the rates of all earlier ones, and the drafter with a new trial."""
+        self._gains: deque[float] = deque(maxlen=TRIAL_STEPS)
+        self._resting, self._rest = 0, FIRST_REST
+        self._plain_steps = self._skipped = 0
         own = self._slots[slot] = self._all.passed_on()
         self._rates[slot] = [_bounded(h / t) for h, t in zip(own.hits, own.trials, strict=True)]
 

@@ -64,16 +64,23 @@ class Engine:
         log: Callable[[str], object] | None = None,
     ):
         limit = target.model.config.max_positions
-        for name, value, holds in [
-            ("slots", slots, slots is None or slots >= 1),
-            ("max_length", max_length, max_length is None or 1 <= max_length <= limit),
-            ("prefill_chunk", prefill_chunk, prefill_chunk >= 1),
-            ("nodes", nodes, nodes in ("auto", None) or (isinstance(nodes, int) and nodes >= 1)),
+        for name, value, most, others in [
+            ("slots", slots, None, (None,)),
+            ("max_length", max_length, limit, (None,)),
+            ("prefill_chunk", prefill_chunk, None, ()),
+            ("nodes", nodes, None, (None, "auto")),
         ]:
-            if not holds:
-                raise ValueError(f"{name}={value!r}: must be at least 1 (max_length at most the target's {limit})")
+            whole = isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= (most or value)
+            if not (whole or value in others):
+                wanted = " or ".join(
+                    ["a whole number from 1 on" + (f" to the target's {most}" if most else "")]
+                    + [repr(other) for other in others]
+                )
+                raise ValueError(f"{name}={value!r}: must be {wanted}")
         if isinstance(drafter, str):
             drafter = build_drafter(drafter, target, draft, options or {})
+        elif not isinstance(drafter, Drafter):
+            raise ValueError(f"drafter={drafter!r}: must be a drafter's name or a Drafter")
         elif draft is not None or options:
             raise ValueError("draft and options go with a drafter's name; a Drafter instance already has its own")
         self.target, self.slots, self.prefill_chunk = target, slots, prefill_chunk
@@ -109,6 +116,8 @@ class Engine:
     ) -> Iterator[Piece]:
         """Like `generate`, but yields every sequence's tokens as soon as they are committed; closing it ends all."""
         requests = read_requests(self.target, prompts, params, self.max_length)
+        if not self._running:
+            self._cancelled.clear()
         return self._run(requests) if requests else iter(())
 
     def cancel(self, index: int) -> None:
@@ -119,7 +128,6 @@ class Engine:
         if self._running:
             raise RuntimeError("this engine is decoding already; finish or close its stream, or make a second Engine")
         self._running = True
-        self._cancelled.clear()
         try:
             yield from self._decode(requests)
         finally:
@@ -153,6 +161,7 @@ class Engine:
             or cache.capacity < capacity
         ):
             self._cache = cache = None  # the old one is gone before the new one is allocated
+            self.drafter.release()
             width, chunk = self._budget.widths[-1], min(self.prefill_chunk, capacity)
             parts = estimate_memory(self.target.model, self.drafter, batch, capacity, width, chunk)
             check_memory(parts, batch, capacity, self.device)
@@ -171,7 +180,7 @@ class Engine:
         cancelled, self._cancelled = self._cancelled, set()
         for request in [request for request in waiting if request.index in cancelled]:
             waiting.remove(request)
-            lane = Lane(request, self.target, self.max_length, Statistics(), "cancelled")
+            lane = Lane(request, self.target, self.max_length, 0.0, Statistics(), "cancelled")
             yield lane.piece([], 0, self._decisions)
         for slot, lane in enumerate(lanes):
             if lane is not None and lane.request.index in cancelled:
@@ -212,7 +221,7 @@ class Engine:
             one.keep(None, torch.tensor([len(chunk)], device=self.device))
             self.drafter.read([slot], tokens, output)
         stats = Statistics(prefill_seconds=time.perf_counter() - begin)
-        return Lane(request, self.target, self.max_length, stats)
+        return Lane(request, self.target, self.max_length, begin, stats)
 
     def _step(self) -> Step:
         """One step of all slots; a drafter that did not pay is not asked for a while."""
@@ -228,12 +237,14 @@ class Engine:
         counts, tokens, drafted = (part.tolist() for part in (verdict.counts, verdict.tokens, step.drafted))
         now = time.perf_counter()
         seconds, self._read_at = now - self._read_at, now
-        self._learn(step, counts, tokens, seconds)
+        self._learn(step, [lane and lanes[slot] is lane for slot, lane in enumerate(stepped)], counts, tokens, seconds)
         for slot, lane in enumerate(stepped):
             if lane is None or lane.finish_reason:
                 continue
             fresh = lane.commit(tokens[slot][: counts[slot]])
-            self._count(lane.stats, step, drafted[slot], counts[slot] - 1, seconds)
+            if lane.stats.steps == 0:
+                lane.stats.first_token_seconds = now - lane.begun
+            self._count(lane.stats, step, drafted[slot], min(counts[slot], len(fresh)) - 1, seconds)
             yield lane.piece(fresh, counts[slot] - 1, self._decisions)
         for slot, lane in enumerate(lanes):
             if lane is not None and lane.finish_reason:
@@ -242,12 +253,12 @@ class Engine:
         # What whoever reads the stream took is no part of the next step.
         self._read_at = time.perf_counter()
 
-    def _learn(self, step: Step, counts: list[int], tokens: list[list[int]], seconds: float) -> None:
-        """Tell the budget which proposed nodes were right and what the step cost."""
+    def _learn(self, step: Step, present, counts: list[int], tokens: list[list[int]], seconds: float) -> None:
+        """Tell the budget which proposed nodes were right and what the step cost. present: slots not given on since."""
         budget, tree = self._budget, step.proposed
         if not budget.automatic:
             return
-        taking_part = [slot for slot, count in enumerate(counts) if count]
+        taking_part = [slot for slot, count in enumerate(counts) if count and present[slot]]
         if tree.width > 1:
             lists = tree.lists
             for slot in taking_part:
@@ -260,8 +271,6 @@ class Engine:
     def _count(self, stats: Statistics, step: Step, drafted: int, accepted: int, seconds: float) -> None:
         stats.steps += 1
         stats.decode_seconds += seconds
-        if stats.steps == 1:
-            stats.first_token_seconds = stats.prefill_seconds + seconds
         stats.drafted += drafted
         for part in ("draft", "draft_pass", "target", "commit", "choice"):
             name = f"{part}_seconds"

@@ -85,9 +85,12 @@ def decode_in_turns(
     params: SamplingParams,
     step: Callable[[str], object] = lambda what: None,
 ) -> dict[str, list[Generation]]:
-    """Decode every prompt with every engine, one prompt at a time and the engines in turns, after a warm-up of each."""
+    """Decode every prompt with every engine, one prompt at a time and the engines in turns, after a warm-up of each.
+
+    The warm-up is on another text, so that no drafter has seen an answer that is timed.
+    """
     for engine in engines.values():
-        engine.generate([prompts[0]], replace(params, max_new_tokens=min(16, params.max_new_tokens)))
+        engine.generate([prompts[0][::-1]], replace(params, max_new_tokens=min(16, params.max_new_tokens)))
     done: dict[str, list[Generation]] = {name: [] for name in engines}
     for prompt in prompts:
         for name, engine in engines.items():

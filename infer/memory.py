@@ -37,7 +37,9 @@ def estimate_memory(
 def available_bytes(device: torch.device) -> int | None:
     """Free memory of the device; None where nobody tells."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+        # What PyTorch keeps for itself without using it is free, too.
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + kept
     info = Path("/proc/meminfo")
     if not info.exists():
         return None

@@ -32,6 +32,8 @@ def read_requests(
     """
     if hasattr(prompts, "tolist"):
         prompts = prompts.tolist()  # type: ignore[union-attr]
+    if not isinstance(prompts, Sequence):
+        raise ValueError(f"prompts: {prompts!r:.80}; give a text or a list of prompts")
     if isinstance(prompts, str) or (prompts and isinstance(prompts[0], Mapping)):
         prompts = [prompts]  # type: ignore[list-item]
     if any(isinstance(prompt, Integral) for prompt in prompts):
@@ -111,6 +113,7 @@ class Lane:
     request: Request
     target: Target
     max_length: int
+    begun: float  # when its prefill began
     stats: Statistics
     finish_reason: str = ""
     committed: list[int] = field(init=False)

@@ -18,7 +18,7 @@ class Statistics:
     drafted: int = 0  # nodes verified below the roots
     prefill_seconds: float = 0.0
     first_token_seconds: float = 0.0  # from the start of the prefill to the first step's tokens
-    decode_seconds: float = 0.0
+    decode_seconds: float = 0.0  # in steps that it took part in; prefills, its own and others', apart
     draft_seconds: float = 0.0
     draft_pass_seconds: float = 0.0  # of draft_seconds, inside networks
     target_seconds: float = 0.0  # verification: the target's passes

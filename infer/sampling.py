@@ -93,9 +93,9 @@ class SamplingParams:
         whole("max_new_tokens", 1, "at least 1, an integer")
         whole("contextual_window", 1, "at least 1, an integer")
         for name in ("contextual_penalty", "repetition_penalty"):
-            number(name, lambda p: p > 0, "above 0; 1 is off, above it penalises")
+            number(name, lambda p: 1e-30 <= p <= 1e30, "above 0 (1e-30 to 1e30); 1 is off, above it penalises")
         for name in ("presence_penalty", "frequency_penalty"):
-            number(name, lambda p: True, "a finite number; 0 is off, above it penalises")
+            number(name, lambda p: abs(p) <= 1e30, "a number from -1e30 to 1e30; 0 is off, above it penalises")
         wide = isinstance(self.seed, Integral) and -(2**63) <= self.seed < 2**64
         demand(self.seed is None or wide, "seed", "None or an integer of 64 bits")
         for name in ("stop_token_ids", "banned_token_ids"):
@@ -270,6 +270,8 @@ class SlotSampling:
 
 def one_each(params: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
     """One SamplingParams a prompt; a single one serves all prompts."""
+    if not isinstance(params, SamplingParams | Sequence):
+        raise ValueError(f"params: {params!r}; give SamplingParams, one or one a prompt")
     many = [params] * count if isinstance(params, SamplingParams) else list(params)
     if len(many) != count:
         raise ValueError(f"params: {len(many)} SamplingParams for {count} prompts; give one, or one a prompt")

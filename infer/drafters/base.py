@@ -104,6 +104,9 @@ class Drafter:
         Until the next `propose`, whose state tells what stands there now, nothing else happens.
         """
 
+    def release(self) -> None:
+        """The cache of `begin` is about to be freed: let go of it and of what was allocated beside it."""
+
     def memory_bytes(self, batch: int, capacity: int) -> Mapping[str, int]:
         """What it will allocate for `batch` slots of `capacity` positions, by name, its weights not counted."""
         return {}

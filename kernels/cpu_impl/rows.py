@@ -168,7 +168,8 @@ def rotate_rows(x_BTnd: Tensor, cos_BT11F: Tensor, sin_BT12F: Tensor) -> Tensor:
     """As kernels/rotate.py, all in bf16, x contiguous but for the distance of its rows."""
     lib = library()
     batch, rows, heads, width = x_BTnd.shape
-    stride = x_BTnd.stride(1)
+    # The distance of rows; where slots have one row each, that of slots (a dimension of size 1 may say anything).
+    stride = x_BTnd.stride(1) if rows > 1 else x_BTnd.stride(0)
     assert lib is not None and x_BTnd.stride()[2:] == (width, 1) and (batch == 1 or x_BTnd.stride(0) == rows * stride)
     assert cos_BT11F.is_contiguous() and sin_BT12F.is_contiguous()
     y = x_BTnd.new_empty(x_BTnd.shape)

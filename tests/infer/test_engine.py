@@ -194,6 +194,8 @@ def test_running_out_of_positions_ends_the_sequence_with_a_reason(tiny_target, p
         ([[1], [1, 61]], r"prompt 1: token ids must lie in 0..60, got 1..61"),
         ([[1] * 300], "prompt 0 has 300 tokens; at most 255 fit"),
         (["text"], "needs a tokenizer, and this target has none; give token ids"),
+        (None, "prompts: None; give a text or a list of prompts"),
+        ({"role": "user"}, "prompts: .*; give a text or a list of prompts"),
     ],
 )
 def test_prompts_that_cannot_be_decoded_say_why(target, prompts, message):
@@ -211,10 +213,14 @@ def test_engine_arguments_that_cannot_be(target):
         ({"draft": "folder"}, "draft: plain takes none; leave it out or name one of longspec, medusa, tokenswift"),
         ({"drafter": "token_recycling+prompt_lookup", "options": {"nodes": 8}}, "say whose, as token_recycling.nodes"),
         ({"nodes": 0}, "nodes=0"),
-        ({"nodes": "all"}, "nodes='all'"),
+        ({"nodes": True}, "nodes=True"),
+        ({"nodes": "all"}, "nodes='all': must be a whole number from 1 on or None or 'auto'"),
+        ({"slots": 1.5}, "slots=1.5"),
+        ({"prefill_chunk": None}, "prefill_chunk=None"),
+        ({"drafter": None}, "drafter=None: must be a drafter's name or a Drafter"),
         ({"options": {"levels": 3}}, "options: plain does not know levels; it knows none"),
         ({"slots": 0}, "slots=0"),
-        ({"max_length": 1000}, "max_length=1000: must be at least 1 .* limit|at most the target's 256"),
+        ({"max_length": 1000}, "max_length=1000: must be a whole number from 1 on to the target's 256"),
     ]:
         with pytest.raises(ValueError, match=message):
             Engine(target, **arguments)

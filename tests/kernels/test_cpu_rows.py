@@ -204,3 +204,15 @@ def test_extreme_scores_stay_finite():
     v = torch.arange(40.0).repeat(8, 1).T[None, :, None].contiguous()
     out = rows.attention_rows(q, k, v, torch.tensor([39]), None)
     assert torch.allclose(out, torch.full_like(out, 20.0))
+
+
+@pytest.mark.parametrize(("slots", "n_rows"), [(1, 1), (3, 1), (1, 5), (3, 5)])
+def test_heads_of_a_wider_projection_are_rotated_where_they_lie(slots, n_rows):
+    """Keys beside values: the distance of rows is the projection's, also where each slot has one row."""
+    torch.manual_seed(slots * n_rows)
+    both = torch.randn(slots, n_rows, 2 * 2 * 64).bfloat16()
+    keys = both[..., :128].unflatten(-1, (2, 64))
+    angles = torch.randn(slots, n_rows, 1, 1, 32)
+    cos, sin = angles.cos().bfloat16(), angles.sin().bfloat16().expand(-1, -1, -1, 2, -1).clone()
+    sin[:, :, :, 0].neg_()
+    assert torch.equal(rows.rotate_rows(keys, cos, sin), reference_rotate(keys, cos, sin))

@@ -83,3 +83,14 @@ def test_error_is_that_of_plain_pytorch_in_the_same_precision(implementation, dt
     allowed = 2 * (plain.float() - exact).abs().max()
     out = cross_attention(*low, lengths)
     assert out.dtype == dtype and (out.float() - exact).abs().max() <= allowed
+
+
+@pytest.mark.parametrize("n_rows", [1, 16])
+def test_nothing_is_read_behind_a_full_cache(n_rows):
+    """A cache whose last row is the last of its memory: the page behind it may not be touched."""
+    keys, values = (draw(1, 70, 2, 16, seed=seed) for seed in (1, 2))
+    q, lengths = draw(1, n_rows, 4, 16, seed=3), torch.tensor([64])
+    out = cross_attention(q, keys[:, :64], values[:, :64], lengths)
+    torch.testing.assert_close(out, reference(q, keys, values, lengths), rtol=0, atol=1e-5)
+    keys[:, 64:], values[:, 64:] = float("nan"), float("nan")
+    assert torch.equal(out, cross_attention(q, keys[:, :64], values[:, :64], lengths))
