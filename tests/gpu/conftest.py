@@ -1,0 +1,54 @@
+"""The device of these tests: CUDA, or what LONGDRAFT_TEST_DEVICE names. Without CUDA they are skipped.
+
+LONGDRAFT_TEST_DEVICE=cpu runs the same tests on the CPU, which shows that the tests themselves work. What they share
+with tests/infer and tests/kernels is loaded from there, where it is written.
+"""
+
+import importlib.util
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+TESTS = Path(__file__).parent.parent
+
+
+def load(file: str) -> ModuleType:
+    """A file of tests/ as a module of its own."""
+    path = TESTS / file
+    spec = importlib.util.spec_from_file_location(f"shared_{path.parent.name}_{path.stem}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+_infer = load("infer/conftest.py")
+plain_tokens, seeded = _infer.plain_tokens, _infer.seeded
+
+
+@pytest.fixture
+def margins() -> type:
+    """`smallest`: how close the decisions of the last `plain_tokens` were, in logits."""
+    return _infer.Margins
+
+
+@pytest.fixture
+def shared():
+    """`load`."""
+    return load
+
+
+@pytest.fixture
+def device() -> Iterator[torch.device]:
+    """Where the tests run, with TF32 off."""
+    name = os.environ.get("LONGDRAFT_TEST_DEVICE", "cuda")
+    if name == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device; LONGDRAFT_TEST_DEVICE=cpu runs the same test on the CPU")
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    yield torch.device(name)
+    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before

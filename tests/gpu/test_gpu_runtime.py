@@ -1,0 +1,192 @@
+"""The runtime on a GPU, in fp32 without TF32: plain decoding gives the CPU's tokens, every drafter plain decoding's.
+
+As in tests/infer, a comparison of tokens also asserts that no decision of plain decoding was as close as ten times the
+measured difference, here between passes on the CPU and on the GPU, of one row and of all.
+"""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+
+from longdraft.infer.drafters.longspec import LongSpecDrafter
+from longdraft.infer.engine import Engine
+from longdraft.infer.sampling import SamplingParams
+from longdraft.models.drafts.longspec import LongSpec, LongSpecConfig
+
+_path = Path(__file__).parent.parent / "infer" / "test_exactness.py"
+_spec = importlib.util.spec_from_file_location("shared_exactness", _path)
+assert _spec is not None and _spec.loader is not None
+exactness = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(exactness)
+
+SAMPLINGS = ("greedy", "T1_top_p", "T1_penalty")
+CASES = [("gqa", "overflow"), ("mha", "short")]
+CASE_NAMES = ["-".join(case) for case in CASES]
+# Every processor at once, each of them off in one of the requests, one of which is greedy.
+EVERY = [
+    SamplingParams(temperature=0.8, top_k=20, top_p=0.95, seed=1, max_new_tokens=12, banned_token_ids=(3, 9)),
+    SamplingParams(max_new_tokens=12, repetition_penalty=1.2, presence_penalty=0.3, seed=2),
+    SamplingParams(temperature=1.0, min_p=0.02, eta_cutoff=0.01, frequency_penalty=0.2, seed=3, max_new_tokens=12),
+    SamplingParams(temperature=1.3, top_k=30, contextual_penalty=1.2, contextual_window=8, seed=4, max_new_tokens=12),
+]
+_expected: dict = {}
+
+
+@pytest.fixture
+def models(tiny_target, device, monkeypatch):
+    """(kind) -> a target and a smaller model on the device; drafts made for them follow."""
+    made = exactness.randomised
+    monkeypatch.setattr(exactness, "randomised", lambda draft, target, std=0.3: made(draft, target, std).to(device))
+
+    def build(kind: str):
+        pair = (
+            tiny_target(vocab_size=exactness.VOCAB, n_kv_heads=exactness.HEADS[kind]),
+            tiny_target(vocab_size=exactness.VOCAB, n_layers=1, n_kv_heads=1, seed=5),
+        )
+        for target in pair:
+            target.model.to(device)
+        return pair
+
+    return build
+
+
+@torch.no_grad()
+def logits_of(target, prompt: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """A prompt's logits from one pass of all rows and from passes of one row, on the CPU."""
+    model, device = target.model, target.model.embed_tokens.weight.device
+    tokens, one = torch.tensor([prompt], device=device), torch.tensor([1], device=device)
+    whole, single = model.new_cache(1, len(prompt) + 1), model.new_cache(1, len(prompt) + 1)
+    rows = []
+    for i in range(len(prompt)):
+        rows.append(model(tokens[:, i : i + 1], cache=single).logits)
+        single.keep(None, one)
+    return model(tokens, cache=whole).logits.cpu(), torch.cat(rows, 1).cpu()
+
+
+def difference(target, moved, prompt: list[int]) -> float:
+    """The largest difference of a logit between these two, whatever the width of the pass."""
+    (_, here), there = logits_of(target, prompt), logits_of(moved, prompt)
+    return float(max((here - logits).abs().max() for logits in there))
+
+
+@pytest.fixture
+def expected(tiny_target, models, plain_tokens, seeded, margins):
+    """(kind, length, sampling, batch) -> prompts, their params, and plain decoding's tokens on the CPU."""
+
+    def of(kind: str, length: str, sampling: str, batch: int):
+        asked = exactness.prompts(kind, length)[: 1 if batch == 1 else None]
+        params = seeded(exactness.SAMPLINGS[sampling], len(asked), exactness.NEW)
+        key = kind, length, sampling, batch
+        if key not in _expected:
+            target = tiny_target(vocab_size=exactness.VOCAB, n_kv_heads=exactness.HEADS[kind])
+            tokens = plain_tokens(target, asked, params)
+            found = difference(target, models(kind)[0], max(asked, key=len))
+            assert margins.smallest > 10 * found, (margins.smallest, found)
+            _expected[key] = tokens
+        return asked, params, _expected[key]
+
+    return of
+
+
+def late(engine: Engine) -> Engine:
+    """The engine, whose host reads a step behind on a GPU; on the CPU it is made to."""
+    assert engine.lag == (0 if engine.device.type == "cpu" else 1)
+    engine.lag = 1
+    return engine
+
+
+def decode(engine: Engine, prompts, params) -> list[list[int]]:
+    return [generation.tokens for generation in engine.generate(prompts, params)]
+
+
+@pytest.mark.parametrize("sampling", exactness.SAMPLINGS)
+@pytest.mark.parametrize(("kind", "length"), CASES, ids=CASE_NAMES)
+def test_plain_decoding_gives_the_cpus_tokens(models, expected, kind, length, sampling):
+    for batch in (1, 3):
+        asked, params, want = expected(kind, length, sampling, batch)
+        target, _ = models(kind)
+        for chunk in (512, 7):
+            assert decode(late(Engine(target, slots=batch, prefill_chunk=chunk)), asked, params) == want, (batch, chunk)
+
+
+@pytest.mark.parametrize(("kind", "length"), CASES, ids=CASE_NAMES)
+@pytest.mark.parametrize("name", [*exactness.DRAFTERS, *map("+".join, exactness.PAIRS)])
+def test_a_drafter_gives_plain_decodings_tokens(models, expected, name, kind, length):
+    target, small = models(kind)
+    build = exactness.combined(tuple(name.split("+"))) if "+" in name else exactness.DRAFTERS[name]
+    for batch in (1, 3) if length == "overflow" else (3,):
+        # All nodes are verified, then what the engine picks.
+        engines = [late(Engine(target, build(target, small), slots=batch, nodes=nodes)) for nodes in (None, "auto")]
+        for index, sampling in enumerate(SAMPLINGS):
+            asked, params, want = expected(kind, length, sampling, batch)
+            assert decode(engines[index % 2], asked, params) == want, (sampling, batch)
+
+
+def test_every_processor_beside_others_in_a_batch(tiny_target, models, plain_tokens, margins):
+    straight = tiny_target(vocab_size=exactness.VOCAB)
+    target, small = models("gqa")
+    asked = exactness.prompts("gqa", "short")[:4]
+    want = plain_tokens(straight, asked, EVERY)
+    assert margins.smallest > 10 * difference(straight, target, max(asked, key=len))
+    assert decode(late(Engine(target, slots=3)), asked, EVERY) == want
+    for name in ("tokenswift", "longspec", "token_recycling"):
+        drafter = exactness.DRAFTERS[name](target, small)
+        assert decode(late(Engine(target, drafter, slots=3)), asked, EVERY) == want, name
+
+
+def test_a_restricted_draft_vocabulary(models, expected, device):
+    asked, params, want = expected("gqa", "short", "T1_penalty", 3)
+    target, _ = models("gqa")
+    ids = torch.randperm(exactness.VOCAB, generator=torch.Generator().manual_seed(2))[:40].sort().values
+    config = LongSpecConfig.for_target(target.model.config, window=12, draft_vocab_size=40)
+    draft = exactness.randomised(LongSpec(config, token_ids_E=ids), target)
+    assert draft.token_ids.device.type == device.type
+    drafter = LongSpecDrafter(target, draft, widths=(4, 4, 4))
+    assert decode(late(Engine(target, drafter, slots=3)), asked, params) == want
+
+
+def test_a_stream_is_cancelled_and_the_engine_goes_on(models, expected):
+    asked, params, want = expected("gqa", "short", "T1_top_p", 3)
+    target, small = models("gqa")
+    engine = late(Engine(target, exactness.DRAFTERS["token_recycling"](target, small), slots=3))
+    ends = {}
+    for number, piece in enumerate(engine.stream(asked, params)):
+        if number == 2:
+            engine.cancel(1)
+        if piece.generation:
+            ends[piece.index] = piece.generation
+    assert len(ends) == len(asked) and ends[1].finish_reason == "cancelled"
+    assert ends[1].tokens == want[1][: len(ends[1].tokens)]
+    assert [ends[i].tokens for i in ends if i != 1] == [want[i] for i in ends if i != 1]
+    assert decode(engine, asked, params) == want
+
+
+FACTORS = [1.0, 1.1, 1.2, 1.3]
+ROPES = {
+    "linear": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
+    "dynamic": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
+    "longrope": {
+        "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 24,
+        "short_factor": FACTORS, "long_factor": [2 * factor for factor in FACTORS],
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("rope", ROPES)
+def test_logits_of_every_kind_of_rope(tiny_target, device, rope):
+    options = {"max_positions": 32 if rope == "dynamic" else 96, "rope": ROPES[rope]}
+    prompt = torch.randint(97, (40,), generator=torch.Generator().manual_seed(1)).tolist()
+    target, moved = tiny_target(**options), tiny_target(**options)
+    moved.model.to(device)
+    scale = float(logits_of(target, prompt)[1].abs().max())
+    assert difference(target, moved, prompt) < 1e-4 * scale
+
+
+def test_logits_with_sliding_windows(tiny_target, device):
+    prompt = torch.randint(97, (40,), generator=torch.Generator().manual_seed(1)).tolist()
+    target, moved = (tiny_target(sliding_windows=(5, None)) for _ in range(2))
+    moved.model.to(device)
+    scale = float(logits_of(target, prompt)[1].abs().max())
+    assert difference(target, moved, prompt) < 1e-4 * scale
