@@ -102,5 +102,5 @@ def check_streaming(model: Decoder, window: int, sinks: int, slack: int) -> None
     refuse_windows(model.config, f"window={window}: a streaming cache")
     if sinks < 0 or window <= sinks + 2 * slack:
         raise ValueError(
-            f"window={window}: must exceed sinks={sinks} and {2 * slack} rows that can be taken back; raise it"
+            f"window={window}: must exceed sinks={sinks} and twice slack={slack}, the rows to take back; raise it"
         )

@@ -60,7 +60,8 @@ def draft_for(name: str, draft: str | None) -> str | None:
 
 
 def read_options(given: Sequence[str]) -> dict[str, Any]:
-    """Drafter options from KEY=VALUE: whole numbers, numbers, true and false are read as such, the rest is text."""
+    """Drafter options from KEY=VALUE: whole numbers and lists of them (3,3,3), numbers, true and false are read
+    as such, the rest is text."""
     options = {}
     for pair in given:
         key, equals, text = pair.partition("=")
@@ -80,7 +81,10 @@ def _typed(text: str) -> Any:
             return kind(text)
         except ValueError:
             continue
-    return text
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        return text
 
 
 def options_for(name: str, options: Mapping[str, Any]) -> dict[str, Any]:

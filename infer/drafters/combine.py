@@ -31,6 +31,9 @@ class Combined(Drafter):
     def __init__(self, drafters: Sequence[Drafter]):
         if len(drafters) < 2:
             raise ValueError(f"drafters: {len(drafters)} given; a combination needs at least 2")
+        for one in drafters:
+            if not isinstance(one, Drafter):
+                raise ValueError(f"drafters: {one!r} is none; give Drafter objects, or names as a+b to build_drafter")
         if len({id(drafter) for drafter in drafters}) < len(drafters):
             raise ValueError("drafters: one object stands there twice; each needs a state of its own")
         self.drafters = list(drafters)

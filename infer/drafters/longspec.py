@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from longdraft.infer.drafters.base import Drafter, Request, SlotState
+from longdraft.infer.options import level_widths
 from longdraft.infer.tree import PAD, ROOT, TokenTree
 from longdraft.infer.verify import Verdict
 from longdraft.infer.window_cache import SLACK, WindowCache
@@ -41,11 +42,11 @@ class LongSpecDrafter(Drafter):
     Args:
         target: the loaded target (models/hf.py).
         draft: a trained block, in the target's dtype and on its device.
-        widths: nodes a level; ones alone make a chain. With less room, levels shrink alike.
+        widths: nodes of each level; ones alone make a chain. With less room, levels shrink alike.
     """
 
-    def __init__(self, target: Target, draft: LongSpec, widths: Sequence[int] = WIDTHS):
-        self.widths = tuple(int(width) for width in widths)
+    def __init__(self, target: Target, draft: LongSpec, widths: Sequence[int] | int = WIDTHS):
+        self.widths = level_widths("widths", widths)
         _check(target, draft, self.widths)
         self.draft, self._embed = draft, target.model.embed_tokens
         self._head_VD = target.model.lm_head.weight
@@ -197,8 +198,6 @@ def _check(target: Target, draft: LongSpec, widths: tuple[int, ...]) -> None:
     if not isinstance(draft, LongSpec):
         raise ValueError(f"draft: this is one of {type(draft).__name__}; the longspec drafter needs a LongSpec block")
     config, weight, own = draft.config, target.model.lm_head.weight, draft.self_o.weight
-    if not widths or min(widths) < 1:
-        raise ValueError(f"widths: {widths}; give the nodes of each level, at least one level and one node in each")
     if len(widths) > config.window:
         raise ValueError(f"widths: {len(widths)} levels, but the draft's window has {config.window} rows; give fewer")
     different = [name for name in SHAPE if getattr(config, name) != getattr(target.model.config, name)]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from longdraft.infer.drafters.base import Drafter, Request, SlotState
+from longdraft.infer.options import tree_shape
 from longdraft.infer.shape import TreeShape, TreeTemplate
 from longdraft.infer.tree import PAD, TokenTree
 from longdraft.infer.verify import Verdict
@@ -27,16 +28,15 @@ class MedusaDrafter(Drafter):
     Args:
         target: the loaded target (models/hf.py).
         draft: trained heads, in the target's dtype and on its device.
-        shape: which rank combinations are nodes; None is the full Cartesian tree of 3 ranks a head. With less room,
-            its first nodes.
+        shape: which rank combinations are nodes, or the ranks of each level of a full Cartesian tree; None is that of
+            3 ranks a head. With less room, its first nodes.
     """
 
-    def __init__(self, target: Target, draft: Medusa, shape: TreeShape | None = None):
+    def __init__(self, target: Target, draft: Medusa, shape: TreeShape | Sequence[int] | int | None = None):
         if not isinstance(draft, Medusa):
             raise ValueError(f"draft: this is one of {type(draft).__name__}; the medusa drafter needs Medusa heads")
-        self.shape = shape or TreeShape.cartesian((3,) * draft.config.n_heads)
-        if not self.shape.nodes:
-            raise ValueError("shape: it needs at least one node below the root; for none, use the plain drafter")
+        levels = (3,) * draft.config.n_heads if shape is None else shape
+        self.shape = tree_shape("shape", levels, target.model.config.vocab_size)
         if self.shape.depth > draft.config.n_heads:
             raise ValueError(
                 f"shape: {self.shape.depth} levels, but this draft has {draft.config.n_heads} heads, one a level"

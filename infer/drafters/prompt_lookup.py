@@ -15,6 +15,7 @@ from torch import Tensor
 
 from longdraft.infer.drafters.base import Drafter, Request, SlotState
 from longdraft.infer.ngram import SuffixIndex, catch_up
+from longdraft.infer.options import whole
 from longdraft.infer.tree import TokenTree
 from longdraft.infer.trie import Trie, as_tree
 from longdraft.models.kv_cache import KVCache
@@ -41,10 +42,8 @@ class PromptLookup(Drafter):
     """
 
     def __init__(self, length: int = 24, max_ngram: int = 3, candidates: int = 3):
-        for name, value in (("length", length), ("max_ngram", max_ngram), ("candidates", candidates)):
-            if value < 1:
-                raise ValueError(f"{name}={value}: must be at least 1")
-        self.length, self.max_ngram, self.candidates = length, max_ngram, candidates
+        self.length, self.max_ngram = whole("length", length, 1), whole("max_ngram", max_ngram, 1)
+        self.candidates = whole("candidates", candidates, 1)
         self.max_nodes, self.max_depth = length * (candidates + 1), length
         self._indices: list[SuffixIndex | None] = []
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from longdraft.infer.drafters.base import Drafter, Request, SlotState
+from longdraft.infer.options import whole
 from longdraft.infer.partial_cache import RingCache
 from longdraft.infer.streaming_cache import StreamingCache, check_streaming
 from longdraft.infer.tree import TokenTree
@@ -21,7 +22,7 @@ from longdraft.models.decoder import TargetOutput
 from longdraft.models.hf import Target
 from longdraft.models.kv_cache import KVCache
 
-# A rewind finds so many tokens where the window is wide enough for twice as many.
+# A rewind finds so many tokens unless told otherwise, where the window is wide enough for twice as many.
 SLACK = 16
 # A position behind every sequence.
 NOWHERE = 2**40
@@ -36,18 +37,29 @@ class SmallModelDrafter(Drafter):
         gamma: tokens a step (TriForce: 2).
         sinks: first tokens that always stay in its cache.
         window: rows of its cache, sinks included.
+        slack: how many tokens may be taken back without reading the text again; None is 16, and a quarter of the window
+            where that is less.
 
     Raises:
         ValueError: vocabularies or tokenizers that differ, two devices, a RoPE type whose table depends on the length,
             sliding windows, or numbers out of range.
     """
 
-    def __init__(self, target: Target, small: Target, gamma: int = 2, sinks: int = 16, window: int = 256):
+    def __init__(
+        self,
+        target: Target,
+        small: Target,
+        gamma: int = 2,
+        sinks: int = 16,
+        window: int = 256,
+        slack: int | None = None,
+    ):
+        if not isinstance(small, Target):
+            raise ValueError(f"small={small!r}: must be a loaded model; load it with load_target")
         check_vocabularies(target, small)
-        if gamma < 1:
-            raise ValueError(f"gamma={gamma}: must be at least 1 token a step")
-        self._slack = max(0, min(SLACK, (window - sinks) // 4))
-        check_streaming(small.model, window, sinks, self._slack)
+        gamma, sinks, window = whole("gamma", gamma, 1), whole("sinks", sinks, 0), whole("window", window, 1)
+        self.slack = max(0, min(SLACK, (window - sinks) // 4)) if slack is None else whole("slack", slack, 0)
+        check_streaming(small.model, window, sinks, self.slack)
         self.small, self.gamma, self._sinks, self._window = small, gamma, sinks, window
         self.max_nodes = self.max_depth = gamma
         self._widest = max(window, 2)
@@ -67,7 +79,7 @@ class SmallModelDrafter(Drafter):
     def begin(self, slots: Sequence[int], requests: Sequence[Request], cache: KVCache) -> None:
         if self._cache is None or self._cache.batch != cache.batch:
             self._cache = StreamingCache(
-                self.small.model, cache.batch, window=self._window, sinks=self._sinks, slack=self._slack,
+                self.small.model, cache.batch, window=self._window, sinks=self._sinks, slack=self.slack,
                 widest=self._tail,
             )  # fmt: skip
             self._drafted = torch.full((cache.batch, self.gamma - 1), -1, device=cache.lengths.device)

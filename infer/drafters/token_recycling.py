@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from longdraft.infer.drafters.base import Drafter, Request, SlotState
+from longdraft.infer.options import flag, whole
 from longdraft.infer.sampling import SlotSampling
 from longdraft.infer.tree import PAD, ROOT, TokenTree
 from longdraft.infer.verify import Verdict
@@ -91,9 +92,10 @@ class TokenRecycling(Drafter):
 
     def __init__(self, target: Target, nodes: int = 80, seed_prompt: bool = True, table: str | Path | None = None):
         shape = static_tree()
-        if not 1 <= nodes <= len(shape):
-            raise ValueError(f"nodes={nodes}: the static tree has {len(shape)}; give 1 to {len(shape)}")
-        self.target, self.seed_prompt = target, seed_prompt
+        nodes = whole("nodes", nodes, 1, len(shape))
+        if not (table is None or isinstance(table, str | Path)):
+            raise ValueError(f"table={table!r}: must be the path of a file that `save` wrote, or None")
+        self.target, self.seed_prompt = target, flag("seed_prompt", seed_prompt)
         self.shape = shape[:nodes]
         self.max_nodes, self.max_depth = nodes, max(len(node) for node in self.shape)
         self._seeding = frozenset({"post_norm"}) if seed_prompt else frozenset()

@@ -18,6 +18,7 @@ from torch import Tensor
 from longdraft.infer.draft_pass import DraftPassChoice
 from longdraft.infer.drafters.base import Drafter, Request, SlotState
 from longdraft.infer.ngram import NgramTable, catch_up
+from longdraft.infer.options import one_of, tree_shape, whole
 from longdraft.infer.partial_cache import RingCache, SelectedCache, refuse_windows, selected_bytes
 from longdraft.infer.selection import TopTokens
 from longdraft.infer.shape import TreeShape
@@ -39,8 +40,9 @@ class TokenSwiftDrafter(Drafter):
     Args:
         target: the loaded target (models/hf.py).
         draft: trained heads.
-        shape: which rank combinations of the heads are nodes, best first; None is the full Cartesian tree of 3 ranks a
-            head. With a draft pass it stands below the one node of the target's own row.
+        shape: which rank combinations of the heads are nodes, best first, or the ranks of each level of a full
+            Cartesian tree; None is that of 3 ranks a head. With a draft pass it stands below the one node of the
+            target's own row.
         draft_pass: "always", "never", or "auto", which measures (see `decisions`).
         budget: rows of the selected cache, for each layer and KV head.
         sinks: first tokens that always stay in it.
@@ -54,17 +56,21 @@ class TokenSwiftDrafter(Drafter):
         self,
         target: Target,
         draft: TokenSwift,
-        shape: TreeShape | None = None,
+        shape: TreeShape | Sequence[int] | int | None = None,
         *,
         draft_pass: str = "auto",
         budget: int = 4096,
         sinks: int = 16,
         ngrams: int = 20,
     ):
-        shape = shape or TreeShape.cartesian((3,) * draft.config.n_heads)
-        _check(target, draft, shape, draft_pass, ngrams)
-        self.shape, self.draft, self.target, self.ngrams = shape, draft, target, ngrams
-        self._budget, self._sinks, self._draft_pass = budget, sinks, draft_pass
+        _check(target, draft)
+        levels = (3,) * draft.config.n_heads if shape is None else shape
+        shape = tree_shape("shape", levels, target.model.config.vocab_size)
+        if shape.depth > draft.config.n_heads:
+            raise ValueError(f"shape: {shape.depth} levels, but this draft has {draft.config.n_heads} heads, one each")
+        self.shape, self.draft, self.target = shape, draft, target
+        self.ngrams, self._draft_pass = whole("ngrams", ngrams, 0), one_of("draft_pass", draft_pass, DRAFT_PASSES)
+        self._budget, self._sinks = whole("budget", budget, 1), whole("sinks", sinks, 0)
         TopTokens(budget, sinks)  # raises where they do not go together
         if draft_pass == "always":
             refuse_windows(target.model.config, "draft_pass='always'")
@@ -296,15 +302,10 @@ class TokenSwiftDrafter(Drafter):
                     table.truncate(length)
 
 
-def _check(target: Target, draft: TokenSwift, shape: TreeShape, draft_pass: str, ngrams: int) -> None:
-    if not shape.nodes:
-        raise ValueError("tree: it needs at least one node below the root; for none, use the plain drafter")
-    if shape.depth > draft.config.n_heads:
-        raise ValueError(f"tree: {shape.depth} levels, but this draft has {draft.config.n_heads} heads, one a level")
-    if draft_pass not in DRAFT_PASSES:
-        raise ValueError(f"draft_pass={draft_pass!r}: must be one of {', '.join(DRAFT_PASSES)}")
-    if ngrams < 0:
-        raise ValueError(f"ngrams={ngrams}: must be 0 (none) or the number of n-grams in a tree")
+def _check(target: Target, draft: TokenSwift) -> None:
+    """That the draft is this target's."""
+    if not isinstance(draft, TokenSwift):
+        raise ValueError(f"draft: this is one of {type(draft).__name__}; the tokenswift drafter needs TokenSwift heads")
     weight, own = target.model.lm_head.weight, next(draft.parameters())
     if (own.dtype, own.device) != (weight.dtype, weight.device):
         raise ValueError(

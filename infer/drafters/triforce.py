@@ -14,8 +14,9 @@ from torch import Tensor
 
 from longdraft.infer.drafters.base import Drafter, Request, SlotState
 from longdraft.infer.drafters.plain import Plain
-from longdraft.infer.drafters.small_model import SmallModelDrafter
+from longdraft.infer.drafters.small_model import SLACK, SmallModelDrafter
 from longdraft.infer.history import History
+from longdraft.infer.options import one_of, share, whole
 from longdraft.infer.partial_cache import RingCache, SelectedCache, refuse_windows, selected_bytes
 from longdraft.infer.selection import Policy, Recent, TopChunks
 from longdraft.infer.step import take_step
@@ -30,26 +31,35 @@ POLICIES = ("retrieval", "streaming")
 ROLLING_STEPS = 8
 
 
+def _refuse(where: str, **given: object) -> None:
+    """ValueError for the first option that is given although nothing here uses it."""
+    for name, value in given.items():
+        if value is not None:
+            raise ValueError(f"{name}={value!r}: {where}")
+
+
 class TriForceDrafter(Drafter):
     """Proposes the chain that the target chooses on a cache of `budget` rows.
 
     Args:
         target: the loaded target.
         small: what drafts for it there: a loaded model of the same vocabulary, any Drafter, or None for none.
-        gamma: tokens that a small model drafts at a time.
+        gamma: tokens that a small model drafts at a time; None is 2.
         chain: tokens collected for the outer verification.
         budget: rows of the target's partial cache, for each layer and KV head.
-        chunk: keys that are retrieved together.
-        stride: accepted tokens after which the rows are retrieved anew.
+        chunk: keys that are retrieved together; None is 8.
+        stride: accepted tokens after which the rows are retrieved anew; None is 256.
         acceptance_floor: also when the rolling share of the chain's accepted tokens falls below this, a quarter of the
-            stride after the last time at the earliest; 0 is off.
+            stride after the last time at the earliest; 0 is off, None is 0.5.
         policy: "retrieval", or "streaming" for the sinks and the most recent rows.
-        sinks: first tokens that always stay, in a small model's cache and under "streaming".
-        window: rows of a small model's cache.
+        sinks: first tokens that always stay, in a small model's cache and under "streaming"; None is 16.
+        window: rows of a small model's cache; None is 256.
 
     Raises:
-        ValueError: options out of range, a small model that does not fit (see SmallModelDrafter), a target with sliding
-            windows.
+        ValueError: options out of range, or given where nothing uses them (gamma, window and sinks belong to a loaded
+            small model, sinks to "streaming" too; chunk, stride and acceptance_floor to "retrieval"); a small model
+            that does not fit (see SmallModelDrafter), or whose window is too small for the chain; a target with
+            sliding windows.
     """
 
     def __init__(
@@ -57,36 +67,66 @@ class TriForceDrafter(Drafter):
         target: Target,
         small: Target | Drafter | None = None,
         *,
-        gamma: int = 2,
+        gamma: int | None = None,
         chain: int = 6,
         budget: int = 4096,
-        chunk: int = 8,
-        stride: int = 256,
-        acceptance_floor: float = 0.5,
+        chunk: int | None = None,
+        stride: int | None = None,
+        acceptance_floor: float | None = None,
         policy: str = "retrieval",
-        sinks: int = 16,
-        window: int = 256,
+        sinks: int | None = None,
+        window: int | None = None,
     ):
-        if policy not in POLICIES:
-            raise ValueError(f"policy={policy!r}: must be one of {', '.join(POLICIES)}")
-        for name, value in (("chain", chain), ("stride", stride)):
-            if value < 1:
-                raise ValueError(f"{name}={value}: must be at least 1")
-        if not 0 <= acceptance_floor < 1:
-            raise ValueError(f"acceptance_floor={acceptance_floor}: must be at least 0 (off) and below 1")
+        retrieval, loaded = one_of("policy", policy, POLICIES) == "retrieval", isinstance(small, Target)
+        if not loaded:
+            _refuse("goes with a loaded model as small; leave it out or give one", gamma=gamma, window=window)
+        if not retrieval:
+            _refuse(
+                "goes with policy='retrieval'; leave it out or choose that",
+                chunk=chunk, stride=stride, acceptance_floor=acceptance_floor,
+            )  # fmt: skip
+        elif not loaded:
+            _refuse("goes with policy='streaming' or a loaded model as small; leave it out", sinks=sinks)
+        self.target, self.chain, budget = target, whole("chain", chain, 1), whole("budget", budget, 1)
+        self._stride = whole("stride", 256 if stride is None else stride, 1)
+        self._floor = share("acceptance_floor", 0.5 if acceptance_floor is None else acceptance_floor)
+        chunk, sinks = (
+            whole("chunk", 8 if chunk is None else chunk, 1),
+            whole("sinks", 16 if sinks is None else sinks, 0),
+        )
         refuse_windows(target.model.config, f"budget={budget}: a cache of selected rows")
-        self.target, self.chain = target, chain
-        self._stride, self._floor = stride, acceptance_floor
-        self._make_policy = lambda: TopChunks(budget, chunk) if policy == "retrieval" else Recent(budget, sinks)
+        self._make_policy = lambda: TopChunks(budget, chunk) if retrieval else Recent(budget, sinks)
         self._policy: Policy = self._make_policy()
-        if isinstance(small, Target):
-            small = SmallModelDrafter(target, small, gamma, sinks, window)
-        self.inner: Drafter = small or Plain()
+        self.inner = self._inner(small, 2 if gamma is None else gamma, sinks, 256 if window is None else window)
         self.max_nodes = self.max_depth = chain
         self._inner_room = min(self.inner.max_nodes, chain)
         self._cache: SelectedCache | None = None
         self._rebuilds = {"stride": 0, "acceptance": 0, "room": 0}
         self._set_needs(self._policy.scored)
+
+    def _inner(self, small: Target | Drafter | None, gamma: int, sinks: int, window: int) -> Drafter:
+        """What drafts for the middle level. A small model must find everything where a whole chain is rejected."""
+        if small is None:
+            return Plain()
+        if isinstance(small, Target):
+            gamma, window = whole("gamma", gamma, 1), whole("window", window, 1)
+            slack = max(SLACK, self.chain + gamma + 1)
+            if window <= sinks + 2 * slack:
+                slack = self.chain + gamma + 1
+            if window <= sinks + 2 * slack:
+                raise ValueError(
+                    f"window={window}: with chain={self.chain}, gamma={gamma} and sinks={sinks} it must exceed "
+                    f"{sinks + 2 * slack}; raise it or give a smaller chain"
+                )
+            return SmallModelDrafter(self.target, small, gamma, sinks, window, slack)
+        if not isinstance(small, Drafter):
+            raise ValueError(f"small={small!r}: must be a loaded model (load_target), a Drafter, or None")
+        if isinstance(small, SmallModelDrafter) and small.slack < self.chain + small.gamma + 1:
+            raise ValueError(
+                f"small: its slack of {small.slack} tokens is too little for chain={self.chain} and "
+                f"gamma={small.gamma}; give it slack={self.chain + small.gamma + 1} and a window wide enough"
+            )
+        return small
 
     def decisions(self) -> Mapping[str, str]:
         if not self._policy.scored:

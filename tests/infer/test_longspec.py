@@ -374,8 +374,8 @@ def test_what_cannot_be_is_refused(tiny_target):
     twice = drafted(target, torch.tensor([1, 2, 1]))
     outside = drafted(target, torch.tensor([1, VOCAB]))
     for given, widths, message in [
-        (draft, (), r"widths: \(\); give the nodes of each level"),
-        (draft, (4, 0), r"widths: \(4, 0\)"),
+        (draft, (), r"widths=\(\): must be a whole number for each level"),
+        (draft, (4, 0), r"widths\[1\]=0: must be at least 1"),
         (draft, (1,) * 9, "9 levels, but the draft's window has 8 rows"),
         (twice, (4,), "token_ids must be different and lie in 0..60"),
         (outside, (4,), "token_ids must be different and lie in 0..60"),

@@ -275,7 +275,7 @@ def test_tables_that_do_not_fit_say_why(target, tiny_target, tmp_path):
 
 def test_options_and_memory(target, tiny_target):
     for nodes in (0, 81):
-        with pytest.raises(ValueError, match=f"nodes={nodes}: the static tree has 80; give 1 to 80"):
+        with pytest.raises(ValueError, match=f"nodes={nodes}: must be at least 1 and at most 80"):
             TokenRecycling(target, nodes)
     assert TokenRecycling(target, 16).max_nodes == 16 and TokenRecycling(target, 1).max_depth == 1
     table = TokenRecycling(target).memory_bytes(3, 500)

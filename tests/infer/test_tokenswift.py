@@ -130,7 +130,8 @@ def test_the_draft_pass_proposes_the_next_token_and_its_heads_the_ones_behind(ta
     seen = watched(drafter)
     params = SamplingParams(temperature=temperature, seed=9, max_new_tokens=30)
     (result,) = Engine(target, drafter, nodes=None).generate(prompts(13), params)
-    assert result.stats.accepted_at_depth[0] == result.stats.steps == len(seen)
+    # The last step's tokens may go beyond the end of what was asked for.
+    assert result.stats.accepted_at_depth[0] >= result.stats.steps - 1 and result.stats.steps == len(seen)
     for tree, committed, positions, _ in seen:
         hidden = target.model(torch.tensor(committed), needs={"pre_norm", "logits"})
         states = drafter.draft.states(hidden.pre_norm[:, -1])
@@ -261,10 +262,10 @@ def test_a_rewind_leaves_what_a_fresh_drafter_has(target):
     ("options", "message"),
     [
         ({"draft_pass": "sometimes"}, "draft_pass='sometimes': must be one of auto, always, never"),
-        ({"ngrams": -1}, "ngrams=-1: must be 0"),
+        ({"ngrams": -1}, "ngrams=-1: must be at least 0"),
         ({"budget": 16}, "budget=16: must exceed the 16 tokens that always stay"),
-        ({"shape": TreeShape(())}, "tree: it needs at least one node"),
-        ({"shape": TreeShape.cartesian((2, 2, 2, 2))}, "tree: 4 levels, but this draft has 3 heads"),
+        ({"shape": TreeShape(())}, "shape: it needs at least one node"),
+        ({"shape": TreeShape.cartesian((2, 2, 2, 2))}, "shape: 4 levels, but this draft has 3 heads"),
     ],
 )
 def test_options_that_cannot_be_are_named(target, options, message):

@@ -44,7 +44,7 @@ def heads(target):
 
 
 DRAFTERS = {
-    "hierarchy": lambda target, small: TriForceDrafter(target, small, budget=24, stride=10, window=20, sinks=2),
+    "hierarchy": lambda target, small: TriForceDrafter(target, small, budget=24, stride=10, window=24, sinks=2),
     "self": lambda target, small: TriForceDrafter(target, budget=24, chunk=4, stride=10, chain=4),
     "streaming": lambda target, small: TriForceDrafter(target, small, budget=24, policy="streaming"),
     "heads_inside": lambda target, small: TriForceDrafter(target, TokenSwiftDrafter(target, heads(target)), budget=48),
@@ -169,12 +169,25 @@ def test_a_small_model_reads_all_again_where_a_rewind_reaches_too_far(target, sm
     assert torch.equal(drafter._cache.tokens, positions + 2) and tree.width == 3
 
 
+def test_a_long_chain_that_is_rejected_is_not_read_again(target, small):
+    """The small model's passes have the rows of what it lacks, however many tokens are taken back at once."""
+    rows = []
+    small.model.register_forward_pre_hook(lambda module, args: rows.append(args[0].shape[1]))
+    drafter = TriForceDrafter(target, small, chain=20, budget=24, stride=10, window=64, sinks=4)
+    params = SamplingParams(temperature=1.0, seed=2, max_new_tokens=15)
+    (result,) = Engine(target, drafter, nodes=None).generate(prompts(120), params)
+    assert result.acceptance < 0.5 and result.stats.steps > 1
+    reading = -(-119 // 64)
+    assert sum(rows[:reading]) == 119 and max(rows[reading:]) <= 3
+
+
 @pytest.mark.parametrize("policy", ["retrieval", "streaming"])
 @pytest.mark.parametrize("heads_of_keys", [2, 4])
 def test_the_middle_level_holds_the_rows_of_a_fresh_prefill(tiny_target, small, policy, heads_of_keys):
     """Exact rows, not those of its own passes, in all layers, after steps with rejections on both levels."""
     target = tiny_target(vocab_size=VOCAB, n_kv_heads=heads_of_keys, n_layers=3)
-    drafter = TriForceDrafter(target, small, budget=32, policy=policy, sinks=4, chunk=4, stride=12)
+    retrieval = {"chunk": 4, "stride": 12} if policy == "retrieval" else {}
+    drafter = TriForceDrafter(target, small, budget=32, policy=policy, sinks=4, **retrieval)
     params = [SamplingParams(temperature=0.7, seed=i, max_new_tokens=count) for i, count in enumerate((60, 20, 39))]
     result = Engine(target, drafter, slots=2, nodes=None).generate(prompts(50, 9, 33), params)
     cache = drafter._cache
@@ -241,6 +254,15 @@ def test_queries_are_asked_for_only_before_a_rebuild(target):
         (lambda t, s: TriForceDrafter(t, budget=100), "budget=100: must be a multiple of chunk=8"),
         (lambda t, s: TriForceDrafter(t, s, gamma=0), "gamma=0: must be at least 1"),
         (lambda t, s: SmallModelDrafter(t, s, window=16), "window=16: must exceed sinks=16"),
+        (lambda t, s: TriForceDrafter(t, gamma=2), "gamma=2: goes with a loaded model as small"),
+        (lambda t, s: TriForceDrafter(t, window=64), "window=64: goes with a loaded model as small"),
+        (lambda t, s: TriForceDrafter(t, SmallModelDrafter(t, s), gamma=2), "gamma=2: goes with a loaded model"),
+        (lambda t, s: TriForceDrafter(t, sinks=4), "sinks=4: goes with policy='streaming' or a loaded model"),
+        (lambda t, s: TriForceDrafter(t, policy="streaming", chunk=8), "chunk=8: goes with policy='retrieval'"),
+        (lambda t, s: TriForceDrafter(t, policy="streaming", stride=8), "stride=8: goes with policy='retrieval'"),
+        (lambda t, s: TriForceDrafter(t, policy="streaming", acceptance_floor=0.0), "acceptance_floor=0.0: goes with"),
+        (lambda t, s: TriForceDrafter(t, s, chain=120), "window=256: with chain=120, gamma=2 and sinks=16 it must exc"),
+        (lambda t, s: TriForceDrafter(t, SmallModelDrafter(t, s), chain=20), "its slack of 16 tokens is too little"),
     ],
 )
 def test_options_that_cannot_be_are_named(target, small, make, message):

@@ -1,0 +1,75 @@
+"""Checks of what a drafter is configured with: every wrong type or size is a ValueError that names the option.
+
+Not here: which options a drafter has (its constructor), and how a command line's text becomes values
+(launch/runtime.py).
+"""
+
+from collections.abc import Sequence
+from numbers import Integral, Real
+from typing import Any
+
+from longdraft.infer.shape import TreeShape
+
+# A static tree of more nodes costs more than it brings, on any machine.
+MOST_NODES = 4096
+
+
+def whole(name: str, value: Any, least: int, most: int | None = None) -> int:
+    """`value`, a whole number of at least `least` and at most `most`.
+
+    Raises:
+        ValueError: it is none.
+    """
+    limits = f"at least {least}" if most is None else f"at least {least} and at most {most}"
+    if not isinstance(value, Integral) or isinstance(value, bool):
+        raise ValueError(f"{name}={value!r}: must be a whole number, {limits}")
+    number = int(value)
+    if number < least or (most is not None and number > most):
+        raise ValueError(f"{name}={value}: must be {limits}")
+    return number
+
+
+def share(name: str, value: Any) -> float:
+    """`value`, a number of at least 0, which turns it off, and below 1."""
+    if not isinstance(value, Real) or isinstance(value, bool) or not 0 <= float(value) < 1:
+        raise ValueError(f"{name}={value!r}: must be at least 0 (off) and below 1")
+    return float(value)
+
+
+def flag(name: str, value: Any) -> bool:
+    """`value`, True or False."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}={value!r}: must be True or False")
+    return value
+
+
+def one_of(name: str, value: Any, known: Sequence[str]) -> str:
+    """`value`, one of the known words."""
+    if not isinstance(value, str) or value not in known:
+        raise ValueError(f"{name}={value!r}: must be one of {', '.join(known)}")
+    return value
+
+
+def level_widths(name: str, value: Any) -> tuple[int, ...]:
+    """`value`, a whole number for each level of a tree; a single number is one level."""
+    levels = (value,) if isinstance(value, Integral) else value
+    if not isinstance(levels, Sequence) or isinstance(levels, str | bytes) or not levels:
+        raise ValueError(f"{name}={value!r}: must be a whole number for each level, such as (3, 3, 3)")
+    return tuple(whole(f"{name}[{i}]", width, 1) for i, width in enumerate(levels))
+
+
+def tree_shape(name: str, value: Any, ranks: int) -> TreeShape:
+    """`value`, a TreeShape, or the widths of the levels of a full one, with at most `ranks` candidates a level."""
+    if not isinstance(value, TreeShape):
+        widths, count, nodes = level_widths(name, value), 1, 0
+        for width in widths:
+            count *= width
+            nodes += count
+        if nodes > MOST_NODES:
+            raise ValueError(f"{name}={widths}: a tree of {nodes} nodes; give at most {MOST_NODES}")
+        value = TreeShape.cartesian(widths)
+    if not value.nodes:
+        raise ValueError(f"{name}: it needs at least one node below the root; for none, use the plain drafter")
+    if value.ranks > ranks:
+        raise ValueError(f"{name}: {value.ranks} candidates a level, but the vocabulary has {ranks}; give fewer")
+    return value

@@ -1,0 +1,133 @@
+"""Every option of every drafter refuses what it cannot be with a ValueError that names it, and takes what it can."""
+
+import inspect
+
+import pytest
+import torch
+
+from longdraft.infer.drafters.build import DRAFTERS, TRAINED, build_drafter
+from longdraft.infer.engine import Engine
+from longdraft.infer.sampling import SamplingParams
+from longdraft.infer.shape import TreeShape
+from longdraft.launch.runtime import read_options
+from longdraft.models.drafts.longspec import LongSpec, LongSpecConfig
+from longdraft.models.drafts.medusa import Medusa, MedusaConfig
+from longdraft.models.drafts.tokenswift import TokenSwift, TokenSwiftConfig
+
+VOCAB = 61
+NO_NUMBER = ("4x", "", 2.5, float("nan"), True, [], (3,), {}, object(), -1)
+COUNT = (*NO_NUMBER, None, 0)
+OPTIONAL_COUNT = (*NO_NUMBER, 0)
+LEVELS = ("48", "", 2.5, True, None, {}, {3}, object(), (), (3, 0), (3, -1), (3, 2.5), (3, "3"), (True,), 0, -1)
+SHAPE = (*(value for value in LEVELS if value is not None), TreeShape(()), (99,), (60, 60, 60), (1,) * 9)
+# What an option cannot be, and what it can.
+CASES = {
+    "tokenswift": {
+        "shape": (SHAPE, (None, 3, (3, 3), [3, 2, 1], TreeShape.cartesian((2, 2)))),
+        "draft_pass": (("sometimes", 1, None, True, [], {}, object()), ("auto", "always", "never")),
+        "budget": (COUNT, (17, 64)),
+        "sinks": (tuple(v for v in COUNT if v != 0), (0, 3)),
+        "ngrams": (tuple(v for v in COUNT if v != 0), (0, 3)),
+    },
+    "medusa": {"shape": (SHAPE, (None, 3, (3, 3), [3, 2, 1], TreeShape.cartesian((2, 2))))},
+    "longspec": {"widths": ((*LEVELS, (1,) * 9), (1, (1, 1, 1), [2, 3]))},
+    "triforce": {
+        "small": ((3, 2.5, True, [], {}, object()), (None,)),
+        "gamma": (OPTIONAL_COUNT, (None, 1)),
+        "chain": ((*COUNT, 10**6), (1, 8)),
+        "budget": ((*COUNT, 12), (16, 64)),
+        "chunk": ((*OPTIONAL_COUNT, 3), (None, 4)),
+        "stride": (OPTIONAL_COUNT, (None, 1)),
+        "acceptance_floor": (("4x", True, float("nan"), [], {}, object(), -0.1, 1, 1.5), (None, 0, 0.25)),
+        "policy": (("recent", 1, None, True, [], {}, object()), ("retrieval",)),
+        "sinks": (NO_NUMBER, (None, 0, 3)),
+        "window": ((*OPTIONAL_COUNT, 20), (None, 64)),
+    },
+    "small_model": {
+        "small": ((None, 3, 2.5, True, [], {}, object()), ()),
+        "gamma": (COUNT, (1, 5)),
+        "sinks": (tuple(v for v in COUNT if v != 0), (0, 3)),
+        "window": ((*COUNT, 16), (17, 64)),
+        "slack": ((*NO_NUMBER, 10**6), (None, 0, 4)),
+    },
+    "token_recycling": {
+        "nodes": ((*COUNT, 81), (1, 80)),
+        "seed_prompt": (("yes", 1, 0, None, [], object()), (True, False)),
+        "table": ((3, 2.5, True, [], {}, object(), "", "no such file"), (None,)),
+    },
+    "prompt_lookup": {name: (COUNT, (1, 4)) for name in ("length", "max_ngram", "candidates")},
+}
+
+
+@pytest.fixture
+def target(tiny_target):
+    return tiny_target(vocab_size=VOCAB)
+
+
+@pytest.fixture
+def small(tiny_target):
+    return tiny_target(vocab_size=VOCAB, n_layers=1, seed=5)
+
+
+def draft_of(name, target):
+    if name not in TRAINED:
+        return None
+    generator, size = torch.Generator().manual_seed(7), target.model.config.hidden_size
+    return {
+        "tokenswift": lambda: TokenSwift(TokenSwiftConfig(size, rms_norm_eps=1e-6), generator),
+        "medusa": lambda: Medusa(MedusaConfig(size)),
+        "longspec": lambda: LongSpec(LongSpecConfig.for_target(target.model.config, window=8)),
+    }[name]().requires_grad_(False)
+
+
+def options_with(name, small, option, value):
+    """What the option needs beside it, and itself."""
+    needed = {"small": small} if "small" in CASES[name] else {}
+    return needed | {option: value}
+
+
+def test_every_option_is_tried():
+    for name, kind in DRAFTERS.items():
+        options = set(inspect.signature(kind).parameters) - {"target", "draft", "args", "kwargs"}
+        assert options == set(CASES.get(name, {})), name
+
+
+@pytest.mark.parametrize(("name", "option"), [(name, option) for name in CASES for option in CASES[name]])
+def test_what_an_option_cannot_be_is_a_value_error_that_names_it(target, small, name, option):
+    draft, (wrong, right) = draft_of(name, target), CASES[name][option]
+    for value in wrong:
+        with pytest.raises(ValueError) as error:
+            build_drafter(name, target, draft, options_with(name, small, option, value))
+        assert option in str(error.value) or value == "", (value, error.value)
+    for value in right:
+        build_drafter(name, target, draft, options_with(name, small, option, value))
+
+
+@pytest.mark.parametrize("name", sorted(TRAINED))
+def test_a_draft_of_another_kind_is_named(target, name):
+    for draft in (torch.nn.Linear(2, 2), 3, object()):
+        with pytest.raises(ValueError, match="draft: this is one of "):
+            build_drafter(name, target, draft)
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "nodes", "depth"),
+    [
+        ("longspec", "widths=1,1,1", 3, 3),
+        ("longspec", "widths=4", 4, 1),
+        ("tokenswift", "shape=3,3", 12, 2),
+        ("medusa", "shape=5", 5, 1),
+    ],
+)
+def test_levels_come_from_the_command_line_too(target, name, given, nodes, depth):
+    options = read_options([given, *(["ngrams=0", "draft_pass=never"] if name == "tokenswift" else [])])
+    drafter = build_drafter(name, target, draft_of(name, target), options)
+    assert (drafter.max_nodes, drafter.max_depth) == (nodes, depth)
+    params = SamplingParams(max_new_tokens=5)
+    (result,) = Engine(target, drafter).generate([[3, 1, 4]], params)
+    assert result.tokens == Engine(target).generate([[3, 1, 4]], params)[0].tokens
+
+
+def test_text_with_commas_that_is_no_list_of_whole_numbers_stays_text():
+    read = read_options(["a=3,3", "b=3", "c=0.5", "d=true", "e=x,1", "f=1,", "g=1.5,2", "h=path/to"])
+    assert read == {"a": (3, 3), "b": 3, "c": 0.5, "d": True, "e": "x,1", "f": "1,", "g": "1.5,2", "h": "path/to"}
