@@ -82,6 +82,9 @@ class SelectedCache(RingCache):
     New tokens overwrite the least important ones. When that has eaten what was picked, a rebuild is `due`: the owner
     then asks the target's next pass for queries and calls `build` once that pass is committed, outside of it.
 
+    Attributes:
+        whole: whether every token that the full cache can hold fits, so that nothing is ever picked.
+
     Args:
         full: where exact rows come from. It must outlive this cache.
         policy: an instance of its own.
@@ -91,11 +94,12 @@ class SelectedCache(RingCache):
 
     def __init__(self, full: KVCache, policy: Policy, like: DecoderConfig, tail: int):
         refuse_windows(like, f"budget={policy.budget}: a cache of selected rows")
+        policy.attach(full)
         super().__init__(
             like, full.batch, tail, full.keys.dtype, full.keys.device, fixed=policy.fixed, budget=policy.budget
         )
-        policy.attach(full)
         self.full, self.policy = full, policy
+        self.whole = policy.budget >= full.capacity
         shape = like.n_layers, full.batch, like.n_heads, like.head_dim
         self._queries = torch.zeros(shape, dtype=full.keys.dtype, device=full.keys.device)
         self._seen: list[int | None] = [None] * full.batch  # tokens that the queries see; None: there are none
@@ -115,7 +119,9 @@ class SelectedCache(RingCache):
 
     def due(self, most: int) -> list[int]:
         """Slots that may lose picked rows when `most` further tokens come."""
-        return [slot for slot in range(self.batch) if self.policy.scored and self._free[slot] < most]
+        if self.whole or not self.policy.scored:
+            return []
+        return [slot for slot in range(self.batch) if self._free[slot] < most]
 
     def follow(self, most: int) -> None:
         """Drop the tail, and take over the exact rows of the full cache's next tokens, at most `most` a slot."""
@@ -217,7 +223,7 @@ def selected_bytes(
     """Bytes of a SelectedCache by name, before it is allocated, on a full cache of `capacity` rows a slot."""
     row = RingCache.row_bytes(like, dtype)
     parts = policy.memory_bytes(row, batch, capacity)
-    return {"selected cache": batch * (policy.budget + tail + 1) * row, **parts}
+    return {"selected cache": batch * (policy.rows(capacity) + tail + 1) * row, **parts}
 
 
 def refuse_windows(like: DecoderConfig, what: str) -> None:

@@ -43,9 +43,13 @@ class Policy:
             raise ValueError(f"budget={budget}: must exceed the {fixed} tokens that always stay; raise it")
         self.budget, self.fixed = budget, fixed
 
+    def rows(self, capacity: int) -> int:
+        """The budget on a full cache of `capacity` tokens: no more than what they need."""
+        return min(self.budget, max(capacity, self.fixed + 1))
+
     def attach(self, full: KVCache) -> None:
-        """The full cache that it picks from."""
-        self.full = full
+        """The full cache that it picks from, whose capacity bounds the budget from now on."""
+        self.full, self.budget = full, self.rows(full.capacity)
 
     def covered(self, seen: int) -> int:
         """Of `seen` tokens, those that it decides over; what comes behind is kept as recent."""
@@ -114,6 +118,9 @@ class TopChunks(Policy):
             raise ValueError(f"budget={budget}: must be a multiple of chunk={chunk}, which must be at least 1")
         super().__init__(budget, chunk)
         self.chunk = chunk
+
+    def rows(self, capacity: int) -> int:
+        return min(self.budget, max(-(-capacity // self.chunk), 2) * self.chunk)
 
     def attach(self, full: KVCache) -> None:
         super().attach(full)

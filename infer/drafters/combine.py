@@ -68,6 +68,10 @@ class Combined(Drafter):
         for drafter in self.drafters:
             drafter.rewind(lengths_B)
 
+    def release(self) -> None:
+        for drafter in self.drafters:
+            drafter.release()
+
     def memory_bytes(self, batch: int, capacity: int) -> dict[str, int]:
         named: dict[str, int] = {}
         for drafter in self.drafters:

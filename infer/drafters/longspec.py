@@ -83,6 +83,9 @@ class LongSpecDrafter(Drafter):
         self._known = torch.minimum(self._known, lengths_B).masked_fill(far_B, 0)
         self._unknown = self._window.ring
 
+    def release(self) -> None:
+        self._cache = self._window = None
+
     def memory_bytes(self, batch: int, capacity: int) -> Mapping[str, int]:
         window = {"draft window": WindowCache.bytes(self.draft, batch, self._tree_rows)}
         if self.draft.token_ids is None:
@@ -122,7 +125,8 @@ class LongSpecDrafter(Drafter):
         begin, window, ends_B = time.perf_counter(), self._window, state.positions
         assert window is not None
         count = self._missing(state)
-        self._known, self._unknown = ends_B.clone(), 0
+        # A slot that takes no part may lack more than is written here.
+        self._known, self._unknown = torch.where(state.active, ends_B, self._known), 0
         if count:
             tokens_BT = state.history.read(ends_B - count, count)
             positions_BT = (ends_B[:, None] + torch.arange(-count, 0, device=ends_B.device)).clamp(min=0)

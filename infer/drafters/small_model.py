@@ -163,6 +163,9 @@ class SmallModelDrafter(Drafter):
         if self._most_behind is not None:
             self._most_behind += verdict.rows.shape[1]
 
+    def release(self) -> None:
+        self._cache = None
+
     def rewind(self, lengths_B: Tensor) -> None:
         if self._cache is not None:
             self._cache.rewind(lengths_B)

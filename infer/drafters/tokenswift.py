@@ -32,6 +32,8 @@ from longdraft.models.kv_cache import KVCache
 
 DRAFT_PASSES = ("auto", "always", "never")
 NGRAM = 4
+# Host memory of a table's entry for one token, where no n-gram comes twice (less where they do).
+NGRAM_BYTES = 700
 
 
 class TokenSwiftDrafter(Drafter):
@@ -87,6 +89,7 @@ class TokenSwiftDrafter(Drafter):
         self.max_depth = max(shape.depth, NGRAM - 1 if ngrams else 0) + self._may_pass
         self.clock = time.perf_counter
         self._hidden = torch.empty(0)
+        self._cache: KVCache | None = None
         self._selected: SelectedCache | None = None
         self._can_select, self._began, self._due = self._may_pass, None, False
         self._choice = DraftPassChoice(budget)
@@ -103,17 +106,20 @@ class TokenSwiftDrafter(Drafter):
         return {"draft_pass": self._choice.words if self._can_select else "never: the cache at hand is a part itself"}
 
     def memory_bytes(self, batch: int, capacity: int) -> Mapping[str, int]:
+        tables = {"tokenswift's n-gram table (host)": batch * capacity * NGRAM_BYTES} if self.ngrams else {}
         if not self._may_pass or (self._draft_pass == "auto" and capacity <= self._budget):
-            return {}
+            return tables
         model = self.target.model
         policy, dtype = TopTokens(self._budget, self._sinks), model.embed_tokens.weight.dtype
-        return selected_bytes(policy, model.config, dtype, batch, capacity, tail=1)
+        return tables | selected_bytes(policy, model.config, dtype, batch, capacity, tail=1)
 
     def begin(self, slots: Sequence[int], requests: Sequence[Request], cache: KVCache) -> None:
         where = list(slots)
         if self._hidden.shape[0] != cache.batch:
             self._allocate(cache.batch)
         self._can_select = self._may_pass and not isinstance(cache, RingCache)
+        if cache.capacity <= self._budget:
+            self._choice = DraftPassChoice(self._budget)  # what was decided for a longer cache is not for this one
         if self._draft_pass == "always" and not self._can_select:
             raise ValueError("draft_pass='always' needs the whole context's cache, and this one is a part; use 'never'")
         # A prompt of one token has no position before the root: the heads propose nothing in its first step.
@@ -123,11 +129,11 @@ class TokenSwiftDrafter(Drafter):
             table = self._tables[slot] = NgramTable(NGRAM)
             if self.ngrams:
                 table.extend(request.prompt)
+        self._cache = cache
         if self._selected is not None and self._selected.full is not cache:
             self._selected = None
         if self._holds_cache:
-            self._select_from(cache).reset(where)
-        self._cache = cache
+            self._select().reset(where)
         self._set_needs(self._holds_cache)
 
     def _allocate(self, batch: int) -> None:
@@ -155,7 +161,7 @@ class TokenSwiftDrafter(Drafter):
         last = [self._last_read[slot] - 1 for slot in slots]
         self._hidden_at[where] = torch.tensor(last, device=self._hidden_at.device)
         if self._holds_cache and output.queries is not None:
-            self._select_from(self._cache).build_from_prompt(slots, output.queries)
+            self._select().build_from_prompt(slots, output.queries)
             self._set_needs(self._due)
 
     @property
@@ -163,10 +169,12 @@ class TokenSwiftDrafter(Drafter):
         """Whether the selected cache is kept up at present."""
         return self._can_select and (self._draft_pass == "always" or self._choice.holds_cache)
 
-    def _select_from(self, cache: KVCache) -> SelectedCache:
+    def _select(self) -> SelectedCache:
+        """The selected cache, allocated where there is none."""
         if self._selected is None:
+            assert self._cache is not None
             policy = TopTokens(self._budget, self._sinks)
-            self._selected = SelectedCache(cache, policy, self.target.model.config, tail=1)
+            self._selected = SelectedCache(self._cache, policy, self.target.model.config, tail=1)
         return self._selected
 
     def _set_needs(self, queries: bool) -> None:
@@ -176,7 +184,7 @@ class TokenSwiftDrafter(Drafter):
     def propose(self, state: SlotState, room: int) -> TokenTree:
         begin = self._began = self.clock()
         if self._can_select and self._draft_pass == "auto":
-            self._choice.plan(max(map(len, state.committed), default=0))
+            self._choice.plan(self._longest(state))
             if not self._holds_cache:
                 self._selected = None if self._choice.phase == "short" else self._selected
         with_pass = self._holds_cache
@@ -199,13 +207,22 @@ class TokenSwiftDrafter(Drafter):
             tree = tree.take(order_W.expand(len(tree.tokens), -1))
         return tree
 
+    def _longest(self, state: SlotState) -> int:
+        """Tokens of the longest text at work; a slot that is done keeps its own."""
+        lengths = [len(tokens) for tokens in state.committed]
+        longest = max(lengths, default=0)
+        if len(lengths) == 1 or longest <= self._budget:
+            return longest  # nothing to wait for the device for
+        at_work = [length for length, active in zip(lengths, state.active.tolist(), strict=True) if active]
+        return max(at_work, default=longest)
+
     def _logits(self, state: SlotState, with_pass: bool) -> tuple[Tensor | None, Tensor]:
         """The target's own row on the selected cache, [B, V], or None, and those of the heads in use, [B, I, V]."""
         hidden_BD, base_BV = self._hidden, None
         if with_pass:
             output = self.target.model(
                 state.roots[:, None],
-                cache=self._select_from(self._cache),
+                cache=self._select(),
                 positions_BT=state.positions[:, None],
                 needs=self.draft.needs | {"logits"},
             )
@@ -256,8 +273,9 @@ class TokenSwiftDrafter(Drafter):
         hidden_BND = getattr(output, self._state_field)
         rows_B = verdict.last(verdict.rows)
         last_BD = hidden_BND[torch.arange(len(rows_B), device=rows_B.device), rows_B]
-        self._hidden = last_BD.to(self._hidden.dtype)
-        self._hidden_at = torch.where(verdict.counts > 0, state.positions - 1, -2)
+        took_part_B = verdict.counts > 0
+        self._hidden = torch.where(took_part_B[:, None], last_BD.to(self._hidden.dtype), self._hidden)
+        self._hidden_at = torch.where(took_part_B, state.positions - 1, self._hidden_at)
         if not self._can_select:
             return
         choice, most = self._choice, verdict.rows.shape[1]
@@ -274,8 +292,8 @@ class TokenSwiftDrafter(Drafter):
         seen_B = state.positions - verdict.counts + 1  # the root's query sees what stood before it, and itself
         preparing = self._draft_pass == "auto" and self._choice.phase == "prepare"
         if preparing and queries_LBHd is not None:
-            every = list(range(self._cache.batch))
-            selected = self._select_from(self._cache)
+            every = list(range(len(self._hidden)))
+            selected = self._select()
             selected.reset(every)
             selected.build(every, queries_LBHd, seen_B)
             self._choice.prepared()
@@ -283,7 +301,7 @@ class TokenSwiftDrafter(Drafter):
         most_next = max(most, self.max_depth + 1)
         due = False
         if self._holds_cache:
-            selected = self._select_from(self._cache)
+            selected = self._select()
             slots = selected.due(most_next)
             if slots and queries_LBHd is not None:
                 selected.build(slots, queries_LBHd, seen_B)
@@ -291,6 +309,9 @@ class TokenSwiftDrafter(Drafter):
             due = bool(selected.due(most_next))
         self._due = preparing or due
         self._set_needs(self._due)
+
+    def release(self) -> None:
+        self._cache = self._selected = None
 
     def rewind(self, lengths_B: Tensor) -> None:
         self._hidden_at = torch.where(self._hidden_at < lengths_B, self._hidden_at, -2)

@@ -137,7 +137,7 @@ class TriForceDrafter(Drafter):
     def memory_bytes(self, batch: int, capacity: int) -> Mapping[str, int]:
         model = self.target.model
         dtype = model.embed_tokens.weight.dtype
-        own = selected_bytes(self._policy, model.config, dtype, batch, capacity, self._tail)
+        own = selected_bytes(self._make_policy(), model.config, dtype, batch, capacity, self._tail)
         return {**own, **self.inner.memory_bytes(batch, capacity)}
 
     @property
@@ -293,7 +293,7 @@ class TriForceDrafter(Drafter):
                 share = min(agreed, self._offered) / self._offered
                 self._acceptance[slot] += (share - self._acceptance[slot]) / ROLLING_STEPS
             since = self._since_build[slot]
-            if position < self._cache.budget - self.chain:
+            if self._cache.whole or position < self._cache.budget - self.chain:
                 self._since_build[slot] = 0  # everything is there
             elif slot in full:
                 self._wanted[slot] = "room"
@@ -301,6 +301,10 @@ class TriForceDrafter(Drafter):
                 self._wanted[slot] = "stride"
             elif self._acceptance[slot] < self._floor and 4 * since >= self._stride:
                 self._wanted[slot] = "acceptance"
+
+    def release(self) -> None:
+        self._cache, self._policy = None, self._make_policy()
+        self.inner.release()
 
     def rewind(self, lengths_B: Tensor) -> None:
         if self._cache is not None:

@@ -156,3 +156,17 @@ def test_together_they_take_fewer_steps_than_alone(tiny_target):
     both, equal = steps(Combined([PromptLookup(), TokenRecycling(target)]))
     assert tokens == same == equal
     assert both < min(alone, table), (both, alone, table)
+
+
+def test_all_let_go_of_a_cache():
+    class Holding(Fixed):
+        cache = "held"
+
+        def release(self):
+            self.cache = None
+
+    drafters = [Holding([]), Holding([])]
+    Combined(drafters).release()
+    assert [drafter.cache for drafter in drafters] == [None, None]
+    with pytest.raises(ValueError, match="drafters: 'plain' is none; give Drafter objects"):
+        Combined([Holding([]), "plain"])

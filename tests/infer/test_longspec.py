@@ -3,6 +3,7 @@ brute-force beam's; and decoding with it is plain decoding."""
 
 import itertools
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -387,3 +388,31 @@ def test_what_cannot_be_is_refused(tiny_target):
     for field, other in (("n_kv_heads", 4), ("vocab_size", 97), ("hidden_size", 64), ("head_dim", 16)):
         with pytest.raises(ValueError, match=f"made for a target with {field} .*; load the draft's own target"):
             LongSpecDrafter(tiny_target(**({"vocab_size": VOCAB} | {field: other})), drafted(target), (4,))
+
+
+def test_a_slot_that_took_no_part_lacks_nothing_when_it_goes_on(target):
+    """As within TriForce: it proposes what a fresh drafter proposes, though others caught up meanwhile."""
+    draft, text = drafted(target), [list(range(1, 21)), list(range(30, 48))]
+    bench = Bench(target, LongSpecDrafter(target, draft, widths=(3, 4)), text)
+    bench.propose()
+    bench.commit([7, 8, 9, 10, 11], [5])
+    bench.state.active = torch.tensor([False, True])
+    bench.propose()
+    bench.commit([], [6])
+    bench.propose()
+    bench.commit([], [2])
+    bench.state.active = torch.tensor([True, True])
+    tree = bench.propose()
+    fresh = Bench(target, LongSpecDrafter(target, draft, widths=(3, 4)), bench.texts).propose()
+    assert torch.equal(tree.tokens, fresh.tokens) and torch.equal(tree.parents, fresh.parents)
+
+
+def test_nothing_of_a_cache_is_left_after_a_release(target):
+    drafter = LongSpecDrafter(target, drafted(target), widths=(3, 4))
+    engine = Engine(target, drafter)
+    first = engine.generate([PROMPTS[0]], SamplingParams(max_new_tokens=9))[0].tokens
+    caches = weakref.ref(engine._cache), weakref.ref(drafter._window)
+    engine._cache = None
+    drafter.release()
+    assert [one() for one in caches] == [None, None]
+    assert engine.generate([PROMPTS[0]], SamplingParams(max_new_tokens=9))[0].tokens == first

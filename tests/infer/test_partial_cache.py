@@ -213,7 +213,7 @@ def test_wrong_sizes_and_models_are_named(tiny_target):
         SelectedCache(windowed.new_cache(1, 32), POLICIES["tokens"](), windowed.config, tail=8)
     with pytest.raises(ValueError, match=r"window=256: a streaming cache does not go with .* sliding windows"):
         StreamingCache(windowed, 1, widest=8)
-    with pytest.raises(ValueError, match="window=40: must exceed sinks=16 and 32 rows"):
+    with pytest.raises(ValueError, match="window=40: must exceed sinks=16 and twice slack=16"):
         StreamingCache(tiny_target().model, 1, window=40, widest=8)
     for kind in ("dynamic", "longrope"):
         rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0}

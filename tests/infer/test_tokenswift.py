@@ -1,5 +1,7 @@
 """TokenSwift's drafter: the merged trie, the draft pass, its selected cache, and when the pass is taken."""
 
+import tracemalloc
+import weakref
 from collections import Counter
 
 import pytest
@@ -8,6 +10,7 @@ import torch
 from longdraft.infer.draft_pass import TRIAL_STEPS, DraftPassChoice
 from longdraft.infer.drafters.tokenswift import TokenSwiftDrafter
 from longdraft.infer.engine import Engine
+from longdraft.infer.ngram import NgramTable
 from longdraft.infer.partial_cache import SelectedCache
 from longdraft.infer.sampling import SamplingParams
 from longdraft.infer.shape import TreeShape, likeliest_nodes
@@ -281,5 +284,75 @@ def test_sliding_windows_leave_the_draft_pass_out(tiny_target, plain_tokens, see
     want = plain_tokens(target, prompts(30), params)
     drafter = drafter_for(target, budget=20, sinks=4)
     (result,) = Engine(target, drafter).generate(prompts(30), params)
-    assert result.tokens == want[0] and drafter.memory_bytes(1, 100) == {}
+    assert result.tokens == want[0]
+    assert list(drafter.memory_bytes(1, 100)) == ["tokenswift's n-gram table (host)"]
+    assert drafter_for(target, budget=20, sinks=4, ngrams=0).memory_bytes(1, 100) == {}
     assert result.stats.decisions["draft_pass"] == "never: the target has sliding windows"
+
+
+def test_what_was_decided_for_a_longer_cache_is_not_for_a_short_one(tiny_target):
+    """What is allocated was announced: nothing, where all of the context is the selected cache."""
+    target = tiny_target(vocab_size=VOCAB, std=0.2)
+    drafter = drafter_for(target, budget=96)
+    drafter.clock = Clock(target, 0.01)
+    engine = Engine(target, drafter, nodes=None)
+    (long,) = engine.generate(prompts(97), SamplingParams(temperature=0.5, seed=2, max_new_tokens=50))
+    assert long.stats.decisions["draft_pass"].startswith("always: ") and drafter._selected is not None
+    other = Engine(target, drafter, nodes=None, max_length=20)
+    other.generate(prompts(9), SamplingParams(max_new_tokens=2))
+    assert drafter._selected is None and drafter._choice.phase == "short"
+
+
+def test_auto_goes_by_the_slots_that_are_at_work(target):
+    drafter = drafter_for(target, budget=20, sinks=4)
+    engine = Engine(target, drafter)
+    engine._start(2, [])
+    state = engine._state
+    state.committed, state.active = [[1] * 90, [1] * 30], torch.tensor([False, True])
+    assert drafter._longest(state) == 30
+    state.active = torch.tensor([True, True])
+    assert drafter._longest(state) == 90
+
+
+def test_a_slot_that_takes_no_part_keeps_its_state(target, watched):
+    """As within TriForce, where it goes on afterwards."""
+    drafter = drafter_for(target, draft_pass="never")
+    observe, kept = drafter.observe, []
+
+    def checked(state, tree, verdict, output):
+        before = drafter._hidden.clone(), drafter._hidden_at.clone()
+        observe(state, tree, verdict, output)
+        idle = verdict.counts == 0
+        kept.append(int(idle.sum()))
+        assert torch.equal(drafter._hidden[idle], before[0][idle])
+        assert torch.equal(drafter._hidden_at[idle], before[1][idle])
+
+    drafter.observe = checked
+    params = [SamplingParams(max_new_tokens=count) for count in (3, 30)]
+    Engine(target, drafter, slots=2).generate(prompts(12, 9), params)
+    assert sum(kept) > 5
+
+
+def test_memory_is_what_is_announced_and_no_more_than_the_context_needs(target):
+    drafter = drafter_for(target, draft_pass="always", ngrams=0)
+    engine = Engine(target, drafter, nodes=None)
+    engine.generate(prompts(9), SamplingParams(max_new_tokens=12))
+    selected, full = drafter._selected, engine._cache
+    assert full.capacity < selected.capacity <= full.capacity + 2
+    (announced,) = drafter.memory_bytes(1, full.capacity).values()
+    assert selected.keys.nbytes + selected.values.nbytes == announced
+    old = weakref.ref(full)
+    engine._cache = full = selected = None
+    drafter.release()
+    assert old() is None
+
+
+def test_the_estimate_of_a_table_holds_where_nothing_repeats(target):
+    count, table = 5000, NgramTable(4)
+    tokens = torch.randperm(count).tolist()
+    tracemalloc.start()
+    table.extend(tokens)
+    used = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    estimate = drafter_for(target).memory_bytes(1, count)["tokenswift's n-gram table (host)"]
+    assert estimate / 2 < used < estimate

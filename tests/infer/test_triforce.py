@@ -1,6 +1,7 @@
 """TriForce and small-model drafting: exact, right about what they hold, and as good as they must be where the smaller
 level knows all that the larger one knows."""
 
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -290,3 +291,22 @@ def test_models_that_do_not_go_together_are_named(target, tiny_target):
     heads_with_pass = TokenSwiftDrafter(target, heads(target), draft_pass="always", budget=24)
     with pytest.raises(ValueError, match="draft_pass='always' needs the whole context's cache"):
         Engine(target, TriForceDrafter(target, heads_with_pass, budget=24)).generate(prompts(9))
+
+
+@pytest.mark.parametrize("policy", ["retrieval", "streaming"])
+def test_memory_is_what_is_announced_and_no_more_than_the_context_needs(target, small, policy):
+    """And nothing of a cache is left after a release."""
+    drafter = TriForceDrafter(target, small, policy=policy)
+    engine = Engine(target, drafter, nodes=None)
+    for length in (9, 60):  # the second needs more than the first
+        (result,) = engine.generate(prompts(length), SamplingParams(max_new_tokens=12))
+        assert result.tokens == Engine(target).generate(prompts(length), SamplingParams(max_new_tokens=12))[0].tokens
+        cache, full, inner = drafter._cache, engine._cache, drafter.inner._cache
+        assert cache.full is full and full.capacity <= cache.budget < full.capacity + 8 and cache.whole
+        means = drafter._policy.means_LBCKd.nbytes if policy == "retrieval" else 0
+        allocated = [tensor.nbytes for one in (cache, inner) for tensor in (one.keys, one.values)]
+        assert sum(drafter.memory_bytes(1, full.capacity).values()) == sum(allocated) + means
+    caches = [weakref.ref(one) for one in (cache, full, inner)]
+    engine._cache = cache = full = inner = None
+    drafter.release()
+    assert [one() for one in caches] == [None] * 3
