@@ -5,6 +5,7 @@ of them a benchmark makes (infer/bench.py).
 Shapes: T tokens, N rows of a pass, V vocabulary.
 """
 
+import os
 import platform
 import resource
 import statistics
@@ -242,9 +243,10 @@ def surroundings(target: Target) -> dict:
     root = Path(__file__).parent
     commit = subprocess.run(["git", "-C", root, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
     changed = subprocess.run(["git", "-C", root, "status", "--porcelain", "-uno"], capture_output=True, text=True)
+    own = os.environ.get("LONGDRAFT_COMMIT") or (commit + ("+" if changed.stdout.strip() else ""))
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": (commit + ("+" if changed.stdout.strip() else "")) or None,
+        "commit": own or None,  # a copy without git's folder is told by the environment
         "target": target.name,
         "dtype": str(weight.dtype).removeprefix("torch."),
         "device": torch.cuda.get_device_name() if weight.is_cuda else cpu,

@@ -245,7 +245,7 @@ class SlotSampling:
                 values, order = scaled_BV.topk(most, dim=-1)
             else:
                 values, order = scaled_BV.sort(dim=-1, descending=True)
-            sums = probs_BV.gather(1, order).cumsum(-1)
+            sums = _running_sum(probs_BV.gather(1, order))
             short = sums < self._top_p
             if most >= vocab or not bool((short[:, -1:] & (self._top_p < 1)).any()):
                 break
@@ -256,8 +256,8 @@ class SlotSampling:
     def _below_eta(self, scaled_BV: Tensor) -> Tensor:
         assert self._eta is not None
         probs_BV = scaled_BV.softmax(-1)
-        # cumsum and not sum, which adds up in another order for one row than for several.
-        entropy_B1 = torch.special.entr(probs_BV).cumsum(-1)[:, -1:]
+        # A running sum, for `sum` adds up in another order for one row than for several.
+        entropy_B1 = _running_sum(torch.special.entr(probs_BV))[:, -1:].float()
         border_B1 = torch.minimum(self._eta, self._eta.sqrt() * (-entropy_B1).exp())
         return (probs_BV < border_B1) & (scaled_BV < scaled_BV.amax(-1, keepdim=True))
 
@@ -266,6 +266,14 @@ class SlotSampling:
         if self._sized is None or self._sized[0] is not token_ids:
             self._sized = token_ids, int(token_ids.max()) + 1
         return self._sized[1]
+
+
+def _running_sum(x_BV: Tensor) -> Tensor:
+    """Over the last dimension; the same for a row alone and among others.
+
+    In order on the CPU; in fp64 on a GPU, whose scans add up in an order of their own.
+    """
+    return x_BV.cumsum(-1) if x_BV.device.type == "cpu" else x_BV.double().cumsum(-1)
 
 
 def one_each(params: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:

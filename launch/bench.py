@@ -48,14 +48,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--data, --text-file: name a prepared folder, whose held-out rows give the texts, or text files")
     # Here, not above: --help and a wrong argument should not wait for torch.
     from longdraft.infer.report import draw, table
-    from longdraft.train.tracking import read_metrics
 
     try:
         result = _bench(args)
     except (ValueError, RuntimeError) as error:
         print(f"{parser.prog}: error: {error}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1
-    metrics = read_metrics(args.run) if args.run else []
+    metrics = []
+    if args.run:
+        from longdraft.train.tracking import read_metrics
+
+        metrics = read_metrics(args.run)
     print(text := table(result, metrics))
     if args.run:
         (args.run / "bench.json").write_text(json.dumps(result, indent=1) + "\n")

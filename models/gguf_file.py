@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import gguf
 import torch
 from torch import Tensor
 from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
@@ -22,8 +21,10 @@ class GGUFFile:
     """An opened GGUF file. Raises ValueError for an architecture or RoPE scaling that is not supported."""
 
     def __init__(self, path: Path):
+        from gguf import GGUFReader  # only who opens such a file needs the package
+
         self.path = path
-        self._reader = gguf.GGUFReader(path)
+        self._reader = GGUFReader(path)
         self.architecture: str = self._value("general.architecture")
         if self.architecture not in CONFIG_CLASSES:
             raise ValueError(
@@ -69,11 +70,13 @@ class GGUFFile:
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Tensors under their Hugging Face names, in fp32, q and k in Hugging Face's row order."""
+        from gguf import dequantize
+
         heads = {"attn_q": self._value(f"{self.architecture}.attention.head_count")}
         heads["attn_k"] = self._value(f"{self.architecture}.attention.head_count_kv", heads["attn_q"])
         for entry in self._reader.tensors:
             # A copy: unquantised entries are read-only views of the mapped file.
-            tensor = torch.tensor(gguf.dequantize(entry.data, entry.tensor_type))
+            tensor = torch.tensor(dequantize(entry.data, entry.tensor_type))
             part = entry.name.split(".")[-2]
             if self.architecture == "llama" and part in heads:
                 tensor = halves_from_pairs(tensor, heads[part])

@@ -132,7 +132,7 @@ def test_params_are_one_or_one_a_prompt(target):
     engine, two = Engine(target), [[1], [2]]
     with pytest.raises(ValueError, match="params: 1 SamplingParams for 2 prompts; give one, or one a prompt"):
         engine.generate(two, [SamplingParams()])
-    with pytest.raises(ValueError, match="params: .*temperature.*; give SamplingParams, one or one a prompt"):
+    with pytest.raises(ValueError, match=r"params: .*temperature.*; give SamplingParams, one or one a prompt"):
         engine.generate([[1]], {"temperature": 0.5})
     for settings_ in ({"slots": 0}, {"max_length": 0}, {"max_length": 257}, {"prefill_chunk": 0}, {"nodes": 0}):
         with pytest.raises(ValueError, match=next(iter(settings_))):
