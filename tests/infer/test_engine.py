@@ -8,6 +8,7 @@ import pytest
 import torch
 from scipy import stats
 
+from longdraft.infer.drafters.small_model import SmallModelDrafter
 from longdraft.infer.drafters.tokenswift import TokenSwiftDrafter
 from longdraft.infer.drafters.triforce import TriForceDrafter
 from longdraft.infer.engine import Engine
@@ -226,11 +227,10 @@ def test_engine_arguments_that_cannot_be(target):
             Engine(target, **arguments)
 
 
-def test_first_three_tokens_have_the_computed_distribution(tiny_target):
-    """20,000 seeds on a vocabulary of 6: a chi-square test over all 216 triples, for plain decoding and for trees."""
-    target, count, vocab = tiny_target(vocab_size=6, std=0.15), 20_000, 6
-    probability = torch.ones(1, dtype=torch.float64)
-    prefixes = torch.tensor([[2]])
+def assert_computed_distribution(target, prompt, drafter, count):
+    """A chi-square test of the first three tokens over all triples, with so many seeds; returns the generations."""
+    vocab, probability = target.model.config.vocab_size, torch.ones(1, dtype=torch.float64)
+    prefixes = torch.tensor([prompt])
     for _ in range(3):
         last = target.model(prefixes).logits[:, -1].double().softmax(-1)
         probability = (probability[:, None] * last).flatten()
@@ -238,15 +238,43 @@ def test_first_three_tokens_have_the_computed_distribution(tiny_target):
         prefixes = torch.cat([rows, torch.arange(vocab).repeat(len(prefixes))[:, None]], 1)
     expected = count * probability
     params = [SamplingParams(temperature=1.0, seed=seed, max_new_tokens=3) for seed in range(count)]
-    for drafter in ("plain", tokenswift(target, TreeShape.cartesian((2, 2))), TriForceDrafter(target, budget=24)):
-        result = Engine(target, drafter, slots=1000).generate([[2]] * count, params)
-        tokens = torch.tensor([generation.tokens for generation in result])
-        observed = (tokens @ torch.tensor([vocab**2, vocab, 1])).bincount(minlength=vocab**3).double()
-        common = expected >= 5
-        seen = torch.cat([observed[common], observed[~common].sum()[None]])
-        want = torch.cat([expected[common], expected[~common].sum()[None]])
-        keep = want > 0
-        assert stats.chisquare(seen[keep].numpy(), want[keep].numpy()).pvalue > 1e-3
+    result = Engine(target, drafter, slots=1000, nodes=None).generate([prompt] * count, params)
+    tokens = torch.tensor([generation.tokens for generation in result])
+    observed = (tokens @ torch.tensor([vocab**2, vocab, 1])).bincount(minlength=vocab**3).double()
+    common = expected >= 5
+    seen = torch.cat([observed[common], observed[~common].sum()[None]])
+    want = torch.cat([expected[common], expected[~common].sum()[None]])
+    keep = want > 0
+    assert stats.chisquare(seen[keep].numpy(), want[keep].numpy()).pvalue > 1e-3
+    return result
+
+
+def test_first_three_tokens_have_the_computed_distribution(tiny_target):
+    """20,000 seeds on a vocabulary of 6, for plain decoding and for trees."""
+    target = tiny_target(vocab_size=6, std=0.15)
+    for drafter in ("plain", tokenswift(target, TreeShape.cartesian((2, 2)))):
+        assert_computed_distribution(target, [2], drafter, 20_000)
+
+
+def test_two_levels_that_both_reject_have_the_computed_distribution(tiny_target):
+    """TriForce: a small model that is often wrong, and a cache of two rows that often is."""
+
+    class Counted(SmallModelDrafter):
+        drafted = accepted = 0
+
+        def observe(self, state, tree, verdict, output):
+            took_part_B = verdict.counts > 0
+            self.drafted += int(((tree.parents >= 0).sum(1) * took_part_B).sum())
+            self.accepted += int((verdict.counts - 1).clamp(min=0).sum())
+            super().observe(state, tree, verdict, output)
+
+    target, small = tiny_target(vocab_size=6, std=0.15), tiny_target(vocab_size=6, std=0.5, n_layers=1, seed=5)
+    inner = Counted(target, small)
+    drafter = TriForceDrafter(target, inner, chain=2, budget=2, chunk=1)
+    result = assert_computed_distribution(target, [2, 0, 5, 3, 1, 4], drafter, 3000)
+    assert 0.1 < inner.accepted / inner.drafted < 0.7
+    whole = sum(generation.stats.steps == 1 for generation in result)  # both of the chain's tokens accepted at once
+    assert 300 < whole < 2700
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

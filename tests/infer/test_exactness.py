@@ -7,6 +7,7 @@ the CPU kernels give a row the same bits in every pass.
 """
 
 import random
+from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
@@ -170,7 +171,7 @@ def check(engine, want, kind, length, cases, new=NEW):
         assert tokens == want[case[0]][case[1]][:new], case
 
 
-def every(samplings, indices=range(5)):
+def every(samplings: Iterable[str], indices: Iterable[int] = range(5)) -> list[tuple[str, int]]:
     return [(name, index) for name in samplings for index in indices]
 
 
