@@ -122,9 +122,8 @@ INNER = {
 
 def nested(name: str, **options):
     """TriForce with another drafter where its small model stands."""
-    return lambda target, small: TriForceDrafter(
-        target, INNER[name](target, small), budget=24, chunk=4, stride=10, **options
-    )
+    options = options or {"chunk": 4, "stride": 10}
+    return lambda target, small: TriForceDrafter(target, INNER[name](target, small), budget=24, **options)
 
 
 @pytest.fixture
@@ -201,7 +200,7 @@ def test_drafters_on_one_tree_give_plain_decodings_tokens(models, plain, names):
 @pytest.mark.parametrize("policy", ["retrieval", "streaming"])
 @pytest.mark.parametrize("name", INNER)
 def test_a_drafter_inside_triforce_gives_plain_decodings_tokens(models, plain, name, policy):
-    options = {"policy": policy} | ({"sinks": 4} if policy == "streaming" else {})
+    options = {"policy": "streaming", "sinks": 4} if policy == "streaming" else {}
     target, small = models("gqa")
     engine = Engine(target, nested(name, **options)(target, small), slots=3, nodes=None)
     check(engine, plain("gqa", "overflow"), "gqa", "overflow", every(("greedy", "T1_top_p")))
@@ -247,7 +246,7 @@ ANYTHING = {
     **{"+".join(names): combined(names) for names in PAIRS},
     **{f"triforce({name})": nested(name) for name in INNER},
     "small_model_1": lambda target, small: SmallModelDrafter(target, small, gamma=1, sinks=1, window=4),
-    "triforce_1": lambda target, small: TriForceDrafter(target, small, chain=1, budget=1, chunk=1, stride=1),
+    "triforce_1": lambda target, small: TriForceDrafter(target, small, chain=1, budget=2, chunk=1, stride=1),
     "triforce_12": lambda target, small: TriForceDrafter(target, small, gamma=5, chain=12, budget=6, chunk=2, stride=3),
     "tokenswift_all": lambda target, small: TokenSwiftDrafter(
         target, heads(target), (2, 1, 1), draft_pass="always", budget=2, sinks=1, ngrams=3
