@@ -8,7 +8,7 @@ Shapes: B slots, T rows of a prefill chunk.
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 
 import torch
 
@@ -113,18 +113,20 @@ class Engine:
 
     def stream(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] = IDLE
-    ) -> Iterator[Piece]:
+    ) -> Generator[Piece]:
         """Like `generate`, but yields every sequence's tokens as soon as they are committed; closing it ends all."""
         requests = read_requests(self.target, prompts, params, self.max_length)
         if not self._running:
             self._cancelled.clear()
-        return self._run(requests) if requests else iter(())
+        return self._run(requests)
 
     def cancel(self, index: int) -> None:
         """End prompt `index` of the running stream: its generation so far comes with its next piece."""
         self._cancelled.add(index)
 
-    def _run(self, requests: list[Request]) -> Iterator[Piece]:
+    def _run(self, requests: list[Request]) -> Generator[Piece]:
+        if not requests:
+            return
         if self._running:
             raise RuntimeError("this engine is decoding already; finish or close its stream, or make a second Engine")
         self._running = True
