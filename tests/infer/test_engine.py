@@ -350,3 +350,20 @@ def test_noise_in_the_ranking_raises_acceptance(tiny_target):
             total += 1
         rates[noisy] = hits / total
     assert rates[True] > 0.8 and rates[False] < 0.5, rates
+
+
+@pytest.mark.parametrize("heads", [2, 4], ids=["gqa", "mha"])
+def test_the_cache_equals_a_fresh_prefill_after_random_acceptances(tiny_target, proposers, heads):
+    """In all layers and slots: accepted rows lie where a prefill would have put them, at their positions."""
+    target = tiny_target(vocab_size=61, n_layers=3, n_kv_heads=heads)
+    params = SamplingParams(temperature=1.0, seed=4, max_new_tokens=NEW)
+    plain = [generation.tokens for generation in Engine(target).generate(PROMPTS, params)]
+    for name in ("sometimes_right", "always_right", "random_trees"):
+        engine = Engine(target, proposers[name](plain), nodes=None)
+        assert [generation.tokens for generation in engine.generate(PROMPTS, params)] == plain
+        for slot, (prompt, tokens) in enumerate(zip(PROMPTS, plain, strict=True)):
+            text = torch.tensor([(prompt + tokens)[:-1]])  # the last token is a root that no pass has computed
+            fresh = target.model.new_cache(1, text.shape[1])
+            target.model(text, cache=fresh)
+            for held, wanted in ((engine._cache.keys, fresh.keys), (engine._cache.values, fresh.values)):
+                torch.testing.assert_close(held[:, slot, : text.shape[1]], wanted[:, 0], rtol=0, atol=2e-5)
