@@ -17,6 +17,7 @@ from longdraft.infer.drafters.base import Drafter, Request, SlotState
 from longdraft.infer.drafters.build import build_drafter
 from longdraft.infer.history import History
 from longdraft.infer.memory import check_memory, estimate_memory, words
+from longdraft.infer.options import check_whole_or, whole
 from longdraft.infer.requests import Lane, Prompt, read_requests
 from longdraft.infer.results import Generation, Piece, Statistics
 from longdraft.infer.sampling import SamplingParams, SlotSampling
@@ -64,19 +65,10 @@ class Engine:
         log: Callable[[str], object] | None = None,
     ):
         limit = target.model.config.max_positions
-        for name, value, most, others in [
-            ("slots", slots, None, (None,)),
-            ("max_length", max_length, limit, (None,)),
-            ("prefill_chunk", prefill_chunk, None, ()),
-            ("nodes", nodes, None, (None, "auto")),
-        ]:
-            whole = isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= (most or value)
-            if not (whole or value in others):
-                wanted = " or ".join(
-                    ["a whole number from 1 on" + (f" to the target's {most}" if most else "")]
-                    + [repr(other) for other in others]
-                )
-                raise ValueError(f"{name}={value!r}: must be {wanted}")
+        check_whole_or("slots", slots, [None], 1)
+        check_whole_or("max_length", max_length, [None], 1, limit)
+        whole("prefill_chunk", prefill_chunk, 1)
+        check_whole_or("nodes", nodes, ["auto", None], 1)
         if isinstance(drafter, str):
             drafter = build_drafter(drafter, target, draft, options or {})
         elif not isinstance(drafter, Drafter):
@@ -265,10 +257,10 @@ class Engine:
             lists = tree.lists
             for slot in taking_part:
                 classes = None if lists.classes is None else lists.classes[slot]
-                budget.learn(
-                    slot, lists.tokens[slot], lists.parents[slot], classes, tokens[slot][: counts[slot]]
-                )  # fmt: skip
-        budget.record(step.width, seconds, step.draft_seconds, sum(counts) / max(len(taking_part), 1))
+                emitted = tokens[slot][: counts[slot]]
+                budget.learn(slot, lists.tokens[slot], lists.parents[slot], classes, emitted)
+        emitted_a_slot = sum(counts[slot] for slot in taking_part) / max(len(taking_part), 1)
+        budget.record(step.width, seconds, step.draft_seconds, emitted_a_slot)
 
     def _count(self, stats: Statistics, step: Step, drafted: int, accepted: int, seconds: float) -> None:
         stats.steps += 1

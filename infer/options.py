@@ -8,25 +8,34 @@ from collections.abc import Sequence
 from numbers import Integral, Real
 from typing import Any
 
+from torch import nn
+
 from longdraft.infer.shape import TreeShape
+from longdraft.models.hf import Target
 
 # A static tree of more nodes costs more than it brings, on any machine.
 MOST_NODES = 4096
 
 
-def whole(name: str, value: Any, least: int, most: int | None = None) -> int:
-    """`value`, a whole number of at least `least` and at most `most`.
+def whole(name: str, value: Any, least: int, most: int | None = None, otherwise: str = "") -> int:
+    """`value`, a whole number of at least `least` and at most `most`; an error adds what it may be `otherwise`.
 
     Raises:
         ValueError: it is none.
     """
-    limits = f"at least {least}" if most is None else f"at least {least} and at most {most}"
+    limits = (f"at least {least}" if most is None else f"at least {least} and at most {most}") + otherwise
     if not isinstance(value, Integral) or isinstance(value, bool):
         raise ValueError(f"{name}={value!r}: must be a whole number, {limits}")
     number = int(value)
     if number < least or (most is not None and number > most):
         raise ValueError(f"{name}={value}: must be {limits}")
     return number
+
+
+def check_whole_or(name: str, value: Any, others: Sequence[str | None], least: int, most: int | None = None) -> None:
+    """Raise ValueError unless `value` is one of the `others` or such a whole number."""
+    if not (isinstance(value, str | None) and value in others):
+        whole(name, value, least, most, "".join(f", or {other!r}" for other in others))
 
 
 def share(name: str, value: Any) -> float:
@@ -58,8 +67,12 @@ def level_widths(name: str, value: Any) -> tuple[int, ...]:
     return tuple(whole(f"{name}[{i}]", width, 1) for i, width in enumerate(levels))
 
 
-def tree_shape(name: str, value: Any, ranks: int) -> TreeShape:
-    """`value`, a TreeShape, or the widths of the levels of a full one, with at most `ranks` candidates a level."""
+def heads_shape(name: str, value: Any, n_heads: int, ranks: int) -> TreeShape:
+    """`value`, a TreeShape or the widths of the levels of a full one, by default 3 a head.
+
+    At most a level for each head, and at most `ranks` candidates in it.
+    """
+    value = (3,) * n_heads if value is None else value
     if not isinstance(value, TreeShape):
         widths, count, nodes = level_widths(name, value), 1, 0
         for width in widths:
@@ -72,4 +85,26 @@ def tree_shape(name: str, value: Any, ranks: int) -> TreeShape:
         raise ValueError(f"{name}: it needs at least one node below the root; for none, use the plain drafter")
     if value.ranks > ranks:
         raise ValueError(f"{name}: {value.ranks} candidates a level, but the vocabulary has {ranks}; give fewer")
+    if value.depth > n_heads:
+        raise ValueError(f"{name}: {value.depth} levels, but this draft has {n_heads} heads, one a level")
     return value
+
+
+def check_draft(drafter: str, target: Target, draft: Any, kind: type[nn.Module], words: str) -> None:
+    """Raise ValueError where `draft` is none of `kind` (in words), or not in the target's dtype and on its device."""
+    if not isinstance(draft, kind):
+        raise ValueError(f"draft: this is one of {type(draft).__name__}; the {drafter} drafter needs {words}")
+    weight, own = target.model.lm_head.weight, next(draft.parameters())
+    if (own.dtype, own.device) != (weight.dtype, weight.device):
+        raise ValueError(
+            f"draft: {own.dtype} on {own.device}, but the target is {weight.dtype} on {weight.device}; "
+            f"load it with load_draft(folder, target)"
+        )
+
+
+def check_heads(drafter: str, target: Target, draft: Any, kind: type[nn.Module], words: str) -> None:
+    """`check_draft`, and that heads which read the target's hidden state are of its width."""
+    check_draft(drafter, target, draft, kind, words)
+    width = target.model.lm_head.weight.shape[1]
+    if draft.config.hidden_size != width:
+        raise ValueError(f"draft: made for a hidden size of {draft.config.hidden_size}, and this target's is {width}")

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from longdraft.infer.drafters.base import Drafter, Request, SlotState
-from longdraft.infer.options import level_widths
+from longdraft.infer.options import check_draft, level_widths
 from longdraft.infer.tree import PAD, ROOT, TokenTree
 from longdraft.infer.verify import Verdict
 from longdraft.infer.window_cache import SLACK, WindowCache
@@ -199,9 +199,8 @@ def _fit(widths: Sequence[int], room: int) -> list[int]:
 
 def _check(target: Target, draft: LongSpec, widths: tuple[int, ...]) -> None:
     """That the draft is this target's and the widths a tree."""
-    if not isinstance(draft, LongSpec):
-        raise ValueError(f"draft: this is one of {type(draft).__name__}; the longspec drafter needs a LongSpec block")
-    config, weight, own = draft.config, target.model.lm_head.weight, draft.self_o.weight
+    check_draft("longspec", target, draft, LongSpec, "a LongSpec block")
+    config = draft.config
     if len(widths) > config.window:
         raise ValueError(f"widths: {len(widths)} levels, but the draft's window has {config.window} rows; give fewer")
     different = [name for name in SHAPE if getattr(config, name) != getattr(target.model.config, name)]
@@ -210,11 +209,6 @@ def _check(target: Target, draft: LongSpec, widths: tuple[int, ...]) -> None:
         raise ValueError(
             f"draft: made for a target with {one} {getattr(config, one)}, and this one has "
             f"{getattr(target.model.config, one)}; load the draft's own target"
-        )
-    if (own.dtype, own.device) != (weight.dtype, weight.device):
-        raise ValueError(
-            f"draft: {own.dtype} on {own.device}, but the target is {weight.dtype} on {weight.device}; "
-            f"load it with load_draft(folder, target)"
         )
     if draft.token_ids is not None:
         ids = draft.token_ids

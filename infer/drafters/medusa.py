@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from longdraft.infer.drafters.base import Drafter, Request, SlotState
-from longdraft.infer.options import tree_shape
+from longdraft.infer.options import check_heads, heads_shape
 from longdraft.infer.shape import TreeShape, TreeTemplate
 from longdraft.infer.tree import PAD, TokenTree
 from longdraft.infer.verify import Verdict
@@ -33,24 +33,8 @@ class MedusaDrafter(Drafter):
     """
 
     def __init__(self, target: Target, draft: Medusa, shape: TreeShape | Sequence[int] | int | None = None):
-        if not isinstance(draft, Medusa):
-            raise ValueError(f"draft: this is one of {type(draft).__name__}; the medusa drafter needs Medusa heads")
-        levels = (3,) * draft.config.n_heads if shape is None else shape
-        self.shape = tree_shape("shape", levels, target.model.config.vocab_size)
-        if self.shape.depth > draft.config.n_heads:
-            raise ValueError(
-                f"shape: {self.shape.depth} levels, but this draft has {draft.config.n_heads} heads, one a level"
-            )
-        weight, own = target.model.lm_head.weight, next(draft.parameters())
-        if draft.config.hidden_size != weight.shape[1]:
-            raise ValueError(
-                f"draft: made for a hidden size of {draft.config.hidden_size}, and this target's is {weight.shape[1]}"
-            )
-        if (own.dtype, own.device) != (weight.dtype, weight.device):
-            raise ValueError(
-                f"draft: {own.dtype} on {own.device}, but the target is {weight.dtype} on {weight.device}; "
-                f"load it with load_draft(folder, target)"
-            )
+        check_heads("medusa", target, draft, Medusa, "Medusa heads")
+        self.shape = heads_shape("shape", shape, draft.config.n_heads, target.model.config.vocab_size)
         self.draft, self._lm_head = draft, target.model.lm_head
         self.needs = draft.needs
         self.max_nodes, self.max_depth = len(self.shape.nodes), self.shape.depth

@@ -18,7 +18,7 @@ from torch import Tensor
 from longdraft.infer.draft_pass import DraftPassChoice
 from longdraft.infer.drafters.base import Drafter, Request, SlotState
 from longdraft.infer.ngram import NgramTable, catch_up
-from longdraft.infer.options import one_of, tree_shape, whole
+from longdraft.infer.options import check_heads, heads_shape, one_of, whole
 from longdraft.infer.partial_cache import RingCache, SelectedCache, refuse_windows, selected_bytes
 from longdraft.infer.selection import TopTokens
 from longdraft.infer.shape import TreeShape
@@ -65,11 +65,8 @@ class TokenSwiftDrafter(Drafter):
         sinks: int = 16,
         ngrams: int = 20,
     ):
-        _check(target, draft)
-        levels = (3,) * draft.config.n_heads if shape is None else shape
-        shape = tree_shape("shape", levels, target.model.config.vocab_size)
-        if shape.depth > draft.config.n_heads:
-            raise ValueError(f"shape: {shape.depth} levels, but this draft has {draft.config.n_heads} heads, one each")
+        check_heads("tokenswift", target, draft, TokenSwift, "TokenSwift heads")
+        shape = heads_shape("shape", shape, draft.config.n_heads, target.model.config.vocab_size)
         self.shape, self.draft, self.target = shape, draft, target
         self.ngrams, self._draft_pass = whole("ngrams", ngrams, 0), one_of("draft_pass", draft_pass, DRAFT_PASSES)
         self._budget, self._sinks = whole("budget", budget, 1), whole("sinks", sinks, 0)
@@ -321,19 +318,3 @@ class TokenSwiftDrafter(Drafter):
             for table, length in zip(self._tables, lengths_B.tolist(), strict=True):
                 if table is not None:
                     table.truncate(length)
-
-
-def _check(target: Target, draft: TokenSwift) -> None:
-    """That the draft is this target's."""
-    if not isinstance(draft, TokenSwift):
-        raise ValueError(f"draft: this is one of {type(draft).__name__}; the tokenswift drafter needs TokenSwift heads")
-    weight, own = target.model.lm_head.weight, next(draft.parameters())
-    if (own.dtype, own.device) != (weight.dtype, weight.device):
-        raise ValueError(
-            f"draft: {own.dtype} on {own.device}, but the target is {weight.dtype} on {weight.device}; "
-            f"load it with load_draft(folder, target)"
-        )
-    if draft.config.hidden_size != weight.shape[1]:
-        raise ValueError(
-            f"draft: made for a hidden size of {draft.config.hidden_size}, and this target's is {weight.shape[1]}"
-        )

@@ -215,13 +215,13 @@ def test_engine_arguments_that_cannot_be(target):
         ({"drafter": "token_recycling+prompt_lookup", "options": {"nodes": 8}}, "say whose, as token_recycling.nodes"),
         ({"nodes": 0}, "nodes=0"),
         ({"nodes": True}, "nodes=True"),
-        ({"nodes": "all"}, "nodes='all': must be a whole number from 1 on or None or 'auto'"),
+        ({"nodes": "all"}, "nodes='all': must be a whole number, at least 1, or 'auto', or None"),
         ({"slots": 1.5}, "slots=1.5"),
         ({"prefill_chunk": None}, "prefill_chunk=None"),
         ({"drafter": None}, "drafter=None: must be a drafter's name or a Drafter"),
         ({"options": {"levels": 3}}, "options: plain does not know levels; it knows none"),
         ({"slots": 0}, "slots=0"),
-        ({"max_length": 1000}, "max_length=1000: must be a whole number from 1 on to the target's 256"),
+        ({"max_length": 1000}, "max_length=1000: must be at least 1 and at most 256, or None"),
     ]:
         with pytest.raises(ValueError, match=message):
             Engine(target, **arguments)

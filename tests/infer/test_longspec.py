@@ -380,7 +380,7 @@ def test_what_cannot_be_is_refused(tiny_target):
         (draft, (1,) * 9, "9 levels, but the draft's window has 8 rows"),
         (twice, (4,), "token_ids must be different and lie in 0..60"),
         (outside, (4,), "token_ids must be different and lie in 0..60"),
-        (draft.to(torch.bfloat16), (4,), r"load it with load_draft\(folder, target\)"),
+        (drafted(target).to(torch.bfloat16), (4,), r"load it with load_draft\(folder, target\)"),
         (Medusa(MedusaConfig(32)), (4,), "this is one of Medusa; the longspec drafter needs a LongSpec block"),
     ]:
         with pytest.raises(ValueError, match=message):
