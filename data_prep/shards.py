@@ -15,7 +15,7 @@ This file knows nothing of where rows come from.
 import hashlib
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -139,6 +139,21 @@ class ShardSet:
         table, row = self._locate(i)
         return list(zip(table["documents"][row].as_py(), table["pieces"][row].as_py(), strict=True))
 
+    def used_tokens(self, at_a_time: int = 1 << 22) -> Iterator[np.ndarray]:
+        """Every token but the filler, in order, for statistics: int32 arrays of at most about `at_a_time` tokens."""
+        seq_len = self.manifest["seq_len"]
+        step = max(1, at_a_time // seq_len)
+        for number, shard in enumerate(self.manifest["shards"]):
+            if not shard["rows"]:
+                continue
+            table = self._table(number)
+            tokens = table["tokens"].chunk(0).values.to_numpy().reshape(-1, seq_len)
+            borders = table["borders"].chunk(0)
+            used = borders.values.to_numpy()[borders.offsets.to_numpy()[1:] - 1]
+            for start in range(0, len(tokens), step):
+                rows = slice(start, start + step)
+                yield tokens[rows][np.arange(seq_len) < used[rows, None]]
+
     def verify(self) -> None:
         """Read every shard; raises ValueError naming those whose sha256 is not the manifest's."""
         shards = self.manifest["shards"]
@@ -151,10 +166,13 @@ class ShardSet:
             raise IndexError(f"row {i} of {len(self)} in {self.folder}")
         i %= len(self)
         number = int(np.searchsorted(self._ends, i, side="right"))
+        return self._table(number), i - (int(self._ends[number - 1]) if number else 0)
+
+    def _table(self, number: int) -> pa.Table:
         if number not in self._tables:
             path = self.folder / self.manifest["shards"][number]["file"]
             self._tables[number] = pa.ipc.open_stream(pa.memory_map(str(path))).read_all()
-        return self._tables[number], i - (int(self._ends[number - 1]) if number else 0)
+        return self._tables[number]
 
 
 def _list_item(table: pa.Table, column: str, row: int) -> np.ndarray:

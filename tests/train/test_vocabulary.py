@@ -1,0 +1,80 @@
+"""The most frequent tokens of a split, against a plain count over its rows."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+
+from longdraft.data_prep.shards import FORMAT_VERSION, Row, ShardSet, write_json, write_shard
+from longdraft.train.vocabulary import frequent_tokens
+
+VOCAB, SEQ_LEN, FILLER = 50, 16, 7
+
+
+@pytest.fixture
+def rows(tmp_path) -> ShardSet:
+    """Three shards, one of them empty, of rows with up to 15 fillers; 7 is a filler and, rarely, a token."""
+    generator = np.random.Generator(np.random.Philox(key=np.array([4, 0], dtype=np.uint64)))
+    shards = []
+    for number, n_rows in enumerate((9, 0, 14)):
+        made = []
+        for _ in range(n_rows):
+            used = int(generator.integers(1, SEQ_LEN + 1))
+            tokens = (generator.integers(0, 40, used) ** 2 // 40).astype(np.int32)  # small ids are frequent
+            made.append(Row(tokens, sorted({0, used // 2, used}), [0, used], ["d"] * 2, [0, 1]))
+        shards.append(write_shard(tmp_path / f"shard-{number:05d}.arrow", made, SEQ_LEN, FILLER))
+    write_json(tmp_path / "manifest.json", {"format_version": FORMAT_VERSION, "seq_len": SEQ_LEN, "shards": shards})
+    return ShardSet(tmp_path)
+
+
+def counted(rows) -> Counter:
+    count = Counter()
+    for i in range(len(rows)):
+        count.update(rows[i]["tokens"][: rows[i]["borders"][-1]].tolist())
+    return count
+
+
+@pytest.mark.parametrize("n", [1, 5, 17, VOCAB])
+def test_the_most_frequent(rows, n):
+    count = counted(rows)
+    ranked = sorted(range(VOCAB), key=lambda token: (-count[token], token))  # of equally frequent ones the smaller id
+    found = frequent_tokens(rows, VOCAB, n)
+    assert found.dtype == torch.int64 and found.tolist() == sorted(ranked[:n])
+    assert torch.equal(found, frequent_tokens(ShardSet(rows.folder), VOCAB, n))
+
+
+def test_ties_and_filler_matter_here(rows):
+    """Else the test above would not see them."""
+    count = counted(rows)
+    assert len(set(count.values())) < len(count) < VOCAB - 1
+    assert FILLER not in frequent_tokens(rows, VOCAB, 5)
+    assert sum((rows[i]["tokens"] == FILLER).sum() for i in range(len(rows))) > max(count.values())
+
+
+@pytest.mark.parametrize("at_a_time", [1, SEQ_LEN, 3 * SEQ_LEN, 1 << 20])
+def test_used_tokens_are_the_rows_without_filler(rows, at_a_time):
+    parts = list(rows.used_tokens(at_a_time))
+    every = [rows[i]["tokens"][: rows[i]["borders"][-1]] for i in range(len(rows))]
+    assert np.array_equal(np.concatenate(parts), np.concatenate(every))
+    assert max(map(len, parts)) <= max(at_a_time, SEQ_LEN) and {part.dtype for part in parts} == {np.dtype("int32")}
+
+
+def test_tokens_that_end_a_sequence_are_among_them(rows):
+    count = counted(rows)
+    assert count[48] == count[49] == 0
+    best = sorted(range(VOCAB), key=lambda token: (-count[token], token))[:4]
+    # What no logit stands for is passed over, and naming a frequent one, or one twice, takes no second place.
+    found = frequent_tokens(rows, VOCAB, 6, always=(49, 48, best[0], 49, VOCAB, -1))
+    assert found.tolist() == sorted([*best, 48, 49])
+
+
+def test_errors(rows):
+    for n in (0, -3, VOCAB + 1):
+        with pytest.raises(ValueError, match=f"draft_vocab_size: {n}; give 1 to {VOCAB}, the target's vocabulary"):
+            frequent_tokens(rows, VOCAB, n)
+    with pytest.raises(ValueError, match="draft_vocab_size: 2, but 3 tokens end a sequence; give at least as many"):
+        frequent_tokens(rows, VOCAB, 2, always=(1, 2, 3))
+    largest = max(counted(rows))
+    with pytest.raises(ValueError, match=rf"holds the token \d+, but the target's vocabulary has {largest}; prepare"):
+        frequent_tokens(rows, largest, 2)

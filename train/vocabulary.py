@@ -1,0 +1,46 @@
+"""Which tokens a draft of restricted vocabulary proposes: the most frequent ones of the training data.
+
+One LM-head read a level is most of LongSpec's draft time, and a few tokens make most of a text. Whatever is left out
+costs acceptance, never exactness. Not here: what the draft does with them (models/drafts/longspec.py).
+Shapes: V vocabulary, E draft vocabulary.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from longdraft.data_prep.shards import ShardSet
+
+
+def frequent_tokens(rows: ShardSet, vocab_size: int, n: int, always: Sequence[int] = ()) -> Tensor:
+    """The n most frequent token ids of a split, int64 [E = n], ascending; a function of the rows alone.
+
+    Every token but the filler counts once. Of equally frequent ones the smaller id is taken. Ascending, because equal
+    logits then fall to the same token as in the whole vocabulary, and the LM head's rows are read in order.
+
+    Args:
+        rows: the training split; it is read whole, a few million tokens at a time.
+        vocab_size: V, the target's.
+        always: ids that are among them whatever their count: those that end a sequence, which stand once a document.
+            What lies outside the vocabulary is passed over.
+    Raises: ValueError where n is not 1 to V or below the number of `always`, or a token is not below V.
+    """
+    wanted = sorted({token for token in always if 0 <= token < vocab_size})
+    if not 1 <= n <= vocab_size:
+        raise ValueError(f"draft_vocab_size: {n}; give 1 to {vocab_size}, the target's vocabulary")
+    if n < len(wanted):
+        raise ValueError(f"draft_vocab_size: {n}, but {len(wanted)} tokens end a sequence; give at least as many")
+    counts_V = np.zeros(vocab_size, dtype=np.int64)
+    for tokens in rows.used_tokens():
+        counts = np.bincount(tokens, minlength=vocab_size)
+        if len(counts) > vocab_size:
+            raise ValueError(
+                f"data.path: {rows.folder} holds the token {len(counts) - 1}, but the target's vocabulary has "
+                f"{vocab_size}; prepare it with this target"
+            )
+        counts_V += counts
+    counts_V[wanted] = np.iinfo(np.int64).max
+    most_frequent_E = np.argsort(-counts_V, kind="stable")[:n]
+    return torch.from_numpy(np.sort(most_frequent_E))
