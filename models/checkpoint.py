@@ -4,13 +4,14 @@ Finding files and reading configurations is hf.py's work. Foreign names are know
 """
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from longdraft.models.decoder import Decoder, DecoderConfig
 
@@ -71,8 +72,14 @@ def places(config: DecoderConfig) -> dict[str, Place]:
     return table
 
 
-def fill(decoder: Decoder, tensors: Iterable[tuple[str, Tensor]], source: str) -> None:
-    """Copy a checkpoint's tensors (Hugging Face names) into the decoder, one at a time, casting to its dtype.
+def fill(
+    decoder: Decoder,
+    tensors: Iterable[tuple[str, Tensor]],
+    source: str,
+    whole: Callable[[nn.Parameter], AbstractContextManager[object]] = nullcontext,
+) -> None:
+    """Copy a checkpoint's tensors (Hugging Face names) into the decoder, one at a time, casting to its dtype; within
+    `whole` a parameter has all of its rows.
 
     Raises: ValueError that names every missing, unexpected or mis-shaped tensor and `source`.
     """
@@ -86,11 +93,12 @@ def fill(decoder: Decoder, tensors: Iterable[tuple[str, Tensor]], source: str) -
             problems.append(f"unexpected {name} {list(tensor.shape)}")
             continue
         place = table[name]
-        rows = parameters[place.parameter].data[place.start : place.stop]
-        if rows.shape != tensor.shape:
-            problems.append(f"{name} has shape {list(tensor.shape)}, the configuration says {list(rows.shape)}")
-        else:
-            rows.copy_(tensor)
+        with whole(parameters[place.parameter]):
+            rows = parameters[place.parameter].data[place.start : place.stop]
+            if rows.shape != tensor.shape:
+                problems.append(f"{name} has shape {list(tensor.shape)}, the configuration says {list(rows.shape)}")
+            else:
+                rows.copy_(tensor)
         filled.add(name)
     problems += [f"missing {name}" for name in table if name not in filled]
     if problems:

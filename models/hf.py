@@ -4,7 +4,8 @@ Remote code is never run and weights are read with safetensors or `torch.load(we
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -134,6 +135,9 @@ def load_target(
     dtype: torch.dtype = torch.bfloat16,
     device: torch.device | str = "cpu",
     gguf_file: str | None = None,
+    *,
+    build: Callable[[DecoderConfig, torch.dtype, torch.device | str], Decoder] = build_decoder,
+    whole: Callable[[nn.Parameter], AbstractContextManager[object]] = nullcontext,
 ) -> Target:
     """Load a frozen target.
 
@@ -142,6 +146,8 @@ def load_target(
             ("smollm2-135m", installed as a package, needs no network) or a hub name.
         dtype, device: of the weights.
         gguf_file: name of a .gguf file inside the folder or hub repository.
+        build: makes the decoder with unset weights; `whole`: entered around the writing of each tensor into a
+            parameter. For who keeps the weights elsewhere (train/sharding.py).
     Raises: ValueError for an unknown path, an unsupported architecture or option, and weights that do not fit.
     """
     name, location = _locate(path, gguf_file)
@@ -152,8 +158,8 @@ def load_target(
         hf_config, tensors = _read_config(location), folder_tensors(location)
     tokenizer = _tokenizer(location)
     config = decoder_config(hf_config)
-    model = build_decoder(config, dtype, device)
-    fill(model, tensors, str(location))
+    model = build(config, dtype, device)
+    fill(model, tensors, str(location), whole)
     return Target(model, tokenizer, name, hf_config, fingerprint(config, tokenizer), _eos_ids(location, hf_config))
 
 
