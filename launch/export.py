@@ -1,4 +1,4 @@
-"""A training run to a draft folder: `python launch/export.py RUN_DIR [--out FOLDER]`.
+"""A training run to a draft folder: `python launch/export.py RUN_DIR [--out FOLDER] [--format vllm-medusa]`.
 
 Argument parsing and nothing else; the work is in train/export.py.
 """
@@ -12,13 +12,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status."""
     parser = argparse.ArgumentParser(prog="longdraft export", description="The newest checkpoint to a draft folder.")
     parser.add_argument("run_dir", help="the run's folder (train.run_dir)")
-    parser.add_argument("--out", help="folder to write (default: RUN_DIR/draft)")
+    parser.add_argument("--out", help="folder to write (default: RUN_DIR/draft, or RUN_DIR/FORMAT for another format)")
+    parser.add_argument(
+        "--format",
+        default="longdraft",
+        help="longdraft (default), or vllm-medusa: Medusa heads or silu_chain for vLLM's `method: medusa`",
+    )
+    parser.add_argument(
+        "--draft-vocab-size",
+        type=int,
+        help="let a LongSpec draft propose only so many tokens, the most frequent of the run's training data",
+    )
     args = parser.parse_args(argv)
     # Here, not above: --help and a wrong argument should not wait for torch.
     from longdraft.train.export import export
 
     try:
-        export(args.run_dir, args.out)
+        export(args.run_dir, args.out, form=args.format, draft_vocab_size=args.draft_vocab_size)
     except ValueError as error:
         print(f"{parser.prog}: error: {error}", file=sys.stderr)
         return 2

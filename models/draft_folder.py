@@ -6,7 +6,7 @@ Nothing in it is pickled. Not here: what a method's config means (models/drafts/
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from types import UnionType
@@ -62,14 +62,20 @@ def target_entry(target: Target) -> dict[str, str]:
 
 
 def save_draft(folder: str | Path, draft: Draft, info: DraftInfo) -> None:
-    """Writes both files, each whole or not at all; config.json last, so that a folder that has one is complete."""
+    """Writes both files."""
+    method = next(name for name, (_, network) in DRAFTS.items() if isinstance(draft, network))
+    content = {"format_version": FORMAT_VERSION, "method": method, "draft": asdict(draft.config)} | asdict(info)
+    write_folder(folder, content, draft.state_dict())
+
+
+def write_folder(folder: str | Path, content: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
+    """config.json and model.safetensors, each whole or not at all; config.json last, so that a folder that has one is
+    complete."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / CONFIG).unlink(missing_ok=True)
-    method = next(name for name, (_, network) in DRAFTS.items() if isinstance(draft, network))
-    content = {"format_version": FORMAT_VERSION, "method": method, "draft": asdict(draft.config)} | asdict(info)
-    weights = {name: p.detach().cpu().contiguous() for name, p in draft.state_dict().items()}
-    save_file(weights, folder / f"{WEIGHTS}.tmp", metadata={"format": "pt"})
+    on_cpu = {name: p.detach().cpu().contiguous() for name, p in weights.items()}
+    save_file(on_cpu, folder / f"{WEIGHTS}.tmp", metadata={"format": "pt"})
     (folder / f"{CONFIG}.tmp").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     for name in (WEIGHTS, CONFIG):
         temporary = folder / f"{name}.tmp"
@@ -135,6 +141,11 @@ def _read(folder: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"{folder / CONFIG}: holds no fields; export again")
     version, method = content.get("format_version"), content.get("method")
+    if version is None:
+        raise ValueError(
+            f"draft: {folder} is no draft folder, its {CONFIG} has no format_version; give one that `longdraft export` "
+            "wrote in its own format"
+        )
     if version != FORMAT_VERSION:
         raise ValueError(
             f"draft: {folder} has format_version {version}, this version reads {FORMAT_VERSION}; export again"

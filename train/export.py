@@ -1,87 +1,200 @@
-"""A run's newest checkpoint to a draft folder, which is then loaded again and held against the trained draft.
+"""A run's newest checkpoint to a folder for serving, which is then read again and held against the trained draft.
 
-Not here: the folder's form (models/draft_folder.py).
-Shapes: T positions, D hidden, V vocabulary, I heads.
+Not here: the folders' forms (models/draft_folder.py, vllm_medusa.py).
+Shapes: N tokens end to end, D hidden, V vocabulary, E draft vocabulary.
 """
 
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from longdraft.models.draft_folder import DraftInfo, load_draft, save_draft, target_entry
-from longdraft.models.drafts.tokenswift import RANKS, TokenSwift
+from longdraft.models.draft_folder import DRAFTS, WEIGHTS, Draft, DraftInfo, load_draft, save_draft, target_entry
+from longdraft.models.drafts.longspec import LongSpec, plan_queries
+from longdraft.models.drafts.loss import RANKS
 from longdraft.models.hf import Target, load_target
-from longdraft.train import state
-from longdraft.train.batches import read_batch
-from longdraft.train.config import Config, heads_config, to_dict
+from longdraft.train import state, vllm_medusa
+from longdraft.train.batches import Place, read_batch
+from longdraft.train.config import Config, LongSpecSection, to_dict
 from longdraft.train.loop import DTYPES, open_rows
-from longdraft.train.teacher import Teacher
+from longdraft.train.methods import plain_positions
+from longdraft.train.vllm_medusa import VllmMedusa
+from longdraft.train.vocabulary import frequent_tokens
 
-# Logits are compared on so many positions of a held-out row: enough to meet every weight, and small beside tokens x V.
+# Logits are compared on so many tokens of a held-out row: enough to meet every weight, and small beside tokens x V.
 COMPARED = 128
+# LongSpec's beam by level (arXiv 2502.17421); the draft's part of it is as deep as the noise shifts that it trained.
+BEAM = (4, 16, 16, 16, 16)
 VERSIONS = ("longdraft", "torch", "transformers", "deepspeed", "safetensors")
 
 
-def export(run_dir: str | Path, out: str | Path | None = None, target: Target | None = None) -> Path:
-    """Writes the draft folder (run_dir/draft unless `out` says otherwise), checks it, and says where it lies.
+class Trained(NamedTuple):
+    """A checkpoint to export: the draft in its training dtype, where the target is; `heldout` is its evaluation."""
+
+    config: Config
+    step: int
+    heldout: dict[str, Any]
+    target: Target
+    draft: Draft
+
+
+def export(
+    run_dir: str | Path,
+    out: str | Path | None = None,
+    target: Target | None = None,
+    *,
+    form: str = "longdraft",
+    draft_vocab_size: int | None = None,
+) -> Path:
+    """Writes the folder, checks it, and says where it lies.
 
     Args:
+        out: where to; None: run_dir/draft, for another format run_dir/FORMAT.
         target: saves loading the run's own.
+        form: one of FORMATS. "longdraft" is what this runtime reads.
+        draft_vocab_size: a LongSpec draft that trained with the whole vocabulary will propose the so many most frequent
+            tokens of the run's training data alone.
 
     Raises:
-        ValueError: no whole checkpoint in run_dir, or the reloaded draft does not give the trained one's logits.
+        ValueError: no whole checkpoint in run_dir, an unknown format or one that cannot hold this draft, a vocabulary
+            that cannot be restricted so, or what was read again does not give the trained draft's logits.
     """
+    if form not in FORMATS:
+        raise ValueError(f"format: {form!r} is unknown; choose one of {', '.join(FORMATS)}")
     found = state.newest(run_dir)
     if found is None:
         raise ValueError(f"run_dir: {run_dir} holds no whole checkpoint; train first, or give another run's folder")
     folder, saved = found
     config = state.saved_config(run_dir, saved)
+    if form == vllm_medusa.NAME:
+        vllm_medusa.check_section(config.draft)
+    if draft_vocab_size is not None:
+        _check_restriction(config)
     target = target or load_target(
         config.target.path, DTYPES[config.train.precision], gguf_file=config.target.gguf_file
     )
-    trained = _trained(config, folder, target)
-    out = Path(out) if out is not None else Path(run_dir) / "draft"
-    heldout = saved["extra"]["heldout"]
-    info = DraftInfo(
-        target=target_entry(target),
-        train_length=config.data.seq_len,
-        tree={"levels": [RANKS] * config.draft.n_heads}
-        | {name: heldout.get(name) for name in ("rank_rates", "choice_rates")},
-        versions={name: version(name) for name in VERSIONS},
-        train_config=to_dict(config),
-    )
-    save_draft(out, trained, info)
-    difference = largest_difference(config, target, trained, load_draft(out, target))
+    trained = Trained(config, saved["step"], saved["extra"]["heldout"], target, _draft(config, folder, target))
+    if draft_vocab_size is not None:
+        trained = trained._replace(draft=_restricted(trained, draft_vocab_size))
+    out = Path(out) if out is not None else Path(run_dir) / ("draft" if form == "longdraft" else form)
+    exported, words = FORMATS[form](trained, out)
+    difference = largest_difference(config, target, trained.draft, exported)
     if difference != 0:
         raise ValueError(
             f"out: the draft in {out} gives logits up to {difference:.3g} off the trained one's; export again"
         )
     print(
-        f"Exported step {saved['step']} of {run_dir} to {out}: reloaded, largest difference of a logit {difference:g}"
+        f"Exported step {trained.step} of {run_dir} to {out}{words}: reloaded, largest difference of a logit "
+        f"{difference:g}"
     )
     return out
 
 
-def _trained(config: Config, folder: Path, target: Target) -> TokenSwift:
-    """The draft as the trainer held it, in its training dtype."""
-    shape = heads_config(config, target.model.config.hidden_size, target.model.config.rms_norm_eps)
-    draft = TokenSwift(shape)
-    draft.load_state_dict(load_file(folder / state.WEIGHTS), assign=True)
-    return draft.requires_grad_(False)
+def _draft(config: Config, folder: Path, target: Target) -> Draft:
+    """The network of a checkpoint."""
+    with torch.device("meta"):  # shapes alone: the weights come from the file
+        draft: Draft = DRAFTS[config.draft.method][1](config.draft.network(target.model.config))
+    device = target.model.lm_head.weight.device
+    draft.load_state_dict(load_file(folder / state.WEIGHTS, str(device)), assign=True)
+    return draft.requires_grad_(False).eval()
+
+
+def _check_restriction(config: Config) -> None:
+    section = config.draft
+    if not isinstance(section, LongSpecSection):
+        raise ValueError(
+            f"draft_vocab_size: the heads of {section.method} always propose from the whole vocabulary; leave it out"
+        )
+    if section.draft_vocab_size is not None:
+        raise ValueError(
+            f"draft_vocab_size: the run trained with draft.draft_vocab_size = {section.draft_vocab_size}, and the "
+            "export has that; leave it out"
+        )
+
+
+def _restricted(trained: Trained, n: int) -> LongSpec:
+    """The same block for the n most frequent tokens of the training split."""
+    config, target, draft = trained.config, trained.target, trained.draft
+    assert isinstance(draft, LongSpec)
+    rows, vocab_size = open_rows(config, "train", target), target.model.config.vocab_size
+    token_ids_E = frequent_tokens(rows, vocab_size, n, target.eos_token_ids).to(draft.self_o.weight.device)
+    with torch.device("meta"):
+        restricted = LongSpec(replace(draft.config, draft_vocab_size=n))
+    restricted.load_state_dict(draft.state_dict() | {"token_ids": token_ids_E}, assign=True)
+    return restricted.requires_grad_(False).eval()
+
+
+def _longdraft(trained: Trained, out: Path) -> tuple[Draft, str]:
+    """Writes a draft folder; it, read again, and what else to say."""
+    config, draft = trained.config, trained.draft
+    block = isinstance(draft, LongSpec)
+    rates = {name: trained.heldout.get(name) for name in ("rank_rates", "choice_rates")}
+    info = DraftInfo(
+        target=target_entry(trained.target),
+        train_length=config.data.seq_len,
+        tree={"levels": list(BEAM[: draft.config.noise]) if block else [RANKS] * draft.config.n_heads} | rates,
+        versions=_versions(),
+        train_config=to_dict(config),
+        noise=draft.config.noise if block else None,
+    )
+    save_draft(out, draft, info)
+    words = ""
+    if block and draft.token_ids is not None:
+        words = f", for {len(draft.token_ids)} of {draft.config.vocab_size} tokens"
+    return load_draft(out, trained.target), words
+
+
+def _vllm_medusa(trained: Trained, out: Path) -> tuple[VllmMedusa, str]:
+    """Writes vLLM's form; it, read again, and what it costs."""
+    draft = trained.draft
+    assert not isinstance(draft, LongSpec)
+    about = {"method": trained.config.draft.method, "step": trained.step, "versions": _versions()}
+    vllm_medusa.save(out, draft, trained.target, about)
+    written = VllmMedusa(out, trained.target.model.lm_head.weight.device)
+    size, head = (out / WEIGHTS).stat().st_size, written.lm_head_VD.nbytes
+    return written, f" for vLLM ({size / 1e6:,.1f} MB, {head / 1e6:,.1f} of them the target's LM head)"
+
+
+FORMATS: dict[str, Callable[[Trained, Path], tuple[Draft | VllmMedusa, str]]] = {
+    "longdraft": _longdraft,
+    vllm_medusa.NAME: _vllm_medusa,
+}
+
+
+def _versions() -> dict[str, str]:
+    return {name: version(name) for name in VERSIONS}
 
 
 @torch.no_grad()
-def largest_difference(config: Config, target: Target, one: TokenSwift, other: TokenSwift) -> float:
-    """Of any head's logit on held-out text, the two drafts against the same target."""
-    rows = open_rows(config, "heldout", target)
-    tokens_1T = read_batch(rows, [0]).tokens[:, :COMPARED]
-    teacher = Teacher(target.model, one.needs)
-    hidden_1TD = teacher.hidden(tokens_1T)
+def largest_difference(config: Config, target: Target, one: Draft | VllmMedusa, other: Draft | VllmMedusa) -> float:
+    """Of any logit on held-out text, the two drafts against the same target; LongSpec's under each noise shift."""
+    batch = read_batch(open_rows(config, "heldout", target), [Place(0, 0)])
+    n = min(len(batch.tokens), COMPARED)
+    borders = [border for border in batch.borders if border < n] + [n]
+    tokens_N = batch.tokens[:n].to(target.model.lm_head.weight.device)
+    pairs = zip(*(_logits(target, draft, tokens_N, borders) for draft in (one, other)), strict=True)
+    return float(torch.stack([(a - b).abs().max() for a, b in pairs]).max())
 
-    def logits(draft: TokenSwift) -> Tensor:
-        return torch.stack(draft.states(hidden_1TD)) @ teacher.lm_head_VD.T
 
-    return float((logits(one) - logits(other)).abs().max())
+def _logits(target: Target, draft: Draft | VllmMedusa, tokens_N: Tensor, borders: list[int]) -> Iterator[Tensor]:
+    """Logits [N, V] or [N, E] of each head or noise shift, one after the other."""
+    model, head = target.model, target.model.lm_head.weight
+    if isinstance(draft, LongSpec):
+        head = head if draft.token_ids is None else head[draft.token_ids]
+        last_kv = model(tokens_N[None], borders=borders, needs={"last_kv"}).last_kv
+        assert last_kv is not None
+        seen = model.embed_tokens(tokens_N), plain_positions(borders).to(tokens_N.device), last_kv[0][0], last_kv[1][0]
+        for shift in range(1, draft.config.noise + 1):
+            queries = plan_queries(borders, [shift] * (len(borders) - 1), draft.config.window)
+            yield draft.states(*seen, queries) @ head.T
+        return
+    (field,) = draft.needs
+    hidden_ND = getattr(model(tokens_N[None], borders=borders, needs=draft.needs), field)[0]
+    head = draft.lm_head_VD if isinstance(draft, VllmMedusa) else head
+    for state_ND in draft.states(hidden_ND):
+        yield state_ND @ head.T

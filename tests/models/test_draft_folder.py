@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from longdraft.models.draft_folder import CONFIG, WEIGHTS, DraftInfo, load_draft, read_info, save_draft, target_entry
-from longdraft.models.drafts.longspec import LongSpec, LongSpecConfig
+from longdraft.models.drafts.longspec import LongSpec, LongSpecConfig, plan_queries
 from longdraft.models.drafts.medusa import Medusa, MedusaConfig
 from longdraft.models.drafts.tokenswift import TokenSwift, TokenSwiftConfig
 
@@ -104,8 +104,8 @@ def test_a_loaded_draft_computes_what_the_saved_one_did(folder, draft, target):
     def output(one):
         if not isinstance(one, LongSpec):
             return torch.stack(one.states(hidden))
-        kv = hidden[..., :16].reshape(2, 9, 2, 8)
-        return one(hidden, torch.arange(90, 99).expand(2, -1), kv, kv, [1, 3])
+        kv = hidden[0, :, :16].reshape(9, 2, 8)
+        return one.states(hidden[1], torch.arange(90, 99), kv, kv, plan_queries([0, 4, 9], [1, 3], one.config.window))
 
     assert torch.equal(output(loaded), output(draft))
     if isinstance(draft, LongSpec):
@@ -171,6 +171,7 @@ def test_a_damaged_config_is_named(folder, tmp_path, tiny_target):
     shape = content["draft"]
     damage = {
         "format_version 9": content | {"format_version": 9},
+        "is no draft folder, its config.json has no format_version; give one": {"model_type": "medusa"},
         "known: tokenswift, longspec, medusa": content | {"method": "eagle"},
         r"config\.json: does not know color; export again": content | {"color": "red"},
         r"config\.json: lacks train_length, versions and does not know color": {

@@ -1,21 +1,62 @@
-"""From any checkpoint, sharded ones too, to a folder that holds exactly the trained draft."""
+"""From any checkpoint, sharded ones too, to a folder that holds exactly the trained draft, and that can be served."""
 
+import json
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
+from longdraft.data_prep.shards import ShardSet
+from longdraft.infer.engine import Engine
+from longdraft.infer.sampling import SamplingParams
 from longdraft.launch.export import main
-from longdraft.models.draft_folder import load_draft, read_info
+from longdraft.models.draft_folder import CONFIG, DRAFTS, WEIGHTS, load_draft, read_info
 from longdraft.models.hf import load_target
 from longdraft.train import state
+from longdraft.train.config import config_from_dict, load_config, to_dict
 from longdraft.train.export import export, largest_difference
+from longdraft.train.loop import DTYPES
 from longdraft.train.tracking import read_metrics
+from longdraft.train.vocabulary import frequent_tokens
 
 CASES = ["fp32-2-1", "fp32-2-3", "bf16-2-2", "bf16-2-3", "silu_chain"]
+BLOCK = {"method": "longspec", "window": 6, "noise": 3}
+SECTIONS = {
+    "linear_chain": {"method": "tokenswift"},
+    "silu_chain": {"method": "tokenswift", "kind": "silu_chain"},
+    "medusa": {"method": "medusa", "n_heads": 2},
+    "longspec": BLOCK,
+    "longspec-narrow": BLOCK | {"noise": 7, "final_norm": True, "draft_vocab_size": 20},
+}
+
+
+@pytest.fixture
+def made_run(config_file, tmp_path):
+    """(name of SECTIONS, precision) -> a run's folder with one checkpoint, of random weights far from their start."""
+
+    def make(name, precision="fp32"):
+        values = to_dict(load_config(config_file, [f"train.run_dir={tmp_path}/run", f"train.precision={precision}"]))
+        config = config_from_dict(values | {"draft": SECTIONS[name]})
+        target = load_target(config.target.path, DTYPES[precision])
+        draft = DRAFTS[config.draft.method][1](config.draft.network(target.model.config))
+        generator = torch.Generator().manual_seed(3)
+        for key, parameter in draft.named_parameters():
+            parameter.data.normal_(1.0 if "norm" in key else 0.0, 0.3, generator=generator)
+        if "draft_vocab_size" in SECTIONS[name]:
+            draft.token_ids = torch.randperm(97, generator=generator)[:20]
+        folder = state.checkpoint_folder(tmp_path / "run") / "step_000007"
+        folder.mkdir(parents=True)
+        save_file(draft.to(DTYPES[precision]).state_dict(), folder / state.WEIGHTS)
+        content = {"step": 7, "world_size": 1, "config": to_dict(config), "extra": {"heldout": {"rank_rates": [[0.5]]}}}
+        files = {state.WEIGHTS: (folder / state.WEIGHTS).stat().st_size}
+        (folder / state.STATE).write_text(json.dumps(content | {"files": files}))
+        return tmp_path / "run", target, draft
+
+    return make
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -73,3 +114,126 @@ def test_exports_are_read_without_unpickling(runs, tmp_path):
 def test_a_folder_without_checkpoint_is_an_error_of_the_command(tmp_path, capsys):
     assert main([str(tmp_path)]) == 2
     assert f"error: run_dir: {tmp_path} holds no whole checkpoint; train first" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("precision", DTYPES)
+@pytest.mark.parametrize("name", SECTIONS)
+def test_every_method(made_run, capsys, name, precision):
+    run, _, trained = made_run(name, precision)
+    out = export(run)
+    said = capsys.readouterr().out
+    assert out == run / "draft" and f"Exported step 7 of {run} to {out}" in said
+    assert said.endswith(": reloaded, largest difference of a logit 0\n")
+    assert (", for 20 of 97 tokens" in said) == (name == "longspec-narrow")
+    exported, weights = load_draft(out), trained.state_dict()
+    assert exported.config == trained.config and exported.state_dict().keys() == weights.keys()
+    for key, weight in exported.state_dict().items():
+        assert weight.dtype == weights[key].dtype and torch.equal(weight, weights[key]), key
+    info = read_info(out)
+    levels = {"medusa": [3, 3], "longspec": [4, 16, 16], "longspec-narrow": [4, 16, 16, 16, 16]}
+    assert info.tree == {"levels": levels.get(name, [3, 3, 3]), "rank_rates": [[0.5]], "choice_rates": None}
+    assert info.noise == {"longspec": 3, "longspec-narrow": 7}.get(name)
+    assert info.train_config["draft"] | SECTIONS[name] == info.train_config["draft"]
+
+
+@pytest.mark.parametrize("name", SECTIONS)
+def test_the_comparison_meets_every_weight(made_run, name):
+    run, target, trained = made_run(name)
+    found = state.newest(run)
+    assert found is not None
+    config = state.saved_config(run, found[1])
+    out = export(run, target=target)
+    for key in trained.state_dict():
+        other = load_draft(out, target)
+        weight = other.state_dict()[key]
+        weight[-2:] = weight[-2:].flip(0) if key == "token_ids" else weight[-2:] + 0.01
+        assert largest_difference(config, target, trained, other) > 0, key
+    next(other.parameters()).fill_(torch.nan)
+    assert largest_difference(config, target, trained, other) != 0
+
+
+def test_an_export_that_is_not_the_trained_draft_is_refused(made_run, monkeypatch):
+    run, _, _ = made_run("medusa")
+
+    def damaged(folder, target):
+        draft = load_draft(folder, target)
+        draft.proj[1].weight.data[0, 0] += 1
+        return draft
+
+    monkeypatch.setattr("longdraft.train.export.load_draft", damaged)
+    with pytest.raises(ValueError, match=r"out: the draft in .* gives logits up to \d.* off the trained one's"):
+        export(run)
+
+
+@pytest.mark.parametrize("restrict", [False, True])
+def test_the_runtime_decodes_with_an_exported_longspec_draft(made_run, data_folder, capsys, restrict):
+    """Exactly, with the tree of the folder, whole or restricted to the most frequent tokens of the training data."""
+    run, target, trained = made_run("longspec")
+    assert main([str(run), *(["--draft-vocab-size", "30"] if restrict else [])]) == 0
+    draft = load_draft(run / "draft", target)
+    if restrict:
+        assert ", for 30 of 97 tokens: reloaded, largest difference of a logit 0\n" in capsys.readouterr().out
+        assert read_info(run / "draft").train_config["draft"]["draft_vocab_size"] is None  # it trained with all
+        rows = ShardSet(data_folder / "train")
+        assert torch.equal(draft.token_ids, frequent_tokens(rows, 97, 30, target.eos_token_ids))
+        assert target.eos_token_ids and set(target.eos_token_ids) <= set(draft.token_ids.tolist())
+        weights = draft.state_dict()
+        assert all(torch.equal(weights[key], weight) for key, weight in trained.state_dict().items())
+    params = [SamplingParams(max_new_tokens=16), SamplingParams(temperature=1.0, seed=6, max_new_tokens=16)]
+    prompts = [[5, 9, 2, 7, 11, 30, 2, 9], [3, 61]]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a tree deeper than the draft's noise
+        engine = Engine(target, drafter="longspec", draft=run / "draft", nodes=None)
+    assert engine.drafter.widths == (4, 16, 16)
+    drafted, plain = engine.generate(prompts, params), Engine(target).generate(prompts, params)
+    assert [one.tokens for one in drafted] == [one.tokens for one in plain]
+    assert len(drafted[1].tokens) == 16 and drafted[0].tokens_per_step > 1  # something was proposed rightly
+    # No decision of the greedy text is as close as rounding could move it.
+    logits = target.model(torch.tensor([prompts[0] + plain[0].tokens])).logits[0, len(prompts[0]) - 1 : -1]
+    best = logits.topk(2).values
+    assert float((best[:, 0] - best[:, 1]).min()) > 1e-3
+
+
+def test_format_vllm_medusa(made_run, capsys):
+    """The file's own contract is held by test_vllm_medusa.py."""
+    run, target, trained = made_run("silu_chain")
+    assert main([str(run), "--format", "vllm-medusa"]) == 0
+    out = run / "vllm-medusa"
+    size, head = (out / WEIGHTS).stat().st_size, 97 * 32 * 4
+    assert capsys.readouterr().out == (
+        f"Exported step 7 of {run} to {out} for vLLM ({size / 1e6:.1f} MB, {head / 1e6:.1f} of them the target's LM "
+        "head): reloaded, largest difference of a logit 0\n"
+    )
+    weights = load_file(out / WEIGHTS)
+    assert torch.equal(weights["blocks.2.layers.1.weight"], trained.proj[1].weight)
+    assert torch.equal(weights["lm_heads.0.weight"], target.model.lm_head.weight)
+    about = json.loads((out / CONFIG).read_text())["longdraft"]
+    assert about["method"] == "tokenswift" and about["step"] == 7 and "torch" in about["versions"]
+    assert main([str(run), "--format", "vllm-medusa", "--out", str(run / "elsewhere")]) == 0
+    assert load_file(run / "elsewhere" / WEIGHTS).keys() == weights.keys() and not (run / "draft").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("medusa", "--format gguf", "format: 'gguf' is unknown; choose one of longdraft, vllm-medusa"),
+        (
+            "linear_chain",
+            "--format vllm-medusa",
+            "format: vllm-medusa cannot hold tokenswift's linear_chain: its heads",
+        ),
+        ("longspec", "--format vllm-medusa", "format: vllm-medusa cannot hold longspec: its block reads"),
+        ("medusa", "--draft-vocab-size 9", "draft_vocab_size: the heads of medusa always propose from the whole"),
+        (
+            "longspec-narrow",
+            "--draft-vocab-size 9",
+            "draft_vocab_size: the run trained with draft.draft_vocab_size = 20",
+        ),
+        ("longspec", "--draft-vocab-size 98", "draft_vocab_size: 98; give 1 to 97, the target's vocabulary"),
+    ],
+)
+def test_what_cannot_be_exported_is_an_error_of_the_command(made_run, capsys, name, arguments, message):
+    run, _, _ = made_run(name)
+    assert main([str(run), *arguments.split()]) == 2
+    assert f"longdraft export: error: {message}" in capsys.readouterr().err
+    assert sorted(path.name for path in run.iterdir()) == ["checkpoints"]
