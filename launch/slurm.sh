@@ -1,0 +1,31 @@
+#!/bin/bash
+# Train on several nodes under SLURM: sbatch launch/slurm.sh configs/longspec/llama3.1-8b.yaml [section.field=value ...]
+#
+# One task a GPU, started by srun itself: no launcher and no ssh between the nodes. Two minutes before the time limit
+# SLURM sends SIGTERM, the ranks save and leave with 0, and the job puts itself back into the queue until training is
+# done. The run's folder and the data must lie on a file system that all nodes see.
+#SBATCH --job-name=longdraft
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=8
+#SBATCH --gpus-per-node=8
+#SBATCH --cpus-per-task=8
+#SBATCH --time=12:00:00
+#SBATCH --signal=TERM@120
+#SBATCH --requeue
+#SBATCH --open-mode=append
+
+set -euo pipefail
+MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
+export MASTER_ADDR MASTER_PORT
+
+# Each task takes its place from SLURM; the quotes are meant: the variables are the task's, not this script's.
+# shellcheck disable=SC2016
+srun --kill-on-bad-exit=1 bash -c '
+    export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID LOCAL_SIZE=$SLURM_NTASKS_PER_NODE
+    exec python launch/train.py "$@"
+' task "$@" | tee "longdraft-$SLURM_JOB_ID.out"
+
+if grep -q "^Stopped after" "longdraft-$SLURM_JOB_ID.out"; then
+    scontrol requeue "$SLURM_JOB_ID"
+fi
