@@ -3,9 +3,14 @@
 Only a missing package counts as absent: a package that is there and fails to load raises.
 """
 
+import inspect
+from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
 from typing import Any
+
+import torch
+from torch import Tensor
 
 
 @cache
@@ -16,3 +21,45 @@ def liger_cross_entropy() -> Any | None:
     from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
 
     return LigerFusedLinearCrossEntropyFunction
+
+
+@cache
+def varlen_attention() -> Callable[..., Tensor] | None:
+    """Causal attention over sequences of several lengths in one kernel: flash-attn's where it is installed, else
+    PyTorch's own where that knows windows and grouped heads (`torch.nn.attention.varlen`), else None.
+
+    Called with q [N, H, d], k and v [M, K, d], q_borders and k_borders int32 [S + 1], most_queries, most_keys, window;
+    gives [N, H, d], with gradients, on CUDA in fp16 and bf16, d a multiple of 8. A sequence's last query reads its last
+    `window` keys (None: all), each before it one key less.
+    """
+    if find_spec("flash_attn") is not None:
+        return _flash_attn
+    if find_spec("torch.nn.attention.varlen") is None:
+        return None
+    from torch.nn.attention.varlen import varlen_attn
+
+    return _torch_varlen if {"window_size", "enable_gqa"} <= set(inspect.signature(varlen_attn).parameters) else None
+
+
+def _flash_attn(q, k, v, q_borders, k_borders, most_queries: int, most_keys: int, window: int | None) -> Tensor:
+    from flash_attn import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
+
+    return flash_attn_varlen_func(
+        q, k, v, q_borders, k_borders, most_queries, most_keys,
+        causal=True, window_size=(_before(window), 0),
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+    )  # fmt: skip
+
+
+def _torch_varlen(q, k, v, q_borders, k_borders, most_queries: int, most_keys: int, window: int | None) -> Any:
+    from torch.nn.attention.varlen import varlen_attn
+
+    return varlen_attn(
+        q, k, v, q_borders, k_borders, most_queries, most_keys,
+        window_size=(_before(window), 0), enable_gqa=q.shape[1] != k.shape[1],
+    )  # fmt: skip
+
+
+def _before(window: int | None) -> int:
+    """Keys before a query's own, as both count; -1 for all."""
+    return -1 if window is None else window - 1

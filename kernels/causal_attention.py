@@ -1,38 +1,53 @@
 """Plain causal attention over whole rows, without a cache: training, scoring, and the prefill of an empty cache.
 
-No trees and no cache here: see tree_attention.py. Shapes: B rows, T tokens, H query heads, K key/value heads, d width.
+No trees and no cache here: see tree_attention.py. Shapes: B rows, T queries, S >= T keys, H query heads, K key/value
+heads, d width.
 """
 
 import torch
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
-# Queries handled at once under a sliding window: bounds the mask at this many rows by (this + window) columns.
-WINDOW_BLOCK = 512
+# Queries handled at once where a mask is needed: bounds it at this many rows by the keys that they may read.
+BLOCK = 512
+# What flash kernels take on a GPU.
+HALF = (torch.float16, torch.bfloat16)
 
 
-def causal_attention(q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, window: int | None = None) -> Tensor:
-    """Token t reads tokens max(0, t - window + 1) .. t, by order in the row, whatever their positions.
+def causal_attention(q_BTHd: Tensor, k_BSKd: Tensor, v_BSKd: Tensor, window: int | None = None) -> Tensor:
+    """Query t reads keys 0 .. S - T + t, the last `window` of them: the last query reads all, by order in the row.
 
     Args:
-        q_BTHd: queries after RoPE. k_BTKd, v_BTKd: keys and values, K divides H (head h reads h // (H / K)).
-        window: number of tokens a query sees, itself included; None for all.
+        q_BTHd: queries after RoPE. k_BSKd, v_BSKd: keys and values, K divides H (head h reads h // (H / K)).
+        window: number of keys a query reads at most, its own token's included where S = T; None for all.
     Returns: [B, T, H, d] in q's dtype, scores scaled by d ** -0.5.
     """
-    n_rows = q_BTHd.shape[1]
-    q_BHTd, k_BKTd, v_BKTd = q_BTHd.transpose(1, 2), k_BTKd.transpose(1, 2), v_BTKd.transpose(1, 2)
-    grouped = q_BHTd.shape[1] != k_BKTd.shape[1]
-    if window is None or window >= n_rows:
-        out_BHTd = scaled_dot_product_attention(q_BHTd, k_BKTd, v_BKTd, is_causal=True, enable_gqa=grouped)
-        return out_BHTd.transpose(1, 2)
-    blocks = []
-    for start in range(0, n_rows, WINDOW_BLOCK):
-        stop = min(start + WINDOW_BLOCK, n_rows)
-        first = max(0, start - window + 1)
-        row_t = torch.arange(start, stop, device=q_BTHd.device)[:, None]
-        column = torch.arange(first, stop, device=q_BTHd.device)
-        mask = (column <= row_t) & (column > row_t - window)
-        keys, values = k_BKTd[:, :, first:stop], v_BKTd[:, :, first:stop]
-        q_block = q_BHTd[:, :, start:stop]
-        blocks.append(scaled_dot_product_attention(q_block, keys, values, attn_mask=mask, enable_gqa=grouped))
-    return torch.cat(blocks, 2).transpose(1, 2)
+    n_queries, n_keys = q_BTHd.shape[1], k_BSKd.shape[1]
+    q_BHTd, k_BKSd, v_BKSd = q_BTHd.transpose(1, 2), k_BSKd.transpose(1, 2), v_BSKd.transpose(1, 2)
+    rows, grouped = (q_BHTd, k_BKSd, v_BKSd), q_BHTd.shape[1] != k_BKSd.shape[1]
+    if window is None or window >= n_keys:
+        if n_queries == n_keys:
+            return scaled_dot_product_attention(*rows, is_causal=True, enable_gqa=grouped).transpose(1, 2)
+        if q_BTHd.is_cuda and q_BTHd.dtype in HALF:  # the flash kernel, which makes no mask of this
+            lower_right = causal_lower_right(n_queries, n_keys)
+            return scaled_dot_product_attention(*rows, attn_mask=lower_right, enable_gqa=grouped).transpose(1, 2)
+    return _blockwise(q_BHTd, k_BKSd, v_BKSd, n_keys if window is None else window, grouped).transpose(1, 2)
+
+
+def _blockwise(q_BHTd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, window: int, grouped: bool) -> Tensor:
+    """BLOCK queries at a time, each under a mask over the keys that any of them reads: [B, H, T, d]."""
+    n_queries, before = q_BHTd.shape[2], k_BKSd.shape[2] - q_BHTd.shape[2]
+    blocks, shape, mask = [], None, None
+    for start in range(0, n_queries, BLOCK):
+        stop = min(start + BLOCK, n_queries)
+        first = max(0, before + start - window + 1)
+        # Under a window most blocks are alike, and share the mask that is kept for the gradient.
+        if shape != (shape := (stop - start, before + stop - first)):
+            last_T1 = torch.arange(shape[1] - shape[0], shape[1], device=q_BHTd.device)[:, None]
+            key_S = torch.arange(shape[1], device=q_BHTd.device)
+            closed_TS = (key_S > last_T1) | (key_S <= last_T1 - window)
+            mask = torch.zeros(shape, dtype=q_BHTd.dtype, device=q_BHTd.device).masked_fill_(closed_TS, float("-inf"))
+        rows = q_BHTd[:, :, start:stop], k_BKSd[:, :, first : before + stop], v_BKSd[:, :, first : before + stop]
+        blocks.append(scaled_dot_product_attention(*rows, attn_mask=mask, enable_gqa=grouped))
+    return torch.cat(blocks, 2)

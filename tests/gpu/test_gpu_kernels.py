@@ -4,6 +4,8 @@ Memory that must not be read holds NaN. In fp32 (without TF32) the error is boun
 twice (gradients: three times) what plain PyTorch makes of the same numbers on the same device.
 """
 
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import Tensor
@@ -17,8 +19,11 @@ from longdraft.kernels.linear import linear
 from longdraft.kernels.linear_cross_entropy import linear_cross_entropy
 from longdraft.kernels.reference.cross_attention import cross_attention as cross_reference
 from longdraft.kernels.reference.gumbel import MASK, philox_4x32
+from longdraft.kernels.reference.segment_attention import read_keys
+from longdraft.kernels.reference.segment_attention import segment_attention as segment_reference
 from longdraft.kernels.reference.tree_attention import tree_attention as tree_reference
 from longdraft.kernels.rotate import rotate
+from longdraft.kernels.segment_attention import Segment, segment_attention
 from longdraft.kernels.tree_attention import tree_attention
 
 # PyTorch's fp32 attention may split products into several of the tensor cores.
@@ -142,6 +147,57 @@ def test_causal_attention(device, trees, n_rows, window):
     want = tree_reference(q, k, v, torch.zeros(2, dtype=torch.int64), None, window)
     out = causal_attention(q.to(device), k.to(device), place(v, device), window)
     torch.testing.assert_close(out.cpu(), want, rtol=0, atol=FP32)
+
+
+N = 700
+PIECES = list(pairwise([0, 1, 64, 64, 127, 300, N]))
+SEGMENTS = {
+    "pieces": [(a, b, a, b) for a, b in PIECES],
+    "shifted": [(min(a + 3, b), b, a, max(b - 3, a)) for a, b in PIECES],
+    "subset": [(0, 63, 0, 64), (63, 200, 300, 500), (200, 201, 0, 600), (260, 300, 660, 700)],
+    "many short": [(10 * i, 10 * i + 10, 10 * i, 10 * i + 10) for i in range(70)],
+    "shared by many": [(10 * i, 10 * i + 10, 0, N - 7 * i) for i in range(70)],
+}
+
+
+def with_gradients(attention, given: list[Tensor], weights: Tensor, frozen_keys: bool) -> list[Tensor]:
+    """The output and the gradients of q and, where they are not frozen, k and v, in fp32."""
+    leaves = [x.detach().requires_grad_(i == 0 or not frozen_keys) for i, x in enumerate(given)]
+    out = attention(leaves[0], leaves[1], leaves[2][..., : leaves[1].shape[2]])
+    (out.float() * weights).sum().backward()
+    return [out.detach().float(), *(x.grad.float() for x in leaves if x.grad is not None)]
+
+
+@pytest.mark.parametrize("window", [None, 64])
+@pytest.mark.parametrize("name", SEGMENTS)
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("way", ["one kernel in bf16", "one by one in bf16", "one by one in fp32"])
+def test_segment_attention(device, trees, monkeypatch, way, heads, name, window):
+    if "one by one" in way:
+        monkeypatch.setattr(backend, "varlen_attention", lambda: None)
+    dtype = torch.float32 if "fp32" in way else torch.bfloat16
+    segments, (n_heads, n_kv_heads, width) = [Segment(*segment) for segment in SEGMENTS[name]], heads
+    shapes = (n_heads, width), (n_kv_heads, width), (n_kv_heads, 2 * width)
+    given = [trees.draw(N, *shape, seed=i).to(device, dtype) for i, shape in enumerate(shapes)]
+    weights = trees.draw(N, n_heads, width, seed=3).to(device)
+    mask = read_keys(N, N, segments, window).to(device)
+    blind = ~mask.any(1, keepdim=True)
+
+    def plain(*rows):
+        heads_first = [x.transpose(0, 1)[None] for x in rows]
+        out = scaled_dot_product_attention(*heads_first, attn_mask=mask | blind, enable_gqa=n_heads != n_kv_heads)
+        return out[0].transpose(0, 1) * ~blind[:, :, None]
+
+    # Gradients of keys that many segments read are sums in bf16; only the target's keys are such, and have none.
+    options = weights, name == "shared by many"
+    exact = with_gradients(
+        lambda *rows: segment_reference(*rows, segments, window), [x.float() for x in given], *options
+    )
+    found = with_gradients(lambda *rows: segment_attention(*rows, segments, window), given, *options)
+    usual = with_gradients(plain, given, *options)
+    for part, (ours, theirs, truth) in enumerate(zip(found, usual, exact, strict=True)):
+        allowed = (3 if part else 2) * (theirs - truth).abs().max() + FP32 * truth.abs().max()
+        assert (ours - truth).abs().max() <= allowed, ("output", "dq", "dk", "dv")[part]
 
 
 def test_linear_and_rotation_are_the_cpus(device, trees):

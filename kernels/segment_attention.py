@@ -1,0 +1,152 @@
+"""Causal attention between runs of rows that lie end to end: packed documents, noise shifts, subsets of queries.
+
+A segment's last query reads all of its keys, each query before it one key less (flash-attention's bottom-right
+alignment); whatever lies outside the segments is not read. On a GPU in half precision all segments go through one
+kernel (kernels/backend.py says whose), elsewhere each is a call of its own. The plain reference is
+reference/segment_attention.py. Not here: caches and trees (tree_attention.py).
+Shapes: N query rows, M key rows, S segments, H query heads, K key/value heads, d head width.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from longdraft.kernels import backend
+from longdraft.kernels.causal_attention import HALF, causal_attention
+
+# One kernel wants keys end to end, so what segments share is copied: at most this many rows for each that there is.
+MOST_COPIES = 4
+
+
+class Segment(NamedTuple):
+    """Query rows [q_start, q_stop) read key rows [k_start, k_stop); at least as many keys as queries."""
+
+    q_start: int
+    q_stop: int
+    k_start: int
+    k_stop: int
+
+
+class Layout(NamedTuple):
+    """Segments end to end. `q_rows`, `k_rows`: which rows lie there, a slice where they lie so already, int64 indices
+    where they are gathered. `q_borders`, `k_borders` int32 [S + 1]: where each segment starts among them, and at the
+    end how many there are. `most_queries`, `most_keys`: of one segment."""
+
+    q_rows: slice | Tensor
+    k_rows: slice | Tensor
+    q_borders: Tensor
+    k_borders: Tensor
+    most_queries: int
+    most_keys: int
+
+
+def segment_attention(
+    q_NHd: Tensor, k_MKd: Tensor, v_MKd: Tensor, segments: Sequence[Segment], window: int | None = None
+) -> Tensor:
+    """Query i of a segment of n queries and m keys reads its keys 0 .. m - n + i, the last `window` of them.
+
+    Args:
+        q_NHd: queries after RoPE. k_MKd, v_MKd: keys and values, K divides H (head h reads h // (H / K)).
+        segments: in the order of their queries, which do not overlap; their keys may. One without queries is none.
+        window: number of keys a query reads at most; None for all.
+    Returns: [N, H, d] in q's dtype, scores scaled by d ** -0.5; zeros for rows in no segment, and no gradient to them.
+    Raises: ValueError for a segment with fewer keys than queries, out of order, or beyond the rows there are.
+    """
+    _check(segments, len(q_NHd), len(k_MKd))
+    segments = tuple(segment for segment in segments if segment.q_stop > segment.q_start)
+    if not segments:
+        return _blind(q_NHd)
+    attention = backend.varlen_attention() if _suits_one_kernel(q_NHd, k_MKd, segments) else None
+    if attention is None:
+        return _one_by_one(q_NHd, k_MKd, v_MKd, segments, window)
+    return in_one_call(attention, q_NHd, k_MKd, v_MKd, segments, window)
+
+
+def _suits_one_kernel(q_NHd: Tensor, k_MKd: Tensor, segments: tuple[Segment, ...]) -> bool:
+    copies = sum(segment.k_stop - segment.k_start for segment in segments)
+    return q_NHd.is_cuda and q_NHd.dtype in HALF and q_NHd.shape[-1] % 8 == 0 and copies <= MOST_COPIES * len(k_MKd)
+
+
+def in_one_call(
+    attention: Callable[..., Tensor],
+    q_NHd: Tensor,
+    k_MKd: Tensor,
+    v_MKd: Tensor,
+    segments: tuple[Segment, ...],
+    window: int | None,
+) -> Tensor:
+    """`segment_attention` by one call of a function like `backend.varlen_attention`; none without queries."""
+    layout = lay_end_to_end(segments, q_NHd.device)
+    rows = q_NHd[layout.q_rows], k_MKd[layout.k_rows], v_MKd[layout.k_rows]
+    out = attention(*rows, layout.q_borders, layout.k_borders, layout.most_queries, layout.most_keys, window)
+    if len(out) == len(q_NHd):
+        return out
+    out_NHd = torch.zeros_like(q_NHd)
+    out_NHd[layout.q_rows] = out
+    return out_NHd
+
+
+def _one_by_one(
+    q_NHd: Tensor, k_MKd: Tensor, v_MKd: Tensor, segments: tuple[Segment, ...], window: int | None
+) -> Tensor:
+    q_parts = _cut(q_NHd, [(segment.q_start, segment.q_stop) for segment in segments])
+    spans = [(segment.k_start, segment.k_stop) for segment in segments]
+    keys, values = _cut(k_MKd, spans)[1::2], _cut(v_MKd, spans)[1::2]
+    out = [_blind(q_parts[0])]
+    for q, k, v, gap in zip(q_parts[1::2], keys, values, q_parts[2::2], strict=True):
+        out += [causal_attention(q[None], k[None], v[None], window)[0], _blind(gap)]
+    return torch.cat(out)
+
+
+def _cut(x: Tensor, spans: Sequence[tuple[int, int]]) -> Sequence[Tensor]:
+    """The rows before the first span, the first span's, those between it and the second, ..., those behind the last.
+
+    Spans in order are cut at once: the gradient of that is one tensor, that of a slice as long as x for each.
+    """
+    edges = [0, *(edge for span in spans for edge in span), len(x)]
+    if edges == sorted(edges):
+        return x.split([stop - start for start, stop in pairwise(edges)])
+    return [x[:0], *(rows for start, stop in spans for rows in (x[start:stop], x[:0]))]
+
+
+def _blind(q_NHd: Tensor) -> Tensor:
+    """Zeros that depend on the queries, whose gradient is then zero and not missing: every rank of a sharded draft has
+    one for the same weights. NaN does not get through."""
+    return q_NHd.masked_fill(torch.ones((), dtype=torch.bool, device=q_NHd.device), 0.0)
+
+
+@lru_cache(maxsize=16)  # the layers of a pass share theirs
+def lay_end_to_end(segments: tuple[Segment, ...], device: torch.device) -> Layout:
+    """What kernels for sequences of several lengths want to know; at least one segment, none without queries."""
+    q_rows, q_borders, most_queries = _end_to_end([(s.q_start, s.q_stop) for s in segments], device)
+    k_rows, k_borders, most_keys = _end_to_end([(s.k_start, s.k_stop) for s in segments], device)
+    return Layout(q_rows, k_rows, q_borders, k_borders, most_queries, most_keys)
+
+
+def _end_to_end(spans: Sequence[tuple[int, int]], device: torch.device) -> tuple[slice | Tensor, Tensor, int]:
+    sizes = [stop - start for start, stop in spans]
+    borders = torch.tensor([0, *accumulate(sizes)], dtype=torch.int32, device=device)
+    if all(before[1] == behind[0] for before, behind in pairwise(spans)):
+        return slice(spans[0][0], spans[-1][1]), borders, max(sizes)
+    return torch.cat([torch.arange(*span) for span in spans]).to(device), borders, max(sizes)
+
+
+def _check(segments: Sequence[Segment], n_queries: int, n_keys: int) -> None:
+    done = 0
+    for segment in segments:
+        q_start, q_stop, k_start, k_stop = segment
+        if not done <= q_start <= q_stop <= n_queries:
+            raise ValueError(
+                f"segments: {segment} has queries out of order, or not among rows {done} to {n_queries}; "
+                "give segments in the order of their queries, none twice"
+            )
+        if not 0 <= k_start <= k_stop - (q_stop - q_start) or k_stop > n_keys:
+            raise ValueError(
+                f"segments: {segment} has fewer keys than queries, or not among rows 0 to {n_keys}; "
+                "give it a key for each query"
+            )
+        done = q_stop

@@ -1,0 +1,227 @@
+"""kernels/segment_attention.py: both it and its reference against each row written out; gradients; the layout."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from longdraft.kernels import backend
+from longdraft.kernels import causal_attention as causal
+from longdraft.kernels.reference.segment_attention import read_keys
+from longdraft.kernels.reference.segment_attention import segment_attention as reference
+from longdraft.kernels.segment_attention import Segment, in_one_call, lay_end_to_end, segment_attention
+
+CPU = torch.device("cpu")
+# (query rows, key rows, segments): what training makes, and what is awkward.
+CASES = {
+    "pieces": (40, 40, [(0, 17, 0, 17), (17, 18, 17, 18), (18, 40, 18, 40)]),
+    "shifted": (40, 40, [(3, 17, 0, 14), (22, 40, 17, 35)]),
+    "subset": (20, 64, [(0, 7, 0, 9), (7, 11, 5, 40), (11, 20, 40, 60)]),
+    "one query of many keys": (1, 63, [(0, 1, 0, 63)]),
+    "gaps": (30, 25, [(4, 9, 3, 20), (9, 9, 8, 8), (12, 20, 12, 21)]),
+    "shared keys": (12, 10, [(0, 4, 0, 10), (4, 8, 0, 10), (8, 12, 2, 9)]),
+    "empty": (9, 5, [(0, 0, 0, 0), (2, 2, 1, 4)]),
+    "none": (6, 6, []),
+    "no rows": (0, 4, []),
+}
+
+
+def draw(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def rows_of(case: str, heads: tuple[int, int]) -> tuple[tuple[Tensor, Tensor, Tensor], list[Segment]]:
+    """q, k and v, keys and values of different strides, NaN wherever no segment reads."""
+    n_queries, n_keys, segments = CASES[case]
+    segments = [Segment(*segment) for segment in segments]
+    k, v = draw(n_keys, heads[1], 16, seed=1), draw(heads[1], n_keys, 32, seed=2).transpose(0, 1)[..., :16]
+    unread = torch.ones(n_keys, dtype=torch.bool)
+    for segment in segments:
+        if segment.q_stop > segment.q_start:
+            unread[segment.k_start : segment.k_stop] = False
+    k[unread], v[unread] = torch.nan, torch.nan
+    assert k.stride() != v.stride() or n_keys == 0
+    return (draw(n_queries, heads[0], 16, seed=3), k, v), segments
+
+
+def written_out(q, k, v, segments, window) -> Tensor:
+    """One query and one head at a time in fp64, over the keys it reads and nothing else."""
+    out, groups = torch.zeros(q.shape, dtype=torch.float64), q.shape[1] // k.shape[1]
+    for q_start, q_stop, k_start, k_stop in segments:
+        for i in range(q_stop - q_start):
+            stop = k_stop - (q_stop - q_start) + i + 1
+            first = k_start if window is None else max(k_start, stop - window)
+            for head in range(q.shape[1]):
+                keys, values = k[first:stop, head // groups].double(), v[first:stop, head // groups].double()
+                scores = keys @ q[q_start + i, head].double() * q.shape[2] ** -0.5
+                out[q_start + i, head] = scores.softmax(0) @ values
+    return out
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2)], ids=["mha", "gqa"])
+@pytest.mark.parametrize("window", [None, 1, 5, 64])
+@pytest.mark.parametrize("case", CASES)
+def test_every_row_reads_its_segments_keys_and_no_other(case, window, heads, monkeypatch):
+    monkeypatch.setattr(causal, "BLOCK", 8)  # several blocks a segment
+    rows, segments = rows_of(case, heads)
+    expected = written_out(*rows, segments, window).float()
+    for attention in (segment_attention, reference):
+        out = attention(*rows, segments, window)
+        torch.testing.assert_close(out, expected, rtol=0, atol=1e-5, msg=lambda text, a=attention: f"{a}: {text}")
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2)], ids=["mha", "gqa"])
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_are_those_of_the_formula(case, window, heads, monkeypatch):
+    monkeypatch.setattr(causal, "BLOCK", 8)
+    rows, segments = rows_of(case, heads)
+    grads = {}
+    for attention in (segment_attention, reference, written_out):
+        given = [row.clone().requires_grad_() for row in rows]
+        out = attention(*given, segments, window).float()
+        if out.requires_grad:
+            (out * draw(*out.shape, seed=4)).sum().backward()
+        grads[attention] = [torch.zeros_like(x) if x.grad is None else x.grad for x in given]
+    for ours, plain, exact in zip(*grads.values(), strict=True):
+        torch.testing.assert_close(plain, exact, rtol=0, atol=1e-5)
+        torch.testing.assert_close(ours, exact, rtol=0, atol=1e-5)
+
+
+def test_rows_in_no_segment_have_a_gradient_of_zero():
+    """Not none: a sharded weight behind them needs one on every rank. Whatever they hold, NaN too, is dropped."""
+    for segments in ([], [Segment(2, 5, 0, 3)]):
+        q = draw(9, 4, 16, seed=3)
+        q[6] = torch.nan
+        q.requires_grad_()
+        out = segment_attention(q, draw(9, 2, 16, seed=1), draw(9, 2, 16, seed=2), segments)
+        out.sum().backward()
+        assert q.grad is not None and not q.grad[[0, 1, *range(5, 9)]].any()
+        assert bool(q.grad[2:5].any()) is bool(segments) and not out[5:].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_error_is_that_of_plain_pytorch_in_the_same_precision(dtype):
+    """At most twice the error that PyTorch's attention makes under a dense mask, both measured against fp32."""
+    rows, segments = rows_of("subset", (6, 2))
+    for window in (None, 5):
+        exact, low = reference(*rows, segments, window), [row.nan_to_num().to(dtype) for row in rows]
+        mask = read_keys(20, 64, segments, window)
+        heads_first = [x.transpose(0, 1)[None] for x in low]
+        plain = torch.nn.functional.scaled_dot_product_attention(*heads_first, attn_mask=mask, enable_gqa=True)
+        out = segment_attention(*low, segments, window)
+        allowed = 2 * (plain[0].transpose(0, 1).float() - exact).abs().max()
+        assert out.dtype == dtype and (out.float() - exact).abs().max() <= allowed
+
+
+@pytest.mark.parametrize(
+    ("segments", "message"),
+    [
+        ([(0, 4, 0, 3)], "k_stop=3.* has fewer keys than queries"),
+        ([(0, 4, 3, 2)], "fewer keys than queries"),
+        ([(0, 4, -1, 4)], "not among rows 0 to 8"),
+        ([(0, 4, 4, 9)], "not among rows 0 to 8"),
+        ([(0, 4, 0, 4), (3, 6, 0, 6)], "q_start=3.* has queries out of order, or not among rows 4 to 10"),
+        ([(6, 9, 0, 3), (0, 4, 0, 4)], "queries out of order"),
+        ([(4, 2, 0, 4)], "queries out of order"),
+        ([(4, 11, 0, 8)], "not among rows 0 to 10"),
+    ],
+)
+def test_wrong_segments_are_refused(segments, message):
+    rows = draw(10, 2, 8, seed=1), draw(8, 2, 8, seed=2), draw(8, 2, 8, seed=3)
+    with pytest.raises(ValueError, match=f"segments: .*{message}"):
+        segment_attention(*rows, [Segment(*segment) for segment in segments])
+
+
+def test_masks_are_kept_once_for_all_blocks_of_a_window(monkeypatch):
+    """Long rows under a window: the masks that the gradient needs do not grow with the row."""
+    monkeypatch.setattr(causal, "BLOCK", 16)
+    masks = set()
+
+    def watched(*rows, attn_mask, **options):
+        masks.add(attn_mask.data_ptr())
+        return torch.nn.functional.scaled_dot_product_attention(*rows, attn_mask=attn_mask, **options)
+
+    monkeypatch.setattr(causal, "scaled_dot_product_attention", watched)
+    q = draw(300, 2, 8, seed=1).requires_grad_()
+    segment_attention(q, q, q, [Segment(0, 300, 0, 300)], 20).sum().backward()
+    assert len(masks) <= 4  # two that begin before the window is full, those in it, and the last, which is shorter
+
+
+LAID = [case for case, (_, _, segments) in CASES.items() if any(s[1] > s[0] for s in segments)]
+
+
+@pytest.mark.parametrize("case", LAID)
+def test_layout_says_which_rows_lie_where(case):
+    """Cutting the laid out rows at the borders gives each segment's rows."""
+    n_queries, n_keys, segments = CASES[case]
+    segments = tuple(Segment(*s) for s in segments if s[1] > s[0])
+    layout = lay_end_to_end(segments, CPU)
+    assert layout.q_borders.dtype == layout.k_borders.dtype == torch.int32
+    for rows, borders, most, spans, count in (
+        (layout.q_rows, layout.q_borders, layout.most_queries, [s[:2] for s in segments], n_queries),
+        (layout.k_rows, layout.k_borders, layout.most_keys, [s[2:] for s in segments], n_keys),
+    ):
+        laid, edges = torch.arange(count)[rows].tolist(), borders.tolist()
+        assert [laid[a:b] for a, b in pairwise(edges)] == [list(range(*span)) for span in spans]
+        assert edges[0] == 0 and edges[-1] == len(laid) and most == max(b - a for a, b in spans)
+
+
+def test_only_rows_that_do_not_lie_end_to_end_are_copied():
+    def layout(case):
+        return lay_end_to_end(tuple(Segment(*segment) for segment in CASES[case][2]), CPU)
+
+    assert layout("pieces").q_rows == layout("pieces").k_rows == slice(0, 40)
+    assert layout("subset").q_rows == slice(0, 20) and isinstance(layout("subset").k_rows, Tensor)
+    shifted = layout("shifted")
+    assert torch.equal(shifted.q_rows, torch.tensor([*range(3, 17), *range(22, 40)]))
+    assert torch.equal(shifted.k_rows, torch.tensor([*range(14), *range(17, 35)]))
+
+
+def test_layers_share_a_layout():
+    segments = tuple(Segment(*segment) for segment in CASES["shifted"][2])
+    assert lay_end_to_end(segments, CPU) is lay_end_to_end(tuple(list(segments)), CPU)
+
+
+def looped(q, k, v, q_borders, k_borders, most_queries, most_keys, window) -> Tensor:
+    """Stands where a GPU's kernel for sequences of several lengths does."""
+    edges = [borders.tolist() for borders in (q_borders, k_borders)]
+    segments = [
+        Segment(*q_span, *k_span) for q_span, k_span in zip(*(pairwise(borders) for borders in edges), strict=True)
+    ]
+    assert most_queries == max(segment.q_stop - segment.q_start for segment in segments)
+    assert most_keys == max(segment.k_stop - segment.k_start for segment in segments)
+    return reference(q, k, v, segments, window)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("case", LAID)
+def test_one_call_is_the_same_with_its_gradients(case, window):
+    rows, segments = rows_of(case, (6, 2))
+    ours, plain = ([row.clone().requires_grad_() for row in rows] for _ in range(2))
+    out = in_one_call(looped, *ours, tuple(s for s in segments if s.q_stop > s.q_start), window)
+    expected = reference(*plain, segments, window)
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-5)
+    for result in (out, expected):
+        (result * draw(*result.shape, seed=4)).sum().backward()
+    for one, other in zip(ours, plain, strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(("window", "before"), [(None, -1), (1, 0), (513, 512)])
+def test_windows_count_a_querys_own_key_and_kernels_do_not(window, before):
+    assert backend._before(window) == before
+
+
+def test_the_kernel_that_is_chosen_takes_what_it_is_given():
+    """As far as shapes show that without a GPU; PyTorch's own is there from 2.13 on."""
+    chosen = backend.varlen_attention()
+    if chosen is backend._torch_varlen:
+        rows = [x.to("meta", torch.bfloat16) for x in (draw(12, 6, 16, seed=1), draw(9, 2, 16, seed=2))]
+        borders = torch.tensor([0, 4, 12], dtype=torch.int32, device="meta")
+        out = chosen(rows[0], rows[1], rows[1], borders, borders, 8, 8, 5)
+        assert out.shape == (12, 6, 16) and out.dtype == torch.bfloat16
+    else:
+        here = tuple(int(number) for number in torch.__version__.split(".")[:2])
+        assert chosen is backend._flash_attn or here < (2, 13)
