@@ -5,9 +5,11 @@ tokens is infer's. Shapes: B slots, T rows of a pass, R rows with logits, D hidd
 heads, d head width, V vocabulary.
 """
 
-from collections.abc import Set
-from dataclasses import dataclass
-from typing import cast
+from collections.abc import Callable, Sequence, Set
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +18,10 @@ from torch.nn import functional as F
 from longdraft.kernels.causal_attention import causal_attention
 from longdraft.kernels.linear import linear
 from longdraft.kernels.rotate import rotate
+from longdraft.kernels.segment_attention import Segment, segment_attention
 from longdraft.kernels.tree_attention import PassPlan, plan_pass, tree_attention
 from longdraft.models.kv_cache import KVCache
-from longdraft.models.rope import Rope, RopeConfig
+from longdraft.models.rope import Rope, RopeConfig, piece_lengths
 
 NEEDS = frozenset({"logits", "pre_norm", "post_norm", "last_kv", "queries"})
 # What is finished once the last layer's K and V are written: with nothing else asked for, the pass stops there.
@@ -91,6 +94,16 @@ class Linear(nn.Linear):
         return linear(input, self.weight, self.bias, norm=before, gated=gated, residual=residual)
 
 
+class RowShare(Protocol):
+    """What one of several processes that share a packed row does of a pass (train/sequence_parallel.py)."""
+
+    rows: slice  # of the pass: its own
+
+    def attend(self, q_nHd: Tensor, k_nKd: Tensor, v_nKd: Tensor, pieces: list[Segment], window: int | None) -> Tensor:
+        """Its rows' attention over those of all processes, [n, H, d]; the pieces are the whole row's."""
+        ...
+
+
 @dataclass
 class _Pass:
     """What the layers of one pass share."""
@@ -99,6 +112,19 @@ class _Pass:
     sin: Tensor
     cache: KVCache | None
     plan: PassPlan | None
+    pieces: list[Segment] | None
+    row_chunk: int | None
+    share: RowShare | None = None
+
+    def rows(self, part: slice) -> "_Pass":
+        """The same pass, for some of its rows."""
+        return replace(self, cos=self.cos[:, part], sin=self.sin[:, part])
+
+    def chunks(self, hidden_BTD: Tensor) -> list[slice]:
+        """The rows of a pass, as many at a time as products and feed-forward take."""
+        n_rows = hidden_BTD.shape[1]
+        size = self.row_chunk or n_rows
+        return [slice(start, start + size) for start in range(0, n_rows, size)]
 
 
 class Attention(nn.Module):
@@ -128,18 +154,19 @@ class Attention(nn.Module):
             step.cache.append(self.layer, k_BTKd, v_BTKd)
         return q_BTHd, k_BTKd, v_BTKd
 
-    def attend(self, q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, step: _Pass, hidden_BTD: Tensor) -> Tensor:
-        """hidden plus the output projection of the attention over the pass's own rows, or the cache: [B, T, D]."""
+    def attend(self, q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, step: _Pass) -> Tensor:
+        """Attention over the pass's own rows, or the cache, before the output projection: [B, T, H, d]."""
+        if step.pieces is not None:
+            attend = segment_attention if step.share is None else step.share.attend
+            return attend(q_BTHd[0], k_BTKd[0], v_BTKd[0], step.pieces, self.window)[None]
         if step.cache is None:
-            out_BTHd = causal_attention(q_BTHd, k_BTKd, v_BTKd, self.window)
-        else:
-            cache, plan = step.cache, step.plan
-            assert plan is not None
-            out_BTHd = tree_attention(
-                q_BTHd, cache.keys[self.layer], cache.values[self.layer], cache.lengths,
-                plan.tree_mask_BTT, self.window, plan,
-            )  # fmt: skip
-        return self.o_proj(out_BTHd.flatten(2), residual=hidden_BTD)
+            return causal_attention(q_BTHd, k_BTKd, v_BTKd, self.window)
+        cache, plan = step.cache, step.plan
+        assert plan is not None
+        return tree_attention(
+            q_BTHd, cache.keys[self.layer], cache.values[self.layer], cache.lengths,
+            plan.tree_mask_BTT, self.window, plan,
+        )  # fmt: skip
 
 
 class MLP(nn.Module):
@@ -166,11 +193,23 @@ class Layer(nn.Module):
 
     def project(self, hidden_BTD: Tensor, step: _Pass) -> tuple[Tensor, Tensor, Tensor]:
         """q, k, v of this layer (see `Attention.project`)."""
-        return self.attention.project(hidden_BTD, self.attention_norm, step)
+        chunks = step.chunks(hidden_BTD)
+        if len(chunks) == 1:
+            return self.attention.project(hidden_BTD, self.attention_norm, step)
+        parts = [self.attention.project(hidden_BTD[:, rows], self.attention_norm, step.rows(rows)) for rows in chunks]
+        q_BTHd, k_BTKd, v_BTKd = (torch.cat(part, 1) for part in zip(*parts, strict=True))
+        return q_BTHd, k_BTKd, v_BTKd
 
     def finish(self, hidden_BTD: Tensor, qkv: tuple[Tensor, Tensor, Tensor], step: _Pass) -> Tensor:
-        """The layer's output from its input and its q, k, v."""
-        return self.mlp(self.attention.attend(*qkv, step, hidden_BTD), self.mlp_norm)
+        """The layer's output from its input and its q, k, v; in chunks it takes the input's place."""
+        heads_BTF = self.attention.attend(*qkv, step).flatten(2)
+        chunks = step.chunks(hidden_BTD)
+        if len(chunks) == 1:
+            return self.mlp(self.attention.o_proj(heads_BTF, residual=hidden_BTD), self.mlp_norm)
+        for rows in chunks:
+            x_BCD = self.attention.o_proj(heads_BTF[:, rows], residual=hidden_BTD[:, rows])
+            hidden_BTD[:, rows] = self.mlp(x_BCD, self.mlp_norm)
+        return hidden_BTD
 
 
 class Decoder(nn.Module):
@@ -184,6 +223,8 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
         self.rope = Rope(config.rope)
+        # Entered around each layer's work; whoever keeps the weights elsewhere brings them here (train/sharding.py).
+        self.around_layer: Callable[[Layer], AbstractContextManager[object]] = nullcontext
         self.tie()
 
     def tie(self) -> None:
@@ -209,6 +250,9 @@ class Decoder(nn.Module):
         needs: Set[str] = frozenset({"logits"}),
         logits_rows_BR: Tensor | None = None,
         query_rows_B: Tensor | None = None,
+        borders: Sequence[int] | None = None,
+        row_chunk: int | None = None,
+        share: RowShare | None = None,
     ) -> TargetOutput:
         """One pass. Without a cache, causal by row order; with one, behind each slot's committed rows.
 
@@ -223,45 +267,70 @@ class Decoder(nn.Module):
                 last layer's K and V, {"pre_norm"} before the final norm.
             logits_rows_BR: int64 indices of the rows of the pass whose logits are wanted; None: all.
             query_rows_B: int64, the row whose queries are wanted; None: the last.
-        Raises: ValueError for an unknown name in `needs`, or a tree without a cache or without positions.
+            borders: pieces that lie end to end in the one row and do not read each other: where each starts, and at
+                the end T. Without a cache only; positions start at 0 in each piece.
+            row_chunk: rows that products and feed-forward take at a time, which bounds their memory; attention takes
+                all rows. Without a cache only. None: all.
+            share: with borders, what this process does of the row, where several share it; it gets the fields of its
+                own rows.
+        Raises: ValueError for an unknown name in `needs`, a tree without a cache or without positions, borders or
+            row_chunk with a cache, borders that are not those of the one row.
         """
         if not needs <= NEEDS:
             raise ValueError(f"needs has {sorted(needs - NEEDS)}; known: {sorted(NEEDS)}")
         if tree_mask_BTT is not None and (cache is None or positions_BT is None):
             raise ValueError("tree_mask_BTT needs a cache and positions_BT")
-        step = self._begin(tokens_BT, cache, positions_BT, tree_mask_BTT)
+        if borders is not None:
+            _check_borders(borders, tokens_BT, cache)
+        if row_chunk is not None and (cache is not None or row_chunk < 1):
+            raise ValueError(f"row_chunk: {row_chunk}; give at least 1, and none with a cache, whose passes are chunks")
+        step = self._begin(tokens_BT, cache, positions_BT, tree_mask_BTT, borders, row_chunk)
+        if share is not None:
+            assert borders is not None
+            tokens_BT, step = tokens_BT[:, share.rows], replace(step.rows(share.rows), share=share)
         hidden_BTD = self.embed_tokens(tokens_BT)
-        output = TargetOutput()
-        queries = []
+        output, queries = TargetOutput(), []
         layers = cast("list[Layer]", self.layers)
-        last = layers[-1]
         for layer in layers:
-            qkv = layer.project(hidden_BTD, step)
-            if "queries" in needs:
-                queries.append(_pick(qkv[0], query_rows_B))
-            if layer is last:
-                break
-            hidden_BTD = layer.finish(hidden_BTD, qkv, step)
+            with self.around_layer(layer):
+                qkv = layer.project(hidden_BTD, step)
+                if "queries" in needs:
+                    queries.append(_pick(qkv[0], query_rows_B))
+                if layer is not layers[-1] or not needs <= _BEFORE_LAST_ATTENTION:
+                    hidden_BTD = layer.finish(hidden_BTD, qkv, step)
         if "queries" in needs:
             output.queries = torch.stack(queries)
         if "last_kv" in needs:
             output.last_kv = qkv[1], qkv[2]
         if needs <= _BEFORE_LAST_ATTENTION:
             return output
-        return self._head(last.finish(hidden_BTD, qkv, step), output, needs, logits_rows_BR)
+        return self._head(hidden_BTD, output, needs, logits_rows_BR)
 
     def _begin(
-        self, tokens_BT: Tensor, cache: KVCache | None, positions_BT: Tensor | None, tree_mask_BTT: Tensor | None
+        self,
+        tokens_BT: Tensor,
+        cache: KVCache | None,
+        positions_BT: Tensor | None,
+        tree_mask_BTT: Tensor | None,
+        borders: Sequence[int] | None,
+        row_chunk: int | None,
     ) -> _Pass:
         n_rows = tokens_BT.shape[1]
         if positions_BT is None:
             positions_BT = torch.arange(n_rows, device=tokens_BT.device)[None]
             if cache is not None:
                 positions_BT = positions_BT + cache.lengths[:, None]
-        prompt_lengths_B = None if cache is None else cache.prompt_lengths
-        cos, sin = self.rope(positions_BT, prompt_lengths_B, self.embed_tokens.weight.dtype)
+            if borders is not None:
+                sizes_P = torch.tensor(borders, device=tokens_BT.device).diff()
+                starts_P = torch.tensor(borders[:-1], device=tokens_BT.device)
+                positions_BT = positions_BT - starts_P.repeat_interleave(sizes_P, output_size=n_rows)
+        lengths, pieces = None if cache is None else cache.prompt_lengths, None
+        if borders is not None:
+            pieces = [Segment(*piece, *piece) for piece in pairwise(borders)]
+            lengths = piece_lengths(positions_BT, borders) if self.rope.length_dependent else None
+        cos, sin = self.rope(positions_BT, lengths, self.embed_tokens.weight.dtype)
         plan = None if cache is None else plan_pass(cache.lengths, n_rows, tree_mask_BTT)
-        return _Pass(cos, sin, cache, plan)
+        return _Pass(cos, sin, cache, plan, pieces, row_chunk)
 
     def _head(self, hidden_BTD: Tensor, output: TargetOutput, needs: Set[str], rows_BR: Tensor | None) -> TargetOutput:
         """Final norm and LM head, as far as asked for; the norm of rows without logits only for `post_norm`."""
@@ -272,6 +341,14 @@ class Decoder(nn.Module):
         if "logits" in needs:  # from the un-normed rows, so that logits do not depend on what else is needed
             output.logits = self.lm_head(_rows(hidden_BTD, rows_BR), self.norm)
         return output
+
+
+def _check_borders(borders: Sequence[int], tokens_BT: Tensor, cache: KVCache | None) -> None:
+    n_slots, n_rows = tokens_BT.shape
+    if cache is not None or n_slots != 1:
+        raise ValueError(f"borders: pieces lie end to end in one row without a cache; {n_slots} rows or a cache given")
+    if [borders[0], *sorted(borders), borders[-1]] != [0, *borders, n_rows]:
+        raise ValueError(f"borders: {list(borders)}; give where each piece starts, in order from 0, and then {n_rows}")
 
 
 def _rows(x_BTD: Tensor, rows_BR: Tensor | None) -> Tensor:

@@ -4,7 +4,7 @@ Frequencies come from transformers' own `ROPE_INIT_FUNCTIONS`; this file decides
 on, and rotates. Shapes: B slots, T rows, n heads, d head width, F = d / 2 frequencies.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -79,7 +79,7 @@ class Rope:
             self._on_device[device] = self._frequencies.to(device), long
         return self._on_device[device]
 
-    def _frequencies_for(self, positions_BT: Tensor, prompt_lengths_B: Tensor | None) -> Tensor:
+    def _frequencies_for(self, positions_BT: Tensor, lengths: Tensor | None) -> Tensor:
         """[F], or [B, T, F] (T may be 1) for types whose table depends on the length.
 
         With a cache the token at position t uses the length max(prompt, t + 1) whatever the width of the pass, so
@@ -88,26 +88,36 @@ class Rope:
         frequencies_F, long_F = self._tables_on(positions_BT.device)
         if not self.length_dependent:
             return frequencies_F
-        if prompt_lengths_B is None:
+        if lengths is None:
             lengths_BT = positions_BT.amax(-1, keepdim=True) + 1
         else:
-            lengths_BT = torch.maximum(positions_BT + 1, prompt_lengths_B[:, None])
+            lengths_BT = torch.maximum(positions_BT + 1, lengths[:, None] if lengths.dim() == 1 else lengths)
         lengths_BT1 = lengths_BT[..., None]
         grown = self._compute(lengths_BT1)[0] if long_F is None else long_F
         return torch.where(lengths_BT1 > self._switch_length, grown, frequencies_F)
 
-    def __call__(
-        self, positions_BT: Tensor, prompt_lengths_B: Tensor | None, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor]:
+    def __call__(self, positions_BT: Tensor, lengths: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Tables for `rotate`: cos [B, T, 1, 1, F] and signed sin [B, T, 1, 2, F], in `dtype`.
 
         Args:
             positions_BT: int64, any values, jumps allowed.
-            prompt_lengths_B: int64 prompt lengths of the cache's slots, or None without a cache.
+            lengths: int64, what the table depends on where a token's own position is below it: prompt lengths [B] of
+                a cache's slots, lengths [B, T] of packed pieces (`piece_lengths`); None for one piece a row.
         """
-        angles_BTF = positions_BT[..., None].float() * self._frequencies_for(positions_BT, prompt_lengths_B)
+        angles_BTF = positions_BT[..., None].float() * self._frequencies_for(positions_BT, lengths)
         cos_BTF, sin_BTF = angles_BTF.cos(), angles_BTF.sin()
         if self.scaling != 1.0:
             cos_BTF, sin_BTF = cos_BTF * self.scaling, sin_BTF * self.scaling
         cos_BTF, sin_BTF = cos_BTF.to(dtype), sin_BTF.to(dtype)
         return cos_BTF[:, :, None, None], torch.stack((-sin_BTF, sin_BTF), 2)[:, :, None]
+
+
+def piece_lengths(positions_1N: Tensor, borders: Sequence[int]) -> Tensor:
+    """The length that each token's piece reaches, its largest position + 1: int64 [1, N].
+
+    borders: where each piece starts, and at the end N.
+    """
+    sizes_P = torch.tensor(borders, device=positions_1N.device).diff()
+    piece_N = torch.arange(len(sizes_P), device=sizes_P.device).repeat_interleave(sizes_P, output_size=borders[-1])
+    largest_P = torch.zeros_like(sizes_P).scatter_reduce(0, piece_N, positions_1N[0], "amax")
+    return largest_P[piece_N][None] + 1

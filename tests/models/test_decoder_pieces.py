@@ -1,0 +1,239 @@
+"""The decoder over pieces that lie end to end: each as if it stood alone, and all of them in bounded memory.
+
+Where nothing else is said, the tolerance is 1e-5 of the largest magnitude, in fp32.
+"""
+
+from contextlib import contextmanager
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from longdraft.models.rope import piece_lengths
+
+FACTORS = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.0, 2.0, 3.0, 4.0]}
+KINDS = {
+    "gqa": {},
+    "mha": {"n_kv_heads": 4},
+    "dynamic": {"rope": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}, "max_positions": 24},
+    "longrope": {
+        "rope": {
+            "rope_type": "longrope", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 24,
+            **FACTORS,
+        },
+        "max_positions": 96,
+    },
+    "sliding": {"sliding_windows": (5, None, 9), "n_layers": 3},
+    "qwen3-like": {"qk_norm": True, "head_dim": 12},
+}  # fmt: skip
+# Pieces on both sides of the length from which dynamic and longrope change their table, one of a single token.
+BORDERS = [0, 7, 8, 41, 60]
+EVERYTHING = frozenset({"logits", "pre_norm", "post_norm", "last_kv"})
+
+
+def error(ours: Tensor, other: Tensor) -> float:
+    assert ours.shape == other.shape
+    return float((ours - other).abs().max() / other.abs().max())
+
+
+def tokens(count: int = BORDERS[-1], seed: int = 0) -> Tensor:
+    return torch.randint(0, 97, (1, count), generator=torch.Generator().manual_seed(seed))
+
+
+def anchor_offset(sinks: int = 3, offset: int = 40) -> Tensor:
+    """The first positions of each piece stay, the rest moves on, in each piece further."""
+    parts = [torch.arange(stop - start) for start, stop in pairwise(BORDERS)]
+    return torch.cat([part + (part >= sinks) * offset * (i + 1) for i, part in enumerate(parts)])[None]
+
+
+def parts_of(output) -> dict[str, Tensor]:
+    fields = {name: getattr(output, name) for name in ("logits", "pre_norm", "post_norm")}
+    return fields | {"keys": output.last_kv[0], "values": output.last_kv[1]}
+
+
+@pytest.mark.parametrize("jump", [False, True], ids=["plain", "anchor_offset"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_pieces_are_each_alone(tiny_target, kind, jump):
+    model, ids = tiny_target(**KINDS[kind]).model, tokens()
+    positions = anchor_offset() if jump else None
+    packed = parts_of(model(ids, positions_BT=positions, borders=BORDERS, needs=EVERYTHING))
+    for start, stop in pairwise(BORDERS):
+        own = None if positions is None else positions[:, start:stop]
+        alone = parts_of(model(ids[:, start:stop], positions_BT=own, needs=EVERYTHING))
+        for name, expected in alone.items():
+            assert error(packed[name][:, start:stop], expected) < 1e-5, (name, start)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_piece_is_the_row_without_borders(tiny_target, kind):
+    model, ids = tiny_target(**KINDS[kind]).model, tokens(33)
+    whole, one = (parts_of(model(ids, borders=borders, needs=EVERYTHING)) for borders in (None, [0, 33]))
+    for name, expected in whole.items():
+        assert error(one[name], expected) < 1e-5, name
+
+
+def test_a_token_changes_its_own_piece_alone(tiny_target):
+    model, ids = tiny_target().model, tokens()
+    before = model(ids, borders=BORDERS).logits[0]
+    for start, stop in pairwise(BORDERS):
+        changed = ids.clone()
+        changed[0, start] = (ids[0, start] + 1) % 97
+        after = model(changed, borders=BORDERS).logits[0]
+        rows = torch.arange(BORDERS[-1])
+        assert torch.equal((after != before).any(1), (rows >= start) & (rows < stop))
+
+
+def written_out(model, ids: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
+    """Logits [N, V] by the formula in fp64, under an explicit mask: bool [N, N], whom each token attends to."""
+    config, weights = model.config, {name: weight.double() for name, weight in model.state_dict().items()}
+    half, groups = config.head_dim // 2, config.n_heads // config.n_kv_heads
+    angles = positions[:, None] * config.rope.parameters["rope_theta"] ** (-torch.arange(half).double() / half)
+
+    def norm(x, name):
+        return F.rms_norm(x, (config.hidden_size,), weights[f"{name}.weight"], config.rms_norm_eps)
+
+    def rotated(x_NHd):
+        a, b = x_NHd[..., :half], x_NHd[..., half:]
+        cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+        return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+
+    x = weights["embed_tokens.weight"][ids]
+    for i in range(config.n_layers):
+        name = f"layers.{i}"
+        qkv = (norm(x, f"{name}.attention_norm") @ weights[f"{name}.attention.qkv_proj.weight"].T).unflatten(
+            1, (-1, config.head_dim)
+        )
+        q, k, v = qkv.split([config.n_heads, config.n_kv_heads, config.n_kv_heads], 1)
+        q, k, v = rotated(q), rotated(k).repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+        scores = torch.einsum("nhd,mhd->hnm", q, k) * config.head_dim**-0.5
+        weights_HNM = scores.masked_fill(~mask, -torch.inf).softmax(-1)
+        attended = torch.einsum("hnm,mhd->nhd", weights_HNM, v).flatten(1)
+        x = x + attended @ weights[f"{name}.attention.o_proj.weight"].T
+        gate, up = (norm(x, f"{name}.mlp_norm") @ weights[f"{name}.mlp.gate_up_proj.weight"].T).chunk(2, 1)
+        x = x + (F.silu(gate) * up) @ weights[f"{name}.mlp.down_proj.weight"].T
+    return norm(x, "norm") @ weights["lm_head.weight"].T
+
+
+@pytest.mark.parametrize("kind", ["gqa", "mha"])
+def test_the_target_attends_to_the_sinks_over_a_jump(tiny_target, kind):
+    """Anchor-Offset positions against an explicit causal mask; one that takes the jump for a border is far from it."""
+    model, ids, positions = tiny_target(**KINDS[kind]).model, tokens()[0], anchor_offset()[0]
+    mask, cut = (torch.zeros(len(ids), len(ids), dtype=torch.bool) for _ in range(2))
+    for start, stop in pairwise(BORDERS):
+        for row in range(start, stop):
+            mask[row, start : row + 1] = True
+            cut[row, (start + 3 if row >= start + 3 else start) : row + 1] = True
+    logits = model(ids[None], positions_BT=positions[None], borders=BORDERS).logits[0].double()
+    assert error(logits, written_out(model, ids, positions, mask)) < 1e-5
+    assert error(logits, written_out(model, ids, positions, cut)) > 0.1
+    # The draft reads the same keys: of the last layer, rotated at these positions.
+    plain, moved = (
+        model(ids[None], positions_BT=p, borders=BORDERS, needs={"last_kv"}).last_kv for p in (None, positions[None])
+    )
+    assert error(moved[0][:, :3], plain[0][:, :3]) < 1e-5 < error(moved[0][:, 3:7], plain[0][:, 3:7])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("chunk", [1, 7, 25, 59, 60, 100])
+def test_chunks_of_rows_change_nothing(tiny_target, kind, chunk):
+    model, ids = tiny_target(**KINDS[kind]).model, tokens()
+    for borders in (None, BORDERS):
+        whole, chunked = (
+            parts_of(model(ids, borders=borders, row_chunk=size, needs=EVERYTHING)) for size in (None, chunk)
+        )
+        for name, expected in whole.items():
+            assert error(chunked[name], expected) < 1e-5, name
+    two = torch.cat([ids, tokens(seed=1)])
+    assert error(model(two, row_chunk=chunk).logits, model(two).logits) < 1e-5
+
+
+class Largest(TorchDispatchMode):
+    """The most numbers that any tensor had which was made meanwhile."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for x in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(x, Tensor) and not func.is_view:
+                self.numbers = max(self.numbers, x.numel())
+        return out
+
+
+def test_chunks_bound_what_a_layer_holds(tiny_target):
+    """Never rows x 2 x intermediate; what all rows have at once is no wider than the stream of hidden states."""
+    model, ids = tiny_target(intermediate_size=512).model, tokens()
+    n_rows, wide, hidden = ids.shape[1], 2 * 512, 32
+    with Largest() as whole:
+        model(ids, borders=BORDERS, needs={"pre_norm"})
+    assert whole.numbers == n_rows * wide
+    for chunk in (1, 7, 25):
+        with Largest() as chunked:
+            model(ids, borders=BORDERS, row_chunk=chunk, needs={"pre_norm"})
+        assert chunked.numbers == max(chunk * wide, n_rows * hidden)
+
+
+def test_each_layer_works_within_its_context(tiny_target):
+    """`around_layer` is entered once for each layer, in order, and nothing of a layer runs outside it."""
+    model, ids, log = tiny_target(n_layers=3).model, tokens(), []
+    names = {layer: i for i, layer in enumerate(model.layers)}
+
+    @contextmanager
+    def around(layer):
+        log.append(("enter", names[layer]))
+        yield
+        log.append(("leave", names[layer]))
+
+    for i, layer in enumerate(model.layers):
+        for part in layer.modules():
+            if hasattr(part, "weight"):
+                part.register_forward_hook(lambda *_, i=i: log.append(("work", i)))
+    model.around_layer = around
+    for options in (
+        {},
+        {"borders": BORDERS, "row_chunk": 7},
+        {"needs": {"last_kv"}},
+        {"cache": model.new_cache(1, 60)},
+    ):
+        log.clear()
+        model(ids, **options)
+        assert [event for event in log if event[0] != "work"] == [(e, i) for i in range(3) for e in ("enter", "leave")]
+        inside = None
+        for event, i in log:
+            assert event == "enter" or i == inside
+            inside = i if event != "leave" else None
+        assert all(("work", i) in log for i in range(3))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"borders": [0, 30]}, r"borders: \[0, 30\]; give where each piece starts, in order from 0, and then 60"),
+        ({"borders": [1, 60]}, r"borders: \[1, 60\]"),
+        ({"borders": [0, 30, 20, 60]}, r"borders: \[0, 30, 20, 60\]"),
+        ({"row_chunk": 0}, "row_chunk: 0; give at least 1"),
+    ],
+)
+def test_what_cannot_be_is_refused(tiny_target, options, message):
+    with pytest.raises(ValueError, match=message):
+        tiny_target().model(tokens(), **options)
+
+
+def test_pieces_and_chunks_have_no_cache(tiny_target):
+    model = tiny_target().model
+    for options, message in (
+        ({"borders": [0, 60]}, "borders: .*a cache given"),
+        ({"row_chunk": 8}, "none with a cache"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            model(tokens(), cache=model.new_cache(1, 60), **options)
+    with pytest.raises(ValueError, match="in one row without a cache; 2 rows"):
+        model(tokens().expand(2, -1), borders=[0, 60])
+
+
+def test_a_pieces_length_is_its_largest_position_and_one():
+    positions = torch.tensor([[0, 1, 90, 5, 0, 3, 0]])
+    assert piece_lengths(positions, [0, 4, 4, 6, 7]).tolist() == [[91, 91, 91, 91, 4, 4, 1]]
