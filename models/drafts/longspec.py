@@ -5,22 +5,25 @@ of the target's last layer, feed-forward; the target's LM head reads its output.
 alone, its own keys and values depend on token and position only, so serving projects them without running the block.
 Not here: beams and caches (infer/drafters/longspec.py), files (models/draft_folder.py), the authors' tensor names
 (longspec_published.py).
-Shapes: B rows, T tokens, D hidden, H query heads, K key/value heads, d head width, E draft vocabulary.
+Shapes: B rows, T tokens, D hidden, H query heads, K key/value heads, d head width, E draft vocabulary. In training N
+tokens of several pieces lie end to end, and the block runs for Q of them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from itertools import pairwise
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from longdraft.kernels.causal_attention import causal_attention
 from longdraft.kernels.linear import linear
 from longdraft.kernels.rotate import rotate
+from longdraft.kernels.segment_attention import Segment, segment_attention
 from longdraft.models.decoder import Decoder, DecoderConfig, Layer, Linear, RMSNorm
-from longdraft.models.rope import Rope, RopeConfig
+from longdraft.models.drafts.loss import DraftLoss, Part, draft_loss
+from longdraft.models.rope import Rope, RopeConfig, piece_lengths
 
 INIT_STD = 0.02
 # Fields that are the target's own.
@@ -81,7 +84,10 @@ class LongSpecConfig:
 
 
 class _Projection(Linear):
-    """The decoder's linear layer with its fast paths where nothing trains, plain PyTorch where the weight does."""
+    """The decoder's linear layer with its fast paths where it is frozen, plain PyTorch where it trains.
+
+    ZeRO-3 gathers a module's weights around its own call alone: nothing here reads another module's.
+    """
 
     def forward(
         self,
@@ -89,14 +95,68 @@ class _Projection(Linear):
         norm: RMSNorm | None = None,
         gated: bool = False,
         residual: Tensor | None = None,
+        first_row: int = 0,
     ) -> Tensor:
-        if not (torch.is_grad_enabled() and self.weight.requires_grad):
-            return super().forward(input, norm, gated, residual)
-        y = F.linear(input if norm is None else norm(input), self.weight, self.bias)
+        """As the decoder's; `first_row`: only the outputs from this one on."""
+        weight, bias = self.weight[first_row:], None if self.bias is None else self.bias[first_row:]
+        if not self.weight.requires_grad:
+            before = None if norm is None else (norm.weight, norm.eps)
+            return linear(input, weight, bias, norm=before, gated=gated, residual=residual)
+        y = F.linear(input if norm is None else norm(input), weight, bias)
         if gated:
             gate, up = y.chunk(2, -1)
             y = F.silu(gate) * up
         return y if residual is None else y + residual
+
+
+class Queries(NamedTuple):
+    """What the block runs for in training, from `plan_queries`.
+
+    `rows` int64 [Q], the tokens, None for all N. `in_window`, `in_target`: which of the draft's own and of the target's
+    keys these read. `borders`: where each piece starts, and at the end N.
+    """
+
+    rows: Tensor | None
+    in_window: list[Segment]
+    in_target: list[Segment]
+    borders: list[int]
+
+
+def plan_queries(
+    borders: Sequence[int], shifts: Sequence[int], window: int, ranges: Sequence[tuple[int, int]] | None = None
+) -> Queries:
+    """Token t of a piece reads tokens t - window .. t by self-attention, target keys up to t - j by cross-attention.
+
+    No query reads beyond its piece; where t - j lies before it the cross-attention gives zeros. Rows count, whatever
+    their positions. Level l of a tree is j = l, as the target has not seen the l tokens before it.
+
+    Args:
+        borders: where each piece starts, and at the end N.
+        shifts: the noise shift j >= 1 of each piece.
+        window: rows before its own that a query reads.
+        ranges: [start, stop) of the tokens to run for, in order, each within a piece; None: all.
+    Raises: ValueError for a shift below 1, another number of them than of pieces, or such a range.
+    """
+    if len(shifts) != len(borders) - 1 or min(shifts, default=1) < 1:
+        raise ValueError(f"shifts: {list(shifts)}; give one of at least 1 for each of {len(borders) - 1} pieces")
+    wanted = list(pairwise(borders)) if ranges is None else list(ranges)
+    in_window, in_target, done, last, piece = [], [], 0, 0, 0
+    for start, stop in wanted:
+        while piece + 1 < len(shifts) and start >= borders[piece + 1]:
+            piece += 1
+        first, shift = borders[piece], shifts[piece]
+        if not max(first, last) <= start <= stop <= borders[piece + 1]:
+            raise ValueError(
+                f"ranges: [{start}, {stop}) is out of order or crosses the border of its piece, [{first}, "
+                f"{borders[piece + 1]}); give ranges in order, each within one piece"
+            )
+        end, last = done + stop - start, stop
+        in_window.append(Segment(done, end, max(first, start - window), stop))
+        seeing = min(max(start, first + shift), stop)
+        in_target.append(Segment(done + seeing - start, end, first, max(first, stop - shift)))
+        done = end
+    rows = None if ranges is None else torch.cat([torch.arange(*r) for r in wanted] or [torch.empty(0).long()])
+    return Queries(rows, in_window, in_target, list(borders))
 
 
 class LongSpec(nn.Module):
@@ -194,19 +254,17 @@ class LongSpec(nn.Module):
         for ours, theirs in pairs:
             ours.copy_(theirs)
 
-    def tables(self, positions_BT: Tensor, prompt_lengths_B: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def tables(self, positions_BT: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """RoPE's cos and sin at these positions (int64, jumps allowed), in the draft's dtype.
 
-        prompt_lengths_B: of the slots in serving, None for whole rows; RoPE types that depend on the length ask for it.
+        lengths: as in `Rope`; RoPE types that depend on the length ask for it.
         """
-        return self.rope(positions_BT, prompt_lengths_B, self.self_o.weight.dtype)
+        return self.rope(positions_BT, lengths, self.self_o.weight.dtype)
 
-    @torch.no_grad()
     def self_kv(self, embeddings_BTD: Tensor, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Post-RoPE keys and values [B, T, K, d] of the self-attention, without running the block; no gradient."""
+        """Post-RoPE keys and values [B, T, K, d] of the self-attention, without running the block."""
         q_rows, kv_rows = self.cross_q.out_features, self.config.n_kv_heads * self.config.head_dim
-        weight, bias, norm = self.self_qkv.weight[q_rows:], self.self_qkv.bias[q_rows:], self.self_norm
-        kv = linear(embeddings_BTD, weight, bias, norm=(norm.weight, norm.eps))
+        kv = self.self_qkv(embeddings_BTD, self.self_norm, first_row=q_rows)
         k_BTKd = kv[..., :kv_rows].unflatten(-1, (-1, self.config.head_dim))
         return rotate(k_BTKd, *tables), kv[..., kv_rows:].unflatten(-1, (-1, self.config.head_dim))
 
@@ -236,45 +294,60 @@ class LongSpec(nn.Module):
         x_BTD = self.down(self.gate_up(x_BTD, self.mlp_norm, gated=True), residual=x_BTD)
         return x_BTD if self.final_norm is None else self.final_norm(x_BTD)
 
-    def forward(
+    def states(
         self,
-        embeddings_BTD: Tensor,
-        positions_BT: Tensor,
-        target_keys_BTKd: Tensor,
-        target_values_BTKd: Tensor,
-        shifts: Sequence[int],
+        embeddings_ND: Tensor,
+        positions_N: Tensor,
+        target_keys_NKd: Tensor,
+        target_values_NKd: Tensor,
+        queries: Queries,
     ) -> Tensor:
-        """Whole rows: what the LM head reads at every token, [B, T, D]. Token t's state proposes token t + 1.
-
-        Token t reads tokens t - window .. t of its own row by self-attention, and target keys 0 .. t - j by
-        cross-attention, zeros where t < j: the rows count, whatever their positions. Level l of a tree is j = l.
+        """Whole pieces: what the LM head reads at every query, [Q, D]. Token t's state proposes token t + 1.
 
         Args:
-            embeddings_BTD: the target's embeddings of the tokens, in the draft's dtype.
-            positions_BT: int64; Anchor-Offset positions may jump.
-            target_keys_BTKd, target_values_BTKd: last layer's post-RoPE K and V of a target pass over the same rows and
+            embeddings_ND: the target's embeddings of the tokens, in the draft's dtype.
+            positions_N: int64; Anchor-Offset positions may jump.
+            target_keys_NKd, target_values_NKd: last layer's post-RoPE K and V of a target pass over the same pieces and
                 positions.
-            shifts: the noise shift j >= 1 of each row.
+            queries: from `plan_queries`.
         """
-        if len(shifts) != len(embeddings_BTD) or min(shifts) < 1:
-            raise ValueError(f"shifts: {list(shifts)}; give one of at least 1 for each of {len(embeddings_BTD)} rows")
+        x_1ND, positions_1N, rows = embeddings_ND[None], positions_N[None], queries.rows
+        lengths = piece_lengths(positions_1N, queries.borders) if self.rope.length_dependent else None
+        tables = self.tables(positions_1N, lengths)
+        own_kv = None
+        if rows is not None:
+            own_kv = self.self_kv(x_1ND, tables)
+            x_1ND, tables = x_1ND[:, rows], (tables[0][:, rows], tables[1][:, rows])
 
         def attend_self(q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor) -> Tensor:
-            return causal_attention(q_BTHd, k_BTKd, v_BTKd, self.config.window + 1)
+            keys_1NKd, values_1NKd = own_kv or (k_BTKd, v_BTKd)
+            window = self.config.window + 1  # with the query's own
+            return segment_attention(q_BTHd[0], keys_1NKd[0], values_1NKd[0], queries.in_window, window)[None]
 
         def attend_cross(q_BTHd: Tensor) -> Tensor:
-            kv = zip(q_BTHd, target_keys_BTKd, target_values_BTKd, shifts, strict=True)
-            return torch.stack([shifted_attention(*row) for row in kv])
+            return segment_attention(q_BTHd[0], target_keys_NKd, target_values_NKd, queries.in_target)[None]
 
-        return self.block(embeddings_BTD, self.tables(positions_BT), attend_self, attend_cross)
+        return self.block(x_1ND, tables, attend_self, attend_cross)[0]
 
+    def forward(
+        self,
+        embeddings_ND: Tensor,
+        positions_N: Tensor,
+        target_keys_NKd: Tensor,
+        target_values_NKd: Tensor,
+        queries: Queries,
+        parts: Sequence[Part],
+        lm_head_VD: Tensor,
+        count_ranks: bool,
+    ) -> DraftLoss:
+        """The training loss of the queries' states (see `states`), a part for each noise shift.
 
-def shifted_attention(q_THd: Tensor, keys_TKd: Tensor, values_TKd: Tensor, shift: int) -> Tensor:
-    """Query t reads keys 0 .. t - shift of its row, zeros where t < shift: [T, H, d].
-
-    Queries from `shift` on against all but the last `shift` keys is plain causal attention: no mask (LongSpec, 3.3).
-    """
-    if shift >= len(q_THd):
-        return torch.zeros_like(q_THd)
-    rows = q_THd[None, shift:], keys_TKd[None, :-shift], values_TKd[None, :-shift]
-    return F.pad(causal_attention(*rows)[0], (0, 0, 0, 0, shift, 0))
+        Args:
+            parts: rows of the Q states; labels are draft tokens, so numbers below `draft_vocab_size` where it is set.
+            lm_head_VD: the target's frozen LM head.
+            count_ranks: also count the labels among the first candidates.
+        """
+        states_QD = self.states(embeddings_ND, positions_N, target_keys_NKd, target_values_NKd, queries)
+        if self.token_ids is not None:
+            lm_head_VD = lm_head_VD[self.token_ids]
+        return draft_loss([states_QD] * len(parts), parts, lm_head_VD, count_ranks)

@@ -3,16 +3,17 @@
 The heads are independent: h_i = h + SiLU(W_i h) on the target's post-norm state, read by the target's own LM head,
 where Medusa trains an LM head for each. With h from position t, head i proposes the token at t + 1 + i, as TokenSwift's
 do, so labels and loss are shared. Not here: decoding (infer/drafters/medusa.py), files (models/draft_folder.py).
-Shapes: B rows, T positions, D hidden, V vocabulary, I heads; ... any leading shape.
+Shapes: N tokens, D hidden, V vocabulary; ... any leading shape.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from longdraft.models.drafts.tokenswift import HeadsLoss, heads_loss
+from longdraft.models.drafts.loss import DraftLoss, Part, draft_loss
 
 
 @dataclass(frozen=True)
@@ -60,13 +61,6 @@ class Medusa(nn.Module):
         """The target's post-norm state [..., D] to what its LM head reads for head 1..I, each [..., D]."""
         return [hidden + F.silu(proj(hidden)) for proj in self.proj]
 
-    def forward(self, hidden_BTD: Tensor, labels_BTI: Tensor, lm_head_VD: Tensor, count_ranks: bool) -> HeadsLoss:
-        """Cross-entropy of every head against hard labels (`chain_labels`), summed over the labels.
-
-        Args:
-            hidden_BTD: the target's post-norm state, without gradient.
-            labels_BTI: int64; head i's label is in column i - 1, IGNORE where there is none.
-            lm_head_VD: the target's frozen LM head.
-            count_ranks: also count the labels among each head's first RANKS candidates.
-        """
-        return heads_loss(self.states(hidden_BTD), labels_BTI, lm_head_VD, count_ranks)
+    def forward(self, hidden_ND: Tensor, parts: Sequence[Part], lm_head_VD: Tensor, count_ranks: bool) -> DraftLoss:
+        """The training loss, a part for each head; as TokenSwift's, with the target's post-norm state."""
+        return draft_loss(self.states(hidden_ND), parts, lm_head_VD, count_ranks)

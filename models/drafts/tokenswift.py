@@ -6,20 +6,18 @@ h_i = h_{i-1} + W_i RMSNorm_in_i(h_{i-1}) and reads it with the target's LM head
 h_i = h_{i-1} + SiLU(W_i h_{i-1}) on the target's post-norm state, a form that Medusa servers can load. With h_0 from
 position t, head i proposes the token at t + 1 + i. Not here: trees and decoding (infer/drafters/tokenswift.py), files
 (models/draft_folder.py).
-Shapes: B rows, T positions, D hidden, V vocabulary, I heads, K ranks counted; ... any leading shape.
+Shapes: N tokens, D hidden, V vocabulary; ... any leading shape.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from longdraft.kernels.linear_cross_entropy import linear_cross_entropy
+from longdraft.models.drafts.loss import DraftLoss, Part, draft_loss
 
-IGNORE = -100
-RANKS = 3
 KINDS = {"linear_chain": frozenset({"pre_norm"}), "silu_chain": frozenset({"post_norm"})}
 OUT_NORM_INITS = ("ones", "target")
 
@@ -53,16 +51,6 @@ class TokenSwiftConfig:
             raise ValueError(f"draft.n_heads: {self.n_heads}, but at least 1 head is needed")
         if self.init_std < 0:
             raise ValueError(f"draft.init_std: {self.init_std} is negative; give 0 or more, the paper's is 0.02")
-
-
-class HeadsLoss(NamedTuple):
-    """`sums` fp32 [I], differentiable: each head's summed cross-entropy; `n_labels` int64 [I]: over how many labels;
-    `rank_counts` int64 [I, K] of `n_ranked` int64 [I]: labels by their rank among the head's logits."""
-
-    sums: Tensor
-    n_labels: Tensor
-    rank_counts: Tensor
-    n_ranked: Tensor
 
 
 class TokenSwift(nn.Module):
@@ -110,50 +98,13 @@ class TokenSwift(nn.Module):
                 states.append(hidden)
         return states
 
-    def forward(self, hidden_BTD: Tensor, labels_BTI: Tensor, lm_head_VD: Tensor, count_ranks: bool) -> HeadsLoss:
-        """Cross-entropy of every head against hard labels (`chain_labels`), summed over the labels.
+    def forward(self, hidden_ND: Tensor, parts: Sequence[Part], lm_head_VD: Tensor, count_ranks: bool) -> DraftLoss:
+        """The training loss, a part for each head.
 
         Args:
-            hidden_BTD: the target's state that `needs` names, without gradient.
-            labels_BTI: int64; head i's label is in column i - 1, IGNORE where there is none.
+            hidden_ND: the target's state that `needs` names, without gradient.
+            parts: head i's are `ahead` by i + 1 (models/drafts/loss.py).
             lm_head_VD: the target's frozen LM head.
-            count_ranks: also count the labels among each head's first RANKS candidates.
+            count_ranks: also count the labels among each head's first candidates.
         """
-        return heads_loss(self.states(hidden_BTD), labels_BTI, lm_head_VD, count_ranks)
-
-
-def heads_loss(states: list[Tensor], labels_BTI: Tensor, lm_head_VD: Tensor, count_ranks: bool) -> HeadsLoss:
-    """The loss of heads that end in the target's LM head, from what it reads for each, [B, T, D]."""
-    parts = [
-        linear_cross_entropy(
-            state_BTD.flatten(0, 1),
-            lm_head_VD,
-            labels_BTI[..., i].flatten(),
-            ignore_index=IGNORE,
-            top_k=RANKS if count_ranks else 0,
-        )
-        for i, state_BTD in enumerate(states)
-    ]
-    return HeadsLoss(*(torch.stack(field) for field in zip(*parts, strict=True)))
-
-
-def chain_labels(tokens_BT: Tensor, pieces_BT: Tensor, supervised_BT: Tensor, n_heads: int) -> Tensor:
-    """Labels of the chained heads: at position t, head i = 1..I predicts token t + 1 + i.
-
-    Args:
-        tokens_BT: token ids.
-        pieces_BT: int64 number of the document piece that a position belongs to; negative on padding.
-        supervised_BT: bool; tokens that may be a label.
-
-    Returns:
-        int64 [B, T, I]; IGNORE where token t + 1 + i lies outside the row or in another piece, or is not supervised.
-    """
-    labels_BTI = tokens_BT.new_full((*tokens_BT.shape, n_heads), IGNORE, dtype=torch.int64)
-    for i in range(1, n_heads + 1):
-        shift = i + 1
-        if shift >= tokens_BT.shape[1]:
-            break
-        same = (pieces_BT[:, shift:] == pieces_BT[:, :-shift]) & (pieces_BT[:, shift:] >= 0)
-        counted = same & supervised_BT[:, shift:].bool()
-        labels_BTI[:, :-shift, i - 1] = tokens_BT[:, shift:].long().masked_fill(~counted, IGNORE)
-    return labels_BTI
+        return draft_loss(self.states(hidden_ND), parts, lm_head_VD, count_ranks)

@@ -17,7 +17,7 @@ from longdraft.infer.tree import PAD, TokenTree
 from longdraft.infer.verify import Verdict
 from longdraft.infer.window_cache import SLACK
 from longdraft.kernels.gumbel import gumbel_noise
-from longdraft.models.drafts.longspec import LongSpec, LongSpecConfig
+from longdraft.models.drafts.longspec import LongSpec, LongSpecConfig, plan_queries
 from longdraft.models.drafts.medusa import Medusa, MedusaConfig
 
 VOCAB, WINDOW = 61, 8
@@ -109,11 +109,12 @@ class Bench:
 
 
 def truth(target, draft, path, level) -> torch.Tensor:
-    """Logits behind a path, by the network over the whole row."""
-    tokens = torch.tensor([path])
-    keys, values = target.model(tokens, needs={"last_kv"}).last_kv
-    positions = torch.arange(len(path))[None]
-    state = draft(target.model.embed_tokens(tokens), positions, keys, values, [level])[0, -1]
+    """Logits behind a path, by the network's training form over the whole row."""
+    tokens = torch.tensor(path)
+    keys, values = target.model(tokens[None], needs={"last_kv"}).last_kv
+    queries = plan_queries([0, len(path)], [level], draft.config.window)
+    embeddings, positions = target.model.embed_tokens(tokens), torch.arange(len(path))
+    state = draft.states(embeddings, positions, keys[0], values[0], queries)[-1]
     head = target.model.lm_head.weight
     return (head if draft.token_ids is None else head[draft.token_ids]) @ state
 

@@ -1,17 +1,23 @@
-"""LongSpec's block: every row against attention written out, windows, noise shifts, initialisation, gradients."""
+"""LongSpec's block: every row against attention written out, pieces, windows, noise shifts, subsets of queries,
+initialisation, gradients."""
 
 import json
 from dataclasses import asdict, replace
+from itertools import pairwise
+from typing import NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
-from longdraft.models.drafts.longspec import LongSpec, LongSpecConfig
+from longdraft.models.drafts.longspec import LongSpec, LongSpecConfig, Queries, plan_queries
+from longdraft.models.drafts.loss import Part, ahead
 from longdraft.models.hf import build_decoder
 
 SHAPES = {"mha": {"n_heads": 4, "n_kv_heads": 4}, "gqa": {"n_heads": 8, "n_kv_heads": 2, "head_dim": 16}}
-T = 23
+# Three pieces, each with its own noise shift, one of them shorter than it.
+BORDERS, SHIFTS = [0, 11, 14, 37], [1, 5, 3]
 
 
 @pytest.fixture(params=SHAPES)
@@ -19,9 +25,9 @@ def target(request, tiny_target):
     return tiny_target(**SHAPES[request.param])
 
 
-def drafted(target, std=0.25, **options) -> LongSpec:
+def drafted(target, std=0.25, token_ids=None, **options) -> LongSpec:
     """A draft with weights wide enough to matter, biases and norms too."""
-    draft = LongSpec(LongSpecConfig.for_target(target.model.config, **options))
+    draft = LongSpec(LongSpecConfig.for_target(target.model.config, **options), token_ids_E=token_ids)
     generator = torch.Generator().manual_seed(11)
     with torch.no_grad():
         for name, parameter in draft.named_parameters():
@@ -29,13 +35,34 @@ def drafted(target, std=0.25, **options) -> LongSpec:
     return draft
 
 
-def rows_of(target, batch=2, offset=0, seed=5):
-    """Tokens, their embeddings, Anchor-Offset positions (4 sinks, the rest shifted) and the target's last K and V."""
+class Row(NamedTuple):
+    """What the block is given: pieces end to end."""
+
+    embeddings: Tensor
+    positions: Tensor
+    keys: Tensor
+    values: Tensor
+
+    def piece(self, start: int, stop: int) -> "Row":
+        return Row(*(x[start:stop] for x in self))
+
+    def to(self, dtype: torch.dtype) -> "Row":
+        return Row(*(x.to(dtype) if x.is_floating_point() else x for x in self))
+
+
+def row_of(target, borders=BORDERS, offset=0, seed=5) -> Row:
+    """Random tokens, their embeddings, Anchor-Offset positions (2 sinks a piece, the rest shifted, each piece further)
+    and the target's last K and V."""
     model = target.model
-    tokens = torch.randint(model.config.vocab_size, (batch, T), generator=torch.Generator().manual_seed(seed))
-    positions = (torch.arange(T) + offset * (torch.arange(T) >= 4)).expand(batch, T)
-    keys, values = model(tokens, positions_BT=positions, needs={"last_kv"}).last_kv
-    return model.embed_tokens(tokens), positions, keys, values
+    tokens = torch.randint(model.config.vocab_size, (borders[-1],), generator=torch.Generator().manual_seed(seed))
+    parts = [torch.arange(stop - start) for start, stop in pairwise(borders)]
+    positions = torch.cat([part + (offset + 7 * i) * bool(offset) * (part >= 2) for i, part in enumerate(parts)])
+    output = model(tokens[None], positions_BT=positions[None], borders=borders, needs={"last_kv"})
+    return Row(model.embed_tokens(tokens).detach(), positions, *(x[0] for x in output.last_kv))
+
+
+def planned(draft, borders=BORDERS, shifts=SHIFTS, ranges=None) -> Queries:
+    return plan_queries(borders, shifts, draft.config.window, ranges)
 
 
 def rotated(x_Hd, position, config):
@@ -83,13 +110,13 @@ def row_by_row(draft, embeddings_TD, positions_T, keys_TKd, values_TKd, shift):
 @pytest.mark.parametrize("offset", [0, 90])
 @pytest.mark.parametrize("window", [1, 8, 512])
 def test_every_row_is_the_formula(target, window, offset):
-    """With a jump in the positions, too: rows, not positions, count for the window and the shift."""
+    """Of every piece, with jumps in the positions, too: rows, not positions, count for the window and the shift."""
     draft = drafted(target, window=window, final_norm=window == 8)
-    inputs = rows_of(target, offset=offset)
-    out = draft(*inputs, shifts=[1, 5])
-    for row, shift in enumerate((1, 5)):
-        expected = row_by_row(draft, *(x[row] for x in inputs), shift)
-        torch.testing.assert_close(out[row], expected, rtol=1e-4, atol=1e-4)
+    row = row_of(target, offset=offset)
+    out = draft.states(*row, planned(draft))
+    for (start, stop), shift in zip(pairwise(BORDERS), SHIFTS, strict=True):
+        expected = row_by_row(draft, *row.piece(start, stop), shift)
+        torch.testing.assert_close(out[start:stop], expected, rtol=1e-4, atol=1e-4)
 
 
 def test_a_window_of_512_is_513_keys_with_its_own(target):
@@ -97,27 +124,149 @@ def test_a_window_of_512_is_513_keys_with_its_own(target):
     draft = drafted(target)
     assert draft.config.window == 512
     torch.manual_seed(0)
-    x, positions = torch.randn(1, 514, 32), torch.arange(514)[None]
-    none = torch.zeros(1, 514, draft.config.n_kv_heads, draft.config.head_dim)
-    out = draft(x, positions, none, none, [514])[0, -1]
-    for row, seen in ((0, False), (1, True)):
-        changed = x.clone()
-        changed[0, row] += 1.0
-        assert torch.equal(draft(changed, positions, none, none, [514])[0, -1], out) is not seen
+    none = torch.zeros(514, draft.config.n_kv_heads, draft.config.head_dim)
+    row, queries = Row(torch.randn(514, 32), torch.arange(514), none, none), planned(draft, [0, 514], [514])
+    out = draft.states(*row, queries)[-1]
+    for token, seen in ((0, False), (1, True)):
+        changed = row.embeddings.clone()
+        changed[token] += 1.0
+        assert torch.equal(draft.states(changed, *row[1:], queries)[-1], out) is not seen
+
+
+def may_read(window: int) -> tuple[Tensor, Tensor]:
+    """Bool [N, N]: whose embedding, and whose target key, each token's state depends on, by the definition."""
+    n = BORDERS[-1]
+    embeddings, keys = torch.zeros(n, n, dtype=torch.bool), torch.zeros(n, n, dtype=torch.bool)
+    for (start, stop), shift in zip(pairwise(BORDERS), SHIFTS, strict=True):
+        for t in range(start, stop):
+            embeddings[t, max(start, t - window) : t + 1] = True
+            keys[t, start : max(start, t - shift + 1)] = True
+    return embeddings, keys
+
+
+def test_a_token_depends_on_what_it_may_read_and_on_nothing_else(target):
+    """Change one embedding, or one key with its value, at a time and see whose bits change."""
+    draft, row = drafted(target, window=4), row_of(target)
+    queries, (of_embeddings, of_keys) = planned(draft), may_read(4)
+    with torch.no_grad():
+        before = draft.states(*row, queries)
+        for names, readers in ((["embeddings"], of_embeddings), (["keys", "values"], of_keys)):
+            for token in range(BORDERS[-1]):
+                changed = {name: getattr(row, name).clone() for name in names}
+                for x in changed.values():
+                    x[token] += 1.0
+                after = draft.states(*row._replace(**changed), queries)
+                assert torch.equal((after != before).any(1), readers[:, token]), (names, token)
+
+
+def test_what_a_query_may_not_read_may_be_anything(target):
+    """Each token run alone, with NaN wherever it may not look: other pieces, later tokens, target keys beyond t - j,
+    embeddings before the window."""
+    draft, row = drafted(target, window=4), row_of(target)
+    whole, (of_embeddings, of_keys) = draft.states(*row, planned(draft)), may_read(4)
+    for token in range(BORDERS[-1]):
+        poisoned = row._replace(
+            embeddings=row.embeddings.masked_fill(~of_embeddings[token][:, None], torch.nan),
+            keys=row.keys.masked_fill(~of_keys[token][:, None, None], torch.nan),
+            values=row.values.masked_fill(~of_keys[token][:, None, None], torch.nan),
+        )
+        state = draft.states(*poisoned, planned(draft, ranges=[(token, token + 1)]))
+        torch.testing.assert_close(state[0], whole[token], rtol=1e-5, atol=1e-5)
 
 
 def test_rows_before_the_shift_get_nothing_from_the_target(target):
-    """A shift beyond the row is a draft without cross-attention, whatever the target's values."""
-    draft, (x, positions, keys, values) = drafted(target), rows_of(target)
-    shifted = draft(x, positions, keys, values, [3, T + 4])
-    blind = draft(x, positions, torch.full_like(keys, torch.nan), torch.full_like(values, torch.nan), [T, T])
-    assert torch.equal(shifted[0, :3], blind[0, :3]) and torch.equal(shifted[1], blind[1])
-    assert not torch.equal(shifted[0, 3], blind[0, 3])
+    """A shift beyond the piece is a draft without cross-attention, whatever the target's values."""
+    draft, row = drafted(target), row_of(target)
+    shifted = draft.states(*row, planned(draft))
+    nothing = [torch.full_like(x, torch.nan) for x in (row.keys, row.values)]
+    blind = draft.states(*row[:2], *nothing, planned(draft, shifts=[11, 3, 40]))
+    assert torch.equal(shifted[14:17], blind[14:17]) and torch.equal(shifted[11:14], blind[11:14])
+    assert not torch.equal(shifted[17], blind[17]) and bool(blind.isfinite().all())
+
+
+RANGES = {
+    "blocks": [(0, 4), (4, 9), (13, 14), (20, 37)],
+    "one piece": [(11, 14)],
+    "single tokens": [(t, t + 1) for t in range(0, 37, 5)],
+    "all": [(0, 11), (11, 14), (14, 30), (30, 37)],
+    "empty ones": [(0, 0), (3, 5), (11, 11), (37, 37)],
+}
+
+
+@pytest.mark.parametrize("ranges", RANGES)
+@pytest.mark.parametrize("restricted", [False, True])
+def test_a_subset_of_queries_is_the_whole_row_at_these(target, ranges, restricted):
+    """The states, and the gradient of a loss on them; of a restricted vocabulary's, too."""
+    ids = torch.arange(5, 40) if restricted else None
+    draft = drafted(target, window=4, final_norm=True, draft_vocab_size=35 if restricted else None, token_ids=ids)
+    row, head = row_of(target, offset=20), target.model.lm_head.weight
+    queries = planned(draft, ranges=RANGES[ranges])
+    rows = torch.cat([torch.arange(*span) for span in RANGES[ranges]])
+    assert torch.equal(queries.rows, rows)
+    whole, some = draft.states(*row, planned(draft)), draft.states(*row, queries)
+    torch.testing.assert_close(some, whole[rows], rtol=1e-5, atol=1e-5)
+    labels = torch.randint(35, (len(rows),), generator=torch.Generator().manual_seed(1))
+    gradients = []
+    for plan, part in ((planned(draft), Part(rows, labels)), (queries, Part(torch.arange(len(rows)), labels))):
+        draft.zero_grad()
+        draft(*row, plan, [part], head, False).sums.sum().backward()
+        gradients.append([parameter.grad.clone() for parameter in draft.parameters()])
+    for ours, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def losses_and_gradients(draft, row, borders, shifts, tokens, head):
+    """By noise shift, as the trainer counts them: the parts' loss, and the gradient of their sum."""
+    draft.zero_grad()
+    labels = ahead(tokens, torch.ones(len(tokens), dtype=torch.bool), borders, 1)
+    sizes = torch.tensor(borders).diff()
+    shift_N = torch.tensor(shifts).repeat_interleave(sizes)
+    parts = [Part(*(x[shift_N[labels.rows] == shift] for x in labels)) for shift in (1, 2, 3, 4, 5)]
+    loss = draft(*row, plan_queries(borders, shifts, draft.config.window), parts, head, True)
+    loss.sums.sum().backward()
+    return loss, [parameter.grad.clone() for parameter in draft.parameters()]
+
+
+def test_three_packed_pieces_are_the_three_alone(target):
+    """Target and draft, losses, ranks and gradients."""
+    draft, head = drafted(target, window=4, final_norm=True), target.model.lm_head.weight
+    tokens = torch.randint(97, (37,), generator=torch.Generator().manual_seed(5))
+    packed, gradient = losses_and_gradients(draft, row_of(target), BORDERS, SHIFTS, tokens, head)
+    alone = []
+    for (start, stop), shift in zip(pairwise(BORDERS), SHIFTS, strict=True):
+        part = tokens[start:stop]
+        output = target.model(part[None], needs={"last_kv"})
+        row = Row(target.model.embed_tokens(part), torch.arange(len(part)), *(x[0] for x in output.last_kv))
+        alone.append(losses_and_gradients(draft, row, [0, len(part)], [shift], part, head))
+    torch.testing.assert_close(packed.sums, sum(loss.sums for loss, _ in alone), rtol=1e-5, atol=1e-5)
+    assert packed.n_labels.tolist() == [10, 0, 22, 0, 2]
+    for field in ("n_labels", "rank_counts", "n_ranked"):
+        assert torch.equal(getattr(packed, field), sum(getattr(loss, field) for loss, _ in alone))
+    for together, *apart in zip(gradient, *(gradients for _, gradients in alone), strict=True):
+        torch.testing.assert_close(together, sum(apart), rtol=1e-4, atol=1e-5)
+
+
+def test_loss_is_the_cross_entropy_of_the_states(target):
+    """Over the whole vocabulary with the target's ids, over a restricted one with the draft's own and the head's rows
+    of these."""
+    tokens, head = torch.randint(35, (37,), generator=torch.Generator().manual_seed(5)), target.model.lm_head.weight
+    labels = ahead(tokens, torch.ones(37, dtype=torch.bool), BORDERS, 1)
+    parts = [Part(labels.rows[:20], labels.labels[:20]), Part(labels.rows[20:], labels.labels[20:])]
+    ids = torch.randperm(97, generator=torch.Generator().manual_seed(2))[:35]
+    for token_ids, rows in ((None, head), (ids, head[ids])):
+        draft = drafted(target, draft_vocab_size=None if token_ids is None else 35, token_ids=token_ids)
+        row = row_of(target)
+        loss = draft(*row, planned(draft), parts, head, True)
+        logits = draft.states(*row, planned(draft)) @ rows.T
+        for i, part in enumerate(parts):
+            expected = F.cross_entropy(logits[part.rows], part.labels, reduction="sum")
+            torch.testing.assert_close(loss.sums[i], expected, rtol=1e-5, atol=1e-5)
 
 
 def test_keys_and_values_depend_on_token_and_position_alone(target):
     """`self_kv` gives what the block attends to, so that serving never runs the block over a prompt."""
-    draft, (x, positions, *_) = drafted(target, window=8), rows_of(target)
+    draft, row = drafted(target, window=8), row_of(target)
+    x, positions = row.embeddings[None], row.positions[None]
     seen = []
 
     def attend(q, k, v):
@@ -192,23 +341,56 @@ def test_what_starts_from_the_target_needs_it(tiny_target):
     LongSpec(config)  # for weights read from a file
 
 
+@pytest.mark.parametrize("subset", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gradients_reach_every_weight(target, dtype):
+def test_gradients_reach_every_weight_and_nothing_of_the_target(target, dtype, subset):
     """bf16, too: the frozen layers' fast paths, which know no gradient of a weight, are left alone."""
-    draft = drafted(target, std=0.1, final_norm=True).to(dtype)
-    inputs = [x.to(dtype) if x.is_floating_point() else x for x in rows_of(target)]
-    draft(*inputs, shifts=[1, 4]).float().square().mean().backward()
+    draft, head = drafted(target, std=0.1, final_norm=True).to(dtype), target.model.lm_head.weight.detach().to(dtype)
+    row = row_of(target).to(dtype)
+    head.requires_grad_()
+    part = Part(torch.arange(9), torch.arange(9))
+    loss = draft(*row, planned(draft, ranges=[(3, 9), (30, 37)] if subset else None), [part], head, True)
+    loss.sums.sum().backward()
     for name, parameter in draft.named_parameters():
         assert parameter.grad is not None and bool(parameter.grad.isfinite().all()), name
         assert float(parameter.grad.abs().sum()) > 0, name
+    assert head.grad is None and not any(x.requires_grad for x in row)
+    assert all(parameter.grad is None for parameter in target.model.parameters())
 
 
-def test_training_and_serving_compute_the_same(target):
-    draft, inputs = drafted(target), rows_of(target)
-    trained = draft(*inputs, shifts=[1, 2])
-    assert trained.requires_grad
-    with torch.no_grad():
-        torch.testing.assert_close(draft(*inputs, shifts=[1, 2]), trained, rtol=1e-6, atol=1e-6)
+def test_every_weight_has_a_gradient_where_nothing_reads_the_target(target):
+    """A pass of pieces that are all shorter than their shifts: zeros, as ranks that share a weight all need one."""
+    draft, row = drafted(target), row_of(target)
+    part = Part(torch.arange(9), torch.arange(9))
+    draft(*row, planned(draft, shifts=[11, 3, 40]), [part], target.model.lm_head.weight, False).sums.sum().backward()
+    for name, parameter in draft.named_parameters():
+        assert parameter.grad is not None and bool(parameter.grad.any()) is ("cross" not in name), name
+
+
+@pytest.mark.parametrize("ranges", [None, [(2, 9), (11, 14)]])
+def test_without_gradients_the_same_and_nothing_is_kept(target, ranges):
+    """The frozen layers' fast paths are taken then."""
+    draft, row = drafted(target), row_of(target)
+    queries, kept = planned(draft, ranges=ranges), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        with torch.no_grad():
+            without = draft.states(*row, queries)
+        assert not kept and not without.requires_grad
+        trained = draft.states(*row, queries)
+    assert kept and trained.requires_grad
+    torch.testing.assert_close(without, trained, rtol=1e-6, atol=1e-6)
+
+
+def test_rope_that_depends_on_the_length_goes_by_the_piece(tiny_target):
+    """A short piece packed behind a long one has the table of its own length."""
+    target = tiny_target(rope={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}, max_positions=16)
+    draft, row = drafted(target), row_of(target)
+    out = draft.states(*row, planned(draft))
+    for (start, stop), shift in zip(pairwise(BORDERS), SHIFTS, strict=True):
+        alone = draft.states(*row.piece(start, stop), planned(draft, [0, stop - start], [shift]))
+        torch.testing.assert_close(out[start:stop], alone, rtol=1e-5, atol=1e-5)
+    tables = draft.tables(row.positions[None]), draft.tables(torch.arange(11)[None])
+    assert not torch.equal(tables[0][0][:, :11], tables[1][0])  # without pieces, the longest decides
 
 
 def test_restricted_vocabulary_is_a_buffer(tiny_target):
@@ -247,8 +429,18 @@ def test_config_says_what_is_wrong(tiny_target, field, value, message):
         LongSpecConfig(**(good | {field: value}))
 
 
-def test_shifts_must_be_one_a_row_and_positive(target):
-    draft, inputs = drafted(target), rows_of(target)
-    for shifts in ([1], [0, 1]):
-        with pytest.raises(ValueError, match="shifts"):
-            draft(*inputs, shifts=shifts)
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"shifts": [1, 2]}, r"shifts: \[1, 2\]; give one of at least 1 for each of 3 pieces"),
+        ({"shifts": [1, 0, 2]}, r"shifts: \[1, 0, 2\]"),
+        ({"ranges": [(0, 12)]}, r"ranges: \[0, 12\) .* crosses the border of its piece, \[0, 11\)"),
+        ({"ranges": [(20, 25), (15, 17)]}, r"ranges: \[15, 17\) is out of order"),
+        ({"ranges": [(20, 25), (24, 27)]}, r"ranges: \[24, 27\) is out of order"),
+        ({"ranges": [(5, 4)]}, r"ranges: \[5, 4\) is out of order"),
+        ({"ranges": [(30, 38)]}, r"ranges: \[30, 38\) .*; give ranges in order, each within one piece"),
+    ],
+)
+def test_queries_that_cannot_be_are_refused(given, message):
+    with pytest.raises(ValueError, match=message):
+        plan_queries(**({"borders": BORDERS, "shifts": SHIFTS, "window": 8} | given))

@@ -4,8 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from longdraft.models.drafts.loss import ahead
 from longdraft.models.drafts.medusa import Medusa, MedusaConfig
-from longdraft.models.drafts.tokenswift import TokenSwift, TokenSwiftConfig, chain_labels
+from longdraft.models.drafts.tokenswift import TokenSwift, TokenSwiftConfig
 
 D, V = 16, 50
 
@@ -43,14 +44,15 @@ def test_initialisation():
 
 
 def test_loss_is_the_cross_entropy_of_each_head_and_reaches_each():
-    draft, hidden, lm_head = heads(), draw(2, 9, D), draw(V, D, seed=3)
-    tokens = torch.randint(V, (2, 9), generator=torch.Generator().manual_seed(4))
-    labels = chain_labels(tokens, torch.zeros_like(tokens), torch.ones_like(tokens).bool(), 3)
-    loss = draft(hidden, labels, lm_head, count_ranks=True)
-    for i in range(3):
-        logits = (draft.states(hidden)[i] @ lm_head.T)[:, : 9 - (i + 2)]
-        expected = F.cross_entropy(logits.flatten(0, 1), tokens[:, i + 2 :].flatten(), reduction="sum")
-        torch.testing.assert_close(loss.sums[i], expected)
+    draft, hidden, lm_head = heads(), draw(18, D), draw(V, D, seed=3)
+    tokens = torch.randint(V, (18,), generator=torch.Generator().manual_seed(4))
+    parts = [ahead(tokens, torch.ones(18, dtype=torch.bool), [0, 9, 18], i + 1) for i in (1, 2, 3)]
+    loss = draft(hidden, parts, lm_head, count_ranks=True)
+    for i in (1, 2, 3):
+        rows = torch.tensor([*range(9 - 1 - i), *range(9, 18 - 1 - i)])
+        logits = draft.states(hidden)[i - 1][rows] @ lm_head.T
+        expected = F.cross_entropy(logits, tokens[rows + 1 + i], reduction="sum")
+        torch.testing.assert_close(loss.sums[i - 1], expected)
     assert loss.n_labels.tolist() == [14, 12, 10]
     loss.sums.sum().backward()
     assert all(float(parameter.grad.abs().sum()) > 0 for parameter in draft.parameters())

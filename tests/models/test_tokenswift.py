@@ -1,10 +1,11 @@
-"""The heads against the paper's formulas, their labels, their loss, their gradient along the chain."""
+"""The heads against the paper's formulas, their loss, their gradient along the chain."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from longdraft.models.drafts.tokenswift import IGNORE, TokenSwift, TokenSwiftConfig, chain_labels
+from longdraft.models.drafts.loss import ahead
+from longdraft.models.drafts.tokenswift import TokenSwift, TokenSwiftConfig
 
 D, V = 12, 31
 
@@ -82,60 +83,30 @@ def test_zero_weights_are_the_targets_own_prediction():
     assert all(torch.equal(state, hidden) for state in silu.states(hidden))
 
 
-def test_labels_shift_by_one_more_each_head_and_stay_within_the_piece():
-    tokens_BT = torch.arange(10, 20)[None]
-    pieces_BT = torch.tensor([[0, 0, 0, 0, 0, 1, 1, 1, 1, -1]])
-    supervised_BT = torch.ones(1, 10, dtype=torch.bool)
-    supervised_BT[0, 8] = False
-    labels_TI = chain_labels(tokens_BT, pieces_BT, supervised_BT, 3)[0]
-    x = IGNORE
-    assert labels_TI[:, 0].tolist() == [12, 13, 14, x, x, 17, x, x, x, x]
-    assert labels_TI[:, 1].tolist() == [13, 14, x, x, x, x, x, x, x, x]
-    assert labels_TI[:, 2].tolist() == [14, x, x, x, x, x, x, x, x, x]
-
-
-def test_labels_of_a_row_shorter_than_the_chain():
-    ones = torch.ones(2, 3, dtype=torch.int64)
-    labels_BTI = chain_labels(ones, ones, ones.bool(), 4)
-    assert labels_BTI.shape == (2, 3, 4) and (labels_BTI != IGNORE).sum() == 2  # head 1 at t = 0, in both rows
-
-
-def test_three_packed_pieces_have_the_labels_of_the_three_alone():
-    lengths = (7, 4, 9)
-    tokens_T = torch.randint(V, (sum(lengths),), generator=torch.Generator().manual_seed(3))
-    pieces_T = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))
-    packed = chain_labels(tokens_T[None], pieces_T[None], torch.ones(1, 20, dtype=torch.bool), 3)[0]
-    alone = [
-        chain_labels(part[None], torch.zeros_like(part)[None], torch.ones(1, len(part), dtype=torch.bool), 3)[0]
-        for part in tokens_T.split(lengths)
-    ]
-    assert torch.equal(packed, torch.cat(alone))
-
-
 def test_loss_is_each_heads_cross_entropy_and_gradient_flows_along_the_chain(kind):
+    """At token t head i proposes token t + 1 + i, in two pieces that lie end to end."""
     draft = heads(kind)
     generator = torch.Generator().manual_seed(2)
-    hidden_BTD = torch.randn(2, 9, D, generator=generator)
+    hidden_ND = torch.randn(18, D, generator=generator)
     lm_head_VD = torch.randn(V, D, generator=generator)
-    tokens_BT = torch.randint(V, (2, 9), generator=generator)
-    ones = torch.ones_like(tokens_BT)
-    labels_BTI = chain_labels(tokens_BT, ones, ones.bool(), 3)
-    out = draft(hidden_BTD, labels_BTI, lm_head_VD, True)
-    for i, state_BTD in enumerate(written_out(draft, hidden_BTD)):
-        logits_BTV = state_BTD[:, : 9 - 2 - i] @ lm_head_VD.T
-        expected = F.cross_entropy(logits_BTV.flatten(0, 1), tokens_BT[:, 2 + i :].flatten(), reduction="sum")
-        torch.testing.assert_close(out.sums[i], expected, rtol=1e-5, atol=1e-5)
-        assert out.n_labels[i] == out.n_ranked[i] == 2 * (9 - 2 - i)
-        ranks_N = (
-            (logits_BTV.argsort(-1, descending=True) == tokens_BT[:, 2 + i :, None]).flatten(0, 1).float().argmax(1)
+    tokens_N = torch.randint(V, (18,), generator=generator)
+    parts = [ahead(tokens_N, torch.ones(18, dtype=torch.bool), [0, 7, 18], i + 1) for i in (1, 2, 3)]
+    out = draft(hidden_ND, parts, lm_head_VD, True)
+    for i, state_ND in enumerate(written_out(draft, hidden_ND), start=1):
+        rows = [*range(7 - 1 - i), *range(7, 18 - 1 - i)]
+        logits, labels = state_ND[rows] @ lm_head_VD.T, tokens_N[[row + 1 + i for row in rows]]
+        torch.testing.assert_close(
+            out.sums[i - 1], F.cross_entropy(logits, labels, reduction="sum"), rtol=1e-5, atol=1e-5
         )
-        assert out.rank_counts[i].tolist() == [(ranks_N == k).sum() for k in range(3)]
+        assert out.n_labels[i - 1] == out.n_ranked[i - 1] == len(rows)
+        ranks = (logits.argsort(-1, descending=True) == labels[:, None]).float().argmax(1)
+        assert out.rank_counts[i - 1].tolist() == [(ranks == k).sum() for k in range(3)]
 
     out.sums[2].backward()  # the last head's loss alone reaches the first head
     first = draft.proj[0].weight.grad
     assert first is not None and first.abs().sum() > 0
     assert lm_head_VD.grad is None
-    assert draft(hidden_BTD, labels_BTI, lm_head_VD, False).rank_counts.shape == (3, 0)
+    assert draft(hidden_ND, parts, lm_head_VD, False).rank_counts.shape == (3, 0)
 
 
 @pytest.mark.parametrize(

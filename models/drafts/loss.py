@@ -1,0 +1,64 @@
+"""The loss that every draft trains on: hard labels in parts, through the target's frozen LM head.
+
+A part is what is counted apart: a head of TokenSwift or Medusa, a noise shift of LongSpec. Tokens lie end to end, N of
+them, in document pieces of their own; a label never lies in another piece than the token that it belongs to.
+Not here: networks (the methods' files), which rows make a step (train/batches.py).
+Shapes: N tokens, M labels of a part, D hidden, V vocabulary, P parts, K ranks counted.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from longdraft.kernels.linear_cross_entropy import linear_cross_entropy
+
+RANKS = 3
+
+
+class Part(NamedTuple):
+    """`rows` int64 [M]: the states that have a label; `labels` int64 [M]: their token ids."""
+
+    rows: Tensor
+    labels: Tensor
+
+
+class DraftLoss(NamedTuple):
+    """`sums` fp32 [P], differentiable: each part's summed cross-entropy; `n_labels` int64 [P]: over how many labels;
+    `rank_counts` int64 [P, K] of `n_ranked` int64 [P]: labels by their rank among the logits."""
+
+    sums: Tensor
+    n_labels: Tensor
+    rank_counts: Tensor
+    n_ranked: Tensor
+
+
+def draft_loss(states: Sequence[Tensor], parts: Sequence[Part], lm_head_VD: Tensor, count_ranks: bool) -> DraftLoss:
+    """Cross-entropy of every part, summed over its labels.
+
+    Args:
+        states: what the LM head reads for each part, [N, D].
+        lm_head_VD: the frozen LM head.
+        count_ranks: also count the labels among the first RANKS candidates.
+    """
+    losses = [
+        linear_cross_entropy(state_ND[part.rows], lm_head_VD, part.labels, top_k=RANKS if count_ranks else 0)
+        for state_ND, part in zip(states, parts, strict=True)
+    ]
+    return DraftLoss(*(torch.stack(field) for field in zip(*losses, strict=True)))
+
+
+def ahead(tokens_N: Tensor, supervised_N: Tensor, borders: Sequence[int], distance: int) -> Part:
+    """The part whose token t proposes token t + `distance`: all such pairs within a piece, the second supervised.
+
+    Args:
+        tokens_N: token ids. supervised_N: bool; tokens that may be a label.
+        borders: where each piece starts, and at the end N.
+    """
+    device, sizes_P = tokens_N.device, torch.tensor(borders).diff()
+    piece_ends_N = torch.tensor(borders[1:]).repeat_interleave(sizes_P).to(device)
+    t_N = torch.arange(len(tokens_N), device=device)
+    rows = t_N[t_N + distance < piece_ends_N]
+    rows = rows[supervised_N[rows + distance]]
+    return Part(rows, tokens_N[rows + distance].long())
