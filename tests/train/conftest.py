@@ -82,12 +82,12 @@ def config_file(tmp_path_factory, target_folder, data_folder) -> Path:
 
 
 @pytest.fixture(scope="session")
-def start_ranks(config_file) -> Callable[[int, Sequence[dict]], list[subprocess.Popen]]:
-    """`start_ranks(2, [{"train": [override, ...]}, ...])` starts that many ranks of ranks.py."""
+def start_ranks(config_file) -> Callable[..., list[subprocess.Popen]]:
+    """`start_ranks(2, [{"train": [override, ...]}, ...])` starts that many ranks of ranks.py, or of another script."""
 
-    def start(n_ranks: int, actions: Sequence[dict]) -> list[subprocess.Popen]:
+    def start(n_ranks: int, actions: Sequence[dict], script: str = "ranks.py") -> list[subprocess.Popen]:
         shared = {"WORLD_SIZE": str(n_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-        command = [sys.executable, str(Path(__file__).with_name("ranks.py")), str(config_file), json.dumps(actions)]
+        command = [sys.executable, str(Path(__file__).with_name(script)), str(config_file), json.dumps(actions)]
         return [
             subprocess.Popen(
                 command,

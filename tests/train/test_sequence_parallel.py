@@ -1,0 +1,122 @@
+"""One row over two ranks by Ulysses against the same row on one: real processes over gloo."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+
+from longdraft.models.hf import decoder_config
+from longdraft.train.sequence_parallel import check_heads
+
+VOCAB, DEGREE = 89, 2
+SIZES = dict(
+    vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=8, max_position_embeddings=16, tie_word_embeddings=False,
+)  # fmt: skip
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+TARGETS = {
+    "plain": (LlamaForCausalLM, LlamaConfig(**SIZES)),
+    "window": (MistralForCausalLM, MistralConfig(sliding_window=6, **SIZES)),
+    "dynamic": (LlamaForCausalLM, LlamaConfig(rope_parameters=DYNAMIC, **SIZES)),
+}
+
+
+def row(n: int, borders: list[int], positions: list[int] | None = None, row_chunk: int | None = None) -> dict:
+    tokens = [i * 37 % VOCAB for i in range(n)]
+    return {"tokens": tokens, "borders": borders, "positions": positions, "row_chunk": row_chunk}
+
+
+ROWS = {
+    "pieces across the split": row(24, [0, 5, 16, 24]),  # rows 12 and 13 are one piece's
+    "uneven, with jumps, in chunks": row(23, [0, 9, 23], [*range(9), *range(4), *range(40, 50)], row_chunk=5),
+    "one piece": row(33, [0, 33]),
+    "pieces that end at the split": row(10, [0, 5, 10], row_chunk=3),
+    "one token": row(1, [0, 1]),
+}
+CASES = {
+    "plain": {"folder": "plain", "stage": 0, "sequence": DEGREE},
+    "window": {"folder": "window", "stage": 0, "sequence": DEGREE},
+    "dynamic": {"folder": "dynamic", "stage": 0, "sequence": DEGREE},
+    "sharded": {"folder": "window", "stage": 3, "sequence": DEGREE},
+    "alone": {"folder": "window", "stage": 0, "sequence": 1},
+}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory, start_ranks, finish_ranks) -> dict[str, list]:
+    """By case, what each rank got."""
+    out: Path = tmp_path_factory.mktemp("sequence")
+    for name, (kind, config) in TARGETS.items():
+        model = kind(config)
+        generator = torch.Generator().manual_seed(5)
+        with torch.no_grad():
+            for parameter, weight in sorted(model.named_parameters()):
+                weight.normal_(1.0 if "norm" in parameter else 0.0, 0.2, generator=generator)
+        model.save_pretrained(out / name)
+    actions = [
+        case
+        | {
+            "folder": str(out / case["folder"]),
+            "dtype": "fp32",
+            "rows": list(ROWS.values()),
+            "out": str(out / f"case-{name}"),
+        }
+        for name, case in CASES.items()
+    ]
+    finish_ranks(start_ranks(2, actions, "ranks_target.py"))
+    return {name: [torch.load(out / f"case-{name}-{rank}.pt") for rank in range(2)] for name in CASES}
+
+
+def assert_same(got, expected, name: str) -> None:
+    """To 1e-6 of the largest value: a product of fewer rows is summed in another order."""
+    if isinstance(expected, tuple):
+        for one, other in zip(got, expected, strict=True):
+            assert_same(one, other, name)
+    elif expected is None:
+        assert got is None, name
+    else:
+        assert got.shape == expected.shape, name
+        if expected.numel():
+            error, largest = (got - expected).abs().max().item(), expected.abs().max().item()
+            assert error <= 1e-6 * max(1, largest), f"{name}: {error} of {largest}"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_ranks_together_give_what_one_gives(results, case):
+    """K and V of all tokens on every rank; hidden states and logits of each rank's own."""
+    degree = CASES[case]["sequence"]
+    for rank, result in enumerate(results[case]):
+        assert (result["rank"], result["size"]) == (rank % degree, degree)
+        assert len(result["passes"]) == 3 * len(ROWS)
+        for (start, stop), got, expected, gathered in result["passes"]:
+            for name, field in expected.items():
+                if name != "last_kv" and field is not None:
+                    field = field[:, start:stop]
+                assert_same(got[name], field, name)
+            if gathered is not None:
+                assert_same(gathered, expected["post_norm"], "post_norm, gathered")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_shares_cover_the_row_once(results, case):
+    n_ranks = CASES[case]["sequence"]
+    for index, asked in enumerate(ROWS.values()):
+        shares = [result["passes"][3 * index][0] for result in results[case][:n_ranks]]
+        assert [i for start, stop in shares for i in range(start, stop)] == list(range(len(asked["tokens"])))
+
+
+def test_a_wrong_neighbour_would_be_seen(results):
+    """What is compared depends on the tokens of the other rank: the window and the borders matter."""
+    plain, window = (results[case][1]["passes"][0][1]["pre_norm"] for case in ("plain", "window"))
+    assert (plain - window).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize(("n_heads", "n_kv_heads", "degree", "fitting"), [(4, 2, 4, "1, 2"), (12, 6, 4, "1, 2, 3, 6")])
+def test_heads_that_do_not_divide_are_named(n_heads, n_kv_heads, degree, fitting):
+    sizes = SIZES | {"hidden_size": 48, "num_attention_heads": n_heads, "num_key_value_heads": n_kv_heads}
+    config = decoder_config(LlamaConfig(**sizes))
+    with pytest.raises(ValueError, match=f"train.sequence_parallel: {degree} ranks .*one of {fitting}$") as error:
+        check_heads(config, degree)
+    assert f"n_heads = {n_heads} and n_kv_heads = {n_kv_heads}" in str(error.value)
+    check_heads(config, 2)

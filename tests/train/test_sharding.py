@@ -1,0 +1,135 @@
+"""The target under ZeRO-3 against the replicated one, on two ranks and on one: real processes over gloo."""
+
+import json
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from longdraft.models.hf import load_target
+
+N_LAYERS, VOCAB = 3, 97
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+CASES = [(1, "fp32"), (2, "fp32"), (2, "bf16")]
+ROWS = [
+    {"tokens": [i * 31 % VOCAB for i in range(24)], "borders": [0, 5, 16, 24], "positions": None, "row_chunk": None},
+    {
+        "tokens": [i * 17 % VOCAB for i in range(19)],
+        "borders": [0, 19],
+        "positions": [*range(4), *range(50, 65)],
+        "row_chunk": 7,
+    },
+]
+SLACK = 4096  # bytes of what is no weight: RoPE's tables
+
+
+def model_folder(folder: Path) -> Path:
+    """A Llama whose weights do not divide by two: norms of 33, so that shares are padded."""
+    sizes = dict(hidden_size=33, intermediate_size=96, num_attention_heads=3, num_key_value_heads=1, head_dim=8)
+    model = LlamaForCausalLM(
+        LlamaConfig(vocab_size=VOCAB, num_hidden_layers=N_LAYERS, tie_word_embeddings=False, **sizes)
+    )
+    generator = torch.Generator().manual_seed(11)
+    with torch.no_grad():
+        for name, weight in sorted(model.named_parameters()):
+            weight.normal_(1.0 if "norm" in name else 0.0, 0.2, generator=generator)
+    model.save_pretrained(folder)
+    words = Tokenizer(WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
+    return folder
+
+
+def misfit_folder(sound: Path, folder: Path) -> Path:
+    """One tensor too few, one too small."""
+    shutil.copytree(sound, folder)
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.layers.1.mlp.down_proj.weight"]
+    weights["model.layers.2.self_attn.k_proj.weight"] = torch.zeros(16, 32)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return model_folder(tmp_path_factory.mktemp("sharding") / "target")
+
+
+@pytest.fixture(scope="module")
+def results(folder, start_ranks, finish_ranks):
+    """`results(name, n_ranks)`: what each rank saved under that name."""
+    out = folder.parent
+    started = []
+    for n_ranks, dtypes in ((1, ["fp32"]), (2, ["fp32", "bf16"])):
+        actions = [
+            {kind: str(folder), "dtype": dtype, "out": str(out / f"{kind}-{dtype}-{n_ranks}"), "rows": ROWS}
+            for dtype in dtypes
+            for kind in ("weights", "pass")
+        ]
+        if n_ranks == 2:
+            misfit = misfit_folder(folder, out / "misfit")
+            actions.append({"error": str(misfit), "dtype": "fp32", "out": str(out / "error-fp32-2")})
+        started.append(start_ranks(n_ranks, actions, "ranks_target.py"))
+    for processes in started:
+        finish_ranks(processes)
+
+    def load(name: str, n_ranks: int) -> list:
+        return [torch.load(out / f"{name}-{n_ranks}-{rank}.pt") for rank in range(n_ranks)]
+
+    return load
+
+
+@pytest.mark.parametrize(("n_ranks", "dtype"), CASES)
+def test_gathered_weights_are_the_files(results, folder, n_ranks, dtype):
+    expected = dict(load_target(folder, DTYPES[dtype]).model.named_parameters())
+    for rank in results(f"weights-{dtype}", n_ranks):
+        assert rank["weights"].keys() == expected.keys()
+        for name, weight in expected.items():
+            assert torch.equal(rank["weights"][name], weight), name
+            assert rank["between"][name] == (0 if name.startswith("layers.") else weight.numel()), name
+
+
+@pytest.mark.parametrize(("n_ranks", "dtype"), CASES)
+def test_a_pass_gives_what_the_replicated_target_gives(results, n_ranks, dtype):
+    for rank in results(f"pass-{dtype}", n_ranks):
+        assert len(rank["outputs"]) == len(rank["expected"]) == 6
+        for got, expected in zip(rank["outputs"], rank["expected"], strict=True):
+            torch.testing.assert_close(got, expected, rtol=0, atol=0)
+        sharded, replicated = rank["fingerprints"]
+        assert sharded == replicated and sharded["tokenizer"] != "none"
+
+
+@pytest.mark.parametrize(("n_ranks", "dtype"), CASES)
+def test_no_rank_holds_more_than_its_share(results, folder, n_ranks, dtype):
+    """Before and after passes; during one, besides, one whole layer and the next on its way."""
+    model = load_target(folder, DTYPES[dtype]).model
+    size = DTYPES[dtype].itemsize
+    whole = size * sum(p.numel() for name, p in model.named_parameters() if not name.startswith("layers."))
+    layers = [[p.numel() for p in layer.parameters()] for layer in model.layers]
+    share = size * sum(math.ceil(n / n_ranks) for layer in layers for n in layer)
+    for rank in results(f"pass-{dtype}", n_ranks):
+        assert share + whole <= rank["loaded"] <= share + whole + SLACK
+        assert share + whole <= rank["held"] <= share + whole + SLACK
+        assert len(rank["seen"]) == N_LAYERS * 6
+        for i, seen in enumerate(rank["seen"]):
+            is_last = i % N_LAYERS == N_LAYERS - 1
+            assert seen["AVAILABLE"] == 1 and seen.get("INFLIGHT", 0) == (0 if is_last else 1)
+            assert seen["whole"] == 1 or n_ranks == 1  # one rank's share is the layer itself
+
+
+def test_a_file_that_does_not_fit_fails_on_every_rank_alike(results, folder):
+    with pytest.raises(ValueError) as replicated:
+        load_target(folder.parent / "misfit", torch.float32)
+    message = str(replicated.value)
+    assert "model.layers.1.mlp.down_proj.weight" in message and "model.layers.2.self_attn.k_proj.weight" in message
+    assert results("error-fp32", 2) == [message] * 2
+
+
+def test_the_test_is_about_padded_shares(folder):
+    config = json.loads((folder / "config.json").read_text())
+    assert config["hidden_size"] % 2 == 1

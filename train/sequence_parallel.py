@@ -1,0 +1,123 @@
+"""The frozen target's pass over one long row that several ranks share, by DeepSpeed's Ulysses (arXiv 2309.14509).
+
+Each rank has a contiguous slice of the tokens for norms, projections and feed-forward; for attention the ranks exchange
+rows for heads, so that each has all tokens for its share of the heads, and back. Nothing trains here. Not here: the
+draft, which every rank runs for its own slice of queries; weights shared out among ranks (sharding.py).
+Shapes: N tokens end to end, n of them a rank's, D hidden, H query heads, K key/value heads, d head width.
+"""
+
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional as F
+
+from longdraft.kernels.segment_attention import Segment, segment_attention
+from longdraft.models.decoder import Decoder, DecoderConfig, TargetOutput
+from longdraft.train.engine import TIMEOUT  # before DeepSpeed: it names the accelerator
+
+# isort: split
+from deepspeed.sequence.layer import DistributedAttention
+
+
+def check_heads(config: DecoderConfig, degree: int) -> None:
+    """Raises ValueError where a target's heads cannot be shared out among `train.sequence_parallel` ranks."""
+    heads = config.n_heads, config.n_kv_heads
+    if any(n % degree for n in heads):
+        fitting = [str(n) for n in range(1, min(heads) + 1) if not any(count % n for count in heads)]
+        raise ValueError(
+            f"train.sequence_parallel: {degree} ranks cannot share the target's heads, n_heads = {config.n_heads} and "
+            f"n_kv_heads = {config.n_kv_heads}: both must divide by it; set it to one of {', '.join(fitting)}"
+        )
+
+
+def sequence_group(degree: int) -> dist.ProcessGroup:
+    """This rank's group among the groups of `degree` consecutive ranks; all ranks call it, once."""
+    group, _ = dist.new_subgroups(degree, timeout=TIMEOUT)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+class SequenceParallel:
+    """A rank's part of the rows that its group shares; all ranks of the group call each method together.
+
+    Args:
+        config: the target's. group: see `sequence_group`.
+    Raises: ValueError where the heads cannot be shared out.
+    """
+
+    def __init__(self, config: DecoderConfig, group: dist.ProcessGroup):
+        self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
+        check_heads(config, self.size)
+        self._attention = DistributedAttention(_attend, group, scatter_idx=2, gather_idx=1)  # pyright: ignore[reportArgumentType]
+
+    def share(self, n_tokens: int) -> tuple[int, int]:
+        """Where this rank's tokens of a row start and stop; the last ranks may have fewer, or none."""
+        width = -(-n_tokens // self.size)
+        return min(self.rank * width, n_tokens), min((self.rank + 1) * width, n_tokens)
+
+    @torch.no_grad()
+    def look(
+        self,
+        model: Decoder,
+        tokens_1N: Tensor,
+        *,
+        borders: Sequence[int],
+        positions_1N: Tensor | None = None,
+        needs: Set[str],
+        row_chunk: int | None = None,
+    ) -> TargetOutput:
+        """The target's pass over the whole row, which every rank gives alike (tokens, borders, positions: as for
+        `Decoder.forward`).
+
+        Args:
+            needs: last_kv, pre_norm, post_norm, logits.
+        Returns: last_kv of all N tokens, on every rank; the others of this rank's tokens, those of `share(N)`:
+            [1, n, ...].
+        """
+        n_tokens = tokens_1N.shape[1]
+        width = -(-n_tokens // self.size)
+        # All ranks exchange equally many rows: what is lacking becomes a piece of its own, which nothing reads.
+        lacking = self.size * width - n_tokens
+        if lacking:
+            tokens_1N, borders = F.pad(tokens_1N, (0, lacking)), [*borders, n_tokens + lacking]
+            positions_1N = None if positions_1N is None else F.pad(positions_1N, (0, lacking))
+        share = _Share(slice(self.rank * width, (self.rank + 1) * width), self._attention)
+        output = model(
+            tokens_1N, borders=borders, positions_BT=positions_1N, needs=needs, row_chunk=row_chunk, share=share
+        )
+        start, stop = self.share(n_tokens)
+        for name in ("pre_norm", "post_norm", "logits"):
+            field = getattr(output, name)
+            setattr(output, name, None if field is None else field[:, : stop - start])
+        if output.last_kv is not None:
+            k_1nKd, v_1nKd = output.last_kv
+            output.last_kv = self.gather(k_1nKd, n_tokens), self.gather(v_1nKd, n_tokens)
+        return output
+
+    def gather(self, own_1nX: Tensor, n_tokens: int) -> Tensor:
+        """What the ranks have of their tokens, as one: [1, n, ...] to [1, n_tokens, ...], without gradient."""
+        width = -(-n_tokens // self.size)
+        padded = own_1nX.new_zeros(width, *own_1nX.shape[2:])
+        padded[: own_1nX.shape[1]] = own_1nX[0]
+        whole = own_1nX.new_empty(self.size * width, *own_1nX.shape[2:])
+        dist.all_gather_into_tensor(whole, padded, group=self.group)
+        return whole[None, :n_tokens]
+
+
+@dataclass
+class _Share:
+    """See `RowShare` (models/decoder.py)."""
+
+    rows: slice
+    attention: DistributedAttention
+
+    def attend(self, q_nHd: Tensor, k_nKd: Tensor, v_nKd: Tensor, pieces: list[Segment], window: int | None) -> Tensor:
+        return self.attention(q_nHd[None], k_nKd[None], v_nKd[None], 0, None, pieces, window)[0]
+
+
+def _attend(q_1NHd: Tensor, k_1NKd: Tensor, v_1NKd: Tensor, pieces: list[Segment], window: int | None) -> Tensor:
+    """All rows, a rank's share of the heads."""
+    return segment_attention(q_1NHd[0], k_1NKd[0], v_1NKd[0], pieces, window)[None]

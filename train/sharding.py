@@ -1,0 +1,93 @@
+"""The frozen target under ZeRO-3 (arXiv 1910.02054): ranks share its weights, and a layer is whole while it works.
+
+Each rank keeps a share of every layer's weights. Embedding, final norm and LM head stay whole on every rank: the
+draft's loss reads them apart from any pass. A pass is collective: all ranks make the same passes in the same order,
+each over its own tokens. Not here: the draft's ZeRO (engine.py), reading files (models/), rows that ranks share
+(sequence_parallel.py).
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from longdraft.models.decoder import Decoder, DecoderConfig, Layer
+from longdraft.models.hf import Target, load_target
+from longdraft.train.engine import Ranks  # before DeepSpeed: it names the accelerator
+
+# isort: split
+import deepspeed
+
+
+def load_sharded_target(path: str | Path, dtype: torch.dtype, ranks: Ranks, gguf_file: str | None = None) -> Target:
+    """`load_target` (same arguments, same errors) with the layers' weights shared out among all ranks, which all call
+    it: the first rank's bytes are what all get.
+
+    A rank's device holds, beside embedding, norm, head and its share, one whole layer while the decoder is built and
+    one whole parameter while it is filled; in a pass one whole layer and the next one on its way, twice for a moment
+    where it arrives. Its host holds nothing of safetensors and .bin files but what the system keeps of mapped files
+    and can drop, and one tensor in fp32 of a .gguf file.
+    """
+    whole = partial(deepspeed.zero.GatheredParameters, modifier_rank=0)
+    return load_target(path, dtype, ranks.device, gguf_file, build=build_sharded_decoder, whole=whole)
+
+
+def build_sharded_decoder(config: DecoderConfig, dtype: torch.dtype, device: torch.device | str) -> Decoder:
+    """`build_decoder` with the layers' weights shared out; no rank ever holds more than one whole layer of them."""
+    with torch.device("meta"):
+        decoder = Decoder(config)
+    decoder = decoder.to(dtype).requires_grad_(False).eval()
+    for layer in decoder.layers:
+        layer.to_empty(device=device)
+        # Not memory-efficient: that would replace torch's F.linear in the whole process, for the sake of a backward.
+        deepspeed.zero.Init(module=layer, dtype=dtype, mem_efficient_linear=False)
+    for part in (decoder.embed_tokens, decoder.norm, decoder.lm_head):
+        part.to_empty(device=device)
+    decoder.tie()
+    decoder.around_layer = _WholeLayers(cast("Sequence[Layer]", decoder.layers))
+    return decoder
+
+
+@contextmanager
+def whole_layers(decoder: Decoder, *which: int) -> Iterator[None]:
+    """These layers' weights are whole inside, to be read outside of a pass: of any decoder, sharded or not. All ranks
+    enter together."""
+    parameters = [parameter for layer in which for parameter in decoder.layers[layer].parameters()]
+    with deepspeed.zero.GatheredParameters(parameters):
+        yield
+
+
+class _WholeLayers:
+    """`Decoder.around_layer` of a sharded decoder: a layer is gathered before its work, the next one meanwhile."""
+
+    def __init__(self, layers: Sequence[Layer]):
+        self._next = dict(pairwise(layers))
+        self._coming: dict[Layer, Any] = {}
+
+    @contextmanager
+    def __call__(self, layer: Layer) -> Iterator[None]:
+        (self._coming.pop(layer, None) or _gather(layer)).wait()
+        following = self._next.get(layer)
+        if following is not None and following not in self._coming:  # it may be, after a pass that failed
+            self._coming[following] = _gather(following)
+        try:
+            yield
+        finally:
+            parameters = _parameters(layer)
+            parameters[0].partition(parameters)
+
+
+def _gather(layer: Layer) -> Any:
+    """Begins to bring a layer's weights; its parameters are whole once the handle was waited for."""
+    parameters = _parameters(layer)
+    return parameters[0].all_gather_coalesced(parameters)
+
+
+def _parameters(layer: nn.Module) -> list[Any]:
+    """With what DeepSpeed adds to each."""
+    return list(layer.parameters())
