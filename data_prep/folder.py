@@ -132,13 +132,17 @@ def finish(out: Path, plan: dict, records: Mapping[str, Sequence[dict]], max_bad
 
 def summary(manifest: dict) -> str:
     """One line on a finished folder: rows, tokens, documents, what was left out."""
+    kind = "documents" if manifest.get("chat_template_sha256") is None else "conversations"
     train, heldout = (manifest["splits"][split] for split in SPLITS)
     rows, tokens, documents = (train[key] + heldout[key] for key in ("rows", "tokens", "documents"))
+    # Of plain text every token is supervised, and older manifests do not count them.
+    supervised = sum(split.get("supervised_tokens", split["tokens"]) for split in (train, heldout))
+    share = "" if supervised == tokens else f", {supervised:,} of them supervised"
     bad, dropped = (sum((*train[key].values(), *heldout[key].values())) for key in ("bad", "dropped"))
     return (
         f"{train['rows']:,} train and {heldout['rows']:,} held-out rows of {manifest['seq_len']:,} tokens "
-        f"({tokens:,} tokens of {documents:,} documents, {1 - tokens / (rows * manifest['seq_len']):.1%} filler; "
-        f"{bad:,} bad and {dropped:,} dropped documents)"
+        f"({tokens:,} tokens of {documents:,} {kind}{share}, {1 - tokens / (rows * manifest['seq_len']):.1%} filler; "
+        f"{bad:,} bad and {dropped:,} dropped {kind})"
     )
 
 
@@ -150,7 +154,7 @@ def _merge(records: Sequence[dict]) -> dict:
     def counts(key: str) -> dict[str, int]:
         return dict(sorted(sum((Counter(record[key]) for record in records), Counter()).items()))
 
-    sums = ("rows", "tokens", "documents", "pieces", "text_bytes")
+    sums = ("rows", "tokens", "supervised_tokens", "documents", "split_by_turn", "pieces", "text_bytes")
     return {
         **{key: sum(record[key] for record in records) for key in sums},
         "bad": counts("bad"),

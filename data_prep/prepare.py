@@ -5,40 +5,27 @@ and written as one shard by one process, which then leaves a record; so the numb
 and after a kill the units without a record are done again, the others never.
 """
 
-import hashlib
 import multiprocessing
 import os
 import shutil
 import signal
 import threading
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
 from multiprocessing.connection import wait
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
 from tqdm import tqdm
 
 from longdraft.data_prep import folder
-from longdraft.data_prep.folder import NAMED_BAD, PROGRESS, SPLITS, record_path
-from longdraft.data_prep.pack import MODES, Piece
-from longdraft.data_prep.shards import FORMAT_VERSION, MANIFEST, Row, ShardSet, write_json, write_shard
-from longdraft.data_prep.sources import (
-    JSONL_SUFFIXES,
-    TEXT_SUFFIXES,
-    BadDocument,
-    Document,
-    ScannedFile,
-    Segment,
-    list_files,
-    read_documents,
-    scan,
-)
+from longdraft.data_prep.chat import ChatEncoder, make_chat_encoder
+from longdraft.data_prep.folder import PROGRESS, SPLITS, record_path
+from longdraft.data_prep.settings import PrepareConfig
+from longdraft.data_prep.shards import FORMAT_VERSION, MANIFEST, ShardSet
+from longdraft.data_prep.sources import ScannedFile, Segment, SourceFile, list_files, scan
 from longdraft.data_prep.tokenize import Encoder, make_encoder
+from longdraft.data_prep.unit import Unit, make_shard, uniform
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -49,56 +36,6 @@ WORKER_BYTES = 4 << 20  # of text, at least: less is tokenised sooner (2 s) than
 BYTES_A_TOKEN = 5  # more than code and most prose have: `max_tokens` may read this much text for each token it keeps
 
 
-@dataclass(frozen=True)
-class PrepareConfig:
-    """What to prepare; all but `workers`, `max_bad_share` and `overwrite` decide the content of the shards.
-
-    sources, suffixes: see `sources.list_files`. out: folder. seq_len: tokens of a row. documents: "pack" or "first"
-    (see pack.py). text_field: of JSONL. heldout_share: of the documents. max_tokens: of both splits together, without
-    filler. max_bad_share: bad documents among those seen, above it nothing is finished. shard_bytes: of text, None:
-    from the size of the sources.
-    """
-
-    sources: tuple[str, ...]
-    out: Path
-    seq_len: int
-    documents: str = "pack"
-    text_field: str = "text"
-    suffixes: tuple[str, ...] = TEXT_SUFFIXES + JSONL_SUFFIXES
-    heldout_share: float = 0.05
-    max_tokens: int | None = None
-    max_bad_share: float = 0.01
-    seed: int = 0
-    workers: int = 1
-    shard_bytes: int | None = None
-    overwrite: bool = False
-
-    def __post_init__(self) -> None:
-        checks = [
-            ("seq_len", self.seq_len >= 2, "at least 2"),
-            ("documents", self.documents in MODES, f"one of {', '.join(MODES)}"),
-            ("heldout_share", 0 <= self.heldout_share < 1, "at least 0 and below 1"),
-            ("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "at least 1"),
-            ("max_bad_share", 0 <= self.max_bad_share <= 1, "0 to 1"),
-            ("workers", self.workers >= 1, "at least 1"),
-            ("shard_bytes", self.shard_bytes is None or self.shard_bytes >= 1, "at least 1"),
-        ]
-        for name, good, valid in checks:
-            if not good:
-                raise ValueError(f"{name} is {getattr(self, name)!r}, valid: {valid}")
-
-
-@dataclass(frozen=True)
-class Unit:
-    """The work behind one shard: the documents of `split` in these segments, `max_tokens` of them at most."""
-
-    split: str
-    number: int
-    segments: tuple[Segment, ...]
-    max_tokens: int | None
-    size: int  # bytes of text that are expected to be its split's
-
-
 def prepare(config: PrepareConfig, tokenizer: "PreTrainedTokenizerFast", tokenizer_hash: str) -> dict:
     """Prepare `config.out`, go on with it, or say that it is done; returns its manifest and prints one line.
 
@@ -107,8 +44,8 @@ def prepare(config: PrepareConfig, tokenizer: "PreTrainedTokenizerFast", tokeniz
     an empty split. What is finished stays on disk, so the same call goes on.
     """
     out = config.out
-    encoder = make_encoder(tokenizer, ends_documents=config.documents == "pack")
     files = list_files(config.sources, config.suffixes)
+    encoder = choose_encoder(config, files, tokenizer)
     scanned = [scan(file, SEGMENT_BYTES) for file in tqdm(files, desc="reading sources", unit="file", leave=False)]
     plan = make_plan(config, encoder, tokenizer_hash, scanned)
     out.mkdir(parents=True, exist_ok=True)
@@ -131,19 +68,40 @@ def prepare(config: PrepareConfig, tokenizer: "PreTrainedTokenizerFast", tokeniz
     return manifest
 
 
-def make_plan(config: PrepareConfig, encoder: Encoder, tokenizer_hash: str, scanned: Sequence[ScannedFile]) -> dict:
+def choose_encoder(
+    config: PrepareConfig, files: Sequence[SourceFile], tokenizer: "PreTrainedTokenizerFast"
+) -> Encoder | ChatEncoder:
+    """For conversations, if there are any; text beside them, of which every token would count, is a ValueError."""
+    if config.chat_field is None and all(file.kind != "docstrings" for file in files):
+        if config.chat_template is not None:
+            raise ValueError(
+                "chat_template is for conversations, and there are none; give --chat-field, or leave it out"
+            )
+        return make_encoder(tokenizer, ends_documents=config.documents == "pack")
+    text = [file.name for file in files if file.kind == "text" or (file.kind == "jsonl" and config.chat_field is None)]
+    if text:
+        raise ValueError(
+            f"{len(text)} sources beside the conversations hold plain text (first: {text[0]}); prepare them into a "
+            "folder of their own (--suffixes .jsonl takes no others of a folder), or name a JSONL field by --chat-field"
+        )
+    if config.documents != "pack":
+        raise ValueError(f"documents is {config.documents!r}, which cuts answers off; conversations take 'pack'")
+    if config.chat_template is None:
+        return make_chat_encoder(tokenizer)
+    if not config.chat_template.is_file():
+        raise ValueError(f"chat_template {str(config.chat_template)!r} does not exist; give a Jinja file")
+    return make_chat_encoder(tokenizer, config.chat_template.read_text(encoding="utf-8"))
+
+
+def make_plan(
+    config: PrepareConfig, encoder: Encoder | ChatEncoder, tokenizer_hash: str, scanned: Sequence[ScannedFile]
+) -> dict:
     """All that decides the content of the folder; two calls with the same plan make the same bytes."""
-    settings = ("seq_len", "documents", "text_field", "heldout_share", "max_tokens", "seed", "shard_bytes")
+    settings = "seq_len documents text_field chat_field heldout_share max_tokens seed shard_bytes"
     return {
         "format_version": FORMAT_VERSION,
-        "settings": {name: getattr(config, name) for name in settings},
-        "tokenizer": {
-            "tokenizer_sha256": tokenizer_hash,
-            "vocab_size": encoder.vocab_size,
-            "bos_token_ids": list(encoder.bos_ids),
-            "eos_token_id": encoder.eos_id,
-            "documents_end_with_eos": encoder.ends_documents,
-        },
+        "settings": {name: getattr(config, name) for name in settings.split()},
+        "tokenizer": {"tokenizer_sha256": tokenizer_hash, **encoder.describe()},
         "sources": {file.file.name: {"bytes": file.size, "sha256": file.sha256} for file in scanned},
     }
 
@@ -154,7 +112,7 @@ def plan_units(config: PrepareConfig, scanned: Sequence[ScannedFile]) -> list[Un
     Segments are taken in the order of a seeded hash, so that `max_tokens` samples all files and a shard mixes them.
     """
     segments = [segment for file in scanned for segment in file.segments]
-    segments.sort(key=lambda segment: _uniform(config.seed, f"{segment.file.name}:{segment.offset}".encode()))
+    segments.sort(key=lambda segment: uniform(config.seed, f"{segment.file.name}:{segment.offset}".encode()))
     if config.max_tokens is not None:
         worth = [_worth(segment, config) for segment in segments]
         segments = segments[: _count(worth, config.max_tokens * BYTES_A_TOKEN)]
@@ -176,7 +134,7 @@ def plan_units(config: PrepareConfig, scanned: Sequence[ScannedFile]) -> list[Un
     return units
 
 
-def run_units(config: PrepareConfig, encoder: Encoder, units: Sequence[Unit]) -> None:
+def run_units(config: PrepareConfig, encoder: Encoder | ChatEncoder, units: Sequence[Unit]) -> None:
     """Make the shards that are not there yet, in at most `config.workers` processes, under a bar."""
     todo = [unit for unit in units if not folder.is_done(config.out, unit.split, unit.number)]
     total = sum(unit.size for unit in units)
@@ -204,84 +162,6 @@ def run_units(config: PrepareConfig, encoder: Encoder, units: Sequence[Unit]) ->
             pool.shutdown(cancel_futures=True)
 
 
-def make_shard(unit: Unit, config: PrepareConfig, encoder: Encoder) -> None:
-    """Read, tokenise, pack and write one unit; its record is written last and says that the shard is whole."""
-    kept, tokens, bad, dropped = _encode_unit(unit, config, encoder)
-    packed = MODES[config.documents]([len(ids) for ids in tokens], config.seq_len)
-    rows = [_make_row(pieces, kept, tokens) for pieces in packed]
-    shard = None
-    if rows:
-        path = config.out / unit.split / f"shard-{unit.number:05d}.arrow"
-        shard = write_shard(path, rows, config.seq_len, fill_id=encoder.eos_id)
-    record = {
-        "shard": shard,
-        "rows": len(rows),
-        "tokens": sum(len(row.tokens) for row in rows),
-        "documents": len(kept),
-        "pieces": sum(len(pieces) for pieces in packed),
-        "text_bytes": sum(len(document.text.encode()) for document in kept),
-        "bad": dict(sorted(Counter(document.why for document in bad).items())),
-        "bad_named": [{"document": document.name, "why": document.why} for document in bad[:NAMED_BAD]],
-        "dropped": dict(sorted(dropped.items())),
-    }
-    write_json(record_path(config.out, unit.split, unit.number), record)
-
-
-def _encode_unit(
-    unit: Unit, config: PrepareConfig, encoder: Encoder
-) -> tuple[list[Document], list[np.ndarray], list[BadDocument], Counter[str]]:
-    """(documents kept, int32 tokens of each, bad documents, number of dropped ones by reason)."""
-    kept: list[Document] = []
-    tokens: list[np.ndarray] = []
-    bad: list[BadDocument] = []
-    dropped: Counter[str] = Counter()
-    room = unit.max_tokens
-    for document in _documents_of(unit, config):
-        if isinstance(document, BadDocument):
-            bad.append(document)
-            continue
-        ids = encoder.encode(document.text)
-        cost = config.seq_len if config.documents == "first" else len(ids)
-        if len(ids) < cost:
-            dropped["shorter_than_seq_len"] += 1
-        elif room is not None and cost > room:
-            # A shorter one may still fit; the share that is left ends the search.
-            dropped["beyond_max_tokens"] += 1
-            if room < (unit.max_tokens or 0) // 50:
-                break
-        else:
-            kept.append(document)
-            tokens.append(ids)
-            room = None if room is None else room - cost
-    return kept, tokens, bad, dropped
-
-
-def _documents_of(unit: Unit, config: PrepareConfig) -> Iterator[Document | BadDocument]:
-    for segment in unit.segments:
-        for document in read_documents(segment, config.text_field):
-            # By the text's hash: two copies of one document, wherever they stand, are always on the same side.
-            heldout = _uniform(config.seed, document.digest) < config.heldout_share
-            if SPLITS[heldout] == unit.split:
-                yield document
-
-
-def _make_row(pieces: Sequence[Piece], documents: Sequence[Document], tokens: Sequence[np.ndarray]) -> Row:
-    parts = [tokens[piece.document][piece.start : piece.stop] for piece in pieces]
-    borders = [0, *np.cumsum([len(part) for part in parts]).tolist()]
-    return Row(
-        tokens=np.concatenate(parts),
-        borders=borders,
-        loss_spans=[0, borders[-1]],  # of plain text every token counts
-        documents=[documents[piece.document].name for piece in pieces],
-        pieces=[piece.number for piece in pieces],
-    )
-
-
-def _uniform(seed: int, key: bytes) -> float:
-    """Uniform in [0, 1), a function of its arguments alone."""
-    return int.from_bytes(hashlib.sha256(b"%d:" % seed + key).digest()[:6], "big") / 2**48
-
-
 def _worth(segment: Segment, config: PrepareConfig) -> int:
     """Bytes of the segment that can become tokens of a row: in the mode "first" only the head of each document."""
     if config.documents == "first":
@@ -301,10 +181,10 @@ def _count(sizes: Sequence[int], enough: int) -> int:
 
 # ---- in the worker processes
 
-_worker: tuple[PrepareConfig, Encoder] | None = None
+_worker: tuple[PrepareConfig, Encoder | ChatEncoder] | None = None
 
 
-def _begin_worker(config: PrepareConfig, encoder: Encoder) -> None:
+def _begin_worker(config: PrepareConfig, encoder: Encoder | ChatEncoder) -> None:
     global _worker
     _worker = (config, encoder)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the parent ends its workers

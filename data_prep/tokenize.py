@@ -1,7 +1,7 @@
 """Text to token ids, in a form that worker processes can be handed.
 
 Uses the Rust tokenizer inside a transformers tokenizer, so that a worker needs neither transformers nor torch. It reads
-no files and cuts nothing to length; chat templates and loss spans are not here.
+no files and cuts nothing to length; conversations are in chat.py.
 """
 
 from dataclasses import dataclass
@@ -11,8 +11,19 @@ from typing import TYPE_CHECKING
 import numpy as np
 from tokenizers import Tokenizer
 
+from longdraft.data_prep.documents import Conversation, Document
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Tokens that belong together: int32 [n]. spans: (start, stop) of each run of them that the loss counts."""
+
+    name: str
+    tokens: np.ndarray
+    spans: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
@@ -28,6 +39,21 @@ class Encoder:
     bos_ids: tuple[int, ...]
     eos_id: int
     ends_documents: bool
+
+    def describe(self) -> dict:
+        """For plan and manifest: all that decides the tokens, but for the tokenizer's own hash."""
+        return {
+            "vocab_size": self.vocab_size,
+            "bos_token_ids": list(self.bos_ids),
+            "eos_token_id": self.eos_id,
+            "documents_end_with_eos": self.ends_documents,
+        }
+
+    def encode_document(self, document: Document | Conversation) -> list[Encoded]:
+        """The text as one sequence, of which every token counts."""
+        assert isinstance(document, Document), document.name
+        tokens = self.encode(document.text)
+        return [Encoded(document.name, tokens, ((0, len(tokens)),))]
 
     def encode(self, text: str) -> np.ndarray:
         """int32 [n]: BOS as the tokenizer has it, the text, and EOS where `ends_documents`.
@@ -54,10 +80,16 @@ class Encoder:
 
 def make_encoder(tokenizer: "PreTrainedTokenizerFast", ends_documents: bool) -> Encoder:
     """From a loaded transformers tokenizer. Raises ValueError where it has no Rust form or no EOS token."""
-    if not tokenizer.is_fast:
-        raise ValueError(f"{type(tokenizer).__name__} has no Rust form (is_fast is False); load a fast tokenizer")
-    eos_id, bos_id = tokenizer.eos_token_id, tokenizer.bos_token_id
-    if not isinstance(eos_id, int):
-        raise ValueError("the tokenizer has no EOS token, so documents would run into one another; set its eos_token")
+    eos_id, bos_id = checked_eos(tokenizer), tokenizer.bos_token_id
     bos_ids = (bos_id,) if isinstance(bos_id, int) and tokenizer("a")["input_ids"][0] == bos_id else ()
     return Encoder(tokenizer.backend_tokenizer.to_str(), len(tokenizer), bos_ids, eos_id, ends_documents)
+
+
+def checked_eos(tokenizer: "PreTrainedTokenizerFast") -> int:
+    """The EOS token's id. Raises ValueError where the tokenizer has none or no Rust form."""
+    if not tokenizer.is_fast:
+        raise ValueError(f"{type(tokenizer).__name__} has no Rust form (is_fast is False); load a fast tokenizer")
+    eos_id = tokenizer.eos_token_id
+    if not isinstance(eos_id, int):
+        raise ValueError("the tokenizer has no EOS token, so documents would run into one another; set its eos_token")
+    return eos_id

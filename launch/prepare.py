@@ -15,12 +15,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="longdraft prepare", description="Text to packed shards for one target.")
     default = PrepareConfig(sources=(), out=Path(), seq_len=2)
     add = parser.add_argument
-    add("--source", nargs="+", required=True, metavar="PATH", help="files, folders, or 'stdlib': Python's own library")
+    source = "files, folders, 'stdlib': Python's own library, or 'stdlib-chat': conversations from its docstrings"
+    add("--source", nargs="+", required=True, metavar="PATH", help=source)
     add("--target", required=True, help="model whose tokenizer is used: a folder, a hub name or smollm2-135m")
     add("--out", required=True, type=Path, help="folder to make, or to go on with")
     add("--seq-len", required=True, type=int, help="tokens of a row")
     add("--documents", default=default.documents, help="pack: all tokens; first: the first --seq-len of long documents")
     add("--text-field", default=default.text_field, help="field of a JSONL line that holds the text")
+    add("--chat-field", help="field of a JSONL line that holds a conversation; the loss counts its answers alone")
+    add("--chat-template", type=Path, metavar="FILE", help="Jinja, for a target that has no chat template of its own")
     add("--suffixes", nargs="+", default=default.suffixes, help="files of a folder to take (.jsonl, .ndjson: lines)")
     add("--heldout-share", type=float, default=default.heldout_share, help="of the documents, chosen by their hash")
     add("--max-tokens", type=int, help="keep at most this many tokens, sampled over all files")

@@ -4,7 +4,8 @@ import os
 
 import pytest
 
-from longdraft.data_prep.sources import BadDocument, Document, list_files, read_documents, scan
+from longdraft.data_prep.documents import BadDocument, Document
+from longdraft.data_prep.sources import list_files, read_documents, scan
 
 
 def names(sources, **kwargs):
@@ -20,7 +21,7 @@ def test_lists_by_suffix_sorted_and_without_hidden_files(tmp_path):
     assert names([root], suffixes=[".png"]) == ["corpus/image.png"]
     assert names([root / "image.png"]) == ["image.png"]
     assert names([root, root / "b.txt"]) == ["corpus/a.PY", "corpus/b.txt", "corpus/sub/c.jsonl"]
-    assert [file.jsonl for file in list_files([str(root)])] == [False, False, True]
+    assert [file.kind for file in list_files([str(root)])] == ["text", "text", "jsonl"]
 
 
 def test_same_name_in_two_sources(tmp_path):

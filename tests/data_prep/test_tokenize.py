@@ -4,7 +4,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from longdraft.data_prep.sources import Document, list_files, read_documents, scan
+from longdraft.data_prep.documents import Document
+from longdraft.data_prep.sources import list_files, read_documents, scan
 from longdraft.data_prep.tokenize import make_encoder
 
 

@@ -1,0 +1,147 @@
+"""A chat template's rendering, with the places that the loss needs to know.
+
+Templates are Jinja programs that come with a model, so they run in Jinja's sandbox, with what transformers documents
+for them: trim_blocks and lstrip_blocks, loop controls, `{% generation %}`, `tojson`, `raise_exception`, `strftime_now`,
+and the tokenizer's special tokens by name. `strftime_now` gives a fixed date: data does not depend on the day.
+
+A rendered text is returned with stand-ins: each special token that the template wrote is spelled as in `stand_in`, and
+what a message's content spells is left as it is. So both can be told apart behind the template. Noncharacters
+(documents.py) mark places in the raw rendering. Not here: which tokens the loss counts (chat.py).
+"""
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from jinja2 import TemplateError, nodes
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+from longdraft.data_prep.documents import Unusable
+
+TODAY = datetime(2024, 7, 26)  # Llama 3.1's template falls back to this date where it has no clock
+GUARD, ANSWER_END, OPEN, CLOSE, EDGE = "\ufdd0", "\ufdd1", "\ufdd2", "\ufdd3", "\ufdd4"
+MARKS = re.compile(f"[{GUARD}{ANSWER_END}{OPEN}{CLOSE}]")
+STAND_IN = re.compile(f"{EDGE}[0-9]+{EDGE}")
+
+
+def stand_in(token: int) -> str:
+    """How special token `token` is spelled in rendered texts."""
+    return f"{EDGE}{token}{EDGE}"
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """text: with stand-ins. marked: (start, stop) of the template's own {% generation %} blocks. answer_ends: where the
+    last message's content ends, once for each time it was written; only with `mark_end`. All in characters of text."""
+
+    text: str
+    marked: list[tuple[int, int]]
+    answer_ends: list[int]
+
+
+class ChatTemplate:
+    """A compiled template.
+
+    source: Jinja. variables: names the template may use, like bos_token. special: token id of each special token's
+    spelling. Raises ValueError where the source is no Jinja.
+    """
+
+    def __init__(self, source: str, variables: Mapping[str, str], special: Mapping[str, int]):
+        try:
+            self._template = _environment().from_string(source)
+        except TemplateError as error:
+            raise ValueError(f"the chat template cannot be read: {error}") from error
+        self._variables = dict(variables)
+        self._special = dict(special)
+        spelled = "|".join(map(re.escape, sorted(special, key=len, reverse=True))) or "(?!)"
+        self._starts = re.compile(f"(?=(?:{spelled}))(.)", re.DOTALL)
+        self._written = re.compile(f"(?:{spelled})(?!{GUARD})")
+        self.marks_answers = re.search(r"\{%-?\s*generation\s*-?%\}", source) is not None
+
+    def guarded(self, messages: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+        """The messages for `render`: no special token that a content spells can be taken for the template's."""
+        return [(role, self._starts.sub(rf"\1{GUARD}", content)) for role, content in messages]
+
+    def render(self, messages: Sequence[tuple[str, str]], prompt: bool = False, mark_end: bool = False) -> Rendered:
+        """messages: guarded. prompt: with what stands before an answer. Raises Unusable where the template refuses."""
+        given = [{"role": role, "content": content} for role, content in messages]
+        if mark_end:
+            # Before the blanks at its end, which many templates take away.
+            kept = given[-1]["content"].rstrip()
+            given[-1]["content"] = kept + ANSWER_END + given[-1]["content"][len(kept) :]
+        arguments = {"messages": given, "add_generation_prompt": prompt, "tools": None, "documents": None}
+        try:
+            raw = self._template.render(self._variables | arguments)
+        except TemplateError:
+            raise Unusable("refused_by_template") from None
+        return _read_marks(self._written.sub(lambda found: stand_in(self._special[found[0]]), raw))
+
+
+def _read_marks(raw: str) -> Rendered:
+    parts, length = [], 0
+    found: dict[str, list[int]] = {GUARD: [], ANSWER_END: [], OPEN: [], CLOSE: []}
+    at = 0
+    for mark in MARKS.finditer(raw):
+        parts.append(raw[at : mark.start()])
+        length += len(parts[-1])
+        found[mark[0]].append(length)
+        at = mark.end()
+    parts.append(raw[at:])
+    marked = [(start, stop) for start, stop in zip(found[OPEN], found[CLOSE], strict=True) if start < stop]
+    return Rendered("".join(parts), marked, found[ANSWER_END])
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals |= {"raise_exception": _refuse, "strftime_now": TODAY.strftime, "namespace": _Namespace}
+    return environment
+
+
+class _Generation(Extension):
+    """{% generation %}...{% endgeneration %}: what the model writes; it stands between OPEN and CLOSE afterwards."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Any) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_between"), [], [], body).set_lineno(line)
+
+    def _between(self, caller: Callable[[], str]) -> str:
+        return f"{OPEN}{caller()}{CLOSE}"
+
+
+class _Namespace(Namespace):
+    """Jinja's, but a template cannot give an object names that Python's own machinery reads."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        for name in dict(*args[1:], **kwargs):
+            _no_underscore(name)
+        Namespace.__init__(*args, **kwargs)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _no_underscore(name)
+        super().__setitem__(name, value)
+
+
+def _no_underscore(name: Any) -> None:
+    if str(name).startswith("_"):
+        raise SecurityError(f"a chat template sets {name!r} on a namespace; names must not begin with an underscore")
+
+
+def _refuse(message: str) -> None:
+    raise TemplateError(message)
+
+
+def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, sort_keys: bool = False) -> str:
+    # Jinja's own escapes for HTML.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, sort_keys=sort_keys)

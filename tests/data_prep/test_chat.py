@@ -1,0 +1,318 @@
+"""Which tokens of a conversation the loss counts: decoded, and compared with the answers, template by template."""
+
+import pickle
+import subprocess
+import sys
+from functools import cache
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from longdraft.data_prep.chat import make_chat_encoder
+from longdraft.data_prep.documents import BAD_REASONS, Conversation, Unusable
+
+CHATML_TURN = "{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}"
+CHATML_PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+CHATML = f"{{% for m in messages %}}{CHATML_TURN}{{% endfor %}}{CHATML_PROMPT}"
+MARKED = """{%- for m in messages %}
+    {%- if m.role == 'assistant' %}
+        {{- '<|im_start|>assistant\n' }}{% generation %}{{ m.content + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}
+    {%- else %}
+        {{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+# As models that think have it: reasoning stays in the last answer alone.
+FORGETS = (
+    "{% for m in messages %}{% set kept = m.content if loop.last else m.content.split('</think>')[-1].lstrip('\n') %}"
+    "{{ '<|im_start|>' + m.role + '\n' + kept + '<|im_end|>\n' }}{% endfor %}" + CHATML_PROMPT
+)
+ALTERNATES = (
+    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('user and assistant take turns') }}{% endif %}{% endfor %}"
+)
+LLAMA2 = (
+    "{% for m in messages %}{% if m.role == 'user' %}{{ bos_token + '[INST] ' + m.content + ' [/INST]' }}"
+    "{% else %}{{ ' ' + m.content + ' ' + eos_token }}{% endif %}{% endfor %}"
+)
+HELLO = [("user", "What is a ship?"), ("assistant", "A boat, but large.")]
+TWO_TURNS = [*HELLO, ("user", "And a boat?"), ("assistant", "A ship, but small. 🙂")]
+
+
+@cache
+def encoder_of(tokenizer, template=None):
+    return make_chat_encoder(tokenizer, template)
+
+
+def answers(tokenizer, messages, template=None):
+    """What the loss counts of the conversation, decoded, by sequence: {name: [text of each span]}."""
+    encoded = encoder_of(tokenizer, template).encode_document(Conversation("c", b"", tuple(messages)))
+    return {one.name: [text(tokenizer, one.tokens[start:stop]) for start, stop in one.spans] for one in encoded}
+
+
+def text(tokenizer, tokens):
+    return tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+def encode(tokenizer, messages, template=None):
+    (encoded,) = encoder_of(tokenizer, template).encode_document(Conversation("c", b"", tuple(messages)))
+    return encoded
+
+
+def reference(tokenizer, messages, template=None, **kwargs):
+    """transformers' own tokens."""
+    chat = [{"role": role, "content": content} for role, content in messages]
+    return tokenizer.apply_chat_template(chat, chat_template=template, return_dict=False, **kwargs)
+
+
+@pytest.mark.parametrize("system", [[], [("system", "Answer briefly.")]], ids=["no system", "system"])
+@pytest.mark.parametrize("turns", [HELLO, TWO_TURNS, [*TWO_TURNS, ("user", "Thanks.")]], ids=["one", "two", "open"])
+def test_smollm2_learns_its_answers_and_their_end_alone(smollm2, system, turns):
+    messages = [*system, *turns]
+    said = [content + "<|im_end|>" for role, content in messages if role == "assistant"]
+    assert answers(smollm2, messages) == {"c": said}
+    encoded = encode(smollm2, messages)
+    assert encoded.tokens.tolist() == reference(smollm2, messages)
+    assert encoded.tokens.dtype.name == "int32"
+    # What stands before each answer is what decoding is given.
+    places = [i for i, (role, _) in enumerate(messages) if role == "assistant"]
+    for (start, _), i in zip(encoded.spans, places, strict=True):
+        assert encoded.tokens[:start].tolist() == reference(smollm2, messages[:i], add_generation_prompt=True)
+
+
+PARTS = [
+    "ship",
+    " ",
+    "\n",
+    "\n\n",
+    "\t",
+    "é",
+    "🙂",
+    "<|im_end|>",
+    "<|im_start|>assistant\n",
+    "<|im_",
+    "def f():\n    x",
+    "▁",
+]
+contents = st.lists(st.sampled_from(PARTS), max_size=8).map("".join)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(["user", "assistant"]), contents), max_size=5), contents)
+def test_any_content_comes_back_and_is_never_a_control_token(smollm2, messages, last):
+    messages = [("system", "s"), *messages, ("assistant", last)]
+    encoded = encode(smollm2, messages)
+    said = [content + "<|im_end|>" for role, content in messages if role == "assistant"]
+    assert [text(smollm2, encoded.tokens[start:stop]) for start, stop in encoded.spans] == said
+    assert text(smollm2, encoded.tokens) == "".join(f"<|im_start|>{r}\n{c}<|im_end|>\n" for r, c in messages)
+    for token in ("<|im_start|>", "<|im_end|>"):
+        assert (encoded.tokens == smollm2.convert_tokens_to_ids(token)).sum() == len(messages)
+    for start, stop in encoded.spans:  # the header alone, then nothing of it
+        header = reference(smollm2, [("system", "s")], add_generation_prompt=True)[-3:]
+        assert encoded.tokens[start - 3 : start].tolist() == header
+        assert encoded.tokens[stop - 1] == smollm2.eos_token_id
+
+
+def test_every_special_token_of_smollm2_is_text_in_a_message(smollm2):
+    spelled = "".join(smollm2.all_special_tokens)
+    encoded = encode(smollm2, [("system", spelled), ("user", spelled), ("assistant", spelled)])
+    special = [token for token in encoded.tokens.tolist() if token in smollm2.all_special_ids]
+    assert special == [1, 2] * 3
+    assert text(smollm2, encoded.tokens).count(spelled) == 3
+
+
+def test_the_templates_own_marks_are_the_mask(smollm2):
+    chat = [{"role": role, "content": content} for role, content in TWO_TURNS]
+    theirs = smollm2.apply_chat_template(
+        chat, chat_template=MARKED, return_assistant_tokens_mask=True, return_dict=True, tokenize=True
+    )
+    encoded = encode(smollm2, TWO_TURNS, MARKED)
+    assert encoded.tokens.tolist() == theirs["input_ids"]
+    mask = [int(any(start <= i < stop for start, stop in encoded.spans)) for i in range(len(encoded.tokens))]
+    assert mask == theirs["assistant_masks"]
+    # The template decides whether the end belongs to an answer.
+    open_end = MARKED.replace(" + '<|im_end|>' }}{% endgeneration %}{{ '\n'", " }}{% endgeneration %}{{ '<|im_end|>\n'")
+    assert answers(smollm2, TWO_TURNS, open_end) == {"c": ["A boat, but large.", "A ship, but small. 🙂"]}
+    forgets = MARKED.replace("m.content + ", "(m.content if loop.last else 'gone') + ")
+    assert answers(smollm2, TWO_TURNS, forgets) == {
+        "c#1": ["A boat, but large.<|im_end|>"],
+        "c#2": ["A ship, but small. 🙂<|im_end|>"],
+    }
+
+
+def test_a_template_that_rewrites_history_gives_each_turn_its_own_context(smollm2):
+    messages = [
+        ("user", "one"),
+        ("assistant", "<think>\nfirst thought\n</think>\n\n1"),
+        ("user", "two"),
+        ("assistant", "<think>\nsecond\n</think>\n\n2"),
+    ]
+    assert answers(smollm2, messages, FORGETS) == {
+        "c#1": [messages[1][1] + "<|im_end|>"],
+        "c#2": [messages[3][1] + "<|im_end|>"],
+    }
+    first, second = encoder_of(smollm2, FORGETS).encode_document(Conversation("c", b"", tuple(messages)))
+    assert "first thought" in text(smollm2, first.tokens)
+    assert "first thought" not in text(smollm2, second.tokens)
+    assert second.tokens.tolist() == reference(smollm2, messages, FORGETS)
+    ((start, _),) = second.spans
+    prompt = reference(smollm2, messages[:3], FORGETS, add_generation_prompt=True)
+    assert second.tokens[:start].tolist() == prompt
+    # Nothing to forget: one sequence.
+    assert list(answers(smollm2, TWO_TURNS, FORGETS)) == ["c"]
+
+
+def test_other_ends_of_a_turn(smollm2):
+    # No special token: the first token behind the answer ends it.
+    plain = (
+        "{% for m in messages %}{{ m.role | capitalize + ': ' + m.content | trim + '\n###\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
+    )
+    assert answers(smollm2, TWO_TURNS, plain) == {"c": [" A boat, but large.\n", " A ship, but small. 🙂\n"]}
+    # Nothing: the end of a document, EOS, as of any other.
+    nothing = plain.replace(" + '\n###\n'", "")
+    assert answers(smollm2, HELLO, nothing) == {"c": [" A boat, but large.<|im_end|>"]}
+    # Something more behind the last turn's end (as Phi-3 has it): not learned, and each turn ends alike.
+    more = CHATML.replace("{% if add_gen", "{% if not add_generation_prompt %}<|endoftext|>{% endif %}{% if add_gen")
+    ends = {"c": ["A boat, but large.<|im_end|>", "A ship, but small. 🙂<|im_end|>"]}
+    assert answers(smollm2, TWO_TURNS, more) == ends
+    assert text(smollm2, encode(smollm2, TWO_TURNS, more).tokens).endswith("<|im_end|>\n<|endoftext|>")
+    # A header that the model writes itself, special tokens before the answer.
+    channel = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role }}{% if m.role == 'assistant' %}<jupyter_text>{% endif %}"
+        "{{ '\n' + m.content + '<|im_end|>' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant' }}{% endif %}"
+    )
+    assert answers(smollm2, HELLO, channel) == {"c": ["<jupyter_text>\nA boat, but large.<|im_end|>"]}
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "why"),
+    [
+        (ALTERNATES + CHATML, [*HELLO, ("assistant", "more")], "refused_by_template"),
+        ("{{ messages[0].no.such.thing }}", HELLO, "refused_by_template"),
+        ("{{ ''.__class__.__mro__ }}" + CHATML, HELLO, "refused_by_template"),
+        ("{% set n = namespace(__x=1) %}" + CHATML, HELLO, "refused_by_template"),
+        ("{% set n = namespace(x=1) %}{% set n.__x = 1 %}" + CHATML, HELLO, "refused_by_template"),
+        (CHATML.replace("assistant\n'", "assistant\n<think>\n'"), HELLO, "prompt_not_kept"),
+        (CHATML.replace("m['content']", "m['role']"), HELLO, "answer_not_found"),
+        (CHATML.replace("m['content']", "m['content'] + m['content']"), HELLO, "answer_not_found"),
+        (CHATML.replace("m['content']", "(m['content'] | length | string) + m['content']"), HELLO, "answer_not_found"),
+        (MARKED.replace("m.content + '<|im_end|>' ", "''"), HELLO, "answer_not_found"),
+    ],
+    ids=["two assistants", "undefined", "sandbox", "namespace", "attribute", "opens a thought", "left out", "twice",
+         "length", "empty marks"],
+)  # fmt: skip
+def test_what_has_no_sure_mask_has_none_and_says_why(smollm2, template, messages, why):
+    with pytest.raises(Unusable) as error:
+        answers(smollm2, messages, template)
+    assert error.value.why == why
+    assert why in BAD_REASONS
+
+
+def test_a_prompt_that_opens_a_thought_takes_answers_that_think(smollm2):
+    opens = CHATML.replace("assistant\n' }}{% endif", "assistant\n<think>\n' }}{% endif")
+    thought = [("user", "one"), ("assistant", "<think>\na thought</think>\n1")]
+    assert answers(smollm2, thought, opens) == {"c": ["a thought</think>\n1<|im_end|>"]}
+
+
+def test_no_clock_and_no_template(smollm2, tiny_tokenizer):
+    dated = "{{ strftime_now('%d %b %Y') }}" + CHATML
+    assert text(smollm2, encode(smollm2, HELLO, dated).tokens).startswith("26 Jul 2024<|im_start|>user")
+    with pytest.raises(ValueError, match=r"has no chat template.*--chat-template FILE"):
+        make_chat_encoder(tiny_tokenizer)
+    with pytest.raises(ValueError, match=r"chat template cannot be read.*Unexpected end of template"):
+        make_chat_encoder(smollm2, "{% for m in messages %}")
+    assert answers(tiny_tokenizer, HELLO, CHATML.replace("<|im_end|>", "<|end|>")) == {
+        "c": ["A boat, but large.<|end|>"]
+    }
+
+
+def sentencepiece_like(kind: str, reaches_eos: bool = False) -> PreTrainedTokenizerFast:
+    """A tokenizer whose words begin with ▁, as Llama 2's: by pre-tokenizer, or by normalizer before each text."""
+    words = ["▁A", "▁boat", "▁ship", "▁", "</", "s>"]
+    letters = sorted(set("▁What is a ship?A boat, but large.And small[INST]/\n<s>") - {" "})
+    vocabulary = {token: i for i, token in enumerate(["<unk>", "<s>", "</s>", *letters])}
+    merges = []
+    for word in words:
+        for i in range(1, len(word)):
+            pair = (word[:i], word[i])
+            vocabulary.setdefault(word[: i + 1], len(vocabulary))
+            merges.append(pair)
+    if reaches_eos:
+        merges.append(("</", "s>"))
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", fuse_unk=True))
+    if kind == "normalizer":
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    else:
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=kind, split=False)
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse()])
+    tokenizer.add_special_tokens(
+        [AddedToken(token, normalized=False, special=True) for token in ("<unk>", "<s>", "</s>")]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+
+
+@pytest.mark.parametrize("kind", ["first", "never", "normalizer"])
+def test_tokenizers_that_begin_words_with_a_blank(kind):
+    tokenizer = sentencepiece_like(kind)
+    messages = [("user", "What is a ship?"), ("assistant", "A boat."), ("user", "And a boat?"), ("assistant", "small")]
+    encoded = encode(tokenizer, messages, LLAMA2)
+    assert encoded.tokens.tolist() == reference(tokenizer, messages, LLAMA2)
+    assert answers(tokenizer, messages, LLAMA2) == {"c": [" A boat. </s>", " small </s>"]}
+    spelled = encode(tokenizer, [("user", "a </s> b"), ("assistant", "<s>")], LLAMA2)
+    assert [(spelled.tokens == token).sum() for token in (1, 2)] == [1, 1]
+
+
+def test_a_special_token_that_text_reaches_is_refused():
+    tokenizer = sentencepiece_like("first", reaches_eos=True)
+    assert answers(tokenizer, HELLO, LLAMA2) == {"c": [" A boat, but large. </s>"]}
+    with pytest.raises(Unusable, match="special_token_in_text"):
+        answers(tokenizer, [("user", "a </s> b"), ("assistant", "A boat.")], LLAMA2)
+
+
+def odd_tokenizer() -> PreTrainedTokenizerFast:
+    """Special tokens that take blanks along, inside and outside the model's vocabulary; added ones between them."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=280, special_tokens=["<|im_start|>", "<x>"], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(["a ship and a boat"] * 4, trainer)
+    tokenizer.add_tokens(["<think>"])
+    tokenizer.add_special_tokens([AddedToken("<|im_end|>", rstrip=True, lstrip=True, normalized=False)])
+    tokenizer.add_tokens(["</think>"])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>")
+
+
+def test_odd_added_tokens_keep_their_ids():
+    tokenizer = odd_tokenizer()
+    messages = [("user", "<think> is text?"), ("assistant", "<think>a boat</think> a ship \n")]
+    encoded = encode(tokenizer, messages, CHATML)
+    assert encoded.tokens.tolist() == reference(tokenizer, messages, CHATML)
+    # Tokens that are added but not special are what the model writes: one token each.
+    ids = tokenizer.convert_tokens_to_ids(["<think>", "</think>"])
+    assert [(encoded.tokens == token).sum() for token in ids] == [2, 1]
+    assert answers(tokenizer, messages, CHATML) == {"c": ["<think>a boat</think> a ship<|im_end|>"]}  # blanks taken
+
+
+def test_encoder_is_picklable_and_needs_no_torch(smollm2, tmp_path):
+    encoder = make_chat_encoder(smollm2)
+    conversation = Conversation("c", b"", tuple(TWO_TURNS))
+    expected = encoder.encode_document(conversation)[0]
+    (tmp_path / "both").write_bytes(pickle.dumps((encoder, conversation)))
+    script = """
+import pickle, sys
+from longdraft.data_prep import prepare, unit
+encoder, conversation = pickle.load(open(sys.argv[1], "rb"))
+(encoded,) = encoder.encode_document(conversation)
+print(encoded.tokens.tolist(), list(encoded.spans), *{"torch", "transformers"} & set(sys.modules))
+"""
+    run = [sys.executable, "-c", script, str(tmp_path / "both")]
+    printed = subprocess.run(run, capture_output=True, text=True, check=True).stdout
+    assert printed == f"{expected.tokens.tolist()} {list(expected.spans)}\n"

@@ -1,0 +1,246 @@
+"""Conversations through the whole preparation: rows and masks, cuts, counts, workers, a kill, the command line."""
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from longdraft.data_prep import prepare as prepare_module
+from longdraft.data_prep.prepare import PrepareConfig, prepare
+from longdraft.data_prep.shards import ShardSet
+from longdraft.launch.prepare import main
+from longdraft.models.fingerprint import tokenizer_hash
+
+CHATML = (
+    "{% for m in messages %}{{ '<|start|>' + m.role + '\n' + m.content + '<|end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start|>assistant\n' }}{% endif %}"
+)
+FORGETS = CHATML.replace("m.content +", "(m.content if loop.last or m.role == 'user' else '...') +")
+WORDS = ["ship", "a boat", "🙂", "\n", "def f(x):\n    return x", "<|end|>", "é", "0"]
+
+
+@pytest.fixture
+def chats(tmp_path):
+    """A JSONL file of 90 conversations, of one to four answers of very different lengths."""
+    rng = random.Random(0)
+    conversations = []
+    for i in range(90):
+        turns = []
+        for _ in range(rng.randint(1, 4)):
+            question, answer = (" ".join(rng.choices(WORDS, k=rng.choice([2, 30, 200]))) for _ in range(2))
+            turns += [{"role": "user", "content": f"{i} {question}"}, {"role": "assistant", "content": answer}]
+        conversations.append(turns)
+    write(tmp_path / "chats.jsonl", conversations)
+    return conversations
+
+
+@pytest.fixture
+def config(tmp_path, chats):
+    (tmp_path / "template.jinja").write_text(CHATML)
+    sources = (str(tmp_path / "chats.jsonl"),)
+    chat = {"chat_field": "messages", "chat_template": tmp_path / "template.jinja"}
+    return PrepareConfig(sources, tmp_path / "out", seq_len=64, heldout_share=0.2, shard_bytes=20_000, **chat)
+
+
+def write(path: Path, conversations, field="messages") -> None:
+    path.write_text("".join(json.dumps({field: messages, "id": 1}) + "\n" for messages in conversations))
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def sequences(out: Path) -> dict[str, list[tuple[int, bool]]]:
+    """(token, whether the loss counts it) of each sequence of both splits, its pieces put together."""
+    pieces = {}
+    for split in ("train", "heldout"):
+        shards = ShardSet(out / split)
+        for i in range(len(shards)):
+            row = shards[i]
+            used = row["borders"][-1]
+            assert not row["loss"][used:].any()
+            for (name, number), start, stop in zip(
+                shards.pieces(i), row["borders"][:-1], row["borders"][1:], strict=True
+            ):
+                piece = list(zip(row["tokens"][start:stop].tolist(), row["loss"][start:stop].tolist(), strict=True))
+                assert pieces.setdefault(name, {}).setdefault(number, piece) is piece
+    return {name: [pair for number in sorted(found) for pair in found[number]] for name, found in pieces.items()}
+
+
+def learned(tokenizer, sequence, end: int) -> list[str]:
+    """The texts that the loss counts, one for each `end` token; that none of them lies outside is checked."""
+    counted, texts = [], []
+    for token, supervised in sequence:
+        if supervised:
+            counted.append(token)
+            if token == end:
+                texts.append(tokenizer.decode(counted, clean_up_tokenization_spaces=False))
+                counted = []
+        else:
+            assert not counted, "an answer is interrupted"
+    assert not counted
+    return texts
+
+
+def said(messages, end="<|end|>"):
+    return [message["content"] + end for message in messages if message["role"] == "assistant"]
+
+
+def test_rows_give_conversations_and_answers_back(config, chats, tiny_tokenizer, capsys):
+    manifest = prepare(config, tiny_tokenizer, "hash")
+    found = sequences(config.out)
+    assert found.keys() == {f"chats.jsonl:{i}" for i in range(1, 91)}
+    end = tiny_tokenizer.eos_token_id
+    for i, messages in enumerate(chats, start=1):
+        sequence = found[f"chats.jsonl:{i}"]
+        assert learned(tiny_tokenizer, sequence, end) == said(messages)
+        text = "".join(f"<|start|>{m['role']}\n{m['content']}<|end|>\n" for m in messages)
+        assert tiny_tokenizer.decode([token for token, _ in sequence], clean_up_tokenization_spaces=False) == text
+    assert sum(len(sequence) > 64 for sequence in found.values()) > 60, "hardly a conversation was cut"
+    splits = manifest["splits"].values()
+    assert sum(split["tokens"] for split in splits) == sum(map(len, found.values()))
+    supervised = sum(counts for sequence in found.values() for _, counts in sequence)
+    assert sum(split["supervised_tokens"] for split in splits) == supervised
+    assert [sum(split[key] for split in splits) for key in ("documents", "split_by_turn")] == [90, 0]
+    assert all((split["bad"], split["dropped"]) == ({}, {}) for split in splits)
+    assert (manifest["chat_field"], manifest["documents_end_with_eos"]) == ("messages", False)
+    assert f"tokens of 90 conversations, {supervised:,} of them supervised, " in capsys.readouterr().out
+
+
+def test_conversations_by_turn_are_whole_and_on_one_side(config, chats, tiny_tokenizer):
+    config.chat_template.write_text(FORGETS)
+    manifest = prepare(config, tiny_tokenizer, "hash")
+    found = sequences(config.out)
+    several = [i for i, messages in enumerate(chats, start=1) if len(messages) > 2]
+    assert sum(split["split_by_turn"] for split in manifest["splits"].values()) == len(several) > 30
+    assert sum(split["documents"] for split in manifest["splits"].values()) == 90
+    for i, messages in enumerate(chats, start=1):
+        names = (
+            [f"chats.jsonl:{i}#{k}" for k in range(1, len(messages) // 2 + 1)] if i in several else [f"chats.jsonl:{i}"]
+        )
+        texts = [learned(tiny_tokenizer, found.pop(name), tiny_tokenizer.eos_token_id) for name in names]
+        assert texts == [[answer] for answer in said(messages)]
+    assert not found
+    sides = [ShardSet(config.out / split) for split in ("train", "heldout")]
+    train, heldout = ({n.split("#")[0] for i in range(len(side)) for n, _ in side.pieces(i)} for side in sides)
+    assert heldout and not train & heldout
+
+
+def test_two_workers_and_a_stop_make_the_same_bytes(config, tiny_tokenizer, monkeypatch):
+    monkeypatch.setattr(prepare_module, "SEGMENT_BYTES", 15_000)
+    prepare(config, tiny_tokenizer, "hash")
+    expected = files_of(config.out)
+    assert len(expected) > 8
+    other = replace(config, out=config.out.with_name("other"))
+    make_shard, made = prepare_module.make_shard, []
+
+    def stop_after_three(unit, *args):
+        if len(made) == 3:
+            raise KeyboardInterrupt
+        make_shard(unit, *args)
+        made.append(unit)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(prepare_module, "make_shard", stop_after_three)
+        prepare(other, tiny_tokenizer, "hash")
+    monkeypatch.setattr(prepare_module, "WORKER_BYTES", 1)
+    prepare(replace(other, workers=2), tiny_tokenizer, "hash")
+    assert files_of(other.out) == expected
+
+
+def test_bad_conversations_are_counted_and_named(config, chats, tiny_tokenizer, tmp_path):
+    user, answer = {"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}
+    bad = {
+        "not_a_list": ["text", [user, "text"]],
+        "empty": [[]],
+        "unknown_role": [[{"role": "tool", "content": "x"}, answer], [{"from": "human", "value": "x"}]],
+        "content_not_text": [[user, answer | {"content": [{"type": "text", "text": "y"}]}], [user | {"content": None}]],
+        "answer_beside_content": [[user, {"role": "assistant", "content": "", "tool_calls": [{"name": "f"}]}]],
+        "no_assistant_turn": [[user], [user, user]],
+        "noncharacter": [[user, {"role": "assistant", "content": "\ufdd1"}]],
+        "bad_utf8": [[user, {"role": "assistant", "content": "\ud800"}]],
+        "refused_by_template": [[user, answer, answer]],
+    }  # fmt: skip
+    good = [user, answer | {"tool_calls": None, "weight": 1}]
+    twice = "m.role == 'assistant' and loop.previtem.role != 'user'"
+    refuses = f"{{% for m in messages %}}{{% if {twice} %}}{{{{ raise_exception('') }}}}{{% endif %}}{{% endfor %}}"
+    config.chat_template.write_text(refuses + CHATML)
+    write(tmp_path / "chats.jsonl", [*chats, *(one for many in bad.values() for one in many), good])
+    with (tmp_path / "chats.jsonl").open("a") as stream:
+        stream.write('{"text": "no conversation"}\n{"messages": [\n')
+    bad |= {"missing_field": [1], "bad_json": [1]}
+    manifest = prepare(replace(config, max_bad_share=0.2), tiny_tokenizer, "hash")
+    splits = manifest["splits"].values()
+    counted = {why: sum(split["bad"].get(why, 0) for split in splits) for why in bad}
+    assert counted == {why: len(many) for why, many in bad.items()}
+    assert sum(split["documents"] for split in splits) == 91
+    named = [entry["document"] for split in splits for entry in split["bad_named"]]
+    assert sorted(named) == sorted(f"chats.jsonl:{i}" for i in [*range(91, 104), 105, 106])
+    with pytest.raises(ValueError, match=r"15 of 106 documents are bad.*bad_json: 1, bad_utf8: 1, content_not_text: 2"):
+        prepare(replace(config, max_bad_share=0.1, overwrite=True), tiny_tokenizer, "hash")
+
+
+def test_another_template_or_field_is_named(config, tiny_tokenizer):
+    prepare(config, tiny_tokenizer, "hash")
+    config.chat_template.write_text(FORGETS)
+    with pytest.raises(ValueError, match=r"chat_template_sha256 is \w+ there and \w+ here"):
+        prepare(config, tiny_tokenizer, "hash")
+    with pytest.raises(ValueError, match="chat_field is messages there and None here"):
+        prepare(replace(config, chat_field=None, chat_template=None), tiny_tokenizer, "hash")
+
+
+def test_what_does_not_go_with_conversations_is_refused(config, tiny_tokenizer, tmp_path):
+    (tmp_path / "in").mkdir()
+    write(tmp_path / "in" / "chats.jsonl", [])
+    (tmp_path / "in" / "README.md").write_text("about these chats")
+    mixed = replace(config, sources=(str(tmp_path / "in"),))
+    with pytest.raises(
+        ValueError, match=r"1 sources beside .* plain text \(first: in/README\.md\).*--suffixes \.jsonl"
+    ):
+        prepare(mixed, tiny_tokenizer, "hash")
+    lines = replace(config, sources=("stdlib-chat", str(tmp_path / "chats.jsonl")), chat_field=None)
+    with pytest.raises(ValueError, match=r"first: .*chats\.jsonl.*--chat-field"):
+        prepare(lines, tiny_tokenizer, "hash")
+    with pytest.raises(ValueError, match=r"documents is 'first'.*conversations take 'pack'"):
+        prepare(replace(config, documents="first"), tiny_tokenizer, "hash")
+    with pytest.raises(ValueError, match=r"chat_template '.*none\.jinja' does not exist"):
+        prepare(replace(config, chat_template=tmp_path / "none.jinja"), tiny_tokenizer, "hash")
+    with pytest.raises(ValueError, match="chat_template is for conversations"):
+        prepare(replace(config, chat_field=None), tiny_tokenizer, "hash")
+    with pytest.raises(ValueError, match="has no chat template"):
+        prepare(replace(config, chat_template=None), tiny_tokenizer, "hash")
+    assert not config.out.exists()
+
+
+def test_command_prepares_conversations_for_a_real_target(tmp_path, chats, smollm2, capsys):
+    out = tmp_path / "out"
+    argv = f"--source {tmp_path}/chats.jsonl --chat-field messages --target smollm2-135m --out {out} --seq-len 96"
+    main([*argv.split(), "--heldout-share", "0.2", "--workers", "1"])
+    assert " of them supervised, " in capsys.readouterr().out
+    found = sequences(out)
+    for i, messages in enumerate(chats, start=1):
+        sequence = found.pop(f"chats.jsonl:{i}")
+        assert learned(smollm2, sequence, smollm2.eos_token_id) == said(messages, "<|im_end|>")
+        assert smollm2.decode([token for token, _ in sequence]).startswith("<|im_start|>system\nYou are a helpful AI")
+    assert not found
+    assert ShardSet(out / "train").manifest["tokenizer_sha256"] == tokenizer_hash(smollm2)
+
+
+def test_command_prepares_docstrings_of_the_standard_library(tmp_path, smollm2, capsys):
+    out = tmp_path / "out"
+    argv = (
+        f"--source stdlib-chat --target smollm2-135m --out {out} --seq-len 256 --max-tokens 60000 --heldout-share 0.2"
+    )
+    main([*argv.split(), "--workers", "1"])
+    assert "conversations, " in capsys.readouterr().out
+    found = sequences(out)
+    assert len(found) > 50
+    for sequence in found.values():
+        (answer,) = learned(smollm2, sequence, smollm2.eos_token_id)
+        assert len(answer) > 40
+    train, heldout = (ShardSet(out / split) for split in ("train", "heldout"))
+    files = [{n.rpartition(":")[0] for i in range(len(side)) for n, _ in side.pieces(i)} for side in (train, heldout)]
+    assert all(files) and not files[0] & files[1]
+    assert not any(str(tmp_path.anchor) == name[0] for side in files for name in side)
