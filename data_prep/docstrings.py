@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from longdraft.data_prep.documents import BadDocument, Conversation, Unusable, check_messages
 
 MIN_DOCSTRING = 60  # characters, cleaned: less says hardly more than the name
-MAX_CODE = 4000  # characters of code in a message
+MAX_CODE = 2400  # characters of code in a message: most conversations fit into a row of 1024 tokens
 
 DOCUMENT = (
     "Write the docstring of this {what}.",
