@@ -36,6 +36,7 @@ setup(
         "deepspeed>=0.19,<0.20",
         "datasets>=4",
         "wandb>=0.30",
+        "jinja2>=3.1.6",
         "omegaconf>=2.3",
         "safetensors>=0.6",
         "numpy>=1.26",
