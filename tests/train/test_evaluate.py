@@ -1,0 +1,405 @@
+"""Decoding while training: the numbers are a direct Engine's, they cost what they may, and the best weights stay."""
+
+import json
+import shutil
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from longdraft.data_prep.shards import Row, ShardSet
+from longdraft.infer.engine import Engine
+from longdraft.infer.sampling import SamplingParams
+from longdraft.models.hf import load_target
+from longdraft.train import state
+from longdraft.train.config import load_config
+from longdraft.train.evaluate import Evaluator, frozen
+from longdraft.train.export import export
+from longdraft.train.loop import train
+from longdraft.train.plots import acceptance, draw_decoding, tokens_per_step
+from longdraft.train.prompts import held_out_prompts
+from longdraft.train.tracking import read_metrics
+
+SEQ_LEN, CONTEXTS, TEMPERATURES, PROMPTS, NEW_TOKENS = 24, (8, 30), (0.0, 1.0), 3, 8
+DECODING = [
+    "decoding.every=4", f"decoding.prompts={PROMPTS}", "decoding.contexts=[8, 30]", "decoding.temperatures=[0, 1]",
+    f"decoding.new_tokens={NEW_TOKENS}", "decoding.share=1",
+]  # fmt: skip
+RUN = ["train.steps=8", "train.save_every=4", "optimizer.warmup_steps=1", "optimizer.peak_lr=0.05"]
+METHODS = {
+    "tokenswift": (["draft.method=tokenswift", "draft.out_norm_init=target"], {"draft_pass": "never", "ngrams": 0}),
+    "medusa": (["draft.method=medusa", "draft.n_heads=2"], {}),
+    "longspec": (["draft.method=longspec", "draft.window=6", "draft.noise=3", "draft.draft_vocab_size=60"], {}),
+}
+TREES = {"tokenswift": {"shape": (3, 3, 3)}, "medusa": {"shape": (3, 3)}, "longspec": {"widths": (4, 16, 16)}}
+
+
+@pytest.fixture(scope="module")
+def target(target_folder):
+    return load_target(target_folder, torch.float32)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, target, prepare) -> Path:
+    """Text that the target wrote, so that drafts have something to learn. Held-out documents: a of 60 tokens in three
+    rows, b of 36 in two, c of 10, d of 14, and e, of which the beginning is missing."""
+    folder = tmp_path_factory.mktemp("decoding")
+    starts = [[i] for i in range(46)]
+    params = [SamplingParams(1.0, seed=i, max_new_tokens=60, ignore_eos=True) for i in range(46)]
+    texts = [np.array([*g.prompt, *g.tokens], np.int32) for g in Engine(target).generate(starts, params)]
+    rows = [Row(t[:SEQ_LEN], [0, SEQ_LEN], [1, SEQ_LEN], [f"t{i}"], [0]) for i, t in enumerate(texts[:41])]
+    prepare(folder / "train", rows, SEQ_LEN)
+    lengths = {"a": 60, "b": 36, "c": 10, "d": 14, "e": 48}
+    pieces = {
+        (name, number): text[:length][number * SEQ_LEN : (number + 1) * SEQ_LEN]
+        for (name, length), text in zip(lengths.items(), texts[41:], strict=True)
+        for number in range(-(-length // SEQ_LEN))
+    }
+    packed = [[("a", 0)], [("a", 2), ("b", 1)], [("b", 0)], [("a", 1)], [("c", 0), ("d", 0)], [("e", 1)]]
+    rows = []
+    for row in packed:
+        parts = [pieces[key] for key in row]
+        borders = np.cumsum([0, *map(len, parts)]).tolist()
+        tokens = np.concatenate(parts)
+        rows.append(Row(tokens, borders, [0, len(tokens)], [name for name, _ in row], [number for _, number in row]))
+    prepare(folder / "heldout", rows, SEQ_LEN)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def documents(folder):
+    """Tokens of the held-out documents by name."""
+    rows = ShardSet(folder / "heldout")
+    found = {}
+    for i in range(len(rows)):
+        row = rows[i]
+        for place, key in enumerate(rows.pieces(i)):
+            found[key] = row["tokens"][row["borders"][place] : row["borders"][place + 1]].tolist()
+    return {name: [token for key in sorted(found) if key[0] == name for token in found[key]] for name in "abcde"}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, config_file, folder, target, alone):
+    """(method, *overrides) -> the folder of a finished run of 8 steps, with decoding after the fourth and the last;
+    without, where "plain" is said. Each is trained once."""
+    runs = tmp_path_factory.mktemp("runs")
+    done = {}
+
+    def get(method, *overrides):
+        key = (method, *overrides)
+        if key not in done:
+            decoding = [] if "plain" in overrides else DECODING
+            extra = [one for one in overrides if one != "plain"]
+            place = [f"data.path={folder}", f"train.run_dir={runs / str(len(done))}"]
+            config = load_config(config_file, [*METHODS[method][0], *RUN, *decoding, *place, *extra])
+            assert train(config, alone, target)
+            done[key] = runs / str(len(done))
+        return done[key]
+
+    return get
+
+
+def measured(run, step):
+    """What the run says of its decoding after a step."""
+    (record,) = [r for r in read_metrics(run) if r["step"] == step and "decode_tokens_per_step" in r]
+    return {key: value for key, value in record.items() if key.startswith(("decode_tokens", "decode_acceptance"))}
+
+
+def direct(target, method, draft, prompts):
+    """The same from a plain loop over the prompts."""
+    engine = Engine(target, method, draft, nodes=None, slots=1, options=METHODS[method][1] | TREES[method])
+    record = {}
+    for context, temperature in product(prompts, TEMPERATURES):
+        done = [
+            engine.generate([p], SamplingParams(temperature, seed=i, max_new_tokens=NEW_TOKENS, ignore_eos=True))[0]
+            for i, p in enumerate(prompts[context])
+        ]
+        steps = sum(g.stats.steps for g in done)
+        name = f"ctx{context}.T{temperature:g}"
+        record[f"decode_tokens_per_step/{name}"] = sum(len(g.tokens) for g in done) / steps
+        for depth in range(engine.drafter.max_depth):
+            hits = sum(sum(g.stats.accepted_at_depth[depth : depth + 1]) for g in done)
+            record[f"decode_acceptance/{name}.depth{depth + 1}"] = hits / steps
+    means = [value for key, value in record.items() if key.startswith("decode_tokens_per_step/")]
+    return record | {"decode_tokens_per_step": sum(means) / len(means)}
+
+
+def prompts_of(folder, contexts=CONTEXTS):
+    return held_out_prompts(ShardSet(folder / "heldout"), contexts, PROMPTS, "here")
+
+
+def checkpoint(run, step):
+    return state.checkpoint_folder(run) / f"step_{step:06d}"
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_numbers_are_a_direct_engines(trained, folder, target, tmp_path, method):
+    """With the weights that were saved after that step, exported."""
+    run = trained(method)
+    halfway = shutil.copytree(run, tmp_path / "halfway")
+    shutil.rmtree(checkpoint(halfway, 8))
+    for step, of in ((4, halfway), (8, run)):
+        assert measured(run, step) == direct(
+            target, method, export(of, tmp_path / str(step), target), prompts_of(folder)
+        )
+    assert measured(run, 4) != measured(run, 8), "the test would not see old weights"
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_training_is_as_without(trained, method):
+    decoded, plain = trained(method), trained(method, "plain")
+    for step in (4, 8):
+        weights = [(checkpoint(run, step) / state.WEIGHTS).read_bytes() for run in (decoded, plain)]
+        assert weights[0] == weights[1]
+    assert not state.best_folder(plain).exists() and not (plain / "decoding.png").exists()
+
+
+def test_two_ranks_give_what_one_gives(folder, target, config_file, start_ranks, finish_ranks, tmp_path):
+    """The prompts shared out: with a whole target each, and with one whose layers both ranks must bring for every pass,
+    though they make different numbers of them."""
+    short = ["train.steps=2", "decoding.every=2"]
+    shared = ["target.zero_stage=3", "train.sequence_parallel=2", "train.zero_stage=3"]
+    runs = {"tokenswift": [], "longspec": shared}
+    actions = [
+        [
+            *METHODS[method][0],
+            *RUN,
+            *DECODING,
+            f"data.path={folder}",
+            f"train.run_dir={tmp_path / method}",
+            *short,
+            *extra,
+        ]
+        for method, extra in runs.items()
+    ]
+    finish_ranks(start_ranks(2, actions, "ranks_decoding.py"))
+    for method in runs:
+        draft = export(tmp_path / method, tmp_path / f"{method}-draft", target)
+        assert measured(tmp_path / method, 2) == direct(target, method, draft, prompts_of(folder))
+
+
+class Clock:
+    """Stands still but where a test moves it."""
+
+    def __init__(self, now):
+        self.now = now
+
+    def __call__(self):
+        return self.now
+
+
+class Weights:
+    """What `Evaluator` asks of the engine: these weights, of a checkpoint, after some seconds."""
+
+    def __init__(self, folder, clock, seconds=0.0):
+        self.folder, self.clock, self.seconds = folder, clock, seconds
+
+    def weights(self):
+        self.clock.now += self.seconds
+        return load_file(self.folder / state.WEIGHTS)
+
+
+@pytest.fixture
+def evaluator(config_file, folder, target, alone, tmp_path):
+    """(clock, *overrides) -> an Evaluator of a TokenSwift run of 20 steps in tmp_path."""
+
+    def make(clock, *overrides):
+        place = [f"data.path={folder}", f"train.run_dir={tmp_path}"]
+        config = load_config(config_file, [*METHODS["tokenswift"][0], *DECODING, *place, *overrides])
+        return Evaluator(config, target, ShardSet(folder / "heldout"), alone, clock)
+
+    return make
+
+
+ONE = ["decoding.every=2", "decoding.contexts=[8]", "decoding.temperatures=[0]", "decoding.prompts=1"]
+
+
+def test_what_would_take_more_than_its_share_is_put_off(evaluator, trained, capsys):
+    clock = Clock(1000.0)
+    engine = Weights(checkpoint(trained("tokenswift"), 8), clock, seconds=30.0)
+    one = evaluator(clock, *ONE, "decoding.share=0.1")
+
+    def after(step, now):
+        """What is said after a step that ends `now` seconds after the beginning: decoded, put off, or nothing."""
+        clock.now = 1000.0 + now
+        outcome = one.after_step(engine, step, {})
+        return outcome if outcome is None else "put off" if "decode_put_off" in outcome.record else "decoded"
+
+    assert after(1, 50.0) is None
+    assert after(2, 100.0) == "decoded"  # what one costs is not known before
+    assert after(4, 599.0) == "put off"
+    assert "Decoding after step 4 is put off: 60 s in all would be more than decoding.share = 0.1" in (
+        capsys.readouterr().out
+    )
+    assert after(5, 599.5) is None and capsys.readouterr().out == ""
+    assert after(5, 600.0) == "decoded"  # the first step that can afford it
+    assert after(5, 640.0) is None  # until the next is due
+    assert after(6, 899.0) == "put off"
+    saved = json.loads(json.dumps(one.saved()))
+
+    clock.now = 7.0  # another process
+    one = evaluator(clock, *ONE, "decoding.share=0.1")
+    one.begin(saved, resumed=True)
+    clock.now += 0.5
+    assert one.after_step(engine, 7, {}) is None
+    clock.now += 0.5
+    outcome = one.after_step(engine, 7, {})
+    assert outcome is not None and outcome.record["decode_s"] == 30.0
+    assert one.after_step(engine, 20, {}) is not None  # the last step in any case
+    assert one.saved() == {"last_step": 20, "last_seconds": 30.0, "spent": 120.0, "elapsed": 960.0}
+
+
+def test_a_stop_ends_it_and_it_stays_due(evaluator, trained, target, alone):
+    clock = Clock(0.0)
+    engine = Weights(checkpoint(trained("tokenswift"), 8), clock)
+    one = evaluator(clock, *ONE)
+    assert one.after_step(engine, 2, {}, stop=[15]) is None
+    assert one.best is None and state.best(one.config.train.run_dir) is None
+    outcome = one.after_step(engine, 3, {})
+    assert outcome is not None and outcome.record["decode_best_step"] == 3
+
+
+def test_the_best_is_kept_and_ties_keep_the_earlier(evaluator, trained, folder, target, tmp_path):
+    run, clock = trained("tokenswift"), Clock(0.0)
+    good, poor = (Weights(checkpoint(run, step), clock) for step in (8, 4))
+    scores = [measured(run, step)["decode_tokens_per_step"] for step in (8, 4)]
+    assert scores[0] > scores[1]
+
+    one = evaluator(clock)
+    one.begin(None, resumed=False)
+    for step, engine, best in ((4, poor, 4), (8, good, 8), (12, poor, 8), (16, good, 8)):
+        outcome = one.after_step(engine, step, {"of": step})
+        assert outcome is not None and outcome.record["decode_best_step"] == best
+        kept, saved = state.best(tmp_path) or (None, {})
+        assert kept == tmp_path / "best" / f"step_{best:06d}" and saved["step"] == best
+        assert saved["extra"]["heldout"] == {"of": best} and saved["score"] == scores[0 if best == 8 else 1]
+        same = poor if best == 4 else good
+        assert (kept / state.WEIGHTS).read_bytes() == (same.folder / state.WEIGHTS).read_bytes()
+        assert [path.name for path in kept.parent.iterdir()] == [kept.name]
+
+    again = evaluator(clock)
+    again.begin(one.saved(), resumed=True)
+    assert again.best == one.best == (scores[0], 8)
+    # Measured otherwise it is another number, and that is what later ones must beat.
+    other = evaluator(clock, "decoding.contexts=[8]")
+    other.begin(one.saved(), resumed=True)
+    draft = frozen(other.config, target, good.weights())
+    expected = direct(target, "tokenswift", draft, prompts_of(folder, [8]))["decode_tokens_per_step"]
+    kept, saved = state.best(tmp_path) or (None, {})
+    assert other.best == (expected, 8) and expected != scores[0]
+    assert (saved["score"], saved["step"], saved["extra"]["heldout"]) == (expected, 8, {"of": 8})
+    assert saved["config"]["decoding"]["contexts"] == [8]
+    evaluator(clock).begin(None, resumed=False)
+    assert state.best(tmp_path) is None
+
+
+def test_a_kill_or_a_damaged_file_never_costs_the_best(evaluator, trained, tmp_path, capsys):
+    run, clock = trained("tokenswift"), Clock(0.0)
+    one = evaluator(clock)
+    one.after_step(Weights(checkpoint(run, 4), clock), 4, {})
+    before = shutil.copytree(tmp_path / "best" / "step_000004", tmp_path / "kept")
+    one.after_step(Weights(checkpoint(run, 8), clock), 8, {})
+    # Killed before the worse one was removed, and in the middle of writing another.
+    shutil.copytree(before, tmp_path / "best" / "step_000012")
+    shutil.copytree(before, tmp_path / "best" / "tmp-step_000016")
+    kept, _ = state.best(tmp_path) or (None, {})
+    assert kept == tmp_path / "best" / "step_000008"
+    (kept / state.WEIGHTS).write_bytes(b"half")
+    assert (state.best(tmp_path) or (None, {}))[0] == tmp_path / "best" / "step_000012"
+    assert f"{kept} is damaged (draft.safetensors" in capsys.readouterr().out
+
+
+def test_a_resumed_run_keeps_the_best_and_rotation_leaves_it(trained, config_file, alone, target, tmp_path):
+    whole, run = trained("longspec"), tmp_path / "run"
+    scores = {step: measured(whole, step)["decode_tokens_per_step"] for step in (4, 8)}
+    assert scores[4] > scores[8], "the test would not see that the best was forgotten"
+    shutil.copytree(whole, run)
+    shutil.rmtree(checkpoint(run, 8))
+    config = load_config(whole / "config.yaml", [f"train.run_dir={run}", "train.keep_checkpoints=1"])
+    assert train(config, alone, target)
+    assert not checkpoint(run, 4).exists()
+    kept, saved = state.best(run) or (None, {})
+    assert kept is not None and (saved["step"], saved["score"]) == (4, scores[4])
+    assert (kept / state.WEIGHTS).read_bytes() == (checkpoint(whole, 4) / state.WEIGHTS).read_bytes()
+    assert measured(run, 8) == measured(whole, 8)
+    assert state.saved_config(run, saved) == load_config(whole / "config.yaml", [f"train.run_dir={run}"])
+    assert (checkpoint(run, 8) / state.WEIGHTS).read_bytes() == (checkpoint(whole, 8) / state.WEIGHTS).read_bytes()
+
+
+def test_wandb_has_table_and_curves(trained, monkeypatch):
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    run = trained("medusa", "train.steps=2", *ONE, "log.wandb=offline")
+    (path,) = run.glob("wandb/offline-run-*/files/media/table/decoding*.table.json")
+    table, record = json.loads(path.read_text()), measured(run, 2)
+    assert table["columns"] == ["context", "temperature", "tokens_per_step", "depth1", "depth2"]
+    numbers = [record["decode_tokens_per_step/ctx8.T0"]]
+    numbers += [record[f"decode_acceptance/ctx8.T0.depth{depth}"] for depth in (1, 2)]
+    assert table["data"] == [[8, 0, *numbers]]
+    (summary,) = run.glob("wandb/offline-run-*/run-*.wandb")
+    assert b"decode_acceptance/ctx8.T0.depth2" in summary.read_bytes()
+
+
+def test_the_figure_shows_what_was_measured(trained, tmp_path):
+    run = trained("tokenswift")
+    records = read_metrics(run)
+    evaluations = [record for record in records if "decode_tokens_per_step" in record]
+    lines = tokens_per_step(evaluations)
+    assert list(lines) == list(product(CONTEXTS, TEMPERATURES))
+    assert lines[30, 1.0] == [(s, measured(run, s)["decode_tokens_per_step/ctx30.T1"]) for s in (4, 8)]
+    rates = [measured(run, 8)[f"decode_acceptance/ctx8.T1.depth{depth}"] for depth in (1, 2, 3)]
+    assert acceptance(evaluations[-1])[8, 1.0] == list(zip((1, 2, 3), rates, strict=True))
+    (tmp_path / "decoding.png").write_bytes(b"old")
+    drawn = draw_decoding(tmp_path, records).read_bytes()
+    assert drawn[:8] == b"\x89PNG\r\n\x1a\n" and drawn == (run / "decoding.png").read_bytes()
+    assert [path.name for path in tmp_path.iterdir()] == ["decoding.png"]
+
+
+def test_prompts_are_beginnings_then_stretches_behind_them(folder, documents):
+    rows = ShardSet(folder / "heldout")
+    a, b, d = (documents[name] for name in "abd")
+    assert held_out_prompts(rows, [30, 8, 60], 1, "here") == {30: [a[:30]], 8: [a[:8]], 60: [a]}
+    assert held_out_prompts(rows, [30], 3, "here") == {30: [a[:30], b[:30], a[30:60]]}
+    assert held_out_prompts(rows, [8], 3, "here") == {8: [a[:8], b[:8], d[:8]]}  # evenly over five of them
+    with pytest.raises(ValueError, match=r"decoding\.contexts: 61 tokens, but the longest held-out document in here"):
+        held_out_prompts(rows, [8, 61], 1, "here")
+    with pytest.raises(ValueError, match=r"decoding\.prompts: 4, but the .* have 3 stretches of 30 tokens; set"):
+        held_out_prompts(rows, [30], 4, "here")
+
+
+def test_prompts_must_fit_the_targets_positions(evaluator):
+    with pytest.raises(
+        ValueError, match=r"30 tokens and decoding\.new_tokens = 2019 more are beyond the target's 2048 .* most 29"
+    ):
+        evaluator(Clock(0.0), "decoding.new_tokens=2019")
+
+
+MISTAKES = {
+    "decoding.every=-1": r"decoding\.every: -1 is negative; give a number of steps, or 0 for never",
+    "decoding.every=5": r"decoding\.contexts: no length is given, but decoding\.every = 5; give those of the prompts",
+    "decoding.contexts=8": r"decoding\.contexts: expected a list, got 8",
+    "decoding.contexts=[8,a]": r"decoding\.contexts: expected int, got 'a'",
+    "decoding.contexts=[8,8]": r"decoding\.contexts: \[8, 8\] has one twice",
+    "decoding.contexts=[0]": r"decoding\.contexts: \[0\]; give lengths of at least 1 token",
+    "decoding.temperatures=[]": r"decoding\.temperatures: \[\]; give one or more of 0 \(greedy\)",
+    "decoding.temperatures=[-1]": r"decoding\.temperatures: \[-1\.0\]; give one or more",
+    "decoding.prompts=0": r"decoding\.prompts: 0 is not positive",
+    "decoding.new_tokens=0": r"decoding\.new_tokens: 0 is not positive",
+    "decoding.share=0": r"decoding\.share: 0\.0; give a share above 0 and up to 1",
+    "decoding.share=1.5": r"decoding\.share: 1\.5; give a share",
+}
+
+
+@pytest.mark.parametrize("override", MISTAKES)
+def test_mistakes_are_named(config_file, override):
+    with pytest.raises(ValueError, match=MISTAKES[override]):
+        load_config(config_file, [override])
+
+
+def test_all_of_it_may_change_on_resume(config_file):
+    old, new = load_config(config_file), load_config(config_file, [*DECODING, "decoding.share=0.3"])
+    state.check_same_run(old, new)
+    assert new.decoding.contexts == CONTEXTS and new.decoding.temperatures == TEMPERATURES

@@ -1,0 +1,304 @@
+"""Real decoding while training: held-out prompts and the weights as they are, by the runtime's own engine and drafter.
+
+Loss and hit rates mislead about what a draft is worth; tokens/step is what it is for. The numbers are a function of the
+weights alone: all that is proposed is verified, nothing that a drafter decides by the clock takes part, and the text,
+which depends on target, prompt and seed, is the same each time. TokenSwift's n-grams are left out, since they are taken
+from the text and not learned. Training stays as it is: the weights that decode are a copy.
+Not here: the prompts (prompts.py), the folder of the best (state.py), figures (plots.py).
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from longdraft.infer.drafters.base import Drafter
+from longdraft.infer.drafters.build import build_drafter
+from longdraft.infer.drafters.longspec import WIDTHS
+from longdraft.infer.engine import Engine
+from longdraft.infer.results import Generation
+from longdraft.infer.sampling import SamplingParams
+from longdraft.models.decoder import Decoder
+from longdraft.models.draft_folder import DRAFTS, Draft
+from longdraft.models.drafts.longspec import LongSpec
+from longdraft.models.hf import Target
+from longdraft.train import state
+from longdraft.train.batches import Rows
+from longdraft.train.config import Config, DecodingSection
+from longdraft.train.engine import DraftEngine, Ranks
+from longdraft.train.prompts import held_out_prompts
+from longdraft.train.tracking import Table
+
+# Fields of `decoding` that decide what tokens/step means: numbers under others are not compared.
+MEASURED_BY = ("prompts", "contexts", "new_tokens", "temperatures")
+
+
+class Task(NamedTuple):
+    """One prompt to decode; `context` is its length."""
+
+    context: int
+    temperature: float
+    seed: int
+    prompt: list[int]
+
+
+class Measured(NamedTuple):
+    """All prompts of one length at one temperature; acceptance[d]: share of steps that accepted at least d + 1 nodes
+    of a path."""
+
+    context: int
+    temperature: float
+    tokens_per_step: float
+    acceptance: list[float]
+
+    @property
+    def name(self) -> str:
+        return f"ctx{self.context}.T{self.temperature:g}"
+
+
+class Outcome(NamedTuple):
+    """What a step's decoding has to say: a flat record of numbers and, unless it is put off, their table."""
+
+    record: dict[str, Any]
+    tables: dict[str, Table]
+
+
+class Evaluator:
+    """Decoding in the course of a run: when it is due, what it may cost, which weights were the best.
+
+    Every rank has one and calls its methods together with the others; the prompts are shared out, and all ranks get the
+    same.
+
+    Args:
+        target: the run's. rows: its held-out ones.
+        clock: seconds, of which only differences count; the first rank's decides.
+
+    Raises:
+        ValueError: the held-out documents do not have the prompts that `decoding` asks for, or the target not the
+            positions.
+    """
+
+    def __init__(
+        self, config: Config, target: Target, rows: Rows, ranks: Ranks, clock: Callable[[], float] = time.monotonic
+    ):
+        self.config, self.target, self.ranks, self.clock = config, target, ranks, clock
+        section = config.decoding
+        _check_positions(section, target)
+        prompts = held_out_prompts(rows, section.contexts, section.prompts, config.data.path)
+        self.tasks = [
+            Task(context, temperature, (config.train.seed + i) % 2**63, prompt)
+            for context in section.contexts
+            for temperature in section.temperatures
+            for i, prompt in enumerate(prompts[context])
+        ]
+        self.best: tuple[float, int] | None = None  # tokens/step, and after how many steps
+        self._last_step, self._last_seconds, self._spent = 0, 0.0, 0.0
+        self._begun = clock()
+
+    def begin(self, saved: Mapping[str, Any] | None, resumed: bool, stop: Sequence[int] = ()) -> None:
+        """Before the first step: of a new run, or going on from what `saved()` gave (None: it did not decode then).
+
+        The best weights so far are those in the run's folder. Where they were measured under other settings, they are
+        decoded again, so that what follows can be compared with them.
+        """
+        if saved is not None:
+            self._last_step, self._last_seconds = saved["last_step"], saved["last_seconds"]
+            self._spent, self._begun = saved["spent"], self.clock() - saved["elapsed"]
+        run_dir, ranks = self.config.train.run_dir, self.ranks
+        if not resumed:  # what came to no checkpoint before it ended is no part of this run
+            ranks.from_first(lambda: state.forget_best(run_dir))
+            return
+        found = ranks.from_first(lambda: state.best(run_dir))
+        if found is None:
+            return
+        folder, kept = found
+        then, now = state.saved_config(run_dir, kept).decoding, self.config.decoding
+        if all(getattr(then, name) == getattr(now, name) for name in MEASURED_BY):
+            self.best = kept["score"], kept["step"]
+        else:
+            self._measure(lambda: load_file(folder / state.WEIGHTS), kept["step"], kept["extra"]["heldout"], stop)
+
+    def saved(self) -> dict[str, float]:
+        """For `begin` of a run that goes on from here."""
+        times = {"last_seconds": self._last_seconds, "spent": self._spent, "elapsed": self.clock() - self._begun}
+        return {"last_step": self._last_step} | times
+
+    def after_step(
+        self, engine: DraftEngine, step: int, heldout: Mapping[str, Any], stop: Sequence[int] = ()
+    ) -> Outcome | None:
+        """Decodes if it is due after `step` steps, and keeps the weights if they are the best so far.
+
+        What is due and would take more than its share of the time is put off to the first step that can afford it; the
+        last step always decodes. A rank with something in `stop` ends its part, and then nothing is measured.
+
+        Args:
+            heldout: this step's evaluation (heldout.py) if there was one, to be kept with the weights.
+
+        Returns: None if nothing was due, or it was stopped.
+        """
+        every, last = self.config.decoding.every, step == self.config.train.n_steps
+        if not last and step // every == self._last_step // every:
+            return None
+        if not last and self._is_too_much():
+            if step % every:
+                return None  # it was said when it was due
+            if self.ranks.first:
+                print(
+                    f"Decoding after step {step} is put off: {self._spent + self._last_seconds:.0f} s in all would be "
+                    f"more than decoding.share = {self.config.decoding.share:g} of the time so far",
+                    flush=True,
+                )
+            return Outcome({"decode_put_off": True}, {})
+        measured = self._measure(engine.weights, step, heldout, stop)
+        if measured is None:
+            return None
+        self._last_step = step
+        assert self.best is not None
+        record = as_record(measured) | {"decode_best_step": self.best[1], "decode_s": self._last_seconds}
+        return Outcome(record, {"decoding": as_table(measured)})
+
+    def _is_too_much(self) -> bool:
+        """Whether one more like the last would exceed its share of the time; all ranks get the first one's answer."""
+        share = self.config.decoding.share
+        too_much = self._spent + self._last_seconds > share * (self.clock() - self._begun)
+        return bool(self.ranks.sum([float(too_much and self.ranks.first)])[0])
+
+    def _measure(
+        self, read: Callable[[], dict[str, Tensor]], step: int, heldout: Mapping[str, Any], stop: Sequence[int]
+    ) -> list[Measured] | None:
+        """Decodes with the weights that `read` gives, notes what all took, and keeps them if they are the best so
+        far."""
+        begin, config = self.clock(), self.config
+        weights = read()
+        drafter = open_drafter(config, self.target, frozen(config, self.target, weights))
+        sharded = config.target.zero_stage == 3
+        measured = decode(self.target, drafter, self.tasks, config.decoding.new_tokens, self.ranks, sharded, stop)
+        if measured is not None:
+            score = mean_tokens_per_step(measured)
+            if self.best is None or score > self.best[0]:
+                extra = {"heldout": heldout, "decoding": as_record(measured)}
+                state.save_best(config, self.ranks, step, weights, score, extra)
+                self.best = score, step
+        self._last_seconds = self.clock() - begin
+        self._spent += self._last_seconds
+        return measured
+
+
+def frozen(config: Config, target: Target, weights: Mapping[str, Tensor]) -> Draft:
+    """A network of its own with these weights (of a `state_dict`), in the target's dtype and on its device."""
+    with torch.device("meta"):  # shapes alone: the weights are there
+        draft: Draft = DRAFTS[config.draft.method][1](config.draft.network(target.model.config))
+    draft.load_state_dict(weights, assign=True)
+    place = target.model.lm_head.weight
+    return draft.to(place.device, place.dtype).requires_grad_(False).eval()
+
+
+def open_drafter(config: Config, target: Target, draft: Draft) -> Drafter:
+    """The method's drafter with the tree that its export has where no rates are known."""
+    options: dict[str, Any] = {}
+    if isinstance(draft, LongSpec):
+        options = {"widths": WIDTHS[: draft.config.noise]}
+    elif config.draft.method == "tokenswift":
+        options = {"draft_pass": "never", "ngrams": 0}
+    return build_drafter(config.draft.method, target, draft, options)
+
+
+def decode(
+    target: Target,
+    drafter: Drafter,
+    tasks: Sequence[Task],
+    new_tokens: int,
+    ranks: Ranks,
+    sharded: bool = False,
+    stop: Sequence[int] = (),
+) -> list[Measured] | None:
+    """Decodes the tasks, shared out among the ranks, one sequence at a time, past end tokens as `longdraft bench` does.
+
+    Args:
+        sharded: the target's weights are shared out among the ranks (train/sharding.py).
+        stop: once something is in it, this rank ends.
+
+    Returns: by context and temperature, in the tasks' order; None if a rank was stopped.
+    """
+    own = tasks[ranks.rank :: ranks.world_size]
+    params = [
+        SamplingParams(temperature=task.temperature, seed=task.seed, max_new_tokens=new_tokens, ignore_eos=True)
+        for task in own
+    ]
+    kinds = list(dict.fromkeys((task.context, task.temperature) for task in tasks))
+    sums = torch.zeros(len(kinds), 2 + drafter.max_depth, dtype=torch.float64)
+    engine = Engine(target, drafter, nodes=None, slots=1)
+    with _one_pass_of_all(target.model, ranks) if sharded else nullcontext():
+        for piece in engine.stream([task.prompt for task in own], params):
+            if stop:
+                break
+            if piece.generation is not None:
+                task = own[piece.index]
+                sums[kinds.index((task.context, task.temperature))] += _counts(piece.generation, drafter.max_depth)
+    stopped, *totals = ranks.sum([float(bool(stop)), *sums.flatten().tolist()])
+    if stopped:
+        return None
+    rows = torch.tensor(totals).view_as(sums).tolist()
+    return [
+        Measured(*kind, tokens / steps, [count / steps for count in accepted])
+        for kind, (tokens, steps, *accepted) in zip(kinds, rows, strict=True)
+    ]
+
+
+def _counts(generation: Generation, depth: int) -> Tensor:
+    """New tokens, steps, and of these how many accepted at least 1, 2, ... nodes: fp64 [2 + depth]."""
+    accepted = generation.stats.accepted_at_depth
+    padded = [*accepted, *[0] * (depth - len(accepted))]
+    return torch.tensor([len(generation.tokens), generation.stats.steps, *padded], dtype=torch.float64)
+
+
+@contextmanager
+def _one_pass_of_all(model: Decoder, ranks: Ranks) -> Iterator[None]:
+    """For a target whose layers are gathered from all ranks, so that each rank's pass needs one of every other: before
+    each the ranks agree that one is to come, and who has none left of its own makes empty ones until nobody has."""
+
+    def announce(*_: object) -> None:
+        ranks.sum([1.0])
+
+    hook = model.register_forward_pre_hook(announce)
+    try:
+        yield
+    finally:
+        hook.remove()
+    token_11 = torch.zeros(1, 1, dtype=torch.int64, device=model.embed_tokens.weight.device)
+    while ranks.sum([0.0])[0]:
+        model(token_11, needs={"last_kv"})
+
+
+def mean_tokens_per_step(measured: Sequence[Measured]) -> float:
+    """What the best weights are the best by: every length and temperature counts alike."""
+    return sum(one.tokens_per_step for one in measured) / len(measured)
+
+
+def as_record(measured: Sequence[Measured]) -> dict[str, float]:
+    """decode_tokens_per_step: the mean; decode_tokens_per_step/ctx512.T0; decode_acceptance/ctx512.T0.depth1, ..."""
+    record = {"decode_tokens_per_step": mean_tokens_per_step(measured)}
+    record |= {f"decode_tokens_per_step/{one.name}": one.tokens_per_step for one in measured}
+    for one in measured:
+        record |= {f"decode_acceptance/{one.name}.depth{d}": rate for d, rate in enumerate(one.acceptance, start=1)}
+    return record
+
+
+def as_table(measured: Sequence[Measured]) -> Table:
+    """A row for each context and temperature."""
+    depths = [f"depth{d}" for d in range(1, 1 + len(measured[0].acceptance))]
+    rows = [[one.context, one.temperature, one.tokens_per_step, *one.acceptance] for one in measured]
+    return ["context", "temperature", "tokens_per_step", *depths], rows
+
+
+def _check_positions(section: DecodingSection, target: Target) -> None:
+    longest, limit = max(section.contexts), target.model.config.max_positions
+    if longest + section.new_tokens > limit:
+        raise ValueError(
+            f"decoding.contexts: {longest} tokens and decoding.new_tokens = {section.new_tokens} more are beyond the "
+            f"target's {limit} positions; give lengths of at most {limit - section.new_tokens}"
+        )
