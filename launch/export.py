@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status."""
-    parser = argparse.ArgumentParser(prog="longdraft export", description="The newest checkpoint to a draft folder.")
+    parser = argparse.ArgumentParser(prog="longdraft export", description="A run's weights to a draft folder.")
     parser.add_argument("run_dir", help="the run's folder (train.run_dir)")
     parser.add_argument("--out", help="folder to write (default: RUN_DIR/draft, or RUN_DIR/FORMAT for another format)")
     parser.add_argument(
@@ -23,12 +23,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         type=int,
         help="let a LongSpec draft propose only so many tokens, the most frequent of the run's training data",
     )
+    parser.add_argument(
+        "--best", action="store_true", help="the weights that decoded best while training (default: the newest)"
+    )
     args = parser.parse_args(argv)
     # Here, not above: --help and a wrong argument should not wait for torch.
     from longdraft.train.export import export
 
     try:
-        export(args.run_dir, args.out, form=args.format, draft_vocab_size=args.draft_vocab_size)
+        export(args.run_dir, args.out, form=args.format, draft_vocab_size=args.draft_vocab_size, best=args.best)
     except ValueError as error:
         print(f"{parser.prog}: error: {error}", file=sys.stderr)
         return 2

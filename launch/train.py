@@ -1,7 +1,7 @@
 """Shards to a trained draft: `deepspeed launch/train.py configs/quickstart.yaml [section.field=value ...]`.
 
-Argument parsing and nothing else; the work is in train/loop.py. `longdraft train` starts DeepSpeed's launcher itself
-and, unlike the bare launcher, passes SIGTERM on to the ranks, which save and leave with 0.
+Argument parsing and nothing else; the work is in train/curriculum.py and train/loop.py. `longdraft train` starts
+DeepSpeed's launcher itself and, unlike the bare launcher, passes SIGTERM on to the ranks, which save and leave with 0.
 """
 
 import argparse
@@ -16,6 +16,8 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=prog, description="Train a draft against a frozen target.")
     parser.add_argument("config", help="a YAML file of configs/")
     parser.add_argument("overrides", nargs="*", metavar="section.field=value", help="for example train.steps=500")
+    parser.add_argument("--stage", help="of a file with stages: begin with this one (default: the first not done yet)")
+    parser.add_argument("--from-draft", help="draft folder whose weights the training begins with")
     return parser
 
 
@@ -23,18 +25,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     """One rank: what the launcher starts, or, called alone, the only one. Returns the exit status."""
     parser = _parser("launch/train.py")
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # the launcher says it; the environment too
-    args = parser.parse_args(argv)
+    args = parser.parse_intermixed_args(argv)
     with stop_signals() as stop:
         # Here, not above: a signal during the seconds of import must find its handler in place.
-        from longdraft.train.config import load_config
-        from longdraft.train.loop import run
+        from longdraft.train.curriculum import load_stages, run
+        from longdraft.train.loop import TrainingError
 
         try:
-            run(load_config(args.config, args.overrides), stop)
-        except ValueError as error:
+            run(load_stages(args.config, args.overrides, args.stage, args.from_draft), stop)
+        except (ValueError, TrainingError) as error:
             if os.environ.get("LOCAL_RANK", "0") == "0":  # once a machine: what is wrong may be another one's alone
                 print(f"{parser.prog}: error: {error}", file=sys.stderr, flush=True)
-            return 2
+            return 2 if isinstance(error, ValueError) else 1
     return 0
 
 
@@ -42,10 +44,12 @@ def start(argv: Sequence[str] | None = None) -> int:
     """`longdraft train`: the same arguments, on all GPUs of this machine or --num-gpus ranks. Returns the status."""
     parser = _parser("longdraft train")
     parser.add_argument("--num-gpus", type=int, help="ranks of this machine (default: its GPUs; 1 on a CPU)")
-    args = parser.parse_args(argv)
+    args = parser.parse_intermixed_args(argv)
     from longdraft.train.launcher import launch_with_deepspeed
 
-    return launch_with_deepspeed([__file__, args.config, *args.overrides], args.num_gpus)
+    options = [f"--stage={args.stage}"] if args.stage else []
+    options += [f"--from-draft={args.from_draft}"] if args.from_draft else []
+    return launch_with_deepspeed([__file__, args.config, *args.overrides, *options], args.num_gpus)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
 """Which rows make a step, and what the trainer reads of them: a pure function of (seed, step), no stream, no state.
 
 Every epoch is a permutation of the rows, ordered by keyed noise of the row's index; steps run on over the borders of
-epochs, so no row is lost or seen twice within one. How many ranks share a step changes nothing in what it contains.
-Not here: the form on disk (data_prep/shards.py), labels (models/drafts/).
-Shapes: B rows, T positions.
+epochs, so no row is lost or seen twice within one. How many ranks share a step changes nothing in what it contains, and
+what is drawn for a document piece is the same wherever it is packed. Not here: the form on disk (data_prep/shards.py),
+labels (models/drafts/loss.py).
+Shapes: N tokens of the rows of a pass, end to end; P pieces.
 """
 
+import hashlib
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple, Protocol
@@ -20,18 +22,25 @@ class Rows(Protocol):
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> dict[str, np.ndarray]: ...
+    def pieces(self, i: int, /) -> list[tuple[str, int]]: ...
+
+
+class Place(NamedTuple):
+    """A row in the order of training: its number, and in which epoch it is read."""
+
+    epoch: int
+    row: int
 
 
 class Batch(NamedTuple):
-    """`tokens` int64 [B, T]; `pieces` int64 [B, T]: number of the document piece within its row, -1 on padding;
-    `supervised` bool [B, T]: tokens that may be a label."""
+    """Rows end to end, without their padding. `tokens` int64 [N]; `supervised` bool [N]: tokens that may be a label;
+    `borders` P + 1 numbers: where each document piece starts, and at the end N; `keys` P numbers of 64 bits: what a
+    piece's random draws are keyed by, from its document, its number there and the epoch."""
 
     tokens: Tensor
-    pieces: Tensor
     supervised: Tensor
-
-    def to(self, device: torch.device | str) -> "Batch":
-        return Batch(*(field.to(device, non_blocking=True) for field in self))
+    borders: list[int]
+    keys: list[int]
 
 
 @lru_cache(maxsize=4)  # a step reads from two epochs at most
@@ -42,15 +51,14 @@ def epoch_order(seed: int, epoch: int, n_rows: int) -> np.ndarray:
     return np.argsort(noise, kind="stable")
 
 
-def step_rows(seed: int, step: int, n_rows: int, global_batch: int) -> list[int]:
+def step_rows(seed: int, step: int, n_rows: int, global_batch: int) -> list[Place]:
     """The rows of step 0, 1, ...; `global_batch` of them."""
     first = step * global_batch
-    return [
-        int(epoch_order(seed, index // n_rows, n_rows)[index % n_rows]) for index in range(first, first + global_batch)
-    ]
+    epochs = [divmod(index, n_rows) for index in range(first, first + global_batch)]
+    return [Place(epoch, int(epoch_order(seed, epoch, n_rows)[at])) for epoch, at in epochs]
 
 
-def rank_rows(rows: Sequence[int], rank: int, world_size: int, micro_batch: int) -> list[list[int]]:
+def rank_rows(rows: Sequence[Place], rank: int, world_size: int, micro_batch: int) -> list[list[Place]]:
     """A step's rows dealt to one rank: for each of its passes, `micro_batch` rows."""
     width = world_size * micro_batch
     assert len(rows) % width == 0, f"{len(rows)} rows do not divide by {width}"
@@ -60,13 +68,26 @@ def rank_rows(rows: Sequence[int], rank: int, world_size: int, micro_batch: int)
     ]
 
 
-def read_batch(rows: Rows, indices: Sequence[int]) -> Batch:
+def read_batch(rows: Rows, places: Sequence[Place]) -> Batch:
     """These rows as tensors on the CPU."""
-    read = [rows[index] for index in indices]
-    tokens_BT = torch.from_numpy(np.stack([row["tokens"] for row in read]).astype(np.int64))
-    pieces_BT = torch.full_like(tokens_BT, -1)
-    for b, row in enumerate(read):
-        borders = row["borders"]
-        pieces_BT[b, : borders[-1]] = torch.from_numpy(np.repeat(np.arange(len(borders) - 1), np.diff(borders)))
-    supervised_BT = torch.from_numpy(np.stack([row["loss"] for row in read]).astype(bool))
-    return Batch(tokens_BT, pieces_BT, supervised_BT)
+    tokens, supervised, borders, keys = [], [], [0], []
+    for epoch, index in places:
+        row = rows[index]
+        used = int(row["borders"][-1])
+        tokens.append(row["tokens"][:used].astype(np.int64))
+        supervised.append(row["loss"][:used].astype(bool))
+        begin = borders[-1]
+        borders += [begin + int(border) for border in row["borders"][1:]]
+        keys += [piece_key(document, number, epoch) for document, number in rows.pieces(index)]
+    return Batch(torch.from_numpy(np.concatenate(tokens)), torch.from_numpy(np.concatenate(supervised)), borders, keys)
+
+
+def piece_key(document: str, number: int, epoch: int) -> int:
+    """64 bits of a hash of what names a document piece, and of the epoch, so that each reading draws anew."""
+    text = f"{document}\0{number}\0{epoch}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+
+
+def draws(seed: int, key: int, n: int) -> list[int]:
+    """n numbers of 64 random bits for a piece, a function of (seed, key) alone."""
+    return np.random.Philox(key=np.array([seed, key], dtype=np.uint64)).random_raw(n).tolist()

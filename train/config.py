@@ -1,81 +1,156 @@
 """The one typed configuration of a training run: read, overridden, checked, printed whole.
 
 A YAML file has flat sections, one dataclass each; `a.b=c` on the command line overrides. What DeepSpeed is told is
-derived here and nowhere else. Not here: what the heads' own fields mean (models/drafts/tokenswift.py).
+derived here and nowhere else. Not here: what the networks' own fields mean (models/drafts/), several stages in one file
+(curriculum.py).
 """
 
 import difflib
 import types
 from collections.abc import Sequence
-from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from longdraft.models.decoder import DecoderConfig
+from longdraft.models.drafts.longspec import LongSpecConfig
+from longdraft.models.drafts.medusa import MedusaConfig
 from longdraft.models.drafts.tokenswift import TokenSwiftConfig
+from longdraft.models.rope import RopeConfig
 
 PRECISIONS = ("fp32", "bf16")
 ZERO_STAGES = (1, 2, 3)
 WANDB_MODES = ("auto", "online", "offline", "disabled")
-METHODS = ("tokenswift",)
+POSITIONS = ("plain", "anchor_offset")
 
 
 @dataclass(frozen=True)
 class TargetSection:
-    """The frozen model: a Hugging Face folder or hub name, a .gguf file, or a bundled name (models/hf.py)."""
+    """The frozen model: a Hugging Face folder or hub name, a .gguf file, or a bundled name (models/hf.py).
+    `zero_stage`: 0 keeps a whole copy in each process, 3 shards it over them."""
 
     path: str
     gguf_file: str | None = None
+    zero_stage: int = 0
 
 
 @dataclass(frozen=True)
-class DraftSection:
-    """What is trained; the fields after `method` are TokenSwiftConfig's."""
+class TokenSwiftSection:
+    """TokenSwift's heads; the fields after `start_from` are TokenSwiftConfig's.
+    `start_from`: a draft folder whose weights the training starts from (as of every method)."""
 
     method: str = "tokenswift"
+    start_from: str | None = None
     n_heads: int = 3
     kind: str = "linear_chain"
     out_norm_init: str = "ones"
     init_std: float = 0.02
 
+    def network(self, target: DecoderConfig) -> TokenSwiftConfig:
+        return TokenSwiftConfig(target.hidden_size, target.rms_norm_eps, **_shape(self))
+
+
+@dataclass(frozen=True)
+class MedusaSection:
+    """Medusa-1's heads; the fields after `start_from` are MedusaConfig's."""
+
+    method: str = "medusa"
+    start_from: str | None = None
+    n_heads: int = 3
+    init_std: float = 0.0
+
+    def network(self, target: DecoderConfig) -> MedusaConfig:
+        return MedusaConfig(target.hidden_size, **_shape(self))
+
+
+@dataclass(frozen=True)
+class LongSpecSection:
+    """LongSpec's block; the fields after `start_from` are LongSpecConfig's. With `draft_vocab_size` the draft proposes
+    the tokens alone that are most frequent in the training data."""
+
+    method: str = "longspec"
+    start_from: str | None = None
+    window: int = 512
+    noise: int = 5
+    final_norm: bool = False
+    warm_start: bool = False
+    draft_vocab_size: int | None = None
+
+    def network(self, target: DecoderConfig) -> LongSpecConfig:
+        return LongSpecConfig.for_target(target, **_shape(self))
+
+
+DraftSection = TokenSwiftSection | MedusaSection | LongSpecSection
+DRAFT_SECTIONS = {kind().method: kind for kind in (TokenSwiftSection, MedusaSection, LongSpecSection)}
+# Stands for any target where only a section's own fields are looked at.
+_ANY_TARGET = DecoderConfig(1 << 40, 2, 2, 1, 1, 1, 2, 1e-6, 1 << 40, RopeConfig(2, 1 << 40))
+
+
+def _shape(section: Any) -> dict[str, Any]:
+    return {name: value for name, value in asdict(section).items() if name not in ("method", "start_from")}
+
 
 @dataclass(frozen=True)
 class DataSection:
     """`path`: a prepared folder with train/ and heldout/ (launch/prepare.py). `seq_len`: tokens a row, which must be
-    the prepared folder's own."""
+    the prepared folder's own.
+
+    `positions`: plain, or anchor_offset (LongSpec, 3.2): of each document piece the first `sinks` positions stay, the
+    others move on by a random offset, to at most `max_position`. `query_share`: of each piece's tokens, in blocks, that
+    the draft runs for; the target always reads all. It bounds the draft's memory at any length.
+    """
 
     path: str
     seq_len: int
+    positions: str = "plain"
+    max_position: int | None = None
+    sinks: int = 4
+    query_share: float = 1.0
 
 
 @dataclass(frozen=True)
 class TrainSection:
     """`global_batch` rows make one step, whatever the number of ranks: micro_batch rows a pass, ranks and accumulation
-    multiply to it. `precision`: fp32, or bf16 with fp32 master weights; the target is loaded in the same.
-    `deterministic`: the same bytes again on the same hardware and number of ranks, on a GPU at some cost in speed."""
+    multiply to it. `steps` or `epochs` says how long. `precision`: fp32, or bf16 with fp32 master weights; the target
+    is loaded in the same. `zero_stage`: the draft's; `offload_optimizer` keeps the optimizer's state and step on the
+    host. `sequence_parallel`: ranks that share one long row; the others are data-parallel.
+    `deterministic`: the same bytes again on the same hardware and number of ranks, on a GPU at some cost in speed.
+    `max_skipped`: passes whose loss is no number are left out and counted; with more of them the run stops."""
 
     run_dir: str
-    steps: int
     global_batch: int
     micro_batch: int
     precision: str
+    steps: int | None = None
+    epochs: float | None = None
     zero_stage: int = 1
+    offload_optimizer: bool = False
+    sequence_parallel: int = 1
     seed: int = 0
     deterministic: bool = False
     save_every: int = 50
     keep_checkpoints: int = 2
+    max_skipped: int = 10
+
+    @property
+    def n_steps(self) -> int:
+        """`steps` of a resolved config."""
+        assert self.steps is not None, "the config is not resolved"
+        return self.steps
 
 
 @dataclass(frozen=True)
 class OptimizerSection:
-    """AdamW; the rate rises linearly over `warmup_steps`, then falls along a cosine to 0 at the last step. Weight decay
-    leaves norms and biases alone. `clip`: largest norm of the gradient."""
+    """AdamW; the rate rises linearly over `warmup_steps` or `warmup_share` of the steps, then falls along a cosine to 0
+    at the last step. Weight decay leaves norms and biases alone. `clip`: largest norm of the gradient."""
 
     peak_lr: float
-    warmup_steps: int
+    warmup_steps: int | None = None
+    warmup_share: float | None = None
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.1
@@ -85,11 +160,25 @@ class OptimizerSection:
 @dataclass(frozen=True)
 class HeldoutSection:
     """Every `every` steps, and after the last, the loss on `rows` held-out rows, evenly spread; on about `choices` of
-    their positions the heads are also compared with the target's own argmax."""
+    their positions the draft is also compared with the target's own argmax."""
 
     every: int = 50
     rows: int = 16
     choices: int = 512
+
+
+@dataclass(frozen=True)
+class DecodingSection:
+    """Every `every` steps (0: never), and after the last, real decoding with the current weights: of `prompts` held-out
+    prompts of each length of `contexts`, `new_tokens` each at each of `temperatures` (train/evaluate.py). At most
+    `share` of the training's time goes into it: what would take more is put off; only the last is made in any case."""
+
+    every: int = 0
+    prompts: int = 8
+    contexts: tuple[int, ...] = ()
+    new_tokens: int = 64
+    temperatures: tuple[float, ...] = (0.0,)
+    share: float = 0.1
 
 
 @dataclass(frozen=True)
@@ -108,8 +197,9 @@ class Config:
     data: DataSection
     train: TrainSection
     optimizer: OptimizerSection
-    draft: DraftSection = field(default_factory=DraftSection)
+    draft: DraftSection = field(default_factory=TokenSwiftSection)
     heldout: HeldoutSection = field(default_factory=HeldoutSection)
+    decoding: DecodingSection = field(default_factory=DecodingSection)
     log: LogSection = field(default_factory=LogSection)
 
     def __post_init__(self):
@@ -117,25 +207,30 @@ class Config:
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Reads a YAML file and applies overrides of the form `section.field=value`.
+    """Reads a YAML file of one run and applies overrides of the form `section.field=value`.
 
     Raises:
         ValueError: the file is missing or no YAML, a key is unknown (the nearest known one is named), a value has the
             wrong type or is out of range.
     """
+    return config_from_dict(OmegaConf.to_container(read_yaml(path, overrides), resolve=False))
+
+
+def read_yaml(path: str | Path, overrides: Sequence[str]) -> DictConfig:
+    """The file's mapping with the overrides in it, unchecked; raises ValueError where one of them cannot be read."""
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"config: no file {path}; give one of the YAML files in configs/")
+    for override in overrides:
+        if "=" not in override or override.startswith("-"):
+            raise ValueError(f"override: {override!r} has not the form section.field=value, as train.steps=100")
     try:
-        raw = OmegaConf.load(path)
-        for override in overrides:
-            if "=" not in override or override.startswith("-"):
-                raise ValueError(f"override: {override!r} has not the form section.field=value, as train.steps=100")
-        raw = OmegaConf.merge(raw, OmegaConf.from_dotlist(list(overrides)))
-        values = OmegaConf.to_container(raw, resolve=False)
+        raw = OmegaConf.merge(OmegaConf.load(path), OmegaConf.from_dotlist(list(overrides)))
     except (OmegaConfBaseException, YAMLError) as error:
         raise ValueError(f"config: {path} cannot be read: {error}") from error
-    return config_from_dict(values)
+    if not isinstance(raw, DictConfig):
+        raise ValueError(f"config: {path} holds no sections")
+    return raw
 
 
 def config_from_dict(values: Any) -> Config:
@@ -159,33 +254,65 @@ def accumulation(config: Config, world_size: int) -> int:
         ValueError: global_batch is no multiple of micro_batch x ranks.
     """
     train = config.train
-    rows = train.micro_batch * world_size
-    if train.global_batch % rows:
+    if world_size % train.sequence_parallel:
         raise ValueError(
-            f"train.global_batch: {train.global_batch} rows do not divide into {world_size} ranks x micro_batch "
-            f"{train.micro_batch}; set it to a multiple of {rows}, or change train.micro_batch"
+            f"train.sequence_parallel: {train.sequence_parallel} does not divide {world_size} ranks; set it to a "
+            "divisor, or start another number of ranks"
+        )
+    readers = world_size // train.sequence_parallel
+    rows = train.micro_batch * readers
+    if train.global_batch % rows:
+        shared = f" / sequence_parallel {train.sequence_parallel}" if train.sequence_parallel > 1 else ""
+        raise ValueError(
+            f"train.global_batch: {train.global_batch} rows do not divide into {world_size} ranks{shared} x micro_batch"
+            f" {train.micro_batch}; set it to a multiple of {rows}, or change train.micro_batch"
         )
     return train.global_batch // rows
 
 
-def heads_config(config: Config, hidden_size: int, rms_norm_eps: float) -> TokenSwiftConfig:
-    """The network that `draft` describes, for a target of this width."""
-    shape = {name: value for name, value in asdict(config.draft).items() if name != "method"}
-    return TokenSwiftConfig(hidden_size=hidden_size, rms_norm_eps=rms_norm_eps, **shape)
+def resolved(config: Config, n_rows: int) -> Config:
+    """The config with epochs and shares turned into steps, for a training split of `n_rows` rows.
+
+    Raises:
+        ValueError: that leaves less than one step, or no step behind the warm-up.
+    """
+    train, optimizer = config.train, config.optimizer
+    steps = train.steps if train.steps is not None else int((train.epochs or 0) * n_rows / train.global_batch)
+    if steps < 1:
+        raise ValueError(
+            f"train.epochs: {train.epochs} of {n_rows} rows are less than one step of train.global_batch = "
+            f"{train.global_batch}; prepare more data, or make the batch smaller"
+        )
+    warmup = optimizer.warmup_steps
+    if warmup is None:
+        warmup = int((optimizer.warmup_share or 0) * steps)
+    if warmup >= steps:
+        raise ValueError(f"optimizer.warmup_steps: {warmup} must be below the {steps} steps of the run")
+    return replace(
+        config,
+        train=replace(train, steps=steps, epochs=None),
+        optimizer=replace(optimizer, warmup_steps=warmup, warmup_share=None),
+    )
 
 
 def deepspeed_dict(config: Config, world_size: int) -> dict[str, Any]:
     """What deepspeed.initialize gets; the learning rate and the optimizer are set by train/engine.py."""
     bf16 = config.train.precision == "bf16"
+    # Not memory-efficient: that replaces F.linear in the whole process, also under the frozen target.
+    zero: dict[str, Any] = {"stage": config.train.zero_stage, "memory_efficient_linear": False}
+    if config.train.offload_optimizer:
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
     return {
-        "train_batch_size": config.train.global_batch,
+        # What ranks that share rows do, DeepSpeed would count as rows of their own.
+        "train_batch_size": config.train.global_batch * config.train.sequence_parallel,
         "train_micro_batch_size_per_gpu": config.train.micro_batch,
         "gradient_accumulation_steps": accumulation(config, world_size),
         "gradient_clipping": config.optimizer.clip,
         "bf16": {"enabled": bf16},
         # Passes are summed in fp32 too: ten bf16 passes would lose the small ones.
         "data_types": {"grad_accum_dtype": "fp32"},
-        "zero_optimization": {"stage": config.train.zero_stage},
+        "zero_optimization": zero,
+        "zero_force_ds_cpu_optimizer": False,
         # torch's AdamW: DeepSpeed knows its own optimizers only, and those are compiled at the first launch.
         "zero_allow_untested_optimizer": True,
         # Sums of bf16 gradients over ranks would depend on their number far more than sums in fp32.
@@ -209,6 +336,8 @@ def _build(kind: Any, values: Any, where: str) -> Any:
             )
     built = {}
     for name, f in known.items():
+        if name == "draft" and kind is Config:
+            hints[name] = _draft_section(values.get("draft", {}))
         if name not in values:
             if f.default is MISSING and f.default_factory is MISSING:
                 what = "section" if is_dataclass(hints[name]) else "value"
@@ -220,6 +349,14 @@ def _build(kind: Any, values: Any, where: str) -> Any:
         else:
             built[name] = _convert(hints[name], value, _join(where, name))
     return kind(**built)
+
+
+def _draft_section(values: Any) -> type:
+    """The section of the method that it names; what is no section is refused by `_build`."""
+    method = values.get("method", "tokenswift") if isinstance(values, dict) else "tokenswift"
+    if method not in DRAFT_SECTIONS:
+        raise ValueError(f"draft.method: {method!r} is unknown; choose one of {', '.join(DRAFT_SECTIONS)}")
+    return DRAFT_SECTIONS[method]
 
 
 def _join(where: str, key: Any) -> str:
@@ -234,6 +371,10 @@ def _convert(kind: Any, value: Any, where: str) -> Any:
         kind = next(k for k in get_args(kind) if k is not types.NoneType)
     if get_origin(kind) is tuple:
         kinds = get_args(kind)
+        if kinds[-1] is Ellipsis:
+            if not isinstance(value, (list, tuple)):
+                raise ValueError(f"{where}: expected a list, got {value!r}")
+            kinds = kinds[:1] * len(value)
         if not isinstance(value, (list, tuple)) or len(value) != len(kinds):
             raise ValueError(f"{where}: expected a list of {len(kinds)} values, got {value!r}")
         return tuple(_convert(k, v, where) for k, v in zip(kinds, value, strict=True))
@@ -249,22 +390,26 @@ def _convert(kind: Any, value: Any, where: str) -> Any:
 
 def _check(config: Config) -> None:
     """Ranges and choices; what depends on the target or the data is checked where these are opened."""
-    train, optimizer, log = config.train, config.optimizer, config.log
+    train, optimizer, log, data = config.train, config.optimizer, config.log, config.data
     choices = {
+        "target.zero_stage": (config.target.zero_stage, (0, 3)),
         "train.precision": (train.precision, PRECISIONS),
         "train.zero_stage": (train.zero_stage, ZERO_STAGES),
-        "draft.method": (config.draft.method, METHODS),
+        "data.positions": (data.positions, POSITIONS),
         "log.wandb": (log.wandb, WANDB_MODES),
     }
     for name, (value, known) in choices.items():
         if value not in known:
             raise ValueError(f"{name}: {value!r} is unknown; choose one of {', '.join(map(str, known))}")
-    heads_config(config, hidden_size=1, rms_norm_eps=1e-6)  # its own checks, before anything is loaded
+    config.draft.network(_ANY_TARGET)  # its own checks, before anything is loaded
     positive = {
-        "data.seq_len": config.data.seq_len,
+        "data.seq_len": data.seq_len,
+        "data.max_position": data.max_position,
         "train.steps": train.steps,
+        "train.epochs": train.epochs,
         "train.global_batch": train.global_batch,
         "train.micro_batch": train.micro_batch,
+        "train.sequence_parallel": train.sequence_parallel,
         "train.save_every": train.save_every,
         "train.keep_checkpoints": train.keep_checkpoints,
         "optimizer.peak_lr": optimizer.peak_lr,
@@ -273,22 +418,76 @@ def _check(config: Config) -> None:
         "heldout.every": config.heldout.every,
         "heldout.rows": config.heldout.rows,
         "heldout.choices": config.heldout.choices,
+        "decoding.prompts": config.decoding.prompts,
+        "decoding.new_tokens": config.decoding.new_tokens,
         "log.every": log.every,
     }
     for name, value in positive.items():
-        if not value > 0:
+        if value is not None and not value > 0:
             raise ValueError(f"{name}: {value} is not positive; give a value above 0")
+    if train.max_skipped < 0:
+        raise ValueError(f"train.max_skipped: {train.max_skipped} is negative; give 0 or more")
     if not 0 <= train.seed < 2**63:
         raise ValueError(f"train.seed: {train.seed} is out of range; give 0 to 2^63 - 1")
-    if not 0 <= optimizer.warmup_steps < train.steps:
+    _check_one_of("train.steps", train.steps, "train.epochs", train.epochs)
+    _check_one_of("optimizer.warmup_steps", optimizer.warmup_steps, "optimizer.warmup_share", optimizer.warmup_share)
+    if optimizer.warmup_steps is not None and not 0 <= optimizer.warmup_steps < (train.steps or float("inf")):
         raise ValueError(
             f"optimizer.warmup_steps: {optimizer.warmup_steps} must be at least 0 and below train.steps = {train.steps}"
         )
+    if optimizer.warmup_share is not None and not 0 <= optimizer.warmup_share < 1:
+        raise ValueError(f"optimizer.warmup_share: {optimizer.warmup_share}; give a share from 0 to below 1")
     if optimizer.weight_decay < 0:
         raise ValueError(f"optimizer.weight_decay: {optimizer.weight_decay} is negative; give 0 or more")
     if not all(0 <= beta < 1 for beta in optimizer.betas):
         raise ValueError(f"optimizer.betas: {list(optimizer.betas)} must lie in [0, 1); the usual pair is [0.9, 0.999]")
-    if config.data.seq_len <= config.draft.n_heads + 1:
+    _check_data(data, getattr(config.draft, "n_heads", None))
+    _check_decoding(config.decoding)
+
+
+def _check_one_of(first: str, one: Any, second: str, other: Any) -> None:
+    if (one is None) == (other is None):
+        given = "neither is" if one is None else "both are"
+        raise ValueError(f"{first}, {second}: {given} given; set one of them")
+
+
+def _check_data(data: DataSection, n_heads: int | None) -> None:
+    if n_heads is not None and data.seq_len <= n_heads + 1:
+        raise ValueError(f"data.seq_len: {data.seq_len} tokens leave no label for draft.n_heads = {n_heads}")
+    if data.positions == "anchor_offset" and (data.max_position is None or data.max_position < data.seq_len):
         raise ValueError(
-            f"data.seq_len: {config.data.seq_len} tokens leave no label for draft.n_heads = {config.draft.n_heads}"
+            f"data.max_position: {data.max_position}, but anchor_offset needs how far positions may move, at least "
+            f"data.seq_len = {data.seq_len}; 30000 in the paper, at most the target's own"
         )
+    if data.positions == "plain" and data.max_position is not None:
+        raise ValueError(
+            "data.max_position: plain positions do not move; set data.positions=anchor_offset, or leave it"
+        )
+    if data.sinks < 0:
+        raise ValueError(f"data.sinks: {data.sinks} is negative; give 0 or more, the paper's is 4")
+    if not 0 < data.query_share <= 1:
+        raise ValueError(f"data.query_share: {data.query_share}; give a share above 0 and up to 1")
+
+
+def _check_decoding(decoding: DecodingSection) -> None:
+    if decoding.every < 0:
+        raise ValueError(f"decoding.every: {decoding.every} is negative; give a number of steps, or 0 for never")
+    if decoding.every and not decoding.contexts:
+        raise ValueError(
+            f"decoding.contexts: no length is given, but decoding.every = {decoding.every}; give those of the prompts, "
+            "as [512, 2048]"
+        )
+    lists = {"decoding.contexts": decoding.contexts, "decoding.temperatures": decoding.temperatures}
+    for name, values in lists.items():
+        if len(set(values)) < len(values):
+            raise ValueError(f"{name}: {list(values)} has one twice; give each once")
+    if any(context < 1 for context in decoding.contexts):
+        raise ValueError(f"decoding.contexts: {list(decoding.contexts)}; give lengths of at least 1 token")
+    # The sampler's own limits (infer/sampling.py), told before anything is loaded.
+    if not decoding.temperatures or not all(t == 0 or 1e-6 <= t < float("inf") for t in decoding.temperatures):
+        raise ValueError(
+            f"decoding.temperatures: {list(decoding.temperatures)}; give one or more of 0 (greedy) or a number above, "
+            "from 1e-06 on"
+        )
+    if not 0 < decoding.share <= 1:
+        raise ValueError(f"decoding.share: {decoding.share}; give a share above 0 and up to 1")

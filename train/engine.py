@@ -1,22 +1,28 @@
 """DeepSpeed around the draft: the ranks, the optimizer, one step. The frozen target never enters the engine.
 
-Not here: what a step computes (train/loop.py), checkpoint folders (train/state.py).
+Ranks wait for one another in `Ranks.control`, on the CPU and as long as TIMEOUT. Not here: what a step computes
+(train/loop.py), checkpoint folders (train/state.py), other numbers of ranks (train/elastic.py).
 """
 
+import errno
 import logging
 import math
 import os
+import socket
+import time
 import warnings
-from collections.abc import Sequence
-from contextlib import redirect_stdout
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import chdir, contextmanager, redirect_stdout
 from dataclasses import dataclass
 from datetime import timedelta
 from io import StringIO
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 import psutil
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from longdraft.train.config import Config, OptimizerSection, deepspeed_dict
@@ -25,9 +31,21 @@ from longdraft.train.launcher import free_port
 if not torch.cuda.is_available():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else its import warns, in every rank, that it found no GPU
 import deepspeed
+from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
 # Long enough for a rank that loads a large target from a slow disk while the others wait.
 TIMEOUT = timedelta(minutes=60)
+# What the system says of a full disk, of a quota and of too large a file.
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# In what gloo and NCCL say when the other side of a collective is gone.
+LOST = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
+# As long as NFS keeps what it knows of a folder.
+LAG_S = 60.0
+T = TypeVar("T")
+
+
+class TrainingError(RuntimeError):
+    """Training cannot go on; what is saved is good."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +70,44 @@ class Ranks:
 
     def barrier(self) -> None:
         dist.barrier(group=self.control)
+
+    def gather(self, own: Any) -> list[Any]:
+        """What each rank gives, in the order of ranks."""
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, own, group=self.control)
+        return values
+
+    def from_first(self, work: Callable[[], T]) -> T:
+        """What `work` gives on the first rank, on all of them: what one alone may look at or do, the others wait for.
+        A ValueError or TrainingError there is raised on all alike."""
+        outcome: list[Any] = [None, None]
+        if self.first:
+            try:
+                outcome[0] = work()
+            except (ValueError, TrainingError) as error:
+                outcome[1] = error
+        dist.broadcast_object_list(outcome, src=0, group=self.control)
+        if outcome[1] is not None:
+            raise outcome[1]
+        return outcome[0]
+
+    def failures(self, error: BaseException | None) -> str:
+        """What went wrong on which ranks, in one line that all get; empty where nothing did."""
+        errors = self.gather(None if error is None else f"{type(error).__name__}: {error}".splitlines()[0])
+        return "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(errors) if text is not None)
+
+    def unseen(self, folder: Path, sizes: Mapping[str, int], patience_s: float = LAG_S) -> str:
+        """Which rank does not see which of a folder's files in full, in one line that all get; empty where all see
+        them. Waits for a network file system, which may keep what it knew of a folder for a while."""
+        deadline = time.monotonic() + patience_s
+        while (missing := wrong_files(folder, sizes)) and time.monotonic() < deadline:
+            time.sleep(0.5)
+        return self.failures(FileNotFoundError(", ".join(missing)) if missing else None)
+
+    def share_of_machine(self) -> tuple[int, int]:
+        """This rank's place among the ranks of its machine, and their number."""
+        names = self.gather(socket.gethostname())
+        return names[: self.rank].count(names[self.rank]), names.count(names[self.rank])
 
 
 def join_ranks() -> Ranks:
@@ -86,10 +142,37 @@ def join_ranks() -> Ranks:
     )
 
 
+def wrong_files(folder: Path, sizes: Mapping[str, int]) -> list[str]:
+    """Those of the named files that are missing or have another size in bytes."""
+    return [
+        name for name, size in sizes.items() if not (folder / name).is_file() or (folder / name).stat().st_size != size
+    ]
+
+
+@contextmanager
+def failures_named(ranks: Ranks) -> Iterator[None]:
+    """Inside, a full disk, and what a collective raises because another rank is gone, become TrainingErrors that say
+    so. They are printed here, for only the first rank of a machine prints what ends it."""
+    try:
+        yield
+    except (OSError, SafetensorError, RuntimeError) as error:
+        reason = str(error).splitlines()[0] if str(error) else repr(error)
+        if getattr(error, "errno", None) in FULL or any(f"os error {number}" in reason for number in FULL):
+            message = f"a file cannot be written ({reason}); make room, then the same command goes on"
+        elif isinstance(error, dist.DistError) or any(word in reason for word in LOST):
+            message = f"another rank is gone, it failed or was killed ({reason}); the same command goes on"
+        else:
+            raise
+        message = f"rank {ranks.rank}: {message} from the newest checkpoint"
+        if ranks.local_rank:
+            print(message, flush=True)
+        raise TrainingError(message) from error
+
+
 def leave_ranks(ranks: Ranks) -> None:
     """The last thing every rank does: a process group left standing may abort the process at its exit."""
     ranks.barrier()
-    dist.destroy_process_group()
+    deepspeed.comm.destroy_process_group()  # with what it keeps of the groups: the process may join again
 
 
 def make_deterministic() -> None:
@@ -100,9 +183,10 @@ def make_deterministic() -> None:
 
 def learning_rate(step: int, steps: int, optimizer: OptimizerSection) -> float:
     """Of step 0, 1, ...: (step + 1) / warmup of the peak, then a cosine that would reach 0 at `steps`."""
-    if step < optimizer.warmup_steps:
-        return optimizer.peak_lr * (step + 1) / optimizer.warmup_steps
-    progress = (step - optimizer.warmup_steps) / (steps - optimizer.warmup_steps)
+    warmup = optimizer.warmup_steps or 0
+    if step < warmup:
+        return optimizer.peak_lr * (step + 1) / warmup
+    progress = (step - warmup) / (steps - warmup)
     return optimizer.peak_lr * (1 + math.cos(math.pi * progress)) / 2
 
 
@@ -134,13 +218,18 @@ class DraftEngine:
                 model=draft, optimizer=adam, config=deepspeed_dict(config, ranks.world_size), dist_init_required=False
             )
         self.draft = draft
+        self.adam, self._files = adam, _Files()
+        self.deepspeed.checkpoint_engine = self._files
+        # It copies scripts beside a checkpoint, to put sharded weights together, which `weights` does too; on a full
+        # disk that would fail on the first rank alone, while the others wait.
+        self.deepspeed._copy_recovery_script = lambda save_path: None
 
     def __call__(self, *args: Any) -> Any:
         return self.deepspeed(*args)
 
     def begin_step(self, step: int) -> float:
         """Sets and returns the step's learning rate."""
-        rate = learning_rate(step, self.config.train.steps, self.config.optimizer)
+        rate = learning_rate(step, self.config.train.n_steps, self.config.optimizer)
         for group in self.deepspeed.optimizer.param_groups:  # pyright: ignore
             group["lr"] = rate
         return rate
@@ -152,8 +241,13 @@ class DraftEngine:
         self.deepspeed.backward(part * (passes * self.ranks.world_size))
         self.deepspeed.step()
 
+    def stepped(self) -> bool:
+        """Whether the last step moved the weights; the same on all ranks. DeepSpeed leaves a step out, weights and
+        optimizer untouched, whose whole gradient has no finite norm."""
+        return self.deepspeed.was_step_applied()
+
     def grad_norm(self) -> float:
-        """Of the last step's whole gradient, before clipping."""
+        """Of the last step's whole gradient, before clipping; infinite where it was left out."""
         norm = self.deepspeed.get_global_grad_norm()
         return float(norm) if norm is not None else math.nan
 
@@ -161,4 +255,34 @@ class DraftEngine:
         """The draft's whole state on the CPU in its training dtype, on every rank; all ranks must call it."""
         sharded = self.config.train.zero_stage == 3
         with deepspeed.zero.GatheredParameters(list(self.draft.parameters()), enabled=sharded):
-            return {name: p.detach().to("cpu", copy=True) for name, p in self.draft.named_parameters()}
+            return {name: tensor.detach().to("cpu", copy=True) for name, tensor in self.draft.state_dict().items()}
+
+    def write(self, folder: Path) -> BaseException | None:
+        """DeepSpeed's files to resume from, into this folder; all ranks call it. Returns what went wrong on this rank:
+        raised within DeepSpeed, it would leave the other ranks in a barrier."""
+        self._files.error = None
+        self.deepspeed.save_checkpoint(
+            str(folder.parent), tag=folder.name, client_state={}, save_latest=False, exclude_frozen_parameters=True
+        )
+        return self._files.error
+
+    def read(self, folder: Path) -> None:
+        """The files that `write` made on as many ranks."""
+        with chdir(folder.parent):  # DeepSpeed makes a pattern of the path, and a folder's name may hold * or [
+            loaded, _ = self.deepspeed.load_checkpoint(".", tag=folder.name)
+        assert loaded is not None, f"DeepSpeed found nothing in {folder}"
+
+
+class _Files(TorchCheckpointEngine):
+    """How DeepSpeed writes a file; keeps the first error instead of raising it."""
+
+    def __init__(self):
+        super().__init__()
+        self.zipfile_serialization = True
+        self.error: BaseException | None = None
+
+    def save(self, state_dict: Any, path: str) -> None:
+        try:
+            super().save(state_dict, path)
+        except (OSError, RuntimeError) as error:
+            self.error = self.error or error

@@ -50,6 +50,7 @@ def export(
     *,
     form: str = "longdraft",
     draft_vocab_size: int | None = None,
+    best: bool = False,
 ) -> Path:
     """Writes the folder, checks it, and says where it lies.
 
@@ -59,14 +60,18 @@ def export(
         form: one of FORMATS. "longdraft" is what this runtime reads.
         draft_vocab_size: a LongSpec draft that trained with the whole vocabulary will propose the so many most frequent
             tokens of the run's training data alone.
+        best: the weights that decoded best while training (train/evaluate.py), not the newest.
 
     Raises:
-        ValueError: no whole checkpoint in run_dir, an unknown format or one that cannot hold this draft, a vocabulary
-            that cannot be restricted so, or what was read again does not give the trained draft's logits.
+        ValueError: no whole checkpoint or no best weights in run_dir, an unknown format or one that cannot hold this
+            draft, a vocabulary that cannot be restricted so, or what was read again does not give the trained draft's
+            logits.
     """
     if form not in FORMATS:
         raise ValueError(f"format: {form!r} is unknown; choose one of {', '.join(FORMATS)}")
-    found = state.newest(run_dir)
+    found = state.best(run_dir) if best else state.newest(run_dir)
+    if found is None and best:
+        raise ValueError(f"best: {run_dir} keeps no best weights; train with decoding.every above 0, or leave it out")
     if found is None:
         raise ValueError(f"run_dir: {run_dir} holds no whole checkpoint; train first, or give another run's folder")
     folder, saved = found

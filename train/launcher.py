@@ -1,8 +1,9 @@
 """DeepSpeed's launcher as a child that can be stopped: SIGTERM reaches the ranks, and their success is ours.
 
-The bare launcher dies of SIGTERM with status 143 and leaves its ranks behind.
+The bare launcher dies of SIGTERM with status 143 and leaves its ranks behind. Where a rank dies, it ends the others.
 """
 
+import signal
 import socket
 import subprocess
 import sys
@@ -39,7 +40,22 @@ def launch_with_deepspeed(argv: Sequence[str], num_gpus: int | None = None) -> i
                         told.add(rank.pid)
                         rank.send_signal(SIGNALS[0])
             time.sleep(POLL_S)
+    _explain(child.returncode)
     return child.returncode
+
+
+def _explain(status: int) -> None:
+    """A line about a rank that could not speak for itself; the launcher's status is 256 less the signal's number."""
+    try:
+        name = signal.Signals(256 - status).name
+    except ValueError:
+        return
+    print(
+        f"longdraft train: error: a rank was killed by {name} (SIGKILL is often the system's answer to a lack of "
+        "memory) and the others were ended; the same command goes on from the newest checkpoint",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def free_port() -> int:

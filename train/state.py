@@ -3,30 +3,43 @@
     run_dir/config.yaml               the resolved config the run began with
     run_dir/checkpoints/step_000120/  DeepSpeed's files to resume from (frozen weights left out), draft.safetensors, the
                                       whole draft to export, and state.json, written last
-DeepSpeed unpickles its files: only ever resume your own runs. Not here: exports (train/export.py).
+    run_dir/best/step_000080/         draft.safetensors and state.json of the weights that decoded best (evaluate.py)
+DeepSpeed unpickles its files: only ever resume your own runs. Not here: exports (export.py), other numbers of ranks
+(elastic.py).
 """
 
 import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from safetensors.torch import save_file
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
+from longdraft.train import elastic
 from longdraft.train.config import Config, config_from_dict, to_dict, to_yaml
-from longdraft.train.engine import DraftEngine, Ranks
+from longdraft.train.engine import LAG_S, DraftEngine, Ranks, TrainingError, wrong_files
 
 STATE, WEIGHTS = "state.json", "draft.safetensors"
 # What may differ between a run and its resumption; anything else would change the result.
-FREE = ("train.run_dir", "train.save_every", "train.keep_checkpoints", "train.micro_batch", "log", "heldout")
+FREE = ("train.run_dir", "train.save_every", "train.keep_checkpoints", "train.micro_batch", "train.max_skipped", "log",
+    "heldout", "decoding",
+)  # fmt: skip
 
 
 def checkpoint_folder(run_dir: str | Path) -> Path:
     return Path(run_dir) / "checkpoints"
+
+
+def best_folder(run_dir: str | Path) -> Path:
+    return Path(run_dir) / "best"
 
 
 def begin_run(config: Config) -> None:
@@ -69,10 +82,10 @@ def check_same_run(old: Config, new: Config) -> None:
     """Raises ValueError naming the first field in which `new` would not continue `old`."""
     flat_old, flat_new = _flat(to_dict(old)), _flat(to_dict(new))
     for name, value in flat_new.items():
-        if flat_old[name] != value and not any(name == free or name.startswith(free + ".") for free in FREE):
+        if flat_old.get(name) != value and not any(name == free or name.startswith(free + ".") for free in FREE):
             raise ValueError(
-                f"{name}: {value!r}, but the run in {new.train.run_dir} began with {flat_old[name]!r}, which would give"
-                f" another result; set it back, or start anew with train.run_dir=another/folder"
+                f"{name}: {value!r}, but the run in {new.train.run_dir} began with {flat_old.get(name)!r}, which would "
+                "give another result; set it back, or start anew with train.run_dir=another/folder"
             )
 
 
@@ -89,42 +102,89 @@ def save(engine: DraftEngine, run_dir: str | Path, step: int, extra: dict[str, A
     Args:
         extra: JSON values for `load` to give back, rank 0's.
         keep: older checkpoints beyond this number are removed.
+
+    Raises:
+        TrainingError: a weight is no number, or a rank cannot write (a full disk); on all ranks alike, and nothing
+            that was saved before is touched.
     """
     folder, ranks = checkpoint_folder(run_dir), engine.ranks
-    name = f"step_{step:06d}"
-    temporary, final = folder / f"tmp-{name}", folder / name
-    if ranks.first:
-        shutil.rmtree(temporary, ignore_errors=True)
-        folder.mkdir(parents=True, exist_ok=True)
-    ranks.barrier()
-    engine.deepspeed.save_checkpoint(
-        str(folder), tag=temporary.name, client_state={}, save_latest=False, exclude_frozen_parameters=True
-    )
+    final = folder / f"step_{step:06d}"
+    temporary = folder / f"tmp-{final.name}"
     weights = engine.weights()
-    if ranks.first:
-        save_file(weights, temporary / WEIGHTS)
-    ranks.barrier()
-    if ranks.local_rank == 0:
-        for file in temporary.iterdir():
-            _sync(file)
-    ranks.barrier()
-    if ranks.first:
+    _check_finite(weights, folder, step, ranks)
+
+    def write_weights() -> None:
+        if ranks.first:
+            save_file(weights, temporary / WEIGHTS)
+        if ranks.local_rank == 0:
+            for file in temporary.iterdir():
+                _sync(file)
+
+    def finish() -> None:
         sizes = {file.name: file.stat().st_size for file in sorted(temporary.iterdir())}
         content = {"step": step, "world_size": ranks.world_size, "files": sizes, "config": to_dict(engine.config)}
         (temporary / STATE).write_text(json.dumps(content | {"extra": extra}, indent=1), encoding="utf-8")
         _sync(temporary / STATE)
         _sync(temporary)
-        if final.exists():  # saved before a kill that lost the steps behind it
-            shutil.rmtree(final)
-        temporary.rename(final)
-        _sync(folder)
-        finished = _finished(folder)
-        place = finished.index(final)
-        # What lies behind is of a time line that a damaged checkpoint ended; what lies far before is not kept.
-        for old in [*finished[place + 1 :], *finished[: max(0, place + 1 - keep)]]:
-            shutil.rmtree(old)
-    ranks.barrier()
+        _put_in_place(temporary, final, keep)
+
+    for part, by_all in ((lambda: _empty(temporary), False), (lambda: engine.write(temporary), True),
+                         (write_weights, True), (finish, False)):  # fmt: skip
+        failures = ranks.failures(_attempt(part) if by_all or ranks.first else None)
+        if failures:
+            ranks.from_first(partial(_give_up, temporary, step, failures, weights))
     return final
+
+
+def _attempt(work: Callable[[], BaseException | None]) -> BaseException | None:
+    """What went wrong, raised or returned."""
+    try:
+        return work()
+    except (OSError, RuntimeError, SafetensorError) as error:
+        return error
+
+
+def _empty(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+
+
+def _put_in_place(temporary: Path, final: Path, keep: int) -> None:
+    if final.exists():  # saved before a kill that lost the steps behind it
+        shutil.rmtree(final)
+    temporary.rename(final)
+    _sync(final.parent)
+    finished = _finished(final.parent)
+    place = finished.index(final)
+    # What lies behind is of a time line that a damaged checkpoint ended; what lies far before is not kept.
+    for old in [*finished[place + 1 :], *finished[: max(0, place + 1 - keep)]]:
+        shutil.rmtree(old)
+
+
+def _check_finite(weights: dict[str, Tensor], folder: Path, step: int, ranks: Ranks) -> None:
+    wrong = [name for name, weight in weights.items() if not bool(weight.isfinite().all())]
+    if ranks.sum([float(bool(wrong))])[0]:
+        raise TrainingError(
+            f"step {step}: weights of the draft are no numbers any more ({', '.join(wrong[:3]) or 'on another rank'}) "
+            f"and are not saved; the last good checkpoint is {_last(folder)}. Lower optimizer.peak_lr and start a new "
+            "run: train.run_dir=another/folder"
+        )
+
+
+def _give_up(temporary: Path, step: int, failures: str, weights: dict[str, Tensor]) -> NoReturn:
+    """Needed are the weights, twice, and master weights and moments in fp32."""
+    shutil.rmtree(temporary, ignore_errors=True)
+    folder, needed = temporary.parent, sum(weight.nbytes * 2 + weight.numel() * 12 for weight in weights.values())
+    raise TrainingError(
+        f"train.run_dir: the checkpoint of step {step} cannot be written to {folder}: it needs {needed / 1e6:,.1f} MB, "
+        f"{shutil.disk_usage(folder).free / 1e6:,.1f} MB are free ({failures}). What was saved before is untouched: "
+        f"make room, then the same command goes on from {_last(folder)}"
+    )
+
+
+def _last(folder: Path) -> str:
+    finished = _finished(folder)
+    return str(finished[-1]) if finished else "the beginning"
 
 
 def newest(run_dir: str | Path) -> tuple[Path, dict[str, Any]] | None:
@@ -136,15 +196,9 @@ def newest(run_dir: str | Path) -> tuple[Path, dict[str, Any]] | None:
     """
     finished = _finished(checkpoint_folder(run_dir))
     for folder in reversed(finished):
-        state = json.loads((folder / STATE).read_text(encoding="utf-8"))
-        broken = [
-            file
-            for file, size in state["files"].items()
-            if not (folder / file).is_file() or (folder / file).stat().st_size != size
-        ]
-        if not broken:
+        state = _whole(folder)
+        if state is not None:
             return folder, state
-        print(f"{folder} is damaged ({', '.join(broken)}) and is passed over", flush=True)
     if finished:
         raise ValueError(
             f"train.run_dir: every checkpoint in {run_dir} is damaged; restore one, remove the folder to start anew, "
@@ -153,19 +207,120 @@ def newest(run_dir: str | Path) -> tuple[Path, dict[str, Any]] | None:
     return None
 
 
-def load(engine: DraftEngine, folder: Path, state: dict[str, Any]) -> None:
-    """Puts weights and optimizer back as they were; all ranks call it.
+def save_best(
+    config: Config, ranks: Ranks, step: int, weights: dict[str, Tensor], score: float, extra: dict[str, Any]
+) -> None:
+    """Keeps the weights after `step` steps as the run's best, in place of those kept before; all ranks call it. A kill
+    at any moment leaves the old ones or the new ones, whole.
+
+    Args:
+        weights: the draft's, as `DraftEngine.weights` gives them; the first rank's are written.
+        score: what they are the best by, more is better.
 
     Raises:
-        ValueError: the checkpoint is of another number of ranks.
+        TrainingError: they cannot be written; what was kept before is untouched.
     """
-    if state["world_size"] != engine.ranks.world_size:
-        raise ValueError(
-            f"train.run_dir: {folder} was saved by {state['world_size']} ranks and cannot be resumed by "
-            f"{engine.ranks.world_size}; start {state['world_size']} ranks, or a new run: train.run_dir=another/folder"
+    folder = best_folder(config.train.run_dir)
+    temporary = folder / f"tmp-step_{step:06d}"
+    content = {"step": step, "score": score, "config": to_dict(config), "extra": extra}
+
+    def write() -> None:
+        _empty(temporary)
+        save_file(weights, temporary / WEIGHTS)
+        sizes = {WEIGHTS: (temporary / WEIGHTS).stat().st_size}
+        (temporary / STATE).write_text(json.dumps(content | {"files": sizes}, indent=1), encoding="utf-8")
+        for path in (temporary / WEIGHTS, temporary / STATE, temporary):
+            _sync(path)
+        _put_best_in_place(temporary, folder / f"step_{step:06d}")
+
+    failures = ranks.failures(_attempt(write) if ranks.first else None)
+    if failures:
+        raise TrainingError(
+            f"train.run_dir: the weights of step {step}, which decode best so far, cannot be written to {folder} "
+            f"({failures}). What was saved before is untouched: make room, then the same command goes on from "
+            f"{_last(checkpoint_folder(config.train.run_dir))}"
         )
-    loaded, _ = engine.deepspeed.load_checkpoint(str(folder.parent), tag=folder.name)
-    assert loaded is not None, f"DeepSpeed found nothing in {folder}"
+
+
+def _put_best_in_place(temporary: Path, final: Path) -> None:
+    if final.exists():  # the same step, measured otherwise
+        for name in (WEIGHTS, STATE):
+            (temporary / name).rename(final / name)
+    else:
+        temporary.rename(final)
+    _sync(final.parent)
+    for old in [*_finished(final.parent), *final.parent.glob("tmp-*")]:
+        if old != final:
+            shutil.rmtree(old)
+
+
+def forget_best(run_dir: str | Path) -> None:
+    """Removes what an earlier run left in the folder; called by rank 0."""
+    shutil.rmtree(best_folder(run_dir), ignore_errors=True)
+
+
+def best(run_dir: str | Path) -> tuple[Path, dict[str, Any]] | None:
+    """The folder of the weights that decoded best, and its state.json; None where there is none that is whole, with a
+    line about a damaged one."""
+    found = [(folder, _whole(folder)) for folder in _finished(best_folder(run_dir))]
+    # Two are there after a kill, just before the worse one was removed.
+    whole = [(folder, state) for folder, state in found if state is not None]
+    return max(whole, key=lambda one: one[1]["score"], default=None)
+
+
+def find(run_dir: str | Path, ranks: Ranks, patience_s: float = LAG_S) -> tuple[Path, dict[str, Any]] | None:
+    """`newest` as the first rank sees it, on all ranks alike; all call it.
+
+    Raises:
+        ValueError: as `newest`; some rank does not see the files within `patience_s` seconds.
+    """
+    found = ranks.from_first(lambda: newest(run_dir))
+    unseen = ranks.unseen(found[0], found[1]["files"], patience_s) if found is not None else ""
+    if found is not None and unseen:
+        raise ValueError(
+            f"train.run_dir: not every rank sees {found[0]} ({unseen}); give a folder on a file system they share"
+        )
+    return found
+
+
+def load(engine: DraftEngine, folder: Path, state: dict[str, Any]) -> None:
+    """Puts weights and optimizer back as they were; all ranks call it. There may be more or fewer of them than saved
+    the checkpoint.
+
+    Raises:
+        ValueError, TrainingError: the checkpoint is of another number of ranks and cannot be converted.
+    """
+    saved_by, ranks = state["world_size"], engine.ranks
+    if saved_by == ranks.world_size:
+        engine.read(folder)
+        return
+    if ranks.first:
+        print(f"{folder} was saved by {saved_by} ranks; it is converted for {ranks.world_size}", flush=True)
+    if state["step"]:  # before the first step there is nothing but what the seed gives
+        elastic.load(engine, folder, saved_by)
+    weights = engine.weights()
+    ranks.from_first(lambda: _check_equal(weights, folder))
+
+
+def _check_equal(weights: dict[str, Tensor], folder: Path) -> None:
+    saved = load_file(folder / WEIGHTS)
+    wrong = [name for name, weight in weights.items() if not torch.equal(weight, saved[name])]
+    if wrong:
+        raise TrainingError(
+            f"train.run_dir: converted for this number of ranks, {folder} gives other weights "
+            f"({', '.join(wrong[:3])}); go on with as many ranks as saved it"
+        )
+
+
+def check_same_data(state: dict[str, Any], data: dict[str, Any], config: Config) -> None:
+    """Raises ValueError where the prepared rows are not those that the saved run began with."""
+    old = state["extra"].get("data", data)  # a checkpoint of an earlier version does not say
+    if old != data:
+        raise ValueError(
+            f"data.path: {config.data.path} holds other rows ({data['rows']:,}, sha256 {data['sha256'][:12]}) than the "
+            f"run in {config.train.run_dir} began with ({old['rows']:,}, sha256 {old['sha256'][:12]}); put those back, "
+            "or start anew with train.run_dir=another/folder"
+        )
 
 
 def saved_config(run_dir: str | Path, state: dict[str, Any]) -> Config:
@@ -179,6 +334,20 @@ def _finished(folder: Path) -> list[Path]:
     return sorted(
         (path.parent for path in folder.glob(f"step_{'[0-9]' * 6}/{STATE}")), key=lambda path: int(path.name[5:])
     )
+
+
+def _whole(folder: Path) -> dict[str, Any] | None:
+    """The folder's state.json; None, and a line that says so, where a file is missing or has another size than when it
+    was saved."""
+    try:
+        state = json.loads((folder / STATE).read_text(encoding="utf-8"))
+        broken = wrong_files(folder, state["files"])
+    except ValueError:  # no JSON any more
+        state, broken = None, [STATE]
+    if not broken:
+        return state
+    print(f"{folder} is damaged ({', '.join(broken)}) and is passed over", flush=True)
+    return None
 
 
 def _sync(path: Path) -> None:

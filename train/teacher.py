@@ -1,44 +1,73 @@
-"""The frozen target as the trainer sees it: hidden states of whole rows, and its own choices at a few positions.
+"""The frozen target as the trainer sees it: one pass over the rows of a batch, and its own choices at a few positions.
 
-A row's pieces are read one after the other as one context, as in the target's own pre-training. Not here: loading
-(models/hf.py), the network (models/decoder.py).
-Shapes: B rows, T positions, D hidden, V vocabulary, R chosen rows.
+Every document piece is a context of its own, as it is when the draft serves. Not here: loading (models/hf.py), the
+network (models/decoder.py), targets over several ranks (sharding.py, sequence_parallel.py).
+Shapes: N tokens end to end, D hidden, V vocabulary, R chosen rows.
 """
+
+from collections.abc import Set
 
 import torch
 from torch import Tensor
 
-from longdraft.models.decoder import Decoder
+from longdraft.models.decoder import Decoder, TargetOutput
+from longdraft.train.sequence_parallel import SequenceParallel
 
 CHOICE_ROWS = 128
+# Rows that the products of a layer take at a time: enough to fill any device, and at any length little beside a row's
+# own hidden states.
+ROW_CHUNK = 4096
 
 
 class Teacher:
-    """One copy of the target, whole, in each process; outside DeepSpeed's engine, without gradient.
+    """The target in this process, outside DeepSpeed's engine, without gradient.
 
     Args:
-        model: the frozen decoder.
-        needs: the one field of TargetOutput that the draft reads: pre_norm or post_norm.
+        parallel: the ranks that share each row; its passes are collective. None: this rank reads whole rows.
     """
 
-    def __init__(self, model: Decoder, needs: frozenset[str]):
-        (self._field,) = needs
-        self.model, self._needs = model, needs
+    def __init__(self, model: Decoder, parallel: SequenceParallel | None = None):
+        self.model, self._parallel = model, parallel
+
+    def share(self, n_tokens: int) -> tuple[int, int] | None:
+        """Where this rank's tokens of shared rows start and stop; None where it has all."""
+        return None if self._parallel is None else self._parallel.share(n_tokens)
 
     @property
     def lm_head_VD(self) -> Tensor:
         return self.model.lm_head.weight
 
-    @torch.no_grad()  # not inference_mode: what is gathered there from a sharded target cannot be saved for backward
-    def hidden(self, tokens_BT: Tensor) -> Tensor:
-        """[B, T, D]; nothing behind the layer that is needed is computed (no LM head; for pre_norm no final norm)."""
-        return getattr(self.model(tokens_BT, needs=self._needs), self._field)
+    def embed(self, tokens_N: Tensor) -> Tensor:
+        """[N, D]."""
+        return self.model.embed_tokens(tokens_N)
+
+    # no_grad, not inference_mode: what is gathered there from a sharded target cannot be saved for backward
+    @torch.no_grad()
+    def look(self, tokens_N: Tensor, borders: list[int], positions_N: Tensor | None, needs: Set[str]) -> TargetOutput:
+        """What the pass gives, its batch dimension left out; nothing behind what `needs` names is computed.
+
+        Of rows that ranks share, last_kv is of all tokens, hidden states are of this rank's `share`.
+        """
+        row = {"borders": borders, "needs": needs, "row_chunk": ROW_CHUNK}
+        positions_1N = None if positions_N is None else positions_N[None]
+        if self._parallel is None:
+            output = self.model(tokens_N[None], positions_BT=positions_1N, **row)
+        else:
+            output = self._parallel.look(self.model, tokens_N[None], positions_1N=positions_1N, **row)
+        for name in ("logits", "pre_norm", "post_norm"):
+            field = getattr(output, name)
+            setattr(output, name, None if field is None else field[0])
+        if output.last_kv is not None:
+            output.last_kv = output.last_kv[0][0], output.last_kv[1][0]
+        return output
+
+    def whole(self, own_nD: Tensor, n_tokens: int) -> Tensor:
+        """Hidden states of all tokens, [N, D], from what each rank has of them."""
+        return own_nD if self._parallel is None else self._parallel.gather(own_nD[None], n_tokens)[0]
 
     @torch.no_grad()
-    def choices(self, hidden_RD: Tensor) -> Tensor:
+    def choices(self, post_norm_RD: Tensor) -> Tensor:
         """The target's greedy next token after each of these positions, int64 [R]; a few rows of logits at a time."""
-        if self._field == "pre_norm":
-            hidden_RD = self.model.norm(hidden_RD)
-        if not len(hidden_RD):  # a rank without a row left
-            return torch.empty(0, dtype=torch.int64, device=hidden_RD.device)
-        return torch.cat([self.model.lm_head(part).argmax(-1) for part in hidden_RD.split(CHOICE_ROWS)])
+        if not len(post_norm_RD):  # a rank without a row left
+            return torch.empty(0, dtype=torch.int64, device=post_norm_RD.device)
+        return torch.cat([self.model.lm_head(part).argmax(-1) for part in post_norm_RD.split(CHOICE_ROWS)])

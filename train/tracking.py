@@ -5,12 +5,17 @@ Not here: what is measured (train/loop.py), plots.
 
 import json
 import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from longdraft.train.config import Config, to_dict
 
 METRICS = "metrics.jsonl"
+# Names of the columns, and rows.
+Table = tuple[list[Any], list[Any]]
+# Waiting for W&B at the beginning and at the end; what has not arrived then lies in the run's folder.
+PATIENCE_S = 30.0
 
 
 class Tracker:
@@ -18,36 +23,55 @@ class Tracker:
 
     Args:
         config: `log` decides; the whole is shown in W&B.
+        part_names: of the numbers in a record's lists.
         resume_step: lines of later steps, which a kill left and which will be written again, are removed.
         wandb_id: the run to go on with in W&B.
     """
 
-    def __init__(self, config: Config, resume_step: int = 0, wandb_id: str | None = None):
+    def __init__(self, config: Config, part_names: Sequence[str], resume_step: int = 0, wandb_id: str | None = None):
         path = Path(config.train.run_dir) / METRICS
         _forget_after(path, resume_step)
+        self._part_names = part_names
         self._file = path.open("a", encoding="utf-8")
         self.mode = wandb_mode(config.log.wandb)
         self._run: Any = None
         if self.mode != "disabled":
-            import wandb  # a second of import, and a service process at init
+            self._run = self._begin(config, wandb_id)
+        self.wandb_id: str | None = self._run.id if self._run is not None else wandb_id
 
-            self._run = wandb.init(
+    def _begin(self, config: Config, wandb_id: str | None) -> Any:
+        """A run in W&B; where that does not answer, one that is kept in the run's folder."""
+        import wandb  # a second of import, and a service process at init
+
+        patience = float(os.environ.get("WANDB_INIT_TIMEOUT", PATIENCE_S))
+        try:
+            return wandb.init(
                 project=config.log.wandb_project,
                 dir=config.train.run_dir,
                 mode=self.mode,  # pyright: ignore[reportArgumentType]
                 id=wandb_id,
                 resume="allow",
                 config=to_dict(config),
-                settings=wandb.Settings(silent=True),
+                settings=wandb.Settings(silent=True, init_timeout=patience, finish_timeout=PATIENCE_S),
             )
-        self.wandb_id: str | None = self._run.id if self._run is not None else wandb_id
+        except wandb.Error as error:
+            if self.mode == "offline":
+                raise
+            self.mode = "offline"
+            print(
+                f"log.wandb: W&B cannot be used ({str(error).splitlines()[0]}); training goes on, its numbers go to "
+                f"{self._file.name} and, for `wandb sync`, to {config.train.run_dir}/wandb",
+                flush=True,
+            )
+            return self._begin(config, wandb_id)
 
-    def write(self, record: dict[str, Any]) -> None:
-        """One record with its `step` (steps done); a line is on disk before the next step begins."""
+    def write(self, record: dict[str, Any], tables: Mapping[str, Table] | None = None) -> None:
+        """One record with its `step` (steps done); a line is on disk before the next step begins. `tables`, by name,
+        are W&B's alone."""
         self._file.write(json.dumps(record) + "\n")
         self._file.flush()
         if self._run is not None:
-            self._run.log(_flat(record), step=record["step"])
+            self._run.log(_flat(record, self._part_names) | _as_wandb(tables or {}), step=record["step"])
 
     def close(self) -> None:
         self._file.close()
@@ -86,14 +110,24 @@ def _forget_after(path: Path, step: int) -> None:
     temporary.rename(path)
 
 
-def _flat(record: dict[str, Any]) -> dict[str, float]:
+def _as_wandb(tables: Mapping[str, Table]) -> dict[str, Any]:
+    if not tables:
+        return {}
+    import wandb
+
+    return {name: wandb.Table(columns=columns, data=rows) for name, (columns, rows) in tables.items()}
+
+
+def _flat(record: dict[str, Any], names: Sequence[str]) -> dict[str, float]:
     """{"top1": [a, b]} to {"top1/head1": a, "top1/head2": b}; W&B plots scalars."""
-    flat = {}
+    flat: dict[str, float] = {}
     for key, value in record.items():
         if isinstance(value, list):
-            flat |= _flat(
-                {f"{key}/head{i + 1}" if "/" not in key else f"{key}.{i + 1}": v for i, v in enumerate(value)}
-            )
+            for name, entry in zip(names, value, strict=True):
+                if isinstance(entry, list):
+                    flat |= {f"{key}/{name}.{rank + 1}": number for rank, number in enumerate(entry)}
+                else:
+                    flat[f"{key}/{name}"] = entry
         elif isinstance(value, (int, float)):
             flat[key] = value
     return flat

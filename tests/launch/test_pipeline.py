@@ -166,6 +166,18 @@ def test_the_command_finds_every_script(capsys):
     assert "unknown command 'prepair'; known: prepare" in capsys.readouterr().err
 
 
+def test_options_of_train_may_stand_anywhere(monkeypatch):
+    """`longdraft train` gives them on to the ranks' command, which reads them alike."""
+    started = []
+    monkeypatch.setattr("longdraft.train.launcher.launch_with_deepspeed", lambda *given: started.append(given) or 7)
+    options = {"--stage": "long", "--num-gpus": "2", "--from-draft": "a/draft"}
+    (stage, n_ranks, draft), overrides = options.items(), ("train.steps=3", "log.every=5")
+    arguments = ["c.yaml", *stage, overrides[0], *n_ranks, overrides[1], *draft]
+    assert train.start(arguments) == 7 and train.start(["c.yaml"]) == 7
+    command = [train.__file__, "c.yaml", *overrides, "--stage=long", "--from-draft=a/draft"]
+    assert started == [(command, 2), ([train.__file__, "c.yaml"], None)]
+
+
 def test_quickstart_goes_through_the_five_commands_and_stops_at_a_failure(monkeypatch, tmp_path, capsys):
     ran, failing = [], []
 

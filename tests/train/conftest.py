@@ -4,26 +4,42 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from io import StringIO
 from itertools import product
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from deepspeed.comm import destroy_process_group, is_initialized
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from longdraft.data_prep.shards import FORMAT_VERSION, Row, write_json, write_shard
+from longdraft.launch.train import main
+from longdraft.train.engine import Ranks, join_ranks, leave_ranks
 from longdraft.train.launcher import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
-VOCAB, SEQ_LEN = 97, 24
-KINDS = {"linear_chain": [], "silu_chain": ["draft.kind=silu_chain", "draft.out_norm_init=ones"]}
+VOCAB, SEQ_LEN, LONG = 97, 24, 312
+TOKENSWIFT = ["draft.out_norm_init=target"]
+# What all keys of a query share its softmax does not see, so of the bias of the keys some gradients are rounding alone,
+# which a small eps would scale up to steps of full size.
+LONGSPEC = [
+    "draft.method=longspec", "draft.window=6", "draft.noise=3", "draft.final_norm=true", "optimizer.eps=1e-5",
+    "heldout.every=20",
+]  # fmt: skip
+FEW = ["train.steps=8", "train.global_batch=4", "heldout.every=8"]
+# On rows of `long_folder`: pieces of more tokens than are chosen at a time.
+ANCHORED = [
+    *LONGSPEC, f"data.seq_len={LONG}", "data.positions=anchor_offset", "data.max_position=2000", "data.sinks=2",
+    "data.query_share=0.5", "draft.draft_vocab_size=80", "train.global_batch=2", "train.micro_batch=1",
+]  # fmt: skip
 # Many small passes: a step takes tens of milliseconds, so that a signal can hit it.
 SLOW = ["train.steps=40", "train.micro_batch=1", "train.global_batch=16", "train.save_every=6", "train.zero_stage=2"]
 CONFIG = """
 target: {{path: {target}}}
-draft: {{out_norm_init: target}}
 data: {{path: {data}, seq_len: 24}}
 train: {{run_dir: {run_dir}, steps: 20, global_batch: 8, micro_batch: 2, precision: fp32, save_every: 10}}
 optimizer: {{peak_lr: 5e-3, warmup_steps: 4}}
@@ -46,30 +62,51 @@ def target_folder(tmp_path_factory) -> Path:
     return folder
 
 
-def _write_rows(folder: Path, n_rows: int, seed: int) -> None:
-    """A split of rows that hold two or three pieces and a little padding. Of every four tokens the third and fourth
-    follow from the first, so that the first two heads have something to learn."""
+def write_rows(folder: Path, n_rows: int, seed: int, seq_len: int = SEQ_LEN) -> None:
+    """A split of rows that hold two or three pieces, documents of their own, and a little padding. Of every four tokens
+    the third and fourth follow from the first, so that the first two heads have something to learn."""
     generator = np.random.Philox(key=np.array([seed, 0], dtype=np.uint64))
-    rows = []
+    rows, scale = [], seq_len // SEQ_LEN
     for i in range(n_rows):
-        used = SEQ_LEN - i % 3
-        borders = [0, 5 + i % 7, used] if i % 2 else [0, 3, 11 + i % 5, used]
+        used = seq_len - i % 3
+        borders = [0, (5 + i % 7) * scale, used] if i % 2 else [0, 3 * scale, (11 + i % 5) * scale, used]
         tokens = (generator.random_raw(used) % VOCAB).astype(np.int32)
         for offset in (2, 3):
             behind = tokens[offset::4]
             behind[:] = (tokens[0::4] * 3 + offset)[: len(behind)] % VOCAB
-        rows.append(Row(tokens, borders, [1, used], ["d"] * (len(borders) - 1), list(range(len(borders) - 1))))
+        documents = [f"{seed}.{i}.{piece}" for piece in range(len(borders) - 1)]
+        rows.append(Row(tokens, borders, [1, used], documents, list(range(len(borders) - 1))))
+    write_split(folder, rows, seq_len)
+
+
+def write_split(folder: Path, rows: Sequence[Row], seq_len: int) -> None:
+    """A prepared split of these rows in one shard."""
     folder.mkdir(parents=True)
-    shard = write_shard(folder / "shard-00000.arrow", rows, SEQ_LEN, fill_id=0)
-    manifest = {"format_version": FORMAT_VERSION, "seq_len": SEQ_LEN, "tokenizer_sha256": "none", "shards": [shard]}
+    shard = write_shard(folder / "shard-00000.arrow", rows, seq_len, fill_id=0)
+    manifest = {"format_version": FORMAT_VERSION, "seq_len": seq_len, "tokenizer_sha256": "none", "shards": [shard]}
     write_json(folder / "manifest.json", manifest)
+
+
+@pytest.fixture(scope="session")
+def prepare() -> Callable[[Path, Sequence[Row], int], None]:
+    """`write_split`."""
+    return write_split
 
 
 @pytest.fixture(scope="session")
 def data_folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("data") / "prepared"
-    _write_rows(folder / "train", 45, seed=1)
-    _write_rows(folder / "heldout", 9, seed=2)
+    write_rows(folder / "train", 45, seed=1)
+    write_rows(folder / "heldout", 9, seed=2)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def long_folder(tmp_path_factory) -> Path:
+    """Rows of LONG tokens."""
+    folder = tmp_path_factory.mktemp("data") / "long"
+    write_rows(folder / "train", 14, seed=3, seq_len=LONG)
+    write_rows(folder / "heldout", 4, seed=4, seq_len=LONG)
     return folder
 
 
@@ -114,11 +151,54 @@ def finish_ranks() -> Callable[[Sequence[subprocess.Popen]], str]:
     return finish
 
 
+@contextmanager
+def _no_launcher() -> Iterator[None]:
+    """An environment without what a launcher says, and afterwards without what a rank alone puts there."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            patch.setenv(name, "")  # to be put back as it was
+            patch.delenv(name)
+        patch.setenv("OMP_NUM_THREADS", "1")
+        yield
+
+
+@pytest.fixture
+def no_launcher() -> Iterator[None]:
+    with _no_launcher():
+        yield
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[Ranks]:
+    """This process as the only rank; `train_command` is not for the same module."""
+    with _no_launcher():
+        ranks = join_ranks()
+        yield ranks
+        leave_ranks(ranks)
+
+
 @pytest.fixture(scope="session")
-def runs(tmp_path_factory, start_ranks) -> Path:
+def train_command() -> Callable[..., tuple[int, str]]:
+    """`train_command(config, ...)` is launch/train.py in this process: its status, and all that it printed."""
+
+    def call(*arguments: object) -> tuple[int, str]:
+        printed = StringIO()
+        with _no_launcher(), redirect_stdout(printed), redirect_stderr(printed):
+            status = main([str(argument) for argument in arguments])
+        if is_initialized():  # what went wrong has not left
+            destroy_process_group()
+        return status, printed.getvalue()
+
+    return call
+
+
+@pytest.fixture(scope="session")
+def runs(tmp_path_factory, start_ranks, long_folder) -> Path:
     """A folder of finished runs, trained in as few processes as possible:
 
-    {fp32,bf16}-{ranks}-{stage}: 20 steps; linear_chain, silu_chain: the same on one rank in fp32, for golden losses;
+    {fp32,bf16}-{ranks}-{stage}: 20 steps of linear_chain; longspec-{fp32,bf16}-{ranks}-{stage}: 8 of LongSpec;
+    silu_chain, medusa, longspec, longspec-anchored: 20 on one rank in fp32, for golden losses;
+    offload-{stage}, micro-{rows}, longspec-micro-{rows}: what should be {longspec-,}fp32-1-1 again;
     bf16-1-{stage}-again: gone on with from step 10; unbroken: SLOW on two ranks; output.txt: what one rank printed.
     """
     folder = tmp_path_factory.mktemp("runs")
@@ -129,19 +209,40 @@ def runs(tmp_path_factory, start_ranks) -> Path:
     started = []
     for n_ranks in (1, 2):
         actions = [
-            train(f"{precision}-{n_ranks}-{stage}", f"train.precision={precision}", f"train.zero_stage={stage}")
-            for precision, stage in product(("fp32", "bf16"), (1, 2, 3))
+            train(
+                f"{prefix}{precision}-{n_ranks}-{stage}",
+                f"train.precision={precision}",
+                f"train.zero_stage={stage}",
+                *draft,
+            )
+            for (prefix, draft), precision, stage in product(
+                (("", TOKENSWIFT), ("longspec-", [*LONGSPEC, *FEW])), ("fp32", "bf16"), (1, 2, 3)
+            )
         ]
-        if n_ranks == 1:
-            actions += [train(kind, *overrides) for kind, overrides in KINDS.items()]
-            for stage in (1, 3):
-                name = f"bf16-1-{stage}"
-                actions.append({"copy": [str(folder / name), str(folder / f"{name}-again")], "without": "step_000020"})
-                actions.append(train(f"{name}-again", "train.precision=bf16", f"train.zero_stage={stage}"))
-            actions.append(train("fp32-1-1"))  # which is finished, and says so
-        else:
-            actions.append(train("unbroken", *SLOW))
+        actions += _alone(folder, train, long_folder) if n_ranks == 1 else [train("unbroken", *SLOW)]
         started.append(start_ranks(n_ranks, actions))
     output, _ = (finish(processes) for processes in started)
     (folder / "output.txt").write_text(output)
     return folder
+
+
+def _alone(folder: Path, train: Callable[..., dict], long_folder: Path) -> list[dict]:
+    """What only the one rank does."""
+    actions = [
+        train("silu_chain", "draft.kind=silu_chain"),
+        train("medusa", "draft.method=medusa"),
+        train("longspec", *LONGSPEC),
+        train("longspec-anchored", *ANCHORED, f"data.path={long_folder}"),
+    ]
+    for stage in (2, 3):
+        actions.append(
+            train(f"offload-{stage}", *TOKENSWIFT, f"train.zero_stage={stage}", "train.offload_optimizer=true")
+        )
+    for rows in (1, 4):
+        actions.append(train(f"micro-{rows}", *TOKENSWIFT, f"train.micro_batch={rows}"))
+        actions.append(train(f"longspec-micro-{rows}", *LONGSPEC, *FEW, f"train.micro_batch={rows}"))
+    for stage in (1, 3):
+        name = f"bf16-1-{stage}"
+        actions.append({"copy": [str(folder / name), str(folder / f"{name}-again")], "without": "step_000020"})
+        actions.append(train(f"{name}-again", *TOKENSWIFT, "train.precision=bf16", f"train.zero_stage={stage}"))
+    return [*actions, train("fp32-1-1", *TOKENSWIFT)]  # which is finished, and says so

@@ -3,21 +3,38 @@
 {"train": [override, ...]} trains; {"copy": [from, to], "without": name} copies a run's folder, one checkpoint left out.
 """
 
+import gc
+import importlib
 import json
 import shutil
 import sys
+from functools import lru_cache
 from pathlib import Path
 
-from longdraft.models.hf import load_target
+import torch
+
+from longdraft.models.hf import Target, load_target
 from longdraft.train.config import load_config
 from longdraft.train.engine import join_ranks, leave_ranks
 from longdraft.train.loop import DTYPES, train
 
+
+@lru_cache(maxsize=2)
+def target(path: str, precision: str) -> Target:
+    return load_target(path, DTYPES[precision])
+
+
+# DeepSpeed looks whether the optimizer is its Muon, whose import compiles: seconds for PyTorch's whole compiler.
+compiler, torch.compile = torch.compile, lambda function: function
+importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
+torch.compile = compiler
 ranks = join_ranks()
+gc.freeze()  # DeepSpeed collects garbage at every start of a run: what the imports made need not be searched
 for action in json.loads(sys.argv[2]):
     if "train" in action:
         config = load_config(sys.argv[1], action["train"])
-        train(config, ranks, load_target(config.target.path, DTYPES[config.train.precision]))
+        whole = config.target.zero_stage == 0
+        train(config, ranks, target(config.target.path, config.train.precision) if whole else None)
     elif ranks.first:
         shutil.copytree(*action["copy"])
         shutil.rmtree(Path(action["copy"][1]) / "checkpoints" / action["without"])

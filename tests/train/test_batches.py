@@ -1,9 +1,12 @@
-"""The order of rows is a function of (seed, step); what a row becomes."""
+"""The order of rows is a function of (seed, step); what rows become; what is drawn for a piece."""
+
+from collections import Counter
+from itertools import product
 
 import numpy as np
 import pytest
 
-from longdraft.train.batches import epoch_order, rank_rows, read_batch, step_rows
+from longdraft.train.batches import Place, draws, epoch_order, piece_key, rank_rows, read_batch, step_rows
 
 
 def test_an_epoch_is_a_permutation_and_another_seed_or_epoch_another_one():
@@ -18,27 +21,82 @@ def test_known_order():
 
 @pytest.mark.parametrize(("n_rows", "global_batch"), [(7, 3), (5, 12), (12, 4)])
 def test_steps_run_through_whole_epochs(n_rows, global_batch):
-    read = [row for step in range(n_rows) for row in step_rows(9, step, n_rows, global_batch)]
+    read = [place for step in range(n_rows) for place in step_rows(9, step, n_rows, global_batch)]
     epochs = [read[start : start + n_rows] for start in range(0, len(read), n_rows)]
     assert len(epochs) == global_batch
-    assert all(sorted(epoch) == list(range(n_rows)) for epoch in epochs)
+    for number, epoch in enumerate(epochs):
+        assert sorted(epoch) == [Place(number, row) for row in range(n_rows)]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 6])
 def test_ranks_share_a_step_whatever_their_number(world_size):
-    rows = list(range(100, 112))
+    rows = [Place(2, row) for row in range(100, 112)]
     dealt = [rank_rows(rows, rank, world_size, micro_batch=2) for rank in range(world_size)]
     assert {len(passes) for passes in dealt} == {12 // (2 * world_size)}
-    assert sorted(row for passes in dealt for part in passes for row in part) == rows
+    assert sorted(place for passes in dealt for part in passes for place in part) == rows
 
 
-def test_rows_become_tensors_with_pieces_and_padding():
-    row = {
-        "tokens": np.arange(8, dtype=np.int32),
-        "borders": np.array([0, 3, 6], dtype=np.int32),
-        "loss": np.array([0, 1, 1, 1, 1, 0, 0, 0], dtype=bool),
-    }
-    batch = read_batch([row, row], [1, 0])
-    assert batch.tokens.tolist() == [list(range(8))] * 2
-    assert batch.pieces[0].tolist() == [0, 0, 0, 1, 1, 1, -1, -1]
-    assert batch.supervised[1].tolist() == [bool(x) for x in row["loss"]]
+class Two:
+    """Two rows with room for 8 tokens: two pieces and padding, three pieces and none."""
+
+    rows = [
+        {"tokens": np.arange(8), "borders": [0, 3, 6], "loss": [0, 1, 1, 1, 1, 0, 0, 0]},
+        {"tokens": np.arange(10, 18), "borders": [0, 1, 4, 8], "loss": [1, 0, 0, 1, 1, 1, 1, 0]},
+    ]
+    names = [[("a", 0), ("b", 3)], [("b", 4), ("c", 0), ("d", 0)]]
+
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        row = self.rows[index]
+        return {
+            "tokens": row["tokens"].astype(np.int32),
+            "borders": np.array(row["borders"], dtype=np.int32),
+            "loss": np.array(row["loss"], dtype=bool),
+        }
+
+    def pieces(self, index):
+        return self.names[index]
+
+
+def test_rows_lie_end_to_end_without_their_padding():
+    batch = read_batch(Two(), [Place(0, 1), Place(5, 0)])
+    assert batch.tokens.tolist() == [*range(10, 18), *range(6)]
+    assert [bool(x) for x in batch.supervised] == [bool(x) for x in [1, 0, 0, 1, 1, 1, 1, 0, 0, 1, 1, 1, 1, 0]]
+    assert batch.borders == [0, 1, 4, 8, 11, 14]
+    names = [("b", 4, 0), ("c", 0, 0), ("d", 0, 0), ("a", 0, 5), ("b", 3, 5)]
+    assert batch.keys == [piece_key(*name) for name in names]
+    assert batch.tokens.dtype.is_signed and batch.tokens.element_size() == 8 and batch.supervised.dtype.itemsize == 1
+
+
+def test_a_piece_has_the_same_key_wherever_it_is_packed_and_no_other_has_it():
+    rows = Two()
+    both, alone = read_batch(rows, [Place(1, 0), Place(1, 1)]), read_batch(rows, [Place(1, 1)])
+    assert both.keys[2:] == alone.keys
+    names = list(product(("a", "b", "1", "11", ""), range(12), range(12)))
+    assert len({piece_key(*name) for name in names}) == len(names)
+
+
+def test_draws_are_a_function_of_seed_and_key():
+    """Known numbers: a run must draw the same in every version, or it could not be resumed by the next."""
+    key = piece_key("book", 2, 0)
+    assert key == 6239048140582160368
+    assert draws(7, key, 2) == [8979140020609626891, 4894646611917071289]
+    assert draws(7, key, 5)[:2] == draws(7, key, 2)
+    others = [draws(8, key, 2), draws(7, piece_key("book", 2, 1), 2), draws(7, piece_key("book", 3, 0), 2)]
+    assert len({tuple(numbers) for numbers in [draws(7, key, 2), *others]}) == 4
+    assert draws(2**63 - 1, 2**64 - 1, 1) != draws(0, 0, 1)
+
+
+@pytest.mark.parametrize("n_values", [3, 5, 41])
+def test_draws_are_uniform_and_apart_from_each_other(n_values):
+    """Counts over 8000 pieces within 4.5 standard deviations, those of pairs of neighbouring draws too."""
+    numbers = [draws(1, piece_key(f"document {i}", 0, 0), 3) for i in range(8000)]
+    for place in range(3):
+        counts = Counter(row[place] % n_values for row in numbers)
+        expected = 8000 / n_values
+        assert len(counts) == n_values
+        assert max(abs(count - expected) for count in counts.values()) < 4.5 * expected**0.5
+    pairs = Counter((row[0] % 3, row[1] % 3) for row in numbers)
+    assert max(abs(pairs[pair] - 8000 / 9) for pair in product(range(3), range(3))) < 4.5 * (8000 / 9) ** 0.5

@@ -1,25 +1,54 @@
 """The config: every file of configs/ loads and makes a valid DeepSpeed dict; every mistake has a message that helps."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from deepspeed.runtime.config import DeepSpeedConfig
 
-from longdraft.train.config import accumulation, config_from_dict, deepspeed_dict, load_config, to_dict, to_yaml
+from longdraft.models.decoder import DecoderConfig
+from longdraft.models.drafts.longspec import LongSpecConfig
+from longdraft.models.drafts.medusa import MedusaConfig
+from longdraft.models.drafts.tokenswift import TokenSwiftConfig
+from longdraft.models.rope import RopeConfig
+from longdraft.train.config import (
+    DRAFT_SECTIONS,
+    LongSpecSection,
+    MedusaSection,
+    TokenSwiftSection,
+    accumulation,
+    config_from_dict,
+    deepspeed_dict,
+    load_config,
+    resolved,
+    to_dict,
+    to_yaml,
+)
+from longdraft.train.curriculum import load_stages
 from longdraft.train.state import check_same_run
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 TOKENSWIFT = sorted((CONFIGS / "tokenswift").glob("*.yaml"))
+ALL = sorted(CONFIGS.rglob("*.yaml"))
 
 
-@pytest.mark.parametrize("path", [CONFIGS / "quickstart.yaml", *TOKENSWIFT], ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", ALL, ids=lambda path: str(path.relative_to(CONFIGS)))
 def test_every_file_loads_and_makes_a_valid_deepspeed_dict(path):
-    config = load_config(path)
-    derived = DeepSpeedConfig(deepspeed_dict(config, world_size=1))
-    assert derived.train_batch_size == config.train.global_batch
-    assert derived.zero_optimization_stage == config.train.zero_stage
-    assert derived.bfloat16_config.enabled == (config.train.precision == "bf16")
-    assert derived.gradient_clipping == config.optimizer.clip
+    stages = load_stages(path)
+    assert len(stages) == 1 or all(stage.name for stage in stages)
+    for stage in stages:
+        config = stage.config
+        alone = replace(config, train=replace(config.train, sequence_parallel=1))
+        derived = DeepSpeedConfig(deepspeed_dict(alone, world_size=1))
+        assert derived.train_batch_size == config.train.global_batch
+        assert derived.zero_optimization_stage == config.train.zero_stage
+        assert derived.bfloat16_config.enabled == (config.train.precision == "bf16")
+        assert derived.gradient_clipping == config.optimizer.clip
+
+
+def test_every_file_is_one_that_is_known():
+    assert {path.parent.name for path in ALL} <= {"configs", "tokenswift", "longspec"}
+    assert len([path for path in ALL if path.parent.name == "longspec"]) >= 1
 
 
 @pytest.mark.parametrize("path", TOKENSWIFT, ids=lambda path: path.stem)
@@ -38,12 +67,39 @@ def test_there_is_one_file_for_each_target_of_the_paper():
     assert names == {"llama3.1-8b", "yarn-llama2-7b-128k", "qwen2.5-1.5b", "qwen2.5-7b", "qwen2.5-14b"}
 
 
+def test_methods_have_sections_of_their_own(config_file):
+    """The fields are the networks' own, with their defaults."""
+    assert set(DRAFT_SECTIONS) == {"tokenswift", "medusa", "longspec"}
+    target = DecoderConfig(97, 32, 48, 2, 4, 2, 8, 1e-5, 256, RopeConfig(8, 256))
+    heads = load_config(config_file, ["draft.n_heads=2", "draft.kind=silu_chain"]).draft
+    assert heads == TokenSwiftSection(n_heads=2, kind="silu_chain")
+    assert heads.network(target) == TokenSwiftConfig(32, 1e-5, n_heads=2, kind="silu_chain")
+    medusa = load_config(config_file, ["draft.method=medusa", "draft.init_std=0.1"]).draft
+    assert medusa == MedusaSection(init_std=0.1) and medusa.network(target) == MedusaConfig(32, init_std=0.1)
+    block = load_config(config_file, ["draft.method=longspec", "draft.noise=3", "draft.draft_vocab_size=20"]).draft
+    assert block == LongSpecSection(noise=3, draft_vocab_size=20)
+    assert block.network(target) == LongSpecConfig.for_target(target, noise=3, draft_vocab_size=20)
+    for section, network in ((TokenSwiftSection(), TokenSwiftConfig(32, 1e-5)), (MedusaSection(), MedusaConfig(32))):
+        assert section.network(target) == network
+
+
 def test_deepspeed_dict_is_derived(config_file):
     config = load_config(config_file, ["train.zero_stage=3", "train.precision=bf16", "optimizer.clip=0.5"])
     derived = deepspeed_dict(config, world_size=2)
     assert derived["train_batch_size"] == 8 and derived["train_micro_batch_size_per_gpu"] == 2
-    assert derived["gradient_accumulation_steps"] == 2 and derived["zero_optimization"] == {"stage": 3}
+    assert derived["gradient_accumulation_steps"] == 2 and derived["zero_optimization"]["stage"] == 3
+    assert "offload_optimizer" not in derived["zero_optimization"]
     assert derived["bf16"] == {"enabled": True} and derived["gradient_clipping"] == 0.5
+    config = load_config(config_file, ["train.offload_optimizer=true", "train.zero_stage=2"])
+    assert DeepSpeedConfig(deepspeed_dict(config, 1)).zero_config.offload_optimizer.device == "cpu"
+
+
+def test_ranks_that_share_a_row_are_one_reader(config_file):
+    config = load_config(config_file, ["train.sequence_parallel=4", "train.micro_batch=1"])
+    assert [accumulation(config, world_size) for world_size in (4, 8, 32)] == [8, 4, 1]
+    derived = deepspeed_dict(config, world_size=8)
+    # DeepSpeed's own arithmetic, which knows nothing of shared rows.
+    assert derived["train_batch_size"] == 8 * 4 == 1 * derived["gradient_accumulation_steps"] * 8
 
 
 def test_overrides_and_round_trips(config_file, tmp_path):
@@ -67,28 +123,57 @@ MISTAKES = {
     "optimizer.peak_lr=fast": r"optimizer\.peak_lr: expected float, got 'fast'",
     "optimizer.betas=[0.9]": r"optimizer\.betas: expected a list of 2 values",
     "train=3": r"train: expected a section of fields, got 3",
+    "draft=3": r"draft: expected a section of fields, got 3",
     "train.steps": r"override: 'train\.steps' has not the form section\.field=value",
     "--steps=3": r"override: '--steps=3' has not the form",
     "train.precision=fp16": r"train\.precision: 'fp16' is unknown; choose one of fp32, bf16",
     "train.zero_stage=0": r"train\.zero_stage: 0 is unknown; choose one of 1, 2, 3",
+    "target.zero_stage=1": r"target\.zero_stage: 1 is unknown; choose one of 0, 3",
     "train.steps=0": r"train\.steps: 0 is not positive; give a value above 0",
+    "train.steps=null": r"train\.steps, train\.epochs: neither is given; set one of them",
+    "train.epochs=2": r"train\.steps, train\.epochs: both are given; set one of them",
+    "train.steps=null train.epochs=0": r"train\.epochs: 0\.0 is not positive",
     "train.seed=-1": r"train\.seed: -1 is out of range",
+    "train.max_skipped=-1": r"train\.max_skipped: -1 is negative; give 0 or more",
+    "train.sequence_parallel=0": r"train\.sequence_parallel: 0 is not positive",
     "optimizer.warmup_steps=20": r"optimizer\.warmup_steps: 20 must be at least 0 and below train\.steps = 20",
+    "optimizer.warmup_steps=-1": r"optimizer\.warmup_steps: -1 must be at least 0 and below train\.steps = 20",
+    "optimizer.warmup_steps=null": r"optimizer\.warmup_steps, optimizer\.warmup_share: neither is given; set one",
+    "optimizer.warmup_share=0.1": r"optimizer\.warmup_steps, optimizer\.warmup_share: both are given; set one of",
+    "optimizer.warmup_steps=null optimizer.warmup_share=1": r"optimizer\.warmup_share: 1\.0; give a share from 0 to b",
+    "optimizer.warmup_steps=null optimizer.warmup_share=-0.1": r"optimizer\.warmup_share: -0\.1; give a share from 0",
     "optimizer.weight_decay=-1": r"optimizer\.weight_decay: -1\.0 is negative",
     "optimizer.betas=[0.9,1.0]": r"optimizer\.betas: \[0\.9, 1\.0\] must lie in \[0, 1\)",
+    "optimizer.peak_lr=nan": r"optimizer\.peak_lr: nan is not positive",
+    "data.positions=shuffled": r"data\.positions: 'shuffled' is unknown; choose one of plain, anchor_offset",
+    "data.positions=anchor_offset": r"data\.max_position: None, but anchor_offset needs .* at least data\.seq_len = 24",
+    "data.positions=anchor_offset data.max_position=23": r"data\.max_position: 23, but anchor_offset needs",
+    "data.max_position=100": r"data\.max_position: plain positions do not move; set data\.positions=anchor_offset",
+    "data.query_share=0": r"data\.query_share: 0\.0; give a share above 0 and up to 1",
+    "data.query_share=1.5": r"data\.query_share: 1\.5; give a share above 0 and up to 1",
+    "data.sinks=-1": r"data\.sinks: -1 is negative; give 0 or more, the paper's is 4",
+    "data.seq_len=0": r"data\.seq_len: 0",
     "draft.kind=relu_chain": r"draft\.kind: 'relu_chain' is unknown; choose one of linear_chain, silu_chain",
-    "draft.kind=silu_chain": r"draft\.out_norm_init: silu_chain has no norms",
-    "draft.method=eagle": r"draft\.method: 'eagle' is unknown; choose one of tokenswift",
+    "draft.kind=silu_chain draft.out_norm_init=target": r"draft\.out_norm_init: silu_chain has no norms",
+    "draft.method=eagle": r"draft\.method: 'eagle' is unknown; choose one of tokenswift, medusa, longspec",
     "draft.n_heads=0": r"draft\.n_heads: 0",
     "draft.n_heads=23": r"data\.seq_len: 24 tokens leave no label for draft\.n_heads = 23",
+    "draft.noise=3": r"draft\.noise: unknown key; .*\(known: method, start_from, n_heads, kind",
+    "draft.method=medusa draft.kind=silu_chain": r"draft\.kind: unknown key; .*\(known: method, start_from, n_heads, i",
+    "draft.method=longspec draft.n_heads=3": r"draft\.n_heads: unknown key; .*\(known: method, start_from, window, noi",
+    "draft.method=longspec draft.noise=0": r"draft\.noise: 0, but it must be above 0",
+    "draft.method=longspec draft.window=0": r"draft\.window: 0, but it must be above 0",
+    "draft.method=longspec draft.draft_vocab_size=0": r"draft\.draft_vocab_size: 0; give 1 to",
+    "draft.method=longspec draft.draft_vocab_size=many": r"draft\.draft_vocab_size: expected int, got 'many'",
+    "draft.method=medusa draft.init_std=-1": r"draft\.init_std: -1\.0 is negative",
     "log.wandb=on-line": r"log\.wandb: 'on-line' is unknown; choose one of auto, online, offline, disabled",
 }
 
 
-@pytest.mark.parametrize("override", MISTAKES)
-def test_mistakes_are_named(config_file, override):
-    with pytest.raises(ValueError, match=MISTAKES[override]):
-        load_config(config_file, [override])
+@pytest.mark.parametrize("overrides", MISTAKES)
+def test_mistakes_are_named(config_file, overrides):
+    with pytest.raises(ValueError, match=MISTAKES[overrides]):
+        load_config(config_file, overrides.split())
 
 
 def test_missing_things_are_named(config_file, tmp_path):
@@ -111,12 +196,45 @@ def test_a_batch_that_does_not_divide_is_named(config_file):
     assert accumulation(config, 3) == 1
     with pytest.raises(ValueError, match=r"train\.global_batch: 6 rows do not divide into 2 ranks x micro_batch 2"):
         accumulation(config, 2)
+    shared = load_config(config_file, ["train.sequence_parallel=2", "train.global_batch=6"])
+    assert accumulation(shared, 2) == 3
+    with pytest.raises(
+        ValueError, match=r"6 rows do not divide into 4 ranks / sequence_parallel 2 x micro_batch 2; set"
+    ):
+        accumulation(shared, 4)
+    with pytest.raises(ValueError, match=r"train\.sequence_parallel: 2 does not divide 3 ranks; set it to a divisor"):
+        accumulation(shared, 3)
+
+
+def test_epochs_and_shares_become_steps(config_file):
+    """Of 45 rows in batches of 8: what is less than a step is left out."""
+    given = load_config(config_file)
+    assert resolved(given, 45) == given
+    epochs = ["train.steps=null", "train.epochs=2", "optimizer.warmup_steps=null", "optimizer.warmup_share=0.2"]
+    config = load_config(config_file, epochs)
+    with pytest.raises(AssertionError, match="not resolved"):
+        _ = config.train.n_steps
+    found = resolved(config, 45)
+    assert (found.train.steps, found.train.epochs, found.train.n_steps) == (11, None, 11)
+    assert (found.optimizer.warmup_steps, found.optimizer.warmup_share) == (2, None)
+    assert resolved(found, 45) == found == config_from_dict(to_dict(found))
+    half = load_config(config_file, [*epochs, "train.epochs=0.5", "optimizer.warmup_share=0"])
+    assert (resolved(half, 45).train.steps, resolved(half, 45).optimizer.warmup_steps) == (2, 0)
+    with pytest.raises(
+        ValueError, match=r"train\.epochs: 2\.0 of 3 rows are less than one step of train\.global_batch = 8"
+    ):
+        resolved(config, 3)
+    short = load_config(config_file, ["train.steps=null", "train.epochs=1"])
+    with pytest.raises(ValueError, match=r"optimizer\.warmup_steps: 4 must be below the 4 steps of the run"):
+        resolved(short, 33)
 
 
 def test_a_run_goes_on_only_with_what_gives_the_same_result(config_file):
     old = load_config(config_file)
     check_same_run(old, load_config(config_file, ["train.save_every=3", "heldout.every=2", "log.wandb=offline"]))
-    for override in ("train.steps=30", "train.seed=1", "optimizer.peak_lr=0.1", "draft.init_std=0", "data.path=x"):
+    check_same_run(old, load_config(config_file, ["train.micro_batch=1", "train.max_skipped=3", "train.run_dir=x"]))
+    changes = ["train.steps=30", "train.seed=1", "optimizer.peak_lr=0.1", "draft.init_std=0", "data.path=x"]
+    for override in (*changes, "draft.method=longspec", "data.query_share=0.5", "train.sequence_parallel=2"):
         name = override.split("=")[0]
         with pytest.raises(
             ValueError, match=rf"{name}: .* began with .*; set it back, or start anew with train\.run_dir"

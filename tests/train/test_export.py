@@ -1,6 +1,7 @@
 """From any checkpoint, sharded ones too, to a folder that holds exactly the trained draft, and that can be served."""
 
 import json
+import shutil
 import subprocess
 import sys
 import warnings
@@ -114,6 +115,23 @@ def test_exports_are_read_without_unpickling(runs, tmp_path):
 def test_a_folder_without_checkpoint_is_an_error_of_the_command(tmp_path, capsys):
     assert main([str(tmp_path)]) == 2
     assert f"error: run_dir: {tmp_path} holds no whole checkpoint; train first" in capsys.readouterr().err
+
+
+def test_best_weights_are_exported_when_asked(made_run, capsys):
+    """The run's newest checkpoint is step 7; the best that decoding found is step 4."""
+    run, target, _ = made_run("medusa")
+    assert main([str(run), "--best"]) == 2
+    assert "keeps no best weights; train with decoding.every above 0" in capsys.readouterr().err
+    newest = state.checkpoint_folder(run) / "step_000007"
+    best = state.best_folder(run) / "step_000004"
+    shutil.copytree(newest, best)
+    content = json.loads((best / state.STATE).read_text()) | {"step": 4, "score": 1.5}
+    (best / state.STATE).write_text(json.dumps(content))
+    weights = {name: weight + 1 for name, weight in load_file(newest / state.WEIGHTS).items()}
+    save_file(weights, best / state.WEIGHTS)
+    folder = export(run, target=target, best=True)
+    assert "Exported step 4 of" in capsys.readouterr().out
+    assert all(torch.equal(weight, weights[name]) for name, weight in load_file(folder / WEIGHTS).items())
 
 
 @pytest.mark.parametrize("precision", DTYPES)

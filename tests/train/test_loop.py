@@ -1,16 +1,23 @@
-"""The small parts of a run: learning rate, parameter groups, what must fit together, tracking, the command's errors."""
+"""The small parts of a run: learning rate, parameter groups, what must fit together, tracking, the command's errors;
+and what a loss that is no number does to it."""
 
 import json
+from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from longdraft.data_prep.shards import Row
 from longdraft.launch.train import main
 from longdraft.models.drafts.tokenswift import TokenSwift, TokenSwiftConfig
 from longdraft.models.hf import load_target
+from longdraft.train import state
+from longdraft.train.batches import step_rows
 from longdraft.train.config import OptimizerSection, load_config
-from longdraft.train.engine import learning_rate, parameter_groups
-from longdraft.train.loop import open_rows
+from longdraft.train.engine import TrainingError, learning_rate, parameter_groups
+from longdraft.train.loop import open_rows, train
 from longdraft.train.teacher import Teacher
 from longdraft.train.tracking import Tracker, read_metrics, wandb_mode
 
@@ -38,16 +45,23 @@ def target(target_folder):
     return load_target(target_folder, torch.float32)
 
 
-@pytest.mark.parametrize("field", ["pre_norm", "post_norm"])
-def test_teacher_gives_states_and_its_own_choices(target, field):
-    tokens_BT = torch.randint(97, (2, 11), generator=torch.Generator().manual_seed(0))
-    teacher = Teacher(target.model, frozenset({field}))
-    hidden_BTD = teacher.hidden(tokens_BT)
-    full = target.model(tokens_BT, needs={"logits", field})
-    assert torch.equal(hidden_BTD, getattr(full, field)) and not hidden_BTD.requires_grad
-    choices = teacher.choices(hidden_BTD.flatten(0, 1)).view(2, 11)
-    assert torch.equal(choices, full.logits.argmax(-1))
-    assert teacher.choices(hidden_BTD[0, :0]).shape == (0,)
+def test_teacher_sees_each_piece_alone_and_gives_its_own_choices(target):
+    tokens_N = torch.randint(97, (31,), generator=torch.Generator().manual_seed(0))
+    borders, teacher = [0, 11, 12, 31], Teacher(target.model)
+    needs = {"pre_norm", "post_norm", "last_kv"}
+    seen = teacher.look(tokens_N, borders, None, needs)
+    assert seen.logits is None and not seen.pre_norm.requires_grad
+    for start, stop in pairwise(borders):
+        alone = target.model(tokens_N[None, start:stop], needs=needs | {"logits"})
+        for field in ("pre_norm", "post_norm"):
+            torch.testing.assert_close(getattr(seen, field)[start:stop], getattr(alone, field)[0], rtol=1e-5, atol=1e-5)
+        for ours, theirs in zip(seen.last_kv, alone.last_kv, strict=True):
+            torch.testing.assert_close(ours[start:stop], theirs[0], rtol=1e-5, atol=1e-5)
+        assert torch.equal(teacher.choices(seen.post_norm[start:stop]), alone.logits[0].argmax(-1))
+    assert teacher.choices(seen.post_norm[:0]).shape == (0,)
+    only = teacher.look(tokens_N, borders, None, {"last_kv"})
+    assert only.pre_norm is None and only.post_norm is None
+    assert torch.equal(teacher.embed(tokens_N), target.model.embed_tokens.weight[tokens_N])
 
 
 def test_data_must_fit_config_and_target(config_file, target, data_folder, tmp_path):
@@ -66,13 +80,13 @@ def test_wandb_offline_keeps_its_run_and_forgets_what_a_kill_left(config_file, t
     monkeypatch.delenv("WANDB_MODE", raising=False)
     monkeypatch.setenv("WANDB_SILENT", "true")
     config = load_config(config_file, [f"train.run_dir={tmp_path}", "log.wandb=offline"])
-    tracker = Tracker(config)
+    tracker = Tracker(config, ["head1", "head2"])
     for step in (1, 2, 3):
         tracker.write({"step": step, "loss": 1.0 / step, "top1": [0.1, 0.2], "rates": [[0.1, 0.2], [0.3, 0.4]]})
     tracker.close()
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "lo')  # what a kill leaves
-    again = Tracker(config, resume_step=2, wandb_id=tracker.wandb_id)
+    again = Tracker(config, ["head1", "head2"], resume_step=2, wandb_id=tracker.wandb_id)
     again.write({"step": 3, "loss": 0.5})
     again.close()
     assert tracker.wandb_id is not None and again.wandb_id == tracker.wandb_id
@@ -98,3 +112,117 @@ def test_wandb_auto_is_offline_without_a_key(monkeypatch, tmp_path):
 def test_a_mistake_is_one_line_and_status_2(config_file, capsys):
     assert main([str(config_file), "train.stepz=3"]) == 2
     assert capsys.readouterr().err.strip().startswith("launch/train.py: error: train.stepz: unknown key; did you mean")
+
+
+POISON = 96  # a token whose embedding is no number
+
+
+@pytest.fixture(scope="module")
+def poisoned(target_folder):
+    """A target that has no number for one token."""
+    broken = load_target(target_folder, torch.float32)
+    broken.model.embed_tokens.weight.data[POISON] = torch.nan
+    return broken
+
+
+@pytest.fixture
+def rows(prepare, tmp_path):
+    """(name, rows, poisoned row or None, row without labels or None) -> a prepared folder of rows of one piece."""
+
+    def make(name, n_rows, bad=None, mute=None):
+        generator = np.random.Philox(key=np.array([4, 4], dtype=np.uint64))
+        written = []
+        for i in range(n_rows):
+            tokens = (generator.random_raw(24) % POISON).astype(np.int32)
+            if i == bad:
+                tokens[13] = POISON
+            written.append(Row(tokens, [0, 24], [] if i == mute else [1, 24], [f"document {i}"], [0]))
+        prepare(tmp_path / name / "train", written, 24)
+        prepare(tmp_path / name / "heldout", [written[0]], 24)
+        return f"data.path={tmp_path / name}"
+
+    return make
+
+
+LONGSPEC = ["draft.method=longspec", "draft.window=6", "draft.noise=3"]
+# A step over all four rows, each in a pass of its own, whose outcome does not depend on the gradient's length.
+ONE_STEP = [
+    "train.steps=1", "train.global_batch=4", "train.micro_batch=1", "optimizer.warmup_steps=0", "optimizer.clip=1e9",
+    "optimizer.eps=1e-30",
+]  # fmt: skip
+
+
+def weights(run):
+    found = state.newest(run)
+    assert found is not None
+    return load_file(found[0] / state.WEIGHTS)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("draft", [[], LONGSPEC], ids=["tokenswift", "longspec"])
+def test_a_row_without_a_number_is_a_row_without_labels(
+    alone, config_file, target, poisoned, rows, tmp_path, capsys, draft, stage
+):
+    records = []
+    cases = {"poisoned": (poisoned, rows("bad", 4, bad=2)), "mute": (target, rows("mute", 4, mute=2))}
+    for name, (used, data) in cases.items():
+        run = [f"train.run_dir={tmp_path / name}-run", data, f"train.zero_stage={stage}"]
+        train(load_config(config_file, [*draft, *ONE_STEP, *run]), alone, used)
+        records.append(read_metrics(tmp_path / f"{name}-run")[0])
+    said = [line for line in capsys.readouterr().out.splitlines() if "is no number" in line]
+    assert said == ["The loss of step 1 is no number for rows 2 (epoch 0)"]
+    assert [record["skipped"] for record in records] == [1, 0]
+    # The row's labels still count among those that the step's mean is over.
+    assert records[0]["grad_norm"] * 4 / 3 == pytest.approx(records[1]["grad_norm"], rel=1e-5)
+    found, expected = (weights(tmp_path / f"{name}-run") for name in cases)
+    start = weights_before(config_file, draft, target)
+    for key, weight in expected.items():
+        assert torch.isfinite(found[key]).all()
+        assert torch.equal(weight, start[key]) or (found[key] != start[key]).any(), key
+        torch.testing.assert_close(found[key], weight, rtol=1e-4, atol=1e-6)
+
+
+def weights_before(config_file, draft, target):
+    from longdraft.train.methods import open_method
+
+    return open_method(load_config(config_file, draft), target.model).draft.state_dict()
+
+
+def test_too_many_rows_without_a_number_stop_the_run(alone, config_file, poisoned, rows, tmp_path, capsys):
+    """What is saved is good, and with a higher limit the run goes on to what it would have come to at once."""
+    run = [rows("bad", 12, bad=5), "train.steps=6", "train.global_batch=4", "train.save_every=1", "heldout.every=6"]
+    strict, patient = (load_config(config_file, [*run, f"train.run_dir={tmp_path / n}"]) for n in ("strict", "patient"))
+    strict_1 = load_config(config_file, [*run, f"train.run_dir={tmp_path / 'strict'}", "train.max_skipped=1"])
+    first, second = (
+        step for step in range(6) if any(place.row == 5 for place in step_rows(0, step, 12, 4))
+    )  # once an epoch
+    assert train(patient, alone, poisoned)
+    capsys.readouterr()
+    with pytest.raises(TrainingError, match=rf"step {second + 1}: 2 times a loss or gradient was no number, more than "
+                       r"train\.max_skipped = 1; the last checkpoint is good"):  # fmt: skip
+        train(strict_1, alone, poisoned)
+    said = [line for line in capsys.readouterr().out.splitlines() if "is no number" in line]
+    assert (
+        len(said) == 2 and f"The loss of step {first + 1} is no number for rows " in said[0] and "(epoch 0)" in said[0]
+    )
+    assert f"The loss of step {second + 1} is no number for rows " in said[1] and "5 (epoch 1)" in said[1]
+    found = state.newest(tmp_path / "strict")
+    assert found is not None and found[1]["step"] == second and found[1]["extra"]["skipped"] == 1
+    assert all(torch.isfinite(weight).all() for weight in weights(tmp_path / "strict").values())
+    assert train(strict, alone, poisoned)
+    ours, theirs = weights(tmp_path / "strict"), weights(tmp_path / "patient")
+    assert all(torch.equal(ours[key], weight) for key, weight in theirs.items())
+    losses = [
+        [(r["step"], r["loss"], r["skipped"]) for r in read_metrics(tmp_path / name) if "loss" in r]
+        for name in ("strict", "patient")
+    ]
+    assert losses[0] == losses[1] and losses[0][-1][-1] == 2
+
+
+def test_a_number_missing_where_nothing_is_learned_counts_too(alone, config_file, poisoned, rows, tmp_path, capsys):
+    """The row has no labels, so its loss is a number; what it computes is none, and no weight becomes so."""
+    run = [f"train.run_dir={tmp_path}/run", rows("both", 4, bad=2, mute=2), *LONGSPEC]
+    train(load_config(config_file, [*run, *ONE_STEP]), alone, poisoned)
+    assert "is no number" in capsys.readouterr().out
+    assert read_metrics(tmp_path / "run")[0]["skipped"] == 1
+    assert all(torch.isfinite(weight).all() for weight in weights(tmp_path / "run").values())

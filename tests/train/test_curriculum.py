@@ -1,0 +1,253 @@
+"""Stages of one file: each begins with the weights of the one before, wherever it was interrupted."""
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from longdraft.launch import train as command
+from longdraft.models.draft_folder import load_draft
+from longdraft.train import state
+from longdraft.train.config import load_config
+from longdraft.train.curriculum import load_stages
+from longdraft.train.curriculum import run as train_stages
+from longdraft.train.tracking import read_metrics
+
+STEPS = {"short": 6, "long": 20}
+TEXT = """
+target: {{path: {target}}}
+draft: {{method: longspec, window: 6, noise: 3, final_norm: true, draft_vocab_size: 80}}
+train: {{run_dir: {run_dir}, global_batch: 4, micro_batch: 2, precision: fp32, zero_stage: 1, save_every: 4}}
+optimizer: {{peak_lr: 5e-3, warmup_share: 0.25}}
+heldout: {{every: 50, rows: 2, choices: 8}}
+log: {{wandb: disabled}}
+stages:
+  short:
+    data: {{path: {short}, seq_len: 24, positions: anchor_offset, max_position: 100}}
+    train: {{steps: 6}}
+  long:
+    data: {{path: {long}, seq_len: 312, query_share: 0.5}}
+    train: {{steps: 20, global_batch: 2, micro_batch: 1, zero_stage: 3}}
+    optimizer: {{peak_lr: 1e-3}}
+"""
+
+
+@pytest.fixture(scope="module")
+def staged(tmp_path_factory, target_folder, data_folder, long_folder) -> Path:
+    """A file with two stages."""
+    folder = tmp_path_factory.mktemp("staged")
+    places = {"target": target_folder, "short": data_folder, "long": long_folder, "run_dir": folder / "run"}
+    (folder / "staged.yaml").write_text(TEXT.format(**places))
+    return folder / "staged.yaml"
+
+
+@pytest.fixture(scope="module")
+def unbroken(staged, train_command) -> tuple[Path, str]:
+    """The folder of a curriculum that went through, and what it printed."""
+    status, printed = train_command(staged)
+    assert status == 0, printed
+    return staged.parent / "run", printed
+
+
+def drafts(run: Path) -> dict[str, bytes]:
+    return {name: (run / name / "draft" / "model.safetensors").read_bytes() for name in ("1-short", "2-long")}
+
+
+def losses(run: Path) -> list[tuple[int, float]]:
+    return [(record["step"], record["loss"]) for record in read_metrics(run) if "loss" in record]
+
+
+def test_each_stage_is_the_file_with_its_own_on_top(staged):
+    short, long = load_stages(staged)
+    assert (short.name, long.name) == ("short", "long")
+    run = staged.parent / "run"
+    assert [stage.config.train.run_dir for stage in (short, long)] == [f"{run}/1-short", f"{run}/2-long"]
+    assert short.draft == run / "1-short" / "draft"
+    assert [stage.config.draft.start_from for stage in (short, long)] == [None, f"{run}/1-short/draft"]
+    shapes = [(s.config.train.zero_stage, s.config.train.global_batch, s.config.train.steps) for s in (short, long)]
+    assert shapes == [(1, 4, 6), (3, 2, 20)]
+    assert [stage.config.optimizer.peak_lr for stage in (short, long)] == [5e-3, 1e-3]
+    assert [stage.config.data.positions for stage in (short, long)] == ["anchor_offset", "plain"]
+    assert [stage.config.data.query_share for stage in (short, long)] == [1.0, 0.5]
+    assert all(stage.config.optimizer.warmup_share == 0.25 for stage in (short, long))
+
+
+def test_overrides_are_for_all_stages_or_for_one(staged):
+    overrides = ["train.seed=3", "stages.long.optimizer.peak_lr=0.25", "train.run_dir=elsewhere", "train.save_every=9"]
+    short, long = load_stages(staged, [*overrides, "stages.short.train.save_every=2"])
+    assert [stage.config.train.seed for stage in (short, long)] == [3, 3]
+    assert [stage.config.optimizer.peak_lr for stage in (short, long)] == [5e-3, 0.25]
+    assert [stage.config.train.run_dir for stage in (short, long)] == ["elsewhere/1-short", "elsewhere/2-long"]
+    assert long.config.draft.start_from == "elsewhere/1-short/draft"
+    # What is said of all stages on the command line is said last.
+    assert [stage.config.train.save_every for stage in (short, long)] == [9, 9]
+    (long,) = load_stages(staged, [], "long")
+    assert long.config.draft.start_from == f"{staged.parent}/run/1-short/draft"
+    (long,) = load_stages(staged, [], "long", "a/draft")
+    assert long.config.draft.start_from == "a/draft" and long.config.train.run_dir.endswith("/2-long")
+    short, long = load_stages(staged, [], None, "a/draft")
+    assert short.config.draft.start_from == "a/draft" and long.config.draft.start_from.endswith("/1-short/draft")
+    (long,) = load_stages(staged, ["draft.start_from=b/draft"], "long")
+    assert long.config.draft.start_from.endswith("/1-short/draft")  # the first stage's alone
+
+
+def test_a_file_without_stages_is_a_run_of_its_own(config_file):
+    (only,) = load_stages(config_file, ["train.steps=7"])
+    assert only.name is None and only.config == load_config(config_file, ["train.steps=7"])
+    (only,) = load_stages(config_file, [], None, "a/draft")
+    assert only.config.draft.start_from == "a/draft"
+
+
+MISTAKES = {
+    "--stage lung": r"stages\.lung: unknown stage; did you mean long\? \(known: short, long\)",
+    "stages.shirt.train.steps=3": r"stages\.shirt: unknown stage; did you mean short\? \(known: short, long\)",
+    "stages.long": r"override: 'stages\.long' has not the form section\.field=value",
+    "stages=3": r"stages: expected a section for each stage, got 3",
+    "train.steps": r"override: 'train\.steps' has not the form section\.field=value",
+    "stages.long.train.stepz=3": r"stages\.long: train\.stepz: unknown key; did you mean train\.steps\?",
+    "stages.long.trian.steps=3": r"stages\.long: trian: unknown key; did you mean train\?",
+    "stages.short.train.epochs=2": r"stages\.short: train\.steps, train\.epochs: both are given; set one",
+    "stages.long=3": r"stages\.long: expected a section of fields, got 3",
+    "train.zero_stage=4": r"stages\.short: train\.zero_stage: 4 is unknown",
+    "--stage long": r"draft: .*1-short/draft holds no config\.json; give a folder that `longdraft export` wrote",
+}
+
+
+@pytest.mark.parametrize("arguments", MISTAKES)
+def test_mistakes_are_named(staged, train_command, tmp_path, arguments):
+    status, printed = train_command(staged, *arguments.split(), f"train.run_dir={tmp_path / 'run'}")
+    assert status == 2
+    (line,) = [line for line in printed.splitlines() if "error: " in line]
+    assert line.startswith("launch/train.py: error: ")
+    assert re.search(MISTAKES[arguments], line), line
+
+
+@pytest.mark.parametrize("stages", ["3", "[short, long]", "{}", "{short: }"])
+def test_stages_that_are_none_are_refused(staged, tmp_path, stages):
+    text = staged.read_text().split("stages:")[0]
+    (tmp_path / "bad.yaml").write_text(f"{text}stages: {stages}\n")
+    with pytest.raises(ValueError, match=r"stages(\.short)?: expected a section "):
+        load_stages(tmp_path / "bad.yaml")
+    (tmp_path / "none.yaml").write_text(text)
+    with pytest.raises(ValueError, match=r"stages\.long: unknown stage; .*none\.yaml lists no stages"):
+        load_stages(tmp_path / "none.yaml", [], "long")
+
+
+def test_it_shows_where_it_is(unbroken):
+    run, printed = unbroken
+    said = [line for line in printed.splitlines() if line.startswith(("Stage", "Trained", "Exported"))]
+    assert [line.split(" of " + str(run))[0] if line.startswith("Exported") else line for line in said] == [
+        "Stage short, 1 of 2: short to come, long to come",
+        f"Trained: 6 steps, checkpoint in {run}/1-short/checkpoints/step_000006; next: longdraft export {run}/1-short",
+        "Exported step 6",
+        "Stage long, 2 of 2: short done, long to come",
+        f"Trained: 20 steps, checkpoint in {run}/2-long/checkpoints/step_000020; next: longdraft export {run}/2-long",
+        "Exported step 20",
+    ]
+    assert [len(losses(run / name)) for name in ("1-short", "2-long")] == [6, 20]
+
+
+def test_what_is_done_is_passed_over(unbroken, staged, train_command):
+    run, _ = unbroken
+    files = {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file()}
+    status, printed = train_command(staged)
+    assert status == 0 and "Training" not in printed
+    assert [line for line in printed.splitlines() if line.startswith("Stage")] == [
+        "Stage short, 1 of 2: short done, long done",
+        "Stage long, 2 of 2: short done, long done",
+    ]
+    assert {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file()} == files
+
+
+def test_weights_and_vocabulary_are_handed_on(unbroken, staged, train_command, tmp_path):
+    """At a rate too small to move a weight, the second stage ends with what it began with; and its first loss, which is
+    before any step, is that of the stage that followed the first."""
+    run, _ = unbroken
+    first, second = (load_draft(run / name / "draft") for name in ("1-short", "2-long"))
+    assert torch.equal(first.token_ids, second.token_ids)
+    changed = [key for key, w in first.state_dict().items() if not torch.equal(w, second.state_dict()[key])]
+    assert len(changed) == len(list(first.parameters()))
+    still = ["stages.long.optimizer.peak_lr=1e-30", "stages.long.train.steps=2", f"train.run_dir={tmp_path}/run"]
+    status, printed = train_command(staged, *still, "--stage", "long", "--from-draft", run / "1-short" / "draft")
+    assert status == 0 and "Stage long, 1 of 1: long to come" in printed
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["2-long"]
+    found = load_file(tmp_path / "run" / "2-long" / "draft" / "model.safetensors")
+    expected = load_file(run / "1-short" / "draft" / "model.safetensors")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[key], weight) for key, weight in expected.items())
+    assert losses(tmp_path / "run" / "2-long")[0] == losses(run / "2-long")[0]
+
+
+def test_killed_in_the_second_stage_it_goes_on_to_the_same_bytes(unbroken, staged, train_command, tmp_path):
+    run, broken = unbroken[0], tmp_path / "broken"
+    arguments = [str(staged), f"train.run_dir={broken}"]
+    kill_at = random.SystemRandom().randrange(5, 14)
+    process = subprocess.Popen(
+        [sys.executable, command.__file__, *arguments],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    deadline = time.monotonic() + 200
+    while max([record["step"] for record in read_metrics(broken / "2-long")], default=0) < kill_at:
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0]
+        time.sleep(0.005)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
+    process.communicate()
+    found = state.newest(broken / "2-long")
+    assert found is not None and 4 <= found[1]["step"] < 20, f"killed at {kill_at}"
+
+    status, printed = train_command(*arguments)
+    assert status == 0, printed
+    assert f"Stage long, 2 of 2: short done, long at step {found[1]['step']}" in printed
+    assert drafts(broken) == drafts(run), f"killed at step {kill_at}"
+    for name in ("1-short", "2-long"):
+        assert losses(broken / name) == losses(run / name)
+
+
+def test_a_wish_to_stop_ends_the_curriculum_too(staged, no_launcher, tmp_path, capsys):
+    """A signal is there before the first step: the second stage does not begin."""
+    train_stages(load_stages(staged, [f"train.run_dir={tmp_path / 'run'}"]), [signal.SIGTERM])
+    assert "Stopped after 0 of 6 steps" in capsys.readouterr().out
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["1-short"]
+    assert not (tmp_path / "run" / "1-short" / "draft").exists()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "ours"),
+    [(["draft.noise=2"], "noise=2"), (["draft.draft_vocab_size=70"], "draft_vocab_size=70")],
+)
+def test_a_draft_of_another_shape_is_refused(unbroken, staged, train_command, tmp_path, overrides, ours):
+    draft = unbroken[0] / "1-short" / "draft"
+    status, printed = train_command(staged, *overrides, f"train.run_dir={tmp_path}", "--from-draft", draft)
+    assert status == 2
+    (line,) = [line for line in printed.splitlines() if "error: " in line]
+    assert f"draft.start_from: {draft} holds LongSpecConfig(" in line and "noise=3" in line
+    assert ours in line.split("but this run trains")[1] and line.endswith("set the draft section alike")
+
+
+def test_a_draft_of_another_method_is_refused(unbroken, config_file, train_command, tmp_path):
+    draft = unbroken[0] / "1-short" / "draft"
+    status, printed = train_command(config_file, f"train.run_dir={tmp_path}", "--from-draft", draft)
+    assert status == 2 and f"draft.start_from: {draft} holds LongSpecConfig(" in printed
+    assert "but this run trains TokenSwiftConfig(" in printed
+    status, printed = train_command(config_file, f"train.run_dir={tmp_path}", "--from-draft", tmp_path / "no")
+    assert status == 2 and f"draft: {tmp_path / 'no'} holds no config.json; give a folder that" in printed
+
+
+def test_the_saved_config_is_the_stages_own(unbroken, staged):
+    run, _ = unbroken
+    saved = json.loads(next((run / "2-long" / "checkpoints").glob("step_000020/state.json")).read_text())["config"]
+    assert saved["draft"]["start_from"] == f"{run}/1-short/draft"
+    assert (saved["train"]["steps"], saved["optimizer"]["warmup_steps"], saved["data"]["seq_len"]) == (20, 5, 312)

@@ -1,0 +1,346 @@
+"""What breaks while training ends in a clear message, and the run goes on to the bytes of an unbroken one. Two real
+ranks, real signals, a real limit on what can be written; once under DeepSpeed's launcher."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from longdraft.data_prep.shards import FORMAT_VERSION, Row, ShardSet, write_json, write_shard
+from longdraft.train import state
+from longdraft.train.config import load_config
+from longdraft.train.engine import TIMEOUT, TrainingError
+from longdraft.train.launcher import RANK_MARK, _explain
+from longdraft.train.loop import open_run, train
+from longdraft.train.tracking import read_metrics
+
+STEPS = 24
+# Four passes a step, tens of milliseconds: a signal can hit one.
+PLAN = [f"train.steps={STEPS}", "train.micro_batch=1", "train.global_batch=8", "train.save_every=5",
+    "train.zero_stage=3", "train.keep_checkpoints=3", "heldout.every=24", "heldout.rows=2",
+]  # fmt: skip
+OVERFLOWS = {"1": [], "2": [], "3": [], "bf16": ["train.precision=bf16"]}
+SHORT = [
+    "train.steps=3",
+    "optimizer.warmup_steps=1",
+    "train.save_every=1",
+    "train.keep_checkpoints=9",
+    "heldout.every=3",
+    "heldout.rows=2",
+]
+
+
+def write_shards(folder: Path, seed: int) -> None:
+    """Prepared rows in two shards a split."""
+    for split in ("train", "heldout"):
+        (folder / split).mkdir(parents=True)
+        generator = np.random.Philox(key=np.array([seed, len(split)], dtype=np.uint64))
+        shards = []
+        for number in range(2):
+            tokens = (generator.random_raw((9, 24)) % 97).astype(np.int32)
+            rows = [Row(own, [0, 24], [1, 24], [f"{number}.{i}"], [0]) for i, own in enumerate(tokens)]
+            shards.append(write_shard(folder / split / f"shard-{number:05d}.arrow", rows, 24, fill_id=0))
+        manifest = {"format_version": FORMAT_VERSION, "seq_len": 24, "tokenizer_sha256": "none", "shards": shards}
+        write_json(folder / split / "manifest.json", manifest)
+
+
+def flip(file: Path) -> None:
+    """One bit of a token in the middle; the size stays."""
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def wait_for_step(run_dir: Path, step: int, processes: Sequence[subprocess.Popen]) -> None:
+    deadline = time.monotonic() + 200
+    while max([record["step"] for record in read_metrics(run_dir)], default=0) < step:
+        for process in processes:
+            assert process.poll() is None, f"ended with {process.returncode}"
+        assert time.monotonic() < deadline, f"step {step} was not reached"
+        time.sleep(0.005)
+
+
+def listen(processes: Sequence[subprocess.Popen]) -> list[Callable[[], str]]:
+    """Reads what they say as they say it, for a full pipe would stop them; each function gives it once one has ended."""
+    said = [ThreadPoolExecutor(1).submit(process.stdout.read) for process in processes if process.stdout]
+    return [one.result for one in said]
+
+
+def newest_step(run_dir: Path) -> int:
+    found = state.newest(run_dir)
+    assert found is not None
+    return found[1]["step"]
+
+
+def weights_file(run_dir: Path, step: int) -> Path:
+    return run_dir / "checkpoints" / f"step_{step:06d}" / state.WEIGHTS
+
+
+def losses(run_dir: Path) -> list[float]:
+    return [record["loss"] for record in read_metrics(run_dir) if "loss" in record]
+
+
+@pytest.fixture(scope="module")
+def story(tmp_path_factory, config_file, start_ranks) -> SimpleNamespace:
+    """The run `broken` through every fault to its end, and beside it `unbroken`. What each process said is in `said`,
+    with which status it ended in `status`, how long after a kill in `seconds`."""
+    folder = tmp_path_factory.mktemp("faults")
+    story = SimpleNamespace(folder=folder, broken=folder / "broken", said={}, status={}, seconds={})
+    command = [*PLAN, f"train.run_dir={story.broken}"]
+    _first_ranks(story, command, start_ranks)
+    _launched(story, command, config_file)
+    _last_ranks(story, command, start_ranks)
+    return story
+
+
+def _first_ranks(story: SimpleNamespace, command: list[str], start_ranks) -> None:
+    """What does not end a process, and at the end kill -9 of the second rank."""
+    folder = story.folder
+    data, other, damaged = (folder / name for name in ("data", "other", "damaged"))
+    write_shards(data, 1)
+    write_shards(other, 2)
+    shutil.copytree(data, damaged)
+    flip(damaged / "train" / "shard-00001.arrow")  # the second rank's share
+    moved = [*SHORT, f"train.run_dir={folder / 'moved'}", f"data.path={data}"]
+    lagging = folder / "lagging"
+    actions: list[dict] = [{"train": [*PLAN, f"train.run_dir={folder / 'unbroken'}"]}]
+    for name, overrides in OVERFLOWS.items():
+        stage = [f"train.zero_stage={name if name in '123' else 1}"]
+        actions.append({"train": [*SHORT, *stage, *overrides, f"train.run_dir={folder / name}"], "overflow": 2})
+    actions += [
+        {"train": [*SHORT, f"train.run_dir={folder / 'too-many'}", "train.max_skipped=0"], "overflow": 2,
+            "out": str(folder / "too-many-said")},
+        {"train": moved, "stop": 6},  # two steps of two passes: asked before each and in each
+        {"swap": [str(data), str(other)]},
+        {"train": moved, "out": str(folder / "moved-said")},
+        {"swap": [str(data), str(damaged)]},
+        {"train": moved, "out": str(folder / "damaged-said")},
+        {"copy": [str(folder / "unbroken"), str(lagging)], "without": f"step_{STEPS:06d}"},
+        {"find": [str(folder / "unbroken"), str(lagging)], "patience": 0, "out": str(folder / "found")},
+        {"train": [*SHORT, f"train.run_dir={folder / 'online'}", "log.wandb=online"]},
+        {"train": [*SHORT, f"train.run_dir={folder / 'offline'}"]},
+        {"train": command, "stop": 4},  # within the first step
+        {"main": command},
+    ]  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # nothing listens there
+        patch.setenv("WANDB_API_KEY", "0" * 40)
+        patch.setenv("WANDB_INIT_TIMEOUT", "2")
+        patch.delenv("WANDB_MODE", raising=False)
+        ranks = start_ranks(2, actions, "ranks_faults.py")
+    said = listen(ranks)
+    wait_for_step(story.broken, 7, ranks)
+    ranks[1].kill()
+    begin = time.monotonic()
+    story.status["first"] = ranks[0].wait(timeout=60)
+    story.seconds["first"] = time.monotonic() - begin
+    ranks[1].wait()
+    story.said["first"] = said[0]()
+
+
+def _launched(story: SimpleNamespace, command: list[str], config_file: Path) -> None:
+    """The newest checkpoint is truncated; under the launcher, kill -9 of the first rank."""
+    found = state.newest(story.broken)
+    assert found is not None
+    story.truncated = found[0]
+    file = next(found[0].glob("*optim_states.pt"))
+    file.write_bytes(file.read_bytes()[:-1])
+    story.before = newest_step(story.broken)
+    written = read_metrics(story.broken)[-1]["step"]  # some of which will be written again
+    launched = subprocess.Popen(
+        [sys.executable, "-m", "longdraft.launch.cli", "train", str(config_file), *command, "--num-gpus", "2"],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    said = listen([launched])
+    wait_for_step(story.broken, written + 3, [launched])
+    ranks = [p for p in psutil.Process(launched.pid).children(recursive=True) if f"{RANK_MARK}0" in p.cmdline()]
+    begin = time.monotonic()
+    ranks[0].send_signal(signal.SIGKILL)
+    story.status["launched"] = launched.wait(timeout=90)
+    story.seconds["launched"] = time.monotonic() - begin
+    story.said["launched"] = said[0]()
+
+
+def _last_ranks(story: SimpleNamespace, command: list[str], start_ranks) -> None:
+    """A disk that is full for one rank, then for the other, then the end; another run that cannot even begin."""
+    folder = story.folder
+    story.saved = newest_step(story.broken)
+    kept = weights_file(story.broken, story.saved).read_bytes()
+    actions = [
+        {"limit": {"1": 20_000}},
+        {"train": command, "out": str(folder / "full-1")},
+        {"limit": {"0": 20_000}},
+        {"train": command, "out": str(folder / "full-0")},
+        {"limit": {}},
+        {"copy": [str(story.broken), str(folder / "after-full")]},
+        {"train": command},
+        {"limit": {"0": 100}},
+        {"main": [*SHORT, f"train.run_dir={folder / 'never'}"]},
+    ]
+    ranks = start_ranks(2, actions, "ranks_faults.py")
+    said = listen(ranks)
+    story.status["last"] = [rank.wait(timeout=280) for rank in ranks]
+    story.said["last"], story.said["last-1"] = (one() for one in said)
+    assert weights_file(folder / "after-full", story.saved).read_bytes() == kept
+
+
+def test_the_run_ends_in_the_bytes_of_an_unbroken_one(story):
+    """After SIGTERM within a step, kill -9 of either rank, a truncated checkpoint and a full disk on either."""
+    expected = weights_file(story.folder / "unbroken", STEPS).read_bytes()
+    assert weights_file(story.broken, STEPS).read_bytes() == expected, story.said["last"]
+    assert losses(story.broken) == losses(story.folder / "unbroken")
+
+
+def test_a_wish_to_stop_is_heard_between_passes(story):
+    """Rank 1's fourth look is in the first step's third pass of four: nothing of the step is done."""
+    assert f"Stopped after 0 of {STEPS} steps" in story.said["first"]
+    assert "Stopped after 2 of 3 steps" in story.said["first"]  # between the passes of the third
+
+
+def test_the_other_ranks_end_when_one_is_killed(story):
+    """Without a launcher: what waits for the dead rank fails at once, and says so."""
+    assert story.status["first"] == 1 and story.seconds["first"] < 30
+    assert "rank 0: another rank is gone, it failed or was killed" in story.said["first"]
+    assert "the same command goes on from the newest checkpoint" in story.said["first"]
+
+
+def test_the_launcher_ends_the_others_and_names_the_signal(story, capsys):
+    assert story.status["launched"] == 256 - signal.SIGKILL and story.seconds["launched"] < 60
+    assert "error: a rank was killed by SIGKILL" in story.said["launched"]
+    for status in (0, 1, 2):  # a rank that could speak
+        _explain(status)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_truncated_checkpoint_is_passed_over(story):
+    said = story.said["launched"]
+    assert f"{story.truncated} is damaged (" in said and ") and is passed over" in said
+    assert f"step {story.before} to {STEPS}" in said and story.before < int(story.truncated.name[5:])
+
+
+def test_a_checkpoint_whose_state_is_cut_off_is_passed_over(story, capsys):
+    run_dir = story.folder / "cut"
+    shutil.copytree(story.folder / "unbroken", run_dir)
+    file = run_dir / "checkpoints" / f"step_{STEPS:06d}" / state.STATE
+    file.write_text(file.read_text()[:-9])
+    assert newest_step(run_dir) < STEPS
+    assert f"step_{STEPS:06d} is damaged (state.json) and is passed over" in capsys.readouterr().out
+
+
+def test_the_first_rank_chooses_the_checkpoint(story):
+    """Each looks into a folder of its own, as if the second's network file system lagged behind."""
+    newest = story.folder / "unbroken" / "checkpoints" / f"step_{STEPS:06d}"
+    assert newest_step(story.folder / "lagging") < STEPS
+    assert [(story.folder / f"found-{rank}").read_text() for rank in range(2)] == [str(newest)] * 2
+
+
+@pytest.mark.parametrize("full", [0, 1])
+def test_a_full_disk_ends_the_save_on_all_ranks(story, full):
+    step = min(story.saved + 5, STEPS)
+    said = [(story.folder / f"full-{full}-{rank}").read_text() for rank in range(2)]
+    assert said[0] == said[1]
+    checkpoints = story.broken / "checkpoints"
+    assert f"train.run_dir: the checkpoint of step {step} cannot be written to {checkpoints}: it needs 0." in said[0]
+    assert f"rank {full}: " in said[0] and f"rank {1 - full}: " not in said[0]
+    assert f"make room, then the same command goes on from {checkpoints / f'step_{story.saved:06d}'}" in said[0]
+    left = sorted(path.name for path in (story.folder / "after-full" / "checkpoints").iterdir())
+    assert left and all(name.startswith("step_") and int(name[5:]) <= story.saved for name in left), left
+
+
+def test_a_run_that_cannot_write_at_all_ends_on_all_ranks(story):
+    assert story.status["last"] == [1, 1], story.said["last"]
+    assert "rank 0: a file cannot be written" in story.said["last"] and "make room" in story.said["last"]
+    assert "rank 1: another rank is gone" in story.said["last-1"]
+
+
+@pytest.mark.parametrize("name", OVERFLOWS)
+def test_a_step_whose_gradient_is_no_number_is_left_out(story, name):
+    run_dir = story.folder / name
+    first, second, third = (weights_file(run_dir, step).read_bytes() for step in (1, 2, 3))
+    assert first == second != third
+    assert [record["skipped"] for record in read_metrics(run_dir) if "loss" in record] == [0, 1, 1]
+    assert np.isfinite(losses(run_dir)).all()
+    assert "The gradient of step 2 is no number, the step is left out; rows " in story.said["first"]
+    reference = load_file(weights_file(story.folder / "1", 3))
+    tolerance = 0.1 if name == "bf16" else 1e-5  # and nothing of it is left for the next step
+    for key, weight in load_file(weights_file(run_dir, 3)).items():
+        error = ((weight.float() - reference[key]).norm() / reference[key].norm()).item()
+        assert error <= tolerance, f"{key}: relative error {error}"
+
+
+def test_too_many_of_them_stop_the_run(story):
+    for rank in range(2):
+        said = (story.folder / f"too-many-said-{rank}").read_text()
+        assert "step 2: 1 times a loss or gradient was no number, more than train.max_skipped = 0" in said
+    assert newest_step(story.folder / "too-many") == 1
+
+
+def test_other_data_under_a_run_is_refused_by_name(story):
+    for rank in range(2):
+        said = (story.folder / f"moved-said-{rank}").read_text()
+        assert f"data.path: {story.folder / 'data'} holds other rows (18, sha256 " in said
+        assert "began with (18, sha256 " in said and "train.run_dir=another/folder" in said
+
+
+def test_a_damaged_shard_is_named_with_its_checksums_on_all_ranks(story):
+    rows = ShardSet(story.folder / "data" / "train")
+    expected = rows.manifest["shards"][1]["sha256"]
+    for rank in range(2):
+        said = (story.folder / f"damaged-said-{rank}").read_text()
+        assert "shard-00001.arrow is not as prepared: sha256 " in said and f", not {expected}" in said
+        assert "shard-00000" not in said and "prepare it again with --overwrite" in said
+
+
+def test_training_goes_on_without_wandb(story):
+    """The server does not answer: a line, all metrics, the same weights, and what W&B may be given later."""
+    run_dir = story.folder / "online"
+    assert "log.wandb: W&B cannot be used (" in story.said["first"]
+    assert f"training goes on, its numbers go to {run_dir}/metrics.jsonl" in story.said["first"]
+    assert [record["step"] for record in read_metrics(run_dir) if "loss" in record] == [1, 2, 3]
+    assert list((run_dir / "wandb").glob("offline-run-*/*.wandb"))
+    assert weights_file(run_dir, 3).read_bytes() == weights_file(story.folder / "offline", 3).read_bytes()
+
+
+def test_weights_that_are_no_numbers_are_never_saved(config_file, alone, tmp_path):
+    config = load_config(config_file, [*SHORT, f"train.run_dir={tmp_path}", "train.save_every=2", "train.steps=2"])
+    train(config, alone)
+    opened = open_run(config, alone)
+    parameter = next(opened.engine.draft.parameters())
+    parameter.data.view(-1)[0] = torch.inf
+    message = "step 3: weights of the draft are no numbers any more .*; the last good checkpoint is .*step_000002"
+    with pytest.raises(TrainingError, match=message):
+        state.save(opened.engine, tmp_path, 3, {}, keep=1)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_000002"]
+
+
+def test_ranks_wait_for_one_another_as_long_as_it_may_take(alone):
+    """What the first rank alone prepares, and everything else the ranks wait for, has this group's time-out."""
+    group = alone.control or dist.group.WORLD
+    assert group._get_backend(torch.device("cpu")).options._timeout == TIMEOUT >= timedelta(minutes=60)
+    assert alone.from_first(lambda: 7) == 7 and alone.gather("a") == ["a"] and alone.share_of_machine() == (0, 1)
+
+
+def test_state_says_which_rows_it_began_with(story):
+    found = state.newest(story.folder / "online")
+    assert found is not None
+    config = load_config(found[0].parents[1] / "config.yaml")
+    assert found[1]["extra"]["data"] == ShardSet(Path(config.data.path) / "train").identity()
+    assert json.loads((found[0] / state.STATE).read_text())["extra"]["data"]["rows"] == 45

@@ -1,0 +1,136 @@
+"""Stages of training, one after the other: LongSpec's short, long and instruction data (Appendix E).
+
+A YAML file may list stages: `stages: {short: {data: {...}, train: {...}}, long: {...}}`. Each is the file's own
+sections with the stage's laid over them, trains in a folder of its own (run_dir/1-short), ends in an exported draft,
+and begins with the weights of the stage before it. A file without stages is a run of its own. Not here: what a stage
+does (loop.py), the sections (config.py).
+"""
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from longdraft.models.hf import Target
+from longdraft.train import state
+from longdraft.train.config import Config, config_from_dict, read_yaml
+from longdraft.train.engine import Ranks, join_ranks, leave_ranks
+from longdraft.train.export import export
+from longdraft.train.loop import open_target, train
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A run with its own config; `name` is None for a file without stages."""
+
+    name: str | None
+    config: Config
+
+    @property
+    def draft(self) -> Path:
+        """Where the stage's exported draft lies."""
+        return Path(self.config.train.run_dir) / "draft"
+
+
+def load_stages(
+    path: str | Path, overrides: Sequence[str] = (), first: str | None = None, from_draft: str | None = None
+) -> list[Stage]:
+    """The stages of a YAML file, from `first` on.
+
+    Args:
+        overrides: `section.field=value` holds for every stage, `stages.NAME.section.field=value` for one.
+        first: name of the stage to begin with; the stages before it must be trained, unless `from_draft` is given.
+        from_draft: draft folder whose weights the first of them begins with.
+
+    Raises:
+        ValueError: as load_config; an unknown stage; `first` without stages.
+    """
+    for_one = [override for override in overrides if override.startswith("stages.")]
+    for_all = [override for override in overrides if override not in for_one]
+    listed = read_yaml(path, []).get("stages")
+    known = [str(name) for name in listed] if isinstance(listed, DictConfig) else []
+    for name in [*(override.split("=")[0].split(".")[1] for override in for_one), *([first] if first else [])]:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
+            hint = f"did you mean {near[0]}? (known: {', '.join(known)})" if known else f"{path} lists no stages"
+            raise ValueError(f"stages.{name}: unknown stage; {hint}")
+    raw = read_yaml(path, overrides)
+    listed = raw.pop("stages", None)
+    if listed is None:
+        config = config_from_dict(_merged(raw, {}, for_all))
+        if from_draft is not None:
+            config = replace(config, draft=replace(config.draft, start_from=from_draft))
+        return [Stage(None, config)]
+    if not isinstance(listed, DictConfig) or not listed:
+        raise ValueError(f"stages: expected a section for each stage, got {listed}")
+    stages: list[Stage] = []
+    for i, (name, own) in enumerate(listed.items()):
+        if not isinstance(own, DictConfig):
+            raise ValueError(f"stages.{name}: expected a section of fields, got {own}")
+        try:
+            config = config_from_dict(_merged(raw, own, for_all))
+        except ValueError as error:
+            raise ValueError(f"stages.{name}: {error}") from error
+        config = replace(config, train=replace(config.train, run_dir=f"{config.train.run_dir}/{i + 1}-{name}"))
+        start = str(stages[-1].draft) if stages else config.draft.start_from
+        if from_draft is not None and name == (first or known[0]):
+            start = from_draft
+        stages.append(Stage(str(name), replace(config, draft=replace(config.draft, start_from=start))))
+    return stages[known.index(first) if first else 0 :]
+
+
+def run(stages: Sequence[Stage], stop: Sequence[int] = ()) -> None:
+    """Trains the stages that are not done yet, until all are or something is in `stop` (train/stop.py) on any rank;
+    every rank of the launcher calls it.
+
+    Raises:
+        ValueError: a config does not fit the ranks, the data, the target or the run already in its folder.
+        TrainingError: training cannot go on.
+    """
+    ranks = join_ranks()
+    train_stages(stages, ranks, stop)
+    leave_ranks(ranks)
+
+
+def train_stages(stages: Sequence[Stage], ranks: Ranks, stop: Sequence[int] = ()) -> None:
+    """`run` between joining and leaving the ranks."""
+    target: Target | None = None
+    loaded: Any = None
+    for i, stage in enumerate(stages):
+        if stage.name is not None and ranks.first:
+            print(f"Stage {stage.name}, {i + 1} of {len(stages)}: {_overview(stages)}", flush=True)
+        config = stage.config
+        if stage.name is not None and ranks.from_first(partial(_is_exported, stage)):
+            continue
+        if loaded != (config.target, config.train.precision):
+            target, loaded = open_target(config, ranks), (config.target, config.train.precision)
+        finished = train(config, ranks, target, stop)
+        if not finished:
+            return
+        if stage.name is not None:
+            if ranks.first:  # a sharded target's passes take all ranks: exporting loads one of its own
+                export(config.train.run_dir, target=target if config.target.zero_stage == 0 else None)
+            ranks.barrier()
+
+
+def _is_exported(stage: Stage) -> bool:
+    """config.json is written last."""
+    return (stage.draft / "config.json").is_file()
+
+
+def _overview(stages: Sequence[Stage]) -> str:
+    words = []
+    for stage in stages:
+        found = None if _is_exported(stage) else state.newest(stage.config.train.run_dir)
+        where = f"at step {found[1]['step']}" if found else "done" if _is_exported(stage) else "to come"
+        words.append(f"{stage.name} {where}")
+    return ", ".join(words)
+
+
+def _merged(base: DictConfig, own: Any, overrides: Sequence[str]) -> Any:
+    merged = OmegaConf.merge(base, own, OmegaConf.from_dotlist(list(overrides)))
+    return OmegaConf.to_container(merged, resolve=False)

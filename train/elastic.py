@@ -1,0 +1,114 @@
+"""A checkpoint of some number of ranks for another number, through DeepSpeed's universal checkpoint (arXiv 2406.18820).
+
+The first rank converts: every parameter's fp32 weights and AdamW moments become files of their own, of which each rank
+then reads its share. Not here: when that is needed (state.py); which rows a rank reads, which does not depend on how
+many there are (batches.py).
+"""
+
+import argparse
+import shutil
+from contextlib import chdir, redirect_stderr, redirect_stdout
+from functools import partial
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+from longdraft.train.engine import DraftEngine, TrainingError  # before DeepSpeed: it names the accelerator
+
+# isort: split
+import torch
+from deepspeed.checkpoint import ds_to_universal
+
+CONVERTED = "tmp-universal"  # beside the checkpoints; no name of a checkpoint begins so
+STATES = ("fp32", "exp_avg", "exp_avg_sq")
+
+
+def load(engine: DraftEngine, folder: Path, n_ranks: int) -> None:
+    """Puts weights and optimizer of a checkpoint that `n_ranks` ranks saved into an engine of any number; all ranks
+    call it, the others wait for the first one.
+
+    Raises:
+        ValueError: a rank would hold no part of a group of parameters, or does not see the converted files.
+        TrainingError: the conversion failed.
+    """
+    ranks = engine.ranks
+    _check_shares(engine)
+    place = folder.parent / CONVERTED / folder.name
+    names = [name for name, parameter in engine.draft.named_parameters() if parameter.requires_grad]
+    try:
+        sizes = ranks.from_first(partial(_convert, folder, place, names, (n_ranks, ranks.world_size)))
+        unseen = ranks.unseen(place, sizes)
+        if unseen:
+            raise ValueError(
+                f"train.run_dir: not every rank sees {place} ({unseen}); it must lie on a file system they share"
+            )
+        _read(engine, place)
+        ranks.barrier()
+    finally:
+        if ranks.first:
+            shutil.rmtree(place.parent, ignore_errors=True)
+
+
+def _convert(folder: Path, place: Path, names: list[str], n_ranks: tuple[int, int]) -> dict[str, int]:
+    """Writes the universal form of `folder` to `place`; sizes in bytes of its files."""
+    shutil.rmtree(place.parent, ignore_errors=True)
+    arguments = argparse.Namespace(
+        input_folder=folder.name,
+        output_folder=str(place.relative_to(folder.parent)),
+        num_extract_workers=1,  # no child processes: they would inherit the threads of this one's process group
+        num_merge_workers=1,
+        keep_temp_folder=False,
+        strict=True,
+        inject_missing_state=True,
+    )
+    old, new = n_ranks
+    try:
+        # From within: see DraftEngine.read.
+        with chdir(folder.parent), redirect_stdout(StringIO()), redirect_stderr(StringIO()):
+            ds_to_universal.main(arguments)
+    except (OSError, RuntimeError) as error:
+        needed = sum(file.stat().st_size for file in folder.iterdir())
+        raise TrainingError(
+            f"train.run_dir: {folder}, saved by {old} ranks, could not be converted for {new} ({error}); that needs "
+            f"about {2 * needed / 1e6:,.0f} MB beside it. Make room, or start {old} ranks"
+        ) from error
+    files = {str(file.relative_to(place)): file.stat().st_size for file in place.rglob("*.pt")}
+    missing = [f"{name}.{state}" for name in names for state in STATES if f"zero/{name}/{state}.pt" not in files]
+    if missing:
+        raise TrainingError(
+            f"train.run_dir: DeepSpeed's conversion of {folder} from {old} to {new} ranks left out "
+            f"{', '.join(missing)}; start {old} ranks"
+        )
+    return files
+
+
+def _read(engine: DraftEngine, place: Path) -> None:
+    """The converted files, and what DeepSpeed 0.19 makes of them put right."""
+    config: Any = engine.deepspeed._config
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in engine.adam.param_groups]
+    config.load_universal_checkpoint = True
+    try:
+        engine.read(place)
+    finally:
+        # For this alone: left on, it has kept ZeRO-3 from saving more than the first rank's file (issue 7546).
+        config.load_universal_checkpoint = False
+    for group, own in zip(engine.adam.param_groups, groups, strict=True):
+        group.update(own)  # ZeRO-3 gives every group the first one's weight decay
+    for parameter, values in engine.adam.state.items():
+        # One tensor stands for the steps of all groups under ZeRO-3, where each group would count it up; and it is on
+        # the CPU, where a fused AdamW on a GPU cannot read it.
+        values["step"] = torch.tensor(float(values["step"]), device=parameter.device)
+
+
+def _check_shares(engine: DraftEngine) -> None:
+    """DeepSpeed cannot read for a rank that would hold nothing but padding of a group."""
+    ranks = engine.ranks
+    groups = getattr(engine.deepspeed.optimizer, "bit16_groups", None) or getattr(
+        engine.deepspeed.optimizer, "bf16_groups", []
+    )
+    empty = [i for i, group in enumerate(groups) if all(p._hp_mapping is None for p in group)]
+    if any(ranks.gather(empty)):
+        raise ValueError(
+            f"train.run_dir: among {ranks.world_size} ranks some would hold no part of the draft's small parameters; "
+            "go on with fewer ranks"
+        )

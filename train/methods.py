@@ -1,0 +1,249 @@
+"""The kinds of drafts as the trainer sees them: what a pass asks of the target, which labels it has, what is drawn.
+
+Everything a pass needs is made on the CPU from (config, piece) alone: offsets, noise shifts and subsets of queries are
+drawn by the key of each document piece, so packing, ranks and resumption change nothing. Not here: networks and their
+loss (models/drafts/), the step (loop.py).
+Shapes: N tokens end to end, D hidden, P parts of the loss, R rows.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from longdraft.models.decoder import Decoder, TargetOutput
+from longdraft.models.drafts.longspec import LongSpec, Queries, plan_queries
+from longdraft.models.drafts.loss import Part, ahead
+from longdraft.models.drafts.medusa import Medusa
+from longdraft.models.drafts.tokenswift import TokenSwift, TokenSwiftConfig
+from longdraft.train.batches import Batch, draws
+from longdraft.train.config import Config, LongSpecSection
+from longdraft.train.teacher import Teacher
+
+# Tokens of a piece are chosen for `data.query_share` in blocks of so many: neighbours share what they read.
+QUERY_BLOCK = 128
+Span = tuple[int, int]  # start and stop
+
+
+class Work(NamedTuple):
+    """One pass, on the CPU or, after `to`, where it runs. `positions` int64 [N], None for plain ones; `first`: the
+    token that row 0 of the draft's states belongs to; `queries`: what LongSpec's block runs for."""
+
+    batch: Batch
+    positions: Tensor | None
+    parts: list[Part]
+    first: int = 0
+    queries: Queries | None = None
+
+    @property
+    def n_labels(self) -> list[int]:
+        """Of each part."""
+        return [len(part.labels) for part in self.parts]
+
+    def to(self, device: torch.device) -> "Work":
+        def move(tensor: Tensor) -> Tensor:
+            return tensor.to(device, non_blocking=True)
+
+        batch = self.batch._replace(tokens=move(self.batch.tokens), supervised=move(self.batch.supervised))
+        queries = self.queries
+        if queries is not None and queries.rows is not None:
+            queries = queries._replace(rows=move(queries.rows))
+        positions = None if self.positions is None else move(self.positions)
+        parts = [Part(*map(move, part)) for part in self.parts]
+        return self._replace(batch=batch, positions=positions, parts=parts, queries=queries)
+
+    def without_labels(self) -> "Work":
+        """The same pass with nothing to learn: its loss and gradient are zero."""
+        return self._replace(parts=[Part(part.rows[:0], part.labels[:0]) for part in self.parts])
+
+
+class Method(ABC):
+    """A kind of draft under training.
+
+    `draft`: the network, whose forward is the loss; `needs`: fields of TargetOutput it reads; `part_names`: of the
+    parts of its loss, which are counted apart.
+    """
+
+    draft: nn.Module
+    needs: frozenset[str]
+    part_names: list[str]
+
+    def __init__(self, config: Config):
+        self.data, self.seed = config.data, config.train.seed
+
+    def read(self, batch: Batch, span: Span | None = None) -> Work:
+        """A training pass over these rows; `span`: the tokens that are this rank's, of rows that ranks share."""
+        return self._read(batch, self.data.query_share, span)
+
+    @abstractmethod
+    def probes(self, batch: Batch, span: Span | None = None) -> list[Work]:
+        """The passes over held-out rows whose losses together are the evaluation: plain positions, all labels."""
+
+    @abstractmethod
+    def shares(self, n_labels: Sequence[float]) -> list[float]:
+        """What each part's summed loss counts in the step's loss, given the step's labels by part."""
+
+    @abstractmethod
+    def arguments(self, work: Work, seen: TargetOutput, teacher: Teacher) -> tuple[Any, ...]:
+        """Of the network's forward, up to `lm_head_VD`."""
+
+    @abstractmethod
+    def chosen_after(self, work: Work, part: int) -> Tensor:
+        """The positions in N after which the target's own choice is what each label of a part stands for."""
+
+    def as_labels(self, tokens_R: Tensor) -> Tensor:
+        """Token ids as the labels that stand for them, int64 [R]; -1 where the draft has none."""
+        return tokens_R
+
+    @abstractmethod
+    def _read(self, batch: Batch, share: float, span: Span | None) -> Work: ...
+
+    def _positions(self, batch: Batch) -> Tensor | None:
+        """Anchor-Offset Indices (LongSpec, 3.2): the first `sinks` tokens of a piece stay, the rest move on by a random
+        offset of 0 to max_position - length."""
+        if self.data.positions == "plain":
+            return None
+        parts = []
+        for start, stop, key in zip(batch.borders[:-1], batch.borders[1:], batch.keys, strict=True):
+            positions = torch.arange(stop - start)
+            room = (self.data.max_position or 0) - (stop - start)
+            positions[self.data.sinks :] += draws(self.seed, key, 2)[1] % (room + 1)
+            parts.append(positions)
+        return torch.cat(parts)
+
+    def _ranges(self, batch: Batch, share: float, span: Span | None) -> list[Span] | None:
+        """`share` of each piece's blocks, at least one, as far as they lie in the span, in order; None for all."""
+        if share >= 1 and span is None:
+            return None
+        ranges: list[Span] = []
+        for start, stop, key in zip(batch.borders[:-1], batch.borders[1:], batch.keys, strict=True):
+            n_blocks = -(-(stop - start) // QUERY_BLOCK)
+            noise = draws(self.seed, key, 2 + n_blocks)[2:]
+            taken = sorted(range(n_blocks), key=noise.__getitem__)[: max(1, round(share * n_blocks))]
+            for i in sorted(taken):
+                begin, end = start + i * QUERY_BLOCK, min(start + (i + 1) * QUERY_BLOCK, stop)
+                if span is not None:
+                    begin, end = max(begin, span[0]), min(end, span[1])
+                if ranges and ranges[-1][1] == begin > start:  # blocks that touch are one
+                    begin = ranges.pop()[0]
+                if begin < end:
+                    ranges.append((begin, end))
+        return ranges
+
+
+class HeadsMethod(Method):
+    """TokenSwift's and Medusa's heads: part i is head i, and each head's mean counts alike."""
+
+    def __init__(self, config: Config, draft: TokenSwift | Medusa):
+        super().__init__(config)
+        self.draft, self.needs = draft, draft.needs
+        (self._field,) = draft.needs
+        self.part_names = [f"head{i + 1}" for i in range(draft.config.n_heads)]
+
+    def probes(self, batch: Batch, span: Span | None = None) -> list[Work]:
+        return [self._read(batch, 1.0, span)._replace(positions=None)]
+
+    def shares(self, n_labels: Sequence[float]) -> list[float]:
+        return [1 / max(n, 1) for n in n_labels]
+
+    def arguments(self, work: Work, seen: TargetOutput, teacher: Teacher) -> tuple[Any, ...]:
+        return getattr(seen, self._field), work.parts
+
+    def chosen_after(self, work: Work, part: int) -> Tensor:
+        return work.parts[part].rows + work.first + part + 1
+
+    def _read(self, batch: Batch, share: float, span: Span | None) -> Work:
+        ranges, parts, first = self._ranges(batch, share, span), [], 0 if span is None else span[0]
+        for i in range(len(self.part_names)):
+            part = ahead(batch.tokens, batch.supervised, batch.borders, i + 2)
+            if ranges is not None:
+                kept = _inside(ranges, len(batch.tokens))[part.rows]
+                part = Part(part.rows[kept] - first, part.labels[kept])
+            parts.append(part)
+        return Work(batch, self._positions(batch), parts, first)
+
+
+class LongSpecMethod(Method):
+    """LongSpec's block with flash noisy training (3.3): part j is what was predicted under noise shift j = 1..J, and
+    every label counts alike."""
+
+    needs = frozenset({"last_kv"})
+
+    def __init__(self, config: Config, draft: LongSpec):
+        super().__init__(config)
+        self.draft, self._window = draft, draft.config.window
+        self.part_names = [f"level{j + 1}" for j in range(draft.config.noise)]
+        self._draft_ids: Tensor | None = None
+        if draft.token_ids is not None:
+            self._draft_ids = torch.full((draft.config.vocab_size,), -1)
+            self._draft_ids[draft.token_ids.cpu()] = torch.arange(len(draft.token_ids))
+
+    def probes(self, batch: Batch, span: Span | None = None) -> list[Work]:
+        """One for each shift."""
+        n_pieces, ranges = len(batch.keys), self._ranges(batch, 1.0, span)
+        works = [self._work(batch, [shift + 1] * n_pieces, ranges) for shift in range(len(self.part_names))]
+        return [work._replace(positions=None) for work in works]
+
+    def shares(self, n_labels: Sequence[float]) -> list[float]:
+        return [1 / max(sum(n_labels), 1)] * len(n_labels)
+
+    def arguments(self, work: Work, seen: TargetOutput, teacher: Teacher) -> tuple[Any, ...]:
+        assert seen.last_kv is not None
+        positions_N = work.positions
+        if positions_N is None:
+            positions_N = plain_positions(work.batch.borders).to(work.batch.tokens.device)
+        return teacher.embed(work.batch.tokens), positions_N, *seen.last_kv, work.queries, work.parts
+
+    def chosen_after(self, work: Work, part: int) -> Tensor:
+        rows = work.parts[part].rows
+        return rows if work.queries is None or work.queries.rows is None else work.queries.rows[rows]
+
+    def as_labels(self, tokens_R: Tensor) -> Tensor:
+        return tokens_R if self._draft_ids is None else self._draft_ids.to(tokens_R.device)[tokens_R]
+
+    def _read(self, batch: Batch, share: float, span: Span | None) -> Work:
+        shifts = [1 + draws(self.seed, key, 1)[0] % len(self.part_names) for key in batch.keys]
+        return self._work(batch, shifts, self._ranges(batch, share, span))
+
+    def _work(self, batch: Batch, shifts: list[int], ranges: list[Span] | None) -> Work:
+        queries = plan_queries(batch.borders, shifts, self._window, ranges)
+        rows, labels = ahead(batch.tokens, batch.supervised, batch.borders, 1)
+        labels = self.as_labels(labels)
+        rows, labels = rows[labels >= 0], labels[labels >= 0]  # what the draft cannot say is no label
+        shift_N = torch.repeat_interleave(torch.tensor(shifts), torch.tensor(batch.borders).diff())
+        shift_of, place = shift_N[rows], rows
+        if queries.rows is not None:
+            place_N = torch.full((len(batch.tokens),), -1)
+            place_N[queries.rows] = torch.arange(len(queries.rows))
+            place = place_N[rows]
+        kept = [(shift_of == j + 1) & (place >= 0) for j in range(len(self.part_names))]
+        parts = [Part(place[which], labels[which]) for which in kept]
+        return Work(batch, self._positions(batch), parts, queries=queries)
+
+
+def open_method(config: Config, target: Decoder, token_ids_E: Tensor | None = None) -> Method:
+    """The method with its network as it is before the first step, drawn from the seed; `token_ids_E`: the restricted
+    vocabulary where the config asks for one."""
+    section, generator = config.draft, torch.Generator().manual_seed(config.train.seed)
+    if isinstance(section, LongSpecSection):
+        return LongSpecMethod(config, LongSpec(section.network(target.config), generator, target, token_ids_E))
+    shape = section.network(target.config)
+    if isinstance(shape, TokenSwiftConfig):
+        return HeadsMethod(config, TokenSwift(shape, generator, target.norm.weight))
+    return HeadsMethod(config, Medusa(shape, generator))
+
+
+def plain_positions(borders: Sequence[int]) -> Tensor:
+    """0, 1, 2, ... in each piece, int64 [N]."""
+    return torch.cat([torch.arange(stop - start) for start, stop in pairwise(borders)])
+
+
+def _inside(ranges: Sequence[Span], n: int) -> Tensor:
+    """bool [n]: the numbers in one of the ranges."""
+    mask = torch.zeros(n, dtype=torch.bool)
+    for start, stop in ranges:
+        mask[start:stop] = True
+    return mask
