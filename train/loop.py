@@ -312,9 +312,9 @@ def _pass(
     clock: "Stopwatch",
     stop: Sequence[int],
 ) -> DraftLoss | None:
-    """Target, draft, backward of one pass; the weights move after the last. A loss that is no number, on any rank, is
-    left out on all: a pass over zeros takes its place, so that the ranks and DeepSpeed's count of passes agree. None if
-    any rank wants to stop: what the step's passes have gathered is dropped."""
+    """Target, draft, backward of one pass; the weights move after the last. Rows whose loss is no number are left out:
+    a pass over zeros takes their place, so that DeepSpeed's count of passes stays right; the other ranks' rows count.
+    None if any rank wants to stop: what the step's passes have gathered is dropped."""
     method, teacher = run.method, run.teacher
     with clock:
         seen = teacher.look(work.batch.tokens, work.batch.borders, work.positions, method.needs)
@@ -323,21 +323,24 @@ def _pass(
     wrong = not bool(loss.sums.detach().isfinite().all())
     if wrong:
         print(f"The loss of step {run.step + 1} is no number for rows {_words(places)}", flush=True)
-    n_wrong, stopping = run.ranks.sum([float(wrong), float(bool(stop))])
+    degree = run.config.train.sequence_parallel  # ranks that share these rows leave them out together
+    reader, n_readers = run.ranks.rank // degree, run.ranks.world_size // degree
+    *by_reader, stopping = run.ranks.sum([*(float(wrong and i == reader) for i in range(n_readers)), float(bool(stop))])
     if stopping:
         return None
-    if n_wrong:
-        _count_skipped(run)
-        quiet = method.arguments(work.without_labels(), seen, teacher)
-        quiet = tuple(_zeros(argument) for argument in quiet)
-        loss = run.engine(*quiet, teacher.lm_head_VD, count_ranks)
+    if any(by_reader):
+        _count_skipped(run, sum(n > 0 for n in by_reader))
+        if by_reader[reader]:
+            arguments = (_zeros(argument) for argument in method.arguments(work.without_labels(), seen, teacher))
+        # Every rank again, those with a number too: under ZeRO-3 a pass takes all.
+        loss = run.engine(*arguments, teacher.lm_head_VD, count_ranks)
     run.engine.backward((loss.sums * shares_P).sum())
     return DraftLoss(*(field.detach() for field in loss))
 
 
-def _count_skipped(run: Run) -> None:
+def _count_skipped(run: Run, n: int = 1) -> None:
     """Raises TrainingError above train.max_skipped."""
-    run.skipped += 1
+    run.skipped += n
     if run.skipped > run.config.train.max_skipped:
         raise TrainingError(
             f"step {run.step + 1}: {run.skipped} times a loss or gradient was no number, more than train.max_skipped "

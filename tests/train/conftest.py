@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from deepspeed.comm import destroy_process_group, is_initialized
+from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from longdraft.data_prep.shards import FORMAT_VERSION, Row, write_json, write_shard
@@ -111,6 +113,23 @@ def long_folder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def poisoned(tmp_path_factory, target_folder) -> list[str]:
+    """Overrides for a target that has no number for the last token, and for twelve rows of which one holds it."""
+    folder = tmp_path_factory.mktemp("poisoned")
+    shutil.copytree(target_folder, folder / "target")
+    weights = load_file(target_folder / "model.safetensors")
+    weights["model.embed_tokens.weight"][VOCAB - 1] = torch.nan
+    save_file(weights, folder / "target" / "model.safetensors", metadata={"format": "pt"})
+    tokens = (np.arange(12 * SEQ_LEN).reshape(12, SEQ_LEN) * 7 % (VOCAB - 1)).astype(np.int32)
+    tokens[5, 13] = VOCAB - 1
+    rows = [Row(row, [0, SEQ_LEN], [1, SEQ_LEN], [f"document {i}"], [0]) for i, row in enumerate(tokens)]
+    write_split(folder / "data" / "train", rows, SEQ_LEN)
+    write_split(folder / "data" / "heldout", rows[:2], SEQ_LEN)
+    steps = ["train.steps=3", "train.global_batch=4", "optimizer.warmup_steps=1"]
+    return [f"target.path={folder / 'target'}", f"data.path={folder / 'data'}", *steps]
+
+
+@pytest.fixture(scope="session")
 def config_file(tmp_path_factory, target_folder, data_folder) -> Path:
     folder = tmp_path_factory.mktemp("config")
     path = folder / "tiny.yaml"
@@ -193,12 +212,13 @@ def train_command() -> Callable[..., tuple[int, str]]:
 
 
 @pytest.fixture(scope="session")
-def runs(tmp_path_factory, start_ranks, long_folder) -> Path:
+def runs(tmp_path_factory, start_ranks, long_folder, poisoned) -> Path:
     """A folder of finished runs, trained in as few processes as possible:
 
     {fp32,bf16}-{ranks}-{stage}: 20 steps of linear_chain; longspec-{fp32,bf16}-{ranks}-{stage}: 8 of LongSpec;
     silu_chain, medusa, longspec, longspec-anchored: 20 on one rank in fp32, for golden losses;
     offload-{stage}, micro-{rows}, longspec-micro-{rows}: what should be {longspec-,}fp32-1-1 again;
+    poisoned-{ranks}: 3 steps of LongSpec under ZeRO-3;
     bf16-1-{stage}-again: gone on with from step 10; unbroken: SLOW on two ranks; output.txt: what one rank printed.
     """
     folder = tmp_path_factory.mktemp("runs")
@@ -219,6 +239,7 @@ def runs(tmp_path_factory, start_ranks, long_folder) -> Path:
                 (("", TOKENSWIFT), ("longspec-", [*LONGSPEC, *FEW])), ("fp32", "bf16"), (1, 2, 3)
             )
         ]
+        actions.append(train(f"poisoned-{n_ranks}", *LONGSPEC, *poisoned, "train.zero_stage=3"))
         actions += _alone(folder, train, long_folder) if n_ranks == 1 else [train("unbroken", *SLOW)]
         started.append(start_ranks(n_ranks, actions))
     output, _ = (finish(processes) for processes in started)

@@ -40,3 +40,4 @@ for action in json.loads(sys.argv[2]):
         shutil.rmtree(Path(action["copy"][1]) / "checkpoints" / action["without"])
     ranks.barrier()
 leave_ranks(ranks)
+gc.unfreeze()
