@@ -5,7 +5,7 @@ by the fixture `start_ranks`.
 in rank 1's `stop` from the n-th look on. With "overflow": step, rank 1's gradient of that step is infinite, its loss is
 not. {"limit": {rank: bytes}}: no larger file can be written by that rank, by the others any. {"find": [run_dir by
 rank], "patience", "out"}. {"few": [override, ...], "out"}: an engine whose smallest group gives rank 1 nothing.
-{"copy": [from, to]}: a run's folder, "without": a checkpoint left out. {"swap": [old, new]}: new in place of old.
+{"copy": [from, to]}: a run's folder, "without": checkpoints left out. {"swap": [old, new]}: new in place of old.
 {"done": path} makes a file, {"wait": path} waits for one. {"main": [override, ...]}: the rest is the command's.
 """
 
@@ -96,8 +96,8 @@ def alone(action):
     """What one process does for all."""
     if "copy" in action:
         shutil.copytree(*action["copy"])
-        if "without" in action:
-            shutil.rmtree(Path(action["copy"][1]) / "checkpoints" / action["without"])
+        for name in action.get("without", []):
+            shutil.rmtree(Path(action["copy"][1]) / "checkpoints" / name)
     elif "swap" in action:
         old, new = action["swap"]
         shutil.rmtree(old)

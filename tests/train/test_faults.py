@@ -67,7 +67,7 @@ def flip(file: Path) -> None:
 
 
 def wait_for_step(run_dir: Path, step: int, processes: Sequence[subprocess.Popen]) -> None:
-    deadline = time.monotonic() + 200
+    deadline = time.monotonic() + 400
     while max([record["step"] for record in read_metrics(run_dir)], default=0) < step:
         for process in processes:
             assert process.poll() is None, f"ended with {process.returncode}"
@@ -76,7 +76,7 @@ def wait_for_step(run_dir: Path, step: int, processes: Sequence[subprocess.Popen
 
 
 def listen(processes: Sequence[subprocess.Popen]) -> list[Callable[[], str]]:
-    """Reads what they say as they say it, for a full pipe would stop them; each function gives it once one has ended."""
+    """Reads what they say as they say it, for a full pipe would stop them; each function waits for the end of one."""
     said = [ThreadPoolExecutor(1).submit(process.stdout.read) for process in processes if process.stdout]
     return [one.result for one in said]
 
@@ -130,7 +130,7 @@ def _first_ranks(story: SimpleNamespace, command: list[str], start_ranks) -> Non
         {"train": moved, "out": str(folder / "moved-said")},
         {"swap": [str(data), str(damaged)]},
         {"train": moved, "out": str(folder / "damaged-said")},
-        {"copy": [str(folder / "unbroken"), str(lagging)], "without": f"step_{STEPS:06d}"},
+        {"copy": [str(folder / "unbroken"), str(lagging)], "without": [f"step_{STEPS:06d}"]},
         {"find": [str(folder / "unbroken"), str(lagging)], "patience": 0, "out": str(folder / "found")},
         {"train": [*SHORT, f"train.run_dir={folder / 'online'}", "log.wandb=online"]},
         {"train": [*SHORT, f"train.run_dir={folder / 'offline'}"]},
@@ -334,6 +334,7 @@ def test_weights_that_are_no_numbers_are_never_saved(config_file, alone, tmp_pat
 def test_ranks_wait_for_one_another_as_long_as_it_may_take(alone):
     """What the first rank alone prepares, and everything else the ranks wait for, has this group's time-out."""
     group = alone.control or dist.group.WORLD
+    assert group is not None
     assert group._get_backend(torch.device("cpu")).options._timeout == TIMEOUT >= timedelta(minutes=60)
     assert alone.from_first(lambda: 7) == 7 and alone.gather("a") == ["a"] and alone.share_of_machine() == (0, 1)
 
