@@ -119,7 +119,8 @@ class TrainSection:
     is loaded in the same. `zero_stage`: the draft's; `offload_optimizer` keeps the optimizer's state and step on the
     host. `sequence_parallel`: ranks that share one long row; the others are data-parallel.
     `deterministic`: the same bytes again on the same hardware and number of ranks, on a GPU at some cost in speed.
-    `max_skipped`: passes whose loss is no number are left out and counted; with more of them the run stops."""
+    `max_skipped`: what has a loss (a pass) or a gradient (a step) that is no number is left out and counted; with more
+    of them the run stops."""
 
     run_dir: str
     global_batch: int
