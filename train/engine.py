@@ -251,6 +251,13 @@ class DraftEngine:
         norm = self.deepspeed.get_global_grad_norm()
         return float(norm) if norm is not None else math.nan
 
+    def close(self) -> None:
+        """Lets go of the memory, for the next run in this process: DeepSpeed's hooks keep an engine alive, and ZeRO-3's
+        even once they are removed."""
+        self.deepspeed.destroy()
+        vars(self.deepspeed.optimizer).clear()
+        self.adam.state.clear()
+
     def weights(self) -> dict[str, Tensor]:
         """The draft's whole state on the CPU in its training dtype, on every rank; all ranks must call it."""
         sharded = self.config.train.zero_stage == 3

@@ -110,6 +110,7 @@ def _train(config: Config, ranks: Ranks, target: Target | None, stop: Sequence[i
     if opened.decoding is not None:
         opened.decoding.begin(found[1]["extra"].get("decoding") if found else None, found is not None, stop)
     saved = _steps(opened, stop, saved=found[0] if found else None)
+    opened.engine.close()
     steps = config.train.n_steps
     if opened.step < steps:
         _say(ranks, f"Stopped after {opened.step} of {steps} steps; the same command goes on from {saved}")
@@ -188,6 +189,10 @@ def open_rows(config: Config, split: str, target: Target) -> ShardSet:
         )
     if not len(rows):
         raise ValueError(f"data.path: {rows.folder} has no rows; prepare more text")
+    limit = target.model.config.max_positions
+    for name, value in (("data.seq_len", config.data.seq_len), ("data.max_position", config.data.max_position or 0)):
+        if value > limit:
+            raise ValueError(f"{name}: {value}, but {target.name} has {limit} positions; stay within them")
     return rows
 
 

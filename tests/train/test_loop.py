@@ -1,6 +1,7 @@
 """The small parts of a run: learning rate, parameter groups, what must fit together, tracking, the command's errors;
 and what a loss that is no number does to it."""
 
+import gc
 import json
 from itertools import pairwise
 
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.nn import Parameter
 
 from longdraft.data_prep.shards import Row
 from longdraft.launch.train import main
@@ -17,7 +19,7 @@ from longdraft.train import state
 from longdraft.train.batches import step_rows
 from longdraft.train.config import OptimizerSection, load_config
 from longdraft.train.engine import TrainingError, learning_rate, parameter_groups
-from longdraft.train.loop import open_rows, train
+from longdraft.train.loop import DTYPES, open_rows, train
 from longdraft.train.teacher import Teacher
 from longdraft.train.tracking import Tracker, read_metrics, wandb_mode
 
@@ -69,6 +71,9 @@ def test_data_must_fit_config_and_target(config_file, target, data_folder, tmp_p
     assert len(open_rows(config, "train", target)) == 45
     with pytest.raises(ValueError, match=r"data\.seq_len: 32, but .* has rows of 24 tokens; set data\.seq_len=24"):
         open_rows(load_config(config_file, ["data.seq_len=32"]), "train", target)
+    far = ["data.positions=anchor_offset", "data.max_position=30000"]
+    with pytest.raises(ValueError, match=r"data\.max_position: 30000, but target0 has 2048 positions; stay within"):
+        open_rows(load_config(config_file, far), "train", target)
     manifest = json.loads((data_folder / "train" / "manifest.json").read_text()) | {"tokenizer_sha256": "abc"}
     (tmp_path / "train").mkdir()
     (tmp_path / "train" / "manifest.json").write_text(json.dumps(manifest | {"shards": []}))
@@ -114,6 +119,26 @@ def test_a_mistake_is_one_line_and_status_2(config_file, capsys):
     assert capsys.readouterr().err.strip().startswith("launch/train.py: error: train.stepz: unknown key; did you mean")
 
 
+def kept_bytes():
+    """Of all tensors that are alive."""
+    gc.collect()
+    storages = [tensor.untyped_storage() for tensor in gc.get_objects() if type(tensor) in (torch.Tensor, Parameter)]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+@pytest.mark.parametrize(("stage", "precision"), [(1, "bf16"), (2, "fp32"), (3, "bf16")])
+def test_a_finished_run_lets_go_of_its_memory(alone, config_file, target_folder, tmp_path, stage, precision):
+    """The next stage of a curriculum runs in the same process. The weights in fp32 may stay; with gradients and AdamW's
+    state it would be several times as much."""
+    run = [*LONGSPEC, "train.steps=2", "optimizer.warmup_steps=1", f"train.zero_stage={stage}"]
+    used = load_target(target_folder, DTYPES[precision])
+    before = kept_bytes()
+    train(load_config(config_file, [*run, f"train.precision={precision}", f"train.run_dir={tmp_path}"]), alone, used)
+    n_weights = sum(weight.numel() for weight in weights(tmp_path).values())
+    assert kept_bytes() - before <= 4.1 * n_weights
+
+
+LONGSPEC = ["draft.method=longspec", "draft.window=6", "draft.noise=3"]
 POISON = 96  # a token whose embedding is no number
 
 
@@ -144,7 +169,6 @@ def rows(prepare, tmp_path):
     return make
 
 
-LONGSPEC = ["draft.method=longspec", "draft.window=6", "draft.noise=3"]
 # A step over all four rows, each in a pass of its own, whose outcome does not depend on the gradient's length.
 ONE_STEP = [
     "train.steps=1", "train.global_batch=4", "train.micro_batch=1", "optimizer.warmup_steps=0", "optimizer.clip=1e9",
