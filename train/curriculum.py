@@ -107,6 +107,7 @@ def train_stages(stages: Sequence[Stage], ranks: Ranks, stop: Sequence[int] = ()
         if stage.name is not None and ranks.from_first(partial(_is_exported, stage)):
             continue
         if loaded != (config.target, config.train.precision):
+            target = None  # before the next one comes
             target, loaded = open_target(config, ranks), (config.target, config.train.precision)
         finished = train(config, ranks, target, stop)
         if not finished:

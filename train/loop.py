@@ -368,8 +368,9 @@ def _words(places: Sequence[Place]) -> str:
 def measure(run: Run, result: StepResult) -> dict[str, Any]:
     """The step's line for metrics.jsonl, over all ranks; all ranks call it.
 
-    loss: as it is minimised; part_loss: mean cross-entropy of each part, in nats; top1, top3: share of its labels that
-    are among the draft's first one or three candidates. target_share: of the step's time, in the target's pass.
+    loss: as it is minimised; part_loss: mean cross-entropy of each part in nats, None without labels; top1, top3: share
+    of its labels that are among the draft's first one or three candidates. target_share: of the step's time, in the
+    target's pass.
     """
     loss, n_parts = result.loss, len(run.method.part_names)
     own = torch.cat([loss.sums[:, None], loss.rank_counts, loss.n_ranked[:, None]], dim=1).double()
@@ -381,7 +382,9 @@ def measure(run: Run, result: StepResult) -> dict[str, Any]:
         "step": run.step,
         "tokens": run.step * tokens,
         "loss": sum(total * share for total, share in zip(totals[:, 0].tolist(), shares, strict=True)),
-        "part_loss": [total / max(n, 1) for total, n in zip(totals[:, 0].tolist(), result.n_labels, strict=True)],
+        "part_loss": [
+            total / n if n else None for total, n in zip(totals[:, 0].tolist(), result.n_labels, strict=True)
+        ],
         "top1": rates[:, 0].tolist(),
         "top3": rates[:, RANKS - 1].tolist(),
         "lr": result.rate,

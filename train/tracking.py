@@ -126,7 +126,7 @@ def _flat(record: dict[str, Any], names: Sequence[str]) -> dict[str, float]:
             for name, entry in zip(names, value, strict=True):
                 if isinstance(entry, list):
                     flat |= {f"{key}/{name}.{rank + 1}": number for rank, number in enumerate(entry)}
-                else:
+                elif entry is not None:
                     flat[f"{key}/{name}"] = entry
         elif isinstance(value, (int, float)):
             flat[key] = value
