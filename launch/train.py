@@ -18,7 +18,23 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     parser.add_argument("overrides", nargs="*", metavar="section.field=value", help="for example train.steps=500")
     parser.add_argument("--stage", help="of a file with stages: begin with this one (default: the first not done yet)")
     parser.add_argument("--from-draft", help="draft folder whose weights the training begins with")
+    parser.add_argument("--estimate", action="store_true", help="print what it needs of memory and operations, and end")
     return parser
+
+
+def _estimate(prog: str, args: argparse.Namespace, n_ranks: int | None, gpu: bool | None = None) -> int:
+    """Prints what the stages need, on the first rank; returns the exit status."""
+    if os.environ.get("RANK", "0") != "0":
+        return 0
+    from longdraft.train.curriculum import load_stages
+    from longdraft.train.estimate import report
+
+    try:
+        print(report(load_stages(args.config, args.overrides, args.stage, args.from_draft), n_ranks, gpu), flush=True)
+    except ValueError as error:
+        print(f"{prog}: error: {error}", file=sys.stderr, flush=True)
+        return 2
+    return 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -26,6 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser("launch/train.py")
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # the launcher says it; the environment too
     args = parser.parse_intermixed_args(argv)
+    if args.estimate:
+        return _estimate(parser.prog, args, int(os.environ.get("WORLD_SIZE", "0")) or None)
     with stop_signals() as stop:
         # Here, not above: a signal during the seconds of import must find its handler in place.
         from longdraft.train.curriculum import load_stages, run
@@ -45,6 +63,8 @@ def start(argv: Sequence[str] | None = None) -> int:
     parser = _parser("longdraft train")
     parser.add_argument("--num-gpus", type=int, help="ranks of this machine (default: its GPUs; 1 on a CPU)")
     args = parser.parse_intermixed_args(argv)
+    if args.estimate:  # for the GPUs of this machine, or for so many wherever they are
+        return _estimate(parser.prog, args, args.num_gpus, gpu=True if args.num_gpus is not None else None)
     from longdraft.train.launcher import launch_with_deepspeed
 
     options = [f"--stage={args.stage}"] if args.stage else []

@@ -234,6 +234,13 @@ def refresh(target: Target, model: Any) -> None:
             rows.copy_(theirs)
 
 
+def read_target_config(path: str | Path, gguf_file: str | None = None) -> DecoderConfig:
+    """A target's shape without its weights; `path`, and what is raised, as for `load_target`. Of a hub's .gguf file
+    there is no part to be had: it is fetched whole."""
+    _, location = _locate(path, gguf_file, weights=False)
+    return decoder_config(GGUFFile(location).config() if location.suffix == ".gguf" else _read_config(location))
+
+
 def load_tokenizer(path: str | Path, gguf_file: str | None = None) -> Any:
     """A target's tokenizer without its weights; `path` as for `load_target`. Raises: ValueError where it has none."""
     _, location = _locate(path, gguf_file, weights=False)

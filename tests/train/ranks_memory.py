@@ -1,24 +1,34 @@
-"""One rank of a test of memory: trains drafts of large matrices under ZeRO, one after the other, and saves by how much
-the resident memory of its process grew for each, as `out`-<rank>.json. Started by the fixture `start_ranks`.
+"""One rank of a test of memory: saves by how much the resident memory of its process grew, as `out`-<rank>.json.
+Started by the fixture `start_ranks`.
 
-The one action: {"out": path, "runs": [[precision, zero_stage, offload], ...]}. Peaks are read every half millisecond,
-which is enough for matrices of 16 MiB; MALLOC_MMAP_THRESHOLD_ must be set, so that what is freed is given back.
+The one action is {"states": [[precision, zero_stage, offload], ...], "out"}: drafts of large matrices train under ZeRO,
+one after the other; peaks are read every half millisecond, and MALLOC_MMAP_THRESHOLD_ must be set, so that what is
+freed is given back. Or {"run": [override, ...], "out"}: two steps of a run, on data that it makes up.
 """
 
 import gc
+import importlib
 import json
 import os
 import sys
 import threading
 import time
+from pathlib import Path
 
+import datasets  # noqa: F401 (what is imported later would count)
+import gguf  # noqa: F401
+import numpy as np
 import torch
 from torch import nn
 
+from longdraft.data_prep.shards import FORMAT_VERSION, Row, write_json, write_shard
+from longdraft.models.hf import Target
+from longdraft.train.batches import epoch_order
 from longdraft.train.config import Config, load_config
 from longdraft.train.engine import DraftEngine, Ranks, join_ranks, leave_ranks
+from longdraft.train.loop import open_run, open_target, train_step
 
-WIDTH, MATRICES, PASSES, STEPS = 2048, 4, 2, 2
+WIDTH, MATRICES, PASSES, STEPS = 1024, 4, 2, 2
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -34,11 +44,6 @@ class Net(nn.Module):
         for proj in self.proj:
             x = proj(self.norm(x))
         return x.float().sum()
-
-
-def resident() -> int:
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * PAGE
 
 
 class Watch:
@@ -60,6 +65,16 @@ class Watch:
             time.sleep(0.0005)
 
 
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE
+
+
+def highest_resident() -> int:
+    """Since the process began. Not ru_maxrss, which counts the process that started this one, too."""
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(fields["VmHWM"].split()[0]) * 1024
+
+
 def train(config: Config, ranks: Ranks) -> None:
     engine = DraftEngine(config, Net(), ranks)
     dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
@@ -67,13 +82,18 @@ def train(config: Config, ranks: Ranks) -> None:
         engine.begin_step(step)
         for _ in range(PASSES):
             engine.backward(engine(torch.ones(4, WIDTH, dtype=dtype)) / 1e6)
-    engine.deepspeed.destroy()
+    engine.close()
 
 
-def main(path: str, action: dict) -> None:
-    ranks, grown = join_ranks(), []
+def states(runs: list, path: str, ranks: Ranks) -> list[int]:
+    # DeepSpeed looks whether the optimizer is its Muon, whose import compiles: seconds for PyTorch's whole compiler.
+    compiler, torch.compile = torch.compile, lambda function: function
+    importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
+    torch.compile = compiler
+    gc.freeze()  # DeepSpeed collects garbage at every start of a run: what the imports made need not be searched
+    grown = []
     base = ["train.micro_batch=1", f"train.global_batch={PASSES * ranks.world_size}"]
-    for precision, stage, offload in [action["runs"][0], *action["runs"]]:  # the first one also warms up
+    for precision, stage, offload in [runs[0], *runs]:  # the first one warms up
         options = [f"train.precision={precision}", f"train.zero_stage={stage}", f"train.offload_optimizer={offload}"]
         config = load_config(path, [*base, *options])
         gc.collect()
@@ -82,8 +102,38 @@ def main(path: str, action: dict) -> None:
         with Watch() as watch:
             train(config, ranks)
         grown.append(watch.peak - before)
-    with open(f"{action['out']}-{ranks.rank}.json", "w") as file:
-        json.dump(grown[1:], file)
+    return grown[1:]
+
+
+def write_rows(config: Config, target: Target) -> None:
+    """Two rows a split, of one random piece each: the first step's is short, the second's full."""
+    length, vocab_size = config.data.seq_len, target.model.config.vocab_size
+    for i, split in enumerate(("train", "heldout")):
+        folder, generator = Path(config.data.path) / split, np.random.default_rng(i)
+        folder.mkdir(parents=True)
+        sizes = {row: size for row, size in zip(epoch_order(config.train.seed, 0, 2), (128, length), strict=True)}
+        texts = [generator.integers(0, vocab_size, sizes[j]).astype(np.int32) for j in range(2)]
+        rows = [Row(text, [0, len(text)], [1, len(text)], ["d"], [j]) for j, text in enumerate(texts)]
+        shard = write_shard(folder / "shard-00000.arrow", rows, length, fill_id=0)
+        about = {"format_version": FORMAT_VERSION, "seq_len": length, "shards": [shard]}
+        write_json(folder / "manifest.json", about | {"tokenizer_sha256": target.fingerprint["tokenizer"]})
+
+
+def run(overrides: list[str], path: str, ranks: Ranks) -> int:
+    config, before = load_config(path, overrides), resident()
+    target = open_target(config, ranks)
+    write_rows(config, target)
+    opened = open_run(config, ranks, target)
+    for _ in range(STEPS):
+        train_step(opened)
+        opened.step += 1
+    return highest_resident() - before
+
+
+def main(path: str, action: dict) -> None:
+    ranks = join_ranks()
+    grown = states(action["states"], path, ranks) if "states" in action else run(action["run"], path, ranks)
+    Path(f"{action['out']}-{ranks.rank}.json").write_text(json.dumps(grown))
     leave_ranks(ranks)
 
 

@@ -1,0 +1,339 @@
+"""What --estimate says, held against the memory that is really taken: of runs on SmolLM2 and of drafts under ZeRO by
+resident memory, of a tiny target's passes by every allocation. For large targets, the arithmetic that it must obey."""
+
+import json
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+
+from longdraft.kernels.loss_memory import loss_peak_memory
+from longdraft.launch.train import start
+from longdraft.models.decoder import DecoderConfig
+from longdraft.models.hf import build_decoder, load_target, read_target_config
+from longdraft.models.rope import RopeConfig
+from longdraft.train.batches import Batch
+from longdraft.train.config import Config, config_from_dict
+from longdraft.train.memory import Estimate, estimate, loss_chunk
+from longdraft.train.methods import open_method
+from longdraft.train.operations import mean_keys, operations
+from longdraft.train.teacher import ROW_CHUNK, Teacher
+from longdraft.train.zero_memory import BUCKET, draft_states
+
+GIB, MIB = 2**30, 2**20
+LLAMA = DecoderConfig(128256, 4096, 14336, 32, 32, 8, 128, 1e-5, 131072, RopeConfig(128, 131072))
+VICUNA = DecoderConfig(32000, 4096, 11008, 32, 32, 32, 128, 1e-5, 16384, RopeConfig(128, 16384))
+QWQ = DecoderConfig(152064, 5120, 27648, 64, 40, 8, 128, 1e-5, 32768, RopeConfig(128, 32768), attention_bias=True)
+TARGETS = {"llama3.1-8b": LLAMA, "vicuna-7b": VICUNA, "qwq-32b": QWQ}
+DRAFTS = {
+    "longspec": {"method": "longspec"},
+    "linear_chain": {"method": "tokenswift"},
+    "silu_chain": {"method": "tokenswift", "kind": "silu_chain"},
+    "medusa": {"method": "medusa"},
+}
+
+
+def a_config(**sections: dict) -> Config:
+    """On 8 GPUs: rows of 1024 tokens, 4 a pass, 2 passes a step."""
+    base = {
+        "target": {"path": "somewhere"},
+        "draft": {"method": "longspec"},
+        "data": {"path": "data", "seq_len": 1024},
+        "train": {"run_dir": "runs", "steps": 3, "global_batch": 64, "micro_batch": 4, "precision": "bf16"},
+        "optimizer": {"peak_lr": 1e-3, "warmup_steps": 0},
+    }
+    return config_from_dict({name: base.get(name, {}) | sections.get(name, {}) for name in {**base, **sections}})
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> DecoderConfig:
+    return read_target_config("smollm2-135m")
+
+
+def total(found: Estimate) -> int:
+    return found.peak[1]
+
+
+def moment(found: Estimate, name: str) -> int:
+    return sum(found.moments[name].values())
+
+
+def test_runs_on_smollm2_take_what_is_estimated(smollm2, tmp_path, start_ranks, finish_ranks):
+    """Peak growth of resident memory after the imports, over two steps in fp32; the runs share the cores."""
+    runs = []
+    for seq_len, share in ((1024, 1.0), (3072, 0.25)):
+        folder = tmp_path / str(seq_len)
+        sections = {
+            "target": {"path": "smollm2-135m"},
+            "data": {"path": str(folder / "data"), "seq_len": seq_len, "query_share": share},
+            "train": {"run_dir": "x", "steps": 3, "global_batch": 1, "micro_batch": 1, "precision": "fp32"},
+        }
+        expected = total(estimate(a_config(**sections), smollm2, n_ranks=1, gpu=False))
+        overrides = [f"{name}.{key}={value}" for name, section in sections.items() for key, value in section.items()]
+        overrides += ["draft={method: longspec}", "optimizer.warmup_steps=0"]
+        started = start_ranks(1, [{"run": overrides, "out": str(folder)}], "ranks_memory.py")
+        runs.append((seq_len, expected, Path(f"{folder}-0.json"), started))
+    for seq_len, expected, out, started in runs:
+        finish_ranks(started)
+        grown = json.loads(out.read_text())
+        took = f"{seq_len} tokens: estimated {expected / MIB:.0f} MiB, took {grown / MIB:.0f} MiB"
+        assert expected == pytest.approx(grown, rel=0.15), took
+
+
+# Wide enough that what is counted outweighs what is not: indices, tables on the way, means of norms.
+TINY = DecoderConfig(640, 96, 224, 3, 6, 2, 16, 1e-5, 1 << 20, RopeConfig(16, 1 << 20))
+
+
+def allocated(profile: torch.profiler.profile, marks: list[str]) -> dict[str, tuple[int, int]]:
+    """Of each part of a profile (record_function): the most that was allocated in it beyond what was there before the
+    first, and what of it was left."""
+    assert profile.profiler is not None
+    events = profile.profiler.kineto_results.events()  # type: ignore[union-attr]
+    spans = {e.name(): (e.start_ns(), e.end_ns()) for e in events if e.name() in marks}
+    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+    found, now, done = {}, 0, 0
+    for name in marks:
+        peak = now
+        while done < len(changes) and changes[done][0] < spans[name][1]:
+            now += changes[done][1]
+            peak, done = max(peak, now), done + 1
+        found[name] = peak, now
+    return found
+
+
+def a_pass(config: Config, target: DecoderConfig) -> dict[str, tuple[int, int]]:
+    """Bytes allocated in the target's pass and in the draft's with its loss, on full rows of one piece each."""
+    model = build_decoder(target, torch.float32, "cpu")
+    for parameter in model.parameters():
+        parameter.fill_(0.01)
+    method, teacher = open_method(config, model), Teacher(model)
+    n_rows, length = config.train.micro_batch, config.data.seq_len
+    n_words = getattr(config.draft, "draft_vocab_size", None) or target.vocab_size
+    tokens = torch.arange(n_rows * length) % n_words  # all are labels
+    borders, keys = [i * length for i in range(n_rows + 1)], list(range(n_rows))
+    work = method.read(Batch(tokens, torch.ones_like(tokens).bool(), borders, keys))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        with torch.profiler.record_function("look"):
+            seen = teacher.look(work.batch.tokens, work.batch.borders, work.positions, method.needs)
+        with torch.profiler.record_function("loss"):
+            loss = method.draft(*method.arguments(work, seen, teacher), teacher.lm_head_VD, True)
+        with torch.profiler.record_function("backward"):
+            loss.sums.sum().backward()
+    return allocated(profile, ["look", "loss", "backward"])
+
+
+PASSES = {
+    "one chunk": {"draft": DRAFTS["longspec"]},
+    "several rows": {"draft": DRAFTS["longspec"] | {"noise": 1}, "train": {"micro_batch": 3}},
+    "rows within the window": {
+        "draft": DRAFTS["longspec"] | {"window": 96, "noise": 1},
+        "data": {"seq_len": 96},
+        "train": {"micro_batch": 12},
+    },
+    "several chunks": {"draft": DRAFTS["longspec"], "data": {"seq_len": 2 * ROW_CHUNK + 100}},
+    "a subset": {"draft": DRAFTS["longspec"], "data": {"seq_len": 3000, "query_share": 0.25}},
+    "few words": {"draft": DRAFTS["longspec"] | {"draft_vocab_size": 256, "final_norm": True}},
+    "linear chain": {"draft": DRAFTS["linear_chain"]},
+    "linear chain, a subset": {"draft": DRAFTS["linear_chain"], "data": {"seq_len": 3000, "query_share": 0.25}},
+    "silu chain": {"draft": DRAFTS["silu_chain"], "data": {"seq_len": 5000}},
+    "medusa": {"draft": DRAFTS["medusa"]},
+}
+
+
+@pytest.mark.parametrize("case", PASSES)
+def test_passes_allocate_what_is_estimated(case):
+    sections = PASSES[case]
+    train = {"micro_batch": 1, "precision": "fp32"} | sections.get("train", {})
+    config = a_config(**{**sections, "train": train | {"global_batch": train["micro_batch"]}})
+    found, expected = a_pass(config, TINY), estimate(config, TINY, n_ranks=1, gpu=False)
+    assert moment(expected, "target's pass") == pytest.approx(found["look"][0], rel=0.03)
+    assert moment(expected, "draft's pass and loss") == pytest.approx(found["loss"][0], rel=0.03)
+    # As if all activations stayed until the last gradient is there.
+    assert found["backward"][0] <= moment(expected, "draft's backward pass") <= 1.45 * found["backward"][0]
+
+
+@pytest.mark.parametrize("n_rows", [100, 2000])
+def test_the_loss_allocates_what_is_estimated(n_rows):
+    """Logits, the gradient that is kept and, in the backward pass, that gradient times the loss's."""
+    found = loss_peak_memory(n_rows, 64, 49152, n_heads=1)
+    chunk = loss_chunk(n_rows, 64, 49152, size=4, gpu=False)
+    assert chunk + 4 * 2 * n_rows * 64 == pytest.approx(found, rel=0.03)
+
+
+STATES = list(product(("fp32", "bf16"), (1, 2, 3), (False, True)))
+
+
+def test_drafts_under_zero_take_what_is_estimated(tmp_path, monkeypatch, start_ranks, finish_ranks):
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")  # freed memory goes back at once
+    finish_ranks(start_ranks(2, [{"states": STATES, "out": str(tmp_path / "grown")}], "ranks_memory.py"))
+    grown = [json.loads((tmp_path / f"grown-{rank}.json").read_text()) for rank in (0, 1)]
+    largest = 1024**2
+    n_weights = 4 * largest + 1024
+    for case, *of_ranks in zip(STATES, *grown, strict=True):
+        precision, stage, offload = case
+        found = draft_states(
+            n_weights, largest, bf16=precision == "bf16", stage=stage, offload=offload, n_ranks=2, gpu=False
+        )  # fmt: skip
+        most = max(found.between + found.forward, found.backward, found.update)
+        expected = sum(found.kept.values()) + found.host + most
+        assert of_ranks == pytest.approx([expected] * 2, rel=0.08), case
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_shards_of_a_target_divide(name):
+    target = TARGETS[name]
+    size = {n: estimate(a_config(target={"zero_stage": 3}), target, n, gpu=True) for n in (1, 2, 4, 8)}
+    kept = {n: found.kept["target's weights"] for n, found in size.items()}
+    whole = estimate(a_config(), target, 8, gpu=True).kept["target's weights"]
+    assert kept[1] == whole and kept[1] > kept[2] > kept[4] > kept[8]
+    ends = 2 * 2 * target.vocab_size * target.hidden_size + 2 * target.hidden_size  # embedding, head, norm
+    assert kept[8] - ends == pytest.approx((whole - ends) / 8, abs=8)
+    layer = (whole - ends) // target.n_layers
+    assert all(found.moments["target's pass"]["gathered layers"] == 2 * layer for found in size.values())
+    assert total(estimate(a_config(target={"zero_stage": 3}), target, 8, gpu=True)) < total(
+        estimate(a_config(), target, 8, gpu=True)
+    )
+
+
+def test_weights_are_those_of_the_models():
+    """Billions of parameters, as published; in bf16 two bytes each."""
+    sizes = {name: estimate(a_config(), target, 1, gpu=True).kept for name, target in TARGETS.items()}
+    published = {"llama3.1-8b": 8.03e9, "vicuna-7b": 6.74e9, "qwq-32b": 32.76e9}
+    for name, kept in sizes.items():
+        assert kept["target's weights"] == pytest.approx(2 * published[name], rel=0.002)
+    # LongSpec's block without the unused projections: 251.7 M parameters with Llama-3-8B.
+    assert sizes["llama3.1-8b"]["draft's weights"] == pytest.approx(2 * 251.7e6, rel=0.001)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_offload_takes_the_optimizer_to_the_host(stage):
+    there = estimate(a_config(train={"zero_stage": stage}), LLAMA, 8, gpu=True)
+    away = estimate(a_config(train={"zero_stage": stage, "offload_optimizer": True}), LLAMA, 8, gpu=True)
+    moments = there.kept["masters and moments"]
+    assert moments == pytest.approx(12 * 251.7e6 / 8, rel=0.001)
+    assert "masters and moments" not in away.kept and there.host == 0 and away.host > moments
+    on_a_cpu = estimate(a_config(train={"zero_stage": stage, "offload_optimizer": True}), LLAMA, 8, gpu=False)
+    assert on_a_cpu.kept["optimizer"] == away.host and on_a_cpu.host == 0
+
+
+def test_stages_of_zero_share_out_more_and_more():
+    """In bf16, at rest, without the buffer of a fixed size."""
+
+    def kept(stage: int, n_ranks: int) -> int:
+        found = draft_states(10**9, 10**8, bf16=True, stage=stage, offload=False, n_ranks=n_ranks, gpu=True)
+        return sum(found.kept.values()) - (4 * BUCKET if stage == 3 else 0)
+
+    assert kept(1, 8) > kept(2, 8) > kept(3, 8)
+    assert all(kept(stage, 1) > kept(stage, 2) > kept(stage, 8) for stage in (1, 2, 3))
+
+
+@pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_more_tokens_take_more_and_fewer_queries_less(name, draft):
+    def found(**data: float) -> Estimate:
+        return estimate(a_config(draft=DRAFTS[draft], data=data), TARGETS[name], 8, gpu=True)
+
+    # Not just above ROW_CHUNK: a pass of several chunks keeps less of each token.
+    lengths = [found(seq_len=length) for length in (256, 1024, 8192, 16384, 32768, 65536)]
+    for part in lengths[0].moments:
+        sizes = [moment(one, part) for one in lengths]
+        assert sizes == sorted(set(sizes)), part
+    shares = [found(seq_len=32768, query_share=share) for share in (1.0, 0.5, 0.25, 0.1)]
+    sizes = [moment(one, "draft's pass and loss") for one in shares]
+    assert sizes == sorted(sizes, reverse=True) and sizes[-1] < 0.8 * sizes[0]
+    assert len({moment(one, "target's pass") for one in shares}) == 1  # it reads all
+
+
+def test_query_subsets_bound_a_long_row():
+    """64K tokens with Llama-3.1-8B: of the block's activations an eighth of the queries leaves what all tokens need."""
+
+    def activations(share: float) -> int:
+        found = estimate(a_config(data={"seq_len": 65536, "query_share": share}), LLAMA, 8, gpu=True)
+        return found.moments["draft's pass and loss"]["draft's activations"]
+
+    assert activations(0.125) < 0.2 * activations(1.0)
+
+
+def test_ranks_that_share_a_row_divide_it():
+    def found(degree: int) -> Estimate:
+        train = {"sequence_parallel": degree, "micro_batch": 1}
+        return estimate(a_config(data={"seq_len": 65536}, train=train), LLAMA, 8, gpu=True)
+
+    alone, four = found(1), found(4)
+    assert four.moments["target's pass"]["hidden states"] * 4 == alone.moments["target's pass"]["hidden states"]
+    assert moment(four, "target's pass") < 0.4 * moment(alone, "target's pass")
+    keys = [one.moments["draft's pass and loss"]["last keys and values"] for one in (alone, four)]
+    assert keys[0] == keys[1] == 2 * 2 * 65536 * 8 * 128  # all tokens, on every rank
+    assert moment(four, "draft's pass and loss") < 0.5 * moment(alone, "draft's pass and loss")
+    with pytest.raises(ValueError, match=r"train\.sequence_parallel: 16 ranks cannot share the target's heads"):
+        estimate(a_config(train={"sequence_parallel": 16, "micro_batch": 1}), LLAMA, 16, gpu=True)
+
+
+def test_a_batch_that_does_not_divide_is_named():
+    with pytest.raises(ValueError, match=r"train\.global_batch: 64 rows do not divide into 3 ranks"):
+        estimate(a_config(), LLAMA, 3, gpu=True)
+
+
+def test_gradients_between_passes_and_decoding_count():
+    one = estimate(a_config(train={"global_batch": 32}), LLAMA, 8, gpu=True)
+    two = estimate(a_config(train={"global_batch": 64}), LLAMA, 8, gpu=True)
+    part = "gradients so far"
+    assert part not in one.moments["target's pass"] and two.moments["target's pass"][part] > 0
+    decoding = {"every": 100, "contexts": [32768], "new_tokens": 64}
+    cache = estimate(a_config(decoding=decoding), LLAMA, 8, gpu=True).moments["decoding"]["KV cache"]
+    assert 32 * 2 * 2 * 8 * 128 * 32832 <= cache <= 1.02 * 32 * 2 * 2 * 8 * 128 * 32832
+
+
+def test_r(smollm2):
+    """About 1.65 with SmolLM2's large vocabulary, about 1.25 with 8 billion parameters; less where less is computed."""
+
+    def r(target: DecoderConfig, **sections: dict) -> float:
+        return operations(a_config(**sections), target).r
+
+    assert r(smollm2, data={"seq_len": 64}) == pytest.approx(1.65, abs=0.03)
+    assert r(LLAMA) == pytest.approx(1.25, abs=0.03)
+    assert r(smollm2, draft={"draft_vocab_size": 16384}) < 1.35 < r(smollm2)
+    assert r(LLAMA, data={"query_share": 0.25}) < 1.10 < r(LLAMA)
+    for target in TARGETS.values():
+        assert all(1 < r(target, draft=draft) < 2 for draft in DRAFTS.values())
+        assert r(target, draft=DRAFTS["linear_chain"] | {"n_heads": 1}) < r(target, draft=DRAFTS["linear_chain"])
+
+
+def test_operations_by_hand():
+    """Two layers; LongSpec reads the second one's projection alone, and no token's own key of the target."""
+    target = replace(TINY, n_layers=2)
+    found = operations(a_config(data={"seq_len": 4}, draft={"window": 1, "noise": 1}), target)
+    d, heads, both, i, v = 96, 96, 160, 224, 640
+    layer = 2 * d * both + 2 * heads * d + 3 * 2 * d * i
+    assert found.target == (layer + 2 * d * both, 4 * heads * (1 + 2 + 3 + 4) / 4)
+    assert found.forward[0] == 2 * d * both + 3 * 2 * heads * d + 3 * 2 * d * i
+    assert found.forward[1] == pytest.approx(4 * heads * ((1 + 2 + 2 + 2) / 4 + (0 + 1 + 2 + 3) / 4))
+    assert found.head == (4 * d * v, 0)
+    assert mean_keys(4, None) == 2.5 and mean_keys(4, 2) == 1.75 and mean_keys(4, 9) == 2.5
+    longer = operations(a_config(data={"seq_len": 8}), target)
+    assert longer.target[0] == found.target[0] and longer.target[1] > found.target[1]  # attention grows with length
+
+
+def test_the_command_prints_a_table_for_each_stage(target_folder, capsys):
+    config = str(Path(__file__).resolve().parents[2] / "configs" / "longspec" / "smollm2.yaml")
+    command = [config, "--estimate", f"target.path={target_folder}", "draft.draft_vocab_size=50"]
+    assert start(command) == 0
+    printed = capsys.readouterr().out
+    for name in ("Stage short: ", "Stage long: ", "Stage sft: "):
+        assert printed.count(name) == 1
+    assert printed.count("at most") == printed.count("r, a step over the target's pass") == 3
+    kind = "GPU" if torch.cuda.is_available() else "CPU process"
+    assert f"on 1 {kind}; a pass of 1 x 4,096 tokens, 1 a step" in printed
+    assert start([*command, "--num-gpus", "8", "--stage", "sft", "train.global_batch=16"]) == 0
+    printed = capsys.readouterr().out
+    assert "Stage short" not in printed and "on 8 GPUs; a pass of 1 x 2,048 tokens, 2 a step" in printed
+    assert start([*command, "--num-gpus", "8"]) == 2
+    assert "train.global_batch: 1 rows do not divide into 8 ranks" in capsys.readouterr().err
+
+
+def test_a_targets_shape_is_read_without_its_weights(target_folder):
+    assert read_target_config(target_folder) == load_target(target_folder).model.config
+    with pytest.raises(ValueError, match="nowhere"):
+        read_target_config(target_folder / "nowhere")

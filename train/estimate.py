@@ -1,0 +1,52 @@
+"""`longdraft train --estimate`: what each stage of a config needs on one rank, printed before anything is loaded.
+
+Not here: how it is counted (memory.py, operations.py).
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from longdraft.models.decoder import DecoderConfig
+from longdraft.models.hf import read_target_config
+from longdraft.train import memory, operations
+from longdraft.train.config import accumulation
+from longdraft.train.curriculum import Stage
+
+
+def report(stages: Sequence[Stage], n_ranks: int | None = None, gpu: bool | None = None) -> str:
+    """Two tables a stage, of bytes and of operations, for one of `n_ranks` ranks.
+
+    Args:
+        n_ranks: all there are, on all machines; None: one for each GPU of this one, without any a single one.
+        gpu: a rank is a GPU, here or elsewhere; else a process on a CPU. None: as on this machine.
+
+    Raises: ValueError where a target cannot be read, or batch or heads do not divide among the ranks.
+    """
+    gpu = torch.cuda.is_available() if gpu is None else gpu
+    n_ranks = max(torch.cuda.device_count(), 1) if n_ranks is None else n_ranks
+    if n_ranks < 1:
+        raise ValueError(f"num_gpus: {n_ranks}; give at least 1")
+    targets: dict[tuple[str, str | None], DecoderConfig] = {}  # the metadata of a .gguf file take seconds
+    for target in (stage.config.target for stage in stages):
+        key = target.path, target.gguf_file
+        targets[key] = targets.get(key) or read_target_config(*key)
+    tables = [
+        _stage(stage, targets[stage.config.target.path, stage.config.target.gguf_file], n_ranks, gpu)
+        for stage in stages
+    ]
+    return "\n\n".join(tables)
+
+
+def _stage(stage: Stage, target: DecoderConfig, n_ranks: int, gpu: bool) -> str:
+    config = stage.config
+    bytes_table = memory.table(memory.estimate(config, target, n_ranks, gpu))
+    train, data = config.train, config.data
+    devices = f"{n_ranks} {'GPU' if gpu else 'CPU process'}{'' if n_ranks == 1 else 's' if gpu else 'es'}"
+    name = "" if stage.name is None else f"Stage {stage.name}: "
+    shared = f", {train.sequence_parallel} ranks a row" if train.sequence_parallel > 1 else ""
+    head = (
+        f"{name}{config.draft.method} for {config.target.path} in {train.precision} on {devices}{shared}; a pass of "
+        f"{train.micro_batch} x {data.seq_len:,} tokens, {accumulation(config, n_ranks)} a step, on each"
+    )
+    return "\n\n".join([head, bytes_table, operations.table(operations.operations(config, target))])

@@ -1,0 +1,278 @@
+"""What a run needs of memory, before anything is loaded: bytes on each rank's device, by what holds them and when.
+
+A step's peak is the largest of a few moments, each of which adds to what is there all the time. Counted is what the
+code allocates: models/decoder.py for the target's pass, models/drafts/ for the draft, kernels/ for attention and loss,
+zero_memory.py for DeepSpeed. On a CPU in fp32 this is measured (tests/train/test_memory.py); for a GPU it is arithmetic
+for bf16 with flash attention, fused norms and Liger's loss, without fragments of the allocator. Not here: operations
+(operations.py), what reading files takes while the target is loaded.
+Shapes: N tokens of a pass, end to end; n of them a rank's where ranks share rows; Q queries of the draft, M labels of a
+part, L tokens of a row; D hidden, F = H d the query heads' width, V vocabulary, E draft vocabulary.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from longdraft.kernels.causal_attention import BLOCK
+from longdraft.kernels.linear_cross_entropy import RANKED_ROWS_BESIDE_LIGER
+from longdraft.kernels.reference.linear_cross_entropy import rows_per_chunk
+from longdraft.models.decoder import Decoder, DecoderConfig
+from longdraft.models.draft_folder import DRAFTS
+from longdraft.models.drafts.longspec import LongSpecConfig
+from longdraft.models.drafts.tokenswift import TokenSwiftConfig
+from longdraft.train.config import Config, accumulation
+from longdraft.train.methods import QUERY_BLOCK
+from longdraft.train.sequence_parallel import check_heads
+from longdraft.train.teacher import ROW_CHUNK
+from longdraft.train.zero_memory import DraftStates, draft_states
+
+MIB = 2**20
+# What a process has beside tensors. On a CPU, after the imports: tokenizer, libraries' buffers, freed memory that the
+# allocator keeps (233 MiB with SmolLM2). On a GPU: CUDA's context, NCCL, workspaces of cuBLAS; a guess.
+PROCESS_CPU, PROCESS_GPU = 230 * MIB, 1536 * MIB
+# Logits of a loss chunk that exist at a time while ranks are counted, in fp32: the chunk's, the one's before it, what
+# summing truths makes (int64), and the truths.
+CHUNK_COPIES = 4.25
+# Rows of a pass in decoding (the engine's prefill), and rows beyond the text that its cache has.
+PREFILL, SLACK = 512, 256
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes on one rank's device: `kept` all the time; `moments`, what each adds; `process`, beside all tensors.
+    `host`: what the optimizer keeps on the host of a GPU."""
+
+    kept: dict[str, int]
+    moments: dict[str, dict[str, int]]
+    process: int
+    host: int
+
+    @property
+    def peak(self) -> tuple[str, int]:
+        """The largest moment, and all that is there then."""
+        name = max(self.moments, key=lambda name: sum(self.moments[name].values()))
+        return name, self.process + sum(self.kept.values()) + sum(self.moments[name].values())
+
+
+def estimate(config: Config, target: DecoderConfig, n_ranks: int, gpu: bool) -> Estimate:
+    """For one of `n_ranks` ranks, all rows being full and one piece each.
+
+    Args:
+        gpu: a rank is a GPU; else a process on a CPU.
+    Raises: ValueError where batch or heads do not divide among the ranks.
+    """
+    passes = accumulation(config, n_ranks)
+    check_heads(target, config.train.sequence_parallel)
+    run = _Run(config, target, gpu)
+    states = run.states(n_ranks)
+    between = {"gradients so far": states.between if passes > 1 else 0}
+    weights, gathered = run.target_weights(n_ranks)
+    n_tokens = config.train.micro_batch * config.data.seq_len
+    seen, kept, top, loss = run.seen(n_tokens), *run.draft(n_tokens)
+    whole = {"whole weights": states.forward}
+    moments = {
+        "target's pass": gathered | run.target_pass(n_tokens) | between,
+        "draft's pass and loss": seen | kept | whole | loss | between,
+        "draft's backward pass": seen | kept | {"gradients of activations": top, "gradients": states.backward},
+        "sums over ranks, and the step": seen | {"gradients": states.update},
+        "held-out row": run.heldout(gathered) | whole,
+    }
+    if config.decoding.every:
+        moments["decoding"] = gathered | run.decoding()
+    host = {"optimizer": states.host} if not gpu and states.host else {}
+    moments = {name: {part: n for part, n in parts.items() if n} for name, parts in moments.items()}
+    return Estimate(
+        {"target's weights": weights} | states.kept | host,
+        moments,
+        PROCESS_GPU if gpu else PROCESS_CPU,
+        states.host if gpu else 0,
+    )
+
+
+class _Run:
+    """The sizes of a run's parts, in bytes."""
+
+    def __init__(self, config: Config, target: DecoderConfig, gpu: bool):
+        self.config, self.target, self.gpu = config, target, gpu
+        self.size = 2 if config.train.precision == "bf16" else 4
+        self.shape: Any = config.draft.network(target)
+        t, d = target, target.head_dim
+        self.heads, self.qk, self.kv = t.n_heads * d, (t.n_heads + t.n_kv_heads) * d, 2 * t.n_kv_heads * d
+        self.qkv = self.heads + self.kv
+        self.norm = 1 if gpu else 2  # copies that a norm keeps for its gradient: on a CPU also before its weight
+
+    def own(self, n_tokens: int) -> int:
+        """n of N."""
+        return -(-n_tokens // self.config.train.sequence_parallel)
+
+    def states(self, n_ranks: int) -> DraftStates:
+        train = self.config.train
+        sizes = _sizes(DRAFTS[self.config.draft.method][1], self.shape)
+        return draft_states(
+            sum(sizes), max(sizes),
+            bf16=train.precision == "bf16", stage=train.zero_stage, offload=train.offload_optimizer,
+            n_ranks=n_ranks, gpu=self.gpu,
+        )  # fmt: skip
+
+    def target_weights(self, n_ranks: int) -> tuple[int, dict[str, int]]:
+        """What is there all the time, and what a pass gathers of a sharded target: a layer, and the next one."""
+        with torch.device("meta"):
+            model = Decoder(self.target)
+        whole, layer = _count(model), _count(model.layers[0])
+        if self.config.target.zero_stage != 3:
+            return self.size * whole, {}
+        layers = self.target.n_layers * layer
+        return round(self.size * (whole - layers + layers / n_ranks)), {"gathered layers": 2 * self.size * layer}
+
+    def target_pass(self, n_tokens: int) -> dict[str, int]:
+        """The largest of projections, attention and feed-forward of one layer."""
+        t, n = self.target, self.own(n_tokens)
+        shared = n < n_tokens
+        # Of a pass in one chunk q, k and v are views of what the projection and the rotation gave; else copies.
+        single = n <= ROW_CHUNK
+        held = self.qkv + self.qk if single else self.qkv
+        made = self.qkv + 3 * self.qk if single else 2 * self.qkv + self.qk
+        exchanged = 2 * self.qkv if shared else 0
+        stages = (
+            {"q, k, v": (held + made) * n},  # the layer before still has its own
+            {"q, k, v": held * n, "attention": (self.heads * (1 if self.gpu else 2) + exchanged) * n},
+            {
+                "q, k, v": held * n,
+                "attention": self.heads * n,
+                "feed-forward": min(n, ROW_CHUNK) * (2 * t.hidden_size + 3 * t.intermediate_size),
+            },
+        )
+        largest = max(stages, key=lambda stage: sum(stage.values()))
+        base = {"hidden states": t.hidden_size * n, "positions": 3 * t.head_dim * n // 2}
+        return self._bytes(base | largest)
+
+    def seen(self, n_tokens: int) -> dict[str, int]:
+        """What the draft reads of the target, and the tokens' embeddings."""
+        t = self.target
+        if not isinstance(self.shape, LongSpecConfig):
+            return self._bytes({"target's states": t.hidden_size * self.own(n_tokens)})
+        whole = self.config.train.sequence_parallel == 1 and n_tokens <= ROW_CHUNK  # see `target_pass`
+        kv = (self.qkv + self.qk if whole else self.kv) * n_tokens
+        return self._bytes({"last keys and values": kv, "embeddings": t.hidden_size * n_tokens})
+
+    def draft(self, n_tokens: int) -> tuple[dict[str, int], int, dict[str, int]]:
+        """What the draft keeps for its gradient; what its first steps back add; and what the loss adds."""
+        share, d = self.config.data.query_share, self.target.hidden_size
+        n = self.own(n_tokens)
+        n_queries = round(share * n)
+        if isinstance(self.shape, LongSpecConfig):
+            kept, n_parts = self._longspec(n_tokens, n_queries), 1
+            top = n_queries * (2 * d + 2 * self.target.intermediate_size)
+        else:
+            kept, n_parts = {"draft's activations": self._head() * self.shape.n_heads * n}, self.shape.n_heads
+            top = 4 * d * n
+        return self._bytes(kept), self.size * top, self._loss(n_queries, n_parts)
+
+    def _longspec(self, n_tokens: int, n_queries: int) -> dict[str, int]:
+        t, n_all = self.target, 0
+        subset = n_queries < n_tokens
+        per_query = self.qk + t.hidden_size if subset else self.qkv + self.qk
+        if subset:  # the block's own keys and values of all tokens
+            n_all = self.norm * t.hidden_size + self.kv + self.kv // 2
+        norms = 3 + self.shape.final_norm
+        outputs = self.heads * (3 if self.gpu else 4)
+        per_query += (norms * self.norm + 3) * t.hidden_size + self.heads + outputs + 4 * t.intermediate_size
+        masks = 0 if self.gpu else self._masks(n_queries, subset)
+        return {"draft's activations": n_all * n_tokens + per_query * n_queries, "attention masks": masks}
+
+    def _masks(self, n_queries: int, subset: bool) -> int:
+        """Numbers in the masks that a CPU's attention keeps (kernels/causal_attention.py)."""
+        length, window = self.config.data.seq_len, self.shape.window
+        if subset:
+            return n_queries * (min(length, QUERY_BLOCK + window) + length // 2)
+        if length <= window + 1:
+            return 0
+        return self.config.train.micro_batch * BLOCK * (min(length, BLOCK) + min(length, BLOCK + window))
+
+    def _head(self) -> int:
+        """Numbers a token that one head keeps."""
+        d = self.target.hidden_size
+        linear = isinstance(self.shape, TokenSwiftConfig) and self.shape.kind == "linear_chain"
+        return (2 * self.norm + 1) * d if linear else 2 * d
+
+    def _loss(self, n_labels: int, n_parts: int) -> dict[str, int]:
+        """States with labels and the gradient of each part's; logits; a restricted LM head."""
+        d, restricted = self.target.hidden_size, getattr(self.shape, "draft_vocab_size", None)
+        n_words = restricted or self.target.vocab_size
+        states = self._bytes({"states in the loss": (2 + n_parts) * n_labels * d, "LM head": (restricted or 0) * d})
+        return states | {"logits": loss_chunk(n_labels, d, n_words, self.size, self.gpu)}
+
+    def heldout(self, gathered: Mapping[str, int]) -> dict[str, int]:
+        """One row whole, without gradient: the larger of the target's pass and the draft's."""
+        t, length = self.target, self.config.data.seq_len
+        n = self.own(length)
+        first = dict(gathered) | self.target_pass(length)
+        if isinstance(self.shape, LongSpecConfig):
+            block = self.qkv + self.qk + 4 * self.heads + 3 * t.hidden_size + 4 * t.intermediate_size
+        else:
+            block = (self.shape.n_heads + 3) * t.hidden_size
+        second = self.seen(length) | self._bytes({"post-norm states": t.hidden_size * length})
+        loss = self._loss(n, 0)
+        inner = max({"draft's activations": self.size * block * n}, loss, key=lambda parts: sum(parts.values()))
+        return max(first, second | inner, key=lambda parts: sum(parts.values()))
+
+    def decoding(self) -> dict[str, int]:
+        """One prompt of the longest context (train/evaluate.py), with a copy of the draft."""
+        t, section = self.target, self.config.decoding
+        rows = max(section.contexts) + section.new_tokens + SLACK
+        return self._bytes(
+            {
+                "draft's copy": sum(_sizes(DRAFTS[self.config.draft.method][1], self.shape)),
+                "KV cache": t.n_layers * self.kv * rows,
+                "passes": PREFILL * (self.qkv + 3 * self.qk + 3 * t.hidden_size + 3 * t.intermediate_size),
+            }
+        )
+
+    def _bytes(self, numbers: dict[str, int]) -> dict[str, int]:
+        return {name: self.size * n for name, n in numbers.items()}
+
+
+def loss_chunk(n_labels: int, hidden_size: int, n_words: int, size: int, gpu: bool) -> int:
+    """Bytes of the logits, and what is made of them, that exist at a time in the loss of one part, ranks counted.
+
+    Chunks of plain PyTorch (kernels/reference/linear_cross_entropy.py); on a GPU Liger's, as many rows as hold about
+    n_labels x hidden_size numbers, and PyTorch's for the rows whose ranks are counted.
+    """
+    counted = min(n_labels, RANKED_ROWS_BESIDE_LIGER) if gpu else n_labels
+    rows = min(counted, rows_per_chunk(n_words))
+    before = 1 if counted > rows else 0
+    chunks = round(rows * n_words * (4 * (CHUNK_COPIES - 1 + before) + (2 if size == 2 else 0)))
+    if not gpu:
+        return chunks
+    rows = -(-n_labels // -(-n_words // hidden_size))
+    return max(chunks, min(n_labels, 1 << (rows - 1).bit_length()) * n_words * size)
+
+
+def _sizes(network: type[nn.Module], shape: Any) -> list[int]:
+    """Numbers in each of its weights."""
+    with torch.device("meta"):
+        return [parameter.numel() for parameter in network(shape).parameters()]
+
+
+def _count(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def table(found: Estimate) -> str:
+    """For people, a line a part, in MiB or GiB."""
+    name, peak = found.peak
+    unit, word = (2**30, "GiB") if peak >= 2**33 else (MIB, "MiB")
+    digits = 2 if unit > MIB else 0
+
+    def line(title: str, n_bytes: int) -> str:
+        return f"{title:34}{n_bytes / unit:10,.{digits}f}"
+
+    lines = [f"{'':34}{word:>10}"]
+    sections = {"all the time": found.kept} | {f"+ {moment}": parts for moment, parts in found.moments.items()}
+    for title, parts in sections.items():
+        lines += [line(title, sum(parts.values())), *(line(f"    {part}", n_bytes) for part, n_bytes in parts.items())]
+    lines += [line("the process itself", found.process), f"{line('at most', peak)}  in: {name}"]
+    return "\n".join([*lines, line("and on the host", found.host)] if found.host else lines)

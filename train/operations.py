@@ -1,0 +1,86 @@
+"""What a step of training computes, against the target's pass that it cannot do without: operations a token, and r.
+
+r is the whole step over the target's pass as far as the method reads it, for LongSpec up to the last layer's keys and
+values; no step can be faster than that pass, and at equal speed of all parts it takes r times as long. A multiplication
+and an addition count as two operations; norms, rotations and the optimizer as none. Not here: bytes (memory.py), time.
+Shapes: L tokens of a row, one piece; D hidden, F the query heads' width, I feed-forward, V words that are proposed.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from longdraft.models.decoder import DecoderConfig
+from longdraft.models.drafts.longspec import LongSpecConfig
+from longdraft.train.config import Config
+
+# Of a product's forward: the gradients of its input and of its weight. Of attention's: the scores once more, and the
+# gradients of weights, queries, keys and values.
+BACKWARD_PRODUCT, BACKWARD_ATTENTION = 2.0, 2.5
+
+
+@dataclass(frozen=True)
+class Operations:
+    """Operations for a token of a row, each as (products, attention); the head's products are for the labels."""
+
+    target: tuple[float, float]
+    forward: tuple[float, float]
+    backward: tuple[float, float]
+    head: tuple[float, float]
+
+    @property
+    def r(self) -> float:
+        parts = (self.target, self.forward, self.backward, self.head)
+        return sum(sum(part) for part in parts) / sum(self.target)
+
+
+def operations(config: Config, target: DecoderConfig) -> Operations:
+    """Of a row of data.seq_len tokens that are one piece and, as far as queries go, all labels: short pieces have less
+    of attention, answers alone less of the LM head."""
+    t, length, share = target, config.data.seq_len, config.data.query_share
+    shape: Any = config.draft.network(target)
+    d, heads, kv = t.hidden_size, t.n_heads * t.head_dim, 2 * t.n_kv_heads * t.head_dim
+    project, output, gated = 2 * d * (heads + kv), 2 * heads * d, 6 * d * t.intermediate_size
+    windows = t.sliding_windows or (None,) * t.n_layers
+    is_block = isinstance(shape, LongSpecConfig)
+    whole = t.n_layers - 1 if is_block else t.n_layers  # layers that run to their end
+    reads = sum(mean_keys(length, window) for window in windows[:whole])
+    seen = whole * (project + output + gated) + (t.n_layers - whole) * project, 4 * heads * reads
+    n_words = getattr(shape, "draft_vocab_size", None) or t.vocab_size
+    if is_block:
+        # A subset of queries: keys and values of all tokens, apart from the projection of these.
+        products = share * (project + 3 * output + gated) + (2 * d * kv if share < 1 else 0)
+        later = mean_keys(length, None) - (1 + shape.noise) / 2  # a query reads up to its noise shift before it
+        attention = share * 4 * heads * (mean_keys(length, shape.window + 1) + max(later, 0.0))
+    else:
+        products, attention = 2 * d * d * shape.n_heads, 0.0  # of all tokens, whichever have a label
+    labels = share * (1 if is_block else shape.n_heads)
+    return Operations(
+        target=seen,
+        forward=(products, attention),
+        backward=(BACKWARD_PRODUCT * products, BACKWARD_ATTENTION * attention),
+        head=(labels * 4 * d * n_words, 0.0),  # logits, and the gradient of their input; the LM head is frozen
+    )
+
+
+def mean_keys(length: int, window: int | None) -> float:
+    """How many keys a token of a piece reads on average, itself and what comes before it within the window."""
+    seen = min(length, window or length)
+    return (seen * (seen + 1) / 2 + (length - seen) * seen) / length
+
+
+def table(found: Operations) -> str:
+    """For people, millions of operations a token, a line a part."""
+    parts = {
+        "target's pass, as far as it is read": found.target,
+        "draft, forward": found.forward,
+        "draft, backward": found.backward,
+        "LM head and loss": found.head,
+    }
+    lines = [f"{'millions of operations a token':38}{'products':>10}{'attention':>11}{'sum':>10}{'share':>8}"]
+    total = sum(found.target)
+    for name, part in parts.items():
+        products, attention = part
+        lines.append(
+            f"{name:38}{products / 1e6:10,.1f}{attention / 1e6:11,.1f}{sum(part) / 1e6:10,.1f}{sum(part) / total:8.3f}"
+        )
+    return "\n".join([*lines, f"{f'r, a step over the target{chr(39)}s pass':69}{found.r:8.3f}"])
