@@ -1,11 +1,15 @@
 """LongSpec's recipes against Appendix E of its paper (arXiv 2502.17421)."""
 
+import re
 from pathlib import Path
 
 import pytest
 
+from longdraft.models.decoder import DecoderConfig
+from longdraft.models.rope import RopeConfig
 from longdraft.train.config import accumulation, resolved
 from longdraft.train.curriculum import load_stages
+from longdraft.train.memory import estimate
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "longspec"
 # Longest rows, and how far Anchor-Offset positions go: never beyond the target's own.
@@ -43,6 +47,32 @@ def test_appendix_e(name):
         assert accumulation(config, 8) * 8 * config.train.micro_batch == config.train.global_batch
         steps = resolved(config, n_rows=config.train.global_batch * 200)
         assert (steps.train.steps, steps.optimizer.warmup_steps) == (200, 20)
+
+
+# As in config.json: vocabulary, hidden size, feed-forward, layers, heads, key/value heads, positions.
+SHAPES = {
+    "vicuna-7b": (32000, 4096, 11008, 32, 32, 32, 16384),
+    "vicuna-13b": (32000, 5120, 13824, 40, 40, 40, 16384),
+    "longchat-7b": (32000, 4096, 11008, 32, 32, 32, 32768),
+    "longchat-13b": (32000, 5120, 13824, 40, 40, 40, 16384),
+    "llama3.1-8b": (128256, 4096, 14336, 32, 32, 8, 131072),
+    "qwq-32b": (152064, 5120, 27648, 64, 40, 8, 32768),
+}
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_eight_gpus_of_80_gb_are_enough(name):
+    """What the comment says is what is counted, and leaves a tenth for the allocator's fragments."""
+    path, (*sizes, positions) = CONFIGS / f"{name}.yaml", SHAPES[name]
+    target = DecoderConfig(*sizes, 128, 1e-5, positions, RopeConfig(128, positions))
+    assert positions >= max(PAPER[name])
+    said = re.search(r"at most (\d+), (\d+) and (\d+) GiB a GPU", path.read_text())
+    assert said is not None
+    for stage, number in zip(load_stages(path), said.groups(), strict=True):
+        peak = estimate(stage.config, target, n_ranks=8, gpu=True).peak[1]
+        assert peak / 2**30 == pytest.approx(float(number), abs=1.0)
+        assert peak < 0.9 * 80e9
+        assert stage.config.train.micro_batch * stage.config.data.seq_len == 32768
 
 
 def test_smollm2_goes_through_all_stages():
