@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with stop_signals() as stop:
         # Here, not above: a signal during the seconds of import must find its handler in place.
         from longdraft.train.curriculum import load_stages, run
-        from longdraft.train.loop import TrainingError
+        from longdraft.train.engine import TrainingError
 
         try:
             run(load_stages(args.config, args.overrides, args.stage, args.from_draft), stop)

@@ -20,7 +20,8 @@ from longdraft.train import state
 from longdraft.train.config import Config, config_from_dict, read_yaml
 from longdraft.train.engine import Ranks, join_ranks, leave_ranks
 from longdraft.train.export import export
-from longdraft.train.loop import open_target, train
+from longdraft.train.loop import train
+from longdraft.train.opening import open_target
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """DeepSpeed around the draft: the ranks, the optimizer, one step. The frozen target never enters the engine.
 
 Ranks wait for one another in `Ranks.control`, on the CPU and as long as TIMEOUT. Not here: what a step computes
-(train/loop.py), checkpoint folders (train/state.py), other numbers of ranks (train/elastic.py).
+(train/step.py), checkpoint folders (train/state.py), other numbers of ranks (train/elastic.py).
 """
 
 import errno
@@ -62,6 +62,11 @@ class Ranks:
     def first(self) -> bool:
         return self.rank == 0
 
+    def say(self, line: str) -> None:
+        """Prints a line once, whichever rank has it to say."""
+        if self.first:
+            print(line, flush=True)
+
     def sum(self, numbers: Sequence[float]) -> list[float]:
         """Element-wise sum over the ranks."""
         values = torch.tensor(numbers, dtype=torch.float64)
@@ -113,7 +118,7 @@ class Ranks:
 def join_ranks() -> Ranks:
     """Enters the process group that the launcher describes in the environment; without a launcher, a group of one.
 
-    CPU threads are shared out among the ranks of a machine unless OMP_NUM_THREADS says otherwise.
+    CPU threads are shared out among the ranks of a machine unless OMP_NUM_THREADS says how many a rank has.
     """
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # DeepSpeed's calls
@@ -121,11 +126,10 @@ def join_ranks() -> Ranks:
         os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_SIZE": "1"}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     local_rank = int(os.environ["LOCAL_RANK"])
-    if "OMP_NUM_THREADS" not in os.environ:
-        local_size = int(os.environ.get("LOCAL_SIZE", os.environ["WORLD_SIZE"]))
-        torch.set_num_threads(
-            max(1, min(psutil.cpu_count(logical=False) or 1, len(os.sched_getaffinity(0))) // local_size)
-        )
+    local_size = int(os.environ.get("LOCAL_SIZE", os.environ["WORLD_SIZE"]))
+    cores = min(psutil.cpu_count(logical=False) or 1, len(os.sched_getaffinity(0)))
+    wanted = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]  # a list is for nested regions
+    torch.set_num_threads(int(wanted) if wanted.isdigit() else max(1, cores // local_size))
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.set_device(local_rank)

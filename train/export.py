@@ -21,8 +21,8 @@ from longdraft.models.hf import Target, load_target
 from longdraft.train import state, vllm_medusa
 from longdraft.train.batches import Place, read_batch
 from longdraft.train.config import Config, LongSpecSection, to_dict
-from longdraft.train.loop import DTYPES, open_rows
 from longdraft.train.methods import plain_positions
+from longdraft.train.opening import DTYPES, open_rows
 from longdraft.train.vllm_medusa import VllmMedusa
 from longdraft.train.vocabulary import frequent_tokens
 

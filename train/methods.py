@@ -2,7 +2,7 @@
 
 Everything a pass needs is made on the CPU from (config, piece) alone: offsets, noise shifts and subsets of queries are
 drawn by the key of each document piece, so packing, ranks and resumption change nothing. Not here: networks and their
-loss (models/drafts/), the step (loop.py).
+loss (models/drafts/), the step (step.py).
 Shapes: N tokens end to end, D hidden, P parts of the loss, R rows.
 """
 

@@ -123,6 +123,7 @@ def save(engine: DraftEngine, run_dir: str | Path, step: int, extra: dict[str, A
     def finish() -> None:
         sizes = {file.name: file.stat().st_size for file in sorted(temporary.iterdir())}
         content = {"step": step, "world_size": ranks.world_size, "files": sizes, "config": to_dict(engine.config)}
+        content["threads"] = torch.get_num_threads() if ranks.device.type == "cpu" else None
         (temporary / STATE).write_text(json.dumps(content | {"extra": extra}, indent=1), encoding="utf-8")
         _sync(temporary / STATE)
         _sync(temporary)
@@ -285,17 +286,19 @@ def find(run_dir: str | Path, ranks: Ranks, patience_s: float = LAG_S) -> tuple[
 
 def load(engine: DraftEngine, folder: Path, state: dict[str, Any]) -> None:
     """Puts weights and optimizer back as they were; all ranks call it. There may be more or fewer of them than saved
-    the checkpoint.
+    the checkpoint. On CPUs as many threads go on as began: how a sum is shared out shows in its last bits.
 
     Raises:
         ValueError, TrainingError: the checkpoint is of another number of ranks and cannot be converted.
     """
-    saved_by, ranks = state["world_size"], engine.ranks
+    saved_by, ranks, threads = state["world_size"], engine.ranks, state.get("threads")
+    if threads is not None and ranks.device.type == "cpu" and threads != torch.get_num_threads():
+        ranks.say(f"Threads of a rank: {threads}, as the run began with, not {torch.get_num_threads()}")
+        torch.set_num_threads(threads)
     if saved_by == ranks.world_size:
         engine.read(folder)
         return
-    if ranks.first:
-        print(f"{folder} was saved by {saved_by} ranks; it is converted for {ranks.world_size}", flush=True)
+    ranks.say(f"{folder} was saved by {saved_by} ranks; it is converted for {ranks.world_size}")
     if state["step"]:  # before the first step there is nothing but what the seed gives
         elastic.load(engine, folder, saved_by)
     weights = engine.weights()

@@ -1,6 +1,6 @@
 """Where a run's numbers go: run_dir/metrics.jsonl always, W&B when it is on. Rank 0 alone holds a tracker.
 
-Not here: what is measured (train/loop.py), plots.
+Not here: what is measured (train/step.py), plots.
 """
 
 import json

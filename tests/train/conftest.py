@@ -171,13 +171,13 @@ def finish_ranks() -> Callable[[Sequence[subprocess.Popen]], str]:
 
 
 @contextmanager
-def _no_launcher() -> Iterator[None]:
+def _no_launcher(threads: int = 1) -> Iterator[None]:
     """An environment without what a launcher says, and afterwards without what a rank alone puts there."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT"):
             patch.setenv(name, "")  # to be put back as it was
             patch.delenv(name)
-        patch.setenv("OMP_NUM_THREADS", "1")
+        patch.setenv("OMP_NUM_THREADS", str(threads))
         yield
 
 
@@ -200,9 +200,9 @@ def alone() -> Iterator[Ranks]:
 def train_command() -> Callable[..., tuple[int, str]]:
     """`train_command(config, ...)` is launch/train.py in this process: its status, and all that it printed."""
 
-    def call(*arguments: object) -> tuple[int, str]:
+    def call(*arguments: object, threads: int = 1) -> tuple[int, str]:
         printed = StringIO()
-        with _no_launcher(), redirect_stdout(printed), redirect_stderr(printed):
+        with _no_launcher(threads), redirect_stdout(printed), redirect_stderr(printed):
             status = main([str(argument) for argument in arguments])
         if is_initialized():  # what went wrong has not left
             destroy_process_group()

@@ -16,7 +16,8 @@ import torch
 from longdraft.models.hf import Target, load_target
 from longdraft.train.config import load_config
 from longdraft.train.engine import join_ranks, leave_ranks
-from longdraft.train.loop import DTYPES, train
+from longdraft.train.loop import train
+from longdraft.train.opening import DTYPES
 
 
 @lru_cache(maxsize=2)

@@ -25,7 +25,8 @@ from longdraft.models.hf import Target, load_target
 from longdraft.train import elastic, state
 from longdraft.train.config import load_config
 from longdraft.train.engine import DraftEngine, TrainingError, join_ranks, leave_ranks
-from longdraft.train.loop import DTYPES, train
+from longdraft.train.loop import train
+from longdraft.train.opening import DTYPES
 
 
 @lru_cache(maxsize=2)

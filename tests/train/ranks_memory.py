@@ -26,7 +26,8 @@ from longdraft.models.hf import Target
 from longdraft.train.batches import epoch_order
 from longdraft.train.config import Config, load_config
 from longdraft.train.engine import DraftEngine, Ranks, join_ranks, leave_ranks
-from longdraft.train.loop import open_run, open_target, train_step
+from longdraft.train.opening import open_run, open_target
+from longdraft.train.step import train_step
 
 WIDTH, MATRICES, PASSES, STEPS = 1024, 4, 2, 2
 PAGE = os.sysconf("SC_PAGE_SIZE")

@@ -20,7 +20,7 @@ from longdraft.models.hf import load_target
 from longdraft.train import state
 from longdraft.train.config import config_from_dict, load_config, to_dict
 from longdraft.train.export import export, largest_difference
-from longdraft.train.loop import DTYPES
+from longdraft.train.opening import DTYPES
 from longdraft.train.tracking import read_metrics
 from longdraft.train.vocabulary import frequent_tokens
 

@@ -26,7 +26,8 @@ from longdraft.train import state
 from longdraft.train.config import load_config
 from longdraft.train.engine import TIMEOUT, TrainingError
 from longdraft.train.launcher import RANK_MARK, _explain
-from longdraft.train.loop import open_run, train
+from longdraft.train.loop import train
+from longdraft.train.opening import open_run
 from longdraft.train.tracking import read_metrics
 
 STEPS = 24

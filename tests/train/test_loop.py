@@ -19,7 +19,8 @@ from longdraft.train import state
 from longdraft.train.batches import step_rows
 from longdraft.train.config import OptimizerSection, load_config
 from longdraft.train.engine import TrainingError, learning_rate, parameter_groups
-from longdraft.train.loop import DTYPES, open_rows, train
+from longdraft.train.loop import train
+from longdraft.train.opening import DTYPES, open_rows
 from longdraft.train.teacher import Teacher
 from longdraft.train.tracking import Tracker, read_metrics, wandb_mode
 

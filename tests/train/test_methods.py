@@ -16,8 +16,9 @@ from longdraft.train.batches import Batch, Place, draws, piece_key, read_batch
 from longdraft.train.config import load_config
 from longdraft.train.engine import DraftEngine
 from longdraft.train.heldout import evaluate
-from longdraft.train.loop import measure, open_run, train_step
 from longdraft.train.methods import QUERY_BLOCK, open_method
+from longdraft.train.opening import open_run
+from longdraft.train.step import measure, train_step
 from longdraft.train.teacher import Teacher
 
 BLOCK = ["draft.method=longspec", "draft.window=6", "draft.noise=4", "draft.final_norm=true"]

@@ -1,0 +1,155 @@
+"""A run before its first step: data checked, target and draft loaded, the engine around the draft.
+
+Not here: the steps (loop.py), what continues a run (state.py).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from longdraft.data_prep.shards import ShardSet
+from longdraft.models.draft_folder import Draft, load_draft
+from longdraft.models.drafts.longspec import LongSpec
+from longdraft.models.hf import Target, load_target
+from longdraft.train.config import Config, LongSpecSection
+from longdraft.train.engine import DraftEngine, Ranks, make_deterministic
+from longdraft.train.evaluate import Evaluator
+from longdraft.train.methods import Method, open_method
+from longdraft.train.sequence_parallel import SequenceParallel, check_heads, sequence_group
+from longdraft.train.sharding import load_sharded_target, whole_layers
+from longdraft.train.teacher import Teacher
+from longdraft.train.vocabulary import frequent_tokens
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+# Reading more bytes than these takes long enough to say so.
+TOLD_ABOVE = 10**9
+
+
+@dataclass
+class Run:
+    """Everything open during training; `step` counts the steps done, `skipped` what was left out for a loss (a pass) or
+    a gradient (a step) that was no number, `heldout` is the latest evaluation; `decoding` is there where the config
+    asks for it."""
+
+    config: Config
+    ranks: Ranks
+    method: Method
+    engine: DraftEngine
+    teacher: Teacher
+    rows: ShardSet
+    heldout_rows: ShardSet
+    decoding: Evaluator | None = None
+    step: int = 0
+    skipped: int = 0
+    heldout: dict[str, Any] = field(default_factory=dict)
+    wandb_id: str | None = None
+
+
+def open_target(config: Config, ranks: Ranks) -> Target:
+    """The run's frozen target: a copy on this rank's device, or this rank's share of it."""
+    path, dtype, gguf_file = config.target.path, DTYPES[config.train.precision], config.target.gguf_file
+    if config.target.zero_stage == 3:
+        return load_sharded_target(path, dtype, ranks, gguf_file=gguf_file)
+    return load_target(path, dtype, ranks.device, gguf_file=gguf_file)
+
+
+def open_run(config: Config, ranks: Ranks, target: Target | None = None) -> Run:
+    """Opens data, target, draft and engine as they are before the first step."""
+    train = config.train
+    if train.deterministic:
+        make_deterministic()
+    target = target or open_target(config, ranks)
+    rows, heldout_rows = (open_rows(config, split, target) for split in ("train", "heldout"))
+    verify_shards([rows, heldout_rows], ranks)
+    decoding = Evaluator(config, target, heldout_rows, ranks) if config.decoding.every else None
+    start = None if config.draft.start_from is None else load_draft(config.draft.start_from, target)
+    with whole_layers(target.model, 0, -1):  # a warm start reads them
+        method = open_method(config, target.model, _draft_vocabulary(config, start, rows, target))
+    if start is not None:
+        begin_with(method, start, config.draft.start_from)
+    parallel = None
+    if train.sequence_parallel > 1:
+        check_heads(target.model.config, train.sequence_parallel)
+        parallel = SequenceParallel(target.model.config, sequence_group(train.sequence_parallel))
+    engine = DraftEngine(config, method.draft, ranks)
+    return Run(config, ranks, method, engine, Teacher(target.model, parallel), rows, heldout_rows, decoding)
+
+
+def begin_with(method: Method, start: Draft, folder: str | None) -> None:
+    """Puts the weights of another draft into the network.
+
+    Raises:
+        ValueError: it is of another method or another shape than the config's.
+    """
+    ours = getattr(method.draft, "config", None)
+    if type(start) is not type(method.draft) or start.config != ours:
+        raise ValueError(
+            f"draft.start_from: {folder} holds {start.config}, but this run trains {ours}; set the draft section alike"
+        )
+    method.draft.load_state_dict(start.state_dict())
+
+
+def _draft_vocabulary(config: Config, start: Draft | None, rows: ShardSet, target: Target) -> torch.Tensor | None:
+    """Token ids of a restricted vocabulary: the draft's that training begins with, else the data's most frequent."""
+    if not isinstance(config.draft, LongSpecSection) or config.draft.draft_vocab_size is None:
+        return None
+    if isinstance(start, LongSpec) and start.config.draft_vocab_size == config.draft.draft_vocab_size:
+        return start.token_ids
+    vocab_size = target.model.config.vocab_size
+    return frequent_tokens(rows, vocab_size, config.draft.draft_vocab_size, target.eos_token_ids)
+
+
+def open_rows(config: Config, split: str, target: Target) -> ShardSet:
+    """A split of the prepared folder; raises ValueError where it was made for other rows or another tokenizer."""
+    rows = ShardSet(Path(config.data.path) / split)
+    if rows.manifest["seq_len"] != config.data.seq_len:
+        raise ValueError(
+            f"data.seq_len: {config.data.seq_len}, but {rows.folder} has rows of {rows.manifest['seq_len']} tokens; "
+            f"set data.seq_len={rows.manifest['seq_len']} or prepare with --seq-len {config.data.seq_len}"
+        )
+    own, given = rows.manifest["tokenizer_sha256"], target.fingerprint["tokenizer"]
+    if own != given:
+        raise ValueError(
+            f"data.path: {rows.folder} was prepared with the tokenizer {own}, but {target.name}'s is {given}; "
+            f"prepare it with --target {config.target.path}"
+        )
+    if not len(rows):
+        raise ValueError(f"data.path: {rows.folder} has no rows; prepare more text")
+    limit = target.model.config.max_positions
+    for name, value in (("data.seq_len", config.data.seq_len), ("data.max_position", config.data.max_position or 0)):
+        if value > limit:
+            raise ValueError(f"{name}: {value}, but {target.name} has {limit} positions; stay within them")
+    return rows
+
+
+def verify_shards(splits: Sequence[ShardSet], ranks: Ranks) -> None:
+    """Reads all shards once, before any is trained on; the ranks of a machine share them out, for its copy of the files
+    may be its own. Raises ValueError naming those that are damaged, on all ranks."""
+    n_bytes = sum(shard["bytes"] for rows in splits for shard in rows.manifest["shards"])
+    if n_bytes > TOLD_ABOVE:
+        ranks.say(f"Checking {n_bytes / 1e9:.1f} GB of prepared rows")
+    place, n_places = ranks.share_of_machine()
+    damage = None
+    for rows in splits:
+        try:
+            rows.verify(place, n_places)
+        except ValueError as error:
+            damage = damage or str(error)
+    found = [text for text in ranks.gather(damage) if text is not None]
+    if found:
+        raise ValueError(f"data.path: {'; '.join(found)}")
+
+
+def describe(run: Run) -> str:
+    train = run.config.train
+    parameters = sum(getattr(p, "ds_numel", p.numel()) for p in run.engine.draft.parameters())
+    tokens = train.global_batch * run.config.data.seq_len
+    kind = "GPU" if run.ranks.device.type == "cuda" else "CPU"
+    return (
+        f"Training {run.config.draft.method} ({parameters / 1e6:.1f} M parameters) for {run.config.target.path} on "
+        f"{run.ranks.world_size} {kind} rank(s), {train.precision}, ZeRO-{train.zero_stage}: step {run.step} to "
+        f"{train.n_steps}, up to {tokens:,} tokens each, from {run.config.data.path}; all goes to {train.run_dir}"
+    )

@@ -1,0 +1,180 @@
+"""One step of training: its rows, the target's pass, the draft's, backward; and what is measured of it.
+
+A step's loss counts all labels of its rows alike, whichever rank and pass hold them (methods.py says how its parts
+weigh). Not here: how many steps, evaluation and saving (loop.py), the network and its loss (models/drafts/).
+Shapes: P parts of the loss, K ranks counted.
+"""
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from longdraft.models.drafts.loss import RANKS, DraftLoss
+from longdraft.train.batches import Place, rank_rows, read_batch, step_rows
+from longdraft.train.engine import TrainingError
+from longdraft.train.methods import Work
+from longdraft.train.opening import Run
+
+
+@dataclass
+class StepResult:
+    """One rank's share of a step, on its device: sums [P] over the labels `n_labels` [P] of all ranks."""
+
+    loss: DraftLoss
+    n_labels: list[float]
+    rate: float
+    seconds: float
+    target_seconds: float
+
+
+def train_step(run: Run, stop: Sequence[int] = ()) -> StepResult | None:
+    """One step on this rank's rows; None, and nothing done, if there is something in `stop` on any rank, before the
+    step or before any of its passes is through."""
+    train, ranks, method = run.config.train, run.ranks, run.method
+    count_ranks = (run.step + 1) % run.config.log.every == 0 or run.step + 1 == train.n_steps
+    if count_ranks and ranks.device.type == "cuda":
+        torch.cuda.synchronize()  # else this step's time would hold what the unlogged ones left to do
+    begin = time.perf_counter()
+    rows = step_rows(train.seed, run.step, len(run.rows), train.global_batch)
+    degree = train.sequence_parallel
+    places = rank_rows(rows, ranks.rank // degree, ranks.world_size // degree, train.micro_batch)
+    batches = [read_batch(run.rows, part) for part in places]
+    works = [method.read(batch, run.teacher.share(len(batch.tokens))) for batch in batches]
+    own_labels = [sum(n) for n in zip(*(work.n_labels for work in works), strict=True)]
+    stopping, *n_labels = ranks.sum([float(bool(stop)), *own_labels])
+    if stopping:
+        return None
+    shares_P = torch.tensor(method.shares(n_labels), device=ranks.device)
+    rate = run.engine.begin_step(run.step)
+    clock = Stopwatch(ranks.device)
+    losses = []
+    for work, part in zip(works, places, strict=True):
+        own = _pass(run, work.to(ranks.device), part, shares_P, count_ranks, clock, stop)
+        if own is None:
+            return None
+        losses.append(own)
+    if not run.engine.stepped():
+        ranks.say(f"The gradient of step {run.step + 1} is no number, the step is left out; rows {_words(rows)}")
+        _count_skipped(run)
+    loss = DraftLoss(*(torch.stack(field).sum(0) for field in zip(*losses, strict=True)))
+    target_seconds = clock.seconds() if count_ranks else math.nan
+    return StepResult(loss, n_labels, rate, time.perf_counter() - begin, target_seconds)
+
+
+def _pass(
+    run: Run,
+    work: Work,
+    places: list[Place],
+    shares_P: torch.Tensor,
+    count_ranks: bool,
+    clock: "Stopwatch",
+    stop: Sequence[int],
+) -> DraftLoss | None:
+    """Target, draft, backward of one pass; the weights move after the last. Rows whose loss is no number are left out:
+    a pass over zeros takes their place, so that DeepSpeed's count of passes stays right; the other ranks' rows count.
+    None if any rank wants to stop: what the step's passes have gathered is dropped."""
+    method, teacher = run.method, run.teacher
+    with clock:
+        seen = teacher.look(work.batch.tokens, work.batch.borders, work.positions, method.needs)
+    arguments = method.arguments(work, seen, teacher)
+    loss: DraftLoss = run.engine(*arguments, teacher.lm_head_VD, count_ranks)
+    wrong = not bool(loss.sums.detach().isfinite().all())
+    if wrong:
+        print(f"The loss of step {run.step + 1} is no number for rows {_words(places)}", flush=True)
+    degree = run.config.train.sequence_parallel  # ranks that share these rows leave them out together
+    reader, n_readers = run.ranks.rank // degree, run.ranks.world_size // degree
+    *by_reader, stopping = run.ranks.sum([*(float(wrong and i == reader) for i in range(n_readers)), float(bool(stop))])
+    if stopping:
+        return None
+    if any(by_reader):
+        _count_skipped(run, sum(n > 0 for n in by_reader))
+        if by_reader[reader]:
+            arguments = (_zeros(argument) for argument in method.arguments(work.without_labels(), seen, teacher))
+        # Every rank again, those with a number too: under ZeRO-3 a pass takes all.
+        loss = run.engine(*arguments, teacher.lm_head_VD, count_ranks)
+    run.engine.backward((loss.sums * shares_P).sum())
+    return DraftLoss(*(field.detach() for field in loss))
+
+
+def _count_skipped(run: Run, n: int = 1) -> None:
+    """Raises TrainingError above train.max_skipped."""
+    run.skipped += n
+    if run.skipped > run.config.train.max_skipped:
+        raise TrainingError(
+            f"step {run.step + 1}: {run.skipped} times a loss or gradient was no number, more than train.max_skipped "
+            f"= {run.config.train.max_skipped}; the last checkpoint is good: lower optimizer.peak_lr and start a new "
+            "run, or look at these rows"
+        )
+
+
+def _zeros(argument: Any) -> Any:
+    """Zeros in place of numbers; what counts or points stays."""
+    return (
+        torch.zeros_like(argument) if isinstance(argument, torch.Tensor) and argument.is_floating_point() else argument
+    )
+
+
+def _words(places: Sequence[Place]) -> str:
+    return ", ".join(f"{place.row} (epoch {place.epoch})" for place in places)
+
+
+def measure(run: Run, result: StepResult) -> dict[str, Any]:
+    """The step's line for metrics.jsonl, over all ranks; all ranks call it.
+
+    loss: as it is minimised; part_loss: mean cross-entropy of each part in nats, None without labels; top1, top3: share
+    of its labels that are among the draft's first one or three candidates. target_share: of the step's time, in the
+    target's pass.
+    """
+    loss, n_parts = result.loss, len(run.method.part_names)
+    own = torch.cat([loss.sums[:, None], loss.rank_counts, loss.n_ranked[:, None]], dim=1).double()
+    totals = torch.tensor(run.ranks.sum(own.flatten().tolist())).view(n_parts, RANKS + 2)
+    shares = run.method.shares(result.n_labels)
+    rates = totals[:, 1:-1].cumsum(1) / totals[:, -1:].clamp(min=1)
+    tokens = run.config.train.global_batch * run.config.data.seq_len
+    return {
+        "step": run.step,
+        "tokens": run.step * tokens,
+        "loss": sum(total * share for total, share in zip(totals[:, 0].tolist(), shares, strict=True)),
+        "part_loss": [
+            total / n if n else None for total, n in zip(totals[:, 0].tolist(), result.n_labels, strict=True)
+        ],
+        "top1": rates[:, 0].tolist(),
+        "top3": rates[:, RANKS - 1].tolist(),
+        "lr": result.rate,
+        "grad_norm": run.engine.grad_norm(),
+        "skipped": run.skipped,
+        "step_s": result.seconds,
+        "tokens_per_s": tokens / result.seconds,
+        "target_share": result.target_seconds / result.seconds,
+    }
+
+
+class Stopwatch:
+    """Adds up the time between enter and exit; on a GPU by events, which are waited for when it is read."""
+
+    def __init__(self, device: torch.device):
+        self._cuda = device.type == "cuda"
+        self._laps: list[Any] = []
+
+    def __enter__(self) -> None:
+        self._begin = self._now()
+
+    def __exit__(self, *_: object) -> None:
+        self._laps.append((self._begin, self._now()))
+
+    def _now(self) -> Any:
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self) -> float:
+        if not self._cuda:
+            return sum(end - begin for begin, end in self._laps)
+        torch.cuda.synchronize()
+        return sum(begin.elapsed_time(end) for begin, end in self._laps) / 1000
