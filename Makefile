@@ -2,9 +2,11 @@
 #   PYTHON=python3.12        the interpreter that makes .venv (3.11 or 3.12)
 #   TORCH_INDEX=URL          where to take torch from, for example https://download.pytorch.org/whl/cpu
 #   STEPS=N                  how long the quickstart trains
+#   WORKERS=N                processes that the tests share out (2), of one thread each
 PYTHON ?= python3
 TORCH_INDEX ?=
 STEPS ?=
+WORKERS ?= 2
 BIN := .venv/bin
 SETUP := .venv/.done
 TORCH := $(shell sed -n 's/^\(torch==[^ ]*\).*/\1/p' constraints.txt)
@@ -27,7 +29,7 @@ quickstart: $(SETUP)
 	@$(BIN)/python launch/quickstart.py $(if $(STEPS),--steps $(STEPS))
 
 test: $(SETUP)
-	$(BIN)/pytest
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 
 check: $(SETUP)
 	$(BIN)/ruff check .

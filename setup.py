@@ -53,6 +53,7 @@ setup(
             "triton>=3.4",
             "pytest>=8",
             "pytest-timeout>=2",
+            "pytest-xdist>=3.8",
             "hypothesis>=6",
             "ruff>=0.12",
             "basedpyright>=1.30",

@@ -56,6 +56,15 @@ def make_tiny_target(
     return Target(decoder.to(dtype), None, f"tiny-{seed}", hf_config, fingerprint(config, None), eos_token_ids)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With several workers a file's tests stay together, and so do all files that ask for the trained `runs`, which
+    cost most and so come first."""
+    sharing = {item.path for item in items if "runs" in getattr(item, "fixturenames", ())}
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group("runs" if item.path in sharing else str(item.path)))
+    items.sort(key=lambda item: (item.path not in sharing, "train" not in item.path.parts))
+
+
 @pytest.fixture
 def tiny_target() -> Callable[..., Target]:
     """Factory: `tiny_target(n_layers=3, dtype=torch.bfloat16, ...)`; see `make_tiny_target` for the fields."""

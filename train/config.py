@@ -26,6 +26,8 @@ PRECISIONS = ("fp32", "bf16")
 ZERO_STAGES = (1, 2, 3)
 WANDB_MODES = ("auto", "online", "offline", "disabled")
 POSITIONS = ("plain", "anchor_offset")
+# Numbers in DeepSpeed's buffer for sums over ranks, at most.
+MAX_BUCKET = 500_000_000
 
 
 @dataclass(frozen=True)
@@ -296,11 +298,14 @@ def resolved(config: Config, n_rows: int) -> Config:
     )
 
 
-def deepspeed_dict(config: Config, world_size: int) -> dict[str, Any]:
-    """What deepspeed.initialize gets; the learning rate and the optimizer are set by train/engine.py."""
+def deepspeed_dict(config: Config, world_size: int, n_weights: int) -> dict[str, Any]:
+    """What deepspeed.initialize gets for a draft of so many weights; the learning rate and the optimizer are set by
+    train/engine.py."""
     bf16 = config.train.precision == "bf16"
     # Not memory-efficient: that replaces F.linear in the whole process, also under the frozen target.
     zero: dict[str, Any] = {"stage": config.train.zero_stage, "memory_efficient_linear": False}
+    # By default half a billion numbers, however few there are to sum.
+    zero["reduce_bucket_size"] = min(n_weights, MAX_BUCKET)
     if config.train.offload_optimizer:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
     return {

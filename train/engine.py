@@ -5,6 +5,7 @@ Ranks wait for one another in `Ranks.control`, on the CPU and as long as TIMEOUT
 """
 
 import errno
+import importlib
 import logging
 import math
 import os
@@ -133,6 +134,7 @@ def join_ranks() -> Ranks:
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.set_device(local_rank)
+    _import_without_compiler("deepspeed.runtime.zero.muon.muon_optimizer")
     # On a CPU DeepSpeed would compile a shared-memory all-reduce for a minute at the first launch; training does not
     # use it (only its inference engine does).
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -144,6 +146,16 @@ def join_ranks() -> Ranks:
         device=torch.device("cuda", local_rank) if cuda else torch.device("cpu"),
         control=dist.new_group(backend="gloo", timeout=TIMEOUT) if cuda else None,  # pyright: ignore[reportArgumentType]
     )
+
+
+def _import_without_compiler(name: str) -> None:
+    """DeepSpeed asks of each optimizer whether it is its Muon, the import of which decorates functions by
+    `torch.compile`: seconds for PyTorch's whole compiler, in every process, for what never runs here."""
+    compiler, torch.compile = torch.compile, lambda function: function
+    try:
+        importlib.import_module(name)
+    finally:
+        torch.compile = compiler
 
 
 def wrong_files(folder: Path, sizes: Mapping[str, int]) -> list[str]:
@@ -217,9 +229,10 @@ class DraftEngine:
         optimizer = config.optimizer
         groups = parameter_groups(draft, optimizer.weight_decay)
         adam = torch.optim.AdamW(groups, lr=optimizer.peak_lr, betas=optimizer.betas, eps=optimizer.eps, fused=True)
+        settings = deepspeed_dict(config, ranks.world_size, sum(p.numel() for p in draft.parameters()))
         with redirect_stdout(StringIO()):  # its bf16 optimizer prints tables of memory
             self.deepspeed, *_ = deepspeed.initialize(
-                model=draft, optimizer=adam, config=deepspeed_dict(config, ranks.world_size), dist_init_required=False
+                model=draft, optimizer=adam, config=settings, dist_init_required=False
             )
         self.draft = draft
         self.adam, self._files = adam, _Files()

@@ -7,8 +7,7 @@ and the target (memory.py).
 
 from typing import NamedTuple
 
-# Numbers in a buffer for sums over ranks, however few there are to sum (DeepSpeed's `reduce_bucket_size`).
-BUCKET = 500_000_000
+from longdraft.train.config import MAX_BUCKET
 
 
 class DraftStates(NamedTuple):
@@ -40,7 +39,7 @@ def draft_states(
     if not offload:
         kept["masters and moments"] = 12 * share
     # Stages 1 and 2 make their buffer in the backward pass; 2 lets go of it there, 1 at the end of the step.
-    bucket = BUCKET * (size if stage == 2 else 4) if gpu else 0
+    bucket = min(n_weights, MAX_BUCKET) * (size if stage == 2 else 4) if gpu else 0
     forward = 0
     if stage == 3:
         buffers = (0 if offload else 4 * share) + 4 * largest + bucket

@@ -8,6 +8,14 @@ from longdraft.kernels.linear import linear
 from longdraft.kernels.reference.rotate import rotate as reference_rotate
 
 
+@pytest.fixture(autouse=True, scope="module")
+def two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
 def random_tree(width, generator):
     """Ancestor mask bool [1, N, N] of a random trie."""
     mask = torch.eye(width, dtype=torch.bool)

@@ -4,14 +4,11 @@
 """
 
 import gc
-import importlib
 import json
 import shutil
 import sys
 from functools import lru_cache
 from pathlib import Path
-
-import torch
 
 from longdraft.models.hf import Target, load_target
 from longdraft.train.config import load_config
@@ -25,10 +22,6 @@ def target(path: str, precision: str) -> Target:
     return load_target(path, DTYPES[precision])
 
 
-# DeepSpeed looks whether the optimizer is its Muon, whose import compiles: seconds for PyTorch's whole compiler.
-compiler, torch.compile = torch.compile, lambda function: function
-importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
-torch.compile = compiler
 ranks = join_ranks()
 gc.freeze()  # DeepSpeed collects garbage at every start of a run: what the imports made need not be searched
 for action in json.loads(sys.argv[2]):

@@ -7,7 +7,6 @@ freed is given back. Or {"run": [override, ...], "out"}: two steps of a run, on 
 """
 
 import gc
-import importlib
 import json
 import os
 import sys
@@ -87,10 +86,6 @@ def train(config: Config, ranks: Ranks) -> None:
 
 
 def states(runs: list, path: str, ranks: Ranks) -> list[int]:
-    # DeepSpeed looks whether the optimizer is its Muon, whose import compiles: seconds for PyTorch's whole compiler.
-    compiler, torch.compile = torch.compile, lambda function: function
-    importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
-    torch.compile = compiler
     gc.freeze()  # DeepSpeed collects garbage at every start of a run: what the imports made need not be searched
     grown = []
     base = ["train.micro_batch=1", f"train.global_batch={PASSES * ranks.world_size}"]

@@ -39,7 +39,7 @@ def test_every_file_loads_and_makes_a_valid_deepspeed_dict(path):
     for stage in stages:
         config = stage.config
         alone = replace(config, train=replace(config.train, sequence_parallel=1))
-        derived = DeepSpeedConfig(deepspeed_dict(alone, world_size=1))
+        derived = DeepSpeedConfig(deepspeed_dict(alone, world_size=1, n_weights=10))
         assert derived.train_batch_size == config.train.global_batch
         assert derived.zero_optimization_stage == config.train.zero_stage
         assert derived.bfloat16_config.enabled == (config.train.precision == "bf16")
@@ -85,19 +85,22 @@ def test_methods_have_sections_of_their_own(config_file):
 
 def test_deepspeed_dict_is_derived(config_file):
     config = load_config(config_file, ["train.zero_stage=3", "train.precision=bf16", "optimizer.clip=0.5"])
-    derived = deepspeed_dict(config, world_size=2)
+    derived = deepspeed_dict(config, world_size=2, n_weights=1000)
     assert derived["train_batch_size"] == 8 and derived["train_micro_batch_size_per_gpu"] == 2
     assert derived["gradient_accumulation_steps"] == 2 and derived["zero_optimization"]["stage"] == 3
+    assert DeepSpeedConfig(derived).zero_config.reduce_bucket_size == 1000
+    large = deepspeed_dict(config, world_size=2, n_weights=10**10)
+    assert large["zero_optimization"]["reduce_bucket_size"] == 500_000_000
     assert "offload_optimizer" not in derived["zero_optimization"]
     assert derived["bf16"] == {"enabled": True} and derived["gradient_clipping"] == 0.5
     config = load_config(config_file, ["train.offload_optimizer=true", "train.zero_stage=2"])
-    assert DeepSpeedConfig(deepspeed_dict(config, 1)).zero_config.offload_optimizer.device == "cpu"
+    assert DeepSpeedConfig(deepspeed_dict(config, 1, 1000)).zero_config.offload_optimizer.device == "cpu"
 
 
 def test_ranks_that_share_a_row_are_one_reader(config_file):
     config = load_config(config_file, ["train.sequence_parallel=4", "train.micro_batch=1"])
     assert [accumulation(config, world_size) for world_size in (4, 8, 32)] == [8, 4, 1]
-    derived = deepspeed_dict(config, world_size=8)
+    derived = deepspeed_dict(config, world_size=8, n_weights=1000)
     # DeepSpeed's own arithmetic, which knows nothing of shared rows.
     assert derived["train_batch_size"] == 8 * 4 == 1 * derived["gradient_accumulation_steps"] * 8
 
