@@ -15,9 +15,10 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from longdraft.data_prep.shards import ShardSet
 from longdraft.models.hf import Target
 from longdraft.train import state
-from longdraft.train.config import Config, config_from_dict, read_yaml
+from longdraft.train.config import Config, config_from_dict, read_yaml, resolved
 from longdraft.train.engine import Ranks, join_ranks, leave_ranks
 from longdraft.train.export import export
 from longdraft.train.loop import train
@@ -105,7 +106,7 @@ def train_stages(stages: Sequence[Stage], ranks: Ranks, stop: Sequence[int] = ()
         if stage.name is not None and ranks.first:
             print(f"Stage {stage.name}, {i + 1} of {len(stages)}: {_overview(stages)}", flush=True)
         config = stage.config
-        if stage.name is not None and ranks.from_first(partial(_is_exported, stage)):
+        if stage.name is not None and ranks.from_first(partial(_is_done, stage)):
             continue
         if loaded != (config.target, config.train.precision):
             target = None  # before the next one comes
@@ -122,6 +123,20 @@ def train_stages(stages: Sequence[Stage], ranks: Ranks, stop: Sequence[int] = ()
 def _is_exported(stage: Stage) -> bool:
     """config.json is written last."""
     return (stage.draft / "config.json").is_file()
+
+
+def _is_done(stage: Stage) -> bool:
+    """Whether the stage is exported; raises ValueError where it was with other settings or rows than the config's. Rows
+    that are no longer there are no longer needed."""
+    if not _is_exported(stage):
+        return False
+    config, found = stage.config, state.newest(stage.config.train.run_dir)
+    folder = Path(config.data.path) / "train"
+    if found is not None and folder.is_dir():
+        rows = ShardSet(folder)
+        state.check_same_run(state.saved_config(config.train.run_dir, found[1]), resolved(config, len(rows)))
+        state.check_same_data(found[1], rows.identity(), config)
+    return True
 
 
 def _overview(stages: Sequence[Stage]) -> str:

@@ -4,8 +4,10 @@ Not here: what opens (opening.py), what a step computes (step.py), DeepSpeed (en
 several stages (curriculum.py).
 """
 
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
@@ -16,8 +18,9 @@ from longdraft.train.config import Config, accumulation, resolved
 from longdraft.train.engine import Ranks, failures_named
 from longdraft.train.heldout import evaluate
 from longdraft.train.opening import Run, describe, open_run
+from longdraft.train.operations import operations
 from longdraft.train.plots import draw_decoding
-from longdraft.train.step import measure, train_step
+from longdraft.train.step import measure, train_step, where_time_goes
 from longdraft.train.tracking import Tracker, read_metrics
 
 
@@ -77,6 +80,7 @@ def _steps(run: Run, stop: Sequence[int], saved: Path | None) -> Path:
     bar = tqdm(
         total=train.n_steps, initial=run.step, desc="train", unit="step", disable=not ranks.first, mininterval=0.5
     )
+    recent: deque[dict[str, Any]] = deque(maxlen=200)
     while run.step < train.n_steps:
         result = train_step(run, stop)
         if result is None:
@@ -86,6 +90,7 @@ def _steps(run: Run, stop: Sequence[int], saved: Path | None) -> Path:
         last = run.step == train.n_steps
         if last or run.step % run.config.log.every == 0:
             record = measure(run, result)
+            recent.append(record)
             if tracker:
                 tracker.write(record)
                 bar.set_postfix(loss=f"{record['loss']:.3f}", tokens_s=f"{record['tokens_per_s']:.0f}", refresh=False)
@@ -104,6 +109,8 @@ def _steps(run: Run, stop: Sequence[int], saved: Path | None) -> Path:
             saved = _save(run)
         bar.update()
     bar.close()
+    if recent:
+        ranks.say(where_time_goes(recent, operations(run.config, run.teacher.model.config).r))
     saved = saved or _save(run)  # before W&B, which may wait for its network
     if tracker:
         tracker.close()

@@ -5,10 +5,11 @@ weigh). Not here: how many steps, evaluation and saving (loop.py), the network a
 Shapes: P parts of the loss, K ranks counted.
 """
 
-import math
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 import torch
@@ -19,16 +20,20 @@ from longdraft.train.engine import TrainingError
 from longdraft.train.methods import Work
 from longdraft.train.opening import Run
 
+# Of a step's time: the target's passes; the draft's, with LM head and loss; the draft's backward passes and the update.
+PARTS = ("target", "draft", "backward")
+
 
 @dataclass
 class StepResult:
-    """One rank's share of a step, on its device: sums [P] over the labels `n_labels` [P] of all ranks."""
+    """One rank's share of a step, on its device: sums [P] over the labels `n_labels` [P] of all ranks. `parts`: seconds
+    of each of PARTS, where the step is logged."""
 
     loss: DraftLoss
     n_labels: list[float]
     rate: float
     seconds: float
-    target_seconds: float
+    parts: dict[str, float]
 
 
 def train_step(run: Run, stop: Sequence[int] = ()) -> StepResult | None:
@@ -61,8 +66,8 @@ def train_step(run: Run, stop: Sequence[int] = ()) -> StepResult | None:
         ranks.say(f"The gradient of step {run.step + 1} is no number, the step is left out; rows {_words(rows)}")
         _count_skipped(run)
     loss = DraftLoss(*(torch.stack(field).sum(0) for field in zip(*losses, strict=True)))
-    target_seconds = clock.seconds() if count_ranks else math.nan
-    return StepResult(loss, n_labels, rate, time.perf_counter() - begin, target_seconds)
+    parts = clock.seconds() if count_ranks else {}
+    return StepResult(loss, n_labels, rate, time.perf_counter() - begin, parts)
 
 
 def _pass(
@@ -78,10 +83,11 @@ def _pass(
     a pass over zeros takes their place, so that DeepSpeed's count of passes stays right; the other ranks' rows count.
     None if any rank wants to stop: what the step's passes have gathered is dropped."""
     method, teacher = run.method, run.teacher
-    with clock:
+    with clock.part("target"):
         seen = teacher.look(work.batch.tokens, work.batch.borders, work.positions, method.needs)
     arguments = method.arguments(work, seen, teacher)
-    loss: DraftLoss = run.engine(*arguments, teacher.lm_head_VD, count_ranks)
+    with clock.part("draft"):
+        loss: DraftLoss = run.engine(*arguments, teacher.lm_head_VD, count_ranks)
     wrong = not bool(loss.sums.detach().isfinite().all())
     if wrong:
         print(f"The loss of step {run.step + 1} is no number for rows {_words(places)}", flush=True)
@@ -96,7 +102,8 @@ def _pass(
             arguments = (_zeros(argument) for argument in method.arguments(work.without_labels(), seen, teacher))
         # Every rank again, those with a number too: under ZeRO-3 a pass takes all.
         loss = run.engine(*arguments, teacher.lm_head_VD, count_ranks)
-    run.engine.backward((loss.sums * shares_P).sum())
+    with clock.part("backward"):
+        run.engine.backward((loss.sums * shares_P).sum())
     return DraftLoss(*(field.detach() for field in loss))
 
 
@@ -126,8 +133,8 @@ def measure(run: Run, result: StepResult) -> dict[str, Any]:
     """The step's line for metrics.jsonl, over all ranks; all ranks call it.
 
     loss: as it is minimised; part_loss: mean cross-entropy of each part in nats, None without labels; top1, top3: share
-    of its labels that are among the draft's first one or three candidates. target_share: of the step's time, in the
-    target's pass.
+    of its labels that are among the draft's first one or three candidates. {part}_share: of the first rank's time, in
+    each of PARTS. over_target: the step's time over its target's passes; `operations` says what it could be.
     """
     loss, n_parts = result.loss, len(run.method.part_names)
     own = torch.cat([loss.sums[:, None], loss.rank_counts, loss.n_ranked[:, None]], dim=1).double()
@@ -149,22 +156,44 @@ def measure(run: Run, result: StepResult) -> dict[str, Any]:
         "skipped": run.skipped,
         "step_s": result.seconds,
         "tokens_per_s": tokens / result.seconds,
-        "target_share": result.target_seconds / result.seconds,
+        **{f"{part}_share": seconds / result.seconds for part, seconds in result.parts.items()},
+        "over_target": result.seconds / result.parts["target"],
     }
 
 
+def where_time_goes(records: Collection[dict[str, Any]], r: float) -> str:
+    """One line on logged steps, by medians; r: how many times the target's passes they would take at equal speed of all
+    operations (operations.py)."""
+    seconds, ratio = (median(record[key] for record in records) for key in ("step_s", "over_target"))
+    shares = {part: median(record[f"{part}_share"] for record in records) for part in PARTS}
+    names = ("the target's passes", "draft and loss", "backward and update")
+    parts = [f"{name} {share:.0%}" for name, share in zip(names, shares.values(), strict=True)]
+    return (
+        f"A step took {seconds:.2f} s, {ratio:.2f} times its target's passes ({r:.2f} by count of operations): "
+        f"{', '.join(parts)}, the rest {1 - sum(shares.values()):.0%}"
+    )
+
+
 class Stopwatch:
-    """Adds up the time between enter and exit; on a GPU by events, which are waited for when it is read."""
+    """Adds up the time spent in each named part; on a GPU by events, which are waited for when it is read."""
 
     def __init__(self, device: torch.device):
         self._cuda = device.type == "cuda"
-        self._laps: list[Any] = []
+        self._laps: list[tuple[str, Any, Any]] = []
 
-    def __enter__(self) -> None:
-        self._begin = self._now()
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        begin = self._now()
+        yield
+        self._laps.append((name, begin, self._now()))
 
-    def __exit__(self, *_: object) -> None:
-        self._laps.append((self._begin, self._now()))
+    def seconds(self) -> dict[str, float]:
+        if self._cuda:
+            torch.cuda.synchronize()
+        total: dict[str, float] = {}
+        for name, begin, end in self._laps:
+            total[name] = total.get(name, 0.0) + (begin.elapsed_time(end) / 1000 if self._cuda else end - begin)
+        return total
 
     def _now(self) -> Any:
         if not self._cuda:
@@ -172,9 +201,3 @@ class Stopwatch:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
-
-    def seconds(self) -> float:
-        if not self._cuda:
-            return sum(end - begin for begin, end in self._laps)
-        torch.cuda.synchronize()
-        return sum(begin.elapsed_time(end) for begin, end in self._laps) / 1000

@@ -168,6 +168,13 @@ def test_what_is_done_is_passed_over(unbroken, staged, train_command):
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file()} == files
 
 
+def test_what_was_done_otherwise_is_not_passed_over(unbroken, staged, train_command):
+    status, printed = train_command(staged, "stages.short.train.steps=7")
+    assert status == 2 and "Training" not in printed
+    (line,) = [line for line in printed.splitlines() if "error: " in line]
+    assert "train.steps: 7, but the run in " in line and "began with 6, which would give another result" in line
+
+
 def test_weights_and_vocabulary_are_handed_on(unbroken, staged, train_command, tmp_path):
     """At a rate too small to move a weight, the second stage ends with what it began with; and its first loss, which is
     before any step, is that of the stage that followed the first."""

@@ -2,6 +2,7 @@
 against those committed as text."""
 
 import math
+import re
 from itertools import product
 from pathlib import Path
 
@@ -141,10 +142,16 @@ def test_metrics_have_what_the_plots_need(runs, prefix):
         else:
             assert sum(record["part_loss"]) == pytest.approx(record["loss"])
         assert all(0 <= one <= three <= 1 for one, three in zip(record["top1"], record["top3"], strict=True))
-        assert 0 < record["target_share"] < 1 and record["tokens_per_s"] > 0 and record["grad_norm"] > 0
+        shares = [record[f"{part}_share"] for part in ("target", "draft", "backward")]
+        assert min(shares) > 0 and sum(shares) < 1 and record["over_target"] == pytest.approx(1 / shares[0])
+        assert record["tokens_per_s"] > 0 and record["grad_norm"] > 0
         assert record["skipped"] == 0
     heldout = [record for record in records if "heldout_loss" in record]
     assert [record["step"] for record in heldout] == ([8] if prefix else [10, 20])
+    printed = (runs / "output.txt").read_text()
+    said = r"A step took [\d.]+ s, [\d.]+ times its target's passes \([\d.]+ by count of operations\): "
+    said += r"the target's passes \d+%, draft and loss \d+%, backward and update \d+%, the rest \d+%"
+    assert re.search(said, printed)
 
 
 @pytest.mark.parametrize("prefix", PREFIXES.values(), ids=PREFIXES)
