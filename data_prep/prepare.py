@@ -23,7 +23,7 @@ from longdraft.data_prep.chat import ChatEncoder, make_chat_encoder
 from longdraft.data_prep.folder import PROGRESS, SPLITS, record_path
 from longdraft.data_prep.settings import PrepareConfig
 from longdraft.data_prep.shards import FORMAT_VERSION, MANIFEST, ShardSet
-from longdraft.data_prep.sources import ScannedFile, Segment, SourceFile, list_files, scan
+from longdraft.data_prep.sources import RECORDS, ScannedFile, Segment, SourceFile, list_files, scan
 from longdraft.data_prep.tokenize import Encoder, make_encoder
 from longdraft.data_prep.unit import Unit, make_shard, uniform
 
@@ -78,11 +78,12 @@ def choose_encoder(
                 "chat_template is for conversations, and there are none; give --chat-field, or leave it out"
             )
         return make_encoder(tokenizer, ends_documents=config.documents == "pack")
-    text = [file.name for file in files if file.kind == "text" or (file.kind == "jsonl" and config.chat_field is None)]
+    text = [file.name for file in files if file.kind == "text" or (file.kind in RECORDS and config.chat_field is None)]
     if text:
         raise ValueError(
             f"{len(text)} sources beside the conversations hold plain text (first: {text[0]}); prepare them into a "
-            "folder of their own (--suffixes .jsonl takes no others of a folder), or name a JSONL field by --chat-field"
+            "folder of their own (--suffixes .jsonl takes no others of a folder), or name the field of records that "
+            "holds conversations by --chat-field"
         )
     if config.documents != "pack":
         raise ValueError(f"documents is {config.documents!r}, which cuts answers off; conversations take 'pack'")

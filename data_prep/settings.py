@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from longdraft.data_prep.pack import MODES
-from longdraft.data_prep.sources import JSONL_SUFFIXES, TEXT_SUFFIXES
+from longdraft.data_prep.sources import RECORD_SUFFIXES, TEXT_SUFFIXES
 
 
 @dataclass(frozen=True)
@@ -12,10 +12,10 @@ class PrepareConfig:
     """What to prepare; all but `workers`, `max_bad_share` and `overwrite` decide the content of the shards.
 
     sources, suffixes: see `sources.list_files`. out: folder. seq_len: tokens of a row. documents: "pack" or "first"
-    (see pack.py). text_field: of JSONL. chat_field: of JSONL, its conversations; None: it holds text. chat_template: a
-    Jinja file, None: the tokenizer's own. heldout_share: of the documents. max_tokens: of both splits together, without
-    filler. max_bad_share: bad documents among those seen, above it nothing is finished. shard_bytes: of text, None:
-    from the size of the sources.
+    (see pack.py). text_field: of JSONL and tables. chat_field: of these, their conversations; None: they hold text.
+    chat_template: a Jinja file, None: the tokenizer's own. heldout_share: of the documents. max_tokens: of both splits
+    together, without filler. max_bad_share: bad documents among those seen, above it nothing is finished. shard_bytes:
+    of text, None: from the size of the sources.
     """
 
     sources: tuple[str, ...]
@@ -25,7 +25,7 @@ class PrepareConfig:
     text_field: str = "text"
     chat_field: str | None = None
     chat_template: Path | None = None
-    suffixes: tuple[str, ...] = TEXT_SUFFIXES + JSONL_SUFFIXES
+    suffixes: tuple[str, ...] = TEXT_SUFFIXES + RECORD_SUFFIXES
     heldout_share: float = 0.05
     max_tokens: int | None = None
     max_bad_share: float = 0.01

@@ -159,16 +159,35 @@ class ShardSet:
         hashes = "\n".join(shard["sha256"] for shard in self.manifest["shards"])
         return {"rows": len(self), "sha256": hashlib.sha256(hashes.encode()).hexdigest()}
 
-    def verify(self, share: int = 0, n_shares: int = 1) -> None:
+    def verify(self, share: int = 0, n_shares: int = 1, vocab_size: int | None = None) -> None:
         """Read every n_shares-th shard, from the one numbered `share` on; raises ValueError naming those whose sha256
-        is not the manifest's."""
+        is not the manifest's, or that hold an id outside of a vocabulary."""
         changed = []
-        for shard in self.manifest["shards"][share::n_shares]:
+        for number in range(share, len(self.manifest["shards"]), n_shares):
+            shard = self.manifest["shards"][number]
             found = file_sha256(self.folder / shard["file"])
             if found != shard["sha256"]:
                 changed.append(f"content of {shard['file']} is not as prepared: sha256 {found}, not {shard['sha256']}")
         if changed:
             raise ValueError(f"{self.folder}: {'; '.join(changed)}: damaged; prepare it again with --overwrite")
+        if vocab_size is None:
+            return
+        for number in range(share, len(self.manifest["shards"]), n_shares):
+            tokens = self._table(number)["tokens"].chunk(0).values.to_numpy()
+            lowest, highest = int(tokens.min()), int(tokens.max())
+            if lowest < 0 or highest >= vocab_size:
+                raise ValueError(
+                    f"{self.folder}: {self.manifest['shards'][number]['file']} holds token ids from {lowest} to "
+                    f"{highest}, outside of the target's vocabulary of {vocab_size}; prepare it for this target"
+                )
+
+    def left_out(self) -> tuple[float, dict[str, int]]:
+        """Of all documents seen, the share that was bad or did not fit, and how many by reason; what `--max-tokens`
+        cut off was wanted."""
+        reasons = {**self.manifest.get("bad", {}), **self.manifest.get("dropped", {})}
+        reasons.pop("beyond_max_tokens", None)
+        seen = sum(reasons.values()) + self.manifest.get("documents", 0)
+        return sum(reasons.values()) / max(1, seen), reasons
 
     def _locate(self, i: int) -> tuple[pa.Table, int]:
         if not -len(self) <= i < len(self):

@@ -1,10 +1,10 @@
 """Local text as documents: which files there are, where each may be cut, and what stands in them.
 
-A text file is one document; a JSONL file holds one document or conversation a line; a code file of "stdlib-chat" one
-conversation a docstring (docstrings.py). This file lists and hashes files, cuts JSONL files into segments at line ends,
-and reads a segment's documents. A document that cannot be used (empty, bad UTF-8, a bad JSON line, a missing field)
-comes out as a `BadDocument` with its name, so that whoever reads can count it. It knows nothing of tokens, rows or
-shards.
+A text file is one document; a JSONL file, plain or compressed, holds one document or conversation a line, a table
+(Parquet, Arrow) one a row; a code file of "stdlib-chat" one conversation a docstring (docstrings.py). This file lists
+and hashes files, cuts them into segments, and reads a segment's documents; how records are stored is in records.py.
+A document that cannot be used (empty, bad UTF-8, a bad JSON line, a missing field) comes out as a `BadDocument` with
+its name, so that whoever reads can count it. Nothing here knows of tokens, rows or shards.
 """
 
 import hashlib
@@ -18,9 +18,17 @@ from typing import Any, Literal
 
 from longdraft.data_prep.docstrings import read_docstrings
 from longdraft.data_prep.documents import BadDocument, Conversation, Document, Unusable, check_messages, messages_digest
+from longdraft.data_prep.records import (
+    LINES_SUFFIXES,
+    TABLE_SUFFIXES,
+    is_compressed,
+    open_lines,
+    table_parts,
+    table_records,
+)
 
 TEXT_SUFFIXES = (".md", ".py", ".rst", ".txt")
-JSONL_SUFFIXES = (".jsonl", ".ndjson")
+RECORD_SUFFIXES = LINES_SUFFIXES + TABLE_SUFFIXES
 CODE_SUFFIXES = (".py",)
 STDLIB = "stdlib"
 STDLIB_CHAT = "stdlib-chat"
@@ -29,7 +37,8 @@ STDLIB_CHAT = "stdlib-chat"
 STDLIB_LEFT_OUT = frozenset(
     {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "encodings"}
 )
-Kind = Literal["text", "jsonl", "docstrings"]
+Kind = Literal["text", "jsonl", "table", "docstrings"]
+RECORDS = ("jsonl", "table")
 
 
 @dataclass(frozen=True)
@@ -43,12 +52,12 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class Segment:
-    """A run of whole documents in one file: all of a text or code file, or some lines of a JSONL file."""
+    """A run of whole documents in one file: all of a text or code file, some lines of a JSONL file, part of a table."""
 
     file: SourceFile
-    offset: int  # bytes
-    length: int  # bytes
-    first_line: int  # counts from 1
+    offset: int  # bytes, uncompressed; of a table, the number of the part
+    length: int  # bytes, uncompressed
+    first_line: int  # or row, counts from 1
     n_documents: int  # bad ones included; of a code file 1, its docstrings are not counted before they are read
     mtime_ns: int  # of the file when it was hashed
 
@@ -63,7 +72,7 @@ class ScannedFile:
     segments: tuple[Segment, ...]
 
 
-def list_files(sources: Sequence[str], suffixes: Sequence[str] = TEXT_SUFFIXES + JSONL_SUFFIXES) -> list[SourceFile]:
+def list_files(sources: Sequence[str], suffixes: Sequence[str] = TEXT_SUFFIXES + RECORD_SUFFIXES) -> list[SourceFile]:
     """Files of all sources, sorted by name, each once.
 
     sources: "stdlib" (Python's own standard library: code and texts, without tests, tables of characters, installed
@@ -92,9 +101,7 @@ def list_files(sources: Sequence[str], suffixes: Sequence[str] = TEXT_SUFFIXES +
         if not paths:
             raise ValueError(f"source {source!r} holds no file with a suffix of {', '.join(suffixes)}; see --suffixes")
         for path in paths:
-            kind = (
-                "docstrings" if source == STDLIB_CHAT else "jsonl" if path.suffix.lower() in JSONL_SUFFIXES else "text"
-            )
+            kind = "docstrings" if source == STDLIB_CHAT else _kind(path)
             found.setdefault(path.resolve(), (path, root.parent, kind))
     names = {path: path.relative_to(base).as_posix() for path, base, _ in found.values()}
     if len(set(names.values())) < len(names):
@@ -106,26 +113,38 @@ def list_files(sources: Sequence[str], suffixes: Sequence[str] = TEXT_SUFFIXES +
 
 
 def scan(file: SourceFile, segment_bytes: int) -> ScannedFile:
-    """Read a file once: its sha256, and where a JSONL file is cut (at the first line end after `segment_bytes`)."""
+    """Read a file once (a compressed one twice): its sha256, and where it is cut; a JSONL file at the first line end
+    after `segment_bytes`, a table where it already is. Raises ValueError for a damaged file."""
     status = file.path.stat()
-    segments: list[Segment] = []
     with file.path.open("rb") as stream:
-        if file.kind != "jsonl":
-            segments.append(Segment(file, 0, status.st_size, 1, 1, status.st_mtime_ns))
-            return ScannedFile(file, status.st_size, hashlib.file_digest(stream, "sha256").hexdigest(), tuple(segments))
-        sha256, offset, first_line, length, number = hashlib.sha256(), 0, 1, 0, 0
-        for number, line in enumerate(stream, start=1):
-            sha256.update(line)
-            length += len(line)
-            if length >= segment_bytes:
-                n_lines = number - first_line + 1
-                segments.append(Segment(file, offset, length, first_line, n_lines, status.st_mtime_ns))
-                offset, first_line, length = offset + length, number + 1, 0
+        plain_lines = file.kind == "jsonl" and not is_compressed(file.path)
+        sha256 = hashlib.sha256() if plain_lines else hashlib.file_digest(stream, "sha256")
+    segments: list[Segment] = []
+
+    def cut(offset: int, length: int, first_line: int, n_documents: int) -> None:
+        segments.append(Segment(file, offset, length, first_line, n_documents, status.st_mtime_ns))
+
+    if file.kind == "table":
+        first_line = 1
+        for number, (n_rows, n_bytes) in enumerate(table_parts(file.path)):
+            cut(number, n_bytes, first_line, n_rows)
+            first_line += n_rows
+    elif file.kind == "jsonl":
+        offset, first_line, length, number = 0, 1, 0, 0
+        with open_lines(file.path) as stream:
+            for number, line in enumerate(stream, start=1):
+                if plain_lines:
+                    sha256.update(line)
+                length += len(line)
+                if length >= segment_bytes:
+                    cut(offset, length, first_line, number - first_line + 1)
+                    offset, first_line, length = offset + length, number + 1, 0
         # An empty file keeps one empty segment, so that it is read, counted and named.
         if length or not segments:
-            n_lines = max(1, number - first_line + 1)
-            segments.append(Segment(file, offset, length, first_line, n_lines, status.st_mtime_ns))
-    return ScannedFile(file, offset + length, sha256.hexdigest(), tuple(segments))
+            cut(offset, length, first_line, max(1, number - first_line + 1))
+    else:
+        cut(0, status.st_size, 1, 1)
+    return ScannedFile(file, status.st_size, sha256.hexdigest(), tuple(segments))
 
 
 def read_documents(
@@ -133,41 +152,45 @@ def read_documents(
 ) -> Iterator[Document | Conversation | BadDocument]:
     """The segment's documents in order, good and bad.
 
-    text_field: of a JSONL line, its text. chat_field: of a JSONL line, its conversation; None: lines hold text.
-    Raises ValueError when the file changed since it was hashed.
+    text_field: of a record, its text. chat_field: of a record, its conversation; None: records hold text.
+    Raises ValueError when the file changed since it was hashed, or is damaged.
     """
     file = segment.file
-    with file.path.open("rb") as stream:
-        if os.fstat(stream.fileno()).st_mtime_ns != segment.mtime_ns:
-            raise ValueError(f"{file.path} changed while it was being prepared; run again once it is complete")
-        stream.seek(segment.offset)
-        if file.kind == "docstrings":
-            yield from read_docstrings(file.name, stream.read(segment.length))
-            return
-        if file.kind == "text" or not segment.length:
-            yield _read_text(file.name, stream.read(segment.length))
-            return
-        end, number = segment.offset + segment.length, segment.first_line
-        while stream.tell() < end:
+    if file.path.stat().st_mtime_ns != segment.mtime_ns:
+        raise ValueError(f"{file.path} changed while it was being prepared; run again once it is complete")
+    field = text_field if chat_field is None else chat_field
+    if file.kind == "table":
+        yield from _read_table(segment, field, chat_field is not None)
+        return
+    if file.kind == "docstrings":
+        yield from read_docstrings(file.name, file.path.read_bytes())
+        return
+    if file.kind == "text" or not segment.length:
+        yield _read_text(file.name, file.path.read_bytes())
+        return
+    with open_lines(file.path, segment.offset) as stream:
+        rest, number = segment.length, segment.first_line
+        while rest > 0:
             name, raw = f"{file.name}:{number}", stream.readline()
             try:
-                if chat_field is None:
-                    yield _text_of_line(name, _field(raw, text_field))
-                else:
-                    messages = check_messages(_field(raw, chat_field))
-                    yield Conversation(name, messages_digest(messages), messages)
+                yield _usable(name, _field(raw, field), chat_field is not None)
             except Unusable as error:
                 yield BadDocument(name, hashlib.sha256(raw).digest(), error.why)
-            number += 1
+            rest, number = rest - len(raw), number + 1
+
+
+def _kind(path: Path) -> Kind:
+    name = path.name.lower()
+    return "jsonl" if name.endswith(LINES_SUFFIXES) else "table" if name.endswith(TABLE_SUFFIXES) else "text"
 
 
 def _walk(root: Path, suffixes: Sequence[str], left_out: frozenset[str]) -> list[Path]:
-    wanted = {suffix.lower() for suffix in suffixes}
+    wanted = tuple(suffix.lower() for suffix in suffixes)
     found = []
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if name not in left_out and not name.startswith(".")]
         paths = (Path(folder, name) for name in names if not name.startswith("."))
-        found += [path for path in paths if path.suffix.lower() in wanted and path.is_file()]
+        found += [path for path in paths if path.name.lower().endswith(wanted) and path.is_file()]
     return sorted(found)
 
 
@@ -197,7 +220,33 @@ def _field(raw: bytes, field: str) -> Any:
     return record[field]
 
 
-def _text_of_line(name: str, text: Any) -> Document:
+def _read_table(segment: Segment, field: str, is_chat: bool) -> Iterator[Document | Conversation | BadDocument]:
+    file = segment.file
+    rows = range(segment.first_line, segment.first_line + segment.n_documents)
+    try:
+        for number, value in zip(rows, table_records(file.path, segment.offset, field), strict=True):
+            name = f"{file.name}:{number}"
+            try:
+                if isinstance(value, bytes):
+                    raise Unusable("bad_utf8")
+                yield _usable(name, value, is_chat)
+            except Unusable as error:
+                yield BadDocument(name, hashlib.sha256(repr(value).encode()).digest(), error.why)
+    except KeyError:
+        for number in rows:
+            name = f"{file.name}:{number}"
+            yield BadDocument(name, hashlib.sha256(name.encode()).digest(), "missing_field")
+
+
+def _usable(name: str, value: Any, is_chat: bool) -> Document | Conversation:
+    """Raises Unusable."""
+    if not is_chat:
+        return _text_document(name, value)
+    messages = check_messages(value)
+    return Conversation(name, messages_digest(messages), messages)
+
+
+def _text_document(name: str, text: Any) -> Document:
     """Raises Unusable."""
     if not isinstance(text, str):
         raise Unusable("field_not_text")

@@ -103,7 +103,9 @@ class DataSection:
 
     `positions`: plain, or anchor_offset (LongSpec, 3.2): of each document piece the first `sinks` positions stay, the
     others move on by a random offset, to at most `max_position`. `query_share`: of each piece's tokens, in blocks, that
-    the draft runs for; the target always reads all. It bounds the draft's memory at any length.
+    the draft runs for; the target always reads all. It bounds the draft's memory at any length. `max_dropped_share`: of
+    the documents, how many the preparation may have left out as bad or unfit (not for `--max-tokens`); above it, an
+    error.
     """
 
     path: str
@@ -112,6 +114,7 @@ class DataSection:
     max_position: int | None = None
     sinks: int = 4
     query_share: float = 1.0
+    max_dropped_share: float = 0.5
 
 
 @dataclass(frozen=True)
@@ -471,6 +474,8 @@ def _check_data(data: DataSection, n_heads: int | None) -> None:
         )
     if data.sinks < 0:
         raise ValueError(f"data.sinks: {data.sinks} is negative; give 0 or more, the paper's is 4")
+    if not 0 <= data.max_dropped_share <= 1:
+        raise ValueError(f"data.max_dropped_share: {data.max_dropped_share} is no share; give 0 to 1")
     if not 0 < data.query_share <= 1:
         raise ValueError(f"data.query_share: {data.query_share}; give a share above 0 and up to 1")
 

@@ -63,7 +63,7 @@ def open_run(config: Config, ranks: Ranks, target: Target | None = None) -> Run:
         make_deterministic()
     target = target or open_target(config, ranks)
     rows, heldout_rows = (open_rows(config, split, target) for split in ("train", "heldout"))
-    verify_shards([rows, heldout_rows], ranks)
+    verify_shards([rows, heldout_rows], ranks, target.model.config.vocab_size)
     decoding = Evaluator(config, target, heldout_rows, ranks) if config.decoding.every else None
     start = None if config.draft.start_from is None else load_draft(config.draft.start_from, target)
     with whole_layers(target.model, 0, -1):  # a warm start reads them
@@ -118,6 +118,7 @@ def open_rows(config: Config, split: str, target: Target) -> ShardSet:
         )
     if not len(rows):
         raise ValueError(f"data.path: {rows.folder} has no rows; prepare more text")
+    _check_content(rows, config)
     limit = target.model.config.max_positions
     for name, value in (("data.seq_len", config.data.seq_len), ("data.max_position", config.data.max_position or 0)):
         if value > limit:
@@ -125,9 +126,25 @@ def open_rows(config: Config, split: str, target: Target) -> ShardSet:
     return rows
 
 
-def verify_shards(splits: Sequence[ShardSet], ranks: Ranks) -> None:
+def _check_content(rows: ShardSet, config: Config) -> None:
+    """Raises ValueError where the loss counts no token, or too many documents were left out."""
+    if not rows.manifest.get("supervised_tokens", 1):  # older manifests do not count them
+        raise ValueError(
+            f"data.path: {rows.folder} has no token that the loss counts; look at longdraft prepare --inspect "
+            f"{config.data.path}"
+        )
+    share, reasons = rows.left_out()
+    if share > config.data.max_dropped_share:
+        why = ", ".join(f"{reason}: {n:,}" for reason, n in reasons.items() if n)
+        raise ValueError(
+            f"data.max_dropped_share: {config.data.max_dropped_share:g}, but {share:.0%} of the documents of "
+            f"{rows.folder} were left out ({why}); mend the sources, or raise it"
+        )
+
+
+def verify_shards(splits: Sequence[ShardSet], ranks: Ranks, vocab_size: int) -> None:
     """Reads all shards once, before any is trained on; the ranks of a machine share them out, for its copy of the files
-    may be its own. Raises ValueError naming those that are damaged, on all ranks."""
+    may be its own. Raises ValueError naming those that are damaged or hold other ids, on all ranks."""
     n_bytes = sum(shard["bytes"] for rows in splits for shard in rows.manifest["shards"])
     if n_bytes > TOLD_ABOVE:
         ranks.say(f"Checking {n_bytes / 1e9:.1f} GB of prepared rows")
@@ -135,7 +152,7 @@ def verify_shards(splits: Sequence[ShardSet], ranks: Ranks) -> None:
     damage = None
     for rows in splits:
         try:
-            rows.verify(place, n_places)
+            rows.verify(place, n_places, vocab_size)
         except ValueError as error:
             damage = damage or str(error)
     found = [text for text in ranks.gather(damage) if text is not None]
@@ -148,8 +165,15 @@ def describe(run: Run) -> str:
     parameters = sum(getattr(p, "ds_numel", p.numel()) for p in run.engine.draft.parameters())
     tokens = train.global_batch * run.config.data.seq_len
     kind = "GPU" if run.ranks.device.type == "cuda" else "CPU"
+    share, _ = run.rows.left_out()
     return (
+        f"Rows: {len(run.rows):,}{_counted(run.rows)}; {share:.1%} of the documents were left out\n"
         f"Training {run.config.draft.method} ({parameters / 1e6:.1f} M parameters) for {run.config.target.path} on "
         f"{run.ranks.world_size} {kind} rank(s), {train.precision}, ZeRO-{train.zero_stage}: step {run.step} to "
         f"{train.n_steps}, up to {tokens:,} tokens each, from {run.config.data.path}; all goes to {train.run_dir}"
     )
+
+
+def _counted(rows: ShardSet) -> str:
+    counted, used = (rows.manifest.get(name) for name in ("supervised_tokens", "tokens"))
+    return f", {used:,} tokens of which the loss counts {counted / used:.1%}" if counted and used else ""

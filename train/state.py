@@ -30,7 +30,7 @@ from longdraft.train.engine import LAG_S, DraftEngine, Ranks, TrainingError, wro
 STATE, WEIGHTS = "state.json", "draft.safetensors"
 # What may differ between a run and its resumption; anything else would change the result.
 FREE = ("train.run_dir", "train.save_every", "train.keep_checkpoints", "train.micro_batch", "train.max_skipped", "log",
-    "heldout", "decoding",
+    "heldout", "decoding", "data.max_dropped_share",
 )  # fmt: skip
 
 

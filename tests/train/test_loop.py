@@ -3,6 +3,7 @@ and what a loss that is no number does to it."""
 
 import gc
 import json
+import shutil
 from itertools import pairwise
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch.nn import Parameter
 
-from longdraft.data_prep.shards import Row
+from longdraft.data_prep.shards import Row, ShardSet
 from longdraft.launch.train import main
 from longdraft.models.drafts.tokenswift import TokenSwift, TokenSwiftConfig
 from longdraft.models.hf import load_target
@@ -80,6 +81,35 @@ def test_data_must_fit_config_and_target(config_file, target, data_folder, tmp_p
     (tmp_path / "train" / "manifest.json").write_text(json.dumps(manifest | {"shards": []}))
     with pytest.raises(ValueError, match=r"was prepared with the tokenizer abc, but target0's is none"):
         open_rows(load_config(config_file, [f"data.path={tmp_path}"]), "train", target)
+
+
+LEFT_OUT = {"documents": 40, "bad": {"empty": 50}, "dropped": {"shorter_than_seq_len": 10, "beyond_max_tokens": 900}}
+
+
+@pytest.mark.parametrize(("counts", "overrides", "said"), [
+    ({"supervised_tokens": 0}, [], r"data\.path: .*/train has no token that the loss counts; look at longdraft"),
+    (LEFT_OUT, [], r"data\.max_dropped_share: 0\.5, but 60% of the documents of .*/train were left out "
+                   r"\(empty: 50, shorter_than_seq_len: 10\); mend the sources, or raise it"),
+    (LEFT_OUT, ["data.max_dropped_share=0.6"], None),
+    ({"supervised_tokens": 9, "documents": 5}, ["data.max_dropped_share=0"], None),
+])  # fmt: skip
+def test_data_that_is_mostly_missing_is_refused(config_file, target, data_folder, tmp_path, counts, overrides, said):
+    shutil.copytree(data_folder, tmp_path / "data")
+    file = tmp_path / "data" / "train" / "manifest.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | counts))
+    config = load_config(config_file, [f"data.path={tmp_path / 'data'}", *overrides])
+    if said is None:
+        assert len(open_rows(config, "train", target)) == 45
+        return
+    with pytest.raises(ValueError, match=said):
+        open_rows(config, "train", target)
+
+
+def test_ids_outside_of_the_vocabulary_are_refused(data_folder):
+    rows = ShardSet(data_folder / "train")
+    rows.verify(vocab_size=97)
+    with pytest.raises(ValueError, match=r"shard-00000\.arrow holds token ids from 0 to 96, outside of .* 96"):
+        rows.verify(vocab_size=96)
 
 
 def test_wandb_offline_keeps_its_run_and_forgets_what_a_kill_left(config_file, tmp_path, monkeypatch):

@@ -1,0 +1,220 @@
+"""A prepared folder looked at: counts, what was left out and why, copies, lengths, and a few samples in words.
+
+Everything is read from the shards themselves, not taken from the manifest alone; a shard is read at a time. Not here:
+how rows are made (prepare.py).
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from longdraft.data_prep.folder import SPLITS
+from longdraft.data_prep.shards import ShardSet
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+LENGTHS_PNG = "lengths.png"
+N_SAMPLES, SAMPLE_TOKENS = 3, 160
+QUANTILES = (0.0, 0.5, 0.9, 1.0)
+LOSS, PLAIN, RESET = "\x1b[32m", "\x1b[2m", "\x1b[0m"
+
+
+@dataclass(frozen=True)
+class SplitReport:
+    """A split in numbers. `supervised_share`, `filler_share`: of tokens and of row places; `bad`, `dropped`: left out,
+    by reason; `copies`: documents that are token for token another one before them; `lengths`: tokens of a document at
+    QUANTILES; `in_both`: documents that stand in the other split too."""
+
+    rows: int
+    tokens: int
+    supervised_share: float
+    filler_share: float
+    documents: int
+    pieces: int
+    rows_without_loss: int
+    bad: dict[str, int]
+    bad_named: list[dict[str, str]]
+    dropped: dict[str, int]
+    copies: int
+    in_both: int
+    lengths: list[int]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A part of a piece, from its token `start` on: where it is from, and its text in runs, each with whether the loss
+    counts it."""
+
+    split: str
+    row: int
+    document: str
+    start: int
+    runs: list[tuple[str, bool]]
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """Of a whole folder; `all_lengths`: tokens of every document, by split."""
+
+    folder: Path
+    seq_len: int
+    splits: dict[str, SplitReport]
+    samples: list[Sample]
+    all_lengths: dict[str, np.ndarray]
+
+    def as_json(self) -> str:
+        """One object; `all_lengths` is left out."""
+        splits = {name: asdict(report) for name, report in self.splits.items()}
+        samples = [asdict(sample) for sample in self.samples]
+        return json.dumps({"seq_len": self.seq_len, "splits": splits, "samples": samples}, ensure_ascii=False, indent=1)
+
+
+def inspect(folder: Path, tokenizer: "PreTrainedTokenizerFast | None" = None, tokenizer_hash: str = "") -> Inspection:
+    """Reads all shards once.
+
+    Args:
+        folder: a finished one, which holds `train` and `heldout`.
+        tokenizer: decodes the samples; None: there are none. tokenizer_hash: its own, compared with the folder's.
+    Raises:
+        ValueError: no finished folder, a damaged shard, another tokenizer than the one that made it.
+    """
+    sets = {split: ShardSet(folder / split) for split in SPLITS}
+    train = sets[SPLITS[0]]
+    if tokenizer is not None and tokenizer_hash != train.manifest["tokenizer_sha256"]:
+        raise ValueError(
+            f"{folder} was prepared with the tokenizer {train.manifest['tokenizer_sha256']}, and this target's is "
+            f"{tokenizer_hash}; give the --target that it was prepared for"
+        )
+    found = {split: list(_documents(rows)) for split, rows in sets.items()}
+    digests = {split: [digest for digest, _ in documents] for split, documents in found.items()}
+    lengths = {split: np.array([n for _, n in documents], dtype=np.int64) for split, documents in found.items()}
+    reports = {}
+    for split, rows in sets.items():
+        others = set().union(*(digests[other] for other in SPLITS if other != split))
+        reports[split] = _report(rows, digests[split], lengths[split], others)
+    samples = [] if tokenizer is None else _samples(train, tokenizer)
+    return Inspection(folder, train.manifest["seq_len"], reports, samples, lengths)
+
+
+def _documents(rows: ShardSet) -> Iterator[tuple[bytes, int]]:
+    """(hash of its tokens, their number) of every document; its pieces lie in one shard, in whichever rows."""
+    first = 0
+    for shard in rows.manifest["shards"]:
+        pieces: dict[str, dict[int, np.ndarray]] = {}
+        for i in range(first, first + shard["rows"]):
+            row = rows[i]
+            places = zip(rows.pieces(i), row["borders"][:-1], row["borders"][1:], strict=True)
+            for (document, number), start, stop in places:
+                pieces.setdefault(document, {})[number] = row["tokens"][start:stop]
+        for document in pieces.values():
+            tokens = np.concatenate([document[number] for number in sorted(document)])
+            yield hashlib.sha256(tokens.tobytes()).digest(), len(tokens)
+        first += shard["rows"]
+
+
+def _report(rows: ShardSet, digests: Sequence[bytes], lengths: np.ndarray, others: set[bytes]) -> SplitReport:
+    tokens = pieces = supervised = silent = 0
+    for i in range(len(rows)):
+        row = rows[i]
+        n_counted = int(row["loss"].sum())
+        tokens += int(row["borders"][-1])
+        pieces += len(row["borders"]) - 1
+        supervised += n_counted
+        silent += n_counted == 0
+    manifest, places = rows.manifest, len(rows) * rows.manifest["seq_len"]
+    return SplitReport(
+        rows=len(rows),
+        tokens=tokens,
+        supervised_share=supervised / max(1, tokens),
+        filler_share=1 - tokens / places if places else 0.0,
+        documents=len(digests),
+        pieces=pieces,
+        rows_without_loss=silent,
+        bad=manifest["bad"],
+        bad_named=manifest["bad_named"],
+        dropped=manifest["dropped"],
+        copies=len(digests) - len(set(digests)),
+        in_both=sum(digest in others for digest in digests),
+        lengths=[int(n) for n in np.quantile(lengths, QUANTILES, method="nearest")] if len(lengths) else [],
+    )
+
+
+def _samples(rows: ShardSet, tokenizer: "PreTrainedTokenizerFast") -> list[Sample]:
+    """The first piece of rows spread over the split, each from a little before the first token that the loss counts."""
+    n = min(N_SAMPLES, len(rows))
+    samples = []
+    for i in (k * len(rows) // n for k in range(n)):
+        row, length = rows[i], int(rows[i]["borders"][1])
+        start = max(0, int(row["loss"][:length].argmax()) - SAMPLE_TOKENS // 2)
+        part = slice(start, min(length, start + SAMPLE_TOKENS))
+        tokens, loss = row["tokens"][part], row["loss"][part]
+        borders = [0, *(np.flatnonzero(loss[1:] != loss[:-1]) + 1).tolist(), len(tokens)]
+        runs = [(str(tokenizer.decode(tokens[a:b].tolist())), bool(loss[a])) for a, b in pairwise(borders)]
+        samples.append(Sample(SPLITS[0], i, rows.pieces(i)[0][0], start, runs))
+    return samples
+
+
+def as_text(found: Inspection, colour: bool) -> str:
+    """For people. colour: what the loss counts is green, the rest faint; without, it stands in 《》."""
+    lines = [f"{found.folder}: rows of {found.seq_len:,} tokens"]
+    for split, report in found.splits.items():
+        low, half, most, high = report.lengths or (0, 0, 0, 0)
+        lines += [
+            f"  {split}: {report.rows:,} rows, {report.tokens:,} tokens, of which the loss counts "
+            f"{report.supervised_share:.1%}; {report.filler_share:.2%} filler",
+            f"    {report.documents:,} documents in {report.pieces:,} pieces; tokens of one: {low:,} to {high:,}, half "
+            f"have at most {half:,}, nine of ten at most {most:,}",
+        ]
+        notes = {
+            "rows without a token that the loss counts": report.rows_without_loss,
+            "documents that copy another of this split, token for token": report.copies,
+            "documents that stand in the other split too": report.in_both,
+        }
+        lines += [f"    {what}: {n:,}" for what, n in notes.items() if n]
+        for what, reasons in (("bad", report.bad), ("dropped", report.dropped)):
+            if reasons:
+                words = ", ".join(f"{n:,} {reason}" for reason, n in reasons.items())
+                lines.append(f"    {sum(reasons.values()):,} {what}: {words}")
+        if report.bad_named:
+            named = ", ".join(f"{entry['document']} ({entry['why']})" for entry in report.bad_named[:5])
+            lines.append(f"    bad ones, for example: {named}")
+    for sample in found.samples:
+        where = f"row {sample.row}, {sample.document}" + (f" from token {sample.start:,} on" if sample.start else "")
+        lines.append(f"  sample, {sample.split} {where}:")
+        text = "".join(_marked(run, counted, colour) for run, counted in sample.runs)
+        lines += [f"    | {line}" for line in text.splitlines()]
+    return "\n".join(lines)
+
+
+def _marked(text: str, counted: bool, colour: bool) -> str:
+    if colour:  # line by line: what stands before each would be coloured too
+        start = LOSS if counted else PLAIN
+        return "\n".join(f"{start}{line}{RESET}" if line else "" for line in text.split("\n"))
+    return f"《{text}》" if counted else text
+
+
+def draw_lengths(found: Inspection, path: Path) -> None:
+    """A histogram of the documents' lengths, both splits in one, to a PNG."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    lengths = np.concatenate([np.array([1]) if not len(n) else n for n in found.all_lengths.values()])
+    bins = np.geomspace(lengths.min(), lengths.max() + 1, 40)
+    for split, lengths in found.all_lengths.items():
+        axes.hist(lengths, bins=bins, label=f"{split}: {len(lengths):,} documents", histtype="step")
+    axes.axvline(found.seq_len, color="grey", linestyle="--", label=f"a row: {found.seq_len:,} tokens")
+    axes.set(
+        xscale="log", yscale="log", xlabel="tokens of a document", ylabel="documents", title=str(found.folder.name)
+    )
+    axes.legend()
+    figure.savefig(path, dpi=120, metadata={"Software": None})

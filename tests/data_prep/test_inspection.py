@@ -1,0 +1,96 @@
+"""What `longdraft prepare --inspect` says of a folder, against what was put in."""
+
+import json
+
+import pytest
+
+from longdraft.data_prep.inspection import as_text, draw_lengths, inspect
+from longdraft.data_prep.prepare import PrepareConfig, prepare
+from longdraft.launch.prepare import main
+
+TEMPLATE = (
+    "{% for m in messages %}{{ '<|start|>' + m.role + ':' }}"
+    "{% if m.role == 'assistant' %}{% generation %}{{ m.content + '<|end|>' }}{% endgeneration %}"
+    "{% else %}{{ m.content + '<|end|>' }}{% endif %}{% endfor %}"
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, tiny_tokenizer):
+    """70 different texts, one of them four times, an empty one, and one that is no text."""
+    root = tmp_path_factory.mktemp("inspected")
+    texts = [f"document {i} " + "word " * (5 * i) for i in range(70)]
+    records = [{"text": text} for text in [*texts, texts[3], texts[3], texts[3], ""]] + [{"text": 5}]
+    (root / "lines.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    config = PrepareConfig((str(root / "lines.jsonl"),), root / "out", seq_len=64, heldout_share=0.2, max_bad_share=0.1)
+    prepare(config, tiny_tokenizer, "hash")
+    return config.out
+
+
+def test_numbers_are_those_of_the_texts(folder, tiny_tokenizer):
+    found = inspect(folder)
+    train, heldout = found.splits["train"], found.splits["heldout"]
+    assert train.documents + heldout.documents == 73 and train.copies + heldout.copies == 3
+    assert (train.in_both, heldout.in_both) == (0, 0)
+    assert (train.supervised_share, train.rows_without_loss) == (1.0, 0)
+    assert sum(len(lengths) for lengths in found.all_lengths.values()) == 73
+    tokens = sum(int(lengths.sum()) for lengths in found.all_lengths.values())
+    assert tokens == train.tokens + heldout.tokens
+    assert train.filler_share == pytest.approx(1 - train.tokens / (64 * train.rows))
+    longest = tiny_tokenizer("document 69 " + "word " * 345)["input_ids"]
+    assert max(train.lengths[-1], heldout.lengths[-1]) == len(longest) + 1  # and the end
+    assert sum(sum(split.bad.values()) for split in (train, heldout)) == 2
+    assert found.samples == []
+
+
+def test_samples_decode_and_mark_what_counts(tmp_path, tiny_tokenizer):
+    turns = [{"role": "user", "content": "a question " * 20}, {"role": "assistant", "content": "an answer"}]
+    records = [{"messages": [{**turns[0], "content": f"{turns[0]['content']}{i}"}, turns[1]]} for i in range(20)]
+    (tmp_path / "chat.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (tmp_path / "template.jinja").write_text(TEMPLATE)
+    config = PrepareConfig(
+        (str(tmp_path / "chat.jsonl"),), tmp_path / "out", seq_len=256, heldout_share=0.2, chat_field="messages",
+        chat_template=tmp_path / "template.jinja",
+    )  # fmt: skip
+    prepare(config, tiny_tokenizer, "hash")
+    found = inspect(config.out, tiny_tokenizer, "hash")
+    assert len(found.samples) == 3
+    for sample in found.samples:
+        counted = "".join(text for text, in_loss in sample.runs if in_loss)
+        assert counted == "an answer<|end|>"
+        assert sample.runs[0][0].rstrip().endswith("assistant:") and not sample.runs[0][1]
+    shown = as_text(found, colour=False)
+    assert "《an answer<|end|>》" in shown and "\x1b[" not in shown
+    assert "\x1b[32man answer<|end|>\x1b[0m" in as_text(found, colour=True)
+    assert json.loads(found.as_json())["samples"][0]["runs"][-1] == ["an answer<|end|>", True]
+    with pytest.raises(ValueError, match=r"prepared with the tokenizer hash, and this target's is other"):
+        inspect(config.out, tiny_tokenizer, "other")
+
+
+def test_the_command(folder, capsys):
+    main(["--inspect", str(folder)])
+    shown = capsys.readouterr().out
+    assert "copy another of this split, token for token: 3" in shown and "field_not_text" in shown
+    assert (folder / "lengths.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    main(["--inspect", str(folder), "--json"])
+    report = json.loads(capsys.readouterr().out)
+    assert report["seq_len"] == 64 and report["splits"]["train"]["rows"] > report["splits"]["heldout"]["rows"] > 0
+
+
+def test_the_figure_is_the_same_twice(folder, tmp_path):
+    found = inspect(folder)
+    for name in ("a.png", "b.png"):
+        draw_lengths(found, tmp_path / name)
+    assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
+
+
+@pytest.mark.parametrize(("argv", "said"), [
+    (["--inspect", "nowhere"], r"nowhere/train holds no finished data"),
+    (["--out", "x"], r"the following arguments are required: --source, --target, --seq-len"),
+])  # fmt: skip
+def test_mistakes_are_named(argv, said, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as stop:
+        main(argv)
+    assert stop.value.code == 2
+    assert said in capsys.readouterr().err
