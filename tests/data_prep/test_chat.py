@@ -296,8 +296,8 @@ def test_odd_added_tokens_keep_their_ids():
     encoded = encode(tokenizer, messages, CHATML)
     assert encoded.tokens.tolist() == reference(tokenizer, messages, CHATML)
     # Tokens that are added but not special are what the model writes: one token each.
-    ids = tokenizer.convert_tokens_to_ids(["<think>", "</think>"])
-    assert [(encoded.tokens == token).sum() for token in ids] == [2, 1]
+    counts = [(encoded.tokens == tokenizer.convert_tokens_to_ids(token)).sum() for token in ("<think>", "</think>")]
+    assert counts == [2, 1]
     assert answers(tokenizer, messages, CHATML) == {"c": ["<think>a boat</think> a ship<|im_end|>"]}  # blanks taken
 
 
