@@ -128,7 +128,7 @@ def test_wandb_offline_keeps_its_run_and_forgets_what_a_kill_left(config_file, t
     assert tracker.wandb_id is not None and again.wandb_id == tracker.wandb_id
     assert [(record["step"], record["loss"]) for record in read_metrics(tmp_path)] == [(1, 1.0), (2, 0.5), (3, 0.5)]
     folders = [path.name for path in (tmp_path / "wandb").glob("offline-run-*")]
-    assert folders and all(name.endswith(tracker.wandb_id) for name in folders)
+    assert folders and all(tracker.wandb_id in name for name in folders)  # W&B numbers those of one second
 
 
 def test_wandb_auto_is_offline_without_a_key(monkeypatch, tmp_path):
