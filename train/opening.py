@@ -176,4 +176,4 @@ def describe(run: Run) -> str:
 
 def _counted(rows: ShardSet) -> str:
     counted, used = (rows.manifest.get(name) for name in ("supervised_tokens", "tokens"))
-    return f", {used:,} tokens of which the loss counts {counted / used:.1%}" if counted and used else ""
+    return f" with {used:,} tokens, of which the loss counts {counted / used:.1%}" if counted and used else ""
