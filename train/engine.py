@@ -13,7 +13,7 @@ import socket
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import chdir, contextmanager, redirect_stdout
+from contextlib import chdir, contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from io import StringIO
@@ -153,7 +153,8 @@ def _import_without_compiler(name: str) -> None:
     `torch.compile`: seconds for PyTorch's whole compiler, in every process, for what never runs here."""
     compiler, torch.compile = torch.compile, lambda function: function
     try:
-        importlib.import_module(name)
+        with suppress(ImportError):  # another version of DeepSpeed may not have it
+            importlib.import_module(name)
     finally:
         torch.compile = compiler
 
