@@ -6,7 +6,8 @@ how rows are made (prepare.py).
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -92,51 +93,51 @@ def inspect(folder: Path, tokenizer: "PreTrainedTokenizerFast | None" = None, to
             f"{folder} was prepared with the tokenizer {train.manifest['tokenizer_sha256']}, and this target's is "
             f"{tokenizer_hash}; give the --target that it was prepared for"
         )
-    found = {split: list(_documents(rows)) for split, rows in sets.items()}
-    digests = {split: [digest for digest, _ in documents] for split, documents in found.items()}
-    lengths = {split: np.array([n for _, n in documents], dtype=np.int64) for split, documents in found.items()}
+    counts, digests, lengths = {}, {}, {}
+    for split, rows in sets.items():
+        counts[split], documents = _read(rows)
+        digests[split] = [digest for digest, _ in documents]
+        lengths[split] = np.array([n for _, n in documents], dtype=np.int64)
     reports = {}
     for split, rows in sets.items():
         others = set().union(*(digests[other] for other in SPLITS if other != split))
-        reports[split] = _report(rows, digests[split], lengths[split], others)
+        reports[split] = _report(rows, counts[split], digests[split], lengths[split], others)
     samples = [] if tokenizer is None else _samples(train, tokenizer)
     return Inspection(folder, train.manifest["seq_len"], reports, samples, lengths)
 
 
-def _documents(rows: ShardSet) -> Iterator[tuple[bytes, int]]:
-    """(hash of its tokens, their number) of every document; its pieces lie in one shard, in whichever rows."""
-    first = 0
+def _read(rows: ShardSet) -> tuple[Counter[str], list[tuple[bytes, int]]]:
+    """(Numbers over all rows, by name; hash of its tokens and their number for every document). The pieces of a
+    document lie in one shard, in whichever rows."""
+    counts, documents, first = Counter(), [], 0
     for shard in rows.manifest["shards"]:
         pieces: dict[str, dict[int, np.ndarray]] = {}
         for i in range(first, first + shard["rows"]):
             row = rows[i]
-            places = zip(rows.pieces(i), row["borders"][:-1], row["borders"][1:], strict=True)
-            for (document, number), start, stop in places:
+            counted = int(row["loss"].sum())
+            counts.update(tokens=int(row["borders"][-1]), pieces=len(row["borders"]) - 1)
+            counts.update(supervised=counted, without_loss=int(counted == 0))
+            for (document, number), (start, stop) in zip(rows.pieces(i), pairwise(row["borders"]), strict=True):
                 pieces.setdefault(document, {})[number] = row["tokens"][start:stop]
         for document in pieces.values():
             tokens = np.concatenate([document[number] for number in sorted(document)])
-            yield hashlib.sha256(tokens.tobytes()).digest(), len(tokens)
+            documents.append((hashlib.sha256(tokens.tobytes()).digest(), len(tokens)))
         first += shard["rows"]
+    return counts, documents
 
 
-def _report(rows: ShardSet, digests: Sequence[bytes], lengths: np.ndarray, others: set[bytes]) -> SplitReport:
-    tokens = pieces = supervised = silent = 0
-    for i in range(len(rows)):
-        row = rows[i]
-        n_counted = int(row["loss"].sum())
-        tokens += int(row["borders"][-1])
-        pieces += len(row["borders"]) - 1
-        supervised += n_counted
-        silent += n_counted == 0
+def _report(
+    rows: ShardSet, counts: Counter[str], digests: Sequence[bytes], lengths: np.ndarray, others: set[bytes]
+) -> SplitReport:
     manifest, places = rows.manifest, len(rows) * rows.manifest["seq_len"]
     return SplitReport(
         rows=len(rows),
-        tokens=tokens,
-        supervised_share=supervised / max(1, tokens),
-        filler_share=1 - tokens / places if places else 0.0,
+        tokens=counts["tokens"],
+        supervised_share=counts["supervised"] / max(1, counts["tokens"]),
+        filler_share=1 - counts["tokens"] / places if places else 0.0,
         documents=len(digests),
-        pieces=pieces,
-        rows_without_loss=silent,
+        pieces=counts["pieces"],
+        rows_without_loss=counts["without_loss"],
         bad=manifest["bad"],
         bad_named=manifest["bad_named"],
         dropped=manifest["dropped"],
@@ -151,7 +152,8 @@ def _samples(rows: ShardSet, tokenizer: "PreTrainedTokenizerFast") -> list[Sampl
     n = min(N_SAMPLES, len(rows))
     samples = []
     for i in (k * len(rows) // n for k in range(n)):
-        row, length = rows[i], int(rows[i]["borders"][1])
+        row = rows[i]
+        length = int(row["borders"][1])
         start = max(0, int(row["loss"][:length].argmax()) - SAMPLE_TOKENS // 2)
         part = slice(start, min(length, start + SAMPLE_TOKENS))
         tokens, loss = row["tokens"][part], row["loss"][part]
@@ -213,8 +215,6 @@ def draw_lengths(found: Inspection, path: Path) -> None:
     for split, lengths in found.all_lengths.items():
         axes.hist(lengths, bins=bins, label=f"{split}: {len(lengths):,} documents", histtype="step")
     axes.axvline(found.seq_len, color="grey", linestyle="--", label=f"a row: {found.seq_len:,} tokens")
-    axes.set(
-        xscale="log", yscale="log", xlabel="tokens of a document", ylabel="documents", title=str(found.folder.name)
-    )
+    axes.set(xscale="log", yscale="log", xlabel="tokens of a document", ylabel="documents", title=found.folder.name)
     axes.legend()
     figure.savefig(path, dpi=120, metadata={"Software": None})
