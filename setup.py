@@ -28,7 +28,7 @@ setup(
     python_requires=">=3.11,<3.13",
     packages=list(packages),
     package_dir=packages,
-    package_data={name: ["*.yaml"] for name in packages if name.startswith("longdraft.configs")}
+    package_data={name: ["*.yaml", "*.jinja"] for name in packages if name.startswith("longdraft.configs")}
     | {"longdraft.kernels.cpu_impl": ["*.c", "*.inc"]},
     install_requires=[
         "torch>=2.8",

@@ -93,16 +93,26 @@ class ChatEncoder:
         if not complete.text.startswith(prompt.text):
             raise Unusable("prompt_not_kept")
         begin = len(prompt.text)
-        probed = self._template.render(messages, mark_end=True)
-        if probed.text != complete.text or len(probed.answer_ends) != 1 or probed.answer_ends[0] < begin:
+        text, end = complete.text, self._content_end(messages, complete.text)
+        if end < begin:
             raise Unusable("answer_not_found")
-        text, end = complete.text, probed.answer_ends[0]
         if special := STAND_IN.search(text, end):
             return MarkedText(text, [(begin, special.end())])
         if end < len(text):
             return MarkedText(text, [(begin, end + 1)])  # the token that this character is in
         text += stand_in(self.eos_id)
         return MarkedText(text, [(begin, len(text))])
+
+    def _content_end(self, messages: list[tuple[str, str]], text: str) -> int:
+        """Where the last content ends in the rendered text; -1 where that cannot be told."""
+        content = messages[-1][1]
+        # Before the blanks at its end, which many templates take away; behind them, where a template takes them away
+        # as blanks at the beginning (Qwen3's, of an answer that is all thought).
+        for place in (len(content.rstrip()), len(content)):
+            probed = self._template.render(messages, mark_at=place)
+            if probed.text == text and len(probed.answer_ends) == 1:
+                return probed.answer_ends[0]
+        return -1
 
     def _whole(self, messages: list[tuple[str, str]], turns: list[MarkedText]) -> MarkedText | None:
         """The whole conversation, where it shows at each turn what the turn alone shows."""

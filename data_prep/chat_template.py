@@ -38,7 +38,7 @@ def stand_in(token: int) -> str:
 @dataclass(frozen=True)
 class Rendered:
     """text: with stand-ins. marked: (start, stop) of the template's own {% generation %} blocks. answer_ends: where the
-    last message's content ends, once for each time it was written; only with `mark_end`. All in characters of text."""
+    last message's content ends, once for each time it was written; only with `mark_at`. All in characters of text."""
 
     text: str
     marked: list[tuple[int, int]]
@@ -68,13 +68,13 @@ class ChatTemplate:
         """The messages for `render`: no special token that a content spells can be taken for the template's."""
         return [(role, self._starts.sub(rf"\1{GUARD}", content)) for role, content in messages]
 
-    def render(self, messages: Sequence[tuple[str, str]], prompt: bool = False, mark_end: bool = False) -> Rendered:
-        """messages: guarded. prompt: with what stands before an answer. Raises Unusable where the template refuses."""
+    def render(self, messages: Sequence[tuple[str, str]], prompt: bool = False, mark_at: int | None = None) -> Rendered:
+        """messages: guarded. prompt: with what stands before an answer. mark_at: the place in the last content that
+        `answer_ends` tells of. Raises Unusable where the template refuses."""
         given = [{"role": role, "content": content} for role, content in messages]
-        if mark_end:
-            # Before the blanks at its end, which many templates take away.
-            kept = given[-1]["content"].rstrip()
-            given[-1]["content"] = kept + ANSWER_END + given[-1]["content"][len(kept) :]
+        if mark_at is not None:
+            content = given[-1]["content"]
+            given[-1]["content"] = content[:mark_at] + ANSWER_END + content[mark_at:]
         arguments = {"messages": given, "add_generation_prompt": prompt, "tools": None, "documents": None}
         try:
             raw = self._template.render(self._variables | arguments)

@@ -37,7 +37,9 @@ def test_wheel_holds_every_module_and_recipe(wheel):
     folders = ("data_prep", "infer", "kernels", "launch", "models", "train")
     tracked = subprocess.run(["git", "-C", ROOT, "ls-files"], check=True, capture_output=True, text=True).stdout.split()
     wanted = {f for f in tracked if f.split("/")[0] in folders and f.endswith(".py") and (ROOT / f).exists()}
-    wanted |= {f for f in tracked if f.startswith("configs/") and f.endswith(".yaml") and (ROOT / f).exists()}
+    wanted |= {
+        f for f in tracked if f.startswith("configs/") and f.endswith((".yaml", ".jinja")) and (ROOT / f).exists()
+    }
     assert {f"longdraft/{name}" for name in wanted} <= names
 
 

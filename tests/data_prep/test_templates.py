@@ -1,0 +1,258 @@
+"""The chat templates of configs/chat_templates, held against reference files written by hand from the documented forms.
+
+A file of templates/ holds conversations: `=== name`, then each message under `--- role`, then under `--- rendered` what
+the template makes of it, once for each sequence. Text stands between bars, so that blanks at its ends are seen; a new
+line begins where a line ends. In rendered text 《 》 enclose what the loss counts, and « » a control token's spelling
+that came with a message and stays plain text. The marks are no part of the text.
+"""
+
+import re
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Regex, Tokenizer
+from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
+from transformers import PreTrainedTokenizerFast
+
+from longdraft.data_prep.chat import ChatEncoder, make_chat_encoder
+from longdraft.data_prep.documents import ROLES, Conversation
+from longdraft.data_prep.tokenize import Encoded
+
+TEMPLATES = Path(__file__).resolve().parents[2] / "configs" / "chat_templates"
+REFERENCES = Path(__file__).with_name("templates")
+BAR = "│"
+
+LLAMA = ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
+CHATML = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+Messages = list[tuple[str, str]]
+TOOLS = ["<tool_call>", "</tool_call>"]
+# How Llama 3 and Qwen part a text before BPE: a run of line ends is never split, whatever stands behind it.
+LINE_ENDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+@dataclass(frozen=True)
+class Family:
+    """special: control tokens. plain: tokens that the family's tokenizer adds without calling them special. splits: its
+    regular expression, None for SmolLM2's own."""
+
+    bos: str | None
+    eos: str
+    special: list[str]
+    plain: list[str] = field(default_factory=list)
+    splits: str | None = None
+
+
+FAMILIES = {
+    "llama-3": Family("<|begin_of_text|>", "<|eot_id|>", LLAMA, splits=LINE_ENDS),
+    "llama-3.1": Family("<|begin_of_text|>", "<|eot_id|>", [*LLAMA, "<|eom_id|>", "<|python_tag|>"], splits=LINE_ENDS),
+    "qwen2.5": Family(None, "<|im_end|>", CHATML, TOOLS, LINE_ENDS),
+    "qwen3": Family(
+        None, "<|im_end|>", CHATML, [*TOOLS, "<tool_response>", "</tool_response>", "<think>", "</think>"], LINE_ENDS
+    ),
+    "vicuna": Family("<s>", "</s>", ["<unk>", "<s>", "</s>"]),
+    "smollm2": Family("<|im_start|>", "<|im_end|>", CHATML),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    sections: list[tuple[str, list[str]]]
+
+    @property
+    def messages(self) -> list[tuple[str, str]]:
+        return [(role, "\n".join(lines)) for role, lines in self.sections if role != "rendered"]
+
+    @property
+    def rendered(self) -> list[str]:
+        return ["\n".join(lines) for role, lines in self.sections if role == "rendered"]
+
+
+def read_cases(family: str) -> list[Case]:
+    cases = []
+    for line in (REFERENCES / f"{family}.txt").read_text(encoding="utf-8").split("\n"):
+        if line.startswith("=== "):
+            cases.append(Case(line[4:], []))
+        elif line.startswith("--- "):
+            cases[-1].sections.append((line[4:], []))
+        elif line.startswith(BAR):
+            assert len(line) > 1 and line.endswith(BAR), line
+            cases[-1].sections[-1][1].append(line[1:-1])
+        else:
+            assert not line or line.startswith("# "), line
+    return cases
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A family's tokenizer, which is SmolLM2's with the family's tokens, and the encoder with the family's template."""
+
+    name: str
+    tokenizer: PreTrainedTokenizerFast
+    encoder: ChatEncoder
+    cases: list[Case]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request, smollm2) -> Loaded:
+    """All tests of one family follow one another."""
+    name, family = request.param, FAMILIES[request.param]
+    rust = Tokenizer.from_str(smollm2.backend_tokenizer.to_str())
+    rust.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in family.special])
+    rust.add_tokens([AddedToken(token, normalized=False) for token in family.plain])
+    if family.splits is not None:
+        split = Split(Regex(family.splits), behavior="isolated")
+        rust.pre_tokenizer = Sequence([split, ByteLevel(add_prefix_space=False, use_regex=False)])
+    roles = {"eos_token": family.eos} | ({"bos_token": family.bos} if family.bos else {})
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=rust, **roles)
+    tokenizer.chat_template = (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8")
+    return Loaded(name, tokenizer, make_chat_encoder(tokenizer), read_cases(name))
+
+
+def encode(family: Loaded, messages: Messages) -> list[Encoded]:
+    return family.encoder.encode_document(Conversation("c", b"", tuple(messages)))
+
+
+def decode(family: Loaded, tokens) -> str:
+    text = family.tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    assert isinstance(text, str)
+    return text
+
+
+def marked(family: Loaded, tokens, spans) -> str:
+    """The text of all tokens, each run of `spans` between marks."""
+    text, at = "", 0
+    for start, stop in spans:
+        text += f"{decode(family, tokens[at:start])}《{decode(family, tokens[start:stop])}》"
+        at = stop
+    return text + decode(family, tokens[at:])
+
+
+def unmarked(rendered: str, marks: str = "《》«»") -> str:
+    return rendered.translate({ord(mark): None for mark in marks})
+
+
+def theirs(tokenizer: PreTrainedTokenizerFast, messages: Messages, **kwargs) -> Any:
+    """transformers' own rendering, as tokens or with tokenize=False as text."""
+    chat = [{"role": role, "content": content} for role, content in messages]
+    return tokenizer.apply_chat_template(chat, return_dict=False, **kwargs)
+
+
+def shown_by(one: Encoded, messages: Messages) -> tuple[Messages, list[int]]:
+    """The messages that a sequence shows, all or those up to its turn; and which of them its spans are."""
+    answers = [i for i, (role, _) in enumerate(messages) if role == "assistant"]
+    if "#" in one.name:
+        messages = messages[: answers[int(one.name.split("#")[1]) - 1] + 1]
+        answers = [len(messages) - 1]
+    return messages, answers
+
+
+def test_every_template_has_a_reference_and_a_family():
+    assert {path.stem for path in TEMPLATES.iterdir()} == {path.stem for path in REFERENCES.iterdir()} == {*FAMILIES}
+    for name in FAMILIES:
+        cases = read_cases(name)
+        assert len({case.name for case in cases}) == len(cases) >= 5
+        assert all("《" in rendered for case in cases for rendered in case.rendered)
+
+
+def test_tokens_and_spans_are_the_references(family):
+    special = FAMILIES[family.name].special
+    ids, spelled = family.tokenizer.convert_tokens_to_ids(special), "|".join(map(re.escape, special))
+    for case in family.cases:
+        found = encode(family, case.messages)
+        expected = [unmarked(rendered, "«»") for rendered in case.rendered]
+        assert [marked(family, one.tokens, one.spans) for one in found] == expected, case.name
+        # The control tokens are the template's, in order, and none comes of a message.
+        for one, rendered in zip(found, case.rendered, strict=True):
+            written = re.findall(spelled, unmarked(re.sub("«.*?»", "", rendered)))
+            control = [token for token in one.tokens.tolist() if token in ids]
+            assert control == family.tokenizer.convert_tokens_to_ids(written), case.name
+            assert all(one.tokens[stop - 1] == family.tokenizer.eos_token_id for _, stop in one.spans), case.name
+
+
+def test_transformers_renders_the_same_text(family):
+    for case in family.cases:
+        for one, rendered in zip(encode(family, case.messages), case.rendered, strict=True):
+            messages, answers = shown_by(one, case.messages)
+            assert theirs(family.tokenizer, messages, tokenize=False) == unmarked(rendered), case.name
+            # What stands before each mark is what decoding is given.
+            prompts = [unmarked(rendered[: found.start()]) for found in re.finditer("《", rendered)]
+            assert prompts == [
+                theirs(family.tokenizer, messages[:i], tokenize=False, add_generation_prompt=True) for i in answers
+            ], case.name
+
+
+# An answer that begins with a line end, which would melt with the header's into one token: decoding never sees that.
+MELTS = {(name, "blanks at the ends, and characters of several bytes") for name in ("qwen2.5", "smollm2")}
+
+
+def test_transformers_gives_the_same_tokens(family):
+    """But for spelled control tokens, which transformers takes for real ones."""
+    for case in family.cases:
+        for one, rendered in zip(encode(family, case.messages), case.rendered, strict=True):
+            messages, answers = shown_by(one, case.messages)
+            same = "«" not in rendered and (family.name, case.name) not in MELTS
+            assert (one.tokens.tolist() == theirs(family.tokenizer, messages)) == same, case.name
+            if "«" in rendered:
+                continue
+            for (start, _), i in zip(one.spans, answers, strict=True):
+                prompt = theirs(family.tokenizer, messages[:i], add_generation_prompt=True)
+                assert one.tokens[:start].tolist() == prompt, case.name
+
+
+PARTS = ["ship", " ", "\n", "\n\n", "é", "🙂", "<think>", "</think>", "<|im_end|>", "<|eot_id|>", "</s>", "<s>", "  x"]
+contents = st.lists(st.sampled_from(PARTS), max_size=6).map("".join)
+turns = st.lists(st.tuples(contents, contents), min_size=1, max_size=3)
+openings = st.lists(contents, max_size=1)
+closings = st.lists(contents, max_size=1)
+
+
+def conversation(opening: list[str], turns: list[tuple[str, str]], closing: list[str]) -> Messages:
+    pairs = [[("user", question), ("assistant", answer)] for question, answer in turns]
+    system, last = [("system", content) for content in opening], [("user", content) for content in closing]
+    return [*system, *(message for pair in pairs for message in pair), *last]
+
+
+@settings(max_examples=60, deadline=None)
+@given(openings, turns, closings)
+def test_any_content_is_rendered_and_marked(family, opening, turns, closing):
+    messages, end = conversation(opening, turns, closing), FAMILIES[family.name].eos
+    found = encode(family, messages)
+    assert sum(len(one.spans) for one in found) == len(turns)
+    for one in found:
+        shown, answers = shown_by(one, messages)
+        assert decode(family, one.tokens) == theirs(family.tokenizer, shown, tokenize=False)
+        for (start, stop), i in zip(one.spans, answers, strict=True):
+            prompt = theirs(family.tokenizer, shown[:i], tokenize=False, add_generation_prompt=True)
+            assert decode(family, one.tokens[:start]) == prompt
+            turn = theirs(family.tokenizer, shown[: i + 1], tokenize=False)
+            assert prompt + decode(family, one.tokens[start:stop]) == turn[: turn.rindex(end) + len(end)]
+
+
+@settings(max_examples=200, deadline=None)
+@given(openings, st.lists(st.tuples(st.sampled_from(ROLES), contents), min_size=1, max_size=6), st.booleans())
+def test_ours_for_smollm2_is_the_one_its_tokenizer_carries(smollm2, opening, messages, prompt):
+    messages = [*(("system", content) for content in opening), *messages]
+    ours, render = (TEMPLATES / "smollm2.jinja").read_text(encoding="utf-8"), partial(theirs, smollm2, messages)
+    assert ours != smollm2.chat_template
+    arguments = {"tokenize": False, "add_generation_prompt": prompt}
+    assert render(chat_template=ours, **arguments) == render(**arguments)
+
+
+def test_vicuna_refuses_turns_out_of_order(smollm2):
+    encoder = make_chat_encoder(smollm2, (TEMPLATES / "vicuna.jinja").read_text(encoding="utf-8"))
+    for messages in (
+        [("user", "a"), ("user", "b"), ("assistant", "c")],
+        [("assistant", "a")],
+        [("user", "a"), ("assistant", "b"), ("system", "c"), ("user", "d"), ("assistant", "e")],
+    ):
+        with pytest.raises(ValueError, match="refused_by_template"):
+            encoder.encode_document(Conversation("c", b"", tuple(messages)))
