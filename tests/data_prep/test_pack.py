@@ -1,7 +1,10 @@
+import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longdraft.data_prep.pack import MODES, Piece, first, pack
+from longdraft.data_prep.pack import MODES, Piece, best_fit, first, pack
+from longdraft.data_prep.prepare import SHARD_TEXT_BYTES
 
 lengths_and_row = st.tuples(st.lists(st.integers(1, 200), max_size=60), st.integers(2, 64))
 
@@ -25,10 +28,25 @@ def test_pack_keeps_rows_short_full_and_sorted(case):
     assert all(0 < n <= seq_len for n in used)
     assert all(len(piece) > 0 for row in rows for piece in row)
     assert rows == sorted(sorted(row) for row in rows)
-    # A document is cut only where a row ends: all its pieces but the last are whole rows.
-    assert all(len(row) == 1 and len(row[0]) == seq_len for row in rows for p in row if p.stop < lengths[p.document])
+    # A document that fits a row is whole; of a longer one only what is left of whole rows stands with others.
+    assert all(len(p) == lengths[p.document] for row in rows for p in row if lengths[p.document] <= seq_len)
+    assert all(
+        row == [p] and len(p) == seq_len for row in rows for p in row if p.number < lengths[p.document] // seq_len
+    )
     # Best fit never opens a row that an open one had room for, so no two rows could be one.
     assert all(a + b > seq_len for i, a in enumerate(used) for b in used[i + 1 :])
+
+
+@given(st.lists(st.integers(1, 4000), max_size=25), st.sampled_from([64, 100, 500]))
+def test_what_is_left_of_long_documents_is_cut_only_to_save_a_row(lengths, seq_len):
+    rows = pack(lengths, seq_len)
+    alone = best_fit([Piece(i, 0, 0, n % seq_len) for i, n in enumerate(lengths) if n % seq_len], seq_len)
+    n_saved = len(alone) + sum(n // seq_len for n in lengths) - len(rows)
+    pieces = [piece for row in rows for piece in row]
+    n_cuts = len(pieces) - sum(-(-n // seq_len) for n in lengths)
+    assert n_saved > 0 or (n_saved, n_cuts) == (0, 0)
+    # No scraps: a piece is shorter than a 32nd of a row only where its document leaves so little.
+    assert all(len(p) >= min(seq_len // 32, lengths[p.document] % seq_len or seq_len) for p in pieces)
 
 
 @given(lengths_and_row)
@@ -51,6 +69,49 @@ def test_pack_wastes_little_on_short_documents():
     lengths = [1 + (i * 7919) % 700 for i in range(3000)]
     rows = pack(lengths, 512)
     assert 1 - sum(lengths) / (512 * len(rows)) < 0.01
+
+
+def documents_of_a_shard(rng, median: int, sigma: float, n_bytes: int, bytes_a_token: float) -> list[int]:
+    """Lengths in tokens, lognormal, until they make the text of a shard."""
+    lengths: list[int] = []
+    while sum(lengths) * bytes_a_token < n_bytes:
+        lengths.append(max(20, int(rng.lognormal(np.log(median), sigma))))
+    return lengths
+
+
+def filler(lengths: list[int], seq_len: int) -> float:
+    return 1 - sum(lengths) / (seq_len * len(pack(lengths, seq_len)))
+
+
+@pytest.mark.parametrize("seq_len", [8192, 32768])
+def test_filler_of_books_is_under_one_percent(seq_len):
+    """PG-19's lengths, about, in shards of the size that sets beyond 256 MB have: some 40 books each."""
+    rng = np.random.default_rng(0)
+    for sigma in (0.6, 0.9):
+        shards = [documents_of_a_shard(rng, 90_000, sigma, SHARD_TEXT_BYTES[1], 4.2) for _ in range(12)]
+        assert max(len(lengths) for lengths in shards) < 100
+        assert max(filler(lengths, seq_len) for lengths in shards) < 0.01
+
+
+@pytest.mark.parametrize("seq_len", [2048, 4096])
+@pytest.mark.parametrize("n_bytes", SHARD_TEXT_BYTES)
+def test_filler_of_chats_is_under_five_percent(seq_len, n_bytes):
+    rng = np.random.default_rng(1)
+    shards = [documents_of_a_shard(rng, 600, 1.0, n_bytes, 4.0) for _ in range(4)]
+    assert max(filler(lengths, seq_len) for lengths in shards) < 0.05
+
+
+def test_a_rest_fills_what_others_leave():
+    # Three rests of 60 in rows of 100: one is cut in two, and the third row is saved.
+    assert pack([160, 160, 160], 100) == [
+        [Piece(0, 0, 0, 100)],
+        [Piece(0, 1, 100, 160), Piece(2, 1, 100, 140)],
+        [Piece(1, 0, 0, 100)],
+        [Piece(1, 1, 100, 160), Piece(2, 2, 140, 160)],
+        [Piece(2, 0, 0, 100)],
+    ]
+    # Documents of 60 are whole.
+    assert pack([60, 60, 60], 100) == [[Piece(0, 0, 0, 60)], [Piece(1, 0, 0, 60)], [Piece(2, 0, 0, 60)]]
 
 
 def test_nothing_gives_no_rows():
