@@ -16,7 +16,16 @@ BESIDE_CONTENT = ("tool_calls", "function_call", "reasoning_content", "reasoning
 # Unicode keeps these for a program's own use: chat.py marks places in a text with them.
 NONCHARACTERS = re.compile("[\ufdd0-\ufdef]")
 
-BAD_DOCUMENT = ("empty", "bad_utf8", "bad_json", "bad_syntax", "missing_field", "field_not_text")
+BAD_DOCUMENT = (
+    "empty",
+    "bad_utf8",
+    "bad_json",
+    "bad_syntax",
+    "missing_field",
+    "field_not_text",
+    "not_token_ids",
+    "not_spans",
+)
 BAD_CONVERSATION = (
     "not_a_list",  # the field holds something else, or the list something else than messages
     "unknown_role",
@@ -47,7 +56,7 @@ class Document:
 
 @dataclass(frozen=True)
 class Conversation:
-    """`messages`: (role, content) in order, at least one of them the assistant's.
+    """`messages`: (role, content) in order, at least one of them the assistant's where answers are to be learned.
 
     `name` as a document's; `digest` the sha256 of what decides on which side of the held-out split it comes.
     """
@@ -79,10 +88,11 @@ class Unusable(ValueError):
         self.why = why
 
 
-def check_messages(value: Any) -> tuple[tuple[str, str], ...]:
+def check_messages(value: Any, answered: bool = True) -> tuple[tuple[str, str], ...]:
     """(role, content) of a conversation as JSON has it: a list of {"role": ..., "content": ...}.
 
-    Other fields of a message are left aside, but for those of BESIDE_CONTENT. Raises Unusable.
+    answered: there must be an answer; without, prompts alone do. Other fields of a message are left aside, but for
+    those of BESIDE_CONTENT. Raises Unusable.
     """
     if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
         raise Unusable("not_a_list")
@@ -104,7 +114,7 @@ def check_messages(value: Any) -> tuple[tuple[str, str], ...]:
         except UnicodeEncodeError:  # JSON can spell half a surrogate pair, UTF-8 cannot
             raise Unusable("bad_utf8") from None
         messages.append((role, content))
-    if not any(role == "assistant" for role, _ in messages):
+    if answered and not any(role == "assistant" for role, _ in messages):
         raise Unusable("no_assistant_turn")
     return tuple(messages)
 

@@ -1,7 +1,7 @@
 """A prepared folder as a whole: what was asked, what is done, what came out.
 
-plan.json     settings, tokenizer and source files by hash, written first: who comes back is compared with it
-progress/     one record a finished shard, gone at the end
+plan.json     settings, mix, tokenizer and source files by hash, written first: who comes back is compared with it
+progress/     one record a finished shard, gone at the end; locks of calls that make a part of the shards
 train/, heldout/   shards and, at the end, a manifest each (shards.py)
 manifest.json written last: its presence says "finished"
 
@@ -28,46 +28,58 @@ PROGRESS = "progress"
 
 
 @contextmanager
-def locked(out: Path) -> Iterator[None]:
-    """Only one process at a time; a killed one holds nothing. Raises ValueError when another is at it."""
-    folder = os.open(out, os.O_RDONLY)
-    try:
+def locked(out: Path, part: str | None = None) -> Iterator[None]:
+    """Only one process at a time, or one of each part; a killed one holds nothing. Raises ValueError when another is
+    at it."""
+    held = []
+
+    def hold(path: Path, how: int, flags: int) -> None:
+        held.append(os.open(path, flags))
         try:
-            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(held[-1], how | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ValueError(f"another process is preparing {out}; wait for it or choose another folder") from None
+
+    try:
+        hold(out, fcntl.LOCK_EX if part is None else fcntl.LOCK_SH, os.O_RDONLY)
+        if part is not None:
+            (out / PROGRESS).mkdir(exist_ok=True)
+            hold(out / PROGRESS / f"{part}.lock", fcntl.LOCK_EX, os.O_RDWR | os.O_CREAT)
         yield
     finally:
-        os.close(folder)
+        for file in held:
+            os.close(file)
 
 
-def settle(out: Path, plan: dict, overwrite: bool) -> None:
+def settle(out: Path, plan: dict, overwrite: bool, alone: bool = True) -> None:
     """Leave `out` made by this plan: new, to be gone on with, or finished.
 
     Raises ValueError, which names the differences, for a folder made by another plan, and for one that holds other
-    things. `overwrite` clears a prepared folder, never another one.
+    things. `overwrite` clears a prepared folder, never another one. alone: no other process writes to the folder.
     """
+    if overwrite and not alone:
+        raise ValueError("overwrite would take the other shards' work away; leave it out, and choose another folder")
     if (out / PLAN).exists() and overwrite:
         # The plan last: until then a kill leaves a folder that another overwrite clears.
         (out / MANIFEST).unlink(missing_ok=True)
         for folder in (PROGRESS, *SPLITS):
             shutil.rmtree(out / folder, ignore_errors=True)
         (out / PLAN).unlink()
-    # Left by a killed call; the lock says that nobody writes them now.
-    for temporary in out.rglob(".*.tmp") if (out / PLAN).exists() else out.glob(f".{PLAN}.*.tmp"):
-        temporary.unlink()
-    if (out / PLAN).exists():
-        found = differences(read_json(out / PLAN), plan)
-        if found:
-            raise ValueError(
-                f"{out} was prepared with something else: {'; '.join(found)}. "
-                "Choose another folder, or --overwrite to prepare this one anew"
-            )
-    else:
-        foreign = sorted(entry.name for entry in out.iterdir())
+    if alone:  # left by a killed call; the lock says that nobody writes them now
+        for temporary in out.rglob(".*.tmp") if (out / PLAN).exists() else out.glob(f".{PLAN}.*.tmp"):
+            temporary.unlink()
+    if not (out / PLAN).exists():
+        # The plan and the folder of locks may be another part's, of this moment.
+        foreign = sorted(entry.name for entry in out.iterdir() if PLAN not in entry.name and entry.name != PROGRESS)
         if foreign:
             raise ValueError(f"{out} was not made by prepare (it holds {foreign[0]}); choose a new or empty folder")
         write_json(out / PLAN, plan)
+    found = differences(read_json(out / PLAN), plan)
+    if found:
+        raise ValueError(
+            f"{out} was prepared with something else: {'; '.join(found)}. "
+            "Choose another folder, or --overwrite to prepare this one anew"
+        )
     for folder in (PROGRESS, *SPLITS):
         (out / folder).mkdir(exist_ok=True)
 
@@ -75,9 +87,10 @@ def settle(out: Path, plan: dict, overwrite: bool) -> None:
 def differences(there: dict, asked: dict) -> list[str]:
     """What the plan of a folder and the one asked for do not agree in, in words."""
     found = []
-    for section in ("settings", "tokenizer"):
-        for name in there[section].keys() | asked[section].keys():
-            old, new = there[section].get(name), asked[section].get(name)
+    for section in ("settings", "mix", "tokenizer"):
+        before, now = there.get(section, {}), asked[section]
+        for name in before.keys() | now.keys():
+            old, new = before.get(name), now.get(name)
             if old != new:
                 found.append(f"{name} is {old} there and {new} here")
     old, new = there["sources"], asked["sources"]
@@ -103,24 +116,40 @@ def is_done(out: Path, split: str, number: int) -> bool:
     return (out / split / shard["file"]).exists() and (out / split / shard["file"]).stat().st_size == shard["bytes"]
 
 
-def finish(out: Path, plan: dict, records: Mapping[str, Sequence[dict]], max_bad_share: float) -> None:
+def finish(out: Path, plan: dict, max_bad_share: float) -> None:
     """Merge each split's records, check the whole, write the splits' manifests and, last, the folder's.
 
-    Raises ValueError for more bad documents than allowed and for a split without a row.
+    Raises ValueError for shards that are not there, for more bad documents than allowed and for a split without a row.
     """
-    splits = {split: _merge(records[split]) for split in SPLITS}
+    missing = [
+        f"{split} {number}"
+        for split in SPLITS
+        for number in range(plan["shards"][split])
+        if not is_done(out, split, number)
+    ]
+    if missing:
+        raise ValueError(
+            f"{len(missing)} of {sum(plan['shards'].values())} shards of {out} are not there (first: {missing[0]}); "
+            "put the folders of all --shard calls together, or call prepare without --shard to make them here"
+        )
+    splits = {
+        split: _merge([read_json(record_path(out, split, number)) for number in range(plan["shards"][split])])
+        for split in SPLITS
+    }
     _check_bad(splits, max_bad_share)
     _check_rows(splits, plan["settings"])
     settings = {**plan["settings"], "documents_mode": plan["settings"]["documents"]}
     del settings["documents"]  # in a manifest `documents` is their number
     described = {
         "format_version": FORMAT_VERSION,
+        "address": plan["address"],
         **plan["tokenizer"],
         **settings,
         "sources": {
             "files": len(plan["sources"]),
             "bytes": sum(file["bytes"] for file in plan["sources"].values()),
             "sha256": hashlib.sha256(json.dumps(plan["sources"], sort_keys=True).encode()).hexdigest(),
+            "read_as": plan["mix"],
         },
         "versions": {name: version(name) for name in ("tokenizers", "datasets", "pyarrow")},
     }
@@ -155,8 +184,13 @@ def _merge(records: Sequence[dict]) -> dict:
         return dict(sorted(sum((Counter(record[key]) for record in records), Counter()).items()))
 
     sums = ("rows", "tokens", "supervised_tokens", "documents", "split_by_turn", "pieces", "text_bytes")
+    mix: dict[str, Counter[str]] = {}
+    for record in records:
+        for name, counted in record["mix"].items():
+            mix.setdefault(name, Counter()).update(counted)
     return {
         **{key: sum(record[key] for record in records) for key in sums},
+        "mix": {name: dict(mix[name]) for name in sorted(mix)},
         "bad": counts("bad"),
         "bad_named": [entry for record in records for entry in record["bad_named"]][:NAMED_BAD],
         "dropped": counts("dropped"),

@@ -1,92 +1,184 @@
 """The whole preparation: sources to a folder with `train/` and `heldout/` shards (folder.py draws it).
 
-The sources are cut into units, a function of their content and the settings alone. A unit is read, tokenised, packed
-and written as one shard by one process, which then leaves a record; so the number of workers cannot change the result,
-and after a kill the units without a record are done again, the others never.
+The sources are cut into units, a function of their content and the settings alone (plan.py). A unit is read, tokenised,
+packed and written as one shard by one process, which then leaves a record; so the number of workers, and of machines,
+cannot change the result, and after a kill the units without a record are done again, the others never.
+
+Why not `datasets.Dataset.map(num_proc=...)`: its files depend on the number of processes, and a killed one begins anew.
 """
 
+import errno
 import multiprocessing
 import os
 import shutil
 import signal
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from multiprocessing.connection import wait
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
 from longdraft.data_prep import folder
 from longdraft.data_prep.chat import ChatEncoder, make_chat_encoder
-from longdraft.data_prep.folder import PROGRESS, SPLITS, record_path
-from longdraft.data_prep.settings import PrepareConfig
-from longdraft.data_prep.shards import FORMAT_VERSION, MANIFEST, ShardSet
-from longdraft.data_prep.sources import RECORDS, ScannedFile, Segment, SourceFile, list_files, scan
-from longdraft.data_prep.tokenize import Encoder, make_encoder
-from longdraft.data_prep.unit import Unit, make_shard, uniform
+from longdraft.data_prep.folder import PROGRESS, SPLITS
+from longdraft.data_prep.forms import form_of
+from longdraft.data_prep.plan import SEGMENT_BYTES, choose_files, make_plan, plan_units
+from longdraft.data_prep.settings import PrepareConfig, Source
+from longdraft.data_prep.shards import MANIFEST, ShardSet
+from longdraft.data_prep.sources import STDLIB_CHAT, SourceFile, list_files, scan
+from longdraft.data_prep.tokenize import make_encoder
+from longdraft.data_prep.unit import Reader, Unit, make_shard
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-SEGMENT_BYTES = 1 << 20
-SHARD_TEXT_BYTES = (1 << 20, 16 << 20)  # least and most text of a shard
 WORKER_BYTES = 4 << 20  # of text, at least: less is tokenised sooner (2 s) than a process starts
-BYTES_A_TOKEN = 5  # more than code and most prose have: `max_tokens` may read this much text for each token it keeps
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-def prepare(config: PrepareConfig, tokenizer: "PreTrainedTokenizerFast", tokenizer_hash: str) -> dict:
+@dataclass(frozen=True)
+class Share:
+    """The part of the work that one machine of several does: `number` counts from 1 to `of`."""
+
+    number: int
+    of: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.number <= self.of:
+            raise ValueError(f"shard is {self.number}/{self.of}, valid: 1/n to n/n")
+
+
+def prepare(
+    config: PrepareConfig,
+    tokenizer: "PreTrainedTokenizerFast",
+    tokenizer_hash: str,
+    tokenizers: "Mapping[str, PreTrainedTokenizerFast] | None" = None,
+    share: Share | None = None,
+) -> dict | None:
     """Prepare `config.out`, go on with it, or say that it is done; returns its manifest and prints one line.
 
-    tokenizer_hash: identifies the tokenizer in the manifest, which training compares with the target's.
+    tokenizer_hash: identifies the tokenizer in the manifest, which training compares with the target's. tokenizers: by
+    name, those that sources of token ids name. share: make these shards only; the folder is not finished (None is
+    returned) before a call without, or `merge`.
     Raises ValueError: no such source, a folder made with other settings, tokenizer or sources, too many bad documents,
-    an empty split. What is finished stays on disk, so the same call goes on.
+    an empty split, no room on the disk. What is finished stays on disk, so the same call goes on.
     """
-    out = config.out
-    files = list_files(config.sources, config.suffixes)
-    encoder = choose_encoder(config, files, tokenizer)
+    files, kept = choose_files(config, list_files(tuple(config.sources.values())))
+    readers = make_readers(config, files, kept, tokenizer, tokenizers or {})
     scanned = [scan(file, SEGMENT_BYTES) for file in tqdm(files, desc="reading sources", unit="file", leave=False)]
-    plan = make_plan(config, encoder, tokenizer_hash, scanned)
+    units = plan_units(config, scanned, kept)
+    plan = make_plan(config, readers, tokenizer_hash, scanned, units)
+    config = replace(config, out=Path(str(config.out).replace("{address}", plan["address"][:12])))
+    out = config.out
     out.mkdir(parents=True, exist_ok=True)
-    with folder.locked(out):
-        folder.settle(out, plan, config.overwrite)
+    with folder.locked(out, f"{share.number}-{share.of}" if share else None), _room_on(out):
+        folder.settle(out, plan, config.overwrite, alone=share is None)
         finished = (out / MANIFEST).exists()
         if not finished:
-            units = plan_units(config, scanned)
-            run_units(config, encoder, units)
-            records = {
-                split: [folder.read_json(record_path(out, split, unit.number)) for unit in units if unit.split == split]
-                for split in SPLITS
-            }
-            folder.finish(out, plan, records, config.max_bad_share)
-        shutil.rmtree(out / PROGRESS, ignore_errors=True)
-        for split in SPLITS:
-            ShardSet(out / split)  # every shard is there with its size
+            mine = units if share is None else units[share.number - 1 :: share.of]
+            run_units(config, readers, mine)
+            if share is not None:
+                print(f"Prepared {len(mine)} of {len(units)} shards, {share.number}/{share.of} -> {out}", flush=True)
+                return None
+            folder.finish(out, plan, config.max_bad_share)
+    return _report(out, "Already prepared" if finished else "Prepared")
+
+
+def merge(out: Path, max_bad_share: float = PrepareConfig.max_bad_share) -> dict:
+    """Finish a folder whose shards were made by several calls with a share; writes manifests and nothing else.
+
+    Raises ValueError where shards are missing, and as `prepare` does.
+    """
+    if not (out / folder.PLAN).exists():
+        raise ValueError(
+            f"{out} was not begun by prepare ({folder.PLAN} is missing); give the folder of --shard's --out"
+        )
+    with folder.locked(out), _room_on(out):
+        finished = (out / MANIFEST).exists()
+        if not finished:
+            folder.finish(out, folder.read_json(out / folder.PLAN), max_bad_share)
+    return _report(out, "Already merged" if finished else "Merged")
+
+
+def _report(out: Path, what: str) -> dict:
+    shutil.rmtree(out / PROGRESS, ignore_errors=True)
+    for split in SPLITS:
+        ShardSet(out / split)  # every shard is there with its size
     manifest = folder.read_json(out / MANIFEST)
-    print(f"{'Already prepared' if finished else 'Prepared'}: {folder.summary(manifest)} -> {out}", flush=True)
+    print(f"{what}: {folder.summary(manifest)} -> {out}", flush=True)
     return manifest
 
 
-def choose_encoder(
-    config: PrepareConfig, files: Sequence[SourceFile], tokenizer: "PreTrainedTokenizerFast"
-) -> Encoder | ChatEncoder:
-    """For conversations, if there are any; text beside them, of which every token would count, is a ValueError."""
-    if config.chat_field is None and all(file.kind != "docstrings" for file in files):
+@contextmanager
+def _room_on(out: Path) -> Iterator[None]:
+    """A full disk is the user's to mend, not a fault of the program."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        raise ValueError(
+            f"no room for {out} ({error.strerror}); finished shards are kept: make room, call again"
+        ) from error
+
+
+def make_readers(
+    config: PrepareConfig,
+    files: Sequence[SourceFile],
+    kept: Sequence[float],
+    tokenizer: "PreTrainedTokenizerFast",
+    tokenizers: "Mapping[str, PreTrainedTokenizerFast]",
+) -> list[Reader]:
+    """How each source is read; kept: the share of its documents.
+
+    Raises ValueError where what a source holds does not go with how it is to be read."""
+    is_chat = [_is_chat(source, number, files) for number, source in enumerate(config.sources.values())]
+    _check_mix(config, is_chat)
+    chat = _chat_encoder(config, tokenizer) if any(is_chat) else None
+    text = None if all(is_chat) else make_encoder(tokenizer, ends_documents=config.documents == "pack")
+    readers = []
+    for number, (name, source) in enumerate(config.sources.items()):
+        encoder = chat if is_chat[number] else text
+        assert encoder is not None
+        readers.append(Reader(name, form_of(source, tokenizers), encoder, kept[number]))
+    return readers
+
+
+def _is_chat(source: Source, number: int, files: Sequence[SourceFile]) -> bool:
+    """Whether a source holds conversations; text files among them, of which every token would count, are an error."""
+    text = [file.name for file in files if file.source == number and file.kind == "text"]
+    if source.is_chat and text:
+        raise ValueError(
+            f"source {source.path!r} holds {len(text)} files of plain text beside its conversations (first: {text[0]})"
+            "; name the files to take (--files '*.jsonl'), and prepare the texts as another source"
+        )
+    return source.is_chat or source.path == STDLIB_CHAT
+
+
+def _check_mix(config: PrepareConfig, is_chat: Sequence[bool]) -> None:
+    if not any(is_chat):
         if config.chat_template is not None:
             raise ValueError(
                 "chat_template is for conversations, and there are none; give --chat-field, or leave it out"
             )
-        return make_encoder(tokenizer, ends_documents=config.documents == "pack")
-    text = [file.name for file in files if file.kind == "text" or (file.kind in RECORDS and config.chat_field is None)]
-    if text:
-        raise ValueError(
-            f"{len(text)} sources beside the conversations hold plain text (first: {text[0]}); prepare them into a "
-            "folder of their own (--suffixes .jsonl takes no others of a folder), or name the field of records that "
-            "holds conversations by --chat-field"
-        )
+        return
     if config.documents != "pack":
         raise ValueError(f"documents is {config.documents!r}, which cuts answers off; conversations take 'pack'")
+    for chats, (name, source) in zip(is_chat, config.sources.items(), strict=True):
+        if not chats and source.text_field is None and source.tokens_field is None:
+            raise ValueError(
+                f"source {name!r} is read as plain text, of which every token counts, beside conversations; name the "
+                "field of its conversations (--chat-field), or in a recipe its text_field to mix text in"
+            )
+
+
+def _chat_encoder(config: PrepareConfig, tokenizer: "PreTrainedTokenizerFast") -> ChatEncoder:
     if config.chat_template is None:
         return make_chat_encoder(tokenizer)
     if not config.chat_template.is_file():
@@ -94,48 +186,7 @@ def choose_encoder(
     return make_chat_encoder(tokenizer, config.chat_template.read_text(encoding="utf-8"))
 
 
-def make_plan(
-    config: PrepareConfig, encoder: Encoder | ChatEncoder, tokenizer_hash: str, scanned: Sequence[ScannedFile]
-) -> dict:
-    """All that decides the content of the folder; two calls with the same plan make the same bytes."""
-    settings = "seq_len documents text_field chat_field heldout_share max_tokens seed shard_bytes"
-    return {
-        "format_version": FORMAT_VERSION,
-        "settings": {name: getattr(config, name) for name in settings.split()},
-        "tokenizer": {"tokenizer_sha256": tokenizer_hash, **encoder.describe()},
-        "sources": {file.file.name: {"bytes": file.size, "sha256": file.sha256} for file in scanned},
-    }
-
-
-def plan_units(config: PrepareConfig, scanned: Sequence[ScannedFile]) -> list[Unit]:
-    """The units, from the sources' content and the settings alone (not from the number of workers).
-
-    Segments are taken in the order of a seeded hash, so that `max_tokens` samples all files and a shard mixes them.
-    """
-    segments = [segment for file in scanned for segment in file.segments]
-    segments.sort(key=lambda segment: uniform(config.seed, f"{segment.file.name}:{segment.offset}".encode()))
-    if config.max_tokens is not None:
-        worth = [_worth(segment, config) for segment in segments]
-        segments = segments[: _count(worth, config.max_tokens * BYTES_A_TOKEN)]
-    sizes = [segment.length for segment in segments]
-    worth = [_worth(segment, config) for segment in segments]
-    least, most = SHARD_TEXT_BYTES
-    shard_bytes = config.shard_bytes or min(most, max(least, sum(sizes) // 16))
-    units = []
-    for split, share in zip(SPLITS, (1 - config.heldout_share, config.heldout_share), strict=True):
-        start, number = 0, 0
-        while share and start < len(segments):
-            stop = start + _count(sizes[start:], int(shard_bytes / share))
-            limit = None
-            if config.max_tokens is not None:
-                limit = int(config.max_tokens * share * sum(worth[start:stop]) / max(1, sum(worth)))
-            size = int(share * sum(sizes[start:stop]))
-            units.append(Unit(split, number, tuple(segments[start:stop]), limit, size))
-            start, number = stop, number + 1
-    return units
-
-
-def run_units(config: PrepareConfig, encoder: Encoder | ChatEncoder, units: Sequence[Unit]) -> None:
+def run_units(config: PrepareConfig, readers: Sequence[Reader], units: Sequence[Unit]) -> None:
     """Make the shards that are not there yet, in at most `config.workers` processes, under a bar."""
     todo = [unit for unit in units if not folder.is_done(config.out, unit.split, unit.number)]
     total = sum(unit.size for unit in units)
@@ -144,12 +195,12 @@ def run_units(config: PrepareConfig, encoder: Encoder | ChatEncoder, units: Sequ
         n_workers = min(config.workers, len(todo), (total - done) // WORKER_BYTES)
         if n_workers <= 1:
             for unit in todo:
-                make_shard(unit, config, encoder)
+                make_shard(unit, config, readers)
                 bar.update(unit.size)
             return
         # spawn: a fork would copy the threads' locks of whatever the caller has loaded (torch, tokenizers).
         context = multiprocessing.get_context("spawn")
-        pool = ProcessPoolExecutor(n_workers, context, _begin_worker, (config, encoder))
+        pool = ProcessPoolExecutor(n_workers, context, _begin_worker, (config, readers))
         try:
             sizes = {pool.submit(_work, unit): unit.size for unit in todo}
             for future in as_completed(sizes):
@@ -163,31 +214,14 @@ def run_units(config: PrepareConfig, encoder: Encoder | ChatEncoder, units: Sequ
             pool.shutdown(cancel_futures=True)
 
 
-def _worth(segment: Segment, config: PrepareConfig) -> int:
-    """Bytes of the segment that can become tokens of a row: in the mode "first" only the head of each document."""
-    if config.documents == "first":
-        return min(segment.length, segment.n_documents * config.seq_len * BYTES_A_TOKEN)
-    return segment.length
-
-
-def _count(sizes: Sequence[int], enough: int) -> int:
-    """How many sizes from the first on make `enough`, at least one (all where they do not)."""
-    total = 0
-    for i, size in enumerate(sizes):
-        total += size
-        if total >= enough:
-            return i + 1
-    return len(sizes)
-
-
 # ---- in the worker processes
 
-_worker: tuple[PrepareConfig, Encoder | ChatEncoder] | None = None
+_worker: tuple[PrepareConfig, Sequence[Reader]] | None = None
 
 
-def _begin_worker(config: PrepareConfig, encoder: Encoder | ChatEncoder) -> None:
+def _begin_worker(config: PrepareConfig, readers: Sequence[Reader]) -> None:
     global _worker
-    _worker = (config, encoder)
+    _worker = (config, readers)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the parent ends its workers
     threading.Thread(target=_die_with_parent, daemon=True).start()
 

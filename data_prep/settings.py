@@ -1,31 +1,113 @@
-"""What a preparation is asked for, checked. What it does is in prepare.py."""
+"""What a preparation is asked for, checked. What it does is in prepare.py; how a YAML becomes this, in launch."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from string import Formatter
 
 from longdraft.data_prep.pack import MODES
-from longdraft.data_prep.sources import RECORD_SUFFIXES, TEXT_SUFFIXES
+
+
+@dataclass(frozen=True)
+class Source:
+    """One part of a mix: where it stands, what of it, and how a record of it is to be read.
+
+    path: a file, a folder, "stdlib", "stdlib-chat", or a data set of the Hugging Face hub, "owner/name[@revision]".
+    files: patterns of names within it ("data/train-*"); () takes all of a known suffix.
+
+    How a record (a JSONL line, a row of a table, a sample of MDS) is read, one of:
+      text_field: holds a text, of which every token counts;
+      chat_field: holds a list of messages, of which the answers count;
+      prompt, answer: two texts with fields in braces ("Summarise:\\n\\n{report}"), a conversation of one answer;
+      tokens_field: holds ids of `tokenizer`, a model's name, which are turned back to text; spans_field: (start, stop)
+        of each document among them, None: one document.
+
+    share: of its documents, chosen by hash. weight: of its tokens in `PrepareConfig.max_tokens`, relative to the other
+    sources'; None for all: as they come. streaming: of a hub's set, read what is needed without storing files.
+    """
+
+    path: str
+    files: tuple[str, ...] = ()
+    text_field: str | None = None
+    chat_field: str | None = None
+    prompt: str | None = None
+    answer: str | None = None
+    tokens_field: str | None = None
+    spans_field: str | None = None
+    tokenizer: str | None = None
+    share: float = 1.0
+    weight: float | None = None
+    streaming: bool = False
+
+    def __post_init__(self) -> None:
+        if (self.prompt is None) != (self.answer is None):
+            raise ValueError(f"prompt and answer of {self.path} belong together, and one of them is missing")
+        ways = {"text_field": self.text_field, "chat_field": self.chat_field, "prompt and answer": self.prompt}
+        ways["tokens_field"] = self.tokens_field
+        if len(given := [name for name, value in ways.items() if value is not None]) > 1:
+            raise ValueError(f"{', '.join(given)} are given for {self.path}; a record is read in one way, leave one")
+        if (self.tokens_field is None) != (self.tokenizer is None):
+            raise ValueError(f"tokens_field and tokenizer of {self.path} belong together, and one of them is missing")
+        if self.spans_field is not None and self.tokens_field is None:
+            raise ValueError(f"spans_field of {self.path} goes with tokens_field, which is not given")
+        if not 0 < self.share <= 1:
+            raise ValueError(f"share of {self.path} is {self.share!r}, valid: above 0, up to 1")
+        if self.weight is not None and self.weight <= 0:
+            raise ValueError(f"weight of {self.path} is {self.weight!r}, valid: above 0, or leave the source out")
+        for name, text in (("prompt", self.prompt), ("answer", self.answer)):
+            if text is not None and not fields_of(text, name):
+                raise ValueError(f"{name} of {self.path} names no field in braces: {text!r}")
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether its records are conversations."""
+        return self.chat_field is not None or self.prompt is not None
+
+    def describe(self) -> dict:
+        """All that decides its content besides the files, without what is not set."""
+        skipped = {"path", "streaming"}
+        values = {name: value for name, value in vars(self).items() if name not in skipped and value not in (None, ())}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+
+
+def fields_of(text: str, what: str) -> tuple[str, ...]:
+    """The fields in braces, each once, in order; raises ValueError for braces that are none."""
+    try:
+        parsed = list(Formatter().parse(text))
+    except ValueError as error:
+        raise ValueError(f"{what} {text!r}: {error}; a brace that names no field is written twice") from error
+    names = [name for _, name, form, conversion in parsed if name is not None and not form and not conversion]
+    if len(names) < sum(name is not None for _, name, _, _ in parsed) or "" in names:
+        raise ValueError(f"{what} {text!r}: write a field as {{name}} alone, and any other brace twice")
+    return tuple(dict.fromkeys(names))
+
+
+def same_way(paths: Sequence[str], **fields: object) -> dict[str, Source]:
+    """Sources that are all read in one way, by the last part of their path (with a number where it stands twice)."""
+    sources: dict[str, Source] = {}
+    for path in dict.fromkeys(paths):
+        name = stem = Path(path).name or path
+        while name in sources:
+            name = f"{stem}-{len(sources) + 1}"
+        sources[name] = Source(path, **fields)  # pyright: ignore[reportArgumentType]
+    return sources
 
 
 @dataclass(frozen=True)
 class PrepareConfig:
     """What to prepare; all but `workers`, `max_bad_share` and `overwrite` decide the content of the shards.
 
-    sources, suffixes: see `sources.list_files`. out: folder. seq_len: tokens of a row. documents: "pack" or "first"
-    (see pack.py). text_field: of JSONL and tables. chat_field: of these, their conversations; None: they hold text.
-    chat_template: a Jinja file, None: the tokenizer's own. heldout_share: of the documents. max_tokens: of both splits
-    together, without filler. max_bad_share: bad documents among those seen, above it nothing is finished. shard_bytes:
-    of text, None: from the size of the sources.
+    sources: by name. out: folder; {address} in it becomes the plan's (plan.py). seq_len: tokens of a row. documents:
+    "pack" or "first" (see pack.py). chat_template: a Jinja file, None: the tokenizer's own. heldout_share: of the
+    documents. max_tokens: of both splits together, without filler. max_bad_share: bad documents among those seen, above
+    it nothing is finished. shard_bytes: of text, None: from the size of the sources.
     """
 
-    sources: tuple[str, ...]
+    sources: dict[str, Source]
     out: Path
     seq_len: int
     documents: str = "pack"
-    text_field: str = "text"
-    chat_field: str | None = None
     chat_template: Path | None = None
-    suffixes: tuple[str, ...] = TEXT_SUFFIXES + RECORD_SUFFIXES
     heldout_share: float = 0.05
     max_tokens: int | None = None
     max_bad_share: float = 0.01
@@ -47,3 +129,11 @@ class PrepareConfig:
         for name, good, valid in checks:
             if not good:
                 raise ValueError(f"{name} is {getattr(self, name)!r}, valid: {valid}")
+        weighted = [name for name, source in self.sources.items() if source.weight is not None]
+        if weighted and len(weighted) < len(self.sources):
+            without = [name for name in self.sources if name not in weighted]
+            raise ValueError(f"weight is missing for {', '.join(without)}; give it to every source or to none")
+        if weighted and self.max_tokens is None:
+            raise ValueError(
+                "max_tokens is not given, and weights share it out: say how many tokens the mix is to have"
+            )

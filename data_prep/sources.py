@@ -1,34 +1,41 @@
-"""Local text as documents: which files there are, where each may be cut, and what stands in them.
+"""Sources as documents: which files there are, where each may be cut, and what stands in them.
 
-A text file is one document; a JSONL file, plain or compressed, holds one document or conversation a line, a table
-(Parquet, Arrow) one a row; a code file of "stdlib-chat" one conversation a docstring (docstrings.py). This file lists
-and hashes files, cuts them into segments, and reads a segment's documents; how records are stored is in records.py.
-A document that cannot be used (empty, bad UTF-8, a bad JSON line, a missing field) comes out as a `BadDocument` with
-its name, so that whoever reads can count it. Nothing here knows of tokens, rows or shards.
+A text file is one document; a line of JSONL, a row of a table and a sample of MDS are records, read as the source says
+(forms.py); a code file of "stdlib-chat" holds one conversation a docstring (docstrings.py). This file lists and hashes
+files, cuts them into segments, and reads a segment's documents; how records are stored is in records.py, the hub in
+hub.py. A document that cannot be used (empty, bad UTF-8, a bad JSON line, a missing field) comes out as a `BadDocument`
+with its name, so that whoever reads can count it. Nothing here knows of tokens, rows or shards.
 """
 
 import hashlib
 import json
 import os
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, Literal
 
+from longdraft.data_prep import hub
 from longdraft.data_prep.docstrings import read_docstrings
-from longdraft.data_prep.documents import BadDocument, Conversation, Document, Unusable, check_messages, messages_digest
+from longdraft.data_prep.documents import BadDocument, Conversation, Document, Unusable
+from longdraft.data_prep.forms import Form, Text
 from longdraft.data_prep.records import (
+    COMPRESSED,
     LINES_SUFFIXES,
     TABLE_SUFFIXES,
     is_compressed,
-    open_lines,
+    open_plain,
     table_parts,
-    table_records,
+    table_rows,
 )
+from longdraft.data_prep.settings import Source
 
 TEXT_SUFFIXES = (".md", ".py", ".rst", ".txt")
-RECORD_SUFFIXES = LINES_SUFFIXES + TABLE_SUFFIXES
+KNOWN_SUFFIXES = TEXT_SUFFIXES + LINES_SUFFIXES + TABLE_SUFFIXES
+# Taken as lines where it is asked for by name; as likely one large object.
+JSON_SUFFIXES = (".json", *(f".json{end}" for end in COMPRESSED))
 CODE_SUFFIXES = (".py",)
 STDLIB = "stdlib"
 STDLIB_CHAT = "stdlib-chat"
@@ -37,29 +44,43 @@ STDLIB_CHAT = "stdlib-chat"
 STDLIB_LEFT_OUT = frozenset(
     {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "encodings"}
 )
+# So much longer are the segments of a compressed file, which is read up to each, and of a remote table, which is asked
+# for in blocks of megabytes.
+COSTLY_SEGMENTS = 64
 Kind = Literal["text", "jsonl", "table", "docstrings"]
 RECORDS = ("jsonl", "table")
 
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file found by `list_files`; `name` identifies it in manifests and holds no path of this machine."""
+    """A file found by `list_files`; `name` identifies it in manifests and holds no path of this machine.
 
-    path: Path
+    path: of this machine, or hf://...; source: which of the sources it belongs to; listed: of a remote file, its (size,
+    digest), None: read it.
+    """
+
+    path: str
     name: str
     kind: Kind
+    source: int = 0
+    listed: tuple[int, str] | None = None
+
+    @property
+    def size(self) -> int:
+        """In bytes, as it is now."""
+        return self.listed[0] if self.listed is not None else Path(self.path).stat().st_size
 
 
 @dataclass(frozen=True)
 class Segment:
-    """A run of whole documents in one file: all of a text or code file, some lines of a JSONL file, part of a table."""
+    """A run of whole documents in one file: all of a text or code file, some lines of a JSONL file, rows of a table."""
 
     file: SourceFile
-    offset: int  # bytes, uncompressed; of a table, the number of the part
-    length: int  # bytes, uncompressed
+    offset: int  # bytes, uncompressed, of lines; of a table, its first row
+    length: int  # bytes, uncompressed (of a remote file of lines as it is there: it is one segment)
     first_line: int  # or row, counts from 1
-    n_documents: int  # bad ones included; of a code file 1, its docstrings are not counted before they are read
-    mtime_ns: int  # of the file when it was hashed
+    n_documents: int  # bad ones included; where they are not counted before they are read, 1
+    mtime_ns: int | None  # of the file when it was hashed; None: remote, of one commit
 
 
 @dataclass(frozen=True)
@@ -72,126 +93,198 @@ class ScannedFile:
     segments: tuple[Segment, ...]
 
 
-def list_files(sources: Sequence[str], suffixes: Sequence[str] = TEXT_SUFFIXES + RECORD_SUFFIXES) -> list[SourceFile]:
-    """Files of all sources, sorted by name, each once.
+def list_files(sources: Sequence[Source]) -> list[SourceFile]:
+    """Files of all sources, sorted by name, each once (it belongs to the first source that has it).
 
-    sources: "stdlib" (Python's own standard library: code and texts, without tests, tables of characters, installed
-        packages and the empty files that only mark packages), "stdlib-chat" (conversations from the docstrings of the
-        same code), files (taken whatever their suffix), folders (files in them, at any depth, with one of `suffixes`;
-        names that begin with a dot are left out).
+    "stdlib" is Python's own standard library: code and texts, without tests, tables of characters, installed packages
+    and the empty files that only mark packages; "stdlib-chat" is conversations from the docstrings of the same code. Of
+    a folder, at any depth, those that match a pattern of the source's, else those of a known suffix; names that begin
+    with a dot are left out. A file is taken whatever its suffix. A data set of the hub is fetched, or listed.
     Raises ValueError for a source that does not exist or holds no file.
     """
     if not sources:
-        raise ValueError(f"sources is empty; give a file, a folder, {STDLIB!r} or {STDLIB_CHAT!r}")
-    found: dict[Path, tuple[Path, Path, Kind]] = {}  # the real file -> path, folder its name is relative to, kind
-    for source in sources:
-        if source in (STDLIB, STDLIB_CHAT):
-            root = Path(sysconfig.get_path("stdlib")).resolve()
-            wanted = TEXT_SUFFIXES if source == STDLIB else CODE_SUFFIXES
-            paths = [p for p in _walk(root, wanted, STDLIB_LEFT_OUT) if p.stat().st_size]
-        elif Path(source).is_dir():
-            root = Path(source).resolve()
-            paths = _walk(root, suffixes, frozenset())
-        elif Path(source).is_file():
-            # Not resolve(): a link's own name and suffix count (a hub's cache links names to nameless blobs).
-            root = Path(source).parent.resolve() / Path(source).name
-            paths = [root]
-        else:
-            raise ValueError(f"source {source!r} does not exist; give a file, a folder, {STDLIB!r} or {STDLIB_CHAT!r}")
-        if not paths:
-            raise ValueError(f"source {source!r} holds no file with a suffix of {', '.join(suffixes)}; see --suffixes")
-        for path in paths:
-            kind = "docstrings" if source == STDLIB_CHAT else _kind(path)
-            found.setdefault(path.resolve(), (path, root.parent, kind))
-    names = {path: path.relative_to(base).as_posix() for path, base, _ in found.values()}
+        raise ValueError(f"sources is empty; give a file, a folder, a data set's name, {STDLIB!r} or {STDLIB_CHAT!r}")
+    found: dict[Path, tuple[Path, str, Kind, int]] = {}  # the real file -> path, name, kind, source
+    remote: list[SourceFile] = []
+    for number, source in enumerate(sources):
+        if source.streaming:
+            remote += _remote(source, number)
+            continue
+        local = _local(source)
+        if not local:
+            raise ValueError(f"source {source.path!r} holds no file {_wanted(source)}; see --files")
+        for path, name in local.items():
+            kind = "docstrings" if source.path == STDLIB_CHAT else _kind(path.name)
+            found.setdefault(path.resolve(), (path, name, kind, number))
+    names = {path: name for path, name, _, _ in found.values()}
     if len(set(names.values())) < len(names):
         # Two sources end in the same name: go up until they differ.
         common = os.path.commonpath(list(names))
         names = {path: path.relative_to(common).as_posix() for path in names}
-    files = [SourceFile(path, names[path], kind) for path, _, kind in found.values()]
-    return sorted(files, key=lambda file: file.name)
+    files = [SourceFile(str(path), names[path], kind, number) for path, _, kind, number in found.values()]
+    return sorted(files + remote, key=lambda file: file.name)
 
 
 def scan(file: SourceFile, segment_bytes: int) -> ScannedFile:
     """Read a file once (a compressed one twice): its sha256, and where it is cut; a JSONL file at the first line end
-    after `segment_bytes`, a table where it already is. Raises ValueError for a damaged file."""
-    status = file.path.stat()
-    with file.path.open("rb") as stream:
+    after `segment_bytes`, a table after some rows. Of a remote file no more is read than a table's own index. Raises
+    ValueError for a damaged file."""
+    if file.listed is not None:
+        is_table = file.kind == "table"
+        parts = table_parts(file.path, segment_bytes * COSTLY_SEGMENTS) if is_table else [(1, file.listed[0])]
+        return ScannedFile(file, *file.listed, _table_segments(file, parts, None))
+    status = Path(file.path).stat()
+    with Path(file.path).open("rb") as stream:
         plain_lines = file.kind == "jsonl" and not is_compressed(file.path)
         sha256 = hashlib.sha256() if plain_lines else hashlib.file_digest(stream, "sha256")
-    segments: list[Segment] = []
-
-    def cut(offset: int, length: int, first_line: int, n_documents: int) -> None:
-        segments.append(Segment(file, offset, length, first_line, n_documents, status.st_mtime_ns))
-
     if file.kind == "table":
-        first_line = 1
-        for number, (n_rows, n_bytes) in enumerate(table_parts(file.path)):
-            cut(number, n_bytes, first_line, n_rows)
-            first_line += n_rows
-    elif file.kind == "jsonl":
-        offset, first_line, length, number = 0, 1, 0, 0
-        with open_lines(file.path) as stream:
-            for number, line in enumerate(stream, start=1):
-                if plain_lines:
-                    sha256.update(line)
-                length += len(line)
-                if length >= segment_bytes:
-                    cut(offset, length, first_line, number - first_line + 1)
-                    offset, first_line, length = offset + length, number + 1, 0
-        # An empty file keeps one empty segment, so that it is read, counted and named.
-        if length or not segments:
-            cut(offset, length, first_line, max(1, number - first_line + 1))
-    else:
-        cut(0, status.st_size, 1, 1)
-    return ScannedFile(file, status.st_size, sha256.hexdigest(), tuple(segments))
+        segments = _table_segments(file, table_parts(file.path, segment_bytes), status.st_mtime_ns)
+        return ScannedFile(file, status.st_size, sha256.hexdigest(), segments)
+    if file.kind != "jsonl":
+        segments = (Segment(file, 0, status.st_size, 1, 1, status.st_mtime_ns),)
+        return ScannedFile(file, status.st_size, sha256.hexdigest(), segments)
+    found: list[Segment] = []
+    if is_compressed(file.path):
+        segment_bytes *= COSTLY_SEGMENTS
+    offset, first_line, length, number = 0, 1, 0, 0
+    with open_plain(file.path) as stream:
+        for number, line in enumerate(stream, start=1):
+            if plain_lines:
+                sha256.update(line)
+            length += len(line)
+            if length >= segment_bytes:
+                found.append(Segment(file, offset, length, first_line, number - first_line + 1, status.st_mtime_ns))
+                offset, first_line, length = offset + length, number + 1, 0
+    # An empty file keeps one empty segment, so that it is read, counted and named.
+    if length or not found:
+        found.append(Segment(file, offset, length, first_line, max(1, number - first_line + 1), status.st_mtime_ns))
+    return ScannedFile(file, status.st_size, sha256.hexdigest(), tuple(found))
 
 
-def read_documents(
-    segment: Segment, text_field: str = "text", chat_field: str | None = None
-) -> Iterator[Document | Conversation | BadDocument]:
+def read_documents(segment: Segment, form: Form | None = None) -> Iterator[Document | Conversation | BadDocument]:
     """The segment's documents in order, good and bad.
 
-    text_field: of a record, its text. chat_field: of a record, its conversation; None: records hold text.
+    form: how records are read; None: the field "text" is a text.
     Raises ValueError when the file changed since it was hashed, or is damaged.
     """
-    file = segment.file
-    if file.path.stat().st_mtime_ns != segment.mtime_ns:
+    file, form = segment.file, form or Text()
+    if segment.mtime_ns is not None and Path(file.path).stat().st_mtime_ns != segment.mtime_ns:
         raise ValueError(f"{file.path} changed while it was being prepared; run again once it is complete")
-    field = text_field if chat_field is None else chat_field
     if file.kind == "table":
-        yield from _read_table(segment, field, chat_field is not None)
-        return
-    if file.kind == "docstrings":
-        yield from read_docstrings(file.name, file.path.read_bytes())
-        return
-    if file.kind == "text" or not segment.length:
-        yield _read_text(file.name, file.path.read_bytes())
-        return
-    with open_lines(file.path, segment.offset) as stream:
-        rest, number = segment.length, segment.first_line
-        while rest > 0:
-            name, raw = f"{file.name}:{number}", stream.readline()
-            try:
-                yield _usable(name, _field(raw, field), chat_field is not None)
-            except Unusable as error:
-                yield BadDocument(name, hashlib.sha256(raw).digest(), error.why)
-            rest, number = rest - len(raw), number + 1
+        numbers = range(segment.first_line, segment.first_line + segment.n_documents)
+        rows = table_rows(file.path, segment.offset, segment.n_documents, form.fields)
+        for number, record in zip(numbers, rows, strict=True):
+            # Of a row that lacks the field nothing is read that could tell it from others.
+            raw = repr(record) if record else f"{file.name}:{number}"
+            yield from _documents(f"{file.name}:{number}", record, raw.encode(), form)
+    elif file.kind == "jsonl" and (segment.length or file.listed):
+        for number, raw in enumerate(_lines(segment), start=segment.first_line):
+            yield from _documents(f"{file.name}:{number}", None, raw, form)
+    else:
+        with hub.open_bytes(file.path) as stream:
+            raw = stream.read()
+        yield from read_docstrings(file.name, raw) if file.kind == "docstrings" else [_read_text(file.name, raw)]
 
 
-def _kind(path: Path) -> Kind:
-    name = path.name.lower()
-    return "jsonl" if name.endswith(LINES_SUFFIXES) else "table" if name.endswith(TABLE_SUFFIXES) else "text"
+def _local(source: Source) -> dict[Path, str]:
+    """The files of a source on this machine, or fetched to it, with their names."""
+    path = source.path
+    if path in (STDLIB, STDLIB_CHAT):
+        root = Path(sysconfig.get_path("stdlib")).resolve()
+        suffixes = TEXT_SUFFIXES if path == STDLIB else CODE_SUFFIXES
+        patterns = source.files or tuple(f"*{suffix}" for suffix in suffixes)
+        paths = [p for p in _walk(root, patterns, STDLIB_LEFT_OUT) if p.stat().st_size]
+    elif Path(path).is_dir():
+        root = Path(path).resolve()
+        paths = _walk(root, _patterns(source), frozenset())
+    elif Path(path).is_file():
+        # Not resolve(): a link's own name and suffix count (a hub's cache links names to nameless blobs).
+        return {Path(path).parent.resolve() / Path(path).name: Path(path).name}
+    elif hub.is_hub_name(path):
+        root = hub.fetch(path, _patterns(source))
+        found = _walk(root, _patterns(source), frozenset())
+        # The cache's folders are named after commits, so the set's name stands before the file's.
+        return {file: f"{path}/{file.relative_to(root).as_posix()}" for file in found}
+    else:
+        raise ValueError(
+            f"source {path!r} does not exist; give a file, a folder, a data set's name (owner/name), {STDLIB!r} or "
+            f"{STDLIB_CHAT!r}"
+        )
+    return {file: file.relative_to(root.parent).as_posix() for file in paths}
 
 
-def _walk(root: Path, suffixes: Sequence[str], left_out: frozenset[str]) -> list[Path]:
-    wanted = tuple(suffix.lower() for suffix in suffixes)
+def _remote(source: Source, number: int) -> list[SourceFile]:
+    if Path(source.path).exists() or not hub.is_hub_name(source.path):
+        raise ValueError(f"source {source.path!r} is no data set of the hub (owner/name), and streaming is for these")
+    files = hub.list_remote(source.path, _patterns(source))
+    if not files:
+        raise ValueError(f"source {source.path!r} holds no file {_wanted(source)}; see its `files`")
+    return [
+        SourceFile(file.url, f"{source.path}/{file.name}", _kind(file.name), number, (file.size, file.digest))
+        for file in files
+    ]
+
+
+def _patterns(source: Source) -> tuple[str, ...]:
+    return source.files or tuple(f"*{suffix}" for suffix in KNOWN_SUFFIXES)
+
+
+def _wanted(source: Source) -> str:
+    if source.files:
+        return f"that matches {' or '.join(source.files)}"
+    return f"with a suffix of {', '.join(KNOWN_SUFFIXES)}"
+
+
+def _kind(name: str) -> Kind:
+    name = name.lower()
+    if name.endswith(TABLE_SUFFIXES):
+        return "table"
+    return "jsonl" if name.endswith(LINES_SUFFIXES + JSON_SUFFIXES) else "text"
+
+
+def _walk(root: Path, patterns: Sequence[str], left_out: frozenset[str]) -> list[Path]:
+    """Files below the folder whose path within it matches a pattern, in either case of letters; * goes over slashes."""
     found = []
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if name not in left_out and not name.startswith(".")]
-        paths = (Path(folder, name) for name in names if not name.startswith("."))
-        found += [path for path in paths if path.name.lower().endswith(wanted) and path.is_file()]
+        paths = [Path(folder, name) for name in names if not name.startswith(".")]
+        for path in paths:
+            name = path.relative_to(root).as_posix()
+            if any(fnmatch(name.lower(), pattern.lower()) for pattern in patterns) and path.is_file():
+                found.append(path)
     return sorted(found)
+
+
+def _table_segments(file: SourceFile, parts: Sequence[tuple[int, int]], mtime_ns: int | None) -> tuple[Segment, ...]:
+    segments, first = [], 0
+    for n_rows, n_bytes in parts:
+        segments.append(Segment(file, first, n_bytes, first + 1, n_rows, mtime_ns))
+        first += n_rows
+    return tuple(segments)
+
+
+def _lines(segment: Segment) -> Iterator[bytes]:
+    with open_plain(segment.file.path, segment.offset) as stream:
+        if segment.file.listed is not None:
+            yield from stream
+            return
+        rest = segment.length
+        while rest > 0:
+            line = stream.readline()
+            if not line:
+                raise ValueError(f"{segment.file.path} ends before its last line, as it was when it was listed")
+            rest -= len(line)
+            yield line
+
+
+def _documents(
+    name: str, record: Mapping[str, Any] | None, raw: bytes, form: Form
+) -> Iterator[Document | Conversation | BadDocument]:
+    """Those of a record, or of a line of JSON that is one; bad ones are told apart by the hash of `raw`."""
+    try:
+        yield from form.documents(name, _record(raw) if record is None else record)
+    except Unusable as error:
+        yield BadDocument(name, hashlib.sha256(raw).digest(), error.why)
 
 
 def _read_text(name: str, raw: bytes) -> Document | BadDocument:
@@ -205,8 +298,8 @@ def _read_text(name: str, raw: bytes) -> Document | BadDocument:
         return BadDocument(name, digest, "bad_utf8")
 
 
-def _field(raw: bytes, field: str) -> Any:
-    """What a JSONL line holds under `field`. Raises Unusable."""
+def _record(raw: bytes) -> Mapping[str, Any]:
+    """What a JSONL line holds. Raises Unusable."""
     if not raw.strip():
         raise Unusable("empty")
     try:
@@ -215,45 +308,6 @@ def _field(raw: bytes, field: str) -> Any:
         raise Unusable("bad_utf8") from None
     except (ValueError, RecursionError):  # a number of thousands of digits is a plain ValueError
         raise Unusable("bad_json") from None
-    if not isinstance(record, dict) or field not in record:
+    if not isinstance(record, dict):
         raise Unusable("missing_field")
-    return record[field]
-
-
-def _read_table(segment: Segment, field: str, is_chat: bool) -> Iterator[Document | Conversation | BadDocument]:
-    file = segment.file
-    rows = range(segment.first_line, segment.first_line + segment.n_documents)
-    try:
-        for number, value in zip(rows, table_records(file.path, segment.offset, field), strict=True):
-            name = f"{file.name}:{number}"
-            try:
-                if isinstance(value, bytes):
-                    raise Unusable("bad_utf8")
-                yield _usable(name, value, is_chat)
-            except Unusable as error:
-                yield BadDocument(name, hashlib.sha256(repr(value).encode()).digest(), error.why)
-    except KeyError:
-        for number in rows:
-            name = f"{file.name}:{number}"
-            yield BadDocument(name, hashlib.sha256(name.encode()).digest(), "missing_field")
-
-
-def _usable(name: str, value: Any, is_chat: bool) -> Document | Conversation:
-    """Raises Unusable."""
-    if not is_chat:
-        return _text_document(name, value)
-    messages = check_messages(value)
-    return Conversation(name, messages_digest(messages), messages)
-
-
-def _text_document(name: str, text: Any) -> Document:
-    """Raises Unusable."""
-    if not isinstance(text, str):
-        raise Unusable("field_not_text")
-    try:
-        encoded = text.encode("utf-8")
-    except UnicodeEncodeError:  # JSON can spell half a surrogate pair, UTF-8 cannot
-        raise Unusable("bad_utf8") from None
-    if not encoded:
-        raise Unusable("empty")
-    return Document(name, hashlib.sha256(encoded).digest(), text)
+    return record

@@ -14,6 +14,7 @@ import numpy as np
 from longdraft.data_prep.chat import ChatEncoder
 from longdraft.data_prep.documents import BadDocument, Conversation, Document, Unusable
 from longdraft.data_prep.folder import NAMED_BAD, SPLITS, record_path
+from longdraft.data_prep.forms import Form
 from longdraft.data_prep.pack import MODES, Piece
 from longdraft.data_prep.settings import PrepareConfig
 from longdraft.data_prep.shards import Row, write_json, write_shard
@@ -22,35 +23,59 @@ from longdraft.data_prep.tokenize import Encoded, Encoder
 
 
 @dataclass(frozen=True)
+class Reader:
+    """How a source's documents become tokens. kept: the share of its documents that is wanted, by their hash."""
+
+    name: str
+    form: Form
+    encoder: Encoder | ChatEncoder
+    kept: float
+
+
+@dataclass(frozen=True)
 class Unit:
-    """The work behind one shard: the documents of `split` in these segments, `max_tokens` of them at most."""
+    """The work behind one shard: the documents of `split` in these segments.
+
+    budget_of: for each source the number of its budget; budgets: the most tokens of it here, None: all there are.
+    """
 
     split: str
     number: int
     segments: tuple[Segment, ...]
-    max_tokens: int | None
+    budget_of: tuple[int, ...]
+    budgets: tuple[int | None, ...]
     size: int  # bytes of text that are expected to be its split's
 
 
-def make_shard(unit: Unit, config: PrepareConfig, encoder: Encoder | ChatEncoder) -> None:
+@dataclass(frozen=True)
+class Kept:
+    """A document whose tokens go into rows; `source` is its number."""
+
+    source: int
+    n_bytes: int
+    encoded: list[Encoded]
+
+
+def make_shard(unit: Unit, config: PrepareConfig, readers: Sequence[Reader]) -> None:
     """Read, tokenise, pack and write one unit; its record is written last and says that the shard is whole."""
-    kept, bad, dropped = _encode_unit(unit, config, encoder)
-    sequences = [sequence for _, encoded in kept for sequence in encoded]
+    kept, bad, dropped = _encode_unit(unit, config, readers)
+    sequences = [sequence for document in kept for sequence in document.encoded]
     packed = MODES[config.documents]([len(sequence.tokens) for sequence in sequences], config.seq_len)
     rows = [_make_row(pieces, sequences) for pieces in packed]
     shard = None
     if rows:
         path = config.out / unit.split / f"shard-{unit.number:05d}.arrow"
-        shard = write_shard(path, rows, config.seq_len, fill_id=encoder.eos_id)
+        shard = write_shard(path, rows, config.seq_len, fill_id=readers[0].encoder.eos_id)
     record = {
         "shard": shard,
         "rows": len(rows),
         "tokens": sum(len(row.tokens) for row in rows),
         "supervised_tokens": sum(sum(row.loss_spans[1::2]) - sum(row.loss_spans[::2]) for row in rows),
         "documents": len(kept),
-        "split_by_turn": sum(len(encoded) > 1 for _, encoded in kept),
+        "split_by_turn": sum(len(document.encoded) > 1 for document in kept),
         "pieces": sum(len(pieces) for pieces in packed),
-        "text_bytes": sum(document.n_bytes for document, _ in kept),
+        "text_bytes": sum(document.n_bytes for document in kept),
+        "mix": _mix(kept, packed, readers),
         "bad": dict(sorted(Counter(document.why for document in bad).items())),
         "bad_named": [{"document": document.name, "why": document.why} for document in bad[:NAMED_BAD]],
         "dropped": dict(sorted(dropped.items())),
@@ -58,45 +83,71 @@ def make_shard(unit: Unit, config: PrepareConfig, encoder: Encoder | ChatEncoder
     write_json(record_path(config.out, unit.split, unit.number), record)
 
 
+def _mix(kept: Sequence[Kept], packed: Sequence[Sequence[Piece]], readers: Sequence[Reader]) -> dict[str, dict]:
+    """Documents and tokens in rows of each source that has any."""
+    owners = [document.source for document in kept for _ in document.encoded]
+    tokens = Counter()
+    for pieces in packed:
+        for piece in pieces:
+            tokens[owners[piece.document]] += len(piece)
+    documents = Counter(document.source for document in kept)
+    return {
+        reader.name: {"documents": documents[number], "tokens": tokens[number]}
+        for number, reader in enumerate(readers)
+        if documents[number]
+    }
+
+
 def _encode_unit(
-    unit: Unit, config: PrepareConfig, encoder: Encoder | ChatEncoder
-) -> tuple[list[tuple[Document | Conversation, list[Encoded]]], list[BadDocument], Counter[str]]:
-    """(documents kept with their tokens, bad documents, number of dropped ones by reason)."""
-    kept: list[tuple[Document | Conversation, list[Encoded]]] = []
+    unit: Unit, config: PrepareConfig, readers: Sequence[Reader]
+) -> tuple[list[Kept], list[BadDocument], Counter[str]]:
+    """(Documents kept with their tokens, bad documents, number of dropped ones by reason)."""
+    kept: list[Kept] = []
     bad: list[BadDocument] = []
     dropped: Counter[str] = Counter()
-    room = unit.max_tokens
-    for document in _documents_of(unit, config):
-        if isinstance(document, BadDocument):
-            bad.append(document)
-            continue
-        try:
-            encoded = encoder.encode_document(document)
-        except Unusable as error:
-            bad.append(BadDocument(document.name, document.digest, error.why))
-            continue
-        length = sum(len(sequence.tokens) for sequence in encoded)
-        cost = config.seq_len if config.documents == "first" else length
-        if length < cost:
-            dropped["shorter_than_seq_len"] += 1
-        elif room is not None and cost > room:
-            # A shorter one may still fit; the share that is left ends the search.
-            dropped["beyond_max_tokens"] += 1
-            if room < (unit.max_tokens or 0) // 50:
+    rooms = list(unit.budgets)
+    for segment in unit.segments:
+        source = segment.file.source
+        budget, encoder = unit.budget_of[source], readers[source].encoder
+        for document in _documents_of(segment, unit.split, config, readers[source]):
+            if _is_full(rooms[budget], unit.budgets[budget]):
                 break
-        else:
-            kept.append((document, encoded))
-            room = None if room is None else room - cost
+            if isinstance(document, BadDocument):
+                bad.append(document)
+                continue
+            try:
+                encoded = encoder.encode_document(document)
+            except Unusable as error:
+                bad.append(BadDocument(document.name, document.digest, error.why))
+                continue
+            length = sum(len(sequence.tokens) for sequence in encoded)
+            cost = config.seq_len if config.documents == "first" else length
+            room = rooms[budget]
+            if length < cost:
+                dropped["shorter_than_seq_len"] += 1
+            elif room is not None and cost > room:
+                dropped["beyond_max_tokens"] += 1  # a shorter one may still fit
+            else:
+                kept.append(Kept(source, document.n_bytes, encoded))
+                rooms[budget] = None if room is None else room - cost
     return kept, bad, dropped
 
 
-def _documents_of(unit: Unit, config: PrepareConfig) -> Iterator[Document | Conversation | BadDocument]:
-    for segment in unit.segments:
-        for document in read_documents(segment, config.text_field, config.chat_field):
-            # By the text's hash: two copies of one document, wherever they stand, are always on the same side.
-            heldout = uniform(config.seed, document.digest) < config.heldout_share
-            if SPLITS[heldout] == unit.split:
-                yield document
+def _is_full(room: int | None, budget: int | None) -> bool:
+    """Whether what is left of a budget is not worth a further search."""
+    return room is not None and room <= (budget or 0) // 50
+
+
+def _documents_of(
+    segment: Segment, split: str, config: PrepareConfig, reader: Reader
+) -> Iterator[Document | Conversation | BadDocument]:
+    for document in read_documents(segment, reader.form):
+        if reader.kept < 1 and uniform(config.seed, b"share:" + document.digest) >= reader.kept:
+            continue
+        # By the text's hash: two copies of one document, wherever they stand, are always on the same side.
+        heldout = uniform(config.seed, document.digest) < config.heldout_share
+        if SPLITS[heldout] == split:
+            yield document
 
 
 def _make_row(pieces: Sequence[Piece], sequences: Sequence[Encoded]) -> Row:

@@ -1,74 +1,147 @@
-"""Text to packed shards: `python launch/prepare.py --source stdlib --target smollm2-135m --out data/quickstart`; and
-what came out: `python launch/prepare.py --inspect data/quickstart --target smollm2-135m`.
+"""Text to packed shards: `python launch/prepare.py --source stdlib --target smollm2-135m --out data/quickstart
+--seq-len 256`, or by a recipe: `python launch/prepare.py configs/data/pg19.yaml --target meta-llama/Llama-3.1-8B`; what
+came out: `python launch/prepare.py --inspect data/quickstart --target smollm2-135m`.
 
-Argument parsing and nothing else; the work is in data_prep/prepare.py and data_prep/inspection.py.
+Argument parsing and nothing else; the work is in data_prep/prepare.py and data_prep/inspection.py. The word
+`regenerate` before the arguments is another command, launch/regenerate.py.
 """
 
 import argparse
 import os
 import sys
+from argparse import SUPPRESS
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from longdraft.data_prep.prepare import PrepareConfig, prepare
+from longdraft.data_prep.prepare import PrepareConfig, Share, merge, prepare
+from longdraft.data_prep.settings import same_way
+
+# Flags that a recipe has as fields of its own, and those that say how a source is read.
+SETTINGS = ("seq_len", "documents", "chat_template", "heldout_share", "max_tokens", "seed")
+OF_A_SOURCE = ("files", "text_field", "chat_field")
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="longdraft prepare", description="Text to packed shards for one target.")
-    default = PrepareConfig(sources=(), out=Path(), seq_len=2)
+def main(argv: Sequence[str] | None = None) -> int | None:
+    argv = sys.argv[1:] if argv is None else argv
+    if argv and argv[0] == "regenerate":
+        from longdraft.launch.regenerate import main as regenerate
+
+        return regenerate(argv[1:])
+    parser = _parser()
+    args = parser.parse_intermixed_args(argv)
+    try:
+        if args.inspect is not None:
+            _inspect(args.inspect, args.target, args.json)
+        elif args.merge:
+            merge(_needed(parser, out=args.out)["out"], args.max_bad_share)
+        else:
+            _prepare(parser, args)
+    except ValueError as error:
+        parser.exit(2, f"{parser.prog}: error: {error}\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    text = "Text to packed shards for one target. `longdraft prepare regenerate` lets the target answer prompts itself."
+    parser = argparse.ArgumentParser(prog="longdraft prepare", description=text)
+    default = PrepareConfig(sources={}, out=Path(), seq_len=2)
     add = parser.add_argument
-    source = "files, folders, 'stdlib': Python's own library, or 'stdlib-chat': conversations from its docstrings"
-    add("--source", nargs="+", metavar="PATH", help=source)
+    add("recipe", nargs="?", help="a YAML file of configs/data/, instead of --source and the settings below")
+    add("overrides", nargs="*", metavar="field=value", help="of the recipe: seq_len=4096 sources.books.path=/data/pg19")
+    source = "files, folders, data sets of the hub (owner/name[@revision]), 'stdlib': Python's own library, or "
+    add("--source", nargs="+", metavar="PATH", help=source + "'stdlib-chat': conversations from its docstrings")
     add("--target", help="model whose tokenizer is used: a folder, a hub name or smollm2-135m")
-    add("--out", type=Path, help="folder to make, or to go on with")
-    add("--seq-len", type=int, help="tokens of a row")
-    add("--documents", default=default.documents, help="pack: all tokens; first: the first --seq-len of long documents")
-    add("--text-field", default=default.text_field, help="field of a JSONL line or a table that holds the text")
-    add("--chat-field", help="field that holds a conversation; the loss counts its answers alone")
-    add("--chat-template", type=Path, metavar="FILE", help="Jinja, for a target that has no chat template of its own")
-    add("--suffixes", nargs="+", default=default.suffixes, help="files of a folder to take")
-    add("--heldout-share", type=float, default=default.heldout_share, help="of the documents, chosen by their hash")
-    add("--max-tokens", type=int, help="keep at most this many tokens, sampled over all files")
+    out = "folder to make, or to go on with; {address} in it becomes the hash of sources, tokenizer and settings "
+    add("--out", type=Path, help=out + "(default: data/RECIPE-{address})")
+    add("--seq-len", type=int, default=SUPPRESS, help="tokens of a row")
+    what = f"pack: all tokens; first: the first --seq-len of long documents (default: {default.documents})"
+    add("--documents", default=SUPPRESS, help=what)
+    add("--text-field", default=SUPPRESS, help="field of a record (JSONL, Parquet, Arrow, MDS) that holds the text")
+    add("--chat-field", default=SUPPRESS, help="field that holds a conversation; the loss counts its answers alone")
+    what = "Jinja, for a target that has no chat template of its own; configs/chat_templates/ holds some"
+    add("--chat-template", type=Path, metavar="FILE", default=SUPPRESS, help=what)
+    what = "patterns of the files to take (default: all of a known suffix)"
+    add("--files", nargs="+", default=SUPPRESS, metavar="PATTERN", help=what)
+    what = f"of the documents, chosen by their hash (default: {default.heldout_share})"
+    add("--heldout-share", type=float, default=SUPPRESS, help=what)
+    add("--max-tokens", type=int, default=SUPPRESS, help="keep at most this many tokens, sampled over all files")
+    add("--seed", type=int, default=SUPPRESS, help=f"of the split and the order (default: {default.seed})")
     add("--max-bad-share", type=float, default=default.max_bad_share, help="of bad documents; above it, an error")
-    add("--seed", type=int, default=default.seed, help="of the split and the order")
     add("--workers", type=int, default=os.cpu_count() or 1, help="processes; the result does not depend on it")
     add("--overwrite", action="store_true", help="prepare anew a folder that was prepared with something else")
+    what = "make every n-th shard from the i-th on, one of several machines; then put the folders together and --merge"
+    add("--shard", metavar="i/n", help=what)
+    add("--merge", action="store_true", help="do not prepare: finish --out, whose shards were made with --shard")
     what = "do not prepare: print what this prepared folder holds, samples too if --target is given; draw lengths.png"
     add("--inspect", type=Path, metavar="FOLDER", help=what)
     add("--json", action="store_true", help="with --inspect: one JSON object")
-    args = vars(parser.parse_args(argv))
-    target, inspected, as_json = (args.pop(name) for name in ("target", "inspect", "json"))
-    if inspected is not None:
-        return _inspect(parser, inspected, target, as_json)
-    needed = {"--source": args["source"], "--target": target, "--out": args["out"], "--seq-len": args["seq_len"]}
-    if missing := [name for name, value in needed.items() if value is None]:
+    return parser
+
+
+def _prepare(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    how = {"max_bad_share": args.max_bad_share, "workers": args.workers, "overwrite": args.overwrite}
+    if args.recipe is None:
+        given = vars(args)
+        needed = _needed(parser, source=args.source, target=args.target, out=args.out, seq_len=given.get("seq_len"))
+        reading = {name: given[name] for name in OF_A_SOURCE if name in given}
+        reading |= {"files": tuple(reading["files"])} if "files" in reading else {}
+        settings = {name: given[name] for name in SETTINGS if name in given}
+        config = PrepareConfig(same_way(needed["source"], **reading), args.out, **settings, **how)
+    else:
+        _needed(parser, target=args.target)
+        config = _recipe(args, how)
+    share = None if args.shard is None else _share(args.shard)
+    # Here, not above: --help and a wrong argument should not wait for transformers.
+    from longdraft.models.fingerprint import tokenizer_hash
+    from longdraft.models.hf import load_tokenizer
+
+    tokenizer = load_tokenizer(args.target)
+    named = {source.tokenizer for source in config.sources.values() if source.tokenizer is not None}
+    tokenizers = {name: load_tokenizer(name) for name in sorted(named)}
+    prepare(config, tokenizer, tokenizer_hash(tokenizer), tokenizers, share)
+
+
+def _recipe(args: argparse.Namespace, how: dict[str, Any]) -> PrepareConfig:
+    from omegaconf import OmegaConf
+
+    from longdraft.train.typed import build, read_yaml
+
+    doubled = [name for name in (*SETTINGS, *OF_A_SOURCE) if name in args] + ["source"] * (args.source is not None)
+    if doubled:
+        flag, where = f"--{doubled[0].replace('_', '-')}", "" if doubled[0] in SETTINGS else "sources.NAME."
+        raise ValueError(f"{flag} is given beside the recipe {args.recipe}; write {where}{doubled[0]}=... instead")
+    values = OmegaConf.to_container(read_yaml(args.recipe, args.overrides), resolve=False)
+    assert isinstance(values, dict)
+    if set(values) & {"out", *how}:
+        raise ValueError(f"{args.recipe}: out, {', '.join(how)} belong to the command line, not into a recipe")
+    out = args.out or Path("data", f"{Path(args.recipe).stem}-{{address}}")
+    return build(PrepareConfig, {"out": out, **values, **how})
+
+
+def _share(text: str) -> Share:
+    number, _, of = text.partition("/")
+    if not (number.isdecimal() and of.isdecimal()):
+        raise ValueError(f"--shard: {text!r} has not the form i/n, as 1/4 for the first of four machines")
+    return Share(int(number), int(of))
+
+
+def _needed(parser: argparse.ArgumentParser, **values: Any) -> dict[str, Any]:
+    if missing := [f"--{name.replace('_', '-')}" for name, value in values.items() if value is None]:
         parser.error(f"the following arguments are required: {', '.join(missing)}")
-    try:
-        config = PrepareConfig(sources=tuple(args.pop("source")), suffixes=tuple(args.pop("suffixes")), **args)
-        # Here, not above: --help and a wrong argument should not wait for transformers.
+    return values
+
+
+def _inspect(folder: Path, target: str | None, as_json: bool) -> None:
+    from longdraft.data_prep.inspection import LENGTHS_PNG, as_text, draw_lengths, inspect
+
+    if target is None:
+        found = inspect(folder)
+    else:
         from longdraft.models.fingerprint import tokenizer_hash
         from longdraft.models.hf import load_tokenizer
 
         tokenizer = load_tokenizer(target)
-        prepare(config, tokenizer, tokenizer_hash(tokenizer))
-    except ValueError as error:
-        parser.exit(2, f"{parser.prog}: error: {error}\n")
-
-
-def _inspect(parser: argparse.ArgumentParser, folder: Path, target: str | None, as_json: bool) -> None:
-    from longdraft.data_prep.inspection import LENGTHS_PNG, as_text, draw_lengths, inspect
-
-    try:
-        if target is None:
-            found = inspect(folder)
-        else:
-            from longdraft.models.fingerprint import tokenizer_hash
-            from longdraft.models.hf import load_tokenizer
-
-            tokenizer = load_tokenizer(target)
-            found = inspect(folder, tokenizer, tokenizer_hash(tokenizer))
-    except ValueError as error:
-        parser.exit(2, f"{parser.prog}: error: {error}\n")
+        found = inspect(folder, tokenizer, tokenizer_hash(tokenizer))
     draw_lengths(found, folder / LENGTHS_PNG)
     print(found.as_json() if as_json else as_text(found, colour=sys.stdout.isatty()))
 

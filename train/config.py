@@ -2,25 +2,22 @@
 
 A YAML file has flat sections, one dataclass each; `a.b=c` on the command line overrides. What DeepSpeed is told is
 derived here and nowhere else. Not here: what the networks' own fields mean (models/drafts/), several stages in one file
-(curriculum.py).
+(curriculum.py), how a mapping becomes dataclasses (typed.py).
 """
 
-import difflib
-import types
 from collections.abc import Sequence
-from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
+from omegaconf import OmegaConf
 
 from longdraft.models.decoder import DecoderConfig
 from longdraft.models.drafts.longspec import LongSpecConfig
 from longdraft.models.drafts.medusa import MedusaConfig
 from longdraft.models.drafts.tokenswift import TokenSwiftConfig
 from longdraft.models.rope import RopeConfig
+from longdraft.train.typed import build, read_yaml
 
 PRECISIONS = ("fp32", "bf16")
 ZERO_STAGES = (1, 2, 3)
@@ -222,26 +219,9 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     return config_from_dict(OmegaConf.to_container(read_yaml(path, overrides), resolve=False))
 
 
-def read_yaml(path: str | Path, overrides: Sequence[str]) -> DictConfig:
-    """The file's mapping with the overrides in it, unchecked; raises ValueError where one of them cannot be read."""
-    path = Path(path)
-    if not path.is_file():
-        raise ValueError(f"config: no file {path}; give one of the YAML files in configs/")
-    for override in overrides:
-        if "=" not in override or override.startswith("-"):
-            raise ValueError(f"override: {override!r} has not the form section.field=value, as train.steps=100")
-    try:
-        raw = OmegaConf.merge(OmegaConf.load(path), OmegaConf.from_dotlist(list(overrides)))
-    except (OmegaConfBaseException, YAMLError) as error:
-        raise ValueError(f"config: {path} cannot be read: {error}") from error
-    if not isinstance(raw, DictConfig):
-        raise ValueError(f"config: {path} holds no sections")
-    return raw
-
-
 def config_from_dict(values: Any) -> Config:
     """The inverse of `to_dict`; the same errors as load_config."""
-    return _build(Config, values, "")
+    return build(Config, values, {"draft": _draft_section})
 
 
 def to_dict(config: Config) -> dict[str, Any]:
@@ -331,70 +311,12 @@ def deepspeed_dict(config: Config, world_size: int, n_weights: int) -> dict[str,
     }
 
 
-def _build(kind: Any, values: Any, where: str) -> Any:
-    """A dataclass from a mapping, recursively, strict about keys and types."""
-    if not isinstance(values, dict):
-        raise ValueError(f"{where or 'config'}: expected a section of fields, got {values!r}")
-    known = {f.name: f for f in fields(kind)}
-    hints = get_type_hints(kind)
-    for key in values:
-        if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)
-            raise ValueError(
-                f"{_join(where, key)}: unknown key; did you mean {_join(where, near[0])}? (known: {', '.join(known)})"
-            )
-    built = {}
-    for name, f in known.items():
-        if name == "draft" and kind is Config:
-            hints[name] = _draft_section(values.get("draft", {}))
-        if name not in values:
-            if f.default is MISSING and f.default_factory is MISSING:
-                what = "section" if is_dataclass(hints[name]) else "value"
-                raise ValueError(f"{_join(where, name)}: the {what} is missing and has no default; add it to the YAML")
-            continue
-        value = values[name]
-        if is_dataclass(hints[name]):
-            built[name] = _build(hints[name], value, _join(where, name))
-        else:
-            built[name] = _convert(hints[name], value, _join(where, name))
-    return kind(**built)
-
-
 def _draft_section(values: Any) -> type:
-    """The section of the method that it names; what is no section is refused by `_build`."""
+    """The section of the method that it names; what is no section is refused by `build`."""
     method = values.get("method", "tokenswift") if isinstance(values, dict) else "tokenswift"
     if method not in DRAFT_SECTIONS:
         raise ValueError(f"draft.method: {method!r} is unknown; choose one of {', '.join(DRAFT_SECTIONS)}")
     return DRAFT_SECTIONS[method]
-
-
-def _join(where: str, key: Any) -> str:
-    return f"{where}.{key}" if where else str(key)
-
-
-def _convert(kind: Any, value: Any, where: str) -> Any:
-    """The value as the field's type; numbers written as text (1e-4 is text to YAML) are read, nothing else is bent."""
-    if isinstance(kind, types.UnionType):
-        if value is None:
-            return None
-        kind = next(k for k in get_args(kind) if k is not types.NoneType)
-    if get_origin(kind) is tuple:
-        kinds = get_args(kind)
-        if kinds[-1] is Ellipsis:
-            if not isinstance(value, (list, tuple)):
-                raise ValueError(f"{where}: expected a list, got {value!r}")
-            kinds = kinds[:1] * len(value)
-        if not isinstance(value, (list, tuple)) or len(value) != len(kinds):
-            raise ValueError(f"{where}: expected a list of {len(kinds)} values, got {value!r}")
-        return tuple(_convert(k, v, where) for k, v in zip(kinds, value, strict=True))
-    if kind is float and isinstance(value, (int, float, str)) and not isinstance(value, bool):
-        try:
-            return float(value)
-        except ValueError:
-            pass
-    elif type(value) is kind:
-        return value
-    raise ValueError(f"{where}: expected {kind.__name__}, got {value!r} ({type(value).__name__})")
 
 
 def _check(config: Config) -> None:

@@ -18,11 +18,12 @@ from omegaconf import DictConfig, OmegaConf
 from longdraft.data_prep.shards import ShardSet
 from longdraft.models.hf import Target
 from longdraft.train import state
-from longdraft.train.config import Config, config_from_dict, read_yaml, resolved
+from longdraft.train.config import Config, config_from_dict, resolved
 from longdraft.train.engine import Ranks, join_ranks, leave_ranks
 from longdraft.train.export import export
 from longdraft.train.loop import train
 from longdraft.train.opening import open_target
+from longdraft.train.typed import read_yaml
 
 
 @dataclass(frozen=True)

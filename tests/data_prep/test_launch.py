@@ -36,8 +36,8 @@ def test_the_command_line_is_the_documented_one(capsys):
         main(["--help"])
     shown = capsys.readouterr().out
     options = (
-        "source target out seq-len documents text-field chat-field chat-template suffixes heldout-share max-tokens "
-        "max-bad-share seed workers"
+        "source target out seq-len documents text-field chat-field chat-template files heldout-share max-tokens "
+        "max-bad-share seed workers shard merge"
     )
     assert [
         f"--{name}" for name in [*options.split(), "overwrite"] if f"--{name} " not in shown.replace("\n", " \n")

@@ -13,6 +13,7 @@ import pytest
 
 from longdraft.data_prep import prepare as prepare_module
 from longdraft.data_prep.prepare import PrepareConfig, prepare
+from longdraft.data_prep.settings import same_way
 from longdraft.data_prep.shards import ShardSet
 
 
@@ -24,7 +25,9 @@ def corpus(tmp_path, make_corpus):
 
 @pytest.fixture
 def config(corpus, tmp_path):
-    return PrepareConfig((str(corpus[0]),), tmp_path / "out", seq_len=64, heldout_share=0.2, shard_bytes=20_000)
+    return PrepareConfig(
+        same_way([str(corpus[0])]), tmp_path / "out", seq_len=64, heldout_share=0.2, shard_bytes=20_000
+    )
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
@@ -133,7 +136,7 @@ def test_copies_of_a_document_are_on_one_side(tmp_path, tiny_tokenizer):
         for i, text in enumerate(texts):
             (tmp_path / "in" / copy / f"{i}.txt").write_text(text)
     (tmp_path / "in/three.jsonl").write_text("".join(json.dumps({"text": text, "x": 1}) + "\n" for text in texts))
-    config = PrepareConfig((str(tmp_path / "in"),), tmp_path / "out", seq_len=16, heldout_share=0.3)
+    config = PrepareConfig(same_way([str(tmp_path / "in")]), tmp_path / "out", seq_len=16, heldout_share=0.3)
     manifest = prepare(config, tiny_tokenizer, "hash")
     assert manifest["splits"]["heldout"]["documents"] % 3 == 0
     sides = [{name for i in range(len(split)) for name, _ in split.pieces(i)} for split in splits(config)]
@@ -210,7 +213,7 @@ def test_bad_documents_are_counted_named_and_an_error_above_the_share(config, co
 def test_manifest_names_the_first_bad_documents_only(config, tmp_path, tiny_tokenizer):
     path = tmp_path / "lines.jsonl"
     path.write_text("".join(f'{{"text": "line {i}"}}\n' if i % 2 else f"broken {i}\n" for i in range(200)))
-    many = replace(config, sources=(str(path),), max_bad_share=0.5)
+    many = replace(config, sources=same_way([str(path)]), max_bad_share=0.5)
     split = prepare(many, tiny_tokenizer, "hash")["splits"]["train"]
     assert len(split["bad_named"]) == 20 < split["bad"]["bad_json"]
     assert split["bad_named"][0] == {"document": "lines.jsonl:1", "why": "bad_json"}
@@ -218,7 +221,7 @@ def test_manifest_names_the_first_bad_documents_only(config, tmp_path, tiny_toke
 
 def test_empty_split_says_why(config, tmp_path, tiny_tokenizer):
     (tmp_path / "one.txt").write_text("a few words")
-    one = replace(config, sources=(str(tmp_path / "one.txt"),), heldout_share=0.01)
+    one = replace(config, sources=same_way([str(tmp_path / "one.txt")]), heldout_share=0.01)
     with pytest.raises(ValueError, match=r"no row for heldout: 1 documents in all \(heldout_share 0\.01"):
         prepare(one, tiny_tokenizer, "hash")
     with pytest.raises(ValueError, match=r"no row for train: 0 documents in all, 1 dropped as shorter_than_seq_len"):
@@ -292,6 +295,7 @@ import sys
 from pathlib import Path
 from tokenizers import Tokenizer
 from longdraft.data_prep import prepare as module
+from longdraft.data_prep.settings import same_way
 
 class Light:  # what prepare uses of a transformers tokenizer, without the seconds transformers takes to import
     is_fast, eos_token_id, bos_token_id = True, 0, None
@@ -303,7 +307,7 @@ class Light:  # what prepare uses of a transformers tokenizer, without the secon
 if __name__ == "__main__":
     source, out, tokenizer, workers = sys.argv[1:]
     module.WORKER_BYTES = 1
-    config = module.PrepareConfig((source,), Path(out), 64, shard_bytes=1500, workers=int(workers))
+    config = module.PrepareConfig(same_way([source]), Path(out), 64, shard_bytes=1500, workers=int(workers))
     module.prepare(config, Light(tokenizer), "hash")
 """
 
@@ -332,7 +336,7 @@ def test_kill_and_resume_loses_and_repeats_nothing(tmp_path, make_corpus, read_b
     assert not (out / "manifest.json").exists()
     done = [json.loads(path.read_text())["shard"] for path in (out / "progress").glob("train-*.json")]
     times = {shard["file"]: (out / "train" / shard["file"]).stat().st_mtime_ns for shard in done}
-    config = PrepareConfig((str(tmp_path / "corpus"),), out, 64, shard_bytes=1500)
+    config = PrepareConfig(same_way([str(tmp_path / "corpus")]), out, 64, shard_bytes=1500)
     prepare(config, tiny_tokenizer, "hash")
     train, heldout = (read_back(split, tiny_tokenizer) for split in splits(config))
     assert len(train) + len(heldout) == len(corpus)

@@ -9,6 +9,7 @@ import pytest
 
 from longdraft.data_prep import prepare as prepare_module
 from longdraft.data_prep.prepare import PrepareConfig, prepare
+from longdraft.data_prep.settings import Source, same_way
 from longdraft.data_prep.shards import ShardSet
 from longdraft.launch.prepare import main
 from longdraft.models.fingerprint import tokenizer_hash
@@ -39,9 +40,14 @@ def chats(tmp_path):
 @pytest.fixture
 def config(tmp_path, chats):
     (tmp_path / "template.jinja").write_text(CHATML)
-    sources = (str(tmp_path / "chats.jsonl"),)
-    chat = {"chat_field": "messages", "chat_template": tmp_path / "template.jinja"}
-    return PrepareConfig(sources, tmp_path / "out", seq_len=64, heldout_share=0.2, shard_bytes=20_000, **chat)
+    sources = same_way([str(tmp_path / "chats.jsonl")], chat_field="messages")
+    template = tmp_path / "template.jinja"
+    settings = {"heldout_share": 0.2, "shard_bytes": 20_000, "chat_template": template}
+    return PrepareConfig(sources, tmp_path / "out", seq_len=64, **settings)
+
+
+def as_text(config: PrepareConfig) -> dict[str, Source]:
+    return {name: Source(source.path, text_field="text") for name, source in config.sources.items()}
 
 
 def write(path: Path, conversations, field="messages") -> None:
@@ -105,7 +111,8 @@ def test_rows_give_conversations_and_answers_back(config, chats, tiny_tokenizer,
     assert sum(split["supervised_tokens"] for split in splits) == supervised
     assert [sum(split[key] for split in splits) for key in ("documents", "split_by_turn")] == [90, 0]
     assert all((split["bad"], split["dropped"]) == ({}, {}) for split in splits)
-    assert (manifest["chat_field"], manifest["documents_end_with_eos"]) == ("messages", False)
+    assert manifest["sources"]["read_as"] == {"chats.jsonl": {"chat_field": "messages", "share": 1.0}}
+    assert manifest["documents_end_with_eos"] is False
     assert f"tokens of 90 conversations, {supervised:,} of them supervised, " in capsys.readouterr().out
 
 
@@ -187,28 +194,28 @@ def test_another_template_or_field_is_named(config, tiny_tokenizer):
     config.chat_template.write_text(FORGETS)
     with pytest.raises(ValueError, match=r"chat_template_sha256 is \w+ there and \w+ here"):
         prepare(config, tiny_tokenizer, "hash")
-    with pytest.raises(ValueError, match="chat_field is messages there and None here"):
-        prepare(replace(config, chat_field=None, chat_template=None), tiny_tokenizer, "hash")
+    with pytest.raises(ValueError, match=r"chats\.jsonl is .*'messages'.* there and .*'text'.* here"):
+        prepare(replace(config, sources=as_text(config), chat_template=None), tiny_tokenizer, "hash")
 
 
 def test_what_does_not_go_with_conversations_is_refused(config, tiny_tokenizer, tmp_path):
     (tmp_path / "in").mkdir()
     write(tmp_path / "in" / "chats.jsonl", [])
     (tmp_path / "in" / "README.md").write_text("about these chats")
-    mixed = replace(config, sources=(str(tmp_path / "in"),))
+    mixed = replace(config, sources=same_way([str(tmp_path / "in")], chat_field="messages"))
     with pytest.raises(
-        ValueError, match=r"1 sources beside .* plain text \(first: in/README\.md\).*--suffixes \.jsonl"
+        ValueError, match=r"1 files of plain text beside .* \(first: in/README\.md\).*--files '\*\.jsonl'"
     ):
         prepare(mixed, tiny_tokenizer, "hash")
-    lines = replace(config, sources=("stdlib-chat", str(tmp_path / "chats.jsonl")), chat_field=None)
-    with pytest.raises(ValueError, match=r"first: .*chats\.jsonl.*--chat-field"):
+    lines = replace(config, sources=same_way(["stdlib-chat", str(tmp_path / "chats.jsonl")]))
+    with pytest.raises(ValueError, match=r"'chats\.jsonl' is read as plain text.*--chat-field"):
         prepare(lines, tiny_tokenizer, "hash")
     with pytest.raises(ValueError, match=r"documents is 'first'.*conversations take 'pack'"):
         prepare(replace(config, documents="first"), tiny_tokenizer, "hash")
     with pytest.raises(ValueError, match=r"chat_template '.*none\.jinja' does not exist"):
         prepare(replace(config, chat_template=tmp_path / "none.jinja"), tiny_tokenizer, "hash")
     with pytest.raises(ValueError, match="chat_template is for conversations"):
-        prepare(replace(config, chat_field=None), tiny_tokenizer, "hash")
+        prepare(replace(config, sources=as_text(config)), tiny_tokenizer, "hash")
     with pytest.raises(ValueError, match="has no chat template"):
         prepare(replace(config, chat_template=None), tiny_tokenizer, "hash")
     assert not config.out.exists()

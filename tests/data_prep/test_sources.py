@@ -5,11 +5,12 @@ import os
 import pytest
 
 from longdraft.data_prep.documents import BadDocument, Document
+from longdraft.data_prep.settings import Source
 from longdraft.data_prep.sources import list_files, read_documents, scan
 
 
 def names(sources, **kwargs):
-    return [file.name for file in list_files([str(source) for source in sources], **kwargs)]
+    return [file.name for file in list_files([Source(str(source), **kwargs) for source in sources])]
 
 
 def test_lists_by_suffix_sorted_and_without_hidden_files(tmp_path):
@@ -18,10 +19,10 @@ def test_lists_by_suffix_sorted_and_without_hidden_files(tmp_path):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text("x")
     assert names([root]) == ["corpus/a.PY", "corpus/b.txt", "corpus/sub/c.jsonl"]
-    assert names([root], suffixes=[".png"]) == ["corpus/image.png"]
+    assert names([root], files=("*.PNG",)) == ["corpus/image.png"]
     assert names([root / "image.png"]) == ["image.png"]
     assert names([root, root / "b.txt"]) == ["corpus/a.PY", "corpus/b.txt", "corpus/sub/c.jsonl"]
-    assert [file.kind for file in list_files([str(root)])] == ["text", "text", "jsonl"]
+    assert [file.kind for file in list_files([Source(str(root))])] == ["text", "text", "jsonl"]
 
 
 def test_same_name_in_two_sources(tmp_path):
@@ -40,19 +41,19 @@ def test_links_keep_their_name(tmp_path):
 
 
 def test_stdlib_is_sorted_code_without_tests_and_packages():
-    files = list_files(["stdlib"])
+    files = list_files([Source("stdlib")])
     found = [file.name.partition("/")[2] for file in files]
     assert found == sorted(found)
     assert {"json/decoder.py", "pydoc_data/topics.py"} <= set(found)
     assert not [name for name in found if {"test", "tests", "site-packages"} & set(name.split("/"))]
-    assert all(file.path.stat().st_size for file in files)
+    assert all(file.size for file in files)
 
 
 @pytest.mark.parametrize("source", ["no/such/place", "."])
 def test_missing_source_is_named(tmp_path, monkeypatch, source):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=source.replace(".", r"\.")):
-        list_files([source])
+        list_files([Source(source)])
     with pytest.raises(ValueError, match="sources is empty"):
         list_files([])
 
@@ -62,7 +63,7 @@ def test_segments_cover_the_file_at_line_ends(tmp_path):
     lines[-1] = lines[-1].rstrip("\n")
     path = tmp_path / "lines.jsonl"
     path.write_text("".join(lines))
-    scanned = scan(list_files([str(path)])[0], segment_bytes=500)
+    scanned = scan(list_files([Source(str(path))])[0], segment_bytes=500)
     assert scanned.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
     assert scanned.size == path.stat().st_size
     assert len(scanned.segments) > 5
@@ -74,7 +75,7 @@ def test_segments_cover_the_file_at_line_ends(tmp_path):
 def test_text_file_is_one_document_as_it_stands(tmp_path):
     raw = "\ufefffirst\r\nsecond\rthird\n\x00é".encode()
     (tmp_path / "a.txt").write_bytes(raw)
-    scanned = scan(list_files([str(tmp_path / "a.txt")])[0], segment_bytes=3)
+    scanned = scan(list_files([Source(str(tmp_path / "a.txt"))])[0], segment_bytes=3)
     (document,) = read_documents(scanned.segments[0])
     assert document == Document("a.txt", hashlib.sha256(raw).digest(), raw.decode())
 
@@ -95,7 +96,7 @@ def test_every_bad_line_is_named(tmp_path):
     ]
     path = tmp_path / "bad.jsonl"
     path.write_bytes(b"\n".join(lines) + b"\n")
-    (segment,) = scan(list_files([str(path)])[0], 1 << 20).segments
+    (segment,) = scan(list_files([Source(str(path))])[0], 1 << 20).segments
     documents = list(read_documents(segment))
     bad = {document.name: document.why for document in documents if isinstance(document, BadDocument)}
     why = [
@@ -110,7 +111,9 @@ def test_bad_text_files(tmp_path):
     (tmp_path / "empty.txt").touch()
     (tmp_path / "latin.txt").write_bytes("é".encode("latin-1"))
     (tmp_path / "empty.jsonl").touch()
-    found = [d for file in list_files([str(tmp_path)]) for s in scan(file, 100).segments for d in read_documents(s)]
+    found = [
+        d for file in list_files([Source(str(tmp_path))]) for s in scan(file, 100).segments for d in read_documents(s)
+    ]
     assert [(d.name.partition("/")[2], getattr(d, "why", None)) for d in found] == [
         ("empty.jsonl", "empty"),
         ("empty.txt", "empty"),
@@ -121,7 +124,7 @@ def test_bad_text_files(tmp_path):
 def test_file_that_changes_under_us_is_an_error(tmp_path):
     path = tmp_path / "a.txt"
     path.write_text("before")
-    (segment,) = scan(list_files([str(path)])[0], 100).segments
+    (segment,) = scan(list_files([Source(str(path))])[0], 100).segments
     path.write_text("after")
     os.utime(path, ns=(0, segment.mtime_ns + 1))
     with pytest.raises(ValueError, match=r"a\.txt changed"):

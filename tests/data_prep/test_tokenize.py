@@ -1,10 +1,12 @@
 import pickle
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from longdraft.data_prep.documents import Document
+from longdraft.data_prep.settings import Source
 from longdraft.data_prep.sources import list_files, read_documents, scan
 from longdraft.data_prep.tokenize import make_encoder
 
@@ -55,10 +57,10 @@ def test_unusable_tokenizers_are_refused(tiny_tokenizer):
 def test_smollm2_gives_the_standard_library_back(smollm2):
     encoder = make_encoder(smollm2, ends_documents=False)
     assert (encoder.bos_ids, encoder.vocab_size) == ((), 49152)
-    files = [file for file in list_files(["stdlib"]) if "/encodings/" in file.name or "/json/" in file.name]
+    files = [file for file in list_files([Source("stdlib")]) if "/encodings/" in file.name or "/json/" in file.name]
     for file in files:
         (document,) = read_documents(scan(file, 1 << 20).segments[0])
         assert isinstance(document, Document)
         ids = encoder.encode(document.text).tolist()
         decoded = smollm2.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        assert decoded.encode() == file.path.read_bytes(), file.name
+        assert decoded.encode() == Path(file.path).read_bytes(), file.name

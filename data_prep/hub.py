@@ -1,0 +1,110 @@
+"""Data sets of the Hugging Face hub: their files, fetched into the hub's own cache, or listed and read from afar.
+
+Through `huggingface_hub`, the library below `datasets`, because its listing gives every file's hash before a byte is
+fetched, and because its cache and its remote files serve every format alike. Not here: what stands in the files.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO, cast
+
+if TYPE_CHECKING:
+    from huggingface_hub import HfFileSystem
+
+NAME = re.compile(r"(?P<repository>[\w.-]+/[\w.-]+)(@(?P<revision>\S+))?")
+REMOTE = "hf://"
+
+
+@dataclass(frozen=True)
+class RemoteFile:
+    """url: for `open_bytes`, of one commit. size: bytes. digest: of the content, as the hub keeps it."""
+
+    url: str
+    name: str
+    size: int
+    digest: str
+
+
+def is_hub_name(path: str) -> bool:
+    return NAME.fullmatch(path) is not None
+
+
+def fetch(path: str, patterns: Sequence[str]) -> Path:
+    """The folder of the hub's cache that then holds the files of `owner/name[@revision]` that match a pattern.
+
+    Files that are there are not fetched again; without network what is there serves.
+
+    Raises:
+        ValueError: no such data set or revision, no right to it, no network.
+    """
+    from huggingface_hub import snapshot_download
+
+    name, revision = _split(path)
+    with _named(path):
+        return Path(
+            snapshot_download(
+                name, repo_type="dataset", revision=revision, allow_patterns=list(patterns), max_workers=4
+            )
+        )
+
+
+def list_remote(path: str, patterns: Sequence[str]) -> list[RemoteFile]:
+    """The files of `owner/name[@revision]` that match a pattern, by name; the same errors as `fetch`."""
+    from huggingface_hub import HfApi
+
+    name, revision = _split(path)
+    with _named(path):
+        info = HfApi().dataset_info(name, revision=revision, files_metadata=True)
+    found = []
+    for file in info.siblings or []:
+        if not any(fnmatch(file.rfilename, pattern) for pattern in patterns):
+            continue
+        digest = f"git-{file.blob_id}" if file.lfs is None else str(file.lfs.sha256)
+        url = f"{REMOTE}datasets/{name}@{info.sha}/{file.rfilename}"
+        found.append(RemoteFile(url, file.rfilename, int(file.size or 0), digest))
+    return sorted(found, key=lambda file: file.name)
+
+
+def open_bytes(path: str) -> BinaryIO:
+    """A file of this machine, or a remote one, of which only what is read is fetched. Seekable."""
+    if not path.startswith(REMOTE):
+        return Path(path).open("rb")
+    with _named(path):
+        return cast(BinaryIO, _remote_files().open(path, "rb"))
+
+
+def _remote_files() -> "HfFileSystem":
+    from huggingface_hub import HfFileSystem
+
+    return HfFileSystem()  # the same one for the same token and process
+
+
+def _split(path: str) -> tuple[str, str | None]:
+    match = NAME.fullmatch(path)
+    assert match is not None, path
+    return match["repository"], match["revision"]
+
+
+@contextmanager
+def _named(path: str) -> Iterator[None]:
+    """Turns the hub's errors into one that says what to do."""
+    from huggingface_hub import errors
+
+    # The HTTP client's own, whichever client this version of the library has.
+    client_error = errors.HTTPError  # pyright: ignore[reportPrivateImportUsage]
+    try:
+        yield
+        return
+    except errors.GatedRepoError as error:
+        cause, why = error, "asks for its terms to be accepted: do so on its page, then `hf auth login` or HF_TOKEN"
+    except errors.RevisionNotFoundError as error:
+        cause, why = error, "has no such revision"
+    except errors.RepositoryNotFoundError as error:
+        cause, why = error, "is neither a file or folder here nor a data set of the hub that this machine may read"
+    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, client_error, OSError) as error:
+        cause, why = error, f"is neither a file or folder here nor to be reached on the hub ({error})"
+    raise ValueError(f"source {path!r} {why}; or give the folder that its files are in") from cause

@@ -1,0 +1,126 @@
+"""Shards of Mosaic Data Shard (MDS), the form in which Prolong is published.
+
+A shard is uint32 n, uint32 offsets [n + 1] into the file, a JSON header that names the columns and how they are
+encoded, and n samples: the sizes of the columns that have no fixed one (uint32), then the columns. A compressed shard
+is the same under zstd, gzip or bz2. All numbers are little-endian.
+
+Why not through `mosaicml-streaming`, which writes them: its versions pin transformers below 5 and numpy below 2.2, and
+bring torchvision and the clients of five clouds, for a form of these few lines. The tests read shards that it wrote.
+Pickled columns are not read: they would run whatever they hold.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, BinaryIO
+
+import numpy as np
+
+SUFFIXES = (".mds", ".mds.zst", ".mds.zstd", ".mds.gz", ".mds.bz2")
+SIZE = np.dtype("<u4")
+SHAPE_TYPES = ("u1", "<u2", "<u4", "<u8")
+# How an array of any type names its own.
+VALUE_TYPES = {
+    8: "uint8", 9: "int8", 16: "uint16", 17: "int16", 18: "float16", 32: "uint32", 33: "int32", 34: "float32",
+    64: "uint64", 65: "int64", 66: "float64",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Header:
+    """offsets: int64 [n + 1] of each sample in the file; columns: (name, encoding, fixed size or None)."""
+
+    offsets: np.ndarray
+    columns: tuple[tuple[str, str, int | None], ...]
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+
+def read_header(stream: BinaryIO) -> Header:
+    """Raises ValueError where the file is no MDS shard or ends within its header."""
+    n = int(_numbers(stream, 1)[0])
+    offsets = _numbers(stream, n + 1).astype(np.int64)
+    begin = (n + 2) * SIZE.itemsize
+    if offsets[0] < begin or (np.diff(offsets) < 0).any():
+        raise ValueError("no MDS shard: its samples overlap")
+    try:
+        described = json.loads(_exactly(stream, int(offsets[0]) - begin))
+        columns = zip(*(described[f"column_{what}"] for what in ("names", "encodings", "sizes")), strict=True)
+        return Header(offsets, tuple(columns))
+    except (KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"no MDS shard: its header does not name the columns ({error})") from error
+
+
+def read_samples(
+    stream: BinaryIO, header: Header, rows: Iterable[int], fields: Sequence[str]
+) -> Iterator[dict[str, Any]]:
+    """These samples with these columns, without those that the shard has not; `stream` is seekable.
+
+    Raises ValueError for a column that is pickled or of an unknown encoding, and where the file ends early.
+    """
+    readers = {name: _reader(encoding) for name, encoding, _ in header.columns if name in fields}
+    n_open = sum(size is None for _, _, size in header.columns)
+    for row in rows:
+        begin, end = header.offsets[row : row + 2].tolist()
+        stream.seek(begin)
+        raw = _exactly(stream, end - begin)
+        open_sizes = iter(np.frombuffer(raw, SIZE, n_open).tolist())
+        at, sample = n_open * SIZE.itemsize, {}
+        for name, _, fixed in header.columns:
+            size = next(open_sizes) if fixed is None else fixed
+            if name in readers:
+                sample[name] = readers[name](raw[at : at + size])
+            at += size
+        if at != len(raw):
+            raise ValueError(f"sample {row} has {len(raw)} bytes, and its columns {at}")
+        yield sample
+
+
+def _reader(encoding: str) -> Callable[[bytes], Any]:
+    kind, *parameters = encoding.split(":")
+    if kind == "str":
+        return _text
+    if kind == "json":
+        return json.loads
+    if kind == "int":
+        return partial(_scalar, "<i8")
+    if kind in VALUE_TYPES.values():
+        return partial(_scalar, kind)
+    if kind == "ndarray" and len(parameters) <= 2:
+        shape = tuple(map(int, parameters[1].split(","))) if len(parameters) == 2 else None
+        return partial(_array, parameters[0] if parameters and parameters[0] else None, shape)
+    raise ValueError(f"a column is encoded as {encoding!r}, which is not read here; known: str, json, numbers, ndarray")
+
+
+def _text(raw: bytes) -> str | bytes:
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError:
+        return b""  # what records.py gives for a text that is none
+
+
+def _scalar(kind: str, raw: bytes) -> Any:
+    return np.frombuffer(raw, kind)[0].item()
+
+
+def _array(kind: str | None, shape: tuple[int, ...] | None, raw: bytes) -> np.ndarray:
+    if kind is None:
+        kind, raw = VALUE_TYPES[raw[0]], raw[1:]
+    if shape is None:
+        n_axes, shape_type = raw[0] >> 2, np.dtype(SHAPE_TYPES[raw[0] & 3])
+        stop = 1 + n_axes * shape_type.itemsize
+        shape, raw = tuple(np.frombuffer(raw[1:stop], shape_type).tolist()), raw[stop:]
+    return np.frombuffer(raw, np.dtype(kind).newbyteorder("<")).reshape(shape)
+
+
+def _numbers(stream: BinaryIO, n: int) -> np.ndarray:
+    return np.frombuffer(_exactly(stream, n * SIZE.itemsize), SIZE)
+
+
+def _exactly(stream: BinaryIO, n: int) -> bytes:
+    raw = stream.read(n)
+    if len(raw) < n:
+        raise ValueError(f"the file ends {n - len(raw)} bytes early")
+    return raw

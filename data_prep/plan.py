@@ -1,0 +1,134 @@
+"""What a preparation is going to do, from the sources' content and the settings alone: its identity and its units.
+
+Nothing here reads a document or depends on the number of workers or machines.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Sequence
+
+from longdraft.data_prep.folder import SPLITS
+from longdraft.data_prep.forms import Tokens
+from longdraft.data_prep.settings import PrepareConfig
+from longdraft.data_prep.shards import FORMAT_VERSION
+from longdraft.data_prep.sources import ScannedFile, Segment, SourceFile
+from longdraft.data_prep.tokenize import Encoder
+from longdraft.data_prep.unit import Reader, Unit, uniform
+
+SEGMENT_BYTES = 1 << 20
+SHARD_TEXT_BYTES = (1 << 20, 16 << 20)  # least and most text of a shard
+BYTES_A_TOKEN = 5  # more than code and most prose have: `max_tokens` may read this much text for each token it keeps
+
+
+def make_plan(
+    config: PrepareConfig,
+    readers: Sequence[Reader],
+    tokenizer_hash: str,
+    scanned: Sequence[ScannedFile],
+    units: Sequence[Unit],
+) -> dict:
+    """All that decides the content of the folder; two calls with the same plan make the same bytes.
+
+    Its `address` is the hash of it all: of sources, tokenizer and settings."""
+    settings = "seq_len documents heldout_share max_tokens seed shard_bytes"
+    encoders = sorted((reader.encoder for reader in readers), key=lambda encoder: isinstance(encoder, Encoder))
+    described = {key: value for encoder in encoders for key, value in encoder.describe().items()}
+    mix = {name: source.describe() for name, source in config.sources.items()}
+    for reader in readers:
+        if isinstance(reader.form, Tokens):
+            mix[reader.name]["tokenizer_sha256"] = hashlib.sha256(reader.form.serialised.encode()).hexdigest()
+    plan = {
+        "format_version": FORMAT_VERSION,
+        "settings": {name: getattr(config, name) for name in settings.split()},
+        "mix": mix,
+        "tokenizer": {"tokenizer_sha256": tokenizer_hash, **described},
+        "sources": {file.file.name: {"bytes": file.size, "sha256": file.sha256} for file in scanned},
+    }
+    address = hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()
+    shards = {split: sum(unit.split == split for unit in units) for split in SPLITS}
+    return {"address": address, **plan, "shards": shards}
+
+
+def choose_files(config: PrepareConfig, files: Sequence[SourceFile]) -> tuple[list[SourceFile], list[float]]:
+    """(Files that hold each source's share of bytes, of its documents in these files the share that is wanted).
+
+    Files that are not chosen are not read, and remote ones not fetched."""
+    chosen, kept = set(files), [1.0] * len(config.sources)
+    for number, (name, source) in enumerate(config.sources.items()):
+        if source.share == 1:
+            continue
+        mine = [file for file in files if file.source == number]
+        mine.sort(key=lambda file: uniform(config.seed, f"{name}:{file.name}".encode()))
+        sizes = [file.size for file in mine]
+        n_chosen = _count(sizes, source.share * sum(sizes))
+        chosen -= set(mine[n_chosen:])
+        kept[number] = min(1.0, source.share * sum(sizes) / max(1, sum(sizes[:n_chosen])))
+    return [file for file in files if file in chosen], kept
+
+
+def plan_units(config: PrepareConfig, scanned: Sequence[ScannedFile], kept: Sequence[float]) -> list[Unit]:
+    """The units. Segments are taken in the order of a seeded hash, so that a budget samples all files and a shard mixes
+    them. Without weights all sources share one budget of `max_tokens`; with them each has its own.
+
+    kept: of each source's documents, the share that is wanted.
+    """
+    budget_of, budgets = _budgets(config)
+    segments = [segment for file in scanned for segment in file.segments]
+    segments.sort(key=lambda segment: uniform(config.seed, f"{segment.file.name}:{segment.offset}".encode()))
+    worth = {segment: _worth(segment, config) * kept[segment.file.source] for segment in segments}
+    wanted = [_enough(segments, worth, budget_of, number, budget) for number, budget in enumerate(budgets)]
+    chosen = {segment for of_budget in wanted for segment in of_budget}
+    segments = [segment for segment in segments if segment in chosen]
+    total = [sum(worth[segment] for segment in of_budget) for of_budget in wanted]
+    sizes = [int(segment.length * kept[segment.file.source]) for segment in segments]
+    least, most = SHARD_TEXT_BYTES
+    shard_bytes = config.shard_bytes or min(most, max(least, sum(sizes) // 16))
+    units = []
+    for split, share in zip(SPLITS, (1 - config.heldout_share, config.heldout_share), strict=True):
+        start, number = 0, 0
+        while share and start < len(segments):
+            stop = start + _count(sizes[start:], int(shard_bytes / share))
+            part = segments[start:stop]
+            limits = []
+            for i, budget in enumerate(budgets):
+                here = sum(worth[segment] for segment in part if budget_of[segment.file.source] == i)
+                limits.append(None if budget is None else int(budget * share * here / max(1, total[i])))
+            size = int(share * sum(sizes[start:stop]))
+            units.append(Unit(split, number, tuple(part), budget_of, tuple(limits), size))
+            start, number = stop, number + 1
+    return units
+
+
+def _budgets(config: PrepareConfig) -> tuple[tuple[int, ...], list[int | None]]:
+    """(For each source the number of its budget, tokens of each budget)."""
+    weights = [source.weight for source in config.sources.values() if source.weight is not None]
+    if not weights or config.max_tokens is None:
+        return (0,) * len(config.sources), [config.max_tokens]
+    tokens: list[int | None] = [int(config.max_tokens * weight / math.fsum(weights)) for weight in weights]
+    return tuple(range(len(weights))), tokens
+
+
+def _enough(
+    segments: Sequence[Segment], worth: dict[Segment, float], budget_of: Sequence[int], number: int, budget: int | None
+) -> list[Segment]:
+    """The first segments of a budget's sources that can give its tokens; all of them where it has no end."""
+    mine = [segment for segment in segments if budget_of[segment.file.source] == number]
+    return mine if budget is None else mine[: _count([worth[segment] for segment in mine], budget * BYTES_A_TOKEN)]
+
+
+def _worth(segment: Segment, config: PrepareConfig) -> int:
+    """Bytes of the segment that can become tokens of a row: in the mode "first" only the head of each document."""
+    if config.documents == "first":
+        return min(segment.length, segment.n_documents * config.seq_len * BYTES_A_TOKEN)
+    return segment.length
+
+
+def _count(sizes: Sequence[float], enough: float) -> int:
+    """How many sizes from the first on make `enough`, at least one (all where they do not)."""
+    total = 0.0
+    for i, size in enumerate(sizes):
+        total += size
+        if total >= enough:
+            return i + 1
+    return len(sizes)

@@ -1,0 +1,284 @@
+"""Data sets by the hub's name, through the real client against a hub on this machine: fetched, streamed, refused.
+
+That hub speaks HTTP as the hub's public interface documents it (information on a set, its tree, files with ranges,
+error codes), as far as `huggingface_hub` asks, and keeps what it was asked for.
+"""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from longdraft.data_prep.shards import ShardSet
+
+COMMIT = hashlib.sha1(b"the only commit").hexdigest()
+REVISIONS = ("main", "refs/convert/parquet", COMMIT)
+
+
+class Hub(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def __init__(self, root: Path, requests: list[tuple[str, str, int]], *args):
+        self.root, self.requests = root, requests
+        super().__init__(*args)
+
+    def log_message(self, *args) -> None:
+        pass
+
+    def answer(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
+        self.requests.append((self.command, unquote(urlsplit(self.path).path), len(body)))
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(body)), **(headers or {})}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def say(self, content) -> None:
+        self.answer(200, json.dumps(content).encode(), {"Content-Type": "application/json"})
+
+    def fail(self, status: int, code: str) -> None:
+        self.answer(status, b"{}", {"X-Error-Code": code})
+
+    def handle_one(self) -> None:
+        length = int(self.headers.get("Content-Length") or 0)
+        asked = self.rfile.read(length)
+        parts = unquote(urlsplit(self.path).path).strip("/").split("/")
+        if parts[0] == "api":
+            parts = parts[1:]
+        if parts[:1] != ["datasets"] or len(parts) < 3:
+            return self.fail(404, "EntryNotFound")
+        repository, rest = "/".join(parts[1:3]), parts[3:]
+        folder = self.root / repository
+        if repository == "gated/set":
+            return self.fail(403, "GatedRepo")
+        if not folder.is_dir():
+            return self.fail(404, "RepoNotFound")
+        what = rest[0] if rest else "revision"
+        revision = next(
+            (name for name in REVISIONS if "/".join(rest[1:]).startswith(name)), None if rest[1:] else "main"
+        )
+        if revision is None:
+            return self.fail(404, "RevisionNotFound")
+        inside = "/".join(rest[1:])[len(revision) :].strip("/")
+        if what == "revision":
+            siblings = [described(folder, path) for path in files(folder)]
+            return self.say({"id": repository, "sha": COMMIT, "siblings": siblings})
+        if what == "tree":
+            return self.say([node(folder, path) for path in files(folder)])
+        if what == "paths-info":
+            form = json.loads(asked) if asked[:1] == b"{" else {}
+            wanted = form.get("paths") or [unquote(pair.partition("=")[2]) for pair in asked.decode().split("&")]
+            return self.say([node(folder, folder / path) for path in wanted if (folder / path).is_file()])
+        if what == "resolve" and (folder / inside).is_file():
+            return self.give(folder / inside)
+        return self.fail(404, "EntryNotFound")
+
+    def give(self, path: Path) -> None:
+        content = path.read_bytes()
+        headers = {"ETag": f'"{digest(path)}"', "X-Repo-Commit": COMMIT, "X-Linked-Size": str(len(content))}
+        headers |= {"Accept-Ranges": "bytes"}
+        status, ranged = 200, self.headers.get("Range")
+        if ranged:
+            start, _, stop = ranged.removeprefix("bytes=").partition("-")
+            begin, end = int(start), min(int(stop) + 1 if stop else len(content), len(content))
+            headers["Content-Range"] = f"bytes {begin}-{end - 1}/{len(content)}"
+            status, content = 206, content[begin:end]
+        self.answer(status, content, headers)
+
+    do_GET = do_HEAD = do_POST = handle_one
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def described(folder: Path, path: Path) -> dict:
+    size = path.stat().st_size
+    lfs = {"sha256": digest(path), "size": size, "pointerSize": 100}
+    return {"rfilename": path.relative_to(folder).as_posix(), "size": size, "blobId": "0" * 40, "lfs": lfs}
+
+
+def node(folder: Path, path: Path) -> dict:
+    size = path.stat().st_size
+    lfs = {"oid": digest(path), "size": size, "pointerSize": 100}
+    name = path.relative_to(folder).as_posix()
+    return {"type": "file", "path": name, "size": size, "oid": "0" * 40, "lfs": lfs}
+
+
+@contextmanager
+def serving(root: Path) -> Iterator[tuple[str, list[tuple[str, str, int]]]]:
+    """(address, what was asked for: method, path, bytes given) of a hub of the folders in `root`."""
+    requests: list[tuple[str, str, int]] = []
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Hub, root, requests))
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}", requests
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+SCRIPT = """
+import json, sys
+from pathlib import Path
+from tokenizers import Tokenizer
+from longdraft.data_prep.prepare import PrepareConfig, prepare
+from longdraft.data_prep.settings import Source
+
+class Light:  # what prepare uses of a transformers tokenizer, without the seconds transformers takes to import
+    is_fast, eos_token_id, bos_token_id = True, 0, None
+    def __init__(self, path):
+        self.backend_tokenizer = Tokenizer.from_file(path)
+    def __len__(self):
+        return self.backend_tokenizer.get_vocab_size()
+
+sources, out, tokenizer, settings = sys.argv[1:]
+sources = {name: Source(**{**how, "files": tuple(how.get("files", ()))}) for name, how in json.loads(sources).items()}
+try:
+    prepare(PrepareConfig(sources, Path(out), 64, heldout_share=0.2, **json.loads(settings)), Light(tokenizer), "hash")
+except ValueError as error:
+    sys.exit(f"error: {error}")
+"""
+LISTING = """
+import json, sys
+from longdraft.data_prep.settings import Source
+from longdraft.data_prep.sources import list_files
+
+for name, streaming in json.loads(sys.argv[1]):
+    try:
+        list_files([Source(name, ("none/*",) if name == "me/set" else (), streaming=streaming)])
+    except ValueError as error:
+        print(str(error).replace("\\n", " "))
+"""
+TEXTS = {f"part {part} text {i} " + "word " * (i % 9) for part in range(4) for i in range(60)}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    """Folders of the hub: JSONL, compressed JSONL and Parquet of one set, a split of it that is not wanted."""
+    root = tmp_path_factory.mktemp("hub")
+    data = root / "me" / "set" / "data"
+    data.mkdir(parents=True)
+    parts = [sorted(text for text in TEXTS if text.startswith(f"part {part} ")) for part in range(4)]
+    lines = ["".join(json.dumps({"text": text}) + "\n" for text in part).encode() for part in parts]
+    (data / "train-0.jsonl").write_bytes(lines[0])
+    with pa.CompressedOutputStream(str(data / "train-1.jsonl.zst"), "zstd") as stream:
+        stream.write(lines[1])
+    for number in (2, 3):
+        table = pa.Table.from_pylist([{"text": text} for text in parts[number]])
+        pq.write_table(table, data / f"train-{number}.parquet", row_group_size=25)
+    (data / "test-0.jsonl").write_text(json.dumps({"text": "not wanted"}) + "\n")
+    return root
+
+
+@pytest.fixture
+def run(tmp_path, tiny_tokenizer):
+    """run(address, out, sources, **settings) prepares in a process of its own; returns it, finished."""
+    tiny_tokenizer.backend_tokenizer.save(str(tmp_path / "tokenizer.json"))
+
+    def run(address, out, sources, offline=False, **settings):
+        env = {**os.environ, "HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "cache"), "HF_HUB_DISABLE_XET": "1"}
+        env |= {"HF_HUB_OFFLINE": "1"} if offline else {}
+        arguments = [json.dumps(sources), str(out), str(tmp_path / "tokenizer.json"), json.dumps(settings)]
+        command = [sys.executable, "-c", SCRIPT, *arguments]
+        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+
+    return run
+
+
+def texts(out, read_back, tokenizer):
+    train, heldout = (read_back(ShardSet(out / split), tokenizer) for split in ("train", "heldout"))
+    return train | heldout
+
+
+def given(requests, path):
+    """Bytes that the hub gave of a file."""
+    return sum(
+        size for method, name, size in requests if method == "GET" and name.endswith(path) and "/resolve/" in name
+    )
+
+
+def test_fetched_and_streamed_sets_are_the_same_documents(root, run, tmp_path, read_back, tiny_tokenizer):
+    fetched, streamed = tmp_path / "fetched", tmp_path / "streamed"
+    wanted = {"path": "me/set", "files": ["data/train-*"]}
+    with serving(root) as (address, requests):
+        done = run(address, fetched, {"set": wanted})
+        assert done.returncode == 0, done.stderr
+        assert given(requests, "train-0.jsonl") > 0 and not given(requests, "test-0.jsonl")
+        requests.clear()
+        assert "Already prepared" in run(address, fetched, {"set": wanted}).stdout
+        assert not [name for _, name, _ in requests if "/resolve/" in name], "what is in the cache was fetched again"
+        cached = sorted((tmp_path / "cache").rglob("*"))
+        done = run(address, streamed, {"set": {**wanted, "streaming": True}}, workers=2)
+        assert done.returncode == 0, done.stderr
+        assert given(requests, "train-0.jsonl") > 0 and sorted((tmp_path / "cache").rglob("*")) == cached
+        requests.clear()
+        assert "Already prepared" in run(address, streamed, {"set": {**wanted, "streaming": True}}).stdout
+        assert not given(requests, "train-0.jsonl"), "a finished set was read again"
+    found = texts(fetched, read_back, tiny_tokenizer)
+    assert {text.decode() for text in found.values()} == TEXTS
+    assert texts(streamed, read_back, tiny_tokenizer) == found
+    assert {name.partition(":")[0] for name in found} == {
+        f"me/set/data/train-{part}" for part in ("0.jsonl", "1.jsonl.zst", "2.parquet", "3.parquet")
+    }
+    plans = [json.loads((out / "plan.json").read_text()) for out in (fetched, streamed)]
+    assert plans[0]["sources"] == plans[1]["sources"], "the hub's hashes are those of the content"
+    # Without network what was fetched serves.
+    done = run("http://127.0.0.1:9", tmp_path / "offline", {"set": {"path": "me/set", "files": ["data/train-*"]}}, True)
+    assert done.returncode == 0, done.stderr
+    assert texts(tmp_path / "offline", read_back, tiny_tokenizer) == found
+
+
+def test_streaming_reads_what_the_share_and_the_budget_ask_for(root, run, tmp_path):
+    source = {"path": "me/set", "files": ["data/*.parquet", "data/*.jsonl"], "streaming": True, "share": 0.3}
+    with serving(root) as (address, requests):
+        done = run(address, tmp_path / "out", {"set": source})
+        assert done.returncode == 0, done.stderr
+        read = {name.rpartition("/")[2] for method, name, _ in requests if method == "GET" and "/resolve/" in name}
+    assert len(read) < 4, "files beyond the share were read"
+    mix = json.loads((tmp_path / "out" / "manifest.json").read_text())["splits"]
+    n_all = sum(text.startswith(("part 0", "part 2", "part 3")) for text in TEXTS) + 1
+    n = sum(split["documents"] for split in mix.values())
+    assert 0.15 * n_all < n < 0.45 * n_all
+
+
+def test_what_is_not_to_be_had_is_named(root, tmp_path):
+    said = {
+        "no/set": "is neither a file or folder here nor a data set of the hub that this machine may read",
+        "gated/set": "asks for its terms to be accepted",
+        "me/set@nope": "has no such revision",
+        "me/set": "holds no file that matches none/*",
+    }
+    cases = [(name, streaming) for name in said for streaming in (False, True)]
+
+    def errors(address, cases):
+        env = {**os.environ, "HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "cache")}
+        command = [sys.executable, "-c", LISTING, json.dumps(cases)]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.splitlines()
+
+    with serving(root) as (address, _):
+        for (name, _), line in zip(cases, errors(address, cases), strict=True):
+            assert line.startswith(f"source '{name}' {said[name]}"), line
+    for line in errors("http://127.0.0.1:9", [("me/set", False), ("me/set", True)]):
+        assert "source 'me/set' is neither a file or folder here nor to be reached on the hub (" in line

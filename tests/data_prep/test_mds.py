@@ -1,0 +1,98 @@
+"""MDS shards, against those in `mds/`, which mosaicml-streaming 0.13.0 wrote: plain, under zstd, and with a pickle."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from longdraft.data_prep import mds
+from longdraft.data_prep.forms import Text, Tokens
+from longdraft.data_prep.records import table_parts, table_rows
+from longdraft.data_prep.settings import Source
+from longdraft.data_prep.sources import list_files, read_documents, scan
+
+WRITTEN = Path(__file__).parent / "mds"
+ENDING = {"plain": "", "zstd": ".zstd"}
+
+
+def samples():
+    """What was written, in the words that wrote it."""
+    rng = np.random.default_rng(0)
+    for i in range(40):
+        ids = rng.integers(0, 50, size=30 + i).astype(np.uint32)
+        cut = 10 + i % 7
+        yield {
+            "input_ids": ids,
+            "indices": np.array([[0, cut], [cut, len(ids)]], dtype=np.uint32),
+            "domain": f"book é {i}",
+            "length": len(ids),
+            "text": f"text {i}\n",
+            "extra": {"i": i},
+            "any": np.arange(i + 1, dtype=np.float32),
+        }
+
+
+@pytest.mark.parametrize("kind", ENDING)
+@pytest.mark.parametrize("part_bytes", [1, 700, 1 << 20])
+def test_every_column_comes_back(kind, part_bytes):
+    expected = list(samples())
+    found = []
+    for file in list_files([Source(str(WRITTEN / kind))]):
+        first, n_parts = 0, 0
+        for n_rows, _ in table_parts(file.path, part_bytes):
+            found += table_rows(file.path, first, n_rows, tuple(expected[0]))
+            first, n_parts = first + n_rows, n_parts + 1
+        assert n_parts == (1 if part_bytes > 6000 else first if part_bytes == 1 else n_parts) > 0
+    assert len(found) == 40
+    for sample, wanted in zip(found, expected, strict=True):
+        assert sample.keys() == wanted.keys()
+        for name, value in wanted.items():
+            assert type(sample[name]) is type(value), name
+            np.testing.assert_array_equal(sample[name], value)
+            assert getattr(sample[name], "dtype", None) == getattr(value, "dtype", None), name
+
+
+def test_only_what_is_asked_for_is_decoded():
+    path = str(WRITTEN / "pickled" / "shard.00000.mds")
+    assert list(table_rows(path, 0, 1, ("text", "none"))) == [{"text": "a"}]
+    with pytest.raises(
+        ValueError, match=r"shard\.00000\.mds cannot be read \(a column is encoded as 'pkl', which is not"
+    ):
+        list(table_rows(path, 0, 1, ("x",)))
+
+
+@pytest.mark.parametrize("kind", ENDING)
+def test_ids_of_another_tokenizer_become_a_document_a_span(kind, tiny_tokenizer):
+    form = Tokens("input_ids", "indices", tiny_tokenizer.backend_tokenizer.to_str())
+    files = list_files([Source(str(WRITTEN / kind))])
+    found = [d for file in files for segment in scan(file, 2000).segments for d in read_documents(segment, form)]
+    expected = []
+    for sample in samples():
+        for begin, end in sample["indices"].tolist():
+            ids = sample["input_ids"][begin:end].tolist()
+            expected.append(tiny_tokenizer.decode(ids, skip_special_tokens=True).strip("\ufffd"))
+    assert [document.text for document in found] == expected
+    assert [document.name for document in found][:3] == [
+        f"{kind}/shard.00000.mds{ENDING[kind]}:{place}" for place in ("1.1", "1.2", "2.1")
+    ]
+
+
+def test_texts_and_damage(tmp_path):
+    files = list_files([Source(str(WRITTEN / "plain"))])
+    found = [d for file in files for segment in scan(file, 2000).segments for d in read_documents(segment, Text())]
+    assert [document.text for document in found] == [f"text {i}\n" for i in range(40)]
+    whole = Path(files[0].path).read_bytes()
+    for cut, why in ((2, "ends"), (30, "ends"), (1000, "ends"), (len(whole) - 3, "ends")):
+        (tmp_path / "cut.mds").write_bytes(whole[:cut])
+        with pytest.raises(
+            ValueError, match=rf"cut\.mds cannot be read \(.*{why}.*\); it is damaged or was not fetched"
+        ):
+            for n_rows, _ in table_parts(str(tmp_path / "cut.mds"), 1 << 20):
+                list(table_rows(str(tmp_path / "cut.mds"), 0, n_rows, ("text",)))
+    (tmp_path / "no.mds").write_bytes(b"text that is no shard" * 50)
+    with pytest.raises(ValueError, match=r"no\.mds cannot be read"):
+        table_parts(str(tmp_path / "no.mds"), 1 << 20)
+    (tmp_path / "far.mds").write_bytes(np.array([1, 12, 4], dtype=np.uint32).tobytes())
+    with pytest.raises(ValueError, match="no MDS shard: its samples overlap"):
+        table_parts(str(tmp_path / "far.mds"), 1 << 20)
+    assert mds.SUFFIXES[0] == ".mds"
