@@ -1,0 +1,204 @@
+"""One conversation, or several together, answered anew: what is asked of the target, what is made of what it writes.
+
+Every assistant's turn is open, and so is a question at the end. The target is handed in as a function from prompts to
+completions (`Generate`), both as token ids. A prompt's tokens are those that chat.py makes of the same conversation,
+and an answer counts only if chat.py finds it again, so that `prepare` can use what comes out. Not here: where
+conversations come from and go to (regenerate.py).
+"""
+
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from tokenizers import Tokenizer
+
+from longdraft.data_prep.chat import ChatEncoder, stand_in_tokenizer
+from longdraft.data_prep.chat_template import ChatTemplate
+from longdraft.data_prep.documents import (
+    BAD_REASONS,
+    NONCHARACTERS,
+    BadDocument,
+    Conversation,
+    Unusable,
+    messages_digest,
+)
+
+# Errors: the target was to answer, and the whole conversation is left out, for
+ERRORS = (
+    "prompt_too_long",  # it leaves no position for an answer
+    "unfinished",  # no end within the new tokens allowed or the target's positions: a wrong end would be learned
+    "empty_answer",  # blanks at most
+    "not_text",  # tokens that are no whole characters, or Unicode's noncharacters
+    "special_token_in_answer",  # a control token before the end
+    # What chat.py says of a prompt or of its answer; `prepare` would say the same.
+    "refused_by_template",
+    "prompt_not_kept",
+    "answer_not_found",
+    "special_token_in_text",
+)
+# Skipped: the target was not asked. What documents.py calls bad, and
+SKIPPED = (
+    *(why for why in BAD_REASONS if why not in ERRORS),
+    "no_user_turn",
+    "answer_unasked",  # an assistant's turn without a user's since the last one: a greeting, two answers in a row
+)
+
+Message = tuple[str, str | None]  # role and content; None: an answer that is due
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What the target wrote behind prompt `index` of a call: token ids, the last one its end token if it `ended`."""
+
+    index: int
+    tokens: list[int]
+    ended: bool
+
+
+# Prompts and their seeds (unsigned, 64 bits) to completions, each once, in any order, as they come.
+Generate = Callable[[Sequence[list[int]], Sequence[int]], Iterable[Completion]]
+
+
+class LeftOut(Exception):
+    """A conversation is skipped or an error: `why` is one of SKIPPED or ERRORS."""
+
+    def __init__(self, why: str):
+        assert why in ERRORS or why in SKIPPED, why
+        super().__init__(why)
+        self.why = why
+
+
+def script(messages: Sequence[tuple[str, str]]) -> list[Message]:
+    """The conversation with every answer open that the target is to give. Raises LeftOut."""
+    if all(role != "user" for role, _ in messages):
+        raise LeftOut("no_user_turn")
+    found: list[Message] = []
+    asked = False
+    for role, content in messages:
+        if role == "assistant" and not asked:
+            raise LeftOut("answer_unasked")
+        found.append((role, None if role == "assistant" else content))
+        asked = role == "user" or (asked and role != "assistant")
+    return [*found, ("assistant", None)] if asked else found
+
+
+@dataclass
+class Talk:
+    """A conversation while it is answered.
+
+    digest: of what it was. generated: tokens, of all answers. reread: how many answers give, read as text, other tokens
+    than the target wrote. why: it is left out, for this reason.
+    """
+
+    name: str
+    digest: bytes
+    messages: list[Message]
+    turn: int = 0
+    generated: int = 0
+    reread: int = 0
+    why: str | None = None
+
+    @classmethod
+    def begin(cls, given: Conversation | BadDocument) -> "Talk":
+        if isinstance(given, BadDocument):
+            return cls(given.name, given.digest, [], why=given.why)
+        digest = messages_digest(given.messages)  # its own digest may be its file's
+        try:
+            return cls(given.name, digest, script(given.messages))
+        except LeftOut as error:
+            return cls(given.name, digest, [], why=error.why)
+
+    @property
+    def due(self) -> int | None:
+        """Where the next answer belongs."""
+        if self.why is not None:
+            return None
+        return next((i for i, (_, content) in enumerate(self.messages) if content is None), None)
+
+    def until(self, stop: int) -> list[tuple[str, str]]:
+        return [(role, content) for role, content in self.messages[:stop] if content is not None]
+
+    def seed(self, seed: int) -> int:
+        """Of the answer that is due: unsigned, 64 bits."""
+        key = f"{seed}:{self.digest.hex()}:{self.turn}"
+        return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little")
+
+
+class ChatTokens:
+    """Between a talk and the target's token ids."""
+
+    def __init__(self, encoder: ChatEncoder, max_prompt: int):
+        self._encoder, self._max_prompt = encoder, max_prompt
+        self._template = ChatTemplate(encoder.template, encoder.variables, encoder.special)
+        self._stand_ins = stand_in_tokenizer(encoder.serialised, encoder.eos_id, encoder.unk_id)
+        self._plain = Tokenizer.from_str(encoder.serialised)
+        self._control = frozenset(encoder.special.values()) | {encoder.eos_id}
+
+    def prompt(self, talk: Talk) -> list[int]:
+        """The tokens behind which the answer begins that is due. Raises LeftOut."""
+        assert talk.due is not None
+        guarded = self._template.guarded(talk.until(talk.due))
+        try:
+            text = self._template.render(guarded, prompt=True).text
+            ids, _ = self._stand_ins.finish(self._stand_ins.encode(text))
+        except Unusable as error:
+            raise LeftOut(error.why) from None
+        if len(ids) > self._max_prompt:
+            raise LeftOut("prompt_too_long")
+        return ids.tolist()
+
+    def take(self, talk: Talk, completion: Completion) -> None:
+        """Write the completion into the talk, as the answer that is due. Raises LeftOut."""
+        assert talk.due is not None
+        if not completion.ended:
+            raise LeftOut("unfinished")
+        tokens = completion.tokens[:-1]
+        if not self._control.isdisjoint(tokens):
+            raise LeftOut("special_token_in_answer")
+        # The Rust tokenizer's own text: transformers may tidy up blanks.
+        text = self._plain.decode(tokens, skip_special_tokens=False)
+        if not text.strip():
+            raise LeftOut("empty_answer")
+        if "\N{REPLACEMENT CHARACTER}" in text or NONCHARACTERS.search(text):
+            raise LeftOut("not_text")
+        due = talk.due
+        try:
+            said = Conversation(talk.name, talk.digest, (*talk.until(due), ("assistant", text)))
+            last = self._encoder.encode_document(said)[-1]
+        except Unusable as error:
+            raise LeftOut(error.why) from None
+        begin, end = last.spans[-1]
+        talk.reread += last.tokens[begin:end][: len(tokens)].tolist() != tokens
+        talk.messages[due] = ("assistant", text)
+        talk.turn += 1
+
+
+def answer_all(
+    talks: Sequence[Talk], chat: ChatTokens, generate: Generate, seed: int, over: Callable[[Talk], object]
+) -> None:
+    """Answer the first due turn of all talks, then the second of those that have one, and so on: so all that can be
+    decoded together is.
+
+    over: told of each talk that is complete or left out, as it happens.
+    """
+    while open_talks := [talk for talk in talks if talk.due is not None]:
+        asked, prompts = [], []
+        for talk in open_talks:
+            try:
+                prompts.append(chat.prompt(talk))
+                asked.append(talk)
+            except LeftOut as error:
+                talk.why = error.why
+                over(talk)
+        missing = set(range(len(asked)))
+        for completion in generate(prompts, [talk.seed(seed) for talk in asked]) if asked else ():
+            missing.remove(completion.index)
+            talk = asked[completion.index]
+            talk.generated += len(completion.tokens)
+            try:
+                chat.take(talk, completion)
+            except LeftOut as error:
+                talk.why = error.why
+            if talk.due is None:
+                over(talk)
+        assert not missing, f"{len(missing)} prompts were not answered"

@@ -1,0 +1,336 @@
+"""A set of conversations answered anew by the target, so that its draft learns from what the target itself writes.
+
+plan.json      what was asked, written first: who comes back is compared with it
+part-*.jsonl   {"messages", "source"} a line, one file for each `part_size` conversations of the input
+progress/      what became of each part, gone at the end
+manifest.json  written last; input = success + error + skipped
+
+The seed of an answer is a function of the seed, the conversation's content and the turn, so no answer depends on other
+conversations, their order, the batch, the drafter or a kill. Not here: what is asked of the target and made of what it
+writes (answers.py), the target itself (launch/regenerate.py).
+"""
+
+import errno
+import hashlib
+import json
+import shutil
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from longdraft.data_prep.answers import ERRORS, ChatTokens, Generate, Talk, answer_all
+from longdraft.data_prep.chat import ChatEncoder
+from longdraft.data_prep.documents import (
+    BadDocument,
+    Conversation,
+    Document,
+    Unusable,
+    check_messages,
+    messages_digest,
+)
+from longdraft.data_prep.folder import NAMED_BAD, PLAN, PROGRESS, differences, locked, read_json
+from longdraft.data_prep.settings import Source
+from longdraft.data_prep.shards import MANIFEST, write_atomically, write_json
+from longdraft.data_prep.sources import list_files, read_documents, scan
+
+MADE_BY = "longdraft prepare regenerate"
+SEGMENT_BYTES = 1 << 20
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+@dataclass(frozen=True)
+class RegenerateConfig:
+    """What is to be answered. max_prompt: tokens. part_size: conversations of a part. answering: besides the seed, all
+    that decides an answer (target, sampling), as values for JSON; files: patterns of names in folders, () for all."""
+
+    sources: tuple[str, ...]
+    out: Path
+    max_prompt: int
+    answering: Mapping[str, Any]
+    chat_field: str = "messages"
+    files: tuple[str, ...] = ()
+    seed: int = 0
+    part_size: int = 256
+
+    def __post_init__(self) -> None:
+        if self.part_size < 1:
+            raise ValueError(f"part_size is {self.part_size}, valid: at least 1")
+        if self.max_prompt < 1:
+            raise ValueError(f"max_prompt is {self.max_prompt}, valid: at least 1")
+        for source in map(Path, self.sources):
+            if source.is_dir() and self.out.resolve().is_relative_to(source.resolve()):
+                raise ValueError(
+                    f"out {self.out} lies in the source {source}, and would be read as one; choose another"
+                )
+
+
+@dataclass(frozen=True)
+class Asked:
+    """How a record is read: one field is the list of messages, with or without answers (a form, see forms.py)."""
+
+    chat_field: str
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        return (self.chat_field,)
+
+    def documents(self, name: str, record: Mapping[str, Any]) -> Sequence[Conversation]:
+        """Raises Unusable."""
+        if self.chat_field not in record:
+            raise Unusable("missing_field")
+        if isinstance(record[self.chat_field], bytes):
+            raise Unusable("bad_utf8")
+        messages = check_messages(record[self.chat_field], answered=False)
+        return [Conversation(name, messages_digest(messages), messages)]
+
+
+@dataclass(frozen=True)
+class Given:
+    """The input: its files' size and hash by name, about how many conversations, and they themselves, in order."""
+
+    files: dict[str, dict]
+    count: int
+    conversations: Iterator[Conversation | BadDocument]
+
+
+def open_sources(config: RegenerateConfig) -> Given:
+    """All that is read of the sources goes through here. Raises ValueError: no such source, a text among them."""
+    sources = [Source(path, files=config.files, chat_field=config.chat_field) for path in config.sources]
+    scanned = [scan(file, SEGMENT_BYTES) for file in list_files(sources)]
+    if texts := [file.file.name for file in scanned if file.file.kind == "text"]:
+        raise ValueError(f"{texts[0]} holds plain text, not conversations; leave it out, by --files '*.jsonl' for one")
+
+    def read() -> Iterator[Conversation | BadDocument]:
+        for file in scanned:
+            for segment in file.segments:
+                for document in read_documents(segment, Asked(config.chat_field)):
+                    assert not isinstance(document, Document), document.name
+                    yield document
+
+    files = {file.file.name: {"bytes": file.size, "sha256": file.sha256} for file in scanned}
+    return Given(files, sum(segment.n_documents for file in scanned for segment in file.segments), read())
+
+
+@dataclass
+class Tally:
+    """What became of a part's conversations, or of all."""
+
+    input: int = 0
+    success: int = 0
+    error: Counter[str] = field(default_factory=Counter)
+    skipped: Counter[str] = field(default_factory=Counter)
+    named: list[dict[str, str]] = field(default_factory=list)
+    answers: int = 0
+    answer_tokens: int = 0
+    reread: int = 0
+
+    def count(self, talk: Talk) -> None:
+        """A conversation is complete or left out."""
+        self.input += 1
+        if talk.why is None:
+            self.success, self.answers = self.success + 1, self.answers + talk.turn
+            self.answer_tokens, self.reread = self.answer_tokens + talk.generated, self.reread + talk.reread
+        else:
+            (self.error if talk.why in ERRORS else self.skipped)[talk.why] += 1
+            self.named.append({"conversation": talk.name, "why": talk.why})
+
+    def as_json(self) -> dict:
+        """Raises AssertionError where the accounts are not even."""
+        assert self.input == self.success + self.error.total() + self.skipped.total(), vars(self)
+        counts = {name: dict(sorted(getattr(self, name).items())) for name in ("error", "skipped")}
+        return {**vars(self), **counts, "named": self.named[:NAMED_BAD]}
+
+
+class Meter:
+    """The bar: conversations seen, and what this call generated, kept or not."""
+
+    def __init__(self, count: int):
+        self.bar = tqdm(total=count, desc="answering", unit="conversation")
+        self.tokens, self.seconds, self._good, self._errors = 0, 0.0, 0, 0
+
+    def pass_over(self, count: int) -> None:
+        """Conversations of an earlier call, which say nothing about speed."""
+        self.bar.initial += count
+        self.bar.n += count
+        self.bar.refresh()
+
+    def count(self, talk: Talk) -> None:
+        """A conversation is over."""
+        self.tokens += talk.generated
+        self._good, self._errors = self._good + (talk.why is None), self._errors + (talk.why in ERRORS)
+        self.bar.set_postfix_str(f"{self._good} good, {self._errors} errors", refresh=False)
+        self.bar.update()
+
+
+def make_part(
+    config: RegenerateConfig,
+    number: int,
+    conversations: Sequence[Conversation | BadDocument],
+    chat: ChatTokens,
+    generate: Generate,
+    meter: Meter,
+) -> None:
+    """Answer one part's conversations, write what is good and, last, the record that says that the part is whole."""
+    talks = [Talk.begin(document) for document in conversations]
+    for talk in talks:
+        if talk.why is not None:
+            meter.count(talk)
+    begin = time.perf_counter()
+    answer_all(talks, chat, generate, config.seed, meter.count)
+    meter.seconds += time.perf_counter() - begin
+    tally, lines = Tally(), []
+    for talk in talks:
+        tally.count(talk)
+        if talk.why is None:
+            messages = [{"role": role, "content": content} for role, content in talk.messages]
+            lines.append(json.dumps({"messages": messages, "source": talk.name}, ensure_ascii=False) + "\n")
+    part = None
+    if lines:
+        path = config.out / f"part-{number:05d}.jsonl"
+        write_atomically(path, lambda temporary: temporary.write_text("".join(lines), encoding="utf-8"))
+        part = {"file": path.name, "conversations": len(lines), "bytes": path.stat().st_size}
+    assert tally.input == len(conversations)
+    write_json(_record(config.out, number), {"part": part, **tally.as_json()})
+
+
+# ---- the folder
+
+
+def regenerate(
+    config: RegenerateConfig, encoder: ChatEncoder, tokenizer_hash: str, start: Callable[[], Generate]
+) -> dict:
+    """Answer the input into `config.out`, go on with it, or say that it is done; returns its manifest, prints one line.
+
+    encoder: of the target's tokenizer and chat template. start: makes the target ready, called only if there is work.
+    Raises ValueError: no such source, a folder made with something else, a full disk, not one good answer. Finished
+    parts stay on disk, so the same call goes on.
+    """
+    out = config.out
+    given = open_sources(config)
+    numbers = {"seed": config.seed, "part_size": config.part_size, "max_prompt": config.max_prompt}
+    plan = {
+        "made_by": MADE_BY,
+        "settings": {**numbers, **config.answering},
+        "mix": {"chat_field": config.chat_field},
+        "tokenizer": {"tokenizer_sha256": tokenizer_hash, **encoder.describe()},
+        "sources": given.files,
+    }
+    out.mkdir(parents=True, exist_ok=True)
+    with locked(out), _full_disk_said(out):
+        _settle(out, plan)
+        finished, speed = (out / MANIFEST).exists(), ""
+        if not finished:
+            speed = _make_parts(config, given, ChatTokens(encoder, config.max_prompt), start)
+            _finish(out, plan)
+        shutil.rmtree(out / PROGRESS, ignore_errors=True)
+    manifest = read_json(out / MANIFEST)
+    for part in manifest["parts"]:
+        if not _is_whole(out, part):
+            raise ValueError(f"{out / part['file']} is missing or has another size; remove {out} and answer anew")
+    print(f"{'Already answered' if finished else 'Answered'}: {_summary(manifest)}{speed} -> {out}", flush=True)
+    return manifest
+
+
+def _make_parts(config: RegenerateConfig, given: Given, chat: ChatTokens, start: Callable[[], Generate]) -> str:
+    """Make the parts that are not there yet; returns the speed in words."""
+    out, generate, meter, number = config.out, None, Meter(given.count), 0
+    with meter.bar:
+        while conversations := list(islice(given.conversations, config.part_size)):
+            if _is_done(out, number):
+                meter.pass_over(len(conversations))
+            else:
+                generate = generate or start()
+                make_part(config, number, conversations, chat, generate, meter)
+            number += 1
+    return f", {meter.tokens / max(meter.seconds, 1e-9):,.0f} tokens/s" if meter.tokens else ""
+
+
+def _settle(out: Path, plan: dict) -> None:
+    """Leave `out` made by this plan: new, to be gone on with, or finished. Raises ValueError for another one."""
+    if not (out / PLAN).exists():
+        foreign = sorted(entry.name for entry in out.iterdir() if not entry.name.startswith(f".{PLAN}."))
+        if foreign:
+            raise ValueError(f"{out} was not made by {MADE_BY} (it holds {foreign[0]}); choose a new or empty folder")
+        write_json(out / PLAN, plan)
+    there = read_json(out / PLAN)
+    if there.get("made_by") != MADE_BY:
+        raise ValueError(f"{out} was not made by {MADE_BY}; choose a new or empty folder")
+    if found := differences(there, plan):
+        raise ValueError(f"{out} was answered with something else: {'; '.join(found)}. Choose another folder")
+    # Left by a killed call; the lock says that nobody writes them now.
+    for temporary in out.rglob(".*.tmp"):
+        temporary.unlink()
+    (out / PROGRESS).mkdir(exist_ok=True)
+
+
+def _record(out: Path, number: int) -> Path:
+    return out / PROGRESS / f"part-{number:05d}.json"
+
+
+def _is_done(out: Path, number: int) -> bool:
+    record = _record(out, number)
+    return record.exists() and _is_whole(out, read_json(record)["part"])
+
+
+def _is_whole(out: Path, part: dict | None) -> bool:
+    """Whether the part, if it holds anything, is there with its size."""
+    return part is None or ((out / part["file"]).exists() and (out / part["file"]).stat().st_size == part["bytes"])
+
+
+def _finish(out: Path, plan: dict) -> None:
+    """Add the parts up, check the accounts, write the manifest. Raises ValueError where nothing was answered."""
+    total, parts = Tally(), []
+    for path in sorted((out / PROGRESS).glob("part-*.json")):
+        record = read_json(path)
+        part = record.pop("part")
+        parts += [part] if part else []
+        for name, value in record.items():
+            now = getattr(total, name)
+            setattr(total, name, now + (Counter(value) if isinstance(value, dict) else value))
+    accounts = total.as_json()
+    if not total.success:
+        raise ValueError(
+            f"none of {total.input} conversations is answered ({_counts(accounts)}); the first left out: "
+            f"{total.named[0]['conversation'] if total.named else 'none'}. Change the sources or the settings (for "
+            "unfinished answers --max-new-tokens) and choose another folder"
+        )
+    files = hashlib.sha256(json.dumps(plan["sources"], sort_keys=True).encode()).hexdigest()
+    sources = {"files": len(plan["sources"]), "sha256": files}
+    described = {"made_by": MADE_BY, **plan["tokenizer"], **plan["settings"], **plan["mix"], "sources": sources}
+    write_json(out / MANIFEST, {**described, **accounts, "parts": parts})
+
+
+def _summary(manifest: dict) -> str:
+    reread = f", {manifest['reread']:,} of them read back as other tokens" if manifest["reread"] else ""
+    return (
+        f"{manifest['success']:,} of {manifest['input']:,} conversations with {manifest['answers']:,} answers of "
+        f"{manifest['answer_tokens']:,} tokens{reread}; {_counts(manifest)}"
+    )
+
+
+def _counts(accounts: Mapping[str, Any]) -> str:
+    """The errors and what was skipped, by reason."""
+    said = []
+    for name, kind in (("error", "errors"), ("skipped", "skipped")):
+        why = ", ".join(f"{reason}: {count:,}" for reason, count in accounts[name].items())
+        said.append(f"{sum(accounts[name].values()):,} {kind}" + (f" ({why})" if why else ""))
+    return ", ".join(said)
+
+
+@contextmanager
+def _full_disk_said(out: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in FULL_DISK:
+            raise
+        raise ValueError(
+            f"{out} has no room left ({error.strerror}); finished parts are kept: make room and call again"
+        ) from error

@@ -1,0 +1,169 @@
+"""A conversation set answered anew by the target, to train its draft on: `longdraft prepare regenerate --source chats/
+--target smollm2-135m --out data/answered`, then `longdraft prepare --source data/answered --chat-field messages ...`.
+
+Argument parsing and wiring; the work is in data_prep/regenerate.py and infer/engine.py. In fp32 neither batch nor
+drafter changes a byte; in bf16 passes of other widths round otherwise, and a near-tie may fall the other way.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from longdraft.data_prep.answers import Completion, Generate
+    from longdraft.infer.sampling import SamplingParams
+
+INTERRUPTED = 130  # exit status after Ctrl-C, as shells have it
+# Options of SamplingParams, by their names there.
+NUMBERS = {
+    "max_new_tokens": (
+        int,
+        1024,
+        "tokens of an answer (default: 1024); a longer one is an error, its conversation left out",
+    ),
+    "temperature": (float, 0.0, "0, the default, is greedy"),
+    "top_k": (int, 0, "sample from the k most probable tokens; 0 is off"),
+    "top_p": (float, 1.0, "sample from the most probable tokens of this share together; 1 is off"),
+    "min_p": (float, 0.0, "drop tokens less probable than this times the most probable one; 0 is off"),
+    "seed": (int, 0, "with each conversation's content and turn it gives the answer's seed"),
+}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="longdraft prepare regenerate", description="Let the target answer the prompts of a conversation set."
+    )
+    many: dict[str, Any] = {"nargs": "+", "action": "extend"}
+    add = parser.add_argument_group("conversations").add_argument
+    add("--source", required=True, metavar="PATH", help="files, folders, data sets of the hub or 'stdlib-chat'", **many)
+    add("--files", default=[], metavar="PATTERN", help="of a folder or set only files of such names", **many)
+    add("--chat-field", default="messages", help="field that holds the messages (default: messages)")
+    add("--out", required=True, type=Path, help="folder to make, or to go on with")
+    size = "conversations of a file of --out; what a kill can lose (default: 256)"
+    add("--part-size", type=int, default=256, metavar="N", help=size)
+    add = parser.add_argument_group("target").add_argument
+    add("--target", help="a folder, a hub name, a .gguf file or smollm2-135m (default: the draft's own target)")
+    add("--gguf-file", help="with --target: name of a .gguf file inside it")
+    add("--chat-template", type=Path, metavar="FILE", help="Jinja, as `longdraft prepare` is given it")
+    add("--dtype", choices=("fp32", "bf16"), default="bf16")
+    add("--device", help="default: cuda where there is one")
+    add("--max-length", type=int, help="most positions of a prompt and its answer (default: the target's)")
+    add = parser.add_argument_group("answers").add_argument
+    for name, (kind, default, text) in NUMBERS.items():
+        flag = f"--{name.replace('_', '-')}"
+        add(flag, type=kind, default=default, metavar="N" if kind is int else "X", help=text)
+    add = parser.add_argument_group("speed only, never the text").add_argument
+    add("--batch", type=int, default=8, metavar="N", help="conversations decoded together (default: 8)")
+    add("--drafter", help="a name, or a+b for several in one tree; default: the draft's own, else plain")
+    add("--draft", help="draft folder that `longdraft export` wrote")
+    add(
+        "--option",
+        default=[],
+        metavar="KEY=VALUE",
+        help="a drafter's own; DRAFTER.KEY=VALUE for one of several",
+        **many,
+    )
+    add(
+        "--nodes",
+        default="auto",
+        help="proposed nodes that a step verifies: auto (what pays), all, or a number at most",
+    )
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 2 after an error, 130 after Ctrl-C."""
+    parser = _parser()
+    args = parser.parse_args(argv)
+    try:
+        _regenerate(args)
+    except ValueError as error:
+        print(f"{parser.prog}: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"{parser.prog}: interrupted; finished parts are kept, the same call goes on", file=sys.stderr)
+        return INTERRUPTED
+    return 0
+
+
+def _regenerate(args: argparse.Namespace) -> None:
+    # Here, not above: --help and a wrong argument should not wait for torch.
+    from longdraft.data_prep.chat import make_chat_encoder
+    from longdraft.data_prep.regenerate import RegenerateConfig, regenerate
+    from longdraft.infer.sampling import SamplingParams
+    from longdraft.launch import runtime
+    from longdraft.models.fingerprint import config_hash, tokenizer_hash
+    from longdraft.models.hf import load_tokenizer, read_target_config
+
+    sampling = SamplingParams(**{name: getattr(args, name) for name in NUMBERS})
+    (drafter,) = runtime.drafter_names(None if args.drafter is None else [args.drafter], args.draft)
+    options = runtime.read_options(args.option)
+    runtime.check_options([drafter], options)
+    if args.batch < 1:
+        raise ValueError(f"--batch: {args.batch}; decode at least 1 conversation at a time")
+    settings = {
+        "drafter": drafter,
+        "draft": runtime.draft_for(drafter, args.draft),
+        "options": runtime.options_for(drafter, options),
+        "nodes": runtime.node_budget(args.nodes),
+        "slots": args.batch,
+        "max_length": args.max_length,
+    }
+    path, gguf_file = runtime.target_source(args.target, args.gguf_file, args.draft)
+    shape = read_target_config(path, gguf_file)
+    positions = _positions(args.max_length, shape.max_positions)
+    tokenizer = load_tokenizer(path, gguf_file)
+    template = None if args.chat_template is None else runtime.read_text(args.chat_template, "--chat-template")
+    encoder = make_chat_encoder(tokenizer, template)
+    answering = {name: getattr(sampling, name) for name in NUMBERS if name != "seed"}
+    fingerprint = {"target": _target_name(path, gguf_file), "config_sha256": config_hash(asdict(shape))}
+    answering |= {**fingerprint, "dtype": args.dtype}
+    config = RegenerateConfig(
+        tuple(args.source),
+        args.out,
+        positions - 1,
+        answering,
+        args.chat_field,
+        tuple(args.files),
+        args.seed,
+        args.part_size,
+    )
+
+    def start() -> "Generate":
+        return generator(runtime.open_target(path, gguf_file, args.dtype, args.device), sampling, **settings)
+
+    regenerate(config, encoder, tokenizer_hash(tokenizer), start)
+
+
+def generator(target, sampling: "SamplingParams", **settings) -> "Generate":
+    """The target as a function from prompts to completions. settings: of the Engine."""
+    from longdraft.data_prep.answers import Completion
+    from longdraft.infer.engine import Engine
+
+    engine = Engine(target, log=lambda line: print(line, file=sys.stderr, flush=True), **settings)
+
+    def generate(prompts: Sequence[list[int]], seeds: Sequence[int]) -> "Iterator[Completion]":
+        for piece in engine.stream(prompts, [replace(sampling, seed=seed) for seed in seeds]):
+            if done := piece.generation:
+                yield Completion(done.index, done.tokens, done.finish_reason == "stop")
+
+    return generate
+
+
+def _positions(asked: int | None, limit: int) -> int:
+    if asked is not None and not 2 <= asked <= limit:
+        raise ValueError(f"--max-length: {asked} must lie in 2..{limit}, the target's positions")
+    return asked or limit
+
+
+def _target_name(path: str, gguf_file: str | None) -> str:
+    """Without folders of this machine; a plan is compared by it, for no hash here tells weights apart."""
+    name = Path(path).expanduser().resolve().name if Path(path).expanduser().exists() else path
+    return name if gguf_file is None else f"{name}/{gguf_file}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,366 @@
+"""Conversations answered anew, by a plain function in the target's place: turns, accounts, a stop, a full disk."""
+
+import hashlib
+import json
+import random
+import resource
+from dataclasses import replace
+
+import pytest
+
+from longdraft.data_prep.answers import ERRORS, SKIPPED, Completion, LeftOut, script
+from longdraft.data_prep.chat import make_chat_encoder
+from longdraft.data_prep.regenerate import RegenerateConfig, regenerate
+
+CHATML = (
+    "{% for m in messages %}{{ '<|start|>' + m.role + '\n' + m.content + '<|end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start|>assistant\n' }}{% endif %}"
+)
+# Refuses two users in a row, and takes the blanks around an answer away.
+STRICT = (
+    "{% for m in messages %}{% if m.role == 'user' and loop.previtem and loop.previtem.role == 'user' %}"
+    "{{ raise_exception('') }}{% endif %}{% endfor %}" + CHATML.replace("m.content", "m.content | trim")
+)
+WORDS = ["ship", "é", "日本語", "\n", "x", "🙂", "0"]
+
+
+def user(content):
+    return {"role": "user", "content": content}
+
+
+def assistant(content="the old answer"):
+    return {"role": "assistant", "content": content}
+
+
+def system(content):
+    return {"role": "system", "content": content}
+
+
+def write(path, conversations):
+    path.write_text("".join(json.dumps({"messages": messages, "id": 1}) + "\n" for messages in conversations))
+
+
+def records(out):
+    return [json.loads(line) for path in sorted(out.glob("part-*")) for line in path.read_text().splitlines()]
+
+
+def files_of(out):
+    return {path.relative_to(out).as_posix(): path.read_bytes() for path in out.rglob("*") if path.is_file()}
+
+
+class Speaker:
+    """A function of prompt and seed alone, that answers the last prompt first. words: questions (the prompt's last user
+    line) to what is said instead, a text or (tokens, ended)."""
+
+    def __init__(self, tokenizer, said=None):
+        self.tokenizer, self.said, self.started = tokenizer, said or {}, 0
+        self.calls = []
+
+    def start(self):
+        self.started += 1
+        return self
+
+    def __call__(self, prompts, seeds):
+        texts = [self.tokenizer.decode(prompt, clean_up_tokenization_spaces=False) for prompt in prompts]
+        self.calls.append(list(zip(texts, seeds, strict=True)))
+        for index in reversed(range(len(prompts))):
+            yield self.answer(index, texts[index], seeds[index])
+
+    def answer(self, index, prompt, seed):
+        question = prompt.rsplit("<|start|>user\n", 1)[1].split("<|end|>")[0]
+        said = self.said.get(question, self.text(prompt, seed))
+        if isinstance(said, str):
+            return Completion(index, [*self.tokenizer(said).input_ids, self.tokenizer.eos_token_id], True)
+        tokens, ended = said
+        return Completion(index, tokens, ended)
+
+    @staticmethod
+    def text(prompt, seed):
+        rng = random.Random(hashlib.sha256(f"{prompt}{seed}".encode()).hexdigest())
+        return " ".join(rng.choices(WORDS, k=rng.randint(2, 9))) + "!"
+
+
+@pytest.fixture
+def speaker(tiny_tokenizer):
+    return Speaker(tiny_tokenizer)
+
+
+@pytest.fixture
+def config(tmp_path):
+    source = tmp_path / "chats.jsonl"
+    return RegenerateConfig(
+        (str(source),), tmp_path / "out", 10_000, {"target": "none", "temperature": 1.0}, part_size=7
+    )
+
+
+@pytest.fixture
+def chats(tmp_path):
+    """60 conversations of one to four questions, some without a last answer, some with a system message."""
+    rng = random.Random(1)
+    conversations = []
+    for i in range(60):
+        turns = [system("be brief")] if rng.random() < 0.3 else []
+        for turn in range(rng.randint(1, 4)):
+            turns += [user(f"{i}.{turn}"), assistant()]
+        conversations.append(turns[: len(turns) - rng.randint(0, 1)])
+    write(tmp_path / "chats.jsonl", conversations)
+    return conversations
+
+
+@pytest.fixture
+def run(tiny_tokenizer):
+    """(config, speaker, template) -> the manifest."""
+
+    def call(config, speaker, template=CHATML):
+        return regenerate(config, make_chat_encoder(tiny_tokenizer, template), "hash", speaker.start)
+
+    return call
+
+
+def test_every_answer_is_new_and_follows_the_new_ones(config, run, speaker, chats, capsys):
+    manifest = run(config, speaker)
+    found = records(config.out)
+    assert [record["source"] for record in found] == [f"chats.jsonl:{i}" for i in range(1, 61)]
+    asked = {prompt: seed for call in speaker.calls for prompt, seed in call}
+    for given, record in zip(chats, found, strict=True):
+        messages = record["messages"]
+        kept = [message for message in given if message["role"] != "assistant"]
+        assert [message for message in messages if message["role"] != "assistant"] == kept
+        assert [message["role"] for message in messages][: len(given)] == [message["role"] for message in given]
+        assert messages[-1]["role"] == "assistant"
+        for i, message in enumerate(messages):
+            if message["role"] == "assistant":
+                prompt = "".join(f"<|start|>{m['role']}\n{m['content']}<|end|>\n" for m in messages[:i])
+                prompt += "<|start|>assistant\n"
+                assert message["content"] == speaker.text(prompt, asked[prompt])
+    n_answers = sum(message["role"] == "assistant" for record in found for message in record["messages"])
+    assert len({seed for call in speaker.calls for _, seed in call}) == n_answers == manifest["answers"]
+    assert (manifest["input"], manifest["success"], manifest["error"], manifest["skipped"]) == (60, 60, {}, {})
+    texts = [m["content"] for record in found for m in record["messages"] if m["role"] == "assistant"]
+    assert manifest["answer_tokens"] == sum(len(speaker.tokenizer(text).input_ids) + 1 for text in texts)
+    assert manifest["reread"] == 0 and [part["conversations"] for part in manifest["parts"]] == [7] * 8 + [4]
+    shown = capsys.readouterr().out
+    assert shown.startswith(f"Answered: 60 of 60 conversations with {n_answers} answers of ")
+    assert "0 errors, 0 skipped, " in shown and " tokens/s -> " in shown
+
+
+def test_a_round_asks_for_all_that_can_be_decoded_together(config, run, speaker, chats):
+    run(replace(config, part_size=60), speaker)
+    turns = [sum(message["role"] == "user" for message in messages) for messages in chats]
+    assert [len(call) for call in speaker.calls] == [sum(n > turn for n in turns) for turn in range(4)]
+    assert speaker.started == 1
+
+
+def test_answers_depend_on_nothing_but_seed_content_and_turn(config, run, tiny_tokenizer, chats, tmp_path):
+    def answered(**other):
+        changed = replace(config, out=tmp_path / str(len(list(tmp_path.iterdir()))), **other)
+        run(changed, Speaker(tiny_tokenizer))
+        return sorted(json.dumps(record["messages"]) for record in records(changed.out))
+
+    expected = answered()
+    write(tmp_path / "chats.jsonl", reversed(chats))
+    assert answered() == answered(part_size=1) == answered(part_size=1000) == expected
+    other = answered(seed=1)
+    assert not set(other) & set(expected)
+    write(tmp_path / "chats.jsonl", [*chats[:5], chats[2]])
+    assert set(answered()) <= set(expected), "a copy is answered alike, and other conversations do not matter"
+
+
+def test_script():
+    u, a, s = ("user", "u"), ("assistant", "a"), ("system", "s")
+    due = ("assistant", None)
+    for messages, expected in [
+        ([u], [u, due]),
+        ([s, u, u], [s, u, u, due]),
+        ([u, a], [u, due]),
+        ([u, a, u], [u, due, u, due]),
+        ([u, s, a, s], [u, s, due, s]),
+        ([u, s], [u, s, due]),
+    ]:
+        assert script(messages) == expected
+    for messages, why in [
+        ([s], "no_user_turn"),
+        ([a], "no_user_turn"),
+        ([a, u], "answer_unasked"),
+        ([u, a, a], "answer_unasked"),
+        ([u, a, s, a], "answer_unasked"),
+    ]:
+        with pytest.raises(LeftOut, match=why):
+            script(messages)
+
+
+def test_accounts(config, run, tiny_tokenizer, tmp_path, capsys):
+    """Every reason at once; the first turn is good where the second is not, and none of such a conversation is kept."""
+    end = tiny_tokenizer.eos_token_id
+    said = {
+        "long": (tiny_tokenizer("no end").input_ids, False),
+        "blank": " \n ",
+        "half": ([tiny_tokenizer.convert_tokens_to_ids("Ã"), end], True),
+        "odd": "x \ufdd2",
+        "control": ([*tiny_tokenizer("x").input_ids, 1, *tiny_tokenizer("y").input_ids, end], True),
+        "trimmed": " blank before",
+    }
+    errors = {
+        "unfinished": [[user("long")], [user("q"), assistant(), user("long")]],
+        "empty_answer": [[user("blank"), assistant(), user("never asked")]],
+        "not_text": [[user("half")], [user("odd")]],
+        "special_token_in_answer": [[user("control")]],
+        "prompt_too_long": [[user("many words " * 40)]],
+        "refused_by_template": [[user("q"), user("q")], [user("q"), assistant(), user("q"), user("q")]],
+    }
+    skipped = {
+        "no_user_turn": [[system("s")], [assistant()]],
+        "answer_unasked": [[assistant("hello"), user("q"), assistant()]],
+        "unknown_role": [[{"role": "tool", "content": "x"}]],
+        "content_not_text": [[{"role": "user", "content": 1}]],
+        "not_a_list": ["text"],
+        "empty": [[]],
+        "noncharacter": [[user("\ufdd0")]],
+    }
+    good = [[user("q")], [user("trimmed")]]
+    source = tmp_path / "chats.jsonl"
+    all_of_them = [one for many in (*errors.values(), *skipped.values(), good) for one in many]
+    random.Random(0).shuffle(all_of_them)
+    write(source, all_of_them)
+    with source.open("ab") as stream:
+        stream.write(b'{"text": "no conversation"}\n{"messages": [\n\xff\n\n')
+    skipped |= {"missing_field": [1], "bad_json": [1], "bad_utf8": [1], "empty": [1, 1]}
+    speaker = Speaker(tiny_tokenizer, said)
+    manifest = run(replace(config, max_prompt=200), speaker, STRICT)
+    assert manifest["error"] == {why: len(errors[why]) for why in sorted(errors)}
+    assert manifest["skipped"] == {why: len(skipped[why]) for why in sorted(skipped)}
+    assert manifest["input"] == len(all_of_them) + 4 == 2 + sum(map(len, (*errors.values(), *skipped.values())))
+    assert manifest["success"] == len(records(config.out)) == 2
+    assert manifest["reread"] == 1, "the template took a blank away"
+    assert not any("never asked" in prompt for call in speaker.calls for prompt, _ in call)
+    assert len(manifest["named"]) == 20 and not set(ERRORS) & set(SKIPPED)
+    named = {entry["conversation"]: entry["why"] for entry in manifest["named"]}
+    for i, one in enumerate(all_of_them, start=1):
+        if f"chats.jsonl:{i}" in named and one:
+            assert one in (errors | skipped)[named[f"chats.jsonl:{i}"]]
+    assert list(named) == sorted(named, key=lambda name: int(name.split(":")[1]))
+    shown = capsys.readouterr().out
+    assert (
+        "9 errors (empty_answer: 1, not_text: 2, " in shown and "12 skipped (answer_unasked: 1, bad_json: 1, " in shown
+    )
+
+
+def test_a_second_call_does_nothing_and_a_stopped_one_goes_on(config, run, speaker, chats, tmp_path, capsys):
+    manifest = run(config, speaker)
+    expected = files_of(config.out)
+    assert expected.keys() == {"plan.json", "manifest.json", *(f"part-{i:05d}.jsonl" for i in range(9))}
+    assert run(config, speaker) == manifest and files_of(config.out) == expected
+    assert speaker.started == 1 and "Already answered: 60 of 60" in capsys.readouterr().out
+
+    class Stops(Speaker):
+        def answer(self, index, prompt, seed):
+            if len(self.calls) == 17:
+                raise KeyboardInterrupt
+            return super().answer(index, prompt, seed)
+
+    other = replace(config, out=tmp_path / "other")
+    with pytest.raises(KeyboardInterrupt):
+        run(other, Stops(speaker.tokenizer))
+    done = files_of(other.out)
+    n_done = sum(name.startswith("part") for name in done)
+    assert 3 <= n_done < 8 and "manifest.json" not in done
+    # What a kill between part and record, or at a write, may leave.
+    (other.out / "progress" / "part-00000.json").unlink()
+    (other.out / ".part-00005.jsonl.1.tmp").write_text("half")
+    (other.out / "part-00001.jsonl").write_text("{")
+    again = Speaker(speaker.tokenizer)
+    run(other, again)
+    assert files_of(other.out) == expected
+    n_again = len({prompt for call in again.calls for prompt, _ in call})
+    assert 0 < n_again < sum(map(len, speaker.calls))
+
+
+def test_a_folder_made_with_something_else(config, run, speaker, chats, tmp_path):
+    run(config, speaker)
+    expected = files_of(config.out)
+    for other, message in [
+        (replace(config, seed=3), "seed is 0 there and 3 here"),
+        (replace(config, part_size=9), "part_size is 7 there and 9 here"),
+        (replace(config, answering=dict(config.answering) | {"temperature": 0.5}), "temperature is 1.0 there and 0.5"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            run(other, speaker)
+    with pytest.raises(ValueError, match=r"chat_template_sha256 is .* there and .* here"):
+        run(config, speaker, STRICT)
+    write(tmp_path / "chats.jsonl", chats[:-1])
+    with pytest.raises(ValueError, match=r"source files changed: 1 \(first: chats.jsonl\)"):
+        run(config, speaker)
+    assert files_of(config.out) == expected and speaker.started == 1
+    (config.out / "part-00003.jsonl").unlink()
+    write(tmp_path / "chats.jsonl", chats)
+    with pytest.raises(ValueError, match=r"part-00003.jsonl is missing or has another size"):
+        run(config, speaker)
+
+
+def test_what_cannot_be(config, run, speaker, chats, tmp_path):
+    with pytest.raises(ValueError, match="lies in the source"):
+        replace(config, sources=(str(tmp_path),))
+    for field, value in (("part_size", 0), ("max_prompt", 0)):
+        with pytest.raises(ValueError, match=f"{field} is 0, valid: at least 1"):
+            replace(config, **{field: value})
+    (config.out).mkdir()
+    (config.out / "thesis.txt").write_text("mine")
+    with pytest.raises(ValueError, match=r"was not made by longdraft prepare regenerate \(it holds thesis.txt\)"):
+        run(config, speaker)
+    with pytest.raises(ValueError, match=r"thesis.txt holds plain text, not conversations"):
+        run(replace(config, sources=(str(config.out),), out=tmp_path / "new"), speaker)
+    (config.out / "thesis.txt").unlink()
+    (config.out / "plan.json").write_text('{"settings": {}, "tokenizer": {}, "sources": {}}')
+    with pytest.raises(ValueError, match="was not made by longdraft prepare regenerate"):
+        run(config, speaker)
+    write(tmp_path / "chats.jsonl", [[system("s")], [user("q")]])
+    silent = Speaker(speaker.tokenizer, {"q": ([], False)})
+    with pytest.raises(
+        ValueError, match=r"none of 2 conversations is answered \(1 errors \(unfinished: 1\), 1 skipped"
+    ):
+        run(replace(config, out=tmp_path / "new"), silent)
+    assert not speaker.started
+
+
+def test_a_full_disk_leaves_no_half_part(config, run, speaker, chats, tmp_path):
+    """No file may grow beyond 4000 bytes, which the system says as it says that a disk is full."""
+    small = replace(config, part_size=30)
+    expected = replace(small, out=tmp_path / "expected")
+    run(expected, speaker)
+    assert (expected.out / "part-00000.jsonl").stat().st_size > 4000
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4000, limits[1]))
+    try:
+        with pytest.raises(ValueError, match=r"out has no room left \(File too large\); finished parts are kept"):
+            run(small, speaker)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert files_of(small.out).keys() == {"plan.json"}
+    run(small, speaker)
+    assert files_of(small.out) == files_of(expected.out)
+
+
+def test_every_form_of_file(config, run, tiny_tokenizer, chats, tmp_path):
+    """Compressed lines and tables give the same answers as plain lines; a set's own docstrings are answered as well."""
+    import gzip
+
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "a.jsonl.gz").write_bytes(gzip.compress((tmp_path / "chats.jsonl").read_bytes()))
+    pq.write_table(pa.table({"talk": [1, 2], "messages": [chats[0], chats[1]]}), folder / "b.parquet")
+    (folder / "README.md").write_text("no conversation")
+    run(config, Speaker(tiny_tokenizer))
+    expected = [record["messages"] for record in records(config.out)]
+    other = replace(config, sources=(str(folder),), out=tmp_path / "other", files=("*.jsonl.gz", "*.parquet"))
+    run(other, Speaker(tiny_tokenizer))
+    assert [record["messages"] for record in records(other.out)] == [*expected, *expected[:2]]
+    assert [record["source"] for record in records(other.out)][-2:] == ["folder/b.parquet:1", "folder/b.parquet:2"]
+    docstrings = replace(config, sources=("stdlib-chat",), files=("textwrap.py",), out=tmp_path / "docstrings")
+    own = Speaker(tiny_tokenizer)
+    run(docstrings, own)
+    found = records(docstrings.out)
+    assert len(found) > 5 and all(len(record["messages"]) == 2 for record in found)
+    assert len({seed for call in own.calls for _, seed in call}) == len(found), "their file's hash is not their content"

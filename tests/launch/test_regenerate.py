@@ -1,0 +1,265 @@
+"""`longdraft prepare regenerate` on a tiny real checkpoint and on SmolLM2.
+
+The answers are those of a plain loop over the engine, whatever the batch, the drafter and a kill; and `longdraft
+prepare` reads them with the loss on the answers.
+"""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from longdraft.data_prep.answers import Talk
+from longdraft.data_prep.documents import Conversation
+from longdraft.data_prep.shards import ShardSet
+from longdraft.infer.drafters.tokenswift import TokenSwiftDrafter
+from longdraft.infer.engine import Engine
+from longdraft.infer.sampling import SamplingParams
+from longdraft.launch import regenerate as module
+from longdraft.launch.prepare import main as prepare
+from longdraft.launch.regenerate import main
+from longdraft.models.draft_folder import DraftInfo, save_draft, target_entry
+from longdraft.models.drafts.tokenswift import TokenSwift, TokenSwiftConfig
+from longdraft.models.hf import load_target, load_tokenizer
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role + ': ' + m.content + '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+)
+WORDS = ["the", "cat", "sat", "on", "the", "mat", "and", "the", "dog", "sat", "on", "the", "log"]
+NEW = 40
+SAMPLING = SamplingParams(temperature=0.8, top_p=0.9, max_new_tokens=NEW)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A random model over pieces of plain English that ends its answers now and then, in Hugging Face's form."""
+    folder = tmp_path_factory.mktemp("regenerate")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.decoder = decoders.Fuse()
+    letters = [chr(i) for i in range(32, 127)]
+    trainer = trainers.BpeTrainer(
+        vocab_size=160, special_tokens=["<|end|>"], initial_alphabet=letters, show_progress=False
+    )
+    tokenizer.train_from_iterator([" ".join(WORDS)] * 9, trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", chat_template=TEMPLATE)
+    fast.save_pretrained(folder)
+    torch.manual_seed(3)
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    positions = {"max_position_embeddings": 400}
+    config = LlamaConfig(
+        vocab_size=len(fast), num_key_value_heads=2, eos_token_id=0, initializer_range=0.3, **shape, **positions
+    )
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        model.lm_head.weight[0] *= 3  # its logit is far from the others', so it is the highest now and then
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def target(folder):
+    return load_target(folder, torch.float32)
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory) -> Path:
+    """24 conversations of one to three questions, and three lines that are none."""
+    rng = random.Random(5)
+    lines = []
+    for i in range(24):
+        messages = [{"role": "system", "content": "be brief"}] if i % 4 == 0 else []
+        for _ in range(rng.randint(1, 3)):
+            content = " ".join(rng.choices(WORDS, k=rng.randint(1, 12)))
+            messages += [{"role": "user", "content": content}, {"role": "assistant", "content": "old"}]
+        lines.append(json.dumps({"messages": messages[: len(messages) - i % 2]}))
+    lines[7:7] = ["{", '{"messages": [{"role": "user"}]}', '{"messages": [{"role": "system", "content": "s"}]}']
+    path = tmp_path_factory.mktemp("chats") / "chats.jsonl"
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def arguments(folder, chats):
+    given = ["--source", chats, "--target", folder, "--dtype", "fp32", "--max-new-tokens", NEW, "--part-size", 5]
+    return [str(part) for part in [*given, "--temperature", 0.8, "--top-p", 0.9, "--seed", 4]]
+
+
+@pytest.fixture(scope="module")
+def answered(arguments, tmp_path_factory) -> Path:
+    """The set answered in one go, one conversation at a time, by plain decoding."""
+    out = tmp_path_factory.mktemp("answered") / "out"
+    assert main([*arguments, "--out", str(out), "--batch", "1"]) == 0
+    return out
+
+
+def records(out):
+    return [json.loads(line) for path in sorted(out.glob("part-*")) for line in path.read_text().splitlines()]
+
+
+def files_of(out):
+    return {path.relative_to(out).as_posix(): path.read_bytes() for path in out.rglob("*") if path.is_file()}
+
+
+def plainly(target, chats, sampling, seed):
+    """(name -> messages with each answer, one conversation and turn at a time; line -> why another has none)."""
+    kept, why = {}, {}
+    for number, line in enumerate(chats.read_text().splitlines(), start=1):
+        try:
+            given = json.loads(line)["messages"]
+            pairs = tuple((message["role"], message["content"]) for message in given)
+        except (ValueError, KeyError):
+            continue
+        if all(role != "user" for role, _ in pairs):
+            continue
+        talk, said = Talk.begin(Conversation("", b"", pairs)), []
+        if pairs[-1][0] == "user":
+            given = [*given, {"role": "assistant", "content": "due"}]
+        for message in given:
+            if message["role"] == "assistant":
+                params = replace(sampling, seed=talk.seed(seed))
+                (done,) = Engine(target).generate([said], params)
+                if done.finish_reason != "stop" or not (done.text or "").strip():
+                    why[number] = "unfinished" if done.finish_reason != "stop" else "empty_answer"
+                    break
+                message = {"role": "assistant", "content": done.text}
+                talk.turn += 1
+            said.append(message)
+        else:
+            kept[f"chats.jsonl:{number}"] = said
+    return kept, why
+
+
+def test_answers_are_those_of_a_plain_loop(target, chats, answered):
+    expected, why = plainly(target, chats, SAMPLING, 4)
+    assert {record["source"]: record["messages"] for record in records(answered)} == expected
+    manifest = json.loads((answered / "manifest.json").read_text())
+    assert len(expected) > 5 and any(len(messages) > 4 for messages in expected.values())
+    assert sum(manifest["error"].values()) == len(why) > 2 and set(manifest["error"]) == set(why.values())
+    assert manifest["skipped"] == {"bad_json": 1, "content_not_text": 1, "no_user_turn": 1}
+    assert (manifest["input"], manifest["success"]) == (27, len(expected))
+    assert (manifest["temperature"], manifest["seed"], manifest["max_new_tokens"]) == (0.8, 4, NEW)
+
+
+@pytest.mark.parametrize(
+    "speed",
+    [
+        ["--batch", "3", "--drafter", "prompt_lookup"],
+        ["--batch", "8", "--drafter", "prompt_lookup+token_recycling", "--nodes", "all"],
+        ["--drafter", "token_recycling", "--option", "nodes=20", "--nodes", "5"],
+    ],
+)
+def test_batch_and_drafter_change_no_byte(arguments, answered, tmp_path, speed):
+    assert main([*arguments, "--out", str(tmp_path / "out"), *speed]) == 0
+    assert files_of(tmp_path / "out") == files_of(answered)
+
+
+def test_a_draft_brings_its_target_and_changes_no_byte(arguments, answered, target, folder, tmp_path, monkeypatch):
+    heads = TokenSwift(TokenSwiftConfig(32, 1e-6), torch.Generator().manual_seed(4))
+    trained = {"target": {"path": str(folder), "gguf_file": None}}
+    info = DraftInfo(target_entry(target), 24, {"levels": [3, 3, 3]}, {"longdraft": "0"}, trained)
+    save_draft(tmp_path / "draft", heads, info)
+    at = arguments.index("--target")
+    given = [*arguments[:at], *arguments[at + 2 :], "--draft", str(tmp_path / "draft")]
+    drafters = []
+    monkeypatch.setattr(
+        TokenSwiftDrafter,
+        "begin",
+        lambda *args, begin=TokenSwiftDrafter.begin: (drafters.append(args[0]), begin(*args)),
+    )
+    assert main([*given, "--out", str(tmp_path / "out")]) == 0
+    assert drafters and files_of(tmp_path / "out") == files_of(answered)
+
+
+def test_after_a_kill_in_the_middle_the_bytes_are_the_same(arguments, answered, tmp_path):
+    out = tmp_path / "out"
+    command = [sys.executable, module.__file__, *arguments, "--out", str(out)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
+    while not (out / "progress" / "part-00001.json").exists():
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.001)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert not (out / "manifest.json").exists() and len(list(out.glob("part-*"))) < len(list(answered.glob("part-*")))
+    begun = {path.name: path.stat().st_mtime_ns for path in out.glob("part-*")}
+    assert main([*arguments, "--out", str(out), "--batch", "2", "--drafter", "prompt_lookup"]) == 0
+    assert files_of(out) == files_of(answered)
+    kept = {name for name, at in begun.items() if (out / name).stat().st_mtime_ns == at}
+    assert {"part-00000.jsonl", "part-00001.jsonl"} <= kept, "finished parts are not made again"
+
+
+def test_a_second_call_loads_no_target(arguments, answered, capsys):
+    assert main([*arguments, "--out", str(answered)]) == 0
+    shown = capsys.readouterr()
+    assert shown.out.startswith("Already answered: ") and "Loading" not in shown.err
+
+
+def test_errors(arguments, answered, tmp_path, capsys):
+    def error(*given, out=tmp_path / "out"):
+        assert main([*arguments, "--out", str(out), *map(str, given)]) == 2
+        return capsys.readouterr().err
+
+    assert "temperature is 0.8 there and 0.7 here" in error("--temperature", 0.7, out=answered)
+    assert "dtype is fp32 there and bf16 here" in error("--dtype", "bf16", out=answered)
+    assert "--batch: 0" in error("--batch", 0)
+    assert "--max-length: 401 must lie in 2..400" in error("--max-length", 401)
+    assert "--drafter: unknown name 'nobody'" in error("--drafter", "nobody")
+    assert "--option: nodes is for none of the drafters plain" in error("--option", "nodes=3")
+    assert "max_new_tokens=0 must be at least 1" in error("--max-new-tokens", 0)
+    assert "--chat-template: " in error("--chat-template", tmp_path / "absent")
+    assert not (tmp_path / "out").exists()
+    assert "none of 27 conversations is answered (24 errors (prompt_too_long: 24), 3" in error("--max-length", 4)
+
+
+def test_what_ends_an_answer(arguments, target, chats, tmp_path):
+    """Positions that run out leave it unfinished, as too few new tokens do; a prompt may be too long for any answer."""
+    assert main([*arguments, "--out", str(tmp_path / "out"), "--max-length", "60"]) == 0
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    assert manifest["error"].keys() >= {"prompt_too_long", "unfinished"}
+    for record in records(tmp_path / "out"):
+        prompt = target.tokenizer.apply_chat_template(record["messages"][:-1], add_generation_prompt=True)
+        assert len(prompt["input_ids"]) < 60
+
+
+@pytest.fixture(scope="module")
+def smollm2_answers(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("smollm2")
+    first, last = "What is the capital of France? Answer in one sentence.", "And of Italy?"
+    old = {"role": "assistant", "content": "London."}
+    chats = [[{"role": "user", "content": first}, old, {"role": "user", "content": last}]]
+    chats += [
+        [{"role": "user", "content": "What is 2 plus 2?"}],
+        [{"role": "user", "content": "Say hello in French."}, old],
+    ]
+    (folder / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    speed = ["--drafter", "prompt_lookup", "--batch", "3"]
+    given = ["--source", str(folder / "chats.jsonl"), "--target", "smollm2-135m", "--max-new-tokens", "16"]
+    assert main([*given, *speed, "--out", str(folder / "out")]) == 0
+    return folder / "out"
+
+
+def test_smollm2_answers_and_prepare_learns_its_answers(smollm2_answers, tmp_path):
+    found = records(smollm2_answers)
+    answers = [m["content"] for record in found for m in record["messages"] if m["role"] == "assistant"]
+    assert len(answers) == 3 and "Paris" in answers[0] and "Rome" in answers[1] and "4" in answers[2], answers
+    manifest = json.loads((smollm2_answers / "manifest.json").read_text())
+    assert (manifest["error"], manifest["reread"]) == ({"unfinished": 1}, 0)
+    out = tmp_path / "rows"
+    given = ["--source", str(smollm2_answers), "--chat-field", "messages", "--target", "smollm2-135m"]
+    prepare([*given, "--out", str(out), "--seq-len", "256", "--heldout-share", "0"])
+    tokenizer, rows, learned = load_tokenizer("smollm2-135m"), ShardSet(out / "train"), []
+    for i in range(len(rows)):
+        row = rows[i]
+        learned += tokenizer.decode(row["tokens"][row["loss"]]).split("<|im_end|>")[:-1]
+    assert sorted(learned) == sorted(answers)
