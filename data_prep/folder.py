@@ -23,6 +23,7 @@ from longdraft.data_prep.shards import FORMAT_VERSION, MANIFEST, write_json
 
 SPLITS = ("train", "heldout")
 NAMED_BAD = 20  # bad documents named in a manifest; all are counted
+ENOUGH_OF_A_WEIGHT = 0.9  # documents are whole, so a budget is not met to the token
 PLAN = "plan.json"
 PROGRESS = "progress"
 
@@ -173,6 +174,18 @@ def summary(manifest: dict) -> str:
         f"({tokens:,} tokens of {documents:,} {kind}{share}, {1 - tokens / (rows * manifest['seq_len']):.1%} filler; "
         f"{bad:,} bad and {dropped:,} dropped {kind})"
     )
+
+
+def shortfalls(manifest: dict) -> list[str]:
+    """A line for each source of a mix that had clearly less than its weight asks for; the others are as asked."""
+    weights = {name: how["weight"] for name, how in manifest["sources"]["read_as"].items() if "weight" in how}
+    lines = []
+    for name, weight in weights.items():
+        asked = int(manifest["max_tokens"] * weight / sum(weights.values()))
+        has = sum(split["mix"].get(name, {}).get("tokens", 0) for split in manifest["splits"].values())
+        if has < ENOUGH_OF_A_WEIGHT * asked:
+            lines.append(f"{name} has {has:,} of the {asked:,} tokens that its weight asks for: it holds no more")
+    return lines
 
 
 def read_json(path: Path) -> dict:

@@ -112,6 +112,8 @@ def _report(out: Path, what: str) -> dict:
         ShardSet(out / split)  # every shard is there with its size
     manifest = folder.read_json(out / MANIFEST)
     print(f"{what}: {folder.summary(manifest)} -> {out}", flush=True)
+    for line in folder.shortfalls(manifest):
+        print(f"  {line}", flush=True)
     return manifest
 
 

@@ -147,4 +147,4 @@ def _inspect(folder: Path, target: str | None, as_json: bool) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -6,9 +6,11 @@ line begins where a line ends. In rendered text 《 》 enclose what the loss co
 that came with a message and stays plain text. The marks are no part of the text.
 """
 
+import json
 import re
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,9 @@ from transformers import PreTrainedTokenizerFast
 
 from longdraft.data_prep.chat import ChatEncoder, make_chat_encoder
 from longdraft.data_prep.documents import ROLES, Conversation
+from longdraft.data_prep.prepare import prepare
+from longdraft.data_prep.settings import PrepareConfig, Source
+from longdraft.data_prep.shards import ShardSet
 from longdraft.data_prep.tokenize import Encoded
 
 TEMPLATES = Path(__file__).resolve().parents[2] / "configs" / "chat_templates"
@@ -99,6 +104,10 @@ class Loaded:
     tokenizer: PreTrainedTokenizerFast
     encoder: ChatEncoder
     cases: list[Case]
+
+    @property
+    def template(self) -> Path:
+        return TEMPLATES / f"{self.name}.jinja"
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -206,6 +215,32 @@ def test_transformers_gives_the_same_tokens(family):
             for (start, _), i in zip(one.spans, answers, strict=True):
                 prompt = theirs(family.tokenizer, messages[:i], add_generation_prompt=True)
                 assert one.tokens[:start].tolist() == prompt, case.name
+
+
+def test_rows_of_a_prepared_folder_are_the_references(family, tmp_path):
+    lines = [[{"role": role, "content": content} for role, content in case.messages] for case in family.cases]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in lines))
+    sources = {"chats": Source(str(tmp_path / "chats.jsonl"), chat_field="messages")}
+    config = PrepareConfig(sources, tmp_path / "out", seq_len=40, chat_template=family.template, heldout_share=0)
+    prepare(config, family.tokenizer, "hash")
+    pieces: dict[str, dict[int, list[tuple[int, bool]]]] = {}
+    shards = ShardSet(tmp_path / "out" / "train")
+    for i in range(len(shards)):
+        row = shards[i]
+        for (name, number), start, stop in zip(shards.pieces(i), row["borders"][:-1], row["borders"][1:], strict=True):
+            piece = list(zip(row["tokens"][start:stop].tolist(), row["loss"][start:stop].tolist(), strict=True))
+            assert pieces.setdefault(name, {}).setdefault(number, piece) is piece
+    assert any(len(parts) > 1 for parts in pieces.values()), "no conversation was cut"
+    found = {}
+    for name, parts in pieces.items():
+        tokens, loss = zip(*(pair for number in sorted(parts) for pair in parts[number]), strict=True)
+        changes = [i for i, (a, b) in enumerate(pairwise([False, *loss, False])) if a != b]
+        found[name] = marked(family, list(tokens), list(zip(changes[::2], changes[1::2], strict=True)))
+    # Named by line, and where they are several by turn.
+    names = sorted(found, key=lambda name: [int(number) for number in re.findall(r"\d+", name.rpartition(":")[2])])
+    assert len({name.split("#")[0] for name in names}) == len(family.cases)
+    expected = [unmarked(rendered, "«»") for case in family.cases for rendered in case.rendered]
+    assert [found[name] for name in names] == expected
 
 
 PARTS = ["ship", " ", "\n", "\n\n", "é", "🙂", "<think>", "</think>", "<|im_end|>", "<|eot_id|>", "</s>", "<s>", "  x"]

@@ -1,0 +1,172 @@
+"""Several sources in one folder: forms of records, weights, shares, budgets, text beside conversations."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from longdraft.data_prep.prepare import PrepareConfig, prepare
+from longdraft.data_prep.settings import Source, same_way
+from longdraft.data_prep.shards import ShardSet
+
+TEMPLATE = (
+    "{% for m in messages %}{{ '<|start|>' + m.role + '\n' + m.content + '<|end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start|>assistant\n' }}{% endif %}"
+)
+
+
+def write(path, records):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+@pytest.fixture
+def books(tmp_path):
+    """Three sets of 300 texts of one word each, in three files each."""
+    words = ("alpha", "beta", "gamma")
+    for word in words:
+        for part in range(3):
+            records = [{"text": f"{word} {part} {i} " + "word " * 20} for i in range(100)]
+            write(tmp_path / word / f"{part}.jsonl", records)
+    return {word: Source(str(tmp_path / word)) for word in words}
+
+
+def total(manifest, name, key="tokens"):
+    return sum(split["mix"].get(name, {}).get(key, 0) for split in manifest["splits"].values())
+
+
+def test_weights_share_out_the_tokens(books, tmp_path, tiny_tokenizer, read_back, monkeypatch):
+    monkeypatch.setattr("longdraft.data_prep.prepare.SEGMENT_BYTES", 2000)
+    weights = {"alpha": 6, "beta": 3, "gamma": 1}
+    sources = {name: replace(source, weight=weights[name]) for name, source in books.items()}
+    config = PrepareConfig(sources, tmp_path / "out", 64, heldout_share=0.2, max_tokens=10_000, shard_bytes=15_000)
+    manifest = prepare(config, tiny_tokenizer, "hash")
+    for name, weight in weights.items():
+        assert 0.8 * weight * 1000 < total(manifest, name) <= weight * 1000, name
+    found = {}
+    for split in ("train", "heldout"):
+        shards = ShardSet(config.out / split)
+        assert {name for i in range(len(shards)) for name, _ in shards.pieces(i)}
+        found |= read_back(shards, tiny_tokenizer)
+    for name in weights:
+        of_set = [text for text in found.values() if text.startswith(name.encode())]
+        assert len(of_set) == total(manifest, name, "documents")
+    # A row holds pieces of several.
+    mixed = [{name.partition("/")[0] for name, _ in shards.pieces(i)} for i in range(len(shards))]
+    assert max(map(len, mixed)) >= 2
+    other = prepare(replace(config, out=tmp_path / "other", seed=1), tiny_tokenizer, "hash")
+    assert other["address"] != manifest["address"]
+    again = prepare(replace(config, out=tmp_path / "again", workers=2), tiny_tokenizer, "hash")
+    assert again == manifest
+
+
+def test_a_set_too_small_for_its_weight_is_said(books, tmp_path, tiny_tokenizer, capsys):
+    sources = {name: replace(source, weight=1) for name, source in books.items()}
+    config = PrepareConfig(sources, tmp_path / "out", 64, heldout_share=0.2, max_tokens=1_000_000)
+    manifest = prepare(config, tiny_tokenizer, "hash")
+    has = total(manifest, "beta")
+    assert f"beta has {has:,} of the 333,333 tokens that its weight asks for" in capsys.readouterr().out
+
+
+def test_a_share_is_about_so_many_documents_and_of_whole_files_where_it_can_be(books, tmp_path, tiny_tokenizer):
+    for share, n_files in ((0.25, 1), (0.6, 2), (1.0, 3)):
+        sources = {"alpha": replace(books["alpha"], share=share)}
+        config = PrepareConfig(sources, tmp_path / f"out{share}", 64, heldout_share=0.2)
+        manifest = prepare(config, tiny_tokenizer, "hash")
+        assert 300 * share * 0.75 <= total(manifest, "alpha", "documents") <= 300 * share * 1.25
+        assert len(json.loads((config.out / "plan.json").read_text())["sources"]) == n_files
+
+
+def test_pairs_become_conversations(tmp_path, tiny_tokenizer):
+    records = [{"report": f"long {i} {{not a field}}", "summary": f"short {i}", "id": i} for i in range(20)]
+    write(
+        tmp_path / "reports.jsonl",
+        [*records, {"report": "x"}, {"report": "x", "summary": 5}, {"report": "", "summary": ""}],
+    )
+    (tmp_path / "t.jinja").write_text(TEMPLATE)
+    pair = Source(str(tmp_path / "reports.jsonl"), prompt="Summarise {{briefly}}:\n{report}", answer="{summary}")
+    out = tmp_path / "out"
+    config = PrepareConfig(
+        {"reports": pair}, out, 256, heldout_share=0, chat_template=tmp_path / "t.jinja", max_bad_share=0.2
+    )
+    manifest = prepare(config, tiny_tokenizer, "hash")
+    assert manifest["splits"]["train"]["bad"] == {"empty": 1, "field_not_text": 1, "missing_field": 1}
+    shards = ShardSet(out / "train")
+    learned, text = [], ""
+    for i in range(len(shards)):
+        row = shards[i]
+        learned.append(tiny_tokenizer.decode(row["tokens"][row["loss"]].tolist()))
+        text += tiny_tokenizer.decode(row["tokens"][: row["borders"][-1]].tolist())
+    assert sorted("".join(learned).split("<|end|>")[:-1]) == sorted(f"short {i}" for i in range(20))
+    for i in range(20):
+        asked = f"Summarise {{briefly}}:\nlong {i} {{not a field}}"
+        said = f"<|start|>user\n{asked}<|end|>\n<|start|>assistant\nshort {i}<|end|>"
+        assert said in text
+
+
+def test_text_beside_conversations_counts_whole(tmp_path, tiny_tokenizer):
+    chats = [
+        [{"role": "user", "content": f"ask {i}"}, {"role": "assistant", "content": f"answer {i}"}] for i in range(20)
+    ]
+    write(tmp_path / "chats.jsonl", [{"messages": chat} for chat in chats])
+    write(tmp_path / "texts.jsonl", [{"body": f"a text {i}"} for i in range(20)])
+    (tmp_path / "t.jinja").write_text(TEMPLATE)
+    sources = {
+        "chats": Source(str(tmp_path / "chats.jsonl"), chat_field="messages"),
+        "texts": Source(str(tmp_path / "texts.jsonl"), text_field="body"),
+    }
+    config = PrepareConfig(sources, tmp_path / "out", 128, heldout_share=0, chat_template=tmp_path / "t.jinja")
+    manifest = prepare(config, tiny_tokenizer, "hash")
+    assert (total(manifest, "chats", "documents"), total(manifest, "texts", "documents")) == (20, 20)
+    shards, seen = ShardSet(config.out / "train"), []
+    for i in range(len(shards)):
+        row = shards[i]
+        pieces = zip(shards.pieces(i), row["borders"], row["borders"][1:], strict=False)
+        for (name, _), start, stop in pieces:
+            counted = row["tokens"][start:stop][row["loss"][start:stop]].tolist()
+            seen.append((name.partition(":")[0], tiny_tokenizer.decode(counted)))
+    assert sorted(seen) == sorted(
+        [("chats.jsonl", f"answer {i}<|end|>") for i in range(20)]
+        + [("texts.jsonl", f"a text {i}<|end|>") for i in range(20)]
+    )
+
+
+def test_ids_are_held_against_their_tokenizer(tmp_path, tiny_tokenizer, read_back):
+    ids = [tiny_tokenizer(f"<|start|>text {i} é")["input_ids"] for i in range(10)]
+    bad = [{"ids": [1, 70_000]}, {"ids": "text"}, {"ids": [[1], [1, 2]]}, {"ids": []}, {"ids": [0, 1]}, {"other": 1}]
+    write(tmp_path / "ids.jsonl", [*({"ids": one} for one in ids), *bad])
+    source = Source(str(tmp_path / "ids.jsonl"), tokens_field="ids", tokenizer="theirs")
+    config = PrepareConfig({"ids": source}, tmp_path / "out", 32, heldout_share=0, max_bad_share=0.5)
+    manifest = prepare(config, tiny_tokenizer, "hash", {"theirs": tiny_tokenizer})
+    assert manifest["splits"]["train"]["bad"] == {"empty": 2, "missing_field": 1, "not_token_ids": 3}
+    found = read_back(ShardSet(config.out / "train"), tiny_tokenizer)
+    assert sorted(found.values()) == [f"text {i} é".encode() for i in range(10)]
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"prompt": "{a}"}, "prompt and answer of p belong together"),
+        ({"text_field": "a", "chat_field": "b"}, "text_field, chat_field are given for p; a record is read in one way"),
+        ({"tokens_field": "ids"}, "tokens_field and tokenizer of p belong together"),
+        ({"spans_field": "ids"}, "spans_field of p goes with tokens_field"),
+        ({"share": 0.0}, r"share of p is 0.0, valid: above 0, up to 1"),
+        ({"weight": -1.0}, r"weight of p is -1.0, valid: above 0"),
+        ({"prompt": "no field", "answer": "{a}"}, "prompt of p names no field in braces"),
+        ({"prompt": "{a} {", "answer": "{a}"}, r"prompt '{a} {': .*a brace that names no field is written twice"),
+        ({"prompt": "{a!r}", "answer": "{a}"}, r"write a field as {name} alone"),
+        ({"prompt": "{}", "answer": "{a}"}, r"write a field as {name} alone"),
+    ],
+)
+def test_mistakes_of_a_source_are_named(fields, said):
+    with pytest.raises(ValueError, match=said):
+        Source("p", **fields)
+
+
+def test_mistakes_of_a_mix_are_named(tmp_path):
+    first, second = Source("a", weight=1), Source("b")
+    with pytest.raises(ValueError, match="weight is missing for b; give it to every source or to none"):
+        PrepareConfig({"a": first, "b": second}, tmp_path, 64)
+    with pytest.raises(ValueError, match="max_tokens is not given, and weights share it out"):
+        PrepareConfig({"a": first}, tmp_path, 64)
+    assert list(same_way(["x/data", "y/data", "x/data", "stdlib"])) == ["data", "data-2", "stdlib"]
