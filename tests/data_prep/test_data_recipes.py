@@ -1,0 +1,259 @@
+"""Every recipe of configs/data against folders in the published layouts: the same files, fields and types, small.
+
+The sets themselves are on a hub; what each looks like is written here as its page describes it.
+"""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from longdraft.data_prep.mds import SIZE
+from longdraft.data_prep.shards import ShardSet
+from longdraft.launch.prepare import main
+from longdraft.train.typed import read_yaml
+
+RECIPES = Path(__file__).resolve().parents[2] / "configs" / "data"
+TARGET = ["--target", "smollm2-135m", "--workers", "1"]
+PROSE = "It was the best of times, it was the worst of times. "
+
+
+def parquet(path, records):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.Table.from_pylist(records), path, row_group_size=20)
+
+
+def jsonl_zst(path, records):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with pa.CompressedOutputStream(str(path), "zstd") as stream:
+        stream.write("".join(json.dumps(record) + "\n" for record in records).encode())
+
+
+def mds(folder, samples):
+    """A shard as mosaicml-streaming writes it (tests/data_prep/mds holds some of its own), with Prolong's columns."""
+    columns = {"column_encodings": ["str", "ndarray:uint32", "ndarray:uint32", "int"], "column_sizes": [None] * 3 + [8]}
+    columns["column_names"] = ["domain", "indices", "input_ids", "length"]
+    header = json.dumps({**columns, "format": "mds", "version": 2}, sort_keys=True).encode()
+
+    def array(values):
+        values = np.asarray(values, dtype="<u4")
+        return bytes([values.ndim << 2 | 2]) + np.array(values.shape, "<u4").tobytes() + values.tobytes()
+
+    raw = []
+    for domain, spans, ids in samples:
+        parts = [domain.encode(), array(spans), array(ids), np.array([len(ids)], "<i8").tobytes()]
+        raw.append(np.array([len(part) for part in parts[:3]], SIZE).tobytes() + b"".join(parts))
+    begin = (len(raw) + 2) * 4 + len(header)
+    offsets = begin + np.cumsum([0, *map(len, raw)])
+    folder.mkdir(parents=True)
+    shard = np.array([len(raw), *offsets], SIZE).tobytes() + header + b"".join(raw)
+    (folder / "shard.00000.mds").write_bytes(shard)
+    basename = {"basename": "shard.00000.mds", "bytes": len(shard), "hashes": {}}
+    (folder / "index.json").write_text(json.dumps({"shards": [{**columns, "raw_data": basename}], "version": 2}))
+
+
+def rows_of(out):
+    for split in ("train", "heldout"):
+        shards = ShardSet(out / split)
+        for i in range(len(shards)):
+            yield shards, i, shards[i]
+
+
+def decoded(out, tokenizer, counted=False):
+    """The text of each document, or what of it the loss counts."""
+    pieces = {}
+    for shards, i, row in rows_of(out):
+        for (name, number), start, stop in zip(shards.pieces(i), row["borders"], row["borders"][1:], strict=False):
+            tokens = row["tokens"][start:stop]
+            pieces[name, number] = tokens[row["loss"][start:stop]] if counted else tokens
+    texts = {}
+    for name, number in sorted(pieces):
+        texts.setdefault(name, []).extend(pieces[name, number].tolist())
+    return {name: tokenizer.decode(tokens) for name, tokens in texts.items()}
+
+
+def run(recipe, out, *overrides):
+    main([str(RECIPES / f"{recipe}.yaml"), *TARGET, "--out", str(out), *overrides])
+    return json.loads((out / "manifest.json").read_text())
+
+
+def test_there_is_a_test_for_every_recipe():
+    names = {path.stem for path in RECIPES.glob("*.yaml")}
+    assert names == {"pg19", "slimpajama-6b", "prolong-64k", "long-sft", "qwq-longcot", "chat", "text"}
+    for name in names:
+        assert "longdraft prepare configs/data/" in (RECIPES / f"{name}.yaml").read_text()
+
+
+def test_pg19(tmp_path, smollm2):
+    books = [PROSE * n for n in (2, 30, 60, 90)]
+    fields = {"short_book_title": "A Book", "publication_date": 1859, "url": "http://www.gutenberg.org/ebooks/98"}
+    records = [{**fields, "text": f"Book {i}. {book}"} for i, book in enumerate(books)]
+    parquet(tmp_path / "hub/data/train-00000-of-00023.parquet", records)
+    parquet(tmp_path / "hub/data/test-00000-of-00001.parquet", records)
+    (tmp_path / "files/train").mkdir(parents=True)
+    for i, record in enumerate(records):
+        (tmp_path / f"files/train/{i}.txt").write_text(record["text"])
+    short = ("seq_len=512", "heldout_share=0")
+    manifest = run("pg19", tmp_path / "a", f"sources.pg19.path={tmp_path}/hub", *short)
+    assert manifest["documents_mode"] == "first" and manifest["splits"]["train"]["dropped"] == {
+        "shorter_than_seq_len": 2
+    }
+    run("pg19", tmp_path / "b", f"sources.pg19.path={tmp_path}/files/train", "sources.pg19.files=['*.txt']", *short)
+    for out in ("a", "b"):
+        found = sorted(decoded(tmp_path / out, smollm2).values())
+        assert [text[:7] for text in found] == ["Book 2.", "Book 3."]
+        assert all(books[int(text[5])].startswith(text[8:]) for text in found)
+    manifest = run("pg19", tmp_path / "c", f"sources.pg19.path={tmp_path}/hub", *short, "documents=pack")
+    assert manifest["splits"]["train"]["documents"] == 4 and not manifest["splits"]["train"]["dropped"]
+
+
+def test_slimpajama(tmp_path, smollm2):
+    names = ["RedPajamaCommonCrawl", "RedPajamaC4", "RedPajamaGithub"]
+    records = [
+        {"text": f"{i} {PROSE * (i % 30)}", "meta": {"redpajama_set_name": names[i % 3]}, "__index_level_0__": i}
+        for i in range(60)
+    ]
+    parquet(tmp_path / "6b/data/train-00000-of-00048-ab2b35705f029d94.parquet", records)
+    for part in range(2):
+        jsonl_zst(tmp_path / f"627b/train/chunk1/example_train_{part}.jsonl.zst", records[part::2])
+    run("slimpajama-6b", tmp_path / "a", f"sources.slimpajama.path={tmp_path}/6b", "heldout_share=0.2")
+    files = "sources.slimpajama.files=[train/*.jsonl.zst]"
+    run("slimpajama-6b", tmp_path / "b", f"sources.slimpajama.path={tmp_path}/627b", files, "heldout_share=0.2")
+    texts = sorted(record["text"] + "<|im_end|>" for record in records)
+    assert (
+        sorted(decoded(tmp_path / "a", smollm2).values()) == texts == sorted(decoded(tmp_path / "b", smollm2).values())
+    )
+
+
+def test_prolong(tmp_path, smollm2):
+    root, texts = tmp_path / "prolong-data-64K", {}
+    for domain in ("thestackv1_concat_by_repo-65536", "book-65536", "arxiv", "tuluv2"):
+        samples = []
+        for i in range(12):
+            documents = [f"{domain} {i} {k}: {PROSE * (k + 1)}" for k in range(3)]
+            ids = [smollm2(text)["input_ids"] for text in documents]
+            borders = np.cumsum([0, *map(len, ids)])
+            samples.append((domain, np.stack([borders[:-1], borders[1:]], axis=1), np.concatenate(ids)))
+            texts.setdefault(domain, []).extend(documents)
+        mds(root / domain, samples)
+    sources = [f"sources.{name}.{field}" for name in ("code", "books", "arxiv") for field in
+               (f"path={root}", "tokenizer=smollm2-135m", "streaming=false")]  # fmt: skip
+    manifest = run("prolong-64k", tmp_path / "out", *sources, "seq_len=256", "max_tokens=3150", "heldout_share=0.2")
+    found = list(decoded(tmp_path / "out", smollm2).values())
+    taken = {domain: [t + "<|im_end|>" in found for t in documents] for domain, documents in texts.items()}
+    assert sum(map(sum, taken.values())) == len(found), "a document came back as another text"
+    assert not any(taken["tuluv2"]) and any(taken["arxiv"])
+    mix = [split["mix"] for split in manifest["splits"].values()]
+    tokens = {
+        name: sum(split.get(name, {"tokens": 0})["tokens"] for split in mix) for name in ("code", "books", "arxiv")
+    }
+    assert 1100 < tokens["code"] <= 1500 and 1100 < tokens["books"] <= 1500 and 0 < tokens["arxiv"] <= 150
+    assert manifest["sources"]["read_as"]["code"]["tokenizer"] == "smollm2-135m"
+
+
+def long_sft(root):
+    reports = [{"report": f"report {i} {PROSE}", "summary": f"told {i}"} for i in range(10)]
+    parquet(root / "reports/document/train-00000-of-00002.parquet", reports)
+    news = [{"document": f"news {i} ||||| more {PROSE}", "summary": f"heard {i}"} for i in range(10)]
+    parquet(root / "news/default/train/0000.parquet", news)
+    meetings = [{"id": i, "uid": f"m_{i}", "summary": f"met {i}", "transcript": f"so {i} {PROSE}"} for i in range(10)]
+    (root / "meetings").mkdir()
+    (root / "meetings/train.json").write_text("".join(json.dumps(record) + "\n" for record in meetings))
+    code = [{"context": f"x = {i}\ny = {{}}\n" * 9, "gt": f"print({i})"} for i in range(10)]
+    parquet(root / "code/data/train-00000-of-00001.parquet", code)
+    answers = [f"{word} {i}" for word in ("told", "heard", "met") for i in range(10)] + [r["gt"] for r in code]
+    return [f"sources.{name}.path={root / name}" for name in ("reports", "news", "meetings", "code")], answers
+
+
+def test_long_sft(tmp_path, smollm2):
+    sources, answers = long_sft(tmp_path)
+    manifest = run("long-sft", tmp_path / "out", *sources, "seq_len=2048", "heldout_share=0.2")
+    assert {name for split in manifest["splits"].values() for name in split["mix"]} == {
+        "reports",
+        "news",
+        "meetings",
+        "code",
+    }
+    assert sorted(decoded(tmp_path / "out", smollm2, counted=True).values()) == sorted(
+        f"{a}<|im_end|>" for a in answers
+    )
+    text = "".join(decoded(tmp_path / "out", smollm2).values())
+    assert "Read the following report and summarise it.\n\nreport 3 It was" in text and "x = 7\ny = {}\n" in text
+
+
+def test_qwq_longcot(tmp_path, smollm2):
+    records = [
+        {"problem": f"What is {i} + {i}?", "qwq": f"So {PROSE}It is {2 * i}.", "source": "made"} for i in range(20)
+    ]
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set/qwq.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (tmp_path / "set/README.md").write_text("---\nlicense: mit\n---\n")
+    run("qwq-longcot", tmp_path / "out", f"sources.longcot.path={tmp_path}/set", "seq_len=1024", "heldout_share=0.2")
+    answers = sorted(record["qwq"] + "<|im_end|>" for record in records)
+    assert sorted(decoded(tmp_path / "out", smollm2, counted=True).values()) == answers
+
+
+def test_chat_and_text(tmp_path, smollm2):
+    chats = [[{"role": "user", "content": f"ask {i}"}, {"role": "assistant", "content": f"say {i}"}] for i in range(20)]
+    records = [{"prompt": "ask", "prompt_id": str(i), "messages": chat} for i, chat in enumerate(chats)]
+    parquet(tmp_path / "chat/data/train_sft-00000-of-00003.parquet", records)
+    run("chat", tmp_path / "a", f"sources.chat.path={tmp_path}/chat", "seq_len=512", "heldout_share=0.2")
+    assert sorted(decoded(tmp_path / "a", smollm2, counted=True).values()) == sorted(
+        f"say {i}<|im_end|>" for i in range(20)
+    )
+    for name, end in (("books", "txt"), ("code", "py")):
+        (tmp_path / name).mkdir()
+        for i in range(40):
+            (tmp_path / name / f"{i}.{end}").write_text(f"{name} {i} {PROSE * 3}")
+    sources = [f"sources.{name}.path={tmp_path / name}" for name in ("books", "code")]
+    manifest = run("text", tmp_path / "b", *sources, "seq_len=512", "max_tokens=1200", "heldout_share=0.2")
+    tokens = {name: sum(s["mix"].get(name, {"tokens": 0})["tokens"] for s in manifest["splits"].values()) for name in
+              ("books", "code")}  # fmt: skip
+    assert 600 < tokens["books"] <= 900 and 100 < tokens["code"] <= 300
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (
+            ["sources.pg19.pat=x"],
+            r"sources.pg19.pat: unknown key; did you mean sources.pg19.path? (known: path, files,",
+        ),
+        (["seqlen=5"], "seqlen: unknown key; did you mean seq_len?"),
+        (["sources.pg19.share=a"], "sources.pg19.share: expected float, got 'a'"),
+        (["out=x"], "belong to the command line, not into a recipe"),
+        (["--seq-len", "5"], "--seq-len is given beside the recipe"),
+        (["--source", "stdlib"], "--source is given beside the recipe"),
+        (["sources=5"], "sources: expected a section for each by name, got 5"),
+        (["sources.pg19.path=/none/such"], "source '/none/such' does not exist"),
+    ],
+)
+def test_mistakes_are_named(argv, said, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as stop:
+        main([str(RECIPES / "pg19.yaml"), *TARGET, *argv])
+    assert stop.value.code == 2 and said in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_a_folder_the_recipe_names_it(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / "corpus/a.txt").write_text(PROSE * 20)
+    argv = [str(RECIPES / "pg19.yaml"), *TARGET, "sources.pg19.path=corpus", "sources.pg19.files=['*.txt']"]
+    main([*argv, "seq_len=64", "heldout_share=0"])
+    (out,) = (tmp_path / "data").iterdir()
+    address = json.loads((out / "manifest.json").read_text())["address"]
+    assert out.name == f"pg19-{address[:12]}" and f"-> data/{out.name}" in capsys.readouterr().out
+
+
+def test_the_recipes_name_the_published_sets():
+    paths = {
+        recipe.stem: [source.path for source in read_yaml(recipe, []).sources.values()] for recipe in RECIPES.glob("*")
+    }
+    assert paths["prolong-64k"] == ["princeton-nlp/prolong-data-64K"] * 3
+    assert paths["pg19"] == ["emozilla/pg19"] and paths["slimpajama-6b"] == ["DKYoon/SlimPajama-6B"]
+    assert paths["qwq-longcot"] == ["amphora/QwQ-LongCoT-130K"] and len(paths["long-sft"]) == 4
