@@ -39,34 +39,38 @@ class Row:
 
 def write_shard(path: Path, rows: Sequence[Row], seq_len: int, fill_id: int) -> dict:
     """Write the rows to `path` atomically. Returns {"file", "rows", "bytes", "sha256"} for the manifest."""
-    # Here, not above: readers (training) do without this import, which takes over a second.
-    from datasets import Features, List, Value
-    from datasets.arrow_writer import ArrowWriter
-
-    features = Features(
-        tokens=List(Value("int32"), length=seq_len),
-        borders=List(Value("int32")),
-        loss_spans=List(Value("int32")),
-        documents=List(Value("string")),
-        pieces=List(Value("int32")),
-    )
     tokens = np.full((len(rows), seq_len), fill_id, dtype=np.int32)
     for i, row in enumerate(rows):
         tokens[i, : len(row.tokens)] = row.tokens
     columns = {name: [getattr(row, name) for row in rows] for name in ("borders", "loss_spans", "documents", "pieces")}
-    schema = features.arrow_schema
+    schema = shard_schema(seq_len)
     fixed = pa.FixedSizeListArray.from_arrays(pa.array(tokens.ravel()), seq_len)
     arrays = [fixed, *(pa.array(values, type=schema.field(name).type) for name, values in columns.items())]
     table = pa.Table.from_arrays(arrays, schema=schema)
 
     def write(temporary: Path) -> None:
-        with ArrowWriter(features=features, path=str(temporary)) as writer:
-            # One batch, so that the reader gets each column as one array.
-            writer.write_table(table, writer_batch_size=max(1, len(rows)))
-            writer.finalize()
+        with pa.OSFile(str(temporary), "wb") as file, pa.ipc.new_stream(file, schema) as writer:
+            writer.write_table(table)  # one batch, so that the reader gets each column as one array
 
     write_atomically(path, write)
     return {"file": path.name, "rows": len(rows), "bytes": path.stat().st_size, "sha256": file_sha256(path)}
+
+
+def shard_schema(seq_len: int) -> pa.Schema:
+    """What `datasets.Features(...).arrow_schema` gives for the columns of a shard, its description of them included.
+
+    Without the library, since every worker process would take seconds to import it; a test holds the two together.
+    """
+    number = {"dtype": "int32", "_type": "Value"}
+    kinds = {name: (pa.int32(), number, -1) for name in ("tokens", "borders", "loss_spans", "documents", "pieces")}
+    kinds["tokens"] = (pa.int32(), number, seq_len)
+    kinds["documents"] = (pa.string(), {"dtype": "string", "_type": "Value"}, -1)
+    fields = [pa.field(name, pa.list_(kind, length)) for name, (kind, _, length) in kinds.items()]
+    features = {
+        name: {"feature": feature, **({"length": length} if length >= 0 else {}), "_type": "List"}
+        for name, (_, feature, length) in kinds.items()
+    }
+    return pa.schema(fields, metadata={"huggingface": json.dumps({"info": {"features": features}})})
 
 
 def write_json(path: Path, content: dict) -> None:

@@ -63,8 +63,11 @@ class Encoder:
         """
         # encode_batch_fast is encode without character offsets; measured a quarter faster.
         ids = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
-        end = [self.eos_id] if self.ends_documents else []
-        return np.array([*self.bos_ids, *ids, *end], dtype=np.int32)
+        n_before, n_behind = len(self.bos_ids), int(self.ends_documents)
+        tokens = np.full(n_before + len(ids) + n_behind, self.eos_id, dtype=np.int32)
+        tokens[:n_before] = self.bos_ids
+        tokens[n_before : n_before + len(ids)] = ids
+        return tokens
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:

@@ -5,7 +5,15 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from longdraft.data_prep.shards import FORMAT_VERSION, Row, ShardSet, write_atomically, write_json, write_shard
+from longdraft.data_prep.shards import (
+    FORMAT_VERSION,
+    Row,
+    ShardSet,
+    shard_schema,
+    write_atomically,
+    write_json,
+    write_shard,
+)
 
 SEQ_LEN = 6
 ROWS = [
@@ -62,6 +70,16 @@ def test_opening_reads_no_shard_and_reading_maps_one(split, monkeypatch):
     _ = shards[2]
     assert opened == ["shard-00000.arrow", "shard-00003.arrow"]
     assert pa.total_allocated_bytes() == allocated, "a column was read into memory instead of mapped"
+
+
+def test_the_schema_is_the_one_of_the_datasets_library():
+    numbers = datasets.List(datasets.Value("int32"))
+    names = datasets.List(datasets.Value("string"))
+    tokens = datasets.List(datasets.Value("int32"), length=24)
+    columns = {"tokens": tokens, "borders": numbers, "loss_spans": numbers, "documents": names, "pieces": numbers}
+    theirs = datasets.Features(columns).arrow_schema
+    ours = shard_schema(24)
+    assert ours.equals(theirs) and ours.metadata == theirs.metadata
 
 
 def test_the_datasets_library_opens_a_shard(split):
