@@ -20,6 +20,7 @@ from typing import Any, Literal
 from longdraft.data_prep import hub
 from longdraft.data_prep.docstrings import read_docstrings
 from longdraft.data_prep.documents import BadDocument, Conversation, Document, Unusable
+from longdraft.data_prep.folder import PLAN
 from longdraft.data_prep.forms import Form, Text
 from longdraft.data_prep.records import (
     COMPRESSED,
@@ -31,6 +32,7 @@ from longdraft.data_prep.records import (
     table_rows,
 )
 from longdraft.data_prep.settings import Source
+from longdraft.data_prep.shards import MANIFEST
 
 TEXT_SUFFIXES = (".md", ".py", ".rst", ".txt")
 KNOWN_SUFFIXES = TEXT_SUFFIXES + LINES_SUFFIXES + TABLE_SUFFIXES
@@ -196,6 +198,8 @@ def _local(source: Source) -> dict[Path, str]:
         paths = [p for p in _walk(root, patterns, STDLIB_LEFT_OUT) if p.stat().st_size]
     elif Path(path).is_dir():
         root = Path(path).resolve()
+        if (root / PLAN).exists() and not (root / MANIFEST).exists():
+            raise ValueError(f"source {path!r} is begun and not finished ({PLAN} without {MANIFEST}); finish it first")
         paths = _walk(root, _patterns(source), frozenset())
     elif Path(path).is_file():
         # Not resolve(): a link's own name and suffix count (a hub's cache links names to nameless blobs).

@@ -4,6 +4,7 @@ The sets themselves are on a hub; what each looks like is written here as its pa
 """
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 
 from longdraft.data_prep.mds import SIZE
 from longdraft.data_prep.shards import ShardSet
+from longdraft.launch import prepare as prepare_command
 from longdraft.launch.prepare import main
 from longdraft.train.typed import read_yaml
 
@@ -257,3 +259,28 @@ def test_the_recipes_name_the_published_sets():
     assert paths["prolong-64k"] == ["princeton-nlp/prolong-data-64K"] * 3
     assert paths["pg19"] == ["emozilla/pg19"] and paths["slimpajama-6b"] == ["DKYoon/SlimPajama-6B"]
     assert paths["qwq-longcot"] == ["amphora/QwQ-LongCoT-130K"] and len(paths["long-sft"]) == 4
+
+
+def test_the_commands_in_the_training_recipes_prepare_what_they_read():
+    """Each recipe's comment says how its data is made: the recipe is there, folder and length are the stage's."""
+    parser, n_commands = prepare_command._parser(), 0
+    for path in sorted([*RECIPES.parent.glob("longspec/*.yaml"), *RECIPES.parent.glob("tokenswift/*.yaml")]):
+        text = path.read_text()
+        raw = read_yaml(path, [])
+        stages = list(raw["stages"].values()) if "stages" in raw else [raw]
+        data = {
+            stage["data"]["path"]: stage["data"].get("seq_len", raw.get("data", {}).get("seq_len")) for stage in stages
+        }
+        for command in re.findall(r"longdraft prepare (.*)", text):
+            args = parser.parse_intermixed_args(command.split())
+            if args.recipe is None:
+                seq_len = args.seq_len
+            else:
+                seq_len = read_yaml(RECIPES.parents[1] / args.recipe, args.overrides)["seq_len"]
+                for override in args.overrides:
+                    name, _, value = override.partition("=")
+                    assert name != "chat_template" or (RECIPES.parents[1] / value).exists()
+            assert data.pop(str(args.out)) == seq_len, f"{path.name}: {command}"
+            n_commands += 1
+        assert not data, f"{path.name} says of {data} nothing"
+    assert n_commands > 20

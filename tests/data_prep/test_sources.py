@@ -58,6 +58,15 @@ def test_missing_source_is_named(tmp_path, monkeypatch, source):
         list_files([])
 
 
+def test_a_folder_that_is_still_being_made_is_no_source(tmp_path):
+    for name in ("plan.json", "part-00000.jsonl"):
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(ValueError, match=r"is begun and not finished \(plan\.json without manifest\.json\)"):
+        list_files([Source(str(tmp_path))])
+    (tmp_path / "manifest.json").write_text("{}")
+    assert [file.name.partition("/")[2] for file in list_files([Source(str(tmp_path))])] == ["part-00000.jsonl"]
+
+
 def test_segments_cover_the_file_at_line_ends(tmp_path):
     lines = [json.dumps({"text": f"{i}" * (i % 40 + 1)}) + "\n" for i in range(200)]
     lines[-1] = lines[-1].rstrip("\n")
