@@ -31,7 +31,7 @@ LOSS, PLAIN, RESET = "\x1b[32m", "\x1b[2m", "\x1b[0m"
 class SplitReport:
     """A split in numbers. `supervised_share`, `filler_share`: of tokens and of row places; `bad`, `dropped`: left out,
     by reason; `copies`: documents that are token for token another one before them; `lengths`: tokens of a document at
-    QUANTILES; `in_both`: documents that stand in the other split too."""
+    QUANTILES; `in_both`: documents that stand in the other split too; `mix`: documents and tokens of each source."""
 
     rows: int
     tokens: int
@@ -46,6 +46,7 @@ class SplitReport:
     copies: int
     in_both: int
     lengths: list[int]
+    mix: dict[str, dict[str, int]]
 
 
 @dataclass(frozen=True)
@@ -144,6 +145,7 @@ def _report(
         copies=len(digests) - len(set(digests)),
         in_both=sum(digest in others for digest in digests),
         lengths=[int(n) for n in np.quantile(lengths, QUANTILES, method="nearest")] if len(lengths) else [],
+        mix=manifest.get("mix", {}),
     )
 
 
@@ -180,6 +182,12 @@ def as_text(found: Inspection, colour: bool) -> str:
             "documents that stand in the other split too": report.in_both,
         }
         lines += [f"    {what}: {n:,}" for what, n in notes.items() if n]
+        if len(report.mix) > 1:
+            shares = {name: counted["tokens"] / max(1, report.tokens) for name, counted in report.mix.items()}
+            words = ", ".join(
+                f"{name} {share:.1%} ({report.mix[name]['documents']:,})" for name, share in shares.items()
+            )
+            lines.append(f"    share of the tokens (documents) by source: {words}")
         for what, reasons in (("bad", report.bad), ("dropped", report.dropped)):
             if reasons:
                 words = ", ".join(f"{n:,} {reason}" for reason, n in reasons.items())

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from longdraft.data_prep.inspection import as_text, inspect
 from longdraft.data_prep.prepare import PrepareConfig, prepare
 from longdraft.data_prep.settings import Source, same_way
 from longdraft.data_prep.shards import ShardSet
@@ -54,6 +55,10 @@ def test_weights_share_out_the_tokens(books, tmp_path, tiny_tokenizer, read_back
     # A row holds pieces of several.
     mixed = [{name.partition("/")[0] for name, _ in shards.pieces(i)} for i in range(len(shards))]
     assert max(map(len, mixed)) >= 2
+    report = inspect(config.out).splits["train"]
+    assert sum(counted["tokens"] for counted in report.mix.values()) == report.tokens
+    n = report.mix["alpha"]
+    assert f"alpha {n['tokens'] / report.tokens:.1%} ({n['documents']:,})" in as_text(inspect(config.out), colour=False)
     other = prepare(replace(config, out=tmp_path / "other", seed=1), tiny_tokenizer, "hash")
     assert other["address"] != manifest["address"]
     again = prepare(replace(config, out=tmp_path / "again", workers=2), tiny_tokenizer, "hash")
