@@ -11,7 +11,8 @@ from setuptools import setup
 
 ROOT = Path(__file__).parent
 CODE = [
-    "data_prep", "infer", "infer/drafters", "kernels", "kernels/cpu_impl", "kernels/reference", "launch", "models",
+    "data_prep", "infer", "infer/drafters", "kernels", "kernels/cpu_impl", "kernels/reference", "kernels/triton_impl",
+    "launch", "models",
     "models/drafts", "train",
 ]  # fmt: skip
 packages = {f"longdraft.{folder.replace('/', '.')}": folder for folder in CODE}

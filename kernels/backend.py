@@ -24,6 +24,16 @@ def liger_cross_entropy() -> Any | None:
 
 
 @cache
+def triton_tree_attention() -> Callable[..., tuple[Tensor, Tensor]] | None:
+    """kernels/triton_impl/tree_attention.py, or None without triton."""
+    if find_spec("triton") is None:
+        return None
+    from longdraft.kernels.triton_impl.tree_attention import tree_attention
+
+    return tree_attention
+
+
+@cache
 def varlen_attention() -> Callable[..., Tensor] | None:
     """Causal attention over sequences of several lengths in one kernel: flash-attn's where it is installed, else
     PyTorch's own where that knows windows and grouped heads (`torch.nn.attention.varlen`), else None.

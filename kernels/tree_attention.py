@@ -1,18 +1,21 @@
 """Attention of a pass (one token, a chunk of a prompt, a tree) over the cache rows before it and its own rows.
 
-The plain reference is reference/tree_attention.py. Shapes: B slots, T rows of the pass, S cache capacity, H query
-heads, K key/value heads, G = H / K, d head width.
+The plain reference is reference/tree_attention.py. On a GPU with Triton triton_impl/tree_attention.py serves passes of
+up to 128 rows and reads no length to the host; on a CPU cpu_impl/rows.py serves; PyTorch's attention does the rest.
+Shapes: B slots, T rows of the pass, S cache capacity, H query heads, K key/value heads, G = H / K, d head width.
 """
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from longdraft.kernels.backend import triton_tree_attention
 from longdraft.kernels.causal_attention import causal_attention
 from longdraft.kernels.cpu_impl import rows
-from longdraft.kernels.reference.tree_attention import attended_rows
+from longdraft.kernels.reference.tree_attention import MOST_ROWS, attended_rows, pack_tree
 
 # Above this many committed rows one mask over everything costs more than two calls and a merge.
 SPLIT_FROM = 1024
@@ -25,8 +28,17 @@ class PassPlan:
     lengths_B: Tensor
     n_rows: int
     tree_mask_BTT: Tensor | None
-    starts: list[int]
     _masks: dict[tuple, tuple[Tensor, Tensor | None]] = field(default_factory=dict)
+
+    @cached_property
+    def starts(self) -> list[int]:
+        """The lengths on the host; waits for the device."""
+        return self.lengths_B.tolist()
+
+    @cached_property
+    def tree(self) -> tuple[Tensor, Tensor]:
+        """int64 [B, T, 2] ancestors as bits and int32 [B, T] depths of the pass's rows."""
+        return pack_tree(self.tree_mask_BTT, len(self.lengths_B), self.n_rows, self.lengths_B.device)
 
     def mask(self, slot: int, first: int, stop: int, groups: int, window: int | None, dtype: torch.dtype):
         """Additive mask [G * T, stop - first] of cache rows first .. stop - 1, row g * T + t for row t of the pass,
@@ -46,8 +58,8 @@ class PassPlan:
 
 
 def plan_pass(lengths_B: Tensor, n_rows: int, tree_mask_BTT: Tensor | None = None) -> PassPlan:
-    """Plan for `tree_attention` calls that share lengths and tree; reads the lengths to the host once."""
-    return PassPlan(lengths_B, n_rows, tree_mask_BTT, lengths_B.tolist())
+    """Plan for `tree_attention` calls that share lengths and tree."""
+    return PassPlan(lengths_B, n_rows, tree_mask_BTT)
 
 
 def tree_attention(
@@ -75,6 +87,11 @@ def tree_attention(
     if q_BTHd.device.type == "cpu" and n_rows <= rows.MOST_ATTENTION_ROWS and rows.can_attend(q_BTHd):
         return rows.attention_rows(q_BTHd, keys_BSKd, values_BSKd, lengths_B, tree_mask_BTT, window)
     plan = plan or plan_pass(lengths_B, n_rows, tree_mask_BTT)
+    on_device = triton_tree_attention() if q_BTHd.is_cuda and n_rows <= MOST_ROWS else None
+    if on_device is not None:
+        bits_BT2, depth_BT = plan.tree
+        is_tree = tree_mask_BTT is not None
+        return on_device(q_BTHd, keys_BSKd, values_BSKd, lengths_B, bits_BT2, depth_BT, is_tree, window)[0]
     if plan.tree_mask_BTT is None and max(plan.starts) == 0:
         return causal_attention(q_BTHd, keys_BSKd[:, :n_rows], values_BSKd[:, :n_rows], window)
     if n_slots == 1:

@@ -1,8 +1,15 @@
 """Fixtures for every folder of tests: a tiny random target, built in a few milliseconds."""
 
+import os
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+
+if not any(Path("/dev").glob("nvidia*")):
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton's kernels then run on a CPU; read when Triton is imported
+
+# ruff: isort: split
 import torch
 from transformers import LlamaConfig
 

@@ -6,6 +6,9 @@ heads (grouped: head h reads key head h // (H / K)), d head width.
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
+
+MOST_ROWS = 128  # of a tree whose ancestors are two words of bits
 
 
 def attended_rows(
@@ -30,6 +33,19 @@ def attended_rows(
     depth_BT = own_BTT.sum(-1).sub(1).clamp(min=0)
     key_depth_BS = torch.where(in_pass_BS, depth_BT.gather(1, offset_BS.clamp(0, n_rows - 1)), offset_BS)
     return allowed_BTS & (key_depth_BS[:, None, :] > depth_BT[:, :, None] - window)
+
+
+def pack_tree(tree_mask_BTT: Tensor | None, n_slots: int, n_rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """(int64 [B, T, 2]: bit j of row i's two words is whether it reads row j of the pass; int32 [B, T]: depths).
+
+    None is a chain. A row that reads nothing has depth 0. At most 128 rows."""
+    assert n_rows <= MOST_ROWS, f"a tree of {n_rows} rows has more than the {MOST_ROWS} that fit two words of ancestors"
+    if tree_mask_BTT is None:
+        tree_mask_BTT = torch.ones(n_rows, n_rows, dtype=torch.bool, device=device).tril().expand(n_slots, -1, -1)
+    padded_BT2W = pad(tree_mask_BTT, (0, MOST_ROWS - n_rows)).unflatten(-1, (2, 64))
+    weights_W = torch.ones(64, dtype=torch.int64, device=device) << torch.arange(64, device=device)
+    depth_BT = (tree_mask_BTT.sum(-1) - 1).clamp(min=0).to(torch.int32)
+    return (padded_BT2W * weights_W).sum(-1), depth_BT
 
 
 def tree_attention(

@@ -1,0 +1,137 @@
+"""kernels/triton_impl/tree_attention.py against the reference: hostile shapes, in Triton's interpreter or on a GPU."""
+
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+
+import pytest
+import torch
+
+from longdraft.kernels.reference.tree_attention import MOST_ROWS, attended_rows, pack_tree
+from longdraft.kernels.reference.tree_attention import tree_attention as reference
+from longdraft.kernels.triton_impl.tree_attention import choose_splits, tree_attention
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture
+def made():
+    """Builders of test_tree_attention.py: `draw`, `random_tree`, `poisoned`."""
+    spec = spec_from_file_location("builders", Path(__file__).with_name("test_tree_attention.py"))
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def run(q, keys, values, lengths, masks, window=None, n_splits=None):
+    """(Output, log-sum-exp) of the kernel on the CPU's tensors, wherever it runs."""
+    bits, depth = pack_tree(masks, len(lengths), q.shape[1], lengths.device)
+    tensors = [x.to(DEVICE) for x in (q, keys, values, lengths, bits, depth)]
+    out, lse = tree_attention(*tensors, masks is not None, window, n_splits)
+    return out.cpu(), lse.cpu()
+
+
+def expected_lse(q, keys, lengths, masks, window):
+    """Natural log-sum-exp of every row's open scores [B, T, H], in fp64."""
+    n_rows, groups = q.shape[1], q.shape[2] // keys.shape[2]
+    n_keys = int(lengths.max()) + n_rows
+    opened = attended_rows(lengths, n_rows, n_keys, masks, window)
+    k = keys[:, :n_keys].double().nan_to_num(0.0).repeat_interleave(groups, 2)
+    scores = torch.einsum("bthd,bshd->bths", q.double(), k) * q.shape[-1] ** -0.5
+    return scores.masked_fill(~opened[:, :, None], float("-inf")).logsumexp(-1).float()
+
+
+CASES = [
+    # heads, key heads, width, lengths, rows
+    (4, 4, 16, [0], 1),
+    (4, 4, 16, [63], 13),
+    (6, 2, 64, [0, 90], 9),
+    (8, 1, 32, [200, 3], 5),
+    (2, 1, 80, [65], 3),  # a width that is no power of two
+    (2, 1, 128, [40], 70),  # more rows than one word of bits
+    (2, 2, 256, [17], 2),
+]
+
+
+@pytest.mark.parametrize("window", [None, 9])
+@pytest.mark.parametrize("tree", [False, True])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_against_the_reference(made, case, tree, window):
+    n_heads, n_kv, width, lengths, n_rows = case
+    keys, values = made.poisoned(lengths, n_rows, max(lengths) + n_rows + 5, n_kv, width)
+    q = made.draw(len(lengths), n_rows, n_heads, width, seed=7)
+    masks = torch.stack([made.random_tree(n_rows, seed) for seed in range(len(lengths))]) if tree else None
+    lengths_B = torch.tensor(lengths)
+    wanted = reference(q, keys, values, lengths_B, masks, window)
+    lse = expected_lse(q, keys, lengths_B, masks, window)
+    out, found = run(q, keys, values, lengths_B, masks, window, 3)
+    assert (out - wanted).abs().max() < 2e-6
+    torch.testing.assert_close(found, lse, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("window", [None, 1])
+def test_any_number_of_runs_gives_the_same(made, window):
+    """Runs that are empty, of one key, longer than a slot: all merge to the one."""
+    keys, values = made.poisoned([0, 130], 5, 140, 2, 16)
+    q, lengths = made.draw(2, 5, 4, 16, seed=7), torch.tensor([0, 130])
+    masks = torch.stack([made.random_tree(5, seed) for seed in range(2)])
+    wanted = reference(q, keys, values, lengths, masks, window)
+    for n_splits in (1, 2, 7, 64):
+        out, _ = run(q, keys, values, lengths, masks, window, n_splits)
+        assert (out - wanted).abs().max() < 2e-6
+
+
+def test_a_row_that_may_read_nothing_is_zero(made):
+    keys, values = made.poisoned([0, 0], 4, 9, 2, 16)
+    q, mask = made.draw(2, 4, 4, 16, seed=1), torch.eye(4, dtype=torch.bool).repeat(2, 1, 1)
+    mask[0, 2] = mask[1, :] = False
+    out, lse = run(q, keys, values, torch.tensor([0, 0]), mask, None, 2)
+    empty = ~mask.any(-1)
+    assert not out[empty].any() and out[~empty].abs().sum(-1).all()
+    assert (lse == float("-inf")).all(-1).equal(empty)
+
+
+def test_strides_of_a_fused_projection_and_of_one_layer_of_a_cache(made):
+    """Queries as a slice of q, k and v in one tensor, keys as one layer and slot of a larger cache."""
+    fused = made.draw(1, 6, 8 * 16, seed=3)
+    q = fused[..., : 4 * 16].unflatten(-1, (4, 16))
+    cache = made.draw(3, 2, 40, 2, 16, seed=4)
+    keys, values = cache[1, 1:], made.draw(1, 2, 40, 16, seed=5).transpose(1, 2)
+    mask, lengths = made.random_tree(6, 2)[None], torch.tensor([25])
+    out, _ = run(q, keys, values, lengths, mask)
+    assert (out - reference(q, keys, values, lengths, mask)).abs().max() < 2e-6
+
+
+# Triton's interpreter has no products in bf16; tests/gpu has them on a GPU too.
+@pytest.mark.parametrize("dtype", [torch.float16] if DEVICE == "cpu" else [torch.float16, torch.bfloat16])
+def test_error_in_low_precision_is_that_of_plain_pytorch(made, dtype):
+    """At most twice the error of PyTorch's attention in the same precision, both against fp32."""
+    keys, values = made.poisoned([300], 9, 309, 2, 64)
+    q, mask, lengths = made.draw(1, 9, 6, 64, seed=3), made.random_tree(9, 1)[None], torch.tensor([300])
+    mask[:, -1, -1] = True
+    exact = reference(q, keys, values, lengths, mask)
+    low = [x.to(dtype) for x in (q, keys, values)]
+    full = torch.cat((torch.ones(1, 9, 300, dtype=torch.bool), mask), 2)
+    heads_first = [x.transpose(1, 2) for x in low]
+    plain = torch.nn.functional.scaled_dot_product_attention(*heads_first, attn_mask=full[:, None], enable_gqa=True)
+    allowed = 2 * (plain.transpose(1, 2).float() - exact).abs().max()
+    for n_splits in (1, 4):
+        assert (run(*low, lengths, mask, None, n_splits)[0].float() - exact).abs().max() <= allowed
+
+
+def test_bits_are_the_mask(made):
+    for n_rows in (1, 63, 64, 65, MOST_ROWS):
+        mask = torch.stack([made.random_tree(n_rows, seed) for seed in range(3)])
+        bits, depth = pack_tree(mask, 3, n_rows, mask.device)
+        places = torch.arange(n_rows)
+        assert torch.equal((bits[:, :, places // 64] >> (places % 64) & 1).bool(), mask)
+        assert torch.equal(depth, (mask.sum(-1) - 1).clamp(min=0).int())
+    with pytest.raises(AssertionError, match="a tree of 129 rows has more than the 128 that fit"):
+        pack_tree(None, 1, 129, mask.device)
+
+
+def test_runs_follow_the_shapes_alone():
+    assert choose_splits(1000, 1 << 17, 132, 64) == 1  # enough programs without
+    assert choose_splits(8, 1 << 17, 132, 64) == 64
+    assert choose_splits(8, 100, 132, 64) == 1  # too few keys to share
+    assert all(choose_splits(8, 1 << n, 132, 64) <= choose_splits(8, 1 << n + 1, 132, 64) for n in range(6, 17))
