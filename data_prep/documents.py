@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 ROLES = ("system", "user", "assistant")
+SPEAKERS = {"system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant"}
 # Where chat data keeps what the assistant wrote besides `content`; a conversation with one of them would lose it.
 BESIDE_CONTENT = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
 # Unicode keeps these for a program's own use: chat.py marks places in a text with them.
@@ -89,7 +90,8 @@ class Unusable(ValueError):
 
 
 def check_messages(value: Any, answered: bool = True) -> tuple[tuple[str, str], ...]:
-    """(role, content) of a conversation as JSON has it: a list of {"role": ..., "content": ...}.
+    """(role, content) of a conversation as JSON has it: a list of {"role": ..., "content": ...}, or, as ShareGPT has
+    it, of {"from": "human", "value": ...}.
 
     answered: there must be an answer; without, prompts alone do. Other fields of a message are left aside, but for
     those of BESIDE_CONTENT. Raises Unusable.
@@ -101,6 +103,8 @@ def check_messages(value: Any, answered: bool = True) -> tuple[tuple[str, str], 
     messages = []
     for message in value:
         role, content = message.get("role"), message.get("content")
+        if "from" in message and "role" not in message:
+            role, content = SPEAKERS.get(str(message["from"])), message.get("value")
         if role not in ROLES:
             raise Unusable("unknown_role")
         if any(message.get(field) for field in BESIDE_CONTENT):

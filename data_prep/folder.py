@@ -8,13 +8,14 @@ manifest.json written last: its presence says "finished"
 Nothing here depends on the clock, on paths or on the order in which shards were made.
 """
 
+import errno
 import fcntl
 import hashlib
 import json
 import os
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
@@ -26,6 +27,7 @@ NAMED_BAD = 20  # bad documents named in a manifest; all are counted
 ENOUGH_OF_A_WEIGHT = 0.9  # documents are whole, so a budget is not met to the token
 PLAN = "plan.json"
 PROGRESS = "progress"
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @contextmanager
@@ -66,15 +68,15 @@ def settle(out: Path, plan: dict, overwrite: bool, alone: bool = True) -> None:
         for folder in (PROGRESS, *SPLITS):
             shutil.rmtree(out / folder, ignore_errors=True)
         (out / PLAN).unlink()
-    if alone:  # left by a killed call; the lock says that nobody writes them now
-        for temporary in out.rglob(".*.tmp") if (out / PLAN).exists() else out.glob(f".{PLAN}.*.tmp"):
-            temporary.unlink()
+    if alone:
+        clean(out)
     if not (out / PLAN).exists():
         # The plan and the folder of locks may be another part's, of this moment.
         foreign = sorted(entry.name for entry in out.iterdir() if PLAN not in entry.name and entry.name != PROGRESS)
-        if foreign:
-            raise ValueError(f"{out} was not made by prepare (it holds {foreign[0]}); choose a new or empty folder")
-        write_json(out / PLAN, plan)
+        if not (out / PLAN).exists():  # another part may have begun meanwhile
+            if foreign:
+                raise ValueError(f"{out} was not made by prepare (it holds {foreign[0]}); choose a new or empty folder")
+            write_json(out / PLAN, plan)
     found = differences(read_json(out / PLAN), plan)
     if found:
         raise ValueError(
@@ -83,6 +85,32 @@ def settle(out: Path, plan: dict, overwrite: bool, alone: bool = True) -> None:
         )
     for folder in (PROGRESS, *SPLITS):
         (out / folder).mkdir(exist_ok=True)
+
+
+def clean(out: Path) -> None:
+    """Remove what killed calls left half written; only where nobody else writes."""
+    for temporary in out.rglob(".*.tmp") if (out / PLAN).exists() else out.glob(f".{PLAN}.*.tmp"):
+        temporary.unlink()
+
+
+@contextmanager
+def said_of_room(out: Path) -> Iterator[None]:
+    """A full disk is the user's to mend, not a fault of the program."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        raise ValueError(
+            f"no room for {out} ({error.strerror}); finished shards are kept: make room, call again"
+        ) from error
+
+
+def check_outside(out: Path, sources: Iterable[str]) -> None:
+    """Raises ValueError where the folder to make lies within a source, and would be read as one."""
+    for source in map(Path, sources):
+        if source.is_dir() and out.resolve().is_relative_to(source.resolve()):
+            raise ValueError(f"out {out} lies in the source {source}, and would be read as one; choose another")
 
 
 def differences(there: dict, asked: dict) -> list[str]:
@@ -101,6 +129,8 @@ def differences(there: dict, asked: dict) -> list[str]:
         "gone": sorted(old.keys() - new.keys()),
     }
     found += [f"source files {what}: {len(names)} (first: {names[0]})" for what, names in changes.items() if names]
+    if not found and there.get("units") != asked.get("units"):
+        found.append("what goes into which shard is another: streaming there and not here, or another version made it")
     return sorted(found)
 
 
@@ -108,12 +138,15 @@ def record_path(out: Path, split: str, number: int) -> Path:
     return out / PROGRESS / f"{split}-{number:05d}.json"
 
 
-def is_done(out: Path, split: str, number: int) -> bool:
-    """Whether the shard's record is there and the shard, if it has one, has the recorded size."""
+def is_done(out: Path, split: str, number: int, address: str) -> bool:
+    """Whether the shard's record of this plan is there and the shard, if it has one, has the recorded size."""
     path = record_path(out, split, number)
-    shard = read_json(path)["shard"] if path.exists() else None
+    record = read_json(path) if path.exists() else None
+    if record is None or record["address"] != address:
+        return False
+    shard = record["shard"]
     if shard is None:
-        return path.exists()
+        return True
     return (out / split / shard["file"]).exists() and (out / split / shard["file"]).stat().st_size == shard["bytes"]
 
 
@@ -122,19 +155,21 @@ def finish(out: Path, plan: dict, max_bad_share: float) -> None:
 
     Raises ValueError for shards that are not there, for more bad documents than allowed and for a split without a row.
     """
-    missing = [
-        f"{split} {number}"
-        for split in SPLITS
-        for number in range(plan["shards"][split])
-        if not is_done(out, split, number)
-    ]
+    numbers = [(split, number) for split in SPLITS for number in range(plan["units"][split])]
+    missing = [number for number in numbers if not is_done(out, *number, plan["address"])]
+    others = [f"{split} {number}" for split, number in missing if record_path(out, split, number).exists()]
+    if others:
+        raise ValueError(
+            f"{len(others)} of {len(numbers)} shards of {out} are of another plan (other settings, tokenizer or "
+            f"sources) or damaged (first: {others[0]}); make them again by the call that made the others"
+        )
     if missing:
         raise ValueError(
-            f"{len(missing)} of {sum(plan['shards'].values())} shards of {out} are not there (first: {missing[0]}); "
+            f"{len(missing)} of {len(numbers)} shards of {out} are not there (first: {missing[0][0]} {missing[0][1]}); "
             "put the folders of all --shard calls together, or call prepare without --shard to make them here"
         )
     splits = {
-        split: _merge([read_json(record_path(out, split, number)) for number in range(plan["shards"][split])])
+        split: _merge([read_json(record_path(out, split, number)) for number in range(plan["units"][split])])
         for split in SPLITS
     }
     _check_bad(splits, max_bad_share)
@@ -184,7 +219,10 @@ def shortfalls(manifest: dict) -> list[str]:
         asked = int(manifest["max_tokens"] * weight / sum(weights.values()))
         has = sum(split["mix"].get(name, {}).get("tokens", 0) for split in manifest["splits"].values())
         if has < ENOUGH_OF_A_WEIGHT * asked:
-            lines.append(f"{name} has {has:,} of the {asked:,} tokens that its weight asks for: it holds no more")
+            lines.append(
+                f"{name} has {has:,} of the {asked:,} tokens that its weight asks for: it holds no more text, or much "
+                "besides its text; lower max_tokens or its weight, and the mix is as asked"
+            )
     return lines
 
 

@@ -50,16 +50,17 @@ class Text:
 
 @dataclass(frozen=True)
 class Chat:
-    """One field is the list of messages."""
+    """One field is the list of messages; answered: at least one of them must be the assistant's."""
 
     chat_field: str
+    answered: bool = True
 
     @property
     def fields(self) -> tuple[str, ...]:
         return (self.chat_field,)
 
     def documents(self, name: str, record: Mapping[str, Any]) -> Sequence[Document | Conversation]:
-        messages = check_messages(_present(record, self.chat_field))
+        messages = check_messages(_present(record, self.chat_field), self.answered)
         return [Conversation(name, messages_digest(messages), messages)]
 
 
@@ -103,8 +104,10 @@ class Tokens:
             raise Unusable("not_token_ids")
         spans = np.array([[0, len(ids)]])
         if self.spans_field is not None:
-            spans = _integers(_present(record, self.spans_field))
-            if spans.ndim != 2 or spans.shape[1] != 2 or (spans < 0).any() or (spans > len(ids)).any():
+            spans = _integers(_present(record, self.spans_field), "not_spans")
+            if spans.ndim != 2 or spans.shape[1] != 2 or (np.diff(spans, axis=1) < 0).any():
+                raise Unusable("not_spans")
+            if (spans < 0).any() or (spans > len(ids)).any():
                 raise Unusable("not_spans")
         found = []
         for number, (begin, end) in enumerate(spans.tolist(), start=1):
@@ -165,11 +168,11 @@ def _text(record: Mapping[str, Any], name: str) -> str:
     return text
 
 
-def _integers(value: Any) -> np.ndarray:
+def _integers(value: Any, why: str = "not_token_ids") -> np.ndarray:
     try:
         array = np.asarray(value)
     except ValueError:  # lists of different lengths
-        raise Unusable("not_token_ids") from None
+        raise Unusable(why) from None
     if array.dtype.kind not in "iu":
-        raise Unusable("not_token_ids" if array.size else "empty")
+        raise Unusable(why if array.size else "empty")
     return array.astype(np.int64)

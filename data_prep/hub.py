@@ -4,7 +4,9 @@ Through `huggingface_hub`, the library below `datasets`, because its listing giv
 fetched, and because its cache and its remote files serve every format alike. Not here: what stands in the files.
 """
 
+import io
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
 
 NAME = re.compile(r"(?P<repository>[\w.-]+/[\w.-]+)(@(?P<revision>\S+))?")
 REMOTE = "hf://"
+BUFFER_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,17 @@ def open_bytes(path: str) -> BinaryIO:
     if not path.startswith(REMOTE):
         return Path(path).open("rb")
     with _named(path):
-        return cast(BinaryIO, _remote_files().open(path, "rb"))
+        # Buffered: the remote file reads a block of megabytes for every line.
+        return io.BufferedReader(cast(io.RawIOBase, _remote_files().open(path, "rb")), BUFFER_BYTES)
+
+
+def is_network_error(error: BaseException) -> bool:
+    """Whether the hub's client lost its connection; False where it was never used."""
+    if "huggingface_hub" not in sys.modules:
+        return False
+    from huggingface_hub import errors
+
+    return isinstance(error, errors.HTTPError)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _remote_files() -> "HfFileSystem":

@@ -18,7 +18,11 @@ from longdraft.data_prep.unit import Reader, Unit, uniform
 
 SEGMENT_BYTES = 1 << 20
 SHARD_TEXT_BYTES = (1 << 20, 16 << 20)  # least and most text of a shard
-BYTES_A_TOKEN = 5  # more than code and most prose have: `max_tokens` may read this much text for each token it keeps
+# More of a record than its text's tokens have (4 or 5): a budget may choose this much for each token it keeps, and
+# stops reading once it is full.
+BYTES_A_TOKEN = 8
+DOCUMENTS_A_UNIT = 32  # of a budget, at least: a unit's part of it must hold long documents too
+HELDOUT_READS = 32  # shards' worth of text, at most, that one held-out shard is gathered from
 
 
 def make_plan(
@@ -30,7 +34,8 @@ def make_plan(
 ) -> dict:
     """All that decides the content of the folder; two calls with the same plan make the same bytes.
 
-    Its `address` is the hash of it all: of sources, tokenizer and settings."""
+    Its `address` is the hash of it all: of sources, tokenizer, settings and the cut into units, in which streaming and
+    other versions of this program may differ."""
     settings = "seq_len documents heldout_share max_tokens seed shard_bytes"
     encoders = sorted((reader.encoder for reader in readers), key=lambda encoder: isinstance(encoder, Encoder))
     described = {key: value for encoder in encoders for key, value in encoder.describe().items()}
@@ -45,9 +50,14 @@ def make_plan(
         "tokenizer": {"tokenizer_sha256": tokenizer_hash, **described},
         "sources": {file.file.name: {"bytes": file.size, "sha256": file.sha256} for file in scanned},
     }
+    cuts = [
+        (unit.split, unit.budgets, [(one.file.name, one.offset, one.length, one.n_documents) for one in unit.segments])
+        for unit in units
+    ]
+    plan["units"] = {"sha256": hashlib.sha256(json.dumps(cuts).encode()).hexdigest()}
+    plan["units"] |= {split: sum(unit.split == split for unit in units) for split in SPLITS}
     address = hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()
-    shards = {split: sum(unit.split == split for unit in units) for split in SPLITS}
-    return {"address": address, **plan, "shards": shards}
+    return {"address": address, **plan}
 
 
 def choose_files(config: PrepareConfig, files: Sequence[SourceFile]) -> tuple[list[SourceFile], list[float]]:
@@ -84,11 +94,14 @@ def plan_units(config: PrepareConfig, scanned: Sequence[ScannedFile], kept: Sequ
     sizes = [int(segment.length * kept[segment.file.source]) for segment in segments]
     least, most = SHARD_TEXT_BYTES
     shard_bytes = config.shard_bytes or min(most, max(least, sum(sizes) // 16))
+    if config.max_tokens is not None and config.shard_bytes is None:
+        longest = max((segment.length // max(1, segment.n_documents) for segment in segments), default=0)
+        shard_bytes = max(shard_bytes, DOCUMENTS_A_UNIT * longest)
     units = []
     for split, share in zip(SPLITS, (1 - config.heldout_share, config.heldout_share), strict=True):
         start, number = 0, 0
         while share and start < len(segments):
-            stop = start + _count(sizes[start:], int(shard_bytes / share))
+            stop = start + _count(sizes, min(shard_bytes / share, HELDOUT_READS * shard_bytes), start)
             part = segments[start:stop]
             limits = []
             for i, budget in enumerate(budgets):
@@ -124,11 +137,11 @@ def _worth(segment: Segment, config: PrepareConfig) -> int:
     return segment.length
 
 
-def _count(sizes: Sequence[float], enough: float) -> int:
-    """How many sizes from the first on make `enough`, at least one (all where they do not)."""
+def _count(sizes: Sequence[float], enough: float, start: int = 0) -> int:
+    """How many sizes from `start` on make `enough`, at least one (all where they do not)."""
     total = 0.0
-    for i, size in enumerate(sizes):
-        total += size
+    for i in range(start, len(sizes)):
+        total += sizes[i]
         if total >= enough:
-            return i + 1
-    return len(sizes)
+            return i - start + 1
+    return len(sizes) - start

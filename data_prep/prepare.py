@@ -7,7 +7,6 @@ cannot change the result, and after a kill the units without a record are done a
 Why not `datasets.Dataset.map(num_proc=...)`: its files depend on the number of processes, and a killed one begins anew.
 """
 
-import errno
 import multiprocessing
 import os
 import shutil
@@ -24,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
-from longdraft.data_prep import folder
+from longdraft.data_prep import folder, hub
 from longdraft.data_prep.chat import ChatEncoder, make_chat_encoder
 from longdraft.data_prep.folder import PROGRESS, SPLITS
 from longdraft.data_prep.forms import form_of
@@ -39,11 +38,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 WORKER_BYTES = 4 << 20  # of text, at least: less is tokenised sooner (2 s) than a process starts
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @dataclass(frozen=True)
-class Share:
+class Part:
     """The part of the work that one machine of several does: `number` counts from 1 to `of`."""
 
     number: int
@@ -59,39 +57,44 @@ def prepare(
     tokenizer: "PreTrainedTokenizerFast",
     tokenizer_hash: str,
     tokenizers: "Mapping[str, PreTrainedTokenizerFast] | None" = None,
-    share: Share | None = None,
+    part: Part | None = None,
 ) -> dict | None:
     """Prepare `config.out`, go on with it, or say that it is done; returns its manifest and prints one line.
 
     tokenizer_hash: identifies the tokenizer in the manifest, which training compares with the target's. tokenizers: by
-    name, those that sources of token ids name. share: make these shards only; the folder is not finished (None is
+    name, those that sources of token ids name. part: make these shards only; the folder is not finished (None is
     returned) before a call without, or `merge`.
     Raises ValueError: no such source, a folder made with other settings, tokenizer or sources, too many bad documents,
     an empty split, no room on the disk. What is finished stays on disk, so the same call goes on.
     """
+    folder.check_outside(config.out, (source.path for source in config.sources.values()))
     files, kept = choose_files(config, list_files(tuple(config.sources.values())))
     readers = make_readers(config, files, kept, tokenizer, tokenizers or {})
-    scanned = [scan(file, SEGMENT_BYTES) for file in tqdm(files, desc="reading sources", unit="file", leave=False)]
+    with _said(config.out):
+        scanned = [scan(file, SEGMENT_BYTES) for file in tqdm(files, desc="reading sources", unit="file", leave=False)]
     units = plan_units(config, scanned, kept)
     plan = make_plan(config, readers, tokenizer_hash, scanned, units)
     config = replace(config, out=Path(str(config.out).replace("{address}", plan["address"][:12])))
     out = config.out
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"out {out} is a file; give the folder to make")
     out.mkdir(parents=True, exist_ok=True)
-    with folder.locked(out, f"{share.number}-{share.of}" if share else None), _room_on(out):
-        folder.settle(out, plan, config.overwrite, alone=share is None)
+    with folder.locked(out, f"{part.number}-{part.of}" if part else None), _said(out):
+        folder.settle(out, plan, config.overwrite, alone=part is None)
         finished = (out / MANIFEST).exists()
         if not finished:
-            mine = units if share is None else units[share.number - 1 :: share.of]
-            run_units(config, readers, mine)
-            if share is not None:
-                print(f"Prepared {len(mine)} of {len(units)} shards, {share.number}/{share.of} -> {out}", flush=True)
+            mine = units if part is None else units[part.number - 1 :: part.of]
+            run_units(config, readers, mine, plan["address"])
+            if part is not None:
+                print(f"Prepared {len(mine)} of {len(units)} shards, {part.number}/{part.of} -> {out}", flush=True)
                 return None
             folder.finish(out, plan, config.max_bad_share)
+        shutil.rmtree(out / PROGRESS, ignore_errors=True)
     return _report(out, "Already prepared" if finished else "Prepared")
 
 
 def merge(out: Path, max_bad_share: float = PrepareConfig.max_bad_share) -> dict:
-    """Finish a folder whose shards were made by several calls with a share; writes manifests and nothing else.
+    """Finish a folder whose shards were made by several calls with a part; writes manifests and nothing else.
 
     Raises ValueError where shards are missing, and as `prepare` does.
     """
@@ -99,15 +102,16 @@ def merge(out: Path, max_bad_share: float = PrepareConfig.max_bad_share) -> dict
         raise ValueError(
             f"{out} was not begun by prepare ({folder.PLAN} is missing); give the folder of --shard's --out"
         )
-    with folder.locked(out), _room_on(out):
+    with folder.locked(out), _said(out):
         finished = (out / MANIFEST).exists()
         if not finished:
+            folder.clean(out)
             folder.finish(out, folder.read_json(out / folder.PLAN), max_bad_share)
+        shutil.rmtree(out / PROGRESS, ignore_errors=True)
     return _report(out, "Already merged" if finished else "Merged")
 
 
 def _report(out: Path, what: str) -> dict:
-    shutil.rmtree(out / PROGRESS, ignore_errors=True)
     for split in SPLITS:
         ShardSet(out / split)  # every shard is there with its size
     manifest = folder.read_json(out / MANIFEST)
@@ -118,15 +122,16 @@ def _report(out: Path, what: str) -> dict:
 
 
 @contextmanager
-def _room_on(out: Path) -> Iterator[None]:
-    """A full disk is the user's to mend, not a fault of the program."""
+def _said(out: Path) -> Iterator[None]:
+    """A full disk and a lost connection are the user's to mend, not faults of the program."""
     try:
-        yield
-    except OSError as error:
-        if error.errno not in NO_ROOM:
+        with folder.said_of_room(out):
+            yield
+    except Exception as error:
+        if not hub.is_network_error(error):
             raise
         raise ValueError(
-            f"no room for {out} ({error.strerror}); finished shards are kept: make room, call again"
+            f"the hub could not be read to the end ({error}); finished shards are kept: call again"
         ) from error
 
 
@@ -188,22 +193,24 @@ def _chat_encoder(config: PrepareConfig, tokenizer: "PreTrainedTokenizerFast") -
     return make_chat_encoder(tokenizer, config.chat_template.read_text(encoding="utf-8"))
 
 
-def run_units(config: PrepareConfig, readers: Sequence[Reader], units: Sequence[Unit]) -> None:
+def run_units(config: PrepareConfig, readers: Sequence[Reader], units: Sequence[Unit], address: str) -> None:
     """Make the shards that are not there yet, in at most `config.workers` processes, under a bar."""
-    todo = [unit for unit in units if not folder.is_done(config.out, unit.split, unit.number)]
+    todo = [unit for unit in units if not folder.is_done(config.out, unit.split, unit.number, address)]
     total = sum(unit.size for unit in units)
     done = total - sum(unit.size for unit in todo)
     with tqdm(total=total, initial=done, desc="tokenising", unit="B", unit_scale=True) as bar:
         n_workers = min(config.workers, len(todo), (total - done) // WORKER_BYTES)
         if n_workers <= 1:
             for unit in todo:
-                make_shard(unit, config, readers)
+                make_shard(unit, config, readers, address)
                 bar.update(unit.size)
             return
         # spawn: a fork would copy the threads' locks of whatever the caller has loaded (torch, tokenizers).
         context = multiprocessing.get_context("spawn")
-        pool = ProcessPoolExecutor(n_workers, context, _begin_worker, (config, readers))
+        pool = ProcessPoolExecutor(n_workers, context, _begin_worker, (config, readers, address))
         try:
+            # What reads most comes first, so that no process is left alone with it at the end.
+            todo.sort(key=lambda unit: -sum(segment.length for segment in unit.segments))
             sizes = {pool.submit(_work, unit): unit.size for unit in todo}
             for future in as_completed(sizes):
                 future.result()
@@ -218,12 +225,12 @@ def run_units(config: PrepareConfig, readers: Sequence[Reader], units: Sequence[
 
 # ---- in the worker processes
 
-_worker: tuple[PrepareConfig, Sequence[Reader]] | None = None
+_worker: tuple[PrepareConfig, Sequence[Reader], str] | None = None
 
 
-def _begin_worker(config: PrepareConfig, readers: Sequence[Reader]) -> None:
+def _begin_worker(config: PrepareConfig, readers: Sequence[Reader], address: str) -> None:
     global _worker
-    _worker = (config, readers)
+    _worker = (config, readers, address)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the parent ends its workers
     threading.Thread(target=_die_with_parent, daemon=True).start()
 

@@ -20,6 +20,7 @@ COMPRESSED = {".zst": "zstd", ".zstd": "zstd", ".gz": "gzip", ".bz2": "bz2"}
 LINES_SUFFIXES = tuple(f"{lines}{end}" for lines in (".jsonl", ".ndjson") for end in ("", *COMPRESSED))
 TABLE_SUFFIXES = (".parquet", ".arrow", *mds.SUFFIXES)
 SKIP_BYTES = 1 << 20
+GROUP_CUT = 64
 ROWS_AT_ONCE = 64  # of a Parquet file: a book of PG-19 has half a megabyte
 
 
@@ -52,7 +53,8 @@ def open_plain(path: str, offset: int = 0) -> Iterator[BinaryIO]:
 
 
 def table_parts(path: str, part_bytes: int) -> list[tuple[int, int]]:
-    """(rows, bytes uncompressed) of runs of a table's rows, in order, each of about `part_bytes` or a row.
+    """(rows, bytes uncompressed) of runs of a table's rows, in order, each of about `part_bytes` or a row; of a Parquet
+    file's row groups, which are read from their beginning, up to GROUP_CUT times as long.
 
     Raises ValueError for a damaged file."""
     try:
@@ -67,7 +69,7 @@ def table_parts(path: str, part_bytes: int) -> list[tuple[int, int]]:
             chunks = [(batch.num_rows, batch.nbytes) for batch in _batches(path)]
     except (OSError, ValueError) as error:  # pyarrow's are both
         raise _damaged(path, error) from error
-    return _runs(chunks, part_bytes)
+    return _runs(chunks, part_bytes, part_bytes * (GROUP_CUT if _is_parquet(path) else 1))
 
 
 def table_rows(path: str, first: int, n_rows: int, fields: Sequence[str]) -> Iterator[dict[str, Any]]:
@@ -84,16 +86,16 @@ def table_rows(path: str, first: int, n_rows: int, fields: Sequence[str]) -> Ite
             columns = {name: batch.column(name) for name in batch.schema.names if name in fields}
             for i in range(batch.num_rows):
                 yield {name: _value(column[i]) for name, column in columns.items()}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, IndexError, KeyError) as error:  # the last two: an MDS cell without its type or shape
         raise _damaged(path, error) from error
 
 
-def _runs(chunks: Iterable[tuple[int, int]], part_bytes: int) -> list[tuple[int, int]]:
-    """Chunks of (rows, bytes) joined where they are small, and cut evenly where they are large."""
+def _runs(chunks: Iterable[tuple[int, int]], part_bytes: int, cut_bytes: int) -> list[tuple[int, int]]:
+    """Chunks of (rows, bytes) joined up to `part_bytes`, and cut evenly where they have more than `cut_bytes`."""
     runs: list[tuple[int, int]] = []
     rows = size = 0
     for n_rows, n_bytes in chunks:
-        n_cuts = max(1, min(n_rows, n_bytes // part_bytes))
+        n_cuts = max(1, min(n_rows, n_bytes // cut_bytes))
         for i in range(n_cuts):
             cut = n_rows * (i + 1) // n_cuts - n_rows * i // n_cuts
             rows, size = rows + cut, size + n_bytes * cut // max(1, n_rows)
@@ -151,7 +153,11 @@ def _is_mds(path: str) -> bool:
 
 @contextmanager
 def _parquet(path: str) -> Iterator[pq.ParquetFile]:
-    with open_bytes(path) as stream, pq.ParquetFile(path if isinstance(stream, io.BufferedReader) else stream) as file:
+    if not path.startswith(REMOTE):
+        with pq.ParquetFile(path) as file:
+            yield file
+        return
+    with open_bytes(path) as stream, pq.ParquetFile(stream) as file:
         yield file
 
 

@@ -10,7 +10,6 @@ conversations, their order, the batch, the drafter or a kill. Not here: what is 
 writes (answers.py), the target itself (launch/regenerate.py).
 """
 
-import errno
 import hashlib
 import json
 import shutil
@@ -31,18 +30,15 @@ from longdraft.data_prep.documents import (
     BadDocument,
     Conversation,
     Document,
-    Unusable,
-    check_messages,
-    messages_digest,
 )
-from longdraft.data_prep.folder import NAMED_BAD, PLAN, PROGRESS, differences, locked, read_json
+from longdraft.data_prep.folder import NAMED_BAD, NO_ROOM, PLAN, PROGRESS, check_outside, differences, locked, read_json
+from longdraft.data_prep.forms import Chat
 from longdraft.data_prep.settings import Source
 from longdraft.data_prep.shards import MANIFEST, write_atomically, write_json
 from longdraft.data_prep.sources import list_files, read_documents, scan
 
 MADE_BY = "longdraft prepare regenerate"
 SEGMENT_BYTES = 1 << 20
-FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @dataclass(frozen=True)
@@ -64,31 +60,7 @@ class RegenerateConfig:
             raise ValueError(f"part_size is {self.part_size}, valid: at least 1")
         if self.max_prompt < 1:
             raise ValueError(f"max_prompt is {self.max_prompt}, valid: at least 1")
-        for source in map(Path, self.sources):
-            if source.is_dir() and self.out.resolve().is_relative_to(source.resolve()):
-                raise ValueError(
-                    f"out {self.out} lies in the source {source}, and would be read as one; choose another"
-                )
-
-
-@dataclass(frozen=True)
-class Asked:
-    """How a record is read: one field is the list of messages, with or without answers (a form, see forms.py)."""
-
-    chat_field: str
-
-    @property
-    def fields(self) -> tuple[str, ...]:
-        return (self.chat_field,)
-
-    def documents(self, name: str, record: Mapping[str, Any]) -> Sequence[Conversation]:
-        """Raises Unusable."""
-        if self.chat_field not in record:
-            raise Unusable("missing_field")
-        if isinstance(record[self.chat_field], bytes):
-            raise Unusable("bad_utf8")
-        messages = check_messages(record[self.chat_field], answered=False)
-        return [Conversation(name, messages_digest(messages), messages)]
+        check_outside(self.out, self.sources)
 
 
 @dataclass(frozen=True)
@@ -110,7 +82,7 @@ def open_sources(config: RegenerateConfig) -> Given:
     def read() -> Iterator[Conversation | BadDocument]:
         for file in scanned:
             for segment in file.segments:
-                for document in read_documents(segment, Asked(config.chat_field)):
+                for document in read_documents(segment, Chat(config.chat_field, answered=False)):
                     assert not isinstance(document, Document), document.name
                     yield document
 
@@ -329,7 +301,7 @@ def _full_disk_said(out: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno not in FULL_DISK:
+        if error.errno not in NO_ROOM:
             raise
         raise ValueError(
             f"{out} has no room left ({error.strerror}); finished parts are kept: make room and call again"

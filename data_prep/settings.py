@@ -1,5 +1,6 @@
 """What a preparation is asked for, checked. What it does is in prepare.py; how a YAML becomes this, in launch."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,11 +53,16 @@ class Source:
             raise ValueError(f"spans_field of {self.path} goes with tokens_field, which is not given")
         if not 0 < self.share <= 1:
             raise ValueError(f"share of {self.path} is {self.share!r}, valid: above 0, up to 1")
-        if self.weight is not None and self.weight <= 0:
+        if self.weight is not None and not 0 < self.weight < math.inf:
             raise ValueError(f"weight of {self.path} is {self.weight!r}, valid: above 0, or leave the source out")
         for name, text in (("prompt", self.prompt), ("answer", self.answer)):
             if text is not None and not fields_of(text, name):
                 raise ValueError(f"{name} of {self.path} names no field in braces: {text!r}")
+
+    @property
+    def reads_records(self) -> bool:
+        """Whether it says how its records are read."""
+        return self.is_chat or self.text_field is not None or self.tokens_field is not None
 
     @property
     def is_chat(self) -> bool:
@@ -77,7 +83,8 @@ def fields_of(text: str, what: str) -> tuple[str, ...]:
     except ValueError as error:
         raise ValueError(f"{what} {text!r}: {error}; a brace that names no field is written twice") from error
     names = [name for _, name, form, conversion in parsed if name is not None and not form and not conversion]
-    if len(names) < sum(name is not None for _, name, _, _ in parsed) or "" in names:
+    plain = [name for name in names if name and not set(name) & set(".[")]
+    if len(plain) < sum(name is not None for _, name, _, _ in parsed):
         raise ValueError(f"{what} {text!r}: write a field as {{name}} alone, and any other brace twice")
     return tuple(dict.fromkeys(names))
 
@@ -99,7 +106,8 @@ class PrepareConfig:
 
     sources: by name. out: folder; {address} in it becomes the plan's (plan.py). seq_len: tokens of a row. documents:
     "pack" or "first" (see pack.py). chat_template: a Jinja file, None: the tokenizer's own. heldout_share: of the
-    documents. max_tokens: of both splits together, without filler. max_bad_share: bad documents among those seen, above
+    documents. max_tokens: of both splits together, without filler; text that it leaves unread is not counted as left
+    out. max_bad_share: bad documents among those seen, above
     it nothing is finished. shard_bytes: of text, None: from the size of the sources.
     """
 

@@ -42,7 +42,7 @@ CODE_SUFFIXES = (".py",)
 STDLIB = "stdlib"
 STDLIB_CHAT = "stdlib-chat"
 # Tests hold files that are broken on purpose (bad UTF-8, bad syntax); the packages are not the library.
-# Besides what is not the library's own: `encodings` is mostly tables of numbers, which teach a draft to count.
+# `encodings` is mostly tables of numbers, which teach a draft to count.
 STDLIB_LEFT_OUT = frozenset(
     {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "encodings"}
 )
@@ -50,7 +50,6 @@ STDLIB_LEFT_OUT = frozenset(
 # for in blocks of megabytes.
 COSTLY_SEGMENTS = 64
 Kind = Literal["text", "jsonl", "table", "docstrings"]
-RECORDS = ("jsonl", "table")
 
 
 @dataclass(frozen=True)
@@ -176,9 +175,7 @@ def read_documents(segment: Segment, form: Form | None = None) -> Iterator[Docum
         numbers = range(segment.first_line, segment.first_line + segment.n_documents)
         rows = table_rows(file.path, segment.offset, segment.n_documents, form.fields)
         for number, record in zip(numbers, rows, strict=True):
-            # Of a row that lacks the field nothing is read that could tell it from others.
-            raw = repr(record) if record else f"{file.name}:{number}"
-            yield from _documents(f"{file.name}:{number}", record, raw.encode(), form)
+            yield from _documents(f"{file.name}:{number}", record, b"", form)
     elif file.kind == "jsonl" and (segment.length or file.listed):
         for number, raw in enumerate(_lines(segment), start=segment.first_line):
             yield from _documents(f"{file.name}:{number}", None, raw, form)
@@ -206,7 +203,7 @@ def _local(source: Source) -> dict[Path, str]:
         return {Path(path).parent.resolve() / Path(path).name: Path(path).name}
     elif hub.is_hub_name(path):
         root = hub.fetch(path, _patterns(source))
-        found = _walk(root, _patterns(source), frozenset())
+        found = _walk(root, _patterns(source), frozenset()) if root.exists() else []
         # The cache's folders are named after commits, so the set's name stands before the file's.
         return {file: f"{path}/{file.relative_to(root).as_posix()}" for file in found}
     else:
@@ -230,13 +227,19 @@ def _remote(source: Source, number: int) -> list[SourceFile]:
 
 
 def _patterns(source: Source) -> tuple[str, ...]:
-    return source.files or tuple(f"*{suffix}" for suffix in KNOWN_SUFFIXES)
+    return source.files or tuple(f"*{suffix}" for suffix in _suffixes(source))
+
+
+def _suffixes(source: Source) -> tuple[str, ...]:
+    """Those of records alone where a source says how they are read, and on the hub, where a README is in every set."""
+    is_remote = source.streaming or not Path(source.path).exists()
+    return LINES_SUFFIXES + TABLE_SUFFIXES if source.reads_records or is_remote else KNOWN_SUFFIXES
 
 
 def _wanted(source: Source) -> str:
     if source.files:
         return f"that matches {' or '.join(source.files)}"
-    return f"with a suffix of {', '.join(KNOWN_SUFFIXES)}"
+    return f"with a suffix of {', '.join(_suffixes(source))}"
 
 
 def _kind(name: str) -> Kind:
@@ -248,8 +251,12 @@ def _kind(name: str) -> Kind:
 
 def _walk(root: Path, patterns: Sequence[str], left_out: frozenset[str]) -> list[Path]:
     """Files below the folder whose path within it matches a pattern, in either case of letters; * goes over slashes."""
-    found = []
-    for folder, folders, names in os.walk(root):
+    found, seen = [], set()
+    for folder, folders, names in os.walk(root, onerror=_unreadable, followlinks=True):
+        if (real := os.path.realpath(folder)) in seen:  # a link to where one has been
+            folders[:] = []
+            continue
+        seen.add(real)
         folders[:] = [name for name in folders if name not in left_out and not name.startswith(".")]
         paths = [Path(folder, name) for name in names if not name.startswith(".")]
         for path in paths:
@@ -257,6 +264,10 @@ def _walk(root: Path, patterns: Sequence[str], left_out: frozenset[str]) -> list
             if any(fnmatch(name.lower(), pattern.lower()) for pattern in patterns) and path.is_file():
                 found.append(path)
     return sorted(found)
+
+
+def _unreadable(error: OSError) -> None:
+    raise ValueError(f"{error.filename} cannot be read ({error.strerror}); mend its rights, or name the files to take")
 
 
 def _table_segments(file: SourceFile, parts: Sequence[tuple[int, int]], mtime_ns: int | None) -> tuple[Segment, ...]:
@@ -284,11 +295,13 @@ def _lines(segment: Segment) -> Iterator[bytes]:
 def _documents(
     name: str, record: Mapping[str, Any] | None, raw: bytes, form: Form
 ) -> Iterator[Document | Conversation | BadDocument]:
-    """Those of a record, or of a line of JSON that is one; bad ones are told apart by the hash of `raw`."""
+    """Those of a record, or of a line of JSON that is one; bad ones are told apart by what the line or record holds."""
     try:
         yield from form.documents(name, _record(raw) if record is None else record)
     except Unusable as error:
-        yield BadDocument(name, hashlib.sha256(raw).digest(), error.why)
+        # Of a row that lacks the field nothing is read that could tell it from others but its name.
+        told_by = raw or (repr(record) if record else name).encode()
+        yield BadDocument(name, hashlib.sha256(told_by).digest(), error.why)
 
 
 def _read_text(name: str, raw: bytes) -> Document | BadDocument:
@@ -307,7 +320,7 @@ def _record(raw: bytes) -> Mapping[str, Any]:
     if not raw.strip():
         raise Unusable("empty")
     try:
-        record = json.loads(raw.decode("utf-8"))
+        record = json.loads(raw.decode("utf-8-sig"))  # a byte order mark begins some files
     except UnicodeDecodeError:
         raise Unusable("bad_utf8") from None
     except (ValueError, RecursionError):  # a number of thousands of digits is a plain ValueError

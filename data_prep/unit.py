@@ -1,7 +1,7 @@
 """One unit of the preparation: some segments of the sources, read, tokenised, packed and written as one shard.
 
 A function of the unit and the settings alone: which process does it, and when, changes nothing. What the units are is
-decided in prepare.py.
+decided in plan.py.
 """
 
 from collections import Counter
@@ -36,7 +36,8 @@ class Reader:
 class Unit:
     """The work behind one shard: the documents of `split` in these segments.
 
-    budget_of: for each source the number of its budget; budgets: the most tokens of it here, None: all there are.
+    budget_of: for each source the number of its budget; budgets: the most tokens of it here, None: all there are. Once
+    a budget is full, what is left of its segments is not read, and so not counted among what was left out.
     """
 
     split: str
@@ -56,8 +57,10 @@ class Kept:
     encoded: list[Encoded]
 
 
-def make_shard(unit: Unit, config: PrepareConfig, readers: Sequence[Reader]) -> None:
-    """Read, tokenise, pack and write one unit; its record is written last and says that the shard is whole."""
+def make_shard(unit: Unit, config: PrepareConfig, readers: Sequence[Reader], address: str) -> None:
+    """Read, tokenise, pack and write one unit; its record is written last and says that the shard is whole.
+
+    address: of the plan, so that shards of another one are told apart."""
     kept, bad, dropped = _encode_unit(unit, config, readers)
     sequences = [sequence for document in kept for sequence in document.encoded]
     packed = MODES[config.documents]([len(sequence.tokens) for sequence in sequences], config.seq_len)
@@ -67,6 +70,7 @@ def make_shard(unit: Unit, config: PrepareConfig, readers: Sequence[Reader]) -> 
         path = config.out / unit.split / f"shard-{unit.number:05d}.arrow"
         shard = write_shard(path, rows, config.seq_len, fill_id=readers[0].encoder.eos_id)
     record = {
+        "address": address,
         "shard": shard,
         "rows": len(rows),
         "tokens": sum(len(row.tokens) for row in rows),
@@ -109,9 +113,13 @@ def _encode_unit(
     for segment in unit.segments:
         source = segment.file.source
         budget, encoder = unit.budget_of[source], readers[source].encoder
+        least = config.seq_len - 1 if config.documents == "first" else (unit.budgets[budget] or 0) // 50
         for document in _documents_of(segment, unit.split, config, readers[source]):
-            if _is_full(rooms[budget], unit.budgets[budget]):
+            room = rooms[budget]
+            if room is not None and room <= least:  # not worth a further search
                 break
+            if document is None:
+                continue
             if isinstance(document, BadDocument):
                 bad.append(document)
                 continue
@@ -122,7 +130,6 @@ def _encode_unit(
                 continue
             length = sum(len(sequence.tokens) for sequence in encoded)
             cost = config.seq_len if config.documents == "first" else length
-            room = rooms[budget]
             if length < cost:
                 dropped["shorter_than_seq_len"] += 1
             elif room is not None and cost > room:
@@ -133,21 +140,18 @@ def _encode_unit(
     return kept, bad, dropped
 
 
-def _is_full(room: int | None, budget: int | None) -> bool:
-    """Whether what is left of a budget is not worth a further search."""
-    return room is not None and room <= (budget or 0) // 50
-
-
 def _documents_of(
     segment: Segment, split: str, config: PrepareConfig, reader: Reader
-) -> Iterator[Document | Conversation | BadDocument]:
+) -> Iterator[Document | Conversation | BadDocument | None]:
+    """Those of this split; None before the first and for each other one, so that who has enough can stop."""
+    yield None
     for document in read_documents(segment, reader.form):
         if reader.kept < 1 and uniform(config.seed, b"share:" + document.digest) >= reader.kept:
+            yield None
             continue
         # By the text's hash: two copies of one document, wherever they stand, are always on the same side.
         heldout = uniform(config.seed, document.digest) < config.heldout_share
-        if SPLITS[heldout] == split:
-            yield document
+        yield document if SPLITS[heldout] == split else None
 
 
 def _make_row(pieces: Sequence[Piece], sequences: Sequence[Encoded]) -> Row:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from longdraft.data_prep.prepare import PrepareConfig, Share, merge, prepare
+from longdraft.data_prep.prepare import Part, PrepareConfig, merge, prepare
 from longdraft.data_prep.settings import same_way
 
 # Flags that a recipe has as fields of its own, and those that say how a source is read.
@@ -31,9 +31,13 @@ def main(argv: Sequence[str] | None = None) -> int | None:
     parser = _parser()
     args = parser.parse_intermixed_args(argv)
     try:
+        if args.json and args.inspect is None:
+            parser.error("--json goes with --inspect")
         if args.inspect is not None:
             _inspect(args.inspect, args.target, args.json)
         elif args.merge:
+            if args.recipe is not None or args.source is not None or args.shard is not None or args.overwrite:
+                parser.error("--merge takes --out and --max-bad-share alone: what to prepare is written in the folder")
             merge(_needed(parser, out=args.out)["out"], args.max_bad_share)
         else:
             _prepare(parser, args)
@@ -90,7 +94,7 @@ def _prepare(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     else:
         _needed(parser, target=args.target)
         config = _recipe(args, how)
-    share = None if args.shard is None else _share(args.shard)
+    part = None if args.shard is None else _part(args.shard)
     # Here, not above: --help and a wrong argument should not wait for transformers.
     from longdraft.models.fingerprint import tokenizer_hash
     from longdraft.models.hf import load_tokenizer
@@ -98,7 +102,7 @@ def _prepare(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     tokenizer = load_tokenizer(args.target)
     named = {source.tokenizer for source in config.sources.values() if source.tokenizer is not None}
     tokenizers = {name: load_tokenizer(name) for name in sorted(named)}
-    prepare(config, tokenizer, tokenizer_hash(tokenizer), tokenizers, share)
+    prepare(config, tokenizer, tokenizer_hash(tokenizer), tokenizers, part)
 
 
 def _recipe(args: argparse.Namespace, how: dict[str, Any]) -> PrepareConfig:
@@ -118,11 +122,11 @@ def _recipe(args: argparse.Namespace, how: dict[str, Any]) -> PrepareConfig:
     return build(PrepareConfig, {"out": out, **values, **how})
 
 
-def _share(text: str) -> Share:
+def _part(text: str) -> Part:
     number, _, of = text.partition("/")
     if not (number.isdecimal() and of.isdecimal()):
         raise ValueError(f"--shard: {text!r} has not the form i/n, as 1/4 for the first of four machines")
-    return Share(int(number), int(of))
+    return Part(int(number), int(of))
 
 
 def _needed(parser: argparse.ArgumentParser, **values: Any) -> dict[str, Any]:
@@ -142,8 +146,11 @@ def _inspect(folder: Path, target: str | None, as_json: bool) -> None:
 
         tokenizer = load_tokenizer(target)
         found = inspect(folder, tokenizer, tokenizer_hash(tokenizer))
-    draw_lengths(found, folder / LENGTHS_PNG)
     print(found.as_json() if as_json else as_text(found, colour=sys.stdout.isatty()))
+    try:
+        draw_lengths(found, folder / LENGTHS_PNG)
+    except OSError as error:
+        print(f"longdraft prepare: {LENGTHS_PNG} could not be written ({error})", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -55,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     for name, (kind, default, text) in NUMBERS.items():
         flag = f"--{name.replace('_', '-')}"
         add(flag, type=kind, default=default, metavar="N" if kind is int else "X", help=text)
-    add = parser.add_argument_group("speed only, never the text").add_argument
+    add = parser.add_argument_group("speed only: in fp32 never the text").add_argument
     add("--batch", type=int, default=8, metavar="N", help="conversations decoded together (default: 8)")
     add("--drafter", help="a name, or a+b for several in one tree; default: the draft's own, else plain")
     add("--draft", help="draft folder that `longdraft export` wrote")

@@ -5,6 +5,8 @@ from dataclasses import replace
 
 import pytest
 
+from longdraft.data_prep import unit as unit_module
+from longdraft.data_prep.documents import check_messages
 from longdraft.data_prep.inspection import as_text, inspect
 from longdraft.data_prep.prepare import PrepareConfig, prepare
 from longdraft.data_prep.settings import Source, same_way
@@ -161,6 +163,8 @@ def test_ids_are_held_against_their_tokenizer(tmp_path, tiny_tokenizer, read_bac
         ({"prompt": "{a} {", "answer": "{a}"}, r"prompt '{a} {': .*a brace that names no field is written twice"),
         ({"prompt": "{a!r}", "answer": "{a}"}, r"write a field as {name} alone"),
         ({"prompt": "{}", "answer": "{a}"}, r"write a field as {name} alone"),
+        ({"prompt": "{a.b}", "answer": "{a}"}, r"write a field as {name} alone"),
+        ({"weight": float("nan")}, r"weight of p is nan, valid: above 0"),
     ],
 )
 def test_mistakes_of_a_source_are_named(fields, said):
@@ -175,3 +179,45 @@ def test_mistakes_of_a_mix_are_named(tmp_path):
     with pytest.raises(ValueError, match="max_tokens is not given, and weights share it out"):
         PrepareConfig({"a": first}, tmp_path, 64)
     assert list(same_way(["x/data", "y/data", "x/data", "stdlib"])) == ["data", "data-2", "stdlib"]
+
+
+def test_a_budget_holds_long_documents_and_stops_reading(tmp_path, tiny_tokenizer, monkeypatch):
+    """Books of which the budget holds a few: it is filled to within one book, and what is beyond it is not read."""
+    for i in range(40):
+        (tmp_path / "books").mkdir(exist_ok=True)
+        (tmp_path / "books" / f"{i}.txt").write_text(f"book {i} " + "ship " * 4000)
+    n = len(tiny_tokenizer("book 10 " + "ship " * 4000)["input_ids"])
+    monkeypatch.setattr("longdraft.data_prep.plan.SHARD_TEXT_BYTES", (1000, 1000))
+    read = []
+    sources = same_way([str(tmp_path / "books")])
+    config = PrepareConfig(sources, tmp_path / "out", 256, heldout_share=0, max_tokens=6 * n)
+    original = unit_module.read_documents
+
+    def counted(segment, form):
+        read.append(segment.file.name)
+        return original(segment, form)
+
+    monkeypatch.setattr(unit_module, "read_documents", counted)
+    split = prepare(config, tiny_tokenizer, "hash")["splits"]["train"]
+    assert 4 <= split["documents"] <= 6 and split["tokens"] <= 6 * n
+    assert len(read) < 40, "files beyond the budget were opened"
+
+
+def test_out_within_a_source_is_refused(books, tmp_path, tiny_tokenizer):
+    config = PrepareConfig({"alpha": books["alpha"]}, tmp_path / "alpha" / "out", 64)
+    with pytest.raises(ValueError, match=r"lies in the source .* and would be read as one; choose another"):
+        prepare(config, tiny_tokenizer, "hash")
+
+
+def test_what_stands_beside_records_is_not_taken_for_them(books, tmp_path, tiny_tokenizer):
+    (tmp_path / "alpha" / "README.md").write_text("about")
+    sources = {"alpha": replace(books["alpha"], text_field="text")}
+    manifest = prepare(PrepareConfig(sources, tmp_path / "out", 64), tiny_tokenizer, "hash")
+    assert total(manifest, "alpha", "documents") == 300
+    plain = prepare(PrepareConfig({"alpha": books["alpha"]}, tmp_path / "out2", 64), tiny_tokenizer, "hash")
+    assert total(plain, "alpha", "documents") == 301
+
+
+def test_messages_as_sharegpt_has_them():
+    said = [{"from": "system", "value": "s"}, {"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
+    assert check_messages(said) == (("system", "s"), ("user", "q"), ("assistant", "a"))

@@ -334,15 +334,16 @@ def test_kill_and_resume_loses_and_repeats_nothing(tmp_path, make_corpus, read_b
     process.communicate()
     out = tmp_path / "out"
     assert not (out / "manifest.json").exists()
-    done = [json.loads(path.read_text())["shard"] for path in (out / "progress").glob("train-*.json")]
-    times = {shard["file"]: (out / "train" / shard["file"]).stat().st_mtime_ns for shard in done}
+    done = {path: json.loads(path.read_text())["shard"] for path in (out / "progress").glob("*.json")}
+    made = [out / path.name.partition("-")[0] / shard["file"] for path, shard in done.items() if shard is not None]
+    times = {path: path.stat().st_mtime_ns for path in made}
     config = PrepareConfig(same_way([str(tmp_path / "corpus")]), out, 64, shard_bytes=1500)
     prepare(config, tiny_tokenizer, "hash")
     train, heldout = (read_back(split, tiny_tokenizer) for split in splits(config))
     assert len(train) + len(heldout) == len(corpus)
     assert train | heldout == corpus
-    assert 0 < len(times) < len(list((out / "train").glob("*.arrow")))
-    assert {name: (out / "train" / name).stat().st_mtime_ns for name in times} == times, "a finished shard was redone"
+    assert 0 < len(times) < len(list(out.rglob("*.arrow")))
+    assert {path: path.stat().st_mtime_ns for path in times} == times, "a finished shard was redone"
     expected = files_of(out)
     shutil.rmtree(out)
     prepare(config, tiny_tokenizer, "hash")

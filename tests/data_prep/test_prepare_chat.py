@@ -162,7 +162,7 @@ def test_bad_conversations_are_counted_and_named(config, chats, tiny_tokenizer, 
     bad = {
         "not_a_list": ["text", [user, "text"]],
         "empty": [[]],
-        "unknown_role": [[{"role": "tool", "content": "x"}, answer], [{"from": "human", "value": "x"}]],
+        "unknown_role": [[{"role": "tool", "content": "x"}, answer], [{"from": "bing", "value": "x"}]],
         "content_not_text": [[user, answer | {"content": [{"type": "text", "text": "y"}]}], [user | {"content": None}]],
         "answer_beside_content": [[user, {"role": "assistant", "content": "", "tool_calls": [{"name": "f"}]}]],
         "no_assistant_turn": [[user], [user, user]],
@@ -202,7 +202,7 @@ def test_what_does_not_go_with_conversations_is_refused(config, tiny_tokenizer, 
     (tmp_path / "in").mkdir()
     write(tmp_path / "in" / "chats.jsonl", [])
     (tmp_path / "in" / "README.md").write_text("about these chats")
-    mixed = replace(config, sources=same_way([str(tmp_path / "in")], chat_field="messages"))
+    mixed = replace(config, sources=same_way([str(tmp_path / "in")], chat_field="messages", files=("*",)))
     with pytest.raises(
         ValueError, match=r"1 files of plain text beside .* \(first: in/README\.md\).*--files '\*\.jsonl'"
     ):

@@ -138,3 +138,22 @@ def test_a_line_of_many_megabytes(tmp_path):
     assert [segment.n_documents for segment in scanned.segments] == [2, 1]
     found = [document for segment in scanned.segments for document in read_documents(segment)]
     assert [document.text for document in found if isinstance(document, Document)] == ["a", text, "b"]
+
+
+def test_large_row_groups_are_not_read_again_for_every_segment(tmp_path, monkeypatch):
+    """A group of Parquet is decoded from its beginning, so it is cut coarsely, and small groups are joined."""
+    texts = [{"text": f"{i} " + "x" * 1000} for i in range(3000)]
+    pq.write_table(pa.Table.from_pylist(texts), tmp_path / "one.parquet", row_group_size=3000)
+    pq.write_table(pa.Table.from_pylist(texts), tmp_path / "many.parquet", row_group_size=10)
+    assert len(segments_of(tmp_path / "one.parquet", 100_000).segments) == 1
+    assert len(segments_of(tmp_path / "one.parquet", 10_000).segments) == 4
+    many = segments_of(tmp_path / "many.parquet", 100_000)
+    assert 20 < len(many.segments) < 40
+    found = [document.text for segment in many.segments for document in read_documents(segment)]
+    assert found == [record["text"] for record in texts]
+
+
+def test_a_byte_order_mark_before_the_first_record(tmp_path):
+    (tmp_path / "bom.jsonl").write_bytes(b"\xef\xbb\xbf" + b'{"text": "a"}\n{"text": "b"}\n')
+    (segment,) = segments_of(tmp_path / "bom.jsonl").segments
+    assert [document.text for document in read_documents(segment)] == ["a", "b"]

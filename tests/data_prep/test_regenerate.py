@@ -308,7 +308,7 @@ def test_what_cannot_be(config, run, speaker, chats, tmp_path):
     with pytest.raises(ValueError, match=r"was not made by longdraft prepare regenerate \(it holds thesis.txt\)"):
         run(config, speaker)
     with pytest.raises(ValueError, match=r"thesis.txt holds plain text, not conversations"):
-        run(replace(config, sources=(str(config.out),), out=tmp_path / "new"), speaker)
+        run(replace(config, sources=(str(config.out / "thesis.txt"),), out=tmp_path / "new"), speaker)
     (config.out / "thesis.txt").unlink()
     (config.out / "plan.json").write_text('{"settings": {}, "tokenizer": {}, "sources": {}}')
     with pytest.raises(ValueError, match="was not made by longdraft prepare regenerate"):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from longdraft.data_prep import folder
-from longdraft.data_prep.prepare import PrepareConfig, Share, merge, prepare
+from longdraft.data_prep.prepare import Part, PrepareConfig, merge, prepare
 from longdraft.data_prep.settings import same_way
 from longdraft.launch.prepare import main
 
@@ -30,7 +30,7 @@ def test_shares_make_the_bytes_of_one_call(config, tiny_tokenizer, tmp_path, whe
     expected = files_of(config.out)
     outs = [tmp_path / (f"machine{i}" if where == "a folder each" else "shared") for i in (1, 2, 3)]
     for i, out in enumerate(outs, start=1):
-        assert prepare(replace(config, out=out), tiny_tokenizer, "hash", share=Share(i, 3)) is None
+        assert prepare(replace(config, out=out), tiny_tokenizer, "hash", part=Part(i, 3)) is None
         assert not (out / "manifest.json").exists()
     assert "shards, 2/3 -> " in capsys.readouterr().out
     if where == "a folder each":
@@ -50,8 +50,29 @@ def test_shares_make_the_bytes_of_one_call(config, tiny_tokenizer, tmp_path, whe
     assert capsys.readouterr().out.count("Already merged: ") == 1
 
 
+def test_shares_of_two_plans_are_not_put_together(config, tiny_tokenizer, bos_tokenizer, tmp_path):
+    other = replace(config, out=tmp_path / "other")
+    prepare(config, tiny_tokenizer, "hash", part=Part(1, 2))
+    prepare(other, bos_tokenizer, "another", part=Part(2, 2))
+    shutil.copytree(other.out / "train", config.out / "train", dirs_exist_ok=True)
+    shutil.copytree(other.out / "heldout", config.out / "heldout", dirs_exist_ok=True)
+    shutil.copytree(other.out / "progress", config.out / "progress", dirs_exist_ok=True)
+    with pytest.raises(ValueError, match=r"\d+ of \d+ shards of .* are of another plan .* \(first: train 1\)"):
+        merge(config.out)
+    made = prepare(config, tiny_tokenizer, "hash")
+    assert made == prepare(replace(config, out=tmp_path / "whole"), tiny_tokenizer, "hash")
+
+
+def test_another_cut_of_the_same_sources_is_another_plan(config, tiny_tokenizer, monkeypatch):
+    first = prepare(replace(config, shard_bytes=None), tiny_tokenizer, "hash", part=Part(1, 4))
+    assert first is None
+    monkeypatch.setattr("longdraft.data_prep.plan.SHARD_TEXT_BYTES", (4000, 8000))
+    with pytest.raises(ValueError, match="what goes into which shard is another"):
+        prepare(replace(config, shard_bytes=None), tiny_tokenizer, "hash")
+
+
 def test_a_share_that_was_lost_is_made_by_a_call_for_all(config, tiny_tokenizer):
-    prepare(config, tiny_tokenizer, "hash", share=Share(2, 2))
+    prepare(config, tiny_tokenizer, "hash", part=Part(2, 2))
     prepare(config, tiny_tokenizer, "hash")
     found = files_of(config.out)
     shutil.rmtree(config.out)
@@ -62,17 +83,17 @@ def test_a_share_that_was_lost_is_made_by_a_call_for_all(config, tiny_tokenizer)
 def test_shares_run_side_by_side_and_a_whole_call_waits_for_none(config, tiny_tokenizer):
     config.out.mkdir()
     with folder.locked(config.out, "1-2"):
-        prepare(config, tiny_tokenizer, "hash", share=Share(2, 2))
+        prepare(config, tiny_tokenizer, "hash", part=Part(2, 2))
         with pytest.raises(ValueError, match="another process is preparing"):
-            prepare(config, tiny_tokenizer, "hash", share=Share(1, 2))
+            prepare(config, tiny_tokenizer, "hash", part=Part(1, 2))
         with pytest.raises(ValueError, match="another process is preparing"):
             prepare(config, tiny_tokenizer, "hash")
         with pytest.raises(ValueError, match="another process is preparing"):
             merge(config.out)
     with pytest.raises(ValueError, match="seed is 0 there and 1 here"):
-        prepare(replace(config, seed=1), tiny_tokenizer, "hash", share=Share(1, 2))
+        prepare(replace(config, seed=1), tiny_tokenizer, "hash", part=Part(1, 2))
     with pytest.raises(ValueError, match="overwrite would take the other shards' work away"):
-        prepare(replace(config, overwrite=True), tiny_tokenizer, "hash", share=Share(1, 2))
+        prepare(replace(config, overwrite=True), tiny_tokenizer, "hash", part=Part(1, 2))
 
 
 def test_on_the_command_line(config, tmp_path, capsys):
