@@ -102,7 +102,7 @@ def said_of_room(out: Path) -> Iterator[None]:
         if error.errno not in NO_ROOM:
             raise
         raise ValueError(
-            f"no room for {out} ({error.strerror}); finished shards are kept: make room, call again"
+            f"no room for {out} ({error.strerror}); what is finished is kept: make room, call again"
         ) from error
 
 

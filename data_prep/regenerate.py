@@ -16,7 +16,6 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -31,7 +30,16 @@ from longdraft.data_prep.documents import (
     Conversation,
     Document,
 )
-from longdraft.data_prep.folder import NAMED_BAD, NO_ROOM, PLAN, PROGRESS, check_outside, differences, locked, read_json
+from longdraft.data_prep.folder import (
+    NAMED_BAD,
+    PLAN,
+    PROGRESS,
+    check_outside,
+    differences,
+    locked,
+    read_json,
+    said_of_room,
+)
 from longdraft.data_prep.forms import Chat
 from longdraft.data_prep.settings import Source
 from longdraft.data_prep.shards import MANIFEST, write_atomically, write_json
@@ -195,7 +203,7 @@ def regenerate(
         "sources": given.files,
     }
     out.mkdir(parents=True, exist_ok=True)
-    with locked(out), _full_disk_said(out):
+    with locked(out), said_of_room(out):
         _settle(out, plan)
         finished, speed = (out / MANIFEST).exists(), ""
         if not finished:
@@ -294,15 +302,3 @@ def _counts(accounts: Mapping[str, Any]) -> str:
         why = ", ".join(f"{reason}: {count:,}" for reason, count in accounts[name].items())
         said.append(f"{sum(accounts[name].values()):,} {kind}" + (f" ({why})" if why else ""))
     return ", ".join(said)
-
-
-@contextmanager
-def _full_disk_said(out: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in NO_ROOM:
-            raise
-        raise ValueError(
-            f"{out} has no room left ({error.strerror}); finished parts are kept: make room and call again"
-        ) from error

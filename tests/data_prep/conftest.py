@@ -45,6 +45,24 @@ def byte_level_tokenizer(sets_bos: bool = False) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", bos_token="<|start|>")
 
 
+LIGHT = """
+from tokenizers import Tokenizer
+
+class Light:  # what prepare uses of a transformers tokenizer, without the seconds transformers takes to import
+    is_fast, eos_token_id, bos_token_id = True, 0, None
+    def __init__(self, path):
+        self.backend_tokenizer = Tokenizer.from_file(path)
+    def __len__(self):
+        return self.backend_tokenizer.get_vocab_size()
+"""
+
+
+@pytest.fixture(scope="session")
+def light() -> str:
+    """The beginning of a program: class `Light`, a tokenizer read from a file, for processes that tests start."""
+    return LIGHT
+
+
 @pytest.fixture(scope="session")
 def tiny_tokenizer() -> PreTrainedTokenizerBase:
     return byte_level_tokenizer()

@@ -140,16 +140,8 @@ def serving(root: Path) -> Iterator[tuple[str, list[tuple[str, str, int]]]]:
 SCRIPT = """
 import json, sys
 from pathlib import Path
-from tokenizers import Tokenizer
 from longdraft.data_prep.prepare import PrepareConfig, prepare
 from longdraft.data_prep.settings import Source
-
-class Light:  # what prepare uses of a transformers tokenizer, without the seconds transformers takes to import
-    is_fast, eos_token_id, bos_token_id = True, 0, None
-    def __init__(self, path):
-        self.backend_tokenizer = Tokenizer.from_file(path)
-    def __len__(self):
-        return self.backend_tokenizer.get_vocab_size()
 
 sources, out, tokenizer, settings = sys.argv[1:]
 sources = {name: Source(**{**how, "files": tuple(how.get("files", ()))}) for name, how in json.loads(sources).items()}
@@ -191,7 +183,7 @@ def root(tmp_path_factory):
 
 
 @pytest.fixture
-def run(tmp_path, tiny_tokenizer):
+def run(tmp_path, tiny_tokenizer, light):
     """run(address, out, sources, **settings) prepares in a process of its own; returns it, finished."""
     tiny_tokenizer.backend_tokenizer.save(str(tmp_path / "tokenizer.json"))
 
@@ -199,7 +191,7 @@ def run(tmp_path, tiny_tokenizer):
         env = {**os.environ, "HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "cache"), "HF_HUB_DISABLE_XET": "1"}
         env |= {"HF_HUB_OFFLINE": "1"} if offline else {}
         arguments = [json.dumps(sources), str(out), str(tmp_path / "tokenizer.json"), json.dumps(settings)]
-        command = [sys.executable, "-c", SCRIPT, *arguments]
+        command = [sys.executable, "-c", light + SCRIPT, *arguments]
         return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
 
     return run

@@ -293,16 +293,8 @@ def test_shard_without_record_and_half_files_are_made_again(config, tiny_tokeniz
 SCRIPT = """
 import sys
 from pathlib import Path
-from tokenizers import Tokenizer
 from longdraft.data_prep import prepare as module
 from longdraft.data_prep.settings import same_way
-
-class Light:  # what prepare uses of a transformers tokenizer, without the seconds transformers takes to import
-    is_fast, eos_token_id, bos_token_id = True, 0, None
-    def __init__(self, path):
-        self.backend_tokenizer = Tokenizer.from_file(path)
-    def __len__(self):
-        return self.backend_tokenizer.get_vocab_size()
 
 if __name__ == "__main__":
     source, out, tokenizer, workers = sys.argv[1:]
@@ -312,9 +304,9 @@ if __name__ == "__main__":
 """
 
 
-def start(tmp_path, corpus, tokenizer, workers):
+def start(tmp_path, light, tokenizer, workers):
     """A real process over the corpus, in a process group of its own, returned after its third finished shard."""
-    (tmp_path / "script.py").write_text(SCRIPT)
+    (tmp_path / "script.py").write_text(light + SCRIPT)
     tokenizer.backend_tokenizer.save(str(tmp_path / "tokenizer.json"))
     arguments = [str(tmp_path / name) for name in ("script.py", "corpus", "out", "tokenizer.json")]
     process = subprocess.Popen(
@@ -327,9 +319,9 @@ def start(tmp_path, corpus, tokenizer, workers):
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_kill_and_resume_loses_and_repeats_nothing(tmp_path, make_corpus, read_back, tiny_tokenizer, workers):
+def test_kill_and_resume_loses_and_repeats_nothing(tmp_path, make_corpus, read_back, light, tiny_tokenizer, workers):
     corpus = make_corpus(tmp_path / "corpus", 100)
-    process = start(tmp_path, corpus, tiny_tokenizer, workers)
+    process = start(tmp_path, light, tiny_tokenizer, workers)
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
     out = tmp_path / "out"
@@ -350,11 +342,11 @@ def test_kill_and_resume_loses_and_repeats_nothing(tmp_path, make_corpus, read_b
     assert files_of(out) == expected
 
 
-def test_killed_worker_is_an_error_and_a_killed_parent_leaves_no_worker(tmp_path, make_corpus, tiny_tokenizer):
+def test_killed_worker_is_an_error_and_a_killed_parent_leaves_no_worker(tmp_path, make_corpus, light, tiny_tokenizer):
     import psutil
 
-    corpus = make_corpus(tmp_path / "corpus", 100)
-    process = start(tmp_path, corpus, tiny_tokenizer, 2)
+    make_corpus(tmp_path / "corpus", 100)
+    process = start(tmp_path, light, tiny_tokenizer, 2)
     workers = [p for p in psutil.Process(process.pid).children() if "spawn_main" in " ".join(p.cmdline())]
     assert len(workers) == 2
     workers[0].kill()
@@ -362,7 +354,7 @@ def test_killed_worker_is_an_error_and_a_killed_parent_leaves_no_worker(tmp_path
     assert process.returncode == 1
 
     shutil.rmtree(tmp_path / "out")
-    process = start(tmp_path, corpus, tiny_tokenizer, 2)
+    process = start(tmp_path, light, tiny_tokenizer, 2)
     workers = [p for p in psutil.Process(process.pid).children() if "spawn_main" in " ".join(p.cmdline())]
     process.kill()
     process.communicate()

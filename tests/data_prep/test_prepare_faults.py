@@ -18,19 +18,11 @@ from longdraft.data_prep.prepare import PrepareConfig, prepare
 from longdraft.data_prep.settings import same_way
 from longdraft.data_prep.shards import ShardSet
 
-LIGHT = """
+SCRIPT = """
 import sys
 from pathlib import Path
-from tokenizers import Tokenizer
 from longdraft.data_prep import prepare as module
 from longdraft.data_prep.settings import same_way
-
-class Light:  # what prepare uses of a transformers tokenizer, without the seconds transformers takes to import
-    is_fast, eos_token_id, bos_token_id = True, 0, None
-    def __init__(self, path):
-        self.backend_tokenizer = Tokenizer.from_file(path)
-    def __len__(self):
-        return self.backend_tokenizer.get_vocab_size()
 
 if __name__ == "__main__":
     source, out, tokenizer, workers = sys.argv[1:]
@@ -44,7 +36,6 @@ if __name__ == "__main__":
 
 
 def run(tmp_path, source, out, tokenizer, workers=1, largest_file=None):
-    (tmp_path / "script.py").write_text(LIGHT)
     tokenizer.backend_tokenizer.save(str(tmp_path / "tokenizer.json"))
 
     def limit():
@@ -53,6 +44,11 @@ def run(tmp_path, source, out, tokenizer, workers=1, largest_file=None):
 
     arguments = [str(part) for part in (tmp_path / "script.py", source, out, tmp_path / "tokenizer.json", workers)]
     return subprocess.run([sys.executable, *arguments], preexec_fn=limit, capture_output=True, text=True, timeout=120)
+
+
+@pytest.fixture(autouse=True)
+def script(tmp_path, light):
+    (tmp_path / "script.py").write_text(light + SCRIPT)
 
 
 def files_of(out: Path) -> dict[str, bytes]:
@@ -69,7 +65,7 @@ def test_a_full_disk_is_an_error_that_loses_nothing(tmp_path, make_corpus, tiny_
     out, limit = tmp_path / "out", sizes[len(sizes) // 2]
     full = run(tmp_path, tmp_path / "corpus", out, tiny_tokenizer, workers, limit)
     assert full.returncode == 1 and "error: no room for" in full.stderr, full.stderr
-    assert "finished shards are kept: make room, call again" in full.stderr
+    assert "what is finished is kept: make room, call again" in full.stderr
     assert not (out / "manifest.json").exists() and not list(out.rglob("*.tmp"))
     with pytest.raises(ValueError, match="holds no finished data"):
         ShardSet(out / "train")
@@ -133,7 +129,6 @@ def test_a_shard_that_was_damaged_is_named_and_never_read_in_half(tmp_path, make
 
 def test_ctrl_c_ends_at_once_and_goes_on(tmp_path, make_corpus, tiny_tokenizer):
     make_corpus(tmp_path / "corpus", 100)
-    (tmp_path / "script.py").write_text(LIGHT)
     tiny_tokenizer.backend_tokenizer.save(str(tmp_path / "tokenizer.json"))
     out = tmp_path / "out"
     arguments = [
