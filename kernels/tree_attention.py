@@ -87,11 +87,10 @@ def tree_attention(
     if q_BTHd.device.type == "cpu" and n_rows <= rows.MOST_ATTENTION_ROWS and rows.can_attend(q_BTHd):
         return rows.attention_rows(q_BTHd, keys_BSKd, values_BSKd, lengths_B, tree_mask_BTT, window)
     plan = plan or plan_pass(lengths_B, n_rows, tree_mask_BTT)
-    on_device = triton_tree_attention() if q_BTHd.is_cuda and n_rows <= MOST_ROWS else None
-    if on_device is not None:
+    if _serves_triton(q_BTHd, n_rows) and (triton := triton_tree_attention()) is not None:
         bits_BT2, depth_BT = plan.tree
         is_tree = tree_mask_BTT is not None
-        return on_device(q_BTHd, keys_BSKd, values_BSKd, lengths_B, bits_BT2, depth_BT, is_tree, window)[0]
+        return triton(q_BTHd, keys_BSKd, values_BSKd, lengths_B, bits_BT2, depth_BT, is_tree, window)[0]
     if plan.tree_mask_BTT is None and max(plan.starts) == 0:
         return causal_attention(q_BTHd, keys_BSKd[:, :n_rows], values_BSKd[:, :n_rows], window)
     if n_slots == 1:
@@ -101,6 +100,10 @@ def tree_attention(
         for b in range(n_slots)
     ]
     return torch.cat(outputs)
+
+
+def _serves_triton(q_BTHd: Tensor, n_rows: int) -> bool:
+    return q_BTHd.is_cuda and n_rows <= MOST_ROWS
 
 
 def _slot_attention(

@@ -112,9 +112,7 @@ def _merge(
     tl.store(p_out + i_row * WIDTH + o_d, b_out, mask=m_d)
     tl.store(
         p_lse + i_row,
-        tl.where(
-            total == 0.0, float("-inf"), (base + tl.log2(tl.where(total == 0.0, 1.0, total))) / LOG2E
-        ),
+        tl.where(total == 0.0, float("-inf"), (base + tl.log2(tl.where(total == 0.0, 1.0, total))) / LOG2E),
     )
 
 
