@@ -130,7 +130,7 @@ def differences(there: dict, asked: dict) -> list[str]:
     }
     found += [f"source files {what}: {len(names)} (first: {names[0]})" for what, names in changes.items() if names]
     if not found and there.get("units") != asked.get("units"):
-        found.append("what goes into which shard is another: streaming there and not here, or another version made it")
+        found.append("what goes into which shard is another: one of the two streams, or another version made it")
     return sorted(found)
 
 
@@ -144,10 +144,21 @@ def is_done(out: Path, split: str, number: int, address: str) -> bool:
     record = read_json(path) if path.exists() else None
     if record is None or record["address"] != address:
         return False
-    shard = record["shard"]
-    if shard is None:
+    return is_whole(out / split, record["shard"])
+
+
+def is_whole(folder: Path, written: dict | None) -> bool:
+    """Whether a file that a record describes (`file`, `bytes`), if it describes one, is there with its size."""
+    if written is None:
         return True
-    return (out / split / shard["file"]).exists() and (out / split / shard["file"]).stat().st_size == shard["bytes"]
+    path = folder / written["file"]
+    return path.exists() and path.stat().st_size == written["bytes"]
+
+
+def sources_in_short(sources: Mapping[str, dict]) -> dict:
+    """Of a plan's source files: how many, and the hash of their names and hashes."""
+    files = hashlib.sha256(json.dumps(sources, sort_keys=True).encode()).hexdigest()
+    return {"files": len(sources), "sha256": files}
 
 
 def finish(out: Path, plan: dict, max_bad_share: float) -> None:
@@ -182,9 +193,8 @@ def finish(out: Path, plan: dict, max_bad_share: float) -> None:
         **plan["tokenizer"],
         **settings,
         "sources": {
-            "files": len(plan["sources"]),
+            **sources_in_short(plan["sources"]),
             "bytes": sum(file["bytes"] for file in plan["sources"].values()),
-            "sha256": hashlib.sha256(json.dumps(plan["sources"], sort_keys=True).encode()).hexdigest(),
             "read_as": plan["mix"],
         },
         "versions": {name: version(name) for name in ("tokenizers", "datasets", "pyarrow")},

@@ -54,8 +54,8 @@ def make_plan(
         (unit.split, unit.budgets, [(one.file.name, one.offset, one.length, one.n_documents) for one in unit.segments])
         for unit in units
     ]
-    plan["units"] = {"sha256": hashlib.sha256(json.dumps(cuts).encode()).hexdigest()}
-    plan["units"] |= {split: sum(unit.split == split for unit in units) for split in SPLITS}
+    counts = {split: sum(unit.split == split for unit in units) for split in SPLITS}
+    plan["units"] = {"sha256": hashlib.sha256(json.dumps(cuts).encode()).hexdigest(), **counts}
     address = hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()
     return {"address": address, **plan}
 

@@ -20,7 +20,6 @@ COMPRESSED = {".zst": "zstd", ".zstd": "zstd", ".gz": "gzip", ".bz2": "bz2"}
 LINES_SUFFIXES = tuple(f"{lines}{end}" for lines in (".jsonl", ".ndjson") for end in ("", *COMPRESSED))
 TABLE_SUFFIXES = (".parquet", ".arrow", *mds.SUFFIXES)
 SKIP_BYTES = 1 << 20
-GROUP_CUT = 64
 ROWS_AT_ONCE = 64  # of a Parquet file: a book of PG-19 has half a megabyte
 
 
@@ -52,9 +51,9 @@ def open_plain(path: str, offset: int = 0) -> Iterator[BinaryIO]:
             raise _damaged(path, error) from error
 
 
-def table_parts(path: str, part_bytes: int) -> list[tuple[int, int]]:
-    """(rows, bytes uncompressed) of runs of a table's rows, in order, each of about `part_bytes` or a row; of a Parquet
-    file's row groups, which are read from their beginning, up to GROUP_CUT times as long.
+def table_parts(path: str, part_bytes: int, group_bytes: int) -> list[tuple[int, int]]:
+    """(rows, bytes uncompressed) of runs of a table's rows, in order, each of about `part_bytes` or a row; a row group
+    of a Parquet file, which is read from its beginning, is cut only where it has more than `group_bytes`.
 
     Raises ValueError for a damaged file."""
     try:
@@ -69,7 +68,7 @@ def table_parts(path: str, part_bytes: int) -> list[tuple[int, int]]:
             chunks = [(batch.num_rows, batch.nbytes) for batch in _batches(path)]
     except (OSError, ValueError) as error:  # pyarrow's are both
         raise _damaged(path, error) from error
-    return _runs(chunks, part_bytes, part_bytes * (GROUP_CUT if _is_parquet(path) else 1))
+    return _runs(chunks, part_bytes, group_bytes if _is_parquet(path) else part_bytes)
 
 
 def table_rows(path: str, first: int, n_rows: int, fields: Sequence[str]) -> Iterator[dict[str, Any]]:

@@ -10,7 +10,6 @@ conversations, their order, the batch, the drafter or a kill. Not here: what is 
 writes (answers.py), the target itself (launch/regenerate.py).
 """
 
-import hashlib
 import json
 import shutil
 import time
@@ -25,20 +24,19 @@ from tqdm import tqdm
 
 from longdraft.data_prep.answers import ERRORS, ChatTokens, Generate, Talk, answer_all
 from longdraft.data_prep.chat import ChatEncoder
-from longdraft.data_prep.documents import (
-    BadDocument,
-    Conversation,
-    Document,
-)
+from longdraft.data_prep.documents import BadDocument, Conversation, Document
 from longdraft.data_prep.folder import (
     NAMED_BAD,
     PLAN,
     PROGRESS,
     check_outside,
+    clean,
     differences,
+    is_whole,
     locked,
     read_json,
     said_of_room,
+    sources_in_short,
 )
 from longdraft.data_prep.forms import Chat
 from longdraft.data_prep.settings import Source
@@ -212,7 +210,7 @@ def regenerate(
         shutil.rmtree(out / PROGRESS, ignore_errors=True)
     manifest = read_json(out / MANIFEST)
     for part in manifest["parts"]:
-        if not _is_whole(out, part):
+        if not is_whole(out, part):
             raise ValueError(f"{out / part['file']} is missing or has another size; remove {out} and answer anew")
     print(f"{'Already answered' if finished else 'Answered'}: {_summary(manifest)}{speed} -> {out}", flush=True)
     return manifest
@@ -244,9 +242,7 @@ def _settle(out: Path, plan: dict) -> None:
         raise ValueError(f"{out} was not made by {MADE_BY}; choose a new or empty folder")
     if found := differences(there, plan):
         raise ValueError(f"{out} was answered with something else: {'; '.join(found)}. Choose another folder")
-    # Left by a killed call; the lock says that nobody writes them now.
-    for temporary in out.rglob(".*.tmp"):
-        temporary.unlink()
+    clean(out)
     (out / PROGRESS).mkdir(exist_ok=True)
 
 
@@ -256,12 +252,7 @@ def _record(out: Path, number: int) -> Path:
 
 def _is_done(out: Path, number: int) -> bool:
     record = _record(out, number)
-    return record.exists() and _is_whole(out, read_json(record)["part"])
-
-
-def _is_whole(out: Path, part: dict | None) -> bool:
-    """Whether the part, if it holds anything, is there with its size."""
-    return part is None or ((out / part["file"]).exists() and (out / part["file"]).stat().st_size == part["bytes"])
+    return record.exists() and is_whole(out, read_json(record)["part"])
 
 
 def _finish(out: Path, plan: dict) -> None:
@@ -281,8 +272,7 @@ def _finish(out: Path, plan: dict) -> None:
             f"{total.named[0]['conversation'] if total.named else 'none'}. Change the sources or the settings (for "
             "unfinished answers --max-new-tokens) and choose another folder"
         )
-    files = hashlib.sha256(json.dumps(plan["sources"], sort_keys=True).encode()).hexdigest()
-    sources = {"files": len(plan["sources"]), "sha256": files}
+    sources = sources_in_short(plan["sources"])
     described = {"made_by": MADE_BY, **plan["tokenizer"], **plan["settings"], **plan["mix"], "sources": sources}
     write_json(out / MANIFEST, {**described, **accounts, "parts": parts})
 

@@ -46,8 +46,8 @@ STDLIB_CHAT = "stdlib-chat"
 STDLIB_LEFT_OUT = frozenset(
     {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "encodings"}
 )
-# So much longer are the segments of a compressed file, which is read up to each, and of a remote table, which is asked
-# for in blocks of megabytes.
+# So much longer are the segments of what is read up to each of them (compressed files, Parquet's row groups) and of
+# remote tables, which are asked for in blocks of megabytes.
 COSTLY_SEGMENTS = 64
 Kind = Literal["text", "jsonl", "table", "docstrings"]
 
@@ -130,23 +130,27 @@ def scan(file: SourceFile, segment_bytes: int) -> ScannedFile:
     """Read a file once (a compressed one twice): its sha256, and where it is cut; a JSONL file at the first line end
     after `segment_bytes`, a table after some rows. Of a remote file no more is read than a table's own index. Raises
     ValueError for a damaged file."""
+    coarse_bytes = segment_bytes * COSTLY_SEGMENTS
+    if file.listed is not None or is_compressed(file.path):
+        segment_bytes = coarse_bytes
     if file.listed is not None:
-        is_table = file.kind == "table"
-        parts = table_parts(file.path, segment_bytes * COSTLY_SEGMENTS) if is_table else [(1, file.listed[0])]
-        return ScannedFile(file, *file.listed, _table_segments(file, parts, None))
+        if file.kind == "table":
+            segments = _table_segments(file, table_parts(file.path, segment_bytes, coarse_bytes), None)
+        else:
+            segments = (Segment(file, 0, file.size, 1, 1, None),)
+        return ScannedFile(file, *file.listed, segments)
     status = Path(file.path).stat()
     with Path(file.path).open("rb") as stream:
         plain_lines = file.kind == "jsonl" and not is_compressed(file.path)
         sha256 = hashlib.sha256() if plain_lines else hashlib.file_digest(stream, "sha256")
     if file.kind == "table":
-        segments = _table_segments(file, table_parts(file.path, segment_bytes), status.st_mtime_ns)
+        parts = table_parts(file.path, segment_bytes, coarse_bytes)
+        segments = _table_segments(file, parts, status.st_mtime_ns)
         return ScannedFile(file, status.st_size, sha256.hexdigest(), segments)
     if file.kind != "jsonl":
         segments = (Segment(file, 0, status.st_size, 1, 1, status.st_mtime_ns),)
         return ScannedFile(file, status.st_size, sha256.hexdigest(), segments)
     found: list[Segment] = []
-    if is_compressed(file.path):
-        segment_bytes *= COSTLY_SEGMENTS
     offset, first_line, length, number = 0, 1, 0, 0
     with open_plain(file.path) as stream:
         for number, line in enumerate(stream, start=1):

@@ -33,11 +33,12 @@ def main(argv: Sequence[str] | None = None) -> int | None:
     try:
         if args.json and args.inspect is None:
             parser.error("--json goes with --inspect")
+        asked = [args.recipe, args.source, args.shard, args.overwrite or None]
+        if (args.inspect is not None or args.merge) and any(value is not None for value in asked):
+            parser.error("--inspect and --merge prepare nothing: leave recipe, --source, --shard and --overwrite out")
         if args.inspect is not None:
             _inspect(args.inspect, args.target, args.json)
         elif args.merge:
-            if args.recipe is not None or args.source is not None or args.shard is not None or args.overwrite:
-                parser.error("--merge takes --out and --max-bad-share alone: what to prepare is written in the folder")
             merge(_needed(parser, out=args.out)["out"], args.max_bad_share)
         else:
             _prepare(parser, args)

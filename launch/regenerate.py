@@ -12,11 +12,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from longdraft.launch.generate import INTERRUPTED
+
 if TYPE_CHECKING:
     from longdraft.data_prep.answers import Completion, Generate
     from longdraft.infer.sampling import SamplingParams
 
-INTERRUPTED = 130  # exit status after Ctrl-C, as shells have it
 # Options of SamplingParams, by their names there.
 NUMBERS = {
     "max_new_tokens": (
