@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from longdraft.infer.tree import PAD, Lists, SlotLists, TokenTree
+from longdraft.kernels import backend
 
 # A class that was never seen is right as often as FIRST_RATE, which counts as so many trials.
 FIRST_RATE, FIRST_WEIGHT = 0.3, 1.0
@@ -131,7 +132,7 @@ class Budget:
         """The nodes of `tree` that are worth a step, best first, at one of the widths."""
         if not self.automatic or tree.width == 1:
             return tree.pad_to(self._fitting(tree.width))
-        on_host = tree.tokens.device.type == "cpu"
+        on_host = backend.reads_are_free(tree.tokens.device)
         return self._prune_on_host(tree, active_B) if on_host else self._prune_on_device(tree, active_B)
 
     def _fitting(self, width: int) -> int:

@@ -22,6 +22,7 @@ from longdraft.infer.requests import Lane, Prompt, read_requests
 from longdraft.infer.results import Generation, Piece, Statistics
 from longdraft.infer.sampling import SamplingParams, SlotSampling
 from longdraft.infer.step import Step, take_step
+from longdraft.kernels import backend
 from longdraft.models.hf import Target
 from longdraft.models.kv_cache import KVCache
 
@@ -85,7 +86,7 @@ class Engine:
         chosen = [width for width in WIDTHS if automatic and width <= self._room]
         self._budget = Budget(drafter.n_classes, [1, *chosen, 1 + self._room], automatic)
         # On a GPU the host reads a step's tokens while the next step already runs.
-        self.lag = 0 if self.device.type == "cpu" else 1
+        self.lag = 0 if backend.reads_are_free(self.device) else 1
         self._cache: KVCache | None = None
         self._running = False
         self._cancelled: set[int] = set()

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from longdraft.infer.selection import Policy
+from longdraft.kernels import backend
 from longdraft.models.decoder import DecoderConfig
 from longdraft.models.kv_cache import KVCache
 
@@ -191,7 +192,7 @@ class SelectedCache(RingCache):
         self.values[:, self._slots_B1, rows_BM] = self.full.values[:, self._slots_B1, positions_BM]
         self.held.add_(counts_B)
         self._written.add_(counts_B)
-        counts = counts_B.tolist() if counts_B.device.type == "cpu" else [most] * self.batch
+        counts = counts_B.tolist() if backend.reads_are_free(counts_B.device) else [most] * self.batch
         self._free = [free - count for free, count in zip(self._free, counts, strict=True)]
 
     def _load(self, slot: int, seen: int) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from longdraft.infer.history import History
 from longdraft.infer.penalties import Penalties
+from longdraft.kernels import backend
 from longdraft.kernels.gumbel import gumbel_noise
 
 # Rows of noise kept for each slot on the CPU: drafting, verifying and the next step ask for the same positions.
@@ -151,7 +152,7 @@ class SlotSampling:
 
         The same for drafter and verifier; it must not be written to.
         """
-        if self.device.type != "cpu":
+        if not backend.reads_are_free(self.device):
             return gumbel_noise(self.seeds, positions_B[:, None], vocab_size)[:, 0]
         # A row does not depend on the vocabulary's size, so the widest one asked for serves all.
         self._width = max(self._width, vocab_size)
@@ -240,7 +241,7 @@ class SlotSampling:
         is only sorted where it is not (on a GPU always, for to see whether would be to wait for it)."""
         assert self._top_p is not None
         vocab, probs_BV = scaled_BV.shape[-1], scaled_BV.softmax(-1)
-        for most in (LIKELIEST, vocab) if scaled_BV.device.type == "cpu" else (vocab,):
+        for most in (LIKELIEST, vocab) if backend.reads_are_free(scaled_BV.device) else (vocab,):
             if most < vocab:
                 values, order = scaled_BV.topk(most, dim=-1)
             else:

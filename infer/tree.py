@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from longdraft.kernels import backend
+
 ROOT, PAD = -1, -2
 
 
@@ -105,7 +107,7 @@ class TokenTree:
     def ancestors(self) -> Tensor:
         """bool [B, N, N]: [b, i, j] says that j is i itself or above it. A padding node sees only itself."""
         batch, width = self.parents.shape
-        if self.parents.device.type == "cpu":
+        if backend.reads_are_free(self.parents.device):
             return torch.from_numpy(_ancestors(self.lists.parents))
         eye = torch.eye(width, dtype=torch.bool, device=self.parents.device)
         reach = eye.expand(batch, -1, -1)

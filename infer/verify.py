@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from longdraft.infer.tree import TokenTree
+from longdraft.kernels import backend
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ def walk(tree: TokenTree, choose: Callable[[Tensor, int], Tensor], active_B: Ten
         match = (tree.parents == nodes[:, None]) & (tree.tokens == chosen[:, None])
         found, child = match.max(dim=1)
         alive = alive & found
-        if alive.device.type == "cpu" and not alive.any():
+        if backend.reads_are_free(alive.device) and not alive.any():
             break
         nodes = torch.where(found, child, nodes)
     return Verdict(torch.stack(rows, 1), torch.stack(tokens, 1), counts)

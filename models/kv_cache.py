@@ -9,6 +9,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from longdraft.kernels import backend
+
 
 class KVCache:
     """Keys and values [L, B, S, K, d], allocated once; lengths and prompt lengths int64 [B] on the same device.
@@ -73,7 +75,7 @@ class KVCache:
 
     def _locate(self, n_rows: int) -> None:
         """On the CPU slices are fastest and lengths at hand; elsewhere index tensors spare a wait for the device."""
-        if self.lengths.device.type != "cpu":
+        if not backend.reads_are_free(self.lengths.device):
             self._pending = self.lengths[:, None] + torch.arange(n_rows, device=self.lengths.device)
             return
         self._pending = starts = self.lengths.tolist()
@@ -94,7 +96,7 @@ class KVCache:
             places_R = torch.arange(rows_BR.shape[1], device=rows_BR.device)
             # Ignored places copy a row onto itself, so that one indexed copy serves slots of unequal counts.
             rows_BR = torch.where(places_R < counts_B[:, None], rows_BR, places_R)
-            on_host = rows_BR.device.type == "cpu"
+            on_host = backend.reads_are_free(rows_BR.device)
             if not (on_host and bool((rows_BR == places_R).all())):
                 source_BR = self.lengths[:, None] + rows_BR
                 target_BR = self.lengths[:, None] + places_R
@@ -104,7 +106,7 @@ class KVCache:
 
     def rewind(self, lengths_B: Tensor) -> None:
         """Forget committed rows: back to `lengths_B` (int64 [B], each at most the present length)."""
-        if self.lengths.device.type == "cpu":
+        if backend.reads_are_free(self.lengths.device):
             assert bool((lengths_B <= self.lengths).all()), f"cannot rewind {self.lengths} forward to {lengths_B}"
         self.lengths.copy_(lengths_B)
 

@@ -20,6 +20,7 @@ from longdraft.infer.options import check_draft, level_widths
 from longdraft.infer.tree import PAD, ROOT, TokenTree
 from longdraft.infer.verify import Verdict
 from longdraft.infer.window_cache import SLACK, WindowCache
+from longdraft.kernels import backend
 from longdraft.kernels.cross_attention import cross_attention
 from longdraft.kernels.linear import linear
 from longdraft.models.decoder import TargetOutput
@@ -136,7 +137,7 @@ class LongSpecDrafter(Drafter):
 
     def _missing(self, state: SlotState) -> int:
         """No slot's ring lacks more of the positions before its root; elsewhere than on a CPU without waiting."""
-        if self._known.device.type != "cpu":
+        if not backend.reads_are_free(self._known.device):
             return self._unknown
         assert self._window is not None
         return int((state.positions - self._known).where(state.active, 0).amax().clamp(0, self._window.ring))

@@ -16,6 +16,7 @@ from longdraft.infer.options import check_heads, heads_shape
 from longdraft.infer.shape import TreeShape, TreeTemplate
 from longdraft.infer.tree import PAD, TokenTree
 from longdraft.infer.verify import Verdict
+from longdraft.kernels import backend
 from longdraft.models.decoder import TargetOutput
 from longdraft.models.drafts.medusa import Medusa
 from longdraft.models.hf import Target
@@ -79,7 +80,7 @@ class MedusaDrafter(Drafter):
         tree = template.fill(state.roots, torch.stack(ranked, dim=1))
         # The state before the root is unknown after a prompt of one token, or where an outer engine took tokens back.
         known_B = (self._at_B >= 0) & (self._at_B == state.positions - 1) & state.active
-        if known_B.device.type == "cpu" and known_B.all():
+        if backend.reads_are_free(known_B.device) and known_B.all():
             return tree
         return tree.with_tokens(tree.tokens, tree.parents.masked_fill(~known_B[:, None] & (tree.parents >= 0), PAD))
 

@@ -18,6 +18,7 @@ from longdraft.infer.partial_cache import RingCache
 from longdraft.infer.streaming_cache import StreamingCache, check_streaming
 from longdraft.infer.tree import TokenTree
 from longdraft.infer.verify import Verdict
+from longdraft.kernels import backend
 from longdraft.models.decoder import TargetOutput
 from longdraft.models.hf import Target
 from longdraft.models.kv_cache import KVCache
@@ -132,7 +133,7 @@ class SmallModelDrafter(Drafter):
         cache = self._cache
         assert cache is not None
         behind_B = torch.where(state.active, state.positions - cache.tokens, 0).clamp(min=0)
-        known = None if behind_B.device.type == "cpu" else self._most_behind
+        known = None if backend.reads_are_free(behind_B.device) else self._most_behind
         most = int(behind_B.max()) if known is None else known
         while most >= self._widest:
             counts_B = behind_B.clamp(max=self._widest)

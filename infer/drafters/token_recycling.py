@@ -25,6 +25,7 @@ from longdraft.infer.options import flag, whole
 from longdraft.infer.sampling import SlotSampling
 from longdraft.infer.tree import PAD, ROOT, TokenTree
 from longdraft.infer.verify import Verdict
+from longdraft.kernels import backend
 from longdraft.models.decoder import TargetOutput
 from longdraft.models.hf import Target
 from longdraft.models.kv_cache import KVCache
@@ -213,7 +214,7 @@ class TokenRecycling(Drafter):
     def observe(self, state: SlotState, tree: TokenTree, verdict: Verdict, output: TargetOutput) -> None:
         assert output.logits is not None
         logits_MV = output.logits.flatten(0, 1)
-        if logits_MV.device.type == "cpu":
+        if backend.reads_are_free(logits_MV.device):
             last = _last_places(tree, verdict)
             if not last:
                 return

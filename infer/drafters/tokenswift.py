@@ -25,6 +25,7 @@ from longdraft.infer.shape import TreeShape
 from longdraft.infer.tree import PAD, TokenTree
 from longdraft.infer.trie import Trie, as_tree
 from longdraft.infer.verify import Verdict
+from longdraft.kernels import backend
 from longdraft.models.decoder import TargetOutput
 from longdraft.models.drafts.tokenswift import TokenSwift
 from longdraft.models.hf import Target
@@ -196,7 +197,7 @@ class TokenSwiftDrafter(Drafter):
         known_B = None if with_pass else self._hidden_at + 1 == state.positions
         if self.ngrams:
             return self._merge(state, tree, known_B, with_pass, room)
-        if known_B is not None and not (known_B.device.type == "cpu" and bool(known_B.all())):
+        if known_B is not None and not (backend.reads_are_free(known_B.device) and bool(known_B.all())):
             parents = tree.parents.masked_fill(~known_B[:, None] & (tree.parents >= 0), PAD)
             tree = tree.with_tokens(tree.tokens, parents)
         if tree.width > room + 1:
