@@ -6,6 +6,7 @@ Only a missing package counts as absent: a package that is there and fails to lo
 import inspect
 from collections.abc import Callable
 from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
@@ -37,6 +38,14 @@ def triton_tree_attention() -> Callable[..., tuple[Tensor, Tensor]] | None:
     from longdraft.kernels.triton_impl.tree_attention import tree_attention
 
     return tree_attention
+
+
+@cache
+def triton_kernels(name: str, device_type: str) -> Any | None:
+    """kernels/triton_impl/<name>.py for tensors of this type of device; None without triton and off CUDA."""
+    if device_type != "cuda" or find_spec("triton") is None:
+        return None
+    return import_module(f"longdraft.kernels.triton_impl.{name}")
 
 
 @cache
