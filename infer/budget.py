@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from longdraft.infer.transfer import HostCopy, from_host
 from longdraft.infer.tree import PAD, Lists, SlotLists, TokenTree
 from longdraft.kernels import backend
 
@@ -112,7 +113,7 @@ class Budget:
         self._rates: list[list[float]] = [[]] * batch
         for slot in range(batch):
             self.begin(slot)
-        self._expected: Tensor | None = None
+        self._expected: deque[HostCopy | None] = deque()  # of the proposals whose steps are not recorded yet
         self._width = self.widths[-1]
 
     def begin(self, slot: int) -> None:
@@ -130,10 +131,12 @@ class Budget:
 
     def prune(self, tree: TokenTree, active_B: Tensor) -> TokenTree:
         """The nodes of `tree` that are worth a step, best first, at one of the widths."""
-        if not self.automatic or tree.width == 1:
+        if not self.automatic:
             return tree.pad_to(self._fitting(tree.width))
-        on_host = backend.reads_are_free(tree.tokens.device)
-        return self._prune_on_host(tree, active_B) if on_host else self._prune_on_device(tree, active_B)
+        if tree.width > 1 and not backend.reads_are_free(tree.tokens.device):
+            return self._prune_on_device(tree, active_B)
+        self._expected.append(None)
+        return tree if tree.width == 1 else self._prune_on_host(tree, active_B)
 
     def _fitting(self, width: int) -> int:
         return next(wider for wider in self.widths if wider >= width)
@@ -164,12 +167,12 @@ class Budget:
         classes_BN = tree.classes
         if classes_BN is None:
             classes_BN = torch.arange(tree.width, device=device).expand(tree.tokens.shape)
-        log_rates_BN = torch.tensor(self._rates, device=device).log().gather(1, classes_BN)
+        log_rates_BN = from_host(torch.tensor(self._rates), device).log().gather(1, classes_BN)
         log_rates_BN[:, 0] = 0.0
         worth_BN = tree.ancestors.float().bmm(log_rates_BN[:, :, None])[:, :, 0].exp()
         worth_BN = worth_BN.masked_fill(tree.parents == PAD, 0.0)
         worth_BN, order_BN = worth_BN.sort(dim=1, descending=True, stable=True)
-        self._expected = (worth_BN * active_B[:, None]).sum(0).cumsum(0)
+        self._expected.append(HostCopy((worth_BN * active_B[:, None]).sum(0).cumsum(0)))
         width = min(self._width, tree.width)
         return tree.take(order_BN[:, :width]).pad_to(self._fitting(width))
 
@@ -207,9 +210,9 @@ class Budget:
             seconds: of the whole step. draft_seconds: of the proposal in it.
             tokens: new ones a slot that took part.
         """
-        if self._expected is not None:
-            self._decide(self._expected.tolist())
-            self._expected = None
+        expected = self._expected.popleft() if self._expected else None
+        if expected is not None:
+            self._decide(expected.lists()[0])
         self.costs.record(width, seconds - draft_seconds)
         if self._resting or self._skipped:
             self._resting, self._skipped = max(0, self._resting - 1), max(0, self._skipped - 1)

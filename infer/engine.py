@@ -15,6 +15,7 @@ import torch
 from longdraft.infer.budget import Budget
 from longdraft.infer.drafters.base import Drafter, Request, SlotState
 from longdraft.infer.drafters.build import build_drafter
+from longdraft.infer.graphs import Graphs, cuda_graphs
 from longdraft.infer.history import History
 from longdraft.infer.memory import check_memory, estimate_memory, words
 from longdraft.infer.options import check_whole_or, whole
@@ -22,12 +23,16 @@ from longdraft.infer.requests import Lane, Prompt, read_requests
 from longdraft.infer.results import Generation, Piece, Statistics
 from longdraft.infer.sampling import SamplingParams, SlotSampling
 from longdraft.infer.step import Step, take_step
+from longdraft.infer.transfer import HostCopy
+from longdraft.infer.tree import Lists
 from longdraft.kernels import backend
 from longdraft.models.hf import Target
 from longdraft.models.kv_cache import KVCache
 
 IDLE = SamplingParams()
 MOST_SLOTS = 8
+# Steps are recorded for so many kinds of sampling (which filters and penalties there are, not how strong they are).
+KINDS_OF_SAMPLING = 8
 # Rows a pass may have, where the engine chooses them; the widest is the drafter's own.
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 
@@ -46,6 +51,8 @@ class Engine:
             call needs and kept for the next call.
         prefill_chunk: rows of a prefill pass.
         options: keyword arguments of a named drafter.
+        graphs: whether a step's work is recorded once and then replayed (infer/graphs.py); None: where it can be, which
+            is on CUDA. Only speed depends on it.
         noise_in_ranking: drafters rank candidates with the noise that the target's choices will use; False shows what
             that is worth.
         log: told in a line what will be allocated; None: the logger "longdraft", level INFO.
@@ -62,6 +69,7 @@ class Engine:
         max_length: int | None = None,
         prefill_chunk: int = 512,
         options: Mapping | None = None,
+        graphs: bool | None = None,
         noise_in_ranking: bool = True,
         log: Callable[[str], object] | None = None,
     ):
@@ -85,9 +93,11 @@ class Engine:
         automatic = nodes == "auto" and drafter.max_nodes > 0
         chosen = [width for width in WIDTHS if automatic and width <= self._room]
         self._budget = Budget(drafter.n_classes, [1, *chosen, 1 + self._room], automatic)
+        self._graphs = _graphs(graphs, self.device, target.model.config.rope.type)
         # On a GPU the host reads a step's tokens while the next step already runs.
         self.lag = 0 if backend.reads_are_free(self.device) else 1
         self._cache: KVCache | None = None
+        self._samplings: list[SlotSampling] = []  # the last ones of each kind, where steps are recorded
         self._running = False
         self._cancelled: set[int] = set()
 
@@ -133,14 +143,15 @@ class Engine:
         batch = self.slots or min(max(len(requests), 1), MOST_SLOTS)
         lanes: list[Lane | None] = [None] * batch
         self._start(batch, requests)
-        unread: deque[tuple[list[Lane | None], Step]] = deque()
+        unread: deque[tuple[list[Lane | None], Step, HostCopy]] = deque()
         self._read_at = time.perf_counter()
         while waiting or any(lanes):
             if self._cancelled:
                 yield from self._drop(lanes, waiting)
             self._fill(lanes, waiting)
             if any(lanes):
-                unread.append((list(lanes), self._step()))
+                step = self._step()
+                unread.append((list(lanes), step, self._to_host(step)))
             if len(unread) > self.lag:
                 yield from self._collect(lanes, *unread.popleft())
 
@@ -155,19 +166,37 @@ class Engine:
             or (cache.batch, cache.keys.dtype, cache.keys.device) != (batch, weight.dtype, weight.device)
             or cache.capacity < capacity
         ):
-            self._cache = cache = None  # the old one is gone before the new one is allocated
+            # The old one is gone before the new one is allocated.
+            self._cache = cache = None
+            self._graphs.clear()
             self.drafter.release()
             width, chunk = self._budget.widths[-1], min(self.prefill_chunk, capacity)
             parts = estimate_memory(self.target.model, self.drafter, batch, capacity, width, chunk)
             check_memory(parts, batch, capacity, self.device)
             self._log(f"memory for {batch} sequences of {capacity} positions: {words(parts)}")
             self._cache = cache = self.target.model.new_cache(batch, capacity)
+            self._state = self._new_state(cache)
+            self._samplings.clear()
         cache.reset()
-        zeros = torch.zeros(batch, dtype=torch.int64, device=self.device)
-        idle = SlotSampling([IDLE] * batch, self.device)
-        history = History(batch, cache.capacity, self.device)
-        self._state = SlotState(zeros.clone(), zeros.clone(), zeros.bool(), history, idle, [[] for _ in range(batch)])
+        self._state.active.zero_()
         self._budget.start(batch)
+
+    def _new_state(self, cache: KVCache) -> SlotState:
+        """Every slot idle."""
+        zeros = torch.zeros(cache.batch, dtype=torch.int64, device=self.device)
+        history = History(cache.batch, cache.capacity, self.device)
+        idle, nothing = SlotSampling([IDLE] * cache.batch, self.device), [list[int]() for _ in range(cache.batch)]
+        return SlotState(zeros, zeros.clone(), zeros.bool(), history, idle, nothing, self._graphs)
+
+    def _take_sampling(self, sampling: SlotSampling) -> None:
+        """These parameters from now on; where steps are recorded, in the place where those of their kind find them."""
+        if self._graphs.recording:
+            found = next((kept for kept in self._samplings if kept.follow(sampling)), sampling)
+            if found is sampling and len(self._samplings) == KINDS_OF_SAMPLING:
+                self._graphs.forget(self._samplings.pop(0))
+            self._samplings = [kept for kept in self._samplings if kept is not found] + [found]
+            sampling = found
+        self._state.sampling = sampling
 
     def _drop(self, lanes: list[Lane | None], waiting: deque[Request]) -> Iterator[Piece]:
         """End what was cancelled, on a slot or still waiting."""
@@ -191,8 +220,8 @@ class Engine:
                 lanes[slot], changed = self._prefill(slot, waiting.popleft()), True
         if changed:
             params = [lane.request.sampling if lane else IDLE for lane in lanes]
-            self._state.sampling = SlotSampling(params, self.device, self._noise_in_ranking)
-            self._state.active = torch.tensor([lane is not None for lane in lanes], device=self.device)
+            self._take_sampling(SlotSampling(params, self.device, self._noise_in_ranking))
+            self._state.active.copy_(torch.tensor([lane is not None for lane in lanes]))
             self._state.committed = [lane.committed if lane else [] for lane in lanes]
             self._read_at = time.perf_counter()
 
@@ -226,13 +255,25 @@ class Engine:
             self.target.model, self._cache, self.drafter, self._state, room, self._budget.prune, checked=self.lag == 0
         )
 
-    def _collect(self, lanes: list[Lane | None], stepped: list[Lane | None], step: Step) -> Iterator[Piece]:
+    def _to_host(self, step: Step) -> HostCopy:
+        """What `_collect` reads of a step, on its way; the proposal where it is not on the host already."""
+        verdict, tree = step.verdict, step.proposed
+        parts = [verdict.counts, verdict.tokens, step.drafted]
+        if self._budget.automatic and tree.width > 1 and not tree.on_host:
+            parts += [tree.tokens, tree.parents] + ([] if tree.classes is None else [tree.classes])
+        return HostCopy(*parts)
+
+    def _collect(
+        self, lanes: list[Lane | None], stepped: list[Lane | None], step: Step, copy: HostCopy
+    ) -> Iterator[Piece]:
         """Read one step's tokens on the host; lanes that finished meanwhile take nothing more."""
-        verdict = step.verdict
-        counts, tokens, drafted = (part.tolist() for part in (verdict.counts, verdict.tokens, step.drafted))
+        counts, tokens, drafted, *proposal = copy.lists()
         now = time.perf_counter()
         seconds, self._read_at = now - self._read_at, now
-        self._learn(step, [lane and lanes[slot] is lane for slot, lane in enumerate(stepped)], counts, tokens, seconds)
+        if self._budget.automatic:
+            present = [lane is not None and lanes[slot] is lane for slot, lane in enumerate(stepped)]
+            lists = Lists(*proposal, *[None] * (3 - len(proposal))) if proposal else step.proposed.lists
+            self._learn(step, lists, present, counts, tokens, seconds)
         for slot, lane in enumerate(stepped):
             if lane is None or lane.finish_reason:
                 continue
@@ -248,14 +289,13 @@ class Engine:
         # What whoever reads the stream took is no part of the next step.
         self._read_at = time.perf_counter()
 
-    def _learn(self, step: Step, present, counts: list[int], tokens: list[list[int]], seconds: float) -> None:
+    def _learn(
+        self, step: Step, lists: Lists, present: list[bool], counts: list[int], tokens: list[list[int]], seconds: float
+    ) -> None:
         """Tell the budget which proposed nodes were right and what the step cost. present: slots not given on since."""
-        budget, tree = self._budget, step.proposed
-        if not budget.automatic:
-            return
+        budget = self._budget
         taking_part = [slot for slot, count in enumerate(counts) if count and present[slot]]
-        if tree.width > 1:
-            lists = tree.lists
+        if step.proposed.width > 1:
             for slot in taking_part:
                 classes = None if lists.classes is None else lists.classes[slot]
                 emitted = tokens[slot][: counts[slot]]
@@ -279,3 +319,11 @@ class Engine:
         if self.drafter.max_nodes == 0:
             return {}
         return {**self.drafter.decisions(), "nodes": self._budget.words()}
+
+
+def _graphs(wanted: bool | None, device: torch.device, rope_type: str) -> Graphs:
+    """What records the steps on this device, if anything. A table made anew for every length cannot be recorded."""
+    possible = device.type == "cuda" and rope_type != "dynamic"
+    if wanted and not possible:
+        raise ValueError(f"graphs=True: needs CUDA, and no rope_type 'dynamic'; here {device} and {rope_type!r}")
+    return cuda_graphs() if possible and wanted is not False else Graphs()

@@ -17,21 +17,20 @@ class History:
     """
 
     def __init__(self, batch: int, capacity: int, device: torch.device | str = "cpu"):
-        self.tokens = torch.zeros(batch, capacity, dtype=torch.int64, device=device)
+        # One more column takes what is dropped, so that nothing has to be read to write.
+        self._with_dropped = torch.zeros(batch, capacity + 1, dtype=torch.int64, device=device)
+        self.tokens = self._with_dropped[:, :capacity]
         self.prompt_lengths = torch.zeros(batch, dtype=torch.int64, device=device)
-        self._slots_B = torch.arange(batch, device=device)
 
     def start(self, slot: int, prompt: Sequence[int]) -> None:
         """This slot begins with this prompt."""
         self.tokens[slot, : len(prompt)] = torch.tensor(prompt, device=self.tokens.device)
         self.prompt_lengths[slot] = len(prompt)
 
-    def write(self, positions_B: Tensor, tokens_B: Tensor) -> None:
-        """One token a slot at this position (int64 [B] each); positions behind the end are dropped."""
-        inside_B = positions_B < self.tokens.shape[1]
-        places_B = torch.where(inside_B, positions_B, self.tokens.shape[1] - 1)
-        kept_B = torch.where(inside_B, tokens_B, self.tokens[self._slots_B, places_B])
-        self.tokens[self._slots_B, places_B] = kept_B
+    def write(self, positions_BP: Tensor, tokens_BP: Tensor) -> None:
+        """Tokens of each slot at these positions (int64 [B] or [B, P] each); those behind the end are dropped."""
+        positions_BP, tokens_BP = (x if x.dim() == 2 else x[:, None] for x in (positions_BP, tokens_BP))
+        self._with_dropped.scatter_(1, positions_BP.clamp(max=self.tokens.shape[1]), tokens_BP)
 
     def read(self, first_B: Tensor, count: int) -> Tensor:
         """int64 [B, count]: the tokens from position first_B[b] on; places outside are clamped to the ends."""

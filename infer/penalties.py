@@ -37,6 +37,22 @@ class Penalties:
         self._looks_back = self._contextual is not None or self._repetition is not None or self._counts
         self.any = self._looks_back or self._banned is not None
 
+    def follow(self, other: "Penalties") -> bool:
+        """As `SlotSampling.follow`."""
+        mine, theirs = self._columns, other._columns
+        if (self._widest, self._banned) != (other._widest, other._banned):
+            return False
+        if [part is None for part in mine] != [part is None for part in theirs]:
+            return False
+        for to, given in zip(mine, theirs, strict=True):
+            if to is not None and given is not None:
+                to.copy_(given)
+        return True
+
+    @property
+    def _columns(self) -> tuple[Tensor | None, ...]:
+        return self._contextual, self._windows, self._repetition, self._presence, self._frequency
+
     def apply(self, logits: Tensor, history: History, positions_B: Tensor, token_ids_R: Tensor | None = None) -> Tensor:
         """Penalised logits, fp32; the logits themselves where there is nothing to do.
 

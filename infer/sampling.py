@@ -119,6 +119,10 @@ class SlotSampling:
     """The sampling parameters of B slots as tensors, and the noise of the positions they are at.
 
     A slot that holds no request is greedy. On the CPU rows of noise are kept from step to step.
+
+    Attributes:
+        seeds: int64 [B]. temperatures: fp32 [B], 0 for a greedy slot.
+        greedy: whether every slot is.
     """
 
     def __init__(self, params: list[SamplingParams], device: torch.device, noise_in_ranking: bool = True):
@@ -134,6 +138,7 @@ class SlotSampling:
         self.seeds = torch.tensor(signed, dtype=torch.int64, device=device)
         self.greedy = all(p.temperature == 0 for p in params)
         self.penalties = Penalties(params, device)
+        self.temperatures = column("temperature")[:, 0]
         self._sampled = column("temperature") > 0
         self._mixed = not self.greedy and any(p.temperature == 0 for p in params)
         self._divisors = torch.where(self._sampled, column("temperature"), 1.0)
@@ -146,6 +151,36 @@ class SlotSampling:
         self._rows: list[dict[int, Tensor]] = [{} for _ in params]
         self._width = 0
         self._sized: tuple[Tensor, int] | None = None
+
+    @property
+    def unfiltered(self) -> bool:
+        """Whether logits, temperature and noise alone decide: no filter, no penalty, no ban, in any slot."""
+        return not self.penalties.any and all(part is None for part in self._filters)
+
+    @property
+    def _filters(self) -> tuple[Tensor | None, ...]:
+        return self._top_k, self._top_p, self._min_p, self._eta
+
+    def follow(self, other: "SlotSampling") -> bool:
+        """Take over another's parameters, each tensor where it lies, so that recorded work (infer/graphs.py) goes on
+        with them. False, and nothing done, where other work is needed for them."""
+        if self._kind != other._kind or not self.penalties.follow(other.penalties):
+            return False
+        mine, theirs = (
+            (one.seeds, one.temperatures, one._sampled, one._divisors, *one._filters) for one in (self, other)
+        )
+        for to, given in zip(mine, theirs, strict=True):
+            if to is not None and given is not None:
+                to.copy_(given)
+        self.params = other.params
+        self._rows, self._width = other._rows, other._width
+        return True
+
+    @property
+    def _kind(self) -> tuple:
+        """What steers the work on the host."""
+        filters = tuple(part is None for part in self._filters)
+        return len(self.params), self.greedy, self._mixed, self._most_k, filters, self.noise_in_ranking
 
     def noise(self, positions_B: Tensor, vocab_size: int) -> Tensor:
         """g(seed, t, v) for the token at absolute position t = positions_B[b] of each slot: fp32 [B, V].

@@ -14,7 +14,7 @@ from torch import Tensor
 from longdraft.infer.drafters.base import Drafter, SlotState
 from longdraft.infer.tree import TokenTree
 from longdraft.infer.verify import Verdict, walk
-from longdraft.models.decoder import Decoder
+from longdraft.models.decoder import Decoder, TargetOutput
 from longdraft.models.kv_cache import KVCache
 
 
@@ -57,7 +57,11 @@ def take_step(
         checked: read the proposal's roots on the host to name a drafter that breaks its word.
     """
     begin, in_networks = time.perf_counter(), drafter.pass_seconds
-    tree = proposed = drafter.propose(state, room) if room else TokenTree.roots(state.roots)
+    graphs = state.graphs
+    tree = drafter.propose(state, room) if room else TokenTree.roots(state.roots)
+    if graphs.recording:  # where it is recorded work's, its host side must not outlive the step
+        tree = tree.with_tokens(tree.tokens)
+    proposed = tree
     if tree.width > room + 1:
         raise ValueError(f"drafter: it proposed {tree.width - 1} nodes, with room for {room}")
     if checked and not torch.equal(tree.tokens[:, 0], state.roots):
@@ -65,36 +69,34 @@ def take_step(
     if prune is not None:
         tree = prune(tree, state.active)
     drafted = time.perf_counter()
-    alone, needs = tree.width == 1, drafter.needs
-    positions_B1 = state.positions[:, None]
-    output = model(
-        tree.tokens,
-        cache=cache,
-        positions_BT=positions_B1 if alone else positions_B1 + tree.depths,
-        tree_mask_BTT=None if alone else tree.ancestors,
-        needs=needs | {"logits"},
-        query_rows_B=torch.zeros_like(state.roots) if "queries" in needs else None,
-    )
+    alone, needs = tree.width == 1, drafter.needs | {"logits"}
+    of_tree = () if alone else (tree.ancestors, tree.depths)
+
+    def target_pass(tokens_BN: Tensor, positions_B: Tensor, *of_tree: Tensor) -> TargetOutput:
+        return model(
+            tokens_BN,
+            cache=cache,
+            positions_BT=positions_B[:, None] if alone else positions_B[:, None] + of_tree[1],
+            tree_mask_BTT=None if alone else of_tree[0],
+            needs=needs,
+            query_rows_B=torch.zeros_like(positions_B) if "queries" in needs else None,
+        )
+
+    output = graphs.run(("pass", needs), (model, cache), target_pass, tree.tokens, state.positions, *of_tree)
     passed = time.perf_counter()
-    choice_seconds = 0.0
-    slots = torch.arange(len(state.roots), device=state.roots.device)
     assert output.logits is not None
-    logits_BNV = output.logits
+    clock = _Clock()
 
-    def choose(nodes_B: Tensor, depth: int) -> Tensor:
-        nonlocal choice_seconds
-        start = time.perf_counter()
-        positions_B = state.positions + depth
-        # One slot's row is a view; of several slots the rows are gathered.
-        logits_BV = logits_BNV[0, nodes_B] if len(slots) == 1 else logits_BNV[slots, nodes_B]
-        chosen_B = state.sampling.choose(logits_BV, state.history, positions_B)
-        # Where the walk stops before, this lies behind the new root and is void.
-        state.history.write(positions_B + 1, chosen_B)
-        choice_seconds += time.perf_counter() - start
-        return chosen_B
+    def commit(state: SlotState, logits_BNV: Tensor, tokens_BN: Tensor, parents_BN: Tensor) -> Verdict:
+        nodes = TokenTree(tokens_BN, parents_BN)
+        verdict = walk(nodes, _choice(state, logits_BNV, clock), state.active, drafter.max_depth)
+        cache.keep(verdict.rows, verdict.counts)
+        return verdict
 
-    verdict = walk(tree, choose, state.active, drafter.max_depth)
-    cache.keep(verdict.rows, verdict.counts)
+    commits = ("commit", drafter.max_depth)
+    verdict = state.run(commits, (cache,), commit, output.logits, tree.tokens, tree.parents)
+    if graphs.recording:
+        verdict = Verdict(verdict.rows.clone(), verdict.tokens.clone(), verdict.counts.clone())
     state.positions += verdict.counts
     state.roots = torch.where(state.active, verdict.last(verdict.tokens), state.roots)
     drafter.observe(state, tree, verdict, output)
@@ -108,5 +110,28 @@ def take_step(
         draft_pass_seconds=drafter.pass_seconds - in_networks,
         target_seconds=passed - drafted,
         commit_seconds=done - passed,
-        choice_seconds=choice_seconds,
+        choice_seconds=clock.seconds,
     )
+
+
+@dataclass
+class _Clock:
+    seconds: float = 0.0
+
+
+def _choice(state: SlotState, logits_BNV: Tensor, clock: _Clock) -> Callable[[Tensor, int], Tensor]:
+    """The choice rule at one node of each slot, for the walk; `clock` counts the host's time in it."""
+    slots = torch.arange(len(state.roots), device=state.roots.device)
+
+    def choose(nodes_B: Tensor, depth: int) -> Tensor:
+        begin = time.perf_counter()
+        positions_B = state.positions + depth
+        # One slot's row is a view; of several slots the rows are gathered.
+        logits_BV = logits_BNV[0, nodes_B] if len(slots) == 1 else logits_BNV[slots, nodes_B]
+        chosen_B = state.sampling.choose(logits_BV, state.history, positions_B)
+        # Where the walk stops before, this lies behind the new root and is void.
+        state.history.write(positions_B + 1, chosen_B)
+        clock.seconds += time.perf_counter() - begin
+        return chosen_B
+
+    return choose

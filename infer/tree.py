@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from longdraft.infer.transfer import from_host
 from longdraft.kernels import backend
 
 ROOT, PAD = -1, -2
@@ -88,7 +89,7 @@ class TokenTree:
             [nodes + [fill] * (width - len(nodes)) for nodes in part]
             for part, fill in [(tokens, 0), (parents, PAD), *known]
         ]
-        tree = TokenTree(*torch.tensor(rows, device=device).unbind(0))
+        tree = TokenTree(*from_host(torch.tensor(rows), device).unbind(0))
         tree.__dict__["lists"] = Lists(rows[0], rows[1], rows[2] if len(rows) > 2 else None)
         return tree
 
@@ -96,6 +97,11 @@ class TokenTree:
     def width(self) -> int:
         """N, the nodes of the widest trie with its root."""
         return self.tokens.shape[1]
+
+    @property
+    def on_host(self) -> bool:
+        """Whether `lists` is there already, or reading it waits for nothing."""
+        return "lists" in self.__dict__ or backend.reads_are_free(self.tokens.device)
 
     @cached_property
     def lists(self) -> "Lists":
@@ -107,8 +113,8 @@ class TokenTree:
     def ancestors(self) -> Tensor:
         """bool [B, N, N]: [b, i, j] says that j is i itself or above it. A padding node sees only itself."""
         batch, width = self.parents.shape
-        if backend.reads_are_free(self.parents.device):
-            return torch.from_numpy(_ancestors(self.lists.parents))
+        if self.on_host:
+            return from_host(torch.from_numpy(_ancestors(self.lists.parents)), self.parents.device)
         eye = torch.eye(width, dtype=torch.bool, device=self.parents.device)
         reach = eye.expand(batch, -1, -1)
         if width == 1:

@@ -3,18 +3,22 @@
 Shapes: B slots, T rows of a pass, N tree nodes, V vocabulary.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from longdraft.infer.graphs import Graphs
 from longdraft.infer.history import History
 from longdraft.infer.sampling import SamplingParams, SlotSampling
 from longdraft.infer.tree import TokenTree
 from longdraft.infer.verify import Verdict
 from longdraft.models.decoder import TargetOutput
 from longdraft.models.kv_cache import KVCache
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,7 @@ class SlotState:
         history: every slot's tokens by absolute position, up to the root, on the device.
         sampling: the slots' parameters, and the noise of their positions.
         committed: per slot the prompt and all new tokens, on the host (on a GPU it may lag one step behind).
+        graphs: work that is queued on the device in every step goes through `run`, which records it.
     """
 
     roots: Tensor
@@ -45,6 +50,19 @@ class SlotState:
     history: History
     sampling: SlotSampling
     committed: list[list[int]]
+    graphs: Graphs = field(default_factory=Graphs)
+
+    def run(self, key: tuple, owners: tuple, work: "Callable[..., T]", *inputs: Tensor) -> T:
+        """`work(state, *inputs)`, recorded (see `Graphs.run`): of its state it may read roots, positions, active,
+        history and sampling, for `ranking` above all, and nothing of the host."""
+        if not self.graphs.recording:
+            return work(self, *inputs)
+
+        def of(roots_B: Tensor, positions_B: Tensor, active_B: Tensor, *inputs: Tensor) -> T:
+            return work(replace(self, roots=roots_B, positions=positions_B, active=active_B), *inputs)
+
+        owners = (*owners, self.history, self.sampling)
+        return self.graphs.run(key, owners, of, self.roots, self.positions, self.active, *inputs)
 
     def ranking(self, logits: Tensor, offset: int, token_ids: Tensor | None = None) -> Tensor:
         """Scores to rank candidates for the token `offset` behind the root by: fp32, or the logits' dtype.

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from longdraft.infer.drafters.base import Drafter, Request, SlotState
 from longdraft.infer.options import flag, whole
-from longdraft.infer.sampling import SlotSampling
 from longdraft.infer.tree import PAD, ROOT, TokenTree
 from longdraft.infer.verify import Verdict
 from longdraft.kernels import backend
@@ -109,7 +108,6 @@ class TokenRecycling(Drafter):
         self._logits_VK = torch.full(shape_VK, -torch.inf, dtype=torch.float16, device=self._device)
         self._levels, self._parents_N = self._plan()
         self._shapes: dict[int, TokenTree] = {}
-        self._kept: tuple[SlotSampling, Tensor] | None = None
         if table is not None:
             self.load(table)
 
@@ -197,18 +195,11 @@ class TokenRecycling(Drafter):
         logits_BLK = self._logits_VK[tokens_BL].float()
         noise_BV = state.sampling.noise(state.positions + depth, self.vocab_size)
         noise_BLK = noise_BV.gather(1, ids_BLK.clamp(min=0).flatten(1)).view_as(logits_BLK)
-        temperatures_B11 = self._temperatures(state.sampling)
+        temperatures_B11 = state.sampling.temperatures[:, None, None]
         warm_B11 = temperatures_B11 > 0
         scores_BLK = torch.where(warm_B11, logits_BLK / temperatures_B11 + noise_BLK, logits_BLK)
         # Stable: where a slot is greedy, candidates of one fp16 logit keep the table's order.
         return ids_BLK.gather(2, scores_BLK.sort(dim=2, descending=True, stable=True).indices)
-
-    def _temperatures(self, sampling: SlotSampling) -> Tensor:
-        """fp32 [B, 1, 1], kept as long as the slots' sampling stays the same."""
-        if self._kept is None or self._kept[0] is not sampling:
-            values = [params.temperature for params in sampling.params]
-            self._kept = sampling, torch.tensor(values, device=self._device)[:, None, None]
-        return self._kept[1]
 
     @torch.no_grad()
     def observe(self, state: SlotState, tree: TokenTree, verdict: Verdict, output: TargetOutput) -> None:

@@ -174,8 +174,9 @@ def test_pruning_on_a_device_picks_the_same_nodes():
         on_device = budget._prune_on_device(proposal, active)
         assert torch.equal(on_host.tokens, on_device.tokens) and torch.equal(on_host.parents, on_device.parents)
         assert torch.equal(on_host.classes, on_device.classes)
-        budget.record(on_host.width, 1.0, 0.0, 1.0)
-        assert budget._expected is None
+        budget.record(on_host.width, 1.0, 0.0, 1.0)  # of the one pruned on the host, which has decided already
+        budget.record(on_device.width, 1.0, 0.0, 1.0)
+        assert not budget._expected
 
 
 def test_where_nothing_pays_most_steps_do_without_a_proposal():

@@ -1,0 +1,35 @@
+"""Between host and device without waiting for what is queued there: small tensors on their way, either way."""
+
+import torch
+from torch import Tensor
+
+from longdraft.kernels import backend
+
+
+class HostCopy:
+    """Tensors on their way to the host. The copy is queued behind what is queued now; `lists` waits for it and for
+    nothing that is queued later. So a step can be read while the next one runs, which may overwrite them. On a CPU,
+    where one step ends before the next begins, nothing is copied."""
+
+    def __init__(self, *tensors: Tensor):
+        self._tensors, self._arrived = list(tensors), None
+        if tensors[0].is_cuda:
+            pinned = [torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in tensors]
+            self._tensors = [to.copy_(x, non_blocking=True) for to, x in zip(pinned, tensors, strict=True)]
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
+        elif not backend.reads_are_free(tensors[0].device):
+            self._tensors = [x.clone() for x in tensors]
+
+    def lists(self) -> list:
+        """Each tensor's `tolist`."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return [x.tolist() for x in self._tensors]
+
+
+def from_host(x: Tensor, device: torch.device | str | None) -> Tensor:
+    """`x.to(device)`, queued where that would wait for all that is queued before."""
+    if device is None or torch.device(device).type != "cuda":
+        return x.to(device)
+    return x.pin_memory().to(device, non_blocking=True)

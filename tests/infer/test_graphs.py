@@ -1,0 +1,147 @@
+"""Recorded steps, on a CPU that is treated as a GPU: nothing may be read on the host, and work is recorded op by op.
+
+The recorder does what a CUDA graph does: recording takes no effect, and a replay does the same operations on the same
+memory, whatever the host holds by then. So an address that changes between two steps, a number of the host that is not
+in the key, and a read that would wait for the device all fail here.
+"""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from longdraft.infer import engine as engine_module
+from longdraft.infer.engine import Engine
+from longdraft.infer.graphs import Graphs
+from longdraft.infer.sampling import SamplingParams
+from longdraft.kernels import backend, cross_attention, tree_attention
+from longdraft.kernels.cpu_impl import rows
+from longdraft.kernels.reference import cross_attention as cross_reference
+from longdraft.kernels.reference.tree_attention import attended_rows
+
+VOCAB, NEW = 61, 24
+READS = ("tolist", "item", "__bool__", "__int__", "__float__", "numpy", "__index__", "nonzero")
+
+
+class Tape(TorchDispatchMode):
+    """Every operation with the tensors it was given and those it made."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls: list[tuple[Callable, tuple, dict, Any]] = []
+        self.before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+        self.made: set[int] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        assert func is not torch.ops.aten._local_scalar_dense.default, "a read on the host"
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        if func._schema.is_mutable:
+            for x in given:
+                storage = x.untyped_storage()
+                if storage.data_ptr() not in self.made:
+                    self.before.setdefault(storage.data_ptr(), (storage, storage.clone()))
+        out = func(*args, **kwargs)
+        known = {x.untyped_storage().data_ptr() for x in given}
+        self.made |= {x.untyped_storage().data_ptr() for x in tensors(out)} - known
+        self.calls.append((func, args, kwargs, out))
+        return out
+
+    def undo(self) -> None:
+        """As if nothing had been done."""
+        for storage, before in self.before.values():
+            storage.copy_(before)
+
+    def replay(self) -> None:
+        for func, args, kwargs, out in self.calls:
+            known = {x.untyped_storage().data_ptr() for x in tensors((args, kwargs))}
+            for still, new in zip(tensors(out), tensors(func(*args, **kwargs)), strict=True):
+                if still.untyped_storage().data_ptr() not in known:
+                    still.copy_(new)
+
+
+def tensors(x) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(x) if isinstance(leaf, Tensor)]
+
+
+RECORDED: list[Tape] = []
+
+
+def record(work):
+    """As CUDA's capture: refuses reads and copies from the host, and leaves everything as it was."""
+
+    def refuse(*_, **__):
+        raise AssertionError("recorded work reads or copies on the host")
+
+    with ExitStack() as stack:
+        for name in READS:
+            stack.enter_context(mock.patch.object(Tensor, name, refuse))
+        for name in ("tensor", "as_tensor", "from_numpy"):
+            stack.enter_context(mock.patch.object(torch, name, refuse))
+        tape = stack.enter_context(Tape())
+        out = work()
+    tape.undo()
+    RECORDED.append(tape)
+    return out, tape.replay
+
+
+def dense(q_BTHd, keys_BSKd, values_BSKd, lengths_B, bits_BT2, depth_BT, is_tree, window):
+    """In the place of Triton's kernel: all rows of the cache under one mask, nothing read on the host."""
+    n_slots, n_rows, n_heads, width = q_BTHd.shape
+    n_keys, n_kv = keys_BSKd.shape[1:3]
+    places_T = torch.arange(n_rows)
+    tree_BTT = (bits_BT2[:, :, places_T // 64] >> places_T % 64 & 1) == 1
+    open_BTS = attended_rows(lengths_B, n_rows, n_keys, tree_BTT, window)
+    there_BS = torch.arange(n_keys) < lengths_B[:, None] + n_rows
+    keys_BSKd, values_BSKd = (x.where(there_BS[:, :, None, None], 0.0) for x in (keys_BSKd, values_BSKd))
+    q_BTKGd = q_BTHd.reshape(n_slots, n_rows, n_kv, n_heads // n_kv, width)
+    scores = torch.einsum("btkgd,bskd->bkgts", q_BTKGd, keys_BSKd) * width**-0.5
+    weights = scores.masked_fill(~open_BTS[:, None, None], -torch.inf).softmax(-1).nan_to_num(0.0)
+    return torch.einsum("bkgts,bskd->btkgd", weights, values_BSKd).reshape(q_BTHd.shape), None
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """Reads are not free, no C kernels, attention without a host; engines record with `record`."""
+    monkeypatch.setattr(backend, "reads_are_free", lambda device: False)
+    monkeypatch.setattr(rows, "library", lambda: None)
+    monkeypatch.setattr(tree_attention, "_serves_triton", lambda q, n_rows: True)
+    monkeypatch.setattr(tree_attention, "triton_tree_attention", lambda: dense)
+    monkeypatch.setattr(cross_attention, "cross_attention", cross_reference.cross_attention)
+    monkeypatch.setattr(engine_module, "_graphs", lambda *_: Graphs(record))
+    RECORDED.clear()
+
+
+def run(engine: Engine, prompts, params, times: int = 2) -> list[list[int]]:
+    """The tokens, twice from the same engine: the second call goes on with what the first has recorded."""
+    for _ in range(times):
+        found = [one.tokens for one in engine.generate(prompts, params)]
+    return found
+
+
+SAMPLINGS = {
+    "greedy": SamplingParams(),
+    "T1": SamplingParams(temperature=1.0),
+    "filters": SamplingParams(temperature=0.8, top_k=20, top_p=0.9, min_p=0.02, eta_cutoff=0.001),
+    "penalties": SamplingParams(contextual_penalty=1.2, contextual_window=16, presence_penalty=0.2),
+}
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+@pytest.mark.parametrize("drafter", ["plain"])
+def test_recorded_steps_give_plain_tokens(tiny_target, plain_tokens, seeded, as_on_a_gpu, drafter, sampling):
+    target = tiny_target(n_layers=2, vocab_size=VOCAB)
+    generator = torch.Generator().manual_seed(5)
+    prompts = [torch.randint(VOCAB, (count,), generator=generator).tolist() for count in (9, 3, 17)]
+    params = seeded(sampling, len(prompts), NEW)
+    engine = Engine(target, drafter, slots=2)
+    found = run(engine, prompts, params)
+    with mock.patch.object(engine_module, "_graphs", lambda *_: Graphs()):
+        assert found == plain_tokens(target, prompts, params)
+    assert len(RECORDED) >= 2
