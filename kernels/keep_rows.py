@@ -1,0 +1,60 @@
+"""The accepted path of a pass moves to the front of the pass's rows, in all layers, keys and values, in place.
+
+Not here: that the cache's lengths then grow (models/kv_cache.py). The plain reference is reference/keep_rows.py.
+Shapes: L layers, B slots, S cache capacity, R rows to keep, K key/value heads, d head width.
+"""
+
+import torch
+from torch import Tensor
+
+from longdraft.kernels import backend
+
+
+def keep_rows(keys_LBSKd: Tensor, values_LBSKd: Tensor, lengths_B: Tensor, rows_BR: Tensor, counts_B: Tensor) -> None:
+    """Row lengths[b] + rows[b, i] of slot b moves to row lengths[b] + i, for i < counts[b].
+
+    In place without a copy between: rows are strictly increasing, so rows[i] >= i, and what moves to place i overwrites
+    no row that a later place still reads (those lie above i). Moving them in the order i = 0, 1, ... is therefore
+    enough, for each column by itself. With Triton one launch, whose grid depends on shapes alone.
+
+    Args:
+        keys_LBSKd, values_LBSKd: of any strides but the last, which is 1; changed in rows lengths[b] and above alone.
+        lengths_B: int64 [B], committed rows of each slot; not changed.
+        rows_BR: int64 [B, R], strictly increasing in each slot's first counts[b] places and at least 0 there; the rest
+            is ignored and may be anything.
+        counts_B: int64 [B], 0 <= counts <= R. A slot in which nothing moves costs nothing.
+    """
+    if rows_BR.shape[1] == 0:
+        return
+    if (triton := backend.triton_kernels("keep_rows", keys_LBSKd.device.type)) is not None:
+        triton.keep_rows(keys_LBSKd, values_LBSKd, lengths_B, rows_BR, counts_B)
+    elif backend.reads_are_free(keys_LBSKd.device):
+        _by_slot(keys_LBSKd, values_LBSKd, lengths_B, rows_BR, counts_B)
+    else:
+        _indexed(keys_LBSKd, values_LBSKd, lengths_B, rows_BR, counts_B)
+
+
+def _by_slot(keys_LBSKd: Tensor, values_LBSKd: Tensor, lengths_B: Tensor, rows_BR: Tensor, counts_B: Tensor) -> None:
+    """Where the host may look: only the rows that change their place, which in most steps are none."""
+    lengths, counts, rows = lengths_B.tolist(), counts_B.tolist(), rows_BR.tolist()
+    for slot, (length, count) in enumerate(zip(lengths, counts, strict=True)):
+        first = next((place for place in range(count) if rows[slot][place] != place), count)
+        if first == count:
+            continue
+        source_R = length + rows_BR[slot, first:count]
+        for cache_LBSKd in (keys_LBSKd, values_LBSKd):
+            rows_LSKd = cache_LBSKd[:, slot]
+            rows_LSKd[:, length + first : length + count] = rows_LSKd[:, source_R]
+
+
+def _indexed(keys_LBSKd: Tensor, values_LBSKd: Tensor, lengths_B: Tensor, rows_BR: Tensor, counts_B: Tensor) -> None:
+    """One indexed copy for all slots, nothing read on the host.
+
+    Places behind a slot's count repeat its last move; where there is none, a row is copied onto itself.
+    """
+    slots_B1 = torch.arange(len(lengths_B), device=rows_BR.device)[:, None]
+    places_BR = torch.arange(rows_BR.shape[1], device=rows_BR.device).minimum((counts_B[:, None] - 1).clamp(min=0))
+    source_BR = torch.where(counts_B[:, None] > 0, rows_BR.gather(1, places_BR), 0) + lengths_B[:, None]
+    target_BR = places_BR + lengths_B[:, None]
+    for cache_LBSKd in (keys_LBSKd, values_LBSKd):
+        cache_LBSKd[:, slots_B1, target_BR] = cache_LBSKd[:, slots_B1, source_BR]

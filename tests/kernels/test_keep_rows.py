@@ -1,0 +1,95 @@
+"""kernels/keep_rows.py: every implementation against moves out of a copy, on caches that hold NaN behind the pass."""
+
+import pytest
+import torch
+
+from longdraft.kernels import backend
+from longdraft.kernels.keep_rows import keep_rows
+from longdraft.kernels.reference.keep_rows import keep_rows as reference
+from longdraft.kernels.triton_impl.keep_rows import COLUMNS
+from longdraft.kernels.triton_impl.keep_rows import keep_rows as triton
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+LAYERS, PASS = 3, 9  # rows of the pass
+# lengths, rows (-7 and 10**12 stand behind the counts, where anything may), counts
+CASES = {
+    "one row": ([4], [[0]], [1]),
+    "one row from elsewhere": ([0], [[5, -7]], [1]),
+    "nothing": ([3, 0], [[-7, -7], [10**12, 2]], [0, 0]),
+    "in place": ([3, 0], [[0, 1, 2], [0, 1, -7]], [3, 2]),
+    "each into the one before": ([0, 2, 6], [[1, 2, 3, 4, 5, 6, 7, 8]] * 3, [8, 5, 1]),
+    "ragged": ([7, 0, 1, 3], [[0, 2, 3, 8], [0, -7, 10**12, 0], [-7, 4, 4, 4], [0, 1, 4, 5]], [4, 1, 0, 4]),
+    "all": ([2], [[0, 1, 2, 3, 4, 5, 6, 7, 8]], [9]),
+}
+
+
+@pytest.fixture(params=["reference", "on the host", "index tensors", "triton"])
+def implementation(request, monkeypatch):
+    """The function under test; `keep_rows` with or without free reads, so that both of its own ways are taken."""
+    if request.param == "index tensors":
+        monkeypatch.setattr(backend, "reads_are_free", lambda device: False)
+    return {"reference": reference, "triton": on_device}.get(request.param, keep_rows)
+
+
+def on_device(keys, values, *rest):
+    """The kernel where it runs, in place in the given tensors."""
+    moved = [x.to(DEVICE) for x in (keys, values, *rest)]
+    triton(*moved)
+    keys.copy_(moved[0])
+    values.copy_(moved[1])
+
+
+def made(lengths, n_kv, width, dtype=torch.float32):
+    """Keys and values of different strides, random up to the pass's end and NaN behind it."""
+    generator = torch.Generator().manual_seed(1)
+    shape = LAYERS, len(lengths), max(lengths) + PASS + 2, n_kv, width
+    keys = torch.randn(shape[2], shape[1], shape[0], n_kv, width, generator=generator).permute(2, 1, 0, 3, 4).to(dtype)
+    values = torch.randn(*shape[:4], width + 3, generator=generator).to(dtype)[..., 1:-2]
+    for slot, length in enumerate(lengths):
+        keys[:, slot, length + PASS :] = values[:, slot, length + PASS :] = float("nan")
+    return keys, values
+
+
+def moved(cache, lengths, rows, counts):
+    """What should become of it: the sources are read from a copy, so no order of moves can matter."""
+    after = cache.clone()
+    for slot, (length, count) in enumerate(zip(lengths, counts, strict=True)):
+        for place, row in enumerate(rows[slot][:count]):
+            after[:, slot, length + place] = cache[:, slot, length + row]
+    return after
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_rows_move_in_place_and_all_else_stays(implementation, name):
+    lengths, rows, counts = CASES[name]
+    caches = made(lengths, 3, 5)
+    wanted = [moved(cache, lengths, rows, counts) for cache in caches]
+    given = torch.tensor(lengths), torch.tensor(rows), torch.tensor(counts)
+    implementation(*caches, *given)
+    for cache, want in zip(caches, wanted, strict=True):
+        torch.testing.assert_close(cache, want, rtol=0, atol=0, equal_nan=True)
+    assert given[0].tolist() == lengths, "lengths are the caller's"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("heads", [(1, 8), (13, 80)], ids=str)
+def test_columns_within_and_beyond_a_block(implementation, heads, dtype):
+    assert heads[0] * heads[1] not in (COLUMNS, 2 * COLUMNS), "the last block is to be a part"
+    lengths, rows, counts = CASES["each into the one before"]
+    caches = made(lengths, *heads, dtype)
+    wanted = [moved(cache, lengths, rows, counts) for cache in caches]
+    implementation(*caches, torch.tensor(lengths), torch.tensor(rows), torch.tensor(counts))
+    for cache, want in zip(caches, wanted, strict=True):
+        torch.testing.assert_close(cache, want, rtol=0, atol=0, equal_nan=True)
+
+
+def test_strided_rows_and_no_rows_at_all(implementation):
+    lengths, rows, counts = CASES["ragged"]
+    caches = made(lengths, 2, 16)
+    wanted = [moved(cache, lengths, rows, counts) for cache in caches]
+    across = torch.tensor(rows).T.contiguous().T
+    twice = torch.tensor(lengths).repeat_interleave(2)[::2], across, torch.tensor(counts).repeat_interleave(3)[::3]
+    implementation(*caches, *twice)
+    keep_rows(*caches, twice[0], across[:, :0], torch.zeros_like(twice[2]))
+    for cache, want in zip(caches, wanted, strict=True):
+        torch.testing.assert_close(cache, want, rtol=0, atol=0, equal_nan=True)
