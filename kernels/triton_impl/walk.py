@@ -1,0 +1,54 @@
+"""The walk in Triton, the same contract as kernels/walk.py: one warp a slot, the slot's nodes in registers.
+
+Shapes: B slots, N tree nodes, P steps. Prefixes: i_ index, o_ offsets, m_ mask, p_ pointer, b_ block.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def _walk(
+    p_tokens, p_parents, p_choices, p_active, p_rows, p_chosen, p_counts,
+    t_b, t_n, p_b, p_n, c_b, c_n, a_b, n_nodes, n_steps, BLOCK: tl.constexpr,
+):  # fmt: skip
+    i_b = tl.program_id(0).to(tl.int64)
+    o_n = tl.arange(0, BLOCK)
+    m_n = o_n < n_nodes
+    b_tokens = tl.load(p_tokens + i_b * t_b + o_n * t_n, mask=m_n, other=0)
+    b_parents = tl.load(p_parents + i_b * p_b + o_n * p_n, mask=m_n, other=-2)
+    b_choices = tl.load(p_choices + i_b * c_b + o_n * c_n, mask=m_n, other=0)
+    active = tl.load(p_active + i_b * a_b).to(tl.int64)
+    node = tl.min(o_n, 0)
+    count = active
+    for i in range(0, n_steps):
+        chosen = tl.sum(tl.where(o_n == node, b_choices, 0), 0)
+        tl.store(p_rows + i_b * n_steps + i, node)
+        tl.store(p_chosen + i_b * n_steps + i, chosen)
+        child = tl.min(tl.where((b_parents == node) & (b_tokens == chosen), o_n, BLOCK), 0)
+        # Once there is no child the node stays, and never has one: only steps that lead on count.
+        leads_on = (child < BLOCK) & (i + 1 < n_steps)
+        count += tl.where(leads_on, active, 0)
+        node = tl.where(leads_on, child, node)
+    tl.store(p_counts + i_b, count)
+
+
+def walk(
+    tokens_BN: Tensor, parents_BN: Tensor, choices_BN: Tensor, active_B: Tensor, max_depth: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `longdraft.kernels.walk.walk`."""
+    n_slots, n_nodes = tokens_BN.shape
+    rows_BP = torch.empty((n_slots, max_depth + 1), dtype=torch.int64, device=tokens_BN.device)
+    chosen_BP = torch.empty_like(rows_BP)
+    counts_B = torch.empty(n_slots, dtype=torch.int64, device=tokens_BN.device)
+    kernel: Any = _walk[(n_slots,)]
+    kernel(
+        tokens_BN, parents_BN, choices_BN, active_B, rows_BP, chosen_BP, counts_B,
+        *tokens_BN.stride(), *parents_BN.stride(), *choices_BN.stride(), *active_B.stride(),
+        n_nodes, max_depth + 1, BLOCK=triton.next_power_of_2(n_nodes), num_warps=1,
+    )  # fmt: skip
+    return rows_BP, chosen_BP, counts_B

@@ -1,0 +1,100 @@
+"""kernels/walk.py: every implementation against a look-up of (parent, token) pairs, on random tries."""
+
+import pytest
+import torch
+
+from longdraft.kernels import backend
+from longdraft.kernels.reference.walk import walk as reference
+from longdraft.kernels.triton_impl.walk import walk as triton
+from longdraft.kernels.walk import walk
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+VOCAB = 7
+
+
+@pytest.fixture(params=["reference", "on the host", "step by step", "triton"])
+def implementation(request, monkeypatch):
+    """The function under test; `walk` with or without free reads, so that both of its own ways are taken."""
+    if request.param == "step by step":
+        monkeypatch.setattr(backend, "reads_are_free", lambda device: False)
+    return {"reference": reference, "triton": on_device}.get(request.param, walk)
+
+
+def on_device(*given):
+    moved = [x.to(DEVICE) if isinstance(x, torch.Tensor) else x for x in given]
+    return tuple(part.cpu() for part in triton(*moved))
+
+
+def tries(n_slots, n_nodes, seed, chain=False):
+    """Tokens and parents of tries with some padding at their ends, siblings different, and choices that often agree."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(most):
+        return int(torch.randint(most, (), generator=generator))
+
+    tokens, parents, choices = [], [], []
+    for slot in range(n_slots):
+        real = n_nodes if slot == 0 else 1 + draw(n_nodes)
+        slot_tokens, slot_parents, taken = [draw(VOCAB)], [-1], set()
+        for node in range(1, real):
+            parent = node - 1 if chain else draw(node)
+            free = [token for token in range(VOCAB + node) if (parent, token) not in taken]
+            slot_tokens.append(free[draw(min(3, len(free)))])
+            slot_parents.append(parent)
+            taken.add((parent, slot_tokens[-1]))
+        picked = [draw(VOCAB) for _ in range(n_nodes)]
+        for node in reversed(range(1, real)):  # the first child of a node is chosen, mostly
+            if draw(8):
+                picked[slot_parents[node]] = slot_tokens[node]
+        tokens.append(slot_tokens + [0] * (n_nodes - real))
+        parents.append(slot_parents + [-2] * (n_nodes - real))
+        choices.append(picked)
+    return [torch.tensor(part) for part in (tokens, parents, choices)]
+
+
+def by_lookup(tokens, parents, choices, max_depth):
+    """One slot's path."""
+    children = {(p, t): n for n, (p, t) in enumerate(zip(parents, tokens, strict=True)) if p >= 0}
+    path = [0]
+    while len(path) <= max_depth and (child := children.get((path[-1], choices[path[-1]]))) is not None:
+        path.append(child)
+    return path
+
+
+@pytest.mark.parametrize("chain", [False, True])
+@pytest.mark.parametrize(
+    ("n_nodes", "max_depth"), [(1, 0), (1, 3), (2, 1), (5, 4), (63, 2), (64, 9), (65, 64), (128, 20)]
+)
+def test_the_path_is_that_of_a_look_up(implementation, n_nodes, max_depth, chain):
+    given = tries(3, n_nodes, seed=n_nodes + chain, chain=chain)
+    active = torch.tensor([True, False, True])
+    rows, chosen, counts = implementation(*given, active, max_depth)
+    assert rows.shape == chosen.shape == (3, max_depth + 1)
+    assert rows.dtype == chosen.dtype == counts.dtype == torch.int64
+    for slot, lists in enumerate(zip(*(part.tolist() for part in given), strict=True)):
+        path = by_lookup(*lists, max_depth)
+        assert rows[slot, : len(path)].tolist() == path
+        assert chosen[slot, : len(path)].tolist() == [lists[2][node] for node in path]
+        assert int(counts[slot]) == (len(path) if active[slot] else 0)
+        assert set(rows[slot, len(path) :].tolist()) <= {path[-1]}, "behind the path stands its last node"
+        assert set(chosen[slot, len(path) :].tolist()) <= {lists[2][path[-1]]}
+
+
+def test_paths_of_every_length_occur():
+    """The tries above are no easy ones: walks that stop at once, on the way and at the depth allowed."""
+    tokens, parents, choices = tries(40, 30, seed=3)
+    counts = reference(tokens, parents, choices, torch.ones(40, dtype=torch.bool), 4)[2]
+    assert set(counts.tolist()) == {1, 2, 3, 4, 5}
+
+
+def test_any_strides_and_large_tokens(implementation):
+    tokens, parents, choices = tries(3, 20, seed=5)
+    tokens, choices = tokens + 2**40, choices + 2**40
+    active = torch.tensor([True, False, False, True, True, False])[::2]
+    wanted = reference(tokens, parents, choices, active, 6)
+    wide = torch.stack([choices, torch.full_like(choices, -1)], -1)
+    found = implementation(tokens.T.contiguous().T, parents[:, None].expand(-1, 2, -1)[:, 1], wide[..., 0], active, 6)
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    same = parents[:1].expand(3, -1), tokens[:1].expand(3, -1), choices[:1].expand(3, -1)
+    rows, _, counts = implementation(same[1], same[0], same[2], torch.ones(3, dtype=torch.bool), 6)
+    assert len(set(counts.tolist())) == 1 and (rows == rows[0]).all()
