@@ -1,0 +1,131 @@
+"""kernels/choice.py: the same tokens from every implementation, ties, infinities and NaN; the kernel's noise itself."""
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from longdraft.kernels import backend
+from longdraft.kernels.choice import choose
+from longdraft.kernels.reference.choice import choose as reference
+from longdraft.kernels.reference.gumbel import MASK, gumbel_noise, philox_4x32
+from longdraft.kernels.triton_impl import choice as kernel
+from longdraft.kernels.triton_impl.choice import BLOCK
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SEEDS = torch.tensor([0, -1, 2**63 - 1])
+POSITIONS = torch.tensor([[0, 2**32 - 1], [2**31, 5], [131_072, 2]])
+TEMPERATURES = torch.tensor([0.7, 0.0, 1.5])
+
+
+@pytest.fixture(params=["on the host", "node by node", "triton"])
+def implementation(request, monkeypatch):
+    """The function under test; `choose` with or without free reads, so that both of its own ways are taken."""
+    if request.param == "node by node":
+        monkeypatch.setattr(backend, "reads_are_free", lambda device: False)
+    return on_device if request.param == "triton" else choose
+
+
+def on_device(*given):
+    return kernel.choose(*(x.to(DEVICE) for x in given)).cpu()
+
+
+def poisoned(vocab, dtype=torch.float32):
+    """Logits [3, 2, V] whose rows lie apart, NaN between them."""
+    generator = torch.Generator().manual_seed(vocab)
+    wide = torch.full((3, 3, vocab + 9), float("nan"), dtype=dtype)
+    wide[:, :2, 2 : vocab + 2] = torch.randn(3, 2, vocab, generator=generator).to(dtype)
+    return wide[:, :2, 2 : vocab + 2]
+
+
+@pytest.mark.parametrize(("vocab", "dtype"), [
+    (1, torch.float32), (3, torch.float32), (6, torch.float32), (BLOCK - 1, torch.float32), (BLOCK, torch.float32),
+    (BLOCK + 1, torch.bfloat16), (BLOCK + 1, torch.float16), (2 * BLOCK + 5, torch.float32),
+], ids=str)  # fmt: skip
+def test_every_implementation_chooses_the_same(implementation, vocab, dtype):
+    given = poisoned(vocab, dtype), SEEDS, POSITIONS, TEMPERATURES
+    chosen = implementation(*given)
+    assert chosen.dtype == torch.int64 and torch.equal(chosen, reference(*given))
+
+
+def test_the_reference_is_the_formula():
+    logits = poisoned(300)
+    chosen = reference(logits, SEEDS, POSITIONS, TEMPERATURES)
+    for slot, temperature in enumerate(TEMPERATURES.tolist()):
+        for node in range(2):
+            noise = gumbel_noise(SEEDS[slot : slot + 1], POSITIONS[slot : slot + 1, node : node + 1], 300)[0, 0]
+            scores = logits[slot, node] / temperature + noise if temperature else logits[slot, node]
+            assert int(chosen[slot, node]) == int(scores.argmax())
+    assert (chosen[0] != logits[0].argmax(-1)).any(), "the noise is to matter here"
+
+
+def test_a_choice_depends_on_its_own_row_alone(implementation):
+    logits = poisoned(BLOCK + 30)
+    whole = implementation(logits, SEEDS, POSITIONS, TEMPERATURES)
+    for slot in range(3):
+        one = slice(slot, slot + 1)
+        alone = implementation(logits[one, 1:], SEEDS[one], POSITIONS[one, 1:], TEMPERATURES[one])
+        assert alone.tolist() == whole[one, 1:].tolist()
+
+
+def test_of_equal_scores_the_lowest_id(implementation):
+    logits = torch.full((3, 1, 3 * BLOCK), -2.0)
+    logits[0, 0, [BLOCK + 5, BLOCK + 9, 2 * BLOCK + 1]] = 1.0
+    logits[1, 0, BLOCK + 3], logits[1, 0, 40] = -0.0, 0.0  # equal, whatever their sign
+    logits[2, 0, 2 * BLOCK :], logits[2, 0, BLOCK + 7] = 0.0, -0.0
+    given = logits, SEEDS, POSITIONS[:, :1], torch.zeros(3)
+    assert implementation(*given)[:, 0].tolist() == [BLOCK + 5, 40, BLOCK + 7]
+    assert reference(*given)[:, 0].tolist() == [BLOCK + 5, 40, BLOCK + 7]
+    assert implementation(torch.full((3, 1, 2 * BLOCK), -1.5), *given[1:]).tolist() == [[0], [0], [0]]
+
+
+def test_infinities_and_nan_as_in_argmax(implementation):
+    inf, nan = float("inf"), float("nan")
+    logits = poisoned(BLOCK + 50)[:, :1].repeat(1, 4, 1)
+    logits[:, 0] = -inf
+    logits[:, 1, : BLOCK + 2] = -inf
+    logits[:, 2, 9], logits[:, 2, BLOCK + 1] = inf, inf
+    logits[:, 3, 3], logits[:, 3, [BLOCK + 8, BLOCK + 4]] = inf, nan
+    given = logits, SEEDS, POSITIONS.repeat(1, 2), TEMPERATURES
+    chosen = implementation(*given)
+    assert torch.equal(chosen, reference(*given))
+    assert chosen[:, 0].tolist() == [0] * 3 and chosen[:, 2].tolist() == [9] * 3
+    assert chosen[:, 3].tolist() == [BLOCK + 4] * 3, "the first NaN"
+
+
+def test_strided_seeds_positions_and_temperatures(implementation):
+    logits = poisoned(70)
+    want = reference(logits, SEEDS, POSITIONS, TEMPERATURES)
+    twice = [x.repeat_interleave(2)[::2] for x in (SEEDS, TEMPERATURES)]
+    assert torch.equal(implementation(logits, twice[0], POSITIONS.T.contiguous().T, twice[1]), want)
+    expanded = POSITIONS[:, :1].expand(-1, 2)
+    want = reference(logits, SEEDS, expanded, TEMPERATURES)
+    assert torch.equal(implementation(logits, SEEDS, expanded, TEMPERATURES), want)
+
+
+@triton.jit
+def store_noise(p_seed, p_position, p_words, p_noise, N: tl.constexpr):
+    """The words and the noise of the first 4 * N tokens of one row."""
+    i_row = tl.program_id(0)
+    seed, position = tl.load(p_seed + i_row), tl.load(p_position + i_row)
+    o_4 = tl.arange(0, N)
+    tl.store(p_noise + i_row * 4 * N + tl.arange(0, 4 * N), kernel.gumbel(seed, position, o_4))
+    zero = tl.zeros_like(o_4).to(tl.uint32)
+    b_words = tl.philox(seed, o_4.to(tl.uint32), zero + position.to(tl.uint32), zero, zero)
+    for i_word in tl.static_range(4):
+        tl.store(p_words + (i_row * N + o_4) * 4 + i_word, b_words[i_word].to(tl.int64))
+
+
+def test_the_kernels_noise_is_the_references():
+    """Words bit for bit; two logarithms follow, each of which may differ in its last bits."""
+    generator = torch.Generator().manual_seed(0)
+    seeds = torch.cat([SEEDS, torch.randint(-(2**63), 2**63 - 1, (5,), generator=generator)])
+    positions = torch.cat([torch.tensor([0, 2**32 - 1, 2**31]), torch.randint(2**32, (5,), generator=generator)])
+    words = torch.empty(8, 1024, dtype=torch.int64, device=DEVICE)
+    noise = torch.empty(8, 1024, device=DEVICE)
+    store_noise[(8,)](seeds.to(DEVICE), positions.to(DEVICE), words, noise, N=256)
+    key = (seeds & MASK)[:, None], (seeds >> 32 & MASK)[:, None]
+    zero = torch.zeros((), dtype=torch.int64)
+    wanted = philox_4x32((torch.arange(256), positions[:, None], zero, zero), key)
+    assert torch.equal(words.cpu(), torch.stack(wanted, -1).flatten(1))
+    torch.testing.assert_close(noise.cpu(), gumbel_noise(seeds, positions[:, None], 1024)[:, 0], rtol=5e-7, atol=1e-6)
