@@ -1,0 +1,80 @@
+"""Selecting rows of one slot's cache: importance of keys, means of chunks, the best of them, and copies of rows.
+
+With Triton all layers in one launch each, keys read once in their own dtype, nothing read on the host. Elsewhere layer
+by layer, which bounds the fp32 copies and the scores that are held. Which tokens a cache keeps is infer/selection.py's
+question. The plain references are reference/selection.py.
+Shapes: L layers, S rows of the slot, H query heads, K KV heads, d head width, R rows picked, C chunks.
+"""
+
+import torch
+from torch import Tensor
+
+from longdraft.kernels import backend
+
+# Keys scored at once: bounds the fp32 copy of them.
+BLOCK = 8192
+
+
+def key_scores(queries_LHd: Tensor, keys_LSKd: Tensor) -> Tensor:
+    """q . k summed over each KV head's query group: fp32 [L, K, S], unscaled.
+
+    The sum over the group is the sum of its queries times the key, so no key is repeated.
+
+    Args:
+        queries_LHd: post-RoPE queries of one token; head h belongs to KV head h // (H / K).
+        keys_LSKd: keys to be scored, S >= 1, of any strides but the last, which is 1.
+
+    Source: TokenSwift (arXiv 2502.18890), section 3.2.
+    """
+    if (triton := backend.triton_kernels("selection", keys_LSKd.device.type)) is not None:
+        return triton.key_scores(queries_LHd, keys_LSKd)
+    return torch.stack([_layer_scores(*layer) for layer in zip(queries_LHd, keys_LSKd, strict=True)])
+
+
+def _layer_scores(query_Hd: Tensor, keys_SKd: Tensor) -> Tensor:
+    n_kv_heads, width = keys_SKd.shape[1:]
+    query_Kd = query_Hd.float().view(n_kv_heads, -1, width).sum(1)
+    blocks = [torch.einsum("kd,skd->ks", query_Kd, block.float()) for block in keys_SKd.split(BLOCK)]
+    return torch.cat(blocks, 1)
+
+
+def top_keys(queries_LHd: Tensor, keys_LSKd: Tensor, count: int) -> Tensor:
+    """The `count` keys of each layer and KV head with the highest `key_scores`: int64 [L, K, count], best first."""
+    if backend.triton_kernels("selection", keys_LSKd.device.type) is not None:
+        return key_scores(queries_LHd, keys_LSKd).topk(count, dim=2).indices
+    layers = zip(queries_LHd, keys_LSKd, strict=True)
+    return torch.stack([_layer_scores(*layer).topk(count, dim=1).indices for layer in layers])
+
+
+def chunk_means(keys_LSKd: Tensor, chunk: int, out_LCKd: Tensor) -> None:
+    """Means of `chunk` keys each, in the order of rows, summed in fp32.
+
+    Args:
+        keys_LSKd: S = C * chunk rows, at least one chunk, of any strides but the last, which is 1.
+        out_LCKd: written; of any dtype and strides but the last.
+
+    Source: TriForce (arXiv 2404.11912), section 4.1.
+    """
+    if (triton := backend.triton_kernels("selection", keys_LSKd.device.type)) is not None:
+        triton.chunk_means(keys_LSKd, chunk, out_LCKd)
+        return
+    for keys_SKd, out_CKd in zip(keys_LSKd, out_LCKd, strict=True):
+        out_CKd.copy_(keys_SKd.unflatten(0, (-1, chunk)).mean(1, dtype=torch.float32))
+
+
+def gather_rows(
+    keys_LSKd: Tensor, values_LSKd: Tensor, index_LRK: Tensor, keys_out_LRKd: Tensor, values_out_LRKd: Tensor
+) -> None:
+    """Rows index[l, r, k] of keys and values, for each layer and KV head its own, to row r of the outputs.
+
+    Args:
+        keys_LSKd, values_LSKd: of any strides but the last, which is 1.
+        index_LRK: int64 in [0, S), of any strides.
+        keys_out_LRKd, values_out_LRKd: written; they share no memory with keys and values.
+    """
+    if (triton := backend.triton_kernels("selection", keys_LSKd.device.type)) is not None:
+        triton.gather_rows(keys_LSKd, values_LSKd, index_LRK, keys_out_LRKd, values_out_LRKd)
+        return
+    for source_LSKd, out_LRKd in ((keys_LSKd, keys_out_LRKd), (values_LSKd, values_out_LRKd)):
+        for source_SKd, index_RK, out_RKd in zip(source_LSKd, index_LRK, out_LRKd, strict=True):
+            out_RKd.copy_(source_SKd.gather(0, index_RK[..., None].expand(-1, -1, source_SKd.shape[-1])))
