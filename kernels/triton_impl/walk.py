@@ -1,6 +1,6 @@
 """The walk in Triton, the same contract as kernels/walk.py: one warp a slot, the slot's nodes in registers.
 
-Shapes: B slots, N tree nodes, P steps. Prefixes: i_ index, o_ offsets, m_ mask, p_ pointer, b_ block.
+Shapes: B slots, N tree nodes, P steps. Prefixes: i_ index, o_ offsets, m_ mask, p_ pointer, b_ block, s_ stride.
 """
 
 from typing import Any
@@ -14,15 +14,15 @@ from torch import Tensor
 @triton.jit
 def _walk(
     p_tokens, p_parents, p_choices, p_active, p_rows, p_chosen, p_counts,
-    t_b, t_n, p_b, p_n, c_b, c_n, a_b, n_nodes, n_steps, BLOCK: tl.constexpr,
+    s_tb, s_tn, s_pb, s_pn, s_cb, s_cn, s_ab, n_nodes, n_steps, BLOCK: tl.constexpr,
 ):  # fmt: skip
     i_b = tl.program_id(0).to(tl.int64)
     o_n = tl.arange(0, BLOCK)
     m_n = o_n < n_nodes
-    b_tokens = tl.load(p_tokens + i_b * t_b + o_n * t_n, mask=m_n, other=0)
-    b_parents = tl.load(p_parents + i_b * p_b + o_n * p_n, mask=m_n, other=-2)
-    b_choices = tl.load(p_choices + i_b * c_b + o_n * c_n, mask=m_n, other=0)
-    active = tl.load(p_active + i_b * a_b).to(tl.int64)
+    b_tokens = tl.load(p_tokens + i_b * s_tb + o_n * s_tn, mask=m_n, other=0)
+    b_parents = tl.load(p_parents + i_b * s_pb + o_n * s_pn, mask=m_n, other=-2)
+    b_choices = tl.load(p_choices + i_b * s_cb + o_n * s_cn, mask=m_n, other=0)
+    active = tl.load(p_active + i_b * s_ab).to(tl.int64)
     node = tl.min(o_n, 0)
     count = active
     for i in range(0, n_steps):
