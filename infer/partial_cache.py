@@ -14,6 +14,7 @@ from torch import Tensor
 
 from longdraft.infer.selection import Policy
 from longdraft.kernels import backend
+from longdraft.kernels.selection import gather_rows
 from longdraft.models.decoder import DecoderConfig
 from longdraft.models.kv_cache import KVCache
 
@@ -205,11 +206,11 @@ class SelectedCache(RingCache):
             return
         covered, scored = self.policy.covered(seen), self._seen[slot] is not None
         self.policy.prepare(slot, covered)
-        for layer in range(len(self.keys)):
-            picked_RK = self.policy.pick(layer, slot, covered, self._queries[layer, slot] if scored else None)
-            index = picked_RK[..., None].expand(-1, -1, self.keys.shape[-1])
-            self.keys[layer, slot, : self.budget] = full.keys[layer, slot].gather(0, index)
-            self.values[layer, slot, : self.budget] = full.values[layer, slot].gather(0, index)
+        picked_LRK = self.policy.pick(slot, covered, self._queries[:, slot] if scored else None)
+        rows = slice(0, self.budget)
+        gather_rows(
+            full.keys[:, slot], full.values[:, slot], picked_LRK, self.keys[:, slot, rows], self.values[:, slot, rows]
+        )
         self._place(slot, covered, written=0, free=self.budget - self.fixed)
 
     def _place(self, slot: int, held: int, *, written: int, free: int) -> None:

@@ -1,8 +1,8 @@
 """Which committed tokens a partial cache keeps: the policies of TokenSwift, TriForce and StreamingLLM.
 
-A policy picks tokens of one slot, for each layer and KV head its own; rows and copies are infer/partial_cache.py's
-work. Shapes: L layers, B slots, S tokens of the full cache, H query heads, K KV heads, d head width, R rows picked,
-C chunks.
+A policy picks tokens of one slot, for each layer and KV head its own; scores and the best of them are
+kernels/selection.py's work, rows and copies infer/partial_cache.py's. Shapes: L layers, B slots, S tokens of the full
+cache, H query heads, K KV heads, d head width, R rows picked, C chunks.
 """
 
 from collections.abc import Mapping
@@ -10,21 +10,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from longdraft.kernels.selection import chunk_means, top_keys
 from longdraft.models.kv_cache import KVCache
-
-# Keys scored at once: bounds the fp32 copy of them.
-BLOCK = 8192
-
-
-def key_scores(query_Hd: Tensor, keys_SKd: Tensor) -> Tensor:
-    """q . k summed over each KV head's query group: fp32 [K, S], unscaled.
-
-    The sum over the group is the sum of its queries times the key, so no key is repeated.
-    """
-    n_kv_heads, width = keys_SKd.shape[1:]
-    query_Kd = query_Hd.float().view(n_kv_heads, -1, width).sum(1)
-    blocks = [torch.einsum("kd,skd->ks", query_Kd, block.float()) for block in keys_SKd.split(BLOCK)]
-    return torch.cat(blocks, 1)
 
 
 class Policy:
@@ -61,20 +48,20 @@ class Policy:
     def truncate(self, slot: int, length: int) -> None:
         """Tokens of this slot from `length` on are void."""
 
-    def pick(self, layer: int, slot: int, covered: int, query_Hd: Tensor | None) -> Tensor:
-        """Indices of tokens below `covered` (which is at least the budget): int64 [R, K], R = budget.
+    def pick(self, slot: int, covered: int, queries_LHd: Tensor | None) -> Tensor:
+        """Indices of tokens below `covered` (which is at least the budget): int64 [L, R, K], R = budget.
 
         The fixed ones first, then the least important first, because they are overwritten in this order.
         """
-        if query_Hd is None or not self.scored:
-            n_kv_heads, device = self.full.keys.shape[3], self.full.keys.device
-            fixed = torch.arange(self.fixed, device=device)
-            recent = torch.arange(covered - self.budget + self.fixed, covered, device=device)
-            return torch.cat([fixed, recent])[:, None].expand(-1, n_kv_heads)
-        return self.best(layer, slot, covered, query_Hd)
+        if queries_LHd is None or not self.scored:
+            n_layers, _, _, n_kv_heads, _ = self.full.keys.shape
+            fixed = torch.arange(self.fixed, device=self.full.keys.device)
+            recent = torch.arange(covered - self.budget + self.fixed, covered, device=self.full.keys.device)
+            return torch.cat([fixed, recent])[:, None].expand(n_layers, -1, n_kv_heads)
+        return self.best(slot, covered, queries_LHd)
 
-    def best(self, layer: int, slot: int, covered: int, query_Hd: Tensor) -> Tensor:
-        """As `pick`, by the query."""
+    def best(self, slot: int, covered: int, queries_LHd: Tensor) -> Tensor:
+        """As `pick`, by the queries, one of each layer."""
         raise NotImplementedError
 
     def memory_bytes(self, row_bytes: int, batch: int, capacity: int) -> Mapping[str, int]:
@@ -97,11 +84,11 @@ class TopTokens(Policy):
     def __init__(self, budget: int = 4096, sinks: int = 16):
         super().__init__(budget, sinks)
 
-    def best(self, layer: int, slot: int, covered: int, query_Hd: Tensor) -> Tensor:
-        scores_KS = key_scores(query_Hd, self.full.keys[layer, slot, self.fixed : covered])
-        best_KR = scores_KS.topk(self.budget - self.fixed, dim=1).indices.flip(1) + self.fixed
-        fixed_R = torch.arange(self.fixed, device=best_KR.device)
-        return torch.cat([fixed_R[:, None].expand(-1, len(best_KR)), best_KR.T])
+    def best(self, slot: int, covered: int, queries_LHd: Tensor) -> Tensor:
+        keys_LSKd = self.full.keys[:, slot, self.fixed : covered]
+        best_LKR = top_keys(queries_LHd, keys_LSKd, self.budget - self.fixed).flip(2) + self.fixed
+        fixed_R1 = torch.arange(self.fixed, device=best_LKR.device)[:, None]
+        return torch.cat([fixed_R1.expand(len(best_LKR), -1, best_LKR.shape[1]), best_LKR.transpose(1, 2)], 1)
 
 
 class TopChunks(Policy):
@@ -135,22 +122,19 @@ class TopChunks(Policy):
         done, count = self._done[slot], covered // self.chunk
         if count <= done:
             return
-        for layer in range(len(self.means_LBCKd)):
-            keys_SKd = self.full.keys[layer, slot, done * self.chunk : count * self.chunk]
-            means_CKd = keys_SKd.unflatten(0, (-1, self.chunk)).mean(1, dtype=torch.float32)
-            self.means_LBCKd[layer, slot, done:count] = means_CKd
+        keys_LSKd = self.full.keys[:, slot, done * self.chunk : count * self.chunk]
+        chunk_means(keys_LSKd, self.chunk, self.means_LBCKd[:, slot, done:count])
         self._done[slot] = count
 
     def truncate(self, slot: int, length: int) -> None:
         self._done[slot] = min(self._done[slot], length // self.chunk)
 
-    def best(self, layer: int, slot: int, covered: int, query_Hd: Tensor) -> Tensor:
-        scores_KC = key_scores(query_Hd, self.means_LBCKd[layer, slot, 1 : covered // self.chunk])
-        best_KC = scores_KC.topk(self.budget // self.chunk - 1, dim=1).indices.flip(1) + 1
-        first_CK = torch.zeros(1, len(best_KC), dtype=torch.int64, device=best_KC.device)
-        chunks_CK = torch.cat([first_CK, best_KC.T])
-        inside = torch.arange(self.chunk, device=best_KC.device)[:, None]
-        return (chunks_CK[:, None] * self.chunk + inside).flatten(0, 1)
+    def best(self, slot: int, covered: int, queries_LHd: Tensor) -> Tensor:
+        means_LCKd = self.means_LBCKd[:, slot, 1 : covered // self.chunk]
+        best_LKC = top_keys(queries_LHd, means_LCKd, self.budget // self.chunk - 1).flip(2) + 1
+        chunks_LKC = torch.cat([torch.zeros_like(best_LKC[..., :1]), best_LKC], 2)
+        inside = torch.arange(self.chunk, device=best_LKC.device)
+        return (chunks_LKC[..., None] * self.chunk + inside).flatten(2).transpose(1, 2)
 
     def memory_bytes(self, row_bytes: int, batch: int, capacity: int) -> Mapping[str, int]:
         return {"chunk means": batch * (capacity // self.chunk) * row_bytes // 2}

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from longdraft.kernels import backend
+from longdraft.kernels.keep_rows import keep_rows
 
 
 class KVCache:
@@ -92,16 +93,8 @@ class KVCache:
                 last pass; the rest is ignored. None commits the first `counts_B[b]` rows, without moving anything.
             counts_B: int64 [B], 0 <= counts <= R.
         """
-        if rows_BR is not None and rows_BR.shape[1] > 0:
-            places_R = torch.arange(rows_BR.shape[1], device=rows_BR.device)
-            # Ignored places copy a row onto itself, so that one indexed copy serves slots of unequal counts.
-            rows_BR = torch.where(places_R < counts_B[:, None], rows_BR, places_R)
-            on_host = backend.reads_are_free(rows_BR.device)
-            if not (on_host and bool((rows_BR == places_R).all())):
-                source_BR = self.lengths[:, None] + rows_BR
-                target_BR = self.lengths[:, None] + places_R
-                self.keys[:, self._slots_B1, target_BR] = self.keys[:, self._slots_B1, source_BR]
-                self.values[:, self._slots_B1, target_BR] = self.values[:, self._slots_B1, source_BR]
+        if rows_BR is not None:
+            keep_rows(self.keys, self.values, self.lengths, rows_BR, counts_B)
         self.lengths += counts_B
 
     def rewind(self, lengths_B: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Partial caches: picks and scores against plain loops, rows against a fresh cache after random steps, and a streaming
+"""Partial caches: picks against plain loops, rows against a fresh cache after random steps, and a streaming
 cache against attention written out with every key rotated at its place inside the cache."""
 
 import pytest
@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longdraft.infer.partial_cache import SelectedCache, selected_bytes
-from longdraft.infer.selection import Recent, TopChunks, TopTokens, key_scores
+from longdraft.infer.selection import Recent, TopChunks, TopTokens
 from longdraft.infer.streaming_cache import StreamingCache
 from longdraft.models.kv_cache import KVCache
 from longdraft.models.rope import Rope
@@ -103,7 +103,7 @@ def test_new_tokens_overwrite_the_least_important_first_and_due_comes_in_time(na
     full.lengths.copy_(torch.tensor([60, 60, 60]))
     cache, query, region = SelectedCache(full, policy, Shape, tail=8), queries(2), policy.budget - policy.fixed
     cache.build(range(SLOTS), query, full.lengths)
-    order = [policy.pick(layer, 0, 60, query[layer, 0])[policy.fixed :] for layer in range(LAYERS)]
+    order = policy.pick(0, 60, query[:, 0])[:, policy.fixed :]
     for written in range(1, region + 1):
         assert cache.due(1) == [] and (0 in cache.due(region - written + 2)) == policy.scored
         full.lengths += torch.tensor([1, 0, 1])
@@ -184,15 +184,6 @@ def test_chunk_means_are_appended_and_never_recomputed_but_behind_a_rewind():
     cache.build([0], queries(1), full.lengths)
     assert torch.equal(policy.means_LBCKd[:, 0, :10], first[:, 0, :10])
     torch.testing.assert_close(policy.means_LBCKd[:, 0, 10], 2 * kept[:, 0, 40:44].mean(1))
-
-
-def test_scores_of_more_keys_than_a_block_and_of_half_precision(monkeypatch):
-    monkeypatch.setattr("longdraft.infer.selection.BLOCK", 7)
-    keys, query = random_full().keys[0, 0].bfloat16(), queries(0)[0, 0].bfloat16()
-    want = [[sum(query[h].float() @ key[k].float() for h in (2 * k, 2 * k + 1)) for key in keys] for k in range(2)]
-    scores = key_scores(query, keys)
-    assert scores.dtype == torch.float32
-    torch.testing.assert_close(scores, torch.tensor(want))
 
 
 def test_the_estimate_is_what_is_allocated():
