@@ -1,5 +1,7 @@
-"""Partial caches: picks against plain loops, rows against a fresh cache after random steps, and a streaming
-cache against attention written out with every key rotated at its place inside the cache."""
+"""Partial caches: picks against plain loops, rows against a fresh cache after random steps, and a streaming cache
+against attention written out with every key rotated at its place inside the cache."""
+
+from importlib import import_module
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 from longdraft.infer.partial_cache import SelectedCache, selected_bytes
 from longdraft.infer.selection import Recent, TopChunks, TopTokens
 from longdraft.infer.streaming_cache import StreamingCache
+from longdraft.kernels import backend
 from longdraft.models.kv_cache import KVCache
 from longdraft.models.rope import Rope
 
@@ -95,6 +98,27 @@ def test_a_build_picks_what_plain_loops_pick(name, lengths):
                 assert len(found[layer][head]) == policy.budget
                 # The recent ones took the least important places.
                 assert len(best & found[layer][head]) == policy.budget - len(late)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_with_triton_a_build_picks_the_same(monkeypatch, name):
+    """All layers in one launch each, in Triton's interpreter or on a GPU."""
+    plain = random_full()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    full = KVCache(LAYERS, SLOTS, CAPACITY, KV_HEADS, WIDTH, torch.float32, device)
+    full.keys.copy_(plain.keys), full.values.copy_(plain.values)
+    for each in (plain, full):
+        each.lengths.copy_(torch.tensor([100, 25, 61]))
+    expected = SelectedCache(plain, POLICIES[name](), Shape, tail=8)
+    expected.build(range(SLOTS), queries(1), plain.lengths)
+    kernels = import_module("longdraft.kernels.triton_impl.selection")
+    monkeypatch.setattr(backend, "triton_kernels", lambda name, device_type: kernels)
+    cache = SelectedCache(full, POLICIES[name](), Shape, tail=8)
+    cache.build(range(SLOTS), queries(1).to(device), full.lengths)
+    for slot in range(SLOTS):
+        for part in ("keys", "values"):
+            rows, found = (getattr(each, part)[:, slot, : cache.budget].cpu() for each in (expected, cache))
+            assert torch.equal(rows, found)
 
 
 @pytest.mark.parametrize("name", POLICIES)

@@ -20,14 +20,16 @@ TEMPERATURES = torch.tensor([0.7, 0.0, 1.5])
 
 @pytest.fixture(params=["on the host", "node by node", "triton"])
 def implementation(request, monkeypatch):
-    """The function under test; `choose` with or without free reads, so that both of its own ways are taken."""
+    """The function under test; `choose` with and without Triton and free reads, so that all its ways are taken."""
     if request.param == "node by node":
         monkeypatch.setattr(backend, "reads_are_free", lambda device: False)
+    if request.param == "triton":
+        monkeypatch.setattr(backend, "triton_kernels", lambda name, device_type: kernel)
     return on_device if request.param == "triton" else choose
 
 
 def on_device(*given):
-    return kernel.choose(*(x.to(DEVICE) for x in given)).cpu()
+    return choose(*(x.to(DEVICE) for x in given)).cpu()
 
 
 def poisoned(vocab, dtype=torch.float32):

@@ -1,5 +1,7 @@
 """kernels/keep_rows.py: every implementation against moves out of a copy, on caches that hold NaN behind the pass."""
 
+from importlib import import_module
+
 import pytest
 import torch
 
@@ -7,7 +9,6 @@ from longdraft.kernels import backend
 from longdraft.kernels.keep_rows import keep_rows
 from longdraft.kernels.reference.keep_rows import keep_rows as reference
 from longdraft.kernels.triton_impl.keep_rows import COLUMNS
-from longdraft.kernels.triton_impl.keep_rows import keep_rows as triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LAYERS, PASS = 3, 9  # rows of the pass
@@ -25,16 +26,19 @@ CASES = {
 
 @pytest.fixture(params=["reference", "on the host", "index tensors", "triton"])
 def implementation(request, monkeypatch):
-    """The function under test; `keep_rows` with or without free reads, so that both of its own ways are taken."""
+    """The function under test; `keep_rows` with and without Triton and free reads, so that all its ways are taken."""
     if request.param == "index tensors":
         monkeypatch.setattr(backend, "reads_are_free", lambda device: False)
+    if request.param == "triton":
+        found = import_module("longdraft.kernels.triton_impl.keep_rows")
+        monkeypatch.setattr(backend, "triton_kernels", lambda name, device_type: found)
     return {"reference": reference, "triton": on_device}.get(request.param, keep_rows)
 
 
 def on_device(keys, values, *rest):
-    """The kernel where it runs, in place in the given tensors."""
+    """In place in the given tensors, computed where the kernel runs."""
     moved = [x.to(DEVICE) for x in (keys, values, *rest)]
-    triton(*moved)
+    keep_rows(*moved)
     keys.copy_(moved[0])
     values.copy_(moved[1])
 

@@ -1,11 +1,12 @@
 """kernels/walk.py: every implementation against a look-up of (parent, token) pairs, on random tries."""
 
+from importlib import import_module
+
 import pytest
 import torch
 
 from longdraft.kernels import backend
 from longdraft.kernels.reference.walk import walk as reference
-from longdraft.kernels.triton_impl.walk import walk as triton
 from longdraft.kernels.walk import walk
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -14,15 +15,18 @@ VOCAB = 7
 
 @pytest.fixture(params=["reference", "on the host", "step by step", "triton"])
 def implementation(request, monkeypatch):
-    """The function under test; `walk` with or without free reads, so that both of its own ways are taken."""
+    """The function under test; `walk` with and without Triton and free reads, so that all its ways are taken."""
     if request.param == "step by step":
         monkeypatch.setattr(backend, "reads_are_free", lambda device: False)
+    if request.param == "triton":
+        found = import_module("longdraft.kernels.triton_impl.walk")
+        monkeypatch.setattr(backend, "triton_kernels", lambda name, device_type: found)
     return {"reference": reference, "triton": on_device}.get(request.param, walk)
 
 
 def on_device(*given):
     moved = [x.to(DEVICE) if isinstance(x, torch.Tensor) else x for x in given]
-    return tuple(part.cpu() for part in triton(*moved))
+    return tuple(part.cpu() for part in walk(*moved))
 
 
 def tries(n_slots, n_nodes, seed, chain=False):
