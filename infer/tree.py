@@ -120,8 +120,7 @@ class TokenTree:
         if width == 1:
             return reach
         # Doubling: after k rounds a node reaches 2**k levels up.
-        up = torch.nn.functional.one_hot(self.parents.clamp(min=0), width).bool() & (self.parents >= 0)[:, :, None]
-        reach = reach | up
+        reach = reach | (self.parents[:, :, None] == torch.arange(width, device=self.parents.device))
         levels = 1
         while levels < width - 1:
             reach = reach.float().bmm(reach.float()) > 0
@@ -150,7 +149,12 @@ class TokenTree:
             return self
         pad = torch.nn.functional.pad
         classes = None if self.classes is None else pad(self.classes, (0, extra))
-        return TokenTree(pad(self.tokens, (0, extra)), pad(self.parents, (0, extra), value=PAD), classes)
+        tree = TokenTree(pad(self.tokens, (0, extra)), pad(self.parents, (0, extra), value=PAD), classes)
+        if "ancestors" in self.__dict__ and "depths" in self.__dict__:
+            own_WW = torch.eye(width, dtype=torch.bool, device=self.parents.device)
+            tree.__dict__["ancestors"] = pad(self.ancestors, (0, extra, 0, extra)) | own_WW
+            tree.__dict__["depths"] = pad(self.depths, (0, extra))
+        return tree
 
     def take(self, order_BW: Tensor) -> "TokenTree":
         """The trie of these nodes alone, in this order.

@@ -31,16 +31,6 @@ def liger_cross_entropy() -> Any | None:
 
 
 @cache
-def triton_tree_attention() -> Callable[..., tuple[Tensor, Tensor]] | None:
-    """kernels/triton_impl/tree_attention.py, or None without triton."""
-    if find_spec("triton") is None:
-        return None
-    from longdraft.kernels.triton_impl.tree_attention import tree_attention
-
-    return tree_attention
-
-
-@cache
 def triton_kernels(name: str, device_type: str) -> Any | None:
     """kernels/triton_impl/<name>.py for tensors of this type of device; None without triton and off CUDA."""
     if device_type != "cuda" or find_spec("triton") is None:

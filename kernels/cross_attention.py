@@ -1,16 +1,16 @@
 """Attention of a draft's rows over another model's cache: every row reads all of its slot's committed rows, no mask.
 
-The plain reference is reference/cross_attention.py. Shapes: B slots, T rows of the pass, S cache capacity, H query
+The plain reference is reference/cross_attention.py. On a GPU with Triton the kernel of the tree attention serves, which
+reads no length to the host. Shapes: B slots, T rows of the pass, S cache capacity, H query
 heads, K key/value heads, G = H / K, d head width.
 """
-
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from longdraft.kernels.cpu_impl import rows
+from longdraft.kernels.tree_attention import triton_for
 
 
 def cross_attention(
@@ -18,7 +18,6 @@ def cross_attention(
     keys_BSKd: Tensor,
     values_BSKd: Tensor,
     lengths_B: Tensor,
-    host_lengths: Sequence[int] | None = None,
 ) -> Tensor:
     """Every row of slot b reads the cache rows [0, lengths[b]).
 
@@ -27,7 +26,6 @@ def cross_attention(
         keys_BSKd, values_BSKd: cache rows in q's dtype, K divides H (head h reads h // G); what lies beyond a length is
             never read (it may be NaN). Their strides may differ.
         lengths_B: int64.
-        host_lengths: the same numbers, where the caller has them: spares reading `lengths_B` from the device.
     Returns: [B, T, H, d] in q's dtype, scores scaled by d ** -0.5; zero for a slot of length 0.
     """
     n_slots, n_rows = q_BTHd.shape[:2]
@@ -40,8 +38,9 @@ def cross_attention(
         # A tree none of whose rows sees any row of its own pass, itself included; there must be room for such rows.
         blind_BTT = torch.zeros(n_slots, n_rows, n_rows, dtype=torch.bool)
         return rows.attention_rows(q_BTHd, keys_BSKd, values_BSKd, lengths_B, blind_BTT)
-    lengths = lengths_B.tolist() if host_lengths is None else host_lengths
-    slots = zip(q_BTHd, keys_BSKd, values_BSKd, lengths, strict=True)
+    if (triton := triton_for(q_BTHd)) is not None:
+        return triton.cross_attention(q_BTHd, keys_BSKd, values_BSKd, lengths_B)[0]
+    slots = zip(q_BTHd, keys_BSKd, values_BSKd, lengths_B.tolist(), strict=True)
     return torch.stack([_slot_attention(q, keys[:length], values[:length]) for q, keys, values, length in slots])
 
 

@@ -7,12 +7,13 @@ Shapes: B slots, T rows of the pass, S cache capacity, H query heads, K key/valu
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from longdraft.kernels.backend import triton_tree_attention
+from longdraft.kernels import backend
 from longdraft.kernels.causal_attention import causal_attention
 from longdraft.kernels.cpu_impl import rows
 from longdraft.kernels.reference.tree_attention import MOST_ROWS, attended_rows, pack_tree
@@ -87,10 +88,10 @@ def tree_attention(
     if q_BTHd.device.type == "cpu" and n_rows <= rows.MOST_ATTENTION_ROWS and rows.can_attend(q_BTHd):
         return rows.attention_rows(q_BTHd, keys_BSKd, values_BSKd, lengths_B, tree_mask_BTT, window)
     plan = plan or plan_pass(lengths_B, n_rows, tree_mask_BTT)
-    if _serves_triton(q_BTHd, n_rows) and (triton := triton_tree_attention()) is not None:
+    if (triton := triton_for(q_BTHd)) is not None:
         bits_BT2, depth_BT = plan.tree
         is_tree = tree_mask_BTT is not None
-        return triton(q_BTHd, keys_BSKd, values_BSKd, lengths_B, bits_BT2, depth_BT, is_tree, window)[0]
+        return triton.tree_attention(q_BTHd, keys_BSKd, values_BSKd, lengths_B, bits_BT2, depth_BT, is_tree, window)[0]
     if plan.tree_mask_BTT is None and max(plan.starts) == 0:
         return causal_attention(q_BTHd, keys_BSKd[:, :n_rows], values_BSKd[:, :n_rows], window)
     if n_slots == 1:
@@ -102,8 +103,11 @@ def tree_attention(
     return torch.cat(outputs)
 
 
-def _serves_triton(q_BTHd: Tensor, n_rows: int) -> bool:
-    return q_BTHd.is_cuda and n_rows <= MOST_ROWS
+def triton_for(q_BTHd: Tensor) -> Any | None:
+    """triton_impl/tree_attention.py, where it serves passes of so many rows on this device."""
+    if q_BTHd.shape[1] > MOST_ROWS:
+        return None
+    return backend.triton_kernels("tree_attention", q_BTHd.device.type)
 
 
 def _slot_attention(

@@ -98,7 +98,16 @@ class LongSpecDrafter(Drafter):
         widths = _fit(self.widths, room)
         if not widths:
             return TokenTree.roots(state.roots)
-        self._catch_up(state)
+        assert self._window is not None and self._cache is not None
+        count = self._missing(state)
+        # A slot that takes no part may lack more than is written here.
+        self._known, self._unknown = torch.where(state.active, state.positions, self._known), 0
+        owners = self.draft, self._window, self._cache
+        return state.run(("longspec", count, *widths), owners, lambda state: self._grow(state, count, widths))
+
+    def _grow(self, state: SlotState, count: int, widths: Sequence[int]) -> TokenTree:
+        """The tree of these levels, after the `count` positions before the root are in the ring."""
+        self._catch_up(state, count)
         nodes_BT = state.roots[:, None]
         scores_BT = torch.zeros_like(nodes_BT, dtype=torch.float32)
         ancestors_BTN = torch.ones_like(nodes_BT, dtype=torch.bool)[:, :, None]  # rows of the tree open to each query
@@ -116,18 +125,18 @@ class LongSpecDrafter(Drafter):
             own_WW = torch.eye(chosen_BW.shape[1], dtype=torch.bool, device=chosen_BW.device)
             ancestors_BTN = torch.cat([above_BWN, own_WW.expand(len(above_BWN), -1, -1)], dim=2)
             nodes_BT, scores_BT = chosen_BW, lasting_BW
-        return TokenTree(*(torch.cat(part, dim=1) for part in (tokens, parents, classes)))
+        tree = TokenTree(*(torch.cat(part, dim=1) for part in (tokens, parents, classes)))
+        if state.graphs.recording:  # what pruning and the pass will ask of the tree is recorded with it
+            _ = tree.ancestors, tree.depths
+        return tree
 
-    def _catch_up(self, state: SlotState) -> None:
+    def _catch_up(self, state: SlotState, count: int) -> None:
         """Keys and values of what was committed since the last time, up to the root, by one projection.
 
         The root's own come with its query. Slots that have less to write write some positions again, or position 0.
         """
         begin, window, ends_B = time.perf_counter(), self._window, state.positions
         assert window is not None
-        count = self._missing(state)
-        # A slot that takes no part may lack more than is written here.
-        self._known, self._unknown = torch.where(state.active, ends_B, self._known), 0
         if count:
             tokens_BT = state.history.read(ends_B - count, count)
             positions_BT = (ends_B[:, None] + torch.arange(-count, 0, device=ends_B.device)).clamp(min=0)

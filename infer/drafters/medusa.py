@@ -71,15 +71,24 @@ class MedusaDrafter(Drafter):
         if room < 1:
             return TokenTree.roots(state.roots)
         shape, template = self._fitting(min(room, self.max_nodes))
+        owners = self.draft, template
+        return state.run(
+            ("medusa",), owners, lambda *given: self._fill(shape, template, *given), self._hidden_BD, self._at_B
+        )
+
+    def _fill(
+        self, shape: TreeShape, template: TreeTemplate, state: SlotState, hidden_BD: Tensor, at_B: Tensor
+    ) -> TokenTree:
+        """The tree of the heads' best tokens."""
         begin = perf_counter()
-        logits_BIV = self._lm_head(torch.stack(self.draft.states(self._hidden_BD)[: shape.depth], dim=1))
+        logits_BIV = self._lm_head(torch.stack(self.draft.states(hidden_BD)[: shape.depth], dim=1))
         self.pass_seconds += perf_counter() - begin
         ranked = [
             state.ranking(logits_BIV[:, i], offset=i + 1).topk(shape.ranks, dim=-1).indices for i in range(shape.depth)
         ]
         tree = template.fill(state.roots, torch.stack(ranked, dim=1))
         # The state before the root is unknown after a prompt of one token, or where an outer engine took tokens back.
-        known_B = (self._at_B >= 0) & (self._at_B == state.positions - 1) & state.active
+        known_B = (at_B >= 0) & (at_B == state.positions - 1) & state.active
         if backend.reads_are_free(known_B.device) and known_B.all():
             return tree
         return tree.with_tokens(tree.tokens, tree.parents.masked_fill(~known_B[:, None] & (tree.parents >= 0), PAD))

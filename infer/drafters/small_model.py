@@ -114,7 +114,7 @@ class SmallModelDrafter(Drafter):
         for offset in range(1, count + 1):
             chain.append(state.ranking(logits_BV, offset).argmax(-1))
             if offset < count:
-                logits_BV = self._pass(chain[-1][:, None], state.positions + offset, state.active.long())
+                logits_BV = self._pass(state, chain[-1][:, None], state.positions + offset, state.active.long())
         self._drafted[:, : count - 1] = torch.stack(chain, 1)[:, :-1]
         self._drafted[:, count - 1 :] = -1
         self._drafted_at = state.positions + 1
@@ -147,18 +147,24 @@ class SmallModelDrafter(Drafter):
         assert self._cache is not None
         self._cache.settle()
         first_B = self._cache.tokens
-        return self._pass(state.history.read(first_B, width), first_B, counts_B, rows_B1)
+        return self._pass(state, state.history.read(first_B, width), first_B, counts_B, rows_B1)
 
-    def _pass(self, tokens_BT: Tensor, first_B: Tensor, counts_B: Tensor, rows_B1: Tensor | None = None) -> Tensor:
+    def _pass(
+        self, state: SlotState, tokens_BT: Tensor, first_B: Tensor, counts_B: Tensor, rows_B1: Tensor | None = None
+    ) -> Tensor:
         """A chain at positions first_B, first_B + 1, ...: logits [B, V] of one row (the last) of each slot."""
-        assert self._cache is not None
-        width = tokens_BT.shape[1]
-        positions_BT = first_B[:, None] + torch.arange(width, device=first_B.device)
+        cache, width = self._cache, tokens_BT.shape[1]
+        assert cache is not None
         rows_B1 = torch.full_like(first_B, width - 1)[:, None] if rows_B1 is None else rows_B1
-        output = self.small.model(tokens_BT, cache=self._cache, positions_BT=positions_BT, logits_rows_BR=rows_B1)
-        self._cache.keep(None, counts_B)
-        assert output.logits is not None
-        return output.logits[:, 0]
+
+        def run(tokens_BT: Tensor, first_B: Tensor, counts_B: Tensor, rows_B1: Tensor) -> Tensor:
+            positions_BT = first_B[:, None] + torch.arange(width, device=first_B.device)
+            output = self.small.model(tokens_BT, cache=cache, positions_BT=positions_BT, logits_rows_BR=rows_B1)
+            cache.keep(None, counts_B)
+            assert output.logits is not None
+            return output.logits[:, 0]
+
+        return state.graphs.run(("small model",), (self.small.model, cache), run, tokens_BT, first_B, counts_B, rows_B1)
 
     def observe(self, state: SlotState, tree: TokenTree, verdict: Verdict, output: TargetOutput) -> None:
         if self._most_behind is not None:

@@ -162,6 +162,10 @@ class TokenRecycling(Drafter):
     @torch.no_grad()
     def propose(self, state: SlotState, room: int) -> TokenTree:
         self.needs = frozenset({"logits"})
+        return state.run(("token recycling", room), (self,), lambda state: self._grow(state, room))
+
+    def _grow(self, state: SlotState, room: int) -> TokenTree:
+        """The tree of what the table holds behind the roots, at most `room` nodes."""
         roots_B, batch = state.roots, len(state.roots)
         tokens_BN = torch.empty(batch, 1 + self.max_nodes, dtype=torch.int64, device=self._device)
         tokens_BN[:, 0] = roots_B
@@ -204,30 +208,40 @@ class TokenRecycling(Drafter):
     @torch.no_grad()
     def observe(self, state: SlotState, tree: TokenTree, verdict: Verdict, output: TargetOutput) -> None:
         assert output.logits is not None
-        logits_MV = output.logits.flatten(0, 1)
-        if backend.reads_are_free(logits_MV.device):
-            last = _last_places(tree, verdict)
-            if not last:
-                return
-            tokens_M, places_M = torch.tensor([list(last), list(last.values())])
-            if len(last) < len(logits_MV):
-                logits_MV = logits_MV[places_M]
-                places_M = torch.arange(len(last))
-        else:
-            tokens_M, places_M = self._last_of_each(tree, verdict.counts > 0)
+        if not backend.reads_are_free(output.logits.device):
+            of_tree = tree.tokens, tree.parents, tree.depths
+            state.graphs.run(
+                ("token recycling's table",), (self,), self._write_all, output.logits, *of_tree, verdict.counts
+            )
+            return
+        logits_MV, last = output.logits.flatten(0, 1), _last_places(tree, verdict)
+        if not last:
+            return
+        tokens_M, places_M = torch.tensor([list(last), list(last.values())])
+        if len(last) < len(logits_MV):
+            logits_MV = logits_MV[places_M]
+            places_M = torch.arange(len(last))
         logits_MK, ids_MK = largest(logits_MV, CANDIDATES)
         self._write(tokens_M, logits_MK[places_M], ids_MK[places_M])
 
-    def _last_of_each(self, tree: TokenTree, took_part_B: Tensor) -> tuple[Tensor, Tensor]:
+    def _write_all(
+        self, logits_BNV: Tensor, tokens_BN: Tensor, parents_BN: Tensor, depths_BN: Tensor, counts_B: Tensor
+    ) -> None:
+        """The rows of a verified tree's tokens, without reading on the host which of them are there."""
+        there_BN = (parents_BN != PAD) & (counts_B > 0)[:, None]
+        tokens_M, places_M = self._last_of_each(tokens_BN, depths_BN, there_BN)
+        logits_MK, ids_MK = largest(logits_BNV.flatten(0, 1), CANDIDATES)
+        self._write(tokens_M, logits_MK[places_M], ids_MK[places_M])
+
+    def _last_of_each(self, tokens_BN: Tensor, depths_BN: Tensor, there_BN: Tensor) -> tuple[Tensor, Tensor]:
         """The tokens of a verified tree and where (slot * N + node) each stands last, in the order of the class's docs.
 
         All other nodes are there too, with TRASH for a token: how many there are is not known without a wait.
         """
-        tokens_M, count = tree.tokens.flatten(), tree.tokens.numel()
-        there_M = ((tree.parents != PAD) & took_part_B[:, None]).flatten()
-        order_M = tree.depths.flatten() * count + torch.arange(count, device=self._device)
+        tokens_M, count, there_M = tokens_BN.flatten(), tokens_BN.numel(), there_BN.flatten()
+        order_M = depths_BN.flatten() * count + torch.arange(count, device=self._device)
         # By token, then by order; what is not there comes before everything.
-        keys_M = torch.where(there_M, tokens_M * (count * tree.width) + order_M, -1)
+        keys_M = torch.where(there_M, tokens_M * (count * tokens_BN.shape[1]) + order_M, -1)
         places_M = keys_M.argsort()
         tokens_M = tokens_M[places_M]
         last_M = there_M[places_M]

@@ -11,6 +11,7 @@ Shapes: L layers, B slots, D hidden, H query heads, d head width, V vocabulary, 
 
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -180,20 +181,16 @@ class TokenSwiftDrafter(Drafter):
 
     @torch.no_grad()
     def propose(self, state: SlotState, room: int) -> TokenTree:
-        begin = self._began = self.clock()
+        self._began = self.clock()
         if self._can_select and self._draft_pass == "auto":
             self._choice.plan(self._longest(state))
             if not self._holds_cache:
                 self._selected = None if self._choice.phase == "short" else self._selected
         with_pass = self._holds_cache
-        base_BV, logits_BIV = self._logits(state, with_pass)
-        self.pass_seconds += self.clock() - begin
-        shape = self._shapes[with_pass]
-        rows = [logits_BIV[:, i] for i in range(logits_BIV.shape[1])]
-        if base_BV is not None:
-            rows.insert(0, base_BV)
-        ranked = [state.ranking(row, offset=i + 1).topk(shape.ranks).indices for i, row in enumerate(rows)]
-        tree = self._templates[with_pass].fill(state.roots, torch.stack(ranked, dim=1))
+        selected = self._select() if with_pass else None
+        owners = (self.draft, self._templates[with_pass], *([] if selected is None else [selected]))
+        fill = partial(self._fill, selected)
+        tree = state.run(("tokenswift",), owners, fill, self._hidden)
         known_B = None if with_pass else self._hidden_at + 1 == state.positions
         if self.ngrams:
             return self._merge(state, tree, known_B, with_pass, room)
@@ -214,20 +211,25 @@ class TokenSwiftDrafter(Drafter):
         at_work = [length for length, active in zip(lengths, state.active.tolist(), strict=True) if active]
         return max(at_work, default=longest)
 
-    def _logits(self, state: SlotState, with_pass: bool) -> tuple[Tensor | None, Tensor]:
-        """The target's own row on the selected cache, [B, V], or None, and those of the heads in use, [B, I, V]."""
-        hidden_BD, base_BV = self._hidden, None
-        if with_pass:
+    def _fill(self, selected: SelectedCache | None, state: SlotState, hidden_BD: Tensor) -> TokenTree:
+        """The heads' tree below each root; on a selected cache, below the token that the target's own row gives."""
+        begin, rows = self.clock(), list[Tensor]()
+        if selected is not None:
             output = self.target.model(
                 state.roots[:, None],
-                cache=self._select(),
+                cache=selected,
                 positions_BT=state.positions[:, None],
                 needs=self.draft.needs | {"logits"},
             )
             assert output.logits is not None
-            base_BV, hidden_BD = output.logits[:, 0], getattr(output, self._state_field)[:, 0].to(self._hidden.dtype)
+            rows.append(output.logits[:, 0])
+            hidden_BD = getattr(output, self._state_field)[:, 0].to(hidden_BD.dtype)
         states = self.draft.states(hidden_BD)[: self.shape.depth]
-        return base_BV, self.target.model.lm_head(torch.stack(states, dim=1))
+        rows += self.target.model.lm_head(torch.stack(states, dim=1)).unbind(1)
+        self.pass_seconds += self.clock() - begin
+        ranks = self._shapes[selected is not None].ranks
+        ranked = [state.ranking(row, offset=i + 1).topk(ranks).indices for i, row in enumerate(rows)]
+        return self._templates[selected is not None].fill(state.roots, torch.stack(ranked, dim=1))
 
     def _merge(
         self, state: SlotState, tree: TokenTree, known_B: Tensor | None, with_pass: bool, room: int

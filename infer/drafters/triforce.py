@@ -236,7 +236,7 @@ class TriForceDrafter(Drafter):
         self._outer = state.positions.clone()
         return SlotState(
             state.roots.clone(), state.positions.clone(), state.active.clone(), self._history, state.sampling,
-            self._committed,
+            self._committed, state.graphs,
         )  # fmt: skip
 
     def _list_committed(self, state: SlotState, active: Sequence[int], positions: Sequence[int]) -> None:

@@ -23,7 +23,7 @@ NO_WINDOW = 1 << 30
 @triton.jit
 def _runs(
     p_q, p_k, p_v, p_bits, p_depth, p_length, p_out, p_lse, scale,
-    q_b, q_t, q_h, k_b, k_s, k_h, v_b, v_s, v_h, n_rows, n_kv, n_splits, window,
+    q_b, q_t, q_h, k_b, k_s, k_h, v_b, v_s, v_h, n_rows, n_own, n_kv, n_splits, window,
     TREE: tl.constexpr, WINDOW: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -37,13 +37,15 @@ def _runs(
     m_md = m_m[:, None] & m_d[None, :]
     b_q = tl.load(p_q + i_b * q_b + o_t[:, None] * q_t + o_h[:, None] * q_h + o_d[None, :], mask=m_md, other=0.0)
     length = tl.load(p_length + i_b).to(tl.int32)
-    b_low = tl.load(p_bits + (i_b * n_rows + o_t) * 2, mask=m_m, other=0)
-    b_high = tl.load(p_bits + (i_b * n_rows + o_t) * 2 + 1, mask=m_m, other=0)
-    b_depth = tl.load(p_depth + i_b * n_rows + o_t, mask=m_m, other=0)
+    if TREE:
+        b_low = tl.load(p_bits + (i_b * n_rows + o_t) * 2, mask=m_m, other=0)
+        b_high = tl.load(p_bits + (i_b * n_rows + o_t) * 2 + 1, mask=m_m, other=0)
+    if WINDOW:
+        b_depth = tl.load(p_depth + i_b * n_rows + o_t, mask=m_m, other=0)
 
     # No row of the pass reads below `first`: the least deep row of a window is a root, of depth 0.
     first = tl.maximum(length - window + 1, 0) if WINDOW else 0
-    stop = length + n_rows
+    stop = length + n_own  # the pass's own rows lie behind the committed ones, or are not read at all
     run = tl.cdiv(tl.cdiv(stop - first, n_splits), BLOCK_N) * BLOCK_N
     begin = first + i_split * run
     end = tl.minimum(begin + run, stop)
@@ -143,6 +145,28 @@ def tree_attention(
         n_splits: runs of keys; None: from the shapes and the device.
     Returns: output [B, T, H, d] in q's dtype, log-sum-exp fp32 [B, T, H] (natural; -inf where nothing is read).
     """
+    return _attend(q_BTHd, keys_BSKd, values_BSKd, lengths_B, (bits_BT2, depth_BT), is_tree, True, window, n_splits)
+
+
+def cross_attention(
+    q_BTHd: Tensor, keys_BSKd: Tensor, values_BSKd: Tensor, lengths_B: Tensor, n_splits: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """See `longdraft.kernels.cross_attention.cross_attention`: as `tree_attention`, but no row of the pass is read."""
+    nothing = lengths_B, lengths_B  # in the place of ancestors and depths, which are not read either
+    return _attend(q_BTHd, keys_BSKd, values_BSKd, lengths_B, nothing, False, False, None, n_splits)
+
+
+def _attend(
+    q_BTHd: Tensor,
+    keys_BSKd: Tensor,
+    values_BSKd: Tensor,
+    lengths_B: Tensor,
+    tree: tuple[Tensor, Tensor],
+    is_tree: bool,
+    own: bool,
+    window: int | None,
+    n_splits: int | None,
+) -> tuple[Tensor, Tensor]:
     n_slots, n_rows, n_heads, width = q_BTHd.shape
     n_kv = keys_BSKd.shape[2]
     group, capacity = n_heads // n_kv, keys_BSKd.shape[1]
@@ -161,9 +185,9 @@ def tree_attention(
     lse_BTH = torch.empty((n_slots, n_rows, n_heads), dtype=torch.float32, device=q_BTHd.device)
     runs_kernel: Any = _runs[(n_blocks, n_splits, n_slots * n_kv)]  # its launch options are not in its signature
     runs_kernel(
-        q_BTHd, keys_BSKd, values_BSKd, bits_BT2, depth_BT, lengths_B, runs, lses, width**-0.5 * LOG2E.value,
+        q_BTHd, keys_BSKd, values_BSKd, *tree, lengths_B, runs, lses, width**-0.5 * LOG2E.value,
         *q_BTHd.stride()[:3], *keys_BSKd.stride()[:3], *values_BSKd.stride()[:3],
-        n_rows, n_kv, n_splits, NO_WINDOW if window is None else window,
+        n_rows, n_rows if own else 0, n_kv, n_splits, NO_WINDOW if window is None else window,
         TREE=is_tree, WINDOW=window is not None, GROUP=group, WIDTH=width,
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d,
         PRECISION="ieee" if q_BTHd.dtype == torch.float32 else "tf32",

@@ -7,6 +7,9 @@ in the key, and a read that would wait for the device all fail here.
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -25,7 +28,7 @@ from longdraft.kernels.cpu_impl import rows
 from longdraft.kernels.reference import cross_attention as cross_reference
 from longdraft.kernels.reference.tree_attention import attended_rows
 
-VOCAB, NEW = 61, 24
+VOCAB, NEW = 61, 16
 READS = ("tolist", "item", "__bool__", "__int__", "__float__", "numpy", "__index__", "nonzero")
 
 
@@ -111,18 +114,12 @@ def as_on_a_gpu(monkeypatch):
     """Reads are not free, no C kernels, attention without a host; engines record with `record`."""
     monkeypatch.setattr(backend, "reads_are_free", lambda device: False)
     monkeypatch.setattr(rows, "library", lambda: None)
-    monkeypatch.setattr(tree_attention, "_serves_triton", lambda q, n_rows: True)
-    monkeypatch.setattr(tree_attention, "triton_tree_attention", lambda: dense)
-    monkeypatch.setattr(cross_attention, "cross_attention", cross_reference.cross_attention)
+    cross = lambda *given: (cross_reference.cross_attention(*given), None)  # noqa: E731
+    kernels = SimpleNamespace(tree_attention=dense, cross_attention=cross)
+    for module in (tree_attention, cross_attention):
+        monkeypatch.setattr(module, "triton_for", lambda q: kernels)
     monkeypatch.setattr(engine_module, "_graphs", lambda *_: Graphs(record))
     RECORDED.clear()
-
-
-def run(engine: Engine, prompts, params, times: int = 2) -> list[list[int]]:
-    """The tokens, twice from the same engine: the second call goes on with what the first has recorded."""
-    for _ in range(times):
-        found = [one.tokens for one in engine.generate(prompts, params)]
-    return found
 
 
 SAMPLINGS = {
@@ -133,15 +130,37 @@ SAMPLINGS = {
 }
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
-@pytest.mark.parametrize("drafter", ["plain"])
-def test_recorded_steps_give_plain_tokens(tiny_target, plain_tokens, seeded, as_on_a_gpu, drafter, sampling):
-    target = tiny_target(n_layers=2, vocab_size=VOCAB)
+DRAFTERS = (
+    "longspec", "medusa", "tokenswift", "tokenswift_draft_pass", "triforce", "token_recycling", "small_model",
+)  # fmt: skip
+CASES = [*(("plain", name) for name in SAMPLINGS), *((name, "T1") for name in DRAFTERS), ("longspec", "penalties")]
+
+
+@pytest.fixture
+def made(tiny_target):
+    """(name) -> a target and a drafter of test_exactness.py for it."""
+    spec = spec_from_file_location("exactness", Path(__file__).with_name("test_exactness.py"))
+    assert spec is not None and spec.loader is not None
+    exactness = module_from_spec(spec)
+    spec.loader.exec_module(exactness)
+
+    def make(name: str):
+        target = tiny_target(vocab_size=VOCAB, n_kv_heads=2, max_positions=120)
+        small = tiny_target(vocab_size=VOCAB, n_layers=1, n_kv_heads=1, seed=5, max_positions=120)
+        return target, name if name == "plain" else exactness.DRAFTERS[name](target, small)
+
+    return make
+
+
+@pytest.mark.parametrize(("drafter", "sampling"), CASES)
+def test_recorded_steps_give_plain_tokens(made, plain_tokens, seeded, as_on_a_gpu, drafter, sampling):
+    target, proposing = made(drafter)
     generator = torch.Generator().manual_seed(5)
-    prompts = [torch.randint(VOCAB, (count,), generator=generator).tolist() for count in (9, 3, 17)]
-    params = seeded(sampling, len(prompts), NEW)
-    engine = Engine(target, drafter, slots=2)
-    found = run(engine, prompts, params)
+    prompts = [torch.randint(VOCAB, (count,), generator=generator).tolist() for count in (9, 3, 30)]
+    params = seeded(SAMPLINGS[sampling], len(prompts), NEW)
     with mock.patch.object(engine_module, "_graphs", lambda *_: Graphs()):
-        assert found == plain_tokens(target, prompts, params)
+        expected = plain_tokens(target, prompts, params)
+    engine = Engine(target, proposing, slots=2, nodes=8 if drafter != "plain" else "auto")
+    for _ in range(2):  # the second call goes on with what the first has recorded
+        assert [one.tokens for one in engine.generate(prompts, params)] == expected
     assert len(RECORDED) >= 2

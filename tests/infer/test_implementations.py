@@ -1,5 +1,7 @@
 """A reduced matrix of exactness for each implementation of attention: compiled C, PyTorch, Triton interpreted."""
 
+from importlib import import_module
+
 import pytest
 import torch
 
@@ -16,9 +18,10 @@ def use(name, monkeypatch) -> list[int]:
     if name != "compiled":
         monkeypatch.setattr(attention.rows, "can_attend", lambda _: False)
     if name == "triton":
-        original = attention.triton_tree_attention()
-        monkeypatch.setattr(attention, "_serves_triton", lambda q, n_rows: n_rows <= attention.MOST_ROWS)
-        monkeypatch.setattr(attention, "triton_tree_attention", lambda: lambda *a: calls.append(1) or original(*a))
+        kernels = import_module("longdraft.kernels.triton_impl.tree_attention")
+        original = kernels.tree_attention
+        monkeypatch.setattr(kernels, "tree_attention", lambda *a: calls.append(1) or original(*a))
+        monkeypatch.setattr(attention, "triton_for", lambda q: kernels)
     return calls
 
 

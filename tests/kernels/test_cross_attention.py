@@ -55,14 +55,6 @@ def test_every_row_reads_its_slots_rows_and_no_other(implementation, heads, leng
                 assert difference < 1e-5, f"slot {slot}, row {row}, head {head}: {difference}"
 
 
-def test_lengths_known_on_the_host_change_nothing(implementation):
-    lengths = [5, 0, 60]
-    keys, values = poisoned(lengths, 2, 8)
-    q = draw(3, 4, 4, 8, seed=1)
-    out = cross_attention(q, keys, values, torch.tensor(lengths), host_lengths=lengths)
-    assert torch.equal(out, cross_attention(q, keys, values, torch.tensor(lengths)))
-
-
 def test_queries_may_be_a_slice_of_a_wider_projection(implementation):
     keys, values = poisoned([30, 11], 2, 8)
     wide = draw(2, 5, 9, 8, seed=1)

@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from longdraft.kernels.reference.cross_attention import cross_attention as cross_reference
 from longdraft.kernels.reference.tree_attention import MOST_ROWS, attended_rows, pack_tree
 from longdraft.kernels.reference.tree_attention import tree_attention as reference
-from longdraft.kernels.triton_impl.tree_attention import choose_splits, tree_attention
+from longdraft.kernels.triton_impl.tree_attention import choose_splits, cross_attention, tree_attention
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -135,3 +136,19 @@ def test_runs_follow_the_shapes_alone():
     assert choose_splits(8, 1 << 17, 132, 64) == 64
     assert choose_splits(8, 100, 132, 64) == 1  # too few keys to share
     assert all(choose_splits(8, 1 << n, 132, 64) <= choose_splits(8, 1 << n + 1, 132, 64) for n in range(6, 17))
+
+
+@pytest.mark.parametrize("n_splits", [None, 4])
+@pytest.mark.parametrize("case", [(4, 4, 16, [0], 1), (6, 2, 64, [1, 0, 130], 9), (8, 1, 80, [64, 63], 16)], ids=str)
+def test_cross_attention_reads_no_row_of_the_pass(case, n_splits):
+    """The cache ends at the longest slot's length: there is no room for a pass; NaN behind each length."""
+    n_heads, n_kv, width, lengths, n_rows = case
+    generator = torch.Generator().manual_seed(3)
+    keys, values = torch.full((2, len(lengths), max(max(lengths), 1), n_kv, 2 * width), float("nan"))[..., :width]
+    for slot, length in enumerate(lengths):
+        keys[slot, :length] = torch.randn(length, n_kv, width, generator=generator)
+        values[slot, :length] = torch.randn(length, n_kv, width, generator=generator)
+    q, lengths_B = torch.randn(len(lengths), n_rows, n_heads, width, generator=generator), torch.tensor(lengths)
+    out, lse = cross_attention(*(x.to(DEVICE) for x in (q, keys, values, lengths_B)), n_splits)
+    torch.testing.assert_close(out.cpu(), cross_reference(q, keys, values, lengths_B), rtol=0, atol=2e-5)
+    assert [bool(x.isneginf().all()) for x in lse.cpu()] == [length == 0 for length in lengths]
