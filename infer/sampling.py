@@ -18,6 +18,7 @@ from torch import Tensor
 from longdraft.infer.history import History
 from longdraft.infer.penalties import Penalties
 from longdraft.kernels import backend
+from longdraft.kernels.choice import choose
 from longdraft.kernels.gumbel import gumbel_noise
 
 # Rows of noise kept for each slot on the CPU: drafting, verifying and the next step ask for the same positions.
@@ -240,6 +241,11 @@ class SlotSampling:
         """
         # On a CPU the argmax of bf16 costs four times fp32's with the conversion.
         return self.scores(logits_BV, history, positions_B).float().argmax(dim=-1)
+
+    def choose_all(self, logits_BNV: Tensor, positions_BN: Tensor) -> Tensor:
+        """`choose` at all nodes at once, int64 [B, N]; where `unfiltered`, for then no node's history counts."""
+        assert self.unfiltered
+        return choose(logits_BNV, self.seeds, positions_BN + 1, self.temperatures)
 
     def scores(self, logits_BV: Tensor, history: History, positions_B: Tensor) -> Tensor:
         """What `choose` takes the argmax of: filtered penalised logits / T plus noise, where greedy without them."""

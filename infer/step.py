@@ -13,7 +13,8 @@ from torch import Tensor
 
 from longdraft.infer.drafters.base import Drafter, SlotState
 from longdraft.infer.tree import TokenTree
-from longdraft.infer.verify import Verdict, walk
+from longdraft.infer.verify import Verdict, walk, walk_chosen
+from longdraft.kernels import backend
 from longdraft.models.decoder import Decoder, TargetOutput
 from longdraft.models.kv_cache import KVCache
 
@@ -87,14 +88,23 @@ def take_step(
     assert output.logits is not None
     clock = _Clock()
 
-    def commit(state: SlotState, logits_BNV: Tensor, tokens_BN: Tensor, parents_BN: Tensor) -> Verdict:
+    def commit(
+        state: SlotState, logits_BNV: Tensor, tokens_BN: Tensor, parents_BN: Tensor, *of_tree: Tensor
+    ) -> Verdict:
         nodes = TokenTree(tokens_BN, parents_BN)
-        verdict = walk(nodes, _choice(state, logits_BNV, clock), state.active, drafter.max_depth)
+        if state.sampling.unfiltered and not backend.reads_are_free(tokens_BN.device):
+            positions_BN = state.positions[:, None] if alone else state.positions[:, None] + of_tree[1]
+            choices_BN = state.sampling.choose_all(logits_BNV, positions_BN)
+            verdict = walk_chosen(nodes, choices_BN, state.active, drafter.max_depth)
+            steps_P = torch.arange(1, 2 + drafter.max_depth, device=tokens_BN.device)
+            state.history.write(state.positions[:, None] + steps_P, verdict.tokens)
+        else:
+            verdict = walk(nodes, _choice(state, logits_BNV, clock), state.active, drafter.max_depth)
         cache.keep(verdict.rows, verdict.counts)
         return verdict
 
     commits = ("commit", drafter.max_depth)
-    verdict = state.run(commits, (cache,), commit, output.logits, tree.tokens, tree.parents)
+    verdict = state.run(commits, (cache,), commit, output.logits, tree.tokens, tree.parents, *of_tree)
     if graphs.recording:
         verdict = Verdict(verdict.rows.clone(), verdict.tokens.clone(), verdict.counts.clone())
     state.positions += verdict.counts

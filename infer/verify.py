@@ -13,6 +13,7 @@ from torch import Tensor
 
 from longdraft.infer.tree import TokenTree
 from longdraft.kernels import backend
+from longdraft.kernels.walk import walk as walk_kernel
 
 
 @dataclass(frozen=True)
@@ -60,3 +61,8 @@ def walk(tree: TokenTree, choose: Callable[[Tensor, int], Tensor], active_B: Ten
             break
         nodes = torch.where(found, child, nodes)
     return Verdict(torch.stack(rows, 1), torch.stack(tokens, 1), counts)
+
+
+def walk_chosen(tree: TokenTree, choices_BN: Tensor, active_B: Tensor, max_depth: int) -> Verdict:
+    """The same walk where the choice at every node is known: choices_BN int64 [B, N]. On a GPU one launch."""
+    return Verdict(*walk_kernel(tree.tokens, tree.parents, choices_BN, active_B, max_depth))

@@ -5,6 +5,7 @@ Not here: how the noise is used (infer/sampling.py). Shapes: B sequences, J posi
 
 from torch import Tensor
 
+from longdraft.kernels import backend
 from longdraft.kernels.cpu_impl import rows
 from longdraft.kernels.reference.gumbel import gumbel_from_
 from longdraft.kernels.reference.gumbel import gumbel_noise as _reference
@@ -26,6 +27,8 @@ def gumbel_noise(seeds_B: Tensor, positions_BJ: Tensor, vocab_size: int) -> Tens
 
     Source: Philox from Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011).
     """
+    if (triton := backend.triton_kernels("gumbel", seeds_B.device.type)) is not None:
+        return triton.gumbel_noise(seeds_B, positions_BJ, vocab_size)
     if seeds_B.device.type == "cpu" and rows.library() is not None:
         return gumbel_from_(rows.negated_uniform(seeds_B, positions_BJ, vocab_size))
     return _reference(seeds_B, positions_BJ, vocab_size)

@@ -8,6 +8,7 @@ from longdraft.kernels import gumbel as module
 from longdraft.kernels.gumbel import gumbel_noise
 from longdraft.kernels.reference.gumbel import MASK, gumbel_of, philox_4x32
 from longdraft.kernels.reference.gumbel import gumbel_noise as reference
+from longdraft.kernels.triton_impl.gumbel import gumbel_noise as triton_noise
 
 
 def words(*values):
@@ -84,3 +85,12 @@ def test_argmax_draws_from_the_softmax():
     noise = gumbel_noise(torch.arange(20_000), torch.full((20_000, 1), 12), 5)[:, 0]
     counts = (logits + noise).argmax(1).bincount(minlength=5)
     assert stats.chisquare(counts.numpy(), (20_000 * logits.double().softmax(0)).numpy()).pvalue > 1e-3
+
+
+@pytest.mark.parametrize("vocab", [1, 1023, 1024, 1030])
+def test_tritons_noise_is_the_references_up_to_the_logarithms(vocab):
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    seeds = torch.tensor([0, 5, -1, 5, 2**63 - 1, 5])[::2]
+    positions = torch.tensor([[0, 2**32 - 1], [2**31, 5], [131_072, 2]]).T.contiguous().T
+    noise = triton_noise(seeds.to(device), positions.to(device), vocab).cpu()
+    torch.testing.assert_close(noise, reference(seeds, positions, vocab), rtol=5e-7, atol=1e-6)
