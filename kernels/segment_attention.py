@@ -2,18 +2,20 @@
 
 A segment's last query reads all of its keys, each query before it one key less (flash-attention's bottom-right
 alignment); whatever lies outside the segments is not read. On a GPU in half precision all segments go through one
-kernel (kernels/backend.py says whose), elsewhere each is a call of its own. The plain reference is
-reference/segment_attention.py. Not here: caches and trees (tree_attention.py).
-Shapes: N query rows, M key rows, S segments, H query heads, K key/value heads, d head width.
+kernel (kernels/backend.py says whose), elsewhere each is a call of its own. Its backward computes the gradients of keys
+and values too, wanted or not; where they are frozen, as the target's are, triton_impl/segment_attention.py computes the
+queries' alone. The plain reference is reference/segment_attention.py. Not here: caches and trees (tree_attention.py).
+Shapes: N query rows, M key rows, S segments, P queries in segments, H query heads, K key/value heads, d head width.
 """
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from longdraft.kernels import backend
 from longdraft.kernels.causal_attention import HALF, causal_attention
@@ -34,7 +36,7 @@ class Segment(NamedTuple):
 class Layout(NamedTuple):
     """Segments end to end. `q_rows`, `k_rows`: which rows lie there, a slice where they lie so already, int64 indices
     where they are gathered. `q_borders`, `k_borders` int32 [S + 1]: where each segment starts among them, and at the
-    end how many there are. `most_queries`, `most_keys`: of one segment."""
+    end how many there are. `most_queries`, `most_keys`: of one segment. `spans` int32 [S, 4]: the segments."""
 
     q_rows: slice | Tensor
     k_rows: slice | Tensor
@@ -42,6 +44,7 @@ class Layout(NamedTuple):
     k_borders: Tensor
     most_queries: int
     most_keys: int
+    spans: Tensor
 
 
 def segment_attention(
@@ -81,12 +84,58 @@ def in_one_call(
 ) -> Tensor:
     """`segment_attention` by one call of a function like `backend.varlen_attention`; none without queries."""
     layout = lay_end_to_end(segments, q_NHd.device)
+    return _put_back(attention(*_laid(layout, q_NHd, k_MKd, v_MKd), window), q_NHd, layout)
+
+
+def with_frozen_keys(
+    attention: Callable[..., tuple[Tensor, Tensor]],
+    query_gradient: Callable[..., Tensor],
+    q_NHd: Tensor,
+    k_MKd: Tensor,
+    v_MKd: Tensor,
+    segments: tuple[Segment, ...],
+    window: int | None,
+) -> Tensor:
+    """As `in_one_call`, with a gradient of the queries alone, by a function like the one of that name in
+    triton_impl/segment_attention.py. `attention` is told `with_lse=True` and gives the log-sum-exps, fp32 [H, P], too.
+    """
+    layout = lay_end_to_end(segments, q_NHd.device)
+    out_NHd: Any = _FrozenKeys.apply(attention, query_gradient, q_NHd, k_MKd, v_MKd, layout, window)
+    return out_NHd
+
+
+class _FrozenKeys(torch.autograd.Function):
+    """Copies that lay segments end to end are not kept: the gradient is of the rows where they are."""
+
+    @staticmethod
+    def forward(ctx, attention, query_gradient, q_NHd, k_MKd, v_MKd, layout, window):  # pyright: ignore[reportIncompatibleMethodOverride]
+        out, lse_HP = attention(*_laid(layout, q_NHd, k_MKd, v_MKd), window, with_lse=True)
+        assert lse_HP.shape == (q_NHd.shape[1], len(out)) and lse_HP.dtype == torch.float32, "not fp32 [H, P]"
+        out_NHd = _put_back(out, q_NHd, layout)
+        ctx.save_for_backward(q_NHd, k_MKd, v_MKd, out_NHd, lse_HP)
+        ctx.query_gradient, ctx.layout, ctx.window = query_gradient, layout, window
+        return out_NHd
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_NHd):  # pyright: ignore[reportIncompatibleMethodOverride]
+        layout = ctx.layout
+        segments = layout.spans, layout.q_borders, layout.most_queries
+        dq_NHd = ctx.query_gradient(*ctx.saved_tensors, grad_NHd, *segments, ctx.window)
+        return None, None, dq_NHd, None, None, None, None
+
+
+def _laid(layout: Layout, q_NHd: Tensor, k_MKd: Tensor, v_MKd: Tensor) -> tuple[Any, ...]:
+    """What a function like `backend.varlen_attention` takes, but for the window."""
     rows = q_NHd[layout.q_rows], k_MKd[layout.k_rows], v_MKd[layout.k_rows]
-    out = attention(*rows, layout.q_borders, layout.k_borders, layout.most_queries, layout.most_keys, window)
-    if len(out) == len(q_NHd):
-        return out
+    return *rows, layout.q_borders, layout.k_borders, layout.most_queries, layout.most_keys
+
+
+def _put_back(out_PHd: Tensor, q_NHd: Tensor, layout: Layout) -> Tensor:
+    if len(out_PHd) == len(q_NHd):
+        return out_PHd
     out_NHd = torch.zeros_like(q_NHd)
-    out_NHd[layout.q_rows] = out
+    out_NHd[layout.q_rows] = out_PHd
     return out_NHd
 
 
@@ -124,7 +173,8 @@ def lay_end_to_end(segments: tuple[Segment, ...], device: torch.device) -> Layou
     """What kernels for sequences of several lengths want to know; at least one segment, none without queries."""
     q_rows, q_borders, most_queries = _end_to_end([(s.q_start, s.q_stop) for s in segments], device)
     k_rows, k_borders, most_keys = _end_to_end([(s.k_start, s.k_stop) for s in segments], device)
-    return Layout(q_rows, k_rows, q_borders, k_borders, most_queries, most_keys)
+    spans = torch.tensor(segments, dtype=torch.int32, device=device)
+    return Layout(q_rows, k_rows, q_borders, k_borders, most_queries, most_keys, spans)
 
 
 def _end_to_end(spans: Sequence[tuple[int, int]], device: torch.device) -> tuple[slice | Tensor, Tensor, int]:

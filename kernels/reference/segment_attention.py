@@ -28,14 +28,42 @@ def segment_attention(
     window: int | None = None,
 ) -> Tensor:
     """Same contract as `longdraft.kernels.segment_attention.segment_attention`; segments are not checked."""
-    n_queries, n_heads, head_dim = q_NHd.shape
-    mask_NM = read_keys(n_queries, len(k_MKd), segments, window).to(q_NHd.device)
-    # Rows that nobody reads may hold NaN, which 0 * NaN would carry into the sum over values.
-    read_M11 = mask_NM.any(0)[:, None, None]
-    k_MKd, v_MKd = k_MKd.float().where(read_M11, 0), v_MKd.float().where(read_M11, 0)
-    q_NKGd = q_NHd.float().unflatten(1, (k_MKd.shape[1], -1))
-    scores_KGNM = torch.einsum("nkgd,mkd->kgnm", q_NKGd, k_MKd) * head_dim**-0.5
+    mask_NM = read_keys(len(q_NHd), len(k_MKd), segments, window).to(q_NHd.device)
+    weights_KGNM = _weights(q_NHd, k_MKd, mask_NM)
+    return torch.einsum("kgnm,mkd->nkgd", weights_KGNM, _read(v_MKd, mask_NM)).flatten(1, 2).to(q_NHd.dtype)
+
+
+def query_gradient(
+    q_NHd: Tensor,
+    k_MKd: Tensor,
+    v_MKd: Tensor,
+    grad_NHd: Tensor,
+    segments: Sequence[tuple[int, int, int, int]],
+    window: int | None = None,
+) -> Tensor:
+    """The gradient [N, H, d] of `segment_attention`'s queries, in q's dtype, by its formula: with P the weights and
+    dP the gradient of the output times the values, d ** -0.5 * sum over keys of P * (dP - sum of P * dP) * K.
+
+    grad_NHd: the gradient of the output; rows in no segment are not read.
+    """
+    mask_NM = read_keys(len(q_NHd), len(k_MKd), segments, window).to(q_NHd.device)
+    weights_KGNM = _weights(q_NHd, k_MKd, mask_NM)
+    grad_NKGd = _read(grad_NHd, mask_NM.T).unflatten(1, (k_MKd.shape[1], -1))
+    d_weights_KGNM = torch.einsum("nkgd,mkd->kgnm", grad_NKGd, _read(v_MKd, mask_NM))
+    delta_KGN1 = (weights_KGNM * d_weights_KGNM).sum(-1, keepdim=True)
+    d_scores_KGNM = weights_KGNM * (d_weights_KGNM - delta_KGN1) * q_NHd.shape[2] ** -0.5
+    return torch.einsum("kgnm,mkd->nkgd", d_scores_KGNM, _read(k_MKd, mask_NM)).flatten(1, 2).to(q_NHd.dtype)
+
+
+def _weights(q_NHd: Tensor, k_MKd: Tensor, mask_NM: Tensor) -> Tensor:
+    """Softmax of the scaled scores over each query's keys, fp32 [K, G, N, M]; zeros for a query without."""
+    q_NKGd = _read(q_NHd, mask_NM.T).unflatten(1, (k_MKd.shape[1], -1))
+    scores_KGNM = torch.einsum("nkgd,mkd->kgnm", q_NKGd, _read(k_MKd, mask_NM)) * q_NHd.shape[2] ** -0.5
     # A row that reads nothing has no softmax: it reads everything, and counts for nothing.
     blind_N1 = ~mask_NM.any(1, keepdim=True)
-    weights_KGNM = scores_KGNM.masked_fill(~(mask_NM | blind_N1), float("-inf")).softmax(-1) * ~blind_N1
-    return torch.einsum("kgnm,mkd->nkgd", weights_KGNM, v_MKd).reshape(n_queries, n_heads, head_dim).to(q_NHd.dtype)
+    return scores_KGNM.masked_fill(~(mask_NM | blind_N1), float("-inf")).softmax(-1) * ~blind_N1
+
+
+def _read(rows_MKd: Tensor, mask_NM: Tensor) -> Tensor:
+    """fp32, zeros in rows that take no part: they may hold NaN, which 0 * NaN would carry into a sum."""
+    return rows_MKd.float().where(mask_NM.any(0)[:, None, None], 0)
