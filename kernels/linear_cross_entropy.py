@@ -1,10 +1,16 @@
-"""Cross-entropy of a frozen linear layer (the LM head) without its logits: Liger's kernel on a GPU, chunks elsewhere.
+"""Cross-entropy of several parts that share one frozen linear layer (the LM head), without their logits.
 
-Not here: which positions and labels count (models/drafts/, train/batches.py).
-Shapes: M rows, D hidden, V vocabulary, K ranks counted.
+The labelled rows of all parts are laid end to end and taken in chunks: logits by one product, loss and ranks from them,
+their gradient in their place, the gradient of the states by a second product. Neither logits nor gradient of them exist
+for more than a chunk, and of the states' size there is their gradient alone. What is done to a chunk's logits is a
+Triton kernel (triton_impl/) or plain PyTorch (reference/); Liger's fused loss stands beside them for comparison.
+Not here: which rows have labels (models/drafts/, train/batches.py).
+Shapes: P parts, N states of a part, M labels of a part, T labels of all, C of a chunk, D hidden, V vocabulary, K ranks.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,72 +18,219 @@ from torch import Tensor
 from longdraft.kernels import backend
 from longdraft.kernels.reference import linear_cross_entropy as reference
 
-IMPLEMENTATIONS = ("auto", "liger", "torch")
+IMPLEMENTATIONS = ("auto", "triton", "torch", "liger")
+# Logits of a chunk. On a CPU 64 MiB are 320 rows in fp32 at V = 49,152, on a GPU 256 MiB are 1024 rows in bf16 at
+# V = 128,256: a GPU computes some 200 rows in the time of reading the LM head once, so this is enough to hide it.
+CHUNK_BYTES, GPU_CHUNK_BYTES = 64 * 2**20, 256 * 2**20
 # Liger's kernel returns no ranks; beside it they are counted on at most this many rows, evenly spaced over the labels.
 RANKED_ROWS_BESIDE_LIGER = 1024
 
 
 class LinearCrossEntropy(NamedTuple):
-    """`loss_sum` fp32 scalar; `n_labels` int64 scalar; `rank_counts` int64 [K]: labels whose logit is the (r+1)-th
-    largest of its row; `n_ranked` int64 scalar: the labels that these were counted over."""
+    """`loss_sums` fp32 [P], differentiable; `n_labels` int64 [P]; `rank_counts` int64 [P, K]: labels whose logit is the
+    (r+1)-th largest of its row, of equal ones the lower id first; `n_ranked` int64 [P]: over how many labels."""
 
-    loss_sum: Tensor
+    loss_sums: Tensor
     n_labels: Tensor
     rank_counts: Tensor
     n_ranked: Tensor
 
 
 def linear_cross_entropy(
-    hidden_MD: Tensor,
+    hiddens: Sequence[Tensor],
     weight_VD: Tensor,
-    labels_M: Tensor,
+    labels: Sequence[Tensor],
     *,
+    rows: Sequence[Tensor] | None = None,
     ignore_index: int = -100,
     top_k: int = 0,
     implementation: str = "auto",
 ) -> LinearCrossEntropy:
-    """Summed cross-entropy of `softmax(hidden @ weight.T)` against the labels; never holds M x V.
+    """Each part's cross-entropy of `softmax(hidden @ weight.T)` against its labels, summed; never holds M x V.
+
+    The gradient is made in the forward pass and given away in the backward pass, which can therefore run once.
 
     Args:
-        hidden_MD: fp32 or bf16; the only argument that gets a gradient.
-        weight_VD: the frozen LM head, in hidden_MD's dtype.
-        labels_M: int64 token ids, or `ignore_index`.
-        top_k: count how often the label has rank 0..top_k-1 among the logits; 0 counts nothing. Chunked PyTorch counts
-            over all labels from the logits it has anyway, Liger's kernel over a sample of rows.
-        implementation: "liger" and "torch" are taken at their word, "auto" is Liger on a GPU where it is installed.
+        hiddens: a part's states, [N, D] in fp32, bf16 or fp16; the only argument that gets a gradient.
+        weight_VD: the frozen LM head, in the states' dtype.
+        labels: a part's int64 token ids [M], or `ignore_index`.
+        rows: a part's int64 [M], the states that the labels are of; None: label i is of state i.
+        top_k: count how often the label has rank 0..top_k-1 among the logits; 0 counts nothing. Liger's kernel counts
+            none: beside it a sample of the rows is counted.
+        implementation: "triton", "torch" and "liger" are taken at their word; "auto" is Triton on a GPU where it is
+            installed, else torch.
 
     Raises:
-        ValueError: unknown implementation, or one that cannot run here; dtypes that differ.
+        ValueError: unknown implementation, or one that is not installed; dtypes, or numbers of parts or labels, that
+            differ.
     """
+    _check(hiddens, weight_VD, labels, rows, implementation)
+    n_labels = torch.stack([(labels_M != ignore_index).sum() for labels_M in labels])
+    rows = rows or [torch.arange(len(labels_M), device=labels_M.device) for labels_M in labels]
+    if implementation == "liger":
+        return _liger(hiddens, weight_VD, labels, rows, n_labels, ignore_index, top_k)
+    kernels = _triton(implementation, weight_VD.device) if implementation != "torch" else None
+    chunk_losses = kernels.chunk_losses if kernels else None
+    loss_sums, rank_counts = _chunked(hiddens, weight_VD, labels, rows, ignore_index, top_k, chunk_losses)
+    return LinearCrossEntropy(loss_sums, n_labels, rank_counts, n_labels if top_k else torch.zeros_like(n_labels))
+
+
+def _check(
+    hiddens: Sequence[Tensor],
+    weight_VD: Tensor,
+    labels: Sequence[Tensor],
+    rows: Sequence[Tensor] | None,
+    implementation: str,
+) -> None:
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation: {implementation!r} is none of {', '.join(IMPLEMENTATIONS)}")
-    if hidden_MD.dtype != weight_VD.dtype:
-        raise ValueError(f"weight_VD: {weight_VD.dtype}, but hidden_MD is {hidden_MD.dtype}; cast one of them")
-    n_labels = (labels_M != ignore_index).sum()
-    use_liger = implementation == "liger" or (
-        implementation == "auto" and hidden_MD.is_cuda and backend.liger_cross_entropy() is not None
-    )
-    use_liger = use_liger and len(hidden_MD) > 0  # Liger divides by the number of rows
-    if not use_liger:
-        loss_sum, rank_counts = reference.linear_cross_entropy(hidden_MD, weight_VD, labels_M, ignore_index, top_k)
-        return LinearCrossEntropy(loss_sum, n_labels, rank_counts, n_labels if top_k else torch.zeros_like(n_labels))
+    if not hiddens:
+        raise ValueError("hiddens: [] has no part; give at least one")
+    for name, given in (("labels", labels), ("rows", rows)):
+        if given is not None and len(given) != len(hiddens):
+            raise ValueError(f"{name}: {len(given)} parts, but hiddens has {len(hiddens)}; give one for each")
+    for i, (hidden_ND, labels_M) in enumerate(zip(hiddens, labels, strict=True)):
+        if hidden_ND.dtype != weight_VD.dtype:
+            raise ValueError(f"weight_VD: {weight_VD.dtype}, but hiddens has {hidden_ND.dtype}; cast one of them")
+        n_places = len(hidden_ND) if rows is None else len(rows[i])
+        if n_places != len(labels_M):
+            raise ValueError(f"labels: {len(labels_M)} in part {i}, but {n_places} states or rows; give one for each")
 
+
+def _triton(implementation: str, device: torch.device) -> Any | None:
+    """Asked for by name they are taken anywhere: Triton's interpreter runs them on a CPU."""
+    kernels = backend.triton_kernels("linear_cross_entropy", "cuda" if implementation == "triton" else device.type)
+    if kernels is None and implementation == "triton":
+        raise ValueError("implementation: 'triton' needs the package triton; install longdraft[gpu]")
+    return kernels
+
+
+def rows_per_chunk(vocab_size: int, element_size: int, gpu: bool) -> int:
+    """C, in whole tiles of a matrix product where it is many."""
+    n_rows = max(16, (GPU_CHUNK_BYTES if gpu else CHUNK_BYTES) // (element_size * vocab_size))
+    return n_rows - n_rows % 64 if n_rows > 64 else n_rows
+
+
+def _chunked(
+    hiddens: Sequence[Tensor],
+    weight_VD: Tensor,
+    labels: Sequence[Tensor],
+    rows: Sequence[Tensor],
+    ignore_index: int,
+    top_k: int,
+    chunk_losses: Callable[..., None] | None,
+) -> tuple[Tensor, Tensor]:
+    """fp32 [P] sums and int64 [P, K] counts; `chunk_losses` None: plain PyTorch."""
+    if chunk_losses is None:
+        chunk_losses = reference.chunk_losses
+        if backend.reads_are_free(weight_VD.device):  # rows without a label then cost nothing
+            kept = [labels_M != ignore_index for labels_M in labels]
+            labels, rows = ([x[keep_M] for x, keep_M in zip(part, kept, strict=True)] for part in (labels, rows))
+    wanted = [torch.is_grad_enabled() and hidden_ND.requires_grad for hidden_ND in hiddens]
+    given = weight_VD.detach(), labels, rows, ignore_index, top_k, wanted, chunk_losses
+    return _Chunked.apply(*given, *hiddens)  # pyright: ignore[reportReturnType]
+
+
+class _Chunked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, weight_VD, labels, rows, ignore_index, top_k, wanted, chunk_losses, *hiddens):
+        borders = [0, *accumulate(len(labels_M) for labels_M in labels)]
+        labels_T, rows_T, n_labels = torch.cat(list(labels)), torch.cat(list(rows)), borders[-1]
+        n_words, width = weight_VD.shape
+        n_rows = max(1, min(n_labels, rows_per_chunk(n_words, weight_VD.element_size(), weight_VD.is_cuda)))
+        # All chunks share these; the states' gradient takes the states' place, too.
+        logits_CV, states_CD = weight_VD.new_empty(n_rows, n_words), weight_VD.new_empty(n_rows, width)
+        loss_T = weight_VD.new_empty(n_labels, dtype=torch.float32)
+        before_T = labels_T.new_empty(n_labels if top_k else 0, dtype=torch.int32)
+        sizes = zip(rows, wanted, strict=True)
+        grads = [weight_VD.new_empty(len(rows_M), width) if want else None for rows_M, want in sizes]
+        for start in range(0, n_labels, n_rows):
+            chunk = slice(start, min(start + n_rows, n_labels))
+            pieces = _pieces(borders, chunk)
+            states, logits = (x[: chunk.stop - start] for x in (states_CD, logits_CV))
+            for piece in pieces:
+                torch.index_select(hiddens[piece.part], 0, rows_T[piece.of_all], out=states[piece.of_chunk])
+            torch.mm(states, weight_VD.T, out=logits)
+            chunk_losses(logits, labels_T[chunk], loss_T[chunk], before_T[chunk], ignore_index, top_k, any(wanted))
+            if any(wanted):
+                torch.mm(logits, weight_VD, out=states)
+                states.masked_fill_((labels_T[chunk] == ignore_index)[:, None], 0.0)
+            for piece in pieces:
+                if (grad_MD := grads[piece.part]) is not None:
+                    grad_MD[piece.of_part] = states[piece.of_chunk]
+        ctx.grads, ctx.rows, ctx.n_states = grads, rows, [len(hidden_ND) for hidden_ND in hiddens]
+        ranks_K = torch.arange(top_k, device=labels_T.device)
+        parts = [slice(*ends) for ends in pairwise(borders)]
+        rank_counts_PK = torch.stack([(before_T[part, None] == ranks_K).sum(0) for part in parts])
+        ctx.mark_non_differentiable(rank_counts_PK)
+        return torch.stack([loss_T[part].sum() for part in parts]), rank_counts_PK
+
+    @staticmethod
+    def backward(ctx, *scales):
+        if ctx.grads is None:
+            raise RuntimeError("linear_cross_entropy: its gradient was used up by an earlier backward pass")
+        grads, ctx.grads = ctx.grads, None
+        given: list[Tensor | None] = [None] * len(grads)
+        # Each part's is let go before the next one's is made: together they are as large as all states.
+        for part, scale_1 in enumerate(scales[0].split(1)):
+            grad_MD, grads[part] = grads[part], None
+            if grad_MD is not None:
+                # A scale of one dimension multiplies in fp32, where one of none would first be rounded to bf16.
+                grad_ND = grad_MD.new_zeros(ctx.n_states[part], grad_MD.shape[1])
+                given[part] = grad_ND.index_add_(0, ctx.rows[part], grad_MD.mul_(scale_1))
+        return None, None, None, None, None, None, None, *given
+
+
+class _Piece(NamedTuple):
+    """What a chunk and a part share: where it is in each and in all labels."""
+
+    part: int
+    of_part: slice
+    of_chunk: slice
+    of_all: slice
+
+
+def _pieces(borders: list[int], chunk: slice) -> list[_Piece]:
+    found = []
+    for part, (first, last) in enumerate(pairwise(borders)):
+        start, stop = max(first, chunk.start), min(last, chunk.stop)
+        if start < stop:
+            places = (slice(start - begin, stop - begin) for begin in (first, chunk.start, 0))
+            found.append(_Piece(part, *places))
+    return found
+
+
+def _liger(
+    hiddens: Sequence[Tensor],
+    weight_VD: Tensor,
+    labels: Sequence[Tensor],
+    rows: Sequence[Tensor],
+    n_labels: Tensor,
+    ignore_index: int,
+    top_k: int,
+) -> LinearCrossEntropy:
+    """Part by part, as Liger's function takes one."""
     liger = backend.liger_cross_entropy()
     if liger is None:
         raise ValueError("implementation: 'liger' needs the packages liger-kernel and triton; install longdraft[gpu]")
-    # (bias, class weights, ignore_index, z-loss, smoothing, reduction): the first of the results is the loss.
-    loss_sum = liger.apply(hidden_MD, weight_VD.detach(), labels_M, None, None, ignore_index, 0.0, 0.0, "sum")[0]
-    rank_counts, n_ranked = _sampled_ranks(hidden_MD, weight_VD, labels_M, ignore_index, top_k)
-    return LinearCrossEntropy(loss_sum.float(), n_labels, rank_counts, n_ranked)
-
-
-@torch.no_grad()
-def _sampled_ranks(
-    hidden_MD: Tensor, weight_VD: Tensor, labels_M: Tensor, ignore_index: int, top_k: int
-) -> tuple[Tensor, Tensor]:
+    loss_sums = []
+    for hidden_ND, labels_M, rows_M in zip(hiddens, labels, rows, strict=True):
+        hidden_MD = hidden_ND[rows_M]
+        if len(labels_M):
+            # (bias, class weights, ignore_index, z-loss, smoothing, reduction): the first of the results is the loss.
+            found = liger.apply(hidden_MD, weight_VD.detach(), labels_M, None, None, ignore_index, 0.0, 0.0, "sum")
+            loss_sums.append(found[0].float())
+        else:  # Liger divides by the number of rows
+            loss_sums.append(hidden_MD.sum(dtype=torch.float32))
+    sums_P = torch.stack(loss_sums)
     if not top_k:
-        return labels_M.new_zeros(0), labels_M.new_zeros(())
-    stride = max(1, -(-len(labels_M) // RANKED_ROWS_BESIDE_LIGER))
-    hidden_MD, labels_M = hidden_MD[::stride], labels_M[::stride]
-    _, rank_counts = reference.linear_cross_entropy(hidden_MD, weight_VD, labels_M, ignore_index, top_k)
-    return rank_counts, (labels_M != ignore_index).sum()
+        return LinearCrossEntropy(sums_P, n_labels, n_labels.new_zeros(len(hiddens), 0), torch.zeros_like(n_labels))
+    labels, rows = ([_sample(x) for x in part] for part in (labels, rows))
+    with torch.no_grad():
+        _, rank_counts_PK = _chunked(hiddens, weight_VD, labels, rows, ignore_index, top_k, None)
+    n_ranked = torch.stack([(labels_M != ignore_index).sum() for labels_M in labels])
+    return LinearCrossEntropy(sums_P, n_labels, rank_counts_PK, n_ranked)
+
+
+def _sample(x_M: Tensor) -> Tensor:
+    return x_M[:: max(1, -(-len(x_M) // RANKED_ROWS_BESIDE_LIGER))]

@@ -3,8 +3,8 @@
 A step's peak is the largest of a few moments, each of which adds to what is there all the time. Counted is what the
 code allocates: models/decoder.py for the target's pass, models/drafts/ for the draft, kernels/ for attention and loss,
 zero_memory.py for DeepSpeed. On a CPU in fp32 this is measured (tests/train/test_memory.py); for a GPU it is arithmetic
-for bf16 with flash attention, fused norms and Liger's loss, without fragments of the allocator. Not here: operations
-(operations.py), what reading files takes while the target is loaded.
+for bf16 with flash attention, fused norms and the loss's Triton kernel, without fragments of the allocator. Not here:
+operations (operations.py), what reading files takes while the target is loaded.
 Shapes: N tokens of a pass, end to end; n of them a rank's where ranks share rows; Q queries of the draft, M labels of a
 part, L tokens of a row; D hidden, F = H d the query heads' width, V vocabulary, E draft vocabulary.
 """
@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from longdraft.kernels.causal_attention import BLOCK
-from longdraft.kernels.linear_cross_entropy import RANKED_ROWS_BESIDE_LIGER
-from longdraft.kernels.reference.linear_cross_entropy import rows_per_chunk
+from longdraft.kernels.linear_cross_entropy import rows_per_chunk
+from longdraft.kernels.reference.linear_cross_entropy import rows_per_block
 from longdraft.models.decoder import Decoder, DecoderConfig
 from longdraft.models.draft_folder import DRAFTS
 from longdraft.models.drafts.longspec import LongSpecConfig
@@ -33,9 +33,8 @@ MIB = 2**20
 # What a process has beside tensors. On a CPU, after the imports: tokenizer, libraries' buffers, freed memory that the
 # allocator keeps (233 MiB with SmolLM2). On a GPU: CUDA's context, NCCL, workspaces of cuBLAS; a guess.
 PROCESS_CPU, PROCESS_GPU = 230 * MIB, 1536 * MIB
-# Logits of a loss chunk that exist at a time while ranks are counted, in fp32: the chunk's, the one's before it, what
-# summing truths makes (int64), and the truths.
-CHUNK_COPIES = 4.25
+# Bytes beside each logit that a CPU's loss works on, while ranks are counted: one in fp32, a truth.
+BESIDE_LOGIT = 5
 # Rows of a pass in decoding (the engine's prefill), and rows beyond the text that its cache has.
 PREFILL, SLACK = 512, 256
 
@@ -169,7 +168,7 @@ class _Run:
         else:
             kept, n_parts = {"draft's activations": self._head() * self.shape.n_heads * n}, self.shape.n_heads
             top = 4 * d * n
-        return self._bytes(kept), self.size * top, self._loss(n_queries, n_parts)
+        return self._bytes(kept), self.size * top, self._loss("states' gradient", n_queries, n_parts)
 
     def _longspec(self, n_tokens: int, n_queries: int) -> dict[str, int]:
         t, n_all = self.target, 0
@@ -198,12 +197,12 @@ class _Run:
         linear = isinstance(self.shape, TokenSwiftConfig) and self.shape.kind == "linear_chain"
         return (2 * self.norm + 1) * d if linear else 2 * d
 
-    def _loss(self, n_labels: int, n_parts: int) -> dict[str, int]:
-        """States with labels and the gradient of each part's; logits; a restricted LM head."""
+    def _loss(self, name: str, n_labels: int, n_parts: int) -> dict[str, int]:
+        """As large as the labels' states is what is called `name`; a chunk's logits; a restricted LM head."""
         d, restricted = self.target.hidden_size, getattr(self.shape, "draft_vocab_size", None)
-        n_words = restricted or self.target.vocab_size
-        states = self._bytes({"states in the loss": (2 + n_parts) * n_labels * d, "LM head": (restricted or 0) * d})
-        return states | {"logits": loss_chunk(n_labels, d, n_words, self.size, self.gpu)}
+        n_all, n_words = n_parts * n_labels, restricted or self.target.vocab_size
+        parts = self._bytes({name: n_all * d, "LM head": (restricted or 0) * d})
+        return parts | {"logits": loss_chunk(n_all, d, n_words, self.size, self.gpu)}
 
     def heldout(self, gathered: Mapping[str, int]) -> dict[str, int]:
         """One row whole, without gradient: the larger of the target's pass and the draft's."""
@@ -211,11 +210,11 @@ class _Run:
         n = self.own(length)
         first = dict(gathered) | self.target_pass(length)
         if isinstance(self.shape, LongSpecConfig):
-            block = self.qkv + self.qk + 4 * self.heads + 3 * t.hidden_size + 4 * t.intermediate_size
+            n_parts, block = 1, self.qkv + self.qk + 4 * self.heads + 3 * t.hidden_size + 4 * t.intermediate_size
         else:
-            block = (self.shape.n_heads + 3) * t.hidden_size
+            n_parts, block = self.shape.n_heads, (self.shape.n_heads + 3) * t.hidden_size
         second = self.seen(length) | self._bytes({"post-norm states": t.hidden_size * length})
-        loss = self._loss(n, 0)
+        loss = self._loss("draft's states", n, n_parts)
         inner = max({"draft's activations": self.size * block * n}, loss, key=lambda parts: sum(parts.values()))
         return max(first, second | inner, key=lambda parts: sum(parts.values()))
 
@@ -236,19 +235,14 @@ class _Run:
 
 
 def loss_chunk(n_labels: int, hidden_size: int, n_words: int, size: int, gpu: bool) -> int:
-    """Bytes of the logits, and what is made of them, that exist at a time in the loss of one part, ranks counted.
-
-    Chunks of plain PyTorch (kernels/reference/linear_cross_entropy.py); on a GPU Liger's, as many rows as hold about
-    n_labels x hidden_size numbers, and PyTorch's for the rows whose ranks are counted.
-    """
-    counted = min(n_labels, RANKED_ROWS_BESIDE_LIGER) if gpu else n_labels
-    rows = min(counted, rows_per_chunk(n_words))
-    before = 1 if counted > rows else 0
-    chunks = round(rows * n_words * (4 * (CHUNK_COPIES - 1 + before) + (2 if size == 2 else 0)))
-    if not gpu:
-        return chunks
-    rows = -(-n_labels // -(-n_words // hidden_size))
-    return max(chunks, min(n_labels, 1 << (rows - 1).bit_length()) * n_words * size)
+    """Bytes of the states, their logits, and what is made of these, that exist at a time in the loss over the labels
+    of all parts, ranks counted (kernels/linear_cross_entropy.py): a chunk; on a CPU also what is worked on of it, of
+    bf16 in fp32."""
+    rows = min(n_labels, rows_per_chunk(n_words, size, gpu))
+    chunk = rows * (n_words + hidden_size) * size
+    if gpu:
+        return chunk
+    return chunk + min(rows, rows_per_block(n_words)) * n_words * (BESIDE_LOGIT + (4 if size == 2 else 0))
 
 
 def _sizes(network: type[nn.Module], shape: Any) -> list[int]:

@@ -1,74 +1,88 @@
-"""Linear layer and cross-entropy in one, in chunks of rows; plain PyTorch, runs anywhere.
+"""Cross-entropy of a chunk of logits, its gradient in their place, and the labels' ranks; plain PyTorch.
 
-The gradient with respect to the hidden states is made in the forward pass, chunk by chunk, so that neither the logits
-nor their gradient ever exist for more than one chunk. The weight is frozen: it gets no gradient. Not here: the choice
-of the implementation (kernels/linear_cross_entropy.py).
-Shapes: M rows, D hidden, V vocabulary, C rows of a chunk, K ranks counted.
+What kernels/triton_impl/linear_cross_entropy.py does in one kernel, with the same signature; it serves a CPU for good.
+Rows are worked on in blocks of a few, so that the passes after the first find them in the cache and what lies beside
+the logits is a block, not a chunk. Not here: the products with the LM head (kernels/linear_cross_entropy.py).
+Shapes: C rows of a chunk, B rows of a block, b of them with the label among the first, V vocabulary.
 """
 
 import torch
 from torch import Tensor
 
-# Two fp32 buffers of C x V exist at a time (logits, and one more while ranks are counted). 64 MiB each is 341 rows at
-# V = 49,152 and 130 rows at V = 128,256: enough rows for a matrix product to run at full speed.
-CHUNK_BYTES = 64 * 2**20
+from longdraft.kernels import backend
+
+# fp32 logits that are worked on at a time. On a CPU 2 MiB, 10 rows at V = 49,152, stay in the cache and still outweigh
+# what a dozen calls cost; a GPU wants fewer and larger calls.
+BLOCK_BYTES, GPU_BLOCK_BYTES = 2 * 2**20, 64 * 2**20
 
 
-def rows_per_chunk(vocab_size: int) -> int:
-    return max(16, CHUNK_BYTES // (4 * vocab_size))
+def rows_per_block(vocab_size: int, gpu: bool = False) -> int:
+    return max(1, (GPU_BLOCK_BYTES if gpu else BLOCK_BYTES) // (4 * vocab_size))
 
 
-def count_ranks(logits_CV: Tensor, labels_C: Tensor, top_k: int) -> Tensor:
-    """How many labels have exactly r logits before them, r = 0..top_k-1: int64 [top_k]; of equal logits the lower
-    token id comes first, as in an argmax."""
-    label_logits_C1 = logits_CV.gather(1, labels_C[:, None])
-    before_C = (logits_CV > label_logits_C1).sum(1)
-    ids_V = torch.arange(logits_CV.shape[1], device=logits_CV.device)
-    before_C += ((logits_CV == label_logits_C1) & (ids_V < labels_C[:, None])).sum(1)
-    return torch.bincount(before_C.clamp(max=top_k), minlength=top_k + 1)[:top_k]
+def chunk_losses(
+    logits_CV: Tensor,
+    labels_C: Tensor,
+    loss_C: Tensor,
+    before_C: Tensor,
+    ignore_index: int,
+    top_k: int,
+    gradient: bool,
+) -> None:
+    """Cross-entropy of every row, in fp32 whatever the logits are.
 
-
-class _LinearCrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, hidden_MD: Tensor, weight_VD: Tensor, labels_M: Tensor, top_k: int, chunk_rows: int, grad: bool):
-        loss_sum = torch.zeros((), dtype=torch.float32, device=hidden_MD.device)
-        rank_counts_K = torch.zeros(top_k, dtype=torch.int64, device=hidden_MD.device)
-        hidden_grad_MD = torch.empty_like(hidden_MD) if grad else None
-        for start in range(0, hidden_MD.shape[0], chunk_rows):
-            rows = slice(start, start + chunk_rows)
-            labels_C = labels_M[rows]
-            logits_CV = (hidden_MD[rows] @ weight_VD.T).float()
-            label_logits_C1 = logits_CV.gather(1, labels_C[:, None])
-            if top_k:
-                rank_counts_K += count_ranks(logits_CV, labels_C, top_k)
-            max_C1 = logits_CV.amax(1, keepdim=True)
-            exp_CV = logits_CV.sub_(max_C1).exp_()
-            sum_C1 = exp_CV.sum(1, keepdim=True)
-            loss_sum += (sum_C1.log() + max_C1 - label_logits_C1).sum()
-            if hidden_grad_MD is not None:
-                probs_CV = exp_CV.div_(sum_C1)
-                probs_CV.scatter_add_(1, labels_C[:, None], probs_CV.new_full((len(labels_C), 1), -1.0))
-                hidden_grad_MD[rows] = probs_CV.to(weight_VD.dtype) @ weight_VD
-        if hidden_grad_MD is not None:
-            ctx.save_for_backward(hidden_grad_MD)
-        ctx.mark_non_differentiable(rank_counts_K)
-        return loss_sum, rank_counts_K
-
-    @staticmethod
-    def backward(ctx, *grads):
-        (hidden_grad_MD,) = ctx.saved_tensors
-        return hidden_grad_MD * grads[0].to(hidden_grad_MD.dtype), None, None, None, None, None
-
-
-def linear_cross_entropy(
-    hidden_MD: Tensor, weight_VD: Tensor, labels_M: Tensor, ignore_index: int, top_k: int, chunk_rows: int | None = None
-) -> tuple[Tensor, Tensor]:
-    """Sum of the cross-entropies of `hidden @ weight.T` against the labels that are not `ignore_index`.
-
-    Returns:
-        fp32 scalar (differentiable in hidden_MD), int64 [top_k] counts of labels by rank (`count_ranks`).
+    Args:
+        logits_CV: fp32, bf16 or fp16; with `gradient` overwritten with softmax - onehot(label), except for rows whose
+            label is `ignore_index`, which then hold anything.
+        labels_C: int64 token ids, or `ignore_index`.
+        loss_C: fp32, written; 0 where the label is `ignore_index`.
+        before_C: int32 [C], or [0] for top_k = 0; written: how many logits come before the label's, of equal ones those
+            of lower ids, as in an argmax. Exact below top_k, at least top_k else and where the label is `ignore_index`.
+        top_k: ranks wanted; 0 counts nothing.
     """
-    kept_N = (labels_M != ignore_index).nonzero().squeeze(1)
-    grad = torch.is_grad_enabled() and hidden_MD.requires_grad
-    chunk_rows = chunk_rows or rows_per_chunk(weight_VD.shape[0])
-    return _LinearCrossEntropy.apply(hidden_MD[kept_N], weight_VD.detach(), labels_M[kept_N], top_k, chunk_rows, grad)  # pyright: ignore[reportReturnType]
+    n_rows, n_words = logits_CV.shape
+    n_block = rows_per_block(n_words, logits_CV.is_cuda)
+    ignored_C = labels_C == ignore_index
+    labels_C = labels_C.masked_fill(ignored_C, 0)  # `gather` needs an id
+    scratch_BV = logits_CV.new_empty((min(n_block, n_rows), n_words), dtype=torch.float32)
+    for start in range(0, n_rows, n_block):
+        rows = slice(start, start + n_block)
+        given = logits_CV[rows], labels_C[rows, None], scratch_BV[: min(n_block, n_rows - start)]
+        _block_losses(*given, loss_C[rows], before_C[rows], top_k, gradient)
+    loss_C.masked_fill_(ignored_C, 0.0)
+    if top_k:
+        before_C.masked_fill_(ignored_C, n_words)
+
+
+def _block_losses(
+    logits_BV: Tensor,
+    label_B1: Tensor,
+    scratch_BV: Tensor,
+    loss_B: Tensor,
+    before_B: Tensor,
+    top_k: int,
+    gradient: bool,
+) -> None:
+    exact_BV = logits_BV.float()  # fp32 logits themselves
+    if top_k:
+        before_B.copy_(_before(exact_BV, label_B1, top_k, scratch_BV))
+    # The exponentials cost most: softmax takes them once, and its largest probability is one over their sum.
+    probs_BV = torch.softmax(exact_BV, 1, out=scratch_BV)
+    torch.sub(exact_BV.amax(1) - exact_BV.gather(1, label_B1)[:, 0], probs_BV.amax(1).log_(), out=loss_B)
+    if gradient:
+        probs_BV.scatter_add_(1, label_B1, probs_BV.new_full(label_B1.shape, -1.0))
+        logits_BV.copy_(probs_BV)
+
+
+def _before(logits_BV: Tensor, label_B1: Tensor, top_k: int, scratch_BV: Tensor) -> Tensor:
+    """fp32 counts, exact up to 2 ** 24; sums of truths would go through an int64 copy of them."""
+    own_B1 = logits_BV.gather(1, label_B1)
+    before_B = torch.gt(logits_BV, own_B1, out=scratch_BV).sum(1)
+    # Equal logits matter for labels among the first alone, which are few. A GPU counts all: it need not be waited for.
+    first_b = torch.arange(len(before_B), device=logits_BV.device)
+    if backend.reads_are_free(logits_BV.device):
+        first_b = first_b[before_B < top_k]
+    equal_bV = torch.index_select(logits_BV, 0, first_b, out=scratch_BV[: len(first_b)]).eq_(own_B1[first_b])
+    ids_V = torch.arange(logits_BV.shape[1], device=logits_BV.device)
+    equal_bV.masked_fill_(ids_V >= label_B1[first_b], 0.0)
+    return before_B.index_add_(0, first_b, equal_bV.sum(1))

@@ -35,18 +35,21 @@ class DraftLoss(NamedTuple):
 
 
 def draft_loss(states: Sequence[Tensor], parts: Sequence[Part], lm_head_VD: Tensor, count_ranks: bool) -> DraftLoss:
-    """Cross-entropy of every part, summed over its labels.
+    """Cross-entropy of every part, summed over its labels; all parts in one pass, backward once.
 
     Args:
         states: what the LM head reads for each part, [N, D].
         lm_head_VD: the frozen LM head.
         count_ranks: also count the labels among the first RANKS candidates.
     """
-    losses = [
-        linear_cross_entropy(state_ND[part.rows], lm_head_VD, part.labels, top_k=RANKS if count_ranks else 0)
-        for state_ND, part in zip(states, parts, strict=True)
-    ]
-    return DraftLoss(*(torch.stack(field) for field in zip(*losses, strict=True)))
+    out = linear_cross_entropy(
+        states,
+        lm_head_VD,
+        [part.labels for part in parts],
+        rows=[part.rows for part in parts],
+        top_k=RANKS if count_ranks else 0,
+    )
+    return DraftLoss(*out)
 
 
 def ahead(tokens_N: Tensor, supervised_N: Tensor, borders: Sequence[int], distance: int) -> Part:

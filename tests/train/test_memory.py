@@ -154,12 +154,16 @@ def test_passes_allocate_what_is_estimated(case):
     assert found["backward"][0] <= moment(expected, "draft's backward pass") <= 1.45 * found["backward"][0]
 
 
-@pytest.mark.parametrize("n_rows", [100, 2000])
-def test_the_loss_allocates_what_is_estimated(n_rows):
-    """Logits, the gradient that is kept and, in the backward pass, that gradient times the loss's."""
-    found = loss_peak_memory(n_rows, 64, 49152, n_heads=1)
-    chunk = loss_chunk(n_rows, 64, 49152, size=4, gpu=False)
-    assert chunk + 4 * 2 * n_rows * 64 == pytest.approx(found, rel=0.03)
+@pytest.mark.parametrize(
+    ("n_rows", "n_heads", "dtype"),
+    [(100, 1, torch.float32), (100, 3, torch.float32), (1000, 1, torch.float32), (20, 2, torch.bfloat16)],
+)
+def test_the_loss_allocates_what_is_estimated(n_rows, n_heads, dtype):
+    """A chunk, and the states' gradient."""
+    found = loss_peak_memory(n_rows, 64, 49152, n_heads, dtype)
+    size = dtype.itemsize
+    chunk = loss_chunk(n_heads * n_rows, 64, 49152, size, gpu=False)
+    assert chunk + size * n_heads * n_rows * 64 == pytest.approx(found, rel=0.03)
 
 
 STATES = list(product(("fp32", "bf16"), (1, 2, 3), (False, True)))

@@ -1,0 +1,79 @@
+"""Cross-entropy of a chunk of logits, its gradient in their place, and the labels' ranks, in one Triton kernel.
+
+A program a row, in two passes over the vocabulary: the first finds maximum and sum of exponentials and counts the
+logits before the label's, the second puts softmax - onehot where the logits were. Nothing else of their size is held.
+Not here: the products with the LM head (kernels/linear_cross_entropy.py).
+Shapes: C rows of a chunk, V vocabulary. Prefixes: i_ index, o_ offsets, m_ mask, p_ pointer, b_ block.
+"""
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# Logits a program holds at a time: 16 bytes of each of 1024 threads in bf16. One such program a processor, by its
+# registers: the rows at work (256 KiB each in bf16 at V = 128,256) are then few enough to lie in an L2 cache of 50 MiB
+# when the second pass comes.
+MOST_BLOCK = 8192
+
+
+@triton.jit
+def _row(
+    p_logits, p_labels, p_loss, p_before, row_stride, n_words, ignore_index,
+    RANKS: tl.constexpr, GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    i_row = tl.program_id(0).to(tl.int64)
+    label = tl.load(p_labels + i_row)
+    if label == ignore_index:
+        tl.store(p_loss + i_row, 0.0)
+        if RANKS:
+            tl.store(p_before + i_row, n_words)
+        return
+    p_row = p_logits + i_row * row_stride
+    # Read before the first reduction, at which all threads meet: none has then begun to overwrite it.
+    own = tl.load(p_row + label, mask=(label >= 0) & (label < n_words), other=float("nan")).to(tl.float32)
+
+    most = float("-inf")
+    total = 0.0
+    b_before = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, n_words, BLOCK):
+        o_v = start + tl.arange(0, BLOCK)
+        b_x = tl.load(p_row + o_v, mask=o_v < n_words, other=float("-inf")).to(tl.float32)
+        if RANKS:
+            b_before += ((b_x > own) | ((b_x == own) & (o_v < label))).to(tl.int32)
+        higher = tl.maximum(most, tl.max(b_x, 0))
+        base = tl.where(higher == float("-inf"), 0.0, higher)  # nothing yet: no difference of infinities
+        total = total * tl.exp(most - base) + tl.sum(tl.exp(b_x - base), 0)
+        most = higher
+    tl.store(p_loss + i_row, tl.log(total) + (most - own))
+    if RANKS:
+        tl.store(p_before + i_row, tl.sum(b_before, 0))
+    if GRADIENT:
+        for start in range(0, n_words, BLOCK):
+            o_v = start + tl.arange(0, BLOCK)
+            m_v = o_v < n_words
+            b_x = tl.load(p_row + o_v, mask=m_v, other=float("-inf")).to(tl.float32)
+            b_grad = tl.exp(b_x - most) / total - tl.where(o_v == label, 1.0, 0.0)
+            tl.store(p_row + o_v, b_grad.to(p_logits.dtype.element_ty), mask=m_v)
+
+
+def chunk_losses(
+    logits_CV: Tensor,
+    labels_C: Tensor,
+    loss_C: Tensor,
+    before_C: Tensor,
+    ignore_index: int,
+    top_k: int,
+    gradient: bool,
+) -> None:
+    """See `longdraft.kernels.reference.linear_cross_entropy.chunk_losses`; counts are exact whatever top_k is. A label
+    outside of the vocabulary is not read for: its loss is NaN."""
+    n_rows, n_words = logits_CV.shape
+    assert logits_CV.stride(1) == 1, "a row's logits must lie together"
+    block = min(MOST_BLOCK, triton.next_power_of_2(n_words))
+    kernel: Any = _row[(n_rows,)]  # its launch options are not in its signature
+    kernel(
+        logits_CV, labels_C, loss_C, before_C, logits_CV.stride(0), n_words, ignore_index,
+        RANKS=top_k > 0, GRADIENT=gradient, BLOCK=block, num_warps=max(4, block // 256),
+    )  # fmt: skip
