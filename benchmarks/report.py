@@ -1,0 +1,188 @@
+"""A run's rows as a table for people, one picture, and where they were made. Not here: any measurement."""
+
+import platform
+import re
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+
+from longdraft.benchmarks.ceilings import words
+from longdraft.benchmarks.timing import Bench
+from longdraft.launch.gpu_check import commit
+
+PACKAGES = ("torch", "triton", "transformers", "flash_attn", "liger_kernel")
+# (Title, how a row's cell is written); a row without the figure leaves the cell empty.
+Column = tuple[str, Callable[[dict], str]]
+
+
+def _number(key: str, form: str, scale: float = 1) -> Callable[[dict], str]:
+    return lambda row: format(row[key] * scale, form) if key in row else ""
+
+
+_TIMED: list[Column] = [
+    ("ms", _number("ms", ".3f")),
+    ("spread", _number("spread", ".0%")),
+    ("GB/s", _number("bytes_per_second", ",.1f", 1e-9)),
+    ("of copy", _number("share_of_copy", ".0%")),
+    ("over floor", _number("over_floor", ".2f")),
+    ("TFLOP/s", _number("flops_per_second", ",.3f", 1e-12)),
+    ("of products", _number("share_of_products", ".0%")),
+]
+_OVER: Column = ("over ours", _number("over_longdraft", ".2f"))
+_WHERE: list[Column] = [("profile", lambda row: row["profile"]), ("context", _number("context", ""))]
+_WHAT: Column = ("implementation", lambda row: row["implementation"])
+_LAYERS: Column = ("layers", lambda row: f"{row['layers']} of {row['layers_of_model']}" if "layers" in row else "")
+COLUMNS: dict[str, list[Column]] = {
+    "attention": [*_WHERE, ("rows", _number("nodes", "")), _WHAT, *_TIMED, _OVER],
+    "step": [
+        *_WHERE, _LAYERS, ("rows", _number("nodes", "")), _WHAT, *_TIMED, ("over 1 row", _number("over_one_row", ".2f"))
+    ],
+    "loss": [
+        _WHERE[0], ("dtype", lambda row: row["dtype"]), ("rows", _number("rows", "")), ("heads", _number("heads", "")),
+        _WHAT, *_TIMED[:2], *_TIMED[5:],
+        ("peak MiB", _number("peak_bytes", ",.0f", 2**-20)), _OVER,
+    ],
+    "decode": [
+        *_WHERE, _LAYERS, _WHAT, ("tokens/s", _number("tokens_per_second", ",.1f")), *_TIMED[:5],
+        ("host", _number("host_share", ".1%")), _OVER,
+    ],
+}  # fmt: skip
+TITLES = {
+    "attention": "Tree attention of one layer, one sequence",
+    "step": "A target pass of several rows, one sequence",
+    "loss": "Loss and hidden gradients of heads that share one LM head",
+    "decode": "Plain decoding, one sequence, greedy",
+}
+
+
+def hardware(device: torch.device) -> str:
+    """The GPU's or the processor's name."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return next((line.split(":")[1].strip() for line in lines if "model name" in line), platform.machine())
+
+
+def surroundings(bench: Bench) -> dict:
+    """Date, commit, hardware, versions and ceilings."""
+
+    def found(package: str) -> str | None:
+        try:
+            return version(package)
+        except PackageNotFoundError:
+            return None
+
+    assert bench.ceilings is not None
+    said = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": commit(),
+        "hardware": hardware(bench.device),
+        "device": bench.device.type,
+        "dtype": str(bench.dtype).removeprefix("torch."),
+        "threads": torch.get_num_threads(),
+        "versions": {package: found(package) for package in PACKAGES} | {"cuda": torch.version.cuda},
+    }
+    return said | {"ceilings": bench.ceilings._asdict()}
+
+
+def file_name(result: dict) -> str:
+    """DATE-COMMIT-HARDWARE, for file names; a + of the commit is "changed"."""
+    made_of = result["commit"].rstrip("+")[:8] + ("-changed" if result["commit"].endswith("+") else "")
+    machine = re.sub(r"[^a-z0-9]+", "-", result["hardware"].lower()).strip("-")
+    return f"{result['date'][:10]}-{made_of}-{machine}"
+
+
+def table(result: dict, bench: Bench) -> str:
+    """Everything, for people."""
+    assert bench.ceilings is not None
+    lines = [
+        f"{result['hardware']}, {result['threads']} threads, {result['dtype']}, commit {result['commit'][:9]}, "
+        f"torch {result['versions']['torch']}, {result['date']}",
+        words(bench.ceilings),
+    ]
+    for name, columns in COLUMNS.items():
+        rows = [row for row in result["results"] if row["benchmark"] == name]
+        if rows:
+            lines += ["", TITLES[name], *_lines(columns, rows)]
+    return "\n".join(lines)
+
+
+def _lines(columns: Sequence[Column], rows: Sequence[dict]) -> list[str]:
+    """Texts to the left, numbers to the right; a row that was not timed ends in why not."""
+    cells = [[title for title, _ in columns], *([write(row) for _, write in columns] for row in rows)]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
+    what = next(i for i, (title, _) in enumerate(columns) if title == "implementation")
+    lines = []
+    for line, row in zip(cells, [None, *rows], strict=True):
+        timed = row is None or row["status"] == "ok"
+        padded = [
+            x.ljust(w) if i in (0, what) else x.rjust(w) for i, (x, w) in enumerate(zip(line, widths, strict=True))
+        ]
+        text = "  ".join(padded if timed else padded[: what + 1])
+        lines.append(text.rstrip() if row is None or timed else f"{text}  {row['status']}: {row['reason']}")
+    return [lines[0], "-" * len(lines[0]), *lines[1:]]
+
+
+def draw(result: dict, path: Path) -> bool:
+    """What was timed, as one PNG; False without matplotlib."""
+    if find_spec("matplotlib") is None:
+        return False
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(2, 2, figsize=(13, 9), constrained_layout=True)
+    figure.suptitle(f"{result['hardware']}, {result['dtype']}, commit {result['commit'][:9]}", fontsize=12)
+    timed = [row for row in result["results"] if "ms" in row]
+    for panel, (name, title) in zip(axes.flat, TITLES.items(), strict=True):
+        rows = [row for row in timed if row["benchmark"] == name]
+        panel.set_title(title, fontsize=10)
+        if not rows:
+            panel.text(0.5, 0.5, "not measured", ha="center", transform=panel.transAxes)
+        elif name in ("attention", "step"):
+            _draw_lines(panel, rows, name)
+        else:
+            _draw_bars(panel, rows, name)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+    return True
+
+
+def _draw_lines(panel, rows: list[dict], name: str) -> None:
+    """Attention over the context at the most rows; a step over the rows of its pass at each context."""
+    across, up = ("context", "share_of_copy") if name == "attention" else ("nodes", "over_one_row")
+    if name == "attention":
+        most = max(row["nodes"] for row in rows)
+        rows = [row for row in rows if row["nodes"] == most]
+    groups: dict[str, list[tuple]] = {}
+    for row in rows:
+        behind = "" if name == "attention" else f", behind {row['context']}"
+        if up in row:
+            label = f"{row['implementation']}, {row['profile']}{behind}"
+            groups.setdefault(label, []).append((row[across], row[up]))
+    for label, points in groups.items():
+        panel.plot(*zip(*sorted(points), strict=True), "o-", ms=4, label=label)
+    places = sorted({place for points in groups.values() for place, _ in points})
+    panel.set_xscale("log", base=2)
+    panel.set_xticks(places, [f"{place:,}" for place in places])
+    panel.set_ylim(bottom=0)
+    panel.set_xlabel(f"context, at {most} rows" if name == "attention" else "rows of the pass")
+    panel.set_ylabel("share of the copy's bytes a second" if name == "attention" else "time over one row's")
+    panel.legend(fontsize=7)
+
+
+def _draw_bars(panel, rows: list[dict], name: str) -> None:
+    key, unit = ("tokens_per_second", "tokens/s") if name == "decode" else ("ms", "ms, forward and backward")
+    places = [f"{row['profile']}\n{row.get('context', row.get('rows'))}" for row in rows]
+    labels = [f"{row['implementation']}\n{place}" for row, place in zip(rows, places, strict=True)]
+    colors = ["C0" if row["implementation"].startswith("longdraft") else "0.7" for row in rows]
+    bars = panel.bar(range(len(rows)), [row[key] for row in rows], color=colors)
+    panel.bar_label(bars, [format(row[key], ".3g") for row in rows], fontsize=8)
+    panel.set_xticks(range(len(rows)), labels, fontsize=7)
+    panel.set_ylabel(unit)

@@ -1,0 +1,141 @@
+"""Kernels, steps and plain decoding beside what others have for it, against this machine's ceilings.
+
+`python benchmarks/run.py --quick` prints a table; the last line is one JSON object. benchmarks/README.md says what is
+measured and how. Exit status 1: an implementation of ours gave a wrong output or failed; such a one has no time.
+Not here: drafters, which `longdraft bench` measures, and data preparation (prepare.py).
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import longdraft
+
+# Not installed with the package: the checkout joins its namespace, behind what is installed.
+if str(Path(__file__).resolve().parent.parent) not in longdraft.__path__:
+    longdraft.__path__ = [*longdraft.__path__, str(Path(__file__).resolve().parent.parent)]
+
+# ruff: isort: split
+import torch
+
+from longdraft.benchmarks import attention, ceilings, loss, report
+from longdraft.benchmarks.candidates import OURS
+from longdraft.benchmarks.profiles import PROFILES, Profile
+from longdraft.benchmarks.timing import DTYPES, Bench
+
+# In this order: where the budget ends, the rest is named as not measured.
+BENCHMARKS = ("attention", "step", "loss", "decode")
+# Where nothing else is asked for: (on a GPU, quick on a GPU, on a CPU, quick on a CPU).
+DEFAULTS = {
+    "profile": (["llama3.1-8b"], ["llama3.1-8b"], ["smollm2-135m"], ["smollm2-135m"]),
+    "contexts": ([8192, 32768, 131072], [8192, 65536], [1024, 8192], [1024]),
+    "nodes": ([1, 16, 64, 128], [64], [1, 8, 16, 64], [1, 8]),
+    "rows": (8192, 8192, 512, 64),
+    "new_tokens": (128, 32, 32, 8),
+    "prompt_tokens": ([512, 8192], [512], [512], [128]),
+    "repeats": (30, 10, 9, 3),
+    "budget": (1500.0, 150.0, 1500.0, 150.0),
+}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description="Kernels, steps and plain decoding against the machine's ceilings.")
+    add = parser.add_argument
+    add("what", nargs="*", help=f"of {', '.join(BENCHMARKS)}; ceilings alone: only those (default: all)")
+    add("--profile", nargs="+", choices=PROFILES, help="whose shapes (default: llama3.1-8b, on a CPU smollm2-135m)")
+    add("--contexts", nargs="+", type=int, help="committed rows, of attention and step")
+    add("--nodes", nargs="+", type=int, help="rows of a pass, 1 to 128, of attention and step")
+    add("--rows", type=int, help="of each head's loss")
+    add("--prompt-tokens", nargs="+", type=int, help="of decode's prompts")
+    add("--new-tokens", type=int, help="that decode makes of each prompt")
+    add("--dtype", choices=DTYPES, default="bf16")
+    add("--device", choices=("auto", "cuda", "cpu"), default="auto")
+    add("--repeats", type=int, help="turns at most")
+    add("--budget", type=float, help="seconds, after which nothing new begins")
+    add("--quick", action="store_true", help="fewer shapes and turns, within 150 s")
+    add("--out", type=Path, metavar="FOLDER", help="also write NAME.json, NAME.txt and NAME.png there")
+    add("--name", help="of these files (default: DATE-COMMIT-HARDWARE)")
+    return parser
+
+
+def read(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Arguments with every default filled in, checked."""
+    parser = _parser()
+    args = parser.parse_args(argv)
+    cuda = torch.cuda.is_available() if args.device == "auto" else args.device == "cuda"
+    if cuda and not torch.cuda.is_available():
+        parser.error("--device cuda: there is no CUDA device here; leave it out, or give cpu")
+    args.device = "cuda" if cuda else "cpu"
+    for name, values in DEFAULTS.items():
+        if getattr(args, name) is None:
+            setattr(args, name, values[2 * (not cuda) + args.quick])
+    args.what = args.what or list(BENCHMARKS)
+    if unknown := sorted(set(args.what) - {*BENCHMARKS, "ceilings"}):
+        parser.error(f"{', '.join(unknown)}: no benchmark; give any of {', '.join(BENCHMARKS)}, ceilings")
+    for name, least, most in (("contexts", 1, 2**20), ("nodes", 1, 128), ("prompt_tokens", 2, 2**20)):
+        if bad := [value for value in getattr(args, name) if not least <= value <= most]:
+            parser.error(f"--{name.replace('_', '-')}: {bad[0]} is not from {least} to {most}")
+    for name in ("rows", "new_tokens", "repeats"):
+        if getattr(args, name) < 2:
+            parser.error(f"--{name.replace('_', '-')}: {getattr(args, name)}; give at least 2")
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit status."""
+    args = read(argv)
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    bench = Bench(torch.device(args.device), DTYPES[args.dtype], args.repeats, args.budget, args.quick)
+    bench.ceilings = ceilings.measure(bench)
+    result: dict = report.surroundings(bench) | {"settings": _settings(args), "results": []}
+    result["seconds"] = 0.0
+    stem = args.name or report.file_name(result)
+    print(ceilings.words(bench.ceilings), flush=True)
+    for name in BENCHMARKS:
+        for profile in args.profile:
+            if name in args.what:
+                result["results"] += _measure(name, bench, PROFILES[profile], args)
+                result["seconds"] = round(args.budget - bench.left, 1)
+                _write(result, bench, args.out, stem)  # what is there is there, if the run is ended
+    print("\n" + report.table(result, bench))
+    if args.out:
+        _write(result, bench, args.out, stem)
+        drawn = report.draw(result, args.out / f"{stem}.png")
+        kinds = "json, txt, png" if drawn else "json, txt; no png: matplotlib is not installed"
+        print(f"Written to {args.out}/{stem}: {kinds}")
+    print(json.dumps(result))
+    bad = [r for r in result["results"] if r["implementation"].startswith(OURS) and r["status"] in ("wrong", "failed")]
+    return 1 if bad else 0
+
+
+def _settings(args: argparse.Namespace) -> dict:
+    return {name: value for name, value in vars(args).items() if name not in ("out", "name")}
+
+
+def _measure(name: str, bench: Bench, profile: Profile, args: argparse.Namespace) -> list[dict]:
+    if name == "attention":
+        return attention.measure(bench, profile, args.contexts, args.nodes)
+    if name == "loss":
+        return loss.measure(bench, profile, args.rows)
+    # Here, not above: they need the whole runtime.
+    if name == "step":
+        from longdraft.benchmarks import step
+
+        return step.measure(bench, profile, args.contexts, args.nodes)
+    from longdraft.benchmarks import decode
+
+    return decode.measure(bench, profile, args.prompt_tokens, args.new_tokens)
+
+
+def _write(result: dict, bench: Bench, folder: Path | None, stem: str) -> None:
+    if folder is None:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{stem}.json").write_text(json.dumps(result, indent=1) + "\n")
+    (folder / f"{stem}.txt").write_text(report.table(result, bench) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,225 @@
+"""A target pass of several rows against a pass of one: the verify step of drafting against the step of plain decoding.
+
+A decoder of a profile's shape with random weights and a cache of random rows, which cost what real ones do. Where it
+would not fit, it has fewer layers, and `layers` says how many. The pass gives the logits of all rows; drafting, choice
+and the walk are no part of it. Launched one by one, and on a GPU also as one captured CUDA graph.
+Shapes: N rows, S committed rows, D hidden width, V vocabulary.
+"""
+
+import copy
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from longdraft.benchmarks.attention_case import random_tree
+from longdraft.benchmarks.candidates import OURS, Build, Run, Unavailable, admit, figures, refused, too_far
+from longdraft.benchmarks.profiles import Profile
+from longdraft.benchmarks.timing import Bench, free_bytes
+from longdraft.infer.graphs import cuda_graphs
+from longdraft.models.decoder import Decoder, DecoderConfig
+from longdraft.models.hf import build_decoder
+from longdraft.models.kv_cache import KVCache
+from longdraft.models.rope import RopeConfig
+
+SMALL_LAYERS, SMALL_CONTEXT, COMPARED_NODES = 2, 33, 8  # of the model that is compared with plain passes
+MOST_ON_A_CPU = 4 * 2**30  # bytes of weights and cache: drawing and reading more takes minutes
+
+
+@dataclass
+class Case:
+    """A model behind `context` committed rows of one slot. `exact` and `plain`: logits of `compared` nodes, each from a
+    pass of its own history without a cache, in fp32 and in the model's dtype; None where nothing is compared."""
+
+    model: Decoder
+    cache: KVCache
+    tokens_1N: Tensor
+    positions_1N: Tensor
+    tree_mask_1NN: Tensor | None
+    compared: list[int]
+    exact: Tensor | None = None
+    plain: Tensor | None = None
+
+
+def decoder_config(profile: Profile, n_layers: int, max_positions: int) -> DecoderConfig:
+    """The profile's, with so many layers."""
+    return DecoderConfig(
+        vocab_size=profile.vocab_size,
+        hidden_size=profile.hidden_size,
+        intermediate_size=profile.intermediate_size,
+        n_layers=n_layers,
+        n_heads=profile.n_heads,
+        n_kv_heads=profile.n_kv_heads,
+        head_dim=profile.head_dim,
+        rms_norm_eps=1e-5,
+        max_positions=max_positions,
+        rope=RopeConfig(profile.head_dim, max_positions, {"rope_type": "default", "rope_theta": profile.rope_theta}),
+        attention_bias=profile.qkv_bias,
+        tie_embeddings=profile.tied,
+    )
+
+
+def random_decoder(bench: Bench, profile: Profile, n_layers: int, max_positions: int) -> Decoder:
+    """With weights that keep activations near 1."""
+    model = build_decoder(decoder_config(profile, n_layers, max_positions), bench.dtype, bench.device)
+    generator = torch.Generator(bench.device).manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.data.fill_(1.0)
+        else:
+            parameter.data.normal_(0.0, parameter.shape[-1] ** -0.5, generator=generator)
+    return model
+
+
+def make_case(bench: Bench, model: Decoder, cache: KVCache, nodes: int) -> Case:
+    """A tree pass behind the cache's rows; nothing to compare."""
+    tree = random_tree(nodes).to(bench.device)[None]
+    generator = torch.Generator().manual_seed(nodes)
+    tokens = torch.randint(model.config.vocab_size, (1, nodes), generator=generator).to(bench.device)
+    positions = int(cache.lengths[0]) + tree.sum(-1) - 1
+    return Case(model, cache, tokens, positions, None if nodes == 1 else tree, [])
+
+
+@torch.no_grad()
+def make_small_case(bench: Bench, profile: Profile, nodes: int) -> Case:
+    """The same heads, widths and tree in a model of few layers, on a cache that it filled itself."""
+    capacity = SMALL_CONTEXT + nodes
+    model = random_decoder(bench, profile, min(SMALL_LAYERS, profile.n_layers), capacity)
+    generator = torch.Generator().manual_seed(0)
+    context = torch.randint(profile.vocab_size, (1, SMALL_CONTEXT), generator=generator).to(bench.device)
+    cache = model.new_cache(1, capacity)
+    model(context, cache=cache, needs={"last_kv"})
+    cache.keep(None, torch.tensor([SMALL_CONTEXT], device=bench.device))
+    case = make_case(bench, model, cache, nodes)
+    case.compared = sorted({*range(0, nodes, -(-nodes // COMPARED_NODES)), nodes - 1})
+    wide = copy.deepcopy(model).float()
+    case.exact, case.plain = (_alone(one, case, context) for one in (wide, model))
+    return case
+
+
+def _alone(model: Decoder, case: Case, context: Tensor) -> Tensor:
+    """Logits [len(compared), V] of each compared node from a causal pass over its own history."""
+    found = []
+    for node in case.compared:
+        path = slice(node, node + 1) if case.tree_mask_1NN is None else case.tree_mask_1NN[0, node]
+        history = torch.cat((context, case.tokens_1N[:, path]), 1)
+        last = torch.tensor([[history.shape[1] - 1]], device=history.device)
+        found.append(model(history, logits_rows_BR=last).logits[0, 0])
+    return torch.stack(found)
+
+
+def _launches(case: Case) -> Run:
+    def run() -> Tensor:
+        output = case.model(
+            case.tokens_1N, cache=case.cache, positions_BT=case.positions_1N, tree_mask_BTT=case.tree_mask_1NN
+        )
+        return output.logits
+
+    return run
+
+
+def _graph(case: Case) -> Run:
+    """The same launches, recorded as the engine records its steps, and replayed."""
+    if not case.tokens_1N.is_cuda:
+        raise Unavailable("CUDA graphs need a CUDA device")
+    launches, graphs = _launches(case), cuda_graphs()
+
+    def run() -> Tensor:
+        return graphs.run(("pass",), (case.model, case.cache), launches)
+
+    run()  # queued as it stands
+    run()  # recorded; from now on replayed, so it is a replay that is compared
+    return run
+
+
+WAYS: dict[str, Build] = {f"{OURS}, plain launches": _launches, f"{OURS}, CUDA graph": _graph}
+
+
+def verdict(name: str, case: Case, logits_1NV: Tensor) -> str | None:
+    """Where the case has a reference: the norm of the compared logits' error, by the rule of candidates.py."""
+    del name
+    if case.exact is None or case.plain is None:
+        return None
+    return too_far(logits_1NV[0, case.compared], case.exact, case.plain, largest=False)
+
+
+def measure(
+    bench: Bench, profile: Profile, contexts: list[int], nodes: list[int], ways: dict[str, Build] = WAYS
+) -> list[dict]:
+    """Rows for each context, number of rows of the pass (1 always) and way; all of a context in the same turns."""
+    nodes = sorted({1, *nodes})
+    base = {"benchmark": "step", "profile": profile.name, "layers_of_model": profile.n_layers}
+    shapes = {(way, n): {**base, "nodes": n, "implementation": way} for n in nodes for way in ways}
+    if (reason := too_large(bench, profile, bench.itemsize + 4)) is not None:
+        return [
+            row
+            for n in nodes
+            for context in contexts
+            for row in refused({**base, "nodes": n, "context": context}, ways, reason)
+        ]
+    for n in nodes:
+        bench.say(f"step, {profile.name}: a pass of {n} rows against plain passes, in a model of {SMALL_LAYERS} layers")
+        small = make_small_case(bench, profile, n) if bench.left > 0 else None
+        for way, build in ways.items():
+            status, reason, _ = admit(bench, way, build, [small], verdict)
+            shapes[way, n] |= {"status": status} | ({} if status == "ok" else {"reason": reason})
+    if all(shape["status"] != "ok" for shape in shapes.values()):
+        return [{**shape, "context": context} for context in contexts for shape in shapes.values()]
+    n_layers = layers_that_fit(bench, profile, max(contexts) + max(nodes))
+    model = random_decoder(bench, profile, n_layers, max(contexts) + max(nodes))
+    return [
+        row
+        for context in contexts
+        for row in _behind(bench, profile, model, context, {key: dict(shape) for key, shape in shapes.items()}, ways)
+    ]
+
+
+def too_large(bench: Bench, profile: Profile, parameter_bytes: float) -> str | None:
+    """Why a model of few layers cannot be had to compare on; None where it can."""
+    need, free = parameter_bytes * profile.parameters(SMALL_LAYERS), free_bytes(bench.device)
+    if need < 0.8 * free:
+        return None
+    return f"comparing takes {need / 2**30:.1f} GiB for {SMALL_LAYERS} layers, {free / 2**30:.1f} are free"
+
+
+def layers_that_fit(bench: Bench, profile: Profile, capacity: int, copies: int = 1) -> int:
+    """How many layers' weights and cache fit so many times into the memory at hand; at least one."""
+    room = 0.7 * free_bytes(bench.device)
+    room = room if bench.device.type == "cuda" else min(room, MOST_ON_A_CPU)
+    room /= copies
+    cached = 2 * capacity * profile.n_kv_heads * profile.head_dim
+    fit = int((room / bench.itemsize - profile.parameters(0)) // (profile.layer_parameters + cached))
+    return max(1, min(profile.n_layers, fit))
+
+
+def _behind(
+    bench: Bench,
+    profile: Profile,
+    model: Decoder,
+    context: int,
+    rows: dict[tuple[str, int], dict],
+    ways: dict[str, Build],
+) -> list[dict]:
+    """The rows of one context, filled in."""
+    n_layers = model.config.n_layers
+    bench.say(f"step, {profile.name}: {n_layers} of {profile.n_layers} layers behind {context}")
+    cache = model.new_cache(1, context + max(n for _, n in rows))
+    cache.keys.normal_()
+    cache.values.normal_()
+    cache.keep(None, torch.tensor([context], device=bench.device))
+    ready: dict[str, Run] = {}
+    for (way, n), row in rows.items():
+        row |= {"context": context, "layers": n_layers}
+        if row["status"] != "ok":
+            continue
+        status, reason, run = admit(bench, way, ways[way], [make_case(bench, model, cache, n)], verdict)
+        row |= {"status": status} | ({} if run else {"reason": reason})
+        if run:
+            ready[f"{way}, {n}"] = run
+    times = bench.in_turns(ready)
+    for (way, n), row in rows.items():
+        if (found := times.get(f"{way}, {n}")) is not None:
+            row |= figures(bench, found, profile.step_work(context, n, bench.itemsize, n_layers))
+            if (one := times.get(f"{way}, 1")) is not None:
+                row["over_one_row"] = found.median / one.median
+    return list(rows.values())

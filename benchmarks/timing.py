@@ -1,0 +1,166 @@
+"""Clocks: several ways of doing the same, in turns, from cold caches; and the memory that one takes at its peak.
+
+On a GPU CUDA events stand around each call, behind a write that empties the L2 cache and during which the host runs
+ahead: launches that keep up with the device cost nothing, waits for the host do. On a CPU the last level of cache is
+emptied likewise. Not here: whether an output is right (candidates.py).
+"""
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+WARM_UPS = 2
+FEWEST_TURNS = 3
+
+
+class Ceilings(NamedTuple):
+    """What this machine does at best: bytes a second read and written by a copy, read by a sum, and FLOP/s of square
+    matrix products."""
+
+    copy: float
+    read: float
+    bf16: float
+    fp32: float
+
+    @property
+    def memory(self) -> float:
+        """Bytes a second of the faster of the two, for floors."""
+        return max(self.copy, self.read)
+
+    def products(self, dtype: torch.dtype) -> float:
+        """FLOP/s in this precision; a CPU that emulates bf16 is faster in fp32, and may compute in it."""
+        return self.fp32 if dtype == torch.float32 else max(self.bf16, self.fp32)
+
+
+@dataclass
+class Bench:
+    """What all benchmarks of one run share.
+
+    `repeats` turns are timed at most; `deadline` is on time.monotonic's clock: what has not begun by then is named as
+    not measured. `ceilings` are set by the first benchmark.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    repeats: int
+    budget: float
+    quick: bool = False
+    say: Callable[[str], object] = print
+    begun: float = field(default_factory=time.monotonic)
+    ceilings: Ceilings | None = None
+
+    @property
+    def left(self) -> float:
+        """Seconds of the budget."""
+        return self.begun + self.budget - time.monotonic()
+
+    @property
+    def spent(self) -> str:
+        """Why what comes now is not measured."""
+        return f"the budget of {self.budget:.0f} s was spent"
+
+    @property
+    def itemsize(self) -> int:
+        return self.dtype.itemsize
+
+    @cached_property
+    def _flush(self) -> torch.Tensor:
+        # On a GPU at least a GiB, whose writing takes longer than the host needs to launch a few kernels.
+        size = max(4 * cache_bytes(self.device), 2**30) if self.device.type == "cuda" else 2 * cache_bytes(self.device)
+        return torch.empty(size, dtype=torch.uint8, device=self.device)
+
+    def cold(self) -> None:
+        """Empty the device's caches by writing something else."""
+        self._flush.fill_(1)
+
+    def in_turns(self, runs: Mapping[str, Callable[[], Any]]) -> dict[str, "Times"]:
+        """Seconds of each run, one after the other and again, after a warm-up of each."""
+        for run in runs.values():
+            for _ in range(WARM_UPS):
+                run()
+        seconds: dict[str, list[float]] = {name: [] for name in runs}
+        for turn in range(self.repeats):
+            if turn >= FEWEST_TURNS and self.left < 0:
+                break
+            for name, run in runs.items():
+                seconds[name].append(self._once(run))
+        return {name: Times.of(found) for name, found in seconds.items()}
+
+    def _once(self, run: Callable[[], Any]) -> float:
+        self.cold()
+        if self.device.type != "cuda":
+            begin = time.perf_counter()
+            run()
+            return time.perf_counter() - begin
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        run()
+        end.record()
+        torch.cuda.synchronize()
+        return start.elapsed_time(end) / 1e3
+
+
+class Times(NamedTuple):
+    """Seconds: the median, the least, and the middle half's width over the median."""
+
+    median: float
+    least: float
+    spread: float
+    turns: int
+
+    @staticmethod
+    def of(seconds: list[float]) -> "Times":
+        """Of at least one measurement."""
+        median = statistics.median(seconds)
+        quarters = statistics.quantiles(seconds, n=4, method="inclusive") if len(seconds) > 1 else [median] * 3
+        return Times(median, min(seconds), (quarters[2] - quarters[0]) / median, len(seconds))
+
+
+def cache_bytes(device: torch.device) -> int:
+    """The last level of cache; where nobody says, more than any has."""
+    if device.type == "cuda":
+        return getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0) or 128 * 2**20
+    sizes = Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
+    units = {"K": 2**10, "M": 2**20}
+    found = [int(text[:-1]) * units[text[-1]] for path in sizes if (text := path.read_text().strip())[-1] in units]
+    return max(found, default=32 * 2**20)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that can still be allocated."""
+    if device.type == "cuda":
+        reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + reserved
+    meminfo = Path("/proc/meminfo")  # counts what the page cache would give back
+    if meminfo.exists():
+        lines = (line.split() for line in meminfo.read_text().splitlines())
+        return next(int(words[1]) * 1024 for words in lines if words[0] == "MemAvailable:")
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+
+
+def peak_bytes(run: Callable[[], Any], device: torch.device) -> int:
+    """Bytes that a call allocates at its peak beyond what was there before; on a CPU as PyTorch's profiler tells."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        run()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        run()
+    assert profile.profiler is not None
+    now = peak = 0
+    for event in profile.profiler.kineto_results.events():  # type: ignore[union-attr]
+        if event.name() == "[memory]":
+            now += event.nbytes()  # pyright: ignore[reportAttributeAccessIssue]
+            peak = max(peak, now)
+    return peak
