@@ -202,23 +202,27 @@ class Budget:
             if hit:
                 depth_on_path[node] = depth + 1
 
-    def record(self, width: int, seconds: float, draft_seconds: float, tokens: float) -> None:
+    def record(self, width: int, seconds: float, draft_seconds: float, tokens: float, typical: bool = True) -> None:
         """What a step cost and brought.
 
         Args:
             width: rows of its pass.
             seconds: of the whole step. draft_seconds: of the proposal in it.
             tokens: new ones a slot that took part.
+            typical: False where it did what later steps will not do again; then its time says nothing.
         """
         expected = self._expected.popleft() if self._expected else None
         if expected is not None:
             self._decide(expected.lists()[0])
-        self.costs.record(width, seconds - draft_seconds)
+        if typical:
+            self.costs.record(width, seconds - draft_seconds)
         if self._resting or self._skipped:
             self._resting, self._skipped = max(0, self._resting - 1), max(0, self._skipped - 1)
             return
         if self._plain_steps >= TRIAL_STEPS:
             self._skipped = SKIPPED
+        if not typical:
+            return
         plain = self.costs.of(1)
         self._gains.append(tokens * plain / seconds)
         if draft_seconds < CHEAP_DRAFT * plain or len(self._gains) < TRIAL_STEPS:

@@ -144,7 +144,7 @@ class Engine:
         lanes: list[Lane | None] = [None] * batch
         self._start(batch, requests)
         unread: deque[tuple[list[Lane | None], Step, HostCopy]] = deque()
-        self._read_at = time.perf_counter()
+        self._read_at, self._disturbed = time.perf_counter(), 0
         while waiting or any(lanes):
             if self._cancelled:
                 yield from self._drop(lanes, waiting)
@@ -219,7 +219,9 @@ class Engine:
             if lane is None and waiting:
                 lanes[slot], changed = self._prefill(slot, waiting.popleft()), True
         if changed:
-            params = [lane.request.sampling if lane else IDLE for lane in lanes]
+            # A free slot does as another where steps are recorded: one kind of sampling less.
+            like = next(lane.request.sampling for lane in lanes if lane) if self._graphs.recording else IDLE
+            params = [lane.request.sampling if lane else like for lane in lanes]
             self._take_sampling(SlotSampling(params, self.device, self._noise_in_ranking))
             self._state.active.copy_(torch.tensor([lane is not None for lane in lanes]))
             self._state.committed = [lane.committed if lane else [] for lane in lanes]
@@ -251,9 +253,12 @@ class Engine:
         """One step of all slots; a drafter that did not pay is not asked for a while."""
         assert self._cache is not None
         room = 0 if self._budget.rests else self._room
-        return take_step(
+        step = take_step(
             self.target.model, self._cache, self.drafter, self._state, room, self._budget.prune, checked=self.lag == 0
         )
+        if self._graphs.fresh:  # the time of this step, and of those not read yet, is that of recording
+            self._graphs.fresh, self._disturbed = False, 1 + self.lag
+        return step
 
     def _to_host(self, step: Step) -> HostCopy:
         """What `_collect` reads of a step, on its way; the proposal where it is not on the host already."""
@@ -301,7 +306,8 @@ class Engine:
                 emitted = tokens[slot][: counts[slot]]
                 budget.learn(slot, lists.tokens[slot], lists.parents[slot], classes, emitted)
         emitted_a_slot = sum(counts[slot] for slot in taking_part) / max(len(taking_part), 1)
-        budget.record(step.width, seconds, step.draft_seconds, emitted_a_slot)
+        budget.record(step.width, seconds, step.draft_seconds, emitted_a_slot, typical=not self._disturbed)
+        self._disturbed = max(0, self._disturbed - 1)
 
     def _count(self, stats: Statistics, step: Step, drafted: int, accepted: int, seconds: float) -> None:
         stats.steps += 1

@@ -6,6 +6,7 @@ its key: the loop records the target's pass and what follows it for every width 
 (`SlotState.graphs`). Not here: copies between host and device (infer/transfer.py).
 """
 
+import gc
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, TypeVar
@@ -93,12 +94,24 @@ class Graphs:
 
 def cuda_graphs() -> Graphs:
     """Recorded by CUDA, all in one pool of memory: what one graph needs only while it runs serves the others too."""
-    pool = torch.cuda.graph_pool_handle()
+    pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
 
     def record(work: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
-            outputs = work()
+        # As torch.cuda.graph, which also collects garbage and empties the cache of memory every time: a tenth of a
+        # second, for each width. Garbage must not be collected meanwhile, for freeing memory ends a recording.
+        graph, collects = torch.cuda.CUDAGraph(), gc.isenabled()
+        torch.cuda.synchronize()
+        gc.disable()
+        try:
+            with torch.cuda.stream(stream):
+                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+                try:
+                    outputs = work()
+                finally:
+                    graph.capture_end()
+        finally:
+            if collects:
+                gc.enable()
         return outputs, graph.replay
 
     return Graphs(record)

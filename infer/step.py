@@ -6,7 +6,7 @@ method's name stands here. Shapes: B slots, N tree nodes, V vocabulary.
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -58,11 +58,7 @@ def take_step(
         checked: read the proposal's roots on the host to name a drafter that breaks its word.
     """
     begin, in_networks = time.perf_counter(), drafter.pass_seconds
-    graphs = state.graphs
-    tree = drafter.propose(state, room) if room else TokenTree.roots(state.roots)
-    if graphs.recording:  # where it is recorded work's, its host side must not outlive the step
-        tree = tree.with_tokens(tree.tokens)
-    proposed = tree
+    tree = proposed = drafter.propose(state, room) if room else TokenTree.roots(state.roots)
     if tree.width > room + 1:
         raise ValueError(f"drafter: it proposed {tree.width - 1} nodes, with room for {room}")
     if checked and not torch.equal(tree.tokens[:, 0], state.roots):
@@ -70,42 +66,33 @@ def take_step(
     if prune is not None:
         tree = prune(tree, state.active)
     drafted = time.perf_counter()
-    alone, needs = tree.width == 1, drafter.needs | {"logits"}
+    alone, needs = tree.width == 1, drafter.needs
     of_tree = () if alone else (tree.ancestors, tree.depths)
+    clock = _Clock(drafted)
 
-    def target_pass(tokens_BN: Tensor, positions_B: Tensor, *of_tree: Tensor) -> TargetOutput:
-        return model(
+    def verify(
+        state: SlotState, tokens_BN: Tensor, parents_BN: Tensor, *of_tree: Tensor
+    ) -> tuple[Verdict, TargetOutput]:
+        positions_BN = state.positions[:, None] if alone else state.positions[:, None] + of_tree[1]
+        output = model(
             tokens_BN,
             cache=cache,
-            positions_BT=positions_B[:, None] if alone else positions_B[:, None] + of_tree[1],
+            positions_BT=positions_BN,
             tree_mask_BTT=None if alone else of_tree[0],
-            needs=needs,
-            query_rows_B=torch.zeros_like(positions_B) if "queries" in needs else None,
+            needs=needs | {"logits"},
+            query_rows_B=torch.zeros_like(state.positions) if "queries" in needs else None,
         )
-
-    output = graphs.run(("pass", needs), (model, cache), target_pass, tree.tokens, state.positions, *of_tree)
-    passed = time.perf_counter()
-    assert output.logits is not None
-    clock = _Clock()
-
-    def commit(
-        state: SlotState, logits_BNV: Tensor, tokens_BN: Tensor, parents_BN: Tensor, *of_tree: Tensor
-    ) -> Verdict:
+        clock.passed = time.perf_counter()
+        assert output.logits is not None
         nodes = TokenTree(tokens_BN, parents_BN)
-        if state.sampling.unfiltered and not backend.reads_are_free(tokens_BN.device):
-            positions_BN = state.positions[:, None] if alone else state.positions[:, None] + of_tree[1]
-            choices_BN = state.sampling.choose_all(logits_BNV, positions_BN)
-            verdict = walk_chosen(nodes, choices_BN, state.active, drafter.max_depth)
-            steps_P = torch.arange(1, 2 + drafter.max_depth, device=tokens_BN.device)
-            state.history.write(state.positions[:, None] + steps_P, verdict.tokens)
-        else:
-            verdict = walk(nodes, _choice(state, logits_BNV, clock), state.active, drafter.max_depth)
+        verdict = _decide(state, nodes, positions_BN, output.logits, drafter.max_depth, clock)
         cache.keep(verdict.rows, verdict.counts)
-        return verdict
+        # What recorded work returns, it keeps.
+        return verdict, output if "logits" in needs else replace(output, logits=None)
 
-    commits = ("commit", drafter.max_depth)
-    verdict = state.run(commits, (cache,), commit, output.logits, tree.tokens, tree.parents, *of_tree)
-    if graphs.recording:
+    work = ("verify", needs, drafter.max_depth), (model, cache)
+    verdict, output = state.run(*work, verify, tree.tokens, tree.parents, *of_tree)
+    if state.graphs.recording:  # the next step overwrites it, and the host reads it later
         verdict = Verdict(verdict.rows.clone(), verdict.tokens.clone(), verdict.counts.clone())
     state.positions += verdict.counts
     state.roots = torch.where(state.active, verdict.last(verdict.tokens), state.roots)
@@ -118,15 +105,31 @@ def take_step(
         verdict,
         draft_seconds=drafted - begin,
         draft_pass_seconds=drafter.pass_seconds - in_networks,
-        target_seconds=passed - drafted,
-        commit_seconds=done - passed,
-        choice_seconds=clock.seconds,
+        target_seconds=clock.passed - drafted,
+        commit_seconds=done - clock.passed,
+        choice_seconds=clock.choice_seconds,
     )
 
 
 @dataclass
 class _Clock:
-    seconds: float = 0.0
+    """Of a step whose work is launched one by one: when the pass was through, and the host's seconds in choices."""
+
+    passed: float
+    choice_seconds: float = 0.0
+
+
+def _decide(
+    state: SlotState, tree: TokenTree, positions_BN: Tensor, logits_BNV: Tensor, max_depth: int, clock: _Clock
+) -> Verdict:
+    """The walk; the history has its tokens then. positions_BN: of the nodes."""
+    if not state.sampling.unfiltered or backend.reads_are_free(logits_BNV.device):
+        return walk(tree, _choice(state, logits_BNV, clock), state.active, max_depth)
+    verdict = walk_chosen(tree, state.sampling.choose_all(logits_BNV, positions_BN), state.active, max_depth)
+    steps_P = torch.arange(1, 2 + max_depth, device=logits_BNV.device)
+    # What lies behind the path lies behind the new root, and is void.
+    state.history.write(state.positions[:, None] + steps_P, verdict.tokens)
+    return verdict
 
 
 def _choice(state: SlotState, logits_BNV: Tensor, clock: _Clock) -> Callable[[Tensor, int], Tensor]:
@@ -141,7 +144,7 @@ def _choice(state: SlotState, logits_BNV: Tensor, clock: _Clock) -> Callable[[Te
         chosen_B = state.sampling.choose(logits_BV, state.history, positions_B)
         # Where the walk stops before, this lies behind the new root and is void.
         state.history.write(positions_B + 1, chosen_B)
-        clock.seconds += time.perf_counter() - begin
+        clock.choice_seconds += time.perf_counter() - begin
         return chosen_B
 
     return choose

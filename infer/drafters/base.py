@@ -5,7 +5,7 @@ Shapes: B slots, T rows of a pass, N tree nodes, V vocabulary.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -54,7 +54,8 @@ class SlotState:
 
     def run(self, key: tuple, owners: tuple, work: "Callable[..., T]", *inputs: Tensor) -> T:
         """`work(state, *inputs)`, recorded (see `Graphs.run`): of its state it may read roots, positions, active,
-        history and sampling, for `ranking` above all, and nothing of the host."""
+        history and sampling, for `ranking` above all, and nothing of the host. A tree that it returns is a new one
+        every time, so that what is read of it on the host is this step's."""
         if not self.graphs.recording:
             return work(self, *inputs)
 
@@ -62,7 +63,8 @@ class SlotState:
             return work(replace(self, roots=roots_B, positions=positions_B, active=active_B), *inputs)
 
         owners = (*owners, self.history, self.sampling)
-        return self.graphs.run(key, owners, of, self.roots, self.positions, self.active, *inputs)
+        found = self.graphs.run(key, owners, of, self.roots, self.positions, self.active, *inputs)
+        return cast("T", found.with_tokens(found.tokens)) if isinstance(found, TokenTree) else found
 
     def ranking(self, logits: Tensor, offset: int, token_ids: Tensor | None = None) -> Tensor:
         """Scores to rank candidates for the token `offset` behind the root by: fp32, or the logits' dtype.

@@ -1,4 +1,4 @@
-"""Kernels on a GPU: the noise against the CPU's, attention and the fused loss against their references.
+"""Kernels on a GPU: the noise and the choice against the CPU's, all others against their references.
 
 Memory that must not be read holds NaN. In fp32 (without TF32) the error is bounded outright, in bf16 it is at most
 twice (gradients: three times) what plain PyTorch makes of the same numbers on the same device.
@@ -13,18 +13,24 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from longdraft.kernels import backend
 from longdraft.kernels.causal_attention import causal_attention
+from longdraft.kernels.choice import choose
 from longdraft.kernels.cross_attention import cross_attention
 from longdraft.kernels.gumbel import gumbel_noise
+from longdraft.kernels.keep_rows import keep_rows
 from longdraft.kernels.linear import linear
 from longdraft.kernels.linear_cross_entropy import linear_cross_entropy
+from longdraft.kernels.reference import selection as selection_reference
 from longdraft.kernels.reference.cross_attention import cross_attention as cross_reference
 from longdraft.kernels.reference.gumbel import MASK, philox_4x32
 from longdraft.kernels.reference.segment_attention import read_keys
 from longdraft.kernels.reference.segment_attention import segment_attention as segment_reference
 from longdraft.kernels.reference.tree_attention import tree_attention as tree_reference
+from longdraft.kernels.reference.walk import walk as walk_reference
 from longdraft.kernels.rotate import rotate
 from longdraft.kernels.segment_attention import Segment, segment_attention
+from longdraft.kernels.selection import chunk_means, gather_rows, key_scores, top_keys
 from longdraft.kernels.tree_attention import tree_attention
+from longdraft.kernels.walk import walk
 
 # PyTorch's fp32 attention may split products into several of the tensor cores.
 FP32 = 2e-5
@@ -235,3 +241,166 @@ def test_fused_loss(device, shared, implementation, dtype):
     if dtype == torch.float32:  # in bf16 logits are equal, and which of them is first depends on the rounding
         ranks = (hidden.detach() @ weight.T).topk(3, dim=1).indices == labels[:, None]
         assert out.rank_counts.tolist() == ranks.sum(0).tolist()
+
+
+KEPT = ["nothing", "in place", "each into the one before", "ragged", "all"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("heads", [(3, 5), (8, 128), (13, 80)], ids=str)
+@pytest.mark.parametrize("name", KEPT)
+def test_kept_rows(device, shared, name, heads, dtype):
+    builders = shared("kernels/test_keep_rows.py")
+    lengths, rows, counts = builders.CASES[name]
+    caches = builders.made(lengths, *heads, dtype)
+    wanted = [builders.moved(cache, lengths, rows, counts) for cache in caches]
+    there = caches[0].to(device), place(caches[1], device, dtype)
+    keep_rows(*there, *(torch.tensor(part, device=device) for part in (lengths, rows, counts)))
+    for want, moved in zip(wanted, there, strict=True):
+        torch.testing.assert_close(moved.cpu(), want, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(("n_nodes", "max_depth", "chain"), [
+    (1, 0, False), (1, 3, False), (2, 1, True), (40, 4, False), (64, 9, False), (65, 64, True), (128, 8, False),
+])  # fmt: skip
+def test_the_walk(device, shared, n_nodes, max_depth, chain):
+    given = shared("kernels/test_walk.py").tries(6, n_nodes, seed=n_nodes, chain=chain)
+    active = torch.tensor([True, False, True, True, True, False])
+    found = walk(*(part.to(device) for part in (*given, active)), max_depth)
+    for ours, want in zip(found, walk_reference(*given, active, max_depth), strict=True):
+        assert ours.device.type == device.type and torch.equal(ours.cpu(), want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("n_nodes", "vocab"), [(1, 3), (128, 1003), (1, 128_256), (16, 128_256)])
+def test_choices(device, n_nodes, vocab, dtype):
+    """Greedy ones are the CPU's; the others are within the noise's last bits of the CPU's best score."""
+    generator = torch.Generator().manual_seed(vocab)
+    logits = (2 * torch.randn(3, n_nodes, vocab, generator=generator)).to(dtype)
+    seeds, temperatures = torch.tensor([0, -1, 2**63 - 1]), torch.tensor([0.7, 0.0, 1.3])
+    positions = torch.randint(2**32, (3, n_nodes), generator=generator)
+    given = place(logits, device, dtype), seeds.to(device), positions.to(device), temperatures.to(device)
+    chosen = choose(*given).cpu()
+    assert torch.equal(chosen[1], logits[1].float().argmax(-1))
+    for slot in (0, 2):
+        scores = logits[slot].float() / temperatures[slot]
+        scores += gumbel_noise(seeds[slot : slot + 1], positions[slot : slot + 1], vocab)[0]
+        missed = scores.amax(-1) - scores.gather(1, chosen[slot, :, None])[:, 0]
+        assert missed.max() <= 8e-6  # scores of up to 40, whose fp32 steps are 4e-6
+    # Plain decoding asks for one row, a tree for many: the same bits.
+    one = [given[0][2:, -1:], given[1][2:], given[2][2:, -1:], given[3][2:]]
+    assert choose(*one).cpu().tolist() == chosen[2:, -1:].tolist()
+
+
+def test_ties_infinities_and_nan_are_chosen_as_on_the_cpu(device):
+    inf, nan = float("inf"), float("nan")
+    logits = torch.full((1, 6, 3000), -2.0)
+    logits[0, 0, [1100, 2500]] = 1.0
+    logits[0, 1, 40], logits[0, 1, 1030] = 0.0, -0.0
+    logits[0, 2] = -inf
+    logits[0, 3, [2048, 2047]] = inf
+    logits[0, 4, 5], logits[0, 4, [1500, 1400]] = inf, nan
+    zeros = torch.zeros(1, dtype=torch.int64), torch.zeros(1, 6, dtype=torch.int64)
+    for temperature in (0.0, 0.5):
+        given = logits, *zeros, torch.tensor([temperature])
+        found = choose(*(part.to(device) for part in given)).cpu()
+        rows = slice(None) if temperature == 0.0 else slice(2, 5)  # noise breaks the other ties
+        assert torch.equal(found[:, rows], choose(*given)[:, rows])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    "shape", [(1, 1, 1, 1, 8), (2, 5000, 8, 2, 128), (3, 67, 6, 1, 80), (1, 33, 2, 2, 256)], ids=str
+)
+def test_selection(device, trees, shape, dtype):
+    """Scores and means in fp32 up to the order of sums, rows as they are; keys and values are slices between NaN."""
+    layers, rows, heads, n_kv, width = shape
+    drawn = [trees.draw(layers, rows, n_kv, width, seed=seed).to(dtype) for seed in (1, 2)]
+    keys, values = (place(x, device, dtype) for x in drawn)
+    q = trees.draw(layers, heads, width, seed=3).to(dtype)
+    scores = key_scores(q.to(device), keys)
+    exact = selection_reference.key_scores(q, drawn[0])
+    torch.testing.assert_close(scores.cpu(), exact, rtol=2e-6, atol=4e-5)
+    count = min(rows, 40)
+    best = top_keys(q.to(device), keys, count)
+    assert torch.equal(scores.gather(2, best), scores.sort(dim=2, descending=True).values[..., :count])
+    for chunk in {1, 3, 8, rows}:
+        n_chunks = rows // chunk
+        if n_chunks:
+            found, want = (torch.empty(layers, n_chunks, n_kv, width, dtype=dtype, device=d) for d in (device, "cpu"))
+            chunk_means(keys[:, : n_chunks * chunk], chunk, found)
+            selection_reference.chunk_means(drawn[0][:, : n_chunks * chunk], chunk, want)
+            step = torch.finfo(dtype).eps  # another order of sums may round to the neighbour
+            torch.testing.assert_close(found.cpu().float(), want.float(), rtol=step, atol=2e-6)
+    index = torch.randint(rows, (layers, 70, n_kv), generator=torch.Generator().manual_seed(4))
+    out = [torch.empty(layers, 70, n_kv, width, dtype=dtype, device=device) for _ in range(2)]
+    gather_rows(keys, values, index.to(device), *out)
+    for source, found in zip(drawn, out, strict=True):
+        assert torch.equal(found.cpu(), source.gather(1, index[..., None].expand(-1, -1, -1, width)))
+
+
+def test_offsets_beyond_31_bits(device):
+    """A cache of more than 2**31 numbers: what lies in its last rows is scored, picked and kept."""
+    rows, n_kv, width = 2**21 + 64, 8, 128
+    if device.type != "cuda" or torch.cuda.mem_get_info()[0] < 3 * 2 * rows * n_kv * width:
+        pytest.skip("needs a CUDA device with 13 GB free")
+    cache = torch.zeros(2, 1, 1, rows, n_kv, width, dtype=torch.bfloat16, device=device)  # keys and values
+    numbers = torch.arange(1, 9, device=device, dtype=torch.bfloat16)
+    cache[:, :, :, -8:] = numbers[:, None, None]
+    keys, values = cache[0, :, 0], cache[1, :, 0]
+    q = torch.ones(1, n_kv, width, dtype=torch.bfloat16, device=device)
+    scores = key_scores(q, keys)
+    assert torch.equal(scores[0, :, -8:], (width * numbers).float().expand(n_kv, -1))
+    best = torch.arange(rows - 1, rows - 9, -1, device=device)
+    assert torch.equal(top_keys(q, keys, 8), best.expand(1, n_kv, -1))
+    out = [torch.empty(1, 8, n_kv, width, dtype=torch.bfloat16, device=device) for _ in range(2)]
+    gather_rows(keys, values, best[None, :, None].expand(-1, -1, n_kv), *out)
+    assert all(torch.equal(part, numbers.flip(0)[None, :, None, None].expand_as(part)) for part in out)
+    means = torch.empty(1, rows // 8, n_kv, width, dtype=torch.bfloat16, device=device)
+    chunk_means(keys, 8, means)
+    assert bool((means[0, -1] == 4.5).all()) and not means[0, :-1].any()
+    lengths, kept = torch.tensor([rows - 8], device=device), torch.tensor([[1, 4, 7]], device=device)
+    keep_rows(cache[0], cache[1], lengths, kept, torch.tensor([3], device=device))
+    assert cache[0, 0, 0, -8:, 3, 77].tolist() == cache[1, 0, 0, -8:, 0, 0].tolist() == [2, 5, 8, 4, 5, 6, 7, 8]
+
+
+def test_choice_walk_and_keep_are_recorded_and_replayed(device, shared):
+    """One CUDA graph, replayed with other contents in the same places: nothing in it is read by the host."""
+    if device.type != "cuda" or backend.triton_kernels("walk", device.type) is None:
+        pytest.skip("needs a CUDA device and Triton")
+    builders, vocab, n_nodes = shared("kernels/test_walk.py"), 7, 30
+    temperatures = torch.tensor([0.0, 1.0, 0.5], device=device)
+    active = torch.tensor([True, True, False], device=device)
+
+    def step(tokens, parents, logits, seeds, positions, keys, values, lengths):
+        choices = choose(logits, seeds, positions, temperatures)
+        rows, chosen, counts = walk(tokens, parents, choices, active, 5)
+        keep_rows(keys, values, lengths, rows, counts)
+        return choices, rows, chosen, counts
+
+    def contents(seed):
+        generator = torch.Generator().manual_seed(seed)
+        tokens, parents, _ = builders.tries(3, n_nodes, seed)
+        logits = torch.randn(3, n_nodes, vocab, generator=generator)
+        seeds = torch.randint(2**60, (3,), generator=generator)
+        positions = torch.randint(2**20, (3, n_nodes), generator=generator)
+        caches = [torch.randn(2, 3, n_nodes + 20, 2, 16, generator=generator) for _ in range(2)]
+        lengths = torch.randint(20, (3,), generator=generator)
+        return [part.to(device) for part in (tokens, parents, logits, seeds, positions, *caches, lengths)]
+
+    held = contents(0)
+    step(*[part.clone() for part in held])  # compiled before it is recorded
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step(*held)
+    longest = 0
+    for seed in (1, 2, 3):
+        fresh = contents(seed)
+        for place_held, part in zip(held, fresh, strict=True):
+            place_held.copy_(part)
+        graph.replay()
+        want = step(*fresh)
+        assert all(torch.equal(a, b) for a, b in zip((*out, *held), (*want, *fresh), strict=True))
+        longest = max(longest, int(want[3].max()))
+    assert longest > 1, "some walk is to go on"

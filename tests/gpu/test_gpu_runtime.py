@@ -118,11 +118,28 @@ def test_a_drafter_gives_plain_decodings_tokens(models, expected, name, kind, le
     target, small = models(kind)
     build = exactness.combined(tuple(name.split("+"))) if "+" in name else exactness.DRAFTERS[name]
     for batch in (1, 3) if length == "overflow" else (3,):
-        # All nodes are verified, then what the engine picks.
-        engines = [late(Engine(target, build(target, small), slots=batch, nodes=nodes)) for nodes in (None, "auto")]
+        # All nodes are verified, launched one by one; then what the engine picks, recorded where that is possible.
+        ways = (None, False), ("auto", None)
+        engines = [
+            late(Engine(target, build(target, small), slots=batch, nodes=nodes, graphs=graphs))
+            for nodes, graphs in ways
+        ]
         for index, sampling in enumerate(SAMPLINGS):
             asked, params, want = expected(kind, length, sampling, batch)
             assert decode(engines[index % 2], asked, params) == want, (sampling, batch)
+
+
+@pytest.mark.parametrize("name", ["plain", "longspec", "medusa", "tokenswift", "token_recycling", "triforce"])
+def test_recorded_steps_go_on_in_the_next_call(models, expected, name, device):
+    """Greedy and sampled requests in turns, twice: the second time everything is replayed."""
+    target, small = models("gqa")
+    drafter = name if name == "plain" else exactness.DRAFTERS[name](target, small)
+    engine = late(Engine(target, drafter, slots=3, nodes=6, graphs=device.type == "cuda"))
+    for _ in range(2):
+        for sampling in ("greedy", "T0.7", "greedy_penalty"):
+            asked, params, want = expected("gqa", "short", sampling, 3)
+            assert decode(engine, asked, params) == want, sampling
+    assert engine._graphs.recording == (device.type == "cuda")
 
 
 def test_every_processor_beside_others_in_a_batch(tiny_target, models, plain_tokens, margins):
