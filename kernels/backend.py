@@ -11,7 +11,6 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-from torch import Tensor
 
 
 def reads_are_free(device: torch.device) -> bool:
@@ -39,13 +38,14 @@ def triton_kernels(name: str, device_type: str) -> Any | None:
 
 
 @cache
-def varlen_attention() -> Callable[..., Tensor] | None:
+def varlen_attention() -> Callable[..., Any] | None:
     """Causal attention over sequences of several lengths in one kernel: flash-attn's where it is installed, else
     PyTorch's own where that knows windows and grouped heads (`torch.nn.attention.varlen`), else None.
 
     Called with q [N, H, d], k and v [M, K, d], q_borders and k_borders int32 [S + 1], most_queries, most_keys, window;
     gives [N, H, d], with gradients, on CUDA in fp16 and bf16, d a multiple of 8. A sequence's last query reads its last
-    `window` keys (None: all), each before it one key less.
+    `window` keys (None: all), each before it one key less. With `with_lse=True` it gives the natural log-sum-exps of
+    the scaled scores too, fp32 [H, N].
     """
     if find_spec("flash_attn") is not None:
         return _flash_attn
@@ -56,22 +56,27 @@ def varlen_attention() -> Callable[..., Tensor] | None:
     return _torch_varlen if {"window_size", "enable_gqa"} <= set(inspect.signature(varlen_attn).parameters) else None
 
 
-def _flash_attn(q, k, v, q_borders, k_borders, most_queries: int, most_keys: int, window: int | None) -> Tensor:
+def _flash_attn(
+    q, k, v, q_borders, k_borders, most_queries: int, most_keys: int, window: int | None, with_lse: bool = False
+) -> Any:
     from flash_attn import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
 
-    return flash_attn_varlen_func(
+    found = flash_attn_varlen_func(
         q, k, v, q_borders, k_borders, most_queries, most_keys,
         causal=True, window_size=(_before(window), 0),
-        deterministic=torch.are_deterministic_algorithms_enabled(),
+        deterministic=torch.are_deterministic_algorithms_enabled(), return_attn_probs=with_lse,
     )  # fmt: skip
+    return found[:2] if with_lse else found  # the third would be the weights, which are there with dropout alone
 
 
-def _torch_varlen(q, k, v, q_borders, k_borders, most_queries: int, most_keys: int, window: int | None) -> Any:
-    from torch.nn.attention.varlen import varlen_attn
+def _torch_varlen(
+    q, k, v, q_borders, k_borders, most_queries: int, most_keys: int, window: int | None, with_lse: bool = False
+) -> Any:
+    from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
     return varlen_attn(
         q, k, v, q_borders, k_borders, most_queries, most_keys,
-        window_size=(_before(window), 0), enable_gqa=q.shape[1] != k.shape[1],
+        window_size=(_before(window), 0), enable_gqa=q.shape[1] != k.shape[1], return_aux=AuxRequest(lse=with_lse),
     )  # fmt: skip
 
 

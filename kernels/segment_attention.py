@@ -66,6 +66,10 @@ def segment_attention(
     attention = backend.varlen_attention() if _suits_one_kernel(q_NHd, k_MKd, segments) else None
     if attention is None:
         return _one_by_one(q_NHd, k_MKd, v_MKd, segments, window)
+    kernels = backend.triton_kernels("segment_attention", q_NHd.device.type)
+    frozen = not (k_MKd.requires_grad or v_MKd.requires_grad)
+    if kernels is not None and frozen and q_NHd.requires_grad and torch.is_grad_enabled():
+        return with_frozen_keys(attention, kernels.query_gradient, q_NHd, k_MKd, v_MKd, segments, window)
     return in_one_call(attention, q_NHd, k_MKd, v_MKd, segments, window)
 
 

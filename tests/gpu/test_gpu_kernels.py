@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from longdraft.kernels import backend
+from longdraft.kernels import segment_attention as segments_module
 from longdraft.kernels.causal_attention import causal_attention
 from longdraft.kernels.choice import choose
 from longdraft.kernels.cross_attention import cross_attention
@@ -174,12 +175,17 @@ def with_gradients(attention, given: list[Tensor], weights: Tensor, frozen_keys:
 
 @pytest.mark.parametrize("window", [None, 64])
 @pytest.mark.parametrize("name", SEGMENTS)
-@pytest.mark.parametrize("heads", HEADS, ids=str)
-@pytest.mark.parametrize("way", ["one kernel in bf16", "one by one in bf16", "one by one in fp32"])
+@pytest.mark.parametrize("heads", [*HEADS, (4, 1, 80), (2, 2, 256)], ids=str)
+@pytest.mark.parametrize("way", [
+    "one kernel in bf16", "one kernel in bf16, frozen keys", "one kernel in fp16, frozen keys", "one by one in bf16",
+    "one by one in fp32",
+])  # fmt: skip
 def test_segment_attention(device, trees, monkeypatch, way, heads, name, window):
     if "one by one" in way:
         monkeypatch.setattr(backend, "varlen_attention", lambda: None)
-    dtype = torch.float32 if "fp32" in way else torch.bfloat16
+    dtype = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[way.split(" in ")[1][:4]]
+    taken, original = [], segments_module.with_frozen_keys
+    monkeypatch.setattr(segments_module, "with_frozen_keys", lambda *a: taken.append(1) or original(*a))
     segments, (n_heads, n_kv_heads, width) = [Segment(*segment) for segment in SEGMENTS[name]], heads
     shapes = (n_heads, width), (n_kv_heads, width), (n_kv_heads, 2 * width)
     given = [trees.draw(N, *shape, seed=i).to(device, dtype) for i, shape in enumerate(shapes)]
@@ -193,7 +199,7 @@ def test_segment_attention(device, trees, monkeypatch, way, heads, name, window)
         return out[0].transpose(0, 1) * ~blind[:, :, None]
 
     # Gradients of keys that many segments read are sums in bf16; only the target's keys are such, and have none.
-    options = weights, name == "shared by many"
+    options = weights, name == "shared by many" or "frozen" in way
     exact = with_gradients(
         lambda *rows: segment_reference(*rows, segments, window), [x.float() for x in given], *options
     )
@@ -202,6 +208,13 @@ def test_segment_attention(device, trees, monkeypatch, way, heads, name, window)
     for part, (ours, theirs, truth) in enumerate(zip(found, usual, exact, strict=True)):
         allowed = (3 if part else 2) * (theirs - truth).abs().max() + FP32 * truth.abs().max()
         assert (ours - truth).abs().max() <= allowed, ("output", "dq", "dk", "dv")[part]
+    # Keys that are copied too often for one kernel go one by one.
+    one_kernel = sum(b - a for _, _, a, b in segments) <= segments_module.MOST_COPIES * N
+    there = device.type == "cuda" and None not in (
+        backend.varlen_attention(),
+        backend.triton_kernels("segment_attention", "cuda"),
+    )
+    assert bool(taken) == (there and options[1] and one_kernel)
 
 
 def test_linear_and_rotation_are_the_cpus(device, trees):

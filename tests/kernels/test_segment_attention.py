@@ -223,6 +223,8 @@ def test_the_kernel_that_is_chosen_takes_what_it_is_given():
         borders = torch.tensor([0, 4, 12], dtype=torch.int32, device="meta")
         out = chosen(rows[0], rows[1], rows[1], borders, borders, 8, 8, 5)
         assert out.shape == (12, 6, 16) and out.dtype == torch.bfloat16
+        out, lse = chosen(rows[0], rows[1], rows[1], borders, borders, 8, 8, 5, with_lse=True)
+        assert out.shape == (12, 6, 16) and lse.shape == (6, 12) and lse.dtype == torch.float32
     else:
         here = tuple(int(number) for number in torch.__version__.split(".")[:2])
         assert chosen is backend._flash_attn or here < (2, 13)

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from longdraft.kernels import backend
+from longdraft.kernels import segment_attention as kernel
 from longdraft.kernels.reference import segment_attention as reference
 from longdraft.kernels.segment_attention import Segment, lay_end_to_end, with_frozen_keys
 from longdraft.kernels.triton_impl import segment_attention as triton_impl
@@ -118,13 +120,15 @@ def test_error_in_half_precision(small_blocks, name, window):
     assert (run(given, segments, window).float() - exact).abs().max() <= allowed
 
 
-def with_lse(q, k, v, q_borders, k_borders, most_queries, most_keys, window, with_lse):
+def varlen(q, k, v, q_borders, k_borders, most_queries, most_keys, window, with_lse=False):
     """Stands where a GPU's kernel for sequences of several lengths does: plain PyTorch, the log-sum-exps beside it."""
-    assert with_lse and not torch.is_grad_enabled()
     spans = [pairwise(borders.tolist()) for borders in (q_borders, k_borders)]
     segments = [Segment(*q_span, *k_span) for q_span, k_span in zip(*spans, strict=True)]
-    rows = [x.cpu() for x in (q, k)]
-    return reference.segment_attention(q, k, v, segments, window), log_sum_exps(*rows, segments, window).to(DEVICE)
+    out = reference.segment_attention(q, k, v, segments, window)
+    if not with_lse:
+        return out
+    assert not torch.is_grad_enabled()
+    return out, log_sum_exps(q.cpu(), k.cpu(), segments, window).to(DEVICE)
 
 
 @pytest.mark.parametrize(("name", "window"), [("pieces", None), ("subset", 7), ("shared by many", None)])
@@ -134,7 +138,7 @@ def test_frozen_keys_leave_the_queries_their_gradient(small_blocks, name, window
     q, k, v, weights = (x.to(DEVICE) for x in drawn(segments, (2, 1, 24), torch.float32))
     for weight in (None, weights.nan_to_num()):
         ours, plain = (q.clone().requires_grad_() for _ in range(2))
-        out = with_frozen_keys(with_lse, triton_impl.query_gradient, ours, k, v, segments, window)
+        out = with_frozen_keys(varlen, triton_impl.query_gradient, ours, k, v, segments, window)
         expected = reference.segment_attention(plain, k, v, segments, window)
         torch.testing.assert_close(out, expected, rtol=0, atol=1e-6)
         for result in (out, expected):
@@ -156,7 +160,26 @@ def test_nothing_but_what_was_given_and_what_came_out_is_kept():
     q, k, v, _ = (x.to(DEVICE) for x in drawn(segments, (4, 2, 24), torch.float32))
     q.requires_grad_()
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
-        out = with_frozen_keys(with_lse, triton_impl.query_gradient, q, k, v, segments, None)
+        out = with_frozen_keys(varlen, triton_impl.query_gradient, q, k, v, segments, None)
     places = {x.data_ptr() for x in kept}
     assert {x.data_ptr() for x in (q, k, v, out)} <= places and len(places) == 5
     assert max(x.numel() for x in kept) == q.numel()
+
+
+@pytest.mark.parametrize("learning", ["q", "qk", "qv", ""])
+def test_it_is_taken_where_the_queries_alone_learn(small_blocks, monkeypatch, learning):
+    """The way of a GPU through the public function."""
+    segments, taken = segments_of("subset"), []
+    rows = [x.to(DEVICE) for x in drawn(segments, (1, 1, 24), torch.float32)[:3]]
+    given = [x.clone().requires_grad_(name in learning) for x, name in zip(rows, "qkv", strict=True)]
+    gradient = triton_impl.query_gradient
+    monkeypatch.setattr(triton_impl, "query_gradient", lambda *a: taken.append(1) or gradient(*a))
+    monkeypatch.setattr(kernel, "_suits_one_kernel", lambda *a: True)
+    monkeypatch.setattr(backend, "varlen_attention", lambda: varlen)
+    monkeypatch.setattr(backend, "triton_kernels", lambda name, device: triton_impl)
+    out = kernel.segment_attention(*given, segments, 7)
+    assert out.requires_grad is bool(learning)
+    if learning:
+        out.sum().backward()
+    assert bool(taken) is (learning == "q")
+    assert [x.grad is not None for x in given] == [name in learning for name in "qkv"]
