@@ -16,7 +16,7 @@
 #
 #   PYTHON                  which Python (default: .venv/bin/python where `make setup` has made it, else python3)
 #   LONGDRAFT_COMMIT        the commit, where the checkout is a copy without .git
-#   LONGDRAFT_TEST_DEVICE   cpu runs the same on the CPU with a tiny random target, to check this script
+#   LONGDRAFT_TEST_DEVICE   cpu runs the stages on the CPU, with few tests and tiny shapes, to check this script
 #
 # Wheels for a machine without network, with the Python version of that machine:
 #   pip download --no-deps --only-binary=:all: --python-version 3.12 -d wheels gguf liger-kernel pytest-xdist execnet
