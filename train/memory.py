@@ -31,8 +31,8 @@ from longdraft.train.zero_memory import DraftStates, draft_states
 
 MIB = 2**20
 # What a process has beside tensors. On a CPU, after the imports: tokenizer, libraries' buffers, freed memory that the
-# allocator keeps (233 MiB with SmolLM2). On a GPU: CUDA's context, NCCL, workspaces of cuBLAS; a guess.
-PROCESS_CPU, PROCESS_GPU = 230 * MIB, 1536 * MIB
+# allocator keeps (110 to 132 MiB with SmolLM2). On a GPU: CUDA's context, NCCL, workspaces of cuBLAS; a guess.
+PROCESS_CPU, PROCESS_GPU = 120 * MIB, 1536 * MIB
 # Bytes beside each logit that a CPU's loss works on, while ranks are counted: one in fp32, a truth.
 BESIDE_LOGIT = 5
 # Rows of a pass in decoding (the engine's prefill), and rows beyond the text that its cache has.
