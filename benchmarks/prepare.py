@@ -163,7 +163,7 @@ def main() -> None:
         memory = f"   peak memory {peaks[name] / 2**20:,.0f} MiB" if name in peaks else ""
         print(f"{name:24} {value / 1e3:10,.0f} thousand tokens/s{memory}")
     if not args.memory_only:
-        one, several = counts
+        one, several = counts[0], counts[-1]
         print(f"prepare over the tokenizer alone: {found[f'prepare, {one}'] / found[f'tokenizer alone, {one}']:.2f}")
         for name in ("tokenizer alone", "prepare"):
             print(f"{name}, {several} processes over 1: {found[f'{name}, {several}'] / found[f'{name}, {one}']:.2f}")
