@@ -123,7 +123,8 @@ def test_repetition_penalty_is_transformers():
 def test_walk_penalises_each_node_for_its_own_ancestors(seed):
     """Trees on every slot; at each node of the walk the choice is that of the path's history written out."""
     history, all_tokens, prompts, positions = histories(len(MANY), 24, seed)
-    history.tokens = torch.nn.functional.pad(history.tokens, (0, 10))
+    narrow, history = history, History(len(MANY), 34)
+    history.tokens[:, :24], history.prompt_lengths = narrow.tokens, narrow.prompt_lengths
     draw = random.Random(seed)
     paths = [[[draw.randrange(VOCAB) for _ in range(6)] for _ in range(3)] for _ in MANY]
     tree = TokenTree.from_paths([tokens[-1] for tokens in all_tokens], paths)
