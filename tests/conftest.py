@@ -63,6 +63,7 @@ def make_tiny_target(
     return Target(decoder.to(dtype), None, f"tiny-{seed}", hf_config, fingerprint(config, None), eos_token_ids)
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks at the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """With several workers a file's tests stay together, and so do all files that ask for the trained `runs`, which
     cost most and so come first."""
