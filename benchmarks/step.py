@@ -122,7 +122,7 @@ def _graph(case: Case) -> Run:
     """The same launches, recorded as the engine records its steps, and replayed."""
     if not case.tokens_1N.is_cuda:
         raise Unavailable("CUDA graphs need a CUDA device")
-    launches, graphs = _launches(case), cuda_graphs()
+    launches, graphs = _launches(case), cuda_graphs(case.tokens_1N.device)
 
     def run() -> Tensor:
         return graphs.run(("pass",), (case.model, case.cache), launches)

@@ -98,11 +98,12 @@ class Budget:
         n_classes: of the drafter.
         widths: rows that a pass may have, 1 included; one of them is chosen each step.
         automatic: False verifies every proposal whole.
+        draft_is_timed: whether `record` is told what proposals took; without it each counts as expensive.
     """
 
-    def __init__(self, n_classes: int, widths: Sequence[int], automatic: bool = True):
+    def __init__(self, n_classes: int, widths: Sequence[int], automatic: bool = True, draft_is_timed: bool = True):
         self.widths, self.automatic = tuple(sorted(set(widths))), automatic
-        self.costs = Costs(self.widths)
+        self.costs, self._draft_is_timed = Costs(self.widths), draft_is_timed
         first = [FIRST_RATE * FIRST_WEIGHT] * n_classes, [FIRST_WEIGHT] * n_classes
         self._all = _Rates(*first, EARLIER_FADING)
         self.start(1)
@@ -225,7 +226,8 @@ class Budget:
             return
         plain = self.costs.of(1)
         self._gains.append(tokens * plain / seconds)
-        if draft_seconds < CHEAP_DRAFT * plain or len(self._gains) < TRIAL_STEPS:
+        cheap = self._draft_is_timed and draft_seconds < CHEAP_DRAFT * plain
+        if cheap or len(self._gains) < TRIAL_STEPS:
             return
         if sum(self._gains) < len(self._gains):
             self._resting, self._rest = self._rest, min(2 * self._rest, LONGEST_REST)

@@ -92,8 +92,10 @@ class Engine:
         self._room = min(nodes, drafter.max_nodes) if isinstance(nodes, int) else drafter.max_nodes
         automatic = nodes == "auto" and drafter.max_nodes > 0
         chosen = [width for width in WIDTHS if automatic and width <= self._room]
-        self._budget = Budget(drafter.n_classes, [1, *chosen, 1 + self._room], automatic)
         self._graphs = _graphs(graphs, self.device, target.model.config.rope.type)
+        # A replay is launched at once, and what it takes is in the step's time.
+        timed = not self._graphs.recording
+        self._budget = Budget(drafter.n_classes, [1, *chosen, 1 + self._room], automatic, timed)
         # On a GPU the host reads a step's tokens while the next step already runs.
         self.lag = 0 if backend.reads_are_free(self.device) else 1
         self._cache: KVCache | None = None
@@ -277,7 +279,7 @@ class Engine:
         seconds, self._read_at = now - self._read_at, now
         if self._budget.automatic:
             present = [lane is not None and lanes[slot] is lane for slot, lane in enumerate(stepped)]
-            lists = Lists(*proposal, *[None] * (3 - len(proposal))) if proposal else step.proposed.lists
+            lists = Lists(*proposal, *[None] * (3 - len(proposal))) if proposal else None
             self._learn(step, lists, present, counts, tokens, seconds)
         for slot, lane in enumerate(stepped):
             if lane is None or lane.finish_reason:
@@ -295,12 +297,19 @@ class Engine:
         self._read_at = time.perf_counter()
 
     def _learn(
-        self, step: Step, lists: Lists, present: list[bool], counts: list[int], tokens: list[list[int]], seconds: float
+        self,
+        step: Step,
+        lists: Lists | None,
+        present: list[bool],
+        counts: list[int],
+        tokens: list[list[int]],
+        seconds: float,
     ) -> None:
         """Tell the budget which proposed nodes were right and what the step cost. present: slots not given on since."""
         budget = self._budget
         taking_part = [slot for slot, count in enumerate(counts) if count and present[slot]]
-        if step.proposed.width > 1:
+        if step.proposed.width > 1:  # else there is nothing to learn, and nothing to wait for
+            lists = lists or step.proposed.lists
             for slot in taking_part:
                 classes = None if lists.classes is None else lists.classes[slot]
                 emitted = tokens[slot][: counts[slot]]
@@ -329,7 +338,9 @@ class Engine:
 
 def _graphs(wanted: bool | None, device: torch.device, rope_type: str) -> Graphs:
     """What records the steps on this device, if anything. A table made anew for every length cannot be recorded."""
-    possible = device.type == "cuda" and rope_type != "dynamic"
+    possible = backend.triton_kernels("tree_attention", device.type) is not None and rope_type != "dynamic"
     if wanted and not possible:
-        raise ValueError(f"graphs=True: needs CUDA, and no rope_type 'dynamic'; here {device} and {rope_type!r}")
-    return cuda_graphs() if possible and wanted is not False else Graphs()
+        raise ValueError(
+            f"graphs=True: needs CUDA, triton, and no rope_type 'dynamic'; here {device} and {rope_type!r}"
+        )
+    return cuda_graphs(device) if possible and wanted is not False else Graphs()

@@ -7,12 +7,17 @@ its key: the loop records the target's pass and what follows it for every width 
 """
 
 import gc
-from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass, field, fields, is_dataclass
+from collections.abc import Callable, Hashable
+from contextlib import suppress
+from copy import copy
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
+
+from longdraft.kernels.reference.tree_attention import MOST_ROWS
 
 T = TypeVar("T")
 # Runs work without effect and remembers it: (what the work returned, a function that does it again on the same memory).
@@ -21,14 +26,12 @@ Recorder = Callable[[Callable[[], Any]], tuple[Any, Callable[[], None]]]
 
 @dataclass
 class _Recorded:
-    """One key's work: None of it yet, or its inputs and outputs, which stay where they are, and how to do it again.
-
-    `owners` keeps what the work reads and writes besides its inputs alive, so that no key ever means other memory.
-    """
+    """One key's work. Its inputs are copies and its outputs lie outside of the recording's memory, both for good;
+    `owners` keeps what else it reads and writes alive, so that no key ever means other memory."""
 
     owners: tuple
-    inputs: list[Tensor] = field(default_factory=list)
-    outputs: Any = None
+    inputs: list[Tensor]
+    outputs: Any
     replay: Callable[[], None] | None = None
 
 
@@ -47,9 +50,8 @@ class Graphs:
     def __init__(self, recorder: Recorder | None = None):
         self._recorder, self.recording, self.fresh = recorder, recorder is not None, False
         self._known: dict[Hashable, _Recorded] = {}
-        self._outputs: set[int] = set()
 
-    def run(self, key: tuple, owners: tuple, work: Callable[..., T], *inputs: Tensor) -> T:
+    def run(self, key: tuple, owners: tuple, work: Callable[..., T], *inputs: Tensor, widest: int = 1) -> T:
         """`work(*inputs)`, queued.
 
         Args:
@@ -57,72 +59,112 @@ class Graphs:
             owners: objects whose memory it reads or writes besides its inputs; each keeps that memory where it is for
                 as long as it lives.
             work: does nothing but queue: it must not read a tensor on the host, copy from the host, or change
-                anything on the host. It returns tensors, a tuple of such, or a dataclass of such, or None.
+                anything on the host that is read later. It returns tensors, a tuple of such, a dataclass of such, or
+                None.
             inputs: tensors that may lie elsewhere the next time.
-        Returns: what the work returned. Where work is recorded its memory is overwritten when this key runs again.
+            widest: rows of the widest pass in it; above MOST_ROWS attention reads lengths on the host, so that it
+                cannot be recorded.
+        Returns: what the work returned; where work is recorded, memory that is overwritten when this key runs again.
         """
-        if self._recorder is None:
+        if self._recorder is None or widest > MOST_ROWS:
             return work(*inputs)
-        shapes = tuple((x.shape, x.dtype) for x in inputs)
-        key = (*key, *map(id, owners), shapes)
+        key = (*key, *map(id, owners), tuple((x.shape, x.dtype) for x in inputs))
         known = self._known.get(key)
         if known is None:
-            self._known[key], self.fresh = _Recorded(owners), True
-            return work(*inputs)
-        if known.replay is None:
-            # What another recorded work leaves lies still, and is read where it lies.
-            known.inputs = [x if id(x) in self._outputs else x.clone() for x in inputs]
-            known.outputs, known.replay = self._recorder(lambda: work(*known.inputs))
-            self._outputs.update(map(id, _tensors(known.outputs)))
-            self.fresh = True
+            # The inputs' copies from the first run on: kernels are compiled for how tensors lie.
+            copies = [x.clone() for x in inputs]
+            known = _Recorded(owners, copies, _twin(work(*copies), Tensor.clone))
+            self._known[key], self.fresh = known, True
+            return _twin(known.outputs)
         for still, given in zip(known.inputs, inputs, strict=True):
-            if still is not given:
-                still.copy_(given)
+            still.copy_(given)
+        if known.replay is None:
+            _, known.replay = self._recorder(lambda: _fill(known.outputs, work(*known.inputs)))
+            self.fresh = True
         known.replay()
-        return known.outputs
+        return _twin(known.outputs)
 
     def forget(self, owner: object) -> None:
         """Let go of the work that reads or writes the memory of this owner."""
-        others = {key: known for key, known in self._known.items() if all(one is not owner for one in known.owners)}
-        self._known, self._outputs = others, {id(x) for known in others.values() for x in _tensors(known.outputs)}
+        self._known = {
+            key: known for key, known in self._known.items() if all(one is not owner for one in known.owners)
+        }
 
     def clear(self) -> None:
         """Forget all recorded work, and let go of its memory."""
         self._known.clear()
-        self._outputs.clear()
 
 
-def cuda_graphs() -> Graphs:
-    """Recorded by CUDA, all in one pool of memory: what one graph needs only while it runs serves the others too."""
-    pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+def cuda_graphs(device: torch.device) -> Graphs:
+    """Recorded by CUDA, all in one pool of memory, which is each graph's own only while it runs: what is read later has
+    been copied out of it."""
+    stream, alive = torch.cuda.Stream(device), WeakSet[torch.cuda.CUDAGraph]()
+    pool = torch.cuda.graph_pool_handle()
 
     def record(work: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
         # As torch.cuda.graph, which also collects garbage and empties the cache of memory every time: a tenth of a
         # second, for each width. Garbage must not be collected meanwhile, for freeing memory ends a recording.
+        nonlocal pool
+        if not alive:  # a pool ends with the last graph in it
+            pool = torch.cuda.graph_pool_handle()
         graph, collects = torch.cuda.CUDAGraph(), gc.isenabled()
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(device)
         gc.disable()
         try:
-            with torch.cuda.stream(stream):
-                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-                try:
-                    outputs = work()
-                finally:
-                    graph.capture_end()
+            with torch.cuda.device(device), torch.cuda.stream(stream):
+                outputs = _captured(graph, pool, work)
+        except Exception as error:
+            raise RuntimeError(f"a step could not be recorded ({error}); Engine(graphs=False) does without") from error
         finally:
             if collects:
                 gc.enable()
+        alive.add(graph)
         return outputs, graph.replay
 
     return Graphs(record)
 
 
-def _tensors(found: Any) -> Iterator[Tensor]:
+def _captured(graph: torch.cuda.CUDAGraph, pool: Any, work: Callable[[], Any]) -> Any:
+    graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+    try:
+        outputs = work()
+    except BaseException:
+        with suppress(RuntimeError):  # the first error is the one to tell
+            graph.capture_end()
+        raise
+    graph.capture_end()
+    return outputs
+
+
+def power_of_two(count: int) -> int:
+    """The least power of two that is at least `count`, 0 for 0: a size that varies from step to step is rounded up to
+    one, for each is a key of its own."""
+    return 1 << (count - 1).bit_length() if count else 0
+
+
+def _twin(found: Any, of_tensor: Callable[[Tensor], Tensor] = lambda x: x) -> Any:
+    """The same tensors, tuples and dataclasses anew. Of a dataclass's cached properties those that are tensors stay;
+    what was read of it on the host does not."""
     if isinstance(found, Tensor):
-        yield found
-    elif is_dataclass(found):
-        for part in fields(found):
-            yield from _tensors(getattr(found, part.name))
-    elif isinstance(found, tuple):
-        for part in found:
-            yield from _tensors(part)
+        return of_tensor(found)
+    if isinstance(found, tuple):
+        return tuple(_twin(part, of_tensor) for part in found)
+    if is_dataclass(found):
+        twin, names = copy(found), {part.name for part in fields(found)}
+        kept = {name: part for name, part in vars(found).items() if name in names or isinstance(part, Tensor)}
+        twin.__dict__.clear()
+        twin.__dict__.update({name: _twin(part, of_tensor) for name, part in kept.items()})
+        return twin
+    return found
+
+
+def _fill(still: Any, found: Any) -> None:
+    """Copy the tensors of `found` into those of its twin."""
+    if isinstance(still, Tensor):
+        still.copy_(found)
+    elif isinstance(still, tuple):
+        for one, other in zip(still, found, strict=True):
+            _fill(one, other)
+    elif is_dataclass(still):
+        for name, part in vars(still).items():
+            _fill(part, getattr(found, name))

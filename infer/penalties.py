@@ -32,7 +32,7 @@ class Penalties:
         self._frequency = column("frequency_penalty", torch.float32, 0.0)
         self._banned = [p.banned_token_ids for p in params] if any(p.banned_token_ids for p in params) else None
         self._ban_masks: dict[tuple[int, bool], Tensor] = {}
-        self._places: tuple[Tensor, Tensor] | None = None
+        self._places: dict[int, tuple[Tensor, Tensor]] = {}
         self._counts = self._presence is not None or self._frequency is not None
         self._looks_back = self._contextual is not None or self._repetition is not None or self._counts
         self.any = self._looks_back or self._banned is not None
@@ -116,12 +116,12 @@ class Penalties:
         return logits_BNV.scatter(2, index_BNC, logits_BNV.gather(2, index_BNC) - less_BC[:, None])
 
     def _place_of(self, ids_R: Tensor) -> Tensor:
-        """int64 [last id + 2]: where each target id stands in `ids_R`, R where it does not; kept for one `ids_R`."""
-        if self._places is None or self._places[0] is not ids_R:
+        """int64 [last id + 2]: where each target id stands in `ids_R`, R where it does not; kept for each `ids_R`."""
+        if id(ids_R) not in self._places:
             places = torch.full((int(ids_R.max()) + 2,), len(ids_R), device=ids_R.device)
             places[ids_R] = torch.arange(len(ids_R), device=ids_R.device)
-            self._places = ids_R, places
-        return self._places[1]
+            self._places[id(ids_R)] = ids_R, places
+        return self._places[id(ids_R)][1]
 
     def _bans(self, width: int, ids_R: Tensor | None) -> Tensor:
         """bool [B, V] or [B, R] of the banned tokens."""

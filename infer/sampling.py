@@ -119,7 +119,8 @@ def draw_seed() -> int:
 class SlotSampling:
     """The sampling parameters of B slots as tensors, and the noise of the positions they are at.
 
-    A slot that holds no request is greedy. On the CPU rows of noise are kept from step to step.
+    A slot that holds no request is greedy, or as another where steps are recorded. On the CPU rows of noise are kept
+    from step to step.
 
     Attributes:
         seeds: int64 [B]. temperatures: fp32 [B], 0 for a greedy slot.
@@ -151,7 +152,7 @@ class SlotSampling:
         self._eta = column("eta_cutoff") if any(p.eta_cutoff > 0 for p in filters) else None
         self._rows: list[dict[int, Tensor]] = [{} for _ in params]
         self._width = 0
-        self._sized: tuple[Tensor, int] | None = None
+        self._sized: dict[int, tuple[Tensor, int]] = {}
 
     @property
     def unfiltered(self) -> bool:
@@ -305,9 +306,9 @@ class SlotSampling:
 
     def _size(self, token_ids: Tensor) -> int:
         """The smallest vocabulary that holds these ids; read from the device once for each tensor."""
-        if self._sized is None or self._sized[0] is not token_ids:
-            self._sized = token_ids, int(token_ids.max()) + 1
-        return self._sized[1]
+        if id(token_ids) not in self._sized:
+            self._sized[id(token_ids)] = token_ids, int(token_ids.max()) + 1
+        return self._sized[id(token_ids)][1]
 
 
 def _running_sum(x_BV: Tensor) -> Tensor:

@@ -21,7 +21,8 @@ from longdraft.models.kv_cache import KVCache
 
 @dataclass(frozen=True)
 class Step:
-    """What one step leaves for the host to read. Seconds are wall-clock time; on a GPU, that of launching.
+    """What one step leaves for the host to read. Seconds are wall-clock time; on a GPU, that of launching, and where
+    steps are recorded all but the proposal's is in `commit_seconds`.
 
     `proposed`: the drafter's tree; `width`: rows of the pass, after pruning and padding; `draft_pass_seconds`: of the
     step, inside the drafter's networks; `choice_seconds` (processors, noise, argmax) are part of `commit_seconds`.
@@ -91,7 +92,7 @@ def take_step(
         return verdict, output if "logits" in needs else replace(output, logits=None)
 
     work = ("verify", needs, drafter.max_depth), (model, cache)
-    verdict, output = state.run(*work, verify, tree.tokens, tree.parents, *of_tree)
+    verdict, output = state.run(*work, verify, tree.tokens, tree.parents, *of_tree, widest=tree.width)
     if state.graphs.recording:  # the next step overwrites it, and the host reads it later
         verdict = Verdict(verdict.rows.clone(), verdict.tokens.clone(), verdict.counts.clone())
     state.positions += verdict.counts

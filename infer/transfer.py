@@ -17,7 +17,7 @@ class HostCopy:
             pinned = [torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in tensors]
             self._tensors = [to.copy_(x, non_blocking=True) for to, x in zip(pinned, tensors, strict=True)]
             self._arrived = torch.cuda.Event()
-            self._arrived.record()
+            self._arrived.record(torch.cuda.current_stream(tensors[0].device))
         elif not backend.reads_are_free(tensors[0].device):
             self._tensors = [x.clone() for x in tensors]
 

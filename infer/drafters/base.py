@@ -5,7 +5,7 @@ Shapes: B slots, T rows of a pass, N tree nodes, V vocabulary.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar, cast
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -52,10 +52,9 @@ class SlotState:
     committed: list[list[int]]
     graphs: Graphs = field(default_factory=Graphs)
 
-    def run(self, key: tuple, owners: tuple, work: "Callable[..., T]", *inputs: Tensor) -> T:
+    def run(self, key: tuple, owners: tuple, work: "Callable[..., T]", *inputs: Tensor, widest: int = 1) -> T:
         """`work(state, *inputs)`, recorded (see `Graphs.run`): of its state it may read roots, positions, active,
-        history and sampling, for `ranking` above all, and nothing of the host. A tree that it returns is a new one
-        every time, so that what is read of it on the host is this step's."""
+        history and sampling, for `ranking` above all, and nothing of the host."""
         if not self.graphs.recording:
             return work(self, *inputs)
 
@@ -63,8 +62,8 @@ class SlotState:
             return work(replace(self, roots=roots_B, positions=positions_B, active=active_B), *inputs)
 
         owners = (*owners, self.history, self.sampling)
-        found = self.graphs.run(key, owners, of, self.roots, self.positions, self.active, *inputs)
-        return cast("T", found.with_tokens(found.tokens)) if isinstance(found, TokenTree) else found
+        state = self.roots, self.positions, self.active
+        return self.graphs.run(key, owners, of, *state, *inputs, widest=widest)
 
     def ranking(self, logits: Tensor, offset: int, token_ids: Tensor | None = None) -> Tensor:
         """Scores to rank candidates for the token `offset` behind the root by: fp32, or the logits' dtype.

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from longdraft.infer.drafters.base import Drafter, Request, SlotState
+from longdraft.infer.graphs import power_of_two
 from longdraft.infer.options import check_draft, level_widths
 from longdraft.infer.tree import PAD, ROOT, TokenTree
 from longdraft.infer.verify import Verdict
@@ -103,7 +104,8 @@ class LongSpecDrafter(Drafter):
         # A slot that takes no part may lack more than is written here.
         self._known, self._unknown = torch.where(state.active, state.positions, self._known), 0
         owners = self.draft, self._window, self._cache
-        return state.run(("longspec", count, *widths), owners, lambda state: self._grow(state, count, widths))
+        key, widest = ("longspec", count, *widths), max(widths)
+        return state.run(key, owners, lambda state: self._grow(state, count, widths), widest=widest)
 
     def _grow(self, state: SlotState, count: int, widths: Sequence[int]) -> TokenTree:
         """The tree of these levels, after the `count` positions before the root are in the ring."""
@@ -145,10 +147,11 @@ class LongSpecDrafter(Drafter):
         self.pass_seconds += time.perf_counter() - begin
 
     def _missing(self, state: SlotState) -> int:
-        """No slot's ring lacks more of the positions before its root; elsewhere than on a CPU without waiting."""
-        if not backend.reads_are_free(self._known.device):
-            return self._unknown
+        """No slot's ring lacks more of the positions before its root; elsewhere than on a CPU without waiting, and one
+        of few numbers, for each is recorded work of its own."""
         assert self._window is not None
+        if not backend.reads_are_free(self._known.device):
+            return min(power_of_two(self._unknown), self._window.ring)
         return int((state.positions - self._known).where(state.active, 0).amax().clamp(0, self._window.ring))
 
     def _pass(self, state: SlotState, nodes_BT: Tensor, level: int, first: int, ancestors_BTN: Tensor) -> Tensor:

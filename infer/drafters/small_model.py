@@ -13,12 +13,14 @@ import torch
 from torch import Tensor
 
 from longdraft.infer.drafters.base import Drafter, Request, SlotState
+from longdraft.infer.graphs import power_of_two
 from longdraft.infer.options import whole
 from longdraft.infer.partial_cache import RingCache
 from longdraft.infer.streaming_cache import StreamingCache, check_streaming
 from longdraft.infer.tree import TokenTree
 from longdraft.infer.verify import Verdict
 from longdraft.kernels import backend
+from longdraft.kernels.reference.tree_attention import MOST_ROWS
 from longdraft.models.decoder import TargetOutput
 from longdraft.models.hf import Target
 from longdraft.models.kv_cache import KVCache
@@ -63,7 +65,7 @@ class SmallModelDrafter(Drafter):
         check_streaming(small.model, window, sinks, self.slack)
         self.small, self.gamma, self._sinks, self._window = small, gamma, sinks, window
         self.max_nodes = self.max_depth = gamma
-        self._widest = max(window, 2)
+        self._widest = min(max(window, 2), MOST_ROWS)
         self._cache: StreamingCache | None = None
         self._most_behind: int | None = None  # tokens that a slot lacks, at most; None: to be read
 
@@ -140,7 +142,9 @@ class SmallModelDrafter(Drafter):
             self._settled_pass(state, self._widest, counts_B, None)
             behind_B, most = behind_B - counts_B, most - self._widest
         self._most_behind = 0
-        return self._settled_pass(state, most + 1, behind_B + state.active, behind_B[:, None])
+        # Rows behind the root cost little; a width of its own for every step would be recorded every time.
+        width = most + 1 if known is None else min(power_of_two(most + 1), self._widest)
+        return self._settled_pass(state, width, behind_B + state.active, behind_B[:, None])
 
     def _settled_pass(self, state: SlotState, width: int, counts_B: Tensor, rows_B1: Tensor | None) -> Tensor:
         """The next `width` tokens of the history behind what is held, of which counts_B are committed ones."""

@@ -184,8 +184,9 @@ class TokenSwiftDrafter(Drafter):
         self._began = self.clock()
         if self._can_select and self._draft_pass == "auto":
             self._choice.plan(self._longest(state))
-            if not self._holds_cache:
-                self._selected = None if self._choice.phase == "short" else self._selected
+            if self._choice.phase == "short" and self._selected is not None:
+                state.graphs.forget(self._selected)
+                self._selected = None
         with_pass = self._holds_cache
         selected = self._select() if with_pass else None
         owners = (self.draft, self._templates[with_pass], *([] if selected is None else [selected]))

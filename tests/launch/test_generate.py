@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -300,8 +301,9 @@ def test_ctrl_c_ends_with_what_there_is(run, monkeypatch, as_json):
 
 def test_a_second_ctrl_c_does_not_wait(run, monkeypatch):
     def stuck(self, prompts, params):
-        for _ in range(2):  # to this thread, one after the other: two that are pending at once are one
+        for _ in range(2):  # to this thread, each handled before the next: two that are pending at once are one
             signal.raise_signal(signal.SIGINT)
+            time.sleep(0.05)
         yield from ()
 
     monkeypatch.setattr(Engine, "stream", stuck)
