@@ -33,6 +33,10 @@ VOCAB, NEW = 61, 16
 READS = ("tolist", "item", "__bool__", "__int__", "__float__", "numpy", "__index__", "nonzero")
 
 
+# Operations whose result's size, or whose result, the host has to know.
+WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "bincount", "repeat_interleave")
+
+
 class Tape(TorchDispatchMode):
     """Every operation with the tensors it was given and those it made."""
 
@@ -44,8 +48,10 @@ class Tape(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        assert func is not torch.ops.aten._local_scalar_dense.default, "a read on the host"
+        assert func.overloadpacket.__name__ not in WAITING, f"{func} waits for the device"
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        if func.overloadpacket.__name__ in ("index", "index_put", "index_put_"):
+            assert all(x is None or x.dtype != torch.bool for x in args[1]), "places of a mask are counted on the host"
         if func._schema.is_mutable:
             for x in given:
                 storage = x.untyped_storage()

@@ -307,7 +307,11 @@ def test_a_second_ctrl_c_does_not_wait(run, monkeypatch):
         yield from ()
 
     monkeypatch.setattr(Engine, "stream", stuck)
-    assert "longdraft generate: interrupted" in run("--prompt", PROMPT, status=130).err
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever else ran in this process has left
+    try:
+        assert "longdraft generate: interrupted" in run("--prompt", PROMPT, status=130).err
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_it_runs_outside_of_the_main_thread(folder, capsys):
