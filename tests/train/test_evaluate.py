@@ -330,6 +330,8 @@ def test_a_resumed_run_keeps_the_best_and_rotation_leaves_it(trained, config_fil
 
 
 def test_wandb_has_table_and_curves(trained, monkeypatch):
+    import wandb
+
     monkeypatch.delenv("WANDB_MODE", raising=False)
     monkeypatch.setenv("WANDB_SILENT", "true")
     run = trained("medusa", "train.steps=2", *ONE, "log.wandb=offline")
@@ -339,6 +341,7 @@ def test_wandb_has_table_and_curves(trained, monkeypatch):
     numbers = [record["decode_tokens_per_step/ctx8.T0"]]
     numbers += [record[f"decode_acceptance/ctx8.T0.depth{depth}"] for depth in (1, 2)]
     assert table["data"] == [[8, 0, *numbers]]
+    wandb.teardown()  # finish() returns before W&B's service has written the file; the end of a process waits for it
     (summary,) = run.glob("wandb/offline-run-*/run-*.wandb")
     assert b"decode_acceptance/ctx8.T0.depth2" in summary.read_bytes()
 
