@@ -25,21 +25,10 @@ SMALL_PROMPT, SMALL_TOKENS = 40, 16
 
 def transformers_model(bench: Bench, profile: Profile, n_layers: int, positions: int, dtype: torch.dtype) -> Any:
     """transformers' own class of the profile's family, with random weights wide enough to keep logits apart."""
-    from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
+    from transformers import AutoModelForCausalLM
 
-    kind = Qwen2Config if profile.qkv_bias else LlamaConfig
-    config = kind(
-        vocab_size=profile.vocab_size,
-        hidden_size=profile.hidden_size,
-        intermediate_size=profile.intermediate_size,
-        num_hidden_layers=n_layers,
-        num_attention_heads=profile.n_heads,
-        num_key_value_heads=profile.n_kv_heads,
-        max_position_embeddings=positions,
-        rope_parameters={"rope_type": "default", "rope_theta": profile.rope_theta},
-        tie_word_embeddings=profile.tied,
-        initializer_range=0.05,
-    )
+    config = profile.transformers_config(n_layers, positions)
+    config.initializer_range = 0.05
     torch.manual_seed(0)
     with torch.device(bench.device):
         return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()

@@ -4,7 +4,10 @@ Bytes are what memory must deliver once however it is done; FLOPs count a produc
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 
 class Work(NamedTuple):
@@ -47,6 +50,22 @@ class Profile:
         layers = self.n_layers if n_layers is None else n_layers
         both = self.embedding_parameters * (1 if self.tied else 2)
         return both + layers * self.layer_parameters + self.hidden_size
+
+    def transformers_config(self, n_layers: int, max_positions: int) -> "PretrainedConfig":
+        """That of transformers' own class of the family, with so many layers."""
+        from transformers import LlamaConfig, Qwen2Config
+
+        return (Qwen2Config if self.qkv_bias else LlamaConfig)(
+            vocab_size=self.vocab_size,
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            num_hidden_layers=n_layers,
+            num_attention_heads=self.n_heads,
+            num_key_value_heads=self.n_kv_heads,
+            max_position_embeddings=max_positions,
+            rope_parameters={"rope_type": "default", "rope_theta": self.rope_theta},
+            tie_word_embeddings=self.tied,
+        )
 
     def attention_work(self, context: int, nodes: int, itemsize: int, tree_entries: int | None = None) -> Work:
         """One layer's attention of a pass of `nodes` rows behind `context` rows: K and V read once, queries read,

@@ -17,10 +17,9 @@ from longdraft.benchmarks.candidates import OURS, Build, Run, Unavailable, admit
 from longdraft.benchmarks.profiles import Profile
 from longdraft.benchmarks.timing import Bench, free_bytes
 from longdraft.infer.graphs import cuda_graphs
-from longdraft.models.decoder import Decoder, DecoderConfig
-from longdraft.models.hf import build_decoder
+from longdraft.models.decoder import Decoder
+from longdraft.models.hf import build_decoder, decoder_config
 from longdraft.models.kv_cache import KVCache
-from longdraft.models.rope import RopeConfig
 
 SMALL_LAYERS, SMALL_CONTEXT, COMPARED_NODES = 2, 33, 8  # of the model that is compared with plain passes
 MOST_ON_A_CPU = 4 * 2**30  # bytes of weights and cache: drawing and reading more takes minutes
@@ -41,27 +40,11 @@ class Case:
     plain: Tensor | None = None
 
 
-def decoder_config(profile: Profile, n_layers: int, max_positions: int) -> DecoderConfig:
-    """The profile's, with so many layers."""
-    return DecoderConfig(
-        vocab_size=profile.vocab_size,
-        hidden_size=profile.hidden_size,
-        intermediate_size=profile.intermediate_size,
-        n_layers=n_layers,
-        n_heads=profile.n_heads,
-        n_kv_heads=profile.n_kv_heads,
-        head_dim=profile.head_dim,
-        rms_norm_eps=1e-5,
-        max_positions=max_positions,
-        rope=RopeConfig(profile.head_dim, max_positions, {"rope_type": "default", "rope_theta": profile.rope_theta}),
-        attention_bias=profile.qkv_bias,
-        tie_embeddings=profile.tied,
-    )
-
-
 def random_decoder(bench: Bench, profile: Profile, n_layers: int, max_positions: int) -> Decoder:
     """With weights that keep activations near 1."""
-    model = build_decoder(decoder_config(profile, n_layers, max_positions), bench.dtype, bench.device)
+    model = build_decoder(
+        decoder_config(profile.transformers_config(n_layers, max_positions)), bench.dtype, bench.device
+    )
     generator = torch.Generator(bench.device).manual_seed(0)
     for name, parameter in model.named_parameters():
         if "norm" in name:

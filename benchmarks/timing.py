@@ -1,4 +1,4 @@
-"""Clocks: several ways of doing the same, in turns, from cold caches; and the memory that one takes at its peak.
+"""Clocks: several ways of doing the same, in turns, from cold caches; and how much memory is free.
 
 On a GPU CUDA events stand around each call, behind a write that empties the L2 cache and during which the host runs
 ahead: launches that keep up with the device cost nothing, waits for the host do. On a CPU the last level of cache is
@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+
+from longdraft.infer.memory import available_bytes
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 WARM_UPS = 2
@@ -136,31 +138,5 @@ def cache_bytes(device: torch.device) -> int:
 
 def free_bytes(device: torch.device) -> int:
     """Memory that can still be allocated."""
-    if device.type == "cuda":
-        reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + reserved
-    meminfo = Path("/proc/meminfo")  # counts what the page cache would give back
-    if meminfo.exists():
-        lines = (line.split() for line in meminfo.read_text().splitlines())
-        return next(int(words[1]) * 1024 for words in lines if words[0] == "MemAvailable:")
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-
-
-def peak_bytes(run: Callable[[], Any], device: torch.device) -> int:
-    """Bytes that a call allocates at its peak beyond what was there before; on a CPU as PyTorch's profiler tells."""
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        run()
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - before
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        run()
-    assert profile.profiler is not None
-    now = peak = 0
-    for event in profile.profiler.kineto_results.events():  # type: ignore[union-attr]
-        if event.name() == "[memory]":
-            now += event.nbytes()  # pyright: ignore[reportAttributeAccessIssue]
-            peak = max(peak, now)
-    return peak
+    found = available_bytes(device)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") if found is None else found

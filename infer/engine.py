@@ -15,7 +15,7 @@ import torch
 from longdraft.infer.budget import Budget
 from longdraft.infer.drafters.base import Drafter, Request, SlotState
 from longdraft.infer.drafters.build import build_drafter
-from longdraft.infer.graphs import Graphs, cuda_graphs
+from longdraft.infer.graphs import graphs_for
 from longdraft.infer.history import History
 from longdraft.infer.memory import check_memory, estimate_memory, words
 from longdraft.infer.options import check_whole_or, whole
@@ -92,14 +92,16 @@ class Engine:
         self._room = min(nodes, drafter.max_nodes) if isinstance(nodes, int) else drafter.max_nodes
         automatic = nodes == "auto" and drafter.max_nodes > 0
         chosen = [width for width in WIDTHS if automatic and width <= self._room]
-        self._graphs = _graphs(graphs, self.device, target.model.config.rope.type)
+        self._graphs = graphs_for(graphs, self.device, target.model.config.rope.type)
         # A replay is launched at once, and what it takes is in the step's time.
         timed = not self._graphs.recording
         self._budget = Budget(drafter.n_classes, [1, *chosen, 1 + self._room], automatic, timed)
         # On a GPU the host reads a step's tokens while the next step already runs.
         self.lag = 0 if backend.reads_are_free(self.device) else 1
         self._cache: KVCache | None = None
+        self._state: SlotState  # made with the cache
         self._samplings: list[SlotSampling] = []  # the last ones of each kind, where steps are recorded
+        self._read_at, self._disturbed = 0.0, 0  # when a step was last read; so many next ones have no typical time
         self._running = False
         self._cancelled: set[int] = set()
 
@@ -334,13 +336,3 @@ class Engine:
         if self.drafter.max_nodes == 0:
             return {}
         return {**self.drafter.decisions(), "nodes": self._budget.words()}
-
-
-def _graphs(wanted: bool | None, device: torch.device, rope_type: str) -> Graphs:
-    """What records the steps on this device, if anything. A table made anew for every length cannot be recorded."""
-    possible = backend.triton_kernels("tree_attention", device.type) is not None and rope_type != "dynamic"
-    if wanted and not possible:
-        raise ValueError(
-            f"graphs=True: needs CUDA, triton, and no rope_type 'dynamic'; here {device} and {rope_type!r}"
-        )
-    return cuda_graphs(device) if possible and wanted is not False else Graphs()

@@ -17,6 +17,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
+from longdraft.kernels import backend
 from longdraft.kernels.reference.tree_attention import MOST_ROWS
 
 T = TypeVar("T")
@@ -93,6 +94,20 @@ class Graphs:
     def clear(self) -> None:
         """Forget all recorded work, and let go of its memory."""
         self._known.clear()
+
+
+def graphs_for(wanted: bool | None, device: torch.device, rope_type: str) -> Graphs:
+    """What records an engine's steps on this device, if anything; wanted=None: where it can be. A rotary table that is
+    made anew for every length cannot be recorded.
+
+    Raises: ValueError where it is wanted and cannot be.
+    """
+    possible = backend.triton_kernels("tree_attention", device.type) is not None and rope_type != "dynamic"
+    if wanted and not possible:
+        raise ValueError(
+            f"graphs=True: needs CUDA, triton, and no rope_type 'dynamic'; here {device} and {rope_type!r}"
+        )
+    return cuda_graphs(device) if possible and wanted is not False else Graphs()
 
 
 def cuda_graphs(device: torch.device) -> Graphs:

@@ -15,7 +15,12 @@ from longdraft.kernels import backend
 
 
 class Penalties:
-    """The penalties and bans of B slots, from their SamplingParams. Without any, `apply` does nothing."""
+    """The penalties and bans of B slots, from their SamplingParams. Without any, `apply` does nothing.
+
+    Attributes:
+        any: whether there are some. widest: the longest window of a contextual penalty, in tokens.
+        banned: the slots' banned ids, None without any.
+    """
 
     def __init__(self, params: Sequence, device: torch.device):
         def column(name: str, dtype: torch.dtype, off: float) -> Tensor | None:
@@ -26,31 +31,20 @@ class Penalties:
         self._contextual = column("contextual_penalty", torch.float32, 1.0)
         # The windows of slots without the penalty must not make the others' reads longer.
         windows = [p.contextual_window if p.contextual_penalty != 1 else 1 for p in params]
-        self._windows, self._widest = torch.tensor(windows, device=device), max(windows)
+        self._windows, self.widest = torch.tensor(windows, device=device), max(windows)
         self._repetition = column("repetition_penalty", torch.float32, 1.0)
         self._presence = column("presence_penalty", torch.float32, 0.0)
         self._frequency = column("frequency_penalty", torch.float32, 0.0)
-        self._banned = [p.banned_token_ids for p in params] if any(p.banned_token_ids for p in params) else None
+        self.banned = [p.banned_token_ids for p in params] if any(p.banned_token_ids for p in params) else None
         self._ban_masks: dict[tuple[int, bool], Tensor] = {}
         self._places: dict[int, tuple[Tensor, Tensor]] = {}
         self._counts = self._presence is not None or self._frequency is not None
         self._looks_back = self._contextual is not None or self._repetition is not None or self._counts
-        self.any = self._looks_back or self._banned is not None
-
-    def follow(self, other: "Penalties") -> bool:
-        """As `SlotSampling.follow`."""
-        mine, theirs = self._columns, other._columns
-        if (self._widest, self._banned) != (other._widest, other._banned):
-            return False
-        if [part is None for part in mine] != [part is None for part in theirs]:
-            return False
-        for to, given in zip(mine, theirs, strict=True):
-            if to is not None and given is not None:
-                to.copy_(given)
-        return True
+        self.any = self._looks_back or self.banned is not None
 
     @property
-    def _columns(self) -> tuple[Tensor | None, ...]:
+    def columns(self) -> tuple[Tensor | None, ...]:
+        """What is read of the slots on the device."""
         return self._contextual, self._windows, self._repetition, self._presence, self._frequency
 
     def apply(self, logits: Tensor, history: History, positions_B: Tensor, token_ids_R: Tensor | None = None) -> Tensor:
@@ -65,7 +59,7 @@ class Penalties:
         logits_BNV = (logits if logits.dim() == 3 else logits[:, None]).float()
         if self._looks_back:
             logits_BNV = self._look_back(logits_BNV, history, positions_B, token_ids_R)
-        if self._banned is not None:
+        if self.banned is not None:
             logits_BNV = logits_BNV.masked_fill(self._bans(logits_BNV.shape[-1], token_ids_R)[:, None], -torch.inf)
         return logits_BNV if logits.dim() == 3 else logits_BNV[:, 0]
 
@@ -79,7 +73,7 @@ class Penalties:
             tokens_BC = self._place_of(ids_R)[tokens_BC.clamp(max=len(self._place_of(ids_R)) - 1)]
             logits_BNV = torch.nn.functional.pad(logits_BNV, (0, 1))
         if self._contextual is not None:
-            recent = min(self._widest, count)
+            recent = min(self.widest, count)
             inside_BC = places_BC[:, -recent:] > (positions_B - self._windows).clamp(min=-1)[:, None]
             logits_BNV = _scale_seen(logits_BNV, tokens_BC[:, -recent:], inside_BC, self._contextual)
         if self._repetition is not None:
@@ -94,12 +88,12 @@ class Penalties:
         capacity = history.tokens.shape[1]
         whole = self._repetition is not None or self._counts
         if not backend.reads_are_free(positions_B.device):
-            return capacity if whole else min(capacity, self._widest)
+            return capacity if whole else min(capacity, self.widest)
         longest = int(positions_B.max()) + 1
         if self._repetition is None and self._counts:  # the prompt does not count, but for the window's part of it
-            longest = max(int((positions_B - history.prompt_lengths).max()) + 1, min(self._widest, longest))
+            longest = max(int((positions_B - history.prompt_lengths).max()) + 1, min(self.widest, longest))
         elif not whole:
-            longest = min(self._widest, longest)
+            longest = min(self.widest, longest)
         return max(1, min(capacity, longest))
 
     def _subtract(self, logits_BNV: Tensor, tokens_BC: Tensor, generated_BC: Tensor) -> Tensor:
@@ -125,12 +119,12 @@ class Penalties:
 
     def _bans(self, width: int, ids_R: Tensor | None) -> Tensor:
         """bool [B, V] or [B, R] of the banned tokens."""
-        assert self._banned is not None
+        assert self.banned is not None
         vocab = width if ids_R is None else len(self._place_of(ids_R))
         key = vocab, ids_R is None
         if key not in self._ban_masks:
-            mask = torch.zeros(len(self._banned), vocab, dtype=torch.bool)
-            for slot, ids in enumerate(self._banned):
+            mask = torch.zeros(len(self.banned), vocab, dtype=torch.bool)
+            for slot, ids in enumerate(self.banned):
                 if ids_R is None and ids and max(ids) >= vocab:
                     raise ValueError(f"banned_token_ids has {max(ids)}; the target's vocabulary is 0..{vocab - 1}")
                 mask[slot, [token for token in ids if token < vocab]] = True

@@ -166,12 +166,9 @@ class SlotSampling:
     def follow(self, other: "SlotSampling") -> bool:
         """Take over another's parameters, each tensor where it lies, so that recorded work (infer/graphs.py) goes on
         with them. False, and nothing done, where other work is needed for them."""
-        if self._kind != other._kind or not self.penalties.follow(other.penalties):
+        if self._kind != other._kind:
             return False
-        mine, theirs = (
-            (one.seeds, one.temperatures, one._sampled, one._divisors, *one._filters) for one in (self, other)
-        )
-        for to, given in zip(mine, theirs, strict=True):
+        for to, given in zip(self._columns, other._columns, strict=True):
             if to is not None and given is not None:
                 to.copy_(given)
         self.params = other.params
@@ -179,10 +176,16 @@ class SlotSampling:
         return True
 
     @property
+    def _columns(self) -> tuple[Tensor | None, ...]:
+        own = self.seeds, self.temperatures, self._sampled, self._divisors
+        return *own, *self._filters, *self.penalties.columns
+
+    @property
     def _kind(self) -> tuple:
         """What steers the work on the host."""
-        filters = tuple(part is None for part in self._filters)
-        return len(self.params), self.greedy, self._mixed, self._most_k, filters, self.noise_in_ranking
+        absent = tuple(part is None for part in self._columns)
+        own = len(self.params), self.greedy, self._mixed, self._most_k, self.noise_in_ranking
+        return *own, self.penalties.widest, self.penalties.banned, absent
 
     def noise(self, positions_B: Tensor, vocab_size: int) -> Tensor:
         """g(seed, t, v) for the token at absolute position t = positions_B[b] of each slot: fp32 [B, V].

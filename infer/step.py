@@ -24,6 +24,8 @@ class Step:
     """What one step leaves for the host to read. Seconds are wall-clock time; on a GPU, that of launching, and where
     steps are recorded all but the proposal's is in `commit_seconds`.
 
+    Where steps are recorded the next one overwrites the tensors: what the host reads of them is copied before.
+
     `proposed`: the drafter's tree; `width`: rows of the pass, after pruning and padding; `draft_pass_seconds`: of the
     step, inside the drafter's networks; `choice_seconds` (processors, noise, argmax) are part of `commit_seconds`.
     """
@@ -93,8 +95,6 @@ def take_step(
 
     work = ("verify", needs, drafter.max_depth), (model, cache)
     verdict, output = state.run(*work, verify, tree.tokens, tree.parents, *of_tree, widest=tree.width)
-    if state.graphs.recording:  # the next step overwrites it, and the host reads it later
-        verdict = Verdict(verdict.rows.clone(), verdict.tokens.clone(), verdict.counts.clone())
     state.positions += verdict.counts
     state.roots = torch.where(state.active, verdict.last(verdict.tokens), state.roots)
     drafter.observe(state, tree, verdict, output)

@@ -8,12 +8,11 @@ Shapes: B sequences, N tree nodes, P steps of the walk.
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from longdraft.infer.tree import TokenTree
-from longdraft.kernels import backend
 from longdraft.kernels.walk import walk as walk_kernel
+from longdraft.kernels.walk import walk_along
 
 
 @dataclass(frozen=True)
@@ -36,31 +35,15 @@ class Verdict:
 
 
 def walk(tree: TokenTree, choose: Callable[[Tensor, int], Tensor], active_B: Tensor, max_depth: int) -> Verdict:
-    """Go down from the root along the target's choices.
+    """Go down from the root along the target's choices, each made when the walk gets there.
 
     Args:
         tree: the verified tree.
-        choose: (nodes int64 [B], depth) -> int64 [B], the target's token behind each slot's node; called for the nodes
-            of the path only, so at most `max_depth` + 1 rows a sequence are processed.
+        choose: see `kernels.walk.walk_along`.
         active_B: bool [B]; other slots get count 0.
-        max_depth: no node lies deeper. On a GPU the walk always makes max_depth + 1 steps and never synchronises.
+        max_depth: no node lies deeper.
     """
-    nodes, alive = torch.zeros_like(tree.tokens[:, 0]), active_B
-    rows, tokens, counts = [], [], torch.zeros_like(nodes)
-    for depth in range(max_depth + 1):
-        chosen = choose(nodes, depth)
-        rows.append(nodes)
-        tokens.append(chosen)
-        counts = counts + alive
-        if depth == max_depth:
-            break
-        match = (tree.parents == nodes[:, None]) & (tree.tokens == chosen[:, None])
-        found, child = match.max(dim=1)
-        alive = alive & found
-        if backend.reads_are_free(alive.device) and not alive.any():
-            break
-        nodes = torch.where(found, child, nodes)
-    return Verdict(torch.stack(rows, 1), torch.stack(tokens, 1), counts)
+    return Verdict(*walk_along(choose, tree.tokens, tree.parents, active_B, max_depth))
 
 
 def walk_chosen(tree: TokenTree, choices_BN: Tensor, active_B: Tensor, max_depth: int) -> Verdict:

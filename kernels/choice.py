@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from longdraft.kernels import backend
-from longdraft.kernels.gumbel import gumbel_noise
 from longdraft.kernels.reference.choice import choose as _reference
 
 
@@ -31,23 +30,6 @@ def choose(logits_BNV: Tensor, seeds_B: Tensor, positions_BN: Tensor, temperatur
     """
     if (triton := backend.triton_kernels("choice", logits_BNV.device.type)) is not None:
         return triton.choose(logits_BNV, seeds_B, positions_BN, temperatures_B)
-    if backend.reads_are_free(logits_BNV.device):
-        return _by_row(logits_BNV, seeds_B, positions_BN, temperatures_B)
     # Node by node: the noise of all of them would take far more memory than the logits.
     parts = zip(logits_BNV.split(1, dim=1), positions_BN.split(1, dim=1), strict=True)
     return torch.cat([_reference(logits, seeds_B, positions, temperatures_B) for logits, positions in parts], dim=1)
-
-
-def _by_row(logits_BNV: Tensor, seeds_B: Tensor, positions_BN: Tensor, temperatures_B: Tensor) -> Tensor:
-    """One row of the vocabulary at a time stays in the cache of a CPU, and greedy slots make no noise."""
-    n_slots, n_nodes, vocab = logits_BNV.shape
-    rows = []
-    for slot, sampled in enumerate((temperatures_B > 0).tolist()):
-        seed_1 = seeds_B[slot : slot + 1]
-        for node in range(n_nodes):
-            scores_V = logits_BNV[slot, node].float()  # the argmax of bf16 costs four times fp32's with the conversion
-            if sampled:
-                noise_V = gumbel_noise(seed_1, positions_BN[slot : slot + 1, node : node + 1], vocab)[0, 0]
-                scores_V = noise_V.add_(scores_V / temperatures_B[slot])
-            rows.append(scores_V.argmax())
-    return torch.stack(rows).view(n_slots, n_nodes)

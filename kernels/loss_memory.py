@@ -1,4 +1,7 @@
-"""A measurement for tests and launch/bench.py: the memory that the heads' loss takes at its peak."""
+"""Measurements for tests, launch/bench.py and benchmarks/: the memory that a call, and the heads' loss, takes at its
+peak."""
+
+from collections.abc import Callable
 
 import torch
 
@@ -28,10 +31,17 @@ def loss_peak_memory(
     def run() -> None:
         linear_cross_entropy(hiddens, weight_VD, labels, top_k=3).loss_sums.sum().backward()
 
-    if weight_VD.is_cuda:
-        torch.cuda.reset_peak_memory_stats(device)
+    return peak_bytes(run, weight_VD.device)
+
+
+def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
+    """Bytes that a call allocates at its peak beyond what was there before; on a CPU as PyTorch's profiler tells."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
         before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
         run()
+        torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         run()

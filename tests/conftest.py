@@ -2,7 +2,9 @@
 
 import os
 from collections.abc import Callable
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -77,3 +79,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def tiny_target() -> Callable[..., Target]:
     """Factory: `tiny_target(n_layers=3, dtype=torch.bfloat16, ...)`; see `make_tiny_target` for the fields."""
     return make_tiny_target
+
+
+@pytest.fixture(scope="session")
+def shared() -> Callable[[str], ModuleType]:
+    """(file of tests/) -> the builders in it, as a module of its own."""
+
+    def load(file: str) -> ModuleType:
+        path = Path(__file__).parent / file
+        spec = spec_from_file_location(f"shared_{path.parent.name}_{path.stem}", path)
+        assert spec is not None and spec.loader is not None
+        module = module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    return load

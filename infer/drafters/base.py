@@ -52,7 +52,7 @@ class SlotState:
     committed: list[list[int]]
     graphs: Graphs = field(default_factory=Graphs)
 
-    def run(self, key: tuple, owners: tuple, work: "Callable[..., T]", *inputs: Tensor, widest: int = 1) -> T:
+    def run(self, key: tuple, owners: tuple, work: Callable[..., T], *inputs: Tensor, widest: int = 1) -> T:
         """`work(state, *inputs)`, recorded (see `Graphs.run`): of its state it may read roots, positions, active,
         history and sampling, for `ranking` above all, and nothing of the host."""
         if not self.graphs.recording:

@@ -5,8 +5,8 @@ import torch
 
 from longdraft.benchmarks.attention_case import random_tree
 from longdraft.benchmarks.profiles import PROFILES, Profile
-from longdraft.benchmarks.step import decoder_config
 from longdraft.models.decoder import Decoder
+from longdraft.models.hf import decoder_config
 
 # As the models' cards and checkpoints have them.
 PUBLISHED = {
@@ -28,7 +28,7 @@ def test_a_profile_has_its_models_parameters(name):
 @pytest.mark.parametrize("name", PROFILES)
 def test_the_measured_decoder_has_the_profiles_parameters(name):
     with torch.device("meta"):
-        model = Decoder(decoder_config(PROFILES[name], 1, 64))
+        model = Decoder(decoder_config(PROFILES[name].transformers_config(1, 64)))
     unique = {id(parameter): parameter.numel() for parameter in model.parameters()}
     assert sum(unique.values()) == PROFILES[name].parameters(1)
 

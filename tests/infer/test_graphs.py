@@ -7,8 +7,6 @@ in the key, and a read that would wait for the device all fail here.
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from importlib.util import module_from_spec, spec_from_file_location
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -134,7 +132,7 @@ def as_on_a_gpu(monkeypatch):
     kernels = SimpleNamespace(tree_attention=dense, cross_attention=cross)
     for module in (tree_attention, cross_attention):
         monkeypatch.setattr(module, "triton_for", lambda q: kernels if q.shape[1] <= MOST_ROWS else None)
-    monkeypatch.setattr(engine_module, "_graphs", lambda *_: Graphs(record))
+    monkeypatch.setattr(engine_module, "graphs_for", lambda *_: Graphs(record))
     RECORDED.clear()
 
 
@@ -154,17 +152,14 @@ CASES += [("longspec", "penalties"), ("longspec+token_recycling", "greedy")]
 
 
 @pytest.fixture
-def made(tiny_target):
+def made(tiny_target, shared):
     """(name) -> a target and a drafter of test_exactness.py for it."""
-    spec = spec_from_file_location("exactness", Path(__file__).with_name("test_exactness.py"))
-    assert spec is not None and spec.loader is not None
-    exactness = module_from_spec(spec)
-    spec.loader.exec_module(exactness)
+    drafters_of = shared("infer/test_exactness.py").DRAFTERS
 
     def make(name: str):
         target = tiny_target(vocab_size=VOCAB, n_kv_heads=2, max_positions=120)
         small = tiny_target(vocab_size=VOCAB, n_layers=1, n_kv_heads=1, seed=5, max_positions=120)
-        drafters = [exactness.DRAFTERS[one](target, small) for one in name.split("+") if one != "plain"]
+        drafters = [drafters_of[one](target, small) for one in name.split("+") if one != "plain"]
         return target, Combined(drafters) if len(drafters) > 1 else [*drafters, name][0]
 
     return make
@@ -176,7 +171,7 @@ def test_recorded_steps_give_plain_tokens(made, plain_tokens, seeded, as_on_a_gp
     generator = torch.Generator().manual_seed(5)
     prompts = [torch.randint(VOCAB, (count,), generator=generator).tolist() for count in (9, 3, 30)]
     params = seeded(SAMPLINGS[sampling], len(prompts), NEW)
-    with mock.patch.object(engine_module, "_graphs", lambda *_: Graphs()):
+    with mock.patch.object(engine_module, "graphs_for", lambda *_: Graphs()):
         expected = plain_tokens(target, prompts, params)
     engine = Engine(target, proposing, slots=2, nodes=8 if drafter != "plain" else "auto")
     for _ in range(2):  # the second call goes on with what the first has recorded

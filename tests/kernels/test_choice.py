@@ -18,11 +18,9 @@ POSITIONS = torch.tensor([[0, 2**32 - 1], [2**31, 5], [131_072, 2]])
 TEMPERATURES = torch.tensor([0.7, 0.0, 1.5])
 
 
-@pytest.fixture(params=["on the host", "node by node", "triton"])
+@pytest.fixture(params=["node by node", "triton"])
 def implementation(request, monkeypatch):
-    """The function under test; `choose` with and without Triton and free reads, so that all its ways are taken."""
-    if request.param == "node by node":
-        monkeypatch.setattr(backend, "reads_are_free", lambda device: False)
+    """The function under test; `choose` with and without Triton, so that both its ways are taken."""
     if request.param == "triton":
         monkeypatch.setattr(backend, "triton_kernels", lambda name, device_type: kernel)
     return on_device if request.param == "triton" else choose

@@ -1,9 +1,6 @@
 """kernels/triton_impl/linear_cross_entropy.py against the reference: hostile chunks, in Triton's interpreter or on a
 GPU; and the whole loss that is made with it against the full-logits formula."""
 
-from importlib.util import module_from_spec, spec_from_file_location
-from pathlib import Path
-
 import pytest
 import torch
 from torch import Tensor
@@ -18,13 +15,9 @@ K = 5
 
 
 @pytest.fixture
-def made():
+def made(shared):
     """Builders of test_linear_cross_entropy.py: `examples`, `full_formula`, `ranks_of`."""
-    spec = spec_from_file_location("builders", Path(__file__).with_name("test_linear_cross_entropy.py"))
-    assert spec is not None and spec.loader is not None
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return shared("kernels/test_linear_cross_entropy.py")
 
 
 def run(chunk_losses, logits: Tensor, labels: Tensor, ignore_index=-100, top_k=K, gradient=True, device="cpu"):

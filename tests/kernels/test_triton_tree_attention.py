@@ -1,8 +1,5 @@
 """kernels/triton_impl/tree_attention.py against the reference: hostile shapes, in Triton's interpreter or on a GPU."""
 
-from importlib.util import module_from_spec, spec_from_file_location
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -15,13 +12,9 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @pytest.fixture
-def made():
+def made(shared):
     """Builders of test_tree_attention.py: `draw`, `random_tree`, `poisoned`."""
-    spec = spec_from_file_location("builders", Path(__file__).with_name("test_tree_attention.py"))
-    assert spec is not None and spec.loader is not None
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return shared("kernels/test_tree_attention.py")
 
 
 def run(q, keys, values, lengths, masks, window=None, n_splits=None):
