@@ -174,8 +174,9 @@ class Engine:
             self._cache = cache = None
             self._graphs.clear()
             self.drafter.release()
-            width, chunk = self._budget.widths[-1], min(self.prefill_chunk, capacity)
-            parts = estimate_memory(self.target.model, self.drafter, batch, capacity, width, chunk)
+            widths, chunk = self._budget.widths, min(self.prefill_chunk, capacity)
+            graphs = self._graphs.recording
+            parts = estimate_memory(self.target.model, self.drafter, batch, capacity, widths, chunk, graphs)
             check_memory(parts, batch, capacity, self.device)
             self._log(f"memory for {batch} sequences of {capacity} positions: {words(parts)}")
             self._cache = cache = self.target.model.new_cache(batch, capacity)

@@ -21,6 +21,7 @@ from longdraft.kernels.rotate import rotate
 from longdraft.kernels.segment_attention import Segment, segment_attention
 from longdraft.kernels.tree_attention import PassPlan, plan_pass, tree_attention
 from longdraft.models.kv_cache import KVCache
+from longdraft.models.recorded_layers import RecordedLayers
 from longdraft.models.rope import Rope, RopeConfig, piece_lengths
 
 NEEDS = frozenset({"logits", "pre_norm", "post_norm", "last_kv", "queries"})
@@ -225,6 +226,7 @@ class Decoder(nn.Module):
         self.rope = Rope(config.rope)
         # Entered around each layer's work; whoever keeps the weights elsewhere brings them here (train/sharding.py).
         self.around_layer: Callable[[Layer], AbstractContextManager[object]] = nullcontext
+        self._recorded = RecordedLayers()
         self.tie()
 
     def tie(self) -> None:
@@ -289,22 +291,54 @@ class Decoder(nn.Module):
             assert borders is not None
             tokens_BT, step = tokens_BT[:, share.rows], replace(step.rows(share.rows), share=share)
         hidden_BTD = self.embed_tokens(tokens_BT)
-        output, queries = TargetOutput(), []
-        layers = cast("list[Layer]", self.layers)
+        kept = None if cache is None else self._recorded_layers(hidden_BTD, step, cache, needs)
+        if kept is not None:
+            hidden_BTD, queries, last_kv = kept
+            queries = [_pick(q_BTHd, query_rows_B) for q_BTHd in queries]
+        else:
+            pick = (lambda q_BTHd: _pick(q_BTHd, query_rows_B)) if "queries" in needs else None
+            hidden_BTD, queries, last_kv = self._layers(hidden_BTD, step, needs, pick)
+        output = TargetOutput()
+        if "queries" in needs:
+            output.queries = torch.stack(queries)
+        if "last_kv" in needs:  # what was recorded is overwritten by the next pass
+            output.last_kv = last_kv if kept is None else (last_kv[0].clone(), last_kv[1].clone())
+        if needs <= _BEFORE_LAST_ATTENTION:
+            return output
+        if "pre_norm" in needs and kept is not None:
+            hidden_BTD = hidden_BTD.clone()
+        return self._head(hidden_BTD, output, needs, logits_rows_BR)
+
+    def _layers(
+        self, hidden_BTD: Tensor, step: _Pass, needs: Set[str], pick: Callable[[Tensor], Tensor] | None
+    ) -> tuple[Tensor, list[Tensor], tuple[Tensor, Tensor]]:
+        """(The last layer's output, or its input where `needs` ends before it; what `pick` takes of each layer's
+        queries [B, T, H, d]; the last layer's K and V)."""
+        layers, queries = cast("list[Layer]", self.layers), []
         for layer in layers:
             with self.around_layer(layer):
                 qkv = layer.project(hidden_BTD, step)
-                if "queries" in needs:
-                    queries.append(_pick(qkv[0], query_rows_B))
+                if pick is not None:
+                    queries.append(pick(qkv[0]))
                 if layer is not layers[-1] or not needs <= _BEFORE_LAST_ATTENTION:
                     hidden_BTD = layer.finish(hidden_BTD, qkv, step)
-        if "queries" in needs:
-            output.queries = torch.stack(queries)
-        if "last_kv" in needs:
-            output.last_kv = qkv[1], qkv[2]
-        if needs <= _BEFORE_LAST_ATTENTION:
-            return output
-        return self._head(hidden_BTD, output, needs, logits_rows_BR)
+        return hidden_BTD, queries, qkv[1:]
+
+    def _recorded_layers(
+        self, hidden_BTD: Tensor, step: _Pass, cache: KVCache, needs: Set[str]
+    ) -> tuple[Tensor, list[Tensor], tuple[Tensor, Tensor]] | None:
+        """`_layers` where a CPU's calls are recorded, with the queries of all rows where they are needed; else None."""
+        assert step.plan is not None
+        mask_BTT, n_rows = step.plan.tree_mask_BTT, hidden_BTD.shape[1]
+        ends_early, pick = needs <= _BEFORE_LAST_ATTENTION, (lambda q_BTHd: q_BTHd) if "queries" in needs else None
+
+        def layers(hidden_BTD: Tensor, cos: Tensor, sin: Tensor, mask_BTT: Tensor | None = None):
+            plan = plan_pass(cache.lengths, n_rows, mask_BTT)
+            return self._layers(hidden_BTD, replace(step, cos=cos, sin=sin, plan=plan), needs, pick)
+
+        inputs = [hidden_BTD, step.cos, step.sin] + ([] if mask_BTT is None else [mask_BTT])
+        key = ends_early, pick is None
+        return self._recorded.run(layers, cache, key, inputs, lambda: list(self.layers.parameters()))
 
     def _begin(
         self,

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from longdraft.kernels import backend
+from longdraft.kernels.cpu_impl import rows
 from longdraft.kernels.keep_rows import keep_rows
 
 
@@ -70,6 +71,10 @@ class KVCache:
             self.keys[layer].index_put_((self._slots_B1, self._pending), k_BTKd)
             self.values[layer].index_put_((self._slots_B1, self._pending), v_BTKd)
             return
+        if rows.can_append(self.keys[layer], k_BTKd) and rows.can_append(self.values[layer], v_BTKd):
+            rows.append_rows(self.keys[layer], self.lengths, k_BTKd)
+            rows.append_rows(self.values[layer], self.lengths, v_BTKd)
+            return
         for slot, start in enumerate(self._pending):
             self.keys[layer, slot, start : start + n_rows] = k_BTKd[slot]
             self.values[layer, slot, start : start + n_rows] = v_BTKd[slot]
@@ -79,11 +84,16 @@ class KVCache:
         if not backend.reads_are_free(self.lengths.device):
             self._pending = self.lengths[:, None] + torch.arange(n_rows, device=self.lengths.device)
             return
-        self._pending = starts = self.lengths.tolist()
+        self._pending = self.check_room(n_rows)
+
+    def check_room(self, n_rows: int) -> list[int]:
+        """The lengths, read on the host; AssertionError where a pass of so many rows has no room behind them."""
+        starts = self.lengths.tolist()
         assert max(starts) + n_rows <= self.capacity, (
             f"a pass of {n_rows} rows behind {max(starts)} committed ones needs a capacity of at least "
             f"{max(starts) + n_rows}, the cache has {self.capacity}"
         )
+        return starts
 
     def keep(self, rows_BR: Tensor | None, counts_B: Tensor) -> None:
         """Commit pending rows `rows_BR[b, :counts_B[b]]` in this order; lengths grow by `counts_B`.

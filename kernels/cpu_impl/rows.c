@@ -212,7 +212,8 @@ static void gate(const bf16 *both, bf16 *y, ix half) {
     }
 }
 
-int linear_bf16(const linear *a) {
+int linear_bf16(const void *arguments) {
+    const linear *a = arguments;
     float *rows = malloc(sizeof(float) * a->m * a->k);
     bf16 *both = a->gated ? malloc(sizeof(bf16) * a->m * a->n) : a->y;
     if (!rows || !both) {
@@ -246,7 +247,8 @@ typedef struct {
     ix m, heads, d, stride, period; /* row i is turned by row i % period of cos and sin */
 } rotation;
 
-void rotate_bf16(const rotation *a) {
+int rotate_bf16(const void *arguments) {
+    const rotation *a = arguments;
     const ix half = a->d / 2;
     for (ix row = 0; row < a->m; row++)
         for (ix head = 0; head < a->heads; head++) {
@@ -265,6 +267,24 @@ void rotate_bf16(const rotation *a) {
                 y[half + i] = narrow(widen(narrow(second * c)) + first * widen(sin[half + i]));
             }
         }
+    return 0;
+}
+
+/* ---- rows of a pass to their places in the cache ---- */
+
+typedef struct {
+    const char *from;
+    char *to;
+    const int64_t *lengths; /* [batch]: row r of slot b goes behind the slot's rows, to row lengths[b] + r */
+    ix batch, rows, bytes, from_slot, from_row, to_slot, to_row; /* all but the first two in bytes */
+} placing;
+
+int append_rows(const void *arguments) {
+    const placing *a = arguments;
+    for (ix b = 0; b < a->batch; b++)
+        for (ix r = 0; r < a->rows; r++)
+            memcpy(a->to + b * a->to_slot + (a->lengths[b] + r) * a->to_row, a->from + b * a->from_slot + r * a->from_row, a->bytes);
+    return 0;
 }
 
 /* ---- attention, for both element types ---- */
@@ -284,3 +304,16 @@ void rotate_bf16(const rotation *a) {
 #define NARROW narrow
 #define NAME(f) f##_bf16
 #include "attention.inc"
+
+/* ---- calls that were recorded (program.py), made again in order; what the first that fails returns, or 0 ---- */
+
+typedef struct {
+    int (*function)(const void *);
+    const void *arguments;
+} call;
+
+int make_calls(const call *calls, ix count) {
+    int failed = 0;
+    for (ix i = 0; i < count && !failed; i++) failed = calls[i].function(calls[i].arguments);
+    return failed;
+}

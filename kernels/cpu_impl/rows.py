@@ -17,8 +17,11 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
+from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,6 +63,18 @@ class _Attention(ctypes.Structure):
         *((name, ctypes.c_ssize_t) for name in ("batch", "rows", "heads", "kv_heads", "width", "window")),
         *((name, ctypes.c_ssize_t) for name in ("q_row", "k_slot", "k_row", "k_head", "v_slot", "v_row", "v_head")),
         ("scale", ctypes.c_float),
+    ]
+
+
+class _Placing(ctypes.Structure):
+    """`placing` of rows.c."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("source", "to", "lengths")),
+        *(
+            (name, ctypes.c_ssize_t)
+            for name in ("batch", "rows", "bytes", "from_slot", "from_row", "to_slot", "to_row")
+        ),
     ]
 
 
@@ -116,11 +131,24 @@ def library() -> ctypes.CDLL | None:
             file=sys.stderr,
         )
         return None
-    loaded.linear_bf16.argtypes = [ctypes.POINTER(_Linear)]
-    loaded.rotate_bf16.argtypes, loaded.rotate_bf16.restype = [ctypes.POINTER(_Rotation)], None
+    for function in (
+        loaded.linear_bf16, loaded.rotate_bf16, loaded.append_rows, loaded.attention_bf16, loaded.attention_f32,
+    ):  # fmt: skip
+        function.argtypes = [ctypes.c_void_p]
+    loaded.make_calls.argtypes = [ctypes.c_void_p, ctypes.c_ssize_t]
     loaded.philox_uniform.argtypes, loaded.philox_uniform.restype = [ctypes.POINTER(_Noise)], None
-    loaded.attention_bf16.argtypes = loaded.attention_f32.argtypes = [ctypes.POINTER(_Attention)]
     return loaded
+
+
+# Who is told of every call that can be made again, in this thread: function, arguments, tensors whose memory they name.
+listener: ContextVar[Callable[[Any, ctypes.Structure, tuple], None] | None] = ContextVar("listener", default=None)
+
+
+def _call(function: Any, arguments: ctypes.Structure, what: str, *tensors: Tensor | None) -> None:
+    if function(ctypes.addressof(arguments)):
+        raise MemoryError(f"no memory for {what}")
+    if (told := listener.get()) is not None:
+        told(function, arguments, tensors)
 
 
 def can_multiply(weight_NI: Tensor, gated: bool) -> bool:
@@ -159,8 +187,8 @@ def linear_rows(
         gated,
         eps,
     )
-    if lib.linear_bf16(ctypes.byref(arguments)):
-        raise MemoryError(f"no memory for {x.numel() // k} rows of {k} numbers in fp32")
+    what = f"{x.numel() // k} rows of {k} numbers in fp32"
+    _call(lib.linear_bf16, arguments, what, x, weight_I, weight_NI, bias_N, residual, y)
     return y
 
 
@@ -174,9 +202,29 @@ def rotate_rows(x_BTnd: Tensor, cos_BT11F: Tensor, sin_BT12F: Tensor) -> Tensor:
     assert cos_BT11F.is_contiguous() and sin_BT12F.is_contiguous()
     y = x_BTnd.new_empty(x_BTnd.shape)
     period = cos_BT11F.shape[0] * rows
-    pointers = (tensor.data_ptr() for tensor in (x_BTnd, cos_BT11F, sin_BT12F, y))
-    lib.rotate_bf16(ctypes.byref(_Rotation(*pointers, batch * rows, heads, width, stride, period)))
+    tensors = x_BTnd, cos_BT11F, sin_BT12F, y
+    arguments = _Rotation(*(x.data_ptr() for x in tensors), batch * rows, heads, width, stride, period)
+    _call(lib.rotate_bf16, arguments, "heads", *tensors)
     return y
+
+
+def can_append(rows_BSKd: Tensor, new_BTKd: Tensor) -> bool:
+    """Whether `append_rows` takes rows that lie like this."""
+    heads_adjoin = all(x.stride()[2:] == (x.shape[3], 1) for x in (rows_BSKd, new_BTKd))
+    return heads_adjoin and rows_BSKd.device.type == "cpu" and library() is not None
+
+
+def append_rows(rows_BSKd: Tensor, lengths_B: Tensor, new_BTKd: Tensor) -> None:
+    """Copy row t of slot b to row lengths[b] + t; lengths int64, and nobody checks that there is room."""
+    lib = library()
+    assert lib is not None and lengths_B.dtype == torch.int64 and lengths_B.is_contiguous()
+    assert rows_BSKd.dtype == new_BTKd.dtype and rows_BSKd.shape[2:] == new_BTKd.shape[2:]
+    batch, n_rows, heads, width = new_BTKd.shape
+    size = new_BTKd.element_size()
+    strides = (size * stride for x in (new_BTKd, rows_BSKd) for stride in x.stride()[:2])
+    pointers = new_BTKd.data_ptr(), rows_BSKd.data_ptr(), lengths_B.data_ptr()
+    arguments = _Placing(*pointers, batch, n_rows, heads * width * size, *strides)
+    _call(lib.append_rows, arguments, "rows", new_BTKd, rows_BSKd, lengths_B)
 
 
 def can_attend(q_BTHd: Tensor) -> bool:
@@ -212,8 +260,8 @@ def attention_rows(
         window or 0, q_row, *keys_BSKd.stride()[:3], *values_BSKd.stride()[:3], width**-0.5,
     )  # fmt: skip
     run = lib.attention_bf16 if q_BTHd.dtype == torch.bfloat16 else lib.attention_f32
-    if run(ctypes.byref(arguments)):
-        raise MemoryError(f"no memory for the partial results of {rows} rows of {heads} heads")
+    what = f"the partial results of {rows} rows of {heads} heads"
+    _call(run, arguments, what, q_BTHd, keys_BSKd, values_BSKd, out, lengths_B, mask)
     return out
 
 
