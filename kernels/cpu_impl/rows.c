@@ -125,7 +125,8 @@ static inline f8 exp8(f8 x) {
  * Rounded to bf16 wherever separate operations would be, so that fusing changes no more than the order of sums. */
 
 /* Weights are read once, from memory. The processor does not see that the end of one row's stripe leads to the next
- * block's, so it is told: without it a pass of 1 and of 6 rows takes 1.3 times as long (docs/LOG.md). */
+ * block's, so it is told: without it a pass of 1 and of 6 rows takes 1.3 times as long (docs/LOG.md). Where a tile meets
+ * several blocks of rows, the last one asks for the next tile while it computes. */
 enum { LINE = 32, AHEAD = 6144 };
 
 #if defined(__AVX__)
@@ -134,14 +135,14 @@ enum { LINE = 32, AHEAD = 6144 };
 #define HOLD(v)
 #endif
 #define BLOCK(M, R)                                                                                                   \
-    static void block_##M##_##R(const float *x, const bf16 *w, const bf16 *bias, bf16 *y, ix k, ix n) {               \
+    static void block_##M##_##R(const float *x, const bf16 *w, const bf16 *bias, bf16 *y, ix k, ix n, ix ahead) {     \
         f8 sums[M][R];                                                                                                \
         for (int m = 0; m < M; m++) for (int r = 0; r < R; r++) sums[m][r] = (f8){0};                                 \
         for (ix i = 0; i < k; i += 8) {                                                                               \
             f8 weights[R];                                                                                            \
             for (int r = 0; r < R; r++) {                                                                             \
                 weights[r] = load_bf16(w + r * k + i);                                                                \
-                if (i % LINE == 0) __builtin_prefetch(w + r * k + i + AHEAD);                                         \
+                if (i % LINE == 0) __builtin_prefetch(w + r * k + i + ahead, 0, 2);                                   \
             }                                                                                                         \
             for (int m = 0; m < M; m++) {                                                                             \
                 f8 row = load_f32(x + m * k + i);                                                                     \
@@ -154,7 +155,7 @@ enum { LINE = 32, AHEAD = 6144 };
     }
 BLOCK(1, 4) BLOCK(2, 4) BLOCK(3, 4) BLOCK(4, 3) BLOCK(5, 2) BLOCK(6, 2)
 BLOCK(1, 1) BLOCK(2, 1) BLOCK(3, 1) BLOCK(4, 1) BLOCK(5, 1) BLOCK(6, 1)
-typedef void (*block)(const float *, const bf16 *, const bf16 *, bf16 *, ix, ix);
+typedef void (*block)(const float *, const bf16 *, const bf16 *, bf16 *, ix, ix, ix);
 enum { MOST_ROWS = 6, TILE = 48 }; /* the accumulators of 6 x 2 fill the vector registers; TILE is a multiple of all R */
 static const block blocks[] = {0, block_1_4, block_2_4, block_3_4, block_4_3, block_5_2, block_6_2};
 static const block singles[] = {0, block_1_1, block_2_1, block_3_1, block_4_1, block_5_1, block_6_1};
@@ -180,16 +181,20 @@ static void prepare(const linear *a, const bf16 *x, float *row) {
     for (ix i = 0; i < a->k; i += 8) store_f32(row + i, rounded8(load_f32(row + i) * scale * load_bf16(a->norm + i)));
 }
 
-/* One tile of outputs for all rows, in blocks of nearly equal height. */
+/* Rows of the next block, where so many are left: those of 6 and of 4 take the least time a row, of 1 to 3 the most. */
+static ix height(ix left) { return left <= MOST_ROWS ? left : left <= 8 ? 4 : left == 9 ? 5 : MOST_ROWS; }
+
+/* One tile of outputs for all rows, block by block. */
 static void tile_outputs(const linear *a, const float *rows, bf16 *y, ix start) {
     const ix end = start + TILE < a->n ? start + TILE : a->n, k = a->k, n = a->n;
     for (ix first = 0, count; first < a->m; first += count) {
-        ix left = a->m - first, parts = (left + MOST_ROWS - 1) / MOST_ROWS, j = start;
-        count = (left + parts - 1) / parts;
+        count = height(a->m - first);
+        const ix ahead = first + count < a->m || first == 0 ? AHEAD : TILE * k;
+        ix j = start;
         for (; j + outputs[count] <= end; j += outputs[count])
-            blocks[count](rows + first * k, a->w + j * k, a->bias ? a->bias + j : 0, y + first * n + j, k, n);
+            blocks[count](rows + first * k, a->w + j * k, a->bias ? a->bias + j : 0, y + first * n + j, k, n, ahead);
         for (; j < end; j++)
-            singles[count](rows + first * k, a->w + j * k, a->bias ? a->bias + j : 0, y + first * n + j, k, n);
+            singles[count](rows + first * k, a->w + j * k, a->bias ? a->bias + j : 0, y + first * n + j, k, n, ahead);
         if (a->residual)
             for (ix r = first; r < first + count; r++)
                 for (ix i = start; i < end; i++) y[r * n + i] = narrow(widen(a->residual[r * n + i]) + widen(y[r * n + i]));
