@@ -16,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from longdraft.kernels import backend
 from longdraft.kernels.causal_attention import causal_attention
 from longdraft.kernels.cpu_impl import rows
-from longdraft.kernels.reference.tree_attention import MOST_ROWS, attended_rows, pack_tree
+from longdraft.kernels.reference.tree_attention import MOST_ROWS, attended_rows, log_sum_exp, pack_tree
 
 # Above this many committed rows one mask over everything costs more than two calls and a merge.
 SPLIT_FROM = 1024
@@ -85,7 +85,7 @@ def tree_attention(
     Returns: [B, T, H, d] in q's dtype, scores scaled by d ** -0.5; zero for a row that may read nothing.
     """
     n_slots, n_rows = q_BTHd.shape[:2]
-    if q_BTHd.device.type == "cpu" and n_rows <= rows.MOST_ATTENTION_ROWS and rows.can_attend(q_BTHd):
+    if _in_c(q_BTHd):
         return rows.attention_rows(q_BTHd, keys_BSKd, values_BSKd, lengths_B, tree_mask_BTT, window)
     plan = plan or plan_pass(lengths_B, n_rows, tree_mask_BTT)
     if (triton := triton_for(q_BTHd)) is not None:
@@ -101,6 +101,39 @@ def tree_attention(
         for b in range(n_slots)
     ]
     return torch.cat(outputs)
+
+
+def tree_attention_lse(
+    q_BTHd: Tensor,
+    keys_BSKd: Tensor,
+    values_BSKd: Tensor,
+    lengths_B: Tensor,
+    tree_mask_BTT: Tensor | None = None,
+    window: int | None = None,
+    plan: PassPlan | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`tree_attention`, and by what it merges with attention of the same rows over other keys.
+
+    Returns: [B, T, H, d] as `tree_attention`, and fp32 [B, T, H]: the natural logarithm of the sum of the exponentials
+        of a row's scaled scores, -inf for one that may read nothing. With two such pairs (a, s) and (b, t) over
+        different keys, attention over all of them is a + (b - a) * sigmoid(t - s).
+    """
+    given = q_BTHd, keys_BSKd, values_BSKd, lengths_B
+    plan = plan or plan_pass(lengths_B, q_BTHd.shape[1], tree_mask_BTT)
+    if (triton := triton_for(q_BTHd)) is not None:
+        return triton.tree_attention(*given, *plan.tree, tree_mask_BTT is not None, window)
+    if _in_c(q_BTHd):
+        lse_BTH = torch.empty(q_BTHd.shape[:3])
+        return rows.attention_rows(*given, tree_mask_BTT, window, lse_BTH), lse_BTH
+    lse_BTH = log_sum_exp(
+        q_BTHd, keys_BSKd, lengths_B, tree_mask_BTT, window
+    )  # a second product: nothing is in a hurry
+    return tree_attention(*given, tree_mask_BTT, window, plan), lse_BTH
+
+
+def _in_c(q_BTHd: Tensor) -> bool:
+    few = q_BTHd.device.type == "cpu" and q_BTHd.shape[1] <= rows.MOST_ATTENTION_ROWS
+    return few and rows.can_attend(q_BTHd)
 
 
 def triton_for(q_BTHd: Tensor) -> Any | None:

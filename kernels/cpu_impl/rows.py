@@ -59,7 +59,7 @@ class _Attention(ctypes.Structure):
     """`attention` of rows.c."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "out", "lengths", "mask")),
+        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "out", "lse", "lengths", "mask")),
         *((name, ctypes.c_ssize_t) for name in ("batch", "rows", "heads", "kv_heads", "width", "window")),
         *((name, ctypes.c_ssize_t) for name in ("q_row", "k_slot", "k_row", "k_head", "v_slot", "v_row", "v_head")),
         ("scale", ctypes.c_float),
@@ -240,8 +240,12 @@ def attention_rows(
     lengths_B: Tensor,
     tree_mask_BTT: Tensor | None,
     window: int | None = None,
+    lse_BTH: Tensor | None = None,
 ) -> Tensor:
-    """As kernels/tree_attention.py, bf16 or fp32; d a multiple of 8 up to 1024, at most MOST_ATTENTION_ROWS rows."""
+    """As kernels/tree_attention.py, bf16 or fp32; d a multiple of 8 up to 1024, at most MOST_ATTENTION_ROWS rows.
+
+    lse_BTH: fp32, contiguous; takes the log-sum-exps where it is given.
+    """
     lib = library()
     assert lib is not None and keys_BSKd.stride(3) == values_BSKd.stride(3) == 1
     batch, rows, heads, width = q_BTHd.shape
@@ -254,14 +258,17 @@ def attention_rows(
     assert tree_mask_BTT is None or (tree_mask_BTT.dtype, tree_mask_BTT.shape) == (torch.bool, (batch, rows, rows))
     mask = None if tree_mask_BTT is None else tree_mask_BTT.contiguous()
     out = q_BTHd.new_empty(q_BTHd.shape)
+    if lse_BTH is not None:
+        assert (lse_BTH.dtype, lse_BTH.shape) == (torch.float32, out.shape[:3]) and lse_BTH.is_contiguous()
     arguments = _Attention(
-        q_BTHd.data_ptr(), keys_BSKd.data_ptr(), values_BSKd.data_ptr(), out.data_ptr(), lengths_B.data_ptr(),
+        q_BTHd.data_ptr(), keys_BSKd.data_ptr(), values_BSKd.data_ptr(), out.data_ptr(),
+        None if lse_BTH is None else lse_BTH.data_ptr(), lengths_B.data_ptr(),
         None if mask is None else mask.data_ptr(), batch, rows, heads, keys_BSKd.shape[2], width,
         window or 0, q_row, *keys_BSKd.stride()[:3], *values_BSKd.stride()[:3], width**-0.5,
     )  # fmt: skip
     run = lib.attention_bf16 if q_BTHd.dtype == torch.bfloat16 else lib.attention_f32
     what = f"the partial results of {rows} rows of {heads} heads"
-    _call(run, arguments, what, q_BTHd, keys_BSKd, values_BSKd, out, lengths_B, mask)
+    _call(run, arguments, what, q_BTHd, keys_BSKd, values_BSKd, out, lse_BTH, lengths_B, mask)
     return out
 
 

@@ -57,18 +57,42 @@ def tree_attention(
     window: int | None = None,
 ) -> Tensor:
     """Same contract as `longdraft.kernels.tree_attention.tree_attention`."""
-    n_slots, n_rows, n_heads, head_dim = q_BTHd.shape
-    n_keys = int(lengths_B.max()) + n_rows
-    n_kv_heads = keys_BSKd.shape[2]
-    mask_BTS = attended_rows(lengths_B, n_rows, n_keys, tree_mask_BTT, window)
-    # Rows beyond a slot's end are never written and may hold NaN, which 0 * NaN would carry into the sum over values.
-    written_BS11 = (torch.arange(n_keys, device=q_BTHd.device) < lengths_B[:, None] + n_rows)[:, :, None, None]
-    keys_BSKd = keys_BSKd[:, :n_keys].float().where(written_BS11, 0)
-    values_BSKd = values_BSKd[:, :n_keys].float().where(written_BS11, 0)
-    q_BTKGd = q_BTHd.float().view(n_slots, n_rows, n_kv_heads, n_heads // n_kv_heads, head_dim)
-    scores_BKGTS = torch.einsum("btkgd,bskd->bkgts", q_BTKGd, keys_BSKd) * head_dim**-0.5
-    scores_BKGTS = scores_BKGTS.masked_fill(~mask_BTS[:, None, None], float("-inf"))
+    scores_BKGTS = _scores(q_BTHd, keys_BSKd, lengths_B, tree_mask_BTT, window)
+    values_BSKd = _written(values_BSKd, lengths_B, q_BTHd.shape[1])
     # A row that may read nothing (padding of an empty slot) has no softmax; its output is zero.
     weights_BKGTS = torch.softmax(scores_BKGTS, -1).nan_to_num(0.0)
     out_BTKGd = torch.einsum("bkgts,bskd->btkgd", weights_BKGTS, values_BSKd)
     return out_BTKGd.reshape(q_BTHd.shape).to(q_BTHd.dtype)
+
+
+def log_sum_exp(
+    q_BTHd: Tensor,
+    keys_BSKd: Tensor,
+    lengths_B: Tensor,
+    tree_mask_BTT: Tensor | None = None,
+    window: int | None = None,
+) -> Tensor:
+    """The second part of `longdraft.kernels.tree_attention.tree_attention_lse`: fp32 [B, T, H]."""
+    lse_BKGT = _scores(q_BTHd, keys_BSKd, lengths_B, tree_mask_BTT, window).logsumexp(-1)
+    return lse_BKGT.flatten(1, 2).transpose(1, 2).contiguous()
+
+
+def _scores(
+    q_BTHd: Tensor, keys_BSKd: Tensor, lengths_B: Tensor, tree_mask_BTT: Tensor | None, window: int | None
+) -> Tensor:
+    """Scaled scores [B, K, G, T, S] in fp32, -inf where a row may not read."""
+    n_slots, n_rows, n_heads, head_dim = q_BTHd.shape
+    keys_BSKd = _written(keys_BSKd, lengths_B, n_rows)
+    n_keys, n_kv_heads = keys_BSKd.shape[1:3]
+    q_BTKGd = q_BTHd.float().view(n_slots, n_rows, n_kv_heads, n_heads // n_kv_heads, head_dim)
+    scores_BKGTS = torch.einsum("btkgd,bskd->bkgts", q_BTKGd, keys_BSKd) * head_dim**-0.5
+    mask_BTS = attended_rows(lengths_B, n_rows, n_keys, tree_mask_BTT, window)
+    return scores_BKGTS.masked_fill(~mask_BTS[:, None, None], float("-inf"))
+
+
+def _written(x_BSKd: Tensor, lengths_B: Tensor, n_rows: int) -> Tensor:
+    """Cache rows up to the longest slot's end, in fp32. Those beyond a slot's own end are never written and may hold
+    NaN, which 0 * NaN would carry into the sum over values: they are zero."""
+    n_keys = int(lengths_B.max()) + n_rows
+    written_BS = torch.arange(n_keys, device=x_BSKd.device) < lengths_B[:, None] + n_rows
+    return x_BSKd[:, :n_keys].float().where(written_BS[:, :, None, None], 0)

@@ -7,7 +7,7 @@ from torch import Tensor
 from longdraft.kernels import tree_attention as module
 from longdraft.kernels.causal_attention import causal_attention
 from longdraft.kernels.reference.tree_attention import tree_attention as reference
-from longdraft.kernels.tree_attention import plan_pass, tree_attention
+from longdraft.kernels.tree_attention import plan_pass, tree_attention, tree_attention_lse
 
 
 def draw(*shape: int, seed: int) -> Tensor:
@@ -79,6 +79,42 @@ def test_against_each_row_alone(request, heads, lengths, n_rows, tree, compiled,
                 difference = (out[slot, row] - expected).abs().max()
                 assert difference < 1e-5, f"slot {slot}, row {row}: {difference}"
     assert all(bool(out.isfinite().all()) for out in outputs)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("tree", [False, True])
+@pytest.mark.parametrize("n_rows", [1, 13, 140])
+@pytest.mark.parametrize("lengths", [[0], [0, 7, 300]], ids=str)
+def test_log_sum_exps(request, lengths, n_rows, tree, compiled, window):
+    if not compiled:
+        request.getfixturevalue("pytorch_only")
+    keys, values = poisoned(lengths, n_rows, max(lengths) + n_rows + 5, 2, 16)
+    q, lengths_B = draw(len(lengths), n_rows, 6, 16, seed=7), torch.tensor(lengths)
+    masks = torch.stack([random_tree(n_rows, seed) for seed in range(len(lengths))]) if tree else None
+    out, lse = tree_attention_lse(q, keys, values, lengths_B, masks, window)
+    assert torch.equal(out, tree_attention(q, keys, values, lengths_B, masks, window))
+    assert (lse.dtype, lse.shape) == (torch.float32, q.shape[:3]) and lse.is_contiguous()
+    for slot, length in enumerate(lengths):
+        for row in range(n_rows):
+            own = list(range(row + 1)) if masks is None else masks[slot, row].nonzero()[:, 0].tolist()
+            history = [*range(length), *(length + i for i in own)]
+            if not own and window is not None:
+                continue  # a padding row has no place in a history
+            seen = keys[slot, history if window is None else history[-window:]].double().repeat_interleave(3, 1)
+            expected = (torch.einsum("hd,shd->hs", q[slot, row].double(), seen) / 4).logsumexp(-1)
+            torch.testing.assert_close(lse[slot, row].double(), expected, rtol=0, atol=5e-6)
+
+
+def test_parts_of_the_keys_merge_by_their_log_sum_exps():
+    keys, values = poisoned([50], 9, 59, 2, 16)
+    q, tree, nothing = draw(1, 9, 4, 16, seed=3), random_tree(9, 1)[None], torch.tensor([0])
+    tree[:, -1, -1] = True
+    whole = tree_attention(q, keys, values, torch.tensor([50]), tree)
+    old, old_lse = tree_attention_lse(q, keys, values, torch.tensor([50]), torch.zeros_like(tree))
+    new, new_lse = tree_attention_lse(q, keys[:, 50:], values[:, 50:], nothing, tree)
+    merged = old + (new - old) * torch.sigmoid(new_lse - old_lse)[..., None]
+    torch.testing.assert_close(merged, whole, rtol=0, atol=1e-5)
 
 
 def test_split_and_single_call_agree(monkeypatch, pytorch_only):
