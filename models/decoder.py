@@ -21,7 +21,7 @@ from longdraft.kernels.rotate import rotate
 from longdraft.kernels.segment_attention import Segment, segment_attention
 from longdraft.kernels.tree_attention import PassPlan, plan_pass, tree_attention
 from longdraft.models.kv_cache import KVCache
-from longdraft.models.recorded_layers import RecordedLayers
+from longdraft.models.recorded_layers import RecordedLayers, can_record
 from longdraft.models.rope import Rope, RopeConfig, piece_lengths
 
 NEEDS = frozenset({"logits", "pre_norm", "post_norm", "last_kv", "queries"})
@@ -290,14 +290,14 @@ class Decoder(nn.Module):
         if share is not None:
             assert borders is not None
             tokens_BT, step = tokens_BT[:, share.rows], replace(step.rows(share.rows), share=share)
-        hidden_BTD = self.embed_tokens(tokens_BT)
-        kept = None if cache is None else self._recorded_layers(hidden_BTD, step, cache, needs)
+        kept = None if cache is None else self._recorded_layers(tokens_BT, step, cache, needs)
         if kept is not None:
             hidden_BTD, queries, last_kv = kept
             queries = [_pick(q_BTHd, query_rows_B) for q_BTHd in queries]
         else:
             pick = (lambda q_BTHd: _pick(q_BTHd, query_rows_B)) if "queries" in needs else None
-            hidden_BTD, queries, last_kv = self._layers(hidden_BTD, step, needs, pick)
+            # No name for the embeddings, which nobody needs behind the first layer.
+            hidden_BTD, queries, last_kv = self._layers(self.embed_tokens(tokens_BT), step, needs, pick)
         output = TargetOutput()
         if "queries" in needs:
             output.queries = torch.stack(queries)
@@ -325,18 +325,20 @@ class Decoder(nn.Module):
         return hidden_BTD, queries, qkv[1:]
 
     def _recorded_layers(
-        self, hidden_BTD: Tensor, step: _Pass, cache: KVCache, needs: Set[str]
+        self, tokens_BT: Tensor, step: _Pass, cache: KVCache, needs: Set[str]
     ) -> tuple[Tensor, list[Tensor], tuple[Tensor, Tensor]] | None:
         """`_layers` where a CPU's calls are recorded, with the queries of all rows where they are needed; else None."""
         assert step.plan is not None
-        mask_BTT, n_rows = step.plan.tree_mask_BTT, hidden_BTD.shape[1]
+        if not can_record(tokens_BT.numel(), tokens_BT.device):
+            return None
+        mask_BTT, n_rows = step.plan.tree_mask_BTT, tokens_BT.shape[1]
         ends_early, pick = needs <= _BEFORE_LAST_ATTENTION, (lambda q_BTHd: q_BTHd) if "queries" in needs else None
 
         def layers(hidden_BTD: Tensor, cos: Tensor, sin: Tensor, mask_BTT: Tensor | None = None):
             plan = plan_pass(cache.lengths, n_rows, mask_BTT)
             return self._layers(hidden_BTD, replace(step, cos=cos, sin=sin, plan=plan), needs, pick)
 
-        inputs = [hidden_BTD, step.cos, step.sin] + ([] if mask_BTT is None else [mask_BTT])
+        inputs = [self.embed_tokens(tokens_BT), step.cos, step.sin] + ([] if mask_BTT is None else [mask_BTT])
         key = ends_early, pick is None
         return self._recorded.run(layers, cache, key, inputs, lambda: list(self.layers.parameters()))
 

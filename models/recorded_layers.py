@@ -61,14 +61,11 @@ class RecordedLayers:
         Args:
             layers: has no effect but on the memory of its inputs, of the cache and of what it returns; of the host it
                 reads nothing that `key` and the shapes of the inputs do not tell.
-            inputs: [B, T, ...], the pass's rows first.
+            inputs: [B, T, ...], the pass's rows first, as many as `can_record` takes.
             weights: what it reads besides, asked for when something is recorded.
 
         Returns: what it returned when it was recorded, in memory that the next pass of the key overwrites.
         """
-        batch, n_rows = inputs[0].shape[:2]
-        if batch * n_rows > MOST_ROWS or not _can_record(cache.lengths.device):
-            return None
         of_cache = self._known.setdefault(cache, {})
         memory = cache.keys.data_ptr(), cache.values.data_ptr(), cache.lengths.data_ptr()
         key = key, memory, *((x.shape, x.dtype) for x in inputs)
@@ -78,7 +75,7 @@ class RecordedLayers:
             return None
         if not known.recordable:
             return None
-        cache.check_room(n_rows)
+        cache.check_room(inputs[0].shape[1])
         if known.program is not None:
             for still, given in zip(known.inputs, inputs, strict=True):
                 still.copy_(given)
@@ -98,7 +95,7 @@ def recorded_bytes(config: "DecoderConfig", n_rows: int, weight: Tensor) -> int:
 
     weight: one of the model's, for device and dtype.
     """
-    if n_rows > MOST_ROWS or not _can_record(weight.device) or weight.dtype != torch.bfloat16 or config.qk_norm:
+    if not can_record(n_rows, weight.device) or weight.dtype != torch.bfloat16 or config.qk_norm:
         return 0
     heads, kv_heads, width = config.n_heads, config.n_kv_heads, config.head_dim
     of_attention = (heads + 2 * kv_heads) + (heads + kv_heads) + heads  # projected, rotated, attended
@@ -106,5 +103,6 @@ def recorded_bytes(config: "DecoderConfig", n_rows: int, weight: Tensor) -> int:
     return n_rows * config.n_layers * of_layer * weight.element_size()
 
 
-def _can_record(device: torch.device) -> bool:
-    return backend.reads_are_free(device) and rows.library() is not None
+def can_record(n_rows: int, device: torch.device) -> bool:
+    """Whether passes of so many rows, all slots together, may be recorded there."""
+    return n_rows <= MOST_ROWS and backend.reads_are_free(device) and rows.library() is not None
