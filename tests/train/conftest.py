@@ -1,11 +1,14 @@
 """What the trainer's tests share: a tiny Hugging Face target on disk, prepared rows, a config, ranks as processes."""
 
 import json
+import multiprocessing
 import os
+import runpy
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from io import StringIO
 from itertools import product
@@ -138,34 +141,83 @@ def config_file(tmp_path_factory, target_folder, data_folder) -> Path:
 
 
 @pytest.fixture(scope="session")
-def start_ranks(config_file) -> Callable[..., list[subprocess.Popen]]:
-    """`start_ranks(2, [{"train": [override, ...]}, ...])` starts that many ranks of ranks.py, or of another script."""
+def start_ranks(config_file) -> "Callable[..., list[subprocess.Popen] | list[Forked]]":
+    """`start_ranks(2, [{"train": [override, ...]}, ...])` starts that many ranks of ranks.py, or of another script.
 
-    def start(n_ranks: int, actions: Sequence[dict], script: str = "ranks.py") -> list[subprocess.Popen]:
+    They are forked from a process that has imported what takes 8 s; with `fresh` they are processes of their own.
+    """
+    multiprocessing.set_forkserver_preload(["deepspeed", "longdraft.train.loop", "longdraft.launch.train"])
+
+    def start(
+        n_ranks: int, actions: Sequence[dict], script: str = "ranks.py", fresh: bool = False
+    ) -> "list[subprocess.Popen] | list[Forked]":
         shared = {"WORLD_SIZE": str(n_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-        command = [sys.executable, str(Path(__file__).with_name(script)), str(config_file), json.dumps(actions)]
+        command = [str(Path(__file__).with_name(script)), str(config_file), json.dumps(actions)]
+        environments = [
+            os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"}
+            for rank in range(n_ranks)
+        ]
+        if not fresh:
+            return [Forked(command, environment) for environment in environments]
         return [
             subprocess.Popen(
-                command,
-                env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"},
+                [sys.executable, *command],
+                env=environment,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
             )
-            for rank in range(n_ranks)
+            for environment in environments
         ]
 
     return start
 
 
-def finish(processes: Sequence[subprocess.Popen]) -> str:
+class Forked:
+    """What the tests use of a `Popen` that reads the output as text, for a process of multiprocessing's fork server."""
+
+    def __init__(self, command: list[str], environment: dict[str, str]):
+        context = multiprocessing.get_context("forkserver")
+        reader, says = context.Pipe(duplex=False)
+        self.stdout = os.fdopen(os.dup(reader.fileno()), "r")
+        given = {"script": command[0], "arguments": command[1:], "environment": environment, "says": says}
+        started = str(Path(__file__).with_name("started.py"))
+        self._process = context.Process(target=runpy.run_path, args=(started, {"given": given}))
+        with _no_launcher():  # where the server starts, with one thread
+            self._process.start()
+        reader.close()
+        says.close()
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired(str(self._process), timeout or 0)
+        return self._process.exitcode
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, None]:
+        said = ThreadPoolExecutor(1).submit(self.stdout.read)
+        self.wait(timeout)
+        return said.result(timeout), None
+
+
+def finish(processes: "Sequence[subprocess.Popen | Forked]") -> str:
     outputs = [process.communicate(timeout=280)[0] for process in processes]
     assert [process.returncode for process in processes] == [0] * len(processes), "\n".join(outputs)
     return outputs[0]
 
 
 @pytest.fixture(scope="session")
-def finish_ranks() -> Callable[[Sequence[subprocess.Popen]], str]:
+def finish_ranks() -> "Callable[[Sequence[subprocess.Popen | Forked]], str]":
     """Waits for the ranks, asserts that all left with 0, and gives rank 0's output."""
     return finish
 

@@ -73,7 +73,7 @@ def test_runs_on_smollm2_take_what_is_estimated(smollm2, tmp_path, start_ranks, 
         expected = total(estimate(a_config(**sections), smollm2, n_ranks=1, gpu=False))
         overrides = [f"{name}.{key}={value}" for name, section in sections.items() for key, value in section.items()]
         overrides += ["draft={method: longspec}", "optimizer.warmup_steps=0"]
-        started = start_ranks(1, [{"run": overrides, "out": str(folder)}], "ranks_memory.py")
+        started = start_ranks(1, [{"run": overrides, "out": str(folder)}], "ranks_memory.py", fresh=True)
         runs.append((seq_len, expected, Path(f"{folder}-0.json"), started))
     for seq_len, expected, out, started in runs:
         finish_ranks(started)
@@ -171,7 +171,7 @@ STATES = list(product(("fp32", "bf16"), (1, 2, 3), (False, True)))
 
 def test_drafts_under_zero_take_what_is_estimated(tmp_path, monkeypatch, start_ranks, finish_ranks):
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")  # freed memory goes back at once
-    finish_ranks(start_ranks(2, [{"states": STATES, "out": str(tmp_path / "grown")}], "ranks_memory.py"))
+    finish_ranks(start_ranks(2, [{"states": STATES, "out": str(tmp_path / "grown")}], "ranks_memory.py", fresh=True))
     grown = [json.loads((tmp_path / f"grown-{rank}.json").read_text()) for rank in (0, 1)]
     largest = 1024**2
     n_weights = 4 * largest + 1024

@@ -1,0 +1,21 @@
+"""One rank in a process that was forked with its imports done; the fixture `start_ranks` runs this by `runpy`.
+
+Its globals tell the rest: the script with its arguments, the environment, and a connection that takes what it prints.
+"""
+
+import atexit
+import os
+import runpy
+import sys
+
+given = globals()["given"]
+os.environ.clear()
+os.environ.update(given["environment"])
+for descriptor in (1, 2):
+    os.dup2(given["says"].fileno(), descriptor)
+given["says"].close()
+sys.argv = [given["script"], *given["arguments"]]
+try:
+    runpy.run_path(given["script"], run_name="__main__")
+finally:
+    atexit._run_exitfuncs()  # multiprocessing leaves without them
