@@ -329,7 +329,8 @@ class Decoder(nn.Module):
     ) -> tuple[Tensor, list[Tensor], tuple[Tensor, Tensor]] | None:
         """`_layers` where a CPU's calls are recorded, with the queries of all rows where they are needed; else None."""
         assert step.plan is not None
-        if not can_record(tokens_BT.numel(), tokens_BT.device):
+        at_hand = self.around_layer is nullcontext  # else weights come and go
+        if not (at_hand and can_record(tokens_BT.numel(), self.embed_tokens.weight)):
             return None
         mask_BTT, n_rows = step.plan.tree_mask_BTT, tokens_BT.shape[1]
         ends_early, pick = needs <= _BEFORE_LAST_ATTENTION, (lambda q_BTHd: q_BTHd) if "queries" in needs else None

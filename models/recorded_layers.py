@@ -95,7 +95,7 @@ def recorded_bytes(config: "DecoderConfig", n_rows: int, weight: Tensor) -> int:
 
     weight: one of the model's, for device and dtype.
     """
-    if not can_record(n_rows, weight.device) or weight.dtype != torch.bfloat16 or config.qk_norm:
+    if not can_record(n_rows, weight) or config.qk_norm:
         return 0
     heads, kv_heads, width = config.n_heads, config.n_kv_heads, config.head_dim
     of_attention = (heads + 2 * kv_heads) + (heads + kv_heads) + heads  # projected, rotated, attended
@@ -103,6 +103,7 @@ def recorded_bytes(config: "DecoderConfig", n_rows: int, weight: Tensor) -> int:
     return n_rows * config.n_layers * of_layer * weight.element_size()
 
 
-def can_record(n_rows: int, device: torch.device) -> bool:
-    """Whether passes of so many rows, all slots together, may be recorded there."""
-    return n_rows <= MOST_ROWS and backend.reads_are_free(device) and rows.library() is not None
+def can_record(n_rows: int, weight: Tensor) -> bool:
+    """Whether passes of so many rows, all slots together, of a model with such weights may be recorded."""
+    in_c = weight.dtype == torch.bfloat16 and backend.reads_are_free(weight.device) and rows.library() is not None
+    return n_rows <= MOST_ROWS and in_c

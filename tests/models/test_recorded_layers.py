@@ -3,6 +3,7 @@
 import copy
 import gc
 import weakref
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -98,6 +99,22 @@ def test_only_narrow_passes_that_come_again_are_recorded(tiny_target):
     for _ in range(3):
         fp32(torch.zeros(1, 2, dtype=torch.int64), cache=cache)
     assert programs(fp32, cache) == [], "fp32 products are PyTorch's"
+
+
+def test_weights_that_come_and_go_are_not_recorded(tiny_target):
+    model = tiny_target(dtype=torch.bfloat16, n_layers=3).model
+    entered = []
+
+    @contextmanager
+    def around(layer):
+        entered.append(layer.attention.layer)
+        yield
+
+    model.around_layer = around
+    cache = model.new_cache(1, 8)
+    for _ in range(3):
+        model(torch.zeros(1, 1, dtype=torch.int64), cache=cache)
+    assert entered == [0, 1, 2] * 3 and programs(model, cache) == []
 
 
 def test_a_full_cache_is_refused_as_ever(tiny_target):
