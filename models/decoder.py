@@ -290,14 +290,14 @@ class Decoder(nn.Module):
         if share is not None:
             assert borders is not None
             tokens_BT, step = tokens_BT[:, share.rows], replace(step.rows(share.rows), share=share)
-        kept = None if cache is None else self._recorded_layers(tokens_BT, step, cache, needs)
+        stream = [self.embed_tokens(tokens_BT)]  # to be handed over: nobody needs it behind the first layer
+        kept = None if cache is None else self._recorded_layers(stream[0], step, cache, needs)
         if kept is not None:
             hidden_BTD, queries, last_kv = kept
             queries = [_pick(q_BTHd, query_rows_B) for q_BTHd in queries]
         else:
             pick = (lambda q_BTHd: _pick(q_BTHd, query_rows_B)) if "queries" in needs else None
-            # No name for the embeddings, which nobody needs behind the first layer.
-            hidden_BTD, queries, last_kv = self._layers(self.embed_tokens(tokens_BT), step, needs, pick)
+            hidden_BTD, queries, last_kv = self._layers(stream.pop(), step, needs, pick)
         output = TargetOutput()
         if "queries" in needs:
             output.queries = torch.stack(queries)
@@ -325,21 +325,22 @@ class Decoder(nn.Module):
         return hidden_BTD, queries, qkv[1:]
 
     def _recorded_layers(
-        self, tokens_BT: Tensor, step: _Pass, cache: KVCache, needs: Set[str]
+        self, hidden_BTD: Tensor, step: _Pass, cache: KVCache, needs: Set[str]
     ) -> tuple[Tensor, list[Tensor], tuple[Tensor, Tensor]] | None:
         """`_layers` where a CPU's calls are recorded, with the queries of all rows where they are needed; else None."""
         assert step.plan is not None
+        n_slots, n_rows, _ = hidden_BTD.shape
         at_hand = self.around_layer is nullcontext  # else weights come and go
-        if not (at_hand and can_record(tokens_BT.numel(), self.embed_tokens.weight)):
+        if not (at_hand and can_record(n_slots * n_rows, self.embed_tokens.weight)):
             return None
-        mask_BTT, n_rows = step.plan.tree_mask_BTT, tokens_BT.shape[1]
+        mask_BTT = step.plan.tree_mask_BTT
         ends_early, pick = needs <= _BEFORE_LAST_ATTENTION, (lambda q_BTHd: q_BTHd) if "queries" in needs else None
 
         def layers(hidden_BTD: Tensor, cos: Tensor, sin: Tensor, mask_BTT: Tensor | None = None):
             plan = plan_pass(cache.lengths, n_rows, mask_BTT)
             return self._layers(hidden_BTD, replace(step, cos=cos, sin=sin, plan=plan), needs, pick)
 
-        inputs = [self.embed_tokens(tokens_BT), step.cos, step.sin] + ([] if mask_BTT is None else [mask_BTT])
+        inputs = [hidden_BTD, step.cos, step.sin] + ([] if mask_BTT is None else [mask_BTT])
         key = ends_early, pick is None
         return self._recorded.run(layers, cache, key, inputs, lambda: list(self.layers.parameters()))
 
