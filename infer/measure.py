@@ -141,7 +141,7 @@ def width_curve(
             model(rows[:, :width], cache=cache, needs={"logits"})
             if device.type == "cuda":
                 torch.cuda.synchronize()
-            if turn:  # the first turn warms up
+            if turn:  # the first turn warms up, and records
                 seconds[width].append(time.perf_counter() - begin)
     return {width: statistics.median(times) for width, times in seconds.items()}
 

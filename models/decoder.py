@@ -226,7 +226,7 @@ class Decoder(nn.Module):
         self.rope = Rope(config.rope)
         # Entered around each layer's work; whoever keeps the weights elsewhere brings them here (train/sharding.py).
         self.around_layer: Callable[[Layer], AbstractContextManager[object]] = nullcontext
-        self._recorded = RecordedLayers()
+        self.recorded_layers = RecordedLayers()
         self.tie()
 
     def tie(self) -> None:
@@ -342,7 +342,7 @@ class Decoder(nn.Module):
 
         inputs = [hidden_BTD, step.cos, step.sin] + ([] if mask_BTT is None else [mask_BTT])
         key = ends_early, pick is None
-        return self._recorded.run(layers, cache, key, inputs, lambda: list(self.layers.parameters()))
+        return self.recorded_layers.run(layers, cache, key, inputs, lambda: list(self.layers.parameters()))
 
     def _begin(
         self,

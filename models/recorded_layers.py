@@ -1,7 +1,7 @@
 """A decoder's layers as one call, for passes of few rows on a CPU (kernels/cpu_impl/program.py).
 
-The layers are those of decoder.py: their calls are recorded the second time that a cache meets a shape of pass, and
-made again from then on. Not here: a step's recordings on a GPU (infer/graphs.py).
+The layers are those of decoder.py: their calls are recorded the first time that a cache meets a shape of pass, and made
+again from then on. Not here: a step's recordings on a GPU (infer/graphs.py).
 """
 
 from collections.abc import Callable, Sequence
@@ -27,12 +27,11 @@ MOST_ROWS = 32
 
 @dataclass
 class _Known(Generic[T]):
-    """One shape of pass. `program` is None until it comes again, and where it cannot be recorded."""
+    """One shape of pass; `program` is None where it cannot be recorded."""
 
     inputs: list[Tensor]
     weights: list[tuple[Tensor, int]]
-    program: Program[T] | None = None
-    recordable: bool = True
+    program: Program[T] | None
 
     def stale(self) -> bool:
         """Whether weights lie elsewhere by now."""
@@ -40,9 +39,15 @@ class _Known(Generic[T]):
 
 
 class RecordedLayers:
-    """What one decoder has recorded, by cache and shape of pass; it goes with the cache."""
+    """What one decoder has recorded, by cache and shape of pass; it goes with the cache.
+
+    Attributes:
+        fresh: True since something was recorded, which takes as long as the calls one by one; whoever times passes
+            takes it back to False.
+    """
 
     def __init__(self):
+        self.fresh = False
         self._known: WeakKeyDictionary[KVCache, dict[tuple, _Known]] = WeakKeyDictionary()
 
     def __reduce__(self) -> tuple:  # a copy of the decoder begins anew
@@ -71,23 +76,26 @@ class RecordedLayers:
         key = key, memory, *((x.shape, x.dtype) for x in inputs)
         known = of_cache.get(key)
         if known is None or known.stale():
-            of_cache[key] = _Known([], [])
-            return None
-        if not known.recordable:
+            known = of_cache[key] = self._record(layers, inputs, weights)
+            return None if known.program is None else known.program.outputs
+        if known.program is None:
             return None
         cache.check_room(inputs[0].shape[1])
-        if known.program is not None:
-            for still, given in zip(known.inputs, inputs, strict=True):
-                still.copy_(given)
-            return known.program.run()
-        known.inputs = [x.clone(memory_format=torch.contiguous_format) for x in inputs]
+        for still, given in zip(known.inputs, inputs, strict=True):
+            still.copy_(given)
+        return known.program.run()
+
+    def _record(
+        self, layers: Callable[..., T], inputs: Sequence[Tensor], weights: Callable[[], Sequence[Tensor]]
+    ) -> _Known[T]:
+        """The first pass of a shape, made."""
+        copies = [x.clone(memory_format=torch.contiguous_format) for x in inputs]
         try:
-            known.program = Program(lambda: layers(*known.inputs))
+            program = Program(lambda: layers(*copies))
         except Unrecordable:
-            known.recordable, known.inputs = False, []
-            return None
-        known.weights = [(weight, weight.data_ptr()) for weight in weights()]
-        return known.program.outputs
+            return _Known([], [], None)
+        self.fresh = True
+        return _Known(copies, [(weight, weight.data_ptr()) for weight in weights()], program)
 
 
 def recorded_bytes(config: "DecoderConfig", n_rows: int, weight: Tensor) -> int:
