@@ -258,12 +258,11 @@ class Engine:
         """One step of all slots; a drafter that did not pay is not asked for a while."""
         assert self._cache is not None
         room = 0 if self._budget.rests else self._room
-        model, recorders = self.target.model, (self._graphs, self.target.model.recorded_layers)
-        model.recorded_layers.fresh = False
+        model = self.target.model
+        model.recorded_layers.fresh = False  # what a prompt's passes recorded took none of this step's time
         step = take_step(model, self._cache, self.drafter, self._state, room, self._budget.prune, checked=self.lag == 0)
-        if any(
-            one.fresh for one in recorders
-        ):  # the time of this step, and of those not read yet, is that of recording
+        if self._graphs.fresh or model.recorded_layers.fresh:
+            # The time of this step, and of those not read yet, is that of recording.
             self._graphs.fresh, self._disturbed = False, 1 + self.lag
         return step
 

@@ -119,15 +119,14 @@ def tree_attention_lse(
         different keys, attention over all of them is a + (b - a) * sigmoid(t - s).
     """
     given = q_BTHd, keys_BSKd, values_BSKd, lengths_B
-    plan = plan or plan_pass(lengths_B, q_BTHd.shape[1], tree_mask_BTT)
-    if (triton := triton_for(q_BTHd)) is not None:
-        return triton.tree_attention(*given, *plan.tree, tree_mask_BTT is not None, window)
     if _in_c(q_BTHd):
         lse_BTH = torch.empty(q_BTHd.shape[:3])
         return rows.attention_rows(*given, tree_mask_BTT, window, lse_BTH), lse_BTH
-    lse_BTH = log_sum_exp(
-        q_BTHd, keys_BSKd, lengths_B, tree_mask_BTT, window
-    )  # a second product: nothing is in a hurry
+    plan = plan or plan_pass(lengths_B, q_BTHd.shape[1], tree_mask_BTT)
+    if (triton := triton_for(q_BTHd)) is not None:
+        return triton.tree_attention(*given, *plan.tree, tree_mask_BTT is not None, window)
+    # PyTorch's attention keeps its sums to itself: the scores are computed once more.
+    lse_BTH = log_sum_exp(q_BTHd, keys_BSKd, lengths_B, tree_mask_BTT, window)
     return tree_attention(*given, tree_mask_BTT, window, plan), lse_BTH
 
 

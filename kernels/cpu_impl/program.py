@@ -1,7 +1,7 @@
 """Calls of rows.py recorded once and made again in one go: on a CPU what a CUDA graph is on a GPU.
 
-A pass of one row through a model of 30 layers is 240 calls of a tenth of a millisecond; Python takes as long to prepare
-them as C to make them, and meanwhile weights fall out of the cache. Not here: what is recorded, and when.
+A pass of one row through a model of 30 layers is 240 calls of some microseconds to a tenth of a millisecond, and takes
+twice as long where Python prepares them one by one (docs/LOG.md). Not here: what is recorded, and when.
 """
 
 import ctypes
@@ -52,13 +52,8 @@ class Program(Generic[T]):
                 self.outputs = work()
         finally:
             rows.listener.reset(token)
-        address = ctypes.cast
-        self._calls = (_Call * len(self._kept))(
-            *(
-                _Call(address(function, ctypes.c_void_p), ctypes.addressof(arguments))
-                for function, arguments, _ in self._kept
-            )
-        )
+        calls = [_Call(ctypes.cast(one, ctypes.c_void_p), ctypes.addressof(given)) for one, given, _ in self._kept]
+        self._calls = (_Call * len(calls))(*calls)
 
     def run(self) -> T:
         """Make the calls again: the same outputs, written anew."""

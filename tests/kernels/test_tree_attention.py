@@ -44,6 +44,15 @@ def row_by_row(q_Hd: Tensor, keys_SKd: Tensor, values_SKd: Tensor) -> Tensor:
     return torch.einsum("hs,shd->hd", scores.softmax(-1), values).float()
 
 
+def history_of(row: int, length: int, mask_TT: Tensor | None, window: int | None) -> list[int] | None:
+    """The cache rows that a row of the pass reads; None for a padding row under a window, which has no place there."""
+    own = list(range(row + 1)) if mask_TT is None else mask_TT[row].nonzero()[:, 0].tolist()
+    history = [*range(length), *(length + i for i in own)]
+    if window is None:
+        return history
+    return history[-window:] if own else None
+
+
 LENGTHS = ([0], [1], [63], [1100], [0, 7, 100], [1030, 3])
 
 
@@ -69,11 +78,9 @@ def test_against_each_row_alone(request, heads, lengths, n_rows, tree, compiled,
     outputs = [f(q, keys, values, lengths_B, masks, window) for f in (tree_attention, reference)]
     for slot, length in enumerate(lengths):
         for row in range(n_rows):
-            own = list(range(row + 1)) if masks is None else masks[slot, row].nonzero()[:, 0].tolist()
-            history = [*range(length), *(length + i for i in own)]
-            if not own and window is not None:
-                continue  # a padding row has no place in a history
-            history = history if window is None else history[-window:]
+            history = history_of(row, length, None if masks is None else masks[slot], window)
+            if history is None:
+                continue
             expected = row_by_row(q[slot, row], keys[slot, history], values[slot, history])
             for out in outputs:
                 difference = (out[slot, row] - expected).abs().max()
@@ -97,11 +104,10 @@ def test_log_sum_exps(request, lengths, n_rows, tree, compiled, window):
     assert (lse.dtype, lse.shape) == (torch.float32, q.shape[:3]) and lse.is_contiguous()
     for slot, length in enumerate(lengths):
         for row in range(n_rows):
-            own = list(range(row + 1)) if masks is None else masks[slot, row].nonzero()[:, 0].tolist()
-            history = [*range(length), *(length + i for i in own)]
-            if not own and window is not None:
-                continue  # a padding row has no place in a history
-            seen = keys[slot, history if window is None else history[-window:]].double().repeat_interleave(3, 1)
+            history = history_of(row, length, None if masks is None else masks[slot], window)
+            if history is None:
+                continue
+            seen = keys[slot, history].double().repeat_interleave(3, 1)
             expected = (torch.einsum("hd,shd->hs", q[slot, row].double(), seen) / 4).logsumexp(-1)
             torch.testing.assert_close(lse[slot, row].double(), expected, rtol=0, atol=5e-6)
 

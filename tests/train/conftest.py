@@ -193,7 +193,7 @@ class Forked:
         return self._process.exitcode
 
     def poll(self) -> int | None:
-        return self._process.exitcode
+        return self.returncode
 
     def kill(self) -> None:
         self._process.kill()
