@@ -107,16 +107,13 @@ def _prepare(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
 
 
 def _recipe(args: argparse.Namespace, how: dict[str, Any]) -> PrepareConfig:
-    from omegaconf import OmegaConf
-
-    from longdraft.train.typed import build, read_yaml
+    from longdraft.train.typed import build, read_yaml, resolve
 
     doubled = [name for name in (*SETTINGS, *OF_A_SOURCE) if name in args] + ["source"] * (args.source is not None)
     if doubled:
         flag, where = f"--{doubled[0].replace('_', '-')}", "" if doubled[0] in SETTINGS else "sources.NAME."
         raise ValueError(f"{flag} is given beside the recipe {args.recipe}; write {where}{doubled[0]}=... instead")
-    values = OmegaConf.to_container(read_yaml(args.recipe, args.overrides), resolve=False)
-    assert isinstance(values, dict)
+    values = resolve(read_yaml(args.recipe, args.overrides))
     if set(values) & {"out", *how}:
         raise ValueError(f"{args.recipe}: out, {', '.join(how)} belong to the command line, not into a recipe")
     out = args.out or Path("data", f"{Path(args.recipe).stem}-{{address}}")

@@ -5,7 +5,7 @@ derived here and nowhere else. Not here: what the networks' own fields mean (mod
 (curriculum.py), how a mapping becomes dataclasses (typed.py).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,14 @@ from longdraft.models.drafts.longspec import LongSpecConfig
 from longdraft.models.drafts.medusa import MedusaConfig
 from longdraft.models.drafts.tokenswift import TokenSwiftConfig
 from longdraft.models.rope import RopeConfig
-from longdraft.train.typed import build, read_yaml
+from longdraft.train.typed import build, read_yaml, resolve
 
 PRECISIONS = ("fp32", "bf16")
 ZERO_STAGES = (1, 2, 3)
 WANDB_MODES = ("auto", "online", "offline", "disabled")
 POSITIONS = ("plain", "anchor_offset")
+# How long, and how long the warm-up: one of the two is given.
+EITHER = {"train": ("steps", "epochs"), "optimizer": ("warmup_steps", "warmup_share")}
 # Numbers in DeepSpeed's buffer for sums over ranks, at most.
 MAX_BUCKET = 500_000_000
 
@@ -210,13 +212,15 @@ class Config:
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Reads a YAML file of one run and applies overrides of the form `section.field=value`.
+    """Reads a YAML file of one run, applies overrides of the form `section.field=value` and resolves `${...}`.
+
+    An override of one field of EITHER replaces the other.
 
     Raises:
         ValueError: the file is missing or no YAML, a key is unknown (the nearest known one is named), a value has the
             wrong type or is out of range.
     """
-    return config_from_dict(OmegaConf.to_container(read_yaml(path, overrides), resolve=False))
+    return config_from_dict(resolve(read_yaml(path, overrides, EITHER)))
 
 
 def config_from_dict(values: Any) -> Config:
@@ -225,12 +229,22 @@ def config_from_dict(values: Any) -> Config:
 
 
 def to_dict(config: Config) -> dict[str, Any]:
-    """Plain dicts, lists and scalars: for YAML, JSON and W&B."""
-    return OmegaConf.to_container(OmegaConf.create(asdict(config)))  # pyright: ignore[reportReturnType]
+    """Plain dicts, lists and scalars: for JSON and W&B."""
+    return _plain(asdict(config))
 
 
 def to_yaml(config: Config) -> str:
-    return OmegaConf.to_yaml(OmegaConf.create(asdict(config)))
+    """For load_config to read again: what is `${` in a value is no reference."""
+    return OmegaConf.to_yaml(OmegaConf.create(_plain(asdict(config), lambda text: text.replace("${", "\\${"))))
+
+
+def _plain(value: Any, text: Callable[[str], str] = str) -> Any:
+    """Tuples as lists, and strings as `text` gives them."""
+    if isinstance(value, dict):
+        return {key: _plain(inner, text) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(inner, text) for inner in value]
+    return text(value) if isinstance(value, str) else value
 
 
 def accumulation(config: Config, world_size: int) -> int:

@@ -13,17 +13,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from longdraft.data_prep.shards import ShardSet
 from longdraft.models.hf import Target
 from longdraft.train import state
-from longdraft.train.config import Config, config_from_dict, resolved
+from longdraft.train.config import EITHER, Config, config_from_dict, resolved
 from longdraft.train.engine import Ranks, join_ranks, leave_ranks
 from longdraft.train.export import export
 from longdraft.train.loop import train
 from longdraft.train.opening import open_target
-from longdraft.train.typed import read_yaml
+from longdraft.train.typed import check_either, lay_over, read_overrides, read_yaml, resolve
 
 
 @dataclass(frozen=True)
@@ -45,45 +45,80 @@ def load_stages(
     """The stages of a YAML file, from `first` on.
 
     Args:
-        overrides: `section.field=value` holds for every stage, `stages.NAME.section.field=value` for one.
+        overrides: `section.field=value` holds for every stage, `stages.NAME.section.field=value` for one; of two that
+            set the same field, or two fields of config.EITHER, the later holds.
         first: name of the stage to begin with; the stages before it must be trained, unless `from_draft` is given.
         from_draft: draft folder whose weights the first of them begins with.
 
     Raises:
         ValueError: as load_config; an unknown stage; `first` without stages.
     """
-    for_one = [override for override in overrides if override.startswith("stages.")]
-    for_all = [override for override in overrides if override not in for_one]
-    listed = read_yaml(path, []).get("stages")
-    known = [str(name) for name in listed] if isinstance(listed, DictConfig) else []
-    for name in [*(override.split("=")[0].split(".")[1] for override in for_one), *([first] if first else [])]:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
-            hint = f"did you mean {near[0]}? (known: {', '.join(known)})" if known else f"{path} lists no stages"
-            raise ValueError(f"stages.{name}: unknown stage; {hint}")
-    raw = read_yaml(path, overrides)
+    raw: Any = OmegaConf.to_container(read_yaml(path, []), resolve=False)
     listed = raw.pop("stages", None)
-    if listed is None:
-        config = config_from_dict(_merged(raw, {}, for_all))
+    if listed is not None and (not isinstance(listed, dict) or not listed):
+        raise ValueError(f"stages: expected a section for each stage, got {listed}")
+    stages = {str(name): own for name, own in (listed or {}).items()}
+    layers = _layers(overrides, path, tuple(stages))
+    if first is not None:
+        _check_known(first, path, tuple(stages))
+    if not stages:
+        config = _config([raw, *(layer for _, layer in layers)])
         if from_draft is not None:
             config = replace(config, draft=replace(config.draft, start_from=from_draft))
         return [Stage(None, config)]
-    if not isinstance(listed, DictConfig) or not listed:
-        raise ValueError(f"stages: expected a section for each stage, got {listed}")
-    stages: list[Stage] = []
-    for i, (name, own) in enumerate(listed.items()):
-        if not isinstance(own, DictConfig):
+    built: list[Stage] = []
+    for i, (name, own) in enumerate(stages.items()):
+        if not isinstance(own, dict):
             raise ValueError(f"stages.{name}: expected a section of fields, got {own}")
         try:
-            config = config_from_dict(_merged(raw, own, for_all))
+            config = _config([raw, own, *(layer for stage, layer in layers if stage in (None, name))])
         except ValueError as error:
             raise ValueError(f"stages.{name}: {error}") from error
         config = replace(config, train=replace(config.train, run_dir=f"{config.train.run_dir}/{i + 1}-{name}"))
-        start = str(stages[-1].draft) if stages else config.draft.start_from
-        if from_draft is not None and name == (first or known[0]):
+        start = str(built[-1].draft) if built else config.draft.start_from
+        if from_draft is not None and name == (first or next(iter(stages))):
             start = from_draft
-        stages.append(Stage(str(name), replace(config, draft=replace(config.draft, start_from=start))))
-    return stages[known.index(first) if first else 0 :]
+        built.append(Stage(name, replace(config, draft=replace(config.draft, start_from=start))))
+    return built[list(stages).index(first) if first else 0 :]
+
+
+def _layers(
+    overrides: Sequence[str], path: str | Path, known: Sequence[str]
+) -> list[tuple[str | None, dict[str, Any]]]:
+    """The overrides in their order, each with the stage that it is for; None: for all of them."""
+    layers: list[tuple[str | None, dict[str, Any]]] = []
+    for layer in read_overrides(overrides):
+        if "stages" not in layer:
+            layers.append((None, layer))
+            continue
+        if not isinstance(layer["stages"], dict):
+            raise ValueError(f"stages: expected a section for each stage, got {layer['stages']}")
+        for name, fields in layer["stages"].items():
+            _check_known(str(name), path, known)
+            if not isinstance(fields, dict):
+                raise ValueError(f"stages.{name}: expected a section of fields, got {fields}")
+            layers.append((str(name), fields))
+    for stage in (None, *known):
+        try:
+            check_either([layer for name, layer in layers if name == stage], EITHER)
+        except ValueError as error:
+            raise ValueError(f"stages.{stage}: {error}" if stage else str(error)) from error
+    return layers
+
+
+def _check_known(name: str, path: str | Path, known: Sequence[str]) -> None:
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
+        hint = f"did you mean {near[0]}? (known: {', '.join(known)})" if known else f"{path} lists no stages"
+        raise ValueError(f"stages.{name}: unknown stage; {hint}")
+
+
+def _config(layers: Sequence[dict[str, Any]]) -> Config:
+    """Each layer over those before it."""
+    raw = OmegaConf.create()
+    for layer in layers:
+        raw = lay_over(raw, layer, EITHER)
+    return config_from_dict(resolve(raw))
 
 
 def run(stages: Sequence[Stage], stop: Sequence[int] = ()) -> None:
@@ -147,8 +182,3 @@ def _overview(stages: Sequence[Stage]) -> str:
         where = f"at step {found[1]['step']}" if found else "done" if _is_exported(stage) else "to come"
         words.append(f"{stage.name} {where}")
     return ", ".join(words)
-
-
-def _merged(base: DictConfig, own: Any, overrides: Sequence[str]) -> Any:
-    merged = OmegaConf.merge(base, own, OmegaConf.from_dotlist(list(overrides)))
-    return OmegaConf.to_container(merged, resolve=False)

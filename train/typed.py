@@ -4,6 +4,7 @@ Not here: what the fields mean.
 """
 
 import difflib
+import re
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
@@ -11,27 +12,123 @@ from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from yaml import YAMLError
 
 Sections = Mapping[str, Callable[[Any], type]]
+# By section, two fields of which one is set.
+Either = Mapping[str, tuple[str, str]]
+UNREADABLE = (OmegaConfBaseException, YAMLError, RecursionError)
 
 
-def read_yaml(path: str | Path, overrides: Sequence[str]) -> DictConfig:
-    """The file's mapping with the overrides in it, unchecked; raises ValueError where one of them cannot be read."""
+def read_yaml(path: str | Path, overrides: Sequence[str], either: Either | None = None) -> DictConfig:
+    """The file's mapping with the overrides laid over it in their order, unchecked and with `${...}` as written.
+
+    either: see `lay_over`.
+    Raises ValueError: the file or an override cannot be read, or overrides give both of two fields in `either`.
+    """
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"config: no file {path}; give one of the YAML files in configs/")
-    for override in overrides:
-        if "=" not in override or override.startswith("-"):
-            raise ValueError(f"override: {override!r} has not the form section.field=value, as train.steps=100")
     try:
-        raw = OmegaConf.merge(OmegaConf.load(path), OmegaConf.from_dotlist(list(overrides)))
-    except (OmegaConfBaseException, YAMLError) as error:
-        raise ValueError(f"config: {path} cannot be read: {error}") from error
+        raw = OmegaConf.load(path)
+    except (*UNREADABLE, OSError, UnicodeDecodeError) as error:
+        where = f"{key}: " if (key := getattr(error, "full_key", None)) else ""
+        raise ValueError(f"config: {path} cannot be read: {where}{_one_line(error)}{_hint(error)}") from error
     if not isinstance(raw, DictConfig):
-        raise ValueError(f"config: {path} holds no sections")
+        raise ValueError(f"config: {path} holds a list, expected sections of fields, as `train: {{steps: 100}}`")
+    layers = read_overrides(overrides)
+    check_either(layers, either or {})
+    for layer in layers:
+        raw = lay_over(raw, layer, either or {})
     return raw
+
+
+def read_overrides(overrides: Sequence[str]) -> list[dict[str, Any]]:
+    """Each `section.field=value` as nested mappings; raises ValueError for one of another form."""
+    layers = []
+    for override in overrides:
+        name, _, value = override.partition("=")
+        if "=" not in override or override.startswith("-") or not all(name.split(".")):
+            raise ValueError(f"override: {override!r} has not the form section.field=value, as train.steps=100")
+        if value.strip("'\" ") == "???":
+            raise ValueError(f"{name}: ??? stands for a value that is still to be given; give one")
+        try:
+            layers.append(OmegaConf.to_container(OmegaConf.from_dotlist([override]), resolve=False))
+        except UNREADABLE as error:
+            raise ValueError(f"override: {override!r} cannot be read: {_one_line(error)}{_hint(error)}") from error
+    return layers
+
+
+def lay_over(base: DictConfig, layer: Mapping[str, Any], either: Either) -> DictConfig:
+    """The layer's fields over the base's.
+
+    either: by section, two fields of which only one is ever set: a layer that sets one of them unsets the other.
+    """
+    unset = {}
+    for section, pair in either.items():
+        given = _given(layer, section, pair)
+        if len(given) == 1:
+            unset[section] = {name: None for name in pair if name not in given}
+    try:
+        return OmegaConf.merge(base, unset, layer)  # pyright: ignore[reportReturnType]
+    except UNREADABLE as error:
+        raise ValueError(f"config: {_one_line(error)}") from error
+
+
+def check_either(layers: Sequence[Mapping[str, Any]], either: Either) -> None:
+    """Raises ValueError where overrides that stand side by side end with both fields of a pair set."""
+    whole: Any = {}
+    for layer in layers:
+        whole = OmegaConf.merge(whole, layer)
+    whole = OmegaConf.to_container(OmegaConf.create(whole), resolve=False)
+    for section, (one, other) in either.items():
+        if len(_given(whole, section, (one, other))) == 2:
+            raise ValueError(f"{section}.{one}, {section}.{other}: both are given; set one of them")
+
+
+def _given(layer: Mapping[str, Any], section: str, pair: tuple[str, str]) -> list[str]:
+    fields_ = layer.get(section)
+    return [name for name in pair if isinstance(fields_, Mapping) and fields_.get(name) is not None]
+
+
+def resolve(raw: DictConfig) -> dict[str, Any]:
+    """Plain values with every `${...}` put in, as OmegaConf does: `${target.path}` is another field, `${oc.env:HOME}`
+    the environment's.
+
+    Raises ValueError: one of them is unknown or leads back to itself, or a value is `???`, still to be given.
+    """
+    try:
+        return OmegaConf.to_container(raw, resolve=True, throw_on_missing=True)  # pyright: ignore[reportReturnType]
+    except MissingMandatoryValue as error:
+        raise ValueError(f"{error.full_key}: ??? stands for a value that is still to be given; give one") from error
+    except (OmegaConfBaseException, RecursionError) as error:
+        where = getattr(error, "full_key", None) or "config"
+        value = _value_at(OmegaConf.to_container(raw, resolve=False), where)
+        raise ValueError(
+            f"{where}: {value!r} cannot be resolved: {_one_line(error)}; name a field as ${{section.field}}, a "
+            "variable of the environment that is set as ${oc.env:NAME}, or write \\${ for the characters themselves"
+        ) from error
+
+
+def _value_at(values: Any, key: str) -> Any:
+    """What stands under a key of OmegaConf's, as `sources.books.files[1]`; all of it under a key that is none."""
+    for part in re.findall(r"[^.\[\]]+", key):
+        if isinstance(values, list):
+            values = values[int(part)]
+        elif isinstance(values, dict):
+            values = {str(name): value for name, value in values.items()}.get(part)
+    return values
+
+
+def _one_line(error: BaseException) -> str:
+    """What it says, without the lines that OmegaConf adds for its own reader."""
+    return " ".join(str(error).split("\n    full_key:")[0].split()) or type(error).__name__
+
+
+def _hint(error: BaseException) -> str:
+    """For braces that are not quoted, which YAML takes for a mapping's."""
+    return '; write "${...}" in quotes within { } or [ ]' if "parsing a flow" in str(error) else ""
 
 
 def build(kind: Any, values: Any, sections: Sections | None = None, where: str = "") -> Any:

@@ -226,6 +226,10 @@ def test_chat_and_text(tmp_path, smollm2):
         ),
         (["seqlen=5"], "seqlen: unknown key; did you mean seq_len?"),
         (["sources.pg19.share=a"], "sources.pg19.share: expected float, got 'a'"),
+        (
+            ["sources.pg19.path=${nope}"],
+            "sources.pg19.path: '${nope}' cannot be resolved: Interpolation key 'nope' not f",
+        ),
         (["out=x"], "belong to the command line, not into a recipe"),
         (["--seq-len", "5"], "--seq-len is given beside the recipe"),
         (["--source", "stdlib"], "--source is given beside the recipe"),
@@ -250,6 +254,17 @@ def test_without_a_folder_the_recipe_names_it(tmp_path, capsys, monkeypatch):
     (out,) = (tmp_path / "data").iterdir()
     address = json.loads((out / "manifest.json").read_text())["address"]
     assert out.name == f"pg19-{address[:12]}" and f"-> data/{out.name}" in capsys.readouterr().out
+
+
+def test_references_in_a_recipe_are_resolved(tmp_path, monkeypatch):
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / "corpus/a.txt").write_text(PROSE * 20)
+    monkeypatch.setenv("CORPORA", str(tmp_path))
+    recipe = "sources: {one: {path: '${oc.env:CORPORA}/corpus', files: ['${oc.env:NO_NAME,a}.txt']}}\nseq_len: 64\n"
+    (tmp_path / "recipe.yaml").write_text(recipe)
+    main([str(tmp_path / "recipe.yaml"), *TARGET, "--out", str(tmp_path / "out"), "heldout_share=0"])
+    manifest = json.loads((tmp_path / "out/manifest.json").read_text())
+    assert manifest["splits"]["train"]["documents"] == 1 and "${" not in json.dumps(manifest)
 
 
 def test_the_recipes_name_the_published_sets():

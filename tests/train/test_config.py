@@ -1,5 +1,6 @@
 """The config: every file of configs/ loads and makes a valid DeepSpeed dict; every mistake has a message that helps."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -134,7 +135,7 @@ MISTAKES = {
     "target.zero_stage=1": r"target\.zero_stage: 1 is unknown; choose one of 0, 3",
     "train.steps=0": r"train\.steps: 0 is not positive; give a value above 0",
     "train.steps=null": r"train\.steps, train\.epochs: neither is given; set one of them",
-    "train.epochs=2": r"train\.steps, train\.epochs: both are given; set one of them",
+    "train.epochs=2 train.steps=3": r"train\.steps, train\.epochs: both are given; set one of them",
     "train.steps=null train.epochs=0": r"train\.epochs: 0\.0 is not positive",
     "train.seed=-1": r"train\.seed: -1 is out of range",
     "train.max_skipped=-1": r"train\.max_skipped: -1 is negative; give 0 or more",
@@ -142,7 +143,7 @@ MISTAKES = {
     "optimizer.warmup_steps=20": r"optimizer\.warmup_steps: 20 must be at least 0 and below train\.steps = 20",
     "optimizer.warmup_steps=-1": r"optimizer\.warmup_steps: -1 must be at least 0 and below train\.steps = 20",
     "optimizer.warmup_steps=null": r"optimizer\.warmup_steps, optimizer\.warmup_share: neither is given; set one",
-    "optimizer.warmup_share=0.1": r"optimizer\.warmup_steps, optimizer\.warmup_share: both are given; set one of",
+    "optimizer.warmup_steps=3 optimizer.warmup_share=0.1": r"optimizer\.warmup_steps, .*: both are given; set one of",
     "optimizer.warmup_steps=null optimizer.warmup_share=1": r"optimizer\.warmup_share: 1\.0; give a share from 0 to b",
     "optimizer.warmup_steps=null optimizer.warmup_share=-0.1": r"optimizer\.warmup_share: -0\.1; give a share from 0",
     "optimizer.weight_decay=-1": r"optimizer\.weight_decay: -1\.0 is negative",
@@ -173,6 +174,84 @@ MISTAKES = {
 }
 
 
+def test_of_two_exclusive_fields_an_override_replaces_the_other(config_file, tmp_path):
+    config = load_config(config_file, ["train.epochs=2", "optimizer.warmup_share=0.1"])
+    assert (config.train.steps, config.train.epochs) == (None, 2.0)
+    assert (config.optimizer.warmup_steps, config.optimizer.warmup_share) == (None, 0.1)
+    epochs = tmp_path / "epochs.yaml"
+    epochs.write_text(to_yaml(config))
+    config = load_config(epochs, ["train.steps=500", "optimizer.warmup_steps=0"])
+    assert (config.train.steps, config.train.epochs) == (500, None)
+    assert (config.optimizer.warmup_steps, config.optimizer.warmup_share) == (0, None)
+    assert load_config(epochs, ["train={steps: 7}"]).train.steps == 7
+    assert load_config(epochs, ["train.steps=null"]) == load_config(epochs)
+
+
+def test_references_are_resolved(config_file, tmp_path, monkeypatch):
+    monkeypatch.setenv("ROWS", "/data/rows")
+    given = [
+        "data.path=${oc.env:ROWS}/${data.seq_len}",
+        "train.run_dir=runs/${target.gguf_file}",
+        "target.gguf_file=a.gguf",
+        "train.save_every=${train.steps}",
+        "heldout.rows=${oc.decode:${oc.env:N_ROWS,7}}",
+        r"log.wandb_project=a\${b}",
+    ]
+    config = load_config(config_file, given)
+    assert (config.data.path, config.train.run_dir) == ("/data/rows/24", "runs/a.gguf")
+    assert (config.train.save_every, config.heldout.rows, config.log.wandb_project) == (20, 7, "a${b}")
+    assert to_dict(config)["log"]["wandb_project"] == "a${b}"
+    (tmp_path / "again.yaml").write_text(to_yaml(config))
+    monkeypatch.delenv("ROWS")
+    assert load_config(tmp_path / "again.yaml") == config
+    text = config_file.read_text().replace("global_batch: 8", 'global_batch: "${train.micro_batch}"')
+    (tmp_path / "file.yaml").write_text(text)
+    assert load_config(tmp_path / "file.yaml", ["train.micro_batch=5"]).train.global_batch == 5
+
+
+UNRESOLVED = {
+    "data.path=${oc.env:NO_SUCH_NAME}/rows": r"data\.path: '\$\{oc\.env:NO_SUCH_NAME\}/rows' .*NO_SUCH_NAME' not found",
+    "data.path=${target.paht}": r"data\.path: '\$\{target\.paht\}' cannot be resolved: .*'target\.paht' not found",
+    "data.path=${train.run_dir} train.run_dir=${data.path}": r"(data\.path|train\.run_dir): '\$.*[Rr]ecursi",
+    "data.path=${home:}": r"data\.path: '\$\{home:\}' cannot be resolved: Unsupported interpolation type home",
+    "data.path=${": r"override: 'data\.path=\$\{' cannot be read: no viable",
+    "decoding.contexts=[5,'${nope}']": r"decoding\.contexts\[1\]: '\$\{nope\}' cannot be resolved: .*'nope' not found",
+    "data.path='???'": r"data\.path: \?\?\? stands for a value that is still to be given; give one",
+    "train.steps=${oc.env:PATH}": r"train\.steps: expected int, got '",
+    "data={path:${x}}": r"override: 'data=\{path:\$\{x\}\}' cannot be read: .*; write \"\$\{\.\.\.\}\" in quotes",
+    "data.path=[1": r"override: 'data\.path=\[1' cannot be read: while parsing",
+    "data..path=1": r"override: 'data\.\.path=1' has not the form section\.field=value",
+}
+
+
+@pytest.mark.parametrize("overrides", UNRESOLVED)
+def test_what_cannot_be_resolved_is_named(config_file, overrides, monkeypatch):
+    monkeypatch.delenv("NO_SUCH_NAME", raising=False)
+    with pytest.raises(ValueError, match=UNRESOLVED[overrides]) as error:
+        load_config(config_file, overrides.split())
+    assert "\n" not in str(error.value)
+
+
+FILES = {
+    b"- target: {path: x}\n": "holds a list, expected sections of fields",
+    b"[]": "holds a list, expected sections of fields",
+    b"5\n": "cannot be read: Invalid loaded object type: int",
+    b"target: \xff\n": "cannot be read: 'utf-8' codec can't decode byte 0xff",
+    b"target: {path: ${x}}\n": "cannot be read: while parsing a flow mapping",
+    b"data: {path: '${'}\n": r"cannot be read: data\.path: no viable alternative",
+    b"a: 1\na: 2\n": "cannot be read: .*found duplicate key",
+    b"a: " + b"[" * 20_000 + b"]" * 20_000: "cannot be read: ",
+}
+
+
+@pytest.mark.parametrize("number", range(len(FILES)))
+def test_files_that_are_no_config_are_refused(train_command, tmp_path, number):
+    content, said = list(FILES.items())[number]
+    (tmp_path / "bad.yaml").write_bytes(content)
+    status, printed = train_command(tmp_path / "bad.yaml", "--estimate")
+    assert status == 2 and re.fullmatch(rf"launch/train\.py: error: config: .*bad\.yaml {said}.*\n", printed), printed
+
+
 @pytest.mark.parametrize("overrides", MISTAKES)
 def test_mistakes_are_named(config_file, overrides):
     with pytest.raises(ValueError, match=MISTAKES[overrides]):
@@ -189,6 +268,9 @@ def test_missing_things_are_named(config_file, tmp_path):
     (tmp_path / "b.yaml").write_text(text.replace("precision: fp32, ", ""))
     with pytest.raises(ValueError, match=r"train\.precision: the value is missing"):
         load_config(tmp_path / "b.yaml")
+    (tmp_path / "d.yaml").write_text(text.replace("seq_len: 24", 'seq_len: "???"'))
+    with pytest.raises(ValueError, match=r"data\.seq_len: \?\?\? stands for a value"):
+        load_config(tmp_path / "d.yaml")
     (tmp_path / "c.yaml").write_text("train: [")
     with pytest.raises(ValueError, match=r"config: .*c\.yaml cannot be read"):
         load_config(tmp_path / "c.yaml")

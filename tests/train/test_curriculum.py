@@ -88,7 +88,9 @@ def test_overrides_are_for_all_stages_or_for_one(staged):
     assert [stage.config.optimizer.peak_lr for stage in (short, long)] == [5e-3, 0.25]
     assert [stage.config.train.run_dir for stage in (short, long)] == ["elsewhere/1-short", "elsewhere/2-long"]
     assert long.config.draft.start_from == "elsewhere/1-short/draft"
-    # What is said of all stages on the command line is said last.
+    # Of two that say the same, the later holds.
+    assert [stage.config.train.save_every for stage in (short, long)] == [2, 9]
+    short, long = load_stages(staged, ["stages.short.train.save_every=2", "train.save_every=9"])
     assert [stage.config.train.save_every for stage in (short, long)] == [9, 9]
     (long,) = load_stages(staged, [], "long")
     assert long.config.draft.start_from == f"{staged.parent}/run/1-short/draft"
@@ -98,6 +100,33 @@ def test_overrides_are_for_all_stages_or_for_one(staged):
     assert short.config.draft.start_from == "a/draft" and long.config.draft.start_from.endswith("/1-short/draft")
     (long,) = load_stages(staged, ["draft.start_from=b/draft"], "long")
     assert long.config.draft.start_from.endswith("/1-short/draft")  # the first stage's alone
+
+
+def test_of_two_exclusive_fields_the_later_holds(staged, tmp_path):
+    """Those of the file's sections, of a stage's, and of overrides for all stages and for one."""
+
+    def lengths(*overrides, path=staged):
+        stages = [stage.config for stage in load_stages(path, overrides)]
+        return [(config.train.steps, config.train.epochs) for config in stages]
+
+    assert lengths("train.epochs=2") == [(None, 2), (None, 2)]
+    assert lengths("stages.long.train.epochs=2") == [(6, None), (None, 2)]
+    assert lengths("train.epochs=2", "stages.long.train.steps=5") == [(None, 2), (5, None)]
+    assert lengths("stages.long.train.steps=5", "train.epochs=2") == [(None, 2), (None, 2)]
+    (tmp_path / "epochs.yaml").write_text(staged.read_text().replace("global_batch: 4,", "global_batch: 4, epochs: 1,"))
+    assert lengths(path=tmp_path / "epochs.yaml") == [(6, None), (20, None)]
+    warm = load_stages(staged, ["stages.long.optimizer.warmup_steps=3", "optimizer={peak_lr: 1e-4}"])
+    found = [(stage.config.optimizer.warmup_steps, stage.config.optimizer.warmup_share) for stage in warm]
+    assert found == [(None, 0.25), (3, None)]
+
+
+def test_references_are_the_stages_own(staged):
+    overrides = ["train.save_every=${train.steps}", "stages.long.data.path=${target.path}/${data.seq_len}"]
+    short, long = load_stages(staged, [*overrides, "target.path=/a/model"])
+    assert [stage.config.train.save_every for stage in (short, long)] == [6, 20]
+    assert long.config.data.path == "/a/model/312"
+    with pytest.raises(ValueError, match=r"^stages\.long: data\.path: '\$\{nope\.x\}' cannot be resolved: .*'nope\.x'"):
+        load_stages(staged, ["stages.long.data.path=${nope.x}"])
 
 
 def test_a_file_without_stages_is_a_run_of_its_own(config_file):
@@ -115,7 +144,9 @@ MISTAKES = {
     "train.steps": r"override: 'train\.steps' has not the form section\.field=value",
     "stages.long.train.stepz=3": r"stages\.long: train\.stepz: unknown key; did you mean train\.steps\?",
     "stages.long.trian.steps=3": r"stages\.long: trian: unknown key; did you mean train\?",
-    "stages.short.train.epochs=2": r"stages\.short: train\.steps, train\.epochs: both are given; set one",
+    "stages.short.train.epochs=2 stages.short.train.steps=3": r"stages\.short: train\.steps, train\.epochs: both are",
+    "train.epochs=2 train.steps=3": r"error: train\.steps, train\.epochs: both are given; set one of them",
+    "stages.long.data.path=${nope}": r"stages\.long: data\.path: '\$\{nope\}' cannot be resolved: ",
     "stages.long=3": r"stages\.long: expected a section of fields, got 3",
     "train.zero_stage=4": r"stages\.short: train\.zero_stage: 4 is unknown",
     "--stage long": r"draft: .*1-short/draft holds no config\.json; give a folder that `longdraft export` wrote",
