@@ -4,6 +4,9 @@ plan.json     settings, mix, tokenizer and source files by hash, written first: 
 progress/     one record a finished shard, gone at the end; locks of calls that make a part of the shards
 train/, heldout/   shards and, at the end, a manifest each (shards.py)
 manifest.json written last: its presence says "finished"
+lengths.png   drawn by --inspect
+
+Only what has one of these names is ever removed.
 
 Nothing here depends on the clock, on paths or on the order in which shards were made.
 """
@@ -13,7 +16,7 @@ import fcntl
 import hashlib
 import json
 import os
-import shutil
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,6 +30,15 @@ NAMED_BAD = 20  # bad documents named in a manifest; all are counted
 ENOUGH_OF_A_WEIGHT = 0.9  # documents are whole, so a budget is not met to the token
 PLAN = "plan.json"
 PROGRESS = "progress"
+LENGTHS_PNG = "lengths.png"
+FOLDERS = (PROGRESS, *SPLITS)
+# Every file that a prepared folder can hold, and those of a half written one: .NAME.PID.tmp
+OWN = re.compile(
+    rf"{re.escape(PLAN)}|{re.escape(MANIFEST)}|{re.escape(LENGTHS_PNG)}"
+    rf"|{PROGRESS}/(?:(?:{'|'.join(SPLITS)})-\d+\.json|\d+-\d+\.lock)"
+    rf"|(?:{'|'.join(SPLITS)})/(?:shard-\d+\.arrow|{re.escape(MANIFEST)})"
+)
+HALF_WRITTEN = re.compile(r"\.(?P<name>[^/]+)\.\d+\.tmp")
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -62,35 +74,106 @@ def settle(out: Path, plan: dict, overwrite: bool, alone: bool = True) -> None:
     """
     if overwrite and not alone:
         raise ValueError("overwrite would take the other shards' work away; leave it out, and choose another folder")
-    if (out / PLAN).exists() and overwrite:
-        # The plan last: until then a kill leaves a folder that another overwrite clears.
-        (out / MANIFEST).unlink(missing_ok=True)
-        for folder in (PROGRESS, *SPLITS):
-            shutil.rmtree(out / folder, ignore_errors=True)
-        (out / PLAN).unlink()
+    if overwrite and (out / PLAN).exists():
+        _clear(out)
     if alone:
         clean(out)
     if not (out / PLAN).exists():
         # The plan and the folder of locks may be another part's, of this moment.
-        foreign = sorted(entry.name for entry in out.iterdir() if PLAN not in entry.name and entry.name != PROGRESS)
+        known = (PROGRESS, LENGTHS_PNG, *(split for split in SPLITS if _is_empty_folder(out / split)))
+        names = (entry.name for entry in out.iterdir())
+        foreign = sorted(name for name in names if name not in known and _whole_name(name) != PLAN)
         if not (out / PLAN).exists():  # another part may have begun meanwhile
             if foreign:
                 raise ValueError(f"{out} was not made by prepare (it holds {foreign[0]}); choose a new or empty folder")
             write_json(out / PLAN, plan)
-    found = differences(read_json(out / PLAN), plan)
+    found = differences(read_plan(out), plan)
     if found:
         raise ValueError(
             f"{out} was prepared with something else: {'; '.join(found)}. "
             "Choose another folder, or --overwrite to prepare this one anew"
         )
-    for folder in (PROGRESS, *SPLITS):
+    for folder in FOLDERS:
+        if (out / folder).exists() and not (out / folder).is_dir():
+            raise ValueError(f"{out / folder} is no folder, and prepare keeps its files there; move it away")
         (out / folder).mkdir(exist_ok=True)
 
 
-def clean(out: Path) -> None:
-    """Remove what killed calls left half written; only where nobody else writes."""
-    for temporary in out.rglob(".*.tmp") if (out / PLAN).exists() else out.glob(f".{PLAN}.*.tmp"):
-        temporary.unlink()
+def read_plan(out: Path, made_by: str | None = None) -> dict:
+    """The folder's plan. made_by: of another command than prepare. Raises ValueError where it is not one of its own."""
+    whose = made_by or "prepare"
+    try:
+        plan = json.loads((out / PLAN).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{out / PLAN} cannot be read ({error}); choose another folder, or remove this one") from error
+    sections = ("settings", "mix", "tokenizer", "sources")
+    if not isinstance(plan, dict) or not all(isinstance(plan.get(name), dict) for name in sections):
+        raise ValueError(f"{out} was not made by {whose} ({PLAN} is another's); choose a new or empty folder")
+    if plan.get("made_by") != made_by:
+        other = plan.get("made_by", "prepare")
+        raise ValueError(f"{out} was not made by {whose} (its plan is that of {other}); choose a new or empty folder")
+    return plan
+
+
+def _clear(out: Path) -> None:
+    """Remove all that was prepared. Raises ValueError, before anything is removed, where other things lie among it."""
+    read_plan(out)
+    entries = list(_entries(out))
+    foreign = sorted(name for name, path in entries if not (name in FOLDERS if path.is_dir() else _is_own(name)))
+    if foreign:
+        more = f" and {len(foreign) - 1} more" if len(foreign) > 1 else ""
+        raise ValueError(
+            f"{out} holds {foreign[0]}{more}, which prepare did not make, so --overwrite removes nothing; move that "
+            "away, or choose another folder"
+        )
+    # The plan last: until then a kill leaves a folder that another overwrite clears.
+    (out / MANIFEST).unlink(missing_ok=True)
+    for name, path in entries:
+        if name not in (PLAN, *FOLDERS):
+            path.unlink(missing_ok=True)
+    (out / PLAN).unlink()
+
+
+def clean(out: Path, own: re.Pattern[str] = OWN) -> None:
+    """Remove what killed calls left half written; only where nobody else writes. own: names of the files."""
+    for name, path in list(_entries(out)):
+        begun = (out / PLAN).exists() or _whole_name(path.name) == PLAN
+        if begun and HALF_WRITTEN.fullmatch(path.name) and _is_own(name, own) and not path.is_dir():
+            path.unlink()
+
+
+def remove_progress(out: Path, own: re.Pattern[str] = OWN) -> None:
+    """Remove the records and locks of finished work, and their folder if nothing else lies in it."""
+    if not (out / PROGRESS).is_dir():
+        return
+    for path in (out / PROGRESS).iterdir():
+        if _is_own(f"{PROGRESS}/{path.name}", own) and not path.is_dir():
+            path.unlink()
+    if _is_empty_folder(out / PROGRESS) and not (out / PROGRESS).is_symlink():
+        (out / PROGRESS).rmdir()
+
+
+def _entries(out: Path) -> Iterator[tuple[str, Path]]:
+    """(name within the folder, path) of what lies in it and in the folders that it has."""
+    for path in out.iterdir():
+        yield path.name, path
+        if path.name in FOLDERS and path.is_dir():
+            yield from ((f"{path.name}/{inner.name}", inner) for inner in path.iterdir())
+
+
+def _is_empty_folder(path: Path) -> bool:
+    return path.is_dir() and not any(path.iterdir())
+
+
+def _is_own(name: str, own: re.Pattern[str] = OWN) -> bool:
+    folder, slash, last = name.rpartition("/")
+    return own.fullmatch(f"{folder}{slash}{_whole_name(last)}") is not None
+
+
+def _whole_name(name: str) -> str:
+    """Of a half written file the name that it was to have; of another its own."""
+    half = HALF_WRITTEN.fullmatch(name)
+    return half["name"] if half else name
 
 
 @contextmanager

@@ -21,7 +21,6 @@ from longdraft.data_prep.shards import ShardSet
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-LENGTHS_PNG = "lengths.png"
 N_SAMPLES, SAMPLE_TOKENS = 3, 160
 QUANTILES = (0.0, 0.5, 0.9, 1.0)
 LOSS, PLAIN, RESET = "\x1b[32m", "\x1b[2m", "\x1b[0m"

@@ -9,7 +9,6 @@ Why not `datasets.Dataset.map(num_proc=...)`: its files depend on the number of 
 
 import multiprocessing
 import os
-import shutil
 import signal
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,7 +24,7 @@ from tqdm import tqdm
 
 from longdraft.data_prep import folder, hub
 from longdraft.data_prep.chat import ChatEncoder, make_chat_encoder
-from longdraft.data_prep.folder import PROGRESS, SPLITS
+from longdraft.data_prep.folder import SPLITS
 from longdraft.data_prep.forms import form_of
 from longdraft.data_prep.plan import SEGMENT_BYTES, choose_files, make_plan, plan_units
 from longdraft.data_prep.settings import PrepareConfig, Source
@@ -89,7 +88,7 @@ def prepare(
                 print(f"Prepared {len(mine)} of {len(units)} shards, {part.number}/{part.of} -> {out}", flush=True)
                 return None
             folder.finish(out, plan, config.max_bad_share)
-        shutil.rmtree(out / PROGRESS, ignore_errors=True)
+        folder.remove_progress(out)
     return _report(out, "Already prepared" if finished else "Prepared")
 
 
@@ -102,12 +101,15 @@ def merge(out: Path, max_bad_share: float = PrepareConfig.max_bad_share) -> dict
         raise ValueError(
             f"{out} was not begun by prepare ({folder.PLAN} is missing); give the folder of --shard's --out"
         )
+    plan = folder.read_plan(out)
+    if not {"address", "units"} <= plan.keys():
+        raise ValueError(f"{out / folder.PLAN} is of an older version, which made no parts; prepare {out} anew")
     with folder.locked(out), _said(out):
         finished = (out / MANIFEST).exists()
         if not finished:
             folder.clean(out)
-            folder.finish(out, folder.read_json(out / folder.PLAN), max_bad_share)
-        shutil.rmtree(out / PROGRESS, ignore_errors=True)
+            folder.finish(out, plan, max_bad_share)
+        folder.remove_progress(out)
     return _report(out, "Already merged" if finished else "Merged")
 
 

@@ -11,7 +11,7 @@ writes (answers.py), the target itself (launch/regenerate.py).
 """
 
 import json
-import shutil
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,6 +35,8 @@ from longdraft.data_prep.folder import (
     is_whole,
     locked,
     read_json,
+    read_plan,
+    remove_progress,
     said_of_room,
     sources_in_short,
 )
@@ -45,6 +47,7 @@ from longdraft.data_prep.sources import list_files, read_documents, scan
 
 MADE_BY = "longdraft prepare regenerate"
 SEGMENT_BYTES = 1 << 20
+OWN = re.compile(rf"{re.escape(PLAN)}|{re.escape(MANIFEST)}|part-\d+\.jsonl|{PROGRESS}/part-\d+\.json")
 
 
 @dataclass(frozen=True)
@@ -207,7 +210,7 @@ def regenerate(
         if not finished:
             speed = _make_parts(config, given, ChatTokens(encoder, config.max_prompt), start)
             _finish(out, plan)
-        shutil.rmtree(out / PROGRESS, ignore_errors=True)
+        remove_progress(out, OWN)
     manifest = read_json(out / MANIFEST)
     for part in manifest["parts"]:
         if not is_whole(out, part):
@@ -237,12 +240,9 @@ def _settle(out: Path, plan: dict) -> None:
         if foreign:
             raise ValueError(f"{out} was not made by {MADE_BY} (it holds {foreign[0]}); choose a new or empty folder")
         write_json(out / PLAN, plan)
-    there = read_json(out / PLAN)
-    if there.get("made_by") != MADE_BY:
-        raise ValueError(f"{out} was not made by {MADE_BY}; choose a new or empty folder")
-    if found := differences(there, plan):
+    if found := differences(read_plan(out, MADE_BY), plan):
         raise ValueError(f"{out} was answered with something else: {'; '.join(found)}. Choose another folder")
-    clean(out)
+    clean(out, OWN)
     (out / PROGRESS).mkdir(exist_ok=True)
 
 

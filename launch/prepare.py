@@ -134,7 +134,8 @@ def _needed(parser: argparse.ArgumentParser, **values: Any) -> dict[str, Any]:
 
 
 def _inspect(folder: Path, target: str | None, as_json: bool) -> None:
-    from longdraft.data_prep.inspection import LENGTHS_PNG, as_text, draw_lengths, inspect
+    from longdraft.data_prep.folder import LENGTHS_PNG
+    from longdraft.data_prep.inspection import as_text, draw_lengths, inspect
 
     if target is None:
         found = inspect(folder)

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from longdraft.data_prep import prepare as prepare_module
-from longdraft.data_prep.prepare import PrepareConfig, prepare
+from longdraft.data_prep.prepare import Part, PrepareConfig, merge, prepare
 from longdraft.data_prep.settings import same_way
 from longdraft.data_prep.shards import ShardSet
+from longdraft.launch.prepare import main
 
 
 @pytest.fixture
@@ -112,6 +113,68 @@ def test_other_settings_tokenizer_or_sources_are_named(config, corpus, tiny_toke
     (corpus[0] / "new.txt").write_text("new")
     with pytest.raises(ValueError, match=r"changed: 1 \(first: corpus/file000\.txt\).*gone: 1 .*new: 1"):
         prepare(config, tiny_tokenizer, "hash")
+
+
+def everything(folder: Path) -> dict[str, bytes | None]:
+    """All that lies in a folder, hidden things and empty folders too."""
+    names = ((path.relative_to(folder).as_posix(), path) for path in folder.rglob("*"))
+    return {name: None if path.is_dir() else path.read_bytes() for name, path in names}
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "train/notes.txt", "progress/mine.json", "mine/x", ".hidden.1.tmp"])
+def test_overwrite_of_a_folder_with_a_foreign_file_removes_nothing(config, tiny_tokenizer, name):
+    prepare(config, tiny_tokenizer, "hash")
+    (config.out / name).parent.mkdir(exist_ok=True)
+    (config.out / name).write_text("months of work")
+    before = everything(config.out)
+    foreign = name if name.count("/") and not name.startswith("mine") else name.partition("/")[0]
+    with pytest.raises(ValueError, match=rf"holds {foreign}, which prepare did not make.* removes nothing; move"):
+        prepare(replace(config, seq_len=32, overwrite=True), tiny_tokenizer, "hash")
+    assert everything(config.out) == before
+    (config.out / name).unlink()
+    if name.startswith("mine"):
+        (config.out / "mine").rmdir()
+    assert prepare(replace(config, seq_len=32, overwrite=True), tiny_tokenizer, "hash")["seq_len"] == 32
+
+
+def test_overwrite_takes_the_picture_of_inspect_for_its_own(config, tiny_tokenizer):
+    prepare(config, tiny_tokenizer, "hash")
+    assert main(["--inspect", str(config.out)]) in (None, 0)
+    assert (config.out / "lengths.png").exists()
+    prepare(replace(config, seq_len=32, overwrite=True), tiny_tokenizer, "hash")
+    fresh = replace(config, seq_len=32, out=config.out.with_name("fresh"))
+    prepare(fresh, tiny_tokenizer, "hash")
+    assert files_of(config.out) == files_of(fresh.out), "the picture of the old rows is gone too"
+
+
+@pytest.mark.parametrize("plan", ["[]", "{", '{"steps": []}', "\xff", '{"made_by": "x", "settings": {}}'])
+def test_a_plan_that_is_not_ours_is_left_alone(config, tiny_tokenizer, plan):
+    config.out.mkdir()
+    (config.out / "plan.json").write_bytes(plan.encode("latin-1"))
+    (config.out / "train").mkdir()
+    (config.out / "train" / "weights.bin").write_text("precious")
+    before = everything(config.out)
+    for overwrite in (True, False):
+        with pytest.raises(ValueError, match=r"plan\.json cannot be read|out was not made by prepare \(plan"):
+            prepare(replace(config, overwrite=overwrite), tiny_tokenizer, "hash")
+        with pytest.raises(ValueError, match=r"plan\.json cannot be read|out was not made by prepare \(plan"):
+            merge(config.out)
+    assert everything(config.out) == before
+
+
+def test_only_files_of_ours_are_cleaned_up(config, tiny_tokenizer):
+    config.out.mkdir()
+    prepare(config, tiny_tokenizer, "hash", part=Part(1, 2))
+    mine = ("progress/mine.txt", "train/.notes.1.tmp", "deep/.x.2.tmp", ".draft.tmp")
+    for name in mine:
+        (config.out / name).parent.mkdir(exist_ok=True)
+        (config.out / name).write_text("mine")
+    ours = config.out / "train" / ".shard-00000.arrow.77.tmp"
+    ours.write_text("half")
+    prepare(config, tiny_tokenizer, "hash", part=Part(2, 2))
+    merge(config.out)
+    assert not ours.exists() and not list((config.out / "progress").glob("*.json"))
+    assert [name for name in mine if (config.out / name).read_text() == "mine"] == list(mine)
 
 
 def test_overwrite_makes_it_anew_and_spares_other_folders(config, tiny_tokenizer):
