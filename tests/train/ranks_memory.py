@@ -2,16 +2,14 @@
 Started by the fixture `start_ranks`.
 
 The one action is {"states": [[precision, zero_stage, offload], ...], "out"}: drafts of large matrices train under ZeRO,
-one after the other; peaks are read every half millisecond, and MALLOC_MMAP_THRESHOLD_ must be set, so that what is
-freed is given back. Or {"run": [override, ...], "out"}: two steps of a run, on data that it makes up.
+one after the other; MALLOC_MMAP_THRESHOLD_ must be set, so that what is freed is given back. Or {"run": [override, ...],
+"out"}: two steps of a run, on data that it makes up. Peaks are the kernel's own, so that none is missed on a busy
+machine.
 """
 
 import gc
 import json
-import os
 import sys
-import threading
-import time
 from pathlib import Path
 
 import datasets  # noqa: F401 (what is imported later would count)
@@ -29,7 +27,6 @@ from longdraft.train.opening import open_run, open_target
 from longdraft.train.step import train_step
 
 WIDTH, MATRICES, PASSES, STEPS = 1024, 4, 2, 2
-PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 class Net(nn.Module):
@@ -46,33 +43,10 @@ class Net(nn.Module):
         return x.float().sum()
 
 
-class Watch:
-    """The largest `resident()` between enter and exit, as `peak`."""
-
-    def __enter__(self) -> "Watch":
-        self.peak, self._stop = resident(), threading.Event()
-        self._thread = threading.Thread(target=self._look)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
-
-    def _look(self) -> None:
-        while not self._stop.is_set():
-            self.peak = max(self.peak, resident())
-            time.sleep(0.0005)
-
-
-def resident() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE
-
-
-def highest_resident() -> int:
-    """Since the process began. Not ru_maxrss, which counts the process that started this one, too."""
+def status(*names: str) -> list[int]:
+    """Fields of this process's memory, in bytes."""
     fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return int(fields["VmHWM"].split()[0]) * 1024
+    return [int(fields[name].split()[0]) * 1024 for name in names]
 
 
 def train(config: Config, ranks: Ranks) -> None:
@@ -86,19 +60,23 @@ def train(config: Config, ranks: Ranks) -> None:
 
 
 def states(runs: list, path: str, ranks: Ranks) -> list[int]:
+    """By how much the memory that is no file's grew at most, in each case. Files are left out: on one processor a case
+    is the first to touch some megabytes of a library's code, on another it is not."""
     gc.freeze()  # DeepSpeed collects garbage at every start of a run: what the imports made need not be searched
-    grown = []
+    grown, first = [], {precision: [precision, *rest] for precision, *rest in reversed(runs)}
     base = ["train.micro_batch=1", f"train.global_batch={PASSES * ranks.world_size}"]
-    for precision, stage, offload in [runs[0], *runs]:  # the first one warms up
+    # The first of a precision warms up: oneDNN then writes the code of its products, more of it with AVX-512.
+    for precision, stage, offload in [*first.values(), *runs]:
         options = [f"train.precision={precision}", f"train.zero_stage={stage}", f"train.offload_optimizer={offload}"]
         config = load_config(path, [*base, *options])
         gc.collect()
         ranks.barrier()
-        before = resident()
-        with Watch() as watch:
-            train(config, ranks)
-        grown.append(watch.peak - before)
-    return grown[1:]
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        resident, files = status("VmRSS", "RssFile")
+        train(config, ranks)
+        peak, files_then = status("VmHWM", "RssFile")
+        grown.append(peak - resident - (files_then - files))
+    return grown[len(first) :]
 
 
 def write_rows(config: Config, target: Target) -> None:
@@ -116,14 +94,14 @@ def write_rows(config: Config, target: Target) -> None:
 
 
 def run(overrides: list[str], path: str, ranks: Ranks) -> int:
-    config, before = load_config(path, overrides), resident()
+    config, (before,) = load_config(path, overrides), status("VmRSS")
     target = open_target(config, ranks)
     write_rows(config, target)
     opened = open_run(config, ranks, target)
     for _ in range(STEPS):
         train_step(opened)
         opened.step += 1
-    return highest_resident() - before
+    return status("VmHWM")[0] - before  # not ru_maxrss, which counts the process that started this one, too
 
 
 def main(path: str, action: dict) -> None:
