@@ -24,8 +24,16 @@ def target_source(path: str | None, gguf_file: str | None, draft: str | None) ->
         raise ValueError("--gguf-file: a file of --target, which is not given")
     if draft is None:
         raise ValueError("--target: name a model, or give --draft, whose own target is then loaded")
-    trained = read_info(draft).train_config["target"]
-    return trained["path"], trained["gguf_file"]
+    info = read_info(draft)
+    trained = info.train_config.get("target")
+    where = trained if isinstance(trained, dict) else {}
+    path, gguf_file = where.get("path"), where.get("gguf_file")
+    if not isinstance(path, str) or not isinstance(gguf_file, str | None):
+        raise ValueError(
+            f"--target: {draft} does not say where its target lies; name {info.target.get('name')} or a copy of it by "
+            "--target"
+        )
+    return path, gguf_file
 
 
 def open_target(path: str, gguf_file: str | None, dtype: str, device: str | None) -> Target:

@@ -14,12 +14,13 @@ from typing import Any, TypeVar, cast, get_origin, overload
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from longdraft.models.drafts.longspec import LongSpec, LongSpecConfig
 from longdraft.models.drafts.medusa import Medusa, MedusaConfig
 from longdraft.models.drafts.tokenswift import TokenSwift, TokenSwiftConfig
+from longdraft.models.files import write_tensors
 from longdraft.models.hf import Target
 
 FORMAT_VERSION = 1
@@ -75,7 +76,7 @@ def write_folder(folder: str | Path, content: Mapping[str, Any], weights: Mappin
     folder.mkdir(parents=True, exist_ok=True)
     (folder / CONFIG).unlink(missing_ok=True)
     on_cpu = {name: p.detach().cpu().contiguous() for name, p in weights.items()}
-    save_file(on_cpu, folder / f"{WEIGHTS}.tmp", metadata={"format": "pt"})
+    write_tensors(on_cpu, folder / f"{WEIGHTS}.tmp", metadata={"format": "pt"})
     (folder / f"{CONFIG}.tmp").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     for name in (WEIGHTS, CONFIG):
         temporary = folder / f"{name}.tmp"

@@ -63,6 +63,13 @@ def test_only_the_backend_and_triton_kernels_know_optional_packages(path):
 
 
 @pytest.mark.parametrize("path", FILES, ids=NAMES)
+def test_safetensors_are_written_by_our_own_helper(path):
+    """Its own `save_file` gives a file that nobody but its owner may read."""
+    if path != ROOT / "models" / "files.py":
+        assert not {"safetensors.torch.save_file", "safetensors.torch.save_model"} & set(imported(path))
+
+
+@pytest.mark.parametrize("path", FILES, ids=NAMES)
 def test_no_handler_swallows_every_error(path):
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ExceptHandler):

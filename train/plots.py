@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from longdraft.models.files import write_atomically
+
 DECODING = "decoding.png"
 NAME = re.compile(r"/ctx(\d+)\.T(.+?)(?:\.depth(\d+))?$")
 # Points by context length and temperature.
@@ -38,9 +40,8 @@ def draw_decoding(run_dir: str | Path, records: Sequence[Mapping[str, Any]]) -> 
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8)
     path = Path(run_dir) / DECODING
-    temporary = path.with_suffix(".tmp")
-    canvas.print_png(temporary)
-    return temporary.rename(path)
+    write_atomically(path, canvas.print_png)
+    return path
 
 
 def tokens_per_step(evaluations: Sequence[Mapping[str, Any]]) -> Series:

@@ -20,9 +20,10 @@ from typing import Any, NoReturn
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
+from longdraft.models.files import write_atomically, write_tensors
 from longdraft.train import elastic
 from longdraft.train.config import Config, config_from_dict, to_dict, to_yaml
 from longdraft.train.engine import LAG_S, DraftEngine, Ranks, TrainingError, wrong_files
@@ -46,9 +47,7 @@ def begin_run(config: Config) -> None:
     """Notes the config in the run's folder; called by rank 0, once everything has opened, before the first step."""
     saved = Path(config.train.run_dir) / "config.yaml"
     saved.parent.mkdir(parents=True, exist_ok=True)
-    temporary = saved.with_suffix(".tmp")
-    temporary.write_text(to_yaml(config), encoding="utf-8")
-    temporary.rename(saved)
+    write_atomically(saved, lambda temporary: temporary.write_text(to_yaml(config), encoding="utf-8"))
 
 
 @contextmanager
@@ -115,7 +114,7 @@ def save(engine: DraftEngine, run_dir: str | Path, step: int, extra: dict[str, A
 
     def write_weights() -> None:
         if ranks.first:
-            save_file(weights, temporary / WEIGHTS)
+            write_tensors(weights, temporary / WEIGHTS)
         if ranks.local_rank == 0:
             for file in temporary.iterdir():
                 _sync(file)
@@ -227,7 +226,7 @@ def save_best(
 
     def write() -> None:
         _empty(temporary)
-        save_file(weights, temporary / WEIGHTS)
+        write_tensors(weights, temporary / WEIGHTS)
         sizes = {WEIGHTS: (temporary / WEIGHTS).stat().st_size}
         (temporary / STATE).write_text(json.dumps(content | {"files": sizes}, indent=1), encoding="utf-8")
         for path in (temporary / WEIGHTS, temporary / STATE, temporary):

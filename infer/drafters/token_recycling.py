@@ -10,14 +10,12 @@ request's penalties are left to the walk. Shapes: B slots, N tree nodes, M rows 
 candidates, V vocabulary.
 """
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from longdraft.infer.drafters.base import Drafter, Request, SlotState
@@ -26,6 +24,7 @@ from longdraft.infer.tree import PAD, ROOT, TokenTree
 from longdraft.infer.verify import Verdict
 from longdraft.kernels import backend
 from longdraft.models.decoder import TargetOutput
+from longdraft.models.files import write_atomically, write_tensors
 from longdraft.models.hf import Target
 from longdraft.models.kv_cache import KVCache
 
@@ -255,11 +254,7 @@ class TokenRecycling(Drafter):
         path.parent.mkdir(parents=True, exist_ok=True)
         tensors = {"candidates": self.candidates.cpu().contiguous(), "logits": self.logits.cpu().contiguous()}
         said = {"format": FORMAT, "target": self.target.name, **self._fingerprint}
-        temporary = path.with_name(f"{path.name}.tmp")
-        save_file(tensors, temporary, metadata=said)
-        with temporary.open("rb") as stream:
-            os.fsync(stream.fileno())
-        temporary.rename(path)
+        write_atomically(path, lambda temporary: write_tensors(tensors, temporary, metadata=said))
 
     def load(self, path: str | Path) -> None:
         """Take over the table of a file that `save` wrote.

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -63,6 +64,28 @@ def test_generate_prints_the_same_text_for_both_drafters(folder, capsys):
         plain, drafted = shown.out.split("--- plain ---\n")[1].split("\n--- tokenswift ---\n")
         assert plain.strip() == drafted.strip()
         assert "Same tokens from plain, tokenswift (fp32): yes" in shown.err
+
+
+def test_a_draft_that_names_no_target_asks_for_it(folder, capsys, tmp_path):
+    """As one has that was converted from its authors' file; with --target both commands take it."""
+    draft = tmp_path / "draft"
+    shutil.copytree(folder / "run" / "draft", draft)
+    content = json.loads((draft / "config.json").read_text())
+    common = f"--draft {draft} --prompt the --max-new-tokens 6 --dtype fp32"
+    measured = f"--draft {draft} --data {folder}/data --prompts 1 --prompt-tokens 8 --new-tokens 4 --dtype fp32"
+    for train_config in ({"converted_from": "published.pth"}, {"target": None}, {"target": {"path": 7}}):
+        (draft / "config.json").write_text(json.dumps(content | {"train_config": train_config}))
+        for main, arguments in ((generate_main, common), (bench.main, measured)):
+            assert main(arguments.split()) == 2
+            error = capsys.readouterr().err
+            assert len(error.splitlines()) == 1 and "error: --target: " in error, error
+            assert f"{draft} does not say where its target lies; name target or a copy of it by --target" in error
+    assert generate_main(f"{common} --target {folder}/target".split()) == 0
+    text = capsys.readouterr().out
+    assert generate_main(f"{common} --draft {folder}/run/draft".split()) == 0
+    assert capsys.readouterr().out == text != ""
+    assert bench.main(f"{measured} --target {folder}/target".split()) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["exact"] is True
 
 
 def test_generate_reads_files_and_standard_input(folder, capsys, monkeypatch, tmp_path):

@@ -209,7 +209,7 @@ def test_a_write_that_breaks_off_leaves_no_folder_that_loads(folder, draft, monk
     def broken(*args, **kwargs):
         raise OSError("disk full")
 
-    monkeypatch.setattr("longdraft.models.draft_folder.save_file", broken)
+    monkeypatch.setattr("longdraft.models.draft_folder.write_tensors", broken)
     with pytest.raises(OSError, match="disk full"):
         save_draft(folder, draft, info)
     with pytest.raises(ValueError, match=r"holds no config\.json"):

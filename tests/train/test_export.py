@@ -1,6 +1,7 @@
 """From any checkpoint, sharded ones too, to a folder that holds exactly the trained draft, and that can be served."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -85,6 +86,29 @@ def test_config_json_tells_how_it_was_made(runs, tmp_path):
     for rates in ("rank_rates", "choice_rates"):
         assert info.tree[rates] == heldout[-1][f"heldout_{rates}"]
     assert set(info.versions) == {"longdraft", "torch", "transformers", "deepspeed", "safetensors"}
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077])
+def test_who_else_may_read_an_export_is_the_umasks_to_say(made_run, umask):
+    run, target, _ = made_run("medusa")
+    before = os.umask(umask)
+    try:
+        folders = export(run, target=target), export(run, run / "new" / "vllm", target=target, form="vllm-medusa")
+    finally:
+        os.umask(before)
+    for folder in (*folders, run / "new"):
+        assert folder.stat().st_mode & 0o777 == 0o777 & ~umask
+    for path in (folder / name for folder in folders for name in (CONFIG, WEIGHTS)):
+        assert path.stat().st_mode & 0o777 == 0o666 & ~umask, path
+
+
+def test_who_else_may_read_a_run_is_the_umasks_to_say(runs):
+    umask = os.umask(0o077)
+    os.umask(umask)
+    paths = list((runs / "bf16-2-2").rglob("*"))
+    assert {"draft.safetensors", "state.json", "config.yaml", "metrics.jsonl"} <= {path.name for path in paths}
+    for path in paths:
+        assert path.stat().st_mode & 0o777 == (0o777 if path.is_dir() else 0o666) & ~umask, path
 
 
 def test_the_comparison_sees_a_difference(runs, tmp_path):

@@ -1,0 +1,40 @@
+"""Files that are there whole or not at all, and that others may read as far as the umask lets them.
+
+Not here: prepared rows, which import nothing of ours (data_prep/shards.py).
+"""
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+
+def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
+    """`write(temporary)` beside `path`, synced and renamed to it. Whatever fails, `path` is as it was."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        write(temporary)
+        sync(temporary)
+        temporary.rename(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    sync(path.parent)
+
+
+def write_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
+    """A safetensors file with the permissions of any new file here: safetensors itself gives 0600, for nobody else."""
+    path.touch()
+    mode = path.stat().st_mode  # what umask, or the folder's own rule, gives
+    save_file(dict(tensors), path, metadata=metadata)
+    path.chmod(mode & 0o7777)
+
+
+def sync(path: Path) -> None:
+    """What was written to this file, or renamed in this folder, is on the disk afterwards."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
