@@ -1,9 +1,9 @@
 """Which rows make a step, and what the trainer reads of them: a pure function of (seed, step), no stream, no state.
 
 Every epoch is a permutation of the rows, ordered by keyed noise of the row's index; steps run on over the borders of
-epochs, so no row is lost or seen twice within one. How many ranks share a step changes nothing in what it contains, and
-what is drawn for a document piece is the same wherever it is packed. Not here: the form on disk (data_prep/shards.py),
-labels (models/drafts/loss.py).
+epochs, so no row is lost or seen twice within one. How many ranks share a step changes nothing in what it contains: its
+passes are the same, only who makes them differs. What is drawn for a document piece is the same wherever it is packed.
+Not here: the form on disk (data_prep/shards.py), labels (models/drafts/loss.py).
 Shapes: N tokens of the rows of a pass, end to end; P pieces.
 """
 
@@ -59,17 +59,17 @@ def step_rows(seed: int, step: int, n_rows: int, global_batch: int) -> list[Plac
 
 
 def rank_rows(rows: Sequence[Place], rank: int, world_size: int, micro_batch: int) -> list[list[Place]]:
-    """A step's rows dealt to one rank: for each of its passes, `micro_batch` rows."""
+    """A step's passes dealt to one rank in turns: `micro_batch` rows each, in the step's last pass what is left of
+    them. All ranks get equally many, since a pass is collective; where there are none left, the last is empty."""
     width = world_size * micro_batch
-    assert len(rows) % width == 0, f"{len(rows)} rows do not divide by {width}"
-    return [
-        list(rows[start + rank * micro_batch : start + (rank + 1) * micro_batch])
-        for start in range(0, len(rows), width)
-    ]
+    starts = range(rank * micro_batch, rank * micro_batch + -(-len(rows) // width) * width, width)
+    return [list(rows[start : start + micro_batch]) for start in starts]
 
 
 def read_batch(rows: Rows, places: Sequence[Place]) -> Batch:
-    """These rows as tensors on the CPU."""
+    """These rows as tensors on the CPU; of none, a single token that is no label."""
+    if not places:
+        return Batch(torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.bool), [0, 1], [0])
     tokens, supervised, borders, keys = [], [], [0], []
     for epoch, index in places:
         row = rows[index]

@@ -118,10 +118,11 @@ class DataSection:
 
 @dataclass(frozen=True)
 class TrainSection:
-    """`global_batch` rows make one step, whatever the number of ranks: micro_batch rows a pass, ranks and accumulation
-    multiply to it. `steps` or `epochs` says how long. `precision`: fp32, or bf16 with fp32 master weights; the target
-    is loaded in the same. `zero_stage`: the draft's; `offload_optimizer` keeps the optimizer's state and step on the
-    host. `sequence_parallel`: ranks that share one long row; the others are data-parallel.
+    """`global_batch` rows make one step, whatever the number of ranks, in passes of `micro_batch` rows (the last one of
+    what is left), which the ranks make in turns. `steps` or `epochs` says how long. `precision`: fp32, or bf16 with
+    fp32 master weights; the target is loaded in the same. `zero_stage`: the draft's; `offload_optimizer` keeps the
+    optimizer's state and step on the host. `sequence_parallel`: ranks that share one long row; the others are
+    data-parallel.
     `deterministic`: the same bytes again on the same hardware and number of ranks, on a GPU at some cost in speed.
     `max_skipped`: what has a loss (a pass) or a gradient (a step) that is no number is left out and counted; with more
     of them the run stops."""
@@ -140,6 +141,11 @@ class TrainSection:
     save_every: int = 50
     keep_checkpoints: int = 2
     max_skipped: int = 10
+
+    @property
+    def pass_rows(self) -> int:
+        """Of the largest pass."""
+        return min(self.micro_batch, self.global_batch)
 
     @property
     def n_steps(self) -> int:
@@ -248,10 +254,10 @@ def _plain(value: Any, text: Callable[[str], str] = str) -> Any:
 
 
 def accumulation(config: Config, world_size: int) -> int:
-    """Passes a rank makes in a step.
+    """Passes a rank makes in a step; the last is empty on some ranks where the step's do not divide among them.
 
     Raises:
-        ValueError: global_batch is no multiple of micro_batch x ranks.
+        ValueError: the ranks do not divide into groups that share a row.
     """
     train = config.train
     if world_size % train.sequence_parallel:
@@ -259,15 +265,14 @@ def accumulation(config: Config, world_size: int) -> int:
             f"train.sequence_parallel: {train.sequence_parallel} does not divide {world_size} ranks; set it to a "
             "divisor, or start another number of ranks"
         )
+    return -(-train.global_batch // (train.micro_batch * (world_size // train.sequence_parallel)))
+
+
+def empty_passes(config: Config, world_size: int) -> int:
+    """Of a step's passes on all ranks (or groups of ranks that share a row), those that have no rows."""
+    train = config.train
     readers = world_size // train.sequence_parallel
-    rows = train.micro_batch * readers
-    if train.global_batch % rows:
-        shared = f" / sequence_parallel {train.sequence_parallel}" if train.sequence_parallel > 1 else ""
-        raise ValueError(
-            f"train.global_batch: {train.global_batch} rows do not divide into {world_size} ranks{shared} x micro_batch"
-            f" {train.micro_batch}; set it to a multiple of {rows}, or change train.micro_batch"
-        )
-    return train.global_batch // rows
+    return accumulation(config, world_size) * readers - -(-train.global_batch // train.micro_batch)
 
 
 def resolved(config: Config, n_rows: int) -> Config:
@@ -298,7 +303,7 @@ def resolved(config: Config, n_rows: int) -> Config:
 def deepspeed_dict(config: Config, world_size: int, n_weights: int) -> dict[str, Any]:
     """What deepspeed.initialize gets for a draft of so many weights; the learning rate and the optimizer are set by
     train/engine.py."""
-    bf16 = config.train.precision == "bf16"
+    bf16, passes = config.train.precision == "bf16", accumulation(config, world_size)
     # Not memory-efficient: that replaces F.linear in the whole process, also under the frozen target.
     zero: dict[str, Any] = {"stage": config.train.zero_stage, "memory_efficient_linear": False}
     # By default half a billion numbers, however few there are to sum.
@@ -306,10 +311,10 @@ def deepspeed_dict(config: Config, world_size: int, n_weights: int) -> dict[str,
     if config.train.offload_optimizer:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
     return {
-        # What ranks that share rows do, DeepSpeed would count as rows of their own.
-        "train_batch_size": config.train.global_batch * config.train.sequence_parallel,
+        # As DeepSpeed counts: all passes full, and rows that ranks share on each of them. Only its product matters.
+        "train_batch_size": config.train.micro_batch * passes * world_size,
         "train_micro_batch_size_per_gpu": config.train.micro_batch,
-        "gradient_accumulation_steps": accumulation(config, world_size),
+        "gradient_accumulation_steps": passes,
         "gradient_clipping": config.optimizer.clip,
         "bf16": {"enabled": bf16},
         # Passes are summed in fp32 too: ten bf16 passes would lose the small ones.

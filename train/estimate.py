@@ -10,7 +10,7 @@ import torch
 from longdraft.models.decoder import DecoderConfig
 from longdraft.models.hf import read_target_config
 from longdraft.train import memory, operations
-from longdraft.train.config import accumulation
+from longdraft.train.config import Config, accumulation, empty_passes
 from longdraft.train.curriculum import Stage
 
 
@@ -21,7 +21,7 @@ def report(stages: Sequence[Stage], n_ranks: int | None = None, gpu: bool | None
         n_ranks: all there are, on all machines; None: one for each GPU of this one, without any a single one.
         gpu: a rank is a GPU, here or elsewhere; else a process on a CPU. None: as on this machine.
 
-    Raises: ValueError where a target cannot be read, or batch or heads do not divide among the ranks.
+    Raises: ValueError where a target cannot be read, or rows cannot be shared among so many ranks.
     """
     gpu = torch.cuda.is_available() if gpu is None else gpu
     n_ranks = max(torch.cuda.device_count(), 1) if n_ranks is None else n_ranks
@@ -47,6 +47,16 @@ def _stage(stage: Stage, target: DecoderConfig, n_ranks: int, gpu: bool) -> str:
     shared = f", {train.sequence_parallel} ranks a row" if train.sequence_parallel > 1 else ""
     head = (
         f"{name}{config.draft.method} for {config.target.path} in {train.precision} on {devices}{shared}; a pass of "
-        f"{train.micro_batch} x {data.seq_len:,} tokens, {accumulation(config, n_ranks)} a step, on each"
+        f"{train.pass_rows} x {data.seq_len:,} tokens, {accumulation(config, n_ranks)} a "
+        f"step, on each{_idle(config, n_ranks)}"
     )
     return "\n\n".join([head, bytes_table, operations.table(operations.operations(config, target))])
+
+
+def _idle(config: Config, n_ranks: int) -> str:
+    """How much of the ranks' time a step leaves unused."""
+    empty, train = empty_passes(config, n_ranks), config.train
+    if not empty:
+        return ""
+    passes = accumulation(config, n_ranks) * n_ranks // train.sequence_parallel
+    return f"; {empty} of {passes} passes are empty, as {train.global_batch} rows a step do not fill them"

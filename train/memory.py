@@ -61,7 +61,7 @@ def estimate(config: Config, target: DecoderConfig, n_ranks: int, gpu: bool) -> 
 
     Args:
         gpu: a rank is a GPU; else a process on a CPU.
-    Raises: ValueError where batch or heads do not divide among the ranks.
+    Raises: ValueError where rows cannot be shared among so many ranks.
     """
     passes = accumulation(config, n_ranks)
     check_heads(target, config.train.sequence_parallel)
@@ -69,7 +69,7 @@ def estimate(config: Config, target: DecoderConfig, n_ranks: int, gpu: bool) -> 
     states = run.states(n_ranks)
     between = {"gradients so far": states.between if passes > 1 else 0}
     weights, gathered = run.target_weights(n_ranks)
-    n_tokens = config.train.micro_batch * config.data.seq_len
+    n_tokens = config.train.pass_rows * config.data.seq_len
     seen, kept, top, loss = run.seen(n_tokens), *run.draft(n_tokens)
     whole = {"whole weights": states.forward}
     moments = {
@@ -189,7 +189,7 @@ class _Run:
             return n_queries * (min(length, QUERY_BLOCK + window) + length // 2)
         if length <= window + 1:
             return 0
-        return self.config.train.micro_batch * BLOCK * (min(length, BLOCK) + min(length, BLOCK + window))
+        return self.config.train.pass_rows * BLOCK * (min(length, BLOCK) + min(length, BLOCK + window))
 
     def _head(self) -> int:
         """Numbers a token that one head keeps."""

@@ -79,13 +79,16 @@ def _pass(
     clock: "Stopwatch",
     stop: Sequence[int],
 ) -> DraftLoss | None:
-    """Target, draft, backward of one pass; the weights move after the last. Rows whose loss is no number are left out:
-    a pass over zeros takes their place, so that DeepSpeed's count of passes stays right; the other ranks' rows count.
+    """Target, draft, backward of one pass; the weights move after the last. Without rows it takes part in what is
+    collective, and its gradient is zero. Rows whose loss is no number are left out: a pass over zeros takes their
+    place, so that DeepSpeed's count of passes stays right; the other ranks' rows count.
     None if any rank wants to stop: what the step's passes have gathered is dropped."""
     method, teacher = run.method, run.teacher
     with clock.part("target"):
         seen = teacher.look(work.batch.tokens, work.batch.borders, work.positions, method.needs)
     arguments = method.arguments(work, seen, teacher)
+    if not places:  # whatever the target makes of the token that stands in, numbers or none
+        arguments = tuple(_zeros(argument) for argument in arguments)
     with clock.part("draft"):
         loss: DraftLoss = run.engine(*arguments, teacher.lm_head_VD, count_ranks)
     wrong = not bool(loss.sums.detach().isfinite().all())

@@ -28,12 +28,22 @@ def test_steps_run_through_whole_epochs(n_rows, global_batch):
         assert sorted(epoch) == [Place(number, row) for row in range(n_rows)]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 6])
-def test_ranks_share_a_step_whatever_their_number(world_size):
-    rows = [Place(2, row) for row in range(100, 112)]
+@pytest.mark.parametrize("n_rows", [12, 11, 1])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5, 6, 9])
+def test_ranks_share_a_step_whatever_their_number(world_size, n_rows):
+    """In turns, the same passes; each rank makes equally many, where none is left an empty one."""
+    rows = [Place(2, row) for row in range(100, 100 + n_rows)]
     dealt = [rank_rows(rows, rank, world_size, micro_batch=2) for rank in range(world_size)]
-    assert {len(passes) for passes in dealt} == {12 // (2 * world_size)}
-    assert sorted(place for passes in dealt for part in passes for place in part) == rows
+    assert {len(passes) for passes in dealt} == {-(-n_rows // (2 * world_size))}
+    turns = [part for turn in zip(*dealt, strict=True) for part in turn]
+    assert [part for part in turns if part] == [rows[start : start + 2] for start in range(0, n_rows, 2)]
+    assert all(passes[:-1] == [part for part in passes[:-1] if part] for passes in dealt)  # the last alone is empty
+
+
+def test_a_pass_without_rows_reads_a_token_that_is_no_label():
+    batch = read_batch(Two(), [])
+    assert batch.tokens.tolist() == [0] and batch.supervised.tolist() == [False]
+    assert batch.borders == [0, 1] and len(batch.keys) == 1
 
 
 class Two:

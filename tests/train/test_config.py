@@ -12,6 +12,7 @@ from longdraft.models.drafts.longspec import LongSpecConfig
 from longdraft.models.drafts.medusa import MedusaConfig
 from longdraft.models.drafts.tokenswift import TokenSwiftConfig
 from longdraft.models.rope import RopeConfig
+from longdraft.train.batches import rank_rows, step_rows
 from longdraft.train.config import (
     DRAFT_SECTIONS,
     LongSpecSection,
@@ -20,6 +21,7 @@ from longdraft.train.config import (
     accumulation,
     config_from_dict,
     deepspeed_dict,
+    empty_passes,
     load_config,
     resolved,
     to_dict,
@@ -45,6 +47,25 @@ def test_every_file_loads_and_makes_a_valid_deepspeed_dict(path):
         assert derived.zero_optimization_stage == config.train.zero_stage
         assert derived.bfloat16_config.enabled == (config.train.precision == "bf16")
         assert derived.gradient_clipping == config.optimizer.clip
+
+
+@pytest.mark.parametrize("path", ALL, ids=lambda path: str(path.relative_to(CONFIGS)))
+def test_every_file_starts_on_any_number_of_gpus(path):
+    """The same passes of the same rows, each made once, and no rank more than one ahead of another."""
+    for stage in load_stages(path):
+        config = stage.config
+        train, n_rows = config.train, 3 * config.train.global_batch + 1
+        rows = step_rows(train.seed, 2, n_rows, train.global_batch)
+        passes = [rows[start : start + train.micro_batch] for start in range(0, len(rows), train.micro_batch)]
+        for n_ranks in range(1, 9):
+            dealt = [rank_rows(rows, rank, n_ranks, train.micro_batch) for rank in range(n_ranks)]
+            turns = [part for turn in zip(*dealt, strict=True) for part in turn]
+            assert turns == [*passes, *[[]] * empty_passes(config, n_ranks)]
+            assert {len(own) for own in dealt} == {accumulation(config, n_ranks)}
+            assert sum(not own[-1] for own in dealt) == empty_passes(config, n_ranks) < n_ranks
+            derived = deepspeed_dict(config, n_ranks, n_weights=10)
+            full = derived["train_micro_batch_size_per_gpu"] * derived["gradient_accumulation_steps"] * n_ranks
+            assert derived["train_batch_size"] == full  # DeepSpeed starts with nothing else
 
 
 def test_every_file_is_one_that_is_known():
@@ -276,17 +297,12 @@ def test_missing_things_are_named(config_file, tmp_path):
         load_config(tmp_path / "c.yaml")
 
 
-def test_a_batch_that_does_not_divide_is_named(config_file):
-    config = load_config(config_file, ["train.global_batch=6"])
-    assert accumulation(config, 3) == 1
-    with pytest.raises(ValueError, match=r"train\.global_batch: 6 rows do not divide into 2 ranks x micro_batch 2"):
-        accumulation(config, 2)
+def test_passes_that_do_not_divide_leave_some_empty(config_file):
+    config = load_config(config_file, ["train.global_batch=7"])  # 2, 2, 2 and 1
+    counts = [(accumulation(config, n_ranks), empty_passes(config, n_ranks)) for n_ranks in range(1, 6)]
+    assert counts == [(4, 0), (2, 0), (2, 2), (1, 0), (1, 1)]
     shared = load_config(config_file, ["train.sequence_parallel=2", "train.global_batch=6"])
-    assert accumulation(shared, 2) == 3
-    with pytest.raises(
-        ValueError, match=r"6 rows do not divide into 4 ranks / sequence_parallel 2 x micro_batch 2; set"
-    ):
-        accumulation(shared, 4)
+    assert [(accumulation(shared, n), empty_passes(shared, n)) for n in (2, 4, 6)] == [(3, 0), (2, 1), (1, 0)]
     with pytest.raises(ValueError, match=r"train\.sequence_parallel: 2 does not divide 3 ranks; set it to a divisor"):
         accumulation(shared, 3)
 
