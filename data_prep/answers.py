@@ -87,7 +87,7 @@ class Talk:
     """A conversation while it is answered.
 
     digest: of what it was. generated: tokens, of all answers. reread: how many answers give, read as text, other tokens
-    than the target wrote. why: it is left out, for this reason.
+    than the target wrote. why: it is left out, for this reason; detail: BadDocument's.
     """
 
     name: str
@@ -97,11 +97,12 @@ class Talk:
     generated: int = 0
     reread: int = 0
     why: str | None = None
+    detail: str = ""
 
     @classmethod
     def begin(cls, given: Conversation | BadDocument) -> "Talk":
         if isinstance(given, BadDocument):
-            return cls(given.name, given.digest, [], why=given.why)
+            return cls(given.name, given.digest, [], why=given.why, detail=given.detail)
         digest = messages_digest(given.messages)  # its own digest may be its file's
         try:
             return cls(given.name, digest, script(given.messages))

@@ -21,6 +21,7 @@ BAD_DOCUMENT = (
     "empty",
     "bad_utf8",
     "bad_json",
+    "bad_csv",
     "bad_syntax",
     "missing_field",
     "field_not_text",
@@ -73,20 +74,25 @@ class Conversation:
 
 @dataclass(frozen=True)
 class BadDocument:
-    """A document that cannot be used; `why` is one of BAD_REASONS, `digest` the sha256 of the raw bytes."""
+    """A document that cannot be used; `why` is one of BAD_REASONS, `digest` the sha256 of the raw bytes.
+
+    detail: what is wrong and what mends it, in words that follow the name; "" where `why` says it all."""
 
     name: str
     digest: bytes
     why: str
+    detail: str = ""
 
 
 class Unusable(ValueError):
-    """Found while a document is read or tokenised: it cannot be used; `why` is one of BAD_REASONS."""
+    """Found while a document is read or tokenised: it cannot be used; `why` is one of BAD_REASONS.
 
-    def __init__(self, why: str):
+    detail: as BadDocument's. field: that is missing, with "missing_field"."""
+
+    def __init__(self, why: str, detail: str = "", field: str | None = None):
         assert why in BAD_REASONS, why
         super().__init__(why)
-        self.why = why
+        self.why, self.detail, self.field = why, detail, field
 
 
 def check_messages(value: Any, answered: bool = True) -> tuple[tuple[str, str], ...]:

@@ -224,8 +224,11 @@ def record_path(out: Path, split: str, number: int) -> Path:
 def is_done(out: Path, split: str, number: int, address: str) -> bool:
     """Whether the shard's record of this plan is there and the shard, if it has one, has the recorded size."""
     path = record_path(out, split, number)
-    record = read_json(path) if path.exists() else None
-    if record is None or record["address"] != address:
+    try:
+        record = read_json(path) if path.exists() else None
+    except ValueError:  # damaged: the shard is made again
+        return False
+    if not isinstance(record, dict) or record.get("address") != address:
         return False
     return is_whole(out / split, record["shard"])
 
@@ -262,11 +265,15 @@ def finish(out: Path, plan: dict, max_bad_share: float) -> None:
             f"{len(missing)} of {len(numbers)} shards of {out} are not there (first: {missing[0][0]} {missing[0][1]}); "
             "put the folders of all --shard calls together, or call prepare without --shard to make them here"
         )
-    splits = {
-        split: _merge([read_json(record_path(out, split, number)) for number in range(plan["units"][split])])
+    records = {
+        split: [read_json(record_path(out, split, number)) for number in range(plan["units"][split])]
         for split in SPLITS
     }
-    _check_bad(splits, max_bad_share)
+    splits = {split: _merge(records[split]) for split in SPLITS}
+    hints: dict[str, str] = {}
+    for record in (record for split in SPLITS for record in records[split]):
+        hints = record.get("hints", {}) | hints
+    _check_bad(splits, hints, max_bad_share)
     _check_rows(splits, plan["settings"])
     settings = {**plan["settings"], "documents_mode": plan["settings"]["documents"]}
     del settings["documents"]  # in a manifest `documents` is their number
@@ -342,17 +349,22 @@ def _merge(records: Sequence[dict]) -> dict:
     }
 
 
-def _check_bad(splits: Mapping[str, dict], max_bad_share: float) -> None:
+def _check_bad(splits: Mapping[str, dict], hints: Mapping[str, str], max_bad_share: float) -> None:
+    """hints: by reason, what is wrong with one of its documents in words."""
     why = sum((Counter(split["bad"]) for split in splits.values()), Counter())
     bad = why.total()
     seen = bad + sum(split["documents"] + sum(split["dropped"].values()) for split in splits.values())
     if bad > max_bad_share * seen:
         named = [f"{entry['document']} ({entry['why']})" for split in splits.values() for entry in split["bad_named"]]
+        said = "".join(f". {hints[reason]}" for reason in sorted(hints))
+        # Records without the field are no exceptions to be allowed for: another one was meant.
+        mend = "Mend them, or raise --max-bad-share and call again: finished shards are kept"
+        if why["missing_field"] > bad / 2:
+            mend = "Call again with the field's right name and --overwrite"
         raise ValueError(
             f"{bad} of {seen} documents are bad, more than max_bad_share {max_bad_share:g} allows ("
             + ", ".join(f"{reason}: {n}" for reason, n in sorted(why.items()))
-            + f"): {', '.join(named[:5])}{' ...' if bad > 5 else ''}. "
-            "Mend them, or raise --max-bad-share and call again: finished shards are kept"
+            + f"): {', '.join(named[:5])}{' ...' if bad > 5 else ''}{said}. {mend}"
         )
 
 

@@ -23,10 +23,13 @@ TEXT_FIELD = "text"
 
 
 class Form(Protocol):
-    """How a record is read. fields: those that it needs."""
+    """How a record is read. fields: those that it needs. named_by: what names them, for messages."""
 
     @property
     def fields(self) -> tuple[str, ...]: ...
+
+    @property
+    def named_by(self) -> str: ...
 
     def documents(self, name: str, record: Mapping[str, Any]) -> Sequence[Document | Conversation]:
         """Raises Unusable."""
@@ -38,6 +41,7 @@ class Text:
     """One field is the text."""
 
     text_field: str = TEXT_FIELD
+    named_by = "--text-field (in a recipe text_field) names the field of the text"
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -54,6 +58,7 @@ class Chat:
 
     chat_field: str
     answered: bool = True
+    named_by = "--chat-field (in a recipe chat_field) names the field of the messages"
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -70,6 +75,7 @@ class Pair:
 
     prompt: str
     answer: str
+    named_by = "prompt and answer of the recipe name the fields in braces"
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -93,6 +99,7 @@ class Tokens:
     tokens_field: str
     spans_field: str | None
     serialised: str = field(repr=False)
+    named_by = "tokens_field and spans_field of the recipe name the fields of the ids"
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -149,7 +156,7 @@ def form_of(source: Source, tokenizers: "Mapping[str, PreTrainedTokenizerFast]")
 
 def _present(record: Mapping[str, Any], name: str) -> Any:
     if name not in record:
-        raise Unusable("missing_field")
+        raise Unusable("missing_field", field=name)
     if isinstance(record[name], bytes):
         raise Unusable("bad_utf8")
     return record[name]

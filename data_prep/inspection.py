@@ -1,7 +1,7 @@
 """A prepared folder looked at: counts, what was left out and why, copies, lengths, and a few samples in words.
 
-Everything is read from the shards themselves, not taken from the manifest alone; a shard is read at a time. Not here:
-how rows are made (prepare.py).
+Everything is read from the shards themselves, not taken from the manifest alone; a shard is read at a time, after its
+hash was compared with the manifest's. Not here: how rows are made (prepare.py).
 """
 
 import hashlib
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from longdraft.data_prep.folder import SPLITS
-from longdraft.data_prep.shards import ShardSet
+from longdraft.data_prep.shards import MANIFEST, ShardSet, read_manifest, write_atomically
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -87,6 +87,7 @@ def inspect(folder: Path, tokenizer: "PreTrainedTokenizerFast | None" = None, to
         ValueError: no finished folder, a damaged shard, another tokenizer than the one that made it.
     """
     sets = {split: ShardSet(folder / split) for split in SPLITS}
+    _check_whole(folder, sets)
     train = sets[SPLITS[0]]
     if tokenizer is not None and tokenizer_hash != train.manifest["tokenizer_sha256"]:
         raise ValueError(
@@ -96,6 +97,12 @@ def inspect(folder: Path, tokenizer: "PreTrainedTokenizerFast | None" = None, to
     counts, digests, lengths = {}, {}, {}
     for split, rows in sets.items():
         counts[split], documents = _read(rows)
+        for name, manifested in (("tokens", rows.manifest["tokens"]), ("pieces", rows.manifest["pieces"])):
+            if counts[split][name] != manifested:
+                raise ValueError(
+                    f"{folder / split} holds {counts[split][name]:,} {name}, and its {MANIFEST} says {manifested:,}: "
+                    "it was changed; prepare it again with --overwrite"
+                )
         digests[split] = [digest for digest, _ in documents]
         lengths[split] = np.array([n for _, n in documents], dtype=np.int64)
     reports = {}
@@ -104,6 +111,17 @@ def inspect(folder: Path, tokenizer: "PreTrainedTokenizerFast | None" = None, to
         reports[split] = _report(rows, counts[split], digests[split], lengths[split], others)
     samples = [] if tokenizer is None else _samples(train, tokenizer)
     return Inspection(folder, train.manifest["seq_len"], reports, samples, lengths)
+
+
+def _check_whole(folder: Path, sets: dict[str, ShardSet]) -> None:
+    """Raises ValueError where shards are not as they were written, or the folder is not one that was finished."""
+    if not (folder / MANIFEST).exists():
+        raise ValueError(f"{folder} is not finished ({MANIFEST} is missing); call prepare again to go on with it")
+    whole = read_manifest(folder / MANIFEST)
+    for rows in sets.values():
+        if rows.manifest.get("address") != whole.get("address"):
+            raise ValueError(f"{rows.folder} is of another preparation than {folder / MANIFEST}; prepare {folder} anew")
+        rows.verify()
 
 
 def _read(rows: ShardSet) -> tuple[Counter[str], list[tuple[bytes, int]]]:
@@ -224,4 +242,4 @@ def draw_lengths(found: Inspection, path: Path) -> None:
     axes.axvline(found.seq_len, color="grey", linestyle="--", label=f"a row: {found.seq_len:,} tokens")
     axes.set(xscale="log", yscale="log", xlabel="tokens of a document", ylabel="documents", title=found.folder.name)
     axes.legend()
-    figure.savefig(path, dpi=120, metadata={"Software": None})
+    write_atomically(path, lambda file: figure.savefig(file, dpi=120, format="png", metadata={"Software": None}))

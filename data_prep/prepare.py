@@ -28,7 +28,7 @@ from longdraft.data_prep.folder import SPLITS
 from longdraft.data_prep.forms import form_of
 from longdraft.data_prep.plan import SEGMENT_BYTES, choose_files, make_plan, plan_units
 from longdraft.data_prep.settings import PrepareConfig, Source
-from longdraft.data_prep.shards import MANIFEST, ShardSet
+from longdraft.data_prep.shards import MANIFEST, ShardSet, read_manifest
 from longdraft.data_prep.sources import STDLIB_CHAT, SourceFile, list_files, scan
 from longdraft.data_prep.tokenize import make_encoder
 from longdraft.data_prep.unit import Reader, Unit, make_shard
@@ -36,6 +36,7 @@ from longdraft.data_prep.unit import Reader, Unit, make_shard
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+WHOLE = ("text", "docstrings")  # kinds of files in which no field is looked for
 WORKER_BYTES = 4 << 20  # of text, at least: less is tokenised sooner (2 s) than a process starts
 
 
@@ -116,7 +117,7 @@ def merge(out: Path, max_bad_share: float = PrepareConfig.max_bad_share) -> dict
 def _report(out: Path, what: str) -> dict:
     for split in SPLITS:
         ShardSet(out / split)  # every shard is there with its size
-    manifest = folder.read_json(out / MANIFEST)
+    manifest = read_manifest(out / MANIFEST)
     print(f"{what}: {folder.summary(manifest)} -> {out}", flush=True)
     for line in folder.shortfalls(manifest):
         print(f"  {line}", flush=True)
@@ -166,6 +167,11 @@ def _is_chat(source: Source, number: int, files: Sequence[SourceFile]) -> bool:
         raise ValueError(
             f"source {source.path!r} holds {len(text)} files of plain text beside its conversations (first: {text[0]})"
             "; name the files to take (--files '*.jsonl'), and prepare the texts as another source"
+        )
+    if source.reads_records and not any(file.source == number and file.kind not in WHOLE for file in files):
+        raise ValueError(
+            f"source {source.path!r} holds no records, so its {source.field_named} would not be read; leave it out, or "
+            "name files of records (JSONL, CSV, Parquet, ...)"
         )
     return source.is_chat or source.path == STDLIB_CHAT
 

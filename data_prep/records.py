@@ -89,6 +89,20 @@ def table_rows(path: str, first: int, n_rows: int, fields: Sequence[str]) -> Ite
         raise _damaged(path, error) from error
 
 
+def table_fields(path: str) -> list[str]:
+    """Names of a table's fields. Raises ValueError for a damaged file."""
+    try:
+        if _is_parquet(path):
+            with _parquet(path) as file:
+                return list(file.schema_arrow.names)
+        if _is_mds(path):
+            with _shard(path) as (_, header):
+                return [name for name, _, _ in header.columns]
+        return next((list(batch.schema.names) for batch in _batches(path)), [])
+    except (OSError, ValueError) as error:
+        raise _damaged(path, error) from error
+
+
 def _runs(chunks: Iterable[tuple[int, int]], part_bytes: int, cut_bytes: int) -> list[tuple[int, int]]:
     """Chunks of (rows, bytes) joined up to `part_bytes`, and cut evenly where they have more than `cut_bytes`."""
     runs: list[tuple[int, int]] = []

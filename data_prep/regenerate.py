@@ -42,7 +42,7 @@ from longdraft.data_prep.folder import (
 )
 from longdraft.data_prep.forms import Chat
 from longdraft.data_prep.settings import Source
-from longdraft.data_prep.shards import MANIFEST, write_atomically, write_json
+from longdraft.data_prep.shards import MANIFEST, read_manifest, write_atomically, write_json
 from longdraft.data_prep.sources import list_files, read_documents, scan
 
 MADE_BY = "longdraft prepare regenerate"
@@ -178,7 +178,8 @@ def make_part(
         write_atomically(path, lambda temporary: temporary.write_text("".join(lines), encoding="utf-8"))
         part = {"file": path.name, "conversations": len(lines), "bytes": path.stat().st_size}
     assert tally.input == len(conversations)
-    write_json(_record(config.out, number), {"part": part, **tally.as_json()})
+    hints = {talk.why: f"{talk.name} {talk.detail}" for talk in reversed(talks) if talk.why and talk.detail}
+    write_json(_record(config.out, number), {"part": part, "hints": hints, **tally.as_json()})
 
 
 # ---- the folder
@@ -211,7 +212,7 @@ def regenerate(
             speed = _make_parts(config, given, ChatTokens(encoder, config.max_prompt), start)
             _finish(out, plan)
         remove_progress(out, OWN)
-    manifest = read_json(out / MANIFEST)
+    manifest = read_manifest(out / MANIFEST)
     for part in manifest["parts"]:
         if not is_whole(out, part):
             raise ValueError(f"{out / part['file']} is missing or has another size; remove {out} and answer anew")
@@ -252,25 +253,30 @@ def _record(out: Path, number: int) -> Path:
 
 def _is_done(out: Path, number: int) -> bool:
     record = _record(out, number)
-    return record.exists() and is_whole(out, read_json(record)["part"])
+    try:
+        return record.exists() and is_whole(out, read_json(record)["part"])
+    except ValueError:  # damaged: the part is made again
+        return False
 
 
 def _finish(out: Path, plan: dict) -> None:
     """Add the parts up, check the accounts, write the manifest. Raises ValueError where nothing was answered."""
-    total, parts = Tally(), []
+    total, parts, hints = Tally(), [], {}
     for path in sorted((out / PROGRESS).glob("part-*.json")):
         record = read_json(path)
         part = record.pop("part")
         parts += [part] if part else []
+        hints = record.pop("hints", {}) | hints
         for name, value in record.items():
             now = getattr(total, name)
             setattr(total, name, now + (Counter(value) if isinstance(value, dict) else value))
     accounts = total.as_json()
     if not total.success:
+        said = "".join(f". {hints[why]}" for why in sorted(hints))
         raise ValueError(
             f"none of {total.input} conversations is answered ({_counts(accounts)}); the first left out: "
-            f"{total.named[0]['conversation'] if total.named else 'none'}. Change the sources or the settings (for "
-            "unfinished answers --max-new-tokens) and choose another folder"
+            f"{total.named[0]['conversation'] if total.named else 'none'}{said}. Change the sources or the settings "
+            "(for unfinished answers --max-new-tokens) and choose another folder"
         )
     sources = sources_in_short(plan["sources"])
     described = {"made_by": MADE_BY, **plan["tokenizer"], **plan["settings"], **plan["mix"], "sources": sources}

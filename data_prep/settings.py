@@ -65,6 +65,13 @@ class Source:
         return self.is_chat or self.text_field is not None or self.tokens_field is not None
 
     @property
+    def field_named(self) -> str:
+        """The field that names what is read, for messages; "" where none does."""
+        return next(
+            (name for name in ("text_field", "chat_field", "prompt", "tokens_field") if getattr(self, name)), ""
+        )
+
+    @property
     def is_chat(self) -> bool:
         """Whether its records are conversations."""
         return self.chat_field is not None or self.prompt is not None

@@ -213,14 +213,33 @@ def _list_item(table: pa.Table, column: str, row: int) -> np.ndarray:
     return lists.values.slice(start, stop - start).to_numpy().copy()
 
 
+def read_manifest(path: Path) -> dict:
+    """A manifest as JSON has it. Raises ValueError where it is damaged."""
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} cannot be read ({error}): damaged; prepare it again with --overwrite") from error
+    if not isinstance(manifest, dict):
+        raise ValueError(f"{path} holds {type(manifest).__name__}, no manifest: damaged; prepare it again --overwrite")
+    return manifest
+
+
 def _read_manifest(folder: Path) -> dict:
     if not (folder / MANIFEST).exists():
         raise ValueError(f"{folder} holds no finished data ({MANIFEST} is missing); make it, or resume it, by prepare")
-    manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    manifest = read_manifest(folder / MANIFEST)
     if "shards" not in manifest:
         raise ValueError(f"{folder} is a prepared folder with splits; open {folder / 'train'} or {folder / 'heldout'}")
-    if manifest["format_version"] != FORMAT_VERSION:
+    if manifest.get("format_version") != FORMAT_VERSION:
+        found = manifest.get("format_version")
+        raise ValueError(f"{folder} has format {found}, this version reads {FORMAT_VERSION}; prepare it again")
+    shards, seq_len = manifest["shards"], manifest.get("seq_len")
+    kinds = {"file": str, "rows": int, "bytes": int, "sha256": str}
+    if not isinstance(seq_len, int) or not isinstance(shards, list):
         raise ValueError(
-            f"{folder} has format {manifest['format_version']}, this version reads {FORMAT_VERSION}; prepare it again"
+            f"{folder / MANIFEST} has no seq_len or no list of shards: damaged; prepare it with --overwrite"
         )
+    for shard in shards:
+        if not isinstance(shard, dict) or any(not isinstance(shard.get(name), kind) for name, kind in kinds.items()):
+            raise ValueError(f"{folder / MANIFEST} describes a shard as {shard}: damaged; prepare it with --overwrite")
     return manifest

@@ -1,19 +1,23 @@
 """Sources as documents: which files there are, where each may be cut, and what stands in them.
 
-A text file is one document; a line of JSONL, a row of a table and a sample of MDS are records, read as the source says
-(forms.py); a code file of "stdlib-chat" holds one conversation a docstring (docstrings.py). This file lists and hashes
-files, cuts them into segments, and reads a segment's documents; how records are stored is in records.py, the hub in
-hub.py. A document that cannot be used (empty, bad UTF-8, a bad JSON line, a missing field) comes out as a `BadDocument`
-with its name, so that whoever reads can count it. Nothing here knows of tokens, rows or shards.
+A text file is one document; a line of JSONL, an element of a JSON array, a row of CSV or of a table and a sample of MDS
+are records, read as the source says (forms.py); a code file of "stdlib-chat" holds one conversation a docstring
+(docstrings.py). This file lists and hashes files, cuts them into segments, and reads a segment's documents; how records
+are stored is in records.py and streams.py, the hub in hub.py. A document that cannot be used (empty, bad UTF-8, a bad
+JSON line, a missing field) comes out as a `BadDocument` with its name, so that whoever reads can count it. Nothing here
+knows of tokens, rows or shards.
 """
 
+import codecs
 import hashlib
 import json
 import os
 import sysconfig
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from functools import cache, partial
+from itertools import count, islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,16 +32,20 @@ from longdraft.data_prep.records import (
     TABLE_SUFFIXES,
     is_compressed,
     open_plain,
+    table_fields,
     table_parts,
     table_rows,
 )
 from longdraft.data_prep.settings import Source
 from longdraft.data_prep.shards import MANIFEST
+from longdraft.data_prep.streams import CSV_SUFFIXES, array_elements, csv_rows, read_header
 
 TEXT_SUFFIXES = (".md", ".py", ".rst", ".txt")
 KNOWN_SUFFIXES = TEXT_SUFFIXES + LINES_SUFFIXES + TABLE_SUFFIXES
-# Taken as lines where it is asked for by name; as likely one large object.
+# Taken where they are asked for by name: .json, lines or an array of records, is as likely one large object, and CSV as
+# likely a table of numbers.
 JSON_SUFFIXES = (".json", *(f".json{end}" for end in COMPRESSED))
+CSV_ALL_SUFFIXES = tuple(f"{suffix}{end}" for suffix in CSV_SUFFIXES for end in ("", *COMPRESSED))
 CODE_SUFFIXES = (".py",)
 STDLIB = "stdlib"
 STDLIB_CHAT = "stdlib-chat"
@@ -49,7 +57,8 @@ STDLIB_LEFT_OUT = frozenset(
 # So much longer are the segments of what is read up to each of them (compressed files, Parquet's row groups) and of
 # remote tables, which are asked for in blocks of megabytes.
 COSTLY_SEGMENTS = 64
-Kind = Literal["text", "jsonl", "table", "docstrings"]
+FIELDS_SHOWN = 20
+Kind = Literal["text", "jsonl", "array", "csv", "table", "docstrings"]
 
 
 @dataclass(frozen=True)
@@ -113,9 +122,9 @@ def list_files(sources: Sequence[Source]) -> list[SourceFile]:
             continue
         local = _local(source)
         if not local:
-            raise ValueError(f"source {source.path!r} holds no file {_wanted(source)}; see --files")
+            raise ValueError(f"source {source.path!r} holds no file {_wanted(source)}; see --files{_others(source)}")
         for path, name in local.items():
-            kind = "docstrings" if source.path == STDLIB_CHAT else _kind(path.name)
+            kind = "docstrings" if source.path == STDLIB_CHAT else _kind(str(path))
             found.setdefault(path.resolve(), (path, name, kind, number))
     names = {path: name for path, name, _, _ in found.values()}
     if len(set(names.values())) < len(names):
@@ -146,6 +155,9 @@ def scan(file: SourceFile, segment_bytes: int) -> ScannedFile:
     if file.kind == "table":
         parts = table_parts(file.path, segment_bytes, coarse_bytes)
         segments = _table_segments(file, parts, status.st_mtime_ns)
+        return ScannedFile(file, status.st_size, sha256.hexdigest(), segments)
+    if file.kind in ("csv", "array"):
+        segments = _stream_segments(file, segment_bytes, status.st_mtime_ns)
         return ScannedFile(file, status.st_size, sha256.hexdigest(), segments)
     if file.kind != "jsonl":
         segments = (Segment(file, 0, status.st_size, 1, 1, status.st_mtime_ns),)
@@ -178,7 +190,14 @@ def read_documents(segment: Segment, form: Form | None = None) -> Iterator[Docum
     if file.kind == "table":
         numbers = range(segment.first_line, segment.first_line + segment.n_documents)
         rows = table_rows(file.path, segment.offset, segment.n_documents, form.fields)
+        fields = cache(partial(table_fields, file.path))
         for number, record in zip(numbers, rows, strict=True):
+            yield from _documents(f"{file.name}:{number}", record, b"", form, fields)
+    elif file.kind in ("csv", "array"):
+        if not segment.length and file.listed is None:
+            yield BadDocument(file.name, hashlib.sha256(file.name.encode()).digest(), "empty", "holds no record")
+            return
+        for number, _, record, _ in _stream_records(segment):
             yield from _documents(f"{file.name}:{number}", record, b"", form)
     elif file.kind == "jsonl" and (segment.length or file.listed):
         for number, raw in enumerate(_lines(segment), start=segment.first_line):
@@ -203,6 +222,8 @@ def _local(source: Source) -> dict[Path, str]:
             raise ValueError(f"source {path!r} is begun and not finished ({PLAN} without {MANIFEST}); finish it first")
         paths = _walk(root, _patterns(source), frozenset())
     elif Path(path).is_file():
+        if source.files and not _matches(Path(path).name, source.files):
+            return {}
         # Not resolve(): a link's own name and suffix count (a hub's cache links names to nameless blobs).
         return {Path(path).parent.resolve() / Path(path).name: Path(path).name}
     elif hub.is_hub_name(path):
@@ -225,7 +246,7 @@ def _remote(source: Source, number: int) -> list[SourceFile]:
     if not files:
         raise ValueError(f"source {source.path!r} holds no file {_wanted(source)}; see its `files`")
     return [
-        SourceFile(file.url, f"{source.path}/{file.name}", _kind(file.name), number, (file.size, file.digest))
+        SourceFile(file.url, f"{source.path}/{file.name}", _kind(file.url), number, (file.size, file.digest))
         for file in files
     ]
 
@@ -246,11 +267,30 @@ def _wanted(source: Source) -> str:
     return f"with a suffix of {', '.join(_suffixes(source))}"
 
 
-def _kind(name: str) -> Kind:
-    name = name.lower()
+def _others(source: Source) -> str:
+    """Which files of a folder would be taken if they were asked for by name."""
+    root = Path(source.path)
+    if source.files or not root.is_dir():
+        return ""
+    named = [path.suffix for path in _walk(root, [f"*{end}" for end in CSV_ALL_SUFFIXES + JSON_SUFFIXES], frozenset())]
+    return f" (--files '*{named[0]}' takes the {len(named)} files of {', '.join(sorted(set(named)))})" if named else ""
+
+
+def _kind(path: str) -> Kind:
+    name = path.lower()
     if name.endswith(TABLE_SUFFIXES):
         return "table"
-    return "jsonl" if name.endswith(LINES_SUFFIXES + JSON_SUFFIXES) else "text"
+    if name.endswith(CSV_ALL_SUFFIXES):
+        return "csv"
+    if name.endswith(JSON_SUFFIXES):
+        return "array" if _begins_as_array(path) else "jsonl"
+    return "jsonl" if name.endswith(LINES_SUFFIXES) else "text"
+
+
+def _begins_as_array(path: str) -> bool:
+    with open_plain(path) as stream:
+        begin = stream.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()
+    return begin.startswith(b"[")
 
 
 def _walk(root: Path, patterns: Sequence[str], left_out: frozenset[str]) -> list[Path]:
@@ -265,9 +305,13 @@ def _walk(root: Path, patterns: Sequence[str], left_out: frozenset[str]) -> list
         paths = [Path(folder, name) for name in names if not name.startswith(".")]
         for path in paths:
             name = path.relative_to(root).as_posix()
-            if any(fnmatch(name.lower(), pattern.lower()) for pattern in patterns) and path.is_file():
+            if _matches(name, patterns) and path.is_file():
                 found.append(path)
     return sorted(found)
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch(name.lower(), pattern.lower()) for pattern in patterns)
 
 
 def _unreadable(error: OSError) -> None:
@@ -296,16 +340,73 @@ def _lines(segment: Segment) -> Iterator[bytes]:
             yield line
 
 
+def _stream_segments(file: SourceFile, segment_bytes: int, mtime_ns: int) -> tuple[Segment, ...]:
+    """CSV or an array, cut at the first record that ends after `segment_bytes`."""
+    found: list[Segment] = []
+    offset, length, n_records, first = 0, 0, 0, 1
+    if file.kind == "csv":
+        with open_plain(file.path) as stream:
+            header = read_header(stream, file.path)
+        offset, first = (header.n_bytes, header.n_lines + 1) if header else (0, 1)
+    for _, behind, _, n_bytes in _stream_records(Segment(file, offset, -1, first, -1, mtime_ns)):
+        length, n_records = length + n_bytes, n_records + 1
+        if length >= segment_bytes:
+            found.append(Segment(file, offset, length, first, n_records, mtime_ns))
+            offset, first, length, n_records = offset + length, behind, 0, 0
+    # A file without a record keeps an empty segment, so that it is read, counted and named.
+    if n_records or not found:
+        found.append(Segment(file, offset, length, first, max(1, n_records), mtime_ns))
+    return tuple(found)
+
+
+def _stream_records(segment: Segment) -> Iterator[tuple[int, int, Any, int]]:
+    """(Line of CSV or number of the element, that behind it, record or what is wrong with it, bytes) in a segment, or
+    from its offset on where its length is negative."""
+    file, numbers = segment.file, count(segment.first_line)
+    limit = None if segment.length < 0 or file.listed is not None else segment.n_documents
+    if file.kind == "array":
+        with open_plain(file.path, segment.offset) as stream:
+            elements = array_elements(stream, file.path, inside=segment.offset > 0)
+            for number, (element, n_bytes) in zip(numbers, islice(elements, limit), strict=False):
+                yield number, number + 1, element, n_bytes
+        return
+    with open_plain(file.path) as stream:
+        header = read_header(stream, file.path)
+        if header is None:
+            return
+        if file.listed is not None:
+            for row in csv_rows(stream, file.path, header, header.n_lines + 1):
+                yield row.line, row.next_line, row.record, row.n_bytes
+            return
+    with open_plain(file.path, segment.offset) as stream:
+        for row in islice(csv_rows(stream, file.path, header, segment.first_line), limit):
+            yield row.line, row.next_line, row.record, row.n_bytes
+
+
 def _documents(
-    name: str, record: Mapping[str, Any] | None, raw: bytes, form: Form
+    name: str, record: Any, raw: bytes, form: Form, fields: Callable[[], Sequence[str]] | None = None
 ) -> Iterator[Document | Conversation | BadDocument]:
-    """Those of a record, or of a line of JSON that is one; bad ones are told apart by what the line or record holds."""
+    """Those of a record, or of a line of JSON that is one; bad ones are told apart by what the line or record holds.
+
+    fields: names of those that there are, where the record holds only the wanted ones."""
+    there: dict[str, Any] = {}
     try:
-        yield from form.documents(name, _record(raw) if record is None else record)
+        if isinstance(record, Unusable):
+            raise record
+        found = _record(raw) if raw else record
+        if not isinstance(found, dict):
+            raise Unusable("missing_field", f"is no object with fields, but {type(found).__name__}")
+        there = found
+        yield from form.documents(name, there)
     except Unusable as error:
         # Of a row that lacks the field nothing is read that could tell it from others but its name.
-        told_by = raw or (repr(record) if record else name).encode()
-        yield BadDocument(name, hashlib.sha256(told_by).digest(), error.why)
+        told_by = raw or (repr(there) if there else name).encode(errors="surrogatepass")
+        detail = error.detail
+        if error.field is not None:
+            names = list(fields() if fields else there)
+            shown = ", ".join(map(repr, names[:FIELDS_SHOWN])) + (" ..." if len(names) > FIELDS_SHOWN else "")
+            detail = f"has no field {error.field!r} but {shown or 'none'}; {form.named_by}"
+        yield BadDocument(name, hashlib.sha256(told_by).digest(), error.why, detail)
 
 
 def _read_text(name: str, raw: bytes) -> Document | BadDocument:
@@ -315,20 +416,25 @@ def _read_text(name: str, raw: bytes) -> Document | BadDocument:
     try:
         # From bytes, not in text mode: line ends stay as they are, and so does a byte order mark.
         return Document(name, digest, raw.decode("utf-8"))
-    except UnicodeDecodeError:
-        return BadDocument(name, digest, "bad_utf8")
+    except UnicodeDecodeError as error:
+        return BadDocument(name, digest, "bad_utf8", _not_utf8(raw, error))
 
 
-def _record(raw: bytes) -> Mapping[str, Any]:
+def _not_utf8(raw: bytes, error: UnicodeDecodeError) -> str:
+    utf16 = raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+    how = "begins as UTF-16 does" if utf16 else f"is no UTF-8 (byte 0x{raw[error.start]:02x} at {error.start})"
+    return f"{how}; convert the file, by iconv -t UTF-8 for one"
+
+
+def _record(raw: bytes) -> Any:
     """What a JSONL line holds. Raises Unusable."""
     if not raw.strip():
         raise Unusable("empty")
     try:
-        record = json.loads(raw.decode("utf-8-sig"))  # a byte order mark begins some files
-    except UnicodeDecodeError:
-        raise Unusable("bad_utf8") from None
-    except (ValueError, RecursionError):  # a number of thousands of digits is a plain ValueError
-        raise Unusable("bad_json") from None
-    if not isinstance(record, dict):
-        raise Unusable("missing_field")
-    return record
+        return json.loads(raw.decode("utf-8-sig"))  # a byte order mark begins some files
+    except UnicodeDecodeError as error:
+        raise Unusable("bad_utf8", _not_utf8(raw, error)) from None
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits is a plain ValueError
+        several = raw.strip() in (b"{", b"[", b"[{")
+        why = "begins JSON over several lines: write a record a line, or an array of records into a .json file"
+        raise Unusable("bad_json", why if several else f"is no JSON ({error})") from None

@@ -5,7 +5,7 @@ decided in plan.py.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 
@@ -83,8 +83,18 @@ def make_shard(unit: Unit, config: PrepareConfig, readers: Sequence[Reader], add
         "bad": dict(sorted(Counter(document.why for document in bad).items())),
         "bad_named": [{"document": document.name, "why": document.why} for document in bad[:NAMED_BAD]],
         "dropped": dict(sorted(dropped.items())),
+        "hints": hints(bad),
     }
     write_json(record_path(config.out, unit.split, unit.number), record)
+
+
+def hints(bad: Iterable[BadDocument]) -> dict[str, str]:
+    """By reason what is said in words of the first document that has it; nothing of a reason that says it all."""
+    found: dict[str, str] = {}
+    for document in bad:
+        if document.detail:
+            found.setdefault(document.why, f"{document.name} {document.detail}")
+    return found
 
 
 def _mix(kept: Sequence[Kept], packed: Sequence[Sequence[Piece]], readers: Sequence[Reader]) -> dict[str, dict]:
@@ -126,7 +136,7 @@ def _encode_unit(
             try:
                 encoded = encoder.encode_document(document)
             except Unusable as error:
-                bad.append(BadDocument(document.name, document.digest, error.why))
+                bad.append(BadDocument(document.name, document.digest, error.why, error.detail))
                 continue
             length = sum(len(sequence.tokens) for sequence in encoded)
             cost = config.seq_len if config.documents == "first" else length

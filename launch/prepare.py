@@ -31,19 +31,34 @@ def main(argv: Sequence[str] | None = None) -> int | None:
     parser = _parser()
     args = parser.parse_intermixed_args(argv)
     try:
-        if args.json and args.inspect is None:
-            parser.error("--json goes with --inspect")
-        asked = [args.recipe, args.source, args.shard, args.overwrite or None]
-        if (args.inspect is not None or args.merge) and any(value is not None for value in asked):
-            parser.error("--inspect and --merge prepare nothing: leave recipe, --source, --shard and --overwrite out")
+        _check_used(parser, args)
         if args.inspect is not None:
             _inspect(args.inspect, args.target, args.json)
         elif args.merge:
-            merge(_needed(parser, out=args.out)["out"], args.max_bad_share)
+            how = {"max_bad_share": args.max_bad_share} if "max_bad_share" in args else {}
+            merge(_needed(parser, out=args.out)["out"], **how)
         else:
             _prepare(parser, args)
     except ValueError as error:
         parser.exit(2, f"{parser.prog}: error: {error}\n")
+
+
+def _check_used(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """An option that the mode does not read is an error: --inspect and --merge prepare nothing."""
+    if args.json and args.inspect is None:
+        parser.error("--json goes with --inspect")
+    mode = "inspect" if args.inspect is not None else "merge" if args.merge else None
+    if mode is None:
+        return
+    read = {"inspect": ("inspect", "target", "json"), "merge": ("merge", "out", "max_bad_share")}[mode]
+    given = [name for name, value in vars(args).items() if name not in read and value not in (None, False, [])]
+    if given:
+        named = ", ".join(name if name in ("recipe", "overrides") else _flag(name) for name in given)
+        parser.error(f"--{mode} prepares nothing and does not read {named}; leave it out")
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -61,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--seq-len", type=int, default=SUPPRESS, help="tokens of a row")
     what = f"pack: all tokens; first: the first --seq-len of long documents (default: {default.documents})"
     add("--documents", default=SUPPRESS, help=what)
-    add("--text-field", default=SUPPRESS, help="field of a record (JSONL, Parquet, Arrow, MDS) that holds the text")
+    add("--text-field", default=SUPPRESS, help="field of a record (JSONL, CSV, Parquet, ...) that holds the text")
     add("--chat-field", default=SUPPRESS, help="field that holds a conversation; the loss counts its answers alone")
     what = "Jinja, for a target that has no chat template of its own; configs/chat_templates/ holds some"
     add("--chat-template", type=Path, metavar="FILE", default=SUPPRESS, help=what)
@@ -71,8 +86,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--heldout-share", type=float, default=SUPPRESS, help=what)
     add("--max-tokens", type=int, default=SUPPRESS, help="keep at most this many tokens, sampled over all files")
     add("--seed", type=int, default=SUPPRESS, help=f"of the split and the order (default: {default.seed})")
-    add("--max-bad-share", type=float, default=default.max_bad_share, help="of bad documents; above it, an error")
-    add("--workers", type=int, default=os.cpu_count() or 1, help="processes; the result does not depend on it")
+    what = f"of bad documents; above it, an error (default: {default.max_bad_share})"
+    add("--max-bad-share", type=float, default=SUPPRESS, help=what)
+    what = "processes; the result does not depend on it (default: one a core)"
+    add("--workers", type=int, default=SUPPRESS, help=what)
     add("--overwrite", action="store_true", help="prepare anew a folder that was prepared with something else")
     what = "make every n-th shard from the i-th on, one of several machines; then put the folders together and --merge"
     add("--shard", metavar="i/n", help=what)
@@ -84,7 +101,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _prepare(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    how = {"max_bad_share": args.max_bad_share, "workers": args.workers, "overwrite": args.overwrite}
+    how = {"max_bad_share": PrepareConfig.max_bad_share, "workers": os.cpu_count() or 1, "overwrite": args.overwrite}
+    how |= {name: getattr(args, name) for name in how if name in args}
     if args.recipe is None:
         given = vars(args)
         needed = _needed(parser, source=args.source, target=args.target, out=args.out, seq_len=given.get("seq_len"))
@@ -111,7 +129,7 @@ def _recipe(args: argparse.Namespace, how: dict[str, Any]) -> PrepareConfig:
 
     doubled = [name for name in (*SETTINGS, *OF_A_SOURCE) if name in args] + ["source"] * (args.source is not None)
     if doubled:
-        flag, where = f"--{doubled[0].replace('_', '-')}", "" if doubled[0] in SETTINGS else "sources.NAME."
+        flag, where = _flag(doubled[0]), "" if doubled[0] in SETTINGS else "sources.NAME."
         raise ValueError(f"{flag} is given beside the recipe {args.recipe}; write {where}{doubled[0]}=... instead")
     values = resolve(read_yaml(args.recipe, args.overrides))
     if set(values) & {"out", *how}:
@@ -128,7 +146,7 @@ def _part(text: str) -> Part:
 
 
 def _needed(parser: argparse.ArgumentParser, **values: Any) -> dict[str, Any]:
-    if missing := [f"--{name.replace('_', '-')}" for name, value in values.items() if value is None]:
+    if missing := [_flag(name) for name, value in values.items() if value is None]:
         parser.error(f"the following arguments are required: {', '.join(missing)}")
     return values
 

@@ -1,6 +1,7 @@
 """What `longdraft prepare --inspect` says of a folder, against what was put in."""
 
 import json
+import shutil
 
 import pytest
 
@@ -87,8 +88,44 @@ def test_the_figure_is_the_same_twice(folder, tmp_path):
     assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
 
 
+def damage_a_bit(folder):
+    shard = sorted((folder / "train").glob("*.arrow"))[0]
+    raw = bytearray(shard.read_bytes())
+    raw[len(raw) // 2] ^= 4
+    shard.write_bytes(raw)
+
+
+def edit(manifest, **values):
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | values))
+
+
+@pytest.mark.parametrize(("damage", "said"), [
+    (damage_a_bit, r"content of shard-00000.arrow is not as prepared: sha256"),
+    (lambda folder: (folder / "manifest.json").unlink(), r"is not finished (manifest.json is missing)"),
+    (lambda folder: (folder / "train/manifest.json").write_text("{"), r"train/manifest.json cannot be read (Expecting"),
+    (lambda folder: (folder / "train/manifest.json").write_text("[]"), r"train/manifest.json holds list, no manifest"),
+    (lambda folder: edit(folder / "heldout/manifest.json", shards=[1]), r"describes a shard as 1: damaged"),
+    (lambda folder: edit(folder / "heldout/manifest.json", seq_len="64"), r"has no seq_len or no list of shards"),
+    (lambda folder: edit(folder / "heldout/manifest.json", address="x"), r"heldout is of another preparation than"),
+    (lambda folder: edit(folder / "train/manifest.json", tokens=7), r"and its manifest.json says 7: it was changed"),
+])  # fmt: skip
+def test_damaged_folders_are_not_called_sound(folder, tmp_path, capsys, damage, said):
+    shutil.copytree(folder, tmp_path / "damaged")
+    damage(tmp_path / "damaged")
+    with pytest.raises(SystemExit) as stop:
+        main(["--inspect", str(tmp_path / "damaged")])
+    shown = capsys.readouterr()
+    assert stop.value.code == 2 and said in shown.err and shown.err.count("\n") == 1 and shown.out == ""
+
+
 @pytest.mark.parametrize(("argv", "said"), [
     (["--inspect", "nowhere"], r"nowhere/train holds no finished data"),
+    (["--inspect", "x", "--seq-len", "64", "--workers", "2"], r"does not read --seq-len, --workers; leave it out"),
+    (["--inspect", "x", "--out", "y"], r"--inspect prepares nothing and does not read --out; leave it out"),
+    (["--inspect", "x", "--merge"], r"--inspect prepares nothing and does not read --merge; leave it out"),
+    (["--merge", "--out", "x", "--target", "y"], r"--merge prepares nothing and does not read --target; leave it out"),
+    (["recipe.yaml", "--merge", "--out", "x"], r"--merge prepares nothing and does not read recipe; leave it out"),
+    (["--json", "--out", "x"], r"--json goes with --inspect"),
     (["--out", "x"], r"the following arguments are required: --source, --target, --seq-len"),
 ])  # fmt: skip
 def test_mistakes_are_named(argv, said, capsys, tmp_path, monkeypatch):

@@ -9,6 +9,8 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from longdraft.data_prep import prepare as prepare_module
@@ -271,6 +273,60 @@ def test_bad_documents_are_counted_named_and_an_error_above_the_share(config, co
     named = [entry for split in manifest["splits"].values() for entry in split["bad_named"]]
     assert sorted(f"{entry['document']} ({entry['why']})" for entry in named) == bad
     assert sum(split["documents"] for split in manifest["splits"].values()) == 120
+
+
+def test_a_missing_field_is_named_with_those_there_and_the_flag(config, tmp_path, tiny_tokenizer):
+    records = [{"content": f"text {i}", "id": i} for i in range(30)]
+    pq.write_table(pa.Table.from_pylist(records), tmp_path / "a.parquet")
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (tmp_path / "a.csv").write_text("content,id\n" + "".join(f"text {i},{i}\n" for i in range(30)))
+    for name, first in (("a.parquet", 1), ("a.jsonl", 1), ("a.csv", 2)):
+        asked = [same_way([str(tmp_path / name)]), same_way([str(tmp_path / name)], chat_field="messages")]
+        for sources, field, flag in zip(asked, ("text", "messages"), ("--text-field", "--chat-field"), strict=True):
+            template = None
+            if field == "messages":
+                template = tmp_path / "template.jinja"
+                template.write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+            one = replace(config, sources=sources, chat_template=template, out=tmp_path / f"{name}-{field}")
+            with pytest.raises(ValueError, match="missing_field: 30") as error:
+                prepare(one, tiny_tokenizer, "hash")
+            place = f"{name}:{first}" if field == "text" else name
+            said = str(error.value)
+            assert place in said and f"has no field '{field}' but 'content', 'id'; {flag} " in said
+            assert "max-bad-share and call" not in said and said.endswith("right name and --overwrite")
+            assert "hints" not in "".join(path.read_text() for path in one.out.rglob("manifest.json"))
+        good = replace(
+            config, sources=same_way([str(tmp_path / name)], text_field="content"), out=tmp_path / f"{name}-ok"
+        )
+        assert prepare(good, tiny_tokenizer, "hash")["splits"]["train"]["documents"] > 20
+
+
+def test_what_is_wrong_with_bytes_and_json_is_said_with_its_place(config, tmp_path, tiny_tokenizer):
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "x"}\n{"text": "caf\xe9"}\n{"text" "x"}\n')
+    with pytest.raises(ValueError, match="2 of 3 documents are bad") as error:
+        prepare(replace(config, sources=same_way([str(tmp_path / "a.jsonl")])), tiny_tokenizer, "hash")
+    assert "a.jsonl:2 is no UTF-8 (byte 0xe9 at 13); convert the file" in str(error.value)
+    assert "a.jsonl:3 is no JSON (Expecting ':' delimiter: line 1 column 9 (char 8))" in str(error.value)
+    (tmp_path / "b.jsonl").write_text(json.dumps([{"text": "x"}], indent=1))
+    (tmp_path / "c.txt").write_text("x", encoding="utf-16")
+    for name, said in (
+        ("b.jsonl", "b.jsonl:1 begins JSON over several lines"),
+        ("c.txt", "c.txt begins as UTF-16 does"),
+    ):
+        bad = replace(config, sources=same_way([str(tmp_path / name)]), out=tmp_path / f"out-{name}")
+        with pytest.raises(ValueError, match=said):
+            prepare(bad, tiny_tokenizer, "hash")
+
+
+@pytest.mark.parametrize("reading", [{"text_field": "body"}, {"chat_field": "body"}])
+@pytest.mark.parametrize("path", ["a.txt", "stdlib-chat"])
+def test_a_field_of_what_has_no_fields_is_refused(config, tmp_path, tiny_tokenizer, path, reading):
+    (tmp_path / "a.txt").write_text("x")
+    where = path if path == "stdlib-chat" else str(tmp_path / path)
+    with pytest.raises(
+        ValueError, match=rf"{path}' holds (no records, so its {next(iter(reading))}|1 files of plain text)"
+    ):
+        prepare(replace(config, sources=same_way([where], **reading)), tiny_tokenizer, "hash")
 
 
 def test_manifest_names_the_first_bad_documents_only(config, tmp_path, tiny_tokenizer):

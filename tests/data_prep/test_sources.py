@@ -138,3 +138,17 @@ def test_file_that_changes_under_us_is_an_error(tmp_path):
     os.utime(path, ns=(0, segment.mtime_ns + 1))
     with pytest.raises(ValueError, match=r"a\.txt changed"):
         list(read_documents(segment))
+
+
+def test_patterns_hold_for_a_file_too(tmp_path):
+    (tmp_path / "a.txt").write_text("x")
+    assert names([tmp_path / "a.txt"], files=("*.TXT", "*.md")) == ["a.txt"]
+    with pytest.raises(ValueError, match=r"a\.txt' holds no file that matches \*\.jsonl; see --files"):
+        names([tmp_path / "a.txt"], files=("*.jsonl",))
+
+
+def test_a_folder_of_csv_alone_says_how_to_take_it(tmp_path):
+    for name in ("a.csv", "b.csv", "c.json"):
+        (tmp_path / name).write_text("x")
+    with pytest.raises(ValueError, match=r"see --files \(--files '\*\.csv' takes the 3 files of \.csv, \.json\)"):
+        names([tmp_path])
