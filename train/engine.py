@@ -285,11 +285,15 @@ class DraftEngine:
     def write(self, folder: Path) -> BaseException | None:
         """DeepSpeed's files to resume from, into this folder; all ranks call it. Returns what went wrong on this rank:
         raised within DeepSpeed, it would leave the other ranks in a barrier."""
-        self._files.error = None
+        self._files.error, self._files.written = None, []
         self.deepspeed.save_checkpoint(
             str(folder.parent), tag=folder.name, client_state={}, save_latest=False, exclude_frozen_parameters=True
         )
         return self._files.error
+
+    def written(self) -> list[Path]:
+        """The files that the last `write` made on this rank."""
+        return list(self._files.written)
 
     def read(self, folder: Path) -> None:
         """The files that `write` made on as many ranks."""
@@ -299,15 +303,17 @@ class DraftEngine:
 
 
 class _Files(TorchCheckpointEngine):
-    """How DeepSpeed writes a file; keeps the first error instead of raising it."""
+    """How DeepSpeed writes a file; keeps the first error instead of raising it, and which files it wrote."""
 
     def __init__(self):
         super().__init__()
         self.zipfile_serialization = True
         self.error: BaseException | None = None
+        self.written: list[Path] = []
 
     def save(self, state_dict: Any, path: str) -> None:
         try:
             super().save(state_dict, path)
+            self.written.append(Path(path))
         except (OSError, RuntimeError) as error:
             self.error = self.error or error

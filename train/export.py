@@ -69,7 +69,7 @@ def export(
     """
     if form not in FORMATS:
         raise ValueError(f"format: {form!r} is unknown; choose one of {', '.join(FORMATS)}")
-    found = state.best(run_dir) if best else state.newest(run_dir)
+    found = state.best(run_dir) if best else state.newest(run_dir, read=[state.WEIGHTS])
     if found is None and best:
         raise ValueError(f"best: {run_dir} keeps no best weights; train with decoding.every above 0, or leave it out")
     if found is None:

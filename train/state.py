@@ -2,17 +2,16 @@
 
     run_dir/config.yaml               the resolved config the run began with
     run_dir/checkpoints/step_000120/  DeepSpeed's files to resume from (frozen weights left out), draft.safetensors, the
-                                      whole draft to export, and state.json, written last
+                                      whole draft to export, and state.json, written last, with digests of them all
     run_dir/best/step_000080/         draft.safetensors and state.json of the weights that decoded best (evaluate.py)
 DeepSpeed unpickles its files: only ever resume your own runs. Not here: exports (export.py), other numbers of ranks
-(elastic.py).
+(elastic.py), digests (sealing.py).
 """
 
 import fcntl
-import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -26,9 +25,23 @@ from torch import Tensor
 from longdraft.models.files import write_atomically, write_tensors
 from longdraft.train import elastic
 from longdraft.train.config import Config, config_from_dict, to_dict, to_yaml
-from longdraft.train.engine import LAG_S, DraftEngine, Ranks, TrainingError, wrong_files
+from longdraft.train.engine import LAG_S, DraftEngine, Ranks, TrainingError
+from longdraft.train.sealing import (
+    STATE,
+    changed,
+    damage,
+    file_digest,
+    has_digests,
+    say_without_digests,
+    seal,
+    whole,
+)
 
-STATE, WEIGHTS = "state.json", "draft.safetensors"
+WEIGHTS = "draft.safetensors"
+# What a state file must have, of a checkpoint and of the best weights.
+FIELDS = {"step": int, "files": dict, "config": dict, "extra.heldout": dict}
+CHECKPOINT_FIELDS = FIELDS | {"world_size": int, "extra.skipped": int, "extra.wandb_id": (str, type(None))}
+BEST_FIELDS = FIELDS | {"score": (int, float)}
 # What may differ between a run and its resumption; anything else would change the result.
 FREE = ("train.run_dir", "train.save_every", "train.keep_checkpoints", "train.micro_batch", "train.max_skipped", "log",
     "heldout", "decoding", "data.max_dropped_share",
@@ -112,27 +125,37 @@ def save(engine: DraftEngine, run_dir: str | Path, step: int, extra: dict[str, A
     weights = engine.weights()
     _check_finite(weights, folder, step, ranks)
 
+    own: dict[str, tuple[int, str]] = {}  # size and digest of each file that this rank has written
+
     def write_weights() -> None:
+        files = engine.written()
         if ranks.first:
             write_tensors(weights, temporary / WEIGHTS)
+            files.append(temporary / WEIGHTS)
         if ranks.local_rank == 0:
             for file in temporary.iterdir():
                 _sync(file)
+        own.update({file.name: (file.stat().st_size, file_digest(file)) for file in files})
 
     def finish() -> None:
-        sizes = {file.name: file.stat().st_size for file in sorted(temporary.iterdir())}
+        sizes, digests = ({name: files[name][i] for name in sorted(files)} for i in (0, 1))
         content = {"step": step, "world_size": ranks.world_size, "files": sizes, "config": to_dict(engine.config)}
         content["threads"] = torch.get_num_threads() if ranks.device.type == "cpu" else None
-        (temporary / STATE).write_text(json.dumps(content | {"extra": extra}, indent=1), encoding="utf-8")
+        (temporary / STATE).write_text(seal(content | {"extra": extra}, digests), encoding="utf-8")
         _sync(temporary / STATE)
         _sync(temporary)
         _put_in_place(temporary, final, keep)
 
-    for part, by_all in ((lambda: _empty(temporary), False), (lambda: engine.write(temporary), True),
-                         (write_weights, True), (finish, False)):  # fmt: skip
+    def together(part: Callable[[], BaseException | None], by_all: bool) -> None:
         failures = ranks.failures(_attempt(part) if by_all or ranks.first else None)
         if failures:
             ranks.from_first(partial(_give_up, temporary, step, failures, weights))
+
+    together(lambda: _empty(temporary), by_all=False)
+    together(lambda: engine.write(temporary), by_all=True)
+    together(write_weights, by_all=True)
+    files = {name: about for of_rank in ranks.gather(own) for name, about in of_rank.items()}
+    together(finish, by_all=False)
     return final
 
 
@@ -187,16 +210,22 @@ def _last(folder: Path) -> str:
     return str(finished[-1]) if finished else "the beginning"
 
 
-def newest(run_dir: str | Path) -> tuple[Path, dict[str, Any]] | None:
+def newest(
+    run_dir: str | Path, read: Collection[str] = (), passed_over: Collection[Path] = ()
+) -> tuple[Path, dict[str, Any]] | None:
     """The newest whole checkpoint and its state.json, or None. A folder whose files are missing or have another size
     than when they were saved is passed over, with a line that says so.
+
+    Args:
+        read: names of files that will be read, whose content must be what was saved too.
+        passed_over: folders that are known to be damaged.
 
     Raises:
         ValueError: there are checkpoints, but none is whole.
     """
     finished = _finished(checkpoint_folder(run_dir))
     for folder in reversed(finished):
-        state = _whole(folder)
+        state = None if folder in passed_over else whole(folder, CHECKPOINT_FIELDS, read)
         if state is not None:
             return folder, state
     if finished:
@@ -228,7 +257,8 @@ def save_best(
         _empty(temporary)
         write_tensors(weights, temporary / WEIGHTS)
         sizes = {WEIGHTS: (temporary / WEIGHTS).stat().st_size}
-        (temporary / STATE).write_text(json.dumps(content | {"files": sizes}, indent=1), encoding="utf-8")
+        digests = {WEIGHTS: file_digest(temporary / WEIGHTS)}
+        (temporary / STATE).write_text(seal(content | {"files": sizes}, digests), encoding="utf-8")
         for path in (temporary / WEIGHTS, temporary / STATE, temporary):
             _sync(path)
         _put_best_in_place(temporary, folder / f"step_{step:06d}")
@@ -243,7 +273,7 @@ def save_best(
 
 
 def _put_best_in_place(temporary: Path, final: Path) -> None:
-    if final.exists():  # the same step, measured otherwise
+    if final.exists():  # the same step, measured otherwise; after a kill in between it is damaged, and measured again
         for name in (WEIGHTS, STATE):
             (temporary / name).rename(final / name)
     else:
@@ -262,24 +292,36 @@ def forget_best(run_dir: str | Path) -> None:
 def best(run_dir: str | Path) -> tuple[Path, dict[str, Any]] | None:
     """The folder of the weights that decoded best, and its state.json; None where there is none that is whole, with a
     line about a damaged one."""
-    found = [(folder, _whole(folder)) for folder in _finished(best_folder(run_dir))]
+    found = [(folder, whole(folder, BEST_FIELDS, [WEIGHTS])) for folder in _finished(best_folder(run_dir))]
     # Two are there after a kill, just before the worse one was removed.
-    whole = [(folder, state) for folder, state in found if state is not None]
-    return max(whole, key=lambda one: one[1]["score"], default=None)
+    sound = [(folder, state) for folder, state in found if state is not None]
+    return max(sound, key=lambda one: one[1]["score"], default=None)
 
 
 def find(run_dir: str | Path, ranks: Ranks, patience_s: float = LAG_S) -> tuple[Path, dict[str, Any]] | None:
-    """`newest` as the first rank sees it, on all ranks alike; all call it.
+    """`newest` as the first rank sees it, on all ranks alike; all call it. Its files are what was saved: each is read
+    once, by one of the ranks.
 
     Raises:
         ValueError: as `newest`; some rank does not see the files within `patience_s` seconds.
     """
-    found = ranks.from_first(lambda: newest(run_dir))
-    unseen = ranks.unseen(found[0], found[1]["files"], patience_s) if found is not None else ""
-    if found is not None and unseen:
-        raise ValueError(
-            f"train.run_dir: not every rank sees {found[0]} ({unseen}); give a folder on a file system they share"
-        )
+    damaged: list[Path] = []
+    while (found := ranks.from_first(lambda: newest(run_dir, passed_over=damaged))) is not None:
+        folder, state = found
+        unseen = ranks.unseen(folder, state["files"], patience_s)
+        if unseen:
+            raise ValueError(
+                f"train.run_dir: not every rank sees {folder} ({unseen}); give a folder on a file system they share"
+            )
+        if ranks.first:
+            say_without_digests(folder, state)
+        names = sorted(state["files"], key=state["files"].__getitem__) if has_digests(state) else []
+        own = changed(folder, state, names[ranks.rank :: ranks.world_size])
+        broken = [name for of_rank in ranks.gather(own) for name in of_rank]
+        if not broken:
+            break
+        ranks.say(damage(folder, broken))
+        damaged.append(folder)
     return found
 
 
@@ -326,9 +368,19 @@ def check_same_data(state: dict[str, Any], data: dict[str, Any], config: Config)
 
 
 def saved_config(run_dir: str | Path, state: dict[str, Any]) -> Config:
-    """The config a checkpoint was saved under, at the place where its run lies now."""
+    """The config a checkpoint was saved under, at the place where its run lies now.
+
+    Raises:
+        ValueError: it is none that this version can read.
+    """
     values = state["config"]
-    return config_from_dict(values | {"train": values["train"] | {"run_dir": str(run_dir)}})
+    try:
+        return config_from_dict(values | {"train": {**values.get("train", {}), "run_dir": str(run_dir)}})
+    except (ValueError, TypeError) as error:
+        raise ValueError(
+            f"train.run_dir: the config in {STATE} of {run_dir}'s step {state['step']} cannot be read ({error}); "
+            "remove that checkpoint, or give another folder"
+        ) from error
 
 
 def _finished(folder: Path) -> list[Path]:
@@ -336,20 +388,6 @@ def _finished(folder: Path) -> list[Path]:
     return sorted(
         (path.parent for path in folder.glob(f"step_{'[0-9]' * 6}/{STATE}")), key=lambda path: int(path.name[5:])
     )
-
-
-def _whole(folder: Path) -> dict[str, Any] | None:
-    """The folder's state.json; None, and a line that says so, where a file is missing or has another size than when it
-    was saved."""
-    try:
-        state = json.loads((folder / STATE).read_text(encoding="utf-8"))
-        broken = wrong_files(folder, state["files"])
-    except ValueError:  # no JSON any more
-        state, broken = None, [STATE]
-    if not broken:
-        return state
-    print(f"{folder} is damaged ({', '.join(broken)}) and is passed over", flush=True)
-    return None
 
 
 def _sync(path: Path) -> None:

@@ -5,8 +5,9 @@ by the fixture `start_ranks`.
 in rank 1's `stop` from the n-th look on. With "overflow": step, rank 1's gradient of that step is infinite, its loss is
 not. {"limit": {rank: bytes}}: no larger file can be written by that rank, by the others any. {"find": [run_dir by
 rank], "patience", "out"}. {"few": [override, ...], "out"}: an engine whose smallest group gives rank 1 nothing.
-{"copy": [from, to]}: a run's folder, "without": checkpoints left out. {"swap": [old, new]}: new in place of old.
-{"done": path} makes a file, {"wait": path} waits for one. {"main": [override, ...]}: the rest is the command's.
+{"copy": [from, to]}: a run's folder, "without": checkpoints left out. {"flip": [file]}: a bit of each. {"swap": [old,
+new]}: new in place of old. {"done": path} makes a file, {"wait": path} waits for one. {"main": [override, ...]}: the
+rest is the command's.
 """
 
 import json
@@ -99,6 +100,11 @@ def alone(action):
         shutil.copytree(*action["copy"])
         for name in action.get("without", []):
             shutil.rmtree(Path(action["copy"][1]) / "checkpoints" / name)
+    elif "flip" in action:
+        for file in map(Path, action["flip"]):
+            content = bytearray(file.read_bytes())
+            content[len(content) // 2] ^= 1
+            file.write_bytes(content)
     elif "swap" in action:
         old, new = action["swap"]
         shutil.rmtree(old)

@@ -307,9 +307,11 @@ def test_a_kill_or_a_damaged_file_never_costs_the_best(evaluator, trained, tmp_p
     shutil.copytree(before, tmp_path / "best" / "tmp-step_000016")
     kept, _ = state.best(tmp_path) or (None, {})
     assert kept == tmp_path / "best" / "step_000008"
-    (kept / state.WEIGHTS).write_bytes(b"half")
+    content = bytearray((kept / state.WEIGHTS).read_bytes())
+    content[-1] ^= 1
+    (kept / state.WEIGHTS).write_bytes(content)
     assert (state.best(tmp_path) or (None, {}))[0] == tmp_path / "best" / "step_000012"
-    assert f"{kept} is damaged (draft.safetensors" in capsys.readouterr().out
+    assert f"{kept} is damaged (draft.safetensors is not as it was saved)" in capsys.readouterr().out
 
 
 def test_a_resumed_run_keeps_the_best_and_rotation_leaves_it(trained, config_file, alone, target, tmp_path):

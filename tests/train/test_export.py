@@ -22,6 +22,7 @@ from longdraft.train import state
 from longdraft.train.config import config_from_dict, load_config, to_dict
 from longdraft.train.export import export, largest_difference
 from longdraft.train.opening import DTYPES
+from longdraft.train.sealing import file_digest, seal
 from longdraft.train.tracking import read_metrics
 from longdraft.train.vocabulary import frequent_tokens
 
@@ -53,9 +54,11 @@ def made_run(config_file, tmp_path):
         folder = state.checkpoint_folder(tmp_path / "run") / "step_000007"
         folder.mkdir(parents=True)
         save_file(draft.to(DTYPES[precision]).state_dict(), folder / state.WEIGHTS)
-        content = {"step": 7, "world_size": 1, "config": to_dict(config), "extra": {"heldout": {"rank_rates": [[0.5]]}}}
+        content = {"step": 7, "world_size": 1, "config": to_dict(config), "extra": {"skipped": 0, "wandb_id": None}}
+        content["extra"] |= {"heldout": {"rank_rates": [[0.5]]}}
         files = {state.WEIGHTS: (folder / state.WEIGHTS).stat().st_size}
-        (folder / state.STATE).write_text(json.dumps(content | {"files": files}))
+        digests = {state.WEIGHTS: file_digest(folder / state.WEIGHTS)}
+        (folder / state.STATE).write_text(seal(content | {"files": files}, digests))
         return tmp_path / "run", target, draft
 
     return make
@@ -149,10 +152,10 @@ def test_best_weights_are_exported_when_asked(made_run, capsys):
     newest = state.checkpoint_folder(run) / "step_000007"
     best = state.best_folder(run) / "step_000004"
     shutil.copytree(newest, best)
-    content = json.loads((best / state.STATE).read_text()) | {"step": 4, "score": 1.5}
-    (best / state.STATE).write_text(json.dumps(content))
     weights = {name: weight + 1 for name, weight in load_file(newest / state.WEIGHTS).items()}
     save_file(weights, best / state.WEIGHTS)
+    content = json.loads((best / state.STATE).read_text()) | {"step": 4, "score": 1.5}
+    (best / state.STATE).write_text(seal(content, {state.WEIGHTS: file_digest(best / state.WEIGHTS)}))
     folder = export(run, target=target, best=True)
     assert "Exported step 4 of" in capsys.readouterr().out
     assert all(torch.equal(weight, weights[name]) for name, weight in load_file(folder / WEIGHTS).items())

@@ -36,6 +36,8 @@ PLAN = [f"train.steps={STEPS}", "train.micro_batch=1", "train.global_batch=8", "
     "train.zero_stage=3", "train.keep_checkpoints=3", "heldout.every=24", "heldout.rows=2",
 ]  # fmt: skip
 OVERFLOWS = {"1": [], "2": [], "3": [], "bf16": ["train.precision=bf16"]}
+# Files of one checkpoint, of equal size: ranks that share out the reading have one each.
+OF_BOTH = [f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(2)]
 SHORT = [
     "train.steps=3",
     "optimizer.warmup_steps=1",
@@ -133,6 +135,9 @@ def _first_ranks(story: SimpleNamespace, command: list[str], start_ranks) -> Non
         {"train": moved, "out": str(folder / "damaged-said")},
         {"copy": [str(folder / "unbroken"), str(lagging)], "without": [f"step_{STEPS:06d}"]},
         {"find": [str(folder / "unbroken"), str(lagging)], "patience": 0, "out": str(folder / "found")},
+        {"copy": [str(folder / "unbroken"), str(folder / "flipped")]},
+        {"flip": [str(folder / "flipped" / "checkpoints" / f"step_{STEPS:06d}" / name) for name in OF_BOTH]},
+        {"find": [str(folder / "flipped")] * 2, "patience": 0, "out": str(folder / "sound")},
         {"train": [*SHORT, f"train.run_dir={folder / 'online'}", "log.wandb=online"]},
         {"train": [*SHORT, f"train.run_dir={folder / 'offline'}"]},
         {"train": command, "stop": 4},  # within the first step
@@ -243,7 +248,7 @@ def test_a_checkpoint_whose_state_is_cut_off_is_passed_over(story, capsys):
     file = run_dir / "checkpoints" / f"step_{STEPS:06d}" / state.STATE
     file.write_text(file.read_text()[:-9])
     assert newest_step(run_dir) < STEPS
-    assert f"step_{STEPS:06d} is damaged (state.json) and is passed over" in capsys.readouterr().out
+    assert f"step_{STEPS:06d} is damaged (state.json is no JSON) and is passed over" in capsys.readouterr().out
 
 
 def test_the_first_rank_chooses_the_checkpoint(story):
@@ -251,6 +256,17 @@ def test_the_first_rank_chooses_the_checkpoint(story):
     newest = story.folder / "unbroken" / "checkpoints" / f"step_{STEPS:06d}"
     assert newest_step(story.folder / "lagging") < STEPS
     assert [(story.folder / f"found-{rank}").read_text() for rank in range(2)] == [str(newest)] * 2
+
+
+def test_ranks_share_out_the_reading_of_a_checkpoint_and_agree(story):
+    """Either rank finds one of two flipped bits; both names are said, and both ranks go back to the same checkpoint."""
+    checkpoints = story.folder / "flipped" / "checkpoints"
+    former = sorted(path for path in checkpoints.iterdir() if path.name.startswith("step_"))[-2]
+    assert [(story.folder / f"sound-{rank}").read_text() for rank in range(2)] == [str(former)] * 2
+    named = [f"{name} is not as it was saved" for name in OF_BOTH]
+    folder = checkpoints / f"step_{STEPS:06d}"
+    lines = [line for line in story.said["first"].splitlines() if str(folder) in line and "is damaged" in line]
+    assert len(lines) == 1 and lines[0].endswith(" and is passed over") and all(name in lines[0] for name in named)
 
 
 @pytest.mark.parametrize("full", [0, 1])
