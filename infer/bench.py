@@ -12,25 +12,34 @@ import torch
 from longdraft.infer.drafters.base import Drafter
 from longdraft.infer.engine import Engine
 from longdraft.infer.measure import (
+    UNWATCHED,
     against_transformers,
     as_json,
+    decode,
+    decode_cost,
     decode_in_turns,
     exact,
     flips,
+    plan_turns,
+    prefill_cost,
     reference_logits,
     same_tokens,
     speedups,
     summarise,
     surroundings,
+    transformers_cost,
     width_curve,
-)  # fmt: skip
+    width_curve_cost,
+)
+from longdraft.infer.progress import Part, Watch
 from longdraft.infer.sampling import SamplingParams
 from longdraft.infer.tasks import Task
 from longdraft.models.hf import Target
 
 EXACT_PROMPTS, EXACT_TOKENS = 2, 24
 NOISE_TEMPERATURES, NOISE_PROMPTS, NOISE_TOKENS = (0.7, 1.0), 3, 64
-Step = Callable[[str], object]
+FLIP_TOKENS = 64
+REFERENCE, CURVE, FLIPS, PEER = "logits in fp32", "cost of a pass by its rows", "flips", "timing transformers"
 # A drafter for a target whose dtype is settled.
 Builder = Callable[[Target], Drafter]
 
@@ -49,6 +58,10 @@ class BenchSettings:
     contexts: tuple[int, ...] | None = None
     noise: bool = False
 
+    def curve_contexts(self, prompts: Sequence[Sequence[int]]) -> tuple[int, ...]:
+        """The lengths of the width curve."""
+        return self.contexts or (len(prompts[0]),)
+
     def params(self, temperature: float = 0.0, new_tokens: int | None = None) -> SamplingParams:
         """The request of every prompt at this temperature."""
         return SamplingParams(
@@ -62,7 +75,7 @@ def bench(
     tasks: Sequence[Task],
     settings: BenchSettings,
     transformers_model=None,
-    step: Step = print,
+    watch: Watch = UNWATCHED,
 ) -> dict:
     """Everything as plain dicts.
 
@@ -70,21 +83,26 @@ def bench(
         target: loaded in fp32; it is cast to `settings.dtype` on the way, and drafters are built anew.
         builders: by the name that the figures stand under; plain decoding is always measured.
         transformers_model: the same checkpoint as a transformers model in `settings.dtype`, or None.
-        step: told what is measured next.
+        watch: told what is measured and how it goes on.
 
     Raises:
+        ValueError: a prompt that does not fit the target's positions.
         RuntimeError: a drafter whose fp32 tokens are not plain decoding's.
     """
     prompts = [task.tokens for task in tasks]
-    result: dict = _exactness(target, builders, prompts, settings, step)
-    step("fp32 reference")
+    _check_lengths(target, prompts, settings)
+    watch.plan(plan(list(builders), prompts, settings, transformers_model is not None))
+    result: dict = _exactness(target, builders, prompts, settings, watch)
+    watch.begin(REFERENCE)
     # Dtypes and widths are compared on the target's own greedy text.
-    text = prompts[0] + Engine(target).generate([prompts[0]], settings.params(new_tokens=64))[0].tokens
+    text = prompts[0] + decode(Engine(target), prompts[:1], settings.params(new_tokens=FLIP_TOKENS), watch)[0].tokens
     start = len(prompts[0]) - 1
     reference = reference_logits(target, text, start)
     target.model.to(settings.dtype)
-    step("width curve")
-    curves = {context: width_curve(target, context) for context in settings.contexts or (len(prompts[0]),)}
+    curves = {}
+    for context in settings.curve_contexts(prompts):
+        watch.begin(f"{CURVE}, behind {context} tokens")
+        curves[context] = width_curve(target, context, watch=watch)
     result["width_curves_ms"] = {
         str(context): {str(width): round(1e3 * seconds, 3) for width, seconds in curve.items()}
         for context, curve in curves.items()
@@ -95,17 +113,18 @@ def bench(
         engines = {"plain": Engine(target)}
         engines |= {name: Engine(target, build(target), nodes=settings.nodes) for name, build in builders.items()}
         widest = max(widest, *(1 + engine.drafter.max_nodes for engine in engines.values()))
-        runs.append(_run(engines, tasks, settings, temperature, step))
+        runs.append(_run(engines, tasks, settings, temperature, watch))
     result["runs"] = runs
     if settings.noise:
-        result["noise"] = _noise(target, builders, prompts[:NOISE_PROMPTS], settings, step)
+        result["noise"] = _noise(target, builders, prompts[:NOISE_PROMPTS], settings, watch)
     if transformers_model is not None:
-        step("transformers")
-        theirs, ours, equal = against_transformers(transformers_model, Engine(target), prompts, settings.params())
+        watch.begin(PEER)
+        params = settings.params()
+        theirs, ours, equal = against_transformers(transformers_model, Engine(target), prompts, params, watch)
         result["transformers_tokens_per_second"] = round(theirs, 3)
         result["plain_over_transformers"] = round(ours.tokens_per_second / theirs, 3)
         result["tokens_equal_to_transformers"] = equal
-    step("flips")
+    watch.begin(FLIPS)
     result["flips"] = asdict(flips(target, reference, text, start, widest))
     lengths = [len(prompt) for prompt in prompts]
     said = {"prompts": len(prompts), "batch": 1, "prompt_tokens": [min(lengths), max(lengths)]}
@@ -113,27 +132,80 @@ def bench(
     return result | {"settings": said} | surroundings(target)
 
 
-def _exactness(target: Target, builders: Mapping[str, Builder], prompts, settings: BenchSettings, step: Step) -> dict:
+def plan(names: Sequence[str], prompts: Sequence[list[int]], settings: BenchSettings, transformers: bool) -> list[Part]:
+    """The parts of `bench` in order, and what each costs beside a step of plain decoding, about."""
+    some = prompts[:EXACT_PROMPTS]
+    parts = [
+        Part(_proof_words(name, way, len(some)), "proof", 2 * decode_cost(some, EXACT_TOKENS))
+        for name in names
+        for way in _proof_ways(settings)
+    ]
+    start = len(prompts[0])
+    reference = decode_cost(prompts[:1], FLIP_TOKENS) + prefill_cost(start) + FLIP_TOKENS
+    parts.append(Part(REFERENCE, "proof", reference))
+    for context in settings.curve_contexts(prompts):
+        parts.append(Part(f"{CURVE}, behind {context} tokens", CURVE, width_curve_cost(context)))
+    for temperature in settings.temperatures:
+        params, what = settings.params(temperature), _timing_words(temperature)
+        parts += plan_turns(["plain", *names], prompts, params, what)
+    if settings.noise:
+        noisy = decode_cost(prompts[:NOISE_PROMPTS], NOISE_TOKENS)
+        parts += [Part(words, "noise", noisy) for name in names for _, _, words in _noise_ways(name)]
+    if transformers:
+        parts.append(Part(PEER, PEER, transformers_cost(prompts, settings.params())))
+    return [*parts, Part(FLIPS, "plain", 2 * prefill_cost(start) + 2 * FLIP_TOKENS)]
+
+
+def _check_lengths(target: Target, prompts: Sequence[Sequence[int]], settings: BenchSettings) -> None:
+    positions = target.model.config.max_positions
+    for number, prompt in enumerate(prompts, start=1):
+        if len(prompt) + settings.new_tokens > positions:
+            raise ValueError(
+                f"prompt {number} has {len(prompt)} tokens: with {settings.new_tokens} new ones it does not fit the "
+                f"target's {positions} positions; ask for fewer"
+            )
+    for context in settings.contexts or ():
+        if not 1 <= context <= positions:
+            raise ValueError(f"contexts: {context} must lie in 1..{positions}, the target's positions")
+
+
+def _proof_ways(settings: BenchSettings) -> dict[str, SamplingParams]:
+    sampled = replace(settings.params(1.0, EXACT_TOKENS), top_p=0.95)
+    return {"greedy": settings.params(new_tokens=EXACT_TOKENS), "sampled": sampled}
+
+
+def _proof_words(name: str, way: str, count: int) -> str:
+    together = "1 prompt" if count == 1 else f"{count} prompts together"
+    return f"proof in fp32 that {name} is exact, {way}, {together}"
+
+
+def _timing_words(temperature: float) -> str:
+    return f"timing at T {temperature:g}:" if temperature else "timing, greedy:"
+
+
+def _exactness(target: Target, builders: Mapping[str, Builder], prompts, settings: BenchSettings, watch: Watch) -> dict:
     """tokens == tokens in fp32, greedy and seeded, every proposed node verified."""
     if not builders:
         return {}
-    sampled = replace(settings.params(1.0, EXACT_TOKENS), top_p=0.95)
-    ways, some = [settings.params(new_tokens=EXACT_TOKENS), sampled], prompts[:EXACT_PROMPTS]
+    ways, some = _proof_ways(settings), prompts[:EXACT_PROMPTS]
     for name, build in builders.items():
-        step(f"exactness of {name} in fp32")
-        if not exact(target, Engine(target, build(target), nodes=None), some, ways):
-            raise RuntimeError(
-                f"exact: NO, {name}'s tokens in fp32 differ from plain decoding's; no speed is worth a number"
-            )
+        engine = Engine(target, build(target), nodes=None)
+        for way, params in ways.items():
+            watch.begin(_proof_words(name, way, len(some)))
+            if not exact(target, engine, some, params, watch):
+                raise RuntimeError(
+                    f"exact: NO, {name}'s tokens in fp32 differ from plain decoding's; no speed is worth a number"
+                )
     checked = len(ways) * len(some) * EXACT_TOKENS
     return {"exact": True, "exact_checked": f"{checked} tokens a drafter in fp32, greedy and T 1 with top-p 0.95"}
 
 
 def _run(
-    engines: Mapping[str, Engine], tasks: Sequence[Task], settings: BenchSettings, temperature: float, step: Step
+    engines: Mapping[str, Engine], tasks: Sequence[Task], settings: BenchSettings, temperature: float, watch: Watch
 ) -> dict:
     """All drafters at one temperature: totals, by kind of task, and prompt by prompt against plain decoding."""
-    done = decode_in_turns(engines, [task.tokens for task in tasks], settings.params(temperature), step)
+    prompts, params = [task.tokens for task in tasks], settings.params(temperature)
+    done = decode_in_turns(engines, prompts, params, watch, _timing_words(temperature))
     plain = done["plain"]
     figures: dict = {}
     for name, generations in done.items():
@@ -156,19 +228,27 @@ def _run(
     return {"temperature": temperature, "drafters": figures}
 
 
-def _noise(target: Target, builders: Mapping[str, Builder], prompts, settings: BenchSettings, step: Step) -> dict:
+def _noise_ways(name: str) -> list[tuple[float, bool, str]]:
+    """Temperature, with the noise or without, and how that is called."""
+    return [
+        (temperature, noisy, f"{name} at T {temperature}, {'with' if noisy else 'without'} the noise")
+        for temperature in NOISE_TEMPERATURES
+        for noisy in (True, False)
+    ]
+
+
+def _noise(target: Target, builders: Mapping[str, Builder], prompts, settings: BenchSettings, watch: Watch) -> dict:
     """Tokens a step and acceptance with the noise in the ranking and without, every proposed node verified."""
     found: dict = {}
     for name, build in builders.items():
-        for temperature in NOISE_TEMPERATURES:
+        for temperature, noisy, words in _noise_ways(name):
+            watch.begin(words)
             params = settings.params(temperature, NOISE_TOKENS)
-            for noisy in (True, False):
-                step(f"{name} at T {temperature}, {'with' if noisy else 'without'} the noise")
-                engine = Engine(target, build(target), nodes=None, noise_in_ranking=noisy)
-                measured = summarise([engine.generate([prompt], params)[0] for prompt in prompts])
-                entry = found.setdefault(name, {}).setdefault(str(temperature), {})
-                entry["with" if noisy else "without"] = {
-                    "tokens_per_step": round(measured.tokens_per_step, 4),
-                    "acceptance": round(measured.acceptance, 4),
-                }
+            engine = Engine(target, build(target), nodes=None, noise_in_ranking=noisy)
+            measured = summarise([decode(engine, [prompt], params, watch)[0] for prompt in prompts])
+            entry = found.setdefault(name, {}).setdefault(str(temperature), {})
+            entry["with" if noisy else "without"] = {
+                "tokens_per_step": round(measured.tokens_per_step, 4),
+                "acceptance": round(measured.acceptance, 4),
+            }
     return found

@@ -11,7 +11,7 @@ import resource
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -22,10 +22,12 @@ import torch
 from torch import Tensor
 
 from longdraft.infer.engine import Engine
+from longdraft.infer.progress import Part, Unwatched, Watch
 from longdraft.infer.results import Generation
 from longdraft.infer.sampling import SamplingParams
 from longdraft.models.hf import Target
 
+UNWATCHED = Unwatched()
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 40)
 
 
@@ -80,24 +82,62 @@ def summarise(generations: Sequence[Generation]) -> Measured:
     )
 
 
+def prefill_cost(tokens: int) -> float:
+    """What a prompt costs beside a step of plain decoding, about; for estimates of the time left alone."""
+    return tokens / 8
+
+
+def decode_cost(prompts: Sequence[Sequence[int]], new_tokens: int) -> float:
+    """The same of decoding these prompts."""
+    return sum(prefill_cost(len(prompt)) + new_tokens for prompt in prompts)
+
+
+def decode(engine: Engine, prompts: Sequence[list[int]], params: SamplingParams, watch: Watch) -> list[Generation]:
+    """`Engine.generate`, watched."""
+    done: list[Generation] = []
+    begun: set[int] = set()
+    for piece in engine.stream(prompts, params):
+        watch.advance(len(piece.tokens) + (0 if piece.index in begun else prefill_cost(len(prompts[piece.index]))))
+        begun.add(piece.index)
+        done += [piece.generation] if piece.generation else []
+    return sorted(done, key=lambda generation: generation.index)
+
+
+def turn_words(what: str, name: str, number: int, count: int) -> str:
+    """How a timed prompt is called."""
+    return f"{what} {name}, prompt {number} of {count}"
+
+
 def decode_in_turns(
-    engines: Mapping[str, Engine],
-    prompts: Sequence[list[int]],
-    params: SamplingParams,
-    step: Callable[[str], object] = lambda what: None,
+    engines: Mapping[str, Engine], prompts: Sequence[list[int]], params: SamplingParams, watch: Watch, what: str
 ) -> dict[str, list[Generation]]:
     """Decode every prompt with every engine, one prompt at a time and the engines in turns, after a warm-up of each.
 
-    The warm-up is on another text, so that no drafter has seen an answer that is timed.
+    The warm-up is on another text, so that no drafter has seen an answer that is timed. what: how it is called.
     """
+    watch.begin(f"{what} warm-up")
     for engine in engines.values():
-        engine.generate([prompts[0][::-1]], replace(params, max_new_tokens=min(16, params.max_new_tokens)))
+        decode(engine, [prompts[0][::-1]], _warm_up(params), watch)
     done: dict[str, list[Generation]] = {name: [] for name in engines}
-    for prompt in prompts:
+    for number, prompt in enumerate(prompts, start=1):
         for name, engine in engines.items():
-            step(f"{name}, prompt {len(done[name]) + 1} of {len(prompts)}")
-            done[name] += engine.generate([prompt], params)
+            watch.begin(turn_words(what, name, number, len(prompts)))
+            done[name] += decode(engine, [prompt], params, watch)
     return done
+
+
+def _warm_up(params: SamplingParams) -> SamplingParams:
+    return replace(params, max_new_tokens=min(16, params.max_new_tokens))
+
+
+def plan_turns(names: Sequence[str], prompts: Sequence[list[int]], params: SamplingParams, what: str) -> list[Part]:
+    """The parts of `decode_in_turns`."""
+    warm_up = len(names) * decode_cost(prompts[:1], _warm_up(params).max_new_tokens)
+    return [Part(f"{what} warm-up", "warm-up", warm_up)] + [
+        Part(turn_words(what, name, number, len(prompts)), name, decode_cost([prompt], params.max_new_tokens))
+        for number, prompt in enumerate(prompts, start=1)
+        for name in names
+    ]
 
 
 def speedups(plain: Sequence[Generation], other: Sequence[Generation]) -> list[float]:
@@ -111,18 +151,30 @@ def same_tokens(plain: Sequence[Generation], other: Sequence[Generation]) -> tup
     return sum(a == b for a, b in pairs), len(pairs)
 
 
-def exact(target: Target, engine: Engine, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> bool:
-    """Whether this engine gives plain decoding's tokens for every prompt under every SamplingParams (seeds set)."""
-    plain = Engine(target)
-    return all(
-        [g.tokens for g in plain.generate(prompts, one)] == [g.tokens for g in engine.generate(prompts, one)]
-        for one in params
-    )
+def exact(target: Target, engine: Engine, prompts: Sequence[list[int]], params: SamplingParams, watch: Watch) -> bool:
+    """Whether this engine gives plain decoding's tokens for every prompt (seed set)."""
+    plain, other = (decode(one, prompts, params, watch) for one in (Engine(target), engine))
+    return [g.tokens for g in plain] == [g.tokens for g in other]
+
+
+def _pass_cost(width: int) -> float:
+    """A pass of so many rows beside one of a single row, about."""
+    return 1 + width / 8
+
+
+def width_curve_cost(context: int, widths: Sequence[int] = WIDTHS, repeats: int = 7) -> float:
+    """What `width_curve` costs, in steps of plain decoding."""
+    return prefill_cost(context) + (repeats + 1) * sum(map(_pass_cost, widths))
 
 
 @torch.no_grad()
 def width_curve(
-    target: Target, context: int, widths: Sequence[int] = WIDTHS, repeats: int = 7, seed: int = 0
+    target: Target,
+    context: int,
+    widths: Sequence[int] = WIDTHS,
+    repeats: int = 7,
+    seed: int = 0,
+    watch: Watch = UNWATCHED,
 ) -> dict[int, float]:
     """Median seconds of a target pass (logits of all rows) of each width behind `context` cached tokens, in turns."""
     model = target.model
@@ -134,6 +186,7 @@ def width_curve(
     for chunk in head.split(512, dim=1):
         model(chunk, cache=cache, needs={"last_kv"})
         cache.keep(None, torch.tensor([chunk.shape[1]], device=device))
+        watch.advance(prefill_cost(chunk.shape[1]))
     seconds: dict[int, list[float]] = {width: [] for width in widths}
     for turn in range(repeats + 1):
         for width in widths:
@@ -143,6 +196,7 @@ def width_curve(
                 torch.cuda.synchronize()
             if turn:  # the first turn warms up, and records
                 seconds[width].append(time.perf_counter() - begin)
+            watch.advance(_pass_cost(width))
     return {width: statistics.median(times) for width, times in seconds.items()}
 
 
@@ -197,9 +251,14 @@ def reference_logits(target: Target, tokens: Sequence[int], start: int) -> Tenso
     return _choice_logits(target, tokens, start, 1).float()
 
 
+def transformers_cost(prompts: Sequence[list[int]], params: SamplingParams) -> float:
+    """What `against_transformers` costs, in steps of plain decoding."""
+    return 3 * decode_cost(prompts, params.max_new_tokens)
+
+
 @torch.no_grad()
 def against_transformers(
-    model, plain: Engine, prompts: Sequence[list[int]], params: SamplingParams
+    model, plain: Engine, prompts: Sequence[list[int]], params: SamplingParams, watch: Watch = UNWATCHED
 ) -> tuple[float, Measured, tuple[int, int]]:
     """transformers' greedy `generate` and our plain decoding on the same prompts, in turns, both warmed up.
 
@@ -229,6 +288,7 @@ def against_transformers(
         seconds += whole - prefill
         tokens.append(new)
         generations += plain.generate([prompt], params)
+        watch.advance(transformers_cost([prompt], params))
     pairs = [pair for g, new in zip(generations, tokens, strict=True) for pair in zip(g.tokens, new, strict=True)]
     speed = sum(len(new) - 1 for new in tokens) / seconds
     return speed, summarise(generations), (sum(a == b for a, b in pairs), len(pairs))

@@ -5,12 +5,13 @@ Not here: which options a drafter has (its constructor), and how a command line'
 """
 
 from collections.abc import Sequence
-from numbers import Integral, Real
+from numbers import Integral
 from typing import Any
 
 from torch import nn
 
 from longdraft.infer.shape import TreeShape
+from longdraft.infer.values import is_number, is_whole, shown
 from longdraft.models.hf import Target
 
 # A static tree of more nodes costs more than it brings, on any machine.
@@ -24,11 +25,11 @@ def whole(name: str, value: Any, least: int, most: int | None = None, otherwise:
         ValueError: it is none.
     """
     limits = (f"at least {least}" if most is None else f"at least {least} and at most {most}") + otherwise
-    if not isinstance(value, Integral) or isinstance(value, bool):
-        raise ValueError(f"{name}={value!r}: must be a whole number, {limits}")
+    if not is_whole(value):
+        raise ValueError(f"{name}={shown(value)}: must be a whole number, {limits}")
     number = int(value)
     if number < least or (most is not None and number > most):
-        raise ValueError(f"{name}={value}: must be {limits}")
+        raise ValueError(f"{name}={shown(number)}: must be {limits}")
     return number
 
 
@@ -40,22 +41,22 @@ def check_whole_or(name: str, value: Any, others: Sequence[str | None], least: i
 
 def share(name: str, value: Any) -> float:
     """`value`, a number of at least 0, which turns it off, and below 1."""
-    if not isinstance(value, Real) or isinstance(value, bool) or not 0 <= float(value) < 1:
-        raise ValueError(f"{name}={value!r}: must be at least 0 (off) and below 1")
+    if not is_number(value) or not 0 <= float(value) < 1:
+        raise ValueError(f"{name}={shown(value)}: must be at least 0 (off) and below 1")
     return float(value)
 
 
 def flag(name: str, value: Any) -> bool:
     """`value`, True or False."""
     if not isinstance(value, bool):
-        raise ValueError(f"{name}={value!r}: must be True or False")
+        raise ValueError(f"{name}={shown(value)}: must be True or False")
     return value
 
 
 def one_of(name: str, value: Any, known: Sequence[str]) -> str:
     """`value`, one of the known words."""
     if not isinstance(value, str) or value not in known:
-        raise ValueError(f"{name}={value!r}: must be one of {', '.join(known)}")
+        raise ValueError(f"{name}={shown(value)}: must be one of {', '.join(known)}")
     return value
 
 
@@ -63,7 +64,7 @@ def level_widths(name: str, value: Any) -> tuple[int, ...]:
     """`value`, a whole number for each level of a tree; a single number is one level."""
     levels = (value,) if isinstance(value, Integral) else value
     if not isinstance(levels, Sequence) or isinstance(levels, str | bytes) or not levels:
-        raise ValueError(f"{name}={value!r}: must be a whole number for each level, such as (3, 3, 3)")
+        raise ValueError(f"{name}={shown(value)}: must be a whole number for each level, such as (3, 3, 3)")
     return tuple(whole(f"{name}[{i}]", width, 1) for i, width in enumerate(levels))
 
 

@@ -131,7 +131,7 @@ def draw(result: dict, metrics: list[dict], path: str | Path) -> None:
     _draw_agreement(agreement, training, heldout)
     _draw_curve(curve, result)
     _draw_speed(speed, result)
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=110, format="png")  # whatever the file is called
     plt.close(figure)
 
 

@@ -11,9 +11,10 @@ from longdraft.infer.drafters.base import Request
 from longdraft.infer.results import Generation, Piece, Statistics
 from longdraft.infer.sampling import SamplingParams, draw_seed, one_each
 from longdraft.infer.text import StopStrings
+from longdraft.infer.values import check_text, is_whole, shown
 from longdraft.models.hf import Target
 
-Message = Mapping[str, str]
+Message = Mapping[str, Any]
 Prompt = str | Sequence[int] | Sequence[Message]
 
 
@@ -32,8 +33,8 @@ def read_requests(
     """
     if hasattr(prompts, "tolist"):
         prompts = prompts.tolist()  # type: ignore[union-attr]
-    if not isinstance(prompts, Sequence):
-        raise ValueError(f"prompts: {prompts!r:.80}; give a text or a list of prompts")
+    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
+        raise ValueError(f"prompts: {shown(prompts)}; give a text or a list of prompts")
     if isinstance(prompts, str) or (prompts and isinstance(prompts[0], Mapping)):
         prompts = [prompts]  # type: ignore[list-item]
     if any(isinstance(prompt, Integral) for prompt in prompts):
@@ -41,7 +42,7 @@ def read_requests(
     requests = []
     for index, (prompt, sampling) in enumerate(zip(prompts, one_each(params, len(prompts)), strict=True)):
         if not isinstance(sampling, SamplingParams):
-            raise ValueError(f"params: {sampling!r} for prompt {index}; give SamplingParams, one or one a prompt")
+            raise ValueError(f"params: {shown(sampling)} for prompt {index}; give SamplingParams, one or one a prompt")
         tokens = prompt_tokens(target, prompt, f"prompt {index}")
         _check(target, index, tokens, sampling, max_length)
         seed = draw_seed() if sampling.seed is None else sampling.seed
@@ -57,19 +58,45 @@ def prompt_tokens(target: Target, prompt: Any, name: str = "prompt") -> list[int
     prompt = prompt.tolist() if hasattr(prompt, "tolist") else prompt
     chat = isinstance(prompt, Sequence) and bool(prompt) and all(isinstance(part, Mapping) for part in prompt)
     if not (isinstance(prompt, str) or chat):
-        if not (isinstance(prompt, Sequence) and all(isinstance(token, Integral) for token in prompt)):
-            raise ValueError(f"{name} is {prompt!r:.80}; give a text, a list of token ids or a list of chat messages")
+        listed = isinstance(prompt, Sequence) and not isinstance(prompt, bytes)
+        if not (listed and all(is_whole(token) for token in prompt)):
+            raise ValueError(f"{name} is {shown(prompt)}; give a text, a list of token ids or a list of chat messages")
         return [int(token) for token in prompt]
     if target.tokenizer is None:
         raise ValueError(f"{name}: a text needs a tokenizer, and this target has none; give token ids")
-    if not chat:
+    if isinstance(prompt, str):
+        check_text(name, prompt)
         return target.tokenizer(prompt).input_ids
     if not target.tokenizer.chat_template:
         raise ValueError(f"{name}: a chat needs a chat template, and {target.name}'s tokenizer has none; give text")
+    messages = [_message(message, f"{name}, message {i}") for i, message in enumerate(prompt)]
     try:
-        return target.tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, return_dict=False)
+        return target.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     except TemplateError as error:
         raise ValueError(f"{name}: {target.name}'s chat template refuses these messages: {error}") from error
+
+
+def _message(message: Any, name: str) -> dict[str, Any]:
+    """A chat's message with its content as one text: parts of text, as some interfaces write them, are put together."""
+    role, content = message.get("role"), message.get("content")
+    if not isinstance(role, str) or not role:
+        raise ValueError(f"{name}: role is {shown(role)}; give 'user', 'assistant' or another that the template knows")
+    check_text(f"{name}: role", role)
+    if content is None and message.get("tool_calls"):
+        return dict(message)
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    if not isinstance(parts, list | tuple) or not parts:
+        raise ValueError(f'{name}: content is {shown(content)}; give a text, or parts {{"type": "text", "text": ...}}')
+    for i, part in enumerate(parts):
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind != "text" or not isinstance(part.get("text"), str):
+            what = f"a part of type {shown(kind)}" if kind not in (None, "text") else shown(part)
+            raise ValueError(
+                f"{name}: content[{i}] is {what}; this target reads text alone, as "
+                '{"type": "text", "text": "..."}: leave other parts out'
+            )
+        check_text(f"{name}: content", part["text"])
+    return {**message, "content": "".join(part["text"] for part in parts)}
 
 
 def _check(target: Target, index: int, tokens: list[int], sampling: SamplingParams, max_length: int) -> None:
@@ -83,7 +110,7 @@ def _check(target: Target, index: int, tokens: list[int], sampling: SamplingPara
         ("sampling parameter stop_token_ids", sampling.stop_token_ids),
     ]:
         if ids and (min(ids) < 0 or max(ids) >= vocab):
-            raise ValueError(f"{name} must lie in 0..{vocab - 1}, got {min(ids)}..{max(ids)}")
+            raise ValueError(f"{name} must lie in 0..{vocab - 1}, got {shown(min(ids))}..{shown(max(ids))}")
     if len(set(sampling.banned_token_ids)) == vocab:
         raise ValueError("sampling parameter banned_token_ids: all tokens are banned; leave at least one")
     if sampling.stop_strings:

@@ -6,17 +6,16 @@ Plain decoding and the verification of a tree apply this same rule, so every dra
 itself (kernels/gumbel.py) and the walk (infer/verify.py). Shapes: B slots, N nodes, V vocabulary.
 """
 
-import math
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from numbers import Integral, Real
 
 import torch
 from torch import Tensor
 
 from longdraft.infer.history import History
 from longdraft.infer.penalties import Penalties
+from longdraft.infer.values import check_text, is_number, is_whole, shown
 from longdraft.kernels import backend
 from longdraft.kernels.choice import choose
 from longdraft.kernels.gumbel import gumbel_noise
@@ -27,6 +26,8 @@ KEPT_ROWS = 32
 LIKELIEST = 256
 # Below this a logit / T could overflow; the choice is the greedy one long before.
 COLDEST = 1e-6
+# Above this it would leave fp32, and infinities would be divided.
+WARMEST = 1e30
 
 
 @dataclass(frozen=True)
@@ -76,18 +77,20 @@ class SamplingParams:
     def __post_init__(self):
         def demand(holds: bool, name: str, want: str):
             if not holds:
-                raise ValueError(f"sampling parameter {name}={getattr(self, name)!r} must be {want}")
+                raise ValueError(f"sampling parameter {name}={shown(getattr(self, name))} must be {want}")
 
         def number(name: str, holds, want: str):
             value = getattr(self, name)
-            demand(isinstance(value, Real) and math.isfinite(value) and holds(value), name, want)
+            demand(is_number(value) and holds(value), name, want)
+            object.__setattr__(self, name, float(value))
 
-        def whole(name: str, least: int, want: str):
+        def whole(name: str, least: int, want: str, most: int = 2**62 - 1):
             value = getattr(self, name)
-            demand(isinstance(value, Integral) and least <= int(value) < 2**62, name, want)
+            demand(is_whole(value) and least <= int(value) <= most, name, want)
+            object.__setattr__(self, name, int(value))
 
-        warmest = "0 (greedy) or a number above, from 1e-06 on"
-        number("temperature", lambda t: t == 0 or t >= COLDEST, warmest)
+        warmest = "0 (greedy) or a number above, from 1e-06 on up to 1e+30"
+        number("temperature", lambda t: t == 0 or COLDEST <= t <= WARMEST, warmest)
         whole("top_k", 0, "0 (off) or a positive integer")
         number("top_p", lambda p: 0 < p <= 1, "above 0 and at most 1 (off)")
         number("min_p", lambda p: 0 <= p < 1, "at least 0 (off) and below 1")
@@ -98,16 +101,19 @@ class SamplingParams:
             number(name, lambda p: 1e-30 <= p <= 1e30, "above 0 (1e-30 to 1e30); 1 is off, above it penalises")
         for name in ("presence_penalty", "frequency_penalty"):
             number(name, lambda p: abs(p) <= 1e30, "a number from -1e30 to 1e30; 0 is off, above it penalises")
-        wide = isinstance(self.seed, Integral) and -(2**63) <= self.seed < 2**64
-        demand(self.seed is None or wide, "seed", "None or an integer of 64 bits")
+        if self.seed is not None:
+            whole("seed", -(2**63), "None or an integer of 64 bits", 2**64 - 1)
+        demand(isinstance(self.ignore_eos, bool), "ignore_eos", "True or False")
         for name in ("stop_token_ids", "banned_token_ids"):
             ids = getattr(self, name)
-            listed = isinstance(ids, Sequence | set | frozenset) and not isinstance(ids, str)
-            demand(listed and all(isinstance(t, Integral) and int(t) >= 0 for t in ids), name, "a list of token ids")
+            listed = isinstance(ids, Sequence | set | frozenset) and not isinstance(ids, str | bytes)
+            demand(listed and all(is_whole(t) and int(t) >= 0 for t in ids), name, "a list of token ids")
             object.__setattr__(self, name, tuple(int(token) for token in ids))
         listed = isinstance(self.stop_strings, list | tuple)
         full = listed and all(isinstance(text, str) and text for text in self.stop_strings)
         demand(full, "stop_strings", "a list of strings that are not empty")
+        for text in self.stop_strings:
+            check_text("sampling parameter stop_strings", text)
         object.__setattr__(self, "stop_strings", tuple(self.stop_strings))
 
 

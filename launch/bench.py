@@ -6,9 +6,14 @@ last line of the output is one JSON object.
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+from longdraft.launch.console import ends_on_ctrl_c, framed, note, show
+
+PROMPTS = 4
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -22,10 +27,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--data", help="prepared folder; texts are the beginnings of its held-out rows")
     add("--text-file", nargs="+", type=Path, help="instead of --data: texts are the beginnings of these files")
     add("--tasks", nargs="+", default=["continue"], help="what to do with the texts in turn: continue, summarise, edit")
-    add("--prompts", type=int, default=4, help="how many, evenly spaced over the held-out rows")
+    add("--prompts", type=int, help=f"with --data: how many, evenly spaced over the held-out rows (default: {PROMPTS})")
     add("--prompt-tokens", type=int, default=256, help="of a text")
     add("--new-tokens", type=int, default=128)
-    add("--nodes", default="auto", help="nodes a step verifies: auto (what pays), all, or a number")
+    add("--nodes", help="nodes a step verifies: auto (the default: what pays), all, or a number")
     add("--dtype", choices=("fp32", "bf16"), default="bf16", help="of the speeds; exactness is always shown in fp32")
     add("--device", help="default: cuda where there is one")
     add("--temperature", nargs="+", type=float, default=[0.0], help="one or more; 0 is greedy")
@@ -39,106 +44,140 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 1 where the draft is not exact."""
+    """Returns the exit status: 1 where the draft is not exact, 2 after an error, 130 after Ctrl-C."""
     parser = _parser()
-    args = parser.parse_args(argv)
-    if args.loss_memory:
-        return _loss_memory()
+
+    def work() -> int:
+        args = parser.parse_args(argv)
+        with ends_on_ctrl_c(parser.prog):
+            return _loss_memory(args, parser) if args.loss_memory else _measure(args)
+
+    return framed(parser.prog, work)
+
+
+def _measure(args: argparse.Namespace) -> int:
     if (args.data is None) == (args.text_file is None):
-        parser.error("--data, --text-file: name a prepared folder, whose held-out rows give the texts, or text files")
+        raise ValueError(
+            "--data, --text-file: name a prepared folder, whose held-out rows give the texts, or text files"
+        )
     # Here, not above: --help and a wrong argument should not wait for torch.
+    from longdraft.data_prep.shards import write_atomically
     from longdraft.infer.report import draw, table
 
+    metrics = [] if args.run is None else _metrics(args.run)
     try:
         result = _bench(args)
-    except (ValueError, RuntimeError) as error:
-        print(f"{parser.prog}: error: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ValueError) else 1
-    metrics = []
+    except RuntimeError as error:
+        note(f"longdraft bench: error: {error}")
+        return 1
+    text, written = table(result, metrics), ""
     if args.run:
-        from longdraft.train.tracking import read_metrics
+        try:
+            figures = json.dumps(result, indent=1) + "\n"
+            write_atomically(args.run / "bench.json", lambda path: path.write_text(figures))
+            write_atomically(args.run / "report.png", lambda path: draw(result, metrics, path))
+            write_atomically(args.run / "report.txt", lambda path: path.write_text(text + "\n"))
+        except OSError as error:
+            note(f"longdraft bench: --run: {args.run} cannot be written: {error.strerror}; the figures come without")
+        else:
+            written = f"Written to {args.run}: report.txt, report.png, bench.json\n"
+    show(f"{text}\n{written}{json.dumps(result)}\n")
+    return 0 if written or not args.run else 2
 
-        metrics = read_metrics(args.run)
-    print(text := table(result, metrics))
-    if args.run:
-        (args.run / "bench.json").write_text(json.dumps(result, indent=1) + "\n")
-        draw(result, metrics, args.run / "report.png")
-        (args.run / "report.txt").write_text(text + "\n")
-        print(f"Written to {args.run}: report.txt, report.png, bench.json")
-    print(json.dumps(result))
-    return 0
+
+def _metrics(run: Path) -> list[dict]:
+    """The records of a training run, whose folder is there and can be written. Raises: ValueError where not."""
+    from longdraft.train.tracking import read_metrics
+
+    if not run.is_dir():
+        raise ValueError(f"--run: {run} is no folder; name a training run's (train.run_dir), or leave it out")
+    if not os.access(run, os.W_OK | os.X_OK):
+        raise ValueError(f"--run: {run} cannot be written; give one that can, or leave it out")
+    return read_metrics(run)
 
 
 def _bench(args: argparse.Namespace) -> dict:
-    from tqdm import tqdm
-
     from longdraft.infer.bench import BenchSettings, bench
     from longdraft.infer.drafters.build import build_drafter
     from longdraft.infer.tasks import make_tasks
-    from longdraft.launch.runtime import (
-        DTYPES,
-        check_options,
-        draft_for,
-        drafter_names,
-        file_texts,
-        heldout_prompts,
-        node_budget,
-        open_target,
-        options_for,
-        read_options,
-        target_source,
-    )
+    from longdraft.launch import runtime
+    from longdraft.launch.progress import Progress
     from longdraft.models.hf import load_transformers
 
-    names, options = drafter_names(args.drafter, args.draft), read_options(args.option)
-    check_options(names, options)
-    source = target_source(args.target, args.gguf_file, args.draft)
+    # What can be wrong is found before the model is loaded.
+    device = runtime.read_device(args.device)
+    names, options = runtime.drafter_names(args.drafter, args.draft), runtime.read_options(args.option)
+    runtime.check_options(names, options)
+    runtime.check_draft(names, args.draft, args.target)
     settings = BenchSettings(
         new_tokens=args.new_tokens,
-        dtype=DTYPES[args.dtype],
+        dtype=runtime.DTYPES[args.dtype],
         temperatures=tuple(args.temperature),
         seed=args.seed,
-        nodes=node_budget(args.nodes),
+        nodes=runtime.node_budget(args.nodes, names),
         contexts=None if args.contexts is None else tuple(args.contexts),
         noise=args.noise,
     )
-    target = open_target(*source, "fp32", args.device)
-    if args.data is not None:
-        texts = heldout_prompts(args.data, args.prompts, args.prompt_tokens)
-    else:
-        texts = file_texts(target, args.text_file, args.prompt_tokens)
+    for temperature in settings.temperatures:
+        settings.params(temperature)
+    given = _texts(args, names)
+    source = runtime.target_source(args.target, args.gguf_file, args.draft)
+    target = runtime.open_target(*source, "fp32", device)
+    texts = given if isinstance(given, list) else runtime.file_texts(target, given, args.prompt_tokens)
+    tasks = make_tasks(target, texts, args.tasks)
     builders = {
         name: lambda target, name=name: build_drafter(
-            name, target, draft_for(name, args.draft), options_for(name, options)
+            name, target, runtime.draft_for(name, args.draft), runtime.options_for(name, options)
         )
         for name in names
         if name != "plain"
     }
     place = target.model.embed_tokens.weight.device
     theirs = load_transformers(source[0], settings.dtype, source[1]).to(place) if args.transformers else None
-    with tqdm(desc="bench", unit="part", leave=False) as bar:
-
-        def step(what: str) -> None:
-            bar.set_postfix_str(what, refresh=False)
-            bar.update()
-
-        return bench(target, builders, make_tasks(target, texts, args.tasks), settings, theirs, step)
+    with Progress("bench") as watch:
+        return bench(target, builders, tasks, settings, theirs, watch)
 
 
-def _loss_memory() -> int:
+def _texts(args: argparse.Namespace, names: Sequence[str]) -> "list[list[int]] | dict[Path, str]":
+    """The prompts' texts: as tokens, or what stands in each file. Raises ValueError for options that do not fit."""
+    from longdraft.infer.tasks import KINDS
+    from longdraft.launch.runtime import heldout_prompts, read_text
+
+    if args.noise and list(names) == ["plain"]:
+        raise ValueError("--noise: that of the drafters' ranking, and plain decoding has none; name a --drafter")
+    if unknown := sorted(set(args.tasks) - set(KINDS)):
+        raise ValueError(f"--tasks: {', '.join(unknown)} unknown; known: {', '.join(KINDS)}")
+    if args.prompt_tokens < 2:
+        raise ValueError(f"--prompt-tokens: {args.prompt_tokens}; a text has at least 2")
+    if args.text_file is not None and args.prompts is not None:
+        raise ValueError(f"--prompts: {args.prompts} rows of --data; every file of --text-file is one prompt")
+    count = (PROMPTS if args.prompts is None else args.prompts) if args.text_file is None else len(args.text_file)
+    if count < len(args.tasks):
+        raise ValueError(f"--tasks: {len(args.tasks)} of them take turns, but there are {count} prompts; give more")
+    if args.text_file is None:
+        return heldout_prompts(args.data, count, args.prompt_tokens)
+    if len(set(args.text_file)) < len(args.text_file):
+        raise ValueError("--text-file: a file is named twice; name each once")
+    return {file: read_text(file, "--text-file") for file in args.text_file}
+
+
+def _loss_memory(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     """Three heads at SmolLM2's width, two lengths: what is allocated beyond inputs, beside what the logits would be."""
+    others = [name for name, value in vars(args).items() if value != parser.get_default(name) and name != "loss_memory"]
+    if others:
+        raise ValueError(f"--loss-memory: it takes no other option; leave out --{others[0].replace('_', '-')}")
     from longdraft.kernels.loss_memory import loss_peak_memory
 
     hidden, vocab, heads = 576, 49152, 3
     result = {}
     for tokens in (2048, 4096):
         peak, logits = loss_peak_memory(tokens, hidden, vocab, heads), heads * tokens * vocab * 4
-        print(
+        show(
             f"{heads} heads x {tokens} tokens x {vocab} words, fp32: peak {peak / 2**20:.0f} MiB beyond the inputs "
-            f"(the logits alone would be {logits / 2**20:.0f} MiB)"
+            f"(the logits alone would be {logits / 2**20:.0f} MiB)\n"
         )
         result[tokens] = {"peak_bytes": peak, "logits_bytes": logits}
-    print(json.dumps({"loss_memory": result}))
+    show(json.dumps({"loss_memory": result}) + "\n")
     return 0
 
 

@@ -16,6 +16,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from longdraft.launch.console import INTERRUPTED, ends_on_ctrl_c, framed, note, read_stdin, show
+
 if TYPE_CHECKING:
     from longdraft.infer.engine import Engine
     from longdraft.infer.results import Generation, Piece
@@ -24,7 +26,6 @@ if TYPE_CHECKING:
 
 DIM, DRAFTED, OWN, PLAIN = "\033[2m", "\033[32m", "\033[36m", "\033[0m"
 SHOWN_PROMPT = 600  # characters of its end
-INTERRUPTED = 130  # exit status after Ctrl-C, as shells have it
 # Options of SamplingParams, by their names there.
 NUMBERS = {
     "max_new_tokens": (int, "default: 256"),
@@ -81,46 +82,50 @@ def _parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 2 after an error, 130 after Ctrl-C."""
     parser = _parser()
-    args = parser.parse_args(argv)
-    try:
-        return _generate(args)
-    except ValueError as error:
-        print(f"{parser.prog}: error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print(f"{parser.prog}: interrupted", file=sys.stderr)
-        return INTERRUPTED
-    except BrokenPipeError:
-        # Who read the text has left. What is buffered has nowhere to go, and Python would say so at its end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+
+    def work() -> int:
+        args = parser.parse_args(argv)
+        with ends_on_ctrl_c(parser.prog):
+            return _generate(args)
+
+    return framed(parser.prog, work)
 
 
 def _generate(args: argparse.Namespace) -> int:
     # Here, not above: --help and a wrong argument should not wait for torch.
+    from longdraft.infer.engine import Engine
     from longdraft.launch import runtime
 
     # What can be wrong is found before the model is loaded.
+    device = runtime.read_device(args.device)
     names = runtime.drafter_names(args.drafter, args.draft)
     options = runtime.read_options(args.option)
     runtime.check_options(names, options)
-    nodes = runtime.node_budget(args.nodes or "auto")
-    if args.nodes is not None and names == ["plain"]:
-        raise ValueError(f"--nodes: {args.nodes}, but plain decoding verifies none; name a --drafter")
+    nodes = runtime.node_budget(args.nodes, names)
+    runtime.check_draft(names, args.draft, args.target)
     params, text = _sampling(args), _prompt_text(args)
-    target = runtime.open_target(
-        *runtime.target_source(args.target, args.gguf_file, args.draft), args.dtype, args.device
-    )
+    target = runtime.open_target(*runtime.target_source(args.target, args.gguf_file, args.draft), args.dtype, device)
     prompt = _prompt_tokens(args, target, text)
-    settings = {"nodes": nodes, "max_length": args.max_length, "prefill_chunk": args.prefill_chunk}
-    settings = {name: value for name, value in settings.items() if value is not None or name == "nodes"}
+    settings: dict[str, Any] = {"nodes": nodes, "max_length": args.max_length}
+    settings |= {} if args.prefill_chunk is None else {"prefill_chunk": args.prefill_chunk}
     screen = Screen(args.json, several=len(names) > 1)
     if not args.chat:
         screen.prompt(target.tokenizer.decode(prompt))
+    # All of them first: what is wrong with the last one is said before the first one writes.
+    engines = {
+        name: Engine(
+            target,
+            name,
+            runtime.draft_for(name, args.draft),
+            options=runtime.options_for(name, options),
+            log=note,
+            **settings,
+        )
+        for name in names
+    }
     done: dict[str, Generation] = {}
-    for name in names:
-        own, draft = runtime.options_for(name, options), runtime.draft_for(name, args.draft)
-        done[name] = _run(screen, target, name, prompt, params, draft=draft, options=own, **settings)
+    for name, engine in engines.items():
+        done[name] = _run(screen, engine, name, prompt, params)
         if done[name].finish_reason == "cancelled":
             break
     screen.end(done, args.dtype, complete=len(done) == len(names))
@@ -129,15 +134,18 @@ def _generate(args: argparse.Namespace) -> int:
 
 def _sampling(args: argparse.Namespace) -> "SamplingParams":
     from longdraft.infer.sampling import SamplingParams, draw_seed
+    from longdraft.launch.runtime import check_filters
 
     names = (*NUMBERS, "banned_token_ids", "stop_strings", "stop_token_ids", "ignore_eos")
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     params = SamplingParams(**given)
+    check_filters(params)
     return replace(params, seed=draw_seed()) if params.seed is None else params
 
 
 def _prompt_text(args: argparse.Namespace) -> str | None:
     """The text that was given or is read from a file or standard input; None for a held-out row."""
+    from longdraft.infer.values import check_text
     from longdraft.launch.runtime import read_text
 
     if sum(given is not None for given in (args.prompt, args.prompt_file, args.heldout)) > 1:
@@ -155,16 +163,16 @@ def _prompt_text(args: argparse.Namespace) -> str | None:
     if args.prompt_file is not None:
         text, source = read_text(args.prompt_file, "--prompt-file"), f"--prompt-file: {args.prompt_file}"
     elif args.prompt in (None, "-"):
-        if sys.stdin.isatty():
-            print("Reading the prompt from the terminal, to its end (Ctrl-D)", file=sys.stderr)
-        try:
-            text, source = sys.stdin.read(), "standard input"
-        except UnicodeDecodeError as error:
-            raise ValueError(f"standard input is no text: {error}") from error
+        if sys.stdin is not None and sys.stdin.isatty():
+            note("Reading the prompt from the terminal, to its end (Ctrl-D)")
+        text, source = read_stdin(), "standard input"
     else:
         text, source = args.prompt, "--prompt"
     if not text:
         raise ValueError(f"{source} is empty; a prompt has at least one token")
+    check_text(source, text)
+    if args.system is not None:
+        check_text("--system", args.system)
     return text
 
 
@@ -188,14 +196,9 @@ def _prompt_tokens(args: argparse.Namespace, target: "Target", text: str | None)
     return tokens[: args.prompt_tokens]
 
 
-def _run(
-    screen: "Screen", target: "Target", name: str, prompt: list[int], params: "SamplingParams", **settings
-) -> "Generation":
+def _run(screen: "Screen", engine: "Engine", name: str, prompt: list[int], params: "SamplingParams") -> "Generation":
     """Decode with one drafter and print the text as it comes; Ctrl-C ends it with what there is."""
-    from longdraft.infer.engine import Engine
-
-    engine = Engine(target, name, log=lambda line: print(line, file=sys.stderr, flush=True), **settings)
-    screen.begin(name, target, params)
+    screen.begin(name, engine.target, params)
     with _ctrl_c(engine) as interrupted:
         for piece in engine.stream([prompt], params):
             screen.show(piece)
@@ -262,12 +265,10 @@ class Screen:
             self._write("\n")
         accepted = sum(generation.stats.accepted_at_depth)
         colours = f" ({DRAFTED}{accepted} drafted{PLAIN}, {OWN}the target's own{PLAIN})" if self._colour else ""
-        print(
+        note(
             f"[{name}: {len(generation.tokens)} tokens{colours}, {generation.tokens_per_second:.1f} tokens/s, "
             f"{generation.tokens_per_step:.2f} tokens/step, ended by {generation.finish_reason}, "
-            f"seed {generation.seed}]",
-            file=sys.stderr,
-            flush=True,
+            f"seed {generation.seed}]"
         )
 
     def end(self, done: "dict[str, Generation]", dtype: str, complete: bool) -> None:
@@ -275,16 +276,15 @@ class Screen:
         texts = [generation.tokens for generation in done.values()]
         same = all(tokens == texts[0] for tokens in texts)
         if self._several and complete:
-            print(f"\nSame tokens from {', '.join(done)} ({dtype}): {'yes' if same else 'NO'}", file=sys.stderr)
+            note(f"\nSame tokens from {', '.join(done)} ({dtype}): {'yes' if same else 'NO'}")
         if self._json:
             objects = [_as_json(name, generation) for name, generation in done.items()]
             shown = {"generations": objects, "same_tokens": same if complete else None} if self._several else objects[0]
-            print(json.dumps(shown), flush=True)
+            show(json.dumps(shown) + "\n")
 
     def _write(self, text: str, colour: str = "") -> None:
         if text:
-            sys.stdout.write(f"{colour}{text}{PLAIN}" if colour and self._colour else text)
-            sys.stdout.flush()
+            show(f"{colour}{text}{PLAIN}" if colour and self._colour else text)
 
 
 def _as_json(name: str, generation: "Generation") -> dict:

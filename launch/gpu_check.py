@@ -235,6 +235,7 @@ def _benchmark(out: Path) -> dict:
     from longdraft.infer.bench import BenchSettings, bench
     from longdraft.infer.drafters.build import build_drafter
     from longdraft.infer.tasks import make_tasks
+    from longdraft.launch.progress import Progress
     from longdraft.models.hf import load_target
 
     device = _device()
@@ -252,7 +253,8 @@ def _benchmark(out: Path) -> dict:
     builders = {name: lambda target, name=name: build_drafter(name, target) for name in DRAFTERS}
     short = device == "cpu"
     settings = BenchSettings(new_tokens=16 if short else 96, temperatures=(0.0,) if short else (0.0, 1.0))
-    result = bench(target, builders, make_tasks(target, texts, ["continue"]), settings, step=lambda what: print(what))
+    with Progress("benchmark") as watch:
+        result = bench(target, builders, make_tasks(target, texts, ["continue"]), settings, watch=watch)
     print(json.dumps(result))
     return result
 

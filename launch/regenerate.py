@@ -12,7 +12,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from longdraft.launch.generate import INTERRUPTED
+from longdraft.launch.console import ends_on_ctrl_c, framed, note
 
 if TYPE_CHECKING:
     from longdraft.data_prep.answers import Completion, Generate
@@ -69,8 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add(
         "--nodes",
-        default="auto",
-        help="proposed nodes that a step verifies: auto (what pays), all, or a number at most",
+        help="proposed nodes that a step verifies: auto (the default: what pays), all, or a number at most",
     )
     return parser
 
@@ -78,16 +77,13 @@ def _parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 2 after an error, 130 after Ctrl-C."""
     parser = _parser()
-    args = parser.parse_args(argv)
-    try:
-        _regenerate(args)
-    except ValueError as error:
-        print(f"{parser.prog}: error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print(f"{parser.prog}: interrupted; finished parts are kept, the same call goes on", file=sys.stderr)
-        return INTERRUPTED
-    return 0
+
+    def work() -> None:
+        args = parser.parse_args(argv)
+        with ends_on_ctrl_c(parser.prog):
+            _regenerate(args)
+
+    return framed(parser.prog, work, "interrupted; finished parts are kept, the same call goes on", shows=False)
 
 
 def _regenerate(args: argparse.Namespace) -> None:
@@ -99,17 +95,20 @@ def _regenerate(args: argparse.Namespace) -> None:
     from longdraft.models.fingerprint import config_hash, tokenizer_hash
     from longdraft.models.hf import load_tokenizer, read_target_config
 
+    device = runtime.read_device(args.device)
     sampling = SamplingParams(**{name: getattr(args, name) for name in NUMBERS})
+    runtime.check_filters(sampling)
     (drafter,) = runtime.drafter_names(None if args.drafter is None else [args.drafter], args.draft)
     options = runtime.read_options(args.option)
     runtime.check_options([drafter], options)
+    runtime.check_draft([drafter], args.draft, args.target)
     if args.batch < 1:
         raise ValueError(f"--batch: {args.batch}; decode at least 1 conversation at a time")
     settings = {
         "drafter": drafter,
         "draft": runtime.draft_for(drafter, args.draft),
         "options": runtime.options_for(drafter, options),
-        "nodes": runtime.node_budget(args.nodes),
+        "nodes": runtime.node_budget(args.nodes, [drafter]),
         "slots": args.batch,
         "max_length": args.max_length,
     }
@@ -134,7 +133,7 @@ def _regenerate(args: argparse.Namespace) -> None:
     )
 
     def start() -> "Generate":
-        return generator(runtime.open_target(path, gguf_file, args.dtype, args.device), sampling, **settings)
+        return generator(runtime.open_target(path, gguf_file, args.dtype, device), sampling, **settings)
 
     regenerate(config, encoder, tokenizer_hash(tokenizer), start)
 
@@ -144,7 +143,7 @@ def generator(target, sampling: "SamplingParams", **settings) -> "Generate":
     from longdraft.data_prep.answers import Completion
     from longdraft.infer.engine import Engine
 
-    engine = Engine(target, log=lambda line: print(line, file=sys.stderr, flush=True), **settings)
+    engine = Engine(target, log=note, **settings)
 
     def generate(prompts: Sequence[list[int]], seeds: Sequence[int]) -> "Iterator[Completion]":
         for piece in engine.stream(prompts, [replace(sampling, seed=seed) for seed in seeds]):

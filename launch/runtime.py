@@ -1,7 +1,6 @@
 """What generate and bench share: opening the target that was asked for, texts, drafters and their options."""
 
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,9 +9,14 @@ import torch
 
 from longdraft.data_prep.shards import ShardSet
 from longdraft.infer.drafters.build import DRAFTERS, TRAINED
+from longdraft.infer.sampling import SamplingParams
+from longdraft.launch.console import note, said
+from longdraft.models.device import check_device
 from longdraft.models.draft_folder import CONFIG, read_info
 from longdraft.models.hf import Target, load_target
 
+# What leaves all tokens in.
+FILTERS = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "eta_cutoff": 0.0}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -36,10 +40,16 @@ def target_source(path: str | None, gguf_file: str | None, draft: str | None) ->
     return path, gguf_file
 
 
-def open_target(path: str, gguf_file: str | None, dtype: str, device: str | None) -> Target:
+def read_device(given: str | None) -> torch.device:
+    """The device that was named, checked; else the first GPU, where there is one."""
+    if given is None:
+        given = "cuda" if torch.cuda.is_available() else "cpu"
+    return check_device(given, "--device")
+
+
+def open_target(path: str, gguf_file: str | None, dtype: str, device: torch.device) -> Target:
     """Load it, and say so."""
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    print(f"Loading {path} in {dtype} on {device}", file=sys.stderr, flush=True)
+    note(f"Loading {path} in {dtype} on {device}")
     return load_target(path, DTYPES[dtype], device, gguf_file)
 
 
@@ -109,13 +119,38 @@ def check_options(names: Sequence[str], options: Mapping[str, Any]) -> None:
             raise ValueError(f"--option: {key} is for none of the drafters {', '.join(names)}; leave it out")
 
 
-def node_budget(text: str) -> int | str | None:
-    """`Engine`'s nodes: "auto", a number, or None for all."""
-    if text in ("auto", "all"):
-        return "auto" if text == "auto" else None
-    if not text.isdecimal() or int(text) < 1:
+def check_draft(names: Sequence[str], draft: str | None, target: str | None) -> None:
+    """Raise ValueError for a draft folder that gives neither drafter nor target."""
+    if draft is not None and target is not None and all(draft_for(name, draft) is None for name in names):
+        raise ValueError(f"--draft: {draft}, but {', '.join(names)} take none; leave it out or name its drafter")
+
+
+def check_filters(params: SamplingParams) -> None:
+    """Raise ValueError for a filter that a greedy request does not look at."""
+    given = [(name, getattr(params, name)) for name, off in FILTERS.items() if getattr(params, name) != off]
+    if given and params.temperature == 0:
+        name, value = given[0]
+        raise ValueError(
+            f"--{name.replace('_', '-')}: {value}, but at --temperature 0 the most probable token is taken; give a "
+            "--temperature above 0 or leave it out"
+        )
+    if params.contextual_penalty == 1 and params.contextual_window != SamplingParams.contextual_window:
+        raise ValueError(
+            f"--contextual-window: {params.contextual_window}, of a --contextual-penalty, which is off; give one"
+        )
+
+
+def node_budget(text: str | None, names: Sequence[str]) -> int | str | None:
+    """`Engine`'s nodes: "auto", also where nothing is given, a number, or None for all."""
+    if text is None or text in ("auto", "all"):
+        nodes = None if text == "all" else "auto"
+    elif text.isdecimal() and 1 <= int(text) < 2**31:
+        nodes = int(text)
+    else:
         raise ValueError(f"--nodes: {text!r}; give auto, all or a number from 1 on; for no nodes use the plain drafter")
-    return int(text)
+    if text is not None and list(names) == ["plain"]:
+        raise ValueError(f"--nodes: {text}, but plain decoding verifies none; name a --drafter")
+    return nodes
 
 
 def heldout_rows(data: str | Path) -> ShardSet:
@@ -140,12 +175,12 @@ def used_tokens(row: dict) -> list[int]:
     return row["tokens"][: row["borders"][-1]].tolist()
 
 
-def file_texts(target: Target, files: Sequence[Path], length: int) -> list[list[int]]:
-    """The first `length` tokens of each file."""
+def file_texts(target: Target, read: Mapping[Path, str], length: int) -> list[list[int]]:
+    """The first `length` tokens of each file's text."""
     if target.tokenizer is None:
         raise ValueError("--text-file: this target has no tokenizer to read text with; use --data")
-    texts = [target.tokenizer(read_text(file, "--text-file")).input_ids[:length] for file in files]
-    for file, text in zip(files, texts, strict=True):
+    texts = [target.tokenizer(text).input_ids[:length] for text in read.values()]
+    for file, text in zip(read, texts, strict=True):
         if len(text) < 2:
             raise ValueError(f"--text-file: {file} has {len(text)} tokens; give a text of at least 2")
     return texts
@@ -158,4 +193,4 @@ def read_text(file: Path, option: str) -> str:
     except OSError as error:
         raise ValueError(f"{option}: {file} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise ValueError(f"{option}: {file} is no UTF-8 text: {error}") from error
+        raise ValueError(f"{option}: {file} is no UTF-8 text: {said(error)}; convert it, as with iconv") from error

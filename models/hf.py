@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrained
 
 from longdraft.models.checkpoint import fill, folder_tensors, places
 from longdraft.models.decoder import Decoder, DecoderConfig
+from longdraft.models.device import check_device
 from longdraft.models.fingerprint import config_hash, tokenizer_hash
 from longdraft.models.gguf_file import GGUFFile
 from longdraft.models.rope import RopeConfig
@@ -148,8 +149,10 @@ def load_target(
         gguf_file: name of a .gguf file inside the folder or hub repository.
         build: makes the decoder with unset weights; `whole`: entered around the writing of each tensor into a
             parameter. For who keeps the weights elsewhere (train/sharding.py).
-    Raises: ValueError for an unknown path, an unsupported architecture or option, and weights that do not fit.
+    Raises: ValueError for an unknown path or device, an unsupported architecture or option, and weights that do not
+        fit.
     """
+    device = check_device(device)
     name, location = _locate(path, gguf_file)
     if location.suffix == ".gguf":
         opened = GGUFFile(location)
@@ -283,6 +286,8 @@ def fingerprint(config: DecoderConfig, tokenizer: Any) -> dict[str, str]:
 
 def _locate(path: str | Path, gguf_file: str | None, weights: bool = True) -> tuple[str, Path]:
     """The target's name, and its .gguf file or Hugging Face folder on disk; of a hub name with or without weights."""
+    if gguf_file is not None and (str(path) in BUNDLED or Path(path).suffix == ".gguf"):
+        raise ValueError(f"gguf_file {gguf_file!r}: {path} is one file already; leave it out")
     if str(path) in BUNDLED:
         package = BUNDLED[str(path)]
         spec = find_spec(package)

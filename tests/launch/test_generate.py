@@ -7,12 +7,9 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
@@ -21,28 +18,7 @@ from longdraft.launch.generate import DRAFTED, OWN, PLAIN, main
 from longdraft.launch.runtime import check_options, node_budget, options_for, read_options
 from longdraft.models.hf import load_target
 
-TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
 PROMPT = "the cat sat on the log and "
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    """A random model whose tokenizer splits many characters into bytes, in Hugging Face's form."""
-    folder = tmp_path_factory.mktemp("generate")
-    text = "the cat sat on the mat and the dog sat on the log. " * 40 + "naïve 世界 🙂 "
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=290, special_tokens=["<|end|>"], initial_alphabet=alphabet)
-    tokenizer.train_from_iterator([text], trainer)
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", chat_template=TEMPLATE)
-    fast.save_pretrained(folder)
-    torch.manual_seed(3)
-    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = LlamaConfig(vocab_size=len(fast), num_key_value_heads=2, eos_token_id=0, initializer_range=0.3, **shape)
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -181,10 +157,13 @@ def test_options_are_read_by_their_kind():
     assert options_for("x+y", {"a": 1, "x.g": 2, "z.h": 3}) == {"a": 1, "x.g": 2}
     assert options_for("plain", {"a": 1}) == {}
     check_options(["plain", "x"], {"a": 1, "x.g": 2})
-    assert [node_budget(text) for text in ("auto", "all", "7")] == ["auto", None, 7]
+    assert [node_budget(text, ["plain", "x"]) for text in (None, "auto", "all", "7")] == ["auto", "auto", None, 7]
     for wrong in ("0", "-1", "1.5", "many", ""):
         with pytest.raises(ValueError, match="--nodes"):
-            node_budget(wrong)
+            node_budget(wrong, ["x"])
+    assert node_budget(None, ["plain"]) == "auto"
+    with pytest.raises(ValueError, match="--nodes: all, but plain decoding verifies none"):
+        node_budget("all", ["plain"])
 
 
 @pytest.mark.parametrize(
@@ -222,11 +201,26 @@ def test_options_are_read_by_their_kind():
         ("--prompt x --prefill-chunk 0", "prefill_chunk=0"),
         ("--prompt x --draft {t}", "holds no config.json"),
         ("--prompt x --target {t}/nothing", "is no folder"),
+        ("--prompt x\udcff", "--prompt: byte 0xff at character 1 is no UTF-8; give the text in UTF-8"),
+        ("--prompt x --chat --system \udcc3", "--system: byte 0xc3 at character 0 is no UTF-8"),
+        ("--prompt x --stop \udcff", "stop_strings: byte 0xff at character 0 is no UTF-8"),
+        ("--prompt-file {t}/latin", "latin is no UTF-8 text: byte 0xe9 at position 1; convert it"),
+        ("--prompt x --device tpu", "--device: 'tpu' is no device for a target; this machine has cpu"),
+        ("--prompt x --device meta", "--device: 'meta' is no device for a target; this machine has cpu"),
+        ("--prompt x --device cuda:99", "--device: 'cuda:99' is not here"),
+        ("--prompt x --device=", "--device: '' is no device"),
+        ("--prompt x --top-p 0.5", "--top-p: 0.5, but at --temperature 0 the most probable token is taken"),
+        ("--prompt x --contextual-window 5", "--contextual-window: 5, of a --contextual-penalty, which is off"),
+        ("--prompt x --temperature 1e31", "temperature=1e+31 must be 0"),
+        ("--prompt x --draft {t} --drafter prompt_lookup", "--draft: {t}, but prompt_lookup take none"),
+        ("--prompt x --target smollm2-135m --gguf-file a", "gguf_file 'a': smollm2-135m is one file already"),
+        ("--prompt x --drafter plain tokenswift", "draft: tokenswift needs a trained draft"),
         ("--prompt x --target {t}/bare", "has no tokenizer files, so no text can be shown"),
     ],
 )
 def test_errors_are_one_line_and_status_2(arguments, message, run, folder, tmp_path):
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    (tmp_path / "latin").write_bytes(b"h\xe9")
     (tmp_path / "empty").touch()
     (tmp_path / "bare").mkdir()
     for name in ("config.json", "model.safetensors", "generation_config.json"):

@@ -1,0 +1,124 @@
+"""What runs, how far it is and how long the rest takes, on standard error: one line that moves on a terminal, a plain
+line now and then in a pipe or file.
+
+Not here: how the rest is estimated (infer/progress.py).
+"""
+
+import io
+import os
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from typing import TextIO
+
+from longdraft.infer.progress import Part, TimeLeft, in_words
+from longdraft.launch.console import note, to_nothing
+
+REDRAWN = 0.5  # seconds between two states of the line that moves
+PLAIN_EVERY = 30.0  # seconds between two plain lines
+CLEAR = "\r\033[K"
+
+
+class Progress:
+    """A Watch that shows what it is told; what others write meanwhile stands on lines of its own above."""
+
+    def __init__(self, name: str):
+        self._name, self._time = name, TimeLeft([])
+        self._stream: TextIO = sys.stderr
+        self._live = self._stream.isatty() and os.environ.get("TERM") != "dumb"
+        self._lock, self._over = threading.RLock(), threading.Event()
+        self._said_at, self._drawn, self._amid = -PLAIN_EVERY, False, False
+
+    def __enter__(self) -> "Progress":
+        if self._live:
+            sys.stderr = _Beside(self)
+        self._ticker = threading.Thread(target=self._tick, daemon=True)
+        self._ticker.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._over.set()
+        self._ticker.join()
+        if self._live:
+            sys.stderr = self._stream
+            with self._lock:
+                self._clear()
+
+    def plan(self, parts: Sequence[Part]) -> None:
+        with self._lock:
+            self._time = TimeLeft(parts)
+
+    def begin(self, words: str) -> None:
+        with self._lock:
+            self._time.begin(words)
+            self._show()
+
+    def advance(self, cost: float) -> None:
+        with self._lock:
+            self._time.advance(cost)
+
+    def words(self) -> str:
+        """The state in one line."""
+        part, left = self._time.part, self._time.seconds()
+        assert part is not None, "no part has begun"
+        rest = "time left not known yet" if left is None else f"about {in_words(left)} left"
+        place = f"{self._time.number + 1} of {len(self._time.parts)}"
+        return f"{self._name}: {place}, {rest}: {part.words}, {self._time.share:.0%}"
+
+    def _tick(self) -> None:
+        while not self._over.wait(REDRAWN):
+            with self._lock:
+                self._show()
+
+    def _show(self) -> None:
+        if self._time.part is None:
+            return
+        if self._live and not self._amid:
+            width = shutil.get_terminal_size().columns - 1
+            self._write(CLEAR + self.words()[:width])
+            self._drawn = True
+        elif not self._live and time.monotonic() - self._said_at >= PLAIN_EVERY:
+            note(self.words())
+            self._said_at = time.monotonic()
+
+    def _clear(self) -> None:
+        if self._drawn:
+            self._write(CLEAR)
+            self._drawn = False
+
+    def _write(self, text: str) -> None:
+        try:
+            self._stream.write(text)
+            self._stream.flush()
+        except OSError:
+            to_nothing(2)
+
+    def fileno(self) -> int:
+        """Of standard error itself."""
+        return self._stream.fileno()
+
+    def beside(self, text: str) -> None:
+        """Write what is not the line itself: the line makes room, and comes back when it is due."""
+        with self._lock:
+            self._clear()
+            self._write(text)
+            self._amid = not text.endswith("\n")  # in a line of someone else's
+
+
+class _Beside(io.TextIOBase):
+    """Standard error while a line moves there."""
+
+    def __init__(self, progress: Progress):
+        self._progress = progress
+
+    def write(self, text: str) -> int:
+        self._progress.beside(text)
+        return len(text)
+
+    def isatty(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._progress.fileno()

@@ -1,0 +1,117 @@
+"""What surrounds a command, in real processes: closed, full and abandoned streams, other encodings, Ctrl-C."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from longdraft.launch import bench, generate
+
+COMMANDS = {"generate": generate.__file__, "bench": bench.__file__}
+WAIT = 300  # seconds, on a busy machine
+
+
+@pytest.fixture
+def command(folder, tmp_path):
+    """(name of a command, more arguments) -> it and its arguments, as a shell has them."""
+    (tmp_path / "text.txt").write_text("the cat sat on the log and the dog sat on the mat. " * 9)
+    given = {
+        "generate": ["--prompt", "the cat sat", "--max-new-tokens", "8"],
+        "bench": ["--text-file", str(tmp_path / "text.txt"), "--prompt-tokens", "16", "--new-tokens", "4"],
+    }
+
+    def call(name: str, *more: str) -> list[str]:
+        return [sys.executable, COMMANDS[name], "--target", str(folder), "--dtype", "fp32", *given[name], *more]
+
+    return call
+
+
+def shell(command: list[str], redirected: str, **variables: str) -> subprocess.CompletedProcess:
+    environment = os.environ | {"OMP_NUM_THREADS": "1"} | variables
+    line = ["bash", "-c", f'"$@" {redirected}', "bash", *command]
+    return subprocess.run(line, capture_output=True, env=environment, stdin=subprocess.DEVNULL, timeout=WAIT)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_without_standard_output_nothing_is_loaded(command, name):
+    done = shell(command(name), ">&-")
+    expected = f"longdraft {name}: error: standard output is closed; leave it open or write it to a file\n"
+    assert (done.returncode, done.stderr.decode()) == (2, expected)
+
+
+def test_a_full_device_is_one_line(command):
+    done = shell(command("generate", "--json"), ">/dev/full")
+    last = done.stderr.decode().splitlines()[-1]
+    assert done.returncode == 2 and b"Traceback" not in done.stderr and b"Exception ignored" not in done.stderr
+    assert last.startswith("longdraft generate: error: standard output cannot be written: No space left on device")
+
+
+@pytest.mark.parametrize("redirected", ["2>&-", "2>/dev/full"])
+def test_without_standard_error_the_text_comes(command, redirected):
+    done = shell(command("generate"), redirected)
+    assert done.returncode == 0 and len(done.stdout) > 8
+
+
+def test_prompts_and_text_in_other_encodings(command, folder):
+    """Standard input is UTF-8 whatever the locale says, and what the locale's output has no letters for is escaped."""
+    narrow = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii"}
+    wrong = shell([*command("generate")[:-4], "--max-new-tokens", "8"], "< <(printf 'a\\xff')", **narrow)
+    expected = "longdraft generate: error: standard input is no UTF-8 text: byte 0xff at position 1; convert it"
+    assert wrong.returncode == 2 and wrong.stderr.decode().startswith(expected)
+    closed = shell([*command("generate")[:-4], "--max-new-tokens", "8"], "<&-")
+    assert closed.returncode == 2 and b"standard input is closed; give the prompt by --prompt" in closed.stderr
+    eager = ["--ban", *map(str, range(33, 127)), "--max-new-tokens", "40", "--temperature", "30", "--seed", "1"]
+    shown = shell(command("generate", *eager), "", **narrow)
+    assert shown.returncode == 0 and b"\\u" in shown.stdout, shown.stderr
+
+
+@pytest.mark.parametrize("moment", ["", "Loading", "proof"])
+def test_ctrl_c_in_bench(command, moment):
+    """130 at once, while it imports, while it loads and while exactness is proved."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    arguments = command("bench", "--drafter", "token_recycling", "--new-tokens", "60")
+    process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
+    assert process.stderr is not None
+    said = b""
+    if moment:
+        while moment.encode() not in said:
+            line = process.stderr.readline()
+            assert line, said
+            said += line
+    else:
+        time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    out, error = process.communicate(timeout=WAIT)
+    assert process.returncode == 130, error
+    assert b"Traceback" not in error and out == b"" and b"longdraft bench: interrupted" in error
+
+
+def test_a_swallowed_ctrl_c_ends_the_process_all_the_same():
+    program = (
+        "import os, signal, time\n"
+        "from longdraft.launch.console import ends_on_ctrl_c\n"
+        "with ends_on_ctrl_c('longdraft bench'):\n"
+        "    try:\n"
+        "        signal.raise_signal(signal.SIGINT)\n"
+        "    except KeyboardInterrupt:\n"
+        "        time.sleep(100)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=90)
+    assert (done.returncode, done.stderr) == (130, b"\nlongdraft bench: interrupted\n")
+
+
+def test_files_are_not_opened_as_standard_streams(tmp_path):
+    """The number of a closed stream is not the next file's."""
+    program = (
+        "from longdraft.launch.console import framed\n"
+        "def work():\n"
+        f"    print(open({str(tmp_path / 'file')!r}, 'w').fileno())\n"
+        f"    open({str(tmp_path / 'number')!r}, 'w').write(str(open({str(tmp_path / 'file')!r}).fileno()))\n"
+        "framed('x', work, shows=False)\n"
+    )
+    shell([sys.executable, "-c", program], "<&- >&- 2>&-")
+    assert int(Path(tmp_path / "number").read_text()) > 2
