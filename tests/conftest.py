@@ -15,6 +15,7 @@ if not any(Path("/dev").glob("nvidia*")):
 import torch
 from transformers import LlamaConfig
 
+from longdraft.kernels.cpu_impl import rows
 from longdraft.models.decoder import DecoderConfig
 from longdraft.models.hf import Target, build_decoder, fingerprint
 from longdraft.models.rope import RopeConfig
@@ -94,3 +95,17 @@ def shared() -> Callable[[str], ModuleType]:
         return module
 
     return load
+
+
+@pytest.fixture(scope="session")
+def plain(shared) -> ModuleType:
+    """plain.py: what a kernel's error is measured by."""
+    return shared("plain.py")
+
+
+@pytest.fixture
+def c_kernels() -> None:
+    """For tests of the C kernels: skips where they cannot be had. Where nothing stands against them they must build."""
+    if (why := rows.obstacle()) is not None:
+        pytest.skip(f"needs the C kernels: {why}")
+    assert rows.library() is not None

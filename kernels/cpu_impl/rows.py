@@ -109,18 +109,38 @@ def _build(compiler: str) -> Path:
     return library
 
 
+def _compiler() -> str | None:
+    return shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc") or shutil.which("clang")
+
+
+def _lacks_avx2() -> bool:
+    """Whether this is an x86 processor without AVX2, whose vectors rows.c is written for there."""
+    return platform.machine() in ("x86_64", "AMD64") and not torch.cpu._is_avx2_supported()
+
+
+def obstacle() -> str | None:
+    """Why the kernels cannot be had here, before they are built; None where nothing stands against them."""
+    if os.environ.get("LONGDRAFT_CPU_KERNELS") == "0":
+        return "LONGDRAFT_CPU_KERNELS=0 turns the CPU kernels off"
+    if _lacks_avx2():
+        return "the CPU kernels need AVX2, which this processor lacks; decoding is slower"
+    if _compiler() is None:
+        return "no C compiler found, decoding on the CPU is slower; install gcc or set CC"
+    return None
+
+
 @cache
 def library() -> ctypes.CDLL | None:
     """The compiled kernels, or None (with one line that says why) where they cannot be had; PyTorch serves then.
 
     LONGDRAFT_CPU_KERNELS=0 turns them off.
     """
-    if os.environ.get("LONGDRAFT_CPU_KERNELS") == "0":
+    if (why := obstacle()) is not None:
+        if os.environ.get("LONGDRAFT_CPU_KERNELS") != "0":
+            print(f"longdraft: {why}", file=sys.stderr)
         return None
-    compiler = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc") or shutil.which("clang")
-    if compiler is None:
-        print("longdraft: no C compiler found, decoding on the CPU is slower; install gcc or set CC", file=sys.stderr)
-        return None
+    compiler = _compiler()
+    assert compiler is not None
     try:
         loaded = ctypes.CDLL(str(_build(compiler)))
     except (OSError, subprocess.CalledProcessError) as error:

@@ -42,6 +42,12 @@ def shared():
     return load
 
 
+@pytest.fixture(scope="session")
+def plain() -> ModuleType:
+    """tests/plain.py: what a kernel's error is measured by."""
+    return load("plain.py")
+
+
 @pytest.fixture
 def device() -> Iterator[torch.device]:
     """Where the tests run, with TF32 off."""

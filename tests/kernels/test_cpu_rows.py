@@ -7,6 +7,8 @@ from longdraft.kernels.cpu_impl import rows
 from longdraft.kernels.linear import linear
 from longdraft.kernels.reference.rotate import rotate as reference_rotate
 
+pytestmark = pytest.mark.usefixtures("c_kernels")
+
 
 @pytest.fixture(autouse=True, scope="module")
 def two_threads():
@@ -72,9 +74,9 @@ def test_rotation_equals_the_reference_bit_for_bit(slots, shared):
     assert torch.equal(rows.rotate_rows(wide[:, :, :4], cos, sin), reference_rotate(wide[:, :, :4], cos, sin))
 
 
-def torch_attention(q, keys, values, sees):
-    """PyTorch's own attention in the operands' precision. [1, T, H, d], [1, S, K, d], bool [1, T, S]."""
-    q, keys, values = (part.transpose(1, 2) for part in (q, keys, values))
+def exact_attention(q, keys, values, sees):
+    """In fp64. [1, T, H, d], [1, S, K, d], bool [1, T, S]."""
+    q, keys, values = (part.double().transpose(1, 2) for part in (q, keys, values))
     attend = torch.nn.functional.scaled_dot_product_attention
     return attend(q, keys, values, attn_mask=sees[:, None], enable_gqa=True).transpose(1, 2)
 
@@ -89,15 +91,15 @@ def test_a_row_that_sees_nothing_gives_zeros():
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(("n", "k"), [(1, 8), (47, 64), (49, 576), (200, 24)])
 @pytest.mark.parametrize("m", [1, 2, 5, 6, 7, 13, 40, 64, 255, 257, 300])
-def test_linear_is_as_close_as_bf16_can_be(m, n, k, bias):
+def test_linear_is_as_close_as_bf16_can_be(plain, m, n, k, bias):
     torch.manual_seed(m * n)
     x, weight = torch.randn(m, k).bfloat16(), torch.randn(n, k).bfloat16()
     b = torch.randn(n).bfloat16() if bias else None
     exact = x.double() @ weight.double().T + (0 if b is None else b.double())
-    theirs = torch.nn.functional.linear(x, weight, b).double()
+    usual = plain.linear(x, weight, b).double()
     ours = linear(x, weight, b).double()
     rounding = exact.abs() * 2**-8 + 1e-5
-    assert ((ours - exact).abs() <= torch.maximum(2 * (theirs - exact).abs(), rounding)).all()
+    assert ((ours - exact).abs() <= torch.maximum(2 * (usual - exact).abs(), rounding)).all()
 
 
 @pytest.mark.parametrize("m", [2, 3, 4, 5, 6, 8, 17, 64, 256])
@@ -118,7 +120,7 @@ def test_linear_carries_nan_and_infinity():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("length", [0, 1, 7, 127, 128, 300, 1000])
 @pytest.mark.parametrize(("heads", "kv_heads", "width"), [(9, 3, 64), (4, 4, 8), (8, 1, 120)])
-def test_attention_is_as_close_as_the_dtype_can_be(dtype, length, heads, kv_heads, width):
+def test_attention_is_as_close_as_the_dtype_can_be(plain, dtype, length, heads, kv_heads, width):
     generator = torch.Generator().manual_seed(length + width)
     for n in (1, 2, 19):
         q = torch.randn(1, n, heads, width, generator=generator).to(dtype)
@@ -126,10 +128,10 @@ def test_attention_is_as_close_as_the_dtype_can_be(dtype, length, heads, kv_head
         k, v = cache_with(keys, values, length + n + 5)
         lengths, mask = torch.tensor([length]), random_tree(n, generator)
         sees = torch.cat([torch.ones(1, n, length, dtype=torch.bool), mask], dim=2)
-        exact = torch_attention(q.double(), keys.double(), values.double(), sees)
-        theirs = (torch_attention(q, keys, values, sees).double() - exact).abs().max()
+        exact = exact_attention(q, keys, values, sees)
+        usual = (plain.attention(q, keys, values, sees).double() - exact).abs().max()
         ours = (rows.attention_rows(q, k, v, lengths, mask).double() - exact).abs().max()
-        assert ours <= 2 * theirs + 1e-7
+        assert ours <= 2 * usual + 1e-7
 
 
 def alone(node, q, keys, values, length, mask, window):

@@ -15,10 +15,12 @@ def draw(*shape: int, seed: int) -> torch.Tensor:
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("rows", [(1, 1), (1, FP32_FROM - 1), (1, FP32_FROM), (2, 37), (5,)])
-def test_error_is_that_of_a_bf16_layer(monkeypatch, rows, compiled, bias, emulated):
+def test_error_is_that_of_a_bf16_layer(request, monkeypatch, rows, compiled, bias, emulated):
     """At most the rounding of the result, half a unit in the last place of bf16, and what summation adds."""
     monkeypatch.setattr(module, "emulates_bf16", lambda: emulated)
-    if not compiled:
+    if compiled:
+        request.getfixturevalue("c_kernels")
+    else:
         monkeypatch.setattr(module.rows, "library", lambda: None)
     monkeypatch.setattr(module, "BLOCK", 24 * 10)  # several blocks, the last one short
     x, weight = draw(*rows, 24, seed=0), draw(33, 24, seed=1)

@@ -63,16 +63,17 @@ def test_losses_gradients_and_ranks_equal_the_full_formula(sizes, chunk_rows, bl
         assert out.rank_counts[i].tolist() == ranks_of(hidden_MD, weight_VD, labels_M, 20)
 
 
-def test_bf16_is_as_close_to_fp32_as_the_full_formula_in_bf16():
+def test_bf16_is_as_close_to_fp32_as_plain_arithmetic_in_bf16(plain):
+    """Losses within twice, gradients within three times the error of plain.py's formula in bf16."""
     hiddens, weight_VD, labels = examples([256, 40], 64, 500, torch.bfloat16)
     out = linear_cross_entropy(hiddens, weight_VD, labels)
     (out.loss_sums * torch.tensor(SCALES[:2])).sum().backward()
     for hidden_MD, labels_M, loss, scale in zip(hiddens, labels, out.loss_sums, SCALES, strict=False):
         exact_loss, exact_grad = full_formula(hidden_MD.float(), weight_VD.float(), labels_M, scale)
-        plain_loss, plain_grad = full_formula(hidden_MD, weight_VD, labels_M, scale)
+        usual_loss, usual_grad = plain.cross_entropy(hidden_MD, weight_VD, labels_M, scale)
         assert hidden_MD.grad is not None and hidden_MD.grad.dtype == torch.bfloat16
-        assert (loss - exact_loss).abs() <= 2 * (plain_loss - exact_loss).abs() + 1e-6 * exact_loss
-        assert (hidden_MD.grad - exact_grad).norm() <= 3 * (plain_grad - exact_grad).norm()
+        assert (loss - exact_loss).abs() <= 2 * (usual_loss - exact_loss).abs() + 1e-6 * exact_loss
+        assert (hidden_MD.grad - exact_grad).norm() <= 3 * (usual_grad - exact_grad).norm()
 
 
 def test_the_gradients_scale_is_not_rounded_to_bf16():

@@ -12,6 +12,7 @@ from longdraft.kernels.cpu_impl import program, rows
 from longdraft.kernels.linear import linear
 from longdraft.models import recorded_layers
 
+pytestmark = pytest.mark.usefixtures("c_kernels")
 KINDS = {
     "gqa": {},
     "mha, tied": {"n_kv_heads": 4, "tie_embeddings": True},

@@ -2,8 +2,8 @@
 Started by the fixture `start_ranks`.
 
 The one action is {"states": [[precision, zero_stage, offload], ...], "out"}: drafts of large matrices train under ZeRO,
-one after the other; MALLOC_MMAP_THRESHOLD_ must be set, so that what is freed is given back. Or {"run": [override, ...],
-"out"}: two steps of a run, on data that it makes up. Peaks are the kernel's own, so that none is missed on a busy
+one after the other; MALLOC_MMAP_THRESHOLD_ must be set, so that what is freed is given back. Or {"run": [override,
+...], "out"}: two steps of a run, on data that it makes up. Peaks are the kernel's own, so that none is missed on a busy
 machine.
 """
 

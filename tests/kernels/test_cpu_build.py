@@ -1,0 +1,76 @@
+"""Where the C kernels cannot be had: one line says why, and PyTorch serves with the same tokens."""
+
+import re
+
+import pytest
+import torch
+
+from longdraft.infer.engine import Engine
+from longdraft.infer.sampling import SamplingParams
+from longdraft.kernels.cpu_impl import rows
+
+
+@pytest.fixture(autouse=True)
+def nothing_known():
+    """`library` is asked anew, in the test and behind it."""
+    rows.library.cache_clear()
+    yield
+    rows.library.cache_clear()
+
+
+def without_a_compiler(monkeypatch, tmp_path):
+    monkeypatch.setattr(rows, "_lacks_avx2", lambda: False)
+    monkeypatch.setenv("LONGDRAFT_CPU_KERNELS", "1")
+    monkeypatch.setenv("CC", str(tmp_path / "cc"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+
+def without_avx2(monkeypatch, tmp_path):
+    monkeypatch.setenv("LONGDRAFT_CPU_KERNELS", "1")
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    monkeypatch.setattr("torch.cpu._is_avx2_supported", lambda: False)
+
+
+def turned_off(monkeypatch, tmp_path):
+    monkeypatch.setenv("LONGDRAFT_CPU_KERNELS", "0")
+
+
+def with_a_broken_compiler(monkeypatch, tmp_path):
+    without_a_compiler(monkeypatch, tmp_path)
+    (tmp_path / "cc").write_text("#!/bin/sh\necho no such target >&2\n[ $1 = --version ]\n")
+    (tmp_path / "cc").chmod(0o755)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+SAID = {
+    without_a_compiler: "no C compiler found, decoding on the CPU is slower; install gcc or set CC",
+    without_avx2: "the CPU kernels need AVX2, which this processor lacks; decoding is slower",
+    with_a_broken_compiler: "the CPU kernels could not be built, .* The compiler said: no such target",
+    turned_off: None,
+}
+
+
+@pytest.mark.parametrize("absence", SAID)
+def test_pytorch_serves_and_one_line_says_why(absence, monkeypatch, tmp_path, capfd, tiny_target):
+    absence(monkeypatch, tmp_path)
+    outputs = []
+    for drafter in ("plain", "token_recycling+prompt_lookup"):
+        engine = Engine(tiny_target(), drafter=drafter)
+        outputs.append(
+            [found.tokens for found in engine.generate([[5, 6, 7, 5, 6]], SamplingParams(max_new_tokens=20))]
+        )
+        low = Engine(tiny_target(dtype=torch.bfloat16), drafter=drafter)
+        assert len(low.generate([[5, 6, 7]], SamplingParams(max_new_tokens=9))[0].tokens) == 9
+    assert rows.library() is None and outputs[0] == outputs[1]
+    said = [line for line in capfd.readouterr().err.splitlines() if line]
+    expected = SAID[absence]
+    assert len(said) == (expected is not None), said
+    assert expected is None or re.match(f"longdraft: {expected}", said[0]), said
+
+
+def test_other_processors_need_no_avx2(monkeypatch):
+    without_avx2(monkeypatch, None)
+    monkeypatch.setattr(rows, "_compiler", lambda: "cc")
+    assert "AVX2" in rows.obstacle()
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+    assert rows.obstacle() is None

@@ -1,0 +1,71 @@
+"""tests/plain.py, by which kernels' errors are measured: right, summed in the order that it promises, and no better or
+worse for the machine."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn.functional import scaled_dot_product_attention
+
+
+def draw(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_sums_run_from_the_first_number_to_the_last_unfused(plain, dtype):
+    left, right = draw(2, 5, 70, seed=1).to(dtype), draw(70, 3, seed=2).to(dtype)
+    found = plain.product(left, right)
+    assert found.dtype == torch.float32
+    for *place, value in ((b, i, j, found[b, i, j]) for b in range(2) for i in range(5) for j in range(3)):
+        b, i, j = place
+        expected = torch.tensor(0.0).numpy()
+        for x, y in zip(left[b, i].float().numpy(), right[:, j].float().numpy(), strict=True):
+            expected = expected + x * y
+        assert value.numpy() == expected
+    big = torch.tensor([1e8, 1.0, -1e8, 1.0])
+    assert plain.total(big) == 1.0 and plain.total(big.double()) == 2.0
+    assert plain.total(torch.ones(3, 0)).tolist() == [0, 0, 0]
+
+
+def test_in_fp64_it_is_the_truth(plain):
+    q, k, v, grad = (draw(2, n, heads, 24, seed=n).double() for n, heads in ((9, 6), (30, 2), (31, 2), (9, 6)))
+    v = v[:, :30].contiguous()
+    sees = draw(2, 9, 30, seed=5) > 0.3
+    sees[:, :, 0] = True
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    expected = scaled_dot_product_attention(
+        *(x.transpose(1, 2) for x in leaves), attn_mask=sees[:, None], enable_gqa=True
+    )
+    expected.transpose(1, 2).backward(grad)
+    found = plain.attention(q, k, v, sees), *plain.attention_gradients(q, k, v, sees, grad)
+    for ours, theirs in zip(found, (expected.transpose(1, 2), *(x.grad for x in leaves)), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+    hidden, weight, labels = draw(40, 16, seed=6).double(), draw(70, 16, seed=7).double(), torch.arange(40) % 7 * 10
+    labels[::5] = -100
+    hidden.requires_grad_()
+    loss = F.cross_entropy(hidden @ weight.T, labels, reduction="sum")
+    (gradient,) = torch.autograd.grad(loss * 0.3, hidden)
+    found = plain.cross_entropy(hidden, weight, labels, 0.3)
+    torch.testing.assert_close(found, (loss.detach(), gradient), rtol=1e-10, atol=1e-12)
+    bias = draw(70, seed=8).double()
+    torch.testing.assert_close(plain.linear(hidden, weight, bias), F.linear(hidden, weight, bias), rtol=1e-10, atol=0)
+
+
+def test_a_query_that_sees_nothing_gives_zeros_and_takes_none(plain):
+    q, k = draw(3, 4, 8, seed=1), draw(5, 2, 8, seed=2)
+    sees = torch.ones(3, 5, dtype=torch.bool)
+    sees[1] = False
+    out, grads = plain.attention(q, k, k, sees), plain.attention_gradients(q, k, k, sees, torch.ones_like(q))
+    assert not out[1].any() and out[[0, 2]].any() and not grads[0][1].any() and grads[0][0].any()
+    one, other = (x[[0, 2]] for x in (q, sees))
+    assert torch.equal(plain.attention(one, k, k, other), out[[0, 2]])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_results_in_half_precision_err_by_a_few_roundings(plain, dtype):
+    """No less than one rounding, or nothing could keep within twice; no more than a few, or anything could."""
+    q, k, v = draw(19, 6, 64, seed=1), draw(300, 2, 64, seed=2), draw(300, 2, 64, seed=3)
+    sees, low = torch.ones(19, 300, dtype=torch.bool), [x.to(dtype) for x in (q, k, v)]
+    exact = plain.attention(*(x.double() for x in low), sees)
+    error = (plain.attention(*low, sees).double() - exact).abs().max() / exact.abs().max()
+    assert torch.finfo(dtype).eps / 8 < error < 2 * torch.finfo(dtype).eps
