@@ -63,6 +63,9 @@ def start(argv: Sequence[str] | None = None) -> int:
     parser = _parser("longdraft train")
     parser.add_argument("--num-gpus", type=int, help="ranks of this machine (default: its GPUs; 1 on a CPU)")
     args = parser.parse_intermixed_args(argv)
+    if args.num_gpus is not None and args.num_gpus < 1:
+        print(f"{parser.prog}: error: num_gpus: {args.num_gpus}; give at least 1", file=sys.stderr, flush=True)
+        return 2
     if args.estimate:  # for the GPUs of this machine, or for so many wherever they are
         return _estimate(parser.prog, args, args.num_gpus, gpu=True if args.num_gpus is not None else None)
     from longdraft.train.launcher import launch_with_deepspeed

@@ -147,7 +147,7 @@ def train_stages(stages: Sequence[Stage], ranks: Ranks, stop: Sequence[int] = ()
         if loaded != (config.target, config.train.precision):
             target = None  # before the next one comes
             target, loaded = open_target(config, ranks), (config.target, config.train.precision)
-        finished = train(config, ranks, target, stop)
+        finished = train(config, ranks, target, stop, stage.name)
         if not finished:
             return
         if stage.name is not None:

@@ -40,6 +40,7 @@ TIMEOUT = timedelta(minutes=60)
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # In what gloo and NCCL say when the other side of a collective is gone.
 LOST = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
+GOES_ON = "from the newest checkpoint, or from the beginning where there is none"
 # As long as NFS keeps what it knows of a folder.
 LAG_S = 60.0
 T = TypeVar("T")
@@ -120,6 +121,9 @@ def join_ranks() -> Ranks:
     """Enters the process group that the launcher describes in the environment; without a launcher, a group of one.
 
     CPU threads are shared out among the ranks of a machine unless OMP_NUM_THREADS says how many a rank has.
+
+    Raises:
+        ValueError: there are more ranks than GPUs on this machine.
     """
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # DeepSpeed's calls
@@ -133,6 +137,11 @@ def join_ranks() -> Ranks:
     torch.set_num_threads(int(wanted) if wanted.isdigit() else max(1, cores // local_size))
     cuda = torch.cuda.is_available()
     if cuda:
+        if local_size > torch.cuda.device_count():
+            n_gpus = torch.cuda.device_count()
+            raise ValueError(
+                f"num_gpus: {local_size} ranks, but this machine has {n_gpus} GPUs; start at most {n_gpus}"
+            )
         torch.cuda.set_device(local_rank)
     _import_without_compiler("deepspeed.runtime.zero.muon.muon_optimizer")
     # On a CPU DeepSpeed would compile a shared-memory all-reduce for a minute at the first launch; training does not
@@ -180,7 +189,7 @@ def failures_named(ranks: Ranks) -> Iterator[None]:
             message = f"another rank is gone, it failed or was killed ({reason}); the same command goes on"
         else:
             raise
-        message = f"rank {ranks.rank}: {message} from the newest checkpoint"
+        message = f"rank {ranks.rank}: {message} {GOES_ON}"
         if ranks.local_rank:
             print(message, flush=True)
         raise TrainingError(message) from error

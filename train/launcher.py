@@ -24,10 +24,10 @@ def launch_with_deepspeed(argv: Sequence[str], num_gpus: int | None = None) -> i
 
     Args:
         argv: script and its arguments.
-        num_gpus: ranks on this machine; None leaves it to DeepSpeed (the GPUs; 1 on a CPU).
+        num_gpus: ranks on this machine, at least 1; None leaves it to DeepSpeed (the GPUs; 1 on a CPU).
     """
     command = [sys.executable, "-m", "deepspeed.launcher.runner", "--log_level", "error"]
-    command += ["--num_gpus", str(num_gpus)] if num_gpus else []
+    command += ["--num_gpus", str(num_gpus)] if num_gpus is not None else []
     command += ["--master_port", str(free_port())]  # DeepSpeed's own is one for all: a second run would fail
     with stop_signals() as received:
         # A session of its own: Ctrl-C in the terminal must not reach launcher and ranks behind our back.
@@ -52,7 +52,8 @@ def _explain(status: int) -> None:
         return
     print(
         f"longdraft train: error: a rank was killed by {name} (SIGKILL is often the system's answer to a lack of "
-        "memory) and the others were ended; the same command goes on from the newest checkpoint",
+        "memory) and the others were ended; the same command goes on from the newest checkpoint, or from the beginning "
+        "where there is none",
         file=sys.stderr,
         flush=True,
     )

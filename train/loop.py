@@ -24,11 +24,14 @@ from longdraft.train.step import measure, train_step, where_time_goes
 from longdraft.train.tracking import Tracker, read_metrics
 
 
-def train(config: Config, ranks: Ranks, target: Target | None = None, stop: Sequence[int] = ()) -> bool:
+def train(
+    config: Config, ranks: Ranks, target: Target | None = None, stop: Sequence[int] = (), stage: str | None = None
+) -> bool:
     """Trains until the run's steps are done or something is in `stop` (train/stop.py) on any rank; all ranks call it.
 
     Args:
         target: saves loading the run's own.
+        stage: its name, where the run is one of a curriculum.
 
     Returns: whether the steps are done.
 
@@ -39,10 +42,10 @@ def train(config: Config, ranks: Ranks, target: Target | None = None, stop: Sequ
     accumulation(config, ranks.world_size)
     config = resolved(config, len(ShardSet(Path(config.data.path) / "train")))
     with failures_named(ranks), state.locked(config.train.run_dir, ranks):
-        return _train(config, ranks, target, stop)
+        return _train(config, ranks, target, stop, stage)
 
 
-def _train(config: Config, ranks: Ranks, target: Target | None, stop: Sequence[int]) -> bool:
+def _train(config: Config, ranks: Ranks, target: Target | None, stop: Sequence[int], stage: str | None) -> bool:
     found = state.find(config.train.run_dir, ranks)
     if found is not None:
         state.check_same_run(state.saved_config(config.train.run_dir, found[1]), config)
@@ -62,7 +65,7 @@ def _train(config: Config, ranks: Ranks, target: Target | None, stop: Sequence[i
     ranks.say(describe(opened))
     if opened.decoding is not None:
         opened.decoding.begin(found[1]["extra"].get("decoding") if found else None, found is not None, stop)
-    saved = _steps(opened, stop, saved=found[0] if found else None)
+    saved = _steps(opened, stop, saved=found[0] if found else None, stage=stage)
     opened.engine.close()
     steps = config.train.n_steps
     if opened.step < steps:
@@ -72,10 +75,10 @@ def _train(config: Config, ranks: Ranks, target: Target | None, stop: Sequence[i
     return opened.step == steps
 
 
-def _steps(run: Run, stop: Sequence[int], saved: Path | None) -> Path:
+def _steps(run: Run, stop: Sequence[int], saved: Path | None, stage: str | None) -> Path:
     """The steps from run.step on, of which `saved` is the checkpoint; returns the last checkpoint."""
     train, ranks = run.config.train, run.ranks
-    tracker = Tracker(run.config, run.method.part_names, run.step, run.wandb_id) if ranks.first else None
+    tracker = Tracker(run.config, run.method.part_names, run.step, run.wandb_id, stage) if ranks.first else None
     run.wandb_id = tracker.wandb_id if tracker else None
     bar = tqdm(
         total=train.n_steps, initial=run.step, desc="train", unit="step", disable=not ranks.first, mininterval=0.5

@@ -123,7 +123,7 @@ def save(engine: DraftEngine, run_dir: str | Path, step: int, extra: dict[str, A
     final = folder / f"step_{step:06d}"
     temporary = folder / f"tmp-{final.name}"
     weights = engine.weights()
-    _check_finite(weights, folder, step, ranks)
+    _check_finite(weights, run_dir, step, ranks)
 
     own: dict[str, tuple[int, str]] = {}  # size and digest of each file that this rank has written
 
@@ -184,12 +184,12 @@ def _put_in_place(temporary: Path, final: Path, keep: int) -> None:
         shutil.rmtree(old)
 
 
-def _check_finite(weights: dict[str, Tensor], folder: Path, step: int, ranks: Ranks) -> None:
+def _check_finite(weights: dict[str, Tensor], run_dir: str | Path, step: int, ranks: Ranks) -> None:
     wrong = [name for name, weight in weights.items() if not bool(weight.isfinite().all())]
     if ranks.sum([float(bool(wrong))])[0]:
         raise TrainingError(
             f"step {step}: weights of the draft are no numbers any more ({', '.join(wrong[:3]) or 'on another rank'}) "
-            f"and are not saved; the last good checkpoint is {_last(folder)}. Lower optimizer.peak_lr and start a new "
+            f"and are not saved; {what_is_good(run_dir)}. Lower optimizer.peak_lr and start a new "
             "run: train.run_dir=another/folder"
         )
 
@@ -203,6 +203,12 @@ def _give_up(temporary: Path, step: int, failures: str, weights: dict[str, Tenso
         f"{shutil.disk_usage(folder).free / 1e6:,.1f} MB are free ({failures}). What was saved before is untouched: "
         f"make room, then the same command goes on from {_last(folder)}"
     )
+
+
+def what_is_good(run_dir: str | Path) -> str:
+    """In a few words, what there is of a run that cannot go on."""
+    finished = _finished(checkpoint_folder(run_dir))
+    return f"the last checkpoint is good, {finished[-1]}" if finished else "no checkpoint was saved yet"
 
 
 def _last(folder: Path) -> str:

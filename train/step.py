@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from longdraft.models.drafts.loss import RANKS, DraftLoss
+from longdraft.train import state
 from longdraft.train.batches import Place, rank_rows, read_batch, step_rows
 from longdraft.train.engine import TrainingError
 from longdraft.train.methods import Work
@@ -116,8 +117,8 @@ def _count_skipped(run: Run, n: int = 1) -> None:
     if run.skipped > run.config.train.max_skipped:
         raise TrainingError(
             f"step {run.step + 1}: {run.skipped} times a loss or gradient was no number, more than train.max_skipped "
-            f"= {run.config.train.max_skipped}; the last checkpoint is good: lower optimizer.peak_lr and start a new "
-            "run, or look at these rows"
+            f"= {run.config.train.max_skipped}; {state.what_is_good(run.config.train.run_dir)}: lower "
+            "optimizer.peak_lr and start a new run, or look at these rows"
         )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from longdraft.train.config import Config, to_dict
 
-METRICS = "metrics.jsonl"
+METRICS, JUNK = "metrics.jsonl", "metrics.junk"
 # Names of the columns, and rows.
 Table = tuple[list[Any], list[Any]]
 # Waiting for W&B at the beginning and at the end; what has not arrived then lies in the run's folder.
@@ -26,9 +26,17 @@ class Tracker:
         part_names: of the numbers in a record's lists.
         resume_step: lines of later steps, which a kill left and which will be written again, are removed.
         wandb_id: the run to go on with in W&B.
+        stage: of a curriculum, whose stages are one group in W&B.
     """
 
-    def __init__(self, config: Config, part_names: Sequence[str], resume_step: int = 0, wandb_id: str | None = None):
+    def __init__(
+        self,
+        config: Config,
+        part_names: Sequence[str],
+        resume_step: int = 0,
+        wandb_id: str | None = None,
+        stage: str | None = None,
+    ):
         path = Path(config.train.run_dir) / METRICS
         _forget_after(path, resume_step)
         self._part_names = part_names
@@ -36,10 +44,10 @@ class Tracker:
         self.mode = wandb_mode(config.log.wandb)
         self._run: Any = None
         if self.mode != "disabled":
-            self._run = self._begin(config, wandb_id)
+            self._run = self._begin(config, wandb_id, stage)
         self.wandb_id: str | None = self._run.id if self._run is not None else wandb_id
 
-    def _begin(self, config: Config, wandb_id: str | None) -> Any:
+    def _begin(self, config: Config, wandb_id: str | None, stage: str | None) -> Any:
         """A run in W&B; where that does not answer, one that is kept in the run's folder."""
         import wandb  # a second of import, and a service process at init
 
@@ -52,6 +60,7 @@ class Tracker:
                 id=wandb_id,
                 resume="allow",
                 config=to_dict(config),
+                **wandb_names(config, stage),
                 settings=wandb.Settings(silent=True, init_timeout=patience, finish_timeout=PATIENCE_S),
             )
         except wandb.Error as error:
@@ -63,7 +72,7 @@ class Tracker:
                 f"{self._file.name} and, for `wandb sync`, to {config.train.run_dir}/wandb",
                 flush=True,
             )
-            return self._begin(config, wandb_id)
+            return self._begin(config, wandb_id, stage)
 
     def write(self, record: dict[str, Any], tables: Mapping[str, Table] | None = None) -> None:
         """One record with its `step` (steps done); a line is on disk before the next step begins. `tables`, by name,
@@ -77,6 +86,16 @@ class Tracker:
         self._file.close()
         if self._run is not None:
             self._run.finish()
+
+
+def wandb_names(config: Config, stage: str | None) -> dict[str, Any]:
+    """What W&B shows a run under: its folder's name and its method; the stages of a curriculum (train/curriculum.py)
+    are a group with the name of the folder that holds theirs. W&B takes 128 characters of a name and 64 of a tag."""
+    folder, method = Path(config.train.run_dir).resolve(), config.draft.method
+    if stage is None:
+        return {"name": folder.name[:128], "tags": [method]}
+    group = folder.parent.name[:128]
+    return {"group": group, "name": f"{group} {stage}"[:128], "tags": [stage[:64], method]}
 
 
 def wandb_mode(setting: str) -> str:
@@ -93,19 +112,48 @@ def wandb_mode(setting: str) -> str:
 
 
 def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
-    """Every whole record of a run, in order."""
+    """Every whole record of a run, in order; a line that is none is left out, which is said."""
     path = Path(run_dir) / METRICS
-    if not path.exists():
-        return []
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    records, junk = _read(path)
+    if junk:
+        print(f"{path}: {_lines(junk)} no record and left out", flush=True)
+    return records
+
+
+def _read(path: Path) -> tuple[list[dict[str, Any]], dict[int, bytes]]:
+    """The records, and by its number from 1 each line that is none. What a kill leaves of a last one is neither."""
+    records, junk = [], {}
+    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            record = None
+        if isinstance(record, dict) and type(record.get("step")) is int:
+            records.append(record)
+        else:
+            junk[number] = line
+    return records, junk
+
+
+def _lines(junk: Mapping[int, bytes]) -> str:
+    """At most three of them by number."""
+    numbers = [*map(str, list(junk)[:3]), *(["..."] if len(junk) > 3 else [])]
+    return f"line{'s' if len(junk) > 1 else ''} {', '.join(numbers)} {'are' if len(junk) > 1 else 'is'}"
 
 
 def _forget_after(path: Path, step: int) -> None:
+    """Leaves the records up to a step; lines that are none are set aside."""
     if not path.exists():
         return
-    kept = [json.dumps(record) + "\n" for record in read_metrics(path.parent) if record["step"] <= step]
+    records, junk = _read(path)
+    if junk:
+        aside = path.with_name(JUNK)
+        with aside.open("ab") as file:
+            file.writelines(line + b"\n" for line in junk.values())
+        print(f"{path}: {_lines(junk)} no record and set aside in {aside}", flush=True)
     temporary = path.with_suffix(".tmp")
+    kept = [json.dumps(record) + "\n" for record in records if record["step"] <= step]
     temporary.write_text("".join(kept), encoding="utf-8")
     temporary.rename(path)
 

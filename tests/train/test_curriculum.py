@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from wandb.proto.wandb_internal_pb2 import Record, RunRecord
 
 from longdraft.launch import train as command
 from longdraft.models.draft_folder import load_draft
@@ -20,7 +21,7 @@ from longdraft.train import state
 from longdraft.train.config import load_config
 from longdraft.train.curriculum import load_stages
 from longdraft.train.curriculum import run as train_stages
-from longdraft.train.tracking import read_metrics
+from longdraft.train.tracking import read_metrics, wandb_names
 
 STEPS = {"short": 6, "long": 20}
 TEXT = """
@@ -79,6 +80,34 @@ def test_each_stage_is_the_file_with_its_own_on_top(staged):
     assert [stage.config.data.positions for stage in (short, long)] == ["anchor_offset", "plain"]
     assert [stage.config.data.query_share for stage in (short, long)] == [1.0, 0.5]
     assert all(stage.config.optimizer.warmup_share == 0.25 for stage in (short, long))
+
+
+def wandb_run(run_dir: Path) -> RunRecord:
+    """What W&B was told of a run, from the log that it keeps: a head of 7 bytes, then records, each behind a checksum,
+    its length in 2 bytes and its kind."""
+    (file,) = (run_dir / "wandb").glob("offline-run-*/*.wandb")
+    content, place = file.read_bytes(), 7
+    while True:
+        length = int.from_bytes(content[place + 4 : place + 6], "little")
+        record = Record.FromString(content[place + 7 : place + 7 + length])
+        if record.HasField("run"):
+            return record.run
+        place += 7 + length
+
+
+def test_wandb_has_the_stages_as_one_group(staged, tmp_path, train_command, monkeypatch):
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    lengths = [f"stages.{name}.train.steps=1" for name in STEPS]
+    status, said = train_command(staged, "log.wandb=offline", f"train.run_dir={tmp_path}/my-run", *lengths)
+    assert status == 0, said
+    for name, folder in (("short", "1-short"), ("long", "2-long")):
+        told = wandb_run(tmp_path / "my-run" / folder)
+        assert (told.run_group, told.display_name, set(told.tags)) == ("my-run", f"my-run {name}", {name, "longspec"})
+
+
+def test_wandb_has_a_single_run_under_its_folders_name(config_file, tmp_path):
+    names = wandb_names(load_config(config_file, [f"train.run_dir={tmp_path}/my-run"]), None)
+    assert names == {"name": "my-run", "tags": ["tokenswift"]}
 
 
 def test_overrides_are_for_all_stages_or_for_one(staged):

@@ -14,6 +14,7 @@ from torch.nn import Parameter
 
 from longdraft.data_prep.shards import Row, ShardSet
 from longdraft.launch.train import main
+from longdraft.launch.train import start as start_command
 from longdraft.models.drafts.tokenswift import TokenSwift, TokenSwiftConfig
 from longdraft.models.hf import load_target
 from longdraft.train import state
@@ -131,6 +132,24 @@ def test_wandb_offline_keeps_its_run_and_forgets_what_a_kill_left(config_file, t
     assert folders and all(tracker.wandb_id in name for name in folders)  # W&B numbers those of one second
 
 
+JUNK = [b"half a line", b"\xff\x00\xfe", b"17", b'{"loss": 1.0}', b"[" * 100_000, b'{"step": "2"}', b""]
+
+
+def test_lines_that_are_no_records_are_set_aside(config_file, tmp_path, capsys):
+    config = load_config(config_file, [f"train.run_dir={tmp_path}"])
+    records = [{"step": step, "loss": 1.0 / step} for step in (1, 2, 3)]
+    lines = [json.dumps(record).encode() for record in records]
+    (tmp_path / "metrics.jsonl").write_bytes(b"\n".join([lines[0], *JUNK, *lines[1:], b'{"step": 4, "lo']))
+    assert read_metrics(tmp_path) == records
+    assert "metrics.jsonl: lines 2, 3, 4, ... are no record and left out" in capsys.readouterr().out
+    Tracker(config, ["head1"], resume_step=2).close()
+    said = capsys.readouterr().out
+    assert f"metrics.jsonl: lines 2, 3, 4, ... are no record and set aside in {tmp_path}/metrics.junk" in said
+    assert (tmp_path / "metrics.junk").read_bytes() == b"".join(line + b"\n" for line in JUNK)
+    Tracker(config, ["head1"], resume_step=2).close()
+    assert read_metrics(tmp_path) == records[:2] and capsys.readouterr().out == ""
+
+
 def test_wandb_auto_is_offline_without_a_key(monkeypatch, tmp_path):
     for name in ("WANDB_MODE", "WANDB_API_KEY"):
         monkeypatch.delenv(name, raising=False)
@@ -148,6 +167,14 @@ def test_wandb_auto_is_offline_without_a_key(monkeypatch, tmp_path):
 def test_a_mistake_is_one_line_and_status_2(config_file, capsys):
     assert main([str(config_file), "train.stepz=3"]) == 2
     assert capsys.readouterr().err.strip().startswith("launch/train.py: error: train.stepz: unknown key; did you mean")
+
+
+@pytest.mark.parametrize("number", ["-1", "0"])
+@pytest.mark.parametrize("estimate", [[], ["--estimate"]], ids=["train", "estimate"])
+def test_no_ranks_are_no_number_of_ranks(config_file, number, estimate, capsys):
+    """Both would have left it to DeepSpeed how many there are."""
+    assert start_command([str(config_file), "--num-gpus", number, *estimate]) == 2
+    assert capsys.readouterr().err == f"longdraft train: error: num_gpus: {number}; give at least 1\n"
 
 
 def kept_bytes():
@@ -261,6 +288,9 @@ def test_too_many_rows_without_a_number_stop_the_run(alone, config_file, poisone
         len(said) == 2 and f"The loss of step {first + 1} is no number for rows " in said[0] and "(epoch 0)" in said[0]
     )
     assert f"The loss of step {second + 1} is no number for rows " in said[1] and "5 (epoch 1)" in said[1]
+    new = ["train.max_skipped=0", "train.save_every=6", f"train.run_dir={tmp_path / 'new'}"]
+    with pytest.raises(TrainingError, match=r"= 0; no checkpoint was saved yet: lower optimizer\.peak_lr"):
+        train(load_config(config_file, [*run, *new]), alone, poisoned)
     found = state.newest(tmp_path / "strict")
     assert found is not None and found[1]["step"] == second and found[1]["extra"]["skipped"] == 1
     assert all(torch.isfinite(weight).all() for weight in weights(tmp_path / "strict").values())

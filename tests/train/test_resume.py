@@ -110,6 +110,20 @@ def test_half_written_and_damaged_checkpoints_are_never_chosen(runs, tmp_path, c
         state.newest(run)
 
 
+def test_a_junk_line_among_the_metrics_does_not_stop_a_run(runs, tmp_path, train_command):
+    run = tmp_path / "run"
+    shutil.copytree(runs / "bf16-1-1", run)
+    shutil.rmtree(run / "checkpoints" / "step_000020")
+    metrics = run / "metrics.jsonl"
+    lines = metrics.read_text().splitlines(keepends=True)
+    metrics.write_text("".join([*lines[:3], "junk\n", *lines[3:]]))
+    status, said = train_command(run / "config.yaml", f"train.run_dir={run}")
+    assert status == 0 and f"{metrics}: line 4 is no record and set aside in {run}/metrics.junk" in said
+    assert (run / "metrics.junk").read_text() == "junk\n"
+    losses = [[(r["step"], r["loss"]) for r in read_metrics(of) if "loss" in r] for of in (run, runs / "bf16-1-1")]
+    assert losses[0] == losses[1] and len(losses[0]) == 20
+
+
 ALONE = SimpleNamespace(first=True, rank=0, world_size=1, device=torch.device("cpu"), sum=list, barrier=lambda: None)
 
 
