@@ -15,7 +15,7 @@ def shown(value: Any) -> str:
     try:
         text = repr(value)
     except ValueError:  # Python writes no integer of over 4300 digits
-        return f"a {type(value).__name__} of {value.bit_length()} bits" if is_whole(value) else type(value).__name__
+        return f"an integer of {int(value).bit_length()} bits" if is_whole(value) else type(value).__name__
     return text if len(text) <= SHOWN else f"{text[: SHOWN - 4]} ..."
 
 

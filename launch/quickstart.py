@@ -5,6 +5,7 @@ Only the order of the commands; each of them is printed, works alone, and says w
 
 import argparse
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -12,34 +13,117 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from longdraft.infer.progress import Part, TimeLeft, in_words
+from longdraft.launch.console import INTERRUPTED, framed, note
+
 ROOT = Path(__file__).resolve().parents[1]
-CONFIG, DATA = "configs/quickstart.yaml", "data/quickstart"
+CONFIG, DATA, STEPS = "configs/quickstart.yaml", "data/quickstart", 90
 PREPARE = f"--source stdlib --target smollm2-135m --seq-len 256 --max-tokens 1500000 --out {DATA}"
+
+
+# Seconds that the parts took on 2 quiet cores: only their ratios count as soon as one was measured on this machine.
+PREPARING, STARTING, STEP, EXPORTING, DECODING, VERIFYING = 20, 20, 2.8, 15, 15, 150
+NOTHING_TO_DO = 5  # a step whose work is there already
+EVERY = 60.0  # seconds between two lines of what is left
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status of the first command that failed, else 0."""
     parser = argparse.ArgumentParser(prog="make quickstart", description="Prepare, train, export, decode, verify.")
     parser.add_argument("--steps", type=int, help=f"training steps (default: those of {CONFIG})")
-    args = parser.parse_args(argv)
+    again = "interrupted; called again, it goes on from here"
+    return framed(parser.prog, lambda: _quickstart(parser.parse_args(argv).steps), again, shows=False)
+
+
+def _quickstart(steps: int | None) -> int:
     begin = time.monotonic()
-    if args.steps is not None and args.steps < 2:
-        parser.error(f"--steps: {args.steps}; training takes at least 2 steps")
-    run = f"runs/quickstart-{args.steps}" if args.steps else "runs/quickstart"
+    if steps is not None and steps < 2:
+        raise ValueError(f"--steps: {steps}; training takes at least 2 steps")
+    run = f"runs/quickstart-{steps}" if steps else "runs/quickstart"
     report = ROOT / run / "report.txt"
     if report.exists() and json.loads((report.parent / "bench.json").read_text())["exact"]:
         print(f"{report.read_text()}\nDone already: {run}/report.png, {run}/draft. Remove {run} to start anew.")
         return 0
-    for number, (what, command) in enumerate(commands(run, args.steps), start=1):
-        print(f"\n[{number}/5] {what}\n$ {shlex.join(command)}", flush=True)
-        # The interpreter and the programs of its environment, whatever the caller's PATH says.
-        program = Path(sys.executable).parent / command[0]
-        status = subprocess.run([program, *command[1:]], cwd=ROOT).returncode
+    todo = commands(run, steps)
+    rest = Rest(
+        ROOT / run, [what for what, _ in todo], steps or STEPS, (ROOT / DATA / "heldout/manifest.json").exists()
+    )
+    for number, (what, command) in enumerate(todo, start=1):
+        rest.begin(what)
+        print(f"\n[{number}/{len(todo)}] {what}\n{rest.words()}\n$ {shlex.join(command)}", flush=True)
+        status = call(command, rest)
+        if status == INTERRUPTED:
+            raise KeyboardInterrupt
         if status:
-            print(f"\nStep {number} failed with status {status}; `make quickstart` goes on from here.", file=sys.stderr)
+            note(f"\nStep {number} failed with status {status}; `make quickstart` goes on from here.")
             return status
     print(f"\nDone in {(time.monotonic() - begin) / 60:.1f} minutes: {run}/report.png, the draft in {run}/draft")
     return 0
+
+
+def call(command: Sequence[str], rest: "Rest") -> int:
+    """Run a command to its end and return its status; what is left of all is said now and then."""
+    # The interpreter and the programs of its environment, whatever the caller's PATH says.
+    process = subprocess.Popen([Path(sys.executable).parent / command[0], *command[1:]], cwd=ROOT)
+    try:
+        while True:
+            try:
+                return process.wait(timeout=EVERY)
+            except subprocess.TimeoutExpired:
+                rest.say()
+    except KeyboardInterrupt:
+        process.wait()  # Ctrl-C goes to the whole group: training saves, the others end
+        raise
+
+
+class Rest:
+    """What is left of the whole, by what its parts took here: while training, step by step."""
+
+    def __init__(self, run: Path, steps: Sequence[str], n_steps: int, prepared: bool):
+        """steps: in words, the five of `commands`. n_steps: of the training. prepared: whether the data is there."""
+        self._metrics, self._prepared = run / "metrics.jsonl", prepared
+        self._trained = self._begun_at = self._steps_done()
+        self._train = steps[1]
+        training = max(0, n_steps - self._trained) * STEP
+        costs = [
+            NOTHING_TO_DO if prepared else PREPARING,
+            STARTING + training if training else NOTHING_TO_DO,
+            EXPORTING,
+            DECODING,
+            VERIFYING,
+        ]
+        self._time = TimeLeft([Part(what, what, cost) for what, cost in zip(steps, costs, strict=True)])
+
+    def begin(self, what: str) -> None:
+        """This step begins. What one took whose work was there already says little about the others."""
+        part = self._time.part
+        self._time.begin(what, measured=part is not None and part.cost > NOTHING_TO_DO)
+
+    def words(self) -> str:
+        """In one line."""
+        part = self._time.part
+        if part is not None and part.words == self._train and (done := self._steps_done()) > self._trained:
+            first = self._trained == self._begun_at
+            self._time.advance((done - self._trained) * STEP + (STARTING if first else 0))
+            self._trained = done
+        left = self._time.seconds()
+        if left is None:
+            whole = sum(one.cost for one in self._time.parts[max(self._time.number, 0) :])
+            return f"Time left for the whole: about {in_words(whole)} on 2 quiet cores; measured here as it goes on"
+        return f"Time left for the whole: about {in_words(left)}"
+
+    def say(self) -> None:
+        """On a line of its own, above the bar that a command may have drawn on the terminal; the last step says itself
+        what is left."""
+        if self._time.number + 1 < len(self._time.parts):
+            note(f"\r\033[K{self.words()}" if sys.stderr.isatty() else self.words())
+
+    def _steps_done(self) -> int:
+        """Of the training, by its metrics; what is not a whole line yet does not count."""
+        if not self._metrics.exists():
+            return 0
+        found = re.findall(r'^\{.*"step": (\d+).*\}$', self._metrics.read_text(encoding="utf-8"), re.MULTILINE)
+        return max(map(int, found), default=0)
 
 
 def commands(run: str, steps: int | None) -> list[tuple[str, list[str]]]:

@@ -62,6 +62,57 @@ def test_prompts_of_every_kind(target, tokenizer, alone):
     assert engine.generate([], params) == [] and list(engine.stream([])) == []
 
 
+def test_a_chats_content_may_be_parts_of_text(target):
+    whole = [{"role": "system", "content": "the mat"}, {"role": "user", "content": "the cat sat"}]
+    parts = [{"type": "text", "text": "the cat"}, {"type": "text", "text": " sat"}]
+    pieces = [{"role": "system", "content": [{"type": "text", "text": "the mat"}]}, {"role": "user", "content": parts}]
+    found = Engine(target).generate([whole, pieces], SamplingParams(max_new_tokens=2))
+    assert found[0].prompt == found[1].prompt and pieces[1]["content"] is parts
+
+
+@pytest.mark.parametrize(
+    ("message", "error"),
+    [
+        (
+            {"role": "user", "content": [{"type": "image_url", "image_url": {}}]},
+            r"content\[0\] is a part of type 'im",
+        ),
+        (
+            {"role": "user", "content": [{"type": "text", "text": "a"}, "b"]},
+            r"content\[1\] is 'b'; this target",
+        ),
+        ({"role": "user", "content": [{"type": "text"}]}, r"content\[0\] is {'type': 'text'}"),
+        ({"role": "user", "content": []}, r"content is \[\]; give a text, or parts"),
+        ({"role": "user", "content": 5}, "content is 5; give a text"),
+        ({"role": "user"}, "content is None; give a text"),
+        ({"content": "x"}, "role is None; give 'user'"),
+        ({"role": 3, "content": "x"}, "role is 3; give 'user'"),
+        ({"role": "user", "content": "a\udcffb"}, "content: byte 0xff at character 1 is no UTF-8"),
+        ({"role": "user", "content": [{"type": "text", "text": "\ud83d"}]}, "is half a surrogate pair"),
+        ({"role": "\ud83d", "content": "x"}, "role: .ud83d at character 0 is half a surrogate pair"),
+    ],
+)
+def test_messages_that_are_none(target, message, error):
+    fine = {"role": "user", "content": "x"}
+    with pytest.raises(ValueError, match=f"prompt 0, message 1.*{error}"):
+        Engine(target).generate([fine, message])
+
+
+@pytest.mark.parametrize(
+    ("prompts", "error"),
+    [
+        (["a\udc80b"], "prompt 0: byte 0x80 at character 1 is no UTF-8"),
+        ([[1, True]], r"prompt 0 is \[1, True\]; give a text"),
+        ([b"abc"], "prompt 0 is b'abc'; give a text"),
+        (b"abc", "prompts: b'abc'; give a text"),
+        ([[1, 10**5000]], "token ids must lie in 0..279, got 1..an integer of 16610 bits"),
+    ],
+)
+def test_prompts_that_no_tokenizer_takes(target, prompts, error):
+    with pytest.raises(ValueError, match=error):
+        Engine(target).generate(prompts)
+
+
 @pytest.mark.parametrize(
     ("prompts", "message"),
     [

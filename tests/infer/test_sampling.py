@@ -1,8 +1,10 @@
 """Parameters and the choice rule, against formulas written out for one row."""
 
 import math
+from fractions import Fraction
 from itertools import product
 
+import numpy as np
 import pytest
 import torch
 from transformers.generation.logits_process import (
@@ -236,11 +238,39 @@ def test_noise_is_kept_and_does_not_grow():
         ({"stop_strings": "stop"}, "stop_strings='stop' must be a list of strings that are not empty"),
         ({"stop_strings": ["a", ""]}, r"stop_strings=\['a', ''\] must be a list"),
         ({"seed": 2**64}, "seed=18446744073709551616 must be None or an integer of 64 bits"),
+        ({"seed": True}, "seed=True must be None or an integer of 64 bits"),
+        ({"temperature": 10**400}, r"temperature=10{75} ... must be 0 \(greedy\) or a number above"),
+        ({"temperature": 10**9000}, "temperature=an integer of 29898 bits must be 0"),
+        ({"temperature": 1e300}, "temperature=1e.300 must be 0 .greedy. or a number above, from 1e-06 on up to 1e.30"),
+        ({"temperature": True}, "temperature=True must be 0"),
+        ({"top_p": 10**400}, "top_p=10.* must be above 0 and at most 1"),
+        ({"min_p": "0.1"}, "min_p='0.1' must be at least 0"),
+        ({"presence_penalty": 10**400}, "presence_penalty=10.* must be a number from -1e30"),
+        ({"max_new_tokens": True}, "max_new_tokens=True must be at least 1, an integer"),
+        ({"top_k": 10**400}, "top_k=10.* must be 0 .off. or a positive integer"),
+        ({"ignore_eos": "yes"}, "ignore_eos='yes' must be True or False"),
+        ({"ignore_eos": 1}, "ignore_eos=1 must be True or False"),
+        ({"stop_token_ids": [True]}, r"stop_token_ids=\[True\] must be a list of token ids"),
+        ({"banned_token_ids": b"ab"}, "banned_token_ids=b'ab' must be a list of token ids"),
+        (
+            {"stop_strings": ["\ud800"]},
+            r"stop_strings: \\ud800 at character 0 is half a surrogate pair and no character",
+        ),
     ],
 )
 def test_parameters_out_of_range_name_field_value_and_remedy(values, message):
     with pytest.raises(ValueError, match=message):
         SamplingParams(**values)
+
+
+def test_numbers_of_any_kind_are_floats_and_integers():
+    """What torch makes tensors of, whatever number class a caller uses."""
+    given = SamplingParams(
+        temperature=Fraction(1, 2), top_p=np.float32(0.5), top_k=np.int64(3), seed=np.uint64(2**63), max_new_tokens=5
+    )
+    assert given == SamplingParams(temperature=0.5, top_p=0.5, top_k=3, seed=2**63, max_new_tokens=5)
+    kinds = [type(getattr(given, name)) for name in ("temperature", "top_p", "top_k", "seed")]
+    assert kinds == [float, float, int, int]
 
 
 def test_one_each():

@@ -204,15 +204,16 @@ def test_options_of_train_may_stand_anywhere(monkeypatch):
 def test_quickstart_goes_through_the_five_commands_and_stops_at_a_failure(monkeypatch, tmp_path, capsys):
     ran, failing = [], []
 
-    def run(command, cwd):
-        ran.append([Path(command[0]).name, *command[1:]])
-        return subprocess.CompletedProcess(command, 3 if failing and failing[0] in command else 0)
+    def call(command, rest):
+        ran.append(list(command))
+        return 3 if failing and failing[0] in command else 0
 
-    monkeypatch.setattr(quickstart.subprocess, "run", run)
+    monkeypatch.setattr(quickstart, "call", call)
     monkeypatch.setattr(quickstart, "ROOT", tmp_path)
     assert quickstart.main(["--steps", "5"]) == 0
     assert [command[0] for command in ran] == ["python", "deepspeed", "python", "python", "python"]
     assert ran[1][1:3] == ["--num_gpus", str(torch.cuda.device_count() or 2)] and "train.steps=5" in ran[1]
+    assert capsys.readouterr().out.count("\nTime left for the whole: about ") == 5
     ran.clear()
     failing.append("launch/export.py")
     assert quickstart.main(["--steps", "5"]) == 3 and len(ran) == 3
@@ -235,5 +236,6 @@ def test_quickstarts_commands_are_valid(monkeypatch):
     assert all((ROOT / command[-len(command) + 1 + 2 * (command[0] == "deepspeed")]).exists() for command in steps)
     config = load_config(ROOT / steps[1][4], steps[1][5:])
     assert (config.train.steps, config.train.run_dir, config.data.path) == (70, "runs/x", quickstart.DATA)
+    assert load_config(ROOT / steps[1][4]).train.steps == quickstart.STEPS
     assert generate_parser().parse_args(steps[3][2:]).draft == "runs/x/draft"
     assert str(bench_parser().parse_args(steps[4][2:]).run) == "runs/x"
