@@ -122,7 +122,7 @@ def _bench(args: argparse.Namespace) -> dict:
         settings.params(temperature)
     given = _texts(args, names)
     source = runtime.target_source(args.target, args.gguf_file, args.draft)
-    target = runtime.open_target(*source, "fp32", device)
+    target = runtime.open_target(*source, "fp32", device, runtime.max_positions(args.draft))
     texts = given if isinstance(given, list) else runtime.file_texts(target, given, args.prompt_tokens)
     tasks = make_tasks(target, texts, args.tasks)
     builders = {

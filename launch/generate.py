@@ -104,7 +104,8 @@ def _generate(args: argparse.Namespace) -> int:
     nodes = runtime.node_budget(args.nodes, names)
     runtime.check_draft(names, args.draft, args.target)
     params, text = _sampling(args), _prompt_text(args)
-    target = runtime.open_target(*runtime.target_source(args.target, args.gguf_file, args.draft), args.dtype, device)
+    source, allowed = runtime.target_source(args.target, args.gguf_file, args.draft), runtime.max_positions(args.draft)
+    target = runtime.open_target(*source, args.dtype, device, allowed)
     prompt = _prompt_tokens(args, target, text)
     settings: dict[str, Any] = {"nodes": nodes, "max_length": args.max_length}
     settings |= {} if args.prefill_chunk is None else {"prefill_chunk": args.prefill_chunk}

@@ -8,7 +8,7 @@ drafter changes a byte; in bf16 passes of other widths round otherwise, and a ne
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -92,8 +92,8 @@ def _regenerate(args: argparse.Namespace) -> None:
     from longdraft.data_prep.regenerate import RegenerateConfig, regenerate
     from longdraft.infer.sampling import SamplingParams
     from longdraft.launch import runtime
-    from longdraft.models.fingerprint import config_hash, tokenizer_hash
-    from longdraft.models.hf import load_tokenizer, read_target_config
+    from longdraft.models.fingerprint import tokenizer_hash
+    from longdraft.models.hf import load_tokenizer, read_target_config, shape_hash
 
     device = runtime.read_device(args.device)
     sampling = SamplingParams(**{name: getattr(args, name) for name in NUMBERS})
@@ -113,13 +113,14 @@ def _regenerate(args: argparse.Namespace) -> None:
         "max_length": args.max_length,
     }
     path, gguf_file = runtime.target_source(args.target, args.gguf_file, args.draft)
-    shape = read_target_config(path, gguf_file)
+    allowed = runtime.max_positions(args.draft)
+    shape = read_target_config(path, gguf_file, allowed)
     positions = _positions(args.max_length, shape.max_positions)
     tokenizer = load_tokenizer(path, gguf_file)
     template = None if args.chat_template is None else runtime.read_text(args.chat_template, "--chat-template")
     encoder = make_chat_encoder(tokenizer, template)
     answering = {name: getattr(sampling, name) for name in NUMBERS if name != "seed"}
-    fingerprint = {"target": _target_name(path, gguf_file), "config_sha256": config_hash(asdict(shape))}
+    fingerprint = {"target": _target_name(path, gguf_file), "config_sha256": shape_hash(shape)}
     answering |= {**fingerprint, "dtype": args.dtype}
     config = RegenerateConfig(
         tuple(args.source),
@@ -133,7 +134,7 @@ def _regenerate(args: argparse.Namespace) -> None:
     )
 
     def start() -> "Generate":
-        return generator(runtime.open_target(path, gguf_file, args.dtype, device), sampling, **settings)
+        return generator(runtime.open_target(path, gguf_file, args.dtype, device, allowed), sampling, **settings)
 
     regenerate(config, encoder, tokenizer_hash(tokenizer), start)
 

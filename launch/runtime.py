@@ -47,10 +47,22 @@ def read_device(given: str | None) -> torch.device:
     return check_device(given, "--device")
 
 
-def open_target(path: str, gguf_file: str | None, dtype: str, device: torch.device) -> Target:
+def max_positions(draft: str | None) -> int | None:
+    """`target.max_positions` of the run that made the draft; None where it is as the target's config.json says."""
+    trained = None if draft is None else read_info(draft).train_config.get("target")
+    found = trained.get("max_positions") if isinstance(trained, dict) else None
+    if found is not None and (type(found) is not int or found < 1):
+        raise ValueError(f"draft: {draft} says target.max_positions {found!r} in its train_config; export again")
+    return found
+
+
+def open_target(
+    path: str, gguf_file: str | None, dtype: str, device: torch.device, max_positions: int | None = None
+) -> Target:
     """Load it, and say so."""
-    note(f"Loading {path} in {dtype} on {device}")
-    return load_target(path, DTYPES[dtype], device, gguf_file)
+    allowed = f", with {max_positions} positions as its draft was trained" if max_positions else ""
+    note(f"Loading {path} in {dtype} on {device}{allowed}")
+    return load_target(path, DTYPES[dtype], device, gguf_file, max_positions)
 
 
 def drafter_names(given: Sequence[str] | None, draft: str | None) -> list[str]:

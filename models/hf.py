@@ -6,7 +6,7 @@ Remote code is never run and weights are read with safetensors or `torch.load(we
 import json
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -67,7 +67,7 @@ def decoder_config(hf_config: PretrainedConfig) -> DecoderConfig:
         raise ValueError("quantization_config: quantised Hugging Face checkpoints are not supported; use the original")
     heads = hf_config.num_attention_heads
     head_dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // heads
-    rope, max_positions = _rope_config(hf_config, head_dim)
+    rope = _rope_config(hf_config, head_dim)
     bias = bool(getattr(hf_config, "attention_bias", False))
     return DecoderConfig(
         vocab_size=hf_config.vocab_size,
@@ -78,7 +78,7 @@ def decoder_config(hf_config: PretrainedConfig) -> DecoderConfig:
         n_kv_heads=hf_config.num_key_value_heads or heads,
         head_dim=head_dim,
         rms_norm_eps=hf_config.rms_norm_eps,
-        max_positions=max_positions,
+        max_positions=_positions(hf_config, rope),
         rope=rope,
         attention_bias=kind == "qwen2" or (bias and kind != "mistral"),
         o_bias=bias and kind in ("llama", "qwen3"),
@@ -89,18 +89,49 @@ def decoder_config(hf_config: PretrainedConfig) -> DecoderConfig:
     )
 
 
-def _rope_config(hf_config: PretrainedConfig, head_dim: int) -> tuple[RopeConfig, int]:
-    """RoPE and the number of positions. LongChat's first releases say `rope_condense_ratio` for linear scaling."""
+def _rope_config(hf_config: PretrainedConfig, head_dim: int) -> RopeConfig:
+    """RoPE. LongChat's first releases say `rope_condense_ratio` for linear scaling."""
     parameters = dict(hf_config.rope_parameters)
-    max_positions = hf_config.max_position_embeddings
     ratio = getattr(hf_config, "rope_condense_ratio", None) or 1
     if ratio != 1:
         if parameters["rope_type"] == "default":
             parameters |= {"rope_type": "linear", "factor": float(ratio)}
-            max_positions = int(max_positions * ratio)
         elif parameters["rope_type"] != "linear" or parameters["factor"] != ratio:
             raise ValueError(f"rope_condense_ratio is {ratio}, but rope_parameters say {parameters}; remove one")
-    return RopeConfig(head_dim, max_positions, parameters), max_positions
+    return RopeConfig(head_dim, hf_config.max_position_embeddings, parameters)
+
+
+def _positions(hf_config: PretrainedConfig, rope: RopeConfig) -> int:
+    """How many positions the scaling gives: `max_sequence_length` where the configuration says it, else the factor
+    times the length before scaling.
+
+    That length is `original_max_position_embeddings`, else `max_position_embeddings`, as transformers means both: with
+    the former the latter may be the scaled figure already (DeepSeek) or not (Qwen3), and is never undercut. Of "llama3"
+    and "longrope" the factor is none of lengths, and `max_position_embeddings` is the scaled figure.
+    """
+    length, parameters = rope.max_positions, rope.parameters
+    if rope.type in ("default", "llama3", "longrope"):
+        return length
+    said = getattr(hf_config, "max_sequence_length", None)
+    if said is not None:
+        if type(said) is not int or said < 1:
+            raise ValueError(f"max_sequence_length is {said!r}; config.json must say a number of positions, or none")
+        return said
+    factor, original = parameters.get("factor"), parameters.get("original_max_position_embeddings") or length
+    if factor is None:  # YaRN's is then max_position_embeddings / original
+        return length
+    if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 1 <= factor < float("inf"):
+        raise ValueError(f"rope_parameters: factor is {factor!r}; config.json must say a number of at least 1")
+    return max(length, int(original * factor))
+
+
+def with_positions(config: DecoderConfig, max_positions: int | None) -> DecoderConfig:
+    """The configuration with another number of positions; None: with its own. Raises: ValueError for less than 1."""
+    if max_positions is None:
+        return config
+    if max_positions < 1:
+        raise ValueError(f"max_positions: {max_positions}; give 1 or more, or None for what the configuration says")
+    return replace(config, max_positions=max_positions)
 
 
 def _sliding_windows(hf_config: PretrainedConfig) -> tuple[int | None, ...] | None:
@@ -136,6 +167,7 @@ def load_target(
     dtype: torch.dtype = torch.bfloat16,
     device: torch.device | str = "cpu",
     gguf_file: str | None = None,
+    max_positions: int | None = None,
     *,
     build: Callable[[DecoderConfig, torch.dtype, torch.device | str], Decoder] = build_decoder,
     whole: Callable[[nn.Parameter], AbstractContextManager[object]] = nullcontext,
@@ -147,6 +179,7 @@ def load_target(
             ("smollm2-135m", installed as a package, needs no network) or a hub name.
         dtype, device: of the weights.
         gguf_file: name of a .gguf file inside the folder or hub repository.
+        max_positions: how many it takes, where its configuration says another number than it was trained for.
         build: makes the decoder with unset weights; `whole`: entered around the writing of each tensor into a
             parameter. For who keeps the weights elsewhere (train/sharding.py).
     Raises: ValueError for an unknown path or device, an unsupported architecture or option, and weights that do not
@@ -160,7 +193,7 @@ def load_target(
     else:
         hf_config, tensors = _read_config(location), folder_tensors(location)
     tokenizer = _tokenizer(location)
-    config = decoder_config(hf_config)
+    config = with_positions(decoder_config(hf_config), max_positions)
     model = build(config, dtype, device)
     fill(model, tensors, str(location), whole)
     return Target(model, tokenizer, name, hf_config, fingerprint(config, tokenizer), _eos_ids(location, hf_config))
@@ -237,11 +270,14 @@ def refresh(target: Target, model: Any) -> None:
             rows.copy_(theirs)
 
 
-def read_target_config(path: str | Path, gguf_file: str | None = None) -> DecoderConfig:
-    """A target's shape without its weights; `path`, and what is raised, as for `load_target`. Of a hub's .gguf file
+def read_target_config(
+    path: str | Path, gguf_file: str | None = None, max_positions: int | None = None
+) -> DecoderConfig:
+    """A target's shape without its weights; arguments, and what is raised, as for `load_target`. Of a hub's .gguf file
     there is no part to be had: it is fetched whole."""
     _, location = _locate(path, gguf_file, weights=False)
-    return decoder_config(GGUFFile(location).config() if location.suffix == ".gguf" else _read_config(location))
+    hf_config = GGUFFile(location).config() if location.suffix == ".gguf" else _read_config(location)
+    return with_positions(decoder_config(hf_config), max_positions)
 
 
 def load_tokenizer(path: str | Path, gguf_file: str | None = None) -> Any:
@@ -279,9 +315,14 @@ def load_transformers(path: str | Path, dtype: torch.dtype, gguf_file: str | Non
 def fingerprint(config: DecoderConfig, tokenizer: Any) -> dict[str, str]:
     """What a draft folder records of its target (see models/fingerprint.py)."""
     return {
-        "config": config_hash(asdict(config)),
+        "config": shape_hash(config),
         "tokenizer": "none" if tokenizer is None else tokenizer_hash(tokenizer),
     }
+
+
+def shape_hash(config: DecoderConfig) -> str:
+    """SHA-256 (hex) of what a target computes, whatever number of positions it is allowed."""
+    return config_hash(asdict(replace(config, max_positions=config.rope.max_positions)))
 
 
 def _locate(path: str | Path, gguf_file: str | None, weights: bool = True) -> tuple[str, Path]:

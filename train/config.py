@@ -32,10 +32,12 @@ MAX_BUCKET = 500_000_000
 @dataclass(frozen=True)
 class TargetSection:
     """The frozen model: a Hugging Face folder or hub name, a .gguf file, or a bundled name (models/hf.py).
-    `zero_stage`: 0 keeps a whole copy in each process, 3 shards it over them."""
+    `max_positions`: how many it takes, where its config.json says another number than it was trained for; None: what
+    its RoPE with the scaling gives. `zero_stage`: 0 keeps a whole copy in each process, 3 shards it over them."""
 
     path: str
     gguf_file: str | None = None
+    max_positions: int | None = None
     zero_stage: int = 0
 
 
@@ -275,6 +277,16 @@ def empty_passes(config: Config, world_size: int) -> int:
     return accumulation(config, world_size) * readers - -(-train.global_batch // train.micro_batch)
 
 
+def check_positions(config: Config, target: str, limit: int) -> None:
+    """Raises ValueError where rows or moved positions go beyond the target's `limit`."""
+    for name, value in (("data.seq_len", config.data.seq_len), ("data.max_position", config.data.max_position or 0)):
+        if value > limit:
+            raise ValueError(
+                f"{name}: {value}, but {target} has {limit} positions; stay within them, or set "
+                "target.max_positions where its config.json says less than it was trained for"
+            )
+
+
 def resolved(config: Config, n_rows: int) -> Config:
     """The config with epochs and shares turned into steps, for a training split of `n_rows` rows.
 
@@ -353,6 +365,7 @@ def _check(config: Config) -> None:
             raise ValueError(f"{name}: {value!r} is unknown; choose one of {', '.join(map(str, known))}")
     config.draft.network(_ANY_TARGET)  # its own checks, before anything is loaded
     positive = {
+        "target.max_positions": config.target.max_positions,
         "data.seq_len": data.seq_len,
         "data.max_position": data.max_position,
         "train.steps": train.steps,

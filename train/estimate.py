@@ -10,7 +10,7 @@ import torch
 from longdraft.models.decoder import DecoderConfig
 from longdraft.models.hf import read_target_config
 from longdraft.train import memory, operations
-from longdraft.train.config import Config, accumulation, empty_passes
+from longdraft.train.config import Config, accumulation, check_positions, empty_passes
 from longdraft.train.curriculum import Stage
 
 
@@ -21,25 +21,29 @@ def report(stages: Sequence[Stage], n_ranks: int | None = None, gpu: bool | None
         n_ranks: all there are, on all machines; None: one for each GPU of this one, without any a single one.
         gpu: a rank is a GPU, here or elsewhere; else a process on a CPU. None: as on this machine.
 
-    Raises: ValueError where a target cannot be read, or rows cannot be shared among so many ranks.
+    Raises: ValueError where a target cannot be read or has too few positions, or rows cannot be shared among so many
+    ranks.
     """
     gpu = torch.cuda.is_available() if gpu is None else gpu
     n_ranks = max(torch.cuda.device_count(), 1) if n_ranks is None else n_ranks
     if n_ranks < 1:
         raise ValueError(f"num_gpus: {n_ranks}; give at least 1")
-    targets: dict[tuple[str, str | None], DecoderConfig] = {}  # the metadata of a .gguf file take seconds
-    for target in (stage.config.target for stage in stages):
-        key = target.path, target.gguf_file
+    targets: dict[tuple[str, str | None, int | None], DecoderConfig] = {}  # the metadata of a .gguf file take seconds
+    for key in map(_key, stages):
         targets[key] = targets.get(key) or read_target_config(*key)
-    tables = [
-        _stage(stage, targets[stage.config.target.path, stage.config.target.gguf_file], n_ranks, gpu)
-        for stage in stages
-    ]
+    tables = [_stage(stage, targets[_key(stage)], n_ranks, gpu) for stage in stages]
     return "\n\n".join(tables)
+
+
+def _key(stage: Stage) -> tuple[str, str | None, int | None]:
+    """What read_target_config reads."""
+    target = stage.config.target
+    return target.path, target.gguf_file, target.max_positions
 
 
 def _stage(stage: Stage, target: DecoderConfig, n_ranks: int, gpu: bool) -> str:
     config = stage.config
+    check_positions(config, config.target.path, target.max_positions)
     bytes_table = memory.table(memory.estimate(config, target, n_ranks, gpu))
     train, data = config.train, config.data
     devices = f"{n_ranks} {'GPU' if gpu else 'CPU process'}{'' if n_ranks == 1 else 's' if gpu else 'es'}"

@@ -81,7 +81,10 @@ def export(
     if draft_vocab_size is not None:
         _check_restriction(config)
     target = target or load_target(
-        config.target.path, DTYPES[config.train.precision], gguf_file=config.target.gguf_file
+        config.target.path,
+        DTYPES[config.train.precision],
+        gguf_file=config.target.gguf_file,
+        max_positions=config.target.max_positions,
     )
     trained = Trained(config, saved["step"], saved["extra"]["heldout"], target, _draft(config, folder, target))
     if draft_vocab_size is not None:

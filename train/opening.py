@@ -14,7 +14,7 @@ from longdraft.data_prep.shards import ShardSet
 from longdraft.models.draft_folder import Draft, load_draft
 from longdraft.models.drafts.longspec import LongSpec
 from longdraft.models.hf import Target, load_target
-from longdraft.train.config import Config, LongSpecSection
+from longdraft.train.config import Config, LongSpecSection, check_positions
 from longdraft.train.engine import DraftEngine, Ranks, make_deterministic
 from longdraft.train.evaluate import Evaluator
 from longdraft.train.methods import Method, open_method
@@ -50,10 +50,10 @@ class Run:
 
 def open_target(config: Config, ranks: Ranks) -> Target:
     """The run's frozen target: a copy on this rank's device, or this rank's share of it."""
-    path, dtype, gguf_file = config.target.path, DTYPES[config.train.precision], config.target.gguf_file
-    if config.target.zero_stage == 3:
-        return load_sharded_target(path, dtype, ranks, gguf_file=gguf_file)
-    return load_target(path, dtype, ranks.device, gguf_file=gguf_file)
+    section, dtype = config.target, DTYPES[config.train.precision]
+    if section.zero_stage == 3:
+        return load_sharded_target(section.path, dtype, ranks, section.gguf_file, section.max_positions)
+    return load_target(section.path, dtype, ranks.device, section.gguf_file, section.max_positions)
 
 
 def open_run(config: Config, ranks: Ranks, target: Target | None = None) -> Run:
@@ -119,10 +119,7 @@ def open_rows(config: Config, split: str, target: Target) -> ShardSet:
     if not len(rows):
         raise ValueError(f"data.path: {rows.folder} has no rows; prepare more text")
     _check_content(rows, config)
-    limit = target.model.config.max_positions
-    for name, value in (("data.seq_len", config.data.seq_len), ("data.max_position", config.data.max_position or 0)):
-        if value > limit:
-            raise ValueError(f"{name}: {value}, but {target.name} has {limit} positions; stay within them")
+    check_positions(config, target.name, target.model.config.max_positions)
     return rows
 
 
@@ -166,8 +163,10 @@ def describe(run: Run) -> str:
     tokens = train.global_batch * run.config.data.seq_len
     kind = "GPU" if run.ranks.device.type == "cuda" else "CPU"
     share, _ = run.rows.left_out()
+    allowed = run.config.target.max_positions
     return (
-        f"Rows: {len(run.rows):,}{_counted(run.rows)}; {share:.1%} of the documents were left out\n"
+        (f"Positions of the target: {allowed:,}, by target.max_positions\n" if allowed else "")
+        + f"Rows: {len(run.rows):,}{_counted(run.rows)}; {share:.1%} of the documents were left out\n"
         f"Training {run.config.draft.method} ({parameters / 1e6:.1f} M parameters) for {run.config.target.path} on "
         f"{run.ranks.world_size} {kind} rank(s), {train.precision}, ZeRO-{train.zero_stage}: step {run.step} to "
         f"{train.n_steps}, up to {tokens:,} tokens each, from {run.config.data.path}; all goes to {train.run_dir}"

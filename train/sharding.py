@@ -24,7 +24,13 @@ from longdraft.train.engine import Ranks  # before DeepSpeed: it names the accel
 import deepspeed
 
 
-def load_sharded_target(path: str | Path, dtype: torch.dtype, ranks: Ranks, gguf_file: str | None = None) -> Target:
+def load_sharded_target(
+    path: str | Path,
+    dtype: torch.dtype,
+    ranks: Ranks,
+    gguf_file: str | None = None,
+    max_positions: int | None = None,
+) -> Target:
     """`load_target` (same arguments, same errors) with the layers' weights shared out among all ranks, which all call
     it: the first rank's bytes are what all get.
 
@@ -34,7 +40,7 @@ def load_sharded_target(path: str | Path, dtype: torch.dtype, ranks: Ranks, gguf
     and can drop, and one tensor in fp32 of a .gguf file.
     """
     whole = partial(deepspeed.zero.GatheredParameters, modifier_rank=0)
-    return load_target(path, dtype, ranks.device, gguf_file, build=build_sharded_decoder, whole=whole)
+    return load_target(path, dtype, ranks.device, gguf_file, max_positions, build=build_sharded_decoder, whole=whole)
 
 
 def build_sharded_decoder(config: DecoderConfig, dtype: torch.dtype, device: torch.device | str) -> Decoder:

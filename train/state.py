@@ -43,8 +43,9 @@ FIELDS = {"step": int, "files": dict, "config": dict, "extra.heldout": dict}
 CHECKPOINT_FIELDS = FIELDS | {"world_size": int, "extra.skipped": int, "extra.wandb_id": (str, type(None))}
 BEST_FIELDS = FIELDS | {"score": (int, float)}
 # What may differ between a run and its resumption; anything else would change the result.
-FREE = ("train.run_dir", "train.save_every", "train.keep_checkpoints", "train.micro_batch", "train.max_skipped", "log",
-    "heldout", "decoding", "data.max_dropped_share",
+FREE = (
+    "target.max_positions", "train.run_dir", "train.save_every", "train.keep_checkpoints", "train.micro_batch",
+    "train.max_skipped", "log", "heldout", "decoding", "data.max_dropped_share",
 )  # fmt: skip
 
 

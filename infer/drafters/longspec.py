@@ -25,7 +25,7 @@ from longdraft.kernels import backend
 from longdraft.kernels.cross_attention import cross_attention
 from longdraft.kernels.linear import linear
 from longdraft.models.decoder import TargetOutput
-from longdraft.models.drafts.longspec import SHAPE, LongSpec
+from longdraft.models.drafts.longspec import LongSpec, shape_of
 from longdraft.models.hf import Target
 from longdraft.models.kv_cache import KVCache
 
@@ -216,7 +216,7 @@ def _check(target: Target, draft: LongSpec, widths: tuple[int, ...]) -> None:
     config = draft.config
     if len(widths) > config.window:
         raise ValueError(f"widths: {len(widths)} levels, but the draft's window has {config.window} rows; give fewer")
-    different = [name for name in SHAPE if getattr(config, name) != getattr(target.model.config, name)]
+    different = [name for name, own in shape_of(target.model.config).items() if getattr(config, name) != own]
     if different:
         one = different[0]
         raise ValueError(

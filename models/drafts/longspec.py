@@ -80,7 +80,12 @@ class LongSpecConfig:
     @staticmethod
     def for_target(target: DecoderConfig, **options: Any) -> "LongSpecConfig":
         """The config of a draft for this target; `options` are the fields from `window` on."""
-        return LongSpecConfig(**{n: getattr(target, n) for n in SHAPE}, rope=target.rope.parameters, **options)
+        return LongSpecConfig(**shape_of(target), rope=target.rope.parameters, **options)
+
+
+def shape_of(target: DecoderConfig) -> dict[str, Any]:
+    """The fields of SHAPE; `max_positions` is what RoPE is made with, however many the target is allowed."""
+    return {name: getattr(target, name) for name in SHAPE} | {"max_positions": target.rope.max_positions}
 
 
 class _Projection(Linear):
@@ -220,7 +225,7 @@ class LongSpec(nn.Module):
             raise ValueError(
                 f"draft.{wanted[0]}: it starts from the target's weights; give the target, or set it false"
             )
-        different = [name for name in SHAPE if getattr(self.config, name) != getattr(target.config, name)]
+        different = [name for name, own in shape_of(target.config).items() if getattr(self.config, name) != own]
         if different:
             raise ValueError(f"target: not of this draft's {', '.join(different)}; use LongSpecConfig.for_target")
         if self.final_norm is not None:

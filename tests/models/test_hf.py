@@ -11,7 +11,15 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MistralC
 
 from longdraft.models.checkpoint import halves_from_pairs, places
 from longdraft.models.fingerprint import config_hash, tokenizer_hash
-from longdraft.models.hf import BUNDLED, _locate, decoder_config, load_target, refresh, target_from_transformers
+from longdraft.models.hf import (
+    BUNDLED,
+    _locate,
+    decoder_config,
+    load_target,
+    read_target_config,
+    refresh,
+    target_from_transformers,
+)
 
 SHAPE = {
     "vocab_size": 50,
@@ -191,11 +199,63 @@ def test_folder_without_weights_or_config(folder, tmp_path):
 def test_longchat_condense_ratio_is_linear_scaling():
     """The first LongChat releases carry `rope_condense_ratio`, the later ones linear `rope_scaling`."""
     old = decoder_config(LlamaConfig(**SHAPE, rope_condense_ratio=8))
-    new = decoder_config(
-        LlamaConfig(**SHAPE | {"max_position_embeddings": 512}, rope_scaling={"type": "linear", "factor": 8.0})
-    )
+    new = decoder_config(LlamaConfig(**SHAPE, rope_scaling={"type": "linear", "factor": 8.0}))
     assert old.rope.type == new.rope.type == "linear" and old.rope.parameters["factor"] == 8.0
     assert old.max_positions == new.max_positions == 512
+
+
+LINEAR, YARN = {"type": "linear", "factor": 4.0}, {"type": "yarn", "factor": 4.0}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LONGROPE = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+
+
+@pytest.mark.parametrize(
+    ("length", "scaling", "others", "positions"),
+    [
+        (4096, None, {}, 4096),
+        (4096, None, {"max_sequence_length": 16384}, 4096),  # nothing scales to it
+        (4096, LINEAR, {"max_sequence_length": 16384}, 16384),
+        (4096, LINEAR, {}, 16384),
+        (2048, {"type": "linear", "factor": 2.5}, {}, 5120),
+        (16384, LINEAR | {"original_max_position_embeddings": 4096}, {}, 16384),
+        (4096, {"type": "dynamic", "factor": 2.0}, {}, 8192),
+        (131072, {"type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096}, {}, 131072),
+        (40960, YARN | {"original_max_position_embeddings": 32768}, {}, 131072),
+        (32768, YARN, {}, 131072),  # its original is then max_position_embeddings, to transformers too
+        (131072, YARN | {"original_max_position_embeddings": 4096}, {}, 131072),
+        (131072, LLAMA3 | {"original_max_position_embeddings": 8192}, {}, 131072),
+        (131072, LONGROPE | {"original_max_position_embeddings": 4096}, {}, 131072),
+    ],
+)
+def test_positions_are_what_the_scaling_gives(length, scaling, others, positions):
+    shape = SHAPE | {"max_position_embeddings": length}
+    config = decoder_config(LlamaConfig(**shape, rope_scaling=scaling, **others))
+    assert config.max_positions == positions
+    assert config.rope.max_positions == length  # which is transformers' own for the frequencies
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"max_sequence_length": "16k"}, "max_sequence_length is '16k'; config.json must say a number of positions"),
+        ({"max_sequence_length": 0}, "max_sequence_length is 0"),
+        ({"rope_scaling": LINEAR | {"factor": 0.5}}, "factor is 0.5; config.json must say a number of at least 1"),
+        ({"rope_scaling": LINEAR | {"factor": float("nan")}}, "factor is nan"),
+        ({"rope_scaling": LINEAR | {"factor": "four"}}, "factor is 'four'"),
+    ],
+)
+def test_a_scaling_without_a_number_is_refused(values, message):
+    with pytest.raises(ValueError, match=message):
+        decoder_config(LlamaConfig(**SHAPE | {"rope_scaling": LINEAR} | values))
+
+
+def test_positions_can_be_overridden(folder):
+    own, more = load_target(folder), load_target(folder, max_positions=1000)
+    assert (own.model.config.max_positions, more.model.config.max_positions) == (64, 1000)
+    assert read_target_config(folder, max_positions=1000) == more.model.config
+    assert own.fingerprint == more.fingerprint  # it computes the same, and drafts serve both
+    with pytest.raises(ValueError, match="max_positions: 0; give 1 or more"):
+        load_target(folder, max_positions=0)
 
 
 def test_released_rope_fields_are_understood():

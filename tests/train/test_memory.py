@@ -318,6 +318,9 @@ def test_operations_by_hand():
 def test_the_command_prints_a_table_for_each_stage(target_folder, capsys):
     config = str(Path(__file__).resolve().parents[2] / "configs" / "longspec" / "smollm2.yaml")
     command = [config, "--estimate", f"target.path={target_folder}", "draft.draft_vocab_size=50"]
+    assert start(command) == 2  # as training would say
+    assert "data.max_position: 8192, but" in capsys.readouterr().err
+    command.append("target.max_positions=8192")
     assert start(command) == 0
     printed = capsys.readouterr().out
     for name in ("Stage short: ", "Stage long: ", "Stage sft: "):

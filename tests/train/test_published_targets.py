@@ -1,0 +1,113 @@
+"""Every recipe with its target's published config.json, shrunken: open, first step, estimate, export, decode beyond the
+length before scaling.
+
+The fields in published_targets.json are looked up; each says where. Kept are all but sizes: RoPE with its scaling,
+positions, ties, biases and the share of heads that have keys and values of their own.
+"""
+
+import json
+from math import gcd
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from longdraft.infer.engine import Engine
+from longdraft.infer.sampling import SamplingParams
+from longdraft.launch import export, runtime
+from longdraft.models.hf import load_transformers, read_target_config
+from longdraft.train.curriculum import load_stages
+
+VOCAB, HEAD_DIM, NEW = 97, 8, 6
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+PUBLISHED = json.loads(Path(__file__).with_name("published_targets.json").read_text())
+# What a checkpoint's config.json may say, by recipe; of one target two ways are possible.
+CASES = {name: (name, {}) for name in PUBLISHED} | {
+    "longspec/longchat-7b, scaled": ("longspec/longchat-7b", {"max_position_embeddings": 32768})
+}
+POSITIONS = {"vicuna-7b": 16384, "vicuna-13b": 16384, "longchat-13b": 16384, "longchat-7b": 32768, "qwq-32b": 32768}
+# The recipes' own but for how much there is of everything.
+FEW = [
+    "data.seq_len=24", "train.steps=1", "train.global_batch=2", "train.micro_batch=1", "optimizer.warmup_steps=0",
+    "heldout.rows=1", "heldout.choices=4", "log.wandb=disabled",
+]  # fmt: skip
+BLOCK = ["draft.window=8"]
+
+
+def shrunken(published: dict) -> dict:
+    """The same fields for a model of 2 layers."""
+    heads, kv_heads = published["num_attention_heads"], published["num_key_value_heads"]
+    shared = gcd(heads, kv_heads)
+    heads, kv_heads = (2, 2) if heads == kv_heads else (heads // shared, kv_heads // shared)
+    sizes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "hidden_size": heads * HEAD_DIM}
+    return published | sizes | {"num_hidden_layers": 2, "intermediate_size": 24, "vocab_size": VOCAB}
+
+
+@pytest.fixture
+def target(request, tmp_path) -> Path:
+    """A folder with such a config.json, as it is published, and weights."""
+    name, others = CASES[request.param]
+    folder = tmp_path / "target"
+    folder.mkdir()
+    config = json.dumps(shrunken(PUBLISHED[name]["config"] | others))
+    (folder / "config.json").write_text(config)
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(8 if weight.dim() > 1 else 1)  # logits far apart
+    model.save_pretrained(folder)
+    (folder / "config.json").write_text(config)  # transformers writes it in another form
+    return folder
+
+
+def test_there_is_one_for_every_recipe_of_a_published_target():
+    recipes = {f"{path.parent.name}/{path.stem}" for path in CONFIGS.glob("*/*.yaml") if path.parent.name != "data"}
+    assert recipes - {"longspec/smollm2"} == set(PUBLISHED) and len(PUBLISHED) == 11
+    for name, entry in PUBLISHED.items():
+        (path,) = {stage.config.target.path for stage in load_stages(CONFIGS / f"{name}.yaml")}
+        assert entry["source"] == f"https://huggingface.co/{path}/blob/main/config.json" and entry["found"]
+
+
+@pytest.mark.parametrize(("name", "target"), [(name, name) for name in CASES], indirect=["target"])
+def test_from_the_recipe_to_decoding(name, target, data_folder, train_command, tmp_path, capsys):
+    recipe = CONFIGS / f"{CASES[name][0]}.yaml"
+    allowed = load_stages(recipe)[0].config.target.max_positions
+    config = read_target_config(target, max_positions=allowed)
+    assert config.max_positions == POSITIONS.get(recipe.stem, 131072)
+
+    # With rows and positions as the recipe says them.
+    status, printed = train_command(recipe, f"target.path={target}", "--estimate")
+    assert status == 0 and "operations" in printed, printed
+
+    places = [f"target.path={target}", f"data.path={data_folder}", f"train.run_dir={tmp_path / 'run'}"]
+    block = BLOCK if recipe.parent.name == "longspec" else []
+    status, printed = train_command(recipe, *places, *FEW, *block)
+    assert status == 0, printed
+    assert ("Positions of the target: 32,768, by target.max_positions\n" in printed) == (allowed == 32768)
+    if block:
+        run, draft = tmp_path / "run" / "3-sft", tmp_path / "run" / "3-sft" / "draft"
+    else:
+        run, draft = tmp_path / "run", tmp_path / "draft"
+        assert export.main([str(run), "--out", str(draft)]) == 0
+    assert (draft / "model.safetensors").is_file()
+
+    # Serving follows without further words.
+    opened = runtime.open_target(
+        *runtime.target_source(None, None, str(draft)), "fp32", torch.device("cpu"), runtime.max_positions(str(draft))
+    )
+    assert opened.model.config == config
+    said = f", with {allowed} positions as its draft was trained" if allowed else ""
+    assert f"in fp32 on cpu{said}\n" in capsys.readouterr().err
+    scaling = PUBLISHED[CASES[name][0]]["config"].get("rope_scaling") or {}
+    before = scaling.get("original_max_position_embeddings", config.rope.max_positions if scaling else 2048)
+    prompt = torch.randint(VOCAB, (min(before, 8192) + 2,), generator=torch.Generator().manual_seed(2)).tolist()
+    params = SamplingParams(max_new_tokens=NEW, ignore_eos=True)
+    method = runtime.draft_method(str(draft))
+    (found,) = Engine(opened, method, draft=str(draft)).generate([prompt], params)
+    # transformers' own model of this folder, where each of the tokens was chosen.
+    theirs = load_transformers(target, torch.float32)
+    with torch.no_grad():
+        logits = theirs(torch.tensor([prompt + found.tokens]), logits_to_keep=NEW + 1).logits
+    assert len(found.tokens) == NEW and logits[0, :-1].argmax(-1).tolist() == found.tokens
