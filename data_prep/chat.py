@@ -30,6 +30,7 @@ from tokenizers import AddedToken, Tokenizer
 from longdraft.data_prep.chat_template import EDGE, STAND_IN, ChatTemplate, stand_in
 from longdraft.data_prep.documents import Conversation, Document, Unusable
 from longdraft.data_prep.tokenize import Encoded, checked_eos
+from longdraft.data_prep.windows import WindowedTokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -194,6 +195,7 @@ class StandInTokenizer:
             tokens[spelling] = (token["id"], AddedToken(spelling, **sides, **flags))
         tokens.setdefault(stand_in(eos_id), (eos_id, AddedToken(stand_in(eos_id), normalized=False)))
         self._rust.add_tokens([token for _, token in tokens.values()])
+        self._windowed = WindowedTokenizer(self._rust)
         ids = {self._rust.token_to_id(spelling): token for spelling, (token, _) in tokens.items()}
         self._ids = np.arange(max(self._rust.get_vocab(with_added_tokens=True).values()) + 1)
         for ours, theirs in ids.items():
@@ -201,9 +203,9 @@ class StandInTokenizer:
             self._ids[ours] = theirs
 
     def encode(self, text: str) -> Encoding:
-        encoding = self._rust.encode(text, add_special_tokens=False)
-        offsets = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
-        return Encoding(np.array(encoding.ids, dtype=np.int64), offsets[:, 0], offsets[:, 1])
+        pieces = self._windowed.encode(text, lambda kept: (kept.ids, kept.offsets))
+        offsets = np.concatenate([offsets for _, offsets in pieces])
+        return Encoding(np.concatenate([ids for ids, _ in pieces]), offsets[:, 0], offsets[:, 1])
 
     def finish(self, encoding: Encoding) -> tuple[np.ndarray, np.ndarray]:
         """(int32 token ids of the target without borders; for 0 to n tokens, how many of them remain).
