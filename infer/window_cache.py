@@ -28,7 +28,8 @@ class WindowCache:
     def __init__(self, draft: LongSpec, batch: int, tree_rows: int):
         """`tree_rows`: the most rows that one tree's queries take."""
         config, weight = draft.config, draft.self_o.weight
-        self.window, self.ring = config.window, config.window + SLACK
+        self.window = _window(draft)
+        self.ring = self.window + SLACK
         shape = (batch, self.ring + tree_rows, config.n_kv_heads, config.head_dim)
         # Zeros: rows that a mask closes are still multiplied by 0, and memory of unknown content may be NaN.
         self.keys = torch.zeros(shape, dtype=weight.dtype, device=weight.device)
@@ -44,7 +45,7 @@ class WindowCache:
     @staticmethod
     def bytes(draft: LongSpec, batch: int, tree_rows: int) -> int:
         """What the constructor allocates."""
-        config, ring = draft.config, draft.config.window + SLACK
+        config, ring = draft.config, _window(draft) + SLACK
         row = 2 * config.n_kv_heads * config.head_dim * draft.self_o.weight.element_size()
         return batch * ((ring + tree_rows) * row + ring * 8)
 
@@ -97,3 +98,8 @@ class WindowCache:
         )
         out_BKGTd = out_BKQd.view(batch, n_kv_heads, groups, n_rows, head_dim)
         return out_BKGTd.permute(0, 3, 1, 2, 4).reshape(batch, n_rows, n_heads, head_dim)
+
+
+def _window(draft: LongSpec) -> int:
+    """No window is longer than the positions that there are."""
+    return min(draft.config.window, draft.config.max_positions)

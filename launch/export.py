@@ -7,9 +7,11 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from longdraft.launch.console import framed
+
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit status."""
+    """Returns the exit status: 2 after an error, 130 after Ctrl-C."""
     parser = argparse.ArgumentParser(prog="longdraft export", description="A run's weights to a draft folder.")
     parser.add_argument("run_dir", help="the run's folder (train.run_dir)")
     parser.add_argument("--out", help="folder to write (default: RUN_DIR/draft, or RUN_DIR/FORMAT for another format)")
@@ -26,16 +28,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--best", action="store_true", help="the weights that decoded best while training (default: the newest)"
     )
-    args = parser.parse_args(argv)
-    # Here, not above: --help and a wrong argument should not wait for torch.
-    from longdraft.train.export import export
 
-    try:
+    def work() -> None:
+        args = parser.parse_args(argv)
+        # Here, not above: --help and a wrong argument should not wait for torch.
+        from longdraft.train.export import export
+
         export(args.run_dir, args.out, form=args.format, draft_vocab_size=args.draft_vocab_size, best=args.best)
-    except ValueError as error:
-        print(f"{parser.prog}: error: {error}", file=sys.stderr)
-        return 2
-    return 0
+
+    return framed(parser.prog, work, shows=False)
 
 
 if __name__ == "__main__":

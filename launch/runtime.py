@@ -1,6 +1,7 @@
 """What generate and bench share: opening the target that was asked for, texts, drafters and their options."""
 
 import json
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ from longdraft.infer.drafters.build import DRAFTERS, TRAINED
 from longdraft.infer.sampling import SamplingParams
 from longdraft.launch.console import note, said
 from longdraft.models.device import check_device
-from longdraft.models.draft_folder import CONFIG, read_info
+from longdraft.models.draft_files import CONFIG
+from longdraft.models.draft_folder import read_info
 from longdraft.models.hf import Target, load_target
 
 # What leaves all tokens in.
@@ -59,7 +61,8 @@ def max_positions(draft: str | None) -> int | None:
 def open_target(
     path: str, gguf_file: str | None, dtype: str, device: torch.device, max_positions: int | None = None
 ) -> Target:
-    """Load it, and say so."""
+    """Load it, and say so. What a drafter warns of is a line from here on, without the code's place."""
+    warnings.showwarning = lambda message, *_, **__: note(f"warning: {message}")
     allowed = f", with {max_positions} positions as its draft was trained" if max_positions else ""
     note(f"Loading {path} in {dtype} on {device}{allowed}")
     return load_target(path, DTYPES[dtype], device, gguf_file, max_positions)

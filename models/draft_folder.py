@@ -5,26 +5,35 @@ Nothing in it is pickled. Not here: what a method's config means (models/drafts/
 """
 
 import json
-import os
+import math
+import time
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from types import UnionType
-from typing import Any, TypeVar, cast, get_origin, overload
+from typing import Any, TypeVar, cast, get_args, get_origin, overload
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
-from longdraft.models.drafts.longspec import LongSpec, LongSpecConfig
+from longdraft.models.draft_files import (
+    CONFIG,
+    WEIGHTS,
+    Entry,
+    read_config,
+    read_header,
+    read_weights,
+    shown,
+    write_pair,
+)
+from longdraft.models.drafts.longspec import SHAPE, LongSpec, LongSpecConfig
 from longdraft.models.drafts.medusa import Medusa, MedusaConfig
 from longdraft.models.drafts.tokenswift import TokenSwift, TokenSwiftConfig
-from longdraft.models.files import write_tensors
 from longdraft.models.hf import Target
+from longdraft.models.weights_hash import weights_hash
 
 FORMAT_VERSION = 1
-CONFIG, WEIGHTS = "config.json", "model.safetensors"
 DRAFTS = {
     "tokenswift": (TokenSwiftConfig, TokenSwift),
     "longspec": (LongSpecConfig, LongSpec),
@@ -32,17 +41,26 @@ DRAFTS = {
 }
 Draft = TokenSwift | LongSpec | Medusa
 D = TypeVar("D", TokenSwift, LongSpec, Medusa)
+# Fields of a draft that are its target's own.
+TARGETS = {"longspec": (*SHAPE, "rope"), "tokenswift": ("hidden_size", "rms_norm_eps"), "medusa": ("hidden_size",)}
+# Numbers that no tensor of the draft has as its size, nor anything that is built of them before a target is there.
+UNSEEN = ("vocab_size", "max_positions", "window", "noise")
+FLOATS = ("F32", "BF16", "F16", "F64")
+MOST_LEVELS, MOST_WIDTH = 64, 4096  # of a tree: far beyond what pays, and nothing to hold
+# A folder that is being replaced is whole again after this.
+SWAP_S = 0.1
 
 
 @dataclass(frozen=True)
 class DraftInfo:
     """What config.json says beside the network's shape.
 
-    `target`: name, config_sha256, tokenizer_sha256. `train_length`: tokens of a training row. `tree`, the drafter's
+    `target`: name, config_sha256, tokenizer_sha256 and, where it is known, weights_sha256, of a sample of the target's
+    weights (weights_hash.py). `train_length`: tokens of a training row. `tree`, the drafter's
     default: {"levels": ranks a level, "rank_rates": [level][rank], share of held-out positions whose text had that
     rank, "choice_rates": the same of the target's own choices, which is what acceptance depends on}; LongSpec's
     "levels" are the widths of its beam. `noise`: largest noise shift in training, None where the method has none.
-    `versions` and `train_config`: how it was made.
+    `versions` and `train_config`: how it was made. `weights_sha256`: of model.safetensors, None in older folders.
     """
 
     target: dict[str, str]
@@ -51,38 +69,27 @@ class DraftInfo:
     versions: dict[str, str]
     train_config: dict[str, Any]
     noise: int | None = None
+    weights_sha256: str | None = None
 
 
-def target_entry(target: Target) -> dict[str, str]:
-    """How a draft folder names the target that it belongs to."""
+def target_entry(target: Target, weights_sha256: str | None = None) -> dict[str, str]:
+    """How a draft folder names the target that it belongs to.
+
+    weights_sha256: of the weights that it was trained with (`weights_hash`); None: the target's own.
+    """
+    weights = weights_sha256 or target.fingerprint.get("weights") or weights_hash(target.model)
     return {
         "name": target.name,
         "config_sha256": target.fingerprint["config"],
         "tokenizer_sha256": target.fingerprint["tokenizer"],
-    }
+    } | ({} if weights is None else {"weights_sha256": weights})
 
 
 def save_draft(folder: str | Path, draft: Draft, info: DraftInfo) -> None:
-    """Writes both files."""
+    """Writes both files; raises ValueError, as `write_pair`, where that cannot be done, and changes nothing then."""
     method = next(name for name, (_, network) in DRAFTS.items() if isinstance(draft, network))
     content = {"format_version": FORMAT_VERSION, "method": method, "draft": asdict(draft.config)} | asdict(info)
-    write_folder(folder, content, draft.state_dict())
-
-
-def write_folder(folder: str | Path, content: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
-    """config.json and model.safetensors, each whole or not at all; config.json last, so that a folder that has one is
-    complete."""
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / CONFIG).unlink(missing_ok=True)
-    on_cpu = {name: p.detach().cpu().contiguous() for name, p in weights.items()}
-    write_tensors(on_cpu, folder / f"{WEIGHTS}.tmp", metadata={"format": "pt"})
-    (folder / f"{CONFIG}.tmp").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    for name in (WEIGHTS, CONFIG):
-        temporary = folder / f"{name}.tmp"
-        with temporary.open("rb") as stream:
-            os.fsync(stream.fileno())
-        temporary.rename(folder / name)
+    write_pair(folder, lambda digest: content | {"weights_sha256": digest}, draft.state_dict())
 
 
 def read_info(folder: str | Path) -> DraftInfo:
@@ -103,29 +110,44 @@ def load_draft(folder: str | Path, target: Target | None = None, kind: type[Draf
 
     Raises:
         ValueError: no draft folder, another format, an unknown or another method, a damaged file, a field that is
-            missing or unknown, another target, or weights that do not fit. It names the file and what to do.
+            missing, unknown, of another type or larger than the weights show, another target, weights that do not fit,
+            are none of this folder's or no numbers. It names the file and what to do.
+
+    A target of the same configuration with other weights is taken, with a warning: its text is exact with any draft.
     """
     folder = Path(folder)
     content = _read(folder)
-    config_type, network = DRAFTS[content["method"]]
+    try:
+        return _load(folder, content, target, kind)
+    except ValueError:
+        time.sleep(SWAP_S)
+        if (again := _read(folder)) == content:
+            raise
+    return _load(folder, again, target, kind)  # another draft was being put there
+
+
+def _load(folder: Path, content: dict[str, Any], target: Target | None, kind: type[Draft] | None) -> Draft:
+    method, values = content["method"], content.get("draft")
+    config_type, network = DRAFTS[method]
     if kind not in (None, network):
         wanted = next(name for name, (_, other) in DRAFTS.items() if other is kind)
-        raise ValueError(f"draft: {folder} holds a draft of {content['method']}; give one of {wanted}")
+        raise ValueError(f"draft: {folder} holds a draft of {method}; give one of {wanted}")
     info = _info(folder, content)
     if target is not None:
         _check_target(folder, info.target, target_entry(target))
-    _check_fields(folder, "draft", config_type, content["draft"])
+    _check_fields(folder, "draft", config_type, values)
+    assert isinstance(values, dict)
+    if target is not None:
+        _check_shape(folder, method, values, target)
+    header = read_header(folder)
+    _check_sizes(folder, method, values, header)
     try:
         with torch.device("meta"):  # shapes alone: the weights come from the file
-            draft: Draft = network(config_type(**content["draft"]))
-    except (TypeError, ValueError) as error:
+            draft: Draft = network(config_type(**values))
+    except (TypeError, ValueError, KeyError, ArithmeticError, RuntimeError) as error:
         raise ValueError(f"{folder / CONFIG}: {error}; export again") from error
-    weights = _weights(folder)
-    expected = {name: p.shape for name, p in draft.state_dict().items()}
-    if expected != {name: p.shape for name, p in weights.items()}:
-        wrong = sorted(n for n in expected.keys() | weights if n not in weights or expected.get(n) != weights[n].shape)
-        raise ValueError(f"{folder / WEIGHTS}: missing, unknown or of another shape: {', '.join(wrong)}; export again")
-    draft.load_state_dict(weights, assign=True)
+    _check_header(folder, draft.state_dict(), header)
+    draft.load_state_dict(read_weights(folder, info.weights_sha256), assign=True)
     if target is not None:
         place = target.model.lm_head.weight
         draft = draft.to(place.device, place.dtype)
@@ -133,26 +155,19 @@ def load_draft(folder: str | Path, target: Target | None = None, kind: type[Draf
 
 
 def _read(folder: Path) -> dict[str, Any]:
-    if not (folder / CONFIG).is_file():
-        raise ValueError(f"draft: {folder} holds no {CONFIG}; give a folder that `longdraft export` wrote")
-    try:
-        content = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    except ValueError as error:  # not JSON, or not even text
-        raise ValueError(f"{folder / CONFIG}: cannot be read as JSON ({error}); export again") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{folder / CONFIG}: holds no fields; export again")
+    content = read_config(folder)
     version, method = content.get("format_version"), content.get("method")
     if version is None:
         raise ValueError(
             f"draft: {folder} is no draft folder, its {CONFIG} has no format_version; give one that `longdraft export` "
             "wrote in its own format"
         )
-    if version != FORMAT_VERSION:
+    if version != FORMAT_VERSION or isinstance(version, bool):
         raise ValueError(
-            f"draft: {folder} has format_version {version}, this version reads {FORMAT_VERSION}; export again"
+            f"draft: {folder} has format_version {shown(version)}, this version reads {FORMAT_VERSION}; export again"
         )
-    if method not in DRAFTS:
-        raise ValueError(f"draft: {folder} holds the method {method!r}; known: {', '.join(DRAFTS)}")
+    if not isinstance(method, str) or method not in DRAFTS:
+        raise ValueError(f"draft: {folder} holds the method {shown(method)}; known: {', '.join(DRAFTS)}")
     return content
 
 
@@ -162,13 +177,38 @@ def _info(folder: Path, content: dict[str, Any]) -> DraftInfo:
     _check_fields(folder, "", DraftInfo, beside)
     if "draft" not in content:
         raise ValueError(f"{folder / CONFIG}: lacks draft; export again")
-    return DraftInfo(**beside)
+    info = DraftInfo(**beside)
+    _check_tree(folder, info.tree)
+    return info
+
+
+def _check_tree(folder: Path, tree: dict[str, Any]) -> None:
+    """That levels are widths, and rates shares, of no more levels than a tree can have."""
+    levels = tree.get("levels") or []
+    problem = None
+    if not _is_list(levels, int) or not all(1 <= width <= MOST_WIDTH for width in levels):
+        problem = f"levels is {shown(levels)}, not whole numbers of 1 to {MOST_WIDTH}"
+    for name in ("rank_rates", "choice_rates"):
+        rates = tree.get(name) or []
+        if not isinstance(rates, list) or not all(
+            _is_list(level, float) and all(0 <= rate <= 1 for rate in level) for level in rates
+        ):
+            problem = f"{name} is {shown(rates)}, not shares of 0 to 1 for each level"
+        levels = max(levels, rates, key=len) if problem is None else levels
+    if problem is None and len(levels) > MOST_LEVELS:
+        problem = f"{len(levels)} levels, and at most {MOST_LEVELS} are read"
+    if problem is not None:
+        raise ValueError(f"{folder / CONFIG}: tree.{problem}; export again")
+
+
+def _is_list(value: Any, kind: type) -> bool:
+    return isinstance(value, list) and all(_is_of(kind, one) for one in value)
 
 
 def _check_fields(folder: Path, where: str, config_type: type, values: Any) -> None:
     """That these are the dataclass's fields, each of its type: none unknown, none missing but those with a default."""
     if not isinstance(values, dict):
-        raise ValueError(f"{folder / CONFIG}: {where} must hold fields, not {values!r}; export again")
+        raise ValueError(f"{folder / CONFIG}: {where} must hold fields, not {shown(values)}; export again")
     dot = where and f"{where}."
     known = {f.name: f for f in fields(config_type)}
     needed = [name for name, f in known.items() if f.default is MISSING and f.default_factory is MISSING]
@@ -176,9 +216,8 @@ def _check_fields(folder: Path, where: str, config_type: type, values: Any) -> N
     unknown = [dot + name for name in values if name not in known]
     for name in known.keys() & values.keys():
         kind, value = cast(Any, known[name].type), values[name]
-        plain = kind if isinstance(kind, UnionType) else get_origin(kind) or kind
-        if not isinstance(value, int if plain is float and isinstance(value, int) else plain):
-            raise ValueError(f"{folder / CONFIG}: {dot}{name} is {value!r}, not of type {kind}; export again")
+        if not _is_of(kind, value):
+            raise ValueError(f"{folder / CONFIG}: {dot}{name} is {shown(value)}, not of type {kind}; export again")
     problems = [
         f"{verb} {', '.join(names)}" for verb, names in (("lacks", missing), ("does not know", unknown)) if names
     ]
@@ -188,26 +227,82 @@ def _check_fields(folder: Path, where: str, config_type: type, values: Any) -> N
         )
 
 
-def _weights(folder: Path) -> dict[str, Tensor]:
-    path = folder / WEIGHTS
-    if not path.is_file():
-        raise ValueError(f"draft: {folder} holds no {WEIGHTS}; copy the whole folder, or export again")
-    try:
-        return load_file(path)
-    except SafetensorError as error:
-        raise ValueError(f"{path}: damaged ({error}); copy it again, or export again") from error
+def _is_of(kind: Any, value: Any) -> bool:
+    """Whether a value of JSON is of a field's type. True is no number, a whole number is a float too, and neither NaN
+    nor infinity is one."""
+    kinds = get_args(kind) if isinstance(kind, UnionType) else (get_origin(kind) or kind,)
+    if isinstance(value, bool):
+        return bool in kinds
+    if isinstance(value, (int, float)) and float in kinds:
+        return abs(value) < math.inf
+    return isinstance(value, kinds)
+
+
+def _check_shape(folder: Path, method: str, values: dict[str, Any], target: Target) -> None:
+    """That the draft is of its target's shape."""
+    config = target.model.config
+    for name in TARGETS[method]:
+        own = json.loads(json.dumps(dict(config.rope.parameters))) if name == "rope" else getattr(config, name)
+        if values.get(name) != own:
+            raise ValueError(
+                f"{folder / CONFIG}: draft.{name} is {shown(values.get(name))}, and {target.name} has {shown(own)}; "
+                "export again, or load the draft's own target"
+            )
+
+
+def _check_sizes(folder: Path, method: str, values: dict[str, Any], header: Mapping[str, Entry]) -> None:
+    """That no number is larger than the weights have, before anything of this size is built."""
+    largest = max((size for entry in header.values() for size in entry.shape), default=0)
+    for name, value in values.items():
+        heads = name == "n_heads" and method != "longspec"
+        most = len(header) if heads else largest
+        if isinstance(value, int) and name not in UNSEEN and value > most:
+            words = f"{most} tensors" if heads else f"tensors of up to {most} rows or columns"
+            raise ValueError(
+                f"{folder / CONFIG}: draft.{name} is {shown(value)}, but {WEIGHTS} has {words}; export again"
+            )
+
+
+def _check_header(folder: Path, network: Mapping[str, Tensor], header: Mapping[str, Entry]) -> None:
+    """That the weights are the network's: names, shapes, numbers where it has numbers and ids where it has ids."""
+    wrong = [
+        name
+        for name in sorted(network.keys() | header)
+        if name not in network or name not in header or tuple(network[name].shape) != header[name].shape
+    ]
+    if wrong:
+        names = ", ".join(wrong[:8]) + (f" and {len(wrong) - 8} more" if len(wrong) > 8 else "")
+        raise ValueError(f"{folder / WEIGHTS}: missing, unknown or of another shape: {names}; export again")
+    for name, entry in header.items():
+        kinds = FLOATS if network[name].is_floating_point() else ("I64",)
+        if entry.dtype not in kinds:
+            raise ValueError(f"{folder / WEIGHTS}: {name} is of {entry.dtype}, not {' or '.join(kinds)}; export again")
 
 
 def _check_target(folder: Path, own: dict[str, str], given: dict[str, str]) -> None:
-    """Names may differ (a local copy of a hub model), fingerprints may not."""
-    if not isinstance(own, dict) or own.keys() != given.keys():
-        raise ValueError(f"{folder / CONFIG}: target must hold {', '.join(given)}, not {own!r}; export again")
+    """Names may differ (a local copy of a hub model), fingerprints of configuration and tokenizer may not; of other
+    weights it warns."""
+    needed, known = {"name", "config_sha256", "tokenizer_sha256"}, {*given, "weights_sha256"}
+    if not (needed <= own.keys() <= known and all(isinstance(value, str) for value in own.values())):
+        raise ValueError(
+            f"{folder / CONFIG}: target must hold {', '.join(sorted(needed, key=len))}, each a text, not {shown(own)}; "
+            "export again"
+        )
+
+    def show(entry: dict[str, str], keys: Sequence[str]) -> str:
+        return f"{entry['name']} ({', '.join(f'{key} {entry[key]}' for key in keys)})"
+
     different = [key for key in ("config_sha256", "tokenizer_sha256") if own[key] != given[key]]
     if different:
-
-        def show(entry: dict[str, str], keys: Sequence[str] = different) -> str:
-            return f"{entry['name']} ({', '.join(f'{key} {entry[key]}' for key in keys)})"
-
         raise ValueError(
-            f"draft: {folder} was trained for {show(own)} and cannot draft for {show(given)}; load its own target"
+            f"draft: {folder} was trained for {show(own, different)} and cannot draft for {show(given, different)}; "
+            "load its own target"
+        )
+    key = "weights_sha256"
+    if key in own and key in given and own[key] != given[key]:
+        warnings.warn(
+            f"draft: {folder} was trained with the weights of {show(own, [key])}, and these are {show(given, [key])}: "
+            "the text is exact all the same, but fewer of the draft's tokens may be accepted. Load its own target, or "
+            "train a draft for this one.",
+            stacklevel=4,  # who called load_draft
         )

@@ -40,7 +40,7 @@ class Target:
     """A frozen model with all that drafting against it needs.
 
     tokenizer is None for a folder without tokenizer files (its fingerprint is then "none"). fingerprint holds
-    SHA-256 hex strings under "config" and "tokenizer".
+    SHA-256 hex strings under "config" and "tokenizer", and in training under "weights" (weights_hash.py).
     """
 
     model: Decoder

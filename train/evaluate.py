@@ -181,6 +181,7 @@ class Evaluator:
             score = mean_tokens_per_step(measured)
             if self.best is None or score > self.best[0]:
                 extra = {"heldout": heldout, "decoding": as_record(measured)}
+                extra["target_weights"] = self.target.fingerprint.get("weights")
                 state.save_best(config, self.ranks, step, weights, score, extra)
                 self.best = score, step
         self._last_seconds = self.clock() - begin

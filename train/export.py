@@ -14,7 +14,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from longdraft.models.draft_folder import DRAFTS, WEIGHTS, Draft, DraftInfo, load_draft, save_draft, target_entry
+from longdraft.models.draft_files import WEIGHTS, check_out
+from longdraft.models.draft_folder import DRAFTS, Draft, DraftInfo, load_draft, save_draft, target_entry
 from longdraft.models.drafts.longspec import LongSpec, plan_queries
 from longdraft.models.drafts.loss import RANKS
 from longdraft.models.hf import Target, load_target
@@ -34,12 +35,14 @@ VERSIONS = ("longdraft", "torch", "transformers", "deepspeed", "safetensors")
 
 
 class Trained(NamedTuple):
-    """A checkpoint to export: the draft in its training dtype, where the target is; `heldout` is its evaluation."""
+    """A checkpoint to export: the draft in its training dtype, where the target is; `heldout` is its evaluation,
+    `entry` says which target it was trained with."""
 
     config: Config
     step: int
     heldout: dict[str, Any]
     target: Target
+    entry: dict[str, str]
     draft: Draft
 
 
@@ -64,8 +67,8 @@ def export(
 
     Raises:
         ValueError: no whole checkpoint or no best weights in run_dir, an unknown format or one that cannot hold this
-            draft, a vocabulary that cannot be restricted so, or what was read again does not give the trained draft's
-            logits.
+            draft, a vocabulary that cannot be restricted so, an `out` that holds something else than a draft of ours
+            or cannot be written, or what was read again does not give the trained draft's logits.
     """
     if form not in FORMATS:
         raise ValueError(f"format: {form!r} is unknown; choose one of {', '.join(FORMATS)}")
@@ -80,16 +83,19 @@ def export(
         vllm_medusa.check_section(config.draft)
     if draft_vocab_size is not None:
         _check_restriction(config)
+    out = Path(out) if out is not None else Path(run_dir) / ("draft" if form == "longdraft" else form)
+    _check_out(out)
     target = target or load_target(
         config.target.path,
         DTYPES[config.train.precision],
         gguf_file=config.target.gguf_file,
         max_positions=config.target.max_positions,
     )
-    trained = Trained(config, saved["step"], saved["extra"]["heldout"], target, _draft(config, folder, target))
+    extra = saved["extra"]
+    entry = _entry(config, extra.get("target_weights"), target)
+    trained = Trained(config, saved["step"], extra["heldout"], target, entry, _draft(config, folder, target))
     if draft_vocab_size is not None:
         trained = trained._replace(draft=_restricted(trained, draft_vocab_size))
-    out = Path(out) if out is not None else Path(run_dir) / ("draft" if form == "longdraft" else form)
     exported, words = FORMATS[form](trained, out)
     difference = largest_difference(config, target, trained.draft, exported)
     if difference != 0:
@@ -101,6 +107,24 @@ def export(
         f"{difference:g}"
     )
     return out
+
+
+def _check_out(out: Path) -> None:
+    check_out(out)
+    if state.checkpoint_folder(out).exists():  # with a draft in it, as earlier versions let one be written there
+        raise ValueError(f"out: {out} is the folder of a training run; give another, such as {out / 'draft'}")
+
+
+def _entry(config: Config, trained_with: str | None, target: Target) -> dict[str, str]:
+    """The target as the run began with it, whatever lies at its path now; None: its checkpoint does not say."""
+    now, entry = target_entry(target), target_entry(target, trained_with)
+    if now != entry:
+        print(
+            f"target.path: {config.target.path} has other weights now (weights_sha256 {now.get('weights_sha256')}) "
+            f"than the run trained with ({trained_with}); the draft is exported as one of those",
+            flush=True,
+        )
+    return entry
 
 
 def _draft(config: Config, folder: Path, target: Target) -> Draft:
@@ -143,7 +167,7 @@ def _longdraft(trained: Trained, out: Path) -> tuple[Draft, str]:
     block = isinstance(draft, LongSpec)
     rates = {name: trained.heldout.get(name) for name in ("rank_rates", "choice_rates")}
     info = DraftInfo(
-        target=target_entry(trained.target),
+        target=trained.entry,
         train_length=config.data.seq_len,
         tree={"levels": list(BEAM[: draft.config.noise]) if block else [RANKS] * draft.config.n_heads} | rates,
         versions=_versions(),
@@ -154,7 +178,8 @@ def _longdraft(trained: Trained, out: Path) -> tuple[Draft, str]:
     words = ""
     if block and draft.token_ids is not None:
         words = f", for {len(draft.token_ids)} of {draft.config.vocab_size} tokens"
-    return load_draft(out, trained.target), words
+    place = trained.target.model.lm_head.weight
+    return load_draft(out).to(place.device, place.dtype), words
 
 
 def _vllm_medusa(trained: Trained, out: Path) -> tuple[VllmMedusa, str]:
@@ -162,7 +187,7 @@ def _vllm_medusa(trained: Trained, out: Path) -> tuple[VllmMedusa, str]:
     draft = trained.draft
     assert not isinstance(draft, LongSpec)
     about = {"method": trained.config.draft.method, "step": trained.step, "versions": _versions()}
-    vllm_medusa.save(out, draft, trained.target, about)
+    vllm_medusa.save(out, draft, trained.target, about | {"target": trained.entry})
     written = VllmMedusa(out, trained.target.model.lm_head.weight.device)
     size, head = (out / WEIGHTS).stat().st_size, written.lm_head_VD.nbytes
     return written, f" for vLLM ({size / 1e6:,.1f} MB, {head / 1e6:,.1f} of them the target's LM head)"

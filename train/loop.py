@@ -54,6 +54,8 @@ def _train(config: Config, ranks: Ranks, target: Target | None, stop: Sequence[i
         ranks.say(f"Training is done already: {config.train.n_steps} steps, checkpoint in {found[0]}")
         return True
     opened = open_run(config, ranks, target)
+    if found is not None:
+        state.check_same_target(found[1], opened.target_weights, config)
     ranks.barrier()  # all have looked before rank 0 writes
     if ranks.first:
         state.begin_run(config)
@@ -123,5 +125,6 @@ def _steps(run: Run, stop: Sequence[int], saved: Path | None, stage: str | None)
 def _save(run: Run) -> Path:
     train = run.config.train
     extra = {"heldout": run.heldout, "wandb_id": run.wandb_id, "skipped": run.skipped, "data": run.rows.identity()}
+    extra["target_weights"] = run.target_weights
     extra["decoding"] = None if run.decoding is None else run.decoding.saved()
     return state.save(run.engine, train.run_dir, run.step, extra, keep=train.keep_checkpoints)

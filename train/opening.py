@@ -14,6 +14,7 @@ from longdraft.data_prep.shards import ShardSet
 from longdraft.models.draft_folder import Draft, load_draft
 from longdraft.models.drafts.longspec import LongSpec
 from longdraft.models.hf import Target, load_target
+from longdraft.models.weights_hash import weights_hash
 from longdraft.train.config import Config, LongSpecSection, check_positions
 from longdraft.train.engine import DraftEngine, Ranks, make_deterministic
 from longdraft.train.evaluate import Evaluator
@@ -32,7 +33,7 @@ TOLD_ABOVE = 10**9
 class Run:
     """Everything open during training; `step` counts the steps done, `skipped` what was left out for a loss (a pass) or
     a gradient (a step) that was no number, `heldout` is the latest evaluation; `decoding` is there where the config
-    asks for it."""
+    asks for it; `target_weights` is the hash of the target's (models/weights_hash.py)."""
 
     config: Config
     ranks: Ranks
@@ -41,6 +42,7 @@ class Run:
     teacher: Teacher
     rows: ShardSet
     heldout_rows: ShardSet
+    target_weights: str | None
     decoding: Evaluator | None = None
     step: int = 0
     skipped: int = 0
@@ -62,6 +64,7 @@ def open_run(config: Config, ranks: Ranks, target: Target | None = None) -> Run:
     if train.deterministic:
         make_deterministic()
     target = target or open_target(config, ranks)
+    note_weights(target)
     rows, heldout_rows = (open_rows(config, split, target) for split in ("train", "heldout"))
     verify_shards([rows, heldout_rows], ranks, target.model.config.vocab_size)
     decoding = Evaluator(config, target, heldout_rows, ranks) if config.decoding.every else None
@@ -75,7 +78,17 @@ def open_run(config: Config, ranks: Ranks, target: Target | None = None) -> Run:
         check_heads(target.model.config, train.sequence_parallel)
         parallel = SequenceParallel(target.model.config, sequence_group(train.sequence_parallel))
     engine = DraftEngine(config, method.draft, ranks)
-    return Run(config, ranks, method, engine, Teacher(target.model, parallel), rows, heldout_rows, decoding)
+    teacher, weights = Teacher(target.model, parallel), target.fingerprint.get("weights")
+    return Run(config, ranks, method, engine, teacher, rows, heldout_rows, weights, decoding)
+
+
+def note_weights(target: Target) -> None:
+    """Puts the hash of the weights that a run trains with into the target's fingerprint; all ranks call it, for those
+    of a sharded target come together layer by layer."""
+    layers = list(target.model.layers)
+    found = weights_hash(target.model, lambda layer: whole_layers(target.model, layers.index(layer)))
+    if found is not None:
+        target.fingerprint["weights"] = found
 
 
 def begin_with(method: Method, start: Draft, folder: str | None) -> None:

@@ -374,6 +374,16 @@ def check_same_data(state: dict[str, Any], data: dict[str, Any], config: Config)
         )
 
 
+def check_same_target(state: dict[str, Any], weights: str | None, config: Config) -> None:
+    """Raises ValueError where the target's weights are not those that the saved run began with."""
+    old = state["extra"].get("target_weights")  # a checkpoint of an earlier version does not say
+    if None not in (old, weights) and old != weights:
+        raise ValueError(
+            f"target.path: {config.target.path} has other weights (sha256 of a sample {weights}) than the run in "
+            f"{config.train.run_dir} began with ({old}); put those back, or start anew with another train.run_dir"
+        )
+
+
 def saved_config(run_dir: str | Path, state: dict[str, Any]) -> Config:
     """The config a checkpoint was saved under, at the place where its run lies now.
 

@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from longdraft.models.draft_folder import CONFIG, WEIGHTS, target_entry, write_folder
+from longdraft.models.draft_files import CONFIG, WEIGHTS, write_pair
 from longdraft.models.drafts.medusa import Medusa
 from longdraft.models.drafts.tokenswift import TokenSwift
 from longdraft.models.hf import Target
@@ -47,7 +47,8 @@ def check_section(section: DraftSection) -> None:
 
 
 def save(folder: Path, draft: TokenSwift | Medusa, target: Target, about: dict[str, Any]) -> None:
-    """Writes config.json and model.safetensors, in the draft's dtype; `about` is kept under a key of ours.
+    """Writes config.json and model.safetensors, in the draft's dtype; `about` is kept under a key of ours, with the
+    digest of the weights. Raises ValueError, as `write_pair`, where that cannot be done.
 
     vLLM takes for the number of heads or layers whatever key has "num" and "heads" or "layers" in it: there must be no
     other. It asks for `num_speculative_tokens` unless `n_predict` says it.
@@ -71,11 +72,14 @@ def save(folder: Path, draft: TokenSwift | Medusa, target: Target, about: dict[s
         "original_lm_head": True,
         "medusa_fc_bias": False,
         "torch_dtype": str(idle.dtype).removeprefix("torch."),
-        "longdraft": about | {"target": target_entry(target)},
     }
     # Copies, for safetensors refuses tensors that share memory.
     weights = {f"blocks.{i}.layers.{j}.weight": w.clone() for i, head in enumerate(heads) for j, w in enumerate(head)}
-    write_folder(folder, content, weights | {HEAD: lm_head_VD})
+    write_pair(
+        folder,
+        lambda digest: content | {"longdraft": about | {"weights_sha256": digest}},
+        weights | {HEAD: lm_head_VD},
+    )
 
 
 class VllmMedusa:

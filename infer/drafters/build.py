@@ -15,7 +15,7 @@ from longdraft.infer.drafters.small_model import SmallModelDrafter
 from longdraft.infer.drafters.token_recycling import TokenRecycling
 from longdraft.infer.drafters.tokenswift import TokenSwiftDrafter
 from longdraft.infer.drafters.triforce import TriForceDrafter
-from longdraft.infer.shape import TreeShape, likeliest_nodes
+from longdraft.infer.shape import likeliest_nodes
 from longdraft.models.draft_folder import DRAFTS, load_draft, read_info
 from longdraft.models.hf import Target, load_target
 
@@ -95,5 +95,5 @@ def _tree(folder: str | Path, parameters: Mapping[str, Any]) -> dict[str, Any]:
     if "shape" in parameters and tree.get("choice_rates"):
         return {"shape": likeliest_nodes(tree["choice_rates"], RATED_NODES)}
     if "shape" in parameters and tree.get("levels"):
-        return {"shape": TreeShape.cartesian(tree["levels"])}
+        return {"shape": tuple(tree["levels"])}
     return {"widths": tuple(tree["levels"])} if "widths" in parameters and tree.get("levels") else {}

@@ -47,6 +47,8 @@ class TokenSwiftConfig:
             )
         if self.kind == "silu_chain" and self.out_norm_init != "ones":
             raise ValueError("draft.out_norm_init: silu_chain has no norms to start from the target's; set it to ones")
+        if self.hidden_size < 1:
+            raise ValueError(f"draft.hidden_size: {self.hidden_size}; give the target's")
         if self.n_heads < 1:
             raise ValueError(f"draft.n_heads: {self.n_heads}, but at least 1 head is needed")
         if self.init_std < 0:

@@ -1,12 +1,15 @@
 """A draft folder gives back the draft, in the target's dtype, and refuses what does not belong together."""
 
 import json
+import warnings
+from hashlib import sha256
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from longdraft.models.draft_folder import CONFIG, WEIGHTS, DraftInfo, load_draft, read_info, save_draft, target_entry
+from longdraft.models.draft_files import CONFIG, WEIGHTS
+from longdraft.models.draft_folder import UNSEEN, DraftInfo, load_draft, read_info, save_draft, target_entry
 from longdraft.models.drafts.longspec import LongSpec, LongSpecConfig, plan_queries
 from longdraft.models.drafts.medusa import Medusa, MedusaConfig
 from longdraft.models.drafts.tokenswift import TokenSwift, TokenSwiftConfig
@@ -92,7 +95,8 @@ def test_config_json(folder, kind):
     content = json.loads((folder / CONFIG).read_text())
     assert content["format_version"] == 1 and content["method"] == METHODS.get(kind, kind)
     assert content["draft"]["hidden_size"] == 32
-    assert set(content["target"]) == {"name", "config_sha256", "tokenizer_sha256"}
+    assert set(content["target"]) == {"name", "config_sha256", "tokenizer_sha256", "weights_sha256"}
+    assert content["weights_sha256"] == sha256((folder / WEIGHTS).read_bytes()).hexdigest()
     info = read_info(folder)
     assert (info.tree["levels"], info.train_length, info.noise) == ([3, 3, 3], 24, 3)
 
@@ -203,14 +207,150 @@ def _wrong(shape):
     return {"window": 0} if "window" in shape else {"n_heads": 0}
 
 
-def test_a_write_that_breaks_off_leaves_no_folder_that_loads(folder, draft, monkeypatch):
-    info = read_info(folder)
+def test_a_write_that_breaks_off_leaves_the_older_draft(folder, draft, monkeypatch):
+    info, before = read_info(folder), {path.name: path.read_bytes() for path in folder.iterdir()}
 
     def broken(*args, **kwargs):
-        raise OSError("disk full")
+        raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("longdraft.models.draft_folder.write_tensors", broken)
-    with pytest.raises(OSError, match="disk full"):
+    monkeypatch.setattr("longdraft.models.draft_files.write_tensors", broken)
+    with pytest.raises(ValueError, match=r"out: no draft can be written to .*: No space left on device\. It takes \d"):
         save_draft(folder, draft, info)
-    with pytest.raises(ValueError, match=r"holds no config\.json"):
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    load_draft(folder)
+
+
+def put_weights(folder, weights):
+    """As an export would write them."""
+    save_file(weights, folder / WEIGHTS)
+    change(folder, weights_sha256=sha256((folder / WEIGHTS).read_bytes()).hexdigest())
+
+
+def change(folder, **fields):
+    content = json.loads((folder / CONFIG).read_text())
+    (folder / CONFIG).write_text(json.dumps(content | fields))
+
+
+def test_another_exports_weights_are_named(folder):
+    weights = load_file(folder / WEIGHTS)
+    name = sorted(weights)[-1]
+    weights[name].view(-1)[0] += 1
+    save_file(weights, folder / WEIGHTS)
+    with pytest.raises(ValueError, match=r"model\.safetensors: not the weights that config\.json was written with"):
         load_draft(folder)
+    change(folder, weights_sha256=None)  # as earlier versions wrote it
+    assert torch.equal(load_draft(folder).state_dict()[name], weights[name])
+
+
+def test_a_folder_that_is_being_replaced_is_read_once_it_is_whole(folder, target, monkeypatch):
+    """The reader finds the new weights beside the old config.json."""
+    old, info = (folder / CONFIG).read_bytes(), read_info(folder)
+    new = Medusa(MedusaConfig(32, 2, init_std=0.1), torch.Generator().manual_seed(9))
+    save_draft(folder, new, info)
+    whole = (folder / CONFIG).read_bytes()
+    (folder / CONFIG).write_bytes(old)
+    with pytest.raises(ValueError, match=r"export again"):  # where nobody is replacing it
+        load_draft(folder, target)
+    monkeypatch.setattr("time.sleep", lambda seconds: (folder / CONFIG).write_bytes(whole))
+    loaded = load_draft(folder, target)
+    assert all(torch.equal(loaded.state_dict()[name], p) for name, p in new.state_dict().items())
+
+
+def test_sizes_beyond_the_weights_are_named_before_they_are_built(folder, target):
+    """Each would otherwise take all memory, or minutes."""
+    content = json.loads((folder / CONFIG).read_text())
+    shape = content["draft"]
+    sizes = [name for name, value in shape.items() if isinstance(value, int) and not isinstance(value, bool)]
+    assert "hidden_size" in sizes and "n_heads" in sizes
+    for name in sizes:
+        for value in (10**9, 10**30):
+            change(folder, draft=shape | {name: value})
+            if name not in UNSEEN:
+                with pytest.raises(
+                    ValueError, match=rf"config\.json: draft\.{name} is 1\d*.*, but model\.safetensors has"
+                ):
+                    load_draft(folder)
+            if name not in ("window", "noise"):
+                with pytest.raises(ValueError, match=rf"config\.json: draft\.{name} is 1\d*.*, (and tiny-0|but model)"):
+                    load_draft(folder, target)
+    change(folder, draft=shape | {"hidden_size": 16})
+    with pytest.raises(ValueError, match=r"draft\.hidden_size is 16, and tiny-0 has 32; export again, or load"):
+        load_draft(folder, target)
+
+
+def test_a_rope_that_is_not_the_targets_is_named(tmp_path, target):
+    block = longspec(target, torch.Generator())
+    info = DraftInfo(target_entry(target), 24, {}, {}, {})
+    save_draft(tmp_path, block, info)
+    shape = json.loads((tmp_path / CONFIG).read_text())["draft"]
+    change(tmp_path, draft=shape | {"rope": shape["rope"] | {"factor": 4.0}})
+    with pytest.raises(ValueError, match=r"draft\.rope is .*, and tiny-0 has"):
+        load_draft(tmp_path, target)
+    for rope in ({"rope_type": "yarn"}, {"rope_type": "yarn", "rope_theta": 1e4, "factor": "x"}, {}):
+        change(tmp_path, draft=shape | {"rope": rope})
+        with pytest.raises(ValueError, match=r"config\.json: .*export again"):
+            load_draft(tmp_path)
+
+
+def test_values_of_the_wrong_type_are_named(folder, target):
+    content = json.loads((folder / CONFIG).read_text())
+    deep = []
+    for _ in range(200):
+        deep = [deep]
+    right = {"kind": str, "out_norm_init": str, "draft_vocab_size": type(None)}  # but for the value's own
+    for name, value in content["draft"].items():
+        for wrong in (True, deep, "x" * 10_000, float("nan"), float("inf"), None):
+            if type(wrong) in (type(value), right.get(name)) and wrong == wrong and wrong != float("inf"):
+                continue
+            change(folder, draft=content["draft"] | {name: wrong})
+            with pytest.raises(ValueError, match=rf"config\.json: draft\.{name} is ") as error:
+                load_draft(folder, target)
+            assert len(str(error.value)) < 600 and "\n" not in str(error.value)
+    tree = content["tree"]
+    for wrong in (
+        {"levels": [10**12]}, {"levels": "3"}, {"levels": [True]}, {"levels": [0]}, {"levels": [1] * 65},
+        {"choice_rates": [[float("nan")]]}, {"rank_rates": [0.5]}, {"choice_rates": [[2.0]]}, {"rank_rates": "x"},
+    ):  # fmt: skip
+        change(folder, draft=content["draft"], tree=tree | wrong)
+        with pytest.raises(ValueError, match=r"config\.json: tree\."):
+            read_info(folder)
+    for wrong in ({"target": content["target"] | {"name": 7}}, {"format_version": True}, {"method": ["medusa"]}):
+        change(folder, **content | wrong)
+        with pytest.raises(ValueError, match=r"target must hold|has format_version True|holds the method"):
+            load_draft(folder, target)
+
+
+def test_weights_that_are_no_numbers_are_named(folder, draft):
+    whole = load_file(folder / WEIGHTS)
+    name = sorted(name for name, p in whole.items() if p.is_floating_point())[-1]
+    for wrong in (torch.nan, torch.inf):
+        bad = {key: p.clone() for key, p in whole.items()}
+        bad[name].view(-1)[-1] = wrong
+        put_weights(folder, bad)
+        with pytest.raises(ValueError, match=rf"model\.safetensors: weights of the draft are no numbers \({name}\)"):
+            load_draft(folder)
+    for dtype, word in ((torch.int64, "I64"), (torch.int8, "I8"), (torch.bool, "BOOL")):
+        put_weights(folder, whole | {name: whole[name].to(dtype)})
+        with pytest.raises(
+            ValueError, match=rf"model\.safetensors: {name} is of {word}, not F32 or BF16 or F16 or F64"
+        ):
+            load_draft(folder)
+    if isinstance(draft, LongSpec):
+        put_weights(folder, whole | {"token_ids": whole["token_ids"].float()})
+        with pytest.raises(ValueError, match=r"token_ids is of F32, not I64"):
+            load_draft(folder)
+    put_weights(folder, {key: p.half() if p.is_floating_point() else p for key, p in whole.items()})
+    load_draft(folder)
+
+
+def test_a_target_of_other_weights_is_told_apart(folder, tiny_target):
+    other = tiny_target(rope=LLAMA3, seed=1)
+    with pytest.warns(UserWarning, match=r"trained with the weights of tiny-0 \(weights_sha256 \w{64}\), and") as seen:
+        load_draft(folder, other)
+    assert "tiny-1 (weights_sha256" in str(seen[0].message) and seen[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load_draft(folder, tiny_target(rope=LLAMA3, dtype=torch.bfloat16))
+        entry = json.loads((folder / CONFIG).read_text())["target"]
+        change(folder, target={name: value for name, value in entry.items() if name != "weights_sha256"})
+        load_draft(folder, other)  # as earlier versions wrote it

@@ -18,6 +18,7 @@ import torch
 
 from longdraft.models.hf import load_target
 from longdraft.train.engine import join_ranks, leave_ranks
+from longdraft.train.opening import note_weights
 from longdraft.train.sequence_parallel import SequenceParallel, sequence_group
 from longdraft.train.sharding import load_sharded_target, whole_layers
 
@@ -83,6 +84,8 @@ def sharded_pass(action, dtype):
     result["expected"] = [alone(replicated.model, row, needs) for row in action["rows"] for needs in SUBSETS]
     assert target.tokenizer.get_vocab() == replicated.tokenizer.get_vocab()
     assert not any(p.requires_grad for p in target.model.parameters()) and not target.model.training
+    for one in (target, replicated):
+        note_weights(one)
     return result | {"fingerprints": [target.fingerprint, replicated.fingerprint]}
 
 

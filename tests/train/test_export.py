@@ -2,10 +2,13 @@
 
 import json
 import os
+import resource
 import shutil
+import signal
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,11 +19,13 @@ from longdraft.data_prep.shards import ShardSet
 from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
 from longdraft.launch.export import main
-from longdraft.models.draft_folder import CONFIG, DRAFTS, WEIGHTS, load_draft, read_info
+from longdraft.models.draft_files import CONFIG, WEIGHTS
+from longdraft.models.draft_folder import DRAFTS, load_draft, read_info
 from longdraft.models.hf import load_target
+from longdraft.models.weights_hash import weights_hash
 from longdraft.train import state
 from longdraft.train.config import config_from_dict, load_config, to_dict
-from longdraft.train.export import export, largest_difference
+from longdraft.train.export import FORMATS, export, largest_difference
 from longdraft.train.opening import DTYPES
 from longdraft.train.sealing import file_digest, seal
 from longdraft.train.tracking import read_metrics
@@ -139,6 +144,94 @@ def test_exports_are_read_without_unpickling(runs, tmp_path):
     assert done.stdout.strip() == "9" and len(load_file(out / "model.safetensors")) == 9
 
 
+@pytest.mark.parametrize("form", FORMATS)
+def test_only_a_folder_of_ours_is_written(made_run, target_folder, tmp_path, capsys, monkeypatch, form):
+    """A model, a run and what stands in the way of a folder are named, before the target is loaded."""
+    run, target, _ = made_run("medusa")
+    shutil.copytree(target_folder, tmp_path / "model")
+    (tmp_path / "file").touch()
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    monkeypatch.setattr("longdraft.train.export.load_target", lambda *given, **named: pytest.fail("loaded"))
+    for out, message in {
+        tmp_path
+        / "model": f"out: {tmp_path}/model holds config.json, generation_config.json, model.safetensors, which is",
+        run: f"out: {run} holds checkpoints, which is no draft that longdraft wrote, and is left as it is; give",
+        run / "checkpoints" / "step_000007": "which is no draft that longdraft wrote",
+        tmp_path / "file": "Not a directory",
+        tmp_path / "file" / "draft": "Not a directory",
+        tmp_path / ("x" * 300): "File name too long",
+        Path("/dev/full"): "Not a directory",
+    }.items():
+        assert main([str(run), "--out", str(out), "--format", form]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("longdraft export: error: out: ") and message in error and error.count("\n") == 1
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    shutil.copy(export(run, tmp_path / "once", target, form=form) / CONFIG, run)  # as an earlier version would
+    assert main([str(run), "--out", str(run), "--format", form]) == 2
+    assert f"out: {run} is the folder of a training run; give another, such as {run}/draft" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_an_export_that_finds_no_room_leaves_the_older_one(made_run, capsys, form):
+    run, target, _ = made_run("medusa")
+    out = export(run, target=target, form=form)
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    capsys.readouterr()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))  # as a full disk, for any file beyond
+    try:
+        assert [main([str(run), "--format", form, *to]) for to in ([], ["--out", str(run / "new")])] == [2, 2]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    errors = capsys.readouterr().err.splitlines()
+    assert len(errors) == 2 and all(
+        "File too large" in error and "is untouched: make room" in error for error in errors
+    )
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before and not (run / "new").exists()
+
+
+@pytest.mark.parametrize("moment", ["load_target", "open_rows", "save_draft"])
+def test_ctrl_c_is_one_line_and_leaves_nothing(made_run, capsys, monkeypatch, moment):
+    run, _, _ = made_run("medusa")
+    monkeypatch.setattr(f"longdraft.train.export.{moment}", lambda *given, **named: signal.raise_signal(signal.SIGINT))
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever else ran in this process has left
+    try:
+        assert main([str(run)]) == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert capsys.readouterr().err == "longdraft export: interrupted\n"
+    held = [path.name for path in (run / "draft").iterdir()] if (run / "draft").exists() else []
+    assert sorted(held) == ([CONFIG, WEIGHTS] if moment == "open_rows" else [])  # that is looked at behind the writing
+
+
+def test_weights_that_are_no_numbers_are_not_exported(made_run, capsys):
+    run, _, _ = made_run("medusa")
+    file = state.checkpoint_folder(run) / "step_000007" / state.WEIGHTS
+    weights = load_file(file)
+    weights["proj.1.weight"][3, 4] = torch.nan
+    save_file(weights, file)
+    for form in FORMATS:
+        assert main([str(run), "--format", form]) == 2
+        assert "out: weights of the draft are no numbers (" in capsys.readouterr().err
+    assert [path.name for path in run.iterdir()] == ["checkpoints"]
+
+
+def test_the_draft_says_which_weights_it_was_trained_with(runs, config_file, tmp_path, capsys):
+    """Also where other weights lie at the target's path when it is exported."""
+    target = load_target(load_config(config_file, []).target.path, torch.bfloat16)
+    expected = weights_hash(target.model)
+    for name in ("fp32-2-1", "bf16-2-3"):
+        assert read_info(export(runs / name, tmp_path / name)).target["weights_sha256"] == expected
+    capsys.readouterr()
+    target.model.norm.weight.data += 1
+    out = export(runs / "bf16-2-3", tmp_path / "again", target)
+    assert read_info(out).target["weights_sha256"] == expected
+    said = capsys.readouterr().out
+    assert f"has other weights now (weights_sha256 {weights_hash(target.model)})" in said and expected in said
+    with pytest.warns(UserWarning, match="was trained with the weights of"):
+        load_draft(out, target)
+
+
 def test_a_folder_without_checkpoint_is_an_error_of_the_command(tmp_path, capsys):
     assert main([str(tmp_path)]) == 2
     assert f"error: run_dir: {tmp_path} holds no whole checkpoint; train first" in capsys.readouterr().err
@@ -200,8 +293,8 @@ def test_the_comparison_meets_every_weight(made_run, name):
 def test_an_export_that_is_not_the_trained_draft_is_refused(made_run, monkeypatch):
     run, _, _ = made_run("medusa")
 
-    def damaged(folder, target):
-        draft = load_draft(folder, target)
+    def damaged(folder):
+        draft = load_draft(folder)
         draft.proj[1].weight.data[0, 0] += 1
         return draft
 

@@ -196,6 +196,20 @@ def test_a_finished_run_lets_go_of_its_memory(alone, config_file, target_folder,
     assert kept_bytes() - before <= 4.1 * n_weights
 
 
+def test_a_target_that_changed_under_a_run_is_named(alone, config_file, target_folder, tmp_path):
+    """Its configuration is the same; one weight of its last layer is not."""
+    steps = ["train.steps=2", "optimizer.warmup_steps=1", "train.save_every=1"]
+    config = load_config(config_file, [*steps, f"train.run_dir={tmp_path}"])
+    assert train(config, alone, load_target(target_folder, torch.float32))
+    shutil.rmtree(state.checkpoint_folder(tmp_path) / "step_000002")
+    own, other = (load_target(target_folder, torch.float32) for _ in range(2))
+    other.model.layers[1].mlp.down_proj.weight.data[0, 0] += 1
+    expected = rf"target\.path: .* has other weights .* than the run in {tmp_path} began with \(\w{{64}}\); put those"
+    with pytest.raises(ValueError, match=expected):
+        train(config, alone, other)
+    assert train(config, alone, own)
+
+
 LONGSPEC = ["draft.method=longspec", "draft.window=6", "draft.noise=3"]
 POISON = 96  # a token whose embedding is no number
 

@@ -101,7 +101,7 @@ def test_a_pass_gives_what_the_replicated_target_gives(results, n_ranks, dtype):
         for got, expected in zip(rank["outputs"], rank["expected"], strict=True):
             torch.testing.assert_close(got, expected, rtol=0, atol=0)
         sharded, replicated = rank["fingerprints"]
-        assert sharded == replicated and sharded["tokenizer"] != "none"
+        assert sharded == replicated and sharded["tokenizer"] != "none" and len(sharded["weights"]) == 64
 
 
 @pytest.mark.parametrize(("n_ranks", "dtype"), CASES)

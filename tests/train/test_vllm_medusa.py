@@ -12,6 +12,7 @@ Its forward: each head's layers are x + SiLU(W x) on the target's post-norm stat
 """
 
 import json
+from hashlib import sha256
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from safetensors.torch import load_file
 from torch.nn.functional import silu
 from transformers import PretrainedConfig
 
-from longdraft.models.draft_folder import CONFIG, WEIGHTS, target_entry
+from longdraft.models.draft_files import CONFIG, WEIGHTS
 from longdraft.models.drafts.medusa import Medusa, MedusaConfig
 from longdraft.models.drafts.tokenswift import TokenSwift, TokenSwiftConfig
 from longdraft.train.config import LongSpecSection, MedusaSection, TokenSwiftSection
@@ -54,7 +55,8 @@ def test_names_shapes_and_config(tiny_target, tmp_path, kind, dtype):
     assert torch.equal(weights["lm_heads.0.weight"], target.model.lm_head.weight)
 
     content = json.loads((tmp_path / CONFIG).read_text())
-    assert content.pop("longdraft") == {"method": "ours", "target": target_entry(target)}
+    digest = sha256((tmp_path / WEIGHTS).read_bytes()).hexdigest()
+    assert content.pop("longdraft") == {"method": "ours", "weights_sha256": digest}
     assert content == {
         "architectures": ["MedusaModel"],
         "model_type": "medusa",

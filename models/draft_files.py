@@ -1,0 +1,207 @@
+"""The two files of an exported draft, config.json and model.safetensors, as files: written as a pair, read with bounds.
+
+Both are written whole before either replaces an older one, and config.json knows the digest of its weights, so what is
+read is never one draft's shape with another's weights. Nothing is read or allocated because a config.json says so
+before the weights' header agrees. Not here: what the fields mean (draft_folder.py, train/vllm_medusa.py).
+"""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from reprlib import Repr
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+
+from longdraft.models.files import sync, write_tensors
+
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+# Where both files are made, within the folder they are for; a kill may leave it, and the next export clears it.
+STAGED = ".export.tmp"
+# What a config.json of ours has, each format by its own.
+OURS = ({"format_version", "method"}, {"longdraft", "model_type"})
+# A config.json is some kilobytes; what is larger is none.
+MOST_BYTES = 2**24
+
+
+class Entry(NamedTuple):
+    """A tensor as the header of a safetensors file has it; `dtype` in safetensors' words: F32, BF16, I64."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def shown(value: Any) -> str:
+    """`repr`, cut off where it is long or deep: what a damaged file says stands in messages of one line."""
+    words = Repr()
+    words.maxother = words.maxstring = 80
+    return words.repr(value)
+
+
+def check_out(folder: str | Path) -> None:
+    """Raises ValueError, with the reason, unless a draft can be written there: the folder is absent and can be made, or
+    it is empty, or it holds a draft that we wrote. Nothing is touched."""
+    folder = Path(folder)
+    try:
+        inside = {entry.name for entry in folder.iterdir()} - {STAGED}
+    except FileNotFoundError:
+        if folder.is_symlink():
+            raise ValueError(f"out: {folder} is a link to nothing; remove it, or give another folder") from None
+        return
+    except OSError as error:
+        raise ValueError(f"out: no draft can be written to {folder}: {error.strerror}; give another folder") from error
+    if inside and not _is_ours(folder):
+        names = ", ".join(sorted(inside)[:3]) + (", ..." if len(inside) > 3 else "")
+        raise ValueError(
+            f"out: {folder} holds {names}, which is no draft that longdraft wrote, and is left as it is; give a new or "
+            "an empty folder"
+        )
+
+
+def _is_ours(folder: Path) -> bool:
+    try:
+        content = read_config(folder)
+    except ValueError:
+        return False
+    return any(keys <= content.keys() for keys in OURS)
+
+
+def write_pair(folder: str | Path, content: Callable[[str], Mapping[str, Any]], weights: Mapping[str, Tensor]) -> None:
+    """config.json and model.safetensors. Whatever fails, an older pair is as it was, and no new folder is left.
+
+    Args:
+        content: config.json's, of the digest of the weights' file.
+    Raises: ValueError where `check_out` does, a weight is no number, or the files cannot be written.
+    """
+    folder = Path(folder)
+    check_out(folder)
+    check_finite(weights, "out")
+    on_cpu = {name: p.detach().cpu().contiguous() for name, p in weights.items()}
+    try:
+        with _staged(folder) as staged:
+            write_tensors(on_cpu, staged / WEIGHTS, {"format": "pt"})
+            text = json.dumps(content(digest(staged / WEIGHTS)), indent=2) + "\n"
+            (staged / CONFIG).write_text(text, encoding="utf-8")
+            for name in (WEIGHTS, CONFIG):
+                sync(staged / name)
+            try:
+                (staged / WEIGHTS).rename(folder / WEIGHTS)
+            finally:  # an interrupt between the two comes too late
+                if not (staged / WEIGHTS).exists():
+                    (staged / CONFIG).rename(folder / CONFIG)
+            sync(folder)
+    except (OSError, SafetensorError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        needed = sum(p.nbytes for p in on_cpu.values()) / 1e6
+        raise ValueError(
+            f"out: no draft can be written to {folder}: {reason}. It takes {needed:,.1f} MB; what was there before is "
+            "untouched: make room, or give another folder"
+        ) from error
+
+
+@contextmanager
+def _staged(folder: Path) -> Iterator[Path]:
+    """A folder within `folder` to make files in; where that fails, the folders that were made for it go again."""
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    staged = folder / STAGED
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(staged, ignore_errors=True)
+        staged.mkdir()
+        yield staged
+    except BaseException:
+        shutil.rmtree(staged, ignore_errors=True)
+        for path in made:
+            _remove_empty(path)
+        raise
+    shutil.rmtree(staged)
+
+
+def _remove_empty(path: Path) -> None:
+    try:
+        path.rmdir()
+    except OSError:  # it was not made, or another has put something there
+        return
+
+
+def digest(path: Path) -> str:
+    """SHA-256 (hex) of a file."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The fields of config.json; raises ValueError where there is none or it is no JSON of fields."""
+    path = folder / CONFIG
+    try:
+        if not path.is_file():
+            raise FileNotFoundError
+        if (size := path.stat().st_size) > MOST_BYTES:
+            raise ValueError(f"{size:,} bytes")
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"draft: {folder} holds no {CONFIG}; give a folder that `longdraft export` wrote") from None
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:  # not JSON, not even text, or nested without end
+        raise ValueError(f"{path}: cannot be read as JSON ({error}); export again") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: holds no fields; export again")
+    return content
+
+
+def read_header(folder: Path) -> dict[str, Entry]:
+    """What model.safetensors holds, without reading it; raises ValueError where it is absent or damaged."""
+    path = folder / WEIGHTS
+    if not path.is_file():
+        raise ValueError(f"draft: {folder} holds no {WEIGHTS}; copy the whole folder, or export again")
+    with _damage_named(path), safe_open(path, "pt") as opened:
+        slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (not a dict)
+        return {name: Entry(tuple(one.get_shape()), one.get_dtype()) for name, one in slices.items()}
+
+
+def read_weights(folder: Path, expected: str | None) -> dict[str, Tensor]:
+    """The tensors of model.safetensors, on the CPU.
+
+    Args:
+        expected: the file's digest; None where config.json does not say it.
+    Raises: ValueError where the file is damaged or another one, or a weight is no number.
+    """
+    path = folder / WEIGHTS
+    with _damage_named(path):
+        weights = load_file(path)
+    found = None if expected is None else digest(path)  # after reading: a file that is replaced never comes back
+    if found != expected:
+        raise ValueError(
+            f"{path}: not the weights that {CONFIG} was written with (sha256 {found}, not {shown(expected)}): damaged, "
+            "or of another export; copy the whole folder again, or export again"
+        )
+    check_finite(weights, str(path))
+    return weights
+
+
+@contextmanager
+def _damage_named(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except SafetensorError as error:
+        raise ValueError(f"{path}: damaged ({error}); copy it again, or export again") from error
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def check_finite(weights: Mapping[str, Tensor], where: str) -> None:
+    """Raises ValueError that names the weights which are NaN or infinite. One pass without a copy: both ends of a
+    tensor's range are NaN where any of its numbers is."""
+    floating = {name: p for name, p in weights.items() if p.is_floating_point() and p.numel()}
+    wrong = [name for name, p in floating.items() if not bool(torch.stack(torch.aminmax(p.detach())).isfinite().all())]
+    if wrong:
+        raise ValueError(
+            f"{where}: weights of the draft are no numbers ({', '.join(wrong[:3])}); export a good checkpoint"
+        )

@@ -1,0 +1,64 @@
+"""The hash of a target's weights: the same for the same weights wherever they come from, another for any others."""
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from longdraft.models.checkpoint import places
+from longdraft.models.hf import load_target, target_from_transformers
+from longdraft.models.weights_hash import weights_hash
+
+
+def test_the_same_values_from_a_gguf_file_and_from_safetensors_in_both_precisions(tmp_path):
+    smollm2 = load_target("smollm2-135m", torch.float32)
+    expected, parameters = weights_hash(smollm2.model), dict(smollm2.model.named_parameters())
+    assert expected is not None
+    tensors = {name: parameters[p.parameter][p.start : p.stop] for name, p in places(smollm2.model.config).items()}
+    save_file({name: one.to(torch.bfloat16) for name, one in tensors.items()}, tmp_path / "model.safetensors")
+    smollm2.hf_config.save_pretrained(tmp_path)
+    for dtype in (torch.bfloat16, torch.float32):
+        assert weights_hash(load_target(tmp_path, dtype).model) == expected
+    assert weights_hash(load_target("smollm2-135m", torch.bfloat16).model) == expected
+
+
+def test_any_other_weights_are_others(tiny_target):
+    target = tiny_target(n_layers=4, qk_norm=True)
+    first = weights_hash(target.model)
+    assert first == weights_hash(tiny_target(n_layers=4, qk_norm=True, dtype=torch.bfloat16).model)
+    assert first != weights_hash(tiny_target(n_layers=4, qk_norm=True, seed=1).model)
+    layers = ("layers.0.", "layers.1.", "layers.3.")  # the first, the middle and the last one
+    seen = {name: p for name, p in target.model.named_parameters() if name.startswith(layers) or "layers" not in name}
+    assert len(seen) == 3 + 3 * 8
+    for name, weight in seen.items():
+        weight.data[-1] *= 1.1
+        assert weights_hash(target.model) != first, name
+        weight.data[-1] /= 1.1
+    for part in ("embed_tokens", "layers.0"):  # a difference that bf16 does not show
+        next(target.model.get_submodule(part).parameters()).data *= 1 + 2e-7
+    assert weights_hash(target.model) == first
+
+
+@pytest.mark.parametrize("n_layers", [1, 2])
+def test_few_layers(tiny_target, n_layers):
+    assert weights_hash(tiny_target(n_layers=n_layers).model) is not None
+
+
+def test_weights_that_are_not_here_have_none(tiny_target):
+    target = tiny_target()
+    target.model.layers[1].mlp.down_proj.weight.data = torch.empty(0)
+    assert weights_hash(target.model) is None
+    assert weights_hash(tiny_target(dtype=torch.float16).model) is None
+    with torch.device("meta"):
+        meta = type(target.model)(target.model.config)
+    assert weights_hash(meta) is None
+
+
+def test_a_model_of_transformers_and_its_checkpoint(tmp_path):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=50, **sizes)).to(torch.float16)
+    model.save_pretrained(tmp_path)  # in fp16, as Vicuna's
+    expected = weights_hash(target_from_transformers(model.float()).model)
+    for dtype in (torch.bfloat16, torch.float32):
+        assert weights_hash(load_target(tmp_path, dtype).model) == expected
