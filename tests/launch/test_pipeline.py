@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -86,6 +87,24 @@ def test_a_draft_that_names_no_target_asks_for_it(folder, capsys, tmp_path):
     assert capsys.readouterr().out == text != ""
     assert bench.main(f"{measured} --target {folder}/target".split()) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["exact"] is True
+
+
+def test_a_target_of_other_weights_is_one_line_of_warning(folder, capsys, tmp_path):
+    """Its configuration and tokenizer are the draft's target's; the text is exact all the same."""
+    shutil.copytree(folder / "target", tmp_path / "tuned")
+    weights = load_file(tmp_path / "tuned" / "model.safetensors")
+    weights["model.norm.weight"] += 1
+    save_file(weights, tmp_path / "tuned" / "model.safetensors", metadata={"format": "pt"})
+    common = f"--draft {folder}/run/draft --drafter plain tokenswift --prompt the --max-new-tokens 6 --dtype fp32"
+    for target, n_warnings in ((folder / "target", 0), (tmp_path / "tuned", 1)):
+        assert generate_main(f"{common} --target {target}".split()) == 0
+        error = capsys.readouterr().err
+        said = [line for line in error.splitlines() if "arning" in line or "load_draft" in line]
+        assert len(said) == n_warnings and "Same tokens from plain, tokenswift (fp32): yes" in error
+    assert said[0].startswith(
+        f"warning: draft: {folder}/run/draft was trained with the weights of target (weights_sha256"
+    )
+    assert "and these are tuned (weights_sha256" in said[0]
 
 
 def test_generate_reads_files_and_standard_input(folder, capsys, monkeypatch, tmp_path):

@@ -46,7 +46,7 @@ SECTIONS = {
 def made_run(config_file, tmp_path):
     """(name of SECTIONS, precision) -> a run's folder with one checkpoint, of random weights far from their start."""
 
-    def make(name, precision="fp32"):
+    def make(name, precision="fp32", damage=None):
         values = to_dict(load_config(config_file, [f"train.run_dir={tmp_path}/run", f"train.precision={precision}"]))
         config = config_from_dict(values | {"draft": SECTIONS[name]})
         target = load_target(config.target.path, DTYPES[precision])
@@ -56,6 +56,8 @@ def made_run(config_file, tmp_path):
             parameter.data.normal_(1.0 if "norm" in key else 0.0, 0.3, generator=generator)
         if "draft_vocab_size" in SECTIONS[name]:
             draft.token_ids = torch.randperm(97, generator=generator)[:20]
+        if damage is not None:
+            damage(draft)
         folder = state.checkpoint_folder(tmp_path / "run") / "step_000007"
         folder.mkdir(parents=True)
         save_file(draft.to(DTYPES[precision]).state_dict(), folder / state.WEIGHTS)
@@ -205,11 +207,7 @@ def test_ctrl_c_is_one_line_and_leaves_nothing(made_run, capsys, monkeypatch, mo
 
 
 def test_weights_that_are_no_numbers_are_not_exported(made_run, capsys):
-    run, _, _ = made_run("medusa")
-    file = state.checkpoint_folder(run) / "step_000007" / state.WEIGHTS
-    weights = load_file(file)
-    weights["proj.1.weight"][3, 4] = torch.nan
-    save_file(weights, file)
+    run, _, _ = made_run("medusa", damage=lambda draft: draft.proj[1].weight.data[3].fill_(torch.nan))
     for form in FORMATS:
         assert main([str(run), "--format", form]) == 2
         assert "out: weights of the draft are no numbers (" in capsys.readouterr().err
