@@ -7,6 +7,7 @@ derived here and nowhere else. Not here: what the networks' own fields mean (mod
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,19 @@ WANDB_MODES = ("auto", "online", "offline", "disabled")
 POSITIONS = ("plain", "anchor_offset")
 # How long, and how long the warm-up: one of the two is given.
 EITHER = {"train": ("steps", "epochs"), "optimizer": ("warmup_steps", "warmup_share")}
+# The largest value that makes sense; of every other number, MAX_NUMBER.
+MAXIMA = {
+    "train.seed": 2**63 - 1,
+    "train.epochs": 1e6,
+    "optimizer.peak_lr": 1.0,  # of AdamW, which moves every weight by about so much a step
+    "optimizer.eps": 1.0,
+    "optimizer.clip": 1e9,
+    "optimizer.weight_decay": 10.0,
+    "draft.init_std": 10.0,
+}
+MAX_NUMBER = 2**31 - 1
+# Of W&B.
+NOT_IN_PROJECTS = r"/\#?%:"
 # Numbers in DeepSpeed's buffer for sums over ranks, at most.
 MAX_BUCKET = 500_000_000
 
@@ -406,6 +420,24 @@ def _check(config: Config) -> None:
         raise ValueError(f"optimizer.betas: {list(optimizer.betas)} must lie in [0, 1); the usual pair is [0.9, 0.999]")
     _check_data(data, getattr(config.draft, "n_heads", None))
     _check_decoding(config.decoding)
+    for section, fields in to_dict(config).items():
+        for name, value in fields.items():
+            for one in value if isinstance(value, list) else [value]:
+                _check_value(f"{section}.{name}", one)
+    if set(log.wandb_project) & set(NOT_IN_PROJECTS):
+        raise ValueError(
+            f"log.wandb_project: {log.wandb_project!r} has one of {NOT_IN_PROJECTS}; W&B takes none of them"
+        )
+
+
+def _check_value(name: str, value: Any) -> None:
+    """What holds for every field: numbers are finite and not absurd, names and paths are not empty."""
+    if isinstance(value, str) and (not value.strip() or "\0" in value):
+        raise ValueError(f"{name}: {value!r} names nothing; give a name or path, or leave the field out")
+    if isinstance(value, (int, float)):
+        limit = MAXIMA.get(name, MAX_NUMBER)
+        if not -inf < value <= limit:
+            raise ValueError(f"{name}: {value} is out of range; give a number of at most {limit:g}")
 
 
 def _check_one_of(first: str, one: Any, second: str, other: Any) -> None:

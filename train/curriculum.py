@@ -7,6 +7,7 @@ does (loop.py), the sections (config.py).
 """
 
 import difflib
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,6 +25,8 @@ from longdraft.train.export import export
 from longdraft.train.loop import train
 from longdraft.train.opening import open_target
 from longdraft.train.typed import check_either, lay_over, read_overrides, read_yaml, resolve
+
+STAGE_NAME = re.compile(r"[\w-]{1,64}")
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,12 @@ def load_stages(
     if listed is not None and (not isinstance(listed, dict) or not listed):
         raise ValueError(f"stages: expected a section for each stage, got {listed}")
     stages = {str(name): own for name, own in (listed or {}).items()}
+    for name in stages:
+        if not STAGE_NAME.fullmatch(name):
+            raise ValueError(
+                f"stages: {name!r} is no name of a stage, which becomes a folder's; give up to 64 letters, digits, _ "
+                "and -"
+            )
     layers = _layers(overrides, path, tuple(stages))
     if first is not None:
         _check_known(first, path, tuple(stages))

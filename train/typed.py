@@ -197,7 +197,7 @@ def _convert(kind: Any, value: Any, where: str) -> Any:
     if kind is float and isinstance(value, (int, float, str)) and not isinstance(value, bool):
         try:
             return float(value)
-        except ValueError:
+        except (ValueError, OverflowError):
             pass
     elif type(value) is kind:
         return value

@@ -1,8 +1,9 @@
 """The config: every file of configs/ loads and makes a valid DeepSpeed dict; every mistake has a message that helps."""
 
 import re
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
 from deepspeed.runtime.config import DeepSpeedConfig
@@ -15,6 +16,7 @@ from longdraft.models.rope import RopeConfig
 from longdraft.train.batches import rank_rows, step_rows
 from longdraft.train.config import (
     DRAFT_SECTIONS,
+    Config,
     LongSpecSection,
     MedusaSection,
     TokenSwiftSection,
@@ -191,6 +193,10 @@ MISTAKES = {
     "draft.method=longspec draft.draft_vocab_size=0": r"draft\.draft_vocab_size: 0; give 1 to",
     "draft.method=longspec draft.draft_vocab_size=many": r"draft\.draft_vocab_size: expected int, got 'many'",
     "draft.method=medusa draft.init_std=-1": r"draft\.init_std: -1\.0 is negative",
+    "optimizer.peak_lr=1e30": r"optimizer\.peak_lr: 1e\+30 is out of range; give a number of at most 1$",
+    "optimizer.peak_lr=inf": r"optimizer\.peak_lr: inf is out of range; give a number of at most 1$",
+    "optimizer.weight_decay=nan": r"optimizer\.weight_decay: nan is out of range; give a number of at most 10$",
+    "log.wandb_project=a/b": r"log\.wandb_project: 'a/b' has one of /\\#\?%:; W&B takes none of them",
     "log.wandb=on-line": r"log\.wandb: 'on-line' is unknown; choose one of auto, online, offline, disabled",
 }
 
@@ -271,6 +277,37 @@ def test_files_that_are_no_config_are_refused(train_command, tmp_path, number):
     (tmp_path / "bad.yaml").write_bytes(content)
     status, printed = train_command(tmp_path / "bad.yaml", "--estimate")
     assert status == 2 and re.fullmatch(rf"launch/train\.py: error: config: .*bad\.yaml {said}.*\n", printed), printed
+
+
+NUMBERS = {
+    f"{section.name}.{name}": hint
+    for section in fields(Config)
+    for kind in (DRAFT_SECTIONS.values() if section.name == "draft" else [get_type_hints(Config)[section.name]])
+    for name, hint in get_type_hints(kind).items()
+    if {int, float} & {hint, *get_args(hint)}
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_no_number_is_absurd(config_file, name):
+    """Every field that takes a number, in lists too."""
+    method = [f"draft.method={m}" for m, kind in DRAFT_SECTIONS.items() if hasattr(kind, name.split(".")[1])]
+    others = {"data.max_position": ["data.positions=anchor_offset"], "decoding.contexts": ["decoding.every=1"]}
+    given = [*(method[:1] if name.startswith("draft") else []), *others.get(name, [])]
+    list_of = {"optimizer.betas": "[0.9,{}]"}.get(name, "[{}]" if "tuple" in str(NUMBERS[name]) else "{}")
+    for value in ("nan", ".nan", "inf", "-inf", "1e30", "1e400", "-1e30", str(10**400), str(2**63)):
+        with pytest.raises(ValueError, match=name.replace(".", r"\.")) as error:
+            load_config(config_file, [*given, f"{name}={list_of.format(value)}"])
+        assert "\n" not in str(error.value) and len(str(error.value)) < 1000
+
+
+@pytest.mark.parametrize(
+    "name", ["target.path", "target.gguf_file", "data.path", "train.run_dir", "draft.start_from", "log.wandb_project"]
+)
+def test_names_and_paths_are_not_empty(config_file, name):
+    for value in ('""', '" "', '"a\\0b"'):
+        with pytest.raises(ValueError, match=rf"{name}: .* names nothing; give a name or path, or leave"):
+            load_config(config_file, [f"{name}={value}"])
 
 
 @pytest.mark.parametrize("overrides", MISTAKES)

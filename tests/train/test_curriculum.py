@@ -202,6 +202,14 @@ def test_stages_that_are_none_are_refused(staged, tmp_path, stages):
         load_stages(tmp_path / "none.yaml", [], "long")
 
 
+@pytest.mark.parametrize("name", ["../../evil", "/tmp/evil", "a b", "..", "", "a.b", "long\\n", "x" * 65, "a\\0b"])
+def test_a_stages_name_becomes_a_folders_and_no_other(staged, train_command, tmp_path, name):
+    (tmp_path / "bad.yaml").write_text(staged.read_text().replace("  long:\n", f'  "{name}":\n'))
+    status, printed = train_command(tmp_path / "bad.yaml", f"train.run_dir={tmp_path / 'run' / 'inner'}")
+    assert status == 2 and " is no name of a stage, which becomes a folder's; give up to 64 letters, digits" in printed
+    assert not (tmp_path / "run").exists()
+
+
 def test_it_shows_where_it_is(unbroken):
     run, printed = unbroken
     said = [line for line in printed.splitlines() if line.startswith(("Stage", "Trained", "Exported"))]
