@@ -115,9 +115,8 @@ PROMPTS = [[5, 9, 2, 7, 11, 30, 2, 9, 4, 4, 1], [3], [8, 8, 21, 0, 6]]
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("slots", [1, 2, 3])
-def test_it_gives_plain_decodings_tokens(tiny_target, temperature, slots):
-    """bf16 with the CPU's kernels: rows do not depend on the width of their pass, so equality needs no margin."""
-    target = tiny_target(vocab_size=61, dtype=torch.bfloat16)
+def test_it_gives_plain_decodings_tokens(tiny_target, exact_dtype, temperature, slots):
+    target = tiny_target(vocab_size=61, dtype=exact_dtype)
     params = [SamplingParams(temperature=temperature, seed=i, max_new_tokens=50) for i in range(3)]
     plain = Engine(target).generate(PROMPTS, params)
     wrong = Fixed([[[1], [2, 2]]] * slots, max_nodes=3)
@@ -127,9 +126,9 @@ def test_it_gives_plain_decodings_tokens(tiny_target, temperature, slots):
         assert [g.tokens for g in ours] == [g.tokens for g in plain]
 
 
-def test_tokens_that_the_host_reads_a_step_late_are_the_same(tiny_target):
+def test_tokens_that_the_host_reads_a_step_late_are_the_same(tiny_target, exact_dtype):
     """As on a GPU: host tables follow the device's history, not what the engine has read."""
-    target = tiny_target(vocab_size=61, dtype=torch.bfloat16)
+    target = tiny_target(vocab_size=61, dtype=exact_dtype)
     params = [SamplingParams(temperature=1.0, seed=i, max_new_tokens=30 + i) for i in range(3)]
     done = []
     for lag in (0, 1):
@@ -140,9 +139,9 @@ def test_tokens_that_the_host_reads_a_step_late_are_the_same(tiny_target):
     assert [g.stats.steps for g in done[0]][:2] == [g.stats.steps for g in done[1]][:2]
 
 
-def test_together_they_take_fewer_steps_than_alone(tiny_target):
+def test_together_they_take_fewer_steps_than_alone(tiny_target, exact_dtype):
     """A text that becomes a loop: the table knows every next token from the start, the lookup whole rounds later."""
-    target = tiny_target(vocab_size=200, dtype=torch.bfloat16)
+    target = tiny_target(vocab_size=200, dtype=exact_dtype)
     for layer in target.model.layers:
         layer.attention.o_proj.weight.data.zero_()
     params = SamplingParams(max_new_tokens=120)

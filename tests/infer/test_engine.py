@@ -93,7 +93,9 @@ def test_any_tree_gives_plain_decodings_tokens(
 
 @pytest.mark.parametrize("prompts", [PROMPTS[:1], (PROMPTS * 3)[:8]], ids=["B1", "B8"])
 @pytest.mark.parametrize("name", ["tokenswift", "tokenswift_silu", "random_trees", "sometimes_right"])
-def test_bf16_is_exact_too_where_rows_do_not_depend_on_the_pass(tiny_target, name, prompts, proposers, seeded):
+def test_bf16_is_exact_too_where_rows_do_not_depend_on_the_pass(
+    c_kernels, tiny_target, name, prompts, proposers, seeded
+):
     """With the CPU kernels no margin is needed: a pass of 40 rows gives a row the same bits as a pass of one."""
     target = tiny_target(vocab_size=61, dtype=torch.bfloat16)
     for sampling in SAMPLINGS.values():

@@ -207,7 +207,7 @@ def test_a_drafter_inside_triforce_gives_plain_decodings_tokens(models, plain, n
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_bf16_needs_no_margin(models, plain, name):
+def test_bf16_needs_no_margin(c_kernels, models, plain, name):
     target, small = models("gqa", torch.bfloat16)
     engine = Engine(target, DRAFTERS[name](target, small), slots=3, nodes=None)
     want = plain("gqa", "overflow", torch.bfloat16)
@@ -257,10 +257,10 @@ ANYTHING = {
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_whatever_is_drawn_gives_plain_decodings_tokens(models, plain_tokens, seed):
+def test_whatever_is_drawn_gives_plain_decodings_tokens(models, plain_tokens, exact_dtype, seed):
     """Drafter, engine and requests at random: one-token prompts, prompts up to the last position, early stops."""
     draw = random.Random(seed)
-    dtype = (torch.float32, torch.bfloat16)[seed % 2]
+    dtype = (torch.float32, exact_dtype)[seed % 2]
     target, small = models(draw.choice(list(HEADS)), dtype)
     name = draw.choice(list(ANYTHING))
     longest = draw.choice([30, 47, POSITIONS])

@@ -44,7 +44,7 @@ print(json.dumps({
 
 
 @pytest.mark.timeout(900)
-def test_decoding_from_8000_to_8192_tokens_stops_cleanly():
+def test_decoding_from_8000_to_8192_tokens_stops_cleanly(c_kernels):
     run = subprocess.run([sys.executable, "-c", RUN], capture_output=True, text=True, check=True)
     result = json.loads(run.stdout.splitlines()[-1])
     assert (result["prompt"], result["new"], result["reason"]) == (8000, 192, "capacity")

@@ -133,18 +133,17 @@ PROMPTS = [[5, 9, 2, 7, 11, 30, 2, 9, 4, 4, 1], [3], [8, 8, 21, 0, 6]]
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("slots", [1, 2, 3])
-def test_it_gives_plain_decodings_tokens(tiny_target, temperature, slots):
-    """bf16 with the CPU's kernels: rows do not depend on the width of their pass, so equality needs no margin."""
-    target = tiny_target(vocab_size=61, dtype=torch.bfloat16)
+def test_it_gives_plain_decodings_tokens(tiny_target, exact_dtype, temperature, slots):
+    target = tiny_target(vocab_size=61, dtype=exact_dtype)
     params = [SamplingParams(temperature=temperature, seed=i, max_new_tokens=60) for i in range(3)]
     plain = Engine(target).generate(PROMPTS, params)
     ours = Engine(target, PromptLookup(), slots=slots).generate(PROMPTS, params)
     assert [g.tokens for g in ours] == [g.tokens for g in plain]
 
 
-def test_a_text_that_repeats_itself_takes_few_steps(tiny_target):
+def test_a_text_that_repeats_itself_takes_few_steps(tiny_target, exact_dtype):
     """Without attention the next token depends on the last one alone, so the text is a loop soon."""
-    target = tiny_target(vocab_size=13, n_layers=1, dtype=torch.bfloat16)
+    target = tiny_target(vocab_size=13, n_layers=1, dtype=exact_dtype)
     target.model.layers[0].attention.o_proj.weight.data.zero_()
     params = SamplingParams(max_new_tokens=150)
     plain = Engine(target).generate([[5, 1]], params)[0]

@@ -22,8 +22,8 @@ VOCAB = 61
 
 
 @pytest.fixture
-def target(tiny_target):
-    return tiny_target(vocab_size=VOCAB, dtype=torch.bfloat16)
+def target(tiny_target, exact_dtype):
+    return tiny_target(vocab_size=VOCAB, dtype=exact_dtype)
 
 
 def test_the_tree_is_the_published_one():
@@ -174,11 +174,11 @@ def test_a_prompt_seeds_the_table(tiny_target):
     assert (drafter.candidates[:, 0] >= 0).nonzero().flatten().tolist() == [prompt[-1]]
 
 
-def test_of_several_prompts_the_last_place_wins(target):
+def test_of_several_prompts_the_last_place_wins(target, exact_dtype):
     """Rows of one call: the later position, of the same position the later slot."""
     drafter = TokenRecycling(target)
     tokens = torch.tensor([[7, 8, 7], [8, 7, 9]])
-    post_norm = torch.randn(2, 3, 32, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(1))
+    post_norm = torch.randn(2, 3, 32, generator=torch.Generator().manual_seed(1)).to(exact_dtype)
     drafter.read([0, 1], tokens, TargetOutput(post_norm=post_norm))
     for token, (row, place) in {7: (0, 2), 8: (0, 1), 9: (1, 2)}.items():
         logits = target.model.lm_head(post_norm)[row, place]
@@ -197,18 +197,19 @@ def test_it_gives_plain_decodings_tokens(target, temperature, slots, nodes, seed
         assert [g.tokens for g in ours.generate(PROMPTS, params)] == [g.tokens for g in plain]
 
 
-def chain_target(tiny_target):
+@pytest.fixture
+def chain_target(tiny_target, exact_dtype):
     """Without attention the next token depends on the last one alone: what the table holds is always right."""
-    target = tiny_target(vocab_size=VOCAB, dtype=torch.bfloat16)
+    target = tiny_target(vocab_size=VOCAB, dtype=exact_dtype)
     for layer in target.model.layers:
         layer.attention.o_proj.weight.data.zero_()
     return target
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_full_table_is_accepted_whole(tiny_target, temperature):
+def test_a_full_table_is_accepted_whole(chain_target, temperature):
     """Greedy: 7 tokens a step. Sampled: every candidate is ranked by the noise that decides, so nearly as many."""
-    target = chain_target(tiny_target)
+    target = chain_target
     drafter = TokenRecycling(target)
     engine = Engine(target, drafter, nodes=80)
     every = list(range(VOCAB))
@@ -219,8 +220,8 @@ def test_a_full_table_is_accepted_whole(tiny_target, temperature):
         assert engine.generate([[0]], params)[0].stats.steps > 12
 
 
-def test_a_later_request_starts_with_the_table(tiny_target):
-    target = chain_target(tiny_target)
+def test_a_later_request_starts_with_the_table(chain_target):
+    target = chain_target
     drafter = TokenRecycling(target, seed_prompt=False)
     engine = Engine(target, drafter, nodes=80)
     params = SamplingParams(max_new_tokens=40)
@@ -273,14 +274,14 @@ def test_tables_that_do_not_fit_say_why(target, tiny_target, tmp_path):
     assert (drafter.candidates == -1).all(), "a refused file leaves the table as it was"
 
 
-def test_options_and_memory(target, tiny_target):
+def test_options_and_memory(target, tiny_target, exact_dtype):
     for nodes in (0, 81):
         with pytest.raises(ValueError, match=f"nodes={nodes}: must be at least 1 and at most 80"):
             TokenRecycling(target, nodes)
     assert TokenRecycling(target, 16).max_nodes == 16 and TokenRecycling(target, 1).max_depth == 1
     table = TokenRecycling(target).memory_bytes(3, 500)
     assert sum(table.values()) == (VOCAB + 2) * 8 * (4 + 2)
-    few = tiny_target(vocab_size=5, dtype=torch.bfloat16)
+    few = tiny_target(vocab_size=5, dtype=exact_dtype)
     plain, ours = (Engine(few, d).generate([[1, 2]]) for d in ("plain", TokenRecycling(few)))
     assert ours[0].tokens == plain[0].tokens
 
