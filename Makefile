@@ -11,7 +11,11 @@ BIN := .venv/bin
 SETUP := .venv/.done
 TORCH := $(shell sed -n 's/^\(torch==[^ ]*\).*/\1/p' constraints.txt)
 
-.PHONY: setup quickstart test check format clean
+PYTEST := $(BIN)/pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
+# What may depend on a processor's arithmetic and on what libraries keep beside tensors.
+ANYWHERE := tests/test_plain.py tests/kernels tests/infer/test_exactness.py tests/train/test_memory.py
+
+.PHONY: setup quickstart test test-machines check format clean
 setup: $(SETUP)
 
 $(SETUP): constraints.txt setup.py
@@ -29,7 +33,13 @@ quickstart: $(SETUP)
 	@$(BIN)/python launch/quickstart.py $(if $(STEPS),--steps $(STEPS))
 
 test: $(SETUP)
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
+	OMP_NUM_THREADS=1 $(PYTEST)
+
+# A processor without AVX2 and without a compiler, with more threads than cores; and one with AVX2 and no more.
+test-machines: $(SETUP)
+	ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 LONGDRAFT_CPU_KERNELS=0 OMP_NUM_THREADS=4 \
+		OMP_WAIT_POLICY=passive $(PYTEST) $(ANYWHERE)
+	ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 OMP_NUM_THREADS=2 OMP_WAIT_POLICY=passive $(PYTEST) $(ANYWHERE)
 
 check: $(SETUP)
 	$(BIN)/ruff check .
