@@ -1,5 +1,5 @@
 # Two commands for a newcomer: `make quickstart` and `make test`. Both set up what they need in .venv.
-#   PYTHON=python3.12        the interpreter that makes .venv (3.11 or 3.12)
+#   PYTHON=python3.12        the interpreter that makes .venv (3.11, 3.12 or 3.13)
 #   TORCH_INDEX=URL          where to take torch from, for example https://download.pytorch.org/whl/cpu
 #   STEPS=N                  how long the quickstart trains
 #   WORKERS=N                processes that the tests share out (2), of one thread each
@@ -11,6 +11,8 @@ BIN := .venv/bin
 SETUP := .venv/.done
 TORCH := $(shell sed -n 's/^\(torch==[^ ]*\).*/\1/p' constraints.txt)
 
+# Of setup.py's python_requires=">=3.A,<3.B": 3.A and all up to B.
+PYTHONS := $(shell sed -n 's/.*python_requires=">=3\.\([0-9]*\),<3\.\([0-9]*\)".*/\1 \2/p' setup.py | { read a b && seq -f 3.%g $$a $$((b - 1)); })
 PYTEST := $(BIN)/pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 # What may depend on a processor's arithmetic and on what libraries keep beside tensors.
 ANYWHERE := tests/test_plain.py tests/kernels tests/infer/test_exactness.py tests/train/test_memory.py
@@ -19,7 +21,7 @@ ANYWHERE := tests/test_plain.py tests/kernels tests/infer/test_exactness.py test
 setup: $(SETUP)
 
 $(SETUP): constraints.txt setup.py
-	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if v in ((3, 11), (3, 12)) else f"longdraft needs Python 3.11 or 3.12, and {sys.executable} is {v[0]}.{v[1]}; set PYTHON=python3.11")'
+	@$(PYTHON) -c 'import sys; v, wanted = sys.version_info, "$(PYTHONS)".split(); sys.exit(0 if "%d.%d" % v[:2] in wanted else "longdraft needs Python %s, and %s is %d.%d; set PYTHON=python%s" % (" or ".join(wanted), sys.executable, v[0], v[1], wanted[0]))'
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --upgrade pip "setuptools>=77" wheel
 	$(BIN)/pip install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(TORCH)

