@@ -23,6 +23,7 @@ from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 
+from longdraft.data_prep.hub import is_network_error
 from longdraft.data_prep.shards import FORMAT_VERSION, MANIFEST, write_json
 
 SPLITS = ("train", "heldout")
@@ -178,15 +179,54 @@ def _whole_name(name: str) -> str:
 
 @contextmanager
 def said_of_room(out: Path) -> Iterator[None]:
-    """A full disk is the user's to mend, not a fault of the program."""
+    """A full disk, and what the system does not let us read or write, are the user's to mend, not faults of the
+    program."""
     try:
         yield
     except OSError as error:
-        if error.errno not in NO_ROOM:
+        if is_network_error(error) or isinstance(error, BrokenPipeError):
+            raise
+        if error.errno in NO_ROOM:
+            raise ValueError(
+                f"no room for {out} ({error.strerror}); what is finished is kept: make room, call again"
+            ) from error
+        raise ValueError(
+            f"{error.filename or out}: {error.strerror or error}; mend its rights or its place and call again: what is "
+            "finished is kept"
+        ) from error
+
+
+def make_out(out: Path) -> None:
+    """Make the folder, with those above it. Raises ValueError where it cannot be."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        raise ValueError(f"out {out} is a file; give the folder to make") from None
+    except OSError as error:
+        if error.errno in NO_ROOM:
             raise
         raise ValueError(
-            f"no room for {out} ({error.strerror}); what is finished is kept: make room, call again"
+            f"out {_short(out)} cannot be made ({error.strerror}); give another folder by --out"
         ) from error
+
+
+def check_out(out: Path) -> None:
+    """Raises ValueError, before any work, where `make_out` will fail for what can be seen now."""
+    try:
+        there = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
+    except OSError as error:  # a name too long, or no right to look
+        raise ValueError(f"out {_short(out)} cannot be made ({error.strerror}); give another by --out") from error
+    if there == out and not out.is_dir():
+        raise ValueError(f"out {out} is a file; give the folder to make")
+    if not there.is_dir():
+        raise ValueError(f"out {out} cannot be made: {there} is a file; give another folder by --out")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ValueError(f"out {out} cannot be written: {there} allows no writing; give another folder by --out")
+
+
+def _short(path: Path) -> str:
+    text = str(path)
+    return text if len(text) <= 200 else f"{text[:200]}... ({len(text)} characters)"
 
 
 def check_outside(out: Path, sources: Iterable[str]) -> None:

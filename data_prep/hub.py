@@ -75,7 +75,12 @@ def list_remote(path: str, patterns: Sequence[str]) -> list[RemoteFile]:
 def open_bytes(path: str) -> BinaryIO:
     """A file of this machine, or a remote one, of which only what is read is fetched. Seekable."""
     if not path.startswith(REMOTE):
-        return Path(path).open("rb")
+        try:
+            return Path(path).open("rb")
+        except OSError as error:
+            raise ValueError(
+                f"{path} cannot be read ({error.strerror}); mend its rights, or leave it out (--files)"
+            ) from error
     with _named(path):
         # Buffered: the remote file reads a block of megabytes for every line.
         return io.BufferedReader(cast(io.RawIOBase, _remote_files().open(path, "rb")), BUFFER_BYTES)

@@ -11,7 +11,7 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -20,9 +20,8 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tqdm import tqdm
-
 from longdraft.data_prep import folder, hub
+from longdraft.data_prep.bars import bar
 from longdraft.data_prep.chat import ChatEncoder, make_chat_encoder
 from longdraft.data_prep.folder import SPLITS
 from longdraft.data_prep.forms import form_of
@@ -58,8 +57,9 @@ def prepare(
     tokenizer_hash: str,
     tokenizers: "Mapping[str, PreTrainedTokenizerFast] | None" = None,
     part: Part | None = None,
+    say: Callable[[str], object] = print,
 ) -> dict | None:
-    """Prepare `config.out`, go on with it, or say that it is done; returns its manifest and prints one line.
+    """Prepare `config.out`, go on with it, or say that it is done; returns its manifest and says one line.
 
     tokenizer_hash: identifies the tokenizer in the manifest, which training compares with the target's. tokenizers: by
     name, those that sources of token ids name. part: make these shards only; the folder is not finished (None is
@@ -67,60 +67,66 @@ def prepare(
     Raises ValueError: no such source, a folder made with other settings, tokenizer or sources, too many bad documents,
     an empty split, no room on the disk. What is finished stays on disk, so the same call goes on.
     """
-    folder.check_outside(config.out, (source.path for source in config.sources.values()))
-    files, kept = choose_files(config, list_files(tuple(config.sources.values())))
-    readers = make_readers(config, files, kept, tokenizer, tokenizers or {})
+    folder.check_out(Path(str(config.out).replace("{address}", "0" * 12)))
     with _said(config.out):
-        scanned = [scan(file, SEGMENT_BYTES) for file in tqdm(files, desc="reading sources", unit="file", leave=False)]
+        folder.check_outside(config.out, (source.path for source in config.sources.values()))
+        files, kept = choose_files(config, list_files(tuple(config.sources.values())))
+        readers = make_readers(config, files, kept, tokenizer, tokenizers or {})
+        scanned = []
+        with bar(total=len(files), desc="reading sources", unit="file", leave=False) as progress:
+            for file in files:
+                scanned.append(scan(file, SEGMENT_BYTES))
+                progress.update()
     units = plan_units(config, scanned, kept)
     plan = make_plan(config, readers, tokenizer_hash, scanned, units)
     config = replace(config, out=Path(str(config.out).replace("{address}", plan["address"][:12])))
     out = config.out
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"out {out} is a file; give the folder to make")
-    out.mkdir(parents=True, exist_ok=True)
-    with folder.locked(out, f"{part.number}-{part.of}" if part else None), _said(out):
-        folder.settle(out, plan, config.overwrite, alone=part is None)
-        finished = (out / MANIFEST).exists()
-        if not finished:
+    with _said(out):
+        folder.make_out(out)
+        with folder.locked(out, f"{part.number}-{part.of}" if part else None):
+            folder.settle(out, plan, config.overwrite, alone=part is None)
+            finished = (out / MANIFEST).exists()
             mine = units if part is None else units[part.number - 1 :: part.of]
-            run_units(config, readers, mine, plan["address"])
-            if part is not None:
-                print(f"Prepared {len(mine)} of {len(units)} shards, {part.number}/{part.of} -> {out}", flush=True)
-                return None
-            folder.finish(out, plan, config.max_bad_share)
-        folder.remove_progress(out)
-    return _report(out, "Already prepared" if finished else "Prepared")
+            if not finished:
+                run_units(config, readers, mine, plan["address"])
+            if not finished and part is None:
+                folder.finish(out, plan, config.max_bad_share)
+            if finished or part is None:
+                folder.remove_progress(out)
+    if part is not None and not finished:
+        say(f"Prepared {len(mine)} of {len(units)} shards, {part.number}/{part.of} -> {out}")
+        return None
+    return _report(out, "Already prepared" if finished else "Prepared", say)
 
 
-def merge(out: Path, max_bad_share: float = PrepareConfig.max_bad_share) -> dict:
+def merge(out: Path, max_bad_share: float = PrepareConfig.max_bad_share, say: Callable[[str], object] = print) -> dict:
     """Finish a folder whose shards were made by several calls with a part; writes manifests and nothing else.
 
     Raises ValueError where shards are missing, and as `prepare` does.
     """
-    if not (out / folder.PLAN).exists():
-        raise ValueError(
-            f"{out} was not begun by prepare ({folder.PLAN} is missing); give the folder of --shard's --out"
-        )
-    plan = folder.read_plan(out)
-    if not {"address", "units"} <= plan.keys():
-        raise ValueError(f"{out / folder.PLAN} is of an older version, which made no parts; prepare {out} anew")
-    with folder.locked(out), _said(out):
-        finished = (out / MANIFEST).exists()
-        if not finished:
-            folder.clean(out)
-            folder.finish(out, plan, max_bad_share)
-        folder.remove_progress(out)
-    return _report(out, "Already merged" if finished else "Merged")
+    with _said(out):
+        if not (out / folder.PLAN).exists():
+            raise ValueError(
+                f"{out} was not begun by prepare ({folder.PLAN} is missing); give the folder of --shard's --out"
+            )
+        plan = folder.read_plan(out)
+        if not {"address", "units"} <= plan.keys():
+            raise ValueError(f"{out / folder.PLAN} is of an older version, which made no parts; prepare {out} anew")
+        with folder.locked(out):
+            finished = (out / MANIFEST).exists()
+            if not finished:
+                folder.clean(out)
+                folder.finish(out, plan, max_bad_share)
+            folder.remove_progress(out)
+    return _report(out, "Already merged" if finished else "Merged", say)
 
 
-def _report(out: Path, what: str) -> dict:
+def _report(out: Path, what: str, say: Callable[[str], object]) -> dict:
     for split in SPLITS:
         ShardSet(out / split)  # every shard is there with its size
     manifest = read_manifest(out / MANIFEST)
-    print(f"{what}: {folder.summary(manifest)} -> {out}", flush=True)
-    for line in folder.shortfalls(manifest):
-        print(f"  {line}", flush=True)
+    lines = [f"{what}: {folder.summary(manifest)} -> {out}", *(f"  {line}" for line in folder.shortfalls(manifest))]
+    say("\n".join(lines))
     return manifest
 
 
@@ -198,7 +204,11 @@ def _chat_encoder(config: PrepareConfig, tokenizer: "PreTrainedTokenizerFast") -
         return make_chat_encoder(tokenizer)
     if not config.chat_template.is_file():
         raise ValueError(f"chat_template {str(config.chat_template)!r} does not exist; give a Jinja file")
-    return make_chat_encoder(tokenizer, config.chat_template.read_text(encoding="utf-8"))
+    try:
+        template = config.chat_template.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"chat_template {config.chat_template} is no UTF-8 ({error}); convert it") from error
+    return make_chat_encoder(tokenizer, template)
 
 
 def run_units(config: PrepareConfig, readers: Sequence[Reader], units: Sequence[Unit], address: str) -> None:
@@ -206,29 +216,46 @@ def run_units(config: PrepareConfig, readers: Sequence[Reader], units: Sequence[
     todo = [unit for unit in units if not folder.is_done(config.out, unit.split, unit.number, address)]
     total = sum(unit.size for unit in units)
     done = total - sum(unit.size for unit in todo)
-    with tqdm(total=total, initial=done, desc="tokenising", unit="B", unit_scale=True) as bar:
+    with bar(total=total, initial=done, desc="tokenising", unit="B", unit_scale=True) as progress:
         n_workers = min(config.workers, len(todo), (total - done) // WORKER_BYTES)
         if n_workers <= 1:
             for unit in todo:
                 make_shard(unit, config, readers, address)
-                bar.update(unit.size)
+                progress.update(unit.size)
             return
         # spawn: a fork would copy the threads' locks of whatever the caller has loaded (torch, tokenizers).
         context = multiprocessing.get_context("spawn")
+        others = set(multiprocessing.active_children())
         pool = ProcessPoolExecutor(n_workers, context, _begin_worker, (config, readers, address))
         try:
             # What reads most comes first, so that no process is left alone with it at the end.
             todo.sort(key=lambda unit: -sum(segment.length for segment in unit.segments))
-            sizes = {pool.submit(_work, unit): unit.size for unit in todo}
+            with _no_ctrl_c():  # the workers start at the first of these, and keep it so
+                sizes = {pool.submit(_work, unit): unit.size for unit in todo}
             for future in as_completed(sizes):
                 future.result()
-                bar.update(sizes[future])
+                progress.update(sizes[future])
         except BrokenProcessPool:
             raise ValueError(
                 "a worker was killed (out of memory?); finished shards are kept: call again, with fewer --workers"
             ) from None
+        except KeyboardInterrupt:
+            # A shard takes seconds, and half of one is nothing that is kept.
+            for worker in set(multiprocessing.active_children()) - others:
+                worker.kill()
+            raise
         finally:
             pool.shutdown(cancel_futures=True)
+
+
+@contextmanager
+def _no_ctrl_c() -> Iterator[None]:
+    """Ctrl-C waits until the end; processes started inside never get it, from their first instruction on."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 # ---- in the worker processes
@@ -239,7 +266,6 @@ _worker: tuple[PrepareConfig, Sequence[Reader], str] | None = None
 def _begin_worker(config: PrepareConfig, readers: Sequence[Reader], address: str) -> None:
     global _worker
     _worker = (config, readers, address)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the parent ends its workers
     threading.Thread(target=_die_with_parent, daemon=True).start()
 
 

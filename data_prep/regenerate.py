@@ -20,20 +20,21 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from longdraft.data_prep.answers import ERRORS, ChatTokens, Generate, Talk, answer_all
+from longdraft.data_prep.bars import bar
 from longdraft.data_prep.chat import ChatEncoder
 from longdraft.data_prep.documents import BadDocument, Conversation, Document
 from longdraft.data_prep.folder import (
     NAMED_BAD,
     PLAN,
     PROGRESS,
+    check_out,
     check_outside,
     clean,
     differences,
     is_whole,
     locked,
+    make_out,
     read_json,
     read_plan,
     remove_progress,
@@ -133,7 +134,7 @@ class Meter:
     """The bar: conversations seen, and what this call generated, kept or not."""
 
     def __init__(self, count: int):
-        self.bar = tqdm(total=count, desc="answering", unit="conversation")
+        self.bar = bar(total=count, desc="answering", unit="conversation")
         self.tokens, self.seconds, self._good, self._errors = 0, 0.0, 0, 0
 
     def pass_over(self, count: int) -> None:
@@ -186,37 +187,43 @@ def make_part(
 
 
 def regenerate(
-    config: RegenerateConfig, encoder: ChatEncoder, tokenizer_hash: str, start: Callable[[], Generate]
+    config: RegenerateConfig,
+    encoder: ChatEncoder,
+    tokenizer_hash: str,
+    start: Callable[[], Generate],
+    say: Callable[[str], object] = print,
 ) -> dict:
-    """Answer the input into `config.out`, go on with it, or say that it is done; returns its manifest, prints one line.
+    """Answer the input into `config.out`, go on with it, or say that it is done; returns its manifest, says one line.
 
     encoder: of the target's tokenizer and chat template. start: makes the target ready, called only if there is work.
     Raises ValueError: no such source, a folder made with something else, a full disk, not one good answer. Finished
     parts stay on disk, so the same call goes on.
     """
     out = config.out
-    given = open_sources(config)
-    numbers = {"seed": config.seed, "part_size": config.part_size, "max_prompt": config.max_prompt}
-    plan = {
-        "made_by": MADE_BY,
-        "settings": {**numbers, **config.answering},
-        "mix": {"chat_field": config.chat_field},
-        "tokenizer": {"tokenizer_sha256": tokenizer_hash, **encoder.describe()},
-        "sources": given.files,
-    }
-    out.mkdir(parents=True, exist_ok=True)
-    with locked(out), said_of_room(out):
-        _settle(out, plan)
-        finished, speed = (out / MANIFEST).exists(), ""
-        if not finished:
-            speed = _make_parts(config, given, ChatTokens(encoder, config.max_prompt), start)
-            _finish(out, plan)
-        remove_progress(out, OWN)
+    check_out(out)
+    with said_of_room(out):
+        given = open_sources(config)
+        numbers = {"seed": config.seed, "part_size": config.part_size, "max_prompt": config.max_prompt}
+        plan = {
+            "made_by": MADE_BY,
+            "settings": {**numbers, **config.answering},
+            "mix": {"chat_field": config.chat_field},
+            "tokenizer": {"tokenizer_sha256": tokenizer_hash, **encoder.describe()},
+            "sources": given.files,
+        }
+        make_out(out)
+        with locked(out):
+            _settle(out, plan)
+            finished, speed = (out / MANIFEST).exists(), ""
+            if not finished:
+                speed = _make_parts(config, given, ChatTokens(encoder, config.max_prompt), start)
+                _finish(out, plan)
+            remove_progress(out, OWN)
     manifest = read_manifest(out / MANIFEST)
     for part in manifest["parts"]:
         if not is_whole(out, part):
             raise ValueError(f"{out / part['file']} is missing or has another size; remove {out} and answer anew")
-    print(f"{'Already answered' if finished else 'Answered'}: {_summary(manifest)}{speed} -> {out}", flush=True)
+    say(f"{'Already answered' if finished else 'Answered'}: {_summary(manifest)}{speed} -> {out}")
     return manifest
 
 

@@ -8,6 +8,8 @@ from string import Formatter
 
 from longdraft.data_prep.pack import MODES
 
+MOST_SEQ_LEN = 1 << 24  # a row of 64 MiB, of as many tokens as the largest shard has bytes of text
+
 
 @dataclass(frozen=True)
 class Source:
@@ -134,6 +136,7 @@ class PrepareConfig:
     def __post_init__(self) -> None:
         checks = [
             ("seq_len", self.seq_len >= 2, "at least 2"),
+            ("seq_len", self.seq_len <= MOST_SEQ_LEN, f"at most {MOST_SEQ_LEN}"),
             ("documents", self.documents in MODES, f"one of {', '.join(MODES)}"),
             ("heldout_share", 0 <= self.heldout_share < 1, "at least 0 and below 1"),
             ("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "at least 1"),

@@ -226,6 +226,8 @@ def _local(source: Source) -> dict[Path, str]:
             return {}
         # Not resolve(): a link's own name and suffix count (a hub's cache links names to nameless blobs).
         return {Path(path).parent.resolve() / Path(path).name: Path(path).name}
+    elif Path(path).exists() or Path(path).is_symlink():
+        raise ValueError(_no_file(Path(path)))
     elif hub.is_hub_name(path):
         root = hub.fetch(path, _patterns(source))
         found = _walk(root, _patterns(source), frozenset()) if root.exists() else []
@@ -305,9 +307,20 @@ def _walk(root: Path, patterns: Sequence[str], left_out: frozenset[str]) -> list
         paths = [Path(folder, name) for name in names if not name.startswith(".")]
         for path in paths:
             name = path.relative_to(root).as_posix()
-            if _matches(name, patterns) and path.is_file():
-                found.append(path)
+            if not _matches(name, patterns):
+                continue
+            if not path.is_file():
+                raise ValueError(_no_file(path))
+            found.append(path)
     return sorted(found)
+
+
+def _no_file(path: Path) -> str:
+    if not path.exists():
+        return (
+            f"{path} is a link to {path.readlink()}, which is not there; mend or remove it, or leave it out (--files)"
+        )
+    return f"{path} is neither a file nor a folder (a pipe, a device, a socket); write what it gives to a file"
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:

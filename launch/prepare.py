@@ -14,8 +14,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from longdraft.data_prep.folder import LENGTHS_PNG, said_of_room
 from longdraft.data_prep.prepare import Part, PrepareConfig, merge, prepare
 from longdraft.data_prep.settings import same_way
+from longdraft.launch.console import ends_on_ctrl_c, framed, note, show
 
 # Flags that a recipe has as fields of its own, and those that say how a source is read.
 SETTINGS = ("seq_len", "documents", "chat_template", "heldout_share", "max_tokens", "seed")
@@ -28,19 +30,30 @@ def main(argv: Sequence[str] | None = None) -> int | None:
         from longdraft.launch.regenerate import main as regenerate
 
         return regenerate(argv[1:])
-    parser = _parser()
-    args = parser.parse_intermixed_args(argv)
-    try:
+    parser, closed = _parser(), sys.stdout is None
+
+    def work() -> None:
+        args = parser.parse_intermixed_args(argv)
         _check_used(parser, args)
-        if args.inspect is not None:
-            _inspect(args.inspect, args.target, args.json)
-        elif args.merge:
-            how = {"max_bad_share": args.max_bad_share} if "max_bad_share" in args else {}
-            merge(_needed(parser, out=args.out)["out"], **how)
-        else:
-            _prepare(parser, args)
-    except ValueError as error:
-        parser.exit(2, f"{parser.prog}: error: {error}\n")
+        with ends_on_ctrl_c(parser.prog):
+            if args.inspect is not None:
+                if closed:
+                    raise ValueError("standard output is closed; leave it open or write it to a file")
+                with said_of_room(args.inspect):
+                    _inspect(args.inspect, args.target, args.json)
+            elif args.merge:
+                how = {"max_bad_share": args.max_bad_share} if "max_bad_share" in args else {}
+                merge(_needed(parser, out=args.out)["out"], **how, say=_say)
+            else:
+                _prepare(parser, args)
+
+    if status := framed(parser.prog, work, "interrupted; finished shards are kept, the same call goes on", shows=False):
+        parser.exit(status)
+    return None
+
+
+def _say(text: str) -> None:
+    show(f"{text}\n")
 
 
 def _check_used(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
@@ -121,7 +134,7 @@ def _prepare(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     tokenizer = load_tokenizer(args.target)
     named = {source.tokenizer for source in config.sources.values() if source.tokenizer is not None}
     tokenizers = {name: load_tokenizer(name) for name in sorted(named)}
-    prepare(config, tokenizer, tokenizer_hash(tokenizer), tokenizers, part)
+    prepare(config, tokenizer, tokenizer_hash(tokenizer), tokenizers, part, _say)
 
 
 def _recipe(args: argparse.Namespace, how: dict[str, Any]) -> PrepareConfig:
@@ -152,7 +165,6 @@ def _needed(parser: argparse.ArgumentParser, **values: Any) -> dict[str, Any]:
 
 
 def _inspect(folder: Path, target: str | None, as_json: bool) -> None:
-    from longdraft.data_prep.folder import LENGTHS_PNG
     from longdraft.data_prep.inspection import as_text, draw_lengths, inspect
 
     if target is None:
@@ -163,11 +175,11 @@ def _inspect(folder: Path, target: str | None, as_json: bool) -> None:
 
         tokenizer = load_tokenizer(target)
         found = inspect(folder, tokenizer, tokenizer_hash(tokenizer))
-    print(found.as_json() if as_json else as_text(found, colour=sys.stdout.isatty()))
+    _say(found.as_json() if as_json else as_text(found, colour=sys.stdout.isatty()))
     try:
         draw_lengths(found, folder / LENGTHS_PNG)
     except OSError as error:
-        print(f"longdraft prepare: {LENGTHS_PNG} could not be written ({error})", file=sys.stderr)
+        note(f"longdraft prepare: {LENGTHS_PNG} could not be written ({error})")
 
 
 if __name__ == "__main__":

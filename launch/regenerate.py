@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from longdraft.launch.console import ends_on_ctrl_c, framed, note
+from longdraft.launch.console import ends_on_ctrl_c, framed, note, show
 
 if TYPE_CHECKING:
     from longdraft.data_prep.answers import Completion, Generate
@@ -136,7 +136,7 @@ def _regenerate(args: argparse.Namespace) -> None:
     def start() -> "Generate":
         return generator(runtime.open_target(path, gguf_file, args.dtype, device, allowed), sampling, **settings)
 
-    regenerate(config, encoder, tokenizer_hash(tokenizer), start)
+    regenerate(config, encoder, tokenizer_hash(tokenizer), start, lambda line: show(f"{line}\n"))
 
 
 def generator(target, sampling: "SamplingParams", **settings) -> "Generate":
