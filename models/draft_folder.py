@@ -27,7 +27,7 @@ from longdraft.models.draft_files import (
     shown,
     write_pair,
 )
-from longdraft.models.drafts.longspec import SHAPE, LongSpec, LongSpecConfig
+from longdraft.models.drafts.longspec import LongSpec, LongSpecConfig, shape_of
 from longdraft.models.drafts.medusa import Medusa, MedusaConfig
 from longdraft.models.drafts.tokenswift import TokenSwift, TokenSwiftConfig
 from longdraft.models.hf import Target
@@ -41,8 +41,8 @@ DRAFTS = {
 }
 Draft = TokenSwift | LongSpec | Medusa
 D = TypeVar("D", TokenSwift, LongSpec, Medusa)
-# Fields of a draft that are its target's own.
-TARGETS = {"longspec": (*SHAPE, "rope"), "tokenswift": ("hidden_size", "rms_norm_eps"), "medusa": ("hidden_size",)}
+# Fields of heads that are their target's own; a block's are in `shape_of`.
+HEADS = {"tokenswift": ("hidden_size", "rms_norm_eps"), "medusa": ("hidden_size",)}
 # Numbers that no tensor of the draft has as its size, nor anything that is built of them before a target is there.
 UNSEEN = ("vocab_size", "max_positions", "window", "noise")
 FLOATS = ("F32", "BF16", "F16", "F64")
@@ -241,8 +241,11 @@ def _is_of(kind: Any, value: Any) -> bool:
 def _check_shape(folder: Path, method: str, values: dict[str, Any], target: Target) -> None:
     """That the draft is of its target's shape."""
     config = target.model.config
-    for name in TARGETS[method]:
-        own = json.loads(json.dumps(dict(config.rope.parameters))) if name == "rope" else getattr(config, name)
+    if method == "longspec":
+        shape = shape_of(config) | {"rope": json.loads(json.dumps(dict(config.rope.parameters)))}
+    else:
+        shape = {name: getattr(config, name) for name in HEADS[method]}
+    for name, own in shape.items():
         if values.get(name) != own:
             raise ValueError(
                 f"{folder / CONFIG}: draft.{name} is {shown(values.get(name))}, and {target.name} has {shown(own)}; "
