@@ -14,12 +14,13 @@ HALF_LIFE = 30.0
 
 @dataclass(frozen=True)
 class Part:
-    """A stretch of work. `cost`: what it should take beside the other parts, in any unit; `kind`: parts of one kind
-    are at one speed."""
+    """A stretch of work. `cost`: how much there is to do, in any unit; `kind`: parts of one kind are at one speed;
+    `slow`: what a unit should take beside one of the other parts, as long as none of its kind was measured."""
 
     words: str
     kind: str
     cost: float
+    slow: float = 1.0
 
 
 class Watch(Protocol):
@@ -97,7 +98,7 @@ class TimeLeft:
         assert self.part is not None, "no part has begun"
         now = self._clock()
         self._speeds[self.part.kind].add(now - self._at, cost)
-        self._all.add(now - self._at, cost)
+        self._all.add(now - self._at, cost * self.part.slow)
         self._spent, self._at = self._spent + now - self._at, now
 
     def seconds(self) -> float | None:
@@ -110,10 +111,9 @@ class TimeLeft:
         left = 0.0
         for index in range(max(self.number, 0), len(self.parts)):
             part = self.parts[index]
-            speed = self._speeds[part.kind]
-            speed = speed if speed.cost else self._all
-            rest = max(0.0, part.cost - self._done) if index == self.number else part.cost
-            left += rest * speed.seconds / speed.cost
+            own = self._speeds[part.kind]
+            a_unit = own.seconds / own.cost if own.cost else part.slow * self._all.seconds / self._all.cost
+            left += a_unit * (max(0.0, part.cost - self._done) if index == self.number else part.cost)
         return left
 
 

@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _measure(args: argparse.Namespace) -> int:
     if (args.data is None) == (args.text_file is None):
         raise ValueError(
-            "--data, --text-file: name a prepared folder, whose held-out rows give the texts, or text files"
+            "--data, --text-file: name either a prepared folder, whose held-out rows give the texts, or files"
         )
     # Here, not above: --help and a wrong argument should not wait for torch.
     from longdraft.data_prep.shards import write_atomically
@@ -123,6 +123,8 @@ def _bench(args: argparse.Namespace) -> dict:
     given = _texts(args, names)
     source = runtime.target_source(args.target, args.gguf_file, args.draft)
     target = runtime.open_target(*source, "fp32", device, runtime.max_positions(args.draft))
+    if isinstance(given, list):
+        runtime.check_rows(runtime.heldout_rows(args.data), target)
     texts = given if isinstance(given, list) else runtime.file_texts(target, given, args.prompt_tokens)
     tasks = make_tasks(target, texts, args.tasks)
     builders = {
@@ -149,6 +151,8 @@ def _texts(args: argparse.Namespace, names: Sequence[str]) -> "list[list[int]] |
         raise ValueError(f"--tasks: {', '.join(unknown)} unknown; known: {', '.join(KINDS)}")
     if args.prompt_tokens < 2:
         raise ValueError(f"--prompt-tokens: {args.prompt_tokens}; a text has at least 2")
+    if args.prompts is not None and args.prompts < 1:
+        raise ValueError(f"--prompts: {args.prompts}; measure at least 1")
     if args.text_file is not None and args.prompts is not None:
         raise ValueError(f"--prompts: {args.prompts} rows of --data; every file of --text-file is one prompt")
     count = (PROMPTS if args.prompts is None else args.prompts) if args.text_file is None else len(args.text_file)

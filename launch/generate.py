@@ -147,7 +147,7 @@ def _sampling(args: argparse.Namespace) -> "SamplingParams":
 def _prompt_text(args: argparse.Namespace) -> str | None:
     """The text that was given or is read from a file or standard input; None for a held-out row."""
     from longdraft.infer.values import check_text
-    from longdraft.launch.runtime import read_text
+    from longdraft.launch.runtime import heldout_rows, read_text
 
     if sum(given is not None for given in (args.prompt, args.prompt_file, args.heldout)) > 1:
         raise ValueError("give one of --prompt, --prompt-file and --heldout")
@@ -160,6 +160,9 @@ def _prompt_text(args: argparse.Namespace) -> str | None:
     if args.prompt_tokens is not None and args.prompt_tokens < 1:
         raise ValueError(f"--prompt-tokens: {args.prompt_tokens}; a prompt has at least 1")
     if args.heldout is not None:
+        rows = heldout_rows(args.heldout)
+        if not 0 <= (args.row or 0) < len(rows):
+            raise ValueError(f"--row: {args.row}, but {rows.folder} has rows 0 to {len(rows) - 1}")
         return None
     if args.prompt_file is not None:
         text, source = read_text(args.prompt_file, "--prompt-file"), f"--prompt-file: {args.prompt_file}"
@@ -180,14 +183,13 @@ def _prompt_text(args: argparse.Namespace) -> str | None:
 def _prompt_tokens(args: argparse.Namespace, target: "Target", text: str | None) -> list[int]:
     """The prompt as token ids."""
     from longdraft.infer.requests import prompt_tokens
-    from longdraft.launch.runtime import heldout_rows, used_tokens
+    from longdraft.launch.runtime import check_rows, heldout_rows, used_tokens
 
     if target.tokenizer is None:
         raise ValueError(f"{target.name} has no tokenizer files, so no text can be shown; add the tokenizer's")
     if text is None:
         rows = heldout_rows(args.heldout)
-        if not 0 <= (args.row or 0) < len(rows):
-            raise ValueError(f"--row: {args.row}, but {rows.folder} has rows 0 to {len(rows) - 1}")
+        check_rows(rows, target)
         tokens = used_tokens(rows[args.row or 0])
     elif args.chat:
         system = [] if args.system is None else [{"role": "system", "content": args.system}]

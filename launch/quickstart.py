@@ -101,11 +101,6 @@ class Rest:
 
     def words(self) -> str:
         """In one line."""
-        part = self._time.part
-        if part is not None and part.words == self._train and (done := self._steps_done()) > self._trained:
-            first = self._trained == self._begun_at
-            self._time.advance((done - self._trained) * STEP + (STARTING if first else 0))
-            self._trained = done
         left = self._time.seconds()
         if left is None:
             whole = sum(one.cost for one in self._time.parts[max(self._time.number, 0) :])
@@ -113,10 +108,17 @@ class Rest:
         return f"Time left for the whole: about {in_words(left)}"
 
     def say(self) -> None:
-        """On a line of its own, above the bar that a command may have drawn on the terminal; the last step says itself
-        what is left."""
-        if self._time.number + 1 < len(self._time.parts):
-            note(f"\r\033[K{self.words()}" if sys.stderr.isatty() else self.words())
+        """Where the training went on, on a line of its own, above the bar that it may have drawn on the terminal.
+
+        The other steps are short, or say themselves what is left, as the last one.
+        """
+        part, done = self._time.part, self._steps_done()
+        if part is None or part.words != self._train or done == self._trained:
+            return
+        first = self._trained == self._begun_at
+        self._time.advance((done - self._trained) * STEP + (STARTING if first else 0))
+        self._trained = done
+        note(f"\r\033[K{self.words()}" if sys.stderr.isatty() else self.words())
 
     def _steps_done(self) -> int:
         """Of the training, by its metrics; what is not a whole line yet does not count."""

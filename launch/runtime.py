@@ -173,6 +173,14 @@ def heldout_rows(data: str | Path) -> ShardSet:
     return ShardSet(Path(data) / "heldout")
 
 
+def check_rows(rows: ShardSet, target: Target) -> None:
+    """Raise ValueError for rows of another tokenizer than the target's: their ids would be other words to it."""
+    if rows.manifest["tokenizer_sha256"] != target.fingerprint["tokenizer"]:
+        raise ValueError(
+            f"{rows.folder} was prepared with another tokenizer than that of {target.name}; give data prepared for it"
+        )
+
+
 def heldout_prompts(data: str, count: int, length: int) -> list[list[int]]:
     """The first `length` tokens of `count` held-out rows that have as many, evenly spaced."""
     rows = heldout_rows(data)

@@ -10,6 +10,7 @@ import logging
 import math
 import os
 import socket
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,6 +26,7 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor, nn
+from tqdm import tqdm
 
 from longdraft.train.config import Config, OptimizerSection, deepspeed_dict
 from longdraft.train.launcher import free_port
@@ -67,7 +69,7 @@ class Ranks:
     def say(self, line: str) -> None:
         """Prints a line once, whichever rank has it to say."""
         if self.first:
-            print(line, flush=True)
+            say(line)
 
     def sum(self, numbers: Sequence[float]) -> list[float]:
         """Element-wise sum over the ranks."""
@@ -175,6 +177,12 @@ def wrong_files(folder: Path, sizes: Mapping[str, int]) -> list[str]:
     ]
 
 
+def say(line: str) -> None:
+    """A line on standard output, above a bar that stands on the terminal."""
+    tqdm.write(line)
+    sys.stdout.flush()
+
+
 @contextmanager
 def failures_named(ranks: Ranks) -> Iterator[None]:
     """Inside, a full disk, and what a collective raises because another rank is gone, become TrainingErrors that say
@@ -191,7 +199,7 @@ def failures_named(ranks: Ranks) -> Iterator[None]:
             raise
         message = f"rank {ranks.rank}: {message} {GOES_ON}"
         if ranks.local_rank:
-            print(message, flush=True)
+            say(message)
         raise TrainingError(message) from error
 
 

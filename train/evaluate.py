@@ -146,12 +146,10 @@ class Evaluator:
         if not last and self._is_too_much():
             if step % every:
                 return None  # it was said when it was due
-            if self.ranks.first:
-                print(
-                    f"Decoding after step {step} is put off: {self._spent + self._last_seconds:.0f} s in all would be "
-                    f"more than decoding.share = {self.config.decoding.share:g} of the time so far",
-                    flush=True,
-                )
+            self.ranks.say(
+                f"Decoding after step {step} is put off: {self._spent + self._last_seconds:.0f} s in all would be "
+                f"more than decoding.share = {self.config.decoding.share:g} of the time so far"
+            )
             return Outcome({"decode_put_off": True}, {})
         measured = self._measure(engine.weights, step, heldout, stop)
         if measured is None:

@@ -17,7 +17,7 @@ import torch
 from longdraft.models.drafts.loss import RANKS, DraftLoss
 from longdraft.train import state
 from longdraft.train.batches import Place, rank_rows, read_batch, step_rows
-from longdraft.train.engine import TrainingError
+from longdraft.train.engine import TrainingError, say
 from longdraft.train.methods import Work
 from longdraft.train.opening import Run
 
@@ -94,7 +94,7 @@ def _pass(
         loss: DraftLoss = run.engine(*arguments, teacher.lm_head_VD, count_ranks)
     wrong = not bool(loss.sums.detach().isfinite().all())
     if wrong:
-        print(f"The loss of step {run.step + 1} is no number for rows {_words(places)}", flush=True)
+        say(f"The loss of step {run.step + 1} is no number for rows {_words(places)}")
     degree = run.config.train.sequence_parallel  # ranks that share these rows leave them out together
     reader, n_readers = run.ranks.rank // degree, run.ranks.world_size // degree
     *by_reader, stopping = run.ranks.sum([*(float(wrong and i == reader) for i in range(n_readers)), float(bool(stop))])

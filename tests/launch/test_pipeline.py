@@ -149,12 +149,60 @@ def test_bench_writes_table_picture_and_json(folder, capsys):
     assert "after 4 steps, held-out: loss" in out and "ranked with the noise, and without" in out
 
 
+BENCH = "--target {f}/target --data {f}/data --prompt-tokens 24 "
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--target {f}/target", "--data, --text-file: name either a prepared folder"),
+        (BENCH + "--text-file {f}/text/0.txt", "--data, --text-file: name either a prepared folder"),
+        (BENCH + "--prompts 0", "--prompts: 0; measure at least 1"),
+        (BENCH + "--prompts 999", "--prompts 999 must lie in 1.."),
+        (BENCH + "--prompt-tokens 1", "--prompt-tokens: 1; a text has at least 2"),
+        (BENCH + "--prompt-tokens -3", "--prompt-tokens: -3; a text has at least 2"),
+        (BENCH + "--new-tokens 0", "max_new_tokens=0"),
+        (BENCH + "--new-tokens 99999", "with 99999 new ones it does not fit the target's"),
+        (BENCH + "--temperature 0 nan", "temperature=nan"),
+        (BENCH + "--seed 99999999999999999999", "seed=99999999999999999999"),
+        (BENCH + "--device tpu", "--device: 'tpu' is no device"),
+        (BENCH + "--nodes 3", "--nodes: 3, but plain decoding verifies none"),
+        (BENCH + "--noise", "--noise: that of the drafters' ranking"),
+        (BENCH + "--option a=1", "--option: a is for none of the drafters plain"),
+        (BENCH + "--tasks fly", "--tasks: fly unknown; known: continue, summarise, edit"),
+        (
+            BENCH + "--tasks edit summarise continue --prompts 2",
+            "--tasks: 3 of them take turns, but there are 2 prompts",
+        ),
+        (BENCH + "--contexts 0", "contexts: 0 must lie in 1.."),
+        (BENCH + "--run {f}/nothing", "--run: {f}/nothing is no folder"),
+        (BENCH + "--run {f}/config.yaml", "--run: {f}/config.yaml is no folder"),
+        (
+            BENCH + "--draft {f}/run/draft --drafter prompt_lookup",
+            "--draft: {f}/run/draft, but prompt_lookup take none",
+        ),
+        (BENCH + "--loss-memory", "--loss-memory: it takes no other option; leave out --target"),
+        ("--target {f}/target --text-file {f}/none", "--text-file: {f}/none cannot be read"),
+        ("--target {f}/target --text-file {f}/text/0.txt --prompts 3", "--prompts: 3 rows of --data; every file"),
+        ("--target {f}/target --text-file {f}/text/0.txt {f}/text/0.txt", "a file is named twice"),
+        ("--target smollm2-135m --data {f}/data --prompt-tokens 24", "prepared with another tokenizer than that of"),
+    ],
+)
+def test_bench_errors_name_the_remedy_before_anything_is_measured(folder, arguments, message, capsys):
+    assert bench.main(arguments.format(f=folder).split()) == 2
+    shown = capsys.readouterr()
+    said = [line for line in shown.err.splitlines() if not line.startswith("Loading")]
+    assert shown.out == "" and len(said) == 1, shown.err
+    assert said[0].startswith("longdraft bench: error: ") and message.format(f=folder) in said[0]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ("--prompt x", "--target: name a model, or give --draft"),
         ("--target {f}/target --prompt x --prompt-file y", "give one of --prompt, --prompt-file and --heldout"),
         ("--target {f}/target --heldout {f}/data --row 99", "--row: 99, but"),
+        ("--target smollm2-135m --heldout {f}/data", "prepared with another tokenizer than that of smollm2-135m"),
         ("--target {f}/target --prompt x --drafter tokenswift", "draft: tokenswift needs a trained draft"),
         ("--target {f}/target --prompt x --drafter eagle", "unknown name 'eagle'; known: plain, tokenswift"),
         ("--draft {f}/data --prompt x", "holds no config.json"),

@@ -49,6 +49,14 @@ def test_what_is_left_follows_what_was_measured(clock):
     assert left.share == 1 and left.seconds() == 0
 
 
+def test_a_slow_kind_tells_little_of_a_fast_one(clock):
+    left = TimeLeft([Part("proof", "proof", 10, slow=5.0), Part("speed", "speed", 10)], clock)
+    left.begin("proof")
+    clock.now += 20
+    left.advance(4)  # five seconds a unit, of which a fast one takes one
+    assert left.seconds() == pytest.approx(6 * 5 + 10)
+
+
 def test_a_part_that_says_nothing_about_speed(clock):
     left = TimeLeft([Part("a", "a", 20), Part("b", "b", 20)], clock)
     left.begin("a")
@@ -138,7 +146,7 @@ def test_a_terminal_gets_a_line_that_moves_and_messages_above_it():
     assert "bench: 2 of 3, about " in text and " left: part 1, 50%" in text
 
 
-def test_the_quickstarts_estimate_follows_its_training(tmp_path, monkeypatch, clock):
+def test_the_quickstarts_estimate_follows_its_training(tmp_path, monkeypatch, clock, capsys):
     monkeypatch.setattr(quickstart, "TimeLeft", lambda parts: TimeLeft(parts, clock))
     what = ["data", "train", "export", "decode", "verify"]
     rest = quickstart.Rest(tmp_path, what, 10, prepared=False)
@@ -150,5 +158,11 @@ def test_the_quickstarts_estimate_follows_its_training(tmp_path, monkeypatch, cl
     assert rest.words() == f"Time left for the whole: about {in_words(2 * (planned - quickstart.PREPARING))}"
     clock.now += 5000  # a machine that is very busy
     (tmp_path / "metrics.jsonl").write_text('{"loss": 3.0, "step": 4}\n{"step": 5, "lo')
-    assert int(rest.words().split("about ")[1].split(" h")[0]) >= 5
+    rest.say()
+    rest.say()  # no step later there is no news
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said == rest.words() and int(said.split("about ")[1].split(" h")[0]) >= 5
+    rest.begin("export")
+    rest.say()
+    assert capsys.readouterr().err == ""
     assert quickstart.Rest(tmp_path, what, 10, prepared=True)._steps_done() == 4

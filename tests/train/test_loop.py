@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch.nn import Parameter
+from tqdm import tqdm
 
 from longdraft.data_prep.shards import Row, ShardSet
 from longdraft.launch.train import main
@@ -20,7 +21,7 @@ from longdraft.models.hf import load_target
 from longdraft.train import state
 from longdraft.train.batches import step_rows
 from longdraft.train.config import OptimizerSection, load_config
-from longdraft.train.engine import TrainingError, learning_rate, parameter_groups
+from longdraft.train.engine import TrainingError, learning_rate, parameter_groups, say
 from longdraft.train.loop import train
 from longdraft.train.opening import DTYPES, open_rows
 from longdraft.train.teacher import Teacher
@@ -325,3 +326,15 @@ def test_a_number_missing_where_nothing_is_learned_counts_too(alone, config_file
     assert "is no number" in capsys.readouterr().out
     assert read_metrics(tmp_path / "run")[0]["skipped"] == 1
     assert all(torch.isfinite(weight).all() for weight in weights(tmp_path / "run").values())
+
+
+def test_messages_stand_above_the_bar(capsys):
+    with tqdm(total=2, desc="train", ncols=60) as bar:
+        bar.update()
+        bar.refresh()
+        before = capsys.readouterr().err
+        say("a message")
+        shown = capsys.readouterr()
+    assert shown.out == "a message\n" and before.endswith("it/s]")
+    cleared, redrawn = shown.err.lstrip("\r").split("\r", 1)
+    assert cleared.strip() == "" and redrawn.lstrip("\r").startswith("train:  50%")
