@@ -3,6 +3,7 @@
 Not for layers that train, though a gradient to x is kept. Shapes: M rows, I inputs, N outputs.
 """
 
+from collections.abc import Sequence
 from functools import cache
 
 import torch
@@ -23,6 +24,16 @@ def emulates_bf16() -> bool:
     return not torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
+def prompt_in_c(n_rows: int, dtype: torch.dtype) -> bool:
+    """Whether a prompt of so many rows is multiplied by the C kernels, where there are any.
+
+    In bf16 as many rows as their attention takes, so that a prompt gives the same bits in one pass, in chunks and among
+    others; more only where the libraries are slower.
+    """
+    most = rows.MOST_LINEAR_ROWS if emulates_bf16() else rows.MOST_ATTENTION_ROWS
+    return dtype == torch.bfloat16 and n_rows <= most
+
+
 def linear(
     x: Tensor,
     weight_NI: Tensor,
@@ -31,30 +42,38 @@ def linear(
     norm: tuple[Tensor, float] | None = None,
     gated: bool = False,
     residual: Tensor | None = None,
+    prompts: Sequence[int] | None = None,
 ) -> Tensor:
     """residual + RMSNorm(x) W^T + b, or gated: [..., N], gated [..., N / 2]; each part but the product is optional.
 
-    Sums are in fp32 and each part is rounded to x's dtype, as if it stood alone. In bf16 on a CPU, few rows go through
-    C kernels in one call, whose result for a row does not depend on the other rows (cpu_impl/rows.py); many rows, where
-    the CPU has no bf16 products, are bound by arithmetic and run in fp32.
+    Sums are in fp32 and each part is rounded to x's dtype, as if it stood alone. On a CPU few rows, in bf16 and while
+    decoding in fp32 too, go through C kernels in one call, whose result for a row does not depend on the other rows
+    (cpu_impl/rows.py); many rows in bf16, where the CPU has no bf16 products, are bound by arithmetic and run in fp32.
 
     Args:
         x: [..., I]. weight_NI: [N, I]. bias_N: [N].
         norm: weight [I] and epsilon of an RMSNorm of x.
         gated: silu(first half of the outputs) * second half.
         residual: like the result, added to it; not with `gated`.
+        prompts: x is [B, T, I], and so many rows of each slot are a prompt's; behind them the result says nothing. On a
+            CPU a prompt's rows are multiplied by themselves, by what is fastest for so many, so that the result for a
+            prompt does not depend on the others.
     """
     assert residual is None or not gated
     n_inputs = x.shape[-1]
     n_rows = x.numel() // n_inputs
-    on_cpu = x.dtype == torch.bfloat16 and x.device.type == "cpu" and not (torch.is_grad_enabled() and x.requires_grad)
     # A slot's rows decide, not the batch's: its tree must meet the same arithmetic as its plain decoding.
     few = n_rows > 0 and (n_rows <= rows.MOST_LINEAR_ROWS or x.shape[-2] <= rows.MOST_ATTENTION_ROWS)
-    if on_cpu and few and rows.can_multiply(weight_NI, gated):
+    if few and prompts is None and _in_c(x, weight_NI, gated):
         return rows.linear_rows(x, weight_NI, bias_N, norm, gated, residual)
+    if prompts is not None and x.device.type == "cpu":
+        if all(prompt_in_c(count, x.dtype) for count in prompts) and _in_c(x, weight_NI, gated):
+            return rows.linear_rows(x, weight_NI, bias_N, norm, gated, residual)
+        if len(prompts) > 1:
+            return _by_prompt(x, weight_NI, bias_N, norm, gated, residual, prompts)
     if norm is not None:
         x = F.rms_norm(x, (n_inputs,), *norm)
-    if on_cpu and n_rows >= FP32_FROM and emulates_bf16():
+    if x.dtype == torch.bfloat16 and _frozen_on_cpu(x) and n_rows >= FP32_FROM and emulates_bf16():
         y = _through_fp32(x.reshape(n_rows, n_inputs), weight_NI, bias_N).view(*x.shape[:-1], -1)
     else:
         y = F.linear(x, weight_NI, bias_N)
@@ -62,6 +81,34 @@ def linear(
         first, second = y.chunk(2, -1)
         y = F.silu(first).mul_(second)
     return y if residual is None else y.add_(residual)
+
+
+def _frozen_on_cpu(x: Tensor) -> bool:
+    return x.device.type == "cpu" and not (torch.is_grad_enabled() and x.requires_grad)
+
+
+def _in_c(x: Tensor, weight_NI: Tensor, gated: bool) -> bool:
+    return rows.serves(x.dtype) and _frozen_on_cpu(x) and rows.can_multiply(weight_NI, gated)
+
+
+def _by_prompt(
+    x_BTI: Tensor,
+    weight_NI: Tensor,
+    bias_N: Tensor | None,
+    norm: tuple[Tensor, float] | None,
+    gated: bool,
+    residual_BTN: Tensor | None,
+    prompts: Sequence[int],
+) -> Tensor:
+    """Each prompt's rows by themselves; zeros behind them."""
+    n_outputs = len(weight_NI) // 2 if gated else len(weight_NI)
+    out_BTN = x_BTI.new_zeros(*x_BTI.shape[:2], n_outputs)
+    for slot, count in enumerate(prompts):
+        own = slice(slot, slot + 1), slice(count)
+        residual = None if residual_BTN is None else residual_BTN[own]
+        given = {"norm": norm, "gated": gated, "residual": residual, "prompts": [count]}
+        out_BTN[own] = linear(x_BTI[own], weight_NI, bias_N, **given)
+    return out_BTN
 
 
 def _through_fp32(x_MI: Tensor, weight_NI: Tensor, bias_N: Tensor | None) -> Tensor:

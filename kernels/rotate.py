@@ -3,7 +3,6 @@
 Shapes: B slots, T rows, n heads, d head width, F = d / 2 frequencies.
 """
 
-import torch
 from torch import Tensor
 
 from longdraft.kernels.cpu_impl import rows
@@ -19,7 +18,7 @@ def rotate(x_BTnd: Tensor, cos_BT11F: Tensor, sin_BT12F: Tensor) -> Tensor:
         sin_BT12F: the sines, negative for the first half.
     """
     few = x_BTnd.shape[0] * x_BTnd.shape[1] <= rows.MOST_LINEAR_ROWS
-    bf16 = x_BTnd.dtype == cos_BT11F.dtype == torch.bfloat16
-    if few and bf16 and x_BTnd.device.type == "cpu" and not x_BTnd.requires_grad and rows.library() is not None:
+    known = x_BTnd.dtype == cos_BT11F.dtype and rows.serves(x_BTnd.dtype)
+    if few and known and x_BTnd.device.type == "cpu" and not x_BTnd.requires_grad and rows.library() is not None:
         return rows.rotate_rows(x_BTnd, cos_BT11F, sin_BT12F)
     return _reference(x_BTnd, cos_BT11F, sin_BT12F)

@@ -103,7 +103,7 @@ def recorded_bytes(config: "DecoderConfig", n_rows: int, weight: Tensor) -> int:
 
     weight: one of the model's, for device and dtype.
     """
-    if not can_record(n_rows, weight) or config.qk_norm:
+    if n_rows > MOST_ROWS or not _in_c(weight) or config.qk_norm:
         return 0
     heads, kv_heads, width = config.n_heads, config.n_kv_heads, config.head_dim
     of_attention = (heads + 2 * kv_heads) + (heads + kv_heads) + heads  # projected, rotated, attended
@@ -112,6 +112,9 @@ def recorded_bytes(config: "DecoderConfig", n_rows: int, weight: Tensor) -> int:
 
 
 def can_record(n_rows: int, weight: Tensor) -> bool:
-    """Whether passes of so many rows, all slots together, of a model with such weights may be recorded."""
-    in_c = weight.dtype == torch.bfloat16 and backend.reads_are_free(weight.device) and rows.library() is not None
-    return n_rows <= MOST_ROWS and in_c
+    """Whether passes of so many rows, all slots together, of a model with such weights may be recorded now."""
+    return n_rows <= MOST_ROWS and rows.serves(weight.dtype) and _in_c(weight)
+
+
+def _in_c(weight: Tensor) -> bool:
+    return weight.dtype in rows.SUFFIXES and backend.reads_are_free(weight.device) and rows.library() is not None

@@ -52,7 +52,7 @@ class Program(Generic[T]):
                 self.outputs = work()
         finally:
             rows.listener.reset(token)
-        calls = [_Call(ctypes.cast(one, ctypes.c_void_p), ctypes.addressof(given)) for one, given, _ in self._kept]
+        calls = [_Call(function, ctypes.addressof(given)) for function, given, _ in self._kept]
         self._calls = (_Call * len(calls))(*calls)
 
     def run(self) -> T:

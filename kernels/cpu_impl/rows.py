@@ -17,20 +17,22 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 SOURCES = tuple(
-    Path(__file__).parent / name for name in ("rows.c", "attention_common.inc", "attention.inc", "noise.inc")
+    Path(__file__).parent / name
+    for name in ("rows.c", "threads.inc", "linear.inc", "attention_common.inc", "attention.inc", "noise.inc")
 )
 # No -ffast-math: it would let infinities and NaN through as if they could not occur, and flush denormals process-wide.
-FLAGS = ["-O3", "-march=native", "-ffp-contract=off", "-fopenmp", "-fPIC"]
+FLAGS = ["-O3", "-march=native", "-ffp-contract=off", "-pthread", "-fPIC"]
 # Above these, a matrix product of the BLAS library and PyTorch's flash attention are faster: prefill, not decoding.
 MOST_LINEAR_ROWS = 256
 MOST_ATTENTION_ROWS = 128
@@ -103,8 +105,8 @@ def _build(compiler: str) -> Path:
         with tempfile.TemporaryDirectory(dir=library.parent) as folder:
             compiled, linked = Path(folder) / "rows.o", Path(folder) / "rows.so"
             subprocess.run([compiler, *FLAGS, "-c", SOURCES[0], "-o", compiled], check=True, capture_output=True)
-            # Linked without OpenMP: its symbols are those of the library that PyTorch has loaded, so there is one pool.
-            subprocess.run([compiler, "-shared", compiled, "-o", linked, "-lm"], check=True, capture_output=True)
+            link = [compiler, "-shared", "-pthread", compiled, "-o", linked, "-lm"]
+            subprocess.run(link, check=True, capture_output=True)
             linked.replace(library)
     return library
 
@@ -151,21 +153,95 @@ def library() -> ctypes.CDLL | None:
             file=sys.stderr,
         )
         return None
-    for function in (
-        loaded.linear_bf16, loaded.rotate_bf16, loaded.append_rows, loaded.attention_bf16, loaded.attention_f32,
-    ):  # fmt: skip
-        function.argtypes = [ctypes.c_void_p]
+    loaded.make_call.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
     loaded.make_calls.argtypes = [ctypes.c_void_p, ctypes.c_ssize_t]
-    loaded.philox_uniform.argtypes, loaded.philox_uniform.restype = [ctypes.POINTER(_Noise)], None
+    loaded.uneven_seconds.restype = ctypes.c_double
     return loaded
 
 
+# Whether this thread decodes: see `decoding`.
+_decoding: ContextVar[bool] = ContextVar("decoding", default=False)
+
+
+@contextmanager
+def decoding(wanted: bool = True) -> Iterator[None]:
+    """While it lasts, this thread's passes of few rows go through the C kernels in fp32 too, on all threads of PyTorch.
+
+    PyTorch's own operations between them run on one thread: two pools that wait for work by spinning would take the
+    processors from each other. Without the kernels, or where not `wanted`, nothing changes.
+    """
+    lib = library() if wanted else None
+    if lib is None:
+        yield
+        return
+    token, taken = _decoding.set(True), lib.take_threads(1)
+    try:
+        yield
+    finally:
+        lib.give_threads(taken)
+        _decoding.reset(token)
+
+
+@contextmanager
+def free_processors(wanted: bool = True) -> Iterator[None]:
+    """While it lasts, PyTorch's operations of this thread run on as many threads as processors are free, at least one.
+
+    Where other processes run at the moment, that is: OpenMP's threads wait for each other at the end of every
+    operation, and one that is not running holds up all.
+    """
+    lib, others = (library(), running_elsewhere()) if wanted else (None, 0)
+    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    taken = lib.take_threads(max(1, processors - others)) if lib is not None and others else 0
+    try:
+        yield
+    finally:
+        if lib is not None:
+            lib.give_threads(taken)
+
+
+def running_elsewhere() -> int:
+    """Threads of other processes that run or wait for a processor now; 0 where the system does not tell."""
+    try:
+        running = int(Path("/proc/loadavg").read_text().split()[3].split("/")[0])
+        own = sum(
+            (task / "stat").read_text().rpartition(")")[2].split()[0] == "R"
+            for task in Path("/proc/self/task").iterdir()
+        )
+    except (OSError, ValueError, IndexError):
+        return 0
+    return max(0, running - own)
+
+
+def work_seconds() -> float:
+    """A clock of this thread's work: it goes as fast as time where nothing else runs, and does not go on while other
+    processes have the processors; work of the C kernels counts by what all threads spend on it."""
+    lib = library()
+    return time.thread_time() - (0.0 if lib is None else lib.uneven_seconds())
+
+
+def serves(dtype: torch.dtype) -> bool:
+    """Whether the C kernels compute passes of few rows in this dtype: bf16 always, fp32 while decoding."""
+    return dtype == torch.bfloat16 or (dtype == torch.float32 and _decoding.get())
+
+
+@cache
+def _address(name: str) -> int:
+    """Where the function of this name lies, for `make_call` and `make_calls`."""
+    address = ctypes.cast(getattr(library(), name), ctypes.c_void_p).value
+    assert address is not None
+    return address
+
+
 # Who is told of every call that can be made again, in this thread: function, arguments, tensors whose memory they name.
-listener: ContextVar[Callable[[Any, ctypes.Structure, tuple], None] | None] = ContextVar("listener", default=None)
+listener: ContextVar[Callable[[int, ctypes.Structure, tuple], None] | None] = ContextVar("listener", default=None)
+SUFFIXES = {torch.bfloat16: "bf16", torch.float32: "f32"}
 
 
-def _call(function: Any, arguments: ctypes.Structure, what: str, *tensors: Tensor | None) -> None:
-    if function(ctypes.addressof(arguments)):
+def _call(name: str, arguments: ctypes.Structure, what: str, *tensors: Tensor | None) -> None:
+    lib = library()
+    assert lib is not None
+    function = _address(name)
+    if lib.make_call(function, ctypes.addressof(arguments)):
         raise MemoryError(f"no memory for {what}")
     if (told := listener.get()) is not None:
         told(function, arguments, tensors)
@@ -185,9 +261,8 @@ def linear_rows(
     gated: bool = False,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """As kernels/linear.py, all in bf16; I a multiple of 8, and N of 16 where gated."""
-    lib = library()
-    assert lib is not None and weight_NI.is_contiguous() and x.dtype == weight_NI.dtype == torch.bfloat16
+    """As kernels/linear.py, all in bf16 or all in fp32; I a multiple of 8, and N of 16 where gated."""
+    assert weight_NI.is_contiguous() and x.dtype == weight_NI.dtype
     x = x if x.is_contiguous() else x.contiguous()
     residual = residual if residual is None or residual.is_contiguous() else residual.contiguous()
     n, k = weight_NI.shape
@@ -208,23 +283,22 @@ def linear_rows(
         eps,
     )
     what = f"{x.numel() // k} rows of {k} numbers in fp32"
-    _call(lib.linear_bf16, arguments, what, x, weight_I, weight_NI, bias_N, residual, y)
+    _call(f"linear_{SUFFIXES[x.dtype]}", arguments, what, x, weight_I, weight_NI, bias_N, residual, y)
     return y
 
 
 def rotate_rows(x_BTnd: Tensor, cos_BT11F: Tensor, sin_BT12F: Tensor) -> Tensor:
-    """As kernels/rotate.py, all in bf16, x contiguous but for the distance of its rows."""
-    lib = library()
+    """As kernels/rotate.py, all in bf16 or all in fp32, x contiguous but for the distance of its rows."""
     batch, rows, heads, width = x_BTnd.shape
     # The distance of rows; where slots have one row each, that of slots (a dimension of size 1 may say anything).
     stride = x_BTnd.stride(1) if rows > 1 else x_BTnd.stride(0)
-    assert lib is not None and x_BTnd.stride()[2:] == (width, 1) and (batch == 1 or x_BTnd.stride(0) == rows * stride)
+    assert x_BTnd.stride()[2:] == (width, 1) and (batch == 1 or x_BTnd.stride(0) == rows * stride)
     assert cos_BT11F.is_contiguous() and sin_BT12F.is_contiguous()
     y = x_BTnd.new_empty(x_BTnd.shape)
     period = cos_BT11F.shape[0] * rows
     tensors = x_BTnd, cos_BT11F, sin_BT12F, y
     arguments = _Rotation(*(x.data_ptr() for x in tensors), batch * rows, heads, width, stride, period)
-    _call(lib.rotate_bf16, arguments, "heads", *tensors)
+    _call(f"rotate_{SUFFIXES[x_BTnd.dtype]}", arguments, "heads", *tensors)
     return y
 
 
@@ -236,20 +310,19 @@ def can_append(rows_BSKd: Tensor, new_BTKd: Tensor) -> bool:
 
 def append_rows(rows_BSKd: Tensor, lengths_B: Tensor, new_BTKd: Tensor) -> None:
     """Copy row t of slot b to row lengths[b] + t; lengths int64, and nobody checks that there is room."""
-    lib = library()
-    assert lib is not None and lengths_B.dtype == torch.int64 and lengths_B.is_contiguous()
+    assert lengths_B.dtype == torch.int64 and lengths_B.is_contiguous()
     assert rows_BSKd.dtype == new_BTKd.dtype and rows_BSKd.shape[2:] == new_BTKd.shape[2:]
     batch, n_rows, heads, width = new_BTKd.shape
     size = new_BTKd.element_size()
     strides = (size * stride for x in (new_BTKd, rows_BSKd) for stride in x.stride()[:2])
     pointers = new_BTKd.data_ptr(), rows_BSKd.data_ptr(), lengths_B.data_ptr()
     arguments = _Placing(*pointers, batch, n_rows, heads * width * size, *strides)
-    _call(lib.append_rows, arguments, "rows", new_BTKd, rows_BSKd, lengths_B)
+    _call("append_rows", arguments, "rows", new_BTKd, rows_BSKd, lengths_B)
 
 
 def can_attend(q_BTHd: Tensor) -> bool:
     """Whether `attention_rows` computes queries of this dtype and head width here."""
-    known = q_BTHd.dtype in (torch.bfloat16, torch.float32) and q_BTHd.shape[3] % 8 == 0 and q_BTHd.shape[3] <= 1024
+    known = q_BTHd.dtype in SUFFIXES and q_BTHd.shape[3] % 8 == 0 and q_BTHd.shape[3] <= 1024
     return known and library() is not None
 
 
@@ -266,8 +339,7 @@ def attention_rows(
 
     lse_BTH: fp32, contiguous; takes the log-sum-exps where it is given.
     """
-    lib = library()
-    assert lib is not None and keys_BSKd.stride(3) == values_BSKd.stride(3) == 1
+    assert keys_BSKd.stride(3) == values_BSKd.stride(3) == 1
     batch, rows, heads, width = q_BTHd.shape
     assert 0 < rows <= MOST_ATTENTION_ROWS and (window is None or window >= 1), (rows, window)
     q_row = q_BTHd.stride(1)
@@ -286,21 +358,29 @@ def attention_rows(
         None if mask is None else mask.data_ptr(), batch, rows, heads, keys_BSKd.shape[2], width,
         window or 0, q_row, *keys_BSKd.stride()[:3], *values_BSKd.stride()[:3], width**-0.5,
     )  # fmt: skip
-    run = lib.attention_bf16 if q_BTHd.dtype == torch.bfloat16 else lib.attention_f32
     what = f"the partial results of {rows} rows of {heads} heads"
-    _call(run, arguments, what, q_BTHd, keys_BSKd, values_BSKd, out, lse_BTH, lengths_B, mask)
+    _call(
+        f"attention_{SUFFIXES[q_BTHd.dtype]}",
+        arguments,
+        what,
+        q_BTHd,
+        keys_BSKd,
+        values_BSKd,
+        out,
+        lse_BTH,
+        lengths_B,
+        mask,
+    )
     return out
 
 
 def negated_uniform(seeds_B: Tensor, positions_BJ: Tensor, vocab_size: int) -> Tensor:
     """The words of kernels/gumbel.py's noise as numbers of (-1, 0), fp32 [B, J, V]: bit for bit those of
     kernels/reference/gumbel.py."""
-    lib = library()
     batch, per = positions_BJ.shape
     seeds_B, positions_BJ = seeds_B.contiguous(), positions_BJ.contiguous()
-    assert lib is not None and seeds_B.dtype == positions_BJ.dtype == torch.int64 and seeds_B.shape == (batch,)
+    assert seeds_B.dtype == positions_BJ.dtype == torch.int64 and seeds_B.shape == (batch,)
     y = torch.empty(batch, per, vocab_size, dtype=torch.float32)
-    lib.philox_uniform(
-        ctypes.byref(_Noise(seeds_B.data_ptr(), positions_BJ.data_ptr(), y.data_ptr(), batch, per, vocab_size))
-    )
+    arguments = _Noise(seeds_B.data_ptr(), positions_BJ.data_ptr(), y.data_ptr(), batch, per, vocab_size)
+    _call("philox_uniform", arguments, "noise", seeds_B, positions_BJ, y)
     return y

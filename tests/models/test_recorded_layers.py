@@ -89,7 +89,7 @@ def test_bits_are_those_of_unrecorded_layers(tiny_target, monkeypatch, kind, bat
     assert torch.equal(cache.keys, plain_cache.keys) and torch.equal(cache.values, plain_cache.values)
 
 
-def test_only_narrow_passes_in_bf16_are_recorded(tiny_target):
+def test_only_narrow_passes_are_recorded_and_fp32_while_decoding(tiny_target):
     model = tiny_target(dtype=torch.bfloat16).model
     cache = model.new_cache(1, 80)
     for width, count, fresh in ((33, 0, False), (33, 0, False), (1, 1, True), (32, 2, True), (1, 2, False)):
@@ -101,6 +101,22 @@ def test_only_narrow_passes_in_bf16_are_recorded(tiny_target):
     for _ in range(2):
         fp32(torch.zeros(1, 2, dtype=torch.int64), cache=cache)
     assert programs(fp32, cache) == [] and not fp32.recorded_layers.fresh, "fp32 products are PyTorch's"
+    with rows.decoding():
+        for width, count in ((33, 0), (2, 1), (2, 1), (1, 2)):
+            fp32(torch.zeros(1, width, dtype=torch.int64), cache=cache)
+            assert len(programs(fp32, cache)) == count, width
+
+
+@pytest.mark.parametrize("tree", [False, True])
+def test_fp32_while_decoding_is_as_close_as_pytorchs(tiny_target, tree):
+    model = tiny_target(n_layers=3).model
+    *wanted, _ = decode(model, 2, 4, tree, ALL)
+    with rows.decoding():
+        *found, cache = decode(model, 2, 4, tree, ALL)
+        assert programs(model, cache)
+    for one, other in zip(found, wanted, strict=True):
+        for a, b in zip(tensors(one), tensors(other), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
 def test_weights_that_come_and_go_are_not_recorded(tiny_target):
@@ -204,4 +220,5 @@ def test_what_a_recording_keeps_is_told_before(tiny_target, width):
     told = recorded_layers.recorded_bytes(model.config, 2 * width, model.embed_tokens.weight)
     assert sum(kept.values()) == told
     assert recorded_layers.recorded_bytes(model.config, 33, model.embed_tokens.weight) == 0
-    assert recorded_layers.recorded_bytes(model.config, 2, torch.zeros(1)) == 0, "fp32 is not recorded"
+    assert recorded_layers.recorded_bytes(model.config, 2 * width, torch.zeros(1)) == 2 * told, "fp32, while decoding"
+    assert recorded_layers.recorded_bytes(model.config, 2, torch.zeros(1).double()) == 0

@@ -1,0 +1,140 @@
+"""What is left of decoding's speed on a CPU beside processes that only spin.
+
+`python benchmarks/busy.py --spinners 1 2 4` prints a table and one JSON line: tokens a second, the prompt counted, of
+plain decoding, prompt lookup and transformers' generate, alone and beside k processes that never rest. All are taken in
+turns within each number of spinners, and the quiet speed is measured before and after. `fair share` is what a process
+with a thread a core gets of c cores beside k others: c / (c + k). `--streams N` decodes N prompts together.
+"""
+
+import argparse
+import json
+import multiprocessing
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from longdraft.data_prep.settings import Source
+from longdraft.data_prep.sources import list_files
+from longdraft.infer.engine import Engine
+from longdraft.infer.sampling import SamplingParams
+from longdraft.launch.runtime import DTYPES
+from longdraft.models.hf import load_target, load_transformers
+
+SETTLING = 0.5  # seconds until the scheduler has spread new processes
+
+
+def _spin() -> None:
+    while True:
+        pass
+
+
+@contextmanager
+def spinning(count: int) -> Iterator[None]:
+    """`count` processes that only spin run beside the block."""
+    context = multiprocessing.get_context("forkserver")
+    processes = [context.Process(target=_spin, daemon=True) for _ in range(count)]
+    for process in processes:
+        process.start()
+    time.sleep(SETTLING)
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def stdlib_prompts(encode: Callable[[str], list[int]], n_tokens: int, count: int) -> list[list[int]]:
+    """Stretches of a text of Python's standard library, evenly spaced."""
+    path = next(file.path for file in list_files([Source("stdlib")]) if file.path.endswith("textwrap.py"))
+    tokens = encode(Path(path).read_text(encoding="utf-8"))
+    starts = [i * (len(tokens) - n_tokens) // count for i in range(count)]
+    return [tokens[start : start + n_tokens] for start in starts]
+
+
+def decoders(
+    path: str, dtype: torch.dtype, n_prompts: int, prompt_tokens: int, new_tokens: int, with_peer: bool
+) -> dict[str, Callable[[], list[list[int]]]]:
+    """Name -> one whole generation of all prompts, prefill included; returns their tokens."""
+    target = load_target(path, dtype)
+    assert target.tokenizer is not None
+    prompts = stdlib_prompts(target.tokenizer.encode, prompt_tokens, n_prompts)
+    params = SamplingParams(max_new_tokens=new_tokens, ignore_eos=True)
+    made: dict[str, Callable[[], list[list[int]]]] = {}
+    for name in ("plain", "prompt_lookup"):
+        engine = Engine(target, name)
+        made[name] = lambda engine=engine: [one.tokens for one in engine.generate(prompts, params)]
+    if with_peer:
+        model = load_transformers(path, dtype)
+        model.generation_config.eos_token_id = None
+        ids = torch.tensor(prompts)
+
+        def peer() -> list[list[int]]:
+            out = model.generate(
+                ids, attention_mask=torch.ones_like(ids), do_sample=False, pad_token_id=0, max_new_tokens=new_tokens
+            )
+            return out[:, ids.shape[1] :].tolist()
+
+        made["transformers"] = peer
+    return made
+
+
+def speeds(made: dict[str, Callable[[], list[list[int]]]], repeats: int) -> dict[str, float]:
+    """Tokens a second of each, of all prompts: the median of `repeats` generations, taken in turns."""
+    seconds: dict[str, list[float]] = {name: [] for name in made}
+    counts: dict[str, int] = {}
+    for _ in range(repeats):
+        for name, generate in made.items():
+            begin = time.perf_counter()
+            counts[name] = sum(len(tokens) for tokens in generate())
+            seconds[name].append(time.perf_counter() - begin)
+    return {name: counts[name] / statistics.median(found) for name, found in seconds.items()}
+
+
+def fair_share(cores: int, spinners: int) -> float:
+    """What a process with one busy thread a core gets of the cores."""
+    return cores / (cores + spinners)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--target", default="smollm2-135m")
+    add("--dtype", choices=DTYPES, default="bf16")
+    add("--spinners", type=int, nargs="+", default=[1, 2, 4])
+    add("--streams", type=int, default=1)
+    add("--prompt-tokens", type=int, default=181)
+    add("--new-tokens", type=int, default=64)
+    add("--repeats", type=int, default=3)
+    add("--no-transformers", action="store_true", help="leave the peer out")
+    args = parser.parse_args(argv)
+    peer = not args.no_transformers
+    made = decoders(args.target, DTYPES[args.dtype], args.streams, args.prompt_tokens, args.new_tokens, peer)
+    speeds(made, 1)
+    quiet = speeds(made, args.repeats)
+    found = {}
+    for count in args.spinners:
+        with spinning(count):
+            found[count] = speeds(made, args.repeats)
+    again = speeds(made, args.repeats)
+    quiet = {name: (quiet[name] + again[name]) / 2 for name in made}
+    cores = torch.get_num_threads()
+    print(
+        f"{args.target}, {args.dtype}, {cores} threads: {args.streams} x {args.prompt_tokens} tokens of prompt, "
+        f"{args.new_tokens} new"
+    )
+    print(f"{'beside':>12} {'fair share':>11}" + "".join(f"{name:>24}" for name in made))
+    print(f"{'nothing':>12} {'100 %':>11}" + "".join(f"{quiet[name]:>12.1f} tokens/s  " for name in made))
+    for count, speed in found.items():
+        cells = "".join(f"{speed[name]:>12.1f} = {100 * speed[name] / quiet[name]:>5.1f} % " for name in made)
+        print(f"{f'{count} spinning':>12} {100 * fair_share(cores, count):>9.0f} %" + cells)
+    record = {"quiet": quiet, "busy": found, "settings": vars(args), "threads": cores, "torch": torch.__version__}
+    print(json.dumps({"busy": record}))
+
+
+if __name__ == "__main__":
+    main()
