@@ -37,19 +37,23 @@ SKIPPED = 3
 
 
 class Costs:
-    """Seconds of a step by the rows of its pass, for a fixed list of widths."""
+    """Seconds of a step by the rows of its pass, for a fixed list of widths.
 
-    def __init__(self, widths: Sequence[int]):
-        self.widths = tuple(sorted(widths))
+    Args:
+        row_cost: what a further row is taken to cost before it is measured, as a share of a pass of one row.
+    """
+
+    def __init__(self, widths: Sequence[int], row_cost: float = ROW_COST):
+        self.widths, self._row_cost = tuple(sorted(widths)), row_cost
         self._seconds: dict[int, deque[float]] = {}
-        self._table = [1 + ROW_COST * (width - 1) for width in self.widths]
+        self._table = [1 + row_cost * (width - 1) for width in self.widths]
 
     def record(self, width: int, seconds: float) -> None:
         """One step whose pass had `width` rows."""
         self._seconds.setdefault(width, deque(maxlen=SAMPLES)).append(seconds)
         measured = self.measured()
         known = list(measured)
-        row = ROW_COST * measured[known[0]] / (1 + ROW_COST * (known[0] - 1))
+        row = self._row_cost * measured[known[0]] / (1 + self._row_cost * (known[0] - 1))
         between = np.interp(self.widths, known, list(measured.values())).tolist()
         table = [
             seconds + row * (min(width - known[0], 0) + max(width - known[-1], 0))
@@ -58,12 +62,16 @@ class Costs:
         # A wider pass is never cheaper: what seems so was disturbed.
         self._table = list(accumulate(table, max))
 
+    def knows(self, width: int) -> bool:
+        """Whether a pass of so many rows was measured."""
+        return width in self._seconds
+
     def measured(self) -> dict[int, float]:
         """Width -> median of its last few steps."""
         return {width: median(self._seconds[width]) for width in sorted(self._seconds)}
 
     def of(self, width: int) -> float:
-        """Measured, between two measured ones, or ROW_COST a row beyond them; relative before anything is measured."""
+        """Measured, between two measured ones, or `row_cost` a row beyond; relative before anything is measured."""
         return self._table[self.widths.index(width)]
 
 
@@ -99,17 +107,28 @@ class Budget:
         widths: rows that a pass may have, 1 included; one of them is chosen each step.
         automatic: False verifies every proposal whole.
         draft_is_timed: whether `record` is told what proposals took; without it each counts as expensive.
+        slots_add_up: whether a row of each slot is taken to cost as much as so many rows of one, before it is measured.
     """
 
-    def __init__(self, n_classes: int, widths: Sequence[int], automatic: bool = True, draft_is_timed: bool = True):
+    def __init__(
+        self,
+        n_classes: int,
+        widths: Sequence[int],
+        automatic: bool = True,
+        draft_is_timed: bool = True,
+        slots_add_up: bool = False,
+    ):
         self.widths, self.automatic = tuple(sorted(set(widths))), automatic
-        self.costs, self._draft_is_timed = Costs(self.widths), draft_is_timed
+        self._draft_is_timed, self._slots_add_up = draft_is_timed, slots_add_up
+        self._costs: dict[int, Costs] = {}  # by the number of slots
         first = [FIRST_RATE * FIRST_WEIGHT] * n_classes, [FIRST_WEIGHT] * n_classes
         self._all = _Rates(*first, EARLIER_FADING)
         self.start(1)
 
     def start(self, batch: int) -> None:
         """A call with this many slots begins."""
+        row_cost = ROW_COST * (batch if self._slots_add_up else 1)
+        self.costs = self._costs.setdefault(batch, Costs(self.widths, row_cost))
         self._slots = [self._all] * batch
         self._rates: list[list[float]] = [[]] * batch
         for slot in range(batch):
@@ -127,8 +146,9 @@ class Budget:
 
     @property
     def rests(self) -> bool:
-        """Whether the drafter need not propose in this step."""
-        return self._resting > 0 or self._skipped > 0
+        """Whether the drafter need not propose in this step; in the first, against which all gain is measured, it need
+        not."""
+        return self._resting > 0 or self._skipped > 0 or (self.automatic and not self.costs.knows(1))
 
     def prune(self, tree: TokenTree, active_B: Tensor) -> TokenTree:
         """The nodes of `tree` that are worth a step, best first, at one of the widths."""
@@ -215,9 +235,10 @@ class Budget:
         expected = self._expected.popleft() if self._expected else None
         if expected is not None:
             self._decide(expected.lists()[0])
+        resting = self.rests
         if typical:
             self.costs.record(width, seconds - draft_seconds)
-        if self._resting or self._skipped:
+        if resting:
             self._resting, self._skipped = max(0, self._resting - 1), max(0, self._skipped - 1)
             return
         if self._plain_steps >= TRIAL_STEPS:

@@ -9,6 +9,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -26,11 +27,15 @@ from longdraft.infer.step import Step, take_step
 from longdraft.infer.transfer import HostCopy
 from longdraft.infer.tree import Lists
 from longdraft.kernels import backend
+from longdraft.kernels.cpu_impl import rows
+from longdraft.kernels.linear import prompt_in_c
 from longdraft.models.hf import Target
 from longdraft.models.kv_cache import KVCache
 
 IDLE = SamplingParams()
 MOST_SLOTS = 8
+# Rows of a prefill pass of several prompts, the padding counted.
+PREFILL_ROWS = 2048
 # Steps are recorded for so many kinds of sampling (which filters and penalties there are, not how strong they are).
 KINDS_OF_SAMPLING = 8
 # Rows a pass may have, where the engine chooses them; the widest is the drafter's own.
@@ -89,19 +94,23 @@ class Engine:
         self._noise_in_ranking = noise_in_ranking
         self._log = log or logging.getLogger("longdraft").info
         self.device = next(target.model.parameters()).device
+        self._on_cpu = self.device.type == "cpu"
+        # What the budget learns of costs must not depend on what else the machine does.
+        self._work_clock = rows.work_seconds if self._on_cpu else time.perf_counter
         self._room = min(nodes, drafter.max_nodes) if isinstance(nodes, int) else drafter.max_nodes
         automatic = nodes == "auto" and drafter.max_nodes > 0
         chosen = [width for width in WIDTHS if automatic and width <= self._room]
         self._graphs = graphs_for(graphs, self.device, target.model.config.rope.type)
         # A replay is launched at once, and what it takes is in the step's time.
         timed = not self._graphs.recording
-        self._budget = Budget(drafter.n_classes, [1, *chosen, 1 + self._room], automatic, timed)
+        self._budget = Budget(drafter.n_classes, [1, *chosen, 1 + self._room], automatic, timed, self._on_cpu)
         # On a GPU the host reads a step's tokens while the next step already runs.
         self.lag = 0 if backend.reads_are_free(self.device) else 1
         self._cache: KVCache | None = None
         self._state: SlotState  # made with the cache
         self._samplings: list[SlotSampling] = []  # the last ones of each kind, where steps are recorded
-        self._read_at, self._disturbed = 0.0, 0  # when a step was last read; so many next ones have no typical time
+        self._read_at, self._worked = 0.0, 0.0  # when a step was last read, by time and by the clock of work
+        self._disturbed = 0  # so many next steps have no typical time
         self._running = False
         self._cancelled: set[int] = set()
 
@@ -148,16 +157,22 @@ class Engine:
         lanes: list[Lane | None] = [None] * batch
         self._start(batch, requests)
         unread: deque[tuple[list[Lane | None], Step, HostCopy]] = deque()
-        self._read_at, self._disturbed = time.perf_counter(), 0
+        self._disturbed = 0
+        self._start_clocks()
         while waiting or any(lanes):
             if self._cancelled:
                 yield from self._drop(lanes, waiting)
             self._fill(lanes, waiting)
             if any(lanes):
-                step = self._step()
+                with rows.decoding(self._on_cpu):
+                    step = self._step()
                 unread.append((list(lanes), step, self._to_host(step)))
             if len(unread) > self.lag:
                 yield from self._collect(lanes, *unread.popleft())
+
+    def _start_clocks(self) -> None:
+        """The next step begins."""
+        self._read_at, self._worked = time.perf_counter(), self._work_clock()
 
     def _start(self, batch: int, requests: list[Request]) -> None:
         """Allocate the cache where the one at hand does not fit, and empty every slot."""
@@ -175,7 +190,7 @@ class Engine:
             self._graphs.clear()
             self.drafter.release()
             widths, chunk = self._budget.widths, min(self.prefill_chunk, capacity)
-            graphs = self._graphs.recording
+            chunk, graphs = max(chunk, min(batch * chunk, PREFILL_ROWS)), self._graphs.recording
             parts = estimate_memory(self.target.model, self.drafter, batch, capacity, widths, chunk, graphs)
             check_memory(parts, batch, capacity, self.device)
             self._log(f"memory for {batch} sequences of {capacity} positions: {words(parts)}")
@@ -220,9 +235,10 @@ class Engine:
     def _fill(self, lanes: list[Lane | None], waiting: deque[Request]) -> None:
         """Give every free slot the next prompt."""
         changed = False
-        for slot, lane in enumerate(lanes):
-            if lane is None and waiting:
-                lanes[slot], changed = self._prefill(slot, waiting.popleft()), True
+        for slot in range(len(lanes)):
+            if lanes[slot] is None and waiting:
+                group = self._take_group(lanes[slot:], waiting)
+                lanes[slot : slot + len(group)], changed = self._prefill(slot, group), True
         if changed:
             # A free slot does as another where steps are recorded: one kind of sampling less.
             like = next(lane.request.sampling for lane in lanes if lane) if self._graphs.recording else IDLE
@@ -230,29 +246,75 @@ class Engine:
             self._take_sampling(SlotSampling(params, self.device, self._noise_in_ranking))
             self._state.active.copy_(torch.tensor([lane is not None for lane in lanes]))
             self._state.committed = [lane.committed if lane else [] for lane in lanes]
-            self._read_at = time.perf_counter()
+            self._start_clocks()
+
+    def _take_group(self, lanes: Sequence[Lane | None], waiting: deque[Request]) -> list[Request]:
+        """The next request, and those behind it that fit into the same pass on the free slots from here on."""
+        group = [waiting.popleft()]
+        longest = len(group[0].prompt) - 1
+        for lane in lanes[1:]:
+            if lane is not None or not waiting:
+                break
+            longest = max(longest, len(waiting[0].prompt) - 1)
+            if longest > self.prefill_chunk or longest * (len(group) + 1) > PREFILL_ROWS:
+                break
+            group.append(waiting.popleft())
+        return group
 
     @torch.no_grad()
-    def _prefill(self, slot: int, request: Request) -> Lane:
-        """All of the prompt but its last token, which becomes the root."""
+    def _prefill(self, first: int, requests: list[Request]) -> list[Lane]:
+        """Prompts into the slots from `first` on, all of each but its last token, which becomes the root.
+
+        Prompts of one chunk go through in one pass; a longer one comes alone.
+        """
         begin = time.perf_counter()
-        cache, state, prompt = self._cache, self._state, request.prompt
+        cache, state = self._cache, self._state
         assert cache is not None
-        cache.reset([slot], prompt_lengths=torch.tensor([len(prompt)]))
-        state.history.start(slot, prompt)
-        state.roots[slot], state.positions[slot] = prompt[-1], len(prompt) - 1
-        self._budget.begin(slot)
-        self.drafter.begin([slot], [request], cache)
-        one = cache.slot(slot)
-        for start in range(0, len(prompt) - 1, self.prefill_chunk):
-            chunk = prompt[start : min(start + self.prefill_chunk, len(prompt) - 1)]
+        slots = range(first, first + len(requests))
+        prompts = [request.prompt for request in requests]
+        cache.reset(list(slots), prompt_lengths=torch.tensor([len(prompt) for prompt in prompts]))
+        for slot, request in zip(slots, requests, strict=True):
+            state.history.start(slot, request.prompt)
+            state.roots[slot], state.positions[slot] = request.prompt[-1], len(request.prompt) - 1
+            self._budget.begin(slot)
+            self.drafter.begin([slot], [request], cache)
+        own = cache.slot(first, len(requests))
+        longest = max(len(prompt) for prompt in prompts) - 1
+        if 0 < longest <= self.prefill_chunk:
+            self._prefill_whole(slots, prompts, own)
+        for start in range(0, longest if longest > self.prefill_chunk else 0, self.prefill_chunk):
+            chunk = prompts[0][start : min(start + self.prefill_chunk, longest)]
             tokens = torch.tensor([chunk], device=self.device)
-            # Where nobody reads hidden states, the last layer's keys and values end the pass.
-            output = self.target.model(tokens, cache=one, needs=self.drafter.needs or frozenset({"last_kv"}))
-            one.keep(None, torch.tensor([len(chunk)], device=self.device))
-            self.drafter.read([slot], tokens, output)
-        stats = Statistics(prefill_seconds=time.perf_counter() - begin)
-        return Lane(request, self.target, self.max_length, begin, stats)
+            with self._threads(len(chunk)):
+                # Where nobody reads hidden states, the last layer's keys and values end the pass.
+                output = self.target.model(tokens, cache=own, needs=self.drafter.needs or frozenset({"last_kv"}))
+                own.keep(None, torch.tensor([len(chunk)], device=self.device))
+                self.drafter.read([first], tokens, output)
+        seconds = time.perf_counter() - begin
+        return [
+            Lane(request, self.target, self.max_length, begin, Statistics(prefill_seconds=seconds))
+            for request in requests
+        ]
+
+    def _prefill_whole(self, slots: Sequence[int], prompts: list[list[int]], cache: KVCache) -> None:
+        """These prompts in one pass, padded behind their ends."""
+        counts = [len(prompt) - 1 for prompt in prompts]
+        padded = [prompt[:-1] + [0] * (max(counts) - count) for prompt, count in zip(prompts, counts, strict=True)]
+        tokens, counts_B = torch.tensor(padded, device=self.device), torch.tensor(counts, device=self.device)
+        needs = self.drafter.needs or frozenset({"last_kv"})
+        last_B = (counts_B - 1).clamp(min=0) if "queries" in needs else None
+        with self._threads(max(counts)):
+            output = self.target.model(tokens, cache=cache, needs=needs, query_rows_B=last_B, prompts=counts)
+            cache.keep(None, counts_B)
+            for place, (slot, count) in enumerate(zip(slots, counts, strict=True)):
+                if count:
+                    self.drafter.read([slot], tokens[place : place + 1, :count], output.of_slot(place, count))
+
+    def _threads(self, n_rows: int) -> AbstractContextManager[None]:
+        """What a prefill pass of so many rows a slot runs on: the C kernels' threads, or PyTorch's."""
+        if prompt_in_c(n_rows, self.target.model.embed_tokens.weight.dtype):
+            return rows.decoding(self._on_cpu)
+        return rows.free_processors(self._on_cpu)
 
     def _step(self) -> Step:
         """One step of all slots; a drafter that did not pay is not asked for a while."""
@@ -260,7 +322,9 @@ class Engine:
         room = 0 if self._budget.rests else self._room
         model = self.target.model
         model.recorded_layers.fresh = False  # what a prompt's passes recorded took none of this step's time
-        step = take_step(model, self._cache, self.drafter, self._state, room, self._budget.prune, checked=self.lag == 0)
+        step = take_step(
+            model, self._cache, self.drafter, self._state, room, self._budget.prune, self.lag == 0, self._work_clock
+        )
         if self._graphs.fresh or model.recorded_layers.fresh:
             # The time of this step, and of those not read yet, is that of recording.
             self._graphs.fresh, self._disturbed = False, 1 + self.lag
@@ -280,11 +344,12 @@ class Engine:
         """Read one step's tokens on the host; lanes that finished meanwhile take nothing more."""
         counts, tokens, drafted, *proposal = copy.lists()
         now = time.perf_counter()
-        seconds, self._read_at = now - self._read_at, now
+        seconds, work = now - self._read_at, self._work_clock() - self._worked
+        self._start_clocks()
         if self._budget.automatic:
             present = [lane is not None and lanes[slot] is lane for slot, lane in enumerate(stepped)]
             lists = Lists(*proposal, *[None] * (3 - len(proposal))) if proposal else None
-            self._learn(step, lists, present, counts, tokens, seconds)
+            self._learn(step, lists, present, counts, tokens, work)
         for slot, lane in enumerate(stepped):
             if lane is None or lane.finish_reason:
                 continue
@@ -298,7 +363,7 @@ class Engine:
                 lanes[slot] = None
                 self._state.active[slot] = False
         # What whoever reads the stream took is no part of the next step.
-        self._read_at = time.perf_counter()
+        self._start_clocks()
 
     def _learn(
         self,
@@ -307,9 +372,10 @@ class Engine:
         present: list[bool],
         counts: list[int],
         tokens: list[list[int]],
-        seconds: float,
+        work: float,
     ) -> None:
-        """Tell the budget which proposed nodes were right and what the step cost. present: slots not given on since."""
+        """Tell the budget which proposed nodes were right and what the step cost. present: slots not given on since;
+        work: seconds of the clock of work."""
         budget = self._budget
         taking_part = [slot for slot, count in enumerate(counts) if count and present[slot]]
         if step.proposed.width > 1:  # else there is nothing to learn, and nothing to wait for
@@ -319,7 +385,7 @@ class Engine:
                 emitted = tokens[slot][: counts[slot]]
                 budget.learn(slot, lists.tokens[slot], lists.parents[slot], classes, emitted)
         emitted_a_slot = sum(counts[slot] for slot in taking_part) / max(len(taking_part), 1)
-        budget.record(step.width, seconds, step.draft_seconds, emitted_a_slot, typical=not self._disturbed)
+        budget.record(step.width, work, step.draft_work, emitted_a_slot, typical=not self._disturbed)
         self._disturbed = max(0, self._disturbed - 1)
 
     def _count(self, stats: Statistics, step: Step, drafted: int, accepted: int, seconds: float) -> None:

@@ -25,6 +25,7 @@ from longdraft.infer.engine import Engine
 from longdraft.infer.progress import Part, Unwatched, Watch
 from longdraft.infer.results import Generation
 from longdraft.infer.sampling import SamplingParams
+from longdraft.kernels.cpu_impl.rows import decoding
 from longdraft.models.hf import Target
 
 UNWATCHED = Unwatched()
@@ -191,7 +192,8 @@ def width_curve(
     for turn in range(repeats + 1):
         for width in widths:
             begin = time.perf_counter()
-            model(rows[:, :width], cache=cache, needs={"logits"})
+            with decoding(device.type == "cpu"):
+                model(rows[:, :width], cache=cache, needs={"logits"})
             if device.type == "cuda":
                 torch.cuda.synchronize()
             if turn:  # the first turn warms up, and records

@@ -27,7 +27,8 @@ class Step:
     Where steps are recorded the next one overwrites the tensors: what the host reads of them is copied before.
 
     `proposed`: the drafter's tree; `width`: rows of the pass, after pruning and padding; `draft_pass_seconds`: of the
-    step, inside the drafter's networks; `choice_seconds` (processors, noise, argmax) are part of `commit_seconds`.
+    step, inside the drafter's networks; `choice_seconds` (processors, noise, argmax) are part of `commit_seconds`;
+    `draft_work`: what `take_step`'s clock says of the proposal.
     """
 
     proposed: TokenTree
@@ -35,6 +36,7 @@ class Step:
     width: int
     verdict: Verdict
     draft_seconds: float
+    draft_work: float
     draft_pass_seconds: float
     target_seconds: float
     commit_seconds: float
@@ -50,6 +52,7 @@ def take_step(
     room: int,
     prune: Callable[[TokenTree, Tensor], TokenTree] | None = None,
     checked: bool = True,
+    work_clock: Callable[[], float] = time.perf_counter,
 ) -> Step:
     """Advance every active slot by one pass.
 
@@ -59,8 +62,9 @@ def take_step(
         room: most nodes below the root; 0 does not ask the drafter.
         prune: (proposal, active) -> what of it is verified.
         checked: read the proposal's roots on the host to name a drafter that breaks its word.
+        work_clock: what the drafter's work is measured by.
     """
-    begin, in_networks = time.perf_counter(), drafter.pass_seconds
+    begin, in_networks, work_before = time.perf_counter(), drafter.pass_seconds, work_clock()
     tree = proposed = drafter.propose(state, room) if room else TokenTree.roots(state.roots)
     if tree.width > room + 1:
         raise ValueError(f"drafter: it proposed {tree.width - 1} nodes, with room for {room}")
@@ -68,7 +72,7 @@ def take_step(
         raise ValueError("drafter: node 0 of its tree is not the root, the last committed token of each slot")
     if prune is not None:
         tree = prune(tree, state.active)
-    drafted = time.perf_counter()
+    drafted, draft_work = time.perf_counter(), work_clock() - work_before
     alone, needs = tree.width == 1, drafter.needs
     of_tree = () if alone else (tree.ancestors, tree.depths)
     clock = _Clock(drafted)
@@ -105,6 +109,7 @@ def take_step(
         tree.width,
         verdict,
         draft_seconds=drafted - begin,
+        draft_work=draft_work,
         draft_pass_seconds=drafter.pass_seconds - in_networks,
         target_seconds=clock.passed - drafted,
         commit_seconds=done - clock.passed,

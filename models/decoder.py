@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from longdraft.kernels.causal_attention import causal_attention
+from longdraft.kernels.causal_attention import causal_attention, prompt_attention
 from longdraft.kernels.linear import linear
 from longdraft.kernels.rotate import rotate
 from longdraft.kernels.segment_attention import Segment, segment_attention
@@ -72,6 +72,21 @@ class TargetOutput:
     last_kv: tuple[Tensor, Tensor] | None = None
     queries: Tensor | None = None
 
+    def of_slot(self, slot: int, n_rows: int) -> "TargetOutput":
+        """The first rows of one slot: views with B = 1."""
+        own, both = slice(slot, slot + 1), self.last_kv
+
+        def first(x_BTX: Tensor | None) -> Tensor | None:
+            return None if x_BTX is None else x_BTX[own, :n_rows]
+
+        return TargetOutput(
+            first(self.logits),
+            first(self.pre_norm),
+            first(self.post_norm),
+            None if both is None else (both[0][own, :n_rows], both[1][own, :n_rows]),
+            None if self.queries is None else self.queries[:, own],
+        )
+
 
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension, computed in fp32."""
@@ -89,10 +104,15 @@ class Linear(nn.Linear):
     """nn.Linear through kernels/linear.py, with the norm before it and what follows it in the same call."""
 
     def forward(
-        self, input: Tensor, norm: RMSNorm | None = None, gated: bool = False, residual: Tensor | None = None
+        self,
+        input: Tensor,
+        norm: RMSNorm | None = None,
+        gated: bool = False,
+        residual: Tensor | None = None,
+        prompts: Sequence[int] | None = None,
     ) -> Tensor:
         before = None if norm is None else (norm.weight, norm.eps)
-        return linear(input, self.weight, self.bias, norm=before, gated=gated, residual=residual)
+        return linear(input, self.weight, self.bias, norm=before, gated=gated, residual=residual, prompts=prompts)
 
 
 class RowShare(Protocol):
@@ -116,6 +136,7 @@ class _Pass:
     pieces: list[Segment] | None
     row_chunk: int | None
     share: RowShare | None = None
+    prompts: Sequence[int] | None = None
 
     def rows(self, part: slice) -> "_Pass":
         """The same pass, for some of its rows."""
@@ -145,7 +166,9 @@ class Attention(nn.Module):
     def project(self, hidden_BTD: Tensor, norm: RMSNorm, step: _Pass) -> tuple[Tensor, Tensor, Tensor]:
         """Post-RoPE q [B, T, H, d] and k, and v [B, T, K, d]; k and v are written to the cache, if there is one."""
         n_slots, n_rows, _ = hidden_BTD.shape
-        qkv = self.qkv_proj(hidden_BTD, norm).view(n_slots, n_rows, self.n_heads + 2 * self.n_kv_heads, self.head_dim)
+        qkv = self.qkv_proj(hidden_BTD, norm, prompts=step.prompts).view(
+            n_slots, n_rows, self.n_heads + 2 * self.n_kv_heads, self.head_dim
+        )
         qk, v_BTKd = qkv[:, :, : -self.n_kv_heads], qkv[:, :, -self.n_kv_heads :]
         if self.q_norm is not None and self.k_norm is not None:
             qk = torch.cat((self.q_norm(qk[:, :, : self.n_heads]), self.k_norm(qk[:, :, self.n_heads :])), 2)
@@ -162,6 +185,8 @@ class Attention(nn.Module):
             return attend(q_BTHd[0], k_BTKd[0], v_BTKd[0], step.pieces, self.window)[None]
         if step.cache is None:
             return causal_attention(q_BTHd, k_BTKd, v_BTKd, self.window)
+        if step.prompts is not None:
+            return prompt_attention(q_BTHd, k_BTKd, v_BTKd, step.prompts, self.window)
         cache, plan = step.cache, step.plan
         assert plan is not None
         return tree_attention(
@@ -178,8 +203,9 @@ class MLP(nn.Module):
         self.gate_up_proj = Linear(config.hidden_size, 2 * config.intermediate_size, bias=config.mlp_bias)
         self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
 
-    def forward(self, hidden_BTD: Tensor, norm: RMSNorm) -> Tensor:
-        return self.down_proj(self.gate_up_proj(hidden_BTD, norm, gated=True), residual=hidden_BTD)
+    def forward(self, hidden_BTD: Tensor, norm: RMSNorm, prompts: Sequence[int] | None = None) -> Tensor:
+        gated_BTF = self.gate_up_proj(hidden_BTD, norm, gated=True, prompts=prompts)
+        return self.down_proj(gated_BTF, residual=hidden_BTD, prompts=prompts)
 
 
 class Layer(nn.Module):
@@ -206,7 +232,8 @@ class Layer(nn.Module):
         heads_BTF = self.attention.attend(*qkv, step).flatten(2)
         chunks = step.chunks(hidden_BTD)
         if len(chunks) == 1:
-            return self.mlp(self.attention.o_proj(heads_BTF, residual=hidden_BTD), self.mlp_norm)
+            x_BTD = self.attention.o_proj(heads_BTF, residual=hidden_BTD, prompts=step.prompts)
+            return self.mlp(x_BTD, self.mlp_norm, step.prompts)
         for rows in chunks:
             x_BCD = self.attention.o_proj(heads_BTF[:, rows], residual=hidden_BTD[:, rows])
             hidden_BTD[:, rows] = self.mlp(x_BCD, self.mlp_norm)
@@ -255,6 +282,7 @@ class Decoder(nn.Module):
         borders: Sequence[int] | None = None,
         row_chunk: int | None = None,
         share: RowShare | None = None,
+        prompts: Sequence[int] | None = None,
     ) -> TargetOutput:
         """One pass. Without a cache, causal by row order; with one, behind each slot's committed rows.
 
@@ -275,6 +303,9 @@ class Decoder(nn.Module):
                 all rows. Without a cache only. None: all.
             share: with borders, what this process does of the row, where several share it; it gets the fields of its
                 own rows.
+            prompts: the rows are whole prompts, so many tokens of each slot and then padding of which the output says
+                nothing; the cache's slots are empty. What a prompt gives does not depend on the others of the pass on a
+                CPU.
         Raises: ValueError for an unknown name in `needs`, a tree without a cache or without positions, borders or
             row_chunk with a cache, borders that are not those of the one row.
         """
@@ -284,14 +315,16 @@ class Decoder(nn.Module):
             raise ValueError("tree_mask_BTT needs a cache and positions_BT")
         if borders is not None:
             _check_borders(borders, tokens_BT, cache)
+        if prompts is not None and (cache is None or tree_mask_BTT is not None or len(prompts) != len(tokens_BT)):
+            raise ValueError(f"prompts: {prompts}; give one length a slot, with a cache and without a tree")
         if row_chunk is not None and (cache is not None or row_chunk < 1):
             raise ValueError(f"row_chunk: {row_chunk}; give at least 1, and none with a cache, whose passes are chunks")
-        step = self._begin(tokens_BT, cache, positions_BT, tree_mask_BTT, borders, row_chunk)
+        step = replace(self._begin(tokens_BT, cache, positions_BT, tree_mask_BTT, borders, row_chunk), prompts=prompts)
         if share is not None:
             assert borders is not None
             tokens_BT, step = tokens_BT[:, share.rows], replace(step.rows(share.rows), share=share)
         stream = [self.embed_tokens(tokens_BT)]  # to be handed over: nobody needs it behind the first layer
-        kept = None if cache is None else self._recorded_layers(stream[0], step, cache, needs)
+        kept = None if cache is None or prompts is not None else self._recorded_layers(stream[0], step, cache, needs)
         if kept is not None:
             hidden_BTD, queries, last_kv = kept
             queries = [_pick(q_BTHd, query_rows_B) for q_BTHd in queries]

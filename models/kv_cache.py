@@ -41,13 +41,14 @@ class KVCache:
         self._slots_B1 = torch.arange(batch, device=device)[:, None]
         self._pending: list[int] | Tensor = []
 
-    def slot(self, index: int) -> "KVCache":
-        """A cache of this one slot: the same storage and lengths, so what either does the other sees."""
-        one = KVCache.__new__(KVCache)
-        one.keys, one.values = self.keys[:, index : index + 1], self.values[:, index : index + 1]
-        one.lengths, one.prompt_lengths = self.lengths[index : index + 1], self.prompt_lengths[index : index + 1]
-        one._slots_B1, one._pending = self._slots_B1[:1], []
-        return one
+    def slot(self, index: int, count: int = 1) -> "KVCache":
+        """A cache of this one slot, or of so many from it on: the same storage and lengths, so what either does the
+        other sees."""
+        some, those = KVCache.__new__(KVCache), slice(index, index + count)
+        some.keys, some.values = self.keys[:, those], self.values[:, those]
+        some.lengths, some.prompt_lengths = self.lengths[those], self.prompt_lengths[those]
+        some._slots_B1, some._pending = self._slots_B1[:count], []
+        return some
 
     @property
     def capacity(self) -> int:

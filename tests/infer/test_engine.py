@@ -284,7 +284,7 @@ def test_two_levels_that_both_reject_have_the_computed_distribution(tiny_target)
 def test_tokenswift_ranks_with_the_noise_of_the_positions_it_proposes(target, temperature):
     """Every level's tokens are the top ranks of that head's logits / T + g(seed, root's position + level)."""
     drafter = tokenswift(target)
-    engine = Engine(target, drafter)
+    engine = Engine(target, drafter, nodes=None)  # it proposes from the first step on
     seen = []
     propose = drafter.propose
 
