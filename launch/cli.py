@@ -22,9 +22,13 @@ def main(argv: list[str] | None = None) -> int:
     if argv[0] not in COMMANDS:
         print(f"longdraft: unknown command {argv[0]!r}; known: {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
-    module = importlib.import_module(f"longdraft.launch.{argv[0]}")
-    # In one process `train` would be a single rank: the command starts DeepSpeed's launcher itself.
-    return (module.start if argv[0] == "train" else module.main)(argv[1:]) or 0
+    try:
+        module = importlib.import_module(f"longdraft.launch.{argv[0]}")
+        # In one process `train` would be a single rank: the command starts DeepSpeed's launcher itself.
+        return (module.start if argv[0] == "train" else module.main)(argv[1:]) or 0
+    except KeyboardInterrupt:  # while the command is read; from then on it says more itself
+        print(f"longdraft {argv[0]}: interrupted", file=sys.stderr)
+        return 130
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import pytest
 
 from longdraft.data_prep.prepare import PrepareConfig, prepare
 from longdraft.data_prep.settings import same_way
+from longdraft.launch import cli
 
 COMMAND = [sys.executable, "-m", "longdraft.launch.cli", "prepare"]
 
@@ -120,6 +121,7 @@ import sys
 from pathlib import Path
 from longdraft.data_prep.prepare import PrepareConfig, prepare
 from longdraft.data_prep.settings import same_way
+from longdraft.launch import cli
 
 prepare(PrepareConfig(same_way([sys.argv[1]]), Path(sys.argv[2]), 64), Light(sys.argv[3]), "hash")
 """
@@ -166,3 +168,12 @@ def test_ctrl_c_is_130_at_once_and_takes_the_workers_along(tmp_path, workers):
     assert seconds < 15  # 0.3 on a quiet machine; neighbours may hold the cores for a while
     assert psutil.wait_procs(children, timeout=20)[1] == []
     assert not (out / "manifest.json").exists()
+
+
+def test_ctrl_c_while_the_command_is_read(monkeypatch, capsys):
+    def interrupted(name):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli.importlib, "import_module", interrupted)
+    assert cli.main(["prepare", "--help"]) == 130
+    assert capsys.readouterr().err == "longdraft prepare: interrupted\n"
