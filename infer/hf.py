@@ -24,6 +24,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from longdraft.infer.drafters.base import Drafter
 from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
+from longdraft.infer.values import is_number, is_whole, shown
 from longdraft.models.hf import Target, decoder_config, refresh, target_from_transformers
 
 DEFAULT_DRAFTER = "token_recycling"
@@ -39,6 +40,9 @@ DONE = frozenset(
 SAMPLING_ONLY = frozenset({"top_h", "typical_p", "epsilon_cutoff"})
 # Values besides None, False and transformers' defaults that leave everything as it is.
 NEUTRAL = {"guidance_scale": 1, "penalty_alpha": 0, "cache_implementation": "dynamic"}
+# Whole numbers, and the least that each may be.
+LEAST = {"max_new_tokens": 1, "max_length": 1, "num_return_sequences": 1}
+REAL = ("temperature", "top_p", "min_p", "eta_cutoff", "repetition_penalty")
 REMEDIES = {
     "bad_words_ids": "single tokens can be banned by suppress_tokens",
     "min_length": "suppress_tokens with the end tokens goes on to the full length",
@@ -88,14 +92,17 @@ def generate(
         ValueError: an unsupported model, a field that is not done here, padding that is not on the left, or a length
             beyond the model's positions.
     """
+    _check_kinds(model, input_ids, attention_mask, generation_config, streamer, options, kwargs)
+    _check_fields(kwargs)  # before transformers, which compares and adds them as they are
     asked = [source.max_length for source in (generation_config, model.generation_config) if source is not None]
     default_length = all(length is None for length in (*asked, kwargs.get("max_length")))
     config, others = model._prepare_generation_config(generation_config, **kwargs)
     _refuse_what_is_not_done(config, others)
+    _check_fields(vars(config))
     ends = _token_ids(config.eos_token_id)
     pad = config.pad_token_id if config.pad_token_id is not None or not ends else ends[0]
     ids_BP, prompts = _read_prompts(model, input_ids, attention_mask, config.bos_token_id, pad, ends)
-    copies = config.num_return_sequences or 1
+    copies = 1 if config.num_return_sequences is None else config.num_return_sequences
     ids_RP, prompts = ids_BP.repeat_interleave(copies, 0), [prompt for prompt in prompts for _ in range(copies)]
     if streamer is not None and len(prompts) > 1:
         raise ValueError(f"streamer: it shows one sequence, and {len(prompts)} are asked for; leave it out")
@@ -155,6 +162,47 @@ def _keep(model: Any, tokenizer: Any) -> _Kept:
     forget(model)
     kept = _KEPT[model] = _Kept(target_from_transformers(model, tokenizer))
     return kept
+
+
+def _check_kinds(
+    model: Any, input_ids: Any, mask: Any, config: Any, streamer: Any, options: Any, kwargs: Mapping[str, Any]
+) -> None:
+    """Raise ValueError for the first argument that is not what `generate` takes under its name."""
+    kinds = {
+        "model": (hasattr(model, "generation_config"), model, "a loaded transformers model"),
+        "input_ids": (isinstance(input_ids, Tensor | None), input_ids, "a tensor of integer ids [batch, length]"),
+        "attention_mask": (isinstance(mask, Tensor | None), mask, "a tensor as input_ids is, 0 on padding"),
+        "generation_config": (isinstance(config, GenerationConfig | None), config, "a GenerationConfig"),
+        "streamer": (streamer is None or hasattr(streamer, "put"), streamer, "one of transformers' streamers"),
+        "options": (isinstance(options, Mapping | None), options, "a dict of the drafter's options"),
+        # transformers walks through these two before we see them.
+        "suppress_tokens": _ids_of(kwargs, "suppress_tokens", single=False),
+        "eos_token_id": _ids_of(kwargs, "eos_token_id", single=True),
+    }
+    for name, (fits, value, want) in kinds.items():
+        if not fits:
+            raise ValueError(f"{name}={shown(value)}: give {want}")
+
+
+def _ids_of(kwargs: Mapping[str, Any], name: str, single: bool) -> tuple[bool, Any, str]:
+    value = kwargs.get(name)
+    listed = isinstance(value, Sequence) and not isinstance(value, str | bytes) and all(map(is_whole, value))
+    fits = value is None or isinstance(value, Tensor) or listed or (single and is_whole(value))
+    return fits, value, "a token id or a list of them" if single else "a list of token ids"
+
+
+def _check_fields(values: Mapping[str, Any]) -> None:
+    """Raise ValueError for the first field that is no number, or neither True nor False, where it must be."""
+    given = {name: value for name, value in values.items() if value is not None}
+    for name, value in given.items():
+        if name in LEAST and not (is_whole(value) and value >= LEAST[name]):
+            raise ValueError(f"{name}={shown(value)}: give a whole number of at least {LEAST[name]}")
+        if name in ("pad_token_id", "bos_token_id") and not is_whole(value):
+            raise ValueError(f"{name}={shown(value)}: give a token id")
+        if name in ("do_sample", "return_dict_in_generate") and not isinstance(value, bool):
+            raise ValueError(f"{name}={shown(value)}: give True or False")
+        if name in REAL and not is_number(value):
+            raise ValueError(f"{name}={shown(value)}: give a number")
 
 
 def _refuse_what_is_not_done(config: GenerationConfig, others: Mapping[str, Any]) -> None:

@@ -7,11 +7,10 @@ last line of the output is one JSON object.
 import argparse
 import json
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from longdraft.launch.console import ends_on_ctrl_c, framed, note, show
+from longdraft.launch.console import ends_on_ctrl_c, framed, leave, note, show
 
 PROMPTS = 4
 
@@ -186,4 +185,4 @@ def _loss_memory(args: argparse.Namespace, parser: argparse.ArgumentParser) -> i
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -3,6 +3,8 @@
 import importlib
 import sys
 
+from longdraft.launch.console import framed, leave, note, show
+
 COMMANDS = {
     "prepare": "text to packed shards",
     "train": "shards to a trained draft, on every GPU through DeepSpeed's launcher",
@@ -14,13 +16,18 @@ COMMANDS = {
 
 def main(argv: list[str] | None = None) -> int:
     """Run `longdraft COMMAND ...`; returns the exit status."""
-    argv = sys.argv[1:] if argv is None else argv
+    if argv is None:
+        leave(_run(sys.argv[1:]))
+    return _run(argv)
+
+
+def _run(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
-        print("usage: longdraft COMMAND ...   (longdraft COMMAND --help tells more)\n")
-        print("\n".join(f"  {name:10}{what}" for name, what in COMMANDS.items()))
-        return 0
+        commands = "\n".join(f"  {name:10}{what}" for name, what in COMMANDS.items())
+        usage = f"usage: longdraft COMMAND ...   (longdraft COMMAND --help tells more)\n\n{commands}\n"
+        return framed("longdraft", lambda: show(usage))
     if argv[0] not in COMMANDS:
-        print(f"longdraft: unknown command {argv[0]!r}; known: {', '.join(COMMANDS)}", file=sys.stderr)
+        note(f"longdraft: unknown command {argv[0]!r}; known: {', '.join(COMMANDS)}")
         return 2
     try:
         module = importlib.import_module(f"longdraft.launch.{argv[0]}")

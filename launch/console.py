@@ -8,8 +8,9 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
+from typing import NoReturn
 
 from tqdm import tqdm
 
@@ -40,6 +41,16 @@ def framed(prog: str, work: Callable[[], int | None], on_ctrl_c: str = "interrup
         return INTERRUPTED
     except BrokenPipeError:
         return NOT_WRITTEN
+
+
+def leave(status: int) -> NoReturn:
+    """End the process; after Ctrl-C without taking apart what is loaded, which may take longer than who waits likes."""
+    if status == INTERRUPTED:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError):
+                stream.flush()
+        os._exit(status)
+    sys.exit(status)
 
 
 def show(text: str) -> None:

@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from longdraft.launch.console import INTERRUPTED, ends_on_ctrl_c, framed, note, read_stdin, show
+from longdraft.launch.console import INTERRUPTED, ends_on_ctrl_c, framed, leave, note, read_stdin, show
 
 if TYPE_CHECKING:
     from longdraft.infer.engine import Engine
@@ -301,4 +301,4 @@ def _as_json(name: str, generation: "Generation") -> dict:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

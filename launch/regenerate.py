@@ -6,13 +6,12 @@ drafter changes a byte; in bf16 passes of other widths round otherwise, and a ne
 """
 
 import argparse
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from longdraft.launch.console import ends_on_ctrl_c, framed, note, show
+from longdraft.launch.console import ends_on_ctrl_c, framed, leave, note, show
 
 if TYPE_CHECKING:
     from longdraft.data_prep.answers import Completion, Generate
@@ -167,4 +166,4 @@ def _target_name(path: str, gguf_file: str | None) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from longdraft.launch import bench, generate
+from longdraft.launch import bench, cli, generate
 
 COMMANDS = {"generate": generate.__file__, "bench": bench.__file__}
 WAIT = 300  # seconds, on a busy machine
@@ -48,6 +48,15 @@ def test_a_full_device_is_one_line(command):
     last = done.stderr.decode().splitlines()[-1]
     assert done.returncode == 2 and b"Traceback" not in done.stderr and b"Exception ignored" not in done.stderr
     assert last.startswith("longdraft generate: error: standard output cannot be written: No space left on device")
+
+
+@pytest.mark.parametrize("redirected", [">&-", ">/dev/full"])
+def test_the_list_of_commands_is_shown_or_an_error(redirected):
+    done = shell([sys.executable, cli.__file__], redirected)
+    assert done.returncode == 2 and done.stderr.count(b"\n") == 1
+    assert done.stderr.startswith(b"longdraft: error: standard output ")
+    left = shell([sys.executable, cli.__file__], "| true")
+    assert left.stderr == b""
 
 
 @pytest.mark.parametrize("redirected", ["2>&-", "2>/dev/full"])
