@@ -125,7 +125,7 @@ def test_trees_save_steps_in_fp32(smollm2, prompts):
     assert sum(g.stats.steps for g in drafted) < sum(g.stats.steps for g in plain)
 
 
-def test_trees_change_no_token_in_bf16(smollm2, prompts):
+def test_trees_change_no_token_in_bf16(c_kernels, smollm2, prompts):
     text = prompts[1] + [int(token) for token in prompts[0]]
     start = len(text) - 30
     reference = reference_logits(smollm2, text, start)
