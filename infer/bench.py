@@ -99,7 +99,7 @@ def bench(
     # Dtypes and widths are compared on the target's own greedy text.
     text = prompts[0] + decode(Engine(target), prompts[:1], settings.params(new_tokens=FLIP_TOKENS), watch)[0].tokens
     start = len(prompts[0]) - 1
-    reference = reference_logits(target, text, start)
+    reference = reference_logits(target, text, start, watch)
     target.model.to(settings.dtype)
     curves = {}
     for context in settings.curve_contexts(prompts):
@@ -127,7 +127,7 @@ def bench(
         result["plain_over_transformers"] = round(ours.tokens_per_second / theirs, 3)
         result["tokens_equal_to_transformers"] = equal
     watch.begin(FLIPS)
-    result["flips"] = asdict(flips(target, reference, text, start, widest))
+    result["flips"] = asdict(flips(target, reference, text, start, widest, watch))
     lengths = [len(prompt) for prompt in prompts]
     said = {"prompts": len(prompts), "batch": 1, "prompt_tokens": [min(lengths), max(lengths)]}
     said |= {"new_tokens": settings.new_tokens, "seed": settings.seed, "nodes": settings.nodes}

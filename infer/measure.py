@@ -203,7 +203,7 @@ def width_curve(
 
 
 @torch.no_grad()
-def _choice_logits(target: Target, tokens: Sequence[int], start: int, width: int) -> Tensor:
+def _choice_logits(target: Target, tokens: Sequence[int], start: int, width: int, watch: Watch) -> Tensor:
     """Logits behind tokens[start:], [T - start, V], from passes of `width` rows on a cache of all before."""
     model = target.model
     device = model.embed_tokens.weight.device
@@ -214,6 +214,7 @@ def _choice_logits(target: Target, tokens: Sequence[int], start: int, width: int
     logits = []
     for part in rows[:, start:].split(width, dim=1):
         logits.append(model(part, cache=cache).logits[0])
+        watch.advance(_pass_cost(part.shape[1]) if width > 1 else 1)
         cache.keep(None, torch.tensor([part.shape[1]], device=device))
     return torch.cat(logits)
 
@@ -233,10 +234,12 @@ class Flips:
     dtype_error: float
 
 
-def flips(target: Target, fp32_logits_TV: Tensor, tokens: Sequence[int], start: int, width: int) -> Flips:
+def flips(
+    target: Target, fp32_logits_TV: Tensor, tokens: Sequence[int], start: int, width: int, watch: Watch = UNWATCHED
+) -> Flips:
     """Compare one-row and `width`-row passes over the same text; fp32_logits_TV from `reference_logits`."""
-    single = _choice_logits(target, tokens, start, 1).float()
-    wide = _choice_logits(target, tokens, start, width).float()
+    single = _choice_logits(target, tokens, start, 1, watch).float()
+    wide = _choice_logits(target, tokens, start, width, watch).float()
     chosen, other = single.argmax(-1, keepdim=True), wide.argmax(-1, keepdim=True)
     gaps = (single.gather(1, chosen) - single.gather(1, other))[chosen != other]
     return Flips(
@@ -248,9 +251,9 @@ def flips(target: Target, fp32_logits_TV: Tensor, tokens: Sequence[int], start: 
     )
 
 
-def reference_logits(target: Target, tokens: Sequence[int], start: int) -> Tensor:
+def reference_logits(target: Target, tokens: Sequence[int], start: int, watch: Watch = UNWATCHED) -> Tensor:
     """What `flips` compares with, from the target as it is now (fp32): [T - start, V]."""
-    return _choice_logits(target, tokens, start, 1).float()
+    return _choice_logits(target, tokens, start, 1, watch).float()
 
 
 def transformers_cost(prompts: Sequence[list[int]], params: SamplingParams) -> float:

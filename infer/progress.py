@@ -10,6 +10,7 @@ from typing import Protocol
 
 # Seconds of work after which a measurement counts half: a machine's neighbours come and go.
 HALF_LIFE = 30.0
+STALL = 5.0  # seconds without news
 
 
 @dataclass(frozen=True)
@@ -108,11 +109,17 @@ class TimeLeft:
         """
         if not self._all.cost or self._all.seconds < 1e-3:
             return None
+        # A stretch in which nothing is done counts as it grows: a neighbour may have come.
+        waited = self._clock() - self._at
+        waited = waited if waited > STALL and self.part is not None else 0.0
         left = 0.0
         for index in range(max(self.number, 0), len(self.parts)):
             part = self.parts[index]
             own = self._speeds[part.kind]
-            a_unit = own.seconds / own.cost if own.cost else part.slow * self._all.seconds / self._all.cost
+            if own.cost:
+                a_unit = (own.seconds + waited) / own.cost
+            else:
+                a_unit = part.slow * (self._all.seconds + waited) / self._all.cost
             left += a_unit * (max(0.0, part.cost - self._done) if index == self.number else part.cost)
         return left
 

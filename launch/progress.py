@@ -6,7 +6,6 @@ Not here: how the rest is estimated (infer/progress.py).
 
 import io
 import os
-import shutil
 import sys
 import threading
 import time
@@ -65,7 +64,7 @@ class Progress:
         assert part is not None, "no part has begun"
         rest = "time left not known yet" if left is None else f"about {in_words(left)} left"
         place = f"{self._time.number + 1} of {len(self._time.parts)}"
-        return f"{self._name}: {place}, {rest}: {part.words}, {self._time.share:.0%}"
+        return f"{self._name}: {place}, {self._time.share:.0%} of it done, {rest}: {part.words}"
 
     def _tick(self) -> None:
         while not self._over.wait(REDRAWN):
@@ -76,12 +75,20 @@ class Progress:
         if self._time.part is None:
             return
         if self._live and not self._amid:
-            width = shutil.get_terminal_size().columns - 1
-            self._write(CLEAR + self.words()[:width])
+            self._write(CLEAR + self.words()[: self._width() - 1])
             self._drawn = True
         elif not self._live and time.monotonic() - self._said_at >= PLAIN_EVERY:
             note(self.words())
             self._said_at = time.monotonic()
+
+    def _width(self) -> int:
+        """Of the terminal, wherever standard output goes."""
+        if os.environ.get("COLUMNS", "").isdecimal():
+            return int(os.environ["COLUMNS"])
+        try:
+            return os.get_terminal_size(self._stream.fileno()).columns or 80
+        except OSError:
+            return 80
 
     def _clear(self) -> None:
         if self._drawn:

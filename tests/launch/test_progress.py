@@ -43,6 +43,9 @@ def test_what_is_left_follows_what_was_measured(clock):
     clock.now += 600
     left.advance(5)  # neighbours came: the recent speed counts
     assert left.seconds() > 5 * 100 + 30
+    before = left.seconds()
+    clock.now += 100
+    assert left.seconds() > before + 50  # as it waits, not only when it goes on
     left.begin("c")
     clock.now += 3
     left.advance(30)
@@ -93,7 +96,7 @@ def test_every_part_of_a_benchmark_is_planned_and_watched(tiny_target):
     bench(tiny_target(), builders, tasks, settings, watch=(watch := Recorder()))
     planned = [part.words for part in plan(names, [task.tokens for task in tasks], settings, False)]
     assert [words for words, _ in watch.begun] == planned[:-1] and len(set(planned)) == len(planned)
-    unseen = [words for words, share in watch.begun if share < 0.99 and words != "logits in fp32"]
+    unseen = [words for words, share in watch.begun if share < 0.9]
     assert unseen == []
     assert planned[1] == "proof in fp32 that token_recycling is exact, sampled, 2 prompts together"
     assert "timing at T 1: prompt_lookup, prompt 2 of 2" in planned
@@ -121,14 +124,14 @@ def test_a_pipe_gets_a_plain_line_now_and_then():
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120)
     lines = done.stderr.splitlines()
     assert "\r" not in done.stderr and "\033" not in done.stderr
-    assert lines[0] == "bench: 1 of 3, time left not known yet: part 0, 0%"
+    assert lines[0] == "bench: 1 of 3, 0% of it done, time left not known yet: part 0"
     messages = [line for line in lines if not line.startswith("bench: ")]
     assert messages == ["a message", "a note"] * 3 + ["the end"] and len(lines) < len(messages) + 4
 
 
 def test_a_terminal_gets_a_line_that_moves_and_messages_above_it():
     controller, terminal = pty.openpty()
-    environment = os.environ | {"TERM": "xterm", "COLUMNS": "60"}
+    environment = os.environ | {"TERM": "xterm", "COLUMNS": "64"}
     process = subprocess.Popen([sys.executable, "-c", PROGRAM], stderr=terminal, env=environment)
     os.close(terminal)
     shown = b""
@@ -142,8 +145,8 @@ def test_a_terminal_gets_a_line_that_moves_and_messages_above_it():
     left_standing = [line.split(CLEAR)[-1] for line in text.split("\r\n")]
     assert left_standing == ["a message", "a note"] * 3 + ["the end", ""]
     drawn = [line for line in text.replace("\r\n", CLEAR).split(CLEAR) if line.startswith("bench: ")]
-    assert len(drawn) > 3 and all(len(line) < 60 for line in drawn)
-    assert "bench: 2 of 3, about " in text and " left: part 1, 50%" in text
+    assert len(drawn) > 3 and all(len(line) < 64 for line in drawn)
+    assert "bench: 2 of 3, 50% of it done, about " in text and " left: part 1" in text
 
 
 def test_the_quickstarts_estimate_follows_its_training(tmp_path, monkeypatch, clock, capsys):
