@@ -1,6 +1,7 @@
 """Fixtures for every folder of tests: a tiny random target, built in a few milliseconds."""
 
 import os
+import signal
 from collections.abc import Callable
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -8,6 +9,9 @@ from types import ModuleType
 
 import pytest
 
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # As of whatever a shell starts in the background; the processes that tests interrupt would inherit it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 if not any(Path("/dev").glob("nvidia*")):
     os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton's kernels then run on a CPU; read when Triton is imported
 

@@ -161,7 +161,7 @@ def test_a_prompt_seeds_the_table(tiny_target):
     for chunk in (512, 3):
         drafter = TokenRecycling(target)
         assert drafter.needs == {"post_norm"}
-        Engine(target, drafter, prefill_chunk=chunk).generate([prompt], one)
+        Engine(target, drafter, prefill_chunk=chunk, nodes=None).generate([prompt], one)
         for place, token in enumerate(prompt):
             if token not in prompt[place + 1 :]:
                 ids = drafter.candidates[token].tolist()
@@ -170,7 +170,7 @@ def test_a_prompt_seeds_the_table(tiny_target):
         assert drafter.needs == {"logits"}
     drafter = TokenRecycling(target, seed_prompt=False)
     assert drafter.needs == frozenset()
-    Engine(target, drafter).generate([prompt], one)
+    Engine(target, drafter, nodes=None).generate([prompt], one)
     assert (drafter.candidates[:, 0] >= 0).nonzero().flatten().tolist() == [prompt[-1]]
 
 

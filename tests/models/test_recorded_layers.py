@@ -116,7 +116,7 @@ def test_fp32_while_decoding_is_as_close_as_pytorchs(tiny_target, tree):
         assert programs(model, cache)
     for one, other in zip(found, wanted, strict=True):
         for a, b in zip(tensors(one), tensors(other), strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+            assert (a - b).abs().max() <= 1e-5 * b.abs().max()
 
 
 def test_weights_that_come_and_go_are_not_recorded(tiny_target):
