@@ -79,7 +79,7 @@ def choose(logits_BNV: Tensor, seeds_B: Tensor, positions_BN: Tensor, temperatur
     """See `longdraft.kernels.choice.choose`; temperatures are read on the device alone."""
     n_slots, n_nodes, vocab = logits_BNV.shape
     assert logits_BNV.stride(-1) == 1 and temperatures_B.dtype == torch.float32
-    n_rows, n_blocks = n_slots * n_nodes, triton.cdiv(vocab, BLOCK)
+    n_rows, n_blocks = n_slots * n_nodes, -(-vocab // BLOCK)
     best = torch.empty((n_rows, n_blocks), dtype=torch.int64, device=logits_BNV.device)
     chosen_BN = torch.empty((n_slots, n_nodes), dtype=torch.int64, device=logits_BNV.device)
     blocks_kernel: Any = _best_of_block[(n_rows, n_blocks)]

@@ -173,9 +173,10 @@ def _attend(
     for name, tensor in (("queries", q_BTHd), ("keys", keys_BSKd), ("values", values_BSKd)):
         assert tensor.stride(-1) == 1, f"{name} must lie together within a head"
     block_d = max(16, triton.next_power_of_2(width))
-    block_m = min(128 if block_d <= 128 else 64, max(16, triton.next_power_of_2(n_rows * group)))
+    rows: int = n_rows * group
+    block_m = min(128 if block_d <= 128 else 64, max(16, 1 << (rows - 1).bit_length()))
     block_n = 64 if block_d <= 128 else 32
-    n_blocks = triton.cdiv(n_rows * group, block_m)
+    n_blocks = -(-rows // block_m)
     if n_splits is None:
         reach = capacity if window is None else min(capacity, window + n_rows)
         n_splits = choose_splits(n_blocks * n_slots * n_kv, reach, _processors(q_BTHd.device), block_n)
