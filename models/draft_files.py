@@ -5,7 +5,6 @@ read is never one draft's shape with another's weights. Nothing is read or alloc
 before the weights' header agrees. Not here: what the fields mean (draft_folder.py, train/vllm_medusa.py).
 """
 
-import hashlib
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -19,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from longdraft.models.files import sync, write_tensors
+from longdraft.models.files import file_digest, sync, write_tensors
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 # Where both files are made, within the folder they are for; a kill may leave it, and the next export clears it.
@@ -86,7 +85,7 @@ def write_pair(folder: str | Path, content: Callable[[str], Mapping[str, Any]], 
     try:
         with _staged(folder) as staged:
             write_tensors(on_cpu, staged / WEIGHTS, {"format": "pt"})
-            text = json.dumps(content(digest(staged / WEIGHTS)), indent=2) + "\n"
+            text = json.dumps(content(file_digest(staged / WEIGHTS)), indent=2) + "\n"
             (staged / CONFIG).write_text(text, encoding="utf-8")
             for name in (WEIGHTS, CONFIG):
                 sync(staged / name)
@@ -130,12 +129,6 @@ def _remove_empty(path: Path) -> None:
         return
 
 
-def digest(path: Path) -> str:
-    """SHA-256 (hex) of a file."""
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
 def read_config(folder: Path) -> dict[str, Any]:
     """The fields of config.json; raises ValueError where there is none or it is no JSON of fields."""
     path = folder / CONFIG
@@ -176,7 +169,7 @@ def read_weights(folder: Path, expected: str | None) -> dict[str, Tensor]:
     path = folder / WEIGHTS
     with _damage_named(path):
         weights = load_file(path)
-    found = None if expected is None else digest(path)  # after reading: a file that is replaced never comes back
+    found = None if expected is None else file_digest(path)  # after reading: a file that is replaced never comes back
     if found != expected:
         raise ValueError(
             f"{path}: not the weights that {CONFIG} was written with (sha256 {found}, not {shown(expected)}): damaged, "

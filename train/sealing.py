@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from longdraft.models.files import file_digest
 from longdraft.train.engine import wrong_files
 
 STATE, DIGESTS = "state.json", "sha256"
@@ -18,12 +19,6 @@ STATE, DIGESTS = "state.json", "sha256"
 Fields = Mapping[str, type | tuple[type, ...]]
 # Of a state file with digests; the first had none, and no such field.
 FORMAT = 2
-
-
-def file_digest(path: Path) -> str:
-    """sha256 of a file's bytes, as hexadecimal digits."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def seal(content: Mapping[str, Any], digests: Mapping[str, str]) -> str:

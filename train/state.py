@@ -9,7 +9,6 @@ DeepSpeed unpickles its files: only ever resume your own runs. Not here: exports
 """
 
 import fcntl
-import os
 import shutil
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -22,7 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from longdraft.models.files import write_atomically, write_tensors
+from longdraft.models.files import file_digest, sync, write_atomically, write_tensors
 from longdraft.train import elastic
 from longdraft.train.config import Config, config_from_dict, to_dict, to_yaml
 from longdraft.train.engine import LAG_S, DraftEngine, Ranks, TrainingError
@@ -30,7 +29,6 @@ from longdraft.train.sealing import (
     STATE,
     changed,
     damage,
-    file_digest,
     has_digests,
     say_without_digests,
     seal,
@@ -135,7 +133,7 @@ def save(engine: DraftEngine, run_dir: str | Path, step: int, extra: dict[str, A
             files.append(temporary / WEIGHTS)
         if ranks.local_rank == 0:
             for file in temporary.iterdir():
-                _sync(file)
+                sync(file)
         own.update({file.name: (file.stat().st_size, file_digest(file)) for file in files})
 
     def finish() -> None:
@@ -143,8 +141,8 @@ def save(engine: DraftEngine, run_dir: str | Path, step: int, extra: dict[str, A
         content = {"step": step, "world_size": ranks.world_size, "files": sizes, "config": to_dict(engine.config)}
         content["threads"] = torch.get_num_threads() if ranks.device.type == "cpu" else None
         (temporary / STATE).write_text(seal(content | {"extra": extra}, digests), encoding="utf-8")
-        _sync(temporary / STATE)
-        _sync(temporary)
+        sync(temporary / STATE)
+        sync(temporary)
         _put_in_place(temporary, final, keep)
 
     def together(part: Callable[[], BaseException | None], by_all: bool) -> None:
@@ -177,7 +175,7 @@ def _put_in_place(temporary: Path, final: Path, keep: int) -> None:
     if final.exists():  # saved before a kill that lost the steps behind it
         shutil.rmtree(final)
     temporary.rename(final)
-    _sync(final.parent)
+    sync(final.parent)
     finished = _finished(final.parent)
     place = finished.index(final)
     # What lies behind is of a time line that a damaged checkpoint ended; what lies far before is not kept.
@@ -267,7 +265,7 @@ def save_best(
         digests = {WEIGHTS: file_digest(temporary / WEIGHTS)}
         (temporary / STATE).write_text(seal(content | {"files": sizes}, digests), encoding="utf-8")
         for path in (temporary / WEIGHTS, temporary / STATE, temporary):
-            _sync(path)
+            sync(path)
         _put_best_in_place(temporary, folder / f"step_{step:06d}")
 
     failures = ranks.failures(_attempt(write) if ranks.first else None)
@@ -285,7 +283,7 @@ def _put_best_in_place(temporary: Path, final: Path) -> None:
             (temporary / name).rename(final / name)
     else:
         temporary.rename(final)
-    _sync(final.parent)
+    sync(final.parent)
     for old in [*_finished(final.parent), *final.parent.glob("tmp-*")]:
         if old != final:
             shutil.rmtree(old)
@@ -405,11 +403,3 @@ def _finished(folder: Path) -> list[Path]:
     return sorted(
         (path.parent for path in folder.glob(f"step_{'[0-9]' * 6}/{STATE}")), key=lambda path: int(path.name[5:])
     )
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

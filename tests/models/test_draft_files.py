@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from longdraft.models import draft_files
-from longdraft.models.draft_files import CONFIG, STAGED, WEIGHTS, check_out, digest, read_config, write_pair
+from longdraft.models.draft_files import CONFIG, STAGED, WEIGHTS, check_out, read_config, write_pair
+from longdraft.models.files import file_digest
 
 OURS = {"format_version": 1, "method": "medusa"}
 
@@ -24,7 +25,7 @@ def write(folder: Path, value: float, padding: int = 0) -> None:
 def value(folder: Path) -> float:
     """What both files say, which are no pair otherwise."""
     content = read_config(folder)
-    assert content["sha256"] == digest(folder / WEIGHTS)
+    assert content["sha256"] == file_digest(folder / WEIGHTS)
     assert float(load_file(folder / WEIGHTS)["a"][0]) == content["value"]
     return content["value"]
 
@@ -68,7 +69,7 @@ def test_a_full_disk_changes_nothing(tmp_path, limit):
     assert value(tmp_path / "draft") == 2.0
 
 
-@pytest.mark.parametrize("after", ["write_tensors", "digest", "sync"])
+@pytest.mark.parametrize("after", ["write_tensors", "file_digest", "sync"])
 def test_an_interrupt_changes_nothing(tmp_path, monkeypatch, after):
     write(tmp_path / "draft", 1.0)
     before, work = files(tmp_path), getattr(draft_files, after)

@@ -21,13 +21,14 @@ from longdraft.infer.sampling import SamplingParams
 from longdraft.launch.export import main
 from longdraft.models.draft_files import CONFIG, WEIGHTS
 from longdraft.models.draft_folder import DRAFTS, load_draft, read_info
+from longdraft.models.files import file_digest
 from longdraft.models.hf import load_target
 from longdraft.models.weights_hash import weights_hash
 from longdraft.train import state
 from longdraft.train.config import config_from_dict, load_config, to_dict
 from longdraft.train.export import FORMATS, export, largest_difference
 from longdraft.train.opening import DTYPES
-from longdraft.train.sealing import file_digest, seal
+from longdraft.train.sealing import seal
 from longdraft.train.tracking import read_metrics
 from longdraft.train.vocabulary import frequent_tokens
 
