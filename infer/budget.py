@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from longdraft.infer.transfer import HostCopy, from_host
 from longdraft.infer.tree import PAD, Lists, SlotLists, TokenTree
 from longdraft.kernels import backend
+from longdraft.kernels.transfer import HostCopy, from_host
 
 # A class that was never seen is right as often as FIRST_RATE, which counts as so many trials.
 FIRST_RATE, FIRST_WEIGHT = 0.3, 1.0

@@ -24,11 +24,11 @@ from longdraft.infer.requests import Lane, Prompt, read_requests
 from longdraft.infer.results import Generation, Piece, Statistics
 from longdraft.infer.sampling import SamplingParams, SlotSampling
 from longdraft.infer.step import Step, take_step
-from longdraft.infer.transfer import HostCopy
 from longdraft.infer.tree import Lists
 from longdraft.kernels import backend
 from longdraft.kernels.cpu_impl import rows
 from longdraft.kernels.linear import prompt_in_c
+from longdraft.kernels.transfer import HostCopy
 from longdraft.models.hf import Target
 from longdraft.models.kv_cache import KVCache
 

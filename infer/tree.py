@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from longdraft.infer.transfer import from_host
 from longdraft.kernels import backend
+from longdraft.kernels.transfer import from_host
 
 ROOT, PAD = -1, -2
 
