@@ -100,7 +100,7 @@ class Engine:
         self._room = min(nodes, drafter.max_nodes) if isinstance(nodes, int) else drafter.max_nodes
         automatic = nodes == "auto" and drafter.max_nodes > 0
         chosen = [width for width in WIDTHS if automatic and width <= self._room]
-        self._graphs = graphs_for(graphs, self.device, target.model.config.rope.type)
+        self._graphs = graphs_for(graphs, target.model)
         # A replay is launched at once, and what it takes is in the step's time.
         timed = not self._graphs.recording
         self._budget = Budget(drafter.n_classes, [1, *chosen, 1 + self._room], automatic, timed, self._on_cpu)

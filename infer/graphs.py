@@ -19,6 +19,7 @@ from torch import Tensor
 
 from longdraft.kernels import backend
 from longdraft.kernels.reference.tree_attention import MOST_ROWS
+from longdraft.models.decoder import Decoder
 
 T = TypeVar("T")
 # Runs work without effect and remembers it: (what the work returned, a function that does it again on the same memory).
@@ -96,16 +97,21 @@ class Graphs:
         self._known.clear()
 
 
-def graphs_for(wanted: bool | None, device: torch.device, rope_type: str) -> Graphs:
-    """What records an engine's steps on this device, if anything; wanted=None: where it can be. A rotary table that is
-    made anew for every length cannot be recorded.
+def graphs_for(wanted: bool | None, model: Decoder) -> Graphs:
+    """What records an engine's steps with this target, if anything; wanted=None: where it can be. A rotary table
+    that is made anew for every length cannot be recorded; nor can a pass whose layers are gathered from other ranks:
+    replayed, it would read weights that are gone, while the others wait for this rank.
 
     Raises: ValueError where it is wanted and cannot be.
     """
-    possible = backend.triton_kernels("tree_attention", device.type) is not None and rope_type != "dynamic"
+    device, rope_type = model.embed_tokens.weight.device, model.config.rope.type
+    on_device = backend.triton_kernels("tree_attention", device.type) is not None
+    possible = on_device and rope_type != "dynamic" and model.weights_stay
     if wanted and not possible:
+        weights = "stay" if model.weights_stay else "are shared out among ranks"
         raise ValueError(
-            f"graphs=True: needs CUDA, triton, and no rope_type 'dynamic'; here {device} and {rope_type!r}"
+            "graphs=True: needs CUDA, triton, no rope_type 'dynamic' and weights that stay on the device; here "
+            f"{device}, {rope_type!r}, and weights that {weights}; leave graphs out"
         )
     return cuda_graphs(device) if possible and wanted is not False else Graphs()
 

@@ -256,6 +256,12 @@ class Decoder(nn.Module):
         self.recorded_layers = RecordedLayers()
         self.tie()
 
+    @property
+    def weights_stay(self) -> bool:
+        """Whether passes are this process's own affair; else `around_layer` brings the weights of each, which takes the
+        other ranks and the host, so that no pass can be recorded and replayed."""
+        return self.around_layer is nullcontext
+
     def tie(self) -> None:
         """Share the embedding with the LM head where the configuration says so."""
         if self.config.tie_embeddings:
@@ -363,8 +369,7 @@ class Decoder(nn.Module):
         """`_layers` where a CPU's calls are recorded, with the queries of all rows where they are needed; else None."""
         assert step.plan is not None
         n_slots, n_rows, _ = hidden_BTD.shape
-        at_hand = self.around_layer is nullcontext  # else weights come and go
-        if not (at_hand and can_record(n_slots * n_rows, self.embed_tokens.weight)):
+        if not (self.weights_stay and can_record(n_slots * n_rows, self.embed_tokens.weight)):
             return None
         mask_BTT = step.plan.tree_mask_BTT
         ends_early, pick = needs <= _BEFORE_LAST_ATTENTION, (lambda q_BTHd: q_BTHd) if "queries" in needs else None

@@ -173,8 +173,7 @@ class Evaluator:
         begin, config = self.clock(), self.config
         weights = read()
         drafter = open_drafter(config, self.target, frozen(config, self.target, weights))
-        sharded = config.target.zero_stage == 3
-        measured = decode(self.target, drafter, self.tasks, config.decoding.new_tokens, self.ranks, sharded, stop)
+        measured = decode(self.target, drafter, self.tasks, config.decoding.new_tokens, self.ranks, stop)
         if measured is not None:
             score = mean_tokens_per_step(measured)
             if self.best is None or score > self.best[0]:
@@ -212,13 +211,12 @@ def decode(
     tasks: Sequence[Task],
     new_tokens: int,
     ranks: Ranks,
-    sharded: bool = False,
     stop: Sequence[int] = (),
 ) -> list[Measured] | None:
     """Decodes the tasks, shared out among the ranks, one sequence at a time, past end tokens as `longdraft bench` does.
+    Where the target's weights are shared out too (train/sharding.py), every pass is one of all ranks.
 
     Args:
-        sharded: the target's weights are shared out among the ranks (train/sharding.py).
         stop: once something is in it, this rank ends.
 
     Returns: by context and temperature, in the tasks' order; None if a rank was stopped.
@@ -231,7 +229,7 @@ def decode(
     kinds = list(dict.fromkeys((task.context, task.temperature) for task in tasks))
     sums = torch.zeros(len(kinds), 2 + drafter.max_depth, dtype=torch.float64)
     engine = Engine(target, drafter, nodes=None, slots=1)
-    with _one_pass_of_all(target.model, ranks) if sharded else nullcontext():
+    with nullcontext() if target.model.weights_stay else _one_pass_of_all(target.model, ranks):
         for piece in engine.stream([task.prompt for task in own], params):
             if stop:
                 break

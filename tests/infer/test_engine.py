@@ -223,7 +223,7 @@ def test_engine_arguments_that_cannot_be(target):
         ({"drafter": None}, "drafter=None: must be a drafter's name or a Drafter"),
         ({"options": {"levels": 3}}, "options: plain does not know levels; it knows none"),
         ({"slots": 0}, "slots=0"),
-        ({"graphs": True}, "graphs=True: needs CUDA, triton, and no rope_type 'dynamic'; here cpu"),
+        ({"graphs": True}, "graphs=True: needs CUDA, triton, no rope_type 'dynamic' and weights that stay"),
         ({"max_length": 1000}, "max_length=1000: must be at least 1 and at most 256, or None"),
     ]:
         with pytest.raises(ValueError, match=message):

@@ -6,7 +6,7 @@ in the key, and a read that would wait for the device all fail here.
 """
 
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -18,7 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from longdraft.infer import engine as engine_module
+from longdraft.infer import graphs as graphs_module
 from longdraft.infer.drafters.combine import Combined
+from longdraft.infer.drafters.token_recycling import TokenRecycling
 from longdraft.infer.engine import Engine
 from longdraft.infer.graphs import Graphs
 from longdraft.infer.sampling import SamplingParams
@@ -26,6 +28,7 @@ from longdraft.kernels import backend, cross_attention, tree_attention
 from longdraft.kernels.cpu_impl import rows
 from longdraft.kernels.reference import cross_attention as cross_reference
 from longdraft.kernels.reference.tree_attention import MOST_ROWS, attended_rows
+from longdraft.train.evaluate import Task, decode
 
 VOCAB, NEW = 61, 16
 READS = ("tolist", "item", "__bool__", "__int__", "__float__", "numpy", "__index__", "nonzero")
@@ -125,14 +128,16 @@ def dense(q_BTHd, keys_BSKd, values_BSKd, lengths_B, bits_BT2, depth_BT, is_tree
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
-    """Reads are not free, no C kernels, attention without a host; engines record with `record`."""
+    """Reads are not free, no C kernels, attention without a host; engines record with `record` where they would on
+    CUDA."""
     monkeypatch.setattr(backend, "reads_are_free", lambda device: False)
     monkeypatch.setattr(rows, "library", lambda: None)
     cross = lambda *given: (cross_reference.cross_attention(*given), None)  # noqa: E731
     kernels = SimpleNamespace(tree_attention=dense, cross_attention=cross)
     for module in (tree_attention, cross_attention):
         monkeypatch.setattr(module, "triton_for", lambda q: kernels if q.shape[1] <= MOST_ROWS else None)
-    monkeypatch.setattr(engine_module, "graphs_for", lambda *_: Graphs(record))
+    monkeypatch.setattr(graphs_module, "backend", SimpleNamespace(triton_kernels=lambda *_: kernels))
+    monkeypatch.setattr(graphs_module, "cuda_graphs", lambda device: Graphs(record))
     RECORDED.clear()
 
 
@@ -178,3 +183,48 @@ def test_recorded_steps_give_plain_tokens(made, plain_tokens, seeded, as_on_a_gp
         assert [one.tokens for one in engine.generate(prompts, params)] == expected
     # Plain decoding is one piece of work for all requests of a kind; drafters record their own, and more widths.
     assert len(RECORDED) == 1 if drafter == "plain" else len(RECORDED) >= 2
+
+
+class OneRank:
+    """`Ranks` of a single one; `announced` counts the passes that it tells the others of."""
+
+    rank, world_size, announced = 0, 1, 0
+
+    def sum(self, numbers: list[float]) -> list[float]:
+        self.announced += numbers == [1.0]
+        return list(numbers)
+
+
+@pytest.mark.parametrize("gathered", [True, False])
+def test_every_pass_of_a_sharded_target_is_announced_and_gathers_its_layers(
+    tiny_target, as_on_a_gpu, monkeypatch, gathered
+):
+    """A replayed pass would do neither, and the other ranks would wait for this one for ever."""
+    target, ranks, gathers, steps = tiny_target(vocab_size=VOCAB, max_positions=120), OneRank(), [], []
+
+    @contextmanager
+    def around(layer):
+        gathers.append(layer)
+        yield
+
+    def counted(*given):
+        steps.append(1)
+        return real(*given)
+
+    real = engine_module.take_step
+    monkeypatch.setattr(engine_module, "take_step", counted)
+    if gathered:
+        target.model.around_layer = around
+    drafter = TokenRecycling(target, nodes=8, seed_prompt=False)
+    tasks = [Task(9, temperature, 0, list(range(1, 10))) for temperature in (0.0, 1.0)]
+    assert decode(target, drafter, tasks, NEW, ranks) is not None
+    assert len(steps) > 8
+    if gathered:
+        passes = len(steps) + len(tasks)  # and one over each prompt
+        assert ranks.announced == passes and not RECORDED
+        # A pass over a prompt ends with the last layer's keys and values, inside that layer.
+        assert len(gathers) == passes * target.model.config.n_layers
+        with pytest.raises(ValueError, match=r"graphs=True: .* weights that are shared out among ranks; leave"):
+            Engine(target, graphs=True)
+    else:  # what the sharded target is spared
+        assert ranks.announced == 0 and RECORDED
