@@ -107,6 +107,12 @@ def plain(shared) -> ModuleType:
     return shared("plain.py")
 
 
+@pytest.fixture(scope="session")
+def pretended_cuda(shared) -> ModuleType:
+    """pretended_cuda.py: a CUDA device that is not there."""
+    return shared("pretended_cuda.py")
+
+
 @pytest.fixture
 def c_kernels() -> None:
     """For tests of the C kernels: skips where they cannot be had. Where nothing stands against them they must build."""

@@ -1,0 +1,504 @@
+"""A CUDA device that is not there: tensors that say cuda:0 and hold their values on the CPU, and a watch over what is
+asked of them. What runs on a GPU alone then runs on any machine, and a test can tell where the host would wait.
+
+    with PretendedCuda() as gpu:
+        gpu.put(target.model)  # its weights and buffers
+        gpu.forget()
+        Engine(target, drafter).generate(...)  # records its steps, as on CUDA
+        assert not gpu.waits
+
+What it can show:
+
+- `waits`: where the host would wait for what is queued. Values read (`item`, `tolist`, a branch, an index), results
+  whose size the values decide (`nonzero`, a mask as index), copies between host and device that are not queued (from or
+  to memory that is not pinned, a number put into one place of a tensor, a list as index), `torch.cuda.synchronize`, an
+  event that is waited for before anything is queued behind it.
+- `late`: events waited for later than that, as `HostCopy` does. `queued`: copies that nobody waits for.
+- Tensors of two devices in one operation raise, as in PyTorch.
+- Recorded work (infer/graphs.py) runs under a ban of all waits and copies, at each replay.
+- `calls`: which operations are called how often, views among them; kernels by their function, as "triton: choose".
+
+What it cannot show: anything of speed; a kernel's arithmetic, memory or launch, for Triton's kernels are replaced by
+their references and flash-attention by reference/segment_attention.py; what CUDA's libraries would choose. A replay
+calls the work again, so nobody notices memory that has moved, or a number of the host that a recording would keep as it
+was (tests/infer/test_graphs.py does). There is one device and one stream: nothing of races. A tensor of the host
+without dimensions goes into every operation, which is wrong for some (`cat`). What PyTorch makes in C++ by another
+tensor's options lies on the host.
+
+The fixture `pretended_cuda` is this module.
+"""
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from importlib import import_module
+from importlib.util import find_spec
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from longdraft.infer import graphs
+from longdraft.kernels import backend
+from longdraft.kernels.reference import cross_attention, segment_attention, tree_attention
+
+DEVICE = torch.device("cuda:0")
+MEMORY = 80 * 2**30
+# Operations whose result, or its size, the host has to know.
+READS = {
+    "_local_scalar_dense": "a value",
+    "equal": "whether all is equal",
+    "nonzero": "places",
+    "masked_select": "chosen values",
+    "_unique2": "different values",
+    "unique_dim": "different values",
+    "unique_consecutive": "different values",
+    "bincount": "counts",
+}  # fmt: skip
+INDEXING = ("index", "index_put", "index_put_", "_unsafe_index", "_index_put_impl_")
+
+
+class Pretended(Tensor):
+    """A tensor on the device. `value`: the same on the CPU, in the same memory."""
+
+    value: Tensor
+    # Functions are the device's to watch; else every result would be made one of this class.
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, value: Tensor) -> "Pretended":
+        # PyTorch itself takes it for the CPU's: of a device that is not there it refuses even views.
+        made = Tensor._make_wrapper_subclass(
+            cls, value.shape, strides=value.stride(), storage_offset=value.storage_offset(), dtype=value.dtype
+        )
+        made.value = value
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        raise AssertionError(f"{func} outside of `with PretendedCuda()`")
+
+    device = property(lambda self: DEVICE)
+    is_cuda = property(lambda self: True)
+    is_cpu = property(lambda self: False)
+
+    def get_device(self) -> int:
+        return 0
+
+    def data_ptr(self) -> int:
+        return self.value.data_ptr()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return self.value.untyped_storage()
+
+    def __deepcopy__(self, memo: dict) -> "Pretended":
+        copied = Pretended(self.value.detach().clone()).requires_grad_(self.requires_grad)
+        return nn.Parameter(copied, self.requires_grad) if isinstance(self, nn.Parameter) else copied
+
+    def __repr__(self, **_: Any) -> str:
+        return f"Pretended({self.value!r})"
+
+
+def value_of(x: Any) -> Any:
+    """On the CPU what is on the device, in the same memory; everything else as it is."""
+    return x.value if isinstance(x, Pretended) else x
+
+
+def _on_device(x: Any) -> Any:
+    return Pretended(x) if isinstance(x, Tensor) and not isinstance(x, Pretended) else x
+
+
+def _is_cuda(device: Any) -> bool:
+    return device is not None and torch.device(device).type == "cuda"
+
+
+class PretendedCuda:
+    """The device, for as long as it is entered: operations are watched, `torch.cuda` has what decoding and training
+    call of it, Triton's kernels are their references, and `infer/graphs.py` records without CUDA.
+
+    Attributes:
+        waits, late, queued: what happened, and where in the project, by how often. See above.
+        calls: operations on the device.
+    """
+
+    def __init__(self):
+        self.waits, self.late, self.queued, self.calls = Counter[str](), Counter[str](), Counter[str](), Counter[str]()
+        self._stack, self._pinned = ExitStack(), dict[int, torch.UntypedStorage]()
+        self._banned, self._counting, self._inside = "", True, False
+
+    def __enter__(self) -> "PretendedCuda":
+        torch._C._ensureCUDADeviceGuardSet()
+        enter, patch = self._stack.enter_context, mock.patch.object
+        for name, stand_in in self._torch_cuda().items():
+            enter(patch(torch.cuda, name, stand_in))
+        enter(patch(backend, "triton_kernels", self.triton_kernels))
+        enter(patch(backend, "varlen_attention", lambda: self.varlen_attention))
+        enter(patch(graphs, "cuda_graphs", lambda _: graphs.Graphs(self.record)))
+        enter(_Functions(self))
+        enter(_Operations(self))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def put(self, module: nn.Module) -> nn.Module:
+        """The module's weights and buffers, from now on the device's."""
+        for part in module.modules():
+            for name, weight in part._parameters.items():
+                if weight is not None and not isinstance(weight, Pretended):
+                    part._parameters[name] = nn.Parameter(Pretended(weight.data), weight.requires_grad)
+            for name, buffer in part._buffers.items():
+                part._buffers[name] = _on_device(buffer)
+        if getattr(getattr(module, "config", None), "tie_embeddings", False):
+            module.tie()
+        return module
+
+    def forget(self) -> None:
+        """Count from zero."""
+        for counted in (self.waits, self.late, self.queued, self.calls):
+            counted.clear()
+
+    @contextmanager
+    def no_waits(self, why: str) -> Iterator[None]:
+        """Waits and copies between host and device raise here; `why` says where that is."""
+        before, self._banned = self._banned, why
+        try:
+            yield
+        finally:
+            self._banned = before
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """What happens here is not the project's."""
+        before, self._counting = self._counting, False
+        try:
+            yield
+        finally:
+            self._counting = before
+
+    def record(self, work: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
+        """As CUDA's recorder (`Graphs`): what it is given is done at every replay and not before."""
+
+        def replay() -> None:
+            with self.no_waits("in recorded work"):
+                work()
+
+        return None, replay
+
+    # What is seen.
+
+    def wait(self, what: str) -> None:
+        """The host waits for the device."""
+        self._see(self.waits, f"wait: {what}")
+
+    def _copy(self, host: Tensor, to: str, non_blocking: bool) -> None:
+        """Between the device and this tensor of the host."""
+        pinned = host.untyped_storage()._cdata in self._pinned
+        self._see(
+            *((self.queued, f"copy to the {to}") if non_blocking and pinned else (self.waits, f"copy to the {to}"))
+        )
+
+    def _see(self, where: Counter[str], what: str) -> None:
+        if self._counting:
+            what = f"{what} at {place()}"
+            assert not self._banned, f"{self._banned}: {what}"
+            where[what] += 1
+
+    def _pin(self, x: Tensor) -> Tensor:
+        storage = x.untyped_storage()
+        self._pinned[storage._cdata] = storage  # held, so that no other memory gets its address
+        return x
+
+    # What replaces CUDA and its kernels.
+
+    def _torch_cuda(self) -> dict[str, Any]:
+        gpu = self
+
+        class Event:
+            def __init__(self, *_: Any, **__: Any):
+                self._calls = -1
+
+            def record(self, *_: Any) -> None:
+                self._calls = gpu.calls.total()
+
+            def query(self) -> bool:
+                return self._calls != gpu.calls.total()
+
+            def synchronize(self) -> None:
+                if self._calls >= 0 and not self.query():
+                    gpu.wait("an event that nothing is queued behind")
+                else:
+                    gpu._see(gpu.late, "event")
+
+            def elapsed_time(self, _: Any) -> float:
+                return 1.0
+
+        @contextmanager
+        def entered(*_: Any) -> Iterator[None]:
+            yield
+
+        one = SimpleNamespace(multi_processor_count=132, total_memory=MEMORY, major=9, minor=0)
+        return {
+            "Event": Event,
+            "Stream": lambda *_, **__: SimpleNamespace(synchronize=lambda: gpu.wait("a stream")),
+            "current_stream": lambda *_: SimpleNamespace(synchronize=lambda: gpu.wait("a stream")),
+            "stream": entered,
+            "device": entered,
+            "synchronize": lambda *_: gpu.wait("torch.cuda.synchronize"),
+            "current_device": lambda: 0,
+            "get_device_properties": lambda *_: one,
+            "get_device_capability": lambda *_: (one.major, one.minor),
+            "mem_get_info": lambda *_: (MEMORY, MEMORY),
+            "memory_reserved": lambda *_: 0,
+            "memory_allocated": lambda *_: 0,
+            "_lazy_init": lambda: None,
+        }
+
+    def triton_kernels(self, name: str, device_type: str) -> Any | None:
+        """In the place of `backend.triton_kernels`: each function by the reference of that name, where there is one."""
+        if device_type != "cuda" or find_spec(f"longdraft.kernels.reference.{name}") is None:
+            return None
+        functions = OTHERWISE.get(name)
+        if functions is None:
+            module = import_module(f"longdraft.kernels.reference.{name}")
+            own = ((key, x) for key, x in vars(module).items() if getattr(x, "__module__", "") == module.__name__)
+            functions = {key: x for key, x in own if callable(x) and not key.startswith("_")}
+        return SimpleNamespace(**{key: self._kernel(key, reference) for key, reference in functions.items()})
+
+    def _kernel(self, name: str, reference: Callable[..., Any]) -> Callable[..., Any]:
+        def launch(*args: Any, **kwargs: Any) -> Any:
+            for x in tree_leaves((args, kwargs)):
+                if isinstance(x, Tensor) and not isinstance(x, Pretended):
+                    raise RuntimeError(f"triton: {name} is given a tensor of the host, {tuple(x.shape)}, at {place()}")
+            self.calls[f"triton: {name}"] += 1
+            before, self._inside = self._inside, True
+            try:
+                found = reference(*tree_map(value_of, args), **tree_map(value_of, kwargs))
+            finally:
+                self._inside = before
+            return tree_map(_on_device, found)
+
+        return launch
+
+    def varlen_attention(
+        self, q, k, v, q_borders, k_borders, most_queries, most_keys, window, with_lse: bool = False
+    ) -> Any:
+        """In the place of flash-attention's (see `backend.varlen_attention`), with gradients."""
+        self.calls["varlen attention"] += 1
+        with self.uncounted():
+            borders = zip(pairwise(value_of(q_borders).tolist()), pairwise(value_of(k_borders).tolist()), strict=True)
+            segments = [(*queries, *keys) for queries, keys in borders]
+            assert most_queries == max(s[1] - s[0] for s in segments) and most_keys == max(
+                s[3] - s[2] for s in segments
+            )
+            out = segment_attention.segment_attention(q, k, v, segments, window)
+            return (out, _on_device(_log_sum_exps(value_of(q), value_of(k), segments, window))) if with_lse else out
+
+    # What is done with an operation.
+
+    def function(self, func: Callable, args: tuple, kwargs: dict) -> Any:
+        """A call of PyTorch, as the project makes it."""
+        if self._inside or func not in FUNCTIONS:
+            return func(*args, **kwargs)
+        return FUNCTIONS[func](self, func, *args, **kwargs)
+
+    def operation(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        """An operation of PyTorch, as it comes to a device."""
+        if self._inside:
+            return func(*args, **kwargs)
+        name, leaves = func.overloadpacket.__name__, [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        mine = [x for x in leaves if isinstance(x, Pretended)]
+        hosts = [x for x in leaves if not isinstance(x, Pretended)]
+        device, pinned = kwargs.get("device"), bool(kwargs.get("pin_memory"))
+        kwargs = {key: x for key, x in kwargs.items() if key not in ("device", "pin_memory")}
+        if name == "_to_copy" and hosts:
+            return self._move(func(*args, **kwargs), _is_cuda(device), bool(kwargs.get("non_blocking")))
+        if not mine and not _is_cuda(device):
+            made = func(*args, **kwargs) if device is None else func(*args, **kwargs, device=device)
+            return tree_map(self._pin, made) if pinned else made
+        self.calls[name] += 1
+        if name == "copy_":
+            self._watch_copy(*args[:2], bool(args[2] if len(args) > 2 else kwargs.get("non_blocking")))
+        elif name in INDEXING:
+            self._watch_index(name, args)
+        else:
+            self._watch(name, args, kwargs, hosts)
+        found = func(*tree_map(value_of, args), **tree_map(value_of, kwargs))
+        # What was changed in its place is the same tensor as before.
+        same = {id(x.value): x for x in mine}
+        return tree_map(lambda x: same.get(id(x), _on_device(x)), found)
+
+    def _watch(self, name: str, args: tuple, kwargs: dict, hosts: list[Tensor]) -> None:
+        if name in READS:
+            self.wait(READS[name])
+        if name == "repeat_interleave" and kwargs.get("output_size") is None:
+            self.wait("how often to repeat")
+        if name.startswith("masked_fill") and len(args) > 2 and isinstance(args[2], Pretended):
+            self.wait("what to fill with")
+        if wrong := [tuple(x.shape) for x in hosts if x.dim()]:
+            raise RuntimeError(f"{name}: tensors of the host, {wrong}, meet the device's at {place()}")
+
+    def _watch_copy(self, to: Tensor, given: Tensor, non_blocking: bool) -> None:
+        if isinstance(to, Pretended) and not isinstance(given, Pretended):
+            self._copy(given, "device", non_blocking)
+        elif isinstance(given, Pretended) and not isinstance(to, Pretended):
+            self._copy(to, "host", non_blocking)
+
+    def _watch_index(self, name: str, args: tuple) -> None:
+        if not isinstance(args[0], Pretended):
+            raise RuntimeError(f"{name}: the host's tensor is indexed with the device's at {place()}")
+        indices = [index for index in args[1] if index is not None]
+        masks = [index for index in indices if index.dtype in (torch.bool, torch.uint8)]
+        value = args[2] if len(args) > 2 else None
+        number = value is not None and not isinstance(value, Pretended)
+        if number and value.dim():
+            raise RuntimeError(f"{name}: the host's tensor is put into the device's at {place()}")
+        if any(not isinstance(index, Pretended) for index in indices):
+            self.wait("an index of the host")
+        # A number in the places of a mask is filled in, without a list of places.
+        if masks and not (number and len(masks) == len(indices)):
+            self.wait("places of a mask")
+        elif number and not masks:
+            self.wait("a number of the host")
+
+    def _move(self, x: Tensor, to_cuda: bool, non_blocking: bool) -> Tensor:
+        """A copy on the other device, or the tensor itself."""
+        if isinstance(x, Pretended) == to_cuda:
+            return x
+        assert not (x.requires_grad and torch.is_grad_enabled()), "gradients do not go between devices here"
+        if to_cuda:
+            self._copy(x, "device", non_blocking)
+            self.calls["copy to the device"] += 1
+            return Pretended(x.detach().clone())
+        made = value_of(x).detach().clone()
+        self._copy(self._pin(made) if non_blocking else made, "host", non_blocking)
+        return made
+
+
+class _Functions(TorchFunctionMode):
+    def __init__(self, gpu: PretendedCuda):
+        super().__init__()
+        self._gpu = gpu
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return self._gpu.function(func, args, kwargs or {})
+
+
+class _Operations(TorchDispatchMode):
+    def __init__(self, gpu: PretendedCuda):
+        super().__init__()
+        self._gpu = gpu
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return self._gpu.operation(func, args, kwargs or {})
+
+
+def place(frames: int = 3) -> str:
+    """The innermost lines of the project on the stack, the last first."""
+    found, frame = list[str](), sys._getframe(1)
+    while frame is not None and len(found) < frames:
+        module = frame.f_globals.get("__name__", "")
+        if module.startswith("longdraft."):
+            found.append(f"{module.removeprefix('longdraft.')}:{frame.f_lineno} {frame.f_code.co_name}")
+        frame = frame.f_back
+    return " < ".join(found) or "a test"
+
+
+# Calls that PyTorch answers before they are operations of a device.
+
+
+def _to(gpu: PretendedCuda, func: Callable, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    like = next((one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)), None)
+    if like is not None:
+        return _to(gpu, func, x, like.device, like.dtype)
+    copy = kwargs.pop("copy", False)
+    device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
+    to_cuda = isinstance(x, Pretended) if device is None else device.type == "cuda"
+    moved = gpu._move(x, to_cuda, non_blocking)
+    if dtype is not None and dtype != moved.dtype:
+        return func(moved, dtype)
+    return moved.clone() if copy and moved is x else moved
+
+
+def _tensor(gpu: PretendedCuda, func: Callable, data: Any, *args: Any, **kwargs: Any) -> Tensor:
+    device, pinned = kwargs.pop("device", None), kwargs.pop("pin_memory", False)
+    if isinstance(data, Pretended):
+        to_cuda = device is None or _is_cuda(device)
+        return gpu._move(data if func is not torch.tensor else data.clone(), to_cuda, False)
+    made = func(data, *args, **kwargs)
+    return gpu._move(gpu._pin(made) if pinned else made, _is_cuda(device), False)
+
+
+def _new_tensor(gpu: PretendedCuda, func: Callable, x: Tensor, data: Any, **kwargs: Any) -> Tensor:
+    return _tensor(gpu, torch.tensor, data, **{"dtype": x.dtype, "device": x.device, **kwargs})
+
+
+def _tolist(gpu: PretendedCuda, func: Callable, x: Tensor) -> Any:
+    if isinstance(x, Pretended):
+        gpu.wait("values")
+    return value_of(x).tolist()
+
+
+def _numpy(gpu: PretendedCuda, func: Callable, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    if isinstance(x, Pretended):
+        raise TypeError(f"numpy: a tensor of the device at {place()}; copy it to the host first")
+    return func(x, *args, **kwargs)
+
+
+def _pin_memory(gpu: PretendedCuda, func: Callable, x: Tensor, *_: Any) -> Tensor:
+    assert not isinstance(x, Pretended), "only the host's memory can be pinned"
+    return gpu._pin(x.clone())
+
+
+FUNCTIONS: dict[Any, Callable[..., Any]] = {
+    Tensor.to: _to,
+    Tensor.cpu: lambda gpu, func, x, **_: gpu._move(x, False, False),
+    Tensor.cuda: lambda gpu, func, x, *_, non_blocking=False: gpu._move(x, True, non_blocking),
+    Tensor.tolist: _tolist,
+    Tensor.numpy: _numpy,
+    Tensor.new_tensor: _new_tensor,
+    Tensor.pin_memory: _pin_memory,
+    Tensor.is_pinned: lambda gpu, func, x, *_: x.untyped_storage()._cdata in gpu._pinned,
+    torch.tensor: _tensor,
+    torch.as_tensor: _tensor,
+    torch.asarray: _tensor,
+}
+
+
+# References of kernels that are called otherwise.
+
+
+def _dense(q, keys, values, lengths, bits, depths, is_tree=True, window=None, n_splits=None) -> tuple[Tensor, Tensor]:
+    rows = torch.arange(q.shape[1])
+    tree = (bits[:, :, rows // 64] >> rows % 64 & 1) == 1 if is_tree else None
+    out = tree_attention.tree_attention(q, keys, values, lengths, tree, window)
+    return out, tree_attention.log_sum_exp(q, keys, lengths, tree, window)
+
+
+def _cross(q, keys, values, lengths, n_splits=None) -> tuple[Tensor, None]:
+    return cross_attention.cross_attention(q, keys, values, lengths), None
+
+
+def _query_gradient(q, k, v, out, lse, grad, spans, borders, most_queries, window) -> Tensor:
+    return segment_attention.query_gradient(q, k, v, grad, [tuple(span) for span in spans.tolist()], window)
+
+
+OTHERWISE: dict[str, dict[str, Callable[..., Any]]] = {
+    "tree_attention": {"tree_attention": _dense, "cross_attention": _cross},
+    "segment_attention": {"query_gradient": _query_gradient},
+}
+
+
+def _log_sum_exps(q_NHd: Tensor, k_MKd: Tensor, segments: list, window: int | None) -> Tensor:
+    """Natural, of the scaled scores: fp32 [H, N]."""
+    opened_NM = segment_attention.read_keys(len(q_NHd), len(k_MKd), segments, window)
+    k_MHd = k_MKd.repeat_interleave(q_NHd.shape[1] // k_MKd.shape[1], 1)
+    scores = torch.einsum("nhd,mhd->hnm", q_NHd.float(), k_MHd.float()) * q_NHd.shape[2] ** -0.5
+    return scores.masked_fill(~opened_NM, float("-inf")).logsumexp(-1)
