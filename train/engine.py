@@ -146,9 +146,10 @@ def join_ranks() -> Ranks:
             )
         torch.cuda.set_device(local_rank)
     _import_without_compiler("deepspeed.runtime.zero.muon.muon_optimizer")
-    # On a CPU DeepSpeed would compile a shared-memory all-reduce for a minute at the first launch; training does not
-    # use it (only its inference engine does).
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    # None of DeepSpeed's compiled operations is used. On a CPU it would compile a shared-memory all-reduce for a minute
+    # at the first launch (for its inference engine); on a GPU without a CUDA toolkit, looking which of them could be
+    # compiled prints what is missing, in every rank.
+    vars(deepspeed.ops)["__compatible_ops__"] = {"deepspeed_shm_comm": False}
     deepspeed.init_distributed(dist_backend="nccl" if cuda else "gloo", timeout=TIMEOUT, verbose=False)
     return Ranks(
         rank=dist.get_rank(),
