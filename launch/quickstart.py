@@ -142,7 +142,7 @@ def commands(run: str, steps: int | None) -> list[tuple[str, list[str]]]:
         (f"Python's standard library to packed rows of tokens -> {DATA}", words("python launch/prepare.py", PREPARE)),
         (
             f"train the heads under DeepSpeed on {ranks} ranks -> {run}",
-            words(f"deepspeed --num_gpus {ranks} launch/train.py {CONFIG}", *overrides),
+            words(f"longdraft train --num-gpus {ranks} {CONFIG}", *overrides),
         ),
         (f"export and reload the draft -> {run}/draft", words(f"python launch/export.py {run}")),
         ("decode a held-out prompt, plainly and with the draft", words("python launch/generate.py", decode)),
@@ -155,10 +155,11 @@ def words(*parts: str) -> list[str]:
 
 
 def ranks_here() -> int:
-    """All GPUs, or 2 on a CPU."""
-    import torch
+    """All GPUs that may be used, or 2 on a CPU. Raises ValueError where there is one that PyTorch cannot use."""
+    from longdraft.models.device import VISIBLE, default_device, n_gpus
 
-    return torch.cuda.device_count() or 2
+    device = default_device("device", f"say {VISIBLE}= make quickstart")
+    return n_gpus() if device.type == "cuda" else 2
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from longdraft.data_prep.shards import ShardSet
 from longdraft.infer.drafters.build import DRAFTERS, TRAINED
 from longdraft.infer.sampling import SamplingParams
 from longdraft.launch.console import note, said
-from longdraft.models.device import check_device
+from longdraft.models.device import check_device, default_device, start
 from longdraft.models.draft_files import CONFIG
 from longdraft.models.draft_folder import read_info
 from longdraft.models.hf import Target, load_target
@@ -43,10 +43,11 @@ def target_source(path: str | None, gguf_file: str | None, draft: str | None) ->
 
 
 def read_device(given: str | None) -> torch.device:
-    """The device that was named, checked; else the first GPU, where there is one."""
-    if given is None:
-        given = "cuda" if torch.cuda.is_available() else "cpu"
-    return check_device(given, "--device")
+    """The device that was named; else the first GPU, where there is one. CUDA is started there: nothing is loaded for
+    a device that cannot be used."""
+    device = default_device("--device", "give --device cpu") if given is None else check_device(given, "--device")
+    start(device, "--device")
+    return device
 
 
 def max_positions(draft: str | None) -> int | None:

@@ -46,33 +46,53 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _estimate(parser.prog, args, int(os.environ.get("WORLD_SIZE", "0")) or None)
     with stop_signals() as stop:
         # Here, not above: a signal during the seconds of import must find its handler in place.
+        from longdraft.train.device import settle_device
+
+        try:
+            settle_device(args.config, args.overrides)
+        except ValueError as error:
+            return _refuse(parser.prog, error)
         from longdraft.train.curriculum import load_stages, run
         from longdraft.train.engine import TrainingError
 
         try:
             run(load_stages(args.config, args.overrides, args.stage, args.from_draft), stop)
         except (ValueError, TrainingError) as error:
-            if os.environ.get("LOCAL_RANK", "0") == "0":  # once a machine: what is wrong may be another one's alone
-                print(f"{parser.prog}: error: {error}", file=sys.stderr, flush=True)
-            return 2 if isinstance(error, ValueError) else 1
+            return _refuse(parser.prog, error)
     return 0
+
+
+def _refuse(prog: str, error: Exception) -> int:
+    """Says so, once a machine: what is wrong may be another one's alone. Returns the exit status."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(f"{prog}: error: {error}", file=sys.stderr, flush=True)
+    return 2 if isinstance(error, ValueError) else 1
 
 
 def start(argv: Sequence[str] | None = None) -> int:
     """`longdraft train`: the same arguments, on all GPUs of this machine or --num-gpus ranks. Returns the status."""
     parser = _parser("longdraft train")
-    parser.add_argument("--num-gpus", type=int, help="ranks of this machine (default: its GPUs; 1 on a CPU)")
+    parser.add_argument(
+        "--num-gpus",
+        type=int,
+        help="ranks of this machine (default: its GPUs, those of CUDA_VISIBLE_DEVICES where it is set; 1 on a CPU)",
+    )
     args = parser.parse_intermixed_args(argv)
     if args.num_gpus is not None and args.num_gpus < 1:
         print(f"{parser.prog}: error: num_gpus: {args.num_gpus}; give at least 1", file=sys.stderr, flush=True)
         return 2
     if args.estimate:  # for the GPUs of this machine, or for so many wherever they are
         return _estimate(parser.prog, args, args.num_gpus, gpu=True if args.num_gpus is not None else None)
-    from longdraft.train.launcher import launch_with_deepspeed
+    from longdraft.train.device import settle_device
+    from longdraft.train.launcher import launch_with_deepspeed, rank_devices
 
+    try:
+        devices = rank_devices(args.num_gpus, settle_device(args.config, args.overrides))
+    except ValueError as error:
+        return _refuse(parser.prog, error)
     options = [f"--stage={args.stage}"] if args.stage else []
     options += [f"--from-draft={args.from_draft}"] if args.from_draft else []
-    return launch_with_deepspeed([__file__, args.config, *args.overrides, *options], args.num_gpus)
+    return launch_with_deepspeed([__file__, args.config, *args.overrides, *options], devices)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,9 @@ if not any(Path("/dev").glob("nvidia*")):
 import torch
 from transformers import LlamaConfig
 
+if not torch.cuda.is_available():
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the CPU is meant, also where there is a GPU that PyTorch cannot use
+
 from longdraft.kernels.cpu_impl import rows
 from longdraft.models.decoder import DecoderConfig
 from longdraft.models.hf import Target, build_decoder, fingerprint

@@ -22,6 +22,7 @@ from longdraft.train.typed import build, read_yaml, resolve
 
 PRECISIONS = ("fp32", "bf16")
 ZERO_STAGES = (1, 2, 3)
+DEVICES = ("auto", "cuda", "cpu")
 WANDB_MODES = ("auto", "online", "offline", "disabled")
 POSITIONS = ("plain", "anchor_offset")
 # How long, and how long the warm-up: one of the two is given.
@@ -139,6 +140,7 @@ class TrainSection:
     fp32 master weights; the target is loaded in the same. `zero_stage`: the draft's; `offload_optimizer` keeps the
     optimizer's state and step on the host. `sequence_parallel`: ranks that share one long row; the others are
     data-parallel.
+    `device`: auto takes the GPUs, and the CPU only where there is none; cuda and cpu say what is meant.
     `deterministic`: the same bytes again on the same hardware and number of ranks, on a GPU at some cost in speed.
     `max_skipped`: what has a loss (a pass) or a gradient (a step) that is no number is left out and counted; with more
     of them the run stops."""
@@ -153,6 +155,7 @@ class TrainSection:
     offload_optimizer: bool = False
     sequence_parallel: int = 1
     seed: int = 0
+    device: str = "auto"
     deterministic: bool = False
     save_every: int = 50
     keep_checkpoints: int = 2
@@ -371,6 +374,7 @@ def _check(config: Config) -> None:
         "target.zero_stage": (config.target.zero_stage, (0, 3)),
         "train.precision": (train.precision, PRECISIONS),
         "train.zero_stage": (train.zero_stage, ZERO_STAGES),
+        "train.device": (train.device, DEVICES),
         "data.positions": (data.positions, POSITIONS),
         "log.wandb": (log.wandb, WANDB_MODES),
     }

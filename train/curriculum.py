@@ -139,6 +139,13 @@ def run(stages: Sequence[Stage], stop: Sequence[int] = ()) -> None:
         TrainingError: training cannot go on.
     """
     ranks = join_ranks()
+    for stage in stages:
+        wanted, found = stage.config.train.device, ranks.device.type
+        if wanted not in ("auto", found):
+            raise ValueError(
+                f"train.device: {wanted} in stage {stage.name}, but all stages run on one: {found} here; "
+                "set it beside the stages"
+            )
     train_stages(stages, ranks, stop)
     leave_ranks(ranks)
 

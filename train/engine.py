@@ -149,7 +149,7 @@ def join_ranks() -> Ranks:
     # None of DeepSpeed's compiled operations is used. On a CPU it would compile a shared-memory all-reduce for a minute
     # at the first launch (for its inference engine); on a GPU without a CUDA toolkit, looking which of them could be
     # compiled prints what is missing, in every rank.
-    vars(deepspeed.ops)["__compatible_ops__"] = {"deepspeed_shm_comm": False}
+    deepspeed.ops.__dict__["__compatible_ops__"] = {"deepspeed_shm_comm": False}
     deepspeed.init_distributed(dist_backend="nccl" if cuda else "gloo", timeout=TIMEOUT, verbose=False)
     return Ranks(
         rank=dist.get_rank(),

@@ -24,8 +24,9 @@ def report(stages: Sequence[Stage], n_ranks: int | None = None, gpu: bool | None
     Raises: ValueError where a target cannot be read or has too few positions, or rows cannot be shared among so many
     ranks.
     """
-    gpu = torch.cuda.is_available() if gpu is None else gpu
-    n_ranks = max(torch.cuda.device_count(), 1) if n_ranks is None else n_ranks
+    if gpu is None:
+        gpu = torch.cuda.is_available() and all(stage.config.train.device != "cpu" for stage in stages)
+    n_ranks = (torch.cuda.device_count() if gpu else 1) if n_ranks is None else n_ranks
     if n_ranks < 1:
         raise ValueError(f"num_gpus: {n_ranks}; give at least 1")
     targets: dict[tuple[str, str | None, int | None], DecoderConfig] = {}  # the metadata of a .gguf file take seconds

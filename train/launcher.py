@@ -3,6 +3,9 @@
 The bare launcher dies of SIGTERM with status 143 and leaves its ranks behind. Where a rank dies, it ends the others.
 """
 
+import base64
+import json
+import os
 import signal
 import socket
 import subprocess
@@ -12,6 +15,7 @@ from collections.abc import Sequence
 
 import psutil
 
+from longdraft.models.device import VISIBLE, n_gpus
 from longdraft.train.stop import SIGNALS, stop_signals
 
 POLL_S = 0.2
@@ -19,19 +23,47 @@ POLL_S = 0.2
 RANK_MARK = "--local_rank="
 
 
-def launch_with_deepspeed(argv: Sequence[str], num_gpus: int | None = None) -> int:
-    """Runs `deepspeed ARGV` and returns its exit status; SIGTERM and SIGINT go to the ranks alone, each once.
+def rank_devices(num_gpus: int | None, device: str) -> list[str]:
+    """What each rank of this machine has, in the words of CUDA_VISIBLE_DEVICES: numbers or UUIDs of GPUs or of parts of
+    them, the first of those that it names where it is set; on a CPU -1, which hides all.
+
+    Args:
+        num_gpus: ranks, at least 1; None: all GPUs there are, or one rank on a CPU.
+        device: "cuda" or "cpu".
+
+    Raises: ValueError where there are fewer GPUs.
+    """
+    if device == "cpu":
+        return ["-1"] * (num_gpus or 1)
+    count, visible = n_gpus(), os.environ.get(VISIBLE)
+    # CUDA takes what it is told up to the first that is not there.
+    names = [str(i) for i in range(count)] if visible is None else [name.strip() for name in visible.split(",")][:count]
+    if num_gpus is not None and num_gpus > len(names):
+        whose = "this machine has" if visible is None else f"{VISIBLE}={visible} leaves"
+        raise ValueError(f"num_gpus: {num_gpus} ranks, but {whose} {len(names)} GPUs; start at most {len(names)}")
+    return names[:num_gpus]
+
+
+def launch_with_deepspeed(argv: Sequence[str], devices: Sequence[str]) -> int:
+    """Runs ARGV under DeepSpeed's launcher, one rank a device, and returns its exit status; SIGTERM and SIGINT go to
+    the ranks alone, each once.
+
+    `deepspeed --num_gpus` and `--include` end in the same launcher, but the first forgets CUDA_VISIBLE_DEVICES, and
+    neither knows UUIDs.
 
     Args:
         argv: script and its arguments.
-        num_gpus: ranks on this machine, at least 1; None leaves it to DeepSpeed (the GPUs; 1 on a CPU).
+        devices: as `rank_devices` gives them.
     """
-    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--log_level", "error"]
-    command += ["--num_gpus", str(num_gpus)] if num_gpus is not None else []
-    command += ["--master_port", str(free_port())]  # DeepSpeed's own is one for all: a second run would fail
+    machine = base64.urlsafe_b64encode(json.dumps({"localhost": list(devices)}).encode()).decode()
+    command = [sys.executable, "-u", "-m", "deepspeed.launcher.launch", "--log_level=error"]
+    command += [f"--world_info={machine}", "--master_addr=127.0.0.1"]
+    command += [f"--master_port={free_port()}"]  # DeepSpeed's own is one for all: a second run would fail
+    # Else its import looks for a GPU, and warns where there is none.
+    on_cpu = {"DS_ACCELERATOR": "cpu"} if devices[0] == "-1" else {}
     with stop_signals() as received:
         # A session of its own: Ctrl-C in the terminal must not reach launcher and ranks behind our back.
-        child = subprocess.Popen([*command, *argv], start_new_session=True)
+        child = subprocess.Popen([*command, *argv], start_new_session=True, env=os.environ | on_cpu)
         told: set[int] = set()
         while child.poll() is None:
             if received:

@@ -43,7 +43,7 @@ BEST_FIELDS = FIELDS | {"score": (int, float)}
 # What may differ between a run and its resumption; anything else would change the result.
 FREE = (
     "target.max_positions", "train.run_dir", "train.save_every", "train.keep_checkpoints", "train.micro_batch",
-    "train.max_skipped", "log", "heldout", "decoding", "data.max_dropped_share",
+    "train.max_skipped", "train.device", "log", "heldout", "decoding", "data.max_dropped_share",
 )  # fmt: skip
 
 

@@ -1,0 +1,146 @@
+"""Which GPUs the ranks of `longdraft train` get; a GPU that PyTorch cannot use is refused before anything is loaded."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from longdraft.launch import quickstart
+from longdraft.launch.train import main
+from longdraft.launch.train import start as start_command
+from longdraft.models import device
+from longdraft.train import launcher
+from longdraft.train.launcher import launch_with_deepspeed, rank_devices
+
+# A rank that notes what it was given.
+RANK = """
+import json, os, sys
+names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "CUDA_VISIBLE_DEVICES")
+with open(f"{sys.argv[-1]}/{os.environ['RANK']}", "w") as file:
+    json.dump([os.environ.get(name) for name in names], file)
+sys.exit(3 if os.environ["RANK"] == "0" else 0)
+"""
+UUIDS = ["GPU-8932f937-d72c-4106-c12f-20bd9faed9f6", "MIG-e1b5a7c4-0a50-5a2f-9ee1-6f0f6a1b3f0a"]
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """(how many PyTorch sees, CUDA_VISIBLE_DEVICES)"""
+
+    def pretend(count: int, visible: str | None) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        if visible is not None:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+
+    return pretend
+
+
+@pytest.mark.parametrize(
+    ("count", "visible", "num_gpus", "expected"),
+    [
+        (8, None, None, list("01234567")),
+        (8, None, 3, list("012")),
+        (2, "4,5", None, ["4", "5"]),
+        (2, "5, 4", 1, ["5"]),
+        (1, "4,99,5", None, ["4"]),  # as CUDA reads it
+        (2, ",".join(UUIDS), 2, UUIDS),
+    ],
+)
+def test_ranks_get_the_gpus_that_are_visible(gpus, count, visible, num_gpus, expected):
+    gpus(count, visible)
+    assert rank_devices(num_gpus, "cuda") == expected
+
+
+@pytest.mark.parametrize(
+    ("count", "visible", "whose"),
+    [
+        (8, None, "this machine has 8 GPUs; start at most 8"),
+        (2, "4,5", "CUDA_VISIBLE_DEVICES=4,5 leaves 2 GPUs; start"),
+    ],
+)
+def test_more_ranks_than_gpus(gpus, count, visible, whose, config_file, capsys):
+    gpus(count, visible)
+    assert start_command([str(config_file), "--num-gpus", "9"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"longdraft train: error: num_gpus: 9 ranks, but {whose}") and said.count("\n") == 1
+
+
+def test_what_the_command_starts(gpus, config_file, monkeypatch):
+    started = []
+    monkeypatch.setattr(launcher, "launch_with_deepspeed", lambda argv, devices: started.append(devices) or 0)
+    gpus(2, "4,5")
+    assert start_command([str(config_file)]) == start_command([str(config_file), "--num-gpus", "1"]) == 0
+    assert start_command([str(config_file), "train.device=cpu", "--num-gpus", "2"]) == 0
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "-1"
+    assert started == [["4", "5"], ["4"], ["-1", "-1"]]
+    gpus(0, None)
+    assert start_command([str(config_file)]) == 0 and started[-1] == ["-1"]
+    gpus(2, None)
+    assert [command for _, command in quickstart.commands("runs/x", 9)][1][:4] == [
+        "longdraft",
+        "train",
+        "--num-gpus",
+        "2",
+    ]
+
+
+def test_deepspeeds_launcher_gives_each_rank_the_devices(tmp_path):
+    """The real one: numbers and UUIDs in their order, one rank each."""
+    script = tmp_path / "rank.py"
+    script.write_text(RANK)
+    assert launch_with_deepspeed([str(script), str(tmp_path)], ["5", *UUIDS]) == 3
+    found = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(3)]
+    assert found == [[str(rank), str(rank), "3", "3", ",".join(["5", *UUIDS])] for rank in range(3)]
+
+
+@pytest.fixture
+def unusable(tmp_path, monkeypatch, gpus) -> str:
+    """A GPU that PyTorch does not see; gives how the message begins."""
+    gpus(0, None)
+    (tmp_path / "nvidia0").touch()
+    monkeypatch.setattr(device, "NODES", tmp_path)
+    return f"this machine has a GPU ({tmp_path / 'nvidia0'}) that PyTorch cannot use: "
+
+
+def test_training_does_not_fall_back_to_the_cpu(unusable, config_file, tmp_path, capsys, monkeypatch):
+    overrides = [str(config_file), f"train.run_dir={tmp_path / 'run'}"]
+    for command, prog in ((main, "launch/train.py"), (start_command, "longdraft train")):
+        assert command(overrides) == 2
+        said = capsys.readouterr().err
+        assert said.startswith(f"{prog}: error: train.device: {unusable}") and said.count("\n") == 1
+        assert said.endswith("if the CPU is meant, set train.device=cpu\n")
+        assert command([*overrides, "train.device=cuda"]) == 2
+        assert capsys.readouterr().err.startswith(f"{prog}: error: train.device: 'cuda' is not here ({unusable}")
+        assert command([*overrides, "train.device=gpu"]) == 2
+        capsys.readouterr()
+    assert quickstart.main([]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"make quickstart: error: device: {unusable}")
+    assert said.endswith("if the CPU is meant, say CUDA_VISIBLE_DEVICES= make quickstart\n")
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_real_command_line_refuses_before_it_loads(unusable, config_file, tmp_path):
+    """DeepSpeed and the runtime are not even imported."""
+    code = f"""
+import sys
+from pathlib import Path
+from longdraft.models import device
+device.NODES = Path({str(tmp_path)!r})
+from longdraft.launch import cli
+statuses = []
+for argv in {[["train", str(config_file)], ["generate", "--target", "smollm2-135m", "--prompt", "x"]]!r}:
+    statuses.append(cli.main(argv))
+print(statuses, "deepspeed" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(quickstart.ROOT))
+    assert done.stdout == "[2, 2] False\n", done.stderr
+    lines = done.stderr.splitlines()
+    assert len(lines) == 2 and all(unusable in line for line in lines), done.stderr
+    assert lines[1].startswith("longdraft generate: error: --device: ") and lines[1].endswith("give --device cpu")
