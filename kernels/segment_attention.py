@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from longdraft.kernels import backend
 from longdraft.kernels.causal_attention import HALF, causal_attention
+from longdraft.kernels.transfer import from_host
 
 # One kernel wants keys end to end, so what segments share is copied: at most this many rows for each that there is.
 MOST_COPIES = 4
@@ -174,19 +175,20 @@ def _blind(q_NHd: Tensor) -> Tensor:
 
 @lru_cache(maxsize=16)  # the layers of a pass share theirs
 def lay_end_to_end(segments: tuple[Segment, ...], device: torch.device) -> Layout:
-    """What kernels for sequences of several lengths want to know; at least one segment, none without queries."""
+    """What kernels for sequences of several lengths want to know; at least one segment, none without queries. Made on
+    the host; what is queued on the device is not waited for."""
     q_rows, q_borders, most_queries = _end_to_end([(s.q_start, s.q_stop) for s in segments], device)
     k_rows, k_borders, most_keys = _end_to_end([(s.k_start, s.k_stop) for s in segments], device)
-    spans = torch.tensor(segments, dtype=torch.int32, device=device)
+    spans = from_host(torch.tensor(segments, dtype=torch.int32), device)
     return Layout(q_rows, k_rows, q_borders, k_borders, most_queries, most_keys, spans)
 
 
 def _end_to_end(spans: Sequence[tuple[int, int]], device: torch.device) -> tuple[slice | Tensor, Tensor, int]:
     sizes = [stop - start for start, stop in spans]
-    borders = torch.tensor([0, *accumulate(sizes)], dtype=torch.int32, device=device)
+    borders = from_host(torch.tensor([0, *accumulate(sizes)], dtype=torch.int32), device)
     if all(before[1] == behind[0] for before, behind in pairwise(spans)):
         return slice(spans[0][0], spans[-1][1]), borders, max(sizes)
-    return torch.cat([torch.arange(*span) for span in spans]).to(device), borders, max(sizes)
+    return from_host(torch.cat([torch.arange(*span) for span in spans]), device), borders, max(sizes)
 
 
 def _check(segments: Sequence[Segment], n_queries: int, n_keys: int) -> None:

@@ -19,6 +19,7 @@ from longdraft.kernels.causal_attention import causal_attention, prompt_attentio
 from longdraft.kernels.linear import linear
 from longdraft.kernels.rotate import rotate
 from longdraft.kernels.segment_attention import Segment, segment_attention
+from longdraft.kernels.transfer import from_host
 from longdraft.kernels.tree_attention import PassPlan, plan_pass, tree_attention
 from longdraft.models.kv_cache import KVCache
 from longdraft.models.recorded_layers import RecordedLayers, can_record
@@ -397,9 +398,8 @@ class Decoder(nn.Module):
             if cache is not None:
                 positions_BT = positions_BT + cache.lengths[:, None]
             if borders is not None:
-                sizes_P = torch.tensor(borders, device=tokens_BT.device).diff()
-                starts_P = torch.tensor(borders[:-1], device=tokens_BT.device)
-                positions_BT = positions_BT - starts_P.repeat_interleave(sizes_P, output_size=n_rows)
+                starts_P, sizes_P = torch.tensor(borders[:-1]), torch.tensor(borders).diff()
+                positions_BT = positions_BT - from_host(starts_P.repeat_interleave(sizes_P), tokens_BT.device)
         lengths, pieces = None if cache is None else cache.prompt_lengths, None
         if borders is not None:
             pieces = [Segment(*piece, *piece) for piece in pairwise(borders)]

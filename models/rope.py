@@ -13,6 +13,8 @@ from torch import Tensor
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from longdraft.kernels.transfer import from_host
+
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
 LENGTH_DEPENDENT = ("dynamic", "longrope")
 
@@ -117,7 +119,7 @@ def piece_lengths(positions_1N: Tensor, borders: Sequence[int]) -> Tensor:
 
     borders: where each piece starts, and at the end N.
     """
-    sizes_P = torch.tensor(borders, device=positions_1N.device).diff()
-    piece_N = torch.arange(len(sizes_P), device=sizes_P.device).repeat_interleave(sizes_P, output_size=borders[-1])
-    largest_P = torch.zeros_like(sizes_P).scatter_reduce(0, piece_N, positions_1N[0], "amax")
+    sizes_P = torch.tensor(borders).diff()
+    piece_N = from_host(torch.arange(len(sizes_P)).repeat_interleave(sizes_P), positions_1N.device)
+    largest_P = positions_1N.new_zeros(len(sizes_P)).scatter_reduce(0, piece_N, positions_1N[0], "amax")
     return largest_P[piece_N][None] + 1

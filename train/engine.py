@@ -73,9 +73,19 @@ class Ranks:
 
     def sum(self, numbers: Sequence[float]) -> list[float]:
         """Element-wise sum over the ranks."""
+        return self.begin_sum(numbers)()
+
+    def begin_sum(self, numbers: Sequence[float]) -> Callable[[], list[float]]:
+        """The same, under way while this rank goes on; what is returned waits for it and gives it. All ranks begin
+        their sums in the same order."""
         values = torch.tensor(numbers, dtype=torch.float64)
-        dist.all_reduce(values, group=self.control)
-        return values.tolist()
+        under_way: Any = dist.all_reduce(values, group=self.control, async_op=True)
+
+        def finish() -> list[float]:
+            under_way.wait()
+            return values.tolist()
+
+        return finish
 
     def barrier(self) -> None:
         dist.barrier(group=self.control)
@@ -254,6 +264,8 @@ class DraftEngine:
                 model=draft, optimizer=adam, config=settings, dist_init_required=False
             )
         self.draft = draft
+        self._left_out: Tensor | None = None
+        self._hooks = [parameter.register_hook(self._counted) for parameter in draft.parameters()]
         self.adam, self._files = adam, _Files()
         self.deepspeed.checkpoint_engine = self._files
         # It copies scripts beside a checkpoint, to put sharded weights together, which `weights` does too; on a full
@@ -270,12 +282,23 @@ class DraftEngine:
             group["lr"] = rate
         return rate
 
-    def backward(self, part: Tensor) -> None:
+    def backward(self, part: Tensor, left_out: Tensor) -> None:
         """Adds one pass's share of the step's loss; the shares of all passes and ranks sum to the loss. DeepSpeed
-        averages over both, hence the factors; the weights move after the step's last pass."""
+        averages over both, hence the factors; the weights move after the step's last pass.
+
+        left_out: bool, a number on the device that nobody reads: where it is true the pass's gradient is zero, whatever
+            was computed.
+        """
         passes = self.deepspeed.gradient_accumulation_steps()
+        self._left_out = left_out
         self.deepspeed.backward(part * (passes * self.ranks.world_size))
+        self._left_out = None
         self.deepspeed.step()
+
+    def _counted(self, gradient: Tensor) -> Tensor:
+        """A weight's whole gradient of a pass, before DeepSpeed sees it. Here, not in the loss, as NaN times zero is
+        NaN."""
+        return gradient if self._left_out is None else gradient.masked_fill(self._left_out, 0.0)
 
     def stepped(self) -> bool:
         """Whether the last step moved the weights; the same on all ranks. DeepSpeed leaves a step out, weights and
@@ -290,6 +313,8 @@ class DraftEngine:
     def close(self) -> None:
         """Lets go of the memory, for the next run in this process: DeepSpeed's hooks keep an engine alive, and ZeRO-3's
         even once they are removed."""
+        for hook in self._hooks:
+            hook.remove()
         self.deepspeed.destroy()
         vars(self.deepspeed.optimizer).clear()
         self.adam.state.clear()

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from longdraft.kernels.transfer import from_host
 from longdraft.models.decoder import Decoder, TargetOutput
 from longdraft.models.drafts.longspec import LongSpec, Queries, plan_queries
 from longdraft.models.drafts.loss import Part, ahead
@@ -45,7 +46,7 @@ class Work(NamedTuple):
 
     def to(self, device: torch.device) -> "Work":
         def move(tensor: Tensor) -> Tensor:
-            return tensor.to(device, non_blocking=True)
+            return from_host(tensor, device)
 
         batch = self.batch._replace(tokens=move(self.batch.tokens), supervised=move(self.batch.supervised))
         queries = self.queries
@@ -194,7 +195,7 @@ class LongSpecMethod(Method):
         assert seen.last_kv is not None
         positions_N = work.positions
         if positions_N is None:
-            positions_N = plain_positions(work.batch.borders).to(work.batch.tokens.device)
+            positions_N = from_host(plain_positions(work.batch.borders), work.batch.tokens.device)
         return teacher.embed(work.batch.tokens), positions_N, *seen.last_kv, work.queries, work.parts
 
     def chosen_after(self, work: Work, part: int) -> Tensor:
@@ -202,7 +203,7 @@ class LongSpecMethod(Method):
         return rows if work.queries is None or work.queries.rows is None else work.queries.rows[rows]
 
     def as_labels(self, tokens_R: Tensor) -> Tensor:
-        return tokens_R if self._draft_ids is None else self._draft_ids.to(tokens_R.device)[tokens_R]
+        return tokens_R if self._draft_ids is None else from_host(self._draft_ids, tokens_R.device)[tokens_R]
 
     def _read(self, batch: Batch, share: float, span: Span | None) -> Work:
         shifts = [1 + draws(self.seed, key, 1)[0] % len(self.part_names) for key in batch.keys]

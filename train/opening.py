@@ -3,7 +3,7 @@
 Not here: the steps (loop.py), what continues a run (state.py).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,8 +32,9 @@ TOLD_ABOVE = 10**9
 @dataclass
 class Run:
     """Everything open during training; `step` counts the steps done, `skipped` what was left out for a loss (a pass) or
-    a gradient (a step) that was no number, `heldout` is the latest evaluation; `decoding` is there where the config
-    asks for it; `target_weights` is the hash of the target's (models/weights_hash.py)."""
+    a gradient (a step) that was no number, but for the passes of the last step while the ranks still sum them up in
+    `left_out` (step.py); `heldout` is the latest evaluation; `decoding` is there where the config asks for it;
+    `target_weights` is the hash of the target's (models/weights_hash.py)."""
 
     config: Config
     ranks: Ranks
@@ -46,6 +47,7 @@ class Run:
     decoding: Evaluator | None = None
     step: int = 0
     skipped: int = 0
+    left_out: Callable[[], list[float]] | None = None
     heldout: dict[str, Any] = field(default_factory=dict)
     wandb_id: str | None = None
 

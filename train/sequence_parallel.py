@@ -97,6 +97,12 @@ class SequenceParallel:
             output.last_kv = self.gather(k_1nKd, n_tokens), self.gather(v_1nKd, n_tokens)
         return output
 
+    def any(self, flag: Tensor) -> Tensor:
+        """Whether it is true on one of the ranks: bool, a number on their devices."""
+        found = flag.to(torch.uint8)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.group)
+        return found.bool()
+
     def gather(self, own_1nX: Tensor, n_tokens: int) -> Tensor:
         """What the ranks have of their tokens, as one: [1, n, ...] to [1, n_tokens, ...], without gradient."""
         width = -(-n_tokens // self.size)

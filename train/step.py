@@ -6,7 +6,8 @@ Shapes: P parts of the loss, K ranks counted.
 """
 
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 
+from longdraft.kernels.transfer import HostCopy, from_host
 from longdraft.models.drafts.loss import RANKS, DraftLoss
 from longdraft.train import state
 from longdraft.train.batches import Place, rank_rows, read_batch, step_rows
@@ -38,12 +40,12 @@ class StepResult:
 
 
 def train_step(run: Run, stop: Sequence[int] = ()) -> StepResult | None:
-    """One step on this rank's rows; None, and nothing done, if there is something in `stop` on any rank, before the
-    step or before any of its passes is through."""
+    """One step on this rank's rows; None, and nothing done, if there was something in `stop` on any rank before the
+    step, or in a pass that another one followed."""
     train, ranks, method = run.config.train, run.ranks, run.method
+    count_left_out(run)
     count_ranks = (run.step + 1) % run.config.log.every == 0 or run.step + 1 == train.n_steps
-    if count_ranks and ranks.device.type == "cuda":
-        torch.cuda.synchronize()  # else this step's time would hold what the unlogged ones left to do
+    clock = Stopwatch(ranks.device, running=count_ranks)
     begin = time.perf_counter()
     rows = step_rows(train.seed, run.step, len(run.rows), train.global_batch)
     degree = train.sequence_parallel
@@ -54,36 +56,32 @@ def train_step(run: Run, stop: Sequence[int] = ()) -> StepResult | None:
     stopping, *n_labels = ranks.sum([float(bool(stop)), *own_labels])
     if stopping:
         return None
-    shares_P = torch.tensor(method.shares(n_labels), device=ranks.device)
+    shares_P = from_host(torch.tensor(method.shares(n_labels)), ranks.device)
     rate = run.engine.begin_step(run.step)
-    clock = Stopwatch(ranks.device)
+    passes = _Passes(run, stop)
     losses = []
-    for work, part in zip(works, places, strict=True):
-        own = _pass(run, work.to(ranks.device), part, shares_P, count_ranks, clock, stop)
-        if own is None:
+    for number, (work, part) in enumerate(zip(works, places, strict=True), start=1):
+        loss, left_out = _forward(run, work.to(ranks.device), part, count_ranks, clock)
+        if passes.stopping(part, left_out, last=number == len(works)):
             return None
-        losses.append(own)
+        with clock.part("backward"):
+            run.engine.backward((loss.sums * shares_P).sum(), left_out)
+        losses.append(DraftLoss(*(field.detach() for field in loss)))
+    passes.end()
     if not run.engine.stepped():
         ranks.say(f"The gradient of step {run.step + 1} is no number, the step is left out; rows {_words(rows)}")
-        _count_skipped(run)
+        _count_skipped(run, 1, run.step + 1)
     loss = DraftLoss(*(torch.stack(field).sum(0) for field in zip(*losses, strict=True)))
     parts = clock.seconds() if count_ranks else {}
     return StepResult(loss, n_labels, rate, time.perf_counter() - begin, parts)
 
 
-def _pass(
-    run: Run,
-    work: Work,
-    places: list[Place],
-    shares_P: torch.Tensor,
-    count_ranks: bool,
-    clock: "Stopwatch",
-    stop: Sequence[int],
-) -> DraftLoss | None:
-    """Target, draft, backward of one pass; the weights move after the last. Without rows it takes part in what is
-    collective, and its gradient is zero. Rows whose loss is no number are left out: a pass over zeros takes their
-    place, so that DeepSpeed's count of passes stays right; the other ranks' rows count.
-    None if any rank wants to stop: what the step's passes have gathered is dropped."""
+def _forward(
+    run: Run, work: Work, places: list[Place], count_ranks: bool, clock: "Stopwatch"
+) -> tuple[DraftLoss, torch.Tensor]:
+    """Target and draft of one pass: its loss, and whether it is left out as it is no number (bool, on the device, for
+    the host does not wait to know): then it counts for nothing, and the other ranks' rows count. Without rows it takes
+    part in what is collective, and its gradient is zero."""
     method, teacher = run.method, run.teacher
     with clock.part("target"):
         seen = teacher.look(work.batch.tokens, work.batch.borders, work.positions, method.needs)
@@ -92,31 +90,61 @@ def _pass(
         arguments = tuple(_zeros(argument) for argument in arguments)
     with clock.part("draft"):
         loss: DraftLoss = run.engine(*arguments, teacher.lm_head_VD, count_ranks)
-    wrong = not bool(loss.sums.detach().isfinite().all())
-    if wrong:
-        say(f"The loss of step {run.step + 1} is no number for rows {_words(places)}")
-    degree = run.config.train.sequence_parallel  # ranks that share these rows leave them out together
-    reader, n_readers = run.ranks.rank // degree, run.ranks.world_size // degree
-    *by_reader, stopping = run.ranks.sum([*(float(wrong and i == reader) for i in range(n_readers)), float(bool(stop))])
-    if stopping:
-        return None
-    if any(by_reader):
-        _count_skipped(run, sum(n > 0 for n in by_reader))
-        if by_reader[reader]:
-            arguments = (_zeros(argument) for argument in method.arguments(work.without_labels(), seen, teacher))
-        # Every rank again, those with a number too: under ZeRO-3 a pass takes all.
-        loss = run.engine(*arguments, teacher.lm_head_VD, count_ranks)
-    with clock.part("backward"):
-        run.engine.backward((loss.sums * shares_P).sum())
-    return DraftLoss(*(field.detach() for field in loss))
+    left_out = teacher.any(~loss.sums.detach().isfinite().all())  # ranks that share these rows leave them out together
+    return DraftLoss(*(field.masked_fill(left_out, 0) for field in loss)), left_out
 
 
-def _count_skipped(run: Run, n: int = 1) -> None:
+class _Passes:
+    """What the host hears of a step's passes, one pass late: so the device always has the next one to work at, and no
+    rank waits for another."""
+
+    def __init__(self, run: Run, stop: Sequence[int]):
+        self._run, self._stop = run, stop
+        self._speaks = run.ranks.rank % run.config.train.sequence_parallel == 0  # one of the ranks that share rows
+        self._unread: deque[tuple[list[Place], HostCopy]] = deque()
+        self._asked: Callable[[], list[float]] | None = None  # whether anyone wished to stop in the pass before
+        self._n_left_out = 0
+
+    def stopping(self, places: list[Place], left_out: torch.Tensor, last: bool) -> bool:
+        """Whether to stop, once a pass is queued up to its loss; `left_out`: whether it is."""
+        self._unread.append((places, HostCopy(left_out)))
+        if len(self._unread) > 1:
+            self._read()
+        before, self._asked = self._asked, None if last else self._run.ranks.begin_sum([float(bool(self._stop))])
+        if before is None or not before()[0]:
+            return False
+        if self._asked is not None:
+            self._asked()
+        return True
+
+    def end(self) -> None:
+        """After the last pass: the ranks begin to sum up how many were left out."""
+        while self._unread:
+            self._read()
+        self._run.left_out = self._run.ranks.begin_sum([self._n_left_out])
+
+    def _read(self) -> None:
+        places, copy = self._unread.popleft()
+        if copy.lists()[0] and self._speaks:
+            self._n_left_out += 1
+            say(f"The loss of step {self._run.step + 1} is no number for rows {_words(places)}")
+
+
+def count_left_out(run: Run) -> None:
+    """Counts the passes that the ranks left out of the last step, at the latest before it is logged, saved or followed
+    by another; all ranks call it. Raises TrainingError above train.max_skipped."""
+    if run.left_out is not None:
+        (n,) = run.left_out()
+        run.left_out = None
+        _count_skipped(run, int(n), run.step)
+
+
+def _count_skipped(run: Run, n: int, step: int) -> None:
     """Raises TrainingError above train.max_skipped."""
     run.skipped += n
     if run.skipped > run.config.train.max_skipped:
         raise TrainingError(
-            f"step {run.step + 1}: {run.skipped} times a loss or gradient was no number, more than train.max_skipped "
+            f"step {step}: {run.skipped} times a loss or gradient was no number, more than train.max_skipped "
             f"= {run.config.train.max_skipped}; {state.what_is_good(run.config.train.run_dir)}: lower "
             "optimizer.peak_lr and start a new run, or look at these rows"
         )
@@ -140,6 +168,7 @@ def measure(run: Run, result: StepResult) -> dict[str, Any]:
     of its labels that are among the draft's first one or three candidates. {part}_share: of the first rank's time, in
     each of PARTS. over_target: the step's time over its target's passes; `operations` says what it could be.
     """
+    count_left_out(run)
     loss, n_parts = result.loss, len(run.method.part_names)
     own = torch.cat([loss.sums[:, None], loss.rank_counts, loss.n_ranked[:, None]], dim=1).double()
     totals = torch.tensor(run.ranks.sum(own.flatten().tolist())).view(n_parts, RANKS + 2)
@@ -179,21 +208,27 @@ def where_time_goes(records: Collection[dict[str, Any]], r: float) -> str:
 
 
 class Stopwatch:
-    """Adds up the time spent in each named part; on a GPU by events, which are waited for when it is read."""
+    """Adds up the time spent in each named part; on a GPU by events, which are waited for when it is read. Where it is
+    `running`: to begin, it waits for what the device has still to do. Where it is not it costs nothing."""
 
-    def __init__(self, device: torch.device):
-        self._cuda = device.type == "cuda"
+    def __init__(self, device: torch.device, running: bool):
+        self._device, self._running, self._cuda = device, running, device.type == "cuda"
         self._laps: list[tuple[str, Any, Any]] = []
+        if running and self._cuda:
+            torch.cuda.synchronize(device)
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
+        if not self._running:
+            yield
+            return
         begin = self._now()
         yield
         self._laps.append((name, begin, self._now()))
 
     def seconds(self) -> dict[str, float]:
         if self._cuda:
-            torch.cuda.synchronize()
+            torch.cuda.synchronize(self._device)
         total: dict[str, float] = {}
         for name, begin, end in self._laps:
             total[name] = total.get(name, 0.0) + (begin.elapsed_time(end) / 1000 if self._cuda else end - begin)
@@ -203,5 +238,5 @@ class Stopwatch:
         if not self._cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        event.record(torch.cuda.current_stream(self._device))
         return event

@@ -65,6 +65,10 @@ class Teacher:
         """Hidden states of all tokens, [N, D], from what each rank has of them."""
         return own_nD if self._parallel is None else self._parallel.gather(own_nD[None], n_tokens)[0]
 
+    def any(self, flag: Tensor) -> Tensor:
+        """Whether it is true on one of the ranks that share these rows: bool, a number on the device."""
+        return flag if self._parallel is None else self._parallel.any(flag)
+
     @torch.no_grad()
     def choices(self, post_norm_RD: Tensor) -> Tensor:
         """The target's greedy next token after each of these positions, int64 [R]; a few rows of logits at a time."""

@@ -62,11 +62,11 @@ class Overflow(torch.autograd.Function):
 def overflowing(backward, step: int):
     passes = 0
 
-    def wrapped(self, part):
+    def wrapped(self, part, left_out):
         nonlocal passes
         now = passes // self.deepspeed.gradient_accumulation_steps() + 1
         passes += 1
-        backward(self, Overflow.apply(part) if now == step else part)
+        backward(self, Overflow.apply(part) if now == step else part, left_out)
 
     return wrapped
 

@@ -128,7 +128,7 @@ def _first_ranks(story: SimpleNamespace, command: list[str], start_ranks) -> Non
     actions += [
         {"train": [*SHORT, f"train.run_dir={folder / 'too-many'}", "train.max_skipped=0"], "overflow": 2,
             "out": str(folder / "too-many-said")},
-        {"train": moved, "stop": 6},  # two steps of two passes: asked before each and in each
+        {"train": moved, "stop": 5},  # two steps of two passes: asked before each and in its first
         {"swap": [str(data), str(other)]},
         {"train": moved, "out": str(folder / "moved-said")},
         {"swap": [str(data), str(damaged)]},
@@ -140,7 +140,7 @@ def _first_ranks(story: SimpleNamespace, command: list[str], start_ranks) -> Non
         {"find": [str(folder / "flipped")] * 2, "patience": 0, "out": str(folder / "sound")},
         {"train": [*SHORT, f"train.run_dir={folder / 'online'}", "log.wandb=online"]},
         {"train": [*SHORT, f"train.run_dir={folder / 'offline'}"]},
-        {"train": command, "stop": 4},  # within the first step
+        {"train": command, "stop": 3},  # within the first step
         {"main": command},
     ]  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
@@ -212,7 +212,8 @@ def test_the_run_ends_in_the_bytes_of_an_unbroken_one(story):
 
 
 def test_a_wish_to_stop_is_heard_between_passes(story):
-    """Rank 1's fourth look is in the first step's third pass of four: nothing of the step is done."""
+    """Rank 1's fourth look is in the first step's third pass of four, and is heard in the last: nothing of the step is
+    done."""
     assert f"Stopped after 0 of {STEPS} steps" in story.said["first"]
     assert "Stopped after 2 of 3 steps" in story.said["first"]  # between the passes of the third
 
