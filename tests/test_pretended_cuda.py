@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from longdraft.infer.graphs import graphs_for
-from longdraft.infer.transfer import HostCopy, from_host
 from longdraft.kernels import backend
 from longdraft.kernels.choice import choose
+from longdraft.kernels.transfer import HostCopy, from_host
 
 
 @pytest.fixture
@@ -106,8 +106,8 @@ def test_gradients_and_changes_in_place_are_those_of_the_cpu(gpu, pretended_cuda
         assert other.is_cuda and torch.equal(one, pretended_cuda.value_of(other))
 
 
-def test_recorded_work_is_done_at_every_replay(gpu):
-    graphs = graphs_for(None, torch.device("cuda:0"), "default")
+def test_recorded_work_is_done_at_every_replay(gpu, tiny_target):
+    graphs = graphs_for(None, gpu.put(tiny_target().model))
     x, done = torch.ones(2).to("cuda"), []
     for _ in range(4):
         assert graphs.run(("add",), (), lambda x: done.append(1) or x + 1, x).tolist() == [2.0, 2.0]
