@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longdraft.models.drafts.loss import RANKS, Part
+from longdraft.kernels.transfer import from_host
+from longdraft.models.drafts.loss import IGNORED, RANKS, Part
 from longdraft.train.batches import Place, Rows, read_batch
 from longdraft.train.config import Config
 from longdraft.train.engine import DraftEngine
@@ -30,28 +31,31 @@ def evaluate(config: Config, method: Method, engine: DraftEngine, teacher: Teach
     """
     ranks, n_parts = engine.ranks, len(method.part_names)
     n_rows = min(config.heldout.rows, len(rows))
-    totals = torch.zeros(n_parts, 2 + 2 * (RANKS + 1), dtype=torch.float64)
+    totals = torch.zeros(n_parts, 2 + 2 * (RANKS + 1), dtype=torch.float64, device=ranks.device)
     degree = config.train.sequence_parallel  # ranks that read the same row
     n_readers = ranks.world_size // degree
     # Under ZeRO-3 every call of the engine is collective: a rank without a row left passes one without labels.
     for index in range(ranks.rank // degree, -(-n_rows // n_readers) * n_readers, n_readers):
         batch = read_batch(rows, [Place(0, min(index, n_rows - 1) * len(rows) // n_rows)])
         n_tokens = len(batch.tokens)
-        probes = [work.to(ranks.device) for work in method.probes(batch, teacher.share(n_tokens))]
-        seen = teacher.look(probes[0].batch.tokens, batch.borders, None, method.needs | {"post_norm"})
+        probes = method.probes(batch, teacher.share(n_tokens))
+        tokens_N = from_host(batch.tokens, ranks.device)
+        seen = teacher.look(tokens_N, batch.borders, None, method.needs | {"post_norm"})
         assert seen.post_norm is not None
         post_norm_ND = teacher.whole(seen.post_norm, n_tokens)
         for work in probes:
             if index >= n_rows:
                 work = work.without_labels()
-            chosen, n_chosen = _choices(method, work, teacher, post_norm_ND, -(-config.heldout.choices // n_rows))
+            labels, n_chosen = _choices(method, work, teacher, post_norm_ND, -(-config.heldout.choices // n_rows))
+            work = work.to(ranks.device)
             text, choice = (
-                engine(*method.arguments(of, seen, teacher), teacher.lm_head_VD, True) for of in (work, chosen)
+                engine(*method.arguments(of, seen, teacher), teacher.lm_head_VD, True)
+                for of in (work, work._replace(parts=labels))
             )
             columns = [text.sums[:, None], text.n_labels[:, None], text.rank_counts, text.n_ranked[:, None]]
-            columns += [choice.rank_counts, torch.tensor(n_chosen)[:, None]]
-            totals += torch.cat([column.double().cpu() for column in columns], dim=1)
-    totals = torch.tensor(ranks.sum(totals.flatten().tolist())).view_as(totals)
+            columns += [choice.rank_counts, from_host(torch.tensor(n_chosen)[:, None], ranks.device)]
+            totals += torch.cat([column.double() for column in columns], dim=1)
+    totals = torch.tensor(ranks.sum(totals.flatten().tolist())).view(totals.shape)
     shares = method.shares(totals[:, 1].tolist())
     return {
         "loss": sum(total * share for total, share in zip(totals[:, 0].tolist(), shares, strict=True)),
@@ -62,21 +66,25 @@ def evaluate(config: Config, method: Method, engine: DraftEngine, teacher: Teach
     }
 
 
-def _choices(method: Method, work: Work, teacher: Teacher, post_norm_ND: Tensor, n: int) -> tuple[Work, list[int]]:
-    """The same pass with about n labels a part, evenly spaced, each the target's own choice in place of the text, and
-    how many were asked for: a choice that the draft cannot say has no label and counts as missed."""
+def _choices(
+    method: Method, work: Work, teacher: Teacher, post_norm_ND: Tensor, n: int
+) -> tuple[list[Part], list[int]]:
+    """About n labels a part, evenly spaced, each the target's own choice in place of the text, where the target is; and
+    how many were asked for: a choice that the draft cannot say is ignored and counts as missed. `work`: on the host,
+    where all is decided that has not to wait for the target."""
     parts, places = [], []
     for i, part in enumerate(work.parts):
         step = max(1, len(part.rows) // n)
         parts.append(Part(part.rows[::step][:n], part.labels[::step][:n]))
         places.append(method.chosen_after(work, i)[::step][:n].contiguous())
     asked = torch.cat(places).unique()  # the parts of one row ask for the same places
-    choices = teacher.choices(post_norm_ND[asked])
+    device = post_norm_ND.device
+    choices = teacher.choices(post_norm_ND[from_host(asked, device)])
     labelled = []
     for part, place_R in zip(parts, places, strict=True):
-        labels_R = method.as_labels(choices[torch.searchsorted(asked, place_R)])
-        labelled.append(Part(part.rows[labels_R >= 0], labels_R[labels_R >= 0]))
-    return work._replace(parts=labelled), [len(part.rows) for part in parts]
+        labels_R = method.as_labels(choices[from_host(torch.searchsorted(asked, place_R), device)])
+        labelled.append(Part(from_host(part.rows, device), labels_R.masked_fill(labels_R < 0, IGNORED)))
+    return labelled, [len(part.rows) for part in parts]
 
 
 def _rates(counts_PK1: Tensor) -> list[list[float]]:

@@ -15,10 +15,11 @@ from torch import Tensor
 from longdraft.kernels.linear_cross_entropy import linear_cross_entropy
 
 RANKS = 3
+IGNORED = -100  # a label that counts for nothing
 
 
 class Part(NamedTuple):
-    """`rows` int64 [M]: the states that have a label; `labels` int64 [M]: their token ids."""
+    """`rows` int64 [M]: the states that have a label; `labels` int64 [M]: their token ids, or IGNORED."""
 
     rows: Tensor
     labels: Tensor
@@ -47,6 +48,7 @@ def draft_loss(states: Sequence[Tensor], parts: Sequence[Part], lm_head_VD: Tens
         lm_head_VD,
         [part.labels for part in parts],
         rows=[part.rows for part in parts],
+        ignore_index=IGNORED,
         top_k=RANKS if count_ranks else 0,
     )
     return DraftLoss(*out)

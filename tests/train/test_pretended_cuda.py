@@ -1,0 +1,145 @@
+"""Training on a CUDA device that is not there (tests/pretended_cuda.py): every method's step gives the CPU's loss and
+gradients, and the host waits for nothing in a step that is neither logged nor saved."""
+
+from dataclasses import replace
+
+import deepspeed
+import pytest
+import torch
+
+from longdraft.kernels import segment_attention
+from longdraft.train.config import load_config
+from longdraft.train.engine import DraftEngine
+from longdraft.train.methods import open_method
+from longdraft.train.opening import DTYPES, Run
+from longdraft.train.sequence_parallel import SequenceParallel, sequence_group
+from longdraft.train.step import train_step
+from longdraft.train.teacher import Teacher
+
+# Two passes a step, every third of which is logged.
+RUN = ["data.seq_len=460", "train.micro_batch=1", "train.global_batch=2", "log.every=3", "train.steps=9"]
+BLOCK = ["draft.method=longspec", "draft.window=6", "draft.noise=4", "draft.final_norm=true"]
+ANCHOR = ["data.positions=anchor_offset", "data.max_position=700", "data.sinks=2", "data.query_share=0.5"]
+METHODS = {
+    "linear-chain": [],
+    "silu-chain-anchored": ["draft.kind=silu_chain", *ANCHOR],
+    "medusa": ["draft.method=medusa", "draft.init_std=0.1"],
+    "longspec": BLOCK,
+    "longspec-anchored-restricted": [*BLOCK, *ANCHOR, "draft.draft_vocab_size=60"],
+}
+POISON = 96
+
+
+class Weights:
+    """In the place of DeepSpeed, which knows no pretended device: passes are summed, and nothing moves."""
+
+    def __init__(self, draft, adam):
+        self.draft, self.optimizer = draft, adam
+
+    def __call__(self, *args):
+        return self.draft(*args)
+
+    def backward(self, loss):
+        loss.backward()
+
+    def step(self):
+        pass
+
+    def gradient_accumulation_steps(self):
+        return 1
+
+    def was_step_applied(self):
+        return True
+
+    def get_global_grad_norm(self):
+        return torch.ones((), device=next(self.draft.parameters()).device)
+
+
+@pytest.fixture
+def packed(shared):
+    """Rows of three pieces each; of poisoned ones the second has a token that the target knows no number for."""
+    builders = shared("train/test_methods.py")
+
+    class Rows(builders.Rows):
+        poisoned = False
+
+        def __getitem__(self, index):
+            row = super().__getitem__(index)
+            tokens = row["tokens"] % POISON
+            if self.poisoned and index == 1:
+                tokens[20] = POISON
+            return row | {"tokens": tokens}
+
+    return Rows([[*builders.LENGTHS], ["middle", "short"]])
+
+
+@pytest.fixture
+def opened(config_file, alone, packed, tiny_target, monkeypatch):
+    """(overrides, gpu or None) -> a run before its first step, on the pretended device or the CPU."""
+    initialize = lambda model, optimizer, **_: (Weights(model, optimizer), optimizer, None, None)  # noqa: E731
+    monkeypatch.setattr(deepspeed, "initialize", initialize)
+
+    def make(overrides, gpu=None, precision="fp32", shared_rows=False, poisoned=False):
+        config, dtype = load_config(config_file, [*RUN, f"train.precision={precision}", *overrides]), DTYPES[precision]
+        target = tiny_target(max_positions=2048, dtype=dtype)
+        target.model.embed_tokens.weight.data[POISON] = torch.nan
+        restricted = getattr(config.draft, "draft_vocab_size", None)
+        method = open_method(config, target.model, None if restricted is None else torch.arange(restricted))
+        generator = torch.Generator().manual_seed(5)
+        for name, weight in method.draft.named_parameters():
+            weight.data.normal_(1.0 if "norm" in name else 0.0, 0.2, generator=generator)
+        method.draft.to(dtype)
+        target.model.requires_grad_(False)
+        ranks = alone
+        if gpu is not None:
+            gpu.put(target.model), gpu.put(method.draft)
+            ranks = replace(alone, device=torch.device("cuda", 0))
+        parallel = SequenceParallel(target.model.config, sequence_group(1)) if shared_rows else None
+        packed.poisoned = poisoned
+        engine, teacher = DraftEngine(config, method.draft, ranks), Teacher(target.model, parallel)
+        return Run(config, ranks, method, engine, teacher, packed, packed, None)
+
+    return make
+
+
+def step(run, pretended_cuda):
+    """What a step gives: losses by part, gradients."""
+    for weight in run.engine.draft.parameters():
+        weight.grad = None
+    result = train_step(run)
+    assert result is not None
+    value = pretended_cuda.value_of
+    gradients = {name: value(weight.grad).float() for name, weight in run.engine.draft.named_parameters()}
+    return value(result.loss.sums), gradients
+
+
+def assert_close(found, expected, loss, gradient):
+    torch.testing.assert_close(found[0], expected[0], rtol=loss, atol=0)
+    for name, wanted in expected[1].items():
+        error = ((found[1][name] - wanted).norm() / wanted.norm()).item()
+        assert error <= gradient, f"{name}: relative error {error}"
+
+
+@pytest.fixture
+def gpu(pretended_cuda):
+    with pretended_cuda.PretendedCuda() as device:
+        yield device
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", METHODS)
+def test_a_step_is_the_cpus_and_waits_for_nothing(opened, pretended_cuda, monkeypatch, name, precision):
+    """In fp32, though a GPU's attention takes half precision alone: so that nothing but the arithmetic's order differs.
+    In bf16 roundings do."""
+    expected = step(opened(METHODS[name], precision=precision), pretended_cuda)
+    monkeypatch.setattr(segment_attention, "HALF", (torch.float32, torch.bfloat16))
+    with pretended_cuda.PretendedCuda() as gpu:
+        run = opened(METHODS[name], gpu, precision)
+        found = step(run, pretended_cuda)
+        assert_close(found, expected, *((1e-5, 1e-4) if precision == "fp32" else (1e-3, 0.05)))
+        assert gpu.calls["varlen attention"] > 0
+        run.step += 1
+        gpu.forget()
+        step(run, pretended_cuda)
+        assert not gpu.waits, gpu.waits
+        assert gpu.late.total() == 2, "what is read of a pass is whether it is left out"
