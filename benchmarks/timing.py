@@ -103,10 +103,11 @@ class Bench:
             run()
             return time.perf_counter() - begin
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
+        stream = torch.cuda.current_stream(self.device)
+        start.record(stream)
         run()
-        end.record()
-        torch.cuda.synchronize()
+        end.record(stream)
+        torch.cuda.synchronize(self.device)
         return start.elapsed_time(end) / 1e3
 
 

@@ -29,6 +29,7 @@ from longdraft.kernels import backend
 from longdraft.kernels.cpu_impl import rows
 from longdraft.kernels.linear import prompt_in_c
 from longdraft.kernels.transfer import HostCopy
+from longdraft.models.device import on_device
 from longdraft.models.hf import Target
 from longdraft.models.kv_cache import KVCache
 
@@ -83,8 +84,10 @@ class Engine:
         check_whole_or("max_length", max_length, [None], 1, limit)
         whole("prefill_chunk", prefill_chunk, 1)
         check_whole_or("nodes", nodes, ["auto", None], 1)
+        self.device = target.model.embed_tokens.weight.device
         if isinstance(drafter, str):
-            drafter = build_drafter(drafter, target, draft, options or {})
+            with on_device(self.device):
+                drafter = build_drafter(drafter, target, draft, options or {})
         elif not isinstance(drafter, Drafter):
             raise ValueError(f"drafter={drafter!r}: must be a drafter's name or a Drafter")
         elif draft is not None or options:
@@ -93,7 +96,6 @@ class Engine:
         self.max_length, self.drafter = max_length or limit, drafter
         self._noise_in_ranking = noise_in_ranking
         self._log = log or logging.getLogger("longdraft").info
-        self.device = next(target.model.parameters()).device
         self._on_cpu = self.device.type == "cpu"
         # What the budget learns of costs must not depend on what else the machine does.
         self._work_clock = rows.work_seconds if self._on_cpu else time.perf_counter
@@ -146,12 +148,20 @@ class Engine:
         if self._running:
             raise RuntimeError("this engine is decoding already; finish or close its stream, or make a second Engine")
         self._running = True
+        pieces = self._decode(requests)
         try:
-            yield from self._decode(requests)
+            while True:
+                # Not around the yield: the current device is the caller's in between.
+                with on_device(self.device):
+                    piece = next(pieces, None)
+                if piece is None:
+                    return
+                yield piece
         finally:
+            pieces.close()
             self._running = False
 
-    def _decode(self, requests: list[Request]) -> Iterator[Piece]:
+    def _decode(self, requests: list[Request]) -> Generator[Piece]:
         waiting = deque(requests)
         batch = self.slots or min(max(len(requests), 1), MOST_SLOTS)
         lanes: list[Lane | None] = [None] * batch

@@ -195,7 +195,7 @@ def width_curve(
             with decoding(device.type == "cpu"):
                 model(rows[:, :width], cache=cache, needs={"logits"})
             if device.type == "cuda":
-                torch.cuda.synchronize()
+                torch.cuda.synchronize(device)
             if turn:  # the first turn warms up, and records
                 seconds[width].append(time.perf_counter() - begin)
             watch.advance(_pass_cost(width))
@@ -281,7 +281,7 @@ def against_transformers(
         mask = torch.ones_like(ids)
         out = model.generate(ids, attention_mask=mask, do_sample=False, pad_token_id=0, max_new_tokens=new_tokens)
         if device.type == "cuda":
-            torch.cuda.synchronize()
+            torch.cuda.synchronize(device)
         return time.perf_counter() - begin, out[0, len(prompt) :].tolist()
 
     theirs(prompts[0], 4)
@@ -314,10 +314,10 @@ def surroundings(target: Target) -> dict:
         "commit": own or None,  # a copy without git's folder is told by the environment
         "target": target.name,
         "dtype": str(weight.dtype).removeprefix("torch."),
-        "device": torch.cuda.get_device_name() if weight.is_cuda else cpu,
+        "device": torch.cuda.get_device_name(weight.device) if weight.is_cuda else cpu,
         "threads": torch.get_num_threads(),
         "peak_memory_mib": round(
-            torch.cuda.max_memory_allocated() / 2**20
+            torch.cuda.max_memory_allocated(weight.device) / 2**20
             if weight.is_cuda
             else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
         ),

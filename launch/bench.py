@@ -101,6 +101,7 @@ def _bench(args: argparse.Namespace) -> dict:
     from longdraft.infer.tasks import make_tasks
     from longdraft.launch import runtime
     from longdraft.launch.progress import Progress
+    from longdraft.models.device import on_device
     from longdraft.models.hf import load_transformers
 
     # What can be wrong is found before the model is loaded.
@@ -135,7 +136,7 @@ def _bench(args: argparse.Namespace) -> dict:
     }
     place = target.model.embed_tokens.weight.device
     theirs = load_transformers(source[0], settings.dtype, source[1]).to(place) if args.transformers else None
-    with Progress("bench") as watch:
+    with Progress("bench") as watch, on_device(place):
         return bench(target, builders, tasks, settings, theirs, watch)
 
 

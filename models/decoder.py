@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from longdraft.kernels.rotate import rotate
 from longdraft.kernels.segment_attention import Segment, segment_attention
 from longdraft.kernels.transfer import from_host
 from longdraft.kernels.tree_attention import PassPlan, plan_pass, tree_attention
+from longdraft.models.device import on_device
 from longdraft.models.kv_cache import KVCache
 from longdraft.models.recorded_layers import RecordedLayers, can_record
 from longdraft.models.rope import Rope, RopeConfig, piece_lengths
@@ -267,6 +268,11 @@ class Decoder(nn.Module):
         """Share the embedding with the LM head where the configuration says so."""
         if self.config.tie_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
+
+    def __call__(self, *args, **kwargs) -> Any:
+        """`forward`, with kernels launched on the weights' device, whichever is the current one."""
+        with on_device(self.embed_tokens.weight.device):
+            return super().__call__(*args, **kwargs)
 
     def new_cache(self, batch: int, capacity: int) -> KVCache:
         """An empty cache for this model, in its dtype and on its device."""

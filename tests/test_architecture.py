@@ -15,7 +15,14 @@ MAY_IMPORT = {
     "launch": {"launch", "train", "infer", "models", "kernels", "data_prep"},
 }
 OPTIONAL = {"triton", "flash_attn", "liger_kernel"}
+# Of torch.cuda, what asks or waits for the current device where none is named.
+OF_A_DEVICE = {
+    "synchronize", "current_stream", "default_stream", "Stream", "mem_get_info", "memory_allocated", "memory_reserved",
+    "max_memory_allocated", "max_memory_reserved", "reset_peak_memory_stats", "memory_stats", "get_device_name",
+    "get_device_properties", "get_device_capability", "utilization",
+}  # fmt: skip
 FILES = sorted(path for folder in MAY_IMPORT for path in (ROOT / folder).rglob("*.py"))
+BENCHMARKS = sorted((ROOT / "benchmarks").glob("*.py"))
 NAMES = [str(path.relative_to(ROOT)) for path in FILES]
 
 
@@ -77,6 +84,19 @@ def test_no_handler_swallows_every_error(path):
             swallows = name in {"everything", "Exception", "BaseException"}
             assert not swallows or any(isinstance(inner, ast.Raise) for inner in ast.walk(node)), (
                 f"{path.name}:{node.lineno} catches {name} and does not raise again"
+            )
+
+
+@pytest.mark.parametrize("path", [*FILES, *BENCHMARKS], ids=[*NAMES, *(path.name for path in BENCHMARKS)])
+def test_every_question_to_cuda_names_its_device(path):
+    """Without one it is the current device that answers, which is GPU 0 whatever a target is on; an event without a
+    stream is that of the current device."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call) and not node.args and isinstance(node.func, ast.Attribute):
+            called, named = ast.unparse(node.func), {keyword.arg for keyword in node.keywords}
+            asks = called.startswith("torch.cuda.") and node.func.attr in OF_A_DEVICE
+            assert not (asks or node.func.attr == "record") or named & {"device", "stream"}, (
+                f"{path.name}:{node.lineno}: {called}() asks the current device; name one"
             )
 
 

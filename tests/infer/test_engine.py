@@ -2,12 +2,14 @@
 distribution. The exactness of every drafter is test_exactness.py's.
 """
 
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
 import torch
 from scipy import stats
 
+from longdraft.infer import engine as engine_module
 from longdraft.infer.drafters.small_model import SmallModelDrafter
 from longdraft.infer.drafters.tokenswift import TokenSwiftDrafter
 from longdraft.infer.drafters.triforce import TriForceDrafter
@@ -18,6 +20,7 @@ from longdraft.infer.sampling import SamplingParams, SlotSampling
 from longdraft.infer.shape import TreeShape
 from longdraft.infer.tree import TokenTree
 from longdraft.kernels.gumbel import gumbel_noise
+from longdraft.models import decoder as decoder_module
 from longdraft.models.drafts.tokenswift import TokenSwift, TokenSwiftConfig
 
 SAMPLINGS = {
@@ -370,3 +373,42 @@ def test_the_cache_equals_a_fresh_prefill_after_random_acceptances(tiny_target, 
             target.model(text, cache=fresh)
             for held, wanted in ((engine._cache.keys, fresh.keys), (engine._cache.values, fresh.values)):
                 torch.testing.assert_close(held[:, slot, : text.shape[1]], wanted[:, 0], rtol=0, atol=2e-5)
+
+
+def test_kernels_are_launched_on_the_targets_gpu(tiny_target, monkeypatch):
+    """Triton launches on the current device: it is the target's while a drafter is built and while steps are made, and
+    the caller's own between two pieces. A pass alone sees to it too."""
+    current, seen = ["caller"], []
+
+    @contextmanager
+    def on(where):
+        current.append(str(where))
+        yield
+        current.pop()
+
+    def watched(name, real):
+        def call(*given, **options):
+            seen.append((name, current[-1]))
+            return real(*given, **options)
+
+        return call
+
+    target = tiny_target()
+    for module in (engine_module, decoder_module):
+        monkeypatch.setattr(module, "on_device", on)
+    for name in ("build_drafter", "take_step"):
+        monkeypatch.setattr(engine_module, name, watched(name, getattr(engine_module, name)))
+    monkeypatch.setattr(Engine, "_prefill", watched("prefill", Engine._prefill))
+    engine = Engine(target, "token_recycling", slots=1)
+    stream = engine.stream([[1, 2, 3], [4, 5, 6]], SamplingParams(max_new_tokens=6))
+    for piece in stream:
+        assert current == ["caller"]
+        if piece.generation:
+            break
+    stream.close()
+    assert current == ["caller"] and not engine._running
+    names, devices = zip(*seen, strict=True)
+    assert {*names} == {"build_drafter", "prefill", "take_step"} and {*devices} == {"cpu"}
+    monkeypatch.setattr(target.model, "forward", watched("forward", target.model.forward))
+    target.model(torch.tensor([[1]]))
+    assert seen[-1] == ("forward", "cpu")
