@@ -1,15 +1,16 @@
-"""What `longdraft bench` measures, in order: exactness in fp32, then everything else in the dtype asked for.
+"""What `longdraft bench` measures, in order: exactness, then everything else in the dtype asked for.
 
-No speed is given out without the exactness of the same drafter in the same process. Not here: the single measurements
-(infer/measure.py), the prompts (infer/tasks.py), how figures are shown (infer/report.py), or kernels' benchmarks.
+No speed is given out without the exactness of the same drafter in the same process. Not here: how exactness is shown
+(infer/proof.py), the single measurements (infer/measure.py), the prompts (infer/tasks.py), how figures are shown
+(infer/report.py), or kernels' benchmarks.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 
 import torch
 
-from longdraft.infer.drafters.base import Drafter
+from longdraft.infer import proof
 from longdraft.infer.engine import Engine
 from longdraft.infer.measure import (
     UNWATCHED,
@@ -18,7 +19,6 @@ from longdraft.infer.measure import (
     decode,
     decode_cost,
     decode_in_turns,
-    exact,
     flips,
     plan_turns,
     prefill_cost,
@@ -32,28 +32,28 @@ from longdraft.infer.measure import (
     width_curve_cost,
 )
 from longdraft.infer.progress import Part, Watch
+from longdraft.infer.proof import Builder, in_form, part_words, prove
 from longdraft.infer.sampling import SamplingParams
 from longdraft.infer.tasks import Task
 from longdraft.models.hf import Target
 
-EXACT_PROMPTS, EXACT_TOKENS = 2, 24
 NOISE_TEMPERATURES, NOISE_PROMPTS, NOISE_TOKENS = (0.7, 1.0), 3, 64
 FLIP_TOKENS = 64
-# What a token takes beside one of plain decoding in bf16, as measured for SmolLM2: in fp32 every node is verified.
-PROOF_SLOW, REFERENCE_SLOW = 3.0, 2.0
-REFERENCE, CURVE, FLIPS, PEER = "logits in fp32", "cost of a pass by its rows", "flips", "timing transformers"
-# A drafter for a target whose dtype is settled.
-Builder = Callable[[Target], Drafter]
+# What a token takes beside one of plain decoding in bf16, as measured for SmolLM2, in the proof, where every node is
+# verified, and of the reference.
+SLOW = {"fp32": (3.0, 2.0), "layerwise": (9.0, 6.0), "serving": (2.0, 1.0)}
+REFERENCE, CURVE, FLIPS, PEER = "the target's own text", "cost of a pass by its rows", "flips", "timing transformers"
 
 
 @dataclass(frozen=True)
 class BenchSettings:
-    """`dtype` is that of the speeds; `temperatures` are measured one after the other (0 is greedy); `nodes` as the
-    Engine's; `contexts`: lengths for the width curve, None for the first prompt's; `noise`: also acceptance with and
-    without the noise in the ranking."""
+    """`dtype` is that of the speeds; `proof`: the form of the proof of exactness (infer/proof.py); `temperatures` are
+    measured one after the other (0 is greedy); `nodes` as the Engine's; `contexts`: lengths for the width curve, None
+    for the first prompt's; `noise`: also acceptance with and without the noise in the ranking."""
 
     new_tokens: int = 128
     dtype: torch.dtype = torch.bfloat16
+    proof: str = "fp32"
     temperatures: tuple[float, ...] = (0.0,)
     seed: int = 0
     nodes: int | str | None = "auto"
@@ -82,24 +82,27 @@ def bench(
     """Everything as plain dicts.
 
     Args:
-        target: loaded in fp32; it is cast to `settings.dtype` on the way, and drafters are built anew.
+        target: loaded in fp32 for a proof of the form "fp32", and then cast to `settings.dtype`; else loaded in that.
+            Drafters are built anew.
         builders: by the name that the figures stand under; plain decoding is always measured.
         transformers_model: the same checkpoint as a transformers model in `settings.dtype`, or None.
         watch: told what is measured and how it goes on.
 
     Raises:
         ValueError: a prompt that does not fit the target's positions.
-        RuntimeError: a drafter whose fp32 tokens are not plain decoding's.
+        RuntimeError: a drafter whose tokens are not plain decoding's.
     """
     prompts = [task.tokens for task in tasks]
     _check_lengths(target, prompts, settings)
     watch.plan(plan(list(builders), prompts, settings, transformers_model is not None))
-    result: dict = _exactness(target, builders, prompts, settings, watch)
-    watch.begin(REFERENCE)
-    # Dtypes and widths are compared on the target's own greedy text.
-    text = prompts[0] + decode(Engine(target), prompts[:1], settings.params(new_tokens=FLIP_TOKENS), watch)[0].tokens
     start = len(prompts[0]) - 1
-    reference = reference_logits(target, text, start, watch)
+    with in_form(target, settings.proof):
+        result: dict = prove(target, builders, prompts, settings.params(), settings.proof, settings.dtype, watch)
+        watch.begin(REFERENCE)
+        # Dtypes and widths are compared on the target's own greedy text.
+        greedy = settings.params(new_tokens=FLIP_TOKENS)
+        text = prompts[0] + decode(Engine(target), prompts[:1], greedy, watch)[0].tokens
+        reference = None if settings.proof == "serving" else reference_logits(target, text, start, watch)
     target.model.to(settings.dtype)
     curves = {}
     for context in settings.curve_contexts(prompts):
@@ -136,15 +139,17 @@ def bench(
 
 def plan(names: Sequence[str], prompts: Sequence[list[int]], settings: BenchSettings, transformers: bool) -> list[Part]:
     """The parts of `bench` in order, and what each costs beside a step of plain decoding, about."""
-    some = prompts[:EXACT_PROMPTS]
+    some, form, dtype = prompts[: proof.PROMPTS], settings.proof, settings.dtype
+    of_proof, of_reference = SLOW[form]
     parts = [
-        Part(_proof_words(name, way, len(some)), way, 2 * decode_cost(some, EXACT_TOKENS), PROOF_SLOW)
+        Part(part_words(name, way, form, dtype, len(some)), way, 2 * decode_cost(some, proof.TOKENS), of_proof)
         for name in names
-        for way in _proof_ways(settings)
+        for way in proof.ways(form, settings.params())
     ]
     start = len(prompts[0])
-    reference = decode_cost(prompts[:1], FLIP_TOKENS) + prefill_cost(start) + FLIP_TOKENS
-    parts.append(Part(REFERENCE, REFERENCE, reference, REFERENCE_SLOW))
+    reference = decode_cost(prompts[:1], FLIP_TOKENS)
+    reference += 0 if form == "serving" else prefill_cost(start) + FLIP_TOKENS
+    parts.append(Part(REFERENCE, REFERENCE, reference, of_reference))
     for context in settings.curve_contexts(prompts):
         parts.append(Part(f"{CURVE}, behind {context} tokens", CURVE, width_curve_cost(context)))
     for temperature in settings.temperatures:
@@ -171,35 +176,8 @@ def _check_lengths(target: Target, prompts: Sequence[Sequence[int]], settings: B
             raise ValueError(f"contexts: {context} must lie in 1..{positions}, the target's positions")
 
 
-def _proof_ways(settings: BenchSettings) -> dict[str, SamplingParams]:
-    sampled = replace(settings.params(1.0, EXACT_TOKENS), top_p=0.95)
-    return {"greedy": settings.params(new_tokens=EXACT_TOKENS), "sampled": sampled}
-
-
-def _proof_words(name: str, way: str, count: int) -> str:
-    together = "1 prompt" if count == 1 else f"{count} prompts together"
-    return f"proof in fp32 that {name} is exact, {way}, {together}"
-
-
 def _timing_words(temperature: float) -> str:
     return f"timing at T {temperature:g}:" if temperature else "timing, greedy:"
-
-
-def _exactness(target: Target, builders: Mapping[str, Builder], prompts, settings: BenchSettings, watch: Watch) -> dict:
-    """tokens == tokens in fp32, greedy and seeded, every proposed node verified."""
-    if not builders:
-        return {}
-    ways, some = _proof_ways(settings), prompts[:EXACT_PROMPTS]
-    for name, build in builders.items():
-        engine = Engine(target, build(target), nodes=None)
-        for way, params in ways.items():
-            watch.begin(_proof_words(name, way, len(some)))
-            if not exact(target, engine, some, params, watch):
-                raise RuntimeError(
-                    f"exact: NO, {name}'s tokens in fp32 differ from plain decoding's; no speed is worth a number"
-                )
-    checked = len(ways) * len(some) * EXACT_TOKENS
-    return {"exact": True, "exact_checked": f"{checked} tokens a drafter in fp32, greedy and T 1 with top-p 0.95"}
 
 
 def _run(

@@ -22,14 +22,17 @@ import torch
 from torch import Tensor
 
 from longdraft.infer.engine import Engine
+from longdraft.infer.graphs import graphs_for
 from longdraft.infer.progress import Part, Unwatched, Watch
 from longdraft.infer.results import Generation
 from longdraft.infer.sampling import SamplingParams
 from longdraft.kernels.cpu_impl.rows import decoding
 from longdraft.models.hf import Target
+from longdraft.models.kv_cache import KVCache
 
 UNWATCHED = Unwatched()
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 40)
+PREFILL_CHUNK = 512
 
 
 @dataclass(frozen=True)
@@ -93,7 +96,9 @@ def decode_cost(prompts: Sequence[Sequence[int]], new_tokens: int) -> float:
     return sum(prefill_cost(len(prompt)) + new_tokens for prompt in prompts)
 
 
-def decode(engine: Engine, prompts: Sequence[list[int]], params: SamplingParams, watch: Watch) -> list[Generation]:
+def decode(
+    engine: Engine, prompts: Sequence[list[int]], params: SamplingParams | Sequence[SamplingParams], watch: Watch
+) -> list[Generation]:
     """`Engine.generate`, watched."""
     done: list[Generation] = []
     begun: set[int] = set()
@@ -152,12 +157,6 @@ def same_tokens(plain: Sequence[Generation], other: Sequence[Generation]) -> tup
     return sum(a == b for a, b in pairs), len(pairs)
 
 
-def exact(target: Target, engine: Engine, prompts: Sequence[list[int]], params: SamplingParams, watch: Watch) -> bool:
-    """Whether this engine gives plain decoding's tokens for every prompt (seed set)."""
-    plain, other = (decode(one, prompts, params, watch) for one in (Engine(target), engine))
-    return [g.tokens for g in plain] == [g.tokens for g in other]
-
-
 def _pass_cost(width: int) -> float:
     """A pass of so many rows beside one of a single row, about."""
     return 1 + width / 8
@@ -177,40 +176,54 @@ def width_curve(
     seed: int = 0,
     watch: Watch = UNWATCHED,
 ) -> dict[int, float]:
-    """Median seconds of a target pass (logits of all rows) of each width behind `context` cached tokens, in turns."""
+    """Median seconds of a target pass (logits of all rows) of each width behind `context` cached tokens, in turns; the
+    passes are recorded and replayed where decoding's are (infer/graphs.py)."""
     model = target.model
     generator = torch.Generator().manual_seed(seed)
     device = model.embed_tokens.weight.device
     cache = model.new_cache(1, context + max(widths))
     head = torch.randint(model.config.vocab_size, (1, context), generator=generator).to(device)
     rows = torch.randint(model.config.vocab_size, (1, max(widths)), generator=generator).to(device)
-    for chunk in head.split(512, dim=1):
-        model(chunk, cache=cache, needs={"last_kv"})
-        cache.keep(None, torch.tensor([chunk.shape[1]], device=device))
-        watch.advance(prefill_cost(chunk.shape[1]))
+    _prefill(target, cache, head, watch)
+    graphs = graphs_for(None, model)
+    # The first turn warms up, and on a CPU records; what is recorded on a GPU is so in the second.
+    warm_up = 2 if graphs.recording else 1
+
+    def logits(rows_BN: Tensor) -> Tensor:
+        found = model(rows_BN, cache=cache, needs={"logits"}).logits
+        assert found is not None
+        return found
+
     seconds: dict[int, list[float]] = {width: [] for width in widths}
-    for turn in range(repeats + 1):
+    for turn in range(repeats + warm_up):
         for width in widths:
             begin = time.perf_counter()
             with decoding(device.type == "cpu"):
-                model(rows[:, :width], cache=cache, needs={"logits"})
+                graphs.run(("width",), (model, cache), logits, rows[:, :width], widest=width)
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
-            if turn:  # the first turn warms up, and records
+            if turn >= warm_up:
                 seconds[width].append(time.perf_counter() - begin)
             watch.advance(_pass_cost(width))
     return {width: statistics.median(times) for width, times in seconds.items()}
 
 
+def _prefill(target: Target, cache: KVCache, tokens_1T: Tensor, watch: Watch) -> None:
+    """These tokens into the empty cache, in passes as decoding makes them."""
+    for chunk in tokens_1T.split(PREFILL_CHUNK, dim=1):
+        target.model(chunk, cache=cache, needs={"last_kv"})
+        cache.keep(None, torch.tensor([chunk.shape[1]], device=chunk.device))
+        watch.advance(prefill_cost(chunk.shape[1]))
+
+
 @torch.no_grad()
-def _choice_logits(target: Target, tokens: Sequence[int], start: int, width: int, watch: Watch) -> Tensor:
+def choice_logits(target: Target, tokens: Sequence[int], start: int, width: int, watch: Watch) -> Tensor:
     """Logits behind tokens[start:], [T - start, V], from passes of `width` rows on a cache of all before."""
     model = target.model
     device = model.embed_tokens.weight.device
     cache = model.new_cache(1, len(tokens) + width)
     rows = torch.tensor([list(tokens)], device=device)
-    model(rows[:, :start], cache=cache, needs={"last_kv"})
-    cache.keep(None, torch.tensor([start], device=device))
+    _prefill(target, cache, rows[:, :start], UNWATCHED)
     logits = []
     for part in rows[:, start:].split(width, dim=1):
         logits.append(model(part, cache=cache).logits[0])
@@ -224,22 +237,28 @@ class Flips:
     """How far passes of `width` rows are from passes of one row in this dtype, over `positions` greedy choices.
 
     `largest_gap`: the largest logit gap between the two choices of a flip; `dtype_error`: the largest difference of a
-    logit from fp32's. A gap above twice that error is a bug, not a near-tie.
+    logit from fp32's, None where there was nothing in fp32 to compare with. A gap above twice that error is a bug, not
+    a near-tie.
     """
 
     width: int
     positions: int
     flips: int
     largest_gap: float
-    dtype_error: float
+    dtype_error: float | None
 
 
 def flips(
-    target: Target, fp32_logits_TV: Tensor, tokens: Sequence[int], start: int, width: int, watch: Watch = UNWATCHED
+    target: Target,
+    fp32_logits_TV: Tensor | None,
+    tokens: Sequence[int],
+    start: int,
+    width: int,
+    watch: Watch = UNWATCHED,
 ) -> Flips:
     """Compare one-row and `width`-row passes over the same text; fp32_logits_TV from `reference_logits`."""
-    single = _choice_logits(target, tokens, start, 1, watch).float()
-    wide = _choice_logits(target, tokens, start, width, watch).float()
+    single = choice_logits(target, tokens, start, 1, watch).float()
+    wide = choice_logits(target, tokens, start, width, watch).float()
     chosen, other = single.argmax(-1, keepdim=True), wide.argmax(-1, keepdim=True)
     gaps = (single.gather(1, chosen) - single.gather(1, other))[chosen != other]
     return Flips(
@@ -247,13 +266,13 @@ def flips(
         len(single),
         len(gaps),
         float(gaps.max()) if len(gaps) else 0.0,
-        float((single - fp32_logits_TV).abs().max()),
+        None if fp32_logits_TV is None else float((single - fp32_logits_TV).abs().max()),
     )
 
 
 def reference_logits(target: Target, tokens: Sequence[int], start: int, watch: Watch = UNWATCHED) -> Tensor:
     """What `flips` compares with, from the target as it is now (fp32): [T - start, V]."""
-    return _choice_logits(target, tokens, start, 1, watch).float()
+    return choice_logits(target, tokens, start, 1, watch).float()
 
 
 def transformers_cost(prompts: Sequence[list[int]], params: SamplingParams) -> float:

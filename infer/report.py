@@ -69,15 +69,15 @@ def _verdicts(result: dict) -> list[str]:
     """One line each: exactness, the cost of width, flips, transformers, why a drafter does not pay."""
     lines = []
     if "exact" in result:
-        lines.append(f"exact: {'yes' if result['exact'] else 'NO'} ({result['exact_checked']})")
+        lines.append(f"exact: {_exactness(result)}")
     for context, curve in result["width_curves_ms"].items():
         shown = ", ".join(f"{width}: {ms / curve['1']:.2f}" for width, ms in curve.items())
         lines.append(f"a pass behind {context} tokens, {curve['1']:.1f} ms for one row; by rows: {shown}")
-    flips = result["flips"]
+    flips, error = result["flips"], result["flips"]["dtype_error"]
     lines.append(
         f"{result['dtype']} flips: {flips['flips']} of {flips['positions']} greedy choices differ between passes of 1 "
         f"and {flips['width']} rows" + (f", gap up to {flips['largest_gap']:.3f}" if flips["flips"] else "") +
-        f" (logit error of {result['dtype']}: {flips['dtype_error']:.3f})"
+        ("" if error is None else f" (logit error of {result['dtype']}: {error:.3f})")
     )  # fmt: skip
     if "plain_over_transformers" in result:
         lines.append(
@@ -85,6 +85,18 @@ def _verdicts(result: dict) -> list[str]:
             f"({result['transformers_tokens_per_second']:.1f} tokens/s)"
         )
     return lines + [reason for run in result["runs"] for reason in _reasons(run)]
+
+
+def _exactness(result: dict) -> str:
+    """The verdict, and what it was shown in."""
+    if result["exact"]:
+        return f"yes ({result['exact_checked']})"
+    parts = []
+    for name, found in result["proof"]["flips"].items():
+        parts.append(f"{name} {found['flips']} flips of {found['tokens']} tokens")
+        if found["flips"]:
+            parts[-1] += f", gap up to {found['largest_gap']:.3f} where {found['near_tie']:.3f} is a near-tie"
+    return f"not proved in fp32 ({result['exact_checked']}): {'; '.join(parts)}"
 
 
 def _reasons(run: dict) -> list[str]:
@@ -180,6 +192,6 @@ def _draw_speed(axes, result: dict) -> None:
     labels = [f"{speed:.1f}{steps.get(name, '')}" for name, speed in zip(names, speeds, strict=True)]
     axes.bar_label(bars, labels, padding=3, fontsize=8)
     axes.set_xticks(range(len(names)), [name.replace("+", "\n+ ") for name in names], fontsize=8)
-    exact = f", exact: {'yes' if result['exact'] else 'NO'}" if "exact" in result else ""
+    exact = f", exact: {'yes' if result['exact'] else 'not proved'}" if "exact" in result else ""
     how = "greedy" if run["temperature"] == 0 else f"T {run['temperature']}"
     axes.set(title=f"Decoding, {how}{exact}", ylabel=f"tokens/s, {result['dtype']}", ylim=(0, 1.25 * max(speeds)))

@@ -7,12 +7,24 @@ last line of the output is one JSON object.
 import argparse
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from longdraft.launch.console import ends_on_ctrl_c, framed, leave, note, show
 
+if TYPE_CHECKING:
+    import torch
+
+    from longdraft.models.decoder import Decoder, DecoderConfig
+    from longdraft.models.hf import Target
+
 PROMPTS = 4
+# infer/proof.py says what each is; here, for --help should not wait for torch.
+FORMS = ("fp32", "layerwise", "serving")
+# Tokens around a text where the task is more than to continue it.
+ASKING = 256
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -30,7 +42,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--prompt-tokens", type=int, default=256, help="of a text")
     add("--new-tokens", type=int, default=128)
     add("--nodes", help="nodes a step verifies: auto (the default: what pays), all, or a number")
-    add("--dtype", choices=("fp32", "bf16"), default="bf16", help="of the speeds; exactness is always shown in fp32")
+    add("--dtype", choices=("fp32", "bf16"), default="bf16", help="of the speeds")
+    add(
+        "--proof",
+        choices=FORMS,
+        help="of exactness: the whole target loaded in fp32; layerwise, all of it in fp32 but one layer at a time; or "
+        "serving, in --dtype, counting tokens that differ at near-ties (default: the first that fits the free memory)",
+    )
     add("--device", help="default: cuda where there is one")
     add("--temperature", nargs="+", type=float, default=[0.0], help="one or more; 0 is greedy")
     add("--seed", type=int, default=0)
@@ -122,7 +140,8 @@ def _bench(args: argparse.Namespace) -> dict:
         settings.params(temperature)
     given = _texts(args, names)
     source = runtime.target_source(args.target, args.gguf_file, args.draft)
-    target = runtime.open_target(*source, "fp32", device, runtime.max_positions(args.draft))
+    target, form = _open_target(args, source, device, options)
+    settings = replace(settings, proof=form)
     if isinstance(given, list):
         runtime.check_rows(runtime.heldout_rows(args.data), target)
     texts = given if isinstance(given, list) else runtime.file_texts(target, given, args.prompt_tokens)
@@ -138,6 +157,46 @@ def _bench(args: argparse.Namespace) -> dict:
     theirs = load_transformers(source[0], settings.dtype, source[1]).to(place) if args.transformers else None
     with Progress("bench") as watch, on_device(place):
         return bench(target, builders, tasks, settings, theirs, watch)
+
+
+def _open_target(
+    args: argparse.Namespace, source: tuple[str, str | None], device: "torch.device", options: Mapping[str, Any]
+) -> "tuple[Target, str]":
+    """The target as the proof begins with it, and the proof's form, which is chosen before a weight is loaded.
+    Raises ValueError where it does not fit."""
+    from longdraft.infer.memory import available_bytes, size
+    from longdraft.infer.proof import NAMES, Room, choose_form, first_dtype, in_words, needed_bytes
+    from longdraft.launch import runtime
+    from longdraft.models.hf import build_decoder
+
+    dtype, longest, chosen = runtime.DTYPES[args.dtype], args.prompt_tokens + ASKING, []
+    positions = max(longest + args.new_tokens, *(args.contexts or [0]))
+
+    def build(config: "DecoderConfig", *_: object) -> "Decoder":
+        room = Room(available_bytes(device), longest, positions, _beside(args, config, options))
+        chosen.append(form := choose_form(args.proof, config, dtype, room))
+        first, free = first_dtype(form, dtype), "" if room.free is None else f", and {size(room.free)} is free"
+        takes = size(needed_bytes(form, config, dtype, room))
+        note(f"Loading in {NAMES[first]}, to show exactness in {in_words(form, dtype)}: takes {takes}{free}")
+        return build_decoder(config, first, device)
+
+    target = runtime.open_target(*source, None, device, runtime.max_positions(args.draft), build)
+    return target, chosen[0]
+
+
+def _beside(args: argparse.Namespace, config: "DecoderConfig", options: Mapping[str, Any]) -> int:
+    """Bytes that lie on the device beside target and cache, at most: the draft and a small model in fp32, and
+    transformers' own copy of the target."""
+    from longdraft.infer.proof import weight_count
+    from longdraft.launch.runtime import DTYPES
+    from longdraft.models.draft_files import WEIGHTS
+    from longdraft.models.hf import read_target_config
+
+    found = 0 if args.draft is None else 2 * (Path(args.draft) / WEIGHTS).stat().st_size
+    for name, value in options.items():
+        if name.split(".")[-1] == "small":
+            found += 4 * weight_count(read_target_config(str(value)))
+    return found + (DTYPES[args.dtype].itemsize * weight_count(config) if args.transformers else 0)
 
 
 def _texts(args: argparse.Namespace, names: Sequence[str]) -> "list[list[int]] | dict[Path, str]":

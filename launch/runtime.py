@@ -2,7 +2,7 @@
 
 import json
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,11 @@ from longdraft.data_prep.shards import ShardSet
 from longdraft.infer.drafters.build import DRAFTERS, TRAINED
 from longdraft.infer.sampling import SamplingParams
 from longdraft.launch.console import note, said
+from longdraft.models.decoder import Decoder, DecoderConfig
 from longdraft.models.device import check_device, default_device, start
 from longdraft.models.draft_files import CONFIG
 from longdraft.models.draft_folder import read_info
-from longdraft.models.hf import Target, load_target
+from longdraft.models.hf import Target, build_decoder, load_target
 
 # What leaves all tokens in.
 FILTERS = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "eta_cutoff": 0.0}
@@ -60,13 +61,22 @@ def max_positions(draft: str | None) -> int | None:
 
 
 def open_target(
-    path: str, gguf_file: str | None, dtype: str, device: torch.device, max_positions: int | None = None
+    path: str,
+    gguf_file: str | None,
+    dtype: str | None,
+    device: torch.device,
+    max_positions: int | None = None,
+    build: Callable[[DecoderConfig, torch.dtype, torch.device | str], Decoder] = build_decoder,
 ) -> Target:
-    """Load it, and say so. What a drafter warns of is a line from here on, without the code's place."""
+    """Load it, and say so. What a drafter warns of is a line from here on, without the code's place.
+
+    Args:
+        dtype: of DTYPES; None: `build`, as `load_target` takes it, chooses.
+    """
     warnings.showwarning = lambda message, *_, **__: note(f"warning: {message}")
     allowed = f", with {max_positions} positions as its draft was trained" if max_positions else ""
-    note(f"Loading {path} in {dtype} on {device}{allowed}")
-    return load_target(path, DTYPES[dtype], device, gguf_file, max_positions)
+    note(f"Loading {path}{f' in {dtype}' if dtype else ''} on {device}{allowed}")
+    return load_target(path, DTYPES[dtype or "fp32"], device, gguf_file, max_positions, build=build)
 
 
 def drafter_names(given: Sequence[str] | None, draft: str | None) -> list[str]:

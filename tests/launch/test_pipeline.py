@@ -13,8 +13,12 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from longdraft.infer import memory
+from longdraft.infer.proof import FORMS, Room, needed_bytes
 from longdraft.launch import bench, cli, export, prepare, quickstart, train
 from longdraft.launch.generate import main as generate_main
+from longdraft.models import hf
+from longdraft.models.hf import read_target_config
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -194,6 +198,42 @@ def test_bench_errors_name_the_remedy_before_anything_is_measured(folder, argume
     said = [line for line in shown.err.splitlines() if not line.startswith("Loading")]
     assert shown.out == "" and len(said) == 1, shown.err
     assert said[0].startswith("longdraft bench: error: ") and message.format(f=folder) in said[0]
+
+
+@pytest.fixture
+def free_memory(monkeypatch):
+    """(bytes): what bench finds free before it loads the target."""
+
+    def said(free: int) -> None:
+        real, answers = memory.available_bytes, [free]
+        monkeypatch.setattr(memory, "available_bytes", lambda device: answers.pop() if answers else real(device))
+
+    return said
+
+
+def test_bench_takes_the_proof_that_fits_and_loads_nothing_that_does_not(folder, capsys, monkeypatch, free_memory):
+    config = read_target_config(folder / "target")
+    beside = 2 * (folder / "run" / "draft" / "model.safetensors").stat().st_size
+    room = Room(None, 24 + bench.ASKING, 24 + bench.ASKING + 4, beside)
+    needed = {form: needed_bytes(form, config, torch.bfloat16, room) for form in FORMS}
+    assert tuple(needed) == bench.FORMS and needed["serving"] < needed["layerwise"]
+    command = f"--draft {folder}/run/draft --data {folder}/data --prompts 1 --prompt-tokens 24 --new-tokens 4"
+    free_memory(needed["serving"] + 1)
+    assert bench.main(command.split()) == 0
+    shown = capsys.readouterr()
+    result = json.loads(shown.out.splitlines()[-1])
+    assert "Loading in bf16, to show exactness in bf16 alone: takes " in shown.err
+    assert result["exact"] is None and result["proof"]["complete"] is False
+    assert "exact: not proved in fp32 (48 tokens a drafter in bf16 alone, greedy and T 1): tokenswift " in shown.out
+    monkeypatch.setattr(hf, "fill", lambda *_: pytest.fail("weights were read"))
+    for free, option, said in (
+        (0, "", "--target: it needs "),
+        (needed["serving"] + 1, "--proof fp32", "--proof: fp32 needs "),
+        (None, "--proof layerwise --dtype fp32", "--proof: layerwise, but --dtype fp32"),
+    ):
+        free_memory(free)
+        assert bench.main(f"{command} {option}".split()) == 2
+        assert f"longdraft bench: error: {said}" in capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.parametrize(

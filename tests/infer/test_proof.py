@@ -1,0 +1,177 @@
+"""The forms of a proof of exactness: what fits where, arithmetic in fp32 of weights in bf16, flips that are counted."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from longdraft.infer.bench import BenchSettings, bench
+from longdraft.infer.drafters.build import build_drafter
+from longdraft.infer.drafters.prompt_lookup import PromptLookup
+from longdraft.infer.engine import Engine
+from longdraft.infer.measure import UNWATCHED
+from longdraft.infer.proof import (
+    FORMS,
+    Room,
+    choose_form,
+    fp32_layer_by_layer,
+    needed_bytes,
+    prove,
+    weight_count,
+)
+from longdraft.infer.report import table
+from longdraft.infer.sampling import SamplingParams
+from longdraft.infer.tasks import Task
+from longdraft.models.decoder import DecoderConfig
+from longdraft.models.rope import RopeConfig
+
+BF16, GREEDY = torch.bfloat16, SamplingParams(seed=3, ignore_eos=True)
+PROMPTS = [list(range(1, 30)), list(range(40, 52)) * 2]
+# Qwen2.5-32B and Llama-2-13B.
+QWEN = DecoderConfig(152064, 5120, 27648, 64, 40, 8, 128, 1e-5, 32768, RopeConfig(128, 32768), attention_bias=True)
+LLAMA = DecoderConfig(32000, 5120, 13824, 40, 40, 40, 128, 1e-5, 4096, RopeConfig(128, 4096))
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("config", "free", "form"),
+    [
+        (QWEN, 139, "fp32"),
+        (QWEN, 78, "layerwise"),
+        (QWEN, 70, "serving"),
+        (LLAMA, 78, "fp32"),
+        (LLAMA, 47, "layerwise"),
+    ],
+)
+def test_the_first_form_that_fits_is_taken(config, free, form):
+    room = Room(free * GIB, 512, 640)
+    assert choose_form(None, config, BF16, room) == choose_form(form, config, BF16, room) == form
+    assert choose_form(None, config, BF16, replace(room, free=None)) == "fp32"
+    assert choose_form(None, config, BF16, replace(room, beside=200 * GIB, free=(200 + free) * GIB)) == form
+    needed = [needed_bytes(one, config, BF16, room) for one in FORMS]
+    assert needed[0] > 4 * weight_count(config) and needed[1] > needed[2] > 2 * weight_count(config)
+
+
+def test_weights_are_counted_as_they_are(tiny_target):
+    for options in ({}, {"n_layers": 3, "tie_embeddings": True, "qk_norm": True}, {"sliding_windows": (5, None)}):
+        model = tiny_target(**options).model
+        assert weight_count(model.config) == sum(weight.numel() for weight in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("asked", "free", "message"),
+    [
+        ("fp32", 78, r"--proof: fp32 needs 1\d\d\.\d\d GiB, and 78.00 GiB is free; give layerwise \(\d\d"),
+        ("layerwise", 70, r"--proof: layerwise needs .* give serving \(\d\d"),
+        (None, 60, r"--target: it needs \d\d.\d\d GiB in bf16 with a cache of 640 positions, and 60.00 GiB is free"),
+        ("serving", 60, "--target: it needs"),
+    ],
+)
+def test_what_does_not_fit_is_refused(asked, free, message):
+    with pytest.raises(ValueError, match=message):
+        choose_form(asked, QWEN, BF16, Room(free * GIB, 512, 640))
+
+
+def test_speeds_in_fp32_leave_one_form():
+    room = Room(78 * GIB, 512, 640)
+    assert choose_form(None, LLAMA, torch.float32, room) == "fp32"
+    with pytest.raises(ValueError, match="--proof: layerwise, but --dtype fp32 holds the whole target in fp32"):
+        choose_form("layerwise", LLAMA, torch.float32, room)
+    with pytest.raises(ValueError, match=r"--target: it needs .* in fp32"):
+        choose_form(None, QWEN, torch.float32, room)
+
+
+def test_layer_by_layer_is_fp32_of_the_same_weights(tiny_target):
+    """Bit for bit what a copy in fp32 gives; at most one layer is in fp32 at a time, and nothing of it stays."""
+    target = tiny_target(vocab_size=61, n_layers=3, tie_embeddings=True, dtype=BF16)
+    before = {name: weight.clone() for name, weight in target.model.named_parameters()}
+    whole = replace(target, model=tiny_target(vocab_size=61, n_layers=3, tie_embeddings=True).model)
+    for name, weight in whole.model.named_parameters():
+        weight.data = before[name].float()
+    tokens, wide = torch.tensor(PROMPTS[:1]), []
+    layers = target.model.layers
+    for layer in layers:
+        layer.mlp.register_forward_pre_hook(
+            lambda *_: wide.append(sum(one.mlp.down_proj.weight.dtype == torch.float32 for one in layers))
+        )
+    with fp32_layer_by_layer(target.model):
+        assert torch.equal(target.model(tokens).logits, whole.model(tokens).logits)
+        params = replace(GREEDY, max_new_tokens=20)
+        found, wanted = (Engine(one).generate(PROMPTS, params) for one in (target, whole))
+        assert [g.tokens for g in found] == [g.tokens for g in wanted]
+    assert set(wide) == {1}
+    after = dict(target.model.named_parameters())
+    assert all(torch.equal(after[name], weight) and after[name].dtype == BF16 for name, weight in before.items())
+    assert target.model.lm_head.weight is target.model.embed_tokens.weight
+
+
+def test_weights_come_back_after_an_error(tiny_target):
+    target = tiny_target(dtype=BF16)
+    with pytest.raises(IndexError), fp32_layer_by_layer(target.model):
+        target.model(torch.tensor([[10**6]]))
+    assert {weight.dtype for weight in target.model.parameters()} == {BF16}
+
+
+class Rounding(PromptLookup):
+    """Makes of the target what a GPU's passes are: their width shows in the logits, by up to `error`."""
+
+    def __init__(self, target, error: float):
+        super().__init__()
+        head = target.model.lm_head
+        generator = torch.Generator().manual_seed(0)
+        noise = torch.rand(head.weight.shape[0], generator=generator) * 2 - 1
+
+        def by_width(module, given, logits):
+            return logits + (error * noise if given[0].shape[1] > 1 else 0.0)
+
+        self.hook = head.register_forward_hook(by_width)
+
+
+@pytest.mark.parametrize("error", [0.0, 1.0])
+def test_flips_in_the_serving_dtype_are_counted(tiny_target, error):
+    target = tiny_target(vocab_size=61)
+    found = prove(target, {"rounding": lambda one: Rounding(one, error)}, PROMPTS, GREEDY, "serving", BF16, UNWATCHED)
+    assert found["exact"] is None and found["proof"]["complete"] is False
+    flips = found["proof"]["flips"]["rounding"]
+    assert flips["tokens"] == 96 and (flips["flips"] > 0) == (error > 0)
+    if error:
+        assert 0 < flips["largest_gap"] <= 2 * error * 1.001 and flips["near_tie"] <= 4 * error * 1.001
+    else:
+        assert flips["near_tie"] is None
+
+
+@pytest.mark.parametrize("form", ["fp32", "layerwise", "serving"])
+def test_a_drafter_that_changes_tokens_is_found_in_every_form(tiny_target, proposer, form):
+    """Its tree leads the walk astray: what it wants is said to be the target's choice."""
+    target = tiny_target(vocab_size=61, dtype=torch.float32 if form == "fp32" else BF16)
+
+    class Astray(proposer):
+        def observe(self, state, tree, verdict, output):
+            state.roots.fill_(5)  # goes on behind another token than was committed
+
+    build = lambda target: Astray(lambda request, tokens, room: [[1], [2]], max_nodes=2)  # noqa: E731
+    with pytest.raises(RuntimeError, match="exact: NO, astray"):
+        prove(target, {"astray": build}, PROMPTS, GREEDY, form, BF16, UNWATCHED)
+
+
+@pytest.mark.parametrize(
+    ("form", "said"),
+    [
+        ("fp32", "exact: yes (96 tokens a drafter in fp32, all layers, greedy and T 1 with top-p 0.95)"),
+        ("layerwise", "exact: yes (96 tokens a drafter in fp32, all layers, one at a time, greedy and T 1 with top-p"),
+        (
+            "serving",
+            "exact: not proved in fp32 (96 tokens a drafter in bf16 alone, greedy and T 1): token_recycling 0 flips of",
+        ),
+    ],
+)
+def test_the_table_says_which_form_it_was(c_kernels, tiny_target, form, said):
+    target = tiny_target(dtype=torch.float32 if form == "fp32" else BF16)
+    settings = BenchSettings(new_tokens=4, proof=form)
+    builders = {"token_recycling": lambda one: build_drafter("token_recycling", one)}
+    result = bench(target, builders, [Task("continue", prompt) for prompt in PROMPTS], settings)
+    shown = table(result, [])
+    assert said in shown and result["exact"] is (None if form == "serving" else True)
+    assert result["proof"]["form"] == form and result["proof"]["complete"] == (form != "serving")
+    assert ("logit error of bfloat16" in shown) == (form != "serving") == (result["flips"]["dtype_error"] is not None)
+    assert {weight.dtype for weight in target.model.parameters()} == {BF16}
