@@ -4,6 +4,8 @@
 # One task a GPU, started by srun itself: no launcher and no ssh between the nodes. Two minutes before the time limit
 # SLURM sends SIGTERM, the ranks save and leave with 0, and the job puts itself back into the queue until training is
 # done. The run's folder and the data must lie on a file system that all nodes see.
+# Where a node's own name stands for 127.0.1.1 in its /etc/hosts, or there are several networks, export the interface
+# between the nodes before sbatch: GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0 (ip -br addr lists them).
 #SBATCH --job-name=longdraft
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=8
@@ -17,7 +19,8 @@
 set -euo pipefail
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
-export MASTER_ADDR MASTER_PORT
+# Triton's compiled kernels beside the node: homes are often on NFS, where ranks of several nodes would meet in one cache.
+export MASTER_ADDR MASTER_PORT TRITON_CACHE_DIR="${TRITON_CACHE_DIR:-/tmp/triton-$(id -un)}"
 
 # Each task takes its place from SLURM; the quotes are meant: the variables are the task's, not this script's.
 # shellcheck disable=SC2016

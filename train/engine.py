@@ -28,8 +28,10 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from longdraft.models.device import start
 from longdraft.train.config import Config, OptimizerSection, deepspeed_dict
 from longdraft.train.launcher import free_port
+from longdraft.train.meeting import check_own_name, failures_told
 
 if not torch.cuda.is_available():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else its import warns, in every rank, that it found no GPU
@@ -135,7 +137,9 @@ def join_ranks() -> Ranks:
     CPU threads are shared out among the ranks of a machine unless OMP_NUM_THREADS says how many a rank has.
 
     Raises:
-        ValueError: there are more ranks than GPUs on this machine.
+        ValueError: there are more ranks than GPUs on this machine, CUDA does not start on this rank's, or other
+            machines cannot reach this one by its name.
+        TrainingError: the ranks do not find each other.
     """
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # DeepSpeed's calls
@@ -154,19 +158,27 @@ def join_ranks() -> Ranks:
             raise ValueError(
                 f"num_gpus: {local_size} ranks, but this machine has {n_gpus} GPUs; start at most {n_gpus}"
             )
+        start(torch.device("cuda", local_rank), "train.device")
         torch.cuda.set_device(local_rank)
     _import_without_compiler("deepspeed.runtime.zero.muon.muon_optimizer")
     # None of DeepSpeed's compiled operations is used. On a CPU it would compile a shared-memory all-reduce for a minute
     # at the first launch (for its inference engine); on a GPU without a CUDA toolkit, looking which of them could be
     # compiled prints what is missing, in every rank.
     deepspeed.ops.__dict__["__compatible_ops__"] = {"deepspeed_shm_comm": False}
-    deepspeed.init_distributed(dist_backend="nccl" if cuda else "gloo", timeout=TIMEOUT, verbose=False)
+    check_own_name(int(os.environ["WORLD_SIZE"]), local_size)
+    device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
+    with failures_told(TrainingError):
+        deepspeed.init_distributed(dist_backend="nccl" if cuda else "gloo", timeout=TIMEOUT, verbose=False)
+        control = dist.new_group(backend="gloo", timeout=TIMEOUT) if cuda else None
+        if cuda and dist.get_world_size() > 1:
+            dist.all_reduce(torch.zeros(1, device=device))  # NCCL looks for the others at its first collective
+            torch.cuda.synchronize(device)
     return Ranks(
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),
         local_rank=local_rank,
-        device=torch.device("cuda", local_rank) if cuda else torch.device("cpu"),
-        control=dist.new_group(backend="gloo", timeout=TIMEOUT) if cuda else None,  # pyright: ignore[reportArgumentType]
+        device=device,
+        control=control,  # pyright: ignore[reportArgumentType]
     )
 
 

@@ -1,0 +1,45 @@
+"""Ranks that do not find each other say what to set: a network interface that is not there, and a machine whose own
+name stands for the loopback."""
+
+import socket
+
+import pytest
+
+from longdraft.train.meeting import check_own_name
+
+
+def test_an_interface_that_is_not_there_is_named(start_ranks, tmp_path, monkeypatch):
+    """Two real ranks, over gloo."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nothere0")
+    ranks = start_ranks(2, [f"train.run_dir={tmp_path / 'run'}"], "ranks_meeting.py")
+    said = [rank.communicate(timeout=100)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [1, 1], said
+    assert said[1] == "" and said[0].count("\n") == 1, said  # once a machine
+    begin = f"launch/train.py: error: rank 0 of 2 on {socket.gethostname()} does not find the others at 127.0.0.1:"
+    assert said[0].startswith(begin)
+    assert ", GLOO_SOCKET_IFNAME=nothere0: " in said[0] and "Unable to find address for: nothere0; where" in said[0]
+    assert "set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME" in said[0] and "interface between the machines" in said[0]
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("address", ["127.0.1.1", "::1", None, "10.0.0.7", "fe80::1%eth0"])
+def test_a_name_that_stands_for_the_loopback(address, monkeypatch):
+    def look_up(name, port):
+        if address is None:
+            raise socket.gaierror("Name or service not known")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0))]
+
+    monkeypatch.setattr(socket, "gethostname", lambda: "node1")
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    check_own_name(8, 8)  # one machine: no other has to reach it
+    if address in ("10.0.0.7", "fe80::1%eth0"):
+        check_own_name(16, 8)
+        return
+    found = "no address" if address is None else f"{address} (/etc/hosts), which no other machine reaches"
+    with pytest.raises(ValueError) as refused:
+        check_own_name(16, 8)
+    begin = f"GLOO_SOCKET_IFNAME: not set, and this machine's name node1 stands for {found}: set GLOO_SOCKET_IFNAME"
+    assert str(refused.value).startswith(begin)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
+    check_own_name(16, 8)
