@@ -10,6 +10,7 @@ import torch
 
 from longdraft.infer.drafters.base import Drafter
 from longdraft.models.decoder import Decoder
+from longdraft.models.device import free_bytes
 from longdraft.models.recorded_layers import recorded_bytes
 
 
@@ -47,9 +48,7 @@ def estimate_memory(
 def available_bytes(device: torch.device) -> int | None:
     """Free memory of the device; None where nobody tells."""
     if device.type == "cuda":
-        # What PyTorch keeps for itself without using it is free, too.
-        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + kept
+        return free_bytes(device)
     info = Path("/proc/meminfo")
     if not info.exists():
         return None

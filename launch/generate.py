@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any
 from longdraft.launch.console import INTERRUPTED, ends_on_ctrl_c, framed, leave, note, read_stdin, show
 
 if TYPE_CHECKING:
+    import torch
+
     from longdraft.infer.engine import Engine
     from longdraft.infer.results import Generation, Piece
     from longdraft.infer.sampling import SamplingParams
@@ -105,7 +107,8 @@ def _generate(args: argparse.Namespace) -> int:
     runtime.check_draft(names, args.draft, args.target)
     params, text = _sampling(args), _prompt_text(args)
     source, allowed = runtime.target_source(args.target, args.gguf_file, args.draft), runtime.max_positions(args.draft)
-    target = runtime.open_target(*source, args.dtype, device, allowed)
+    build = runtime.build_fitting(source[0], _least_positions(args, source, text, params, device))
+    target = runtime.open_target(*source, args.dtype, device, allowed, build)
     prompt = _prompt_tokens(args, target, text)
     settings: dict[str, Any] = {"nodes": nodes, "max_length": args.max_length}
     settings |= {} if args.prefill_chunk is None else {"prefill_chunk": args.prefill_chunk}
@@ -178,6 +181,26 @@ def _prompt_text(args: argparse.Namespace) -> str | None:
     if args.system is not None:
         check_text("--system", args.system)
     return text
+
+
+def _least_positions(
+    args: argparse.Namespace,
+    source: tuple[str, str | None],
+    text: str | None,
+    params: "SamplingParams",
+    device: "torch.device",
+) -> int:
+    """Positions that prompt and new tokens take, about, before the target is there: what a chat template adds is left
+    out, and a text is read for a GPU alone, where it can be what does not fit."""
+    from longdraft.launch.runtime import heldout_rows, used_tokens
+    from longdraft.models.hf import load_tokenizer
+
+    if text is None:
+        prompt = len(used_tokens(heldout_rows(args.heldout)[args.row or 0]))
+    else:
+        prompt = 1 if device.type == "cpu" else len(load_tokenizer(*source)(text).input_ids)
+    whole = min(prompt, args.prompt_tokens or prompt) + params.max_new_tokens
+    return min(whole, args.max_length or whole)
 
 
 def _prompt_tokens(args: argparse.Namespace, target: "Target", text: str | None) -> list[int]:

@@ -133,7 +133,8 @@ def _regenerate(args: argparse.Namespace) -> None:
     )
 
     def start() -> "Generate":
-        return generator(runtime.open_target(path, gguf_file, args.dtype, device, allowed), sampling, **settings)
+        build = runtime.build_fitting(path, sampling.max_new_tokens, args.batch)
+        return generator(runtime.open_target(path, gguf_file, args.dtype, device, allowed, build), sampling, **settings)
 
     regenerate(config, encoder, tokenizer_hash(tokenizer), start, lambda line: show(f"{line}\n"))
 

@@ -10,6 +10,8 @@ import torch
 
 from longdraft.data_prep.shards import ShardSet
 from longdraft.infer.drafters.build import DRAFTERS, TRAINED
+from longdraft.infer.memory import available_bytes, size
+from longdraft.infer.proof import weight_count
 from longdraft.infer.sampling import SamplingParams
 from longdraft.launch.console import note, said
 from longdraft.models.decoder import Decoder, DecoderConfig
@@ -77,6 +79,28 @@ def open_target(
     allowed = f", with {max_positions} positions as its draft was trained" if max_positions else ""
     note(f"Loading {path}{f' in {dtype}' if dtype else ''} on {device}{allowed}")
     return load_target(path, DTYPES[dtype or "fp32"], device, gguf_file, max_positions, build=build)
+
+
+def build_fitting(
+    path: str, positions: int, slots: int = 1
+) -> Callable[[DecoderConfig, torch.dtype, torch.device | str], Decoder]:
+    """`build_decoder` for a device that has room for the weights and a cache of at least so many positions a slot: what
+    does not fit is refused before a weight is read. What drafter and passes add, the engine looks at."""
+
+    def build(config: DecoderConfig, dtype: torch.dtype, device: torch.device | str) -> Decoder:
+        free = available_bytes(torch.device(device))
+        weights = dtype.itemsize * weight_count(config)
+        held = min(positions, config.max_positions) * slots
+        cache = 2 * config.n_layers * config.n_kv_heads * config.head_dim * dtype.itemsize * held
+        if free is not None and weights + cache > free:
+            raise ValueError(
+                f"--device: {device} has {size(free)} free, but the weights of {path} take {size(weights)} in "
+                f"{next(name for name, known in DTYPES.items() if known == dtype)} and a cache of {held} positions "
+                f"{size(cache)}; take a larger device, a smaller target or fewer positions"
+            )
+        return build_decoder(config, dtype, device)
+
+    return build
 
 
 def drafter_names(given: Sequence[str] | None, draft: str | None) -> list[str]:

@@ -11,13 +11,15 @@ from typing import Any
 import torch
 
 from longdraft.data_prep.shards import ShardSet
+from longdraft.models.device import free_bytes
 from longdraft.models.draft_folder import Draft, load_draft
 from longdraft.models.drafts.longspec import LongSpec
-from longdraft.models.hf import Target, load_target
+from longdraft.models.hf import Target, load_target, read_target_config
 from longdraft.models.weights_hash import weights_hash
 from longdraft.train.config import Config, LongSpecSection, check_positions
 from longdraft.train.engine import DraftEngine, Ranks, make_deterministic
 from longdraft.train.evaluate import Evaluator
+from longdraft.train.memory import estimate
 from longdraft.train.methods import Method, open_method
 from longdraft.train.sequence_parallel import SequenceParallel, check_heads, sequence_group
 from longdraft.train.sharding import load_sharded_target, whole_layers
@@ -55,9 +57,38 @@ class Run:
 def open_target(config: Config, ranks: Ranks) -> Target:
     """The run's frozen target: a copy on this rank's device, or this rank's share of it."""
     section, dtype = config.target, DTYPES[config.train.precision]
+    if ranks.device.type == "cuda":
+        check_room(config, ranks)
     if section.zero_stage == 3:
         return load_sharded_target(section.path, dtype, ranks, section.gguf_file, section.max_positions)
     return load_target(section.path, dtype, ranks.device, section.gguf_file, section.max_positions)
+
+
+def check_room(config: Config, ranks: Ranks) -> None:
+    """Raises ValueError, on all ranks alike, where a GPU has no room for what training keeps there all the time; says
+    so where only the peak, which is an estimate, is beyond what is free. Before anything is loaded."""
+    target = read_target_config(config.target.path, config.target.gguf_file, config.target.max_positions)
+    needed = estimate(config, target, ranks.world_size, gpu=True)
+    kept, (moment, peak), free = sum(needed.kept.values()), needed.peak, free_bytes(ranks.device)
+    there = f"{ranks.device} has {_gib(free)} free"
+    own = None
+    if kept > free:
+        parts = ", ".join(f"{name} {_gib(n)}" for name, n in needed.kept.items() if n)
+        own = (
+            f"train.device: {there}, and training keeps {_gib(kept)} there ({parts}); take more or larger GPUs, or "
+            "share out by target.zero_stage=3, train.zero_stage=3 or train.offload_optimizer=true"
+        )
+    if refused := [text for text in ranks.gather(own) if text is not None]:
+        raise ValueError(refused[0])
+    if peak > free:
+        ranks.say(
+            f"The {moment} is estimated at {_gib(peak)} in all, and {there}: should it run out, lower "
+            "train.micro_batch or data.query_share (--estimate counts part by part)"
+        )
+
+
+def _gib(n_bytes: int) -> str:
+    return f"{n_bytes / 2**30:.2f} GiB"
 
 
 def open_run(config: Config, ranks: Ranks, target: Target | None = None) -> Run:

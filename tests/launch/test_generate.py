@@ -12,11 +12,15 @@ import pytest
 import torch
 
 from longdraft.infer.engine import Engine
+from longdraft.infer.memory import size
+from longdraft.infer.proof import weight_count
 from longdraft.infer.sampling import SamplingParams
 from longdraft.launch import generate as module
+from longdraft.launch import runtime
 from longdraft.launch.generate import DRAFTED, OWN, PLAIN, main
 from longdraft.launch.runtime import check_options, node_budget, options_for, read_options
-from longdraft.models.hf import load_target
+from longdraft.models import hf
+from longdraft.models.hf import load_target, read_target_config
 
 PROMPT = "the cat sat on the log and "
 
@@ -229,6 +233,18 @@ def test_errors_are_one_line_and_status_2(arguments, message, run, folder, tmp_p
     error = [line for line in shown.err.splitlines() if not line.startswith(("Loading", "memory"))]
     assert shown.out == "" and len(error) == 1, shown.err
     assert error[0].startswith("longdraft generate: error: ") and message.format(t=tmp_path) in error[0]
+
+
+def test_a_target_that_does_not_fit_is_refused_before_it_is_read(run, folder, monkeypatch):
+    """Also where only the cache of prompt and new tokens is too large."""
+    weights = 4 * weight_count(read_target_config(folder))
+    monkeypatch.setattr(hf, "fill", lambda *_: pytest.fail("weights were read"))
+    for free in (1000, weights):
+        monkeypatch.setattr(runtime, "available_bytes", lambda device, free=free: free)
+        shown = run("--prompt", "x", status=2)
+        error = shown.err.splitlines()[-1]
+        begin = f"longdraft generate: error: --device: cpu has {size(free)} free, but the weights of {folder} take "
+        assert error.startswith(f"{begin}{size(weights)} in fp32 and a cache of 25 positions ") and shown.out == ""
 
 
 class Terminal:
