@@ -24,6 +24,7 @@ from longdraft.benchmarks import attention, ceilings, loss, report
 from longdraft.benchmarks.candidates import OURS
 from longdraft.benchmarks.profiles import PROFILES, Profile
 from longdraft.benchmarks.timing import DTYPES, Bench
+from longdraft.models.device import check_device, default_device
 
 # In this order: where the budget ends, the rest is named as not measured.
 BENCHMARKS = ("attention", "step", "loss", "decode")
@@ -64,10 +65,12 @@ def read(argv: Sequence[str] | None) -> argparse.Namespace:
     """Arguments with every default filled in, checked."""
     parser = _parser()
     args = parser.parse_args(argv)
-    cuda = torch.cuda.is_available() if args.device == "auto" else args.device == "cuda"
-    if cuda and not torch.cuda.is_available():
-        parser.error("--device cuda: there is no CUDA device here; leave it out, or give cpu")
-    args.device = "cuda" if cuda else "cpu"
+    name, otherwise = "--device", "give --device cpu"
+    try:
+        device = default_device(name, otherwise) if args.device == "auto" else check_device(args.device, name)
+    except ValueError as error:
+        parser.error(str(error))
+    args.device, cuda = device.type, device.type == "cuda"
     for name, values in DEFAULTS.items():
         if getattr(args, name) is None:
             setattr(args, name, values[2 * (not cuda) + args.quick])

@@ -7,10 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from longdraft.benchmarks import attention, ceilings
 from longdraft.benchmarks.candidates import OURS
 from longdraft.launch import gpu_check
+from longdraft.models import device
 
 ROOT = Path(__file__).resolve().parents[2]
 # What an image for GPUs may lack.
@@ -102,6 +104,22 @@ def test_arguments_are_checked(command, capsys, words, said):
     with pytest.raises(SystemExit):
         command.read(["--device", "cpu", *words])
     assert said in capsys.readouterr().err
+
+
+def test_a_gpu_that_cannot_be_used_is_not_passed_over(command, capsys, tmp_path, monkeypatch):
+    """Its figures would be the CPU's."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(device, "NODES", tmp_path)
+    assert command.read([]).device == "cpu"
+    (tmp_path / "nvidia0").touch()
+    for words, message in (
+        ([], "that PyTorch cannot use: "),
+        (["--device", "cuda"], "'cuda' is not here (this machine"),
+    ):
+        with pytest.raises(SystemExit):
+            command.read(words)
+        assert message in capsys.readouterr().err
 
 
 def test_defaults_follow_device_and_quick(command):
