@@ -197,7 +197,7 @@ def prove(
         for way, request in requests.items():
             watch.begin(part_words(name, way, form, dtype, len(some)))
             if form == "serving":
-                found.setdefault(name, []).append(_count_flips(plain, engine, name, some, request, watch))
+                found.setdefault(name, []).append(count_flips(plain, engine, name, some, request, watch))
             elif not exact(plain, engine, some, request, watch):
                 raise RuntimeError(
                     f"exact: NO, {name}'s tokens in fp32 differ from plain decoding's; no speed is worth a number"
@@ -241,10 +241,17 @@ def _together(parts: Sequence[Differences]) -> Differences:
     )
 
 
-def _count_flips(
+def count_flips(
     plain: Engine, engine: Engine, name: str, prompts: Sequence[list[int]], params: SamplingParams, watch: Watch
 ) -> Differences:
-    """Where tokens differ, the drafter goes on behind plain decoding's token: the noise is the position's."""
+    """Plain decoding's tokens against an engine's, in any dtype. Where they differ, the engine goes on behind plain
+    decoding's token: the noise is the position's.
+
+    Args:
+        name: of the engine's drafter. params: of every prompt, without filters and penalties.
+
+    Raises: RuntimeError where two tokens that stand for each other are further apart than rounding explains.
+    """
     target, wanted = plain.target, [generation.tokens for generation in decode(plain, prompts, params, watch)]
     rest, gaps = list(zip(prompts, wanted, strict=True)), []
     while rest:

