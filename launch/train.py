@@ -83,16 +83,20 @@ def start(argv: Sequence[str] | None = None) -> int:
         return 2
     if args.estimate:  # for the GPUs of this machine, or for so many wherever they are
         return _estimate(parser.prog, args, args.num_gpus, gpu=True if args.num_gpus is not None else None)
-    from longdraft.train.device import settle_device
-    from longdraft.train.launcher import launch_with_deepspeed, rank_devices
-
-    try:
-        devices = rank_devices(args.num_gpus, settle_device(args.config, args.overrides))
-    except ValueError as error:
-        return _refuse(parser.prog, error)
     options = [f"--stage={args.stage}"] if args.stage else []
     options += [f"--from-draft={args.from_draft}"] if args.from_draft else []
-    return launch_with_deepspeed([__file__, args.config, *args.overrides, *options], devices)
+    with stop_signals() as stop:  # from here on: looking for GPUs imports torch, which takes seconds
+        from longdraft.train.device import settle_device
+        from longdraft.train.launcher import launch_with_deepspeed, rank_devices
+
+        try:
+            devices = rank_devices(args.num_gpus, settle_device(args.config, args.overrides))
+        except ValueError as error:
+            return _refuse(parser.prog, error)
+        if stop:
+            print("Stopped before it began; the same command goes on", flush=True)
+            return 0
+        return launch_with_deepspeed([__file__, args.config, *args.overrides, *options], devices)
 
 
 if __name__ == "__main__":

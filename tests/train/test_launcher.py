@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -88,6 +89,17 @@ def test_what_the_command_starts(gpus, config_file, monkeypatch):
         "--num-gpus",
         "2",
     ]
+
+
+def test_a_signal_before_the_ranks_are_there(config_file, monkeypatch, capsys):
+    def interrupted(path, overrides):
+        signal.raise_signal(signal.SIGTERM)
+        return "cpu"
+
+    monkeypatch.setattr("longdraft.train.device.settle_device", interrupted)
+    monkeypatch.setattr(launcher, "launch_with_deepspeed", lambda *_: pytest.fail("ranks were started"))
+    assert start_command([str(config_file)]) == 0
+    assert capsys.readouterr().out == "Stopped before it began; the same command goes on\n"
 
 
 def test_deepspeeds_launcher_gives_each_rank_the_devices(tmp_path):
