@@ -17,29 +17,99 @@ import triton.language as tl
 from torch import Tensor
 
 LOG2E = tl.constexpr(1.4426950408889634)
+ALL_BITS = tl.constexpr(0xFFFFFFFFFFFFFFFF)
+MOST_ROWS = tl.constexpr(128)  # of a pass, by two words of ancestors; no row is as deep
 NO_WINDOW = 1 << 30
 
 
 @triton.jit
+def _readable(b_low, b_high, ahead, count):
+    """uint64 for each row, bit j: whether the tree opens key j of a block of up to 64 keys, of which there are `count`.
+
+    b_low, b_high: the rows' two words. ahead: the pass's own rows before the block; negative: committed keys in it,
+    which are open.
+    """
+    b_all = tl.full(b_low.shape, ALL_BITS, tl.uint64)
+    behind, over = tl.minimum(tl.maximum(ahead, 0), 127), tl.minimum(tl.maximum(-ahead, 0), 63).to(tl.uint64)
+    rest = (behind & 63).to(tl.uint64)
+    b_word = tl.where(behind < 64, (b_low >> rest) | ((b_high << 1) << (63 - rest)), b_high >> rest)
+    b_word = (b_word << over) | ((b_all << over) ^ b_all)
+    return tl.where(ahead <= -64, b_all, b_word) & (b_all >> (64 - tl.minimum(count, 64)).to(tl.uint64))
+
+
+@triton.jit
+def _add(
+    b_most, b_sum, b_out, b_q, b_low, b_high, b_depth, o_t, p_k, p_v, p_depth, k_s, v_s,
+    start, end, length, scale, window,
+    MASKED: tl.constexpr, TREE: tl.constexpr, WINDOW: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Maximum of the products (without the scale), sum and output after BLOCK_N more keys, from `start` on.
+
+    MASKED: False where all of these keys are committed and every row reads them.
+    """
+    o_j, o_d = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
+    o_n = start + o_j
+    p_kn = p_k + tl.cast(start, tl.int64) * k_s + (o_j[:, None] * k_s + o_d[None, :])
+    p_vn = p_v + tl.cast(start, tl.int64) * v_s + (o_j[:, None] * v_s + o_d[None, :])
+    if MASKED:
+        m_nd = (o_n < end)[:, None] & (o_d < WIDTH)[None, :]
+        b_k = tl.load(p_kn, mask=m_nd, other=0.0)
+        b_v = tl.load(p_vn, mask=m_nd, other=0.0)
+    elif WIDTH < BLOCK_D:
+        b_k = tl.load(p_kn, mask=(o_d < WIDTH)[None, :], other=0.0)
+        b_v = tl.load(p_vn, mask=(o_d < WIDTH)[None, :], other=0.0)
+    else:
+        b_k, b_v = tl.load(p_kn), tl.load(p_vn)
+    b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
+    if MASKED:
+        o_own = o_n - length  # place among the pass's own rows, negative for committed ones
+        b_place = o_own
+        if TREE:
+            b_word = _readable(b_low, b_high, start - length, end - start)
+            b_half = tl.where((o_j < 32)[None, :], b_word.to(tl.int32)[:, None], (b_word >> 32).to(tl.int32)[:, None])
+            m_open = (b_half & (1 << (o_j & 31))[None, :]) != 0
+            if WINDOW:
+                b_own = tl.load(p_depth + o_own, mask=(o_own >= 0) & (o_n < end), other=0)
+                b_place = tl.where(o_own < 0, o_own, b_own)
+        else:
+            m_open = o_own[None, :] <= tl.minimum(o_t, end - 1 - length)[:, None]
+        if WINDOW:
+            m_open = m_open & (b_place[None, :] > b_depth[:, None] - window)
+        b_s = tl.where(m_open, b_s, float("-inf"))
+    b_next = tl.maximum(b_most, tl.max(b_s, 1))
+    b_base = b_next * scale
+    if MASKED:
+        b_base = tl.where(b_next == float("-inf"), 0.0, b_base)  # nothing read yet: no difference of infinities
+    b_p = tl.exp2(b_s * scale - b_base[:, None])
+    b_keep = tl.exp2(b_most * scale - b_base)
+    b_out = tl.dot(b_p.to(b_v.dtype), b_v, b_out * b_keep[:, None], input_precision=PRECISION)
+    return b_next, b_sum * b_keep + tl.sum(b_p, 1), b_out
+
+
+# Numbers that change from pass to pass are not specialised on: each special value would be another compilation.
+@triton.jit(do_not_specialize=["n_rows", "n_own", "group", "n_kv", "n_splits", "window"])
 def _runs(
     p_q, p_k, p_v, p_bits, p_depth, p_length, p_out, p_lse, scale,
-    q_b, q_t, q_h, k_b, k_s, k_h, v_b, v_s, v_h, n_rows, n_own, n_kv, n_splits, window,
-    TREE: tl.constexpr, WINDOW: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr,
+    q_b, q_t, q_h, k_b, k_s, k_h, v_b, v_s, v_h, n_rows, n_own, group, n_kv, n_splits, window,
+    TREE: tl.constexpr, WINDOW: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One run of keys for one block of the rows x group of one key head."""
     i_m, i_split, i_bk = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    i_b, i_k = i_bk // n_kv, i_bk % n_kv
-    n_m = n_rows * GROUP
+    i_b, i_k = (i_bk // n_kv).to(tl.int64), i_bk % n_kv
+    n_m = n_rows * group
     o_m, o_d = i_m * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     m_m, m_d = o_m < n_m, o_d < WIDTH
-    o_t, o_h = o_m % n_rows, i_k * GROUP + o_m // n_rows
+    o_t, o_h = o_m % n_rows, i_k * group + o_m // n_rows
     m_md = m_m[:, None] & m_d[None, :]
     b_q = tl.load(p_q + i_b * q_b + o_t[:, None] * q_t + o_h[:, None] * q_h + o_d[None, :], mask=m_md, other=0.0)
     length = tl.load(p_length + i_b).to(tl.int32)
+    b_low, b_high, b_depth = o_t, o_t, o_t  # what is not read
     if TREE:
-        b_low = tl.load(p_bits + (i_b * n_rows + o_t) * 2, mask=m_m, other=0)
-        b_high = tl.load(p_bits + (i_b * n_rows + o_t) * 2 + 1, mask=m_m, other=0)
+        p_words = p_bits + (i_b * n_rows + o_t) * 2
+        b_low = tl.load(p_words, mask=m_m, other=0).to(tl.uint64, bitcast=True)
+        b_high = tl.load(p_words + 1, mask=m_m, other=0).to(tl.uint64, bitcast=True)
     if WINDOW:
         b_depth = tl.load(p_depth + i_b * n_rows + o_t, mask=m_m, other=0)
 
@@ -49,73 +119,89 @@ def _runs(
     run = tl.cdiv(tl.cdiv(stop - first, n_splits), BLOCK_N) * BLOCK_N
     begin = first + i_split * run
     end = tl.minimum(begin + run, stop)
+    # Every row reads the keys [full, tail), whole blocks of committed ones, and they come first. The order in which a
+    # row meets its keys does not follow from the rows beside it: `full` holds for the deepest row there can be.
+    full = begin
+    if WINDOW:
+        full += tl.cdiv(tl.maximum(length + MOST_ROWS - window - begin, 0), BLOCK_N) * BLOCK_N
+    tail = full + tl.maximum(tl.minimum(end, length) - full, 0) // BLOCK_N * BLOCK_N
 
+    p_k0, p_v0, p_depths = p_k + i_b * k_b + i_k * k_h, p_v + i_b * v_b + i_k * v_h, p_depth + i_b * n_rows
     b_most = tl.full([BLOCK_M], float("-inf"), tl.float32)
     b_sum = tl.zeros([BLOCK_M], tl.float32)
     b_out = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    for start in range(begin, end, BLOCK_N):
-        o_n = start + tl.arange(0, BLOCK_N)
-        m_n = o_n < end
-        m_nd = m_n[:, None] & m_d[None, :]
-        o_kn, o_vn = o_n.to(tl.int64)[:, None] * k_s, o_n.to(tl.int64)[:, None] * v_s
-        b_k = tl.load(p_k + i_b * k_b + i_k * k_h + o_kn + o_d[None, :], mask=m_nd, other=0.0)
-        b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * scale
-        o_own = o_n - length  # place among the pass's own rows, negative for committed ones
-        m_old = o_own < 0
-        o_bit = tl.maximum(o_own, 0)
-        if TREE:
-            b_word = tl.where(o_bit[None, :] < 64, b_low[:, None], b_high[:, None])
-            m_own = ((b_word >> (o_bit & 63).to(tl.int64)[None, :]) & 1) == 1
-        else:
-            m_own = o_bit[None, :] <= o_t[:, None]
-        m_open = m_n[None, :] & m_m[:, None] & (m_old[None, :] | m_own)
-        if WINDOW:
-            b_own = tl.load(p_depth + i_b * n_rows + o_bit, mask=m_n & (o_own >= 0), other=0)
-            b_place = tl.where(m_old, o_own, b_own)
-            m_open = m_open & (b_place[None, :] > b_depth[:, None] - window)
-        b_s = tl.where(m_open, b_s, float("-inf"))
-        b_next = tl.maximum(b_most, tl.max(b_s, 1))
-        b_base = tl.where(b_next == float("-inf"), 0.0, b_next)  # nothing read yet: no difference of infinities
-        b_p = tl.exp2(b_s - b_base[:, None])
-        b_keep = tl.exp2(b_most - b_base)
-        b_v = tl.load(p_v + i_b * v_b + i_k * v_h + o_vn + o_d[None, :], mask=m_nd, other=0.0)
-        b_out = b_out * b_keep[:, None] + tl.dot(b_p.to(b_v.dtype), b_v, input_precision=PRECISION)
-        b_sum = b_sum * b_keep + tl.sum(b_p, 1)
-        b_most = b_next
+    for start in range(full, tail, BLOCK_N):
+        b_most, b_sum, b_out = _add(
+            b_most, b_sum, b_out, b_q, b_low, b_high, b_depth, o_t, p_k0, p_v0, p_depths, k_s, v_s,
+            start, end, length, scale, window,
+            MASKED=tl.constexpr(False), TREE=TREE, WINDOW=WINDOW, WIDTH=WIDTH,
+            BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D, PRECISION=PRECISION,
+        )  # fmt: skip
+    for i in range(begin, end - (tail - full), BLOCK_N):
+        b_most, b_sum, b_out = _add(
+            b_most, b_sum, b_out, b_q, b_low, b_high, b_depth, o_t, p_k0, p_v0, p_depths, k_s, v_s,
+            tl.where(i < full, i, i + tail - full), end, length, scale, window,
+            MASKED=tl.constexpr(True), TREE=TREE, WINDOW=WINDOW, WIDTH=WIDTH,
+            BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D, PRECISION=PRECISION,
+        )  # fmt: skip
 
     b_out = b_out / tl.where(b_sum == 0.0, 1.0, b_sum)[:, None]
-    b_lse = tl.where(b_sum == 0.0, float("-inf"), b_most + tl.log2(tl.where(b_sum == 0.0, 1.0, b_sum)))
+    b_lse = tl.where(b_sum == 0.0, float("-inf"), b_most * scale + tl.log2(tl.where(b_sum == 0.0, 1.0, b_sum)))
     o_run = ((i_bk * n_splits + i_split) * n_m + o_m).to(tl.int64)
     tl.store(p_out + o_run[:, None] * WIDTH + o_d[None, :], b_out, mask=m_md)
     tl.store(p_lse + o_run, b_lse, mask=m_m)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_rows", "group", "n_kv", "n_splits"])
 def _merge(
-    p_runs, p_lses, p_out, p_lse, n_rows, n_kv, n_splits,
-    GROUP: tl.constexpr, WIDTH: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr,
+    p_runs, p_lses, p_out, p_lse, n_rows, group, n_kv, n_splits,
+    WIDTH: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """All runs of one row of one head into the output, by their log-sum-exps (base 2)."""
     i_m, i_bk = tl.program_id(0), tl.program_id(1)
-    n_m = n_rows * GROUP
+    n_m = n_rows * group
     i_b, i_k = i_bk // n_kv, i_bk % n_kv
-    i_t, i_h = i_m % n_rows, i_k * GROUP + i_m // n_rows
+    i_t, i_h = i_m % n_rows, i_k * group + i_m // n_rows
     o_p, o_d = tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_D)
     m_p, m_d = o_p < n_splits, o_d < WIDTH
-    o_run = ((i_bk * n_splits + o_p) * n_m + i_m).to(tl.int64)
-    b_lse = tl.load(p_lses + o_run, mask=m_p, other=float("-inf"))
+    i_run = i_bk.to(tl.int64) * n_splits * n_m + i_m  # this row's in the first run
+    b_lse = tl.load(p_lses + i_run + o_p * n_m, mask=m_p, other=float("-inf"))
     most = tl.max(b_lse, 0)
     base = tl.where(most == float("-inf"), 0.0, most)
     b_share = tl.exp2(b_lse - base)
     total = tl.sum(b_share, 0)
-    b_runs = tl.load(p_runs + o_run[:, None] * WIDTH + o_d[None, :], mask=m_p[:, None] & m_d[None, :], other=0.0)
+    p_rows = p_runs + i_run * WIDTH + (o_p[:, None] * (n_m * WIDTH) + o_d[None, :])
+    b_runs = tl.load(p_rows, mask=m_p[:, None] & m_d[None, :], other=0.0)
     b_out = tl.sum(b_runs * b_share[:, None], 0) / tl.where(total == 0.0, 1.0, total)
-    i_row = (i_b * n_rows + i_t) * (n_kv * GROUP) + i_h
+    i_row = (i_b * n_rows + i_t) * (n_kv * group) + i_h
     tl.store(p_out + i_row * WIDTH + o_d, b_out, mask=m_d)
     tl.store(
         p_lse + i_row,
         tl.where(total == 0.0, float("-inf"), (base + tl.log2(tl.where(total == 0.0, 1.0, total))) / LOG2E),
     )
+
+
+def blocks(rows: int, width: int, itemsize: int, fast_memory: int) -> tuple[int, int]:
+    """Rows (of the pass times the group) and keys that a program takes at a time; `fast_memory`: bytes it may have.
+
+    Products in fp32 are made by threads that hold whole rows of their operands: what is larger spills out of their
+    registers. In half precision the tensor cores read keys and values from fast memory, where they lie twice, as the
+    next ones are fetched meanwhile.
+    """
+    block_d = _at_least_16(width)
+    if itemsize > 2:
+        block_m, block_n = 32 if block_d <= 64 else 16, 16
+    else:
+        block_m, block_n = (128, 64) if block_d <= 128 else (64, 32)
+    block_m = min(block_m, _at_least_16(rows))
+    while (block_m + 4 * block_n) * block_d * itemsize > fast_memory and max(block_m, block_n) > 16:
+        block_m, block_n = (block_m, block_n // 2) if block_n > 16 else (block_m // 2, block_n)
+    return block_m, block_n
+
+
+def _at_least_16(count: int) -> int:
+    """The next power of two of which products can be made."""
+    return max(16, 1 << (count - 1).bit_length())
 
 
 def choose_splits(n_programs: int, capacity: int, n_processors: int, block_n: int) -> int:
@@ -172,15 +258,15 @@ def _attend(
     group, capacity = n_heads // n_kv, keys_BSKd.shape[1]
     for name, tensor in (("queries", q_BTHd), ("keys", keys_BSKd), ("values", values_BSKd)):
         assert tensor.stride(-1) == 1, f"{name} must lie together within a head"
-    block_d = max(16, triton.next_power_of_2(width))
+    n_processors, fast_memory = _device(q_BTHd.device)
     rows: int = n_rows * group
-    block_m = min(128 if block_d <= 128 else 64, max(16, 1 << (rows - 1).bit_length()))
-    block_n = 64 if block_d <= 128 else 32
+    block_m, block_n = blocks(rows, width, q_BTHd.element_size(), fast_memory)
+    block_d = _at_least_16(width)
     n_blocks = -(-rows // block_m)
     if n_splits is None:
         reach = capacity if window is None else min(capacity, window + n_rows)
-        n_splits = choose_splits(n_blocks * n_slots * n_kv, reach, _processors(q_BTHd.device), block_n)
-    runs = torch.empty((n_slots * n_kv, n_splits, n_rows * group, width), dtype=torch.float32, device=q_BTHd.device)
+        n_splits = choose_splits(n_blocks * n_slots * n_kv, reach, n_processors, block_n)
+    runs = torch.empty((n_slots * n_kv, n_splits, rows, width), dtype=torch.float32, device=q_BTHd.device)
     lses = torch.empty(runs.shape[:3], dtype=torch.float32, device=q_BTHd.device)
     out_BTHd = torch.empty((n_slots, n_rows, n_heads, width), dtype=q_BTHd.dtype, device=q_BTHd.device)
     lse_BTH = torch.empty((n_slots, n_rows, n_heads), dtype=torch.float32, device=q_BTHd.device)
@@ -188,19 +274,24 @@ def _attend(
     runs_kernel(
         q_BTHd, keys_BSKd, values_BSKd, *tree, lengths_B, runs, lses, width**-0.5 * LOG2E.value,
         *q_BTHd.stride()[:3], *keys_BSKd.stride()[:3], *values_BSKd.stride()[:3],
-        n_rows, n_rows if own else 0, n_kv, n_splits, NO_WINDOW if window is None else window,
-        TREE=is_tree, WINDOW=window is not None, GROUP=group, WIDTH=width,
+        n_rows, n_rows if own else 0, group, n_kv, n_splits, NO_WINDOW if window is None else window,
+        TREE=is_tree, WINDOW=window is not None, WIDTH=width,
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d,
         PRECISION="ieee" if q_BTHd.dtype == torch.float32 else "tf32",
-        num_warps=8 if block_m >= 128 else 4, num_stages=2,
+        num_warps=8 if block_m * max(block_d, 128) >= 128 * 128 else 4, num_stages=2,
     )  # fmt: skip
-    merge_kernel: Any = _merge[(n_rows * group, n_slots * n_kv)]
+    block_p = 1 << (n_splits - 1).bit_length()
+    merge_kernel: Any = _merge[(rows, n_slots * n_kv)]
     merge_kernel(
-        runs, lses, out_BTHd, lse_BTH, n_rows, n_kv, n_splits,
-        GROUP=group, WIDTH=width, BLOCK_P=triton.next_power_of_2(n_splits), BLOCK_D=block_d, num_warps=1,
+        runs, lses, out_BTHd, lse_BTH, n_rows, group, n_kv, n_splits,
+        WIDTH=width, BLOCK_P=block_p, BLOCK_D=block_d, num_warps=4,
     )  # fmt: skip
     return out_BTHd, lse_BTH
 
 
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
+def _device(device: torch.device) -> tuple[int, int]:
+    """Processors, and bytes of fast memory that a program may have on one; for Triton's interpreter a fixed choice."""
+    if device.type != "cuda":
+        return 8, 99 * 1024
+    properties = torch.cuda.get_device_properties(device)
+    return properties.multi_processor_count, properties.shared_memory_per_block_optin

@@ -1,0 +1,317 @@
+"""What the Triton kernels ask of GPUs that are not there: fast memory, registers and stack, read from compiled code.
+
+`python benchmarks/limits.py` compiles the variants that the suite holds within the limits (a minute); `--all` every
+kernel for every architecture, dtype and shape (half an hour); `--arch 90 120` and `--kernel tree_attention` choose.
+A line a compiled kernel, one JSON object as the last line; the status is 1 where a limit is exceeded. Needs Triton's
+own tools and no GPU. Not here: any time, and whether the numbers are right.
+"""
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import ModuleType
+from typing import Any
+
+import torch
+
+IMPL = Path(__file__).resolve().parents[1] / "kernels" / "triton_impl"
+# Bytes of fast memory that a program may have, by architecture: A100; A40; L40S and 4090; H100; B200; 5090.
+FAST_MEMORY = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
+MOST_STACK = 256  # bytes a thread
+PROCESSORS = 132
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+WIDTHS, ROWS = (64, 128, 256), (1, 16, 64)
+LAYERS, HEADS, KV, VOCAB, CAPACITY = 32, 32, 8, 128_256, 131_072
+GROUPS, MOST_ROWS = (1, 3, 4, 7, 8), 128  # of the targets that we know, and of a pass
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A call of a public function: file of triton_impl, what is called, architecture, dtype, rows and head width."""
+
+    file: str
+    what: str
+    arch: int
+    dtype: str = "bf16"
+    rows: int = 64
+    width: int = 128
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What one compiled kernel takes: bytes of fast memory a program, registers and bytes of stack a thread.
+    `loops`: on sm_90, instructions of each loop that makes products of matrices, in the order of the code."""
+
+    variant: Variant
+    kernel: str
+    warps: int
+    fast_memory: int
+    registers: int
+    stack: int
+    loops: tuple[int, ...] = ()
+
+    @property
+    def excess(self) -> str:
+        """The limit that it exceeds, or nothing."""
+        if self.fast_memory > FAST_MEMORY[self.variant.arch]:
+            return f"more than {FAST_MEMORY[self.variant.arch]} bytes of fast memory"
+        most = 0 if self.variant.arch == 90 and self.variant.file == "tree_attention" else MOST_STACK
+        return f"more than {most} bytes of stack" if self.stack > most else ""
+
+    def line(self) -> str:
+        """Of the table."""
+        v = self.variant
+        loops = f", loops of {' and '.join(map(str, self.loops))}" if self.loops else ""
+        return (
+            f"sm_{v.arch:<4}{v.dtype} {v.rows:>3} rows d {v.width:<4}{v.what:<22}{self.kernel:<16}{self.warps:>3} warps"
+            f"{self.fast_memory / 1024:>7.1f} KiB {self.registers:>4} registers {self.stack:>5} stack{loops}"
+            f"{'  EXCEEDS: ' + self.excess if self.excess else ''}"
+        )
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """A tensor without memory."""
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def call(variant: Variant, module: ModuleType) -> Any:
+    """The public function of `variant`, on tensors without memory."""
+    return CALLS[variant.file](variant, module)
+
+
+def _tree_attention(v: Variant, module: ModuleType) -> Any:
+    vars(module)["_device"] = lambda _: (PROCESSORS, FAST_MEMORY[v.arch])
+    dtype, group = DTYPES[v.dtype], HEADS // KV
+    q, kv = empty(1, v.rows, KV * group, v.width, dtype=dtype), empty(1, CAPACITY, KV, v.width, dtype=dtype)
+    length = empty(1, dtype=torch.int64)
+    if v.what == "cross":
+        return module.cross_attention(q, kv, kv, length)
+    tree = empty(1, v.rows, 2, dtype=torch.int64), empty(1, v.rows, dtype=torch.int32)
+    return module.tree_attention(q, kv, kv, length, *tree, "tree" in v.what, 4096 if "window" in v.what else None)
+
+
+def _choice(v: Variant, module: ModuleType) -> Any:
+    number, nodes = empty(1, dtype=torch.int64), empty(1, v.rows, dtype=torch.int64)
+    return module.choose(empty(1, v.rows, VOCAB, dtype=DTYPES[v.dtype]), number, nodes, empty(1, dtype=torch.float32))
+
+
+def _gumbel(v: Variant, module: ModuleType) -> Any:
+    return module.gumbel_noise(empty(1, dtype=torch.int64), empty(1, v.rows, dtype=torch.int64), VOCAB)
+
+
+def _walk(v: Variant, module: ModuleType) -> Any:
+    nodes = empty(1, v.rows, dtype=torch.int64)
+    return module.walk(nodes, nodes, nodes, empty(1, dtype=torch.bool), 8)
+
+
+def _keep_rows(v: Variant, module: ModuleType) -> Any:
+    layers, one = empty(LAYERS, 1, CAPACITY, KV, v.width, dtype=DTYPES[v.dtype]), empty(1, dtype=torch.int64)
+    return module.keep_rows(layers, layers, one, empty(1, 9, dtype=torch.int64), one)
+
+
+def _selection(v: Variant, module: ModuleType) -> Any:
+    dtype = DTYPES[v.dtype]
+    cache, picked = empty(LAYERS, 8192, KV, v.width, dtype=dtype), empty(LAYERS, 1024, KV, v.width, dtype=dtype)
+    module.key_scores(empty(LAYERS, HEADS, v.width, dtype=dtype), cache)
+    module.chunk_means(cache, 8, picked)
+    return module.gather_rows(cache, cache, empty(LAYERS, 1024, KV, dtype=torch.int64), picked, picked)
+
+
+def _linear_cross_entropy(v: Variant, module: ModuleType) -> Any:
+    rows, numbers = empty(512, dtype=torch.int64), empty(512, dtype=torch.float32)
+    logits, before = empty(512, VOCAB, dtype=DTYPES[v.dtype]), empty(512, dtype=torch.int32)
+    return module.chunk_losses(logits, rows, numbers, before, -100, 5, True)
+
+
+def _segment_attention(v: Variant, module: ModuleType) -> Any:
+    rows, keys, lse = empty(8192, HEADS, v.width), empty(8192, KV, v.width), empty(HEADS, 8192, dtype=torch.float32)
+    spans, borders = empty(3, 4, dtype=torch.int32), empty(4, dtype=torch.int32)
+    window = 513 if "window" in v.what else None
+    return module.query_gradient(rows, keys, keys, rows, lse, rows, spans, borders, 4096, window)
+
+
+CALLS: dict[str, Callable[[Variant, ModuleType], Any]] = {
+    "tree_attention": _tree_attention,
+    "choice": _choice,
+    "gumbel": _gumbel,
+    "walk": _walk,
+    "keep_rows": _keep_rows,
+    "selection": _selection,
+    "linear_cross_entropy": _linear_cross_entropy,
+    "segment_attention": _segment_attention,
+}
+# Those whose code follows from head width, dtype of the logits, or neither; gradients are of flash kernels, in half
+# precision alone.
+BY_WIDTH, BY_DTYPE, ALIKE = ("keep_rows", "selection"), ("choice", "linear_cross_entropy"), ("gumbel", "walk")
+
+
+def tree_shapes(module: ModuleType, arch: int, dtype: str, width: int) -> list[int]:
+    """Rows of passes that stand for all widths of 1 to 128 and all groups: one for each size of a program's block."""
+    found: dict[tuple[int, int], int] = {}
+    for rows in range(1, MOST_ROWS + 1):
+        blocks = module.blocks(rows * (HEADS // KV), width, DTYPES[dtype].itemsize, FAST_MEMORY[arch])
+        found.setdefault(blocks, rows)
+    others = {
+        module.blocks(rows * group, width, DTYPES[dtype].itemsize, FAST_MEMORY[arch])
+        for rows in range(1, MOST_ROWS + 1)
+        for group in GROUPS
+    }
+    assert others == set(found), f"blocks of other groups are compiled by no call here: {others - set(found)}"
+    return sorted({*found.values(), 64})
+
+
+def everything(module: ModuleType) -> Iterator[Variant]:
+    """Every kernel for every architecture, dtype, number of rows and head width; `module`: tree_attention's."""
+    for arch in FAST_MEMORY:
+        for dtype in DTYPES:
+            for width in WIDTHS:
+                for rows in sorted({*ROWS, *tree_shapes(module, arch, dtype, width)}):
+                    for what in ("tree", "chain", "tree, window", "chain, window"):
+                        yield Variant("tree_attention", what, arch, dtype, rows, width)
+                for file in BY_WIDTH:
+                    yield Variant(file, "", arch, dtype, 64, width)
+            for file in BY_DTYPE:
+                yield Variant(file, "", arch, dtype)
+        for width in WIDTHS:
+            for what in ("", "window"):
+                yield Variant("segment_attention", what, arch, "bf16", 4096, width)
+        for rows in ROWS:
+            for file in ALIKE:
+                yield Variant(file, "", arch, "bf16", rows)
+
+
+def of_the_suite(module: ModuleType) -> Iterator[Variant]:
+    """Every kernel once, every block of trees on sm_90, and what asks for most elsewhere."""
+    for dtype in DTYPES:
+        for width in WIDTHS:
+            for rows in tree_shapes(module, 90, dtype, width):
+                yield Variant("tree_attention", "tree", 90, dtype, rows, width)
+    yield Variant("tree_attention", "chain", 90)
+    yield Variant("tree_attention", "cross", 90, "bf16", 1)
+    for dtype, width in (("bf16", 128), ("bf16", 256), ("fp32", 128), ("fp32", 256)):
+        yield Variant("tree_attention", "tree, window", 90, dtype, 64, width)
+    for arch, dtype, width in (
+        (80, "bf16", 128), (80, "fp32", 128), (89, "bf16", 128), (89, "fp32", 64), (89, "fp32", 128),
+        (100, "bf16", 128), (120, "bf16", 128), (120, "bf16", 256), (120, "fp32", 256),
+    ):  # fmt: skip
+        yield Variant("tree_attention", "tree, window", arch, dtype, 64, width)
+    for arch, dtype, width in ((90, "bf16", 128), (120, "fp32", 256)):
+        for file in (*BY_WIDTH, *BY_DTYPE, *ALIKE):
+            yield Variant(file, "", arch, dtype, 64, width)
+    for arch, width in ((80, 128), (89, 256), (90, 128), (120, 128)):
+        yield Variant("segment_attention", "window", arch, "bf16", 4096, width)
+
+
+class Absent:
+    """What Triton asks of a device's driver before it compiles."""
+
+    arch = 90
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", Absent.arch, 32)
+
+    def get_current_device(self) -> int:
+        return Absent.arch  # Triton keeps what it compiled by device
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+class Compiler:
+    """Public functions are called in it and compile what they would launch."""
+
+    def __init__(self, say: Callable[[str], None]):
+        import triton
+        from triton.runtime import driver
+
+        assert os.environ.get("TRITON_INTERPRET") != "1", "Triton's interpreter compiles nothing"
+        self.say, self.found, self.compiled = say, [], set()
+        self.tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+        self.functions: Any = triton.JITFunction
+        self.modules = {
+            path.stem: import_module(f"longdraft.kernels.triton_impl.{path.stem}") for path in IMPL.glob("*.py")
+        }
+        absent: Any = Absent()
+        driver.set_active(absent)
+        run, seen = self.functions.run, set()
+
+        def compile_only(function, *args, grid, warmup, **options):
+            kernel = run(function, *args, grid=grid, warmup=True, **options)
+            self.compiled.add(function)
+            if (Absent.arch, kernel.hash) not in seen:
+                seen.add((Absent.arch, kernel.hash))
+                self.found.append(self.usage(function.__name__, kernel))
+                self.say(self.found[-1].line())
+
+        self.functions.run = compile_only
+
+    def run(self, variant: Variant) -> None:
+        """Compile what this call would launch."""
+        Absent.arch, self.variant = variant.arch, variant
+        call(variant, self.modules[variant.file])
+
+    def usage(self, name: str, kernel: Any) -> Usage:
+        """From the code for the GPU."""
+        with TemporaryDirectory() as folder:
+            file = Path(folder) / "kernel.cubin"
+            file.write_bytes(kernel.asm["cubin"])
+            used = re.search(r"REG:(\d+) STACK:(\d+)", self._dump("-res-usage", file))
+            assert used is not None, f"cuobjdump says nothing of {name}'s registers"
+            listed = name == "_runs" and self.variant.arch == 90
+            loops = loops_of_products(self._dump("-sass", file)) if listed else ()
+        warps, shared = kernel.metadata.num_warps, kernel.metadata.shared
+        return Usage(self.variant, name, warps, shared, int(used[1]), int(used[2]), loops)
+
+    def _dump(self, option: str, file: Path) -> str:
+        command = [str(self.tools / "cuobjdump"), option, str(file)]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+    def left(self) -> list[str]:
+        """Kernels of triton_impl/ that were not compiled."""
+        ours = {x for file in self.modules.values() for x in vars(file).values() if isinstance(x, self.functions)}
+        called = {x for x in ours if any(re.search(rf"\b{x.__name__}\(", other.src) for other in ours - {x})}
+        return sorted(x.__name__ for x in ours - called - self.compiled)
+
+
+def loops_of_products(sass: str) -> tuple[int, ...]:
+    """Instructions of each loop with a product in it (of tensor cores, or many multiplications), from its listing."""
+    listed = re.findall(r"/\*([0-9a-f]{4,5})\*/\s+(?:@!?U?P\d+ )?([A-Z0-9_]+)([^;]*);", sass)
+    code = [(int(place, 16), name, rest) for place, name, rest in listed]
+    loops = []
+    for place, name, rest in code:
+        target = re.search(r"0x([0-9a-f]+)", rest) if name == "BRA" else None
+        if target is not None and (start := int(target[1], 16)) < place:
+            body = [name for at, name, _ in code if start <= at <= place]
+            if any("MMA" in name for name in body) or body.count("FFMA") >= 128:
+                loops.append(len(body))
+    return tuple(loops)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="what the Triton kernels ask of absent GPUs")
+    parser.add_argument("--all", action="store_true", help="every kernel, architecture, dtype and shape: half an hour")
+    parser.add_argument("--arch", type=int, nargs="+", choices=FAST_MEMORY, default=list(FAST_MEMORY))
+    parser.add_argument("--kernel", nargs="+", choices=CALLS, default=list(CALLS), help="files of kernels/triton_impl")
+    asked = parser.parse_args(arguments)
+    compiler = Compiler(lambda line: print(line, flush=True))
+    variants = (everything if asked.all else of_the_suite)(compiler.modules["tree_attention"])
+    for variant in variants:
+        if variant.arch in asked.arch and variant.file in asked.kernel:
+            compiler.run(variant)
+    exceeding = [usage.line() for usage in compiler.found if usage.excess]
+    print(json.dumps({"found": [asdict(usage) for usage in compiler.found], "not_compiled": compiler.left()}))
+    return 1 if exceeding else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
