@@ -26,6 +26,7 @@ from longdraft.kernels.reference.cross_attention import cross_attention as cross
 from longdraft.kernels.reference.gumbel import MASK, philox_4x32
 from longdraft.kernels.reference.segment_attention import read_keys
 from longdraft.kernels.reference.segment_attention import segment_attention as segment_reference
+from longdraft.kernels.reference.tree_attention import attended_rows
 from longdraft.kernels.reference.tree_attention import tree_attention as tree_reference
 from longdraft.kernels.reference.walk import walk as walk_reference
 from longdraft.kernels.rotate import rotate
@@ -113,6 +114,36 @@ def test_tree_attention_in_bf16(device, trees, plain, length, n_rows):
     out = tree_attention(low_q, low_k, low_v, lengths.to(device), mask.to(device))
     assert out.dtype == torch.bfloat16
     assert (out.float().cpu() - exact).abs().max() <= 2 * (usual.float().cpu() - exact).abs().max()
+
+
+@pytest.mark.parametrize("window", [None, 300])
+@pytest.mark.parametrize("tree", [False, True])
+@pytest.mark.parametrize("n_rows", [1, 16, 64, 128])
+@pytest.mark.parametrize("lengths", [[0, 15, 16, 17], [63, 64, 65], [1023, 1024, 1025]], ids=str)
+@pytest.mark.parametrize("heads", [(3, 1, 64), (8, 2, 128), (2, 2, 256)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_tree_attention_at_the_borders_of_blocks(device, trees, plain, dtype, heads, lengths, n_rows, tree, window):
+    """Whole blocks of committed keys, a key less and one more, in all shapes that blocks of rows have."""
+    n_heads, n_kv_heads, width = heads
+    keys, values = trees.poisoned(lengths, n_rows, max(lengths) + n_rows, n_kv_heads, width)
+    q, lengths_B = trees.draw(len(lengths), n_rows, n_heads, width, seed=7), torch.tensor(lengths)
+    masks = torch.stack([trees.random_tree(n_rows, seed) for seed in range(len(lengths))]) if tree else None
+    if masks is not None:
+        masks[:, -1, -1] = True  # every row reads something
+    q, keys, values = (x.to(dtype).float() for x in (q, keys, values))
+    want = tree_reference(q, keys, values, lengths_B, masks, window)
+    there = None if masks is None else masks.to(device)
+    low = q.to(device, dtype), keys.to(device, dtype), place(values, device, dtype)
+    out = tree_attention(*low, lengths_B.to(device), there, window).float().cpu()
+    if dtype == torch.float32:
+        torch.testing.assert_close(out, want, rtol=0, atol=FP32)
+        return
+    for slot, length in enumerate(lengths):
+        stop, own = length + n_rows, slice(slot, slot + 1)
+        one = None if masks is None else masks[own]
+        opened = attended_rows(lengths_B[own], n_rows, stop, one, window).to(device)
+        usual = plain.attention(low[0][own], low[1][own, :stop], low[2][own, :stop], opened).float().cpu()
+        assert (out[own] - want[own]).abs().max() <= 2 * (usual - want[own]).abs().max(), (slot, length)
 
 
 @pytest.mark.parametrize("n_rows", [1, 16, 63])

@@ -6,9 +6,22 @@ import torch
 from longdraft.kernels.reference.cross_attention import cross_attention as cross_reference
 from longdraft.kernels.reference.tree_attention import MOST_ROWS, attended_rows, pack_tree
 from longdraft.kernels.reference.tree_attention import tree_attention as reference
-from longdraft.kernels.triton_impl.tree_attention import choose_splits, cross_attention, tree_attention
+from longdraft.kernels.triton_impl import tree_attention as triton_impl
+from longdraft.kernels.triton_impl.tree_attention import blocks, choose_splits, cross_attention, tree_attention
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture(autouse=True)
+def large_blocks(request, monkeypatch):
+    """The interpreter, whose time goes by programs and blocks, takes fp32 in the blocks of half precision."""
+    if DEVICE == "cpu" and "small_blocks" not in request.fixturenames:
+        monkeypatch.setattr(triton_impl, "blocks", lambda rows, width, _, memory: blocks(rows, width, 2, memory))
+
+
+@pytest.fixture
+def small_blocks():
+    """The test runs with the blocks that are served in fp32."""
 
 
 @pytest.fixture
@@ -63,14 +76,76 @@ def test_against_the_reference(made, case, tree, window):
     torch.testing.assert_close(found, lse, rtol=0, atol=2e-6)
 
 
+def at_borders(block: int) -> list[int]:
+    """Committed rows around whole blocks of keys, and none."""
+    return [0, block - 1, block, block + 1, 12 * block - 1, 12 * block + 1]
+
+
+@pytest.mark.parametrize("window", [None, 160])
+@pytest.mark.parametrize("tree", [False, True])
+def test_lengths_at_the_borders_of_blocks(made, small_blocks, tree, window):
+    """A window of 160 leaves whole blocks between the keys that only some rows read and the pass's own."""
+    n_rows, width = 7, 32
+    lengths = at_borders(blocks(2 * n_rows, width, 4, 99 * 1024)[1])
+    keys, values = made.poisoned(lengths, n_rows, max(lengths) + n_rows, 1, width)
+    q, lengths_B = made.draw(len(lengths), n_rows, 2, width, seed=7), torch.tensor(lengths)
+    masks = torch.stack([made.random_tree(n_rows, seed) for seed in range(len(lengths))]) if tree else None
+    wanted = reference(q, keys, values, lengths_B, masks, window)
+    lse = expected_lse(q, keys, lengths_B, masks, window)
+    for n_splits in (1, 3):
+        out, found = run(q, keys, values, lengths_B, masks, window, n_splits)
+        # A padding row has no place in a history: what a window leaves it is not defined, but finite.
+        read = torch.ones(1, n_rows, dtype=torch.bool) if masks is None or window is None else masks.any(-1)
+        assert out.isfinite().all() and (out - wanted)[read.expand(len(lengths), -1)].abs().max() < 2e-6
+        torch.testing.assert_close(
+            found[read.expand(len(lengths), -1)], lse[read.expand(len(lengths), -1)], rtol=0, atol=2e-6
+        )
+
+
+@pytest.mark.parametrize("n_rows", [1, 16, 63, 65, 128])
+def test_passes_of_all_widths(made, n_rows):
+    """Trees, whose ancestors are two words, and chains under a window that the deepest row shares with the first."""
+    lengths = [29, 260]
+    keys, values = made.poisoned(lengths, n_rows, max(lengths) + n_rows, 1, 16)
+    q, lengths_B = made.draw(2, n_rows, 1, 16, seed=7), torch.tensor(lengths)
+    trees = torch.stack([made.random_tree(n_rows, seed) for seed in range(2)])
+    for masks, window in ((trees, None), (None, 200)):
+        out, _ = run(q, keys, values, lengths_B, masks, window, 1)
+        assert (out - reference(q, keys, values, lengths_B, masks, window)).abs().max() < 2e-6
+
+
+def test_a_row_does_not_depend_on_the_depth_of_those_beside_it(made):
+    """Bit for bit: the order in which a row meets its keys follows from shapes and lengths."""
+    n_rows, length = 20, torch.tensor([300])
+    keys, values = made.poisoned([300], n_rows, 320, 1, 16)
+    q, chain = made.draw(1, n_rows, 2, 16, seed=7), torch.ones(n_rows, n_rows, dtype=torch.bool).tril()[None]
+    flat = torch.eye(n_rows, dtype=torch.bool)[None]
+    for window in (None, 180):
+        deep, shallow = (run(q, keys, values, length, mask, window, 1) for mask in (chain, flat))
+        assert all(torch.equal(a[:, 0], b[:, 0]) for a, b in zip(deep, shallow, strict=True))
+
+
+def test_blocks_fit_the_fast_memory():
+    """Those of a GPU with 227 KiB a program and of one with 99 KiB are the same; less than that makes them smaller."""
+    for width in (16, 64, 80, 128, 256, 512):
+        for itemsize in (2, 4):
+            for rows in (1, 16, 17, 1024):
+                found = [blocks(rows, width, itemsize, kib * 1024) for kib in (227, 99, 64)]
+                assert all(block_m >= 16 and 16 <= block_n <= 64 for block_m, block_n in found)
+                held = [(block_m + 4 * block_n) * width * itemsize for block_m, block_n in found]
+                assert held[2] <= 64 * 1024 or found[2] == (16, 16)
+                assert found[0] == found[1] or width == 512
+    assert blocks(256, 128, 2, 99 * 1024) == (128, 64) and blocks(256, 128, 2, 64 * 1024) == (128, 32)
+
+
 @pytest.mark.parametrize("window", [None, 1])
 def test_any_number_of_runs_gives_the_same(made, window):
     """Runs that are empty, of one key, longer than a slot: all merge to the one."""
-    keys, values = made.poisoned([0, 130], 5, 140, 2, 16)
-    q, lengths = made.draw(2, 5, 4, 16, seed=7), torch.tensor([0, 130])
+    keys, values = made.poisoned([0, 130], 5, 140, 1, 16)
+    q, lengths = made.draw(2, 5, 2, 16, seed=7), torch.tensor([0, 130])
     masks = torch.stack([made.random_tree(5, seed) for seed in range(2)])
     wanted = reference(q, keys, values, lengths, masks, window)
-    for n_splits in (1, 2, 7, 64):
+    for n_splits in (1, 7, 64):
         out, _ = run(q, keys, values, lengths, masks, window, n_splits)
         assert (out - wanted).abs().max() < 2e-6
 
@@ -97,15 +172,16 @@ def test_strides_of_a_fused_projection_and_of_one_layer_of_a_cache(made):
 
 
 # Triton's interpreter has no products in bf16; tests/gpu has them on a GPU too.
+@pytest.mark.parametrize("length", [63, 65, 300])
 @pytest.mark.parametrize("dtype", [torch.float16] if DEVICE == "cpu" else [torch.float16, torch.bfloat16])
-def test_error_in_low_precision_is_that_of_plain_arithmetic(made, plain, dtype):
+def test_error_in_low_precision_is_that_of_plain_arithmetic(made, plain, dtype, length):
     """At most twice the error of plain.py's attention in the same precision, both against fp32."""
-    keys, values = made.poisoned([300], 9, 309, 2, 64)
-    q, mask, lengths = made.draw(1, 9, 6, 64, seed=3), made.random_tree(9, 1)[None], torch.tensor([300])
+    keys, values = made.poisoned([length], 9, length + 9, 2, 64)
+    q, mask, lengths = made.draw(1, 9, 6, 64, seed=3), made.random_tree(9, 1)[None], torch.tensor([length])
     mask[:, -1, -1] = True
     exact = reference(q, keys, values, lengths, mask)
     low = [x.to(dtype) for x in (q, keys, values)]
-    full = torch.cat((torch.ones(1, 9, 300, dtype=torch.bool), mask), 2)
+    full = torch.cat((torch.ones(1, 9, length, dtype=torch.bool), mask), 2)
     allowed = 2 * (plain.attention(*low, full).float() - exact).abs().max()
     for n_splits in (1, 4):
         assert (run(*low, lengths, mask, None, n_splits)[0].float() - exact).abs().max() <= allowed
