@@ -19,7 +19,7 @@ from longdraft.infer.drafters.build import build_drafter
 from longdraft.infer.graphs import graphs_for
 from longdraft.infer.history import History
 from longdraft.infer.memory import check_memory, estimate_memory, words
-from longdraft.infer.options import check_whole_or, whole
+from longdraft.infer.options import check_whole_or
 from longdraft.infer.requests import Lane, Prompt, read_requests
 from longdraft.infer.results import Generation, Piece, Statistics
 from longdraft.infer.sampling import SamplingParams, SlotSampling
@@ -32,6 +32,7 @@ from longdraft.kernels.transfer import HostCopy
 from longdraft.models.device import on_device
 from longdraft.models.hf import Target
 from longdraft.models.kv_cache import KVCache
+from longdraft.models.passes import prompt_rows
 
 IDLE = SamplingParams()
 MOST_SLOTS = 8
@@ -55,7 +56,7 @@ class Engine:
         slots: sequences decoded together; None takes one a prompt, at most 8. More prompts wait for a free slot.
         max_length: positions a sequence may have; None is the target's own limit. The cache is allocated for what a
             call needs and kept for the next call.
-        prefill_chunk: rows of a prefill pass.
+        prefill_chunk: rows of a prefill pass; None is 2048 on a GPU and 512 on a CPU.
         options: keyword arguments of a named drafter.
         graphs: whether a step's work is recorded once and then replayed (infer/graphs.py); None: where it can be, which
             is on CUDA. Only speed depends on it.
@@ -73,7 +74,7 @@ class Engine:
         nodes: int | str | None = "auto",
         slots: int | None = None,
         max_length: int | None = None,
-        prefill_chunk: int = 512,
+        prefill_chunk: int | None = None,
         options: Mapping | None = None,
         graphs: bool | None = None,
         noise_in_ranking: bool = True,
@@ -82,7 +83,7 @@ class Engine:
         limit = target.model.config.max_positions
         check_whole_or("slots", slots, [None], 1)
         check_whole_or("max_length", max_length, [None], 1, limit)
-        whole("prefill_chunk", prefill_chunk, 1)
+        check_whole_or("prefill_chunk", prefill_chunk, [None], 1)
         check_whole_or("nodes", nodes, ["auto", None], 1)
         self.device = target.model.embed_tokens.weight.device
         if isinstance(drafter, str):
@@ -92,11 +93,12 @@ class Engine:
             raise ValueError(f"drafter={drafter!r}: must be a drafter's name or a Drafter")
         elif draft is not None or options:
             raise ValueError("draft and options go with a drafter's name; a Drafter instance already has its own")
-        self.target, self.slots, self.prefill_chunk = target, slots, prefill_chunk
-        self.max_length, self.drafter = max_length or limit, drafter
+        self.target, self.slots, self.drafter = target, slots, drafter
+        self.max_length = max_length or limit
         self._noise_in_ranking = noise_in_ranking
         self._log = log or logging.getLogger("longdraft").info
         self._on_cpu = self.device.type == "cpu"
+        self.prefill_chunk = prefill_chunk or prompt_rows(self.device.type)
         # What the budget learns of costs must not depend on what else the machine does.
         self._work_clock = rows.work_seconds if self._on_cpu else time.perf_counter
         self._room = min(nodes, drafter.max_nodes) if isinstance(nodes, int) else drafter.max_nodes

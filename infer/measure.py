@@ -29,10 +29,10 @@ from longdraft.infer.sampling import SamplingParams
 from longdraft.kernels.cpu_impl.rows import decoding
 from longdraft.models.hf import Target
 from longdraft.models.kv_cache import KVCache
+from longdraft.models.passes import prompt_rows
 
 UNWATCHED = Unwatched()
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 40)
-PREFILL_CHUNK = 512
 
 
 @dataclass(frozen=True)
@@ -210,7 +210,7 @@ def width_curve(
 
 def _prefill(target: Target, cache: KVCache, tokens_1T: Tensor, watch: Watch) -> None:
     """These tokens into the empty cache, in passes as decoding makes them."""
-    for chunk in tokens_1T.split(PREFILL_CHUNK, dim=1):
+    for chunk in tokens_1T.split(prompt_rows(tokens_1T.device.type), dim=1):
         target.model(chunk, cache=cache, needs={"last_kv"})
         cache.keep(None, torch.tensor([chunk.shape[1]], device=chunk.device))
         watch.advance(prefill_cost(chunk.shape[1]))

@@ -11,6 +11,7 @@ import torch
 from longdraft.infer.drafters.base import Drafter
 from longdraft.models.decoder import Decoder
 from longdraft.models.device import free_bytes
+from longdraft.models.passes import pass_bytes
 from longdraft.models.recorded_layers import recorded_bytes
 
 
@@ -20,16 +21,14 @@ def estimate_memory(
     """Bytes by name: the weights, which are there already, and what decoding adds.
 
     Args:
-        batch: slots. capacity: rows of the cache a slot. widths: rows that verifications have. chunk: of a prefill.
+        batch: slots. capacity: rows of the cache a slot. widths: rows that verifications have. chunk: rows of a prefill
+            pass, all slots counted.
         graphs: whether the steps are recorded on a GPU, once for each width.
     """
     config, weight, width = model.config, model.embed_tokens.weight, max(widths)
     size = weight.element_size()
     row = 2 * config.n_layers * config.n_kv_heads * config.head_dim * size
-    # The widest tensors alive at once in a pass: stream, normed copy, gate and up; and in a verification the logits.
-    per_row = (2 * config.hidden_size + 2 * config.intermediate_size) * size
-    rows = max(chunk, batch * width)
-    verification = batch * width * (per_row + config.vocab_size * size)
+    verification = pass_bytes(config, batch * width, weight.dtype) + batch * width * config.vocab_size * size
     if graphs:  # one pool of memory for the passes, and for each width the outputs that drafters read
         outputs = {"logits": config.vocab_size, "pre_norm": config.hidden_size, "post_norm": config.hidden_size}
         kept = batch * sum(widths) * sum(outputs.get(name, 0) for name in drafter.needs) * size
@@ -39,7 +38,7 @@ def estimate_memory(
     return {
         "weights": sum(p.numel() * p.element_size() for p in model.parameters()),
         "cache": batch * capacity * row,
-        "passes": rows * per_row + batch * width * config.vocab_size * size + batch * config.vocab_size * 8,
+        "passes": max(pass_bytes(config, chunk, weight.dtype), verification) + batch * config.vocab_size * 8,
         "recorded steps": recorded,
         **{f"draft {name}": count for name, count in drafter.memory_bytes(batch, capacity).items()},
     }

@@ -36,16 +36,16 @@ class StreamingCache(RingCache):
         super().__init__(
             model.config, batch, 2 * slack + widest, weight.dtype, weight.device, fixed=sinks, budget=window - 2 * slack
         )
-        self._rope, self._slack, self._widest = model.rope, slack, widest
+        self._rope, self._slack = model.rope, slack
         shape = model.config.n_layers, batch, sinks, model.config.n_kv_heads, model.config.head_dim
         self._sinks_LBsKd = self.keys.new_zeros(shape)  # where they have been rotated on, as they were before
 
-    def settle(self) -> None:
-        """Move what is too much in the tails into the ring."""
+    def settle(self, appended: int) -> None:
+        """Move what is too much in the tails into the ring; no slot kept more than so many rows since the last time."""
         base_B = self.held.clamp(max=self.budget)
         tail_B = self.lengths - base_B
         moved_B = torch.where(tail_B > 2 * self._slack, tail_B - self._slack, 0)
-        most = 2 * self._slack + self._widest
+        most = 2 * self._slack + appended
         if backend.reads_are_free(moved_B.device):
             if not moved_B.any():
                 return
@@ -65,6 +65,14 @@ class StreamingCache(RingCache):
         self._written.add_(moved_B)
         self.lengths.copy_(stay_B + tail_B - moved_B)
         self._rotate_sinks(before_B)
+
+    def take_slot(self, slot: int, other: "StreamingCache", place: int) -> None:
+        """This slot as that of another cache of the same window, sinks and slack, which is settled."""
+        rows = slice(0, self.budget + 2 * self._slack)
+        self.keys[:, slot, rows], self.values[:, slot, rows] = other.keys[:, place, rows], other.values[:, place, rows]
+        self._sinks_LBsKd[:, slot] = other._sinks_LBsKd[:, place]
+        for name in ("lengths", "prompt_lengths", "held", "_written"):
+            getattr(self, name)[slot] = getattr(other, name)[place]
 
     def rewind(self, lengths_B: Tensor) -> None:
         """Back to the first lengths_B[b] tokens; to none at all where what stood there is lost."""

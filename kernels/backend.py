@@ -42,10 +42,10 @@ def varlen_attention() -> Callable[..., Any] | None:
     """Causal attention over sequences of several lengths in one kernel: flash-attn's where it is installed, else
     PyTorch's own where that knows windows and grouped heads (`torch.nn.attention.varlen`), else None.
 
-    Called with q [N, H, d], k and v [M, K, d], q_borders and k_borders int32 [S + 1], most_queries, most_keys, window;
-    gives [N, H, d], with gradients, on CUDA in fp16 and bf16, d a multiple of 8. A sequence's last query reads its last
-    `window` keys (None: all), each before it one key less. With `with_lse=True` it gives the natural log-sum-exps of
-    the scaled scores too, fp32 [H, N].
+    Called with q [N, H, d], k and v [M, K, d], q_borders and k_borders int32 [S + 1], most_queries, most_keys (at least
+    those of the longest sequence), window; gives [N, H, d], with gradients, on CUDA in fp16 and bf16, d a multiple of
+    8. A sequence's last query reads its last `window` keys (None: all), each before it one key less. With
+    `with_lse=True` it gives the natural log-sum-exps of the scaled scores too, fp32 [H, N].
     """
     if find_spec("flash_attn") is not None:
         return _flash_attn
@@ -54,6 +54,11 @@ def varlen_attention() -> Callable[..., Any] | None:
     from torch.nn.attention.varlen import varlen_attn
 
     return _torch_varlen if {"window_size", "enable_gqa"} <= set(inspect.signature(varlen_attn).parameters) else None
+
+
+def has_flash(device: torch.device) -> bool:
+    """Whether flash kernels run there: a GPU from 2020 on."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _flash_attn(

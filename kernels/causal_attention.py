@@ -1,17 +1,13 @@
-"""Plain causal attention over whole rows, without a cache: training, scoring, and the prefill of an empty cache.
+"""Plain causal attention over whole rows, without a cache: training and scoring.
 
-No trees and no cache here: see tree_attention.py. Shapes: B rows, T queries, S >= T keys, H query heads, K key/value
-heads, d width.
+No trees and no cache here: see tree_attention.py, and chain_attention.py for prefill. Shapes: B rows, T queries, S >= T
+keys, H query heads, K key/value heads, d width.
 """
-
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
-
-from longdraft.kernels.cpu_impl import rows
 
 # Queries handled at once where a mask is needed: bounds it at this many rows by the keys that they may read.
 BLOCK = 512
@@ -37,27 +33,6 @@ def causal_attention(q_BTHd: Tensor, k_BSKd: Tensor, v_BSKd: Tensor, window: int
             lower_right = causal_lower_right(n_queries, n_keys)
             return scaled_dot_product_attention(*operands, attn_mask=lower_right, enable_gqa=grouped).transpose(1, 2)
     return _blockwise(q_BHTd, k_BKSd, v_BKSd, n_keys if window is None else window, grouped).transpose(1, 2)
-
-
-def prompt_attention(
-    q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, prompts: Sequence[int], window: int | None = None
-) -> Tensor:
-    """`causal_attention` of prompts of these lengths, padded behind their ends; zeros or anything there.
-
-    On a CPU prompt by prompt, so that what one gives does not depend on the others, and the short ones through the C
-    kernels: with the bits that they have in chunks (kernels/tree_attention.py).
-    """
-    if q_BTHd.device.type != "cpu":
-        return causal_attention(q_BTHd, k_BTKd, v_BTKd, window)
-    out_BTHd, start = q_BTHd.new_zeros(q_BTHd.shape), torch.zeros(1, dtype=torch.int64)
-    for slot, count in enumerate(prompts):
-        own = slice(slot, slot + 1), slice(count)
-        qkv = q_BTHd[own], k_BTKd[own], v_BTKd[own]
-        if 0 < count <= rows.MOST_ATTENTION_ROWS and rows.can_attend(q_BTHd):
-            out_BTHd[own] = rows.attention_rows(*qkv, start, None, window)
-        elif count:
-            out_BTHd[own] = causal_attention(*qkv, window)
-    return out_BTHd
 
 
 def _blockwise(q_BHTd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, window: int, grouped: bool) -> Tensor:

@@ -1,7 +1,8 @@
 """Attention of a pass (one token, a chunk of a prompt, a tree) over the cache rows before it and its own rows.
 
 The plain reference is reference/tree_attention.py. On a GPU with Triton triton_impl/tree_attention.py serves passes of
-up to 128 rows and reads no length to the host; on a CPU cpu_impl/rows.py serves; PyTorch's attention does the rest.
+up to 128 rows and reads no length to the host; on a CPU cpu_impl/rows.py serves. More rows that are a chain are
+chain_attention.py's; PyTorch's attention does the rest.
 Shapes: B slots, T rows of the pass, S cache capacity, H query heads, K key/value heads, G = H / K, d head width.
 """
 
@@ -14,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from longdraft.kernels import backend
-from longdraft.kernels.causal_attention import causal_attention
+from longdraft.kernels.chain_attention import ChainPlan, chain_attention
 from longdraft.kernels.cpu_impl import rows
 from longdraft.kernels.reference.tree_attention import MOST_ROWS, attended_rows, log_sum_exp, pack_tree
 
@@ -23,18 +24,11 @@ SPLIT_FROM = 1024
 
 
 @dataclass
-class PassPlan:
+class PassPlan(ChainPlan):
     """What all layers of one pass share: the lengths on the host and the masks, so that no layer repeats them."""
 
-    lengths_B: Tensor
-    n_rows: int
     tree_mask_BTT: Tensor | None
     _masks: dict[tuple, tuple[Tensor, Tensor | None]] = field(default_factory=dict)
-
-    @cached_property
-    def starts(self) -> list[int]:
-        """The lengths on the host; waits for the device."""
-        return self.lengths_B.tolist()
 
     @cached_property
     def tree(self) -> tuple[Tensor, Tensor]:
@@ -44,10 +38,10 @@ class PassPlan:
     def mask(self, slot: int, first: int, stop: int, groups: int, window: int | None, dtype: torch.dtype):
         """Additive mask [G * T, stop - first] of cache rows first .. stop - 1, row g * T + t for row t of the pass,
         and bool [G * T, 1] of the rows that may read nothing (None where there is none)."""
+        assert self.tree_mask_BTT is not None, "a chain needs no mask"
         key = (slot, first, stop, groups, window, dtype)
         if key not in self._masks:
-            tree_1TT = None if self.tree_mask_BTT is None else self.tree_mask_BTT[slot : slot + 1]
-            length_1 = self.lengths_B[slot : slot + 1]
+            tree_1TT, length_1 = self.tree_mask_BTT[slot : slot + 1], self.lengths_B[slot : slot + 1]
             open_TS = attended_rows(length_1, self.n_rows, stop, tree_1TT, window)[0, :, first:]
             empty_T1 = ~open_TS.any(-1, keepdim=True)
             # An empty row reads everything, finitely, and its output is then dropped: softmax of nothing is NaN.
@@ -92,8 +86,11 @@ def tree_attention(
         bits_BT2, depth_BT = plan.tree
         is_tree = tree_mask_BTT is not None
         return triton.tree_attention(q_BTHd, keys_BSKd, values_BSKd, lengths_B, bits_BT2, depth_BT, is_tree, window)[0]
-    if plan.tree_mask_BTT is None and max(plan.starts) == 0:
-        return causal_attention(q_BTHd, keys_BSKd[:, :n_rows], values_BSKd[:, :n_rows], window)
+    if plan.tree_mask_BTT is None and n_rows > 1:
+        return chain_attention(q_BTHd, keys_BSKd, values_BSKd, plan, window)
+    triton = backend.triton_kernels("tree_attention", q_BTHd.device.type)
+    if triton is not None and window is None and tree_mask_BTT is not None:
+        return wide_tree(triton, q_BTHd, keys_BSKd, values_BSKd, lengths_B, tree_mask_BTT)
     if n_slots == 1:
         return _slot_attention(q_BTHd, keys_BSKd, values_BSKd, plan, 0, window)
     outputs = [
@@ -140,6 +137,28 @@ def triton_for(q_BTHd: Tensor) -> Any | None:
     if q_BTHd.shape[1] > MOST_ROWS:
         return None
     return backend.triton_kernels("tree_attention", q_BTHd.device.type)
+
+
+def wide_tree(
+    triton: Any, q_BTHd: Tensor, keys_BSKd: Tensor, values_BSKd: Tensor, lengths_B: Tensor, tree_mask_BTT: Tensor
+) -> Tensor:
+    """A tree of more than MOST_ROWS nodes by functions like those of triton_impl/tree_attention.py: they read the
+    committed rows, so many nodes at a time; the pass's own are few, and the mask is of these alone."""
+    n_slots, n_rows, _, head_dim = q_BTHd.shape
+    parts = [triton.cross_attention(q, keys_BSKd, values_BSKd, lengths_B) for q in q_BTHd.split(MOST_ROWS, 1)]
+    old_BTHd, old_lse_BTH = (torch.cat(part, 1) for part in zip(*parts, strict=True))
+    rows_BT = lengths_B[:, None] + torch.arange(n_rows, device=lengths_B.device)
+    slots_B1 = torch.arange(n_slots, device=lengths_B.device)[:, None]
+    keys_BTKd, values_BTKd = keys_BSKd[slots_B1, rows_BT].float(), values_BSKd[slots_B1, rows_BT].float()
+    q_BTKGd = q_BTHd.float().unflatten(2, (keys_BSKd.shape[2], -1))
+    scores_BKGTT = torch.einsum("btkgd,bskd->bkgts", q_BTKGd, keys_BTKd) * head_dim**-0.5
+    scores_BKGTT.masked_fill_(~tree_mask_BTT[:, None, None], float("-inf"))
+    old_lse_BKGT = old_lse_BTH.transpose(1, 2).unflatten(1, q_BTKGd.shape[2:4])
+    lse_BKGT = torch.logaddexp(scores_BKGTT.logsumexp(-1), old_lse_BKGT)
+    base_BKGT1 = lse_BKGT.masked_fill(lse_BKGT.isneginf(), 0.0)[..., None]  # of a row that may read nothing
+    out_BTKGd = torch.einsum("bkgts,bskd->btkgd", (scores_BKGTT - base_BKGT1).exp(), values_BTKd)
+    share_BTH1 = (old_lse_BKGT[..., None] - base_BKGT1).exp().flatten(1, 2).transpose(1, 2)
+    return (out_BTKGd.flatten(2, 3) + share_BTH1 * old_BTHd.float()).to(q_BTHd.dtype)
 
 
 def _slot_attention(

@@ -53,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--dtype", choices=("fp32", "bf16"), default="bf16")
     add("--device", help="default: cuda where there is one")
     add("--max-length", type=int, help="most positions of prompt and text (default: the target's)")
-    add("--prefill-chunk", type=int, help="rows of a pass over the prompt (default: 512)")
+    add("--prefill-chunk", type=int, help="rows of a pass over the prompt (default: 512, 2048 on a GPU)")
     add = parser.add_argument_group("prompt").add_argument
     add("--prompt", help="text; - or nothing reads standard input")
     add("--prompt-file", type=Path, help="a text file")

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from longdraft.kernels.causal_attention import causal_attention, prompt_attention
+from longdraft.kernels.causal_attention import causal_attention
+from longdraft.kernels.chain_attention import prompt_attention
 from longdraft.kernels.linear import linear
 from longdraft.kernels.rotate import rotate
 from longdraft.kernels.segment_attention import Segment, segment_attention

@@ -116,6 +116,12 @@ def pretended_cuda(shared) -> ModuleType:
     return shared("pretended_cuda.py")
 
 
+@pytest.fixture(scope="session")
+def no_masks(shared) -> type:
+    """The class of no_masks.py: a watch over the masks of a pass."""
+    return shared("no_masks.py").NoMasks
+
+
 @pytest.fixture
 def c_kernels() -> None:
     """For tests of the C kernels: skips where they cannot be had. Where nothing stands against them they must build."""

@@ -19,10 +19,12 @@ from torch import nn
 from longdraft.kernels.causal_attention import BLOCK
 from longdraft.kernels.linear_cross_entropy import rows_per_chunk
 from longdraft.kernels.reference.linear_cross_entropy import rows_per_block
+from longdraft.kernels.segment_attention import MOST_COPIES
 from longdraft.models.decoder import Decoder, DecoderConfig
 from longdraft.models.draft_folder import DRAFTS
 from longdraft.models.drafts.longspec import LongSpecConfig
 from longdraft.models.drafts.tokenswift import TokenSwiftConfig
+from longdraft.models.passes import pass_bytes, prompt_rows
 from longdraft.train.config import Config, accumulation
 from longdraft.train.methods import QUERY_BLOCK
 from longdraft.train.sequence_parallel import check_heads
@@ -35,8 +37,10 @@ MIB = 2**20
 PROCESS_CPU, PROCESS_GPU = 120 * MIB, 1536 * MIB
 # Bytes beside each logit that a CPU's loss works on, while ranks are counted: one in fp32, a truth.
 BESIDE_LOGIT = 5
-# Rows of a pass in decoding (the engine's prefill), and rows beyond the text that its cache has.
-PREFILL, SLACK = 512, 256
+# Processors of a GPU, where memory depends on how many there are: an H100's.
+PROCESSORS = 132
+# Rows beyond the text that decoding's cache has.
+SLACK = 256
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,10 @@ def estimate(config: Config, target: DecoderConfig, n_ranks: int, gpu: bool) -> 
         "sums over ranks, and the step": seen | {"gradients": states.update},
         "held-out row": run.heldout(gathered) | whole,
     }
+    if attention := run.flash_backward(n_tokens):
+        activations = kept["draft's activations"] - run.feed_forward(n_tokens)
+        moments["backward pass of its attention"] = seen | {"draft's activations": activations} | attention
+        moments["backward pass of its attention"]["gradients"] = states.backward
     if config.decoding.every:
         moments["decoding"] = gathered | run.decoding()
     host = {"optimizer": states.host} if not gpu and states.host else {}
@@ -96,7 +104,8 @@ class _Run:
 
     def __init__(self, config: Config, target: DecoderConfig, gpu: bool):
         self.config, self.target, self.gpu = config, target, gpu
-        self.size = 2 if config.train.precision == "bf16" else 4
+        self.dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
+        self.size = self.dtype.itemsize
         self.shape: Any = config.draft.network(target)
         t, d = target, target.head_dim
         self.heads, self.qk, self.kv = t.n_heads * d, (t.n_heads + t.n_kv_heads) * d, 2 * t.n_kv_heads * d
@@ -159,9 +168,8 @@ class _Run:
 
     def draft(self, n_tokens: int) -> tuple[dict[str, int], int, dict[str, int]]:
         """What the draft keeps for its gradient; what its first steps back add; and what the loss adds."""
-        share, d = self.config.data.query_share, self.target.hidden_size
-        n = self.own(n_tokens)
-        n_queries = round(share * n)
+        d = self.target.hidden_size
+        n, n_queries = self.own(n_tokens), self._queries(n_tokens)
         if isinstance(self.shape, LongSpecConfig):
             kept, n_parts = self._longspec(n_tokens, n_queries), 1
             top = n_queries * (2 * d + 2 * self.target.intermediate_size)
@@ -181,6 +189,31 @@ class _Run:
         per_query += (norms * self.norm + 3) * t.hidden_size + self.heads + outputs + 4 * t.intermediate_size
         masks = 0 if self.gpu else self._masks(n_queries, subset)
         return {"draft's activations": n_all * n_tokens + per_query * n_queries, "attention masks": masks}
+
+    def feed_forward(self, n_tokens: int) -> int:
+        """Bytes of what LongSpec's feed-forward keeps, which are free again when its attention's gradient is due."""
+        return self.size * 4 * self.target.intermediate_size * self._queries(n_tokens)
+
+    def flash_backward(self, n_tokens: int) -> dict[str, int]:
+        """What the flash kernel's backward pass of LongSpec's self-attention makes on a GPU, its output's gradient
+        counted: the queries' also in fp32, in deterministic order one for each run of blocks; and keys' and values'
+        also for each query head, where heads share them. The cross-attention's keys are frozen, and its queries'
+        gradient is made in place (kernels/triton_impl/segment_attention.py)."""
+        if not (self.gpu and isinstance(self.shape, LongSpecConfig)):
+            return {}
+        t, train, n_queries = self.target, self.config.train, self._queries(n_tokens)
+        n_keys = self.own(n_tokens)
+        if n_queries < n_keys:  # each range of queries has a copy of the keys that it reads
+            n_keys = min(n_queries * (QUERY_BLOCK + self.shape.window) // QUERY_BLOCK, MOST_COPIES * n_keys)
+        runs = -(-PROCESSORS // (train.pass_rows * t.n_heads)) if train.deterministic else 1
+        heads = 2 * n_keys * self.heads if t.n_kv_heads < t.n_heads else 0
+        gradients = self._bytes(
+            {"gradients of q, k, v": 2 * self.heads * n_queries + self.kv * n_keys, "by head": heads}
+        )
+        return {"queries' gradient in fp32": runs * 4 * self.heads * n_queries} | gradients
+
+    def _queries(self, n_tokens: int) -> int:
+        return round(self.config.data.query_share * self.own(n_tokens))
 
     def _masks(self, n_queries: int, subset: bool) -> int:
         """Numbers in the masks that a CPU's attention keeps (kernels/causal_attention.py)."""
@@ -226,9 +259,8 @@ class _Run:
             {
                 "draft's copy": sum(_sizes(DRAFTS[self.config.draft.method][1], self.shape)),
                 "KV cache": t.n_layers * self.kv * rows,
-                "passes": PREFILL * (self.qkv + 3 * self.qk + 3 * t.hidden_size + 3 * t.intermediate_size),
             }
-        )
+        ) | {"passes": pass_bytes(t, min(rows, prompt_rows("cuda" if self.gpu else "cpu")), self.dtype)}
 
     def _bytes(self, numbers: dict[str, int]) -> dict[str, int]:
         return {name: self.size * n for name, n in numbers.items()}

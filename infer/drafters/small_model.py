@@ -24,6 +24,7 @@ from longdraft.kernels.reference.tree_attention import MOST_ROWS
 from longdraft.models.decoder import TargetOutput
 from longdraft.models.hf import Target
 from longdraft.models.kv_cache import KVCache
+from longdraft.models.passes import prompt_rows
 
 # A rewind finds so many tokens unless told otherwise, where the window is wide enough for twice as many.
 SLACK = 16
@@ -66,13 +67,21 @@ class SmallModelDrafter(Drafter):
         self.small, self.gamma, self._sinks, self._window = small, gamma, sinks, window
         self.max_nodes = self.max_depth = gamma
         self._widest = min(max(window, 2), MOST_ROWS)
+        # No row of a pass over the prompt is farther from another than the model was made for.
+        device, room = small.model.embed_tokens.weight.device, small.model.config.max_positions - window
+        most = self._widest if backend.reads_are_free(device) else min(prompt_rows(device.type), room)
+        self._reading = max(self._widest, most)
         self._cache: StreamingCache | None = None
         self._most_behind: int | None = None  # tokens that a slot lacks, at most; None: to be read
+        self._appended = 0  # rows kept since the cache was settled, at most
 
     def memory_bytes(self, batch: int, capacity: int) -> Mapping[str, int]:
         model = self.small.model
         row = RingCache.row_bytes(model.config, model.embed_tokens.weight.dtype)
-        return {"small model's cache": batch * (self._window + self._tail + 1) * row}
+        rows = batch * (self._window + self._tail + 1)
+        if self._reading > self._widest:  # the cache that a prompt is read with
+            rows += self._window + self._reading + 1
+        return {"small model's cache": rows * row}
 
     @property
     def _tail(self) -> int:
@@ -81,10 +90,7 @@ class SmallModelDrafter(Drafter):
 
     def begin(self, slots: Sequence[int], requests: Sequence[Request], cache: KVCache) -> None:
         if self._cache is None or self._cache.batch != cache.batch:
-            self._cache = StreamingCache(
-                self.small.model, cache.batch, window=self._window, sinks=self._sinks, slack=self.slack,
-                widest=self._tail,
-            )  # fmt: skip
+            self._cache, self._appended = self._new_cache(cache.batch, self._tail), 0
             self._drafted = torch.full((cache.batch, self.gamma - 1), -1, device=cache.lengths.device)
             self._drafted_at = torch.zeros_like(cache.lengths)  # position of the first of them
         where = list(slots)
@@ -92,18 +98,41 @@ class SmallModelDrafter(Drafter):
         self._drafted[where], self._drafted_at[where] = -1, NOWHERE
         self._most_behind = None
 
+    def _new_cache(self, batch: int, widest: int) -> StreamingCache:
+        return StreamingCache(
+            self.small.model, batch, window=self._window, sinks=self._sinks, slack=self.slack, widest=widest
+        )
+
+    def _settle(self) -> None:
+        assert self._cache is not None
+        self._cache.settle(self._appended)
+        self._appended = 0
+
     @torch.no_grad()
     def read(self, slots: Sequence[int], tokens_BT: Tensor, output: TargetOutput) -> None:
-        assert self._cache is not None
+        cache = self._cache
+        assert cache is not None
         for slot, tokens_T in zip(slots, tokens_BT, strict=True):
-            for chunk in tokens_T.split(self._widest):
-                self._cache.settle()
-                one = self._cache.slot(slot)
-                count = torch.tensor([len(chunk)], device=chunk.device)
-                first = self._cache.tokens[slot]
-                positions = first + torch.arange(len(chunk), device=chunk.device)
-                self.small.model(chunk[None], cache=one, positions_BT=positions[None], needs=frozenset({"last_kv"}))
-                one.keep(None, count)
+            if len(tokens_T) <= self._widest or self._reading == self._widest:
+                for chunk in tokens_T.split(self._widest):
+                    self._settle()
+                    self._read(cache.slot(slot), cache.tokens[slot], chunk)
+                    self._appended = len(chunk)
+                continue
+            # A cache with room for wide passes, for this slot alone and only now.
+            self._settle()
+            wide = self._new_cache(1, self._reading)
+            wide.take_slot(0, cache, slot)
+            for chunk in tokens_T.split(self._reading):
+                self._read(wide, wide.tokens[0], chunk)
+                wide.settle(len(chunk))
+            cache.take_slot(slot, wide, 0)
+
+    def _read(self, one: KVCache, first: Tensor, tokens_T: Tensor) -> None:
+        """A pass over these tokens of one slot, the first at position `first` (of no dimension)."""
+        positions_1T = (first + torch.arange(len(tokens_T), device=tokens_T.device))[None]
+        self.small.model(tokens_T[None], cache=one, positions_BT=positions_1T, needs=frozenset({"last_kv"}))
+        one.keep(None, torch.full_like(one.lengths, len(tokens_T)))
 
     @torch.no_grad()
     def propose(self, state: SlotState, room: int) -> TokenTree:
@@ -149,7 +178,7 @@ class SmallModelDrafter(Drafter):
     def _settled_pass(self, state: SlotState, width: int, counts_B: Tensor, rows_B1: Tensor | None) -> Tensor:
         """The next `width` tokens of the history behind what is held, of which counts_B are committed ones."""
         assert self._cache is not None
-        self._cache.settle()
+        self._settle()
         first_B = self._cache.tokens
         return self._pass(state, state.history.read(first_B, width), first_B, counts_B, rows_B1)
 
@@ -159,6 +188,7 @@ class SmallModelDrafter(Drafter):
         """A chain at positions first_B, first_B + 1, ...: logits [B, V] of one row (the last) of each slot."""
         cache, width = self._cache, tokens_BT.shape[1]
         assert cache is not None
+        self._appended += width
         rows_B1 = torch.full_like(first_B, width - 1)[:, None] if rows_B1 is None else rows_B1
 
         def run(tokens_BT: Tensor, first_B: Tensor, counts_B: Tensor, rows_B1: Tensor) -> Tensor:

@@ -38,8 +38,9 @@ CHILD_COUNTS = (
     (3, 1, 1, 0, 0, 1, 0, 0, 0, 0, 1, 0, 1, 0, 0),
     (2, 0, 0, 1, 0, 0, 0, 0),
 )
-# Logits of this many rows are held at once while a prompt is read.
-SEED_ROWS = 64
+# Logits of so many rows are held at once while a prompt is read; on a GPU, which reads the LM head every time, of as
+# many as have so many bytes.
+SEED_ROWS, SEED_BYTES = 64, 2**27
 # Rows of a column of `largest`: fewer make the first round longer, more the second.
 BLOCK = 32
 FORMAT = "longdraft token recycling 1"
@@ -101,6 +102,8 @@ class TokenRecycling(Drafter):
         self.needs = self._seeding
         weight = target.model.lm_head.weight
         self.vocab_size, self._device = weight.shape[0], weight.device
+        many = SEED_BYTES // (self.vocab_size * weight.element_size())
+        self._seed_rows = SEED_ROWS if self._device.type == "cpu" else max(SEED_ROWS, many)
         # Behind the tokens' rows come TRASH, where lost writes go, and NOTHING, which stays -1 and is read at index -1.
         shape_VK = self.vocab_size + 2, CANDIDATES
         self._ids_VK = torch.full(shape_VK, -1, dtype=torch.int32, device=self._device)
@@ -134,7 +137,11 @@ class TokenRecycling(Drafter):
         return self._logits_VK[: self.vocab_size]
 
     def memory_bytes(self, batch: int, capacity: int) -> dict[str, int]:
-        return {"token recycling's table": self._ids_VK.nbytes + self._logits_VK.nbytes}
+        table = {"token recycling's table": self._ids_VK.nbytes + self._logits_VK.nbytes}
+        if not self.seed_prompt:
+            return table
+        size = self.target.model.lm_head.weight.element_size()
+        return table | {"token recycling's logits of a prompt": self._seed_rows * self.vocab_size * size}
 
     def begin(self, slots: Sequence[int], requests: Sequence[Request], cache: KVCache) -> None:
         self.needs = self._seeding
@@ -149,7 +156,7 @@ class TokenRecycling(Drafter):
         states_MD = output.post_norm.transpose(0, 1).flatten(0, 1)
         places_M = torch.tensor(list(last.values()), device=self._device)
         tokens_M = torch.tensor(list(last), device=self._device)
-        for places, tokens in zip(places_M.split(SEED_ROWS), tokens_M.split(SEED_ROWS), strict=True):
+        for places, tokens in zip(places_M.split(self._seed_rows), tokens_M.split(self._seed_rows), strict=True):
             logits_MV = self.target.model.lm_head(states_MD[places])
             self._write(tokens, *largest(logits_MV, CANDIDATES))
 

@@ -222,7 +222,7 @@ def test_engine_arguments_that_cannot_be(target):
         ({"nodes": True}, "nodes=True"),
         ({"nodes": "all"}, "nodes='all': must be a whole number, at least 1, or 'auto', or None"),
         ({"slots": 1.5}, "slots=1.5"),
-        ({"prefill_chunk": None}, "prefill_chunk=None"),
+        ({"prefill_chunk": 0}, "prefill_chunk=0: .*, or None"),
         ({"drafter": None}, "drafter=None: must be a drafter's name or a Drafter"),
         ({"options": {"levels": 3}}, "options: plain does not know levels; it knows none"),
         ({"slots": 0}, "slots=0"),

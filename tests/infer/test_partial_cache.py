@@ -315,7 +315,7 @@ def test_streaming_equals_attention_at_positions_inside_the_cache(tiny_target, r
     cache = StreamingCache(model, 2, window=window, sinks=sinks, slack=slack, widest=6)
     plain = [InCache(model, None) for _ in range(2)]
     for step in range(60):
-        cache.settle()
+        cache.settle(4)
         assert int(cache.lengths.max()) <= window
         counts = torch.randint(1, 5, (2,), generator=generator)
         tokens = torch.randint(97, (2, 4), generator=generator)
@@ -347,7 +347,7 @@ def test_a_rewind_too_far_starts_from_nothing_and_a_near_one_never_does(tiny_tar
     cache = StreamingCache(model, 2, window=16, sinks=2, slack=3, widest=40)
     model(torch.randint(97, (2, 30)), cache=cache, positions_BT=torch.arange(30).expand(2, -1))
     cache.keep(None, torch.tensor([30, 9]))
-    cache.settle()
+    cache.settle(30)
     cache.rewind(torch.tensor([27, 7]))
     assert cache.tokens.tolist() == [27, 7]
     cache.rewind(torch.tensor([26, 1]))  # in slot 1 nothing has been overwritten yet

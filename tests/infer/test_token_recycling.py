@@ -279,8 +279,10 @@ def test_options_and_memory(target, tiny_target, exact_dtype):
         with pytest.raises(ValueError, match=f"nodes={nodes}: must be at least 1 and at most 80"):
             TokenRecycling(target, nodes)
     assert TokenRecycling(target, 16).max_nodes == 16 and TokenRecycling(target, 1).max_depth == 1
-    table = TokenRecycling(target).memory_bytes(3, 500)
-    assert sum(table.values()) == (VOCAB + 2) * 8 * (4 + 2)
+    table = {"token recycling's table": (VOCAB + 2) * 8 * (4 + 2)}
+    assert TokenRecycling(target, seed_prompt=False).memory_bytes(3, 500) == table
+    logits = {"token recycling's logits of a prompt": 64 * VOCAB * target.model.lm_head.weight.element_size()}
+    assert TokenRecycling(target).memory_bytes(3, 500) == table | logits
     few = tiny_target(vocab_size=5, dtype=exact_dtype)
     plain, ours = (Engine(few, d).generate([[1, 2]]) for d in ("plain", TokenRecycling(few)))
     assert ours[0].tokens == plain[0].tokens

@@ -14,6 +14,7 @@ from longdraft.infer.drafters.triforce import TriForceDrafter
 from longdraft.infer.engine import Engine
 from longdraft.infer.history import History
 from longdraft.infer.sampling import SamplingParams
+from longdraft.infer.streaming_cache import StreamingCache
 from longdraft.models.drafts.tokenswift import TokenSwift, TokenSwiftConfig
 
 VOCAB = 61
@@ -151,6 +152,39 @@ def test_rope_that_depends_on_the_length_and_half_precision(request, tiny_target
         assert result.acceptance == 1.0 and result.tokens == Engine(target).generate([prompt], params)[0].tokens
 
 
+@pytest.mark.parametrize("length", [60, 150])
+def test_a_small_model_reads_a_prompt_in_wide_passes_on_a_gpu(pretended_cuda, tiny_target, length):
+    """As many rows as its positions allow behind a window; what stays in its cache is what such a pass computes, and
+    where it goes on from there is as in the passes of few rows."""
+    target, small = tiny_target(vocab_size=VOCAB), tiny_target(vocab_size=VOCAB, n_layers=1, max_positions=120, seed=5)
+    prompt = torch.tensor([prompts(length)[0]])
+    cache = StreamingCache(small.model, 1, window=20, sinks=2, slack=4, widest=100)
+    shapes = []
+    for chunk in prompt.split(100, dim=1):
+        positions = cache.tokens[:, None] + torch.arange(chunk.shape[1])
+        small.model(chunk, cache=cache, positions_BT=positions, needs={"last_kv"})
+        cache.keep(None, torch.tensor([chunk.shape[1]]))
+        cache.settle(chunk.shape[1])
+        shapes.append(chunk.shape)
+    expected = Engine(target).generate([prompt[0].tolist()], SamplingParams(max_new_tokens=12, ignore_eos=True))
+    with pretended_cuda.PretendedCuda() as gpu:
+        gpu.put(target.model), gpu.put(small.model)
+        drafter = SmallModelDrafter(target, small, gamma=2, sinks=2, window=20)
+        engine = Engine(target, drafter)
+        passes = []
+        hook = small.model.register_forward_pre_hook(lambda _, args: passes.append(args[0].shape))
+        drafter.begin([1], [Request(0, [1], SamplingParams())], target.model.new_cache(2, 200))
+        drafter.read([1], prompt.to("cuda"), None)
+        hook.remove()
+        assert passes == shapes
+        assert drafter._cache.tokens.tolist() == [0, length]
+        held = int(cache.lengths)
+        own = drafter._cache.keys[:, 1, :held].cpu(), drafter._cache.values[:, 1, :held].cpu()
+        torch.testing.assert_close(own, (cache.keys[:, 0, :held], cache.values[:, 0, :held]), rtol=1e-5, atol=1e-5)
+        found = engine.generate([prompt[0].tolist()], SamplingParams(max_new_tokens=12, ignore_eos=True))
+        assert [g.tokens for g in found] == [g.tokens for g in expected]
+
+
 def test_a_small_model_reads_all_again_where_a_rewind_reaches_too_far(target, small):
     """Beyond the slack of a window that has overflowed; a shorter one finds everything."""
     drafter = SmallModelDrafter(target, small, gamma=2, sinks=2, window=20)
@@ -158,7 +192,7 @@ def test_a_small_model_reads_all_again_where_a_rewind_reaches_too_far(target, sm
     tokens = torch.tensor(prompts(60, 60))
     drafter.read([0, 1], tokens, None)
     assert drafter._cache.tokens.tolist() == [60, 60] and int(drafter._cache.lengths.max()) <= 40
-    drafter._cache.settle()
+    drafter._settle()
     drafter.rewind(torch.tensor([57, 20]))
     assert drafter._cache.tokens.tolist() == [57, 0]
     history = History(2, 100)

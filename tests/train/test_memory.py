@@ -13,6 +13,7 @@ from longdraft.kernels.loss_memory import loss_peak_memory
 from longdraft.launch.train import start
 from longdraft.models.decoder import DecoderConfig
 from longdraft.models.hf import build_decoder, load_target, read_target_config
+from longdraft.models.passes import pass_bytes
 from longdraft.models.rope import RopeConfig
 from longdraft.train.batches import Batch
 from longdraft.train.config import Config, config_from_dict
@@ -283,6 +284,43 @@ def test_gradients_between_passes_and_decoding_count():
     decoding = {"every": 100, "contexts": [32768], "new_tokens": 64}
     cache = estimate(a_config(decoding=decoding), LLAMA, 8, gpu=True).moments["decoding"]["KV cache"]
     assert 32 * 2 * 2 * 8 * 128 * 32832 <= cache <= 1.02 * 32 * 2 * 2 * 8 * 128 * 32832
+
+
+def test_flash_attentions_backward_pass_counts():
+    """The queries' gradient in fp32, and keys' and values' for each query head: 1 GiB at 32K rows, 4 at 128K."""
+
+    def found(seq_len: int, target: DecoderConfig = LLAMA, **train: object) -> Estimate:
+        return estimate(a_config(data={"seq_len": seq_len}, train={"micro_batch": 1} | train), target, 8, gpu=True)
+
+    name, parts = "backward pass of its attention", ("queries' gradient in fp32", "by head")
+    for seq_len, expected in ((32768, GIB), (131072, 4 * GIB)):
+        one = found(seq_len).moments[name]
+        assert sum(one[part] for part in parts) == expected
+        # q, k, v and the output have gradients too, and the feed-forward keeps nothing any more.
+        assert one["gradients of q, k, v"] == 2 * seq_len * (2 * 4096 + 2 * 1024)
+        kept = found(seq_len).moments["draft's pass and loss"]["draft's activations"] - one["draft's activations"]
+        assert kept == 2 * seq_len * 4 * 14336
+    # Where the feed-forward is narrow it is this that a GPU must hold.
+    narrow = found(32768, replace(LLAMA, intermediate_size=2048))
+    assert moment(narrow, name) > moment(narrow, "draft's backward pass")
+    assert "by head" not in found(32768, VICUNA).moments[name]
+    in_order = found(32768, deterministic=True).moments[name]
+    assert in_order[parts[0]] == 5 * found(32768).moments[name][parts[0]]  # 132 processors, 32 heads
+    few = a_config(data={"seq_len": 32768, "query_share": 0.25}, train={"micro_batch": 1})
+    assert estimate(few, LLAMA, 8, gpu=True).moments[name][parts[0]] == found(8192).moments[name][parts[0]]
+    shared = found(32768, sequence_parallel=4).moments[name]
+    assert all(4 * shared[part] == found(32768).moments[name][part] for part in parts)
+    for config, gpu in ((a_config(), False), (a_config(draft=DRAFTS["medusa"]), True)):
+        assert name not in estimate(config, LLAMA, 8, gpu).moments
+
+
+def test_decodings_passes_are_the_engines():
+    decoding = {"every": 100, "contexts": [32768], "new_tokens": 64}
+    for gpu, rows in ((True, 2048), (False, 512)):
+        found = estimate(a_config(decoding=decoding), LLAMA, 8, gpu).moments["decoding"]["passes"]
+        assert found == pass_bytes(LLAMA, rows, torch.bfloat16)
+    short = estimate(a_config(decoding=decoding | {"contexts": [1024]}), LLAMA, 8, gpu=True)
+    assert short.moments["decoding"]["passes"] < pass_bytes(LLAMA, 2048, torch.bfloat16)
 
 
 def test_r(smollm2):

@@ -1,0 +1,184 @@
+"""Prompts of many chunks: no pass makes a mask of chunk x context, a GPU's chunks are large, and what a pass allocates
+is what is estimated, at 128K tokens of context too."""
+
+import weakref
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from longdraft.infer.drafters.token_recycling import SEED_BYTES, TokenRecycling
+from longdraft.infer.engine import Engine
+from longdraft.infer.memory import estimate_memory
+from longdraft.infer.sampling import SamplingParams
+from longdraft.kernels import chain_attention, linear
+from longdraft.models.decoder import Decoder, DecoderConfig
+from longdraft.models.passes import pass_bytes, prompt_rows
+from longdraft.models.rope import RopeConfig
+
+MIB = 2**20
+LLAMA = DecoderConfig(128256, 4096, 14336, 32, 32, 8, 128, 1e-5, 140_000, RopeConfig(128, 140_000))
+QWEN = DecoderConfig(152064, 5120, 27648, 64, 40, 8, 128, 1e-5, 140_000, RopeConfig(128, 140_000), attention_bias=True)
+NARROW = DecoderConfig(640, 512, 256, 2, 32, 32, 16, 1e-5, 8192, RopeConfig(16, 8192))
+
+
+class Allocations(TorchDispatchMode):
+    """The most bytes of new tensors at a time."""
+
+    def __init__(self):
+        super().__init__()
+        self.now = self.most = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        for x in tree_leaves((args, kwargs)):
+            self._see(x, 0)
+        found = func(*args, **(kwargs or {}))
+        for x in tree_leaves(found):
+            self._see(x, 1)
+        return found
+
+    def _see(self, x: object, new: int) -> None:
+        if isinstance(x, Tensor) and (key := (storage := x.untyped_storage())._cdata) not in self._known:
+            size = new * storage.nbytes()
+            self._known.add(key)
+            self.now += size
+            self.most = max(self.most, self.now)
+            weakref.finalize(storage, self._gone, key, size)
+
+    def _gone(self, key: int, size: int) -> None:
+        self._known.remove(key)
+        self.now -= size
+
+
+NEW = SamplingParams(max_new_tokens=3, ignore_eos=True)
+PROMPT = torch.randint(97, (700,), generator=torch.Generator().manual_seed(3)).tolist()
+
+
+@pytest.mark.parametrize("windows", [None, (200, None)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_prompt_in_chunks_has_no_masks_and_the_tokens_of_small_chunks(no_masks, tiny_target, windows, dtype):
+    """Three chunks of over 128 rows; and one pass for all of it."""
+    target = tiny_target(dtype=dtype, sliding_windows=windows, max_positions=1024, std=0.2)
+    few = Engine(target, prefill_chunk=100).generate([PROMPT], NEW)[0].tokens
+    with no_masks():
+        found = [Engine(target, prefill_chunk=chunk).generate([PROMPT], NEW)[0].tokens for chunk in (256, 1024)]
+    if dtype == torch.float32:  # in bf16 decisions this close are nobody's
+        assert found == [few, few]
+
+
+@pytest.mark.parametrize(
+    ("name", "windows"),
+    [*((name, None) for name in ("plain", "token_recycling", "triforce", "small_model")), ("plain", (200, None))],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_a_gpu_neither(no_masks, pretended_cuda, tiny_target, name, windows, dtype):
+    """Nor is a length read to the host for it, whatever the chunks."""
+    target = tiny_target(dtype=dtype, sliding_windows=windows, max_positions=1024)
+    small = tiny_target(dtype=dtype, n_layers=1, max_positions=512, seed=5)
+    with pretended_cuda.PretendedCuda() as gpu:
+        gpu.put(target.model), gpu.put(small.model)
+        options = {"small": small} if name == "small_model" else {}
+        engine = Engine(target, name, prefill_chunk=256, options=options)
+        with no_masks():
+            engine.generate([PROMPT], NEW)
+        if name == "plain":
+            assert not [what for what in gpu.waits if "chain_attention" in what]
+            # Three chunks, of which the last layer writes keys and values alone.
+            assert gpu.calls["varlen attention"] == (3 if dtype == torch.bfloat16 else 0)
+
+
+def test_the_guard_sees_masks(no_masks):
+    """What PyTorch's attention is given, and what is made beside it."""
+    q, k = torch.randn(1, 2, 200, 8), torch.randn(1, 2, 300, 8)
+    attention = torch.nn.functional.scaled_dot_product_attention
+    with no_masks():
+        attention(q, k, k)
+        attention(q[:, :, :1], k, k, attn_mask=torch.zeros(1, 300))
+        with pytest.raises(AssertionError, match="masks of"):
+            attention(q, k, k, attn_mask=torch.zeros(200, 300))
+        with pytest.raises(AssertionError, match="masks of"):
+            torch.ones(200, 300).bool()
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """Meta tensors, which nobody takes for a CPU's, and a flash kernel that allocates its output alone."""
+    monkeypatch.setattr(chain_attention, "_flash_for", lambda _: lambda q, *_: torch.empty_like(q))
+
+
+def counted(config: DecoderConfig, dtype: torch.dtype, chunk: int, context: int, device: str, needs: set[str]) -> int:
+    """Bytes that a chunk behind so many tokens allocates at a time, beyond weights and cache."""
+    with torch.device(device):
+        model, tokens = Decoder(config).to(dtype), torch.zeros(1, chunk, dtype=torch.int64)
+    cache = model.new_cache(1, context + chunk)
+    cache.lengths.fill_(context)
+    with Allocations() as seen:
+        model(tokens, cache=cache, needs=needs)
+    return seen.most
+
+
+@pytest.mark.parametrize("needs", ["last_kv", "post_norm"])
+def test_a_chunk_of_llama_8b_at_128k_takes_less_than_300_mib(as_on_a_gpu, needs):
+    chunk, context = prompt_rows("cuda"), 131_072 - prompt_rows("cuda")
+    assert chunk >= 2048
+    found = counted(LLAMA, torch.bfloat16, chunk, context, "meta", {needs})
+    assert found < 300 * MIB
+    assert found == counted(LLAMA, torch.bfloat16, chunk, 0, "meta", {needs}), "it grows with the context"
+
+
+@pytest.mark.parametrize("config", [LLAMA, QWEN], ids=["llama", "qwen"])
+@pytest.mark.parametrize("chunk", [512, 2048])
+def test_on_a_gpu_a_pass_takes_what_is_estimated(as_on_a_gpu, config, chunk):
+    found = counted(config, torch.bfloat16, chunk, 4096, "meta", {"post_norm"})
+    assert found <= pass_bytes(config, chunk, torch.bfloat16) <= 1.05 * found
+
+
+SMALL = DecoderConfig(640, 576, 1536, 2, 9, 3, 64, 1e-5, 8192, RopeConfig(64, 8192))
+
+
+@pytest.mark.parametrize("config", [SMALL, NARROW], ids=["smollm2", "narrow"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("context", [0, 600])
+def test_on_a_cpu_a_pass_takes_no_more_than_is_estimated(monkeypatch, config, dtype, context):
+    monkeypatch.setattr(linear, "emulates_bf16", lambda: False)
+    found = counted(config, dtype, 512, context, "cpu", {"post_norm"})
+    assert 0.5 * pass_bytes(config, 512, dtype) <= found <= pass_bytes(config, 512, dtype)
+
+
+def test_the_engines_estimate_counts_the_chunk(tiny_target):
+    target = tiny_target(max_positions=8192)
+    parts = [estimate_memory(target.model, Engine(target).drafter, 1, 8192, [1], chunk) for chunk in (512, 2048)]
+    added = pass_bytes(target.model.config, 2048, torch.float32) - pass_bytes(target.model.config, 512, torch.float32)
+    assert parts[1]["passes"] - parts[0]["passes"] == added
+
+
+def test_the_engine_takes_large_chunks_on_a_gpu(pretended_cuda, tiny_target):
+    assert Engine(tiny_target()).prefill_chunk == 512
+    target = tiny_target()
+    with pretended_cuda.PretendedCuda() as gpu:
+        gpu.put(target.model)
+        assert Engine(target).prefill_chunk == 2048
+        assert Engine(target, prefill_chunk=100).prefill_chunk == 100
+
+
+def test_token_recycling_reads_a_prompt_in_large_calls_on_a_gpu(pretended_cuda, tiny_target):
+    """The LM head once for a chunk, as far as its logits fit; 300 different tokens took five calls of 64 rows."""
+    target = tiny_target(vocab_size=500, max_positions=1024)
+    calls: list[int] = []
+    target.model.lm_head.register_forward_pre_hook(lambda _, args: calls.append(args[0].shape[0]))
+    prompt = [*range(301)]
+    Engine(target, "token_recycling").generate([prompt], NEW)
+    assert calls[:5] == [64, 64, 64, 64, 44]
+    before = TokenRecycling(target).memory_bytes(1, 100)["token recycling's logits of a prompt"]
+    assert before == 64 * 500 * 4
+    with pretended_cuda.PretendedCuda() as gpu:
+        gpu.put(target.model)
+        calls.clear()
+        engine = Engine(target, "token_recycling")
+        engine.generate([prompt], NEW)
+        assert calls[0] == 300
+        said = engine.drafter.memory_bytes(1, 100)["token recycling's logits of a prompt"]
+        assert 0.99 * SEED_BYTES < said <= SEED_BYTES

@@ -1,0 +1,119 @@
+"""kernels/chain_attention.py, all its ways on a CPU, against the reference and bf16's own error; and no mask in any."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from longdraft.kernels import backend, chain_attention, tree_attention
+from longdraft.kernels.chain_attention import ChainPlan, by_flash, in_slices, prompt_attention
+from longdraft.kernels.reference import segment_attention as segments
+from longdraft.kernels.reference import tree_attention as reference
+from longdraft.kernels.tree_attention import wide_tree
+
+LENGTHS = ([0], [40], [300], [0, 7, 300])
+WINDOWS = (None, 1, 5, 64, 250, 1000)
+
+
+@pytest.fixture
+def trees(shared):
+    """Builders of test_tree_attention.py: `draw`, `random_tree`, `poisoned`."""
+    return shared("kernels/test_tree_attention.py")
+
+
+def varlen(q, k, v, q_borders, k_borders, most_queries, most_keys, window):
+    """In the place of flash-attention's kernel."""
+    pieces = [(q_borders[i : i + 2].tolist(), k_borders[i : i + 2].tolist()) for i in range(len(q_borders) - 1)]
+    assert most_queries == max(b - a for (a, b), _ in pieces) and most_keys >= max(b - a for _, (a, b) in pieces)
+    return segments.segment_attention(q, k, v, [(*rows, *keys) for rows, keys in pieces], window)
+
+
+def few_rows(q, keys, values, lengths, bits, depths, is_tree, window):
+    """In the place of Triton's kernel: at most 128 rows, nothing behind the pass's own is read."""
+    assert q.shape[1] <= 128 and not is_tree and depths.shape == q.shape[:2] and bits.shape == (*q.shape[:2], 2)
+    return reference.tree_attention(q, keys, values, lengths, None, window), None
+
+
+def all_committed(q, keys, values, lengths):
+    assert q.shape[1] <= 128
+    blind = torch.zeros(len(q), q.shape[1], q.shape[1], dtype=torch.bool)
+    return (
+        reference.tree_attention(q, keys, values, lengths, blind),
+        reference.log_sum_exp(q, keys, lengths, blind),
+    )
+
+
+KERNELS = SimpleNamespace(tree_attention=few_rows, cross_attention=all_committed)
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("n_rows", [2, 129, 300])
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+def test_all_ways_give_what_the_reference_gives(no_masks, trees, lengths, n_rows, window):
+    keys, values = trees.poisoned(lengths, n_rows, max(lengths) + n_rows + 5, 2, 16)
+    q, plan = trees.draw(len(lengths), n_rows, 6, 16, seed=7), ChainPlan(torch.tensor(lengths), n_rows)
+    want = reference.tree_attention(q, keys, values, plan.lengths_B, None, window)
+    in_one = by_flash(varlen, q, keys, values, plan, window)
+    assert "starts" not in vars(plan), "a length was read to the host"
+    with no_masks():
+        merged = chain_attention.chain_attention(q, keys, values, plan, window)
+    for found in (merged, in_one, in_slices(KERNELS, q, keys, values, plan.lengths_B, window)):
+        torch.testing.assert_close(found, want, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("way", ["c", "parts", "flash", "slices"])
+@pytest.mark.parametrize("window", [None, 5, 64])
+def test_prompts(trees, monkeypatch, request, way, window):
+    """Padded behind their ends, where anything may stand."""
+    if way == "c":
+        request.getfixturevalue("c_kernels")
+    monkeypatch.setattr(chain_attention.rows, "can_attend", lambda _: way == "c")
+    monkeypatch.setattr(chain_attention, "_flash_for", lambda _: varlen if way == "flash" else None)
+    monkeypatch.setattr(backend, "triton_kernels", lambda *_: KERNELS if way == "slices" else None)
+    prompts = [300, 1, 0, 129, 77]
+    q, k, v = (trees.draw(5, 300, heads, 16, seed=heads) for heads in (6, 2, 2))
+    found = prompt_attention(q, k, v, prompts, window)
+    for slot, count in enumerate(prompts):
+        own = slice(slot, slot + 1), slice(count)
+        want = reference.tree_attention(q[own], k[own], v[own], torch.tensor([0]), None, window) if count else q[own]
+        torch.testing.assert_close(found[own], want, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 100])
+def test_bf16_error_is_that_of_plain_bf16(trees, plain, window):
+    keys, values = trees.poisoned([300], 140, 440, 2, 32)
+    q, plan = trees.draw(1, 140, 6, 32, seed=3), ChainPlan(torch.tensor([300]), 140)
+    exact = reference.tree_attention(q, keys, values, plan.lengths_B, None, window)
+    low = [x.bfloat16() for x in (q, keys, values)]
+    seen = reference.attended_rows(plan.lengths_B, 140, 440, None, window)
+    allowed = 2 * (plain.attention(*low, seen).float() - exact).abs().max()
+    assert (chain_attention.chain_attention(*low, plan, window).float() - exact).abs().max() <= allowed
+
+
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+def test_a_tree_of_many_nodes_has_a_mask_of_its_own_rows_alone(trees, monkeypatch, lengths):
+    n_rows = 200
+    keys, values = trees.poisoned(lengths, n_rows, max(lengths) + n_rows + 5, 2, 16)
+    q, lengths_B = trees.draw(len(lengths), n_rows, 6, 16, seed=7), torch.tensor(lengths)
+    masks = torch.stack([trees.random_tree(n_rows, seed) for seed in range(len(lengths))])
+    want = reference.tree_attention(q, keys, values, lengths_B, masks)
+    found = wide_tree(KERNELS, q, keys, values, lengths_B, masks)
+    torch.testing.assert_close(found, want, rtol=0, atol=1e-5)
+    monkeypatch.setattr(backend, "triton_kernels", lambda *_: KERNELS)
+    with torch.no_grad():
+        assert torch.equal(tree_attention.tree_attention(q, keys, values, lengths_B, masks), found)
+
+
+@pytest.mark.parametrize("half", [True, False])
+def test_a_gpu_takes_many_rows_without_a_length_on_the_host(pretended_cuda, trees, half):
+    keys, values = trees.poisoned([300, 7], 140, 450, 2, 16)
+    dtype = torch.bfloat16 if half else torch.float32
+    given = [x.to(dtype) for x in (trees.draw(2, 140, 6, 16, seed=7), keys, values)]
+    want = reference.tree_attention(*given, torch.tensor([300, 7]))
+    with pretended_cuda.PretendedCuda() as gpu:
+        on_gpu = [x.to("cuda") for x in (*given, torch.tensor([300, 7]))]
+        gpu.forget()
+        found = tree_attention.tree_attention(*on_gpu)
+        assert not gpu.waits
+        assert gpu.calls["varlen attention" if half else "triton: tree_attention"] == 2
+        torch.testing.assert_close(found.cpu(), want, rtol=0, atol=2e-2 if half else 1e-5)
