@@ -143,7 +143,7 @@ class TrainSection:
     `device`: auto takes the GPUs, and the CPU only where there is none; cuda and cpu say what is meant.
     `deterministic`: the same bytes again on the same hardware and number of ranks, on a GPU at some cost in speed.
     `max_skipped`: what has a loss (a pass) or a gradient (a step) that is no number is left out and counted; with more
-    of them the run stops."""
+    of them the run stops, a step later at most and before anything is logged or saved."""
 
     run_dir: str
     global_batch: int

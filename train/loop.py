@@ -20,7 +20,7 @@ from longdraft.train.heldout import evaluate
 from longdraft.train.opening import Run, describe, open_run
 from longdraft.train.operations import operations
 from longdraft.train.plots import draw_decoding
-from longdraft.train.step import count_left_out, measure, train_step, where_time_goes
+from longdraft.train.step import hear, measure, train_step, where_time_goes
 from longdraft.train.tracking import Tracker, read_metrics
 
 
@@ -124,7 +124,7 @@ def _steps(run: Run, stop: Sequence[int], saved: Path | None, stage: str | None)
 
 def _save(run: Run) -> Path:
     train = run.config.train
-    count_left_out(run)
+    hear(run)
     extra = {"heldout": run.heldout, "wandb_id": run.wandb_id, "skipped": run.skipped, "data": run.rows.identity()}
     extra["target_weights"] = run.target_weights
     extra["decoding"] = None if run.decoding is None else run.decoding.saved()

@@ -16,11 +16,12 @@ from longdraft.models.draft_folder import Draft, load_draft
 from longdraft.models.drafts.longspec import LongSpec
 from longdraft.models.hf import Target, load_target, read_target_config
 from longdraft.models.weights_hash import weights_hash
+from longdraft.train.batches import Place
 from longdraft.train.config import Config, LongSpecSection, check_positions
 from longdraft.train.engine import DraftEngine, Ranks, make_deterministic
 from longdraft.train.evaluate import Evaluator
 from longdraft.train.memory import estimate
-from longdraft.train.methods import Method, open_method
+from longdraft.train.methods import Method, Work, open_method
 from longdraft.train.sequence_parallel import SequenceParallel, check_heads, sequence_group
 from longdraft.train.sharding import load_sharded_target, whole_layers
 from longdraft.train.teacher import Teacher
@@ -32,11 +33,22 @@ TOLD_ABOVE = 10**9
 
 
 @dataclass
+class Ahead:
+    """A step before it begins: the `rows` of all ranks, this rank's passes, and how many labels of each part all ranks
+    have, a sum that is under way."""
+
+    rows: list[Place]
+    places: list[list[Place]]
+    works: list[Work]
+    n_labels: Callable[[], list[float]]
+
+
+@dataclass
 class Run:
     """Everything open during training; `step` counts the steps done, `skipped` what was left out for a loss (a pass) or
-    a gradient (a step) that was no number, but for the passes of the last step while the ranks still sum them up in
-    `left_out` (step.py); `heldout` is the latest evaluation; `decoding` is there where the config asks for it;
-    `target_weights` is the hash of the target's (models/weights_hash.py)."""
+    a gradient (a step) that was no number; `told` is what the ranks say of the last step while they say it, `ahead` the
+    next step where it is read already (step.py); `heldout` is the latest evaluation; `decoding` is there where the
+    config asks for it; `target_weights` is the hash of the target's (models/weights_hash.py)."""
 
     config: Config
     ranks: Ranks
@@ -49,7 +61,8 @@ class Run:
     decoding: Evaluator | None = None
     step: int = 0
     skipped: int = 0
-    left_out: Callable[[], list[float]] | None = None
+    told: Callable[[], list[float]] | None = None
+    ahead: Ahead | None = None
     heldout: dict[str, Any] = field(default_factory=dict)
     wandb_id: str | None = None
 

@@ -2,6 +2,11 @@
 
 A step's loss counts all labels of its rows alike, whichever rank and pass hold them (methods.py says how its parts
 weigh). Not here: how many steps, evaluation and saving (loop.py), the network and its loss (models/drafts/).
+
+The host runs ahead of a GPU. In a step that is neither logged nor saved it waits for what DeepSpeed waits for where the
+weights move, and for nothing else: whether a pass is left out is decided on the device and heard while the next pass
+runs, a wish to stop one pass later, and both before anything is logged or saved. What training gives is the same as if
+the host had waited; a message comes a pass later, and the error of too many up to a step.
 Shapes: P parts of the loss, K ranks counted.
 """
 
@@ -21,7 +26,7 @@ from longdraft.train import state
 from longdraft.train.batches import Place, rank_rows, read_batch, step_rows
 from longdraft.train.engine import TrainingError, say
 from longdraft.train.methods import Work
-from longdraft.train.opening import Run
+from longdraft.train.opening import Ahead, Run
 
 # Of a step's time: the target's passes; the draft's, with LM head and loss; the draft's backward passes and the update.
 PARTS = ("target", "draft", "backward")
@@ -43,37 +48,48 @@ def train_step(run: Run, stop: Sequence[int] = ()) -> StepResult | None:
     """One step on this rank's rows; None, and nothing done, if there was something in `stop` on any rank before the
     step, or in a pass that another one followed."""
     train, ranks, method = run.config.train, run.ranks, run.method
-    count_left_out(run)
+    if run.told is None:  # the first step, or it was heard already
+        run.told = ranks.begin_sum([0.0, float(bool(stop))])
+    if hear(run):
+        return None
     count_ranks = (run.step + 1) % run.config.log.every == 0 or run.step + 1 == train.n_steps
     clock = Stopwatch(ranks.device, running=count_ranks)
     begin = time.perf_counter()
-    rows = step_rows(train.seed, run.step, len(run.rows), train.global_batch)
-    degree = train.sequence_parallel
-    places = rank_rows(rows, ranks.rank // degree, ranks.world_size // degree, train.micro_batch)
-    batches = [read_batch(run.rows, part) for part in places]
-    works = [method.read(batch, run.teacher.share(len(batch.tokens))) for batch in batches]
-    own_labels = [sum(n) for n in zip(*(work.n_labels for work in works), strict=True)]
-    stopping, *n_labels = ranks.sum([float(bool(stop)), *own_labels])
-    if stopping:
-        return None
+    own, run.ahead = run.ahead or _read(run, run.step), None
+    n_labels = own.n_labels()
     shares_P = from_host(torch.tensor(method.shares(n_labels)), ranks.device)
     rate = run.engine.begin_step(run.step)
     passes = _Passes(run, stop)
     losses = []
-    for number, (work, part) in enumerate(zip(works, places, strict=True), start=1):
+    for number, (work, part) in enumerate(zip(own.works, own.places, strict=True), start=1):
         loss, left_out = _forward(run, work.to(ranks.device), part, count_ranks, clock)
-        if passes.stopping(part, left_out, last=number == len(works)):
+        last = number == len(own.works)
+        if passes.stopping(part, left_out, last):
             return None
+        if last and run.step + 1 < train.n_steps:  # DeepSpeed waits for the gradient: what comes then is ready
+            run.ahead = _read(run, run.step + 1)
         with clock.part("backward"):
             run.engine.backward((loss.sums * shares_P).sum(), left_out)
         losses.append(DraftLoss(*(field.detach() for field in loss)))
     passes.end()
     if not run.engine.stepped():
-        ranks.say(f"The gradient of step {run.step + 1} is no number, the step is left out; rows {_words(rows)}")
+        ranks.say(f"The gradient of step {run.step + 1} is no number, the step is left out; rows {_words(own.rows)}")
         _count_skipped(run, 1, run.step + 1)
     loss = DraftLoss(*(torch.stack(field).sum(0) for field in zip(*losses, strict=True)))
     parts = clock.seconds() if count_ranks else {}
     return StepResult(loss, n_labels, rate, time.perf_counter() - begin, parts)
+
+
+def _read(run: Run, step: int) -> Ahead:
+    """This rank's passes of a step, and how many labels all ranks have in it."""
+    train, ranks = run.config.train, run.ranks
+    rows = step_rows(train.seed, step, len(run.rows), train.global_batch)
+    degree = train.sequence_parallel
+    places = rank_rows(rows, ranks.rank // degree, ranks.world_size // degree, train.micro_batch)
+    batches = [read_batch(run.rows, part) for part in places]
+    works = [run.method.read(batch, run.teacher.share(len(batch.tokens))) for batch in batches]
+    own_labels = [sum(n) for n in zip(*(work.n_labels for work in works), strict=True)]
+    return Ahead(rows, places, works, ranks.begin_sum(own_labels))
 
 
 def _forward(
@@ -118,10 +134,10 @@ class _Passes:
         return True
 
     def end(self) -> None:
-        """After the last pass: the ranks begin to sum up how many were left out."""
+        """After the last pass: the ranks begin to tell each other how many were left out, and whether to stop."""
         while self._unread:
             self._read()
-        self._run.left_out = self._run.ranks.begin_sum([self._n_left_out])
+        self._run.told = self._run.ranks.begin_sum([self._n_left_out, float(bool(self._stop))])
 
     def _read(self) -> None:
         places, copy = self._unread.popleft()
@@ -130,13 +146,17 @@ class _Passes:
             say(f"The loss of step {self._run.step + 1} is no number for rows {_words(places)}")
 
 
-def count_left_out(run: Run) -> None:
-    """Counts the passes that the ranks left out of the last step, at the latest before it is logged, saved or followed
-    by another; all ranks call it. Raises TrainingError above train.max_skipped."""
-    if run.left_out is not None:
-        (n,) = run.left_out()
-        run.left_out = None
-        _count_skipped(run, int(n), run.step)
+def hear(run: Run) -> bool:
+    """What the ranks say of the last step, where it was not heard yet: counts the passes that they left out, before the
+    step is logged, saved or followed by another, and gives whether one wishes to stop; all ranks call it.
+
+    Raises: TrainingError above train.max_skipped.
+    """
+    if run.told is None:
+        return False
+    (n_left_out, stopping), run.told = run.told(), None
+    _count_skipped(run, int(n_left_out), run.step)
+    return bool(stopping)
 
 
 def _count_skipped(run: Run, n: int, step: int) -> None:
@@ -168,7 +188,7 @@ def measure(run: Run, result: StepResult) -> dict[str, Any]:
     of its labels that are among the draft's first one or three candidates. {part}_share: of the first rank's time, in
     each of PARTS. over_target: the step's time over its target's passes; `operations` says what it could be.
     """
-    count_left_out(run)
+    hear(run)
     loss, n_parts = result.loss, len(run.method.part_names)
     own = torch.cat([loss.sums[:, None], loss.rank_counts, loss.n_ranked[:, None]], dim=1).double()
     totals = torch.tensor(run.ranks.sum(own.flatten().tolist())).view(n_parts, RANKS + 2)

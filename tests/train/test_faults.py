@@ -128,7 +128,7 @@ def _first_ranks(story: SimpleNamespace, command: list[str], start_ranks) -> Non
     actions += [
         {"train": [*SHORT, f"train.run_dir={folder / 'too-many'}", "train.max_skipped=0"], "overflow": 2,
             "out": str(folder / "too-many-said")},
-        {"train": moved, "stop": 5},  # two steps of two passes: asked before each and in its first
+        {"train": moved, "stop": 7},  # two steps of two passes: asked before each, in its first and behind it
         {"swap": [str(data), str(other)]},
         {"train": moved, "out": str(folder / "moved-said")},
         {"swap": [str(data), str(damaged)]},

@@ -10,10 +10,11 @@ import torch
 from longdraft.kernels import segment_attention
 from longdraft.train.config import load_config
 from longdraft.train.engine import DraftEngine
+from longdraft.train.heldout import evaluate
 from longdraft.train.methods import open_method
 from longdraft.train.opening import DTYPES, Run
 from longdraft.train.sequence_parallel import SequenceParallel, sequence_group
-from longdraft.train.step import train_step
+from longdraft.train.step import hear, measure, train_step
 from longdraft.train.teacher import Teacher
 
 # Two passes a step, every third of which is logged.
@@ -75,7 +76,9 @@ def packed(shared):
 
 @pytest.fixture
 def opened(config_file, alone, packed, tiny_target, monkeypatch):
-    """(overrides, gpu or None) -> a run before its first step, on the pretended device or the CPU."""
+    """(overrides, gpu or None) -> a run before its first step, on the pretended device or the CPU. In fp32 the device's
+    attention is flash-attention too, which on a real one takes half precision alone."""
+    monkeypatch.setattr(segment_attention, "HALF", (torch.float32, torch.bfloat16))
     initialize = lambda model, optimizer, **_: (Weights(model, optimizer), optimizer, None, None)  # noqa: E731
     monkeypatch.setattr(deepspeed, "initialize", initialize)
 
@@ -92,7 +95,8 @@ def opened(config_file, alone, packed, tiny_target, monkeypatch):
         target.model.requires_grad_(False)
         ranks = alone
         if gpu is not None:
-            gpu.put(target.model), gpu.put(method.draft)
+            gpu.put(target.model)
+            gpu.put(method.draft)
             ranks = replace(alone, device=torch.device("cuda", 0))
         parallel = SequenceParallel(target.model.config, sequence_group(1)) if shared_rows else None
         packed.poisoned = poisoned
@@ -107,6 +111,7 @@ def step(run, pretended_cuda):
     for weight in run.engine.draft.parameters():
         weight.grad = None
     result = train_step(run)
+    run.step += 1
     assert result is not None
     value = pretended_cuda.value_of
     gradients = {name: value(weight.grad).float() for name, weight in run.engine.draft.named_parameters()}
@@ -120,26 +125,74 @@ def assert_close(found, expected, loss, gradient):
         assert error <= gradient, f"{name}: relative error {error}"
 
 
-@pytest.fixture
-def gpu(pretended_cuda):
-    with pretended_cuda.PretendedCuda() as device:
-        yield device
-
-
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", METHODS)
-def test_a_step_is_the_cpus_and_waits_for_nothing(opened, pretended_cuda, monkeypatch, name, precision):
-    """In fp32, though a GPU's attention takes half precision alone: so that nothing but the arithmetic's order differs.
-    In bf16 roundings do."""
+def test_a_step_is_the_cpus_and_waits_for_nothing(opened, pretended_cuda, name, precision):
+    """In fp32 nothing but the order of sums differs, in bf16 roundings do."""
     expected = step(opened(METHODS[name], precision=precision), pretended_cuda)
-    monkeypatch.setattr(segment_attention, "HALF", (torch.float32, torch.bfloat16))
     with pretended_cuda.PretendedCuda() as gpu:
         run = opened(METHODS[name], gpu, precision)
         found = step(run, pretended_cuda)
         assert_close(found, expected, *((1e-5, 1e-4) if precision == "fp32" else (1e-3, 0.05)))
         assert gpu.calls["varlen attention"] > 0
-        run.step += 1
         gpu.forget()
         step(run, pretended_cuda)
         assert not gpu.waits, gpu.waits
         assert gpu.late.total() == 2, "what is read of a pass is whether it is left out"
+
+
+@pytest.mark.parametrize("name", ["linear-chain", "longspec"])
+def test_rows_without_a_number_are_left_out_unseen(opened, pretended_cuda, capsys, name):
+    """The host learns of them once the step is queued; their gradient is zero by then."""
+    run = opened(METHODS[name], poisoned=True)
+    expected = step(run, pretended_cuda)
+    hear(run)
+    with pretended_cuda.PretendedCuda() as gpu:
+        run = opened(METHODS[name], gpu, poisoned=True)
+        assert_close(step(run, pretended_cuda), expected, 1e-5, 1e-4)
+        gpu.forget()
+        step(run, pretended_cuda)
+        assert not gpu.waits, gpu.waits
+        hear(run)
+    assert run.skipped == 2
+    said = [line[:40] for line in capsys.readouterr().out.splitlines() if " is no number for rows 1 (epoch " in line]
+    assert said == [f"The loss of step {n} is no number for rows" for n in (1, 1, 2)]
+
+
+@pytest.mark.parametrize("name", ["linear-chain", "longspec-anchored-restricted"])
+def test_rows_that_ranks_share(opened, pretended_cuda, name):
+    """One rank has all of them, and still goes the whole way."""
+    expected = step(opened(METHODS[name]), pretended_cuda)
+    with pretended_cuda.PretendedCuda() as gpu:
+        run = opened(METHODS[name], gpu, shared_rows=True)
+        assert_close(step(run, pretended_cuda), expected, 1e-5, 1e-4)
+        gpu.forget()
+        step(run, pretended_cuda)
+        assert not gpu.waits, gpu.waits
+
+
+def test_a_logged_step_waits_before_and_behind(opened, pretended_cuda):
+    with pretended_cuda.PretendedCuda() as gpu:
+        run = opened([], gpu)
+        run.step = 2
+        result = train_step(run)
+        assert result is not None
+        record = measure(run, result)
+        assert sum(n for what, n in gpu.waits.items() if "synchronize" in what) == 2
+    assert record["over_target"] > 0 and record["skipped"] == 0
+
+
+@pytest.mark.parametrize("name", ["medusa", "longspec-anchored-restricted"])
+def test_the_evaluation_is_read_once(opened, pretended_cuda, name):
+    def evaluated(run):
+        return evaluate(run.config, run.method, run.engine, run.teacher, run.heldout_rows)
+
+    expected = evaluated(opened(METHODS[name]))
+    with pretended_cuda.PretendedCuda() as gpu:
+        run = opened(METHODS[name], gpu)
+        found = evaluated(run)
+        for key in ("loss", "part_loss", "rank_rates", "choice_rates", "positions"):
+            torch.testing.assert_close(found[key], expected[key], rtol=1e-5, atol=0)
+        gpu.forget()
+        evaluated(run)
+        assert gpu.waits.total() == 1, gpu.waits
