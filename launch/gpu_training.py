@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from longdraft.models.hf import Target
 
 ROOT = Path(__file__).resolve().parent.parent
-STEPS, SAVE_EVERY, GLOBAL_BATCH = 20, 5, 8
+# Several passes a step: the steps behind the first checkpoint must last longer than a signal takes to arrive.
+STEPS, SAVE_EVERY, PASSES = 20, 5, {"cpu": 8, "cuda": 16}
 POLL_S = 0.02
 ANCHORED = {"positions": "anchor_offset", "max_position": 4096, "sinks": 4, "query_share": 0.5}
 # By method: what is not the default of its sections, and the signal that ends its first run.
@@ -94,10 +95,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _stages(runs: Sequence[Trained], path: str, data: Path, deadline: float) -> Iterator[None]:
     """Yields whenever something was found. Raises StageError."""
     target = _write_data(path, data)
-    children = [run.start() for run in runs]
-    for run, child in zip(runs, children, strict=True):
-        _stop(run, child, deadline)
-        yield
+    _stop(runs, [run.start() for run in runs], deadline)
+    yield
     for run in runs:
         _go_on(run, deadline)
         yield
@@ -113,7 +112,7 @@ def _prepare(method: str, folder: Path, target: str) -> Trained:
         "target": {"path": target},
         "draft": draft,
         "data": {"path": str(folder / "data"), "seq_len": _row_tokens()} | data,
-        "train": {"run_dir": str(folder / method), "steps": STEPS, "global_batch": GLOBAL_BATCH, "micro_batch": 1,
+        "train": {"run_dir": str(folder / method), "steps": STEPS, "global_batch": PASSES[device()], "micro_batch": 1,
                   "precision": "fp32" if device() == "cpu" else "bf16", "save_every": SAVE_EVERY},
         "optimizer": {"peak_lr": 1e-3, "warmup_steps": 2},
         "heldout": {"every": STEPS, "rows": 2, "choices": 64},
@@ -152,28 +151,37 @@ def _write_data(path: str, folder: Path) -> "Target":
     return target
 
 
-def _stop(run: Trained, child: subprocess.Popen[bytes], deadline: float) -> None:
-    """End the run behind its first checkpoint: killed with everything under it, or asked to save and leave."""
-    number = METHODS[run.method][2]
-    while run.step < SAVE_EVERY:
-        _still(run, child, deadline)
+def _stop(runs: Sequence[Trained], children: Sequence[subprocess.Popen[bytes]], deadline: float) -> None:
+    """End each run as soon as its first checkpoint is there: killed with everything under it, or asked to leave."""
+    told: set[str] = set()
+    while any(child.poll() is None for child in children):
+        for run, child in zip(runs, children, strict=True):
+            if run.method not in told:
+                _still(run, child, deadline)
+                if run.step >= SAVE_EVERY:
+                    told.add(run.method)
+                    _send(METHODS[run.method][2], child)
+            elif child.poll() is None and time.monotonic() > deadline:
+                raise run.fail("it did not end when it was asked to")
         time.sleep(POLL_S)
+    for run, child in zip(runs, children, strict=True):
+        number = METHODS[run.method][2]
+        if not SAVE_EVERY <= run.step < STEPS:
+            raise run.fail(f"{number.name} came when its newest checkpoint was of step {run.step}")
+        if number != signal.SIGKILL and child.returncode != 0:
+            raise run.fail(f"after {number.name} it ended with status {child.returncode}")
+        run.found |= {"ended_by": number.name, "resumed_from": run.step}
+
+
+def _send(number: signal.Signals, child: subprocess.Popen[bytes]) -> None:
     if number == signal.SIGKILL:
         _end([psutil.Process(child.pid), *psutil.Process(child.pid).children(recursive=True)])
     else:
         child.send_signal(number)
-    while child.poll() is None:
-        if time.monotonic() > deadline:
-            raise run.fail(f"it did not end after {number.name}")
-        time.sleep(POLL_S)
-    if not SAVE_EVERY <= run.step < STEPS:
-        raise run.fail(f"{number.name} came when its newest checkpoint was of step {run.step}")
-    if number != signal.SIGKILL and child.returncode != 0:
-        raise run.fail(f"after {number.name} it ended with status {child.returncode}")
-    run.found |= {"ended_by": number.name, "resumed_from": run.step}
 
 
 def _still(run: Trained, child: subprocess.Popen[bytes], deadline: float) -> None:
+    """Raises StageError where the run has ended, or no time is left."""
     if child.poll() is not None:
         raise run.fail(f"it ended with status {child.returncode} at step {run.step}")
     if time.monotonic() > deadline:
@@ -194,9 +202,10 @@ def _go_on(run: Trained, deadline: float) -> None:
     from longdraft.train.tracking import read_metrics
 
     child = run.start()
-    while child.poll() is None:
-        _still(run, child, deadline)
-        time.sleep(POLL_S)
+    try:
+        child.wait(timeout=max(0.0, deadline - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        raise run.fail(f"no time was left to go on with it, at step {run.step}") from None
     records = [record for record in read_metrics(run.run_dir) if "loss" in record]
     steps = [record["step"] for record in records]
     if child.returncode != 0 or run.step != STEPS or steps != list(range(1, STEPS + 1)):
