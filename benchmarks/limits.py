@@ -121,6 +121,15 @@ def _keep_rows(v: Variant, module: ModuleType) -> Any:
     return module.keep_rows(layers, layers, one, empty(1, 9, dtype=torch.int64), one)
 
 
+def _rotate(v: Variant, module: ModuleType) -> Any:
+    dtype, half = DTYPES[v.dtype], v.width // 2
+    tables = empty(1, v.rows, 1, 1, half, dtype=dtype), empty(1, v.rows, 1, 2, half, dtype=dtype)
+    qkv, kv = empty(1, v.rows, HEADS + 2 * KV, v.width, dtype=dtype), empty(1, CAPACITY, KV, v.width, dtype=dtype)
+    norms = module.HeadNorms(empty(v.width, dtype=dtype), empty(v.width, dtype=dtype), HEADS, 1e-6)
+    module.rotate(qkv[:, :, :-KV], *tables)
+    return module.rotate_append(qkv, *tables, kv, kv, empty(1, dtype=torch.int64), norms)
+
+
 def _selection(v: Variant, module: ModuleType) -> Any:
     dtype = DTYPES[v.dtype]
     cache, picked = empty(LAYERS, 8192, KV, v.width, dtype=dtype), empty(LAYERS, 1024, KV, v.width, dtype=dtype)
@@ -148,13 +157,14 @@ CALLS: dict[str, Callable[[Variant, ModuleType], Any]] = {
     "gumbel": _gumbel,
     "walk": _walk,
     "keep_rows": _keep_rows,
+    "rotate": _rotate,
     "selection": _selection,
     "linear_cross_entropy": _linear_cross_entropy,
     "segment_attention": _segment_attention,
 }
 # Those whose code follows from head width, dtype of the logits, or neither; gradients are of flash kernels, in half
 # precision alone.
-BY_WIDTH, BY_DTYPE, ALIKE = ("keep_rows", "selection"), ("choice", "linear_cross_entropy"), ("gumbel", "walk")
+BY_WIDTH, BY_DTYPE, ALIKE = ("keep_rows", "rotate", "selection"), ("choice", "linear_cross_entropy"), ("gumbel", "walk")
 
 
 def tree_shapes(module: ModuleType, arch: int, dtype: str, width: int) -> list[int]:

@@ -1,24 +1,66 @@
-"""RoPE's rotation of query and key heads. Not here: the tables of cosines and sines (models/rope.py).
+"""RoPE's rotation of query and key heads, behind their norms where a model has such; and, with keys and values written
+to a cache, in one launch on a GPU. Not here: the tables of cosines and sines (models/rope.py).
 
-Shapes: B slots, T rows, n heads, d head width, F = d / 2 frequencies.
+Shapes: B slots, T rows, n heads, d head width, F = d / 2 frequencies; N heads of q, k and v together, K of k and of v;
+S cache capacity.
 """
 
+from typing import Any
+
+import torch
 from torch import Tensor
 
+from longdraft.kernels import backend
 from longdraft.kernels.cpu_impl import rows
-from longdraft.kernels.reference.rotate import rotate as _reference
+from longdraft.kernels.reference import rotate as reference
+from longdraft.kernels.reference.rotate import HeadNorms
 
 
-def rotate(x_BTnd: Tensor, cos_BT11F: Tensor, sin_BT12F: Tensor) -> Tensor:
+def rotate(x_BTnd: Tensor, cos_BT11F: Tensor, sin_BT12F: Tensor, norms: HeadNorms | None = None) -> Tensor:
     """Rotate heads, the first half of a head's width paired with the second: a new tensor of x's shape and dtype.
+
+    The product with the cosine is rounded to x's dtype before the one with the sine is added, and so are the norms.
 
     Args:
         x_BTnd: heads before RoPE; may be a slice of a wider projection.
         cos_BT11F: cosines; B may be 1 for all slots.
         sin_BT12F: the sines, negative for the first half.
+        norms: RMSNorms of the heads before they are rotated.
     """
+    if (triton := triton_for(x_BTnd, cos_BT11F)) is not None:
+        return triton.rotate(x_BTnd, cos_BT11F, sin_BT12F, norms)
     few = x_BTnd.shape[0] * x_BTnd.shape[1] <= rows.MOST_LINEAR_ROWS
     known = x_BTnd.dtype == cos_BT11F.dtype and rows.serves(x_BTnd.dtype)
     if few and known and x_BTnd.device.type == "cpu" and not x_BTnd.requires_grad and rows.library() is not None:
-        return rows.rotate_rows(x_BTnd, cos_BT11F, sin_BT12F)
-    return _reference(x_BTnd, cos_BT11F, sin_BT12F)
+        return rows.rotate_rows(reference.normed(x_BTnd, norms), cos_BT11F, sin_BT12F)
+    return reference.rotate(x_BTnd, cos_BT11F, sin_BT12F, norms)
+
+
+def rotate_append(
+    qkv_BTNd: Tensor,
+    cos_BT11F: Tensor,
+    sin_BT12F: Tensor,
+    keys_BSKd: Tensor,
+    values_BSKd: Tensor,
+    lengths_B: Tensor,
+    norms: HeadNorms | None = None,
+) -> Tensor:
+    """`rotate` of q and k, [B, T, N - K, d]; k and v go to rows lengths[b] .. lengths[b] + T - 1 of a cache.
+
+    Nobody checks that there is room. Nothing is read on the host.
+
+    Args:
+        qkv_BTNd: heads of q, then of k, then of v, before RoPE.
+        cos_BT11F, sin_BT12F, norms: as for `rotate`.
+        keys_BSKd, values_BSKd: of one layer, of any strides but the last, which is 1; changed in those rows alone.
+        lengths_B: int64; not changed.
+    """
+    pick = triton_for(qkv_BTNd, cos_BT11F) or reference
+    return pick.rotate_append(qkv_BTNd, cos_BT11F, sin_BT12F, keys_BSKd, values_BSKd, lengths_B, norms)
+
+
+def triton_for(x_BTnd: Tensor, cos_BT11F: Tensor) -> Any | None:
+    """triton_impl/rotate.py, where it serves such heads: no gradient goes through it."""
+    if x_BTnd.dtype != cos_BT11F.dtype or (torch.is_grad_enabled() and x_BTnd.requires_grad):
+        return None
+    return backend.triton_kernels("rotate", x_BTnd.device.type)

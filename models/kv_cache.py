@@ -12,6 +12,7 @@ from torch import Tensor
 from longdraft.kernels import backend
 from longdraft.kernels.cpu_impl import rows
 from longdraft.kernels.keep_rows import keep_rows
+from longdraft.kernels.rotate import HeadNorms, rotate, rotate_append, triton_for
 
 
 class KVCache:
@@ -79,6 +80,23 @@ class KVCache:
         for slot, start in enumerate(self._pending):
             self.keys[layer, slot, start : start + n_rows] = k_BTKd[slot]
             self.values[layer, slot, start : start + n_rows] = v_BTKd[slot]
+
+    def append_rotated(
+        self, layer: int, qkv_BTNd: Tensor, cos_BT11F: Tensor, sin_BT12F: Tensor, norms: HeadNorms | None = None
+    ) -> Tensor:
+        """Rotate the heads of q and k, [B, T, H + K, d], and `append` those of k, and of v as they are.
+
+        Args:
+            qkv_BTNd: heads of q, then of k, then of v, before RoPE.
+            cos_BT11F, sin_BT12F, norms: see kernels/rotate.py.
+        """
+        if triton_for(qkv_BTNd, cos_BT11F) is not None:
+            own = self.keys[layer], self.values[layer], self.lengths
+            return rotate_append(qkv_BTNd, cos_BT11F, sin_BT12F, *own, norms)
+        n_kv = self.keys.shape[3]
+        qk_BTnd = rotate(qkv_BTNd[:, :, :-n_kv], cos_BT11F, sin_BT12F, norms)
+        self.append(layer, qk_BTnd[:, :, -n_kv:], qkv_BTNd[:, :, -n_kv:])
+        return qk_BTnd
 
     def _locate(self, n_rows: int) -> None:
         """On the CPU slices are fastest and lengths at hand; elsewhere index tensors spare a wait for the device."""

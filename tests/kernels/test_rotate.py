@@ -1,0 +1,115 @@
+"""kernels/rotate.py in Triton's interpreter, or on a GPU, against the reference and against RoPE written out."""
+
+from importlib import import_module
+
+import pytest
+import torch
+
+from longdraft.kernels import backend
+from longdraft.kernels import rotate as rotate_module
+from longdraft.kernels.reference import rotate as reference
+from longdraft.kernels.reference.rotate import HeadNorms
+from longdraft.kernels.rotate import rotate, rotate_append
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# Triton's interpreter cuts bf16 off where a GPU rounds it.
+DTYPES = [torch.float32, torch.bfloat16 if DEVICE == "cuda" else torch.float16]
+NAN = float("nan")
+# q heads, KV heads, width: several blocks of heads, a width that is no power of two, one head alone
+HEADS = [(9, 3, 64), (4, 2, 20), (1, 1, 2), (8, 1, 128)]
+
+
+@pytest.fixture
+def triton(monkeypatch) -> list[str]:
+    """Rotations go through Triton's kernels; returns a list that grows with the calls."""
+    found, calls = import_module("longdraft.kernels.triton_impl.rotate"), []
+
+    def kernels(name, device_type):
+        calls.append(name)
+        return found
+
+    monkeypatch.setattr(backend, "triton_kernels", kernels)
+    return calls
+
+
+def drawn(heads, lengths, n_rows, dtype, shared=False):
+    """(qkv between NaN, cosines, sines, norms): all on the device; the tables of one slot for all where `shared`."""
+    n_heads, n_kv, width = heads
+    generator = torch.Generator().manual_seed(width + n_rows)
+    wide = torch.full((len(lengths), n_rows, n_heads + 2 * n_kv + 2, width), NAN)
+    wide[:, :, 1:-1] = torch.randn(*wide[:, :, 1:-1].shape, generator=generator)
+    angles = 3 * torch.randn(1 if shared else len(lengths), n_rows, width // 2, generator=generator)
+    cos, sin = angles.cos()[:, :, None, None], torch.stack((-angles.sin(), angles.sin()), 2)[:, :, None]
+    weights = 1 + torch.randn(2, width, generator=generator) / 2
+    given = [x.to(DEVICE, dtype) for x in (wide, cos, sin, weights)]
+    return given[0][:, :, 1:-1], given[1], given[2], HeadNorms(*given[3], n_heads, 1e-5)
+
+
+def caches(heads, lengths, n_rows, dtype):
+    """Keys and values full of NaN, of different strides."""
+    shape = len(lengths), max(lengths) + n_rows + 2, heads[1], heads[2]
+    keys = torch.full(shape, NAN, dtype=dtype, device=DEVICE)
+    values = torch.full((shape[1], shape[0], shape[2], shape[3] + 3), NAN, dtype=dtype, device=DEVICE)
+    return keys, values.transpose(0, 1)[..., 1:-2]
+
+
+def close(found, wanted):
+    """The same numbers but for the order of a norm's sum, and whether a product and a sum are rounded once or twice: of
+    the largest number a unit for its norm and one for its rotation."""
+    allowed = 2 * torch.finfo(found.dtype).eps * float(wanted.nan_to_num().abs().max())
+    torch.testing.assert_close(found, wanted, rtol=0, atol=allowed, equal_nan=True)
+
+
+@pytest.mark.parametrize("with_norms", [False, True], ids=["", "norms"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("lengths", "n_rows", "shared"), [([0], 1, False), ([5], 6, True), ([7, 0, 3], 4, False)])
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+def test_rotation_and_rows_are_the_references(triton, heads, lengths, n_rows, shared, dtype, with_norms):
+    qkv, cos, sin, norms = drawn(heads, lengths, n_rows, dtype, shared)
+    norms = norms if with_norms else None
+    lengths_B = torch.tensor(lengths, device=DEVICE)
+    found, wanted = (caches(heads, lengths, n_rows, dtype) for _ in range(2))
+    qk = rotate_append(qkv, cos, sin, *found, lengths_B, norms)
+    assert triton == ["rotate"] and lengths_B.tolist() == lengths
+    want = reference.rotate_append(qkv, cos, sin, *wanted, lengths_B, norms)
+    close(qk, want)
+    for ours, theirs in zip(found, wanted, strict=True):  # NaN where nothing was written
+        close(ours, theirs)
+    # A pass without a cache rotates to the same bits, a row alone as well as among others.
+    assert torch.equal(rotate(qkv[:, :, : -heads[1]], cos, sin, norms), qk)
+    alone = rotate(qkv[:, -1:, : -heads[1]], cos[:, -1:], sin[:, -1:], norms)
+    assert torch.equal(alone, qk[:, -1:])
+
+
+def test_reference_is_rope_written_out():
+    qkv, cos, sin, norms = drawn((4, 2, 20), [2, 0], 3, torch.float32)
+    keys, values = caches((4, 2, 20), [2, 0], 3, torch.float32)
+    qk = reference.rotate_append(qkv, cos, sin, keys, values, torch.tensor([2, 0], device=DEVICE), norms)
+    for slot, row, head in ((0, 0, 0), (1, 2, 3), (0, 1, 4), (1, 0, 5)):
+        x, weight = qkv[slot, row, head].double(), norms.q_d if head < 4 else norms.k_d
+        x = x / (x.square().mean() + norms.eps).sqrt() * weight
+        c, s = cos[slot, row, 0, 0], sin[slot, row, 0, 1]
+        want = torch.cat([x[:10] * c - x[10:] * s, x[10:] * c + x[:10] * s])
+        torch.testing.assert_close(qk[slot, row, head].double(), want, rtol=1e-5, atol=1e-5)
+    for slot, length in enumerate((2, 0)):
+        assert torch.equal(keys[slot, length : length + 3], qk[slot, :, 4:])
+        assert torch.equal(values[slot, length : length + 3], qkv[slot, :, 6:])
+        assert keys[slot, :length].isnan().all() and values[slot, length + 3 :].isnan().all()
+
+
+def test_no_rows_at_all(triton):
+    qkv, cos, sin, _ = drawn((4, 2, 20), [1], 3, torch.float32)
+    keys, values = caches((4, 2, 20), [1], 3, torch.float32)
+    found = rotate_append(qkv[:, :0], cos[:, :0], sin[:, :0], keys, values, torch.tensor([1], device=DEVICE))
+    assert found.shape == (1, 0, 6, 20) and keys.isnan().all()
+
+
+def test_gradients_go_another_way(triton):
+    """Through PyTorch's operations, as where tables are of another dtype than the heads."""
+    qkv, cos, sin, _ = drawn((4, 2, 20), [1], 3, torch.float32)
+    leaf = qkv.clone().requires_grad_()
+    rotate(leaf, cos, sin).sum().backward()
+    assert leaf.grad is not None and triton == []
+    with torch.no_grad():
+        assert rotate_module.triton_for(leaf, cos) is not None
+        assert rotate_module.triton_for(leaf, cos.double()) is None
