@@ -50,10 +50,10 @@ setup(
         "psutil>=5.9",
     ],
     extras_require={
-        "gpu": ["liger-kernel>=0.6", "triton>=3.4"],
+        "gpu": ["liger-kernel>=0.8.5", "triton>=3.4"],
         # Liger and Triton run on a CPU too, under Triton's interpreter: that is how their use is tested.
         "dev": [
-            "liger-kernel>=0.6",
+            "liger-kernel>=0.8.5",
             "triton>=3.4",
             # 9.2 hides the names that pytest-xdist 3.8 appends groups to: tests would lose their places together.
             "pytest>=8,<9.2",

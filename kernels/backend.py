@@ -8,9 +8,10 @@ from collections.abc import Callable
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 
 def reads_are_free(device: torch.device) -> bool:
@@ -27,6 +28,43 @@ def liger_cross_entropy() -> Any | None:
     from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
 
     return LigerFusedLinearCrossEntropyFunction
+
+
+class LigerLayers(NamedTuple):
+    """Liger's kernels for what a layer does between its products: functions of kernels/rms_norm.py and kernels/gate.py
+    by their names, without a look at shapes."""
+
+    rms_norm: Callable[[Tensor, Tensor, float], Tensor]
+    add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+    gate: Callable[[Tensor], Tensor]
+
+
+@cache
+def liger_layers(device_type: str) -> LigerLayers | None:
+    """Liger's, for tensors of this type of device; None off CUDA and without liger-kernel and triton."""
+    if device_type != "cuda" or find_spec("liger_kernel") is None or find_spec("triton") is None:
+        return None
+    from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNormFunction
+    from liger_kernel.ops.rms_norm import LigerRMSNormFunction
+    from liger_kernel.ops.swiglu import LigerFusedGateUpSiLUMulFunction
+
+    # "gemma" computes in fp32 and rounds once, as PyTorch does; "llama" would round before the weight is multiplied.
+    # Of its kernels for rmsnorm the one of whole rows, whatever their number: the sums of `add_rms_norm`, in the same
+    # order. No backward pass writes into what it is given.
+    offset, casting, in_place, by_row = 0.0, "gemma", False, True
+
+    def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Any:
+        return LigerRMSNormFunction.apply(x, weight_D, eps, offset, casting, in_place, by_row)
+
+    def add_rms_norm(x: Tensor, added: Tensor, weight_D: Tensor, eps: float) -> Any:
+        return LigerFusedAddRMSNormFunction.apply(added, x, weight_D, eps, offset, casting, in_place)
+
+    def gate(gate_up: Tensor) -> Tensor:
+        rows = gate_up.reshape(-1, gate_up.shape[-1])  # its gradient is of two dimensions, whatever it is given
+        found: Any = LigerFusedGateUpSiLUMulFunction.apply(rows, in_place)
+        return found.view(*gate_up.shape[:-1], -1)
+
+    return LigerLayers(rms_norm, add_rms_norm, gate)
 
 
 @cache

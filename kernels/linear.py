@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from longdraft.kernels.cpu_impl import rows
+from longdraft.kernels.gate import gate
+from longdraft.kernels.rms_norm import rms_norm
 
 # From this many rows on, fp32 arithmetic with its conversion of the weight beats emulated bf16.
 FP32_FROM = 4
@@ -72,14 +74,13 @@ def linear(
         if len(prompts) > 1:
             return _by_prompt(x, weight_NI, bias_N, norm, gated, residual, prompts)
     if norm is not None:
-        x = F.rms_norm(x, (n_inputs,), *norm)
+        x = rms_norm(x, *norm)
     if x.dtype == torch.bfloat16 and _frozen_on_cpu(x) and n_rows >= FP32_FROM and emulates_bf16():
         y = _through_fp32(x.reshape(n_rows, n_inputs), weight_NI, bias_N).view(*x.shape[:-1], -1)
     else:
         y = F.linear(x, weight_NI, bias_N)
     if gated:
-        first, second = y.chunk(2, -1)
-        y = F.silu(first).mul_(second)
+        y = gate(y)
     return y if residual is None else y.add_(residual)
 
 

@@ -13,12 +13,11 @@ from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from longdraft.kernels.causal_attention import causal_attention
 from longdraft.kernels.chain_attention import prompt_attention
 from longdraft.kernels.linear import linear
-from longdraft.kernels.rotate import rotate
+from longdraft.kernels.rotate import HeadNorms, rotate
 from longdraft.kernels.segment_attention import Segment, segment_attention
 from longdraft.kernels.transfer import from_host
 from longdraft.kernels.tree_attention import PassPlan, plan_pass, tree_attention
@@ -26,6 +25,7 @@ from longdraft.models.device import on_device
 from longdraft.models.kv_cache import KVCache
 from longdraft.models.recorded_layers import RecordedLayers, can_record
 from longdraft.models.rope import Rope, RopeConfig, piece_lengths
+from longdraft.models.stream import RMSNorm, Stream
 
 NEEDS = frozenset({"logits", "pre_norm", "post_norm", "last_kv", "queries"})
 # What is finished once the last layer's K and V are written: with nothing else asked for, the pass stops there.
@@ -91,18 +91,6 @@ class TargetOutput:
         )
 
 
-class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, computed in fp32."""
-
-    def __init__(self, width: int, eps: float):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-
-
 class Linear(nn.Linear):
     """nn.Linear through kernels/linear.py, with the norm before it and what follows it in the same call."""
 
@@ -145,9 +133,9 @@ class _Pass:
         """The same pass, for some of its rows."""
         return replace(self, cos=self.cos[:, part], sin=self.sin[:, part])
 
-    def chunks(self, hidden_BTD: Tensor) -> list[slice]:
+    def chunks(self) -> list[slice]:
         """The rows of a pass, as many at a time as products and feed-forward take."""
-        n_rows = hidden_BTD.shape[1]
+        n_rows = self.cos.shape[1]
         size = self.row_chunk or n_rows
         return [slice(start, start + size) for start in range(0, n_rows, size)]
 
@@ -166,20 +154,20 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
 
-    def project(self, hidden_BTD: Tensor, norm: RMSNorm, step: _Pass) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, stream: Stream, norm: RMSNorm, step: _Pass) -> tuple[Tensor, Tensor, Tensor]:
         """Post-RoPE q [B, T, H, d] and k, and v [B, T, K, d]; k and v are written to the cache, if there is one."""
-        n_slots, n_rows, _ = hidden_BTD.shape
-        qkv = self.qkv_proj(hidden_BTD, norm, prompts=step.prompts).view(
-            n_slots, n_rows, self.n_heads + 2 * self.n_kv_heads, self.head_dim
-        )
-        qk, v_BTKd = qkv[:, :, : -self.n_kv_heads], qkv[:, :, -self.n_kv_heads :]
-        if self.q_norm is not None and self.k_norm is not None:
-            qk = torch.cat((self.q_norm(qk[:, :, : self.n_heads]), self.k_norm(qk[:, :, self.n_heads :])), 2)
-        qk = rotate(qk, step.cos, step.sin)
-        q_BTHd, k_BTKd = qk[:, :, : self.n_heads], qk[:, :, self.n_heads :]
-        if step.cache is not None:
-            step.cache.append(self.layer, k_BTKd, v_BTKd)
-        return q_BTHd, k_BTKd, v_BTKd
+        qkv_BTNd = stream.read(self.qkv_proj, norm, prompts=step.prompts).unflatten(-1, (-1, self.head_dim))
+        norms, tables = self._head_norms(), (step.cos, step.sin)
+        if step.cache is None:
+            qk = rotate(qkv_BTNd[:, :, : -self.n_kv_heads], *tables, norms)
+        else:
+            qk = step.cache.append_rotated(self.layer, qkv_BTNd, *tables, norms)
+        return qk[:, :, : self.n_heads], qk[:, :, self.n_heads :], qkv_BTNd[:, :, -self.n_kv_heads :]
+
+    def _head_norms(self) -> HeadNorms | None:
+        if self.q_norm is None or self.k_norm is None:
+            return None
+        return HeadNorms(self.q_norm.weight, self.k_norm.weight, self.n_heads, self.q_norm.eps)
 
     def attend(self, q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, step: _Pass) -> Tensor:
         """Attention over the pass's own rows, or the cache, before the output projection: [B, T, H, d]."""
@@ -199,16 +187,16 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """hidden + down(silu(gate(x)) * up(x)) of x = norm(hidden); gate and up are one projection, gate's rows first."""
+    """Adds down(silu(gate(x)) * up(x)) of x = norm(stream); gate and up are one projection, gate's rows first."""
 
     def __init__(self, config: DecoderConfig):
         super().__init__()
         self.gate_up_proj = Linear(config.hidden_size, 2 * config.intermediate_size, bias=config.mlp_bias)
         self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
 
-    def forward(self, hidden_BTD: Tensor, norm: RMSNorm, prompts: Sequence[int] | None = None) -> Tensor:
-        gated_BTF = self.gate_up_proj(hidden_BTD, norm, gated=True, prompts=prompts)
-        return self.down_proj(gated_BTF, residual=hidden_BTD, prompts=prompts)
+    def forward(self, stream: Stream, norm: RMSNorm, prompts: Sequence[int] | None = None) -> None:
+        gated_BTF = stream.read(self.gate_up_proj, norm, gated=True, prompts=prompts)
+        stream.add(self.down_proj, gated_BTF, prompts=prompts)
 
 
 class Layer(nn.Module):
@@ -221,26 +209,29 @@ class Layer(nn.Module):
         self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
 
-    def project(self, hidden_BTD: Tensor, step: _Pass) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, stream: Stream, step: _Pass) -> tuple[Tensor, Tensor, Tensor]:
         """q, k, v of this layer (see `Attention.project`)."""
-        chunks = step.chunks(hidden_BTD)
+        chunks = step.chunks()
         if len(chunks) == 1:
-            return self.attention.project(hidden_BTD, self.attention_norm, step)
-        parts = [self.attention.project(hidden_BTD[:, rows], self.attention_norm, step.rows(rows)) for rows in chunks]
+            return self.attention.project(stream, self.attention_norm, step)
+        norm = self.attention_norm
+        parts = [self.attention.project(stream.part(rows), norm, step.rows(rows)) for rows in chunks]
         q_BTHd, k_BTKd, v_BTKd = (torch.cat(part, 1) for part in zip(*parts, strict=True))
         return q_BTHd, k_BTKd, v_BTKd
 
-    def finish(self, hidden_BTD: Tensor, qkv: tuple[Tensor, Tensor, Tensor], step: _Pass) -> Tensor:
-        """The layer's output from its input and its q, k, v; in chunks it takes the input's place."""
+    def finish(self, stream: Stream, qkv: tuple[Tensor, Tensor, Tensor], step: _Pass) -> None:
+        """Adds the layer's two parts to its input, from its q, k, v; in chunks they take its rows' place."""
         heads_BTF = self.attention.attend(*qkv, step).flatten(2)
-        chunks = step.chunks(hidden_BTD)
+        chunks = step.chunks()
         if len(chunks) == 1:
-            x_BTD = self.attention.o_proj(heads_BTF, residual=hidden_BTD, prompts=step.prompts)
-            return self.mlp(x_BTD, self.mlp_norm, step.prompts)
+            stream.add(self.attention.o_proj, heads_BTF, prompts=step.prompts)
+            self.mlp(stream, self.mlp_norm, step.prompts)
+            return
         for rows in chunks:
-            x_BCD = self.attention.o_proj(heads_BTF[:, rows], residual=hidden_BTD[:, rows])
-            hidden_BTD[:, rows] = self.mlp(x_BCD, self.mlp_norm)
-        return hidden_BTD
+            part = stream.part(rows)
+            part.add(self.attention.o_proj, heads_BTF[:, rows])
+            self.mlp(part, self.mlp_norm)
+            stream.rows[:, rows] = part.rows
 
 
 class Decoder(nn.Module):
@@ -337,14 +328,14 @@ class Decoder(nn.Module):
         if share is not None:
             assert borders is not None
             tokens_BT, step = tokens_BT[:, share.rows], replace(step.rows(share.rows), share=share)
-        stream = [self.embed_tokens(tokens_BT)]  # to be handed over: nobody needs it behind the first layer
-        kept = None if cache is None or prompts is not None else self._recorded_layers(stream[0], step, cache, needs)
+        stream = Stream(self.embed_tokens(tokens_BT))  # which lets go of it behind the first layer
+        kept = None if cache is None or prompts is not None else self._recorded_layers(stream.rows, step, cache, needs)
         if kept is not None:
             hidden_BTD, queries, last_kv = kept
             queries = [_pick(q_BTHd, query_rows_B) for q_BTHd in queries]
         else:
             pick = (lambda q_BTHd: _pick(q_BTHd, query_rows_B)) if "queries" in needs else None
-            hidden_BTD, queries, last_kv = self._layers(stream.pop(), step, needs, pick)
+            hidden_BTD, queries, last_kv = self._layers(stream, step, needs, pick)
         output = TargetOutput()
         if "queries" in needs:
             output.queries = torch.stack(queries)
@@ -357,19 +348,19 @@ class Decoder(nn.Module):
         return self._head(hidden_BTD, output, needs, logits_rows_BR)
 
     def _layers(
-        self, hidden_BTD: Tensor, step: _Pass, needs: Set[str], pick: Callable[[Tensor], Tensor] | None
+        self, stream: Stream, step: _Pass, needs: Set[str], pick: Callable[[Tensor], Tensor] | None
     ) -> tuple[Tensor, list[Tensor], tuple[Tensor, Tensor]]:
         """(The last layer's output, or its input where `needs` ends before it; what `pick` takes of each layer's
         queries [B, T, H, d]; the last layer's K and V)."""
         layers, queries = cast("list[Layer]", self.layers), []
         for layer in layers:
             with self.around_layer(layer):
-                qkv = layer.project(hidden_BTD, step)
+                qkv = layer.project(stream, step)
                 if pick is not None:
                     queries.append(pick(qkv[0]))
                 if layer is not layers[-1] or not needs <= _BEFORE_LAST_ATTENTION:
-                    hidden_BTD = layer.finish(hidden_BTD, qkv, step)
-        return hidden_BTD, queries, qkv[1:]
+                    layer.finish(stream, qkv, step)
+        return stream.rows, queries, qkv[1:]
 
     def _recorded_layers(
         self, hidden_BTD: Tensor, step: _Pass, cache: KVCache, needs: Set[str]
@@ -384,7 +375,7 @@ class Decoder(nn.Module):
 
         def layers(hidden_BTD: Tensor, cos: Tensor, sin: Tensor, mask_BTT: Tensor | None = None):
             plan = plan_pass(cache.lengths, n_rows, mask_BTT)
-            return self._layers(hidden_BTD, replace(step, cos=cos, sin=sin, plan=plan), needs, pick)
+            return self._layers(Stream(hidden_BTD), replace(step, cos=cos, sin=sin, plan=plan), needs, pick)
 
         inputs = [hidden_BTD, step.cos, step.sin] + ([] if mask_BTT is None else [mask_BTT])
         key = ends_early, pick is None

@@ -18,11 +18,11 @@ What it can show:
 - Recorded work (infer/graphs.py) runs under a ban of all waits and copies, at each replay.
 - `calls`: which operations are called how often, views among them; kernels by their function, as "triton: choose".
 
-What it cannot show: anything of speed; a kernel's arithmetic, memory or launch, for Triton's kernels are replaced by
-their references and flash-attention by reference/segment_attention.py; what CUDA's libraries would choose. A replay
-calls the work again, so nobody notices memory that has moved, or a number of the host that a recording would keep as it
-was (tests/infer/test_graphs.py does). There is one device and one stream: nothing of races. A tensor of the host
-without dimensions goes into every operation, which is wrong for some (`cat`). What PyTorch makes in C++ by another
+What it cannot show: anything of speed; a kernel's arithmetic, memory or launch, for Triton's kernels and Liger's are
+replaced by their references, and flash-attention by reference/segment_attention.py; what CUDA's libraries would choose.
+A replay calls the work again, so nobody notices memory that has moved, or a number of the host that a recording would
+keep as it was (tests/infer/test_graphs.py does). There is one device and one stream: nothing of races. A tensor of the
+host without dimensions goes into every operation, which is wrong for some (`cat`). What PyTorch makes in C++ by another
 tensor's options lies on the host.
 
 The fixture `pretended_cuda` is this module.
@@ -47,7 +47,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from longdraft.infer import graphs
 from longdraft.kernels import backend
-from longdraft.kernels.reference import cross_attention, segment_attention, tree_attention
+from longdraft.kernels.reference import cross_attention, gate, rms_norm, segment_attention, tree_attention
 
 DEVICE = torch.device("cuda:0")
 MEMORY = 80 * 2**30
@@ -139,6 +139,7 @@ class PretendedCuda:
         for name, stand_in in self._torch_cuda().items():
             enter(patch(torch.cuda, name, stand_in))
         enter(patch(backend, "triton_kernels", self.triton_kernels))
+        enter(patch(backend, "liger_layers", self.liger_layers))
         enter(patch(backend, "varlen_attention", lambda: self.varlen_attention))
         enter(patch(graphs, "cuda_graphs", lambda _: graphs.Graphs(self.record)))
         enter(_Functions(self))
@@ -271,6 +272,22 @@ class PretendedCuda:
             own = ((key, x) for key, x in vars(module).items() if getattr(x, "__module__", "") == module.__name__)
             functions = {key: x for key, x in own if callable(x) and not key.startswith("_")}
         return SimpleNamespace(**{key: self._kernel(key, reference) for key, reference in functions.items()})
+
+    def liger_layers(self, device_type: str) -> backend.LigerLayers | None:
+        """In the place of `backend.liger_layers`; with gradients a kernel is the operations of its reference."""
+        if device_type != "cuda":
+            return None
+        own = backend.LigerLayers(rms_norm.rms_norm, rms_norm.add_rms_norm, gate.gate)
+        return backend.LigerLayers(*map(self._with_gradients, own._fields, own))
+
+    def _with_gradients(self, name: str, reference: Callable[..., Any]) -> Callable[..., Any]:
+        kernel = self._kernel(name, reference)
+
+        def launch(*args: Any) -> Any:
+            wanted = any(isinstance(x, Tensor) and x.requires_grad for x in args)
+            return (reference if wanted and torch.is_grad_enabled() else kernel)(*args)
+
+        return launch
 
     def _kernel(self, name: str, reference: Callable[..., Any]) -> Callable[..., Any]:
         def launch(*args: Any, **kwargs: Any) -> Any:

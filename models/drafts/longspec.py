@@ -18,12 +18,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from longdraft.kernels.gate import gate
 from longdraft.kernels.linear import linear
 from longdraft.kernels.rotate import rotate
 from longdraft.kernels.segment_attention import Segment, segment_attention
-from longdraft.models.decoder import Decoder, DecoderConfig, Layer, Linear, RMSNorm
+from longdraft.models.decoder import Decoder, DecoderConfig, Layer, Linear
 from longdraft.models.drafts.loss import DraftLoss, Part, draft_loss
 from longdraft.models.rope import Rope, RopeConfig, piece_lengths
+from longdraft.models.stream import RMSNorm, Stream
 
 INIT_STD = 0.02
 # Fields that are the target's own.
@@ -109,8 +111,7 @@ class _Projection(Linear):
             return linear(input, weight, bias, norm=before, gated=gated, residual=residual)
         y = F.linear(input if norm is None else norm(input), weight, bias)
         if gated:
-            gate, up = y.chunk(2, -1)
-            y = F.silu(gate) * up
+            y = gate(y)
         return y if residual is None else y + residual
 
 
@@ -287,17 +288,16 @@ class LongSpec(nn.Module):
             attend_self: (q [B, T, H, d], k and v [B, T, K, d], post-RoPE) -> [B, T, H, d].
             attend_cross: q [B, T, H, d], post-RoPE -> [B, T, H, d], over the target's keys and values.
         """
-        config, x_BTD = self.config, embeddings_BTD
-        qkv = self.self_qkv(x_BTD, self.self_norm).unflatten(-1, (-1, config.head_dim))
+        config, stream = self.config, Stream(embeddings_BTD)
+        qkv = stream.read(self.self_qkv, self.self_norm).unflatten(-1, (-1, config.head_dim))
         qk, v_BTKd = qkv[:, :, : -config.n_kv_heads], qkv[:, :, -config.n_kv_heads :]
         qk = rotate(qk, *tables)
         out_BTHd = attend_self(qk[:, :, : config.n_heads], qk[:, :, config.n_heads :], v_BTKd)
-        x_BTD = self.self_o(out_BTHd.flatten(2), residual=x_BTD)
-        q_BTHd = self.cross_q(x_BTD, self.cross_norm).unflatten(-1, (-1, config.head_dim))
-        out_BTHd = attend_cross(rotate(q_BTHd, *tables))
-        x_BTD = self.cross_o(out_BTHd.flatten(2), residual=x_BTD)
-        x_BTD = self.down(self.gate_up(x_BTD, self.mlp_norm, gated=True), residual=x_BTD)
-        return x_BTD if self.final_norm is None else self.final_norm(x_BTD)
+        stream.add(self.self_o, out_BTHd.flatten(2))
+        q_BTHd = stream.read(self.cross_q, self.cross_norm).unflatten(-1, (-1, config.head_dim))
+        stream.add(self.cross_o, attend_cross(rotate(q_BTHd, *tables)).flatten(2))
+        stream.add(self.down, stream.read(self.gate_up, self.mlp_norm, gated=True))
+        return stream.rows if self.final_norm is None else stream.normed(self.final_norm)
 
     def states(
         self,

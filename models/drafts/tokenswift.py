@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from longdraft.models.drafts.loss import DraftLoss, Part, draft_loss
+from longdraft.models.stream import RMSNorm
 
 KINDS = {"linear_chain": frozenset({"pre_norm"}), "silu_chain": frozenset({"post_norm"})}
 OUT_NORM_INITS = ("ones", "target")
@@ -72,8 +73,8 @@ class TokenSwift(nn.Module):
         heads, d = range(config.n_heads), config.hidden_size
         self.proj = nn.ModuleList([nn.Linear(d, d, bias=False) for _ in heads])
         if config.kind == "linear_chain":
-            self.in_norm = nn.ModuleList([nn.RMSNorm(d, eps=config.rms_norm_eps) for _ in heads])
-            self.out_norm = nn.ModuleList([nn.RMSNorm(d, eps=config.rms_norm_eps) for _ in heads])
+            self.in_norm = nn.ModuleList([RMSNorm(d, config.rms_norm_eps) for _ in heads])
+            self.out_norm = nn.ModuleList([RMSNorm(d, config.rms_norm_eps) for _ in heads])
         with torch.no_grad():
             for i in heads:
                 weight = torch.zeros(d, d)
@@ -93,8 +94,8 @@ class TokenSwift(nn.Module):
         states = []
         for i in range(self.config.n_heads):
             if self.config.kind == "linear_chain":
-                hidden = hidden + self.proj[i](self.in_norm[i](hidden))
-                states.append(self.out_norm[i](hidden))
+                state, hidden = self.out_norm[i](hidden, self.proj[i](self.in_norm[i](hidden)))
+                states.append(state)
             else:
                 hidden = hidden + F.silu(self.proj[i](hidden))
                 states.append(hidden)

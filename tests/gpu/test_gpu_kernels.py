@@ -16,11 +16,15 @@ from longdraft.kernels import segment_attention as segments_module
 from longdraft.kernels.causal_attention import causal_attention
 from longdraft.kernels.choice import choose
 from longdraft.kernels.cross_attention import cross_attention
+from longdraft.kernels.gate import gate
 from longdraft.kernels.gumbel import gumbel_noise
 from longdraft.kernels.keep_rows import keep_rows
 from longdraft.kernels.linear import linear
 from longdraft.kernels.linear_cross_entropy import GPU_CHUNK_BYTES, linear_cross_entropy
 from longdraft.kernels.loss_memory import loss_peak_memory
+from longdraft.kernels.reference import gate as gate_reference
+from longdraft.kernels.reference import rms_norm as norm_reference
+from longdraft.kernels.reference import rotate as rotate_reference
 from longdraft.kernels.reference import selection as selection_reference
 from longdraft.kernels.reference.cross_attention import cross_attention as cross_reference
 from longdraft.kernels.reference.gumbel import MASK, philox_4x32
@@ -29,7 +33,8 @@ from longdraft.kernels.reference.segment_attention import segment_attention as s
 from longdraft.kernels.reference.tree_attention import attended_rows
 from longdraft.kernels.reference.tree_attention import tree_attention as tree_reference
 from longdraft.kernels.reference.walk import walk as walk_reference
-from longdraft.kernels.rotate import rotate
+from longdraft.kernels.rms_norm import add_rms_norm, rms_norm
+from longdraft.kernels.rotate import HeadNorms, rotate, rotate_append
 from longdraft.kernels.segment_attention import Segment, segment_attention
 from longdraft.kernels.selection import chunk_means, gather_rows, key_scores, top_keys
 from longdraft.kernels.tree_attention import tree_attention
@@ -260,6 +265,71 @@ def test_linear_and_rotation_are_the_cpus(device, trees):
     tables = angles.cos()[:, :, None, None], torch.stack((-angles.sin(), angles.sin()), 2)[:, :, None]
     out = rotate(heads[:, :, 1:5].to(device), *(table.to(device) for table in tables))
     torch.testing.assert_close(out.cpu(), rotate(heads[:, :, 1:5], *tables), rtol=0, atol=1e-6)
+
+
+def few_roundings(found: Tensor, wanted: Tensor) -> None:
+    """Of the largest number."""
+    allowed = 4 * torch.finfo(found.dtype).eps * float(wanted.nan_to_num().float().abs().max())
+    torch.testing.assert_close(found.cpu().float(), wanted.float(), rtol=0, atol=allowed, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("width", [16, 576, 4096])
+def test_what_a_layer_does_between_products(device, trees, width, dtype):
+    """Norms, addition and gate: values, gradients, and the same bits for a row alone and where nothing is added."""
+    x, added, weight = (trees.draw(*shape, width, seed=i).to(dtype) for i, shape in enumerate([(2, 33), (2, 33), ()]))
+    wide = trees.draw(2, 33, 2 * width, seed=4).to(dtype)
+    there = [part.to(device) for part in (x, added, weight, wide)]
+    with torch.no_grad():
+        normed, total = add_rms_norm(*there[:3], 1e-5)
+        wanted = norm_reference.add_rms_norm(x, added, weight, 1e-5)
+        assert torch.equal(total.cpu(), wanted[1])
+        few_roundings(normed, wanted[0])
+        few_roundings(gate(there[3]), gate_reference.gate(wide))
+        if device.type == "cuda":
+            assert torch.equal(rms_norm(total, there[2], 1e-5), normed)
+            alone = add_rms_norm(there[0][1:, 5:6], there[1][1:, 5:6], there[2], 1e-5)
+            assert torch.equal(alone[0], normed[1:, 5:6]) and torch.equal(
+                gate(there[3])[1:, 5:6], gate(there[3][1:, 5:6])
+            )
+    exact, found = [], []
+    for parts, of in (([part.float().to(device) for part in there], exact), (there, found)):
+        leaves = [part.clone().requires_grad_() for part in parts]
+        normed, total = add_rms_norm(*leaves[:3], 1e-5)
+        (normed.float().square().sum() + total.float().sum() + gate(leaves[3]).float().square().sum()).backward()
+        of += [leaf.grad.float() for leaf in leaves]
+    for ours, truth in zip(found, exact, strict=True):
+        assert (ours - truth).norm() <= 8 * torch.finfo(dtype).eps * truth.norm()
+
+
+@pytest.mark.parametrize("with_norms", [False, True], ids=["", "norms"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("n_rows", [1, 7, 300])
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+def test_rotation_with_the_caches_rows(device, trees, heads, n_rows, dtype, with_norms):
+    """The cache is full of NaN; what is not the pass's stays."""
+    n_heads, n_kv, width = heads
+    lengths = torch.tensor([7, 0, 3])
+    qkv = trees.draw(3, n_rows, n_heads + 2 * n_kv + 2, width, seed=1).to(dtype)[:, :, 1:-1]
+    angles = trees.draw(3, n_rows, width // 2, seed=2)
+    tables = (
+        angles.cos()[:, :, None, None].to(dtype),
+        torch.stack((-angles.sin(), angles.sin()), 2)[:, :, None].to(dtype),
+    )
+    weights = [trees.draw(width, seed=seed).to(dtype) for seed in (3, 4)]
+    caches = [torch.full((3, n_rows + 9, n_kv, width), float("nan"), dtype=dtype) for _ in range(2)]
+    moved = [cache.to(device) for cache in caches]
+    norms = HeadNorms(*weights, n_heads, 1e-5) if with_norms else None
+    norms_there = HeadNorms(*(weight.to(device) for weight in weights), n_heads, 1e-5) if with_norms else None
+    want = rotate_reference.rotate_append(qkv, *tables, *caches, lengths, norms)
+    there = [qkv.to(device), *(table.to(device) for table in tables)]
+    found = rotate_append(*there, *moved, lengths.to(device), norms_there)
+    few_roundings(found, want)
+    for ours, theirs in zip(moved, caches, strict=True):
+        few_roundings(ours, theirs)
+    assert torch.equal(rotate(there[0][:, :, :-n_kv], *there[1:], norms_there), found)
+    alone = [part[:, -1:].contiguous() for part in there]
+    assert torch.equal(rotate(alone[0][:, :, :-n_kv], *alone[1:], norms_there), found[:, -1:])
 
 
 @pytest.mark.parametrize("implementation", ["torch", "triton", "liger"])

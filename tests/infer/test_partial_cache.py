@@ -14,6 +14,7 @@ from longdraft.infer.streaming_cache import StreamingCache
 from longdraft.kernels import backend
 from longdraft.models.kv_cache import KVCache
 from longdraft.models.rope import Rope
+from longdraft.models.stream import Stream
 
 LAYERS, SLOTS, CAPACITY, KV_HEADS, HEADS, WIDTH = 2, 3, 160, 2, 4, 4
 POLICIES = {
@@ -287,7 +288,9 @@ class InCache:
             mask = torch.ones(scores.shape[1:], dtype=torch.bool).tril(len(visible))
             weights = scores.masked_fill(~mask, -torch.inf).softmax(-1)
             out = torch.einsum("hts,shd->thd", weights, all_v).flatten(1)
-            hidden = layer.mlp(attention.o_proj(out, residual=hidden), layer.mlp_norm)
+            stream = Stream(attention.o_proj(out, residual=hidden))
+            layer.mlp(stream, layer.mlp_norm)
+            hidden = stream.rows
             keys += k.unbind()
             values += v.unbind()
         self.tokens += tokens

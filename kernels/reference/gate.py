@@ -1,0 +1,11 @@
+"""Reference of kernels/gate.py."""
+
+from torch import Tensor
+from torch.nn import functional as F
+
+
+def gate(gate_up: Tensor) -> Tensor:
+    """See kernels/gate.py."""
+    first, up = gate_up.chunk(2, -1)
+    opened = F.silu(first)
+    return opened * up if opened.requires_grad else opened.mul_(up)

@@ -1,0 +1,45 @@
+"""What one layer costs in launches on a GPU, counted on a pretended one."""
+
+from collections import Counter
+
+import pytest
+import torch
+
+# Views, and memory without contents: nothing is launched for them.
+FREE = {
+    "view", "_unsafe_view", "slice", "select", "split", "split_with_sizes", "transpose", "t", "unsqueeze", "expand",
+    "alias", "detach", "empty", "empty_like", "new_empty",
+}  # fmt: skip
+# Of Triton's functions, those that are more than one launch: runs of the keys, and their merge.
+SEVERAL = {"triton: tree_attention": 2}
+LAYER = {
+    "mm": 4, "triton: add_rms_norm": 2, "triton: gate": 1, "triton: rotate_append": 1, "triton: tree_attention": 2,
+}  # fmt: skip
+
+
+def launches(pretended_cuda, model, n_rows: int, tree: bool, batch: int) -> Counter[str]:
+    """Of one pass."""
+    with pretended_cuda.PretendedCuda() as gpu, torch.no_grad():
+        gpu.put(model)
+        cache = model.new_cache(batch, 40)
+        tokens = torch.zeros(batch, n_rows, dtype=torch.int64, device="cuda")
+        mask = positions = None
+        if tree:
+            mask = torch.eye(n_rows, dtype=torch.bool, device="cuda").expand(batch, -1, -1)
+            positions = torch.zeros_like(tokens)
+        for _ in range(2):  # the first one brings what all passes share to the device
+            gpu.forget()
+            model(tokens, cache=cache, tree_mask_BTT=mask, positions_BT=positions)
+        assert not gpu.waits
+        return Counter({name: n * SEVERAL.get(name, 1) for name, n in gpu.calls.items() if name not in FREE})
+
+
+@pytest.mark.parametrize("options", [{}, {"qk_norm": True}], ids=["", "norms of heads"])
+@pytest.mark.parametrize(("n_rows", "tree", "batch"), [(1, False, 1), (7, True, 1), (3, False, 2)])
+def test_a_layer_is_ten_launches(tiny_target, pretended_cuda, n_rows, tree, batch, options):
+    few, more = (
+        launches(pretended_cuda, tiny_target(n_layers=n, dtype=torch.bfloat16, **options).model, n_rows, tree, batch)
+        for n in (2, 5)
+    )
+    assert {name: (more[name] - few[name]) / 3 for name in more if more[name] != few[name]} == LAYER
+    assert sum(LAYER.values()) == 10
