@@ -28,7 +28,7 @@ from longdraft.infer.tree import Lists
 from longdraft.kernels import backend
 from longdraft.kernels.cpu_impl import rows
 from longdraft.kernels.linear import prompt_in_c
-from longdraft.kernels.transfer import HostCopy
+from longdraft.kernels.transfer import HostCopy, from_host, integers
 from longdraft.models.device import on_device
 from longdraft.models.hf import Target
 from longdraft.models.kv_cache import KVCache
@@ -240,9 +240,15 @@ class Engine:
             yield lane.piece([], 0, self._decisions)
         for slot, lane in enumerate(lanes):
             if lane is not None and lane.request.index in cancelled:
-                lane.finish_reason, lanes[slot] = "cancelled", None
-                self._state.active[slot] = False
+                lane.finish_reason = "cancelled"
+                self._leave(lanes, slot)
                 yield lane.piece([], 0, self._decisions)
+
+    def _leave(self, lanes: list[Lane | None], slot: int) -> None:
+        """This slot has no request any more."""
+        lanes[slot] = None
+        self._state.active[slot].fill_(False)
+        self._state.committed[slot] = []  # what the request has is its own
 
     def _fill(self, lanes: list[Lane | None], waiting: deque[Request]) -> None:
         """Give every free slot the next prompt."""
@@ -256,7 +262,7 @@ class Engine:
             like = next(lane.request.sampling for lane in lanes if lane) if self._graphs.recording else IDLE
             params = [lane.request.sampling if lane else like for lane in lanes]
             self._take_sampling(SlotSampling(params, self.device, self._noise_in_ranking))
-            self._state.active.copy_(torch.tensor([lane is not None for lane in lanes]))
+            self._state.active.copy_(from_host(torch.tensor([lane is not None for lane in lanes]), self.device))
             self._state.committed = [lane.committed if lane else [] for lane in lanes]
             self._start_clocks()
 
@@ -284,10 +290,11 @@ class Engine:
         assert cache is not None
         slots = range(first, first + len(requests))
         prompts = [request.prompt for request in requests]
-        cache.reset(list(slots), prompt_lengths=torch.tensor([len(prompt) for prompt in prompts]))
+        cache.reset(slots, prompt_lengths=[len(prompt) for prompt in prompts])
         for slot, request in zip(slots, requests, strict=True):
             state.history.start(slot, request.prompt)
-            state.roots[slot], state.positions[slot] = request.prompt[-1], len(request.prompt) - 1
+            state.roots[slot].fill_(request.prompt[-1])
+            state.positions[slot].fill_(len(request.prompt) - 1)
             self._budget.begin(slot)
             self.drafter.begin([slot], [request], cache)
         own = cache.slot(first, len(requests))
@@ -296,11 +303,11 @@ class Engine:
             self._prefill_whole(slots, prompts, own)
         for start in range(0, longest if longest > self.prefill_chunk else 0, self.prefill_chunk):
             chunk = prompts[0][start : min(start + self.prefill_chunk, longest)]
-            tokens = torch.tensor([chunk], device=self.device)
+            tokens = integers(chunk, self.device)[None]
             with self._threads(len(chunk)):
                 # Where nobody reads hidden states, the last layer's keys and values end the pass.
                 output = self.target.model(tokens, cache=own, needs=self.drafter.needs or frozenset({"last_kv"}))
-                own.keep(None, torch.tensor([len(chunk)], device=self.device))
+                own.keep(None, torch.full((1,), len(chunk), device=self.device))
                 self.drafter.read([first], tokens, output)
         seconds = time.perf_counter() - begin
         return [
@@ -312,7 +319,7 @@ class Engine:
         """These prompts in one pass, padded behind their ends."""
         counts = [len(prompt) - 1 for prompt in prompts]
         padded = [prompt[:-1] + [0] * (max(counts) - count) for prompt, count in zip(prompts, counts, strict=True)]
-        tokens, counts_B = torch.tensor(padded, device=self.device), torch.tensor(counts, device=self.device)
+        tokens, counts_B = from_host(torch.tensor(padded), self.device), integers(counts, self.device)
         needs = self.drafter.needs or frozenset({"last_kv"})
         last_B = (counts_B - 1).clamp(min=0) if "queries" in needs else None
         with self._threads(max(counts)):
@@ -372,8 +379,7 @@ class Engine:
             yield lane.piece(fresh, counts[slot] - 1, self._decisions)
         for slot, lane in enumerate(lanes):
             if lane is not None and lane.finish_reason:
-                lanes[slot] = None
-                self._state.active[slot] = False
+                self._leave(lanes, slot)
         # What whoever reads the stream took is no part of the next step.
         self._start_clocks()
 

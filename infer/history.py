@@ -9,6 +9,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from longdraft.kernels.transfer import integers
+
 
 class History:
     """int64 [B, S] tokens, valid up to each slot's root, and int64 [B] prompt lengths.
@@ -24,8 +26,8 @@ class History:
 
     def start(self, slot: int, prompt: Sequence[int]) -> None:
         """This slot begins with this prompt."""
-        self.tokens[slot, : len(prompt)] = torch.tensor(prompt, device=self.tokens.device)
-        self.prompt_lengths[slot] = len(prompt)
+        self.tokens[slot, : len(prompt)] = integers(prompt, self.tokens.device)
+        self.prompt_lengths[slot].fill_(len(prompt))
 
     def write(self, positions_BP: Tensor, tokens_BP: Tensor) -> None:
         """Tokens of each slot at these positions (int64 [B] or [B, P] each); those behind the end are dropped."""

@@ -8,11 +8,15 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from longdraft.infer.drafters.base import SlotState
+from longdraft.kernels import backend
 
-# Committed tokens read from the device at once: a step rarely commits more.
+# Committed tokens read from the device at once, where the host hears of them a step late: a step rarely commits more.
 READ_AHEAD = 32
+# More tokens than a sequence has.
+NOWHERE = 2**40
 
 
 class NgramTable:
@@ -170,20 +174,61 @@ class SuffixIndex:
         return tokens
 
 
-def catch_up(tables: Sequence[NgramTable | SuffixIndex | None], state: SlotState) -> None:
-    """Bring each slot's table (None: no request) to the slot's root.
+class Tables:
+    """A table for each slot (None: no request yet), brought to the slots' roots by what is read of them once a step.
 
-    Read from the device's history, which is never late: one read a step on a GPU.
+    Attributes:
+        of: the tables, one a slot.
     """
-    while True:
-        known = [0 if table is None else len(table) for table in tables]
-        first_B = torch.tensor(known, device=state.positions.device)
-        read = torch.cat([state.positions[:, None], state.history.read(first_B, READ_AHEAD)], dim=1).tolist()
-        behind = False
-        for table, row in zip(tables, read, strict=True):
-            if table is not None:
-                missing = row[0] + 1 - len(table)
-                table.extend(row[1 : 1 + max(missing, 0)])
-                behind |= missing > READ_AHEAD
-        if not behind:
+
+    def __init__(self, batch: int, device: torch.device):
+        self.of: list[NgramTable | SuffixIndex | None] = [None] * batch
+        # So many tokens of each stand; where the host cannot look at once, it is told with the next read.
+        self._standing_B = torch.full((batch,), NOWHERE, device=device)
+
+    def begin(self, slot: int, table: NgramTable | SuffixIndex) -> None:
+        """A request's table, with its prompt."""
+        self.of[slot] = table
+        self._standing_B[slot].fill_(NOWHERE)
+
+    def rewind(self, lengths_B: Tensor) -> None:
+        """Only the first lengths_B[b] tokens stand."""
+        if not backend.reads_are_free(lengths_B.device):
+            self._standing_B = torch.minimum(self._standing_B, lengths_B)
             return
+        for table, length in zip(self.of, lengths_B.tolist(), strict=True):
+            if table is not None:
+                table.truncate(length)
+
+    def asked(self, state: SlotState) -> Tensor:
+        """int64 [B, 4 + R], of which `catch_up` wants the lists: active, root, position, tokens that stand, and the
+        last R tokens up to the root, of which the host may not know some yet."""
+        count = 0 if backend.reads_are_free(state.roots.device) else READ_AHEAD
+        parts = state.active.long(), state.roots, state.positions, self._standing_B
+        recent_BR = state.history.read(state.positions - (count - 1), count)
+        return torch.cat([torch.stack(parts, dim=1), recent_BR], dim=1)
+
+    def catch_up(self, state: SlotState, rows: Sequence[Sequence[int]]) -> list[tuple[bool, int]]:
+        """Bring each table to its slot's root; rows: of `asked`. Returns (active, root) of each slot."""
+        self._standing_B.fill_(NOWHERE)
+        if count := self._extend(state, rows):  # further behind than what was read: read as much
+            recent = state.history.read(state.positions - (count - 1), count).tolist()
+            self._extend(state, [[*row[:4], *tokens] for row, tokens in zip(rows, recent, strict=True)])
+        return [(bool(row[0]), row[1]) for row in rows]
+
+    def _extend(self, state: SlotState, rows: Sequence[Sequence[int]]) -> int:
+        """With the committed tokens that the host knows, and those of the rows. Returns how many tokens a table still
+        lacks at most, of those that lack more than a row has."""
+        most = 0
+        for slot, (table, (_, _, position, standing, *recent)) in enumerate(zip(self.of, rows, strict=True)):
+            if table is None:
+                continue
+            table.truncate(standing)
+            if slot < len(state.committed):
+                table.extend(state.committed[slot][len(table) : position + 1])
+            missing = position + 1 - len(table)
+            if missing > len(recent):
+                most = max(most, missing)
+            elif missing > 0:
+                table.extend(recent[len(recent) - missing :])
+        return most

@@ -15,6 +15,7 @@ from torch import Tensor
 from longdraft.infer.selection import Policy
 from longdraft.kernels import backend
 from longdraft.kernels.selection import gather_rows
+from longdraft.kernels.transfer import integers
 from longdraft.models.decoder import DecoderConfig
 from longdraft.models.kv_cache import KVCache
 
@@ -57,10 +58,10 @@ class RingCache(KVCache):
     def reset(
         self, slots: Sequence[int] | Tensor | None = None, prompt_lengths: Sequence[int] | Tensor | None = None
     ) -> None:
-        super().reset(slots, prompt_lengths)
-        where = slice(None) if slots is None else torch.as_tensor(slots, device=self.lengths.device)
-        self.held[where] = 0
-        self._written[where] = -self.fixed
+        where = integers(range(self.batch) if slots is None else slots, self.lengths.device)
+        super().reset(where, prompt_lengths)
+        self.held.index_fill_(0, where, 0)
+        self._written.index_fill_(0, where, -self.fixed)
 
     def _ring_rows(self, most: int, counts_B: Tensor) -> Tensor:
         """int64 [B, M]: the rows of the next counts_B[b] tokens; for the rest, and for what a later one of them
@@ -114,7 +115,8 @@ class SelectedCache(RingCache):
     ) -> None:
         """Empty these slots; the prompt lengths are the full cache's unless given."""
         places = range(self.batch) if slots is None else [int(slot) for slot in slots]
-        super().reset(slots, self.full.prompt_lengths[list(places)] if prompt_lengths is None else prompt_lengths)
+        where = integers(places, self.lengths.device)
+        super().reset(where, self.full.prompt_lengths[where] if prompt_lengths is None else prompt_lengths)
         for slot in places:
             self._seen[slot], self._free[slot] = None, self.budget
             self.policy.truncate(slot, 0)
@@ -141,50 +143,73 @@ class SelectedCache(RingCache):
         Returns: the slots with more tokens than fit, where there was something to pick.
         """
         # Rebuilding is rare: reading lengths costs less than bounding them.
-        totals, seen = torch.stack([self.full.lengths, seen_B]).tolist()
+        return self.build_known(slots, queries_LBHd, *self.asked(seen_B).tolist())
+
+    def asked(self, seen_B: Tensor) -> Tensor:
+        """int64 [3, B], of which `build_known` wants the lists; seen_B: of `build`."""
+        return torch.stack([self.full.lengths, seen_B, self.held])
+
+    def build_known(
+        self,
+        slots: Sequence[int],
+        queries_LBHd: Tensor | None,
+        totals: Sequence[int],
+        seen: Sequence[int],
+        held: Sequence[int],
+    ) -> list[int]:
+        """`build` where the host knows what `asked` says, one number a slot."""
+        known = list(held)
         for slot in slots:
             if queries_LBHd is not None:
                 self._queries[:, slot], self._seen[slot] = queries_LBHd[:, slot], seen[slot]
-            in_order = 0 < int(self.held[slot]) <= totals[slot] <= self.budget
-            if in_order:
-                self._free[slot] = self.budget - int(self.held[slot])
+            if 0 < held[slot] <= totals[slot] <= self.budget:  # all are there, in order
+                self._free[slot] = self.budget - held[slot]
             else:
-                self._load(slot, min(seen[slot], totals[slot]))
-        self._take_all(slots, totals)
+                known[slot] = self._load(slot, min(seen[slot], totals[slot]))
+        self._take_all(slots, totals, known)
         return [slot for slot in slots if totals[slot] > self.budget]
 
-    def build_from_prompt(self, slots: Sequence[int], queries_LbHd: Tensor | None) -> None:
-        """`build` at the end of the prefill of these slots, whose queries these are, of its last row."""
-        queries_LBHd, where = None, list(slots)
+    def build_from_prompt(self, slots: Sequence[int], queries_LbHd: Tensor | None, lengths: Sequence[int]) -> None:
+        """`build` at the end of the prefill of these slots, just reset, whose queries these are, of its last row.
+
+        lengths: tokens of each.
+        """
+        queries_LBHd, totals = None, [0] * self.batch
         if queries_LbHd is not None:
             queries_LBHd = torch.zeros_like(self._queries)
-            queries_LBHd[:, where] = queries_LbHd
-        self.build(where, queries_LBHd, self.full.lengths)
+            queries_LBHd.index_copy_(1, integers(slots, self.held.device), queries_LbHd)
+        for slot, length in zip(slots, lengths, strict=True):
+            totals[slot] = length
+        self.build_known(slots, queries_LBHd, totals, totals, [0] * self.batch)
 
     def rewind(self, lengths_B: Tensor) -> None:
         """Back to the first lengths_B[b] tokens. Where that reaches behind the tail, what the ring has overwritten is
         needed again: the slot is rebuilt with its last query from the full cache, which has those rows in any case."""
         kept_B = torch.minimum(lengths_B, self.tokens)
         self.lengths.copy_(self.held.clamp(max=self.budget) + (kept_B - self.held).clamp(min=0))
-        kept = kept_B.tolist()
-        lost = [slot for slot, held in enumerate(self.held.tolist()) if kept[slot] < held]
+        kept, held = torch.stack([kept_B, self.held]).tolist()
+        lost = [slot for slot in range(self.batch) if kept[slot] < held[slot]]
         for slot in lost:
             self.policy.truncate(slot, kept[slot])
             seen = self._seen[slot]
-            self._load(slot, kept[slot] if seen is None else min(seen, kept[slot]))
-        self._take_all(lost, kept)
+            held[slot] = self._load(slot, kept[slot] if seen is None else min(seen, kept[slot]))
+        self._take_all(lost, kept, held)
 
-    def _take_all(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
-        """Exact rows of these slots up to these lengths, one a slot of the batch; their tails are dropped."""
+    def _take_all(self, slots: Sequence[int], lengths: Sequence[int], held: Sequence[int]) -> None:
+        """Exact rows of these slots up to these lengths, one a slot of the batch; their tails are dropped.
+
+        held: tokens in each slot now.
+        """
         if not slots:
             return
-        limits_B, where = self.held.clone(), list(slots)
-        limits_B[where] = torch.tensor([lengths[slot] for slot in where], device=limits_B.device)
-        self._take(max(1, int((limits_B - self.held).max())), limits_B)
-        self.lengths[where] = self.held[where].clamp(max=self.budget)
+        where = integers(slots, self.held.device)
+        limits_B = self.held.index_copy(0, where, integers([lengths[slot] for slot in slots], where.device))
+        counts = [lengths[slot] - held[slot] if slot in slots else 0 for slot in range(self.batch)]
+        self._take(max(1, *counts), limits_B, counts)
+        self.lengths.index_copy_(0, where, self.held[where].clamp(max=self.budget))
 
-    def _take(self, most: int, lengths_B: Tensor) -> None:
-        """Exact rows from `held` on, up to lengths_B and at most `most`, into the ring."""
+    def _take(self, most: int, lengths_B: Tensor, counts: Sequence[int] | None = None) -> None:
+        """Exact rows from `held` on, up to lengths_B and at most `most`, into the ring; counts: how many, if known."""
         counts_B = (lengths_B - self.held).clamp(0, most)
         positions_BM = self.held[:, None] + torch.arange(most, device=counts_B.device)
         positions_BM = positions_BM.clamp(max=self.full.capacity - 1)
@@ -193,17 +218,18 @@ class SelectedCache(RingCache):
         self.values[:, self._slots_B1, rows_BM] = self.full.values[:, self._slots_B1, positions_BM]
         self.held.add_(counts_B)
         self._written.add_(counts_B)
-        counts = counts_B.tolist() if backend.reads_are_free(counts_B.device) else [most] * self.batch
+        if counts is None:
+            counts = counts_B.tolist() if backend.reads_are_free(counts_B.device) else [most] * self.batch
         self._free = [free - count for free, count in zip(self._free, counts, strict=True)]
 
-    def _load(self, slot: int, seen: int) -> None:
-        """Fill a slot from its first `seen` tokens: all of them where they fit, else the policy's pick."""
+    def _load(self, slot: int, seen: int) -> int:
+        """Fill a slot from its first `seen` tokens: all of them where they fit, else the policy's pick. Returns `held`
+        of the slot."""
         full = self.full
         if seen <= self.budget:
             self.keys[:, slot, :seen] = full.keys[:, slot, :seen]
             self.values[:, slot, :seen] = full.values[:, slot, :seen]
-            self._place(slot, seen, written=seen - self.fixed, free=self.budget - seen)
-            return
+            return self._place(slot, seen, written=seen - self.fixed, free=self.budget - seen)
         covered, scored = self.policy.covered(seen), self._seen[slot] is not None
         self.policy.prepare(slot, covered)
         picked_LRK = self.policy.pick(slot, covered, self._queries[:, slot] if scored else None)
@@ -211,12 +237,13 @@ class SelectedCache(RingCache):
         gather_rows(
             full.keys[:, slot], full.values[:, slot], picked_LRK, self.keys[:, slot, rows], self.values[:, slot, rows]
         )
-        self._place(slot, covered, written=0, free=self.budget - self.fixed)
+        return self._place(slot, covered, written=0, free=self.budget - self.fixed)
 
-    def _place(self, slot: int, held: int, *, written: int, free: int) -> None:
-        self.held[slot] = held
-        self._written[slot] = written
+    def _place(self, slot: int, held: int, *, written: int, free: int) -> int:
+        self.held[slot].fill_(held)
+        self._written[slot].fill_(written)
         self._free[slot] = free
+        return held
 
 
 def selected_bytes(

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from longdraft.infer.history import History
 from longdraft.kernels import backend
+from longdraft.kernels.transfer import from_host, integers
 
 
 class Penalties:
@@ -25,13 +26,13 @@ class Penalties:
     def __init__(self, params: Sequence, device: torch.device):
         def column(name: str, dtype: torch.dtype, off: float) -> Tensor | None:
             values = [getattr(p, name) for p in params]
-            return torch.tensor(values, dtype=dtype, device=device)[:, None] if set(values) != {off} else None
+            return from_host(torch.tensor(values, dtype=dtype), device)[:, None] if set(values) != {off} else None
 
         self._device = device
         self._contextual = column("contextual_penalty", torch.float32, 1.0)
         # The windows of slots without the penalty must not make the others' reads longer.
         windows = [p.contextual_window if p.contextual_penalty != 1 else 1 for p in params]
-        self._windows, self.widest = torch.tensor(windows, device=device), max(windows)
+        self._windows, self.widest = integers(windows, device), max(windows)
         self._repetition = column("repetition_penalty", torch.float32, 1.0)
         self._presence = column("presence_penalty", torch.float32, 0.0)
         self._frequency = column("frequency_penalty", torch.float32, 0.0)
@@ -130,7 +131,7 @@ class Penalties:
                 mask[slot, [token for token in ids if token < vocab]] = True
                 if ids_R is None and bool(mask[slot].all()):
                     raise ValueError(f"banned_token_ids has all {vocab} tokens; leave at least one")
-            self._ban_masks[key] = mask.to(self._device)
+            self._ban_masks[key] = from_host(mask, self._device)
         mask_BV = self._ban_masks[key]
         return mask_BV if ids_R is None else mask_BV[:, ids_R]
 

@@ -19,6 +19,7 @@ from longdraft.infer.values import check_text, is_number, is_whole, shown
 from longdraft.kernels import backend
 from longdraft.kernels.choice import choose
 from longdraft.kernels.gumbel import gumbel_noise
+from longdraft.kernels.transfer import from_host, integers
 
 # Rows of noise kept for each slot on the CPU: drafting, verifying and the next step ask for the same positions.
 KEPT_ROWS = 32
@@ -140,10 +141,10 @@ class SlotSampling:
         filters = [p if p.temperature > 0 else replace(p, **off) for p in params]
 
         def column(name: str) -> Tensor:
-            return torch.tensor([getattr(p, name) for p in filters], dtype=torch.float32, device=device)[:, None]
+            return from_host(torch.tensor([getattr(p, name) for p in filters], dtype=torch.float32), device)[:, None]
 
         signed = [(p.seed or 0) - 2**64 if (p.seed or 0) >= 2**63 else (p.seed or 0) for p in params]
-        self.seeds = torch.tensor(signed, dtype=torch.int64, device=device)
+        self.seeds = integers(signed, device)
         self.greedy = all(p.temperature == 0 for p in params)
         self.penalties = Penalties(params, device)
         self.temperatures = column("temperature")[:, 0]
@@ -151,7 +152,7 @@ class SlotSampling:
         self._mixed = not self.greedy and any(p.temperature == 0 for p in params)
         self._divisors = torch.where(self._sampled, column("temperature"), 1.0)
         top_k = [p.top_k for p in filters]
-        self._top_k = torch.tensor(top_k, device=device)[:, None] if any(top_k) else None
+        self._top_k = integers(top_k, device)[:, None] if any(top_k) else None
         self._most_k = max(top_k)
         self._top_p = column("top_p") if any(p.top_p < 1 for p in filters) else None
         self._min_p = column("min_p") if any(p.min_p > 0 for p in filters) else None

@@ -56,11 +56,11 @@ class TreeShape:
 
 
 class TreeTemplate:
-    """A shape's parents, depths and ancestors on a device, computed once."""
+    """A shape's parents, depths and ancestors on a device, computed once. `parents`: of every slot, on the host."""
 
     def __init__(self, shape: TreeShape, batch: int, device):
         index = {(): 0} | {node: i + 1 for i, node in enumerate(shape.nodes)}
-        parents = [ROOT] + [index[node[:-1]] for node in shape.nodes]
+        self.parents = parents = [ROOT] + [index[node[:-1]] for node in shape.nodes]
         self.tree = TokenTree.roots(torch.zeros(batch, dtype=torch.int64, device=device))
         self.tree = TokenTree(self.tree.tokens.expand(-1, len(parents)), torch.tensor([parents] * batch, device=device))
         _ = self.tree.ancestors, self.tree.depths

@@ -103,6 +103,19 @@ class TokenTree:
         """Whether `lists` is there already, or reading it waits for nothing."""
         return "lists" in self.__dict__ or backend.reads_are_free(self.tokens.device)
 
+    @property
+    def unread(self) -> tuple[Tensor, ...]:
+        """What is to be read of it, for `take_lists`; nothing where that waits for nothing."""
+        if self.on_host:
+            return ()
+        return self.tokens, self.parents, *([] if self.classes is None else [self.classes])
+
+    def take_lists(self, read: Sequence[list[list[int]]]) -> "TokenTree":
+        """Itself, with the lists of `unread`, which so need not be read again."""
+        if read:
+            self.__dict__["lists"] = Lists(*read, *[None] * (3 - len(read)))
+        return self
+
     @cached_property
     def lists(self) -> "Lists":
         """The nodes on the host; on a GPU one read."""

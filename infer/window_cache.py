@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from longdraft.kernels.transfer import integers
 from longdraft.models.drafts.longspec import LongSpec
 
 # Positions that can be taken back without the ring having lost an older one that is in the window again.
@@ -51,7 +52,7 @@ class WindowCache:
 
     def start(self, slots: Sequence[int]) -> None:
         """Empty these slots' rings."""
-        self.positions[list(slots)] = -1
+        self.positions.index_fill_(0, integers(slots, self.positions.device), -1)
 
     def write(self, positions_BT: Tensor, k_BTKd: Tensor, v_BTKd: Tensor) -> None:
         """Keys and values of the tokens at these positions (int64, at least 0, one span of at most R a slot).

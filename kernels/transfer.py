@@ -1,5 +1,7 @@
 """Between host and device without waiting for what is queued there: small tensors on their way, either way."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -30,6 +32,25 @@ class HostCopy:
 
 def from_host(x: Tensor, device: torch.device | str | None) -> Tensor:
     """`x.to(device)`, queued where that would wait for all that is queued before."""
-    if device is None or torch.device(device).type != "cuda":
+    if x.is_cuda or device is None or torch.device(device).type != "cuda":
         return x.to(device)
     return x.pin_memory().to(device, non_blocking=True)
+
+
+def integers(numbers: Sequence[int] | Tensor, device: torch.device) -> Tensor:
+    """These numbers there, int64, without a wait."""
+    return from_host(torch.as_tensor(numbers, dtype=torch.int64), device)
+
+
+def read_together(*tensors: Tensor) -> list[list]:
+    """Each tensor's `tolist`, int64 or bool [B, ...] all; elsewhere than on a CPU in one read."""
+    if not tensors or backend.reads_are_free(tensors[0].device):
+        return [x.tolist() for x in tensors]
+    joined = torch.cat([x.flatten(1) if x.dim() > 1 else x[:, None] for x in tensors], dim=1).tolist()
+    found, first = [], 0
+    for x in tensors:
+        width = x.numel() // max(len(x), 1)
+        rows = [row[first : first + width] for row in joined]
+        found.append([row[0] for row in rows] if x.dim() == 1 else rows)
+        first += width
+    return found

@@ -13,6 +13,7 @@ from longdraft.kernels import backend
 from longdraft.kernels.cpu_impl import rows
 from longdraft.kernels.keep_rows import keep_rows
 from longdraft.kernels.rotate import HeadNorms, rotate, rotate_append, triton_for
+from longdraft.kernels.transfer import integers
 
 
 class KVCache:
@@ -142,7 +143,7 @@ class KVCache:
             prompt_lengths: one a slot reset; zero when None. RoPE types whose table depends on the length (dynamic,
                 longrope) rotate every token of a prompt with the prompt's length.
         """
-        device = self.lengths.device
-        where = slice(None) if slots is None else torch.as_tensor(slots, device=device)
-        self.lengths[where] = 0
-        self.prompt_lengths[where] = 0 if prompt_lengths is None else torch.as_tensor(prompt_lengths, device=device)
+        where = integers(range(self.batch) if slots is None else slots, self.lengths.device)
+        self.lengths.index_fill_(0, where, 0)
+        lengths = torch.zeros_like(where) if prompt_lengths is None else integers(prompt_lengths, where.device)
+        self.prompt_lengths.index_copy_(0, where, lengths)

@@ -5,7 +5,7 @@ Shapes: B slots, T rows of a pass, N tree nodes, V vocabulary.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from longdraft.infer.history import History
 from longdraft.infer.sampling import SamplingParams, SlotSampling
 from longdraft.infer.tree import TokenTree
 from longdraft.infer.verify import Verdict
+from longdraft.kernels.transfer import read_together
 from longdraft.models.decoder import TargetOutput
 from longdraft.models.kv_cache import KVCache
 
@@ -78,6 +79,20 @@ class SlotState:
         return self.sampling.ranking(logits, self.history, self.positions, offset, token_ids)
 
 
+class Inquiry(NamedTuple):
+    """What a tree that is made on the host waits for.
+
+    `tensors`: int64 or bool [B, ...]. `answer`: the tree, from their lists.
+    """
+
+    tensors: tuple[Tensor, ...]
+    answer: Callable[[list[list]], TokenTree]
+
+    def now(self) -> TokenTree:
+        """The tree, for which the host waits."""
+        return self.answer(read_together(*self.tensors))
+
+
 class Drafter:
     """Proposes candidates. Whatever they are, the output is plain decoding's; they only decide how many steps it takes.
 
@@ -110,6 +125,12 @@ class Drafter:
         """At most `room` nodes below the roots, the ones worth most first as far as the drafter can tell."""
         raise NotImplementedError
 
+    def inquire(self, state: SlotState, room: int) -> Inquiry:
+        """`propose` in two parts: what is to be read on the host, and the tree that is made of it, so that the host
+        waits once for all who propose in one step. The tree's lists are read with it."""
+        tree = self.propose(state, room)
+        return Inquiry(tree.unread, tree.take_lists)
+
     def observe(self, state: SlotState, tree: TokenTree, verdict: Verdict, output: TargetOutput) -> None:
         """What the target computed of `tree`, and what was committed of it; `state` stands behind the step.
 
@@ -120,8 +141,11 @@ class Drafter:
     def rewind(self, lengths_B: Tensor) -> None:
         """The tokens at positions >= lengths_B[b] (int64) were taken back: an outer engine decided otherwise.
 
-        Until the next `propose`, whose state tells what stands there now, nothing else happens.
+        Until the next `propose`, whose state tells what stands there now, nothing else happens but `advance`.
         """
+
+    def advance(self, most: int) -> None:
+        """At most so many tokens came to each slot in a step of an outer engine, which is not observed."""
 
     def release(self) -> None:
         """The cache of `begin` is about to be freed: let go of it and of what was allocated beside it."""

@@ -3,14 +3,15 @@
 Each drafter keeps its own state and sees every verified tree, whoever's nodes it holds. A node's class says which
 drafter proposed it first, of which of its classes, and whether another one proposed it too, so the engine learns how
 good each of them is and what their agreement is worth, and prunes by that. The union is made on the host, so on a GPU a
-step reads the proposals once. Shapes: B slots, N nodes.
+step reads all that its drafters need there once. Shapes: B slots, N nodes.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 
+import torch
 from torch import Tensor
 
-from longdraft.infer.drafters.base import Drafter, Request, SlotState
+from longdraft.infer.drafters.base import Drafter, Inquiry, Request, SlotState
 from longdraft.infer.tree import PAD, TokenTree
 from longdraft.infer.trie import Trie, as_tree
 from longdraft.infer.verify import Verdict
@@ -82,15 +83,31 @@ class Combined(Drafter):
     def decisions(self) -> Mapping[str, str]:
         return {name: words for drafter in self.drafters for name, words in drafter.decisions().items()}
 
-    def propose(self, state: SlotState, room: int) -> TokenTree:
-        trees = [drafter.propose(state, min(room, drafter.max_nodes)) for drafter in self.drafters]
-        return self._unite(trees, state.roots, room)
+    def advance(self, most: int) -> None:
+        for drafter in self.drafters:
+            drafter.advance(most)
 
-    def _unite(self, trees: Sequence[TokenTree], roots_B: Tensor, room: int) -> TokenTree:
+    def propose(self, state: SlotState, room: int) -> TokenTree:
+        return self.inquire(state, room).now()
+
+    def inquire(self, state: SlotState, room: int) -> Inquiry:
+        asked = [drafter.inquire(state, min(room, drafter.max_nodes)) for drafter in self.drafters]
+
+        def answer(read: list[list]) -> TokenTree:
+            roots, *read = read
+            trees = list[TokenTree]()
+            for one in asked:
+                own, read = read[: len(one.tensors)], read[len(one.tensors) :]
+                trees.append(one.answer(own))
+            return self._unite(trees, roots, room, state.roots.device)
+
+        return Inquiry((state.roots, *(x for one in asked for x in one.tensors)), answer)
+
+    def _unite(self, trees: Sequence[TokenTree], roots: list[int], room: int, device: torch.device) -> TokenTree:
         """The trie of all trees' nodes, or of as many as there is room for."""
         lists = [tree.lists for tree in trees]
         tries = []
-        for slot, root in enumerate(roots_B.tolist()):
+        for slot, root in enumerate(roots):
             trie, first = Trie(root), 0
             turns = []
             for drafter, (tokens, parents, classes) in zip(self.drafters, lists, strict=True):
@@ -99,7 +116,7 @@ class Combined(Drafter):
                 first += drafter.n_classes
             _take_turns(trie, turns, room)
             tries.append(trie)
-        return as_tree(tries, roots_B.device)
+        return as_tree(tries, device)
 
 
 def _give(

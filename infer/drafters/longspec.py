@@ -24,6 +24,7 @@ from longdraft.infer.window_cache import SLACK, WindowCache
 from longdraft.kernels import backend
 from longdraft.kernels.cross_attention import cross_attention
 from longdraft.kernels.linear import linear
+from longdraft.kernels.transfer import integers
 from longdraft.models.decoder import TargetOutput
 from longdraft.models.drafts.longspec import LongSpec, shape_of
 from longdraft.models.hf import Target
@@ -71,7 +72,7 @@ class LongSpecDrafter(Drafter):
             # The ring is right below `_known`, as far back as it reaches; no slot lacks more than `_unknown` positions.
             self._known = torch.zeros_like(cache.lengths)
         self._window.start(slots)
-        self._known[list(slots)] = 0
+        self._known.index_fill_(0, integers(slots, self._known.device), 0)
         self._unknown = self._window.ring
 
     def observe(self, state: SlotState, tree: TokenTree, verdict: Verdict, output: TargetOutput) -> None:

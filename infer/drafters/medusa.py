@@ -17,6 +17,7 @@ from longdraft.infer.shape import TreeShape, TreeTemplate
 from longdraft.infer.tree import PAD, TokenTree
 from longdraft.infer.verify import Verdict
 from longdraft.kernels import backend
+from longdraft.kernels.transfer import integers
 from longdraft.models.decoder import TargetOutput
 from longdraft.models.drafts.medusa import Medusa
 from longdraft.models.hf import Target
@@ -49,12 +50,13 @@ class MedusaDrafter(Drafter):
             # Which position's state it is; -1 for none.
             self._at_B = torch.full((cache.batch,), -1, dtype=torch.int64, device=weight.device)
             self._templates.clear()
-        self._at_B[list(slots)] = -1
+        self._at_B.index_fill_(0, integers(slots, self._at_B.device), -1)
 
     def read(self, slots: Sequence[int], tokens_BT: Tensor, output: TargetOutput) -> None:
         assert output.post_norm is not None
-        self._hidden_BD[list(slots)] = output.post_norm[:, -1]
-        self._at_B[list(slots)] += tokens_BT.shape[1]
+        where = integers(slots, self._at_B.device)
+        self._hidden_BD[where] = output.post_norm[:, -1]
+        self._at_B[where] += tokens_BT.shape[1]
 
     def observe(self, state: SlotState, tree: TokenTree, verdict: Verdict, output: TargetOutput) -> None:
         assert output.post_norm is not None

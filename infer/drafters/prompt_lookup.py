@@ -13,8 +13,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from longdraft.infer.drafters.base import Drafter, Request, SlotState
-from longdraft.infer.ngram import SuffixIndex, catch_up
+from longdraft.infer.drafters.base import Drafter, Inquiry, Request, SlotState
+from longdraft.infer.ngram import SuffixIndex, Tables
 from longdraft.infer.options import whole
 from longdraft.infer.tree import TokenTree
 from longdraft.infer.trie import Trie, as_tree
@@ -45,7 +45,7 @@ class PromptLookup(Drafter):
         self.length, self.max_ngram = whole("length", length, 1), whole("max_ngram", max_ngram, 1)
         self.candidates = whole("candidates", candidates, 1)
         self.max_nodes, self.max_depth = length * (candidates + 1), length
-        self._indices: list[SuffixIndex | None] = []
+        self._indices: Tables | None = None
 
     @property
     def n_classes(self) -> int:
@@ -55,23 +55,30 @@ class PromptLookup(Drafter):
         return {"prompt lookup's tables (host)": batch * capacity * self.max_ngram * ENTRY_BYTES}
 
     def begin(self, slots: Sequence[int], requests: Sequence[Request], cache: KVCache) -> None:
-        if len(self._indices) != cache.batch:
-            self._indices = [None] * cache.batch
+        if self._indices is None or len(self._indices.of) != cache.batch:
+            self._indices = Tables(cache.batch, cache.lengths.device)
         for slot, request in zip(slots, requests, strict=True):
-            index = self._indices[slot] = SuffixIndex(self.max_ngram)
+            index = SuffixIndex(self.max_ngram)
             index.extend(request.prompt)
+            self._indices.begin(slot, index)
 
     def rewind(self, lengths_B: Tensor) -> None:
-        for index, length in zip(self._indices, lengths_B.tolist(), strict=True):
-            if index is not None:
-                index.truncate(length)
+        assert self._indices is not None
+        self._indices.rewind(lengths_B)
 
     def propose(self, state: SlotState, room: int) -> TokenTree:
-        catch_up(self._indices, state)
-        places = zip(self._indices, state.roots.tolist(), state.active.tolist(), strict=True)
+        return self.inquire(state, room).now()
+
+    def inquire(self, state: SlotState, room: int) -> Inquiry:
+        assert self._indices is not None
+        return Inquiry((self._indices.asked(state),), lambda read: self._look_up(state, room, read[0]))
+
+    def _look_up(self, state: SlotState, room: int, rows: list[list[int]]) -> TokenTree:
+        assert self._indices is not None
+        places = zip(self._indices.of, self._indices.catch_up(state, rows), strict=True)
         tries = [
-            self._best(index, Trie(root), room) if active and index is not None else Trie(root)
-            for index, root, active in places
+            self._best(index, Trie(root), room) if active and isinstance(index, SuffixIndex) else Trie(root)
+            for index, (active, root) in places
         ]
         return as_tree(tries, state.roots.device)
 

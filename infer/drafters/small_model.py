@@ -21,6 +21,7 @@ from longdraft.infer.tree import TokenTree
 from longdraft.infer.verify import Verdict
 from longdraft.kernels import backend
 from longdraft.kernels.reference.tree_attention import MOST_ROWS
+from longdraft.kernels.transfer import HostCopy, integers
 from longdraft.models.decoder import TargetOutput
 from longdraft.models.hf import Target
 from longdraft.models.kv_cache import KVCache
@@ -72,7 +73,8 @@ class SmallModelDrafter(Drafter):
         most = self._widest if backend.reads_are_free(device) else min(prompt_rows(device.type), room)
         self._reading = max(self._widest, most)
         self._cache: StreamingCache | None = None
-        self._most_behind: int | None = None  # tokens that a slot lacks, at most; None: to be read
+        # Tokens that a slot lacks are at most so many, and where some were taken back, those that it lacked then.
+        self._most_behind, self._lacked = 0, None
         self._appended = 0  # rows kept since the cache was settled, at most
 
     def memory_bytes(self, batch: int, capacity: int) -> Mapping[str, int]:
@@ -93,10 +95,10 @@ class SmallModelDrafter(Drafter):
             self._cache, self._appended = self._new_cache(cache.batch, self._tail), 0
             self._drafted = torch.full((cache.batch, self.gamma - 1), -1, device=cache.lengths.device)
             self._drafted_at = torch.zeros_like(cache.lengths)  # position of the first of them
-        where = list(slots)
+        where = integers(slots, self._drafted.device)
         self._cache.reset(where)
-        self._drafted[where], self._drafted_at[where] = -1, NOWHERE
-        self._most_behind = None
+        self._drafted.index_fill_(0, where, -1)
+        self._drafted_at.index_fill_(0, where, NOWHERE)
 
     def _new_cache(self, batch: int, widest: int) -> StreamingCache:
         return StreamingCache(
@@ -164,16 +166,22 @@ class SmallModelDrafter(Drafter):
         cache = self._cache
         assert cache is not None
         behind_B = torch.where(state.active, state.positions - cache.tokens, 0).clamp(min=0)
-        known = None if backend.reads_are_free(behind_B.device) else self._most_behind
-        most = int(behind_B.max()) if known is None else known
+        free = backend.reads_are_free(behind_B.device)
+        most = int(behind_B.max()) if free else self._most()
         while most >= self._widest:
             counts_B = behind_B.clamp(max=self._widest)
             self._settled_pass(state, self._widest, counts_B, None)
             behind_B, most = behind_B - counts_B, most - self._widest
-        self._most_behind = 0
+        self._most_behind, self._lacked = 0, None
         # Rows behind the root cost little; a width of its own for every step would be recorded every time.
-        width = most + 1 if known is None else min(power_of_two(most + 1), self._widest)
+        width = most + 1 if free else min(power_of_two(most + 1), self._widest)
         return self._settled_pass(state, width, behind_B + state.active, behind_B[:, None])
+
+    def _most(self) -> int:
+        """No slot at work lacks more tokens. What was taken back was queued before anything of this step: the host
+        hears of it while the device is at work, or has just read something else behind it."""
+        lacked = 0 if self._lacked is None else max(0, *self._lacked.lists()[0])
+        return self._most_behind + lacked
 
     def _settled_pass(self, state: SlotState, width: int, counts_B: Tensor, rows_B1: Tensor | None) -> Tensor:
         """The next `width` tokens of the history behind what is held, of which counts_B are committed ones."""
@@ -201,8 +209,10 @@ class SmallModelDrafter(Drafter):
         return state.graphs.run(("small model",), (self.small.model, cache), run, tokens_BT, first_B, counts_B, rows_B1)
 
     def observe(self, state: SlotState, tree: TokenTree, verdict: Verdict, output: TargetOutput) -> None:
-        if self._most_behind is not None:
-            self._most_behind += verdict.rows.shape[1]
+        self.advance(verdict.rows.shape[1])
+
+    def advance(self, most: int) -> None:
+        self._most_behind += most
 
     def release(self) -> None:
         self._cache = None
@@ -210,7 +220,7 @@ class SmallModelDrafter(Drafter):
     def rewind(self, lengths_B: Tensor) -> None:
         if self._cache is not None:
             self._cache.rewind(lengths_B)
-            self._most_behind = None
+            self._most_behind, self._lacked = 0, HostCopy(lengths_B - self._cache.tokens)
 
 
 def check_vocabularies(target: Target, small: Target) -> None:

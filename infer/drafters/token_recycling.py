@@ -23,6 +23,7 @@ from longdraft.infer.options import flag, whole
 from longdraft.infer.tree import PAD, ROOT, TokenTree
 from longdraft.infer.verify import Verdict
 from longdraft.kernels import backend
+from longdraft.kernels.transfer import integers
 from longdraft.models.decoder import TargetOutput
 from longdraft.models.files import write_atomically, write_tensors
 from longdraft.models.hf import Target
@@ -154,8 +155,7 @@ class TokenRecycling(Drafter):
         # Only a token's last occurrence in the chunk is written, so only there the LM head is run.
         last = {token: place for place, token in enumerate(tokens_BT.T.flatten().tolist())}
         states_MD = output.post_norm.transpose(0, 1).flatten(0, 1)
-        places_M = torch.tensor(list(last.values()), device=self._device)
-        tokens_M = torch.tensor(list(last), device=self._device)
+        places_M, tokens_M = integers(list(last.values()), self._device), integers(list(last), self._device)
         for places, tokens in zip(places_M.split(self._seed_rows), tokens_M.split(self._seed_rows), strict=True):
             logits_MV = self.target.model.lm_head(states_MD[places])
             self._write(tokens, *largest(logits_MV, CANDIDATES))

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from longdraft.infer.draft_pass import DraftPassChoice
-from longdraft.infer.drafters.base import Drafter, Request, SlotState
-from longdraft.infer.ngram import NgramTable, catch_up
+from longdraft.infer.drafters.base import Drafter, Inquiry, Request, SlotState
+from longdraft.infer.ngram import NgramTable, Tables
 from longdraft.infer.options import check_heads, heads_shape, one_of, whole
 from longdraft.infer.partial_cache import RingCache, SelectedCache, refuse_windows, selected_bytes
 from longdraft.infer.selection import TopTokens
@@ -27,6 +27,7 @@ from longdraft.infer.tree import PAD, TokenTree
 from longdraft.infer.trie import Trie, as_tree
 from longdraft.infer.verify import Verdict
 from longdraft.kernels import backend
+from longdraft.kernels.transfer import integers
 from longdraft.models.decoder import TargetOutput
 from longdraft.models.drafts.tokenswift import TokenSwift
 from longdraft.models.hf import Target
@@ -122,12 +123,13 @@ class TokenSwiftDrafter(Drafter):
         if self._draft_pass == "always" and not self._can_select:
             raise ValueError("draft_pass='always' needs the whole context's cache, and this one is a part; use 'never'")
         # A prompt of one token has no position before the root: the heads propose nothing in its first step.
-        self._hidden_at[where] = -2
+        self._hidden_at.index_fill_(0, integers(where, self._hidden_at.device), -2)
         for slot, request in zip(slots, requests, strict=True):
             self._to_read[slot] = self._last_read[slot] = len(request.prompt) - 1
-            table = self._tables[slot] = NgramTable(NGRAM)
             if self.ngrams:
+                table = NgramTable(NGRAM)
                 table.extend(request.prompt)
+                self._tables.begin(slot, table)
         self._cache = cache
         if self._selected is not None and self._selected.full is not cache:
             self._selected = None
@@ -140,27 +142,26 @@ class TokenSwiftDrafter(Drafter):
         self._hidden = torch.zeros(batch, self.draft.config.hidden_size, dtype=weight.dtype, device=weight.device)
         self._hidden_at = torch.full((batch,), -2, dtype=torch.int64, device=weight.device)  # its token's position
         self._to_read, self._last_read = [0] * batch, [0] * batch  # of the prompt without its last token
-        self._tables: list[NgramTable | None] = [None] * batch
+        self._tables = Tables(batch, weight.device)
         self._templates = {}
         for with_pass, shape in self._shapes.items():
             template = self._templates[with_pass] = shape.template(batch, weight.device)
             first, plain = self._first_class[with_pass], template.tree
             classes_N = torch.arange(first - 1, first + len(shape.nodes), device=weight.device)
-            classes_N[0] = 0
+            classes_N[0].fill_(0)
             template.tree = TokenTree(plain.tokens, plain.parents, classes_N.expand(batch, -1))
             template.tree.__dict__.update(ancestors=plain.ancestors, depths=plain.depths)
 
     def read(self, slots: Sequence[int], tokens_BT: Tensor, output: TargetOutput) -> None:
-        where = list(slots)
+        where = integers(slots, self._hidden.device)
         self._hidden[where] = getattr(output, self._state_field)[:, -1].to(self._hidden.dtype)
         for slot in slots:
             self._to_read[slot] -= tokens_BT.shape[1]
         if any(self._to_read[slot] for slot in slots):
             return
-        last = [self._last_read[slot] - 1 for slot in slots]
-        self._hidden_at[where] = torch.tensor(last, device=self._hidden_at.device)
+        self._hidden_at[where] = integers([self._last_read[slot] - 1 for slot in slots], where.device)
         if self._holds_cache and output.queries is not None:
-            self._select().build_from_prompt(slots, output.queries)
+            self._select().build_from_prompt(slots, output.queries, [self._last_read[slot] for slot in slots])
             self._set_needs(self._due)
 
     @property
@@ -181,20 +182,9 @@ class TokenSwiftDrafter(Drafter):
 
     @torch.no_grad()
     def propose(self, state: SlotState, room: int) -> TokenTree:
-        self._began = self.clock()
-        if self._can_select and self._draft_pass == "auto":
-            self._choice.plan(self._longest(state))
-            if self._choice.phase == "short" and self._selected is not None:
-                state.graphs.forget(self._selected)
-                self._selected = None
-        with_pass = self._holds_cache
-        selected = self._select() if with_pass else None
-        owners = (self.draft, self._templates[with_pass], *([] if selected is None else [selected]))
-        fill = partial(self._fill, selected)
-        tree = state.run(("tokenswift",), owners, fill, self._hidden)
-        known_B = None if with_pass else self._hidden_at + 1 == state.positions
         if self.ngrams:
-            return self._merge(state, tree, known_B, with_pass, room)
+            return self.inquire(state, room).now()
+        tree, known_B, _ = self._draft(state)
         if known_B is not None and not (backend.reads_are_free(known_B.device) and bool(known_B.all())):
             parents = tree.parents.masked_fill(~known_B[:, None] & (tree.parents >= 0), PAD)
             tree = tree.with_tokens(tree.tokens, parents)
@@ -203,14 +193,29 @@ class TokenSwiftDrafter(Drafter):
             tree = tree.take(order_W.expand(len(tree.tokens), -1))
         return tree
 
-    def _longest(self, state: SlotState) -> int:
-        """Tokens of the longest text at work; a slot that is done keeps its own."""
-        lengths = [len(tokens) for tokens in state.committed]
-        longest = max(lengths, default=0)
-        if len(lengths) == 1 or longest <= self._budget:
-            return longest  # nothing to wait for the device for
-        at_work = [length for length, active in zip(lengths, state.active.tolist(), strict=True) if active]
-        return max(at_work, default=longest)
+    @torch.no_grad()
+    def inquire(self, state: SlotState, room: int) -> Inquiry:
+        if not self.ngrams:
+            return super().inquire(state, room)
+        tree, known_B, with_pass = self._draft(state)
+        known_B = torch.ones_like(state.active) if known_B is None else known_B
+        tensors = self._tables.asked(state), known_B, tree.tokens
+        return Inquiry(tensors, lambda read: self._merge(state, tree, with_pass, room, *read))
+
+    def _draft(self, state: SlotState) -> tuple[TokenTree, Tensor | None, bool]:
+        """(The heads' tree, the slots whose state it was made of is known, None for all; whether with a draft pass)."""
+        self._began = self.clock()
+        if self._can_select and self._draft_pass == "auto":
+            self._choice.plan(max(map(len, state.committed), default=0))
+            if self._choice.phase == "short" and self._selected is not None:
+                state.graphs.forget(self._selected)
+                self._selected = None
+        with_pass = self._holds_cache
+        selected = self._select() if with_pass else None
+        owners = (self.draft, self._templates[with_pass], *([] if selected is None else [selected]))
+        fill = partial(self._fill, selected)
+        tree = state.run(("tokenswift",), owners, fill, self._hidden)
+        return tree, None if with_pass else self._hidden_at + 1 == state.positions, with_pass
 
     def _fill(self, selected: SelectedCache | None, state: SlotState, hidden_BD: Tensor) -> TokenTree:
         """The heads' tree below each root; on a selected cache, below the token that the target's own row gives."""
@@ -233,22 +238,29 @@ class TokenSwiftDrafter(Drafter):
         return self._templates[selected is not None].fill(state.roots, torch.stack(ranked, dim=1))
 
     def _merge(
-        self, state: SlotState, tree: TokenTree, known_B: Tensor | None, with_pass: bool, room: int
+        self,
+        state: SlotState,
+        tree: TokenTree,
+        with_pass: bool,
+        room: int,
+        rows: list[list[int]],
+        known: list[bool],
+        tokens: list[list[int]],
     ) -> TokenTree:
-        """The heads' tree with the n-grams in it, at most `room` nodes; n-grams may take half of what is scarce."""
-        catch_up(self._tables, state)
-        known_B = torch.ones_like(state.active) if known_B is None else known_B
-        read = torch.cat([state.active[:, None], known_B[:, None], tree.tokens], 1).tolist()
-        active, known, tokens = [row[0] for row in read], [row[1] for row in read], [row[2:] for row in read]
+        """The heads' tree with the n-grams in it, at most `room` nodes; n-grams may take half of what is scarce.
+
+        rows: of the tables' `asked`. known: whether a slot's heads had a state. tokens: of the heads' tree.
+        """
+        active = [active for active, _ in self._tables.catch_up(state, rows)]
         first = 1 if with_pass else 0
         grams = [
-            table.ranked(row[first], self.ngrams) if table is not None and active[slot] else []
-            for slot, (row, table) in enumerate(zip(tokens, self._tables, strict=True))
+            table.ranked(row[first], self.ngrams) if isinstance(table, NgramTable) and active[slot] else []
+            for slot, (row, table) in enumerate(zip(tokens, self._tables.of, strict=True))
         ]
+        start = self._first_class[with_pass]
+        parents, kinds = self._templates[with_pass].parents, [0, *range(start, start + tree.width - 1)]
         if not any(grams) and all(known) and tree.width <= room + 1:
-            return tree
-        assert tree.classes is not None
-        parents, kinds = tree.parents[0].tolist(), tree.classes[0].tolist()
+            return tree.take_lists([tokens, [parents] * len(tokens), [kinds] * len(tokens)])
         tries = [Trie(row[0]) for row in tokens]
         for slot, trie in enumerate(tries):
             if active[slot]:
@@ -319,6 +331,4 @@ class TokenSwiftDrafter(Drafter):
         if self._holds_cache and self._selected is not None:
             self._selected.rewind(lengths_B)
         if self.ngrams:
-            for table, length in zip(self._tables, lengths_B.tolist(), strict=True):
-                if table is not None:
-                    table.truncate(length)
+            self._tables.rewind(lengths_B)

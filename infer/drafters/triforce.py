@@ -22,6 +22,7 @@ from longdraft.infer.selection import Policy, Recent, TopChunks
 from longdraft.infer.step import take_step
 from longdraft.infer.tree import TokenTree
 from longdraft.infer.verify import Verdict
+from longdraft.kernels.transfer import read_together
 from longdraft.models.decoder import TargetOutput
 from longdraft.models.hf import Target
 from longdraft.models.kv_cache import KVCache
@@ -157,8 +158,9 @@ class TriForceDrafter(Drafter):
         self._cache.reset(list(slots))
         self.inner.begin(slots, requests, self._cache)
         for slot, request in zip(slots, requests, strict=True):
-            self._to_read[slot] = last = len(request.prompt) - 1
-            self._outer[slot] = self._positions[slot] = last
+            self._to_read[slot] = self._read[slot] = last = len(request.prompt) - 1
+            self._outer[slot].fill_(last)
+            self._positions[slot].fill_(last)
             self._new.add(slot)
             self._forget(slot)
         self._set_needs(self._policy.scored)
@@ -175,7 +177,9 @@ class TriForceDrafter(Drafter):
         self._outer = torch.zeros(batch, dtype=torch.int64, device=device)  # its roots' positions, at the last proposal
         self._positions = torch.zeros_like(self._outer)  # the inner level's
         self._new: set[int] = set()  # slots that have not proposed yet
-        self._to_read = [0] * batch
+        self._ahead = 0  # no slot's root is further from the last proposal's
+        self._step_tokens = 0  # the most that a step committed
+        self._to_read, self._read = [0] * batch, [0] * batch  # of the prompt without its last token
         self._since_build, self._acceptance = [0] * batch, [1.0] * batch
         self._wanted: dict[int, str] = {}  # slots to rebuild with the next pass's queries, and why
         self._offered = 0
@@ -191,7 +195,8 @@ class TriForceDrafter(Drafter):
         for slot in slots:
             self._to_read[slot] -= tokens_BT.shape[1]
         if not any(self._to_read[slot] for slot in slots):
-            self._cache.build_from_prompt(slots, output.queries if self._policy.scored else None)
+            queries = output.queries if self._policy.scored else None
+            self._cache.build_from_prompt(slots, queries, [self._read[slot] for slot in slots])
 
     @torch.no_grad()
     def propose(self, state: SlotState, room: int) -> TokenTree:
@@ -199,16 +204,20 @@ class TriForceDrafter(Drafter):
         self._offered = count = min(self.chain, room)
         self._set_needs(bool(self._wanted))
         inner = self._inner_state(state)
-        begin_B = state.positions
+        begin_B, late = state.positions, self._late(state)
         while True:
             step = take_step(self.target.model, self._cache, self.inner, inner, self._inner_room, checked=False)
             self.pass_seconds += step.target_seconds + step.draft_pass_seconds
             # One read a pass: a pass too many costs far more than waiting for this one.
             missing_B = (begin_B + count - inner.positions).clamp(min=0) * inner.active
-            rows = torch.cat([missing_B[:, None], step.verdict.counts[:, None], step.verdict.tokens], 1).tolist()
-            for committed, (_, taken, *tokens) in zip(self._committed, rows, strict=True):
-                committed += tokens[:taken]
-            if not any(row[0] for row in rows):
+            verdict = step.verdict
+            missing, counts, tokens, *recent = read_together(missing_B, verdict.counts, verdict.tokens, *late)
+            if recent:
+                self._list_late(*recent)
+                late = ()
+            for committed, taken, new in zip(self._committed, counts, tokens, strict=True):
+                committed += new[:taken]
+            if not any(missing):
                 break
             inner.active = missing_B > 0
         self._positions = inner.positions
@@ -219,54 +228,61 @@ class TriForceDrafter(Drafter):
         """The inner level where the outer one stands: only what has changed since the last proposal is copied."""
         theirs, mine = state.history.tokens, self._history.tokens
         if self._new:
-            new = sorted(self._new)
-            mine[new], self._history.prompt_lengths[new] = theirs[new], state.history.prompt_lengths[new]
-            for slot in new:
+            for slot in self._new:
+                mine[slot].copy_(theirs[slot])
                 self._known[slot] = 0
+            self._history.prompt_lengths.copy_(state.history.prompt_lengths)
             self._new.clear()
-        # One read a proposal; the passes below wait for each other anyway.
-        ahead, active, positions = torch.stack(
-            [state.positions - self._outer, state.active.long(), state.positions]
-        ).tolist()
-        longest = max(1, *ahead)
-        places = self._outer[:, None] + 1 + torch.arange(longest, device=mine.device)
+        # Behind the roots lies what both levels may overwrite.
+        places = self._outer[:, None] + 1 + torch.arange(max(1, self._ahead), device=mine.device)
         places = places.clamp(max=mine.shape[1] - 1)
         mine.scatter_(1, places, theirs.gather(1, places))
-        self._list_committed(state, active, positions)
-        self._outer = state.positions.clone()
+        for slot, tokens in enumerate(state.committed):
+            self._committed[slot][self._known[slot] :] = tokens[self._known[slot] :]
+        self._known = [len(tokens) for tokens in self._committed]
+        self._outer, self._ahead = state.positions.clone(), 0
         return SlotState(
             state.roots.clone(), state.positions.clone(), state.active.clone(), self._history, state.sampling,
             self._committed, state.graphs,
         )  # fmt: skip
 
-    def _list_committed(self, state: SlotState, active: Sequence[int], positions: Sequence[int]) -> None:
-        """The inner level's lists up to the outer roots; what the outer lists lack, being late, is in the history."""
-        late = [0] * len(positions)
-        for slot, tokens in enumerate(state.committed):
-            mine, known = self._committed[slot], self._known[slot]
-            mine[known:] = tokens[known:]
-            late[slot] = max(0, positions[slot] + 1 - len(mine)) if active[slot] else 0
-        if any(late):
-            rows = state.history.read(state.positions - (max(late) - 1), max(late)).tolist()
-            for mine, row, count in zip(self._committed, rows, late, strict=True):
-                mine += row[len(row) - count :]
+    def _late(self, state: SlotState) -> tuple[Tensor, ...]:
+        """What is read of the tokens that the outer lists, being late, may lack: those of one step at most. Nothing
+        where they are never late."""
+        most = 1 + self._step_tokens
+        active_B1, places_B1 = state.active.long()[:, None], state.positions[:, None]
+        recent_BR = state.history.read(state.positions - (most - 1), most)
+        return (torch.cat([active_B1, places_B1, recent_BR], dim=1),)
+
+    def _list_late(self, rows: list[list[int]]) -> None:
+        """Bring the inner level's lists to the outer roots; rows: of `_late`."""
+        for mine, (active, position, *recent) in zip(self._committed, rows, strict=True):
+            if active and (missing := position + 1 - len(mine)) > 0:
+                mine += recent[len(recent) - missing :]
         self._known = [len(mine) for mine in self._committed]
 
     def observe(self, state: SlotState, tree: TokenTree, verdict: Verdict, output: TargetOutput) -> None:
         assert self._cache is not None
-        agreed_B = self._agreed(state)
-        self.inner.rewind(self._outer + 1 + agreed_B)
-        self._positions = torch.minimum(self._positions, self._outer + agreed_B)
-        if self._wanted and output.queries is not None:
+        most, agreed_B = verdict.rows.shape[1], torch.zeros_like(state.positions)
+        if self._offered:
+            agreed_B = self._agreed(state)
+            self.inner.rewind(self._outer + 1 + agreed_B)
+            self._positions = torch.minimum(self._positions, self._outer + agreed_B)
+        self.inner.advance(most)
+        self._ahead, self._step_tokens = self._ahead + most, max(self._step_tokens, most)
+        rows = list[list[int]]()
+        if self._policy.scored:
             # The query is the former root's: it sees what stood before it, and itself.
-            seen_B = state.positions - verdict.counts + 1
-            picked = self._cache.build(list(self._wanted), output.queries, seen_B)
+            asked_3B = self._cache.asked(state.positions - verdict.counts + 1)
+            rows = torch.cat([torch.stack([verdict.counts, agreed_B, state.positions]), asked_3B]).tolist()
+        if self._wanted and output.queries is not None:
+            picked = self._cache.build_known(list(self._wanted), output.queries, *rows[3:])
             for slot, why in list(self._wanted.items()):
                 self._rebuilds[why] += slot in picked
                 self._forget(slot)
-        self._cache.follow(verdict.rows.shape[1])
-        if self._policy.scored:
-            self._want(state, verdict, agreed_B)
+        self._cache.follow(most)
+        if rows:
+            self._want(most, *rows[:3])
         self._offered = 0
         self._set_needs(bool(self._wanted))
 
@@ -280,12 +296,11 @@ class TriForceDrafter(Drafter):
         )
         return same.cumprod(1).sum(1)
 
-    def _want(self, state: SlotState, verdict: Verdict, agreed_B: Tensor) -> None:
-        """Which slots are to be rebuilt next."""
+    def _want(self, most: int, counts: list[int], agreements: list[int], positions: list[int]) -> None:
+        """Which slots are to be rebuilt next. most: tokens that a step may commit."""
         assert self._cache is not None
-        rows = torch.stack([verdict.counts, agreed_B, state.positions]).tolist()
-        full = set(self._cache.due(max(verdict.rows.shape[1], self.chain + 1)))
-        for slot, (count, agreed, position) in enumerate(zip(*rows, strict=True)):
+        full = set(self._cache.due(max(most, self.chain + 1)))
+        for slot, (count, agreed, position) in enumerate(zip(counts, agreements, positions, strict=True)):
             if not count or slot in self._wanted:
                 continue
             self._since_build[slot] += count

@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 
 from longdraft.infer.drafters.base import SlotState
 from longdraft.infer.history import History
-from longdraft.infer.ngram import READ_AHEAD, NgramTable, SuffixIndex, catch_up
+from longdraft.infer.ngram import READ_AHEAD, NgramTable, SuffixIndex, Tables
 from longdraft.infer.sampling import SamplingParams, SlotSampling
+from longdraft.kernels import backend
 
 TOKENS = st.lists(st.integers(0, 3), max_size=40)
 # Append these tokens, or take back so many.
@@ -123,11 +124,22 @@ def state_of(sequences):
     return SlotState(roots, positions, torch.ones(len(sequences), dtype=torch.bool), history, sampling, [])
 
 
-def test_tables_catch_up_with_the_history():
-    """However far a slot went, and with slots that have no table."""
+@pytest.mark.parametrize("committed", [0, 6, 1000])
+@pytest.mark.parametrize("free", [True, False])
+def test_tables_catch_up_with_the_history(monkeypatch, free, committed):
+    """However far a slot went, whatever of it the host has heard of, and with slots that have no table."""
+    monkeypatch.setattr(backend, "reads_are_free", lambda device: free)
     sequences = [list(range(n)) for n in (1, READ_AHEAD + 5, 3 * READ_AHEAD, 7)]
-    tables = [SuffixIndex(2), NgramTable(2), SuffixIndex(1), None]
-    tables[0].extend([0])
-    tables[1].extend(sequences[1][:5])
-    catch_up(tables, state_of(sequences))
-    assert [table.tokens for table in tables[:3]] == sequences[:3]
+    tables = Tables(4, torch.device("cpu"))
+    for slot, table in enumerate((SuffixIndex(2), NgramTable(2), SuffixIndex(1))):
+        table.extend([0] if slot < 2 else [])
+        tables.begin(slot, table)
+    tables.of[1].extend(sequences[1][1:5])
+    for end in (4, 1000):  # what was read is taken back, and then read again
+        standing = [tokens[:end] for tokens in sequences]
+        state = state_of(standing)
+        state.committed = [tokens[:committed] for tokens in standing]
+        tables.rewind(torch.tensor([len(tokens) for tokens in standing]))
+        places = tables.catch_up(state, tables.asked(state).tolist())
+        assert [table.tokens for table in tables.of[:3]] == standing[:3]
+        assert places == [(True, tokens[-1]) for tokens in standing]

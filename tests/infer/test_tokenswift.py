@@ -150,8 +150,8 @@ def test_queries_are_asked_for_only_where_a_rebuild_is_due(target, monkeypatch):
     """One pass with queries for each rebuild, which happens outside the pass; between them the ring is written."""
     drafter = drafter_for(target, draft_pass="always", budget=30, sinks=4, ngrams=0)
     builds, asked = [], []
-    build = SelectedCache.build
-    monkeypatch.setattr(SelectedCache, "build", lambda self, *a: builds.append(a[0]) or build(self, *a))
+    build = SelectedCache.build_known
+    monkeypatch.setattr(SelectedCache, "build_known", lambda self, *a: builds.append(a[0]) or build(self, *a))
     handle = target.model.register_forward_pre_hook(
         lambda module, args, kwargs: asked.append("queries" in kwargs.get("needs", ())), with_kwargs=True
     )
@@ -254,7 +254,7 @@ def test_a_rewind_leaves_what_a_fresh_drafter_has(target):
     before = int(drafter._selected.tokens[0])
     assert before >= 80
     drafter.rewind(torch.tensor([50]))
-    assert int(drafter._hidden_at[0]) == -2 and drafter._tables[0].tokens == text
+    assert int(drafter._hidden_at[0]) == -2 and drafter._tables.of[0].tokens == text
     assert drafter._selected.tokens.tolist() == [50]
     rows = drafter._selected.keys[0, 0, :24, 0]
     tokens = [int((full.keys[0, 0, :before, 0] == row).all(-1).nonzero()[0]) for row in rows]
@@ -304,14 +304,13 @@ def test_what_was_decided_for_a_longer_cache_is_not_for_a_short_one(tiny_target)
 
 
 def test_auto_goes_by_the_slots_that_are_at_work(target):
-    drafter = drafter_for(target, budget=20, sinks=4)
-    engine = Engine(target, drafter)
-    engine._start(2, [])
-    state = engine._state
-    state.committed, state.active = [[1] * 90, [1] * 30], torch.tensor([False, True])
-    assert drafter._longest(state) == 30
-    state.active = torch.tensor([True, True])
-    assert drafter._longest(state) == 90
+    """Once the long text is done, the short one's length counts; the host knows without asking the device."""
+    drafter, longest = drafter_for(target, budget=20, sinks=4), []
+    plan = drafter._choice.plan
+    drafter._choice.plan = lambda tokens: longest.append(tokens) or plan(tokens)
+    params = [SamplingParams(max_new_tokens=new) for new in (2, 9)]
+    Engine(target, drafter, nodes=None).generate(prompts(90, 30), params)
+    assert longest[0] == 90 and 30 < longest[-1] < 40
 
 
 def test_a_slot_that_takes_no_part_keeps_its_state(target, watched):

@@ -118,15 +118,17 @@ def test_a_small_model_proposes_what_a_fresh_one_proposes(target, small, inside,
 
 
 def test_the_inner_level_sees_all_committed_tokens_where_the_host_is_late(target, proposer):
-    """On a GPU the outer lists lack the last step's tokens; the same code path, on the CPU."""
+    """On a GPU the outer lists lack the last step's tokens, and the inner ones do until the first inner pass is read;
+    the same code path, on the CPU."""
     inner, seen = proposer(lambda request, tokens, room: [tokens[:2]]), []
     propose = inner.propose
 
     def checked(state, room):
         for slot in state.active.nonzero()[:, 0].tolist():
             text = state.history.tokens[slot, : int(state.positions[slot]) + 1].tolist()
-            assert state.committed[slot] == text
-            seen.append(len(text))
+            known = state.committed[slot]
+            assert text[: len(known)] == known and len(text) - len(known) <= 7
+            seen.append(len(text) - len(known))
         return propose(state, room)
 
     inner.propose, inner.read = checked, lambda slots, tokens, output: None
@@ -134,7 +136,7 @@ def test_the_inner_level_sees_all_committed_tokens_where_the_host_is_late(target
     engine.lag = 1
     params = SamplingParams(temperature=1.0, seed=3, max_new_tokens=30)
     late = engine.generate(prompts(30, 1, 12), params)
-    assert len(seen) > 60
+    assert len(seen) > 60 and 30 < seen.count(0) < len(seen)
     assert [g.tokens for g in late] == [g.tokens for g in Engine(target).generate(prompts(30, 1, 12), params)]
 
 

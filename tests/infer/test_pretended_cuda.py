@@ -1,0 +1,136 @@
+"""Decoding on a CUDA device that is pretended (tests/pretended_cuda.py): every drafter gives plain decoding's tokens
+there and accepts what it accepts on a CPU, mixes no devices, waits for nothing inside recorded work, and keeps a budget
+of waits: so many a step, none at a request's begin and end."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from longdraft.infer.drafters import triforce
+from longdraft.infer.drafters.combine import Combined
+from longdraft.infer.drafters.prompt_lookup import PromptLookup
+from longdraft.infer.drafters.token_recycling import TokenRecycling
+from longdraft.infer.engine import Engine
+from longdraft.infer.partial_cache import SelectedCache
+from longdraft.infer.sampling import SamplingParams
+
+VOCAB, NEW = 61, 5
+SAMPLINGS = {
+    "greedy": SamplingParams(),
+    "T1": SamplingParams(temperature=1.0),
+    "top_p_penalties": SamplingParams(
+        temperature=1.0, top_p=0.9, contextual_penalty=1.2, contextual_window=8, presence_penalty=0.2
+    ),
+}
+# Waits a step. Besides, TriForce waits once in each inner pass, whoever builds a selected cache anew in the middle of a
+# text once, and Token Recycling once for a chunk of a prompt.
+BUDGETS = {
+    "plain": 0,
+    "medusa": 0,
+    "tokenswift": 0,
+    "tokenswift_5": 1,
+    "tokenswift_draft_pass": 1,
+    "longspec": 0,
+    "token_recycling": 0,
+    "prompt_lookup": 1,
+    "small_model": 0,
+    "triforce": 1,
+    "triforce_streaming": 0,
+    "token_recycling+prompt_lookup": 1,
+    "tokenswift_5+prompt_lookup": 1,
+    "triforce+prompt_lookup": 2,
+}
+
+# Whose drafts do not depend on when a slot takes its next prompt, nor on what the host knows of a cache.
+SAME_DRAFTS = (
+    "medusa", "tokenswift", "tokenswift_5", "longspec", "prompt_lookup", "tokenswift_5+prompt_lookup"
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def made(shared):
+    """(name, put) -> a target and a drafter of test_exactness.py for it, each network put where it shall be."""
+    exactness, make_target = shared("infer/test_exactness.py"), shared("conftest.py").make_tiny_target
+    randomised = exactness.randomised
+
+    def make(name, put=lambda network: network):
+        exactness.randomised = lambda draft, target, **options: put(randomised(draft, target, **options))
+        target = make_target(vocab_size=VOCAB, n_kv_heads=2, max_positions=90)
+        small = make_target(vocab_size=VOCAB, n_layers=1, n_kv_heads=1, seed=5, max_positions=90)
+        for network in (target.model, small.model):
+            put(network)
+        makers = exactness.DRAFTERS | {"prompt_lookup": lambda *_: PromptLookup(length=6)}
+        drafters = [makers[one](target, small) for one in name.split("+") if one != "plain"]
+        return target, Combined(drafters) if len(drafters) > 1 else [*drafters, name][0]
+
+    return make
+
+
+PLAIN = {}  # plain decoding's tokens by sampling, filled when first needed
+
+
+@pytest.fixture
+def plain(made, plain_tokens):
+    """(sampling, prompts, params) -> plain decoding's tokens, on a CPU."""
+
+    def tokens(kind, prompts, params):
+        if kind not in PLAIN:
+            PLAIN[kind] = plain_tokens(made("plain")[0], prompts, params)
+        return PLAIN[kind]
+
+    return tokens
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """(owner, name) -> a list that grows with each call of it."""
+
+    def count(owner, name):
+        calls, function = [], getattr(owner, name)
+
+        def call(*args, **kwargs):
+            calls.append(name)
+            return function(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, call)
+        return calls
+
+    return count
+
+
+def accepted(generations):
+    return [one.stats.accepted_at_depth for one in generations]
+
+
+@pytest.mark.parametrize("recorded", [True, False], ids=["recorded", "one by one"])
+@pytest.mark.parametrize("name", BUDGETS)
+def test_a_drafter_decodes_on_a_device_and_keeps_its_budget(
+    made, pretended_cuda, plain, seeded, counted, name, recorded
+):
+    generator = torch.Generator().manual_seed(5)
+    prompts = [torch.randint(VOCAB, (count,), generator=generator).tolist() for count in (9, 3, 30)]
+    calls = {kind: seeded(one, 3, NEW) for kind, one in SAMPLINGS.items()}
+    want, on_cpu = {kind: plain(kind, prompts, params) for kind, params in calls.items()}, {}
+    if name in SAME_DRAFTS and recorded:
+        engine = Engine(*made(name), slots=2, nodes=None)
+        on_cpu = {kind: accepted(engine.generate(prompts, params)) for kind, params in calls.items()}
+    if "triforce" in name and not recorded:
+        del calls["greedy"], calls["T1"]  # many passes, and what steers them is the same
+    passes, builds = counted(triforce, "take_step"), counted(SelectedCache, "build")
+    chunks = counted(TokenRecycling, "read")
+    with pretended_cuda.PretendedCuda() as gpu:
+        target, drafter = made(name, gpu.put)
+        engine = Engine(target, drafter, slots=2, nodes=None, graphs=None if recorded else False)
+        steps = counted(engine, "_step")
+        engine.generate([prompts[0]], replace(SAMPLINGS["T1"], max_new_tokens=2))  # what is made once
+        for kind, params in calls.items():
+            gpu.forget()
+            for events in (passes, builds, chunks, steps):
+                events.clear()
+            found = engine.generate(prompts, params)
+            assert [one.tokens for one in found] == want[kind], kind
+            assert kind not in on_cpu or accepted(found) == on_cpu[kind], kind
+            allowed = BUDGETS[name] * len(steps) + len(passes) + len(builds) + len(chunks)
+            assert gpu.waits.total() <= allowed, (kind, len(steps), len(passes), len(builds), gpu.waits)
+            assert gpu.late.total() <= 2 * len(steps)
