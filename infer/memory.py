@@ -9,6 +9,8 @@ from pathlib import Path
 import torch
 
 from longdraft.infer.drafters.base import Drafter
+from longdraft.infer.sampling import MOST_SORTED, SORTED_BYTES
+from longdraft.kernels import backend
 from longdraft.models.decoder import Decoder
 from longdraft.models.device import free_bytes
 from longdraft.models.passes import pass_bytes
@@ -29,6 +31,9 @@ def estimate_memory(
     size = weight.element_size()
     row = 2 * config.n_layers * config.n_kv_heads * config.head_dim * size
     verification = pass_bytes(config, batch * width, weight.dtype) + batch * width * config.vocab_size * size
+    choices = batch * config.vocab_size * 8
+    if not backend.reads_are_free(weight.device):  # with filters or penalties, at all nodes at once
+        choices = max(batch, min(batch * width, MOST_SORTED // config.vocab_size)) * config.vocab_size * SORTED_BYTES
     if graphs:  # one pool of memory for the passes, and for each width the outputs that drafters read
         outputs = {"logits": config.vocab_size, "pre_norm": config.hidden_size, "post_norm": config.hidden_size}
         kept = batch * sum(widths) * sum(outputs.get(name, 0) for name in drafter.needs) * size
@@ -38,7 +43,7 @@ def estimate_memory(
     return {
         "weights": sum(p.numel() * p.element_size() for p in model.parameters()),
         "cache": batch * capacity * row,
-        "passes": max(pass_bytes(config, chunk, weight.dtype), verification) + batch * config.vocab_size * 8,
+        "passes": max(pass_bytes(config, chunk, weight.dtype), verification) + choices,
         "recorded steps": recorded,
         **{f"draft {name}": count for name, count in drafter.memory_bytes(batch, capacity).items()},
     }

@@ -2,7 +2,8 @@
 
 They see a node's own history, the context and its ancestors in the tree (infer/history.py). Here is the arithmetic
 alone; its place in the order of processors is infer/sampling.py's. Order: contextual, repetition, presence and
-frequency, bans. Shapes: B slots, N nodes, V vocabulary, C tokens of history looked at, R restricted vocabulary.
+frequency, bans. Shapes: B slots, N nodes, M of them, V vocabulary, C tokens of history looked at, R restricted
+vocabulary.
 """
 
 from collections.abc import Sequence
@@ -84,6 +85,81 @@ class Penalties:
             logits_BNV = self._subtract(logits_BNV, tokens_BC, generated_BC)
         return logits_BNV if ids_R is None else logits_BNV[..., :-1]
 
+    def apply_at_nodes(
+        self,
+        logits_BMV: Tensor,
+        history: History,
+        tokens_BN: Tensor,
+        positions_BN: Tensor,
+        ancestors_BNN: Tensor | None,
+        first: int = 0,
+    ) -> Tensor:
+        """`apply` at M nodes of a tree, each by its own history, to the same bits: nothing is written to `history`.
+
+        Args:
+            logits_BMV: of the nodes first .. first + M - 1.
+            history: valid through the roots.
+            tokens_BN, positions_BN: int64, of all nodes; node 0 is the root. ancestors_BNN: bool, [b, i, j]: j is i
+                itself or above it; None where there is the root alone.
+        """
+        if not self.any:
+            return logits_BMV
+        logits_BMV = logits_BMV.float()
+        if self._looks_back:
+            if ancestors_BNN is None:
+                ancestors_BNN = torch.ones_like(tokens_BN, dtype=torch.bool)[:, None]
+            own_BMN = ancestors_BNN[:, first : first + logits_BMV.shape[1]].clone()
+            own_BMN[:, :, 0] = False  # the root stands in the history
+            logits_BMV = self._look_back_at_nodes(logits_BMV, history, tokens_BN, positions_BN, own_BMN, first)
+        if self.banned is not None:
+            logits_BMV = logits_BMV.masked_fill(self._bans(logits_BMV.shape[-1], None)[:, None], -torch.inf)
+        return logits_BMV
+
+    def _look_back_at_nodes(
+        self,
+        logits_BMV: Tensor,
+        history: History,
+        tokens_BN: Tensor,
+        positions_BN: Tensor,
+        own_BMN: Tensor,
+        first: int,
+    ) -> Tensor:
+        """own_BMN: the nodes below the root on the way down to each of the M, itself included."""
+        n_nodes, vocab = logits_BMV.shape[1:]
+        positions_B, positions_BM1 = positions_BN[:, 0], positions_BN[:, first : first + n_nodes, None]
+        count = self._reach(history, positions_B)
+        places_BC = (positions_B - (count - 1))[:, None] + torch.arange(count, device=positions_B.device)
+        tokens_BC = history.read(places_BC[:, 0], count)
+        index_BMN = tokens_BN[:, None].expand(-1, n_nodes, -1)
+
+        def times_on_path(inside_BMN: Tensor) -> Tensor:
+            return torch.zeros_like(logits_BMV).scatter_add_(2, index_BMN, inside_BMN.float())
+
+        nowhere_BV = tokens_BC.new_full((len(tokens_BC), vocab), -1)
+        last_B1V = nowhere_BV.scatter_reduce(1, tokens_BC, places_BC.clamp(min=-1), "amax")[:, None]
+        if self._contextual is not None:
+            before_BM1 = positions_BM1 - self._windows[:, None, None]
+            inside_BMN = own_BMN & (positions_BN[:, None] > before_BM1)
+            seen_BMV = (last_B1V > before_BM1.clamp(min=-1)) | (times_on_path(inside_BMN) > 0)
+            logits_BMV = torch.where(seen_BMV, _scaled(logits_BMV, self._contextual[:, None]), logits_BMV)
+        if self._repetition is not None:
+            seen_BMV = (last_B1V >= 0) | (times_on_path(own_BMN) > 0)
+            logits_BMV = torch.where(seen_BMV, _scaled(logits_BMV, self._repetition[:, None]), logits_BMV)
+        if self._counts:
+            generated_BC = places_BC >= history.prompt_lengths[:, None]
+            times_BV = torch.zeros_like(logits_BMV[:, 0]).scatter_add_(1, tokens_BC, generated_BC.float())
+            logits_BMV = logits_BMV - self._taken_off(times_BV[:, None] + times_on_path(own_BMN))
+        return logits_BMV
+
+    def _taken_off(self, times: Tensor) -> Tensor:
+        """presence once and frequency as often as a token was generated. times: [B, ...] in exact counts."""
+        less, dims = torch.zeros_like(times), (len(times), *[1] * (times.dim() - 1))
+        if self._presence is not None:
+            less = less + self._presence.view(dims) * (times > 0)
+        if self._frequency is not None:
+            less = less + self._frequency.view(dims) * times
+        return less
+
     def _reach(self, history: History, positions_B: Tensor) -> int:
         """How many of the last tokens have to be read. On a GPU, where positions are not known, the most it can be."""
         capacity = history.tokens.shape[1]
@@ -102,13 +178,8 @@ class Penalties:
         batch, nodes, vocab = logits_BNV.shape
         zeros_BV = torch.zeros(batch, vocab, device=logits_BNV.device)
         times_BC = zeros_BV.scatter_add(1, tokens_BC, generated_BC.float()).gather(1, tokens_BC)
-        less_BC = torch.zeros_like(times_BC)
-        if self._presence is not None:
-            less_BC = less_BC + self._presence * (times_BC > 0)
-        if self._frequency is not None:
-            less_BC = less_BC + self._frequency * times_BC
-        index_BNC = tokens_BC[:, None].expand(-1, nodes, -1)
-        return logits_BNV.scatter(2, index_BNC, logits_BNV.gather(2, index_BNC) - less_BC[:, None])
+        index_BNC, less_B1C = tokens_BC[:, None].expand(-1, nodes, -1), self._taken_off(times_BC)[:, None]
+        return logits_BNV.scatter(2, index_BNC, logits_BNV.gather(2, index_BNC) - less_B1C)
 
     def _place_of(self, ids_R: Tensor) -> Tensor:
         """int64 [last id + 2]: where each target id stands in `ids_R`, R where it does not; kept for each `ids_R`."""
@@ -144,5 +215,8 @@ def _scale_seen(logits_BNV: Tensor, tokens_BC: Tensor, inside_BC: Tensor, penalt
     """
     tokens_BC = torch.where(inside_BC, tokens_BC, tokens_BC[:, -1:])
     index_BNC = tokens_BC[:, None].expand(-1, logits_BNV.shape[1], -1)
-    old_BNC, penalty_B11 = logits_BNV.gather(2, index_BNC), penalty_B1[:, None]
-    return logits_BNV.scatter(2, index_BNC, torch.where(old_BNC > 0, old_BNC / penalty_B11, old_BNC * penalty_B11))
+    return logits_BNV.scatter(2, index_BNC, _scaled(logits_BNV.gather(2, index_BNC), penalty_B1[:, None]))
+
+
+def _scaled(logits: Tensor, penalty_B11: Tensor) -> Tensor:
+    return torch.where(logits > 0, logits / penalty_B11, logits * penalty_B11)

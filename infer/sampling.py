@@ -25,6 +25,8 @@ from longdraft.kernels.transfer import from_host, integers
 KEPT_ROWS = 32
 # Of so many most probable tokens top-p looks at the sum before it sorts the whole vocabulary.
 LIKELIEST = 256
+# Scores that are sorted at once: of some 64 nodes with a vocabulary of 128k. Bytes that each takes meanwhile.
+MOST_SORTED, SORTED_BYTES = 1 << 23, 40
 # Below this a logit / T could overflow; the choice is the greedy one long before.
 COLDEST = 1e-6
 # Above this it would leave fp32, and infinities would be divided.
@@ -253,10 +255,38 @@ class SlotSampling:
         # On a CPU the argmax of bf16 costs four times fp32's with the conversion.
         return self.scores(logits_BV, history, positions_B).float().argmax(dim=-1)
 
-    def choose_all(self, logits_BNV: Tensor, positions_BN: Tensor) -> Tensor:
-        """`choose` at all nodes at once, int64 [B, N]; where `unfiltered`, for then no node's history counts."""
-        assert self.unfiltered
-        return choose(logits_BNV, self.seeds, positions_BN + 1, self.temperatures)
+    def choose_all(
+        self,
+        logits_BNV: Tensor,
+        history: History,
+        tokens_BN: Tensor,
+        positions_BN: Tensor,
+        ancestors_BNN: Tensor | None = None,
+    ) -> Tensor:
+        """`choose` at all nodes of a tree at once, int64 [B, N]: what has to be sorted is sorted once.
+
+        Args:
+            history: valid through the roots.
+            tokens_BN, positions_BN: int64, of the nodes, the root first. ancestors_BNN: bool, [b, i, j]: j is i itself
+                or above it; None where there is the root alone.
+        """
+        if self.unfiltered:
+            return choose(logits_BNV, self.seeds, positions_BN + 1, self.temperatures)
+        chosen = []
+        n_slots, _, vocab = logits_BNV.shape
+        first, n_nodes = 0, max(1, MOST_SORTED // (n_slots * vocab))
+        for logits_BMV in logits_BNV.split(n_nodes, dim=1):
+            scores_BMV = self.penalties.apply_at_nodes(
+                logits_BMV, history, tokens_BN, positions_BN, ancestors_BNN, first
+            )
+            if not self.greedy:
+                scores_BMV = self.filtered(scores_BMV)
+                next_BM = positions_BN[:, first : first + n_nodes] + 1
+                noisy_BMV = scores_BMV + gumbel_noise(self.seeds, next_BM, vocab)
+                scores_BMV = torch.where(self._sampled[..., None], noisy_BMV, scores_BMV) if self._mixed else noisy_BMV
+            chosen.append(scores_BMV.float().argmax(dim=-1))
+            first += n_nodes
+        return torch.cat(chosen, dim=1)
 
     def scores(self, logits_BV: Tensor, history: History, positions_B: Tensor) -> Tensor:
         """What `choose` takes the argmax of: filtered penalised logits / T plus noise, where greedy without them."""
@@ -267,58 +297,61 @@ class SlotSampling:
         noisy_BV = scores_BV + self.noise(positions_B + 1, logits_BV.shape[-1])
         return torch.where(self._sampled, noisy_BV, scores_BV) if self._mixed else noisy_BV
 
-    def filtered(self, logits_BV: Tensor) -> Tensor:
-        """logits / T in fp32, with what top-k, top-p, min-p and eta drop at -inf.
+    def filtered(self, logits: Tensor) -> Tensor:
+        """logits / T in fp32, with what top-k, top-p, min-p and eta drop at -inf. logits: [B, V] or [B, N, V].
 
         Each filter sees the renormalised rest of the one before. A filter is a border that probabilities must reach, so
         equal ones stay or go together, whatever their ids. Greedy slots pass through unchanged.
         """
-        scaled_BV = logits_BV.float() / self._divisors
+        scaled = logits.float() / _as_wide(self._divisors, logits)
         if self._top_k is not None:
-            k_B1 = self._top_k.clamp(1, scaled_BV.shape[-1])
-            largest = scaled_BV.topk(min(self._most_k, scaled_BV.shape[-1]), dim=-1).values
-            drop_BV = (scaled_BV < largest.gather(1, k_B1 - 1)) & (self._top_k > 0)
-            scaled_BV.masked_fill_(drop_BV, -torch.inf)
+            wanted = _as_wide(self._top_k, scaled)
+            largest = scaled.topk(min(self._most_k, scaled.shape[-1]), dim=-1).values
+            last = (wanted.clamp(1, scaled.shape[-1]) - 1).expand(*scaled.shape[:-1], 1)
+            scaled.masked_fill_((scaled < largest.gather(-1, last)) & (wanted > 0), -torch.inf)
         if self._top_p is not None:
-            scaled_BV.masked_fill_(self._outside_top_p(scaled_BV), -torch.inf)
+            scaled.masked_fill_(self._outside_top_p(scaled, _as_wide(self._top_p, scaled)), -torch.inf)
         if self._min_p is not None:
-            border_B1 = scaled_BV.amax(-1, keepdim=True) + self._min_p.log()
-            scaled_BV.masked_fill_(scaled_BV < border_B1, -torch.inf)
+            border = scaled.amax(-1, keepdim=True) + _as_wide(self._min_p, scaled).log()
+            scaled.masked_fill_(scaled < border, -torch.inf)
         if self._eta is not None:
-            scaled_BV.masked_fill_(self._below_eta(scaled_BV), -torch.inf)
-        return scaled_BV
+            scaled.masked_fill_(self._below_eta(scaled, _as_wide(self._eta, scaled)), -torch.inf)
+        return scaled
 
-    def _outside_top_p(self, scaled_BV: Tensor) -> Tensor:
+    def _outside_top_p(self, scaled: Tensor, top_p: Tensor) -> Tensor:
         """Sorting a vocabulary takes milliseconds, and the sum is mostly reached within a few hundred tokens: the rest
         is only sorted where it is not (on a GPU always, for to see whether would be to wait for it)."""
-        assert self._top_p is not None
-        vocab, probs_BV = scaled_BV.shape[-1], scaled_BV.softmax(-1)
-        for most in (LIKELIEST, vocab) if backend.reads_are_free(scaled_BV.device) else (vocab,):
+        vocab, probs = scaled.shape[-1], scaled.softmax(-1)
+        for most in (LIKELIEST, vocab) if backend.reads_are_free(scaled.device) else (vocab,):
             if most < vocab:
-                values, order = scaled_BV.topk(most, dim=-1)
+                values, order = scaled.topk(most, dim=-1)
             else:
-                values, order = scaled_BV.sort(dim=-1, descending=True)
-            sums = _running_sum(probs_BV.gather(1, order))
-            short = sums < self._top_p
-            if most >= vocab or not bool((short[:, -1:] & (self._top_p < 1)).any()):
+                values, order = scaled.sort(dim=-1, descending=True)
+            sums = _running_sum(probs.gather(-1, order))
+            short = sums < top_p
+            if most >= vocab or not bool((short[..., -1:] & (top_p < 1)).any()):
                 break
         # The token with which the sum reaches top_p is the last to stay.
-        border_B1 = values.gather(1, short.sum(-1, keepdim=True).clamp(max=values.shape[1] - 1))
-        return (scaled_BV < border_B1) & (self._top_p < 1)
+        border = values.gather(-1, short.sum(-1, keepdim=True).clamp(max=values.shape[-1] - 1))
+        return (scaled < border) & (top_p < 1)
 
-    def _below_eta(self, scaled_BV: Tensor) -> Tensor:
-        assert self._eta is not None
-        probs_BV = scaled_BV.softmax(-1)
+    def _below_eta(self, scaled: Tensor, eta: Tensor) -> Tensor:
+        probs = scaled.softmax(-1)
         # A running sum, for `sum` adds up in another order for one row than for several.
-        entropy_B1 = _running_sum(torch.special.entr(probs_BV))[:, -1:].float()
-        border_B1 = torch.minimum(self._eta, self._eta.sqrt() * (-entropy_B1).exp())
-        return (probs_BV < border_B1) & (scaled_BV < scaled_BV.amax(-1, keepdim=True))
+        entropy = _running_sum(torch.special.entr(probs))[..., -1:].float()
+        border = torch.minimum(eta, eta.sqrt() * (-entropy).exp())
+        return (probs < border) & (scaled < scaled.amax(-1, keepdim=True))
 
     def _size(self, token_ids: Tensor) -> int:
         """The smallest vocabulary that holds these ids; read from the device once for each tensor."""
         if id(token_ids) not in self._sized:
             self._sized[id(token_ids)] = token_ids, int(token_ids.max()) + 1
         return self._sized[id(token_ids)][1]
+
+
+def _as_wide(column_B1: Tensor, x: Tensor) -> Tensor:
+    """One number a slot, for [B, V] as it is and for [B, N, V] as [B, 1, 1]."""
+    return column_B1.view(-1, *[1] * (x.dim() - 1))
 
 
 def _running_sum(x_BV: Tensor) -> Tensor:

@@ -92,7 +92,8 @@ def take_step(
         clock.passed = time.perf_counter()
         assert output.logits is not None
         nodes = TokenTree(tokens_BN, parents_BN)
-        verdict = _decide(state, nodes, positions_BN, output.logits, drafter.max_depth, clock)
+        ancestors_BNN = None if alone else of_tree[0]
+        verdict = _decide(state, nodes, positions_BN, ancestors_BNN, output.logits, drafter.max_depth, clock)
         cache.keep(verdict.rows, verdict.counts)
         # What recorded work returns, it keeps.
         return verdict, output if "logits" in needs else replace(output, logits=None)
@@ -126,12 +127,23 @@ class _Clock:
 
 
 def _decide(
-    state: SlotState, tree: TokenTree, positions_BN: Tensor, logits_BNV: Tensor, max_depth: int, clock: _Clock
+    state: SlotState,
+    tree: TokenTree,
+    positions_BN: Tensor,
+    ancestors_BNN: Tensor | None,
+    logits_BNV: Tensor,
+    max_depth: int,
+    clock: _Clock,
 ) -> Verdict:
-    """The walk; the history has its tokens then. positions_BN: of the nodes."""
-    if not state.sampling.unfiltered or backend.reads_are_free(logits_BNV.device):
+    """The walk; the history has its tokens then. positions_BN: of the nodes. ancestors_BNN: None for roots alone.
+
+    Where the host knows how far the walk is, the choices are made on its way, at no more nodes than it meets; elsewhere
+    at all nodes at once.
+    """
+    if backend.reads_are_free(logits_BNV.device):
         return walk(tree, _choice(state, logits_BNV, clock), state.active, max_depth)
-    verdict = walk_chosen(tree, state.sampling.choose_all(logits_BNV, positions_BN), state.active, max_depth)
+    choices_BN = state.sampling.choose_all(logits_BNV, state.history, tree.tokens, positions_BN, ancestors_BNN)
+    verdict = walk_chosen(tree, choices_BN, state.active, max_depth)
     steps_P = torch.arange(1, 2 + max_depth, device=logits_BNV.device)
     # What lies behind the path lies behind the new root, and is void.
     state.history.write(state.positions[:, None] + steps_P, verdict.tokens)

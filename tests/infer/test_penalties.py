@@ -7,10 +7,11 @@ import pytest
 import torch
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
+from longdraft.infer import sampling as sampling_module
 from longdraft.infer.history import History
 from longdraft.infer.penalties import Penalties
 from longdraft.infer.sampling import SamplingParams, SlotSampling
-from longdraft.infer.tree import TokenTree
+from longdraft.infer.tree import PAD, TokenTree
 from longdraft.infer.verify import walk
 
 CPU = torch.device("cpu")
@@ -152,6 +153,39 @@ def test_walk_penalises_each_node_for_its_own_ancestors(seed):
                 scores = scores / params[b].temperature + sampling.noise(torch.full_like(slots, len(tokens)), VOCAB)[b]
             assert token == scores.argmax()
             tokens.append(int(token))
+
+
+@pytest.mark.parametrize("most_sorted", [1 << 23, 8 * VOCAB * 4])
+@pytest.mark.parametrize("seed", range(4))
+def test_all_nodes_at_once_are_each_node_with_its_path_written_out(monkeypatch, seed, most_sorted):
+    """To the bit: penalised logits and, with every filter, choices; of all nodes together and a few at a time."""
+    monkeypatch.setattr(sampling_module, "MOST_SORTED", most_sorted)
+    narrow, all_tokens, _, positions = histories(len(MANY), 24, seed)
+    history = History(len(MANY), 34)
+    history.tokens[:, :24], history.prompt_lengths = narrow.tokens, narrow.prompt_lengths
+    draw = random.Random(seed)
+    # Few tokens, so that paths and histories meet; slots of unequal width, so that there is padding.
+    paths = [[[draw.randrange(5) for _ in range(draw.randint(1, 6))] for _ in range(3)] for _ in MANY]
+    tree = TokenTree.from_paths([tokens[-1] for tokens in all_tokens], paths)
+    filters = [{"top_p": 0.8}, {"top_k": 3}, {"min_p": 0.1}, {"eta_cutoff": 0.2}, {}]
+    params = [replace(p, temperature=0.7 * (b % 3 > 0), seed=b, **filters[b % 5]) for b, p in enumerate(MANY)]
+    sampling, logits = SlotSampling(params, CPU), torch.randn(len(MANY), tree.width, VOCAB) * 3
+    places = positions[:, None] + tree.depths
+    of_nodes = tree.tokens, places, tree.ancestors
+    found = sampling.choose_all(logits, history, *of_nodes)
+    penalised = sampling.penalties.apply_at_nodes(logits, history, *of_nodes)
+    for node in range(tree.width):
+        own = History(len(MANY), 34)
+        own.tokens[:], own.prompt_lengths = history.tokens, history.prompt_lengths
+        for slot in range(len(MANY)):
+            for above in tree.ancestors[slot, node].nonzero()[:, 0].tolist():
+                own.tokens[slot, places[slot, above]] = tree.tokens[slot, above]
+        alone = sampling.penalties.apply(logits[:, node], own, places[:, node])
+        real = tree.parents[:, node] != PAD
+        assert torch.equal(penalised[real, node], alone[real]), node
+        assert torch.equal(found[real, node], sampling.choose(logits[:, node], own, places[:, node])[real]), node
+    of_roots = tree.tokens[:, :1], places[:, :1]
+    assert torch.equal(sampling.choose_all(logits[:, :1], history, *of_roots), found[:, :1])
 
 
 @pytest.mark.parametrize("nodes", [None, 4])

@@ -13,7 +13,7 @@ from longdraft.infer.drafters.prompt_lookup import PromptLookup
 from longdraft.infer.drafters.token_recycling import TokenRecycling
 from longdraft.infer.engine import Engine
 from longdraft.infer.partial_cache import SelectedCache
-from longdraft.infer.sampling import SamplingParams
+from longdraft.infer.sampling import SamplingParams, SlotSampling
 
 VOCAB, NEW = 61, 5
 SAMPLINGS = {
@@ -118,7 +118,7 @@ def test_a_drafter_decodes_on_a_device_and_keeps_its_budget(
     if "triforce" in name and not recorded:
         del calls["greedy"], calls["T1"]  # many passes, and what steers them is the same
     passes, builds = counted(triforce, "take_step"), counted(SelectedCache, "build")
-    chunks = counted(TokenRecycling, "read")
+    chunks, sorts = counted(TokenRecycling, "read"), counted(SlotSampling, "_outside_top_p")
     with pretended_cuda.PretendedCuda() as gpu:
         target, drafter = made(name, gpu.put)
         engine = Engine(target, drafter, slots=2, nodes=None, graphs=None if recorded else False)
@@ -126,11 +126,13 @@ def test_a_drafter_decodes_on_a_device_and_keeps_its_budget(
         engine.generate([prompts[0]], replace(SAMPLINGS["T1"], max_new_tokens=2))  # what is made once
         for kind, params in calls.items():
             gpu.forget()
-            for events in (passes, builds, chunks, steps):
+            for events in (passes, builds, chunks, sorts, steps):
                 events.clear()
             found = engine.generate(prompts, params)
             assert [one.tokens for one in found] == want[kind], kind
             assert kind not in on_cpu or accepted(found) == on_cpu[kind], kind
             allowed = BUDGETS[name] * len(steps) + len(passes) + len(builds) + len(chunks)
             assert gpu.waits.total() <= allowed, (kind, len(steps), len(passes), len(builds), gpu.waits)
+            # Once a step and an inner pass, not once a level.
+            assert len(sorts) == (len(steps) + len(passes) if calls[kind][0].top_p < 1 else 0), kind
             assert gpu.late.total() <= 2 * len(steps)
