@@ -14,8 +14,9 @@ TORCH := $(shell sed -n 's/^\(torch==[^ ]*\).*/\1/p' constraints.txt)
 # Of setup.py's python_requires=">=3.A,<3.B": 3.A and all up to B.
 PYTHONS := $(shell sed -n 's/.*python_requires=">=3\.\([0-9]*\),<3\.\([0-9]*\)".*/\1 \2/p' setup.py | { read a b && seq -f 3.%g $$a $$((b - 1)); })
 PYTEST := $(BIN)/pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
-# What may depend on a processor's arithmetic and on what libraries keep beside tensors.
-ANYWHERE := tests/test_plain.py tests/kernels tests/infer/test_exactness.py tests/train/test_memory.py
+# What may depend on a processor's arithmetic and on what libraries keep beside tensors; Triton's kernels do not.
+ANYWHERE := tests/test_plain.py tests/kernels tests/infer/test_exactness.py tests/train/test_memory.py \
+	--ignore-glob='*/test_triton_*.py'
 
 .PHONY: setup quickstart test test-machines check format clean
 setup: $(SETUP)

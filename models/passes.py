@@ -25,8 +25,8 @@ def pass_bytes(config: DecoderConfig, n_rows: int, dtype: torch.dtype) -> int:
     stages = (
         qkv + 3 * qk,  # beside q, k and v of the layer before; the rotation makes two more of its size on the way
         6 * heads,  # on a CPU two parts of the keys with fp32 copies of what they give
-        # The heads' outputs, the stream behind them and its normed copy, gate and up, and what becomes of gate.
-        heads + 2 * config.hidden_size + 3 * config.intermediate_size,
+        # The heads' outputs, the normed copy of the stream behind them, gate and up, and what becomes of gate.
+        heads + config.hidden_size + 3 * config.intermediate_size,
     )
     tables = 2 * config.head_dim
     return n_rows * (config.hidden_size + qkv + qk + max(stages) + tables) * dtype.itemsize

@@ -150,7 +150,8 @@ class _Run:
             {
                 "q, k, v": held * n,
                 "attention": self.heads * n,
-                "feed-forward": min(n, ROW_CHUNK) * (2 * t.hidden_size + 3 * t.intermediate_size),
+                # The normed copy, gate and up, and what becomes of gate; a chunk's stream is one more than the rows'.
+                "feed-forward": min(n, ROW_CHUNK) * ((1 if single else 2) * t.hidden_size + 3 * t.intermediate_size),
             },
         )
         largest = max(stages, key=lambda stage: sum(stage.values()))

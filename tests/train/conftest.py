@@ -151,7 +151,8 @@ def start_ranks(config_file) -> "Callable[..., list[subprocess.Popen] | list[For
     def start(
         n_ranks: int, actions: Sequence[dict], script: str = "ranks.py", fresh: bool = False
     ) -> "list[subprocess.Popen] | list[Forked]":
-        shared = {"WORLD_SIZE": str(n_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        shared = {"WORLD_SIZE": str(n_ranks), "LOCAL_SIZE": str(n_ranks)}
+        shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         command = [str(Path(__file__).with_name(script)), str(config_file), json.dumps(actions)]
         environments = [
             os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"}

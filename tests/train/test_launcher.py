@@ -17,13 +17,18 @@ from longdraft.models import device
 from longdraft.train import launcher
 from longdraft.train.launcher import launch_with_deepspeed, rank_devices
 
-# A rank that notes what it was given.
+# A rank that notes what it was given; the first fails once the others have done so, for then they are ended.
 RANK = """
-import json, os, sys
+import json, os, sys, time
 names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "CUDA_VISIBLE_DEVICES")
-with open(f"{sys.argv[-1]}/{os.environ['RANK']}", "w") as file:
+note = os.path.join(sys.argv[-1], os.environ["RANK"])
+with open(note + ".part", "w") as file:
     json.dump([os.environ.get(name) for name in names], file)
-sys.exit(3 if os.environ["RANK"] == "0" else 0)
+os.replace(note + ".part", note)
+if os.environ["RANK"] == "0":
+    while sum(name.isdigit() for name in os.listdir(sys.argv[-1])) < int(os.environ["WORLD_SIZE"]):
+        time.sleep(0.05)
+    sys.exit(3)
 """
 UUIDS = ["GPU-8932f937-d72c-4106-c12f-20bd9faed9f6", "MIG-e1b5a7c4-0a50-5a2f-9ee1-6f0f6a1b3f0a"]
 
