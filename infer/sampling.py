@@ -265,6 +265,9 @@ class SlotSampling:
     ) -> Tensor:
         """`choose` at all nodes of a tree at once, int64 [B, N]: what has to be sorted is sorted once.
 
+        On a GPU the last bit of a probability may depend on the node's index where the vocabulary is no multiple of 8,
+        for PyTorch's softmax then begins each row at another address.
+
         Args:
             history: valid through the roots.
             tokens_BN, positions_BN: int64, of the nodes, the root first. ancestors_BNN: bool, [b, i, j]: j is i itself

@@ -23,14 +23,14 @@ def rotate(x_BTnd: Tensor, cos_BT11F: Tensor, sin_BT12F: Tensor, norms: HeadNorm
 
     Args:
         x_BTnd: heads before RoPE; may be a slice of a wider projection.
-        cos_BT11F: cosines; B may be 1 for all slots.
+        cos_BT11F: cosines; B may be 1 for all slots, and T for all rows.
         sin_BT12F: the sines, negative for the first half.
         norms: RMSNorms of the heads before they are rotated.
     """
     if (triton := triton_for(x_BTnd, cos_BT11F)) is not None:
         return triton.rotate(x_BTnd, cos_BT11F, sin_BT12F, norms)
     few = x_BTnd.shape[0] * x_BTnd.shape[1] <= rows.MOST_LINEAR_ROWS
-    known = x_BTnd.dtype == cos_BT11F.dtype and rows.serves(x_BTnd.dtype)
+    known = x_BTnd.dtype == cos_BT11F.dtype and rows.serves(x_BTnd.dtype) and cos_BT11F.shape[1] == x_BTnd.shape[1]
     if few and known and x_BTnd.device.type == "cpu" and not x_BTnd.requires_grad and rows.library() is not None:
         return rows.rotate_rows(reference.normed(x_BTnd, norms), cos_BT11F, sin_BT12F)
     return reference.rotate(x_BTnd, cos_BT11F, sin_BT12F, norms)

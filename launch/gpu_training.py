@@ -113,7 +113,8 @@ def _prepare(method: str, folder: Path, target: str) -> Trained:
         "draft": draft,
         "data": {"path": str(folder / "data"), "seq_len": _row_tokens()} | data,
         "train": {"run_dir": str(folder / method), "steps": STEPS, "global_batch": PASSES[device()], "micro_batch": 1,
-                  "precision": "fp32" if device() == "cpu" else "bf16", "save_every": SAVE_EVERY},
+                  "precision": "fp32" if device() == "cpu" else "bf16", "save_every": SAVE_EVERY,
+                  "device": "cpu" if device() == "cpu" else "cuda"},
         "optimizer": {"peak_lr": 1e-3, "warmup_steps": 2},
         "heldout": {"every": STEPS, "rows": 2, "choices": 64},
         "log": {"wandb": "disabled"},
@@ -166,7 +167,7 @@ def _stop(runs: Sequence[Trained], children: Sequence[subprocess.Popen[bytes]], 
         time.sleep(POLL_S)
     for run, child in zip(runs, children, strict=True):
         number = METHODS[run.method][2]
-        if not SAVE_EVERY <= run.step < STEPS:
+        if not SAVE_EVERY <= run.step < STEPS - 1:  # the last steps are timed
             raise run.fail(f"{number.name} came when its newest checkpoint was of step {run.step}")
         if number != signal.SIGKILL and child.returncode != 0:
             raise run.fail(f"after {number.name} it ended with status {child.returncode}")

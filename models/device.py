@@ -13,6 +13,8 @@ import torch
 # Where a driver shows the GPUs that it has found, and where it says its version.
 NODES, VERSION = Path("/dev"), Path("/proc/driver/nvidia/version")
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+# What PyTorch and CUDA say where a sound driver shows them no GPU.
+NONE_SEEN = "No CUDA GPUs are available|no CUDA-capable device"
 # The first driver for each major version of CUDA, on Linux.
 DRIVERS = {"11": 450, "12": 525, "13": 580}
 
@@ -103,8 +105,6 @@ def _unusable() -> str:
     found = f"this machine has a GPU ({nodes[0]}) that PyTorch cannot use: "
     if needed is None:
         return f"{found}{torch.__version__} is a build of PyTorch without CUDA; install one with CUDA"
-    if (visible := os.environ.get(VISIBLE)) is not None:
-        return f"{found}{VISIBLE}={visible} names none that is there; name those of nvidia-smi -L, or unset it"
     driver, least = _driver(), DRIVERS.get(needed.split(".")[0])
     if driver is not None and least is not None and int(driver.split(".")[0]) < least:
         return f"{found}its driver is {driver}, and CUDA {needed} needs {least} or newer; update the driver"
@@ -113,6 +113,8 @@ def _unusable() -> str:
         why = "it gives no reason"
     except (RuntimeError, AssertionError) as error:
         why = _first_line(error)
+    if (visible := os.environ.get(VISIBLE)) is not None and re.search(NONE_SEEN, why):
+        return f"{found}{VISIBLE}={visible} names none that is there; name those of nvidia-smi -L, or unset it"
     return f"{found}{why} (driver {driver or 'unknown'}, CUDA {needed}); look at nvidia-smi"
 
 

@@ -158,7 +158,8 @@ def join_ranks() -> Ranks:
             raise ValueError(
                 f"num_gpus: {local_size} ranks, but this machine has {n_gpus} GPUs; start at most {n_gpus}"
             )
-        start(torch.device("cuda", local_rank), "train.device")
+        with _own_failure_said(local_rank):
+            start(torch.device("cuda", local_rank), "train.device")
         torch.cuda.set_device(local_rank)
     _import_without_compiler("deepspeed.runtime.zero.muon.muon_optimizer")
     # None of DeepSpeed's compiled operations is used. On a CPU it would compile a shared-memory all-reduce for a minute
@@ -167,7 +168,7 @@ def join_ranks() -> Ranks:
     deepspeed.ops.__dict__["__compatible_ops__"] = {"deepspeed_shm_comm": False}
     check_own_name(int(os.environ["WORLD_SIZE"]), local_size)
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
-    with failures_told(TrainingError):
+    with _own_failure_said(local_rank), failures_told(TrainingError):
         deepspeed.init_distributed(dist_backend="nccl" if cuda else "gloo", timeout=TIMEOUT, verbose=False)
         control = dist.new_group(backend="gloo", timeout=TIMEOUT) if cuda else None
         if cuda and dist.get_world_size() > 1:
@@ -180,6 +181,17 @@ def join_ranks() -> Ranks:
         device=device,
         control=control,  # pyright: ignore[reportArgumentType]
     )
+
+
+@contextmanager
+def _own_failure_said(local_rank: int) -> Iterator[None]:
+    """Inside, what ends this rank alone is printed, for only the first of a machine prints what ends it."""
+    try:
+        yield
+    except (ValueError, TrainingError) as error:
+        if local_rank:
+            say(f"rank {os.environ['RANK']} on {socket.gethostname()}: {error}")
+        raise
 
 
 def _import_without_compiler(name: str) -> None:

@@ -19,13 +19,14 @@ def report(stages: Sequence[Stage], n_ranks: int | None = None, gpu: bool | None
 
     Args:
         n_ranks: all there are, on all machines; None: one for each GPU of this one, without any a single one.
-        gpu: a rank is a GPU, here or elsewhere; else a process on a CPU. None: as on this machine.
+        gpu: a rank is a GPU, here or elsewhere, unless train.device says cpu; else a process on a CPU. None: as on this
+            machine.
 
     Raises: ValueError where a target cannot be read or has too few positions, or rows cannot be shared among so many
     ranks.
     """
-    if gpu is None:
-        gpu = torch.cuda.is_available() and all(stage.config.train.device != "cpu" for stage in stages)
+    gpu = torch.cuda.is_available() if gpu is None else gpu
+    gpu = gpu and all(stage.config.train.device != "cpu" for stage in stages)
     n_ranks = (torch.cuda.device_count() if gpu else 1) if n_ranks is None else n_ranks
     if n_ranks < 1:
         raise ValueError(f"num_gpus: {n_ranks}; give at least 1")

@@ -100,6 +100,8 @@ def _steps(run: Run, stop: Sequence[int], saved: Path | None, stage: str | None)
                 tracker.write(record)
                 bar.set_postfix(loss=f"{record['loss']:.3f}", tokens_s=f"{record['tokens_per_s']:.0f}", refresh=False)
         probed = last or run.step % run.config.heldout.every == 0
+        if probed or (run.decoding is not None and run.step % run.config.decoding.every == 0):
+            hear(run)  # before what is written of these weights; who wishes to stop is told again
         if probed:
             run.heldout = evaluate(run.config, run.method, run.engine, run.teacher, run.heldout_rows)
             if tracker:

@@ -3,6 +3,7 @@
 Not here: the steps (loop.py), what continues a run (state.py).
 """
 
+import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -82,18 +83,17 @@ def check_room(config: Config, ranks: Ranks) -> None:
     so where only the peak, which is an estimate, is beyond what is free. Before anything is loaded."""
     target = read_target_config(config.target.path, config.target.gguf_file, config.target.max_positions)
     needed = estimate(config, target, ranks.world_size, gpu=True)
-    kept, (moment, peak), free = sum(needed.kept.values()), needed.peak, free_bytes(ranks.device)
-    there = f"{ranks.device} has {_gib(free)} free"
-    own = None
+    kept, (moment, peak) = sum(needed.kept.values()), needed.peak
+    # What a process takes beside tensors is taken by now.
+    free, place = min(ranks.gather((free_bytes(ranks.device), f"{ranks.device} of {socket.gethostname()}")))
+    there = f"{place} has {_gib(free)} free"
     if kept > free:
         parts = ", ".join(f"{name} {_gib(n)}" for name, n in needed.kept.items() if n)
-        own = (
+        raise ValueError(
             f"train.device: {there}, and training keeps {_gib(kept)} there ({parts}); take more or larger GPUs, or "
             "share out by target.zero_stage=3, train.zero_stage=3 or train.offload_optimizer=true"
         )
-    if refused := [text for text in ranks.gather(own) if text is not None]:
-        raise ValueError(refused[0])
-    if peak > free:
+    if peak - needed.process > free:
         ranks.say(
             f"The {moment} is estimated at {_gib(peak)} in all, and {there}: should it run out, lower "
             "train.micro_batch or data.query_share (--estimate counts part by part)"

@@ -247,8 +247,7 @@ class TriForceDrafter(Drafter):
         )  # fmt: skip
 
     def _late(self, state: SlotState) -> tuple[Tensor, ...]:
-        """What is read of the tokens that the outer lists, being late, may lack: those of one step at most. Nothing
-        where they are never late."""
+        """What is read of the tokens that the outer lists may lack where they are late: those of one step at most."""
         most = 1 + self._step_tokens
         active_B1, places_B1 = state.active.long()[:, None], state.positions[:, None]
         recent_BR = state.history.read(state.positions - (most - 1), most)

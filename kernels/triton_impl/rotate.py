@@ -101,7 +101,7 @@ def _launch(
     out_BTnd = torch.empty((n_slots, n_rows, n_rotated, width), dtype=x_BTNd.dtype, device=x_BTNd.device)
     if n_slots * n_rows == 0:
         return out_BTnd
-    cos, sin = cos_BT11F.expand(n_slots, -1, -1, -1, -1), sin_BT12F.expand(n_slots, -1, -1, -1, -1)
+    cos, sin = (table.expand(n_slots, n_rows, -1, -1, -1) for table in (cos_BT11F, sin_BT12F))
     block_f = triton.next_power_of_2(width // 2)
     block_n = max(1, min(TILE // block_f, triton.next_power_of_2(n_heads)))
     kernel: Any = _rotate[(n_slots * n_rows, -(-n_heads // block_n))]

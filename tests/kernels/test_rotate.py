@@ -7,6 +7,7 @@ import torch
 
 from longdraft.kernels import backend
 from longdraft.kernels import rotate as rotate_module
+from longdraft.kernels.cpu_impl.rows import decoding
 from longdraft.kernels.reference import rotate as reference
 from longdraft.kernels.reference.rotate import HeadNorms
 from longdraft.kernels.rotate import rotate, rotate_append
@@ -113,3 +114,24 @@ def test_gradients_go_another_way(triton):
     with torch.no_grad():
         assert rotate_module.triton_for(leaf, cos) is not None
         assert rotate_module.triton_for(leaf, cos.double()) is None
+
+
+def one_table(n_slots, width=64):
+    """(heads of 5 rows a slot, cosines and sines of one row a slot): what a cache's sinks are rotated by."""
+    qkv, _, _, _ = drawn((3, 1, width), [0] * n_slots, 5, torch.float32)
+    _, cos, sin, _ = drawn((3, 1, width), [0] * n_slots, 1, torch.float32)
+    return qkv[:, :, :4], cos, sin
+
+
+@pytest.mark.parametrize("n_slots", [1, 2])
+def test_one_table_for_all_rows_of_a_slot(triton, n_slots):
+    x, cos, sin = one_table(n_slots)
+    close(rotate(x, cos, sin), reference.rotate(x, cos, sin))
+    assert triton == ["rotate"]
+
+
+@pytest.mark.parametrize("n_slots", [1, 2])
+def test_one_table_for_all_rows_of_a_slot_while_decoding_on_a_cpu(n_slots):
+    x, cos, sin = (part.cpu() for part in one_table(n_slots))
+    with decoding(True):
+        assert torch.equal(rotate(x.contiguous(), cos, sin), reference.rotate(x, cos, sin))

@@ -47,13 +47,21 @@ CASES = {
         (OPEN_VERSION, "13.0", "CUDA unknown error - set up wrongly.\nmore"),
         "CUDA unknown error - set up wrongly (driver 580.65.06, CUDA 13.0); look at nvidia-smi",
     ),
+    "old driver, devices chosen": (
+        (VERSION, "13.0", "no CUDA-capable device is detected", "0,1"),
+        "its driver is 470.57.02, and CUDA 13.0 needs 580 or newer; update the driver",
+    ),
+    "not up yet, devices chosen": (
+        (OPEN_VERSION, "13.0", "system not yet initialized", "0,1"),
+        "system not yet initialized (driver 580.65.06, CUDA 13.0); look at nvidia-smi",
+    ),
     "no version": ((None, "12.8", "no"), "no (driver unknown, CUDA 12.8); look at nvidia-smi"),
     "a build without CUDA": (
         (VERSION, None),
         f"{torch.__version__} is a build of PyTorch without CUDA; install one with CUDA",
     ),
     "hidden by mistake": (
-        (VERSION, "13.0", "", "7"),
+        (OPEN_VERSION, "13.0", "No CUDA GPUs are available", "7"),
         "CUDA_VISIBLE_DEVICES=7 names none that is there; name those of nvidia-smi -L, or unset it",
     ),
 }

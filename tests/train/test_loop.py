@@ -304,8 +304,10 @@ def test_too_many_rows_without_a_number_stop_the_run(alone, config_file, poisone
     )
     assert f"The loss of step {second + 1} is no number for rows " in said[1] and "5 (epoch 1)" in said[1]
     new = ["train.max_skipped=0", "train.save_every=6", f"train.run_dir={tmp_path / 'new'}"]
+    new += ["log.every=6", f"heldout.every={first + 1}"]
     with pytest.raises(TrainingError, match=r"= 0; no checkpoint was saved yet: lower optimizer\.peak_lr"):
         train(load_config(config_file, [*run, *new]), alone, poisoned)
+    assert not [record for record in read_metrics(tmp_path / "new") if record["step"] > first]
     found = state.newest(tmp_path / "strict")
     assert found is not None and found[1]["step"] == second and found[1]["extra"]["skipped"] == 1
     assert all(torch.isfinite(weight).all() for weight in weights(tmp_path / "strict").values())

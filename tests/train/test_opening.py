@@ -1,16 +1,18 @@
 """A GPU that is too small is refused before anything is loaded for it."""
 
+import socket
 from dataclasses import replace
 
 import pytest
 import torch
 
 from longdraft.models.hf import read_target_config
-from longdraft.train import opening
+from longdraft.train import engine, opening
 from longdraft.train.config import load_config
 from longdraft.train.memory import estimate
 
 GPU = torch.device("cuda:1")
+PLACE = f"cuda:1 of {socket.gethostname()}"
 
 
 @pytest.fixture
@@ -43,10 +45,29 @@ def test_what_is_kept_must_fit_and_a_tight_peak_is_said(opened):
     assert loaded == []
     said = str(refused.value)
     assert said.startswith(
-        "train.device: cuda:1 has 0.00 GiB free, and training keeps 0.00 GiB there (target's weights "
+        f"train.device: {PLACE} has 0.00 GiB free, and training keeps 0.00 GiB there (target's weights "
     )
     assert said.endswith("target.zero_stage=3, train.zero_stage=3 or train.offload_optimizer=true")
     assert open_on(kept).startswith(
-        f"The {moment} is estimated at {peak / 2**30:.2f} GiB in all, and cuda:1 has 0.00 GiB"
+        f"The {moment} is estimated at {peak / 2**30:.2f} GiB in all, and {PLACE} has 0.00 GiB"
     )
-    assert open_on(peak) == ""
+    assert open_on(peak - needed.process) == ""
+
+
+@pytest.mark.parametrize("local_rank", [0, 1])
+def test_a_gpu_that_fails_alone_is_named_by_its_rank(monkeypatch, capsys, local_rank):
+    """The first rank of a machine prints what ends it in any case."""
+    given = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": str(local_rank), "LOCAL_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+
+    def start(device, name):
+        raise ValueError(f"{name}: CUDA does not start on {device}: all devices are busy")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(engine, "start", start)
+    with pytest.raises(ValueError, match="does not start on cuda:"):
+        engine.join_ranks()
+    said = f"rank 5 on {socket.gethostname()}: train.device: CUDA does not start on cuda:1: all devices are busy\n"
+    assert capsys.readouterr().out == (said if local_rank else "")
