@@ -60,7 +60,6 @@ def arguments(stages: Iterable[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Stages of gpu_check.")
     parser.add_argument("stage", choices=list(stages))
     parser.add_argument("--out", type=Path, required=True, help="folder for STAGE.json")
-    parser.add_argument("--budget", type=float, required=True, help="seconds after which nothing new begins")
     return parser
 
 

@@ -74,6 +74,7 @@ class StageError(Exception):
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 1 where a method's training did not do what it must."""
     parser = arguments(["training"])
+    parser.add_argument("--budget", type=float, required=True, help="seconds after which nothing new begins")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     args = parser.parse_args(argv)
     deadline = time.monotonic() + args.budget
