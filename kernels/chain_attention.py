@@ -62,7 +62,7 @@ def chain_attention(
         return in_slices(triton, q_BTHd, keys_BSKd, values_BSKd, plan.lengths_B, window)
     out = []
     for slot, length in enumerate(plan.starts):
-        own, read = slice(slot, slot + 1), slice(_first(length, window), length + plan.n_rows)
+        own, read = slice(slot, slot + 1), slice(first_read(length, window), length + plan.n_rows)
         out.append(in_parts(q_BTHd[own], keys_BSKd[own, read], values_BSKd[own, read], window))
     return out[0] if len(out) == 1 else torch.cat(out)
 
@@ -94,7 +94,7 @@ def prompt_attention(
     return out_BTHd
 
 
-def _first(length: int, window: int | None) -> int:
+def first_read(length: int, window: int | None) -> int:
     """The first cache row that a row behind so many committed ones reads."""
     return 0 if window is None else max(0, length - window + 1)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from longdraft.kernels import backend
-from longdraft.kernels.chain_attention import ChainPlan, chain_attention
+from longdraft.kernels.chain_attention import ChainPlan, chain_attention, first_read
 from longdraft.kernels.cpu_impl import rows
 from longdraft.kernels.reference.tree_attention import MOST_ROWS, attended_rows, log_sum_exp, pack_tree
 
@@ -169,7 +169,7 @@ def _slot_attention(
     n_kv_heads = keys_1SKd.shape[2]
     groups = n_heads // n_kv_heads
     length = plan.starts[slot]
-    first = 0 if window is None else max(0, length - window + 1)
+    first = first_read(length, window)
     stop = length + n_rows
     keys_1KSd = keys_1SKd[:, first:stop].transpose(1, 2)
     values_1KSd = values_1SKd[:, first:stop].transpose(1, 2)

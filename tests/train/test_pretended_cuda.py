@@ -125,6 +125,12 @@ def assert_close(found, expected, loss, gradient):
         assert error <= gradient, f"{name}: relative error {error}"
 
 
+def step_without_a_wait(run, gpu, pretended_cuda):
+    gpu.forget()
+    step(run, pretended_cuda)
+    assert not gpu.waits, gpu.waits
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", METHODS)
 def test_a_step_is_the_cpus_and_waits_for_nothing(opened, pretended_cuda, name, precision):
@@ -135,9 +141,7 @@ def test_a_step_is_the_cpus_and_waits_for_nothing(opened, pretended_cuda, name, 
         found = step(run, pretended_cuda)
         assert_close(found, expected, *((1e-5, 1e-4) if precision == "fp32" else (1e-3, 0.05)))
         assert gpu.calls["varlen attention"] > 0
-        gpu.forget()
-        step(run, pretended_cuda)
-        assert not gpu.waits, gpu.waits
+        step_without_a_wait(run, gpu, pretended_cuda)
         assert gpu.late.total() == 2, "what is read of a pass is whether it is left out"
 
 
@@ -150,9 +154,7 @@ def test_rows_without_a_number_are_left_out_unseen(opened, pretended_cuda, capsy
     with pretended_cuda.PretendedCuda() as gpu:
         run = opened(METHODS[name], gpu, poisoned=True)
         assert_close(step(run, pretended_cuda), expected, 1e-5, 1e-4)
-        gpu.forget()
-        step(run, pretended_cuda)
-        assert not gpu.waits, gpu.waits
+        step_without_a_wait(run, gpu, pretended_cuda)
         hear(run)
     assert run.skipped == 2
     said = [line[:40] for line in capsys.readouterr().out.splitlines() if " is no number for rows 1 (epoch " in line]
@@ -166,9 +168,7 @@ def test_rows_that_ranks_share(opened, pretended_cuda, name):
     with pretended_cuda.PretendedCuda() as gpu:
         run = opened(METHODS[name], gpu, shared_rows=True)
         assert_close(step(run, pretended_cuda), expected, 1e-5, 1e-4)
-        gpu.forget()
-        step(run, pretended_cuda)
-        assert not gpu.waits, gpu.waits
+        step_without_a_wait(run, gpu, pretended_cuda)
 
 
 def test_a_logged_step_waits_before_and_behind(opened, pretended_cuda):
