@@ -168,10 +168,11 @@ def join_ranks() -> Ranks:
     deepspeed.ops.__dict__["__compatible_ops__"] = {"deepspeed_shm_comm": False}
     check_own_name(int(os.environ["WORLD_SIZE"]), local_size)
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
-    with _own_failure_said(local_rank), failures_told(TrainingError):
+    with failures_told(TrainingError):  # an interface's fault is every rank's of a machine: its first one tells it
         deepspeed.init_distributed(dist_backend="nccl" if cuda else "gloo", timeout=TIMEOUT, verbose=False)
         control = dist.new_group(backend="gloo", timeout=TIMEOUT) if cuda else None
-        if cuda and dist.get_world_size() > 1:
+    if cuda and dist.get_world_size() > 1:
+        with _own_failure_said(local_rank), failures_told(TrainingError):
             dist.all_reduce(torch.zeros(1, device=device))  # NCCL looks for the others at its first collective
             torch.cuda.synchronize(device)
     return Ranks(
