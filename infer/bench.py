@@ -35,7 +35,7 @@ from longdraft.infer.progress import Part, Watch
 from longdraft.infer.proof import Builder, in_form, part_words, prove
 from longdraft.infer.sampling import SamplingParams
 from longdraft.infer.tasks import Task
-from longdraft.models.hf import Target
+from longdraft.models.target import Target
 
 NOISE_TEMPERATURES, NOISE_PROMPTS, NOISE_TOKENS = (0.7, 1.0), 3, 64
 FLIP_TOKENS = 64

@@ -30,9 +30,9 @@ from longdraft.kernels.cpu_impl import rows
 from longdraft.kernels.linear import prompt_in_c
 from longdraft.kernels.transfer import HostCopy, from_host, integers
 from longdraft.models.device import on_device
-from longdraft.models.hf import Target
 from longdraft.models.kv_cache import KVCache
 from longdraft.models.passes import prompt_rows
+from longdraft.models.target import Target
 
 IDLE = SamplingParams()
 MOST_SLOTS = 8

@@ -27,9 +27,9 @@ from longdraft.infer.progress import Part, Unwatched, Watch
 from longdraft.infer.results import Generation
 from longdraft.infer.sampling import SamplingParams
 from longdraft.kernels.cpu_impl.rows import decoding
-from longdraft.models.hf import Target
 from longdraft.models.kv_cache import KVCache
 from longdraft.models.passes import prompt_rows
+from longdraft.models.target import Target
 
 UNWATCHED = Unwatched()
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 40)

@@ -12,7 +12,7 @@ from torch import nn
 
 from longdraft.infer.shape import TreeShape
 from longdraft.infer.values import is_number, is_whole, shown
-from longdraft.models.hf import Target
+from longdraft.models.target import Target
 
 # A static tree of more nodes costs more than it brings, on any machine.
 MOST_NODES = 4096

@@ -20,7 +20,7 @@ from longdraft.infer.memory import size
 from longdraft.infer.progress import Watch
 from longdraft.infer.sampling import SamplingParams, SlotSampling
 from longdraft.models.decoder import Decoder, DecoderConfig, Layer
-from longdraft.models.hf import Target
+from longdraft.models.target import Target
 
 FORMS = ("fp32", "layerwise", "serving")
 PROMPTS, TOKENS = 2, 24

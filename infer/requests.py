@@ -12,7 +12,7 @@ from longdraft.infer.results import Generation, Piece, Statistics
 from longdraft.infer.sampling import SamplingParams, draw_seed, one_each
 from longdraft.infer.text import StopStrings
 from longdraft.infer.values import check_text, is_whole, shown
-from longdraft.models.hf import Target
+from longdraft.models.target import Target
 
 Message = Mapping[str, Any]
 Prompt = str | Sequence[int] | Sequence[Message]

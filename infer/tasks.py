@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from longdraft.models.hf import Target
+from longdraft.models.target import Target
 
 KINDS = ("continue", "summarise", "edit")
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
 
     from longdraft.models.decoder import Decoder, DecoderConfig
-    from longdraft.models.hf import Target
+    from longdraft.models.target import Target
 
 PROMPTS = 4
 # infer/proof.py says what each is; here, for --help should not wait for torch.

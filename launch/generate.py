@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from longdraft.infer.engine import Engine
     from longdraft.infer.results import Generation, Piece
     from longdraft.infer.sampling import SamplingParams
-    from longdraft.models.hf import Target
+    from longdraft.models.target import Target
 
 DIM, DRAFTED, OWN, PLAIN = "\033[2m", "\033[32m", "\033[36m", "\033[0m"
 SHOWN_PROMPT = 600  # characters of its end

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-    from longdraft.models.hf import Target
+    from longdraft.models.target import Target
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = (

@@ -23,7 +23,7 @@ import psutil
 from longdraft.launch.gpu_stages import arguments, device, small_target, texts
 
 if TYPE_CHECKING:
-    from longdraft.models.hf import Target
+    from longdraft.models.target import Target
 
 ROOT = Path(__file__).resolve().parent.parent
 # Several passes a step: the steps behind the first checkpoint must last longer than a signal takes to arrive.

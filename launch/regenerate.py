@@ -91,8 +91,8 @@ def _regenerate(args: argparse.Namespace) -> None:
     from longdraft.data_prep.regenerate import RegenerateConfig, regenerate
     from longdraft.infer.sampling import SamplingParams
     from longdraft.launch import runtime
-    from longdraft.models.fingerprint import tokenizer_hash
-    from longdraft.models.hf import load_tokenizer, read_target_config, shape_hash
+    from longdraft.models.fingerprint import shape_hash, tokenizer_hash
+    from longdraft.models.hf import load_tokenizer, read_target_config
 
     device = runtime.read_device(args.device)
     sampling = SamplingParams(**{name: getattr(args, name) for name in NUMBERS})

@@ -18,7 +18,8 @@ from longdraft.models.decoder import Decoder, DecoderConfig
 from longdraft.models.device import check_device, default_device, start
 from longdraft.models.draft_files import CONFIG
 from longdraft.models.draft_folder import read_info
-from longdraft.models.hf import Target, build_decoder, load_target
+from longdraft.models.hf import build_decoder, load_target
+from longdraft.models.target import Target
 
 # What leaves all tokens in.
 FILTERS = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "eta_cutoff": 0.0}

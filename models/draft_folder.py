@@ -30,8 +30,8 @@ from longdraft.models.draft_files import (
 from longdraft.models.drafts.longspec import LongSpec, LongSpecConfig, shape_of
 from longdraft.models.drafts.medusa import Medusa, MedusaConfig
 from longdraft.models.drafts.tokenswift import TokenSwift, TokenSwiftConfig
-from longdraft.models.hf import Target
-from longdraft.models.weights_hash import weights_hash
+from longdraft.models.fingerprint import weights_hash
+from longdraft.models.target import Target
 
 FORMAT_VERSION = 1
 DRAFTS = {
@@ -56,7 +56,7 @@ class DraftInfo:
     """What config.json says beside the network's shape.
 
     `target`: name, config_sha256, tokenizer_sha256 and, where it is known, weights_sha256, of a sample of the target's
-    weights (weights_hash.py). `train_length`: tokens of a training row. `tree`, the drafter's
+    weights (fingerprint.py). `train_length`: tokens of a training row. `tree`, the drafter's
     default: {"levels": ranks a level, "rank_rates": [level][rank], share of held-out positions whose text had that
     rank, "choice_rates": the same of the target's own choices, which is what acceptance depends on}; LongSpec's
     "levels" are the widths of its beam. `noise`: largest noise shift in training, None where the method has none.

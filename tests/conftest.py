@@ -24,8 +24,10 @@ if not torch.cuda.is_available():
 
 from longdraft.kernels.cpu_impl import rows
 from longdraft.models.decoder import DecoderConfig
-from longdraft.models.hf import Target, build_decoder, fingerprint
+from longdraft.models.fingerprint import fingerprint
+from longdraft.models.hf import build_decoder
 from longdraft.models.rope import RopeConfig
+from longdraft.models.target import Target
 
 
 def make_tiny_target(

@@ -17,7 +17,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from longdraft.data_prep.shards import ShardSet
-from longdraft.models.hf import Target
+from longdraft.models.target import Target
 from longdraft.train import state
 from longdraft.train.config import EITHER, Config, config_from_dict, resolved
 from longdraft.train.engine import Ranks, join_ranks, leave_ranks

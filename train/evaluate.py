@@ -25,7 +25,7 @@ from longdraft.infer.sampling import SamplingParams
 from longdraft.models.decoder import Decoder
 from longdraft.models.draft_folder import DRAFTS, Draft
 from longdraft.models.drafts.longspec import LongSpec
-from longdraft.models.hf import Target
+from longdraft.models.target import Target
 from longdraft.train import state
 from longdraft.train.batches import Rows
 from longdraft.train.config import Config, DecodingSection

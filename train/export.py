@@ -18,7 +18,8 @@ from longdraft.models.draft_files import WEIGHTS, check_out
 from longdraft.models.draft_folder import DRAFTS, Draft, DraftInfo, load_draft, save_draft, target_entry
 from longdraft.models.drafts.longspec import LongSpec, plan_queries
 from longdraft.models.drafts.loss import RANKS
-from longdraft.models.hf import Target, load_target
+from longdraft.models.hf import load_target
+from longdraft.models.target import Target
 from longdraft.train import state, vllm_medusa
 from longdraft.train.batches import Place, read_batch
 from longdraft.train.config import Config, LongSpecSection, to_dict

@@ -12,7 +12,7 @@ from typing import Any
 from tqdm import tqdm
 
 from longdraft.data_prep.shards import ShardSet
-from longdraft.models.hf import Target
+from longdraft.models.target import Target
 from longdraft.train import state
 from longdraft.train.config import Config, accumulation, resolved
 from longdraft.train.engine import Ranks, failures_named

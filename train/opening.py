@@ -15,8 +15,9 @@ from longdraft.data_prep.shards import ShardSet
 from longdraft.models.device import free_bytes
 from longdraft.models.draft_folder import Draft, load_draft
 from longdraft.models.drafts.longspec import LongSpec
-from longdraft.models.hf import Target, load_target, read_target_config
-from longdraft.models.weights_hash import weights_hash
+from longdraft.models.fingerprint import weights_hash
+from longdraft.models.hf import load_target, read_target_config
+from longdraft.models.target import Target
 from longdraft.train.batches import Place
 from longdraft.train.config import Config, LongSpecSection, check_positions
 from longdraft.train.engine import DraftEngine, Ranks, make_deterministic
@@ -49,7 +50,7 @@ class Run:
     """Everything open during training; `step` counts the steps done, `skipped` what was left out for a loss (a pass) or
     a gradient (a step) that was no number; `told` is what the ranks say of the last step while they say it, `ahead` the
     next step where it is read already (step.py); `heldout` is the latest evaluation; `decoding` is there where the
-    config asks for it; `target_weights` is the hash of the target's (models/weights_hash.py)."""
+    config asks for it; `target_weights` is the hash of the target's (models/fingerprint.py)."""
 
     config: Config
     ranks: Ranks

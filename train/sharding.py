@@ -17,7 +17,8 @@ import torch
 from torch import nn
 
 from longdraft.models.decoder import Decoder, DecoderConfig, Layer
-from longdraft.models.hf import Target, load_target
+from longdraft.models.hf import load_target
+from longdraft.models.target import Target
 from longdraft.train.engine import Ranks  # before DeepSpeed: it names the accelerator
 
 # isort: split

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from longdraft.models.draft_files import CONFIG, WEIGHTS, write_pair
 from longdraft.models.drafts.medusa import Medusa
 from longdraft.models.drafts.tokenswift import TokenSwift
-from longdraft.models.hf import Target
+from longdraft.models.target import Target
 from longdraft.train.config import DraftSection, LongSpecSection, TokenSwiftSection
 
 NAME = "vllm-medusa"

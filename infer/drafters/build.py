@@ -17,7 +17,8 @@ from longdraft.infer.drafters.tokenswift import TokenSwiftDrafter
 from longdraft.infer.drafters.triforce import TriForceDrafter
 from longdraft.infer.shape import likeliest_nodes
 from longdraft.models.draft_folder import DRAFTS, load_draft, read_info
-from longdraft.models.hf import Target, load_target
+from longdraft.models.hf import load_target
+from longdraft.models.target import Target
 
 # A drafter that is trained takes its draft as `draft`, another model as `small`; all other arguments are options.
 DRAFTERS: dict[str, type[Drafter]] = {

@@ -27,8 +27,8 @@ from longdraft.kernels.linear import linear
 from longdraft.kernels.transfer import integers
 from longdraft.models.decoder import TargetOutput
 from longdraft.models.drafts.longspec import LongSpec, shape_of
-from longdraft.models.hf import Target
 from longdraft.models.kv_cache import KVCache
+from longdraft.models.target import Target
 
 WIDTHS = (4, 16, 16, 16, 16)
 # Borders between the classes of a level, in nats: how far a node's log-probability lies below its parent's.
@@ -43,7 +43,7 @@ class LongSpecDrafter(Drafter):
     independent Gumbel errors, the softmax is each token's chance of being the choice.
 
     Args:
-        target: the loaded target (models/hf.py).
+        target: the loaded target (models/target.py).
         draft: a trained block, in the target's dtype and on its device.
         widths: nodes of each level; ones alone make a chain. With less room, levels shrink alike.
     """

@@ -20,15 +20,15 @@ from longdraft.kernels import backend
 from longdraft.kernels.transfer import integers
 from longdraft.models.decoder import TargetOutput
 from longdraft.models.drafts.medusa import Medusa
-from longdraft.models.hf import Target
 from longdraft.models.kv_cache import KVCache
+from longdraft.models.target import Target
 
 
 class MedusaDrafter(Drafter):
     """Ranks every head's tokens, with the step's noise at T > 0, and places them in a static tree.
 
     Args:
-        target: the loaded target (models/hf.py).
+        target: the loaded target (models/target.py).
         draft: trained heads, in the target's dtype and on its device.
         shape: which rank combinations are nodes, or the ranks of each level of a full Cartesian tree; None is that of
             3 ranks a head. With less room, its first nodes.

@@ -23,9 +23,9 @@ from longdraft.kernels import backend
 from longdraft.kernels.reference.tree_attention import MOST_ROWS
 from longdraft.kernels.transfer import HostCopy, integers
 from longdraft.models.decoder import TargetOutput
-from longdraft.models.hf import Target
 from longdraft.models.kv_cache import KVCache
 from longdraft.models.passes import prompt_rows
+from longdraft.models.target import Target
 
 # A rewind finds so many tokens unless told otherwise, where the window is wide enough for twice as many.
 SLACK = 16

@@ -26,8 +26,8 @@ from longdraft.kernels import backend
 from longdraft.kernels.transfer import integers
 from longdraft.models.decoder import TargetOutput
 from longdraft.models.files import write_atomically, write_tensors
-from longdraft.models.hf import Target
 from longdraft.models.kv_cache import KVCache
+from longdraft.models.target import Target
 
 CANDIDATES = 8
 # Children of each node, level by level, nodes in lexicographic order of their ranks (Token Recycling, figure 5).

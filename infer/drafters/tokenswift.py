@@ -30,8 +30,8 @@ from longdraft.kernels import backend
 from longdraft.kernels.transfer import integers
 from longdraft.models.decoder import TargetOutput
 from longdraft.models.drafts.tokenswift import TokenSwift
-from longdraft.models.hf import Target
 from longdraft.models.kv_cache import KVCache
+from longdraft.models.target import Target
 
 DRAFT_PASSES = ("auto", "always", "never")
 NGRAM = 4
@@ -43,7 +43,7 @@ class TokenSwiftDrafter(Drafter):
     """Ranks every head's tokens (with the step's noise at T > 0), fills a static tree, and merges n-grams into it.
 
     Args:
-        target: the loaded target (models/hf.py).
+        target: the loaded target (models/target.py).
         draft: trained heads.
         shape: which rank combinations of the heads are nodes, best first, or the ranks of each level of a full
             Cartesian tree; None is that of 3 ranks a head. With a draft pass it stands below the one node of the

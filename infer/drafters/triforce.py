@@ -24,8 +24,8 @@ from longdraft.infer.tree import TokenTree
 from longdraft.infer.verify import Verdict
 from longdraft.kernels.transfer import read_together
 from longdraft.models.decoder import TargetOutput
-from longdraft.models.hf import Target
 from longdraft.models.kv_cache import KVCache
+from longdraft.models.target import Target
 
 POLICIES = ("retrieval", "streaming")
 # The rolling acceptance is a mean over about so many steps.

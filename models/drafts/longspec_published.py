@@ -18,7 +18,7 @@ from torch import Tensor
 
 from longdraft.models.draft_folder import DraftInfo, save_draft, target_entry
 from longdraft.models.drafts.longspec import LongSpec, LongSpecConfig
-from longdraft.models.hf import Target
+from longdraft.models.target import Target
 
 # What the paper (Appendix E) and the authors' program say of how the published drafts were trained and are used.
 TRAIN_LENGTH, NOISE, WIDTHS = 32768, 4, [4, 16, 16, 16, 16]

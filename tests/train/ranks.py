@@ -10,7 +10,8 @@ import sys
 from functools import lru_cache
 from pathlib import Path
 
-from longdraft.models.hf import Target, load_target
+from longdraft.models.hf import load_target
+from longdraft.models.target import Target
 from longdraft.train.config import load_config
 from longdraft.train.engine import join_ranks, leave_ranks
 from longdraft.train.loop import train

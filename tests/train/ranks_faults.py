@@ -22,7 +22,8 @@ import torch
 from torch import nn
 
 from longdraft.launch.train import main
-from longdraft.models.hf import Target, load_target
+from longdraft.models.hf import load_target
+from longdraft.models.target import Target
 from longdraft.train import elastic, state
 from longdraft.train.config import load_config
 from longdraft.train.engine import DraftEngine, TrainingError, join_ranks, leave_ranks

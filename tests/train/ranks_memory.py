@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from longdraft.data_prep.shards import FORMAT_VERSION, Row, write_json, write_shard
-from longdraft.models.hf import Target
+from longdraft.models.target import Target
 from longdraft.train.batches import epoch_order
 from longdraft.train.config import Config, load_config
 from longdraft.train.engine import DraftEngine, Ranks, join_ranks, leave_ranks

@@ -22,8 +22,8 @@ from longdraft.launch.export import main
 from longdraft.models.draft_files import CONFIG, WEIGHTS
 from longdraft.models.draft_folder import DRAFTS, load_draft, read_info
 from longdraft.models.files import file_digest
+from longdraft.models.fingerprint import weights_hash
 from longdraft.models.hf import load_target
-from longdraft.models.weights_hash import weights_hash
 from longdraft.train import state
 from longdraft.train.config import config_from_dict, load_config, to_dict
 from longdraft.train.export import FORMATS, export, largest_difference

@@ -18,10 +18,10 @@ from transformers import (
 )
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from longdraft.infer import hf
+from longdraft.infer import transformers_api as api
 from longdraft.infer.engine import Engine
-from longdraft.infer.hf import forget, generate
 from longdraft.infer.sampling import SamplingParams
+from longdraft.infer.transformers_api import forget, generate
 from longdraft.models.hf import load_tokenizer, load_transformers
 
 SHAPE = {
@@ -168,7 +168,7 @@ def test_sampling_is_seeded_and_independent(model):
     assert len({tuple(row) for row in seeded[:, 8:].tolist()}) == 12
     # The seed is the engine's: row 0 has it, row 1 the next.
     params = SamplingParams(temperature=1.3, seed=41, max_new_tokens=10, ignore_eos=True)
-    engine = Engine(hf._KEPT[model].target).generate([PROMPTS[0]] * 2, [params, replace(params, seed=42)])
+    engine = Engine(api._KEPT[model].target).generate([PROMPTS[0]] * 2, [params, replace(params, seed=42)])
     ours = generate(model, torch.tensor(PROMPTS[:1]), **asked | {"num_return_sequences": 2}, seed=41)
     assert ours[:, 8:].tolist() == [generation.tokens for generation in engine]
 
@@ -232,16 +232,16 @@ def test_what_is_not_done_is_refused_by_name(model, name):
 def test_every_field_is_done_or_refused():
     """A field that a later transformers adds is refused from its first value on, not ignored."""
     fields = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
-    assert fields > hf.DONE | hf.SAMPLING_ONLY | hf.NEUTRAL.keys()
+    assert fields > api.DONE | api.SAMPLING_ONLY | api.NEUTRAL.keys()
     config = GenerationConfig()
     config.update(**GenerationConfig._get_default_generation_params())
-    hf._refuse_what_is_not_done(config, {"logits_processor": LogitsProcessorList(), "position_ids": None})
-    for name in fields - hf.DONE - {"transformers_version"}:
+    api._refuse_what_is_not_done(config, {"logits_processor": LogitsProcessorList(), "position_ids": None})
+    for name in fields - api.DONE - {"transformers_version"}:
         changed = GenerationConfig()
         setattr(changed, name, "something")
         changed.do_sample = True
         with pytest.raises(ValueError, match=f"^{name}='something' is not done here"):
-            hf._refuse_what_is_not_done(changed, {})
+            api._refuse_what_is_not_done(changed, {})
 
 
 @pytest.mark.parametrize(
@@ -308,9 +308,9 @@ def test_the_conversion_is_kept_and_sees_new_weights():
     model = tiny_model(seed=4)
     inputs = left_padded(PROMPTS)
     before = equal(model, inputs, max_new_tokens=8)
-    target, engine = hf._KEPT[model].target, hf._KEPT[model]._engine
+    target, engine = api._KEPT[model].target, api._KEPT[model]._engine
     equal(model, inputs, max_new_tokens=9)
-    assert hf._KEPT[model].target is target and hf._KEPT[model]._engine is engine
+    assert api._KEPT[model].target is target and api._KEPT[model]._engine is engine
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     model(inputs["input_ids"], labels=inputs["input_ids"]).loss.backward()
     optimizer.step()
@@ -318,20 +318,20 @@ def test_the_conversion_is_kept_and_sees_new_weights():
     for parameter in model.parameters():
         parameter.data.mul_(0.8)  # no version counter sees this
     equal(model, inputs, max_new_tokens=8)
-    assert hf._KEPT[model].target is target
+    assert api._KEPT[model].target is target
     model.double()
     equal(model, inputs, max_new_tokens=8)
-    assert hf._KEPT[model].target is not target
+    assert api._KEPT[model].target is not target
     model.resize_token_embeddings(99, mean_resizing=False)
     equal(model, inputs, max_new_tokens=8)
     forget(model)
     forget(model)
-    assert model not in hf._KEPT
+    assert model not in api._KEPT
     equal(model, inputs, max_new_tokens=3)
-    count = len(hf._KEPT)
+    count = len(api._KEPT)
     del model, optimizer
     gc.collect()
-    assert len(hf._KEPT) == count - 1
+    assert len(api._KEPT) == count - 1
 
 
 def test_calls_of_several_threads(model):

@@ -25,7 +25,8 @@ from longdraft.infer.drafters.base import Drafter
 from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
 from longdraft.infer.values import is_number, is_whole, shown
-from longdraft.models.hf import Target, decoder_config, refresh, target_from_transformers
+from longdraft.models.hf import decoder_config, refresh, target_from_transformers
+from longdraft.models.target import Target
 
 DEFAULT_DRAFTER = "token_recycling"
 # The fields of GenerationConfig that are done here, and one that says nothing about the result.

@@ -5,8 +5,8 @@ import torch
 from safetensors.torch import save_file
 
 from longdraft.models.checkpoint import places
+from longdraft.models.fingerprint import weights_hash
 from longdraft.models.hf import load_target, target_from_transformers
-from longdraft.models.weights_hash import weights_hash
 
 
 def test_the_same_values_from_a_gguf_file_and_from_safetensors_in_both_precisions(tmp_path):
