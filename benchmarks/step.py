@@ -72,7 +72,7 @@ def make_small_case(bench: Bench, profile: Profile, nodes: int) -> Case:
     context = torch.randint(profile.vocab_size, (1, SMALL_CONTEXT), generator=generator).to(bench.device)
     cache = model.new_cache(1, capacity)
     model(context, cache=cache, needs={"last_kv"})
-    cache.keep(None, torch.tensor([SMALL_CONTEXT], device=bench.device))
+    cache.commit(None, torch.tensor([SMALL_CONTEXT], device=bench.device))
     case = make_case(bench, model, cache, nodes)
     case.compared = sorted({*range(0, nodes, -(-nodes // COMPARED_NODES)), nodes - 1})
     wide = copy.deepcopy(model).float()
@@ -189,7 +189,7 @@ def _behind(
     cache = model.new_cache(1, context + max(n for _, n in rows))
     cache.keys.normal_()
     cache.values.normal_()
-    cache.keep(None, torch.tensor([context], device=bench.device))
+    cache.commit(None, torch.tensor([context], device=bench.device))
     ready: dict[str, Run] = {}
     for (way, n), row in rows.items():
         row |= {"context": context, "layers": n_layers}

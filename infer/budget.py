@@ -154,7 +154,7 @@ class Budget:
         """The nodes of `tree` that are worth a step, best first, at one of the widths."""
         if not self.automatic:
             return tree.pad_to(self._fitting(tree.width))
-        if tree.width > 1 and not backend.reads_are_free(tree.tokens.device):
+        if tree.width > 1 and not backend.is_host(tree.tokens.device):
             return self._prune_on_device(tree, active_B)
         self._expected.append(None)
         return tree if tree.width == 1 else self._prune_on_host(tree, active_B)

@@ -19,7 +19,7 @@ from longdraft.infer.drafters.build import build_drafter
 from longdraft.infer.graphs import graphs_for
 from longdraft.infer.history import History
 from longdraft.infer.memory import check_memory, estimate_memory, words
-from longdraft.infer.options import check_whole_or
+from longdraft.infer.options import check_integer_or
 from longdraft.infer.requests import Lane, Prompt, read_requests
 from longdraft.infer.results import Generation, Piece, Statistics
 from longdraft.infer.sampling import SamplingParams, SlotSampling
@@ -81,10 +81,10 @@ class Engine:
         log: Callable[[str], object] | None = None,
     ):
         limit = target.model.config.max_positions
-        check_whole_or("slots", slots, [None], 1)
-        check_whole_or("max_length", max_length, [None], 1, limit)
-        check_whole_or("prefill_chunk", prefill_chunk, [None], 1)
-        check_whole_or("nodes", nodes, ["auto", None], 1)
+        check_integer_or("slots", slots, [None], 1)
+        check_integer_or("max_length", max_length, [None], 1, limit)
+        check_integer_or("prefill_chunk", prefill_chunk, [None], 1)
+        check_integer_or("nodes", nodes, ["auto", None], 1)
         self.device = target.model.embed_tokens.weight.device
         if isinstance(drafter, str):
             with on_device(self.device):
@@ -101,15 +101,15 @@ class Engine:
         self.prefill_chunk = prefill_chunk or prompt_rows(self.device.type)
         # What the budget learns of costs must not depend on what else the machine does.
         self._work_clock = rows.work_seconds if self._on_cpu else time.perf_counter
-        self._room = min(nodes, drafter.max_nodes) if isinstance(nodes, int) else drafter.max_nodes
+        self._max_nodes = min(nodes, drafter.max_nodes) if isinstance(nodes, int) else drafter.max_nodes
         automatic = nodes == "auto" and drafter.max_nodes > 0
-        chosen = [width for width in WIDTHS if automatic and width <= self._room]
+        chosen = [width for width in WIDTHS if automatic and width <= self._max_nodes]
         self._graphs = graphs_for(graphs, target.model)
         # A replay is launched at once, and what it takes is in the step's time.
         timed = not self._graphs.recording
-        self._budget = Budget(drafter.n_classes, [1, *chosen, 1 + self._room], automatic, timed, self._on_cpu)
+        self._budget = Budget(drafter.n_classes, [1, *chosen, 1 + self._max_nodes], automatic, timed, self._on_cpu)
         # On a GPU the host reads a step's tokens while the next step already runs.
-        self.lag = 0 if backend.reads_are_free(self.device) else 1
+        self.lag = 0 if backend.is_host(self.device) else 1
         self._cache: KVCache | None = None
         self._state: SlotState  # made with the cache
         self._samplings: list[SlotSampling] = []  # the last ones of each kind, where steps are recorded
@@ -296,7 +296,7 @@ class Engine:
             state.roots[slot].fill_(request.prompt[-1])
             state.positions[slot].fill_(len(request.prompt) - 1)
             self._budget.begin(slot)
-            self.drafter.begin([slot], [request], cache)
+            self.drafter.on_start([slot], [request], cache)
         own = cache.slot(first, len(requests))
         longest = max(len(prompt) for prompt in prompts) - 1
         if 0 < longest <= self.prefill_chunk:
@@ -307,8 +307,8 @@ class Engine:
             with self._threads(len(chunk)):
                 # Where nobody reads hidden states, the last layer's keys and values end the pass.
                 output = self.target.model(tokens, cache=own, needs=self.drafter.needs or frozenset({"last_kv"}))
-                own.keep(None, torch.full((1,), len(chunk), device=self.device))
-                self.drafter.read([first], tokens, output)
+                own.commit(None, torch.full((1,), len(chunk), device=self.device))
+                self.drafter.on_prefill([first], tokens, output)
         seconds = time.perf_counter() - begin
         return [
             Lane(request, self.target, self.max_length, begin, Statistics(prefill_seconds=seconds))
@@ -324,10 +324,10 @@ class Engine:
         last_B = (counts_B - 1).clamp(min=0) if "queries" in needs else None
         with self._threads(max(counts)):
             output = self.target.model(tokens, cache=cache, needs=needs, query_rows_B=last_B, prompts=counts)
-            cache.keep(None, counts_B)
+            cache.commit(None, counts_B)
             for place, (slot, count) in enumerate(zip(slots, counts, strict=True)):
                 if count:
-                    self.drafter.read([slot], tokens[place : place + 1, :count], output.of_slot(place, count))
+                    self.drafter.on_prefill([slot], tokens[place : place + 1, :count], output.of_slot(place, count))
 
     def _threads(self, n_rows: int) -> AbstractContextManager[None]:
         """What a prefill pass of so many rows a slot runs on: the C kernels' threads, or PyTorch's."""
@@ -338,11 +338,18 @@ class Engine:
     def _step(self) -> Step:
         """One step of all slots; a drafter that did not pay is not asked for a while."""
         assert self._cache is not None
-        room = 0 if self._budget.rests else self._room
+        max_nodes = 0 if self._budget.rests else self._max_nodes
         model = self.target.model
         model.recorded_layers.fresh = False  # what a prompt's passes recorded took none of this step's time
         step = take_step(
-            model, self._cache, self.drafter, self._state, room, self._budget.prune, self.lag == 0, self._work_clock
+            model,
+            self._cache,
+            self.drafter,
+            self._state,
+            max_nodes,
+            self._budget.prune,
+            self.lag == 0,
+            self._work_clock,
         )
         if self._graphs.fresh or model.recorded_layers.fresh:
             # The time of this step, and of those not read yet, is that of recording.
@@ -351,8 +358,8 @@ class Engine:
 
     def _to_host(self, step: Step) -> HostCopy:
         """What `_collect` reads of a step, on its way; the proposal where it is not on the host already."""
-        verdict, tree = step.verdict, step.proposed
-        parts = [verdict.counts, verdict.tokens, step.drafted]
+        accepted, tree = step.accepted, step.proposed
+        parts = [accepted.counts, accepted.tokens, step.drafted]
         if self._budget.automatic and tree.width > 1 and not tree.on_host:
             parts += [tree.tokens, tree.parents] + ([] if tree.classes is None else [tree.classes])
         return HostCopy(*parts)

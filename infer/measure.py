@@ -212,7 +212,7 @@ def _prefill(target: Target, cache: KVCache, tokens_1T: Tensor, watch: Watch) ->
     """These tokens into the empty cache, in passes as decoding makes them."""
     for chunk in tokens_1T.split(prompt_rows(tokens_1T.device.type), dim=1):
         target.model(chunk, cache=cache, needs={"last_kv"})
-        cache.keep(None, torch.tensor([chunk.shape[1]], device=chunk.device))
+        cache.commit(None, torch.tensor([chunk.shape[1]], device=chunk.device))
         watch.advance(prefill_cost(chunk.shape[1]))
 
 
@@ -228,7 +228,7 @@ def choice_logits(target: Target, tokens: Sequence[int], start: int, width: int,
     for part in rows[:, start:].split(width, dim=1):
         logits.append(model(part, cache=cache).logits[0])
         watch.advance(_pass_cost(part.shape[1]) if width > 1 else 1)
-        cache.keep(None, torch.tensor([part.shape[1]], device=device))
+        cache.commit(None, torch.tensor([part.shape[1]], device=device))
     return torch.cat(logits)
 
 

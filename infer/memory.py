@@ -32,7 +32,7 @@ def estimate_memory(
     row = 2 * config.n_layers * config.n_kv_heads * config.head_dim * size
     verification = pass_bytes(config, batch * width, weight.dtype) + batch * width * config.vocab_size * size
     choices = batch * config.vocab_size * 8
-    if not backend.reads_are_free(weight.device):  # with filters or penalties, at all nodes at once
+    if not backend.is_host(weight.device):  # with filters or penalties, at all nodes at once
         choices = max(batch, min(batch * width, MOST_SORTED // config.vocab_size)) * config.vocab_size * SORTED_BYTES
     if graphs:  # one pool of memory for the passes, and for each width the outputs that drafters read
         outputs = {"logits": config.vocab_size, "pre_norm": config.hidden_size, "post_norm": config.hidden_size}

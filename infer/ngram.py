@@ -193,7 +193,7 @@ class Tables:
 
     def rewind(self, lengths_B: Tensor) -> None:
         """Only the first lengths_B[b] tokens stand."""
-        if not backend.reads_are_free(lengths_B.device):
+        if not backend.is_host(lengths_B.device):
             self._standing_B = torch.minimum(self._standing_B, lengths_B)
             return
         for table, length in zip(self.of, lengths_B.tolist(), strict=True):
@@ -203,7 +203,7 @@ class Tables:
     def asked(self, state: SlotState) -> Tensor:
         """int64 [B, 4 + R], of which `catch_up` wants the lists: active, root, position, tokens that stand, and the
         last R tokens up to the root, of which the host may not know some yet."""
-        count = 0 if backend.reads_are_free(state.roots.device) else READ_AHEAD
+        count = 0 if backend.is_host(state.roots.device) else READ_AHEAD
         parts = state.active.long(), state.roots, state.positions, self._standing_B
         recent_BR = state.history.read(state.positions - (count - 1), count)
         return torch.cat([torch.stack(parts, dim=1), recent_BR], dim=1)

@@ -11,52 +11,52 @@ from typing import Any
 from torch import nn
 
 from longdraft.infer.shape import TreeShape
-from longdraft.infer.values import is_number, is_whole, shown
+from longdraft.infer.values import is_integer, is_number, short_repr
 from longdraft.models.target import Target
 
 # A static tree of more nodes costs more than it brings, on any machine.
 MOST_NODES = 4096
 
 
-def whole(name: str, value: Any, least: int, most: int | None = None, otherwise: str = "") -> int:
+def integer(name: str, value: Any, least: int, most: int | None = None, otherwise: str = "") -> int:
     """`value`, a whole number of at least `least` and at most `most`; an error adds what it may be `otherwise`.
 
     Raises:
         ValueError: it is none.
     """
     limits = (f"at least {least}" if most is None else f"at least {least} and at most {most}") + otherwise
-    if not is_whole(value):
-        raise ValueError(f"{name}={shown(value)}: must be a whole number, {limits}")
+    if not is_integer(value):
+        raise ValueError(f"{name}={short_repr(value)}: must be a whole number, {limits}")
     number = int(value)
     if number < least or (most is not None and number > most):
-        raise ValueError(f"{name}={shown(number)}: must be {limits}")
+        raise ValueError(f"{name}={short_repr(number)}: must be {limits}")
     return number
 
 
-def check_whole_or(name: str, value: Any, others: Sequence[str | None], least: int, most: int | None = None) -> None:
+def check_integer_or(name: str, value: Any, others: Sequence[str | None], least: int, most: int | None = None) -> None:
     """Raise ValueError unless `value` is one of the `others` or such a whole number."""
     if not (isinstance(value, str | None) and value in others):
-        whole(name, value, least, most, "".join(f", or {other!r}" for other in others))
+        integer(name, value, least, most, "".join(f", or {other!r}" for other in others))
 
 
-def share(name: str, value: Any) -> float:
+def fraction(name: str, value: Any) -> float:
     """`value`, a number of at least 0, which turns it off, and below 1."""
     if not is_number(value) or not 0 <= float(value) < 1:
-        raise ValueError(f"{name}={shown(value)}: must be at least 0 (off) and below 1")
+        raise ValueError(f"{name}={short_repr(value)}: must be at least 0 (off) and below 1")
     return float(value)
 
 
-def flag(name: str, value: Any) -> bool:
+def boolean(name: str, value: Any) -> bool:
     """`value`, True or False."""
     if not isinstance(value, bool):
-        raise ValueError(f"{name}={shown(value)}: must be True or False")
+        raise ValueError(f"{name}={short_repr(value)}: must be True or False")
     return value
 
 
 def one_of(name: str, value: Any, known: Sequence[str]) -> str:
     """`value`, one of the known words."""
     if not isinstance(value, str) or value not in known:
-        raise ValueError(f"{name}={shown(value)}: must be one of {', '.join(known)}")
+        raise ValueError(f"{name}={short_repr(value)}: must be one of {', '.join(known)}")
     return value
 
 
@@ -64,8 +64,8 @@ def level_widths(name: str, value: Any) -> tuple[int, ...]:
     """`value`, a whole number for each level of a tree; a single number is one level."""
     levels = (value,) if isinstance(value, Integral) else value
     if not isinstance(levels, Sequence) or isinstance(levels, str | bytes) or not levels:
-        raise ValueError(f"{name}={shown(value)}: must be a whole number for each level, such as (3, 3, 3)")
-    return tuple(whole(f"{name}[{i}]", width, 1) for i, width in enumerate(levels))
+        raise ValueError(f"{name}={short_repr(value)}: must be a whole number for each level, such as (3, 3, 3)")
+    return tuple(integer(f"{name}[{i}]", width, 1) for i, width in enumerate(levels))
 
 
 def heads_shape(name: str, value: Any, n_heads: int, ranks: int) -> TreeShape:

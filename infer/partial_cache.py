@@ -23,9 +23,9 @@ from longdraft.models.kv_cache import KVCache
 class RingCache(KVCache):
     """Rows [0, fixed) hold the first tokens for good, rows [fixed, budget) are a ring, behind them comes a tail.
 
-    The tail is what passes committed on this cache itself (`append`, `keep`); `rewind` takes it back. `held` tokens are
-    in the first `budget` rows: while there are no more than that, token t is in row t; then each further one overwrites
-    the ring's next row, from row `fixed` on.
+    The tail is what passes committed on this cache itself (`append`, `commit`); `rewind` takes it back. `held` tokens
+    are in the first `budget` rows: while there are no more than that, token t is in row t; then each further one
+    overwrites the ring's next row, from row `fixed` on.
 
     Attributes:
         held: int64 [B].
@@ -219,7 +219,7 @@ class SelectedCache(RingCache):
         self.held.add_(counts_B)
         self._written.add_(counts_B)
         if counts is None:
-            counts = counts_B.tolist() if backend.reads_are_free(counts_B.device) else [most] * self.batch
+            counts = counts_B.tolist() if backend.is_host(counts_B.device) else [most] * self.batch
         self._free = [free - count for free, count in zip(self._free, counts, strict=True)]
 
     def _load(self, slot: int, seen: int) -> int:

@@ -164,7 +164,7 @@ class Penalties:
         """How many of the last tokens have to be read. On a GPU, where positions are not known, the most it can be."""
         capacity = history.tokens.shape[1]
         whole = self._repetition is not None or self._counts
-        if not backend.reads_are_free(positions_B.device):
+        if not backend.is_host(positions_B.device):
             return capacity if whole else min(capacity, self.widest)
         longest = int(positions_B.max()) + 1
         if self._repetition is None and self._counts:  # the prompt does not count, but for the window's part of it

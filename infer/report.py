@@ -88,7 +88,7 @@ def _verdicts(result: dict) -> list[str]:
 
 
 def _exactness(result: dict) -> str:
-    """The verdict, and what it was shown in."""
+    """The accepted, and what it was shown in."""
     if result["exact"]:
         return f"yes ({result['exact_checked']})"
     parts = []

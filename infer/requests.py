@@ -11,7 +11,7 @@ from longdraft.infer.drafters.base import Request
 from longdraft.infer.results import Generation, Piece, Statistics
 from longdraft.infer.sampling import SamplingParams, draw_seed, one_each
 from longdraft.infer.text import StopStrings
-from longdraft.infer.values import check_text, is_whole, shown
+from longdraft.infer.values import check_text, is_integer, short_repr
 from longdraft.models.target import Target
 
 Message = Mapping[str, Any]
@@ -34,7 +34,7 @@ def read_requests(
     if hasattr(prompts, "tolist"):
         prompts = prompts.tolist()  # type: ignore[union-attr]
     if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
-        raise ValueError(f"prompts: {shown(prompts)}; give a text or a list of prompts")
+        raise ValueError(f"prompts: {short_repr(prompts)}; give a text or a list of prompts")
     if isinstance(prompts, str) or (prompts and isinstance(prompts[0], Mapping)):
         prompts = [prompts]  # type: ignore[list-item]
     if any(isinstance(prompt, Integral) for prompt in prompts):
@@ -42,7 +42,9 @@ def read_requests(
     requests = []
     for index, (prompt, sampling) in enumerate(zip(prompts, one_each(params, len(prompts)), strict=True)):
         if not isinstance(sampling, SamplingParams):
-            raise ValueError(f"params: {shown(sampling)} for prompt {index}; give SamplingParams, one or one a prompt")
+            raise ValueError(
+                f"params: {short_repr(sampling)} for prompt {index}; give SamplingParams, one or one a prompt"
+            )
         tokens = prompt_tokens(target, prompt, f"prompt {index}")
         _check(target, index, tokens, sampling, max_length)
         seed = draw_seed() if sampling.seed is None else sampling.seed
@@ -59,8 +61,10 @@ def prompt_tokens(target: Target, prompt: Any, name: str = "prompt") -> list[int
     chat = isinstance(prompt, Sequence) and bool(prompt) and all(isinstance(part, Mapping) for part in prompt)
     if not (isinstance(prompt, str) or chat):
         listed = isinstance(prompt, Sequence) and not isinstance(prompt, bytes)
-        if not (listed and all(is_whole(token) for token in prompt)):
-            raise ValueError(f"{name} is {shown(prompt)}; give a text, a list of token ids or a list of chat messages")
+        if not (listed and all(is_integer(token) for token in prompt)):
+            raise ValueError(
+                f"{name} is {short_repr(prompt)}; give a text, a list of token ids or a list of chat messages"
+            )
         return [int(token) for token in prompt]
     if target.tokenizer is None:
         raise ValueError(f"{name}: a text needs a tokenizer, and this target has none; give token ids")
@@ -80,17 +84,21 @@ def _message(message: Any, name: str) -> dict[str, Any]:
     """A chat's message with its content as one text: parts of text, as some interfaces write them, are put together."""
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str) or not role:
-        raise ValueError(f"{name}: role is {shown(role)}; give 'user', 'assistant' or another that the template knows")
+        raise ValueError(
+            f"{name}: role is {short_repr(role)}; give 'user', 'assistant' or another that the template knows"
+        )
     check_text(f"{name}: role", role)
     if content is None and message.get("tool_calls"):
         return dict(message)
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
     if not isinstance(parts, list | tuple) or not parts:
-        raise ValueError(f'{name}: content is {shown(content)}; give a text, or parts {{"type": "text", "text": ...}}')
+        raise ValueError(
+            f'{name}: content is {short_repr(content)}; give a text, or parts {{"type": "text", "text": ...}}'
+        )
     for i, part in enumerate(parts):
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind != "text" or not isinstance(part.get("text"), str):
-            what = f"a part of type {shown(kind)}" if kind not in (None, "text") else shown(part)
+            what = f"a part of type {short_repr(kind)}" if kind not in (None, "text") else short_repr(part)
             raise ValueError(
                 f"{name}: content[{i}] is {what}; this target reads text alone, as "
                 '{"type": "text", "text": "..."}: leave other parts out'
@@ -110,7 +118,7 @@ def _check(target: Target, index: int, tokens: list[int], sampling: SamplingPara
         ("sampling parameter stop_token_ids", sampling.stop_token_ids),
     ]:
         if ids and (min(ids) < 0 or max(ids) >= vocab):
-            raise ValueError(f"{name} must lie in 0..{vocab - 1}, got {shown(min(ids))}..{shown(max(ids))}")
+            raise ValueError(f"{name} must lie in 0..{vocab - 1}, got {short_repr(min(ids))}..{short_repr(max(ids))}")
     if len(set(sampling.banned_token_ids)) == vocab:
         raise ValueError("sampling parameter banned_token_ids: all tokens are banned; leave at least one")
     if sampling.stop_strings:

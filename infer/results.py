@@ -22,9 +22,9 @@ class Statistics:
     draft_seconds: float = 0.0
     draft_pass_seconds: float = 0.0  # of draft_seconds, inside networks
     target_seconds: float = 0.0  # verification: the target's passes
-    commit_seconds: float = 0.0  # choice, walk, keep, observe
+    commit_seconds: float = 0.0  # choice, accept, commit, on_step
     choice_seconds: float = 0.0  # of commit_seconds: processors, noise, argmax
-    accepted_at_depth: list[int] = field(default_factory=list)  # [d] steps whose walk accepted at least d + 1 nodes
+    accepted_at_depth: list[int] = field(default_factory=list)  # [d] steps that accepted at least d + 1 nodes
     decisions: dict[str, str] = field(default_factory=dict)  # what an `auto` decided, in words
 
     @property
@@ -34,7 +34,7 @@ class Statistics:
 
     @property
     def acceptance_by_depth(self) -> list[float]:
-        """[d]: share of steps whose walk accepted at least d + 1 nodes."""
+        """[d]: share of steps that accepted at least d + 1 nodes."""
         return [count / max(self.steps, 1) for count in self.accepted_at_depth]
 
 

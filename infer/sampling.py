@@ -3,7 +3,7 @@
 choice(t) = argmax_v( filter(penalised logits / T)_v + g(seed, t, v) ), at T = 0 the argmax of the penalised logits.
 Plain decoding and the verification of a tree apply this same rule, so every drafter gives plain decoding's text
 (Drafter-invariant speculative decoding, arXiv 2408.07978). Not here: the penalties (infer/penalties.py), the noise
-itself (kernels/gumbel.py) and the walk (infer/verify.py). Shapes: B slots, N nodes, V vocabulary.
+itself (kernels/gumbel.py) and the walk (infer/accept.py). Shapes: B slots, N nodes, V vocabulary.
 """
 
 import secrets
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from longdraft.infer.history import History
 from longdraft.infer.penalties import Penalties
-from longdraft.infer.values import check_text, is_number, is_whole, shown
+from longdraft.infer.values import check_text, is_integer, is_number, short_repr
 from longdraft.kernels import backend
 from longdraft.kernels.choice import choose
 from longdraft.kernels.gumbel import gumbel_noise
@@ -80,37 +80,37 @@ class SamplingParams:
     def __post_init__(self):
         def demand(holds: bool, name: str, want: str):
             if not holds:
-                raise ValueError(f"sampling parameter {name}={shown(getattr(self, name))} must be {want}")
+                raise ValueError(f"sampling parameter {name}={short_repr(getattr(self, name))} must be {want}")
 
         def number(name: str, holds, want: str):
             value = getattr(self, name)
             demand(is_number(value) and holds(value), name, want)
             object.__setattr__(self, name, float(value))
 
-        def whole(name: str, least: int, want: str, most: int = 2**62 - 1):
+        def integer(name: str, least: int, want: str, most: int = 2**62 - 1):
             value = getattr(self, name)
-            demand(is_whole(value) and least <= int(value) <= most, name, want)
+            demand(is_integer(value) and least <= int(value) <= most, name, want)
             object.__setattr__(self, name, int(value))
 
         warmest = "0 (greedy) or a number above, from 1e-06 on up to 1e+30"
         number("temperature", lambda t: t == 0 or COLDEST <= t <= WARMEST, warmest)
-        whole("top_k", 0, "0 (off) or a positive integer")
+        integer("top_k", 0, "0 (off) or a positive integer")
         number("top_p", lambda p: 0 < p <= 1, "above 0 and at most 1 (off)")
         number("min_p", lambda p: 0 <= p < 1, "at least 0 (off) and below 1")
         number("eta_cutoff", lambda p: 0 <= p < 1, "at least 0 (off) and below 1")
-        whole("max_new_tokens", 1, "at least 1, an integer")
-        whole("contextual_window", 1, "at least 1, an integer")
+        integer("max_new_tokens", 1, "at least 1, an integer")
+        integer("contextual_window", 1, "at least 1, an integer")
         for name in ("contextual_penalty", "repetition_penalty"):
             number(name, lambda p: 1e-30 <= p <= 1e30, "above 0 (1e-30 to 1e30); 1 is off, above it penalises")
         for name in ("presence_penalty", "frequency_penalty"):
             number(name, lambda p: abs(p) <= 1e30, "a number from -1e30 to 1e30; 0 is off, above it penalises")
         if self.seed is not None:
-            whole("seed", -(2**63), "None or an integer of 64 bits", 2**64 - 1)
+            integer("seed", -(2**63), "None or an integer of 64 bits", 2**64 - 1)
         demand(isinstance(self.ignore_eos, bool), "ignore_eos", "True or False")
         for name in ("stop_token_ids", "banned_token_ids"):
             ids = getattr(self, name)
             listed = isinstance(ids, Sequence | set | frozenset) and not isinstance(ids, str | bytes)
-            demand(listed and all(is_whole(t) and int(t) >= 0 for t in ids), name, "a list of token ids")
+            demand(listed and all(is_integer(t) and int(t) >= 0 for t in ids), name, "a list of token ids")
             object.__setattr__(self, name, tuple(int(token) for token in ids))
         listed = isinstance(self.stop_strings, list | tuple)
         full = listed and all(isinstance(text, str) and text for text in self.stop_strings)
@@ -201,7 +201,7 @@ class SlotSampling:
 
         The same for drafter and verifier; it must not be written to.
         """
-        if not backend.reads_are_free(self.device):
+        if not backend.is_host(self.device):
             return gumbel_noise(self.seeds, positions_B[:, None], vocab_size)[:, 0]
         # A row does not depend on the vocabulary's size, so the widest one asked for serves all.
         self._width = max(self._width, vocab_size)
@@ -325,7 +325,7 @@ class SlotSampling:
         """Sorting a vocabulary takes milliseconds, and the sum is mostly reached within a few hundred tokens: the rest
         is only sorted where it is not (on a GPU always, for to see whether would be to wait for it)."""
         vocab, probs = scaled.shape[-1], scaled.softmax(-1)
-        for most in (LIKELIEST, vocab) if backend.reads_are_free(scaled.device) else (vocab,):
+        for most in (LIKELIEST, vocab) if backend.is_host(scaled.device) else (vocab,):
             if most < vocab:
                 values, order = scaled.topk(most, dim=-1)
             else:

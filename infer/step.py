@@ -1,4 +1,4 @@
-"""One step of decoding: propose, one pass of the target, choose and walk, keep, observe. There is no other loop.
+"""One step of decoding: propose, one pass of the target, accept, commit. There is no other loop.
 
 The engine takes steps on the full cache; a drafter that is an engine itself takes them on a cache of its own. No
 method's name stands here. Shapes: B slots, N tree nodes, V vocabulary.
@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from longdraft.infer.accept import AcceptResult, accept, accept_chosen
 from longdraft.infer.drafters.base import Drafter, SlotState
 from longdraft.infer.tree import TokenTree
-from longdraft.infer.verify import Verdict, walk, walk_chosen
 from longdraft.kernels import backend
 from longdraft.models.decoder import Decoder, TargetOutput
 from longdraft.models.kv_cache import KVCache
@@ -34,7 +34,7 @@ class Step:
     proposed: TokenTree
     drafted: Tensor  # int64 [B], nodes verified below each root
     width: int
-    verdict: Verdict
+    accepted: AcceptResult
     draft_seconds: float
     draft_work: float
     draft_pass_seconds: float
@@ -49,7 +49,7 @@ def take_step(
     cache: KVCache,
     drafter: Drafter,
     state: SlotState,
-    room: int,
+    max_nodes: int,
     prune: Callable[[TokenTree, Tensor], TokenTree] | None = None,
     checked: bool = True,
     work_clock: Callable[[], float] = time.perf_counter,
@@ -59,15 +59,15 @@ def take_step(
     Args:
         cache: behind its committed rows the pass's rows are written, and the accepted ones stay. It need not hold a
             slot's tokens at their positions: `state.positions` alone says where the root stands.
-        room: most nodes below the root; 0 does not ask the drafter.
+        max_nodes: most nodes below the root; 0 does not ask the drafter.
         prune: (proposal, active) -> what of it is verified.
         checked: read the proposal's roots on the host to name a drafter that breaks its word.
         work_clock: what the drafter's work is measured by.
     """
     begin, in_networks, work_before = time.perf_counter(), drafter.pass_seconds, work_clock()
-    tree = proposed = drafter.propose(state, room) if room else TokenTree.roots(state.roots)
-    if tree.width > room + 1:
-        raise ValueError(f"drafter: it proposed {tree.width - 1} nodes, with room for {room}")
+    tree = proposed = drafter.propose(state, max_nodes) if max_nodes else TokenTree.roots(state.roots)
+    if tree.width > max_nodes + 1:
+        raise ValueError(f"drafter: it proposed {tree.width - 1} nodes, with room for {max_nodes}")
     if checked and not torch.equal(tree.tokens[:, 0], state.roots):
         raise ValueError("drafter: node 0 of its tree is not the root, the last committed token of each slot")
     if prune is not None:
@@ -79,7 +79,7 @@ def take_step(
 
     def verify(
         state: SlotState, tokens_BN: Tensor, parents_BN: Tensor, *of_tree: Tensor
-    ) -> tuple[Verdict, TargetOutput]:
+    ) -> tuple[AcceptResult, TargetOutput]:
         positions_BN = state.positions[:, None] if alone else state.positions[:, None] + of_tree[1]
         output = model(
             tokens_BN,
@@ -93,22 +93,22 @@ def take_step(
         assert output.logits is not None
         nodes = TokenTree(tokens_BN, parents_BN)
         ancestors_BNN = None if alone else of_tree[0]
-        verdict = _decide(state, nodes, positions_BN, ancestors_BNN, output.logits, drafter.max_depth, clock)
-        cache.keep(verdict.rows, verdict.counts)
+        accepted = _decide(state, nodes, positions_BN, ancestors_BNN, output.logits, drafter.max_depth, clock)
+        cache.commit(accepted.nodes, accepted.counts)
         # What recorded work returns, it keeps.
-        return verdict, output if "logits" in needs else replace(output, logits=None)
+        return accepted, output if "logits" in needs else replace(output, logits=None)
 
     work = ("verify", needs, drafter.max_depth), (model, cache)
-    verdict, output = state.run(*work, verify, tree.tokens, tree.parents, *of_tree, widest=tree.width)
-    state.positions += verdict.counts
-    state.roots = torch.where(state.active, verdict.last(verdict.tokens), state.roots)
-    drafter.observe(state, tree, verdict, output)
+    accepted, output = state.run(*work, verify, tree.tokens, tree.parents, *of_tree, widest=tree.width)
+    state.positions += accepted.counts
+    state.roots = torch.where(state.active, accepted.last(accepted.tokens), state.roots)
+    drafter.on_step(state, tree, accepted, output)
     done = time.perf_counter()
     return Step(
         proposed,
         (tree.parents >= 0).sum(dim=1),
         tree.width,
-        verdict,
+        accepted,
         draft_seconds=drafted - begin,
         draft_work=draft_work,
         draft_pass_seconds=drafter.pass_seconds - in_networks,
@@ -134,20 +134,20 @@ def _decide(
     logits_BNV: Tensor,
     max_depth: int,
     clock: _Clock,
-) -> Verdict:
+) -> AcceptResult:
     """The walk; the history has its tokens then. positions_BN: of the nodes. ancestors_BNN: None for roots alone.
 
     Where the host knows how far the walk is, the choices are made on its way, at no more nodes than it meets; elsewhere
     at all nodes at once.
     """
-    if backend.reads_are_free(logits_BNV.device):
-        return walk(tree, _choice(state, logits_BNV, clock), state.active, max_depth)
+    if backend.is_host(logits_BNV.device):
+        return accept(tree, _choice(state, logits_BNV, clock), state.active, max_depth)
     choices_BN = state.sampling.choose_all(logits_BNV, state.history, tree.tokens, positions_BN, ancestors_BNN)
-    verdict = walk_chosen(tree, choices_BN, state.active, max_depth)
+    accepted = accept_chosen(tree, choices_BN, state.active, max_depth)
     steps_P = torch.arange(1, 2 + max_depth, device=logits_BNV.device)
     # What lies behind the path lies behind the new root, and is void.
-    state.history.write(state.positions[:, None] + steps_P, verdict.tokens)
-    return verdict
+    state.history.write(state.positions[:, None] + steps_P, accepted.tokens)
+    return accepted
 
 
 def _choice(state: SlotState, logits_BNV: Tensor, clock: _Clock) -> Callable[[Tensor, int], Tensor]:

@@ -46,7 +46,7 @@ class StreamingCache(RingCache):
         tail_B = self.lengths - base_B
         moved_B = torch.where(tail_B > 2 * self._slack, tail_B - self._slack, 0)
         most = 2 * self._slack + appended
-        if backend.reads_are_free(moved_B.device):
+        if backend.is_host(moved_B.device):
             if not moved_B.any():
                 return
             most = int(tail_B.max())
@@ -89,7 +89,7 @@ class StreamingCache(RingCache):
     def _rotate_sinks(self, before_B: Tensor) -> None:
         """Let the sinks stand directly before the oldest recent token; before_B: how far they were rotated on."""
         now_B, sinks = self._evicted(), self.fixed
-        if sinks == 0 or (backend.reads_are_free(now_B.device) and not now_B.any()):
+        if sinks == 0 or (backend.is_host(now_B.device) and not now_B.any()):
             return
         first_BsKd = (before_B == 0)[:, None, None, None]
         self._sinks_LBsKd = torch.where(first_BsKd, self.keys[:, :, :sinks], self._sinks_LBsKd)

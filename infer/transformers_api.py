@@ -24,7 +24,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from longdraft.infer.drafters.base import Drafter
 from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
-from longdraft.infer.values import is_number, is_whole, shown
+from longdraft.infer.values import is_integer, is_number, short_repr
 from longdraft.models.hf import decoder_config, refresh, target_from_transformers
 from longdraft.models.target import Target
 
@@ -182,13 +182,13 @@ def _check_kinds(
     }
     for name, (fits, value, want) in kinds.items():
         if not fits:
-            raise ValueError(f"{name}={shown(value)}: give {want}")
+            raise ValueError(f"{name}={short_repr(value)}: give {want}")
 
 
 def _ids_of(kwargs: Mapping[str, Any], name: str, single: bool) -> tuple[bool, Any, str]:
     value = kwargs.get(name)
-    listed = isinstance(value, Sequence) and not isinstance(value, str | bytes) and all(map(is_whole, value))
-    fits = value is None or isinstance(value, Tensor) or listed or (single and is_whole(value))
+    listed = isinstance(value, Sequence) and not isinstance(value, str | bytes) and all(map(is_integer, value))
+    fits = value is None or isinstance(value, Tensor) or listed or (single and is_integer(value))
     return fits, value, "a token id or a list of them" if single else "a list of token ids"
 
 
@@ -196,14 +196,14 @@ def _check_fields(values: Mapping[str, Any]) -> None:
     """Raise ValueError for the first field that is no number, or neither True nor False, where it must be."""
     given = {name: value for name, value in values.items() if value is not None}
     for name, value in given.items():
-        if name in LEAST and not (is_whole(value) and value >= LEAST[name]):
-            raise ValueError(f"{name}={shown(value)}: give a whole number of at least {LEAST[name]}")
-        if name in ("pad_token_id", "bos_token_id") and not is_whole(value):
-            raise ValueError(f"{name}={shown(value)}: give a token id")
+        if name in LEAST and not (is_integer(value) and value >= LEAST[name]):
+            raise ValueError(f"{name}={short_repr(value)}: give a whole number of at least {LEAST[name]}")
+        if name in ("pad_token_id", "bos_token_id") and not is_integer(value):
+            raise ValueError(f"{name}={short_repr(value)}: give a token id")
         if name in ("do_sample", "return_dict_in_generate") and not isinstance(value, bool):
-            raise ValueError(f"{name}={shown(value)}: give True or False")
+            raise ValueError(f"{name}={short_repr(value)}: give True or False")
         if name in REAL and not is_number(value):
-            raise ValueError(f"{name}={shown(value)}: give a number")
+            raise ValueError(f"{name}={short_repr(value)}: give a number")
 
 
 def _refuse_what_is_not_done(config: GenerationConfig, others: Mapping[str, Any]) -> None:

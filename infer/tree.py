@@ -1,6 +1,6 @@
 """TokenTree: the candidates of one step, a trie below the last committed token of every sequence.
 
-Not here: how a drafter fills it (infer/drafters) and how it is verified (infer/verify.py).
+Not here: how a drafter fills it (infer/drafters) and how it is verified (infer/accept.py).
 Shapes: B sequences, N nodes with the root.
 """
 
@@ -101,7 +101,7 @@ class TokenTree:
     @property
     def on_host(self) -> bool:
         """Whether `lists` is there already, or reading it waits for nothing."""
-        return "lists" in self.__dict__ or backend.reads_are_free(self.tokens.device)
+        return "lists" in self.__dict__ or backend.is_host(self.tokens.device)
 
     @property
     def unread(self) -> tuple[Tensor, ...]:

@@ -10,16 +10,16 @@ from typing import Any
 SHOWN = 80  # characters of a wrong value
 
 
-def shown(value: Any) -> str:
+def short_repr(value: Any) -> str:
     """A wrong value for an error, in at most SHOWN characters."""
     try:
         text = repr(value)
     except ValueError:  # Python writes no integer of over 4300 digits
-        return f"an integer of {int(value).bit_length()} bits" if is_whole(value) else type(value).__name__
+        return f"an integer of {int(value).bit_length()} bits" if is_integer(value) else type(value).__name__
     return text if len(text) <= SHOWN else f"{text[: SHOWN - 4]} ..."
 
 
-def is_whole(value: Any) -> bool:
+def is_integer(value: Any) -> bool:
     """Whether this is a whole number; True and False are none."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 
-def reads_are_free(device: torch.device) -> bool:
+def is_host(device: torch.device) -> bool:
     """Whether the host reads a tensor there without waiting for what is queued: on a CPU. Elsewhere a step is queued
     whole, so that its work can be recorded and replayed (infer/graphs.py); so every such choice asks here."""
     return device.type == "cpu"

@@ -28,7 +28,7 @@ def keep_rows(keys_LBSKd: Tensor, values_LBSKd: Tensor, lengths_B: Tensor, rows_
         return
     if (triton := backend.triton_kernels("keep_rows", keys_LBSKd.device.type)) is not None:
         triton.keep_rows(keys_LBSKd, values_LBSKd, lengths_B, rows_BR, counts_B)
-    elif backend.reads_are_free(keys_LBSKd.device):
+    elif backend.is_host(keys_LBSKd.device):
         _by_slot(keys_LBSKd, values_LBSKd, lengths_B, rows_BR, counts_B)
     else:
         _indexed(keys_LBSKd, values_LBSKd, lengths_B, rows_BR, counts_B)

@@ -123,7 +123,7 @@ def _chunked(
     """fp32 [P] sums and int64 [P, K] counts; `chunk_losses` None: plain PyTorch."""
     if chunk_losses is None:
         chunk_losses = reference.chunk_losses
-        if backend.reads_are_free(weight_VD.device):  # rows without a label then cost nothing
+        if backend.is_host(weight_VD.device):  # rows without a label then cost nothing
             kept = [labels_M != ignore_index for labels_M in labels]
             labels, rows = ([x[keep_M] for x, keep_M in zip(part, kept, strict=True)] for part in (labels, rows))
     wanted = [torch.is_grad_enabled() and hidden_ND.requires_grad for hidden_ND in hiddens]

@@ -20,7 +20,7 @@ class HostCopy:
             self._tensors = [to.copy_(x, non_blocking=True) for to, x in zip(pinned, tensors, strict=True)]
             self._arrived = torch.cuda.Event()
             self._arrived.record(torch.cuda.current_stream(tensors[0].device))
-        elif not backend.reads_are_free(tensors[0].device):
+        elif not backend.is_host(tensors[0].device):
             self._tensors = [x.clone() for x in tensors]
 
     def lists(self) -> list:
@@ -44,7 +44,7 @@ def integers(numbers: Sequence[int] | Tensor, device: torch.device) -> Tensor:
 
 def read_together(*tensors: Tensor) -> list[list]:
     """Each tensor's `tolist`, int64 or bool [B, ...] all; elsewhere than on a CPU in one read."""
-    if not tensors or backend.reads_are_free(tensors[0].device):
+    if not tensors or backend.is_host(tensors[0].device):
         return [x.tolist() for x in tensors]
     joined = torch.cat([x.flatten(1) if x.dim() > 1 else x[:, None] for x in tensors], dim=1).tolist()
     found, first = [], 0

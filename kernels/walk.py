@@ -1,6 +1,6 @@
 """The walk on the device: from each tree's root down along the target's choices.
 
-Not here: the choices (kernels/choice.py) and what becomes of the path (infer/verify.py). The plain reference is
+Not here: the choices (kernels/choice.py) and what becomes of the path (infer/accept.py). The plain reference is
 reference/walk.py, which also serves on a CPU. Shapes: B slots, N tree nodes, P = max_depth + 1 steps.
 """
 
@@ -31,7 +31,7 @@ def walk(
     """
     if (triton := backend.triton_kernels("walk", tokens_BN.device.type)) is not None:
         return triton.walk(tokens_BN, parents_BN, choices_BN, active_B, max_depth)
-    if backend.reads_are_free(tokens_BN.device):
+    if backend.is_host(tokens_BN.device):
         return _reference(tokens_BN, parents_BN, choices_BN, active_B, max_depth)
     return walk_along(
         lambda nodes_B, _: choices_BN.gather(1, nodes_B[:, None])[:, 0], tokens_BN, parents_BN, active_B, max_depth
@@ -62,7 +62,7 @@ def walk_along(
         match_BN = (parents_BN == nodes_B[:, None]) & (tokens_BN == chosen_B[:, None])
         found_B, child_B = match_BN.max(dim=1)
         alive_B = alive_B & found_B
-        if backend.reads_are_free(alive_B.device) and not alive_B.any():
+        if backend.is_host(alive_B.device) and not alive_B.any():
             break
         nodes_B = torch.where(found_B, child_B, nodes_B)
     return torch.stack(rows, 1), torch.stack(tokens, 1), counts_B

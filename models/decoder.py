@@ -293,7 +293,7 @@ class Decoder(nn.Module):
 
         Args:
             tokens_BT: integer token ids.
-            cache: the pass's K and V are written behind each slot's length; the caller commits with `cache.keep`.
+            cache: the pass's K and V are written behind each slot's length; the caller commits with `cache.commit`.
             positions_BT: int64 positions for RoPE, jumps allowed; they never change what a row attends to. None:
                 0 .. T-1, behind the slot's length where there is a cache.
             tree_mask_BTT: bool; row i reads row j of the pass (a node's ancestors and itself). None: a chain.

@@ -1,6 +1,6 @@
 """The full cache: post-RoPE keys and values of B slots in one allocation.
 
-It does not know which rows deserve to stay: the runtime tells `keep`. Window and selected caches live in infer/.
+It does not know which rows deserve to stay: the runtime tells `commit`. Window and selected caches live in infer/.
 Shapes: L layers, B slots, S capacity, T rows of a pass, R rows to keep, K key/value heads, d head width.
 """
 
@@ -19,7 +19,7 @@ from longdraft.kernels.transfer import integers
 class KVCache:
     """Keys and values [L, B, S, K, d], allocated once; lengths and prompt lengths int64 [B] on the same device.
 
-    A pass of T rows writes its rows behind each slot's length, in every layer ("pending"); `keep` then commits some
+    A pass of T rows writes its rows behind each slot's length, in every layer ("pending"); `commit` then commits some
     of them. Rows at or beyond a slot's length are undefined memory outside a pass. Only these methods touch the
     tensors; all four update `lengths` in place, so its address never changes.
     """
@@ -101,7 +101,7 @@ class KVCache:
 
     def _locate(self, n_rows: int) -> None:
         """On the CPU slices are fastest and lengths at hand; elsewhere index tensors spare a wait for the device."""
-        if not backend.reads_are_free(self.lengths.device):
+        if not backend.is_host(self.lengths.device):
             self._pending = self.lengths[:, None] + torch.arange(n_rows, device=self.lengths.device)
             return
         self._pending = self.check_room(n_rows)
@@ -115,7 +115,7 @@ class KVCache:
         )
         return starts
 
-    def keep(self, rows_BR: Tensor | None, counts_B: Tensor) -> None:
+    def commit(self, rows_BR: Tensor | None, counts_B: Tensor) -> None:
         """Commit pending rows `rows_BR[b, :counts_B[b]]` in this order; lengths grow by `counts_B`.
 
         Args:
@@ -129,7 +129,7 @@ class KVCache:
 
     def rewind(self, lengths_B: Tensor) -> None:
         """Forget committed rows: back to `lengths_B` (int64 [B], each at most the present length)."""
-        if backend.reads_are_free(self.lengths.device):
+        if backend.is_host(self.lengths.device):
             assert bool((lengths_B <= self.lengths).all()), f"cannot rewind {self.lengths} forward to {lengths_B}"
         self.lengths.copy_(lengths_B)
 

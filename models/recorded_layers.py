@@ -117,4 +117,4 @@ def can_record(n_rows: int, weight: Tensor) -> bool:
 
 
 def _in_c(weight: Tensor) -> bool:
-    return weight.dtype in rows.SUFFIXES and backend.reads_are_free(weight.device) and rows.library() is not None
+    return weight.dtype in rows.SUFFIXES and backend.is_host(weight.device) and rows.library() is not None

@@ -10,11 +10,11 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from longdraft.infer.accept import AcceptResult
 from longdraft.infer.graphs import Graphs
 from longdraft.infer.history import History
 from longdraft.infer.sampling import SamplingParams, SlotSampling
 from longdraft.infer.tree import TokenTree
-from longdraft.infer.verify import Verdict
 from longdraft.kernels.transfer import read_together
 from longdraft.models.decoder import TargetOutput
 from longdraft.models.kv_cache import KVCache
@@ -114,28 +114,28 @@ class Drafter:
         """Number of node classes (`TokenTree.classes`); a class is the node's index where a tree has none."""
         return 1 + self.max_nodes
 
-    def begin(self, slots: Sequence[int], requests: Sequence[Request], cache: KVCache) -> None:
+    def on_start(self, slots: Sequence[int], requests: Sequence[Request], cache: KVCache) -> None:
         """These slots start these requests on this cache; what was kept for the slots' former requests is void."""
 
-    def read(self, slots: Sequence[int], tokens_BT: Tensor, output: TargetOutput) -> None:
+    def on_prefill(self, slots: Sequence[int], tokens_BT: Tensor, output: TargetOutput) -> None:
         """One chunk of the prefill of these slots (rows of `tokens_BT` and `output` are the slots, in order), already
         committed to the cache."""
 
-    def propose(self, state: SlotState, room: int) -> TokenTree:
-        """At most `room` nodes below the roots, the ones worth most first as far as the drafter can tell."""
+    def propose(self, state: SlotState, max_nodes: int) -> TokenTree:
+        """At most `max_nodes` nodes below the roots, the ones worth most first as far as the drafter can tell."""
         raise NotImplementedError
 
-    def inquire(self, state: SlotState, room: int) -> Inquiry:
+    def inquire(self, state: SlotState, max_nodes: int) -> Inquiry:
         """`propose` in two parts: what is to be read on the host, and the tree that is made of it, so that the host
         waits once for all who propose in one step. The tree's lists are read with it."""
-        tree = self.propose(state, room)
+        tree = self.propose(state, max_nodes)
         return Inquiry(tree.unread, tree.take_lists)
 
-    def observe(self, state: SlotState, tree: TokenTree, verdict: Verdict, output: TargetOutput) -> None:
+    def on_step(self, state: SlotState, tree: TokenTree, accepted: AcceptResult, output: TargetOutput) -> None:
         """What the target computed of `tree`, and what was committed of it; `state` stands behind the step.
 
         The tree may hold other drafters' nodes or only some of those proposed, and the committed tokens may be none of
-        this drafter's: catch up. Slots with `verdict.counts[b] == 0` took no part.
+        this drafter's: catch up. Slots with `accepted.counts[b] == 0` took no part.
         """
 
     def rewind(self, lengths_B: Tensor) -> None:
@@ -159,6 +159,6 @@ class Drafter:
         return {}
 
 
-def committed_nodes(verdict: Verdict) -> Tensor:
-    """bool [B, P]: which places of `verdict.rows` and `verdict.tokens` count."""
-    return torch.arange(verdict.rows.shape[1], device=verdict.rows.device) < verdict.counts[:, None]
+def committed_nodes(accepted: AcceptResult) -> Tensor:
+    """bool [B, P]: which places of `accepted.nodes` and `accepted.tokens` count."""
+    return torch.arange(accepted.nodes.shape[1], device=accepted.nodes.device) < accepted.counts[:, None]

@@ -11,10 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from longdraft.infer.accept import AcceptResult
 from longdraft.infer.drafters.base import Drafter, Inquiry, Request, SlotState
 from longdraft.infer.tree import PAD, TokenTree
 from longdraft.infer.trie import Trie, as_tree
-from longdraft.infer.verify import Verdict
 from longdraft.models.decoder import TargetOutput
 from longdraft.models.kv_cache import KVCache
 
@@ -26,7 +26,7 @@ _NO_MORE = object()
 class Combined(Drafter):
     """The union of the proposals of `drafters`.
 
-    Where it exceeds the room, the drafters give one node each in turn, in their given order and each in its own.
+    Where it exceeds `max_nodes`, the drafters give one node each in turn, in their given order and each in its own.
     """
 
     def __init__(self, drafters: Sequence[Drafter]):
@@ -53,17 +53,17 @@ class Combined(Drafter):
     def n_classes(self) -> int:
         return 2 * sum(drafter.n_classes for drafter in self.drafters)
 
-    def begin(self, slots: Sequence[int], requests: Sequence[Request], cache: KVCache) -> None:
+    def on_start(self, slots: Sequence[int], requests: Sequence[Request], cache: KVCache) -> None:
         for drafter in self.drafters:
-            drafter.begin(slots, requests, cache)
+            drafter.on_start(slots, requests, cache)
 
-    def read(self, slots: Sequence[int], tokens_BT: Tensor, output: TargetOutput) -> None:
+    def on_prefill(self, slots: Sequence[int], tokens_BT: Tensor, output: TargetOutput) -> None:
         for drafter in self.drafters:
-            drafter.read(slots, tokens_BT, output)
+            drafter.on_prefill(slots, tokens_BT, output)
 
-    def observe(self, state: SlotState, tree: TokenTree, verdict: Verdict, output: TargetOutput) -> None:
+    def on_step(self, state: SlotState, tree: TokenTree, accepted: AcceptResult, output: TargetOutput) -> None:
         for drafter in self.drafters:
-            drafter.observe(state, tree, verdict, output)
+            drafter.on_step(state, tree, accepted, output)
 
     def rewind(self, lengths_B: Tensor) -> None:
         for drafter in self.drafters:
@@ -87,11 +87,11 @@ class Combined(Drafter):
         for drafter in self.drafters:
             drafter.advance(most)
 
-    def propose(self, state: SlotState, room: int) -> TokenTree:
-        return self.inquire(state, room).now()
+    def propose(self, state: SlotState, max_nodes: int) -> TokenTree:
+        return self.inquire(state, max_nodes).now()
 
-    def inquire(self, state: SlotState, room: int) -> Inquiry:
-        asked = [drafter.inquire(state, min(room, drafter.max_nodes)) for drafter in self.drafters]
+    def inquire(self, state: SlotState, max_nodes: int) -> Inquiry:
+        asked = [drafter.inquire(state, min(max_nodes, drafter.max_nodes)) for drafter in self.drafters]
 
         def answer(read: list[list]) -> TokenTree:
             roots, *read = read
@@ -99,11 +99,11 @@ class Combined(Drafter):
             for one in asked:
                 own, read = read[: len(one.tensors)], read[len(one.tensors) :]
                 trees.append(one.answer(own))
-            return self._unite(trees, roots, room, state.roots.device)
+            return self._unite(trees, roots, max_nodes, state.roots.device)
 
         return Inquiry((state.roots, *(x for one in asked for x in one.tensors)), answer)
 
-    def _unite(self, trees: Sequence[TokenTree], roots: list[int], room: int, device: torch.device) -> TokenTree:
+    def _unite(self, trees: Sequence[TokenTree], roots: list[int], max_nodes: int, device: torch.device) -> TokenTree:
         """The trie of all trees' nodes, or of as many as there is room for."""
         lists = [tree.lists for tree in trees]
         tries = []
@@ -114,7 +114,7 @@ class Combined(Drafter):
                 kinds = range(len(tokens[slot])) if classes is None else classes[slot]
                 turns.append(_give(trie, tokens[slot], parents[slot], kinds, first, self.n_classes // 2))
                 first += drafter.n_classes
-            _take_turns(trie, turns, room)
+            _take_turns(trie, turns, max_nodes)
             tries.append(trie)
         return as_tree(tries, device)
 
@@ -141,11 +141,11 @@ def _give(
                 trie.classes[place] += both
 
 
-def _take_turns(trie: Trie, turns: list[Iterator[None]], room: int) -> None:
+def _take_turns(trie: Trie, turns: list[Iterator[None]], max_nodes: int) -> None:
     """Advance all in turn until nobody has more, or there is no room for more."""
     while turns:
         for turn in list(turns):
-            if len(trie) > room:
+            if len(trie) > max_nodes:
                 return
             if next(turn, _NO_MORE) is _NO_MORE:
                 turns.remove(turn)

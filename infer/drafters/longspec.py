@@ -15,11 +15,11 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from longdraft.infer.accept import AcceptResult
 from longdraft.infer.drafters.base import Drafter, Request, SlotState
 from longdraft.infer.graphs import power_of_two
 from longdraft.infer.options import check_draft, level_widths
 from longdraft.infer.tree import PAD, ROOT, TokenTree
-from longdraft.infer.verify import Verdict
 from longdraft.infer.window_cache import SLACK, WindowCache
 from longdraft.kernels import backend
 from longdraft.kernels.cross_attention import cross_attention
@@ -45,7 +45,7 @@ class LongSpecDrafter(Drafter):
     Args:
         target: the loaded target (models/target.py).
         draft: a trained block, in the target's dtype and on its device.
-        widths: nodes of each level; ones alone make a chain. With less room, levels shrink alike.
+        widths: nodes of each level; ones alone make a chain. With a lower `max_nodes`, levels shrink alike.
     """
 
     def __init__(self, target: Target, draft: LongSpec, widths: Sequence[int] | int = WIDTHS):
@@ -65,7 +65,7 @@ class LongSpecDrafter(Drafter):
     def n_classes(self) -> int:
         return 1 + self.max_depth * (len(SURPRISE) + 1)
 
-    def begin(self, slots: Sequence[int], requests: Sequence[Request], cache: KVCache) -> None:
+    def on_start(self, slots: Sequence[int], requests: Sequence[Request], cache: KVCache) -> None:
         self._cache = cache
         if self._window is None or self._window.batch != cache.batch:
             self._window = WindowCache(self.draft, cache.batch, self._tree_rows)
@@ -75,9 +75,9 @@ class LongSpecDrafter(Drafter):
         self._known.index_fill_(0, integers(slots, self._known.device), 0)
         self._unknown = self._window.ring
 
-    def observe(self, state: SlotState, tree: TokenTree, verdict: Verdict, output: TargetOutput) -> None:
+    def on_step(self, state: SlotState, tree: TokenTree, accepted: AcceptResult, output: TargetOutput) -> None:
         assert self._window is not None
-        self._unknown = min(self._unknown + verdict.rows.shape[1], self._window.ring)
+        self._unknown = min(self._unknown + accepted.nodes.shape[1], self._window.ring)
 
     def rewind(self, lengths_B: Tensor) -> None:
         assert self._window is not None
@@ -96,8 +96,8 @@ class LongSpecDrafter(Drafter):
         return window | {"draft vocabulary": self._head_VD.numel() * self._head_VD.element_size()}
 
     @torch.no_grad()
-    def propose(self, state: SlotState, room: int) -> TokenTree:
-        widths = _fit(self.widths, room)
+    def propose(self, state: SlotState, max_nodes: int) -> TokenTree:
+        widths = _fit(self.widths, max_nodes)
         if not widths:
             return TokenTree.roots(state.roots)
         assert self._window is not None and self._cache is not None
@@ -151,7 +151,7 @@ class LongSpecDrafter(Drafter):
         """No slot's ring lacks more of the positions before its root; elsewhere than on a CPU without waiting, and one
         of few numbers, for each is recorded work of its own."""
         assert self._window is not None
-        if not backend.reads_are_free(self._known.device):
+        if not backend.is_host(self._known.device):
             return min(power_of_two(self._unknown), self._window.ring)
         return int((state.positions - self._known).where(state.active, 0).amax().clamp(0, self._window.ring))
 
@@ -196,18 +196,19 @@ class LongSpecDrafter(Drafter):
         return tokens_BW, places_BW // best_BTC.shape[2], sums_BW, classes_BW
 
 
-def _fit(widths: Sequence[int], room: int) -> list[int]:
-    """The widths within `room` nodes: all levels narrower alike, at least one node each, the deepest left out last."""
-    if sum(widths) <= room:
+def _fit(widths: Sequence[int], max_nodes: int) -> list[int]:
+    """The widths of at most `max_nodes` nodes: all levels narrower alike, at least one node each, the deepest left out
+    last."""
+    if sum(widths) <= max_nodes:
         return list(widths)
-    widths = list(widths)[:room]
+    widths = list(widths)[:max_nodes]
     if not widths:
         return []
-    narrow = [max(1, width * room // sum(widths)) for width in widths]
-    while sum(narrow) > room:
+    narrow = [max(1, width * max_nodes // sum(widths)) for width in widths]
+    while sum(narrow) > max_nodes:
         narrow[narrow.index(max(narrow))] -= 1
     for level, width in enumerate(widths):  # what rounding left over goes to the first levels
-        narrow[level] += max(0, min(width - narrow[level], room - sum(narrow)))
+        narrow[level] += max(0, min(width - narrow[level], max_nodes - sum(narrow)))
     return narrow
 
 

@@ -11,11 +11,11 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
+from longdraft.infer.accept import AcceptResult
 from longdraft.infer.drafters.base import Drafter, Request, SlotState
 from longdraft.infer.options import check_heads, heads_shape
 from longdraft.infer.shape import TreeShape, TreeTemplate
 from longdraft.infer.tree import PAD, TokenTree
-from longdraft.infer.verify import Verdict
 from longdraft.kernels import backend
 from longdraft.kernels.transfer import integers
 from longdraft.models.decoder import TargetOutput
@@ -31,7 +31,7 @@ class MedusaDrafter(Drafter):
         target: the loaded target (models/target.py).
         draft: trained heads, in the target's dtype and on its device.
         shape: which rank combinations are nodes, or the ranks of each level of a full Cartesian tree; None is that of
-            3 ranks a head. With less room, its first nodes.
+            3 ranks a head. With a lower `max_nodes`, its first nodes.
     """
 
     def __init__(self, target: Target, draft: Medusa, shape: TreeShape | Sequence[int] | int | None = None):
@@ -43,7 +43,7 @@ class MedusaDrafter(Drafter):
         self._hidden_BD = torch.empty(0)
         self._templates: dict[int, tuple[TreeShape, TreeTemplate]] = {}
 
-    def begin(self, slots: Sequence[int], requests: Sequence[Request], cache: KVCache) -> None:
+    def on_start(self, slots: Sequence[int], requests: Sequence[Request], cache: KVCache) -> None:
         if len(self._hidden_BD) != cache.batch:
             weight = self._lm_head.weight
             self._hidden_BD = weight.new_zeros(cache.batch, weight.shape[1])
@@ -52,15 +52,15 @@ class MedusaDrafter(Drafter):
             self._templates.clear()
         self._at_B.index_fill_(0, integers(slots, self._at_B.device), -1)
 
-    def read(self, slots: Sequence[int], tokens_BT: Tensor, output: TargetOutput) -> None:
+    def on_prefill(self, slots: Sequence[int], tokens_BT: Tensor, output: TargetOutput) -> None:
         assert output.post_norm is not None
         where = integers(slots, self._at_B.device)
         self._hidden_BD[where] = output.post_norm[:, -1]
         self._at_B[where] += tokens_BT.shape[1]
 
-    def observe(self, state: SlotState, tree: TokenTree, verdict: Verdict, output: TargetOutput) -> None:
+    def on_step(self, state: SlotState, tree: TokenTree, accepted: AcceptResult, output: TargetOutput) -> None:
         assert output.post_norm is not None
-        last_B, took_part_B = verdict.last(verdict.rows), verdict.counts > 0
+        last_B, took_part_B = accepted.last(accepted.nodes), accepted.counts > 0
         last_BD = output.post_norm[torch.arange(len(last_B), device=last_B.device), last_B]
         self._hidden_BD = torch.where(took_part_B[:, None], last_BD, self._hidden_BD)
         self._at_B = torch.where(took_part_B, state.positions - 1, self._at_B)
@@ -69,10 +69,10 @@ class MedusaDrafter(Drafter):
         self._at_B = self._at_B.masked_fill(self._at_B >= lengths_B, -1)
 
     @torch.no_grad()
-    def propose(self, state: SlotState, room: int) -> TokenTree:
-        if room < 1:
+    def propose(self, state: SlotState, max_nodes: int) -> TokenTree:
+        if max_nodes < 1:
             return TokenTree.roots(state.roots)
-        shape, template = self._fitting(min(room, self.max_nodes))
+        shape, template = self._fitting(min(max_nodes, self.max_nodes))
         owners = self.draft, template
         return state.run(
             ("medusa",), owners, lambda *given: self._fill(shape, template, *given), self._hidden_BD, self._at_B
@@ -91,7 +91,7 @@ class MedusaDrafter(Drafter):
         tree = template.fill(state.roots, torch.stack(ranked, dim=1))
         # The state before the root is unknown after a prompt of one token, or where an outer engine took tokens back.
         known_B = (at_B >= 0) & (at_B == state.positions - 1) & state.active
-        if backend.reads_are_free(known_B.device) and known_B.all():
+        if backend.is_host(known_B.device) and known_B.all():
             return tree
         return tree.with_tokens(tree.tokens, tree.parents.masked_fill(~known_B[:, None] & (tree.parents >= 0), PAD))
 

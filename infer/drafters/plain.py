@@ -10,5 +10,5 @@ class Plain(Drafter):
     max_nodes = 0
     max_depth = 0
 
-    def propose(self, state: SlotState, room: int) -> TokenTree:
+    def propose(self, state: SlotState, max_nodes: int) -> TokenTree:
         return TokenTree.roots(state.roots)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from longdraft.infer.drafters.base import Drafter, Inquiry, Request, SlotState
 from longdraft.infer.ngram import SuffixIndex, Tables
-from longdraft.infer.options import whole
+from longdraft.infer.options import integer
 from longdraft.infer.tree import TokenTree
 from longdraft.infer.trie import Trie, as_tree
 from longdraft.models.kv_cache import KVCache
@@ -42,8 +42,8 @@ class PromptLookup(Drafter):
     """
 
     def __init__(self, length: int = 24, max_ngram: int = 3, candidates: int = 3):
-        self.length, self.max_ngram = whole("length", length, 1), whole("max_ngram", max_ngram, 1)
-        self.candidates = whole("candidates", candidates, 1)
+        self.length, self.max_ngram = integer("length", length, 1), integer("max_ngram", max_ngram, 1)
+        self.candidates = integer("candidates", candidates, 1)
         self.max_nodes, self.max_depth = length * (candidates + 1), length
         self._indices: Tables | None = None
 
@@ -54,7 +54,7 @@ class PromptLookup(Drafter):
     def memory_bytes(self, batch: int, capacity: int) -> dict[str, int]:
         return {"prompt lookup's tables (host)": batch * capacity * self.max_ngram * ENTRY_BYTES}
 
-    def begin(self, slots: Sequence[int], requests: Sequence[Request], cache: KVCache) -> None:
+    def on_start(self, slots: Sequence[int], requests: Sequence[Request], cache: KVCache) -> None:
         if self._indices is None or len(self._indices.of) != cache.batch:
             self._indices = Tables(cache.batch, cache.lengths.device)
         for slot, request in zip(slots, requests, strict=True):
@@ -66,28 +66,28 @@ class PromptLookup(Drafter):
         assert self._indices is not None
         self._indices.rewind(lengths_B)
 
-    def propose(self, state: SlotState, room: int) -> TokenTree:
-        return self.inquire(state, room).now()
+    def propose(self, state: SlotState, max_nodes: int) -> TokenTree:
+        return self.inquire(state, max_nodes).now()
 
-    def inquire(self, state: SlotState, room: int) -> Inquiry:
+    def inquire(self, state: SlotState, max_nodes: int) -> Inquiry:
         assert self._indices is not None
-        return Inquiry((self._indices.asked(state),), lambda read: self._look_up(state, room, read[0]))
+        return Inquiry((self._indices.asked(state),), lambda read: self._look_up(state, max_nodes, read[0]))
 
-    def _look_up(self, state: SlotState, room: int, rows: list[list[int]]) -> TokenTree:
+    def _look_up(self, state: SlotState, max_nodes: int, rows: list[list[int]]) -> TokenTree:
         assert self._indices is not None
         places = zip(self._indices.of, self._indices.catch_up(state, rows), strict=True)
         tries = [
-            self._best(index, Trie(root), room) if active and isinstance(index, SuffixIndex) else Trie(root)
+            self._best(index, Trie(root), max_nodes) if active and isinstance(index, SuffixIndex) else Trie(root)
             for index, (active, root) in places
         ]
         return as_tree(tries, state.roots.device)
 
-    def _best(self, index: SuffixIndex, best: Trie, room: int) -> Trie:
-        """`best` filled with at most `room` nodes of all candidates, those first that seem likeliest."""
+    def _best(self, index: SuffixIndex, best: Trie, max_nodes: int) -> Trie:
+        """`best` filled with at most `max_nodes` nodes of all candidates, those first that seem likeliest."""
         whole, worth = self._collect(index, best.tokens[0])
         moved = {0: 0}
         # A child is worth less than its parent, so the parent comes first.
-        for node in sorted(range(1, len(whole)), key=worth.__getitem__, reverse=True)[:room]:
+        for node in sorted(range(1, len(whole)), key=worth.__getitem__, reverse=True)[:max_nodes]:
             moved[node] = best.add(moved[whole.parents[node]], whole.tokens[node], whole.classes[node])
         return best
 

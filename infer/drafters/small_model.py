@@ -12,13 +12,13 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from longdraft.infer.accept import AcceptResult
 from longdraft.infer.drafters.base import Drafter, Request, SlotState
 from longdraft.infer.graphs import power_of_two
-from longdraft.infer.options import whole
+from longdraft.infer.options import integer
 from longdraft.infer.partial_cache import RingCache
 from longdraft.infer.streaming_cache import StreamingCache, check_streaming
 from longdraft.infer.tree import TokenTree
-from longdraft.infer.verify import Verdict
 from longdraft.kernels import backend
 from longdraft.kernels.reference.tree_attention import MOST_ROWS
 from longdraft.kernels.transfer import HostCopy, integers
@@ -62,15 +62,15 @@ class SmallModelDrafter(Drafter):
         if not isinstance(small, Target):
             raise ValueError(f"small={small!r}: must be a loaded model; load it with load_target")
         check_vocabularies(target, small)
-        gamma, sinks, window = whole("gamma", gamma, 1), whole("sinks", sinks, 0), whole("window", window, 1)
-        self.slack = max(0, min(SLACK, (window - sinks) // 4)) if slack is None else whole("slack", slack, 0)
+        gamma, sinks, window = integer("gamma", gamma, 1), integer("sinks", sinks, 0), integer("window", window, 1)
+        self.slack = max(0, min(SLACK, (window - sinks) // 4)) if slack is None else integer("slack", slack, 0)
         check_streaming(small.model, window, sinks, self.slack)
         self.small, self.gamma, self._sinks, self._window = small, gamma, sinks, window
         self.max_nodes = self.max_depth = gamma
         self._widest = min(max(window, 2), MOST_ROWS)
         # No row of a pass over the prompt is farther from another than the model was made for.
         device, room = small.model.embed_tokens.weight.device, small.model.config.max_positions - window
-        most = self._widest if backend.reads_are_free(device) else min(prompt_rows(device.type), room)
+        most = self._widest if backend.is_host(device) else min(prompt_rows(device.type), room)
         self._reading = max(self._widest, most)
         self._cache: StreamingCache | None = None
         # Tokens that a slot lacks are at most so many, and where some were taken back, those that it lacked then.
@@ -90,7 +90,7 @@ class SmallModelDrafter(Drafter):
         """Rows of a catch-up pass and of the drafted tokens behind it."""
         return self._widest + self.gamma
 
-    def begin(self, slots: Sequence[int], requests: Sequence[Request], cache: KVCache) -> None:
+    def on_start(self, slots: Sequence[int], requests: Sequence[Request], cache: KVCache) -> None:
         if self._cache is None or self._cache.batch != cache.batch:
             self._cache, self._appended = self._new_cache(cache.batch, self._tail), 0
             self._drafted = torch.full((cache.batch, self.gamma - 1), -1, device=cache.lengths.device)
@@ -111,7 +111,7 @@ class SmallModelDrafter(Drafter):
         self._appended = 0
 
     @torch.no_grad()
-    def read(self, slots: Sequence[int], tokens_BT: Tensor, output: TargetOutput) -> None:
+    def on_prefill(self, slots: Sequence[int], tokens_BT: Tensor, output: TargetOutput) -> None:
         cache = self._cache
         assert cache is not None
         for slot, tokens_T in zip(slots, tokens_BT, strict=True):
@@ -134,13 +134,13 @@ class SmallModelDrafter(Drafter):
         """A pass over these tokens of one slot, the first at position `first` (of no dimension)."""
         positions_1T = (first + torch.arange(len(tokens_T), device=tokens_T.device))[None]
         self.small.model(tokens_T[None], cache=one, positions_BT=positions_1T, needs=frozenset({"last_kv"}))
-        one.keep(None, torch.full_like(one.lengths, len(tokens_T)))
+        one.commit(None, torch.full_like(one.lengths, len(tokens_T)))
 
     @torch.no_grad()
-    def propose(self, state: SlotState, room: int) -> TokenTree:
-        if room < 1:
+    def propose(self, state: SlotState, max_nodes: int) -> TokenTree:
+        if max_nodes < 1:
             return TokenTree.roots(state.roots)
-        begin, count = time.perf_counter(), min(self.gamma, room)
+        begin, count = time.perf_counter(), min(self.gamma, max_nodes)
         self._drop_disagreeing(state)
         logits_BV = self._catch_up(state)
         chain: list[Tensor] = []
@@ -166,7 +166,7 @@ class SmallModelDrafter(Drafter):
         cache = self._cache
         assert cache is not None
         behind_B = torch.where(state.active, state.positions - cache.tokens, 0).clamp(min=0)
-        free = backend.reads_are_free(behind_B.device)
+        free = backend.is_host(behind_B.device)
         most = int(behind_B.max()) if free else self._most()
         while most >= self._widest:
             counts_B = behind_B.clamp(max=self._widest)
@@ -202,14 +202,14 @@ class SmallModelDrafter(Drafter):
         def run(tokens_BT: Tensor, first_B: Tensor, counts_B: Tensor, rows_B1: Tensor) -> Tensor:
             positions_BT = first_B[:, None] + torch.arange(width, device=first_B.device)
             output = self.small.model(tokens_BT, cache=cache, positions_BT=positions_BT, logits_rows_BR=rows_B1)
-            cache.keep(None, counts_B)
+            cache.commit(None, counts_B)
             assert output.logits is not None
             return output.logits[:, 0]
 
         return state.graphs.run(("small model",), (self.small.model, cache), run, tokens_BT, first_B, counts_B, rows_B1)
 
-    def observe(self, state: SlotState, tree: TokenTree, verdict: Verdict, output: TargetOutput) -> None:
-        self.advance(verdict.rows.shape[1])
+    def on_step(self, state: SlotState, tree: TokenTree, accepted: AcceptResult, output: TargetOutput) -> None:
+        self.advance(accepted.nodes.shape[1])
 
     def advance(self, most: int) -> None:
         self._most_behind += most

@@ -18,10 +18,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from longdraft.infer.accept import AcceptResult
 from longdraft.infer.drafters.base import Drafter, Request, SlotState
-from longdraft.infer.options import flag, whole
+from longdraft.infer.options import boolean, integer
 from longdraft.infer.tree import PAD, ROOT, TokenTree
-from longdraft.infer.verify import Verdict
 from longdraft.kernels import backend
 from longdraft.kernels.transfer import integers
 from longdraft.models.decoder import TargetOutput
@@ -93,10 +93,10 @@ class TokenRecycling(Drafter):
 
     def __init__(self, target: Target, nodes: int = 80, seed_prompt: bool = True, table: str | Path | None = None):
         shape = static_tree()
-        nodes = whole("nodes", nodes, 1, len(shape))
+        nodes = integer("nodes", nodes, 1, len(shape))
         if not (table is None or isinstance(table, str | Path)):
             raise ValueError(f"table={table!r}: must be the path of a file that `save` wrote, or None")
-        self.target, self.seed_prompt = target, flag("seed_prompt", seed_prompt)
+        self.target, self.seed_prompt = target, boolean("seed_prompt", seed_prompt)
         self.shape = shape[:nodes]
         self.max_nodes, self.max_depth = nodes, max(len(node) for node in self.shape)
         self._seeding = frozenset({"post_norm"}) if seed_prompt else frozenset()
@@ -144,11 +144,11 @@ class TokenRecycling(Drafter):
         size = self.target.model.lm_head.weight.element_size()
         return table | {"token recycling's logits of a prompt": self._seed_rows * self.vocab_size * size}
 
-    def begin(self, slots: Sequence[int], requests: Sequence[Request], cache: KVCache) -> None:
+    def on_start(self, slots: Sequence[int], requests: Sequence[Request], cache: KVCache) -> None:
         self.needs = self._seeding
 
     @torch.no_grad()
-    def read(self, slots: Sequence[int], tokens_BT: Tensor, output: TargetOutput) -> None:
+    def on_prefill(self, slots: Sequence[int], tokens_BT: Tensor, output: TargetOutput) -> None:
         if not self.seed_prompt:
             return
         assert output.post_norm is not None
@@ -166,12 +166,12 @@ class TokenRecycling(Drafter):
         self._logits_VK[tokens_M, : ids_MK.shape[1]] = logits_MK.half()
 
     @torch.no_grad()
-    def propose(self, state: SlotState, room: int) -> TokenTree:
+    def propose(self, state: SlotState, max_nodes: int) -> TokenTree:
         self.needs = frozenset({"logits"})
-        return state.run(("token recycling", room), (self,), lambda state: self._grow(state, room))
+        return state.run(("token recycling", max_nodes), (self,), lambda state: self._grow(state, max_nodes))
 
-    def _grow(self, state: SlotState, room: int) -> TokenTree:
-        """The tree of what the table holds behind the roots, at most `room` nodes."""
+    def _grow(self, state: SlotState, max_nodes: int) -> TokenTree:
+        """The tree of what the table holds behind the roots, at most `max_nodes` nodes."""
         roots_B, batch = state.roots, len(state.roots)
         tokens_BN = torch.empty(batch, 1 + self.max_nodes, dtype=torch.int64, device=self._device)
         tokens_BN[:, 0] = roots_B
@@ -182,9 +182,9 @@ class TokenRecycling(Drafter):
             tokens_BN[:, level.nodes_L] = tokens_BL
         parents_BN = torch.where(tokens_BN < 0, PAD, self._parents_N)
         tree = self._shape(batch).with_tokens(tokens_BN.clamp(min=0), parents_BN)
-        if room >= self.max_nodes:
+        if max_nodes >= self.max_nodes:
             return tree
-        return tree.take(torch.arange(1 + room, device=self._device).expand(batch, -1))
+        return tree.take(torch.arange(1 + max_nodes, device=self._device).expand(batch, -1))
 
     def _shape(self, batch: int) -> TokenTree:
         """The whole tree of `batch` slots with what is derived of it; its tokens stand for nothing."""
@@ -212,16 +212,16 @@ class TokenRecycling(Drafter):
         return ids_BLK.gather(2, scores_BLK.sort(dim=2, descending=True, stable=True).indices)
 
     @torch.no_grad()
-    def observe(self, state: SlotState, tree: TokenTree, verdict: Verdict, output: TargetOutput) -> None:
+    def on_step(self, state: SlotState, tree: TokenTree, accepted: AcceptResult, output: TargetOutput) -> None:
         if output.logits is None:  # not asked for: this drafter has not proposed
             return
-        if not backend.reads_are_free(output.logits.device):
+        if not backend.is_host(output.logits.device):
             of_tree = tree.tokens, tree.parents, tree.depths
             state.graphs.run(
-                ("token recycling's table",), (self,), self._write_all, output.logits, *of_tree, verdict.counts
+                ("token recycling's table",), (self,), self._write_all, output.logits, *of_tree, accepted.counts
             )
             return
-        logits_MV, last = output.logits.flatten(0, 1), _last_places(tree, verdict)
+        logits_MV, last = output.logits.flatten(0, 1), _last_places(tree, accepted)
         if not last:
             return
         tokens_M, places_M = torch.tensor([list(last), list(last.values())])
@@ -306,10 +306,10 @@ def _read_table(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     return tensors, said
 
 
-def _last_places(tree: TokenTree, verdict: Verdict) -> dict[int, int]:
+def _last_places(tree: TokenTree, accepted: AcceptResult) -> dict[int, int]:
     """Each token of a verified tree and where (slot * N + node) it stands last, by depth, slot, node; on the host."""
     found: list[tuple[int, int, int]] = []
-    for slot, count in enumerate(verdict.counts.tolist()):
+    for slot, count in enumerate(accepted.counts.tolist()):
         depths: list[int] = []
         for node, parent in enumerate(tree.lists.parents[slot]):
             depths.append(depths[parent] + 1 if parent >= 0 else 0)

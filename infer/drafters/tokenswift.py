@@ -16,16 +16,16 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from longdraft.infer.accept import AcceptResult
 from longdraft.infer.draft_pass import DraftPassChoice
 from longdraft.infer.drafters.base import Drafter, Inquiry, Request, SlotState
 from longdraft.infer.ngram import NgramTable, Tables
-from longdraft.infer.options import check_heads, heads_shape, one_of, whole
+from longdraft.infer.options import check_heads, heads_shape, integer, one_of
 from longdraft.infer.partial_cache import RingCache, SelectedCache, refuse_windows, selected_bytes
 from longdraft.infer.selection import TopTokens
 from longdraft.infer.shape import TreeShape
 from longdraft.infer.tree import PAD, TokenTree
 from longdraft.infer.trie import Trie, as_tree
-from longdraft.infer.verify import Verdict
 from longdraft.kernels import backend
 from longdraft.kernels.transfer import integers
 from longdraft.models.decoder import TargetOutput
@@ -71,8 +71,8 @@ class TokenSwiftDrafter(Drafter):
         check_heads("tokenswift", target, draft, TokenSwift, "TokenSwift heads")
         shape = heads_shape("shape", shape, draft.config.n_heads, target.model.config.vocab_size)
         self.shape, self.draft, self.target = shape, draft, target
-        self.ngrams, self._draft_pass = whole("ngrams", ngrams, 0), one_of("draft_pass", draft_pass, DRAFT_PASSES)
-        self._budget, self._sinks = whole("budget", budget, 1), whole("sinks", sinks, 0)
+        self.ngrams, self._draft_pass = integer("ngrams", ngrams, 0), one_of("draft_pass", draft_pass, DRAFT_PASSES)
+        self._budget, self._sinks = integer("budget", budget, 1), integer("sinks", sinks, 0)
         TopTokens(budget, sinks)  # raises where they do not go together
         if draft_pass == "always":
             refuse_windows(target.model.config, "draft_pass='always'")
@@ -113,7 +113,7 @@ class TokenSwiftDrafter(Drafter):
         policy, dtype = TopTokens(self._budget, self._sinks), model.embed_tokens.weight.dtype
         return tables | selected_bytes(policy, model.config, dtype, batch, capacity, tail=1)
 
-    def begin(self, slots: Sequence[int], requests: Sequence[Request], cache: KVCache) -> None:
+    def on_start(self, slots: Sequence[int], requests: Sequence[Request], cache: KVCache) -> None:
         where = list(slots)
         if self._hidden.shape[0] != cache.batch:
             self._allocate(cache.batch)
@@ -152,7 +152,7 @@ class TokenSwiftDrafter(Drafter):
             template.tree = TokenTree(plain.tokens, plain.parents, classes_N.expand(batch, -1))
             template.tree.__dict__.update(ancestors=plain.ancestors, depths=plain.depths)
 
-    def read(self, slots: Sequence[int], tokens_BT: Tensor, output: TargetOutput) -> None:
+    def on_prefill(self, slots: Sequence[int], tokens_BT: Tensor, output: TargetOutput) -> None:
         where = integers(slots, self._hidden.device)
         self._hidden[where] = getattr(output, self._state_field)[:, -1].to(self._hidden.dtype)
         for slot in slots:
@@ -181,26 +181,26 @@ class TokenSwiftDrafter(Drafter):
         self.needs = self.draft.needs | {"queries"} if queries else self.draft.needs
 
     @torch.no_grad()
-    def propose(self, state: SlotState, room: int) -> TokenTree:
+    def propose(self, state: SlotState, max_nodes: int) -> TokenTree:
         if self.ngrams:
-            return self.inquire(state, room).now()
+            return self.inquire(state, max_nodes).now()
         tree, known_B, _ = self._draft(state)
-        if known_B is not None and not (backend.reads_are_free(known_B.device) and bool(known_B.all())):
+        if known_B is not None and not (backend.is_host(known_B.device) and bool(known_B.all())):
             parents = tree.parents.masked_fill(~known_B[:, None] & (tree.parents >= 0), PAD)
             tree = tree.with_tokens(tree.tokens, parents)
-        if tree.width > room + 1:
-            order_W = torch.arange(room + 1, device=tree.tokens.device)
+        if tree.width > max_nodes + 1:
+            order_W = torch.arange(max_nodes + 1, device=tree.tokens.device)
             tree = tree.take(order_W.expand(len(tree.tokens), -1))
         return tree
 
     @torch.no_grad()
-    def inquire(self, state: SlotState, room: int) -> Inquiry:
+    def inquire(self, state: SlotState, max_nodes: int) -> Inquiry:
         if not self.ngrams:
-            return super().inquire(state, room)
+            return super().inquire(state, max_nodes)
         tree, known_B, with_pass = self._draft(state)
         known_B = torch.ones_like(state.active) if known_B is None else known_B
         tensors = self._tables.asked(state), known_B, tree.tokens
-        return Inquiry(tensors, lambda read: self._merge(state, tree, with_pass, room, *read))
+        return Inquiry(tensors, lambda read: self._merge(state, tree, with_pass, max_nodes, *read))
 
     def _draft(self, state: SlotState) -> tuple[TokenTree, Tensor | None, bool]:
         """(The heads' tree, the slots whose state it was made of is known, None for all; whether with a draft pass)."""
@@ -242,12 +242,12 @@ class TokenSwiftDrafter(Drafter):
         state: SlotState,
         tree: TokenTree,
         with_pass: bool,
-        room: int,
+        max_nodes: int,
         rows: list[list[int]],
         known: list[bool],
         tokens: list[list[int]],
     ) -> TokenTree:
-        """The heads' tree with the n-grams in it, at most `room` nodes; n-grams may take half of what is scarce.
+        """The heads' tree with the n-grams in it, at most `max_nodes` nodes; n-grams may take half of what is scarce.
 
         rows: of the tables' `asked`. known: whether a slot's heads had a state. tokens: of the heads' tree.
         """
@@ -259,50 +259,50 @@ class TokenSwiftDrafter(Drafter):
         ]
         start = self._first_class[with_pass]
         parents, kinds = self._templates[with_pass].parents, [0, *range(start, start + tree.width - 1)]
-        if not any(grams) and all(known) and tree.width <= room + 1:
+        if not any(grams) and all(known) and tree.width <= max_nodes + 1:
             return tree.take_lists([tokens, [parents] * len(tokens), [kinds] * len(tokens)])
         tries = [Trie(row[0]) for row in tokens]
         for slot, trie in enumerate(tries):
             if active[slot]:
-                heads_room = max(room - (NGRAM - 1) * len(grams[slot]), room - room // 2)
+                heads_room = max(max_nodes - (NGRAM - 1) * len(grams[slot]), max_nodes - max_nodes // 2)
                 stop = min(tree.width, heads_room + 1) if known[slot] else 1
                 for node in range(1, stop):
                     trie.add(parents[node], tokens[slot][node], kinds[node])
-                self._add_ngrams(trie, first, grams[slot], room)
+                self._add_ngrams(trie, first, grams[slot], max_nodes)
         return as_tree(tries, state.roots.device)
 
-    def _add_ngrams(self, trie: Trie, start: int, grams: Sequence[Sequence[int]], room: int) -> None:
+    def _add_ngrams(self, trie: Trie, start: int, grams: Sequence[Sequence[int]], max_nodes: int) -> None:
         for rank, gram in enumerate(grams):
             node, group = start, (rank + 1).bit_length() - 1
             for depth, token in enumerate(gram):
                 child = trie.child(node, token)
                 if child is None:
-                    if len(trie) > room:
+                    if len(trie) > max_nodes:
                         return
                     child = trie.add(node, token, self._ngram_class + group * (NGRAM - 1) + depth)
                 node = child
 
-    def observe(self, state: SlotState, tree: TokenTree, verdict: Verdict, output: TargetOutput) -> None:
+    def on_step(self, state: SlotState, tree: TokenTree, accepted: AcceptResult, output: TargetOutput) -> None:
         hidden_BND = getattr(output, self._state_field)
-        rows_B = verdict.last(verdict.rows)
+        rows_B = accepted.last(accepted.nodes)
         last_BD = hidden_BND[torch.arange(len(rows_B), device=rows_B.device), rows_B]
-        took_part_B = verdict.counts > 0
+        took_part_B = accepted.counts > 0
         self._hidden = torch.where(took_part_B[:, None], last_BD.to(self._hidden.dtype), self._hidden)
         self._hidden_at = torch.where(took_part_B, state.positions - 1, self._hidden_at)
         if not self._can_select:
             return
-        choice, most = self._choice, verdict.rows.shape[1]
+        choice, most = self._choice, accepted.nodes.shape[1]
         if choice.measuring and self._draft_pass == "auto" and self._began is not None:
             # Reading the counts waits for the device, so the clock tells what the step took.
-            counts = [count for count in verdict.counts.tolist() if count]
+            counts = [count for count in accepted.counts.tolist() if count]
             if counts:
                 choice.record(self.clock() - self._began, sum(counts) / len(counts))
         self._began = None
-        self._keep_up(state, verdict, output.queries, most)
+        self._keep_up(state, accepted, output.queries, most)
 
-    def _keep_up(self, state: SlotState, verdict: Verdict, queries_LBHd: Tensor | None, most: int) -> None:
+    def _keep_up(self, state: SlotState, accepted: AcceptResult, queries_LBHd: Tensor | None, most: int) -> None:
         """The selected cache follows the full one; where a rebuild is due, queries are asked for, and then used."""
-        seen_B = state.positions - verdict.counts + 1  # the root's query sees what stood before it, and itself
+        seen_B = state.positions - accepted.counts + 1  # the root's query sees what stood before it, and itself
         preparing = self._draft_pass == "auto" and self._choice.phase == "prepare"
         if preparing and queries_LBHd is not None:
             every = list(range(len(self._hidden)))

@@ -12,16 +12,16 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from longdraft.infer.accept import AcceptResult
 from longdraft.infer.drafters.base import Drafter, Request, SlotState
 from longdraft.infer.drafters.plain import Plain
 from longdraft.infer.drafters.small_model import SLACK, SmallModelDrafter
 from longdraft.infer.history import History
-from longdraft.infer.options import one_of, share, whole
+from longdraft.infer.options import fraction, integer, one_of
 from longdraft.infer.partial_cache import RingCache, SelectedCache, refuse_windows, selected_bytes
 from longdraft.infer.selection import Policy, Recent, TopChunks
 from longdraft.infer.step import take_step
 from longdraft.infer.tree import TokenTree
-from longdraft.infer.verify import Verdict
 from longdraft.kernels.transfer import read_together
 from longdraft.models.decoder import TargetOutput
 from longdraft.models.kv_cache import KVCache
@@ -88,12 +88,12 @@ class TriForceDrafter(Drafter):
             )  # fmt: skip
         elif not loaded:
             _refuse("goes with policy='streaming' or a loaded model as small; leave it out", sinks=sinks)
-        self.target, self.chain, budget = target, whole("chain", chain, 1), whole("budget", budget, 1)
-        self._stride = whole("stride", 256 if stride is None else stride, 1)
-        self._floor = share("acceptance_floor", 0.5 if acceptance_floor is None else acceptance_floor)
+        self.target, self.chain, budget = target, integer("chain", chain, 1), integer("budget", budget, 1)
+        self._stride = integer("stride", 256 if stride is None else stride, 1)
+        self._floor = fraction("acceptance_floor", 0.5 if acceptance_floor is None else acceptance_floor)
         chunk, sinks = (
-            whole("chunk", 8 if chunk is None else chunk, 1),
-            whole("sinks", 16 if sinks is None else sinks, 0),
+            integer("chunk", 8 if chunk is None else chunk, 1),
+            integer("sinks", 16 if sinks is None else sinks, 0),
         )
         refuse_windows(target.model.config, f"budget={budget}: a cache of selected rows")
         self._make_policy = lambda: TopChunks(budget, chunk) if retrieval else Recent(budget, sinks)
@@ -110,7 +110,7 @@ class TriForceDrafter(Drafter):
         if small is None:
             return Plain()
         if isinstance(small, Target):
-            gamma, window = whole("gamma", gamma, 1), whole("window", window, 1)
+            gamma, window = integer("gamma", gamma, 1), integer("window", window, 1)
             slack = max(SLACK, self.chain + gamma + 1)
             if window <= sinks + 2 * slack:
                 slack = self.chain + gamma + 1
@@ -149,14 +149,14 @@ class TriForceDrafter(Drafter):
     def _set_needs(self, queries: bool) -> None:
         self.needs = frozenset({"queries"}) if queries else frozenset()
 
-    def begin(self, slots: Sequence[int], requests: Sequence[Request], cache: KVCache) -> None:
+    def on_start(self, slots: Sequence[int], requests: Sequence[Request], cache: KVCache) -> None:
         if isinstance(cache, RingCache):
             raise ValueError("small: a TriForce drafter cannot draft for another one, whose cache is a part already")
         if self._cache is None or self._cache.full is not cache:
             self._allocate(cache)
         assert self._cache is not None
         self._cache.reset(list(slots))
-        self.inner.begin(slots, requests, self._cache)
+        self.inner.on_start(slots, requests, self._cache)
         for slot, request in zip(slots, requests, strict=True):
             self._to_read[slot] = self._read[slot] = last = len(request.prompt) - 1
             self._outer[slot].fill_(last)
@@ -189,9 +189,9 @@ class TriForceDrafter(Drafter):
         self._since_build[slot], self._acceptance[slot] = 0, 1.0
         self._wanted.pop(slot, None)
 
-    def read(self, slots: Sequence[int], tokens_BT: Tensor, output: TargetOutput) -> None:
+    def on_prefill(self, slots: Sequence[int], tokens_BT: Tensor, output: TargetOutput) -> None:
         assert self._cache is not None
-        self.inner.read(slots, tokens_BT, output)
+        self.inner.on_prefill(slots, tokens_BT, output)
         for slot in slots:
             self._to_read[slot] -= tokens_BT.shape[1]
         if not any(self._to_read[slot] for slot in slots):
@@ -199,9 +199,9 @@ class TriForceDrafter(Drafter):
             self._cache.build_from_prompt(slots, queries, [self._read[slot] for slot in slots])
 
     @torch.no_grad()
-    def propose(self, state: SlotState, room: int) -> TokenTree:
+    def propose(self, state: SlotState, max_nodes: int) -> TokenTree:
         assert self._cache is not None
-        self._offered = count = min(self.chain, room)
+        self._offered = count = min(self.chain, max_nodes)
         self._set_needs(bool(self._wanted))
         inner = self._inner_state(state)
         begin_B, late = state.positions, self._late(state)
@@ -210,8 +210,8 @@ class TriForceDrafter(Drafter):
             self.pass_seconds += step.target_seconds + step.draft_pass_seconds
             # One read a pass: a pass too many costs far more than waiting for this one.
             missing_B = (begin_B + count - inner.positions).clamp(min=0) * inner.active
-            verdict = step.verdict
-            missing, counts, tokens, *recent = read_together(missing_B, verdict.counts, verdict.tokens, *late)
+            accepted = step.accepted
+            missing, counts, tokens, *recent = read_together(missing_B, accepted.counts, accepted.tokens, *late)
             if recent:
                 self._list_late(*recent)
                 late = ()
@@ -260,9 +260,9 @@ class TriForceDrafter(Drafter):
                 mine += recent[len(recent) - missing :]
         self._known = [len(mine) for mine in self._committed]
 
-    def observe(self, state: SlotState, tree: TokenTree, verdict: Verdict, output: TargetOutput) -> None:
+    def on_step(self, state: SlotState, tree: TokenTree, accepted: AcceptResult, output: TargetOutput) -> None:
         assert self._cache is not None
-        most, agreed_B = verdict.rows.shape[1], torch.zeros_like(state.positions)
+        most, agreed_B = accepted.nodes.shape[1], torch.zeros_like(state.positions)
         if self._offered:
             agreed_B = self._agreed(state)
             self.inner.rewind(self._outer + 1 + agreed_B)
@@ -272,8 +272,8 @@ class TriForceDrafter(Drafter):
         rows = list[list[int]]()
         if self._policy.scored:
             # The query is the former root's: it sees what stood before it, and itself.
-            asked_3B = self._cache.asked(state.positions - verdict.counts + 1)
-            rows = torch.cat([torch.stack([verdict.counts, agreed_B, state.positions]), asked_3B]).tolist()
+            asked_3B = self._cache.asked(state.positions - accepted.counts + 1)
+            rows = torch.cat([torch.stack([accepted.counts, agreed_B, state.positions]), asked_3B]).tolist()
         if self._wanted and output.queries is not None:
             picked = self._cache.build_known(list(self._wanted), output.queries, *rows[3:])
             for slot, why in list(self._wanted.items()):

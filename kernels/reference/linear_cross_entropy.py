@@ -80,7 +80,7 @@ def _before(logits_BV: Tensor, label_B1: Tensor, top_k: int, scratch_BV: Tensor)
     before_B = torch.gt(logits_BV, own_B1, out=scratch_BV).sum(1)
     # Equal logits matter for labels among the first alone, which are few. A GPU counts all: it need not be waited for.
     first_b = torch.arange(len(before_B), device=logits_BV.device)
-    if backend.reads_are_free(logits_BV.device):
+    if backend.is_host(logits_BV.device):
         first_b = first_b[before_B < top_k]
     equal_bV = torch.index_select(logits_BV, 0, first_b, out=scratch_BV[: len(first_b)]).eq_(own_B1[first_b])
     ids_V = torch.arange(logits_BV.shape[1], device=logits_BV.device)

@@ -69,7 +69,7 @@ def logits_of(target, prompt: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
     rows = []
     for i in range(len(prompt)):
         rows.append(model(tokens[:, i : i + 1], cache=single).logits)
-        single.keep(None, one)
+        single.commit(None, one)
     return model(tokens, cache=whole).logits.cpu(), torch.cat(rows, 1).cpu()
 
 
@@ -166,7 +166,7 @@ def wide_logits(target, tokens_BT: torch.Tensor, mask_TT: torch.Tensor | None, w
     for part in tokens_BT[:, : max(FILLED)].split(width, dim=1):
         before = cache.lengths
         model(part, cache=cache, needs={"last_kv"})
-        cache.keep(None, (lengths - before).clamp(0, part.shape[1]))
+        cache.commit(None, (lengths - before).clamp(0, part.shape[1]))
     own = tokens_BT[:, max(FILLED) :]
     if mask_TT is not None:
         mask = mask_TT.to(device)
@@ -177,7 +177,7 @@ def wide_logits(target, tokens_BT: torch.Tensor, mask_TT: torch.Tensor | None, w
     logits = []
     for part in own.split(min(width, n_rows), dim=1):
         logits.append(model(part, cache=cache).logits.cpu())
-        cache.keep(None, torch.full_like(lengths, part.shape[1]))
+        cache.commit(None, torch.full_like(lengths, part.shape[1]))
     return torch.cat(logits, 1)
 
 

@@ -17,26 +17,26 @@ from longdraft.infer.tree import TokenTree
 
 
 class Proposer(Drafter):
-    """A drafter made of a function (request, tokens so far, room) -> candidate paths."""
+    """A drafter made of a function (request, tokens so far, max_nodes) -> candidate paths."""
 
     def __init__(self, paths, max_nodes=12, max_depth=4):
         self.paths, self.max_nodes, self.max_depth, self.requests = paths, max_nodes, max_depth, {}
 
-    def begin(self, slots, requests, cache):
+    def on_start(self, slots, requests, cache):
         self.requests |= dict(zip(slots, requests, strict=True))
 
-    def read(self, slots, tokens_BT, output):
+    def on_prefill(self, slots, tokens_BT, output):
         assert output.last_kv is not None
 
-    def propose(self, state, room):
+    def propose(self, state, max_nodes):
         roots = state.roots.tolist()
         paths = [
-            self.paths(self.requests[slot], tokens, room) if active else []
+            self.paths(self.requests[slot], tokens, max_nodes) if active else []
             for slot, (tokens, active) in enumerate(zip(state.committed, state.active.tolist(), strict=True))
         ]
         return TokenTree.from_paths(roots, paths)
 
-    def observe(self, state, tree, verdict, output):
+    def on_step(self, state, tree, accepted, output):
         assert output.logits is None  # it has not asked for them
 
 
@@ -87,7 +87,7 @@ def width_difference(target, prompt: Sequence[int]) -> float:
     rows = []
     for i in range(tokens.shape[1]):
         rows.append(model(tokens[:, i : i + 1], cache=single).logits)
-        single.keep(None, torch.tensor([1]))
+        single.commit(None, torch.tensor([1]))
     return float((together - torch.cat(rows, 1)).abs().max())
 
 

@@ -26,9 +26,9 @@ class Fixed(Drafter):
     def __init__(self, paths, classes=None, max_nodes=24):
         self.paths, self.classes, self.max_nodes, self.rewound = paths, classes, max_nodes, None
 
-    def propose(self, state, room):
+    def propose(self, state, max_nodes):
         tree = TokenTree.from_paths(state.roots.tolist(), self.paths)
-        width = min(tree.width, 1 + room)
+        width = min(tree.width, 1 + max_nodes)
         classes = None if self.classes is None else torch.tensor(self.classes)[:, :width]
         return TokenTree(tree.tokens[:, :width], tree.parents[:, :width], classes)
 
@@ -48,18 +48,18 @@ def as_sets(tree):
 
 
 @settings(max_examples=150, deadline=None)
-@given(proposals=st.lists(TWO_SLOTS, min_size=2, max_size=4), room=st.integers(0, 30))
-def test_the_union_of_all_paths_as_far_as_there_is_room(proposals, room):
+@given(proposals=st.lists(TWO_SLOTS, min_size=2, max_size=4), max_nodes=st.integers(0, 30))
+def test_the_union_of_all_paths_as_far_as_there_is_room(proposals, max_nodes):
     drafters = [Fixed(paths) for paths in proposals]
     state, combined = state_of([8, 9]), Combined(drafters)
-    whole, tree = combined.propose(state, combined.max_nodes), combined.propose(state, room)
+    whole, tree = combined.propose(state, combined.max_nodes), combined.propose(state, max_nodes)
     wanted = [set().union(*sets) for sets in zip(*(as_sets(d.propose(state, 24)) for d in drafters), strict=True)]
     assert as_sets(whole) == wanted
     assert tree.tokens[:, 0].tolist() == [8, 9]
     for found, all_paths, paths in zip(as_sets(tree), wanted, tree.paths(), strict=True):
         assert found <= all_paths and len(found) == len(paths), "siblings carry different tokens"
-        assert len(found) == min(room, len(all_paths)) or room < 24, "a drafter was cut short by its own room"
-        assert len(found) <= room
+        assert len(found) == min(max_nodes, len(all_paths)) or max_nodes < 24, "a drafter was cut short by its own room"
+        assert len(found) <= max_nodes
     assert (tree.parents < torch.arange(tree.width)).all()
     plain = TokenTree(tree.tokens, tree.parents)
     assert torch.equal(tree.ancestors, plain.ancestors)

@@ -53,7 +53,7 @@ def target(tiny_target):
 def proposers(proposer):
     """By name: (plain decoding's tokens by prompt) -> a drafter that is right at random, always, never or sometimes."""
 
-    def at_random(request, tokens, room):
+    def at_random(request, tokens, max_nodes):
         generator = torch.Generator().manual_seed(hash((request.index, len(tokens))) % 2**31)
         shape = (int(torch.randint(1, 5, (), generator=generator)), int(torch.randint(1, 4, (), generator=generator)))
         return torch.randint(61, shape, generator=generator).tolist()
@@ -63,12 +63,12 @@ def proposers(proposer):
 
     return {
         "random_trees": lambda plain: proposer(at_random),
-        "always_right": lambda plain: proposer(lambda r, tokens, room: [ahead(plain, r, tokens)[:4]]),
+        "always_right": lambda plain: proposer(lambda r, tokens, max_nodes: [ahead(plain, r, tokens)[:4]]),
         "never_right": lambda plain: proposer(
-            lambda r, tokens, room: [[(token + 1) % 61] for token in ahead(plain, r, tokens)[:1]]
+            lambda r, tokens, max_nodes: [[(token + 1) % 61] for token in ahead(plain, r, tokens)[:1]]
         ),
         "sometimes_right": lambda plain: proposer(
-            lambda r, tokens, room: [ahead(plain, r, tokens)[: len(tokens) % 4], [1, 2]]
+            lambda r, tokens, max_nodes: [ahead(plain, r, tokens)[: len(tokens) % 4], [1, 2]]
         ),
     }
 
@@ -268,11 +268,11 @@ def test_two_levels_that_both_reject_have_the_computed_distribution(tiny_target)
     class Counted(SmallModelDrafter):
         drafted = accepted = 0
 
-        def observe(self, state, tree, verdict, output):
-            took_part_B = verdict.counts > 0
+        def on_step(self, state, tree, accepted, output):
+            took_part_B = accepted.counts > 0
             self.drafted += int(((tree.parents >= 0).sum(1) * took_part_B).sum())
-            self.accepted += int((verdict.counts - 1).clamp(min=0).sum())
-            super().observe(state, tree, verdict, output)
+            self.accepted += int((accepted.counts - 1).clamp(min=0).sum())
+            super().on_step(state, tree, accepted, output)
 
     target, small = tiny_target(vocab_size=6, std=0.15), tiny_target(vocab_size=6, std=0.5, n_layers=1, seed=5)
     inner = Counted(target, small)
@@ -291,9 +291,9 @@ def test_tokenswift_ranks_with_the_noise_of_the_positions_it_proposes(target, te
     seen = []
     propose = drafter.propose
 
-    def watched(state, room):
+    def watched(state, max_nodes):
         logits = torch.stack(drafter.draft.states(drafter._hidden), 1) @ target.model.lm_head.weight.T
-        tree = propose(state, room)
+        tree = propose(state, max_nodes)
         seen.append((logits[0], state.positions.item(), tree.tokens[0]))
         return tree
 
@@ -321,11 +321,11 @@ def test_an_engine_decodes_one_stream_at_a_time(target):
 
 
 def test_drafters_that_break_their_word_are_named(target, proposer):
-    wide = proposer(lambda request, tokens, room: [[1], [2], [3]], max_nodes=2)
+    wide = proposer(lambda request, tokens, max_nodes: [[1], [2], [3]], max_nodes=2)
     with pytest.raises(ValueError, match="it proposed 3 nodes, with room for 2"):
         Engine(target, wide).generate([PROMPTS[0]])
-    wrong = proposer(lambda request, tokens, room: [])
-    wrong.propose = lambda state, room: TokenTree.roots(state.roots + 1)
+    wrong = proposer(lambda request, tokens, max_nodes: [])
+    wrong.propose = lambda state, max_nodes: TokenTree.roots(state.roots + 1)
     with pytest.raises(ValueError, match="node 0 of its tree is not the root"):
         Engine(target, wrong).generate([PROMPTS[0]])
     with pytest.raises(ValueError, match="load it with load_draft"):

@@ -131,7 +131,7 @@ def dense(q_BTHd, keys_BSKd, values_BSKd, lengths_B, bits_BT2, depth_BT, is_tree
 def as_on_a_gpu(monkeypatch):
     """Reads are not free, no C kernels, attention without a host; engines record with `record` where they would on
     CUDA."""
-    monkeypatch.setattr(backend, "reads_are_free", lambda device: False)
+    monkeypatch.setattr(backend, "is_host", lambda device: False)
     monkeypatch.setattr(rows, "library", lambda: None)
     cross = lambda *given: (cross_reference.cross_attention(*given), None)  # noqa: E731
     kernels = SimpleNamespace(tree_attention=dense, cross_attention=cross)

@@ -33,7 +33,7 @@ cache.rewind(torch.tensor([7999]))
 chosen, rows = [], torch.tensor([prompt[-1:] + generation.tokens[:-1]])
 for part in rows.split(64, dim=1):
     chosen += target.model(part, cache=cache).logits[0].argmax(-1).tolist()
-    cache.keep(None, torch.tensor([part.shape[1]]))
+    cache.commit(None, torch.tensor([part.shape[1]]))
 row = 2 * 30 * 3 * 64 * 2
 print(json.dumps({
     "prompt": len(prompt), "new": len(generation.tokens), "reason": generation.finish_reason,

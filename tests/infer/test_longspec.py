@@ -8,13 +8,13 @@ import weakref
 import pytest
 import torch
 
+from longdraft.infer.accept import AcceptResult
 from longdraft.infer.drafters.base import Request, SlotState
 from longdraft.infer.drafters.longspec import WIDTHS, LongSpecDrafter, _fit
 from longdraft.infer.engine import Engine
 from longdraft.infer.history import History
 from longdraft.infer.sampling import SamplingParams, SlotSampling
 from longdraft.infer.tree import PAD, TokenTree
-from longdraft.infer.verify import Verdict
 from longdraft.infer.window_cache import SLACK
 from longdraft.kernels.gumbel import gumbel_noise
 from longdraft.models.drafts.longspec import LongSpec, LongSpecConfig, plan_queries
@@ -43,9 +43,9 @@ def drafted(target, token_ids=None, **options) -> LongSpec:
 class Watched(LongSpecDrafter):
     """Keeps the nodes and logits of each pass of the last proposal."""
 
-    def propose(self, state, room):
+    def propose(self, state, max_nodes):
         self.passes = []
-        return super().propose(state, room)
+        return super().propose(state, max_nodes)
 
     def _pass(self, state, nodes_BT, level, first, ancestors_BTN):
         logits_BTV = super()._pass(state, nodes_BT, level, first, ancestors_BTN)
@@ -71,7 +71,7 @@ class Bench:
     def begin(self, slot, text):
         self.texts[slot] = list(text)
         self.state.history.start(slot, text)
-        self.drafter.begin([slot], [Request(slot, list(text), self.state.sampling.params[slot])], self.cache)
+        self.drafter.on_start([slot], [Request(slot, list(text), self.state.sampling.params[slot])], self.cache)
         self._place()
 
     def _place(self):
@@ -84,10 +84,10 @@ class Bench:
             if len(text) > 1:
                 one = self.cache.slot(slot)
                 self.target.model(torch.tensor([text[:-1]]), cache=one, needs={"last_kv"})
-                one.keep(None, torch.tensor([len(text) - 1]))
+                one.commit(None, torch.tensor([len(text) - 1]))
 
-    def propose(self, room=99):
-        return self.drafter.propose(self.state, room)
+    def propose(self, max_nodes=99):
+        return self.drafter.propose(self.state, max_nodes)
 
     def commit(self, *new):
         """These tokens were committed, whatever was proposed."""
@@ -97,7 +97,7 @@ class Bench:
             text.extend(tokens)
         self._place()
         tree = TokenTree.roots(self.state.roots)
-        self.drafter.observe(self.state, tree, Verdict(rows, rows, counts), None)
+        self.drafter.on_step(self.state, tree, AcceptResult(rows, rows, counts), None)
 
     def rewind(self, lengths, new):
         """An outer engine takes tokens back and goes on with others."""
@@ -214,7 +214,7 @@ def test_the_beam_is_the_brute_force_beam(target, widths, temperature, restricte
     draft = drafted(target, ids)
     params = [SamplingParams(temperature=temperature, seed=seed) for seed in (1, 2)]
     bench = Bench(target, LongSpecDrafter(target, draft, widths), [PROMPTS[0], PROMPTS[2]], params)
-    tree = bench.propose(room=999)
+    tree = bench.propose(max_nodes=999)
     for slot in range(2):
         expected = brute_force(target, draft, bench.texts[slot], widths, params[slot])
         assert tree.paths()[slot] == [path for level in expected for path in level]
@@ -226,7 +226,7 @@ def test_a_tree_of_the_default_widths():
 
 def test_children_differ_and_classes_say_how_sure_the_draft_was(target):
     drafter = LongSpecDrafter(target, drafted(target))
-    tree = Bench(target, drafter, PROMPTS).propose(room=68)
+    tree = Bench(target, drafter, PROMPTS).propose(max_nodes=68)
     assert tree.width == 69 and drafter.max_nodes == 68 and drafter.max_depth == 5
     for slot in range(3):
         pairs = list(zip(tree.parents[slot].tolist(), tree.tokens[slot].tolist(), strict=True))
@@ -242,17 +242,17 @@ def test_children_differ_and_classes_say_how_sure_the_draft_was(target):
 
 @pytest.mark.parametrize("widths", [WIDTHS, (1, 1, 1), (9, 1, 4)], ids=str)
 def test_less_room_makes_all_levels_narrower(widths):
-    for room in range(sum(widths) + 3):
-        fitted = _fit(widths, room)
-        assert sum(fitted) == min(room, sum(widths)) and len(fitted) == min(room, len(widths))
+    for max_nodes in range(sum(widths) + 3):
+        fitted = _fit(widths, max_nodes)
+        assert sum(fitted) == min(max_nodes, sum(widths)) and len(fitted) == min(max_nodes, len(widths))
         assert all(1 <= narrow <= width for narrow, width in zip(fitted, widths, strict=False))
     assert _fit(WIDTHS, 15) == [3, 3, 3, 3, 3] and _fit(WIDTHS, 34) == [2, 8, 8, 8, 8]
 
 
 def test_room_is_kept(target):
     bench = Bench(target, LongSpecDrafter(target, drafted(target)), PROMPTS)
-    for room in (0, 1, 5, 20, 67, 68, 200):
-        assert bench.propose(room).width == 1 + min(room, 68)
+    for max_nodes in (0, 1, 5, 20, 67, 68, 200):
+        assert bench.propose(max_nodes).width == 1 + min(max_nodes, 68)
 
 
 def test_slots_without_a_request_propose_nothing(target):

@@ -34,8 +34,8 @@ class Watched(MedusaDrafter):
 
     compared = 0
 
-    def propose(self, state, room):
-        tree = super().propose(state, room)
+    def propose(self, state, max_nodes):
+        tree = super().propose(state, max_nodes)
         ranks, levels = self.shape.ranks, self.shape.depth
         for slot, text in enumerate(state.committed):
             if not state.active[slot] or len(text) == 1:
@@ -49,7 +49,7 @@ class Watched(MedusaDrafter):
                     noise = gumbel_noise(torch.tensor([params.seed]), torch.tensor([[len(text) - 1 + head]]), VOCAB)
                     scores = scores / params.temperature + noise[0, 0]
                 expected.append(scores.topk(ranks).indices.tolist())
-            paths = [[expected[i][rank] for i, rank in enumerate(node)] for node in self.shape.nodes[:room]]
+            paths = [[expected[i][rank] for i, rank in enumerate(node)] for node in self.shape.nodes[:max_nodes]]
             assert tree.paths()[slot] == paths
             self.compared += 1
         return tree
@@ -64,7 +64,7 @@ def watched(target, draft, shape=None):
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("nodes", [None, 5])
 def test_levels_are_the_heads_top_ranks(target, temperature, nodes):
-    """Of the state before the root, with the noise of the positions proposed; less room takes the first nodes."""
+    """Of the state before the root, with the noise of the positions proposed; with fewer nodes, the first ones."""
     drafter = watched(target, heads(target))
     params = [SamplingParams(temperature=temperature, seed=seed, max_new_tokens=15) for seed in range(3)]
     Engine(target, drafter, slots=2, nodes=nodes, prefill_chunk=4).generate(PROMPTS, params)
@@ -85,9 +85,9 @@ def test_after_a_rewind_nothing_is_proposed_without_the_state_before_the_root(ta
     """Until a pass has computed it; a rewind that leaves that state alone changes nothing."""
     drafter, text = MedusaDrafter(target, heads(target)), PROMPTS[0]
     cache, sampling = target.model.new_cache(1, 64), SamplingParams()
-    drafter.begin([0], [Request(0, text, sampling)], cache)
+    drafter.on_start([0], [Request(0, text, sampling)], cache)
     tokens = torch.tensor([text[:-1]])
-    drafter.read([0], tokens, target.model(tokens, needs={"post_norm"}))
+    drafter.on_prefill([0], tokens, target.model(tokens, needs={"post_norm"}))
     history = History(1, 64)
     history.start(0, text)
 

@@ -128,7 +128,7 @@ def state_of(sequences):
 @pytest.mark.parametrize("free", [True, False])
 def test_tables_catch_up_with_the_history(monkeypatch, free, committed):
     """However far a slot went, whatever of it the host has heard of, and with slots that have no table."""
-    monkeypatch.setattr(backend, "reads_are_free", lambda device: free)
+    monkeypatch.setattr(backend, "is_host", lambda device: free)
     sequences = [list(range(n)) for n in (1, READ_AHEAD + 5, 3 * READ_AHEAD, 7)]
     tables = Tables(4, torch.device("cpu"))
     for slot, table in enumerate((SuffixIndex(2), NgramTable(2), SuffixIndex(1))):

@@ -157,7 +157,7 @@ def test_random_steps_end_where_a_fresh_cache_with_the_same_selection_ends(name,
         slot = data.draw(st.integers(0, SLOTS - 1))
         for layer in range(LAYERS):  # a pass of its own, partly committed, which must leave no trace
             cache.append(layer, torch.full((SLOTS, 4, KV_HEADS, WIDTH), 7.0), torch.zeros(SLOTS, 4, KV_HEADS, WIDTH))
-        cache.keep(torch.tensor([[0, 2, 3]] * SLOTS), torch.tensor([step % 4, 3, 1]))
+        cache.commit(torch.tensor([[0, 2, 3]] * SLOTS), torch.tensor([step % 4, 3, 1]))
         before = full.lengths.clone()
         if action in ("follow", "build"):
             full.lengths += torch.tensor(data.draw(st.lists(st.integers(0, 5), min_size=SLOTS, max_size=SLOTS)))
@@ -244,7 +244,7 @@ def test_the_target_on_a_selected_cache_that_holds_everything_is_the_target(tiny
     model = tiny_target(dtype=dtype).model
     tokens, full = torch.randint(97, (2, 40)), model.new_cache(2, 64)
     model(tokens[:, :30], cache=full)
-    full.keep(None, torch.tensor([30, 21]))
+    full.commit(None, torch.tensor([30, 21]))
     cache = SelectedCache(full, TopTokens(budget=48, sinks=4), model.config, tail=6)
     cache.build([0, 1], None, full.lengths)
     for _ in range(3):  # passes on top of each other, on either cache
@@ -253,8 +253,8 @@ def test_the_target_on_a_selected_cache_that_holds_everything_is_the_target(tiny
         want = model(row, cache=full, positions_BT=positions).logits
         got = model(row, cache=cache, positions_BT=positions).logits
         torch.testing.assert_close(got, want)
-        full.keep(None, torch.tensor([2, 1]))
-        cache.keep(None, torch.tensor([2, 1]))
+        full.commit(None, torch.tensor([2, 1]))
+        cache.commit(None, torch.tensor([2, 1]))
         assert torch.equal(cache.tokens, full.lengths)
     cache.follow(6)
     assert torch.equal(cache.keys[:, 0, :36], full.keys[:, 0, :36])
@@ -334,7 +334,7 @@ def test_streaming_equals_attention_at_positions_inside_the_cache(tiny_target, r
             count = int(counts[slot])
             want = brute.run(tokens[slot, :count].tolist(), visible)
             torch.testing.assert_close(got[slot, :count], want, rtol=2e-3, atol=2e-3)
-        cache.keep(None, counts)
+        cache.commit(None, counts)
         if step % 3 == 0:  # taken back, up to the slack
             back = torch.randint(0, slack + 1, (2,), generator=generator).clamp(max=cache.tokens)
             lengths = cache.tokens - back
@@ -349,7 +349,7 @@ def test_a_rewind_too_far_starts_from_nothing_and_a_near_one_never_does(tiny_tar
     model = tiny_target().model
     cache = StreamingCache(model, 2, window=16, sinks=2, slack=3, widest=40)
     model(torch.randint(97, (2, 30)), cache=cache, positions_BT=torch.arange(30).expand(2, -1))
-    cache.keep(None, torch.tensor([30, 9]))
+    cache.commit(None, torch.tensor([30, 9]))
     cache.settle(30)
     cache.rewind(torch.tensor([27, 7]))
     assert cache.tokens.tolist() == [27, 7]

@@ -8,11 +8,11 @@ import torch
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
 from longdraft.infer import sampling as sampling_module
+from longdraft.infer.accept import accept
 from longdraft.infer.history import History
 from longdraft.infer.penalties import Penalties
 from longdraft.infer.sampling import SamplingParams, SlotSampling
 from longdraft.infer.tree import PAD, TokenTree
-from longdraft.infer.verify import walk
 
 CPU = torch.device("cpu")
 VOCAB = 23
@@ -144,10 +144,10 @@ def test_walk_penalises_each_node_for_its_own_ancestors(seed):
         history.write(positions + depth + 1, chosen_B)
         return chosen_B
 
-    verdict = walk(tree, choose, torch.ones(len(MANY), dtype=torch.bool), 6)
-    assert verdict.counts.max() >= 4
+    accepted = accept(tree, choose, torch.ones(len(MANY), dtype=torch.bool), 6)
+    assert accepted.counts.max() >= 4
     for b, tokens in enumerate(all_tokens):
-        for row, token in zip(verdict.rows[b, : verdict.counts[b]], verdict.tokens[b], strict=False):
+        for row, token in zip(accepted.nodes[b, : accepted.counts[b]], accepted.tokens[b], strict=False):
             scores = by_hand(logits[b, row], params[b], tokens, prompts[b])
             if params[b].temperature:
                 scores = scores / params[b].temperature + sampling.noise(torch.full_like(slots, len(tokens)), VOCAB)[b]

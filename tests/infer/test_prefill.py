@@ -51,7 +51,7 @@ def test_a_short_prompt_in_bf16_has_the_bits_that_it_has_in_chunks(tiny_target, 
     model(tokens, cache=whole, needs={"last_kv"}, prompts=[size])
     for chunk in tokens.split(3, dim=1):
         model(chunk, cache=parts, needs={"last_kv"})
-        parts.keep(None, torch.tensor([chunk.shape[1]]))
+        parts.commit(None, torch.tensor([chunk.shape[1]]))
     assert torch.equal(whole.keys, parts.keys) and torch.equal(whole.values, parts.values)
 
 
@@ -63,7 +63,7 @@ def test_a_prompt_gives_what_it_gives_in_chunks(tiny_target, windows):
     model(tokens, cache=whole, needs={"last_kv"}, prompts=[20])
     for chunk in tokens.split(6, dim=1):
         model(chunk, cache=parts, needs={"last_kv"})
-        parts.keep(None, torch.tensor([chunk.shape[1]]))
+        parts.commit(None, torch.tensor([chunk.shape[1]]))
     torch.testing.assert_close(whole.keys, parts.keys, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(whole.values, parts.values, rtol=1e-5, atol=1e-5)
 

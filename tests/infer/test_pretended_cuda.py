@@ -118,7 +118,7 @@ def test_a_drafter_decodes_on_a_device_and_keeps_its_budget(
     if "triforce" in name and not recorded:
         del calls["greedy"], calls["T1"]  # many passes, and what steers them is the same
     passes, builds = counted(triforce, "take_step"), counted(SelectedCache, "build")
-    chunks, sorts = counted(TokenRecycling, "read"), counted(SlotSampling, "_outside_top_p")
+    chunks, sorts = counted(TokenRecycling, "on_prefill"), counted(SlotSampling, "_outside_top_p")
     with pretended_cuda.PretendedCuda() as gpu:
         target, drafter = made(name, gpu.put)
         engine = Engine(target, drafter, slots=2, nodes=None, graphs=None if recorded else False)

@@ -31,12 +31,12 @@ def state_of(sequences):
 
 def begun(drafter, prompts):
     requests = [Request(slot, prompt, SamplingParams(seed=0)) for slot, prompt in enumerate(prompts)]
-    drafter.begin(range(len(prompts)), requests, KVCache(1, len(prompts), 1, 1, 1, torch.float32))
+    drafter.on_start(range(len(prompts)), requests, KVCache(1, len(prompts), 1, 1, 1, torch.float32))
     return drafter
 
 
-def proposed(sequence, room=100, **options):
-    tree = begun(PromptLookup(**options), [sequence[:1]]).propose(state_of([sequence]), room)
+def proposed(sequence, max_nodes=100, **options):
+    tree = begun(PromptLookup(**options), [sequence[:1]]).propose(state_of([sequence]), max_nodes)
     return tree, tree.paths()[0]
 
 
@@ -73,16 +73,16 @@ def test_nothing_is_proposed_for_new_tokens_and_idle_slots():
 @settings(max_examples=100, deadline=None)
 @given(
     sequence=st.lists(st.integers(0, 3), min_size=1, max_size=60),
-    room=st.integers(0, 12),
+    max_nodes=st.integers(0, 12),
     length=st.integers(1, 8),
     candidates=st.integers(1, 4),
 )
-def test_a_smaller_room_takes_the_first_nodes(sequence, room, length, candidates):
+def test_a_smaller_room_takes_the_first_nodes(sequence, max_nodes, length, candidates):
     options = {"length": length, "candidates": candidates}
     whole, paths = proposed(sequence, **options)
-    tree, some = proposed(sequence, room, **options)
+    tree, some = proposed(sequence, max_nodes, **options)
     drafter = PromptLookup(**options)
-    assert some == paths[:room] and len(paths) <= drafter.max_nodes
+    assert some == paths[:max_nodes] and len(paths) <= drafter.max_nodes
     assert len({tuple(path) for path in paths}) == len(paths), "siblings carry different tokens"
     assert max(map(len, paths), default=0) <= drafter.max_depth
     assert whole.classes is not None and int(whole.classes.max()) < drafter.n_classes

@@ -142,14 +142,14 @@ def test_flips_in_the_serving_dtype_are_counted(tiny_target, error):
 
 @pytest.mark.parametrize("form", ["fp32", "layerwise", "serving"])
 def test_a_drafter_that_changes_tokens_is_found_in_every_form(tiny_target, proposer, form):
-    """Its tree leads the walk astray: what it wants is said to be the target's choice."""
+    """Its tree leads verification astray: what it wants is said to be the target's choice."""
     target = tiny_target(vocab_size=61, dtype=torch.float32 if form == "fp32" else BF16)
 
     class Astray(proposer):
         def observe(self, state, tree, verdict, output):
             state.roots.fill_(5)  # goes on behind another token than was committed
 
-    build = lambda target: Astray(lambda request, tokens, room: [[1], [2]], max_nodes=2)  # noqa: E731
+    build = lambda target: Astray(lambda request, tokens, max_nodes: [[1], [2]], max_nodes=2)  # noqa: E731
     with pytest.raises(RuntimeError, match="exact: NO, astray"):
         prove(target, {"astray": build}, PROMPTS, GREEDY, form, BF16, UNWATCHED)
 

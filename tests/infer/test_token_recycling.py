@@ -6,6 +6,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from longdraft.infer.accept import AcceptResult
 from longdraft.infer.drafters.base import Request, SlotState
 from longdraft.infer.drafters.token_recycling import BLOCK, CHILD_COUNTS, TokenRecycling, largest, static_tree
 from longdraft.infer.engine import Engine
@@ -13,7 +14,6 @@ from longdraft.infer.history import History
 from longdraft.infer.sampling import SamplingParams, SlotSampling
 from longdraft.infer.shape import TreeShape
 from longdraft.infer.tree import TokenTree
-from longdraft.infer.verify import Verdict
 from longdraft.kernels.gumbel import gumbel_noise
 from longdraft.models.decoder import TargetOutput
 
@@ -118,8 +118,8 @@ def test_an_empty_table_proposes_nothing(target):
 
 
 def observed(drafter, tree, logits, counts):
-    verdict = Verdict(torch.zeros(len(counts), 1, dtype=torch.int64), tree.tokens[:, :1], torch.tensor(counts))
-    drafter.observe(state_of(tree.tokens[:, 0].tolist()), tree, verdict, TargetOutput(logits=logits))
+    accepted = AcceptResult(torch.zeros(len(counts), 1, dtype=torch.int64), tree.tokens[:, :1], torch.tensor(counts))
+    drafter.on_step(state_of(tree.tokens[:, 0].tolist()), tree, accepted, TargetOutput(logits=logits))
 
 
 PATHS = st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=4), max_size=6)
@@ -179,7 +179,7 @@ def test_of_several_prompts_the_last_place_wins(target, exact_dtype):
     drafter = TokenRecycling(target)
     tokens = torch.tensor([[7, 8, 7], [8, 7, 9]])
     post_norm = torch.randn(2, 3, 32, generator=torch.Generator().manual_seed(1)).to(exact_dtype)
-    drafter.read([0, 1], tokens, TargetOutput(post_norm=post_norm))
+    drafter.on_prefill([0, 1], tokens, TargetOutput(post_norm=post_norm))
     for token, (row, place) in {7: (0, 2), 8: (0, 1), 9: (1, 2)}.items():
         logits = target.model.lm_head(post_norm)[row, place]
         assert torch.equal(logits[drafter.candidates[token].tolist()], logits.topk(8).values)
@@ -292,5 +292,5 @@ def test_starting_a_request_keeps_the_table(target):
     drafter = TokenRecycling(target)
     fill_at_random(drafter)
     before = drafter.candidates.clone()
-    drafter.begin([0], [Request(0, [1], SamplingParams(seed=0))], target.model.new_cache(1, 8))
+    drafter.on_start([0], [Request(0, [1], SamplingParams(seed=0))], target.model.new_cache(1, 8))
     assert torch.equal(drafter.candidates, before)

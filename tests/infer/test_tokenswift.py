@@ -47,14 +47,14 @@ def target(tiny_target):
 
 @pytest.fixture
 def watched(monkeypatch):
-    """(drafter) -> a list that fills with (tree, committed tokens, root positions, room) of every proposal."""
+    """(drafter) -> a list that fills with (tree, committed tokens, root positions, max_nodes) of every proposal."""
 
     def watch(drafter):
         seen, propose = [], drafter.propose
 
-        def proposing(state, room):
-            tree = propose(state, room)
-            seen.append((tree, [list(tokens) for tokens in state.committed], state.positions.clone(), room))
+        def proposing(state, max_nodes):
+            tree = propose(state, max_nodes)
+            seen.append((tree, [list(tokens) for tokens in state.committed], state.positions.clone(), max_nodes))
             return tree
 
         monkeypatch.setattr(drafter, "propose", proposing)
@@ -88,19 +88,19 @@ def most_frequent(tokens: list[int], first: int) -> list[tuple[int, ...]]:
     return sorted(counts, key=lambda gram: (-counts[gram], -last[gram]))[:20]
 
 
-@pytest.mark.parametrize("room", [1, 6, 25, 200])
+@pytest.mark.parametrize("max_nodes", [1, 6, 25, 200])
 @pytest.mark.parametrize("mode", ["never", "always"])
-def test_ngrams_and_heads_are_one_trie(target, watched, mode, room):
+def test_ngrams_and_heads_are_one_trie(target, watched, mode, max_nodes):
     drafter = drafter_for(target, draft_pass=mode, budget=32)
     seen = watched(drafter)
     text = prompts(9)[0] * 6  # repeats: many n-grams
-    Engine(target, drafter, nodes=room, slots=2).generate(
+    Engine(target, drafter, nodes=max_nodes, slots=2).generate(
         [text, text[:20], text[3:40]], SamplingParams(max_new_tokens=30)
     )
     assert len(seen) > 10
     ngram_nodes = 0
-    for tree, committed, positions, asked_room in seen:
-        assert asked_room == min(room, drafter.max_nodes)
+    for tree, committed, positions, asked_nodes in seen:
+        assert asked_nodes == min(max_nodes, drafter.max_nodes)
         assert tree.classes is not None and int(tree.classes.max()) < drafter.n_classes
         assert tree.depths.max() <= drafter.max_depth
         for slot, tokens in enumerate(committed):
@@ -108,10 +108,10 @@ def test_ngrams_and_heads_are_one_trie(target, watched, mode, room):
             kinds = tree.classes[slot].tolist()
             assert parents[0] == ROOT
             real = [i for i in range(1, len(nodes)) if parents[i] != PAD]
-            assert len(real) <= room and all(0 <= parents[i] < i for i in real)
+            assert len(real) <= max_nodes and all(0 <= parents[i] < i for i in real)
             assert len({(parents[i], nodes[i]) for i in real}) == len(real), "siblings carry different tokens"
             ngram_nodes += sum(kinds[i] >= drafter._ngram_class for i in real)
-            if room < 200 or not tokens:
+            if max_nodes < 200 or not tokens:
                 continue
             assert int(positions[slot]) == len(tokens) - 1 and nodes[0] == tokens[-1]
             known = {0: []} | {i: None for i in real}
@@ -121,7 +121,7 @@ def test_ngrams_and_heads_are_one_trie(target, watched, mode, room):
             start = (nodes[1],) if mode == "always" else ()
             for gram in most_frequent(tokens, start[0] if start else tokens[-1]):
                 assert (*start, *gram) in paths
-    assert room == 1 or ngram_nodes > 20
+    assert max_nodes == 1 or ngram_nodes > 20
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -316,17 +316,17 @@ def test_auto_goes_by_the_slots_that_are_at_work(target):
 def test_a_slot_that_takes_no_part_keeps_its_state(target, watched):
     """As within TriForce, where it goes on afterwards."""
     drafter = drafter_for(target, draft_pass="never")
-    observe, kept = drafter.observe, []
+    on_step, kept = drafter.on_step, []
 
-    def checked(state, tree, verdict, output):
+    def checked(state, tree, accepted, output):
         before = drafter._hidden.clone(), drafter._hidden_at.clone()
-        observe(state, tree, verdict, output)
-        idle = verdict.counts == 0
+        on_step(state, tree, accepted, output)
+        idle = accepted.counts == 0
         kept.append(int(idle.sum()))
         assert torch.equal(drafter._hidden[idle], before[0][idle])
         assert torch.equal(drafter._hidden_at[idle], before[1][idle])
 
-    drafter.observe = checked
+    drafter.on_step = checked
     params = [SamplingParams(max_new_tokens=count) for count in (3, 30)]
     Engine(target, drafter, slots=2).generate(prompts(12, 9), params)
     assert sum(kept) > 5

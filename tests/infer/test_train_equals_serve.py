@@ -46,7 +46,7 @@ class Recording(LongSpecDrafter):
         super().__init__(*args, **options)
         self.seen: list[Seen] = []
 
-    def propose(self, state: SlotState, room: int):
+    def propose(self, state: SlotState, max_nodes: int):
         ranking, given = state.ranking, []
 
         def ranked(logits, offset, token_ids=None):
@@ -55,7 +55,7 @@ class Recording(LongSpecDrafter):
 
         state.ranking = ranked
         try:
-            tree = super().propose(state, room)
+            tree = super().propose(state, max_nodes)
         finally:
             del state.ranking
         for slot in state.active.nonzero()[:, 0].tolist():

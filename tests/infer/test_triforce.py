@@ -91,22 +91,22 @@ def test_a_small_model_proposes_what_a_fresh_one_proposes(target, small, inside,
     outer = TriForceDrafter(target, drafter, budget=32, stride=10) if inside else drafter
     propose, compared, depths = drafter.propose, [], []
 
-    def checked(state, room):
+    def checked(state, max_nodes):
         before = state.roots.clone(), state.positions.clone()
-        tree = propose(state, room)
+        tree = propose(state, max_nodes)
         for slot in state.active.nonzero()[:, 0].tolist():
             text = state.history.tokens[slot, : int(state.positions[slot]) + 1]
             fresh, full = SmallModelDrafter(target, small, gamma=3), target.model.new_cache(1, 1)
-            fresh.begin([0], [Request(0, text.tolist(), state.sampling.params[slot])], full)
+            fresh.on_start([0], [Request(0, text.tolist(), state.sampling.params[slot])], full)
             if len(text) > 1:
-                fresh.read([0], text[None, :-1], None)
+                fresh.on_prefill([0], text[None, :-1], None)
             history = History(1, state.history.tokens.shape[1])
             history.start(0, text.tolist())
             history.prompt_lengths[0] = state.history.prompt_lengths[slot]
             sampling_of_slot = type(state.sampling)([state.sampling.params[slot]], state.roots.device)
             place = before[0][slot : slot + 1], before[1][slot : slot + 1]
             alone = SlotState(*place, torch.tensor([True]), history, sampling_of_slot, [text.tolist()])
-            assert fresh.propose(alone, room).tokens[0].tolist() == tree.tokens[slot].tolist()
+            assert fresh.propose(alone, max_nodes).tokens[0].tolist() == tree.tokens[slot].tolist()
             compared.append(slot)
         return tree
 
@@ -120,18 +120,18 @@ def test_a_small_model_proposes_what_a_fresh_one_proposes(target, small, inside,
 def test_the_inner_level_sees_all_committed_tokens_where_the_host_is_late(target, proposer):
     """On a GPU the outer lists lack the last step's tokens, and the inner ones do until the first inner pass is read;
     the same code path, on the CPU."""
-    inner, seen = proposer(lambda request, tokens, room: [tokens[:2]]), []
+    inner, seen = proposer(lambda request, tokens, max_nodes: [tokens[:2]]), []
     propose = inner.propose
 
-    def checked(state, room):
+    def checked(state, max_nodes):
         for slot in state.active.nonzero()[:, 0].tolist():
             text = state.history.tokens[slot, : int(state.positions[slot]) + 1].tolist()
             known = state.committed[slot]
             assert text[: len(known)] == known and len(text) - len(known) <= 7
             seen.append(len(text) - len(known))
-        return propose(state, room)
+        return propose(state, max_nodes)
 
-    inner.propose, inner.read = checked, lambda slots, tokens, output: None
+    inner.propose, inner.on_prefill = checked, lambda slots, tokens, output: None
     engine = Engine(target, TriForceDrafter(target, inner, budget=32, stride=10), slots=2, nodes=None)
     engine.lag = 1
     params = SamplingParams(temperature=1.0, seed=3, max_new_tokens=30)
@@ -165,7 +165,7 @@ def test_a_small_model_reads_a_prompt_in_wide_passes_on_a_gpu(pretended_cuda, ti
     for chunk in prompt.split(100, dim=1):
         positions = cache.tokens[:, None] + torch.arange(chunk.shape[1])
         small.model(chunk, cache=cache, positions_BT=positions, needs={"last_kv"})
-        cache.keep(None, torch.tensor([chunk.shape[1]]))
+        cache.commit(None, torch.tensor([chunk.shape[1]]))
         cache.settle(chunk.shape[1])
         shapes.append(chunk.shape)
     expected = Engine(target).generate([prompt[0].tolist()], SamplingParams(max_new_tokens=12, ignore_eos=True))
@@ -175,8 +175,8 @@ def test_a_small_model_reads_a_prompt_in_wide_passes_on_a_gpu(pretended_cuda, ti
         engine = Engine(target, drafter)
         passes = []
         hook = small.model.register_forward_pre_hook(lambda _, args: passes.append(args[0].shape))
-        drafter.begin([1], [Request(0, [1], SamplingParams())], target.model.new_cache(2, 200))
-        drafter.read([1], prompt.to("cuda"), None)
+        drafter.on_start([1], [Request(0, [1], SamplingParams())], target.model.new_cache(2, 200))
+        drafter.on_prefill([1], prompt.to("cuda"), None)
         hook.remove()
         assert passes == shapes
         assert drafter._cache.tokens.tolist() == [0, length]
@@ -190,9 +190,9 @@ def test_a_small_model_reads_a_prompt_in_wide_passes_on_a_gpu(pretended_cuda, ti
 def test_a_small_model_reads_all_again_where_a_rewind_reaches_too_far(target, small):
     """Beyond the slack of a window that has overflowed; a shorter one finds everything."""
     drafter = SmallModelDrafter(target, small, gamma=2, sinks=2, window=20)
-    drafter.begin([0, 1], [Request(0, [1], SamplingParams())] * 2, target.model.new_cache(2, 100))
+    drafter.on_start([0, 1], [Request(0, [1], SamplingParams())] * 2, target.model.new_cache(2, 100))
     tokens = torch.tensor(prompts(60, 60))
-    drafter.read([0, 1], tokens, None)
+    drafter.on_prefill([0, 1], tokens, None)
     assert drafter._cache.tokens.tolist() == [60, 60] and int(drafter._cache.lengths.max()) <= 40
     drafter._settle()
     drafter.rewind(torch.tensor([57, 20]))

@@ -28,7 +28,7 @@ CASES = {
 def implementation(request, monkeypatch):
     """The function under test; `keep_rows` with and without Triton and free reads, so that all its ways are taken."""
     if request.param == "index tensors":
-        monkeypatch.setattr(backend, "reads_are_free", lambda device: False)
+        monkeypatch.setattr(backend, "is_host", lambda device: False)
     if request.param == "triton":
         found = import_module("longdraft.kernels.triton_impl.keep_rows")
         monkeypatch.setattr(backend, "triton_kernels", lambda name, device_type: found)

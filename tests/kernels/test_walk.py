@@ -17,7 +17,7 @@ VOCAB = 7
 def implementation(request, monkeypatch):
     """The function under test; `walk` with and without Triton and free reads, so that all its ways are taken."""
     if request.param == "step by step":
-        monkeypatch.setattr(backend, "reads_are_free", lambda device: False)
+        monkeypatch.setattr(backend, "is_host", lambda device: False)
     if request.param == "triton":
         found = import_module("longdraft.kernels.triton_impl.walk")
         monkeypatch.setattr(backend, "triton_kernels", lambda name, device_type: found)

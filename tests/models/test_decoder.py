@@ -59,7 +59,7 @@ def prefilled(model, prompt: Tensor, room: int = 16, poison: bool = False):
     cache.reset(prompt_lengths=[prompt.shape[1]])
     if prompt.shape[1]:
         model(prompt, cache=cache, needs={"last_kv"})
-        cache.keep(None, torch.tensor([prompt.shape[1]]))
+        cache.commit(None, torch.tensor([prompt.shape[1]]))
     return cache
 
 
@@ -82,7 +82,7 @@ def test_tree_pass_equals_each_path(tiny_target, kind, length):
         single = prefilled(model, prompt)
         for step in path:
             expected = model(nodes[:, [step]], cache=single, needs={"logits", "pre_norm"})
-            single.keep(None, torch.tensor([1]))
+            single.commit(None, torch.tensor([1]))
         assert error(out.logits[:, node], expected.logits[:, 0]) < 1e-5, f"node {node}"
         assert error(out.pre_norm[:, node], expected.pre_norm[:, 0]) < 1e-5, f"node {node}"
 
@@ -96,11 +96,11 @@ def test_kept_path_equals_a_fresh_prefill(tiny_target, kind):
     model(nodes, cache=cache, positions_BT=20 + depths[None], tree_mask_BTT=mask[None])
     path = path_to(8)
     rows = torch.tensor([[*path, 0, 11]])  # what stands behind the count is ignored
-    cache.keep(rows, torch.tensor([len(path)]))
+    cache.commit(rows, torch.tensor([len(path)]))
     fresh = prefilled(model, prompt)
     for step in path:
         model(nodes[:, [step]], cache=fresh)
-        fresh.keep(None, torch.tensor([1]))
+        fresh.commit(None, torch.tensor([1]))
     end = 20 + len(path)
     assert cache.lengths.tolist() == fresh.lengths.tolist() == [end]
     assert error(cache.keys[:, :, :end], fresh.keys[:, :, :end]) < 1e-5
@@ -133,7 +133,7 @@ def test_ragged_batch_equals_single_runs(tiny_target, kind):
     for slot, prompt in enumerate(prompts):
         padded[slot, : lengths[slot]] = prompt
     model(padded, cache=cache)
-    cache.keep(None, torch.tensor(lengths))
+    cache.commit(None, torch.tensor(lengths))
     positions = cache.lengths[:, None] + places
     out = model(nodes, cache=cache, positions_BT=positions, tree_mask_BTT=masks)
     chain = model(nodes, cache=cache)
@@ -146,7 +146,7 @@ def test_ragged_batch_equals_single_runs(tiny_target, kind):
         view = cache.slot(slot)
         assert error(model(nodes[one], cache=view).logits, chain.logits[one]) < 1e-5
         before = cache.lengths.tolist()
-        view.keep(None, torch.tensor([2]))
+        view.commit(None, torch.tensor([2]))
         assert cache.lengths.tolist() == [n + 2 * (i == slot) for i, n in enumerate(before)]
         view.rewind(torch.tensor([before[slot]]))
 
@@ -162,7 +162,7 @@ def test_chunked_prefill_equals_one_pass(tiny_target, kind, chunk):
     logits, keys = [], []
     for piece in prompt.split(chunk, 1):
         out = model(piece, cache=cache, needs={"logits", "last_kv"})
-        cache.keep(None, torch.tensor([piece.shape[1]]))
+        cache.commit(None, torch.tensor([piece.shape[1]]))
         logits.append(out.logits)
         keys.append(out.last_kv[0])
     assert error(torch.cat(logits, 1), whole.logits) < 1e-5

@@ -144,7 +144,7 @@ def test_token_by_token(pair):
     for piece in [ids[:, :prompt], *ids[:, prompt:].split(1, 1)]:
         expected = theirs(piece, past_key_values=theirs_cache).logits
         out = ours(piece, cache=ours_cache)
-        ours_cache.keep(None, torch.tensor([piece.shape[1]]))
+        ours_cache.commit(None, torch.tensor([piece.shape[1]]))
         assert error(out.logits, expected) < 1e-5, f"at length {int(ours_cache.lengths[0])}"
     seen = theirs_cache.layers[-1].keys.shape[2]
     assert error(ours_cache.keys[-1, :, 80 - seen :].transpose(1, 2), theirs_cache.layers[-1].keys) < 1e-5
@@ -163,7 +163,7 @@ def test_generates_the_same(pair):
         got, piece = [], ids
         while len(got) < 40:
             logits = ours(piece, cache=cache).logits
-            cache.keep(None, torch.tensor([piece.shape[1]]))
+            cache.commit(None, torch.tensor([piece.shape[1]]))
             piece = logits[:, -1:].argmax(-1)
             got.append(int(piece))
         assert got == expected, f"{name}, prompt of {prompt}"

@@ -69,7 +69,7 @@ def test_smollm2_knows_what_it_should(smollm2):
     cache, piece, words = smollm2.model.new_cache(1, 32), smollm2.tokenizer("The capital of France is").input_ids, []
     for _ in range(2):
         logits = smollm2.model(torch.tensor([piece]), cache=cache).logits
-        cache.keep(None, torch.tensor([len(piece)]))
+        cache.commit(None, torch.tensor([len(piece)]))
         piece = [int(logits[0, -1].argmax())]
         words += piece
     assert smollm2.tokenizer.decode(words).startswith(" Paris")

@@ -43,18 +43,18 @@ def held(cache: KVCache) -> list[list[float]]:
 def test_append_commits_nothing_and_keep_commits_in_order(cache):
     write(cache, torch.arange(12).view(3, 4))
     assert held(cache) == [[], [], []]
-    cache.keep(None, torch.tensor([4, 0, 2]))
+    cache.commit(None, torch.tensor([4, 0, 2]))
     assert held(cache) == [[0, 1, 2, 3], [], [8, 9]]
     write(cache, torch.arange(20, 35).view(3, 5))
     rows = torch.tensor([[0, 2, 4], [1, 0, 0], [3, -1, 99]])  # behind the counts stands anything
-    cache.keep(rows, torch.tensor([3, 1, 0]))
+    cache.commit(rows, torch.tensor([3, 1, 0]))
     assert held(cache) == [[0, 1, 2, 3, 20, 22, 24], [26], [8, 9]]
     assert cache.keys.isnan().any(), "rows nobody wrote stay as they were"
 
 
 def test_rewind_and_reset(cache):
     write(cache, torch.arange(12).view(3, 4))
-    cache.keep(torch.arange(4).expand(3, 4), torch.tensor([4, 4, 4]))
+    cache.commit(torch.arange(4).expand(3, 4), torch.tensor([4, 4, 4]))
     address = cache.lengths.data_ptr()
     cache.rewind(torch.tensor([1, 4, 0]))
     assert held(cache) == [[0], [4, 5, 6, 7], []]
@@ -69,11 +69,11 @@ def test_rewind_and_reset(cache):
 
 def test_slot_shares_everything(cache):
     write(cache, torch.arange(12).view(3, 4))
-    cache.keep(None, torch.tensor([4, 4, 4]))
+    cache.commit(None, torch.tensor([4, 4, 4]))
     one = cache.slot(1)
     one.reset(prompt_lengths=[2])
     write(one, torch.tensor([[50, 51]]))
-    one.keep(None, torch.tensor([2]))
+    one.commit(None, torch.tensor([2]))
     assert held(cache) == [[0, 1, 2, 3], [50, 51], [8, 9, 10, 11]]
     assert cache.prompt_lengths.tolist() == [0, 2, 0] and (one.batch, one.capacity) == (1, CAPACITY)
 

@@ -47,7 +47,7 @@ def decode(model, batch, width, tree, needs):
     cache.keys.zero_(), cache.values.zero_()
     cache.reset(prompt_lengths=[9, 2, 30][:batch])
     model(torch.randint(97, (batch, 5), generator=generator), cache=cache)
-    cache.keep(None, torch.tensor([5, 1, 3][:batch]))
+    cache.commit(None, torch.tensor([5, 1, 3][:batch]))
     outputs, copies = [], []
     for step in range(STEPS):
         masks, positions = None, None
@@ -61,7 +61,7 @@ def decode(model, batch, width, tree, needs):
         )
         copies.append([part.clone() for part in tensors(outputs[-1])])
         counts = torch.randint(1, width + 1, (batch,), generator=generator)
-        cache.keep(torch.arange(width).expand(batch, -1), counts)
+        cache.commit(torch.arange(width).expand(batch, -1), counts)
     for output, kept in zip(outputs, copies, strict=True):
         assert all(torch.equal(one, other) for one, other in zip(tensors(output), kept, strict=True)), "overwritten"
     return [*outputs, cache]
@@ -140,7 +140,7 @@ def test_a_full_cache_is_refused_as_ever(tiny_target):
     cache, token = model.new_cache(1, 4), torch.zeros(1, 1, dtype=torch.int64)
     for _ in range(4):
         model(token, cache=cache)
-        cache.keep(None, torch.tensor([1]))
+        cache.commit(None, torch.tensor([1]))
     assert len(programs(model, cache)) == 1
     before = cache.keys.clone(), cache.values.clone()
     with pytest.raises(AssertionError, match="needs a capacity of at least 5, the cache has 4"):
