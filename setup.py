@@ -11,9 +11,8 @@ from setuptools import setup
 
 ROOT = Path(__file__).parent
 CODE = [
-    "data_prep", "infer", "infer/drafters", "kernels", "kernels/cpu_impl", "kernels/reference", "kernels/triton_impl",
-    "launch", "models",
-    "models/drafts", "train",
+    "benchmarks", "data_prep", "infer", "infer/drafters", "kernels", "kernels/cpu_impl", "kernels/reference",
+    "kernels/triton_impl", "launch", "models", "models/drafts", "train",
 ]  # fmt: skip
 packages = {f"longdraft.{folder.replace('/', '.')}": folder for folder in CODE}
 config_folders = ["configs", *(str(p.relative_to(ROOT)) for p in sorted((ROOT / "configs").rglob("*")) if p.is_dir())]

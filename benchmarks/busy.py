@@ -17,11 +17,11 @@ from pathlib import Path
 
 import torch
 
+from longdraft.benchmarks.timing import DTYPES
 from longdraft.data_prep.settings import Source
 from longdraft.data_prep.sources import list_files
 from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
-from longdraft.launch.runtime import DTYPES
 from longdraft.models.hf import load_target, load_transformers
 
 SETTLING = 0.5  # seconds until the scheduler has spread new processes

@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import Tensor
 
+from longdraft.benchmarks.loss_memory import peak_bytes
 from longdraft.benchmarks.profiles import Work
 from longdraft.benchmarks.timing import Bench, Times
-from longdraft.kernels.loss_memory import peak_bytes
 
 OURS = "longdraft"
 # What PyTorch, compilers and other libraries raise where a shape, a dtype or a device is not theirs. Triton's errors

@@ -1,7 +1,7 @@
 """Plain decoding against transformers' `generate` with the same random weights: tokens a second, and the read floor.
 
-Both decode the same prompts in turns (infer/measure.py's `against_transformers`). They are compared first: a model of
-the profile's widths and few layers must give the same tokens in fp32; in bf16 those of random weights are a matter of
+Both decode the same prompts in turns (`against_transformers` of measure.py). They are compared first: a model of the
+profile's widths and few layers must give the same tokens in fp32; in bf16 those of random weights are a matter of
 rounding. Where weights and cache would not fit, the model has fewer layers, and `layers` says how many.
 """
 
@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from longdraft.benchmarks.candidates import OURS, figures, ratios, refused
+from longdraft.benchmarks.measure import against_transformers
 from longdraft.benchmarks.profiles import Profile
 from longdraft.benchmarks.step import SMALL_LAYERS, layers_that_fit, too_large
 from longdraft.benchmarks.timing import Bench, Times
 from longdraft.infer.engine import Engine
-from longdraft.infer.measure import against_transformers
 from longdraft.infer.sampling import SamplingParams
 from longdraft.models.hf import target_from_transformers
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 
 from longdraft.benchmarks.ceilings import words
+from longdraft.benchmarks.gpu_check import commit
 from longdraft.benchmarks.timing import Bench
-from longdraft.launch.gpu_check import commit
 
 PACKAGES = ("torch", "triton", "transformers", "flash_attn", "liger_kernel")
 # (Title, how a row's cell is written); a row without the figure leaves the cell empty.

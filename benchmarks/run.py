@@ -11,13 +11,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import longdraft
-
-# Not installed with the package: the checkout joins its namespace, behind what is installed.
-if str(Path(__file__).resolve().parent.parent) not in longdraft.__path__:
-    longdraft.__path__ = [*longdraft.__path__, str(Path(__file__).resolve().parent.parent)]
-
-# ruff: isort: split
 import torch
 
 from longdraft.benchmarks import attention, ceilings, loss, report

@@ -4,6 +4,7 @@ Shapes: B slots, S positions a slot.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -11,7 +12,7 @@ import torch
 from longdraft.infer.drafters.base import Drafter
 from longdraft.infer.sampling import MOST_SORTED, SORTED_BYTES
 from longdraft.kernels import backend
-from longdraft.models.decoder import Decoder
+from longdraft.models.decoder import Decoder, DecoderConfig
 from longdraft.models.device import free_bytes
 from longdraft.models.passes import pass_bytes
 from longdraft.models.recorded_layers import recorded_bytes
@@ -85,3 +86,18 @@ def check_memory(parts: Mapping[str, int], batch: int, capacity: int, device: to
         f"and {size(free)} is free: about {fitting} positions each would fit; lower max_length, "
         "max_new_tokens or slots"
     )
+
+
+def layer_weights(config: DecoderConfig) -> tuple[int, int]:
+    """Numbers in one layer, and in embedding, norm and LM head."""
+    one = replace(config, n_layers=1, sliding_windows=None)
+    with torch.device("meta"):
+        decoder = Decoder(one)
+    layer = sum(weight.numel() for weight in decoder.layers.parameters())
+    return layer, sum(weight.numel() for weight in decoder.parameters()) - layer
+
+
+def weight_count(config: DecoderConfig) -> int:
+    """Numbers in a target's weights."""
+    layer, outside = layer_weights(config)
+    return config.n_layers * layer + outside

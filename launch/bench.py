@@ -1,7 +1,7 @@
 """Measure drafters against plain decoding: `longdraft bench --draft FOLDER --data DATA [--run RUN]`.
 
-Argument parsing and printing; the measurements are in infer/bench.py, the table and picture in infer/report.py. The
-last line of the output is one JSON object.
+Argument parsing and printing; the measurements are in benchmarks/drafters.py, the table and picture in
+benchmarks/drafters_report.py. The last line of the output is one JSON object.
 """
 
 import argparse
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from longdraft.models.target import Target
 
 PROMPTS = 4
-# infer/proof.py says what each is; here, for --help should not wait for torch.
+# benchmarks/proof.py says what each is; here, for --help should not wait for torch.
 FORMS = ("fp32", "layerwise", "serving")
 # Tokens around a text where the task is more than to continue it.
 ASKING = 256
@@ -78,8 +78,8 @@ def _measure(args: argparse.Namespace) -> int:
             "--data, --text-file: name either a prepared folder, whose held-out rows give the texts, or files"
         )
     # Here, not above: --help and a wrong argument should not wait for torch.
+    from longdraft.benchmarks.drafters_report import draw, table
     from longdraft.data_prep.shards import write_atomically
-    from longdraft.infer.report import draw, table
 
     metrics = [] if args.run is None else _metrics(args.run)
     try:
@@ -114,9 +114,9 @@ def _metrics(run: Path) -> list[dict]:
 
 
 def _bench(args: argparse.Namespace) -> dict:
-    from longdraft.infer.bench import BenchSettings, bench
+    from longdraft.benchmarks.drafters import BenchSettings, bench
+    from longdraft.benchmarks.tasks import make_tasks
     from longdraft.infer.drafters.build import build_drafter
-    from longdraft.infer.tasks import make_tasks
     from longdraft.launch import runtime
     from longdraft.launch.progress import Progress
     from longdraft.models.device import on_device
@@ -164,8 +164,8 @@ def _open_target(
 ) -> "tuple[Target, str]":
     """The target as the proof begins with it, and the proof's form, which is chosen before a weight is loaded.
     Raises ValueError where it does not fit."""
+    from longdraft.benchmarks.proof import NAMES, Room, choose_form, first_dtype, in_words, needed_bytes
     from longdraft.infer.memory import available_bytes, size
-    from longdraft.infer.proof import NAMES, Room, choose_form, first_dtype, in_words, needed_bytes
     from longdraft.launch import runtime
     from longdraft.models.hf import build_decoder
 
@@ -187,7 +187,7 @@ def _open_target(
 def _beside(args: argparse.Namespace, config: "DecoderConfig", options: Mapping[str, Any]) -> int:
     """Bytes that lie on the device beside target and cache, at most: the draft and a small model in fp32, and
     transformers' own copy of the target."""
-    from longdraft.infer.proof import weight_count
+    from longdraft.infer.memory import weight_count
     from longdraft.launch.runtime import DTYPES
     from longdraft.models.draft_files import WEIGHTS
     from longdraft.models.hf import read_target_config
@@ -201,7 +201,7 @@ def _beside(args: argparse.Namespace, config: "DecoderConfig", options: Mapping[
 
 def _texts(args: argparse.Namespace, names: Sequence[str]) -> "list[list[int]] | dict[Path, str]":
     """The prompts' texts: as tokens, or what stands in each file. Raises ValueError for options that do not fit."""
-    from longdraft.infer.tasks import KINDS
+    from longdraft.benchmarks.tasks import KINDS
     from longdraft.launch.runtime import heldout_prompts, read_text
 
     if args.noise and list(names) == ["plain"]:
@@ -229,7 +229,7 @@ def _loss_memory(args: argparse.Namespace, parser: argparse.ArgumentParser) -> i
     others = [name for name, value in vars(args).items() if value != parser.get_default(name) and name != "loss_memory"]
     if others:
         raise ValueError(f"--loss-memory: it takes no other option; leave out --{others[0].replace('_', '-')}")
-    from longdraft.kernels.loss_memory import loss_peak_memory
+    from longdraft.benchmarks.loss_memory import loss_peak_memory
 
     hidden, vocab, heads = 576, 49152, 3
     result = {}

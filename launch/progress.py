@@ -1,7 +1,7 @@
 """What runs, how far it is and how long the rest takes, on standard error: one line that moves on a terminal, a plain
 line now and then in a pipe or file.
 
-Not here: how the rest is estimated (infer/progress.py).
+Not here: how the rest is estimated (benchmarks/progress.py).
 """
 
 import io
@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from typing import TextIO
 
-from longdraft.infer.progress import Part, TimeLeft, in_words
+from longdraft.benchmarks.progress import Part, TimeLeft, in_words
 from longdraft.launch.console import note, to_nothing
 
 REDRAWN = 0.5  # seconds between two states of the line that moves

@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from longdraft.infer.progress import Part, TimeLeft, in_words
+from longdraft.benchmarks.progress import Part, TimeLeft, in_words
 from longdraft.launch.console import INTERRUPTED, framed, note
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -10,8 +10,7 @@ import torch
 
 from longdraft.data_prep.shards import ShardSet
 from longdraft.infer.drafters.build import DRAFTERS, TRAINED
-from longdraft.infer.memory import available_bytes, size
-from longdraft.infer.proof import weight_count
+from longdraft.infer.memory import available_bytes, size, weight_count
 from longdraft.infer.sampling import SamplingParams
 from longdraft.launch.console import note, said
 from longdraft.models.decoder import Decoder, DecoderConfig

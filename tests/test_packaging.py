@@ -34,7 +34,7 @@ def test_wheel_holds_only_the_namespace(wheel):
 
 def test_wheel_holds_every_module_and_recipe(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
-    folders = ("data_prep", "infer", "kernels", "launch", "models", "train")
+    folders = ("benchmarks", "data_prep", "infer", "kernels", "launch", "models", "train")
     tracked = subprocess.run(["git", "-C", ROOT, "ls-files"], check=True, capture_output=True, text=True).stdout.split()
     wanted = {f for f in tracked if f.split("/")[0] in folders and f.endswith(".py") and (ROOT / f).exists()}
     wanted |= {

@@ -1,25 +1,9 @@
-"""benchmarks/ is not installed: its command is loaded from its file, and with it the checkout joins the namespace."""
-
-from importlib.util import module_from_spec, spec_from_file_location
-from pathlib import Path
-from types import ModuleType
+"""A run of the kernels' benchmarks on a machine of round numbers."""
 
 import pytest
 import torch
 
-_spec = spec_from_file_location("benchmarks_run", Path(__file__).resolve().parents[2] / "benchmarks" / "run.py")
-assert _spec is not None and _spec.loader is not None
-_run = module_from_spec(_spec)
-_spec.loader.exec_module(_run)
-
-# ruff: isort: split
-from longdraft.benchmarks.timing import Bench, Ceilings  # noqa: E402 (only now importable)
-
-
-@pytest.fixture
-def command() -> ModuleType:
-    """benchmarks/run.py."""
-    return _run
+from longdraft.benchmarks.timing import Bench, Ceilings
 
 
 @pytest.fixture

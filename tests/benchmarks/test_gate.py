@@ -8,9 +8,9 @@ import torch
 from longdraft.benchmarks import attention, ceilings, decode, loss, report, step
 from longdraft.benchmarks.attention_case import make_case
 from longdraft.benchmarks.candidates import OURS, figures, ratios, too_far
+from longdraft.benchmarks.loss_memory import peak_bytes
 from longdraft.benchmarks.profiles import PROFILES, Work
 from longdraft.benchmarks.timing import Times
-from longdraft.kernels.loss_memory import peak_bytes
 
 TINY = PROFILES["tiny"]
 

@@ -1,4 +1,4 @@
-"""The command: arguments, files, and the whole of it as launch/gpu_check.py runs it where few packages are there."""
+"""The command: arguments, files, and the whole of it as gpu_check.py runs it where few packages are there."""
 
 import json
 import os
@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from longdraft.benchmarks import attention, ceilings
+from longdraft.benchmarks import attention, ceilings, gpu_check, run
 from longdraft.benchmarks.candidates import OURS
-from longdraft.launch import gpu_check
 from longdraft.models import device
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,8 +29,9 @@ def test_gpu_check_runs_the_harness_with_few_packages(tmp_path):
     site = tmp_path / "site"
     site.mkdir()
     (site / "sitecustomize.py").write_text(f"import sys\nsys.modules.update(dict.fromkeys({ABSENT}))\n")
-    environment = {**os.environ, "PYTHONPATH": str(site), "LONGDRAFT_TEST_DEVICE": "cpu", "PYTHONSAFEPATH": "1"}
-    command = [sys.executable, str(ROOT / "launch" / "gpu_check.py"), "--out", str(tmp_path), "--site", str(site)]
+    path = os.pathsep.join(filter(None, (str(site), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "PYTHONPATH": path, "LONGDRAFT_TEST_DEVICE": "cpu", "PYTHONSAFEPATH": "1"}
+    command = [sys.executable, str(ROOT / "benchmarks" / "gpu_check.py"), "--out", str(tmp_path), "--site", str(site)]
     stages = ["--only", "kernel benchmarks", "training"]
     done = subprocess.run([*command, *stages], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -65,9 +65,7 @@ def test_stages_keep_within_eight_minutes_and_cover_the_tests_of_triton():
     assert triton and triton <= covered
 
 
-def test_a_wrong_output_of_ours_is_the_exit_status_and_has_no_time(
-    command, tmp_path, capsys, monkeypatch, small_ceilings
-):
+def test_a_wrong_output_of_ours_is_the_exit_status_and_has_no_time(tmp_path, capsys, monkeypatch, small_ceilings):
     right = attention.IMPLEMENTATIONS[OURS]
 
     def wrong(case):
@@ -76,7 +74,7 @@ def test_a_wrong_output_of_ours_is_the_exit_status_and_has_no_time(
 
     monkeypatch.setitem(attention.IMPLEMENTATIONS, OURS, wrong)
     shape = ["--profile", "tiny", "--contexts", "40", "--nodes", "3", "--device", "cpu", "--quick"]
-    status = command.main(["attention", *shape, "--out", str(tmp_path)])
+    status = run.main(["attention", *shape, "--out", str(tmp_path)])
     printed = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert status == 1
     (path,) = tmp_path.glob("*.json")
@@ -87,12 +85,10 @@ def test_a_wrong_output_of_ours_is_the_exit_status_and_has_no_time(
     assert "ms" in rows["SDPA, dense mask"] and "over_longdraft" not in rows["SDPA, dense mask"]
 
 
-def test_without_matplotlib_there_is_no_picture_and_that_is_said(
-    command, tmp_path, capsys, monkeypatch, small_ceilings
-):
+def test_without_matplotlib_there_is_no_picture_and_that_is_said(tmp_path, capsys, monkeypatch, small_ceilings):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     shape = ["--device", "cpu", "--profile", "tiny", "--contexts", "9", "--nodes", "1", "--quick"]
-    assert command.main(["attention", *shape, "--out", str(tmp_path), "--name", "named"]) == 0
+    assert run.main(["attention", *shape, "--out", str(tmp_path), "--name", "named"]) == 0
     assert {path.name for path in tmp_path.iterdir()} == {"named.json", "named.txt"}
     assert "no png: matplotlib is not installed" in capsys.readouterr().out
 
@@ -105,30 +101,30 @@ def test_without_matplotlib_there_is_no_picture_and_that_is_said(
         (["--repeats", "1"], "--repeats: 1; give at least 2"),
     ],
 )
-def test_arguments_are_checked(command, capsys, words, said):
+def test_arguments_are_checked(capsys, words, said):
     with pytest.raises(SystemExit):
-        command.read(["--device", "cpu", *words])
+        run.read(["--device", "cpu", *words])
     assert said in capsys.readouterr().err
 
 
-def test_a_gpu_that_cannot_be_used_is_not_passed_over(command, capsys, tmp_path, monkeypatch):
+def test_a_gpu_that_cannot_be_used_is_not_passed_over(capsys, tmp_path, monkeypatch):
     """Its figures would be the CPU's."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(device, "NODES", tmp_path)
-    assert command.read([]).device == "cpu"
+    assert run.read([]).device == "cpu"
     (tmp_path / "nvidia0").touch()
     for words, message in (
         ([], "that PyTorch cannot use: "),
         (["--device", "cuda"], "'cuda' is not here (this machine"),
     ):
         with pytest.raises(SystemExit):
-            command.read(words)
+            run.read(words)
         assert message in capsys.readouterr().err
 
 
-def test_defaults_follow_device_and_quick(command):
-    args = command.read(["--device", "cpu", "--quick"])
+def test_defaults_follow_device_and_quick():
+    args = run.read(["--device", "cpu", "--quick"])
     assert (args.profile, args.contexts, args.nodes) == (["smollm2-135m"], [1024], [1, 8])
     assert args.what == ["attention", "step", "loss", "decode"]
-    assert command.read(["--device", "cpu", "--contexts", "7"]).contexts == [7]
+    assert run.read(["--device", "cpu", "--contexts", "7"]).contexts == [7]

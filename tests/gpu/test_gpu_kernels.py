@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from longdraft.benchmarks.loss_memory import loss_peak_memory
 from longdraft.kernels import backend
 from longdraft.kernels import segment_attention as segments_module
 from longdraft.kernels.causal_attention import causal_attention
@@ -21,7 +22,6 @@ from longdraft.kernels.gumbel import gumbel_noise
 from longdraft.kernels.keep_rows import keep_rows
 from longdraft.kernels.linear import linear
 from longdraft.kernels.linear_cross_entropy import GPU_CHUNK_BYTES, linear_cross_entropy
-from longdraft.kernels.loss_memory import loss_peak_memory
 from longdraft.kernels.reference import gate as gate_reference
 from longdraft.kernels.reference import rms_norm as norm_reference
 from longdraft.kernels.reference import rotate as rotate_reference

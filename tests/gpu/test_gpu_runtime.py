@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from longdraft.benchmarks.measure import UNWATCHED
+from longdraft.benchmarks.proof import count_flips
 from longdraft.infer.drafters.longspec import LongSpecDrafter
 from longdraft.infer.engine import Engine
-from longdraft.infer.measure import UNWATCHED
-from longdraft.infer.proof import count_flips
 from longdraft.infer.sampling import SamplingParams
 from longdraft.kernels.cpu_impl import rows
 from longdraft.models.drafts.longspec import LongSpec, LongSpecConfig

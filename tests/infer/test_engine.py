@@ -9,13 +9,13 @@ import pytest
 import torch
 from scipy import stats
 
+from longdraft.benchmarks.measure import width_curve
 from longdraft.infer import engine as engine_module
 from longdraft.infer.drafters.small_model import SmallModelDrafter
 from longdraft.infer.drafters.tokenswift import TokenSwiftDrafter
 from longdraft.infer.drafters.triforce import TriForceDrafter
 from longdraft.infer.engine import Engine
 from longdraft.infer.history import History
-from longdraft.infer.measure import width_curve
 from longdraft.infer.sampling import SamplingParams, SlotSampling
 from longdraft.infer.shape import TreeShape
 from longdraft.infer.tree import TokenTree

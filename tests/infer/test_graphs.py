@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from longdraft.benchmarks import measure as measure_module
 from longdraft.infer import engine as engine_module
 from longdraft.infer import graphs as graphs_module
-from longdraft.infer import measure as measure_module
 from longdraft.infer.drafters.combine import Combined
 from longdraft.infer.drafters.token_recycling import TokenRecycling
 from longdraft.infer.engine import Engine

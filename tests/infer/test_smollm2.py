@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from longdraft.benchmarks.measure import flips, reference_logits
 from longdraft.infer.drafters.combine import Combined
 from longdraft.infer.drafters.longspec import LongSpecDrafter
 from longdraft.infer.drafters.medusa import MedusaDrafter
@@ -16,7 +17,6 @@ from longdraft.infer.drafters.token_recycling import TokenRecycling
 from longdraft.infer.drafters.tokenswift import TokenSwiftDrafter
 from longdraft.infer.drafters.triforce import TriForceDrafter
 from longdraft.infer.engine import Engine
-from longdraft.infer.measure import flips, reference_logits
 from longdraft.infer.sampling import SamplingParams
 from longdraft.infer.shape import TreeShape
 from longdraft.models.drafts.longspec import LongSpec, LongSpecConfig

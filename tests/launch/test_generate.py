@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from longdraft.infer.engine import Engine
-from longdraft.infer.memory import size
-from longdraft.infer.proof import weight_count
+from longdraft.infer.memory import size, weight_count
 from longdraft.infer.sampling import SamplingParams
 from longdraft.launch import generate as module
 from longdraft.launch import runtime

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from longdraft.benchmarks.proof import FORMS, Room, needed_bytes
 from longdraft.infer import memory
-from longdraft.infer.proof import FORMS, Room, needed_bytes
 from longdraft.launch import bench, cli, export, prepare, quickstart, train
 from longdraft.launch.generate import main as generate_main
 from longdraft.models import hf
@@ -277,7 +277,7 @@ def test_bench_errors_name_the_remedy(folder, capsys, arguments, message):
 
 
 def test_bench_shows_the_loss_memory_at_two_lengths(capsys, monkeypatch):
-    monkeypatch.setattr("longdraft.kernels.loss_memory.loss_peak_memory", lambda tokens, *shape: 1000 + tokens)
+    monkeypatch.setattr("longdraft.benchmarks.loss_memory.loss_peak_memory", lambda tokens, *shape: 1000 + tokens)
     assert bench.main(["--loss-memory"]) == 0
     result = json.loads(capsys.readouterr().out.splitlines()[-1])["loss_memory"]
     assert result["4096"] == {"peak_bytes": 5096, "logits_bytes": 3 * 4096 * 49152 * 4}

@@ -3,7 +3,7 @@
 In fp32 passes of different widths agree to the last bits, so that one token that differs is a bug. The forms, from the
 best on: "fp32", the whole target loaded in it; "layerwise", all layers in fp32 as well, but one at a time, which takes
 little more memory than serving does; "serving", the dtype of the speeds, where tokens may differ at near-ties alone and
-those that do are counted. Not here: the measurements (infer/measure.py).
+those that do are counted. Not here: the measurements (benchmarks/measure.py).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,12 +12,12 @@ from dataclasses import asdict, dataclass, replace
 
 import torch
 
+from longdraft.benchmarks.measure import choice_logits, decode
+from longdraft.benchmarks.progress import Watch
 from longdraft.infer.drafters.base import Drafter
 from longdraft.infer.engine import Engine
 from longdraft.infer.history import History
-from longdraft.infer.measure import choice_logits, decode
-from longdraft.infer.memory import size
-from longdraft.infer.progress import Watch
+from longdraft.infer.memory import layer_weights, size
 from longdraft.infer.sampling import SamplingParams, SlotSampling
 from longdraft.models.decoder import Decoder, DecoderConfig, Layer
 from longdraft.models.target import Target
@@ -78,7 +78,7 @@ def choose_form(asked: str | None, config: DecoderConfig, dtype: torch.dtype, ro
 
 def needed_bytes(form: str, config: DecoderConfig, dtype: torch.dtype, room: Room) -> int:
     """The most that target, caches and passes take, in the proof or while speeds are taken."""
-    layer, outside = _weights(config)
+    layer, outside = layer_weights(config)
     whole = config.n_layers * layer + outside
     weights = {"fp32": 4 * whole, "layerwise": dtype.itemsize * config.n_layers * layer + 4 * (layer + outside)}
     row = 2 * config.n_layers * config.n_kv_heads * config.head_dim
@@ -90,25 +90,10 @@ def needed_bytes(form: str, config: DecoderConfig, dtype: torch.dtype, room: Roo
     return int(MARGIN * max(proof, speeds)) + room.beside
 
 
-def _weights(config: DecoderConfig) -> tuple[int, int]:
-    """Numbers in one layer, and in embedding, norm and LM head."""
-    one = replace(config, n_layers=1, sliding_windows=None)
-    with torch.device("meta"):
-        decoder = Decoder(one)
-    layer = sum(weight.numel() for weight in decoder.layers.parameters())
-    return layer, sum(weight.numel() for weight in decoder.parameters()) - layer
-
-
 def _passes(config: DecoderConfig, n_slots: int, wide: int) -> int:
     """The widest tensors alive at once, of numbers of so many bytes: a prefill's rows, a verification's logits."""
     rows = PREFILL_ROWS * (2 * config.hidden_size + 2 * config.intermediate_size)
     return wide * (rows + 2 * n_slots * SLACK_ROWS * config.vocab_size)
-
-
-def weight_count(config: DecoderConfig) -> int:
-    """Numbers in a target's weights."""
-    layer, outside = _weights(config)
-    return config.n_layers * layer + outside
 
 
 def in_words(form: str, dtype: torch.dtype) -> str:

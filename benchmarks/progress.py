@@ -1,6 +1,6 @@
 """How far a work of several parts is and how long the rest will take, from what its parts took so far.
 
-Not here: which parts there are (infer/bench.py), and how it is shown (launch/progress.py).
+Not here: which parts there are (benchmarks/drafters.py), and how it is shown (launch/progress.py).
 """
 
 import time

@@ -1,8 +1,8 @@
 """What `longdraft bench` measures, in order: exactness, then everything else in the dtype asked for.
 
 No speed is given out without the exactness of the same drafter in the same process. Not here: how exactness is shown
-(infer/proof.py), the single measurements (infer/measure.py), the prompts (infer/tasks.py), how figures are shown
-(infer/report.py), or kernels' benchmarks.
+(proof.py), the single measurements (measure.py), the prompts (tasks.py), how figures are shown (drafters_report.py), or
+kernels' benchmarks (run.py).
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,9 +10,8 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from longdraft.infer import proof
-from longdraft.infer.engine import Engine
-from longdraft.infer.measure import (
+from longdraft.benchmarks import proof
+from longdraft.benchmarks.measure import (
     UNWATCHED,
     against_transformers,
     as_json,
@@ -31,10 +30,11 @@ from longdraft.infer.measure import (
     width_curve,
     width_curve_cost,
 )
-from longdraft.infer.progress import Part, Watch
-from longdraft.infer.proof import Builder, in_form, part_words, prove
+from longdraft.benchmarks.progress import Part, Watch
+from longdraft.benchmarks.proof import Builder, in_form, part_words, prove
+from longdraft.benchmarks.tasks import Task
+from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
-from longdraft.infer.tasks import Task
 from longdraft.models.target import Target
 
 NOISE_TEMPERATURES, NOISE_PROMPTS, NOISE_TOKENS = (0.7, 1.0), 3, 64
@@ -47,7 +47,7 @@ REFERENCE, CURVE, FLIPS, PEER = "the target's own text", "cost of a pass by its 
 
 @dataclass(frozen=True)
 class BenchSettings:
-    """`dtype` is that of the speeds; `proof`: the form of the proof of exactness (infer/proof.py); `temperatures` are
+    """`dtype` is that of the speeds; `proof`: the form of the proof of exactness (proof.py); `temperatures` are
     measured one after the other (0 is greedy); `nodes` as the Engine's; `contexts`: lengths for the width curve, None
     for the first prompt's; `noise`: also acceptance with and without the noise in the ranking."""
 

@@ -1,7 +1,7 @@
-"""The stages of launch/gpu_check.py that are no tests: hardware and versions, exactness in fp32, speed in bf16.
+"""The stages of gpu_check.py that are no tests: hardware and versions, exactness in fp32, speed in bf16.
 
-Each is a process of its own, `python launch/gpu_stages.py STAGE --out FOLDER`, and writes FOLDER/STAGE.json. Not here:
-training (gpu_training.py).
+Each is a process of its own, `python benchmarks/gpu_stages.py STAGE --out FOLDER`, and writes FOLDER/STAGE.json. Not
+here: training (gpu_training.py).
 """
 
 import argparse
@@ -108,17 +108,14 @@ def exactness() -> dict:
     speed says nothing about that in bf16."""
     import torch
 
-    from longdraft.infer.measure import surroundings
-    from longdraft.infer.proof import prove
+    from longdraft.benchmarks.measure import UNWATCHED, surroundings
+    from longdraft.benchmarks.proof import prove
     from longdraft.infer.sampling import SamplingParams
-    from longdraft.launch.progress import Progress
 
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     target, texts = _target(torch.float32)
     params = SamplingParams(seed=0, ignore_eos=True)
-    with Progress("exactness") as watch:
-        watch.plan(_parts("fp32", torch.float32, len(texts)))
-        found = prove(target, _builders(), texts, params, "fp32", torch.float32, watch)
+    found = prove(target, _builders(), texts, params, "fp32", torch.float32, UNWATCHED)
     return found | surroundings(target)
 
 
@@ -127,27 +124,15 @@ def benchmark() -> dict:
     decoding's tokens is counted, and may be near-ties alone."""
     import torch
 
-    from longdraft.infer.bench import BenchSettings, bench
-    from longdraft.infer.tasks import make_tasks
-    from longdraft.launch.progress import Progress
+    from longdraft.benchmarks.drafters import BenchSettings, bench
+    from longdraft.benchmarks.tasks import make_tasks
 
     target, texts = _target(torch.bfloat16)
     short = device() == "cpu"
     settings = BenchSettings(
         new_tokens=16 if short else 96, proof="serving", temperatures=(0.0,) if short else (0.0, 1.0)
     )
-    with Progress("benchmark") as watch:
-        return bench(target, _builders(), make_tasks(target, texts, ["continue"]), settings, watch=watch)
-
-
-def _parts(form: str, dtype: "torch.dtype", count: int) -> list:
-    """Of `prove`, for the bar."""
-    from longdraft.infer.progress import Part
-    from longdraft.infer.proof import part_words, ways
-    from longdraft.infer.sampling import SamplingParams
-
-    requests = ways(form, SamplingParams())
-    return [Part(part_words(name, way, form, dtype, count), way, 1) for name in DRAFTERS for way in requests]
+    return bench(target, _builders(), make_tasks(target, texts, ["continue"]), settings)
 
 
 def _builders() -> dict:

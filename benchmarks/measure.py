@@ -1,7 +1,7 @@
 """Single measurements of decoding: speed like with like, exactness, bf16 flips, the cost of a pass by its width.
 
 Every figure comes from this process: same prompts, same loop, warmed up alike, methods taken in turns. Not here: which
-of them a benchmark makes (infer/bench.py).
+of them a benchmark makes (benchmarks/drafters.py).
 Shapes: T tokens, N rows of a pass, V vocabulary.
 """
 
@@ -21,9 +21,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from longdraft.benchmarks.progress import Part, Unwatched, Watch
 from longdraft.infer.engine import Engine
 from longdraft.infer.graphs import graphs_for
-from longdraft.infer.progress import Part, Unwatched, Watch
 from longdraft.infer.results import Generation
 from longdraft.infer.sampling import SamplingParams
 from longdraft.kernels.cpu_impl.rows import decoding

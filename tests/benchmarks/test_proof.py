@@ -5,23 +5,23 @@ from dataclasses import replace
 import pytest
 import torch
 
-from longdraft.infer.bench import BenchSettings, bench
-from longdraft.infer.drafters.build import build_drafter
-from longdraft.infer.drafters.prompt_lookup import PromptLookup
-from longdraft.infer.engine import Engine
-from longdraft.infer.measure import UNWATCHED
-from longdraft.infer.proof import (
+from longdraft.benchmarks.drafters import BenchSettings, bench
+from longdraft.benchmarks.drafters_report import table
+from longdraft.benchmarks.measure import UNWATCHED
+from longdraft.benchmarks.proof import (
     FORMS,
     Room,
     choose_form,
     fp32_layer_by_layer,
     needed_bytes,
     prove,
-    weight_count,
 )
-from longdraft.infer.report import table
+from longdraft.benchmarks.tasks import Task
+from longdraft.infer.drafters.build import build_drafter
+from longdraft.infer.drafters.prompt_lookup import PromptLookup
+from longdraft.infer.engine import Engine
+from longdraft.infer.memory import weight_count
 from longdraft.infer.sampling import SamplingParams
-from longdraft.infer.tasks import Task
 from longdraft.models.decoder import DecoderConfig
 from longdraft.models.rope import RopeConfig
 
@@ -141,17 +141,16 @@ def test_flips_in_the_serving_dtype_are_counted(tiny_target, error):
 
 
 @pytest.mark.parametrize("form", ["fp32", "layerwise", "serving"])
-def test_a_drafter_that_changes_tokens_is_found_in_every_form(tiny_target, proposer, form):
-    """Its tree leads verification astray: what it wants is said to be the target's choice."""
+def test_a_drafter_that_changes_tokens_is_found_in_every_form(tiny_target, form):
+    """It leads verification astray: what it wants is said to be the target's choice."""
     target = tiny_target(vocab_size=61, dtype=torch.float32 if form == "fp32" else BF16)
 
-    class Astray(proposer):
-        def observe(self, state, tree, verdict, output):
+    class Astray(PromptLookup):
+        def on_step(self, state, tree, accepted, output):
             state.roots.fill_(5)  # goes on behind another token than was committed
 
-    build = lambda target: Astray(lambda request, tokens, max_nodes: [[1], [2]], max_nodes=2)  # noqa: E731
     with pytest.raises(RuntimeError, match="exact: NO, astray"):
-        prove(target, {"astray": build}, PROMPTS, GREEDY, form, BF16, UNWATCHED)
+        prove(target, {"astray": lambda _: Astray()}, PROMPTS, GREEDY, form, BF16, UNWATCHED)
 
 
 @pytest.mark.parametrize(

@@ -123,7 +123,7 @@ def _stages(args: argparse.Namespace) -> dict[str, list[str]]:
 def _own(name: str, out: Path) -> list[str]:
     """A stage of our own, which writes OUT/NAME.json."""
     budget = ["--budget", BUDGET] if OWN[name] == TRAINING else []
-    return [sys.executable, str(ROOT / "launch" / OWN[name]), name, "--out", str(out), *budget]
+    return [sys.executable, str(ROOT / "benchmarks" / OWN[name]), name, "--out", str(out), *budget]
 
 
 def _lacking(stage: str) -> list[str]:

@@ -1,6 +1,6 @@
-"""The stage of launch/gpu_check.py that trains: every method under DeepSpeed, stopped, gone on with, exported, decoded.
+"""The stage of gpu_check.py that trains: every method under DeepSpeed, stopped, gone on with, exported, decoded.
 
-`python launch/gpu_training.py training --out FOLDER --budget SECONDS` writes FOLDER/training.json anew after each
+`python benchmarks/gpu_training.py training --out FOLDER --budget SECONDS` writes FOLDER/training.json anew after each
 method. All methods begin together, as what a killed run leaves does not depend on its speed; they are gone on with one
 at a time, as that is timed. Not here: training itself (train/).
 """
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from longdraft.launch.gpu_stages import arguments, device, small_target, texts
+from longdraft.benchmarks.gpu_stages import arguments, device, small_target, texts
 
 if TYPE_CHECKING:
     from longdraft.models.target import Target
@@ -226,9 +226,9 @@ def _decode(run: Trained, target: "Target") -> None:
     """Export, and decode with the draft: exactly, in fp32."""
     import torch
 
+    from longdraft.benchmarks.measure import UNWATCHED
+    from longdraft.benchmarks.proof import prove
     from longdraft.infer.drafters.build import build_drafter
-    from longdraft.infer.measure import UNWATCHED
-    from longdraft.infer.proof import prove
     from longdraft.infer.sampling import SamplingParams
     from longdraft.train.export import export
 
