@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 
 from longdraft.data_prep.folder import SPLITS
-from longdraft.data_prep.forms import Tokens
+from longdraft.data_prep.record_formats import TokenIdsFormat
 from longdraft.data_prep.settings import PrepareConfig
 from longdraft.data_prep.shards import FORMAT_VERSION
 from longdraft.data_prep.sources import ScannedFile, Segment, SourceFile
@@ -41,8 +41,8 @@ def make_plan(
     described = {key: value for encoder in encoders for key, value in encoder.describe().items()}
     mix = {name: source.describe() for name, source in config.sources.items()}
     for reader in readers:
-        if isinstance(reader.form, Tokens):
-            mix[reader.name]["tokenizer_sha256"] = hashlib.sha256(reader.form.serialised.encode()).hexdigest()
+        if isinstance(reader.record_format, TokenIdsFormat):
+            mix[reader.name]["tokenizer_sha256"] = hashlib.sha256(reader.record_format.serialised.encode()).hexdigest()
     plan = {
         "format_version": FORMAT_VERSION,
         "settings": {name: getattr(config, name) for name in settings.split()},

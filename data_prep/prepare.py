@@ -24,8 +24,8 @@ from longdraft.data_prep import folder, hub
 from longdraft.data_prep.bars import bar
 from longdraft.data_prep.chat import ChatEncoder, make_chat_encoder
 from longdraft.data_prep.folder import SPLITS
-from longdraft.data_prep.forms import form_of
 from longdraft.data_prep.plan import SEGMENT_BYTES, choose_files, make_plan, plan_units
+from longdraft.data_prep.record_formats import record_format_of
 from longdraft.data_prep.settings import PrepareConfig, Source
 from longdraft.data_prep.shards import MANIFEST, ShardSet, read_manifest
 from longdraft.data_prep.sources import STDLIB_CHAT, SourceFile, list_files, scan
@@ -162,7 +162,7 @@ def make_readers(
     for number, (name, source) in enumerate(config.sources.items()):
         encoder = chat if is_chat[number] else text
         assert encoder is not None
-        readers.append(Reader(name, form_of(source, tokenizers), encoder, kept[number]))
+        readers.append(Reader(name, record_format_of(source, tokenizers), encoder, kept[number]))
     return readers
 
 

@@ -1,7 +1,7 @@
 """Files that hold a record a document: lines of JSON, plain or compressed, and tables (Parquet, Arrow, MDS).
 
 Both are cut into runs of records that are read alone. Not here: which files there are (sources.py), what a record must
-hold (forms.py), the bytes of an MDS shard (mds.py).
+hold (record_formats.py), the bytes of an MDS shard (mds.py).
 """
 
 import io

@@ -7,7 +7,7 @@ manifest.json  written last; input = success + error + skipped
 
 The seed of an answer is a function of the seed, the conversation's content and the turn, so no answer depends on other
 conversations, their order, the batch, the drafter or a kill. Not here: what is asked of the target and made of what it
-writes (answers.py), the target itself (launch/regenerate.py).
+writes (responses.py), the target itself (launch/regenerate.py).
 """
 
 import json
@@ -20,7 +20,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from longdraft.data_prep.answers import ERRORS, ChatTokens, Generate, Talk, answer_all
 from longdraft.data_prep.bars import bar
 from longdraft.data_prep.chat import ChatEncoder
 from longdraft.data_prep.documents import BadDocument, Conversation, Document
@@ -41,7 +40,8 @@ from longdraft.data_prep.folder import (
     said_of_room,
     sources_in_short,
 )
-from longdraft.data_prep.forms import Chat
+from longdraft.data_prep.record_formats import ChatFormat
+from longdraft.data_prep.responses import ERRORS, ChatTokens, Generate, OpenConversation, answer_all
 from longdraft.data_prep.settings import Source
 from longdraft.data_prep.shards import MANIFEST, read_manifest, write_atomically, write_json
 from longdraft.data_prep.sources import list_files, read_documents, scan
@@ -92,7 +92,7 @@ def open_sources(config: RegenerateConfig) -> Given:
     def read() -> Iterator[Conversation | BadDocument]:
         for file in scanned:
             for segment in file.segments:
-                for document in read_documents(segment, Chat(config.chat_field, answered=False)):
+                for document in read_documents(segment, ChatFormat(config.chat_field, answered=False)):
                     assert not isinstance(document, Document), document.name
                     yield document
 
@@ -113,15 +113,16 @@ class Tally:
     answer_tokens: int = 0
     reread: int = 0
 
-    def count(self, talk: Talk) -> None:
+    def count(self, conversation: OpenConversation) -> None:
         """A conversation is complete or left out."""
         self.input += 1
-        if talk.why is None:
-            self.success, self.answers = self.success + 1, self.answers + talk.turn
-            self.answer_tokens, self.reread = self.answer_tokens + talk.generated, self.reread + talk.reread
+        if conversation.why is None:
+            self.success, self.answers = self.success + 1, self.answers + conversation.turn
+            self.answer_tokens += conversation.generated
+            self.reread += conversation.reread
         else:
-            (self.error if talk.why in ERRORS else self.skipped)[talk.why] += 1
-            self.named.append({"conversation": talk.name, "why": talk.why})
+            (self.error if conversation.why in ERRORS else self.skipped)[conversation.why] += 1
+            self.named.append({"conversation": conversation.name, "why": conversation.why})
 
     def as_json(self) -> dict:
         """Raises AssertionError where the accounts are not even."""
@@ -143,10 +144,10 @@ class Meter:
         self.bar.n += count
         self.bar.refresh()
 
-    def count(self, talk: Talk) -> None:
+    def count(self, conversation: OpenConversation) -> None:
         """A conversation is over."""
-        self.tokens += talk.generated
-        self._good, self._errors = self._good + (talk.why is None), self._errors + (talk.why in ERRORS)
+        self.tokens += conversation.generated
+        self._good, self._errors = self._good + (conversation.why is None), self._errors + (conversation.why in ERRORS)
         self.bar.set_postfix_str(f"{self._good} good, {self._errors} errors", refresh=False)
         self.bar.update()
 
@@ -160,26 +161,26 @@ def make_part(
     meter: Meter,
 ) -> None:
     """Answer one part's conversations, write what is good and, last, the record that says that the part is whole."""
-    talks = [Talk.begin(document) for document in conversations]
-    for talk in talks:
-        if talk.why is not None:
-            meter.count(talk)
+    opened = [OpenConversation.begin(document) for document in conversations]
+    for conversation in opened:
+        if conversation.why is not None:
+            meter.count(conversation)
     begin = time.perf_counter()
-    answer_all(talks, chat, generate, config.seed, meter.count)
+    answer_all(opened, chat, generate, config.seed, meter.count)
     meter.seconds += time.perf_counter() - begin
     tally, lines = Tally(), []
-    for talk in talks:
-        tally.count(talk)
-        if talk.why is None:
-            messages = [{"role": role, "content": content} for role, content in talk.messages]
-            lines.append(json.dumps({"messages": messages, "source": talk.name}, ensure_ascii=False) + "\n")
+    for conversation in opened:
+        tally.count(conversation)
+        if conversation.why is None:
+            messages = [{"role": role, "content": content} for role, content in conversation.messages]
+            lines.append(json.dumps({"messages": messages, "source": conversation.name}, ensure_ascii=False) + "\n")
     part = None
     if lines:
         path = config.out / f"part-{number:05d}.jsonl"
         write_atomically(path, lambda temporary: temporary.write_text("".join(lines), encoding="utf-8"))
         part = {"file": path.name, "conversations": len(lines), "bytes": path.stat().st_size}
     assert tally.input == len(conversations)
-    hints = {talk.why: f"{talk.name} {talk.detail}" for talk in reversed(talks) if talk.why and talk.detail}
+    hints = {left.why: f"{left.name} {left.detail}" for left in reversed(opened) if left.why and left.detail}
     write_json(_record(config.out, number), {"part": part, "hints": hints, **tally.as_json()})
 
 

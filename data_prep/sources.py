@@ -1,7 +1,7 @@
 """Sources as documents: which files there are, where each may be cut, and what stands in them.
 
 A text file is one document; a line of JSONL, an element of a JSON array, a row of CSV or of a table and a sample of MDS
-are records, read as the source says (forms.py); a code file of "stdlib-chat" holds one conversation a docstring
+are records, read as the source says (record_formats.py); a code file of "stdlib-chat" holds a conversation a docstring
 (docstrings.py). This file lists and hashes files, cuts them into segments, and reads a segment's documents; how records
 are stored is in records.py and streams.py, the hub in hub.py. A document that cannot be used (empty, bad UTF-8, a bad
 JSON line, a missing field) comes out as a `BadDocument` with its name, so that whoever reads can count it. Nothing here
@@ -25,7 +25,7 @@ from longdraft.data_prep import hub
 from longdraft.data_prep.docstrings import read_docstrings
 from longdraft.data_prep.documents import BadDocument, Conversation, Document, Unusable
 from longdraft.data_prep.folder import PLAN
-from longdraft.data_prep.forms import Form, Text
+from longdraft.data_prep.record_formats import RecordFormat, TextFormat
 from longdraft.data_prep.records import (
     COMPRESSED,
     LINES_SUFFIXES,
@@ -178,13 +178,15 @@ def scan(file: SourceFile, segment_bytes: int) -> ScannedFile:
     return ScannedFile(file, status.st_size, sha256.hexdigest(), tuple(found))
 
 
-def read_documents(segment: Segment, form: Form | None = None) -> Iterator[Document | Conversation | BadDocument]:
+def read_documents(
+    segment: Segment, form: RecordFormat | None = None
+) -> Iterator[Document | Conversation | BadDocument]:
     """The segment's documents in order, good and bad.
 
     form: how records are read; None: the field "text" is a text.
     Raises ValueError when the file changed since it was hashed, or is damaged.
     """
-    file, form = segment.file, form or Text()
+    file, form = segment.file, form or TextFormat()
     if segment.mtime_ns is not None and Path(file.path).stat().st_mtime_ns != segment.mtime_ns:
         raise ValueError(f"{file.path} changed while it was being prepared; run again once it is complete")
     if file.kind == "table":
@@ -397,7 +399,7 @@ def _stream_records(segment: Segment) -> Iterator[tuple[int, int, Any, int]]:
 
 
 def _documents(
-    name: str, record: Any, raw: bytes, form: Form, fields: Callable[[], Sequence[str]] | None = None
+    name: str, record: Any, raw: bytes, form: RecordFormat, fields: Callable[[], Sequence[str]] | None = None
 ) -> Iterator[Document | Conversation | BadDocument]:
     """Those of a record, or of a line of JSON that is one; bad ones are told apart by what the line or record holds.
 

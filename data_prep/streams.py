@@ -2,7 +2,7 @@
 
 Both are read as streams, a record at a time, so that memory does not grow with the file; and both tell how many bytes
 each record took, so that a file can be cut between records and read from there. Not here: which files there are
-(sources.py), what a record must hold (forms.py).
+(sources.py), what a record must hold (record_formats.py).
 """
 
 import codecs

@@ -14,8 +14,8 @@ import numpy as np
 from longdraft.data_prep.chat import ChatEncoder
 from longdraft.data_prep.documents import BadDocument, Conversation, Document, Unusable
 from longdraft.data_prep.folder import NAMED_BAD, SPLITS, record_path
-from longdraft.data_prep.forms import Form
 from longdraft.data_prep.pack import MODES, Piece
+from longdraft.data_prep.record_formats import RecordFormat
 from longdraft.data_prep.settings import PrepareConfig
 from longdraft.data_prep.shards import Row, write_json, write_shard
 from longdraft.data_prep.sources import Segment, read_documents
@@ -27,7 +27,7 @@ class Reader:
     """How a source's documents become tokens. kept: the share of its documents that is wanted, by their hash."""
 
     name: str
-    form: Form
+    record_format: RecordFormat
     encoder: Encoder | ChatEncoder
     kept: float
 
@@ -155,7 +155,7 @@ def _documents_of(
 ) -> Iterator[Document | Conversation | BadDocument | None]:
     """Those of this split; None before the first and for each other one, so that who has enough can stop."""
     yield None
-    for document in read_documents(segment, reader.form):
+    for document in read_documents(segment, reader.record_format):
         if reader.kept < 1 and uniform(config.seed, b"share:" + document.digest) >= reader.kept:
             yield None
             continue

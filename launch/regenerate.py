@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from longdraft.launch.console import ends_on_ctrl_c, framed, leave, note, show
 
 if TYPE_CHECKING:
-    from longdraft.data_prep.answers import Completion, Generate
+    from longdraft.data_prep.responses import Completion, Generate
     from longdraft.infer.sampling import SamplingParams
 
 # Options of SamplingParams, by their names there.
@@ -141,7 +141,7 @@ def _regenerate(args: argparse.Namespace) -> None:
 
 def generator(target, sampling: "SamplingParams", **settings) -> "Generate":
     """The target as a function from prompts to completions. settings: of the Engine."""
-    from longdraft.data_prep.answers import Completion
+    from longdraft.data_prep.responses import Completion
     from longdraft.infer.engine import Engine
 
     engine = Engine(target, log=note, **settings)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from longdraft.data_prep import mds
-from longdraft.data_prep.forms import Text, Tokens
+from longdraft.data_prep.record_formats import TextFormat, TokenIdsFormat
 from longdraft.data_prep.records import table_parts, table_rows
 from longdraft.data_prep.settings import Source
 from longdraft.data_prep.sources import list_files, read_documents, scan
@@ -63,7 +63,7 @@ def test_only_what_is_asked_for_is_decoded():
 
 @pytest.mark.parametrize("kind", ENDING)
 def test_ids_of_another_tokenizer_become_a_document_a_span(kind, tiny_tokenizer):
-    form = Tokens("input_ids", "indices", tiny_tokenizer.backend_tokenizer.to_str())
+    form = TokenIdsFormat("input_ids", "indices", tiny_tokenizer.backend_tokenizer.to_str())
     files = list_files([Source(str(WRITTEN / kind))])
     segments = [segment for file in files for segment in scan(file, 2000).segments]
     # A compressed shard is unpacked for each of its segments, so it has one.
@@ -82,7 +82,9 @@ def test_ids_of_another_tokenizer_become_a_document_a_span(kind, tiny_tokenizer)
 
 def test_texts_and_damage(tmp_path):
     files = list_files([Source(str(WRITTEN / "plain"))])
-    found = [d for file in files for segment in scan(file, 2000).segments for d in read_documents(segment, Text())]
+    found = [
+        d for file in files for segment in scan(file, 2000).segments for d in read_documents(segment, TextFormat())
+    ]
     assert [document.text for document in found] == [f"text {i}\n" for i in range(40)]
     whole = Path(files[0].path).read_bytes()
     for cut, why in ((2, "ends"), (30, "ends"), (1000, "ends"), (len(whole) - 3, "ends")):

@@ -9,8 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from longdraft.data_prep.documents import BadDocument, Conversation, Document
-from longdraft.data_prep.forms import Chat, Text
 from longdraft.data_prep.prepare import PrepareConfig, prepare
+from longdraft.data_prep.record_formats import ChatFormat, TextFormat
 from longdraft.data_prep.records import COMPRESSED, is_compressed
 from longdraft.data_prep.settings import Source, same_way
 from longdraft.data_prep.shards import ShardSet
@@ -96,7 +96,7 @@ def test_conversations(tmp_path, name):
     turns = [{"role": "user", "content": "a?"}, {"role": "assistant", "content": "b"}]
     write_as(tmp_path / name, [{"messages": turns}, {"messages": turns[:1]}])
     (segment,) = segments_of(tmp_path / name).segments
-    good, bad = read_documents(segment, Chat("messages"))
+    good, bad = read_documents(segment, ChatFormat("messages"))
     assert isinstance(good, Conversation) and good.messages == (("user", "a?"), ("assistant", "b"))
     assert isinstance(bad, BadDocument) and (bad.name, bad.why) == (f"{name}:2", "no_assistant_turn")
 
@@ -107,7 +107,7 @@ def test_bad_rows_of_tables_are_named(tmp_path, name):
     (segment,) = segments_of(tmp_path / name).segments
     found = list(read_documents(segment))
     assert [getattr(document, "why", None) for document in found] == [None, "field_not_text", "empty"]
-    found = list(read_documents(segment, Text("content")))
+    found = list(read_documents(segment, TextFormat("content")))
     assert [getattr(document, "why", None) for document in found] == ["missing_field"] * 3
     assert [document.name for document in found] == [f"{name}:{i}" for i in (1, 2, 3)]
     assert len({document.digest for document in found}) == 3

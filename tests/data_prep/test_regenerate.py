@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from longdraft.data_prep.answers import ERRORS, SKIPPED, Completion, LeftOut, script
 from longdraft.data_prep.chat import make_chat_encoder
 from longdraft.data_prep.regenerate import RegenerateConfig, regenerate
+from longdraft.data_prep.responses import ERRORS, SKIPPED, Completion, LeftOut, open_answers
 
 CHATML = (
     "{% for m in messages %}{{ '<|start|>' + m.role + '\n' + m.content + '<|end|>\n' }}{% endfor %}"
@@ -177,7 +177,7 @@ def test_script():
         ([u, s, a, s], [u, s, due, s]),
         ([u, s], [u, s, due]),
     ]:
-        assert script(messages) == expected
+        assert open_answers(messages) == expected
     for messages, why in [
         ([s], "no_user_turn"),
         ([a], "no_user_turn"),
@@ -186,7 +186,7 @@ def test_script():
         ([u, a, s, a], "answer_unasked"),
     ]:
         with pytest.raises(LeftOut, match=why):
-            script(messages)
+            open_answers(messages)
 
 
 def test_accounts(config, run, tiny_tokenizer, tmp_path, capsys):

@@ -9,8 +9,8 @@ import tracemalloc
 import pytest
 
 from longdraft.data_prep.documents import BadDocument, Document
-from longdraft.data_prep.forms import Text
 from longdraft.data_prep.prepare import PrepareConfig, prepare
+from longdraft.data_prep.record_formats import TextFormat
 from longdraft.data_prep.settings import Source, same_way
 from longdraft.data_prep.shards import ShardSet
 from longdraft.data_prep.sources import list_files, read_documents, scan
@@ -49,7 +49,7 @@ FILES = {
 def documents(path, segment_bytes=1 << 20, field="body"):
     (file,) = list_files([Source(str(path))])
     segments = scan(file, segment_bytes).segments
-    return [document for segment in segments for document in read_documents(segment, Text(field))], segments
+    return [document for segment in segments for document in read_documents(segment, TextFormat(field))], segments
 
 
 @pytest.mark.parametrize("name", FILES)

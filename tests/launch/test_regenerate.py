@@ -19,8 +19,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from longdraft.data_prep.answers import Talk
 from longdraft.data_prep.documents import Conversation
+from longdraft.data_prep.responses import OpenConversation
 from longdraft.data_prep.shards import ShardSet
 from longdraft.infer.drafters.tokenswift import TokenSwiftDrafter
 from longdraft.infer.engine import Engine
@@ -122,18 +122,18 @@ def plainly(target, chats, sampling, seed):
             continue
         if all(role != "user" for role, _ in pairs):
             continue
-        talk, said = Talk.begin(Conversation("", b"", pairs)), []
+        conversation, said = OpenConversation.begin(Conversation("", b"", pairs)), []
         if pairs[-1][0] == "user":
             given = [*given, {"role": "assistant", "content": "due"}]
         for message in given:
             if message["role"] == "assistant":
-                params = replace(sampling, seed=talk.seed(seed))
+                params = replace(sampling, seed=conversation.seed(seed))
                 (done,) = Engine(target).generate([said], params)
                 if done.finish_reason != "stop" or not (done.text or "").strip():
                     why[number] = "unfinished" if done.finish_reason != "stop" else "empty_answer"
                     break
                 message = {"role": "assistant", "content": done.text}
-                talk.turn += 1
+                conversation.turn += 1
             said.append(message)
         else:
             kept[f"chats.jsonl:{number}"] = said

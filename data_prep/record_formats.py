@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 TEXT_FIELD = "text"
 
 
-class Form(Protocol):
+class RecordFormat(Protocol):
     """How a record is read. fields: those that it needs. named_by: what names them, for messages."""
 
     @property
@@ -37,7 +37,7 @@ class Form(Protocol):
 
 
 @dataclass(frozen=True)
-class Text:
+class TextFormat:
     """One field is the text."""
 
     text_field: str = TEXT_FIELD
@@ -53,7 +53,7 @@ class Text:
 
 
 @dataclass(frozen=True)
-class Chat:
+class ChatFormat:
     """One field is the list of messages; answered: at least one of them must be the assistant's."""
 
     chat_field: str
@@ -70,7 +70,7 @@ class Chat:
 
 
 @dataclass(frozen=True)
-class Pair:
+class QuestionAnswerFormat:
     """Texts with fields in braces make a question and its answer."""
 
     prompt: str
@@ -89,7 +89,7 @@ class Pair:
 
 
 @dataclass(frozen=True)
-class Tokens:
+class TokenIdsFormat:
     """Ids of another tokenizer, turned back to text, without its special tokens; a document a span.
 
     Where a span begins or ends within a character (sets are cut to a length in tokens), what is left of it goes too.
@@ -138,20 +138,20 @@ class Tokens:
         return {key: value for key, value in self.__dict__.items() if not key.startswith("_")}
 
 
-def form_of(source: Source, tokenizers: "Mapping[str, PreTrainedTokenizerFast]") -> Form:
+def record_format_of(source: Source, tokenizers: "Mapping[str, PreTrainedTokenizerFast]") -> RecordFormat:
     """The form of a source's records. tokenizers: by name, those that sources of token ids name."""
     if source.chat_field is not None:
-        return Chat(source.chat_field)
+        return ChatFormat(source.chat_field)
     if source.prompt is not None:
         assert source.answer is not None
-        return Pair(source.prompt, source.answer)
+        return QuestionAnswerFormat(source.prompt, source.answer)
     if source.tokens_field is not None:
         assert source.tokenizer is not None
         tokenizer = tokenizers[source.tokenizer]
         if not tokenizer.is_fast:
             raise ValueError(f"tokenizer {source.tokenizer!r} of {source.path} has no Rust form; name a fast one")
-        return Tokens(source.tokens_field, source.spans_field, tokenizer.backend_tokenizer.to_str())
-    return Text(source.text_field or TEXT_FIELD)
+        return TokenIdsFormat(source.tokens_field, source.spans_field, tokenizer.backend_tokenizer.to_str())
+    return TextFormat(source.text_field or TEXT_FIELD)
 
 
 def _present(record: Mapping[str, Any], name: str) -> Any:

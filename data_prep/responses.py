@@ -1,4 +1,4 @@
-"""One conversation, or several together, answered anew: what is asked of the target, what is made of what it writes.
+"""The target answers conversations anew: what it is asked, and what is made of what it writes.
 
 Every assistant's turn is open, and so is a question at the end. The target is handed in as a function from prompts to
 completions (`Generate`), both as token ids. A prompt's tokens are those that chat.py makes of the same conversation,
@@ -68,7 +68,7 @@ class LeftOut(Exception):
         self.why = why
 
 
-def script(messages: Sequence[tuple[str, str]]) -> list[Message]:
+def open_answers(messages: Sequence[tuple[str, str]]) -> list[Message]:
     """The conversation with every answer open that the target is to give. Raises LeftOut."""
     if all(role != "user" for role, _ in messages):
         raise LeftOut("no_user_turn")
@@ -83,11 +83,12 @@ def script(messages: Sequence[tuple[str, str]]) -> list[Message]:
 
 
 @dataclass
-class Talk:
-    """A conversation while it is answered.
+class OpenConversation:
+    """A conversation while its open turns are answered.
 
-    digest: of what it was. generated: tokens, of all answers. reread: how many answers give, read as text, other tokens
-    than the target wrote. why: it is left out, for this reason; detail: BadDocument's.
+    digest: sha256 of the conversation as it was given. turn: the number of answers it has got. generated: the tokens of
+    all its answers. reread: how many answers, read back as text, give other tokens than the target wrote. why: the
+    reason it is left out, if it is; detail: as BadDocument's.
     """
 
     name: str
@@ -100,18 +101,18 @@ class Talk:
     detail: str = ""
 
     @classmethod
-    def begin(cls, given: Conversation | BadDocument) -> "Talk":
+    def begin(cls, given: Conversation | BadDocument) -> "OpenConversation":
         if isinstance(given, BadDocument):
             return cls(given.name, given.digest, [], why=given.why, detail=given.detail)
         digest = messages_digest(given.messages)  # its own digest may be its file's
         try:
-            return cls(given.name, digest, script(given.messages))
+            return cls(given.name, digest, open_answers(given.messages))
         except LeftOut as error:
             return cls(given.name, digest, [], why=error.why)
 
     @property
     def due(self) -> int | None:
-        """Where the next answer belongs."""
+        """The index of the message that is answered next; None where there is none."""
         if self.why is not None:
             return None
         return next((i for i, (_, content) in enumerate(self.messages) if content is None), None)
@@ -126,7 +127,7 @@ class Talk:
 
 
 class ChatTokens:
-    """Between a talk and the target's token ids."""
+    """Between a conversation and the target's token ids."""
 
     def __init__(self, encoder: ChatEncoder, max_prompt: int):
         self._encoder, self._max_prompt = encoder, max_prompt
@@ -135,10 +136,10 @@ class ChatTokens:
         self._plain = Tokenizer.from_str(encoder.serialised)
         self._control = frozenset(encoder.special.values()) | {encoder.eos_id}
 
-    def prompt(self, talk: Talk) -> list[int]:
+    def prompt(self, conversation: OpenConversation) -> list[int]:
         """The tokens behind which the answer begins that is due. Raises LeftOut."""
-        assert talk.due is not None
-        guarded = self._template.guarded(talk.until(talk.due))
+        assert conversation.due is not None
+        guarded = self._template.guarded(conversation.until(conversation.due))
         try:
             text = self._template.render(guarded, prompt=True).text
             ids, _ = self._stand_ins.finish(self._stand_ins.encode(text))
@@ -148,9 +149,9 @@ class ChatTokens:
             raise LeftOut("prompt_too_long")
         return ids.tolist()
 
-    def take(self, talk: Talk, completion: Completion) -> None:
-        """Write the completion into the talk, as the answer that is due. Raises LeftOut."""
-        assert talk.due is not None
+    def take(self, conversation: OpenConversation, completion: Completion) -> None:
+        """Write the completion into the conversation, as the answer that is due. Raises LeftOut."""
+        assert conversation.due is not None
         if not completion.ended:
             raise LeftOut("unfinished")
         tokens = completion.tokens[:-1]
@@ -162,44 +163,51 @@ class ChatTokens:
             raise LeftOut("empty_answer")
         if "\N{REPLACEMENT CHARACTER}" in text or NONCHARACTERS.search(text):
             raise LeftOut("not_text")
-        due = talk.due
+        due = conversation.due
         try:
-            said = Conversation(talk.name, talk.digest, (*talk.until(due), ("assistant", text)))
-            last = self._encoder.encode_document(said)[-1]
+            answered = Conversation(
+                conversation.name, conversation.digest, (*conversation.until(due), ("assistant", text))
+            )
+            last = self._encoder.encode_document(answered)[-1]
         except Unusable as error:
             raise LeftOut(error.why) from None
         begin, end = last.spans[-1]
-        talk.reread += last.tokens[begin:end][: len(tokens)].tolist() != tokens
-        talk.messages[due] = ("assistant", text)
-        talk.turn += 1
+        conversation.reread += last.tokens[begin:end][: len(tokens)].tolist() != tokens
+        conversation.messages[due] = ("assistant", text)
+        conversation.turn += 1
 
 
 def answer_all(
-    talks: Sequence[Talk], chat: ChatTokens, generate: Generate, seed: int, over: Callable[[Talk], object]
+    conversations: Sequence[OpenConversation],
+    chat: ChatTokens,
+    generate: Generate,
+    seed: int,
+    on_done: Callable[[OpenConversation], object],
 ) -> None:
-    """Answer the first due turn of all talks, then the second of those that have one, and so on: so all that can be
-    decoded together is.
+    """Answer the first open turn of every conversation, then the second of those that have one, and so on.
 
-    over: told of each talk that is complete or left out, as it happens.
+    So all that can be decoded together is.
+
+    on_done: is called with each conversation that is complete or left out, as it happens.
     """
-    while open_talks := [talk for talk in talks if talk.due is not None]:
+    while waiting := [conversation for conversation in conversations if conversation.due is not None]:
         asked, prompts = [], []
-        for talk in open_talks:
+        for conversation in waiting:
             try:
-                prompts.append(chat.prompt(talk))
-                asked.append(talk)
+                prompts.append(chat.prompt(conversation))
+                asked.append(conversation)
             except LeftOut as error:
-                talk.why = error.why
-                over(talk)
+                conversation.why = error.why
+                on_done(conversation)
         missing = set(range(len(asked)))
-        for completion in generate(prompts, [talk.seed(seed) for talk in asked]) if asked else ():
+        for completion in generate(prompts, [conversation.seed(seed) for conversation in asked]) if asked else ():
             missing.remove(completion.index)
-            talk = asked[completion.index]
-            talk.generated += len(completion.tokens)
+            conversation = asked[completion.index]
+            conversation.generated += len(completion.tokens)
             try:
-                chat.take(talk, completion)
+                chat.take(conversation, completion)
             except LeftOut as error:
-                talk.why = error.why
-            if talk.due is None:
-                over(talk)
+                conversation.why = error.why
+            if conversation.due is None:
+                on_done(conversation)
         assert not missing, f"{len(missing)} prompts were not answered"
