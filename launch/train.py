@@ -1,6 +1,6 @@
 """Shards to a trained draft: `deepspeed launch/train.py configs/quickstart.yaml [section.field=value ...]`.
 
-Argument parsing and nothing else; the work is in train/curriculum.py and train/loop.py. `longdraft train` starts
+Argument parsing and nothing else; the work is in train/stages.py and train/loop.py. `longdraft train` starts
 DeepSpeed's launcher itself and, unlike the bare launcher, passes SIGTERM on to the ranks, which save and leave with 0.
 """
 
@@ -26,8 +26,8 @@ def _estimate(prog: str, args: argparse.Namespace, n_ranks: int | None, gpu: boo
     """Prints what the stages need, on the first rank; returns the exit status."""
     if os.environ.get("RANK", "0") != "0":
         return 0
-    from longdraft.train.curriculum import load_stages
     from longdraft.train.estimate import report
+    from longdraft.train.stages import load_stages
 
     try:
         print(report(load_stages(args.config, args.overrides, args.stage, args.from_draft), n_ranks, gpu), flush=True)
@@ -46,14 +46,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _estimate(parser.prog, args, int(os.environ.get("WORLD_SIZE", "0")) or None)
     with stop_signals() as stop:
         # Here, not above: a signal during the seconds of import must find its handler in place.
-        from longdraft.train.device import settle_device
+        from longdraft.train.launcher import settle_device
 
         try:
             settle_device(args.config, args.overrides)
         except ValueError as error:
             return _refuse(parser.prog, error)
-        from longdraft.train.curriculum import load_stages, run
-        from longdraft.train.engine import TrainingError
+        from longdraft.train.ranks import TrainingError
+        from longdraft.train.stages import load_stages, run
 
         try:
             run(load_stages(args.config, args.overrides, args.stage, args.from_draft), stop)
@@ -86,8 +86,7 @@ def start(argv: Sequence[str] | None = None) -> int:
     options = [f"--stage={args.stage}"] if args.stage else []
     options += [f"--from-draft={args.from_draft}"] if args.from_draft else []
     with stop_signals() as stop:  # from here on: looking for GPUs imports torch, which takes seconds
-        from longdraft.train.device import settle_device
-        from longdraft.train.launcher import launch_with_deepspeed, rank_devices
+        from longdraft.train.launcher import launch_with_deepspeed, rank_devices, settle_device
 
         try:
             devices = rank_devices(args.num_gpus, settle_device(args.config, args.overrides))

@@ -2,7 +2,7 @@
 
 A YAML file has flat sections, one dataclass each; `a.b=c` on the command line overrides. What DeepSpeed is told is
 derived here and nowhere else. Not here: what the networks' own fields mean (models/drafts/), several stages in one file
-(curriculum.py), how a mapping becomes dataclasses (typed.py).
+(stages.py), how a mapping becomes dataclasses (typed.py).
 """
 
 from collections.abc import Callable, Sequence
@@ -331,7 +331,7 @@ def resolved(config: Config, n_rows: int) -> Config:
 
 def deepspeed_dict(config: Config, world_size: int, n_weights: int) -> dict[str, Any]:
     """What deepspeed.initialize gets for a draft of so many weights; the learning rate and the optimizer are set by
-    train/engine.py."""
+    train/deepspeed_engine.py."""
     bf16, passes = config.train.precision == "bf16", accumulation(config, world_size)
     # Not memory-efficient: that replaces F.linear in the whole process, also under the frozen target.
     zero: dict[str, Any] = {"stage": config.train.zero_stage, "memory_efficient_linear": False}

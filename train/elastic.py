@@ -1,8 +1,8 @@
 """A checkpoint of some number of ranks for another number, through DeepSpeed's universal checkpoint (arXiv 2406.18820).
 
 The first rank converts: every parameter's fp32 weights and AdamW moments become files of their own, of which each rank
-then reads its share. Not here: when that is needed (state.py); which rows a rank reads, which does not depend on how
-many there are (batches.py).
+then reads its share. Not here: when that is needed (checkpoint.py); which rows a rank reads, which does not depend on
+how many there are (batches.py).
 """
 
 import argparse
@@ -13,7 +13,8 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
-from longdraft.train.engine import DraftEngine, TrainingError  # before DeepSpeed: it names the accelerator
+from longdraft.train.deepspeed_engine import DraftEngine  # before DeepSpeed: it names the accelerator
+from longdraft.train.ranks import TrainingError  # before DeepSpeed: it names the accelerator
 
 # isort: split
 import torch

@@ -11,7 +11,7 @@ from longdraft.models.decoder import DecoderConfig
 from longdraft.models.hf import read_target_config
 from longdraft.train import memory, operations
 from longdraft.train.config import Config, accumulation, check_positions, empty_passes
-from longdraft.train.curriculum import Stage
+from longdraft.train.stages import Stage
 
 
 def report(stages: Sequence[Stage], n_ranks: int | None = None, gpu: bool | None = None) -> str:

@@ -4,7 +4,7 @@ Loss and hit rates mislead about what a draft is worth; tokens/step is what it i
 weights alone: all that is proposed is verified, nothing that a drafter decides by the clock takes part, and the text,
 which depends on target, prompt and seed, is the same each time. TokenSwift's n-grams are left out, since they are taken
 from the text and not learned. Training stays as it is: the weights that decode are a copy.
-Not here: the prompts (prompts.py), the folder of the best (state.py), figures (plots.py).
+Not here: the prompts (prompts.py), the folder of the best (checkpoint.py), figures (plots.py).
 """
 
 import time
@@ -26,11 +26,12 @@ from longdraft.models.decoder import Decoder
 from longdraft.models.draft_folder import DRAFTS, Draft
 from longdraft.models.drafts.longspec import LongSpec
 from longdraft.models.target import Target
-from longdraft.train import state
+from longdraft.train import checkpoint
 from longdraft.train.batches import Rows
 from longdraft.train.config import Config, DecodingSection
-from longdraft.train.engine import DraftEngine, Ranks
+from longdraft.train.deepspeed_engine import DraftEngine
 from longdraft.train.prompts import held_out_prompts
+from longdraft.train.ranks import Ranks
 from longdraft.train.tracking import Table
 
 # Fields of `decoding` that decide what tokens/step means: numbers under others are not compared.
@@ -110,17 +111,17 @@ class Evaluator:
             self._spent, self._begun = saved["spent"], self.clock() - saved["elapsed"]
         run_dir, ranks = self.config.train.run_dir, self.ranks
         if not resumed:  # what came to no checkpoint before it ended is no part of this run
-            ranks.from_first(lambda: state.forget_best(run_dir))
+            ranks.from_first(lambda: checkpoint.forget_best(run_dir))
             return
-        found = ranks.from_first(lambda: state.best(run_dir))
+        found = ranks.from_first(lambda: checkpoint.best(run_dir))
         if found is None:
             return
         folder, kept = found
-        then, now = state.saved_config(run_dir, kept).decoding, self.config.decoding
+        then, now = checkpoint.saved_config(run_dir, kept).decoding, self.config.decoding
         if all(getattr(then, name) == getattr(now, name) for name in MEASURED_BY):
             self.best = kept["score"], kept["step"]
         else:
-            self._measure(lambda: load_file(folder / state.WEIGHTS), kept["step"], kept["extra"]["heldout"], stop)
+            self._measure(lambda: load_file(folder / checkpoint.WEIGHTS), kept["step"], kept["extra"]["heldout"], stop)
 
     def saved(self) -> dict[str, float]:
         """For `begin` of a run that goes on from here."""
@@ -136,7 +137,7 @@ class Evaluator:
         last step always decodes. A rank with something in `stop` ends its part, and then nothing is measured.
 
         Args:
-            heldout: this step's evaluation (heldout.py) if there was one, to be kept with the weights.
+            heldout: this step's evaluation (validation.py) if there was one, to be kept with the weights.
 
         Returns: None if nothing was due, or it was stopped.
         """
@@ -146,7 +147,7 @@ class Evaluator:
         if not last and self._is_too_much():
             if step % every:
                 return None  # it was said when it was due
-            self.ranks.say(
+            self.ranks.log(
                 f"Decoding after step {step} is put off: {self._spent + self._last_seconds:.0f} s in all would be "
                 f"more than decoding.share = {self.config.decoding.share:g} of the time so far"
             )
@@ -179,7 +180,7 @@ class Evaluator:
             if self.best is None or score > self.best[0]:
                 extra = {"heldout": heldout, "decoding": as_record(measured)}
                 extra["target_weights"] = self.target.fingerprint.get("weights")
-                state.save_best(config, self.ranks, step, weights, score, extra)
+                checkpoint.save_best(config, self.ranks, step, weights, score, extra)
                 self.best = score, step
         self._last_seconds = self.clock() - begin
         self._spent += self._last_seconds

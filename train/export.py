@@ -20,11 +20,11 @@ from longdraft.models.drafts.longspec import LongSpec, plan_queries
 from longdraft.models.drafts.loss import RANKS
 from longdraft.models.hf import load_target
 from longdraft.models.target import Target
-from longdraft.train import state, vllm_medusa
+from longdraft.train import checkpoint, vllm_medusa
 from longdraft.train.batches import Place, read_batch
 from longdraft.train.config import Config, LongSpecSection, to_dict
 from longdraft.train.methods import plain_positions
-from longdraft.train.opening import DTYPES, open_rows
+from longdraft.train.setup import DTYPES, open_rows
 from longdraft.train.vllm_medusa import VllmMedusa
 from longdraft.train.vocabulary import frequent_tokens
 
@@ -73,13 +73,13 @@ def export(
     """
     if form not in FORMATS:
         raise ValueError(f"format: {form!r} is unknown; choose one of {', '.join(FORMATS)}")
-    found = state.best(run_dir) if best else state.newest(run_dir, read=[state.WEIGHTS])
+    found = checkpoint.best(run_dir) if best else checkpoint.newest(run_dir, read=[checkpoint.WEIGHTS])
     if found is None and best:
         raise ValueError(f"best: {run_dir} keeps no best weights; train with decoding.every above 0, or leave it out")
     if found is None:
         raise ValueError(f"run_dir: {run_dir} holds no whole checkpoint; train first, or give another run's folder")
     folder, saved = found
-    config = state.saved_config(run_dir, saved)
+    config = checkpoint.saved_config(run_dir, saved)
     if form == vllm_medusa.NAME:
         vllm_medusa.check_section(config.draft)
     if draft_vocab_size is not None:
@@ -112,7 +112,7 @@ def export(
 
 def _check_out(out: Path) -> None:
     check_out(out)
-    if state.checkpoint_folder(out).exists():  # with a draft in it, as earlier versions let one be written there
+    if checkpoint.checkpoint_folder(out).exists():  # with a draft in it, as earlier versions let one be written there
         raise ValueError(f"out: {out} is the folder of a training run; give another, such as {out / 'draft'}")
 
 
@@ -133,7 +133,7 @@ def _draft(config: Config, folder: Path, target: Target) -> Draft:
     with torch.device("meta"):  # shapes alone: the weights come from the file
         draft: Draft = DRAFTS[config.draft.method][1](config.draft.network(target.model.config))
     device = target.model.lm_head.weight.device
-    draft.load_state_dict(load_file(folder / state.WEIGHTS, str(device)), assign=True)
+    draft.load_state_dict(load_file(folder / checkpoint.WEIGHTS, str(device)), assign=True)
     return draft.requires_grad_(False).eval()
 
 

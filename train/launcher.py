@@ -12,15 +12,39 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import psutil
+from omegaconf import OmegaConf
 
-from longdraft.models.device import VISIBLE, n_gpus
+from longdraft.models.device import VISIBLE, check_device, default_device, n_gpus
 from longdraft.train.stop import SIGNALS, stop_signals
+from longdraft.train.typed import UNREADABLE, read_yaml
 
 POLL_S = 0.2
 # A rank is a process that the launcher started with this argument.
 RANK_MARK = "--local_rank="
+DEVICE_FIELD = "train.device"
+
+
+def settle_device(path: str | Path, overrides: Sequence[str]) -> str:
+    """Sees to it that training runs where `train.device` of this config says; returns "cuda" or "cpu". For all stages
+    of a config at once: the ranks are one group of processes.
+
+    Raises: ValueError where the config cannot be read, where it asks for a GPU and there is none, and where it leaves
+        the device open and there is a GPU that PyTorch cannot use.
+    """
+    raw = read_yaml(path, overrides)
+    try:
+        wanted = OmegaConf.select(raw, DEVICE_FIELD, default="auto")
+    except UNREADABLE:  # which is named with all the rest of the config
+        wanted = "auto"
+    if wanted == "cpu":
+        os.environ[VISIBLE] = "-1"
+        return "cpu"
+    if wanted == "cuda":
+        return check_device("cuda", DEVICE_FIELD).type
+    return default_device(DEVICE_FIELD, f"set {DEVICE_FIELD}=cpu").type
 
 
 def rank_devices(num_gpus: int | None, device: str) -> list[str]:

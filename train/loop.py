@@ -1,7 +1,7 @@
 """A training run from config to last checkpoint: what continues it, when it is evaluated, saved and stopped.
 
-Not here: what opens (opening.py), what a step computes (step.py), DeepSpeed (engine.py), files (state.py, tracking.py),
-several stages (curriculum.py).
+Not here: what opens (setup.py), what a step computes (step.py), DeepSpeed (deepspeed_engine.py), files (checkpoint.py,
+tracking.py), several stages (stages.py).
 """
 
 from collections import deque
@@ -13,15 +13,15 @@ from tqdm import tqdm
 
 from longdraft.data_prep.shards import ShardSet
 from longdraft.models.target import Target
-from longdraft.train import state
+from longdraft.train import checkpoint
 from longdraft.train.config import Config, accumulation, resolved
-from longdraft.train.engine import Ranks, failures_named
-from longdraft.train.heldout import evaluate
-from longdraft.train.opening import Run, describe, open_run
 from longdraft.train.operations import operations
 from longdraft.train.plots import draw_decoding
+from longdraft.train.ranks import Ranks, failures_named
+from longdraft.train.setup import Run, describe, open_run
 from longdraft.train.step import hear, measure, train_step, where_time_goes
 from longdraft.train.tracking import Tracker, read_metrics
+from longdraft.train.validation import evaluate
 
 
 def train(
@@ -41,39 +41,39 @@ def train(
     """
     accumulation(config, ranks.world_size)
     config = resolved(config, len(ShardSet(Path(config.data.path) / "train")))
-    with failures_named(ranks), state.locked(config.train.run_dir, ranks):
+    with failures_named(ranks), checkpoint.locked(config.train.run_dir, ranks):
         return _train(config, ranks, target, stop, stage)
 
 
 def _train(config: Config, ranks: Ranks, target: Target | None, stop: Sequence[int], stage: str | None) -> bool:
-    found = state.find(config.train.run_dir, ranks)
+    found = checkpoint.find(config.train.run_dir, ranks)
     if found is not None:
-        state.check_same_run(state.saved_config(config.train.run_dir, found[1]), config)
-        state.check_same_data(found[1], ShardSet(Path(config.data.path) / "train").identity(), config)
+        checkpoint.check_same_run(checkpoint.saved_config(config.train.run_dir, found[1]), config)
+        checkpoint.check_same_data(found[1], ShardSet(Path(config.data.path) / "train").identity(), config)
     if found is not None and found[1]["step"] >= config.train.n_steps:
-        ranks.say(f"Training is done already: {config.train.n_steps} steps, checkpoint in {found[0]}")
+        ranks.log(f"Training is done already: {config.train.n_steps} steps, checkpoint in {found[0]}")
         return True
     opened = open_run(config, ranks, target)
     if found is not None:
-        state.check_same_target(found[1], opened.target_weights, config)
+        checkpoint.check_same_target(found[1], opened.target_weights, config)
     ranks.barrier()  # all have looked before rank 0 writes
     if ranks.first:
-        state.begin_run(config)
+        checkpoint.begin_run(config)
     if found is not None:
-        state.load(opened.engine, *found)
+        checkpoint.load(opened.engine, *found)
         extra = found[1]["extra"]
         opened.step, opened.skipped = found[1]["step"], extra["skipped"]
         opened.heldout, opened.wandb_id = extra["heldout"], extra["wandb_id"]
-    ranks.say(describe(opened))
+    ranks.log(describe(opened))
     if opened.decoding is not None:
         opened.decoding.begin(found[1]["extra"].get("decoding") if found else None, found is not None, stop)
     saved = _steps(opened, stop, saved=found[0] if found else None, stage=stage)
     opened.engine.close()
     steps = config.train.n_steps
     if opened.step < steps:
-        ranks.say(f"Stopped after {opened.step} of {steps} steps; the same command goes on from {saved}")
+        ranks.log(f"Stopped after {opened.step} of {steps} steps; the same command goes on from {saved}")
     else:
-        ranks.say(f"Trained: {steps} steps, checkpoint in {saved}; next: longdraft export {config.train.run_dir}")
+        ranks.log(f"Trained: {steps} steps, checkpoint in {saved}; next: longdraft export {config.train.run_dir}")
     return opened.step == steps
 
 
@@ -117,7 +117,7 @@ def _steps(run: Run, stop: Sequence[int], saved: Path | None, stage: str | None)
         bar.update()
     bar.close()
     if recent:
-        ranks.say(where_time_goes(recent, operations(run.config, run.teacher.model.config).r))
+        ranks.log(where_time_goes(recent, operations(run.config, run.teacher.model.config).r))
     saved = saved or _save(run)  # before W&B, which may wait for its network
     if tracker:
         tracker.close()
@@ -130,4 +130,4 @@ def _save(run: Run) -> Path:
     extra = {"heldout": run.heldout, "wandb_id": run.wandb_id, "skipped": run.skipped, "data": run.rows.identity()}
     extra["target_weights"] = run.target_weights
     extra["decoding"] = None if run.decoding is None else run.decoding.saved()
-    return state.save(run.engine, train.run_dir, run.step, extra, keep=train.keep_checkpoints)
+    return checkpoint.save(run.engine, train.run_dir, run.step, extra, keep=train.keep_checkpoints)

@@ -2,7 +2,7 @@
 
 A core hashes 1 to 2 GB a second. Ranks hash side by side, when saving what each has written, on resume a share each:
 for a LongSpec draft of an 8B model, 4 GB, that is half a second on 8 ranks. Not here: what a damaged file leads to
-(state.py).
+(checkpoint.py).
 """
 
 import hashlib
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from longdraft.models.files import file_digest
-from longdraft.train.engine import wrong_files
+from longdraft.train.ranks import wrong_files
 
 STATE, DIGESTS = "state.json", "sha256"
 # Names and types of what a state file must have; a name `a.b` is b in a.

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from longdraft.kernels.segment_attention import Segment, segment_attention
 from longdraft.models.decoder import Decoder, DecoderConfig, TargetOutput
-from longdraft.train.engine import TIMEOUT  # before DeepSpeed: it names the accelerator
+from longdraft.train.ranks import TIMEOUT  # before DeepSpeed: it names the accelerator
 
 # isort: split
 from deepspeed.sequence.layer import DistributedAttention

@@ -2,8 +2,8 @@
 
 Each rank keeps a share of every layer's weights. Embedding, final norm and LM head stay whole on every rank: the
 draft's loss reads them apart from any pass. A pass is collective: all ranks make the same passes in the same order,
-each over its own tokens. Not here: the draft's ZeRO (engine.py), reading files (models/), rows that ranks share
-(sequence_parallel.py).
+each over its own tokens. Not here: the draft's ZeRO (deepspeed_engine.py), reading files (models/), rows that ranks
+share (sequence_parallel.py).
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,7 +19,7 @@ from torch import nn
 from longdraft.models.decoder import Decoder, DecoderConfig, Layer
 from longdraft.models.hf import load_target
 from longdraft.models.target import Target
-from longdraft.train.engine import Ranks  # before DeepSpeed: it names the accelerator
+from longdraft.train.ranks import Ranks  # before DeepSpeed: it names the accelerator
 
 # isort: split
 import deepspeed

@@ -22,11 +22,11 @@ import torch
 
 from longdraft.kernels.transfer import HostCopy, from_host
 from longdraft.models.drafts.loss import RANKS, DraftLoss
-from longdraft.train import state
+from longdraft.train import checkpoint
 from longdraft.train.batches import Place, rank_rows, read_batch, step_rows
-from longdraft.train.engine import TrainingError, say
 from longdraft.train.methods import Work
-from longdraft.train.opening import Ahead, Run
+from longdraft.train.ranks import TrainingError, log
+from longdraft.train.setup import Ahead, Run
 
 # Of a step's time: the target's passes; the draft's, with LM head and loss; the draft's backward passes and the update.
 PARTS = ("target", "draft", "backward")
@@ -73,7 +73,7 @@ def train_step(run: Run, stop: Sequence[int] = ()) -> StepResult | None:
         losses.append(DraftLoss(*(field.detach() for field in loss)))
     passes.end()
     if not run.engine.stepped():
-        ranks.say(f"The gradient of step {run.step + 1} is no number, the step is left out; rows {_words(own.rows)}")
+        ranks.log(f"The gradient of step {run.step + 1} is no number, the step is left out; rows {_words(own.rows)}")
         _count_skipped(run, 1, run.step + 1)
     loss = DraftLoss(*(torch.stack(field).sum(0) for field in zip(*losses, strict=True)))
     parts = clock.seconds() if count_ranks else {}
@@ -143,7 +143,7 @@ class _Passes:
         places, copy = self._unread.popleft()
         if copy.lists()[0] and self._speaks:
             self._n_left_out += 1
-            say(f"The loss of step {self._run.step + 1} is no number for rows {_words(places)}")
+            log(f"The loss of step {self._run.step + 1} is no number for rows {_words(places)}")
 
 
 def hear(run: Run) -> bool:
@@ -165,7 +165,7 @@ def _count_skipped(run: Run, n: int, step: int) -> None:
     if run.skipped > run.config.train.max_skipped:
         raise TrainingError(
             f"step {step}: {run.skipped} times a loss or gradient was no number, more than train.max_skipped "
-            f"= {run.config.train.max_skipped}; {state.what_is_good(run.config.train.run_dir)}: lower "
+            f"= {run.config.train.max_skipped}; {checkpoint.what_is_good(run.config.train.run_dir)}: lower "
             "optimizer.peak_lr and start a new run, or look at these rows"
         )
 

@@ -89,7 +89,7 @@ class Tracker:
 
 
 def wandb_names(config: Config, stage: str | None) -> dict[str, Any]:
-    """What W&B shows a run under: its folder's name and its method; the stages of a curriculum (train/curriculum.py)
+    """What W&B shows a run under: its folder's name and its method; the stages of a curriculum (train/stages.py)
     are a group with the name of the folder that holds theirs. W&B takes 128 characters of a name and 64 of a tag."""
     folder, method = Path(config.train.run_dir).resolve(), config.draft.method
     if stage is None:

@@ -23,8 +23,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from longdraft.data_prep.shards import FORMAT_VERSION, Row, write_json, write_shard
 from longdraft.launch.train import main
-from longdraft.train.engine import Ranks, join_ranks, leave_ranks
 from longdraft.train.launcher import free_port
+from longdraft.train.ranks import Ranks, join_ranks, leave_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 VOCAB, SEQ_LEN, LONG = 97, 24, 312

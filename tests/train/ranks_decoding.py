@@ -6,8 +6,8 @@ import json
 import sys
 
 from longdraft.train.config import load_config
-from longdraft.train.engine import join_ranks, leave_ranks
 from longdraft.train.loop import train
+from longdraft.train.ranks import join_ranks, leave_ranks
 
 ranks = join_ranks()
 for overrides in json.loads(sys.argv[2]):

@@ -24,11 +24,12 @@ from torch import nn
 from longdraft.launch.train import main
 from longdraft.models.hf import load_target
 from longdraft.models.target import Target
-from longdraft.train import elastic, state
+from longdraft.train import checkpoint, elastic
 from longdraft.train.config import load_config
-from longdraft.train.engine import DraftEngine, TrainingError, join_ranks, leave_ranks
+from longdraft.train.deepspeed_engine import DraftEngine
 from longdraft.train.loop import train
-from longdraft.train.opening import DTYPES
+from longdraft.train.ranks import TrainingError, join_ranks, leave_ranks
+from longdraft.train.setup import DTYPES
 
 
 @lru_cache(maxsize=2)
@@ -125,7 +126,7 @@ def perform(action):
     if "few" in action:
         return few(action["few"])
     if "find" in action:
-        found = state.find(action["find"][ranks.rank], ranks, action["patience"])
+        found = checkpoint.find(action["find"][ranks.rank], ranks, action["patience"])
         return found and str(found[0])
     if "main" in action:
         sys.exit(main([sys.argv[1], *action["main"]]))

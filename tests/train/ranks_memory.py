@@ -22,8 +22,9 @@ from longdraft.data_prep.shards import FORMAT_VERSION, Row, write_json, write_sh
 from longdraft.models.target import Target
 from longdraft.train.batches import epoch_order
 from longdraft.train.config import Config, load_config
-from longdraft.train.engine import DraftEngine, Ranks, join_ranks, leave_ranks
-from longdraft.train.opening import open_run, open_target
+from longdraft.train.deepspeed_engine import DraftEngine
+from longdraft.train.ranks import Ranks, join_ranks, leave_ranks
+from longdraft.train.setup import open_run, open_target
 from longdraft.train.step import train_step
 
 WIDTH, MATRICES, PASSES, STEPS = 1024, 4, 2, 2

@@ -17,9 +17,9 @@ from contextlib import contextmanager
 import torch
 
 from longdraft.models.hf import load_target
-from longdraft.train.engine import join_ranks, leave_ranks
-from longdraft.train.opening import note_weights
+from longdraft.train.ranks import join_ranks, leave_ranks
 from longdraft.train.sequence_parallel import SequenceParallel, sequence_group
+from longdraft.train.setup import note_weights
 from longdraft.train.sharding import load_sharded_target, whole_layers
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -14,6 +14,7 @@ from longdraft.models.drafts.medusa import MedusaConfig
 from longdraft.models.drafts.tokenswift import TokenSwiftConfig
 from longdraft.models.rope import RopeConfig
 from longdraft.train.batches import rank_rows, step_rows
+from longdraft.train.checkpoint import check_same_run
 from longdraft.train.config import (
     DRAFT_SECTIONS,
     Config,
@@ -29,8 +30,7 @@ from longdraft.train.config import (
     to_dict,
     to_yaml,
 )
-from longdraft.train.curriculum import load_stages
-from longdraft.train.state import check_same_run
+from longdraft.train.stages import load_stages
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 TOKENSWIFT = sorted((CONFIGS / "tokenswift").glob("*.yaml"))

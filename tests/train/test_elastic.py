@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from longdraft.train import state
+from longdraft.train import checkpoint
 from longdraft.train.tracking import read_metrics
 
 STEPS = 6
@@ -61,9 +61,9 @@ def losses(run: Path) -> dict[int, float]:
 
 
 def weights(run: Path) -> dict[str, torch.Tensor]:
-    found = state.newest(run)
+    found = checkpoint.newest(run)
     assert found is not None and found[1]["step"] == STEPS
-    return load_file(found[0] / state.WEIGHTS)
+    return load_file(found[0] / checkpoint.WEIGHTS)
 
 
 @pytest.mark.parametrize(("case", "name"), BROKEN)
@@ -93,10 +93,10 @@ def test_it_says_so_and_leaves_nothing(folder, name):
         assert f"{checkpoints}/step_{step:06d} was saved by {before} ranks; it is converted for {after}" in said
         names = sorted(path.name for path in checkpoints.iterdir())  # nor what DeepSpeed would put beside them
         assert names == [f"step_{step:06d}" for step in range(2, STEPS + 1, 2)], names
-        found = state.newest(folder / f"{case}-{name}")
+        found = checkpoint.newest(folder / f"{case}-{name}")
         assert found is not None and found[1]["world_size"] == after
     # Every rank's files are there, as in a checkpoint of a run that was never converted.
-    files = [state.newest(folder / f"fp32-3-{run}") for run in ("unbroken", "again")]
+    files = [checkpoint.newest(folder / f"fp32-3-{run}") for run in ("unbroken", "again")]
     assert files[0] is not None and files[1] is not None and files[0][1]["files"] == files[1][1]["files"]
 
 

@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 from longdraft.data_prep.shards import ShardSet
 from longdraft.models.hf import load_target
 from longdraft.train.batches import read_batch, step_rows
+from longdraft.train.checkpoint import WEIGHTS, newest
 from longdraft.train.config import load_config
 from longdraft.train.methods import open_method
-from longdraft.train.state import WEIGHTS, newest
 from longdraft.train.teacher import Teacher
 from longdraft.train.tracking import read_metrics
 from longdraft.train.vocabulary import frequent_tokens

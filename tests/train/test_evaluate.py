@@ -14,7 +14,7 @@ from longdraft.data_prep.shards import Row, ShardSet
 from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
 from longdraft.models.hf import load_target
-from longdraft.train import state
+from longdraft.train import checkpoint
 from longdraft.train.config import load_config
 from longdraft.train.evaluate import Evaluator, frozen
 from longdraft.train.export import export
@@ -131,8 +131,8 @@ def prompts_of(folder, contexts=CONTEXTS):
     return held_out_prompts(ShardSet(folder / "heldout"), contexts, PROMPTS, "here")
 
 
-def checkpoint(run, step):
-    return state.checkpoint_folder(run) / f"step_{step:06d}"
+def folder_of(run, step):
+    return checkpoint.checkpoint_folder(run) / f"step_{step:06d}"
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -140,7 +140,7 @@ def test_the_numbers_are_a_direct_engines(trained, folder, target, tmp_path, met
     """With the weights that were saved after that step, exported."""
     run = trained(method)
     halfway = shutil.copytree(run, tmp_path / "halfway")
-    shutil.rmtree(checkpoint(halfway, 8))
+    shutil.rmtree(folder_of(halfway, 8))
     for step, of in ((4, halfway), (8, run)):
         assert measured(run, step) == direct(
             target, method, export(of, tmp_path / str(step), target), prompts_of(folder)
@@ -152,9 +152,9 @@ def test_the_numbers_are_a_direct_engines(trained, folder, target, tmp_path, met
 def test_training_is_as_without(trained, method):
     decoded, plain = trained(method), trained(method, "plain")
     for step in (4, 8):
-        weights = [(checkpoint(run, step) / state.WEIGHTS).read_bytes() for run in (decoded, plain)]
+        weights = [(folder_of(run, step) / checkpoint.WEIGHTS).read_bytes() for run in (decoded, plain)]
         assert weights[0] == weights[1]
-    assert not state.best_folder(plain).exists() and not (plain / "decoding.png").exists()
+    assert not checkpoint.best_folder(plain).exists() and not (plain / "decoding.png").exists()
 
 
 def test_two_ranks_give_what_one_gives(folder, target, config_file, start_ranks, finish_ranks, tmp_path):
@@ -199,7 +199,7 @@ class Weights:
 
     def weights(self):
         self.clock.now += self.seconds
-        return load_file(self.folder / state.WEIGHTS)
+        return load_file(self.folder / checkpoint.WEIGHTS)
 
 
 @pytest.fixture
@@ -219,7 +219,7 @@ ONE = ["decoding.every=2", "decoding.contexts=[8]", "decoding.temperatures=[0]",
 
 def test_what_would_take_more_than_its_share_is_put_off(evaluator, trained, capsys):
     clock = Clock(1000.0)
-    engine = Weights(checkpoint(trained("tokenswift"), 8), clock, seconds=30.0)
+    engine = Weights(folder_of(trained("tokenswift"), 8), clock, seconds=30.0)
     one = evaluator(clock, *ONE, "decoding.share=0.1")
 
     def after(step, now):
@@ -254,17 +254,17 @@ def test_what_would_take_more_than_its_share_is_put_off(evaluator, trained, caps
 
 def test_a_stop_ends_it_and_it_stays_due(evaluator, trained, target, alone):
     clock = Clock(0.0)
-    engine = Weights(checkpoint(trained("tokenswift"), 8), clock)
+    engine = Weights(folder_of(trained("tokenswift"), 8), clock)
     one = evaluator(clock, *ONE)
     assert one.after_step(engine, 2, {}, stop=[15]) is None
-    assert one.best is None and state.best(one.config.train.run_dir) is None
+    assert one.best is None and checkpoint.best(one.config.train.run_dir) is None
     outcome = one.after_step(engine, 3, {})
     assert outcome is not None and outcome.record["decode_best_step"] == 3
 
 
 def test_the_best_is_kept_and_ties_keep_the_earlier(evaluator, trained, folder, target, tmp_path):
     run, clock = trained("tokenswift"), Clock(0.0)
-    good, poor = (Weights(checkpoint(run, step), clock) for step in (8, 4))
+    good, poor = (Weights(folder_of(run, step), clock) for step in (8, 4))
     scores = [measured(run, step)["decode_tokens_per_step"] for step in (8, 4)]
     assert scores[0] > scores[1]
 
@@ -273,11 +273,11 @@ def test_the_best_is_kept_and_ties_keep_the_earlier(evaluator, trained, folder, 
     for step, engine, best in ((4, poor, 4), (8, good, 8), (12, poor, 8), (16, good, 8)):
         outcome = one.after_step(engine, step, {"of": step})
         assert outcome is not None and outcome.record["decode_best_step"] == best
-        kept, saved = state.best(tmp_path) or (None, {})
+        kept, saved = checkpoint.best(tmp_path) or (None, {})
         assert kept == tmp_path / "best" / f"step_{best:06d}" and saved["step"] == best
         assert saved["extra"]["heldout"] == {"of": best} and saved["score"] == scores[0 if best == 8 else 1]
         same = poor if best == 4 else good
-        assert (kept / state.WEIGHTS).read_bytes() == (same.folder / state.WEIGHTS).read_bytes()
+        assert (kept / checkpoint.WEIGHTS).read_bytes() == (same.folder / checkpoint.WEIGHTS).read_bytes()
         assert [path.name for path in kept.parent.iterdir()] == [kept.name]
 
     again = evaluator(clock)
@@ -288,29 +288,29 @@ def test_the_best_is_kept_and_ties_keep_the_earlier(evaluator, trained, folder, 
     other.begin(one.saved(), resumed=True)
     draft = frozen(other.config, target, good.weights())
     expected = direct(target, "tokenswift", draft, prompts_of(folder, [8]))["decode_tokens_per_step"]
-    kept, saved = state.best(tmp_path) or (None, {})
+    kept, saved = checkpoint.best(tmp_path) or (None, {})
     assert other.best == (expected, 8) and expected != scores[0]
     assert (saved["score"], saved["step"], saved["extra"]["heldout"]) == (expected, 8, {"of": 8})
     assert saved["config"]["decoding"]["contexts"] == [8]
     evaluator(clock).begin(None, resumed=False)
-    assert state.best(tmp_path) is None
+    assert checkpoint.best(tmp_path) is None
 
 
 def test_a_kill_or_a_damaged_file_never_costs_the_best(evaluator, trained, tmp_path, capsys):
     run, clock = trained("tokenswift"), Clock(0.0)
     one = evaluator(clock)
-    one.after_step(Weights(checkpoint(run, 4), clock), 4, {})
+    one.after_step(Weights(folder_of(run, 4), clock), 4, {})
     before = shutil.copytree(tmp_path / "best" / "step_000004", tmp_path / "kept")
-    one.after_step(Weights(checkpoint(run, 8), clock), 8, {})
+    one.after_step(Weights(folder_of(run, 8), clock), 8, {})
     # Killed before the worse one was removed, and in the middle of writing another.
     shutil.copytree(before, tmp_path / "best" / "step_000012")
     shutil.copytree(before, tmp_path / "best" / "tmp-step_000016")
-    kept, _ = state.best(tmp_path) or (None, {})
+    kept, _ = checkpoint.best(tmp_path) or (None, {})
     assert kept == tmp_path / "best" / "step_000008"
-    content = bytearray((kept / state.WEIGHTS).read_bytes())
+    content = bytearray((kept / checkpoint.WEIGHTS).read_bytes())
     content[-1] ^= 1
-    (kept / state.WEIGHTS).write_bytes(content)
-    assert (state.best(tmp_path) or (None, {}))[0] == tmp_path / "best" / "step_000012"
+    (kept / checkpoint.WEIGHTS).write_bytes(content)
+    assert (checkpoint.best(tmp_path) or (None, {}))[0] == tmp_path / "best" / "step_000012"
     assert f"{kept} is damaged (draft.safetensors is not as it was saved)" in capsys.readouterr().out
 
 
@@ -319,16 +319,18 @@ def test_a_resumed_run_keeps_the_best_and_rotation_leaves_it(trained, config_fil
     scores = {step: measured(whole, step)["decode_tokens_per_step"] for step in (4, 8)}
     assert scores[4] > scores[8], "the test would not see that the best was forgotten"
     shutil.copytree(whole, run)
-    shutil.rmtree(checkpoint(run, 8))
+    shutil.rmtree(folder_of(run, 8))
     config = load_config(whole / "config.yaml", [f"train.run_dir={run}", "train.keep_checkpoints=1"])
     assert train(config, alone, target)
-    assert not checkpoint(run, 4).exists()
-    kept, saved = state.best(run) or (None, {})
+    assert not folder_of(run, 4).exists()
+    kept, saved = checkpoint.best(run) or (None, {})
     assert kept is not None and (saved["step"], saved["score"]) == (4, scores[4])
-    assert (kept / state.WEIGHTS).read_bytes() == (checkpoint(whole, 4) / state.WEIGHTS).read_bytes()
+    assert (kept / checkpoint.WEIGHTS).read_bytes() == (folder_of(whole, 4) / checkpoint.WEIGHTS).read_bytes()
     assert measured(run, 8) == measured(whole, 8)
-    assert state.saved_config(run, saved) == load_config(whole / "config.yaml", [f"train.run_dir={run}"])
-    assert (checkpoint(run, 8) / state.WEIGHTS).read_bytes() == (checkpoint(whole, 8) / state.WEIGHTS).read_bytes()
+    assert checkpoint.saved_config(run, saved) == load_config(whole / "config.yaml", [f"train.run_dir={run}"])
+    assert (folder_of(run, 8) / checkpoint.WEIGHTS).read_bytes() == (
+        folder_of(whole, 8) / checkpoint.WEIGHTS
+    ).read_bytes()
 
 
 def test_wandb_has_table_and_curves(trained, monkeypatch):
@@ -406,5 +408,5 @@ def test_mistakes_are_named(config_file, override):
 
 def test_all_of_it_may_change_on_resume(config_file):
     old, new = load_config(config_file), load_config(config_file, [*DECODING, "decoding.share=0.3"])
-    state.check_same_run(old, new)
+    checkpoint.check_same_run(old, new)
     assert new.decoding.contexts == CONTEXTS and new.decoding.temperatures == TEMPERATURES

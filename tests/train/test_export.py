@@ -24,11 +24,11 @@ from longdraft.models.draft_folder import DRAFTS, load_draft, read_info
 from longdraft.models.files import file_digest
 from longdraft.models.fingerprint import weights_hash
 from longdraft.models.hf import load_target
-from longdraft.train import state
+from longdraft.train import checkpoint
 from longdraft.train.config import config_from_dict, load_config, to_dict
 from longdraft.train.export import FORMATS, export, largest_difference
-from longdraft.train.opening import DTYPES
 from longdraft.train.sealing import seal
+from longdraft.train.setup import DTYPES
 from longdraft.train.tracking import read_metrics
 from longdraft.train.vocabulary import frequent_tokens
 
@@ -59,14 +59,14 @@ def made_run(config_file, tmp_path):
             draft.token_ids = torch.randperm(97, generator=generator)[:20]
         if damage is not None:
             damage(draft)
-        folder = state.checkpoint_folder(tmp_path / "run") / "step_000007"
+        folder = checkpoint.checkpoint_folder(tmp_path / "run") / "step_000007"
         folder.mkdir(parents=True)
-        save_file(draft.to(DTYPES[precision]).state_dict(), folder / state.WEIGHTS)
+        save_file(draft.to(DTYPES[precision]).state_dict(), folder / checkpoint.WEIGHTS)
         content = {"step": 7, "world_size": 1, "config": to_dict(config), "extra": {"skipped": 0, "wandb_id": None}}
         content["extra"] |= {"heldout": {"rank_rates": [[0.5]]}}
-        files = {state.WEIGHTS: (folder / state.WEIGHTS).stat().st_size}
-        digests = {state.WEIGHTS: file_digest(folder / state.WEIGHTS)}
-        (folder / state.STATE).write_text(seal(content | {"files": files}, digests))
+        files = {checkpoint.WEIGHTS: (folder / checkpoint.WEIGHTS).stat().st_size}
+        digests = {checkpoint.WEIGHTS: file_digest(folder / checkpoint.WEIGHTS)}
+        (folder / checkpoint.STATE).write_text(seal(content | {"files": files}, digests))
         return tmp_path / "run", target, draft
 
     return make
@@ -79,7 +79,7 @@ def test_export_is_the_trained_draft(runs, tmp_path, capsys, name):
     assert sorted(path.name for path in out.iterdir()) == ["config.json", "model.safetensors"]
     # DeepSpeed's own consolidation of its shards, the fp32 masters, is the independent witness.
     masters = get_fp32_state_dict_from_zero_checkpoint(
-        str(state.checkpoint_folder(runs / name)), tag="step_000020", exclude_frozen_parameters=True
+        str(checkpoint.checkpoint_folder(runs / name)), tag="step_000020", exclude_frozen_parameters=True
     )
     exported = load_draft(out).state_dict()
     assert exported.keys() == masters.keys()
@@ -124,9 +124,9 @@ def test_who_else_may_read_a_run_is_the_umasks_to_say(runs):
 
 def test_the_comparison_sees_a_difference(runs, tmp_path):
     out = export(runs / "fp32-2-1", tmp_path / "draft")
-    found = state.newest(runs / "fp32-2-1")
+    found = checkpoint.newest(runs / "fp32-2-1")
     assert found is not None
-    config = state.saved_config(runs / "fp32-2-1", found[1])
+    config = checkpoint.saved_config(runs / "fp32-2-1", found[1])
     target = load_target(config.target.path, torch.float32)
     one, other = load_draft(out, target), load_draft(out, target)
     assert largest_difference(config, target, one, other) == 0
@@ -241,13 +241,13 @@ def test_best_weights_are_exported_when_asked(made_run, capsys):
     run, target, _ = made_run("medusa")
     assert main([str(run), "--best"]) == 2
     assert "keeps no best weights; train with decoding.every above 0" in capsys.readouterr().err
-    newest = state.checkpoint_folder(run) / "step_000007"
-    best = state.best_folder(run) / "step_000004"
+    newest = checkpoint.checkpoint_folder(run) / "step_000007"
+    best = checkpoint.best_folder(run) / "step_000004"
     shutil.copytree(newest, best)
-    weights = {name: weight + 1 for name, weight in load_file(newest / state.WEIGHTS).items()}
-    save_file(weights, best / state.WEIGHTS)
-    content = json.loads((best / state.STATE).read_text()) | {"step": 4, "score": 1.5}
-    (best / state.STATE).write_text(seal(content, {state.WEIGHTS: file_digest(best / state.WEIGHTS)}))
+    weights = {name: weight + 1 for name, weight in load_file(newest / checkpoint.WEIGHTS).items()}
+    save_file(weights, best / checkpoint.WEIGHTS)
+    content = json.loads((best / checkpoint.STATE).read_text()) | {"step": 4, "score": 1.5}
+    (best / checkpoint.STATE).write_text(seal(content, {checkpoint.WEIGHTS: file_digest(best / checkpoint.WEIGHTS)}))
     folder = export(run, target=target, best=True)
     assert "Exported step 4 of" in capsys.readouterr().out
     assert all(torch.equal(weight, weights[name]) for name, weight in load_file(folder / WEIGHTS).items())
@@ -276,9 +276,9 @@ def test_every_method(made_run, capsys, name, precision):
 @pytest.mark.parametrize("name", SECTIONS)
 def test_the_comparison_meets_every_weight(made_run, name):
     run, target, trained = made_run(name)
-    found = state.newest(run)
+    found = checkpoint.newest(run)
     assert found is not None
-    config = state.saved_config(run, found[1])
+    config = checkpoint.saved_config(run, found[1])
     out = export(run, target=target)
     for key in trained.state_dict():
         other = load_draft(out, target)

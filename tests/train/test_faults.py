@@ -22,12 +22,12 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from longdraft.data_prep.shards import FORMAT_VERSION, Row, ShardSet, write_json, write_shard
-from longdraft.train import state
+from longdraft.train import checkpoint
 from longdraft.train.config import load_config
-from longdraft.train.engine import TIMEOUT, TrainingError
 from longdraft.train.launcher import RANK_MARK, _explain
 from longdraft.train.loop import train
-from longdraft.train.opening import open_run
+from longdraft.train.ranks import TIMEOUT, TrainingError
+from longdraft.train.setup import open_run
 from longdraft.train.tracking import read_metrics
 
 STEPS = 24
@@ -85,13 +85,13 @@ def listen(processes: Sequence[subprocess.Popen]) -> list[Callable[[], str]]:
 
 
 def newest_step(run_dir: Path) -> int:
-    found = state.newest(run_dir)
+    found = checkpoint.newest(run_dir)
     assert found is not None
     return found[1]["step"]
 
 
 def weights_file(run_dir: Path, step: int) -> Path:
-    return run_dir / "checkpoints" / f"step_{step:06d}" / state.WEIGHTS
+    return run_dir / "checkpoints" / f"step_{step:06d}" / checkpoint.WEIGHTS
 
 
 def losses(run_dir: Path) -> list[float]:
@@ -159,7 +159,7 @@ def _first_ranks(story: SimpleNamespace, command: list[str], start_ranks) -> Non
 
 def _launched(story: SimpleNamespace, command: list[str], config_file: Path) -> None:
     """The newest checkpoint is truncated; under the launcher, kill -9 of the first rank."""
-    found = state.newest(story.broken)
+    found = checkpoint.newest(story.broken)
     assert found is not None
     story.truncated = found[0]
     file = next(found[0].glob("*optim_states.pt"))
@@ -242,7 +242,7 @@ def test_a_truncated_checkpoint_is_passed_over(story):
 def test_a_checkpoint_whose_state_is_cut_off_is_passed_over(story, capsys):
     run_dir = story.folder / "cut"
     shutil.copytree(story.folder / "unbroken", run_dir)
-    file = run_dir / "checkpoints" / f"step_{STEPS:06d}" / state.STATE
+    file = run_dir / "checkpoints" / f"step_{STEPS:06d}" / checkpoint.STATE
     file.write_text(file.read_text()[:-9])
     assert newest_step(run_dir) < STEPS
     assert f"step_{STEPS:06d} is damaged (state.json is no JSON) and is passed over" in capsys.readouterr().out
@@ -341,7 +341,7 @@ def test_weights_that_are_no_numbers_are_never_saved(config_file, alone, tmp_pat
     parameter.data.view(-1)[0] = torch.inf
     message = "step 3: weights of the draft are no numbers any more .*; the last checkpoint is good, .*step_000002"
     with pytest.raises(TrainingError, match=message):
-        state.save(opened.engine, tmp_path, 3, {}, keep=1)
+        checkpoint.save(opened.engine, tmp_path, 3, {}, keep=1)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_000002"]
 
 
@@ -354,8 +354,8 @@ def test_ranks_wait_for_one_another_as_long_as_it_may_take(alone):
 
 
 def test_state_says_which_rows_it_began_with(story):
-    found = state.newest(story.folder / "online")
+    found = checkpoint.newest(story.folder / "online")
     assert found is not None
     config = load_config(found[0].parents[1] / "config.yaml")
     assert found[1]["extra"]["data"] == ShardSet(Path(config.data.path) / "train").identity()
-    assert json.loads((found[0] / state.STATE).read_text())["extra"]["data"]["rows"] == 45
+    assert json.loads((found[0] / checkpoint.STATE).read_text())["extra"]["data"]["rows"] == 45

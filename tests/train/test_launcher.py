@@ -101,7 +101,7 @@ def test_a_signal_before_the_ranks_are_there(config_file, monkeypatch, capsys):
         signal.raise_signal(signal.SIGTERM)
         return "cpu"
 
-    monkeypatch.setattr("longdraft.train.device.settle_device", interrupted)
+    monkeypatch.setattr("longdraft.train.launcher.settle_device", interrupted)
     monkeypatch.setattr(launcher, "launch_with_deepspeed", lambda *_: pytest.fail("ranks were started"))
     assert start_command([str(config_file)]) == 0
     assert capsys.readouterr().out == "Stopped before it began; the same command goes on\n"

@@ -18,12 +18,13 @@ from longdraft.launch.train import main
 from longdraft.launch.train import start as start_command
 from longdraft.models.drafts.tokenswift import TokenSwift, TokenSwiftConfig
 from longdraft.models.hf import load_target
-from longdraft.train import state
+from longdraft.train import checkpoint
 from longdraft.train.batches import step_rows
 from longdraft.train.config import OptimizerSection, load_config
-from longdraft.train.engine import TrainingError, learning_rate, parameter_groups, say
+from longdraft.train.deepspeed_engine import learning_rate, parameter_groups
 from longdraft.train.loop import train
-from longdraft.train.opening import DTYPES, open_rows
+from longdraft.train.ranks import TrainingError, log
+from longdraft.train.setup import DTYPES, open_rows
 from longdraft.train.teacher import Teacher
 from longdraft.train.tracking import Tracker, read_metrics, wandb_mode
 
@@ -202,7 +203,7 @@ def test_a_target_that_changed_under_a_run_is_named(alone, config_file, target_f
     steps = ["train.steps=2", "optimizer.warmup_steps=1", "train.save_every=1"]
     config = load_config(config_file, [*steps, f"train.run_dir={tmp_path}"])
     assert train(config, alone, load_target(target_folder, torch.float32))
-    shutil.rmtree(state.checkpoint_folder(tmp_path) / "step_000002")
+    shutil.rmtree(checkpoint.checkpoint_folder(tmp_path) / "step_000002")
     own, other = (load_target(target_folder, torch.float32) for _ in range(2))
     other.model.layers[1].mlp.down_proj.weight.data[0, 0] += 1
     expected = rf"target\.path: .* has other weights .* than the run in {tmp_path} began with \(\w{{64}}\); put those"
@@ -250,9 +251,9 @@ ONE_STEP = [
 
 
 def weights(run):
-    found = state.newest(run)
+    found = checkpoint.newest(run)
     assert found is not None
-    return load_file(found[0] / state.WEIGHTS)
+    return load_file(found[0] / checkpoint.WEIGHTS)
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -308,7 +309,7 @@ def test_too_many_rows_without_a_number_stop_the_run(alone, config_file, poisone
     with pytest.raises(TrainingError, match=r"= 0; no checkpoint was saved yet: lower optimizer\.peak_lr"):
         train(load_config(config_file, [*run, *new]), alone, poisoned)
     assert not [record for record in read_metrics(tmp_path / "new") if record["step"] > first]
-    found = state.newest(tmp_path / "strict")
+    found = checkpoint.newest(tmp_path / "strict")
     assert found is not None and found[1]["step"] == second and found[1]["extra"]["skipped"] == 1
     assert all(torch.isfinite(weight).all() for weight in weights(tmp_path / "strict").values())
     assert train(strict, alone, poisoned)
@@ -335,7 +336,7 @@ def test_messages_stand_above_the_bar(capsys):
         bar.update()
         bar.refresh()
         before = capsys.readouterr().err
-        say("a message")
+        log("a message")
         shown = capsys.readouterr()
     assert shown.out == "a message\n" and before.endswith("it/s]")
     cleared, redrawn = shown.err.lstrip("\r").split("\r", 1)

@@ -14,12 +14,12 @@ from longdraft.models.drafts.longspec import plan_queries
 from longdraft.models.hf import load_target
 from longdraft.train.batches import Batch, Place, draws, piece_key, read_batch
 from longdraft.train.config import load_config
-from longdraft.train.engine import DraftEngine
-from longdraft.train.heldout import evaluate
+from longdraft.train.deepspeed_engine import DraftEngine
 from longdraft.train.methods import QUERY_BLOCK, open_method
-from longdraft.train.opening import open_run
+from longdraft.train.setup import open_run
 from longdraft.train.step import measure, train_step
 from longdraft.train.teacher import Teacher
+from longdraft.train.validation import evaluate
 
 BLOCK = ["draft.method=longspec", "draft.window=6", "draft.noise=4", "draft.final_norm=true"]
 ANCHOR = ["data.positions=anchor_offset", "data.max_position=700", "data.sinks=2", "data.query_share=0.5"]

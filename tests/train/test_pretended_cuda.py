@@ -9,13 +9,13 @@ import torch
 
 from longdraft.kernels import segment_attention
 from longdraft.train.config import load_config
-from longdraft.train.engine import DraftEngine
-from longdraft.train.heldout import evaluate
+from longdraft.train.deepspeed_engine import DraftEngine
 from longdraft.train.methods import open_method
-from longdraft.train.opening import DTYPES, Run
 from longdraft.train.sequence_parallel import SequenceParallel, sequence_group
+from longdraft.train.setup import DTYPES, Run
 from longdraft.train.step import hear, measure, train_step
 from longdraft.train.teacher import Teacher
+from longdraft.train.validation import evaluate
 
 # Two passes a step, every third of which is logged.
 RUN = ["data.seq_len=460", "train.micro_batch=1", "train.global_batch=2", "log.every=3", "train.steps=9"]

@@ -17,7 +17,7 @@ from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
 from longdraft.launch import export, runtime
 from longdraft.models.hf import load_transformers, read_target_config
-from longdraft.train.curriculum import load_stages
+from longdraft.train.stages import load_stages
 
 VOCAB, HEAD_DIM, NEW = 97, 8, 6
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"

@@ -8,8 +8,8 @@ import pytest
 from longdraft.models.decoder import DecoderConfig
 from longdraft.models.rope import RopeConfig
 from longdraft.train.config import accumulation, resolved
-from longdraft.train.curriculum import load_stages
 from longdraft.train.memory import estimate
+from longdraft.train.stages import load_stages
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "longspec"
 # Longest rows, and how far Anchor-Offset positions go: never beyond the target's own.

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from longdraft.train import state
+from longdraft.train import checkpoint
 from longdraft.train.config import load_config
 from longdraft.train.loop import train
 from longdraft.train.tracking import read_metrics
@@ -33,9 +33,9 @@ def wait_for_step(run_dir: Path, step: int, processes: Sequence[subprocess.Popen
 
 
 def final_bytes(run_dir: Path) -> bytes:
-    found = state.newest(run_dir)
+    found = checkpoint.newest(run_dir)
     assert found is not None and found[1]["step"] == STEPS
-    return (found[0] / state.WEIGHTS).read_bytes()
+    return (found[0] / checkpoint.WEIGHTS).read_bytes()
 
 
 def test_kill_and_stop_and_resume_give_the_same_bytes(runs, config_file, start_ranks, finish_ranks, tmp_path):
@@ -49,7 +49,7 @@ def test_kill_and_stop_and_resume_give_the_same_bytes(runs, config_file, start_r
         rank.kill()
     for rank in ranks:
         rank.communicate()
-    found = state.newest(broken)
+    found = checkpoint.newest(broken)
     assert found is not None and 6 <= found[1]["step"] < 22, f"killed at {killed_at}"
 
     launched = subprocess.Popen(
@@ -64,7 +64,7 @@ def test_kill_and_stop_and_resume_give_the_same_bytes(runs, config_file, start_r
     output = launched.communicate(timeout=200)[0]
     assert launched.returncode == 0, output
     assert f"step {found[1]['step']} to {STEPS}" in output, "it did not go on from the newest checkpoint"
-    found = state.newest(broken)
+    found = checkpoint.newest(broken)
     assert found is not None and 22 <= found[1]["step"] < STEPS
     assert f"Stopped after {found[1]['step']} of {STEPS} steps" in output
 
@@ -86,7 +86,7 @@ def _slow(runs: Path) -> list[str]:
 
 @pytest.mark.parametrize("name", ["bf16-1-1", "bf16-1-3"])
 def test_bf16_masters_survive_the_checkpoint(runs, name):
-    ends = [runs / run / "checkpoints" / "step_000020" / state.WEIGHTS for run in (name, f"{name}-again")]
+    ends = [runs / run / "checkpoints" / "step_000020" / checkpoint.WEIGHTS for run in (name, f"{name}-again")]
     assert ends[0].read_bytes() == ends[1].read_bytes()
 
 
@@ -95,18 +95,18 @@ def test_half_written_and_damaged_checkpoints_are_never_chosen(runs, tmp_path, c
     shutil.copytree(runs / "bf16-1-1", run)
     checkpoints = run / "checkpoints"
     (checkpoints / "step_000020").rename(checkpoints / "tmp-step_000020")
-    found = state.newest(run)
+    found = checkpoint.newest(run)
     assert found is not None and found[1]["step"] == 10
 
     (checkpoints / "tmp-step_000020").rename(checkpoints / "step_000020")
     file = next((checkpoints / "step_000020").glob("*optim_states.pt"))
     file.write_bytes(file.read_bytes()[:-1])
-    found = state.newest(run)
+    found = checkpoint.newest(run)
     assert found is not None and found[1]["step"] == 10
     assert file.name in capsys.readouterr().out
-    (checkpoints / "step_000010" / state.STATE).unlink()
+    (checkpoints / "step_000010" / checkpoint.STATE).unlink()
     with pytest.raises(ValueError, match=r"every checkpoint in .* is damaged; restore one"):
-        state.newest(run)
+        checkpoint.newest(run)
 
 
 def test_a_junk_line_among_the_metrics_does_not_stop_a_run(runs, tmp_path, train_command):
@@ -132,13 +132,13 @@ def test_a_run_that_never_opened_leaves_nothing_to_continue(config_file, tmp_pat
     with pytest.raises(ValueError, match="nowhere"):
         train(config, ALONE)  # pyright: ignore[reportArgumentType]
     assert not (tmp_path / "run" / "config.yaml").exists()
-    with state.locked(tmp_path / "run", ALONE):  # and it let go of the folder
+    with checkpoint.locked(tmp_path / "run", ALONE):  # and it let go of the folder
         pass
 
 
 def test_two_runs_do_not_share_a_folder(tmp_path):
-    with state.locked(tmp_path, ALONE):
-        second = state.locked(tmp_path, ALONE)
+    with checkpoint.locked(tmp_path, ALONE):
+        second = checkpoint.locked(tmp_path, ALONE)
         with pytest.raises(ValueError, match="another process trains in"):
             second.__enter__()
 
@@ -167,6 +167,6 @@ def test_saved_config_is_the_resolved_one(runs, config_file):
     config = load_config(runs / "bf16-1-3" / "config.yaml")
     expected = ["train.zero_stage=3", "train.precision=bf16", f"train.run_dir={runs / 'bf16-1-3'}"]
     assert config == load_config(config_file, [*expected, "draft.out_norm_init=target"])
-    found = state.newest(runs / "bf16-1-3")
-    assert found is not None and state.saved_config(runs / "bf16-1-3", found[1]) == config
-    assert json.loads((found[0] / state.STATE).read_text())["extra"]["heldout"]["positions"] > 0
+    found = checkpoint.newest(runs / "bf16-1-3")
+    assert found is not None and checkpoint.saved_config(runs / "bf16-1-3", found[1]) == config
+    assert json.loads((found[0] / checkpoint.STATE).read_text())["extra"]["heldout"]["positions"] > 0

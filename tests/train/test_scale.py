@@ -4,7 +4,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from longdraft.train.state import WEIGHTS, newest
+from longdraft.train.checkpoint import WEIGHTS, newest
 from longdraft.train.tracking import read_metrics
 
 LONG = 312  # tokens of a row of `long_folder`

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from longdraft.launch.export import main as export_main
 from longdraft.models.draft_folder import load_draft
-from longdraft.train import state
+from longdraft.train import checkpoint
 from longdraft.train.sealing import DIGESTS, FORMAT, seal, unseal
 
 STEPS = (10, 20)  # of the runs' checkpoints
@@ -25,7 +25,7 @@ def flip(file: Path, place: float = 0.5) -> None:
 
 
 def folder(run: Path, step: int) -> Path:
-    return state.checkpoint_folder(run) / f"step_{step:06d}"
+    return checkpoint.checkpoint_folder(run) / f"step_{step:06d}"
 
 
 @pytest.fixture
@@ -58,17 +58,17 @@ def without_digests(file: Path, *fields: str) -> None:
 
 @pytest.mark.parametrize("name", ["fp32-1-1", "fp32-2-1", "fp32-2-3", "bf16-2-2", "longspec-bf16-2-3", "offload-3"])
 def test_every_file_has_its_digest(runs, name):
-    found = state.newest(runs / name)
+    found = checkpoint.newest(runs / name)
     assert found is not None
     files = {path.name: path for path in found[0].iterdir()}
-    assert found[1][DIGESTS].keys() == files.keys() == {*found[1]["files"], state.STATE}
+    assert found[1][DIGESTS].keys() == files.keys() == {*found[1]["files"], checkpoint.STATE}
     for file in found[1]["files"]:
         content = files[file].read_bytes()
         assert found[1][DIGESTS][file] == hashlib.sha256(content).hexdigest(), file
         assert found[1]["files"][file] == len(content), file
 
 
-@pytest.mark.parametrize("kind", ["*_optim_states.pt", "*_model_states.pt", state.WEIGHTS])
+@pytest.mark.parametrize("kind", ["*_optim_states.pt", "*_model_states.pt", checkpoint.WEIGHTS])
 def test_a_run_goes_back_behind_a_flipped_bit(runs, run, go_on, kind):
     """And comes to the bytes that it would have come to."""
     (file,) = folder(run, 20).glob(kind)
@@ -77,8 +77,8 @@ def test_a_run_goes_back_behind_a_flipped_bit(runs, run, go_on, kind):
     assert status == 0
     assert f"{folder(run, 20)} is damaged ({file.name} is not as it was saved) and is passed over" in said
     assert "step 10 to 20" in said
-    expected = folder(runs / "bf16-1-1", 20) / state.WEIGHTS
-    assert (folder(run, 20) / state.WEIGHTS).read_bytes() == expected.read_bytes()
+    expected = folder(runs / "bf16-1-1", 20) / checkpoint.WEIGHTS
+    assert (folder(run, 20) / checkpoint.WEIGHTS).read_bytes() == expected.read_bytes()
 
 
 def test_a_run_without_a_sound_checkpoint_says_so(run, go_on):
@@ -96,15 +96,15 @@ def test_export_goes_back_behind_a_flipped_bit(run, capsys, tmp_path):
     flip(next(folder(run, 20).glob("*_optim_states.pt")))
     assert export_main([str(run), "--out", str(tmp_path / "newest")]) == 0
     assert f"Exported step 20 of {run}" in capsys.readouterr().out
-    flip(folder(run, 20) / state.WEIGHTS, 0.9)
+    flip(folder(run, 20) / checkpoint.WEIGHTS, 0.9)
     assert export_main([str(run), "--out", str(tmp_path / "former")]) == 0
     printed = capsys.readouterr().out
     assert f"{folder(run, 20)} is damaged (draft.safetensors is not as it was saved) and is passed over" in printed
     assert f"Exported step 10 of {run}" in printed
     weights = load_draft(tmp_path / "former").state_dict()
-    for name, weight in load_file(folder(run, 10) / state.WEIGHTS).items():
+    for name, weight in load_file(folder(run, 10) / checkpoint.WEIGHTS).items():
         assert weights[name].equal(weight), name
-    flip(folder(run, 10) / state.WEIGHTS, 0.9)
+    flip(folder(run, 10) / checkpoint.WEIGHTS, 0.9)
     assert export_main([str(run), "--out", str(tmp_path / "none")]) == 2
     assert f"every checkpoint in {run} is damaged" in capsys.readouterr().err
     assert not (tmp_path / "none").exists()
@@ -112,15 +112,15 @@ def test_export_goes_back_behind_a_flipped_bit(run, capsys, tmp_path):
 
 def test_every_bit_of_a_state_file_counts(runs):
     """What is still read is what was saved, in all its values; names of fields, their digests and their digest too."""
-    text = (folder(runs / "bf16-1-1", 20) / state.STATE).read_bytes()
-    saved = unseal(text, state.CHECKPOINT_FIELDS)
+    text = (folder(runs / "bf16-1-1", 20) / checkpoint.STATE).read_bytes()
+    saved = unseal(text, checkpoint.CHECKPOINT_FIELDS)
     assert saved["format"] == FORMAT
     for place in range(len(text)):
         for bit in {place % 8, 5}:  # the latter makes a letter of the other case
             damaged = bytearray(text)
             damaged[place] ^= 1 << bit
             with suppress(ValueError):
-                assert unseal(bytes(damaged), state.CHECKPOINT_FIELDS) == saved, damaged[place - 20 : place + 20]
+                assert unseal(bytes(damaged), checkpoint.CHECKPOINT_FIELDS) == saved, damaged[place - 20 : place + 20]
 
 
 def test_numbers_and_names_that_json_changes_are_sealed_as_they_are_read():
@@ -131,19 +131,19 @@ def test_numbers_and_names_that_json_changes_are_sealed_as_they_are_read():
 
 def test_a_checkpoint_without_digests_is_taken_with_a_word(run, go_on, capsys):
     shutil.rmtree(folder(run, 20))
-    without_digests(folder(run, 10) / state.STATE)
+    without_digests(folder(run, 10) / checkpoint.STATE)
     status, said = go_on(run)
     assert status == 0 and "step 10 to 20" in said
     assert f"{folder(run, 10)} has no digests, an earlier version saved it: the sizes of its files alone" in said
-    without_digests(folder(run, 20) / state.STATE)
+    without_digests(folder(run, 20) / checkpoint.STATE)
     assert export_main([str(run)]) == 0
     assert f"{folder(run, 20)} has no digests" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("field", ["step", "files", "world_size", "config", "extra", "extra.heldout", "extra.skipped"])
 def test_a_state_file_without_a_field_is_passed_over_by_name(run, field, capsys):
-    without_digests(folder(run, 20) / state.STATE, field)
-    found = state.newest(run)
+    without_digests(folder(run, 20) / checkpoint.STATE, field)
+    found = checkpoint.newest(run)
     assert found is not None and found[1]["step"] == 10
     said = capsys.readouterr().out
     missing = "extra.heldout" if field == "extra" else field
@@ -155,15 +155,15 @@ def test_a_state_file_without_a_field_is_passed_over_by_name(run, field, capsys)
     (b'{"step": "7"}', "has '7' in its field step"),
 ])  # fmt: skip
 def test_what_is_no_state_file_is_passed_over(run, content, said, capsys):
-    (folder(run, 20) / state.STATE).write_bytes(content)
-    found = state.newest(run)
+    (folder(run, 20) / checkpoint.STATE).write_bytes(content)
+    found = checkpoint.newest(run)
     assert found is not None and found[1]["step"] == 10
     assert f"(state.json {said}) and is passed over" in capsys.readouterr().out
 
 
 def test_a_config_without_a_field_is_one_line(run, go_on):
     for step in STEPS:
-        without_digests(folder(run, step) / state.STATE, "config.train.global_batch")
+        without_digests(folder(run, step) / checkpoint.STATE, "config.train.global_batch")
     status, said = go_on(run)
     assert status == 2 and "Traceback" not in said
     assert f"the config in state.json of {run}'s step 20 cannot be read (train.global_batch: the value is mis" in said

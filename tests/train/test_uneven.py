@@ -4,7 +4,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from longdraft.train.state import WEIGHTS, newest
+from longdraft.train.checkpoint import WEIGHTS, newest
 from longdraft.train.tracking import read_metrics
 
 # As the runs that one rank made (`runs`): 8 rows a step in passes of 2; LongSpec's 4 rows, and 2 long ones.

@@ -1,23 +1,24 @@
-"""DeepSpeed around the draft: the ranks, the optimizer, one step. The frozen target never enters the engine.
+"""The processes of a training: how they meet, what they agree on, how they end.
 
-Ranks wait for one another in `Ranks.control`, on the CPU and as long as TIMEOUT. Not here: what a step computes
-(train/step.py), checkpoint folders (train/state.py), other numbers of ranks (train/elastic.py).
+Ranks wait for one another in `Ranks.control`, on the CPU and as long as TIMEOUT. gloo and NCCL listen on one network
+interface each. gloo takes the one that the machine's own name stands for, which on many machines is the loopback
+(127.0.1.1 in /etc/hosts): ranks on several machines would then not find each other, so it is checked first.
+Not here: DeepSpeed's engine (deepspeed_engine.py), how the processes are started (launcher.py).
 """
 
 import errno
 import importlib
 import logging
-import math
 import os
 import socket
 import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import chdir, contextmanager, redirect_stdout, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from io import StringIO
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,19 +26,20 @@ import psutil
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
-from torch import Tensor, nn
 from tqdm import tqdm
 
 from longdraft.models.device import start
-from longdraft.train.config import Config, OptimizerSection, deepspeed_dict
 from longdraft.train.launcher import free_port
-from longdraft.train.meeting import check_own_name, failures_told
 
 if not torch.cuda.is_available():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else its import warns, in every rank, that it found no GPU
 import deepspeed
-from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
+INTERFACE = "GLOO_SOCKET_IFNAME"
+REMEDY = (
+    f"set {INTERFACE} and NCCL_SOCKET_IFNAME, in every rank's environment, to the interface between the machines, as "
+    "eth0 or ib0 (ip -br addr lists them)"
+)
 # Long enough for a rank that loads a large target from a slow disk while the others wait.
 TIMEOUT = timedelta(minutes=60)
 # What the system says of a full disk, of a quota and of too large a file.
@@ -68,10 +70,10 @@ class Ranks:
     def first(self) -> bool:
         return self.rank == 0
 
-    def say(self, line: str) -> None:
+    def log(self, line: str) -> None:
         """Prints a line once, whichever rank has it to say."""
         if self.first:
-            say(line)
+            log(line)
 
     def sum(self, numbers: Sequence[float]) -> list[float]:
         """Element-wise sum over the ranks."""
@@ -191,7 +193,7 @@ def _own_failure_said(local_rank: int) -> Iterator[None]:
         yield
     except (ValueError, TrainingError) as error:
         if local_rank:
-            say(f"rank {os.environ['RANK']} on {socket.gethostname()}: {error}")
+            log(f"rank {os.environ['RANK']} on {socket.gethostname()}: {error}")
         raise
 
 
@@ -213,7 +215,7 @@ def wrong_files(folder: Path, sizes: Mapping[str, int]) -> list[str]:
     ]
 
 
-def say(line: str) -> None:
+def log(line: str) -> None:
     """A line on standard output, above a bar that stands on the terminal."""
     tqdm.write(line)
     sys.stdout.flush()
@@ -235,7 +237,7 @@ def failures_named(ranks: Ranks) -> Iterator[None]:
             raise
         message = f"rank {ranks.rank}: {message} {GOES_ON}"
         if ranks.local_rank:
-            say(message)
+            log(message)
         raise TrainingError(message) from error
 
 
@@ -245,143 +247,34 @@ def leave_ranks(ranks: Ranks) -> None:
     deepspeed.comm.destroy_process_group()  # with what it keeps of the groups: the process may join again
 
 
-def make_deterministic() -> None:
-    """PyTorch's deterministic algorithms, for `train.deterministic`; raises where an operation has none."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
+def check_own_name(world_size: int, local_size: int) -> None:
+    """Raises ValueError where there are ranks on other machines, and this one's name stands for an address that only it
+    can reach."""
+    if world_size <= local_size or os.environ.get(INTERFACE):
+        return
+    name = socket.gethostname()
+    try:
+        address = socket.getaddrinfo(name, None)[0][4][0]
+    except socket.gaierror:
+        found = "stands for no address"
+    else:
+        if not ip_address(str(address).partition("%")[0]).is_loopback:
+            return
+        found = f"stands for {address} (/etc/hosts), which no other machine reaches"
+    raise ValueError(f"{INTERFACE}: not set, and this machine's name {name} {found}: {REMEDY}")
 
 
-def learning_rate(step: int, steps: int, optimizer: OptimizerSection) -> float:
-    """Of step 0, 1, ...: (step + 1) / warmup of the peak, then a cosine that would reach 0 at `steps`."""
-    warmup = optimizer.warmup_steps or 0
-    if step < warmup:
-        return optimizer.peak_lr * (step + 1) / warmup
-    progress = (step - warmup) / (steps - warmup)
-    return optimizer.peak_lr * (1 + math.cos(math.pi * progress)) / 2
-
-
-def parameter_groups(draft: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """For the optimizer: matrices decay, norms and biases do not; no group is empty."""
-    decayed = [p for p in draft.parameters() if p.ndim > 1]
-    others = [p for p in draft.parameters() if p.ndim <= 1]
-    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
-    return [group for group in groups if group["params"]]
-
-
-class DraftEngine:
-    """A draft under ZeRO with AdamW, clipping and accumulation.
-
-    Args:
-        config: the run.
-        draft: the network, its weights equal on all ranks; call the engine like it.
-    """
-
-    def __init__(self, config: Config, draft: nn.Module, ranks: Ranks):
-        self.config, self.ranks = config, ranks
-        dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
-        draft = draft.to(ranks.device, dtype)
-        optimizer = config.optimizer
-        groups = parameter_groups(draft, optimizer.weight_decay)
-        adam = torch.optim.AdamW(groups, lr=optimizer.peak_lr, betas=optimizer.betas, eps=optimizer.eps, fused=True)
-        settings = deepspeed_dict(config, ranks.world_size, sum(p.numel() for p in draft.parameters()))
-        with redirect_stdout(StringIO()):  # its bf16 optimizer prints tables of memory
-            self.deepspeed, *_ = deepspeed.initialize(
-                model=draft, optimizer=adam, config=settings, dist_init_required=False
-            )
-        self.draft = draft
-        self._left_out: Tensor | None = None
-        self._hooks = [parameter.register_hook(self._counted) for parameter in draft.parameters()]
-        self.adam, self._files = adam, _Files()
-        self.deepspeed.checkpoint_engine = self._files
-        # It copies scripts beside a checkpoint, to put sharded weights together, which `weights` does too; on a full
-        # disk that would fail on the first rank alone, while the others wait.
-        self.deepspeed._copy_recovery_script = lambda save_path: None
-
-    def __call__(self, *args: Any) -> Any:
-        return self.deepspeed(*args)
-
-    def begin_step(self, step: int) -> float:
-        """Sets and returns the step's learning rate."""
-        rate = learning_rate(step, self.config.train.n_steps, self.config.optimizer)
-        for group in self.deepspeed.optimizer.param_groups:  # pyright: ignore
-            group["lr"] = rate
-        return rate
-
-    def backward(self, part: Tensor, left_out: Tensor) -> None:
-        """Adds one pass's share of the step's loss; the shares of all passes and ranks sum to the loss. DeepSpeed
-        averages over both, hence the factors; the weights move after the step's last pass.
-
-        left_out: bool, a number on the device that nobody reads: where it is true the pass's gradient is zero, whatever
-            was computed.
-        """
-        passes = self.deepspeed.gradient_accumulation_steps()
-        self._left_out = left_out
-        self.deepspeed.backward(part * (passes * self.ranks.world_size))
-        self._left_out = None
-        self.deepspeed.step()
-
-    def _counted(self, gradient: Tensor) -> Tensor:
-        """A weight's whole gradient of a pass, before DeepSpeed sees it. Here, not in the loss, as NaN times zero is
-        NaN."""
-        return gradient if self._left_out is None else gradient.masked_fill(self._left_out, 0.0)
-
-    def stepped(self) -> bool:
-        """Whether the last step moved the weights; the same on all ranks. DeepSpeed leaves a step out, weights and
-        optimizer untouched, whose whole gradient has no finite norm."""
-        return self.deepspeed.was_step_applied()
-
-    def grad_norm(self) -> float:
-        """Of the last step's whole gradient, before clipping; infinite where it was left out."""
-        norm = self.deepspeed.get_global_grad_norm()
-        return float(norm) if norm is not None else math.nan
-
-    def close(self) -> None:
-        """Lets go of the memory, for the next run in this process: DeepSpeed's hooks keep an engine alive, and ZeRO-3's
-        even once they are removed."""
-        for hook in self._hooks:
-            hook.remove()
-        self.deepspeed.destroy()
-        vars(self.deepspeed.optimizer).clear()
-        self.adam.state.clear()
-
-    def weights(self) -> dict[str, Tensor]:
-        """The draft's whole state on the CPU in its training dtype, on every rank; all ranks must call it."""
-        sharded = self.config.train.zero_stage == 3
-        with deepspeed.zero.GatheredParameters(list(self.draft.parameters()), enabled=sharded):
-            return {name: tensor.detach().to("cpu", copy=True) for name, tensor in self.draft.state_dict().items()}
-
-    def write(self, folder: Path) -> BaseException | None:
-        """DeepSpeed's files to resume from, into this folder; all ranks call it. Returns what went wrong on this rank:
-        raised within DeepSpeed, it would leave the other ranks in a barrier."""
-        self._files.error, self._files.written = None, []
-        self.deepspeed.save_checkpoint(
-            str(folder.parent), tag=folder.name, client_state={}, save_latest=False, exclude_frozen_parameters=True
-        )
-        return self._files.error
-
-    def written(self) -> list[Path]:
-        """The files that the last `write` made on this rank."""
-        return list(self._files.written)
-
-    def read(self, folder: Path) -> None:
-        """The files that `write` made on as many ranks."""
-        with chdir(folder.parent):  # DeepSpeed makes a pattern of the path, and a folder's name may hold * or [
-            loaded, _ = self.deepspeed.load_checkpoint(".", tag=folder.name)
-        assert loaded is not None, f"DeepSpeed found nothing in {folder}"
-
-
-class _Files(TorchCheckpointEngine):
-    """How DeepSpeed writes a file; keeps the first error instead of raising it, and which files it wrote."""
-
-    def __init__(self):
-        super().__init__()
-        self.zipfile_serialization = True
-        self.error: BaseException | None = None
-        self.written: list[Path] = []
-
-    def save(self, state_dict: Any, path: str) -> None:
-        try:
-            super().save(state_dict, path)
-            self.written.append(Path(path))
-        except (OSError, RuntimeError) as error:
-            self.error = self.error or error
+@contextmanager
+def failures_told(error_type: type[Exception]) -> Iterator[None]:
+    """Inside, where the ranks meet, what goes wrong becomes an error of this type that names place and remedy."""
+    try:
+        yield
+    except RuntimeError as error:
+        given = os.environ
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        set_to = "".join(f", {name}={given[name]}" for name in (INTERFACE, "NCCL_SOCKET_IFNAME") if name in given)
+        raise error_type(
+            f"rank {given['RANK']} of {given['WORLD_SIZE']} on {socket.gethostname()} does not find the others at "
+            f"{given['MASTER_ADDR']}:{given['MASTER_PORT']}{set_to}: {reason}; where they are on several machines, "
+            f"{REMEDY}"
+        ) from error

@@ -17,10 +17,10 @@ from wandb.proto.wandb_internal_pb2 import Record, RunRecord
 
 from longdraft.launch import train as command
 from longdraft.models.draft_folder import load_draft
-from longdraft.train import state
+from longdraft.train import checkpoint
 from longdraft.train.config import load_config
-from longdraft.train.curriculum import load_stages
-from longdraft.train.curriculum import run as train_stages
+from longdraft.train.stages import load_stages
+from longdraft.train.stages import run as train_stages
 from longdraft.train.tracking import read_metrics, wandb_names
 
 STEPS = {"short": 6, "long": 20}
@@ -280,7 +280,7 @@ def test_killed_in_the_second_stage_it_goes_on_to_the_same_bytes(unbroken, stage
     process.kill()
     assert process.wait() == -signal.SIGKILL
     process.communicate()
-    found = state.newest(broken / "2-long")
+    found = checkpoint.newest(broken / "2-long")
     assert found is not None and 4 <= found[1]["step"] < 20, f"killed at {kill_at}"
 
     # How many threads share out a sum shows in its last bits, so the run keeps to its own number.

@@ -24,7 +24,8 @@ from torch import Tensor
 from longdraft.models.files import file_digest, sync, write_atomically, write_tensors
 from longdraft.train import elastic
 from longdraft.train.config import Config, config_from_dict, to_dict, to_yaml
-from longdraft.train.engine import LAG_S, DraftEngine, Ranks, TrainingError
+from longdraft.train.deepspeed_engine import DraftEngine
+from longdraft.train.ranks import LAG_S, Ranks, TrainingError
 from longdraft.train.sealing import (
     STATE,
     changed,
@@ -325,7 +326,7 @@ def find(run_dir: str | Path, ranks: Ranks, patience_s: float = LAG_S) -> tuple[
         broken = [name for of_rank in ranks.gather(own) for name in of_rank]
         if not broken:
             break
-        ranks.say(damage(folder, broken))
+        ranks.log(damage(folder, broken))
         damaged.append(folder)
     return found
 
@@ -339,12 +340,12 @@ def load(engine: DraftEngine, folder: Path, state: dict[str, Any]) -> None:
     """
     saved_by, ranks, threads = state["world_size"], engine.ranks, state.get("threads")
     if threads is not None and ranks.device.type == "cpu" and threads != torch.get_num_threads():
-        ranks.say(f"Threads of a rank: {threads}, as the run began with, not {torch.get_num_threads()}")
+        ranks.log(f"Threads of a rank: {threads}, as the run began with, not {torch.get_num_threads()}")
         torch.set_num_threads(threads)
     if saved_by == ranks.world_size:
         engine.read(folder)
         return
-    ranks.say(f"{folder} was saved by {saved_by} ranks; it is converted for {ranks.world_size}")
+    ranks.log(f"{folder} was saved by {saved_by} ranks; it is converted for {ranks.world_size}")
     if state["step"]:  # before the first step there is nothing but what the seed gives
         elastic.load(engine, folder, saved_by)
     weights = engine.weights()

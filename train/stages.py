@@ -18,12 +18,12 @@ from omegaconf import OmegaConf
 
 from longdraft.data_prep.shards import ShardSet
 from longdraft.models.target import Target
-from longdraft.train import state
+from longdraft.train import checkpoint
 from longdraft.train.config import EITHER, Config, config_from_dict, resolved
-from longdraft.train.engine import Ranks, join_ranks, leave_ranks
 from longdraft.train.export import export
 from longdraft.train.loop import train
-from longdraft.train.opening import open_target
+from longdraft.train.ranks import Ranks, join_ranks, leave_ranks
+from longdraft.train.setup import open_target
 from longdraft.train.typed import check_either, lay_over, read_overrides, read_yaml, resolve
 
 STAGE_NAME = re.compile(r"[\w-]{1,64}")
@@ -182,19 +182,19 @@ def _is_done(stage: Stage) -> bool:
     that are no longer there are no longer needed."""
     if not _is_exported(stage):
         return False
-    config, found = stage.config, state.newest(stage.config.train.run_dir)
+    config, found = stage.config, checkpoint.newest(stage.config.train.run_dir)
     folder = Path(config.data.path) / "train"
     if found is not None and folder.is_dir():
         rows = ShardSet(folder)
-        state.check_same_run(state.saved_config(config.train.run_dir, found[1]), resolved(config, len(rows)))
-        state.check_same_data(found[1], rows.identity(), config)
+        checkpoint.check_same_run(checkpoint.saved_config(config.train.run_dir, found[1]), resolved(config, len(rows)))
+        checkpoint.check_same_data(found[1], rows.identity(), config)
     return True
 
 
 def _overview(stages: Sequence[Stage]) -> str:
     words = []
     for stage in stages:
-        found = None if _is_exported(stage) else state.newest(stage.config.train.run_dir)
+        found = None if _is_exported(stage) else checkpoint.newest(stage.config.train.run_dir)
         where = f"at step {found[1]['step']}" if found else "done" if _is_exported(stage) else "to come"
         words.append(f"{stage.name} {where}")
     return ", ".join(words)

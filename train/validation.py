@@ -13,7 +13,7 @@ from longdraft.kernels.transfer import from_host
 from longdraft.models.drafts.loss import IGNORED, RANKS, Part
 from longdraft.train.batches import Place, Rows, read_batch
 from longdraft.train.config import Config
-from longdraft.train.engine import DraftEngine
+from longdraft.train.deepspeed_engine import DraftEngine
 from longdraft.train.methods import Method, Work
 from longdraft.train.teacher import Teacher
 

@@ -1,8 +1,9 @@
 """A run before its first step: data checked, target and draft loaded, the engine around the draft.
 
-Not here: the steps (loop.py), what continues a run (state.py).
+Not here: the steps (loop.py), what continues a run (checkpoint.py).
 """
 
+import os
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -20,10 +21,11 @@ from longdraft.models.hf import load_target, read_target_config
 from longdraft.models.target import Target
 from longdraft.train.batches import Place
 from longdraft.train.config import Config, LongSpecSection, check_positions
-from longdraft.train.engine import DraftEngine, Ranks, make_deterministic
+from longdraft.train.deepspeed_engine import DraftEngine
 from longdraft.train.evaluate import Evaluator
 from longdraft.train.memory import estimate
 from longdraft.train.methods import Method, Work, open_method
+from longdraft.train.ranks import Ranks
 from longdraft.train.sequence_parallel import SequenceParallel, check_heads, sequence_group
 from longdraft.train.sharding import load_sharded_target, whole_layers
 from longdraft.train.teacher import Teacher
@@ -69,6 +71,12 @@ class Run:
     wandb_id: str | None = None
 
 
+def make_deterministic() -> None:
+    """PyTorch's deterministic algorithms, for `train.deterministic`; raises where an operation has none."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+
+
 def open_target(config: Config, ranks: Ranks) -> Target:
     """The run's frozen target: a copy on this rank's device, or this rank's share of it."""
     section, dtype = config.target, DTYPES[config.train.precision]
@@ -95,7 +103,7 @@ def check_room(config: Config, ranks: Ranks) -> None:
             "share out by target.zero_stage=3, train.zero_stage=3 or train.offload_optimizer=true"
         )
     if peak - needed.process > free:
-        ranks.say(
+        ranks.log(
             f"The {moment} is estimated at {_gib(peak)} in all, and {there}: should it run out, lower "
             "train.micro_batch or data.query_share (--estimate counts part by part)"
         )
@@ -204,7 +212,7 @@ def verify_shards(splits: Sequence[ShardSet], ranks: Ranks, vocab_size: int) -> 
     may be its own. Raises ValueError naming those that are damaged or hold other ids, on all ranks."""
     n_bytes = sum(shard["bytes"] for rows in splits for shard in rows.manifest["shards"])
     if n_bytes > TOLD_ABOVE:
-        ranks.say(f"Checking {n_bytes / 1e9:.1f} GB of prepared rows")
+        ranks.log(f"Checking {n_bytes / 1e9:.1f} GB of prepared rows")
     place, n_places = ranks.share_of_machine()
     damage = None
     for rows in splits:

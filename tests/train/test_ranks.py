@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-from longdraft.train.meeting import check_own_name
+from longdraft.train.ranks import check_own_name
 
 
 def test_an_interface_that_is_not_there_is_named(start_ranks, tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from longdraft.models.hf import read_target_config
-from longdraft.train import engine, opening
+from longdraft.train import ranks, setup
 from longdraft.train.config import load_config
 from longdraft.train.memory import estimate
 
@@ -20,16 +20,16 @@ def opened(alone, config_file, monkeypatch, capsys):
     """(free bytes) -> what is printed where a target is opened on a GPU that has so many; all asked of one device."""
     config = load_config(config_file)
     loaded = []
-    monkeypatch.setattr(opening, "load_target", lambda *given: loaded.append(given))
+    monkeypatch.setattr(setup, "load_target", lambda *given: loaded.append(given))
 
     def open_on(free: int) -> str:
         def free_on(device):
             assert device == GPU
             return free
 
-        monkeypatch.setattr(opening, "free_bytes", free_on)
+        monkeypatch.setattr(setup, "free_bytes", free_on)
         loaded.clear()
-        opening.open_target(config, replace(alone, device=GPU))
+        setup.open_target(config, replace(alone, device=GPU))
         assert len(loaded) == 1
         return capsys.readouterr().out
 
@@ -66,8 +66,8 @@ def test_a_gpu_that_fails_alone_is_named_by_its_rank(monkeypatch, capsys, local_
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(engine, "start", start)
+    monkeypatch.setattr(ranks, "start", start)
     with pytest.raises(ValueError, match="does not start on cuda:"):
-        engine.join_ranks()
+        ranks.join_ranks()
     said = f"rank 5 on {socket.gethostname()}: train.device: CUDA does not start on cuda:1: all devices are busy\n"
     assert capsys.readouterr().out == (said if local_rank else "")
