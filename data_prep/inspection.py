@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from longdraft.data_prep.folder import SPLITS
+from longdraft.data_prep.manifest import SPLITS
 from longdraft.data_prep.shards import MANIFEST, ShardSet, read_manifest, write_atomically
 
 if TYPE_CHECKING:

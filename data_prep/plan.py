@@ -1,4 +1,4 @@
-"""What a preparation is going to do, from the sources' content and the settings alone: its identity and its units.
+"""What a preparation is going to do, from the sources' content and the settings alone: its identity and its tasks.
 
 Nothing here reads a document or depends on the number of workers or machines.
 """
@@ -8,20 +8,21 @@ import json
 import math
 from collections.abc import Sequence
 
-from longdraft.data_prep.folder import SPLITS
+from longdraft.data_prep.manifest import SPLITS
 from longdraft.data_prep.record_formats import TokenIdsFormat
 from longdraft.data_prep.settings import PrepareConfig
+from longdraft.data_prep.shard_task import Reader, ShardTask, uniform
 from longdraft.data_prep.shards import FORMAT_VERSION
 from longdraft.data_prep.sources import ScannedFile, Segment, SourceFile
+from longdraft.data_prep.tasks import with_address
 from longdraft.data_prep.tokenize import Encoder
-from longdraft.data_prep.unit import Reader, Unit, uniform
 
 SEGMENT_BYTES = 1 << 20
 SHARD_TEXT_BYTES = (1 << 20, 16 << 20)  # least and most text of a shard
 # More of a record than its text's tokens have (4 or 5): a budget may choose this much for each token it keeps, and
 # stops reading once it is full.
 BYTES_A_TOKEN = 8
-DOCUMENTS_A_UNIT = 32  # of a budget, at least: a unit's part of it must hold long documents too
+DOCUMENTS_A_TASK = 32  # of a budget, at least: a task's part of it must hold long documents too
 HELDOUT_READS = 32  # shards' worth of text, at most, that one held-out shard is gathered from
 
 
@@ -30,11 +31,11 @@ def make_plan(
     readers: Sequence[Reader],
     tokenizer_hash: str,
     scanned: Sequence[ScannedFile],
-    units: Sequence[Unit],
+    tasks: Sequence[ShardTask],
 ) -> dict:
     """All that decides the content of the folder; two calls with the same plan make the same bytes.
 
-    Its `address` is the hash of it all: of sources, tokenizer, settings and the cut into units, in which streaming and
+    Its `address` is the hash of it all: of sources, tokenizer, settings and the cut into tasks, in which streaming and
     other versions of this program may differ."""
     settings = "seq_len documents heldout_share max_tokens seed shard_bytes"
     encoders = sorted((reader.encoder for reader in readers), key=lambda encoder: isinstance(encoder, Encoder))
@@ -51,13 +52,12 @@ def make_plan(
         "sources": {file.file.name: {"bytes": file.size, "sha256": file.sha256} for file in scanned},
     }
     cuts = [
-        (unit.split, unit.budgets, [(one.file.name, one.offset, one.length, one.n_documents) for one in unit.segments])
-        for unit in units
+        (task.split, task.budgets, [(one.file.name, one.offset, one.length, one.n_documents) for one in task.segments])
+        for task in tasks
     ]
-    counts = {split: sum(unit.split == split for unit in units) for split in SPLITS}
+    counts = {split: sum(task.split == split for task in tasks) for split in SPLITS}
     plan["units"] = {"sha256": hashlib.sha256(json.dumps(cuts).encode()).hexdigest(), **counts}
-    address = hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()
-    return {"address": address, **plan}
+    return with_address(plan)
 
 
 def choose_files(config: PrepareConfig, files: Sequence[SourceFile]) -> tuple[list[SourceFile], list[float]]:
@@ -77,8 +77,8 @@ def choose_files(config: PrepareConfig, files: Sequence[SourceFile]) -> tuple[li
     return [file for file in files if file in chosen], kept
 
 
-def plan_units(config: PrepareConfig, scanned: Sequence[ScannedFile], kept: Sequence[float]) -> list[Unit]:
-    """The units. Segments are taken in the order of a seeded hash, so that a budget samples all files and a shard mixes
+def plan_tasks(config: PrepareConfig, scanned: Sequence[ScannedFile], kept: Sequence[float]) -> list[ShardTask]:
+    """The tasks. Segments are taken in the order of a seeded hash, so that a budget samples all files and a shard mixes
     them. Without weights all sources share one budget of `max_tokens`; with them each has its own.
 
     kept: of each source's documents, the share that is wanted.
@@ -96,8 +96,8 @@ def plan_units(config: PrepareConfig, scanned: Sequence[ScannedFile], kept: Sequ
     shard_bytes = config.shard_bytes or min(most, max(least, sum(sizes) // 16))
     if config.max_tokens is not None and config.shard_bytes is None:
         longest = max((segment.length // max(1, segment.n_documents) for segment in segments), default=0)
-        shard_bytes = max(shard_bytes, DOCUMENTS_A_UNIT * longest)
-    units = []
+        shard_bytes = max(shard_bytes, DOCUMENTS_A_TASK * longest)
+    tasks = []
     for split, share in zip(SPLITS, (1 - config.heldout_share, config.heldout_share), strict=True):
         start, number = 0, 0
         while share and start < len(segments):
@@ -108,9 +108,9 @@ def plan_units(config: PrepareConfig, scanned: Sequence[ScannedFile], kept: Sequ
                 here = sum(worth[segment] for segment in part if budget_of[segment.file.source] == i)
                 limits.append(None if budget is None else int(budget * share * here / max(1, total[i])))
             size = int(share * sum(sizes[start:stop]))
-            units.append(Unit(split, number, tuple(part), budget_of, tuple(limits), size))
+            tasks.append(ShardTask(split, number, tuple(part), budget_of, tuple(limits), size))
             start, number = stop, number + 1
-    return units
+    return tasks
 
 
 def _budgets(config: PrepareConfig) -> tuple[tuple[int, ...], list[int | None]]:

@@ -1,54 +1,41 @@
-"""The whole preparation: sources to a folder with `train/` and `heldout/` shards (folder.py draws it).
+"""The whole preparation: sources to a folder with `train/` and `heldout/` shards.
 
-The sources are cut into units, a function of their content and the settings alone (plan.py). A unit is read, tokenised,
-packed and written as one shard by one process, which then leaves a record; so the number of workers, and of machines,
-cannot change the result, and after a kill the units without a record are done again, the others never.
+The sources are cut into tasks, a function of their content and the settings alone (plan.py). A task is read, tokenised,
+packed and written as one shard by one process (shard_task.py), which then leaves a completion record. So the number of
+workers, and of machines, cannot change the result, and after a kill the tasks without a record are done again, the
+others never (tasks.py).
 
 Why not `datasets.Dataset.map(num_proc=...)`: its files depend on the number of processes, and a killed one begins anew.
 """
 
-import multiprocessing
-import os
-import signal
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from multiprocessing.connection import wait
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from longdraft.data_prep import folder, hub
 from longdraft.data_prep.bars import bar
 from longdraft.data_prep.chat import ChatEncoder, make_chat_encoder
-from longdraft.data_prep.folder import SPLITS
-from longdraft.data_prep.plan import SEGMENT_BYTES, choose_files, make_plan, plan_units
+from longdraft.data_prep.failures import check_out, check_outside, failures_described
+from longdraft.data_prep.manifest import SPLITS, shortfalls, summary, write_manifests
+from longdraft.data_prep.plan import SEGMENT_BYTES, choose_files, make_plan, plan_tasks
 from longdraft.data_prep.record_formats import record_format_of
 from longdraft.data_prep.settings import PrepareConfig, Source
+from longdraft.data_prep.shard_task import Reader, ShardTask, make_shard, task_name
 from longdraft.data_prep.shards import MANIFEST, ShardSet, read_manifest
 from longdraft.data_prep.sources import STDLIB_CHAT, SourceFile, list_files, scan
+from longdraft.data_prep.tasks import PLAN, Machine, WorkFolder, read_plan, tasks_of
 from longdraft.data_prep.tokenize import make_encoder
-from longdraft.data_prep.unit import Reader, Unit, make_shard
+from longdraft.data_prep.workers import run_in_processes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-WHOLE = ("text", "docstrings")  # kinds of files in which no field is looked for
+COMMAND = "prepare"
+LENGTHS_PNG = "lengths.png"  # drawn by --inspect
+OWN_FILES = rf"(?:{'|'.join(SPLITS)})/(?:shard-\d+\.arrow|manifest\.json)|lengths\.png"
+WITHOUT_FIELDS = ("text", "docstrings")  # kinds of files in which no field is looked for
 WORKER_BYTES = 4 << 20  # of text, at least: less is tokenised sooner (2 s) than a process starts
-
-
-@dataclass(frozen=True)
-class Part:
-    """The part of the work that one machine of several does: `number` counts from 1 to `of`."""
-
-    number: int
-    of: int
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.number <= self.of:
-            raise ValueError(f"shard is {self.number}/{self.of}, valid: 1/n to n/n")
 
 
 def prepare(
@@ -56,92 +43,101 @@ def prepare(
     tokenizer: "PreTrainedTokenizerFast",
     tokenizer_hash: str,
     tokenizers: "Mapping[str, PreTrainedTokenizerFast] | None" = None,
-    part: Part | None = None,
-    say: Callable[[str], object] = print,
+    machine: Machine | None = None,
+    log: Callable[[str], object] = print,
 ) -> dict | None:
-    """Prepare `config.out`, go on with it, or say that it is done; returns its manifest and says one line.
+    """Prepare `config.out`, go on with it, or say that it is done. Returns its manifest and logs one line.
 
-    tokenizer_hash: identifies the tokenizer in the manifest, which training compares with the target's. tokenizers: by
-    name, those that sources of token ids name. part: make these shards only; the folder is not finished (None is
-    returned) before a call without, or `merge`.
-    Raises ValueError: no such source, a folder made with other settings, tokenizer or sources, too many bad documents,
-    an empty split, no room on the disk. What is finished stays on disk, so the same call goes on.
+    Args:
+        tokenizer_hash: identifies the tokenizer in the manifest, which training compares with the target's.
+        tokenizers: by name, those that sources of token ids name.
+        machine: make this machine's shards only. The folder is not finished (None is returned) before a call without,
+            or `merge`.
+    Raises:
+        ValueError: no such source, a folder made with other settings, tokenizer or sources, too many bad documents, an
+            empty split, no room on the disk. What is finished stays on disk, so the same call goes on.
     """
-    folder.check_out(Path(str(config.out).replace("{address}", "0" * 12)))
-    with _said(config.out):
-        folder.check_outside(config.out, (source.path for source in config.sources.values()))
+    check_out(Path(str(config.out).replace("{address}", "0" * 12)))
+    with failures_described(config.out):
+        check_outside(config.out, (source.path for source in config.sources.values()))
         files, kept = choose_files(config, list_files(tuple(config.sources.values())))
         readers = make_readers(config, files, kept, tokenizer, tokenizers or {})
-        scanned = []
-        with bar(total=len(files), desc="reading sources", unit="file", leave=False) as progress:
-            for file in files:
-                scanned.append(scan(file, SEGMENT_BYTES))
-                progress.update()
-    units = plan_units(config, scanned, kept)
-    plan = make_plan(config, readers, tokenizer_hash, scanned, units)
+        with bar(iterable=files, desc="reading sources", unit="file", leave=False) as to_read:
+            scanned = [scan(file, SEGMENT_BYTES) for file in to_read]
+    tasks = plan_tasks(config, scanned, kept)
+    plan = make_plan(config, readers, tokenizer_hash, scanned, tasks)
     config = replace(config, out=Path(str(config.out).replace("{address}", plan["address"][:12])))
-    out = config.out
-    with _said(out):
-        folder.make_out(out)
-        with folder.locked(out, f"{part.number}-{part.of}" if part else None):
-            folder.settle(out, plan, config.overwrite, alone=part is None)
-            finished = (out / MANIFEST).exists()
-            mine = units if part is None else units[part.number - 1 :: part.of]
-            if not finished:
-                run_units(config, readers, mine, plan["address"])
-            if not finished and part is None:
-                folder.finish(out, plan, config.max_bad_share)
-            if finished or part is None:
-                folder.remove_progress(out)
-    if part is not None and not finished:
-        say(f"Prepared {len(mine)} of {len(units)} shards, {part.number}/{part.of} -> {out}")
+    out, mine = config.out, tasks_of(machine, tasks)
+    with failures_described(out):
+        folder = work_folder(out, plan)
+        with folder.opened(plan, machine, config.overwrite):
+            was_finished = folder.is_finished
+            if not was_finished:
+                make_shards(mine, config, readers, folder)
+                if machine is None:
+                    _finish(folder, plan, config.max_bad_share)
+    if machine is not None and not was_finished:
+        log(f"Prepared {len(mine)} of {len(tasks)} shards, {machine.number}/{machine.of} -> {out}")
         return None
-    return _report(out, "Already prepared" if finished else "Prepared", say)
+    return _report(out, "Already prepared" if was_finished else "Prepared", log)
 
 
-def merge(out: Path, max_bad_share: float = PrepareConfig.max_bad_share, say: Callable[[str], object] = print) -> dict:
-    """Finish a folder whose shards were made by several calls with a part; writes manifests and nothing else.
+def merge(out: Path, max_bad_share: float = PrepareConfig.max_bad_share, log: Callable[[str], object] = print) -> dict:
+    """Finish a folder whose shards were made by several machines. Only manifests are written.
 
     Raises ValueError where shards are missing, and as `prepare` does.
     """
-    with _said(out):
-        if not (out / folder.PLAN).exists():
-            raise ValueError(
-                f"{out} was not begun by prepare ({folder.PLAN} is missing); give the folder of --shard's --out"
-            )
-        plan = folder.read_plan(out)
+    with failures_described(out):
+        if not (out / PLAN).exists():
+            raise ValueError(f"{out} was not begun by prepare ({PLAN} is missing); give the folder of --shard's --out")
+        plan = read_plan(out, COMMAND)
         if not {"address", "units"} <= plan.keys():
-            raise ValueError(f"{out / folder.PLAN} is of an older version, which made no parts; prepare {out} anew")
-        with folder.locked(out):
-            finished = (out / MANIFEST).exists()
-            if not finished:
-                folder.clean(out)
-                folder.finish(out, plan, max_bad_share)
-            folder.remove_progress(out)
-    return _report(out, "Already merged" if finished else "Merged", say)
+            raise ValueError(f"{out / PLAN} is of an older version, which made no parts; prepare {out} anew")
+        folder = work_folder(out, plan)
+        with folder.opened(plan):
+            was_finished = folder.is_finished
+            if not was_finished:
+                _finish(folder, plan, max_bad_share)
+    return _report(out, "Already merged" if was_finished else "Merged", log)
 
 
-def _report(out: Path, what: str, say: Callable[[str], object]) -> dict:
+def work_folder(out: Path, plan: dict) -> WorkFolder:
+    """The folder `out` as a preparation by this plan has it."""
+    return WorkFolder(out, plan["address"], COMMAND, "prepared", "shards", OWN_FILES, SPLITS)
+
+
+def make_shards(
+    tasks: Sequence[ShardTask], config: PrepareConfig, readers: Sequence[Reader], folder: WorkFolder
+) -> None:
+    """Make the shards that are not there yet, in at most `config.workers` processes, under a bar."""
+    todo = [task for task in tasks if folder.record(task.name) is None]
+    total, missing = (sum(task.size for task in some) for some in (tasks, todo))
+    work = partial(make_shard, config=config, readers=readers, folder=folder)
+    with bar(total=total, initial=total - missing, desc="tokenising", unit="B", unit_scale=True) as progress:
+        n_workers = min(config.workers, len(todo), missing // WORKER_BYTES)
+        if n_workers > 1:
+            # What reads most comes first, so that no process is left alone with it at the end.
+            todo.sort(key=lambda task: -sum(segment.length for segment in task.segments))
+            run_in_processes(work, todo, n_workers, lambda task: progress.update(task.size))
+        else:
+            for task in todo:
+                work(task)
+                progress.update(task.size)
+
+
+def _finish(folder: WorkFolder, plan: dict, max_bad_share: float) -> None:
+    names = {split: [task_name(split, number) for number in range(plan["units"][split])] for split in SPLITS}
+    records = folder.records([name for split in SPLITS for name in names[split]])
+    n_train = len(names["train"])
+    write_manifests(folder.path, plan, {"train": records[:n_train], "heldout": records[n_train:]}, max_bad_share)
+
+
+def _report(out: Path, what: str, log: Callable[[str], object]) -> dict:
     for split in SPLITS:
         ShardSet(out / split)  # every shard is there with its size
     manifest = read_manifest(out / MANIFEST)
-    lines = [f"{what}: {folder.summary(manifest)} -> {out}", *(f"  {line}" for line in folder.shortfalls(manifest))]
-    say("\n".join(lines))
+    log("\n".join([f"{what}: {summary(manifest)} -> {out}", *(f"  {line}" for line in shortfalls(manifest))]))
     return manifest
-
-
-@contextmanager
-def _said(out: Path) -> Iterator[None]:
-    """A full disk and a lost connection are the user's to mend, not faults of the program."""
-    try:
-        with folder.said_of_room(out):
-            yield
-    except Exception as error:
-        if not hub.is_network_error(error):
-            raise
-        raise ValueError(
-            f"the hub could not be read to the end ({error}); finished shards are kept: call again"
-        ) from error
 
 
 def make_readers(
@@ -151,7 +147,7 @@ def make_readers(
     tokenizer: "PreTrainedTokenizerFast",
     tokenizers: "Mapping[str, PreTrainedTokenizerFast]",
 ) -> list[Reader]:
-    """How each source is read; kept: the share of its documents.
+    """How each source is read; kept: the fraction of its documents that is wanted.
 
     Raises ValueError where what a source holds does not go with how it is to be read."""
     is_chat = [_is_chat(source, number, files) for number, source in enumerate(config.sources.values())]
@@ -174,7 +170,7 @@ def _is_chat(source: Source, number: int, files: Sequence[SourceFile]) -> bool:
             f"source {source.path!r} holds {len(text)} files of plain text beside its conversations (first: {text[0]})"
             "; name the files to take (--files '*.jsonl'), and prepare the texts as another source"
         )
-    if source.reads_records and not any(file.source == number and file.kind not in WHOLE for file in files):
+    if source.reads_records and not any(file.source == number and file.kind not in WITHOUT_FIELDS for file in files):
         raise ValueError(
             f"source {source.path!r} holds no records, so its {source.field_named} would not be read; leave it out, or "
             "name files of records (JSONL, CSV, Parquet, ...)"
@@ -209,74 +205,3 @@ def _chat_encoder(config: PrepareConfig, tokenizer: "PreTrainedTokenizerFast") -
     except UnicodeDecodeError as error:
         raise ValueError(f"chat_template {config.chat_template} is no UTF-8 ({error}); convert it") from error
     return make_chat_encoder(tokenizer, template)
-
-
-def run_units(config: PrepareConfig, readers: Sequence[Reader], units: Sequence[Unit], address: str) -> None:
-    """Make the shards that are not there yet, in at most `config.workers` processes, under a bar."""
-    todo = [unit for unit in units if not folder.is_done(config.out, unit.split, unit.number, address)]
-    total = sum(unit.size for unit in units)
-    done = total - sum(unit.size for unit in todo)
-    with bar(total=total, initial=done, desc="tokenising", unit="B", unit_scale=True) as progress:
-        n_workers = min(config.workers, len(todo), (total - done) // WORKER_BYTES)
-        if n_workers <= 1:
-            for unit in todo:
-                make_shard(unit, config, readers, address)
-                progress.update(unit.size)
-            return
-        # spawn: a fork would copy the threads' locks of whatever the caller has loaded (torch, tokenizers).
-        context = multiprocessing.get_context("spawn")
-        others = set(multiprocessing.active_children())
-        pool = ProcessPoolExecutor(n_workers, context, _begin_worker, (config, readers, address))
-        try:
-            # What reads most comes first, so that no process is left alone with it at the end.
-            todo.sort(key=lambda unit: -sum(segment.length for segment in unit.segments))
-            with _no_ctrl_c():  # the workers start at the first of these, and keep it so
-                sizes = {pool.submit(_work, unit): unit.size for unit in todo}
-            for future in as_completed(sizes):
-                future.result()
-                progress.update(sizes[future])
-        except BrokenProcessPool:
-            raise ValueError(
-                "a worker was killed (out of memory?); finished shards are kept: call again, with fewer --workers"
-            ) from None
-        except KeyboardInterrupt:
-            # A shard takes seconds, and half of one is nothing that is kept.
-            for worker in set(multiprocessing.active_children()) - others:
-                worker.kill()
-            raise
-        finally:
-            pool.shutdown(cancel_futures=True)
-
-
-@contextmanager
-def _no_ctrl_c() -> Iterator[None]:
-    """Ctrl-C waits until the end; processes started inside never get it, from their first instruction on."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-# ---- in the worker processes
-
-_worker: tuple[PrepareConfig, Sequence[Reader], str] | None = None
-
-
-def _begin_worker(config: PrepareConfig, readers: Sequence[Reader], address: str) -> None:
-    global _worker
-    _worker = (config, readers, address)
-    threading.Thread(target=_die_with_parent, daemon=True).start()
-
-
-def _die_with_parent() -> None:
-    """A worker whose parent was killed would wait for work for ever: the pool's pipe stays open in the workers."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None, "not a worker process"
-    wait([parent.sentinel])
-    os._exit(1)
-
-
-def _work(unit: Unit) -> None:
-    assert _worker is not None, "the pool did not call _begin_worker"
-    make_shard(unit, *_worker)

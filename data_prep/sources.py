@@ -24,7 +24,6 @@ from typing import Any, Literal
 from longdraft.data_prep import hub
 from longdraft.data_prep.docstrings import read_docstrings
 from longdraft.data_prep.documents import BadDocument, Conversation, Document, Unusable
-from longdraft.data_prep.folder import PLAN
 from longdraft.data_prep.record_formats import RecordFormat, TextFormat
 from longdraft.data_prep.records import (
     COMPRESSED,
@@ -39,6 +38,7 @@ from longdraft.data_prep.records import (
 from longdraft.data_prep.settings import Source
 from longdraft.data_prep.shards import MANIFEST
 from longdraft.data_prep.streams import CSV_SUFFIXES, array_elements, csv_rows, read_header
+from longdraft.data_prep.tasks import PLAN
 
 TEXT_SUFFIXES = (".md", ".py", ".rst", ".txt")
 KNOWN_SUFFIXES = TEXT_SUFFIXES + LINES_SUFFIXES + TABLE_SUFFIXES

@@ -14,9 +14,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from longdraft.data_prep.folder import LENGTHS_PNG, said_of_room
-from longdraft.data_prep.prepare import Part, PrepareConfig, merge, prepare
-from longdraft.data_prep.settings import same_way
+from longdraft.data_prep.failures import failures_described
+from longdraft.data_prep.prepare import LENGTHS_PNG, merge, prepare
+from longdraft.data_prep.settings import PrepareConfig, same_way
+from longdraft.data_prep.tasks import read_machine
 from longdraft.launch.console import ends_on_ctrl_c, framed, note, show
 
 # Flags that a recipe has as fields of its own, and those that say how a source is read.
@@ -39,11 +40,11 @@ def main(argv: Sequence[str] | None = None) -> int | None:
             if args.inspect is not None:
                 if closed:
                     raise ValueError("standard output is closed; leave it open or write it to a file")
-                with said_of_room(args.inspect):
+                with failures_described(args.inspect):
                     _inspect(args.inspect, args.target, args.json)
             elif args.merge:
                 how = {"max_bad_share": args.max_bad_share} if "max_bad_share" in args else {}
-                merge(_needed(parser, out=args.out)["out"], **how, say=_say)
+                merge(_needed(parser, out=args.out)["out"], **how, log=_log)
             else:
                 _prepare(parser, args)
 
@@ -52,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int | None:
     return None
 
 
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     show(f"{text}\n")
 
 
@@ -126,7 +127,7 @@ def _prepare(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     else:
         _needed(parser, target=args.target)
         config = _recipe(args, how)
-    part = None if args.shard is None else _part(args.shard)
+    machine = None if args.shard is None else read_machine(args.shard)
     # Here, not above: --help and a wrong argument should not wait for transformers.
     from longdraft.models.fingerprint import tokenizer_hash
     from longdraft.models.hf import load_tokenizer
@@ -134,7 +135,7 @@ def _prepare(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     tokenizer = load_tokenizer(args.target)
     named = {source.tokenizer for source in config.sources.values() if source.tokenizer is not None}
     tokenizers = {name: load_tokenizer(name) for name in sorted(named)}
-    prepare(config, tokenizer, tokenizer_hash(tokenizer), tokenizers, part, _say)
+    prepare(config, tokenizer, tokenizer_hash(tokenizer), tokenizers, machine, _log)
 
 
 def _recipe(args: argparse.Namespace, how: dict[str, Any]) -> PrepareConfig:
@@ -149,13 +150,6 @@ def _recipe(args: argparse.Namespace, how: dict[str, Any]) -> PrepareConfig:
         raise ValueError(f"{args.recipe}: out, {', '.join(how)} belong to the command line, not into a recipe")
     out = args.out or Path("data", f"{Path(args.recipe).stem}-{{address}}")
     return build(PrepareConfig, {"out": out, **values, **how})
-
-
-def _part(text: str) -> Part:
-    number, _, of = text.partition("/")
-    if not (number.isdecimal() and of.isdecimal()):
-        raise ValueError(f"--shard: {text!r} has not the form i/n, as 1/4 for the first of four machines")
-    return Part(int(number), int(of))
 
 
 def _needed(parser: argparse.ArgumentParser, **values: Any) -> dict[str, Any]:
@@ -175,7 +169,7 @@ def _inspect(folder: Path, target: str | None, as_json: bool) -> None:
 
         tokenizer = load_tokenizer(target)
         found = inspect(folder, tokenizer, tokenizer_hash(tokenizer))
-    _say(found.as_json() if as_json else as_text(found, colour=sys.stdout.isatty()))
+    _log(found.as_json() if as_json else as_text(found, colour=sys.stdout.isatty()))
     try:
         draw_lengths(found, folder / LENGTHS_PNG)
     except OSError as error:

@@ -44,6 +44,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--out", required=True, type=Path, help="folder to make, or to go on with")
     size = "conversations of a file of --out; what a kill can lose (default: 256)"
     add("--part-size", type=int, default=256, metavar="N", help=size)
+    shard = "do every n-th file of --out from the i-th on, one of several machines; then call without, to finish"
+    add("--shard", metavar="i/n", help=shard)
+    add("--overwrite", action="store_true", help="answer anew into a folder that was answered with something else")
     add = parser.add_argument_group("target").add_argument
     add("--target", help="a folder, a hub name, a .gguf file or smollm2-135m (default: the draft's own target)")
     add("--gguf-file", help="with --target: name of a .gguf file inside it")
@@ -89,12 +92,13 @@ def _regenerate(args: argparse.Namespace) -> None:
     # Here, not above: --help and a wrong argument should not wait for torch.
     from longdraft.data_prep.chat import make_chat_encoder
     from longdraft.data_prep.regenerate import RegenerateConfig, regenerate
+    from longdraft.data_prep.tasks import read_machine
     from longdraft.infer.sampling import SamplingParams
     from longdraft.launch import runtime
     from longdraft.models.fingerprint import shape_hash, tokenizer_hash
     from longdraft.models.hf import load_tokenizer, read_target_config
 
-    device = runtime.read_device(args.device)
+    device, machine = runtime.read_device(args.device), None if args.shard is None else read_machine(args.shard)
     sampling = SamplingParams(**{name: getattr(args, name) for name in NUMBERS})
     runtime.check_filters(sampling)
     (drafter,) = runtime.drafter_names(None if args.drafter is None else [args.drafter], args.draft)
@@ -130,13 +134,14 @@ def _regenerate(args: argparse.Namespace) -> None:
         tuple(args.files),
         args.seed,
         args.part_size,
+        args.overwrite,
     )
 
     def start() -> "Generate":
         build = runtime.build_fitting(path, sampling.max_new_tokens, args.batch)
         return generator(runtime.open_target(path, gguf_file, args.dtype, device, allowed, build), sampling, **settings)
 
-    regenerate(config, encoder, tokenizer_hash(tokenizer), start, lambda line: show(f"{line}\n"))
+    regenerate(config, encoder, tokenizer_hash(tokenizer), start, machine, lambda line: show(f"{line}\n"))
 
 
 def generator(target, sampling: "SamplingParams", **settings) -> "Generate":

@@ -14,9 +14,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from longdraft.data_prep import prepare as prepare_module
-from longdraft.data_prep.prepare import Part, PrepareConfig, merge, prepare
-from longdraft.data_prep.settings import same_way
+from longdraft.data_prep.prepare import merge, prepare
+from longdraft.data_prep.settings import PrepareConfig, same_way
 from longdraft.data_prep.shards import ShardSet
+from longdraft.data_prep.tasks import Machine
 from longdraft.launch.prepare import main
 
 
@@ -166,14 +167,14 @@ def test_a_plan_that_is_not_ours_is_left_alone(config, tiny_tokenizer, plan):
 
 def test_only_files_of_ours_are_cleaned_up(config, tiny_tokenizer):
     config.out.mkdir()
-    prepare(config, tiny_tokenizer, "hash", part=Part(1, 2))
+    prepare(config, tiny_tokenizer, "hash", machine=Machine(1, 2))
     mine = ("progress/mine.txt", "train/.notes.1.tmp", "deep/.x.2.tmp", ".draft.tmp")
     for name in mine:
         (config.out / name).parent.mkdir(exist_ok=True)
         (config.out / name).write_text("mine")
     ours = config.out / "train" / ".shard-00000.arrow.77.tmp"
     ours.write_text("half")
-    prepare(config, tiny_tokenizer, "hash", part=Part(2, 2))
+    prepare(config, tiny_tokenizer, "hash", machine=Machine(2, 2))
     merge(config.out)
     assert not ours.exists() and not list((config.out / "progress").glob("*.json"))
     assert [name for name in mine if (config.out / name).read_text() == "mine"] == list(mine)
@@ -389,11 +390,11 @@ def test_shard_without_record_and_half_files_are_made_again(config, tiny_tokeniz
     killed = replace(config, out=config.out.with_name("killed"))
     make_shard, made = prepare_module.make_shard, []
 
-    def stop_after_three(unit, *args):
+    def stop_after_three(task, **given):
         if len(made) == 3:
             raise KeyboardInterrupt
-        make_shard(unit, *args)
-        made.append(unit)
+        make_shard(task, **given)
+        made.append(task)
 
     monkeypatch.setattr(prepare_module, "make_shard", stop_after_three)
     with pytest.raises(KeyboardInterrupt):
@@ -445,8 +446,8 @@ def test_kill_and_resume_loses_and_repeats_nothing(tmp_path, make_corpus, read_b
     process.communicate()
     out = tmp_path / "out"
     assert not (out / "manifest.json").exists()
-    done = {path: json.loads(path.read_text())["shard"] for path in (out / "progress").glob("*.json")}
-    made = [out / path.name.partition("-")[0] / shard["file"] for path, shard in done.items() if shard is not None]
+    records = [json.loads(path.read_text()) for path in (out / "progress").glob("*.json")]
+    made = [out / name for record in records for name in record["outputs"]]
     times = {path: path.stat().st_mtime_ns for path in made}
     config = PrepareConfig(same_way([str(tmp_path / "corpus")]), out, 64, shard_bytes=1500)
     prepare(config, tiny_tokenizer, "hash")

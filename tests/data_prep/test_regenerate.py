@@ -4,6 +4,7 @@ import hashlib
 import json
 import random
 import resource
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from longdraft.data_prep.chat import make_chat_encoder
 from longdraft.data_prep.regenerate import RegenerateConfig, regenerate
 from longdraft.data_prep.responses import ERRORS, SKIPPED, Completion, LeftOut, open_answers
+from longdraft.data_prep.tasks import Machine
 
 CHATML = (
     "{% for m in messages %}{{ '<|start|>' + m.role + '\n' + m.content + '<|end|>\n' }}{% endfor %}"
@@ -109,10 +111,10 @@ def chats(tmp_path):
 
 @pytest.fixture
 def run(tiny_tokenizer):
-    """(config, speaker, template) -> the manifest."""
+    """(config, speaker, template, machine) -> the manifest."""
 
-    def call(config, speaker, template=CHATML):
-        return regenerate(config, make_chat_encoder(tiny_tokenizer, template), "hash", speaker.start)
+    def call(config, speaker, template=CHATML, machine=None):
+        return regenerate(config, make_chat_encoder(tiny_tokenizer, template), "hash", speaker.start, machine)
 
     return call
 
@@ -273,6 +275,29 @@ def test_a_second_call_does_nothing_and_a_stopped_one_goes_on(config, run, speak
     assert files_of(other.out) == expected
     n_again = len({prompt for call in again.calls for prompt, _ in call})
     assert 0 < n_again < sum(map(len, speaker.calls))
+
+
+def test_several_machines_make_the_bytes_of_one(config, run, speaker, chats, tmp_path, capsys):
+    run(config, speaker)
+    outs = [replace(config, out=tmp_path / f"machine{i}") for i in (1, 2)]
+    for number, out in enumerate(outs, start=1):
+        assert run(out, Speaker(speaker.tokenizer), machine=Machine(number, 2)) is None
+        assert f"of 9 parts, {number}/2" in capsys.readouterr().out
+    assert [len(list(out.out.glob("part-*"))) for out in outs] == [5, 4]
+    shutil.copytree(outs[1].out, outs[0].out, dirs_exist_ok=True)
+    last = Speaker(speaker.tokenizer)
+    run(outs[0], last)
+    assert files_of(outs[0].out) == files_of(config.out) and not last.started
+
+
+def test_overwrite_answers_anew(config, run, speaker, chats, tmp_path):
+    run(config, speaker)
+    with pytest.raises(ValueError, match=r"seed is 0 there and 3 here\. Choose another folder, or --overwrite"):
+        run(replace(config, seed=3), speaker)
+    run(replace(config, seed=3, overwrite=True), speaker)
+    fresh = replace(config, seed=3, out=tmp_path / "fresh")
+    run(fresh, speaker)
+    assert files_of(config.out) == files_of(fresh.out)
 
 
 def test_a_folder_made_with_something_else(config, run, speaker, chats, tmp_path):

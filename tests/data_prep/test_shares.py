@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from longdraft.data_prep import folder
-from longdraft.data_prep.prepare import Part, PrepareConfig, merge, prepare
-from longdraft.data_prep.settings import same_way
+from longdraft.data_prep.prepare import merge, prepare, work_folder
+from longdraft.data_prep.settings import PrepareConfig, same_way
+from longdraft.data_prep.tasks import Machine
 from longdraft.launch.prepare import main
 
 
@@ -30,12 +30,12 @@ def test_shares_make_the_bytes_of_one_call(config, tiny_tokenizer, tmp_path, whe
     expected = files_of(config.out)
     outs = [tmp_path / (f"machine{i}" if where == "a folder each" else "shared") for i in (1, 2, 3)]
     for i, out in enumerate(outs, start=1):
-        assert prepare(replace(config, out=out), tiny_tokenizer, "hash", part=Part(i, 3)) is None
+        assert prepare(replace(config, out=out), tiny_tokenizer, "hash", machine=Machine(i, 3)) is None
         assert not (out / "manifest.json").exists()
     assert "shards, 2/3 -> " in capsys.readouterr().out
     if where == "a folder each":
         with pytest.raises(
-            ValueError, match=r"\d+ of \d+ shards of .* are not there \(first: train 0\); put the folders"
+            ValueError, match=r"\d+ of \d+ shards of .* are not there \(first: train-00000\); put the folders"
         ):
             merge(outs[1])
         for out in outs[1:]:
@@ -52,19 +52,19 @@ def test_shares_make_the_bytes_of_one_call(config, tiny_tokenizer, tmp_path, whe
 
 def test_shares_of_two_plans_are_not_put_together(config, tiny_tokenizer, bos_tokenizer, tmp_path):
     other = replace(config, out=tmp_path / "other")
-    prepare(config, tiny_tokenizer, "hash", part=Part(1, 2))
-    prepare(other, bos_tokenizer, "another", part=Part(2, 2))
+    prepare(config, tiny_tokenizer, "hash", machine=Machine(1, 2))
+    prepare(other, bos_tokenizer, "another", machine=Machine(2, 2))
     shutil.copytree(other.out / "train", config.out / "train", dirs_exist_ok=True)
     shutil.copytree(other.out / "heldout", config.out / "heldout", dirs_exist_ok=True)
     shutil.copytree(other.out / "progress", config.out / "progress", dirs_exist_ok=True)
-    with pytest.raises(ValueError, match=r"\d+ of \d+ shards of .* are of another plan .* \(first: train 1\)"):
+    with pytest.raises(ValueError, match=r"\d+ of \d+ shards of .* are of another plan .* \(first: train-00001\)"):
         merge(config.out)
     made = prepare(config, tiny_tokenizer, "hash")
     assert made == prepare(replace(config, out=tmp_path / "whole"), tiny_tokenizer, "hash")
 
 
 def test_another_cut_of_the_same_sources_is_another_plan(config, tiny_tokenizer, monkeypatch):
-    first = prepare(replace(config, shard_bytes=None), tiny_tokenizer, "hash", part=Part(1, 4))
+    first = prepare(replace(config, shard_bytes=None), tiny_tokenizer, "hash", machine=Machine(1, 4))
     assert first is None
     monkeypatch.setattr("longdraft.data_prep.plan.SHARD_TEXT_BYTES", (4000, 8000))
     with pytest.raises(ValueError, match="what goes into which shard is another"):
@@ -72,7 +72,7 @@ def test_another_cut_of_the_same_sources_is_another_plan(config, tiny_tokenizer,
 
 
 def test_a_share_that_was_lost_is_made_by_a_call_for_all(config, tiny_tokenizer):
-    prepare(config, tiny_tokenizer, "hash", part=Part(2, 2))
+    prepare(config, tiny_tokenizer, "hash", machine=Machine(2, 2))
     prepare(config, tiny_tokenizer, "hash")
     found = files_of(config.out)
     shutil.rmtree(config.out)
@@ -80,20 +80,32 @@ def test_a_share_that_was_lost_is_made_by_a_call_for_all(config, tiny_tokenizer)
     assert files_of(config.out) == found
 
 
+def test_records_of_another_version_are_named_and_left_alone(config, tiny_tokenizer):
+    prepare(config, tiny_tokenizer, "hash", machine=Machine(1, 2))
+    record = next((config.out / "progress").glob("*.json"))
+    found = json.loads(record.read_text())
+    record.write_text(json.dumps({"address": found["address"], "shard": found["shards"][0]}))
+    before = files_of(config.out)
+    for call in (lambda: prepare(config, tiny_tokenizer, "hash"), lambda: merge(config.out)):
+        with pytest.raises(ValueError, match=rf"{record.name} was written by another version.*finish .* that version"):
+            call()
+    assert files_of(config.out) == before
+
+
 def test_shares_run_side_by_side_and_a_whole_call_waits_for_none(config, tiny_tokenizer):
     config.out.mkdir()
-    with folder.locked(config.out, "1-2"):
-        prepare(config, tiny_tokenizer, "hash", part=Part(2, 2))
+    with work_folder(config.out, {"address": ""}).locked(Machine(1, 2)):
+        prepare(config, tiny_tokenizer, "hash", machine=Machine(2, 2))
         with pytest.raises(ValueError, match="another process is preparing"):
-            prepare(config, tiny_tokenizer, "hash", part=Part(1, 2))
+            prepare(config, tiny_tokenizer, "hash", machine=Machine(1, 2))
         with pytest.raises(ValueError, match="another process is preparing"):
             prepare(config, tiny_tokenizer, "hash")
         with pytest.raises(ValueError, match="another process is preparing"):
             merge(config.out)
     with pytest.raises(ValueError, match="seed is 0 there and 1 here"):
-        prepare(replace(config, seed=1), tiny_tokenizer, "hash", part=Part(1, 2))
+        prepare(replace(config, seed=1), tiny_tokenizer, "hash", machine=Machine(1, 2))
     with pytest.raises(ValueError, match="overwrite would take the other shards' work away"):
-        prepare(replace(config, overwrite=True), tiny_tokenizer, "hash", part=Part(1, 2))
+        prepare(replace(config, overwrite=True), tiny_tokenizer, "hash", machine=Machine(1, 2))
 
 
 def test_on_the_command_line(config, tmp_path, capsys):

@@ -1,7 +1,7 @@
-"""One unit of the preparation: some segments of the sources, read, tokenised, packed and written as one shard.
+"""One task of the preparation: some segments of the sources are read, tokenised, packed and written as one shard.
 
-A function of the unit and the settings alone: which process does it, and when, changes nothing. What the units are is
-decided in plan.py.
+What comes out is a function of the task and the settings alone: which process does it, and when, changes nothing. What
+the tasks are is decided in plan.py.
 """
 
 from collections import Counter
@@ -13,18 +13,19 @@ import numpy as np
 
 from longdraft.data_prep.chat import ChatEncoder
 from longdraft.data_prep.documents import BadDocument, Conversation, Document, Unusable
-from longdraft.data_prep.folder import NAMED_BAD, SPLITS, record_path
+from longdraft.data_prep.manifest import NAMED_BAD, SPLITS
 from longdraft.data_prep.pack import MODES, Piece
 from longdraft.data_prep.record_formats import RecordFormat
 from longdraft.data_prep.settings import PrepareConfig
-from longdraft.data_prep.shards import Row, write_json, write_shard
+from longdraft.data_prep.shards import Row, write_shard
 from longdraft.data_prep.sources import Segment, read_documents
+from longdraft.data_prep.tasks import WorkFolder
 from longdraft.data_prep.tokenize import Encoded, Encoder
 
 
 @dataclass(frozen=True)
 class Reader:
-    """How a source's documents become tokens. kept: the share of its documents that is wanted, by their hash."""
+    """How a source's documents become tokens. kept: the fraction of its documents that is wanted, by their hash."""
 
     name: str
     record_format: RecordFormat
@@ -33,8 +34,8 @@ class Reader:
 
 
 @dataclass(frozen=True)
-class Unit:
-    """The work behind one shard: the documents of `split` in these segments.
+class ShardTask:
+    """The documents of `split` in these segments, which become one shard.
 
     budget_of: for each source the number of its budget; budgets: the most tokens of it here, None: all there are. Once
     a budget is full, what is left of its segments is not read, and so not counted among what was left out.
@@ -47,6 +48,15 @@ class Unit:
     budgets: tuple[int | None, ...]
     size: int  # bytes of text that are expected to be its split's
 
+    @property
+    def name(self) -> str:
+        return task_name(self.split, self.number)
+
+
+def task_name(split: str, number: int) -> str:
+    """Of the task that makes shard `number` of the split."""
+    return f"{split}-{number:05d}"
+
 
 @dataclass(frozen=True)
 class Kept:
@@ -57,21 +67,15 @@ class Kept:
     encoded: list[Encoded]
 
 
-def make_shard(unit: Unit, config: PrepareConfig, readers: Sequence[Reader], address: str) -> None:
-    """Read, tokenise, pack and write one unit; its record is written last and says that the shard is whole.
-
-    address: of the plan, so that shards of another one are told apart."""
-    kept, bad, dropped = _encode_unit(unit, config, readers)
+def make_shard(task: ShardTask, config: PrepareConfig, readers: Sequence[Reader], folder: WorkFolder) -> None:
+    """Read, tokenise, pack and write one shard, if it has a row, and then the task's completion record."""
+    kept, bad, dropped = _encode_documents(task, config, readers)
     sequences = [sequence for document in kept for sequence in document.encoded]
     packed = MODES[config.documents]([len(sequence.tokens) for sequence in sequences], config.seq_len)
     rows = [_make_row(pieces, sequences) for pieces in packed]
-    shard = None
-    if rows:
-        path = config.out / unit.split / f"shard-{unit.number:05d}.arrow"
-        shard = write_shard(path, rows, config.seq_len, fill_id=readers[0].encoder.eos_id)
+    path = config.out / task.split / f"shard-{task.number:05d}.arrow"
+    shards = [write_shard(path, rows, config.seq_len, fill_id=readers[0].encoder.eos_id)] if rows else []
     record = {
-        "address": address,
-        "shard": shard,
         "rows": len(rows),
         "tokens": sum(len(row.tokens) for row in rows),
         "supervised_tokens": sum(sum(row.loss_spans[1::2]) - sum(row.loss_spans[::2]) for row in rows),
@@ -80,16 +84,17 @@ def make_shard(unit: Unit, config: PrepareConfig, readers: Sequence[Reader], add
         "pieces": sum(len(pieces) for pieces in packed),
         "text_bytes": sum(document.n_bytes for document in kept),
         "mix": _mix(kept, packed, readers),
-        "bad": dict(sorted(Counter(document.why for document in bad).items())),
+        "bad": Counter(document.why for document in bad),
         "bad_named": [{"document": document.name, "why": document.why} for document in bad[:NAMED_BAD]],
-        "dropped": dict(sorted(dropped.items())),
+        "dropped": dropped,
         "hints": hints(bad),
+        "shards": shards,
     }
-    write_json(record_path(config.out, unit.split, unit.number), record)
+    folder.complete(task.name, [path for _ in shards], record)
 
 
 def hints(bad: Iterable[BadDocument]) -> dict[str, str]:
-    """By reason what is said in words of the first document that has it; nothing of a reason that says it all."""
+    """By reason, what is wrong with the first document that has it; nothing of a reason that says it all."""
     found: dict[str, str] = {}
     for document in bad:
         if document.detail:
@@ -112,19 +117,19 @@ def _mix(kept: Sequence[Kept], packed: Sequence[Sequence[Piece]], readers: Seque
     }
 
 
-def _encode_unit(
-    unit: Unit, config: PrepareConfig, readers: Sequence[Reader]
+def _encode_documents(
+    task: ShardTask, config: PrepareConfig, readers: Sequence[Reader]
 ) -> tuple[list[Kept], list[BadDocument], Counter[str]]:
     """(Documents kept with their tokens, bad documents, number of dropped ones by reason)."""
     kept: list[Kept] = []
     bad: list[BadDocument] = []
     dropped: Counter[str] = Counter()
-    rooms = list(unit.budgets)
-    for segment in unit.segments:
+    rooms = list(task.budgets)
+    for segment in task.segments:
         source = segment.file.source
-        budget, encoder = unit.budget_of[source], readers[source].encoder
-        least = config.seq_len - 1 if config.documents == "first" else (unit.budgets[budget] or 0) // 50
-        for document in _documents_of(segment, unit.split, config, readers[source]):
+        budget, encoder = task.budget_of[source], readers[source].encoder
+        least = config.seq_len - 1 if config.documents == "first" else (task.budgets[budget] or 0) // 50
+        for document in _documents_of(segment, task.split, config, readers[source]):
             room = rooms[budget]
             if room is not None and room <= least:  # not worth a further search
                 break
