@@ -50,6 +50,9 @@ setup(
     ],
     extras_require={
         "gpu": ["liger-kernel>=0.8.5", "triton>=3.4"],
+        # Optional beside [gpu], for it has no binary wheel and is compiled for an hour: without it PyTorch's own flash
+        # kernels do its part (kernels/backend.py). From 2.7 on its log-sum-exps are laid out as we read them.
+        "flash-attn": ["flash-attn>=2.7"],
         # Liger and Triton run on a CPU too, under Triton's interpreter: that is how their use is tested.
         "dev": [
             "liger-kernel>=0.8.5",

@@ -1,5 +1,7 @@
 """What is installed: only `longdraft/...`, and a third-party package called `kernels` stays visible from the root."""
 
+import json
+import os
 import subprocess
 import sys
 import zipfile
@@ -40,18 +42,55 @@ def test_wheel_holds_every_module_and_recipe(wheel):
     wanted |= {
         f for f in tracked if f.startswith("configs/") and f.endswith((".yaml", ".jinja")) and (ROOT / f).exists()
     }
+    # Of the C kernels the source is installed, and compiled where they run.
+    wanted |= {f for f in tracked if f.startswith("kernels/cpu_impl/") and (ROOT / f).exists()}
     assert {f"longdraft/{name}" for name in wanted} <= names
 
 
-def test_wheel_runs_the_command(wheel, tmp_path):
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(tmp_path)
-    code = "import longdraft.launch.cli as cli, sys; print(cli.__file__); sys.exit(cli.main(['--help']))"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True
-    )
+BENCH = """
+import sys
+from longdraft.launch import cli
+status = cli.main(sys.argv[1:])
+modules = [module for name, module in sys.modules.items() if name.startswith("longdraft.")]
+print(*sorted(getattr(module, "__file__", None) or list(module.__path__)[0] for module in modules), sep="\\n")
+sys.exit(status)
+"""
+
+
+@pytest.fixture(scope="module")
+def installed(wheel, tmp_path_factory) -> Path:
+    """The wheel's own files, put where pip puts them; what they need is the interpreter's."""
+    folder = tmp_path_factory.mktemp("site")
+    options = ["--no-deps", "--no-index", "--no-compile", "--target", folder]
+    subprocess.run([sys.executable, "-m", "pip", "install", "-q", *options, wheel], check=True)
+    return folder
+
+
+def run_outside(command: list, installed: Path, cwd: Path) -> subprocess.CompletedProcess:
+    environment = {"PYTHONPATH": str(installed), "PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(str(tmp_path)) and "prepare" in done.stdout
+    return done
+
+
+def test_wheel_runs_its_commands(installed, tmp_path):
+    assert "prepare" in run_outside([installed / "bin" / "longdraft", "--help"], installed, tmp_path).stdout
+    assert "--drafter" in run_outside([installed / "bin" / "longdraft", "bench", "--help"], installed, tmp_path).stdout
+
+
+def test_wheel_measures_a_drafter(installed, tmp_path, shared):
+    """A whole `longdraft bench` outside the checkout, of which it loads nothing."""
+    text = "the cat sat on the mat and the dog sat on the log. " * 8
+    (tmp_path / "text.txt").write_text(text)
+    target = shared("tiny_checkpoint.py").save(tmp_path / "target", text, 290)
+    options = "--drafter prompt_lookup --prompt-tokens 12 --new-tokens 4 --dtype fp32 --device cpu --contexts 8"
+    command = ["bench", "--target", target, "--text-file", "text.txt", *options.split()]
+    shown = run_outside([sys.executable, "-c", BENCH, *command], installed, tmp_path).stdout.splitlines()
+    (result,) = (json.loads(line) for line in shown if line.startswith("{"))
+    assert result["exact"] is True and set(result["runs"][0]["drafters"]) == {"plain", "prompt_lookup"}
+    loaded = shown[shown.index(json.dumps(result)) + 1 :]
+    assert f"{installed}/longdraft/benchmarks/drafters.py" in loaded
+    assert [path for path in loaded if not path.startswith(f"{installed}/")] == []
 
 
 def test_third_party_kernels_is_found_from_the_root(tmp_path):

@@ -10,8 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from longdraft.benchmarks.proof import FORMS, Room, needed_bytes
 from longdraft.infer import memory
@@ -24,25 +22,14 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
+def folder(tmp_path_factory, shared) -> Path:
     """A tiny target in Hugging Face's form, text, a config, prepared data, a trained run and its export."""
     folder = tmp_path_factory.mktemp("pipeline")
     text = "the cat sat on the mat and the dog sat on the log. " * 400
     (folder / "text").mkdir()
     for i in range(12):
         (folder / "text" / f"{i}.txt").write_text(f"document {i}: " + text[i * 7 : i * 7 + 900])
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<|end|>"], initial_alphabet=alphabet)
-    tokenizer.train_from_iterator([text], trainer)
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>")
-    fast.save_pretrained(folder / "target")
-    torch.manual_seed(0)
-    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = LlamaConfig(vocab_size=len(fast), num_key_value_heads=2, eos_token_id=0, initializer_range=0.3, **shape)
-    LlamaForCausalLM(config).save_pretrained(folder / "target")
+    shared("tiny_checkpoint.py").save(folder / "target", text, 300, special_tokens=["<|end|>"])
     (folder / "config.yaml").write_text(
         f"target: {{path: {folder}/target}}\ndata: {{path: {folder}/data, seq_len: 64}}\n"
         f"train: {{run_dir: {folder}/run, steps: 4, global_batch: 2, micro_batch: 2, precision: fp32}}\n"
