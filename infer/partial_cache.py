@@ -15,7 +15,7 @@ from torch import Tensor
 from longdraft.infer.selection import Policy
 from longdraft.kernels import backend
 from longdraft.kernels.selection import gather_rows
-from longdraft.kernels.transfer import integers
+from longdraft.kernels.transfer import HostCopy, integers
 from longdraft.models.decoder import DecoderConfig
 from longdraft.models.kv_cache import KVCache
 
@@ -83,10 +83,12 @@ class SelectedCache(RingCache):
     """The rows of a full cache that a policy picks, per layer and KV head, and all that came since.
 
     New tokens overwrite the least important ones. When that has eaten what was picked, a rebuild is `due`: the owner
-    then asks the target's next pass for queries and calls `build` once that pass is committed, outside of it.
+    then asks the target's next pass for queries and calls `build` once that pass is committed, outside of it. On a GPU
+    the host does not wait for the lengths that a rebuild takes: they come with the next step, whose `follow` rebuilds.
 
     Attributes:
         whole: whether every token that the full cache can hold fits, so that nothing is ever picked.
+        building: whether a rebuild waits for the next `follow`.
 
     Args:
         full: where exact rows come from. It must outlive this cache.
@@ -109,41 +111,59 @@ class SelectedCache(RingCache):
         # Tokens that can still come before something picked for its importance is lost: at most so few on a GPU,
         # where the host does not know how many came.
         self._free = [policy.budget] * full.batch
+        self._asked: tuple[list[int], Tensor | None, HostCopy] | None = None
+
+    @property
+    def building(self) -> bool:
+        return self._asked is not None
 
     def reset(
         self, slots: Sequence[int] | Tensor | None = None, prompt_lengths: Sequence[int] | Tensor | None = None
     ) -> None:
-        """Empty these slots; the prompt lengths are the full cache's unless given."""
+        """Empty these slots; the prompt lengths are the full cache's unless given. A rebuild that waits is dropped."""
         places = range(self.batch) if slots is None else [int(slot) for slot in slots]
         where = integers(places, self.lengths.device)
         super().reset(where, self.full.prompt_lengths[where] if prompt_lengths is None else prompt_lengths)
+        self._asked = None
         for slot in places:
             self._seen[slot], self._free[slot] = None, self.budget
             self.policy.truncate(slot, 0)
 
     def due(self, most: int) -> list[int]:
-        """Slots that may lose picked rows when `most` further tokens come."""
+        """Slots that may lose picked rows when `most` further tokens come, and whose rebuild does not wait already."""
         if self.whole or not self.policy.scored:
             return []
-        return [slot for slot in range(self.batch) if self._free[slot] < most]
+        waiting = self._asked[0] if self._asked else []
+        return [slot for slot in range(self.batch) if self._free[slot] < most and slot not in waiting]
 
     def follow(self, most: int) -> None:
-        """Drop the tail, and take over the exact rows of the full cache's next tokens, at most `most` a slot."""
+        """Drop the tail, and take over the exact rows of the full cache's next tokens, at most `most` a slot; a rebuild
+        that waits comes first."""
+        self._build_asked()
         self._take(most, self.full.lengths)
         self.lengths.copy_(self.held.clamp(max=self.budget))
 
-    def build(self, slots: Sequence[int], queries_LBHd: Tensor | None, seen_B: Tensor) -> list[int]:
+    def build(self, slots: Sequence[int], queries_LBHd: Tensor | None, seen_B: Tensor) -> None:
         """Pick these slots' rows anew from all committed keys and drop their tails. What the query does not see, and a
-        last chunk that is not full, is taken over as recent.
+        last chunk that is not full, is taken over as recent. On a GPU that is done by the next `follow`, a step later,
+        from what is committed now.
 
         Args:
             queries_LBHd: post-RoPE queries of all slots, of a committed token; None for a policy that needs none.
             seen_B: int64, how many tokens these queries see, their own included.
-
-        Returns: the slots with more tokens than fit, where there was something to pick.
         """
-        # Rebuilding is rare: reading lengths costs less than bounding them.
-        return self.build_known(slots, queries_LBHd, *self.asked(seen_B).tolist())
+        on_host = backend.is_host(seen_B.device)
+        if not (on_host or queries_LBHd is None):
+            queries_LBHd = queries_LBHd.clone()  # the next step may overwrite them
+        self._asked = list(slots), queries_LBHd, HostCopy(self.asked(seen_B))
+        if on_host:
+            self._build_asked()
+
+    def _build_asked(self) -> None:
+        if self._asked is not None:
+            (slots, queries_LBHd, numbers), self._asked = self._asked, None
+            (lists,) = numbers.lists()
+            self.build_known(slots, queries_LBHd, *lists)
 
     def asked(self, seen_B: Tensor) -> Tensor:
         """int64 [3, B], of which `build_known` wants the lists; seen_B: of `build`."""
@@ -157,7 +177,10 @@ class SelectedCache(RingCache):
         seen: Sequence[int],
         held: Sequence[int],
     ) -> list[int]:
-        """`build` where the host knows what `asked` says, one number a slot."""
+        """`build`, at once, where the host knows what `asked` says, one number a slot.
+
+        Returns: the slots with more tokens than fit, where there was something to pick.
+        """
         known = list(held)
         for slot in slots:
             if queries_LBHd is not None:
@@ -184,7 +207,9 @@ class SelectedCache(RingCache):
 
     def rewind(self, lengths_B: Tensor) -> None:
         """Back to the first lengths_B[b] tokens. Where that reaches behind the tail, what the ring has overwritten is
-        needed again: the slot is rebuilt with its last query from the full cache, which has those rows in any case."""
+        needed again: the slot is rebuilt with its last query from the full cache, which has those rows in any case. A
+        rebuild that waits is dropped."""
+        self._asked = None
         kept_B = torch.minimum(lengths_B, self.tokens)
         self.lengths.copy_(self.held.clamp(max=self.budget) + (kept_B - self.held).clamp(min=0))
         kept, held = torch.stack([kept_B, self.held]).tolist()

@@ -10,8 +10,9 @@ request's penalties are left to the walk. Shapes: B slots, N tree nodes, M rows 
 candidates, V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, islice
 from pathlib import Path
 
 import torch
@@ -111,6 +112,7 @@ class TokenRecycling(Drafter):
         self._logits_VK = torch.full(shape_VK, -torch.inf, dtype=torch.float16, device=self._device)
         self._levels, self._parents_N = self._plan()
         self._shapes: dict[int, TokenTree] = {}
+        self._unread: dict[int, Iterator[int]] = {}  # of each slot's prompt, for the host does not read the chunks
         if table is not None:
             self.load(table)
 
@@ -146,6 +148,7 @@ class TokenRecycling(Drafter):
 
     def on_start(self, slots: Sequence[int], requests: Sequence[Request], cache: KVCache) -> None:
         self.needs = self._seeding
+        self._unread.update({slot: iter(request.prompt) for slot, request in zip(slots, requests, strict=True)})
 
     @torch.no_grad()
     def on_prefill(self, slots: Sequence[int], tokens_BT: Tensor, output: TargetOutput) -> None:
@@ -153,7 +156,8 @@ class TokenRecycling(Drafter):
             return
         assert output.post_norm is not None
         # Only a token's last occurrence in the chunk is written, so only there the LM head is run.
-        last = {token: place for place, token in enumerate(tokens_BT.T.flatten().tolist())}
+        rows = [islice(self._unread[slot], tokens_BT.shape[1]) for slot in slots]
+        last = {token: place for place, token in enumerate(chain.from_iterable(zip(*rows, strict=True)))}
         states_MD = output.post_norm.transpose(0, 1).flatten(0, 1)
         places_M, tokens_M = integers(list(last.values()), self._device), integers(list(last), self._device)
         for places, tokens in zip(places_M.split(self._seed_rows), tokens_M.split(self._seed_rows), strict=True):

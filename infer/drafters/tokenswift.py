@@ -10,6 +10,7 @@ Shapes: L layers, B slots, D hidden, H query heads, d head width, V vocabulary, 
 """
 
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from functools import partial
 
@@ -27,7 +28,7 @@ from longdraft.infer.shape import TreeShape
 from longdraft.infer.tree import PAD, TokenTree
 from longdraft.infer.trie import Trie, as_tree
 from longdraft.kernels import backend
-from longdraft.kernels.transfer import integers
+from longdraft.kernels.transfer import HostCopy, integers
 from longdraft.models.decoder import TargetOutput
 from longdraft.models.drafts.tokenswift import TokenSwift
 from longdraft.models.kv_cache import KVCache
@@ -93,6 +94,9 @@ class TokenSwiftDrafter(Drafter):
         self._selected: SelectedCache | None = None
         self._can_select, self._began, self._due = self._may_pass, None, False
         self._choice = DraftPassChoice(budget)
+        # Measured steps that were not read yet: when each began, and its tokens; and when the last one was read.
+        self._measured: deque[tuple[float, HostCopy]] = deque()
+        self._read_at = 0.0
 
     @property
     def n_classes(self) -> int:
@@ -133,8 +137,9 @@ class TokenSwiftDrafter(Drafter):
         self._cache = cache
         if self._selected is not None and self._selected.full is not cache:
             self._selected = None
-        if self._holds_cache:
+        if self._holds_cache or self._selected is not None:
             self._select().reset(where)
+        self._measured.clear()
         self._set_needs(self._holds_cache)
 
     def _allocate(self, batch: int) -> None:
@@ -207,6 +212,8 @@ class TokenSwiftDrafter(Drafter):
         self._began = self.clock()
         if self._can_select and self._draft_pass == "auto":
             self._choice.plan(max(map(len, state.committed), default=0))
+            if not self._choice.measuring:
+                self._measured.clear()
             if self._choice.phase == "short" and self._selected is not None:
                 state.graphs.forget(self._selected)
                 self._selected = None
@@ -291,36 +298,45 @@ class TokenSwiftDrafter(Drafter):
         self._hidden_at = torch.where(took_part_B, state.positions - 1, self._hidden_at)
         if not self._can_select:
             return
-        choice, most = self._choice, accepted.nodes.shape[1]
-        if choice.measuring and self._draft_pass == "auto" and self._began is not None:
-            # Reading the counts waits for the device, so the clock tells what the step took.
-            counts = [count for count in accepted.counts.tolist() if count]
-            if counts:
-                choice.record(self.clock() - self._began, sum(counts) / len(counts))
+        if self._choice.measuring and self._draft_pass == "auto" and self._began is not None:
+            self._measure(self._began, accepted)
         self._began = None
-        self._keep_up(state, accepted, output.queries, most)
+        self._keep_up(state, accepted, output.queries)
 
-    def _keep_up(self, state: SlotState, accepted: AcceptResult, queries_LBHd: Tensor | None, most: int) -> None:
+    def _measure(self, began: float, accepted: AcceptResult) -> None:
+        """Tell the choice what a step took, until its tokens are on the host. On a GPU that is the step before, whose
+        time counts from the read before it: the host runs ahead and does not wait for this one."""
+        self._measured.append((began, HostCopy(accepted.counts)))
+        if len(self._measured) == 1 and not backend.is_host(accepted.counts.device):
+            return
+        began, copy = self._measured.popleft()
+        (counts,) = copy.lists()
+        now, counts = self.clock(), [count for count in counts if count]
+        if counts:
+            self._choice.record(now - max(began, self._read_at), sum(counts) / len(counts))
+        self._read_at = now
+
+    def _keep_up(self, state: SlotState, accepted: AcceptResult, queries_LBHd: Tensor | None) -> None:
         """The selected cache follows the full one; where a rebuild is due, queries are asked for, and then used."""
-        seen_B = state.positions - accepted.counts + 1  # the root's query sees what stood before it, and itself
-        preparing = self._draft_pass == "auto" and self._choice.phase == "prepare"
-        if preparing and queries_LBHd is not None:
-            every = list(range(len(self._hidden)))
-            selected = self._select()
-            selected.reset(every)
-            selected.build(every, queries_LBHd, seen_B)
-            self._choice.prepared()
-            preparing = False
-        most_next = max(most, self.max_depth + 1)
-        due = False
-        if self._holds_cache:
-            selected = self._select()
-            slots = selected.due(most_next)
+        preparing, self._due = self._choice.phase == "prepare", False
+        if preparing or self._holds_cache:
+            selected, most = self._select(), accepted.nodes.shape[1]
+            # On a GPU a rebuild comes a step later.
+            steps = 1 if backend.is_host(state.positions.device) else 2
+            most_next = steps * max(most, self.max_depth + 1)
+            waited = selected.building
+            slots = list(range(selected.batch)) if preparing and not waited else selected.due(most_next)
+            if waited or not preparing:
+                selected.follow(most)
             if slots and queries_LBHd is not None:
-                selected.build(slots, queries_LBHd, seen_B)
-            selected.follow(most)
-            due = bool(selected.due(most_next))
-        self._due = preparing or due
+                if preparing:
+                    selected.reset(slots)
+                # The root's query sees what stood before it, and itself.
+                selected.build(slots, queries_LBHd, state.positions - accepted.counts + 1)
+            if preparing and not selected.building and (waited or queries_LBHd is not None):
+                self._choice.prepared()
+                preparing = False
+            self._due = not selected.building if preparing else bool(selected.due(most_next))
         self._set_needs(self._due)
 
     def release(self) -> None:

@@ -10,7 +10,7 @@ import torch
 from longdraft.infer.drafters import triforce
 from longdraft.infer.drafters.combine import Combined
 from longdraft.infer.drafters.prompt_lookup import PromptLookup
-from longdraft.infer.drafters.token_recycling import TokenRecycling
+from longdraft.infer.drafters.tokenswift import TokenSwiftDrafter
 from longdraft.infer.engine import Engine
 from longdraft.infer.partial_cache import SelectedCache
 from longdraft.infer.sampling import SamplingParams, SlotSampling
@@ -23,14 +23,14 @@ SAMPLINGS = {
         temperature=1.0, top_p=0.9, contextual_penalty=1.2, contextual_window=8, presence_penalty=0.2
     ),
 }
-# Waits a step. Besides, TriForce waits once in each inner pass, whoever builds a selected cache anew in the middle of a
-# text once, and Token Recycling once for a chunk of a prompt.
+# Waits a step: none but for tables of the host. Besides, TriForce waits once in each inner pass.
 BUDGETS = {
     "plain": 0,
     "medusa": 0,
     "tokenswift": 0,
     "tokenswift_5": 1,
     "tokenswift_draft_pass": 1,
+    "draft_pass_alone": 0,
     "longspec": 0,
     "token_recycling": 0,
     "prompt_lookup": 1,
@@ -52,6 +52,15 @@ SAME_DRAFTS = (
 def made(shared):
     """(name, put) -> a target and a drafter of test_exactness.py for it, each network put where it shall be."""
     exactness, make_target = shared("infer/test_exactness.py"), shared("conftest.py").make_tiny_target
+
+    def without_ngrams(target, _, **options):
+        return TokenSwiftDrafter(target, exactness.heads(target), 1, ngrams=0, sinks=4, budget=16, **options)
+
+    others = {
+        "prompt_lookup": lambda *_: PromptLookup(length=6),
+        "draft_pass_alone": lambda *args: without_ngrams(*args, draft_pass="always"),
+        "draft_pass_auto": without_ngrams,
+    }
     randomised = exactness.randomised
 
     def make(name, put=lambda network: network):
@@ -60,7 +69,7 @@ def made(shared):
         small = make_target(vocab_size=VOCAB, n_layers=1, n_kv_heads=1, seed=5, max_positions=90)
         for network in (target.model, small.model):
             put(network)
-        makers = exactness.DRAFTERS | {"prompt_lookup": lambda *_: PromptLookup(length=6)}
+        makers = exactness.DRAFTERS | others
         drafters = [makers[one](target, small) for one in name.split("+") if one != "plain"]
         return target, Combined(drafters) if len(drafters) > 1 else [*drafters, name][0]
 
@@ -117,8 +126,7 @@ def test_a_drafter_decodes_on_a_device_and_keeps_its_budget(
         on_cpu = {kind: accepted(engine.generate(prompts, params)) for kind, params in calls.items()}
     if "triforce" in name and not recorded:
         del calls["greedy"], calls["T1"]  # many passes, and what steers them is the same
-    passes, builds = counted(triforce, "take_step"), counted(SelectedCache, "build")
-    chunks, sorts = counted(TokenRecycling, "on_prefill"), counted(SlotSampling, "_outside_top_p")
+    passes, sorts = counted(triforce, "take_step"), counted(SlotSampling, "_outside_top_p")
     with pretended_cuda.PretendedCuda() as gpu:
         target, drafter = made(name, gpu.put)
         engine = Engine(target, drafter, slots=2, nodes=None, graphs=None if recorded else False)
@@ -126,13 +134,31 @@ def test_a_drafter_decodes_on_a_device_and_keeps_its_budget(
         engine.generate([prompts[0]], replace(SAMPLINGS["T1"], max_new_tokens=2))  # what is made once
         for kind, params in calls.items():
             gpu.forget()
-            for events in (passes, builds, chunks, sorts, steps):
+            for events in (passes, sorts, steps):
                 events.clear()
             found = engine.generate(prompts, params)
             assert [one.tokens for one in found] == want[kind], kind
             assert kind not in on_cpu or accepted(found) == on_cpu[kind], kind
-            allowed = BUDGETS[name] * len(steps) + len(passes) + len(builds) + len(chunks)
-            assert gpu.waits.total() <= allowed, (kind, len(steps), len(passes), len(builds), gpu.waits)
+            allowed = BUDGETS[name] * len(steps) + len(passes)
+            assert gpu.waits.total() <= allowed, (kind, len(steps), len(passes), gpu.waits)
             # Once a step and an inner pass, not once a level.
             assert len(sorts) == (len(steps) + len(passes) if calls[kind][0].top_p < 1 else 0), kind
             assert gpu.late.total() <= 2 * len(steps)
+
+
+def test_a_selected_cache_is_built_and_judged_without_a_wait(made, pretended_cuda, plain_tokens, counted):
+    """What a rebuild has to know comes with the next step, and so do the tokens of a step that is measured."""
+    prompt, params = list(range(20, 60)), replace(SAMPLINGS["T1"], seed=7, max_new_tokens=32)
+    want = plain_tokens(made("plain")[0], [prompt], params)
+    builds = counted(SelectedCache, "build_known")
+    with pretended_cuda.PretendedCuda() as gpu:
+        target, drafter = made("draft_pass_auto", gpu.put)
+        engine = Engine(target, drafter, nodes=None)
+        engine.generate([prompt], replace(params, max_new_tokens=2))  # what is made once
+        steps = counted(engine, "_step")
+        gpu.forget()
+        (found,) = engine.generate([prompt], params)
+        assert found.tokens == want[0] and not gpu.waits, gpu.waits
+        # The engine reads a step's tokens, and the drafter what it measures and what a rebuild takes.
+        assert gpu.late.total() <= 3 * len(steps)
+    assert "after 16 steps at" in found.stats.decisions["draft_pass"] and len(builds) > 2

@@ -179,6 +179,8 @@ def test_of_several_prompts_the_last_place_wins(target, exact_dtype):
     drafter = TokenRecycling(target)
     tokens = torch.tensor([[7, 8, 7], [8, 7, 9]])
     post_norm = torch.randn(2, 3, 32, generator=torch.Generator().manual_seed(1)).to(exact_dtype)
+    requests = [Request(slot, [*row, 0], SamplingParams()) for slot, row in enumerate(tokens.tolist())]
+    drafter.on_start([0, 1], requests, target.model.new_cache(2, 4))
     drafter.on_prefill([0, 1], tokens, TargetOutput(post_norm=post_norm))
     for token, (row, place) in {7: (0, 2), 8: (0, 1), 9: (1, 2)}.items():
         logits = target.model.lm_head(post_norm)[row, place]
