@@ -13,6 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+# What flash kernels take on a GPU.
+HALF = (torch.float16, torch.bfloat16)
+
 
 def is_host(device: torch.device) -> bool:
     """Whether the host reads a tensor there without waiting for what is queued: on a CPU. Elsewhere a step is queued
@@ -83,7 +86,8 @@ def varlen_attention() -> Callable[..., Any] | None:
     Called with q [N, H, d], k and v [M, K, d], q_borders and k_borders int32 [S + 1], most_queries, most_keys (at least
     those of the longest sequence), window; gives [N, H, d], with gradients, on CUDA in fp16 and bf16, d a multiple of
     8. A sequence's last query reads its last `window` keys (None: all), each before it one key less. With
-    `with_lse=True` it gives the natural log-sum-exps of the scaled scores too, fp32 [H, N].
+    `with_lse=True` it gives the natural log-sum-exps of the scaled scores too, fp32 [H, N]. Where deterministic
+    algorithms are asked for, flash-attn's backward is told; PyTorch's own looks itself.
     """
     if find_spec("flash_attn") is not None:
         return _flash_attn
@@ -94,9 +98,11 @@ def varlen_attention() -> Callable[..., Any] | None:
     return _torch_varlen if {"window_size", "enable_gqa"} <= set(inspect.signature(varlen_attn).parameters) else None
 
 
-def has_flash(device: torch.device) -> bool:
-    """Whether flash kernels run there: a GPU from 2020 on."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+def varlen_attention_for(q: Tensor) -> Callable[..., Any] | None:
+    """`varlen_attention` where it takes queries like these, [..., d]: on a GPU from 2020 on, in fp16 or bf16, with d a
+    multiple of 8 and at most 256."""
+    suits = q.is_cuda and q.dtype in HALF and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
+    return varlen_attention() if suits and torch.cuda.get_device_capability(q.device) >= (8, 0) else None
 
 
 def _flash_attn(

@@ -1,5 +1,6 @@
-"""Plain causal attention over whole rows, without a cache: training and scoring.
+"""Plain causal attention over whole rows, without a cache, by PyTorch: scoring, and training off a GPU or in fp32.
 
+Windows are masked in blocks here; what flash kernels take of them goes through segment_attention.py, which calls those.
 No trees and no cache here: see tree_attention.py, and chain_attention.py for prefill. Shapes: B rows, T queries, S >= T
 keys, H query heads, K key/value heads, d width.
 """
@@ -9,10 +10,10 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
+from longdraft.kernels.backend import HALF
+
 # Queries handled at once where a mask is needed: bounds it at this many rows by the keys that they may read.
 BLOCK = 512
-# What flash kernels take on a GPU.
-HALF = (torch.float16, torch.bfloat16)
 
 
 def causal_attention(q_BTHd: Tensor, k_BSKd: Tensor, v_BSKd: Tensor, window: int | None = None) -> Tensor:

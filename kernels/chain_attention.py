@@ -1,10 +1,11 @@
 """Attention of many rows that are a chain behind the cache: the chunks and the whole prompts of a prefill.
 
 No mask of rows x context is ever made. On a GPU in half precision one flash kernel takes all rows (lower-right causal,
-windows included); it is called directly, since PyTorch's own choice on the newest GPUs is cuDNN's, which makes a plan
-for every length of keys: tens to hundreds of milliseconds for each chunk. In fp32 the Triton kernel of the tree
-attention takes so many rows at a time as it serves. Elsewhere attention falls into parts that are all open or causal
-squares, merged by log-sum-exp. Not here: few rows and trees (tree_attention.py), training (causal_attention.py).
+windows included): flash-attn's where it is installed, else PyTorch's. It is called directly, since PyTorch's own choice
+on the newest GPUs is cuDNN's, which makes a plan for every length of keys: tens to hundreds of milliseconds for each
+chunk. In fp32 the Triton kernel of the tree attention takes so many rows at a time as it serves. Elsewhere attention
+falls into parts that are all open or causal squares, merged by log-sum-exp. Not here: few rows and trees
+(tree_attention.py), training (causal_attention.py).
 Shapes: B slots, T rows of the pass, S cache capacity or keys, H query heads, K key/value heads, d head width.
 """
 
@@ -19,7 +20,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from longdraft.kernels import backend
-from longdraft.kernels.causal_attention import HALF
 from longdraft.kernels.cpu_impl import rows
 from longdraft.kernels.reference.tree_attention import MOST_ROWS, pack_tree
 
@@ -56,7 +56,7 @@ def chain_attention(
         window: the number of rows that a row reads at most, itself included; None for all.
     Returns: [B, T, H, d] in q's dtype, scores scaled by d ** -0.5.
     """
-    if (flash := _flash_for(q_BTHd)) is not None:
+    if (flash := backend.varlen_attention_for(q_BTHd)) is not None:
         return by_flash(flash, q_BTHd, keys_BSKd, values_BSKd, plan, window)
     if (triton := backend.triton_kernels("tree_attention", q_BTHd.device.type)) is not None:
         return in_slices(triton, q_BTHd, keys_BSKd, values_BSKd, plan.lengths_B, window)
@@ -76,7 +76,7 @@ def prompt_attention(
     kernels: with the bits that they have in chunks (kernels/tree_attention.py).
     """
     n_prompts, n_rows = q_BTHd.shape[:2]
-    if (flash := _flash_for(q_BTHd)) is not None:
+    if (flash := backend.varlen_attention_for(q_BTHd)) is not None:
         borders = torch.arange(n_prompts + 1, dtype=torch.int32, device=q_BTHd.device) * n_rows
         flat = (x.flatten(0, 1) for x in (q_BTHd, k_BTKd, v_BTKd))
         return flash(*flat, borders, borders, n_rows, n_rows, window).view(q_BTHd.shape)
@@ -97,12 +97,6 @@ def prompt_attention(
 def first_read(length: int, window: int | None) -> int:
     """The first cache row that a row behind so many committed ones reads."""
     return 0 if window is None else max(0, length - window + 1)
-
-
-def _flash_for(q_BTHd: Tensor) -> Callable[..., Any] | None:
-    """`backend.varlen_attention`, where it takes such queries."""
-    suits = q_BTHd.is_cuda and q_BTHd.dtype in HALF and q_BTHd.shape[-1] % 8 == 0 and q_BTHd.shape[-1] <= 256
-    return backend.varlen_attention() if suits and backend.has_flash(q_BTHd.device) else None
 
 
 def by_flash(

@@ -1,8 +1,9 @@
 """Attention of a draft's rows over another model's cache: every row reads all of its slot's committed rows, no mask.
 
-The plain reference is reference/cross_attention.py. On a GPU with Triton the kernel of the tree attention serves, which
-reads no length to the host. Shapes: B slots, T rows of the pass, S cache capacity, H query
-heads, K key/value heads, G = H / K, d head width.
+The plain reference is reference/cross_attention.py. On a GPU with Triton the kernel of the tree attention serves: it
+reads no length to the host and cuts a long cache into runs, without which few rows leave a GPU idle. Of the flash
+kernels only flash-attn's `flash_attn_with_kvcache` cuts likewise, and PyTorch has none for who has not compiled that.
+Shapes: B slots, T rows of the pass, S cache capacity, H query heads, K key/value heads, G = H / K, d head width.
 """
 
 import torch

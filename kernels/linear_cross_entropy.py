@@ -3,7 +3,9 @@
 The labelled rows of all parts are laid end to end and taken in chunks: logits by one product, loss and ranks from them,
 their gradient in their place, the gradient of the states by a second product. Neither logits nor gradient of them exist
 for more than a chunk, and of the states' size there is their gradient alone. What is done to a chunk's logits is a
-Triton kernel (triton_impl/) or plain PyTorch (reference/); Liger's fused loss stands beside them for comparison.
+Triton kernel (triton_impl/) or plain PyTorch (reference/). Liger's fused loss does less, and so is taken by name alone:
+one part a call; at most the top rank; chunks of M * D / V rows, which read the LM head again for every few hundred; and
+each call waits for the device to count labels.
 Not here: which rows have labels (models/drafts/, train/batches.py).
 Shapes: P parts, N states of a part, M labels of a part, T labels of all, C of a chunk, D hidden, V vocabulary, K ranks.
 """

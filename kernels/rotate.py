@@ -1,5 +1,6 @@
 """RoPE's rotation of query and key heads, behind their norms where a model has such; and, with keys and values written
-to a cache, in one launch on a GPU. Not here: the tables of cosines and sines (models/rope.py).
+to a cache, in one launch on a GPU. Ours, for Liger's RoPE knows neither heads' norms nor caches. Not here: the tables
+of cosines and sines (models/rope.py).
 
 Shapes: B slots, T rows, n heads, d head width, F = d / 2 frequencies; N heads of q, k and v together, K of k and of v;
 S cache capacity.

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from longdraft.kernels import backend
-from longdraft.kernels.causal_attention import HALF, causal_attention
+from longdraft.kernels.causal_attention import causal_attention
 from longdraft.kernels.transfer import from_host
 
 # One kernel wants keys end to end, so what segments share is copied: at most this many rows for each that there is.
@@ -64,7 +64,8 @@ def segment_attention(
     segments = tuple(segment for segment in segments if segment.q_stop > segment.q_start)
     if not segments:
         return _blind(q_NHd)
-    attention = backend.varlen_attention() if _suits_one_kernel(q_NHd, k_MKd, segments) else None
+    copies = sum(segment.k_stop - segment.k_start for segment in segments)
+    attention = backend.varlen_attention_for(q_NHd) if copies <= MOST_COPIES * len(k_MKd) else None
     if attention is None:
         return _one_by_one(q_NHd, k_MKd, v_MKd, segments, window)
     kernels = backend.triton_kernels("segment_attention", q_NHd.device.type)
@@ -72,11 +73,6 @@ def segment_attention(
     if kernels is not None and frozen and q_NHd.requires_grad and torch.is_grad_enabled():
         return with_frozen_keys(attention, kernels.query_gradient, q_NHd, k_MKd, v_MKd, segments, window)
     return in_one_call(attention, q_NHd, k_MKd, v_MKd, segments, window)
-
-
-def _suits_one_kernel(q_NHd: Tensor, k_MKd: Tensor, segments: tuple[Segment, ...]) -> bool:
-    copies = sum(segment.k_stop - segment.k_start for segment in segments)
-    return q_NHd.is_cuda and q_NHd.dtype in HALF and q_NHd.shape[-1] % 8 == 0 and copies <= MOST_COPIES * len(k_MKd)
 
 
 def in_one_call(

@@ -1,7 +1,8 @@
 """Attention of a pass (one token, a chunk of a prompt, a tree) over the cache rows before it and its own rows.
 
 The plain reference is reference/tree_attention.py. On a GPU with Triton triton_impl/tree_attention.py serves passes of
-up to 128 rows and reads no length to the host; on a CPU cpu_impl/rows.py serves. More rows that are a chain are
+up to 128 rows and reads no length to the host; flash-attn's kernels know no ancestors, so that theirs would be a pass
+over the cache, one over the tree and a merge. On a CPU cpu_impl/rows.py serves. More rows that are a chain are
 chain_attention.py's; PyTorch's attention does the rest.
 Shapes: B slots, T rows of the pass, S cache capacity, H query heads, K key/value heads, G = H / K, d head width.
 """

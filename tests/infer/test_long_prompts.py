@@ -13,7 +13,7 @@ from longdraft.infer.drafters.token_recycling import SEED_BYTES, TokenRecycling
 from longdraft.infer.engine import Engine
 from longdraft.infer.memory import estimate_memory
 from longdraft.infer.sampling import SamplingParams
-from longdraft.kernels import chain_attention, linear
+from longdraft.kernels import backend, linear
 from longdraft.models.decoder import Decoder, DecoderConfig
 from longdraft.models.passes import pass_bytes, prompt_rows
 from longdraft.models.rope import RopeConfig
@@ -106,7 +106,7 @@ def test_the_guard_sees_masks(no_masks):
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
     """Meta tensors, which nobody takes for a CPU's, and a flash kernel that allocates its output alone."""
-    monkeypatch.setattr(chain_attention, "_flash_for", lambda _: lambda q, *_: torch.empty_like(q))
+    monkeypatch.setattr(backend, "varlen_attention_for", lambda _: lambda q, *_: torch.empty_like(q))
 
 
 def counted(config: DecoderConfig, dtype: torch.dtype, chunk: int, context: int, device: str, needs: set[str]) -> int:

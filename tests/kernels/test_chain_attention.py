@@ -68,7 +68,7 @@ def test_prompts(trees, monkeypatch, request, way, window):
     if way == "c":
         request.getfixturevalue("c_kernels")
     monkeypatch.setattr(chain_attention.rows, "can_attend", lambda _: way == "c")
-    monkeypatch.setattr(chain_attention, "_flash_for", lambda _: varlen if way == "flash" else None)
+    monkeypatch.setattr(backend, "varlen_attention_for", lambda _: varlen if way == "flash" else None)
     monkeypatch.setattr(backend, "triton_kernels", lambda *_: KERNELS if way == "slices" else None)
     prompts = [300, 1, 0, 129, 77]
     q, k, v = (trees.draw(5, 300, heads, 16, seed=heads) for heads in (6, 2, 2))

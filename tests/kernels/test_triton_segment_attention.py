@@ -168,8 +168,7 @@ def test_it_is_taken_where_the_queries_alone_learn(small_blocks, monkeypatch, le
     given = [x.clone().requires_grad_(name in learning) for x, name in zip(rows, "qkv", strict=True)]
     gradient = triton_impl.query_gradient
     monkeypatch.setattr(triton_impl, "query_gradient", lambda *a: taken.append(1) or gradient(*a))
-    monkeypatch.setattr(kernel, "_suits_one_kernel", lambda *a: True)
-    monkeypatch.setattr(backend, "varlen_attention", lambda: varlen)
+    monkeypatch.setattr(backend, "varlen_attention_for", lambda _: varlen)
     monkeypatch.setattr(backend, "triton_kernels", lambda name, device: triton_impl)
     out = kernel.segment_attention(*given, segments, 7)
     assert out.requires_grad is bool(learning)
