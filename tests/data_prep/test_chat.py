@@ -308,7 +308,7 @@ def test_encoder_is_picklable_and_needs_no_torch(smollm2, tmp_path):
     (tmp_path / "both").write_bytes(pickle.dumps((encoder, conversation)))
     script = """
 import pickle, sys
-from longdraft.data_prep import prepare, unit
+from longdraft.data_prep import prepare, shard_task
 encoder, conversation = pickle.load(open(sys.argv[1], "rb"))
 (encoded,) = encoder.encode_document(conversation)
 print(encoded.tokens.tolist(), list(encoded.spans), *{"torch", "transformers"} & set(sys.modules))

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from longdraft.data_prep import unit as unit_module
+from longdraft.data_prep import shard_task
 from longdraft.data_prep.documents import check_messages
 from longdraft.data_prep.inspection import as_text, inspect
 from longdraft.data_prep.prepare import PrepareConfig, prepare
@@ -191,13 +191,13 @@ def test_a_budget_holds_long_documents_and_stops_reading(tmp_path, tiny_tokenize
     read = []
     sources = same_way([str(tmp_path / "books")])
     config = PrepareConfig(sources, tmp_path / "out", 256, heldout_share=0, max_tokens=6 * n)
-    original = unit_module.read_documents
+    original = shard_task.read_documents
 
     def counted(segment, form):
         read.append(segment.file.name)
         return original(segment, form)
 
-    monkeypatch.setattr(unit_module, "read_documents", counted)
+    monkeypatch.setattr(shard_task, "read_documents", counted)
     split = prepare(config, tiny_tokenizer, "hash")["splits"]["train"]
     assert 4 <= split["documents"] <= 6 and split["tokens"] <= 6 * n
     assert len(read) < 40, "files beyond the budget were opened"

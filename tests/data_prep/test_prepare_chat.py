@@ -143,11 +143,11 @@ def test_two_workers_and_a_stop_make_the_same_bytes(config, tiny_tokenizer, monk
     other = replace(config, out=config.out.with_name("other"))
     make_shard, made = prepare_module.make_shard, []
 
-    def stop_after_three(unit, *args):
+    def stop_after_three(task, **given):
         if len(made) == 3:
             raise KeyboardInterrupt
-        make_shard(unit, *args)
-        made.append(unit)
+        make_shard(task, **given)
+        made.append(task)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(prepare_module, "make_shard", stop_after_three)
