@@ -28,7 +28,7 @@ from longdraft.infer.results import Generation
 from longdraft.infer.sampling import SamplingParams
 from longdraft.kernels.cpu_impl.rows import decoding
 from longdraft.models.kv_cache import KVCache
-from longdraft.models.passes import prompt_rows
+from longdraft.models.passes import Pass, prompt_rows
 from longdraft.models.target import Target
 
 UNWATCHED = Unwatched()
@@ -190,7 +190,7 @@ def width_curve(
     warm_up = 2 if graphs.recording else 1
 
     def logits(rows_BN: Tensor) -> Tensor:
-        found = model(rows_BN, cache=cache, needs={"logits"}).logits
+        found = model(Pass(rows_BN, cache=cache, needs={"logits"})).logits
         assert found is not None
         return found
 
@@ -211,7 +211,7 @@ def width_curve(
 def _prefill(target: Target, cache: KVCache, tokens_1T: Tensor, watch: Watch) -> None:
     """These tokens into the empty cache, in passes as decoding makes them."""
     for chunk in tokens_1T.split(prompt_rows(tokens_1T.device.type), dim=1):
-        target.model(chunk, cache=cache, needs={"last_kv"})
+        target.model(Pass(chunk, cache=cache, needs={"last_kv"}))
         cache.commit(None, torch.tensor([chunk.shape[1]], device=chunk.device))
         watch.advance(prefill_cost(chunk.shape[1]))
 
@@ -226,7 +226,7 @@ def choice_logits(target: Target, tokens: Sequence[int], start: int, width: int,
     _prefill(target, cache, rows[:, :start], UNWATCHED)
     logits = []
     for part in rows[:, start:].split(width, dim=1):
-        logits.append(model(part, cache=cache).logits[0])
+        logits.append(model(Pass(part, cache=cache)).logits[0])
         watch.advance(_pass_cost(part.shape[1]) if width > 1 else 1)
         cache.commit(None, torch.tensor([part.shape[1]], device=device))
     return torch.cat(logits)

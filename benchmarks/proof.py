@@ -19,7 +19,8 @@ from longdraft.infer.engine import Engine
 from longdraft.infer.history import History
 from longdraft.infer.memory import layer_weights, size
 from longdraft.infer.sampling import SamplingParams, SlotSampling
-from longdraft.models.decoder import Decoder, DecoderConfig, Layer
+from longdraft.models.decoder import Decoder, Layer
+from longdraft.models.decoder_config import DecoderConfig
 from longdraft.models.target import Target
 
 FORMS = ("fp32", "layerwise", "serving")

@@ -20,6 +20,7 @@ from longdraft.infer.graphs import cuda_graphs
 from longdraft.models.decoder import Decoder
 from longdraft.models.hf import build_decoder, decoder_config
 from longdraft.models.kv_cache import KVCache
+from longdraft.models.passes import Pass
 
 SMALL_LAYERS, SMALL_CONTEXT, COMPARED_NODES = 2, 33, 8  # of the model that is compared with plain passes
 MOST_ON_A_CPU = 4 * 2**30  # bytes of weights and cache: drawing and reading more takes minutes
@@ -71,7 +72,7 @@ def make_small_case(bench: Bench, profile: Profile, nodes: int) -> Case:
     generator = torch.Generator().manual_seed(0)
     context = torch.randint(profile.vocab_size, (1, SMALL_CONTEXT), generator=generator).to(bench.device)
     cache = model.new_cache(1, capacity)
-    model(context, cache=cache, needs={"last_kv"})
+    model(Pass(context, cache=cache, needs={"last_kv"}))
     cache.commit(None, torch.tensor([SMALL_CONTEXT], device=bench.device))
     case = make_case(bench, model, cache, nodes)
     case.compared = sorted({*range(0, nodes, -(-nodes // COMPARED_NODES)), nodes - 1})
@@ -87,14 +88,14 @@ def _alone(model: Decoder, case: Case, context: Tensor) -> Tensor:
         path = slice(node, node + 1) if case.tree_mask_1NN is None else case.tree_mask_1NN[0, node]
         history = torch.cat((context, case.tokens_1N[:, path]), 1)
         last = torch.tensor([[history.shape[1] - 1]], device=history.device)
-        found.append(model(history, logits_rows_BR=last).logits[0, 0])
+        found.append(model(Pass(history, logits_at_BR=last)).logits[0, 0])
     return torch.stack(found)
 
 
 def _launches(case: Case) -> Run:
     def run() -> Tensor:
         output = case.model(
-            case.tokens_1N, cache=case.cache, positions_BT=case.positions_1N, tree_mask_BTT=case.tree_mask_1NN
+            Pass(case.tokens_1N, cache=case.cache, positions_BT=case.positions_1N, tree_mask_BTT=case.tree_mask_1NN)
         )
         return output.logits
 

@@ -31,7 +31,7 @@ from longdraft.kernels.linear import prompt_in_c
 from longdraft.kernels.transfer import HostCopy, from_host, integers
 from longdraft.models.device import on_device
 from longdraft.models.kv_cache import KVCache
-from longdraft.models.passes import prompt_rows
+from longdraft.models.passes import Pass, prompt_rows
 from longdraft.models.target import Target
 
 IDLE = SamplingParams()
@@ -306,7 +306,7 @@ class Engine:
             tokens = integers(chunk, self.device)[None]
             with self._threads(len(chunk)):
                 # Where nobody reads hidden states, the last layer's keys and values end the pass.
-                output = self.target.model(tokens, cache=own, needs=self.drafter.needs or frozenset({"last_kv"}))
+                output = self.target.model(Pass(tokens, cache=own, needs=self.drafter.needs or frozenset({"last_kv"})))
                 own.commit(None, torch.full((1,), len(chunk), device=self.device))
                 self.drafter.on_prefill([first], tokens, output)
         seconds = time.perf_counter() - begin
@@ -323,7 +323,9 @@ class Engine:
         needs = self.drafter.needs or frozenset({"last_kv"})
         last_B = (counts_B - 1).clamp(min=0) if "queries" in needs else None
         with self._threads(max(counts)):
-            output = self.target.model(tokens, cache=cache, needs=needs, query_rows_B=last_B, prompts=counts)
+            output = self.target.model(
+                Pass(tokens, cache=cache, needs=needs, queries_at_B=last_B, prompt_lengths=counts)
+            )
             cache.commit(None, counts_B)
             for place, (slot, count) in enumerate(zip(slots, counts, strict=True)):
                 if count:

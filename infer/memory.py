@@ -12,7 +12,8 @@ import torch
 from longdraft.infer.drafters.base import Drafter
 from longdraft.infer.sampling import MOST_SORTED, SORTED_BYTES
 from longdraft.kernels import backend
-from longdraft.models.decoder import Decoder, DecoderConfig
+from longdraft.models.decoder import Decoder
+from longdraft.models.decoder_config import DecoderConfig
 from longdraft.models.device import free_bytes
 from longdraft.models.passes import pass_bytes
 from longdraft.models.recorded_layers import recorded_bytes

@@ -16,7 +16,7 @@ from longdraft.infer.selection import Policy
 from longdraft.kernels import backend
 from longdraft.kernels.selection import gather_rows
 from longdraft.kernels.transfer import HostCopy, integers
-from longdraft.models.decoder import DecoderConfig
+from longdraft.models.decoder_config import DecoderConfig
 from longdraft.models.kv_cache import KVCache
 
 

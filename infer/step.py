@@ -15,8 +15,9 @@ from longdraft.infer.accept import AcceptResult, accept, accept_chosen
 from longdraft.infer.drafters.base import Drafter, SlotState
 from longdraft.infer.tree import TokenTree
 from longdraft.kernels import backend
-from longdraft.models.decoder import Decoder, TargetOutput
+from longdraft.models.decoder import Decoder
 from longdraft.models.kv_cache import KVCache
+from longdraft.models.passes import Pass, TargetOutput
 
 
 @dataclass(frozen=True)
@@ -82,12 +83,14 @@ def take_step(
     ) -> tuple[AcceptResult, TargetOutput]:
         positions_BN = state.positions[:, None] if alone else state.positions[:, None] + of_tree[1]
         output = model(
-            tokens_BN,
-            cache=cache,
-            positions_BT=positions_BN,
-            tree_mask_BTT=None if alone else of_tree[0],
-            needs=needs | {"logits"},
-            query_rows_B=torch.zeros_like(state.positions) if "queries" in needs else None,
+            Pass(
+                tokens_BN,
+                cache=cache,
+                positions_BT=positions_BN,
+                tree_mask_BTT=None if alone else of_tree[0],
+                needs=needs | {"logits"},
+                queries_at_B=torch.zeros_like(state.positions) if "queries" in needs else None,
+            )
         )
         clock.passed = time.perf_counter()
         assert output.logits is not None

@@ -68,7 +68,7 @@ def chain_attention(
 
 
 def prompt_attention(
-    q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, prompts: Sequence[int], window: int | None = None
+    q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, prompt_lengths: Sequence[int], window: int | None = None
 ) -> Tensor:
     """`chain_attention` of whole prompts of these lengths, padded behind their ends; zeros or anything there.
 
@@ -84,7 +84,7 @@ def prompt_attention(
     if (triton := backend.triton_kernels("tree_attention", q_BTHd.device.type)) is not None:
         return in_slices(triton, q_BTHd, k_BTKd, v_BTKd, start_B, window)
     out_BTHd = q_BTHd.new_zeros(q_BTHd.shape)
-    for slot, count in enumerate(prompts):
+    for slot, count in enumerate(prompt_lengths):
         own = slice(slot, slot + 1), slice(count)
         qkv = q_BTHd[own], k_BTKd[own], v_BTKd[own]
         if 0 < count <= rows.MOST_ATTENTION_ROWS and q_BTHd.device.type == "cpu" and rows.can_attend(q_BTHd):

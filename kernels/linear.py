@@ -44,7 +44,7 @@ def linear(
     norm: tuple[Tensor, float] | None = None,
     gated: bool = False,
     residual: Tensor | None = None,
-    prompts: Sequence[int] | None = None,
+    prompt_lengths: Sequence[int] | None = None,
 ) -> Tensor:
     """residual + RMSNorm(x) W^T + b, or gated: [..., N], gated [..., N / 2]; each part but the product is optional.
 
@@ -57,22 +57,22 @@ def linear(
         norm: weight [I] and epsilon of an RMSNorm of x.
         gated: silu(first half of the outputs) * second half.
         residual: like the result, added to it; not with `gated`.
-        prompts: x is [B, T, I], and so many rows of each slot are a prompt's; behind them the result says nothing. On a
-            CPU a prompt's rows are multiplied by themselves, by what is fastest for so many, so that the result for a
-            prompt does not depend on the others.
+        prompt_lengths: x is [B, T, I], and so many rows of each slot are a prompt's; behind them the result says
+            nothing. On a CPU a prompt's rows are multiplied by themselves, by what is fastest for so many, so that the
+            result for a prompt does not depend on the others.
     """
     assert residual is None or not gated
     n_inputs = x.shape[-1]
     n_rows = x.numel() // n_inputs
     # A slot's rows decide, not the batch's: its tree must meet the same arithmetic as its plain decoding.
     few = n_rows > 0 and (n_rows <= rows.MOST_LINEAR_ROWS or x.shape[-2] <= rows.MOST_ATTENTION_ROWS)
-    if few and prompts is None and _in_c(x, weight_NI, gated):
+    if few and prompt_lengths is None and _in_c(x, weight_NI, gated):
         return rows.linear_rows(x, weight_NI, bias_N, norm, gated, residual)
-    if prompts is not None and x.device.type == "cpu":
-        if all(prompt_in_c(count, x.dtype) for count in prompts) and _in_c(x, weight_NI, gated):
+    if prompt_lengths is not None and x.device.type == "cpu":
+        if all(prompt_in_c(count, x.dtype) for count in prompt_lengths) and _in_c(x, weight_NI, gated):
             return rows.linear_rows(x, weight_NI, bias_N, norm, gated, residual)
-        if len(prompts) > 1:
-            return _by_prompt(x, weight_NI, bias_N, norm, gated, residual, prompts)
+        if len(prompt_lengths) > 1:
+            return _by_prompt(x, weight_NI, bias_N, norm, gated, residual, prompt_lengths)
     if norm is not None:
         x = rms_norm(x, *norm)
     if x.dtype == torch.bfloat16 and _frozen_on_cpu(x) and n_rows >= FP32_FROM and emulates_bf16():
@@ -99,15 +99,15 @@ def _by_prompt(
     norm: tuple[Tensor, float] | None,
     gated: bool,
     residual_BTN: Tensor | None,
-    prompts: Sequence[int],
+    prompt_lengths: Sequence[int],
 ) -> Tensor:
     """Each prompt's rows by themselves; zeros behind them."""
     n_outputs = len(weight_NI) // 2 if gated else len(weight_NI)
     out_BTN = x_BTI.new_zeros(*x_BTI.shape[:2], n_outputs)
-    for slot, count in enumerate(prompts):
+    for slot, count in enumerate(prompt_lengths):
         own = slice(slot, slot + 1), slice(count)
         residual = None if residual_BTN is None else residual_BTN[own]
-        given = {"norm": norm, "gated": gated, "residual": residual, "prompts": [count]}
+        given = {"norm": norm, "gated": gated, "residual": residual, "prompt_lengths": [count]}
         out_BTN[own] = linear(x_BTI[own], weight_NI, bias_N, **given)
     return out_BTN
 

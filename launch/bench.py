@@ -17,7 +17,8 @@ from longdraft.launch.console import ends_on_ctrl_c, framed, leave, note, show
 if TYPE_CHECKING:
     import torch
 
-    from longdraft.models.decoder import Decoder, DecoderConfig
+    from longdraft.models.decoder import Decoder
+    from longdraft.models.decoder_config import DecoderConfig
     from longdraft.models.target import Target
 
 PROMPTS = 4

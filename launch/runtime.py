@@ -13,7 +13,8 @@ from longdraft.infer.drafters.build import DRAFTERS, TRAINED
 from longdraft.infer.memory import available_bytes, size, weight_count
 from longdraft.infer.sampling import SamplingParams
 from longdraft.launch.console import note, said
-from longdraft.models.decoder import Decoder, DecoderConfig
+from longdraft.models.decoder import Decoder
+from longdraft.models.decoder_config import DecoderConfig
 from longdraft.models.device import check_device, default_device, start
 from longdraft.models.draft_files import CONFIG
 from longdraft.models.draft_folder import read_info

@@ -13,7 +13,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from longdraft.models.decoder import Decoder, DecoderConfig
+from longdraft.models.decoder import Decoder
+from longdraft.models.decoder_config import DecoderConfig
 
 # GGUF name of each Hugging Face module (llama.cpp's convention), without ".weight" / ".bias".
 GGUF_LAYER_NAMES = {

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from longdraft.models.decoder import Decoder, DecoderConfig
+from longdraft.models.decoder import Decoder
+from longdraft.models.decoder_config import DecoderConfig
 
 # Call-time state of a fast tokenizer: it changes with every padded call and says nothing about token ids.
 CALL_STATE = ("truncation", "padding")

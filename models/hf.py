@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerFast
 
 from longdraft.models.checkpoint import fill, folder_tensors, places
-from longdraft.models.decoder import Decoder, DecoderConfig
+from longdraft.models.decoder import Decoder
+from longdraft.models.decoder_config import DecoderConfig
 from longdraft.models.device import check_device
 from longdraft.models.fingerprint import fingerprint
 from longdraft.models.gguf_file import GGUFFile

@@ -1,16 +1,134 @@
-"""How many rows a pass over a prompt has, and what a pass through a cache holds beside it. Not here: training's passes
-(train/memory.py)."""
+"""One pass of a decoder: what goes in, what comes out, and how much memory it takes.
+
+Not here: the computation (models/decoder.py) and what a pass of training holds (train/memory.py).
+Shapes: B slots, T query tokens a slot, R of them with logits, D hidden width, H query heads, K key/value heads, d head
+width, V vocabulary.
+"""
+
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
+from torch import Tensor
 
-from longdraft.models.decoder import DecoderConfig
+from longdraft.kernels.segment_attention import Segment
+from longdraft.models.decoder_config import DecoderConfig
+from longdraft.models.kv_cache import KVCache
 
-# A GPU reads all weights and the whole context once a pass, so many rows share them there; a CPU's caches want fewer.
+NEEDS = frozenset({"logits", "pre_norm", "post_norm", "last_kv", "queries"})
+# Tokens of a prompt that a pass takes: a GPU reads all weights and the whole context once a pass, so many tokens share
+# them there; a CPU's caches want fewer.
 ROWS_GPU, ROWS_CPU = 2048, 512
 
 
+class SequenceShard(Protocol):
+    """What one of several processes that share a packed sequence does of a pass (train/sequence_parallel.py)."""
+
+    tokens: slice  # of the pass: its own
+
+    def attend(self, q_nHd: Tensor, k_nKd: Tensor, v_nKd: Tensor, pieces: list[Segment], window: int | None) -> Tensor:
+        """Attention of its tokens over those of all processes, [n, H, d]; the pieces are the whole sequence's."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Pass:
+    """The input of a decoder. Without a cache a pass is causal; with one it stands behind each slot's committed tokens.
+
+    Attributes:
+        tokens_BT: integer token ids.
+        cache: the pass's K and V are written behind each slot's length; the caller commits with `cache.commit`.
+        positions_BT: int64 positions for RoPE, jumps allowed; they never change what a token attends to. None:
+            0 .. T-1, behind the slot's length where there is a cache.
+        tree_mask_BTT: bool; token i reads token j of the pass (a node's ancestors and itself). None: a chain. Positions
+            of a tree must be given: a node's is its parent's plus one.
+        needs: fields of TargetOutput to compute; nothing else is. {"last_kv"} and {"queries"} stop after the last
+            layer's K and V, {"pre_norm"} before the final norm.
+        logits_at_BR: int64 indices of the tokens of the pass whose logits are wanted; None: all.
+        queries_at_B: int64 index of the token whose queries are wanted; None: the last.
+        borders: pieces that lie end to end in one packed sequence and do not read each other: where each starts, and at
+            the end T. Without a cache only; positions start at 0 in each piece.
+        chunk: tokens that products and feed-forward take at a time, which bounds their memory; attention takes all
+            tokens. Without a cache only. None: all.
+        shard: with borders, what this process does of the sequence, where several share it; it gets the fields of its
+            own tokens.
+        prompt_lengths: the tokens are whole prompts, so many of each slot and then padding of which the output says
+            nothing; the cache's slots are empty. What a prompt gives does not depend on the others of the pass on a
+            CPU.
+    Raises: ValueError for an unknown name in `needs`, a tree without a cache or without positions, borders or a chunk
+        with a cache, borders that are not those of one packed sequence.
+    """
+
+    tokens_BT: Tensor
+    cache: KVCache | None = None
+    positions_BT: Tensor | None = None
+    tree_mask_BTT: Tensor | None = None
+    needs: Set[str] = frozenset({"logits"})
+    logits_at_BR: Tensor | None = None
+    queries_at_B: Tensor | None = None
+    borders: Sequence[int] | None = None
+    chunk: int | None = None
+    shard: SequenceShard | None = None
+    prompt_lengths: Sequence[int] | None = None
+
+    def __post_init__(self) -> None:
+        cached, tree, prompts = self.cache is not None, self.tree_mask_BTT is not None, self.prompt_lengths
+        if not self.needs <= NEEDS:
+            raise ValueError(f"needs has {sorted(self.needs - NEEDS)}; known: {sorted(NEEDS)}")
+        if tree and (not cached or self.positions_BT is None):
+            raise ValueError("tree_mask_BTT needs a cache and positions_BT")
+        if prompts is not None and (not cached or tree or len(prompts) != len(self.tokens_BT)):
+            raise ValueError(f"prompt_lengths: {prompts}; give one length a slot, with a cache and without a tree")
+        if self.chunk is not None and (cached or self.chunk < 1):
+            raise ValueError(f"chunk: {self.chunk}; give at least 1, and none with a cache, whose passes are chunks")
+        if self.borders is not None:
+            self._check_borders(self.borders)
+        assert self.shard is None or self.borders is not None
+
+    def _check_borders(self, borders: Sequence[int]) -> None:
+        n_sequences, n_tokens = self.tokens_BT.shape
+        if self.cache is not None or n_sequences != 1:
+            given = f"{n_sequences} sequences or a cache"
+            raise ValueError(f"borders: pieces lie end to end in one sequence without a cache; {given} given")
+        if [borders[0], *sorted(borders), borders[-1]] != [0, *borders, n_tokens]:
+            where = f"in order from 0, and then {n_tokens}"
+            raise ValueError(f"borders: {list(borders)}; give where each piece starts, {where}")
+
+
+@dataclass
+class TargetOutput:
+    """What a pass gives; a field that was not asked for is None. All in the model's dtype.
+
+    logits [B, R, V] of the requested tokens; pre_norm [B, T, D], the last layer's output before the final norm
+    (h_0 of TokenSwift); post_norm [B, T, D]; last_kv: the last layer's post-RoPE K and V of this pass, each
+    [B, T, K, d]; queries [n_layers, B, H, d]: post-RoPE query of one token of each slot, in every layer.
+    """
+
+    logits: Tensor | None = None
+    pre_norm: Tensor | None = None
+    post_norm: Tensor | None = None
+    last_kv: tuple[Tensor, Tensor] | None = None
+    queries: Tensor | None = None
+
+    def of_slot(self, slot: int, n_tokens: int) -> "TargetOutput":
+        """The first tokens of one slot: views with B = 1."""
+        own, both = slice(slot, slot + 1), self.last_kv
+
+        def first(x_BTX: Tensor | None) -> Tensor | None:
+            return None if x_BTX is None else x_BTX[own, :n_tokens]
+
+        return TargetOutput(
+            first(self.logits),
+            first(self.pre_norm),
+            first(self.post_norm),
+            None if both is None else (both[0][own, :n_tokens], both[1][own, :n_tokens]),
+            None if self.queries is None else self.queries[:, own],
+        )
+
+
 def prompt_rows(device_type: str) -> int:
-    """Rows of a pass over a prompt, where nobody says how many."""
+    """Tokens of a pass over a prompt, where nobody says how many."""
     return ROWS_CPU if device_type == "cpu" else ROWS_GPU
 
 

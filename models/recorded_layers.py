@@ -6,7 +6,7 @@ again from then on. Not here: a step's recordings on a GPU (infer/graphs.py).
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import Generic, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -15,10 +15,8 @@ from torch import Tensor
 from longdraft.kernels import backend
 from longdraft.kernels.cpu_impl import rows
 from longdraft.kernels.cpu_impl.program import Program, Unrecordable
+from longdraft.models.decoder_config import DecoderConfig
 from longdraft.models.kv_cache import KVCache
-
-if TYPE_CHECKING:
-    from longdraft.models.decoder import DecoderConfig
 
 T = TypeVar("T")
 # Above this the calls take so long that Python's part does not count, and their buffers take memory.
@@ -98,7 +96,7 @@ class RecordedLayers:
         return _Known(copies, [(weight, weight.data_ptr()) for weight in weights()], program)
 
 
-def recorded_bytes(config: "DecoderConfig", n_rows: int, weight: Tensor) -> int:
+def recorded_bytes(config: DecoderConfig, n_rows: int, weight: Tensor) -> int:
     """What the recording of a pass of so many rows, all slots together, keeps; 0 where there is none.
 
     weight: one of the model's, for device and dtype.

@@ -5,6 +5,7 @@ call of C each (kernels/linear.py). On a GPU products are a library's, so an add
 and the two are one kernel (kernels/rms_norm.py). Shapes: B slots, T rows, D hidden width.
 """
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -35,10 +36,14 @@ class Product(Protocol):
 
 
 class Stream:
-    """The stream of a pass's rows [B, T, D]: sub-layers read it through their norms and add to it, in turn."""
+    """The stream of a pass's tokens [B, T, D]: sub-layers read it through their norms and add to it, in turn.
 
-    def __init__(self, rows_BTD: Tensor):
+    prompt_lengths: where the tokens are whole prompts, for the products (kernels/linear.py).
+    """
+
+    def __init__(self, rows_BTD: Tensor, prompt_lengths: Sequence[int] | None = None):
         self._rows, self._waiting = rows_BTD, None
+        self._of_products = {} if prompt_lengths is None else {"prompt_lengths": prompt_lengths}
 
     @property
     def rows(self) -> Tensor:
@@ -58,15 +63,15 @@ class Stream:
     def read(self, product: Product, norm: RMSNorm, **options: Any) -> Tensor:
         """product(norm(stream)); `options` go to the product."""
         if self._waiting is None:
-            return product(self._rows, norm, **options)
-        return product(self.normed(norm), **options)
+            return product(self._rows, norm, **self._of_products, **options)
+        return product(self.normed(norm), **self._of_products, **options)
 
-    def add(self, product: Product, x: Tensor, **options: Any) -> None:
-        """stream + product(x); `options` go to the product."""
+    def add(self, product: Product, x: Tensor) -> None:
+        """stream + product(x)."""
         if adds_with_norm(self._rows):
-            self._rows, self._waiting = self.rows, product(x, **options)
+            self._rows, self._waiting = self.rows, product(x, **self._of_products)
         else:
-            self._rows = product(x, residual=self._rows, **options)
+            self._rows = product(x, residual=self._rows, **self._of_products)
 
     def part(self, rows: slice) -> "Stream":
         """The stream of some rows, from here on a stream of its own."""

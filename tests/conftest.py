@@ -37,7 +37,7 @@ if not torch.cuda.is_available():
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the CPU is meant, also where there is a GPU that PyTorch cannot use
 
 from longdraft.kernels.cpu_impl import rows
-from longdraft.models.decoder import DecoderConfig
+from longdraft.models.decoder_config import DecoderConfig
 from longdraft.models.fingerprint import fingerprint
 from longdraft.models.hf import build_decoder
 from longdraft.models.rope import RopeConfig

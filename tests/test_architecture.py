@@ -1,6 +1,7 @@
 """The house's rules, checked on the syntax trees: who may import whom, full names only, no package markers."""
 
 import ast
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,12 @@ def test_imports_follow_the_design(path):
             assert any(ours == a or ours.startswith(a + ".") for a in allowed), (
                 f"{folder}/ may import {sorted(allowed)}, but {path.name} imports {name}"
             )
+
+
+def test_imports_have_no_circles():
+    """Imports for type checking and inside functions count too."""
+    modules = {".".join(("longdraft", *path.relative_to(ROOT).with_suffix("").parts)): path for path in FILES}
+    TopologicalSorter({name: modules.keys() & imported(path) for name, path in modules.items()}).prepare()
 
 
 @pytest.mark.parametrize("path", FILES, ids=NAMES)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from longdraft.models.decoder import DecoderConfig
+from longdraft.models.decoder_config import DecoderConfig
 from longdraft.models.hf import read_target_config
 from longdraft.train import memory, operations
 from longdraft.train.config import Config, accumulation, check_positions, empty_passes

@@ -25,6 +25,7 @@ from longdraft.infer.sampling import SamplingParams
 from longdraft.models.decoder import Decoder
 from longdraft.models.draft_folder import DRAFTS, Draft
 from longdraft.models.drafts.longspec import LongSpec
+from longdraft.models.passes import Pass
 from longdraft.models.target import Target
 from longdraft.train import checkpoint
 from longdraft.train.batches import Rows
@@ -269,7 +270,7 @@ def _one_pass_of_all(model: Decoder, ranks: Ranks) -> Iterator[None]:
         hook.remove()
     token_11 = torch.zeros(1, 1, dtype=torch.int64, device=model.embed_tokens.weight.device)
     while ranks.sum([0.0])[0]:
-        model(token_11, needs={"last_kv"})
+        model(Pass(token_11, needs={"last_kv"}))
 
 
 def mean_tokens_per_step(measured: Sequence[Measured]) -> float:

@@ -19,6 +19,7 @@ from longdraft.models.draft_folder import DRAFTS, Draft, DraftInfo, load_draft, 
 from longdraft.models.drafts.longspec import LongSpec, plan_queries
 from longdraft.models.drafts.loss import RANKS
 from longdraft.models.hf import load_target
+from longdraft.models.passes import Pass
 from longdraft.models.target import Target
 from longdraft.train import checkpoint, vllm_medusa
 from longdraft.train.batches import Place, read_batch
@@ -220,7 +221,7 @@ def _logits(target: Target, draft: Draft | VllmMedusa, tokens_N: Tensor, borders
     model, head = target.model, target.model.lm_head.weight
     if isinstance(draft, LongSpec):
         head = head if draft.token_ids is None else head[draft.token_ids]
-        last_kv = model(tokens_N[None], borders=borders, needs={"last_kv"}).last_kv
+        last_kv = model(Pass(tokens_N[None], borders=borders, needs={"last_kv"})).last_kv
         assert last_kv is not None
         seen = model.embed_tokens(tokens_N), plain_positions(borders).to(tokens_N.device), last_kv[0][0], last_kv[1][0]
         for shift in range(1, draft.config.noise + 1):
@@ -228,7 +229,7 @@ def _logits(target: Target, draft: Draft | VllmMedusa, tokens_N: Tensor, borders
             yield draft.states(*seen, queries) @ head.T
         return
     (field,) = draft.needs
-    hidden_ND = getattr(model(tokens_N[None], borders=borders, needs=draft.needs), field)[0]
+    hidden_ND = getattr(model(Pass(tokens_N[None], borders=borders, needs=draft.needs)), field)[0]
     head = draft.lm_head_VD if isinstance(draft, VllmMedusa) else head
     for state_ND in draft.states(hidden_ND):
         yield state_ND @ head.T

@@ -20,7 +20,8 @@ from longdraft.kernels.causal_attention import BLOCK
 from longdraft.kernels.linear_cross_entropy import rows_per_chunk
 from longdraft.kernels.reference.linear_cross_entropy import rows_per_block
 from longdraft.kernels.segment_attention import MOST_COPIES
-from longdraft.models.decoder import Decoder, DecoderConfig
+from longdraft.models.decoder import Decoder
+from longdraft.models.decoder_config import DecoderConfig
 from longdraft.models.draft_folder import DRAFTS
 from longdraft.models.drafts.longspec import LongSpecConfig
 from longdraft.models.drafts.tokenswift import TokenSwiftConfig

@@ -15,11 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from longdraft.kernels.transfer import from_host
-from longdraft.models.decoder import Decoder, TargetOutput
+from longdraft.models.decoder import Decoder
 from longdraft.models.drafts.longspec import LongSpec, Queries, plan_queries
 from longdraft.models.drafts.loss import Part, ahead
 from longdraft.models.drafts.medusa import Medusa
 from longdraft.models.drafts.tokenswift import TokenSwift, TokenSwiftConfig
+from longdraft.models.passes import TargetOutput
 from longdraft.train.batches import Batch, draws
 from longdraft.train.config import Config, LongSpecSection
 from longdraft.train.teacher import Teacher

@@ -9,7 +9,7 @@ Shapes: L tokens of a row, one piece; D hidden, F the query heads' width, I feed
 from dataclasses import dataclass
 from typing import Any
 
-from longdraft.models.decoder import DecoderConfig
+from longdraft.models.decoder_config import DecoderConfig
 from longdraft.models.drafts.longspec import LongSpecConfig
 from longdraft.train.config import Config
 

@@ -6,8 +6,7 @@ draft, which every rank runs for its own slice of queries; weights shared out am
 Shapes: N tokens end to end, n of them a rank's, D hidden, H query heads, K key/value heads, d head width.
 """
 
-from collections.abc import Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -15,7 +14,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from longdraft.kernels.segment_attention import Segment, segment_attention
-from longdraft.models.decoder import Decoder, DecoderConfig, TargetOutput
+from longdraft.models.decoder import Decoder
+from longdraft.models.decoder_config import DecoderConfig
+from longdraft.models.passes import Pass, TargetOutput
 from longdraft.train.ranks import TIMEOUT  # before DeepSpeed: it names the accelerator
 
 # isort: split
@@ -59,24 +60,16 @@ class SequenceParallel:
         return min(self.rank * width, n_tokens), min((self.rank + 1) * width, n_tokens)
 
     @torch.no_grad()
-    def look(
-        self,
-        model: Decoder,
-        tokens_1N: Tensor,
-        *,
-        borders: Sequence[int],
-        positions_1N: Tensor | None = None,
-        needs: Set[str],
-        row_chunk: int | None = None,
-    ) -> TargetOutput:
-        """The target's pass over the whole row, which every rank gives alike (tokens, borders, positions: as for
-        `Decoder.forward`).
+    def look(self, model: Decoder, given: Pass) -> TargetOutput:
+        """The target's pass over a whole packed sequence, which every rank gives alike.
 
         Args:
-            needs: last_kv, pre_norm, post_norm, logits.
+            given: with borders and without a cache; needs last_kv, pre_norm, post_norm, logits.
         Returns: last_kv of all N tokens, on every rank; the others of this rank's tokens, those of `share(N)`:
             [1, n, ...].
         """
+        tokens_1N, borders, positions_1N = given.tokens_BT, given.borders, given.positions_BT
+        assert borders is not None
         n_tokens = tokens_1N.shape[1]
         width = -(-n_tokens // self.size)
         # All ranks exchange equally many rows: what is lacking becomes a piece of its own, which nothing reads.
@@ -85,9 +78,7 @@ class SequenceParallel:
             tokens_1N, borders = F.pad(tokens_1N, (0, lacking)), [*borders, n_tokens + lacking]
             positions_1N = None if positions_1N is None else F.pad(positions_1N, (0, lacking))
         share = _Share(slice(self.rank * width, (self.rank + 1) * width), self._attention)
-        output = model(
-            tokens_1N, borders=borders, positions_BT=positions_1N, needs=needs, row_chunk=row_chunk, share=share
-        )
+        output = model(replace(given, tokens_BT=tokens_1N, borders=borders, positions_BT=positions_1N, shard=share))
         start, stop = self.share(n_tokens)
         for name in ("pre_norm", "post_norm", "logits"):
             field = getattr(output, name)
@@ -115,9 +106,9 @@ class SequenceParallel:
 
 @dataclass
 class _Share:
-    """See `RowShare` (models/decoder.py)."""
+    """See `SequenceShard` (models/passes.py)."""
 
-    rows: slice
+    tokens: slice
     attention: DistributedAttention
 
     def attend(self, q_nHd: Tensor, k_nKd: Tensor, v_nKd: Tensor, pieces: list[Segment], window: int | None) -> Tensor:

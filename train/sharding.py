@@ -16,7 +16,8 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from longdraft.models.decoder import Decoder, DecoderConfig, Layer
+from longdraft.models.decoder import Decoder, Layer
+from longdraft.models.decoder_config import DecoderConfig
 from longdraft.models.hf import load_target
 from longdraft.models.target import Target
 from longdraft.train.ranks import Ranks  # before DeepSpeed: it names the accelerator

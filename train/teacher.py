@@ -10,7 +10,8 @@ from collections.abc import Set
 import torch
 from torch import Tensor
 
-from longdraft.models.decoder import Decoder, TargetOutput
+from longdraft.models.decoder import Decoder
+from longdraft.models.passes import Pass, TargetOutput
 from longdraft.train.sequence_parallel import SequenceParallel
 
 CHOICE_ROWS = 128
@@ -48,12 +49,9 @@ class Teacher:
 
         Of rows that ranks share, last_kv is of all tokens, hidden states are of this rank's `share`.
         """
-        row = {"borders": borders, "needs": needs, "row_chunk": ROW_CHUNK}
         positions_1N = None if positions_N is None else positions_N[None]
-        if self._parallel is None:
-            output = self.model(tokens_N[None], positions_BT=positions_1N, **row)
-        else:
-            output = self._parallel.look(self.model, tokens_N[None], positions_1N=positions_1N, **row)
+        given = Pass(tokens_N[None], positions_BT=positions_1N, borders=borders, needs=needs, chunk=ROW_CHUNK)
+        output = self.model(given) if self._parallel is None else self._parallel.look(self.model, given)
         for name in ("logits", "pre_norm", "post_norm"):
             field = getattr(output, name)
             setattr(output, name, None if field is None else field[0])

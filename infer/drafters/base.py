@@ -16,8 +16,8 @@ from longdraft.infer.history import History
 from longdraft.infer.sampling import SamplingParams, SlotSampling
 from longdraft.infer.tree import TokenTree
 from longdraft.kernels.transfer import read_together
-from longdraft.models.decoder import TargetOutput
 from longdraft.models.kv_cache import KVCache
+from longdraft.models.passes import TargetOutput
 
 T = TypeVar("T")
 

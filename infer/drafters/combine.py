@@ -15,8 +15,8 @@ from longdraft.infer.accept import AcceptResult
 from longdraft.infer.drafters.base import Drafter, Inquiry, Request, SlotState
 from longdraft.infer.tree import PAD, TokenTree
 from longdraft.infer.trie import Trie, as_tree
-from longdraft.models.decoder import TargetOutput
 from longdraft.models.kv_cache import KVCache
+from longdraft.models.passes import TargetOutput
 
 # A tree of more rows costs more than any of its nodes brings.
 MOST_NODES = 127

@@ -25,9 +25,9 @@ from longdraft.kernels import backend
 from longdraft.kernels.cross_attention import cross_attention
 from longdraft.kernels.linear import linear
 from longdraft.kernels.transfer import integers
-from longdraft.models.decoder import TargetOutput
 from longdraft.models.drafts.longspec import LongSpec, shape_of
 from longdraft.models.kv_cache import KVCache
+from longdraft.models.passes import TargetOutput
 from longdraft.models.target import Target
 
 WIDTHS = (4, 16, 16, 16, 16)

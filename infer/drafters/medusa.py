@@ -18,9 +18,9 @@ from longdraft.infer.shape import TreeShape, TreeTemplate
 from longdraft.infer.tree import PAD, TokenTree
 from longdraft.kernels import backend
 from longdraft.kernels.transfer import integers
-from longdraft.models.decoder import TargetOutput
 from longdraft.models.drafts.medusa import Medusa
 from longdraft.models.kv_cache import KVCache
+from longdraft.models.passes import TargetOutput
 from longdraft.models.target import Target
 
 

@@ -22,9 +22,8 @@ from longdraft.infer.tree import TokenTree
 from longdraft.kernels import backend
 from longdraft.kernels.reference.tree_attention import MOST_ROWS
 from longdraft.kernels.transfer import HostCopy, integers
-from longdraft.models.decoder import TargetOutput
 from longdraft.models.kv_cache import KVCache
-from longdraft.models.passes import prompt_rows
+from longdraft.models.passes import Pass, TargetOutput, prompt_rows
 from longdraft.models.target import Target
 
 # A rewind finds so many tokens unless told otherwise, where the window is wide enough for twice as many.
@@ -133,7 +132,7 @@ class SmallModelDrafter(Drafter):
     def _read(self, one: KVCache, first: Tensor, tokens_T: Tensor) -> None:
         """A pass over these tokens of one slot, the first at position `first` (of no dimension)."""
         positions_1T = (first + torch.arange(len(tokens_T), device=tokens_T.device))[None]
-        self.small.model(tokens_T[None], cache=one, positions_BT=positions_1T, needs=frozenset({"last_kv"}))
+        self.small.model(Pass(tokens_T[None], cache=one, positions_BT=positions_1T, needs=frozenset({"last_kv"})))
         one.commit(None, torch.full_like(one.lengths, len(tokens_T)))
 
     @torch.no_grad()
@@ -201,7 +200,7 @@ class SmallModelDrafter(Drafter):
 
         def run(tokens_BT: Tensor, first_B: Tensor, counts_B: Tensor, rows_B1: Tensor) -> Tensor:
             positions_BT = first_B[:, None] + torch.arange(width, device=first_B.device)
-            output = self.small.model(tokens_BT, cache=cache, positions_BT=positions_BT, logits_rows_BR=rows_B1)
+            output = self.small.model(Pass(tokens_BT, cache=cache, positions_BT=positions_BT, logits_at_BR=rows_B1))
             cache.commit(None, counts_B)
             assert output.logits is not None
             return output.logits[:, 0]

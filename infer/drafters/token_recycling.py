@@ -25,9 +25,9 @@ from longdraft.infer.options import boolean, integer
 from longdraft.infer.tree import PAD, ROOT, TokenTree
 from longdraft.kernels import backend
 from longdraft.kernels.transfer import integers
-from longdraft.models.decoder import TargetOutput
 from longdraft.models.files import write_atomically, write_tensors
 from longdraft.models.kv_cache import KVCache
+from longdraft.models.passes import TargetOutput
 from longdraft.models.target import Target
 
 CANDIDATES = 8

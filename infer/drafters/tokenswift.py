@@ -29,9 +29,9 @@ from longdraft.infer.tree import PAD, TokenTree
 from longdraft.infer.trie import Trie, as_tree
 from longdraft.kernels import backend
 from longdraft.kernels.transfer import HostCopy, integers
-from longdraft.models.decoder import TargetOutput
 from longdraft.models.drafts.tokenswift import TokenSwift
 from longdraft.models.kv_cache import KVCache
+from longdraft.models.passes import Pass, TargetOutput
 from longdraft.models.target import Target
 
 DRAFT_PASSES = ("auto", "always", "never")
@@ -229,10 +229,12 @@ class TokenSwiftDrafter(Drafter):
         begin, rows = self.clock(), list[Tensor]()
         if selected is not None:
             output = self.target.model(
-                state.roots[:, None],
-                cache=selected,
-                positions_BT=state.positions[:, None],
-                needs=self.draft.needs | {"logits"},
+                Pass(
+                    state.roots[:, None],
+                    cache=selected,
+                    positions_BT=state.positions[:, None],
+                    needs=self.draft.needs | {"logits"},
+                )
             )
             assert output.logits is not None
             rows.append(output.logits[:, 0])

@@ -23,8 +23,8 @@ from longdraft.infer.selection import Policy, Recent, TopChunks
 from longdraft.infer.step import take_step
 from longdraft.infer.tree import TokenTree
 from longdraft.kernels.transfer import read_together
-from longdraft.models.decoder import TargetOutput
 from longdraft.models.kv_cache import KVCache
+from longdraft.models.passes import TargetOutput
 from longdraft.models.target import Target
 
 POLICIES = ("retrieval", "streaming")

@@ -22,7 +22,8 @@ from longdraft.kernels.gate import gate
 from longdraft.kernels.linear import linear
 from longdraft.kernels.rotate import rotate
 from longdraft.kernels.segment_attention import Segment, segment_attention
-from longdraft.models.decoder import Decoder, DecoderConfig, Layer, Linear
+from longdraft.models.decoder import Decoder, Layer, Linear
+from longdraft.models.decoder_config import DecoderConfig
 from longdraft.models.drafts.loss import DraftLoss, Part, draft_loss
 from longdraft.models.rope import Rope, RopeConfig, piece_lengths
 from longdraft.models.stream import RMSNorm, Stream

@@ -22,7 +22,8 @@ from longdraft.infer.drafters.prompt_lookup import PromptLookup
 from longdraft.infer.engine import Engine
 from longdraft.infer.memory import weight_count
 from longdraft.infer.sampling import SamplingParams
-from longdraft.models.decoder import DecoderConfig
+from longdraft.models.decoder_config import DecoderConfig
+from longdraft.models.passes import Pass
 from longdraft.models.rope import RopeConfig
 
 BF16, GREEDY = torch.bfloat16, SamplingParams(seed=3, ignore_eos=True)
@@ -95,7 +96,7 @@ def test_layer_by_layer_is_fp32_of_the_same_weights(tiny_target):
             lambda *_: wide.append(sum(one.mlp.down_proj.weight.dtype == torch.float32 for one in layers))
         )
     with fp32_layer_by_layer(target.model):
-        assert torch.equal(target.model(tokens).logits, whole.model(tokens).logits)
+        assert torch.equal(target.model(Pass(tokens)).logits, whole.model(Pass(tokens)).logits)
         params = replace(GREEDY, max_new_tokens=20)
         found, wanted = (Engine(one).generate(PROMPTS, params) for one in (target, whole))
         assert [g.tokens for g in found] == [g.tokens for g in wanted]
@@ -108,7 +109,7 @@ def test_layer_by_layer_is_fp32_of_the_same_weights(tiny_target):
 def test_weights_come_back_after_an_error(tiny_target):
     target = tiny_target(dtype=BF16)
     with pytest.raises(IndexError), fp32_layer_by_layer(target.model):
-        target.model(torch.tensor([[10**6]]))
+        target.model(Pass(torch.tensor([[10**6]])))
     assert {weight.dtype for weight in target.model.parameters()} == {BF16}
 
 

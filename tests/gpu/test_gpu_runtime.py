@@ -21,6 +21,7 @@ from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
 from longdraft.kernels.cpu_impl import rows
 from longdraft.models.drafts.longspec import LongSpec, LongSpecConfig
+from longdraft.models.passes import Pass
 
 _path = Path(__file__).parent.parent / "infer" / "test_exactness.py"
 _spec = importlib.util.spec_from_file_location("shared_exactness", _path)
@@ -68,9 +69,9 @@ def logits_of(target, prompt: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
     whole, single = model.new_cache(1, len(prompt) + 1), model.new_cache(1, len(prompt) + 1)
     rows = []
     for i in range(len(prompt)):
-        rows.append(model(tokens[:, i : i + 1], cache=single).logits)
+        rows.append(model(Pass(tokens[:, i : i + 1], cache=single)).logits)
         single.commit(None, one)
-    return model(tokens, cache=whole).logits.cpu(), torch.cat(rows, 1).cpu()
+    return model(Pass(tokens, cache=whole)).logits.cpu(), torch.cat(rows, 1).cpu()
 
 
 def difference(target, moved, prompt: list[int]) -> float:
@@ -165,18 +166,18 @@ def wide_logits(target, tokens_BT: torch.Tensor, mask_TT: torch.Tensor | None, w
     tokens_BT, lengths = tokens_BT.to(device), torch.tensor(FILLED, device=device)
     for part in tokens_BT[:, : max(FILLED)].split(width, dim=1):
         before = cache.lengths
-        model(part, cache=cache, needs={"last_kv"})
+        model(Pass(part, cache=cache, needs={"last_kv"}))
         cache.commit(None, (lengths - before).clamp(0, part.shape[1]))
     own = tokens_BT[:, max(FILLED) :]
     if mask_TT is not None:
         mask = mask_TT.to(device)
         positions = cache.lengths[:, None] + (mask.sum(-1) - 1).clamp(min=0)
         return model(
-            own, cache=cache, positions_BT=positions, tree_mask_BTT=mask.expand(len(FILLED), -1, -1)
+            Pass(own, cache=cache, positions_BT=positions, tree_mask_BTT=mask.expand(len(FILLED), -1, -1))
         ).logits.cpu()
     logits = []
     for part in own.split(min(width, n_rows), dim=1):
-        logits.append(model(part, cache=cache).logits.cpu())
+        logits.append(model(Pass(part, cache=cache)).logits.cpu())
         cache.commit(None, torch.full_like(lengths, part.shape[1]))
     return torch.cat(logits, 1)
 

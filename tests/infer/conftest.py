@@ -14,6 +14,7 @@ from longdraft.infer.drafters.base import Drafter
 from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams, SlotSampling
 from longdraft.infer.tree import TokenTree
+from longdraft.models.passes import Pass
 
 
 class Proposer(Drafter):
@@ -83,10 +84,10 @@ def width_difference(target, prompt: Sequence[int]) -> float:
     tokens = torch.tensor([prompt])
     model = target.model
     whole, single = model.new_cache(1, len(prompt) + 1), model.new_cache(1, len(prompt) + 1)
-    together = model(tokens, cache=whole).logits
+    together = model(Pass(tokens, cache=whole)).logits
     rows = []
     for i in range(tokens.shape[1]):
-        rows.append(model(tokens[:, i : i + 1], cache=single).logits)
+        rows.append(model(Pass(tokens[:, i : i + 1], cache=single)).logits)
         single.commit(None, torch.tensor([1]))
     return float((together - torch.cat(rows, 1)).abs().max())
 

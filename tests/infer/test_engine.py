@@ -22,6 +22,7 @@ from longdraft.infer.tree import TokenTree
 from longdraft.kernels.gumbel import gumbel_noise
 from longdraft.models import decoder as decoder_module
 from longdraft.models.drafts.tokenswift import TokenSwift, TokenSwiftConfig
+from longdraft.models.passes import Pass
 
 SAMPLINGS = {
     "greedy": SamplingParams(),
@@ -238,7 +239,7 @@ def assert_computed_distribution(target, prompt, drafter, count):
     vocab, probability = target.model.config.vocab_size, torch.ones(1, dtype=torch.float64)
     prefixes = torch.tensor([prompt])
     for _ in range(3):
-        last = target.model(prefixes).logits[:, -1].double().softmax(-1)
+        last = target.model(Pass(prefixes)).logits[:, -1].double().softmax(-1)
         probability = (probability[:, None] * last).flatten()
         rows = prefixes.repeat_interleave(vocab, 0)
         prefixes = torch.cat([rows, torch.arange(vocab).repeat(len(prefixes))[:, None]], 1)
@@ -350,7 +351,7 @@ def test_noise_in_the_ranking_raises_acceptance(tiny_target):
         for seed in range(40):
             params, device = [SamplingParams(temperature=1.0, seed=seed)], torch.device("cpu")
             sampling, history, position = SlotSampling(params, device, noisy), History(1, 20), torch.tensor([10])
-            logits = target.model(torch.tensor([PROMPTS[0]])).logits[:, -1]
+            logits = target.model(Pass(torch.tensor([PROMPTS[0]]))).logits[:, -1]
             guess = sampling.ranking(logits + 0.1 * torch.randn(61), history, position, offset=1).argmax()
             hits += int(guess == sampling.choose(logits, history, position)[0])
             total += 1
@@ -370,7 +371,7 @@ def test_the_cache_equals_a_fresh_prefill_after_random_acceptances(tiny_target, 
         for slot, (prompt, tokens) in enumerate(zip(PROMPTS, plain, strict=True)):
             text = torch.tensor([(prompt + tokens)[:-1]])  # the last token is a root that no pass has computed
             fresh = target.model.new_cache(1, text.shape[1])
-            target.model(text, cache=fresh)
+            target.model(Pass(text, cache=fresh))
             for held, wanted in ((engine._cache.keys, fresh.keys), (engine._cache.values, fresh.values)):
                 torch.testing.assert_close(held[:, slot, : text.shape[1]], wanted[:, 0], rtol=0, atol=2e-5)
 
@@ -410,5 +411,5 @@ def test_kernels_are_launched_on_the_targets_gpu(tiny_target, monkeypatch):
     names, devices = zip(*seen, strict=True)
     assert {*names} == {"build_drafter", "prefill", "take_step"} and {*devices} == {"cpu"}
     monkeypatch.setattr(target.model, "forward", watched("forward", target.model.forward))
-    target.model(torch.tensor([[1]]))
+    target.model(Pass(torch.tensor([[1]])))
     assert seen[-1] == ("forward", "cpu")

@@ -10,6 +10,7 @@ import pytest
 RUN = """
 import argparse, json
 import torch
+from longdraft.models.passes import Pass
 from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
 from longdraft.models.hf import load_target
@@ -32,7 +33,7 @@ cache = engine._cache
 cache.rewind(torch.tensor([7999]))
 chosen, rows = [], torch.tensor([prompt[-1:] + generation.tokens[:-1]])
 for part in rows.split(64, dim=1):
-    chosen += target.model(part, cache=cache).logits[0].argmax(-1).tolist()
+    chosen += target.model(Pass(part, cache=cache)).logits[0].argmax(-1).tolist()
     cache.commit(None, torch.tensor([part.shape[1]]))
 row = 2 * 30 * 3 * 64 * 2
 print(json.dumps({

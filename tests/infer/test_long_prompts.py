@@ -14,8 +14,9 @@ from longdraft.infer.engine import Engine
 from longdraft.infer.memory import estimate_memory
 from longdraft.infer.sampling import SamplingParams
 from longdraft.kernels import backend, linear
-from longdraft.models.decoder import Decoder, DecoderConfig
-from longdraft.models.passes import pass_bytes, prompt_rows
+from longdraft.models.decoder import Decoder
+from longdraft.models.decoder_config import DecoderConfig
+from longdraft.models.passes import Pass, pass_bytes, prompt_rows
 from longdraft.models.rope import RopeConfig
 
 MIB = 2**20
@@ -116,7 +117,7 @@ def counted(config: DecoderConfig, dtype: torch.dtype, chunk: int, context: int,
     cache = model.new_cache(1, context + chunk)
     cache.lengths.fill_(context)
     with Allocations() as seen:
-        model(tokens, cache=cache, needs=needs)
+        model(Pass(tokens, cache=cache, needs=needs))
     return seen.most
 
 

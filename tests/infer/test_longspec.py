@@ -19,6 +19,7 @@ from longdraft.infer.window_cache import SLACK
 from longdraft.kernels.gumbel import gumbel_noise
 from longdraft.models.drafts.longspec import LongSpec, LongSpecConfig, plan_queries
 from longdraft.models.drafts.medusa import Medusa, MedusaConfig
+from longdraft.models.passes import Pass
 
 VOCAB, WINDOW = 61, 8
 SHAPES = {"mha": {"n_kv_heads": 4}, "gqa": {"n_heads": 8, "n_kv_heads": 2, "head_dim": 16}}
@@ -83,7 +84,7 @@ class Bench:
             self.state.roots[slot], self.state.positions[slot] = text[-1], len(text) - 1
             if len(text) > 1:
                 one = self.cache.slot(slot)
-                self.target.model(torch.tensor([text[:-1]]), cache=one, needs={"last_kv"})
+                self.target.model(Pass(torch.tensor([text[:-1]]), cache=one, needs={"last_kv"}))
                 one.commit(None, torch.tensor([len(text) - 1]))
 
     def propose(self, max_nodes=99):
@@ -111,7 +112,7 @@ class Bench:
 def truth(target, draft, path, level) -> torch.Tensor:
     """Logits behind a path, by the network's training form over the whole row."""
     tokens = torch.tensor(path)
-    keys, values = target.model(tokens[None], needs={"last_kv"}).last_kv
+    keys, values = target.model(Pass(tokens[None], needs={"last_kv"})).last_kv
     queries = plan_queries([0, len(path)], [level], draft.config.window)
     embeddings, positions = target.model.embed_tokens(tokens), torch.arange(len(path))
     state = draft.states(embeddings, positions, keys[0], values[0], queries)[-1]

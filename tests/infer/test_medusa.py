@@ -13,6 +13,7 @@ from longdraft.infer.tree import PAD
 from longdraft.kernels.gumbel import gumbel_noise
 from longdraft.models.drafts.longspec import LongSpec, LongSpecConfig
 from longdraft.models.drafts.medusa import Medusa, MedusaConfig
+from longdraft.models.passes import Pass
 
 VOCAB = 61
 PROMPTS = [[5, 9, 2, 7, 11, 30, 2, 9, 4, 4, 1], [3], [8, 8, 21, 0, 6]]
@@ -41,7 +42,7 @@ class Watched(MedusaDrafter):
             if not state.active[slot] or len(text) == 1:
                 assert (tree.parents[slot, 1:] == PAD).all()
                 continue
-            hidden = self._target.model(torch.tensor([text[:-1]]), needs={"post_norm"}).post_norm[0, -1]
+            hidden = self._target.model(Pass(torch.tensor([text[:-1]]), needs={"post_norm"})).post_norm[0, -1]
             expected = []
             for head, state_D in enumerate(self.draft.states(hidden)[:levels], start=1):
                 scores, params = self._lm_head.weight @ state_D, state.sampling.params[slot]
@@ -87,7 +88,7 @@ def test_after_a_rewind_nothing_is_proposed_without_the_state_before_the_root(ta
     cache, sampling = target.model.new_cache(1, 64), SamplingParams()
     drafter.on_start([0], [Request(0, text, sampling)], cache)
     tokens = torch.tensor([text[:-1]])
-    drafter.on_prefill([0], tokens, target.model(tokens, needs={"post_norm"}))
+    drafter.on_prefill([0], tokens, target.model(Pass(tokens, needs={"post_norm"})))
     history = History(1, 64)
     history.start(0, text)
 

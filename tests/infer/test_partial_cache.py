@@ -13,6 +13,7 @@ from longdraft.infer.selection import Recent, TopChunks, TopTokens
 from longdraft.infer.streaming_cache import StreamingCache
 from longdraft.kernels import backend
 from longdraft.models.kv_cache import KVCache
+from longdraft.models.passes import Pass
 from longdraft.models.rope import Rope
 from longdraft.models.stream import Stream
 
@@ -244,15 +245,15 @@ def test_wrong_sizes_and_models_are_named(tiny_target):
 def test_the_target_on_a_selected_cache_that_holds_everything_is_the_target(tiny_target, dtype):
     model = tiny_target(dtype=dtype).model
     tokens, full = torch.randint(97, (2, 40)), model.new_cache(2, 64)
-    model(tokens[:, :30], cache=full)
+    model(Pass(tokens[:, :30], cache=full))
     full.commit(None, torch.tensor([30, 21]))
     cache = SelectedCache(full, TopTokens(budget=48, sinks=4), model.config, tail=6)
     cache.build([0, 1], None, full.lengths)
     for _ in range(3):  # passes on top of each other, on either cache
         positions = full.lengths[:, None] + torch.arange(2)
         row = torch.stack([tokens[b, int(positions[b, 0]) :][:2] for b in range(2)])
-        want = model(row, cache=full, positions_BT=positions).logits
-        got = model(row, cache=cache, positions_BT=positions).logits
+        want = model(Pass(row, cache=full, positions_BT=positions)).logits
+        got = model(Pass(row, cache=cache, positions_BT=positions)).logits
         torch.testing.assert_close(got, want)
         full.commit(None, torch.tensor([2, 1]))
         cache.commit(None, torch.tensor([2, 1]))
@@ -323,7 +324,7 @@ def test_streaming_equals_attention_at_positions_inside_the_cache(tiny_target, r
         assert int(cache.lengths.max()) <= window
         counts = torch.randint(1, 5, (2,), generator=generator)
         tokens = torch.randint(97, (2, 4), generator=generator)
-        got = model(tokens, cache=cache, positions_BT=cache.tokens[:, None] + torch.arange(4)).logits
+        got = model(Pass(tokens, cache=cache, positions_BT=cache.tokens[:, None] + torch.arange(4))).logits
         for slot, brute in enumerate(plain):
             total, rows = len(brute.tokens), int(cache.lengths[slot])
             assert total == int(cache.tokens[slot])
@@ -349,7 +350,7 @@ def test_streaming_equals_attention_at_positions_inside_the_cache(tiny_target, r
 def test_a_rewind_too_far_starts_from_nothing_and_a_near_one_never_does(tiny_target):
     model = tiny_target().model
     cache = StreamingCache(model, 2, window=16, sinks=2, slack=3, widest=40)
-    model(torch.randint(97, (2, 30)), cache=cache, positions_BT=torch.arange(30).expand(2, -1))
+    model(Pass(torch.randint(97, (2, 30)), cache=cache, positions_BT=torch.arange(30).expand(2, -1)))
     cache.commit(None, torch.tensor([30, 9]))
     cache.settle(30)
     cache.rewind(torch.tensor([27, 7]))

@@ -7,6 +7,7 @@ from longdraft.infer import engine as engine_module
 from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
 from longdraft.kernels.cpu_impl import rows
+from longdraft.models.passes import Pass
 
 PROMPTS = [[5, 9, 2, 7, 11], [3], [8] * 40, [1, 2], list(range(1, 31)), [4, 4], [60, 3, 9], [7, 7, 7, 1]]
 NEW = SamplingParams(max_new_tokens=6, ignore_eos=True)
@@ -15,7 +16,7 @@ NEW = SamplingParams(max_new_tokens=6, ignore_eos=True)
 def passes_of(engine: Engine) -> list[tuple[int, int]]:
     """[B, T] of every pass of the target so far, filled as it decodes."""
     shapes = []
-    engine.target.model.register_forward_pre_hook(lambda _, args: shapes.append(tuple(args[0].shape)))
+    engine.target.model.register_forward_pre_hook(lambda _, args: shapes.append(tuple(args[0].tokens_BT.shape)))
     return shapes
 
 
@@ -30,10 +31,10 @@ def test_what_a_prompt_gives_does_not_depend_on_the_others(tiny_target, monkeypa
     tokens = torch.randint(97, (len(sizes), max(sizes)), generator=generator)
     needs, last = {"post_norm", "last_kv", "queries"}, torch.tensor(sizes) - 1
     cache = model.new_cache(len(sizes), max(sizes))
-    together = model(tokens, cache=cache, needs=needs, query_rows_B=last, prompts=sizes)
+    together = model(Pass(tokens, cache=cache, needs=needs, queries_at_B=last, prompt_lengths=sizes))
     for slot, size in enumerate(sizes):
         one = model.new_cache(1, size)
-        alone = model(tokens[slot : slot + 1, :size], cache=one, needs=needs, prompts=[size])
+        alone = model(Pass(tokens[slot : slot + 1, :size], cache=one, needs=needs, prompt_lengths=[size]))
         assert torch.equal(cache.keys[:, slot, :size], one.keys[:, 0])
         assert torch.equal(cache.values[:, slot, :size], one.values[:, 0])
         own = together.of_slot(slot, size)
@@ -48,9 +49,9 @@ def test_a_short_prompt_in_bf16_has_the_bits_that_it_has_in_chunks(tiny_target, 
     model = tiny_target(dtype=torch.bfloat16, max_positions=256).model
     tokens = torch.randint(97, (1, size), generator=torch.Generator().manual_seed(size))
     whole, parts = model.new_cache(1, size), model.new_cache(1, size)
-    model(tokens, cache=whole, needs={"last_kv"}, prompts=[size])
+    model(Pass(tokens, cache=whole, needs={"last_kv"}, prompt_lengths=[size]))
     for chunk in tokens.split(3, dim=1):
-        model(chunk, cache=parts, needs={"last_kv"})
+        model(Pass(chunk, cache=parts, needs={"last_kv"}))
         parts.commit(None, torch.tensor([chunk.shape[1]]))
     assert torch.equal(whole.keys, parts.keys) and torch.equal(whole.values, parts.values)
 
@@ -60,9 +61,9 @@ def test_a_prompt_gives_what_it_gives_in_chunks(tiny_target, windows):
     model = tiny_target(sliding_windows=windows).model
     tokens = torch.randint(97, (1, 20), generator=torch.Generator().manual_seed(1))
     whole, parts = model.new_cache(1, 20), model.new_cache(1, 20)
-    model(tokens, cache=whole, needs={"last_kv"}, prompts=[20])
+    model(Pass(tokens, cache=whole, needs={"last_kv"}, prompt_lengths=[20]))
     for chunk in tokens.split(6, dim=1):
-        model(chunk, cache=parts, needs={"last_kv"})
+        model(Pass(chunk, cache=parts, needs={"last_kv"}))
         parts.commit(None, torch.tensor([chunk.shape[1]]))
     torch.testing.assert_close(whole.keys, parts.keys, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(whole.values, parts.values, rtol=1e-5, atol=1e-5)
@@ -110,9 +111,15 @@ def test_a_prompt_that_comes_later_fills_the_slot_that_is_free(tiny_target):
     assert [generation.tokens for generation in found] == alone
 
 
-@pytest.mark.parametrize("wrong", [{"cache": None}, {"prompts": [3]}, {"tree_mask_BTT": torch.ones(2, 3, 3).bool()}])
+@pytest.mark.parametrize(
+    "wrong", [{"cache": None}, {"prompt_lengths": [3]}, {"tree_mask_BTT": torch.ones(2, 3, 3).bool()}]
+)
 def test_prompts_without_empty_slots_for_each_are_refused(tiny_target, wrong):
     model = tiny_target().model
-    given = {"cache": model.new_cache(2, 3), "prompts": [3, 2], "positions_BT": torch.arange(3).repeat(2, 1)} | wrong
-    with pytest.raises(ValueError, match=r"prompts|tree_mask_BTT"):
-        model(torch.zeros(2, 3, dtype=torch.int64), **given)
+    given = {
+        "cache": model.new_cache(2, 3),
+        "prompt_lengths": [3, 2],
+        "positions_BT": torch.arange(3).repeat(2, 1),
+    } | wrong
+    with pytest.raises(ValueError, match=r"prompt_lengths|tree_mask_BTT"):
+        model(Pass(torch.zeros(2, 3, dtype=torch.int64), **given))

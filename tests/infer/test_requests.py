@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
+from longdraft.models.passes import Pass
 
 NEW = 24
 TEMPLATE = (
@@ -196,7 +197,7 @@ def reference(target, prompt, params, max_length):
     if not params.ignore_eos:
         ends |= set(target.eos_token_ids)
     while True:
-        logits = target.model(torch.tensor([tokens])).logits[0, -1]
+        logits = target.model(Pass(torch.tensor([tokens]))).logits[0, -1]
         logits[list(params.banned_token_ids)] = -torch.inf
         tokens.append(int(logits.argmax()))
         new = tokens[len(prompt) :]

@@ -15,7 +15,7 @@ from longdraft.infer.sampling import SamplingParams, SlotSampling
 from longdraft.infer.shape import TreeShape
 from longdraft.infer.tree import TokenTree
 from longdraft.kernels.gumbel import gumbel_noise
-from longdraft.models.decoder import TargetOutput
+from longdraft.models.passes import Pass, TargetOutput
 
 PROMPTS = [[5, 9, 2, 7, 11, 30, 2, 9, 4, 4, 1], [3], [8, 8, 21, 0, 6]]
 VOCAB = 61
@@ -156,7 +156,7 @@ def test_the_deepest_of_equal_tokens_writes(target, paths, counts, seed):
 def test_a_prompt_seeds_the_table(tiny_target):
     """Whatever the chunks: candidates are those at a token's last place in the prompt; the root writes its own."""
     prompt, target = PROMPTS[0], tiny_target(vocab_size=VOCAB)
-    logits = target.model(torch.tensor([prompt])).logits[0]
+    logits = target.model(Pass(torch.tensor([prompt]))).logits[0]
     one = SamplingParams(max_new_tokens=1)
     for chunk in (512, 3):
         drafter = TokenRecycling(target)

@@ -17,6 +17,7 @@ from longdraft.infer.shape import TreeShape, likeliest_nodes
 from longdraft.infer.tree import PAD, ROOT
 from longdraft.kernels.gumbel import gumbel_noise
 from longdraft.models.drafts.tokenswift import TokenSwift, TokenSwiftConfig
+from longdraft.models.passes import Pass
 
 VOCAB, NEW = 61, 40
 SAMPLINGS = {"greedy": SamplingParams(), "T1": SamplingParams(temperature=1.0)}
@@ -136,7 +137,7 @@ def test_the_draft_pass_proposes_the_next_token_and_its_heads_the_ones_behind(ta
     # The last step's tokens may go beyond the end of what was asked for.
     assert result.stats.accepted_at_depth[0] >= result.stats.steps - 1 and result.stats.steps == len(seen)
     for tree, committed, positions, _ in seen:
-        hidden = target.model(torch.tensor(committed), needs={"pre_norm", "logits"})
+        hidden = target.model(Pass(torch.tensor(committed), needs={"pre_norm", "logits"}))
         states = drafter.draft.states(hidden.pre_norm[:, -1])
         rows = [hidden.logits[0, -1], *(state[0] @ target.model.lm_head.weight.T for state in states)]
         for level, (row, first, count) in enumerate(zip(rows, (1, 2, 5, 14), (1, 3, 3, 3), strict=True), 1):
@@ -152,9 +153,7 @@ def test_queries_are_asked_for_only_where_a_rebuild_is_due(target, monkeypatch):
     builds, asked = [], []
     build = SelectedCache.build_known
     monkeypatch.setattr(SelectedCache, "build_known", lambda self, *a: builds.append(a[0]) or build(self, *a))
-    handle = target.model.register_forward_pre_hook(
-        lambda module, args, kwargs: asked.append("queries" in kwargs.get("needs", ())), with_kwargs=True
-    )
+    handle = target.model.register_forward_pre_hook(lambda module, args: asked.append("queries" in args[0].needs))
     (result,) = Engine(target, drafter, nodes=None).generate(prompts(40), SamplingParams(max_new_tokens=150))
     handle.remove()
     assert sum(asked) == len(builds) and 4 <= len(builds) <= 2 + 150 // 16
@@ -172,7 +171,7 @@ def test_the_selected_cache_holds_the_rows_of_a_fresh_prefill(tiny_target, heads
     for slot, generation in enumerate((result[0], result[2])):
         text = generation.prompt + generation.tokens
         fresh = target.model.new_cache(1, len(text))
-        target.model(torch.tensor([text]), cache=fresh)
+        target.model(Pass(torch.tensor([text]), cache=fresh))
         rows, stands_for = int(selected.lengths[slot]), int(selected.tokens[slot])
         assert rows == 30 and stands_for > 80
         full = selected.full
@@ -194,13 +193,13 @@ class Clock:
 
     def __init__(self, target, draft):
         self.now, self.draft = 0.0, draft
-        target.model.register_forward_hook(self.tick, with_kwargs=True)
+        target.model.register_forward_hook(self.tick)
 
     def __call__(self):
         return self.now
 
-    def tick(self, module, args, kwargs, output):
-        self.now += self.draft if isinstance(kwargs.get("cache"), SelectedCache) else 1.0
+    def tick(self, module, args, output):
+        self.now += self.draft if isinstance(args[0].cache, SelectedCache) else 1.0
 
 
 @pytest.mark.parametrize(("draft_seconds", "decided"), [(0.01, "always"), (5.0, "never")])

@@ -18,6 +18,7 @@ from longdraft.infer.drafters.longspec import LongSpecDrafter
 from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
 from longdraft.models.drafts.longspec import LongSpec, LongSpecConfig, plan_queries
+from longdraft.models.passes import Pass
 
 VOCAB, WINDOW, NEW = 61, 8, 10
 LEVELS = 5
@@ -119,7 +120,7 @@ def trained(target, draft: LongSpec, seen: list[Seen], shifts: list[int], whole:
             borders.append(len(tokens))
             noise.append(1 + len(borders) % LEVELS)
     row = torch.tensor(tokens)
-    keys, values = target.model(row[None], borders=borders, needs={"last_kv"}).last_kv
+    keys, values = target.model(Pass(row[None], borders=borders, needs={"last_kv"})).last_kv
     positions = torch.cat([torch.arange(size) for size in torch.tensor(borders).diff().tolist()])
     queries = plan_queries(borders, noise, draft.config.window, None if whole else [(end, end + 1) for end in ends])
     states = draft.states(target.model.embed_tokens(row).detach(), positions, keys[0], values[0], queries)

@@ -16,6 +16,7 @@ from longdraft.infer.history import History
 from longdraft.infer.sampling import SamplingParams
 from longdraft.infer.streaming_cache import StreamingCache
 from longdraft.models.drafts.tokenswift import TokenSwift, TokenSwiftConfig
+from longdraft.models.passes import Pass
 
 VOCAB = 61
 SAMPLINGS = {
@@ -164,7 +165,7 @@ def test_a_small_model_reads_a_prompt_in_wide_passes_on_a_gpu(pretended_cuda, ti
     shapes = []
     for chunk in prompt.split(100, dim=1):
         positions = cache.tokens[:, None] + torch.arange(chunk.shape[1])
-        small.model(chunk, cache=cache, positions_BT=positions, needs={"last_kv"})
+        small.model(Pass(chunk, cache=cache, positions_BT=positions, needs={"last_kv"}))
         cache.commit(None, torch.tensor([chunk.shape[1]]))
         cache.settle(chunk.shape[1])
         shapes.append(chunk.shape)
@@ -174,7 +175,7 @@ def test_a_small_model_reads_a_prompt_in_wide_passes_on_a_gpu(pretended_cuda, ti
         drafter = SmallModelDrafter(target, small, gamma=2, sinks=2, window=20)
         engine = Engine(target, drafter)
         passes = []
-        hook = small.model.register_forward_pre_hook(lambda _, args: passes.append(args[0].shape))
+        hook = small.model.register_forward_pre_hook(lambda _, args: passes.append(args[0].tokens_BT.shape))
         drafter.on_start([1], [Request(0, [1], SamplingParams())], target.model.new_cache(2, 200))
         drafter.on_prefill([1], prompt.to("cuda"), None)
         hook.remove()
@@ -211,7 +212,7 @@ def test_a_small_model_reads_all_again_where_a_rewind_reaches_too_far(target, sm
 def test_a_long_chain_that_is_rejected_is_not_read_again(target, small):
     """The small model's passes have the rows of what it lacks, however many tokens are taken back at once."""
     rows = []
-    small.model.register_forward_pre_hook(lambda module, args: rows.append(args[0].shape[1]))
+    small.model.register_forward_pre_hook(lambda module, args: rows.append(args[0].tokens_BT.shape[1]))
     drafter = TriForceDrafter(target, small, chain=20, budget=24, stride=10, window=64, sinks=4)
     params = SamplingParams(temperature=1.0, seed=2, max_new_tokens=15)
     (result,) = Engine(target, drafter, nodes=None).generate(prompts(120), params)
@@ -233,7 +234,7 @@ def test_the_middle_level_holds_the_rows_of_a_fresh_prefill(tiny_target, small, 
     for slot, generation in enumerate((result[0], result[2])):
         text = generation.prompt + generation.tokens
         fresh = target.model.new_cache(1, len(text))
-        target.model(torch.tensor([text]), cache=fresh)
+        target.model(Pass(torch.tensor([text]), cache=fresh))
         rows, stands_for = int(cache.lengths[slot]), int(cache.tokens[slot])
         assert rows == 32 and stands_for >= len(text) - 1
         if policy == "streaming":
@@ -272,9 +273,7 @@ def test_rebuilds_by_stride_by_acceptance_and_before_recent_tokens_fill_the_cach
 
 def test_queries_are_asked_for_only_before_a_rebuild(target):
     asked = []
-    handle = target.model.register_forward_pre_hook(
-        lambda module, args, kwargs: asked.append("queries" in kwargs.get("needs", ())), with_kwargs=True
-    )
+    handle = target.model.register_forward_pre_hook(lambda module, args: asked.append("queries" in args[0].needs))
     total = sum(rebuilds(target, stride=15, acceptance_floor=0.0).values())
     assert sum(asked) == total + 1, "and in the prefill"
     asked.clear()

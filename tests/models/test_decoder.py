@@ -7,6 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from longdraft.models.passes import Pass
+
 ROPES = {
     "default": None,
     "dynamic": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0},
@@ -58,7 +60,7 @@ def prefilled(model, prompt: Tensor, room: int = 16, poison: bool = False):
         cache.keys.fill_(float("nan")), cache.values.fill_(float("nan"))
     cache.reset(prompt_lengths=[prompt.shape[1]])
     if prompt.shape[1]:
-        model(prompt, cache=cache, needs={"last_kv"})
+        model(Pass(prompt, cache=cache, needs={"last_kv"}))
         cache.commit(None, torch.tensor([prompt.shape[1]]))
     return cache
 
@@ -71,7 +73,13 @@ def test_tree_pass_equals_each_path(tiny_target, kind, length):
     mask, depths = tree_parts()
     cache = prefilled(model, prompt, poison=True)
     out = model(
-        nodes, cache=cache, positions_BT=length + depths[None], tree_mask_BTT=mask[None], needs={"logits", "pre_norm"}
+        Pass(
+            nodes,
+            cache=cache,
+            positions_BT=length + depths[None],
+            tree_mask_BTT=mask[None],
+            needs={"logits", "pre_norm"},
+        )
     )
     assert bool(out.logits.isfinite().all())
     for node, parent in enumerate(PARENTS):
@@ -81,7 +89,7 @@ def test_tree_pass_equals_each_path(tiny_target, kind, length):
         # Plain decoding of the path: one token a pass.
         single = prefilled(model, prompt)
         for step in path:
-            expected = model(nodes[:, [step]], cache=single, needs={"logits", "pre_norm"})
+            expected = model(Pass(nodes[:, [step]], cache=single, needs={"logits", "pre_norm"}))
             single.commit(None, torch.tensor([1]))
         assert error(out.logits[:, node], expected.logits[:, 0]) < 1e-5, f"node {node}"
         assert error(out.pre_norm[:, node], expected.pre_norm[:, 0]) < 1e-5, f"node {node}"
@@ -93,13 +101,13 @@ def test_kept_path_equals_a_fresh_prefill(tiny_target, kind):
     prompt, nodes = tokens(1, 20), tokens(1, len(PARENTS), 1)
     mask, depths = tree_parts()
     cache = prefilled(model, prompt, poison=True)
-    model(nodes, cache=cache, positions_BT=20 + depths[None], tree_mask_BTT=mask[None])
+    model(Pass(nodes, cache=cache, positions_BT=20 + depths[None], tree_mask_BTT=mask[None]))
     path = path_to(8)
     rows = torch.tensor([[*path, 0, 11]])  # what stands behind the count is ignored
     cache.commit(rows, torch.tensor([len(path)]))
     fresh = prefilled(model, prompt)
     for step in path:
-        model(nodes[:, [step]], cache=fresh)
+        model(Pass(nodes[:, [step]], cache=fresh))
         fresh.commit(None, torch.tensor([1]))
     end = 20 + len(path)
     assert cache.lengths.tolist() == fresh.lengths.tolist() == [end]
@@ -110,11 +118,13 @@ def test_kept_path_equals_a_fresh_prefill(tiny_target, kind):
     again = prefilled(model, prompt[:, :11])
     again.prompt_lengths.fill_(20)
     if "rope" not in KINDS[kind] or KINDS[kind]["rope"] is None:
-        assert error(model(nodes[:, :1], cache=cache).logits, model(nodes[:, :1], cache=again).logits) < 1e-5
+        assert (
+            error(model(Pass(nodes[:, :1], cache=cache)).logits, model(Pass(nodes[:, :1], cache=again)).logits) < 1e-5
+        )
     cache.reset(prompt_lengths=[7])
     assert cache.lengths.tolist() == [0]
     other = tokens(1, 7, 5)
-    assert error(model(other, cache=cache).logits, model(other).logits) < 1e-5
+    assert error(model(Pass(other, cache=cache)).logits, model(Pass(other)).logits) < 1e-5
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -132,19 +142,19 @@ def test_ragged_batch_equals_single_runs(tiny_target, kind):
     padded = torch.zeros(3, 30, dtype=torch.int64)
     for slot, prompt in enumerate(prompts):
         padded[slot, : lengths[slot]] = prompt
-    model(padded, cache=cache)
+    model(Pass(padded, cache=cache))
     cache.commit(None, torch.tensor(lengths))
     positions = cache.lengths[:, None] + places
-    out = model(nodes, cache=cache, positions_BT=positions, tree_mask_BTT=masks)
-    chain = model(nodes, cache=cache)
+    out = model(Pass(nodes, cache=cache, positions_BT=positions, tree_mask_BTT=masks))
+    chain = model(Pass(nodes, cache=cache))
     for slot, prompt in enumerate(prompts):
         single = prefilled(model, prompt)
         one = slice(slot, slot + 1)
-        alone = model(nodes[one], cache=single, positions_BT=positions[one], tree_mask_BTT=masks[one])
+        alone = model(Pass(nodes[one], cache=single, positions_BT=positions[one], tree_mask_BTT=masks[one]))
         assert error(out.logits[one], alone.logits) < 1e-5
-        assert error(chain.logits[one], model(nodes[one], cache=single).logits) < 1e-5
+        assert error(chain.logits[one], model(Pass(nodes[one], cache=single)).logits) < 1e-5
         view = cache.slot(slot)
-        assert error(model(nodes[one], cache=view).logits, chain.logits[one]) < 1e-5
+        assert error(model(Pass(nodes[one], cache=view)).logits, chain.logits[one]) < 1e-5
         before = cache.lengths.tolist()
         view.commit(None, torch.tensor([2]))
         assert cache.lengths.tolist() == [n + 2 * (i == slot) for i, n in enumerate(before)]
@@ -156,12 +166,12 @@ def test_ragged_batch_equals_single_runs(tiny_target, kind):
 def test_chunked_prefill_equals_one_pass(tiny_target, kind, chunk):
     model = tiny_target(**KINDS[kind]).model
     prompt = tokens(1, 31)
-    whole = model(prompt, needs={"logits", "post_norm", "last_kv"})
+    whole = model(Pass(prompt, needs={"logits", "post_norm", "last_kv"}))
     cache = model.new_cache(1, 31 + chunk)
     cache.reset(prompt_lengths=[31])
     logits, keys = [], []
     for piece in prompt.split(chunk, 1):
-        out = model(piece, cache=cache, needs={"logits", "last_kv"})
+        out = model(Pass(piece, cache=cache, needs={"logits", "last_kv"}))
         cache.commit(None, torch.tensor([piece.shape[1]]))
         logits.append(out.logits)
         keys.append(out.last_kv[0])
@@ -187,15 +197,15 @@ def test_nothing_unneeded_is_computed(tiny_target):
     # A layer's norms, and the final one before the LM head, are computed by the call of the projection behind them.
     last = {f"layers.1.{part}" for part in ("attention.o_proj", "mlp", "mlp.gate_up_proj", "mlp.down_proj")}
     head = {"lm_head"}
-    everything = calls_during(model, lambda: model(ids))
+    everything = calls_during(model, lambda: model(Pass(ids)))
     assert last | head < everything and "layers.1.attention.qkv_proj" in everything
     for needs in ({"last_kv"}, {"queries"}, {"last_kv", "queries"}, set()):
         for given in (None, cache):
-            seen = calls_during(model, lambda given=given, needs=needs: model(ids, cache=given, needs=needs))
+            seen = calls_during(model, lambda given=given, needs=needs: model(Pass(ids, cache=given, needs=needs)))
             assert "layers.1.attention.qkv_proj" in seen and not seen & (last | head)
-    assert not calls_during(model, lambda: model(ids, needs={"pre_norm"})) & (head | {"norm"})
-    assert "lm_head" not in calls_during(model, lambda: model(ids, needs={"post_norm"}))
-    stopped, full = model(ids, needs={"last_kv"}), model(ids, needs={"last_kv", "logits"})
+    assert not calls_during(model, lambda: model(Pass(ids, needs={"pre_norm"}))) & (head | {"norm"})
+    assert "lm_head" not in calls_during(model, lambda: model(Pass(ids, needs={"post_norm"})))
+    stopped, full = model(Pass(ids, needs={"last_kv"})), model(Pass(ids, needs={"last_kv", "logits"}))
     assert torch.equal(stopped.last_kv[0], full.last_kv[0]) and torch.equal(stopped.last_kv[1], full.last_kv[1])
     assert stopped.logits is stopped.pre_norm is stopped.post_norm is stopped.queries is None
 
@@ -203,18 +213,18 @@ def test_nothing_unneeded_is_computed(tiny_target):
 def test_rows_of_logits_and_queries(tiny_target):
     model = tiny_target().model
     ids = tokens(2, 6)
-    everything = model(ids, needs={"logits", "queries", "post_norm"})
+    everything = model(Pass(ids, needs={"logits", "queries", "post_norm"}))
     rows = torch.tensor([[5, 0], [2, 2]])
-    some = model(ids, logits_rows_BR=rows).logits
+    some = model(Pass(ids, logits_at_BR=rows)).logits
     assert error(some, torch.stack([everything.logits[b, rows[b]] for b in range(2)])) < 1e-5
     assert everything.queries.shape == (2, 2, 4, 8)
-    shorter = model(ids[:, :3], needs={"queries"}).queries
-    chosen = model(ids, needs={"queries"}, query_rows_B=torch.tensor([2, 2])).queries
+    shorter = model(Pass(ids[:, :3], needs={"queries"})).queries
+    chosen = model(Pass(ids, needs={"queries"}, queries_at_B=torch.tensor([2, 2]))).queries
     assert error(chosen, shorter) < 1e-5
     with pytest.raises(ValueError, match=r"hidden.*known: .*pre_norm"):
-        model(ids, needs={"hidden"})
+        model(Pass(ids, needs={"hidden"}))
     with pytest.raises(ValueError, match="tree_mask_BTT needs"):
-        model(ids, tree_mask_BTT=torch.ones(2, 6, 6, dtype=torch.bool))
+        model(Pass(ids, tree_mask_BTT=torch.ones(2, 6, 6, dtype=torch.bool)))
 
 
 def test_positions_do_not_mask(tiny_target):
@@ -224,7 +234,7 @@ def test_positions_do_not_mask(tiny_target):
     positions = torch.tensor([[0, 1, 90, 91, 5, 6, 200, 201, 3]])
     changed = ids.clone()
     changed[0, 0] = (ids[0, 0] + 1) % 97
-    out, other = (model(x, positions_BT=positions).logits for x in (ids, changed))
+    out, other = (model(Pass(x, positions_BT=positions)).logits for x in (ids, changed))
     assert error(other[:, -1], out[:, -1]) > 1e-3
-    shorter = model(ids[:, :5], positions_BT=positions[:, :5]).logits
+    shorter = model(Pass(ids[:, :5], positions_BT=positions[:, :5])).logits
     assert error(out[:, :5], shorter) < 1e-5

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from longdraft.models.passes import Pass
 from longdraft.models.rope import piece_lengths
 
 FACTORS = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.0, 2.0, 3.0, 4.0]}
@@ -59,10 +60,10 @@ def parts_of(output) -> dict[str, Tensor]:
 def test_pieces_are_each_alone(tiny_target, kind, jump):
     model, ids = tiny_target(**KINDS[kind]).model, tokens()
     positions = anchor_offset() if jump else None
-    packed = parts_of(model(ids, positions_BT=positions, borders=BORDERS, needs=EVERYTHING))
+    packed = parts_of(model(Pass(ids, positions_BT=positions, borders=BORDERS, needs=EVERYTHING)))
     for start, stop in pairwise(BORDERS):
         own = None if positions is None else positions[:, start:stop]
-        alone = parts_of(model(ids[:, start:stop], positions_BT=own, needs=EVERYTHING))
+        alone = parts_of(model(Pass(ids[:, start:stop], positions_BT=own, needs=EVERYTHING)))
         for name, expected in alone.items():
             assert error(packed[name][:, start:stop], expected) < 1e-5, (name, start)
 
@@ -70,18 +71,18 @@ def test_pieces_are_each_alone(tiny_target, kind, jump):
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_piece_is_the_row_without_borders(tiny_target, kind):
     model, ids = tiny_target(**KINDS[kind]).model, tokens(33)
-    whole, one = (parts_of(model(ids, borders=borders, needs=EVERYTHING)) for borders in (None, [0, 33]))
+    whole, one = (parts_of(model(Pass(ids, borders=borders, needs=EVERYTHING))) for borders in (None, [0, 33]))
     for name, expected in whole.items():
         assert error(one[name], expected) < 1e-5, name
 
 
 def test_a_token_changes_its_own_piece_alone(tiny_target):
     model, ids = tiny_target().model, tokens()
-    before = model(ids, borders=BORDERS).logits[0]
+    before = model(Pass(ids, borders=BORDERS)).logits[0]
     for start, stop in pairwise(BORDERS):
         changed = ids.clone()
         changed[0, start] = (ids[0, start] + 1) % 97
-        after = model(changed, borders=BORDERS).logits[0]
+        after = model(Pass(changed, borders=BORDERS)).logits[0]
         rows = torch.arange(BORDERS[-1])
         assert torch.equal((after != before).any(1), (rows >= start) & (rows < stop))
 
@@ -126,12 +127,13 @@ def test_the_target_attends_to_the_sinks_over_a_jump(tiny_target, kind):
         for row in range(start, stop):
             mask[row, start : row + 1] = True
             cut[row, (start + 3 if row >= start + 3 else start) : row + 1] = True
-    logits = model(ids[None], positions_BT=positions[None], borders=BORDERS).logits[0].double()
+    logits = model(Pass(ids[None], positions_BT=positions[None], borders=BORDERS)).logits[0].double()
     assert error(logits, written_out(model, ids, positions, mask)) < 1e-5
     assert error(logits, written_out(model, ids, positions, cut)) > 0.1
     # The draft reads the same keys: of the last layer, rotated at these positions.
     plain, moved = (
-        model(ids[None], positions_BT=p, borders=BORDERS, needs={"last_kv"}).last_kv for p in (None, positions[None])
+        model(Pass(ids[None], positions_BT=p, borders=BORDERS, needs={"last_kv"})).last_kv
+        for p in (None, positions[None])
     )
     assert error(moved[0][:, :3], plain[0][:, :3]) < 1e-5 < error(moved[0][:, 3:7], plain[0][:, 3:7])
 
@@ -142,12 +144,12 @@ def test_chunks_of_rows_change_nothing(tiny_target, kind, chunk):
     model, ids = tiny_target(**KINDS[kind]).model, tokens()
     for borders in (None, BORDERS):
         whole, chunked = (
-            parts_of(model(ids, borders=borders, row_chunk=size, needs=EVERYTHING)) for size in (None, chunk)
+            parts_of(model(Pass(ids, borders=borders, chunk=size, needs=EVERYTHING))) for size in (None, chunk)
         )
         for name, expected in whole.items():
             assert error(chunked[name], expected) < 1e-5, name
     two = torch.cat([ids, tokens(seed=1)])
-    assert error(model(two, row_chunk=chunk).logits, model(two).logits) < 1e-5
+    assert error(model(Pass(two, chunk=chunk)).logits, model(Pass(two)).logits) < 1e-5
 
 
 class Largest(TorchDispatchMode):
@@ -168,11 +170,11 @@ def test_chunks_bound_what_a_layer_holds(tiny_target):
     model, ids = tiny_target(intermediate_size=512).model, tokens()
     n_rows, wide, hidden = ids.shape[1], 2 * 512, 32
     with Largest() as whole:
-        model(ids, borders=BORDERS, needs={"pre_norm"})
+        model(Pass(ids, borders=BORDERS, needs={"pre_norm"}))
     assert whole.numbers == n_rows * wide
     for chunk in (1, 7, 25):
         with Largest() as chunked:
-            model(ids, borders=BORDERS, row_chunk=chunk, needs={"pre_norm"})
+            model(Pass(ids, borders=BORDERS, chunk=chunk, needs={"pre_norm"}))
         assert chunked.numbers == max(chunk * wide, n_rows * hidden)
 
 
@@ -194,12 +196,12 @@ def test_each_layer_works_within_its_context(tiny_target):
     model.around_layer = around
     for options in (
         {},
-        {"borders": BORDERS, "row_chunk": 7},
+        {"borders": BORDERS, "chunk": 7},
         {"needs": {"last_kv"}},
         {"cache": model.new_cache(1, 60)},
     ):
         log.clear()
-        model(ids, **options)
+        model(Pass(ids, **options))
         assert [event for event in log if event[0] != "work"] == [(e, i) for i in range(3) for e in ("enter", "leave")]
         inside = None
         for event, i in log:
@@ -214,24 +216,24 @@ def test_each_layer_works_within_its_context(tiny_target):
         ({"borders": [0, 30]}, r"borders: \[0, 30\]; give where each piece starts, in order from 0, and then 60"),
         ({"borders": [1, 60]}, r"borders: \[1, 60\]"),
         ({"borders": [0, 30, 20, 60]}, r"borders: \[0, 30, 20, 60\]"),
-        ({"row_chunk": 0}, "row_chunk: 0; give at least 1"),
+        ({"chunk": 0}, "chunk: 0; give at least 1"),
     ],
 )
 def test_what_cannot_be_is_refused(tiny_target, options, message):
     with pytest.raises(ValueError, match=message):
-        tiny_target().model(tokens(), **options)
+        tiny_target().model(Pass(tokens(), **options))
 
 
 def test_pieces_and_chunks_have_no_cache(tiny_target):
     model = tiny_target().model
     for options, message in (
         ({"borders": [0, 60]}, "borders: .*a cache given"),
-        ({"row_chunk": 8}, "none with a cache"),
+        ({"chunk": 8}, "none with a cache"),
     ):
         with pytest.raises(ValueError, match=message):
-            model(tokens(), cache=model.new_cache(1, 60), **options)
-    with pytest.raises(ValueError, match="in one row without a cache; 2 rows"):
-        model(tokens().expand(2, -1), borders=[0, 60])
+            model(Pass(tokens(), cache=model.new_cache(1, 60), **options))
+    with pytest.raises(ValueError, match="in one sequence without a cache; 2 sequences"):
+        model(Pass(tokens().expand(2, -1), borders=[0, 60]))
 
 
 def test_a_pieces_length_is_its_largest_position_and_one():

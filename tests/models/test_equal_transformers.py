@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, Mistra
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from longdraft.models.hf import load_target
+from longdraft.models.passes import Pass
 from longdraft.models.rope import ROPE_TYPES, RopeConfig
 
 SHAPE = {
@@ -113,7 +114,7 @@ def test_one_forward(pair, length):
     expected = theirs(ids, past_key_values=cache, output_hidden_states=True)
     everything = frozenset({"logits", "pre_norm", "post_norm", "last_kv"})
     with_cache = load_cache(ours, ids)
-    for out in (ours(ids, needs=everything), ours(ids, cache=with_cache, needs=everything)):
+    for out in (ours(Pass(ids, needs=everything)), ours(Pass(ids, cache=with_cache, needs=everything))):
         assert error(out.logits, expected.logits) < 1e-5
         assert error(out.pre_norm, pre_norm[0]) < 1e-5
         assert error(out.post_norm, expected.hidden_states[-1]) < 1e-5
@@ -143,7 +144,7 @@ def test_token_by_token(pair):
     ours_cache.reset(prompt_lengths=[prompt])
     for piece in [ids[:, :prompt], *ids[:, prompt:].split(1, 1)]:
         expected = theirs(piece, past_key_values=theirs_cache).logits
-        out = ours(piece, cache=ours_cache)
+        out = ours(Pass(piece, cache=ours_cache))
         ours_cache.commit(None, torch.tensor([piece.shape[1]]))
         assert error(out.logits, expected) < 1e-5, f"at length {int(ours_cache.lengths[0])}"
     seen = theirs_cache.layers[-1].keys.shape[2]
@@ -162,7 +163,7 @@ def test_generates_the_same(pair):
         cache.reset(prompt_lengths=[prompt])
         got, piece = [], ids
         while len(got) < 40:
-            logits = ours(piece, cache=cache).logits
+            logits = ours(Pass(piece, cache=cache)).logits
             cache.commit(None, torch.tensor([piece.shape[1]]))
             piece = logits[:, -1:].argmax(-1)
             got.append(int(piece))
@@ -177,7 +178,7 @@ def test_sharded_or_not(tmp_path, options):
     assert (len(list(folder.glob("*.safetensors"))) > 3) == (options["max_shard_size"] == "20KB")
     ours = load_target(folder, dtype=torch.float32).model
     ids = tokens(2, 20)
-    assert error(ours(ids).logits, theirs(ids).logits) < 1e-5
+    assert error(ours(Pass(ids)).logits, theirs(ids).logits) < 1e-5
 
 
 @torch.no_grad()
@@ -192,11 +193,11 @@ def test_anchor_offset_positions_keep_the_sinks(tmp_path):
     minus_infinity = torch.full((length, length), float("-inf")).triu(1)
     mask = minus_infinity.expand(2, 1, length, length)
     expected = theirs(ids, position_ids=positions, attention_mask=mask).logits
-    assert error(ours(ids, positions_BT=positions).logits, expected) < 1e-5
+    assert error(ours(Pass(ids, positions_BT=positions)).logits, expected) < 1e-5
     cut = theirs(ids[1:], position_ids=positions[1:], use_cache=False).logits
     assert error(cut[0], expected[1]) > 1e-2, "transformers keeps the sinks by itself now: simplify this test"
     cache = load_cache(ours, ids)
-    assert error(ours(ids, positions_BT=positions, cache=cache).logits, expected) < 1e-5
+    assert error(ours(Pass(ids, positions_BT=positions, cache=cache)).logits, expected) < 1e-5
 
 
 def test_rope_types_are_those_of_transformers():

@@ -20,6 +20,7 @@ from longdraft.models.hf import (
     refresh,
     target_from_transformers,
 )
+from longdraft.models.passes import Pass
 
 SHAPE = {
     "vocab_size": 50,
@@ -53,7 +54,7 @@ def test_smollm2_on_real_text(smollm2, tmp_path):
     ids = torch.tensor([smollm2.tokenizer(argparse.ArgumentParser.__doc__ + argparse.__doc__).input_ids])
     assert 100 < ids.shape[1] < 1500
     expected = theirs(ids, output_hidden_states=True)
-    out = smollm2.model(ids, needs={"logits", "post_norm", "last_kv"})
+    out = smollm2.model(Pass(ids, needs={"logits", "post_norm", "last_kv"}))
     assert error(out.logits, expected.logits) < 1e-5
     assert error(out.post_norm, expected.hidden_states[-1]) < 1e-5
     for index, of_layer in enumerate(out.last_kv):
@@ -68,7 +69,7 @@ def test_smollm2_knows_what_it_should(smollm2):
     """Wrongly ordered q and k rows would still load, in transformers too; they would not answer this."""
     cache, piece, words = smollm2.model.new_cache(1, 32), smollm2.tokenizer("The capital of France is").input_ids, []
     for _ in range(2):
-        logits = smollm2.model(torch.tensor([piece]), cache=cache).logits
+        logits = smollm2.model(Pass(torch.tensor([piece]), cache=cache)).logits
         cache.commit(None, torch.tensor([len(piece)]))
         piece = [int(logits[0, -1].argmax())]
         words += piece
@@ -308,7 +309,7 @@ def test_a_loaded_transformers_model_becomes_a_target(kind, tied, tmp_path):
     model = tiny_model(kind, tie_word_embeddings=tied, head_dim=8, eos_token_id=[3, 4])
     target = target_from_transformers(model)
     ids = torch.randint(50, (1, 20))
-    assert error(target.model(ids).logits, model(ids).logits) < 1e-5
+    assert error(target.model(Pass(ids)).logits, model(ids).logits) < 1e-5
     model.save_pretrained(tmp_path)
     loaded = load_target(tmp_path, torch.float32)
     assert target.fingerprint == loaded.fingerprint and target.eos_token_ids == loaded.eos_token_ids == (3, 4)
@@ -353,7 +354,7 @@ def test_refresh_takes_over_every_way_of_writing_weights():
         before = model(ids).logits
         write()
         refresh(target, model)
-        assert error(target.model(ids).logits, model(ids).logits) < 1e-5
+        assert error(target.model(Pass(ids)).logits, model(ids).logits) < 1e-5
         assert not torch.equal(before, model(ids).logits)
 
 

@@ -5,6 +5,8 @@ from collections import Counter
 import pytest
 import torch
 
+from longdraft.models.passes import Pass
+
 # Views, and memory without contents: nothing is launched for them.
 FREE = {
     "view", "_unsafe_view", "slice", "select", "split", "split_with_sizes", "transpose", "t", "unsqueeze", "expand",
@@ -29,7 +31,7 @@ def launches(pretended_cuda, model, n_rows: int, tree: bool, batch: int) -> Coun
             positions = torch.zeros_like(tokens)
         for _ in range(2):  # the first one brings what all passes share to the device
             gpu.forget()
-            model(tokens, cache=cache, tree_mask_BTT=mask, positions_BT=positions)
+            model(Pass(tokens, cache=cache, tree_mask_BTT=mask, positions_BT=positions))
         assert not gpu.waits
         return Counter({name: n * SEVERAL.get(name, 1) for name, n in gpu.calls.items() if name not in FREE})
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from longdraft.models.drafts.longspec import LongSpec, LongSpecConfig, Queries, plan_queries
 from longdraft.models.drafts.loss import Part, ahead
 from longdraft.models.hf import build_decoder
+from longdraft.models.passes import Pass
 
 SHAPES = {"mha": {"n_heads": 4, "n_kv_heads": 4}, "gqa": {"n_heads": 8, "n_kv_heads": 2, "head_dim": 16}}
 # Three pieces, each with its own noise shift, one of them shorter than it.
@@ -57,7 +58,7 @@ def row_of(target, borders=BORDERS, offset=0, seed=5) -> Row:
     tokens = torch.randint(model.config.vocab_size, (borders[-1],), generator=torch.Generator().manual_seed(seed))
     parts = [torch.arange(stop - start) for start, stop in pairwise(borders)]
     positions = torch.cat([part + (offset + 7 * i) * bool(offset) * (part >= 2) for i, part in enumerate(parts)])
-    output = model(tokens[None], positions_BT=positions[None], borders=borders, needs={"last_kv"})
+    output = model(Pass(tokens[None], positions_BT=positions[None], borders=borders, needs={"last_kv"}))
     return Row(model.embed_tokens(tokens).detach(), positions, *(x[0] for x in output.last_kv))
 
 
@@ -235,7 +236,7 @@ def test_three_packed_pieces_are_the_three_alone(target):
     alone = []
     for (start, stop), shift in zip(pairwise(BORDERS), SHIFTS, strict=True):
         part = tokens[start:stop]
-        output = target.model(part[None], needs={"last_kv"})
+        output = target.model(Pass(part[None], needs={"last_kv"}))
         row = Row(target.model.embed_tokens(part), torch.arange(len(part)), *(x[0] for x in output.last_kv))
         alone.append(losses_and_gradients(draft, row, [0, len(part)], [shift], part, head))
     torch.testing.assert_close(packed.sums, sum(loss.sums for loss, _ in alone), rtol=1e-5, atol=1e-5)

@@ -11,6 +11,7 @@ import torch
 from longdraft.kernels.cpu_impl import program, rows
 from longdraft.kernels.linear import linear
 from longdraft.models import recorded_layers
+from longdraft.models.passes import Pass
 
 pytestmark = pytest.mark.usefixtures("c_kernels")
 KINDS = {
@@ -46,7 +47,7 @@ def decode(model, batch, width, tree, needs):
     cache = model.new_cache(batch, 60)
     cache.keys.zero_(), cache.values.zero_()
     cache.reset(prompt_lengths=[9, 2, 30][:batch])
-    model(torch.randint(97, (batch, 5), generator=generator), cache=cache)
+    model(Pass(torch.randint(97, (batch, 5), generator=generator), cache=cache))
     cache.commit(None, torch.tensor([5, 1, 3][:batch]))
     outputs, copies = [], []
     for step in range(STEPS):
@@ -57,7 +58,9 @@ def decode(model, batch, width, tree, needs):
         tokens = torch.randint(97, (batch, width), generator=generator)
         rows_B = torch.full((batch,), step % width)
         outputs.append(
-            model(tokens, cache=cache, positions_BT=positions, tree_mask_BTT=masks, needs=needs, query_rows_B=rows_B)
+            model(
+                Pass(tokens, cache=cache, positions_BT=positions, tree_mask_BTT=masks, needs=needs, queries_at_B=rows_B)
+            )
         )
         copies.append([part.clone() for part in tensors(outputs[-1])])
         counts = torch.randint(1, width + 1, (batch,), generator=generator)
@@ -94,16 +97,16 @@ def test_only_narrow_passes_are_recorded_and_fp32_while_decoding(tiny_target):
     cache = model.new_cache(1, 80)
     for width, count, fresh in ((33, 0, False), (33, 0, False), (1, 1, True), (32, 2, True), (1, 2, False)):
         model.recorded_layers.fresh = False
-        model(torch.zeros(1, width, dtype=torch.int64), cache=cache)
+        model(Pass(torch.zeros(1, width, dtype=torch.int64), cache=cache))
         assert (len(programs(model, cache)), model.recorded_layers.fresh) == (count, fresh), width
     fp32 = tiny_target().model
     cache = fp32.new_cache(1, 80)
     for _ in range(2):
-        fp32(torch.zeros(1, 2, dtype=torch.int64), cache=cache)
+        fp32(Pass(torch.zeros(1, 2, dtype=torch.int64), cache=cache))
     assert programs(fp32, cache) == [] and not fp32.recorded_layers.fresh, "fp32 products are PyTorch's"
     with rows.decoding():
         for width, count in ((33, 0), (2, 1), (2, 1), (1, 2)):
-            fp32(torch.zeros(1, width, dtype=torch.int64), cache=cache)
+            fp32(Pass(torch.zeros(1, width, dtype=torch.int64), cache=cache))
             assert len(programs(fp32, cache)) == count, width
 
 
@@ -131,7 +134,7 @@ def test_weights_that_come_and_go_are_not_recorded(tiny_target):
     model.around_layer = around
     cache = model.new_cache(1, 8)
     for _ in range(3):
-        model(torch.zeros(1, 1, dtype=torch.int64), cache=cache)
+        model(Pass(torch.zeros(1, 1, dtype=torch.int64), cache=cache))
     assert entered == [0, 1, 2] * 3 and programs(model, cache) == []
 
 
@@ -139,12 +142,12 @@ def test_a_full_cache_is_refused_as_ever(tiny_target):
     model = tiny_target(dtype=torch.bfloat16).model
     cache, token = model.new_cache(1, 4), torch.zeros(1, 1, dtype=torch.int64)
     for _ in range(4):
-        model(token, cache=cache)
+        model(Pass(token, cache=cache))
         cache.commit(None, torch.tensor([1]))
     assert len(programs(model, cache)) == 1
     before = cache.keys.clone(), cache.values.clone()
     with pytest.raises(AssertionError, match="needs a capacity of at least 5, the cache has 4"):
-        model(token, cache=cache)
+        model(Pass(token, cache=cache))
     assert torch.equal(cache.keys, before[0]) and torch.equal(cache.values, before[1])
 
 
@@ -152,23 +155,23 @@ def test_a_full_cache_is_refused_as_ever(tiny_target):
 def test_other_weights(tiny_target, how):
     model, other = (tiny_target(dtype=torch.bfloat16, seed=seed).model for seed in (0, 1))
     token = torch.tensor([[3]])
-    cache, wanted = model.new_cache(1, 8), other(token, cache=other.new_cache(1, 8)).logits
+    cache, wanted = model.new_cache(1, 8), other(Pass(token, cache=other.new_cache(1, 8))).logits
     for _ in range(3):
-        assert not torch.equal(model(token, cache=cache).logits, wanted)
+        assert not torch.equal(model(Pass(token, cache=cache)).logits, wanted)
     for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
         if how == "in place":
             mine.copy_(theirs)
         else:
             mine.data = theirs.data.clone()
     for _ in range(3):
-        assert torch.equal(model(token, cache=cache).logits, wanted)
+        assert torch.equal(model(Pass(token, cache=cache)).logits, wanted)
 
 
 def test_recordings_go_with_their_cache(tiny_target):
     model = tiny_target(dtype=torch.bfloat16).model
     cache = model.new_cache(1, 8)
     for _ in range(3):
-        model(torch.zeros(1, 1, dtype=torch.int64), cache=cache)
+        model(Pass(torch.zeros(1, 1, dtype=torch.int64), cache=cache))
     (recorded,) = programs(model, cache)
     program_left, keys_left = weakref.ref(recorded), weakref.ref(cache.keys)
     del cache, recorded
@@ -180,12 +183,12 @@ def test_a_copy_of_a_decoder_records_for_itself(tiny_target):
     model = tiny_target(dtype=torch.bfloat16).model
     token, cache = torch.tensor([[3]]), model.new_cache(1, 8)
     for _ in range(3):
-        wanted = model(token, cache=cache).logits
+        wanted = model(Pass(token, cache=cache)).logits
     twin = copy.deepcopy(model)
     for parameter in model.parameters():
         parameter.zero_()
     cache = twin.new_cache(1, 8)
-    assert all(torch.equal(twin(token, cache=cache).logits, wanted) for _ in range(3))
+    assert all(torch.equal(twin(Pass(token, cache=cache)).logits, wanted) for _ in range(3))
 
 
 def test_a_program_reads_its_inputs_anew():
@@ -210,7 +213,7 @@ def test_what_a_recording_keeps_is_told_before(tiny_target, width):
     model = tiny_target(dtype=torch.bfloat16, n_layers=3).model
     cache = model.new_cache(2, 20)
     for _ in range(2):
-        model(torch.zeros(2, width, dtype=torch.int64), cache=cache)
+        model(Pass(torch.zeros(2, width, dtype=torch.int64), cache=cache))
     (recorded,) = programs(model, cache)
     (known,) = model.recorded_layers._known[cache].values()
     old = {x.untyped_storage().data_ptr() for x in (*model.parameters(), cache.keys, cache.values, cache.lengths)}

@@ -9,6 +9,7 @@ import torch
 from longdraft.kernels import backend
 from longdraft.models.drafts.longspec import LongSpec, LongSpecConfig, plan_queries
 from longdraft.models.drafts.tokenswift import TokenSwift, TokenSwiftConfig
+from longdraft.models.passes import Pass
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has them without an interpreter")
 ALL = {"logits", "pre_norm", "post_norm", "last_kv", "queries"}
@@ -33,24 +34,24 @@ def passes(model):
     found = []
 
     def made(*args, needs=ALL, **kwargs):
-        output = model(*args, needs=needs, **kwargs)
+        output = model(Pass(*args, needs=needs, **kwargs))
         parts = output.logits, output.pre_norm, output.post_norm, output.queries, *(output.last_kv or ())
         found.extend(part.clone() for part in parts if part is not None)
 
     tokens = torch.arange(2 * 5).view(2, 5)
     cache = model.new_cache(2, 24)
     cache.keys.zero_(), cache.values.zero_()
-    made(tokens, cache=cache, prompts=[5, 5], needs={"last_kv", "logits"})
+    made(tokens, cache=cache, prompt_lengths=[5, 5], needs={"last_kv", "logits"})
     cache.commit(None, torch.tensor([5, 3]))
     made(tokens[:, :1], cache=cache)
     cache.commit(None, torch.tensor([1, 0]))
     mask = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]], dtype=torch.bool).expand(2, -1, -1)
     positions = cache.lengths[:, None] + mask.sum(-1) - 1
-    made(tokens[:, :4], cache=cache, tree_mask_BTT=mask, positions_BT=positions, logits_rows_BR=tokens[:, :2] % 4)
+    made(tokens[:, :4], cache=cache, tree_mask_BTT=mask, positions_BT=positions, logits_at_BR=tokens[:, :2] % 4)
     cache.commit(torch.tensor([[0, 2, 3], [0, 1, 1]]), torch.tensor([3, 2]))
     made(tokens[:, :2], cache=cache, needs={"last_kv", "queries"})
     made(tokens)
-    made(tokens.view(1, -1), borders=[0, 4, 10], row_chunk=3)
+    made(tokens.view(1, -1), borders=[0, 4, 10], chunk=3)
     made(tokens.view(1, -1), borders=[0, 4, 10], needs={"last_kv"})
     return [*found, cache.keys, cache.values]
 

@@ -4,7 +4,7 @@ saves what came out as `out`-<rank>.pt. Started by the fixture `start_ranks` (it
 {"weights": folder, "out"}: the sharded target's weights, gathered. {"pass": folder, "out"}: a pass of the sharded
 target and of the replicated one, and what the sharded one holds. {"error": folder, "out"}: how loading it fails.
 {"sequence": degree, "folder", "stage", "out"}: passes over shared rows, and the same alone. All of them: "dtype", and
-"rows": a list of {"tokens", "borders", "positions" or null, "row_chunk" or null}.
+"rows": a list of {"tokens", "borders", "positions" or null, "chunk" or null}.
 """
 
 import gc
@@ -17,6 +17,7 @@ from contextlib import contextmanager
 import torch
 
 from longdraft.models.hf import load_target
+from longdraft.models.passes import Pass
 from longdraft.train.ranks import join_ranks, leave_ranks
 from longdraft.train.sequence_parallel import SequenceParallel, sequence_group
 from longdraft.train.setup import note_weights
@@ -30,18 +31,18 @@ SUBSETS = [ALL, frozenset({"last_kv"}), frozenset({"pre_norm"})]
 def arguments(row):
     """Of a pass, without `needs`."""
     positions = None if row["positions"] is None else torch.tensor([row["positions"]])
-    shared = {"borders": row["borders"], "row_chunk": row["row_chunk"]}
+    shared = {"borders": row["borders"], "chunk": row["chunk"]}
     return torch.tensor([row["tokens"]]), positions, shared
 
 
 def alone(model, row, needs):
     tokens_1N, positions_1N, shared = arguments(row)
-    return vars(model(tokens_1N, positions_BT=positions_1N, needs=needs, **shared))
+    return vars(model(Pass(tokens_1N, positions_BT=positions_1N, needs=needs, **shared)))
 
 
 def together(parallel, model, row, needs):
     tokens_1N, positions_1N, shared = arguments(row)
-    return vars(parallel.look(model, tokens_1N, positions_1N=positions_1N, needs=needs, **shared))
+    return vars(parallel.look(model, Pass(tokens_1N, positions_BT=positions_1N, needs=needs, **shared)))
 
 
 def kept_bytes():

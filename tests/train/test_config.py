@@ -8,7 +8,7 @@ from typing import get_args, get_type_hints
 import pytest
 from deepspeed.runtime.config import DeepSpeedConfig
 
-from longdraft.models.decoder import DecoderConfig
+from longdraft.models.decoder_config import DecoderConfig
 from longdraft.models.drafts.longspec import LongSpecConfig
 from longdraft.models.drafts.medusa import MedusaConfig
 from longdraft.models.drafts.tokenswift import TokenSwiftConfig

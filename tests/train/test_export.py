@@ -24,6 +24,7 @@ from longdraft.models.draft_folder import DRAFTS, load_draft, read_info
 from longdraft.models.files import file_digest
 from longdraft.models.fingerprint import weights_hash
 from longdraft.models.hf import load_target
+from longdraft.models.passes import Pass
 from longdraft.train import checkpoint
 from longdraft.train.config import config_from_dict, load_config, to_dict
 from longdraft.train.export import FORMATS, export, largest_difference
@@ -326,7 +327,7 @@ def test_the_runtime_decodes_with_an_exported_longspec_draft(made_run, data_fold
     assert [one.tokens for one in drafted] == [one.tokens for one in plain]
     assert len(drafted[1].tokens) == 16 and drafted[0].tokens_per_step > 1  # something was proposed rightly
     # No decision of the greedy text is as close as rounding could move it.
-    logits = target.model(torch.tensor([prompts[0] + plain[0].tokens])).logits[0, len(prompts[0]) - 1 : -1]
+    logits = target.model(Pass(torch.tensor([prompts[0] + plain[0].tokens]))).logits[0, len(prompts[0]) - 1 : -1]
     best = logits.topk(2).values
     assert float((best[:, 0] - best[:, 1]).min()) > 1e-3
 

@@ -18,6 +18,7 @@ from longdraft.launch.train import main
 from longdraft.launch.train import start as start_command
 from longdraft.models.drafts.tokenswift import TokenSwift, TokenSwiftConfig
 from longdraft.models.hf import load_target
+from longdraft.models.passes import Pass
 from longdraft.train import checkpoint
 from longdraft.train.batches import step_rows
 from longdraft.train.config import OptimizerSection, load_config
@@ -59,7 +60,7 @@ def test_teacher_sees_each_piece_alone_and_gives_its_own_choices(target):
     seen = teacher.look(tokens_N, borders, None, needs)
     assert seen.logits is None and not seen.pre_norm.requires_grad
     for start, stop in pairwise(borders):
-        alone = target.model(tokens_N[None, start:stop], needs=needs | {"logits"})
+        alone = target.model(Pass(tokens_N[None, start:stop], needs=needs | {"logits"}))
         for field in ("pre_norm", "post_norm"):
             torch.testing.assert_close(getattr(seen, field)[start:stop], getattr(alone, field)[0], rtol=1e-5, atol=1e-5)
         for ours, theirs in zip(seen.last_kv, alone.last_kv, strict=True):

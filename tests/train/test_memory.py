@@ -11,7 +11,7 @@ import torch
 
 from longdraft.benchmarks.loss_memory import loss_peak_memory
 from longdraft.launch.train import start
-from longdraft.models.decoder import DecoderConfig
+from longdraft.models.decoder_config import DecoderConfig
 from longdraft.models.hf import build_decoder, load_target, read_target_config
 from longdraft.models.passes import pass_bytes
 from longdraft.models.rope import RopeConfig

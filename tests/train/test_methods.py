@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from longdraft.data_prep.shards import Row
 from longdraft.models.drafts.longspec import plan_queries
 from longdraft.models.hf import load_target
+from longdraft.models.passes import Pass
 from longdraft.train.batches import Batch, Place, draws, piece_key, read_batch
 from longdraft.train.config import load_config
 from longdraft.train.deepspeed_engine import DraftEngine
@@ -258,7 +259,7 @@ def test_target_and_draft_see_the_same_positions(opened, target):
     assert torch.equal(arguments[1], work.positions)
     for start, stop in pairwise(batch.borders):
         alone = target.model(
-            batch.tokens[None, start:stop], positions_BT=work.positions[None, start:stop], needs={"last_kv"}
+            Pass(batch.tokens[None, start:stop], positions_BT=work.positions[None, start:stop], needs={"last_kv"})
         )
         for field in range(2):
             torch.testing.assert_close(arguments[2 + field][start:stop], alone.last_kv[field][0], rtol=1e-5, atol=1e-5)
@@ -358,7 +359,7 @@ def direct(method, target, batch):
         result = [], [], []
         for start, stop in pairwise(batch.borders):
             tokens, supervised = batch.tokens[start:stop], batch.supervised[start:stop]
-            seen = model(tokens[None], needs={"logits", "pre_norm", "post_norm", "last_kv"})
+            seen = model(Pass(tokens[None], needs={"logits", "pre_norm", "post_norm", "last_kv"}))
             choice = seen.logits[0].argmax(-1)
             if method.needs == {"last_kv"}:
                 keys_values = seen.last_kv[0][0], seen.last_kv[1][0]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from longdraft.models.decoder import DecoderConfig
+from longdraft.models.decoder_config import DecoderConfig
 from longdraft.models.rope import RopeConfig
 from longdraft.train.config import accumulation, resolved
 from longdraft.train.memory import estimate

@@ -22,16 +22,16 @@ TARGETS = {
 }
 
 
-def row(n: int, borders: list[int], positions: list[int] | None = None, row_chunk: int | None = None) -> dict:
+def row(n: int, borders: list[int], positions: list[int] | None = None, chunk: int | None = None) -> dict:
     tokens = [i * 37 % VOCAB for i in range(n)]
-    return {"tokens": tokens, "borders": borders, "positions": positions, "row_chunk": row_chunk}
+    return {"tokens": tokens, "borders": borders, "positions": positions, "chunk": chunk}
 
 
 ROWS = {
     "pieces across the split": row(24, [0, 5, 16, 24]),  # rows 12 and 13 are one piece's
-    "uneven, with jumps, in chunks": row(23, [0, 9, 23], [*range(9), *range(4), *range(40, 50)], row_chunk=5),
+    "uneven, with jumps, in chunks": row(23, [0, 9, 23], [*range(9), *range(4), *range(40, 50)], chunk=5),
     "one piece": row(33, [0, 33]),
-    "pieces that end at the split": row(10, [0, 5, 10], row_chunk=3),
+    "pieces that end at the split": row(10, [0, 5, 10], chunk=3),
     "one token": row(1, [0, 1]),
 }
 CASES = {

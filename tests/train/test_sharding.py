@@ -18,12 +18,12 @@ N_LAYERS, VOCAB = 3, 97
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 CASES = [(1, "fp32"), (2, "fp32"), (2, "bf16")]
 ROWS = [
-    {"tokens": [i * 31 % VOCAB for i in range(24)], "borders": [0, 5, 16, 24], "positions": None, "row_chunk": None},
+    {"tokens": [i * 31 % VOCAB for i in range(24)], "borders": [0, 5, 16, 24], "positions": None, "chunk": None},
     {
         "tokens": [i * 17 % VOCAB for i in range(19)],
         "borders": [0, 19],
         "positions": [*range(4), *range(50, 65)],
-        "row_chunk": 7,
+        "chunk": 7,
     },
 ]
 SLACK = 4096  # bytes of what is no weight: RoPE's tables

@@ -23,6 +23,7 @@ from transformers import PretrainedConfig
 from longdraft.models.draft_files import CONFIG, WEIGHTS
 from longdraft.models.drafts.medusa import Medusa, MedusaConfig
 from longdraft.models.drafts.tokenswift import TokenSwift, TokenSwiftConfig
+from longdraft.models.passes import Pass
 from longdraft.train.config import LongSpecSection, MedusaSection, TokenSwiftSection
 from longdraft.train.vllm_medusa import VllmMedusa, check_section, save
 
@@ -83,7 +84,7 @@ def test_logits_from_the_files_alone(tiny_target, tmp_path, kind):
     target, draft = tiny_target(), heads(kind)
     save(tmp_path, draft, target, {})
     tokens = torch.randint(VOCAB, (1, 40), generator=torch.Generator().manual_seed(0))
-    hidden_ND = target.model(tokens, needs={"post_norm"}).post_norm[0]
+    hidden_ND = target.model(Pass(tokens, needs={"post_norm"})).post_norm[0]
     hidden_ND = torch.cat([hidden_ND, hidden_ND * 30])
     ours = torch.stack(draft.states(hidden_ND)) @ target.model.lm_head.weight.T
 
