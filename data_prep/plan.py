@@ -10,10 +10,11 @@ from collections.abc import Sequence
 
 from longdraft.data_prep.manifest import SPLITS
 from longdraft.data_prep.record_formats import TokenIdsFormat
+from longdraft.data_prep.segments import ScannedFile, Segment
 from longdraft.data_prep.settings import PrepareConfig
 from longdraft.data_prep.shard_task import Reader, ShardTask, uniform
 from longdraft.data_prep.shards import FORMAT_VERSION
-from longdraft.data_prep.sources import ScannedFile, Segment, SourceFile
+from longdraft.data_prep.sources import SourceFile
 from longdraft.data_prep.tasks import with_address
 from longdraft.data_prep.tokenize import Encoder
 

@@ -20,10 +20,11 @@ from longdraft.data_prep.failures import check_out, check_outside, failures_desc
 from longdraft.data_prep.manifest import SPLITS, shortfalls, summary, write_manifests
 from longdraft.data_prep.plan import SEGMENT_BYTES, choose_files, make_plan, plan_tasks
 from longdraft.data_prep.record_formats import record_format_of
+from longdraft.data_prep.segments import scan
 from longdraft.data_prep.settings import PrepareConfig, Source
 from longdraft.data_prep.shard_task import Reader, ShardTask, make_shard, task_name
 from longdraft.data_prep.shards import MANIFEST, ShardSet, read_manifest
-from longdraft.data_prep.sources import STDLIB_CHAT, SourceFile, list_files, scan
+from longdraft.data_prep.sources import STDLIB_CHAT, SourceFile, list_files
 from longdraft.data_prep.tasks import PLAN, Machine, WorkFolder, read_plan, tasks_of
 from longdraft.data_prep.tokenize import make_encoder
 from longdraft.data_prep.workers import run_in_processes

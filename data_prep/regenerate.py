@@ -23,9 +23,10 @@ from longdraft.data_prep.failures import check_out, check_outside, failures_desc
 from longdraft.data_prep.manifest import NAMED_BAD, count_and_hash
 from longdraft.data_prep.record_formats import ChatFormat
 from longdraft.data_prep.responses import ERRORS, ChatTokens, Generate, OpenConversation, answer_all
+from longdraft.data_prep.segments import read_documents, scan
 from longdraft.data_prep.settings import Source
 from longdraft.data_prep.shards import MANIFEST, read_manifest, write_atomically, write_json
-from longdraft.data_prep.sources import list_files, read_documents, scan
+from longdraft.data_prep.sources import list_files
 from longdraft.data_prep.tasks import Machine, WorkFolder, add_up, tasks_of, with_address
 
 COMMAND = "longdraft prepare regenerate"

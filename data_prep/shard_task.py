@@ -16,9 +16,9 @@ from longdraft.data_prep.documents import BadDocument, Conversation, Document, U
 from longdraft.data_prep.manifest import NAMED_BAD, SPLITS
 from longdraft.data_prep.pack import MODES, Piece
 from longdraft.data_prep.record_formats import RecordFormat
+from longdraft.data_prep.segments import Segment, read_documents
 from longdraft.data_prep.settings import PrepareConfig
 from longdraft.data_prep.shards import Row, write_shard
-from longdraft.data_prep.sources import Segment, read_documents
 from longdraft.data_prep.tasks import WorkFolder
 from longdraft.data_prep.tokenize import Encoded, Encoder
 

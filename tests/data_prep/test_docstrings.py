@@ -6,8 +6,9 @@ import textwrap
 
 from longdraft.data_prep.docstrings import DOCUMENT, IMPLEMENT, MAX_CODE, MIN_DOCSTRING, read_docstrings
 from longdraft.data_prep.documents import BadDocument, Conversation
+from longdraft.data_prep.segments import read_documents, scan
 from longdraft.data_prep.settings import Source
-from longdraft.data_prep.sources import list_files, read_documents, scan
+from longdraft.data_prep.sources import list_files
 
 LONG = "Say in some more words than the name has what this is good for, so that it counts."
 CODE = f'''#!/usr/bin/env python

@@ -7,9 +7,10 @@ import pytest
 
 from longdraft.data_prep import mds
 from longdraft.data_prep.record_formats import TextFormat, TokenIdsFormat
-from longdraft.data_prep.records import table_parts, table_rows
+from longdraft.data_prep.segments import read_documents, scan
 from longdraft.data_prep.settings import Source
-from longdraft.data_prep.sources import list_files, read_documents, scan
+from longdraft.data_prep.sources import list_files
+from longdraft.data_prep.tables import table_parts, table_rows
 
 WRITTEN = Path(__file__).parent / "mds"
 ENDING = {"plain": "", "zstd": ".zstd"}

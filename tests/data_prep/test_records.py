@@ -11,10 +11,11 @@ import pytest
 from longdraft.data_prep.documents import BadDocument, Conversation, Document
 from longdraft.data_prep.prepare import PrepareConfig, prepare
 from longdraft.data_prep.record_formats import ChatFormat, TextFormat
-from longdraft.data_prep.records import COMPRESSED, is_compressed
+from longdraft.data_prep.segments import COSTLY_SEGMENTS, read_documents, scan
 from longdraft.data_prep.settings import Source, same_way
 from longdraft.data_prep.shards import ShardSet
-from longdraft.data_prep.sources import COSTLY_SEGMENTS, list_files, read_documents, scan
+from longdraft.data_prep.sources import list_files
+from longdraft.data_prep.streams import COMPRESSED, is_compressed
 
 TEXTS = [f"text {i} " + "é\n" * (i % 50) for i in range(400)]
 RECORDS = [{"id": i, "text": text, "meta": {"set": "a"}} for i, text in enumerate(TEXTS)]
@@ -66,7 +67,7 @@ def test_every_layout_gives_the_same_documents(tmp_path, name):
     # Each by itself, in any order.
     for segment in reversed(scanned.segments):
         names = [document.name for document in read_documents(segment)]
-        assert names == [f"{name}:{segment.first_line + i}" for i in range(segment.n_documents)]
+        assert names == [f"{name}:{segment.first_number + i}" for i in range(segment.n_documents)]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -5,8 +5,9 @@ import os
 import pytest
 
 from longdraft.data_prep.documents import BadDocument, Document
+from longdraft.data_prep.segments import read_documents, scan
 from longdraft.data_prep.settings import Source
-from longdraft.data_prep.sources import list_files, read_documents, scan
+from longdraft.data_prep.sources import list_files
 
 
 def names(sources, **kwargs):

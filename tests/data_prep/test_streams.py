@@ -11,9 +11,10 @@ import pytest
 from longdraft.data_prep.documents import BadDocument, Document
 from longdraft.data_prep.prepare import PrepareConfig, prepare
 from longdraft.data_prep.record_formats import TextFormat
+from longdraft.data_prep.segments import read_documents, scan
 from longdraft.data_prep.settings import Source, same_way
 from longdraft.data_prep.shards import ShardSet
-from longdraft.data_prep.sources import list_files, read_documents, scan
+from longdraft.data_prep.sources import list_files
 from longdraft.data_prep.streams import array_elements
 
 RECORDS = [
@@ -139,7 +140,7 @@ def test_an_array_is_read_in_bounded_memory(tmp_path):
     tracemalloc.start()
     try:
         with (tmp_path / "a.json").open("rb") as stream:
-            sizes = [(len(element["body"]), n_bytes) for element, n_bytes in array_elements(stream, "a.json")]
+            sizes = [(len(record.value["body"]), record.n_bytes) for record in array_elements(stream, "a.json")]
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from longdraft.data_prep.documents import Document
+from longdraft.data_prep.segments import read_documents, scan
 from longdraft.data_prep.settings import Source
-from longdraft.data_prep.sources import list_files, read_documents, scan
+from longdraft.data_prep.sources import list_files
 from longdraft.data_prep.tokenize import make_encoder
 
 

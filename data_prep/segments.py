@@ -1,0 +1,231 @@
+"""What stands in a source's files: each is hashed and cut into segments, and a segment is read as documents.
+
+A text file is one document. A line of JSONL, an element of a JSON array, a row of CSV or of a table and a sample of MDS
+are records, which are read in the format that the source names (record_formats.py). A code file of "stdlib-chat" holds
+one conversation a docstring (docstrings.py). A document that cannot be used (empty, bad UTF-8, a missing field) comes
+out as a `BadDocument` with its name, so that the reader can count it.
+
+Not here: which files there are (sources.py), how records are stored (streams.py, tables.py), tokens and shards.
+"""
+
+import codecs
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from longdraft.data_prep import hub
+from longdraft.data_prep.docstrings import read_docstrings
+from longdraft.data_prep.documents import BadDocument, Conversation, Document, Unusable
+from longdraft.data_prep.record_formats import RecordFormat, TextFormat
+from longdraft.data_prep.sources import SourceFile
+from longdraft.data_prep.streams import (
+    STREAM_KINDS,
+    StreamKind,
+    StreamRecord,
+    first_record,
+    is_compressed,
+    stream_records,
+)
+from longdraft.data_prep.tables import table_fields, table_parts, table_rows
+
+# So much longer are the segments of what is read up to each of them (compressed files, Parquet's row groups) and of
+# remote tables, which are asked for in blocks of megabytes.
+COSTLY_SEGMENTS = 64
+FIELDS_SHOWN = 20
+SURROGATES = "surrogatepass"
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A run of whole documents in one file: all of a text or code file, some records of any other.
+
+    offset: of a stream, in uncompressed bytes; of a table, its first row. length: in uncompressed bytes; of a remote
+    file that is one segment, its size as it is stored. first_number: of the first record (a line's number in
+    JSONL and CSV); counts from 1. n_documents: bad ones included; 1 where they are not counted before they are read.
+    mtime_ns: of the file when it was hashed; None of a remote file, which is of one commit.
+    """
+
+    file: SourceFile
+    offset: int
+    length: int
+    first_number: int
+    n_documents: int
+    mtime_ns: int | None
+
+
+@dataclass(frozen=True)
+class ScannedFile:
+    """A file's identity (name, size, content) and its segments in order. size: bytes."""
+
+    file: SourceFile
+    size: int
+    sha256: str
+    segments: tuple[Segment, ...]
+
+
+def scan(file: SourceFile, segment_bytes: int) -> ScannedFile:
+    """Hash a file and cut it into segments of about `segment_bytes`: a stream behind the record that reaches them, a
+    table after some rows. Of a remote file no more is read than a table's own index.
+
+    Raises ValueError for a damaged file."""
+    coarse_bytes = segment_bytes * COSTLY_SEGMENTS
+    is_remote, is_packed = file.listed is not None, is_compressed(file.path)
+    if is_remote or is_packed:
+        segment_bytes = coarse_bytes
+    size, mtime_ns = file.size, None if is_remote else Path(file.path).stat().st_mtime_ns
+    sha256 = hashlib.sha256()
+    hashes_lines = file.kind == "jsonl" and not is_packed  # as they are counted, so that they are read once
+    if not is_remote and not hashes_lines:
+        with Path(file.path).open("rb") as stream:
+            sha256 = hashlib.file_digest(stream, "sha256")
+    if file.kind == "table":
+        segments = _cut_table(file, table_parts(file.path, segment_bytes, coarse_bytes), mtime_ns)
+    elif file.kind in STREAM_KINDS and not is_remote:
+        start = first_record(file.path, file.kind)
+        records = stream_records(file.path, file.kind, *start)
+        if hashes_lines:
+            records = _hashed(records, sha256)
+        segments = _cut_stream(records, file, start, segment_bytes, mtime_ns)
+    else:
+        segments = [Segment(file, 0, size, 1, 1, mtime_ns)]
+    digest = sha256.hexdigest() if file.listed is None else file.listed[1]
+    return ScannedFile(file, size, digest, tuple(segments))
+
+
+def read_documents(
+    segment: Segment, record_format: RecordFormat | None = None
+) -> Iterator[Document | Conversation | BadDocument]:
+    """The segment's documents in order, good and bad.
+
+    record_format: how a record is read; None: the field "text" is a text.
+    Raises ValueError when the file changed since it was hashed, or is damaged.
+    """
+    file, record_format = segment.file, record_format or TextFormat()
+    if segment.mtime_ns is not None and Path(file.path).stat().st_mtime_ns != segment.mtime_ns:
+        raise ValueError(f"{file.path} changed while it was being prepared; run again once it is complete")
+    if file.kind == "table":
+        rows = table_rows(file.path, segment.offset, segment.n_documents, record_format.fields)
+        fields = cache(partial(table_fields, file.path))
+        for number, row in enumerate(rows, start=segment.first_number):
+            yield from _documents(f"{file.name}:{number}", row, record_format, fields)
+    elif file.kind in STREAM_KINDS:
+        if not segment.length:
+            yield _holds_nothing(file)
+            return
+        for record in _records(segment, file.kind):
+            yield from _documents(f"{file.name}:{record.number}", record.value, record_format)
+    else:
+        with hub.open_bytes(file.path) as stream:
+            raw = stream.read()
+        yield from read_docstrings(file.name, raw) if file.kind == "docstrings" else [_read_text(file.name, raw)]
+
+
+def _hashed(lines: Iterator[StreamRecord], sha256: "hashlib._Hash") -> Iterator[StreamRecord]:
+    for line in lines:
+        sha256.update(line.value)
+        yield line
+
+
+def _cut_stream(
+    records: Iterator[StreamRecord], file: SourceFile, start: tuple[int, int], segment_bytes: int, mtime_ns: int | None
+) -> list[Segment]:
+    """start: the offset and the number of the first record."""
+    found: list[Segment] = []
+    (offset, number), length, n_records = start, 0, 0
+    for record in records:
+        length, n_records = length + record.n_bytes, n_records + 1
+        if length >= segment_bytes:
+            found.append(Segment(file, offset, length, number, n_records, mtime_ns))
+            offset, number, length, n_records = offset + length, record.next_number, 0, 0
+    # A file without a record keeps an empty segment, so that it is read, counted and named.
+    if n_records or not found:
+        found.append(Segment(file, offset, length, number, max(1, n_records), mtime_ns))
+    return found
+
+
+def _cut_table(file: SourceFile, parts: Sequence[tuple[int, int]], mtime_ns: int | None) -> list[Segment]:
+    segments, first = [], 0
+    for n_rows, n_bytes in parts:
+        segments.append(Segment(file, first, n_bytes, first + 1, n_rows, mtime_ns))
+        first += n_rows
+    return segments
+
+
+def _records(segment: Segment, kind: StreamKind) -> Iterator[StreamRecord]:
+    path, n_left = segment.file.path, segment.n_documents
+    if segment.mtime_ns is None:  # remote: one segment, whose records were not counted
+        yield from stream_records(path, kind)
+        return
+    for record in islice(stream_records(path, kind, segment.offset, segment.first_number), n_left):
+        n_left -= 1
+        yield record
+    if n_left:
+        raise ValueError(f"{path} ends before its last record, as it was when it was hashed; run again")
+
+
+def _documents(
+    name: str, record: Any, record_format: RecordFormat, fields: Callable[[], Sequence[str]] | None = None
+) -> Iterator[Document | Conversation | BadDocument]:
+    """Those of a record: a line of JSON as bytes, or what was read. Bad ones are told apart by what the record holds.
+
+    fields: gives the names of those that there are, where the record holds only the wanted ones."""
+    values: dict[str, Any] = {}
+    try:
+        if isinstance(record, Unusable):
+            raise record
+        found = _parse_line(record) if isinstance(record, bytes) else record
+        if not isinstance(found, dict):
+            raise Unusable("missing_field", f"is no object with fields, but {type(found).__name__}")
+        values = found
+        yield from record_format.documents(name, values)
+    except Unusable as error:
+        # Of a row that lacks the field nothing is read that could tell it from others but its name.
+        told_by = record if isinstance(record, bytes) else (repr(values) if values else name).encode(errors=SURROGATES)
+        detail = error.detail
+        if error.field is not None:
+            names = list(fields() if fields else values)
+            shown = ", ".join(map(repr, names[:FIELDS_SHOWN])) + (" ..." if len(names) > FIELDS_SHOWN else "")
+            detail = f"has no field {error.field!r} but {shown or 'none'}; {record_format.named_by}"
+        yield BadDocument(name, hashlib.sha256(told_by).digest(), error.why, detail)
+
+
+def _holds_nothing(file: SourceFile) -> BadDocument:
+    if file.kind == "jsonl":
+        return BadDocument(file.name, hashlib.sha256(b"").digest(), "empty")
+    return BadDocument(file.name, hashlib.sha256(file.name.encode()).digest(), "empty", "holds no record")
+
+
+def _read_text(name: str, raw: bytes) -> Document | BadDocument:
+    digest = hashlib.sha256(raw).digest()
+    if not raw:
+        return BadDocument(name, digest, "empty")
+    try:
+        # From bytes, not in text mode: line ends stay as they are, and so does a byte order mark.
+        return Document(name, digest, raw.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        return BadDocument(name, digest, "bad_utf8", _not_utf8(raw, error))
+
+
+def _not_utf8(raw: bytes, error: UnicodeDecodeError) -> str:
+    utf16 = raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+    how = "begins as UTF-16 does" if utf16 else f"is no UTF-8 (byte 0x{raw[error.start]:02x} at {error.start})"
+    return f"{how}; convert the file, by iconv -t UTF-8 for one"
+
+
+def _parse_line(raw: bytes) -> Any:
+    """What a line of JSON holds. Raises Unusable."""
+    if not raw.strip():
+        raise Unusable("empty")
+    try:
+        return json.loads(raw.decode("utf-8-sig"))  # a byte order mark begins some files
+    except UnicodeDecodeError as error:
+        raise Unusable("bad_utf8", _not_utf8(raw, error)) from None
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits is a plain ValueError
+        several = raw.strip() in (b"{", b"[", b"[{")
+        why = "begins JSON over several lines: write a record a line, or an array of records into a .json file"
+        raise Unusable("bad_json", why if several else f"is no JSON ({error})") from None
