@@ -7,7 +7,7 @@ import deepspeed
 import pytest
 import torch
 
-from longdraft.kernels import segment_attention
+from longdraft.kernels import backend
 from longdraft.train.config import load_config
 from longdraft.train.deepspeed_engine import DraftEngine
 from longdraft.train.methods import open_method
@@ -78,7 +78,7 @@ def packed(shared):
 def opened(config_file, alone, packed, tiny_target, monkeypatch):
     """(overrides, gpu or None) -> a run before its first step, on the pretended device or the CPU. In fp32 the device's
     attention is flash-attention too, which on a real one takes half precision alone."""
-    monkeypatch.setattr(segment_attention, "HALF", (torch.float32, torch.bfloat16))
+    monkeypatch.setattr(backend, "HALF", (torch.float32, torch.bfloat16))
     initialize = lambda model, optimizer, **_: (Weights(model, optimizer), optimizer, None, None)  # noqa: E731
     monkeypatch.setattr(deepspeed, "initialize", initialize)
 
