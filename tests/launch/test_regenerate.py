@@ -174,8 +174,8 @@ def test_a_draft_brings_its_target_and_changes_no_byte(arguments, answered, targ
     drafters = []
     monkeypatch.setattr(
         TokenSwiftDrafter,
-        "begin",
-        lambda *args, begin=TokenSwiftDrafter.begin: (drafters.append(args[0]), begin(*args)),
+        "on_start",
+        lambda *args, on_start=TokenSwiftDrafter.on_start: (drafters.append(args[0]), on_start(*args)),
     )
     assert main([*given, "--out", str(tmp_path / "out")]) == 0
     assert drafters and files_of(tmp_path / "out") == files_of(answered)
