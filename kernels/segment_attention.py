@@ -61,7 +61,7 @@ def segment_attention(
     Raises: ValueError for a segment with fewer keys than queries, out of order, or beyond the rows there are.
     """
     _check(segments, len(q_NHd), len(k_MKd))
-    segments = tuple(segment for segment in segments if segment.q_stop > segment.q_start)
+    segments = _with_queries(segments)
     if not segments:
         return _blind(q_NHd)
     copies = sum(segment.k_stop - segment.k_start for segment in segments)
@@ -73,6 +73,17 @@ def segment_attention(
     if kernels is not None and frozen and q_NHd.requires_grad and torch.is_grad_enabled():
         return with_frozen_keys(attention, kernels.query_gradient, q_NHd, k_MKd, v_MKd, segments, window)
     return in_one_call(attention, q_NHd, k_MKd, v_MKd, segments, window)
+
+
+def send_segments(segments: Sequence[Segment], device: torch.device) -> None:
+    """What `segment_attention` copies to a GPU for these segments is copied now, before other work is queued there."""
+    segments = _with_queries(segments)
+    if segments and device.type == "cuda":
+        lay_end_to_end(segments, device)
+
+
+def _with_queries(segments: Sequence[Segment]) -> tuple[Segment, ...]:
+    return tuple(segment for segment in segments if segment.q_stop > segment.q_start)
 
 
 def in_one_call(

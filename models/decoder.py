@@ -19,7 +19,7 @@ from longdraft.kernels.causal_attention import causal_attention
 from longdraft.kernels.chain_attention import prompt_attention
 from longdraft.kernels.linear import linear
 from longdraft.kernels.rotate import HeadNorms, rotate
-from longdraft.kernels.segment_attention import Segment, segment_attention
+from longdraft.kernels.segment_attention import Segment, segment_attention, send_segments
 from longdraft.kernels.transfer import from_host
 from longdraft.kernels.tree_attention import PassPlan, plan_pass, tree_attention
 from longdraft.models.decoder_config import DecoderConfig
@@ -248,6 +248,7 @@ class Decoder(nn.Module):
         lengths, pieces = None if cache is None else cache.prompt_lengths, None
         if borders is not None:
             pieces = [Segment(*piece, *piece) for piece in pairwise(borders)]
+            send_segments(pieces, device)
             lengths = piece_lengths(positions_BT, borders) if self.rope.length_dependent else None
         cos, sin = self.rope(positions_BT, lengths, self.embed_tokens.weight.dtype)
         plan = None if cache is None else plan_pass(cache.lengths, n_tokens, given.tree_mask_BTT)

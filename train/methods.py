@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from longdraft.kernels.segment_attention import send_segments
 from longdraft.kernels.transfer import from_host
 from longdraft.models.decoder import Decoder
 from longdraft.models.drafts.longspec import LongSpec, Queries, plan_queries
@@ -51,8 +52,10 @@ class Work(NamedTuple):
 
         batch = self.batch._replace(tokens=move(self.batch.tokens), supervised=move(self.batch.supervised))
         queries = self.queries
-        if queries is not None and queries.rows is not None:
-            queries = queries._replace(rows=move(queries.rows))
+        if queries is not None:
+            send_segments(queries.in_window, device)
+            send_segments(queries.in_target, device)
+            queries = queries._replace(rows=None if queries.rows is None else move(queries.rows))
         positions = None if self.positions is None else move(self.positions)
         parts = [Part(*map(move, part)) for part in self.parts]
         return self._replace(batch=batch, positions=positions, parts=parts, queries=queries)
@@ -187,17 +190,14 @@ class LongSpecMethod(Method):
         """One for each shift."""
         n_pieces, ranges = len(batch.keys), self._ranges(batch, 1.0, span)
         works = [self._work(batch, [shift + 1] * n_pieces, ranges) for shift in range(len(self.part_names))]
-        return [work._replace(positions=None) for work in works]
+        return [work._replace(positions=plain_positions(batch.borders)) for work in works]
 
     def shares(self, n_labels: Sequence[float]) -> list[float]:
         return [1 / max(sum(n_labels), 1)] * len(n_labels)
 
     def arguments(self, work: Work, seen: TargetOutput, teacher: Teacher) -> tuple[Any, ...]:
         assert seen.last_kv is not None
-        positions_N = work.positions
-        if positions_N is None:
-            positions_N = from_host(plain_positions(work.batch.borders), work.batch.tokens.device)
-        return teacher.embed(work.batch.tokens), positions_N, *seen.last_kv, work.queries, work.parts
+        return teacher.embed(work.batch.tokens), work.positions, *seen.last_kv, work.queries, work.parts
 
     def chosen_after(self, work: Work, part: int) -> Tensor:
         rows = work.parts[part].rows
@@ -223,7 +223,10 @@ class LongSpecMethod(Method):
             place = place_N[rows]
         kept = [(shift_of == j + 1) & (place >= 0) for j in range(len(self.part_names))]
         parts = [Part(place[which], labels[which]) for which in kept]
-        return Work(batch, self._positions(batch), parts, queries=queries)
+        positions = self._positions(batch)
+        if positions is None:  # the block reads them too
+            positions = plain_positions(batch.borders)
+        return Work(batch, positions, parts, queries=queries)
 
 
 def open_method(config: Config, target: Decoder, token_ids_E: Tensor | None = None) -> Method:

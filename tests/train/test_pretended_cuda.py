@@ -1,13 +1,14 @@
 """Training on a CUDA device that is not there (tests/pretended_cuda.py): every method's step gives the CPU's loss and
 gradients, and the host waits for nothing in a step that is neither logged nor saved."""
 
+from collections import Counter
 from dataclasses import replace
 
 import deepspeed
 import pytest
 import torch
 
-from longdraft.kernels import backend
+from longdraft.kernels import backend, segment_attention
 from longdraft.train.config import load_config
 from longdraft.train.deepspeed_engine import DraftEngine
 from longdraft.train.methods import open_method
@@ -126,9 +127,28 @@ def assert_close(found, expected, loss, gradient):
 
 
 def step_without_a_wait(run, gpu, pretended_cuda):
+    """Nor is anything copied from the host behind a pass of the target, up to the gradient of its rows."""
+    backward, before, behind = run.engine.backward, [], []
+
+    def sent():
+        return Counter({where: n for where, n in gpu.queued.items() if where.startswith("copy to the device")})
+
+    def ended(*args):
+        backward(*args)
+        behind.append(sent() - before.pop())
+
+    def begun(*_):
+        if not before:  # the draft's rows are embedded too
+            before.append(sent())
+
     gpu.forget()
+    segment_attention.lay_end_to_end.cache_clear()  # the rows are those of the step before
+    hook, run.engine.backward = run.teacher.model.embed_tokens.register_forward_pre_hook(begun), ended
     step(run, pretended_cuda)
+    hook.remove()
+    run.engine.backward = backward
     assert not gpu.waits, gpu.waits
+    assert behind == [Counter(), Counter()] and sent(), behind
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
