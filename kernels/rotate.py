@@ -48,7 +48,7 @@ def rotate_append(
 ) -> Tensor:
     """`rotate` of q and k, [B, T, N - K, d]; k and v go to rows lengths[b] .. lengths[b] + T - 1 of a cache.
 
-    Nobody checks that there is room. Nothing is read on the host.
+    Nobody checks that there is room; on a GPU rows behind the capacity are dropped. Nothing is read on the host.
 
     Args:
         qkv_BTNd: heads of q, then of k, then of v, before RoPE.

@@ -23,7 +23,7 @@ TILE = 512  # numbers
 def _rotate(
     p_x, p_cos, p_sin, p_out, p_k, p_v, p_length, p_q_norm, p_k_norm,
     x_b, x_t, x_n, c_b, c_t, s_b, s_t, s_half, k_b, k_s, k_h, v_b, v_s, v_h, length_b,
-    n_rows, n_queries, n_rotated, n_heads, eps,
+    n_rows, n_queries, n_rotated, n_heads, capacity, eps,
     NORM: tl.constexpr, APPEND: tl.constexpr, HALF: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_F: tl.constexpr,
 ):  # fmt: skip
     i_row = tl.program_id(0)
@@ -39,8 +39,10 @@ def _rotate(
     if APPEND:
         row += tl.load(p_length + i_b * length_b).to(tl.int64)
         p_value = p_v + i_b * v_b + row * v_s + (o_n - n_rotated) * v_h + o_f
-        tl.store(p_value, b_first, mask=m_there & (o_n >= n_rotated))
-        tl.store(p_value + HALF, b_second, mask=m_there & (o_n >= n_rotated))
+        fits = row < capacity  # else it would be another slot's
+        m_value = m_there & (o_n >= n_rotated) & fits
+        tl.store(p_value, b_first, mask=m_value)
+        tl.store(p_value + HALF, b_second, mask=m_value)
     b_first, b_second = b_first.to(tl.float32), b_second.to(tl.float32)
     if NORM:
         b_mean = tl.sum(b_first * b_first + b_second * b_second, 1) / (2 * HALF)
@@ -61,8 +63,9 @@ def _rotate(
     tl.store(p_turned + HALF, b_turned_second, mask=m_rotated)
     if APPEND:
         p_key = p_k + i_b * k_b + row * k_s + (o_n - n_queries) * k_h + o_f
-        tl.store(p_key, b_turned_first, mask=m_rotated & is_key)
-        tl.store(p_key + HALF, b_turned_second, mask=m_rotated & is_key)
+        m_key = m_rotated & is_key & fits
+        tl.store(p_key, b_turned_first, mask=m_key)
+        tl.store(p_key + HALF, b_turned_second, mask=m_key)
 
 
 def rotate(x_BTnd: Tensor, cos_BT11F: Tensor, sin_BT12F: Tensor, norms: HeadNorms | None = None) -> Tensor:
@@ -109,7 +112,7 @@ def _launch(
         x_BTNd, cos, sin, out_BTnd, keys, values, lengths, q_norm, k_norm,
         *x_BTNd.stride()[:3], *cos.stride()[:2], *sin.stride()[:2], sin.stride(3),
         keys.stride(0), *keys.stride()[1:3], values.stride(0), *values.stride()[1:3], lengths.stride(0),
-        n_rows, n_queries, n_rotated, n_heads, eps,
+        n_rows, n_queries, n_rotated, n_heads, keys.shape[1], eps,
         NORM=norms is not None, APPEND=cache is not None, HALF=width // 2, BLOCK_N=block_n, BLOCK_F=block_f,
         num_warps=4,
     )  # fmt: skip

@@ -149,3 +149,16 @@ def test_one_table_for_all_rows_of_a_slot_while_decoding_on_a_cpu(n_slots):
     x, cos, sin = (part.cpu() for part in one_table(n_slots))
     with decoding(True):
         assert torch.equal(rotate(x.contiguous(), cos, sin), reference.rotate(x, cos, sin))
+
+
+def test_rows_behind_the_capacity_are_dropped(triton):
+    """And not written into the next slot, which lies right behind."""
+    heads, lengths, n_rows = (4, 2, 20), [9, 3], 4
+    qkv, cos, sin, norms = drawn(heads, lengths, n_rows, torch.float32)
+    lengths = torch.tensor(lengths, device=DEVICE)
+    wide, narrow = torch.full((2, 2, 2, 16, 2, 20), NAN, device=DEVICE)
+    cut = narrow.flatten(1, 2)[:, :22].unflatten(1, (2, 11))  # 11 rows a slot, and the second one's right behind
+    for keys, values in (wide, cut):
+        rotate_append(qkv, cos, sin, keys, values, lengths, norms)
+    torch.testing.assert_close(cut, wide[:, :, :11], rtol=0, atol=0, equal_nan=True)
+    assert not wide[:, 0, 11:13].isnan().any() and narrow.flatten(1, 2)[:, 22:].isnan().all()
