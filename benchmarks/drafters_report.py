@@ -32,10 +32,8 @@ def _run(run: dict) -> list[str]:
     row("first token, s", ".2f", lambda one: one["first_token_seconds"])
     for part, name in [
         ("draft", "draft, ms/step"),
-        ("draft_pass", "  in its networks"),
         ("target", "verify, ms/step"),
         ("commit", "commit, ms/step"),
-        ("choice", "  choice and noise"),
         ("host", "host, ms/step"),
     ]:
         row(name, ".2f", lambda one, part=part: one[f"{part}_ms"])

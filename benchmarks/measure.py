@@ -39,8 +39,8 @@ WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 40)
 class Measured:
     """One drafter over all prompts, generated one at a time. Times in milliseconds a step.
 
-    `draft_pass_ms` (inside the draft's networks) is part of `draft_ms`, `choice_ms` (processors, noise, argmax) of
-    `commit_ms`; `host_ms` is all that is inside no network, `host_share` its share of a step.
+    `commit_ms` is accepting, committing and what drafters do of it; `host_ms` is all beside proposals and the target's
+    passes, `host_share` its share of a step.
     """
 
     tokens: int
@@ -51,10 +51,8 @@ class Measured:
     tokens_per_second: float
     first_token_seconds: float
     draft_ms: float
-    draft_pass_ms: float
     target_ms: float
     commit_ms: float
-    choice_ms: float
     host_ms: float
     host_share: float
     nodes_per_step: float
@@ -79,7 +77,7 @@ def summarise(generations: Sequence[Generation]) -> Measured:
         acceptance_by_depth=tuple(depths),
         tokens_per_second=tokens / seconds,
         first_token_seconds=statistics.mean(s.first_token_seconds for s in stats),
-        **{f"{part}_ms": per_step(part) for part in ("draft", "draft_pass", "target", "commit", "choice", "host")},
+        **{f"{part}_ms": per_step(part) for part in ("draft", "target", "commit", "host")},
         host_share=sum(s.host_seconds for s in stats) / seconds,
         nodes_per_step=drafted / steps,
         decisions=stats[-1].decisions,

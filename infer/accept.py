@@ -5,13 +5,15 @@ it and stops where there is none. Nothing is accepted or rejected by chance, so 
 Shapes: B sequences, N tree nodes, P places of a path.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
+from longdraft.infer.slot_state import SlotState
 from longdraft.infer.tree import TokenTree
-from longdraft.kernels.walk import walk, walk_along
+from longdraft.kernels import backend
+from longdraft.kernels.walk import walk
 
 
 @dataclass(frozen=True)
@@ -33,18 +35,50 @@ class AcceptResult:
         return values_BP.gather(1, (self.counts - 1).clamp(min=0)[:, None])[:, 0]
 
 
-def accept(tree: TokenTree, choose: Callable[[Tensor, int], Tensor], active_B: Tensor, max_depth: int) -> AcceptResult:
-    """Go down from the root along the target's choices, each made when the path gets there.
+def accept(
+    tree: TokenTree,
+    logits_BNV: Tensor,
+    state: SlotState,
+    positions_BN: Tensor,
+    ancestors_BNN: Tensor | None,
+    max_depth: int,
+) -> AcceptResult:
+    """Go down from each root along the target's choices; the history has the new tokens then.
 
     Args:
-        tree: the verified tree.
-        choose: see `kernels.walk.walk_along`.
-        active_B: bool [B]; other slots get count 0.
-        max_depth: no node lies deeper.
+        tree: the verified tree; no node lies deeper than `max_depth`.
+        positions_BN, ancestors_BNN: of its nodes; no ancestors for roots alone.
     """
-    return AcceptResult(*walk_along(choose, tree.tokens, tree.parents, active_B, max_depth))
+    if backend.is_host(logits_BNV.device):
+        return _accept_on_the_way(tree, logits_BNV, state, max_depth)
+    choices_BN = state.sampling.choose_all(logits_BNV, state.history, tree.tokens, positions_BN, ancestors_BNN)
+    result = AcceptResult(*walk(tree.tokens, tree.parents, choices_BN, state.active, max_depth))
+    places_P = torch.arange(1, 2 + max_depth, device=logits_BNV.device)
+    # What lies behind the path lies behind the new root, and is void.
+    state.history.write(state.positions[:, None] + places_P, result.tokens)
+    return result
 
 
-def accept_chosen(tree: TokenTree, choices_BN: Tensor, active_B: Tensor, max_depth: int) -> AcceptResult:
-    """The same where the choice at every node is known: choices_BN int64 [B, N]. On a GPU one launch."""
-    return AcceptResult(*walk(tree.tokens, tree.parents, choices_BN, active_B, max_depth))
+def _accept_on_the_way(tree: TokenTree, logits_BNV: Tensor, state: SlotState, max_depth: int) -> AcceptResult:
+    """The same where the host knows how far a path is: a choice is made when the path gets to its node, and at no
+    other one. P ends with the longest path."""
+    slots_B = torch.arange(len(state.roots))
+    nodes_B, alive_B = torch.zeros_like(slots_B), state.active
+    nodes, tokens, counts_B = [], [], torch.zeros_like(slots_B)
+    for depth in range(max_depth + 1):
+        # One slot's row is a view; of several slots the rows are gathered.
+        logits_BV = logits_BNV[0, nodes_B] if len(slots_B) == 1 else logits_BNV[slots_B, nodes_B]
+        chosen_B = state.sampling.choose(logits_BV, state.history, state.positions + depth)
+        # Where the path stops before, this lies behind the new root and is void.
+        state.history.write(state.positions + depth + 1, chosen_B)
+        nodes.append(nodes_B)
+        tokens.append(chosen_B)
+        counts_B = counts_B + alive_B
+        if depth == max_depth:
+            break
+        found_B, child_B = ((tree.parents == nodes_B[:, None]) & (tree.tokens == chosen_B[:, None])).max(dim=1)
+        alive_B = alive_B & found_B
+        if not alive_B.any():
+            break
+        nodes_B = torch.where(found_B, child_B, nodes_B)
+    return AcceptResult(torch.stack(nodes, 1), torch.stack(tokens, 1), counts_B)

@@ -2,8 +2,8 @@
 
 A step of decoding is hundreds of small kernels, and launching them one by one takes the host longer than a GPU takes to
 run them. What is recorded is a function of tensors whose shapes, and everything else that steers it on the host, are in
-its key: the loop records the target's pass and what follows it for every width (infer/step.py), drafters their networks
-(`SlotState.graphs`). Not here: copies between host and device (kernels/transfer.py).
+its key: the runner records the target's pass and what follows it for every width (infer/runner.py), drafters
+their networks (`SlotState.run`). Not here: copies between host and device (kernels/transfer.py).
 """
 
 import gc

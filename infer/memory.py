@@ -62,7 +62,7 @@ def available_bytes(device: torch.device) -> int | None:
     return int(fields["MemAvailable"].split()[0]) * 1024 if "MemAvailable" in fields else None
 
 
-def words(parts: Mapping[str, int]) -> str:
+def describe(parts: Mapping[str, int]) -> str:
     """The estimate in one line."""
     return ", ".join(f"{name} {size(count)}" for name, count in parts.items())
 
@@ -83,8 +83,8 @@ def check_memory(parts: Mapping[str, int], batch: int, capacity: int, device: to
     fixed = needed - parts["cache"]
     fitting = max(0, int((free - fixed) // (parts["cache"] // capacity)))
     raise ValueError(
-        f"memory: {batch} sequences of {capacity} positions need {size(needed)} beside the weights ({words(parts)}), "
-        f"and {size(free)} is free: about {fitting} positions each would fit; lower max_length, "
+        f"memory: {batch} sequences of {capacity} positions need {size(needed)} beside the weights "
+        f"({describe(parts)}), and {size(free)} is free: about {fitting} positions each would fit; lower max_length, "
         "max_new_tokens or slots"
     )
 

@@ -142,13 +142,13 @@ def _check_stop_strings(target: Target, strings: Sequence[str]) -> None:
 
 
 @dataclass
-class Lane:
+class ActiveSequence:
     """A request on its slot: what is committed, and when it ends."""
 
     request: Request
     target: Target
     max_length: int
-    begun: float  # when its prefill began
+    began: float  # when its prefill began
     stats: Statistics
     finish_reason: str = ""
     committed: list[int] = field(init=False)

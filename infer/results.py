@@ -20,17 +20,15 @@ class Statistics:
     first_token_seconds: float = 0.0  # from the start of the prefill to the first step's tokens
     decode_seconds: float = 0.0  # in steps that it took part in; prefills, its own and others', apart
     draft_seconds: float = 0.0
-    draft_pass_seconds: float = 0.0  # of draft_seconds, inside networks
     target_seconds: float = 0.0  # verification: the target's passes
     commit_seconds: float = 0.0  # choice, accept, commit, on_step
-    choice_seconds: float = 0.0  # of commit_seconds: processors, noise, argmax
     accepted_at_depth: list[int] = field(default_factory=list)  # [d] steps that accepted at least d + 1 nodes
     decisions: dict[str, str] = field(default_factory=dict)  # what an `auto` decided, in words
 
     @property
     def host_seconds(self) -> float:
-        """Decoding time inside no network: everything but the target's passes and the draft's."""
-        return self.decode_seconds - self.target_seconds - self.draft_pass_seconds
+        """Decoding time beside the target's passes and the proposals."""
+        return self.decode_seconds - self.target_seconds - self.draft_seconds
 
     @property
     def acceptance_by_depth(self) -> list[float]:
@@ -79,7 +77,7 @@ class Generation:
         stats, steps = self.stats, max(self.stats.steps, 1)
         per_step = {
             f"{part}_ms": round(1e3 * getattr(stats, f"{part}_seconds") / steps, 3)
-            for part in ("draft", "draft_pass", "target", "commit", "choice", "host")
+            for part in ("draft", "target", "commit", "host")
         }
         return {
             "prompt_tokens": len(self.prompt),

@@ -1,4 +1,4 @@
-"""Static tree shapes: which combinations of ranks are nodes. Not here: how many of them pay (infer/budget.py).
+"""Static tree shapes: which combinations of ranks are nodes. Not here: how many of them pay (infer/policy.py).
 
 A node is the path of ranks that leads to it: (0,) the best candidate of level 1, (0, 2) the third of level 2 below it.
 Shapes: B slots, I levels, K ranks, N nodes with the root.

@@ -39,7 +39,7 @@ class TokenTree:
         tokens: int64 [B, N].
         parents: int64 [B, N]; -1 for the root, -2 for padding, else an index smaller than the node's own.
         classes: int64 [B, N] or None: what a drafter knows of a node's chances, as the number of a class whose rate the
-            engine learns (infer/budget.py). None: a node's class is its index.
+            engine learns (infer/policy.py). None: a node's class is its index.
     Siblings carry different tokens, so no prefix is verified twice and the walk is never ambiguous.
     """
 

@@ -4,8 +4,6 @@ Not here: the choices (kernels/choice.py) and what becomes of the path (infer/ac
 reference/walk.py, which also serves on a CPU. Shapes: B slots, N tree nodes, P = max_depth + 1 steps.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -33,36 +31,21 @@ def walk(
         return triton.walk(tokens_BN, parents_BN, choices_BN, active_B, max_depth)
     if backend.is_host(tokens_BN.device):
         return _reference(tokens_BN, parents_BN, choices_BN, active_B, max_depth)
-    return walk_along(
-        lambda nodes_B, _: choices_BN.gather(1, nodes_B[:, None])[:, 0], tokens_BN, parents_BN, active_B, max_depth
-    )
+    return _walk_together(tokens_BN, parents_BN, choices_BN, active_B, max_depth)
 
 
-def walk_along(
-    choose: Callable[[Tensor, int], Tensor], tokens_BN: Tensor, parents_BN: Tensor, active_B: Tensor, max_depth: int
+def _walk_together(
+    tokens_BN: Tensor, parents_BN: Tensor, choices_BN: Tensor, active_B: Tensor, max_depth: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`walk` where a node's choice is made when the walk gets there: all slots together, level by level.
-
-    Args:
-        choose: (nodes int64 [B], depth) -> int64 [B], the target's token behind each slot's node; called for the nodes
-            of the path only, at most max_depth + 1 times.
-
-    Returns: as `walk`, but that behind a path nothing is said of `tokens`, and that P ends with the longest path where
-        reading on the host is free. Elsewhere nothing is read: P = max_depth + 1.
-    """
+    """All slots together, level by level, with nothing read on the host."""
     nodes_B, alive_B = torch.zeros_like(tokens_BN[:, 0]), active_B
     rows, tokens, counts_B = [], [], torch.zeros_like(nodes_B)
-    for depth in range(max_depth + 1):
-        chosen_B = choose(nodes_B, depth)
+    for _ in range(max_depth + 1):
+        chosen_B = choices_BN.gather(1, nodes_B[:, None])[:, 0]
         rows.append(nodes_B)
         tokens.append(chosen_B)
         counts_B = counts_B + alive_B
-        if depth == max_depth:
-            break
-        match_BN = (parents_BN == nodes_B[:, None]) & (tokens_BN == chosen_B[:, None])
-        found_B, child_B = match_BN.max(dim=1)
+        found_B, child_B = ((parents_BN == nodes_B[:, None]) & (tokens_BN == chosen_B[:, None])).max(dim=1)
         alive_B = alive_B & found_B
-        if backend.is_host(alive_B.device) and not alive_B.any():
-            break
         nodes_B = torch.where(found_B, child_B, nodes_B)
     return torch.stack(rows, 1), torch.stack(tokens, 1), counts_B

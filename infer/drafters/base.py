@@ -4,22 +4,19 @@ Shapes: B slots, T rows of a pass, N tree nodes, V vocabulary.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import NamedTuple, TypeVar
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from longdraft.infer.accept import AcceptResult
-from longdraft.infer.graphs import Graphs
-from longdraft.infer.history import History
-from longdraft.infer.sampling import SamplingParams, SlotSampling
+from longdraft.infer.sampling import SamplingParams
+from longdraft.infer.slot_state import SlotState
 from longdraft.infer.tree import TokenTree
 from longdraft.kernels.transfer import read_together
 from longdraft.models.kv_cache import KVCache
 from longdraft.models.passes import TargetOutput
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -29,54 +26,6 @@ class Request:
     index: int
     prompt: list[int]
     sampling: SamplingParams
-
-
-@dataclass
-class SlotState:
-    """Where every slot stands between two steps. Only the loop writes it.
-
-    Attributes:
-        roots: int64 [B], the last committed token of each slot.
-        positions: int64 [B], its absolute position, counted without padding. The cache ends right before it.
-        active: bool [B], False for slots without a request.
-        history: every slot's tokens by absolute position, up to the root, on the device.
-        sampling: the slots' parameters, and the noise of their positions.
-        committed: per slot the prompt and all new tokens, on the host (on a GPU it may lag one step behind).
-        graphs: work that is queued on the device in every step goes through `run`, which records it.
-    """
-
-    roots: Tensor
-    positions: Tensor
-    active: Tensor
-    history: History
-    sampling: SlotSampling
-    committed: list[list[int]]
-    graphs: Graphs = field(default_factory=Graphs)
-
-    def run(self, key: tuple, owners: tuple, work: Callable[..., T], *inputs: Tensor, widest: int = 1) -> T:
-        """`work(state, *inputs)`, recorded (see `Graphs.run`): of its state it may read roots, positions, active,
-        history and sampling, for `ranking` above all, and nothing of the host."""
-        if not self.graphs.recording:
-            return work(self, *inputs)
-
-        def of(roots_B: Tensor, positions_B: Tensor, active_B: Tensor, *inputs: Tensor) -> T:
-            return work(replace(self, roots=roots_B, positions=positions_B, active=active_B), *inputs)
-
-        owners = (*owners, self.history, self.sampling)
-        state = self.roots, self.positions, self.active
-        return self.graphs.run(key, owners, of, *state, *inputs, widest=widest)
-
-    def ranking(self, logits: Tensor, offset: int, token_ids: Tensor | None = None) -> Tensor:
-        """Scores to rank candidates for the token `offset` behind the root by: fp32, or the logits' dtype.
-
-        At T > 0 the noise that the target's choice will use is known beforehand, so candidates are ranked with it;
-        penalties and bans count as the root's history has them.
-
-        Args:
-            logits: [B, V], or [B, N, V] of several nodes at this depth.
-            token_ids: int64 [V], the target's ids of a restricted draft vocabulary; None: all, in order.
-        """
-        return self.sampling.ranking(logits, self.history, self.positions, offset, token_ids)
 
 
 class Inquiry(NamedTuple):
@@ -101,13 +50,11 @@ class Drafter:
             from pass to pass. "queries" are the root's in a step, the last row's in a prefill.
         max_nodes: the most nodes below the root it ever proposes.
         max_depth: the deepest level it ever proposes.
-        pass_seconds: wall-clock time that it spent inside its own networks since it was made; the rest is host time.
     """
 
     needs: frozenset[str] = frozenset()
     max_nodes: int
     max_depth: int
-    pass_seconds: float = 0.0
 
     @property
     def n_classes(self) -> int:

@@ -16,6 +16,7 @@ from longdraft.infer.drafters.token_recycling import TokenRecycling
 from longdraft.infer.drafters.tokenswift import TokenSwiftDrafter
 from longdraft.infer.drafters.triforce import TriForceDrafter
 from longdraft.infer.shape import likeliest_nodes
+from longdraft.models.device import on_device
 from longdraft.models.draft_folder import DRAFTS, load_draft, read_info
 from longdraft.models.hf import load_target
 from longdraft.models.target import Target
@@ -65,7 +66,8 @@ def build_drafter(name: str, target: Target, draft: Any = None, options: Mapping
     if shared and len(names) > 1:
         raise ValueError(f"options: {', '.join(sorted(shared))}: say whose, as {names[0]}.{min(shared)}")
     given[names[0]] |= shared
-    drafters = [_build(one, target, draft if one in TRAINED else None, given[one]) for one in names]
+    with on_device(target.model.embed_tokens.weight.device):
+        drafters = [_build(one, target, draft if one in TRAINED else None, given[one]) for one in names]
     return drafters[0] if len(drafters) == 1 else Combined(drafters)
 
 

@@ -46,10 +46,6 @@ class Combined(Drafter):
         return frozenset().union(*(drafter.needs for drafter in self.drafters))
 
     @property
-    def pass_seconds(self) -> float:
-        return sum(drafter.pass_seconds for drafter in self.drafters)
-
-    @property
     def n_classes(self) -> int:
         return 2 * sum(drafter.n_classes for drafter in self.drafters)
 

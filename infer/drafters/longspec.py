@@ -8,7 +8,6 @@ Not here: the block (models/drafts/longspec.py), its cache (infer/window_cache.p
 Shapes: B slots, T queries of a pass, W nodes of a level, N rows of the tree so far, V (draft) vocabulary, D hidden.
 """
 
-import time
 import warnings
 from collections.abc import Mapping, Sequence
 
@@ -138,14 +137,13 @@ class LongSpecDrafter(Drafter):
 
         The root's own come with its query. Slots that have less to write write some positions again, or position 0.
         """
-        begin, window, ends_B = time.perf_counter(), self._window, state.positions
+        window, ends_B = self._window, state.positions
         assert window is not None
         if count:
             tokens_BT = state.history.read(ends_B - count, count)
             positions_BT = (ends_B[:, None] + torch.arange(-count, 0, device=ends_B.device)).clamp(min=0)
             tables = self.draft.tables(positions_BT, state.history.prompt_lengths)
             window.write(positions_BT, *self.draft.self_kv(self._embed(tokens_BT), tables))
-        self.pass_seconds += time.perf_counter() - begin
 
     def _missing(self, state: SlotState) -> int:
         """No slot's ring lacks more of the positions before its root; elsewhere than on a CPU without waiting, and one
@@ -157,7 +155,7 @@ class LongSpecDrafter(Drafter):
 
     def _pass(self, state: SlotState, nodes_BT: Tensor, level: int, first: int, ancestors_BTN: Tensor) -> Tensor:
         """Logits of the nodes of level - 1, which become tree rows from `first` on: [B, T, V]."""
-        begin, cache, window = time.perf_counter(), self._cache, self._window
+        cache, window = self._cache, self._window
         assert cache is not None and window is not None
         here_B = state.positions + level - 1
         ring_BR = window.open_rows(here_B, state.positions)
@@ -171,9 +169,7 @@ class LongSpecDrafter(Drafter):
 
         tables = self.draft.tables(here_B[:, None].expand_as(nodes_BT), state.history.prompt_lengths)
         hidden_BTD = self.draft.block(self._embed(nodes_BT), tables, attend_self, attend_cross)
-        logits_BTV = linear(hidden_BTD, self._head_VD)
-        self.pass_seconds += time.perf_counter() - begin
-        return logits_BTV
+        return linear(hidden_BTD, self._head_VD)
 
     def _extend(
         self, state: SlotState, logits_BTV: Tensor, scores_BT: Tensor, level: int, width: int

@@ -6,7 +6,6 @@ Shapes: B slots, T rows of a prefill chunk, D hidden, V vocabulary, I heads, N n
 """
 
 from collections.abc import Sequence
-from time import perf_counter
 
 import torch
 from torch import Tensor
@@ -82,9 +81,7 @@ class MedusaDrafter(Drafter):
         self, shape: TreeShape, template: TreeTemplate, state: SlotState, hidden_BD: Tensor, at_B: Tensor
     ) -> TokenTree:
         """The tree of the heads' best tokens."""
-        begin = perf_counter()
         logits_BIV = self._lm_head(torch.stack(self.draft.states(hidden_BD)[: shape.depth], dim=1))
-        self.pass_seconds += perf_counter() - begin
         ranked = [
             state.ranking(logits_BIV[:, i], offset=i + 1).topk(shape.ranks, dim=-1).indices for i in range(shape.depth)
         ]

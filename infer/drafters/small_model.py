@@ -6,7 +6,6 @@ itself stays where the committed tokens agree; others' tokens are read when they
 (infer/streaming_cache.py). Shapes: B slots, T rows of a pass, V vocabulary.
 """
 
-import time
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -139,7 +138,7 @@ class SmallModelDrafter(Drafter):
     def propose(self, state: SlotState, max_nodes: int) -> TokenTree:
         if max_nodes < 1:
             return TokenTree.roots(state.roots)
-        begin, count = time.perf_counter(), min(self.gamma, max_nodes)
+        count = min(self.gamma, max_nodes)
         self._drop_disagreeing(state)
         logits_BV = self._catch_up(state)
         chain: list[Tensor] = []
@@ -150,7 +149,6 @@ class SmallModelDrafter(Drafter):
         self._drafted[:, : count - 1] = torch.stack(chain, 1)[:, :-1]
         self._drafted[:, count - 1 :] = -1
         self._drafted_at = state.positions + 1
-        self.pass_seconds += time.perf_counter() - begin
         return TokenTree.from_chain(state.roots, torch.stack(chain, 1))
 
     def _drop_disagreeing(self, state: SlotState) -> None:

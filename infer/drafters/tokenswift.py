@@ -226,7 +226,7 @@ class TokenSwiftDrafter(Drafter):
 
     def _fill(self, selected: SelectedCache | None, state: SlotState, hidden_BD: Tensor) -> TokenTree:
         """The heads' tree below each root; on a selected cache, below the token that the target's own row gives."""
-        begin, rows = self.clock(), list[Tensor]()
+        rows = list[Tensor]()
         if selected is not None:
             output = self.target.model(
                 Pass(
@@ -241,7 +241,6 @@ class TokenSwiftDrafter(Drafter):
             hidden_BD = getattr(output, self._state_field)[:, 0].to(hidden_BD.dtype)
         states = self.draft.states(hidden_BD)[: self.shape.depth]
         rows += self.target.model.lm_head(torch.stack(states, dim=1)).unbind(1)
-        self.pass_seconds += self.clock() - begin
         ranks = self._shapes[selected is not None].ranks
         ranked = [state.ranking(row, offset=i + 1).topk(ranks).indices for i, row in enumerate(rows)]
         return self._templates[selected is not None].fill(state.roots, torch.stack(ranked, dim=1))

@@ -1,8 +1,8 @@
 """TriForce (arXiv 2404.11912): an engine used as a drafter. A small model drafts for the target on a cache of retrieved
 rows, which so collects a chain that the target on the full cache verifies.
 
-The inner level takes the same step as every engine (infer/step.py), with the same noise and parameters; the levels
-exchange tokens only. Without a small model the middle level alone is self-speculation; with recent rows instead of
+The inner level has a runner of its own (infer/runner.py), with the same noise and parameters; the levels exchange
+tokens only. Without a small model the middle level alone is self-speculation; with recent rows instead of
 retrieved ones it is the naive policy (MagicDec). Not here: the small model (infer/drafters/small_model.py), the cache
 (infer/partial_cache.py), what is retrieved (infer/selection.py). Shapes: L layers, B slots, H query heads, C chain.
 """
@@ -19,10 +19,9 @@ from longdraft.infer.drafters.small_model import SLACK, SmallModelDrafter
 from longdraft.infer.history import History
 from longdraft.infer.options import fraction, integer, one_of
 from longdraft.infer.partial_cache import RingCache, SelectedCache, refuse_windows, selected_bytes
+from longdraft.infer.runner import Runner
 from longdraft.infer.selection import Policy, Recent, TopChunks
-from longdraft.infer.step import take_step
 from longdraft.infer.tree import TokenTree
-from longdraft.kernels.transfer import read_together
 from longdraft.models.kv_cache import KVCache
 from longdraft.models.passes import TargetOutput
 from longdraft.models.target import Target
@@ -100,7 +99,7 @@ class TriForceDrafter(Drafter):
         self._policy: Policy = self._make_policy()
         self.inner = self._inner(small, 2 if gamma is None else gamma, sinks, 256 if window is None else window)
         self.max_nodes = self.max_depth = chain
-        self._inner_room = min(self.inner.max_nodes, chain)
+        self._runner = Runner(target.model, self.inner, nodes=chain, graphs=False)  # `state` says what is recorded
         self._cache: SelectedCache | None = None
         self._rebuilds = {"stride": 0, "acceptance": 0, "room": 0}
         self._set_needs(self._policy.scored)
@@ -144,7 +143,7 @@ class TriForceDrafter(Drafter):
     @property
     def _tail(self) -> int:
         """Rows behind the budget: a chain, and the widest inner pass."""
-        return self.chain + 1 + self._inner_room + self.inner.max_depth
+        return self.chain + 1 + self._runner.max_nodes + self.inner.max_depth
 
     def _set_needs(self, queries: bool) -> None:
         self.needs = frozenset({"queries"}) if queries else frozenset()
@@ -169,6 +168,7 @@ class TriForceDrafter(Drafter):
     def _allocate(self, full: KVCache) -> None:
         self._policy = self._make_policy()
         self._cache = SelectedCache(full, self._policy, self.target.model.config, self._tail)
+        self._runner.cache = self._cache
         batch, device = full.batch, full.keys.device
         # The inner level's own history: what it adds must not reach the outer level's.
         self._history = History(batch, full.capacity, device)
@@ -200,26 +200,23 @@ class TriForceDrafter(Drafter):
 
     @torch.no_grad()
     def propose(self, state: SlotState, max_nodes: int) -> TokenTree:
-        assert self._cache is not None
         self._offered = count = min(self.chain, max_nodes)
         self._set_needs(bool(self._wanted))
-        inner = self._inner_state(state)
-        begin_B, late = state.positions, self._late(state)
+        begin_B, late = state.positions, [self._late(state)]
+        self._runner.state = inner = self._inner_state(state)
+        collected = [0] * len(self._committed)
         while True:
-            step = take_step(self.target.model, self._cache, self.inner, inner, self._inner_room, checked=False)
-            self.pass_seconds += step.target_seconds + step.draft_pass_seconds
             # One read a pass: a pass too many costs far more than waiting for this one.
-            missing_B = (begin_B + count - inner.positions).clamp(min=0) * inner.active
-            accepted = step.accepted
-            missing, counts, tokens, *recent = read_together(missing_B, accepted.counts, accepted.tokens, *late)
-            if recent:
-                self._list_late(*recent)
-                late = ()
-            for committed, taken, new in zip(self._committed, counts, tokens, strict=True):
-                committed += new[:taken]
-            if not any(missing):
+            emitted = self._runner.read(self._runner.step(*late))
+            if late:
+                self._list_late(*emitted.also)
+                late = []
+            for slot, new in enumerate(emitted.tokens):
+                self._committed[slot] += new
+                collected[slot] += len(new)
+            if all(tokens == 0 or tokens >= count for tokens in collected):
                 break
-            inner.active = missing_B > 0
+            inner.active = inner.active & (inner.positions < begin_B + count)
         self._positions = inner.positions
         chain_BC = self._history.read(begin_B + 1, count).masked_fill(~state.active[:, None], -1)
         return TokenTree.from_chain(state.roots, chain_BC)
@@ -241,17 +238,15 @@ class TriForceDrafter(Drafter):
             self._committed[slot][self._known[slot] :] = tokens[self._known[slot] :]
         self._known = [len(tokens) for tokens in self._committed]
         self._outer, self._ahead = state.positions.clone(), 0
-        return SlotState(
-            state.roots.clone(), state.positions.clone(), state.active.clone(), self._history, state.sampling,
-            self._committed, state.graphs,
-        )  # fmt: skip
+        places = state.roots.clone(), state.positions.clone(), state.active.clone()
+        return SlotState(*places, self._history, state.sampling, self._committed, state.graphs)
 
-    def _late(self, state: SlotState) -> tuple[Tensor, ...]:
+    def _late(self, state: SlotState) -> Tensor:
         """What is read of the tokens that the outer lists may lack where they are late: those of one step at most."""
         most = 1 + self._step_tokens
         active_B1, places_B1 = state.active.long()[:, None], state.positions[:, None]
         recent_BR = state.history.read(state.positions - (most - 1), most)
-        return (torch.cat([active_B1, places_B1, recent_BR], dim=1),)
+        return torch.cat([active_B1, places_B1, recent_BR], dim=1)
 
     def _list_late(self, rows: list[list[int]]) -> None:
         """Bring the inner level's lists to the outer roots; rows: of `_late`."""
@@ -317,7 +312,8 @@ class TriForceDrafter(Drafter):
                 self._wanted[slot] = "acceptance"
 
     def release(self) -> None:
-        self._cache, self._policy = None, self._make_policy()
+        self._cache = self._runner.cache = None
+        self._policy = self._make_policy()
         self.inner.release()
 
     def rewind(self, lengths_B: Tensor) -> None:

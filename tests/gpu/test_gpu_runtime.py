@@ -101,8 +101,8 @@ def expected(tiny_target, models, plain_tokens, seeded, margins):
 
 def late(engine: Engine) -> Engine:
     """The engine, whose host reads a step behind on a GPU; on the CPU it is made to."""
-    assert engine.lag == (0 if engine.device.type == "cpu" else 1)
-    engine.lag = 1
+    assert engine.runner.lag == (0 if engine.runner.device.type == "cpu" else 1)
+    engine.runner.lag = 1
     return engine
 
 
@@ -219,7 +219,7 @@ def test_recorded_steps_go_on_in_the_next_call(models, expected, name, device):
         for sampling in ("greedy", "T0.7", "greedy_penalty"):
             asked, params, want = expected("gqa", "short", sampling, 3)
             assert decode(engine, asked, params) == want, sampling
-    assert engine._graphs.recording == (device.type == "cuda")
+    assert engine.runner._graphs.recording == (device.type == "cuda")
 
 
 def test_every_processor_beside_others_in_a_batch(tiny_target, models, plain_tokens, margins):

@@ -111,7 +111,7 @@ def plain_tokens(monkeypatch) -> Callable[..., list[list[int]]]:
     def decode(target, prompts, params):
         Margins.smallest = float("inf")
         with monkeypatch.context() as patch:
-            patch.setattr("longdraft.infer.engine.SlotSampling", Margins)
+            patch.setattr("longdraft.infer.runner.SlotSampling", Margins)
             result = Engine(target).generate(prompts, params)
         difference = width_difference(target, max(prompts, key=len))
         assert Margins.smallest > 10 * difference, (Margins.smallest, difference)

@@ -133,7 +133,7 @@ def test_tokens_that_the_host_reads_a_step_late_are_the_same(tiny_target, exact_
     done = []
     for lag in (0, 1):
         engine = Engine(target, Combined([PromptLookup(), TokenRecycling(target)]), slots=2, nodes=31)
-        engine.lag = lag
+        engine.runner.lag = lag
         done.append(engine.generate(PROMPTS, params))
     assert [g.tokens for g in done[0]] == [g.tokens for g in done[1]]
     assert [g.stats.steps for g in done[0]][:2] == [g.stats.steps for g in done[1]][:2]

@@ -10,12 +10,14 @@ import torch
 from scipy import stats
 
 from longdraft.benchmarks.measure import width_curve
-from longdraft.infer import engine as engine_module
+from longdraft.infer import runner as runner_module
+from longdraft.infer.drafters import build as build_module
 from longdraft.infer.drafters.small_model import SmallModelDrafter
 from longdraft.infer.drafters.tokenswift import TokenSwiftDrafter
 from longdraft.infer.drafters.triforce import TriForceDrafter
 from longdraft.infer.engine import Engine
 from longdraft.infer.history import History
+from longdraft.infer.runner import Runner
 from longdraft.infer.sampling import SamplingParams, SlotSampling
 from longdraft.infer.shape import TreeShape
 from longdraft.infer.tree import TokenTree
@@ -135,7 +137,7 @@ def test_tokens_read_one_step_late_are_the_same(target):
     prompts = [*PROMPTS, [60, 1, 2], [17, 17]]
     for drafter in ("plain", tokenswift(target)):
         prompt, late = Engine(target, drafter, slots=2), Engine(target, drafter, slots=2)
-        late.lag = 1
+        late.runner.lag = 1
         assert [g.tokens for g in late.generate(prompts, params)] == [
             g.tokens for g in prompt.generate(prompts, params)
         ]
@@ -372,7 +374,7 @@ def test_the_cache_equals_a_fresh_prefill_after_random_acceptances(tiny_target, 
             text = torch.tensor([(prompt + tokens)[:-1]])  # the last token is a root that no pass has computed
             fresh = target.model.new_cache(1, text.shape[1])
             target.model(Pass(text, cache=fresh))
-            for held, wanted in ((engine._cache.keys, fresh.keys), (engine._cache.values, fresh.values)):
+            for held, wanted in ((engine.runner.cache.keys, fresh.keys), (engine.runner.cache.values, fresh.values)):
                 torch.testing.assert_close(held[:, slot, : text.shape[1]], wanted[:, 0], rtol=0, atol=2e-5)
 
 
@@ -395,11 +397,10 @@ def test_kernels_are_launched_on_the_targets_gpu(tiny_target, monkeypatch):
         return call
 
     target = tiny_target()
-    for module in (engine_module, decoder_module):
+    for module in (runner_module, build_module, decoder_module):
         monkeypatch.setattr(module, "on_device", on)
-    for name in ("build_drafter", "take_step"):
-        monkeypatch.setattr(engine_module, name, watched(name, getattr(engine_module, name)))
-    monkeypatch.setattr(Engine, "_prefill", watched("prefill", Engine._prefill))
+    for owner, name in ((build_module, "_build"), (Runner, "_prefill_pass"), (Runner, "_step")):
+        monkeypatch.setattr(owner, name, watched(name, getattr(owner, name)))
     engine = Engine(target, "token_recycling", slots=1)
     stream = engine.stream([[1, 2, 3], [4, 5, 6]], SamplingParams(max_new_tokens=6))
     for piece in stream:
@@ -409,7 +410,7 @@ def test_kernels_are_launched_on_the_targets_gpu(tiny_target, monkeypatch):
     stream.close()
     assert current == ["caller"] and not engine._running
     names, devices = zip(*seen, strict=True)
-    assert {*names} == {"build_drafter", "prefill", "take_step"} and {*devices} == {"cpu"}
+    assert {*names} == {"_build", "_prefill_pass", "_step"} and {*devices} == {"cpu"}
     monkeypatch.setattr(target.model, "forward", watched("forward", target.model.forward))
     target.model(Pass(torch.tensor([[1]])))
     assert seen[-1] == ("forward", "cpu")

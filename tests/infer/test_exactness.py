@@ -219,7 +219,7 @@ def test_tokens_read_one_step_late_are_the_same(models, plain, name):
     """On a GPU the host reads a step while the next one runs; the same code path, on the CPU."""
     target, small = models("mha")
     engine = Engine(target, DRAFTERS[name](target, small), slots=3, nodes=None)
-    engine.lag = 1
+    engine.runner.lag = 1
     check(engine, plain("mha", "overflow"), "mha", "overflow", every(("greedy", "T1_penalty"), (0, 1, 3)))
 
 
@@ -229,7 +229,7 @@ def test_an_engine_is_used_again(models, plain, name, lag):
     """With another batch size, other slots, longer prompts, and after a stream that nobody read to its end."""
     target, small = models("gqa")
     engine = Engine(target, DRAFTERS[name](target, small), nodes=None)
-    engine.lag = lag
+    engine.runner.lag = lag
     want = plain("gqa", "overflow")
     check(engine, want, "gqa", "overflow", [("greedy", 3)], new=5)
     check(engine, want, "gqa", "overflow", every(("T0.7",), (0, 1, 4)), new=7)
@@ -271,12 +271,12 @@ def test_whatever_is_drawn_gives_plain_decodings_tokens(models, plain_tokens, ex
         "max_length": longest,
     }
     engine = Engine(target, ANYTHING[name](target, small), **options)
-    engine.lag = draw.randrange(2)
+    engine.runner.lag = draw.randrange(2)
     for _ in range(2):
         asked, params, want = drawn_requests(draw, target, longest, plain_tokens)
         found = engine.generate(asked, params)
         for prompt, one, tokens, generation in zip(asked, params, want, found, strict=True):
-            assert generation.tokens == tokens, (name, options, engine.lag)
+            assert generation.tokens == tokens, (name, options, engine.runner.lag)
             full = len(prompt) + len(tokens) == longest and len(tokens) < NEW
             stopped = tokens[-1] in one.stop_token_ids
             assert generation.finish_reason == ("stop" if stopped else "capacity" if full else "length")

@@ -18,12 +18,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from longdraft.benchmarks import measure as measure_module
-from longdraft.infer import engine as engine_module
 from longdraft.infer import graphs as graphs_module
+from longdraft.infer import runner as runner_module
 from longdraft.infer.drafters.combine import Combined
 from longdraft.infer.drafters.token_recycling import TokenRecycling
 from longdraft.infer.engine import Engine
 from longdraft.infer.graphs import Graphs
+from longdraft.infer.runner import Runner
 from longdraft.infer.sampling import SamplingParams
 from longdraft.kernels import backend, cross_attention, tree_attention
 from longdraft.kernels.cpu_impl import rows
@@ -177,7 +178,7 @@ def test_recorded_steps_give_plain_tokens(made, plain_tokens, seeded, as_on_a_gp
     generator = torch.Generator().manual_seed(5)
     prompts = [torch.randint(VOCAB, (count,), generator=generator).tolist() for count in (9, 3, 30)]
     params = seeded(SAMPLINGS[sampling], len(prompts), NEW)
-    with mock.patch.object(engine_module, "graphs_for", lambda *_: Graphs()):
+    with mock.patch.object(runner_module, "graphs_for", lambda *_: Graphs()):
         expected = plain_tokens(target, prompts, params)
     engine = Engine(target, proposing, slots=2, nodes=8 if drafter != "plain" else "auto")
     for _ in range(2):  # the second call goes on with what the first has recorded
@@ -212,8 +213,8 @@ def test_every_pass_of_a_sharded_target_is_announced_and_gathers_its_layers(
         steps.append(1)
         return real(*given)
 
-    real = engine_module.take_step
-    monkeypatch.setattr(engine_module, "take_step", counted)
+    real = Runner.step
+    monkeypatch.setattr(Runner, "step", counted)
     if gathered:
         target.model.around_layer = around
     drafter = TokenRecycling(target, nodes=8, seed_prompt=False)

@@ -29,7 +29,7 @@ open("/proc/self/clear_refs", "w").write("5")  # the peak counts from here on, w
 [generation] = engine.generate([prompt], SamplingParams(max_new_tokens=400, ignore_eos=True))
 grown = resident("VmHWM:") - before
 # The same text again, read in passes of 64 rows, which are bit by bit those of one row.
-cache = engine._cache
+cache = engine.runner.cache
 cache.rewind(torch.tensor([7999]))
 chosen, rows = [], torch.tensor([prompt[-1:] + generation.tokens[:-1]])
 for part in rows.split(64, dim=1):

@@ -413,8 +413,8 @@ def test_nothing_of_a_cache_is_left_after_a_release(target):
     drafter = LongSpecDrafter(target, drafted(target), widths=(3, 4))
     engine = Engine(target, drafter)
     first = engine.generate([PROMPTS[0]], SamplingParams(max_new_tokens=9))[0].tokens
-    caches = weakref.ref(engine._cache), weakref.ref(drafter._window)
-    engine._cache = None
+    caches = weakref.ref(engine.runner.cache), weakref.ref(drafter._window)
+    engine.runner.cache = None
     drafter.release()
     assert [one() for one in caches] == [None, None]
     assert engine.generate([PROMPTS[0]], SamplingParams(max_new_tokens=9))[0].tokens == first

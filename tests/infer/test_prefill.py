@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from longdraft.infer import engine as engine_module
+from longdraft.infer import runner as runner_module
 from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
 from longdraft.kernels.cpu_impl import rows
@@ -92,7 +92,7 @@ def test_prompts_of_one_token_need_no_pass(tiny_target):
 
 def test_a_pass_is_bounded_and_long_prompts_come_alone(tiny_target, monkeypatch):
     """Rows of a pass, the padding counted, stay below the bound; what takes several chunks is with no other."""
-    monkeypatch.setattr(engine_module, "PREFILL_ROWS", 40)
+    monkeypatch.setattr(runner_module, "MOST_PREFILL_TOKENS", 40)
     target = tiny_target()
     prompts = [[1] * 11, [2] * 13, [3] * 14, [4] * 13, [5] * 30, [6] * 3]
     alone = [Engine(target).generate([prompt], NEW)[0].tokens for prompt in prompts]

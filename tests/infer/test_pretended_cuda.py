@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from longdraft.infer.drafters import triforce
 from longdraft.infer.drafters.combine import Combined
 from longdraft.infer.drafters.prompt_lookup import PromptLookup
 from longdraft.infer.drafters.tokenswift import TokenSwiftDrafter
 from longdraft.infer.engine import Engine
 from longdraft.infer.partial_cache import SelectedCache
+from longdraft.infer.runner import Runner
 from longdraft.infer.sampling import SamplingParams, SlotSampling
 
 VOCAB, NEW = 61, 5
@@ -126,19 +126,20 @@ def test_a_drafter_decodes_on_a_device_and_keeps_its_budget(
         on_cpu = {kind: accepted(engine.generate(prompts, params)) for kind, params in calls.items()}
     if "triforce" in name and not recorded:
         del calls["greedy"], calls["T1"]  # many passes, and what steers them is the same
-    passes, sorts = counted(triforce, "take_step"), counted(SlotSampling, "_outside_top_p")
+    stepped, sorts = counted(Runner, "step"), counted(SlotSampling, "_outside_top_p")
     with pretended_cuda.PretendedCuda() as gpu:
         target, drafter = made(name, gpu.put)
         engine = Engine(target, drafter, slots=2, nodes=None, graphs=None if recorded else False)
-        steps = counted(engine, "_step")
+        steps = counted(engine.runner, "step")
         engine.generate([prompts[0]], replace(SAMPLINGS["T1"], max_new_tokens=2))  # what is made once
         for kind, params in calls.items():
             gpu.forget()
-            for events in (passes, sorts, steps):
+            for events in (stepped, sorts, steps):
                 events.clear()
             found = engine.generate(prompts, params)
             assert [one.tokens for one in found] == want[kind], kind
             assert kind not in on_cpu or accepted(found) == on_cpu[kind], kind
+            passes = stepped[len(steps) :]  # those of runners inside a drafter
             allowed = BUDGETS[name] * len(steps) + len(passes)
             assert gpu.waits.total() <= allowed, (kind, len(steps), len(passes), gpu.waits)
             # Once a step and an inner pass, not once a level.
@@ -155,7 +156,7 @@ def test_a_selected_cache_is_built_and_judged_without_a_wait(made, pretended_cud
         target, drafter = made("draft_pass_auto", gpu.put)
         engine = Engine(target, drafter, nodes=None)
         engine.generate([prompt], replace(params, max_new_tokens=2))  # what is made once
-        steps = counted(engine, "_step")
+        steps = counted(engine.runner, "step")
         gpu.forget()
         (found,) = engine.generate([prompt], params)
         assert found.tokens == want[0] and not gpu.waits, gpu.waits

@@ -335,12 +335,12 @@ def test_memory_is_what_is_announced_and_no_more_than_the_context_needs(target):
     drafter = drafter_for(target, draft_pass="always", ngrams=0)
     engine = Engine(target, drafter, nodes=None)
     engine.generate(prompts(9), SamplingParams(max_new_tokens=12))
-    selected, full = drafter._selected, engine._cache
+    selected, full = drafter._selected, engine.runner.cache
     assert full.capacity < selected.capacity <= full.capacity + 2
     (announced,) = drafter.memory_bytes(1, full.capacity).values()
     assert selected.keys.nbytes + selected.values.nbytes == announced
     old = weakref.ref(full)
-    engine._cache = full = selected = None
+    engine.runner.cache = full = selected = None
     drafter.release()
     assert old() is None
 

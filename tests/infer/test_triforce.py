@@ -134,7 +134,7 @@ def test_the_inner_level_sees_all_committed_tokens_where_the_host_is_late(target
 
     inner.propose, inner.on_prefill = checked, lambda slots, tokens, output: None
     engine = Engine(target, TriForceDrafter(target, inner, budget=32, stride=10), slots=2, nodes=None)
-    engine.lag = 1
+    engine.runner.lag = 1
     params = SamplingParams(temperature=1.0, seed=3, max_new_tokens=30)
     late = engine.generate(prompts(30, 1, 12), params)
     assert len(seen) > 60 and 30 < seen.count(0) < len(seen)
@@ -203,8 +203,8 @@ def test_a_small_model_reads_all_again_where_a_rewind_reaches_too_far(target, sm
     positions = torch.tensor([58, 59])
     roots = tokens[[0, 1], positions]
     engine = Engine(target)
-    engine._start(2, [])
-    state = SlotState(roots, positions, torch.tensor([True, True]), history, engine._state.sampling, [[], []])
+    engine.runner.start(2, 100, print)
+    state = SlotState(roots, positions, torch.tensor([True, True]), history, engine.runner.state.sampling, [[], []])
     tree = drafter.propose(state, 2)
     assert torch.equal(drafter._cache.tokens, positions + 2) and tree.width == 3
 
@@ -338,12 +338,12 @@ def test_memory_is_what_is_announced_and_no_more_than_the_context_needs(target, 
     for length in (9, 60):  # the second needs more than the first
         (result,) = engine.generate(prompts(length), SamplingParams(max_new_tokens=12))
         assert result.tokens == Engine(target).generate(prompts(length), SamplingParams(max_new_tokens=12))[0].tokens
-        cache, full, inner = drafter._cache, engine._cache, drafter.inner._cache
+        cache, full, inner = drafter._cache, engine.runner.cache, drafter.inner._cache
         assert cache.full is full and full.capacity <= cache.budget < full.capacity + 8 and cache.whole
         means = drafter._policy.means_LBCKd.nbytes if policy == "retrieval" else 0
         allocated = [tensor.nbytes for one in (cache, inner) for tensor in (one.keys, one.values)]
         assert sum(drafter.memory_bytes(1, full.capacity).values()) == sum(allocated) + means
     caches = [weakref.ref(one) for one in (cache, full, inner)]
-    engine._cache = cache = full = inner = None
+    engine.runner.cache = cache = full = inner = None
     drafter.release()
     assert [one() for one in caches] == [None] * 3

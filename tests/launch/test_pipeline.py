@@ -128,7 +128,7 @@ def test_bench_writes_table_picture_and_json(folder, capsys):
             assert set(one["kinds"]) == {"continue", "edit"} and len(one["prompt_speedups"]) == 3
             parts = one["draft_ms"] + one["target_ms"] + one["commit_ms"]
             assert 0 < parts <= 1.01 * 1e3 * one["tokens_per_step"] / one["tokens_per_second"]
-            assert 0 < one["host_share"] < 1 and one["draft_pass_ms"] <= one["draft_ms"] + one["commit_ms"]
+            assert 0 < one["host_share"] < 1
     assert set(result["noise"]) == {"tokenswift", "token_recycling+prompt_lookup"}
     assert set(result["noise"]["tokenswift"]["0.7"]) == {"with", "without"}
     assert set(result["width_curves_ms"]) == {"8", "24"}

@@ -1,10 +1,10 @@
-"""How many of the proposed nodes are worth verifying, step by step: the ones that bring more tokens than they cost.
+"""What pays, step by step: how many of the proposed nodes are verified, and whether the drafter is asked at all.
 
-A node is worth the chance that the walk reaches it: the product, along its path, of how often nodes of that class were
-right when their parent was. These rates are learned from every proposal, verified or not, because the committed tokens
-say afterwards which nodes would have been right; so nothing is risked where a method does not pay, and a request on
-which nothing pays is decoded plainly. What a pass of so many rows costs is measured as it happens. Only speed depends
-on any of this, never a token. Shapes: B slots, N nodes, W nodes kept, C classes.
+The policy learns how often nodes of each class are right when their parent was, from every proposal, verified or not,
+because the committed tokens say afterwards which nodes would have been right; so nothing is risked where a method does
+not pay, and a request on which nothing pays is decoded plainly. What a pass of so many query tokens costs is measured
+as it happens. Only speed depends on any of this, never a token. Not here: which nodes those are (infer/prune.py), what
+times a step (infer/runner.py).
 """
 
 from collections import deque
@@ -13,13 +13,11 @@ from itertools import accumulate
 from statistics import median
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from longdraft.infer.tree import PAD, Lists, SlotLists, TokenTree
-from longdraft.kernels import backend
-from longdraft.kernels.transfer import HostCopy, from_host
+from longdraft.infer.tree import Lists
 
+# Query tokens a slot that a pass may have, where the policy chooses them; the widest is the drafter's own.
+WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 # A class that was never seen is right as often as FIRST_RATE, which counts as so many trials.
 FIRST_RATE, FIRST_WEIGHT = 0.3, 1.0
 # A request starts with what earlier requests taught, as so many trials; its own older trials fade.
@@ -34,6 +32,11 @@ CHEAP_DRAFT = 0.1
 HURDLE = 1.05
 # After TRIAL_STEPS steps on which no node was worth its row, so many steps do without a proposal before the next one.
 SKIPPED = 3
+
+
+def widths_up_to(max_nodes: int, automatic: bool) -> list[int]:
+    """The widths of passes: with the root alone, with all nodes, and where the policy chooses, some between."""
+    return [1, *(width for width in WIDTHS if automatic and width <= max_nodes), 1 + max_nodes]
 
 
 class Costs:
@@ -99,8 +102,8 @@ def _bounded(rate: float) -> float:
     return min(max(rate, 1e-3), 0.999)
 
 
-class Budget:
-    """Learns rates and costs, and prunes proposals.
+class Policy:
+    """Learns rates and costs, and decides by them.
 
     Args:
         n_classes: of the drafter.
@@ -130,19 +133,18 @@ class Budget:
         row_cost = ROW_COST * (batch if self._slots_add_up else 1)
         self.costs = self._costs.setdefault(batch, Costs(self.widths, row_cost))
         self._slots = [self._all] * batch
-        self._rates: list[list[float]] = [[]] * batch
+        self.rates: list[list[float]] = [[]] * batch
         for slot in range(batch):
-            self.begin(slot)
-        self._expected: deque[HostCopy | None] = deque()  # of the proposals whose steps are not recorded yet
-        self._width = self.widths[-1]
+            self.start_request(slot)
+        self.width = self.widths[-1]
 
-    def begin(self, slot: int) -> None:
+    def start_request(self, slot: int) -> None:
         """This slot's next request starts with the rates of all earlier ones, and the drafter with a new trial."""
         self._gains: deque[float] = deque(maxlen=TRIAL_STEPS)
         self._resting, self._rest = 0, FIRST_REST
         self._plain_steps = self._skipped = 0
         own = self._slots[slot] = self._all.passed_on()
-        self._rates[slot] = [_bounded(h / t) for h, t in zip(own.hits, own.trials, strict=True)]
+        self.rates[slot] = [_bounded(h / t) for h, t in zip(own.hits, own.trials, strict=True)]
 
     @property
     def rests(self) -> bool:
@@ -150,68 +152,25 @@ class Budget:
         not."""
         return self._resting > 0 or self._skipped > 0 or (self.automatic and not self.costs.knows(1))
 
-    def prune(self, tree: TokenTree, active_B: Tensor) -> TokenTree:
-        """The nodes of `tree` that are worth a step, best first, at one of the widths."""
-        if not self.automatic:
-            return tree.pad_to(self._fitting(tree.width))
-        if tree.width > 1 and not backend.is_host(tree.tokens.device):
-            return self._prune_on_device(tree, active_B)
-        self._expected.append(None)
-        return tree if tree.width == 1 else self._prune_on_host(tree, active_B)
-
-    def _fitting(self, width: int) -> int:
+    def fitting(self, width: int) -> int:
+        """The least of the widths that has place for so many nodes."""
         return next(wider for wider in self.widths if wider >= width)
 
-    def _prune_on_host(self, tree: TokenTree, active_B: Tensor) -> TokenTree:
-        """With lists: of so few nodes they are several times faster than tensors."""
-        lists = tree.lists
-        expected, orders = [0.0] * tree.width, []
-        for slot, (parents, active) in enumerate(zip(lists.parents, active_B.tolist(), strict=True)):
-            rates = self._rates[slot]
-            classes = range(tree.width) if lists.classes is None else lists.classes[slot]
-            worth = [1.0]  # the root is certain
-            for parent, kind in zip(parents[1:], classes[1:], strict=True):
-                worth.append(worth[parent] * rates[kind] if parent >= 0 else 0.0)
-            order = sorted(range(tree.width), key=worth.__getitem__, reverse=True)  # stable: parents first
-            orders.append(order)
-            if active:
-                for place, total in enumerate(accumulate(worth[node] for node in order)):
-                    expected[place] += total
-        self._decide(expected)
-        width = min(self._width, tree.width)
-        nodes = [_picked(lists, slot, order[:width]) for slot, order in enumerate(orders)]
-        return TokenTree.from_lists(nodes, tree.tokens.device, self._fitting(width))
-
-    def _prune_on_device(self, tree: TokenTree, active_B: Tensor) -> TokenTree:
-        """The same with tensors, at the width that the last step's proposal was worth."""
-        device = tree.tokens.device
-        classes_BN = tree.classes
-        if classes_BN is None:
-            classes_BN = torch.arange(tree.width, device=device).expand(tree.tokens.shape)
-        log_rates_BN = from_host(torch.tensor(self._rates), device).log().gather(1, classes_BN)
-        log_rates_BN[:, 0] = 0.0
-        worth_BN = tree.ancestors.float().bmm(log_rates_BN[:, :, None])[:, :, 0].exp()
-        worth_BN = worth_BN.masked_fill(tree.parents == PAD, 0.0)
-        worth_BN, order_BN = worth_BN.sort(dim=1, descending=True, stable=True)
-        self._expected.append(HostCopy((worth_BN * active_B[:, None]).sum(0).cumsum(0)))
-        width = min(self._width, tree.width)
-        return tree.take(order_BN[:, :width]).pad_to(self._fitting(width))
-
-    def _decide(self, expected: list[float]) -> None:
+    def decide(self, expected: list[float]) -> None:
         """The width with the most expected tokens a second. expected: [w - 1], of the w best nodes."""
         widths = [width for width in self.widths if width <= len(expected)]
         if widths[-1] < len(expected):
             widths.append(len(expected))
         plain = expected[0] / self.costs.of(1)
-        speeds = [expected[width - 1] / self.costs.of(self._fitting(width)) for width in widths]
+        speeds = [expected[width - 1] / self.costs.of(self.fitting(width)) for width in widths]
         best = max(range(len(widths)), key=speeds.__getitem__)
-        self._width = widths[best] if speeds[best] > HURDLE * plain else 1
-        self._plain_steps = self._plain_steps + 1 if self._width == 1 else 0
+        self.width = widths[best] if speeds[best] > HURDLE * plain else 1
+        self._plain_steps = self._plain_steps + 1 if self.width == 1 else 0
 
-    def learn(
-        self, slot: int, tokens: list[int], parents: list[int], classes: list[int] | None, committed: list[int]
-    ) -> None:
+    def learn(self, slot: int, proposal: Lists, committed: list[int]) -> None:
         """Which nodes of a slot's whole proposal were right. `committed`: the new tokens behind the root."""
+        tokens, parents = proposal.tokens[slot], proposal.parents[slot]
+        classes = None if proposal.classes is None else proposal.classes[slot]
         depth_on_path = {0: 0}
         for node in range(1, len(tokens)):
             depth = depth_on_path.get(parents[node])
@@ -219,7 +178,7 @@ class Budget:
                 continue
             kind, hit = node if classes is None else classes[node], tokens[node] == committed[depth]
             self._all.add(kind, hit)
-            self._rates[slot][kind] = self._slots[slot].add(kind, hit)
+            self.rates[slot][kind] = self._slots[slot].add(kind, hit)
             if hit:
                 depth_on_path[node] = depth + 1
 
@@ -232,9 +191,6 @@ class Budget:
             tokens: new ones a slot that took part.
             typical: False where it did what later steps will not do again; then its time says nothing.
         """
-        expected = self._expected.popleft() if self._expected else None
-        if expected is not None:
-            self._decide(expected.lists()[0])
         resting = self.rests
         if typical:
             self.costs.record(width, seconds - draft_seconds)
@@ -254,18 +210,9 @@ class Budget:
             self._resting, self._rest = self._rest, min(2 * self._rest, LONGEST_REST)
             self._gains.clear()
 
-    def words(self) -> str:
+    def describe(self) -> str:
         """What was decided, for the statistics."""
         if not self.automatic:
             return "every proposed node is verified"
         times = ", ".join(f"{width}: {1e3 * seconds:.1f} ms" for width, seconds in self.costs.measured().items())
         return f"chosen step by step; a step by the rows of its pass: {times}"
-
-
-def _picked(lists: Lists, slot: int, order: list[int]) -> SlotLists:
-    """Tokens, parents and classes of these nodes in this order, parents before children."""
-    tokens, parents = lists.tokens[slot], lists.parents[slot]
-    places = {node: place for place, node in enumerate(order)}
-    moved = [places[parents[node]] if parents[node] >= 0 else parents[node] for node in order]
-    classes = order if lists.classes is None else [lists.classes[slot][node] for node in order]
-    return [tokens[node] for node in order], moved, classes

@@ -1,0 +1,345 @@
+"""One step on the device: propose, forward, accept, commit. There is no other loop.
+
+The Runner owns the cache and the state of its slots, records and replays a step's work where that pays
+(infer/graphs.py), and has the only clock. The engine's runner works on the full cache; a drafter that is an engine
+itself has a runner on a cache of its own. Not here: requests (infer/engine.py), what pays (infer/policy.py), the
+methods (infer/drafters). Shapes: B slots, N tree nodes, T tokens of a prefill chunk.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from longdraft.infer.accept import AcceptResult, accept
+from longdraft.infer.drafters.base import Drafter, Request, SlotState
+from longdraft.infer.graphs import graphs_for
+from longdraft.infer.history import History
+from longdraft.infer.memory import check_memory, describe, estimate_memory
+from longdraft.infer.policy import Policy, widths_up_to
+from longdraft.infer.prune import prune
+from longdraft.infer.sampling import SamplingParams, SlotSampling
+from longdraft.infer.tree import Lists, TokenTree
+from longdraft.kernels import backend
+from longdraft.kernels.cpu_impl import rows
+from longdraft.kernels.linear import prompt_in_c
+from longdraft.kernels.transfer import HostCopy, from_host, integers
+from longdraft.models.decoder import Decoder
+from longdraft.models.device import on_device
+from longdraft.models.kv_cache import KVCache
+from longdraft.models.passes import Pass, TargetOutput, prompt_rows
+
+IDLE = SamplingParams()
+# Query tokens of a prefill pass of several prompts, the padding counted.
+MOST_PREFILL_TOKENS = 2048
+# Steps are recorded for so many kinds of sampling (which filters and penalties there are, not how strong they are).
+KINDS_OF_SAMPLING = 8
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step that is queued; `Runner.read` tells what it brought. Seconds are of the host: on a GPU, of launching;
+    where steps are recorded, all but the proposal's are in `commit_seconds`.
+
+    Where steps are recorded the next one overwrites the tensors: what the host reads of them is copied before.
+
+    Attributes:
+        proposed: the drafter's tree, before pruning.
+        num_query_tokens: of the target's pass, for each slot, padding counted.
+        expected: int64 [N], what the policy decides the next width by; None where it has decided already.
+        draft_work: the proposal's seconds of the clock of work.
+    """
+
+    proposed: TokenTree
+    num_query_tokens: int
+    accepted: AcceptResult
+    copy: HostCopy
+    n_also: int
+    expected: HostCopy | None
+    draft_work: float
+    draft_seconds: float
+    target_seconds: float
+    commit_seconds: float
+
+
+@dataclass(frozen=True)
+class Emitted:
+    """What a step brought, on the host: lists of one entry a slot.
+
+    Attributes:
+        tokens: the newly committed ones; none for a slot that took no part.
+        drafted: nodes that were verified below the root.
+        also: what else was asked for with the step.
+        seconds: since the step began or the last one was read. at: when this one was read, by `time.perf_counter`.
+    """
+
+    tokens: list[list[int]]
+    drafted: list[int]
+    also: list[list]
+    step: Step
+    seconds: float
+    at: float
+
+
+class Runner:
+    """Takes the steps of a target with one drafter.
+
+    Args:
+        nodes: how many of the proposed nodes are verified: "auto" learns what pays, a number is the most, None is all.
+        graphs: whether work is recorded and replayed; None: where it can be.
+        prefill_chunk: query tokens of a prefill pass; None is 2048 on a GPU and 512 on a CPU.
+        noise_in_ranking: whether drafters rank candidates with the noise that the target's choices will use.
+
+    Attributes:
+        cache, state: of the slots, made by `start`.
+        lag: so many steps are read late, while a later one runs already: 1 on a GPU, 0 on a CPU.
+        work_clock: seconds of work. What the policy learns of costs must not depend on what else the machine does.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        drafter: Drafter,
+        nodes: int | str | None = None,
+        graphs: bool | None = None,
+        prefill_chunk: int | None = None,
+        noise_in_ranking: bool = True,
+    ):
+        self.model, self.drafter = model, drafter
+        self.max_nodes = min(nodes, drafter.max_nodes) if isinstance(nodes, int) else drafter.max_nodes
+        self.device = model.embed_tokens.weight.device
+        self.prefill_chunk = prefill_chunk or prompt_rows(self.device.type)
+        self.cache: KVCache | None = None
+        self.state: SlotState
+        self.lag = 0 if backend.is_host(self.device) else 1
+        self._on_cpu = self.device.type == "cpu"
+        self.work_clock: Callable[[], float] = rows.work_seconds if self._on_cpu else time.perf_counter
+        self._graphs, self._noise_in_ranking = graphs_for(graphs, model), noise_in_ranking
+        # A replay is launched at once, and what it takes is in the step's time.
+        timed, automatic = not self._graphs.recording, nodes == "auto" and self.max_nodes > 0
+        self.policy = Policy(drafter.n_classes, widths_up_to(self.max_nodes, automatic), automatic, timed, self._on_cpu)
+        self._samplings: list[SlotSampling] = []  # the last ones of each kind, where steps are recorded
+        self._began: tuple[float, float] | None = None  # time and work at the begin of the first step not read
+        self._disturbed = 0  # so many next steps have no typical time
+
+    # Slots and prompts.
+
+    def start(self, batch: int, longest: int, log: Callable[[str], object]) -> None:
+        """So many empty slots; no sequence will have more than `longest` tokens. `log` hears what is allocated."""
+        slack = (self.lag + 1) * (self.drafter.max_depth + 1) + self.policy.widths[-1]
+        capacity, cache, weight = longest + slack, self.cache, self.model.embed_tokens.weight
+        if (
+            cache is None
+            or (cache.batch, cache.keys.dtype, cache.keys.device) != (batch, weight.dtype, weight.device)
+            or cache.capacity < capacity
+        ):
+            # The old one is gone before the new one is allocated.
+            self.cache = cache = None
+            self._graphs.clear()
+            self._samplings.clear()
+            self.drafter.release()
+            chunk = min(self.prefill_chunk, capacity)
+            chunk = max(chunk, min(batch * chunk, MOST_PREFILL_TOKENS))
+            parts = estimate_memory(
+                self.model, self.drafter, batch, capacity, self.policy.widths, chunk, self._graphs.recording
+            )
+            check_memory(parts, batch, capacity, self.device)
+            log(f"memory for {batch} sequences of {capacity} positions: {describe(parts)}")
+            self.cache = cache = self.model.new_cache(batch, capacity)
+            zeros = torch.zeros(batch, dtype=torch.int64, device=self.device)
+            history, idle = History(batch, capacity, self.device), SlotSampling([IDLE] * batch, self.device)
+            nothing = [list[int]() for _ in range(batch)]
+            self.state = SlotState(zeros, zeros.clone(), zeros.bool(), history, idle, nothing, self._graphs)
+        cache.reset()
+        self.state.active.zero_()
+        self.policy.start(batch)
+        self._began, self._disturbed = None, 0
+
+    def fits_prefill(self, n_prompts: int, longest: int) -> bool:
+        """Whether so many prompts, of at most `longest` tokens without their last one, go through in one pass."""
+        return longest <= self.prefill_chunk and longest * n_prompts <= MOST_PREFILL_TOKENS
+
+    def prefill(self, first: int, requests: Sequence[Request]) -> tuple[float, float]:
+        """Prompts into the slots from `first` on, all of each but its last token, which becomes the root.
+
+        Prompts of one chunk go through in one pass; a longer one comes alone.
+
+        Returns: when it began, by `time.perf_counter`, and the seconds that it took.
+        """
+        begin, cache, state = time.perf_counter(), self.cache, self.state
+        assert cache is not None
+        slots, prompts = range(first, first + len(requests)), [request.prompt for request in requests]
+        with on_device(self.device), torch.no_grad():
+            cache.reset(slots, prompt_lengths=[len(prompt) for prompt in prompts])
+            for slot, request in zip(slots, requests, strict=True):
+                state.history.start(slot, request.prompt)
+                state.roots[slot].fill_(request.prompt[-1])
+                state.positions[slot].fill_(len(request.prompt) - 1)
+                self.policy.start_request(slot)
+                self.drafter.on_start([slot], [request], cache)
+            counts, own = [len(prompt) - 1 for prompt in prompts], cache.slot(first, len(requests))
+            if max(counts) <= self.prefill_chunk:
+                if max(counts):
+                    self._prefill_pass(slots, [prompt[:-1] for prompt in prompts], own, True)
+            else:
+                for start in range(0, counts[0], self.prefill_chunk):
+                    chunk = prompts[0][start : min(start + self.prefill_chunk, counts[0])]
+                    self._prefill_pass(slots, [chunk], own, False)
+        self.model.recorded_layers.fresh = False  # that took none of a step's time
+        return begin, time.perf_counter() - begin
+
+    def _prefill_pass(self, slots: Sequence[int], chunks: list[list[int]], cache: KVCache, whole: bool) -> None:
+        """These tokens of each slot, padded behind their ends, in one pass; whole: they are all that the slots get."""
+        counts = [len(chunk) for chunk in chunks]
+        padded = [chunk + [0] * (max(counts) - len(chunk)) for chunk in chunks]
+        tokens_BT, counts_B = from_host(torch.tensor(padded), self.device), integers(counts, self.device)
+        # Where nobody reads hidden states, the last layer's keys and values end the pass.
+        needs = self.drafter.needs or frozenset({"last_kv"})
+        with self._prefill_threads(max(counts)):
+            if whole:
+                last_B = (counts_B - 1).clamp(min=0) if "queries" in needs else None
+                given = Pass(tokens_BT, cache=cache, needs=needs, queries_at_B=last_B, prompt_lengths=counts)
+            else:
+                given = Pass(tokens_BT, cache=cache, needs=needs)
+            output = self.model(given)
+            cache.commit(None, counts_B)
+            for place, (slot, count) in enumerate(zip(slots, counts, strict=True)):
+                if count:
+                    own = output.of_slot(place, count) if whole else output
+                    self.drafter.on_prefill([slot], tokens_BT[place : place + 1, :count], own)
+
+    def _prefill_threads(self, n_tokens: int) -> AbstractContextManager[None]:
+        """What a prefill pass of so many tokens a slot runs on: the C kernels' threads, or PyTorch's."""
+        if prompt_in_c(n_tokens, self.model.embed_tokens.weight.dtype):
+            return rows.decoding(self._on_cpu)
+        return rows.free_processors(self._on_cpu)
+
+    def assign(self, requests: Sequence[Request | None], committed: list[list[int]]) -> None:
+        """These requests are on the slots from now on; committed: the tokens of each, which the caller appends to."""
+        with on_device(self.device):
+            # A free slot does as another where steps are recorded: one kind of sampling less.
+            like = next(one.sampling for one in requests if one) if self._graphs.recording else IDLE
+            params = [one.sampling if one else like for one in requests]
+            self._take_sampling(SlotSampling(params, self.device, self._noise_in_ranking))
+            self.state.active.copy_(from_host(torch.tensor([one is not None for one in requests]), self.device))
+            self.state.committed = committed
+
+    def free(self, slot: int) -> None:
+        """This slot has no request any more."""
+        with on_device(self.device):
+            self.state.active[slot].fill_(False)
+        self.state.committed[slot] = []  # what the request has is its own
+
+    def _take_sampling(self, sampling: SlotSampling) -> None:
+        """These parameters from now on; where steps are recorded, in the place where those of their kind find them."""
+        if self._graphs.recording:
+            found = next((kept for kept in self._samplings if kept.follow(sampling)), sampling)
+            if found is sampling and len(self._samplings) == KINDS_OF_SAMPLING:
+                self._graphs.forget(self._samplings.pop(0))
+            self._samplings = [kept for kept in self._samplings if kept is not found] + [found]
+            sampling = found
+        self.state.sampling = sampling
+
+    # Steps.
+
+    def step(self, *also: Tensor) -> Step:
+        """Queue one step of all active slots. also: what else is to be read on the host with it."""
+        with on_device(self.device), rows.decoding(self._on_cpu), torch.no_grad():
+            return self._step(self.state, also)
+
+    def _step(self, state: SlotState, also: Sequence[Tensor]) -> Step:
+        begin, work = time.perf_counter(), self.work_clock()
+        self._began = self._began or (begin, work)
+        proposed = self._propose(state)
+        tree, expected = prune(proposed, self.policy, state.active)
+        drafted, draft_work = time.perf_counter(), self.work_clock() - work
+        alone, needs, depth = tree.width == 1, self.drafter.needs, self.drafter.max_depth
+        passed = drafted
+
+        def verify(
+            state: SlotState, tokens_BN: Tensor, parents_BN: Tensor, *of_tree: Tensor
+        ) -> tuple[AcceptResult, TargetOutput]:
+            nonlocal passed
+            ancestors_BNN, depths_BN = of_tree or (None, 0)
+            positions_BN = state.positions[:, None] + depths_BN
+            root_B = torch.zeros_like(state.positions) if "queries" in needs else None
+            output = self.model(
+                Pass(tokens_BN, self.cache, positions_BN, ancestors_BNN, needs | {"logits"}, queries_at_B=root_B)
+            )
+            passed = time.perf_counter()
+            assert output.logits is not None and self.cache is not None
+            nodes = TokenTree(tokens_BN, parents_BN)
+            accepted = accept(nodes, output.logits, state, positions_BN, ancestors_BNN, depth)
+            self.cache.commit(accepted.nodes, accepted.counts)
+            # What recorded work returns, it keeps.
+            return accepted, output if "logits" in needs else replace(output, logits=None)
+
+        of_tree = () if alone else (tree.ancestors, tree.depths)
+        key, owners = ("verify", needs, depth), (self.model, self.cache)
+        accepted, output = state.run(key, owners, verify, tree.tokens, tree.parents, *of_tree, widest=tree.width)
+        state.positions += accepted.counts
+        state.roots = torch.where(state.active, accepted.last(accepted.tokens), state.roots)
+        self.drafter.on_step(state, tree, accepted, output)
+        done = time.perf_counter()
+        if self.model.recorded_layers.fresh:
+            state.graphs.fresh, self.model.recorded_layers.fresh = True, False
+        if self._graphs.fresh:  # the time of this step, and of those not read yet, is that of recording
+            self._graphs.fresh, self._disturbed = False, 1 + self.lag
+        copy = self._to_host(accepted, (tree.parents >= 0).sum(dim=1), proposed, also)
+        return Step(
+            proposed,
+            tree.width,
+            accepted,
+            copy,
+            len(also),
+            expected,
+            draft_work,
+            drafted - begin,
+            passed - drafted,
+            done - passed,
+        )
+
+    def _propose(self, state: SlotState) -> TokenTree:
+        """The drafter's tree, or the roots alone where it rests."""
+        if self.max_nodes == 0 or self.policy.rests:
+            return TokenTree.roots(state.roots)
+        tree = self.drafter.propose(state, self.max_nodes)
+        if tree.width > self.max_nodes + 1:
+            raise ValueError(f"drafter: it proposed {tree.width - 1} nodes, with room for {self.max_nodes}")
+        if self.lag == 0 and not torch.equal(tree.tokens[:, 0], state.roots):
+            raise ValueError("drafter: node 0 of its tree is not the root, the last committed token of each slot")
+        return tree
+
+    def _to_host(
+        self, accepted: AcceptResult, drafted_B: Tensor, proposed: TokenTree, also: Sequence[Tensor]
+    ) -> HostCopy:
+        """What `read` wants of a step, on its way; the proposal where it is not on the host already."""
+        parts = [accepted.counts, accepted.tokens, drafted_B, *also]
+        if self.policy.automatic and proposed.width > 1 and not proposed.on_host:
+            parts += [proposed.tokens, proposed.parents] + ([] if proposed.classes is None else [proposed.classes])
+        return HostCopy(*parts)
+
+    def read(self, step: Step, present: Sequence[bool] = ()) -> Emitted:
+        """What a step brought; the policy learns from it. present: slots that have the request which they had then."""
+        assert self._began is not None
+        counts, tokens, drafted, *rest = step.copy.lists()
+        also, proposal = rest[: step.n_also], rest[step.n_also :]
+        now, (began, work) = time.perf_counter(), self._began
+        self._began = None
+        emitted = [new[:count] for new, count in zip(tokens, counts, strict=True)]
+        if self.policy.automatic:
+            taking_part = [slot for slot, new in enumerate(emitted) if new and present[slot]]
+            if step.proposed.width > 1:  # else there is nothing to learn, and nothing to wait for
+                lists = Lists(*proposal, *[None] * (3 - len(proposal))) if proposal else step.proposed.lists
+                for slot in taking_part:
+                    self.policy.learn(slot, lists, emitted[slot])
+            if step.expected is not None:
+                self.policy.decide(step.expected.lists()[0])
+            a_slot = sum(len(emitted[slot]) for slot in taking_part) / max(len(taking_part), 1)
+            work = self.work_clock() - work
+            self.policy.record(step.num_query_tokens, work, step.draft_work, a_slot, typical=not self._disturbed)
+            self._disturbed = max(0, self._disturbed - 1)
+        return Emitted(emitted, drafted, also, step, now - began, now)
