@@ -1,9 +1,12 @@
 """Data sets of the Hugging Face hub: their files, fetched into the hub's own cache, or listed and read from afar.
 
-Through `huggingface_hub`, the library below `datasets`, because its listing gives every file's hash before a byte is
-fetched, and because its cache and its remote files serve every format alike. Not here: what stands in the files.
+`datasets` says which files a configuration and a split have. Files come through `huggingface_hub`, on which it builds:
+that lists every file's hash before a byte is fetched, and its cache and remote files serve every format alike.
+
+Not here: what stands in the files.
 """
 
+import glob
 import io
 import re
 import sys
@@ -53,6 +56,32 @@ def fetch(path: str, patterns: Sequence[str]) -> Path:
                 name, repo_type="dataset", revision=revision, allow_patterns=list(patterns), max_workers=4
             )
         )
+
+
+def split_patterns(path: str, config: str | None, split: str | None) -> tuple[str, ...]:
+    """Patterns, each of one file, of a data set's configuration and split, by the rules of `datasets`: its README's
+    `configs`, or else the names of folders and files.
+
+    path: `owner/name[@revision]`, or a folder. config: None: the only or the default one. split: None: all of them.
+
+    Raises:
+        ValueError: no such configuration or split, no file that `datasets` knows, and what `fetch` raises.
+    """
+    import datasets  # takes two seconds
+
+    is_folder = Path(path).is_dir()
+    name, revision = (str(Path(path).absolute()), None) if is_folder else _split(path)
+    with _named(path):
+        try:
+            found = datasets.load_dataset_builder(name, config, revision=revision).config.data_files or {}
+        except (ValueError, datasets.exceptions.DataFilesNotFoundError) as error:
+            raise ValueError(f"source {path!r}, config {config!r}: {' '.join(str(error).split())}") from error
+    if split is not None and split not in found:
+        raise ValueError(f"source {path!r} has no split {split!r}; it has {', '.join(map(repr, found))}")
+    files = [file for part in found if split in (None, part) for file in found[part]]
+    root = f"{name}/" if is_folder else f"{REMOTE}datasets/{name}@"
+    inside = [file.removeprefix(root) for file in files]
+    return tuple(glob.escape(file if is_folder else file.partition("/")[2]) for file in inside)  # behind the commit
 
 
 def list_remote(path: str, patterns: Sequence[str]) -> list[RemoteFile]:

@@ -17,6 +17,8 @@ class Source:
 
     path: a file, a folder, "stdlib", "stdlib-chat", or a data set of the Hugging Face hub, "owner/name[@revision]".
     files: patterns of names within it ("data/train-*"); () takes all of a known suffix.
+    config, split: instead of files, a data set's configuration and split by the rules of `datasets` (hub.py); None: the
+    default one, all of them.
 
     How a record (a JSONL line, a row of a table, a sample of MDS) is read, one of:
       text_field: holds a text, of which every token counts;
@@ -41,6 +43,8 @@ class Source:
     share: float = 1.0
     weight: float | None = None
     streaming: bool = False
+    config: str | None = None
+    split: str | None = None
 
     def __post_init__(self) -> None:
         if (self.prompt is None) != (self.answer is None):
@@ -53,6 +57,8 @@ class Source:
             raise ValueError(f"tokens_field and tokenizer of {self.path} belong together, and one of them is missing")
         if self.spans_field is not None and self.tokens_field is None:
             raise ValueError(f"spans_field of {self.path} goes with tokens_field, which is not given")
+        if self.files and (self.config, self.split) != (None, None):
+            raise ValueError(f"files and config or split are given for {self.path}; each chooses the files, leave one")
         if not 0 < self.share <= 1:
             raise ValueError(f"share of {self.path} is {self.share!r}, valid: above 0, up to 1")
         if self.weight is not None and not 0 < self.weight < math.inf:

@@ -6,7 +6,7 @@ Not here: what stands in a file, and where it may be cut (segments.py).
 import os
 import sysconfig
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Literal
@@ -69,6 +69,9 @@ def list_files(sources: Sequence[Source]) -> list[SourceFile]:
     found: dict[Path, tuple[Path, str, Kind, int]] = {}  # the real file -> path, name, kind, source
     remote: list[SourceFile] = []
     for number, source in enumerate(sources):
+        if source.config is not None or source.split is not None:
+            files = _split_patterns(source)
+            source = replace(source, files=files, config=None, split=None)
         if source.streaming:
             remote += _remote(source, number)
             continue
@@ -118,6 +121,13 @@ def _local(source: Source) -> dict[Path, str]:
             f"{STDLIB_CHAT!r}"
         )
     return {file: file.relative_to(root.parent).as_posix() for file in paths}
+
+
+def _split_patterns(source: Source) -> tuple[str, ...]:
+    path = source.path
+    if not Path(path).is_dir() and (Path(path).exists() or not hub.is_hub_name(path)):
+        raise ValueError(f"source {path!r} is neither a folder nor a data set of the hub; leave out config and split")
+    return hub.split_patterns(path, source.config, source.split)
 
 
 def _remote(source: Source, number: int) -> list[SourceFile]:

@@ -22,7 +22,7 @@ from longdraft.launch.console import ends_on_ctrl_c, framed, note, show
 
 # Flags that a recipe has as fields of its own, and those that say how a source is read.
 SETTINGS = ("seq_len", "documents", "chat_template", "heldout_share", "max_tokens", "seed")
-OF_A_SOURCE = ("files", "text_field", "chat_field")
+OF_A_SOURCE = ("files", "config", "split", "text_field", "chat_field")
 
 
 def main(argv: Sequence[str] | None = None) -> int | None:
@@ -96,6 +96,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--chat-template", type=Path, metavar="FILE", default=SUPPRESS, help=what)
     what = "patterns of the files to take (default: all of a known suffix)"
     add("--files", nargs="+", default=SUPPRESS, metavar="PATTERN", help=what)
+    what = "of a data set, by name, instead of --files: what its README or its files' names say (default: the only one)"
+    add("--config", default=SUPPRESS, metavar="NAME", help=what)
+    what = "train, test, ..., of a data set, by the same rules, instead of --files (default: all)"
+    add("--split", default=SUPPRESS, metavar="NAME", help=what)
     what = f"of the documents, chosen by their hash (default: {default.heldout_share})"
     add("--heldout-share", type=float, default=SUPPRESS, help=what)
     add("--max-tokens", type=int, default=SUPPRESS, help="keep at most this many tokens, sampled over all files")

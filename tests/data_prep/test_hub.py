@@ -21,7 +21,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from longdraft.data_prep.settings import Source
 from longdraft.data_prep.shards import ShardSet
+from longdraft.data_prep.sources import list_files
 
 COMMIT = hashlib.sha1(b"the only commit").hexdigest()
 REVISIONS = ("main", "refs/convert/parquet", COMMIT)
@@ -77,7 +79,9 @@ class Hub(BaseHTTPRequestHandler):
             siblings = [described(folder, path) for path in files(folder)]
             return self.say({"id": repository, "sha": COMMIT, "siblings": siblings})
         if what == "tree":
-            return self.say([node(folder, path) for path in files(folder)])
+            if "recursive=true" in self.path.lower():
+                return self.say([node(folder, path) for path in files(folder / inside)])
+            return self.say([node(folder, path) for path in sorted((folder / inside).iterdir())])
         if what == "paths-info":
             form = json.loads(asked) if asked[:1] == b"{" else {}
             wanted = form.get("paths") or [unquote(pair.partition("=")[2]) for pair in asked.decode().split("&")]
@@ -116,6 +120,8 @@ def described(folder: Path, path: Path) -> dict:
 
 
 def node(folder: Path, path: Path) -> dict:
+    if path.is_dir():
+        return {"type": "directory", "path": path.relative_to(folder).as_posix(), "oid": "0" * 40, "size": 0}
     size = path.stat().st_size
     lfs = {"oid": digest(path), "size": size, "pointerSize": 100}
     name = path.relative_to(folder).as_posix()
@@ -160,6 +166,27 @@ for name, streaming in json.loads(sys.argv[1]):
         list_files([Source(name, ("none/*",) if name == "me/set" else (), streaming=streaming)])
     except ValueError as error:
         print(str(error).replace("\\n", " "))
+"""
+SPLITS = """
+import json, sys
+from longdraft.data_prep.settings import Source
+from longdraft.data_prep.sources import list_files
+
+for case in json.loads(sys.argv[1]):
+    try:
+        print(*(file.name for file in list_files([Source(**case)])))
+    except ValueError as error:
+        print(error)
+"""
+README = """---
+configs:
+- config_name: default
+  data_files:
+  - {split: train, path: "data/train-*"}
+  - {split: test, path: "data/test-*"}
+- config_name: tables
+  data_files: "data/*.parquet"
+---
 """
 TEXTS = {f"part {part} text {i} " + "word " * (i % 9) for part in range(4) for i in range(60)}
 
@@ -274,3 +301,38 @@ def test_what_is_not_to_be_had_is_named(root, tmp_path):
             assert line.startswith(f"source '{name}' {said[name]}"), line
     for line in errors("http://127.0.0.1:9", [("me/set", False), ("me/set", True)]):
         assert "source 'me/set' is neither a file or folder here nor to be reached on the hub (" in line
+
+
+def test_a_configuration_and_a_split_are_the_files_that_datasets_says(tmp_path):
+    """Of a set by name, fetched or streamed, and of a folder; signs of patterns in a name are its own."""
+    folder = tmp_path / "hub" / "me" / "parts"
+    (folder / "data").mkdir(parents=True)
+    (folder / "README.md").write_text(README)
+    for name in ("train-[0].jsonl", "train-0.jsonl", "train-1.jsonl", "test-0.jsonl"):
+        (folder / "data" / name).write_text(json.dumps({"text": name}))
+    pq.write_table(pa.table({"text": ["b"]}), folder / "data" / "other.parquet")
+    train = ["data/train-0.jsonl", "data/train-1.jsonl", "data/train-[0].jsonl"]
+    cases = [
+        ({"split": "train"}, train),
+        ({"split": "test"}, ["data/test-0.jsonl"]),
+        ({"config": "tables"}, ["data/other.parquet"]),
+        ({"config": "tables", "split": "test"}, "has no split 'test'; it has 'train'"),
+        ({"config": "nope"}, "config 'nope': BuilderConfig 'nope' not found. Available: ['default', 'tables']"),
+    ]
+    places = [("me/parts", {}), ("me/parts@main", {"streaming": True}), (str(folder), {})]
+    asked = [({"path": path, **how, **more}, wanted) for how, wanted in cases for path, more in places]
+    with serving(tmp_path / "hub") as (address, _):
+        env = {**os.environ, "HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "cache"), "HF_HUB_DISABLE_XET": "1"}
+        command = [sys.executable, "-c", SPLITS, json.dumps([case for case, _ in asked])]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    for (case, wanted), line in zip(asked, done.stdout.splitlines(), strict=True):
+        if isinstance(wanted, str):
+            assert line.startswith(f"source '{case['path']}'") and line.endswith(wanted)
+        else:
+            name = "parts" if case["path"] == str(folder) else case["path"]
+            assert line.split(" ") == [f"{name}/{file}" for file in wanted]
+    with pytest.raises(ValueError, match=r"files and config or split are given for me/parts; .* leave one"):
+        Source("me/parts", files=("*",), split="train")
+    with pytest.raises(ValueError, match=r"'stdlib' is neither a folder nor a data set of the hub; leave out"):
+        list_files([Source("stdlib", split="train")])
