@@ -13,11 +13,12 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from longdraft.benchmarks.timing import DTYPES
+from longdraft.benchmarks.timing import DTYPES, take_turns
 from longdraft.data_prep.settings import Source
 from longdraft.data_prep.sources import list_files
 from longdraft.infer.engine import Engine
@@ -85,14 +86,13 @@ def decoders(
 
 def speeds(made: dict[str, Callable[[], list[list[int]]]], repeats: int) -> dict[str, float]:
     """Tokens a second of each, of all prompts: the median of `repeats` generations, taken in turns."""
-    seconds: dict[str, list[float]] = {name: [] for name in made}
-    counts: dict[str, int] = {}
-    for _ in range(repeats):
-        for name, generate in made.items():
-            begin = time.perf_counter()
-            counts[name] = sum(len(tokens) for tokens in generate())
-            seconds[name].append(time.perf_counter() - begin)
-    return {name: counts[name] / statistics.median(found) for name, found in seconds.items()}
+    counts = dict.fromkeys(made, 0)
+
+    def generate(name: str) -> None:
+        counts[name] = sum(len(tokens) for tokens in made[name]())
+
+    found = take_turns({name: partial(generate, name) for name in made}, repeats)
+    return {name: counts[name] / statistics.median(seconds) for name, seconds in found.items()}
 
 
 def fair_share(cores: int, spinners: int) -> float:

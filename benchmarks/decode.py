@@ -23,14 +23,16 @@ PEER = "transformers generate"
 SMALL_PROMPT, SMALL_TOKENS = 40, 16
 
 
-def transformers_model(bench: Bench, profile: Profile, n_layers: int, positions: int, dtype: torch.dtype) -> Any:
+def transformers_model(
+    profile: Profile, n_layers: int, positions: int, device: torch.device, dtype: torch.dtype
+) -> Any:
     """transformers' own class of the profile's family, with random weights wide enough to keep logits apart."""
     from transformers import AutoModelForCausalLM
 
     config = profile.transformers_config(n_layers, positions)
     config.initializer_range = 0.05
     torch.manual_seed(0)
-    with torch.device(bench.device):
+    with torch.device(device):
         return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
@@ -46,7 +48,7 @@ def _params(new_tokens: int) -> SamplingParams:
 def same_tokens(bench: Bench, profile: Profile) -> str | None:
     """None where a small model in fp32 decodes the same tokens here and there, else how many differ."""
     layers, positions = min(SMALL_LAYERS, profile.n_layers), SMALL_PROMPT + SMALL_TOKENS
-    model = transformers_model(bench, profile, layers, positions, torch.float32)
+    model = transformers_model(profile, layers, positions, bench.device, torch.float32)
     prompts = draw_prompts(profile, 2, SMALL_PROMPT)
     engine = Engine(target_from_transformers(model))
     _, _, (equal, tokens) = against_transformers(model, engine, prompts, _params(SMALL_TOKENS))
@@ -70,7 +72,7 @@ def measure(bench: Bench, profile: Profile, contexts: list[int], new_tokens: int
     positions = max(contexts) + new_tokens
     # Our q, k and v, gate and up lie beside transformers', and its cache beside ours.
     n_layers = layers_that_fit(bench, profile, positions, copies=2)
-    model = transformers_model(bench, profile, n_layers, positions, bench.dtype)
+    model = transformers_model(profile, n_layers, positions, bench.device, bench.dtype)
     engine = Engine(target_from_transformers(model))
     found = []
     for shape in shapes:

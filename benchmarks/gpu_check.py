@@ -16,9 +16,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from importlib.util import find_spec
 from pathlib import Path
+
+from longdraft.benchmarks import record
 
 ROOT = Path(__file__).resolve().parent.parent
 # Seconds, in this order; together less than 8 minutes.
@@ -70,8 +71,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     args.out.mkdir(parents=True, exist_ok=True)
     result: dict = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": commit(),
+        "date": record.date(),
+        "commit": record.commit() or "unknown",
         "host": {"platform": platform.platform(), "python": platform.python_version(), "cpus": os.cpu_count()},
         "passed": True,
         "not_run": [],
@@ -172,20 +173,6 @@ def _run(command: Sequence[str], limit: float) -> dict:
         "limit": limit,
         "output": output[-TAIL:],
     }
-
-
-def commit() -> str:
-    """LONGDRAFT_COMMIT, else git's, with a + where files differ from it; "unknown" in a copy without either."""
-    if given := os.environ.get("LONGDRAFT_COMMIT"):
-        return given
-    try:
-        head, changed = (
-            subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=True).stdout.strip()
-            for words in (("rev-parse", "HEAD"), ("status", "--porcelain", "-uno"))
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return head + ("+" if changed else "")
 
 
 def _device() -> str:

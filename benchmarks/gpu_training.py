@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from longdraft.benchmarks.gpu_stages import arguments, device, small_target, texts
+from longdraft.benchmarks.gpu_stages import TRAINED, arguments, device, small_target, texts
 
 if TYPE_CHECKING:
     from longdraft.models.target import Target
@@ -78,8 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     args = parser.parse_args(argv)
     deadline = time.monotonic() + args.budget
-    shape = "cpu" if device() == "cpu" else "cuda, to train for"
-    with tempfile.TemporaryDirectory() as folder, small_target(shape) as path:
+    with tempfile.TemporaryDirectory() as folder, small_target(TRAINED) as path:
         runs = [_prepare(name, Path(folder), path) for name in args.methods]
         try:
             for _ in _stages(runs, path, Path(folder) / "data", deadline):

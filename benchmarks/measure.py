@@ -5,22 +5,17 @@ of them a benchmark makes (benchmarks/drafters.py).
 Shapes: T tokens, N rows of a pass, V vocabulary.
 """
 
-import os
-import platform
 import resource
 import statistics
-import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime
-from importlib.metadata import version
 from itertools import zip_longest
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from longdraft.benchmarks import record
 from longdraft.benchmarks.progress import Part, Unwatched, Watch
 from longdraft.infer.engine import Engine
 from longdraft.infer.graphs import graphs_for
@@ -319,26 +314,15 @@ def against_transformers(
 def surroundings(target: Target) -> dict:
     """Where and with what the numbers were made."""
     weight = target.model.embed_tokens.weight
-    cpu = platform.processor() or platform.machine()
-    if (info := Path("/proc/cpuinfo")).exists():
-        cpu = next((line.split(":")[1].strip() for line in info.read_text().splitlines() if "model name" in line), cpu)
-    root = Path(__file__).parent
-    commit = subprocess.run(["git", "-C", root, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
-    changed = subprocess.run(["git", "-C", root, "status", "--porcelain", "-uno"], capture_output=True, text=True)
-    own = os.environ.get("LONGDRAFT_COMMIT") or (commit + ("+" if changed.stdout.strip() else ""))
-    return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": own or None,  # a copy without git's folder is told by the environment
+    peak_bytes = (
+        torch.cuda.max_memory_allocated(weight.device)
+        if weight.is_cuda
+        else 2**10 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    )
+    return record.surroundings(weight.dtype, ("longdraft", "torch", "transformers")) | {
         "target": target.name,
-        "dtype": str(weight.dtype).removeprefix("torch."),
-        "device": torch.cuda.get_device_name(weight.device) if weight.is_cuda else cpu,
-        "threads": torch.get_num_threads(),
-        "peak_memory_mib": round(
-            torch.cuda.max_memory_allocated(weight.device) / 2**20
-            if weight.is_cuda
-            else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
-        ),
-        "versions": {name: version(name) for name in ("longdraft", "torch", "transformers")},
+        "device": record.hardware(weight.device),
+        "peak_memory_mib": round(peak_bytes / 2**20),
     }
 
 

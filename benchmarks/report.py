@@ -1,17 +1,14 @@
 """A run's rows as a table for people, one picture, and where they were made. Not here: any measurement."""
 
-import platform
 import re
 from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 
+from longdraft.benchmarks import record
 from longdraft.benchmarks.ceilings import words
-from longdraft.benchmarks.gpu_check import commit
 from longdraft.benchmarks.timing import Bench
 
 PACKAGES = ("torch", "triton", "transformers", "flash_attn", "liger_kernel")
@@ -59,35 +56,14 @@ TITLES = {
 }
 
 
-def hardware(device: torch.device) -> str:
-    """The GPU's or the processor's name."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    return next((line.split(":")[1].strip() for line in lines if "model name" in line), platform.machine())
-
-
 def surroundings(bench: Bench) -> dict:
     """Date, commit, hardware, versions and ceilings."""
-
-    def found(package: str) -> str | None:
-        try:
-            return version(package)
-        except PackageNotFoundError:
-            return None
-
     assert bench.ceilings is not None
-    said = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": commit(),
-        "hardware": hardware(bench.device),
-        "device": bench.device.type,
-        "dtype": str(bench.dtype).removeprefix("torch."),
-        "threads": torch.get_num_threads(),
-        "versions": {package: found(package) for package in PACKAGES} | {"cuda": torch.version.cuda},
-    }
-    return said | {"ceilings": bench.ceilings._asdict()}
+    found = record.surroundings(bench.dtype, PACKAGES)
+    found["commit"] = found["commit"] or "unknown"  # part of the files' names
+    found["versions"]["cuda"] = torch.version.cuda
+    device = {"hardware": record.hardware(bench.device), "device": bench.device.type}
+    return found | device | {"ceilings": bench.ceilings._asdict()}
 
 
 def file_name(result: dict) -> str:

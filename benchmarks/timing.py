@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -21,6 +21,7 @@ from longdraft.infer.memory import available_bytes
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 WARM_UPS = 2
 FEWEST_TURNS = 3
+Name = TypeVar("Name")
 
 
 class Ceilings(NamedTuple):
@@ -88,20 +89,13 @@ class Bench:
         for run in runs.values():
             for _ in range(WARM_UPS):
                 run()
-        seconds: dict[str, list[float]] = {name: [] for name in runs}
-        for turn in range(self.repeats):
-            if turn >= FEWEST_TURNS and self.left < 0:
-                break
-            for name, run in runs.items():
-                seconds[name].append(self._once(run))
-        return {name: Times.of(found) for name, found in seconds.items()}
+        found = take_turns(runs, self.repeats, self._once, lambda turn: turn >= FEWEST_TURNS and self.left < 0)
+        return {name: Times.of(seconds) for name, seconds in found.items()}
 
     def _once(self, run: Callable[[], Any]) -> float:
         self.cold()
         if self.device.type != "cuda":
-            begin = time.perf_counter()
-            run()
-            return time.perf_counter() - begin
+            return seconds_of(run)
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         stream = torch.cuda.current_stream(self.device)
         start.record(stream)
@@ -109,6 +103,31 @@ class Bench:
         end.record(stream)
         torch.cuda.synchronize(self.device)
         return start.elapsed_time(end) / 1e3
+
+
+def seconds_of(run: Callable[[], Any], device: torch.device | None = None) -> float:
+    """Wall-clock seconds of a call, and of what it leaves to a GPU."""
+    begin = time.perf_counter()
+    run()
+    if device is not None and device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - begin
+
+
+def take_turns(
+    runs: Mapping[Name, Callable[[], Any]],
+    repeats: int,
+    clock: Callable[[Callable[[], Any]], float] = seconds_of,
+    ends: Callable[[int], bool] = lambda turn: False,
+) -> dict[Name, list[float]]:
+    """Seconds of each run, one after the other and again. clock: times one. ends: whether this turn is not begun."""
+    seconds: dict[Name, list[float]] = {name: [] for name in runs}
+    for turn in range(repeats):
+        if ends(turn):
+            break
+        for name, run in runs.items():
+            seconds[name].append(clock(run))
+    return seconds
 
 
 class Times(NamedTuple):
