@@ -1,11 +1,11 @@
 """What stands in a source's files: each is hashed and cut into segments, and a segment is read as documents.
 
-A text file is one document. A line of JSONL, an element of a JSON array, a row of CSV or of a table and a sample of MDS
-are records, which are read in the format that the source names (record_formats.py). A code file of "stdlib-chat" holds
-one conversation a docstring (docstrings.py). A document that cannot be used (empty, bad UTF-8, a missing field) comes
-out as a `BadDocument` with its name, so that the reader can count it.
+A text file is one document. A line of JSONL, an element of a JSON array, a row of CSV or of a table, a sample of MDS or
+of an archive is a record, which is read in the format that the source names (record_formats.py). A code file of
+"stdlib-chat" holds one conversation a docstring (docstrings.py). A document that cannot be used (empty, bad UTF-8, a
+missing field) comes out as a `BadDocument` with its name, so that the reader can count it.
 
-Not here: which files there are (sources.py), how records are stored (streams.py, tables.py), tokens and shards.
+Not here: which files there are (sources.py), how records are stored (streams.py, tables.py, archives.py), and tokens.
 """
 
 import codecs
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from longdraft.data_prep import hub
+from longdraft.data_prep.archives import archive_samples
 from longdraft.data_prep.docstrings import read_docstrings
 from longdraft.data_prep.documents import BadDocument, Conversation, Document, Unusable
 from longdraft.data_prep.record_formats import RecordFormat, TextFormat
@@ -108,7 +109,10 @@ def read_documents(
     file, record_format = segment.file, record_format or TextFormat()
     if segment.mtime_ns is not None and Path(file.path).stat().st_mtime_ns != segment.mtime_ns:
         raise ValueError(f"{file.path} changed while it was being prepared; run again once it is complete")
-    if file.kind == "table":
+    if file.kind == "archive":
+        for number, sample in enumerate(archive_samples(file.path), start=1):
+            yield from _documents(f"{file.name}:{number}", sample, record_format)
+    elif file.kind == "table":
         rows = table_rows(file.path, segment.offset, segment.n_documents, record_format.fields)
         fields = cache(partial(table_fields, file.path))
         for number, row in enumerate(rows, start=segment.first_number):

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from longdraft.data_prep import hub
+from longdraft.data_prep.archives import ARCHIVE_SUFFIXES
 from longdraft.data_prep.settings import Source
 from longdraft.data_prep.shards import MANIFEST
 from longdraft.data_prep.streams import CSV_SUFFIXES, JSON_SUFFIXES, LINES_SUFFIXES, StreamKind, open_plain
@@ -20,9 +21,9 @@ from longdraft.data_prep.tasks import PLAN
 
 TEXT_SUFFIXES = (".md", ".py", ".rst", ".txt")
 KNOWN_SUFFIXES = TEXT_SUFFIXES + LINES_SUFFIXES + TABLE_SUFFIXES
-# Taken where they are asked for: a .json file, of lines or an array of records, is as likely one large object, and CSV
-# as likely a table of numbers.
-ASKED_SUFFIXES = CSV_SUFFIXES + JSON_SUFFIXES
+# Taken where they are asked for: a .json file, of lines or an array of records, is as likely one large object, CSV as
+# likely a table of numbers, and an archive one of anything.
+ASKED_SUFFIXES = CSV_SUFFIXES + JSON_SUFFIXES + ARCHIVE_SUFFIXES
 CODE_SUFFIXES = (".py",)
 STDLIB = "stdlib"
 STDLIB_CHAT = "stdlib-chat"
@@ -31,7 +32,7 @@ STDLIB_CHAT = "stdlib-chat"
 STDLIB_LEFT_OUT = frozenset(
     {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "encodings"}
 )
-Kind = StreamKind | Literal["text", "table", "docstrings"]
+Kind = StreamKind | Literal["text", "table", "archive", "docstrings"]
 
 
 @dataclass(frozen=True)
@@ -171,6 +172,8 @@ def _kind(path: str) -> Kind:
     name = path.lower()
     if name.endswith(TABLE_SUFFIXES):
         return "table"
+    if name.endswith(ARCHIVE_SUFFIXES):
+        return "archive"
     if name.endswith(CSV_SUFFIXES):
         return "csv"
     if name.endswith(JSON_SUFFIXES):
