@@ -1,14 +1,12 @@
 """What only the user can mend becomes a ValueError of one line: no place for a folder, a full disk, a lost network."""
 
-import errno
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from longdraft.data_prep.hub import is_network_error
-
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+from longdraft.models.files import DISK_FULL
 
 
 @contextmanager
@@ -24,7 +22,7 @@ def failures_described(path: Path) -> Iterator[None]:
             ) from error
         if not isinstance(error, OSError) or isinstance(error, BrokenPipeError):
             raise
-        if error.errno in NO_ROOM:
+        if error.errno in DISK_FULL:
             raise ValueError(
                 f"no room for {path} ({error.strerror}); what is finished is kept: make room, call again"
             ) from error
@@ -59,7 +57,7 @@ def make_out(out: Path) -> None:
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        if error.errno in NO_ROOM:
+        if error.errno in DISK_FULL:
             raise
         raise ValueError(
             f"out {_short(out)} cannot be made ({error.strerror}); give another folder by --out"

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from longdraft.data_prep.manifest import SPLITS
-from longdraft.data_prep.shards import MANIFEST, ShardSet, read_manifest, write_atomically
+from longdraft.data_prep.shards import MANIFEST, ShardSet, read_manifest
+from longdraft.models.files import write_atomically
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -25,9 +25,10 @@ from longdraft.data_prep.record_formats import ChatFormat
 from longdraft.data_prep.responses import ERRORS, ChatTokens, Generate, OpenConversation, answer_all
 from longdraft.data_prep.segments import read_documents, scan
 from longdraft.data_prep.settings import Source
-from longdraft.data_prep.shards import MANIFEST, read_manifest, write_atomically, write_json
+from longdraft.data_prep.shards import MANIFEST, read_manifest, write_json
 from longdraft.data_prep.sources import list_files
 from longdraft.data_prep.tasks import Machine, WorkFolder, add_up, tasks_of, with_address
+from longdraft.models.files import write_atomically
 
 COMMAND = "longdraft prepare regenerate"
 OWN_FILES = r"part-\d+\.jsonl"

@@ -14,13 +14,14 @@ This file knows nothing of where rows come from.
 
 import hashlib
 import json
-import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+
+from longdraft.models.files import file_digest, write_atomically
 
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 1
@@ -53,7 +54,7 @@ def write_shard(path: Path, rows: Sequence[Row], seq_len: int, fill_id: int) -> 
             writer.write_table(table)  # one batch, so that the reader gets each column as one array
 
     write_atomically(path, write)
-    return {"file": path.name, "rows": len(rows), "bytes": path.stat().st_size, "sha256": file_sha256(path)}
+    return {"file": path.name, "rows": len(rows), "bytes": path.stat().st_size, "sha256": file_digest(path)}
 
 
 def shard_schema(seq_len: int) -> pa.Schema:
@@ -77,28 +78,6 @@ def write_json(path: Path, content: dict) -> None:
     """Write atomically, keys in the given order, one trailing newline."""
     text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
     write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
-
-
-def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
-    """`write(temporary)`, sync, rename to `path`, sync the folder: after a kill the file is whole or absent."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        write(temporary)
-        with temporary.open("rb") as stream:
-            os.fsync(stream.fileno())
-        temporary.rename(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
-
-
-def file_sha256(path: Path) -> str:
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 @dataclass(frozen=True)
@@ -199,7 +178,7 @@ class ShardSet:
         changed = []
         for number in numbers:
             shard = self.manifest["shards"][number]
-            found = file_sha256(self.folder / shard["file"])
+            found = file_digest(self.folder / shard["file"])
             if found != shard["sha256"]:
                 changed.append(f"content of {shard['file']} is not as prepared: sha256 {found}, not {shard['sha256']}")
         if changed:

@@ -27,9 +27,7 @@ from longdraft.data_prep.shards import MANIFEST, write_json
 
 PLAN = "plan.json"
 PROGRESS = "progress"
-HALF_WRITTEN = re.compile(r"\.(?P<name>[^/]+)\.\d+\.tmp")  # as write_atomically names it
-
-
+HALF_WRITTEN = re.compile(r"(?<![^/])\.([^/]+)\.\d+\.tmp$")  # as write_atomically names it; group 1: its final name
 T = TypeVar("T")
 
 
@@ -187,9 +185,13 @@ class WorkFolder:
         """Write the plan, or compare it with the one that is there."""
         if not (self.path / PLAN).exists():
             # The plan and the folder of locks may be another machine's, of this moment.
-            known = (PROGRESS, *(folder for folder in self.subfolders if _is_empty_folder(self.path / folder)))
-            names = (entry.name for entry in self.path.iterdir())
-            foreign = sorted(name for name in names if name not in known and _final_name(name) != PLAN)
+            empty = {
+                name
+                for name in self.subfolders
+                if (self.path / name).is_dir() and not any((self.path / name).iterdir())
+            }
+            names = {HALF_WRITTEN.sub(r"\1", entry.name) for entry in self.path.iterdir()}
+            foreign = sorted(names - {PLAN, PROGRESS} - empty)
             if not (self.path / PLAN).exists():
                 if foreign:
                     raise ValueError(
@@ -202,72 +204,53 @@ class WorkFolder:
                 f"{self.path} was {self.verb} with something else: {'; '.join(found)}. "
                 f"Choose another folder, or --overwrite to make this one anew"
             )
-        for folder in (PROGRESS, *self.subfolders):
-            if (self.path / folder).exists() and not (self.path / folder).is_dir():
-                raise ValueError(
-                    f"{self.path / folder} is no folder, and {self.command} keeps its files there; move it away"
-                )
-            (self.path / folder).mkdir(exist_ok=True)
+        for folder in (self.path / name for name in (PROGRESS, *self.subfolders)):
+            if folder.exists() and not folder.is_dir():
+                raise ValueError(f"{folder} is no folder, and {self.command} keeps its files there; move it away")
+            folder.mkdir(exist_ok=True)
 
     def _clear(self) -> None:
         """Remove all that the command made. Raises ValueError, before anything is removed, where other things lie
         among it."""
         read_plan(self.path, self.command)
-        entries = list(self._entries())
-        folders = (PROGRESS, *self.subfolders)
-        foreign = sorted(
-            name for name, path in entries if not (name in folders if path.is_dir() else self._is_own(name))
-        )
+        own, foreign = self._contents()
         if foreign:
             more = f" and {len(foreign) - 1} more" if len(foreign) > 1 else ""
             raise ValueError(
                 f"{self.path} holds {foreign[0]}{more}, which {self.command} did not make, so --overwrite removes "
                 "nothing; move that away, or choose another folder"
             )
-        # The plan last: until then a kill leaves a folder that another overwrite clears.
-        (self.path / MANIFEST).unlink(missing_ok=True)
-        for name, path in entries:
-            if name not in (PLAN, *folders):
-                path.unlink(missing_ok=True)
-        (self.path / PLAN).unlink()
+        # The manifest first and the plan last: after a kill the folder is unfinished, and another overwrite clears it.
+        for name in sorted(own, key=lambda name: (name == PLAN, name != MANIFEST)):
+            (self.path / name).unlink()
 
     def _remove_half_written(self) -> None:
         begun = (self.path / PLAN).exists()
-        for name, path in list(self._entries()):
-            half = HALF_WRITTEN.fullmatch(path.name) and self._is_own(name) and not path.is_dir()
-            if half and (begun or _final_name(path.name) == PLAN):
-                path.unlink()
+        for name in self._contents()[0]:
+            final = HALF_WRITTEN.sub(r"\1", name)
+            if final != name and (begun or final == PLAN):
+                (self.path / name).unlink()
 
     def _remove_progress(self) -> None:
         """Remove the records and locks, and their folder if nothing else lies in it."""
+        for name in self._contents()[0]:
+            if name.startswith(f"{PROGRESS}/"):
+                (self.path / name).unlink()
         progress = self.path / PROGRESS
-        for path in progress.iterdir():
-            if self._is_own(f"{PROGRESS}/{path.name}") and not path.is_dir():
-                path.unlink()
-        if _is_empty_folder(progress) and not progress.is_symlink():
+        if not any(progress.iterdir()) and not progress.is_symlink():
             progress.rmdir()
 
-    def _entries(self) -> Iterator[tuple[str, Path]]:
-        """(name within the folder, path) of what lies in it and in its subfolders."""
-        for path in self.path.iterdir():
-            yield path.name, path
-            if path.name in (PROGRESS, *self.subfolders) and path.is_dir():
-                yield from ((f"{path.name}/{inner.name}", inner) for inner in path.iterdir())
-
-    def _is_own(self, name: str) -> bool:
-        folder, slash, last = name.rpartition("/")
-        ours = rf"{re.escape(PLAN)}|{re.escape(MANIFEST)}|{PROGRESS}/(?:[a-z]+-\d+\.json|\d+-\d+\.lock)"
-        return re.fullmatch(f"{ours}|{self.own_files}", f"{folder}{slash}{_final_name(last)}") is not None
-
-
-def _is_empty_folder(path: Path) -> bool:
-    return path.is_dir() and not any(path.iterdir())
-
-
-def _final_name(name: str) -> str:
-    """Of a half written file the name that it was to have; of another its own."""
-    half = HALF_WRITTEN.fullmatch(name)
-    return half["name"] if half else name
+    def _contents(self) -> tuple[list[str], list[str]]:
+        """Names within the folder and its subfolders: of files of its own, half written ones too, and of all else."""
+        own = rf"{re.escape(PLAN)}|{re.escape(MANIFEST)}|{PROGRESS}/(?:[a-z]+-\d+\.json|\d+-\d+\.lock)|{self.own_files}"
+        folders = [self.path / name for name in (PROGRESS, *self.subfolders) if (self.path / name).is_dir()]
+        names: tuple[list[str], list[str]] = ([], [])
+        for path in chain(self.path.iterdir(), *(folder.iterdir() for folder in folders)):
+            if path not in folders:
+                name = path.relative_to(self.path).as_posix()
+                is_own = re.fullmatch(own, HALF_WRITTEN.sub(r"\1", name)) and not path.is_dir()
+                names[0 if is_own else 1].append(name)
+        return names[0], sorted(names[1])
 
 
 def read_plan(path: Path, command: str) -> dict:

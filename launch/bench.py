@@ -80,7 +80,7 @@ def _measure(args: argparse.Namespace) -> int:
         )
     # Here, not above: --help and a wrong argument should not wait for torch.
     from longdraft.benchmarks.drafters_report import draw, table
-    from longdraft.data_prep.shards import write_atomically
+    from longdraft.models.files import write_atomically
 
     metrics = [] if args.run is None else _metrics(args.run)
     try:

@@ -1,15 +1,20 @@
 """Files that are there whole or not at all, and that others may read as far as the umask lets them.
 
-Not here: prepared rows, which import nothing of ours (data_prep/shards.py).
+All floors may import this file: it loads neither torch nor anything of ours.
 """
 
+import errno
 import hashlib
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from safetensors.torch import save_file
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# What the system says of a full disk, of a quota and of too large a file.
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
@@ -24,8 +29,10 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     sync(path.parent)
 
 
-def write_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
+def write_tensors(tensors: "Mapping[str, Tensor]", path: Path, metadata: dict[str, str] | None = None) -> None:
     """A safetensors file with the permissions of any new file here: safetensors itself gives 0600, for nobody else."""
+    from safetensors.torch import save_file
+
     path.touch()
     mode = path.stat().st_mode  # what umask, or the folder's own rule, gives
     save_file(dict(tensors), path, metadata=metadata)

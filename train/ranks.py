@@ -6,7 +6,6 @@ interface each. gloo takes the one that the machine's own name stands for, which
 Not here: DeepSpeed's engine (deepspeed_engine.py), how the processes are started (launcher.py).
 """
 
-import errno
 import importlib
 import logging
 import os
@@ -29,6 +28,7 @@ from safetensors import SafetensorError
 from tqdm import tqdm
 
 from longdraft.models.device import start
+from longdraft.models.files import DISK_FULL
 from longdraft.train.launcher import free_port
 
 if not torch.cuda.is_available():
@@ -42,8 +42,6 @@ REMEDY = (
 )
 # Long enough for a rank that loads a large target from a slow disk while the others wait.
 TIMEOUT = timedelta(minutes=60)
-# What the system says of a full disk, of a quota and of too large a file.
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # In what gloo and NCCL say when the other side of a collective is gone.
 LOST = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
 GOES_ON = "from the newest checkpoint, or from the beginning where there is none"
@@ -229,7 +227,7 @@ def failures_named(ranks: Ranks) -> Iterator[None]:
         yield
     except (OSError, SafetensorError, RuntimeError) as error:
         reason = str(error).splitlines()[0] if str(error) else repr(error)
-        if getattr(error, "errno", None) in FULL or any(f"os error {number}" in reason for number in FULL):
+        if getattr(error, "errno", None) in DISK_FULL or any(f"os error {number}" in reason for number in DISK_FULL):
             message = f"a file cannot be written ({reason}); make room, then the same command goes on"
         elif isinstance(error, dist.DistError) or any(word in reason for word in LOST):
             message = f"another rank is gone, it failed or was killed ({reason}); the same command goes on"

@@ -10,10 +10,10 @@ from longdraft.data_prep.shards import (
     Row,
     ShardSet,
     shard_schema,
-    write_atomically,
     write_json,
     write_shard,
 )
+from longdraft.models.files import write_atomically
 
 SEQ_LEN = 6
 ROWS = [
