@@ -1,4 +1,4 @@
-"""A prepared folder looked at: counts, what was left out and why, copies, lengths, and a few samples in words.
+"""Reports on a prepared folder: counts, what was left out and why, copies, lengths, and a few samples as text.
 
 Everything is read from the shards themselves, not taken from the manifest alone; a shard is read at a time, after its
 hash was compared with the manifest's. Not here: how rows are made (prepare.py).
@@ -29,9 +29,13 @@ LOSS, PLAIN, RESET = "\x1b[32m", "\x1b[2m", "\x1b[0m"
 
 @dataclass(frozen=True)
 class SplitReport:
-    """A split in numbers. `supervised_share`, `filler_share`: of tokens and of row places; `bad`, `dropped`: left out,
-    by reason; `copies`: documents that are token for token another one before them; `lengths`: tokens of a document at
-    QUANTILES; `in_both`: documents that stand in the other split too; `mix`: documents and tokens of each source."""
+    """A split in numbers.
+
+    supervised_share: of the tokens, those that the loss counts. filler_share: of the places in rows. bad, dropped:
+    documents left out, by reason. copies: documents that are token for token another one before them. in_both:
+    documents that stand in the other split too. lengths: tokens of a document at QUANTILES. mix: documents and tokens
+    of each source.
+    """
 
     rows: int
     tokens: int
@@ -51,8 +55,7 @@ class SplitReport:
 
 @dataclass(frozen=True)
 class Sample:
-    """A part of a piece, from its token `start` on: where it is from, and its text in runs, each with whether the loss
-    counts it."""
+    """Some tokens of a piece, from its token `start` on, as runs of text, each with whether the loss counts it."""
 
     split: str
     row: int
@@ -175,8 +178,8 @@ def _samples(rows: ShardSet, tokenizer: "PreTrainedTokenizerFast") -> list[Sampl
         row = rows[i]
         length = int(row["borders"][1])
         start = max(0, int(row["loss"][:length].argmax()) - SAMPLE_TOKENS // 2)
-        part = slice(start, min(length, start + SAMPLE_TOKENS))
-        tokens, loss = row["tokens"][part], row["loss"][part]
+        shown = slice(start, min(length, start + SAMPLE_TOKENS))
+        tokens, loss = row["tokens"][shown], row["loss"][shown]
         borders = [0, *(np.flatnonzero(loss[1:] != loss[:-1]) + 1).tolist(), len(tokens)]
         runs = [(str(tokenizer.decode(tokens[a:b].tolist())), bool(loss[a])) for a, b in pairwise(borders)]
         samples.append(Sample(SPLITS[0], i, rows.pieces(i)[0][0], start, runs))
@@ -201,15 +204,15 @@ def as_text(found: Inspection, colour: bool) -> str:
         }
         lines += [f"    {what}: {n:,}" for what, n in notes.items() if n]
         if len(report.mix) > 1:
-            shares = {name: counted["tokens"] / max(1, report.tokens) for name, counted in report.mix.items()}
-            words = ", ".join(
-                f"{name} {share:.1%} ({report.mix[name]['documents']:,})" for name, share in shares.items()
+            listed = ", ".join(
+                f"{name} {counted['tokens'] / max(1, report.tokens):.1%} ({counted['documents']:,})"
+                for name, counted in report.mix.items()
             )
-            lines.append(f"    share of the tokens (documents) by source: {words}")
+            lines.append(f"    share of the tokens (documents) by source: {listed}")
         for what, reasons in (("bad", report.bad), ("dropped", report.dropped)):
             if reasons:
-                words = ", ".join(f"{n:,} {reason}" for reason, n in reasons.items())
-                lines.append(f"    {sum(reasons.values()):,} {what}: {words}")
+                listed = ", ".join(f"{n:,} {reason}" for reason, n in reasons.items())
+                lines.append(f"    {sum(reasons.values()):,} {what}: {listed}")
         if report.bad_named:
             named = ", ".join(f"{entry['document']} ({entry['why']})" for entry in report.bad_named[:5])
             lines.append(f"    bad ones, for example: {named}")

@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-# Of a row: a piece that is cut off to fill a row is at least so long, since it begins without what stood before it.
-MIN_SHARE = 1 / 32
+# A piece that is cut off to fill a row is at least this fraction of a row, since it begins without what stood before.
+MIN_FRACTION = 1 / 32
 
 
 @dataclass(frozen=True, order=True)
@@ -32,7 +32,7 @@ def pack(lengths: Sequence[int], seq_len: int) -> list[list[Piece]]:
     documents are whole pieces and go, longest first, each into the fullest row that has room (best-fit decreasing).
     Then rows that hold nothing but rests are cut once more to fill what the others have left free, the emptiest first,
     as long as a row is saved: few long documents (books) would else leave some rows half empty. A document that fits a
-    row is never cut, and no cut leaves a piece shorter than MIN_SHARE of a row.
+    row is never cut, and no cut leaves a piece shorter than MIN_FRACTION of a row.
     Rows are sorted by their first piece, pieces in a row by document.
     """
     rows: list[list[Piece]] = []
@@ -65,7 +65,7 @@ def best_fit(pieces: Sequence[Piece], seq_len: int) -> list[list[Piece]]:
 
 def _pour(rows: list[list[Piece]], seq_len: int) -> list[list[Piece]]:
     """The rows without those whose pieces, cut, fill what the others have left free."""
-    least = max(1, int(seq_len * MIN_SHARE))
+    least = max(1, int(seq_len * MIN_FRACTION))
     rows = sorted(rows, key=lambda row: (-_used(row), row))
     rooms = [seq_len - _used(row) for row in rows]
     for i in reversed(range(len(rows))):

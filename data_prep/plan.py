@@ -23,7 +23,7 @@ SHARD_TEXT_BYTES = (1 << 20, 16 << 20)  # least and most text of a shard
 # More of a record than its text's tokens have (4 or 5): a budget may choose this much for each token it keeps, and
 # stops reading once it is full.
 BYTES_A_TOKEN = 8
-DOCUMENTS_A_TASK = 32  # of a budget, at least: a task's part of it must hold long documents too
+DOCUMENTS_A_TASK = 32  # of a budget, at least: what a task has of it must hold long documents too
 HELDOUT_READS = 32  # shards' worth of text, at most, that one held-out shard is gathered from
 
 
@@ -62,9 +62,10 @@ def make_plan(
 
 
 def choose_files(config: PrepareConfig, files: Sequence[SourceFile]) -> tuple[list[SourceFile], list[float]]:
-    """(Files that hold each source's share of bytes, of its documents in these files the share that is wanted).
+    """Choose whole files of each source until they hold the fraction of its bytes that its `share` asks for.
 
-    Files that are not chosen are not read, and remote ones not fetched."""
+    Returns the files, and for each source the fraction of the documents in them that is wanted. Files that are not
+    chosen are not read, and remote ones not fetched."""
     chosen, kept = set(files), [1.0] * len(config.sources)
     for number, (name, source) in enumerate(config.sources.items()):
         if source.share == 1:
@@ -79,10 +80,10 @@ def choose_files(config: PrepareConfig, files: Sequence[SourceFile]) -> tuple[li
 
 
 def plan_tasks(config: PrepareConfig, scanned: Sequence[ScannedFile], kept: Sequence[float]) -> list[ShardTask]:
-    """The tasks. Segments are taken in the order of a seeded hash, so that a budget samples all files and a shard mixes
-    them. Without weights all sources share one budget of `max_tokens`; with them each has its own.
+    """Cut the sources into tasks. Segments are taken in the order of a seeded hash, so that a budget samples all files
+    and a shard mixes them. Without weights all sources have one budget of `max_tokens`; with them each has its own.
 
-    kept: of each source's documents, the share that is wanted.
+    kept: of each source's documents, the fraction that is wanted.
     """
     budget_of, budgets = _budgets(config)
     segments = [segment for file in scanned for segment in file.segments]
@@ -99,17 +100,17 @@ def plan_tasks(config: PrepareConfig, scanned: Sequence[ScannedFile], kept: Sequ
         longest = max((segment.length // max(1, segment.n_documents) for segment in segments), default=0)
         shard_bytes = max(shard_bytes, DOCUMENTS_A_TASK * longest)
     tasks = []
-    for split, share in zip(SPLITS, (1 - config.heldout_share, config.heldout_share), strict=True):
+    for split, fraction in zip(SPLITS, (1 - config.heldout_share, config.heldout_share), strict=True):
         start, number = 0, 0
-        while share and start < len(segments):
-            stop = start + _count(sizes, min(shard_bytes / share, HELDOUT_READS * shard_bytes), start)
-            part = segments[start:stop]
+        while fraction and start < len(segments):
+            stop = start + _count(sizes, min(shard_bytes / fraction, HELDOUT_READS * shard_bytes), start)
+            taken = segments[start:stop]
             limits = []
             for i, budget in enumerate(budgets):
-                here = sum(worth[segment] for segment in part if budget_of[segment.file.source] == i)
-                limits.append(None if budget is None else int(budget * share * here / max(1, total[i])))
-            size = int(share * sum(sizes[start:stop]))
-            tasks.append(ShardTask(split, number, tuple(part), budget_of, tuple(limits), size))
+                here = sum(worth[segment] for segment in taken if budget_of[segment.file.source] == i)
+                limits.append(None if budget is None else int(budget * fraction * here / max(1, total[i])))
+            size = int(fraction * sum(sizes[start:stop]))
+            tasks.append(ShardTask(split, number, tuple(taken), budget_of, tuple(limits), size))
             start, number = stop, number + 1
     return tasks
 

@@ -170,8 +170,8 @@ def _documents_of(
 
 
 def _make_row(pieces: Sequence[Piece], sequences: Sequence[Encoded]) -> Row:
-    parts = [sequences[piece.document].tokens[piece.start : piece.stop] for piece in pieces]
-    borders = [0, *np.cumsum([len(part) for part in parts]).tolist()]
+    tokens = [sequences[piece.document].tokens[piece.start : piece.stop] for piece in pieces]
+    borders = [0, *np.cumsum([len(run) for run in tokens]).tolist()]
     loss_spans: list[int] = []
     for piece, border in zip(pieces, borders, strict=False):  # the last border ends the last piece
         for begin, end in sequences[piece.document].spans:
@@ -183,7 +183,7 @@ def _make_row(pieces: Sequence[Piece], sequences: Sequence[Encoded]) -> Row:
             else:
                 loss_spans += [begin, end]
     return Row(
-        tokens=np.concatenate(parts),
+        tokens=np.concatenate(tokens),
         borders=borders,
         loss_spans=loss_spans,
         documents=[sequences[piece.document].name for piece in pieces],

@@ -70,18 +70,19 @@ class Window:
     end: int
     in_word: bool = False
 
-    def part(self, first: int, stop: int) -> "Part":
+    def tokens(self, first: int, stop: int) -> "WindowTokens":
+        """Its tokens [first, stop)."""
         spans = [self.encoding.token_to_chars(i) for i in range(first, stop)]
         chars = np.array([span or (0, 0) for span in spans], dtype=np.int64).reshape(-1, 2) + self.begin
         words = [self.encoding.token_to_word(i) for i in range(max(0, first - 1), stop)]
         starts = np.array([a != b for a, b in pairwise(words)], dtype=bool)
         starts = starts if first else np.concatenate([[True], starts])[: stop - first]
         ids = np.array(self.encoding.ids[first:stop], dtype=np.int64)
-        return Part(first, np.column_stack([ids, chars]), starts)
+        return WindowTokens(first, np.column_stack([ids, chars]), starts)
 
 
 @dataclass(frozen=True)
-class Part:
+class WindowTokens:
     """Some tokens of a window: int64 [n, 3] of id, first character and the one behind the last; starts: bool [n]."""
 
     first: int
@@ -140,16 +141,16 @@ class WindowedTokenizer:
         end = min(end, len(text))
         return Window(self._encode(text[begin:end]), begin, end, in_word)
 
-    def _tail(self, window: Window) -> Part:
+    def _tail(self, window: Window) -> WindowTokens:
         """The tokens from OVERLAP characters before the window's end on."""
         n, count = len(window.encoding), N_TOKENS
         while True:
             count = min(n, 4 * count)
-            part = window.part(n - count, n)
-            inside = np.flatnonzero(part.tokens[:, 1] < window.end - OVERLAP)
+            last = window.tokens(n - count, n)
+            inside = np.flatnonzero(last.tokens[:, 1] < window.end - OVERLAP)
             if len(inside) or count == n:
                 skip = int(inside[-1]) + 1 if len(inside) else 0
-                return Part(part.first + skip, part.tokens[skip:], part.starts[skip:])
+                return WindowTokens(last.first + skip, last.tokens[skip:], last.starts[skip:])
 
     def _next_window(self, text: str, window: Window) -> Window | None:
         """Begins where a word does in the first half of the overlap, else where a token does."""
@@ -167,7 +168,7 @@ class WindowedTokenizer:
         """(Tokens of the one before that are taken, those of the one behind that are not, whether within a word)."""
         a = self._tail(before)
         n_head = min(len(behind.encoding), 2 * len(a.tokens) + N_TOKENS)
-        b = behind.part(0, n_head)
+        b = behind.tokens(0, n_head)
         if not len(b.tokens):
             return None
         middle = before.end - OVERLAP // 2
