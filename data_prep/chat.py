@@ -1,8 +1,8 @@
-"""Conversations to token ids with the spans that the loss counts, in a form that worker processes can be handed.
+"""Conversations become token ids, with the spans of them that the loss counts. The encoder can be pickled for workers.
 
-The text is what the target's chat template makes of the conversation, nothing is set before or behind it. The loss
-counts what the assistant writes: all that stands behind the prompt of its turn, through the token that ends the turn
-(the first token behind an answer is what stops generation), and nothing of the headers.
+The text is what the target's chat template makes of the conversation; nothing is added before or behind it. The loss
+counts what the assistant writes: all that stands behind the prompt of its turn, up to and with the token that ends the
+turn (the first token behind an answer is what stops generation), and nothing of the headers.
 
 Where an answer begins and ends is found by rendering. A template that marks answers by {% generation %} is taken at its
 word. For others the conversation up to a turn is rendered with the generation prompt, and again with the answer: the
@@ -41,7 +41,7 @@ BORDER = "\ufdd5"  # in a text to tokenise: no token goes over it
 
 @dataclass(frozen=True)
 class MarkedText:
-    """text: with stand-ins (chat_template.py). spans: what the loss counts of it, in characters."""
+    """text: with stand-ins for special tokens (chat_template.py). spans: what the loss counts of it, in characters."""
 
     text: str
     spans: list[Span]
@@ -49,9 +49,10 @@ class MarkedText:
 
 @dataclass(frozen=True)
 class ChatEncoder:
-    """Token ids of whole conversations; picklable.
+    """Makes token ids of whole conversations; it can be pickled.
 
-    serialised: the Rust tokenizer. unk_id: its unknown token, if any. template, variables, special: see ChatTemplate.
+    serialised: the Rust tokenizer as JSON. unk_id: its unknown token, if any. template, variables, special: as
+    ChatTemplate's.
     """
 
     serialised: str
@@ -63,7 +64,7 @@ class ChatEncoder:
     special: dict[str, int]
 
     def describe(self) -> dict:
-        """For plan and manifest: all that decides the tokens, but for the tokenizer's own hash."""
+        """For plan and manifest: all that decides the tokens besides the tokenizer's own hash."""
         return {
             "vocab_size": self.vocab_size,
             "bos_token_ids": [],
@@ -83,7 +84,7 @@ class ChatEncoder:
         return [self._tokens(f"{document.name}#{i}", turn) for i, turn in enumerate(turns, start=1)]
 
     def _turn(self, messages: list[tuple[str, str]]) -> MarkedText:
-        """What the model has seen once the last of these messages, the assistant's, is complete."""
+        """What the model has seen once the last of these messages, which is the assistant's, is complete."""
         prompt = self._template.render(messages[:-1], prompt=True)
         complete = self._template.render(messages)
         if self._template.marks_answers:
@@ -116,7 +117,7 @@ class ChatEncoder:
         return -1
 
     def _whole(self, messages: list[tuple[str, str]], turns: list[MarkedText]) -> MarkedText | None:
-        """The whole conversation, where it shows at each turn what the turn alone shows."""
+        """The whole conversation as one text, if it shows at each turn what the turn alone shows; else None."""
         ends_here = messages[-1][0] == "assistant"
         text = turns[-1].text if ends_here else self._template.render(messages).text
         if all(text.startswith(turn.text[: turn.spans[-1][1]]) for turn in turns):
@@ -164,7 +165,7 @@ class ChatEncoder:
 
 @dataclass(frozen=True)
 class Encoding:
-    """ids: of the stand-in tokenizer; begins, ends: the characters of each token. All int64 [n]."""
+    """ids: token ids of the stand-in tokenizer. begins, ends: the characters of each token. All int64 [n]."""
 
     ids: np.ndarray
     begins: np.ndarray
@@ -172,9 +173,10 @@ class Encoding:
 
 
 class StandInTokenizer:
-    """The tokenizer, with its special tokens under the spelling of stand-ins, so that no text can spell one.
+    """The tokenizer with its special tokens spelled as stand-ins, so that no text can spell one.
 
-    eos_id: has a stand-in whether or not it is among the special tokens. unk_id: may come of any text.
+    eos_id: gets a stand-in whether or not it is among the special tokens. unk_id: the special
+    token that any text may give.
     """
 
     def __init__(self, serialised: str, eos_id: int, unk_id: int | None):
@@ -208,7 +210,7 @@ class StandInTokenizer:
         return Encoding(np.concatenate([ids for ids, _ in pieces]), offsets[:, 0], offsets[:, 1])
 
     def finish(self, encoding: Encoding) -> tuple[np.ndarray, np.ndarray]:
-        """(int32 token ids of the target without borders; for 0 to n tokens, how many of them remain).
+        """(Token ids of the target without borders, int32 [m]; how many of the first 0 to n tokens remain, [n + 1]).
 
         Raises Unusable where plain text gave a special token.
         """
@@ -226,7 +228,7 @@ def stand_in_tokenizer(serialised: str, eos_id: int, unk_id: int | None) -> Stan
 
 
 def make_chat_encoder(tokenizer: "PreTrainedTokenizerFast", template: str | None = None) -> ChatEncoder:
-    """From a loaded transformers tokenizer, with its own chat template or, where given, another.
+    """The encoder for a loaded transformers tokenizer, with its own chat template or, where given, with `template`.
 
     Raises ValueError where there is no template, one that cannot be read, no Rust form or no EOS token.
     """
@@ -249,7 +251,7 @@ def make_chat_encoder(tokenizer: "PreTrainedTokenizerFast", template: str | None
 
 
 def _with_borders(text: str, spans: list[Span], at: list[int]) -> tuple[str, list[Span]]:
-    """BORDER set in the text at these places, and the spans moved with the text, each begin behind its border."""
+    """The text with BORDER at these places, and the spans moved with it, each of which begins behind its border."""
     cuts = [0, *at, len(text)]
     text = BORDER.join(text[begin:end] for begin, end in pairwise(cuts))
     return text, [(begin + bisect_right(at, begin), end + bisect_left(at, end)) for begin, end in spans]

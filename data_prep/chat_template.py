@@ -1,4 +1,4 @@
-"""A chat template's rendering, with the places that the loss needs to know.
+"""Renders conversations by a chat template, and finds the places in the text that the loss needs to know.
 
 Templates are Jinja programs that come with a model, so they run in Jinja's sandbox, with what transformers documents
 for them: trim_blocks and lstrip_blocks, loop controls, `{% generation %}`, `tojson`, `raise_exception`, `strftime_now`,
@@ -37,8 +37,11 @@ def stand_in(token: int) -> str:
 
 @dataclass(frozen=True)
 class Rendered:
-    """text: with stand-ins. marked: (start, stop) of the template's own {% generation %} blocks. answer_ends: where the
-    last message's content ends, once for each time it was written; only with `mark_at`. All in characters of text."""
+    """A rendered conversation; places are in characters of the text.
+
+    text: with stand-ins. marked: (start, stop) of each {% generation %} block of the template. answer_ends: with
+    `mark_at`, that place of the last content wherever the template wrote it.
+    """
 
     text: str
     marked: list[tuple[int, int]]
@@ -48,8 +51,8 @@ class Rendered:
 class ChatTemplate:
     """A compiled template.
 
-    source: Jinja. variables: names the template may use, like bos_token. special: token id of each special token's
-    spelling. Raises ValueError where the source is no Jinja.
+    source: the template, Jinja. variables: names that it may use, like bos_token, and their values. special: token ids
+    of the special tokens by their spelling. Raises ValueError where the source is no Jinja.
     """
 
     def __init__(self, source: str, variables: Mapping[str, str], special: Mapping[str, int]):
@@ -65,12 +68,15 @@ class ChatTemplate:
         self.marks_answers = re.search(r"\{%-?\s*generation\s*-?%\}", source) is not None
 
     def guarded(self, messages: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-        """The messages for `render`: no special token that a content spells can be taken for the template's."""
+        """The messages for `render`: no special token that a content spells can be taken for the template's own."""
         return [(role, self._starts.sub(rf"\1{GUARD}", content)) for role, content in messages]
 
     def render(self, messages: Sequence[tuple[str, str]], prompt: bool = False, mark_at: int | None = None) -> Rendered:
-        """messages: guarded. prompt: with what stands before an answer. mark_at: the place in the last content that
-        `answer_ends` tells of. Raises Unusable where the template refuses."""
+        """The rendered conversation.
+
+        messages: as `guarded` gives them. prompt: whether to end with what stands before an answer. mark_at: a place in
+        the last content, whose places in the text `answer_ends` tells. Raises Unusable where the template refuses.
+        """
         given = [{"role": role, "content": content} for role, content in messages]
         if mark_at is not None:
             content = given[-1]["content"]

@@ -1,6 +1,6 @@
-"""What a source gives: documents of plain text, conversations, and what cannot be used with the reason.
+"""What is read from sources: documents of plain text, conversations, and what cannot be used with the reason.
 
-Not here: where they stand (sources.py), tokens (tokenize.py, chat.py).
+Not here: how they are read (segments.py, record_formats.py), tokens (tokenize.py, chat.py).
 """
 
 import hashlib
@@ -45,7 +45,8 @@ BAD_REASONS = (*BAD_DOCUMENT, *BAD_CONVERSATION)
 
 @dataclass(frozen=True)
 class Document:
-    """`name` is the file's name, for JSONL with `:line`; `digest` is the sha256 of the text in UTF-8."""
+    """A plain text. name: the file's name, with `:number` of the record where it holds several. digest: the sha256 of
+    the text in UTF-8."""
 
     name: str
     digest: bytes
@@ -58,10 +59,8 @@ class Document:
 
 @dataclass(frozen=True)
 class Conversation:
-    """`messages`: (role, content) in order, at least one of them the assistant's where answers are to be learned.
-
-    `name` as a document's; `digest` the sha256 of what decides on which side of the held-out split it comes.
-    """
+    """A conversation. name: as a document's. messages: (role, content) in order; at least one is the assistant's where
+    answers are to be learned. digest: the sha256 of what decides on which side of the held-out split it comes."""
 
     name: str
     digest: bytes
@@ -74,9 +73,8 @@ class Conversation:
 
 @dataclass(frozen=True)
 class BadDocument:
-    """A document that cannot be used; `why` is one of BAD_REASONS, `digest` the sha256 of the raw bytes.
-
-    detail: what is wrong and what mends it, in words that follow the name; "" where `why` says it all."""
+    """A document that cannot be used. digest: the sha256 of its raw bytes. why: one of BAD_REASONS. detail: a predicate
+    for the name that says what is wrong and what mends it; "" where `why` says it all."""
 
     name: str
     digest: bytes
@@ -85,9 +83,8 @@ class BadDocument:
 
 
 class Unusable(ValueError):
-    """Found while a document is read or tokenised: it cannot be used; `why` is one of BAD_REASONS.
-
-    detail: as BadDocument's. field: that is missing, with "missing_field"."""
+    """A document that is being read or tokenised cannot be used. why, detail: as BadDocument's. field: the one that is
+    missing, where `why` is "missing_field"."""
 
     def __init__(self, why: str, detail: str = "", field: str | None = None):
         assert why in BAD_REASONS, why
@@ -96,11 +93,11 @@ class Unusable(ValueError):
 
 
 def check_messages(value: Any, answered: bool = True) -> tuple[tuple[str, str], ...]:
-    """(role, content) of a conversation as JSON has it: a list of {"role": ..., "content": ...}, or, as ShareGPT has
-    it, of {"from": "human", "value": ...}.
+    """The messages, as (role, content), of a list of {"role": ..., "content": ...}, or, as ShareGPT writes them, of
+    {"from": "human", "value": ...}.
 
-    answered: there must be an answer; without, prompts alone do. Other fields of a message are left aside, but for
-    those of BESIDE_CONTENT. Raises Unusable.
+    answered: whether at least one answer is needed. Other fields of a message are ignored, but those of BESIDE_CONTENT
+    are refused. Raises Unusable.
     """
     if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
         raise Unusable("not_a_list")
@@ -130,5 +127,5 @@ def check_messages(value: Any, answered: bool = True) -> tuple[tuple[str, str], 
 
 
 def messages_digest(messages: Sequence[tuple[str, str]]) -> bytes:
-    """sha256 of a conversation's own content, so that its copies have the same."""
+    """The sha256 of a conversation's own content, which all its copies have."""
     return hashlib.sha256(json.dumps(messages, ensure_ascii=False).encode()).digest()

@@ -1,13 +1,15 @@
-"""What a record holds for us: a text, a conversation in one of two forms, or ids of another tokenizer.
+"""Record formats: a text, a conversation, a question and its answer, or token ids of another tokenizer.
 
-A form takes a record (fields by name) to documents; what it cannot use it refuses as `Unusable`. Not here: where
-records stand (sources.py, records.py), tokens of the target (tokenize.py, chat.py).
+A record format turns a record (a mapping from field names to values) into documents. It raises `Unusable` for a record
+that it cannot use.
+
+Not here: how records are stored (streams.py, tables.py), tokens of the target (tokenize.py, chat.py).
 """
 
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -23,7 +25,10 @@ TEXT_FIELD = "text"
 
 
 class RecordFormat(Protocol):
-    """How a record is read. fields: those that it needs. named_by: what names them, for messages."""
+    """How a record is read.
+
+    fields: the names of the fields that it needs. named_by: the settings that name them, for messages.
+    """
 
     @property
     def fields(self) -> tuple[str, ...]: ...
@@ -32,13 +37,13 @@ class RecordFormat(Protocol):
     def named_by(self) -> str: ...
 
     def documents(self, name: str, record: Mapping[str, Any]) -> Sequence[Document | Conversation]:
-        """Raises Unusable."""
+        """The documents of the record `name`. Raises Unusable."""
         ...
 
 
 @dataclass(frozen=True)
 class TextFormat:
-    """One field is the text."""
+    """One field holds the text."""
 
     text_field: str = TEXT_FIELD
     named_by = "--text-field (in a recipe text_field) names the field of the text"
@@ -54,7 +59,7 @@ class TextFormat:
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """One field is the list of messages; answered: at least one of them must be the assistant's."""
+    """One field holds the list of messages. answered: at least one of them must be the assistant's."""
 
     chat_field: str
     answered: bool = True
@@ -71,7 +76,7 @@ class ChatFormat:
 
 @dataclass(frozen=True)
 class QuestionAnswerFormat:
-    """Texts with fields in braces make a question and its answer."""
+    """Two templates, texts with the names of fields in braces, make a question and its answer."""
 
     prompt: str
     answer: str
@@ -90,10 +95,11 @@ class QuestionAnswerFormat:
 
 @dataclass(frozen=True)
 class TokenIdsFormat:
-    """Ids of another tokenizer, turned back to text, without its special tokens; a document a span.
+    """Fields hold token ids of another tokenizer, which are turned back into text, without special tokens.
 
-    Where a span begins or ends within a character (sets are cut to a length in tokens), what is left of it goes too.
-    serialised: the Rust tokenizer that made the ids.
+    Each span (start, stop) of the ids is a document; without a field of spans, all ids are one. Data sets are cut to a
+    length in tokens, so a span may begin or end within a character, and the rest of that character is left out.
+    serialised: the Rust tokenizer that made the ids, as JSON.
     """
 
     tokens_field: str
@@ -106,8 +112,9 @@ class TokenIdsFormat:
         return (self.tokens_field,) if self.spans_field is None else (self.tokens_field, self.spans_field)
 
     def documents(self, name: str, record: Mapping[str, Any]) -> Sequence[Document | Conversation]:
+        tokenizer, vocab_size = _rust_tokenizer(self.serialised)
         ids = _integers(_present(record, self.tokens_field))
-        if ids.ndim != 1 or (ids < 0).any() or (ids >= self._size).any():
+        if ids.ndim != 1 or (ids < 0).any() or (ids >= vocab_size).any():
             raise Unusable("not_token_ids")
         spans = np.array([[0, len(ids)]])
         if self.spans_field is not None:
@@ -118,7 +125,7 @@ class TokenIdsFormat:
                 raise Unusable("not_spans")
         found = []
         for number, (begin, end) in enumerate(spans.tolist(), start=1):
-            text = self._tokenizer.decode(ids[begin:end].tolist(), skip_special_tokens=True).strip("\ufffd")
+            text = tokenizer.decode(ids[begin:end].tolist(), skip_special_tokens=True).strip("\ufffd")
             if text:
                 digest = hashlib.sha256(text.encode()).digest()
                 found.append(Document(name if len(spans) == 1 else f"{name}.{number}", digest, text))
@@ -126,20 +133,16 @@ class TokenIdsFormat:
             raise Unusable("empty")
         return found
 
-    @cached_property
-    def _tokenizer(self) -> Tokenizer:
-        return Tokenizer.from_str(self.serialised)
 
-    @cached_property
-    def _size(self) -> int:
-        return self._tokenizer.get_vocab_size(with_added_tokens=True)
-
-    def __getstate__(self) -> dict:
-        return {key: value for key, value in self.__dict__.items() if not key.startswith("_")}
+@lru_cache(maxsize=4)  # reading a tokenizer takes about a second; a source has one
+def _rust_tokenizer(serialised: str) -> tuple[Tokenizer, int]:
+    """(The tokenizer, the size of its vocabulary)."""
+    tokenizer = Tokenizer.from_str(serialised)
+    return tokenizer, tokenizer.get_vocab_size(with_added_tokens=True)
 
 
 def record_format_of(source: Source, tokenizers: "Mapping[str, PreTrainedTokenizerFast]") -> RecordFormat:
-    """The form of a source's records. tokenizers: by name, those that sources of token ids name."""
+    """The format of a source's records. tokenizers: those that sources of token ids name, by name."""
     if source.chat_field is not None:
         return ChatFormat(source.chat_field)
     if source.prompt is not None:

@@ -23,7 +23,7 @@ from longdraft.data_prep.documents import (
     messages_digest,
 )
 
-# Errors: the target was to answer, and the whole conversation is left out, for
+# Why a conversation is left out that the target was to answer ("errors"):
 ERRORS = (
     "prompt_too_long",  # it leaves no position for an answer
     "unfinished",  # no end within the new tokens allowed or the target's positions: a wrong end would be learned
@@ -36,7 +36,7 @@ ERRORS = (
     "answer_not_found",
     "special_token_in_text",
 )
-# Skipped: the target was not asked. What documents.py calls bad, and
+# Why one is left out before the target is asked ("skipped"): what documents.py calls bad, and
 SKIPPED = (
     *(why for why in BAD_REASONS if why not in ERRORS),
     "no_user_turn",
@@ -48,19 +48,20 @@ Message = tuple[str, str | None]  # role and content; None: an answer that is du
 
 @dataclass(frozen=True)
 class Completion:
-    """What the target wrote behind prompt `index` of a call: token ids, the last one its end token if it `ended`."""
+    """What the target wrote behind prompt `index` of a call. tokens: its token ids. ended: whether the last one is an
+    end token."""
 
     index: int
     tokens: list[int]
     ended: bool
 
 
-# Prompts and their seeds (unsigned, 64 bits) to completions, each once, in any order, as they come.
+# Takes prompts (token ids) and their seeds (unsigned, 64 bits); gives their completions as they come, in any order.
 Generate = Callable[[Sequence[list[int]], Sequence[int]], Iterable[Completion]]
 
 
 class LeftOut(Exception):
-    """A conversation is skipped or an error: `why` is one of SKIPPED or ERRORS."""
+    """A conversation is left out. why: one of SKIPPED or ERRORS."""
 
     def __init__(self, why: str):
         assert why in ERRORS or why in SKIPPED, why
@@ -69,7 +70,7 @@ class LeftOut(Exception):
 
 
 def open_answers(messages: Sequence[tuple[str, str]]) -> list[Message]:
-    """The conversation with every answer open that the target is to give. Raises LeftOut."""
+    """The messages, with None as the content of every answer that the target is to give. Raises LeftOut."""
     if all(role != "user" for role, _ in messages):
         raise LeftOut("no_user_turn")
     found: list[Message] = []
@@ -121,13 +122,13 @@ class OpenConversation:
         return [(role, content) for role, content in self.messages[:stop] if content is not None]
 
     def seed(self, seed: int) -> int:
-        """Of the answer that is due: unsigned, 64 bits."""
+        """The seed of the answer that is due, unsigned, 64 bits."""
         key = f"{seed}:{self.digest.hex()}:{self.turn}"
         return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little")
 
 
 class ChatTokens:
-    """Between a conversation and the target's token ids."""
+    """Turns conversations into prompts for the target, and what it writes into answers."""
 
     def __init__(self, encoder: ChatEncoder, max_prompt: int):
         self._encoder, self._max_prompt = encoder, max_prompt
@@ -137,7 +138,7 @@ class ChatTokens:
         self._control = frozenset(encoder.special.values()) | {encoder.eos_id}
 
     def prompt(self, conversation: OpenConversation) -> list[int]:
-        """The tokens behind which the answer begins that is due. Raises LeftOut."""
+        """The token ids of all that stands before the answer that is due. Raises LeftOut."""
         assert conversation.due is not None
         guarded = self._template.guarded(conversation.until(conversation.due))
         try:
