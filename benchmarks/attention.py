@@ -74,7 +74,7 @@ def measure(
     found = []
     for context in contexts:
         for n_rows in nodes:
-            bench.say(f"attention, {profile.name}: {n_rows} rows behind {context}")
+            bench.log(f"attention, {profile.name}: {n_rows} rows behind {context}")
             shape = {"benchmark": "attention", "profile": profile.name, "context": context, "nodes": n_rows}
             found += _measure(bench, profile, shape, implementations)
     return found

@@ -59,40 +59,29 @@ def stdlib_prompts(encode: Callable[[str], list[int]], n_tokens: int, count: int
 
 def decoders(
     path: str, dtype: torch.dtype, n_prompts: int, prompt_tokens: int, new_tokens: int, with_peer: bool
-) -> dict[str, Callable[[], list[list[int]]]]:
-    """Name -> one whole generation of all prompts, prefill included; returns their tokens."""
+) -> dict[str, Callable[[], object]]:
+    """Name -> one whole generation of all prompts, prefill included."""
     target = load_target(path, dtype)
     assert target.tokenizer is not None
     prompts = stdlib_prompts(target.tokenizer.encode, prompt_tokens, n_prompts)
     params = SamplingParams(max_new_tokens=new_tokens, ignore_eos=True)
-    made: dict[str, Callable[[], list[list[int]]]] = {}
+    made: dict[str, Callable[[], object]] = {}
     for name in ("plain", "prompt_lookup"):
         engine = Engine(target, name)
-        made[name] = lambda engine=engine: [one.tokens for one in engine.generate(prompts, params)]
+        made[name] = lambda engine=engine: engine.generate(prompts, params)
     if with_peer:
         model = load_transformers(path, dtype)
         model.generation_config.eos_token_id = None
         ids = torch.tensor(prompts)
 
-        def peer() -> list[list[int]]:
-            out = model.generate(
-                ids, attention_mask=torch.ones_like(ids), do_sample=False, pad_token_id=0, max_new_tokens=new_tokens
-            )
-            return out[:, ids.shape[1] :].tolist()
-
-        made["transformers"] = peer
+        options = {"do_sample": False, "pad_token_id": 0, "max_new_tokens": new_tokens}
+        made["transformers"] = lambda: model.generate(ids, attention_mask=torch.ones_like(ids), **options)
     return made
 
 
-def speeds(made: dict[str, Callable[[], list[list[int]]]], repeats: int) -> dict[str, float]:
-    """Tokens a second of each, of all prompts: the median of `repeats` generations, taken in turns."""
-    counts = dict.fromkeys(made, 0)
-
-    def generate(name: str) -> None:
-        counts[name] = sum(len(tokens) for tokens in made[name]())
-
-    found = take_turns({name: partial(generate, name) for name in made}, repeats)
-    return {name: counts[name] / statistics.median(seconds) for name, seconds in found.items()}
+def speeds(made: dict[str, Callable[[], object]], repeats: int, n_tokens: int) -> dict[str, float]:
+    """Tokens a second of each, which all make as many: the median of `repeats` generations, taken in turns."""
+    return {name: n_tokens / statistics.median(found) for name, found in take_turns(made, repeats).items()}
 
 
 def fair_share(cores: int, spinners: int) -> float:
@@ -114,13 +103,14 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     peer = not args.no_transformers
     made = decoders(args.target, DTYPES[args.dtype], args.streams, args.prompt_tokens, args.new_tokens, peer)
-    speeds(made, 1)
-    quiet = speeds(made, args.repeats)
+    measure = partial(speeds, made, args.repeats, args.streams * args.new_tokens)
+    take_turns(made, 1)  # warm-up
+    quiet = measure()
     found = {}
     for count in args.spinners:
         with spinning(count):
-            found[count] = speeds(made, args.repeats)
-    again = speeds(made, args.repeats)
+            found[count] = measure()
+    again = measure()
     quiet = {name: (quiet[name] + again[name]) / 2 for name in made}
     cores = torch.get_num_threads()
     print(

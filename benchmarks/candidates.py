@@ -10,9 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
-from longdraft.benchmarks.loss_memory import peak_bytes
 from longdraft.benchmarks.profiles import Work
-from longdraft.benchmarks.timing import Bench, Times
+from longdraft.benchmarks.timing import Bench, Times, peak_bytes
 
 OURS = "longdraft"
 # What PyTorch, compilers and other libraries raise where a shape, a dtype or a device is not theirs. Triton's errors
@@ -111,7 +110,7 @@ def admit(bench: Bench, name: str, build: Build, cases: Sequence[Any], verdict: 
     """(Status, reason, what to time or None where it is not to be timed)."""
     found = _examine(bench, name, build, cases, verdict)
     if found[2] is None:
-        bench.say(f"  {name}: {found[0]}: {found[1]}")
+        bench.log(f"  {name}: {found[0]}: {found[1]}")
     return found
 
 
@@ -132,11 +131,11 @@ def _examine(
     except Exception as error:
         if not (isinstance(error, _ERRORS) or type(error).__module__.startswith("triton")):
             raise
-        return "failed" if name.startswith(OURS) else "not available", _words(error), None
+        return "failed" if name.startswith(OURS) else "not available", _first_line(error), None
     return "ok", "", run
 
 
-def _words(error: Exception) -> str:
+def _first_line(error: Exception) -> str:
     """The first line of an error that says something, not too long."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]

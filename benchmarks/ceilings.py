@@ -37,7 +37,7 @@ def measure(bench: Bench, n_bytes: int | None = None, width: int | None = None) 
     )
 
 
-def words(ceilings: Ceilings) -> str:
+def describe(ceilings: Ceilings) -> str:
     """One line of them."""
     return (
         f"ceilings: copy {ceilings.copy / 1e9:,.1f} GB/s (read and written), sum {ceilings.read / 1e9:,.1f} GB/s, "

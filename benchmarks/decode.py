@@ -57,7 +57,7 @@ def same_tokens(bench: Bench, profile: Profile) -> str | None:
 
 def measure(bench: Bench, profile: Profile, contexts: list[int], new_tokens: int, n_prompts: int = 3) -> list[dict]:
     """Two rows for each context: ours and transformers'."""
-    bench.say(f"decode, {profile.name}: tokens in fp32 against transformers'")
+    bench.log(f"decode, {profile.name}: tokens in fp32 against transformers'")
     base = {"benchmark": "decode", "profile": profile.name, "layers_of_model": profile.n_layers}
     base |= {"new_tokens": new_tokens, "prompts": n_prompts}
     shapes = [{**base, "context": context} for context in contexts]
@@ -66,7 +66,7 @@ def measure(bench: Bench, profile: Profile, contexts: list[int], new_tokens: int
     if reason is not None:
         return [row for shape in shapes for row in refused(shape, (OURS, PEER), reason)]
     if (reason := same_tokens(bench, profile)) is not None:
-        bench.say(f"  {OURS}: wrong: {reason}")
+        bench.log(f"  {OURS}: wrong: {reason}")
         wrong = {"status": "wrong", "reason": reason}
         return [{**shape, "implementation": OURS, **wrong} for shape in shapes]
     positions = max(contexts) + new_tokens
@@ -76,7 +76,7 @@ def measure(bench: Bench, profile: Profile, contexts: list[int], new_tokens: int
     engine = Engine(target_from_transformers(model))
     found = []
     for shape in shapes:
-        bench.say(f"decode, {profile.name}: {n_layers} of {profile.n_layers} layers, {shape['context']} tokens before")
+        bench.log(f"decode, {profile.name}: {n_layers} of {profile.n_layers} layers, {shape['context']} tokens before")
         if bench.left < 0:
             found += refused(shape, (OURS, PEER), bench.spent)
         else:

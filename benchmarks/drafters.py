@@ -30,8 +30,8 @@ from longdraft.benchmarks.measure import (
     width_curve,
     width_curve_cost,
 )
-from longdraft.benchmarks.progress import Part, Watch
-from longdraft.benchmarks.proof import Builder, in_form, part_words, prove
+from longdraft.benchmarks.progress import Phase, Watch
+from longdraft.benchmarks.proof import Builder, in_form, phase_name, prove
 from longdraft.benchmarks.tasks import Task
 from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
@@ -132,35 +132,37 @@ def bench(
     watch.begin(FLIPS)
     result["flips"] = asdict(flips(target, reference, text, start, widest, watch))
     lengths = [len(prompt) for prompt in prompts]
-    said = {"prompts": len(prompts), "batch": 1, "prompt_tokens": [min(lengths), max(lengths)]}
-    said |= {"new_tokens": settings.new_tokens, "seed": settings.seed, "nodes": settings.nodes}
-    return result | {"settings": said} | surroundings(target)
+    used = {"prompts": len(prompts), "batch": 1, "prompt_tokens": [min(lengths), max(lengths)]}
+    used |= {"new_tokens": settings.new_tokens, "seed": settings.seed, "nodes": settings.nodes}
+    return result | {"settings": used} | surroundings(target)
 
 
-def plan(names: Sequence[str], prompts: Sequence[list[int]], settings: BenchSettings, transformers: bool) -> list[Part]:
-    """The parts of `bench` in order, and what each costs beside a step of plain decoding, about."""
+def plan(
+    names: Sequence[str], prompts: Sequence[list[int]], settings: BenchSettings, transformers: bool
+) -> list[Phase]:
+    """The phases of `bench` in order, and what each costs beside a step of plain decoding, about."""
     some, form, dtype = prompts[: proof.PROMPTS], settings.proof, settings.dtype
     of_proof, of_reference = SLOW[form]
-    parts = [
-        Part(part_words(name, way, form, dtype, len(some)), way, 2 * decode_cost(some, proof.TOKENS), of_proof)
+    phases = [
+        Phase(phase_name(name, way, form, dtype, len(some)), way, 2 * decode_cost(some, proof.TOKENS), of_proof)
         for name in names
         for way in proof.ways(form, settings.params())
     ]
     start = len(prompts[0])
     reference = decode_cost(prompts[:1], FLIP_TOKENS)
     reference += 0 if form == "serving" else prefill_cost(start) + FLIP_TOKENS
-    parts.append(Part(REFERENCE, REFERENCE, reference, of_reference))
+    phases.append(Phase(REFERENCE, REFERENCE, reference, of_reference))
     for context in settings.curve_contexts(prompts):
-        parts.append(Part(f"{CURVE}, behind {context} tokens", CURVE, width_curve_cost(context)))
+        phases.append(Phase(f"{CURVE}, behind {context} tokens", CURVE, width_curve_cost(context)))
     for temperature in settings.temperatures:
-        params, what = settings.params(temperature), _timing_words(temperature)
-        parts += plan_turns(["plain", *names], prompts, params, what)
+        params, what = settings.params(temperature), _timing_name(temperature)
+        phases += plan_turns(["plain", *names], prompts, params, what)
     if settings.noise:
         noisy = decode_cost(prompts[:NOISE_PROMPTS], NOISE_TOKENS)
-        parts += [Part(words, "noise", noisy) for name in names for _, _, words in _noise_ways(name)]
+        phases += [Phase(words, "noise", noisy) for name in names for _, _, words in _noise_ways(name)]
     if transformers:
-        parts.append(Part(PEER, PEER, transformers_cost(prompts, settings.params())))
-    return [*parts, Part(FLIPS, "plain", 2 * prefill_cost(start) + 2 * FLIP_TOKENS)]
+        phases.append(Phase(PEER, PEER, transformers_cost(prompts, settings.params())))
+    return [*phases, Phase(FLIPS, "plain", 2 * prefill_cost(start) + 2 * FLIP_TOKENS)]
 
 
 def _check_lengths(target: Target, prompts: Sequence[Sequence[int]], settings: BenchSettings) -> None:
@@ -176,7 +178,7 @@ def _check_lengths(target: Target, prompts: Sequence[Sequence[int]], settings: B
             raise ValueError(f"contexts: {context} must lie in 1..{positions}, the target's positions")
 
 
-def _timing_words(temperature: float) -> str:
+def _timing_name(temperature: float) -> str:
     return f"timing at T {temperature:g}:" if temperature else "timing, greedy:"
 
 
@@ -185,7 +187,7 @@ def _run(
 ) -> dict:
     """All drafters at one temperature: totals, by kind of task, and prompt by prompt against plain decoding."""
     prompts, params = [task.tokens for task in tasks], settings.params(temperature)
-    done = decode_in_turns(engines, prompts, params, watch, _timing_words(temperature))
+    done = decode_in_turns(engines, prompts, params, watch, _timing_name(temperature))
     plain = done["plain"]
     figures: dict = {}
     for name, generations in done.items():

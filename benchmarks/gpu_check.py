@@ -20,6 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from longdraft.benchmarks import record
+from longdraft.benchmarks.gpu_stages import device
 
 ROOT = Path(__file__).resolve().parent.parent
 # Seconds, in this order; together less than 8 minutes.
@@ -80,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     begin, granted = time.monotonic(), 0.0
     for name, command in _stages(args).items():
-        granted += LIMITS[name] * (CPU_PATIENCE if _device() == "cpu" else 1)
+        granted += LIMITS[name] * (CPU_PATIENCE if device() == "cpu" else 1)
         limit = round(begin + granted - time.monotonic())
         print(f"== {name} (at most {limit} s)", flush=True)
         if lacking := _lacking(name):
@@ -115,7 +116,7 @@ def _stages(args: argparse.Namespace) -> dict[str, list[str]]:
     stages["training"] = [*_own("training", args.out), *(["--methods", *args.methods] if args.methods else [])]
     stages["Triton tests"] = _pytest("Triton tests", _triton_tests())
     name = ["--out", str(args.out), "--name", "kernel_benchmarks"]
-    shapes = ["--device", _device(), "--quick", "--budget", BUDGET, *(TINY if _device() == "cpu" else [])]
+    shapes = ["--device", device(), "--quick", "--budget", BUDGET, *(TINY if device() == "cpu" else [])]
     stages["kernel benchmarks"] = [python, str(ROOT / "benchmarks" / "run.py"), *shapes, *name]
     stages["runtime tests"] = _pytest("runtime tests", [ROOT / "tests" / "gpu" / "test_gpu_runtime.py"])
     return {stage: command for stage, command in stages.items() if stage in args.only}
@@ -136,7 +137,7 @@ def _lacking(stage: str) -> list[str]:
 def _pytest(stage: str, files: Sequence[Path]) -> list[str]:
     """All tests of these files, on a CPU a few."""
     command = [sys.executable, "-m", "pytest", "-q", "--maxfail=20", "-p", "no:cacheprovider", "--durations=5", WORKERS]
-    return [*command, *(["-k", FEW[stage]] if _device() == "cpu" else []), *map(str, files)]
+    return [*command, *(["-k", FEW[stage]] if device() == "cpu" else []), *map(str, files)]
 
 
 def _fill(command: Sequence[str], limit: int) -> list[str]:
@@ -173,10 +174,6 @@ def _run(command: Sequence[str], limit: float) -> dict:
         "limit": limit,
         "output": output[-TAIL:],
     }
-
-
-def _device() -> str:
-    return os.environ.get("LONGDRAFT_TEST_DEVICE", "cuda")
 
 
 if __name__ == "__main__":

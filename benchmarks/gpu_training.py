@@ -63,8 +63,8 @@ class Trained:
             return subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
 
     def fail(self, what: str) -> "StageError":
-        said = self.log.read_text(encoding="utf-8", errors="replace")[-1500:]
-        return StageError(f"{self.method}: {what}; its output ends:\n{said}")
+        output = self.log.read_text(encoding="utf-8", errors="replace")[-1500:]
+        return StageError(f"{self.method}: {what}; its output ends:\n{output}")
 
 
 class StageError(Exception):

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from longdraft.benchmarks.candidates import OURS, Build, Run, Unavailable, race, ratios, refused, too_far
 from longdraft.benchmarks.profiles import Profile
-from longdraft.benchmarks.timing import Bench
+from longdraft.benchmarks.timing import Bench, peak_bytes
 from longdraft.kernels.backend import liger_cross_entropy
 from longdraft.kernels.linear import emulates_bf16
 from longdraft.kernels.linear_cross_entropy import linear_cross_entropy
@@ -137,7 +137,7 @@ def measure(
         bench = replace(bench, dtype=torch.float32)
     dtype = str(bench.dtype).removeprefix("torch.")
     shape = {"benchmark": "loss", "profile": profile.name, "rows": n_rows, "heads": HEADS, "dtype": dtype}
-    bench.say(f"loss, {profile.name}: {HEADS} heads, {n_rows} rows")
+    bench.log(f"loss, {profile.name}: {HEADS} heads, {n_rows} rows")
     if bench.left < 0:
         return refused(shape, implementations, bench.spent)
     cases = [make_case(bench, profile, min(SMALL_ROWS, n_rows), True), make_case(bench, profile, n_rows, False)]
@@ -145,3 +145,29 @@ def measure(
     found = race(bench, shape, implementations, cases, verdict, work, memory=True)
     ratios(found)
     return found
+
+
+def loss_peak_memory(
+    n_rows: int,
+    hidden_size: int,
+    vocab_size: int,
+    n_heads: int,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+) -> int:
+    """Bytes that the loss of `n_heads` heads over `n_rows` rows each, ranks counted, forward and backward, allocates at
+    its peak beyond its inputs. On the CPU it follows every allocation with PyTorch's profiler, on CUDA the allocator's
+    own count; the kernels' workspaces that the allocator does not see are not in it."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(device, dtype)
+
+    hiddens = [draw(n_rows, hidden_size).requires_grad_() for _ in range(n_heads)]
+    weight_VD = draw(vocab_size, hidden_size).mul_(hidden_size**-0.5)
+    labels = [torch.randint(vocab_size, (n_rows,), generator=generator).to(device) for _ in hiddens]
+
+    def run() -> None:
+        linear_cross_entropy(hiddens, weight_VD, labels, top_k=3).loss_sums.sum().backward()
+
+    return peak_bytes(run, weight_VD.device)

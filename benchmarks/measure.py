@@ -7,16 +7,17 @@ Shapes: T tokens, N rows of a pass, V vocabulary.
 
 import resource
 import statistics
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import zip_longest
 
 import torch
 from torch import Tensor
 
 from longdraft.benchmarks import record
-from longdraft.benchmarks.progress import Part, Unwatched, Watch
+from longdraft.benchmarks.progress import Phase, Unwatched, Watch
+from longdraft.benchmarks.timing import seconds_of, take_turns
 from longdraft.infer.engine import Engine
 from longdraft.infer.graphs import graphs_for
 from longdraft.infer.results import Generation
@@ -102,7 +103,7 @@ def decode(
     return sorted(done, key=lambda generation: generation.index)
 
 
-def turn_words(what: str, name: str, number: int, count: int) -> str:
+def turn_name(what: str, name: str, number: int, count: int) -> str:
     """How a timed prompt is called."""
     return f"{what} {name}, prompt {number} of {count}"
 
@@ -120,7 +121,7 @@ def decode_in_turns(
     done: dict[str, list[Generation]] = {name: [] for name in engines}
     for number, prompt in enumerate(prompts, start=1):
         for name, engine in engines.items():
-            watch.begin(turn_words(what, name, number, len(prompts)))
+            watch.begin(turn_name(what, name, number, len(prompts)))
             done[name] += decode(engine, [prompt], params, watch)
     return done
 
@@ -129,11 +130,11 @@ def _warm_up(params: SamplingParams) -> SamplingParams:
     return replace(params, max_new_tokens=min(16, params.max_new_tokens))
 
 
-def plan_turns(names: Sequence[str], prompts: Sequence[list[int]], params: SamplingParams, what: str) -> list[Part]:
+def plan_turns(names: Sequence[str], prompts: Sequence[list[int]], params: SamplingParams, what: str) -> list[Phase]:
     """The parts of `decode_in_turns`."""
     warm_up = len(names) * decode_cost(prompts[:1], _warm_up(params).max_new_tokens)
-    return [Part(f"{what} warm-up", "warm-up", warm_up)] + [
-        Part(turn_words(what, name, number, len(prompts)), name, decode_cost([prompt], params.max_new_tokens))
+    return [Phase(f"{what} warm-up", "warm-up", warm_up)] + [
+        Phase(turn_name(what, name, number, len(prompts)), name, decode_cost([prompt], params.max_new_tokens))
         for number, prompt in enumerate(prompts, start=1)
         for name in names
     ]
@@ -187,18 +188,17 @@ def width_curve(
         assert found is not None
         return found
 
-    seconds: dict[int, list[float]] = {width: [] for width in widths}
-    for turn in range(repeats + warm_up):
-        for width in widths:
-            begin = time.perf_counter()
-            with decoding(device.type == "cpu"):
-                graphs.run(("width",), (model, cache), logits, rows[:, :width], widest=width)
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            if turn >= warm_up:
-                seconds[width].append(time.perf_counter() - begin)
-            watch.advance(_pass_cost(width))
-    return {width: statistics.median(times) for width, times in seconds.items()}
+    def run(width: int) -> None:
+        with decoding(device.type == "cpu"):
+            graphs.run(("width",), (model, cache), logits, rows[:, :width], widest=width)
+        watch.advance(_pass_cost(width))
+
+    runs = {width: partial(run, width) for width in widths}
+    take_turns(runs, warm_up)
+    return {
+        width: statistics.median(seconds)
+        for width, seconds in take_turns(runs, repeats, partial(seconds_of, device=device)).items()
+    }
 
 
 def _prefill(target: Target, cache: KVCache, tokens_1T: Tensor, watch: Watch) -> None:
@@ -288,13 +288,12 @@ def against_transformers(
     device = next(model.parameters()).device
 
     def theirs(prompt: list[int], new_tokens: int) -> tuple[float, list[int]]:
-        ids = torch.tensor([prompt], device=device)
-        begin = time.perf_counter()
-        mask = torch.ones_like(ids)
-        out = model.generate(ids, attention_mask=mask, do_sample=False, pad_token_id=0, max_new_tokens=new_tokens)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return time.perf_counter() - begin, out[0, len(prompt) :].tolist()
+        ids, out = torch.tensor([prompt], device=device), []
+        options = {"do_sample": False, "pad_token_id": 0, "max_new_tokens": new_tokens}
+        seconds = seconds_of(
+            lambda: out.append(model.generate(ids, attention_mask=torch.ones_like(ids), **options)), device
+        )
+        return seconds, out[0][0, len(prompt) :].tolist()
 
     theirs(prompts[0], 4)
     plain.generate([prompts[0]], replace(params, max_new_tokens=4))

@@ -1,6 +1,6 @@
-"""How far a work of several parts is and how long the rest will take, from what its parts took so far.
+"""How far a piece of work with several phases is, and how long the rest will take, from what its phases took so far.
 
-Not here: which parts there are (benchmarks/drafters.py), and how it is shown (launch/progress.py).
+Not here: which phases there are (benchmarks/drafters.py), and how it is shown (launch/progress.py).
 """
 
 import time
@@ -14,35 +14,40 @@ STALL = 5.0  # seconds without news
 
 
 @dataclass(frozen=True)
-class Part:
-    """A stretch of work. `cost`: how much there is to do, in any unit; `kind`: parts of one kind are at one speed;
-    `slow`: what a unit should take beside one of the other parts, as long as none of its kind was measured."""
+class Phase:
+    """A phase of the work.
 
-    words: str
+    Attributes:
+        kind: phases of one kind run at one speed.
+        cost: how much there is to do, in any unit.
+        slow: how much longer a unit takes than one of the other phases, until one of this kind was measured.
+    """
+
+    name: str
     kind: str
     cost: float
     slow: float = 1.0
 
 
 class Watch(Protocol):
-    """Who is told how a work goes on."""
+    """What is told how the work goes on."""
 
-    def plan(self, parts: Sequence[Part]) -> None:
-        """All parts, in order, before the first begins."""
+    def plan(self, phases: Sequence[Phase]) -> None:
+        """All phases, in order, before the first begins."""
 
-    def begin(self, words: str) -> None:
-        """This part begins; those before it are over."""
+    def begin(self, name: str) -> None:
+        """This phase begins; those before it are over."""
 
     def advance(self, cost: float) -> None:
-        """So much of the running part's cost is done."""
+        """So much of the running phase's cost is done."""
 
 
 class Unwatched:
     """Nobody looks."""
 
-    def plan(self, parts: Sequence[Part]) -> None: ...
+    def plan(self, phases: Sequence[Phase]) -> None: ...
 
-    def begin(self, words: str) -> None: ...
+    def begin(self, name: str) -> None: ...
 
     def advance(self, cost: float) -> None: ...
 
@@ -59,47 +64,47 @@ class _Speed:
 
 
 class TimeLeft:
-    """The account of a work's parts.
+    """Estimates the time that is left.
 
     Attributes:
-        parts: as planned. number: index of the running one, -1 before the first.
+        phases: as planned. number: index of the running one, -1 before the first.
     """
 
-    def __init__(self, parts: Sequence[Part], clock: Callable[[], float] = time.monotonic):
-        self.parts, self.number = list(parts), -1
+    def __init__(self, phases: Sequence[Phase], clock: Callable[[], float] = time.monotonic):
+        self.phases, self.number = list(phases), -1
         self._clock, self._at, self._done = clock, clock(), 0.0
-        self._speeds: dict[str, _Speed] = {part.kind: _Speed() for part in parts}
+        self._speeds: dict[str, _Speed] = {phase.kind: _Speed() for phase in phases}
         self._all, self._spent = _Speed(), 0.0
 
     @property
-    def part(self) -> Part | None:
+    def phase(self) -> Phase | None:
         """The running one."""
-        return self.parts[self.number] if 0 <= self.number < len(self.parts) else None
+        return self.phases[self.number] if 0 <= self.number < len(self.phases) else None
 
     @property
-    def share(self) -> float:
-        """How much of the running part is done, 0 to 1."""
-        return min(1.0, self._done / self.part.cost) if self.part and self.part.cost else 0.0
+    def fraction(self) -> float:
+        """How much of the running phase is done, 0 to 1."""
+        return min(1.0, self._done / self.phase.cost) if self.phase and self.phase.cost else 0.0
 
-    def begin(self, words: str | None, measured: bool = True) -> None:
-        """The next part of these words begins, or with None all are over. measured: whether the time of the part that
-        ends says anything about speed."""
-        if self.part is not None and measured:
-            self._add(max(0.0, self.part.cost - self._done))
+    def begin(self, name: str | None, measured: bool = True) -> None:
+        """The next phase of this name begins; None: all are over. measured: whether the time of the phase that ends
+        says anything about speed."""
+        if self.phase is not None and measured:
+            self._add(max(0.0, self.phase.cost - self._done))
         self._at, self._done = self._clock(), 0.0
-        ahead = [part.words for part in self.parts[self.number + 1 :]]
-        self.number = len(self.parts) if words is None else self.number + 1 + ahead.index(words)
+        ahead = [phase.name for phase in self.phases[self.number + 1 :]]
+        self.number = len(self.phases) if name is None else self.number + 1 + ahead.index(name)
 
     def advance(self, cost: float) -> None:
-        """So much of the running part is done, in all the time since it was last said."""
+        """So much of the running phase is done, in all the time since the last call."""
         self._add(cost)
         self._done += cost
 
     def _add(self, cost: float) -> None:
-        assert self.part is not None, "no part has begun"
+        assert self.phase is not None, "no phase has begun"
         now = self._clock()
-        self._speeds[self.part.kind].add(now - self._at, cost)
-        self._all.add(now - self._at, cost * self.part.slow)
+        self._speeds[self.phase.kind].add(now - self._at, cost)
+        self._all.add(now - self._at, cost * self.phase.slow)
         self._spent, self._at = self._spent + now - self._at, now
 
     def seconds(self) -> float | None:
@@ -111,21 +116,21 @@ class TimeLeft:
             return None
         # A stretch in which nothing is done counts as it grows: a neighbour may have come.
         waited = self._clock() - self._at
-        waited = waited if waited > STALL and self.part is not None else 0.0
+        waited = waited if waited > STALL and self.phase is not None else 0.0
         left = 0.0
-        for index in range(max(self.number, 0), len(self.parts)):
-            part = self.parts[index]
-            own = self._speeds[part.kind]
+        for index in range(max(self.number, 0), len(self.phases)):
+            phase = self.phases[index]
+            own = self._speeds[phase.kind]
             if own.cost:
                 a_unit = (own.seconds + waited) / own.cost
             else:
-                a_unit = part.slow * (self._all.seconds + waited) / self._all.cost
-            left += a_unit * (max(0.0, part.cost - self._done) if index == self.number else part.cost)
+                a_unit = phase.slow * (self._all.seconds + waited) / self._all.cost
+            left += a_unit * (max(0.0, phase.cost - self._done) if index == self.number else phase.cost)
         return left
 
 
-def in_words(seconds: float) -> str:
-    """A duration as people say it."""
+def duration(seconds: float) -> str:
+    """A duration for people to read."""
     seconds = max(1, round(seconds))
     if seconds < 60:
         return f"{seconds} s"

@@ -97,7 +97,7 @@ def _passes(config: DecoderConfig, n_slots: int, wide: int) -> int:
     return wide * (rows + 2 * n_slots * SLACK_ROWS * config.vocab_size)
 
 
-def in_words(form: str, dtype: torch.dtype) -> str:
+def describe_form(form: str, dtype: torch.dtype) -> str:
     """Which form it is, and what of the target it shows."""
     whole = "fp32, all layers"
     return {"fp32": whole, "layerwise": f"{whole}, one at a time"}.get(form, f"{NAMES[dtype]} alone")
@@ -149,11 +149,11 @@ def ways(form: str, params: SamplingParams) -> dict[str, SamplingParams]:
     return {"greedy": params, "sampled": sampled}
 
 
-def part_words(name: str, way: str, form: str, dtype: torch.dtype, count: int) -> str:
+def phase_name(name: str, way: str, form: str, dtype: torch.dtype, count: int) -> str:
     """How a drafter's part of the proof is called; count: prompts."""
     together = "1 prompt" if count == 1 else f"{count} prompts together"
-    said = NAMES[dtype] if form == "serving" else "fp32"
-    return f"proof in {said} that {name} is exact, {way}, {together}"
+    precision = NAMES[dtype] if form == "serving" else "fp32"
+    return f"proof in {precision} that {name} is exact, {way}, {together}"
 
 
 def prove(
@@ -181,17 +181,17 @@ def prove(
     for name, build in builders.items():
         engine = Engine(target, build(target), nodes=None)
         for way, request in requests.items():
-            watch.begin(part_words(name, way, form, dtype, len(some)))
+            watch.begin(phase_name(name, way, form, dtype, len(some)))
             if form == "serving":
                 found.setdefault(name, []).append(count_flips(plain, engine, name, some, request, watch))
             elif not exact(plain, engine, some, request, watch):
                 raise RuntimeError(
                     f"exact: NO, {name}'s tokens in fp32 differ from plain decoding's; no speed is worth a number"
                 )
-    how = f"{len(requests) * len(some) * TOKENS} tokens a drafter in {in_words(form, dtype)}, greedy and T 1"
+    how = f"{len(requests) * len(some) * TOKENS} tokens a drafter in {describe_form(form, dtype)}, greedy and T 1"
     how += "" if form == "serving" else " with top-p 0.95"
     result: dict = {"exact": None if form == "serving" else True, "exact_checked": how}
-    result["proof"] = {"form": form, "words": in_words(form, dtype), "complete": form != "serving"}
+    result["proof"] = {"form": form, "words": describe_form(form, dtype), "complete": form != "serving"}
     if found:
         result["proof"]["flips"] = {name: asdict(_together(parts)) for name, parts in found.items()}
     return result

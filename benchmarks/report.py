@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from longdraft.benchmarks import record
-from longdraft.benchmarks.ceilings import words
+from longdraft.benchmarks.ceilings import describe
 from longdraft.benchmarks.timing import Bench
 
 PACKAGES = ("torch", "triton", "transformers", "flash_attn", "liger_kernel")
@@ -79,7 +79,7 @@ def table(result: dict, bench: Bench) -> str:
     lines = [
         f"{result['hardware']}, {result['threads']} threads, {result['dtype']}, commit {result['commit'][:9]}, "
         f"torch {result['versions']['torch']}, {result['date']}",
-        words(bench.ceilings),
+        describe(bench.ceilings),
     ]
     for name, columns in COLUMNS.items():
         rows = [row for row in result["results"] if row["benchmark"] == name]

@@ -88,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     result: dict = report.surroundings(bench) | {"settings": _settings(args), "results": []}
     result["seconds"] = 0.0
     stem = args.name or report.file_name(result)
-    print(ceilings.words(bench.ceilings), flush=True)
+    print(ceilings.describe(bench.ceilings), flush=True)
     for name in BENCHMARKS:
         for profile in args.profile:
             if name in args.what:

@@ -142,7 +142,7 @@ def measure(
             for row in refused({**base, "nodes": n, "context": context}, ways, reason)
         ]
     for n in nodes:
-        bench.say(f"step, {profile.name}: a pass of {n} rows against plain passes, in a model of {SMALL_LAYERS} layers")
+        bench.log(f"step, {profile.name}: a pass of {n} rows against plain passes, in a model of {SMALL_LAYERS} layers")
         small = make_small_case(bench, profile, n) if bench.left > 0 else None
         for way, build in ways.items():
             status, reason, _ = admit(bench, way, build, [small], verdict)
@@ -186,7 +186,7 @@ def _behind(
 ) -> list[dict]:
     """The rows of one context, filled in."""
     n_layers = model.config.n_layers
-    bench.say(f"step, {profile.name}: {n_layers} of {profile.n_layers} layers behind {context}")
+    bench.log(f"step, {profile.name}: {n_layers} of {profile.n_layers} layers behind {context}")
     cache = model.new_cache(1, context + max(n for _, n in rows))
     cache.keys.normal_()
     cache.values.normal_()

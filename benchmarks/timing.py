@@ -1,4 +1,4 @@
-"""Clocks: several ways of doing the same, in turns, from cold caches; and how much memory is free.
+"""Clocks: several ways of doing the same, in turns, from cold caches; and memory: what is free, what a call takes.
 
 On a GPU CUDA events stand around each call, behind a write that empties the L2 cache and during which the host runs
 ahead: launches that keep up with the device cost nothing, waits for the host do. On a CPU the last level of cache is
@@ -56,7 +56,7 @@ class Bench:
     repeats: int
     budget: float
     quick: bool = False
-    say: Callable[[str], object] = print
+    log: Callable[[str], object] = print
     begun: float = field(default_factory=time.monotonic)
     ceilings: Ceilings | None = None
 
@@ -160,3 +160,23 @@ def free_bytes(device: torch.device) -> int:
     """Memory that can still be allocated."""
     found = available_bytes(device)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") if found is None else found
+
+
+def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
+    """Bytes that a call allocates at its peak beyond what was there before; on a CPU as PyTorch's profiler tells."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        run()
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - before
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        run()
+    assert profile.profiler is not None
+    now = peak = 0
+    for event in profile.profiler.kineto_results.events():  # type: ignore[union-attr]
+        if event.name() == "[memory]":
+            now += event.nbytes()  # pyright: ignore[reportAttributeAccessIssue]
+            peak = max(peak, now)
+    return peak

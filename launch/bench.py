@@ -165,7 +165,7 @@ def _open_target(
 ) -> "tuple[Target, str]":
     """The target as the proof begins with it, and the proof's form, which is chosen before a weight is loaded.
     Raises ValueError where it does not fit."""
-    from longdraft.benchmarks.proof import NAMES, Room, choose_form, first_dtype, in_words, needed_bytes
+    from longdraft.benchmarks.proof import NAMES, Room, choose_form, describe_form, first_dtype, needed_bytes
     from longdraft.infer.memory import available_bytes, size
     from longdraft.launch import runtime
     from longdraft.models.hf import build_decoder
@@ -178,7 +178,7 @@ def _open_target(
         chosen.append(form := choose_form(args.proof, config, dtype, room))
         first, free = first_dtype(form, dtype), "" if room.free is None else f", and {size(room.free)} is free"
         takes = size(needed_bytes(form, config, dtype, room))
-        note(f"Loading in {NAMES[first]}, to show exactness in {in_words(form, dtype)}: takes {takes}{free}")
+        note(f"Loading in {NAMES[first]}, to show exactness in {describe_form(form, dtype)}: takes {takes}{free}")
         return build_decoder(config, first, device)
 
     target = runtime.open_target(*source, None, device, runtime.max_positions(args.draft), build)
@@ -230,7 +230,7 @@ def _loss_memory(args: argparse.Namespace, parser: argparse.ArgumentParser) -> i
     others = [name for name, value in vars(args).items() if value != parser.get_default(name) and name != "loss_memory"]
     if others:
         raise ValueError(f"--loss-memory: it takes no other option; leave out --{others[0].replace('_', '-')}")
-    from longdraft.benchmarks.loss_memory import loss_peak_memory
+    from longdraft.benchmarks.loss import loss_peak_memory
 
     hidden, vocab, heads = 576, 49152, 3
     result = {}

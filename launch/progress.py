@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from typing import TextIO
 
-from longdraft.benchmarks.progress import Part, TimeLeft, in_words
+from longdraft.benchmarks.progress import Phase, TimeLeft, duration
 from longdraft.launch.console import note, to_nothing
 
 REDRAWN = 0.5  # seconds between two states of the line that moves
@@ -45,26 +45,26 @@ class Progress:
             with self._lock:
                 self._clear()
 
-    def plan(self, parts: Sequence[Part]) -> None:
+    def plan(self, phases: Sequence[Phase]) -> None:
         with self._lock:
-            self._time = TimeLeft(parts)
+            self._time = TimeLeft(phases)
 
-    def begin(self, words: str) -> None:
+    def begin(self, name: str) -> None:
         with self._lock:
-            self._time.begin(words)
+            self._time.begin(name)
             self._show()
 
     def advance(self, cost: float) -> None:
         with self._lock:
             self._time.advance(cost)
 
-    def words(self) -> str:
+    def describe(self) -> str:
         """The state in one line."""
-        part, left = self._time.part, self._time.seconds()
-        assert part is not None, "no part has begun"
-        rest = "time left not known yet" if left is None else f"about {in_words(left)} left"
-        place = f"{self._time.number + 1} of {len(self._time.parts)}"
-        return f"{self._name}: {place}, {self._time.share:.0%} of it done, {rest}: {part.words}"
+        phase, left = self._time.phase, self._time.seconds()
+        assert phase is not None, "no phase has begun"
+        rest = "time left not known yet" if left is None else f"about {duration(left)} left"
+        place = f"{self._time.number + 1} of {len(self._time.phases)}"
+        return f"{self._name}: {place}, {self._time.fraction:.0%} of it done, {rest}: {phase.name}"
 
     def _tick(self) -> None:
         while not self._over.wait(REDRAWN):
@@ -72,13 +72,13 @@ class Progress:
                 self._show()
 
     def _show(self) -> None:
-        if self._time.part is None:
+        if self._time.phase is None:
             return
         if self._live and not self._amid:
-            self._write(CLEAR + self.words()[: self._width() - 1])
+            self._write(CLEAR + self.describe()[: self._width() - 1])
             self._drawn = True
         elif not self._live and time.monotonic() - self._said_at >= PLAIN_EVERY:
-            note(self.words())
+            note(self.describe())
             self._said_at = time.monotonic()
 
     def _width(self) -> int:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from longdraft.benchmarks.progress import Part, TimeLeft, in_words
+from longdraft.benchmarks.progress import Phase, TimeLeft, duration
 from longdraft.launch.console import INTERRUPTED, framed, note
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -50,7 +50,7 @@ def _quickstart(steps: int | None) -> int:
     )
     for number, (what, command) in enumerate(todo, start=1):
         rest.begin(what)
-        print(f"\n[{number}/{len(todo)}] {what}\n{rest.words()}\n$ {shlex.join(command)}", flush=True)
+        print(f"\n[{number}/{len(todo)}] {what}\n{rest.describe()}\n$ {shlex.join(command)}", flush=True)
         status = call(command, rest)
         if status == INTERRUPTED:
             raise KeyboardInterrupt
@@ -70,7 +70,7 @@ def call(command: Sequence[str], rest: "Rest") -> int:
             try:
                 return process.wait(timeout=EVERY)
             except subprocess.TimeoutExpired:
-                rest.say()
+                rest.report()
     except KeyboardInterrupt:
         process.wait()  # Ctrl-C goes to the whole group: training saves, the others end
         raise
@@ -92,33 +92,33 @@ class Rest:
             DECODING,
             VERIFYING,
         ]
-        self._time = TimeLeft([Part(what, what, cost) for what, cost in zip(steps, costs, strict=True)])
+        self._time = TimeLeft([Phase(what, what, cost) for what, cost in zip(steps, costs, strict=True)])
 
     def begin(self, what: str) -> None:
         """This step begins. What one took whose work was there already says little about the others."""
-        part = self._time.part
-        self._time.begin(what, measured=part is not None and part.cost > NOTHING_TO_DO)
+        phase = self._time.phase
+        self._time.begin(what, measured=phase is not None and phase.cost > NOTHING_TO_DO)
 
-    def words(self) -> str:
+    def describe(self) -> str:
         """In one line."""
         left = self._time.seconds()
         if left is None:
-            whole = sum(one.cost for one in self._time.parts[max(self._time.number, 0) :])
-            return f"Time left for the whole: about {in_words(whole)} on 2 quiet cores; measured here as it goes on"
-        return f"Time left for the whole: about {in_words(left)}"
+            whole = sum(one.cost for one in self._time.phases[max(self._time.number, 0) :])
+            return f"Time left for the whole: about {duration(whole)} on 2 quiet cores; measured here as it goes on"
+        return f"Time left for the whole: about {duration(left)}"
 
-    def say(self) -> None:
+    def report(self) -> None:
         """Where the training went on, on a line of its own, above the bar that it may have drawn on the terminal.
 
         The other steps are short, or say themselves what is left, as the last one.
         """
-        part, done = self._time.part, self._steps_done()
-        if part is None or part.words != self._train or done == self._trained:
+        phase, done = self._time.phase, self._steps_done()
+        if phase is None or phase.name != self._train or done == self._trained:
             return
         first = self._trained == self._begun_at
         self._time.advance((done - self._trained) * STEP + (STARTING if first else 0))
         self._trained = done
-        note(f"\r\033[K{self.words()}" if sys.stderr.isatty() else self.words())
+        note(f"\r\033[K{self.describe()}" if sys.stderr.isatty() else self.describe())
 
     def _steps_done(self) -> int:
         """Of the training, by its metrics; what is not a whole line yet does not count."""

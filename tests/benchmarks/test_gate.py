@@ -8,9 +8,8 @@ import torch
 from longdraft.benchmarks import attention, ceilings, decode, loss, report, step
 from longdraft.benchmarks.attention_case import make_case
 from longdraft.benchmarks.candidates import OURS, figures, ratios, too_far
-from longdraft.benchmarks.loss_memory import peak_bytes
 from longdraft.benchmarks.profiles import PROFILES, Work
-from longdraft.benchmarks.timing import Times
+from longdraft.benchmarks.timing import Times, peak_bytes
 from longdraft.kernels.cpu_impl.rows import library
 
 TINY = PROFILES["tiny"]

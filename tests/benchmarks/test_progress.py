@@ -3,7 +3,7 @@
 import pytest
 
 from longdraft.benchmarks.drafters import BenchSettings, bench, plan
-from longdraft.benchmarks.progress import Part, TimeLeft, in_words
+from longdraft.benchmarks.progress import Phase, TimeLeft, duration
 from longdraft.benchmarks.tasks import Task
 from longdraft.infer.drafters.build import build_drafter
 
@@ -21,12 +21,12 @@ def clock():
 
 
 def test_what_is_left_follows_what_was_measured(clock):
-    left = TimeLeft([Part("a", "x", 10), Part("b", "y", 20), Part("c", "x", 30)], clock)
+    left = TimeLeft([Phase("a", "x", 10), Phase("b", "y", 20), Phase("c", "x", 30)], clock)
     left.begin("a")
-    assert left.seconds() is None and left.share == 0
+    assert left.seconds() is None and left.fraction == 0
     clock.now += 5
     left.advance(5)  # a second each
-    assert left.seconds() == pytest.approx(5 + 20 + 30) and left.share == 0.5
+    assert left.seconds() == pytest.approx(5 + 20 + 30) and left.fraction == 0.5
     clock.now += 5
     left.begin("b")  # the rest of a counts as done
     assert left.seconds() == pytest.approx(20 + 30)
@@ -42,11 +42,11 @@ def test_what_is_left_follows_what_was_measured(clock):
     left.begin("c")
     clock.now += 3
     left.advance(30)
-    assert left.share == 1 and left.seconds() == 0
+    assert left.fraction == 1 and left.seconds() == 0
 
 
 def test_a_slow_kind_tells_little_of_a_fast_one(clock):
-    left = TimeLeft([Part("proof", "proof", 10, slow=5.0), Part("speed", "speed", 10)], clock)
+    left = TimeLeft([Phase("proof", "proof", 10, slow=5.0), Phase("speed", "speed", 10)], clock)
     left.begin("proof")
     clock.now += 20
     left.advance(4)  # five seconds a unit, of which a fast one takes one
@@ -54,7 +54,7 @@ def test_a_slow_kind_tells_little_of_a_fast_one(clock):
 
 
 def test_a_part_that_says_nothing_about_speed(clock):
-    left = TimeLeft([Part("a", "a", 20), Part("b", "b", 20)], clock)
+    left = TimeLeft([Phase("a", "a", 20), Phase("b", "b", 20)], clock)
     left.begin("a")
     clock.now += 1
     left.begin("b", measured=False)
@@ -63,7 +63,7 @@ def test_a_part_that_says_nothing_about_speed(clock):
 
 @pytest.mark.parametrize(("seconds", "words"), [(0.1, "1 s"), (59, "59 s"), (61, "1 min 01 s"), (3780, "1 h 03 min")])
 def test_durations(seconds, words):
-    assert in_words(seconds) == words
+    assert duration(seconds) == words
 
 
 class Recorder:
@@ -73,8 +73,8 @@ class Recorder:
         self.left, self.begun = TimeLeft(parts), []
 
     def begin(self, words):
-        if self.left.part is not None:
-            self.begun.append((self.left.part.words, self.left.share))
+        if self.left.phase is not None:
+            self.begun.append((self.left.phase.name, self.left.fraction))
         self.left.begin(words)
 
     def advance(self, cost):
@@ -87,7 +87,7 @@ def test_every_part_of_a_benchmark_is_planned_and_watched(tiny_target):
     names = ["token_recycling", "prompt_lookup"]
     builders = {name: lambda target, name=name: build_drafter(name, target) for name in names}
     bench(tiny_target(), builders, tasks, settings, watch=(watch := Recorder()))
-    planned = [part.words for part in plan(names, [task.tokens for task in tasks], settings, False)]
+    planned = [phase.name for phase in plan(names, [task.tokens for task in tasks], settings, False)]
     assert [words for words, _ in watch.begun] == planned[:-1] and len(set(planned)) == len(planned)
     unseen = [words for words, share in watch.begun if share < 0.9]
     assert unseen == []

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from longdraft.benchmarks.loss_memory import loss_peak_memory
+from longdraft.benchmarks.loss import loss_peak_memory
 from longdraft.kernels import backend
 from longdraft.kernels import segment_attention as segments_module
 from longdraft.kernels.causal_attention import causal_attention

@@ -264,7 +264,7 @@ def test_bench_errors_name_the_remedy(folder, capsys, arguments, message):
 
 
 def test_bench_shows_the_loss_memory_at_two_lengths(capsys, monkeypatch):
-    monkeypatch.setattr("longdraft.benchmarks.loss_memory.loss_peak_memory", lambda tokens, *shape: 1000 + tokens)
+    monkeypatch.setattr("longdraft.benchmarks.loss.loss_peak_memory", lambda tokens, *shape: 1000 + tokens)
     assert bench.main(["--loss-memory"]) == 0
     result = json.loads(capsys.readouterr().out.splitlines()[-1])["loss_memory"]
     assert result["4096"] == {"peak_bytes": 5096, "logits_bytes": 3 * 4096 * 49152 * 4}

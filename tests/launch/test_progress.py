@@ -6,17 +6,17 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
-from longdraft.benchmarks.progress import TimeLeft, in_words
+from longdraft.benchmarks.progress import TimeLeft, duration
 from longdraft.launch import quickstart
 from longdraft.launch.progress import CLEAR
 
 PROGRAM = """
 import sys, time, warnings
-from longdraft.benchmarks.progress import Part
+from longdraft.benchmarks.progress import Phase
 from longdraft.launch.console import note
 from longdraft.launch.progress import Progress
 with Progress("bench") as watch:
-    watch.plan([Part(f"part {i}", "x", 10) for i in range(3)])
+    watch.plan([Phase(f"part {i}", "x", 10) for i in range(3)])
     for i in range(3):
         watch.begin(f"part {i}")
         time.sleep(0.2)
@@ -64,17 +64,17 @@ def test_the_quickstarts_estimate_follows_its_training(tmp_path, monkeypatch, ca
     rest = quickstart.Rest(tmp_path, what, 10, prepared=False)
     rest.begin("data")
     planned = quickstart.PREPARING + quickstart.STARTING + 10 * quickstart.STEP + 15 + 15 + 150
-    assert rest.words().startswith(f"Time left for the whole: about {in_words(planned)} on 2 quiet cores; measured")
+    assert rest.describe().startswith(f"Time left for the whole: about {duration(planned)} on 2 quiet cores; measured")
     clock.now += 2 * quickstart.PREPARING  # half the speed
     rest.begin("train")
-    assert rest.words() == f"Time left for the whole: about {in_words(2 * (planned - quickstart.PREPARING))}"
+    assert rest.describe() == f"Time left for the whole: about {duration(2 * (planned - quickstart.PREPARING))}"
     clock.now += 5000  # a machine that is very busy
     (tmp_path / "metrics.jsonl").write_text('{"loss": 3.0, "step": 4}\n{"step": 5, "lo')
-    rest.say()
-    rest.say()  # no step later there is no news
+    rest.report()
+    rest.report()  # no step later there is no news
     (said,) = capsys.readouterr().err.splitlines()
-    assert said == rest.words() and int(said.split("about ")[1].split(" h")[0]) >= 5
+    assert said == rest.describe() and int(said.split("about ")[1].split(" h")[0]) >= 5
     rest.begin("export")
-    rest.say()
+    rest.report()
     assert capsys.readouterr().err == ""
     assert quickstart.Rest(tmp_path, what, 10, prepared=True)._steps_done() == 4
