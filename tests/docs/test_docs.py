@@ -21,16 +21,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import get_type_hints
 
 import pytest
-import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from safetensors.torch import load_file, save_file
 
 from longdraft.data_prep.prepare import PrepareConfig
 from longdraft.launch import cli, quickstart
-from longdraft.train.config import Config, load_config
+from longdraft.train.config import DRAFT_SECTIONS, Config, load_config, to_yaml
 from longdraft.train.stages import load_stages
 from longdraft.train.typed import build, read_yaml, resolve
 
@@ -193,8 +191,6 @@ def test_files_and_fields_that_are_named_exist(page):
 
 def config_fields() -> dict[str, set[str]]:
     """Fields by section; of `draft`, of every method."""
-    from longdraft.train.config import DRAFT_SECTIONS
-
     known = {
         name: {field.name for field in fields(kind)} for name, kind in get_type_hints(Config).items() if name != "draft"
     }
@@ -299,7 +295,7 @@ def _check_arguments(words: list[str], line: str) -> None:
     else:
         raise AssertionError(f"not parsed: {line}")
     assert isinstance(asked, argparse.Namespace), line
-    if getattr(asked, "config", None):
+    if hasattr(asked, "stage"):
         assert load_stages(asked.config, asked.overrides, asked.stage, None)
     if getattr(asked, "recipe", None):
         values = resolve(read_yaml(asked.recipe, asked.overrides))
@@ -310,13 +306,17 @@ def _check_arguments(words: list[str], line: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory) -> Iterator[Path]:
+def world(tmp_path_factory, shared) -> Iterator[Path]:
     """A folder with a tiny target, texts, and our configs made small, which is the current one meanwhile."""
     world = tmp_path_factory.mktemp("world")
     library = (path.read_text(encoding="utf-8") for path in sorted(Path(os.__file__).parent.glob("[a-d]*.py")))
     text = "\n".join(library)[:400_000]
     parts = [text[start : start + 1500] for start in range(0, len(text), 1500)]
-    make_target(world / "tiny", text)
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|end|>{% endfor %}assistant: "
+    shared("tiny_checkpoint.py").save(world / "tiny", text, 600, special_tokens=["<|end|>"], chat_template=template)
+    weights = load_file(world / "tiny/model.safetensors")
+    weights["lm_head.weight"][0] *= 3  # the end token's: some answers end
+    save_file(weights, world / "tiny/model.safetensors", metadata={"format": "pt"})
     for number, part in enumerate(parts):
         for file in (f"my/code/{number}.py", f"my/books/{number}.txt"):
             (world / file).parent.mkdir(parents=True, exist_ok=True)
@@ -337,37 +337,10 @@ def world(tmp_path_factory) -> Iterator[Path]:
         os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
-def make_target(folder: Path, text: str) -> None:
-    """A random Llama in Hugging Face's form, with a tokenizer of this text and a chat template."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=600, special_tokens=["<|end|>"], initial_alphabet=alphabet)
-    tokenizer.train_from_iterator([text], trainer)
-    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|end|>{% endfor %}assistant: "
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", chat_template=template)
-    fast.save_pretrained(folder)
-    torch.manual_seed(0)
-    shape: dict[str, Any] = {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-    }
-    config = LlamaConfig(vocab_size=len(fast), num_key_value_heads=2, eos_token_id=0, initializer_range=0.3, **shape)
-    model = LlamaForCausalLM(config)
-    model.lm_head.weight.data[config.eos_token_id] *= 3  # so that some answers end
-    model.save_pretrained(folder)
-
-
 def make_small(config: Path) -> None:
     """The same run on the tiny target, in a few steps."""
     short = ("train.steps=4", "train.save_every=2", "optimizer.warmup_steps=1", "heldout.rows=2", "heldout.choices=64")
-    from longdraft.train.config import to_yaml
-
-    text = to_yaml(load_config(config, [*short, "target.path=tiny", "log.wandb=disabled"]))
-    config.write_text(text)
+    config.write_text(to_yaml(load_config(config, [*short, "target.path=tiny", "log.wandb=disabled"])))
 
 
 @pytest.fixture(scope="module")
