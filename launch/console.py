@@ -19,13 +19,20 @@ INTERRUPTED = 130  # exit status after Ctrl-C, as shells have it
 PATIENCE = 1.5  # seconds from Ctrl-C to the end, whatever is at work
 
 
-def framed(prog: str, work: Callable[[], int | None], on_ctrl_c: str = "interrupted", shows: bool = True) -> int:
+def framed(
+    prog: str,
+    work: Callable[[], int | None],
+    on_ctrl_c: str = "interrupted",
+    shows: bool = True,
+    names_errors: bool = True,
+) -> int:
     """Run a command's work and return its exit status: 0 or what it returns, 2 after a ValueError, which is shown as
     one line, 130 after Ctrl-C.
 
     Args:
         on_ctrl_c: what is said then.
         shows: whether standard output is what the command is for, so that without one there is nothing to do.
+        names_errors: whether errors are printed; not where another process prints them too.
     """
     try:
         _mend_streams(shows)
@@ -34,7 +41,8 @@ def framed(prog: str, work: Callable[[], int | None], on_ctrl_c: str = "interrup
         finally:
             flush()
     except ValueError as error:
-        note(f"{prog}: error: {error}")
+        if names_errors:
+            note(f"{prog}: error: {error}")
         return FAILED
     except KeyboardInterrupt:
         note(f"{prog}: {on_ctrl_c}")

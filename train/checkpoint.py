@@ -1,51 +1,40 @@
-"""Checkpoints of a run: written to a temporary name, synced, renamed; found again after a kill.
+"""What a run leaves in its folder, and how it is told from damaged files; read by one process alone.
 
     run_dir/config.yaml               the resolved config the run began with
     run_dir/checkpoints/step_000120/  DeepSpeed's files to resume from (frozen weights left out), draft.safetensors, the
                                       whole draft to export, and state.json, written last, with digests of them all
     run_dir/best/step_000080/         draft.safetensors and state.json of the weights that decoded best (evaluate.py)
-DeepSpeed unpickles its files: only ever resume your own runs. Not here: exports (export.py), other numbers of ranks
-(elastic.py), digests (sealing.py).
+state.json has a sha256 of every file beside it, and of itself. A core hashes 1 to 2 GB a second, and ranks hash side by
+side: for a LongSpec draft of an 8B model, 4 GB, that is half a second on 8 ranks.
+DeepSpeed unpickles its files: only ever resume your own runs. Not here: how the ranks save and load (saving.py),
+exports (export.py).
 """
 
-import fcntl
-import shutil
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
-from functools import partial
+import hashlib
+import json
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
-from torch import Tensor
+from longdraft.data_prep.shards import ShardSet
+from longdraft.models.files import file_digest
+from longdraft.train.config import Config, config_from_dict, to_dict
 
-from longdraft.models.files import file_digest, sync, write_atomically, write_tensors
-from longdraft.train import elastic
-from longdraft.train.config import Config, config_from_dict, to_dict, to_yaml
-from longdraft.train.deepspeed_engine import DraftEngine
-from longdraft.train.ranks import LAG_S, Ranks, TrainingError
-from longdraft.train.sealing import (
-    STATE,
-    changed,
-    damage,
-    has_digests,
-    say_without_digests,
-    seal,
-    whole,
-)
-
-WEIGHTS = "draft.safetensors"
-# What a state file must have, of a checkpoint and of the best weights.
-FIELDS = {"step": int, "files": dict, "config": dict, "extra.heldout": dict}
-CHECKPOINT_FIELDS = FIELDS | {"world_size": int, "extra.skipped": int, "extra.wandb_id": (str, type(None))}
-BEST_FIELDS = FIELDS | {"score": (int, float)}
+WEIGHTS, STATE, DIGESTS = "draft.safetensors", "state.json", "sha256"
+# Of a state file with digests; the first had none, and no such field.
+FORMAT = 2
+# Names and types of what a state file must have; a name `a.b` is b in a.
+Fields = Mapping[str, type | tuple[type, ...]]
+FIELDS: Fields = {"step": int, "files": dict, "config": dict, "extra.heldout": dict}
+CHECKPOINT_FIELDS = {**FIELDS, "world_size": int, "extra.skipped": int, "extra.wandb_id": (str, type(None))}
+BEST_FIELDS = {**FIELDS, "score": (int, float)}
 # What may differ between a run and its resumption; anything else would change the result.
 FREE = (
     "target.max_positions", "train.run_dir", "train.save_every", "train.keep_checkpoints", "train.micro_batch",
     "train.max_skipped", "train.device", "log", "heldout", "decoding", "data.max_dropped_share",
 )  # fmt: skip
+# A checkpoint's folder and its state.json.
+Found = tuple[Path, dict[str, Any]]
 
 
 def checkpoint_folder(run_dir: str | Path) -> Path:
@@ -56,38 +45,60 @@ def best_folder(run_dir: str | Path) -> Path:
     return Path(run_dir) / "best"
 
 
-def begin_run(config: Config) -> None:
-    """Notes the config in the run's folder; called by rank 0, once everything has opened, before the first step."""
-    saved = Path(config.train.run_dir) / "config.yaml"
-    saved.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(saved, lambda temporary: temporary.write_text(to_yaml(config), encoding="utf-8"))
+def finished_folders(folder: Path) -> list[Path]:
+    """Checkpoints from oldest to newest; a kill leaves only names that begin with tmp-."""
+    return sorted(
+        (path.parent for path in folder.glob(f"step_{'[0-9]' * 6}/{STATE}")), key=lambda path: int(path.name[5:])
+    )
 
 
-@contextmanager
-def locked(run_dir: str | Path, ranks: Ranks) -> Iterator[None]:
-    """Holds the run's folder against another run; all ranks enter together. The system lets go when a process dies.
+def newest(run_dir: str | Path, read: Collection[str] = (), passed_over: Collection[Path] = ()) -> Found | None:
+    """The newest whole checkpoint and its state.json, or None. A folder whose files are missing or have another size
+    than when they were saved is passed over, with a line that says so.
+
+    Args:
+        read: names of files that will be read, whose content must be what was saved too.
+        passed_over: folders that are known to be damaged.
 
     Raises:
-        ValueError: another process trains in this folder.
+        ValueError: there are checkpoints, but none is whole.
     """
-    handle, busy = None, 0.0
-    if ranks.first:
-        Path(run_dir).mkdir(parents=True, exist_ok=True)
-        handle = (Path(run_dir) / "lock").open("a")
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            busy = 1.0
+    finished = finished_folders(checkpoint_folder(run_dir))
+    for folder in reversed(finished):
+        state = None if folder in passed_over else read_state(folder, CHECKPOINT_FIELDS, read)
+        if state is not None:
+            return folder, state
+    if finished:
+        raise ValueError(
+            f"train.run_dir: every checkpoint in {run_dir} is damaged; restore one, remove the folder to start anew, "
+            "or give another"
+        )
+    return None
+
+
+def best(run_dir: str | Path) -> Found | None:
+    """The folder of the weights that decoded best, and its state.json; None where there is none that is whole, with a
+    line about a damaged one."""
+    found = [(folder, read_state(folder, BEST_FIELDS, [WEIGHTS])) for folder in finished_folders(best_folder(run_dir))]
+    # Two are there after a kill, just before the worse one was removed.
+    sound = [(folder, state) for folder, state in found if state is not None]
+    return max(sound, key=lambda one: one[1]["score"], default=None)
+
+
+def saved_config(run_dir: str | Path, state: dict[str, Any]) -> Config:
+    """The config a checkpoint was saved under, at the place where its run lies now.
+
+    Raises:
+        ValueError: it is none that this version can read.
+    """
+    values = state["config"]
     try:
-        if ranks.sum([busy])[0]:
-            raise ValueError(
-                f"train.run_dir: another process trains in {run_dir}; stop it (an orphaned rank, perhaps) or give "
-                "another folder"
-            )
-        yield
-    finally:
-        if handle is not None:
-            handle.close()
+        return config_from_dict(values | {"train": {**values.get("train", {}), "run_dir": str(run_dir)}})
+    except (ValueError, TypeError) as error:
+        raise ValueError(
+            f"train.run_dir: the config in {STATE} of {run_dir}'s step {state['step']} cannot be read ({error}); "
+            "remove that checkpoint, or give another folder"
+        ) from error
 
 
 def check_same_run(old: Config, new: Config) -> None:
@@ -108,266 +119,14 @@ def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def save(engine: DraftEngine, run_dir: str | Path, step: int, extra: dict[str, Any], keep: int) -> Path:
-    """Saves what `load` needs to go on after `step` steps; all ranks call it. Returns the checkpoint's folder.
-
-    Args:
-        extra: JSON values for `load` to give back, rank 0's.
-        keep: older checkpoints beyond this number are removed.
-
-    Raises:
-        TrainingError: a weight is no number, or a rank cannot write (a full disk); on all ranks alike, and nothing
-            that was saved before is touched.
-    """
-    folder, ranks = checkpoint_folder(run_dir), engine.ranks
-    final = folder / f"step_{step:06d}"
-    temporary = folder / f"tmp-{final.name}"
-    weights = engine.weights()
-    _check_finite(weights, run_dir, step, ranks)
-
-    own: dict[str, tuple[int, str]] = {}  # size and digest of each file that this rank has written
-
-    def write_weights() -> None:
-        files = engine.written()
-        if ranks.first:
-            write_tensors(weights, temporary / WEIGHTS)
-            files.append(temporary / WEIGHTS)
-        if ranks.local_rank == 0:
-            for file in temporary.iterdir():
-                sync(file)
-        own.update({file.name: (file.stat().st_size, file_digest(file)) for file in files})
-
-    def finish() -> None:
-        sizes, digests = ({name: files[name][i] for name in sorted(files)} for i in (0, 1))
-        content = {"step": step, "world_size": ranks.world_size, "files": sizes, "config": to_dict(engine.config)}
-        content["threads"] = torch.get_num_threads() if ranks.device.type == "cpu" else None
-        (temporary / STATE).write_text(seal(content | {"extra": extra}, digests), encoding="utf-8")
-        sync(temporary / STATE)
-        sync(temporary)
-        _put_in_place(temporary, final, keep)
-
-    def together(part: Callable[[], BaseException | None], by_all: bool) -> None:
-        failures = ranks.failures(_attempt(part) if by_all or ranks.first else None)
-        if failures:
-            ranks.from_first(partial(_give_up, temporary, step, failures, weights))
-
-    together(lambda: _empty(temporary), by_all=False)
-    together(lambda: engine.write(temporary), by_all=True)
-    together(write_weights, by_all=True)
-    files = {name: about for of_rank in ranks.gather(own) for name, about in of_rank.items()}
-    together(finish, by_all=False)
-    return final
-
-
-def _attempt(work: Callable[[], BaseException | None]) -> BaseException | None:
-    """What went wrong, raised or returned."""
-    try:
-        return work()
-    except (OSError, RuntimeError, SafetensorError) as error:
-        return error
-
-
-def _empty(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-
-
-def _put_in_place(temporary: Path, final: Path, keep: int) -> None:
-    if final.exists():  # saved before a kill that lost the steps behind it
-        shutil.rmtree(final)
-    temporary.rename(final)
-    sync(final.parent)
-    finished = _finished(final.parent)
-    place = finished.index(final)
-    # What lies behind is of a time line that a damaged checkpoint ended; what lies far before is not kept.
-    for old in [*finished[place + 1 :], *finished[: max(0, place + 1 - keep)]]:
-        shutil.rmtree(old)
-
-
-def _check_finite(weights: dict[str, Tensor], run_dir: str | Path, step: int, ranks: Ranks) -> None:
-    wrong = [name for name, weight in weights.items() if not bool(weight.isfinite().all())]
-    if ranks.sum([float(bool(wrong))])[0]:
-        raise TrainingError(
-            f"step {step}: weights of the draft are no numbers any more ({', '.join(wrong[:3]) or 'on another rank'}) "
-            f"and are not saved; {what_is_good(run_dir)}. Lower optimizer.peak_lr and start a new "
-            "run: train.run_dir=another/folder"
-        )
-
-
-def _give_up(temporary: Path, step: int, failures: str, weights: dict[str, Tensor]) -> NoReturn:
-    """Needed are the weights, twice, and master weights and moments in fp32."""
-    shutil.rmtree(temporary, ignore_errors=True)
-    folder, needed = temporary.parent, sum(weight.nbytes * 2 + weight.numel() * 12 for weight in weights.values())
-    raise TrainingError(
-        f"train.run_dir: the checkpoint of step {step} cannot be written to {folder}: it needs {needed / 1e6:,.1f} MB, "
-        f"{shutil.disk_usage(folder).free / 1e6:,.1f} MB are free ({failures}). What was saved before is untouched: "
-        f"make room, then the same command goes on from {_last(folder)}"
-    )
-
-
-def what_is_good(run_dir: str | Path) -> str:
-    """In a few words, what there is of a run that cannot go on."""
-    finished = _finished(checkpoint_folder(run_dir))
-    return f"the last checkpoint is good, {finished[-1]}" if finished else "no checkpoint was saved yet"
-
-
-def _last(folder: Path) -> str:
-    finished = _finished(folder)
-    return str(finished[-1]) if finished else "the beginning"
-
-
-def newest(
-    run_dir: str | Path, read: Collection[str] = (), passed_over: Collection[Path] = ()
-) -> tuple[Path, dict[str, Any]] | None:
-    """The newest whole checkpoint and its state.json, or None. A folder whose files are missing or have another size
-    than when they were saved is passed over, with a line that says so.
-
-    Args:
-        read: names of files that will be read, whose content must be what was saved too.
-        passed_over: folders that are known to be damaged.
-
-    Raises:
-        ValueError: there are checkpoints, but none is whole.
-    """
-    finished = _finished(checkpoint_folder(run_dir))
-    for folder in reversed(finished):
-        state = None if folder in passed_over else whole(folder, CHECKPOINT_FIELDS, read)
-        if state is not None:
-            return folder, state
-    if finished:
+def check_continues(state: dict[str, Any], config: Config, rows: ShardSet) -> None:
+    """Raises ValueError where a run with this config and these training rows would not go on as the saved one."""
+    check_same_run(saved_config(config.train.run_dir, state), config)
+    new = rows.identity()
+    old = state["extra"].get("data", new)  # a checkpoint of an earlier version does not say
+    if old != new:
         raise ValueError(
-            f"train.run_dir: every checkpoint in {run_dir} is damaged; restore one, remove the folder to start anew, "
-            "or give another"
-        )
-    return None
-
-
-def save_best(
-    config: Config, ranks: Ranks, step: int, weights: dict[str, Tensor], score: float, extra: dict[str, Any]
-) -> None:
-    """Keeps the weights after `step` steps as the run's best, in place of those kept before; all ranks call it. A kill
-    at any moment leaves the old ones or the new ones, whole.
-
-    Args:
-        weights: the draft's, as `DraftEngine.weights` gives them; the first rank's are written.
-        score: what they are the best by, more is better.
-
-    Raises:
-        TrainingError: they cannot be written; what was kept before is untouched.
-    """
-    folder = best_folder(config.train.run_dir)
-    temporary = folder / f"tmp-step_{step:06d}"
-    content = {"step": step, "score": score, "config": to_dict(config), "extra": extra}
-
-    def write() -> None:
-        _empty(temporary)
-        write_tensors(weights, temporary / WEIGHTS)
-        sizes = {WEIGHTS: (temporary / WEIGHTS).stat().st_size}
-        digests = {WEIGHTS: file_digest(temporary / WEIGHTS)}
-        (temporary / STATE).write_text(seal(content | {"files": sizes}, digests), encoding="utf-8")
-        for path in (temporary / WEIGHTS, temporary / STATE, temporary):
-            sync(path)
-        _put_best_in_place(temporary, folder / f"step_{step:06d}")
-
-    failures = ranks.failures(_attempt(write) if ranks.first else None)
-    if failures:
-        raise TrainingError(
-            f"train.run_dir: the weights of step {step}, which decode best so far, cannot be written to {folder} "
-            f"({failures}). What was saved before is untouched: make room, then the same command goes on from "
-            f"{_last(checkpoint_folder(config.train.run_dir))}"
-        )
-
-
-def _put_best_in_place(temporary: Path, final: Path) -> None:
-    if final.exists():  # the same step, measured otherwise; after a kill in between it is damaged, and measured again
-        for name in (WEIGHTS, STATE):
-            (temporary / name).rename(final / name)
-    else:
-        temporary.rename(final)
-    sync(final.parent)
-    for old in [*_finished(final.parent), *final.parent.glob("tmp-*")]:
-        if old != final:
-            shutil.rmtree(old)
-
-
-def forget_best(run_dir: str | Path) -> None:
-    """Removes what an earlier run left in the folder; called by rank 0."""
-    shutil.rmtree(best_folder(run_dir), ignore_errors=True)
-
-
-def best(run_dir: str | Path) -> tuple[Path, dict[str, Any]] | None:
-    """The folder of the weights that decoded best, and its state.json; None where there is none that is whole, with a
-    line about a damaged one."""
-    found = [(folder, whole(folder, BEST_FIELDS, [WEIGHTS])) for folder in _finished(best_folder(run_dir))]
-    # Two are there after a kill, just before the worse one was removed.
-    sound = [(folder, state) for folder, state in found if state is not None]
-    return max(sound, key=lambda one: one[1]["score"], default=None)
-
-
-def find(run_dir: str | Path, ranks: Ranks, patience_s: float = LAG_S) -> tuple[Path, dict[str, Any]] | None:
-    """`newest` as the first rank sees it, on all ranks alike; all call it. Its files are what was saved: each is read
-    once, by one of the ranks.
-
-    Raises:
-        ValueError: as `newest`; some rank does not see the files within `patience_s` seconds.
-    """
-    damaged: list[Path] = []
-    while (found := ranks.from_first(lambda: newest(run_dir, passed_over=damaged))) is not None:
-        folder, state = found
-        unseen = ranks.unseen(folder, state["files"], patience_s)
-        if unseen:
-            raise ValueError(
-                f"train.run_dir: not every rank sees {folder} ({unseen}); give a folder on a file system they share"
-            )
-        if ranks.first:
-            say_without_digests(folder, state)
-        names = sorted(state["files"], key=state["files"].__getitem__) if has_digests(state) else []
-        own = changed(folder, state, names[ranks.rank :: ranks.world_size])
-        broken = [name for of_rank in ranks.gather(own) for name in of_rank]
-        if not broken:
-            break
-        ranks.log(damage(folder, broken))
-        damaged.append(folder)
-    return found
-
-
-def load(engine: DraftEngine, folder: Path, state: dict[str, Any]) -> None:
-    """Puts weights and optimizer back as they were; all ranks call it. There may be more or fewer of them than saved
-    the checkpoint. On CPUs as many threads go on as began: how a sum is shared out shows in its last bits.
-
-    Raises:
-        ValueError, TrainingError: the checkpoint is of another number of ranks and cannot be converted.
-    """
-    saved_by, ranks, threads = state["world_size"], engine.ranks, state.get("threads")
-    if threads is not None and ranks.device.type == "cpu" and threads != torch.get_num_threads():
-        ranks.log(f"Threads of a rank: {threads}, as the run began with, not {torch.get_num_threads()}")
-        torch.set_num_threads(threads)
-    if saved_by == ranks.world_size:
-        engine.read(folder)
-        return
-    ranks.log(f"{folder} was saved by {saved_by} ranks; it is converted for {ranks.world_size}")
-    if state["step"]:  # before the first step there is nothing but what the seed gives
-        elastic.load(engine, folder, saved_by)
-    weights = engine.weights()
-    ranks.from_first(lambda: _check_equal(weights, folder))
-
-
-def _check_equal(weights: dict[str, Tensor], folder: Path) -> None:
-    saved = load_file(folder / WEIGHTS)
-    wrong = [name for name, weight in weights.items() if not torch.equal(weight, saved[name])]
-    if wrong:
-        raise TrainingError(
-            f"train.run_dir: converted for this number of ranks, {folder} gives other weights "
-            f"({', '.join(wrong[:3])}); go on with as many ranks as saved it"
-        )
-
-
-def check_same_data(state: dict[str, Any], data: dict[str, Any], config: Config) -> None:
-    """Raises ValueError where the prepared rows are not those that the saved run began with."""
-    old = state["extra"].get("data", data)  # a checkpoint of an earlier version does not say
-    if old != data:
-        raise ValueError(
-            f"data.path: {config.data.path} holds other rows ({data['rows']:,}, sha256 {data['sha256'][:12]}) than the "
+            f"data.path: {config.data.path} holds other rows ({new['rows']:,}, sha256 {new['sha256'][:12]}) than the "
             f"run in {config.train.run_dir} began with ({old['rows']:,}, sha256 {old['sha256'][:12]}); put those back, "
             "or start anew with train.run_dir=another/folder"
         )
@@ -383,24 +142,103 @@ def check_same_target(state: dict[str, Any], weights: str | None, config: Config
         )
 
 
-def saved_config(run_dir: str | Path, state: dict[str, Any]) -> Config:
-    """The config a checkpoint was saved under, at the place where its run lies now.
+def what_is_good(run_dir: str | Path) -> str:
+    """In a few words, what there is of a run that cannot go on."""
+    finished = finished_folders(checkpoint_folder(run_dir))
+    return f"the last checkpoint is good, {finished[-1]}" if finished else "no checkpoint was saved yet"
+
+
+def read_state(folder: Path, fields: Fields, read: Collection[str]) -> dict[str, Any] | None:
+    """The folder's state file; None, and a line that says so, where it is damaged, a file is missing or has another
+    size than when it was saved, or one of those in `read` another content."""
+    state = None
+    try:
+        state = unseal((folder / STATE).read_bytes(), fields)
+        broken = wrong_files(folder, state["files"])
+        if read and not broken:
+            log_without_digests(folder, state)
+            broken = changed(folder, state, read) if has_digests(state) else []
+    except ValueError as error:
+        broken = [f"{STATE} {error}"]
+    if not broken:
+        return state
+    print(damage(folder, broken), flush=True)
+    return None
+
+
+def damage(folder: Path, broken: Collection[str]) -> str:
+    """A line about a folder and what is wrong in it."""
+    return f"{folder} is damaged ({', '.join(broken)}) and is passed over"
+
+
+def has_digests(state: Mapping[str, Any]) -> bool:
+    return DIGESTS in state
+
+
+def log_without_digests(folder: Path, state: Mapping[str, Any]) -> None:
+    if not has_digests(state):
+        print(f"{folder} has no digests, an earlier version saved it: the sizes of its files alone are checked")
+
+
+def changed(folder: Path, state: Mapping[str, Any], names: Collection[str]) -> list[str]:
+    """Those of the folder's files that cannot be read, or are not as they were saved, and what is wrong with each."""
+    found = []
+    for name in names:
+        try:
+            if file_digest(folder / name) != state[DIGESTS].get(name):
+                found.append(f"{name} is not as it was saved")
+        except OSError as error:
+            found.append(f"{name} cannot be read: {error.strerror}")
+    return found
+
+
+def wrong_files(folder: Path, sizes: Mapping[str, int]) -> list[str]:
+    """Those of the named files that are missing or have another size in bytes."""
+    return [
+        name for name, size in sizes.items() if not (folder / name).is_file() or (folder / name).stat().st_size != size
+    ]
+
+
+def seal(content: Mapping[str, Any], digests: Mapping[str, str]) -> str:
+    """The text of a state file.
+
+    Args:
+        content: JSON values. digests: of the folder's other files, by name.
+    """
+    whole = {"format": FORMAT, **content, DIGESTS: dict(digests)}
+    whole[DIGESTS][STATE] = _own_digest(whole)
+    return json.dumps(whole, indent=1)
+
+
+def unseal(text: bytes, fields: Fields) -> dict[str, Any]:
+    """What `seal` or an earlier version wrote.
 
     Raises:
-        ValueError: it is none that this version can read.
+        ValueError: it is not as it was written, or lacks a field; says what is wrong in a few words.
     """
-    values = state["config"]
     try:
-        return config_from_dict(values | {"train": {**values.get("train", {}), "run_dir": str(run_dir)}})
-    except (ValueError, TypeError) as error:
-        raise ValueError(
-            f"train.run_dir: the config in {STATE} of {run_dir}'s step {state['step']} cannot be read ({error}); "
-            "remove that checkpoint, or give another folder"
-        ) from error
+        state = json.loads(text)
+    except ValueError:
+        raise ValueError("is no JSON") from None
+    if not isinstance(state, dict):
+        raise ValueError("holds no fields")
+    sealed = "format" in state or DIGESTS in state
+    for name, kind in [*fields.items(), *([(f"{DIGESTS}.{STATE}", str)] if sealed else [])]:
+        value: Any = state
+        for key in name.split(".", 1):
+            value = value.get(key, _MISSING) if isinstance(value, dict) else _MISSING
+        if value is _MISSING or not isinstance(value, kind):
+            raise ValueError(f"has no field {name}" if value is _MISSING else f"has {value!r} in its field {name}")
+    if sealed and state[DIGESTS][STATE] != _own_digest(state):
+        raise ValueError("is not as it was saved")
+    return state
 
 
-def _finished(folder: Path) -> list[Path]:
-    """Checkpoints from oldest to newest; a kill leaves only names that begin with tmp-."""
-    return sorted(
-        (path.parent for path in folder.glob(f"step_{'[0-9]' * 6}/{STATE}")), key=lambda path: int(path.name[5:])
-    )
+def _own_digest(state: Mapping[str, Any]) -> str:
+    """Of a state file's values but this one."""
+    others = {**state, DIGESTS: {name: digest for name, digest in state[DIGESTS].items() if name != STATE}}
+    # To text and back: what was written is what will be read, keys and numbers too.
+    return hashlib.sha256(json.dumps(json.loads(json.dumps(others)), sort_keys=True).encode()).hexdigest()
+
+
+_MISSING = object()

@@ -43,7 +43,7 @@ class DraftEngine:
 
     Args:
         config: the run.
-        draft: the network, its weights equal on all ranks; call the engine like it.
+        draft: the network, its weights equal on all ranks; `deepspeed` is called like it.
     """
 
     def __init__(self, config: Config, draft: nn.Module, ranks: Ranks):
@@ -66,9 +66,6 @@ class DraftEngine:
         # It copies scripts beside a checkpoint, to put sharded weights together, which `weights` does too; on a full
         # disk that would fail on the first rank alone, while the others wait.
         self.deepspeed._copy_recovery_script = lambda save_path: None
-
-    def __call__(self, *args: Any) -> Any:
-        return self.deepspeed(*args)
 
     def begin_step(self, step: int) -> float:
         """Sets and returns the step's learning rate."""

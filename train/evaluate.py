@@ -27,7 +27,7 @@ from longdraft.models.draft_folder import DRAFTS, Draft
 from longdraft.models.drafts.longspec import LongSpec
 from longdraft.models.passes import Pass
 from longdraft.models.target import Target
-from longdraft.train import checkpoint
+from longdraft.train import checkpoint, saving
 from longdraft.train.batches import Rows
 from longdraft.train.config import Config, DecodingSection
 from longdraft.train.deepspeed_engine import DraftEngine
@@ -112,7 +112,7 @@ class Evaluator:
             self._spent, self._begun = saved["spent"], self.clock() - saved["elapsed"]
         run_dir, ranks = self.config.train.run_dir, self.ranks
         if not resumed:  # what came to no checkpoint before it ended is no part of this run
-            ranks.from_first(lambda: checkpoint.forget_best(run_dir))
+            ranks.from_first(lambda: saving.forget_best(run_dir))
             return
         found = ranks.from_first(lambda: checkpoint.best(run_dir))
         if found is None:
@@ -181,7 +181,7 @@ class Evaluator:
             if self.best is None or score > self.best[0]:
                 extra = {"heldout": heldout, "decoding": as_record(measured)}
                 extra["target_weights"] = self.target.fingerprint.get("weights")
-                checkpoint.save_best(config, self.ranks, step, weights, score, extra)
+                saving.save_best(config, self.ranks, step, weights, score, extra)
                 self.best = score, step
         self._last_seconds = self.clock() - begin
         self._spent += self._last_seconds

@@ -1,11 +1,12 @@
-"""A training run from config to last checkpoint: what continues it, when it is evaluated, saved and stopped.
+"""Training from the first step to the last checkpoint: stages one after the other, and the steps of one run.
 
-Not here: what opens (setup.py), what a step computes (step.py), DeepSpeed (deepspeed_engine.py), files (checkpoint.py,
-tracking.py), several stages (stages.py).
+Not here: finding the stages in a config (stages.py), what opens before the first step (setup.py), what a step computes
+(step.py), files (checkpoint.py, tracking.py).
 """
 
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +14,74 @@ from tqdm import tqdm
 
 from longdraft.data_prep.shards import ShardSet
 from longdraft.models.target import Target
-from longdraft.train import checkpoint
+from longdraft.train import checkpoint, saving
 from longdraft.train.config import Config, accumulation, resolved
+from longdraft.train.export import export
 from longdraft.train.operations import operations
 from longdraft.train.plots import draw_decoding
 from longdraft.train.ranks import Ranks, failures_named
-from longdraft.train.setup import Run, describe, open_run
-from longdraft.train.step import hear, measure, train_step, where_time_goes
+from longdraft.train.setup import Run, describe, open_run, open_target
+from longdraft.train.stages import Stage
+from longdraft.train.step import StepResult, await_agreement, measure, train_step, where_time_goes
 from longdraft.train.tracking import Tracker, read_metrics
-from longdraft.train.validation import evaluate
+from longdraft.train.validation import validate
+
+
+def train_stages(stages: Sequence[Stage], ranks: Ranks, stop: Sequence[int] = ()) -> None:
+    """Trains the stages that are not done yet, until all are or something is in `stop` (train/stop.py) on any rank;
+    all ranks call it.
+
+    Raises:
+        ValueError: a config does not fit the ranks, the data, the target or the run already in its folder.
+        TrainingError: training cannot go on.
+    """
+    for stage in stages:
+        wanted, found = stage.config.train.device, ranks.device.type
+        if wanted not in ("auto", found):
+            raise ValueError(
+                f"train.device: {wanted} in stage {stage.name}, but all stages run on one: {found} here; "
+                "set it beside the stages"
+            )
+    target: Target | None = None
+    loaded: Any = None
+    for number, stage in enumerate(stages, start=1):
+        config = stage.config
+        if stage.name is not None and ranks.first:
+            ranks.log(f"Stage {stage.name}, {number} of {len(stages)}: {_overview(stages)}")
+        if stage.name is not None and ranks.from_first(partial(_is_done, stage)):
+            continue
+        if loaded != (config.target, config.train.precision):
+            target = None  # before the next one comes
+            target, loaded = open_target(config, ranks), (config.target, config.train.precision)
+        if not train(config, ranks, target, stop, stage.name):
+            return
+        if stage.name is not None:
+            if ranks.first:  # a sharded target's passes take all ranks: exporting loads one of its own
+                export(config.train.run_dir, target=target if config.target.zero_stage == 0 else None)
+            ranks.barrier()
+
+
+def _is_done(stage: Stage) -> bool:
+    """Whether the stage is exported; raises ValueError where it was with other settings or rows than the config's. Rows
+    that are no longer there are no longer needed."""
+    if not stage.is_exported:
+        return False
+    config, found = stage.config, checkpoint.newest(stage.config.train.run_dir)
+    folder = Path(config.data.path) / "train"
+    if found is not None and folder.is_dir():
+        rows = ShardSet(folder)
+        checkpoint.check_continues(found[1], resolved(config, len(rows)), rows)
+    return True
+
+
+def _overview(stages: Sequence[Stage]) -> str:
+    """How far each stage is, in one line."""
+    states = []
+    for stage in stages:
+        found = None if stage.is_exported else checkpoint.newest(stage.config.train.run_dir)
+        where = f"at step {found[1]['step']}" if found else "done" if stage.is_exported else "to come"
+        states.append(f"{stage.name} {where}")
+    return ", ".join(states)
 
 
 def train(
@@ -31,7 +91,7 @@ def train(
 
     Args:
         target: saves loading the run's own.
-        stage: its name, where the run is one of a curriculum.
+        stage: its name, where the run is one of several stages.
 
     Returns: whether the steps are done.
 
@@ -40,94 +100,103 @@ def train(
         TrainingError: training cannot go on.
     """
     accumulation(config, ranks.world_size)
-    config = resolved(config, len(ShardSet(Path(config.data.path) / "train")))
-    with failures_named(ranks), checkpoint.locked(config.train.run_dir, ranks):
-        return _train(config, ranks, target, stop, stage)
+    rows = ShardSet(Path(config.data.path) / "train")
+    config = resolved(config, len(rows))
+    n_steps = config.train.n_steps
+    with failures_named(ranks), saving.locked(config.train.run_dir, ranks):
+        found = saving.find(config.train.run_dir, ranks)
+        if found is not None:
+            checkpoint.check_continues(found[1], config, rows)
+            if found[1]["step"] >= n_steps:
+                ranks.log(f"Training is done already: {n_steps} steps, checkpoint in {found[0]}")
+                return True
+        run = _open(config, ranks, target, found, stop)
+        progress = _Progress(run, stage)
+        saved = found[0] if found else None
+        while run.step < n_steps and (result := train_step(run, stop)) is not None:
+            run.step += 1
+            saved = _after_step(run, result, progress, stop)
+        progress.bar.close()
+        if progress.recent:
+            r = operations(run.config, run.teacher.model.config).r
+            ranks.log(where_time_goes(progress.recent, r))
+        saved = saved or _save(run)  # before W&B, which may wait for its network
+        if progress.tracker:
+            progress.tracker.close()
+        run.engine.close()
+    if run.step < n_steps:
+        ranks.log(f"Stopped after {run.step} of {n_steps} steps; the same command goes on from {saved}")
+    else:
+        ranks.log(f"Trained: {n_steps} steps, checkpoint in {saved}; next: longdraft export {config.train.run_dir}")
+    return run.step == n_steps
 
 
-def _train(config: Config, ranks: Ranks, target: Target | None, stop: Sequence[int], stage: str | None) -> bool:
-    found = checkpoint.find(config.train.run_dir, ranks)
+def _open(
+    config: Config, ranks: Ranks, target: Target | None, found: checkpoint.Found | None, stop: Sequence[int]
+) -> Run:
+    """The run before its next step: as new, or as its checkpoint left it."""
+    run = open_run(config, ranks, target)
     if found is not None:
-        checkpoint.check_same_run(checkpoint.saved_config(config.train.run_dir, found[1]), config)
-        checkpoint.check_same_data(found[1], ShardSet(Path(config.data.path) / "train").identity(), config)
-    if found is not None and found[1]["step"] >= config.train.n_steps:
-        ranks.log(f"Training is done already: {config.train.n_steps} steps, checkpoint in {found[0]}")
-        return True
-    opened = open_run(config, ranks, target)
-    if found is not None:
-        checkpoint.check_same_target(found[1], opened.target_weights, config)
+        checkpoint.check_same_target(found[1], run.target_weights, config)
     ranks.barrier()  # all have looked before rank 0 writes
     if ranks.first:
-        checkpoint.begin_run(config)
+        saving.begin_run(config)
+    extra: dict[str, Any] = {}
     if found is not None:
-        checkpoint.load(opened.engine, *found)
+        saving.load(run.engine, *found)
         extra = found[1]["extra"]
-        opened.step, opened.skipped = found[1]["step"], extra["skipped"]
-        opened.heldout, opened.wandb_id = extra["heldout"], extra["wandb_id"]
-    ranks.log(describe(opened))
-    if opened.decoding is not None:
-        opened.decoding.begin(found[1]["extra"].get("decoding") if found else None, found is not None, stop)
-    saved = _steps(opened, stop, saved=found[0] if found else None, stage=stage)
-    opened.engine.close()
-    steps = config.train.n_steps
-    if opened.step < steps:
-        ranks.log(f"Stopped after {opened.step} of {steps} steps; the same command goes on from {saved}")
-    else:
-        ranks.log(f"Trained: {steps} steps, checkpoint in {saved}; next: longdraft export {config.train.run_dir}")
-    return opened.step == steps
+        run.step, run.skipped = found[1]["step"], extra["skipped"]
+        run.heldout, run.wandb_id = extra["heldout"], extra["wandb_id"]
+    ranks.log(describe(run))
+    if run.decoding is not None:
+        run.decoding.begin(extra.get("decoding"), found is not None, stop)
+    return run
 
 
-def _steps(run: Run, stop: Sequence[int], saved: Path | None, stage: str | None) -> Path:
-    """The steps from run.step on, of which `saved` is the checkpoint; returns the last checkpoint."""
-    train, ranks = run.config.train, run.ranks
-    tracker = Tracker(run.config, run.method.part_names, run.step, run.wandb_id, stage) if ranks.first else None
-    run.wandb_id = tracker.wandb_id if tracker else None
-    bar = tqdm(
-        total=train.n_steps, initial=run.step, desc="train", unit="step", disable=not ranks.first, mininterval=0.5
-    )
-    recent: deque[dict[str, Any]] = deque(maxlen=200)
-    while run.step < train.n_steps:
-        result = train_step(run, stop)
-        if result is None:
-            break
-        saved = None
-        run.step += 1
-        last = run.step == train.n_steps
-        if last or run.step % run.config.log.every == 0:
-            record = measure(run, result)
-            recent.append(record)
-            if tracker:
-                tracker.write(record)
-                bar.set_postfix(loss=f"{record['loss']:.3f}", tokens_s=f"{record['tokens_per_s']:.0f}", refresh=False)
-        probed = last or run.step % run.config.heldout.every == 0
-        if probed or (run.decoding is not None and run.step % run.config.decoding.every == 0):
-            hear(run)  # before what is written of these weights; who wishes to stop is told again
-        if probed:
-            run.heldout = evaluate(run.config, run.method, run.engine, run.teacher, run.heldout_rows)
-            if tracker:
-                tracker.write({"step": run.step} | {f"heldout_{key}": value for key, value in run.heldout.items()})
-        if run.decoding is not None:
-            decoded = run.decoding.after_step(run.engine, run.step, run.heldout if probed else {}, stop)
-            if tracker and decoded is not None:
-                tracker.write({"step": run.step} | decoded.record, decoded.tables)
-                if decoded.tables:
-                    draw_decoding(train.run_dir, read_metrics(train.run_dir))
-        if last or run.step % train.save_every == 0:
-            saved = _save(run)
-        bar.update()
-    bar.close()
-    if recent:
-        ranks.log(where_time_goes(recent, operations(run.config, run.teacher.model.config).r))
-    saved = saved or _save(run)  # before W&B, which may wait for its network
-    if tracker:
-        tracker.close()
+class _Progress:
+    """What is shown and kept of the steps: the bar, the records of the last ones, and on the first rank a tracker."""
+
+    def __init__(self, run: Run, stage: str | None):
+        first, n_steps = run.ranks.first, run.config.train.n_steps
+        self.tracker = Tracker(run.config, run.method.part_names, run.step, run.wandb_id, stage) if first else None
+        run.wandb_id = self.tracker.wandb_id if self.tracker else None
+        self.bar = tqdm(total=n_steps, initial=run.step, desc="train", unit="step", disable=not first, mininterval=0.5)
+        self.recent: deque[dict[str, Any]] = deque(maxlen=200)
+
+
+def _after_step(run: Run, result: StepResult, progress: _Progress, stop: Sequence[int]) -> Path | None:
+    """Logs, validates, decodes and saves what is due after a step; returns the checkpoint, if one was saved."""
+    config, tracker, step = run.config, progress.tracker, run.step
+    last = step == config.train.n_steps
+    if last or step % config.log.every == 0:
+        record = measure(run, result)
+        progress.recent.append(record)
+        if tracker:
+            tracker.write(record)
+            shown = {"loss": f"{record['loss']:.3f}", "tokens_s": f"{record['tokens_per_s']:.0f}"}
+            progress.bar.set_postfix(shown, refresh=False)
+    validates = last or step % config.heldout.every == 0
+    if validates or (run.decoding is not None and step % config.decoding.every == 0):
+        await_agreement(run)  # before what is written of these weights; who wishes to stop is asked again
+    if validates:
+        run.heldout = validate(config, run.method, run.engine, run.teacher, run.heldout_rows)
+        if tracker:
+            tracker.write({"step": step} | {f"heldout_{key}": value for key, value in run.heldout.items()})
+    if run.decoding is not None:
+        decoded = run.decoding.after_step(run.engine, step, run.heldout if validates else {}, stop)
+        if tracker and decoded is not None:
+            tracker.write({"step": step} | decoded.record, decoded.tables)
+            if decoded.tables:
+                draw_decoding(config.train.run_dir, read_metrics(config.train.run_dir))
+    saved = _save(run) if last or step % config.train.save_every == 0 else None
+    progress.bar.update()
     return saved
 
 
 def _save(run: Run) -> Path:
-    train = run.config.train
-    hear(run)
+    await_agreement(run)
     extra = {"heldout": run.heldout, "wandb_id": run.wandb_id, "skipped": run.skipped, "data": run.rows.identity()}
     extra["target_weights"] = run.target_weights
     extra["decoding"] = None if run.decoding is None else run.decoding.saved()
-    return checkpoint.save(run.engine, train.run_dir, run.step, extra, keep=train.keep_checkpoints)
+    train = run.config.train
+    return saving.save(run.engine, train.run_dir, run.step, extra, keep=train.keep_checkpoints)

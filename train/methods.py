@@ -31,7 +31,7 @@ QUERY_BLOCK = 128
 Span = tuple[int, int]  # start and stop
 
 
-class Work(NamedTuple):
+class MicroBatch(NamedTuple):
     """One pass, on the CPU or, after `to`, where it runs. `positions` int64 [N], None for plain ones; `first`: the
     token that row 0 of the draft's states belongs to; `queries`: what LongSpec's block runs for."""
 
@@ -46,7 +46,7 @@ class Work(NamedTuple):
         """Of each part."""
         return [len(part.labels) for part in self.parts]
 
-    def to(self, device: torch.device) -> "Work":
+    def to(self, device: torch.device) -> "MicroBatch":
         def move(tensor: Tensor) -> Tensor:
             return from_host(tensor, device)
 
@@ -60,7 +60,7 @@ class Work(NamedTuple):
         parts = [Part(*map(move, part)) for part in self.parts]
         return self._replace(batch=batch, positions=positions, parts=parts, queries=queries)
 
-    def without_labels(self) -> "Work":
+    def without_labels(self) -> "MicroBatch":
         """The same pass with nothing to learn: its loss and gradient are zero."""
         return self._replace(parts=[Part(part.rows[:0], part.labels[:0]) for part in self.parts])
 
@@ -79,32 +79,30 @@ class Method(ABC):
     def __init__(self, config: Config):
         self.data, self.seed = config.data, config.train.seed
 
-    def read(self, batch: Batch, span: Span | None = None) -> Work:
-        """A training pass over these rows; `span`: the tokens that are this rank's, of rows that ranks share."""
-        return self._read(batch, self.data.query_share, span)
+    @abstractmethod
+    def micro_batch(self, batch: Batch, span: Span | None = None, all_queries: bool = False) -> MicroBatch:
+        """A pass over these rows; `span`: the tokens that are this rank's, of rows that ranks share. The draft runs for
+        `data.query_share` of the tokens, or for all."""
 
     @abstractmethod
-    def probes(self, batch: Batch, span: Span | None = None) -> list[Work]:
+    def eval_batches(self, batch: Batch, span: Span | None = None) -> list[MicroBatch]:
         """The passes over held-out rows whose losses together are the evaluation: plain positions, all labels."""
 
     @abstractmethod
-    def shares(self, n_labels: Sequence[float]) -> list[float]:
+    def loss_weights(self, n_labels: Sequence[float]) -> list[float]:
         """What each part's summed loss counts in the step's loss, given the step's labels by part."""
 
     @abstractmethod
-    def arguments(self, work: Work, seen: TargetOutput, teacher: Teacher) -> tuple[Any, ...]:
+    def arguments(self, micro_batch: MicroBatch, output: TargetOutput, teacher: Teacher) -> tuple[Any, ...]:
         """Of the network's forward, up to `lm_head_VD`."""
 
     @abstractmethod
-    def chosen_after(self, work: Work, part: int) -> Tensor:
+    def chosen_after(self, micro_batch: MicroBatch, part: int) -> Tensor:
         """The positions in N after which the target's own choice is what each label of a part stands for."""
 
     def as_labels(self, tokens_R: Tensor) -> Tensor:
         """Token ids as the labels that stand for them, int64 [R]; -1 where the draft has none."""
         return tokens_R
-
-    @abstractmethod
-    def _read(self, batch: Batch, share: float, span: Span | None) -> Work: ...
 
     def _positions(self, batch: Batch) -> Tensor | None:
         """Anchor-Offset Indices (LongSpec, 3.2): the first `sinks` tokens of a piece stay, the rest move on by a random
@@ -119,15 +117,17 @@ class Method(ABC):
             parts.append(positions)
         return torch.cat(parts)
 
-    def _ranges(self, batch: Batch, share: float, span: Span | None) -> list[Span] | None:
-        """`share` of each piece's blocks, at least one, as far as they lie in the span, in order; None for all."""
-        if share >= 1 and span is None:
+    def _ranges(self, batch: Batch, span: Span | None, all_queries: bool) -> list[Span] | None:
+        """Which tokens the draft runs for: `data.query_share` of each piece's blocks, at least one, as far as they lie
+        in the span, in order; None for all."""
+        fraction = 1.0 if all_queries else self.data.query_share
+        if fraction >= 1 and span is None:
             return None
         ranges: list[Span] = []
         for start, stop, key in zip(batch.borders[:-1], batch.borders[1:], batch.keys, strict=True):
             n_blocks = -(-(stop - start) // QUERY_BLOCK)
             noise = draws(self.seed, key, 2 + n_blocks)[2:]
-            taken = sorted(range(n_blocks), key=noise.__getitem__)[: max(1, round(share * n_blocks))]
+            taken = sorted(range(n_blocks), key=noise.__getitem__)[: max(1, round(fraction * n_blocks))]
             for i in sorted(taken):
                 begin, end = start + i * QUERY_BLOCK, min(start + (i + 1) * QUERY_BLOCK, stop)
                 if span is not None:
@@ -148,27 +148,27 @@ class HeadsMethod(Method):
         (self._field,) = draft.needs
         self.part_names = [f"head{i + 1}" for i in range(draft.config.n_heads)]
 
-    def probes(self, batch: Batch, span: Span | None = None) -> list[Work]:
-        return [self._read(batch, 1.0, span)._replace(positions=None)]
+    def eval_batches(self, batch: Batch, span: Span | None = None) -> list[MicroBatch]:
+        return [self.micro_batch(batch, span, all_queries=True)._replace(positions=None)]
 
-    def shares(self, n_labels: Sequence[float]) -> list[float]:
+    def loss_weights(self, n_labels: Sequence[float]) -> list[float]:
         return [1 / max(n, 1) for n in n_labels]
 
-    def arguments(self, work: Work, seen: TargetOutput, teacher: Teacher) -> tuple[Any, ...]:
-        return getattr(seen, self._field), work.parts
+    def arguments(self, micro_batch: MicroBatch, output: TargetOutput, teacher: Teacher) -> tuple[Any, ...]:
+        return getattr(output, self._field), micro_batch.parts
 
-    def chosen_after(self, work: Work, part: int) -> Tensor:
-        return work.parts[part].rows + work.first + part + 1
+    def chosen_after(self, micro_batch: MicroBatch, part: int) -> Tensor:
+        return micro_batch.parts[part].rows + micro_batch.first + part + 1
 
-    def _read(self, batch: Batch, share: float, span: Span | None) -> Work:
-        ranges, parts, first = self._ranges(batch, share, span), [], 0 if span is None else span[0]
+    def micro_batch(self, batch: Batch, span: Span | None = None, all_queries: bool = False) -> MicroBatch:
+        ranges, parts, first = self._ranges(batch, span, all_queries), [], 0 if span is None else span[0]
         for i in range(len(self.part_names)):
             part = ahead(batch.tokens, batch.supervised, batch.borders, i + 2)
             if ranges is not None:
                 kept = _inside(ranges, len(batch.tokens))[part.rows]
                 part = Part(part.rows[kept] - first, part.labels[kept])
             parts.append(part)
-        return Work(batch, self._positions(batch), parts, first)
+        return MicroBatch(batch, self._positions(batch), parts, first)
 
 
 class LongSpecMethod(Method):
@@ -186,31 +186,34 @@ class LongSpecMethod(Method):
             self._draft_ids = torch.full((draft.config.vocab_size,), -1)
             self._draft_ids[draft.token_ids.cpu()] = torch.arange(len(draft.token_ids))
 
-    def probes(self, batch: Batch, span: Span | None = None) -> list[Work]:
+    def eval_batches(self, batch: Batch, span: Span | None = None) -> list[MicroBatch]:
         """One for each shift."""
-        n_pieces, ranges = len(batch.keys), self._ranges(batch, 1.0, span)
-        works = [self._work(batch, [shift + 1] * n_pieces, ranges) for shift in range(len(self.part_names))]
-        return [work._replace(positions=plain_positions(batch.borders)) for work in works]
+        n_pieces, ranges = len(batch.keys), self._ranges(batch, span, all_queries=True)
+        micro_batches = [self._shifted(batch, [shift + 1] * n_pieces, ranges) for shift in range(len(self.part_names))]
+        return [micro_batch._replace(positions=plain_positions(batch.borders)) for micro_batch in micro_batches]
 
-    def shares(self, n_labels: Sequence[float]) -> list[float]:
+    def loss_weights(self, n_labels: Sequence[float]) -> list[float]:
         return [1 / max(sum(n_labels), 1)] * len(n_labels)
 
-    def arguments(self, work: Work, seen: TargetOutput, teacher: Teacher) -> tuple[Any, ...]:
-        assert seen.last_kv is not None
-        return teacher.embed(work.batch.tokens), work.positions, *seen.last_kv, work.queries, work.parts
+    def arguments(self, micro_batch: MicroBatch, output: TargetOutput, teacher: Teacher) -> tuple[Any, ...]:
+        assert output.last_kv is not None
+        embeddings_ND = teacher.embed(micro_batch.batch.tokens)
+        return embeddings_ND, micro_batch.positions, *output.last_kv, micro_batch.queries, micro_batch.parts
 
-    def chosen_after(self, work: Work, part: int) -> Tensor:
-        rows = work.parts[part].rows
-        return rows if work.queries is None or work.queries.rows is None else work.queries.rows[rows]
+    def chosen_after(self, micro_batch: MicroBatch, part: int) -> Tensor:
+        rows = micro_batch.parts[part].rows
+        return (
+            rows if micro_batch.queries is None or micro_batch.queries.rows is None else micro_batch.queries.rows[rows]
+        )
 
     def as_labels(self, tokens_R: Tensor) -> Tensor:
         return tokens_R if self._draft_ids is None else from_host(self._draft_ids, tokens_R.device)[tokens_R]
 
-    def _read(self, batch: Batch, share: float, span: Span | None) -> Work:
+    def micro_batch(self, batch: Batch, span: Span | None = None, all_queries: bool = False) -> MicroBatch:
         shifts = [1 + draws(self.seed, key, 1)[0] % len(self.part_names) for key in batch.keys]
-        return self._work(batch, shifts, self._ranges(batch, share, span))
+        return self._shifted(batch, shifts, self._ranges(batch, span, all_queries))
 
-    def _work(self, batch: Batch, shifts: list[int], ranges: list[Span] | None) -> Work:
+    def _shifted(self, batch: Batch, shifts: list[int], ranges: list[Span] | None) -> MicroBatch:
         queries = plan_queries(batch.borders, shifts, self._window, ranges)
         rows, labels = ahead(batch.tokens, batch.supervised, batch.borders, 1)
         labels = self.as_labels(labels)
@@ -226,7 +229,7 @@ class LongSpecMethod(Method):
         positions = self._positions(batch)
         if positions is None:  # the block reads them too
             positions = plain_positions(batch.borders)
-        return Work(batch, positions, parts, queries=queries)
+        return MicroBatch(batch, positions, parts, queries=queries)
 
 
 def open_method(config: Config, target: Decoder, token_ids_E: Tensor | None = None) -> Method:

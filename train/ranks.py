@@ -6,7 +6,6 @@ interface each. gloo takes the one that the machine's own name stands for, which
 Not here: DeepSpeed's engine (deepspeed_engine.py), how the processes are started (launcher.py).
 """
 
-import importlib
 import logging
 import os
 import socket
@@ -14,7 +13,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from ipaddress import ip_address
@@ -29,6 +28,7 @@ from tqdm import tqdm
 
 from longdraft.models.device import start
 from longdraft.models.files import DISK_FULL
+from longdraft.train.checkpoint import wrong_files
 from longdraft.train.launcher import free_port
 
 if not torch.cuda.is_available():
@@ -161,10 +161,11 @@ def join_ranks() -> Ranks:
         with _own_failure_said(local_rank):
             start(torch.device("cuda", local_rank), "train.device")
         torch.cuda.set_device(local_rank)
-    _import_without_compiler("deepspeed.runtime.zero.muon.muon_optimizer")
-    # None of DeepSpeed's compiled operations is used. On a CPU it would compile a shared-memory all-reduce for a minute
-    # at the first launch (for its inference engine); on a GPU without a CUDA toolkit, looking which of them could be
-    # compiled prints what is missing, in every rank.
+    # DeepSpeed wraps functions of its Muon for PyTorch's compiler, which takes two seconds to import; no rank uses it.
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    # No setting turns these off. None of DeepSpeed's compiled operations is used. On a CPU it would compile a
+    # shared-memory all-reduce for a minute at the first launch (for its inference engine); on a GPU without a CUDA
+    # toolkit, finding out which of them could be compiled prints what is missing, in every rank.
     deepspeed.ops.__dict__["__compatible_ops__"] = {"deepspeed_shm_comm": False}
     check_own_name(int(os.environ["WORLD_SIZE"]), local_size)
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
@@ -193,24 +194,6 @@ def _own_failure_said(local_rank: int) -> Iterator[None]:
         if local_rank:
             log(f"rank {os.environ['RANK']} on {socket.gethostname()}: {error}")
         raise
-
-
-def _import_without_compiler(name: str) -> None:
-    """DeepSpeed asks of each optimizer whether it is its Muon, the import of which decorates functions by
-    `torch.compile`: seconds for PyTorch's whole compiler, in every process, for what never runs here."""
-    compiler, torch.compile = torch.compile, lambda function: function
-    try:
-        with suppress(ImportError):  # another version of DeepSpeed may not have it
-            importlib.import_module(name)
-    finally:
-        torch.compile = compiler
-
-
-def wrong_files(folder: Path, sizes: Mapping[str, int]) -> list[str]:
-    """Those of the named files that are missing or have another size in bytes."""
-    return [
-        name for name, size in sizes.items() if not (folder / name).is_file() or (folder / name).stat().st_size != size
-    ]
 
 
 def log(line: str) -> None:

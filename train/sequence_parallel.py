@@ -54,18 +54,18 @@ class SequenceParallel:
         check_heads(config, self.size)
         self._attention = DistributedAttention(_attend, group, scatter_idx=2, gather_idx=1)  # pyright: ignore[reportArgumentType]
 
-    def share(self, n_tokens: int) -> tuple[int, int]:
+    def own_span(self, n_tokens: int) -> tuple[int, int]:
         """Where this rank's tokens of a row start and stop; the last ranks may have fewer, or none."""
         width = -(-n_tokens // self.size)
         return min(self.rank * width, n_tokens), min((self.rank + 1) * width, n_tokens)
 
     @torch.no_grad()
-    def look(self, model: Decoder, given: Pass) -> TargetOutput:
+    def forward(self, model: Decoder, given: Pass) -> TargetOutput:
         """The target's pass over a whole packed sequence, which every rank gives alike.
 
         Args:
             given: with borders and without a cache; needs last_kv, pre_norm, post_norm, logits.
-        Returns: last_kv of all N tokens, on every rank; the others of this rank's tokens, those of `share(N)`:
+        Returns: last_kv of all N tokens, on every rank; the others of this rank's tokens, those of `own_span(N)`:
             [1, n, ...].
         """
         tokens_1N, borders, positions_1N = given.tokens_BT, given.borders, given.positions_BT
@@ -79,7 +79,7 @@ class SequenceParallel:
             positions_1N = None if positions_1N is None else F.pad(positions_1N, (0, lacking))
         share = _Share(slice(self.rank * width, (self.rank + 1) * width), self._attention)
         output = model(replace(given, tokens_BT=tokens_1N, borders=borders, positions_BT=positions_1N, shard=share))
-        start, stop = self.share(n_tokens)
+        start, stop = self.own_span(n_tokens)
         for name in ("pre_norm", "post_norm", "logits"):
             field = getattr(output, name)
             setattr(output, name, None if field is None else field[:, : stop - start])

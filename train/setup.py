@@ -24,7 +24,7 @@ from longdraft.train.config import Config, LongSpecSection, check_positions
 from longdraft.train.deepspeed_engine import DraftEngine
 from longdraft.train.evaluate import Evaluator
 from longdraft.train.memory import estimate
-from longdraft.train.methods import Method, Work, open_method
+from longdraft.train.methods import Method, MicroBatch, open_method
 from longdraft.train.ranks import Ranks
 from longdraft.train.sequence_parallel import SequenceParallel, check_heads, sequence_group
 from longdraft.train.sharding import load_sharded_target, whole_layers
@@ -37,22 +37,26 @@ TOLD_ABOVE = 10**9
 
 
 @dataclass
-class Ahead:
-    """A step before it begins: the `rows` of all ranks, this rank's passes, and how many labels of each part all ranks
-    have, a sum that is under way."""
+class StepRows:
+    """The rows of one step, read before it begins: `of_all` are those of all ranks; `places` and `micro_batches` are
+    this rank's passes; `n_labels` waits for the sum over the ranks of the labels of each part, and gives it."""
 
-    rows: list[Place]
+    of_all: list[Place]
     places: list[list[Place]]
-    works: list[Work]
+    micro_batches: list[MicroBatch]
     n_labels: Callable[[], list[float]]
 
 
 @dataclass
 class Run:
-    """Everything open during training; `step` counts the steps done, `skipped` what was left out for a loss (a pass) or
-    a gradient (a step) that was no number; `told` is what the ranks say of the last step while they say it, `ahead` the
-    next step where it is read already (step.py); `heldout` is the latest evaluation; `decoding` is there where the
-    config asks for it; `target_weights` is the hash of the target's (models/fingerprint.py)."""
+    """All that is open during training.
+
+    `step` counts the steps done, `skipped` the passes and steps that were left out because their loss or gradient was
+    no number. `heldout` is the latest validation. `target_weights` is the hash of the target's weights
+    (models/fingerprint.py). `decoding` is there where the config asks for it.
+    Between two steps: `agreement` waits for what the ranks agree on after a step and gives it, [passes left out, wishes
+    to stop]; `next_rows` are the next step's, read while the device still worked (step.py).
+    """
 
     config: Config
     ranks: Ranks
@@ -65,8 +69,8 @@ class Run:
     decoding: Evaluator | None = None
     step: int = 0
     skipped: int = 0
-    told: Callable[[], list[float]] | None = None
-    ahead: Ahead | None = None
+    agreement: Callable[[], list[float]] | None = None
+    next_rows: StepRows | None = None
     heldout: dict[str, Any] = field(default_factory=dict)
     wandb_id: str | None = None
 

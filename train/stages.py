@@ -1,29 +1,21 @@
-"""Stages of training, one after the other: LongSpec's short, long and instruction data (Appendix E).
+"""The stages that a YAML file lists: LongSpec's short, long and instruction data (Appendix E).
 
 A YAML file may list stages: `stages: {short: {data: {...}, train: {...}}, long: {...}}`. Each is the file's own
 sections with the stage's laid over them, trains in a folder of its own (run_dir/1-short), ends in an exported draft,
-and begins with the weights of the stage before it. A file without stages is a run of its own. Not here: what a stage
-does (loop.py), the sections (config.py).
+and begins with the weights of the stage before it. A file without stages is a run of its own. Not here: training them
+(loop.py), the sections (config.py).
 """
 
 import difflib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 
-from longdraft.data_prep.shards import ShardSet
-from longdraft.models.target import Target
-from longdraft.train import checkpoint
-from longdraft.train.config import EITHER, Config, config_from_dict, resolved
-from longdraft.train.export import export
-from longdraft.train.loop import train
-from longdraft.train.ranks import Ranks, join_ranks, leave_ranks
-from longdraft.train.setup import open_target
+from longdraft.train.config import EITHER, Config, config_from_dict
 from longdraft.train.typed import check_either, lay_over, read_overrides, read_yaml, resolve
 
 STAGE_NAME = re.compile(r"[\w-]{1,64}")
@@ -40,6 +32,10 @@ class Stage:
     def draft(self) -> Path:
         """Where the stage's exported draft lies."""
         return Path(self.config.train.run_dir) / "draft"
+
+    @property
+    def is_exported(self) -> bool:
+        return (self.draft / "config.json").is_file()  # written last
 
 
 def load_stages(
@@ -128,73 +124,3 @@ def _config(layers: Sequence[dict[str, Any]]) -> Config:
     for layer in layers:
         raw = lay_over(raw, layer, EITHER)
     return config_from_dict(resolve(raw))
-
-
-def run(stages: Sequence[Stage], stop: Sequence[int] = ()) -> None:
-    """Trains the stages that are not done yet, until all are or something is in `stop` (train/stop.py) on any rank;
-    every rank of the launcher calls it.
-
-    Raises:
-        ValueError: a config does not fit the ranks, the data, the target or the run already in its folder.
-        TrainingError: training cannot go on.
-    """
-    ranks = join_ranks()
-    for stage in stages:
-        wanted, found = stage.config.train.device, ranks.device.type
-        if wanted not in ("auto", found):
-            raise ValueError(
-                f"train.device: {wanted} in stage {stage.name}, but all stages run on one: {found} here; "
-                "set it beside the stages"
-            )
-    train_stages(stages, ranks, stop)
-    leave_ranks(ranks)
-
-
-def train_stages(stages: Sequence[Stage], ranks: Ranks, stop: Sequence[int] = ()) -> None:
-    """`run` between joining and leaving the ranks."""
-    target: Target | None = None
-    loaded: Any = None
-    for i, stage in enumerate(stages):
-        if stage.name is not None and ranks.first:
-            print(f"Stage {stage.name}, {i + 1} of {len(stages)}: {_overview(stages)}", flush=True)
-        config = stage.config
-        if stage.name is not None and ranks.from_first(partial(_is_done, stage)):
-            continue
-        if loaded != (config.target, config.train.precision):
-            target = None  # before the next one comes
-            target, loaded = open_target(config, ranks), (config.target, config.train.precision)
-        finished = train(config, ranks, target, stop, stage.name)
-        if not finished:
-            return
-        if stage.name is not None:
-            if ranks.first:  # a sharded target's passes take all ranks: exporting loads one of its own
-                export(config.train.run_dir, target=target if config.target.zero_stage == 0 else None)
-            ranks.barrier()
-
-
-def _is_exported(stage: Stage) -> bool:
-    """config.json is written last."""
-    return (stage.draft / "config.json").is_file()
-
-
-def _is_done(stage: Stage) -> bool:
-    """Whether the stage is exported; raises ValueError where it was with other settings or rows than the config's. Rows
-    that are no longer there are no longer needed."""
-    if not _is_exported(stage):
-        return False
-    config, found = stage.config, checkpoint.newest(stage.config.train.run_dir)
-    folder = Path(config.data.path) / "train"
-    if found is not None and folder.is_dir():
-        rows = ShardSet(folder)
-        checkpoint.check_same_run(checkpoint.saved_config(config.train.run_dir, found[1]), resolved(config, len(rows)))
-        checkpoint.check_same_data(found[1], rows.identity(), config)
-    return True
-
-
-def _overview(stages: Sequence[Stage]) -> str:
-    words = []
-    for stage in stages:
-        found = None if _is_exported(stage) else checkpoint.newest(stage.config.train.run_dir)
-        where = f"at step {found[1]['step']}" if found else "done" if _is_exported(stage) else "to come"
-        words.append(f"{stage.name} {where}")
-    return ", ".join(words)

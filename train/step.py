@@ -4,7 +4,7 @@ A step's loss counts all labels of its rows alike, whichever rank and pass hold 
 weigh). Not here: how many steps, evaluation and saving (loop.py), the network and its loss (models/drafts/).
 
 The host runs ahead of a GPU. In a step that is neither logged nor saved it waits for what DeepSpeed waits for where the
-weights move, and for nothing else: whether a pass is left out is decided on the device and heard while the next pass
+weights move, and for nothing else: whether a pass is left out is decided on the device and read while the next pass
 runs, a wish to stop one pass later, and both before anything is logged or saved. What training gives is the same as if
 the host had waited; a message comes a pass later, and the error of too many up to a step.
 Shapes: P parts of the loss, K ranks counted.
@@ -12,7 +12,7 @@ Shapes: P parts of the loss, K ranks counted.
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
@@ -24,9 +24,9 @@ from longdraft.kernels.transfer import HostCopy, from_host
 from longdraft.models.drafts.loss import RANKS, DraftLoss
 from longdraft.train import checkpoint
 from longdraft.train.batches import Place, rank_rows, read_batch, step_rows
-from longdraft.train.methods import Work
+from longdraft.train.methods import MicroBatch
 from longdraft.train.ranks import TrainingError, log
-from longdraft.train.setup import Ahead, Run
+from longdraft.train.setup import Run, StepRows
 
 # Of a step's time: the target's passes; the draft's, with LM head and loss; the draft's backward passes and the update.
 PARTS = ("target", "draft", "backward")
@@ -34,8 +34,8 @@ PARTS = ("target", "draft", "backward")
 
 @dataclass
 class StepResult:
-    """One rank's share of a step, on its device: sums [P] over the labels `n_labels` [P] of all ranks. `parts`: seconds
-    of each of PARTS, where the step is logged."""
+    """What one rank has of a step, on its device: sums [P] over the labels; `n_labels` [P] counts those of all ranks.
+    `parts`: seconds of each of PARTS, where the step is logged."""
 
     loss: DraftLoss
     n_labels: list[float]
@@ -47,114 +47,112 @@ class StepResult:
 def train_step(run: Run, stop: Sequence[int] = ()) -> StepResult | None:
     """One step on this rank's rows; None, and nothing done, if there was something in `stop` on any rank before the
     step, or in a pass that another one followed."""
-    train, ranks, method = run.config.train, run.ranks, run.method
-    if run.told is None:  # the first step, or it was heard already
-        run.told = ranks.begin_sum([0.0, float(bool(stop))])
-    if hear(run):
+    train, ranks = run.config.train, run.ranks
+    if run.agreement is None:  # before the first step, or where the last one's was read to log or save it
+        run.agreement = ranks.begin_sum([0.0, float(bool(stop))])
+    if await_agreement(run):
         return None
-    count_ranks = (run.step + 1) % run.config.log.every == 0 or run.step + 1 == train.n_steps
-    clock = Stopwatch(ranks.device, running=count_ranks)
+    is_logged = (run.step + 1) % run.config.log.every == 0 or run.step + 1 == train.n_steps
+    clock = Stopwatch(ranks.device, running=is_logged)
     begin = time.perf_counter()
-    own, run.ahead = run.ahead or _read(run, run.step), None
-    n_labels = own.n_labels()
-    shares_P = from_host(torch.tensor(method.shares(n_labels)), ranks.device)
+    rows, run.next_rows = run.next_rows or _read_rows(run, run.step), None
+    n_labels = rows.n_labels()
+    weights_P = from_host(torch.tensor(run.method.loss_weights(n_labels)), ranks.device)
     rate = run.engine.begin_step(run.step)
-    passes = _Passes(run, stop)
-    losses = []
-    for number, (work, part) in enumerate(zip(own.works, own.places, strict=True), start=1):
-        loss, left_out = _forward(run, work.to(ranks.device), part, count_ranks, clock)
-        last = number == len(own.works)
-        if passes.stopping(part, left_out, last):
+    flags, wish_to_stop, losses = _LateFlags(run), None, []
+    for number, (micro_batch, places) in enumerate(zip(rows.micro_batches, rows.places, strict=True), start=1):
+        loss, left_out = forward(run, micro_batch.to(ranks.device), places, is_logged, clock)
+        flags.add(places, left_out)
+        last = number == len(rows.micro_batches)
+        # Each rank's wish is asked for in one pass and read in the next, so that no rank waits for another.
+        asked, wish_to_stop = wish_to_stop, None if last else ranks.begin_sum([float(bool(stop))])
+        if asked is not None and asked()[0]:
+            if wish_to_stop is not None:
+                wish_to_stop()
             return None
         if last and run.step + 1 < train.n_steps:  # DeepSpeed waits for the gradient: what comes then is ready
-            run.ahead = _read(run, run.step + 1)
+            run.next_rows = _read_rows(run, run.step + 1)
         with clock.part("backward"):
-            run.engine.backward((loss.sums * shares_P).sum(), left_out)
+            run.engine.backward((loss.sums * weights_P).sum(), left_out)
         losses.append(DraftLoss(*(field.detach() for field in loss)))
-    passes.end()
+    run.agreement = ranks.begin_sum([flags.count(), float(bool(stop))])
     if not run.engine.stepped():
-        ranks.log(f"The gradient of step {run.step + 1} is no number, the step is left out; rows {_words(own.rows)}")
+        ranks.log(f"The gradient of step {run.step + 1} is no number, the step is left out; rows {_name(rows.of_all)}")
         _count_skipped(run, 1, run.step + 1)
     loss = DraftLoss(*(torch.stack(field).sum(0) for field in zip(*losses, strict=True)))
-    parts = clock.seconds() if count_ranks else {}
+    parts = clock.seconds() if is_logged else {}
     return StepResult(loss, n_labels, rate, time.perf_counter() - begin, parts)
 
 
-def _read(run: Run, step: int) -> Ahead:
+def _read_rows(run: Run, step: int) -> StepRows:
     """This rank's passes of a step, and how many labels all ranks have in it."""
     train, ranks = run.config.train, run.ranks
     rows = step_rows(train.seed, step, len(run.rows), train.global_batch)
     degree = train.sequence_parallel
     places = rank_rows(rows, ranks.rank // degree, ranks.world_size // degree, train.micro_batch)
-    batches = [read_batch(run.rows, part) for part in places]
-    works = [run.method.read(batch, run.teacher.share(len(batch.tokens))) for batch in batches]
-    own_labels = [sum(n) for n in zip(*(work.n_labels for work in works), strict=True)]
-    return Ahead(rows, places, works, ranks.begin_sum(own_labels))
+    batches = [read_batch(run.rows, of_pass) for of_pass in places]
+    micro_batches = [run.method.micro_batch(batch, run.teacher.own_span(len(batch.tokens))) for batch in batches]
+    own_labels = [sum(n) for n in zip(*(micro_batch.n_labels for micro_batch in micro_batches), strict=True)]
+    return StepRows(rows, places, micro_batches, ranks.begin_sum(own_labels))
 
 
-def _forward(
-    run: Run, work: Work, places: list[Place], count_ranks: bool, clock: "Stopwatch"
+def forward(
+    run: Run, micro_batch: MicroBatch, places: list[Place], count_ranks: bool, clock: "Stopwatch"
 ) -> tuple[DraftLoss, torch.Tensor]:
     """Target and draft of one pass: its loss, and whether it is left out as it is no number (bool, on the device, for
     the host does not wait to know): then it counts for nothing, and the other ranks' rows count. Without rows it takes
     part in what is collective, and its gradient is zero."""
     method, teacher = run.method, run.teacher
     with clock.part("target"):
-        seen = teacher.look(work.batch.tokens, work.batch.borders, work.positions, method.needs)
-    arguments = method.arguments(work, seen, teacher)
+        output = teacher.forward(
+            micro_batch.batch.tokens, micro_batch.batch.borders, micro_batch.positions, method.needs
+        )
+    arguments = method.arguments(micro_batch, output, teacher)
     if not places:  # whatever the target makes of the token that stands in, numbers or none
         arguments = tuple(_zeros(argument) for argument in arguments)
     with clock.part("draft"):
-        loss: DraftLoss = run.engine(*arguments, teacher.lm_head_VD, count_ranks)
+        loss: DraftLoss = run.engine.deepspeed(*arguments, teacher.lm_head_VD, count_ranks)
     left_out = teacher.any(~loss.sums.detach().isfinite().all())  # ranks that share these rows leave them out together
     return DraftLoss(*(field.masked_fill(left_out, 0) for field in loss)), left_out
 
 
-class _Passes:
-    """What the host hears of a step's passes, one pass late: so the device always has the next one to work at, and no
-    rank waits for another."""
+class _LateFlags:
+    """Which of this rank's passes of a step were left out. A pass's flag is on the device, and it is read once the next
+    pass is queued, so that the device always has something to work at."""
 
-    def __init__(self, run: Run, stop: Sequence[int]):
-        self._run, self._stop = run, stop
-        self._speaks = run.ranks.rank % run.config.train.sequence_parallel == 0  # one of the ranks that share rows
+    def __init__(self, run: Run):
+        self._step = run.step + 1
+        self._logs = run.ranks.rank % run.config.train.sequence_parallel == 0  # one of the ranks that share rows
         self._unread: deque[tuple[list[Place], HostCopy]] = deque()
-        self._asked: Callable[[], list[float]] | None = None  # whether anyone wished to stop in the pass before
         self._n_left_out = 0
 
-    def stopping(self, places: list[Place], left_out: torch.Tensor, last: bool) -> bool:
-        """Whether to stop, once a pass is queued up to its loss; `left_out`: whether it is."""
+    def add(self, places: list[Place], left_out: torch.Tensor) -> None:
         self._unread.append((places, HostCopy(left_out)))
         if len(self._unread) > 1:
             self._read()
-        before, self._asked = self._asked, None if last else self._run.ranks.begin_sum([float(bool(self._stop))])
-        if before is None or not before()[0]:
-            return False
-        if self._asked is not None:
-            self._asked()
-        return True
 
-    def end(self) -> None:
-        """After the last pass: the ranks begin to tell each other how many were left out, and whether to stop."""
+    def count(self) -> int:
+        """How many passes were left out, after the last one."""
         while self._unread:
             self._read()
-        self._run.told = self._run.ranks.begin_sum([self._n_left_out, float(bool(self._stop))])
+        return self._n_left_out
 
     def _read(self) -> None:
         places, copy = self._unread.popleft()
-        if copy.lists()[0] and self._speaks:
+        if copy.lists()[0] and self._logs:
             self._n_left_out += 1
-            log(f"The loss of step {self._run.step + 1} is no number for rows {_words(places)}")
+            log(f"The loss of step {self._step} is no number for rows {_name(places)}")
 
 
-def hear(run: Run) -> bool:
-    """What the ranks say of the last step, where it was not heard yet: counts the passes that they left out, before the
-    step is logged, saved or followed by another, and gives whether one wishes to stop; all ranks call it.
+def await_agreement(run: Run) -> bool:
+    """Reads what the ranks agree on after a step, where that is still under way: counts the passes that were left out,
+    before the step is logged, saved or followed by another, and gives whether a rank wishes to stop; all ranks call it.
 
     Raises: TrainingError above train.max_skipped.
     """
-    if run.told is None:
+    if run.agreement is None:
         return False
-    (n_left_out, stopping), run.told = run.told(), None
+    (n_left_out, stopping), run.agreement = run.agreement(), None
     _count_skipped(run, int(n_left_out), run.step)
     return bool(stopping)
 
@@ -171,13 +169,12 @@ def _count_skipped(run: Run, n: int, step: int) -> None:
 
 
 def _zeros(argument: Any) -> Any:
-    """Zeros in place of numbers; what counts or points stays."""
-    return (
-        torch.zeros_like(argument) if isinstance(argument, torch.Tensor) and argument.is_floating_point() else argument
-    )
+    """Zeros in place of floating-point numbers; indices and lists stay."""
+    is_float = isinstance(argument, torch.Tensor) and argument.is_floating_point()
+    return torch.zeros_like(argument) if is_float else argument
 
 
-def _words(places: Sequence[Place]) -> str:
+def _name(places: Sequence[Place]) -> str:
     return ", ".join(f"{place.row} (epoch {place.epoch})" for place in places)
 
 
@@ -188,17 +185,17 @@ def measure(run: Run, result: StepResult) -> dict[str, Any]:
     of its labels that are among the draft's first one or three candidates. {part}_share: of the first rank's time, in
     each of PARTS. over_target: the step's time over its target's passes; `operations` says what it could be.
     """
-    hear(run)
+    await_agreement(run)
     loss, n_parts = result.loss, len(run.method.part_names)
     own = torch.cat([loss.sums[:, None], loss.rank_counts, loss.n_ranked[:, None]], dim=1).double()
     totals = torch.tensor(run.ranks.sum(own.flatten().tolist())).view(n_parts, RANKS + 2)
-    shares = run.method.shares(result.n_labels)
+    weights = run.method.loss_weights(result.n_labels)
     rates = totals[:, 1:-1].cumsum(1) / totals[:, -1:].clamp(min=1)
     tokens = run.config.train.global_batch * run.config.data.seq_len
     return {
         "step": run.step,
         "tokens": run.step * tokens,
-        "loss": sum(total * share for total, share in zip(totals[:, 0].tolist(), shares, strict=True)),
+        "loss": sum(total * weight for total, weight in zip(totals[:, 0].tolist(), weights, strict=True)),
         "part_loss": [
             total / n if n else None for total, n in zip(totals[:, 0].tolist(), result.n_labels, strict=True)
         ],

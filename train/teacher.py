@@ -30,9 +30,9 @@ class Teacher:
     def __init__(self, model: Decoder, parallel: SequenceParallel | None = None):
         self.model, self._parallel = model, parallel
 
-    def share(self, n_tokens: int) -> tuple[int, int] | None:
+    def own_span(self, n_tokens: int) -> tuple[int, int] | None:
         """Where this rank's tokens of shared rows start and stop; None where it has all."""
-        return None if self._parallel is None else self._parallel.share(n_tokens)
+        return None if self._parallel is None else self._parallel.own_span(n_tokens)
 
     @property
     def lm_head_VD(self) -> Tensor:
@@ -44,14 +44,16 @@ class Teacher:
 
     # no_grad, not inference_mode: what is gathered there from a sharded target cannot be saved for backward
     @torch.no_grad()
-    def look(self, tokens_N: Tensor, borders: list[int], positions_N: Tensor | None, needs: Set[str]) -> TargetOutput:
+    def forward(
+        self, tokens_N: Tensor, borders: list[int], positions_N: Tensor | None, needs: Set[str]
+    ) -> TargetOutput:
         """What the pass gives, its batch dimension left out; nothing behind what `needs` names is computed.
 
-        Of rows that ranks share, last_kv is of all tokens, hidden states are of this rank's `share`.
+        Of rows that ranks share, last_kv is of all tokens, hidden states are of this rank's `own_span`.
         """
         positions_1N = None if positions_N is None else positions_N[None]
         given = Pass(tokens_N[None], positions_BT=positions_1N, borders=borders, needs=needs, chunk=ROW_CHUNK)
-        output = self.model(given) if self._parallel is None else self._parallel.look(self.model, given)
+        output = self.model(given) if self._parallel is None else self._parallel.forward(self.model, given)
         for name in ("logits", "pre_norm", "post_norm"):
             field = getattr(output, name)
             setattr(output, name, None if field is None else field[0])
@@ -59,7 +61,7 @@ class Teacher:
             output.last_kv = output.last_kv[0][0], output.last_kv[1][0]
         return output
 
-    def whole(self, own_nD: Tensor, n_tokens: int) -> Tensor:
+    def gather(self, own_nD: Tensor, n_tokens: int) -> Tensor:
         """Hidden states of all tokens, [N, D], from what each rank has of them."""
         return own_nD if self._parallel is None else self._parallel.gather(own_nD[None], n_tokens)[0]
 

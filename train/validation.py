@@ -14,12 +14,12 @@ from longdraft.models.drafts.loss import IGNORED, RANKS, Part
 from longdraft.train.batches import Place, Rows, read_batch
 from longdraft.train.config import Config
 from longdraft.train.deepspeed_engine import DraftEngine
-from longdraft.train.methods import Method, Work
+from longdraft.train.methods import Method, MicroBatch
 from longdraft.train.teacher import Teacher
 
 
 @torch.no_grad()
-def evaluate(config: Config, method: Method, engine: DraftEngine, teacher: Teacher, rows: Rows) -> dict[str, Any]:
+def validate(config: Config, method: Method, engine: DraftEngine, teacher: Teacher, rows: Rows) -> dict[str, Any]:
     """Over `heldout.rows` rows spread evenly over the split (neighbours are often of one document), shared out among
     the ranks; all of them call it and get the same.
 
@@ -38,27 +38,29 @@ def evaluate(config: Config, method: Method, engine: DraftEngine, teacher: Teach
     for index in range(ranks.rank // degree, -(-n_rows // n_readers) * n_readers, n_readers):
         batch = read_batch(rows, [Place(0, min(index, n_rows - 1) * len(rows) // n_rows)])
         n_tokens = len(batch.tokens)
-        probes = method.probes(batch, teacher.share(n_tokens))
+        eval_batches = method.eval_batches(batch, teacher.own_span(n_tokens))
         tokens_N = from_host(batch.tokens, ranks.device)
-        seen = teacher.look(tokens_N, batch.borders, None, method.needs | {"post_norm"})
-        assert seen.post_norm is not None
-        post_norm_ND = teacher.whole(seen.post_norm, n_tokens)
-        for work in probes:
+        output = teacher.forward(tokens_N, batch.borders, None, method.needs | {"post_norm"})
+        assert output.post_norm is not None
+        post_norm_ND = teacher.gather(output.post_norm, n_tokens)
+        for micro_batch in eval_batches:
             if index >= n_rows:
-                work = work.without_labels()
-            labels, n_chosen = _choices(method, work, teacher, post_norm_ND, -(-config.heldout.choices // n_rows))
-            work = work.to(ranks.device)
+                micro_batch = micro_batch.without_labels()
+            labels, n_chosen = _choices(
+                method, micro_batch, teacher, post_norm_ND, -(-config.heldout.choices // n_rows)
+            )
+            micro_batch = micro_batch.to(ranks.device)
             text, choice = (
-                engine(*method.arguments(of, seen, teacher), teacher.lm_head_VD, True)
-                for of in (work, work._replace(parts=labels))
+                engine.deepspeed(*method.arguments(of, output, teacher), teacher.lm_head_VD, True)
+                for of in (micro_batch, micro_batch._replace(parts=labels))
             )
             columns = [text.sums[:, None], text.n_labels[:, None], text.rank_counts, text.n_ranked[:, None]]
             columns += [choice.rank_counts, from_host(torch.tensor(n_chosen)[:, None], ranks.device)]
             totals += torch.cat([column.double() for column in columns], dim=1)
     totals = torch.tensor(ranks.sum(totals.flatten().tolist())).view(totals.shape)
-    shares = method.shares(totals[:, 1].tolist())
+    weights = method.loss_weights(totals[:, 1].tolist())
     return {
-        "loss": sum(total * share for total, share in zip(totals[:, 0].tolist(), shares, strict=True)),
+        "loss": sum(total * weight for total, weight in zip(totals[:, 0].tolist(), weights, strict=True)),
         "part_loss": (totals[:, 0] / totals[:, 1].clamp(min=1)).tolist(),
         "rank_rates": _rates(totals[:, 2 : 3 + RANKS]),
         "choice_rates": _rates(totals[:, 3 + RANKS :]),
@@ -67,16 +69,16 @@ def evaluate(config: Config, method: Method, engine: DraftEngine, teacher: Teach
 
 
 def _choices(
-    method: Method, work: Work, teacher: Teacher, post_norm_ND: Tensor, n: int
+    method: Method, micro_batch: MicroBatch, teacher: Teacher, post_norm_ND: Tensor, n: int
 ) -> tuple[list[Part], list[int]]:
     """About n labels a part, evenly spaced, each the target's own choice in place of the text, where the target is; and
-    how many were asked for: a choice that the draft cannot say is ignored and counts as missed. `work`: on the host,
-    where all is decided that has not to wait for the target."""
+    how many were asked for: a choice that the draft cannot propose is ignored and counts as missed. `micro_batch` is on
+    the host, where all is decided that need not wait for the target."""
     parts, places = [], []
-    for i, part in enumerate(work.parts):
+    for i, part in enumerate(micro_batch.parts):
         step = max(1, len(part.rows) // n)
         parts.append(Part(part.rows[::step][:n], part.labels[::step][:n]))
-        places.append(method.chosen_after(work, i)[::step][:n].contiguous())
+        places.append(method.chosen_after(micro_batch, i)[::step][:n].contiguous())
     asked = torch.cat(places).unique()  # the parts of one row ask for the same places
     device = post_norm_ND.device
     choices = teacher.choices(post_norm_ND[from_host(asked, device)])
@@ -88,5 +90,5 @@ def _choices(
 
 
 def _rates(counts_PK1: Tensor) -> list[list[float]]:
-    """Rank counts and, in the last column, over how many, to shares."""
+    """Rank counts and, in the last column, over how many, to fractions."""
     return (counts_PK1[:, :-1] / counts_PK1[:, -1:].clamp(min=1)).tolist()

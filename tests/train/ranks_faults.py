@@ -24,7 +24,7 @@ from torch import nn
 from longdraft.launch.train import main
 from longdraft.models.hf import load_target
 from longdraft.models.target import Target
-from longdraft.train import checkpoint, elastic
+from longdraft.train import elastic, saving
 from longdraft.train.config import load_config
 from longdraft.train.deepspeed_engine import DraftEngine
 from longdraft.train.loop import train
@@ -126,7 +126,7 @@ def perform(action):
     if "few" in action:
         return few(action["few"])
     if "find" in action:
-        found = checkpoint.find(action["find"][ranks.rank], ranks, action["patience"])
+        found = saving.find(action["find"][ranks.rank], ranks, action["patience"])
         return found and str(found[0])
     if "main" in action:
         sys.exit(main([sys.argv[1], *action["main"]]))

@@ -56,7 +56,7 @@ def train(config: Config, ranks: Ranks) -> None:
     for step in range(STEPS):
         engine.begin_step(step)
         for _ in range(PASSES):
-            engine.backward(engine(torch.ones(4, WIDTH, dtype=dtype)) / 1e6, torch.tensor(False))
+            engine.backward(engine.deepspeed(torch.ones(4, WIDTH, dtype=dtype)) / 1e6, torch.tensor(False))
     engine.close()
 
 

@@ -42,7 +42,7 @@ def alone(model, row, needs):
 
 def together(parallel, model, row, needs):
     tokens_1N, positions_1N, shared = arguments(row)
-    return vars(parallel.look(model, Pass(tokens_1N, positions_BT=positions_1N, needs=needs, **shared)))
+    return vars(parallel.forward(model, Pass(tokens_1N, positions_BT=positions_1N, needs=needs, **shared)))
 
 
 def kept_bytes():
@@ -109,7 +109,7 @@ def sequence(action, dtype):
             got = together(parallel, model, row, needs)
             expected = alone(replicated, row, needs)
             gathered = None if got["post_norm"] is None else parallel.gather(got["post_norm"], n_tokens)
-            result["passes"].append((parallel.share(n_tokens), got, expected, gathered))
+            result["passes"].append((parallel.own_span(n_tokens), got, expected, gathered))
     return result
 
 

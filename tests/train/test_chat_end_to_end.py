@@ -93,14 +93,16 @@ def test_labels_of_prompts_do_not_count_and_those_of_answers_do(folder, target, 
     answers_N = by_headers(batch.tokens, target.tokenizer)
     assert torch.equal(batch.supervised, answers_N) and 0.2 < answers_N.float().mean() < 0.7
     method = open_method(config, target.model)
-    seen = teacher.look(batch.tokens, batch.borders, None, method.needs)
+    seen = teacher.forward(batch.tokens, batch.borders, None, method.needs)
     others_N = (batch.tokens + 1000) % target.model.config.vocab_size
 
     def learn(changed_N):
         """(The step's loss, its gradient) where these tokens are others as labels."""
-        work = method.read(batch._replace(tokens=torch.where(changed_N, others_N, batch.tokens)))._replace(batch=batch)
-        loss = method.draft(*method.arguments(work, seen, teacher), teacher.lm_head_VD, False)
-        total = (loss.sums * torch.tensor(method.shares(work.n_labels))).sum()
+        micro_batch = method.micro_batch(
+            batch._replace(tokens=torch.where(changed_N, others_N, batch.tokens))
+        )._replace(batch=batch)
+        loss = method.draft(*method.arguments(micro_batch, seen, teacher), teacher.lm_head_VD, False)
+        total = (loss.sums * torch.tensor(method.loss_weights(micro_batch.n_labels))).sum()
         gradients = torch.autograd.grad(total, list(method.draft.parameters()), allow_unused=True)
         return total.detach(), gradients
 

@@ -73,9 +73,11 @@ def test_a_plain_loop_gives_the_same_losses(runs, kind):
     for step in range(20):
         passes = []
         for place in step_rows(train.seed, step, len(rows), train.global_batch):
-            work = method.read(read_batch(rows, [place]))
-            seen = teacher.look(work.batch.tokens, work.batch.borders, work.positions, method.needs)
-            passes.append(method.draft(*method.arguments(work, seen, teacher), teacher.lm_head_VD, False))
+            micro_batch = method.micro_batch(read_batch(rows, [place]))
+            seen = teacher.forward(
+                micro_batch.batch.tokens, micro_batch.batch.borders, micro_batch.positions, method.needs
+            )
+            passes.append(method.draft(*method.arguments(micro_batch, seen, teacher), teacher.lm_head_VD, False))
         sums, n_labels = (sum(field) for field in list(zip(*passes, strict=True))[:2])
         loss = (sums / n_labels).sum() if kind == "linear_chain" else sums.sum() / n_labels.sum()
         found.append(loss.item())

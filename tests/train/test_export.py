@@ -26,9 +26,9 @@ from longdraft.models.fingerprint import weights_hash
 from longdraft.models.hf import load_target
 from longdraft.models.passes import Pass
 from longdraft.train import checkpoint
+from longdraft.train.checkpoint import seal
 from longdraft.train.config import config_from_dict, load_config, to_dict
 from longdraft.train.export import FORMATS, export, largest_difference
-from longdraft.train.sealing import seal
 from longdraft.train.setup import DTYPES
 from longdraft.train.tracking import read_metrics
 from longdraft.train.vocabulary import frequent_tokens

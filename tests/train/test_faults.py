@@ -22,7 +22,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from longdraft.data_prep.shards import FORMAT_VERSION, Row, ShardSet, write_json, write_shard
-from longdraft.train import checkpoint
+from longdraft.train import checkpoint, saving
 from longdraft.train.config import load_config
 from longdraft.train.launcher import RANK_MARK, _explain
 from longdraft.train.loop import train
@@ -341,7 +341,7 @@ def test_weights_that_are_no_numbers_are_never_saved(config_file, alone, tmp_pat
     parameter.data.view(-1)[0] = torch.inf
     message = "step 3: weights of the draft are no numbers any more .*; the last checkpoint is good, .*step_000002"
     with pytest.raises(TrainingError, match=message):
-        checkpoint.save(opened.engine, tmp_path, 3, {}, keep=1)
+        saving.save(opened.engine, tmp_path, 3, {}, keep=1)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_000002"]
 
 

@@ -57,7 +57,7 @@ def test_teacher_sees_each_piece_alone_and_gives_its_own_choices(target):
     tokens_N = torch.randint(97, (31,), generator=torch.Generator().manual_seed(0))
     borders, teacher = [0, 11, 12, 31], Teacher(target.model)
     needs = {"pre_norm", "post_norm", "last_kv"}
-    seen = teacher.look(tokens_N, borders, None, needs)
+    seen = teacher.forward(tokens_N, borders, None, needs)
     assert seen.logits is None and not seen.pre_norm.requires_grad
     for start, stop in pairwise(borders):
         alone = target.model(Pass(tokens_N[None, start:stop], needs=needs | {"logits"}))
@@ -67,7 +67,7 @@ def test_teacher_sees_each_piece_alone_and_gives_its_own_choices(target):
             torch.testing.assert_close(ours[start:stop], theirs[0], rtol=1e-5, atol=1e-5)
         assert torch.equal(teacher.choices(seen.post_norm[start:stop]), alone.logits[0].argmax(-1))
     assert teacher.choices(seen.post_norm[:0]).shape == (0,)
-    only = teacher.look(tokens_N, borders, None, {"last_kv"})
+    only = teacher.forward(tokens_N, borders, None, {"last_kv"})
     assert only.pre_norm is None and only.post_norm is None
     assert torch.equal(teacher.embed(tokens_N), target.model.embed_tokens.weight[tokens_N])
 

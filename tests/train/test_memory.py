@@ -114,12 +114,14 @@ def a_pass(config: Config, target: DecoderConfig) -> dict[str, tuple[int, int]]:
     n_words = getattr(config.draft, "draft_vocab_size", None) or target.vocab_size
     tokens = torch.arange(n_rows * length) % n_words  # all are labels
     borders, keys = [i * length for i in range(n_rows + 1)], list(range(n_rows))
-    work = method.read(Batch(tokens, torch.ones_like(tokens).bool(), borders, keys))
+    micro_batch = method.micro_batch(Batch(tokens, torch.ones_like(tokens).bool(), borders, keys))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         with torch.profiler.record_function("look"):
-            seen = teacher.look(work.batch.tokens, work.batch.borders, work.positions, method.needs)
+            seen = teacher.forward(
+                micro_batch.batch.tokens, micro_batch.batch.borders, micro_batch.positions, method.needs
+            )
         with torch.profiler.record_function("loss"):
-            loss = method.draft(*method.arguments(work, seen, teacher), teacher.lm_head_VD, True)
+            loss = method.draft(*method.arguments(micro_batch, seen, teacher), teacher.lm_head_VD, True)
         with torch.profiler.record_function("backward"):
             loss.sums.sum().backward()
     return allocated(profile, ["look", "loss", "backward"])

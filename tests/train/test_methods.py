@@ -20,7 +20,7 @@ from longdraft.train.methods import QUERY_BLOCK, open_method
 from longdraft.train.setup import open_run
 from longdraft.train.step import measure, train_step
 from longdraft.train.teacher import Teacher
-from longdraft.train.validation import evaluate
+from longdraft.train.validation import validate
 
 BLOCK = ["draft.method=longspec", "draft.window=6", "draft.noise=4", "draft.final_norm=true"]
 ANCHOR = ["data.positions=anchor_offset", "data.max_position=700", "data.sinks=2", "data.query_share=0.5"]
@@ -89,9 +89,9 @@ def opened(config_file, target):
 
 def loss_and_gradients(method, target, batch):
     """Summed losses by part, how many labels they have, and the gradients of their sum."""
-    teacher, work = Teacher(target.model), method.read(batch)
-    seen = teacher.look(batch.tokens, batch.borders, work.positions, method.needs)
-    loss = method.draft(*method.arguments(work, seen, teacher), teacher.lm_head_VD, False)
+    teacher, micro_batch = Teacher(target.model), method.micro_batch(batch)
+    seen = teacher.forward(batch.tokens, batch.borders, micro_batch.positions, method.needs)
+    loss = method.draft(*method.arguments(micro_batch, seen, teacher), teacher.lm_head_VD, False)
     return loss.sums.detach(), loss.n_labels, torch.autograd.grad(loss.sums.sum(), list(method.draft.parameters()))
 
 
@@ -156,18 +156,18 @@ def test_a_step_over_packed_rows_is_the_step_over_their_pieces(alone, config_fil
 def drawn(method, rows, places):
     """By piece: its noise shift, how far its positions moved, and the blocks of queries that were chosen."""
     batch = read_batch(rows, places)
-    work = method.read(batch)
+    micro_batch = method.micro_batch(batch)
     names = [name for place in places for name in rows.packed[place.row]]
     result = {}
     for name, (start, stop) in zip(names, pairwise(batch.borders), strict=True):
         shifts, chosen = set(), set()
-        for shift, part in enumerate(work.parts, start=1):
-            tokens = work.queries.rows[part.rows]
+        for shift, part in enumerate(micro_batch.parts, start=1):
+            tokens = micro_batch.queries.rows[part.rows]
             tokens = tokens[(tokens >= start) & (tokens < stop)]
             if len(tokens):
                 shifts.add(shift)
                 chosen |= set(((tokens - start) // QUERY_BLOCK).tolist())
-        positions = work.positions[start:stop]
+        positions = micro_batch.positions[start:stop]
         assert positions[:2].tolist() == [0, 1] and (positions[2:].diff() == 1).all()
         (shift,) = shifts
         result[name] = shift, int(positions[-1]) - (stop - start - 1), chosen
@@ -214,19 +214,19 @@ def test_shifts_and_offsets_are_uniform(opened):
     """Shifts over 1..J, offsets over 0..max_position - length, both ends included."""
     short = ["data.positions=anchor_offset", "data.max_position=24", "data.sinks=1", "draft.noise=5"]
     method, batch = opened([*METHODS["longspec"], *short]), many(6000, 20)
-    work = method.read(batch)
-    shift_of = {int(row): shift for shift, part in enumerate(work.parts, start=1) for row in part.rows[::19]}
+    micro_batch = method.micro_batch(batch)
+    shift_of = {int(row): shift for shift, part in enumerate(micro_batch.parts, start=1) for row in part.rows[::19]}
     shifts = [shift_of[start] for start in batch.borders[:-1]]
     assert_uniform(shifts, range(1, 6))
-    offsets = work.positions.view(6000, 20)[:, -1] - 19
+    offsets = micro_batch.positions.view(6000, 20)[:, -1] - 19
     assert_uniform(offsets.tolist(), range(5))
     assert_uniform(list(zip(shifts, offsets.tolist(), strict=True)), [(s, o) for s in range(1, 6) for o in range(5)])
 
 
 def test_every_choice_of_blocks_is_as_likely(opened):
     n_pieces, length = 600, 3 * QUERY_BLOCK + 1
-    work = opened(["data.query_share=0.5"]).read(many(n_pieces, length))
-    piece_of, inside = work.parts[0].rows // length, work.parts[0].rows % length // QUERY_BLOCK
+    micro_batch = opened(["data.query_share=0.5"]).micro_batch(many(n_pieces, length))
+    piece_of, inside = micro_batch.parts[0].rows // length, micro_batch.parts[0].rows % length // QUERY_BLOCK
     chosen = torch.zeros(n_pieces, 4, dtype=torch.bool)
     chosen[piece_of, inside] = True
     # The last block is one token, which has no label: where it was chosen, only one other is seen.
@@ -244,26 +244,28 @@ def test_anchor_offset_by_hand(opened):
     assert draws(7, key, 2)[1] == 4894646611917071289
     tokens = torch.arange(8)
     batch = Batch(tokens, tokens >= 0, [0, 6, 8], [key, key])
-    positions = method.read(batch).positions
+    positions = method.micro_batch(batch).positions
     assert positions.tolist() == [0, 1, 11, 12, 13, 14, 0, 1]  # as many sinks as tokens: nothing moves
-    assert all(work.positions is None for work in method.probes(batch))
+    assert all(micro_batch.positions is None for micro_batch in method.eval_batches(batch))
 
 
 def test_target_and_draft_see_the_same_positions(opened, target):
     method, teacher = opened(METHODS["longspec-anchored"]), Teacher(target.model)
     batch = read_batch(Rows([[*LENGTHS]]), [Place(0, 0)])
-    work = method.read(batch)
-    seen = teacher.look(batch.tokens, batch.borders, work.positions, method.needs)
-    arguments = method.arguments(work, seen, teacher)
+    micro_batch = method.micro_batch(batch)
+    seen = teacher.forward(batch.tokens, batch.borders, micro_batch.positions, method.needs)
+    arguments = method.arguments(micro_batch, seen, teacher)
     assert torch.equal(arguments[0], target.model.embed_tokens.weight[batch.tokens])
-    assert torch.equal(arguments[1], work.positions)
+    assert torch.equal(arguments[1], micro_batch.positions)
     for start, stop in pairwise(batch.borders):
         alone = target.model(
-            Pass(batch.tokens[None, start:stop], positions_BT=work.positions[None, start:stop], needs={"last_kv"})
+            Pass(
+                batch.tokens[None, start:stop], positions_BT=micro_batch.positions[None, start:stop], needs={"last_kv"}
+            )
         )
         for field in range(2):
             torch.testing.assert_close(arguments[2 + field][start:stop], alone.last_kv[field][0], rtol=1e-5, atol=1e-5)
-    plain = method.arguments(method.probes(batch)[0], seen, teacher)[1]
+    plain = method.arguments(method.eval_batches(batch)[0], seen, teacher)[1]
     assert plain.tolist() == [*range(300), *range(9), *range(150)]
 
 
@@ -274,10 +276,10 @@ def test_labels_are_within_the_piece_supervised_and_known(opened, name):
     heads = not name.startswith("longspec")
     known = getattr(method.draft, "token_ids", None)
     names = range(97) if known is None else known.tolist()
-    for work in (method.read(batch), *method.probes(batch)):
+    for micro_batch in (method.micro_batch(batch), *method.eval_batches(batch)):
         n_labels = 0
-        rows_of = None if heads or work.queries.rows is None else work.queries.rows
-        for number, (rows, labels) in enumerate(work.parts):
+        rows_of = None if heads or micro_batch.queries.rows is None else micro_batch.queries.rows
+        for number, (rows, labels) in enumerate(micro_batch.parts):
             distance = number + 2 if heads else 1
             tokens = rows if rows_of is None else rows_of[rows]
             for token, label in zip(tokens.tolist(), labels.tolist(), strict=True):
@@ -285,8 +287,10 @@ def test_labels_are_within_the_piece_supervised_and_known(opened, name):
                 assert start <= token and token + distance < stop and batch.supervised[token + distance]
                 assert names[label] == batch.tokens[token + distance]
             n_labels += len(labels)
-        assert n_labels == sum(work.n_labels) > 50
-        assert sum(work.without_labels().n_labels) == 0 and len(work.without_labels().parts) == len(work.parts)
+        assert n_labels == sum(micro_batch.n_labels) > 50
+        assert sum(micro_batch.without_labels().n_labels) == 0 and len(micro_batch.without_labels().parts) == len(
+            micro_batch.parts
+        )
     expected = [
         sum(
             bool(batch.supervised[t + distance]) and int(batch.tokens[t + distance]) in names
@@ -295,7 +299,9 @@ def test_labels_are_within_the_piece_supervised_and_known(opened, name):
         )
         for distance in (range(2, 5) if heads else [1] * 4)
     ]
-    got = [n for work in method.probes(batch) for n in work.n_labels if n]  # all of them, under every shift
+    got = [
+        n for micro_batch in method.eval_batches(batch) for n in micro_batch.n_labels if n
+    ]  # all of them, under every shift
     assert got == expected
     assert method.as_labels(torch.tensor(list(names))).tolist() == list(range(len(names)))
     if known is not None:
@@ -305,9 +311,9 @@ def test_labels_are_within_the_piece_supervised_and_known(opened, name):
 
 def test_parts_weigh_as_the_papers_say(opened):
     """Heads: the sum of their means; LongSpec: the mean of all labels. Nothing is divided by nothing."""
-    assert opened([]).shares([4, 2, 0]) == [0.25, 0.5, 1]
-    assert opened(BLOCK).shares([6, 1, 0, 3]) == [0.1] * 4
-    assert opened(BLOCK).shares([0, 0, 0, 0]) == [1] * 4
+    assert opened([]).loss_weights([4, 2, 0]) == [0.25, 0.5, 1]
+    assert opened(BLOCK).loss_weights([6, 1, 0, 3]) == [0.1] * 4
+    assert opened(BLOCK).loss_weights([0, 0, 0, 0]) == [1] * 4
 
 
 EVALUATED = {
@@ -324,7 +330,7 @@ def test_the_evaluation_is_a_direct_computation(alone, config_file, opened, targ
     rows = Rows([["short", "middle"], ["short"], ["long"], ["long"], ["middle"], ["long"]])
     config = load_config(config_file, [*EVALUATED[name], "heldout.rows=4", f"heldout.choices={choices}"])
     method = opened(EVALUATED[name])
-    found = evaluate(config, method, DraftEngine(config, method.draft, alone), Teacher(target.model), rows)
+    found = validate(config, method, DraftEngine(config, method.draft, alone), Teacher(target.model), rows)
     used = [0, 1, 3, 4]  # four of six, evenly
     per_row = [direct(method, target, read_batch(rows, [Place(0, row)])) for row in used]
     n_ranked = None

@@ -14,9 +14,9 @@ from longdraft.train.deepspeed_engine import DraftEngine
 from longdraft.train.methods import open_method
 from longdraft.train.sequence_parallel import SequenceParallel, sequence_group
 from longdraft.train.setup import DTYPES, Run
-from longdraft.train.step import hear, measure, train_step
+from longdraft.train.step import await_agreement, measure, train_step
 from longdraft.train.teacher import Teacher
-from longdraft.train.validation import evaluate
+from longdraft.train.validation import validate
 
 # Two passes a step, every third of which is logged.
 RUN = ["data.seq_len=460", "train.micro_batch=1", "train.global_batch=2", "log.every=3", "train.steps=9"]
@@ -170,12 +170,12 @@ def test_rows_without_a_number_are_left_out_unseen(opened, pretended_cuda, capsy
     """The host learns of them once the step is queued; their gradient is zero by then."""
     run = opened(METHODS[name], poisoned=True)
     expected = step(run, pretended_cuda)
-    hear(run)
+    await_agreement(run)
     with pretended_cuda.PretendedCuda() as gpu:
         run = opened(METHODS[name], gpu, poisoned=True)
         assert_close(step(run, pretended_cuda), expected, 1e-5, 1e-4)
         step_without_a_wait(run, gpu, pretended_cuda)
-        hear(run)
+        await_agreement(run)
     assert run.skipped == 2
     said = [line[:40] for line in capsys.readouterr().out.splitlines() if " is no number for rows 1 (epoch " in line]
     assert said == [f"The loss of step {n} is no number for rows" for n in (1, 1, 2)]
@@ -205,7 +205,7 @@ def test_a_logged_step_waits_before_and_behind(opened, pretended_cuda):
 @pytest.mark.parametrize("name", ["medusa", "longspec-anchored-restricted"])
 def test_the_evaluation_is_read_once(opened, pretended_cuda, name):
     def evaluated(run):
-        return evaluate(run.config, run.method, run.engine, run.teacher, run.heldout_rows)
+        return validate(run.config, run.method, run.engine, run.teacher, run.heldout_rows)
 
     expected = evaluated(opened(METHODS[name]))
     with pretended_cuda.PretendedCuda() as gpu:

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from longdraft.train import checkpoint
+from longdraft.train import checkpoint, saving
 from longdraft.train.config import load_config
 from longdraft.train.loop import train
 from longdraft.train.tracking import read_metrics
@@ -132,13 +132,13 @@ def test_a_run_that_never_opened_leaves_nothing_to_continue(config_file, tmp_pat
     with pytest.raises(ValueError, match="nowhere"):
         train(config, ALONE)  # pyright: ignore[reportArgumentType]
     assert not (tmp_path / "run" / "config.yaml").exists()
-    with checkpoint.locked(tmp_path / "run", ALONE):  # and it let go of the folder
+    with saving.locked(tmp_path / "run", ALONE):  # and it let go of the folder
         pass
 
 
 def test_two_runs_do_not_share_a_folder(tmp_path):
-    with checkpoint.locked(tmp_path, ALONE):
-        second = checkpoint.locked(tmp_path, ALONE)
+    with saving.locked(tmp_path, ALONE):
+        second = saving.locked(tmp_path, ALONE)
         with pytest.raises(ValueError, match="another process trains in"):
             second.__enter__()
 

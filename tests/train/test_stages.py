@@ -19,8 +19,9 @@ from longdraft.launch import train as command
 from longdraft.models.draft_folder import load_draft
 from longdraft.train import checkpoint
 from longdraft.train.config import load_config
+from longdraft.train.loop import train_stages
+from longdraft.train.ranks import join_ranks, leave_ranks
 from longdraft.train.stages import load_stages
-from longdraft.train.stages import run as train_stages
 from longdraft.train.tracking import read_metrics, wandb_names
 
 STEPS = {"short": 6, "long": 20}
@@ -295,7 +296,9 @@ def test_killed_in_the_second_stage_it_goes_on_to_the_same_bytes(unbroken, stage
 
 def test_a_wish_to_stop_ends_the_curriculum_too(staged, no_launcher, tmp_path, capsys):
     """A signal is there before the first step: the second stage does not begin."""
-    train_stages(load_stages(staged, [f"train.run_dir={tmp_path / 'run'}"]), [signal.SIGTERM])
+    ranks = join_ranks()
+    train_stages(load_stages(staged, [f"train.run_dir={tmp_path / 'run'}"]), ranks, [signal.SIGTERM])
+    leave_ranks(ranks)
     assert "Stopped after 0 of 6 steps" in capsys.readouterr().out
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["1-short"]
     assert not (tmp_path / "run" / "1-short" / "draft").exists()

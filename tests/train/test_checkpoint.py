@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from longdraft.launch.export import main as export_main
 from longdraft.models.draft_folder import load_draft
 from longdraft.train import checkpoint
-from longdraft.train.sealing import DIGESTS, FORMAT, seal, unseal
+from longdraft.train.checkpoint import DIGESTS, FORMAT, seal, unseal
 
 STEPS = (10, 20)  # of the runs' checkpoints
 

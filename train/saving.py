@@ -1,0 +1,285 @@
+"""The ranks save and load together: to a temporary name, synced, renamed; found again after a kill.
+
+Not here: what lies in a run's folder (checkpoint.py), other numbers of ranks (elastic.py).
+"""
+
+import fcntl
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from longdraft.models.files import file_digest, sync, write_atomically, write_tensors
+from longdraft.train import elastic
+from longdraft.train.checkpoint import (
+    STATE,
+    WEIGHTS,
+    Found,
+    best_folder,
+    changed,
+    checkpoint_folder,
+    damage,
+    finished_folders,
+    has_digests,
+    log_without_digests,
+    newest,
+    seal,
+    what_is_good,
+)
+from longdraft.train.config import Config, to_dict, to_yaml
+from longdraft.train.deepspeed_engine import DraftEngine
+from longdraft.train.ranks import LAG_S, Ranks, TrainingError
+
+
+@contextmanager
+def locked(run_dir: str | Path, ranks: Ranks) -> Iterator[None]:
+    """Holds the run's folder against another run; all ranks enter together. The system lets go when a process dies.
+
+    Raises:
+        ValueError: another process trains in this folder.
+    """
+    handle, busy = None, 0.0
+    if ranks.first:
+        Path(run_dir).mkdir(parents=True, exist_ok=True)
+        handle = (Path(run_dir) / "lock").open("a")
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            busy = 1.0
+    try:
+        if ranks.sum([busy])[0]:
+            raise ValueError(
+                f"train.run_dir: another process trains in {run_dir}; stop it (an orphaned rank, perhaps) or give "
+                "another folder"
+            )
+        yield
+    finally:
+        if handle is not None:
+            handle.close()
+
+
+def begin_run(config: Config) -> None:
+    """Notes the config in the run's folder; called by rank 0, once everything has opened, before the first step."""
+    saved = Path(config.train.run_dir) / "config.yaml"
+    saved.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(saved, lambda temporary: temporary.write_text(to_yaml(config), encoding="utf-8"))
+
+
+def save(engine: DraftEngine, run_dir: str | Path, step: int, extra: dict[str, Any], keep: int) -> Path:
+    """Saves what `load` needs to go on after `step` steps; all ranks call it. Returns the checkpoint's folder.
+
+    Args:
+        extra: JSON values for `load` to give back, rank 0's.
+        keep: older checkpoints beyond this number are removed.
+
+    Raises:
+        TrainingError: a weight is no number, or a rank cannot write (a full disk); on all ranks alike, and nothing
+            that was saved before is touched.
+    """
+    folder, ranks = checkpoint_folder(run_dir), engine.ranks
+    final = folder / f"step_{step:06d}"
+    temporary = folder / f"tmp-{final.name}"
+    weights = engine.weights()
+    _check_finite(weights, run_dir, step, ranks)
+
+    own: dict[str, tuple[int, str]] = {}  # size and digest of each file that this rank has written
+
+    def write_weights() -> None:
+        files = engine.written()
+        if ranks.first:
+            write_tensors(weights, temporary / WEIGHTS)
+            files.append(temporary / WEIGHTS)
+        if ranks.local_rank == 0:
+            for file in temporary.iterdir():
+                sync(file)
+        own.update({file.name: (file.stat().st_size, file_digest(file)) for file in files})
+
+    def finish() -> None:
+        sizes, digests = ({name: files[name][i] for name in sorted(files)} for i in (0, 1))
+        content = {"step": step, "world_size": ranks.world_size, "files": sizes, "config": to_dict(engine.config)}
+        content["threads"] = torch.get_num_threads() if ranks.device.type == "cpu" else None
+        (temporary / STATE).write_text(seal(content | {"extra": extra}, digests), encoding="utf-8")
+        sync(temporary / STATE)
+        sync(temporary)
+        _put_in_place(temporary, final, keep)
+
+    def together(part: Callable[[], BaseException | None], by_all: bool) -> None:
+        failures = ranks.failures(_attempt(part) if by_all or ranks.first else None)
+        if failures:
+            ranks.from_first(partial(_give_up, temporary, step, failures, weights))
+
+    together(lambda: _empty(temporary), by_all=False)
+    together(lambda: engine.write(temporary), by_all=True)
+    together(write_weights, by_all=True)
+    files = {name: about for of_rank in ranks.gather(own) for name, about in of_rank.items()}
+    together(finish, by_all=False)
+    return final
+
+
+def _attempt(work: Callable[[], BaseException | None]) -> BaseException | None:
+    """What went wrong, raised or returned."""
+    try:
+        return work()
+    except (OSError, RuntimeError, SafetensorError) as error:
+        return error
+
+
+def _empty(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+
+
+def _put_in_place(temporary: Path, final: Path, keep: int) -> None:
+    if final.exists():  # saved before a kill that lost the steps behind it
+        shutil.rmtree(final)
+    temporary.rename(final)
+    sync(final.parent)
+    finished = finished_folders(final.parent)
+    place = finished.index(final)
+    # What lies behind is of a time line that a damaged checkpoint ended; what lies far before is not kept.
+    for old in [*finished[place + 1 :], *finished[: max(0, place + 1 - keep)]]:
+        shutil.rmtree(old)
+
+
+def _check_finite(weights: dict[str, Tensor], run_dir: str | Path, step: int, ranks: Ranks) -> None:
+    wrong = [name for name, weight in weights.items() if not bool(weight.isfinite().all())]
+    if ranks.sum([float(bool(wrong))])[0]:
+        raise TrainingError(
+            f"step {step}: weights of the draft are no numbers any more ({', '.join(wrong[:3]) or 'on another rank'}) "
+            f"and are not saved; {what_is_good(run_dir)}. Lower optimizer.peak_lr and start a new "
+            "run: train.run_dir=another/folder"
+        )
+
+
+def _give_up(temporary: Path, step: int, failures: str, weights: dict[str, Tensor]) -> NoReturn:
+    """Needed are the weights, twice, and master weights and moments in fp32."""
+    shutil.rmtree(temporary, ignore_errors=True)
+    folder, needed = temporary.parent, sum(weight.nbytes * 2 + weight.numel() * 12 for weight in weights.values())
+    raise TrainingError(
+        f"train.run_dir: the checkpoint of step {step} cannot be written to {folder}: it needs {needed / 1e6:,.1f} MB, "
+        f"{shutil.disk_usage(folder).free / 1e6:,.1f} MB are free ({failures}). What was saved before is untouched: "
+        f"make room, then the same command goes on from {_last(folder)}"
+    )
+
+
+def _last(folder: Path) -> str:
+    finished = finished_folders(folder)
+    return str(finished[-1]) if finished else "the beginning"
+
+
+def find(run_dir: str | Path, ranks: Ranks, patience_s: float = LAG_S) -> Found | None:
+    """`newest` as the first rank sees it, on all ranks alike; all call it. Its files are what was saved: each is read
+    once, by one of the ranks.
+
+    Raises:
+        ValueError: as `newest`; some rank does not see the files within `patience_s` seconds.
+    """
+    damaged: list[Path] = []
+    while (found := ranks.from_first(lambda: newest(run_dir, passed_over=damaged))) is not None:
+        folder, state = found
+        unseen = ranks.unseen(folder, state["files"], patience_s)
+        if unseen:
+            raise ValueError(
+                f"train.run_dir: not every rank sees {folder} ({unseen}); give a folder on a file system they share"
+            )
+        if ranks.first:
+            log_without_digests(folder, state)
+        names = sorted(state["files"], key=state["files"].__getitem__) if has_digests(state) else []
+        own = changed(folder, state, names[ranks.rank :: ranks.world_size])
+        broken = [name for of_rank in ranks.gather(own) for name in of_rank]
+        if not broken:
+            break
+        ranks.log(damage(folder, broken))
+        damaged.append(folder)
+    return found
+
+
+def load(engine: DraftEngine, folder: Path, state: dict[str, Any]) -> None:
+    """Puts weights and optimizer back as they were; all ranks call it. There may be more or fewer of them than saved
+    the checkpoint. On CPUs as many threads go on as began: how a sum is shared out shows in its last bits.
+
+    Raises:
+        ValueError, TrainingError: the checkpoint is of another number of ranks and cannot be converted.
+    """
+    saved_by, ranks, threads = state["world_size"], engine.ranks, state.get("threads")
+    if threads is not None and ranks.device.type == "cpu" and threads != torch.get_num_threads():
+        ranks.log(f"Threads of a rank: {threads}, as the run began with, not {torch.get_num_threads()}")
+        torch.set_num_threads(threads)
+    if saved_by == ranks.world_size:
+        engine.read(folder)
+        return
+    ranks.log(f"{folder} was saved by {saved_by} ranks; it is converted for {ranks.world_size}")
+    if state["step"]:  # before the first step there is nothing but what the seed gives
+        elastic.load(engine, folder, saved_by)
+    weights = engine.weights()
+    ranks.from_first(lambda: _check_equal(weights, folder))
+
+
+def _check_equal(weights: dict[str, Tensor], folder: Path) -> None:
+    saved = load_file(folder / WEIGHTS)
+    wrong = [name for name, weight in weights.items() if not torch.equal(weight, saved[name])]
+    if wrong:
+        raise TrainingError(
+            f"train.run_dir: converted for this number of ranks, {folder} gives other weights "
+            f"({', '.join(wrong[:3])}); go on with as many ranks as saved it"
+        )
+
+
+def save_best(
+    config: Config, ranks: Ranks, step: int, weights: dict[str, Tensor], score: float, extra: dict[str, Any]
+) -> None:
+    """Keeps the weights after `step` steps as the run's best, in place of those kept before; all ranks call it. A kill
+    at any moment leaves the old ones or the new ones, whole.
+
+    Args:
+        weights: the draft's, as `DraftEngine.weights` gives them; the first rank's are written.
+        score: what they are the best by, more is better.
+
+    Raises:
+        TrainingError: they cannot be written; what was kept before is untouched.
+    """
+    folder = best_folder(config.train.run_dir)
+    temporary = folder / f"tmp-step_{step:06d}"
+    content = {"step": step, "score": score, "config": to_dict(config), "extra": extra}
+
+    def write() -> None:
+        _empty(temporary)
+        write_tensors(weights, temporary / WEIGHTS)
+        sizes = {WEIGHTS: (temporary / WEIGHTS).stat().st_size}
+        digests = {WEIGHTS: file_digest(temporary / WEIGHTS)}
+        (temporary / STATE).write_text(seal(content | {"files": sizes}, digests), encoding="utf-8")
+        for path in (temporary / WEIGHTS, temporary / STATE, temporary):
+            sync(path)
+        _put_best_in_place(temporary, folder / f"step_{step:06d}")
+
+    failures = ranks.failures(_attempt(write) if ranks.first else None)
+    if failures:
+        raise TrainingError(
+            f"train.run_dir: the weights of step {step}, which decode best so far, cannot be written to {folder} "
+            f"({failures}). What was saved before is untouched: make room, then the same command goes on from "
+            f"{_last(checkpoint_folder(config.train.run_dir))}"
+        )
+
+
+def _put_best_in_place(temporary: Path, final: Path) -> None:
+    if final.exists():  # the same step, measured otherwise; after a kill in between it is damaged, and measured again
+        for name in (WEIGHTS, STATE):
+            (temporary / name).rename(final / name)
+    else:
+        temporary.rename(final)
+    sync(final.parent)
+    for old in [*finished_folders(final.parent), *final.parent.glob("tmp-*")]:
+        if old != final:
+            shutil.rmtree(old)
+
+
+def forget_best(run_dir: str | Path) -> None:
+    """Removes what an earlier run left in the folder; called by rank 0."""
+    shutil.rmtree(best_folder(run_dir), ignore_errors=True)
