@@ -1,6 +1,6 @@
 """One pass of a decoder: what goes in, what comes out, and how much memory it takes.
 
-Not here: the computation (models/decoder.py) and what a pass of training holds (train/memory.py).
+Not here: the computation (models/decoder.py) and what a pass of training holds (train/estimate_memory.py).
 Shapes: B slots, T query tokens a slot, R of them with logits, D hidden width, H query heads, K key/value heads, d head
 width, V vocabulary.
 """

@@ -20,11 +20,33 @@ from longdraft.models.drafts.tokenswift import TokenSwiftConfig
 from longdraft.models.rope import RopeConfig
 from longdraft.train.typed import build, read_yaml, resolve
 
-PRECISIONS = ("fp32", "bf16")
-ZERO_STAGES = (1, 2, 3)
-DEVICES = ("auto", "cuda", "cpu")
-WANDB_MODES = ("auto", "online", "offline", "disabled")
-POSITIONS = ("plain", "anchor_offset")
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "target.zero_stage": (0, 3),
+    "train.precision": ("fp32", "bf16"),
+    "train.zero_stage": (1, 2, 3),
+    "train.device": ("auto", "cuda", "cpu"),
+    "data.positions": ("plain", "anchor_offset"),
+    "log.wandb": ("auto", "online", "offline", "disabled"),
+}
+POSITIVE = (
+    "target.max_positions", "data.seq_len", "data.max_position", "train.steps", "train.epochs", "train.global_batch",
+    "train.micro_batch", "train.sequence_parallel", "train.save_every", "train.keep_checkpoints", "optimizer.peak_lr",
+    "optimizer.eps", "optimizer.clip", "heldout.every", "heldout.rows", "heldout.choices", "decoding.prompts",
+    "decoding.new_tokens", "log.every",
+)  # fmt: skip
+NOT_NEGATIVE = {
+    "train.max_skipped": "0 or more",
+    "optimizer.weight_decay": "0 or more",
+    "data.sinks": "0 or more, the paper's is 4",
+    "decoding.every": "a number of steps, or 0 for never",
+}
+# Each with what is true of a valid value, and the rest of the message.
+FRACTIONS: dict[str, tuple[Callable[[float], bool], str]] = {
+    "optimizer.warmup_share": (lambda value: 0 <= value < 1, "; give a share from 0 to below 1"),
+    "data.max_dropped_share": (lambda value: 0 <= value <= 1, " is no share; give 0 to 1"),
+    "data.query_share": (lambda value: 0 < value <= 1, "; give a share above 0 and up to 1"),
+    "decoding.share": (lambda value: 0 < value <= 1, "; give a share above 0 and up to 1"),
+}
 # How long, and how long the warm-up: one of the two is given.
 EITHER = {"train": ("steps", "epochs"), "optimizer": ("warmup_steps", "warmup_share")}
 # The largest value that makes sense; of every other number, MAX_NUMBER.
@@ -369,68 +391,36 @@ def _draft_section(values: Any) -> type:
 
 def _check(config: Config) -> None:
     """Ranges and choices; what depends on the target or the data is checked where these are opened."""
-    train, optimizer, log, data = config.train, config.optimizer, config.log, config.data
-    choices = {
-        "target.zero_stage": (config.target.zero_stage, (0, 3)),
-        "train.precision": (train.precision, PRECISIONS),
-        "train.zero_stage": (train.zero_stage, ZERO_STAGES),
-        "train.device": (train.device, DEVICES),
-        "data.positions": (data.positions, POSITIONS),
-        "log.wandb": (log.wandb, WANDB_MODES),
+    values = {
+        f"{section}.{name}": value for section, fields in to_dict(config).items() for name, value in fields.items()
     }
-    for name, (value, known) in choices.items():
-        if value not in known:
-            raise ValueError(f"{name}: {value!r} is unknown; choose one of {', '.join(map(str, known))}")
+    for name, known in CHOICES.items():
+        if values[name] not in known:
+            raise ValueError(f"{name}: {values[name]!r} is unknown; choose one of {', '.join(map(str, known))}")
     config.draft.network(_ANY_TARGET)  # its own checks, before anything is loaded
-    positive = {
-        "target.max_positions": config.target.max_positions,
-        "data.seq_len": data.seq_len,
-        "data.max_position": data.max_position,
-        "train.steps": train.steps,
-        "train.epochs": train.epochs,
-        "train.global_batch": train.global_batch,
-        "train.micro_batch": train.micro_batch,
-        "train.sequence_parallel": train.sequence_parallel,
-        "train.save_every": train.save_every,
-        "train.keep_checkpoints": train.keep_checkpoints,
-        "optimizer.peak_lr": optimizer.peak_lr,
-        "optimizer.eps": optimizer.eps,
-        "optimizer.clip": optimizer.clip,
-        "heldout.every": config.heldout.every,
-        "heldout.rows": config.heldout.rows,
-        "heldout.choices": config.heldout.choices,
-        "decoding.prompts": config.decoding.prompts,
-        "decoding.new_tokens": config.decoding.new_tokens,
-        "log.every": log.every,
-    }
-    for name, value in positive.items():
-        if value is not None and not value > 0:
-            raise ValueError(f"{name}: {value} is not positive; give a value above 0")
-    if train.max_skipped < 0:
-        raise ValueError(f"train.max_skipped: {train.max_skipped} is negative; give 0 or more")
-    if not 0 <= train.seed < 2**63:
-        raise ValueError(f"train.seed: {train.seed} is out of range; give 0 to 2^63 - 1")
-    _check_one_of("train.steps", train.steps, "train.epochs", train.epochs)
-    _check_one_of("optimizer.warmup_steps", optimizer.warmup_steps, "optimizer.warmup_share", optimizer.warmup_share)
-    if optimizer.warmup_steps is not None and not 0 <= optimizer.warmup_steps < (train.steps or float("inf")):
-        raise ValueError(
-            f"optimizer.warmup_steps: {optimizer.warmup_steps} must be at least 0 and below train.steps = {train.steps}"
-        )
-    if optimizer.warmup_share is not None and not 0 <= optimizer.warmup_share < 1:
-        raise ValueError(f"optimizer.warmup_share: {optimizer.warmup_share}; give a share from 0 to below 1")
-    if optimizer.weight_decay < 0:
-        raise ValueError(f"optimizer.weight_decay: {optimizer.weight_decay} is negative; give 0 or more")
-    if not all(0 <= beta < 1 for beta in optimizer.betas):
-        raise ValueError(f"optimizer.betas: {list(optimizer.betas)} must lie in [0, 1); the usual pair is [0.9, 0.999]")
-    _check_data(data, getattr(config.draft, "n_heads", None))
+    for name in POSITIVE:
+        if values[name] is not None and not values[name] > 0:
+            raise ValueError(f"{name}: {values[name]} is not positive; give a value above 0")
+    for name, remedy in NOT_NEGATIVE.items():
+        if values[name] < 0:
+            raise ValueError(f"{name}: {values[name]} is negative; give {remedy}")
+    for name, (fits, remedy) in FRACTIONS.items():
+        if values[name] is not None and not fits(values[name]):
+            raise ValueError(f"{name}: {values[name]}{remedy}")
+    for section, (one, other) in EITHER.items():
+        names = f"{section}.{one}", f"{section}.{other}"
+        if (values[names[0]] is None) == (values[names[1]] is None):
+            given = "neither is" if values[names[0]] is None else "both are"
+            raise ValueError(f"{', '.join(names)}: {given} given; set one of them")
+    _check_training(config.train, config.optimizer)
+    _check_data(config.data, getattr(config.draft, "n_heads", None))
     _check_decoding(config.decoding)
-    for section, fields in to_dict(config).items():
-        for name, value in fields.items():
-            for one in value if isinstance(value, list) else [value]:
-                _check_value(f"{section}.{name}", one)
-    if set(log.wandb_project) & set(NOT_IN_PROJECTS):
+    for name, value in values.items():
+        for one in value if isinstance(value, list) else [value]:
+            _check_value(name, one)
+    if set(config.log.wandb_project) & set(NOT_IN_PROJECTS):
         raise ValueError(
-            f"log.wandb_project: {log.wandb_project!r} has one of {NOT_IN_PROJECTS}; W&B takes none of them"
+            f"log.wandb_project: {config.log.wandb_project!r} has one of {NOT_IN_PROJECTS}; W&B takes none of them"
         )
 
 
@@ -444,10 +434,15 @@ def _check_value(name: str, value: Any) -> None:
             raise ValueError(f"{name}: {value} is out of range; give a number of at most {limit:g}")
 
 
-def _check_one_of(first: str, one: Any, second: str, other: Any) -> None:
-    if (one is None) == (other is None):
-        given = "neither is" if one is None else "both are"
-        raise ValueError(f"{first}, {second}: {given} given; set one of them")
+def _check_training(train: TrainSection, optimizer: OptimizerSection) -> None:
+    if not 0 <= train.seed < 2**63:
+        raise ValueError(f"train.seed: {train.seed} is out of range; give 0 to 2^63 - 1")
+    if optimizer.warmup_steps is not None and not 0 <= optimizer.warmup_steps < (train.steps or inf):
+        raise ValueError(
+            f"optimizer.warmup_steps: {optimizer.warmup_steps} must be at least 0 and below train.steps = {train.steps}"
+        )
+    if not all(0 <= beta < 1 for beta in optimizer.betas):
+        raise ValueError(f"optimizer.betas: {list(optimizer.betas)} must lie in [0, 1); the usual pair is [0.9, 0.999]")
 
 
 def _check_data(data: DataSection, n_heads: int | None) -> None:
@@ -462,33 +457,22 @@ def _check_data(data: DataSection, n_heads: int | None) -> None:
         raise ValueError(
             "data.max_position: plain positions do not move; set data.positions=anchor_offset, or leave it"
         )
-    if data.sinks < 0:
-        raise ValueError(f"data.sinks: {data.sinks} is negative; give 0 or more, the paper's is 4")
-    if not 0 <= data.max_dropped_share <= 1:
-        raise ValueError(f"data.max_dropped_share: {data.max_dropped_share} is no share; give 0 to 1")
-    if not 0 < data.query_share <= 1:
-        raise ValueError(f"data.query_share: {data.query_share}; give a share above 0 and up to 1")
 
 
 def _check_decoding(decoding: DecodingSection) -> None:
-    if decoding.every < 0:
-        raise ValueError(f"decoding.every: {decoding.every} is negative; give a number of steps, or 0 for never")
     if decoding.every and not decoding.contexts:
         raise ValueError(
             f"decoding.contexts: no length is given, but decoding.every = {decoding.every}; give those of the prompts, "
             "as [512, 2048]"
         )
-    lists = {"decoding.contexts": decoding.contexts, "decoding.temperatures": decoding.temperatures}
-    for name, values in lists.items():
+    for name, values in (("contexts", decoding.contexts), ("temperatures", decoding.temperatures)):
         if len(set(values)) < len(values):
-            raise ValueError(f"{name}: {list(values)} has one twice; give each once")
+            raise ValueError(f"decoding.{name}: {list(values)} has one twice; give each once")
     if any(context < 1 for context in decoding.contexts):
         raise ValueError(f"decoding.contexts: {list(decoding.contexts)}; give lengths of at least 1 token")
-    # The sampler's own limits (infer/sampling.py), told before anything is loaded.
-    if not decoding.temperatures or not all(t == 0 or 1e-6 <= t < float("inf") for t in decoding.temperatures):
+    # The sampler's own limits (infer/sampling.py), checked before anything is loaded.
+    if not decoding.temperatures or not all(t == 0 or 1e-6 <= t < inf for t in decoding.temperatures):
         raise ValueError(
             f"decoding.temperatures: {list(decoding.temperatures)}; give one or more of 0 (greedy) or a number above, "
             "from 1e-06 on"
         )
-    if not 0 < decoding.share <= 1:
-        raise ValueError(f"decoding.share: {decoding.share}; give a share above 0 and up to 1")

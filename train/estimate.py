@@ -1,6 +1,6 @@
 """`longdraft train --estimate`: what each stage of a config needs on one rank, printed before anything is loaded.
 
-Not here: how it is counted (memory.py, operations.py).
+Not here: how it is counted (estimate_memory.py, estimate_operations.py).
 """
 
 from collections.abc import Sequence
@@ -9,8 +9,9 @@ import torch
 
 from longdraft.models.decoder_config import DecoderConfig
 from longdraft.models.hf import read_target_config
-from longdraft.train import memory, operations
 from longdraft.train.config import Config, accumulation, check_positions, empty_passes
+from longdraft.train.estimate_memory import estimate, memory_table
+from longdraft.train.estimate_operations import operations, operations_table
 from longdraft.train.stages import Stage
 
 
@@ -46,7 +47,7 @@ def _key(stage: Stage) -> tuple[str, str | None, int | None]:
 def _stage(stage: Stage, target: DecoderConfig, n_ranks: int, gpu: bool) -> str:
     config = stage.config
     check_positions(config, config.target.path, target.max_positions)
-    bytes_table = memory.table(memory.estimate(config, target, n_ranks, gpu))
+    bytes_table = memory_table(estimate(config, target, n_ranks, gpu))
     train, data = config.train, config.data
     devices = f"{n_ranks} {'GPU' if gpu else 'CPU process'}{'' if n_ranks == 1 else 's' if gpu else 'es'}"
     name = "" if stage.name is None else f"Stage {stage.name}: "
@@ -56,7 +57,7 @@ def _stage(stage: Stage, target: DecoderConfig, n_ranks: int, gpu: bool) -> str:
         f"{train.pass_rows} x {data.seq_len:,} tokens, {accumulation(config, n_ranks)} a "
         f"step, on each{_idle(config, n_ranks)}"
     )
-    return "\n\n".join([head, bytes_table, operations.table(operations.operations(config, target))])
+    return "\n\n".join([head, bytes_table, operations_table(operations(config, target))])
 
 
 def _idle(config: Config, n_ranks: int) -> str:

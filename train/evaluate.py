@@ -23,7 +23,7 @@ from longdraft.infer.engine import Engine
 from longdraft.infer.results import Generation
 from longdraft.infer.sampling import SamplingParams
 from longdraft.models.decoder import Decoder
-from longdraft.models.draft_folder import DRAFTS, Draft
+from longdraft.models.draft_folder import Draft
 from longdraft.models.drafts.longspec import LongSpec
 from longdraft.models.passes import Pass
 from longdraft.models.target import Target
@@ -31,6 +31,7 @@ from longdraft.train import checkpoint, saving
 from longdraft.train.batches import Rows
 from longdraft.train.config import Config, DecodingSection
 from longdraft.train.deepspeed_engine import DraftEngine
+from longdraft.train.methods import frozen_draft
 from longdraft.train.prompts import held_out_prompts
 from longdraft.train.ranks import Ranks
 from longdraft.train.tracking import Table
@@ -174,7 +175,7 @@ class Evaluator:
         far."""
         begin, config = self.clock(), self.config
         weights = read()
-        drafter = open_drafter(config, self.target, frozen(config, self.target, weights))
+        drafter = open_drafter(config, self.target, frozen_draft(config, self.target, weights))
         measured = decode(self.target, drafter, self.tasks, config.decoding.new_tokens, self.ranks, stop)
         if measured is not None:
             score = mean_tokens_per_step(measured)
@@ -186,15 +187,6 @@ class Evaluator:
         self._last_seconds = self.clock() - begin
         self._spent += self._last_seconds
         return measured
-
-
-def frozen(config: Config, target: Target, weights: Mapping[str, Tensor]) -> Draft:
-    """A network of its own with these weights (of a `state_dict`), in the target's dtype and on its device."""
-    with torch.device("meta"):  # shapes alone: the weights are there
-        draft: Draft = DRAFTS[config.draft.method][1](config.draft.network(target.model.config))
-    draft.load_state_dict(weights, assign=True)
-    place = target.model.lm_head.weight
-    return draft.to(place.device, place.dtype).requires_grad_(False).eval()
 
 
 def open_drafter(config: Config, target: Target, draft: Draft) -> Drafter:

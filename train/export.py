@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from longdraft.models.draft_files import WEIGHTS, check_out
-from longdraft.models.draft_folder import DRAFTS, Draft, DraftInfo, load_draft, save_draft, target_entry
+from longdraft.models.draft_folder import Draft, DraftInfo, load_draft, save_draft, target_entry
 from longdraft.models.drafts.longspec import LongSpec, plan_queries
 from longdraft.models.drafts.loss import RANKS
 from longdraft.models.hf import load_target
@@ -24,7 +24,7 @@ from longdraft.models.target import Target
 from longdraft.train import checkpoint, vllm_medusa
 from longdraft.train.batches import Place, read_batch
 from longdraft.train.config import Config, LongSpecSection, to_dict
-from longdraft.train.methods import plain_positions
+from longdraft.train.methods import frozen_draft, plain_positions
 from longdraft.train.setup import DTYPES, open_rows
 from longdraft.train.vllm_medusa import VllmMedusa
 from longdraft.train.vocabulary import frequent_tokens
@@ -95,17 +95,18 @@ def export(
     )
     extra = saved["extra"]
     entry = _entry(config, extra.get("target_weights"), target)
-    trained = Trained(config, saved["step"], extra["heldout"], target, entry, _draft(config, folder, target))
+    draft = frozen_draft(config, target, load_file(folder / checkpoint.WEIGHTS))
+    trained = Trained(config, saved["step"], extra["heldout"], target, entry, draft)
     if draft_vocab_size is not None:
         trained = trained._replace(draft=_restricted(trained, draft_vocab_size))
-    exported, words = FORMATS[form](trained, out)
+    exported, details = FORMATS[form](trained, out)
     difference = largest_difference(config, target, trained.draft, exported)
     if difference != 0:
         raise ValueError(
             f"out: the draft in {out} gives logits up to {difference:.3g} off the trained one's; export again"
         )
     print(
-        f"Exported step {trained.step} of {run_dir} to {out}{words}: reloaded, largest difference of a logit "
+        f"Exported step {trained.step} of {run_dir} to {out}{details}: reloaded, largest difference of a logit "
         f"{difference:g}"
     )
     return out
@@ -127,15 +128,6 @@ def _entry(config: Config, trained_with: str | None, target: Target) -> dict[str
             flush=True,
         )
     return entry
-
-
-def _draft(config: Config, folder: Path, target: Target) -> Draft:
-    """The network of a checkpoint."""
-    with torch.device("meta"):  # shapes alone: the weights come from the file
-        draft: Draft = DRAFTS[config.draft.method][1](config.draft.network(target.model.config))
-    device = target.model.lm_head.weight.device
-    draft.load_state_dict(load_file(folder / checkpoint.WEIGHTS, str(device)), assign=True)
-    return draft.requires_grad_(False).eval()
 
 
 def _check_restriction(config: Config) -> None:
@@ -164,7 +156,7 @@ def _restricted(trained: Trained, n: int) -> LongSpec:
 
 
 def _longdraft(trained: Trained, out: Path) -> tuple[Draft, str]:
-    """Writes a draft folder; it, read again, and what else to say."""
+    """Writes a draft folder; gives it, read again, and details for the log."""
     config, draft = trained.config, trained.draft
     block = isinstance(draft, LongSpec)
     rates = {name: trained.heldout.get(name) for name in ("rank_rates", "choice_rates")}
@@ -177,15 +169,15 @@ def _longdraft(trained: Trained, out: Path) -> tuple[Draft, str]:
         noise=draft.config.noise if block else None,
     )
     save_draft(out, draft, info)
-    words = ""
+    details = ""
     if block and draft.token_ids is not None:
-        words = f", for {len(draft.token_ids)} of {draft.config.vocab_size} tokens"
+        details = f", for {len(draft.token_ids)} of {draft.config.vocab_size} tokens"
     place = trained.target.model.lm_head.weight
-    return load_draft(out).to(place.device, place.dtype), words
+    return load_draft(out).to(place.device, place.dtype), details
 
 
 def _vllm_medusa(trained: Trained, out: Path) -> tuple[VllmMedusa, str]:
-    """Writes vLLM's form; it, read again, and what it costs."""
+    """Writes vLLM's form; gives it, read again, and its size for the log."""
     draft = trained.draft
     assert not isinstance(draft, LongSpec)
     about = {"method": trained.config.draft.method, "step": trained.step, "versions": _versions()}

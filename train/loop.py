@@ -16,8 +16,8 @@ from longdraft.data_prep.shards import ShardSet
 from longdraft.models.target import Target
 from longdraft.train import checkpoint, saving
 from longdraft.train.config import Config, accumulation, resolved
+from longdraft.train.estimate_operations import operations
 from longdraft.train.export import export
-from longdraft.train.operations import operations
 from longdraft.train.plots import draw_decoding
 from longdraft.train.ranks import Ranks, failures_named
 from longdraft.train.setup import Run, describe, open_run, open_target

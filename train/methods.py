@@ -7,7 +7,7 @@ Shapes: N tokens end to end, D hidden, P parts of the loss, R rows.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -17,11 +17,13 @@ from torch import Tensor, nn
 from longdraft.kernels.segment_attention import send_segments
 from longdraft.kernels.transfer import from_host
 from longdraft.models.decoder import Decoder
+from longdraft.models.draft_folder import DRAFTS, Draft
 from longdraft.models.drafts.longspec import LongSpec, Queries, plan_queries
 from longdraft.models.drafts.loss import Part, ahead
 from longdraft.models.drafts.medusa import Medusa
 from longdraft.models.drafts.tokenswift import TokenSwift, TokenSwiftConfig
 from longdraft.models.passes import TargetOutput
+from longdraft.models.target import Target
 from longdraft.train.batches import Batch, draws
 from longdraft.train.config import Config, LongSpecSection
 from longdraft.train.teacher import Teacher
@@ -242,6 +244,14 @@ def open_method(config: Config, target: Decoder, token_ids_E: Tensor | None = No
     if isinstance(shape, TokenSwiftConfig):
         return HeadsMethod(config, TokenSwift(shape, generator, target.norm.weight))
     return HeadsMethod(config, Medusa(shape, generator))
+
+
+def frozen_draft(config: Config, target: Target, weights: Mapping[str, Tensor]) -> Draft:
+    """A network of its own with these weights (of a `state_dict`), where the target is."""
+    with torch.device("meta"):  # shapes alone: the weights are there
+        draft: Draft = DRAFTS[config.draft.method][1](config.draft.network(target.model.config))
+    draft.load_state_dict(weights, assign=True)
+    return draft.to(target.model.lm_head.weight.device).requires_grad_(False).eval()
 
 
 def plain_positions(borders: Sequence[int]) -> Tensor:

@@ -5,7 +5,7 @@ Not here: what lies in a run's folder (checkpoint.py), other numbers of ranks (e
 
 import fcntl
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -102,12 +102,9 @@ def save(engine: DraftEngine, run_dir: str | Path, step: int, extra: dict[str, A
         own.update({file.name: (file.stat().st_size, file_digest(file)) for file in files})
 
     def finish() -> None:
-        sizes, digests = ({name: files[name][i] for name in sorted(files)} for i in (0, 1))
-        content = {"step": step, "world_size": ranks.world_size, "files": sizes, "config": to_dict(engine.config)}
-        content["threads"] = torch.get_num_threads() if ranks.device.type == "cpu" else None
-        (temporary / STATE).write_text(seal(content | {"extra": extra}, digests), encoding="utf-8")
-        sync(temporary / STATE)
-        sync(temporary)
+        threads = torch.get_num_threads() if ranks.device.type == "cpu" else None
+        content = {"step": step, "world_size": ranks.world_size, "config": to_dict(engine.config), "threads": threads}
+        _write_state(temporary, content | {"extra": extra}, files)
         _put_in_place(temporary, final, keep)
 
     def together(part: Callable[[], BaseException | None], by_all: bool) -> None:
@@ -134,6 +131,14 @@ def _attempt(work: Callable[[], BaseException | None]) -> BaseException | None:
 def _empty(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
+
+
+def _write_state(folder: Path, content: dict[str, Any], files: Mapping[str, tuple[int, str]]) -> None:
+    """Writes the state file, with size and digest of each of the folder's other files, and syncs both."""
+    sizes, digests = ({name: files[name][i] for name in sorted(files)} for i in (0, 1))
+    (folder / STATE).write_text(seal(content | {"files": sizes}, digests), encoding="utf-8")
+    sync(folder / STATE)
+    sync(folder)
 
 
 def _put_in_place(temporary: Path, final: Path, keep: int) -> None:
@@ -251,12 +256,10 @@ def save_best(
 
     def write() -> None:
         _empty(temporary)
-        write_tensors(weights, temporary / WEIGHTS)
-        sizes = {WEIGHTS: (temporary / WEIGHTS).stat().st_size}
-        digests = {WEIGHTS: file_digest(temporary / WEIGHTS)}
-        (temporary / STATE).write_text(seal(content | {"files": sizes}, digests), encoding="utf-8")
-        for path in (temporary / WEIGHTS, temporary / STATE, temporary):
-            sync(path)
+        file = temporary / WEIGHTS
+        write_tensors(weights, file)
+        sync(file)
+        _write_state(temporary, content, {WEIGHTS: (file.stat().st_size, file_digest(file))})
         _put_best_in_place(temporary, folder / f"step_{step:06d}")
 
     failures = ranks.failures(_attempt(write) if ranks.first else None)

@@ -22,8 +22,8 @@ from longdraft.models.target import Target
 from longdraft.train.batches import Place
 from longdraft.train.config import Config, LongSpecSection, check_positions
 from longdraft.train.deepspeed_engine import DraftEngine
+from longdraft.train.estimate_memory import estimate
 from longdraft.train.evaluate import Evaluator
-from longdraft.train.memory import estimate
 from longdraft.train.methods import Method, MicroBatch, open_method
 from longdraft.train.ranks import Ranks
 from longdraft.train.sequence_parallel import SequenceParallel, check_heads, sequence_group

@@ -213,7 +213,7 @@ def measure(run: Run, result: StepResult) -> dict[str, Any]:
 
 def where_time_goes(records: Collection[dict[str, Any]], r: float) -> str:
     """One line on logged steps, by medians; r: how many times the target's passes they would take at equal speed of all
-    operations (operations.py)."""
+    operations (estimate_operations.py)."""
     seconds, ratio = (median(record[key] for record in records) for key in ("step_s", "over_target"))
     shares = {part: median(record[f"{part}_share"] for record in records) for part in PARTS}
     names = ("the target's passes", "draft and loss", "backward and update")

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from longdraft.models.files import write_atomically
 from longdraft.train.config import Config, to_dict
 
 METRICS, JUNK = "metrics.jsonl", "metrics.junk"
@@ -112,7 +113,7 @@ def wandb_mode(setting: str) -> str:
 
 
 def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
-    """Every whole record of a run, in order; a line that is none is left out, which is said."""
+    """Every whole record of a run, in order; a line that is none is left out, with a message."""
     path = Path(run_dir) / METRICS
     records, junk = _read(path)
     if junk:
@@ -152,10 +153,8 @@ def _forget_after(path: Path, step: int) -> None:
         with aside.open("ab") as file:
             file.writelines(line + b"\n" for line in junk.values())
         print(f"{path}: {_lines(junk)} no record and set aside in {aside}", flush=True)
-    temporary = path.with_suffix(".tmp")
-    kept = [json.dumps(record) + "\n" for record in records if record["step"] <= step]
-    temporary.write_text("".join(kept), encoding="utf-8")
-    temporary.rename(path)
+    kept = "".join(json.dumps(record) + "\n" for record in records if record["step"] <= step)
+    write_atomically(path, lambda temporary: temporary.write_text(kept, encoding="utf-8"))
 
 
 def _as_wandb(tables: Mapping[str, Table]) -> dict[str, Any]:

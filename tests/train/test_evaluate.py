@@ -16,9 +16,10 @@ from longdraft.infer.sampling import SamplingParams
 from longdraft.models.hf import load_target
 from longdraft.train import checkpoint
 from longdraft.train.config import load_config
-from longdraft.train.evaluate import Evaluator, frozen
+from longdraft.train.evaluate import Evaluator
 from longdraft.train.export import export
 from longdraft.train.loop import train
+from longdraft.train.methods import frozen_draft
 from longdraft.train.plots import acceptance, draw_decoding, tokens_per_step
 from longdraft.train.prompts import held_out_prompts
 from longdraft.train.tracking import read_metrics
@@ -286,7 +287,7 @@ def test_the_best_is_kept_and_ties_keep_the_earlier(evaluator, trained, folder, 
     # Measured otherwise it is another number, and that is what later ones must beat.
     other = evaluator(clock, "decoding.contexts=[8]")
     other.begin(one.saved(), resumed=True)
-    draft = frozen(other.config, target, good.weights())
+    draft = frozen_draft(other.config, target, good.weights())
     expected = direct(target, "tokenswift", draft, prompts_of(folder, [8]))["decode_tokens_per_step"]
     kept, saved = checkpoint.best(tmp_path) or (None, {})
     assert other.best == (expected, 8) and expected != scores[0]

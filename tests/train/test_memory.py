@@ -17,11 +17,11 @@ from longdraft.models.passes import pass_bytes
 from longdraft.models.rope import RopeConfig
 from longdraft.train.batches import Batch
 from longdraft.train.config import Config, config_from_dict
-from longdraft.train.memory import Estimate, estimate, loss_chunk
+from longdraft.train.estimate_memory import Estimate, estimate, loss_chunk
+from longdraft.train.estimate_operations import mean_keys, operations
+from longdraft.train.estimate_zero import draft_states
 from longdraft.train.methods import open_method
-from longdraft.train.operations import mean_keys, operations
 from longdraft.train.teacher import ROW_CHUNK, Teacher
-from longdraft.train.zero_memory import draft_states
 
 GIB, MIB = 2**30, 2**20
 LLAMA = DecoderConfig(128256, 4096, 14336, 32, 32, 8, 128, 1e-5, 131072, RopeConfig(128, 131072))

@@ -8,7 +8,7 @@ import pytest
 from longdraft.models.decoder_config import DecoderConfig
 from longdraft.models.rope import RopeConfig
 from longdraft.train.config import accumulation, resolved
-from longdraft.train.memory import estimate
+from longdraft.train.estimate_memory import estimate
 from longdraft.train.stages import load_stages
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "longspec"

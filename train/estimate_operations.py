@@ -2,7 +2,8 @@
 
 r is the whole step over the target's pass as far as the method reads it, for LongSpec up to the last layer's keys and
 values; no step can be faster than that pass, and at equal speed of all parts it takes r times as long. A multiplication
-and an addition count as two operations; norms, rotations and the optimizer as none. Not here: bytes (memory.py), time.
+and an addition count as two operations; norms, rotations and the optimizer as none. Not here: bytes
+(estimate_memory.py), time.
 Shapes: L tokens of a row, one piece; D hidden, F the query heads' width, I feed-forward, V words that are proposed.
 """
 
@@ -68,7 +69,7 @@ def mean_keys(length: int, window: int | None) -> float:
     return (seen * (seen + 1) / 2 + (length - seen) * seen) / length
 
 
-def table(found: Operations) -> str:
+def operations_table(found: Operations) -> str:
     """For people, millions of operations a token, a line a part."""
     parts = {
         "target's pass, as far as it is read": found.target,

@@ -2,9 +2,11 @@
 
 A step's peak is the largest of a few moments, each of which adds to what is there all the time. Counted is what the
 code allocates: models/decoder.py for the target's pass, models/drafts/ for the draft, kernels/ for attention and loss,
-zero_memory.py for DeepSpeed. On a CPU in fp32 this is measured (tests/train/test_memory.py); for a GPU it is arithmetic
-for bf16 with flash attention, fused norms and the loss's Triton kernel, without fragments of the allocator. Not here:
-operations (operations.py), what reading files takes while the target is loaded.
+estimate_zero.py for DeepSpeed. On a CPU in fp32 this is measured (tests/train/test_memory.py); for a GPU it is
+arithmetic for bf16 with flash attention, fused norms and the loss's Triton kernel, without fragments of the allocator.
+It is no step under PyTorch's fake tensors: they have no CUDA without a CUDA build, DeepSpeed's optimizers do not run on
+them, and the sizes of some tensors of a pass follow from values. Not here: operations (estimate_operations.py), what
+reading files takes while the target is loaded.
 Shapes: N tokens of a pass, end to end; n of them a rank's where ranks share rows; Q queries of the draft, M labels of a
 part, L tokens of a row; D hidden, F = H d the query heads' width, V vocabulary, E draft vocabulary.
 """
@@ -27,10 +29,10 @@ from longdraft.models.drafts.longspec import LongSpecConfig
 from longdraft.models.drafts.tokenswift import TokenSwiftConfig
 from longdraft.models.passes import pass_bytes, prompt_rows
 from longdraft.train.config import Config, accumulation
+from longdraft.train.estimate_zero import DraftStates, draft_states
 from longdraft.train.methods import QUERY_BLOCK
 from longdraft.train.sequence_parallel import check_heads
 from longdraft.train.teacher import ROW_CHUNK
-from longdraft.train.zero_memory import DraftStates, draft_states
 
 MIB = 2**20
 # What a process has beside tensors. On a CPU, after the imports: tokenizer, libraries' buffers, freed memory that the
@@ -289,7 +291,7 @@ def _count(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def table(found: Estimate) -> str:
+def memory_table(found: Estimate) -> str:
     """For people, a line a part, in MiB or GiB."""
     name, peak = found.peak
     unit, word = (2**30, "GiB") if peak >= 2**33 else (MIB, "MiB")

@@ -2,7 +2,7 @@
 
 Read in DeepSpeed 0.19.8, and measured over steps of two passes with torch's AdamW on one, two and four ranks: what its
 optimizers hold at rest, and what they take on top in a backward pass and when the weights move. Not here: activations
-and the target (memory.py).
+and the target (estimate_memory.py).
 """
 
 from typing import NamedTuple
