@@ -63,8 +63,8 @@ class DraftEngine:
         self._hooks = [parameter.register_hook(self._counted) for parameter in draft.parameters()]
         self.adam, self._files = adam, _Files()
         self.deepspeed.checkpoint_engine = self._files
-        # It copies scripts beside a checkpoint, to put sharded weights together, which `weights` does too; on a full
-        # disk that would fail on the first rank alone, while the others wait.
+        # It copies scripts beside a checkpoint, to put sharded weights together, which `weights` does too. On a full
+        # disk that would fail on the first rank alone, while the others wait; no setting leaves it out.
         self.deepspeed._copy_recovery_script = lambda save_path: None
 
     def begin_step(self, step: int) -> float:
@@ -74,16 +74,16 @@ class DraftEngine:
             group["lr"] = rate
         return rate
 
-    def backward(self, part: Tensor, left_out: Tensor) -> None:
-        """Adds one pass's share of the step's loss; the shares of all passes and ranks sum to the loss. DeepSpeed
-        averages over both, hence the factors; the weights move after the step's last pass.
+    def backward(self, loss: Tensor, left_out: Tensor) -> None:
+        """Adds one pass's loss to the step's, which is the sum over all passes and ranks. DeepSpeed averages over both,
+        hence the factors; the weights move after the step's last pass.
 
         left_out: bool, a number on the device that nobody reads: where it is true the pass's gradient is zero, whatever
             was computed.
         """
         passes = self.deepspeed.gradient_accumulation_steps()
         self._left_out = left_out
-        self.deepspeed.backward(part * (passes * self.ranks.world_size))
+        self.deepspeed.backward(loss * (passes * self.ranks.world_size))
         self._left_out = None
         self.deepspeed.step()
 

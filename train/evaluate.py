@@ -64,7 +64,7 @@ class Measured(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What a step's decoding has to say: a flat record of numbers and, unless it is put off, their table."""
+    """What is logged of decoding after a step: a flat record of numbers and, unless it is put off, their table."""
 
     record: dict[str, Any]
     tables: dict[str, Table]
@@ -148,7 +148,7 @@ class Evaluator:
             return None
         if not last and self._is_too_much():
             if step % every:
-                return None  # it was said when it was due
+                return None  # it was logged when it was due
             self.ranks.log(
                 f"Decoding after step {step} is put off: {self._spent + self._last_seconds:.0f} s in all would be "
                 f"more than decoding.share = {self.config.decoding.share:g} of the time so far"
@@ -190,7 +190,7 @@ class Evaluator:
 
 
 def open_drafter(config: Config, target: Target, draft: Draft) -> Drafter:
-    """The method's drafter with the tree that its export has where no rates are known."""
+    """The method's drafter, with the tree of an export without measured rates."""
     options: dict[str, Any] = {}
     if isinstance(draft, LongSpec):
         options = {"widths": WIDTHS[: draft.config.noise]}

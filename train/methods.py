@@ -34,8 +34,9 @@ Span = tuple[int, int]  # start and stop
 
 
 class MicroBatch(NamedTuple):
-    """One pass, on the CPU or, after `to`, where it runs. `positions` int64 [N], None for plain ones; `first`: the
-    token that row 0 of the draft's states belongs to; `queries`: what LongSpec's block runs for."""
+    """What one pass over a few rows reads, on the CPU or, after `to`, where it runs. `positions` int64 [N], None for
+    plain ones; `parts`: labels by part of the loss; `first`: the token that row 0 of the draft's states belongs to;
+    `queries`: what LongSpec's block runs for."""
 
     batch: Batch
     positions: Tensor | None
@@ -88,7 +89,7 @@ class Method(ABC):
 
     @abstractmethod
     def eval_batches(self, batch: Batch, span: Span | None = None) -> list[MicroBatch]:
-        """The passes over held-out rows whose losses together are the evaluation: plain positions, all labels."""
+        """The passes over held-out rows whose losses together are the validation: plain positions, all labels."""
 
     @abstractmethod
     def loss_weights(self, n_labels: Sequence[float]) -> list[float]:
@@ -203,10 +204,8 @@ class LongSpecMethod(Method):
         return embeddings_ND, micro_batch.positions, *output.last_kv, micro_batch.queries, micro_batch.parts
 
     def chosen_after(self, micro_batch: MicroBatch, part: int) -> Tensor:
-        rows = micro_batch.parts[part].rows
-        return (
-            rows if micro_batch.queries is None or micro_batch.queries.rows is None else micro_batch.queries.rows[rows]
-        )
+        rows, queries = micro_batch.parts[part].rows, micro_batch.queries
+        return rows if queries is None or queries.rows is None else queries.rows[rows]
 
     def as_labels(self, tokens_R: Tensor) -> Tensor:
         return tokens_R if self._draft_ids is None else from_host(self._draft_ids, tokens_R.device)[tokens_R]
@@ -219,7 +218,7 @@ class LongSpecMethod(Method):
         queries = plan_queries(batch.borders, shifts, self._window, ranges)
         rows, labels = ahead(batch.tokens, batch.supervised, batch.borders, 1)
         labels = self.as_labels(labels)
-        rows, labels = rows[labels >= 0], labels[labels >= 0]  # what the draft cannot say is no label
+        rows, labels = rows[labels >= 0], labels[labels >= 0]  # what the draft cannot propose is no label
         shift_N = torch.repeat_interleave(torch.tensor(shifts), torch.tensor(batch.borders).diff())
         shift_of, place = shift_N[rows], rows
         if queries.rows is not None:

@@ -158,7 +158,7 @@ def join_ranks() -> Ranks:
             raise ValueError(
                 f"num_gpus: {local_size} ranks, but this machine has {n_gpus} GPUs; start at most {n_gpus}"
             )
-        with _own_failure_said(local_rank):
+        with _own_failure_logged(local_rank):
             start(torch.device("cuda", local_rank), "train.device")
         torch.cuda.set_device(local_rank)
     # DeepSpeed wraps functions of its Muon for PyTorch's compiler, which takes two seconds to import; no rank uses it.
@@ -169,11 +169,11 @@ def join_ranks() -> Ranks:
     deepspeed.ops.__dict__["__compatible_ops__"] = {"deepspeed_shm_comm": False}
     check_own_name(int(os.environ["WORLD_SIZE"]), local_size)
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
-    with failures_told(TrainingError):  # an interface's fault is every rank's of a machine: its first one tells it
+    with failures_to_meet():  # an interface's fault is every rank's of a machine: its first one tells it
         deepspeed.init_distributed(dist_backend="nccl" if cuda else "gloo", timeout=TIMEOUT, verbose=False)
         control = dist.new_group(backend="gloo", timeout=TIMEOUT) if cuda else None
     if cuda and dist.get_world_size() > 1:
-        with _own_failure_said(local_rank), failures_told(TrainingError):
+        with _own_failure_logged(local_rank), failures_to_meet():
             dist.all_reduce(torch.zeros(1, device=device))  # NCCL looks for the others at its first collective
             torch.cuda.synchronize(device)
     return Ranks(
@@ -186,8 +186,8 @@ def join_ranks() -> Ranks:
 
 
 @contextmanager
-def _own_failure_said(local_rank: int) -> Iterator[None]:
-    """Inside, what ends this rank alone is printed, for only the first of a machine prints what ends it."""
+def _own_failure_logged(local_rank: int) -> Iterator[None]:
+    """Inside, what ends this rank alone is logged, for only the first of a machine logs what ends it."""
     try:
         yield
     except (ValueError, TrainingError) as error:
@@ -197,7 +197,7 @@ def _own_failure_said(local_rank: int) -> Iterator[None]:
 
 
 def log(line: str) -> None:
-    """A line on standard output, above a bar that stands on the terminal."""
+    """Prints a line on standard output, above a progress bar if there is one."""
     tqdm.write(line)
     sys.stdout.flush()
 
@@ -246,15 +246,15 @@ def check_own_name(world_size: int, local_size: int) -> None:
 
 
 @contextmanager
-def failures_told(error_type: type[Exception]) -> Iterator[None]:
-    """Inside, where the ranks meet, what goes wrong becomes an error of this type that names place and remedy."""
+def failures_to_meet() -> Iterator[None]:
+    """Inside, where the ranks meet, what goes wrong becomes a TrainingError that names place and remedy."""
     try:
         yield
     except RuntimeError as error:
         given = os.environ
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         set_to = "".join(f", {name}={given[name]}" for name in (INTERFACE, "NCCL_SOCKET_IFNAME") if name in given)
-        raise error_type(
+        raise TrainingError(
             f"rank {given['RANK']} of {given['WORLD_SIZE']} on {socket.gethostname()} does not find the others at "
             f"{given['MASTER_ADDR']}:{given['MASTER_PORT']}{set_to}: {reason}; where they are on several machines, "
             f"{REMEDY}"

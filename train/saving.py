@@ -135,7 +135,8 @@ def _empty(folder: Path) -> None:
 
 def _write_state(folder: Path, content: dict[str, Any], files: Mapping[str, tuple[int, str]]) -> None:
     """Writes the state file, with size and digest of each of the folder's other files, and syncs both."""
-    sizes, digests = ({name: files[name][i] for name in sorted(files)} for i in (0, 1))
+    sizes = {name: size for name, (size, _) in sorted(files.items())}
+    digests = {name: digest for name, (_, digest) in sorted(files.items())}
     (folder / STATE).write_text(seal(content | {"files": sizes}, digests), encoding="utf-8")
     sync(folder / STATE)
     sync(folder)

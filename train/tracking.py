@@ -27,7 +27,7 @@ class Tracker:
         part_names: of the numbers in a record's lists.
         resume_step: lines of later steps, which a kill left and which will be written again, are removed.
         wandb_id: the run to go on with in W&B.
-        stage: of a curriculum, whose stages are one group in W&B.
+        stage: its name, where the run is one of several stages, which are one group in W&B.
     """
 
     def __init__(
@@ -90,8 +90,8 @@ class Tracker:
 
 
 def wandb_names(config: Config, stage: str | None) -> dict[str, Any]:
-    """What W&B shows a run under: its folder's name and its method; the stages of a curriculum (train/stages.py)
-    are a group with the name of the folder that holds theirs. W&B takes 128 characters of a name and 64 of a tag."""
+    """What W&B shows a run under: its folder's name and its method; the stages of one config (train/stages.py) are
+    a group with the name of the folder that holds theirs. W&B takes 128 characters of a name and 64 of a tag."""
     folder, method = Path(config.train.run_dir).resolve(), config.draft.method
     if stage is None:
         return {"name": folder.name[:128], "tags": [method]}
