@@ -91,8 +91,8 @@ def _behind(bench: Bench, profile: Profile, model: Any, engine: Engine, shape: d
     for prompt in draw_prompts(profile, shape["prompts"], shape["context"]):
         theirs, ours, _ = against_transformers(model, engine, [prompt], _params(shape["new_tokens"]))
         seconds[PEER].append(1 / theirs)
-        seconds[OURS].append(1 / ours.tokens_per_second)
-        hosts.append(ours.host_share)
+        seconds[OURS].append(1 / ours["tokens_per_second"])
+        hosts.append(ours["host_share"])
     middle = shape["context"] + shape["new_tokens"] // 2
     work = profile.step_work(middle, 1, bench.itemsize, shape["layers"])
     rows = []

@@ -12,9 +12,7 @@ import torch
 
 from longdraft.benchmarks import proof
 from longdraft.benchmarks.measure import (
-    UNWATCHED,
     against_transformers,
-    as_json,
     decode,
     decode_cost,
     decode_in_turns,
@@ -22,18 +20,19 @@ from longdraft.benchmarks.measure import (
     plan_turns,
     prefill_cost,
     reference_logits,
+    rounded,
     same_tokens,
-    speedups,
     summarise,
     surroundings,
     transformers_cost,
     width_curve,
     width_curve_cost,
 )
-from longdraft.benchmarks.progress import Phase, Watch
+from longdraft.benchmarks.progress import UNWATCHED, Phase, Watch
 from longdraft.benchmarks.proof import Builder, in_form, phase_name, prove
 from longdraft.benchmarks.tasks import Task
 from longdraft.infer.engine import Engine
+from longdraft.infer.results import Generation
 from longdraft.infer.sampling import SamplingParams
 from longdraft.models.target import Target
 
@@ -127,7 +126,7 @@ def bench(
         params = settings.params()
         theirs, ours, equal = against_transformers(transformers_model, Engine(target), prompts, params, watch)
         result["transformers_tokens_per_second"] = round(theirs, 3)
-        result["plain_over_transformers"] = round(ours.tokens_per_second / theirs, 3)
+        result["plain_over_transformers"] = round(ours["tokens_per_second"] / theirs, 3)
         result["tokens_equal_to_transformers"] = equal
     watch.begin(FLIPS)
     result["flips"] = asdict(flips(target, reference, text, start, widest, watch))
@@ -159,7 +158,7 @@ def plan(
         phases += plan_turns(["plain", *names], prompts, params, what)
     if settings.noise:
         noisy = decode_cost(prompts[:NOISE_PROMPTS], NOISE_TOKENS)
-        phases += [Phase(words, "noise", noisy) for name in names for _, _, words in _noise_ways(name)]
+        phases += [Phase(phase, "noise", noisy) for name in names for _, _, phase in _noise_ways(name)]
     if transformers:
         phases.append(Phase(PEER, PEER, transformers_cost(prompts, settings.params())))
     return [*phases, Phase(FLIPS, "plain", 2 * prefill_cost(start) + 2 * FLIP_TOKENS)]
@@ -188,26 +187,27 @@ def _run(
     """All drafters at one temperature: totals, by kind of task, and prompt by prompt against plain decoding."""
     prompts, params = [task.tokens for task in tasks], settings.params(temperature)
     done = decode_in_turns(engines, prompts, params, watch, _timing_name(temperature))
-    plain = done["plain"]
+    plain, every = done["plain"], range(len(tasks))
+    kinds = {kind: [i for i in every if tasks[i].kind == kind] for kind in dict.fromkeys(task.kind for task in tasks)}
+
+    def over_plain(generations: Sequence[Generation], chosen: Sequence[int]) -> dict:
+        """Totals over these prompts, and the speed over plain decoding's."""
+        found, slow = (summarise([each[i] for i in chosen]) for each in (generations, plain))
+        return found | {"speedup": found["tokens_per_second"] / slow["tokens_per_second"]}
+
     figures: dict = {}
     for name, generations in done.items():
-        ratios = speedups(plain, generations)
-        total = summarise(generations).tokens_per_second / summarise(plain).tokens_per_second
-        kinds: dict = {}
-        for kind in dict.fromkeys(task.kind for task in tasks):
-            chosen = [i for i, task in enumerate(tasks) if task.kind == kind]
-            mine, theirs = (summarise([each[i] for i in chosen]) for each in (generations, plain))
-            kinds[kind] = {
-                "speedup": round(mine.tokens_per_second / theirs.tokens_per_second, 4),
-                "tokens_per_step": round(mine.tokens_per_step, 4),
-            }
-        figures[name] = as_json(summarise(generations)) | {
-            "speedup": round(total, 4),
-            "prompt_speedups": [round(ratio, 4) for ratio in ratios],
-            "kinds": kinds,
-            "same_tokens": same_tokens(plain, generations),
+        by_kind = {kind: over_plain(generations, chosen) for kind, chosen in kinds.items()}
+        figures[name] = rounded(over_plain(generations, every)) | {
+            "prompt_speedups": rounded([over_plain(generations, [i])["speedup"] for i in every]),
+            "kinds": rounded({kind: _only(found, "speedup", "tokens_per_step") for kind, found in by_kind.items()}),
+            "same_tokens": same_tokens([g.tokens for g in plain], [g.tokens for g in generations]),
         }
     return {"temperature": temperature, "drafters": figures}
+
+
+def _only(figures: dict, *names: str) -> dict:
+    return {name: figures[name] for name in names}
 
 
 def _noise_ways(name: str) -> list[tuple[float, bool, str]]:
@@ -223,14 +223,11 @@ def _noise(target: Target, builders: Mapping[str, Builder], prompts, settings: B
     """Tokens a step and acceptance with the noise in the ranking and without, every proposed node verified."""
     found: dict = {}
     for name, build in builders.items():
-        for temperature, noisy, words in _noise_ways(name):
-            watch.begin(words)
+        for temperature, noisy, phase in _noise_ways(name):
+            watch.begin(phase)
             params = settings.params(temperature, NOISE_TOKENS)
             engine = Engine(target, build(target), nodes=None, noise_in_ranking=noisy)
             measured = summarise([decode(engine, [prompt], params, watch)[0] for prompt in prompts])
             entry = found.setdefault(name, {}).setdefault(str(temperature), {})
-            entry["with" if noisy else "without"] = {
-                "tokens_per_step": round(measured.tokens_per_step, 4),
-                "acceptance": round(measured.acceptance, 4),
-            }
+            entry["with" if noisy else "without"] = rounded(_only(measured, "tokens_per_step", "acceptance"))
     return found

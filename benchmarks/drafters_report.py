@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from longdraft.benchmarks.report import lay_out
+
 
 def table(result: dict, metrics: list[dict]) -> str:
     """Plain decoding beside the drafters at every temperature, with exactness, and why a ratio is below 1."""
@@ -20,10 +22,10 @@ def table(result: dict, metrics: list[dict]) -> str:
 def _run(run: dict) -> list[str]:
     drafters = run["drafters"]
     title = "greedy" if run["temperature"] == 0 else f"T {run['temperature']}"
-    rows: list[tuple[str, list[str]]] = [(title, list(drafters))]
+    rows = [[f"{title}  ", *drafters]]
 
     def row(name: str, form: str, value) -> None:
-        rows.append((name, [format(value(one), form) for one in drafters.values()]))
+        rows.append([f"{name}  ", *(format(value(one), form) for one in drafters.values())])
 
     row("tokens/step", ".3f", lambda one: one["tokens_per_step"])
     row("acceptance", ".3f", lambda one: one["acceptance"])
@@ -45,9 +47,7 @@ def _run(run: dict) -> list[str]:
             row(f"  {kind}", ".2f", lambda one, kind=kind: one["kinds"][kind]["speedup"])
         row("  slowest prompt", ".2f", lambda one: min(one["prompt_speedups"]))
         row("plain decoding's tokens", "", lambda one: "{} of {}".format(*one["same_tokens"]))
-    names = max(len(name) for name, _ in rows) + 2
-    columns = [max(len(row[1][i]) for row in rows) + 2 for i in range(len(drafters))]
-    shown = [name.ljust(names) + "".join(v.rjust(w) for v, w in zip(row, columns, strict=True)) for name, row in rows]
+    shown = ["  ".join(cells) for cells in lay_out(rows)]
     return [shown[0], "-" * len(shown[0]), *shown[1:]]
 
 

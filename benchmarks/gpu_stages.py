@@ -91,7 +91,8 @@ def exactness() -> dict:
     speed says nothing about that in bf16."""
     import torch
 
-    from longdraft.benchmarks.measure import UNWATCHED, surroundings
+    from longdraft.benchmarks.measure import surroundings
+    from longdraft.benchmarks.progress import UNWATCHED
     from longdraft.benchmarks.proof import prove
     from longdraft.infer.sampling import SamplingParams
 

@@ -225,7 +225,7 @@ def _decode(run: Trained, target: "Target") -> None:
     """Export, and decode with the draft: exactly, in fp32."""
     import torch
 
-    from longdraft.benchmarks.measure import UNWATCHED
+    from longdraft.benchmarks.progress import UNWATCHED
     from longdraft.benchmarks.proof import prove
     from longdraft.infer.drafters.build import build_drafter
     from longdraft.infer.sampling import SamplingParams

@@ -8,15 +8,16 @@ Shapes: T tokens, N rows of a pass, V vocabulary.
 import resource
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import zip_longest
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from longdraft.benchmarks import record
-from longdraft.benchmarks.progress import Phase, Unwatched, Watch
+from longdraft.benchmarks.progress import UNWATCHED, Phase, Watch
 from longdraft.benchmarks.timing import seconds_of, take_turns
 from longdraft.infer.engine import Engine
 from longdraft.infer.graphs import graphs_for
@@ -27,57 +28,45 @@ from longdraft.models.kv_cache import KVCache
 from longdraft.models.passes import Pass, prompt_rows
 from longdraft.models.target import Target
 
-UNWATCHED = Unwatched()
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 40)
 
 
-@dataclass(frozen=True)
-class Measured:
-    """One drafter over all prompts, generated one at a time. Times in milliseconds a step.
+def summarise(generations: Sequence[Generation]) -> dict[str, Any]:
+    """Totals of one drafter over generations that ran one at a time, with times in milliseconds a step.
 
     `commit_ms` is accepting, committing and what drafters do of it; `host_ms` is all beside proposals and the target's
-    passes, `host_share` its share of a step.
+    passes, `host_share` its fraction of a step; [d] of `acceptance_by_depth` is the fraction of steps that accepted at
+    least d + 1 nodes.
     """
-
-    tokens: int
-    steps: int
-    tokens_per_step: float
-    acceptance: float
-    acceptance_by_depth: tuple[float, ...]
-    tokens_per_second: float
-    first_token_seconds: float
-    draft_ms: float
-    target_ms: float
-    commit_ms: float
-    host_ms: float
-    host_share: float
-    nodes_per_step: float
-    decisions: dict[str, str]
-
-
-def summarise(generations: Sequence[Generation]) -> Measured:
-    """Totals over generations that ran one at a time."""
     stats = [generation.stats for generation in generations]
     tokens, steps = sum(len(g.tokens) for g in generations), sum(s.steps for s in stats)
     seconds, drafted = sum(s.decode_seconds for s in stats), sum(s.drafted for s in stats)
+    depths = [sum(level) for level in zip_longest(*(s.accepted_at_depth for s in stats), fillvalue=0)]
+    return {
+        "tokens": tokens,
+        "steps": steps,
+        "tokens_per_step": tokens / steps,
+        "acceptance": sum(depths) / max(drafted, 1),
+        "acceptance_by_depth": [count / steps for count in depths],
+        "tokens_per_second": tokens / seconds,
+        "first_token_seconds": statistics.mean(s.first_token_seconds for s in stats),
+        **{
+            f"{name}_ms": 1e3 * sum(getattr(s, f"{name}_seconds") for s in stats) / steps
+            for name in ("draft", "target", "commit", "host")
+        },
+        "host_share": sum(s.host_seconds for s in stats) / seconds,
+        "nodes_per_step": drafted / steps,
+        "decisions": stats[-1].decisions,
+    }
 
-    def per_step(part: str) -> float:
-        return 1e3 * sum(getattr(s, f"{part}_seconds") for s in stats) / steps
 
-    depths = [sum(level) / steps for level in zip_longest(*(s.accepted_at_depth for s in stats), fillvalue=0)]
-    return Measured(
-        tokens=tokens,
-        steps=steps,
-        tokens_per_step=tokens / steps,
-        acceptance=sum(sum(s.accepted_at_depth) for s in stats) / max(drafted, 1),
-        acceptance_by_depth=tuple(depths),
-        tokens_per_second=tokens / seconds,
-        first_token_seconds=statistics.mean(s.first_token_seconds for s in stats),
-        **{f"{part}_ms": per_step(part) for part in ("draft", "target", "commit", "host")},
-        host_share=sum(s.host_seconds for s in stats) / seconds,
-        nodes_per_step=drafted / steps,
-        decisions=stats[-1].decisions,
-    )
+def rounded(figures: Any) -> Any:
+    """Figures to what a clock can tell, for JSON."""
+    if isinstance(figures, dict):
+        return {key: rounded(value) for key, value in figures.items()}
+    if isinstance(figures, list):
+        return [rounded(value) for value in figures]
+    return round(figures, 4) if isinstance(figures, float) else figures
 
 
 def prefill_cost(tokens: int) -> float:
@@ -140,14 +129,9 @@ def plan_turns(names: Sequence[str], prompts: Sequence[list[int]], params: Sampl
     ]
 
 
-def speedups(plain: Sequence[Generation], other: Sequence[Generation]) -> list[float]:
-    """Plain decoding's seconds a token over the other's, prompt by prompt."""
-    return [b.tokens_per_second / a.tokens_per_second for a, b in zip(plain, other, strict=True)]
-
-
-def same_tokens(plain: Sequence[Generation], other: Sequence[Generation]) -> tuple[int, int]:
-    """How many tokens are plain decoding's, of how many."""
-    pairs = [pair for a, b in zip(plain, other, strict=True) for pair in zip_longest(a.tokens, b.tokens)]
+def same_tokens(one: Sequence[list[int]], other: Sequence[list[int]]) -> tuple[int, int]:
+    """How many tokens of the same prompts are equal, of how many."""
+    pairs = [pair for texts in zip(one, other, strict=True) for pair in zip_longest(*texts)]
     return sum(a == b for a, b in pairs), len(pairs)
 
 
@@ -276,7 +260,7 @@ def transformers_cost(prompts: Sequence[list[int]], params: SamplingParams) -> f
 @torch.no_grad()
 def against_transformers(
     model, plain: Engine, prompts: Sequence[list[int]], params: SamplingParams, watch: Watch = UNWATCHED
-) -> tuple[float, Measured, tuple[int, int]]:
+) -> tuple[float, dict[str, Any], tuple[int, int]]:
     """transformers' greedy `generate` and our plain decoding on the same prompts, in turns, both warmed up.
 
     The prefill's time, taken off transformers', is that of a call which generates one token.
@@ -305,9 +289,8 @@ def against_transformers(
         tokens.append(new)
         generations += plain.generate([prompt], params)
         watch.advance(transformers_cost([prompt], params))
-    pairs = [pair for g, new in zip(generations, tokens, strict=True) for pair in zip(g.tokens, new, strict=True)]
     speed = sum(len(new) - 1 for new in tokens) / seconds
-    return speed, summarise(generations), (sum(a == b for a, b in pairs), len(pairs))
+    return speed, summarise(generations), same_tokens([g.tokens for g in generations], tokens)
 
 
 def surroundings(target: Target) -> dict:
@@ -323,14 +306,3 @@ def surroundings(target: Target) -> dict:
         "device": record.hardware(weight.device),
         "peak_memory_mib": round(peak_bytes / 2**20),
     }
-
-
-def as_json(measured: Measured) -> dict:
-    """Figures as a plain dict, rounded to what a clock can tell."""
-
-    def rounded(value):
-        if isinstance(value, tuple):
-            return [rounded(one) for one in value]
-        return round(value, 4) if isinstance(value, float) else value
-
-    return {key: rounded(value) for key, value in asdict(measured).items()}

@@ -6,7 +6,6 @@ Not here: which phases there are (benchmarks/drafters.py), and how it is shown (
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 # Seconds of work after which a measurement counts half: a machine's neighbours come and go.
 HALF_LIFE = 30.0
@@ -29,8 +28,8 @@ class Phase:
     slow: float = 1.0
 
 
-class Watch(Protocol):
-    """What is told how the work goes on."""
+class Watch:
+    """What is told how the work goes on; this one keeps it to itself."""
 
     def plan(self, phases: Sequence[Phase]) -> None:
         """All phases, in order, before the first begins."""
@@ -42,14 +41,7 @@ class Watch(Protocol):
         """So much of the running phase's cost is done."""
 
 
-class Unwatched:
-    """Nobody looks."""
-
-    def plan(self, phases: Sequence[Phase]) -> None: ...
-
-    def begin(self, name: str) -> None: ...
-
-    def advance(self, cost: float) -> None: ...
+UNWATCHED = Watch()
 
 
 class _Speed:

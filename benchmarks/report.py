@@ -88,20 +88,25 @@ def table(result: dict, bench: Bench) -> str:
     return "\n".join(lines)
 
 
+def lay_out(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> list[list[str]]:
+    """The cells of each row padded to their column's width: texts in the columns `left`, numbers in the others."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    sides = [str.ljust if i in left else str.rjust for i in range(len(widths))]
+    return [[side(cell, width) for side, cell, width in zip(sides, row, widths, strict=True)] for row in rows]
+
+
 def _lines(columns: Sequence[Column], rows: Sequence[dict]) -> list[str]:
-    """Texts to the left, numbers to the right; a row that was not timed ends in why not."""
-    cells = [[title for title, _ in columns], *([write(row) for _, write in columns] for row in rows)]
-    widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
-    what = next(i for i, (title, _) in enumerate(columns) if title == "implementation")
-    lines = []
-    for line, row in zip(cells, [None, *rows], strict=True):
-        timed = row is None or row["status"] == "ok"
-        padded = [
-            x.ljust(w) if i in (0, what) else x.rjust(w) for i, (x, w) in enumerate(zip(line, widths, strict=True))
-        ]
-        text = "  ".join(padded if timed else padded[: what + 1])
-        lines.append(text.rstrip() if row is None or timed else f"{text}  {row['status']}: {row['reason']}")
-    return [lines[0], "-" * len(lines[0]), *lines[1:]]
+    """A table; a row that was not timed ends in why not."""
+    titles = [title for title, _ in columns]
+    what = titles.index("implementation")
+    header, *padded = lay_out([titles, *([write(row) for _, write in columns] for row in rows)], (0, what))
+    lines = ["  ".join(header).rstrip()]
+    lines.append("-" * len(lines[0]))
+    for cells, row in zip(padded, rows, strict=True):
+        timed = row["status"] == "ok"
+        reason = [] if timed else [f"{row['status']}: {row['reason']}"]
+        lines.append("  ".join((cells if timed else cells[: what + 1]) + reason).rstrip())
+    return lines
 
 
 def draw(result: dict, path: Path) -> bool:

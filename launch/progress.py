@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from typing import TextIO
 
-from longdraft.benchmarks.progress import Phase, TimeLeft, duration
+from longdraft.benchmarks.progress import Phase, TimeLeft, Watch, duration
 from longdraft.launch.console import note, to_nothing
 
 REDRAWN = 0.5  # seconds between two states of the line that moves
@@ -20,7 +20,7 @@ PLAIN_EVERY = 30.0  # seconds between two plain lines
 CLEAR = "\r\033[K"
 
 
-class Progress:
+class Progress(Watch):
     """A Watch that shows what it is told; what others write meanwhile stands on lines of its own above."""
 
     def __init__(self, name: str):

@@ -7,7 +7,7 @@ import torch
 
 from longdraft.benchmarks.drafters import BenchSettings, bench
 from longdraft.benchmarks.drafters_report import table
-from longdraft.benchmarks.measure import UNWATCHED
+from longdraft.benchmarks.progress import UNWATCHED
 from longdraft.benchmarks.proof import (
     FORMS,
     Room,

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from longdraft.benchmarks.measure import UNWATCHED
+from longdraft.benchmarks.progress import UNWATCHED
 from longdraft.benchmarks.proof import count_flips
 from longdraft.infer.drafters.longspec import LongSpecDrafter
 from longdraft.infer.engine import Engine
