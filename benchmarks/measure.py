@@ -164,7 +164,7 @@ def width_curve(
     rows = torch.randint(model.config.vocab_size, (1, max(widths)), generator=generator).to(device)
     _prefill(target, cache, head, watch)
     graphs = graphs_for(None, model)
-    # The first turn warms up, and on a CPU records; what is recorded on a GPU is so in the second.
+    # The first turn warms up; what is recorded on a GPU is so in the second.
     warm_up = 2 if graphs.recording else 1
 
     def logits(rows_BN: Tensor) -> Tensor:

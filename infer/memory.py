@@ -12,11 +12,11 @@ import torch
 from longdraft.infer.drafters.base import Drafter
 from longdraft.infer.sampling import MOST_SORTED, SORTED_BYTES
 from longdraft.kernels import backend
+from longdraft.kernels.cpu_impl.layers import MOST_TOKENS
 from longdraft.models.decoder import Decoder
 from longdraft.models.decoder_config import DecoderConfig
 from longdraft.models.device import free_bytes
-from longdraft.models.passes import pass_bytes
-from longdraft.models.recorded_layers import recorded_bytes
+from longdraft.models.passes import layers_bytes, pass_bytes
 
 
 def estimate_memory(
@@ -33,6 +33,7 @@ def estimate_memory(
     size = weight.element_size()
     row = 2 * config.n_layers * config.n_kv_heads * config.head_dim * size
     verification = pass_bytes(config, batch * width, weight.dtype) + batch * width * config.vocab_size * size
+    passes = max(pass_bytes(config, chunk, weight.dtype), verification)
     choices = batch * config.vocab_size * 8
     if not backend.is_host(weight.device):  # with filters or penalties, at all nodes at once
         choices = max(batch, min(batch * width, MOST_SORTED // config.vocab_size)) * config.vocab_size * SORTED_BYTES
@@ -41,11 +42,13 @@ def estimate_memory(
         kept = batch * sum(widths) * sum(outputs.get(name, 0) for name in drafter.needs) * size
         recorded = verification + kept
     else:
-        recorded = sum(recorded_bytes(config, batch * n_rows, weight) for n_rows in widths)
+        recorded = 0
+        narrow = [batch * n_rows for n_rows in widths if batch * n_rows <= MOST_TOKENS]
+        passes = max(passes, layers_bytes(config, max(narrow, default=0), weight.dtype))
     return {
         "weights": sum(p.numel() * p.element_size() for p in model.parameters()),
         "cache": batch * capacity * row,
-        "passes": max(pass_bytes(config, chunk, weight.dtype), verification) + choices,
+        "passes": passes + choices,
         "recorded steps": recorded,
         **{f"draft {name}": count for name, count in drafter.memory_bytes(batch, capacity).items()},
     }

@@ -188,7 +188,6 @@ class Runner:
                 for start in range(0, counts[0], self.prefill_chunk):
                     chunk = prompts[0][start : min(start + self.prefill_chunk, counts[0])]
                     self._prefill_pass(slots, [chunk], own, False)
-        self.model.recorded_layers.fresh = False  # that took none of a step's time
         return begin, time.perf_counter() - begin
 
     def _prefill_pass(self, slots: Sequence[int], chunks: list[list[int]], cache: KVCache, whole: bool) -> None:
@@ -284,8 +283,6 @@ class Runner:
         state.roots = torch.where(state.active, accepted.last(accepted.tokens), state.roots)
         self.drafter.on_step(state, tree, accepted, output)
         done = time.perf_counter()
-        if self.model.recorded_layers.fresh:
-            state.graphs.fresh, self.model.recorded_layers.fresh = True, False
         if self._graphs.fresh:  # the time of this step, and of those not read yet, is that of recording
             self._graphs.fresh, self._disturbed = False, 1 + self.lag
         copy = self._to_host(accepted, (tree.parents >= 0).sum(dim=1), proposed, also)

@@ -1,9 +1,9 @@
 """RoPE's rotation of query and key heads, behind their norms where a model has such; and, with keys and values written
-to a cache, in one launch on a GPU. Ours, for Liger's RoPE knows neither heads' norms nor caches. Not here: the tables
-of cosines and sines (models/rope.py).
+to a cache, in one launch on a GPU and one call of C on a CPU. Ours, for Liger's RoPE knows neither heads' norms nor
+caches. Not here: the tables of cosines and sines (models/rope.py).
 
-Shapes: B slots, T rows, n heads, d head width, F = d / 2 frequencies; N heads of q, k and v together, K of k and of v;
-S cache capacity.
+Shapes: B slots, T tokens, n heads, d head width, F = d / 2 frequencies; N heads of q, k and v together, K of k and of
+v; S cache capacity.
 """
 
 from typing import Any
@@ -30,10 +30,8 @@ def rotate(x_BTnd: Tensor, cos_BT11F: Tensor, sin_BT12F: Tensor, norms: HeadNorm
     """
     if (triton := triton_for(x_BTnd, cos_BT11F)) is not None:
         return triton.rotate(x_BTnd, cos_BT11F, sin_BT12F, norms)
-    few = x_BTnd.shape[0] * x_BTnd.shape[1] <= rows.MOST_LINEAR_ROWS
-    known = x_BTnd.dtype == cos_BT11F.dtype and rows.serves(x_BTnd.dtype) and cos_BT11F.shape[1] == x_BTnd.shape[1]
-    if few and known and x_BTnd.device.type == "cpu" and not x_BTnd.requires_grad and rows.library() is not None:
-        return rows.rotate_rows(reference.normed(x_BTnd, norms), cos_BT11F, sin_BT12F)
+    if _in_c(x_BTnd, cos_BT11F, norms):
+        return rows.rotate_rows(x_BTnd, cos_BT11F, sin_BT12F, norms)
     return reference.rotate(x_BTnd, cos_BT11F, sin_BT12F, norms)
 
 
@@ -56,8 +54,20 @@ def rotate_append(
         keys_BSKd, values_BSKd: of one layer, of any strides but the last, which is 1; changed in those rows alone.
         lengths_B: int64; not changed.
     """
-    pick = triton_for(qkv_BTNd, cos_BT11F) or reference
-    return pick.rotate_append(qkv_BTNd, cos_BT11F, sin_BT12F, keys_BSKd, values_BSKd, lengths_B, norms)
+    if (triton := triton_for(qkv_BTNd, cos_BT11F)) is not None:
+        return triton.rotate_append(qkv_BTNd, cos_BT11F, sin_BT12F, keys_BSKd, values_BSKd, lengths_B, norms)
+    heads_adjoin = all(x.stride()[2:] == (x.shape[3], 1) for x in (keys_BSKd, values_BSKd))
+    if heads_adjoin and _in_c(qkv_BTNd, cos_BT11F, norms):
+        return rows.rotate_rows(qkv_BTNd, cos_BT11F, sin_BT12F, norms, (keys_BSKd, values_BSKd, lengths_B))
+    return reference.rotate_append(qkv_BTNd, cos_BT11F, sin_BT12F, keys_BSKd, values_BSKd, lengths_B, norms)
+
+
+def _in_c(x_BTnd: Tensor, cos_BT11F: Tensor, norms: HeadNorms | None) -> bool:
+    """Whether the C kernels rotate such heads, of any number of tokens: a norm's sum has an order of its own there."""
+    table = x_BTnd.dtype == cos_BT11F.dtype and cos_BT11F.shape[1] == x_BTnd.shape[1]
+    served = rows.serves(x_BTnd.dtype) and x_BTnd.device.type == "cpu" and not x_BTnd.requires_grad
+    fits = x_BTnd.numel() > 0 and (norms is None or x_BTnd.shape[3] % 8 == 0)
+    return table and served and fits and rows.library() is not None
 
 
 def triton_for(x_BTnd: Tensor, cos_BT11F: Tensor) -> Any | None:

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 
 from longdraft.kernels.causal_attention import causal_attention
 from longdraft.kernels.chain_attention import prompt_attention
+from longdraft.kernels.cpu_impl import rows
+from longdraft.kernels.cpu_impl.layers import MOST_TOKENS, LayerTable, LayerWeights, can_run
 from longdraft.kernels.linear import linear
 from longdraft.kernels.rotate import HeadNorms, rotate
 from longdraft.kernels.segment_attention import Segment, segment_attention, send_segments
@@ -26,12 +28,16 @@ from longdraft.models.decoder_config import DecoderConfig
 from longdraft.models.device import on_device
 from longdraft.models.kv_cache import KVCache
 from longdraft.models.passes import Pass, TargetOutput
-from longdraft.models.recorded_layers import RecordedLayers, can_record
 from longdraft.models.rope import Rope, piece_lengths
 from longdraft.models.stream import RMSNorm, Stream
 
 # What is finished once the last layer's K and V are written: with nothing else asked for, the pass stops there.
 _BEFORE_LAST_ATTENTION = frozenset({"last_kv", "queries"})
+
+
+# The last layer's output, or its input where a pass ends before it; each layer's wanted queries [L, B, H, d]; the last
+# layer's K and V.
+_LayersOutput = tuple[Tensor, Tensor | None, tuple[Tensor, Tensor] | None]
 
 
 class Linear(nn.Linear):
@@ -91,7 +97,7 @@ class Attention(nn.Module):
         if context.given.cache is None:
             qk = rotate(qkv_BTNd[:, :, : -self.n_kv_heads], *tables, norms)
         else:
-            qk = context.given.cache.append_rotated(self.layer, qkv_BTNd, *tables, norms)
+            qk = context.given.cache.append(self.layer, qkv_BTNd, *tables, norms)
         return qk[:, :, : self.n_heads], qk[:, :, self.n_heads :], qkv_BTNd[:, :, -self.n_kv_heads :]
 
     def _head_norms(self) -> HeadNorms | None:
@@ -164,6 +170,41 @@ class Layer(nn.Module):
             self.mlp(part, self.mlp_norm)
             stream.rows[:, tokens] = part.rows
 
+    def weights(self) -> LayerWeights:
+        """What the layer computes with."""
+        attention, mlp = self.attention, self.mlp
+        norms = [None if norm is None else norm.weight for norm in (attention.q_norm, attention.k_norm)]
+        return LayerWeights(
+            self.attention_norm.weight, attention.qkv_proj.weight, attention.qkv_proj.bias, *norms,
+            attention.o_proj.weight, attention.o_proj.bias,
+            self.mlp_norm.weight, mlp.gate_up_proj.weight, mlp.gate_up_proj.bias,
+            mlp.down_proj.weight, mlp.down_proj.bias, attention.window,
+        )  # fmt: skip
+
+
+class _KnownTable:
+    """The layers' table for C, for as long as all weights lie where they did; None where C cannot have them."""
+
+    def __init__(self, layers: "list[Layer]", config: DecoderConfig):
+        modules = [module for layer in layers for module in layer.modules()]
+        self._cells = [(m._parameters, name) for m in modules for name, p in m._parameters.items() if p is not None]
+        self._seen = self._places()
+        weights = [layer.weights() for layer in layers]
+        shape = config.n_heads, config.n_kv_heads, config.rms_norm_eps
+        self.table = LayerTable(weights, *shape) if can_run(weights[0], config.head_dim) else None
+
+    def _places(self) -> list[object]:
+        """Each weight's address and dtype: it may be moved, cast or replaced."""
+        weights = [cast(Tensor, cell[name]) for cell, name in self._cells]
+        return [weights[0].dtype, *(weight.data_ptr() for weight in weights)]
+
+    def holds(self) -> bool:
+        """Whether they still lie there."""
+        return self._places() == self._seen
+
+    def __reduce__(self) -> tuple:  # a copy of a decoder makes a table of its own weights
+        return type(None), ()
+
 
 class Decoder(nn.Module):
     """A frozen target: tokens in, what was asked for out."""
@@ -178,7 +219,7 @@ class Decoder(nn.Module):
         self.rope = Rope(config.rope)
         # Entered around each layer's work; whoever keeps the weights elsewhere brings them here (train/sharding.py).
         self.around_layer: Callable[[Layer], AbstractContextManager[object]] = nullcontext
-        self.recorded_layers = RecordedLayers()
+        self._table: _KnownTable | None = None
         self.tie()
 
     @property
@@ -213,22 +254,13 @@ class Decoder(nn.Module):
             tokens_BT, context = tokens_BT[:, given.shard.tokens], context.part(given.shard.tokens)
         # The stream lets go of the embeddings behind the first layer.
         stream = Stream(self.embed_tokens(tokens_BT), given.prompt_lengths)
-        recorded = self._recorded_layers(stream.rows, context)
-        if recorded is not None:
-            hidden_BTD, queries, last_kv = recorded
-            queries = [_pick(q_BTHd, given.queries_at_B) for q_BTHd in queries]
-        else:
-            pick = (lambda q_BTHd: _pick(q_BTHd, given.queries_at_B)) if "queries" in needs else None
-            hidden_BTD, queries, last_kv = self._layers(stream, context, pick)
-        output = TargetOutput()
-        if "queries" in needs:
-            output.queries = torch.stack(queries)
-        if "last_kv" in needs:  # what was recorded is overwritten by the next pass
-            output.last_kv = last_kv if recorded is None else (last_kv[0].clone(), last_kv[1].clone())
+        found = self._layers_in_c(stream.rows, context) or self._layers(stream, context)
+        hidden_BTD, queries_LBHd, last_kv = found
+        output = TargetOutput(queries=queries_LBHd, last_kv=last_kv if "last_kv" in needs else None)
         if needs <= _BEFORE_LAST_ATTENTION:
             return output
         if "pre_norm" in needs:
-            output.pre_norm = hidden_BTD if recorded is None else hidden_BTD.clone()
+            output.pre_norm = hidden_BTD
         if "post_norm" in needs:
             output.post_norm = self.norm(hidden_BTD)
         if "logits" in needs:  # from the un-normed states, so that logits do not depend on what else is needed
@@ -254,44 +286,37 @@ class Decoder(nn.Module):
         plan = None if cache is None else plan_pass(cache.lengths, n_tokens, given.tree_mask_BTT)
         return _Context(given, cos, sin, plan, pieces)
 
-    def _layers(
-        self, stream: Stream, context: _Context, pick: Callable[[Tensor], Tensor] | None
-    ) -> tuple[Tensor, list[Tensor], tuple[Tensor, Tensor]]:
-        """(The last layer's output, or its input where the pass ends before it; what `pick` takes of each layer's
-        queries [B, T, H, d]; the last layer's K and V)."""
-        layers, queries = cast("list[Layer]", self.layers), []
+    def _layers(self, stream: Stream, context: _Context) -> _LayersOutput:
+        """The layers one after the other."""
+        layers, given, queries = cast("list[Layer]", self.layers), context.given, []
         for layer in layers:
             with self.around_layer(layer):
                 qkv = layer.project(stream, context)
-                if pick is not None:
-                    queries.append(pick(qkv[0]))
-                if layer is not layers[-1] or not context.given.needs <= _BEFORE_LAST_ATTENTION:
+                if "queries" in given.needs:
+                    queries.append(_pick(qkv[0], given.queries_at_B))
+                if layer is not layers[-1] or not given.needs <= _BEFORE_LAST_ATTENTION:
                     layer.finish(stream, qkv, context)
-        return stream.rows, queries, qkv[1:]
+        return stream.rows, torch.stack(queries) if queries else None, qkv[1:]
 
-    def _recorded_layers(
-        self, hidden_BTD: Tensor, context: _Context
-    ) -> tuple[Tensor, list[Tensor], tuple[Tensor, Tensor]] | None:
-        """`_layers` where a CPU's calls are recorded, with the queries of all tokens where needed; else None."""
-        given, plan = context.given, context.plan
-        if given.cache is None or given.prompt_lengths is not None:
+    def _layers_in_c(self, x_BTD: Tensor, context: _Context) -> _LayersOutput | None:
+        """The same bits from one call, for few tokens behind a cache on a CPU; None where there is no such call."""
+        given, cache, weight = context.given, context.given.cache, self.embed_tokens.weight
+        n_slots, n_tokens, _ = x_BTD.shape
+        if cache is None or given.prompt_lengths is not None or n_slots * n_tokens > MOST_TOKENS:
             return None
-        assert plan is not None
-        n_slots, n_tokens, _ = hidden_BTD.shape
-        if not (self.weights_stay and can_record(n_slots * n_tokens, self.embed_tokens.weight)):
+        if weight.device.type != "cpu" or not (self.weights_stay and rows.serves(weight.dtype)):
             return None
-        pick = (lambda q_BTHd: q_BTHd) if "queries" in given.needs else None
-
-        def layers(hidden_BTD: Tensor, cos: Tensor, sin: Tensor, mask_BTT: Tensor | None = None):
-            own = replace(context, cos=cos, sin=sin, plan=plan_pass(plan.lengths_B, n_tokens, mask_BTT))
-            return self._layers(Stream(hidden_BTD), own, pick)
-
-        masks = [] if plan.tree_mask_BTT is None else [plan.tree_mask_BTT]
-        inputs, key = (
-            [hidden_BTD, context.cos, context.sin, *masks],
-            (given.needs <= _BEFORE_LAST_ATTENTION, pick is None),
-        )
-        return self.recorded_layers.run(layers, given.cache, key, inputs, lambda: list(self.layers.parameters()))
+        if self._table is None or not self._table.holds():
+            self._table = _KnownTable(cast("list[Layer]", self.layers), self.config)
+        if self._table.table is None:
+            return None
+        cache.check_room(n_tokens)
+        own, early = (cache.keys, cache.values, cache.lengths), given.needs <= _BEFORE_LAST_ATTENTION
+        found = self._table.table.run(x_BTD, context.cos, context.sin, own, given.tree_mask_BTT, early)
+        queries = [_pick(q_BTHd, given.queries_at_B) for q_BTHd in found.q_LBTHd] if "queries" in given.needs else None
+        # Copies: of all layers no more is kept than is asked for.
+        last_kv = (found.k_LBTKd[-1].clone(), found.v_LBTKd[-1].clone()) if "last_kv" in given.needs else None
+        return found.hidden_BTD, None if queries is None else torch.stack(queries), last_kv
 
 
 def _at(x_BTD: Tensor, indices_BR: Tensor | None) -> Tensor:

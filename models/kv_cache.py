@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from longdraft.kernels import backend
-from longdraft.kernels.cpu_impl import rows
 from longdraft.kernels.keep_rows import keep_rows
-from longdraft.kernels.rotate import HeadNorms, rotate, rotate_append, triton_for
+from longdraft.kernels.rotate import HeadNorms, rotate_append
 from longdraft.kernels.transfer import integers
 
 
@@ -41,7 +40,6 @@ class KVCache:
         self.lengths = torch.zeros(batch, dtype=torch.int64, device=device)
         self.prompt_lengths = torch.zeros(batch, dtype=torch.int64, device=device)
         self._slots_B1 = torch.arange(batch, device=device)[:, None]
-        self._pending: list[int] | Tensor = []
 
     def slot(self, index: int, count: int = 1) -> "KVCache":
         """A cache of this one slot, or of so many from it on: the same storage and lengths, so what either does the
@@ -49,7 +47,7 @@ class KVCache:
         some, those = KVCache.__new__(KVCache), slice(index, index + count)
         some.keys, some.values = self.keys[:, those], self.values[:, those]
         some.lengths, some.prompt_lengths = self.lengths[those], self.prompt_lengths[those]
-        some._slots_B1, some._pending = self._slots_B1[:count], []
+        some._slots_B1 = self._slots_B1[:count]
         return some
 
     @property
@@ -62,58 +60,30 @@ class KVCache:
         """Number of slots."""
         return self.keys.shape[1]
 
-    def append(self, layer: int, k_BTKd: Tensor, v_BTKd: Tensor) -> None:
-        """Write a pass's rows to rows lengths[b] .. lengths[b] + T - 1 of each slot; lengths stay as they are.
-
-        A pass goes through the layers from 0 on; where its rows go is worked out once, at layer 0.
-        """
-        n_rows = k_BTKd.shape[1]
-        if layer == 0:
-            self._locate(n_rows)
-        if isinstance(self._pending, Tensor):
-            self.keys[layer].index_put_((self._slots_B1, self._pending), k_BTKd)
-            self.values[layer].index_put_((self._slots_B1, self._pending), v_BTKd)
-            return
-        if rows.can_append(self.keys[layer], k_BTKd) and rows.can_append(self.values[layer], v_BTKd):
-            rows.append_rows(self.keys[layer], self.lengths, k_BTKd)
-            rows.append_rows(self.values[layer], self.lengths, v_BTKd)
-            return
-        for slot, start in enumerate(self._pending):
-            self.keys[layer, slot, start : start + n_rows] = k_BTKd[slot]
-            self.values[layer, slot, start : start + n_rows] = v_BTKd[slot]
-
-    def append_rotated(
+    def append(
         self, layer: int, qkv_BTNd: Tensor, cos_BT11F: Tensor, sin_BT12F: Tensor, norms: HeadNorms | None = None
     ) -> Tensor:
-        """Rotate the heads of q and k, [B, T, H + K, d], and `append` those of k, and of v as they are.
+        """Rotate the heads of q and k, [B, T, H + K, d]; those of k, and of v as they are, become pending rows.
+
+        They go to rows lengths[b] .. lengths[b] + T - 1 of each slot; lengths stay as they are. A pass goes through the
+        layers from 0 on; whether there is room is looked at once, at layer 0, and where that costs no wait.
 
         Args:
             qkv_BTNd: heads of q, then of k, then of v, before RoPE.
             cos_BT11F, sin_BT12F, norms: see kernels/rotate.py.
         """
-        if triton_for(qkv_BTNd, cos_BT11F) is not None:
-            own = self.keys[layer], self.values[layer], self.lengths
-            return rotate_append(qkv_BTNd, cos_BT11F, sin_BT12F, *own, norms)
-        n_kv = self.keys.shape[3]
-        qk_BTnd = rotate(qkv_BTNd[:, :, :-n_kv], cos_BT11F, sin_BT12F, norms)
-        self.append(layer, qk_BTnd[:, :, -n_kv:], qkv_BTNd[:, :, -n_kv:])
-        return qk_BTnd
+        if layer == 0 and backend.is_host(self.lengths.device):
+            self.check_room(qkv_BTNd.shape[1])
+        own = self.keys[layer], self.values[layer], self.lengths
+        return rotate_append(qkv_BTNd, cos_BT11F, sin_BT12F, *own, norms)
 
-    def _locate(self, n_rows: int) -> None:
-        """On the CPU slices are fastest and lengths at hand; elsewhere index tensors spare a wait for the device."""
-        if not backend.is_host(self.lengths.device):
-            self._pending = self.lengths[:, None] + torch.arange(n_rows, device=self.lengths.device)
-            return
-        self._pending = self.check_room(n_rows)
-
-    def check_room(self, n_rows: int) -> list[int]:
-        """The lengths, read on the host; AssertionError where a pass of so many rows has no room behind them."""
+    def check_room(self, n_rows: int) -> None:
+        """AssertionError where a pass of so many rows has no room behind the lengths, which are read on the host."""
         starts = self.lengths.tolist()
         assert max(starts) + n_rows <= self.capacity, (
             f"a pass of {n_rows} rows behind {max(starts)} committed ones needs a capacity of at least "
             f"{max(starts) + n_rows}, the cache has {self.capacity}"
         )
-        return starts
 
     def commit(self, rows_BR: Tensor | None, counts_B: Tensor) -> None:
         """Commit pending rows `rows_BR[b, :counts_B[b]]` in this order; lengths grow by `counts_B`.

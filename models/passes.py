@@ -127,6 +127,14 @@ class TargetOutput:
         )
 
 
+def layers_bytes(config: DecoderConfig, n_tokens: int, dtype: torch.dtype) -> int:
+    """Bytes that the layers of a pass take as one C call, for that many tokens of all slots together."""
+    heads, kv_heads, width = config.n_heads, config.n_kv_heads, config.head_dim
+    of_attention = (heads + 2 * kv_heads) + (heads + kv_heads) + heads  # projected, rotated, attended
+    of_layer = of_attention * width + config.intermediate_size + 2 * config.hidden_size
+    return n_tokens * config.n_layers * of_layer * dtype.itemsize
+
+
 def prompt_rows(device_type: str) -> int:
     """Tokens of a pass over a prompt, where nobody says how many."""
     return ROWS_CPU if device_type == "cpu" else ROWS_GPU

@@ -1,4 +1,5 @@
-/* Few-row passes on a CPU: linear layers, rotation, attention over a cache plus a tree, and Philox's words.
+/* Few-row passes on a CPU: linear layers, rotation, attention over a cache plus a tree, all layers of a decoder in one
+ * job, and Philox's words.
  *
  * Every output row is computed by the same operations in the same order whatever other rows the pass holds: a row of a
  * tree pass equals plain decoding's row bit for bit, so decoding is exact in bf16 too. Nothing here is a reduction over
@@ -153,8 +154,13 @@ typedef struct {
 } linear;
 typedef struct {
     const void *x, *cos, *sin; /* x [m, heads, d], rows `stride` apart; cos [m, d / 2]; sin [m, d], signs included */
+    const void *q_norm, *k_norm; /* [d], RMSNorms of the first `queries` heads and of the others; or both NULL */
     void *y;                   /* [m, heads, d] contiguous */
+    void *keys, *values;       /* a cache, or NULL: row r of slot b goes to its row lengths[b] + r, the heads behind the */
+    const int64_t *lengths;    /* queries to `keys`, and as many behind them in x, as they are, to `values` */
     ix m, heads, d, stride, period; /* row i is turned by row i % period of cos and sin */
+    ix queries, rows, k_slot, k_row, v_slot, v_row; /* rows of a slot; strides of the cache in elements */
+    float eps;                      /* of the norms, for which d is a multiple of 8 */
 } rotation;
 
 /* Rows of the next block, where so many are left: those of 6 and of 4 take the least time a row, of 1 to 3 the most. */
@@ -162,28 +168,37 @@ static ix height(ix left) { return left <= MOST_ROWS ? left : left <= 8 ? 4 : le
 
 #include "noise.inc"
 
-/* ---- rows of a pass to their places in the cache ---- */
+#include "attention_common.inc"
+
+/* ---- the layers of a decoder: stages of one job ---- */
 
 typedef struct {
-    const char *from;
-    char *to;
-    const int64_t *lengths; /* [batch]: row r of slot b goes behind the slot's rows, to row lengths[b] + r */
-    ix batch, rows, bytes, from_slot, from_row, to_slot, to_row; /* all but the first two in bytes */
-} placing;
-
-static void append_chunk(const stage *own, char *shared, ix chunk, hand *mine) {
-    const placing *a = own->arguments;
-    (void)shared, (void)chunk, (void)mine;
-    for (ix b = 0; b < a->batch; b++)
-        for (ix r = 0; r < a->rows; r++)
-            memcpy(a->to + b * a->to_slot + (a->lengths[b] + r) * a->to_row, a->from + b * a->from_slot + r * a->from_row, a->bytes);
-}
-
-void append_rows(const void *arguments, plan *p) { add_stage(p, append_chunk, arguments, 1, 0); }
+    const void *attention_norm, *qkv, *qkv_bias, *q_norm, *k_norm, *o, *o_bias; /* biases and norms of heads may be NULL */
+    const void *mlp_norm, *gate_up, *gate_up_bias, *down, *down_bias;
+    ix window; /* as in attention */
+} layer;
+typedef struct {
+    linear qkv, o, gate_up, down;
+    rotation turned;
+    attention attended;
+} layer_calls;
+typedef struct {
+    const layer *table;
+    layer_calls *calls; /* [layers], memory for what the stages read */
+    const void *x, *cos, *sin; /* x [batch, rows, hidden] contiguous; the others as in rotation */
+    void *y;                   /* like x; not written where the last layer ends before its attention */
+    void *projected, *turned;  /* [layers, batch, rows, q, k and v heads, d], and q and k heads after their rotation */
+    void *rest; /* [layers, batch * rows, heads * d + 2 * hidden + inner]; nothing is overwritten within the job */
+    void *keys, *values;    /* [layers, batch, ...], heads contiguous, with the same strides */
+    const int64_t *lengths; /* and mask as in attention */
+    const uint8_t *mask;
+    ix layers, batch, rows, hidden, heads, kv_heads, width, inner, period, ends_early;
+    ix cache_layer, cache_slot, cache_row; /* strides in elements */
+    float eps, scale; /* of the norms; of attention */
+} decoder_layers;
 
 /* ---- both element types ---- */
 
-#include "attention_common.inc"
 #define T_ float
 #define LOAD load_f32
 #define STORE store_f32
@@ -193,6 +208,7 @@ void append_rows(const void *arguments, plan *p) { add_stage(p, append_chunk, ar
 #define NAME(f) f##_f32
 #include "linear.inc"
 #include "attention.inc"
+#include "layers.inc"
 #undef T_
 #undef LOAD
 #undef STORE
@@ -209,3 +225,4 @@ void append_rows(const void *arguments, plan *p) { add_stage(p, append_chunk, ar
 #define NAME(f) f##_bf16
 #include "linear.inc"
 #include "attention.inc"
+#include "layers.inc"

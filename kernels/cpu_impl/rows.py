@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
@@ -27,66 +27,52 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-SOURCES = tuple(
-    Path(__file__).parent / name
-    for name in ("rows.c", "threads.inc", "linear.inc", "attention_common.inc", "attention.inc", "noise.inc")
-)
+FOLDER = Path(__file__).parent
+SOURCES = FOLDER / "rows.c", *sorted(FOLDER.glob("*.inc"))
 # No -ffast-math: it would let infinities and NaN through as if they could not occur, and flush denormals process-wide.
 FLAGS = ["-O3", "-march=native", "-ffp-contract=off", "-pthread", "-fPIC"]
 # Above these, a matrix product of the BLAS library and PyTorch's flash attention are faster: prefill, not decoding.
 MOST_LINEAR_ROWS = 256
 MOST_ATTENTION_ROWS = 128
+MOST_HEAD_WIDTH = 1024  # of attention
 
 
-class _Linear(ctypes.Structure):
+def fields(pointers: str, sizes: str, floats: str = "") -> list[tuple[str, type]]:
+    """Fields of a structure whose names stand here in three groups, one behind the other."""
+    kinds = (ctypes.c_void_p, pointers), (ctypes.c_ssize_t, sizes), (ctypes.c_float, floats)
+    return [(name, kind) for kind, names in kinds for name in names.split()]
+
+
+class Linear(ctypes.Structure):
     """`linear` of rows.c."""
 
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("x", "norm", "w", "bias", "residual", "y")),
-        *((name, ctypes.c_ssize_t) for name in ("m", "n", "k", "gated")),
-        ("eps", ctypes.c_float),
-    ]
+    _fields_ = fields("x norm w bias residual y", "m n k gated", "eps")
 
 
-class _Rotation(ctypes.Structure):
+class Rotation(ctypes.Structure):
     """`rotation` of rows.c."""
 
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("x", "cos", "sin", "y")),
-        *((name, ctypes.c_ssize_t) for name in ("m", "heads", "d", "stride", "period")),
-    ]
+    _fields_ = fields(
+        "x cos sin q_norm k_norm y keys values lengths",
+        "m heads d stride period queries rows k_slot k_row v_slot v_row",
+        "eps",
+    )
 
 
-class _Attention(ctypes.Structure):
+class Attention(ctypes.Structure):
     """`attention` of rows.c."""
 
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "out", "lse", "lengths", "mask")),
-        *((name, ctypes.c_ssize_t) for name in ("batch", "rows", "heads", "kv_heads", "width", "window")),
-        *((name, ctypes.c_ssize_t) for name in ("q_row", "k_slot", "k_row", "k_head", "v_slot", "v_row", "v_head")),
-        ("scale", ctypes.c_float),
-    ]
-
-
-class _Placing(ctypes.Structure):
-    """`placing` of rows.c."""
-
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("source", "to", "lengths")),
-        *(
-            (name, ctypes.c_ssize_t)
-            for name in ("batch", "rows", "bytes", "from_slot", "from_row", "to_slot", "to_row")
-        ),
-    ]
+    _fields_ = fields(
+        "q k v out lse lengths mask",
+        "batch rows heads kv_heads width window q_row k_slot k_row k_head v_slot v_row v_head",
+        "scale",
+    )
 
 
 class _Noise(ctypes.Structure):
     """`noise` of noise.inc."""
 
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("seeds", "positions", "y")),
-        *((name, ctypes.c_ssize_t) for name in ("batch", "per", "vocab")),
-    ]
+    _fields_ = fields("seeds positions y", "batch per vocab")
 
 
 def _cache_folder() -> Path:
@@ -154,7 +140,6 @@ def library() -> ctypes.CDLL | None:
         )
         return None
     loaded.make_call.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
-    loaded.make_calls.argtypes = [ctypes.c_void_p, ctypes.c_ssize_t]
     loaded.uneven_seconds.restype = ctypes.c_double
     return loaded
 
@@ -224,27 +209,28 @@ def serves(dtype: torch.dtype) -> bool:
     return dtype == torch.bfloat16 or (dtype == torch.float32 and _decoding.get())
 
 
+SUFFIXES = {torch.bfloat16: "bf16", torch.float32: "f32"}
+
+
 @cache
 def _address(name: str) -> int:
-    """Where the function of this name lies, for `make_call` and `make_calls`."""
+    """Where the function of this name lies, for `make_call`."""
     address = ctypes.cast(getattr(library(), name), ctypes.c_void_p).value
     assert address is not None
     return address
 
 
-# Who is told of every call that can be made again, in this thread: function, arguments, tensors whose memory they name.
-listener: ContextVar[Callable[[int, ctypes.Structure, tuple], None] | None] = ContextVar("listener", default=None)
-SUFFIXES = {torch.bfloat16: "bf16", torch.float32: "f32"}
-
-
-def _call(name: str, arguments: ctypes.Structure, what: str, *tensors: Tensor | None) -> None:
+def make_call(name: str, arguments: ctypes.Structure, what: str) -> None:
+    """Call a function of the library. Raises: MemoryError where there is none for `what`."""
     lib = library()
     assert lib is not None
-    function = _address(name)
-    if lib.make_call(function, ctypes.addressof(arguments)):
+    if lib.make_call(_address(name), ctypes.addressof(arguments)):
         raise MemoryError(f"no memory for {what}")
-    if (told := listener.get()) is not None:
-        told(function, arguments, tensors)
+
+
+def pointer(tensor: Tensor | None) -> int | None:
+    """Where a tensor's numbers lie."""
+    return None if tensor is None else tensor.data_ptr()
 
 
 def can_multiply(weight_NI: Tensor, gated: bool) -> bool:
@@ -269,60 +255,53 @@ def linear_rows(
     y = x.new_empty(*x.shape[:-1], n // 2 if gated else n)
     weight_I, eps = norm or (None, 0.0)
     assert all(part is None or part.dtype == x.dtype for part in (bias_N, weight_I, residual))
-    arguments = _Linear(
-        x.data_ptr(),
-        None if weight_I is None else weight_I.data_ptr(),
-        weight_NI.data_ptr(),
-        None if bias_N is None else bias_N.data_ptr(),
-        None if residual is None else residual.data_ptr(),
-        y.data_ptr(),
-        x.numel() // k,
-        n,
-        k,
-        gated,
-        eps,
-    )
-    what = f"{x.numel() // k} rows of {k} numbers in fp32"
-    _call(f"linear_{SUFFIXES[x.dtype]}", arguments, what, x, weight_I, weight_NI, bias_N, residual, y)
+    m = x.numel() // k
+    arguments = Linear(
+        x.data_ptr(), pointer(weight_I), weight_NI.data_ptr(), pointer(bias_N), pointer(residual), y.data_ptr(),
+        m, n, k, gated, eps,
+    )  # fmt: skip
+    make_call(f"linear_{SUFFIXES[x.dtype]}", arguments, f"{m} rows of {k} numbers in fp32")
     return y
 
 
-def rotate_rows(x_BTnd: Tensor, cos_BT11F: Tensor, sin_BT12F: Tensor) -> Tensor:
-    """As kernels/rotate.py, all in bf16 or all in fp32, x contiguous but for the distance of its rows."""
-    batch, rows, heads, width = x_BTnd.shape
+def rotate_rows(
+    x_BTNd: Tensor,
+    cos_BT11F: Tensor,
+    sin_BT12F: Tensor,
+    norms: tuple[Tensor, Tensor, int, float] | None = None,
+    cache: tuple[Tensor, Tensor, Tensor] | None = None,
+) -> Tensor:
+    """As `rotate` of kernels/rotate.py, or with a cache (keys, values [B, S, K, d] and lengths [B]) as `rotate_append`.
+
+    All in bf16 or all in fp32, x contiguous but for the distance of its rows, d a multiple of 8 where there are norms.
+    """
+    batch, rows, heads, width = x_BTNd.shape
     # The distance of rows; where slots have one row each, that of slots (a dimension of size 1 may say anything).
-    stride = x_BTnd.stride(1) if rows > 1 else x_BTnd.stride(0)
-    assert x_BTnd.stride()[2:] == (width, 1) and (batch == 1 or x_BTnd.stride(0) == rows * stride)
-    assert cos_BT11F.is_contiguous() and sin_BT12F.is_contiguous()
-    y = x_BTnd.new_empty(x_BTnd.shape)
-    period = cos_BT11F.shape[0] * rows
-    tensors = x_BTnd, cos_BT11F, sin_BT12F, y
-    arguments = _Rotation(*(x.data_ptr() for x in tensors), batch * rows, heads, width, stride, period)
-    _call(f"rotate_{SUFFIXES[x_BTnd.dtype]}", arguments, "heads", *tensors)
+    stride = x_BTNd.stride(1) if rows > 1 else x_BTNd.stride(0)
+    assert x_BTNd.stride()[2:] == (width, 1) and (batch == 1 or x_BTNd.stride(0) == rows * stride)
+    assert cos_BT11F.is_contiguous() and sin_BT12F.is_contiguous() and cos_BT11F.shape[1] == rows
+    q_norm, k_norm, queries, eps = norms or (None, None, heads, 0.0)
+    keys, values, lengths = cache or (None, None, None)
+    strides = (0, 0, 0, 0)
+    if keys is not None and values is not None and lengths is not None:
+        assert keys.dtype == values.dtype == x_BTNd.dtype and keys.shape[2:] == values.shape[2:]
+        assert lengths.dtype == torch.int64 and lengths.is_contiguous() and keys.shape[3] == width
+        heads, queries = heads - keys.shape[2], heads - 2 * keys.shape[2]
+        assert norms is None or norms[2] == queries
+        strides = *keys.stride()[:2], *values.stride()[:2]
+    y = x_BTNd.new_empty(batch, rows, heads, width)
+    arguments = Rotation(
+        x_BTNd.data_ptr(), cos_BT11F.data_ptr(), sin_BT12F.data_ptr(), pointer(q_norm), pointer(k_norm), y.data_ptr(),
+        pointer(keys), pointer(values), pointer(lengths),
+        batch * rows, heads, width, stride, cos_BT11F.shape[0] * rows, queries, rows, *strides, eps,
+    )  # fmt: skip
+    make_call(f"rotate_{SUFFIXES[x_BTNd.dtype]}", arguments, "heads")
     return y
-
-
-def can_append(rows_BSKd: Tensor, new_BTKd: Tensor) -> bool:
-    """Whether `append_rows` takes rows that lie like this."""
-    heads_adjoin = all(x.stride()[2:] == (x.shape[3], 1) for x in (rows_BSKd, new_BTKd))
-    return heads_adjoin and rows_BSKd.device.type == "cpu" and library() is not None
-
-
-def append_rows(rows_BSKd: Tensor, lengths_B: Tensor, new_BTKd: Tensor) -> None:
-    """Copy row t of slot b to row lengths[b] + t; lengths int64, and nobody checks that there is room."""
-    assert lengths_B.dtype == torch.int64 and lengths_B.is_contiguous()
-    assert rows_BSKd.dtype == new_BTKd.dtype and rows_BSKd.shape[2:] == new_BTKd.shape[2:]
-    batch, n_rows, heads, width = new_BTKd.shape
-    size = new_BTKd.element_size()
-    strides = (size * stride for x in (new_BTKd, rows_BSKd) for stride in x.stride()[:2])
-    pointers = new_BTKd.data_ptr(), rows_BSKd.data_ptr(), lengths_B.data_ptr()
-    arguments = _Placing(*pointers, batch, n_rows, heads * width * size, *strides)
-    _call("append_rows", arguments, "rows", new_BTKd, rows_BSKd, lengths_B)
 
 
 def can_attend(q_BTHd: Tensor) -> bool:
     """Whether `attention_rows` computes queries of this dtype and head width here."""
-    known = q_BTHd.dtype in SUFFIXES and q_BTHd.shape[3] % 8 == 0 and q_BTHd.shape[3] <= 1024
+    known = q_BTHd.dtype in SUFFIXES and q_BTHd.shape[3] % 8 == 0 and q_BTHd.shape[3] <= MOST_HEAD_WIDTH
     return known and library() is not None
 
 
@@ -352,25 +331,12 @@ def attention_rows(
     out = q_BTHd.new_empty(q_BTHd.shape)
     if lse_BTH is not None:
         assert (lse_BTH.dtype, lse_BTH.shape) == (torch.float32, out.shape[:3]) and lse_BTH.is_contiguous()
-    arguments = _Attention(
-        q_BTHd.data_ptr(), keys_BSKd.data_ptr(), values_BSKd.data_ptr(), out.data_ptr(),
-        None if lse_BTH is None else lse_BTH.data_ptr(), lengths_B.data_ptr(),
-        None if mask is None else mask.data_ptr(), batch, rows, heads, keys_BSKd.shape[2], width,
+    arguments = Attention(
+        q_BTHd.data_ptr(), keys_BSKd.data_ptr(), values_BSKd.data_ptr(), out.data_ptr(), pointer(lse_BTH),
+        lengths_B.data_ptr(), pointer(mask), batch, rows, heads, keys_BSKd.shape[2], width,
         window or 0, q_row, *keys_BSKd.stride()[:3], *values_BSKd.stride()[:3], width**-0.5,
     )  # fmt: skip
-    what = f"the partial results of {rows} rows of {heads} heads"
-    _call(
-        f"attention_{SUFFIXES[q_BTHd.dtype]}",
-        arguments,
-        what,
-        q_BTHd,
-        keys_BSKd,
-        values_BSKd,
-        out,
-        lse_BTH,
-        lengths_B,
-        mask,
-    )
+    make_call(f"attention_{SUFFIXES[q_BTHd.dtype]}", arguments, f"the partial results of {rows} rows of {heads} heads")
     return out
 
 
@@ -382,5 +348,5 @@ def negated_uniform(seeds_B: Tensor, positions_BJ: Tensor, vocab_size: int) -> T
     assert seeds_B.dtype == positions_BJ.dtype == torch.int64 and seeds_B.shape == (batch,)
     y = torch.empty(batch, per, vocab_size, dtype=torch.float32)
     arguments = _Noise(seeds_B.data_ptr(), positions_BJ.data_ptr(), y.data_ptr(), batch, per, vocab_size)
-    _call("philox_uniform", arguments, "noise", seeds_B, positions_BJ, y)
+    make_call("philox_uniform", arguments, "noise")
     return y

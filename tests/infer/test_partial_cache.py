@@ -158,7 +158,10 @@ def test_random_steps_end_where_a_fresh_cache_with_the_same_selection_ends(name,
         action = data.draw(st.sampled_from(["follow", "follow", "follow", "build", "rewind", "restart"]))
         slot = data.draw(st.integers(0, SLOTS - 1))
         for layer in range(LAYERS):  # a pass of its own, partly committed, which must leave no trace
-            cache.append(layer, torch.full((SLOTS, 4, KV_HEADS, WIDTH), 7.0), torch.zeros(SLOTS, 4, KV_HEADS, WIDTH))
+            keys_and_values = torch.full((SLOTS, 4, 2 * KV_HEADS, WIDTH), 7.0)
+            cache.append(
+                layer, keys_and_values, torch.ones(1, 4, 1, 1, WIDTH // 2), torch.zeros(1, 4, 1, 2, WIDTH // 2)
+            )
         cache.commit(torch.tensor([[0, 2, 3]] * SLOTS), torch.tensor([step % 4, 3, 1]))
         before = full.lengths.clone()
         if action in ("follow", "build"):

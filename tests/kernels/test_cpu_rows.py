@@ -5,7 +5,9 @@ import torch
 
 from longdraft.kernels.cpu_impl import rows
 from longdraft.kernels.linear import linear
+from longdraft.kernels.reference.rotate import HeadNorms
 from longdraft.kernels.reference.rotate import rotate as reference_rotate
+from longdraft.kernels.rotate import rotate, rotate_append
 
 pytestmark = pytest.mark.usefixtures("c_kernels")
 
@@ -72,6 +74,30 @@ def test_rotation_equals_the_reference_bit_for_bit(slots, shared):
     angle = torch.randn(1 if shared else slots, 7, 1, 1, 8, generator=generator)
     cos, sin = angle.cos().bfloat16(), torch.cat([-angle.sin(), angle.sin()], 3).bfloat16()
     assert torch.equal(rows.rotate_rows(wide[:, :, :4], cos, sin), reference_rotate(wide[:, :, :4], cos, sin))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("slots", "n_rows"), [(1, 1), (3, 1), (3, 7)])
+def test_norms_of_heads_and_a_cache_in_the_rotations_call(slots, n_rows, dtype):
+    """As the reference but for the order of a norm's sum, in every pass the same bits; the cache has them too."""
+    generator = torch.Generator().manual_seed(slots)
+    qkv = torch.randn(slots, n_rows, 5 + 2 * 2, 64, generator=generator).to(dtype)
+    angle = torch.randn(slots, n_rows, 1, 1, 32, generator=generator)
+    cos, sin = angle.cos().to(dtype), torch.cat([-angle.sin(), angle.sin()], 3).to(dtype)
+    norms = HeadNorms(*(1 + torch.randn(2, 64, generator=generator) / 2).to(dtype), 5, 1e-6)
+    keys, values = torch.full((2, slots, 20, 2, 64), torch.nan, dtype=dtype)
+    lengths = torch.tensor([4, 0, 9][:slots])
+    with rows.decoding():
+        qk = rotate_append(qkv, cos, sin, keys, values, lengths, norms)
+        assert torch.equal(rotate(qkv[:, :, :7], cos, sin, norms), qk)
+        assert torch.equal(rotate(qkv[-1:, -1:, :7], cos[-1:, -1:], sin[-1:, -1:], norms), qk[-1:, -1:])
+    wanted = reference_rotate(qkv[:, :, :7], cos, sin, norms)
+    torch.testing.assert_close(qk, wanted, rtol=0, atol=2 * torch.finfo(dtype).eps * float(wanted.abs().max()))
+    for slot, length in enumerate(lengths.tolist()):
+        assert torch.equal(keys[slot, length : length + n_rows], qk[slot, :, 5:])
+        assert torch.equal(values[slot, length : length + n_rows], qkv[slot, :, 7:])
+        others = [i for i in range(20) if not length <= i < length + n_rows]
+        assert keys[slot, others].isnan().all() and values[slot, others].isnan().all(), "nothing else is written"
 
 
 def exact_attention(q, keys, values, sees):

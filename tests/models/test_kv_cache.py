@@ -4,30 +4,27 @@ import pytest
 import torch
 from torch import Tensor
 
+from longdraft.kernels.cpu_impl import rows
 from longdraft.models.kv_cache import KVCache
 
 LAYERS, SLOTS, CAPACITY = 2, 3, 12
 
 
-class IndexedCache(KVCache):
-    """Takes the path of devices other than the CPU: rows are found by index tensors, nothing is read back."""
-
-    def _locate(self, n_rows: int) -> None:
-        self._pending = self.lengths[:, None] + torch.arange(n_rows)
-
-
-@pytest.fixture(params=[KVCache, IndexedCache])
-def cache(request) -> KVCache:
-    made = request.param(LAYERS, SLOTS, CAPACITY, 1, 2, torch.float32)
+@pytest.fixture(params=["c", "reference"])
+def cache(request, monkeypatch) -> KVCache:
+    """Both ways on a CPU; a GPU's is tests/kernels/test_rotate.py's."""
+    monkeypatch.setattr(rows, "serves", lambda dtype: request.param == "c")
+    made = KVCache(LAYERS, SLOTS, CAPACITY, 1, 2, torch.float32)
     made.keys.fill_(float("nan")), made.values.fill_(float("nan"))
     return made
 
 
 def write(cache: KVCache, numbers_BT: Tensor) -> None:
-    """A pass whose keys hold these numbers, plus 100 a layer, and whose values hold their negatives."""
+    """A pass whose keys hold these numbers, plus 100 a layer, and whose values hold their negatives; unrotated."""
+    cos, sin = torch.ones(*numbers_BT.shape, 1, 1, 1), torch.zeros(*numbers_BT.shape, 1, 2, 1)
     for layer in range(LAYERS):
-        rows_BT12 = (numbers_BT + 100.0 * layer)[:, :, None, None].expand(-1, -1, 1, 2)
-        cache.append(layer, rows_BT12, -rows_BT12)
+        keys_BT12 = (numbers_BT + 100.0 * layer)[:, :, None, None].expand(-1, -1, 1, 2)
+        cache.append(layer, torch.cat([torch.zeros_like(keys_BT12), keys_BT12, -keys_BT12], 2), cos, sin)
 
 
 def held(cache: KVCache) -> list[list[float]]:

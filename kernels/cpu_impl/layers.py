@@ -1,0 +1,134 @@
+"""All layers of a decoder as one C call, for passes of few tokens: the stages of one job for the threads.
+
+A pass of one token through a model of 30 layers is 210 calls of some microseconds to a tenth of a millisecond, and
+takes twice as long where Python prepares them one by one (docs/LOG.md). Bits are those of the calls one by one.
+Shapes: L layers, B slots, T tokens of the pass, S cache capacity, D hidden width, F feed-forward width, H query heads,
+K key/value heads, N = H + 2 K, d head width.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from longdraft.kernels.cpu_impl import rows
+
+# Above this many tokens of all slots a pass takes so long that Python's part does not count.
+MOST_TOKENS = 32
+
+
+class LayerWeights(NamedTuple):
+    """One layer's tensors, all of one dtype. Biases and norms of heads may be None; window: keys a token reads."""
+
+    attention_norm_D: Tensor
+    qkv_XD: Tensor
+    qkv_bias_X: Tensor | None
+    q_norm_d: Tensor | None
+    k_norm_d: Tensor | None
+    o_DX: Tensor
+    o_bias_D: Tensor | None
+    mlp_norm_D: Tensor
+    gate_up_XD: Tensor
+    gate_up_bias_X: Tensor | None
+    down_DF: Tensor
+    down_bias_D: Tensor | None
+    window: int | None
+
+
+class _Layer(ctypes.Structure):
+    """`layer` of rows.c."""
+
+    _fields_ = [*((name, ctypes.c_void_p) for name in LayerWeights._fields[:-1]), ("window", ctypes.c_ssize_t)]
+
+
+class _Calls(ctypes.Structure):
+    """`layer_calls` of rows.c."""
+
+    _fields_ = [
+        *((name, rows.Linear) for name in ("qkv", "o", "gate_up", "down")),
+        ("turned", rows.Rotation),
+        ("attended", rows.Attention),
+    ]
+
+
+class _DecoderLayers(ctypes.Structure):
+    """`decoder_layers` of rows.c."""
+
+    _fields_ = rows.fields(
+        "table calls x cos sin y projected turned rest keys values lengths mask",
+        "layers batch rows hidden heads kv_heads width inner period ends_early cache_layer cache_slot cache_row",
+        "eps scale",
+    )
+
+
+class LayersOutput(NamedTuple):
+    """hidden_BTD: unset where the last layer ends early. q_LBTHd, k_LBTKd: post-RoPE, v_LBTKd, of all layers."""
+
+    hidden_BTD: Tensor
+    q_LBTHd: Tensor
+    k_LBTKd: Tensor
+    v_LBTKd: Tensor
+
+
+class LayerTable:
+    """The addresses of all layers' weights, which somebody else keeps, where they are.
+
+    Args:
+        layers: of one shape. n_heads, n_kv_heads, eps: of the model; eps also of the norms of heads.
+    """
+
+    def __init__(self, layers: Sequence[LayerWeights], n_heads: int, n_kv_heads: int, eps: float):
+        entries = [_Layer(*map(rows.pointer, layer[:-1]), layer.window or 0) for layer in layers]
+        self._entries = (_Layer * len(entries))(*entries)
+        self._heads, self._eps = (n_heads, n_kv_heads), eps
+        self._hidden, self._inner = layers[0].down_DF.shape
+
+    def run(
+        self,
+        x_BTD: Tensor,
+        cos_BT11F: Tensor,
+        sin_BT12F: Tensor,
+        cache: tuple[Tensor, Tensor, Tensor],
+        tree_mask_BTT: Tensor | None,
+        ends_early: bool,
+    ) -> LayersOutput:
+        """One pass.
+
+        Args:
+            x_BTD: embeddings, in the weights' dtype; not changed.
+            cos_BT11F, sin_BT12F: as in kernels/rotate.py.
+            cache: keys and values [L, B, S, K, d] of the same strides, heads contiguous, and lengths int64 [B]. The
+                pass's are written behind the lengths; nobody checks that there is room.
+            tree_mask_BTT: bool, as in kernels/tree_attention.py.
+            ends_early: the last layer ends once its keys and values are written.
+        """
+        n_layers, (heads, kv_heads), (keys, values, lengths_B) = len(self._entries), self._heads, cache
+        batch, n_tokens, hidden = x_BTD.shape
+        width, turned = keys.shape[4], heads + kv_heads
+        cos, sin, x = cos_BT11F.contiguous(), sin_BT12F.contiguous(), x_BTD.contiguous()
+        mask = None if tree_mask_BTT is None else tree_mask_BTT.contiguous()
+        assert hidden == self._hidden and keys.stride() == values.stride() and keys.stride()[3:] == (width, 1)
+        assert keys.dtype == values.dtype == x.dtype == cos.dtype and lengths_B.is_contiguous()
+        y, pass_shape = torch.empty_like(x), (n_layers, batch, n_tokens)
+        projected, rotated = x.new_empty(*pass_shape, turned + kv_heads, width), x.new_empty(*pass_shape, turned, width)
+        rest = x.new_empty(*pass_shape, heads * width + 2 * hidden + self._inner)
+        calls = torch.empty(n_layers * ctypes.sizeof(_Calls), dtype=torch.uint8)
+        pointers = self._entries, calls, x, cos, sin, y, projected, rotated, rest, keys, values, lengths_B, mask
+        arguments = _DecoderLayers(
+            ctypes.addressof(self._entries), *map(rows.pointer, pointers[1:]),
+            n_layers, batch, n_tokens, hidden, heads, kv_heads, width, self._inner, len(cos) * n_tokens, ends_early,
+            *keys.stride()[:3], self._eps, width**-0.5,
+        )  # fmt: skip
+        rows.make_call(f"layers_{rows.SUFFIXES[x.dtype]}", arguments, f"the layers of {batch * n_tokens} tokens")
+        return LayersOutput(y, rotated[..., :heads, :], rotated[..., heads:, :], projected[..., turned:, :])
+
+
+def can_run(layer: LayerWeights, head_dim: int) -> bool:
+    """Whether the C kernels compute layers of this shape, of any width of pass."""
+    weights = layer.qkv_XD, layer.o_DX, layer.down_DF
+    tensors = [part for part in layer[:-1] if part is not None]
+    fits = all(rows.can_multiply(weight, False) for weight in weights) and rows.can_multiply(layer.gate_up_XD, True)
+    alike = len({part.dtype for part in tensors}) == 1 and all(part.is_contiguous() for part in tensors)
+    return fits and alike and head_dim % 8 == 0 and head_dim <= rows.MOST_HEAD_WIDTH
