@@ -71,11 +71,11 @@ def split_patterns(path: str, config: str | None, split: str | None) -> tuple[st
     from datasets.exceptions import DataFilesNotFoundError
 
     is_folder = Path(path).is_dir()
-    name, revision = (str(Path(path).absolute()), None) if is_folder else _split(path)
+    name, revision = (str(Path(path).resolve()), None) if is_folder else _split(path)
     with _named(path):
         try:
             found = datasets.load_dataset_builder(name, config, revision=revision).config.data_files or {}
-        except (ValueError, DataFilesNotFoundError) as error:
+        except (ValueError, RuntimeError, DataFilesNotFoundError) as error:  # RuntimeError: a set made by a program
             raise ValueError(f"source {path!r}, config {config!r}: {' '.join(str(error).split())}") from error
     if split is not None and split not in found:
         raise ValueError(f"source {path!r} has no split {split!r}; it has {', '.join(map(repr, found))}")

@@ -98,7 +98,7 @@ def _text(raw: bytes) -> str | bytes:
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError:
-        return b""  # what records.py gives for a text that is none
+        return b""  # what tables.py gives for a text that is none
 
 
 def _scalar(kind: str, raw: bytes) -> Any:

@@ -332,6 +332,9 @@ def test_a_configuration_and_a_split_are_the_files_that_datasets_says(tmp_path):
         else:
             name = "parts" if case["path"] == str(folder) else case["path"]
             assert line.split(" ") == [f"{name}/{file}" for file in wanted]
+    (folder / "parts.py").write_text("import datasets")
+    with pytest.raises(ValueError, match=r"config None: Dataset scripts are no longer supported"):
+        list_files([Source(str(folder), split="train")])
     with pytest.raises(ValueError, match=r"files and config or split are given for me/parts; .* leave one"):
         Source("me/parts", files=("*",), split="train")
     with pytest.raises(ValueError, match=r"'stdlib' is neither a folder nor a data set of the hub; leave out"):
