@@ -208,4 +208,4 @@ class Engine:
         """What was decided by itself, the drafter's part and the policy's."""
         if self.drafter.max_nodes == 0:
             return {}
-        return {**self.drafter.decisions(), "nodes": self.runner.policy.describe()}
+        return {**self.drafter.decisions(), **self.runner.policy.decisions()}

@@ -7,7 +7,7 @@ their networks (`SlotState.run`). Not here: copies between host and device (kern
 """
 
 import gc
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, fields, is_dataclass
@@ -32,7 +32,7 @@ class _Recorded:
     `owners` keeps what else it reads and writes alive, so that no key ever means other memory."""
 
     owners: tuple
-    inputs: list[Tensor]
+    inputs: tuple
     outputs: Any
     replay: Callable[[], None] | None = None
 
@@ -53,7 +53,7 @@ class Graphs:
         self._recorder, self.recording, self.fresh = recorder, recorder is not None, False
         self._known: dict[Hashable, _Recorded] = {}
 
-    def run(self, key: tuple, owners: tuple, work: Callable[..., T], *inputs: Tensor, widest: int = 1) -> T:
+    def run(self, key: tuple, owners: tuple, work: Callable[..., T], *inputs: Any, widest: int = 1) -> T:
         """`work(*inputs)`, queued.
 
         Args:
@@ -63,23 +63,22 @@ class Graphs:
             work: does nothing but queue: it must not read a tensor on the host, copy from the host, or change
                 anything on the host that is read later. It returns tensors, a tuple of such, a dataclass of such, or
                 None.
-            inputs: tensors that may lie elsewhere the next time.
+            inputs: tensors that may lie elsewhere the next time, tuples of such or dataclasses of such.
             widest: rows of the widest pass in it; above MOST_ROWS attention reads lengths on the host, so that it
                 cannot be recorded.
         Returns: what the work returned; where work is recorded, memory that is overwritten when this key runs again.
         """
         if self._recorder is None or widest > MOST_ROWS:
             return work(*inputs)
-        key = (*key, *map(id, owners), tuple((x.shape, x.dtype) for x in inputs))
+        key = (*key, *map(id, owners), tuple((x.shape, x.dtype) for x in _tensors(inputs)))
         known = self._known.get(key)
         if known is None:
             # The inputs' copies from the first run on: kernels are compiled for how tensors lie.
-            copies = [x.clone() for x in inputs]
+            copies = _twin(inputs, Tensor.clone)
             known = _Recorded(owners, copies, _twin(work(*copies), Tensor.clone))
             self._known[key], self.fresh = known, True
             return _twin(known.outputs)
-        for still, given in zip(known.inputs, inputs, strict=True):
-            still.copy_(given)
+        _fill(known.inputs, inputs)
         if known.replay is None:
             _, known.replay = self._recorder(lambda: _fill(known.outputs, work(*known.inputs)))
             self.fresh = True
@@ -157,10 +156,13 @@ def _captured(graph: torch.cuda.CUDAGraph, pool: Any, work: Callable[[], Any]) -
     return outputs
 
 
-def power_of_two(count: int) -> int:
-    """The least power of two that is at least `count`, 0 for 0: a size that varies from step to step is rounded up to
-    one, for each is a key of its own."""
-    return 1 << (count - 1).bit_length() if count else 0
+def _tensors(found: Any) -> Iterator[Tensor]:
+    """Those that `_twin` makes anew, in their order."""
+    if isinstance(found, Tensor):
+        yield found
+    elif isinstance(found, tuple) or is_dataclass(found):
+        for part in found if isinstance(found, tuple) else vars(found).values():
+            yield from _tensors(part)
 
 
 def _twin(found: Any, of_tensor: Callable[[Tensor], Tensor] = lambda x: x) -> Any:

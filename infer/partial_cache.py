@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from longdraft.infer.accept import AcceptResult
 from longdraft.infer.selection import Policy
 from longdraft.kernels import backend
 from longdraft.kernels.selection import gather_rows
@@ -89,6 +90,8 @@ class SelectedCache(RingCache):
     Attributes:
         whole: whether every token that the full cache can hold fits, so that nothing is ever picked.
         building: whether a rebuild waits for the next `follow`.
+        ready: whether a pass may run on it; False from `select_anew` on until all slots are built.
+        needs_queries: whether the next pass of the target, or over a prompt, is to give queries.
 
     Args:
         full: where exact rows come from. It must outlive this cache.
@@ -112,6 +115,7 @@ class SelectedCache(RingCache):
         # where the host does not know how many came.
         self._free = [policy.budget] * full.batch
         self._asked: tuple[list[int], Tensor | None, HostCopy] | None = None
+        self.ready, self.needs_queries = True, False
 
     @property
     def building(self) -> bool:
@@ -135,6 +139,48 @@ class SelectedCache(RingCache):
             return []
         waiting = self._asked[0] if self._asked else []
         return [slot for slot in range(self.batch) if self._free[slot] < most and slot not in waiting]
+
+    def select_anew(self) -> None:
+        """Nothing here is followed any longer: all slots are to be built from the next step on."""
+        self.reset()
+        self.ready, self.needs_queries = False, True
+
+    def on_step(
+        self,
+        positions_B: Tensor,
+        accepted: AcceptResult,
+        queries_LBHd: Tensor | None,
+        depth: int,
+        wanted: Sequence[int] = (),
+        known: Sequence[Sequence[int]] | None = None,
+    ) -> list[int]:
+        """The full cache has grown by a step. This one follows it, and where a rebuild is due or wanted, it is built
+        with the step's queries, or they are asked for.
+
+        Args:
+            positions_B: int64, of the new roots.
+            queries_LBHd: of the former roots, which see what stood before them, and themselves.
+            depth: of the deepest path that a step may accept.
+            wanted: slots to rebuild although nothing is lost yet.
+            known: the lists of `asked`, where the owner reads them in every step; then nothing is built later.
+
+        Returns: the slots whose rebuild began.
+        """
+        most = accepted.nodes.shape[1]
+        # On a GPU a rebuild comes a step later.
+        ahead = (1 if known or backend.is_host(positions_B.device) else 2) * max(most, depth + 1)
+        every, waited = list(range(self.batch)), self.building
+        slots = sorted({*self.due(ahead), *wanted}) if self.ready or waited else every
+        if slots and queries_LBHd is not None and known:
+            self.build_known(slots, queries_LBHd, *known)
+        if self.ready or waited:
+            self.follow(most)
+        if slots and queries_LBHd is not None and not known:
+            self.build(slots, queries_LBHd, positions_B - accepted.counts + 1)
+        slots = [] if queries_LBHd is None else slots
+        self.ready = self.ready or (not self.building and (waited or bool(slots)))
+        self.needs_queries = bool(self.due(ahead)) if self.ready or self.building else True
+        return slots
 
     def follow(self, most: int) -> None:
         """Drop the tail, and take over the exact rows of the full cache's next tokens, at most `most` a slot; a rebuild

@@ -10,7 +10,7 @@ times a step (infer/runner.py).
 from collections import deque
 from collections.abc import Sequence
 from itertools import accumulate
-from statistics import median
+from statistics import mean, median
 
 import numpy as np
 
@@ -102,6 +102,63 @@ def _bounded(rate: float) -> float:
     return min(max(rate, 1e-3), 0.999)
 
 
+class DraftPassChoice:
+    """Whether a drafter's draft pass pays: one more pass a step, on a part of the cache, for one more level.
+
+    That depends on how much of a pass is reading weights and how much is reading keys and values, so it is measured:
+    some steps without, some with, the better until the longest context has doubled.
+
+    Attributes:
+        phase: "short" (a context within the budget is in the selected cache whole, so the pass costs a whole one and
+            brings the one token that plain decoding would bring for it), "without" and "with" (steps being measured),
+            "decided".
+        with_pass: whether steps are to have the pass now.
+        description: what was decided.
+    """
+
+    def __init__(self, budget: int):
+        self.phase, self.with_pass, self._budget = "short", False, budget
+        self.description = f"never: up to {budget} tokens of context the selected cache is the whole one"
+        self._decided_at = 0
+        self._samples: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
+
+    def plan(self, longest: int) -> None:
+        """A step begins; `longest`: tokens of the longest context."""
+        if longest <= self._budget:
+            if self.phase != "short":
+                self.__init__(self._budget)
+        elif self.phase == "short" or (self.phase == "decided" and longest >= 2 * self._decided_at):
+            self.phase, self._samples = "without", {False: [], True: []}
+            self.with_pass, self._decided_at = False, longest
+            self.description = (
+                f"not decided: fewer than {2 * TRIAL_STEPS} steps at {longest} tokens of context and above"
+            )
+
+    def record(self, took: bool, seconds: float, tokens: float) -> None:
+        """What a step took, whether it had the pass, and how many tokens a sequence it brought."""
+        if self.phase not in ("without", "with") or took != self.with_pass:
+            return
+        samples = self._samples[self.with_pass]
+        samples.append((seconds, tokens))
+        if len(samples) < TRIAL_STEPS:
+            return
+        if not self.with_pass:
+            self.phase, self.with_pass = "with", True
+            return
+        costs = {kind: _milliseconds_a_token(taken) for kind, taken in self._samples.items()}
+        self.phase, self.with_pass = "decided", costs[True] < costs[False]
+        name, better, worse = "always" if self.with_pass else "never", min(costs.values()), max(costs.values())
+        self.description = (
+            f"{name}: {better:.1f} against {worse:.1f} ms a token after {2 * TRIAL_STEPS} steps "
+            f"at {self._decided_at} tokens of context"
+        )
+
+
+def _milliseconds_a_token(samples: list[tuple[float, float]]) -> float:
+    """The median step over the mean tokens: one slow step says nothing, one long acceptance does."""
+    return 1e3 * median(seconds for seconds, _ in samples) / mean(tokens for _, tokens in samples)
+
+
 class Policy:
     """Learns rates and costs, and decides by them.
 
@@ -110,6 +167,7 @@ class Policy:
         widths: rows that a pass may have, 1 included; one of them is chosen each step.
         automatic: False verifies every proposal whole.
         draft_is_timed: whether `record` is told what proposals took; without it each counts as expensive.
+        draft_pass_budget: of a drafter whose draft pass is to be tried out (`Drafter.draft_pass_budget`).
         slots_add_up: whether a row of each slot is taken to cost as much as so many rows of one, before it is measured.
     """
 
@@ -120,7 +178,9 @@ class Policy:
         automatic: bool = True,
         draft_is_timed: bool = True,
         slots_add_up: bool = False,
+        draft_pass_budget: int | None = None,
     ):
+        self.draft_pass = None if draft_pass_budget is None else DraftPassChoice(draft_pass_budget)
         self.widths, self.automatic = tuple(sorted(set(widths))), automatic
         self._draft_is_timed, self._slots_add_up = draft_is_timed, slots_add_up
         self._costs: dict[int, Costs] = {}  # by the number of slots
@@ -210,8 +270,12 @@ class Policy:
             self._resting, self._rest = self._rest, min(2 * self._rest, LONGEST_REST)
             self._gains.clear()
 
-    def describe(self) -> str:
-        """What was decided, for the statistics."""
+    def decisions(self) -> dict[str, str]:
+        """What was decided, by name, for the statistics."""
+        passes = {} if self.draft_pass is None else {"draft_pass": self.draft_pass.description}
+        return passes | {"nodes": self._describe_widths()}
+
+    def _describe_widths(self) -> str:
         if not self.automatic:
             return "every proposed node is verified"
         times = ", ".join(f"{width}: {1e3 * seconds:.1f} ms" for width, seconds in self.costs.measured().items())

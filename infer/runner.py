@@ -50,6 +50,7 @@ class Step:
         proposed: the drafter's tree, before pruning.
         num_query_tokens: of the target's pass, for each slot, padding counted.
         expected: int64 [N], what the policy decides the next width by; None where it has decided already.
+        draft_pass: whether the drafter took its draft pass; None where it rested.
         draft_work: the proposal's seconds of the clock of work.
     """
 
@@ -59,6 +60,7 @@ class Step:
     copy: HostCopy
     n_also: int
     expected: HostCopy | None
+    draft_pass: bool | None
     draft_work: float
     draft_seconds: float
     target_seconds: float
@@ -120,7 +122,14 @@ class Runner:
         self._graphs, self._noise_in_ranking = graphs_for(graphs, model), noise_in_ranking
         # A replay is launched at once, and what it takes is in the step's time.
         timed, automatic = not self._graphs.recording, nodes == "auto" and self.max_nodes > 0
-        self.policy = Policy(drafter.n_classes, widths_up_to(self.max_nodes, automatic), automatic, timed, self._on_cpu)
+        self.policy = Policy(
+            drafter.n_classes,
+            widths_up_to(self.max_nodes, automatic),
+            automatic,
+            timed,
+            self._on_cpu,
+            drafter.draft_pass_budget,
+        )
         self._samplings: list[SlotSampling] = []  # the last ones of each kind, where steps are recorded
         self._began: tuple[float, float] | None = None  # time and work at the begin of the first step not read
         self._disturbed = 0  # so many next steps have no typical time
@@ -252,7 +261,7 @@ class Runner:
     def _step(self, state: SlotState, also: Sequence[Tensor]) -> Step:
         begin, work = time.perf_counter(), self.work_clock()
         self._began = self._began or (begin, work)
-        proposed = self._propose(state)
+        proposed, draft_pass = self._propose(state)
         tree, expected = prune(proposed, self.policy, state.active)
         drafted, draft_work = time.perf_counter(), self.work_clock() - work
         alone, needs, depth = tree.width == 1, self.drafter.needs, self.drafter.max_depth
@@ -293,22 +302,26 @@ class Runner:
             copy,
             len(also),
             expected,
+            draft_pass,
             draft_work,
             drafted - begin,
             passed - drafted,
             done - passed,
         )
 
-    def _propose(self, state: SlotState) -> TokenTree:
-        """The drafter's tree, or the roots alone where it rests."""
+    def _propose(self, state: SlotState) -> tuple[TokenTree, bool | None]:
+        """The drafter's tree, or the roots alone where it rests; whether it took a draft pass, None where it rests."""
         if self.max_nodes == 0 or self.policy.rests:
-            return TokenTree.roots(state.roots)
+            return TokenTree.roots(state.roots), None
+        if (choice := self.policy.draft_pass) is not None:
+            choice.plan(max(map(len, state.committed), default=0))
+            self.drafter.wants_draft_pass = choice.with_pass
         tree = self.drafter.propose(state, self.max_nodes)
         if tree.width > self.max_nodes + 1:
             raise ValueError(f"drafter: it proposed {tree.width - 1} nodes, with room for {self.max_nodes}")
         if self.lag == 0 and not torch.equal(tree.tokens[:, 0], state.roots):
             raise ValueError("drafter: node 0 of its tree is not the root, the last committed token of each slot")
-        return tree
+        return tree, self.drafter.took_draft_pass
 
     def _to_host(
         self, accepted: AcceptResult, drafted_B: Tensor, proposed: TokenTree, also: Sequence[Tensor]
@@ -327,16 +340,20 @@ class Runner:
         now, (began, work) = time.perf_counter(), self._began
         self._began = None
         emitted = [new[:count] for new, count in zip(tokens, counts, strict=True)]
+        taking_part = [slot for slot, new in enumerate(emitted) if new and (not present or present[slot])]
+        a_slot, work = (
+            sum(len(emitted[slot]) for slot in taking_part) / max(len(taking_part), 1),
+            self.work_clock() - work,
+        )
+        if self.policy.draft_pass is not None and step.draft_pass is not None and taking_part:
+            self.policy.draft_pass.record(step.draft_pass, work, a_slot)
         if self.policy.automatic:
-            taking_part = [slot for slot, new in enumerate(emitted) if new and present[slot]]
             if step.proposed.width > 1:  # else there is nothing to learn, and nothing to wait for
                 lists = Lists(*proposal, *[None] * (3 - len(proposal))) if proposal else step.proposed.lists
                 for slot in taking_part:
                     self.policy.learn(slot, lists, emitted[slot])
             if step.expected is not None:
                 self.policy.decide(step.expected.lists()[0])
-            a_slot = sum(len(emitted[slot]) for slot in taking_part) / max(len(taking_part), 1)
-            work = self.work_clock() - work
             self.policy.record(step.num_query_tokens, work, step.draft_work, a_slot, typical=not self._disturbed)
             self._disturbed = max(0, self._disturbed - 1)
         return Emitted(emitted, drafted, also, step, now - began, now)

@@ -5,7 +5,7 @@ Shapes: B slots, N tree nodes, V vocabulary.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -38,18 +38,23 @@ class SlotState:
     committed: list[list[int]]
     graphs: Graphs = field(default_factory=Graphs)
 
-    def run(self, key: tuple, owners: tuple, work: Callable[..., T], *inputs: Tensor, widest: int = 1) -> T:
+    def run(self, key: tuple, owners: tuple, work: Callable[..., T], *inputs: Any, widest: int = 1) -> T:
         """`work(state, *inputs)`, recorded (see `Graphs.run`): of its state it may read roots, positions, active,
         history and sampling, for `ranking` above all, and nothing of the host."""
         if not self.graphs.recording:
             return work(self, *inputs)
 
-        def of(roots_B: Tensor, positions_B: Tensor, active_B: Tensor, *inputs: Tensor) -> T:
+        def of(roots_B: Tensor, positions_B: Tensor, active_B: Tensor, *inputs: Any) -> T:
             return work(replace(self, roots=roots_B, positions=positions_B, active=active_B), *inputs)
 
         owners = (*owners, self.history, self.sampling)
         state = self.roots, self.positions, self.active
         return self.graphs.run(key, owners, of, *state, *inputs, widest=widest)
+
+    def rounded(self, count: int) -> int:
+        """`count`, a size that steers the work of a step; where work is recorded, for each size by itself, it is
+        rounded up to a power of two."""
+        return 1 << (count - 1).bit_length() if count and self.graphs.recording else count
 
     def ranking(self, logits: Tensor, offset: int, token_ids: Tensor | None = None) -> Tensor:
         """Scores to rank candidates for the token `offset` behind the root by: fp32, or the logits' dtype.

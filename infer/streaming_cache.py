@@ -92,7 +92,7 @@ class StreamingCache(RingCache):
         if sinks == 0 or (backend.is_host(now_B.device) and not now_B.any()):
             return
         first_BsKd = (before_B == 0)[:, None, None, None]
-        self._sinks_LBsKd = torch.where(first_BsKd, self.keys[:, :, :sinks], self._sinks_LBsKd)
+        self._sinks_LBsKd.copy_(torch.where(first_BsKd, self.keys[:, :, :sinks], self._sinks_LBsKd))
         n_layers, batch = self.keys.shape[:2]
         rows_BTKd = self._sinks_LBsKd.transpose(0, 1).flatten(1, 2).float()
         cos, sin = self._rope(now_B[:, None], None, torch.float32)

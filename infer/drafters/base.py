@@ -3,9 +3,9 @@
 Shapes: B slots, T rows of a pass, N tree nodes, V vocabulary.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +14,6 @@ from longdraft.infer.accept import AcceptResult
 from longdraft.infer.sampling import SamplingParams
 from longdraft.infer.slot_state import SlotState
 from longdraft.infer.tree import TokenTree
-from longdraft.kernels.transfer import read_together
 from longdraft.models.kv_cache import KVCache
 from longdraft.models.passes import TargetOutput
 
@@ -28,20 +27,6 @@ class Request:
     sampling: SamplingParams
 
 
-class Inquiry(NamedTuple):
-    """What a tree that is made on the host waits for.
-
-    `tensors`: int64 or bool [B, ...]. `answer`: the tree, from their lists.
-    """
-
-    tensors: tuple[Tensor, ...]
-    answer: Callable[[list[list]], TokenTree]
-
-    def now(self) -> TokenTree:
-        """The tree, for which the host waits."""
-        return self.answer(read_together(*self.tensors))
-
-
 class Drafter:
     """Proposes candidates. Whatever they are, the output is plain decoding's; they only decide how many steps it takes.
 
@@ -50,11 +35,18 @@ class Drafter:
             from pass to pass. "queries" are the root's in a step, the last row's in a prefill.
         max_nodes: the most nodes below the root it ever proposes.
         max_depth: the deepest level it ever proposes.
+        trunk: so many first nodes of its last tree are one path that all others lie behind.
+        draft_pass_budget: beyond so many tokens of context a draft pass may pay, which the policy tries out; None where
+            there is nothing to try out.
+        wants_draft_pass, took_draft_pass: whether the next proposal is to have that pass, and whether the last one had.
     """
 
     needs: frozenset[str] = frozenset()
     max_nodes: int
     max_depth: int
+    trunk = 0
+    draft_pass_budget: int | None = None
+    wants_draft_pass = took_draft_pass = False
 
     @property
     def n_classes(self) -> int:
@@ -71,12 +63,6 @@ class Drafter:
     def propose(self, state: SlotState, max_nodes: int) -> TokenTree:
         """At most `max_nodes` nodes below the roots, the ones worth most first as far as the drafter can tell."""
         raise NotImplementedError
-
-    def inquire(self, state: SlotState, max_nodes: int) -> Inquiry:
-        """`propose` in two parts: what is to be read on the host, and the tree that is made of it, so that the host
-        waits once for all who propose in one step. The tree's lists are read with it."""
-        tree = self.propose(state, max_nodes)
-        return Inquiry(tree.unread, tree.take_lists)
 
     def on_step(self, state: SlotState, tree: TokenTree, accepted: AcceptResult, output: TargetOutput) -> None:
         """What the target computed of `tree`, and what was committed of it; `state` stands behind the step.
@@ -106,6 +92,46 @@ class Drafter:
         return {}
 
 
-def committed_nodes(accepted: AcceptResult) -> Tensor:
-    """bool [B, P]: which places of `accepted.nodes` and `accepted.tokens` count."""
-    return torch.arange(accepted.nodes.shape[1], device=accepted.nodes.device) < accepted.counts[:, None]
+class DeviceDrafter(Drafter):
+    """A drafter with networks and tables on the device: it proposes by `grow` and learns by `update`.
+
+    Both queue work and read nothing on the host, so that the runner may record and replay them. What they read and
+    write besides their arguments lies where it is for as long as the cache of `on_start` does.
+
+    Attributes:
+        learns_from: the TargetOutput fields that `update` reads.
+        num_query_tokens: of its widest pass for each slot, where attention is in it.
+    """
+
+    learns_from: frozenset[str] = frozenset()
+    num_query_tokens = 1
+
+    def plan(self, state: SlotState, max_nodes: int) -> Hashable:
+        """The host's part of a proposal, before `grow`: all that steers it, for each plan is recorded by itself."""
+        return max_nodes
+
+    def grow(self, state: SlotState, plan: Any) -> TokenTree:
+        """The tree."""
+        raise NotImplementedError
+
+    def update(self, state: SlotState, tree: TokenTree, accepted: AcceptResult, output: TargetOutput) -> None:
+        """As `on_step`, with those fields alone."""
+
+    @torch.no_grad()
+    def propose(self, state: SlotState, max_nodes: int) -> TokenTree:
+        plan = self.plan(state, max_nodes)
+
+        def grow(state: SlotState) -> TokenTree:
+            tree = self.grow(state, plan)
+            if state.graphs.recording:  # what pruning and the pass will ask of the tree is recorded with it
+                _ = tree.ancestors, tree.depths
+            return tree
+
+        return state.run(("propose", plan), (self,), grow, widest=self.num_query_tokens)
+
+    @torch.no_grad()
+    def on_step(self, state: SlotState, tree: TokenTree, accepted: AcceptResult, output: TargetOutput) -> None:
+        if state.graphs.recording:
+            _ = tree.ancestors, tree.depths
+        wanted = TargetOutput(**{name: getattr(output, name) for name in self.learns_from})
+        state.run(("on_step",), (self,), self.update, tree, accepted, wanted)

@@ -1,7 +1,7 @@
 """The drafters by name, and combinations of them as "a+b"."""
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from longdraft.infer.drafters.plain import Plain
 from longdraft.infer.drafters.prompt_lookup import PromptLookup
 from longdraft.infer.drafters.small_model import SmallModelDrafter
 from longdraft.infer.drafters.token_recycling import TokenRecycling
-from longdraft.infer.drafters.tokenswift import TokenSwiftDrafter
+from longdraft.infer.drafters.tokenswift import tokenswift
 from longdraft.infer.drafters.triforce import TriForceDrafter
 from longdraft.infer.shape import likeliest_nodes
 from longdraft.models.device import on_device
@@ -22,9 +22,9 @@ from longdraft.models.hf import load_target
 from longdraft.models.target import Target
 
 # A drafter that is trained takes its draft as `draft`, another model as `small`; all other arguments are options.
-DRAFTERS: dict[str, type[Drafter]] = {
+DRAFTERS: dict[str, Callable[..., Drafter]] = {
     "plain": Plain,
-    "tokenswift": TokenSwiftDrafter,
+    "tokenswift": tokenswift,
     "medusa": MedusaDrafter,
     "longspec": LongSpecDrafter,
     "triforce": TriForceDrafter,

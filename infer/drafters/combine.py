@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from longdraft.infer.accept import AcceptResult
-from longdraft.infer.drafters.base import Drafter, Inquiry, Request, SlotState
-from longdraft.infer.tree import PAD, TokenTree
+from longdraft.infer.drafters.base import Drafter, Request, SlotState
+from longdraft.infer.drafters.host import HostDrafter
+from longdraft.infer.tree import PAD, Lists, TokenTree
 from longdraft.infer.trie import Trie, as_tree
+from longdraft.kernels.transfer import read_together
 from longdraft.models.kv_cache import KVCache
 from longdraft.models.passes import TargetOutput
 
@@ -30,6 +32,7 @@ class Combined(Drafter):
     """
 
     def __init__(self, drafters: Sequence[Drafter]):
+        drafters = [part for one in drafters for part in (one.drafters if isinstance(one, Combined) else [one])]
         if len(drafters) < 2:
             raise ValueError(f"drafters: {len(drafters)} given; a combination needs at least 2")
         for one in drafters:
@@ -38,7 +41,8 @@ class Combined(Drafter):
         if len({id(drafter) for drafter in drafters}) < len(drafters):
             raise ValueError("drafters: one object stands there twice; each needs a state of its own")
         self.drafters = list(drafters)
-        self.max_nodes = min(sum(drafter.max_nodes for drafter in drafters), MOST_NODES)
+        most = max(MOST_NODES, *(drafter.max_nodes for drafter in drafters))
+        self.max_nodes = min(sum(drafter.max_nodes for drafter in drafters), most)
         self.max_depth = max(drafter.max_depth for drafter in drafters)
 
     @property
@@ -83,30 +87,53 @@ class Combined(Drafter):
         for drafter in self.drafters:
             drafter.advance(most)
 
+    @property
+    def draft_pass_budget(self) -> int | None:
+        return next((one.draft_pass_budget for one in self.drafters if one.draft_pass_budget is not None), None)
+
+    @property
+    def wants_draft_pass(self) -> bool:
+        return any(drafter.wants_draft_pass for drafter in self.drafters)
+
+    @wants_draft_pass.setter
+    def wants_draft_pass(self, wanted: bool) -> None:
+        for drafter in self.drafters:
+            drafter.wants_draft_pass = wanted
+
+    @property
+    def took_draft_pass(self) -> bool:
+        return any(drafter.took_draft_pass for drafter in self.drafters)
+
     def propose(self, state: SlotState, max_nodes: int) -> TokenTree:
-        return self.inquire(state, max_nodes).now()
+        rooms = [min(max_nodes, drafter.max_nodes) for drafter in self.drafters]
+        trees = [
+            None if isinstance(drafter, HostDrafter) else drafter.propose(state, room)
+            for drafter, room in zip(self.drafters, rooms, strict=True)
+        ]
+        asked = [
+            (drafter.asked(state),) if isinstance(drafter, HostDrafter) else tree.unread if tree else ()
+            for drafter, tree in zip(self.drafters, trees, strict=True)
+        ]
+        roots, *read = read_together(state.roots, *(x for one in asked for x in one))
+        lists, trunks = list[Lists](), list[list[int]]()
+        for drafter, tree, room, one in zip(self.drafters, trees, rooms, asked, strict=True):
+            own, read = read[: len(one)], read[len(one) :]
+            if tree is not None:
+                lists.append(tree.take_lists(own).lists)
+                if drafter.trunk:
+                    trunks = [tokens[1 : 1 + drafter.trunk] for tokens in lists[-1].tokens]
+            elif isinstance(drafter, HostDrafter):
+                tries = drafter.tries(state, own[0], room, trunks if drafter.behind_trunk else ())
+                lists.append(Lists(*map(list, zip(*((t.tokens, t.parents, t.classes) for t in tries), strict=True))))
+        return self._unite(lists, roots, max_nodes, state.roots.device)
 
-    def inquire(self, state: SlotState, max_nodes: int) -> Inquiry:
-        asked = [drafter.inquire(state, min(max_nodes, drafter.max_nodes)) for drafter in self.drafters]
-
-        def answer(read: list[list]) -> TokenTree:
-            roots, *read = read
-            trees = list[TokenTree]()
-            for one in asked:
-                own, read = read[: len(one.tensors)], read[len(one.tensors) :]
-                trees.append(one.answer(own))
-            return self._unite(trees, roots, max_nodes, state.roots.device)
-
-        return Inquiry((state.roots, *(x for one in asked for x in one.tensors)), answer)
-
-    def _unite(self, trees: Sequence[TokenTree], roots: list[int], max_nodes: int, device: torch.device) -> TokenTree:
+    def _unite(self, proposals: Sequence[Lists], roots: list[int], max_nodes: int, device: torch.device) -> TokenTree:
         """The trie of all trees' nodes, or of as many as there is room for."""
-        lists = [tree.lists for tree in trees]
         tries = []
         for slot, root in enumerate(roots):
             trie, first = Trie(root), 0
             turns = []
-            for drafter, (tokens, parents, classes) in zip(self.drafters, lists, strict=True):
+            for drafter, (tokens, parents, classes) in zip(self.drafters, proposals, strict=True):
                 kinds = range(len(tokens[slot])) if classes is None else classes[slot]
                 turns.append(_give(trie, tokens[slot], parents[slot], kinds, first, self.n_classes // 2))
                 first += drafter.n_classes
@@ -133,7 +160,8 @@ def _give(
             yield
         else:
             places[node] = place
-            if trie.classes[place] < both:
+            # A class of 0 is another drafter's trunk, which this one has not proposed.
+            if kinds[node] and trie.classes[place] < both:
                 trie.classes[place] += both
 
 

@@ -15,15 +15,12 @@ import torch
 from torch import Tensor
 
 from longdraft.infer.accept import AcceptResult
-from longdraft.infer.drafters.base import Drafter, Request, SlotState
-from longdraft.infer.graphs import power_of_two
+from longdraft.infer.drafters.base import DeviceDrafter, Request, SlotState
 from longdraft.infer.options import check_draft, level_widths
 from longdraft.infer.tree import PAD, ROOT, TokenTree
-from longdraft.infer.window_cache import SLACK, WindowCache
-from longdraft.kernels import backend
+from longdraft.infer.window_cache import WindowCache
 from longdraft.kernels.cross_attention import cross_attention
 from longdraft.kernels.linear import linear
-from longdraft.kernels.transfer import integers
 from longdraft.models.drafts.longspec import LongSpec, shape_of
 from longdraft.models.kv_cache import KVCache
 from longdraft.models.passes import TargetOutput
@@ -34,7 +31,7 @@ WIDTHS = (4, 16, 16, 16, 16)
 SURPRISE = (0.05, 0.2, 0.5, 1.0, 1.7, 2.5, 3.5, 5.0, 7.0)
 
 
-class LongSpecDrafter(Drafter):
+class LongSpecDrafter(DeviceDrafter):
     """Beam without discarding: nodes that are not extended stay in the tree.
 
     A node's score is the sum of its path's log-probabilities, at T > 0 the log-softmax of logits / T + noise: the
@@ -68,11 +65,10 @@ class LongSpecDrafter(Drafter):
         self._cache = cache
         if self._window is None or self._window.batch != cache.batch:
             self._window = WindowCache(self.draft, cache.batch, self._tree_rows)
-            # The ring is right below `_known`, as far back as it reaches; no slot lacks more than `_unknown` positions.
-            self._known = torch.zeros_like(cache.lengths)
+            self._unknown = 0  # no slot's ring lacks more of the positions before its root
         self._window.start(slots)
-        self._known.index_fill_(0, integers(slots, self._known.device), 0)
-        self._unknown = self._window.ring
+        longest = max(len(request.prompt) for request in requests)
+        self._unknown = min(max(self._unknown, longest), self._window.ring)
 
     def on_step(self, state: SlotState, tree: TokenTree, accepted: AcceptResult, output: TargetOutput) -> None:
         assert self._window is not None
@@ -81,8 +77,6 @@ class LongSpecDrafter(Drafter):
     def rewind(self, lengths_B: Tensor) -> None:
         assert self._window is not None
         # Beyond the slack, older positions that are in the window again have been overwritten: all of it is read again.
-        far_B = self._window.positions.amax(dim=1) - lengths_B >= SLACK
-        self._known = torch.minimum(self._known, lengths_B).masked_fill(far_B, 0)
         self._unknown = self._window.ring
 
     def release(self) -> None:
@@ -94,21 +88,16 @@ class LongSpecDrafter(Drafter):
             return window
         return window | {"draft vocabulary": self._head_VD.numel() * self._head_VD.element_size()}
 
-    @torch.no_grad()
-    def propose(self, state: SlotState, max_nodes: int) -> TokenTree:
+    def plan(self, state: SlotState, max_nodes: int) -> tuple[int, ...]:
+        """How many positions before the roots are to be read, at most, and the widths of the levels."""
+        assert self._window is not None
+        count, self._unknown = min(state.rounded(self._unknown), self._window.ring), 0
         widths = _fit(self.widths, max_nodes)
-        if not widths:
-            return TokenTree.roots(state.roots)
-        assert self._window is not None and self._cache is not None
-        count = self._missing(state)
-        # A slot that takes no part may lack more than is written here.
-        self._known, self._unknown = torch.where(state.active, state.positions, self._known), 0
-        owners = self.draft, self._window, self._cache
-        key, widest = ("longspec", count, *widths), max(widths)
-        return state.run(key, owners, lambda state: self._grow(state, count, widths), widest=widest)
+        self.num_query_tokens = max(widths, default=1)
+        return count, *widths
 
-    def _grow(self, state: SlotState, count: int, widths: Sequence[int]) -> TokenTree:
-        """The tree of these levels, after the `count` positions before the root are in the ring."""
+    def grow(self, state: SlotState, plan: tuple[int, ...]) -> TokenTree:
+        count, *widths = plan
         self._catch_up(state, count)
         nodes_BT = state.roots[:, None]
         scores_BT = torch.zeros_like(nodes_BT, dtype=torch.float32)
@@ -127,10 +116,7 @@ class LongSpecDrafter(Drafter):
             own_WW = torch.eye(chosen_BW.shape[1], dtype=torch.bool, device=chosen_BW.device)
             ancestors_BTN = torch.cat([above_BWN, own_WW.expand(len(above_BWN), -1, -1)], dim=2)
             nodes_BT, scores_BT = chosen_BW, lasting_BW
-        tree = TokenTree(*(torch.cat(part, dim=1) for part in (tokens, parents, classes)))
-        if state.graphs.recording:  # what pruning and the pass will ask of the tree is recorded with it
-            _ = tree.ancestors, tree.depths
-        return tree
+        return TokenTree(*(torch.cat(part, dim=1) for part in (tokens, parents, classes)))
 
     def _catch_up(self, state: SlotState, count: int) -> None:
         """Keys and values of what was committed since the last time, up to the root, by one projection.
@@ -144,14 +130,6 @@ class LongSpecDrafter(Drafter):
             positions_BT = (ends_B[:, None] + torch.arange(-count, 0, device=ends_B.device)).clamp(min=0)
             tables = self.draft.tables(positions_BT, state.history.prompt_lengths)
             window.write(positions_BT, *self.draft.self_kv(self._embed(tokens_BT), tables))
-
-    def _missing(self, state: SlotState) -> int:
-        """No slot's ring lacks more of the positions before its root; elsewhere than on a CPU without waiting, and one
-        of few numbers, for each is recorded work of its own."""
-        assert self._window is not None
-        if not backend.is_host(self._known.device):
-            return min(power_of_two(self._unknown), self._window.ring)
-        return int((state.positions - self._known).where(state.active, 0).amax().clamp(0, self._window.ring))
 
     def _pass(self, state: SlotState, nodes_BT: Tensor, level: int, first: int, ancestors_BTN: Tensor) -> Tensor:
         """Logits of the nodes of level - 1, which become tree rows from `first` on: [B, T, V]."""

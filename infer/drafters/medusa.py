@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from longdraft.infer.accept import AcceptResult
-from longdraft.infer.drafters.base import Drafter, Request, SlotState
+from longdraft.infer.drafters.base import DeviceDrafter, Request, SlotState
 from longdraft.infer.options import check_heads, heads_shape
 from longdraft.infer.shape import TreeShape, TreeTemplate
 from longdraft.infer.tree import PAD, TokenTree
-from longdraft.kernels import backend
 from longdraft.kernels.transfer import integers
 from longdraft.models.drafts.medusa import Medusa
 from longdraft.models.kv_cache import KVCache
@@ -23,7 +22,7 @@ from longdraft.models.passes import TargetOutput
 from longdraft.models.target import Target
 
 
-class MedusaDrafter(Drafter):
+class MedusaDrafter(DeviceDrafter):
     """Ranks every head's tokens, with the step's noise at T > 0, and places them in a static tree.
 
     Args:
@@ -37,7 +36,7 @@ class MedusaDrafter(Drafter):
         check_heads("medusa", target, draft, Medusa, "Medusa heads")
         self.shape = heads_shape("shape", shape, draft.config.n_heads, target.model.config.vocab_size)
         self.draft, self._lm_head = draft, target.model.lm_head
-        self.needs = draft.needs
+        self.needs = self.learns_from = draft.needs
         self.max_nodes, self.max_depth = len(self.shape.nodes), self.shape.depth
         self._hidden_BD = torch.empty(0)
         self._templates: dict[int, tuple[TreeShape, TreeTemplate]] = {}
@@ -57,39 +56,26 @@ class MedusaDrafter(Drafter):
         self._hidden_BD[where] = output.post_norm[:, -1]
         self._at_B[where] += tokens_BT.shape[1]
 
-    def on_step(self, state: SlotState, tree: TokenTree, accepted: AcceptResult, output: TargetOutput) -> None:
+    def update(self, state: SlotState, tree: TokenTree, accepted: AcceptResult, output: TargetOutput) -> None:
         assert output.post_norm is not None
         last_B, took_part_B = accepted.last(accepted.nodes), accepted.counts > 0
         last_BD = output.post_norm[torch.arange(len(last_B), device=last_B.device), last_B]
-        self._hidden_BD = torch.where(took_part_B[:, None], last_BD, self._hidden_BD)
-        self._at_B = torch.where(took_part_B, state.positions - 1, self._at_B)
+        self._hidden_BD.copy_(torch.where(took_part_B[:, None], last_BD, self._hidden_BD))
+        self._at_B.copy_(torch.where(took_part_B, state.positions - 1, self._at_B))
 
     def rewind(self, lengths_B: Tensor) -> None:
-        self._at_B = self._at_B.masked_fill(self._at_B >= lengths_B, -1)
+        self._at_B.masked_fill_(self._at_B >= lengths_B, -1)
 
-    @torch.no_grad()
-    def propose(self, state: SlotState, max_nodes: int) -> TokenTree:
-        if max_nodes < 1:
-            return TokenTree.roots(state.roots)
-        shape, template = self._fitting(min(max_nodes, self.max_nodes))
-        owners = self.draft, template
-        return state.run(
-            ("medusa",), owners, lambda *given: self._fill(shape, template, *given), self._hidden_BD, self._at_B
-        )
-
-    def _fill(
-        self, shape: TreeShape, template: TreeTemplate, state: SlotState, hidden_BD: Tensor, at_B: Tensor
-    ) -> TokenTree:
+    def grow(self, state: SlotState, plan: int) -> TokenTree:
         """The tree of the heads' best tokens."""
-        logits_BIV = self._lm_head(torch.stack(self.draft.states(hidden_BD)[: shape.depth], dim=1))
+        shape, template = self._fitting(min(plan, self.max_nodes))
+        logits_BIV = self._lm_head(torch.stack(self.draft.states(self._hidden_BD)[: shape.depth], dim=1))
         ranked = [
             state.ranking(logits_BIV[:, i], offset=i + 1).topk(shape.ranks, dim=-1).indices for i in range(shape.depth)
         ]
         tree = template.fill(state.roots, torch.stack(ranked, dim=1))
         # The state before the root is unknown after a prompt of one token, or where an outer engine took tokens back.
-        known_B = (at_B >= 0) & (at_B == state.positions - 1) & state.active
-        if backend.is_host(known_B.device) and known_B.all():
-            return tree
+        known_B = (self._at_B >= 0) & (self._at_B == state.positions - 1) & state.active
         return tree.with_tokens(tree.tokens, tree.parents.masked_fill(~known_B[:, None] & (tree.parents >= 0), PAD))
 
     def _fitting(self, nodes: int) -> tuple[TreeShape, TreeTemplate]:

@@ -5,20 +5,16 @@ Lookup Decoding", 2023), the longest first. A match that runs into the end of th
 proposed whole. Text that is copied with edits differs in one token and goes on: the place that the text followed up to
 its last token is a candidate too, from behind the token that was replaced.
 
-Not here: the tables (infer/ngram.py). Shapes: B slots.
+Not here: the tables (infer/ngram.py).
 """
 
 from bisect import bisect
 from collections.abc import Sequence
 
-from torch import Tensor
-
-from longdraft.infer.drafters.base import Drafter, Inquiry, Request, SlotState
-from longdraft.infer.ngram import SuffixIndex, Tables
+from longdraft.infer.drafters.host import HostDrafter
+from longdraft.infer.ngram import NgramTable, SuffixIndex
 from longdraft.infer.options import integer
-from longdraft.infer.tree import TokenTree
-from longdraft.infer.trie import Trie, as_tree
-from longdraft.models.kv_cache import KVCache
+from longdraft.infer.trie import Trie
 
 # Matches of so many tokens are as good as each other; a node's class tells the group its match is in. 0: right behind a
 # replaced token.
@@ -28,12 +24,12 @@ RANKS = 3
 ENTRY_BYTES = 200
 
 
-class PromptLookup(Drafter):
+class PromptLookup(HostDrafter):
     """Continuations of earlier occurrences, as one trie.
 
-    A node counts as matched by its occurrence's match and the nodes above it: when the walk gets there, so many tokens
-    agree. Its class is the group of that number, how many siblings came before it, and whether it is a child of the
-    root, where the last proposal may just have failed.
+    A node counts as matched by its occurrence's match and the nodes above it: when verification gets there, so many
+    tokens agree. Its class is the group of that number, how many siblings came before it, and whether it is a child of
+    the root, where the last proposal may just have failed.
 
     Args:
         length: tokens proposed behind an occurrence.
@@ -45,7 +41,6 @@ class PromptLookup(Drafter):
         self.length, self.max_ngram = integer("length", length, 1), integer("max_ngram", max_ngram, 1)
         self.candidates = integer("candidates", candidates, 1)
         self.max_nodes, self.max_depth = length * (candidates + 1), length
-        self._indices: Tables | None = None
 
     @property
     def n_classes(self) -> int:
@@ -54,45 +49,19 @@ class PromptLookup(Drafter):
     def memory_bytes(self, batch: int, capacity: int) -> dict[str, int]:
         return {"prompt lookup's tables (host)": batch * capacity * self.max_ngram * ENTRY_BYTES}
 
-    def on_start(self, slots: Sequence[int], requests: Sequence[Request], cache: KVCache) -> None:
-        if self._indices is None or len(self._indices.of) != cache.batch:
-            self._indices = Tables(cache.batch, cache.lengths.device)
-        for slot, request in zip(slots, requests, strict=True):
-            index = SuffixIndex(self.max_ngram)
-            index.extend(request.prompt)
-            self._indices.begin(slot, index)
+    def new_table(self) -> SuffixIndex:
+        return SuffixIndex(self.max_ngram)
 
-    def rewind(self, lengths_B: Tensor) -> None:
-        assert self._indices is not None
-        self._indices.rewind(lengths_B)
-
-    def propose(self, state: SlotState, max_nodes: int) -> TokenTree:
-        return self.inquire(state, max_nodes).now()
-
-    def inquire(self, state: SlotState, max_nodes: int) -> Inquiry:
-        assert self._indices is not None
-        return Inquiry((self._indices.asked(state),), lambda read: self._look_up(state, max_nodes, read[0]))
-
-    def _look_up(self, state: SlotState, max_nodes: int, rows: list[list[int]]) -> TokenTree:
-        assert self._indices is not None
-        places = zip(self._indices.of, self._indices.catch_up(state, rows), strict=True)
-        tries = [
-            self._best(index, Trie(root), max_nodes) if active and isinstance(index, SuffixIndex) else Trie(root)
-            for index, (active, root) in places
-        ]
-        return as_tree(tries, state.roots.device)
-
-    def _best(self, index: SuffixIndex, best: Trie, max_nodes: int) -> Trie:
-        """`best` filled with at most `max_nodes` nodes of all candidates, those first that seem likeliest."""
-        whole, worth = self._collect(index, best.tokens[0])
+    def fill(self, trie: Trie, node: int, table: NgramTable | SuffixIndex, max_nodes: int) -> None:
+        assert isinstance(table, SuffixIndex) and node == 0
+        found, worth = self._collect(table, trie.tokens[0])
         moved = {0: 0}
         # A child is worth less than its parent, so the parent comes first.
-        for node in sorted(range(1, len(whole)), key=worth.__getitem__, reverse=True)[:max_nodes]:
-            moved[node] = best.add(moved[whole.parents[node]], whole.tokens[node], whole.classes[node])
-        return best
+        for place in sorted(range(1, len(found)), key=worth.__getitem__, reverse=True)[:max_nodes]:
+            moved[place] = trie.add(moved[found.parents[place]], found.tokens[place], found.classes[place])
 
     def _collect(self, index: SuffixIndex, root: int) -> tuple[Trie, list[float]]:
-        """All candidates, and of each node how likely the walk seems to get there."""
+        """All candidates, and of each node how likely verification seems to get there."""
         trie, worth, found = Trie(root), [1.0], 0
         for matched, at in index.matches(self.candidates):
             found += self._add(trie, worth, index.continuation(at, self.length), matched)

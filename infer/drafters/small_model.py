@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from longdraft.infer.accept import AcceptResult
-from longdraft.infer.drafters.base import Drafter, Request, SlotState
-from longdraft.infer.graphs import power_of_two
+from longdraft.infer.drafters.base import DeviceDrafter, Request, SlotState
 from longdraft.infer.options import integer
 from longdraft.infer.partial_cache import RingCache
 from longdraft.infer.streaming_cache import StreamingCache, check_streaming
@@ -31,7 +30,7 @@ SLACK = 16
 NOWHERE = 2**40
 
 
-class SmallModelDrafter(Drafter):
+class SmallModelDrafter(DeviceDrafter):
     """Proposes a chain of `gamma` tokens of another model.
 
     Args:
@@ -134,21 +133,31 @@ class SmallModelDrafter(Drafter):
         self.small.model(Pass(tokens_T[None], cache=one, positions_BT=positions_1T, needs=frozenset({"last_kv"})))
         one.commit(None, torch.full_like(one.lengths, len(tokens_T)))
 
-    @torch.no_grad()
-    def propose(self, state: SlotState, max_nodes: int) -> TokenTree:
-        if max_nodes < 1:
-            return TokenTree.roots(state.roots)
+    def plan(self, state: SlotState, max_nodes: int) -> tuple[int, int, int]:
+        """Tokens to draft; to read before that, at most; and rows appended to the cache since it was settled."""
         count = min(self.gamma, max_nodes)
+        # What was taken back was queued before anything of this step: the host hears of it while the device is at work,
+        # or has just read something else behind it.
+        lacked = 0 if self._lacked is None else max(0, *self._lacked.lists()[0])
+        behind, appended = max(0, self._most_behind + lacked), self._appended
+        if behind < self._widest:  # rows behind the root cost little
+            behind = min(state.rounded(behind + 1), self._widest) - 1
+        self._most_behind, self._lacked = -1, None  # the root is read
+        self._appended = behind % self._widest + count
+        return count, behind, appended
+
+    def grow(self, state: SlotState, plan: tuple[int, int, int]) -> TokenTree:
+        count, behind, appended = plan
         self._drop_disagreeing(state)
-        logits_BV = self._catch_up(state)
+        logits_BV = self._catch_up(state, behind, appended)
         chain: list[Tensor] = []
         for offset in range(1, count + 1):
             chain.append(state.ranking(logits_BV, offset).argmax(-1))
             if offset < count:
-                logits_BV = self._pass(state, chain[-1][:, None], state.positions + offset, state.active.long())
+                logits_BV = self._pass(chain[-1][:, None], state.positions + offset, state.active.long())
         self._drafted[:, : count - 1] = torch.stack(chain, 1)[:, :-1]
         self._drafted[:, count - 1 :] = -1
-        self._drafted_at = state.positions + 1
+        self._drafted_at.copy_(state.positions + 1)
         return TokenTree.from_chain(state.roots, torch.stack(chain, 1))
 
     def _drop_disagreeing(self, state: SlotState) -> None:
@@ -158,52 +167,31 @@ class SmallModelDrafter(Drafter):
         agreeing_B = (committed_BG == self._drafted).cumprod(1).sum(1)
         self._cache.rewind(torch.minimum(self._drafted_at + agreeing_B, state.positions))
 
-    def _catch_up(self, state: SlotState) -> Tensor:
-        """Process what was committed since, and the root: the root's logits [B, V]."""
+    def _catch_up(self, state: SlotState, behind: int, appended: int) -> Tensor:
+        """Process what was committed since, and the root: the root's logits [B, V]. No slot at work lacks more than
+        `behind` tokens."""
         cache = self._cache
         assert cache is not None
         behind_B = torch.where(state.active, state.positions - cache.tokens, 0).clamp(min=0)
-        free = backend.is_host(behind_B.device)
-        most = int(behind_B.max()) if free else self._most()
-        while most >= self._widest:
+        while behind >= self._widest:
             counts_B = behind_B.clamp(max=self._widest)
-            self._settled_pass(state, self._widest, counts_B, None)
-            behind_B, most = behind_B - counts_B, most - self._widest
-        self._most_behind, self._lacked = 0, None
-        # Rows behind the root cost little; a width of its own for every step would be recorded every time.
-        width = most + 1 if free else min(power_of_two(most + 1), self._widest)
-        return self._settled_pass(state, width, behind_B + state.active, behind_B[:, None])
+            cache.settle(appended)
+            self._pass(state.history.read(cache.tokens, self._widest), cache.tokens, counts_B)
+            behind_B, behind, appended = behind_B - counts_B, behind - self._widest, self._widest
+        cache.settle(appended)
+        tokens_BT, counts_B = state.history.read(cache.tokens, behind + 1), behind_B + state.active
+        return self._pass(tokens_BT, cache.tokens, counts_B, behind_B[:, None])
 
-    def _most(self) -> int:
-        """No slot at work lacks more tokens. What was taken back was queued before anything of this step: the host
-        hears of it while the device is at work, or has just read something else behind it."""
-        lacked = 0 if self._lacked is None else max(0, *self._lacked.lists()[0])
-        return self._most_behind + lacked
-
-    def _settled_pass(self, state: SlotState, width: int, counts_B: Tensor, rows_B1: Tensor | None) -> Tensor:
-        """The next `width` tokens of the history behind what is held, of which counts_B are committed ones."""
-        assert self._cache is not None
-        self._settle()
-        first_B = self._cache.tokens
-        return self._pass(state, state.history.read(first_B, width), first_B, counts_B, rows_B1)
-
-    def _pass(
-        self, state: SlotState, tokens_BT: Tensor, first_B: Tensor, counts_B: Tensor, rows_B1: Tensor | None = None
-    ) -> Tensor:
-        """A chain at positions first_B, first_B + 1, ...: logits [B, V] of one row (the last) of each slot."""
-        cache, width = self._cache, tokens_BT.shape[1]
-        assert cache is not None
-        self._appended += width
-        rows_B1 = torch.full_like(first_B, width - 1)[:, None] if rows_B1 is None else rows_B1
-
-        def run(tokens_BT: Tensor, first_B: Tensor, counts_B: Tensor, rows_B1: Tensor) -> Tensor:
-            positions_BT = first_B[:, None] + torch.arange(width, device=first_B.device)
-            output = self.small.model(Pass(tokens_BT, cache=cache, positions_BT=positions_BT, logits_at_BR=rows_B1))
-            cache.commit(None, counts_B)
-            assert output.logits is not None
-            return output.logits[:, 0]
-
-        return state.graphs.run(("small model",), (self.small.model, cache), run, tokens_BT, first_B, counts_B, rows_B1)
+    def _pass(self, tokens_BT: Tensor, first_B: Tensor, counts_B: Tensor, at_B1: Tensor | None = None) -> Tensor:
+        """A chain at positions first_B, first_B + 1, ..., of which counts_B tokens are committed: logits [B, V] of one
+        token (the last) of each slot."""
+        width = tokens_BT.shape[1]
+        at_B1 = torch.full_like(first_B, width - 1)[:, None] if at_B1 is None else at_B1
+        positions_BT = first_B[:, None] + torch.arange(width, device=first_B.device)
+        output = self.small.model(Pass(tokens_BT, self._cache, positions_BT, logits_at_BR=at_B1))
+        assert output.logits is not None and self._cache is not None
+        self._cache.commit(None, counts_B)
+        return output.logits[:, 0]
 
     def on_step(self, state: SlotState, tree: TokenTree, accepted: AcceptResult, output: TargetOutput) -> None:
         self.advance(accepted.nodes.shape[1])
@@ -217,7 +205,7 @@ class SmallModelDrafter(Drafter):
     def rewind(self, lengths_B: Tensor) -> None:
         if self._cache is not None:
             self._cache.rewind(lengths_B)
-            self._most_behind, self._lacked = 0, HostCopy(lengths_B - self._cache.tokens)
+            self._most_behind, self._lacked = -1, HostCopy(lengths_B - self._cache.tokens)
 
 
 def check_vocabularies(target: Target, small: Target) -> None:

@@ -6,7 +6,7 @@ step fills a fixed tree from it, level by level, and writes back the candidates 
 lives as long as the drafter, so a later request starts with what earlier ones left, and can be saved.
 
 Beside the candidates stand their logits, so that at T > 0 they are ranked with the known noise of their position; a
-request's penalties are left to the walk. Shapes: B slots, N tree nodes, M rows to write, L nodes of a level, K
+request's penalties are left to verification. Shapes: B slots, N tree nodes, M rows to write, L nodes of a level, K
 candidates, V vocabulary.
 """
 
@@ -20,10 +20,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from longdraft.infer.accept import AcceptResult
-from longdraft.infer.drafters.base import Drafter, Request, SlotState
+from longdraft.infer.drafters.base import DeviceDrafter, Request, SlotState
 from longdraft.infer.options import boolean, integer
 from longdraft.infer.tree import PAD, ROOT, TokenTree
-from longdraft.kernels import backend
 from longdraft.kernels.transfer import integers
 from longdraft.models.files import write_atomically, write_tensors
 from longdraft.models.kv_cache import KVCache
@@ -78,7 +77,7 @@ class _Level:
     ranks_L: Tensor
 
 
-class TokenRecycling(Drafter):
+class TokenRecycling(DeviceDrafter):
     """Fills the first `nodes` nodes of the static tree from the table.
 
     Every verified node writes; where a token stands at several nodes, the deepest one wins, among equally deep ones the
@@ -101,7 +100,7 @@ class TokenRecycling(Drafter):
         self.shape = shape[:nodes]
         self.max_nodes, self.max_depth = nodes, max(len(node) for node in self.shape)
         self._seeding = frozenset({"post_norm"}) if seed_prompt else frozenset()
-        self.needs = self._seeding
+        self.needs, self.learns_from = self._seeding, frozenset({"logits"})
         weight = target.model.lm_head.weight
         self.vocab_size, self._device = weight.shape[0], weight.device
         many = SEED_BYTES // (self.vocab_size * weight.element_size())
@@ -169,13 +168,12 @@ class TokenRecycling(Drafter):
         self._ids_VK[tokens_M, : ids_MK.shape[1]] = ids_MK.int()
         self._logits_VK[tokens_M, : ids_MK.shape[1]] = logits_MK.half()
 
-    @torch.no_grad()
-    def propose(self, state: SlotState, max_nodes: int) -> TokenTree:
+    def plan(self, state: SlotState, max_nodes: int) -> int:
         self.needs = frozenset({"logits"})
-        return state.run(("token recycling", max_nodes), (self,), lambda state: self._grow(state, max_nodes))
+        return max_nodes
 
-    def _grow(self, state: SlotState, max_nodes: int) -> TokenTree:
-        """The tree of what the table holds behind the roots, at most `max_nodes` nodes."""
+    def grow(self, state: SlotState, plan: int) -> TokenTree:
+        """The tree of what the table holds behind the roots, at most `plan` nodes."""
         roots_B, batch = state.roots, len(state.roots)
         tokens_BN = torch.empty(batch, 1 + self.max_nodes, dtype=torch.int64, device=self._device)
         tokens_BN[:, 0] = roots_B
@@ -186,9 +184,9 @@ class TokenRecycling(Drafter):
             tokens_BN[:, level.nodes_L] = tokens_BL
         parents_BN = torch.where(tokens_BN < 0, PAD, self._parents_N)
         tree = self._shape(batch).with_tokens(tokens_BN.clamp(min=0), parents_BN)
-        if max_nodes >= self.max_nodes:
+        if plan >= self.max_nodes:
             return tree
-        return tree.take(torch.arange(1 + max_nodes, device=self._device).expand(batch, -1))
+        return tree.take(torch.arange(1 + plan, device=self._device).expand(batch, -1))
 
     def _shape(self, batch: int) -> TokenTree:
         """The whole tree of `batch` slots with what is derived of it; its tokens stand for nothing."""
@@ -215,33 +213,13 @@ class TokenRecycling(Drafter):
         # Stable: where a slot is greedy, candidates of one fp16 logit keep the table's order.
         return ids_BLK.gather(2, scores_BLK.sort(dim=2, descending=True, stable=True).indices)
 
-    @torch.no_grad()
-    def on_step(self, state: SlotState, tree: TokenTree, accepted: AcceptResult, output: TargetOutput) -> None:
+    def update(self, state: SlotState, tree: TokenTree, accepted: AcceptResult, output: TargetOutput) -> None:
+        """The rows of a verified tree's tokens, without reading on the host which of them are there."""
         if output.logits is None:  # not asked for: this drafter has not proposed
             return
-        if not backend.is_host(output.logits.device):
-            of_tree = tree.tokens, tree.parents, tree.depths
-            state.graphs.run(
-                ("token recycling's table",), (self,), self._write_all, output.logits, *of_tree, accepted.counts
-            )
-            return
-        logits_MV, last = output.logits.flatten(0, 1), _last_places(tree, accepted)
-        if not last:
-            return
-        tokens_M, places_M = torch.tensor([list(last), list(last.values())])
-        if len(last) < len(logits_MV):
-            logits_MV = logits_MV[places_M]
-            places_M = torch.arange(len(last))
-        logits_MK, ids_MK = largest(logits_MV, CANDIDATES)
-        self._write(tokens_M, logits_MK[places_M], ids_MK[places_M])
-
-    def _write_all(
-        self, logits_BNV: Tensor, tokens_BN: Tensor, parents_BN: Tensor, depths_BN: Tensor, counts_B: Tensor
-    ) -> None:
-        """The rows of a verified tree's tokens, without reading on the host which of them are there."""
-        there_BN = (parents_BN != PAD) & (counts_B > 0)[:, None]
-        tokens_M, places_M = self._last_of_each(tokens_BN, depths_BN, there_BN)
-        logits_MK, ids_MK = largest(logits_BNV.flatten(0, 1), CANDIDATES)
+        there_BN = (tree.parents != PAD) & (accepted.counts > 0)[:, None]
+        tokens_M, places_M = self._last_of_each(tree.tokens, tree.depths, there_BN)
+        logits_MK, ids_MK = largest(output.logits.flatten(0, 1), CANDIDATES)
         self._write(tokens_M, logits_MK[places_M], ids_MK[places_M])
 
     def _last_of_each(self, tokens_BN: Tensor, depths_BN: Tensor, there_BN: Tensor) -> tuple[Tensor, Tensor]:
@@ -308,18 +286,6 @@ def _read_table(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     if said.get("format") != FORMAT:
         raise ValueError(f"table: {path} has the format {said.get('format')!r}, this version reads {FORMAT!r}")
     return tensors, said
-
-
-def _last_places(tree: TokenTree, accepted: AcceptResult) -> dict[int, int]:
-    """Each token of a verified tree and where (slot * N + node) it stands last, by depth, slot, node; on the host."""
-    found: list[tuple[int, int, int]] = []
-    for slot, count in enumerate(accepted.counts.tolist()):
-        depths: list[int] = []
-        for node, parent in enumerate(tree.lists.parents[slot]):
-            depths.append(depths[parent] + 1 if parent >= 0 else 0)
-            if count and parent != PAD:
-                found.append((depths[node], slot * tree.width + node, tree.lists.tokens[slot][node]))
-    return {token: place for _, place, token in sorted(found)}
 
 
 def largest(logits_MV: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -200,8 +200,9 @@ class TriForceDrafter(Drafter):
 
     @torch.no_grad()
     def propose(self, state: SlotState, max_nodes: int) -> TokenTree:
+        assert self._cache is not None
         self._offered = count = min(self.chain, max_nodes)
-        self._set_needs(bool(self._wanted))
+        self._set_needs(bool(self._wanted) or self._cache.needs_queries)
         begin_B, late = state.positions, [self._late(state)]
         self._runner.state = inner = self._inner_state(state)
         collected = [0] * len(self._committed)
@@ -264,21 +265,20 @@ class TriForceDrafter(Drafter):
             self._positions = torch.minimum(self._positions, self._outer + agreed_B)
         self.inner.advance(most)
         self._ahead, self._step_tokens = self._ahead + most, max(self._step_tokens, most)
-        rows = list[list[int]]()
+        counts, agreements, positions, known = [], [], [], None
         if self._policy.scored:
-            # The query is the former root's: it sees what stood before it, and itself.
             asked_3B = self._cache.asked(state.positions - accepted.counts + 1)
-            rows = torch.cat([torch.stack([accepted.counts, agreed_B, state.positions]), asked_3B]).tolist()
-        if self._wanted and output.queries is not None:
-            picked = self._cache.build_known(list(self._wanted), output.queries, *rows[3:])
-            for slot, why in list(self._wanted.items()):
-                self._rebuilds[why] += slot in picked
+            rows_3B = torch.stack([accepted.counts, agreed_B, state.positions])
+            counts, agreements, positions, *known = torch.cat([rows_3B, asked_3B]).tolist()
+        began = self._cache.on_step(state.positions, accepted, output.queries, self.chain, list(self._wanted), known)
+        if self._policy.scored:
+            for slot in began:
+                if positions[slot] > self._cache.budget:
+                    self._rebuilds[self._wanted.get(slot, "room")] += 1
                 self._forget(slot)
-        self._cache.follow(most)
-        if rows:
-            self._want(most, *rows[:3])
+            self._want(counts, agreements, positions)
         self._offered = 0
-        self._set_needs(bool(self._wanted))
+        self._set_needs(bool(self._wanted) or self._cache.needs_queries)
 
     def _agreed(self, state: SlotState) -> Tensor:
         """int64 [B]: how many of the inner level's tokens behind the last proposal's root stand now."""
@@ -290,10 +290,9 @@ class TriForceDrafter(Drafter):
         )
         return same.cumprod(1).sum(1)
 
-    def _want(self, most: int, counts: list[int], agreements: list[int], positions: list[int]) -> None:
-        """Which slots are to be rebuilt next. most: tokens that a step may commit."""
+    def _want(self, counts: list[int], agreements: list[int], positions: list[int]) -> None:
+        """Which slots are to be rebuilt next, before they have to be."""
         assert self._cache is not None
-        full = set(self._cache.due(max(most, self.chain + 1)))
         for slot, (count, agreed, position) in enumerate(zip(counts, agreements, positions, strict=True)):
             if not count or slot in self._wanted:
                 continue
@@ -304,8 +303,6 @@ class TriForceDrafter(Drafter):
             since = self._since_build[slot]
             if self._cache.whole or position < self._cache.budget - self.chain:
                 self._since_build[slot] = 0  # everything is there
-            elif slot in full:
-                self._wanted[slot] = "room"
             elif since >= self._stride:
                 self._wanted[slot] = "stride"
             elif self._acceptance[slot] < self._floor and 4 * since >= self._stride:

@@ -44,7 +44,7 @@ def tokenswift(target, shape=None, kind="linear_chain"):
     for parameter in draft.parameters():  # far from the identity: the heads must disagree with each other
         torch.nn.init.normal_(parameter, 0.0, 0.3)
     draft = draft.to(target.model.lm_head.weight.dtype)
-    return TokenSwiftDrafter(target, draft.requires_grad_(False), shape, draft_pass="never", ngrams=0)
+    return TokenSwiftDrafter(target, draft.requires_grad_(False), shape, draft_pass="never")
 
 
 @pytest.fixture

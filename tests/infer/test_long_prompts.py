@@ -157,12 +157,12 @@ def test_the_engines_estimate_counts_the_chunk(tiny_target):
 
 
 def test_the_engine_takes_large_chunks_on_a_gpu(pretended_cuda, tiny_target):
-    assert Engine(tiny_target()).prefill_chunk == 512
+    assert Engine(tiny_target()).runner.prefill_chunk == 512
     target = tiny_target()
     with pretended_cuda.PretendedCuda() as gpu:
         gpu.put(target.model)
-        assert Engine(target).prefill_chunk == 2048
-        assert Engine(target, prefill_chunk=100).prefill_chunk == 100
+        assert Engine(target).runner.prefill_chunk == 2048
+        assert Engine(target, prefill_chunk=100).runner.prefill_chunk == 100
 
 
 def test_token_recycling_reads_a_prompt_in_large_calls_on_a_gpu(pretended_cuda, tiny_target):

@@ -150,11 +150,11 @@ def assert_ring_is_a_fresh_one(bench):
 Bench.drafter_paths = staticmethod(lambda tree, slot: tree.paths()[slot])
 
 
-@pytest.fixture(params=["counted", "bounded"])
+@pytest.fixture(params=["bounded", "rounded"])
 def catching_up(request, monkeypatch):
-    """How it is known what the ring lacks: counted on a CPU, bounded from above on other devices."""
-    if request.param == "bounded":
-        monkeypatch.setattr(LongSpecDrafter, "_missing", lambda self, state: self._unknown)
+    """What the ring lacks at most, as it is, and rounded up as where steps are recorded."""
+    if request.param == "rounded":
+        monkeypatch.setattr(SlotState, "rounded", lambda self, count: 1 << (count - 1).bit_length() if count else 0)
 
 
 @pytest.mark.usefixtures("catching_up")

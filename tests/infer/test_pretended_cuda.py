@@ -54,7 +54,7 @@ def made(shared):
     exactness, make_target = shared("infer/test_exactness.py"), shared("conftest.py").make_tiny_target
 
     def without_ngrams(target, _, **options):
-        return TokenSwiftDrafter(target, exactness.heads(target), 1, ngrams=0, sinks=4, budget=16, **options)
+        return TokenSwiftDrafter(target, exactness.heads(target), 1, sinks=4, budget=16, **options)
 
     others = {
         "prompt_lookup": lambda *_: PromptLookup(length=6),

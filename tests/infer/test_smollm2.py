@@ -14,7 +14,7 @@ from longdraft.infer.drafters.medusa import MedusaDrafter
 from longdraft.infer.drafters.prompt_lookup import PromptLookup
 from longdraft.infer.drafters.small_model import SmallModelDrafter
 from longdraft.infer.drafters.token_recycling import TokenRecycling
-from longdraft.infer.drafters.tokenswift import TokenSwiftDrafter
+from longdraft.infer.drafters.tokenswift import tokenswift
 from longdraft.infer.drafters.triforce import TriForceDrafter
 from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
@@ -51,8 +51,8 @@ def heads(target) -> TokenSwift:
     return draft.to(target.model.norm.weight.dtype).requires_grad_(False)
 
 
-def small_tree(target) -> TokenSwiftDrafter:
-    return TokenSwiftDrafter(target, heads(target), TreeShape.cartesian((2, 2, 1)), draft_pass="never", ngrams=0)
+def small_tree(target):
+    return tokenswift(target, heads(target), TreeShape.cartesian((2, 2, 1)), draft_pass="never", ngrams=0)
 
 
 def block(target) -> LongSpec:
@@ -72,8 +72,8 @@ def first_layers(target, count: int):
 
 
 DRAFTERS = {
-    "tokenswift": lambda t: TokenSwiftDrafter(t, heads(t), TreeShape.cartesian((2, 2, 1)), draft_pass="never"),
-    "tokenswift_draft_pass": lambda t: TokenSwiftDrafter(
+    "tokenswift": lambda t: tokenswift(t, heads(t), TreeShape.cartesian((2, 2, 1)), draft_pass="never"),
+    "tokenswift_draft_pass": lambda t: tokenswift(
         t, heads(t), TreeShape.cartesian((2, 1)), draft_pass="always", budget=64
     ),
     "medusa": lambda t: MedusaDrafter(

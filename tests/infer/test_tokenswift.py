@@ -7,11 +7,12 @@ from collections import Counter
 import pytest
 import torch
 
-from longdraft.infer.draft_pass import TRIAL_STEPS, DraftPassChoice
-from longdraft.infer.drafters.tokenswift import TokenSwiftDrafter
+from longdraft.infer.drafters.combine import Combined
+from longdraft.infer.drafters.tokenswift import tokenswift
 from longdraft.infer.engine import Engine
 from longdraft.infer.ngram import NgramTable
 from longdraft.infer.partial_cache import SelectedCache
+from longdraft.infer.policy import TRIAL_STEPS, DraftPassChoice
 from longdraft.infer.sampling import SamplingParams
 from longdraft.infer.shape import TreeShape, likeliest_nodes
 from longdraft.infer.tree import PAD, ROOT
@@ -33,7 +34,12 @@ def heads(target, kind="linear_chain"):
 
 
 def drafter_for(target, *args, kind="linear_chain", **options):
-    return TokenSwiftDrafter(target, heads(target, kind), *args, **options)
+    return tokenswift(target, heads(target, kind), *args, **options)
+
+
+def heads_of(drafter):
+    """Of the heads and the n-grams in one tree, the heads' drafter."""
+    return drafter.drafters[0] if isinstance(drafter, Combined) else drafter
 
 
 def prompts(*lengths):
@@ -111,7 +117,8 @@ def test_ngrams_and_heads_are_one_trie(target, watched, mode, max_nodes):
             real = [i for i in range(1, len(nodes)) if parents[i] != PAD]
             assert len(real) <= max_nodes and all(0 <= parents[i] < i for i in real)
             assert len({(parents[i], nodes[i]) for i in real}) == len(real), "siblings carry different tokens"
-            ngram_nodes += sum(kinds[i] >= drafter._ngram_class for i in real)
+            own = heads_of(drafter).n_classes  # then the n-grams' classes, and then all again for what both propose
+            ngram_nodes += sum(kinds[i] >= own for i in real)
             if max_nodes < 200 or not tokens:
                 continue
             assert int(positions[slot]) == len(tokens) - 1 and nodes[0] == tokens[-1]
@@ -167,7 +174,7 @@ def test_the_selected_cache_holds_the_rows_of_a_fresh_prefill(tiny_target, heads
     drafter = drafter_for(target, draft_pass="always", budget=30, sinks=4)
     params = [SamplingParams(temperature=0.7, seed=i, max_new_tokens=count) for i, count in enumerate((90, 20, 69))]
     result = Engine(target, drafter, slots=2).generate(prompts(50, 9, 33), params)
-    selected = drafter._selected
+    selected = heads_of(drafter)._selected
     for slot, generation in enumerate((result[0], result[2])):
         text = generation.prompt + generation.tokens
         fresh = target.model.new_cache(1, len(text))
@@ -206,13 +213,13 @@ class Clock:
 def test_auto_takes_what_its_clock_says_is_cheaper_and_says_so(tiny_target, draft_seconds, decided):
     target = tiny_target(vocab_size=VOCAB, std=0.2)
     drafter = drafter_for(target, budget=44, ngrams=0)
-    drafter.clock = clock = Clock(target, draft_seconds)
     engine = Engine(target, drafter, nodes=None)
+    engine.runner.work_clock = clock = Clock(target, draft_seconds)
     (short,) = engine.generate(prompts(9), SamplingParams(max_new_tokens=20))
     assert (
         short.stats.decisions["draft_pass"] == "never: up to 44 tokens of context the selected cache is the whole one"
     )
-    assert drafter._selected is None
+    assert heads_of(drafter)._selected is None
     (result,) = engine.generate(prompts(45), SamplingParams(temperature=0.5, seed=2, max_new_tokens=40))
     words = result.stats.decisions["draft_pass"]
     assert words.startswith(f"{decided}: ") and words.endswith("ms a token after 16 steps at 45 tokens of context")
@@ -230,18 +237,18 @@ def test_the_choice_goes_by_the_median_step_and_the_mean_tokens():
     choice = DraftPassChoice(budget=100)
     choice.plan(101)
     for step in range(TRIAL_STEPS):
-        choice.record(99.0 if step == 3 else 1.0, 2 + step % 2)
-    assert choice.phase == "prepare" and not choice.holds_cache
-    choice.prepared()
+        choice.record(False, 99.0 if step == 3 else 1.0, 2 + step % 2)
+    assert choice.phase == "with" and choice.with_pass
+    choice.record(False, 0.1, 9)  # while the selected cache is being built
     for _ in range(TRIAL_STEPS):
-        choice.record(1.3, 3.5)
-    assert choice.with_pass and choice.words.startswith("always: 371.4 against 400.0 ms a token after 16 steps")
+        choice.record(True, 1.3, 3.5)
+    assert choice.with_pass and choice.description.startswith("always: 371.4 against 400.0 ms a token after 16 steps")
     choice.plan(201)
-    assert choice.holds_cache
+    assert choice.with_pass
     choice.plan(202)
-    assert choice.phase == "without" and not choice.holds_cache
+    assert choice.phase == "without" and not choice.with_pass
     choice.plan(50)
-    assert choice.phase == "short" and "up to 100 tokens" in choice.words
+    assert choice.phase == "short" and "up to 100 tokens" in choice.description
 
 
 def test_a_rewind_leaves_what_a_fresh_drafter_has(target):
@@ -249,13 +256,14 @@ def test_a_rewind_leaves_what_a_fresh_drafter_has(target):
     drafter = drafter_for(target, likeliest_nodes([[0.4, 0.2]] * 3, 5), draft_pass="always", budget=24, sinks=4)
     (result,) = Engine(target, drafter).generate(prompts(30), SamplingParams(max_new_tokens=60))
     text = (result.prompt + result.tokens)[:50]
-    full = drafter._cache
-    before = int(drafter._selected.tokens[0])
+    own, ngrams = drafter.drafters
+    full = own._cache
+    before = int(own._selected.tokens[0])
     assert before >= 80
     drafter.rewind(torch.tensor([50]))
-    assert int(drafter._hidden_at[0]) == -2 and drafter._tables.of[0].tokens == text
-    assert drafter._selected.tokens.tolist() == [50]
-    rows = drafter._selected.keys[0, 0, :24, 0]
+    assert int(own._hidden_at[0]) == -2 and ngrams._tables.of[0].tokens == text
+    assert own._selected.tokens.tolist() == [50]
+    rows = own._selected.keys[0, 0, :24, 0]
     tokens = [int((full.keys[0, 0, :before, 0] == row).all(-1).nonzero()[0]) for row in rows]
     assert max(tokens) == 49 and len(set(tokens)) == 24
 
@@ -293,28 +301,30 @@ def test_what_was_decided_for_a_longer_cache_is_not_for_a_short_one(tiny_target)
     """What is allocated was announced: nothing, where all of the context is the selected cache."""
     target = tiny_target(vocab_size=VOCAB, std=0.2)
     drafter = drafter_for(target, budget=96)
-    drafter.clock = Clock(target, 0.01)
     engine = Engine(target, drafter, nodes=None)
+    engine.runner.work_clock = Clock(target, 0.01)
     (long,) = engine.generate(prompts(97), SamplingParams(temperature=0.5, seed=2, max_new_tokens=50))
-    assert long.stats.decisions["draft_pass"].startswith("always: ") and drafter._selected is not None
+    assert long.stats.decisions["draft_pass"].startswith("always: ") and heads_of(drafter)._selected is not None
     other = Engine(target, drafter, nodes=None, max_length=20)
     other.generate(prompts(9), SamplingParams(max_new_tokens=2))
-    assert drafter._selected is None and drafter._choice.phase == "short"
+    assert heads_of(drafter)._selected is None and other.runner.policy.draft_pass.phase == "short"
 
 
 def test_auto_goes_by_the_slots_that_are_at_work(target):
     """Once the long text is done, the short one's length counts; the host knows without asking the device."""
     drafter, longest = drafter_for(target, budget=20, sinks=4), []
-    plan = drafter._choice.plan
-    drafter._choice.plan = lambda tokens: longest.append(tokens) or plan(tokens)
+    engine = Engine(target, drafter, nodes=None)
+    choice = engine.runner.policy.draft_pass
+    plan = choice.plan
+    choice.plan = lambda tokens: longest.append(tokens) or plan(tokens)
     params = [SamplingParams(max_new_tokens=new) for new in (2, 9)]
-    Engine(target, drafter, nodes=None).generate(prompts(90, 30), params)
+    engine.generate(prompts(90, 30), params)
     assert longest[0] == 90 and 30 < longest[-1] < 40
 
 
 def test_a_slot_that_takes_no_part_keeps_its_state(target, watched):
     """As within TriForce, where it goes on afterwards."""
-    drafter = drafter_for(target, draft_pass="never")
+    drafter = drafter_for(target, draft_pass="never", ngrams=0)
     on_step, kept = drafter.on_step, []
 
     def checked(state, tree, accepted, output):

@@ -9,7 +9,7 @@ import torch
 
 from longdraft.infer.drafters.base import Request, SlotState
 from longdraft.infer.drafters.small_model import SmallModelDrafter
-from longdraft.infer.drafters.tokenswift import TokenSwiftDrafter
+from longdraft.infer.drafters.tokenswift import tokenswift
 from longdraft.infer.drafters.triforce import TriForceDrafter
 from longdraft.infer.engine import Engine
 from longdraft.infer.history import History
@@ -50,7 +50,7 @@ DRAFTERS = {
     "hierarchy": lambda target, small: TriForceDrafter(target, small, budget=24, stride=10, window=24, sinks=2),
     "self": lambda target, small: TriForceDrafter(target, budget=24, chunk=4, stride=10, chain=4),
     "streaming": lambda target, small: TriForceDrafter(target, small, budget=24, policy="streaming"),
-    "heads_inside": lambda target, small: TriForceDrafter(target, TokenSwiftDrafter(target, heads(target)), budget=48),
+    "heads_inside": lambda target, small: TriForceDrafter(target, tokenswift(target, heads(target)), budget=48),
     "small_model": lambda target, small: SmallModelDrafter(target, small, gamma=3, sinks=2, window=12),
 }
 
@@ -197,6 +197,7 @@ def test_a_small_model_reads_all_again_where_a_rewind_reaches_too_far(target, sm
     assert drafter._cache.tokens.tolist() == [60, 60] and int(drafter._cache.lengths.max()) <= 40
     drafter._settle()
     drafter.rewind(torch.tensor([57, 20]))
+    drafter.advance(40)
     assert drafter._cache.tokens.tolist() == [57, 0]
     history = History(2, 100)
     history.tokens[:, :60] = tokens
@@ -325,7 +326,7 @@ def test_models_that_do_not_go_together_are_named(target, tiny_target):
     nested = TriForceDrafter(target, TriForceDrafter(target, budget=24), budget=24)
     with pytest.raises(ValueError, match="a TriForce drafter cannot draft for another one"):
         Engine(target, nested).generate(prompts(9), SamplingParams(max_new_tokens=3))
-    heads_with_pass = TokenSwiftDrafter(target, heads(target), draft_pass="always", budget=24)
+    heads_with_pass = tokenswift(target, heads(target), draft_pass="always", budget=24)
     with pytest.raises(ValueError, match="draft_pass='always' needs the whole context's cache"):
         Engine(target, TriForceDrafter(target, heads_with_pass, budget=24)).generate(prompts(9))
 
