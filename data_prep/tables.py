@@ -4,9 +4,9 @@ Not here: which files there are (sources.py), what a row must hold (record_forma
 
 Parquet and Arrow are read by pyarrow, with which `datasets` reads them too, and not through `datasets` itself. Its
 streams reach a row only by reading all rows before, and its Parquet reader decodes a row group at once. Measured on 231
-MB of text in one row group (datasets 5.2, pyarrow 26): a process holds 1.0 GB in place of 0.3, waits 4.6 s in place of
-0.3 for its first row (the import brings torch along), and 2 of 12 processes were aborted at their exit by threads of
-the Parquet reader. `datasets` does say which files a split of a data set has (hub.py).
+MB of text in one row group (datasets 5.2, pyarrow 26): a process holds 1.0 GB in place of 0.3 and waits 4.6 s in place
+of 0.3 for its first row (the import brings torch along); and of 10 processes that stopped before the end of a file, as
+one with a full budget does, 2 were aborted at their exit. `datasets` does say which files a split has (hub.py).
 """
 
 import io
