@@ -22,7 +22,7 @@ SMALL = 1037  # committed rows of the case that is compared where the reference 
 
 def _public(case: Case) -> Run:
     lengths, tree = case.lengths_1, case.tree_mask_1NN
-    plan = ours.plan_pass(lengths, case.n_rows, tree)
+    plan = ours.plan_pass(lengths, case.n_query_tokens, tree)
     return lambda: ours.tree_attention(case.q_1NHd, case.keys_1CKd, case.values_1CKd, lengths, tree, None, plan)
 
 
@@ -32,7 +32,7 @@ def _triton(case: Case) -> Run:
     kernels = triton_kernels("tree_attention", "cuda")
     if kernels is None:
         raise Unavailable("triton is not installed")
-    plan = ours.plan_pass(case.lengths_1, case.n_rows, case.tree_mask_1NN)
+    plan = ours.plan_pass(case.lengths_1, case.n_query_tokens, case.tree_mask_1NN)
     given = case.q_1NHd, case.keys_1CKd, case.values_1CKd, case.lengths_1, *plan.tree, case.tree_mask_1NN is not None
     return lambda: kernels.tree_attention(*given)[0]
 
@@ -73,9 +73,9 @@ def measure(
         implementations = {name: _left_out if name == FLEX else build for name, build in implementations.items()}
     found = []
     for context in contexts:
-        for n_rows in nodes:
-            bench.log(f"attention, {profile.name}: {n_rows} rows behind {context}")
-            shape = {"benchmark": "attention", "profile": profile.name, "context": context, "nodes": n_rows}
+        for n_query_tokens in nodes:
+            bench.log(f"attention, {profile.name}: {n_query_tokens} rows behind {context}")
+            shape = {"benchmark": "attention", "profile": profile.name, "context": context, "nodes": n_query_tokens}
             found += _measure(bench, profile, shape, implementations)
     return found
 

@@ -1,7 +1,7 @@
 """Inputs of one attention call, and views and masks of them. Not here: who computes it (attention.py).
 
-Shapes: N rows of the pass, S committed rows, C capacity, H query heads, K key/value heads, G = H / K, Q = G * N, d head
-width.
+Shapes: N query tokens of the pass, S committed rows, C capacity, H query heads, K key/value heads, G = H / K,
+Q = G * N, d head width.
 """
 
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ class Case:
     plain: Tensor | None = None
 
     @property
-    def n_rows(self) -> int:
+    def n_query_tokens(self) -> int:
         return self.q_1NHd.shape[1]
 
     @property
@@ -48,7 +48,7 @@ class Case:
 
     def heads_first(self) -> tuple[Tensor, Tensor, Tensor]:
         """Views q [1, H, N, d], k and v [1, K, S + N, d] of what was written."""
-        stop = self.length + self.n_rows
+        stop = self.length + self.n_query_tokens
         rows = self.q_1NHd, self.keys_1CKd[:, :stop], self.values_1CKd[:, :stop]
         q_1HNd, k_1KSd, v_1KSd = (x.transpose(1, 2) for x in rows)
         return q_1HNd, k_1KSd, v_1KSd
@@ -57,12 +57,12 @@ class Case:
         """Bool [N, N]: which of the pass's own rows each of them reads."""
         if self.tree_mask_1NN is not None:
             return self.tree_mask_1NN[0]
-        return torch.ones(self.n_rows, self.n_rows, dtype=torch.bool, device=self.q_1NHd.device).tril()
+        return torch.ones(self.n_query_tokens, self.n_query_tokens, dtype=torch.bool, device=self.q_1NHd.device).tril()
 
     def full_mask(self) -> Tensor:
         """Bool [N, S + N]: everything committed, and the tree."""
         own_NN = self.own_mask()
-        return torch.cat((own_NN.new_ones(self.n_rows, self.length), own_NN), 1)
+        return torch.cat((own_NN.new_ones(self.n_query_tokens, self.length), own_NN), 1)
 
     def folded(self) -> Tensor:
         """Queries [1, K, Q, d]: row g * N + n of key head k is row n of query head k * G + g."""
@@ -71,15 +71,15 @@ class Case:
 
     def unfolded(self, x_1KQd: Tensor) -> Tensor:
         """`folded` undone, of any last dimension: [1, N, H, d]."""
-        x_1KGNd = x_1KQd.unflatten(2, (self.groups, self.n_rows))
+        x_1KGNd = x_1KQd.unflatten(2, (self.groups, self.n_query_tokens))
         return x_1KGNd.permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
-def random_tree(n_rows: int, seed: int = 0) -> Tensor:
+def random_tree(n_nodes: int, seed: int = 0) -> Tensor:
     """Bool [N, N]: ancestors and itself, of a tree in which each node's parent is any before it."""
     generator = torch.Generator().manual_seed(seed)
-    mask = torch.eye(n_rows, dtype=torch.bool)
-    for node in range(1, n_rows):
+    mask = torch.eye(n_nodes, dtype=torch.bool)
+    for node in range(1, n_nodes):
         mask[node] |= mask[int(torch.randint(0, node, (), generator=generator))]
     return mask
 
@@ -93,8 +93,8 @@ def make_case(bench: Bench, profile: Profile, context: int, nodes: int, compared
     """Random rows, NaN in the capacity behind them; with `exact` and `plain` where it is to be compared."""
     generator = torch.Generator(bench.device).manual_seed(context + nodes)
 
-    def draw(n_rows: int, heads: int) -> Tensor:
-        shape = 1, n_rows, heads, profile.head_dim
+    def draw(n_tokens: int, heads: int) -> Tensor:
+        shape = 1, n_tokens, heads, profile.head_dim
         return torch.randn(shape, generator=generator, device=bench.device, dtype=bench.dtype)
 
     capacity = context + nodes + SPARE

@@ -3,7 +3,7 @@
 Each is prepared as well as it can be: grouped heads are folded into the query rows where that spares expanding K and V,
 masks are additive and made once, what follows a flash kernel is one compiled kernel on a GPU. Not here: ours
 (attention.py).
-Shapes: N rows of the pass, S committed rows, H query heads, K key/value heads, Q = H / K * N, d head width.
+Shapes: N query tokens of the pass, S committed rows, H query heads, K key/value heads, Q = H / K * N, d head width.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ FLEX = "FlexAttention, block mask"
 def _sdpa(case: Case) -> Run:
     _, k, v = case.heads_first()
     # One row reads all there is: no mask, which is the faster call.
-    mask = None if case.n_rows == 1 else additive(case.full_mask(), k.dtype).repeat(case.groups, 1)
+    mask = None if case.n_query_tokens == 1 else additive(case.full_mask(), k.dtype).repeat(case.groups, 1)
     return lambda: case.unfolded(scaled_dot_product_attention(case.folded(), k, v, attn_mask=mask))
 
 
@@ -32,14 +32,14 @@ def _flex(case: Case) -> Run:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     q, k, v = case.heads_first()
-    own, length, last = case.own_mask(), case.length, case.n_rows - 1
+    own, length, last = case.own_mask(), case.length, case.n_query_tokens - 1
 
     def opened(batch: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
         del batch, head
         return (key < length) | own[row.clamp(max=last), (key - length).clamp(0, last)]
 
     torch._dynamo.reset()  # else PyTorch stops compiling after some shapes
-    blocks = create_block_mask(opened, 1, 1, case.n_rows, k.shape[2], device=q.device.type)
+    blocks = create_block_mask(opened, 1, 1, case.n_query_tokens, k.shape[2], device=q.device.type)
     compiled = torch.compile(flex_attention, dynamic=False)
 
     def run() -> Tensor:
@@ -54,11 +54,11 @@ def _flex(case: Case) -> Run:
 def _own_rows(case: Case) -> Callable[[], tuple[Tensor, Tensor]]:
     """() -> (output [1, N, H, d], log-sum-exp [1, N, H]) over the pass's own rows: our Triton kernel on a GPU, as the
     authors of LongSpec do it; elsewhere a dense product in fp32."""
-    stop = case.length + case.n_rows
+    stop = case.length + case.n_query_tokens
     k, v = case.keys_1CKd[:, case.length : stop], case.values_1CKd[:, case.length : stop]
     kernels = triton_kernels("tree_attention", k.device.type)
     if kernels is not None:
-        bits_depths = pack_tree(case.tree_mask_1NN, 1, case.n_rows, k.device)
+        bits_depths = pack_tree(case.tree_mask_1NN, 1, case.n_query_tokens, k.device)
         nothing = torch.zeros_like(case.lengths_1)
         is_tree = case.tree_mask_1NN is not None
         return lambda: kernels.tree_attention(case.q_1NHd, k, v, nothing, *bits_depths, is_tree)

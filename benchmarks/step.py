@@ -3,7 +3,7 @@
 A decoder of a profile's shape with random weights and a cache of random rows, which cost what real ones do. Where it
 would not fit, it has fewer layers, and `layers` says how many. The pass gives the logits of all rows; drafting, choice
 and the walk are no part of it. Launched one by one, and on a GPU also as one captured CUDA graph.
-Shapes: N rows, S committed rows, D hidden width, V vocabulary.
+Shapes: N query tokens, S committed rows, D hidden width, V vocabulary.
 """
 
 import copy
