@@ -111,9 +111,9 @@ def _gumbel(v: Variant, module: ModuleType) -> Any:
     return module.gumbel_noise(empty(1, dtype=torch.int64), empty(1, v.rows, dtype=torch.int64), VOCAB)
 
 
-def _walk(v: Variant, module: ModuleType) -> Any:
+def _accepted_path(v: Variant, module: ModuleType) -> Any:
     nodes = empty(1, v.rows, dtype=torch.int64)
-    return module.walk(nodes, nodes, nodes, empty(1, dtype=torch.bool), 8)
+    return module.accepted_path(nodes, nodes, nodes, empty(1, dtype=torch.bool), 8)
 
 
 def _keep_rows(v: Variant, module: ModuleType) -> Any:
@@ -155,7 +155,7 @@ CALLS: dict[str, Callable[[Variant, ModuleType], Any]] = {
     "tree_attention": _tree_attention,
     "choice": _choice,
     "gumbel": _gumbel,
-    "walk": _walk,
+    "accepted_path": _accepted_path,
     "keep_rows": _keep_rows,
     "rotate": _rotate,
     "selection": _selection,
@@ -164,7 +164,11 @@ CALLS: dict[str, Callable[[Variant, ModuleType], Any]] = {
 }
 # Those whose code follows from head width, dtype of the logits, or neither; gradients are of flash kernels, in half
 # precision alone.
-BY_WIDTH, BY_DTYPE, ALIKE = ("keep_rows", "rotate", "selection"), ("choice", "linear_cross_entropy"), ("gumbel", "walk")
+BY_WIDTH, BY_DTYPE, ALIKE = (
+    ("keep_rows", "rotate", "selection"),
+    ("choice", "linear_cross_entropy"),
+    ("gumbel", "accepted_path"),
+)
 
 
 def tree_shapes(module: ModuleType, arch: int, dtype: str, width: int) -> list[int]:

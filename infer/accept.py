@@ -13,7 +13,7 @@ from torch import Tensor
 from longdraft.infer.slot_state import SlotState
 from longdraft.infer.tree import TokenTree
 from longdraft.kernels import backend
-from longdraft.kernels.walk import walk
+from longdraft.kernels.accepted_path import accepted_path
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def accept(
     if backend.is_host(logits_BNV.device):
         return _accept_on_the_way(tree, logits_BNV, state, max_depth)
     choices_BN = state.sampling.choose_all(logits_BNV, state.history, tree.tokens, positions_BN, ancestors_BNN)
-    result = AcceptResult(*walk(tree.tokens, tree.parents, choices_BN, state.active, max_depth))
+    result = AcceptResult(*accepted_path(tree.tokens, tree.parents, choices_BN, state.active, max_depth))
     places_P = torch.arange(1, 2 + max_depth, device=logits_BNV.device)
     # What lies behind the path lies behind the new root, and is void.
     state.history.write(state.positions[:, None] + places_P, result.tokens)

@@ -14,6 +14,7 @@ from torch.nn.functional import pad
 from longdraft.benchmarks.loss import loss_peak_memory
 from longdraft.kernels import backend
 from longdraft.kernels import segment_attention as segments_module
+from longdraft.kernels.accepted_path import accepted_path
 from longdraft.kernels.causal_attention import causal_attention
 from longdraft.kernels.choice import choose
 from longdraft.kernels.cross_attention import cross_attention
@@ -26,19 +27,18 @@ from longdraft.kernels.reference import gate as gate_reference
 from longdraft.kernels.reference import rms_norm as norm_reference
 from longdraft.kernels.reference import rotate as rotate_reference
 from longdraft.kernels.reference import selection as selection_reference
+from longdraft.kernels.reference.accepted_path import accepted_path as path_reference
 from longdraft.kernels.reference.cross_attention import cross_attention as cross_reference
 from longdraft.kernels.reference.gumbel import MASK, philox_4x32
 from longdraft.kernels.reference.segment_attention import read_keys
 from longdraft.kernels.reference.segment_attention import segment_attention as segment_reference
 from longdraft.kernels.reference.tree_attention import attended_rows
 from longdraft.kernels.reference.tree_attention import tree_attention as tree_reference
-from longdraft.kernels.reference.walk import walk as walk_reference
 from longdraft.kernels.rms_norm import add_rms_norm, rms_norm
 from longdraft.kernels.rotate import HeadNorms, rotate, rotate_append
 from longdraft.kernels.segment_attention import Segment, segment_attention
 from longdraft.kernels.selection import chunk_means, gather_rows, key_scores, top_keys
 from longdraft.kernels.tree_attention import tree_attention
-from longdraft.kernels.walk import walk
 
 # PyTorch's fp32 attention may split products into several of the tensor cores.
 FP32 = 2e-5
@@ -403,11 +403,11 @@ def test_kept_rows(device, shared, name, heads, dtype):
 @pytest.mark.parametrize(("n_nodes", "max_depth", "chain"), [
     (1, 0, False), (1, 3, False), (2, 1, True), (40, 4, False), (64, 9, False), (65, 64, True), (128, 8, False),
 ])  # fmt: skip
-def test_the_walk(device, shared, n_nodes, max_depth, chain):
-    given = shared("kernels/test_walk.py").tries(6, n_nodes, seed=n_nodes, chain=chain)
+def test_the_accepted_path(device, shared, n_nodes, max_depth, chain):
+    given = shared("kernels/test_accepted_path.py").tries(6, n_nodes, seed=n_nodes, chain=chain)
     active = torch.tensor([True, False, True, True, True, False])
-    found = walk(*(part.to(device) for part in (*given, active)), max_depth)
-    for ours, want in zip(found, walk_reference(*given, active, max_depth), strict=True):
+    found = accepted_path(*(part.to(device) for part in (*given, active)), max_depth)
+    for ours, want in zip(found, path_reference(*given, active, max_depth), strict=True):
         assert ours.device.type == device.type and torch.equal(ours.cpu(), want)
 
 
@@ -504,17 +504,17 @@ def test_offsets_beyond_31_bits(device):
     assert cache[0, 0, 0, -8:, 3, 77].tolist() == cache[1, 0, 0, -8:, 0, 0].tolist() == [2, 5, 8, 4, 5, 6, 7, 8]
 
 
-def test_choice_walk_and_keep_are_recorded_and_replayed(device, shared):
+def test_choice_path_and_commit_are_recorded_and_replayed(device, shared):
     """One CUDA graph, replayed with other contents in the same places: nothing in it is read by the host."""
-    if device.type != "cuda" or backend.triton_kernels("walk", device.type) is None:
+    if device.type != "cuda" or backend.triton_kernels("accepted_path", device.type) is None:
         pytest.skip("needs a CUDA device and Triton")
-    builders, vocab, n_nodes = shared("kernels/test_walk.py"), 7, 30
+    builders, vocab, n_nodes = shared("kernels/test_accepted_path.py"), 7, 30
     temperatures = torch.tensor([0.0, 1.0, 0.5], device=device)
     active = torch.tensor([True, True, False], device=device)
 
     def step(tokens, parents, logits, seeds, positions, keys, values, lengths):
         choices = choose(logits, seeds, positions, temperatures)
-        rows, chosen, counts = walk(tokens, parents, choices, active, 5)
+        rows, chosen, counts = accepted_path(tokens, parents, choices, active, 5)
         keep_rows(keys, values, lengths, rows, counts)
         return choices, rows, chosen, counts
 
@@ -543,4 +543,4 @@ def test_choice_walk_and_keep_are_recorded_and_replayed(device, shared):
         want = step(*fresh)
         assert all(torch.equal(a, b) for a, b in zip((*out, *held), (*want, *fresh), strict=True))
         longest = max(longest, int(want[3].max()))
-    assert longest > 1, "some walk is to go on"
+    assert longest > 1, "some path is to go on"

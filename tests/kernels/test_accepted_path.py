@@ -1,4 +1,4 @@
-"""kernels/walk.py: every implementation against a look-up of (parent, token) pairs, on random tries."""
+"""kernels/accepted_path.py: every implementation against a look-up of (parent, token) pairs, on random tries."""
 
 from importlib import import_module
 
@@ -6,27 +6,26 @@ import pytest
 import torch
 
 from longdraft.kernels import backend
-from longdraft.kernels.reference.walk import walk as reference
-from longdraft.kernels.walk import walk
+from longdraft.kernels.accepted_path import accepted_path
+from longdraft.kernels.reference.accepted_path import accepted_path as reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 VOCAB = 7
 
 
-@pytest.fixture(params=["reference", "on the host", "step by step", "triton"])
+@pytest.fixture(params=["reference", "triton"])
 def implementation(request, monkeypatch):
-    """The function under test; `walk` with and without Triton and free reads, so that all its ways are taken."""
-    if request.param == "step by step":
-        monkeypatch.setattr(backend, "is_host", lambda device: False)
-    if request.param == "triton":
-        found = import_module("longdraft.kernels.triton_impl.walk")
-        monkeypatch.setattr(backend, "triton_kernels", lambda name, device_type: found)
-    return {"reference": reference, "triton": on_device}.get(request.param, walk)
+    """The function under test, through the public one for Triton's."""
+    if request.param == "reference":
+        return reference
+    found = import_module("longdraft.kernels.triton_impl.accepted_path")
+    monkeypatch.setattr(backend, "triton_kernels", lambda name, device_type: found)
+    return on_device
 
 
 def on_device(*given):
     moved = [x.to(DEVICE) if isinstance(x, torch.Tensor) else x for x in given]
-    return tuple(part.cpu() for part in walk(*moved))
+    return tuple(part.cpu() for part in accepted_path(*moved))
 
 
 def tries(n_slots, n_nodes, seed, chain=False):
@@ -85,7 +84,7 @@ def test_the_path_is_that_of_a_look_up(implementation, n_nodes, max_depth, chain
 
 
 def test_paths_of_every_length_occur():
-    """The tries above are no easy ones: walks that stop at once, on the way and at the depth allowed."""
+    """The tries above are no easy ones: paths that end at once, on the way and at the depth allowed."""
     tokens, parents, choices = tries(40, 30, seed=3)
     counts = reference(tokens, parents, choices, torch.ones(40, dtype=torch.bool), 4)[2]
     assert set(counts.tolist()) == {1, 2, 3, 4, 5}

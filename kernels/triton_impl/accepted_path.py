@@ -1,6 +1,7 @@
-"""The walk in Triton, the same contract as kernels/walk.py: one warp a slot, the slot's nodes in registers.
+"""The accepted path in Triton, the same contract as kernels/accepted_path.py: one warp a slot, its nodes in registers.
 
-Shapes: B slots, N tree nodes, P steps. Prefixes: i_ index, o_ offsets, m_ mask, p_ pointer, b_ block, s_ stride.
+Shapes: B slots, N tree nodes, P places of a path. Prefixes: i_ index, o_ offsets, m_ mask, p_ pointer, b_ block, s_
+stride.
 """
 
 from typing import Any
@@ -12,9 +13,9 @@ from torch import Tensor
 
 
 @triton.jit
-def _walk(
-    p_tokens, p_parents, p_choices, p_active, p_rows, p_chosen, p_counts,
-    s_tb, s_tn, s_pb, s_pn, s_cb, s_cn, s_ab, n_nodes, n_steps, BLOCK: tl.constexpr,
+def _accepted_path(
+    p_tokens, p_parents, p_choices, p_active, p_nodes, p_chosen, p_counts,
+    s_tb, s_tn, s_pb, s_pn, s_cb, s_cn, s_ab, n_nodes, n_places, BLOCK: tl.constexpr,
 ):  # fmt: skip
     i_b = tl.program_id(0).to(tl.int64)
     o_n = tl.arange(0, BLOCK)
@@ -25,30 +26,30 @@ def _walk(
     active = tl.load(p_active + i_b * s_ab).to(tl.int64)
     node = tl.min(o_n, 0)
     count = active
-    for i in range(0, n_steps):
+    for i in range(0, n_places):
         chosen = tl.sum(tl.where(o_n == node, b_choices, 0), 0)
-        tl.store(p_rows + i_b * n_steps + i, node)
-        tl.store(p_chosen + i_b * n_steps + i, chosen)
+        tl.store(p_nodes + i_b * n_places + i, node)
+        tl.store(p_chosen + i_b * n_places + i, chosen)
         child = tl.min(tl.where((b_parents == node) & (b_tokens == chosen), o_n, BLOCK), 0)
         # Once there is no child the node stays, and never has one: only steps that lead on count.
-        leads_on = (child < BLOCK) & (i + 1 < n_steps)
+        leads_on = (child < BLOCK) & (i + 1 < n_places)
         count += tl.where(leads_on, active, 0)
         node = tl.where(leads_on, child, node)
     tl.store(p_counts + i_b, count)
 
 
-def walk(
+def accepted_path(
     tokens_BN: Tensor, parents_BN: Tensor, choices_BN: Tensor, active_B: Tensor, max_depth: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See `longdraft.kernels.walk.walk`."""
+    """See `longdraft.kernels.accepted_path.accepted_path`."""
     n_slots, n_nodes = tokens_BN.shape
-    rows_BP = torch.empty((n_slots, max_depth + 1), dtype=torch.int64, device=tokens_BN.device)
-    chosen_BP = torch.empty_like(rows_BP)
+    nodes_BP = torch.empty((n_slots, max_depth + 1), dtype=torch.int64, device=tokens_BN.device)
+    chosen_BP = torch.empty_like(nodes_BP)
     counts_B = torch.empty(n_slots, dtype=torch.int64, device=tokens_BN.device)
-    kernel: Any = _walk[(n_slots,)]
+    kernel: Any = _accepted_path[(n_slots,)]
     kernel(
-        tokens_BN, parents_BN, choices_BN, active_B, rows_BP, chosen_BP, counts_B,
+        tokens_BN, parents_BN, choices_BN, active_B, nodes_BP, chosen_BP, counts_B,
         *tokens_BN.stride(), *parents_BN.stride(), *choices_BN.stride(), *active_B.stride(),
         n_nodes, max_depth + 1, BLOCK=triton.next_power_of_2(n_nodes), num_warps=1,
     )  # fmt: skip
-    return rows_BP, chosen_BP, counts_B
+    return nodes_BP, chosen_BP, counts_B
