@@ -117,18 +117,16 @@ class DraftEngine:
         with deepspeed.zero.GatheredParameters(list(self.draft.parameters()), enabled=sharded):
             return {name: tensor.detach().to("cpu", copy=True) for name, tensor in self.draft.state_dict().items()}
 
-    def write(self, folder: Path) -> BaseException | None:
-        """DeepSpeed's files to resume from, into this folder; all ranks call it. Returns what went wrong on this rank:
-        raised within DeepSpeed, it would leave the other ranks in a barrier."""
+    def write(self, folder: Path) -> list[Path]:
+        """DeepSpeed's files to resume from, into this folder; all ranks call it. Returns those that this rank wrote.
+        What goes wrong is raised at the end: raised within DeepSpeed, it would leave the other ranks in a barrier."""
         self._files.error, self._files.written = None, []
         self.deepspeed.save_checkpoint(
             str(folder.parent), tag=folder.name, client_state={}, save_latest=False, exclude_frozen_parameters=True
         )
-        return self._files.error
-
-    def written(self) -> list[Path]:
-        """The files that the last `write` made on this rank."""
-        return list(self._files.written)
+        if self._files.error is not None:
+            raise self._files.error
+        return self._files.written
 
     def read(self, folder: Path) -> None:
         """The files that `write` made on as many ranks."""

@@ -112,6 +112,16 @@ class Ranks:
             raise outcome[1]
         return outcome[0]
 
+    def attempt(self, work: Callable[[], object], errors: tuple[type[Exception], ...], by_all: bool = True) -> str:
+        """Does the work on all ranks, or on the first alone, and gives `failures` of it."""
+        error: Exception | None = None
+        try:
+            if by_all or self.first:
+                work()
+        except errors as raised:
+            error = raised
+        return self.failures(error)
+
     def failures(self, error: BaseException | None) -> str:
         """What went wrong on which ranks, in one line that all get; empty where nothing did."""
         errors = self.gather(None if error is None else f"{type(error).__name__}: {error}".splitlines()[0])

@@ -5,7 +5,7 @@ Not here: what lies in a run's folder (checkpoint.py), other numbers of ranks (e
 
 import fcntl
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -36,6 +36,9 @@ from longdraft.train.checkpoint import (
 from longdraft.train.config import Config, to_dict, to_yaml
 from longdraft.train.deepspeed_engine import DraftEngine
 from longdraft.train.ranks import LAG_S, Ranks, TrainingError
+
+# What a rank that cannot write raises.
+WRITING = (OSError, RuntimeError, SafetensorError)
 
 
 @contextmanager
@@ -89,17 +92,17 @@ def save(engine: DraftEngine, run_dir: str | Path, step: int, extra: dict[str, A
     weights = engine.weights()
     _check_finite(weights, run_dir, step, ranks)
 
-    own: dict[str, tuple[int, str]] = {}  # size and digest of each file that this rank has written
+    written: list[Path] = []  # by this rank
+    own: dict[str, tuple[int, str]] = {}  # size and digest of each of these
 
     def write_weights() -> None:
-        files = engine.written()
         if ranks.first:
             write_tensors(weights, temporary / WEIGHTS)
-            files.append(temporary / WEIGHTS)
+            written.append(temporary / WEIGHTS)
         if ranks.local_rank == 0:
             for file in temporary.iterdir():
                 sync(file)
-        own.update({file.name: (file.stat().st_size, file_digest(file)) for file in files})
+        own.update({file.name: (file.stat().st_size, file_digest(file)) for file in written})
 
     def finish() -> None:
         threads = torch.get_num_threads() if ranks.device.type == "cpu" else None
@@ -107,25 +110,16 @@ def save(engine: DraftEngine, run_dir: str | Path, step: int, extra: dict[str, A
         _write_state(temporary, content | {"extra": extra}, files)
         _put_in_place(temporary, final, keep)
 
-    def together(part: Callable[[], BaseException | None], by_all: bool) -> None:
-        failures = ranks.failures(_attempt(part) if by_all or ranks.first else None)
-        if failures:
-            ranks.from_first(partial(_give_up, temporary, step, failures, weights))
-
-    together(lambda: _empty(temporary), by_all=False)
-    together(lambda: engine.write(temporary), by_all=True)
-    together(write_weights, by_all=True)
+    failures = (
+        ranks.attempt(lambda: _empty(temporary), WRITING, by_all=False)
+        or ranks.attempt(lambda: written.extend(engine.write(temporary)), WRITING)
+        or ranks.attempt(write_weights, WRITING)
+    )
     files = {name: about for of_rank in ranks.gather(own) for name, about in of_rank.items()}
-    together(finish, by_all=False)
+    failures = failures or ranks.attempt(finish, WRITING, by_all=False)
+    if failures:
+        ranks.from_first(partial(_give_up, temporary, step, failures, weights))
     return final
-
-
-def _attempt(work: Callable[[], BaseException | None]) -> BaseException | None:
-    """What went wrong, raised or returned."""
-    try:
-        return work()
-    except (OSError, RuntimeError, SafetensorError) as error:
-        return error
 
 
 def _empty(folder: Path) -> None:
@@ -263,7 +257,7 @@ def save_best(
         _write_state(temporary, content, {WEIGHTS: (file.stat().st_size, file_digest(file))})
         _put_best_in_place(temporary, folder / f"step_{step:06d}")
 
-    failures = ranks.failures(_attempt(write) if ranks.first else None)
+    failures = ranks.attempt(write, WRITING, by_all=False)
     if failures:
         raise TrainingError(
             f"train.run_dir: the weights of step {step}, which decode best so far, cannot be written to {folder} "
