@@ -135,7 +135,7 @@ class Ranks:
             time.sleep(0.5)
         return self.failures(FileNotFoundError(", ".join(missing)) if missing else None)
 
-    def share_of_machine(self) -> tuple[int, int]:
+    def place_on_machine(self) -> tuple[int, int]:
         """This rank's place among the ranks of its machine, and their number."""
         names = self.gather(socket.gethostname())
         return names[: self.rank].count(names[self.rank]), names.count(names[self.rank])

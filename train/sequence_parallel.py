@@ -77,8 +77,8 @@ class SequenceParallel:
         if lacking:
             tokens_1N, borders = F.pad(tokens_1N, (0, lacking)), [*borders, n_tokens + lacking]
             positions_1N = None if positions_1N is None else F.pad(positions_1N, (0, lacking))
-        share = _Share(slice(self.rank * width, (self.rank + 1) * width), self._attention)
-        output = model(replace(given, tokens_BT=tokens_1N, borders=borders, positions_BT=positions_1N, shard=share))
+        shard = _Shard(slice(self.rank * width, (self.rank + 1) * width), self._attention)
+        output = model(replace(given, tokens_BT=tokens_1N, borders=borders, positions_BT=positions_1N, shard=shard))
         start, stop = self.own_span(n_tokens)
         for name in ("pre_norm", "post_norm", "logits"):
             field = getattr(output, name)
@@ -105,7 +105,7 @@ class SequenceParallel:
 
 
 @dataclass
-class _Share:
+class _Shard:
     """See `SequenceShard` (models/passes.py)."""
 
     tokens: slice

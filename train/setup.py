@@ -217,7 +217,7 @@ def verify_shards(splits: Sequence[ShardSet], ranks: Ranks, vocab_size: int) -> 
     n_bytes = sum(shard["bytes"] for rows in splits for shard in rows.manifest["shards"])
     if n_bytes > TOLD_ABOVE:
         ranks.log(f"Checking {n_bytes / 1e9:.1f} GB of prepared rows")
-    place, n_places = ranks.share_of_machine()
+    place, n_places = ranks.place_on_machine()
     damage = None
     for rows in splits:
         try:

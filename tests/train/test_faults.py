@@ -350,7 +350,7 @@ def test_ranks_wait_for_one_another_as_long_as_it_may_take(alone):
     group = alone.control or dist.group.WORLD
     assert group is not None
     assert group._get_backend(torch.device("cpu")).options._timeout == TIMEOUT >= timedelta(minutes=60)
-    assert alone.from_first(lambda: 7) == 7 and alone.gather("a") == ["a"] and alone.share_of_machine() == (0, 1)
+    assert alone.from_first(lambda: 7) == 7 and alone.gather("a") == ["a"] and alone.place_on_machine() == (0, 1)
 
 
 def test_state_says_which_rows_it_began_with(story):
