@@ -57,7 +57,7 @@ def export(
     draft_vocab_size: int | None = None,
     best: bool = False,
 ) -> Path:
-    """Writes the folder, checks it, and says where it lies.
+    """Writes the folder, checks it, and prints where it lies.
 
     Args:
         out: where to; None: run_dir/draft, for another format run_dir/FORMAT.
@@ -74,12 +74,7 @@ def export(
     """
     if form not in FORMATS:
         raise ValueError(f"format: {form!r} is unknown; choose one of {', '.join(FORMATS)}")
-    found = checkpoint.best(run_dir) if best else checkpoint.newest(run_dir, read=[checkpoint.WEIGHTS])
-    if found is None and best:
-        raise ValueError(f"best: {run_dir} keeps no best weights; train with decoding.every above 0, or leave it out")
-    if found is None:
-        raise ValueError(f"run_dir: {run_dir} holds no whole checkpoint; train first, or give another run's folder")
-    folder, saved = found
+    folder, saved = _find(run_dir, best)
     config = checkpoint.saved_config(run_dir, saved)
     if form == vllm_medusa.NAME:
         vllm_medusa.check_section(config.draft)
@@ -110,6 +105,16 @@ def export(
         f"{difference:g}"
     )
     return out
+
+
+def _find(run_dir: str | Path, best: bool) -> checkpoint.Found:
+    """The newest checkpoint, or the best weights."""
+    found = checkpoint.best(run_dir) if best else checkpoint.newest(run_dir, read=[checkpoint.WEIGHTS])
+    if found is None and best:
+        raise ValueError(f"best: {run_dir} keeps no best weights; train with decoding.every above 0, or leave it out")
+    if found is None:
+        raise ValueError(f"run_dir: {run_dir} holds no whole checkpoint; train first, or give another run's folder")
+    return found
 
 
 def _check_out(out: Path) -> None:

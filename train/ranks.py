@@ -151,8 +151,6 @@ def join_ranks() -> Ranks:
             machines cannot reach this one by its name.
         TrainingError: the ranks do not find each other.
     """
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # DeepSpeed's calls
     if "RANK" not in os.environ:
         os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_SIZE": "1"}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
@@ -161,38 +159,44 @@ def join_ranks() -> Ranks:
     cores = min(psutil.cpu_count(logical=False) or 1, len(os.sched_getaffinity(0)))
     wanted = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]  # a list is for nested regions
     torch.set_num_threads(int(wanted) if wanted.isdigit() else max(1, cores // local_size))
-    cuda = torch.cuda.is_available()
-    if cuda:
-        if local_size > torch.cuda.device_count():
-            n_gpus = torch.cuda.device_count()
-            raise ValueError(
-                f"num_gpus: {local_size} ranks, but this machine has {n_gpus} GPUs; start at most {n_gpus}"
-            )
-        with _own_failure_logged(local_rank):
-            start(torch.device("cuda", local_rank), "train.device")
-        torch.cuda.set_device(local_rank)
-    # DeepSpeed wraps functions of its Muon for PyTorch's compiler, which takes two seconds to import; no rank uses it.
-    os.environ["TORCHDYNAMO_DISABLE"] = "1"
-    # No setting turns these off. None of DeepSpeed's compiled operations is used. On a CPU it would compile a
-    # shared-memory all-reduce for a minute at the first launch (for its inference engine); on a GPU without a CUDA
-    # toolkit, finding out which of them could be compiled prints what is missing, in every rank.
-    deepspeed.ops.__dict__["__compatible_ops__"] = {"deepspeed_shm_comm": False}
+    device = _open_device(local_rank, local_size)
+    _set_up_deepspeed()
     check_own_name(int(os.environ["WORLD_SIZE"]), local_size)
-    device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
+    cuda = device.type == "cuda"
     with failures_to_meet():  # an interface's fault is every rank's of a machine: its first one tells it
         deepspeed.init_distributed(dist_backend="nccl" if cuda else "gloo", timeout=TIMEOUT, verbose=False)
-        control = dist.new_group(backend="gloo", timeout=TIMEOUT) if cuda else None
+        control: Any = dist.new_group(backend="gloo", timeout=TIMEOUT) if cuda else None
     if cuda and dist.get_world_size() > 1:
         with _own_failure_logged(local_rank), failures_to_meet():
             dist.all_reduce(torch.zeros(1, device=device))  # NCCL looks for the others at its first collective
             torch.cuda.synchronize(device)
-    return Ranks(
-        rank=dist.get_rank(),
-        world_size=dist.get_world_size(),
-        local_rank=local_rank,
-        device=device,
-        control=control,  # pyright: ignore[reportArgumentType]
-    )
+    return Ranks(dist.get_rank(), dist.get_world_size(), local_rank, device, control)
+
+
+def _open_device(local_rank: int, local_size: int) -> torch.device:
+    """This rank's GPU, or the CPU where there is none."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    n_gpus = torch.cuda.device_count()
+    if local_size > n_gpus:
+        raise ValueError(f"num_gpus: {local_size} ranks, but this machine has {n_gpus} GPUs; start at most {n_gpus}")
+    device = torch.device("cuda", local_rank)
+    with _own_failure_logged(local_rank):
+        start(device, "train.device")
+    torch.cuda.set_device(local_rank)
+    return device
+
+
+def _set_up_deepspeed() -> None:
+    """Keeps DeepSpeed from printing, and from compiling what no rank uses."""
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # DeepSpeed's calls
+    # It wraps functions of its Muon for PyTorch's compiler, which takes two seconds to import.
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    # No setting turns its own compiled operations off. On a CPU it would compile a shared-memory all-reduce (for its
+    # inference engine), a minute at the first launch; on a GPU without a CUDA toolkit, finding out which of them could
+    # be compiled prints what is missing, in every rank.
+    deepspeed.ops.__dict__["__compatible_ops__"] = {"deepspeed_shm_comm": False}
 
 
 @contextmanager
