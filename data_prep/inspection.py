@@ -121,9 +121,9 @@ def _check_whole(folder: Path, sets: dict[str, ShardSet]) -> None:
     """Raises ValueError where shards are not as they were written, or the folder is not one that was finished."""
     if not (folder / MANIFEST).exists():
         raise ValueError(f"{folder} is not finished ({MANIFEST} is missing); call prepare again to go on with it")
-    whole = read_manifest(folder / MANIFEST)
+    manifest = read_manifest(folder / MANIFEST)
     for rows in sets.values():
-        if rows.manifest.get("address") != whole.get("address"):
+        if rows.manifest.get("address") != manifest.get("address"):
             raise ValueError(f"{rows.folder} is of another preparation than {folder / MANIFEST}; prepare {folder} anew")
         rows.verify()
 

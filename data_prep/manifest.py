@@ -1,4 +1,4 @@
-"""The manifests of a prepared folder, made of its tasks' completion records, and what is said about them."""
+"""The manifests of a prepared folder, made of its tasks' completion records, and the lines that report them."""
 
 import hashlib
 import json

@@ -57,6 +57,7 @@ def make_plan(
         for task in tasks
     ]
     counts = {split: sum(task.split == split for task in tasks) for split in SPLITS}
+    # Tasks, by the name that they have in plan.json since the first version: the address hangs on it.
     plan["units"] = {"sha256": hashlib.sha256(json.dumps(cuts).encode()).hexdigest(), **counts}
     return with_address(plan)
 

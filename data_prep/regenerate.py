@@ -99,15 +99,9 @@ def open_input(config: RegenerateConfig) -> Input:
 class Meter:
     """The bar: conversations seen, and what this call generated, kept or not."""
 
-    def __init__(self, count: int):
-        self.bar = bar(total=count, desc="answering", unit="conversation")
+    def __init__(self, count: int, n_done: int):
+        self.bar = bar(total=count, initial=n_done, desc="answering", unit="conversation")
         self.tokens, self.seconds, self._good, self._errors = 0, 0.0, 0, 0
-
-    def pass_over(self, count: int) -> None:
-        """Conversations of an earlier call, which say nothing about speed."""
-        self.bar.initial += count
-        self.bar.n += count
-        self.bar.refresh()
 
     def count(self, conversation: OpenConversation) -> None:
         """A conversation is over."""
@@ -179,17 +173,14 @@ def _answer(
     start: Callable[[], Generate],
 ) -> str:
     """Do those of my tasks that have no completion record. Returns the speed, for a message."""
-    generate, meter = None, Meter(min(given.count, len(mine) * config.part_size))
+    done = {task: record["input"] for task in mine if (record := folder.record(task)) is not None}
+    generate, meter = None, Meter(min(given.count, len(mine) * config.part_size), sum(done.values()))
     with meter.bar:
         for task in tasks:
             conversations = list(islice(given.conversations, config.part_size))
-            if task not in mine:
-                continue
-            if folder.record(task) is not None:
-                meter.pass_over(len(conversations))
-                continue
-            generate = generate or start()
-            _answer_part(task, config, conversations, folder, chat, generate, meter)
+            if task in mine and task not in done:
+                generate = generate or start()
+                _answer_part(task, config, conversations, folder, chat, generate, meter)
     return f", {meter.tokens / max(meter.seconds, 1e-9):,.0f} tokens/s" if meter.tokens else ""
 
 

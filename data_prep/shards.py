@@ -17,6 +17,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -80,15 +81,13 @@ def write_json(path: Path, content: dict) -> None:
     write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
-@dataclass(frozen=True)
-class ShardColumns:
+class ShardColumns(NamedTuple):
     """A shard's columns as NumPy arrays over its memory-mapped file, so that a row is a few slices.
 
-    tokens: int32 [rows, seq_len]. borders, loss_spans, pieces: (offsets [rows + 1], values) of a list a row, all int32.
-    documents: the lists of names, as Arrow has them.
+    A column of lists is (offsets [rows + 1], values), both int32.
     """
 
-    tokens: np.ndarray
+    tokens: np.ndarray  # int32 [rows, seq_len]
     borders: tuple[np.ndarray, np.ndarray]
     loss_spans: tuple[np.ndarray, np.ndarray]
     pieces: tuple[np.ndarray, np.ndarray]
@@ -103,13 +102,12 @@ def open_shard(path: Path, seq_len: int) -> ShardColumns:
     """
     table = pa.ipc.open_stream(pa.memory_map(str(path))).read_all()
     columns = {name: table[name].chunk(0) for name in table.column_names}
-    lists = {
-        name: (columns[name].offsets.to_numpy(), columns[name].values.to_numpy())
+    borders, loss_spans, pieces = (
+        (columns[name].offsets.to_numpy(), columns[name].values.to_numpy())
         for name in ("borders", "loss_spans", "pieces")
-    }
-    return ShardColumns(
-        columns["tokens"].values.to_numpy().reshape(-1, seq_len), **lists, documents=columns["documents"]
     )
+    tokens = columns["tokens"].values.to_numpy().reshape(-1, seq_len)
+    return ShardColumns(tokens, borders, loss_spans, pieces, columns["documents"])
 
 
 class ShardSet:

@@ -122,14 +122,12 @@ class WorkFolder:
                 f"{path} was written by another version, whose records this one cannot read; finish {self.path} with "
                 "that version, or choose another folder"
             )
-        whole = all(
-            (self.path / name).exists() and (self.path / name).stat().st_size == size
-            for name, size in record["outputs"].items()
-        )
-        return record if whole and record.get("address") == self.address else None
+        outputs = {self.path / name: size for name, size in record["outputs"].items()}
+        is_done = all(path.exists() and path.stat().st_size == size for path, size in outputs.items())
+        return record if is_done and record.get("address") == self.address else None
 
     def complete(self, task: str, outputs: Sequence[Path], record: dict) -> None:
-        """Write the task's completion record; its outputs are whole on the disk."""
+        """Write the task's completion record, after its outputs."""
         sizes = {path.relative_to(self.path).as_posix(): path.stat().st_size for path in outputs}
         write_json(self._record_path(task), {"address": self.address, "outputs": sizes, **record})
 

@@ -98,23 +98,11 @@ def _regenerate(args: argparse.Namespace) -> None:
     from longdraft.models.fingerprint import shape_hash, tokenizer_hash
     from longdraft.models.hf import load_tokenizer, read_target_config
 
-    device, machine = runtime.read_device(args.device), None if args.shard is None else read_machine(args.shard)
+    machine = None if args.shard is None else read_machine(args.shard)
+    device = runtime.read_device(args.device)
     sampling = SamplingParams(**{name: getattr(args, name) for name in NUMBERS})
     runtime.check_filters(sampling)
-    (drafter,) = runtime.drafter_names(None if args.drafter is None else [args.drafter], args.draft)
-    options = runtime.read_options(args.option)
-    runtime.check_options([drafter], options)
-    runtime.check_draft([drafter], args.draft, args.target)
-    if args.batch < 1:
-        raise ValueError(f"--batch: {args.batch}; decode at least 1 conversation at a time")
-    settings = {
-        "drafter": drafter,
-        "draft": runtime.draft_for(drafter, args.draft),
-        "options": runtime.options_for(drafter, options),
-        "nodes": runtime.node_budget(args.nodes, [drafter]),
-        "slots": args.batch,
-        "max_length": args.max_length,
-    }
+    engine_settings = _engine_settings(args)
     path, gguf_file = runtime.target_source(args.target, args.gguf_file, args.draft)
     allowed = runtime.max_positions(args.draft)
     shape = read_target_config(path, gguf_file, allowed)
@@ -139,9 +127,31 @@ def _regenerate(args: argparse.Namespace) -> None:
 
     def start() -> "Generate":
         build = runtime.build_fitting(path, sampling.max_new_tokens, args.batch)
-        return generator(runtime.open_target(path, gguf_file, args.dtype, device, allowed, build), sampling, **settings)
+        return generator(
+            runtime.open_target(path, gguf_file, args.dtype, device, allowed, build), sampling, **engine_settings
+        )
 
     regenerate(config, encoder, tokenizer_hash(tokenizer), start, machine, lambda line: show(f"{line}\n"))
+
+
+def _engine_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """Of the Engine, for speed alone. Raises ValueError for an option that fits no drafter."""
+    from longdraft.launch import runtime
+
+    (drafter,) = runtime.drafter_names(None if args.drafter is None else [args.drafter], args.draft)
+    options = runtime.read_options(args.option)
+    runtime.check_options([drafter], options)
+    runtime.check_draft([drafter], args.draft, args.target)
+    if args.batch < 1:
+        raise ValueError(f"--batch: {args.batch}; decode at least 1 conversation at a time")
+    return {
+        "drafter": drafter,
+        "draft": runtime.draft_for(drafter, args.draft),
+        "options": runtime.options_for(drafter, options),
+        "nodes": runtime.node_budget(args.nodes, [drafter]),
+        "slots": args.batch,
+        "max_length": args.max_length,
+    }
 
 
 def generator(target, sampling: "SamplingParams", **settings) -> "Generate":
