@@ -146,11 +146,11 @@ def in_parts(q_1THd: Tensor, k_1SKd: Tensor, v_1SKd: Tensor, window: int | None)
         part = _part(q, k_1KSd[:, :, own:last], v_1KSd[:, :, own:last], causal=True)
         common = max(0, last - window)
         if common < own:
-            part = _merge(part, _part(q, k_1KSd[:, :, common:own], v_1KSd[:, :, common:own]))
+            part = merge(part, _part(q, k_1KSd[:, :, common:own], v_1KSd[:, :, common:own]))
         if common and stop - start > 1:  # the last row reads none of these
             edge = slice(own - window + 1, common)
             backwards = _part(*(x.flip(2) for x in (q[:, :, :-1], k_1KSd[:, :, edge], v_1KSd[:, :, edge])), causal=True)
-            some, _ = _merge([x[:, :, :-1] for x in part], [x.flip(2) for x in backwards])
+            some, _ = merge([x[:, :, :-1] for x in part], [x.flip(2) for x in backwards])
             part = torch.cat((some, part[0][:, :, -1:]), 2), part[1]
         done.append(part[0])
     return (done[0] if len(done) == 1 else torch.cat(done, 2)).transpose(1, 2)
@@ -168,7 +168,7 @@ def _part(q_1HTd: Tensor, k_1KSd: Tensor, v_1KSd: Tensor, causal: bool = False) 
     return out_KGTd.flatten(0, 1)[None], lse_KGX.flatten(0, 1)[None, :, : q_1HTd.shape[2]]  # these are padded
 
 
-def _merge(new: Sequence[Tensor], old: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+def merge(new: Sequence[Tensor], old: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Attention of the same rows over two sets of keys: over both."""
     (new_1HTd, new_lse_1HT), (old_1HTd, old_lse_1HT) = new, old
     share_1HT1 = torch.sigmoid(new_lse_1HT - old_lse_1HT)[..., None]

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from longdraft.kernels import backend
-from longdraft.kernels.chain_attention import ChainPlan, chain_attention, first_read
+from longdraft.kernels.chain_attention import ChainPlan, chain_attention, first_read, merge
 from longdraft.kernels.cpu_impl import rows
 from longdraft.kernels.reference.tree_attention import MOST_ROWS, attended_rows, log_sum_exp, pack_tree
 
@@ -202,7 +202,6 @@ def _split(
     stop = prefix + plan.n_rows
     mask_QT, empty_Q1 = plan.mask(slot, prefix, stop, groups, None, q_1KQd.dtype)
     new_1KQd, new_lse_1KQ = flash(q_1KQd, keys_1KSd[:, :, prefix:], values_1KSd[:, :, prefix:], attn_mask=mask_QT)
-    share_1KQ1 = torch.sigmoid(new_lse_1KQ - old_lse_1KQ)[..., None]
     if empty_Q1 is not None:
-        share_1KQ1 = share_1KQ1.masked_fill(empty_Q1, 0.0)
-    return torch.lerp(old_1KQd.float(), new_1KQd.float(), share_1KQ1).to(q_1KQd.dtype)
+        new_lse_1KQ = new_lse_1KQ.masked_fill(empty_Q1[:, 0], float("-inf"))
+    return merge((new_1KQd, new_lse_1KQ), (old_1KQd, old_lse_1KQ))[0]
