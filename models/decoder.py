@@ -173,9 +173,9 @@ class Layer(nn.Module):
     def weights(self) -> LayerWeights:
         """What the layer computes with."""
         attention, mlp = self.attention, self.mlp
-        norms = [None if norm is None else norm.weight for norm in (attention.q_norm, attention.k_norm)]
+        q_norm, k_norm = (None if norm is None else norm.weight for norm in (attention.q_norm, attention.k_norm))
         return LayerWeights(
-            self.attention_norm.weight, attention.qkv_proj.weight, attention.qkv_proj.bias, *norms,
+            self.attention_norm.weight, attention.qkv_proj.weight, attention.qkv_proj.bias, q_norm, k_norm,
             attention.o_proj.weight, attention.o_proj.bias,
             self.mlp_norm.weight, mlp.gate_up_proj.weight, mlp.gate_up_proj.bias,
             mlp.down_proj.weight, mlp.down_proj.bias, attention.window,
