@@ -1,6 +1,6 @@
 """Every slot's tokens by absolute position, on the device: what penalties look back on.
 
-The walk writes each choice where it will stand if the walk goes on, so the history of a node is the context and its
+Accepting writes each choice where it will stand if the path goes on, so the history of a node is the context and its
 ancestors in the tree, and no node is penalised for another branch. Shapes: B slots, S capacity.
 """
 
@@ -15,7 +15,7 @@ from longdraft.kernels.transfer import integers
 class History:
     """int64 [B, S] tokens, valid up to each slot's root, and int64 [B] prompt lengths.
 
-    Beyond the root lies what the last walk wrote, which is void.
+    Beyond the root lies what the last step wrote, which is void.
     """
 
     def __init__(self, batch: int, capacity: int, device: torch.device | str = "cpu"):

@@ -91,10 +91,10 @@ def heads_shape(name: str, value: Any, n_heads: int, ranks: int) -> TreeShape:
     return value
 
 
-def check_draft(drafter: str, target: Target, draft: Any, kind: type[nn.Module], words: str) -> None:
-    """Raise ValueError where `draft` is none of `kind` (in words), or not in the target's dtype and on its device."""
+def check_draft(drafter: str, target: Target, draft: Any, kind: type[nn.Module], description: str) -> None:
+    """Raise ValueError where `draft` is no `kind`, or not in the target's dtype and on its device."""
     if not isinstance(draft, kind):
-        raise ValueError(f"draft: this is one of {type(draft).__name__}; the {drafter} drafter needs {words}")
+        raise ValueError(f"draft: this is one of {type(draft).__name__}; the {drafter} drafter needs {description}")
     weight, own = target.model.lm_head.weight, next(draft.parameters())
     if (own.dtype, own.device) != (weight.dtype, weight.device):
         raise ValueError(
@@ -103,9 +103,9 @@ def check_draft(drafter: str, target: Target, draft: Any, kind: type[nn.Module],
         )
 
 
-def check_heads(drafter: str, target: Target, draft: Any, kind: type[nn.Module], words: str) -> None:
+def check_heads(drafter: str, target: Target, draft: Any, kind: type[nn.Module], description: str) -> None:
     """`check_draft`, and that heads which read the target's hidden state are of its width."""
-    check_draft(drafter, target, draft, kind, words)
+    check_draft(drafter, target, draft, kind, description)
     width = target.model.lm_head.weight.shape[1]
     if draft.config.hidden_size != width:
         raise ValueError(f"draft: made for a hidden size of {draft.config.hidden_size}, and this target's is {width}")

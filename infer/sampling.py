@@ -3,7 +3,7 @@
 choice(t) = argmax_v( filter(penalised logits / T)_v + g(seed, t, v) ), at T = 0 the argmax of the penalised logits.
 Plain decoding and the verification of a tree apply this same rule, so every drafter gives plain decoding's text
 (Drafter-invariant speculative decoding, arXiv 2408.07978). Not here: the penalties (infer/penalties.py), the noise
-itself (kernels/gumbel.py) and the walk (infer/accept.py). Shapes: B slots, N nodes, V vocabulary.
+itself (kernels/gumbel.py) and accepting (infer/accept.py). Shapes: B slots, N nodes, V vocabulary.
 """
 
 import secrets

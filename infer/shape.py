@@ -74,7 +74,7 @@ class TreeTemplate:
 
 
 def path_rate(rank_rates: Sequence[Sequence[float]], node: Sequence[int]) -> float:
-    """The chance that the walk reaches this node."""
+    """The chance that a path is accepted up to this node."""
     rate = 1.0
     for level, rank in enumerate(node):
         rate *= rank_rates[level][rank]
@@ -82,7 +82,7 @@ def path_rate(rank_rates: Sequence[Sequence[float]], node: Sequence[int]) -> flo
 
 
 def likeliest_nodes(rank_rates: Sequence[Sequence[float]], count: int) -> TreeShape:
-    """The `count` nodes that the walk most likely reaches: the best static tree of that size."""
+    """The `count` nodes most likely to be accepted: the best static tree of that size."""
     nodes: list[tuple[int, ...]] = []
     heap: list[tuple[float, tuple[int, ...]]] = [(-1.0, ())]
     while heap and len(nodes) <= count:

@@ -40,7 +40,7 @@ class TokenTree:
         parents: int64 [B, N]; -1 for the root, -2 for padding, else an index smaller than the node's own.
         classes: int64 [B, N] or None: what a drafter knows of a node's chances, as the number of a class whose rate the
             engine learns (infer/policy.py). None: a node's class is its index.
-    Siblings carry different tokens, so no prefix is verified twice and the walk is never ambiguous.
+    Siblings carry different tokens, so no prefix is verified twice and the accepted path is never ambiguous.
     """
 
     tokens: Tensor

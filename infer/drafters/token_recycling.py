@@ -242,8 +242,8 @@ class TokenRecycling(DeviceDrafter):
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         tensors = {"candidates": self.candidates.cpu().contiguous(), "logits": self.logits.cpu().contiguous()}
-        said = {"format": FORMAT, "target": self.target.name, **self._fingerprint}
-        write_atomically(path, lambda temporary: write_tensors(tensors, temporary, metadata=said))
+        stored = {"format": FORMAT, "target": self.target.name, **self._fingerprint}
+        write_atomically(path, lambda temporary: write_tensors(tensors, temporary, metadata=stored))
 
     def load(self, path: str | Path) -> None:
         """Take over the table of a file that `save` wrote.
@@ -251,12 +251,12 @@ class TokenRecycling(DeviceDrafter):
         Raises:
             ValueError: no such file, another kind of file, or another vocabulary or tokenizer than the target's.
         """
-        tensors, said = _read_table(Path(path))
+        tensors, stored = _read_table(Path(path))
         for name, own in self._fingerprint.items():
-            if said.get(name) != own:
+            if stored.get(name) != own:
                 raise ValueError(
-                    f"table: {path} was filled by {said.get('target')} with {name} {said.get(name)}, and this target "
-                    f"has {own}; use a table of the same tokenizer, or start without one"
+                    f"table: {path} was filled by {stored.get('target')} with {name} {stored.get(name)}, and this "
+                    f"target has {own}; use a table of the same tokenizer, or start without one"
                 )
         for name, own in (("candidates", self.candidates), ("logits", self.logits)):
             given = tensors.get(name)
@@ -279,13 +279,13 @@ def _read_table(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         raise ValueError(f"table: there is no file {path}; save one first, or start without a table")
     try:
         with safe_open(path, framework="pt") as stream:
-            said = stream.metadata() or {}
+            stored = stream.metadata() or {}
             tensors = {name: stream.get_tensor(name) for name in stream.keys()}  # noqa: SIM118, no mapping
     except SafetensorError as error:
         raise ValueError(f"table: {path} is damaged or no safetensors file ({error}); save it again") from error
-    if said.get("format") != FORMAT:
-        raise ValueError(f"table: {path} has the format {said.get('format')!r}, this version reads {FORMAT!r}")
-    return tensors, said
+    if stored.get("format") != FORMAT:
+        raise ValueError(f"table: {path} has the format {stored.get('format')!r}, this version reads {FORMAT!r}")
+    return tensors, stored
 
 
 def largest(logits_MV: Tensor, k: int) -> tuple[Tensor, Tensor]:
