@@ -1,13 +1,9 @@
 """Fixtures for every folder of tests: a tiny random target, built in a few milliseconds."""
 
-import atexit
 import os
-import shutil
 import signal
-import sys
-import tempfile
 from collections.abc import Callable
-from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 
@@ -18,16 +14,6 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if not any(Path("/dev").glob("nvidia*")):
     os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton's kernels then run on a CPU; read when Triton is imported
-
-
-if find_spec("longdraft.benchmarks") is None:
-    # The editable install is older than this folder, which it does not map; `make setup` makes it anew.
-    _lacking = tempfile.mkdtemp()
-    atexit.register(shutil.rmtree, _lacking, ignore_errors=True)
-    (Path(_lacking) / "longdraft").mkdir()
-    (Path(_lacking) / "longdraft" / "benchmarks").symlink_to(Path(__file__).resolve().parents[1] / "benchmarks")
-    sys.path.append(_lacking)
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), _lacking)))
 
 # ruff: isort: split
 import torch
