@@ -1,11 +1,12 @@
 """A tiny real checkpoint in Hugging Face's form, for what begins at a folder."""
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+END = "<|end|>"
 
 
 def save(
@@ -14,7 +15,6 @@ def save(
     vocab_size: int,
     *,
     seed: int = 0,
-    special_tokens: Sequence[str] = (),
     chat_template: str | None = None,
 ) -> Path:
     """A random model of two layers and a tokenizer of bytes and what it learns from the text; token 0 ends a text."""
@@ -22,9 +22,9 @@ def save(
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=list(special_tokens), initial_alphabet=alphabet)
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=[END], initial_alphabet=alphabet)
     tokenizer.train_from_iterator([text], trainer)
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", chat_template=chat_template)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, chat_template=chat_template)
     fast.save_pretrained(folder)
     torch.manual_seed(seed)
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}

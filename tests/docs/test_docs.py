@@ -313,7 +313,7 @@ def world(tmp_path_factory, shared) -> Iterator[Path]:
     text = "\n".join(library)[:400_000]
     parts = [text[start : start + 1500] for start in range(0, len(text), 1500)]
     template = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|end|>{% endfor %}assistant: "
-    shared("tiny_checkpoint.py").save(world / "tiny", text, 600, special_tokens=["<|end|>"], chat_template=template)
+    shared("tiny_checkpoint.py").save(world / "tiny", text, 600, chat_template=template)
     weights = load_file(world / "tiny/model.safetensors")
     weights["lm_head.weight"][0] *= 3  # the end token's: some answers end
     save_file(weights, world / "tiny/model.safetensors", metadata={"format": "pt"})

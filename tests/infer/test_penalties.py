@@ -12,6 +12,7 @@ from longdraft.infer.accept import accept
 from longdraft.infer.history import History
 from longdraft.infer.penalties import Penalties
 from longdraft.infer.sampling import SamplingParams, SlotSampling
+from longdraft.infer.slot_state import SlotState
 from longdraft.infer.tree import PAD, TokenTree
 
 CPU = torch.device("cpu")
@@ -121,8 +122,8 @@ def test_repetition_penalty_is_transformers():
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_walk_penalises_each_node_for_its_own_ancestors(seed):
-    """Trees on every slot; at each node of the walk the choice is that of the path's history written out."""
+def test_accepting_penalises_each_node_for_its_own_ancestors(seed):
+    """Trees on every slot; at each node of the accepted path the choice is that of the path's history written out."""
     history, all_tokens, prompts, positions = histories(len(MANY), 24, seed)
     narrow, history = history, History(len(MANY), 34)
     history.tokens[:, :24], history.prompt_lengths = narrow.tokens, narrow.prompt_lengths
@@ -131,7 +132,7 @@ def test_walk_penalises_each_node_for_its_own_ancestors(seed):
     tree = TokenTree.from_paths([tokens[-1] for tokens in all_tokens], paths)
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(len(MANY), tree.width, VOCAB, generator=generator)
-    # The tree's own children get high logits, so that walks go deep, and penalties turn some of them around.
+    # The tree's own children get high logits, so that paths go deep, and penalties turn some of them around.
     for b in range(len(MANY)):
         for node in range(1, tree.width):
             if tree.parents[b, node] >= 0:
@@ -139,12 +140,9 @@ def test_walk_penalises_each_node_for_its_own_ancestors(seed):
     params = [replace(p, temperature=0.6 * (b % 2), seed=b) for b, p in enumerate(MANY)]
     sampling, slots = SlotSampling(params, CPU), torch.arange(len(MANY))
 
-    def choose(nodes_B, depth):
-        chosen_B = sampling.choose(logits[slots, nodes_B], history, positions + depth)
-        history.write(positions + depth + 1, chosen_B)
-        return chosen_B
-
-    accepted = accept(tree, choose, torch.ones(len(MANY), dtype=torch.bool), 6)
+    roots, active = tree.tokens[:, 0], torch.ones(len(MANY), dtype=torch.bool)
+    state = SlotState(roots, positions, active, history, sampling, all_tokens)
+    accepted = accept(tree, logits, state, positions[:, None] + tree.depths, tree.ancestors, 6)
     assert accepted.counts.max() >= 4
     for b, tokens in enumerate(all_tokens):
         for row, token in zip(accepted.nodes[b, : accepted.counts[b]], accepted.tokens[b], strict=False):

@@ -29,7 +29,7 @@ def folder(tmp_path_factory, shared) -> Path:
     (folder / "text").mkdir()
     for i in range(12):
         (folder / "text" / f"{i}.txt").write_text(f"document {i}: " + text[i * 7 : i * 7 + 900])
-    shared("tiny_checkpoint.py").save(folder / "target", text, 300, special_tokens=["<|end|>"])
+    shared("tiny_checkpoint.py").save(folder / "target", text, 300)
     (folder / "config.yaml").write_text(
         f"target: {{path: {folder}/target}}\ndata: {{path: {folder}/data, seq_len: 64}}\n"
         f"train: {{run_dir: {folder}/run, steps: 4, global_batch: 2, micro_batch: 2, precision: fp32}}\n"
