@@ -49,7 +49,7 @@ def estimate_memory(
         "weights": sum(p.numel() * p.element_size() for p in model.parameters()),
         "cache": batch * capacity * row,
         "passes": passes + choices,
-        "recorded steps": recorded,
+        **({"recorded steps": recorded} if recorded else {}),
         **{f"draft {name}": count for name, count in drafter.memory_bytes(batch, capacity).items()},
     }
 
