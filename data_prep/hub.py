@@ -80,6 +80,8 @@ def split_patterns(path: str, config: str | None, split: str | None) -> tuple[st
     if split is not None and split not in found:
         raise ValueError(f"source {path!r} has no split {split!r}; it has {', '.join(map(repr, found))}")
     files = [file for part in found if split in (None, part) for file in found[part]]
+    if not files:
+        raise ValueError(f"source {path!r}, config {config!r}: names no file")
     root = f"{name}/" if is_folder else f"{REMOTE}datasets/{name}@"
     inside = [file.removeprefix(root) for file in files]
     return tuple(glob.escape(file if is_folder else file.partition("/")[2]) for file in inside)  # behind the commit

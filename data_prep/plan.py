@@ -98,7 +98,8 @@ def plan_tasks(config: PrepareConfig, scanned: Sequence[ScannedFile], kept: Sequ
     least, most = SHARD_TEXT_BYTES
     shard_bytes = config.shard_bytes or min(most, max(least, sum(sizes) // 16))
     if config.max_tokens is not None and config.shard_bytes is None:
-        longest = max((segment.length // max(1, segment.n_documents) for segment in segments), default=0)
+        known = [segment for segment in segments if segment.file.kind != "archive"]  # one segment, of many documents
+        longest = max((segment.length // max(1, segment.n_documents) for segment in known), default=0)
         shard_bytes = max(shard_bytes, DOCUMENTS_A_TASK * longest)
     tasks = []
     for split, fraction in zip(SPLITS, (1 - config.heldout_share, config.heldout_share), strict=True):

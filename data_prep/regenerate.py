@@ -91,7 +91,7 @@ def open_input(config: RegenerateConfig) -> Input:
                 assert not isinstance(document, Document), document.name
                 yield document
 
-    is_counted = all(segment.file.kind != "docstrings" for segment in segments)
+    is_counted = all(segment.is_counted for segment in segments)
     count = sum(segment.n_documents for segment in segments) if is_counted else sum(1 for _ in read())
     return Input({file.file.name: {"bytes": file.size, "sha256": file.sha256} for file in scanned}, count, read())
 
@@ -181,6 +181,7 @@ def _answer(
             if task in mine and task not in done:
                 generate = generate or start()
                 _answer_part(task, config, conversations, folder, chat, generate, meter)
+    assert next(given.conversations, None) is None, "the input holds more conversations than were counted"
     return f", {meter.tokens / max(meter.seconds, 1e-9):,.0f} tokens/s" if meter.tokens else ""
 
 

@@ -58,6 +58,12 @@ class Segment:
     n_documents: int
     mtime_ns: int | None
 
+    @property
+    def is_counted(self) -> bool:
+        """Whether `n_documents` is their number."""
+        kind = self.file.kind
+        return kind in ("text", "table") or (kind in STREAM_KINDS and self.mtime_ns is not None)
+
 
 @dataclass(frozen=True)
 class ScannedFile:
@@ -110,12 +116,13 @@ def read_documents(
     if segment.mtime_ns is not None and Path(file.path).stat().st_mtime_ns != segment.mtime_ns:
         raise ValueError(f"{file.path} changed while it was being prepared; run again once it is complete")
     if file.kind == "archive":
-        for number, sample in enumerate(archive_samples(file.path), start=1):
-            yield from _documents(f"{file.name}:{number}", sample, record_format)
+        for number, sample in enumerate(archive_samples(file.path, record_format.fields), start=1):
+            yield from _documents(f"{file.name}:{number}", _decoded(sample), record_format)
     elif file.kind == "table":
         rows = table_rows(file.path, segment.offset, segment.n_documents, record_format.fields)
         fields = cache(partial(table_fields, file.path))
-        for number, row in enumerate(rows, start=segment.first_number):
+        numbers = range(segment.first_number, segment.first_number + segment.n_documents)
+        for number, row in zip(numbers, rows, strict=True):
             yield from _documents(f"{file.name}:{number}", row, record_format, fields)
     elif file.kind in STREAM_KINDS:
         if not segment.length:
@@ -219,6 +226,22 @@ def _not_utf8(raw: bytes, error: UnicodeDecodeError) -> str:
     utf16 = raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
     how = "begins as UTF-16 does" if utf16 else f"is no UTF-8 (byte 0x{raw[error.start]:02x} at {error.start})"
     return f"{how}; convert the file, by iconv -t UTF-8 for one"
+
+
+def _decoded(sample: dict[str, bytes | None]) -> dict[str, Any] | Unusable:
+    """A sample of an archive: fields called json are JSON, all others texts."""
+    values: dict[str, Any] = {}
+    for field, content in sample.items():
+        if content is None:
+            values[field] = None
+            continue
+        try:
+            values[field] = _parse_line(content) if field.rpartition(".")[2] == "json" else content.decode("utf-8")
+        except Unusable as error:
+            return error
+        except UnicodeDecodeError as error:
+            return Unusable("bad_utf8", f"field {field!r} {_not_utf8(error.object, error)}")
+    return values
 
 
 def _parse_line(raw: bytes) -> Any:

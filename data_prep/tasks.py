@@ -16,7 +16,7 @@ import json
 import os
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -115,12 +115,12 @@ class WorkFolder:
             record = json.loads(path.read_text(encoding="utf-8"))
         except (FileNotFoundError, ValueError):  # damaged: the task is done again
             return None
-        if not isinstance(record, dict):
+        if not isinstance(record, dict) or not isinstance(record.get("outputs", {}), dict):
             return None
         if "outputs" not in record:
             raise ValueError(
                 f"{path} was written by another version, whose records this one cannot read; finish {self.path} with "
-                "that version, or choose another folder"
+                "that version, choose another folder, or --overwrite to make this one anew"
             )
         outputs = {self.path / name: size for name, size in record["outputs"].items()}
         is_done = all(path.exists() and path.stat().st_size == size for path, size in outputs.items())
@@ -233,10 +233,11 @@ class WorkFolder:
         """Remove the records and locks, and their folder if nothing else lies in it."""
         for name in self._contents()[0]:
             if name.startswith(f"{PROGRESS}/"):
-                (self.path / name).unlink()
+                (self.path / name).unlink(missing_ok=True)  # another machine may see at this moment that all is done
         progress = self.path / PROGRESS
-        if not any(progress.iterdir()) and not progress.is_symlink():
-            progress.rmdir()
+        with suppress(FileNotFoundError):
+            if not any(progress.iterdir()) and not progress.is_symlink():
+                progress.rmdir()
 
     def _contents(self) -> tuple[list[str], list[str]]:
         """Names within the folder and its subfolders: of files of its own, half written ones too, and of all else."""

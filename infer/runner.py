@@ -49,7 +49,8 @@ class Step:
     Attributes:
         proposed: the drafter's tree, before pruning.
         num_query_tokens: of the target's pass, for each slot, padding counted.
-        expected: int64 [N], what the policy decides the next width by; None where it has decided already.
+        expected: on its way to the host, what the policy decides the next width by: the tokens expected of the w best
+            nodes, for each w; None where it has decided already.
         draft_pass: whether the drafter took its draft pass; None where it rested.
         draft_work: the proposal's seconds of the clock of work.
     """
@@ -138,6 +139,10 @@ class Runner:
 
     def start(self, batch: int, longest: int, log: Callable[[str], object]) -> None:
         """So many empty slots; no sequence will have more than `longest` tokens. `log` hears what is allocated."""
+        with on_device(self.device):
+            self._start(batch, longest, log)
+
+    def _start(self, batch: int, longest: int, log: Callable[[str], object]) -> None:
         slack = (self.lag + 1) * (self.drafter.max_depth + 1) + self.policy.widths[-1]
         capacity, cache, weight = longest + slack, self.cache, self.model.embed_tokens.weight
         if (
@@ -345,8 +350,9 @@ class Runner:
             sum(len(emitted[slot]) for slot in taking_part) / max(len(taking_part), 1),
             self.work_clock() - work,
         )
-        if self.policy.draft_pass is not None and step.draft_pass is not None and taking_part:
-            self.policy.draft_pass.record(step.draft_pass, work, a_slot)
+        choice = self.policy.draft_pass
+        if choice is not None and step.draft_pass is not None and taking_part and not self._disturbed:
+            choice.record(step.draft_pass, work, a_slot)
         if self.policy.automatic:
             if step.proposed.width > 1:  # else there is nothing to learn, and nothing to wait for
                 lists = Lists(*proposal, *[None] * (3 - len(proposal))) if proposal else step.proposed.lists

@@ -191,7 +191,7 @@ class _KnownTable:
         self._seen = self._places()
         weights = [layer.weights() for layer in layers]
         shape = config.n_heads, config.n_kv_heads, config.rms_norm_eps
-        self.table = LayerTable(weights, *shape) if can_run(weights[0], config.head_dim) else None
+        self.table = LayerTable(weights, *shape) if can_run(weights, config.head_dim) else None
 
     def _places(self) -> list[object]:
         """Each weight's address and dtype: it may be moved, cast or replaced."""

@@ -1,7 +1,7 @@
 """A checkpoint of some number of ranks for another number, through DeepSpeed's universal checkpoint (arXiv 2406.18820).
 
 The first rank converts: every parameter's fp32 weights and AdamW moments become files of their own, of which each rank
-then reads its share. Not here: when that is needed (checkpoint.py); which rows a rank reads, which does not depend on
+then reads its share. Not here: when that is needed (saving.py); which rows a rank reads, which does not depend on
 how many there are (batches.py).
 """
 

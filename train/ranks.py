@@ -13,9 +13,10 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from importlib import import_module
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, TypeVar
@@ -187,12 +188,25 @@ def _open_device(local_rank: int, local_size: int) -> torch.device:
     return device
 
 
+def _import_without_compiler(module: str) -> None:
+    """DeepSpeed asks of each optimizer whether it is its Muon, whose functions are wrapped for PyTorch's compiler. That
+    takes two seconds to import. The compiler is off here alone, for the process may compile things of its own."""
+    name, before = "TORCHDYNAMO_DISABLE", os.environ.get("TORCHDYNAMO_DISABLE")
+    os.environ[name] = "1"
+    try:
+        with suppress(ImportError):  # another version of DeepSpeed may not have it
+            import_module(module)
+    finally:
+        os.environ.pop(name)
+        if before is not None:
+            os.environ[name] = before
+
+
 def _set_up_deepspeed() -> None:
     """Keeps DeepSpeed from printing, and from compiling what no rank uses."""
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # DeepSpeed's calls
-    # It wraps functions of its Muon for PyTorch's compiler, which takes two seconds to import.
-    os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    _import_without_compiler("deepspeed.runtime.zero.muon.muon_optimizer")
     # No setting turns its own compiled operations off. On a CPU it would compile a shared-memory all-reduce (for its
     # inference engine), a minute at the first launch; on a GPU without a CUDA toolkit, finding out which of them could
     # be compiled prints what is missing, in every rank.

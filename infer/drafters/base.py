@@ -81,7 +81,7 @@ class Drafter:
         """At most so many tokens came to each slot in a step of an outer engine, which is not observed."""
 
     def release(self) -> None:
-        """The cache of `begin` is about to be freed: let go of it and of what was allocated beside it."""
+        """The cache of `on_start` is about to be freed: let go of it and of what was allocated beside it."""
 
     def memory_bytes(self, batch: int, capacity: int) -> Mapping[str, int]:
         """What it will allocate for `batch` slots of `capacity` positions, by name, its weights not counted."""
@@ -106,6 +106,11 @@ class DeviceDrafter(Drafter):
     learns_from: frozenset[str] = frozenset()
     num_query_tokens = 1
 
+    def buffers(self) -> tuple[object, ...]:
+        """What `on_start` allocated that `grow` and `update` read or write. Work that was recorded with others is not
+        replayed, for another engine's `on_start` or `release` may have replaced them."""
+        return ()
+
     def plan(self, state: SlotState, max_nodes: int) -> Hashable:
         """The host's part of a proposal, before `grow`: all that steers it, for each plan is recorded by itself."""
         return max_nodes
@@ -127,11 +132,14 @@ class DeviceDrafter(Drafter):
                 _ = tree.ancestors, tree.depths
             return tree
 
-        return state.run(("propose", plan), (self,), grow, widest=self.num_query_tokens)
+        return state.run(("propose", plan), (self, *self.buffers()), grow, widest=self.num_query_tokens)
 
     @torch.no_grad()
     def on_step(self, state: SlotState, tree: TokenTree, accepted: AcceptResult, output: TargetOutput) -> None:
         if state.graphs.recording:
             _ = tree.ancestors, tree.depths
-        wanted = TargetOutput(**{name: getattr(output, name) for name in self.learns_from})
-        state.run(("on_step",), (self,), self.update, tree, accepted, wanted)
+        fields = {name: getattr(output, name) for name in self.learns_from}
+        if any(value is None for value in fields.values()):  # not asked for: the drafter has not proposed
+            return
+        owners = self, *self.buffers()
+        state.run(("on_step",), owners, self.update, tree, accepted, TargetOutput(**fields))

@@ -79,6 +79,9 @@ class LongSpecDrafter(DeviceDrafter):
         # Beyond the slack, older positions that are in the window again have been overwritten: all of it is read again.
         self._unknown = self._window.ring
 
+    def buffers(self) -> tuple[object, ...]:
+        return self._window, self._cache
+
     def release(self) -> None:
         self._cache = self._window = None
 

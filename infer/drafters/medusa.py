@@ -50,6 +50,9 @@ class MedusaDrafter(DeviceDrafter):
             self._templates.clear()
         self._at_B.index_fill_(0, integers(slots, self._at_B.device), -1)
 
+    def buffers(self) -> tuple[object, ...]:
+        return self._hidden_BD, self._at_B
+
     def on_prefill(self, slots: Sequence[int], tokens_BT: Tensor, output: TargetOutput) -> None:
         assert output.post_norm is not None
         where = integers(slots, self._at_B.device)

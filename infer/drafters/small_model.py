@@ -97,6 +97,9 @@ class SmallModelDrafter(DeviceDrafter):
         self._drafted.index_fill_(0, where, -1)
         self._drafted_at.index_fill_(0, where, NOWHERE)
 
+    def buffers(self) -> tuple[object, ...]:
+        return self._cache, self._drafted, self._drafted_at
+
     def _new_cache(self, batch: int, widest: int) -> StreamingCache:
         return StreamingCache(
             self.small.model, batch, window=self._window, sinks=self._sinks, slack=self.slack, widest=widest

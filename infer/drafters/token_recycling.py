@@ -215,8 +215,7 @@ class TokenRecycling(DeviceDrafter):
 
     def update(self, state: SlotState, tree: TokenTree, accepted: AcceptResult, output: TargetOutput) -> None:
         """The rows of a verified tree's tokens, without reading on the host which of them are there."""
-        if output.logits is None:  # not asked for: this drafter has not proposed
-            return
+        assert output.logits is not None
         there_BN = (tree.parents != PAD) & (accepted.counts > 0)[:, None]
         tokens_M, places_M = self._last_of_each(tree.tokens, tree.depths, there_BN)
         logits_MK, ids_MK = largest(output.logits.flatten(0, 1), CANDIDATES)

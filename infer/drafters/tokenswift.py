@@ -138,6 +138,9 @@ class TokenSwiftDrafter(DeviceDrafter):
             self._selected.reset(where)
         self._ask_for_queries(self._follows)
 
+    def buffers(self) -> tuple[object, ...]:
+        return self._hidden, self._hidden_at, self._selected
+
     def _allocate(self, batch: int) -> None:
         weight = next(self.draft.parameters())
         self._hidden = torch.zeros(batch, self.draft.config.hidden_size, dtype=weight.dtype, device=weight.device)

@@ -83,7 +83,7 @@ class LayerTable:
         entries = [_Layer(*map(rows.pointer, layer[:-1]), layer.window or 0) for layer in layers]
         self._entries = (_Layer * len(entries))(*entries)
         self._heads, self._eps = (n_heads, n_kv_heads), eps
-        self._hidden, self._inner = layers[0].down_DF.shape
+        (self._hidden, self._inner), self._dtype = layers[0].down_DF.shape, layers[0].down_DF.dtype
 
     def run(
         self,
@@ -110,7 +110,9 @@ class LayerTable:
         cos, sin, x = cos_BT11F.contiguous(), sin_BT12F.contiguous(), x_BTD.contiguous()
         mask = None if tree_mask_BTT is None else tree_mask_BTT.contiguous()
         assert hidden == self._hidden and keys.stride() == values.stride() and keys.stride()[3:] == (width, 1)
-        assert keys.dtype == values.dtype == x.dtype == cos.dtype and lengths_B.is_contiguous()
+        assert keys.dtype == values.dtype == x.dtype == cos.dtype == self._dtype and cos.shape[1] == n_tokens
+        assert lengths_B.is_contiguous() and (lengths_B.dtype, len(lengths_B)) == (torch.int64, batch)
+        assert mask is None or (mask.dtype, mask.shape) == (torch.bool, (batch, n_tokens, n_tokens))
         y, pass_shape = torch.empty_like(x), (n_layers, batch, n_tokens)
         projected, rotated = x.new_empty(*pass_shape, turned + kv_heads, width), x.new_empty(*pass_shape, turned, width)
         rest = x.new_empty(*pass_shape, heads * width + 2 * hidden + self._inner)
@@ -125,10 +127,13 @@ class LayerTable:
         return LayersOutput(y, rotated[..., :heads, :], rotated[..., heads:, :], projected[..., turned:, :])
 
 
-def can_run(layer: LayerWeights, head_dim: int) -> bool:
-    """Whether the C kernels compute layers of this shape, of any width of pass."""
-    weights = layer.qkv_XD, layer.o_DX, layer.down_DF
-    tensors = [part for part in layer[:-1] if part is not None]
-    fits = all(rows.can_multiply(weight, False) for weight in weights) and rows.can_multiply(layer.gate_up_XD, True)
+def can_run(layers: Sequence[LayerWeights], head_dim: int) -> bool:
+    """Whether the C kernels compute these layers, at any width of pass."""
+    tensors = [part for layer in layers for part in layer[:-1] if part is not None]
+    fits = all(
+        all(rows.can_multiply(weight, False) for weight in (layer.qkv_XD, layer.o_DX, layer.down_DF))
+        and rows.can_multiply(layer.gate_up_XD, True)
+        for layer in layers
+    )
     alike = len({part.dtype for part in tensors}) == 1 and all(part.is_contiguous() for part in tensors)
     return fits and alike and head_dim % 8 == 0 and head_dim <= rows.MOST_HEAD_WIDTH

@@ -1,4 +1,4 @@
-"""WebDataset archives, read through `datasets`: their samples are records like any other."""
+"""WebDataset archives: their samples are records like any other."""
 
 import io
 import json
@@ -8,6 +8,7 @@ import pytest
 
 from longdraft.data_prep.documents import BadDocument, Conversation, Document
 from longdraft.data_prep.record_formats import ChatFormat, TextFormat
+from longdraft.data_prep.regenerate import RegenerateConfig, open_input
 from longdraft.data_prep.segments import read_documents, scan
 from longdraft.data_prep.settings import Source
 from longdraft.data_prep.sources import list_files
@@ -44,7 +45,32 @@ def test_samples_are_records(archive):
     assert found[0].messages == (("user", "2020-01-01"), ("assistant", "a date"))
     missing = documents(archive, TextFormat())[-1]
     assert isinstance(missing, BadDocument) and missing.why == "missing_field"
-    assert missing.detail.startswith("has no field 'text' but 'txt', 'chat.json', ")
+    assert missing.detail.startswith("has no field 'text' but 'txt', 'chat.json'; ")
+
+
+def test_one_bad_sample_is_one_bad_document(tmp_path):
+    """Whatever stands beside it, and whatever the samples before hold."""
+    path = tmp_path / "mixed.tar"
+    with tarfile.open(path, "w") as tar:
+        for name, content in {
+            "0.txt": b"good", "0.jpg": b"no picture", "0.wav": b"no sound", "1.txt": b"caf\xe9",
+            "2.json": b"{", "2.txt": b"", "./deep/3.txt": b"last", "3": b"no field",
+        }.items():  # fmt: skip
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+    found = documents(path, TextFormat("txt"))
+    assert [getattr(one, "text", None) or one.why for one in found] == ["good", "bad_utf8", "empty", "last"]
+    assert "field 'txt' is no UTF-8 (byte 0xe9 at 3)" in found[1].detail
+    assert [one.why for one in documents(path, TextFormat("json")) if isinstance(one, BadDocument)][2] == "bad_json"
+
+
+def test_all_conversations_of_an_archive_are_counted(archive):
+    """Though it is one segment: regeneration slices them into tasks."""
+    out = archive.parent / "out"
+    config = RegenerateConfig((str(archive),), out, max_prompt=100, answering={}, chat_field="chat.json")
+    given = open_input(config)
+    assert given.count == len(list(given.conversations)) == len(TEXTS)
 
 
 def test_what_is_no_archive_is_named(archive):
