@@ -136,6 +136,7 @@ def test_training_does_not_fall_back_to_the_cpu(unusable, config_file, tmp_path,
         assert capsys.readouterr().err.startswith(f"{prog}: error: train.device: 'cuda' is not here ({unusable}")
         assert command([*overrides, "train.device=gpu"]) == 2
         capsys.readouterr()
+    monkeypatch.setattr(quickstart, "ROOT", tmp_path)  # a quickstart that is done needs no device
     assert quickstart.main([]) == 2
     said = capsys.readouterr().err
     assert said.startswith(f"make quickstart: error: device: {unusable}")
