@@ -351,7 +351,7 @@ class Runner:
             self.work_clock() - work,
         )
         choice = self.policy.draft_pass
-        if choice is not None and step.draft_pass is not None and taking_part and not self._disturbed:
+        if choice is not None and step.draft_pass is not None and taking_part:
             choice.record(step.draft_pass, work, a_slot)
         if self.policy.automatic:
             if step.proposed.width > 1:  # else there is nothing to learn, and nothing to wait for
