@@ -153,7 +153,7 @@ def texts(target: "Target", most: int, least: int = 256) -> list[list[int]]:
         generator = torch.Generator().manual_seed(0)
         vocab = target.model.config.vocab_size
         return [torch.randint(vocab, (least,), generator=generator).tolist() for _ in range(2)]
-    sources = (ROOT / "infer" / "engine.py", ROOT / "README.md")
+    sources = (ROOT / "infer" / "sampling.py", ROOT / "docs" / "LOG.md")
     return [target.tokenizer(file.read_text(encoding="utf-8")).input_ids[:most] for file in sources]
 
 

@@ -12,6 +12,7 @@ import torch
 from longdraft.infer.drafters.base import Drafter
 from longdraft.infer.sampling import MOST_SORTED, SORTED_BYTES
 from longdraft.kernels import backend
+from longdraft.kernels.cpu_impl import rows
 from longdraft.kernels.cpu_impl.layers import MOST_TOKENS
 from longdraft.models.decoder import Decoder
 from longdraft.models.decoder_config import DecoderConfig
@@ -37,12 +38,12 @@ def estimate_memory(
     choices = batch * config.vocab_size * 8
     if not backend.is_host(weight.device):  # with filters or penalties, at all nodes at once
         choices = max(batch, min(batch * width, MOST_SORTED // config.vocab_size)) * config.vocab_size * SORTED_BYTES
+    recorded = 0
     if graphs:  # one pool of memory for the passes, and for each width the outputs that drafters read
         outputs = {"logits": config.vocab_size, "pre_norm": config.hidden_size, "post_norm": config.hidden_size}
         kept = batch * sum(widths) * sum(outputs.get(name, 0) for name in drafter.needs) * size
         recorded = verification + kept
-    else:
-        recorded = 0
+    elif weight.device.type == "cpu" and weight.dtype in rows.SUFFIXES:  # of all layers in one call
         narrow = [batch * n_rows for n_rows in widths if batch * n_rows <= MOST_TOKENS]
         passes = max(passes, layers_bytes(config, max(narrow, default=0), weight.dtype))
     return {

@@ -83,9 +83,9 @@ class RingCache(KVCache):
 class SelectedCache(RingCache):
     """The rows of a full cache that a policy picks, per layer and KV head, and all that came since.
 
-    New tokens overwrite the least important ones. When that has eaten what was picked, a rebuild is `due`: the owner
-    then asks the target's next pass for queries and calls `build` once that pass is committed, outside of it. On a GPU
-    the host does not wait for the lengths that a rebuild takes: they come with the next step, whose `follow` rebuilds.
+    New tokens overwrite the least important ones. When that has eaten what was picked, a rebuild is `due`: the target's
+    next pass is to give queries (`needs_queries`), and `on_step` rebuilds once that pass is committed. On a GPU the
+    host does not wait for the lengths that a rebuild takes: they come with the next step, which rebuilds.
 
     Attributes:
         whole: whether every token that the full cache can hold fits, so that nothing is ever picked.

@@ -117,16 +117,18 @@ class DraftPassChoice:
     """
 
     def __init__(self, budget: int):
-        self.phase, self.with_pass, self._budget = "short", False, budget
-        self.description = f"never: up to {budget} tokens of context the selected cache is the whole one"
-        self._decided_at = 0
+        self._budget, self._decided_at = budget, 0
         self._samples: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
+        self._be_short()
+
+    def _be_short(self) -> None:
+        self.phase, self.with_pass = "short", False
+        self.description = f"never: up to {self._budget} tokens of context the selected cache is the whole one"
 
     def plan(self, longest: int) -> None:
         """A step begins; `longest`: tokens of the longest context."""
         if longest <= self._budget:
-            if self.phase != "short":
-                self.__init__(self._budget)
+            self._be_short()
         elif self.phase == "short" or (self.phase == "decided" and longest >= 2 * self._decided_at):
             self.phase, self._samples = "without", {False: [], True: []}
             self.with_pass, self._decided_at = False, longest

@@ -19,8 +19,8 @@ class KVCache:
     """Keys and values [L, B, S, K, d], allocated once; lengths and prompt lengths int64 [B] on the same device.
 
     A pass of T rows writes its rows behind each slot's length, in every layer ("pending"); `commit` then commits some
-    of them. Rows at or beyond a slot's length are undefined memory outside a pass. Only these methods touch the
-    tensors; all four update `lengths` in place, so its address never changes.
+    of them. Rows at or beyond a slot's length are undefined memory outside a pass. Only these methods write the
+    tensors; `lengths` changes in place, so its address never does.
     """
 
     def __init__(

@@ -34,9 +34,9 @@ Span = tuple[int, int]  # start and stop
 
 
 class MicroBatch(NamedTuple):
-    """What one pass over a few rows reads, on the CPU or, after `to`, where it runs. `positions` int64 [N], None for
-    plain ones; `parts`: labels by part of the loss; `first`: the token that row 0 of the draft's states belongs to;
-    `queries`: what LongSpec's block runs for."""
+    """What one pass over a few rows reads, on the CPU or, after `to`, where it runs. `positions` int64 [N], None where
+    the target makes plain ones itself; `parts`: labels by part of the loss; `first`: the token that row 0 of the
+    draft's states belongs to; `queries`: what LongSpec's block runs for."""
 
     batch: Batch
     positions: Tensor | None

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from longdraft.infer.accept import AcceptResult
 from longdraft.infer.drafters.base import DeviceDrafter, Request, SlotState
+from longdraft.infer.last_state import LastState
 from longdraft.infer.options import check_heads, heads_shape
 from longdraft.infer.shape import TreeShape, TreeTemplate
-from longdraft.infer.tree import PAD, TokenTree
-from longdraft.kernels.transfer import integers
+from longdraft.infer.tree import TokenTree
 from longdraft.models.drafts.medusa import Medusa
 from longdraft.models.kv_cache import KVCache
 from longdraft.models.passes import TargetOutput
@@ -38,52 +38,44 @@ class MedusaDrafter(DeviceDrafter):
         self.draft, self._lm_head = draft, target.model.lm_head
         self.needs = self.learns_from = draft.needs
         self.max_nodes, self.max_depth = len(self.shape.nodes), self.shape.depth
-        self._hidden_BD = torch.empty(0)
+        self._last: LastState | None = None
         self._templates: dict[int, tuple[TreeShape, TreeTemplate]] = {}
 
     def on_start(self, slots: Sequence[int], requests: Sequence[Request], cache: KVCache) -> None:
-        if len(self._hidden_BD) != cache.batch:
+        if self._last is None or self._last.batch != cache.batch:
             weight = self._lm_head.weight
-            self._hidden_BD = weight.new_zeros(cache.batch, weight.shape[1])
-            # Which position's state it is; -1 for none.
-            self._at_B = torch.full((cache.batch,), -1, dtype=torch.int64, device=weight.device)
+            self._last = LastState(cache.batch, weight.shape[1], weight.dtype, weight.device)
             self._templates.clear()
-        self._at_B.index_fill_(0, integers(slots, self._at_B.device), -1)
+        self._last.on_start(slots)
 
     def buffers(self) -> tuple[object, ...]:
-        return self._hidden_BD, self._at_B
+        return (self._last,)
 
     def on_prefill(self, slots: Sequence[int], tokens_BT: Tensor, output: TargetOutput) -> None:
-        assert output.post_norm is not None
-        where = integers(slots, self._at_B.device)
-        self._hidden_BD[where] = output.post_norm[:, -1]
-        self._at_B[where] += tokens_BT.shape[1]
+        assert self._last is not None and output.post_norm is not None
+        self._last.on_prefill(slots, output.post_norm)
 
     def update(self, state: SlotState, tree: TokenTree, accepted: AcceptResult, output: TargetOutput) -> None:
-        assert output.post_norm is not None
-        last_B, took_part_B = accepted.last(accepted.nodes), accepted.counts > 0
-        last_BD = output.post_norm[torch.arange(len(last_B), device=last_B.device), last_B]
-        self._hidden_BD.copy_(torch.where(took_part_B[:, None], last_BD, self._hidden_BD))
-        self._at_B.copy_(torch.where(took_part_B, state.positions - 1, self._at_B))
+        assert self._last is not None and output.post_norm is not None
+        self._last.update(state, accepted, output.post_norm)
 
     def rewind(self, lengths_B: Tensor) -> None:
-        self._at_B.masked_fill_(self._at_B >= lengths_B, -1)
+        assert self._last is not None
+        self._last.rewind(lengths_B)
 
     def grow(self, state: SlotState, plan: int) -> TokenTree:
         """The tree of the heads' best tokens."""
-        shape, template = self._fitting(min(plan, self.max_nodes))
-        logits_BIV = self._lm_head(torch.stack(self.draft.states(self._hidden_BD)[: shape.depth], dim=1))
+        assert self._last is not None
+        shape, template = self._fitting(min(plan, self.max_nodes), self._last.at_B)
+        logits_BIV = self._lm_head(torch.stack(self.draft.states(self._last.hidden_BD)[: shape.depth], dim=1))
         ranked = [
             state.ranking(logits_BIV[:, i], offset=i + 1).topk(shape.ranks, dim=-1).indices for i in range(shape.depth)
         ]
-        tree = template.fill(state.roots, torch.stack(ranked, dim=1))
-        # The state before the root is unknown after a prompt of one token, or where an outer engine took tokens back.
-        known_B = (self._at_B >= 0) & (self._at_B == state.positions - 1) & state.active
-        return tree.with_tokens(tree.tokens, tree.parents.masked_fill(~known_B[:, None] & (tree.parents >= 0), PAD))
+        return self._last.known_only(template.fill(state.roots, torch.stack(ranked, dim=1)), state)
 
-    def _fitting(self, nodes: int) -> tuple[TreeShape, TreeTemplate]:
+    def _fitting(self, nodes: int, like_B: Tensor) -> tuple[TreeShape, TreeTemplate]:
         """The first nodes of the shape, on the device; made once for each number."""
         if nodes not in self._templates:
             shape = TreeShape(self.shape.nodes[:nodes])
-            self._templates[nodes] = shape, shape.template(len(self._hidden_BD), self._hidden_BD.device)
+            self._templates[nodes] = shape, shape.template(len(like_B), like_B.device)
         return self._templates[nodes]

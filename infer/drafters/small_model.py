@@ -120,6 +120,7 @@ class SmallModelDrafter(DeviceDrafter):
                     self._settle()
                     self._read(cache.slot(slot), cache.tokens[slot], chunk)
                     self._appended = len(chunk)
+                self._settle()  # how long a prompt was is nothing that steps are recorded by
                 continue
             # A cache with room for wide passes, for this slot alone and only now.
             self._settle()

@@ -17,12 +17,12 @@ from longdraft.infer.accept import AcceptResult
 from longdraft.infer.drafters.base import DeviceDrafter, Drafter, Request, SlotState
 from longdraft.infer.drafters.combine import Combined
 from longdraft.infer.drafters.ngrams import Ngrams
+from longdraft.infer.last_state import LastState
 from longdraft.infer.options import check_heads, heads_shape, integer, one_of
 from longdraft.infer.partial_cache import RingCache, SelectedCache, refuse_windows, selected_bytes
 from longdraft.infer.selection import TopTokens
 from longdraft.infer.shape import TreeShape
-from longdraft.infer.tree import PAD, TokenTree
-from longdraft.kernels.transfer import integers
+from longdraft.infer.tree import TokenTree
 from longdraft.models.drafts.tokenswift import TokenSwift
 from longdraft.models.kv_cache import KVCache
 from longdraft.models.passes import Pass, TargetOutput
@@ -96,7 +96,7 @@ class TokenSwiftDrafter(DeviceDrafter):
         self._first_class = {False: 1, True: 1 + len(shape.nodes)}
         self.max_nodes, self.max_depth = len(self._shapes[may_pass].nodes), shape.depth + may_pass
         self.draft_pass_budget = budget if may_pass and draft_pass == "auto" else None
-        self._hidden = torch.empty(0)
+        self._last: LastState | None = None
         self._cache: KVCache | None = None
         self._selected: SelectedCache | None = None
         self._can_select, self._follows = may_pass, False  # whether the selected cache is kept up at present
@@ -119,14 +119,12 @@ class TokenSwiftDrafter(DeviceDrafter):
         return selected_bytes(policy, model.config, dtype, batch, capacity, tail=1)
 
     def on_start(self, slots: Sequence[int], requests: Sequence[Request], cache: KVCache) -> None:
-        where = list(slots)
-        if self._hidden.shape[0] != cache.batch:
-            self._allocate(cache.batch)
+        if self._last is None or self._last.batch != cache.batch:
+            self._last = self._allocate(cache.batch)
         self._can_select = self._may_pass and not isinstance(cache, RingCache)
         if self._draft_pass == "always" and not self._can_select:
             raise ValueError("draft_pass='always' needs the whole context's cache, and this one is a part; use 'never'")
-        # A prompt of one token has no position before the root: the heads propose nothing in its first step.
-        self._hidden_at.index_fill_(0, integers(where, self._hidden_at.device), -2)
+        self._last.on_start(slots)
         for slot, request in zip(slots, requests, strict=True):
             self._to_read[slot] = self._last_read[slot] = len(request.prompt) - 1
         self._cache = cache
@@ -135,16 +133,14 @@ class TokenSwiftDrafter(DeviceDrafter):
         if self._draft_pass == "always":
             self._selected, self._follows = self._select(), True
         if self._selected is not None:
-            self._selected.reset(where)
+            self._selected.reset(slots)
         self._ask_for_queries(self._follows)
 
     def buffers(self) -> tuple[object, ...]:
-        return self._hidden, self._hidden_at, self._selected
+        return self._last, self._selected
 
-    def _allocate(self, batch: int) -> None:
+    def _allocate(self, batch: int) -> LastState:
         weight = next(self.draft.parameters())
-        self._hidden = torch.zeros(batch, self.draft.config.hidden_size, dtype=weight.dtype, device=weight.device)
-        self._hidden_at = torch.full((batch,), -2, dtype=torch.int64, device=weight.device)  # its token's position
         self._to_read, self._last_read = [0] * batch, [0] * batch  # of the prompt without its last token
         self._templates = {}
         for with_pass, shape in self._shapes.items():
@@ -154,15 +150,15 @@ class TokenSwiftDrafter(DeviceDrafter):
             classes_N[0].fill_(0)
             template.tree = TokenTree(plain.tokens, plain.parents, classes_N.expand(batch, -1))
             template.tree.__dict__.update(ancestors=plain.ancestors, depths=plain.depths)
+        return LastState(batch, self.draft.config.hidden_size, weight.dtype, weight.device)
 
     def on_prefill(self, slots: Sequence[int], tokens_BT: Tensor, output: TargetOutput) -> None:
-        where = integers(slots, self._hidden.device)
-        self._hidden[where] = getattr(output, self._state_field)[:, -1].to(self._hidden.dtype)
+        assert self._last is not None
+        self._last.on_prefill(slots, getattr(output, self._state_field))
         for slot in slots:
             self._to_read[slot] -= tokens_BT.shape[1]
         if any(self._to_read[slot] for slot in slots):
             return
-        self._hidden_at[where] = integers([self._last_read[slot] - 1 for slot in slots], where.device)
         if self._follows and output.queries is not None:
             self._select().build_from_prompt(slots, output.queries, [self._last_read[slot] for slot in slots])
             self._ask_for_queries(self._select().needs_queries)
@@ -191,8 +187,9 @@ class TokenSwiftDrafter(DeviceDrafter):
 
     def grow(self, state: SlotState, plan: tuple[int, SelectedCache | None]) -> TokenTree:
         """The heads' tree below each root; on a selected cache, below the token that the target's own row gives."""
+        assert self._last is not None
         max_nodes, selected = plan
-        logits, hidden_BD, template = list[Tensor](), self._hidden, self._templates[selected is not None]
+        logits, hidden_BD, template = list[Tensor](), self._last.hidden_BD, self._templates[selected is not None]
         if selected is not None:
             needs = self.draft.needs | {"logits"}
             output = self.target.model(Pass(state.roots[:, None], selected, state.positions[:, None], needs=needs))
@@ -204,22 +201,16 @@ class TokenSwiftDrafter(DeviceDrafter):
         ranks = self._shapes[selected is not None].ranks
         ranked = [state.ranking(row, offset=i + 1).topk(ranks).indices for i, row in enumerate(logits)]
         tree = template.fill(state.roots, torch.stack(ranked, dim=1))
-        if selected is None:  # the state before the root may not be known
-            unknown_B = self._hidden_at + 1 != state.positions
-            tree = tree.with_tokens(
-                tree.tokens, tree.parents.masked_fill(unknown_B[:, None] & (tree.parents >= 0), PAD)
-            )
+        if selected is None:
+            tree = self._last.known_only(tree, state)
         if tree.width > max_nodes + 1:
             order_W = torch.arange(max_nodes + 1, device=tree.tokens.device)
             tree = tree.take(order_W.expand(len(tree.tokens), -1))
         return tree
 
     def update(self, state: SlotState, tree: TokenTree, accepted: AcceptResult, output: TargetOutput) -> None:
-        hidden_BND = getattr(output, self._state_field)
-        nodes_B, took_part_B = accepted.last(accepted.nodes), accepted.counts > 0
-        last_BD = hidden_BND[torch.arange(len(nodes_B), device=nodes_B.device), nodes_B]
-        self._hidden.copy_(torch.where(took_part_B[:, None], last_BD.to(self._hidden.dtype), self._hidden))
-        self._hidden_at.copy_(torch.where(took_part_B, state.positions - 1, self._hidden_at))
+        assert self._last is not None
+        self._last.update(state, accepted, getattr(output, self._state_field))
 
     def on_step(self, state: SlotState, tree: TokenTree, accepted: AcceptResult, output: TargetOutput) -> None:
         super().on_step(state, tree, accepted, output)
@@ -232,6 +223,7 @@ class TokenSwiftDrafter(DeviceDrafter):
         self._follows = False
 
     def rewind(self, lengths_B: Tensor) -> None:
-        self._hidden_at.masked_fill_(self._hidden_at >= lengths_B, -2)
+        assert self._last is not None
+        self._last.rewind(lengths_B)
         if self._follows:
             self._select().rewind(lengths_B)

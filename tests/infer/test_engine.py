@@ -295,7 +295,7 @@ def test_tokenswift_ranks_with_the_noise_of_the_positions_it_proposes(target, te
     propose = drafter.propose
 
     def watched(state, max_nodes):
-        logits = torch.stack(drafter.draft.states(drafter._hidden), 1) @ target.model.lm_head.weight.T
+        logits = torch.stack(drafter.draft.states(drafter._last.hidden_BD), 1) @ target.model.lm_head.weight.T
         tree = propose(state, max_nodes)
         seen.append((logits[0], state.positions.item(), tree.tokens[0]))
         return tree

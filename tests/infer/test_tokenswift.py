@@ -261,7 +261,7 @@ def test_a_rewind_leaves_what_a_fresh_drafter_has(target):
     before = int(own._selected.tokens[0])
     assert before >= 80
     drafter.rewind(torch.tensor([50]))
-    assert int(own._hidden_at[0]) == -2 and ngrams._tables.of[0].tokens == text
+    assert int(own._last.at_B[0]) == -2 and ngrams._tables.of[0].tokens == text
     assert own._selected.tokens.tolist() == [50]
     rows = own._selected.keys[0, 0, :24, 0]
     tokens = [int((full.keys[0, 0, :before, 0] == row).all(-1).nonzero()[0]) for row in rows]
@@ -328,12 +328,12 @@ def test_a_slot_that_takes_no_part_keeps_its_state(target, watched):
     on_step, kept = drafter.on_step, []
 
     def checked(state, tree, accepted, output):
-        before = drafter._hidden.clone(), drafter._hidden_at.clone()
+        before = drafter._last.hidden_BD.clone(), drafter._last.at_B.clone()
         on_step(state, tree, accepted, output)
         idle = accepted.counts == 0
         kept.append(int(idle.sum()))
-        assert torch.equal(drafter._hidden[idle], before[0][idle])
-        assert torch.equal(drafter._hidden_at[idle], before[1][idle])
+        assert torch.equal(drafter._last.hidden_BD[idle], before[0][idle])
+        assert torch.equal(drafter._last.at_B[idle], before[1][idle])
 
     drafter.on_step = checked
     params = [SamplingParams(max_new_tokens=count) for count in (3, 30)]
