@@ -1,4 +1,6 @@
-"""A run of the kernels' benchmarks on a machine of round numbers."""
+"""A run of the kernels' benchmarks on a machine of round numbers, and a tiny target that chats."""
+
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,3 +14,11 @@ def bench() -> Bench:
     made = Bench(torch.device("cpu"), torch.bfloat16, repeats=2, budget=600.0, quick=True, log=lambda _: None)
     made.ceilings = Ceilings(copy=2e9, read=4e9, bf16=1e9, fp32=8e9)
     return made
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory, shared) -> Path:
+    """A random model with a chat template, in Hugging Face's form."""
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
+    text = "the cat sat on the mat and the dog sat on the log. " * 40
+    return shared("tiny_checkpoint.py").save(tmp_path_factory.mktemp("tiny"), text, 290, seed=3, chat_template=template)

@@ -1,0 +1,150 @@
+"""A suite's files, found in a folder or fetched from the hub, to records whose fields are checked as they are read.
+
+Not here: what a suite's records hold (suites.py).
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Any
+
+from longdraft.data_prep.documents import Unusable
+from longdraft.data_prep.settings import Source
+from longdraft.data_prep.sources import SourceFile, list_files
+from longdraft.data_prep.streams import stream_records
+from longdraft.data_prep.tables import table_fields, table_rows
+from longdraft.infer.values import short_repr
+
+# How the place of a record is called in each kind of file.
+PLACES = {"jsonl": "line", "array": "element", "table": "row"}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A record and where it stands. Readers raise a ValueError that names file, place, field and what was expected.
+
+    number: counts from 1.
+    """
+
+    file: str
+    place: str
+    number: int
+    fields: dict[str, Any]
+
+    @property
+    def stem(self) -> str:
+        """The file's name without its ending."""
+        return PurePosixPath(self.file).name.partition(".")[0]
+
+    def __contains__(self, name: str) -> bool:
+        return self.fields.get(name) is not None
+
+    def get(self, name: str, otherwise: Any) -> Any:
+        return self.fields.get(name, otherwise)
+
+    def wrong(self, name: str, found: str, expected: str) -> ValueError:
+        return ValueError(
+            f"--data: {self.file}, {self.place} {self.number}, field {name!r}: {found}; expected {expected}"
+        )
+
+    def _value(self, name: str, expected: str) -> Any:
+        if name not in self.fields:
+            raise self.wrong(name, f"missing among {', '.join(map(repr, self.fields)) or 'none'}", expected)
+        return self.fields[name]
+
+    def text(self, name: str) -> str:
+        """A text that is not empty."""
+        value = self._value(name, "a text")
+        if not isinstance(value, str) or not value.strip():
+            raise self.wrong(name, short_repr(value), "a text that is not empty")
+        return value
+
+    def texts(self, name: str) -> list[str]:
+        """A list of texts."""
+        value = self._value(name, "a list of texts")
+        if not isinstance(value, list) or not value or not all(isinstance(one, str) and one.strip() for one in value):
+            raise self.wrong(name, short_repr(value), "a list of texts that are not empty")
+        return value
+
+    def integer(self, name: str) -> int:
+        """A whole number, also one written as text."""
+        value = self._value(name, "a whole number")
+        if isinstance(value, bool) or not str(value).isdecimal():
+            raise self.wrong(name, short_repr(value), "a whole number")
+        return int(value)
+
+    def id(self, name: str) -> int | str:
+        """A number or text that tells records apart."""
+        value = self._value(name, "a number or a text")
+        if isinstance(value, bool) or not isinstance(value, int | str) or value == "":
+            raise self.wrong(name, short_repr(value), "a number or a text")
+        return value
+
+    def messages(self, name: str, value: Any = None) -> list[dict[str, str]]:
+        """A chat: a list of {"role", "content"}; value: it, where the field holds it as JSON."""
+        value = self._value(name, "a list of messages") if value is None else value
+        expected = 'a list of messages {"role": "user", "content": "..."}'
+        if not isinstance(value, list) or not value:
+            raise self.wrong(name, short_repr(value), expected)
+        for i, message in enumerate(value):
+            known = isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
+            if not known or message["role"] not in ("system", "user", "assistant"):
+                raise self.wrong(name, f"[{i}] is {short_repr(message)}", expected)
+        return [{"role": message["role"], "content": message["content"]} for message in value]
+
+
+def read_rows(data: str, files: Sequence[str], all_files: bool, source: str) -> Iterator[Row]:
+    """The records of a suite's files, in order.
+
+    Args:
+        data: a folder, a file or a data set of the hub. files, all_files: as a Suite's. source: where they are had.
+
+    Raises: ValueError for files that are not there, and records that are none.
+    """
+    groups = [(name, f"*/{name}") for name in files]
+    if all_files:
+        found = [file for group in groups for file in _list(data, group, source)]
+    else:
+        found = _first(data, groups, source)
+    for file in found:
+        yield from _records(file)
+
+
+def _list(data: str, patterns: tuple[str, ...], source: str) -> list[SourceFile]:
+    try:
+        return list_files([Source(data, files=patterns)])
+    except ValueError as error:
+        said = str(error).removesuffix("; see --files")
+        raise ValueError(f"--data: {said}; {patterns[0]} comes from {source}") from error
+
+
+def _first(data: str, groups: Sequence[tuple[str, ...]], source: str) -> list[SourceFile]:
+    for group in groups[:-1]:
+        try:
+            return _list(data, group, source)
+        except ValueError:
+            continue
+    return _list(data, groups[-1], source)
+
+
+def _records(file: SourceFile) -> Iterator[Row]:
+    place = PLACES.get(file.kind, "line")
+    if file.kind == "table":
+        for number, fields in enumerate(table_rows(file.path, 0, 1 << 62, table_fields(file.path)), start=1):
+            yield Row(file.name, place, number, fields)
+        return
+    for record in stream_records(file.path, "array" if file.kind == "array" else "jsonl"):
+        value, why = record.value, "no record"
+        if isinstance(value, bytes):
+            if not value.strip():
+                continue
+            try:
+                value = json.loads(value.decode("utf-8-sig"))
+            except ValueError as error:  # a UnicodeDecodeError is one
+                why = f"no JSON in UTF-8 ({error})"
+        if isinstance(value, Unusable):
+            why = str(value)
+        if not isinstance(value, dict):
+            raise ValueError(f"--data: {file.name}, {place} {record.number} is {why}; expected a JSON object of fields")
+        yield Row(file.name, place, record.number, value)

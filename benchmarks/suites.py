@@ -1,0 +1,225 @@
+"""Published suites of prompts: where they come from, their files' layouts, what is asked and how long answers are.
+
+A suite is a line of SUITES and a function that makes a question of a record. Where a paper's table is meant, the prompt
+is its program's literal one; else the target's own chat template is taken. Not here: how files are found and parsed
+(suite_files.py), which questions fit a target (questions.py).
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from longdraft.benchmarks.questions import Question, Room
+from longdraft.benchmarks.suite_files import Row, read_rows
+
+# LongSpec's program for LongBench (inference_long-bench.py): what stands before and behind the text of each task.
+_SYSTEM = "<s>system\nYou are a helpful assistant</s>\n<s>user\n"
+_CODE = "Please complete the code given below. \n{context}Now, complete the code given.</s>\n<s>assistant\n"
+LONGBENCH = {
+    "gov_report": (
+        "You are given a report by a government agency. Write a one-page summary of the report.\n\n"
+        "Report:\n{context}\n\nNow, write a one-page summary of the report.</s>\n<s>assistant\nSummary:"
+    ),
+    "qmsum": (
+        "You are given a meeting transcript and a query containing a question or instruction. "
+        "Answer the query in one or more sentences.\n\nTranscript:\n{context}\n\n"
+        "Now, answer the query based on the above meeting transcript in one or more sentences.\n\n"
+        "Query: {input}</s>\n<s>assistant\nAnswer:"
+    ),
+    "multi_news": (
+        "You are given several news passages. Write a one-page summary of all news. \n\n"
+        "News:\n{context}\n\nNow, write a one-page summary of all the news.</s>\n<s>assistant\nSummary:"
+    ),
+    "lcc": _CODE,
+    "repobench-p": _CODE,
+}
+# LongSpec's program for QwQ (inference_qwq.py).
+AIME = (
+    "<|im_start|>system\nYou are a helpful assistant<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+)
+AIME24_IDS = range(60, 90)
+# TokenSwift's program (main.py) leaves out the front matter of a book, and takes the first ten.
+PG19_FROM, PG19_BOOKS = 5000, 10
+MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
+PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH"
+
+
+@dataclass(frozen=True)
+class Suite:
+    """What is measured under a name.
+
+    Attributes:
+        title: for people. source: where the files are had.
+        files: patterns of file names, the first of which that is there is read; with `all_files` each must be there.
+        read: a question of a record; None for a record that is not part of the suite.
+        new_tokens: an answer's most. ignore_eos: whether answers go on behind their end.
+        sampling: further keywords of SamplingParams.
+        above, spare: a prompt has more than `above` tokens, and at most the target's positions less `spare`, by default
+            less `new_tokens`.
+        first_tokens: so many tokens of a text are the prompt; None: all.
+    """
+
+    title: str
+    source: str
+    files: tuple[str, ...]
+    read: Callable[[Row], Question | None]
+    new_tokens: int
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    ignore_eos: bool = False
+    all_files: bool = False
+    above: int = 0
+    spare: int | None = None
+    first_tokens: int | None = None
+
+    def questions(self, data: str, only: Sequence[str] = ()) -> list[Question]:
+        """The questions that stand in a folder, a file or a data set of the hub.
+
+        only: tasks, categories or files' names without ending; () is all.
+
+        Raises: ValueError for files that are not there or not laid out as they should be, and an unknown name.
+        """
+        some = tuple(file for file in self.files if file.partition(".")[0] in only) if self.all_files else ()
+        found, names, ids = [], set(), set()
+        for row in read_rows(data, some or self.files, self.all_files, self.source):
+            question = self.read(row)
+            if question is None:
+                continue
+            if question.id in ids:
+                raise row.wrong("id", f"{question.id!r} stands there a second time", "each once")
+            ids.add(question.id)
+            called = {question.task, question.category, row.stem}
+            names |= called
+            found += [question] if not only or called & set(only) else []
+        if unknown := sorted(set(only) - names):
+            raise ValueError(f"--only: {', '.join(unknown)} unknown; the data has {', '.join(sorted(names))}")
+        if not found:
+            raise ValueError(f"--data: {data} has no question of {self.title}; its files come from {self.source}")
+        return found
+
+    def room(self, positions: int, new_tokens: int) -> Room:
+        """Which prompts are asked of a target of so many positions."""
+        spare = new_tokens if self.spare is None else max(self.spare, new_tokens)
+        return Room(positions, positions - spare, self.above, self.first_tokens)
+
+
+def _user(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+def _longbench(row: Row) -> Question:
+    filled = LONGBENCH[row.stem].replace("{context}", row.text("context"))
+    if "{input}" in filled:
+        filled = filled.replace("{input}", row.text("input"))
+    return Question(row.get("_id", f"{row.stem}-{row.number}"), row.stem, (_SYSTEM + filled,))
+
+
+def _aime24(row: Row) -> Question | None:
+    number = row.integer("id")
+    return Question(number, "aime24", (AIME.format(row.text("problem")),)) if number in AIME24_IDS else None
+
+
+def _pg19(row: Row) -> Question | None:
+    if row.number > PG19_BOOKS:
+        return None
+    return Question(row.number - 1, "pg19", (row.text("text")[PG19_FROM:],))
+
+
+def _spec_bench(row: Row) -> Question:
+    category = row.text("category")
+    task = "mt_bench" if category in MT_BENCH else category
+    return Question(row.id("question_id"), task, tuple(map(_user, row.texts("turns"))), category)
+
+
+def _mt_bench(row: Row) -> Question:
+    """As FastChat has it, or as a table of the hub (HuggingFaceH4/mt_bench_prompts)."""
+    hub = "turns" not in row and "prompt" in row
+    turns = row.texts("prompt" if hub else "turns")
+    return Question(row.id("prompt_id" if hub else "question_id"), row.text("category"), tuple(map(_user, turns)))
+
+
+def _speed_bench(row: Row) -> Question:
+    if "messages" in row:
+        turns: list[list[dict[str, str]]] = [[]]
+        for message in row.messages("messages"):
+            turns[-1].append(message)
+            if message["role"] == "user":
+                turns.append([])
+        turns = [turn for turn in turns if turn and turn[-1]["role"] == "user"]
+    else:
+        turns = [_user(text) for text in row.texts("turns")]
+    for turn in turns:
+        if any(PLACEHOLDER in message["content"] for message in turn):
+            raise row.wrong("turns", "a placeholder", "text; specdec_bench's prepare_data.py fills it in")
+    subset = row.stem.partition("-")[0]
+    return Question(row.id("question_id"), row.text("category"), tuple(turns), f"{subset}/{row.text('category')}")
+
+
+def _mrcr(row: Row) -> Question:
+    given = row.text("prompt")
+    try:
+        messages = json.loads(given)
+    except ValueError:
+        raise row.wrong("prompt", "no JSON", "a JSON list of messages") from None
+    task = f"{row.integer('n_needles')}needle"
+    return Question(f"{row.stem}-{row.number}", task, (row.messages("prompt", messages),))
+
+
+SUITES: dict[str, Suite] = {
+    "longbench": Suite(
+        "LongBench v1, five tasks (LongSpec, table 1)",
+        "data.zip of the data set zai-org/LongBench, unpacked",
+        tuple(f"{task}.jsonl" for task in LONGBENCH),
+        _longbench,
+        new_tokens=1024,
+        all_files=True,
+        above=1200,
+        spare=2000,
+    ),
+    "aime24": Suite(
+        "AIME 2024 (LongSpec)",
+        "the data set AI-MO/aimo-validation-aime",
+        ("*.parquet", "*.jsonl"),
+        _aime24,
+        new_tokens=20000,
+    ),
+    "pg19": Suite(
+        "PG-19, long generation (TokenSwift)",
+        "data/pg19/pg19-test.json of github.com/bigai-nlco/TokenSwift",
+        ("pg19-test.json",),
+        _pg19,
+        new_tokens=102400,
+        sampling={"temperature": 1.0, "min_p": 0.1, "contextual_penalty": 1.2, "contextual_window": 1024},
+        ignore_eos=True,
+        above=4096,
+        first_tokens=4096,
+    ),
+    "spec-bench": Suite(
+        "Spec-Bench",
+        "data/spec_bench/question.jsonl of github.com/hemingkx/Spec-Bench",
+        ("question.jsonl",),
+        _spec_bench,
+        new_tokens=1024,
+    ),
+    "speed-bench": Suite(
+        "SPEED-Bench",
+        "`prepare_data.py` of specdec_bench (github.com/NVIDIA/Model-Optimizer), which fills in nvidia/SPEED-Bench",
+        ("*.jsonl", "*.parquet"),
+        _speed_bench,
+        new_tokens=4096,
+    ),
+    "mrcr": Suite(
+        "MRCR, by context",
+        "the data set openai/mrcr",
+        ("?needle*.parquet",),
+        _mrcr,
+        new_tokens=1024,
+    ),
+    "mt-bench": Suite(
+        "MT-Bench",
+        "fastchat/llm_judge/data/mt_bench/question.jsonl of github.com/lm-sys/FastChat",
+        ("question.jsonl", "*.parquet"),
+        _mt_bench,
+        new_tokens=1024,
+    ),
+}
