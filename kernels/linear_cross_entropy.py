@@ -66,26 +66,24 @@ def linear_cross_entropy(
         ValueError: unknown implementation, or one that is not installed; dtypes, or numbers of parts or labels, that
             differ.
     """
-    _check(hiddens, weight_VD, labels, rows, implementation)
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"implementation: {implementation!r} is none of {', '.join(IMPLEMENTATIONS)}")
+    check_parts(hiddens, weight_VD, labels, rows)
     n_labels = torch.stack([(labels_M != ignore_index).sum() for labels_M in labels])
     rows = rows or [torch.arange(len(labels_M), device=labels_M.device) for labels_M in labels]
     if implementation == "liger":
         return _liger(hiddens, weight_VD, labels, rows, n_labels, ignore_index, top_k)
     kernels = _triton(implementation, weight_VD.device) if implementation != "torch" else None
-    chunk_losses = kernels.chunk_losses if kernels else None
-    loss_sums, rank_counts = _chunked(hiddens, weight_VD, labels, rows, ignore_index, top_k, chunk_losses)
+    loss_sums, rank_counts = _labelled(
+        hiddens, weight_VD, labels, rows, ignore_index, top_k, kernels.chunk_losses if kernels else None
+    )
     return LinearCrossEntropy(loss_sums, n_labels, rank_counts, n_labels if top_k else torch.zeros_like(n_labels))
 
 
-def _check(
-    hiddens: Sequence[Tensor],
-    weight_VD: Tensor,
-    labels: Sequence[Tensor],
-    rows: Sequence[Tensor] | None,
-    implementation: str,
+def check_parts(
+    hiddens: Sequence[Tensor], weight_VD: Tensor, labels: Sequence[Tensor], rows: Sequence[Tensor] | None
 ) -> None:
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation: {implementation!r} is none of {', '.join(IMPLEMENTATIONS)}")
+    """Raises ValueError for dtypes, or numbers of parts or labels, that differ."""
     if not hiddens:
         raise ValueError("hiddens: [] has no part; give at least one")
     for name, given in (("labels", labels), ("rows", rows)):
@@ -108,12 +106,12 @@ def _triton(implementation: str, device: torch.device) -> Any | None:
 
 
 def rows_per_chunk(vocab_size: int, element_size: int, gpu: bool) -> int:
-    """C, in whole tiles of a matrix product where it is many."""
+    """C, in whole tiles of a matrix product where it is many; `element_size`: bytes of all that a logit has there."""
     n_rows = max(16, (GPU_CHUNK_BYTES if gpu else CHUNK_BYTES) // (element_size * vocab_size))
     return n_rows - n_rows % 64 if n_rows > 64 else n_rows
 
 
-def _chunked(
+def _labelled(
     hiddens: Sequence[Tensor],
     weight_VD: Tensor,
     labels: Sequence[Tensor],
@@ -128,18 +126,43 @@ def _chunked(
         if backend.is_host(weight_VD.device):  # rows without a label then cost nothing
             kept = [labels_M != ignore_index for labels_M in labels]
             labels, rows = ([x[keep_M] for x, keep_M in zip(part, kept, strict=True)] for part in (labels, rows))
+
+    def losses(chunk: slice, *given: Any) -> None:
+        chunk_losses(*given)
+
+    return chunked(hiddens, weight_VD, labels, rows, ignore_index, top_k, losses)
+
+
+def chunked(
+    hiddens: Sequence[Tensor],
+    weight_VD: Tensor,
+    labels: Sequence[Tensor],
+    rows: Sequence[Tensor],
+    ignore_index: int,
+    top_k: int,
+    losses: Callable[..., None],
+    logits_beside: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """A loss of the labelled rows by chunks of their logits: fp32 [P] sums, differentiable, and int64 [P, K] counts.
+
+    Args:
+        losses: called with the chunk's place in all labels and then as reference/linear_cross_entropy.py's
+            `chunk_losses`: writes losses and ranks, and in the logits' place their gradient.
+        logits_beside: how many more logits a logit of the chunk has beside it, in the same memory.
+    """
     wanted = [torch.is_grad_enabled() and hidden_ND.requires_grad for hidden_ND in hiddens]
-    given = weight_VD.detach(), labels, rows, ignore_index, top_k, wanted, chunk_losses
+    given = weight_VD.detach(), labels, rows, ignore_index, top_k, wanted, losses, 1 + logits_beside
     return _Chunked.apply(*given, *hiddens)  # pyright: ignore[reportReturnType]
 
 
 class _Chunked(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, weight_VD, labels, rows, ignore_index, top_k, wanted, chunk_losses, *hiddens):
+    def forward(ctx, weight_VD, labels, rows, ignore_index, top_k, wanted, losses, n_logits, *hiddens):
         borders = [0, *accumulate(len(labels_M) for labels_M in labels)]
         labels_T, rows_T, n_labels = torch.cat(list(labels)), torch.cat(list(rows)), borders[-1]
         n_words, width = weight_VD.shape
-        n_rows = max(1, min(n_labels, rows_per_chunk(n_words, weight_VD.element_size(), weight_VD.is_cuda)))
+        n_rows = rows_per_chunk(n_words, n_logits * weight_VD.element_size(), weight_VD.is_cuda)
+        n_rows = max(1, min(n_labels, n_rows))
         # All chunks share these; the states' gradient takes the states' place, too.
         logits_CV, states_CD = weight_VD.new_empty(n_rows, n_words), weight_VD.new_empty(n_rows, width)
         loss_T = weight_VD.new_empty(n_labels, dtype=torch.float32)
@@ -153,7 +176,7 @@ class _Chunked(torch.autograd.Function):
             for piece in pieces:
                 torch.index_select(hiddens[piece.part], 0, rows_T[piece.of_all], out=states[piece.of_chunk])
             torch.mm(states, weight_VD.T, out=logits)
-            chunk_losses(logits, labels_T[chunk], loss_T[chunk], before_T[chunk], ignore_index, top_k, any(wanted))
+            losses(chunk, logits, labels_T[chunk], loss_T[chunk], before_T[chunk], ignore_index, top_k, any(wanted))
             if any(wanted):
                 torch.mm(logits, weight_VD, out=states)
                 states.masked_fill_((labels_T[chunk] == ignore_index)[:, None], 0.0)
@@ -170,7 +193,7 @@ class _Chunked(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *scales):
         if ctx.grads is None:
-            raise RuntimeError("linear_cross_entropy: its gradient was used up by an earlier backward pass")
+            raise RuntimeError("linear loss: its gradient was used up by an earlier backward pass")
         grads, ctx.grads = ctx.grads, None
         given: list[Tensor | None] = [None] * len(grads)
         # Each part's is let go before the next one's is made: together they are as large as all states.
@@ -180,7 +203,7 @@ class _Chunked(torch.autograd.Function):
                 # A scale of one dimension multiplies in fp32, where one of none would first be rounded to bf16.
                 grad_ND = grad_MD.new_zeros(ctx.n_states[part], grad_MD.shape[1])
                 given[part] = grad_ND.index_add_(0, ctx.rows[part], grad_MD.mul_(scale_1))
-        return None, None, None, None, None, None, None, *given
+        return *[None] * 8, *given
 
 
 class _Piece(NamedTuple):
@@ -229,7 +252,7 @@ def _liger(
         return LinearCrossEntropy(sums_P, n_labels, n_labels.new_zeros(len(hiddens), 0), torch.zeros_like(n_labels))
     labels, rows = ([_sample(x) for x in part] for part in (labels, rows))
     with torch.no_grad():
-        _, rank_counts_PK = _chunked(hiddens, weight_VD, labels, rows, ignore_index, top_k, None)
+        _, rank_counts_PK = _labelled(hiddens, weight_VD, labels, rows, ignore_index, top_k, None)
     n_ranked = torch.stack([(labels_M != ignore_index).sum() for labels_M in labels])
     return LinearCrossEntropy(sums_P, n_labels, rank_counts_PK, n_ranked)
 

@@ -65,7 +65,7 @@ def _block_losses(
 ) -> None:
     exact_BV = logits_BV.float()  # fp32 logits themselves
     if top_k:
-        before_B.copy_(_before(exact_BV, label_B1, top_k, scratch_BV))
+        before_B.copy_(count_before(exact_BV, label_B1, top_k, scratch_BV))
     # The exponentials cost most: softmax takes them once, and its largest probability is one over their sum.
     probs_BV = torch.softmax(exact_BV, 1, out=scratch_BV)
     torch.sub(exact_BV.amax(1) - exact_BV.gather(1, label_B1)[:, 0], probs_BV.amax(1).log_(), out=loss_B)
@@ -74,7 +74,7 @@ def _block_losses(
         logits_BV.copy_(probs_BV)
 
 
-def _before(logits_BV: Tensor, label_B1: Tensor, top_k: int, scratch_BV: Tensor) -> Tensor:
+def count_before(logits_BV: Tensor, label_B1: Tensor, top_k: int, scratch_BV: Tensor) -> Tensor:
     """fp32 counts, exact up to 2 ** 24; sums of truths would go through an int64 copy of them."""
     own_B1 = logits_BV.gather(1, label_B1)
     before_B = torch.gt(logits_BV, own_B1, out=scratch_BV).sum(1)

@@ -1,0 +1,116 @@
+"""Losses of a chunk of the draft's logits against the target's, and their gradient in the draft's place; plain PyTorch.
+
+p is the target's distribution of a row, q the draft's. Both serve a CPU and a GPU: beside the products with the LM head
+what is done here is little, and only a block of rows is held in fp32. Not here: those products, chunks
+(kernels/linear_distillation.py).
+Shapes: C rows of a chunk, B rows of a block, V vocabulary.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from longdraft.kernels.reference.linear_cross_entropy import count_before, rows_per_block
+
+MEASURED = 2  # overlap and acceptance
+TINY = 1e-30
+# Of log p/q: beyond it a token adds nothing to any sum in fp32.
+MOST_LOG_RATIO = 69.0
+
+
+def kl(log_p_BV: Tensor, log_q_BV: Tensor, p_BV: Tensor, q_BV: Tensor) -> tuple[Tensor, Tensor]:
+    """Sum of p log(p / q), [B], and its gradient in the draft's logits, [B, V]: q - p where p adds up to 1."""
+    loss_B = (log_p_BV - log_q_BV).mul_(p_BV).sum(1)
+    return loss_B, torch.addcmul(-p_BV, q_BV, p_BV.sum(1, keepdim=True))
+
+
+def overlap(log_p_BV: Tensor, log_q_BV: Tensor, p_BV: Tensor, q_BV: Tensor) -> tuple[Tensor, Tensor]:
+    """-log of the sum of min(p, q): of how often classical rejection accepts."""
+    shared_B1 = torch.minimum(p_BV, q_BV).sum(1, keepdim=True).clamp_(min=TINY)
+    lower_BV = q_BV * (q_BV < p_BV)
+    gradient_BV = torch.addcmul(-lower_BV, q_BV, lower_BV.sum(1, keepdim=True)).div_(shared_B1)
+    return -shared_B1[:, 0].log(), gradient_BV
+
+
+def acceptance(log_p_BV: Tensor, log_q_BV: Tensor, p_BV: Tensor, q_BV: Tensor) -> tuple[Tensor, Tensor]:
+    """-log A: how often both choose the same token under the same Gumbel noise, argmax(log p + g) = argmax(log q + g).
+
+    A = sum over v of 1 / sum over w of max(p_w / p_v, q_w / q_v) (the Gumbel maximum of both at v; between
+    (1 - TV) / (1 + TV) and 1 - TV, arXiv 2408.07978). With r = p / q falling, the inner sum is
+    P_v / p_v + Q_v / q_v, with P_v of all p up to v and Q_v of all q behind it; times p_v that is P_v + Q_v r_v >= 1.
+    What p lacks of 1 is on tokens that the draft does not have: it counts in every P_v.
+    """
+    ratio_BV, order_BV = torch.sort(log_p_BV - log_q_BV, dim=1, descending=True)
+    ratio_BV.clamp_(max=MOST_LOG_RATIO).exp_()
+    p_BV, q_BV = p_BV.gather(1, order_BV), q_BV.gather(1, order_BV)
+    lost_B1 = (1 - p_BV.sum(1, keepdim=True)).clamp_(min=0)
+    behind_BV = (1 - q_BV.cumsum(1)).clamp_(min=0)
+    whole_BV = torch.addcmul(p_BV.cumsum(1).add_(lost_B1), behind_BV, ratio_BV)
+    # a_v = 1 / the inner sum, which is p_v / whole; b_v = a_v / q_v. Where q_w grows, every a_v with a larger ratio
+    # falls by a_v b_v, and a_w itself rises.
+    a_BV, weight_BV = p_BV.div_(whole_BV), ratio_BV.div_(whole_BV)
+    accepted_B1 = a_BV.sum(1, keepdim=True).clamp_(min=TINY)
+    weight_BV.mul_(a_BV)
+    before_BV = weight_BV.cumsum(1).sub_(weight_BV)
+    sorted_BV = q_BV.mul_(before_BV).addcmul_(weight_BV, behind_BV, value=-1).div_(accepted_B1)
+    return -accepted_B1[:, 0].log(), torch.empty_like(sorted_BV).scatter_(1, order_BV, sorted_BV)
+
+
+LOSSES: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]] = {
+    "kl": kl, "overlap": overlap, "acceptance": acceptance,
+}  # fmt: skip
+
+
+def chunk_distillation(
+    logits_CV: Tensor,
+    target_CV: Tensor,
+    log_totals_C: Tensor | None,
+    labels_C: Tensor,
+    loss_C: Tensor,
+    before_C: Tensor,
+    measured_C2: Tensor | None,
+    objective: str,
+    text_weight: float,
+    ignore_index: int,
+    top_k: int,
+    gradient: bool,
+) -> None:
+    """The loss of every row, in fp32 whatever the logits are.
+
+    Args:
+        logits_CV: the draft's, fp32, bf16 or fp16; with `gradient` overwritten with the loss's, except for rows whose
+            label is `ignore_index`, which then hold anything.
+        target_CV: the target's, of the same tokens.
+        log_totals_C: log-sum-exp of the target's logits of its whole vocabulary; None: of those that are given, so
+            that p is renormalised to the draft's tokens.
+        labels_C, loss_C, before_C, top_k: as of reference/linear_cross_entropy.py's `chunk_losses`.
+        measured_C2: fp32, written: overlap and acceptance of every row, whatever its label; None: not wanted.
+        objective: one of LOSSES. text_weight: share of the labels' cross-entropy in the loss, beside it.
+    """
+    n_rows, n_words = logits_CV.shape
+    n_block = rows_per_block(n_words)
+    ignored_C = labels_C == ignore_index
+    labels_C = labels_C.masked_fill(ignored_C, 0)
+    for start in range(0, n_rows, n_block):
+        rows = slice(start, start + n_block)
+        exact_BV, label_B1 = logits_CV[rows].float(), labels_C[rows, None]
+        if top_k:
+            before_C[rows] = count_before(exact_BV, label_B1, top_k, torch.empty_like(exact_BV)).to(before_C.dtype)
+        log_q_BV, log_p_BV = torch.log_softmax(exact_BV, 1), target_CV[rows].float()
+        totals_B = log_p_BV.logsumexp(1) if log_totals_C is None else log_totals_C[rows]
+        log_p_BV = log_p_BV - totals_B[:, None]
+        both = log_p_BV, log_q_BV, log_p_BV.exp(), log_q_BV.exp()
+        if measured_C2 is not None:
+            measured_C2[rows] = torch.stack([-overlap(*both)[0], -acceptance(*both)[0]], 1).exp_()
+        loss_B, gradient_BV = LOSSES[objective](*both)
+        if text_weight:
+            loss_B = torch.lerp(loss_B, -log_q_BV.gather(1, label_B1)[:, 0], text_weight)
+            of_text_BV = both[3].scatter_add_(1, label_B1, exact_BV.new_full(label_B1.shape, -1.0))
+            gradient_BV = torch.lerp(gradient_BV, of_text_BV, text_weight)
+        loss_C[rows] = loss_B
+        if gradient:
+            logits_CV[rows] = gradient_BV.to(logits_CV.dtype)
+    loss_C.masked_fill_(ignored_C, 0.0)
+    if top_k:
+        before_C.masked_fill_(ignored_C, n_words)

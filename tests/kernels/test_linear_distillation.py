@@ -1,0 +1,165 @@
+"""The distillation losses against their definitions by full logits and autograd, counts of draws, and Liger's."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from longdraft.kernels import linear_cross_entropy as chunks
+from longdraft.kernels.linear_distillation import TargetStates, linear_distillation
+from longdraft.kernels.reference import linear_distillation as reference
+
+OBJECTIVES = ["kl", "overlap", "acceptance"]
+D, V, STATES = 12, 50, 40
+
+
+def example(sizes, dtype=torch.float32, seed=0):
+    """Parts whose rows are in any order, some twice; every fifth label is missing."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    hiddens = [draw(STATES, D).requires_grad_() for _ in sizes]
+    weight, states = draw(V, D) * 0.6, draw(STATES, D)
+    rows, taught = ([torch.randint(STATES, (n,), generator=generator) for n in sizes] for _ in range(2))
+    labels = [torch.randint(V, (n,), generator=generator) for n in sizes]
+    for part in labels:
+        part[::5] = -100
+    return hiddens, weight, labels, rows, TargetStates(states, taught)
+
+
+def by_definition(objective: str, q_MV: Tensor, p_MV: Tensor) -> Tensor:
+    """Term by term; p may lack what lies on tokens that the draft has not."""
+    if objective == "kl":
+        return (p_MV * (p_MV / q_MV).log()).sum(1)
+    if objective == "overlap":
+        return -torch.minimum(p_MV, q_MV).sum(1).log()
+    ratio_p, ratio_q = (x_MV[:, None, :] / x_MV[:, :, None] for x_MV in (p_MV, q_MV))
+    lost = (1 - p_MV.sum(1, keepdim=True)) / p_MV
+    return -(1 / (torch.maximum(ratio_p, ratio_q).sum(2) + lost)).sum(1).log()
+
+
+def full_formula(hidden, weight, labels, rows, states, taught, totals, objective, text_weight, scale):
+    """In fp64: the summed loss of the rows with a label, and the gradient of the states."""
+    hidden = hidden.detach().double().requires_grad_()
+    kept = labels != -100
+    logits = hidden[rows[kept]] @ weight.double().T
+    target = states.double()[taught[kept]] @ weight.double().T
+    total = target.logsumexp(1) if totals is None else totals.double()[taught[kept]]
+    loss = by_definition(objective, logits.softmax(1), (target - total[:, None]).exp()).sum() * (1 - text_weight)
+    loss = loss + text_weight * F.cross_entropy(logits, labels[kept], reduction="sum")
+    (gradient,) = torch.autograd.grad(loss * scale, hidden)
+    return loss.detach(), gradient
+
+
+@pytest.mark.parametrize("rest", [False, True], ids=["renormalised", "rest lost"])
+@pytest.mark.parametrize("text_weight", [0.0, 0.3])
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize(("sizes", "chunk", "block"), [([7], 100, 100), ([17, 1, 30], 8, 3), ([0, 5], 1, 1)], ids=str)
+def test_losses_and_gradients_equal_the_definitions(objective, text_weight, rest, sizes, chunk, block, monkeypatch):
+    monkeypatch.setattr(chunks, "rows_per_chunk", lambda *_: chunk)
+    monkeypatch.setattr(reference, "rows_per_block", lambda *_: block)
+    hiddens, weight, labels, rows, target = example(sizes)
+    if rest:
+        target = target._replace(log_totals=(target.states @ weight.T).logsumexp(1) + 0.2)
+    out = linear_distillation(
+        hiddens, weight, labels, target, objective, rows=rows, text_weight=text_weight, top_k=3, measure=True
+    )
+    scales = torch.tensor([0.4, -2.0, 5.0])[: len(sizes)]
+    (out.loss_sums * scales).sum().backward()
+    for i, hidden in enumerate(hiddens):
+        loss, gradient = full_formula(
+            hidden, weight, labels[i], rows[i], target.states, target.rows[i], target.log_totals,
+            objective, text_weight, scales[i],
+        )  # fmt: skip
+        torch.testing.assert_close(out.loss_sums[i].detach().double(), loss, rtol=2e-5, atol=1e-5)
+        torch.testing.assert_close(hidden.grad.double(), gradient, rtol=1e-4, atol=2e-6)
+        logits = hidden.detach()[rows[i]] @ weight.T
+        ranked = logits.topk(3, 1).indices == labels[i][:, None]
+        assert out.rank_counts[i].tolist() == ranked.sum(0).tolist() and out.n_ranked[i] == out.n_labels[i]
+        shared = torch.tensor([0.0, 0.0])
+        for row, taught in zip(logits, target.rows[i], strict=True):  # whatever the label
+            seen = target.states[taught] @ weight.T
+            p = seen.softmax(0) if target.log_totals is None else (seen - target.log_totals[taught]).exp()
+            both = row.softmax(0)[None], p[None]
+            shared += torch.stack([(-by_definition(name, *both)).exp()[0] for name in OBJECTIVES[1:]])
+        torch.testing.assert_close(out.measured[i], shared, rtol=1e-4, atol=1e-5)
+
+
+def test_acceptance_is_how_often_both_choose_the_same_under_the_same_noise():
+    generator = torch.Generator().manual_seed(1)
+    p, q = (torch.randn(1, 30, generator=generator).mul(1.5).softmax(1) for _ in range(2))
+    value = (-reference.acceptance(p.log(), q.log(), p, q)[0]).exp().item()
+    n = 200_000
+    noise = -torch.empty(n, 30).exponential_(generator=generator).log()
+    counted = ((p.log() + noise).argmax(1) == (q.log() + noise).argmax(1)).float().mean().item()
+    assert abs(value - counted) < 5 * (value * (1 - value) / n) ** 0.5
+    tv = 0.5 * (p - q).abs().sum().item()
+    assert (1 - tv) / (1 + tv) <= value <= 1 - tv
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_distributions_far_apart_give_numbers(objective):
+    """Peaks of probability 1, shared and not; all mass of both on the same token; ties everywhere."""
+    logits = torch.zeros(4, 9)
+    logits[0, 3], logits[1, 3], logits[2] = 200.0, 200.0, torch.arange(9) * 40.0
+    target = torch.zeros(4, 9)
+    target[0, 3], target[1, 5], target[2] = 200.0, 200.0, torch.arange(9).flip(0) * 40.0
+    log_p, log_q = target.log_softmax(1), logits.log_softmax(1)
+    loss, gradient = reference.LOSSES[objective](log_p, log_q, log_p.exp(), log_q.exp())
+    assert loss.isfinite().all() and gradient.isfinite().all()
+    torch.testing.assert_close(loss[[0, 3]], torch.zeros(2), atol=1e-6, rtol=0)
+    torch.testing.assert_close(gradient[0], torch.zeros(9), atol=1e-6, rtol=0)
+    torch.testing.assert_close(gradient.sum(1), torch.zeros(4), atol=1e-5, rtol=0)
+    assert gradient[3].abs().max() < 0.1  # equal distributions are a kink of the acceptance: any of its slopes
+    assert loss[1] > 50 and loss[2] > 50
+
+
+def test_kl_is_ligers():
+    """Their loss in chunks, which is plain PyTorch where it is not compiled; of all rows, without labels."""
+    distillation = pytest.importorskip("liger_kernel.chunked_loss.jsd_loss", reason="liger-kernel is not installed")
+    hiddens, weight, _, rows, target = example([33])
+    labels, hidden = torch.zeros(33, dtype=torch.int64), hiddens[0]
+    ours = linear_distillation([hidden], weight, [labels], target, "kl", rows=rows).loss_sums[0]
+    own = torch.autograd.grad(ours, hidden)[0]
+    theirs = distillation.LigerFusedLinearJSDFunction.apply(
+        hidden[rows[0]], weight.clone().requires_grad_(), target.states[target.rows[0]], weight, labels,
+        None, None, 0.0, 1.0, 0.0, -100, 1.0, False, 8,
+    )  # fmt: skip
+    torch.testing.assert_close(ours / 33, theirs, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(own / 33, torch.autograd.grad(theirs, hidden)[0], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_bf16_is_as_close_as_its_logits_are(objective):
+    """Twice the error of the same losses from logits that are rounded to bf16."""
+    hiddens, weight, labels, rows, target = example([40], torch.bfloat16)
+    out = linear_distillation(hiddens, weight, labels, target, objective, rows=rows)
+    out.loss_sums.sum().backward()
+    given = hiddens[0], weight, labels[0], rows[0], target.states, target.rows[0], None, objective, 0.0, 1.0
+    exact, exact_gradient = full_formula(*given)
+    kept = labels[0] != -100
+    rounded = (hiddens[0][rows[0][kept]] @ weight.T).float().detach()
+    seen = (target.states[target.rows[0][kept]] @ weight.T).float()
+    logits = rounded.requires_grad_()
+    usual = by_definition(objective, logits.softmax(1), seen.softmax(1)).sum()
+    usual_gradient = torch.zeros(STATES, D).index_add_(
+        0, rows[0][kept], (torch.autograd.grad(usual, logits)[0].bfloat16() @ weight).float()
+    )
+    assert (out.loss_sums[0] - exact).abs() <= 2 * (usual - exact).abs() + 1e-4 * exact
+    assert (hiddens[0].grad - exact_gradient).norm() <= 3 * (usual_gradient - exact_gradient).norm()
+
+
+def test_gradient_only_once_and_errors_name_the_argument():
+    hiddens, weight, labels, rows, target = example([6, 4])
+    hiddens[0].requires_grad_(False)
+    out = linear_distillation(hiddens, weight, labels, target, "kl", rows=rows)
+    out.loss_sums.sum().backward(retain_graph=True)
+    assert hiddens[0].grad is None and hiddens[1].grad.any() and out.measured.shape == (2, 0)
+    with pytest.raises(RuntimeError, match="used up by an earlier backward pass"):
+        out.loss_sums.sum().backward()
+    with pytest.raises(ValueError, match="objective: 'tvd' is none of kl, overlap, acceptance"):
+        linear_distillation(hiddens, weight, labels, target, "tvd", rows=rows)
+    with pytest.raises(ValueError, match="rows: 1 parts, but hiddens has 2"):
+        linear_distillation(hiddens, weight, labels, target._replace(rows=rows[:1]), "kl", rows=rows)
