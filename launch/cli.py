@@ -9,6 +9,7 @@ COMMANDS = {
     "prepare": "text to packed shards",
     "train": "shards to a trained draft, on every GPU through DeepSpeed's launcher",
     "export": "a training checkpoint to a draft folder, reloaded and compared",
+    "convert": "a draft that its authors published to a draft folder",
     "generate": "decode a prompt with any drafter",
     "bench": "measure drafters against plain decoding",
 }

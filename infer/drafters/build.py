@@ -1,6 +1,7 @@
 """The drafters by name, and combinations of them as "a+b"."""
 
 import inspect
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -72,7 +73,7 @@ def build_drafter(name: str, target: Target, draft: Any = None, options: Mapping
 
 
 def _build(name: str, target: Target, draft: Any, options: dict[str, Any]) -> Drafter:
-    kind = DRAFTERS[name]
+    kind, silent = DRAFTERS[name], False
     parameters = inspect.signature(kind).parameters
     known = [key for key in parameters if key not in ("target", "draft")]
     if unknown := sorted(set(options) - set(known)):
@@ -81,7 +82,11 @@ def _build(name: str, target: Target, draft: Any, options: dict[str, Any]) -> Dr
         if draft is None:
             raise ValueError(f"draft: {name} needs a trained draft; give the folder that `longdraft export` wrote")
         if isinstance(draft, str | Path):
-            options = _tree(draft, parameters) | options
+            own = _tree(draft, parameters)
+            # A drafter warns of levels that its draft was not trained for; those of the folder are meant so: LongSpec's
+            # authors draft five levels and train shifts of up to four.
+            silent = "widths" in own and "widths" not in options
+            options = own | options
             draft = load_draft(draft, target, kind=DRAFTS[name][1])
         options = options | {"draft": draft}
     if isinstance(options.get("small"), str | Path):
@@ -89,7 +94,10 @@ def _build(name: str, target: Target, draft: Any, options: dict[str, Any]) -> Dr
         options = options | {"small": load_target(options["small"], weight.dtype, weight.device)}
     if "small" in parameters and parameters["small"].default is inspect.Parameter.empty and "small" not in options:
         raise ValueError(f"options: {name} needs small, a model of the target's vocabulary: a path, a name or a Target")
-    return kind(**({"target": target} if "target" in parameters else {}), **options)
+    with warnings.catch_warnings():
+        if silent:
+            warnings.simplefilter("ignore")
+        return kind(**({"target": target} if "target" in parameters else {}), **options)
 
 
 def _tree(folder: str | Path, parameters: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,7 @@ One block on the target's token embedding: self-attention over a window of rows,
 of the target's last layer, feed-forward; the target's LM head reads its output. As the block's input is the embedding
 alone, its own keys and values depend on token and position only, so serving projects them without running the block.
 Not here: beams and caches (infer/drafters/longspec.py), files (models/draft_folder.py), the authors' tensor names
-(longspec_published.py).
+(models/published_longspec.py).
 Shapes: B rows, T tokens, D hidden, H query heads, K key/value heads, d head width, E draft vocabulary. In training N
 tokens of several pieces lie end to end, and the block runs for Q of them.
 """

@@ -1,21 +1,9 @@
-"""Data sets by the hub's name, through the real client against a hub on this machine: fetched, streamed, refused.
+"""Data sets by the hub's name, through the real client against a hub on this machine: fetched, streamed, refused."""
 
-That hub speaks HTTP as the hub's public interface documents it (information on a set, its tree, files with ranges,
-error codes), as far as `huggingface_hub` asks, and keeps what it was asked for.
-"""
-
-import hashlib
 import json
 import os
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
-from urllib.parse import unquote, urlsplit
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -24,124 +12,6 @@ import pytest
 from longdraft.data_prep.settings import Source
 from longdraft.data_prep.shards import ShardSet
 from longdraft.data_prep.sources import list_files
-
-COMMIT = hashlib.sha1(b"the only commit").hexdigest()
-REVISIONS = ("main", "refs/convert/parquet", COMMIT)
-
-
-class Hub(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-
-    def __init__(self, root: Path, requests: list[tuple[str, str, int]], *args):
-        self.root, self.requests = root, requests
-        super().__init__(*args)
-
-    def log_message(self, *args) -> None:
-        pass
-
-    def answer(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
-        self.requests.append((self.command, unquote(urlsplit(self.path).path), len(body)))
-        self.send_response(status)
-        for name, value in {"Content-Length": str(len(body)), **(headers or {})}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
-
-    def say(self, content) -> None:
-        self.answer(200, json.dumps(content).encode(), {"Content-Type": "application/json"})
-
-    def fail(self, status: int, code: str) -> None:
-        self.answer(status, b"{}", {"X-Error-Code": code})
-
-    def handle_one(self) -> None:
-        length = int(self.headers.get("Content-Length") or 0)
-        asked = self.rfile.read(length)
-        parts = unquote(urlsplit(self.path).path).strip("/").split("/")
-        if parts[0] == "api":
-            parts = parts[1:]
-        if parts[:1] != ["datasets"] or len(parts) < 3:
-            return self.fail(404, "EntryNotFound")
-        repository, rest = "/".join(parts[1:3]), parts[3:]
-        folder = self.root / repository
-        if repository == "gated/set":
-            return self.fail(403, "GatedRepo")
-        if not folder.is_dir():
-            return self.fail(404, "RepoNotFound")
-        what = rest[0] if rest else "revision"
-        revision = next(
-            (name for name in REVISIONS if "/".join(rest[1:]).startswith(name)), None if rest[1:] else "main"
-        )
-        if revision is None:
-            return self.fail(404, "RevisionNotFound")
-        inside = "/".join(rest[1:])[len(revision) :].strip("/")
-        if what == "revision":
-            siblings = [described(folder, path) for path in files(folder)]
-            return self.say({"id": repository, "sha": COMMIT, "siblings": siblings})
-        if what == "tree":
-            if "recursive=true" in self.path.lower():
-                return self.say([node(folder, path) for path in files(folder / inside)])
-            return self.say([node(folder, path) for path in sorted((folder / inside).iterdir())])
-        if what == "paths-info":
-            form = json.loads(asked) if asked[:1] == b"{" else {}
-            wanted = form.get("paths") or [unquote(pair.partition("=")[2]) for pair in asked.decode().split("&")]
-            return self.say([node(folder, folder / path) for path in wanted if (folder / path).is_file()])
-        if what == "resolve" and (folder / inside).is_file():
-            return self.give(folder / inside)
-        return self.fail(404, "EntryNotFound")
-
-    def give(self, path: Path) -> None:
-        content = path.read_bytes()
-        headers = {"ETag": f'"{digest(path)}"', "X-Repo-Commit": COMMIT, "X-Linked-Size": str(len(content))}
-        headers |= {"Accept-Ranges": "bytes"}
-        status, ranged = 200, self.headers.get("Range")
-        if ranged:
-            start, _, stop = ranged.removeprefix("bytes=").partition("-")
-            begin, end = int(start), min(int(stop) + 1 if stop else len(content), len(content))
-            headers["Content-Range"] = f"bytes {begin}-{end - 1}/{len(content)}"
-            status, content = 206, content[begin:end]
-        self.answer(status, content, headers)
-
-    do_GET = do_HEAD = do_POST = handle_one
-
-
-def files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file())
-
-
-def digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def described(folder: Path, path: Path) -> dict:
-    size = path.stat().st_size
-    lfs = {"sha256": digest(path), "size": size, "pointerSize": 100}
-    return {"rfilename": path.relative_to(folder).as_posix(), "size": size, "blobId": "0" * 40, "lfs": lfs}
-
-
-def node(folder: Path, path: Path) -> dict:
-    if path.is_dir():
-        return {"type": "directory", "path": path.relative_to(folder).as_posix(), "oid": "0" * 40, "size": 0}
-    size = path.stat().st_size
-    lfs = {"oid": digest(path), "size": size, "pointerSize": 100}
-    name = path.relative_to(folder).as_posix()
-    return {"type": "file", "path": name, "size": size, "oid": "0" * 40, "lfs": lfs}
-
-
-@contextmanager
-def serving(root: Path) -> Iterator[tuple[str, list[tuple[str, str, int]]]]:
-    """(address, what was asked for: method, path, bytes given) of a hub of the folders in `root`."""
-    requests: list[tuple[str, str, int]] = []
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Hub, root, requests))
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}", requests
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
-
 
 SCRIPT = """
 import json, sys
@@ -236,7 +106,7 @@ def given(requests, path):
     )
 
 
-def test_fetched_and_streamed_sets_are_the_same_documents(root, run, tmp_path, read_back, tiny_tokenizer):
+def test_fetched_and_streamed_sets_are_the_same_documents(root, run, tmp_path, read_back, tiny_tokenizer, serving):
     fetched, streamed = tmp_path / "fetched", tmp_path / "streamed"
     wanted = {"path": "me/set", "files": ["data/train-*"]}
     with serving(root) as (address, requests):
@@ -267,7 +137,7 @@ def test_fetched_and_streamed_sets_are_the_same_documents(root, run, tmp_path, r
     assert texts(tmp_path / "offline", read_back, tiny_tokenizer) == found
 
 
-def test_streaming_reads_what_the_share_and_the_budget_ask_for(root, run, tmp_path):
+def test_streaming_reads_what_the_share_and_the_budget_ask_for(root, run, tmp_path, serving):
     source = {"path": "me/set", "files": ["data/*.parquet", "data/*.jsonl"], "streaming": True, "share": 0.3}
     with serving(root) as (address, requests):
         done = run(address, tmp_path / "out", {"set": source})
@@ -280,7 +150,7 @@ def test_streaming_reads_what_the_share_and_the_budget_ask_for(root, run, tmp_pa
     assert 0.15 * n_all < n < 0.45 * n_all
 
 
-def test_what_is_not_to_be_had_is_named(root, tmp_path):
+def test_what_is_not_to_be_had_is_named(root, tmp_path, serving):
     said = {
         "no/set": "is neither a file or folder here nor a data set of the hub that this machine may read",
         "gated/set": "asks for its terms to be accepted",
@@ -303,7 +173,7 @@ def test_what_is_not_to_be_had_is_named(root, tmp_path):
         assert "source 'me/set' is neither a file or folder here nor to be reached on the hub (" in line
 
 
-def test_a_configuration_and_a_split_are_the_files_that_datasets_says(tmp_path):
+def test_a_configuration_and_a_split_are_the_files_that_datasets_says(tmp_path, serving):
     """Of a set by name, fetched or streamed, and of a folder; signs of patterns in a name are its own."""
     folder = tmp_path / "hub" / "me" / "parts"
     (folder / "data").mkdir(parents=True)

@@ -1,13 +1,12 @@
-"""The LongSpec authors' published drafts to draft folders: their tensor names are known here and nowhere else.
+"""The tensors of the LongSpec authors' published drafts: their names are known here and nowhere else.
 
 Written from descriptions of their program and tested on files that the tests make, not on a downloaded one.
-Not here: the block (longspec.py), the folder's form (models/draft_folder.py).
+Not here: the block (drafts/longspec.py), which files there are (published.py).
 """
 
 import pickle
 import re
 from collections.abc import Mapping, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +15,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from longdraft.models.draft_folder import DraftInfo, save_draft, target_entry
 from longdraft.models.drafts.longspec import LongSpec, LongSpecConfig
-from longdraft.models.target import Target
 
-# What the paper (Appendix E) and the authors' program say of how the published drafts were trained and are used.
-TRAIN_LENGTH, NOISE, WIDTHS = 32768, 4, [4, 16, 16, 16, 16]
 # Whatever stands before these is a prefix (`glide.`, `draft_model.`, ...); cross-attention's k and v were never used.
 PARTS = re.compile(r"(?:^|\.)((?:self|cross)_attn\.[qkvo]_proj|mlp\.(?:gate|up|down)_proj)\.(weight|bias)$")
 NORM = re.compile(r"(?:^|\.)(\w*norm\w*)\.weight$")
@@ -39,50 +34,39 @@ FUSED = {
 }
 
 
-def convert_longspec(
-    path: str | Path, target: Target, out_folder: str | Path, norms: Sequence[str] | None = None
-) -> Path:
-    """Write the draft folder of a published draft.
+def load_published(
+    tensors: Mapping[str, Tensor],
+    config: LongSpecConfig,
+    norms: Sequence[str] | None = None,
+    source: str = "the file",
+    target: str = "this target",
+) -> LongSpec:
+    """The block of a published draft's tensors.
 
     Args:
-        path: its file, safetensors or a state dict that `torch.load(weights_only=True)` reads.
-        target: the model that it was trained for.
+        config: of the target that it was trained for.
         norms: the file's names of the three norms before self-attention, cross-attention and feed-forward, for files
             whose names do not tell (the error that asks for it lists them).
+        source, target: what errors call the tensors and the config's target.
 
-    Returns: out_folder.
-    Raises: ValueError where the file cannot be read, or a tensor is missing, unknown, twice there or of another shape;
-        it lists the names.
+    Raises: ValueError where a tensor is missing, unknown, twice there or of another shape; it lists the names.
     """
-    path = Path(path)
-    config = LongSpecConfig.for_target(target.model.config, noise=NOISE)
     with torch.device("meta"):
         draft = LongSpec(config)
-    weights = _ours(_sorted_out(_read(path), norms, path), config, path)
+    weights = _ours(_sorted_out(tensors, norms, source), config, source)
     wrong = [
         f"{name} has shape {list(weights[name].shape)}, the target says {list(parameter.shape)}"
         for name, parameter in draft.state_dict().items()
         if weights[name].shape != parameter.shape
     ]
     if wrong:
-        raise ValueError(f"{path} is no draft of {target.name}; give its own target:\n  " + "\n  ".join(wrong))
+        raise ValueError(f"{source} is no draft of {target}; give its own target:\n  " + "\n  ".join(wrong))
     draft.load_state_dict(weights, assign=True)
-    info = DraftInfo(
-        target=target_entry(target),
-        train_length=TRAIN_LENGTH,
-        tree={"levels": WIDTHS},
-        versions={name: version(name) for name in ("longdraft", "torch")},
-        train_config={"converted_from": path.name},
-        noise=NOISE,
-    )
-    save_draft(out_folder, draft, info)
-    return Path(out_folder)
+    return draft
 
 
-def _read(path: Path) -> Mapping[str, Tensor]:
+def read_file(path: Path) -> Mapping[str, Tensor]:
     """The file's tensors by name; a dict that only wraps them is opened."""
-    if not path.is_file():
-        raise ValueError(f"path: {path} is no file; give the published draft's weights, .safetensors or .pth")
     try:
         if path.suffix == ".safetensors":
             return load_file(path)
@@ -96,7 +80,7 @@ def _read(path: Path) -> Mapping[str, Tensor]:
     return content
 
 
-def _sorted_out(tensors: Mapping[str, Tensor], norms: Sequence[str] | None, path: Path) -> dict[str, Tensor]:
+def _sorted_out(tensors: Mapping[str, Tensor], norms: Sequence[str] | None, source: str) -> dict[str, Tensor]:
     """Tensors by the name without its prefix, the norms by ours; none missing, unknown or twice there."""
     wanted = {name for names in FUSED.values() for name in names}
     names_of: dict[str, list[str]] = {}
@@ -121,17 +105,17 @@ def _sorted_out(tensors: Mapping[str, Tensor], norms: Sequence[str] | None, path
     if len(found_norms) != len(NORMS):
         problems.append(f"three norms belong there, found: {', '.join(found_norms[:8]) or 'none'}")
     if problems:
-        raise ValueError(f"{path} is no published LongSpec draft:\n  " + "\n  ".join(problems))
+        raise ValueError(f"{source} is no published LongSpec draft:\n  " + "\n  ".join(problems))
     ours = {short: tensors[names[0]] for short, names in names_of.items()}
-    ordered = _in_order(found_norms, norms, path)
+    ordered = _in_order(found_norms, norms, source)
     return ours | {f"{name}.weight": tensors[theirs] for name, theirs in zip(NORMS, ordered, strict=True)}
 
 
-def _in_order(found: list[str], given: Sequence[str] | None, path: Path) -> list[str]:
+def _in_order(found: list[str], given: Sequence[str] | None, source: str) -> list[str]:
     """The norms in the order of their use, as `given` or as their names tell; a guess would be silently wrong."""
     if given is not None:
         if sorted(given) != sorted(found):
-            raise ValueError(f"norms: {', '.join(given)}; {path} has {', '.join(found)}")
+            raise ValueError(f"norms: {', '.join(given)}; {source} has {', '.join(found)}")
         return list(given)
     short = {name: match[1] for name in found if (match := NORM.search(name))}
     numbered = sorted(found, key=lambda name: short[name])
@@ -145,12 +129,12 @@ def _in_order(found: list[str], given: Sequence[str] | None, path: Path) -> list
         (other,) = [name for name in rest if name not in before + behind]
         return [*first, *((before[0], other) if before else (other, behind[0]))]
     raise ValueError(
-        f"norms: the names in {path} do not tell which stands before self-attention, cross-attention and feed-forward; "
-        f"give them in this order: {', '.join(found)}"
+        f"norms: the names in {source} do not tell which stands before self-attention, cross-attention and "
+        f"feed-forward; give them in this order: {', '.join(found)}"
     )
 
 
-def _ours(theirs: dict[str, Tensor], config: LongSpecConfig, path: Path) -> dict[str, Tensor]:
+def _ours(theirs: dict[str, Tensor], config: LongSpecConfig, source: str) -> dict[str, Tensor]:
     """Our tensors: q, k and v in one, and gate and up, each checked before it is joined."""
     q, kv, d, f = (
         config.n_heads * config.head_dim,
@@ -163,7 +147,8 @@ def _ours(theirs: dict[str, Tensor], config: LongSpecConfig, path: Path) -> dict
         for name, shape in ((f"{module}.weight", [count, d]), (f"{module}.bias", [count])):
             if name in theirs and list(theirs[name].shape) != shape:
                 raise ValueError(
-                    f"{path}: {name} has shape {list(theirs[name].shape)}, the target says {shape}; give its own target"
+                    f"{source}: {name} has shape {list(theirs[name].shape)}, the target says {shape}; give its own "
+                    "target"
                 )
     joined = {name: torch.cat([theirs[part] for part in parts]) for name, parts in FUSED.items()}
     return joined | {f"{name}.weight": theirs[f"{name}.weight"] for name in NORMS}

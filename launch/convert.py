@@ -1,0 +1,50 @@
+"""A published draft to a draft folder: `longdraft convert SOURCE --out FOLDER [--target TARGET]`.
+
+Argument parsing and nothing else; the work is in models/published.py.
+"""
+
+import argparse
+import warnings
+from collections.abc import Sequence
+
+from longdraft.launch.console import framed, leave, note, show
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 2 after an error, 130 after Ctrl-C."""
+    parser = argparse.ArgumentParser(
+        prog="longdraft convert",
+        description="A published draft to a draft folder: LongSpec's blocks, TokenSwift's merged checkpoints.",
+    )
+    add = parser.add_argument
+    add("source", help="the file of weights, the folder as it was published, or a hub name")
+    add("--out", required=True, help="draft folder to write")
+    add(
+        "--target",
+        help="the model that it drafts for (default: as the authors pair them; of a merged checkpoint that itself, or "
+        "here the base that is in it)",
+    )
+    add("--gguf-file", help="with --target: name of a .gguf file inside it")
+    add("--norms", nargs=3, metavar="NAME", help="of a LongSpec draft, where its names do not tell: the norms in order")
+
+    def work() -> None:
+        args = parser.parse_args(argv)
+        if args.gguf_file is not None and args.target is None:
+            raise ValueError("--gguf-file: a file of --target, which is not given")
+        # Here, not above: --help and a wrong argument should not wait for torch.
+        from longdraft.models.published import convert
+
+        warnings.showwarning = lambda message, *_, **__: note(f"warning: {message}")
+        draft, info = convert(args.source, args.out, args.target, args.gguf_file, args.norms)
+        size = sum(parameter.numel() for parameter in draft.parameters()) / 1e6
+        method, target = type(draft).__name__.lower(), info.train_config["target"]["path"]
+        show(
+            f"Converted {args.source} to {args.out}: {method} ({size:.1f} M parameters) for {target}; next: longdraft "
+            f"bench --draft {args.out} --data DATA\n"
+        )
+
+    return framed(parser.prog, work)
+
+
+if __name__ == "__main__":
+    leave(main())

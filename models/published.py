@@ -1,0 +1,212 @@
+"""Drafts as their authors publish them, to draft folders: LongSpec's blocks, and TokenSwift's merged checkpoints.
+
+Here: where they come from, whose drafts they are and what the folder says of them. Not here: LongSpec's tensor names
+(published_longspec.py), the folder's form (draft_folder.py).
+"""
+
+import re
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+from huggingface_hub import snapshot_download
+from safetensors import SafetensorError
+from torch import Tensor
+
+from longdraft.models.checkpoint import TOKENSWIFT_HEADS, folder_tensors
+from longdraft.models.draft_files import CONFIG, check_out, read_config
+from longdraft.models.draft_folder import Draft, DraftInfo, save_draft, target_entry
+from longdraft.models.drafts.longspec import LongSpecConfig
+from longdraft.models.drafts.tokenswift import TokenSwift, TokenSwiftConfig
+from longdraft.models.hf import HUB_ERRORS, METADATA, describe_target, read_target_config
+from longdraft.models.published_longspec import load_published, read_file
+from longdraft.models.target import Target
+
+# LongSpec's repositories and their targets, as the authors' program pairs them.
+LONGSPEC_TARGETS = {
+    "sail/longspec-vicuna-7b-v1.5-16k": "lmsys/vicuna-7b-v1.5-16k",
+    "sail/longspec-vicuna-13b-v1.5-16k": "lmsys/vicuna-13b-v1.5-16k",
+    "sail/longspec-longchat-7b-v1.5-32k": "lmsys/longchat-7b-v1.5-32k",
+    "sail/longspec-longchat-13b-16k": "lmsys/longchat-13b-16k",
+    "sail/longspec-Llama-3-8B-Instruct-262k": "gradientai/Llama-3-8B-Instruct-262k",
+    "sail/longspec-QwQ-32B-Preview": "Qwen/QwQ-32B-Preview",
+}
+# What the papers (LongSpec: Appendix E; TokenSwift: Tables 7 and 9) say of how they were trained and are used.
+LONGSPEC_TREE, LONGSPEC_NOISE, LONGSPEC_LENGTH = [4, 16, 16, 16, 16], 4, 32768
+TOKENSWIFT_RANKS, TOKENSWIFT_LENGTH = 3, 8192
+HEAD = re.compile(re.escape(TOKENSWIFT_HEADS) + r"(\d+)\.(linear|input_layernorm|post_layernorm)\.weight")
+OUR_PARTS = {"linear": "proj", "input_layernorm": "in_norm", "post_layernorm": "out_norm"}
+
+
+@dataclass(frozen=True)
+class Source:
+    """A published draft on disk: `path` is a file or a folder, `name` what it was called by, None for what is local."""
+
+    path: Path
+    name: str | None = None
+
+
+def convert(
+    source: str | Path,
+    out: str | Path,
+    target: str | None = None,
+    gguf_file: str | None = None,
+    norms: Sequence[str] | None = None,
+) -> tuple[Draft, DraftInfo]:
+    """Write the draft folder of a published draft, whole or not at all.
+
+    Args:
+        source: a file of weights or a folder, each as it was published, or a hub name.
+        target, gguf_file: the model that the draft is for. None: as the authors pair them, and for TokenSwift's merged
+            checkpoint itself, which has its target's weights. A base that is named in its place must have the same.
+        norms: as `load_published` of LongSpec's files takes them.
+
+    Returns: the draft and what its folder says of it.
+    Raises: ValueError where the source cannot be had, is no published draft or is another target's, or `out` cannot be
+        written; it names tensors and files.
+    """
+    check_out(out)
+    found = _fetch(source)
+    merged = _is_merged(found.path)
+    if merged and norms is not None:
+        raise ValueError("norms: those of a LongSpec draft, and this is TokenSwift's checkpoint; leave them out")
+    try:
+        draft, entry, path = (
+            _tokenswift(found, target, gguf_file) if merged else _longspec(found, target, gguf_file, norms)
+        )
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{found.path}: its weights cannot be read ({error}); download it again") from error
+    block = isinstance(draft.config, LongSpecConfig)
+    info = DraftInfo(
+        target=entry,
+        train_length=LONGSPEC_LENGTH if block else TOKENSWIFT_LENGTH,
+        tree={"levels": LONGSPEC_TREE if block else [TOKENSWIFT_RANKS] * draft.config.n_heads},
+        versions={name: version(name) for name in ("longdraft", "torch")},
+        train_config={
+            "target": {"path": _absolute(path), "gguf_file": gguf_file},
+            "converted_from": found.name or found.path.name,
+        },
+        noise=LONGSPEC_NOISE if block else None,
+    )
+    save_draft(out, draft, info)
+    return draft, info
+
+
+def _fetch(source: str | Path) -> Source:
+    """The file or folder, from the hub where it is none on this machine."""
+    local = Path(source).expanduser()
+    if local.exists():
+        return Source(local)
+    try:
+        folder = Path(snapshot_download(str(source), allow_patterns=[*METADATA, "*.safetensors"]))
+        if not any(folder.glob("*.safetensors")):
+            folder = Path(snapshot_download(str(source), allow_patterns=[*METADATA, "*.bin", "*.pth"]))
+    except HUB_ERRORS as error:
+        raise ValueError(
+            f"source: {source} is no file and no folder, and could not be had from the hub: {error}"
+        ) from error
+    return Source(folder, str(source))
+
+
+def _is_merged(path: Path) -> bool:
+    """Whether this is a model with TokenSwift's heads in it."""
+    return (path / CONFIG).is_file() and "medusa_heads" in read_config(path)
+
+
+def _absolute(path: str | Path) -> str:
+    """A folder on this machine so that it is found from anywhere; a name as it is."""
+    return str(Path(path).expanduser().resolve()) if Path(path).expanduser().exists() else str(path)
+
+
+def _longspec(
+    found: Source, target: str | None, gguf_file: str | None, norms: Sequence[str] | None
+) -> tuple[Draft, dict[str, str], str]:
+    path = target or LONGSPEC_TARGETS.get(found.name or "")
+    if path is None:
+        raise ValueError(
+            f"target: {found.path} does not say which model it is for; name that (the authors pair "
+            f"{'; '.join(f'{draft} with {own}' for draft, own in LONGSPEC_TARGETS.items())})"
+        )
+    known = describe_target(path, gguf_file)
+    if found.path.is_dir():
+        _compare_rope(found.path, known)
+    config = LongSpecConfig.for_target(known.model.config, noise=LONGSPEC_NOISE)
+    return load_published(_weights(found.path), config, norms, str(found.path), known.name), target_entry(known), path
+
+
+def _weights(path: Path) -> dict[str, Tensor]:
+    """A file's tensors, or those of the folder's one: as `save_pretrained` writes it, sharded or not, or a pickle."""
+    if path.is_file():
+        return dict(read_file(path))
+    pickles = sorted(path.glob("*.pth"))
+    if len(pickles) == 1 and not any(path.glob("*.safetensors")):
+        return dict(read_file(pickles[0]))
+    return dict(folder_tensors(path))
+
+
+def _compare_rope(folder: Path, target: Target) -> None:
+    """Vicuna's and LongChat's tensors have the same shapes, so that only the configurations beside them tell."""
+    if not (folder / CONFIG).is_file():
+        return
+    try:
+        own = read_target_config(folder)
+    except ValueError:  # of no model that is known: the tensors' shapes have to do
+        return
+    theirs, ours = dict(own.rope.parameters), dict(target.model.config.rope.parameters)
+    if theirs != ours:
+        warnings.warn(
+            f"{folder / CONFIG} has the RoPE {theirs}, and {target.name} has {ours}: where the draft was not trained "
+            "for this target, it guesses badly; check --target",
+            stacklevel=2,
+        )
+
+
+def _tokenswift(found: Source, base: str | None, gguf_file: str | None) -> tuple[Draft, dict[str, str], str]:
+    """The heads of a merged checkpoint. Of its target no more is read than tells it from others."""
+    folder = found.path
+    merged = describe_target(folder, sample=True)
+    count = merged.hf_config.to_dict()["medusa_heads"]
+    if type(count) is not int or count < 1:
+        raise ValueError(f"{folder / CONFIG}: medusa_heads is {count!r}, not a number of heads; download it again")
+    config = TokenSwiftConfig(merged.model.config.hidden_size, merged.model.config.rms_norm_eps, n_heads=count)
+    with torch.device("meta"):
+        draft = TokenSwift(config)
+    draft.load_state_dict(_heads(folder, draft), assign=True)
+    if base is None:
+        return draft, target_entry(merged) | {"name": found.name or merged.name}, found.name or str(folder)
+    known = describe_target(base, gguf_file, sample=True)
+    different = [part for part in ("config", "weights") if known.fingerprint[part] != merged.fingerprint[part]]
+    if different:
+        raise ValueError(
+            f"target: {base} has another {' and other '.join(different)} than {folder}, in which the heads were "
+            "trained; name their base, or leave it out: the checkpoint is then the draft's target itself"
+        )
+    return draft, target_entry(known), base
+
+
+def _heads(folder: Path, draft: TokenSwift) -> dict[str, Tensor]:
+    """The heads' tensors by our names. Raises: ValueError that names what is missing, unknown or of another shape."""
+    shapes = {name: list(parameter.shape) for name, parameter in draft.state_dict().items()}
+    tensors: dict[str, Tensor] = {}
+    problems = []
+    for name, tensor in folder_tensors(folder, lambda name: name.startswith(TOKENSWIFT_HEADS)):
+        if not name.startswith(TOKENSWIFT_HEADS):
+            continue
+        match = HEAD.fullmatch(name)
+        ours = f"{OUR_PARTS[match[2]]}.{match[1]}.weight" if match else name
+        if ours not in shapes:
+            problems.append(f"unknown {name}")
+        elif list(tensor.shape) != shapes[ours]:
+            problems.append(f"{name} has shape {list(tensor.shape)}, the configuration says {shapes[ours]}")
+        tensors[ours] = tensor
+    theirs = {ours: part for part, ours in OUR_PARTS.items()}
+    for name in shapes.keys() - tensors.keys():
+        part, head, _ = name.split(".")
+        problems.append(f"missing {TOKENSWIFT_HEADS}{head}.{theirs[part]}.weight")
+    if problems:
+        shown = "\n  ".join(sorted(problems)[:12])
+        raise ValueError(f"{folder} does not hold {draft.config.n_heads} heads of TokenSwift's:\n  {shown}")
+    return tensors

@@ -1,0 +1,248 @@
+"""Published drafts to draft folders: files, folders and a hub's, what decodes and trains with them, what is refused."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from longdraft.infer.engine import Engine
+from longdraft.infer.sampling import SamplingParams
+from longdraft.launch import convert as command
+from longdraft.launch import generate
+from longdraft.models import checkpoint, draft_files, published
+from longdraft.models.draft_folder import load_draft, read_info
+from longdraft.models.fingerprint import weights_hash
+from longdraft.models.hf import describe_target, load_target
+from longdraft.models.published import convert
+from longdraft.train.methods import open_method
+from longdraft.train.setup import begin_with
+from longdraft.train.stages import load_stages
+
+TEXT = "the cat sat on the mat and the dog sat on the log. " * 40
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, shared):
+    """The target: a checkpoint of its own."""
+    return shared("tiny_checkpoint.py").save(tmp_path_factory.mktemp("published") / "target", TEXT, 290, seed=3)
+
+
+@pytest.fixture(scope="module")
+def target(folder):
+    return load_target(folder, torch.float32)
+
+
+@pytest.fixture(scope="module")
+def block(folder, target, authors):
+    """LongSpec's folder, and the block in it."""
+    return folder.parent / "longspec", authors.publish_longspec(folder.parent / "longspec", target, folder)
+
+
+@pytest.fixture(scope="module")
+def merged(folder, authors):
+    """TokenSwift's folder, and the heads in it."""
+    return folder.parent / "merged", authors.publish_tokenswift(folder.parent / "merged", folder)
+
+
+def same_weights(draft, other) -> bool:
+    weights = other.state_dict()
+    return all(torch.equal(weight, weights[name]) for name, weight in draft.state_dict().items())
+
+
+@pytest.mark.parametrize("form", ["folder", "file", "pickle", "folder of a pickle"])
+def test_longspec_in_every_form(tmp_path, folder, target, block, form, authors):
+    source, draft = block
+    if form == "file":
+        source = source / "model.safetensors"
+    elif form != "folder":
+        source = authors.write(tmp_path / "d" / "draft_model_weights.pth", authors.longspec_tensors(draft, "glide."))
+        source = source.parent if form == "folder of a pickle" else source
+    convert(source, tmp_path / "out", str(folder))
+    info = read_info(tmp_path / "out")
+    assert same_weights(load_draft(tmp_path / "out", target), draft)
+    assert (info.noise, info.tree["levels"], info.train_length) == (4, [4, 16, 16, 16, 16], 32768)
+    assert info.train_config["target"] == {"path": str(folder), "gguf_file": None}
+    assert info.target["config_sha256"] == target.fingerprint["config"] and "weights_sha256" not in info.target
+
+
+def test_of_the_target_of_a_block_no_weight_is_read(tmp_path, folder, block):
+    bare = shutil.copytree(folder, tmp_path / "bare", ignore=shutil.ignore_patterns("*.safetensors"))
+    convert(block[0], tmp_path / "out", str(bare))
+    assert read_info(tmp_path / "out").target["config_sha256"] == describe_target(folder).fingerprint["config"]
+
+
+@pytest.mark.parametrize("base", [False, True])
+def test_tokenswift_s_heads_and_their_target(tmp_path, folder, target, merged, base):
+    """Without a base the checkpoint is the target; either way no weight of the target is written again."""
+    source, heads = merged
+    _, info = convert(source, tmp_path / "out", str(folder) if base else None)
+    found = load_draft(tmp_path / "out", target)
+    assert same_weights(found, heads) and found.config == heads.config
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["config.json", "model.safetensors"]
+    own = load_target(info.train_config["target"]["path"], torch.float32)
+    assert info.train_config["target"]["path"] == str(folder if base else source)
+    assert all(torch.equal(a, b) for a, b in zip(own.model.parameters(), target.model.parameters(), strict=True))
+    assert info.target["weights_sha256"] == weights_hash(target.model) and info.tree == {"levels": [3, 3, 3]}
+
+
+def test_of_a_merged_checkpoint_only_what_tells_it_from_others_is_read(tmp_path, shared, authors, monkeypatch):
+    """Of seven layers the first, the middle and the last one, and all names and shapes."""
+    deep = shared("tiny_checkpoint.py").save(tmp_path / "deep", TEXT, 290, seed=4)
+    content = json.loads((deep / "config.json").read_text())
+    tensors = load_file(deep / "model.safetensors")
+    for i in range(2, 7):
+        layer = {name: tensor for name, tensor in tensors.items() if name.startswith("model.layers.1.")}
+        tensors |= {name.replace("layers.1.", f"layers.{i}."): tensor + i for name, tensor in layer.items()}
+    save_file(tensors, deep / "model.safetensors", metadata={"format": "pt"})
+    (deep / "config.json").write_text(json.dumps(content | {"num_hidden_layers": 7, "layer_types": None}))
+    authors.publish_tokenswift(tmp_path / "merged", deep)
+    read = []
+
+    def watched(*args, **options):
+        opened = safe_open(*args, **options)
+
+        class Watched:
+            def __enter__(self):
+                self.opened = opened.__enter__()
+                return self
+
+            def __exit__(self, *error):
+                return opened.__exit__(*error)
+
+            def keys(self):
+                return self.opened.keys()
+
+            def get_slice(self, name):
+                return self.opened.get_slice(name)
+
+            def get_tensor(self, name):
+                read.append(name)
+                return self.opened.get_tensor(name)
+
+        return Watched()
+
+    monkeypatch.setattr(checkpoint, "safe_open", watched)
+    _, info = convert(tmp_path / "merged", tmp_path / "out")
+    layers = {int(name.split(".")[2]) for name in read if name.startswith("model.layers.")}
+    assert layers == {0, 3, 6} and sum("medusa_layers" in name for name in read) == 9
+    assert info.target["weights_sha256"] == weights_hash(load_target(deep, torch.float32).model)
+
+
+def test_converted_folders_decode_without_further_words(tmp_path, block, merged, folder, capsys):
+    """`generate` with the folder alone: the target is found, the tree is the folder's and nothing is warned of."""
+    for source, words in ((block[0], ["--target", str(folder)]), (merged[0], [])):
+        out = tmp_path / source.name
+        assert command.main([str(source), "--out", str(out), *words]) == 0
+        assert f"to {out}" in capsys.readouterr().out
+        given = ["--draft", str(out), "--dtype", "fp32", "--prompt", "the cat sat", "--max-new-tokens", "8"]
+        assert generate.main(given) == 0
+        shown = capsys.readouterr()
+        assert "tokens/step" in shown.err and "warning" not in shown.err
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+def test_converted_drafts_are_exact(tmp_path, target, block, merged, folder, slots):
+    prompts = [target.tokenizer(text).input_ids for text in (TEXT[:60], "the dog", "cat sat on the log. the")]
+    for source, name in ((block[0], "longspec"), (merged[0], "tokenswift")):
+        convert(source, tmp_path / name, str(folder))
+        for params in (
+            SamplingParams(max_new_tokens=24, ignore_eos=True),
+            SamplingParams(temperature=0.9, min_p=0.05, contextual_penalty=1.2, seed=7, max_new_tokens=24),
+        ):
+            wanted = [g.tokens for g in Engine(target, slots=slots).generate(prompts, params)]
+            engine = Engine(target, name, tmp_path / name, nodes=None, slots=slots)
+            assert [g.tokens for g in engine.generate(prompts, params)] == wanted
+
+
+@pytest.mark.parametrize("method", ["longspec", "tokenswift"])
+def test_training_begins_with_a_converted_draft(tmp_path, target, block, merged, folder, method):
+    """The recipes' own settings, whose noise and initialisation are not the authors'."""
+    source, draft = block if method == "longspec" else merged
+    convert(source, tmp_path / "out", str(folder))
+    recipe = f"configs/{method}/llama3.1-8b.yaml"
+    config = load_stages(recipe, [], from_draft=str(tmp_path / "out"))[0].config
+    opened = open_method(config, target.model, None)
+    begin_with(opened, load_draft(config.draft.start_from, target), config.draft.start_from)
+    assert same_weights(opened.draft, draft)
+
+
+def test_by_the_hub_s_name(tmp_path, folder, block, merged, serving):
+    """The authors' names give the target; of a block's target no weights are fetched."""
+    root, repository = tmp_path / "hub", "sail/longspec-vicuna-7b-v1.5-16k"
+    shutil.copytree(block[0], root / repository)
+    shutil.copytree(folder, root / published.LONGSPEC_TARGETS[repository])
+    shutil.copytree(merged[0], root / "TokenSwift/TokenSwift-Llama-3.1-8B")
+    names = [repository, "TokenSwift/TokenSwift-Llama-3.1-8B", "nobody/nothing"]
+    script = (
+        "import sys\nfrom longdraft.launch.convert import main\n"
+        "print([main([name, '--out', f'{sys.argv[1]}/{i}']) for i, name in enumerate(sys.argv[2:])])"
+    )
+    with serving(root) as (address, requests):
+        env = {**os.environ, "HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "cache"), "HF_HUB_DISABLE_XET": "1"}
+        asked = [sys.executable, "-c", script, str(tmp_path), *names]
+        done = subprocess.run(asked, env=env, capture_output=True, text=True, timeout=120)
+    assert done.stdout.endswith("[0, 0, 2]\n"), done.stderr
+    assert "source: nobody/nothing is no file and no folder, and could not be had from the hub" in done.stderr
+    got = [name for method, name, _ in requests if method == "GET" and "/resolve/" in name]
+    assert not [name for name in got if name.startswith("/lmsys/") and name.endswith(".safetensors")]
+    paths = [read_info(tmp_path / str(i)).train_config["target"]["path"] for i in range(2)]
+    assert paths == ["lmsys/vicuna-7b-v1.5-16k", "TokenSwift/TokenSwift-Llama-3.1-8B"]
+
+
+def test_what_does_not_fit_is_named_and_nothing_is_left(tmp_path, folder, block, merged, shared, capsys):
+    other = shared("tiny_checkpoint.py").save(tmp_path / "other", TEXT, 290, seed=9)
+    shape = json.loads((other / "config.json").read_text())
+    wider = shutil.copytree(other, tmp_path / "wider")
+    (wider / "config.json").write_text(json.dumps(shape | {"intermediate_size": 96}))
+    headless = shutil.copytree(merged[0], tmp_path / "headless")
+    shard = headless / "model-00002-of-00003.safetensors"
+    kept = {name: tensor for name, tensor in load_file(shard).items() if "medusa" not in name}
+    save_file(kept | {"model.medusa_layers.7.linear.weight": torch.zeros(2)}, shard)
+    torn = shutil.copytree(merged[0], tmp_path / "torn")
+    (torn / "model-00001-of-00003.safetensors").write_bytes(b"no weights")
+    cases = [
+        ([block[0]], r"target: .* does not say which model it is for; name that"),
+        ([block[0], "--target", wider], r"mlp\.gate_proj\.weight has shape \[64, 32\], the target says \[96, 32\]"),
+        ([merged[0], "--target", other], r"has another weights than .*leave it out"),
+        ([merged[0], "--target", wider], r"does not fit its configuration"),
+        ([headless], r"does not hold 3 heads of TokenSwift's:\n  missing model\.medusa_layers\.\d"),
+        ([torn], r"its weights cannot be read .*download it again"),
+        ([merged[0], "--norms", "a", "b", "c"], r"norms: those of a LongSpec draft"),
+        ([block[0], "--gguf-file", "x"], r"--gguf-file: a file of --target, which is not given"),
+    ]
+    for words, message in cases:
+        assert command.main([*map(str, words), "--out", str(tmp_path / "out")]) == 2
+        error = capsys.readouterr().err
+        assert pytest.RaisesExc(ValueError, match=message).matches(ValueError(error)), error
+        assert not (tmp_path / "out").exists()
+    full = tmp_path / "full"
+    full.mkdir()
+    (full / "thesis.txt").write_text("mine")
+    assert command.main([str(merged[0]), "--out", str(full)]) == 2
+    assert "is left as it is" in capsys.readouterr().err and (full / "thesis.txt").read_text() == "mine"
+
+
+def test_an_interrupted_conversion_leaves_nothing(tmp_path, folder, block, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(draft_files, "write_tensors", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        convert(block[0], tmp_path / "out", str(folder))
+    assert not (tmp_path / "out").exists()
+
+
+def test_another_rope_beside_the_weights_is_warned_of(tmp_path, folder, block):
+    """LongChat's tensors have Vicuna's shapes."""
+    source = shutil.copytree(block[0], tmp_path / "longchat")
+    content = json.loads((source / "config.json").read_text())
+    content["rope_parameters"] = {"rope_type": "linear", "factor": 8.0, "rope_theta": 10000.0}
+    (source / "config.json").write_text(json.dumps(content))
+    with pytest.warns(UserWarning, match=r"has the RoPE .*linear.* check --target"):
+        convert(source, tmp_path / "out", str(folder))

@@ -1,0 +1,124 @@
+"""The tensors of published LongSpec drafts, in files made here: each lands in its place, what does not fit is named."""
+
+import pickle
+import warnings
+
+import pytest
+import torch
+
+from longdraft.models.drafts.longspec import LongSpec, LongSpecConfig
+from longdraft.models.published_longspec import load_published, read_file
+
+
+@pytest.fixture(scope="module")
+def drafted(authors):
+    return authors.longspec
+
+
+@pytest.fixture(scope="module")
+def theirs(authors):
+    return authors.longspec_tensors
+
+
+@pytest.fixture(scope="module")
+def write(authors):
+    return authors.write
+
+
+@pytest.fixture
+def target(tiny_target):
+    return tiny_target(n_heads=8, n_kv_heads=2, head_dim=16)
+
+
+def loaded(path, target, norms=None) -> LongSpec:
+    return load_published(
+        read_file(path), LongSpecConfig.for_target(target.model.config, noise=4), norms, str(path), target.name
+    )
+
+
+@pytest.mark.parametrize("prefix", ["", "glide.", "draft_model.", "module.draft_model.layers.0."])
+@pytest.mark.parametrize("file", ["draft.safetensors", "draft_model_weights.pth"])
+def test_every_tensor_lands_in_its_place(tmp_path, target, file, prefix, drafted, theirs, write):
+    draft = drafted(target)
+    found = loaded(write(tmp_path / file, theirs(draft, prefix)), target)
+    assert found.config == draft.config
+    for name, weight in draft.state_dict().items():
+        assert torch.equal(found.state_dict()[name], weight), name
+
+
+def test_other_precisions_and_what_wraps_the_tensors(tmp_path, target, drafted, theirs, write):
+    draft = drafted(target)
+    tensors = {name: tensor.half() for name, tensor in theirs(draft, "glide.").items()}
+    tensors["glide.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
+    found = loaded(write(tmp_path / "d.pth", {"state_dict": tensors}), target)
+    assert torch.equal(found.down.weight, draft.down.weight.half())
+
+
+@pytest.mark.parametrize(
+    "norms",
+    [
+        ("input_layernorm", "cross_attn_layernorm", "post_attention_layernorm"),
+        ("input_layernorm", "post_attention_layernorm", "post_cross_attn_layernorm"),
+        ("norm1", "norm2", "norm3"),
+        ("norm_0", "norm_1", "norm_2"),
+    ],
+)
+def test_norms_whose_names_tell_their_place(tmp_path, target, norms, drafted, theirs, write):
+    draft = drafted(target)
+    found = loaded(write(tmp_path / "d.pth", theirs(draft, "glide.", norms)), target)
+    for name in ("self_norm", "cross_norm", "mlp_norm"):
+        assert torch.equal(getattr(found, name).weight, getattr(draft, name).weight), name
+
+
+def test_norms_whose_names_do_not_tell_are_asked_for(tmp_path, target, drafted, theirs, write):
+    draft, names = drafted(target), ("pre_layernorm", "mid_layernorm", "last_layernorm")
+    source = write(tmp_path / "d.pth", theirs(draft, "glide.", names))
+    with pytest.raises(ValueError, match=r"give them in this order: .*glide\.mid_layernorm\.weight"):
+        loaded(source, target)
+    ordered = [f"glide.{name}.weight" for name in names]
+    with pytest.raises(ValueError, match=r"norms: glide\.pre_layernorm\.weight;"):
+        loaded(source, target, ordered[:1])
+    assert torch.equal(loaded(source, target, ordered).mlp_norm.weight, draft.mlp_norm.weight)
+
+
+def test_what_does_not_fit_is_named(tmp_path, target, tiny_target, drafted, theirs, write):
+    good = theirs(drafted(target), "glide.")
+    cases = [
+        (
+            {n: t for n, t in good.items() if "k_proj" not in n},
+            r"missing: self_attn.k_proj.bias, self_attn.k_proj.weig",
+        ),
+        (good | {"glide.fc.weight": torch.ones(2)}, r"unknown: glide\.fc\.weight"),
+        (good | {"glide.cross_attn.o_proj.bias": torch.ones(32)}, r"unknown: glide\.cross_attn\.o_proj\.bias"),
+        (good | {"other.mlp.down_proj.weight": torch.ones(2)}, r"twice there: glide\.mlp\.down_proj\.weight, other"),
+        ({n: t for n, t in good.items() if "input_lay" not in n}, r"three norms belong there, found: glide\.post_self"),
+        (good | {f"layers.{i}.x": torch.ones(1) for i in range(30)}, r"unknown: layers\.0\.x, .* and 22 more"),
+        (good | {"glide.self_attn.q_proj.weight": torch.ones(64, 32)}, r"q_proj\.weight has shape \[64, 32\]"),
+        (good | {"glide.mlp.down_proj.weight": torch.ones(32, 3)}, r"down\.weight has shape \[32, 3\]"),
+        ({"step": 3, "weights": good}, "holds no state dict of tensors alone"),
+    ]
+    for tensors, message in cases:
+        with pytest.raises(ValueError, match=message):
+            loaded(write(tmp_path / "d.pth", tensors), target)
+    source = write(tmp_path / "d.pth", good)
+    with pytest.raises(ValueError, match=r"has shape .*; give its own target"):
+        loaded(source, tiny_target(n_heads=4))
+
+
+def test_files_that_cannot_be_read(tmp_path, target):
+    for name in ("d.pth", "d.safetensors", "empty.pth"):
+        (tmp_path / name).write_bytes(b"" if "empty" in name else b"<html>not found</html>")
+        with pytest.raises(ValueError, match="cannot be read as a state dict"):
+            loaded(tmp_path / name, target)
+
+
+def test_a_pickle_that_would_run_code_is_refused(tmp_path, target):
+    class Harmful:
+        def __reduce__(self):
+            return (open, (str(tmp_path / "proof"), "w"))
+
+    (tmp_path / "d.pth").write_bytes(pickle.dumps({"glide.x": Harmful()}))
+    with warnings.catch_warnings(), pytest.raises(ValueError, match="cannot be read as a state dict"):
+        warnings.simplefilter("ignore")
+        loaded(tmp_path / "d.pth", target)
+    assert not (tmp_path / "proof").exists()
