@@ -1,18 +1,21 @@
 """Plain decoding against transformers' `generate` with the same random weights: tokens a second, and the read floor.
 
-Both decode the same prompts in turns (`against_transformers` of measure.py). They are compared first: a model of the
+Both decode the same prompts in turns. They are compared first: a model of the
 profile's widths and few layers must give the same tokens in fp32; in bf16 those of random weights are a matter of
 rounding. Where weights and cache would not fit, the model has fewer layers, and `layers` says how many.
 """
 
 import statistics
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from longdraft.benchmarks.answers import Answer, EngineAnswers, TransformersAnswers
 from longdraft.benchmarks.candidates import OURS, figures, ratios, refused
-from longdraft.benchmarks.measure import against_transformers
+from longdraft.benchmarks.figures import same_tokens, totals
 from longdraft.benchmarks.profiles import Profile
+from longdraft.benchmarks.progress import UNWATCHED
 from longdraft.benchmarks.step import SMALL_LAYERS, layers_that_fit, too_large
 from longdraft.benchmarks.timing import Bench, Times
 from longdraft.infer.engine import Engine
@@ -41,17 +44,27 @@ def draw_prompts(profile: Profile, n_prompts: int, n_tokens: int) -> list[list[i
     return torch.randint(profile.vocab_size, (n_prompts, n_tokens), generator=generator).tolist()
 
 
-def _params(new_tokens: int) -> SamplingParams:
-    return SamplingParams(max_new_tokens=new_tokens, ignore_eos=True)
+def both(model: Any, engine: Engine, prompts: list[list[int]], new_tokens: int) -> dict[str, list[Answer]]:
+    """Both ways' answers, one prompt after the other, warmed up alike."""
+    params = SamplingParams(max_new_tokens=new_tokens, ignore_eos=True)
+    ways = {OURS: EngineAnswers(engine), PEER: TransformersAnswers(model, ())}
+    for way in ways.values():
+        way.answer(prompts[0], replace(params, max_new_tokens=4), UNWATCHED)
+    found: dict[str, list[Answer]] = {name: [] for name in ways}
+    for prompt in prompts:
+        for name, way in ways.items():
+            found[name].append(way.answer(prompt, params, UNWATCHED))
+    return found
 
 
-def same_tokens(bench: Bench, profile: Profile) -> str | None:
+def difference(bench: Bench, profile: Profile) -> str | None:
     """None where a small model in fp32 decodes the same tokens here and there, else how many differ."""
     layers, positions = min(SMALL_LAYERS, profile.n_layers), SMALL_PROMPT + SMALL_TOKENS
     model = transformers_model(profile, layers, positions, bench.device, torch.float32)
     prompts = draw_prompts(profile, 2, SMALL_PROMPT)
     engine = Engine(target_from_transformers(model))
-    _, _, (equal, tokens) = against_transformers(model, engine, prompts, _params(SMALL_TOKENS))
+    found = both(model, engine, prompts, SMALL_TOKENS)
+    equal, tokens = same_tokens(*([answer.tokens for answer in answers] for answers in found.values()))
     return None if equal == tokens else f"{tokens - equal} of {tokens} tokens in fp32 are not transformers'"
 
 
@@ -65,7 +78,7 @@ def measure(bench: Bench, profile: Profile, contexts: list[int], new_tokens: int
     reason = bench.spent if bench.left < 0 else too_large(bench, profile, 8)
     if reason is not None:
         return [row for shape in shapes for row in refused(shape, (OURS, PEER), reason)]
-    if (reason := same_tokens(bench, profile)) is not None:
+    if (reason := difference(bench, profile)) is not None:
         bench.log(f"  {OURS}: wrong: {reason}")
         wrong = {"status": "wrong", "reason": reason}
         return [{**shape, "implementation": OURS, **wrong} for shape in shapes]
@@ -89,10 +102,10 @@ def _behind(bench: Bench, profile: Profile, model: Any, engine: Engine, shape: d
     seconds: dict[str, list[float]] = {OURS: [], PEER: []}
     hosts = []
     for prompt in draw_prompts(profile, shape["prompts"], shape["context"]):
-        theirs, ours, _ = against_transformers(model, engine, [prompt], _params(shape["new_tokens"]))
-        seconds[PEER].append(1 / theirs)
-        seconds[OURS].append(1 / ours["tokens_per_second"])
-        hosts.append(ours["host_share"])
+        done = {name: totals(answers) for name, answers in both(model, engine, [prompt], shape["new_tokens"]).items()}
+        for name, figure in done.items():
+            seconds[name].append(1 / figure["tokens_per_second"])
+        hosts.append(done[OURS]["host_share"])
     middle = shape["context"] + shape["new_tokens"] // 2
     work = profile.step_work(middle, 1, bench.itemsize, shape["layers"])
     rows = []

@@ -14,9 +14,16 @@ def table(result: dict, metrics: list[dict]) -> str:
         f"{settings['prompts']} prompts of {shortest} to {longest} tokens, {settings['new_tokens']} new tokens each, "
         f"seed {settings['seed']}, peak memory {result['peak_memory_mib']} MiB"
     ]
+    lines += left_out(result["left_out"], settings["prompts"])
     for run in result["runs"]:
         lines += ["", *_run(run)]
     return "\n".join([*lines, *_noise(result), "", *_verdicts(result), *_training(metrics)])
+
+
+def left_out(questions: list[dict], asked: int) -> list[str]:
+    """A line for the questions that were not asked, named with their tokens."""
+    named = ", ".join(f"{one['id']} ({one['tokens']} tokens)" for one in questions)
+    return [f"{len(questions)} of {len(questions) + asked} questions left out: {named}"] if questions else []
 
 
 def _run(run: dict) -> list[str]:
@@ -28,6 +35,8 @@ def _run(run: dict) -> list[str]:
         rows.append([f"{name}  ", *(format(value(one), form) for one in drafters.values())])
 
     row("tokens/step", ".3f", lambda one: one["tokens_per_step"])
+    row("  95 % of it", "", lambda one: "{:.3f}-{:.3f}".format(*one["intervals"]["pooled"]))
+    row("  mean of requests", ".3f", lambda one: one["lengths"]["per_request"])
     row("acceptance", ".3f", lambda one: one["acceptance"])
     row("nodes/step", ".1f", lambda one: one["nodes_per_step"])
     row("tokens/s, decoding", ".1f", lambda one: one["tokens_per_second"])
@@ -42,9 +51,11 @@ def _run(run: dict) -> list[str]:
     row("host, share of a step", ".1%", lambda one: one["host_share"])
     if len(drafters) > 1:
         row("speed over plain", ".2f", lambda one: one["speedup"])
-        kinds = next(iter(drafters.values()))["kinds"]
-        for kind in kinds if len(kinds) > 1 else ():
-            row(f"  {kind}", ".2f", lambda one, kind=kind: one["kinds"][kind]["speedup"])
+        row("  95 % of it", "", lambda one: "{:.2f}-{:.2f}".format(*one["intervals"]["speedup"]))
+        for part in ("tasks", "contexts"):
+            kinds = next(iter(drafters.values()))[part]
+            for kind in kinds if len(kinds) > 1 else ():
+                row(f"  {kind}", ".2f", lambda one, part=part, kind=kind: one[part][kind]["speedup"])
         row("  slowest prompt", ".2f", lambda one: min(one["prompt_speedups"]))
         row("plain decoding's tokens", "", lambda one: "{} of {}".format(*one["same_tokens"]))
     shown = ["  ".join(cells) for cells in lay_out(rows)]
@@ -71,18 +82,22 @@ def _verdicts(result: dict) -> list[str]:
     for context, curve in result["width_curves_ms"].items():
         shown = ", ".join(f"{width}: {ms / curve['1']:.2f}" for width, ms in curve.items())
         lines.append(f"a pass behind {context} tokens, {curve['1']:.1f} ms for one row; by rows: {shown}")
-    flips, error = result["flips"], result["flips"]["dtype_error"]
-    lines.append(
-        f"{result['dtype']} flips: {flips['flips']} of {flips['positions']} greedy choices differ between passes of 1 "
-        f"and {flips['width']} rows" + (f", gap up to {flips['largest_gap']:.3f}" if flips["flips"] else "") +
-        ("" if error is None else f" (logit error of {result['dtype']}: {error:.3f})")
-    )  # fmt: skip
+    if "flips" in result:
+        lines.append(_flips(result["flips"], result["dtype"]))
     if "plain_over_transformers" in result:
         lines.append(
             f"plain decoding over transformers' generate: {result['plain_over_transformers']:.2f}x "
             f"({result['transformers_tokens_per_second']:.1f} tokens/s)"
         )
     return lines + [reason for run in result["runs"] for reason in _reasons(run)]
+
+
+def _flips(flips: dict, dtype: str) -> str:
+    """How often passes of one row and of many choose differently."""
+    gap = f", gap up to {flips['largest_gap']:.3f}" if flips["flips"] else ""
+    error = "" if flips["dtype_error"] is None else f" (logit error of {dtype}: {flips['dtype_error']:.3f})"
+    chosen = f"{flips['flips']} of {flips['positions']} greedy choices"
+    return f"{dtype} flips: {chosen} differ between passes of 1 and {flips['width']} rows{gap}{error}"
 
 
 def _exactness(result: dict) -> str:

@@ -1,23 +1,21 @@
-"""Single measurements of decoding: speed like with like, exactness, bf16 flips, the cost of a pass by its width.
+"""Single measurements of decoding: bf16 flips, the cost of a pass by its width.
 
-Every figure comes from this process: same prompts, same loop, warmed up alike, methods taken in turns. Not here: which
-of them a benchmark makes (benchmarks/drafters.py).
+Not here: speeds (benchmarks/turns.py), and which of them a benchmark makes (benchmarks/drafters.py).
 Shapes: T tokens, N rows of a pass, V vocabulary.
 """
 
 import resource
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
-from itertools import zip_longest
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from longdraft.benchmarks import record
-from longdraft.benchmarks.progress import UNWATCHED, Phase, Watch
+from longdraft.benchmarks.answers import prefill_cost
+from longdraft.benchmarks.progress import UNWATCHED, Watch
 from longdraft.benchmarks.timing import seconds_of, take_turns
 from longdraft.infer.engine import Engine
 from longdraft.infer.graphs import graphs_for
@@ -31,51 +29,8 @@ from longdraft.models.target import Target
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 40)
 
 
-def summarise(generations: Sequence[Generation]) -> dict[str, Any]:
-    """Totals of one drafter over generations that ran one at a time, with times in milliseconds a step.
-
-    `commit_ms` is accepting, committing and what drafters do of it; `host_ms` is all beside proposals and the target's
-    passes, `host_share` its fraction of a step; [d] of `acceptance_by_depth` is the fraction of steps that accepted at
-    least d + 1 nodes.
-    """
-    stats = [generation.stats for generation in generations]
-    tokens, steps = sum(len(g.tokens) for g in generations), sum(s.steps for s in stats)
-    seconds, drafted = sum(s.decode_seconds for s in stats), sum(s.drafted for s in stats)
-    depths = [sum(level) for level in zip_longest(*(s.accepted_at_depth for s in stats), fillvalue=0)]
-    return {
-        "tokens": tokens,
-        "steps": steps,
-        "tokens_per_step": tokens / steps,
-        "acceptance": sum(depths) / max(drafted, 1),
-        "acceptance_by_depth": [count / steps for count in depths],
-        "tokens_per_second": tokens / seconds,
-        "first_token_seconds": statistics.mean(s.first_token_seconds for s in stats),
-        **{
-            f"{name}_ms": 1e3 * sum(getattr(s, f"{name}_seconds") for s in stats) / steps
-            for name in ("draft", "target", "commit", "host")
-        },
-        "host_share": sum(s.host_seconds for s in stats) / seconds,
-        "nodes_per_step": drafted / steps,
-        "decisions": stats[-1].decisions,
-    }
-
-
-def rounded(figures: Any) -> Any:
-    """Figures to what a clock can tell, for JSON."""
-    if isinstance(figures, dict):
-        return {key: rounded(value) for key, value in figures.items()}
-    if isinstance(figures, list):
-        return [rounded(value) for value in figures]
-    return round(figures, 4) if isinstance(figures, float) else figures
-
-
-def prefill_cost(tokens: int) -> float:
-    """What a prompt costs beside a step of plain decoding, about; for estimates of the time left alone."""
-    return tokens / 8
-
-
 def decode_cost(prompts: Sequence[Sequence[int]], new_tokens: int) -> float:
-    """The same of decoding these prompts."""
+    """What decoding these prompts costs beside a step of plain decoding, about; for estimates of the time left."""
     return sum(prefill_cost(len(prompt)) + new_tokens for prompt in prompts)
 
 
@@ -90,49 +45,6 @@ def decode(
         begun.add(piece.index)
         done += [piece.generation] if piece.generation else []
     return sorted(done, key=lambda generation: generation.index)
-
-
-def turn_name(what: str, name: str, number: int, count: int) -> str:
-    """How a timed prompt is called."""
-    return f"{what} {name}, prompt {number} of {count}"
-
-
-def decode_in_turns(
-    engines: Mapping[str, Engine], prompts: Sequence[list[int]], params: SamplingParams, watch: Watch, what: str
-) -> dict[str, list[Generation]]:
-    """Decode every prompt with every engine, one prompt at a time and the engines in turns, after a warm-up of each.
-
-    The warm-up is on another text, so that no drafter has seen an answer that is timed. what: how it is called.
-    """
-    watch.begin(f"{what} warm-up")
-    for engine in engines.values():
-        decode(engine, [prompts[0][::-1]], _warm_up(params), watch)
-    done: dict[str, list[Generation]] = {name: [] for name in engines}
-    for number, prompt in enumerate(prompts, start=1):
-        for name, engine in engines.items():
-            watch.begin(turn_name(what, name, number, len(prompts)))
-            done[name] += decode(engine, [prompt], params, watch)
-    return done
-
-
-def _warm_up(params: SamplingParams) -> SamplingParams:
-    return replace(params, max_new_tokens=min(16, params.max_new_tokens))
-
-
-def plan_turns(names: Sequence[str], prompts: Sequence[list[int]], params: SamplingParams, what: str) -> list[Phase]:
-    """The parts of `decode_in_turns`."""
-    warm_up = len(names) * decode_cost(prompts[:1], _warm_up(params).max_new_tokens)
-    return [Phase(f"{what} warm-up", "warm-up", warm_up)] + [
-        Phase(turn_name(what, name, number, len(prompts)), name, decode_cost([prompt], params.max_new_tokens))
-        for number, prompt in enumerate(prompts, start=1)
-        for name in names
-    ]
-
-
-def same_tokens(one: Sequence[list[int]], other: Sequence[list[int]]) -> tuple[int, int]:
-    """How many tokens of the same prompts are equal, of how many."""
-    pairs = [pair for texts in zip(one, other, strict=True) for pair in zip_longest(*texts)]
-    return sum(a == b for a, b in pairs), len(pairs)
 
 
 def _pass_cost(width: int) -> float:
@@ -252,57 +164,19 @@ def reference_logits(target: Target, tokens: Sequence[int], start: int, watch: W
     return choice_logits(target, tokens, start, 1, watch).float()
 
 
-def transformers_cost(prompts: Sequence[list[int]], params: SamplingParams) -> float:
-    """What `against_transformers` costs, in steps of plain decoding."""
-    return 3 * decode_cost(prompts, params.max_new_tokens)
-
-
-@torch.no_grad()
-def against_transformers(
-    model, plain: Engine, prompts: Sequence[list[int]], params: SamplingParams, watch: Watch = UNWATCHED
-) -> tuple[float, dict[str, Any], tuple[int, int]]:
-    """transformers' greedy `generate` and our plain decoding on the same prompts, in turns, both warmed up.
-
-    The prefill's time, taken off transformers', is that of a call which generates one token.
-
-    Returns:
-        transformers' tokens/s of decoding; ours; how many tokens are equal, of how many.
-    """
-    model.generation_config.eos_token_id = None  # as `ignore_eos`
-    device = next(model.parameters()).device
-
-    def theirs(prompt: list[int], new_tokens: int) -> tuple[float, list[int]]:
-        ids, out = torch.tensor([prompt], device=device), []
-        options = {"do_sample": False, "pad_token_id": 0, "max_new_tokens": new_tokens}
-        seconds = seconds_of(
-            lambda: out.append(model.generate(ids, attention_mask=torch.ones_like(ids), **options)), device
-        )
-        return seconds, out[0][0, len(prompt) :].tolist()
-
-    theirs(prompts[0], 4)
-    plain.generate([prompts[0]], replace(params, max_new_tokens=4))
-    seconds, tokens, generations = 0.0, [], []
-    for prompt in prompts:
-        prefill, _ = theirs(prompt, 1)
-        whole, new = theirs(prompt, params.max_new_tokens)
-        seconds += whole - prefill
-        tokens.append(new)
-        generations += plain.generate([prompt], params)
-        watch.advance(transformers_cost([prompt], params))
-    speed = sum(len(new) - 1 for new in tokens) / seconds
-    return speed, summarise(generations), same_tokens([g.tokens for g in generations], tokens)
+def peak_memory_mib(target: Target) -> int:
+    """Of the GPU, or of this process."""
+    weight = target.model.embed_tokens.weight
+    if weight.is_cuda:
+        return round(torch.cuda.max_memory_allocated(weight.device) / 2**20)
+    return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10)
 
 
 def surroundings(target: Target) -> dict:
     """Where and with what the numbers were made."""
     weight = target.model.embed_tokens.weight
-    peak_bytes = (
-        torch.cuda.max_memory_allocated(weight.device)
-        if weight.is_cuda
-        else 2**10 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    )
     return record.surroundings(weight.dtype, ("longdraft", "torch", "transformers")) | {
         "target": target.name,
         "device": record.hardware(weight.device),
-        "peak_memory_mib": round(peak_bytes / 2**20),
+        "peak_memory_mib": peak_memory_mib(target),
     }

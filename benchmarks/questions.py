@@ -5,12 +5,19 @@ Not here: where they come from (suites.py, tasks.py).
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 from longdraft.infer.requests import prompt_tokens
 from longdraft.models.target import Target
 
 Turn = str | Sequence[int] | Sequence[Mapping[str, str]]
+
+
+class Reader(NamedTuple):
+    """What of a target makes token ids of a prompt, before its weights are loaded."""
+
+    name: str
+    tokenizer: Any
 
 
 @dataclass(frozen=True)
@@ -31,9 +38,9 @@ class Question:
     def __post_init__(self):
         object.__setattr__(self, "category", self.category or self.task)
 
-    def prompt(self, target: Target, answers: Sequence[str] = ()) -> list[int]:
+    def prompt(self, target: Target | Reader, answers: Sequence[str] = ()) -> list[int]:
         """The token ids before the next answer, behind these of the turns before."""
-        turn, name = self.turns[len(answers)], f"question {self.id}"
+        turn, name, target = self.turns[len(answers)], f"question {self.id}", cast(Target, target)
         if isinstance(turn, str) or not isinstance(turn[0], Mapping):
             return prompt_tokens(target, turn, name)
         chat: list[Mapping[str, str]] = []
@@ -77,7 +84,7 @@ class Room:
         return ""
 
 
-def fitting(target: Target, questions: Iterable[Question], room: Room) -> tuple[list[Asked], list[LeftOut]]:
+def fitting(target: Target | Reader, questions: Iterable[Question], room: Room) -> tuple[list[Asked], list[LeftOut]]:
     """The questions whose first prompt has room, cut to `room.first_tokens`, and those left out."""
     asked, left_out = [], []
     for question in questions:

@@ -6,22 +6,14 @@ Speculation lives from what the output repeats, so one kind of prompt says littl
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+from longdraft.benchmarks.questions import Asked, Question
 from longdraft.models.target import Target
 
 KINDS = ("continue", "summarise", "edit")
 
 
-@dataclass(frozen=True)
-class Task:
-    """One prompt and what kind it is."""
-
-    kind: str
-    tokens: list[int]
-
-
-def make_tasks(target: Target, texts: Sequence[list[int]], kinds: Sequence[str]) -> list[Task]:
+def make_tasks(target: Target, texts: Sequence[list[int]], kinds: Sequence[str]) -> list[Asked]:
     """Every kind of task in turn, each on the next text, until the texts are used up.
 
     Args:
@@ -30,13 +22,18 @@ def make_tasks(target: Target, texts: Sequence[list[int]], kinds: Sequence[str])
     """
     if unknown := sorted(set(kinds) - set(KINDS)):
         raise ValueError(f"tasks: {', '.join(unknown)} unknown; known: {', '.join(KINDS)}")
-    return [make_task(target, text, kinds[i % len(kinds)]) for i, text in enumerate(texts)]
+    asked = []
+    for i, text in enumerate(texts):
+        kind = kinds[i % len(kinds)]
+        tokens = make_task(target, text, kind)
+        asked.append(Asked(Question(i + 1, kind, (tokens,)), len(tokens)))
+    return asked
 
 
-def make_task(target: Target, text: list[int], kind: str) -> Task:
-    """One task on one text."""
+def make_task(target: Target, text: list[int], kind: str) -> list[int]:
+    """The prompt of one task on one text."""
     if kind == "continue":
-        return Task(kind, list(text))
+        return list(text)
     tokenizer = target.tokenizer
     if tokenizer is None:
         raise ValueError(f"tasks: {kind} needs a tokenizer, and this target has none; use continue")
@@ -47,9 +44,9 @@ def make_task(target: Target, text: list[int], kind: str) -> Task:
         old = most_frequent_name(words)
         ask = f"Repeat the following text word for word, but write new_{old} wherever it says {old}.\n\n{words}"
     if not tokenizer.chat_template:
-        return Task(kind, tokenizer(f"{ask}\n\n").input_ids)
+        return tokenizer(f"{ask}\n\n").input_ids
     chat = [{"role": "user", "content": ask}]
-    return Task(kind, tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False))
+    return tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
 
 
 def most_frequent_name(text: str) -> str:

@@ -1,10 +1,11 @@
-"""Measure drafters against plain decoding: `longdraft bench --draft FOLDER --data DATA [--run RUN]`.
+"""Measure drafters against plain decoding: `longdraft bench --draft FOLDER --data DATA [--suite SUITE] [--out FOLDER]`.
 
 Argument parsing and printing; the measurements are in benchmarks/drafters.py, the table and picture in
 benchmarks/drafters_report.py. The last line of the output is one JSON object.
 """
 
 import argparse
+import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -17,13 +18,18 @@ from longdraft.launch.console import ends_on_ctrl_c, framed, leave, note, show
 if TYPE_CHECKING:
     import torch
 
+    from longdraft.benchmarks.drafters import BenchSettings
+    from longdraft.benchmarks.questions import Asked, LeftOut
     from longdraft.models.decoder import Decoder
     from longdraft.models.decoder_config import DecoderConfig
     from longdraft.models.target import Target
 
 PROMPTS = 4
+NEW_TOKENS = 128
 # benchmarks/proof.py says what each is; here, for --help should not wait for torch.
 FORMS = ("fp32", "layerwise", "serving")
+# benchmarks/suites.py says what each is.
+SUITES = ("longbench", "aime24", "pg19", "spec-bench", "speed-bench", "mrcr", "mt-bench")
 # Tokens around a text where the task is more than to continue it.
 ASKING = 256
 
@@ -36,12 +42,22 @@ def _parser() -> argparse.ArgumentParser:
     add("--draft", help="draft folder that `longdraft export` wrote, for the drafter that it is made for")
     add("--drafter", nargs="+", help="one or more, a+b for a combination; default: the draft's own")
     add("--option", action="append", default=[], metavar="KEY=VALUE", help="drafter option, DRAFTER.KEY=VALUE for one")
-    add("--data", help="prepared folder; texts are the beginnings of its held-out rows")
+    add(
+        "--suite",
+        choices=SUITES,
+        help="a published suite of prompts; --data then holds its files as they are published",
+    )
+    add("--only", nargs="+", default=[], help="with --suite: these of its tasks, categories or files")
+    add(
+        "--data",
+        help="prepared folder; texts are the beginnings of its held-out rows. With --suite a folder, a file or a data "
+        "set of the hub",
+    )
     add("--text-file", nargs="+", type=Path, help="instead of --data: texts are the beginnings of these files")
     add("--tasks", nargs="+", default=["continue"], help="what to do with the texts in turn: continue, summarise, edit")
-    add("--prompts", type=int, help=f"with --data: how many, evenly spaced over the held-out rows (default: {PROMPTS})")
+    add("--prompts", type=int, help=f"with --data: how many, evenly spaced (default: {PROMPTS}, of a suite all)")
     add("--prompt-tokens", type=int, default=256, help="of a text")
-    add("--new-tokens", type=int, default=128)
+    add("--new-tokens", type=int, help=f"of an answer, at most (default: {NEW_TOKENS}, or as the suite says)")
     add("--nodes", help="nodes a step verifies: auto (the default: what pays), all, or a number")
     add("--dtype", choices=("fp32", "bf16"), default="bf16", help="of the speeds")
     add(
@@ -51,12 +67,13 @@ def _parser() -> argparse.ArgumentParser:
         "serving, in --dtype, counting tokens that differ at near-ties (default: the first that fits the free memory)",
     )
     add("--device", help="default: cuda where there is one")
-    add("--temperature", nargs="+", type=float, default=[0.0], help="one or more; 0 is greedy")
+    add("--temperature", nargs="+", type=float, help="one or more; 0 is greedy (default: 0, or as the suite says)")
     add("--seed", type=int, default=0)
     add("--contexts", nargs="+", type=int, help="lengths for the cost of a pass by its rows (default: the prompts')")
     add("--noise", action="store_true", help="also acceptance with and without the noise in the drafters' ranking")
     add("--transformers", action="store_true", help="also time transformers' greedy generate on the same prompts")
     add("--loss-memory", action="store_true", help="only: peak memory of the heads' training loss at two lengths")
+    add("--out", type=Path, metavar="FOLDER", help="record of every answer, with which a stopped run goes on")
     add("--run", type=Path, metavar="RUN", help="training run's folder: bench.json, report.txt and report.png go there")
     return parser
 
@@ -115,7 +132,8 @@ def _metrics(run: Path) -> list[dict]:
 
 
 def _bench(args: argparse.Namespace) -> dict:
-    from longdraft.benchmarks.drafters import BenchSettings, bench
+    from longdraft.benchmarks.answers import Record
+    from longdraft.benchmarks.drafters import bench
     from longdraft.benchmarks.tasks import make_tasks
     from longdraft.infer.drafters.build import build_drafter
     from longdraft.launch import runtime
@@ -128,25 +146,26 @@ def _bench(args: argparse.Namespace) -> dict:
     names, options = runtime.drafter_names(args.drafter, args.draft), runtime.read_options(args.option)
     runtime.check_options(names, options)
     runtime.check_draft(names, args.draft, args.target)
-    settings = BenchSettings(
-        new_tokens=args.new_tokens,
-        dtype=runtime.DTYPES[args.dtype],
-        temperatures=tuple(args.temperature),
-        seed=args.seed,
-        nodes=runtime.node_budget(args.nodes, names),
-        contexts=None if args.contexts is None else tuple(args.contexts),
-        noise=args.noise,
-    )
+    settings = _settings(args, names)
     for temperature in settings.temperatures:
         settings.params(temperature)
-    given = _texts(args, names)
     source = runtime.target_source(args.target, args.gguf_file, args.draft)
-    target, form = _open_target(args, source, device, options)
+    asked, left_out = _suite_questions(args, source, settings) if args.suite else ([], [])
+    given = [] if args.suite else _texts(args, names)
+    record = Record(args.out, _asked_for(args, source, names, options, settings, asked or given))
+    record.leave_out([one._asdict() for one in left_out])
+    longest = max((one.tokens for one in asked), default=args.prompt_tokens + ASKING)
+    turns = max((len(one.question.turns) for one in asked), default=1)
+    # What is proved already need not be loaded for it again.
+    wanted = args.proof if record.proof is None or args.dtype == "fp32" else "serving"
+    positions = turns * (longest + settings.new_tokens)
+    target, form = _open_target(args, wanted, longest, positions, source, device, options)
     settings = replace(settings, proof=form)
-    if isinstance(given, list):
-        runtime.check_rows(runtime.heldout_rows(args.data), target)
-    texts = given if isinstance(given, list) else runtime.file_texts(target, given, args.prompt_tokens)
-    tasks = make_tasks(target, texts, args.tasks)
+    if not args.suite:
+        if isinstance(given, list):
+            runtime.check_rows(runtime.heldout_rows(args.data), target)
+        texts = given if isinstance(given, list) else runtime.file_texts(target, given, args.prompt_tokens)
+        asked = make_tasks(target, texts, args.tasks)
     builders = {
         name: lambda target, name=name: build_drafter(
             name, target, runtime.draft_for(name, args.draft), runtime.options_for(name, options)
@@ -157,25 +176,130 @@ def _bench(args: argparse.Namespace) -> dict:
     place = target.model.embed_tokens.weight.device
     theirs = load_transformers(source[0], settings.dtype, source[1]).to(place) if args.transformers else None
     with Progress("bench") as watch, on_device(place):
-        return bench(target, builders, tasks, settings, theirs, watch)
+        return bench(target, builders, asked, settings, theirs, watch, record)
+
+
+def _settings(args: argparse.Namespace, names: Sequence[str]) -> "BenchSettings":
+    """What is measured and how, with what a suite says where nothing else is asked for."""
+    from longdraft.benchmarks.drafters import BenchSettings
+    from longdraft.benchmarks.suites import SUITES
+    from longdraft.launch.runtime import DTYPES, node_budget
+
+    if args.noise and list(names) == ["plain"]:
+        raise ValueError("--noise: that of the drafters' ranking, and plain decoding has none; name a --drafter")
+    found = BenchSettings(
+        new_tokens=NEW_TOKENS if args.new_tokens is None else args.new_tokens,
+        dtype=DTYPES[args.dtype],
+        temperatures=(0.0,) if args.temperature is None else tuple(args.temperature),
+        seed=args.seed,
+        nodes=node_budget(args.nodes, names),
+        contexts=None if args.contexts is None else tuple(args.contexts),
+        noise=args.noise,
+    )
+    if args.suite is None:
+        if args.only:
+            raise ValueError(f"--only: {', '.join(args.only)} of a --suite, which is not given")
+        return found
+    suite = SUITES[args.suite]
+    return replace(
+        found,
+        new_tokens=suite.new_tokens if args.new_tokens is None else args.new_tokens,
+        temperatures=(suite.sampling.get("temperature", 0.0),) if args.temperature is None else found.temperatures,
+        sampling={name: value for name, value in suite.sampling.items() if name != "temperature"},
+        ignore_eos=suite.ignore_eos,
+        passes=args.contexts is not None,
+    )
+
+
+def _suite_questions(
+    args: argparse.Namespace, source: tuple[str, str | None], settings: "BenchSettings"
+) -> "tuple[list[Asked], list[LeftOut]]":
+    """A suite's questions that the target has room for, and the others, which are named. Needs no weights."""
+    from longdraft.benchmarks.questions import Reader, fitting
+    from longdraft.benchmarks.suites import SUITES
+    from longdraft.launch.runtime import max_positions
+    from longdraft.models.hf import load_tokenizer, read_target_config
+
+    if args.data is None or args.text_file is not None or args.tasks != ["continue"]:
+        raise ValueError(f"--suite: {args.suite} is asked of --data alone, which holds its files; leave out the rest")
+    suite = SUITES[args.suite]
+    questions = suite.questions(args.data, args.only)
+    if args.prompts is not None:
+        if not 1 <= args.prompts <= len(questions):
+            raise ValueError(f"--prompts: {args.prompts} must lie in 1..{len(questions)}, the suite's questions there")
+        questions = [questions[i * len(questions) // args.prompts] for i in range(args.prompts)]
+    room = suite.room(read_target_config(*source, max_positions(args.draft)).max_positions, settings.new_tokens)
+    asked, left_out = fitting(Reader(Path(source[0]).name, load_tokenizer(*source)), questions, room)
+    for why in dict.fromkeys(one.why for one in left_out):
+        named = [f"{one.id} ({one.tokens} tokens)" for one in left_out if one.why == why]
+        note(f"{len(named)} of {len(questions)} questions are left out, {why}: {', '.join(named)}")
+    if not asked:
+        raise ValueError(
+            f"--suite: none of {len(questions)} questions has room ({left_out[0].why}); ask for fewer --new-tokens "
+            f"than {settings.new_tokens} or take a target of more positions"
+        )
+    return asked, left_out
+
+
+def _asked_for(
+    args: argparse.Namespace,
+    source: tuple[str, str | None],
+    names: Sequence[str],
+    options: Mapping[str, Any],
+    settings: "BenchSettings",
+    prompts: object,
+) -> dict[str, Any]:
+    """What answers depend on, by which a record knows its own; drafts and questions by their hash."""
+    from longdraft.launch.runtime import options_for
+    from longdraft.models.draft_files import WEIGHTS
+
+    def digest(content: bytes) -> str:
+        return hashlib.sha256(content).hexdigest()[:16]
+
+    return {
+        "suite": args.suite,
+        "only": args.only,
+        "questions": digest(repr(prompts).encode()),
+        "target": Path(source[0]).name,
+        "draft": None if args.draft is None else digest((Path(args.draft) / WEIGHTS).read_bytes()),
+        "drafters": {name: {key: str(value) for key, value in options_for(name, options).items()} for name in names},
+        "nodes": settings.nodes,
+        "dtype": args.dtype,
+        "temperatures": list(settings.temperatures),
+        "seed": settings.seed,
+        "new_tokens": settings.new_tokens,
+        "sampling": dict(settings.sampling),
+        "ignore_eos": settings.ignore_eos,
+        "transformers": args.transformers,
+    }
 
 
 def _open_target(
-    args: argparse.Namespace, source: tuple[str, str | None], device: "torch.device", options: Mapping[str, Any]
+    args: argparse.Namespace,
+    wanted: str | None,
+    longest: int,
+    positions: int,
+    source: tuple[str, str | None],
+    device: "torch.device",
+    options: Mapping[str, Any],
 ) -> "tuple[Target, str]":
     """The target as the proof begins with it, and the proof's form, which is chosen before a weight is loaded.
-    Raises ValueError where it does not fit."""
+
+    wanted: the form asked for. longest: tokens of the longest prompt. positions: of the longest text.
+    Raises ValueError where it does not fit.
+    """
     from longdraft.benchmarks.proof import NAMES, Room, choose_form, describe_form, first_dtype, needed_bytes
     from longdraft.infer.memory import available_bytes, size
     from longdraft.launch import runtime
     from longdraft.models.hf import build_decoder
 
-    dtype, longest, chosen = runtime.DTYPES[args.dtype], args.prompt_tokens + ASKING, []
-    positions = max(longest + args.new_tokens, *(args.contexts or [0]))
+    dtype, chosen = runtime.DTYPES[args.dtype], []
+    positions = max(positions, *(args.contexts or [0]))
 
     def build(config: "DecoderConfig", *_: object) -> "Decoder":
-        room = Room(available_bytes(device), longest, positions, _beside(args, config, options))
-        chosen.append(form := choose_form(args.proof, config, dtype, room))
+        held = min(positions, config.max_positions)
+        room = Room(available_bytes(device), longest, held, _beside(args, config, options))
+        chosen.append(form := choose_form(wanted, config, dtype, room))
         first, free = first_dtype(form, dtype), "" if room.free is None else f", and {size(room.free)} is free"
         takes = size(needed_bytes(form, config, dtype, room))
         note(f"Loading in {NAMES[first]}, to show exactness in {describe_form(form, dtype)}: takes {takes}{free}")
@@ -205,8 +329,6 @@ def _texts(args: argparse.Namespace, names: Sequence[str]) -> "list[list[int]] |
     from longdraft.benchmarks.tasks import KINDS
     from longdraft.launch.runtime import heldout_prompts, read_text
 
-    if args.noise and list(names) == ["plain"]:
-        raise ValueError("--noise: that of the drafters' ranking, and plain decoding has none; name a --drafter")
     if unknown := sorted(set(args.tasks) - set(KINDS)):
         raise ValueError(f"--tasks: {', '.join(unknown)} unknown; known: {', '.join(KINDS)}")
     if args.prompt_tokens < 2:

@@ -4,7 +4,7 @@ import pytest
 
 from longdraft.benchmarks.drafters import BenchSettings, bench, plan
 from longdraft.benchmarks.progress import Phase, TimeLeft, duration
-from longdraft.benchmarks.tasks import Task
+from longdraft.benchmarks.questions import Asked, Question
 from longdraft.infer.drafters.build import build_drafter
 
 
@@ -83,11 +83,12 @@ class Recorder:
 
 def test_every_part_of_a_benchmark_is_planned_and_watched(tiny_target):
     settings = BenchSettings(new_tokens=12, temperatures=(0.0, 1.0), contexts=(5, 9), noise=True)
-    tasks = [Task("continue", list(range(1, 20))), Task("continue", list(range(30, 50)))]
+    prompts = list(range(1, 20)), list(range(30, 50))
+    asked = [Asked(Question(i, "continue", (prompt,)), len(prompt)) for i, prompt in enumerate(prompts)]
     names = ["token_recycling", "prompt_lookup"]
     builders = {name: lambda target, name=name: build_drafter(name, target) for name in names}
-    bench(tiny_target(), builders, tasks, settings, watch=(watch := Recorder()))
-    planned = [phase.name for phase in plan(names, [task.tokens for task in tasks], settings, False)]
+    bench(tiny_target(), builders, asked, settings, watch=(watch := Recorder()))
+    planned = [phase.name for phase in plan(names, asked, settings, False)]
     assert [words for words, _ in watch.begun] == planned[:-1] and len(set(planned)) == len(planned)
     unseen = [words for words, share in watch.begun if share < 0.9]
     assert unseen == []

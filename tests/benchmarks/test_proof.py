@@ -16,7 +16,7 @@ from longdraft.benchmarks.proof import (
     needed_bytes,
     prove,
 )
-from longdraft.benchmarks.tasks import Task
+from longdraft.benchmarks.questions import Asked, Question
 from longdraft.infer.drafters.build import build_drafter
 from longdraft.infer.drafters.prompt_lookup import PromptLookup
 from longdraft.infer.engine import Engine
@@ -169,7 +169,12 @@ def test_the_table_says_which_form_it_was(c_kernels, tiny_target, form, said):
     target = tiny_target(dtype=torch.float32 if form == "fp32" else BF16)
     settings = BenchSettings(new_tokens=4, proof=form)
     builders = {"token_recycling": lambda one: build_drafter("token_recycling", one)}
-    result = bench(target, builders, [Task("continue", prompt) for prompt in PROMPTS], settings)
+    result = bench(
+        target,
+        builders,
+        [Asked(Question(i, "continue", (prompt,)), len(prompt)) for i, prompt in enumerate(PROMPTS)],
+        settings,
+    )
     shown = table(result, [])
     assert said in shown and result["exact"] is (None if form == "serving" else True)
     assert result["proof"]["form"] == form and result["proof"]["complete"] == (form != "serving")

@@ -9,6 +9,7 @@ import pytest
 
 from longdraft.benchmarks.questions import Question, Room, fitting
 from longdraft.benchmarks.suites import AIME, LONGBENCH, SUITES
+from longdraft.launch import bench
 from longdraft.models.hf import load_target
 
 
@@ -195,3 +196,7 @@ def test_a_turn_stands_behind_the_answers_before_it(tiny):
     question = Question(1, "t", chat("one", "two"))
     text = target.tokenizer.decode(question.prompt(target, ["first"]))
     assert text == "user: one\nassistant: first\nuser: two\nassistant: "
+
+
+def test_the_command_knows_every_suite():
+    assert tuple(SUITES) == bench.SUITES

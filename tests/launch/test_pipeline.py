@@ -125,7 +125,7 @@ def test_bench_writes_table_picture_and_json(folder, capsys):
         assert run["drafters"]["plain"]["tokens_per_step"] == run["drafters"]["plain"]["speedup"] == 1
         for one in run["drafters"].values():
             assert one["tokens"] == 3 * 16 and one["same_tokens"] == [48, 48]
-            assert set(one["kinds"]) == {"continue", "edit"} and len(one["prompt_speedups"]) == 3
+            assert set(one["tasks"]) == {"continue", "edit"} and len(one["prompt_speedups"]) == 3
             parts = one["draft_ms"] + one["target_ms"] + one["commit_ms"]
             assert 0 < parts <= 1.01 * 1e3 * one["tokens_per_step"] / one["tokens_per_second"]
             assert 0 < one["host_share"] < 1

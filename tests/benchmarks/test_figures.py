@@ -1,0 +1,116 @@
+"""Every formula on an example small enough to work out by hand."""
+
+import numpy as np
+import pytest
+
+from longdraft.benchmarks.answers import Answer, Entry
+from longdraft.benchmarks.figures import (
+    accepted_by_place,
+    bucket,
+    by_context,
+    compared,
+    interval,
+    lengths,
+    ms_per_token,
+    run_figures,
+    same_tokens,
+    totals,
+)
+
+
+def answer(*accept_lengths: int, seconds: float = 1.0, prompt: int = 100, drafted: int = 8, **more) -> Answer:
+    """Of so many tokens a step, all of them 7."""
+    tokens = [7] * sum(accept_lengths)
+    arrivals = [seconds * (i + 1) / len(accept_lengths) for i in range(len(accept_lengths))]
+    return Answer(
+        prompt, tokens, "", "stop", list(accept_lengths), arrivals, drafted=drafted, decode_seconds=seconds, **more
+    )
+
+
+# 9 tokens in 3 steps, 3 tokens in 2: 12 tokens, 5 steps, 7 accepted of 16.
+TWO = [answer(3, 1, 5, seconds=2.0), answer(2, 1, seconds=1.0)]
+
+
+def test_the_three_definitions_of_acceptance_length_and_the_papers_figures():
+    found = lengths(TWO)
+    assert found["pooled"] == 1 + 7 / 5  # vLLM
+    assert found["per_request"] == (9 / 3 + 3 / 2) / 2  # specdec_bench
+    assert found["per_step"] == (3 + 1 + 5 + 2 + 1) / 5  # Spec-Bench
+    assert found["alpha"] == 7 / (4 * 5)  # TokenSwift
+    assert 4 * found["alpha"] + 1 == pytest.approx(found["pooled"])
+    assert found["tau"] == (7 + 5 + 2) / (5 + 2)  # LongSpec: two prefills are two calls of a token each
+
+
+def test_places_count_steps_that_came_so_deep():
+    assert accepted_by_place(TWO) == [3, 2, 1, 1]
+    found = totals(TWO)
+    assert found["acceptance_by_depth"] == [3 / 5, 2 / 5, 1 / 5, 1 / 5]
+    assert found["conditional_by_depth"] == [3 / 5, 2 / 3, 1 / 2, 1]
+    assert (found["acceptance"], found["nodes_per_step"]) == (7 / 16, 16 / 5)
+    assert (found["tokens_per_second"], found["tokens_per_step"]) == (12 / 3, 12 / 5)
+
+
+def test_times_are_a_steps_parts():
+    found = totals([answer(2, 2, seconds=1.0, draft_seconds=0.2, target_seconds=0.5, commit_seconds=0.1)])
+    assert [found[f"{part}_ms"] for part in ("draft", "target", "commit", "host")] == pytest.approx([100, 250, 50, 150])
+    assert found["host_share"] == pytest.approx(0.3)
+
+
+def entry(id: int, *turns: Answer, drafter: str = "d", task: str = "t") -> Entry:
+    return Entry(id, task, task, drafter, 0.0, list(turns))
+
+
+def test_speed_is_over_plain_decodings_on_the_same_prompts():
+    pairs = [(entry(1, answer(4, 4, seconds=1.0)), entry(1, answer(*[1] * 8, seconds=4.0, drafted=0)))]
+    pairs.append((entry(2, answer(2, 2, seconds=1.0)), entry(2, answer(*[1] * 4, seconds=2.0, drafted=0))))
+    found = compared(pairs)
+    assert found["speedup"] == (12 / 2) / (12 / 6) and found["prompts"] == 2
+    # Of two prompts one, the other or both are drawn: the middle 95 % reaches from the slower to the faster.
+    assert found["intervals"]["speedup"] == [2, 4] and found["intervals"]["pooled"] == [2, 4]
+    assert found["intervals"]["per_request"] == [2, 4] and found["intervals"]["tokens_per_second"] == [4, 8]
+
+
+def test_an_interval_is_the_means_of_prompts_drawn_with_replacement():
+    """Of many prompts it is the normal one: 1.96 standard errors to each side."""
+    values = np.random.default_rng(1).normal(3.0, 1.0, 400)
+    low, high = interval(np.stack([values, np.ones(400)], 1), lambda s: s[..., 0] / s[..., 1])
+    error = values.std() / 20
+    assert low == pytest.approx(values.mean() - 1.96 * error, abs=0.02)
+    assert high == pytest.approx(values.mean() + 1.96 * error, abs=0.02)
+
+
+def test_contexts_lie_between_powers_of_two():
+    sizes = (1, 511, 512, 4095, 4096, 8191, 1 << 20)
+    assert [bucket(n) for n in sizes] == ["1-2", "256-512", "512-1K", "2K-4K", "4K-8K", "4K-8K", "1M-2M"]
+    ours = entry(1, answer(2, prompt=100), answer(3, prompt=70), answer(4, prompt=600))
+    slow = entry(1, answer(1, 1, prompt=100), answer(1, 1, 1, prompt=70))
+    found = by_context([(ours, slow)])
+    # A turn that plain decoding did not answer is compared with nothing.
+    assert list(found) == ["64-128"]
+    assert [[len(t.tokens) for t in one.turns] for one in found["64-128"][0]] == [[2, 3], [2, 3]]
+
+
+def test_a_long_generation_has_its_pace_at_every_mark():
+    """Seven tokens with marks at every 3, one a tenth of a second, the later half slower."""
+    one = Answer(5, [7] * 8, "", "length", [2, 1, 1, 2, 1, 1], [1.0, 1.1, 1.2, 1.4, 1.8, 2.2])
+    assert ms_per_token(one, every=3) == [
+        {"tokens": 3, "ms": pytest.approx(100), "mean_ms": pytest.approx(100)},
+        {"tokens": 6, "ms": pytest.approx(100), "mean_ms": pytest.approx(100)},
+        {"tokens": 8, "ms": pytest.approx(400), "mean_ms": pytest.approx(200)},
+    ]
+    assert ms_per_token(answer(5)) == []
+
+
+def test_tokens_are_compared_one_by_one():
+    assert same_tokens([[1, 2, 3], [4]], [[1, 9, 3, 4], [4]]) == (3, 5)
+    assert same_tokens([[1]], [[1], [2]]) == (1, 2)
+
+
+def test_a_runs_figures_are_by_drafter_task_and_context():
+    plain = [entry(1, answer(1, 1), drafter="plain"), entry(2, answer(1, prompt=300), drafter="plain", task="u")]
+    ours = [entry(1, answer(2, seconds=0.5)), entry(2, answer(1, prompt=300), task="u")]
+    found = run_figures({"plain": plain, "d": ours})
+    assert found["plain"]["speedup"] == 1 and found["d"]["speedup"] == pytest.approx((3 / 1.5) / (3 / 2), abs=1e-4)
+    assert {task: one["speedup"] for task, one in found["d"]["tasks"].items()} == {"t": 2, "u": 1}
+    assert list(found["d"]["contexts"]) == ["64-128", "256-512"] and found["d"]["prompt_speedups"] == [2, 1]
+    assert found["d"]["same_tokens"] == [3, 3]
