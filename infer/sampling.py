@@ -50,6 +50,8 @@ class SamplingParams:
         ignore_eos: go on after the target's own end tokens.
         eta_cutoff: drop tokens less probable than min(eta_cutoff, sqrt(eta_cutoff) * exp(-entropy)), never the most
             probable one (Hewitt et al. 2022); 0 is off.
+        min_tokens_to_keep: min-p and eta leave at least so many of the most probable tokens in (ties with the last one
+            stay), as TokenSwift's program does with 20; 1 is off.
         contextual_penalty: logits of tokens among the last `contextual_window` ones are divided by it where positive,
             multiplied where negative (TokenSwift, section 3.3); 1 is off.
         contextual_window: how far that penalty looks back, in tokens.
@@ -69,6 +71,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     eta_cutoff: float = 0.0
+    min_tokens_to_keep: int = 1
     contextual_penalty: float = 1.0
     contextual_window: int = 1024
     repetition_penalty: float = 1.0
@@ -99,6 +102,7 @@ class SamplingParams:
         number("min_p", lambda p: 0 <= p < 1, "at least 0 (off) and below 1")
         number("eta_cutoff", lambda p: 0 <= p < 1, "at least 0 (off) and below 1")
         integer("max_new_tokens", 1, "at least 1, an integer")
+        integer("min_tokens_to_keep", 1, "at least 1 (off), an integer")
         integer("contextual_window", 1, "at least 1, an integer")
         for name in ("contextual_penalty", "repetition_penalty"):
             number(name, lambda p: 1e-30 <= p <= 1e30, "above 0 (1e-30 to 1e30); 1 is off, above it penalises")
@@ -139,7 +143,7 @@ class SlotSampling:
     def __init__(self, params: list[SamplingParams], device: torch.device, noise_in_ranking: bool = True):
         self.params, self.device, self.noise_in_ranking = params, device, noise_in_ranking
         # A greedy slot passes the filters untouched, so its neighbours' settings cannot reach it.
-        off = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "eta_cutoff": 0.0}
+        off = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "eta_cutoff": 0.0, "min_tokens_to_keep": 1}
         filters = [p if p.temperature > 0 else replace(p, **off) for p in params]
 
         def column(name: str) -> Tensor:
@@ -159,6 +163,9 @@ class SlotSampling:
         self._top_p = column("top_p") if any(p.top_p < 1 for p in filters) else None
         self._min_p = column("min_p") if any(p.min_p > 0 for p in filters) else None
         self._eta = column("eta_cutoff") if any(p.eta_cutoff > 0 for p in filters) else None
+        least = [p.min_tokens_to_keep if p.min_p or p.eta_cutoff else 1 for p in filters]
+        self._least = integers(least, device)[:, None] if max(least) > 1 else None
+        self._most_least = max(least)
         self._rows: list[dict[int, Tensor]] = [{} for _ in params]
         self._width = 0
         self._sized: dict[int, tuple[Tensor, int]] = {}
@@ -170,7 +177,7 @@ class SlotSampling:
 
     @property
     def _filters(self) -> tuple[Tensor | None, ...]:
-        return self._top_k, self._top_p, self._min_p, self._eta
+        return self._top_k, self._top_p, self._min_p, self._eta, self._least
 
     def follow(self, other: "SlotSampling") -> bool:
         """Take over another's parameters, each tensor where it lies, so that recorded work (infer/graphs.py) goes on
@@ -193,7 +200,7 @@ class SlotSampling:
     def _kind(self) -> tuple:
         """What steers the work on the host."""
         absent = tuple(part is None for part in self._columns)
-        own = len(self.params), self.greedy, self._mixed, self._most_k, self.noise_in_ranking
+        own = len(self.params), self.greedy, self._mixed, self._most_k, self._most_least, self.noise_in_ranking
         return *own, self.penalties.widest, self.penalties.banned, absent
 
     def noise(self, positions_B: Tensor, vocab_size: int) -> Tensor:
@@ -309,14 +316,12 @@ class SlotSampling:
         scaled = logits.float() / _as_wide(self._divisors, logits)
         if self._top_k is not None:
             wanted = _as_wide(self._top_k, scaled)
-            largest = scaled.topk(min(self._most_k, scaled.shape[-1]), dim=-1).values
-            last = (wanted.clamp(1, scaled.shape[-1]) - 1).expand(*scaled.shape[:-1], 1)
-            scaled.masked_fill_((scaled < largest.gather(-1, last)) & (wanted > 0), -torch.inf)
+            scaled.masked_fill_((scaled < _kth_largest(scaled, wanted, self._most_k)) & (wanted > 0), -torch.inf)
         if self._top_p is not None:
             scaled.masked_fill_(self._outside_top_p(scaled, _as_wide(self._top_p, scaled)), -torch.inf)
         if self._min_p is not None:
             border = scaled.amax(-1, keepdim=True) + _as_wide(self._min_p, scaled).log()
-            scaled.masked_fill_(scaled < border, -torch.inf)
+            scaled.masked_fill_((scaled < border) & (scaled < self._last_kept(scaled)), -torch.inf)
         if self._eta is not None:
             scaled.masked_fill_(self._below_eta(scaled, _as_wide(self._eta, scaled)), -torch.inf)
         return scaled
@@ -343,7 +348,13 @@ class SlotSampling:
         # A running sum, for `sum` adds up in another order for one row than for several.
         entropy = _running_sum(torch.special.entr(probs))[..., -1:].float()
         border = torch.minimum(eta, eta.sqrt() * (-entropy).exp())
-        return (probs < border) & (scaled < scaled.amax(-1, keepdim=True))
+        return (probs < border) & (scaled < self._last_kept(scaled))
+
+    def _last_kept(self, scaled: Tensor) -> Tensor:
+        """The least score that min-p and eta always keep."""
+        if self._least is None:
+            return scaled.amax(-1, keepdim=True)
+        return _kth_largest(scaled, _as_wide(self._least, scaled), self._most_least)
 
     def _size(self, token_ids: Tensor) -> int:
         """The smallest vocabulary that holds these ids; read from the device once for each tensor."""
@@ -355,6 +366,13 @@ class SlotSampling:
 def _as_wide(column_B1: Tensor, x: Tensor) -> Tensor:
     """One number a slot, for [B, V] as it is and for [B, N, V] as [B, 1, 1]."""
     return column_B1.view(-1, *[1] * (x.dim() - 1))
+
+
+def _kth_largest(x: Tensor, k: Tensor, most: int) -> Tensor:
+    """The k-th largest number of the last dimension. k: int64, for [B, V] as [B, 1], for [B, N, V] as [B, 1, 1], of at
+    most `most`; where it is beyond the dimension, the smallest number."""
+    largest = x.topk(min(most, x.shape[-1]), dim=-1).values
+    return largest.gather(-1, (k.clamp(1, x.shape[-1]) - 1).expand(*x.shape[:-1], 1))
 
 
 def _running_sum(x_BV: Tensor) -> Tensor:

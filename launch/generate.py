@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longdraft.launch.console import INTERRUPTED, ends_on_ctrl_c, framed, leave, note, read_stdin, show
+from longdraft.launch.shared_options import add_drafting, add_dtype, add_sampling, given_sampling
 
 if TYPE_CHECKING:
     import torch
@@ -28,19 +29,10 @@ if TYPE_CHECKING:
 
 DIM, DRAFTED, OWN, PLAIN = "\033[2m", "\033[32m", "\033[36m", "\033[0m"
 SHOWN_PROMPT = 600  # characters of its end
-# Options of SamplingParams, by their names there.
+# Options of SamplingParams beside those that bench has as well, by their names there.
 NUMBERS = {
     "max_new_tokens": (int, "default: 256"),
     "temperature": (float, "0, the default, is greedy"),
-    "top_k": (int, "sample from the k most probable tokens; 0 is off"),
-    "top_p": (float, "sample from the most probable tokens of this share together; 1 is off"),
-    "min_p": (float, "drop tokens less probable than this times the most probable one; 0 is off"),
-    "eta_cutoff": (float, "eta sampling; 0 is off"),
-    "contextual_penalty": (float, "penalise tokens among the last --contextual-window ones; 1 is off"),
-    "contextual_window": (int, "default: 1024"),
-    "repetition_penalty": (float, "penalise all tokens of prompt and text; 1 is off"),
-    "presence_penalty": (float, "taken off the logits of generated tokens once; 0 is off"),
-    "frequency_penalty": (float, "taken off the logits of generated tokens for each time; 0 is off"),
     "seed": (int, "same seed, same text, whichever drafter; drawn and shown when left out"),
 }
 
@@ -50,7 +42,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument_group("model").add_argument
     add("--target", help="a folder, a hub name, a .gguf file or smollm2-135m (default: the draft's own target)")
     add("--gguf-file", help="with --target: name of a .gguf file inside it")
-    add("--dtype", choices=("fp32", "bf16"), default="bf16")
+    add_dtype(add)
     add("--device", help="default: cuda where there is one")
     add("--max-length", type=int, help="most positions of prompt and text (default: the target's)")
     add("--prefill-chunk", type=int, help="rows of a pass over the prompt (default: 512, 2048 on a GPU)")
@@ -69,13 +61,11 @@ def _parser() -> argparse.ArgumentParser:
     own = "a drafter's own; DRAFTER.KEY=VALUE for one of several"
     add("--option", default=[], metavar="KEY=VALUE", help=own, **many)
     add("--nodes", help="proposed nodes that a step verifies: auto (the default: what pays), all, or a number at most")
+    add_drafting(add)
     add = parser.add_argument_group("sampling").add_argument
     for name, (kind, text) in NUMBERS.items():
         add(f"--{name.replace('_', '-')}", type=kind, metavar="N" if kind is int else "X", help=text)
-    add("--ban", type=int, metavar="TOKEN_ID", dest="banned_token_ids", help="never choose these", **many)
-    add("--stop", metavar="STRING", dest="stop_strings", help="end before these; $'\\n' is a new line", **many)
-    add("--stop-id", type=int, metavar="TOKEN_ID", dest="stop_token_ids", help="end behind these tokens", **many)
-    add("--ignore-eos", action="store_true", default=None, help="go on after the target's end tokens")
+    add_sampling(add)
     add = parser.add_argument_group("output").add_argument
     add("--json", action="store_true", help="instead of the text one JSON object: text, tokens, reason, statistics")
     return parser
@@ -106,11 +96,14 @@ def _generate(args: argparse.Namespace) -> int:
     nodes = runtime.node_budget(args.nodes, names)
     runtime.check_draft(names, args.draft, args.target)
     params, text = _sampling(args), _prompt_text(args)
+    if args.no_noise and (params.temperature == 0 or names == ["plain"]):
+        raise ValueError("--no-noise: of drafters that rank at a --temperature above 0; give both or leave it out")
     source, allowed = runtime.target_source(args.target, args.gguf_file, args.draft), runtime.max_positions(args.draft)
     build = runtime.build_fitting(source[0], _least_positions(args, source, text, params, device))
     target = runtime.open_target(*source, args.dtype, device, allowed, build)
     prompt = _prompt_tokens(args, target, text)
     settings: dict[str, Any] = {"nodes": nodes, "max_length": args.max_length}
+    settings["noise_in_ranking"] = not args.no_noise
     settings |= {} if args.prefill_chunk is None else {"prefill_chunk": args.prefill_chunk}
     screen = Screen(args.json, several=len(names) > 1)
     if not args.chat:
@@ -140,9 +133,8 @@ def _sampling(args: argparse.Namespace) -> "SamplingParams":
     from longdraft.infer.sampling import SamplingParams, draw_seed
     from longdraft.launch.runtime import check_filters
 
-    names = (*NUMBERS, "banned_token_ids", "stop_strings", "stop_token_ids", "ignore_eos")
-    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    params = SamplingParams(**given)
+    given = {name: getattr(args, name) for name in NUMBERS if getattr(args, name) is not None}
+    params = SamplingParams(**given_sampling(args) | given)
     check_filters(params)
     return replace(params, seed=draw_seed()) if params.seed is None else params
 

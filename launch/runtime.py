@@ -23,7 +23,7 @@ from longdraft.models.target import Target
 
 # What leaves all tokens in.
 FILTERS = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "eta_cutoff": 0.0}
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def target_source(path: str | None, gguf_file: str | None, draft: str | None) -> tuple[str, str | None]:
@@ -184,6 +184,10 @@ def check_filters(params: SamplingParams) -> None:
         raise ValueError(
             f"--{name.replace('_', '-')}: {value}, but at --temperature 0 the most probable token is taken; give a "
             "--temperature above 0 or leave it out"
+        )
+    if params.min_tokens_to_keep > 1 and not (params.min_p or params.eta_cutoff):
+        raise ValueError(
+            f"--min-tokens-to-keep: {params.min_tokens_to_keep}, of --min-p and --eta-cutoff, which are off; give one"
         )
     if params.contextual_penalty == 1 and params.contextual_window != SamplingParams.contextual_window:
         raise ValueError(

@@ -69,7 +69,10 @@ class Margins(SlotSampling):
             slope = 2 * params.top_p * (1 - params.top_p) / params.temperature
             gap = torch.minimum(gap, (mass[:-1] - params.top_p).abs().min() / slope)
         if params.min_p:
-            gap = torch.minimum(gap, (scaled - scaled[0] - torch.tensor(params.min_p).log()).abs().min())
+            away = scaled - scaled[0] - torch.tensor(params.min_p).log()
+            least = params.min_tokens_to_keep
+            by_rank = ordered[least - 1] - ordered[least] if least < len(ordered) else torch.tensor(torch.inf)
+            gap = torch.minimum(gap, by_rank if (away >= 0).sum() < least else away.abs().min())
         if params.eta_cutoff:
             log_probs = scaled.log_softmax(0)
             entropy = -(log_probs.exp() * log_probs).sum()

@@ -36,7 +36,9 @@ SAMPLINGS = {
     "T1_min_p": SamplingParams(temperature=1.0, min_p=0.1),
     "T1_eta": SamplingParams(temperature=1.0, eta_cutoff=0.05),
     "greedy_penalty": SamplingParams(contextual_penalty=1.2, contextual_window=16),
-    "T1_penalty": SamplingParams(temperature=1.0, contextual_penalty=1.2, contextual_window=16, min_p=0.05),
+    "T1_penalty": SamplingParams(
+        temperature=1.0, contextual_penalty=1.2, contextual_window=16, min_p=0.05, min_tokens_to_keep=20
+    ),
 }
 NEW = 18  # longer than the penalty's window
 # Prompts that leave room in every window and budget below, and prompts beyond them. Five on three slots: refill.

@@ -146,7 +146,7 @@ def as_on_a_gpu(monkeypatch):
 SAMPLINGS = {
     "greedy": SamplingParams(),
     "T1": SamplingParams(temperature=1.0),
-    "filters": SamplingParams(temperature=0.8, top_k=20, top_p=0.9, min_p=0.02, eta_cutoff=0.001),
+    "filters": SamplingParams(temperature=0.8, top_k=20, top_p=0.9, min_p=0.02, eta_cutoff=0.001, min_tokens_to_keep=3),
     "penalties": SamplingParams(contextual_penalty=1.2, contextual_window=16, presence_penalty=0.2),
 }
 

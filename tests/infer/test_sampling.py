@@ -38,14 +38,16 @@ def filtered_by_hand(logits, p: SamplingParams):
             kept[v] = x
             mass += x / total
         probs = kept
+    # Of so many tokens min-p and eta never drop one, nor what is as probable as the last of them.
+    least = sorted(probs.values(), reverse=True)[: p.min_tokens_to_keep][-1]
     if p.min_p:
-        probs = {v: x for v, x in probs.items() if x >= p.min_p * max(probs.values())}
+        probs = {v: x for v, x in probs.items() if x >= min(least, p.min_p * max(probs.values()))}
     if p.eta_cutoff:
         total = sum(probs.values())
         probs = {v: x / total for v, x in probs.items()}
         entropy = -sum(x * math.log(x) for x in probs.values())
         eta = min(p.eta_cutoff, math.sqrt(p.eta_cutoff) * math.exp(-entropy))
-        probs = {v: x for v, x in probs.items() if x >= eta or x == max(probs.values())}
+        probs = {v: x for v, x in probs.items() if x >= eta or x >= least / total}
     return set(probs)
 
 
@@ -62,6 +64,10 @@ def filtered_by_hand(logits, p: SamplingParams):
         SamplingParams(temperature=1.0, eta_cutoff=0.02),
         SamplingParams(temperature=2.0, eta_cutoff=0.9),
         SamplingParams(temperature=1.5, top_k=30, top_p=0.95, min_p=0.01, eta_cutoff=0.05),
+        SamplingParams(temperature=1.0, min_p=0.1, min_tokens_to_keep=20),
+        SamplingParams(temperature=1.0, min_p=0.9, min_tokens_to_keep=500),
+        SamplingParams(temperature=1.0, top_k=7, min_p=0.5, eta_cutoff=0.9, min_tokens_to_keep=20),
+        SamplingParams(temperature=1.0, eta_cutoff=0.5, min_tokens_to_keep=3),
     ],
     ids=str,
 )
@@ -76,8 +82,8 @@ def test_filters_equal_the_formula(params):
 THEIRS = {
     "top_k": lambda value: TopKLogitsWarper(value),
     "top_p": lambda value: TopPLogitsWarper(value),
-    "min_p": lambda value: MinPLogitsWarper(value),
-    "eta_cutoff": lambda value: EtaLogitsWarper(value),
+    "min_p": lambda value, least=1: MinPLogitsWarper(value, min_tokens_to_keep=least),
+    "eta_cutoff": lambda value, least=1: EtaLogitsWarper(value, min_tokens_to_keep=least),
 }
 
 
@@ -89,6 +95,7 @@ THEIRS = {
             ("eta_cutoff", (3e-4, 0.01, 0.6)),
         ] for value in some),
         {"top_k": 400, "top_p": 0.97, "min_p": 0.002, "eta_cutoff": 0.001},
+        {"min_p": 0.1, "min_tokens_to_keep": 20}, {"eta_cutoff": 0.6, "min_tokens_to_keep": 20},
     ],
     ids=str,
 )  # fmt: skip
@@ -102,7 +109,8 @@ def test_kept_tokens_are_those_of_transformers(values, temperature):
     theirs = scaled.double()
     for name, make in THEIRS.items():  # transformers applies them in this order
         if name in values:
-            theirs = make(values[name])(None, theirs)
+            more = {"least": values["min_tokens_to_keep"]} if "min_tokens_to_keep" in values else {}
+            theirs = make(values[name], **more)(None, theirs)
     assert torch.equal(SlotSampling([params] * 4, CPU).filtered(logits), scaled.where(theirs.isfinite(), -torch.inf))
 
 
@@ -226,6 +234,7 @@ def test_noise_is_kept_and_does_not_grow():
         ({"top_k": 2.5}, "top_k=2.5 must be 0"),
         ({"top_k": math.inf}, "top_k=inf must be 0"),
         ({"max_new_tokens": 2.5}, "max_new_tokens=2.5 must be at least 1"),
+        ({"min_tokens_to_keep": 0}, "min_tokens_to_keep=0 must be at least 1"),
         ({"eta_cutoff": 1.0}, "eta_cutoff=1.0 must be at least 0"),
         ({"contextual_penalty": 0}, "contextual_penalty=0 must be above 0 .1e-30 to 1e30.; 1 is off"),
         ({"contextual_window": 0}, "contextual_window=0 must be at least 1"),

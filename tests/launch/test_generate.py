@@ -13,11 +13,13 @@ import torch
 
 from longdraft.infer.engine import Engine
 from longdraft.infer.memory import size, weight_count
+from longdraft.infer.presets import PRESETS, preset_for
 from longdraft.infer.sampling import SamplingParams
 from longdraft.launch import generate as module
 from longdraft.launch import runtime
 from longdraft.launch.generate import DRAFTED, OWN, PLAIN, main
 from longdraft.launch.runtime import check_options, node_budget, options_for, read_options
+from longdraft.launch.shared_options import PRESETS as PRESET_NAMES
 from longdraft.models import hf
 from longdraft.models.hf import load_target, read_target_config
 
@@ -38,6 +40,7 @@ def run(folder, capsys):
         assert main(given) == status
         return capsys.readouterr()
 
+    call.folder = folder
     return call
 
 
@@ -91,6 +94,55 @@ def test_every_sampling_option_reaches_the_engine(run, target):
     assert json.loads(both.out)["tokens"] == expected.tokens != generation(target, contextual_penalty=3.0).tokens
 
 
+def test_published_sampling(run, target):
+    """A preset is its parts, and what stands beside it goes before."""
+    asked = ["--prompt", PROMPT, "--seed", 11, "--json"]
+    parts = {"temperature": 1.0, "min_p": 0.05, "min_tokens_to_keep": 20, "contextual_penalty": 1.15, "seed": 11}
+    shown = json.loads(run(*asked, "--preset", "tokenswift-qwen2.5-7b").out)
+    expected = generation(target, **parts)
+    assert shown["tokens"] == expected.tokens != generation(target, seed=11, temperature=1.0).tokens
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in parts.items()]
+    assert json.loads(run("--prompt", PROMPT, "--json", *flags).out)["tokens"] == expected.tokens
+    other = parts | {"temperature": 3.0, "min_p": 0.9}
+    shown = json.loads(run(*asked, "--preset", "tokenswift-qwen2.5-7b", "--temperature", 3, "--min-p", 0.9).out)
+    kept = generation(target, **other).tokens
+    assert shown["tokens"] == kept != generation(target, **other | {"min_tokens_to_keep": 1}).tokens
+    assert tuple(PRESETS) == PRESET_NAMES
+    for name, alone in (("--min-tokens-to-keep", 20), ("--contextual-window", 5)):
+        assert f"{name}: {alone}, of " in run("--prompt", PROMPT, "--temperature", 1, name, alone, status=2).err
+
+
+def test_presets_by_the_target_s_name():
+    names = {
+        "meta-llama/Llama-3.1-8B": "tokenswift-llama3.1-8b",
+        "TokenSwift-Llama-3.1-8B": "tokenswift-llama3.1-8b",
+        "NousResearch/Yarn-Llama-2-7b-128k": "tokenswift-yarn-llama2-7b-128k",
+        "Qwen/Qwen2.5-1.5B": "tokenswift-qwen2.5-1.5b",
+        "Qwen2.5-14B": "tokenswift-qwen2.5-14b",
+        "Qwen/QwQ-32B": None,
+    }
+    assert {name: preset_for(name) for name in names} == names
+
+
+def test_ranking_without_the_noise(run):
+    """The text is the same, and fewer candidates are right."""
+    asked = ["--prompt", PROMPT, "--temperature", 1, "--seed", 5, "--json", "--drafter", "small_model"]
+    asked += ["--option", f"small={run.folder}", "--nodes", "all", "--max-new-tokens", 48]
+    known, unknown = (json.loads(run(*asked, *more).out) for more in ([], ["--no-noise"]))
+    assert known["tokens"] == unknown["tokens"]
+    assert known["statistics"]["tokens_per_step"] > 1.5 * unknown["statistics"]["tokens_per_step"]
+    greedy = run("--prompt", PROMPT, "--drafter", "token_recycling", "--no-noise", status=2).err
+    assert "--no-noise: of drafters that rank at a --temperature above 0" in greedy
+
+
+def test_half_precision(run, folder):
+    """fp16, as LongSpec's authors decode in."""
+    half = load_target(folder, torch.float16)
+    shown = run("--prompt", PROMPT, "--dtype", "fp16", "--drafter", "plain", "prompt_lookup", "--json").out
+    texts = [one["tokens"] for one in json.loads(shown)["generations"]]
+    assert texts[0] == generation(half).tokens
+
+
 def test_ends(run, target):
     free = generation(target)
     end = free.tokens[6]
@@ -100,9 +152,9 @@ def test_ends(run, target):
     limited = json.loads(run("--prompt", PROMPT, "--json", "--max-length", 20, "--prefill-chunk", 3).out)
     assert limited["finish_reason"] == "capacity" and limited["tokens"] == free.tokens[: len(limited["tokens"])]
     assert len(limited["tokens"]) == 20 - len(free.prompt)
-    eager = [*("--ban", *range(1, 290)), "--ignore-eos"]
+    eager = [*("--ban", *range(1, 290)), "--eos", "ignore"]
     assert json.loads(run("--prompt", PROMPT, "--json", *eager).out)["tokens"] == [0] * 24
-    assert json.loads(run("--prompt", PROMPT, "--json", *eager[:-1]).out)["tokens"] == [0]
+    assert json.loads(run("--prompt", PROMPT, "--json", *eager[:-2], "--eos", "stop").out)["tokens"] == [0]
 
 
 def test_a_stop_string_is_never_shown(run, target):
@@ -342,7 +394,7 @@ def test_pipes(folder, target, tmp_path):
     )
     assert finished.returncode == 0, finished.stderr
     assert finished.stdout.decode() == generation(target).text + "\n"
-    endless = [*command, "--prompt", PROMPT, "--max-new-tokens", "2000", "--ignore-eos"]
+    endless = [*command, "--prompt", PROMPT, "--max-new-tokens", "2000", "--eos", "ignore"]
     process = subprocess.Popen(endless, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
     assert process.stdout is not None and process.stderr is not None
     process.stdout.read(10)

@@ -1,0 +1,64 @@
+"""Options that `generate` and `bench` share, and what they become. Not here: what else both do (runtime.py)."""
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+# launch/runtime.py says what each is, infer/presets.py which presets; here, for --help should not wait for torch.
+DTYPES = ("fp32", "bf16", "fp16")
+PRESETS = (
+    "tokenswift-llama3.1-8b",
+    "tokenswift-yarn-llama2-7b-128k",
+    "tokenswift-qwen2.5-1.5b",
+    "tokenswift-qwen2.5-7b",
+    "tokenswift-qwen2.5-14b",
+)
+# Options of SamplingParams, by their names there.
+NUMBERS = {
+    "top_k": (int, "sample from the k most probable tokens; 0 is off"),
+    "top_p": (float, "sample from the most probable tokens of this share together; 1 is off"),
+    "min_p": (float, "drop tokens less probable than this times the most probable one; 0 is off"),
+    "eta_cutoff": (float, "eta sampling; 0 is off"),
+    "min_tokens_to_keep": (int, "of which --min-p and --eta-cutoff drop none, the most probable ones; 1 is off"),
+    "contextual_penalty": (float, "penalise tokens among the last --contextual-window ones; 1 is off"),
+    "contextual_window": (int, "default: 1024"),
+    "repetition_penalty": (float, "penalise all tokens of prompt and text; 1 is off"),
+    "presence_penalty": (float, "taken off the logits of generated tokens once; 0 is off"),
+    "frequency_penalty": (float, "taken off the logits of generated tokens for each time; 0 is off"),
+}
+
+
+def add_dtype(add: Callable[..., Any], what: str = "") -> None:
+    """--dtype; what: the dtype of what."""
+    add("--dtype", choices=DTYPES, default="bf16", help=f"{what}default: bf16")
+
+
+def add_drafting(add: Callable[..., Any]) -> None:
+    """How drafters rank."""
+    add(
+        "--no-noise",
+        action="store_true",
+        help="drafters rank without the noise that the choice at a temperature above 0 will use, as in other programs",
+    )
+
+
+def add_sampling(add: Callable[..., Any]) -> None:
+    """All of sampling but temperature, seed and length."""
+    many: dict[str, Any] = {"nargs": "+", "action": "extend"}
+    add("--preset", choices=PRESETS, help="sampling as published for a model; options beside it go before")
+    for name, (kind, text) in NUMBERS.items():
+        add(f"--{name.replace('_', '-')}", type=kind, metavar="N" if kind is int else "X", help=text)
+    add("--ban", type=int, metavar="TOKEN_ID", dest="banned_token_ids", help="never choose these", **many)
+    add("--stop", metavar="STRING", dest="stop_strings", help="end before these; $'\\n' is a new line", **many)
+    add("--stop-id", type=int, metavar="TOKEN_ID", dest="stop_token_ids", help="end behind these tokens", **many)
+    add("--eos", choices=("stop", "ignore"), help="at the target's end tokens: stop, or go on")
+
+
+def given_sampling(args: argparse.Namespace) -> dict[str, Any]:
+    """The keywords of SamplingParams that were asked for, the preset's among them."""
+    from longdraft.infer.presets import preset
+
+    names = (*NUMBERS, "banned_token_ids", "stop_strings", "stop_token_ids")
+    found = {} if args.preset is None else dict(preset(args.preset))
+    found |= {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    return found | ({} if args.eos is None else {"ignore_eos": args.eos == "ignore"})
