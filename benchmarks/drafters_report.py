@@ -35,7 +35,7 @@ def _run(run: dict) -> list[str]:
         rows.append([f"{name}  ", *(format(value(one), form) for one in drafters.values())])
 
     row("tokens/step", ".3f", lambda one: one["tokens_per_step"])
-    row("  95 % of it", "", lambda one: "{:.3f}-{:.3f}".format(*one["intervals"]["pooled"]))
+    row("  95 % of it", "", lambda one: "{:.2f}-{:.2f}".format(*one["intervals"]["pooled"]))
     row("  mean of requests", ".3f", lambda one: one["lengths"]["per_request"])
     row("acceptance", ".3f", lambda one: one["acceptance"])
     row("nodes/step", ".1f", lambda one: one["nodes_per_step"])

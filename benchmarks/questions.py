@@ -38,6 +38,14 @@ class Question:
     def __post_init__(self):
         object.__setattr__(self, "category", self.category or self.task)
 
+    def said(self) -> list[str]:
+        """What the user says in each turn, as text; nothing of token ids."""
+        texts = []
+        for turn in self.turns:
+            said = turn if isinstance(turn, str) else [m["content"] for m in turn if isinstance(m, Mapping)][-1:]
+            texts.append("".join(said))
+        return texts
+
     def prompt(self, target: Target | Reader, answers: Sequence[str] = ()) -> list[int]:
         """The token ids before the next answer, behind these of the turns before."""
         turn, name, target = self.turns[len(answers)], f"question {self.id}", cast(Target, target)

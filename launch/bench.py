@@ -134,6 +134,7 @@ def _metrics(run: Path) -> list[dict]:
 def _bench(args: argparse.Namespace) -> dict:
     from longdraft.benchmarks.answers import Record
     from longdraft.benchmarks.drafters import bench
+    from longdraft.benchmarks.exchange import write_files
     from longdraft.benchmarks.tasks import make_tasks
     from longdraft.infer.drafters.build import build_drafter
     from longdraft.launch import runtime
@@ -176,7 +177,12 @@ def _bench(args: argparse.Namespace) -> dict:
     place = target.model.embed_tokens.weight.device
     theirs = load_transformers(source[0], settings.dtype, source[1]).to(place) if args.transformers else None
     with Progress("bench") as watch, on_device(place):
-        return bench(target, builders, asked, settings, theirs, watch, record)
+        result = bench(target, builders, asked, settings, theirs, watch, record)
+    if args.out is not None:
+        folders = write_files(record, args.out, {one.question.id: one.question.said() for one in asked})
+        names = ", ".join(folder.name for folder in folders)
+        note(f"Written to {args.out}: record.jsonl, and for other programs {names}")
+    return result
 
 
 def _settings(args: argparse.Namespace, names: Sequence[str]) -> "BenchSettings":
