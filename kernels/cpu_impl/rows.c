@@ -87,7 +87,9 @@ static inline f8 larger8(f8 a, f8 b) { /* a > b ? a : b */
 }
 #if defined(__clang__)
 #define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#define UNROLL _Pragma("unroll")
 #else
+#define UNROLL _Pragma("GCC unroll 8")
 #define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (i8){__VA_ARGS__})
 #endif
 static inline float sum8(f8 v) { /* ((v0 + v4) + (v2 + v6)) + ((v1 + v5) + (v3 + v7)) */
@@ -138,13 +140,14 @@ static inline f8 exp8(f8 x) {
 enum { AHEAD = 12288 }; /* bytes */
 
 #if defined(__AVX__)
-#define HOLD(v) __asm__("" : "+x"(v)) /* loaded once: GCC would read the row again for each of its products */
+#define HOLD(v) __asm__("" : "+v"(v)) /* loaded once: GCC would read the row again for each of its products */
 #else
 #define HOLD(v)
 #endif
 /* The accumulators of 6 x 2 fill the vector registers; TILE is a multiple of 8 and of all numbers of outputs; so many
  * rows are turned at a time. */
 enum { MOST_ROWS = 6, TILE = 48, TURNED = 4 };
+#define ROUND_UP(n, step) (((n) + (step) - 1) / (step) * (step))
 
 typedef struct {
     const void *x, *norm, *w, *bias, *residual; /* x [m, k]; norm [k], bias [n], residual [m, n] may be NULL */
@@ -197,7 +200,22 @@ typedef struct {
     float eps, scale; /* of the norms; of attention */
 } decoder_layers;
 
-/* ---- both element types ---- */
+/* ---- both element types, by the arithmetic of this machine ---- */
+
+/* Of the linear layers. ROW_T: rows as the products read them. PART: STEP numbers of a row or of weights, of which `left` are
+ * left. SUMS: what their products are added up in. GIVE: R sums and biases to y. WIDE_4, WIDE_6: outputs beside so many rows.
+ * GROUP: outputs that all rows meet before the next ones. */
+#define ROW_T float
+#define PART f8
+#define SUMS f8
+#define STEP 8
+#define LOAD_WEIGHTS(p, left) LOAD(p)
+#define LOAD_ROW load_f32
+#define MULTIPLY_ADD fma8
+#define GIVE(sums, R, bias, y) for (int r = 0; r < R; r++) (y)[r] = NARROW(sum8(sums[r]) + (bias ? WIDEN(bias[r]) : 0.0f))
+#define WIDE_4 3
+#define WIDE_6 2
+#define GROUP TILE
 
 #define T_ float
 #define LOAD load_f32
@@ -216,6 +234,11 @@ typedef struct {
 #undef NARROW
 #undef WIDEN
 #undef NAME
+
+#if defined(__AVX512BF16__)
+#include "pairs.inc"
+#endif
+
 #define T_ bf16
 #define LOAD load_bf16
 #define STORE store_bf16

@@ -1,7 +1,8 @@
 """Few-row passes on a CPU in C: built once for this machine, bound by ctypes. Not here: when they are used.
 
 Why C of our own: on CPUs without bf16 instructions PyTorch's bf16 products of 6 rows cost 5 times one row's, these 1.5
-times; and no library promises that a row's result is the same in a pass of 1 and of 40 rows.
+times; and no library promises that a row's result is the same in a pass of 1 and of 40 rows. Where the processor has
+AVX-512's bf16 instructions, bf16 products are theirs (pairs.inc), so that bits are others than on one with AVX2 alone.
 
 An output row does not depend on the other rows of its pass, bit for bit (see rows.c); so decoding is exact in bf16 too,
 where these kernels serve all layers: trees of up to 128 nodes, widths that are multiples of 8, sliding windows.
@@ -81,16 +82,17 @@ def _cache_folder() -> Path:
 
 def _build(compiler: str) -> Path:
     """Compile to the user's cache folder, under a name that says source, compiler and processor; once."""
+    flags = [*FLAGS, "-mno-avx512f"] if os.environ.get("LONGDRAFT_CPU_KERNELS") == "avx2" else FLAGS
     processor = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else platform.processor()
     features = sorted({line for line in processor.splitlines() if line.startswith(("flags", "Features", "model name"))})
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
-    known = [*(source.read_text() for source in SOURCES), *FLAGS, version, *features, platform.machine()]
+    known = [*(source.read_text() for source in SOURCES), *flags, version, *features, platform.machine()]
     library = _cache_folder() / f"rows-{hashlib.sha256(chr(0).join(known).encode()).hexdigest()[:16]}.so"
     if not library.exists():
         library.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=library.parent) as folder:
             compiled, linked = Path(folder) / "rows.o", Path(folder) / "rows.so"
-            subprocess.run([compiler, *FLAGS, "-c", SOURCES[0], "-o", compiled], check=True, capture_output=True)
+            subprocess.run([compiler, *flags, "-c", SOURCES[0], "-o", compiled], check=True, capture_output=True)
             link = [compiler, "-shared", "-pthread", compiled, "-o", linked, "-lm"]
             subprocess.run(link, check=True, capture_output=True)
             linked.replace(library)
@@ -121,7 +123,7 @@ def obstacle() -> str | None:
 def library() -> ctypes.CDLL | None:
     """The compiled kernels, or None (with one line that says why) where they cannot be had; PyTorch serves then.
 
-    LONGDRAFT_CPU_KERNELS=0 turns them off.
+    LONGDRAFT_CPU_KERNELS=0 turns them off, avx2 builds them for an x86 processor with AVX2 alone.
     """
     if (why := obstacle()) is not None:
         if os.environ.get("LONGDRAFT_CPU_KERNELS") != "0":

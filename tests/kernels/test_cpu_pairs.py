@@ -1,0 +1,54 @@
+"""The order of the C kernels' sums in bf16, bit for bit, by AVX-512's bf16 instructions and by AVX2."""
+
+import pytest
+import torch
+
+from longdraft.kernels.cpu_impl import rows
+
+# Numbers that are added up beside each other, and in what order they meet them: eight in a row one by one, or sixteen
+# pairs whose second number comes first.
+WAYS = {"avx2": (8, (slice(None),)), "pairs": (32, (slice(1, None, 2), slice(0, None, 2)))}
+
+
+@pytest.fixture(params=WAYS)
+def way(request, monkeypatch, c_kernels):
+    """The kernels built so, whatever this processor has beside it."""
+    if not (torch.cpu._is_avx512_bf16_supported() if request.param == "pairs" else torch.cpu._is_avx2_supported()):
+        pytest.skip(f"this processor has no instructions for {request.param}")
+    monkeypatch.setenv("LONGDRAFT_CPU_KERNELS", "avx2" if request.param == "avx2" else "1")
+    rows.library.cache_clear(), rows._address.cache_clear()
+    yield WAYS[request.param]
+    rows.library.cache_clear(), rows._address.cache_clear()
+
+
+def in_order(x_MI, weight_NI, step, parts):
+    """x W^T, each sum in that order: products of two bf16 numbers are exact in fp32, sums round."""
+    short = -x_MI.shape[1] % step
+    x_MI, weight_NI = (torch.nn.functional.pad(part.float(), (0, short)) for part in (x_MI, weight_NI))
+    sums_MNL = 0.0
+    for start in range(0, x_MI.shape[1], step):
+        for part in parts:
+            taken = x_MI[:, start : start + step][:, part], weight_NI[:, start : start + step][:, part]
+            sums_MNL = sums_MNL + taken[0][:, None] * taken[1]
+    while sums_MNL.shape[2] > 1:
+        half = sums_MNL.shape[2] // 2
+        sums_MNL = sums_MNL[..., :half] + sums_MNL[..., half:]
+    return sums_MNL[..., 0]
+
+
+@pytest.mark.parametrize("k", [8, 64, 328, 576])
+def test_sums_are_in_one_order_at_every_width(way, k):
+    torch.manual_seed(k)
+    x, weight, bias = torch.randn(19, k).bfloat16(), torch.randn(53, k).bfloat16(), torch.randn(53).bfloat16()
+    exact = in_order(x, weight, *way)
+    for m in (1, 2, 3, 4, 5, 6, 7, 16, 19):
+        assert torch.equal(rows.linear_rows(x[:m], weight), exact[:m].bfloat16())
+        assert torch.equal(rows.linear_rows(x[:m], weight, bias), (exact[:m] + bias.float()).bfloat16())
+
+
+def test_what_is_behind_a_row_is_not_read(way):
+    """40 numbers are no whole number of steps; NaN stands behind them, in the next row."""
+    x, weight = torch.ones(7, 40).bfloat16(), torch.ones(9, 40).bfloat16()
+    x[1::2], weight[1::2] = torch.nan, torch.nan
+    found = rows.linear_rows(x, weight)
+    assert torch.equal(found[::2, ::2], torch.full((4, 5), 40.0).bfloat16()) and found[1::2].isnan().all()
