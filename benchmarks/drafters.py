@@ -14,6 +14,7 @@ import torch
 
 from longdraft.benchmarks import proof
 from longdraft.benchmarks.answers import EngineAnswers, Record, TransformersAnswers, prefill_cost
+from longdraft.benchmarks.classical import first_places
 from longdraft.benchmarks.figures import rounded, run_figures, totals
 from longdraft.benchmarks.measure import (
     decode,
@@ -37,7 +38,7 @@ NOISE_TEMPERATURES, NOISE_PROMPTS, NOISE_TOKENS = (0.7, 1.0), 3, 64
 FLIP_TOKENS = 64
 # What a token takes beside one of plain decoding in bf16, as measured for SmolLM2, in the proof, where every node is
 # verified, and of the reference.
-SLOW = {"fp32": (3.0, 2.0), "layerwise": (9.0, 6.0), "serving": (2.0, 1.0)}
+SLOW = {"fp32": (3.0, 2.0), "layerwise": (9.0, 6.0), "serving": (2.0, 1.0), "off": (1.0, 1.0)}
 REFERENCE, CURVE, FLIPS, PEER = "the target's own text", "cost of a pass by its rows", "flips", "transformers"
 
 
@@ -49,10 +50,10 @@ class BenchSettings:
         dtype: of the speeds. proof: the form of the proof of exactness (proof.py).
         temperatures: measured one after the other; 0 is greedy.
         sampling: further keywords of the answers' SamplingParams. ignore_eos: whether they go on behind their end.
-        nodes: as the Engine's.
+        nodes, noise_in_ranking: as the Engine's.
         passes: also what a pass costs by its width, at `contexts` (None: the first prompt's length), and how often
             passes of different widths choose differently. noise: also acceptance with and without the noise in the
-            ranking.
+            ranking, and classical rejection's beside it.
     """
 
     new_tokens: int = 128
@@ -66,6 +67,7 @@ class BenchSettings:
     passes: bool = True
     contexts: tuple[int, ...] | None = None
     noise: bool = False
+    noise_in_ranking: bool = True
 
     def curve_contexts(self, asked: Sequence[Asked]) -> tuple[int, ...]:
         """The lengths of the width curve."""
@@ -124,7 +126,7 @@ def bench(
             watch.begin(REFERENCE)
             # Dtypes and widths are compared on the target's own greedy text.
             text = prompts[0] + decode(Engine(target), prompts[:1], settings.greedy(FLIP_TOKENS), watch)[0].tokens
-            reference = None if settings.proof == "serving" else reference_logits(target, text, start, watch)
+            reference = None if settings.proof in ("serving", "off") else reference_logits(target, text, start, watch)
     result: dict = dict(record.proof or {})
     target.model.to(settings.dtype)
     machine = surroundings(target)
@@ -141,7 +143,8 @@ def bench(
     for temperature in settings.temperatures:
         # New drafters each time: what one has learned from an answer must not meet it again.
         engines = {"plain": Engine(target)}
-        engines |= {name: Engine(target, build(target), nodes=settings.nodes) for name, build in builders.items()}
+        ranked = {"nodes": settings.nodes, "noise_in_ranking": settings.noise_in_ranking}
+        engines |= {name: Engine(target, build(target), **ranked) for name, build in builders.items()}
         widest = max(widest, *(1 + engine.drafter.max_nodes for engine in engines.values()))
         answerers: dict[str, Answerer] = {name: EngineAnswers(engine) for name, engine in engines.items()}
         if transformers_model is not None and temperature == 0:
@@ -164,6 +167,8 @@ def bench(
     lengths = [one.tokens for one in asked]
     used = {"prompts": len(asked), "batch": 1, "prompt_tokens": [min(lengths), max(lengths)]}
     used |= {"new_tokens": settings.new_tokens, "seed": settings.seed, "nodes": settings.nodes}
+    used |= {"sampling": dict(settings.sampling), "ignore_eos": settings.ignore_eos}
+    used |= {"noise_in_ranking": settings.noise_in_ranking}
     return result | {"settings": used} | machine | {"peak_memory_mib": peak_memory_mib(target)}
 
 
@@ -180,7 +185,7 @@ def plan(names: Sequence[str], asked: Sequence[Asked], settings: BenchSettings, 
     start = asked[0].tokens
     if settings.passes:
         reference = decode_cost(some[:1], FLIP_TOKENS)
-        reference += 0 if form == "serving" else prefill_cost(start) + FLIP_TOKENS
+        reference += 0 if form in ("serving", "off") else prefill_cost(start) + FLIP_TOKENS
         phases.append(Phase(REFERENCE, REFERENCE, reference, of_reference))
     for context in settings.curve_contexts(asked):
         phases.append(Phase(f"{CURVE}, behind {context} tokens", CURVE, width_curve_cost(context)))
@@ -189,7 +194,8 @@ def plan(names: Sequence[str], asked: Sequence[Asked], settings: BenchSettings, 
         phases += settings.turns(asked, temperature).phases(["plain", *names, *peer])
     if settings.noise:
         noisy = sum(prefill_cost(one.tokens) + NOISE_TOKENS for one in asked[:NOISE_PROMPTS])
-        phases += [Phase(phase, "noise", noisy) for name in names for _, _, phase in _noise_ways(name)]
+        ways = [way for name in names for way in _noise_ways(name)]
+        phases += [Phase(phase, "noise", 2 * noisy if with_noise else noisy) for _, with_noise, phase in ways]
     if not settings.passes:
         return phases
     return [*phases, Phase(FLIPS, "plain", 2 * prefill_cost(start) + 2 * FLIP_TOKENS)]
@@ -222,7 +228,8 @@ def _noise_ways(name: str) -> list[tuple[float, bool, str]]:
 
 
 def _noise(target: Target, builders: Mapping[str, Builder], prompts, settings: BenchSettings, watch: Watch) -> dict:
-    """Tokens a step and acceptance with the noise in the ranking and without, every proposed node verified."""
+    """Tokens a step and acceptance with the noise in the ranking and without, every proposed node verified; and at the
+    first place what classical rejection would accept (classical.py)."""
     found: dict = {}
     for name, build in builders.items():
         for temperature, noisy, phase in _noise_ways(name):
@@ -232,4 +239,7 @@ def _noise(target: Target, builders: Mapping[str, Builder], prompts, settings: B
             measured = totals([EngineAnswers(engine).answer(prompt, params, watch) for prompt in prompts])
             entry = found.setdefault(name, {}).setdefault(str(temperature), {})
             entry["with" if noisy else "without"] = rounded(_only(measured, "tokens_per_step", "acceptance"))
+            if noisy:
+                watched = Engine(target, build(target), nodes=None, graphs=False)
+                entry["first_place"] = rounded(first_places(watched, prompts, params, watch).shares())
     return found

@@ -12,12 +12,20 @@ def table(result: dict, metrics: list[dict]) -> str:
     lines = [
         f"{result['target']}, {result['dtype']}, {result['device']}, {result['threads']} threads, batch 1: "
         f"{settings['prompts']} prompts of {shortest} to {longest} tokens, {settings['new_tokens']} new tokens each, "
-        f"seed {settings['seed']}, peak memory {result['peak_memory_mib']} MiB"
+        f"seed {settings['seed']}{_sampling(settings)}, peak memory {result['peak_memory_mib']} MiB"
     ]
     lines += left_out(result["left_out"], settings["prompts"])
     for run in result["runs"]:
         lines += ["", *_run(run)]
     return "\n".join([*lines, *_noise(result), "", *_verdicts(result), *_training(metrics)])
+
+
+def _sampling(settings: dict) -> str:
+    """What else of sampling is not as ever."""
+    given = [f"{name} {value}" for name, value in settings["sampling"].items()]
+    given += [] if settings["ignore_eos"] else ["stop at end tokens"]
+    given += [] if settings["noise_in_ranking"] else ["ranked without the noise"]
+    return "".join(f", {one}" for one in given)
 
 
 def left_out(questions: list[dict], asked: int) -> list[str]:
@@ -69,8 +77,15 @@ def _noise(result: dict) -> list[str]:
     lines = ["", "tokens/step (acceptance), all nodes verified: ranked with the noise, and without"]
     for name, temperatures in result["noise"].items():
         for temperature, ways in temperatures.items():
-            with_, without = (f"{w['tokens_per_step']:.3f} ({w['acceptance']:.3f})" for w in ways.values())
+            with_, without = (
+                f"{ways[way]['tokens_per_step']:.3f} ({ways[way]['acceptance']:.3f})" for way in ("with", "without")
+            )
             lines.append(f"  {name}, T {temperature}: {with_}, {without}")
+            if first := ways["first_place"]:
+                lines.append(
+                    f"    its best token alone at the first place: accepted in {first['with']:.3f} of the steps with "
+                    f"the noise, {first['without']:.3f} without; by classical rejection {first['classical']:.3f}"
+                )
     return lines
 
 
@@ -104,6 +119,8 @@ def _exactness(result: dict) -> str:
     """The accepted, and what it was shown in."""
     if result["exact"]:
         return f"yes ({result['exact_checked']})"
+    if result["proof"]["form"] == "off":
+        return f"not shown ({result['exact_checked']})"
     parts = []
     for name, found in result["proof"]["flips"].items():
         parts.append(f"{name} {found['flips']} flips of {found['tokens']} tokens")

@@ -3,7 +3,7 @@
 In fp32 passes of different widths agree to the last bits, so that one token that differs is a bug. The forms, from the
 best on: "fp32", the whole target loaded in it; "layerwise", all layers in fp32 as well, but one at a time, which takes
 little more memory than serving does; "serving", the dtype of the speeds, where tokens may differ at near-ties alone and
-those that do are counted. Not here: the measurements (benchmarks/measure.py).
+those that do are counted; "off" shows nothing, and says so. Not here: the measurements (benchmarks/measure.py).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,9 +23,9 @@ from longdraft.models.decoder import Decoder, Layer
 from longdraft.models.decoder_config import DecoderConfig
 from longdraft.models.target import Target
 
-FORMS = ("fp32", "layerwise", "serving")
+FORMS = ("fp32", "layerwise", "serving", "off")
 PROMPTS, TOKENS = 2, 24
-NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 # A drafter for a target whose dtype is settled.
 Builder = Callable[[Target], Drafter]
 # What the estimate leaves room for: rows of a prefill pass, rows behind a text for a tree and steps not read yet, and
@@ -57,23 +57,24 @@ def choose_form(asked: str | None, config: DecoderConfig, dtype: torch.dtype, ro
 
     Raises: ValueError where it does not fit, with what would; also where not even the speeds' dtype does.
     """
-    possible = ("fp32",) if dtype == torch.float32 else FORMS
+    possible = ("fp32", "off") if dtype == torch.float32 else FORMS
     if asked is not None and asked not in possible:
-        raise ValueError(f"--proof: {asked}, but --dtype fp32 holds the whole target in fp32; leave it out")
+        raise ValueError(f"--exactness: {asked}, but --dtype fp32 holds the whole target in fp32; leave it out")
     needed = {form: needed_bytes(form, config, dtype, room) for form in possible}
     fitting = [form for form in possible if room.free is None or needed[form] <= room.free]
-    if asked in fitting or (asked is None and fitting):
-        return asked or fitting[0]
+    shown = [form for form in fitting if form != "off"]
+    if asked in fitting or (asked is None and shown):
+        return asked or shown[0]
     free = size(room.free or 0)
-    if not fitting:
+    if not shown:
         least = min(needed, key=needed.__getitem__)
         raise ValueError(
             f"--target: it needs {size(needed[least])} in {NAMES[dtype]} with a cache of {room.longest} positions, and "
             f"{free} is free; take a smaller target, a larger device or fewer --prompt-tokens"
         )
-    ways = " or ".join(f"{form} ({size(needed[form])})" for form in fitting)
+    ways = " or ".join(f"{form} ({size(needed[form])})" for form in shown)
     raise ValueError(
-        f"--proof: {asked} needs {size(needed[str(asked)])}, and {free} is free; give {ways}, or leave it out"
+        f"--exactness: {asked} needs {size(needed[str(asked)])}, and {free} is free; give {ways}, or leave it out"
     )
 
 
@@ -83,7 +84,7 @@ def needed_bytes(form: str, config: DecoderConfig, dtype: torch.dtype, room: Roo
     whole = config.n_layers * layer + outside
     weights = {"fp32": 4 * whole, "layerwise": dtype.itemsize * config.n_layers * layer + 4 * (layer + outside)}
     row = 2 * config.n_layers * config.n_kv_heads * config.head_dim
-    wide = dtype.itemsize if form == "serving" else 4
+    wide = dtype.itemsize if form in ("serving", "off") else 4
     proof = weights.get(form, dtype.itemsize * whole) + _passes(config, PROMPTS, wide)
     proof += PROMPTS * (room.prompt_tokens + TOKENS + SLACK_ROWS) * row * wide
     speeds = dtype.itemsize * whole + _passes(config, 1, dtype.itemsize)
@@ -100,7 +101,8 @@ def _passes(config: DecoderConfig, n_slots: int, wide: int) -> int:
 def describe_form(form: str, dtype: torch.dtype) -> str:
     """Which form it is, and what of the target it shows."""
     whole = "fp32, all layers"
-    return {"fp32": whole, "layerwise": f"{whole}, one at a time"}.get(form, f"{NAMES[dtype]} alone")
+    forms = {"fp32": whole, "layerwise": f"{whole}, one at a time", "off": "nothing: --exactness off"}
+    return forms.get(form, f"{NAMES[dtype]} alone")
 
 
 def first_dtype(form: str, dtype: torch.dtype) -> torch.dtype:
@@ -143,7 +145,12 @@ def _in_fp32(layer: Layer) -> Iterator[None]:
 
 
 def ways(form: str, params: SamplingParams) -> dict[str, SamplingParams]:
-    """The requests of a proof, out of a greedy one. Where a flip's gap is looked at, no filter cuts one side off."""
+    """The requests of a proof, out of a greedy one; none where nothing is shown.
+
+    Where a flip's gap is looked at, no filter cuts one side off.
+    """
+    if form == "off":
+        return {}
     params = replace(params, max_new_tokens=TOKENS)
     sampled = replace(params, temperature=1.0, top_p=1.0 if form == "serving" else 0.95)
     return {"greedy": params, "sampled": sampled}
@@ -170,12 +177,16 @@ def prove(
     Args:
         target: as `in_form` has it. params: greedy, with the seed.
 
-    Returns: what a benchmark says of it: "exact" is True after a proof in fp32, None after one that had to make do.
+    Returns: what a benchmark says of it: "exact" is True after a proof in fp32, None after one that had to make do and
+    after none.
 
     Raises: RuntimeError for a drafter whose tokens differ, in the serving dtype at more than a near-tie.
     """
     if not builders:
         return {}
+    if form == "off":
+        nothing = describe_form(form, dtype)
+        return {"exact": None, "exact_checked": nothing, "proof": {"form": form, "words": nothing, "complete": False}}
     some, requests, plain = prompts[:PROMPTS], ways(form, params), Engine(target)
     found: dict[str, list[Differences]] = {}
     for name, build in builders.items():

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longdraft.launch.console import ends_on_ctrl_c, framed, leave, note, show
+from longdraft.launch.shared_options import add_drafting, add_dtype, add_sampling, given_sampling
 
 if TYPE_CHECKING:
     import torch
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 PROMPTS = 4
 NEW_TOKENS = 128
 # benchmarks/proof.py says what each is; here, for --help should not wait for torch.
-FORMS = ("fp32", "layerwise", "serving")
+FORMS = ("fp32", "layerwise", "serving", "off")
 # benchmarks/suites.py says what each is.
 SUITES = ("longbench", "aime24", "pg19", "spec-bench", "speed-bench", "mrcr", "mt-bench")
 # Tokens around a text where the task is more than to continue it.
@@ -59,18 +60,25 @@ def _parser() -> argparse.ArgumentParser:
     add("--prompt-tokens", type=int, default=256, help="of a text")
     add("--new-tokens", type=int, help=f"of an answer, at most (default: {NEW_TOKENS}, or as the suite says)")
     add("--nodes", help="nodes a step verifies: auto (the default: what pays), all, or a number")
-    add("--dtype", choices=("fp32", "bf16"), default="bf16", help="of the speeds")
+    add_dtype(add, "of the speeds; ")
     add(
-        "--proof",
+        "--exactness",
         choices=FORMS,
-        help="of exactness: the whole target loaded in fp32; layerwise, all of it in fp32 but one layer at a time; or "
-        "serving, in --dtype, counting tokens that differ at near-ties (default: the first that fits the free memory)",
+        help="how it is shown: the whole target loaded in fp32; layerwise, all of it in fp32 but one layer at a time; "
+        "serving, in --dtype, counting tokens that differ at near-ties (default: the first that fits the free memory); "
+        "or off, and the result says so",
     )
     add("--device", help="default: cuda where there is one")
     add("--temperature", nargs="+", type=float, help="one or more; 0 is greedy (default: 0, or as the suite says)")
     add("--seed", type=int, default=0)
+    add_drafting(add)
+    add_sampling(add)
     add("--contexts", nargs="+", type=int, help="lengths for the cost of a pass by its rows (default: the prompts')")
-    add("--noise", action="store_true", help="also acceptance with and without the noise in the drafters' ranking")
+    add(
+        "--noise",
+        action="store_true",
+        help="also acceptance with and without the noise in the drafters' ranking, beside classical rejection's",
+    )
     add("--transformers", action="store_true", help="also time transformers' greedy generate on the same prompts")
     add("--loss-memory", action="store_true", help="only: peak memory of the heads' training loss at two lengths")
     add("--out", type=Path, metavar="FOLDER", help="record of every answer, with which a stopped run goes on")
@@ -158,7 +166,7 @@ def _bench(args: argparse.Namespace) -> dict:
     longest = max((one.tokens for one in asked), default=args.prompt_tokens + ASKING)
     turns = max((len(one.question.turns) for one in asked), default=1)
     # What is proved already need not be loaded for it again.
-    wanted = args.proof if record.proof is None or args.dtype == "fp32" else "serving"
+    wanted = args.exactness if record.proof is None or args.dtype == "fp32" else "serving"
     positions = turns * (longest + settings.new_tokens)
     target, form = _open_target(args, wanted, longest, positions, source, device, options)
     settings = replace(settings, proof=form)
@@ -201,20 +209,39 @@ def _settings(args: argparse.Namespace, names: Sequence[str]) -> "BenchSettings"
         nodes=node_budget(args.nodes, names),
         contexts=None if args.contexts is None else tuple(args.contexts),
         noise=args.noise,
+        noise_in_ranking=not args.no_noise,
     )
-    if args.suite is None:
-        if args.only:
-            raise ValueError(f"--only: {', '.join(args.only)} of a --suite, which is not given")
-        return found
-    suite = SUITES[args.suite]
-    return replace(
-        found,
-        new_tokens=suite.new_tokens if args.new_tokens is None else args.new_tokens,
-        temperatures=(suite.sampling.get("temperature", 0.0),) if args.temperature is None else found.temperatures,
-        sampling={name: value for name, value in suite.sampling.items() if name != "temperature"},
-        ignore_eos=suite.ignore_eos,
-        passes=args.contexts is not None,
-    )
+    suite, given = None if args.suite is None else SUITES[args.suite], given_sampling(args)
+    if suite is None and args.only:
+        raise ValueError(f"--only: {', '.join(args.only)} of a --suite, which is not given")
+    if suite is not None:
+        found = replace(
+            found,
+            new_tokens=suite.new_tokens if args.new_tokens is None else args.new_tokens,
+            ignore_eos=suite.ignore_eos,
+            passes=args.contexts is not None,
+        )
+    sampling = {**({} if suite is None else suite.sampling), **given}
+    warmth, ignore_eos = sampling.pop("temperature", 0.0), sampling.pop("ignore_eos", found.ignore_eos)
+    temperatures = (warmth,) if args.temperature is None else found.temperatures
+    found = replace(found, temperatures=temperatures, sampling=sampling, ignore_eos=ignore_eos)
+    _check_sampling(args, found, given, names)
+    return found
+
+
+def _check_sampling(
+    args: argparse.Namespace, settings: "BenchSettings", given: Mapping[str, Any], names: Sequence[str]
+) -> None:
+    """Raise ValueError for an option of sampling that nothing looks at; given: what was asked for on the line."""
+    from longdraft.infer.sampling import SamplingParams
+    from longdraft.launch.runtime import check_filters
+
+    warmest = max(settings.temperatures)
+    check_filters(SamplingParams(**{**given, "temperature": warmest}))
+    if args.no_noise and (warmest == 0 or list(names) == ["plain"]):
+        raise ValueError("--no-noise: of drafters that rank at a --temperature above 0; give both or leave it out")
+    if args.transformers and any("penalty" in name or "banned" in name for name in settings.sampling):
+        raise ValueError("--transformers: it decodes without penalties and bans; leave one or the other out")
 
 
 def _suite_questions(
@@ -276,6 +303,8 @@ def _asked_for(
         "new_tokens": settings.new_tokens,
         "sampling": dict(settings.sampling),
         "ignore_eos": settings.ignore_eos,
+        "noise_in_ranking": settings.noise_in_ranking,
+        "exactness_off": args.exactness == "off",
         "transformers": args.transformers,
     }
 

@@ -62,8 +62,8 @@ def test_weights_are_counted_as_they_are(tiny_target):
 @pytest.mark.parametrize(
     ("asked", "free", "message"),
     [
-        ("fp32", 78, r"--proof: fp32 needs 1\d\d\.\d\d GiB, and 78.00 GiB is free; give layerwise \(\d\d"),
-        ("layerwise", 70, r"--proof: layerwise needs .* give serving \(\d\d"),
+        ("fp32", 78, r"--exactness: fp32 needs 1\d\d\.\d\d GiB, and 78.00 GiB is free; give layerwise \(\d\d"),
+        ("layerwise", 70, r"--exactness: layerwise needs .* give serving \(\d\d"),
         (None, 60, r"--target: it needs \d\d.\d\d GiB in bf16 with a cache of 640 positions, and 60.00 GiB is free"),
         ("serving", 60, "--target: it needs"),
     ],
@@ -76,7 +76,7 @@ def test_what_does_not_fit_is_refused(asked, free, message):
 def test_speeds_in_fp32_leave_one_form():
     room = Room(78 * GIB, 512, 640)
     assert choose_form(None, LLAMA, torch.float32, room) == "fp32"
-    with pytest.raises(ValueError, match="--proof: layerwise, but --dtype fp32 holds the whole target in fp32"):
+    with pytest.raises(ValueError, match="--exactness: layerwise, but --dtype fp32 holds the whole target in fp32"):
         choose_form("layerwise", LLAMA, torch.float32, room)
     with pytest.raises(ValueError, match=r"--target: it needs .* in fp32"):
         choose_form(None, QWEN, torch.float32, room)

@@ -130,7 +130,7 @@ def test_bench_writes_table_picture_and_json(folder, capsys):
             assert 0 < parts <= 1.01 * 1e3 * one["tokens_per_step"] / one["tokens_per_second"]
             assert 0 < one["host_share"] < 1
     assert set(result["noise"]) == {"tokenswift", "token_recycling+prompt_lookup"}
-    assert set(result["noise"]["tokenswift"]["0.7"]) == {"with", "without"}
+    assert set(result["noise"]["tokenswift"]["0.7"]) == {"with", "without", "first_place"}
     assert set(result["width_curves_ms"]) == {"8", "24"}
     assert set(result["width_curves_ms"]["8"]) == {"1", "2", "3", "4", "6", "8", "12", "16", "24", "40"}
     assert result["flips"]["positions"] > 16 and result["tokens_equal_to_transformers"][1] == 48
@@ -215,8 +215,8 @@ def test_bench_takes_the_proof_that_fits_and_loads_nothing_that_does_not(folder,
     monkeypatch.setattr(hf, "fill", lambda *_: pytest.fail("weights were read"))
     for free, option, said in (
         (0, "", "--target: it needs "),
-        (needed["serving"] + 1, "--proof fp32", "--proof: fp32 needs "),
-        (None, "--proof layerwise --dtype fp32", "--proof: layerwise, but --dtype fp32"),
+        (needed["serving"] + 1, "--exactness fp32", "--exactness: fp32 needs "),
+        (None, "--exactness layerwise --dtype fp32", "--exactness: layerwise, but --dtype fp32"),
     ):
         free_memory(free)
         assert bench.main(f"{command} {option}".split()) == 2

@@ -1,0 +1,107 @@
+"""What classical rejection would accept, beside our rule, at the first place behind a root.
+
+Classical rejection (Leviathan et al., arXiv 2211.17192) draws a token from the draft's distribution q and accepts it
+with probability min(1, p / q): in the mean the overlap sum_v min(p_v, q_v). Ours takes the draft's best token, ranked
+with the noise of the target's choice or without, and accepts it where it is that choice. Both distributions are of the
+same temperature, filters and penalties. Drafters that rank nothing (look-ups) have no q.
+Shapes: B = 1 slot, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from longdraft.benchmarks.measure import decode
+from longdraft.benchmarks.progress import UNWATCHED, Watch
+from longdraft.infer.engine import Engine
+from longdraft.infer.history import History
+from longdraft.infer.sampling import SamplingParams, SlotSampling
+
+
+@dataclass
+class FirstPlaces:
+    """Of each step in which a drafter ranked the first place.
+
+    Attributes:
+        overlaps: sum_v min(p_v, q_v). with_noise, without: whether its best token, ranked so, was the target's choice.
+    """
+
+    overlaps: list[float] = field(default_factory=list)
+    with_noise: list[bool] = field(default_factory=list)
+    without: list[bool] = field(default_factory=list)
+
+    def shares(self) -> dict[str, float] | None:
+        """The mean of each; None where nothing was ranked."""
+        if not self.overlaps:
+            return None
+        parts = {"classical": self.overlaps, "with": self.with_noise, "without": self.without}
+        return {name: sum(values) / len(values) for name, values in parts.items()}
+
+
+def first_places(
+    engine: Engine, prompts: Sequence[list[int]], params: SamplingParams, watch: Watch = UNWATCHED
+) -> FirstPlaces:
+    """Decode the prompts one at a time, at a temperature above 0, and look at every step's first place.
+
+    engine: with every node verified, steps not recorded, and the noise in its ranking; it decodes as ever.
+    """
+    seen = FirstPlaces()
+    runner = engine.runner
+    before, runner.make_sampling = runner.make_sampling, partial(_Watched, seen)
+    try:
+        for prompt in prompts:
+            decode(engine, [prompt], params, watch)
+    finally:
+        runner.make_sampling = before
+    return seen
+
+
+class _Watched(SlotSampling):
+    """Remembers the draft's distribution of the first place until the target has chosen there."""
+
+    def __init__(self, seen: FirstPlaces, *args):
+        super().__init__(*args)
+        self._seen = seen
+        self._draft: tuple[Tensor, Tensor, int, int] | None = None
+
+    def _distribution(self, logits: Tensor) -> Tensor:
+        return self.filtered(logits.reshape(1, -1)).softmax(-1)[0]
+
+    def ranking(
+        self, logits: Tensor, history: History, positions_B: Tensor, offset: int, token_ids: Tensor | None = None
+    ) -> Tensor:
+        scores = super().ranking(logits, history, positions_B, offset, token_ids)
+        if offset == 1 and self._draft is None:
+            penalised = self.penalties.apply(logits, history, positions_B, token_ids).reshape(-1)
+            best = torch.stack([scores.reshape(-1).argmax(), penalised.argmax()])
+            with_noise, without = (best if token_ids is None else token_ids[best]).tolist()
+            q_V = self._distribution(penalised)
+            if token_ids is not None:
+                q_V = torch.zeros(int(token_ids.max()) + 1, device=q_V.device).index_put_((token_ids,), q_V)
+            self._draft = positions_B.clone(), q_V, with_noise, without
+        return scores
+
+    def choose(self, logits_BV: Tensor, history: History, positions_B: Tensor) -> Tensor:
+        chosen_B = super().choose(logits_BV, history, positions_B)
+        self._compare(logits_BV, history, positions_B, chosen_B)
+        return chosen_B
+
+    def choose_all(
+        self, logits_BNV: Tensor, history: History, tokens_BN: Tensor, positions_BN: Tensor, *rest
+    ) -> Tensor:
+        chosen_BN = super().choose_all(logits_BNV, history, tokens_BN, positions_BN, *rest)
+        self._compare(logits_BNV[:, 0], history, positions_BN[:, 0], chosen_BN[:, 0])
+        return chosen_BN
+
+    def _compare(self, logits_BV: Tensor, history: History, positions_B: Tensor, chosen_B: Tensor) -> None:
+        if self._draft is None or not torch.equal(self._draft[0], positions_B):
+            return
+        _, q_V, with_noise, without = self._draft
+        self._draft = None
+        p_V = self._distribution(self.penalties.apply(logits_BV, history, positions_B))
+        self._seen.overlaps.append(float(torch.minimum(p_V[: len(q_V)], q_V).sum()))
+        self._seen.with_noise.append(int(chosen_B) == with_noise)
+        self._seen.without.append(int(chosen_B) == without)
