@@ -94,9 +94,8 @@ def check_memory(parts: Mapping[str, int], batch: int, capacity: int, device: to
 
 
 def layer_weights(config: DecoderConfig) -> tuple[int, int]:
-    """Numbers in one layer, of several kinds the one with experts, and in embedding, norm and LM head."""
-    experts = None if config.experts is None else replace(config.experts, dense_layers=())
-    one = replace(config, n_layers=1, sliding_windows=None, experts=experts)
+    """Numbers in one layer, and in embedding, norm and LM head."""
+    one = replace(config, n_layers=1, sliding_windows=None)
     with torch.device("meta"):
         decoder = Decoder(one)
     layer = sum(weight.numel() for weight in decoder.layers.parameters())
@@ -105,5 +104,5 @@ def layer_weights(config: DecoderConfig) -> tuple[int, int]:
 
 def weight_count(config: DecoderConfig) -> int:
     """Numbers in a target's weights."""
-    with torch.device("meta"):
-        return sum(weight.numel() for weight in Decoder(config).parameters())
+    layer, outside = layer_weights(config)
+    return config.n_layers * layer + outside

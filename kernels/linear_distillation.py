@@ -16,19 +16,18 @@ import torch
 from torch import Tensor
 
 from longdraft.kernels.linear_cross_entropy import check_parts, chunked
-from longdraft.kernels.reference.linear_distillation import LOSSES, MEASURED, chunk_distillation
+from longdraft.kernels.reference.linear_distillation import LOSSES, chunk_distillation
 
 
 class LinearDistillation(NamedTuple):
     """`loss_sums` fp32 [P], differentiable; `n_labels` int64 [P]; `rank_counts` int64 [P, K] of `n_ranked` int64 [P],
-    as `LinearCrossEntropy`'s; `measured` fp32 [P, 2]: overlap and acceptance summed over all rows of a part, or
-    [P, 0]."""
+    as `LinearCrossEntropy`'s; `overlaps` fp32 [P]: the sum of min(p, q), summed over all rows of a part, or 0."""
 
     loss_sums: Tensor
     n_labels: Tensor
     rank_counts: Tensor
     n_ranked: Tensor
-    measured: Tensor
+    overlaps: Tensor
 
 
 class TargetStates(NamedTuple):
@@ -63,7 +62,7 @@ def linear_distillation(
         objective: "kl", KL(target || draft); "overlap", -log of the sum of min(p, q); "acceptance", -log of how often
             both choose the same token under the same Gumbel noise.
         text_weight: share of the labels' cross-entropy in the loss, beside the objective.
-        measure: also sum overlap and acceptance, over all rows, ignored labels' too.
+        measure: also sum the overlaps, over all rows, ignored labels' too.
 
     Raises:
         ValueError: unknown objective; dtypes, or numbers of parts or labels, that differ.
@@ -75,7 +74,7 @@ def linear_distillation(
     n_labels = torch.stack([(labels_M != ignore_index).sum() for labels_M in labels])
     rows = rows or [torch.arange(len(labels_M), device=labels_M.device) for labels_M in labels]
     sizes, taught_T = [len(labels_M) for labels_M in labels], torch.cat(list(target.rows))
-    measured_T2 = target.states.new_zeros(sum(sizes), MEASURED if measure else 0, dtype=torch.float32)
+    overlap_T = target.states.new_zeros(sum(sizes), dtype=torch.float32)
     beside: list[Tensor] = []  # the target's logits of a chunk, which all chunks share
 
     def losses(chunk: slice, logits_CV: Tensor, labels_C: Tensor, loss_C: Tensor, before_C: Tensor, *given) -> None:
@@ -85,12 +84,11 @@ def linear_distillation(
         torch.mm(target.states[taught_C], weight_VD.detach().T, out=target_CV)
         totals_C = None if target.log_totals is None else target.log_totals[taught_C]
         chunk_distillation(
-            logits_CV, target_CV, totals_C, labels_C, loss_C, before_C, measured_T2[chunk] if measure else None,
+            logits_CV, target_CV, totals_C, labels_C, loss_C, before_C, overlap_T[chunk] if measure else None,
             objective, text_weight, *given,
         )  # fmt: skip
 
     sums_P, counts_PK = chunked(hiddens, weight_VD, labels, rows, ignore_index, top_k, losses, logits_beside=1)
-    measured_P2 = torch.stack([part.sum(0) for part in measured_T2.split(sizes)])
-    return LinearDistillation(
-        sums_P, n_labels, counts_PK, n_labels if top_k else torch.zeros_like(n_labels), measured_P2
-    )
+    overlaps_P = torch.stack([part.sum() for part in overlap_T.split(sizes)])
+    n_ranked = n_labels if top_k else torch.zeros_like(n_labels)
+    return LinearDistillation(sums_P, n_labels, counts_PK, n_ranked, overlaps_P)

@@ -9,7 +9,7 @@ head width.
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, cast
 
 import torch
@@ -26,18 +26,18 @@ from longdraft.kernels.transfer import from_host
 from longdraft.kernels.tree_attention import PassPlan, plan_pass, tree_attention
 from longdraft.models.decoder_config import DecoderConfig
 from longdraft.models.device import on_device
-from longdraft.models.experts import Experts
 from longdraft.models.kv_cache import KVCache
-from longdraft.models.passes import Pass, TargetOutput
+from longdraft.models.passes import Pass, Span, TargetOutput, take_spans
 from longdraft.models.rope import Rope, piece_lengths
 from longdraft.models.stream import RMSNorm, Stream
 
 # What is finished once the last layer's K and V are written: with nothing else asked for, the pass stops there.
 _BEFORE_LAST_ATTENTION = frozenset({"last_kv", "queries"})
+_SPANS_ALONE = _BEFORE_LAST_ATTENTION | {"of_spans"}
 
 
-# The last layer's output, or its input where a pass ends before it; each layer's wanted queries [L, B, H, d]; the last
-# layer's K and V.
+# The last layer's output, of the spans where nothing else is asked for, or its input where a pass ends before it; each
+# layer's wanted queries [L, B, H, d]; the last layer's K and V.
 _LayersOutput = tuple[Tensor, Tensor | None, tuple[Tensor, Tensor] | None]
 
 
@@ -65,6 +65,7 @@ class _Context:
     sin: Tensor
     plan: PassPlan | None
     pieces: list[Segment] | None
+    spans: list[Segment] | None  # the pass's spans as queries laid end to end
 
     def part(self, tokens: slice) -> "_Context":
         """The same pass, for some of its tokens."""
@@ -73,8 +74,13 @@ class _Context:
     def chunks(self) -> list[slice]:
         """The tokens of a pass, as many at a time as products and feed-forward take."""
         n_tokens = self.cos.shape[1]
-        size = self.given.chunk or n_tokens
+        size = self.given.chunk or max(1, n_tokens)
         return [slice(start, start + size) for start in range(0, n_tokens, size)]
+
+    def of_spans(self) -> "_Context":
+        """The same pass, where only its spans go on as queries."""
+        spans = self.given.spans
+        return replace(self, cos=take_spans(self.cos, spans), sin=take_spans(self.sin, spans), pieces=self.spans)
 
 
 class Attention(nn.Module):
@@ -145,7 +151,7 @@ class Layer(nn.Module):
         self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.attention = Attention(config, layer)
         self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = Experts(config) if config.has_experts(layer) else MLP(config)
+        self.mlp = MLP(config)
 
     def project(self, stream: Stream, context: _Context) -> tuple[Tensor, Tensor, Tensor]:
         """q, k, v of this layer (see `Attention.project`)."""
@@ -171,11 +177,9 @@ class Layer(nn.Module):
             self.mlp(part, self.mlp_norm)
             stream.rows[:, tokens] = part.rows
 
-    def weights(self) -> LayerWeights | None:
-        """What the layer computes with; None with experts, of which C has none."""
+    def weights(self) -> LayerWeights:
+        """What the layer computes with."""
         attention, mlp = self.attention, self.mlp
-        if isinstance(mlp, Experts):
-            return None
         q_norm, k_norm = (None if norm is None else norm.weight for norm in (attention.q_norm, attention.k_norm))
         return LayerWeights(
             self.attention_norm.weight, attention.qkv_proj.weight, attention.qkv_proj.bias, q_norm, k_norm,
@@ -194,9 +198,7 @@ class _KnownTable:
         self._seen = self._places()
         weights = [layer.weights() for layer in layers]
         shape = config.n_heads, config.n_kv_heads, config.rms_norm_eps
-        known = [layer for layer in weights if layer is not None]
-        possible = len(known) == len(weights) and can_run(known, config.head_dim)
-        self.table = LayerTable(known, *shape) if possible else None
+        self.table = LayerTable(weights, *shape) if can_run(weights, config.head_dim) else None
 
     def _places(self) -> list[object]:
         """Each weight's address and dtype: it may be moved, cast or replaced."""
@@ -268,6 +270,8 @@ class Decoder(nn.Module):
             output.pre_norm = hidden_BTD
         if "post_norm" in needs:
             output.post_norm = self.norm(hidden_BTD)
+        if "of_spans" in needs:
+            output.of_spans = self.norm(hidden_BTD if needs <= _SPANS_ALONE else take_spans(hidden_BTD, given.spans))
         if "logits" in needs:  # from the un-normed states, so that logits do not depend on what else is needed
             output.logits = self.lm_head(_at(hidden_BTD, given.logits_at_BR), self.norm)
         return output
@@ -282,14 +286,16 @@ class Decoder(nn.Module):
             if borders is not None:
                 starts_P, sizes_P = torch.tensor(borders[:-1]), torch.tensor(borders).diff()
                 positions_BT = positions_BT - from_host(starts_P.repeat_interleave(sizes_P), device)
-        lengths, pieces = None if cache is None else cache.prompt_lengths, None
+        lengths, pieces, spans = None if cache is None else cache.prompt_lengths, None, None
         if borders is not None:
             pieces = [Segment(*piece, *piece) for piece in pairwise(borders)]
             send_segments(pieces, device)
+            spans = _as_queries(given.spans, borders)
+            send_segments(spans, device)
             lengths = piece_lengths(positions_BT, borders) if self.rope.length_dependent else None
         cos, sin = self.rope(positions_BT, lengths, self.embed_tokens.weight.dtype)
         plan = None if cache is None else plan_pass(cache.lengths, n_tokens, given.tree_mask_BTT)
-        return _Context(given, cos, sin, plan, pieces)
+        return _Context(given, cos, sin, plan, pieces, spans)
 
     def _layers(self, stream: Stream, context: _Context) -> _LayersOutput:
         """The layers one after the other."""
@@ -299,7 +305,12 @@ class Decoder(nn.Module):
                 qkv = layer.project(stream, context)
                 if "queries" in given.needs:
                     queries.append(_pick(qkv[0], given.queries_at_B))
-                if layer is not layers[-1] or not given.needs <= _BEFORE_LAST_ATTENTION:
+                if layer is layers[-1] and given.needs <= _SPANS_ALONE:
+                    if "of_spans" in given.needs:
+                        stream.leave(take_spans(stream.rows, given.spans))
+                        of_spans = take_spans(qkv[0], given.spans), *qkv[1:]
+                        layer.finish(stream, of_spans, context.of_spans())
+                else:
                     layer.finish(stream, qkv, context)
         return stream.rows, torch.stack(queries) if queries else None, qkv[1:]
 
@@ -322,6 +333,16 @@ class Decoder(nn.Module):
         # Copies: of all layers no more is kept than is asked for.
         last_kv = (found.k_LBTKd[-1].clone(), found.v_LBTKd[-1].clone()) if "last_kv" in given.needs else None
         return found.hidden_BTD, None if queries is None else torch.stack(queries), last_kv
+
+
+def _as_queries(spans: Sequence[Span], borders: Sequence[int]) -> list[Segment]:
+    """The spans' tokens end to end, which read their pieces from the start."""
+    ends = accumulate(stop - start for start, stop in spans)
+    starts = [max(border for border in borders if border <= start) for start, _ in spans]
+    return [
+        Segment(end - (stop - start), end, first, stop)
+        for (start, stop), end, first in zip(spans, ends, starts, strict=True)
+    ]
 
 
 def _at(x_BTD: Tensor, indices_BR: Tensor | None) -> Tensor:

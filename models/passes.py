@@ -16,7 +16,8 @@ from longdraft.kernels.segment_attention import Segment
 from longdraft.models.decoder_config import DecoderConfig
 from longdraft.models.kv_cache import KVCache
 
-NEEDS = frozenset({"logits", "pre_norm", "post_norm", "last_kv", "queries"})
+NEEDS = frozenset({"logits", "pre_norm", "post_norm", "last_kv", "queries", "of_spans"})
+Span = tuple[int, int]  # start and stop of tokens
 # Tokens of a prompt that a pass takes: a GPU reads all weights and the whole context once a pass, so many tokens share
 # them there; a CPU's caches want fewer.
 ROWS_GPU, ROWS_CPU = 2048, 512
@@ -49,6 +50,8 @@ class Pass:
         queries_at_B: int64 index of the token whose queries are wanted; None: the last.
         borders: pieces that lie end to end in one packed sequence and do not read each other: where each starts, and at
             the end T. Without a cache only; positions start at 0 in each piece.
+        spans: with borders, runs of tokens in order, each within a piece, whose post-norm states "of_spans" are wanted;
+            with nothing but {"last_kv", "of_spans"} the last layer is finished for these alone.
         chunk: tokens that products and feed-forward take at a time, which bounds their memory; attention takes all
             tokens. Without a cache only. None: all.
         shard: with borders, what this process does of the sequence, where several share it; it gets the fields of its
@@ -68,6 +71,7 @@ class Pass:
     logits_at_BR: Tensor | None = None
     queries_at_B: Tensor | None = None
     borders: Sequence[int] | None = None
+    spans: Sequence[Span] = ()
     chunk: int | None = None
     shard: SequenceShard | None = None
     prompt_lengths: Sequence[int] | None = None
@@ -102,7 +106,8 @@ class TargetOutput:
 
     logits [B, R, V] of the requested tokens; pre_norm [B, T, D], the last layer's output before the final norm
     (h_0 of TokenSwift); post_norm [B, T, D]; last_kv: the last layer's post-RoPE K and V of this pass, each
-    [B, T, K, d]; queries [n_layers, B, H, d]: post-RoPE query of one token of each slot, in every layer.
+    [B, T, K, d]; of_spans [1, R, D], post-norm, of the pass's spans; queries [n_layers, B, H, d]: post-RoPE
+    query of one token of each slot, in every layer.
     """
 
     logits: Tensor | None = None
@@ -110,17 +115,7 @@ class TargetOutput:
     post_norm: Tensor | None = None
     last_kv: tuple[Tensor, Tensor] | None = None
     queries: Tensor | None = None
-
-    def among(self, slots: slice, batch: int) -> "TargetOutput":
-        """Of these slots' output that of all; zeros for the others."""
-
-        def all_slots(x: Tensor | None) -> Tensor | None:
-            return None if x is None else spread(x, slots, batch)
-
-        queries = None if self.queries is None else spread(self.queries.transpose(0, 1), slots, batch).transpose(0, 1)
-        last_kv = self.last_kv and (spread(self.last_kv[0], slots, batch), spread(self.last_kv[1], slots, batch))
-        logits, pre_norm, post_norm = (all_slots(x) for x in (self.logits, self.pre_norm, self.post_norm))
-        return TargetOutput(logits, pre_norm, post_norm, last_kv, queries)
+    of_spans: Tensor | None = None
 
     def of_slot(self, slot: int, n_tokens: int) -> "TargetOutput":
         """The first tokens of one slot: views with B = 1."""
@@ -138,11 +133,11 @@ class TargetOutput:
         )
 
 
-def spread(x: Tensor, slots: slice, batch: int) -> Tensor:
-    """x [b, ...] of these slots as [B, ...], zeros elsewhere."""
-    whole = x.new_zeros(batch, *x.shape[1:])
-    whole[slots] = x
-    return whole
+def take_spans(x_1NX: Tensor, spans: Sequence[Span]) -> Tensor:
+    """The spans' rows of a packed sequence end to end, [1, R, ...]; of one span a view."""
+    if len(spans) == 1:
+        return x_1NX[:, slice(*spans[0])]
+    return torch.cat([x_1NX[:, :0], *(x_1NX[:, start:stop] for start, stop in spans)], 1)
 
 
 def layers_bytes(config: DecoderConfig, n_tokens: int, dtype: torch.dtype) -> int:
@@ -151,14 +146,6 @@ def layers_bytes(config: DecoderConfig, n_tokens: int, dtype: torch.dtype) -> in
     of_attention = (heads + 2 * kv_heads) + (heads + kv_heads) + heads  # projected, rotated, attended
     of_layer = of_attention * width + config.intermediate_size + 2 * config.hidden_size
     return n_tokens * config.n_layers * of_layer * dtype.itemsize
-
-
-def feed_forward_numbers(config: DecoderConfig) -> int:
-    """Numbers a token that a layer's feed-forward has alive at once: the normed copy of the stream, gate and up, and
-    what becomes of gate; of experts also each one's input and output, and their sum in fp32."""
-    width, of = config.hidden_size, config.experts
-    dense = width + 3 * config.intermediate_size
-    return dense if of is None else max(dense, 5 * width + of.per_token * (2 * width + 3 * of.size))
 
 
 def prompt_rows(device_type: str) -> int:
@@ -178,7 +165,7 @@ def pass_bytes(config: DecoderConfig, n_rows: int, dtype: torch.dtype) -> int:
         qkv + 3 * qk,  # beside q, k and v of the layer before; the rotation makes two more of its size on the way
         6 * heads,  # on a CPU two parts of the keys with fp32 copies of what they give
         # The heads' outputs, the normed copy of the stream behind them, gate and up, and what becomes of gate.
-        heads + feed_forward_numbers(config),
+        heads + config.hidden_size + 3 * config.intermediate_size,
     )
     tables = 2 * config.head_dim
     return n_rows * (config.hidden_size + qkv + qk + max(stages) + tables) * dtype.itemsize

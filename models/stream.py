@@ -73,6 +73,10 @@ class Stream:
         else:
             self._rows = product(x, residual=self._rows, **self._of_products)
 
+    def leave(self, rows_BTD: Tensor) -> None:
+        """From here on it is of these rows alone."""
+        self._rows, self._waiting = rows_BTD, None
+
     def part(self, rows: slice) -> "Stream":
         """The stream of some rows, from here on a stream of its own."""
         return Stream(self.rows[:, rows])

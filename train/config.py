@@ -25,6 +25,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "train.precision": ("fp32", "bf16"),
     "train.zero_stage": (1, 2, 3),
     "train.device": ("auto", "cuda", "cpu"),
+    "train.loss": ("cross_entropy", "kl", "mix", "overlap", "acceptance"),
     "data.positions": ("plain", "anchor_offset"),
     "log.wandb": ("auto", "online", "offline", "disabled"),
 }
@@ -162,6 +163,11 @@ class TrainSection:
     fp32 master weights; the target is loaded in the same. `zero_stage`: the draft's; `offload_optimizer` keeps the
     optimizer's state and step on the host. `sequence_parallel`: ranks that share one long row; the others are
     data-parallel.
+    `loss`: cross_entropy of the text; kl, from the target's own distribution to the draft's; mix, of both, with the
+    share `text_weight` of cross-entropy; overlap, -log of the sum of both distributions' minima; acceptance, -log of
+    how often both choose the same token under the same noise (kernels/linear_distillation.py). The last two begin after
+    `kl_steps` steps of kl. `level_weights`: how often each of LongSpec's noise shifts 1 to J is drawn, as often as
+    serving reaches its level; None: all alike.
     `device`: auto takes the GPUs, and the CPU only where there is none; cuda and cpu say what is meant.
     `deterministic`: the same bytes again on the same hardware and number of ranks, on a GPU at some cost in speed.
     `max_skipped`: what has a loss (a pass) or a gradient (a step) that is no number is left out and counted; with more
@@ -171,6 +177,10 @@ class TrainSection:
     global_batch: int
     micro_batch: int
     precision: str
+    loss: str = "cross_entropy"
+    text_weight: float | None = None
+    kl_steps: int | None = None
+    level_weights: tuple[float, ...] | None = None
     steps: int | None = None
     epochs: float | None = None
     zero_stage: int = 1
@@ -187,6 +197,13 @@ class TrainSection:
     def pass_rows(self) -> int:
         """Of the largest pass."""
         return min(self.micro_batch, self.global_batch)
+
+    def distillation(self, step: int) -> tuple[str, float] | None:
+        """The objective and `text_weight` of step 0, 1, ... (see `linear_distillation`); None for cross-entropy."""
+        if self.loss == "cross_entropy":
+            return None
+        is_kl = self.loss in ("kl", "mix") or step < (self.kl_steps or 0)
+        return "kl" if is_kl else self.loss, self.text_weight or 0.0
 
     @property
     def n_steps(self) -> int:
@@ -413,6 +430,7 @@ def _check(config: Config) -> None:
             given = "neither is" if values[names[0]] is None else "both are"
             raise ValueError(f"{', '.join(names)}: {given} given; set one of them")
     _check_training(config.train, config.optimizer)
+    _check_loss(config.train, config.draft)
     _check_data(config.data, getattr(config.draft, "n_heads", None))
     _check_decoding(config.decoding)
     for name, value in values.items():
@@ -443,6 +461,30 @@ def _check_training(train: TrainSection, optimizer: OptimizerSection) -> None:
         )
     if not all(0 <= beta < 1 for beta in optimizer.betas):
         raise ValueError(f"optimizer.betas: {list(optimizer.betas)} must lie in [0, 1); the usual pair is [0.9, 0.999]")
+
+
+def _check_loss(train: TrainSection, draft: DraftSection) -> None:
+    for name, losses in (("text_weight", ("mix",)), ("kl_steps", ("overlap", "acceptance"))):
+        if (getattr(train, name) is None) == (train.loss in losses):
+            remedy = (
+                f"leave it out, or set train.loss to {' or '.join(losses)}" if train.loss not in losses else "give it"
+            )
+            raise ValueError(f"train.{name}: {getattr(train, name)} with train.loss = {train.loss}; {remedy}")
+    if train.text_weight is not None and not 0 < train.text_weight < 1:
+        raise ValueError(f"train.text_weight: {train.text_weight}; give a share above 0 and below 1")
+    if train.kl_steps is not None and not 0 <= train.kl_steps < (train.steps or inf):
+        raise ValueError(f"train.kl_steps: {train.kl_steps}; give 0 or more, below train.steps = {train.steps}")
+    if train.level_weights is None:
+        return
+    n_levels = draft.noise if isinstance(draft, LongSpecSection) else None
+    if n_levels is None:
+        raise ValueError(f"train.level_weights: {draft.method} has no noise shifts to draw; leave it out")
+    weights = train.level_weights
+    if len(weights) != n_levels or min(weights) < 0 or not sum(weights) < inf or not weights[0] > 0:
+        raise ValueError(
+            f"train.level_weights: {list(weights)}; give draft.noise = {n_levels} numbers of 0 or more, "
+            "the first above 0"
+        )
 
 
 def _check_data(data: DataSection, n_heads: int | None) -> None:

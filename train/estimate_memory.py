@@ -21,13 +21,14 @@ from torch import nn
 from longdraft.kernels.causal_attention import BLOCK
 from longdraft.kernels.linear_cross_entropy import rows_per_chunk
 from longdraft.kernels.reference.linear_cross_entropy import rows_per_block
+from longdraft.kernels.reference.linear_distillation import block_rows
 from longdraft.kernels.segment_attention import MOST_COPIES
 from longdraft.models.decoder import Decoder
 from longdraft.models.decoder_config import DecoderConfig
 from longdraft.models.draft_folder import DRAFTS
 from longdraft.models.drafts.longspec import LongSpecConfig
 from longdraft.models.drafts.tokenswift import TokenSwiftConfig
-from longdraft.models.passes import feed_forward_numbers, pass_bytes, prompt_rows
+from longdraft.models.passes import pass_bytes, prompt_rows
 from longdraft.train.config import Config, accumulation
 from longdraft.train.estimate_zero import DraftStates, draft_states
 from longdraft.train.methods import QUERY_BLOCK
@@ -40,6 +41,8 @@ MIB = 2**20
 PROCESS_CPU, PROCESS_GPU = 120 * MIB, 1536 * MIB
 # Bytes beside each logit that a CPU's loss works on, while ranks are counted: one in fp32, a truth.
 BESIDE_LOGIT = 5
+# In fp32 numbers, where the loss is the target's (kernels/reference/linear_distillation.py).
+BESIDE_DISTILLED = {"kl": 6, "overlap": 7, "acceptance": 13}
 # Processors of a GPU, where memory depends on how many there are: an H100's.
 PROCESSORS = 132
 # Rows beyond the text that decoding's cache has.
@@ -132,10 +135,10 @@ class _Run:
         """What is there all the time, and what a pass gathers of a sharded target: a layer, and the next one."""
         with torch.device("meta"):
             model = Decoder(self.target)
-        whole, of_layers = _count(model), [_count(layer) for layer in model.layers]
+        whole, layer = _count(model), _count(model.layers[0])
         if self.config.target.zero_stage != 3:
             return self.size * whole, {}
-        layers, layer = sum(of_layers), max(of_layers)
+        layers = self.target.n_layers * layer
         return round(self.size * (whole - layers + layers / n_ranks)), {"gathered layers": 2 * self.size * layer}
 
     def target_pass(self, n_tokens: int) -> dict[str, int]:
@@ -147,28 +150,41 @@ class _Run:
         held = self.qkv + self.qk if single else self.qkv
         made = self.qkv + 3 * self.qk if single else 2 * self.qkv + self.qk
         exchanged = 2 * self.qkv if shared else 0
-        stages = (
+        stages = [
             {"q, k, v": (held + made) * n},  # the layer before still has its own
             {"q, k, v": held * n, "attention": (self.heads * (1 if self.gpu else 2) + exchanged) * n},
-            {
-                "q, k, v": held * n,
-                "attention": self.heads * n,
-                # A chunk's stream is one more than the rows'.
-                "feed-forward": min(n, ROW_CHUNK) * ((0 if single else 1) * t.hidden_size + feed_forward_numbers(t)),
-            },
-        )
+            {"q, k, v": held * n} | self._finish(n, single),
+        ]
+        n_asked = 0 if shared else self._asked(n_tokens)
+        if isinstance(self.shape, LongSpecConfig) and n_asked > 0 and (n_asked < n or self.config.train.pass_rows > 1):
+            # The last layer goes on with copies of what the loss asks for, in the place of all.
+            copies = {"q, k, v": held * n, "rows with a loss": (self.heads + 2 * t.head_dim) * n_asked}
+            stages.append(copies | {"attention": self.heads * (1 if self.gpu else 2) * n_asked})
+            stages.append(copies | self._finish(n_asked, single))
         largest = max(stages, key=lambda stage: sum(stage.values()))
         base = {"hidden states": t.hidden_size * n, "positions": 3 * t.head_dim * n // 2}
         return self._bytes(base | largest)
 
+    def _finish(self, n: int, single: bool) -> dict[str, int]:
+        """Numbers in the rest of a layer, for n tokens: what attention gave, and the feed-forward's normed copy, gate
+        and up, and what becomes of gate; a chunk's stream is one more than the rows'."""
+        t = self.target
+        width = (1 if single else 2) * t.hidden_size + 3 * t.intermediate_size
+        return {"attention": self.heads * n, "feed-forward": min(n, ROW_CHUNK) * width}
+
+    def _asked(self, n_tokens: int) -> int:
+        """Tokens after which the target is asked for its distribution."""
+        return 0 if self.config.train.loss == "cross_entropy" else self._queries(n_tokens)
+
     def seen(self, n_tokens: int) -> dict[str, int]:
         """What the draft reads of the target, and the tokens' embeddings."""
         t = self.target
+        taught = self._bytes({"target's states of the loss": t.hidden_size * self._asked(n_tokens)})
         if not isinstance(self.shape, LongSpecConfig):
-            return self._bytes({"target's states": t.hidden_size * self.own(n_tokens)})
+            return taught | self._bytes({"target's states": t.hidden_size * self.own(n_tokens)})
         whole = self.config.train.sequence_parallel == 1 and n_tokens <= ROW_CHUNK  # see `target_pass`
         kv = (self.qkv + self.qk if whole else self.kv) * n_tokens
-        return self._bytes({"last keys and values": kv, "embeddings": t.hidden_size * n_tokens})
+        return taught | self._bytes({"last keys and values": kv, "embeddings": t.hidden_size * n_tokens})
 
     def draft(self, n_tokens: int) -> tuple[dict[str, int], int, dict[str, int]]:
         """What the draft keeps for its gradient; what its first steps back add; and what the loss adds."""
@@ -239,7 +255,10 @@ class _Run:
         d, restricted = self.target.hidden_size, getattr(self.shape, "draft_vocab_size", None)
         n_all, n_words = n_parts * n_labels, restricted or self.target.vocab_size
         parts = self._bytes({name: n_all * d, "LM head": (restricted or 0) * d})
-        return parts | {"logits": loss_chunk(n_all, d, n_words, self.size, self.gpu)}
+        train = self.config.train
+        steps = train.distillation(0), train.distillation(train.n_steps - 1)  # warm-up and then
+        beside = max((BESIDE_DISTILLED[step[0]] for step in steps if step), default=0)
+        return parts | {"logits": loss_chunk(n_all, d, n_words, self.size, self.gpu, beside)}
 
     def heldout(self, gathered: Mapping[str, int]) -> dict[str, int]:
         """One row whole, without gradient: the larger of the target's pass and the draft's."""
@@ -270,10 +289,14 @@ class _Run:
         return {name: self.size * n for name, n in numbers.items()}
 
 
-def loss_chunk(n_labels: int, hidden_size: int, n_words: int, size: int, gpu: bool) -> int:
+def loss_chunk(n_labels: int, hidden_size: int, n_words: int, size: int, gpu: bool, distilled: int = 0) -> int:
     """Bytes of the states, their logits, and what is made of these, that exist at a time in the loss over the labels
     of all parts, ranks counted (kernels/linear_cross_entropy.py): a chunk; on a CPU also what is worked on of it, of
-    bf16 in fp32."""
+    bf16 in fp32. `distilled`: where the loss is the target's, fp32 numbers beside a logit of both; else 0."""
+    if distilled:
+        rows = min(n_labels, rows_per_chunk(n_words, 2 * size, gpu))
+        numbers = 4 * (distilled + (2 if size == 2 else 0))
+        return rows * (2 * n_words + hidden_size) * size + min(rows, block_rows(n_words, gpu)) * n_words * numbers
     rows = min(n_labels, rows_per_chunk(n_words, size, gpu))
     chunk = rows * (n_words + hidden_size) * size
     if gpu:

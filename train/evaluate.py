@@ -160,6 +160,9 @@ class Evaluator:
         self._last_step = step
         assert self.best is not None
         record = as_record(measured) | {"decode_best_step": self.best[1], "decode_s": self._last_seconds}
+        if last and self.config.draft.method == "longspec":
+            shares = ",".join(f"{share:.2f}" for share in levels_reached(measured))
+            self.ranks.log(f"Serving reaches the levels this often: train.level_weights=[{shares}] draws them so")
         return Outcome(record, {"decoding": as_table(measured)})
 
     def _is_too_much(self) -> bool:
@@ -268,6 +271,12 @@ def _one_pass_of_all(model: Decoder, ranks: Ranks) -> Iterator[None]:
 def mean_tokens_per_step(measured: Sequence[Measured]) -> float:
     """What the best weights are the best by: every length and temperature counts alike."""
     return sum(one.tokens_per_step for one in measured) / len(measured)
+
+
+def levels_reached(measured: Sequence[Measured]) -> list[float]:
+    """Of all steps, the share in which each level of the tree was reached: its parent was accepted."""
+    rates = zip(*(one.acceptance for one in measured), strict=True)
+    return [1.0, *(sum(of_depth) / len(measured) for of_depth in rates)][: len(measured[0].acceptance)]
 
 
 def as_record(measured: Sequence[Measured]) -> dict[str, float]:

@@ -7,22 +7,25 @@ Shapes: N tokens end to end, D hidden, P parts of the loss, R rows.
 """
 
 from abc import ABC, abstractmethod
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from fractions import Fraction
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from longdraft.kernels.linear_distillation import TargetStates
 from longdraft.kernels.segment_attention import send_segments
 from longdraft.kernels.transfer import from_host
 from longdraft.models.decoder import Decoder
 from longdraft.models.draft_folder import DRAFTS, Draft
 from longdraft.models.drafts.longspec import LongSpec, Queries, plan_queries
-from longdraft.models.drafts.loss import Part, ahead
+from longdraft.models.drafts.loss import Part, Teaching, ahead
 from longdraft.models.drafts.medusa import Medusa
 from longdraft.models.drafts.tokenswift import TokenSwift, TokenSwiftConfig
-from longdraft.models.passes import TargetOutput
+from longdraft.models.passes import Span, TargetOutput
 from longdraft.models.target import Target
 from longdraft.train.batches import Batch, draws
 from longdraft.train.config import Config, LongSpecSection
@@ -30,19 +33,29 @@ from longdraft.train.teacher import Teacher
 
 # Tokens of a piece are chosen for `data.query_share` in blocks of so many: neighbours share what they read.
 QUERY_BLOCK = 128
-Span = tuple[int, int]  # start and stop
+# Tokens without a loss that are asked for with those beside them: fewer than it takes to be worth a run of their own.
+MOST_GAP = 16
+
+
+class Asked(NamedTuple):
+    """Where the target is asked what follows: `spans` of tokens in N, in order, each within a piece; `rows` int64 [M]
+    of each part: which of these tokens, end to end, stands before what each of its labels is."""
+
+    spans: list[Span]
+    rows: list[Tensor]
 
 
 class MicroBatch(NamedTuple):
     """What one pass over a few rows reads, on the CPU or, after `to`, where it runs. `positions` int64 [N], None where
     the target makes plain ones itself; `parts`: labels by part of the loss; `first`: the token that row 0 of the
-    draft's states belongs to; `queries`: what LongSpec's block runs for."""
+    draft's states belongs to; `queries`: what LongSpec's block runs for; `asked`: where the loss is the target's."""
 
     batch: Batch
     positions: Tensor | None
     parts: list[Part]
     first: int = 0
     queries: Queries | None = None
+    asked: Asked | None = None
 
     @property
     def n_labels(self) -> list[int]:
@@ -61,7 +74,8 @@ class MicroBatch(NamedTuple):
             queries = queries._replace(rows=None if queries.rows is None else move(queries.rows))
         positions = None if self.positions is None else move(self.positions)
         parts = [Part(*map(move, part)) for part in self.parts]
-        return self._replace(batch=batch, positions=positions, parts=parts, queries=queries)
+        asked = self.asked and self.asked._replace(rows=list(map(move, self.asked.rows)))
+        return self._replace(batch=batch, positions=positions, parts=parts, queries=queries, asked=asked)
 
     def without_labels(self) -> "MicroBatch":
         """The same pass with nothing to learn: its loss and gradient are zero."""
@@ -80,7 +94,7 @@ class Method(ABC):
     part_names: list[str]
 
     def __init__(self, config: Config):
-        self.data, self.seed = config.data, config.train.seed
+        self.data, self.seed, self.level_weights = config.data, config.train.seed, config.train.level_weights
 
     @abstractmethod
     def micro_batch(self, batch: Batch, span: Span | None = None, all_queries: bool = False) -> MicroBatch:
@@ -102,6 +116,14 @@ class Method(ABC):
     @abstractmethod
     def chosen_after(self, micro_batch: MicroBatch, part: int) -> Tensor:
         """The positions in N after which the target's own choice is what each label of a part stands for."""
+
+    def asking(self, micro_batch: MicroBatch) -> MicroBatch:
+        """The pass, on the host, with where the target is asked for all of its labels."""
+        places = [self.chosen_after(micro_batch, i) for i in range(len(micro_batch.parts))]
+        spans = _spans(torch.cat(places).unique().tolist(), micro_batch.batch.borders)
+        tokens_R = torch.cat([torch.arange(0), *(torch.arange(*span) for span in spans)])
+        rows = [torch.searchsorted(tokens_R, place) for place in places]
+        return micro_batch._replace(asked=Asked(spans, rows))
 
     def as_labels(self, tokens_R: Tensor) -> Tensor:
         """Token ids as the labels that stand for them, int64 [R]; -1 where the draft has none."""
@@ -211,8 +233,15 @@ class LongSpecMethod(Method):
         return tokens_R if self._draft_ids is None else from_host(self._draft_ids, tokens_R.device)[tokens_R]
 
     def micro_batch(self, batch: Batch, span: Span | None = None, all_queries: bool = False) -> MicroBatch:
-        shifts = [1 + draws(self.seed, key, 1)[0] % len(self.part_names) for key in batch.keys]
+        shifts = [self._shift(draws(self.seed, key, 1)[0]) for key in batch.keys]
         return self._shifted(batch, shifts, self._ranges(batch, span, all_queries))
+
+    def _shift(self, noise: int) -> int:
+        """A shift of 1 to J by 64 random bits."""
+        if self.level_weights is None:
+            return 1 + noise % len(self.part_names)
+        sums = list(accumulate(map(Fraction, self.level_weights)))  # exact: the same shift on every machine
+        return 1 + bisect_right(sums, sums[-1] * noise / 2**64)
 
     def _shifted(self, batch: Batch, shifts: list[int], ranges: list[Span] | None) -> MicroBatch:
         queries = plan_queries(batch.borders, shifts, self._window, ranges)
@@ -256,6 +285,28 @@ def frozen_draft(config: Config, target: Target, weights: Mapping[str, Tensor]) 
 def plain_positions(borders: Sequence[int]) -> Tensor:
     """0, 1, 2, ... in each piece, int64 [N]."""
     return torch.cat([torch.arange(stop - start) for start, stop in pairwise(borders)])
+
+
+def _spans(places: Sequence[int], borders: Sequence[int]) -> list[Span]:
+    """Runs of ascending places within the pieces; gaps of up to MOST_GAP do not end one."""
+    spans: list[Span] = []
+    piece = 0
+    for place in places:
+        first = piece
+        while borders[piece + 1] <= place:
+            piece += 1
+        if spans and first == piece and place - spans[-1][1] <= MOST_GAP:
+            spans[-1] = spans[-1][0], place + 1
+        else:
+            spans.append((place, place + 1))
+    return spans
+
+
+def taught_by(micro_batch: MicroBatch, output: TargetOutput, objective: tuple[str, float] | None) -> Teaching | None:
+    """What the target's pass over the asked spans says for a loss of that name and `text_weight`."""
+    if objective is None or micro_batch.asked is None or output.of_spans is None:
+        return None
+    return Teaching(TargetStates(output.of_spans, micro_batch.asked.rows), *objective)
 
 
 def _inside(ranges: Sequence[Span], n: int) -> Tensor:

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from longdraft.kernels.segment_attention import Segment, segment_attention
 from longdraft.models.decoder import Decoder
 from longdraft.models.decoder_config import DecoderConfig
-from longdraft.models.passes import Pass, TargetOutput
+from longdraft.models.passes import Pass, TargetOutput, take_spans
 from longdraft.train.ranks import TIMEOUT  # before DeepSpeed: it names the accelerator
 
 # isort: split
@@ -64,10 +64,13 @@ class SequenceParallel:
         """The target's pass over a whole packed sequence, which every rank gives alike.
 
         Args:
-            given: with borders and without a cache; needs last_kv, pre_norm, post_norm, logits.
-        Returns: last_kv of all N tokens, on every rank; the others of this rank's tokens, those of `own_span(N)`:
-            [1, n, ...].
+            given: with borders and without a cache; needs last_kv, pre_norm, post_norm, logits, of_spans.
+        Returns: last_kv of all N tokens, on every rank; of_spans of those this rank asks for, wherever they lie; the
+            others of this rank's tokens, those of `own_span(N)`: [1, n, ...].
         """
+        with_spans = "of_spans" in given.needs
+        if with_spans:  # the last layer's attention takes all ranks, so it is for all tokens
+            given = replace(given, needs=given.needs - {"of_spans"} | {"post_norm"})
         tokens_1N, borders, positions_1N = given.tokens_BT, given.borders, given.positions_BT
         assert borders is not None
         n_tokens = tokens_1N.shape[1]
@@ -78,11 +81,15 @@ class SequenceParallel:
             tokens_1N, borders = F.pad(tokens_1N, (0, lacking)), [*borders, n_tokens + lacking]
             positions_1N = None if positions_1N is None else F.pad(positions_1N, (0, lacking))
         shard = _Shard(slice(self.rank * width, (self.rank + 1) * width), self._attention)
-        output = model(replace(given, tokens_BT=tokens_1N, borders=borders, positions_BT=positions_1N, shard=shard))
+        given, spans = replace(given, tokens_BT=tokens_1N, borders=borders, positions_BT=positions_1N), given.spans
+        output = model(replace(given, shard=shard, spans=()))
         start, stop = self.own_span(n_tokens)
         for name in ("pre_norm", "post_norm", "logits"):
             field = getattr(output, name)
             setattr(output, name, None if field is None else field[:, : stop - start])
+        if with_spans:
+            assert output.post_norm is not None
+            output.of_spans = take_spans(self.gather(output.post_norm, n_tokens), spans)
         if output.last_kv is not None:
             k_1nKd, v_1nKd = output.last_kv
             output.last_kv = self.gather(k_1nKd, n_tokens), self.gather(v_1nKd, n_tokens)

@@ -123,6 +123,11 @@ def open_run(config: Config, ranks: Ranks, target: Target | None = None) -> Run:
     """Opens data, target, draft and engine as they are before the first step."""
     train = config.train
     if train.deterministic:
+        if train.loss == "acceptance" and ranks.device.type == "cuda":
+            raise ValueError(
+                "train.deterministic: true, but PyTorch's running sums on a GPU, which train.loss = acceptance takes, "
+                "are not; set it to false, or train.loss to overlap or kl"
+            )
         make_deterministic()
     target = target or open_target(config, ranks)
     note_weights(target)

@@ -24,7 +24,7 @@ from longdraft.kernels.transfer import HostCopy, from_host
 from longdraft.models.drafts.loss import RANKS, DraftLoss
 from longdraft.train import checkpoint
 from longdraft.train.batches import Place, rank_rows, read_batch, step_rows
-from longdraft.train.methods import MicroBatch
+from longdraft.train.methods import MicroBatch, taught_by
 from longdraft.train.ranks import TrainingError, log
 from longdraft.train.setup import Run, StepRows
 
@@ -92,6 +92,8 @@ def _read_rows(run: Run, step: int) -> StepRows:
     places = rank_rows(rows, ranks.rank // degree, ranks.world_size // degree, train.micro_batch)
     batches = [read_batch(run.rows, of_pass) for of_pass in places]
     micro_batches = [run.method.micro_batch(batch, run.teacher.own_span(len(batch.tokens))) for batch in batches]
+    if train.distillation(step):
+        micro_batches = [run.method.asking(micro_batch) for micro_batch in micro_batches]
     own_labels = [sum(n) for n in zip(*(micro_batch.n_labels for micro_batch in micro_batches), strict=True)]
     return StepRows(rows, places, micro_batches, ranks.begin_sum(own_labels))
 
@@ -103,15 +105,19 @@ def forward(
     the host does not wait to know): then it counts for nothing, and the other ranks' rows count. Without rows it takes
     part in what is collective, and its gradient is zero."""
     method, teacher = run.method, run.teacher
+    needs, spans = method.needs, []
+    if micro_batch.asked is not None:
+        needs, spans = needs | {"of_spans"}, micro_batch.asked.spans
     with clock.part("target"):
         output = teacher.forward(
-            micro_batch.batch.tokens, micro_batch.batch.borders, micro_batch.positions, method.needs
+            micro_batch.batch.tokens, micro_batch.batch.borders, micro_batch.positions, needs, spans
         )
+    teaching = taught_by(micro_batch, output, run.config.train.distillation(run.step))
     arguments = method.arguments(micro_batch, output, teacher)
     if not places:  # whatever the target makes of the token that stands in, numbers or none
         arguments = tuple(_zeros(argument) for argument in arguments)
     with clock.part("draft"):
-        loss: DraftLoss = run.engine.deepspeed(*arguments, teacher.lm_head_VD, count_ranks)
+        loss: DraftLoss = run.engine.deepspeed(*arguments, teacher.lm_head_VD, count_ranks, teaching)
     left_out = teacher.any(~loss.sums.detach().isfinite().all())  # ranks that share these rows leave them out together
     return DraftLoss(*(field.masked_fill(left_out, 0) for field in loss)), left_out
 
@@ -181,9 +187,9 @@ def _name(places: Sequence[Place]) -> str:
 def measure(run: Run, result: StepResult) -> dict[str, Any]:
     """The step's line for metrics.jsonl, over all ranks; all ranks call it.
 
-    loss: as it is minimised; part_loss: mean cross-entropy of each part in nats, None without labels; top1, top3: share
-    of its labels that are among the draft's first one or three candidates. {part}_share: of the first rank's time, in
-    each of PARTS. over_target: the step's time over its target's passes; `operations` says what it could be.
+    loss: as it is minimised; part_loss: each part's mean of it in nats, None without labels; top1, top3: share of its
+    labels that are among the draft's first one or three candidates. {part}_share: of the first rank's time, in each of
+    PARTS. over_target: the step's time over its target's passes; `operations` says what it could be.
     """
     await_agreement(run)
     loss, n_parts = result.loss, len(run.method.part_names)

@@ -5,13 +5,13 @@ network (models/decoder.py), targets over several ranks (sharding.py, sequence_p
 Shapes: N tokens end to end, D hidden, V vocabulary, R chosen rows.
 """
 
-from collections.abc import Set
+from collections.abc import Sequence, Set
 
 import torch
 from torch import Tensor
 
 from longdraft.models.decoder import Decoder
-from longdraft.models.passes import Pass, TargetOutput
+from longdraft.models.passes import Pass, Span, TargetOutput
 from longdraft.train.sequence_parallel import SequenceParallel
 
 CHOICE_ROWS = 128
@@ -45,16 +45,24 @@ class Teacher:
     # no_grad, not inference_mode: what is gathered there from a sharded target cannot be saved for backward
     @torch.no_grad()
     def forward(
-        self, tokens_N: Tensor, borders: list[int], positions_N: Tensor | None, needs: Set[str]
+        self,
+        tokens_N: Tensor,
+        borders: list[int],
+        positions_N: Tensor | None,
+        needs: Set[str],
+        spans: Sequence[Span] = (),
     ) -> TargetOutput:
         """What the pass gives, its batch dimension left out; nothing behind what `needs` names is computed.
 
-        Of rows that ranks share, last_kv is of all tokens, hidden states are of this rank's `own_span`.
+        Of rows that ranks share, last_kv is of all tokens, of_spans of those asked for, other states of this rank's
+        `own_span`.
         """
         positions_1N = None if positions_N is None else positions_N[None]
-        given = Pass(tokens_N[None], positions_BT=positions_1N, borders=borders, needs=needs, chunk=ROW_CHUNK)
+        given = Pass(
+            tokens_N[None], positions_BT=positions_1N, borders=borders, spans=spans, needs=needs, chunk=ROW_CHUNK
+        )
         output = self.model(given) if self._parallel is None else self._parallel.forward(self.model, given)
-        for name in ("logits", "pre_norm", "post_norm"):
+        for name in ("logits", "pre_norm", "post_norm", "of_spans"):
             field = getattr(output, name)
             setattr(output, name, None if field is None else field[0])
         if output.last_kv is not None:
@@ -70,8 +78,14 @@ class Teacher:
         return flag if self._parallel is None else self._parallel.any(flag)
 
     @torch.no_grad()
-    def choices(self, post_norm_RD: Tensor) -> Tensor:
-        """The target's greedy next token after each of these positions, int64 [R]; a few rows of logits at a time."""
-        if not len(post_norm_RD):  # a rank without a row left
-            return torch.empty(0, dtype=torch.int64, device=post_norm_RD.device)
-        return torch.cat([self.model.lm_head(part).argmax(-1) for part in post_norm_RD.split(CHOICE_ROWS)])
+    def choices(self, post_norm_RD: Tensor) -> tuple[Tensor, Tensor]:
+        """The target's greedy next token after each of these positions, int64 [R], and the log-sum-exp of its logits,
+        fp32 [R]; a few rows of logits at a time."""
+        device = post_norm_RD.device
+        chosen = [torch.empty(0, dtype=torch.int64, device=device)]  # a rank without a row left
+        totals = [torch.empty(0, device=device)]
+        for part_RD in post_norm_RD.split(CHOICE_ROWS):
+            logits_RV = self.model.lm_head(part_RD)
+            chosen.append(logits_RV.argmax(-1))
+            totals.append(logits_RV.float().logsumexp(-1))
+        return torch.cat(chosen), torch.cat(totals)

@@ -13,10 +13,14 @@ from torch import Tensor
 
 from longdraft.kernels.reference.linear_cross_entropy import count_before, rows_per_block
 
-MEASURED = 2  # overlap and acceptance
 TINY = 1e-30
 # Of log p/q: beyond it a token adds nothing to any sum in fp32.
 MOST_LOG_RATIO = 69.0
+
+
+def block_rows(vocab_size: int, gpu: bool = False) -> int:
+    """B. On a GPU a fourth of what cross-entropy takes, as more than a dozen numbers lie beside each logit."""
+    return max(1, rows_per_block(vocab_size, gpu) // (4 if gpu else 1))
 
 
 def kl(log_p_BV: Tensor, log_q_BV: Tensor, p_BV: Tensor, q_BV: Tensor) -> tuple[Tensor, Tensor]:
@@ -69,7 +73,7 @@ def chunk_distillation(
     labels_C: Tensor,
     loss_C: Tensor,
     before_C: Tensor,
-    measured_C2: Tensor | None,
+    overlap_C: Tensor | None,
     objective: str,
     text_weight: float,
     ignore_index: int,
@@ -85,32 +89,50 @@ def chunk_distillation(
         log_totals_C: log-sum-exp of the target's logits of its whole vocabulary; None: of those that are given, so
             that p is renormalised to the draft's tokens.
         labels_C, loss_C, before_C, top_k: as of reference/linear_cross_entropy.py's `chunk_losses`.
-        measured_C2: fp32, written: overlap and acceptance of every row, whatever its label; None: not wanted.
+        overlap_C: fp32, written: the sum of min(p, q) of every row, whatever its label; None: not wanted.
         objective: one of LOSSES. text_weight: share of the labels' cross-entropy in the loss, beside it.
     """
     n_rows, n_words = logits_CV.shape
-    n_block = rows_per_block(n_words)
     ignored_C = labels_C == ignore_index
     labels_C = labels_C.masked_fill(ignored_C, 0)
-    for start in range(0, n_rows, n_block):
-        rows = slice(start, start + n_block)
-        exact_BV, label_B1 = logits_CV[rows].float(), labels_C[rows, None]
-        if top_k:
-            before_C[rows] = count_before(exact_BV, label_B1, top_k, torch.empty_like(exact_BV)).to(before_C.dtype)
-        log_q_BV, log_p_BV = torch.log_softmax(exact_BV, 1), target_CV[rows].float()
-        totals_B = log_p_BV.logsumexp(1) if log_totals_C is None else log_totals_C[rows]
-        log_p_BV = log_p_BV - totals_B[:, None]
-        both = log_p_BV, log_q_BV, log_p_BV.exp(), log_q_BV.exp()
-        if measured_C2 is not None:
-            measured_C2[rows] = torch.stack([-overlap(*both)[0], -acceptance(*both)[0]], 1).exp_()
-        loss_B, gradient_BV = LOSSES[objective](*both)
-        if text_weight:
-            loss_B = torch.lerp(loss_B, -log_q_BV.gather(1, label_B1)[:, 0], text_weight)
-            of_text_BV = both[3].scatter_add_(1, label_B1, exact_BV.new_full(label_B1.shape, -1.0))
-            gradient_BV = torch.lerp(gradient_BV, of_text_BV, text_weight)
-        loss_C[rows] = loss_B
-        if gradient:
-            logits_CV[rows] = gradient_BV.to(logits_CV.dtype)
+    for start in range(0, n_rows, n_block := block_rows(n_words, logits_CV.is_cuda)):
+        rows = slice(start, min(start + n_block, n_rows))
+        totals_B = None if log_totals_C is None else log_totals_C[rows]
+        outputs = loss_C[rows], before_C[rows], None if overlap_C is None else overlap_C[rows]
+        given = logits_CV[rows], target_CV[rows], totals_B, labels_C[rows, None]
+        _block_losses(*given, *outputs, objective, text_weight, top_k, gradient)
     loss_C.masked_fill_(ignored_C, 0.0)
     if top_k:
         before_C.masked_fill_(ignored_C, n_words)
+
+
+def _block_losses(
+    logits_BV: Tensor,
+    target_BV: Tensor,
+    totals_B: Tensor | None,
+    label_B1: Tensor,
+    loss_B: Tensor,
+    before_B: Tensor,
+    overlap_B: Tensor | None,
+    objective: str,
+    text_weight: float,
+    top_k: int,
+    gradient: bool,
+) -> None:
+    exact_BV, target_BV = logits_BV.float(), target_BV.float()  # fp32 logits themselves
+    if top_k:
+        before_B.copy_(count_before(exact_BV, label_B1, top_k, torch.empty_like(exact_BV)))
+    log_q_BV = torch.log_softmax(exact_BV, 1)
+    totals_B = target_BV.logsumexp(1) if totals_B is None else totals_B
+    log_p_BV = target_BV - totals_B[:, None]
+    p_BV, q_BV = log_p_BV.exp(), log_q_BV.exp()
+    if overlap_B is not None:
+        overlap_B.copy_(torch.minimum(p_BV, q_BV).sum(1))
+    found_B, gradient_BV = LOSSES[objective](log_p_BV, log_q_BV, p_BV, q_BV)
+    if text_weight:
+        found_B = torch.lerp(found_B, -log_q_BV.gather(1, label_B1)[:, 0], text_weight)
+        of_text_BV = q_BV.scatter_add_(1, label_B1, q_BV.new_full(label_B1.shape, -1.0))
+        gradient_BV.lerp_(of_text_BV, text_weight)
+    loss_B.copy_(found_B)
+    if gradient:
+        logits_BV.copy_(gradient_BV)

@@ -24,8 +24,7 @@ from longdraft.kernels.rotate import rotate
 from longdraft.kernels.segment_attention import Segment, segment_attention
 from longdraft.models.decoder import Decoder, Layer, Linear
 from longdraft.models.decoder_config import DecoderConfig
-from longdraft.models.drafts.loss import DraftLoss, Part, draft_loss
-from longdraft.models.experts import Experts
+from longdraft.models.drafts.loss import DraftLoss, Part, Teaching, draft_loss
 from longdraft.models.rope import Rope, RopeConfig, piece_lengths
 from longdraft.models.stream import RMSNorm, Stream
 
@@ -239,8 +238,7 @@ class LongSpec(nn.Module):
     def _start_from(self, target: Decoder) -> None:
         """Self-attention as in the target's first layer, the rest as in its last; biases of q, k, v where it has them.
 
-        What this block has no place for (norms of q and k, biases of o and of the feed-forward) is left out; where the
-        last layer has experts, the feed-forward stays as it was drawn.
+        What this block has no place for (norms of q and k, biases of o and of the feed-forward) is left out.
         """
         first, last = cast(Layer, target.layers[0]), cast(Layer, target.layers[-1])
         q_rows = self.cross_q.out_features
@@ -252,12 +250,9 @@ class LongSpec(nn.Module):
             (self.cross_q.weight, last.attention.qkv_proj.weight[:q_rows]),
             (self.cross_o.weight, last.attention.o_proj.weight),
             (self.mlp_norm.weight, last.mlp_norm.weight),
+            (self.gate_up.weight, last.mlp.gate_up_proj.weight),
+            (self.down.weight, last.mlp.down_proj.weight),
         ]
-        if not isinstance(last.mlp, Experts):
-            pairs += [
-                (self.gate_up.weight, last.mlp.gate_up_proj.weight),
-                (self.down.weight, last.mlp.down_proj.weight),
-            ]
         if target.config.attention_bias:
             pairs += [
                 (self.self_qkv.bias, first.attention.qkv_proj.bias),
@@ -350,6 +345,7 @@ class LongSpec(nn.Module):
         parts: Sequence[Part],
         lm_head_VD: Tensor,
         count_ranks: bool,
+        teaching: Teaching | None = None,
     ) -> DraftLoss:
         """The training loss of the queries' states (see `states`), a part for each noise shift.
 
@@ -357,8 +353,9 @@ class LongSpec(nn.Module):
             parts: rows of the Q states; labels are draft tokens, so numbers below `draft_vocab_size` where it is set.
             lm_head_VD: the target's frozen LM head.
             count_ranks: also count the labels among the first candidates.
+            teaching: the target's distributions; None: the loss is the labels' cross-entropy.
         """
         states_QD = self.states(embeddings_ND, positions_N, target_keys_NKd, target_values_NKd, queries)
         if self.token_ids is not None:
             lm_head_VD = lm_head_VD[self.token_ids]
-        return draft_loss([states_QD] * len(parts), parts, lm_head_VD, count_ranks)
+        return draft_loss([states_QD] * len(parts), parts, lm_head_VD, count_ranks, teaching)

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from longdraft.models.drafts.loss import DraftLoss, Part, draft_loss
+from longdraft.models.drafts.loss import DraftLoss, Part, Teaching, draft_loss
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,13 @@ class Medusa(nn.Module):
         """The target's post-norm state [..., D] to what its LM head reads for head 1..I, each [..., D]."""
         return [hidden + F.silu(proj(hidden)) for proj in self.proj]
 
-    def forward(self, hidden_ND: Tensor, parts: Sequence[Part], lm_head_VD: Tensor, count_ranks: bool) -> DraftLoss:
+    def forward(
+        self,
+        hidden_ND: Tensor,
+        parts: Sequence[Part],
+        lm_head_VD: Tensor,
+        count_ranks: bool,
+        teaching: Teaching | None = None,
+    ) -> DraftLoss:
         """The training loss, a part for each head; as TokenSwift's, with the target's post-norm state."""
-        return draft_loss(self.states(hidden_ND), parts, lm_head_VD, count_ranks)
+        return draft_loss(self.states(hidden_ND), parts, lm_head_VD, count_ranks, teaching)

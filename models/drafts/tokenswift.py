@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from longdraft.models.drafts.loss import DraftLoss, Part, draft_loss
+from longdraft.models.drafts.loss import DraftLoss, Part, Teaching, draft_loss
 from longdraft.models.stream import RMSNorm
 
 KINDS = {"linear_chain": frozenset({"pre_norm"}), "silu_chain": frozenset({"post_norm"})}
@@ -101,7 +101,14 @@ class TokenSwift(nn.Module):
                 states.append(hidden)
         return states
 
-    def forward(self, hidden_ND: Tensor, parts: Sequence[Part], lm_head_VD: Tensor, count_ranks: bool) -> DraftLoss:
+    def forward(
+        self,
+        hidden_ND: Tensor,
+        parts: Sequence[Part],
+        lm_head_VD: Tensor,
+        count_ranks: bool,
+        teaching: Teaching | None = None,
+    ) -> DraftLoss:
         """The training loss, a part for each head.
 
         Args:
@@ -109,5 +116,6 @@ class TokenSwift(nn.Module):
             parts: head i's are `ahead` by i + 1 (models/drafts/loss.py).
             lm_head_VD: the target's frozen LM head.
             count_ranks: also count the labels among each head's first candidates.
+            teaching: the target's distributions; None: the loss is the labels' cross-entropy.
         """
-        return draft_loss(self.states(hidden_ND), parts, lm_head_VD, count_ranks)
+        return draft_loss(self.states(hidden_ND), parts, lm_head_VD, count_ranks, teaching)

@@ -41,6 +41,11 @@ ANCHORED = [
     *LONGSPEC, f"data.seq_len={LONG}", "data.positions=anchor_offset", "data.max_position=2000", "data.sinks=2",
     "data.query_share=0.5", "draft.draft_vocab_size=80", "train.global_batch=2", "train.micro_batch=1",
 ]  # fmt: skip
+# The loss changes within the run, and levels are drawn by weights.
+ACCEPTANCE = [
+    *ANCHORED, "train.loss=acceptance", "train.kl_steps=12", "train.level_weights=[1,0.5,0.25]", "heldout.every=10",
+]  # fmt: skip
+MIX = [*TOKENSWIFT, "train.loss=mix", "train.text_weight=0.25"]
 # Many small passes: a step takes tens of milliseconds, so that a signal can hit it.
 SLOW = ["train.steps=40", "train.micro_batch=1", "train.global_batch=16", "train.save_every=6", "train.zero_stage=2"]
 CONFIG = """
@@ -269,7 +274,8 @@ def runs(tmp_path_factory, start_ranks, long_folder, poisoned) -> Path:
     """A folder of finished runs, trained in as few processes as possible:
 
     {fp32,bf16}-{ranks}-{stage}: 20 steps of linear_chain; longspec-{fp32,bf16}-{ranks}-{stage}: 8 of LongSpec;
-    silu_chain, medusa, longspec, longspec-anchored: 20 on one rank in fp32, for golden losses;
+    silu_chain, medusa, longspec, longspec-anchored: 20 on one rank in fp32, for golden losses; acceptance, mix: other
+    losses, and acceptance-again gone on with from step 10;
     offload-{stage}, micro-{rows}, longspec-micro-{rows}: what should be {longspec-,}fp32-1-1 again;
     poisoned-{ranks}: 3 steps of LongSpec under ZeRO-3;
     bf16-1-{stage}-again: gone on with from step 10; unbroken: SLOW on two ranks; output.txt: what one rank printed.
@@ -308,6 +314,9 @@ def _alone(folder: Path, train: Callable[..., dict], long_folder: Path) -> list[
         train("longspec", *LONGSPEC),
         train("longspec-anchored", *ANCHORED, f"data.path={long_folder}"),
     ]
+    actions += [train("acceptance", *ACCEPTANCE, f"data.path={long_folder}"), train("mix", *MIX)]
+    actions.append({"copy": [str(folder / "acceptance"), str(folder / "acceptance-again")], "without": "step_000020"})
+    actions.append(train("acceptance-again", *ACCEPTANCE, f"data.path={long_folder}"))
     for stage in (2, 3):
         actions.append(
             train(f"offload-{stage}", *TOKENSWIFT, f"train.zero_stage={stage}", "train.offload_optimizer=true")

@@ -20,7 +20,7 @@ from longdraft.train.config import Config, config_from_dict
 from longdraft.train.estimate_memory import Estimate, estimate, loss_chunk
 from longdraft.train.estimate_operations import mean_keys, operations
 from longdraft.train.estimate_zero import draft_states
-from longdraft.train.methods import open_method
+from longdraft.train.methods import open_method, taught_by
 from longdraft.train.teacher import ROW_CHUNK, Teacher
 
 GIB, MIB = 2**30, 2**20
@@ -115,13 +115,19 @@ def a_pass(config: Config, target: DecoderConfig) -> dict[str, tuple[int, int]]:
     tokens = torch.arange(n_rows * length) % n_words  # all are labels
     borders, keys = [i * length for i in range(n_rows + 1)], list(range(n_rows))
     micro_batch = method.micro_batch(Batch(tokens, torch.ones_like(tokens).bool(), borders, keys))
+    last, needs, spans = config.train.distillation(config.train.n_steps - 1), method.needs, []
+    if last:
+        micro_batch = method.asking(micro_batch)
+        assert micro_batch.asked is not None
+        needs, spans = needs | {"of_spans"}, micro_batch.asked.spans
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         with torch.profiler.record_function("look"):
             seen = teacher.forward(
-                micro_batch.batch.tokens, micro_batch.batch.borders, micro_batch.positions, method.needs
+                micro_batch.batch.tokens, micro_batch.batch.borders, micro_batch.positions, needs, spans
             )
         with torch.profiler.record_function("loss"):
-            loss = method.draft(*method.arguments(micro_batch, seen, teacher), teacher.lm_head_VD, True)
+            teaching = taught_by(micro_batch, seen, last)
+            loss = method.draft(*method.arguments(micro_batch, seen, teacher), teacher.lm_head_VD, True, teaching)
         with torch.profiler.record_function("backward"):
             loss.sums.sum().backward()
     return allocated(profile, ["look", "loss", "backward"])
@@ -142,7 +148,24 @@ PASSES = {
     "linear chain, a subset": {"draft": DRAFTS["linear_chain"], "data": {"seq_len": 3000, "query_share": 0.25}},
     "silu chain": {"draft": DRAFTS["silu_chain"], "data": {"seq_len": 5000}},
     "medusa": {"draft": DRAFTS["medusa"]},
-}
+    "kl": {"draft": DRAFTS["longspec"], "train": {"loss": "kl"}},
+    "kl, a subset": {
+        "draft": DRAFTS["longspec"], "data": {"seq_len": 3000, "query_share": 0.25}, "train": {"loss": "kl"},
+    },
+    "kl, several rows": {
+        "draft": DRAFTS["longspec"] | {"window": 96, "noise": 1},
+        "data": {"seq_len": 96},
+        "train": {"micro_batch": 12, "loss": "kl"},
+    },
+    "mix, several chunks": {
+        "draft": DRAFTS["linear_chain"], "data": {"seq_len": 5000}, "train": {"loss": "mix", "text_weight": 0.5},
+    },
+    "overlap, medusa": {"draft": DRAFTS["medusa"], "train": {"loss": "overlap", "kl_steps": 2}},
+    "acceptance, few words": {
+        "draft": DRAFTS["longspec"] | {"draft_vocab_size": 256, "final_norm": True},
+        "train": {"loss": "acceptance", "kl_steps": 2},
+    },
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", PASSES)
@@ -350,6 +373,11 @@ def test_operations_by_hand():
     assert found.forward[0] == 2 * d * both + 3 * 2 * heads * d + 3 * 2 * d * i
     assert found.forward[1] == pytest.approx(4 * heads * ((1 + 2 + 2 + 2) / 4 + (0 + 1 + 2 + 3) / 4))
     assert found.head == (4 * d * v, 0)
+    block = {"window": 1, "noise": 1}
+    taught = operations(a_config(data={"seq_len": 4}, draft=block, train={"loss": "kl"}), target)
+    assert taught.target[0] == found.target[0] + 2 * heads * d + 3 * 2 * d * i
+    assert taught.target[1] == 2 * found.target[1] and taught.head == (6 * d * v, 0)
+    assert (taught.forward, taught.backward) == (found.forward, found.backward)
     assert mean_keys(4, None) == 2.5 and mean_keys(4, 2) == 1.75 and mean_keys(4, 9) == 2.5
     longer = operations(a_config(data={"seq_len": 8}), target)
     assert longer.target[0] == found.target[0] and longer.target[1] > found.target[1]  # attention grows with length

@@ -14,12 +14,19 @@ ANCHORED = [
     "heldout.every=20", f"data.seq_len={LONG}", "data.positions=anchor_offset", "data.max_position=2000",
     "data.sinks=2", "data.query_share=0.5", "draft.draft_vocab_size=80", "train.global_batch=2", "train.micro_batch=1",
 ]  # fmt: skip
+ACCEPTANCE = [
+    *ANCHORED, "train.loss=acceptance", "train.kl_steps=12", "train.level_weights=[1,0.5,0.25]", "heldout.every=10",
+]  # fmt: skip
 HEADS = ["draft.out_norm_init=target"]
+MIX = [*HEADS, "train.loss=mix", "train.text_weight=0.25"]
 CASES = {
     "sharded-longspec": ("longspec-anchored", [*ANCHORED, "target.zero_stage=3", "train.zero_stage=3"]),
     "sharded-heads": ("fp32-1-1", [*HEADS, "target.zero_stage=3"]),
     "shared-longspec": ("longspec-anchored", [*ANCHORED, "train.sequence_parallel=2"]),
     "shared-heads": ("fp32-1-1", [*HEADS, "train.sequence_parallel=2", "train.zero_stage=2"]),
+    "shared-acceptance": ("acceptance", [*ACCEPTANCE, "train.sequence_parallel=2", "train.zero_stage=3"]),
+    "sharded-acceptance": ("acceptance", [*ACCEPTANCE, "target.zero_stage=3"]),
+    "shared-mix": ("mix", [*MIX, "train.sequence_parallel=2"]),
     "both": ("longspec-anchored", [*ANCHORED, "target.zero_stage=3", "train.sequence_parallel=2"]),
 }
 
@@ -28,9 +35,9 @@ CASES = {
 def scaled(tmp_path_factory, start_ranks, finish_ranks, runs, long_folder):
     """A folder of the cases' runs on two ranks; `runs` comes first, so that no more than two ranks run at a time."""
     folder = tmp_path_factory.mktemp("scaled")
-    data = {"longspec-anchored": [f"data.path={long_folder}"], "fp32-1-1": []}
+    data = {"longspec-anchored": [f"data.path={long_folder}"], "acceptance": [f"data.path={long_folder}"]}
     actions = [
-        {"train": [f"train.run_dir={folder / name}", *overrides, *data[like]]}
+        {"train": [f"train.run_dir={folder / name}", *overrides, *data.get(like, [])]}
         for name, (like, overrides) in CASES.items()
     ]
     finish_ranks(start_ranks(2, actions))
