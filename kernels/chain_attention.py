@@ -3,8 +3,9 @@
 No mask of rows x context is ever made. On a GPU in half precision one flash kernel takes all rows (lower-right causal,
 windows included): flash-attn's where it is installed, else PyTorch's. It is called directly, since PyTorch's own choice
 on the newest GPUs is cuDNN's, which makes a plan for every length of keys: tens to hundreds of milliseconds for each
-chunk. In fp32 the Triton kernel of the tree attention takes so many rows at a time as it serves. Elsewhere attention
-falls into parts that are all open or causal squares, merged by log-sum-exp. Not here: few rows and trees
+chunk. In fp32 the Triton kernel of the tree attention takes so many rows at a time as it serves. On a CPU with bf16
+products the C kernels take all rows, as many at a time as of a tree, with the bits of decoding. Elsewhere
+attention falls into parts that are all open or causal squares, merged by log-sum-exp. Not here: few rows and trees
 (tree_attention.py), training (causal_attention.py).
 Shapes: B slots, T rows of the pass, S cache capacity or keys, H query heads, K key/value heads, d head width.
 """
@@ -60,6 +61,8 @@ def chain_attention(
         return by_flash(flash, q_BTHd, keys_BSKd, values_BSKd, plan, window)
     if (triton := backend.triton_kernels("tree_attention", q_BTHd.device.type)) is not None:
         return in_slices(triton, q_BTHd, keys_BSKd, values_BSKd, plan.lengths_B, window)
+    if q_BTHd.device.type == "cpu" and rows.attends_chains(q_BTHd):
+        return rows.chain_rows(q_BTHd, keys_BSKd, values_BSKd, plan.lengths_B, window)
     out = []
     for slot, length in enumerate(plan.starts):
         own, read = slice(slot, slot + 1), slice(first_read(length, window), length + plan.n_rows)
@@ -87,8 +90,9 @@ def prompt_attention(
     for slot, count in enumerate(prompt_lengths):
         own = slice(slot, slot + 1), slice(count)
         qkv = q_BTHd[own], k_BTKd[own], v_BTKd[own]
-        if 0 < count <= rows.MOST_ATTENTION_ROWS and q_BTHd.device.type == "cpu" and rows.can_attend(q_BTHd):
-            out_BTHd[own] = rows.attention_rows(*qkv, start_B[:1], None, window)
+        few = 0 < count <= rows.MOST_ATTENTION_ROWS and rows.can_attend(q_BTHd)
+        if q_BTHd.device.type == "cpu" and (few or (count and rows.attends_chains(q_BTHd))):
+            out_BTHd[own] = rows.chain_rows(*qkv, start_B[:1], window)
         elif count:
             out_BTHd[own] = in_parts(*qkv, window)
     return out_BTHd

@@ -216,6 +216,8 @@ typedef struct {
 #define WIDE_4 3
 #define WIDE_6 2
 #define GROUP TILE
+/* Of attention: what computes a split, where `own` would. */
+#define SPLIT_BY(a, own) own
 
 #define T_ float
 #define LOAD load_f32
@@ -237,6 +239,10 @@ typedef struct {
 
 #if defined(__AVX512BF16__)
 #include "pairs.inc"
+#include "attention_pairs.inc"
+int has_pairs = 1;
+#else
+int has_pairs = 0;
 #endif
 
 #define T_ bf16

@@ -24,6 +24,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -305,6 +306,23 @@ def can_attend(q_BTHd: Tensor) -> bool:
     """Whether `attention_rows` computes queries of this dtype and head width here."""
     known = q_BTHd.dtype in SUFFIXES and q_BTHd.shape[3] % 8 == 0 and q_BTHd.shape[3] <= MOST_HEAD_WIDTH
     return known and library() is not None
+
+
+def attends_chains(q_BTHd: Tensor) -> bool:
+    """Whether `chain_rows` is faster here than PyTorch's attention: where products of pairs serve these queries."""
+    takes_pairs = q_BTHd.dtype == torch.bfloat16 and q_BTHd.shape[3] % 16 == 0 and can_attend(q_BTHd)
+    return takes_pairs and bool(ctypes.c_int.in_dll(cast("ctypes.CDLL", library()), "has_pairs").value)
+
+
+def chain_rows(
+    q_BTHd: Tensor, keys_BSKd: Tensor, values_BSKd: Tensor, lengths_B: Tensor, window: int | None = None
+) -> Tensor:
+    """`attention_rows` of any number of rows that are a chain."""
+    parts = [
+        attention_rows(q, keys_BSKd, values_BSKd, lengths_B + i * MOST_ATTENTION_ROWS, None, window)
+        for i, q in enumerate(q_BTHd.split(MOST_ATTENTION_ROWS, 1))
+    ]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 
 def attention_rows(
