@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from longdraft.benchmarks import papers
 from longdraft.benchmarks.report import lay_out
 
 
@@ -17,6 +18,7 @@ def table(result: dict, metrics: list[dict]) -> str:
     lines += left_out(result["left_out"], settings["prompts"])
     for run in result["runs"]:
         lines += ["", *_run(run)]
+    lines += papers.table(result["paper"]) if "paper" in result else []
     return "\n".join([*lines, *_noise(result), "", *_verdicts(result), *_training(metrics)])
 
 

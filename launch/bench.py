@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from longdraft.benchmarks.drafters import BenchSettings
     from longdraft.benchmarks.questions import Asked, LeftOut
+    from longdraft.benchmarks.suites import Suite
     from longdraft.models.decoder import Decoder
     from longdraft.models.decoder_config import DecoderConfig
     from longdraft.models.target import Target
@@ -31,6 +32,9 @@ NEW_TOKENS = 128
 FORMS = ("fp32", "layerwise", "serving", "off")
 # benchmarks/suites.py says what each is.
 SUITES = ("longbench", "aime24", "pg19", "spec-bench", "speed-bench", "mrcr", "mt-bench")
+# benchmarks/papers.py has their tables.
+PAPERS = ("longspec", "tokenswift", "triforce", "token-recycling")
+TEXT_TOKENS = 256
 # Tokens around a text where the task is more than to continue it.
 ASKING = 256
 
@@ -48,6 +52,12 @@ def _parser() -> argparse.ArgumentParser:
         choices=SUITES,
         help="a published suite of prompts; --data then holds its files as they are published",
     )
+    add(
+        "--paper",
+        choices=PAPERS,
+        help="as in a paper's table: suite, drafter, tree, sampling, dtype and ends, each where nothing else is said; "
+        "our figures stand beside the paper's",
+    )
     add("--only", nargs="+", default=[], help="with --suite: these of its tasks, categories or files")
     add(
         "--data",
@@ -57,10 +67,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--text-file", nargs="+", type=Path, help="instead of --data: texts are the beginnings of these files")
     add("--tasks", nargs="+", default=["continue"], help="what to do with the texts in turn: continue, summarise, edit")
     add("--prompts", type=int, help=f"with --data: how many, evenly spaced (default: {PROMPTS}, of a suite all)")
-    add("--prompt-tokens", type=int, default=256, help="of a text")
+    add("--prompt-tokens", type=int, help=f"of a text (default: {TEXT_TOKENS}, or as the suite says)")
     add("--new-tokens", type=int, help=f"of an answer, at most (default: {NEW_TOKENS}, or as the suite says)")
     add("--nodes", help="nodes a step verifies: auto (the default: what pays), all, or a number")
-    add_dtype(add, "of the speeds; ")
+    add_dtype(add, None, "of the speeds (default: bf16, or as the --paper says)")
     add(
         "--exactness",
         choices=FORMS,
@@ -143,6 +153,7 @@ def _bench(args: argparse.Namespace) -> dict:
     from longdraft.benchmarks.answers import Record
     from longdraft.benchmarks.drafters import bench
     from longdraft.benchmarks.exchange import write_files
+    from longdraft.benchmarks.papers import PAPERS, beside
     from longdraft.benchmarks.tasks import make_tasks
     from longdraft.infer.drafters.build import build_drafter
     from longdraft.launch import runtime
@@ -152,14 +163,17 @@ def _bench(args: argparse.Namespace) -> dict:
 
     # What can be wrong is found before the model is loaded.
     device = runtime.read_device(args.device)
+    args.suite, suite = _suite(args)
+    _take_paper(args, suite)
+    args.dtype, args.prompt_tokens = args.dtype or "bf16", args.prompt_tokens or TEXT_TOKENS
     names, options = runtime.drafter_names(args.drafter, args.draft), runtime.read_options(args.option)
     runtime.check_options(names, options)
     runtime.check_draft(names, args.draft, args.target)
-    settings = _settings(args, names)
+    source = runtime.target_source(args.target, args.gguf_file, args.draft)
+    settings = _settings(args, names, suite, source[0])
     for temperature in settings.temperatures:
         settings.params(temperature)
-    source = runtime.target_source(args.target, args.gguf_file, args.draft)
-    asked, left_out = _suite_questions(args, source, settings) if args.suite else ([], [])
+    asked, left_out = _suite_questions(args, suite, source, settings) if suite else ([], [])
     given = [] if args.suite else _texts(args, names)
     record = Record(args.out, _asked_for(args, source, names, options, settings, asked or given))
     record.leave_out([one._asdict() for one in left_out])
@@ -190,13 +204,57 @@ def _bench(args: argparse.Namespace) -> dict:
         folders = write_files(record, args.out, {one.question.id: one.question.said() for one in asked})
         names = ", ".join(folder.name for folder in folders)
         note(f"Written to {args.out}: record.jsonl, and for other programs {names}")
+    if args.paper is not None:
+        paper = PAPERS[args.paper]
+        own = [name for name in builders if paper.drafter in name.split("+")]
+        result["paper"] = beside(paper, record, own, settings.temperatures, source[0])
     return result
 
 
-def _settings(args: argparse.Namespace, names: Sequence[str]) -> "BenchSettings":
-    """What is measured and how, with what a suite says where nothing else is asked for."""
-    from longdraft.benchmarks.drafters import BenchSettings
+def _suite(args: argparse.Namespace) -> "tuple[str | None, Suite | None]":
+    """The suite that was named, or the paper's, with prompts as long as was asked for."""
+    from longdraft.benchmarks.papers import PAPERS
     from longdraft.benchmarks.suites import SUITES
+
+    if args.paper is not None:
+        name, suite = PAPERS[args.paper].suite(args.suite)
+    elif args.suite is not None:
+        name, suite = args.suite, SUITES[args.suite]
+    else:
+        return None, None
+    if args.prompt_tokens is None:
+        return name, suite
+    if suite.first_tokens is None:
+        raise ValueError(f"--prompt-tokens: {args.prompt_tokens}, but {name} asks its prompts whole; leave it out")
+    return name, replace(suite, first_tokens=args.prompt_tokens, above=args.prompt_tokens)
+
+
+def _take_paper(args: argparse.Namespace, suite: "Suite | None") -> None:
+    """What the paper says goes into the arguments, where nothing else was said."""
+    from longdraft.benchmarks.papers import PAPERS, PROMPT
+    from longdraft.launch.runtime import read_options
+
+    if args.paper is None or suite is None:
+        return
+    paper = PAPERS[args.paper]
+    args.drafter, args.dtype = args.drafter or [paper.drafter], args.dtype or paper.dtype
+    args.nodes = args.nodes or "all"
+    given = {key.split(".")[-1] for key in read_options(args.option)}
+    options = dict(paper.options) | ({"gamma": 2} if "small" in given and paper.drafter == "triforce" else {})
+    for name in args.drafter:
+        if paper.drafter in name.split("+"):
+            args.option = args.option + [
+                f"{paper.drafter}.{key}={suite.first_tokens if value == PROMPT else value}"
+                for key, value in options.items()
+                if key not in given
+            ]
+            break
+
+
+def _settings(args: argparse.Namespace, names: Sequence[str], suite: "Suite | None", target: str) -> "BenchSettings":
+    """What is measured and how, with what suite and paper say where nothing else is asked for."""
+    from longdraft.benchmarks.drafters import BenchSettings
+    from longdraft.benchmarks.papers import PAPERS
     from longdraft.launch.runtime import DTYPES, node_budget
 
     if args.noise and list(names) == ["plain"]:
@@ -211,7 +269,7 @@ def _settings(args: argparse.Namespace, names: Sequence[str]) -> "BenchSettings"
         noise=args.noise,
         noise_in_ranking=not args.no_noise,
     )
-    suite, given = None if args.suite is None else SUITES[args.suite], given_sampling(args)
+    given = given_sampling(args)
     if suite is None and args.only:
         raise ValueError(f"--only: {', '.join(args.only)} of a --suite, which is not given")
     if suite is not None:
@@ -221,10 +279,15 @@ def _settings(args: argparse.Namespace, names: Sequence[str]) -> "BenchSettings"
             ignore_eos=suite.ignore_eos,
             passes=args.contexts is not None,
         )
-    sampling = {**({} if suite is None else suite.sampling), **given}
+    published = {} if suite is None else suite.sampling
+    if args.paper is not None:
+        published = PAPERS[args.paper].sampling(target)
+    sampling = {**published, **given}
     warmth, ignore_eos = sampling.pop("temperature", 0.0), sampling.pop("ignore_eos", found.ignore_eos)
     temperatures = (warmth,) if args.temperature is None else found.temperatures
     found = replace(found, temperatures=temperatures, sampling=sampling, ignore_eos=ignore_eos)
+    if args.paper is not None and max(temperatures) > 0:
+        found = replace(found, noise_in_ranking=False)  # their programs know no noise
     _check_sampling(args, found, given, names)
     return found
 
@@ -245,17 +308,15 @@ def _check_sampling(
 
 
 def _suite_questions(
-    args: argparse.Namespace, source: tuple[str, str | None], settings: "BenchSettings"
+    args: argparse.Namespace, suite: "Suite", source: tuple[str, str | None], settings: "BenchSettings"
 ) -> "tuple[list[Asked], list[LeftOut]]":
     """A suite's questions that the target has room for, and the others, which are named. Needs no weights."""
     from longdraft.benchmarks.questions import Reader, fitting
-    from longdraft.benchmarks.suites import SUITES
     from longdraft.launch.runtime import max_positions
     from longdraft.models.hf import load_tokenizer, read_target_config
 
     if args.data is None or args.text_file is not None or args.tasks != ["continue"]:
         raise ValueError(f"--suite: {args.suite} is asked of --data alone, which holds its files; leave out the rest")
-    suite = SUITES[args.suite]
     questions = suite.questions(args.data, args.only)
     if args.prompts is not None:
         if not 1 <= args.prompts <= len(questions):

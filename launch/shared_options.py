@@ -28,9 +28,9 @@ NUMBERS = {
 }
 
 
-def add_dtype(add: Callable[..., Any], what: str = "") -> None:
-    """--dtype; what: the dtype of what."""
-    add("--dtype", choices=DTYPES, default="bf16", help=f"{what}default: bf16")
+def add_dtype(add: Callable[..., Any], default: str | None = "bf16", help: str = "default: bf16") -> None:
+    """--dtype."""
+    add("--dtype", choices=DTYPES, default=default, help=help)
 
 
 def add_drafting(add: Callable[..., Any]) -> None:

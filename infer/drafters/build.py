@@ -85,7 +85,7 @@ def _build(name: str, target: Target, draft: Any, options: dict[str, Any]) -> Dr
             own = _tree(draft, parameters)
             # A drafter warns of levels that its draft was not trained for; those of the folder are meant so: LongSpec's
             # authors draft five levels and train shifts of up to four.
-            silent = "widths" in own and "widths" not in options
+            silent = "widths" in own and options.get("widths", own["widths"]) == own["widths"]
             options = own | options
             draft = load_draft(draft, target, kind=DRAFTS[name][1])
         options = options | {"draft": draft}

@@ -1,0 +1,257 @@
+"""The papers' tables: how they were measured, what they say, and our figures beside them.
+
+A paper is a line of PAPERS. Numbers are those of the papers' tables; what the tables leave out is as the authors'
+programs have it. Not here: the suites (suites.py), the formulas (figures.py).
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from typing import Any
+
+from longdraft.benchmarks.answers import Answer, Record
+from longdraft.benchmarks.figures import lengths, rounded, totals
+from longdraft.benchmarks.report import lay_out
+from longdraft.benchmarks.suites import SUITES, Suite
+from longdraft.infer.presets import PRESETS, preset_for
+
+PROMPT = "as many as a prompt's tokens"
+
+
+@dataclass(frozen=True)
+class Published:
+    """A line of a table.
+
+    Attributes:
+        target: as the paper calls it. task: of the suite; "" is all of it.
+        length: the paper's figure of acceptance, None where it gives none. speedup: over its baseline.
+        temperature: None where the table has one alone. at: of so many generated tokens; 0 is all.
+    """
+
+    target: str
+    task: str
+    length: float | None
+    speedup: float
+    temperature: float | None = None
+    at: int = 0
+
+
+@dataclass(frozen=True)
+class Paper:
+    """How a paper measures.
+
+    Attributes:
+        where: title and table. hardware: its own. baseline: what its speedup is over.
+        symbol, figure: what it calls its acceptance, and which of `lengths` or `totals` that is.
+        drafter, options: as in its table. PROMPT stands for the length of a prompt.
+        suites: by name, the first is its table's; what is other than in SUITES.
+        sampling: keywords of SamplingParams in the place of the suite's, of the target's name.
+        dtype: of the weights. rows: the table.
+    """
+
+    where: str
+    hardware: str
+    baseline: str
+    symbol: str
+    figure: str
+    drafter: str
+    options: Mapping[str, str | int]
+    suites: Mapping[str, Mapping[str, Any]]
+    rows: tuple[Published, ...]
+    sampling: Any = field(default=lambda target: {})
+    dtype: str = "fp16"
+
+    def suite(self, name: str | None) -> tuple[str, Suite]:
+        """The suite of this name, or the table's, as the paper asks it. Raises: ValueError for another one."""
+        name = name or next(iter(self.suites))
+        if name not in self.suites:
+            raise ValueError(f"--suite: {name} is none of {self.where}; it has {', '.join(self.suites)}")
+        return name, replace(SUITES[name], **self.suites[name])
+
+
+def _longspec_sampling(target: str) -> dict[str, Any]:
+    # The program's end token for Llama-3, whose configuration names another one.
+    return {"stop_token_ids": (128009,)} if re.search("llama-?3", target.lower()) else {}
+
+
+def _tokenswift_sampling(target: str) -> dict[str, Any]:
+    """Table 10 by target; of one that is not there Llama-3.1's, whose banned tokens are its own."""
+    if (name := preset_for(target)) is not None:
+        return dict(PRESETS[name])
+    return {key: value for key, value in PRESETS["tokenswift-llama3.1-8b"].items() if key != "banned_token_ids"}
+
+
+def _by_task(target: str, tasks: Sequence[str], figures: Sequence[tuple[float | None, float]]) -> list[Published]:
+    return [Published(target, task, *pair) for task, pair in zip(tasks, figures, strict=True)]
+
+
+_LONGBENCH = ("gov_report", "qmsum", "multi_news", "lcc", "repobench-p")
+# Table 1: tau, and tokens/s over those of "Vanilla FA".
+_LONGSPEC = {
+    "Vicuna-7B": [(3.57, 2.23), (3.14, 2.04), (3.51, 1.80), (3.73, 1.99), (3.86, 110.76 / 46.61)],
+    "Vicuna-13B": [(3.31, 2.49), (2.76, 2.08), (3.44, 2.23), (3.57, 2.39), (3.59, 77.22 / 29.14)],
+    "LongChat-7B": [(3.59, 2.41), (3.06, 2.31), (3.41, 1.95), (4.21, 2.26), (4.03, 115.27 / 42.69)],
+    "LongChat-13B": [(3.58, 2.67), (3.15, 2.37), (3.50, 2.28), (4.01, 2.63), (4.46, 96.96 / 29.74)],
+    "Llama-3-8B": [(3.25, 1.59), (2.99, 1.48), (3.36, 1.60), (3.28, 1.57), (3.39, 91.28 / 54.08)],
+}
+_LENGTHS = (20480, 40960, 61440, 81920, 102400)
+# Tables 3 (prefix 4096) and 4: alpha and speedup at 20K, 40K, ... generated tokens.
+_TOKENSWIFT = {
+    "YaRN-Llama-2-7B": [(0.73, 2.11), (0.82, 2.60), (0.87, 2.92), (0.89, 3.13), (0.90, 3.25)],
+    "Llama-3.1-8B": [(0.68, 2.02), (0.79, 2.56), (0.85, 2.89), (0.88, 3.10), (0.90, 3.23)],
+    "Qwen2.5-1.5B": [(0.69, 1.69), (0.80, 2.31), (0.85, 2.69), (0.87, 2.95), (0.89, 3.13)],
+    "Qwen2.5-7B": [(0.64, 2.00), (0.77, 2.64), (0.78, 2.86), (0.80, 3.07), (0.82, 3.23)],
+    "Qwen2.5-14B": [(0.67, 2.12), (0.78, 2.68), (0.82, 3.01), (0.83, 3.20), (0.84, 3.34)],
+}
+# Table 2 by temperature.
+_TRIFORCE = {
+    0.0: (0.9234, 2.31), 0.2: (0.9203, 2.25), 0.4: (0.9142, 2.20), 0.6: (0.9137, 2.19), 0.8: (0.8986, 2.08),
+    1.0: (0.9004, 2.08), 1.2: (0.8902, 2.02),
+}  # fmt: skip
+_SPEC_BENCH = ("mt_bench", "translation", "summarization", "qa", "math_reasoning", "rag", "")
+# Table 1: speedups by task, and of all MAT and speedup.
+_RECYCLING = {
+    "Vicuna-7B": [2.17, 1.90, 1.94, 1.95, 2.40, 1.78, (2.70, 2.03)],
+    "Vicuna-13B": [1.98, 1.77, 1.89, 1.75, 2.21, 1.73, (2.72, 1.89)],
+    "Vicuna-33B": [1.95, 1.75, 1.92, 1.77, 2.24, 1.78, (2.63, 1.91)],
+}
+
+PAPERS: dict[str, Paper] = {
+    "longspec": Paper(
+        "LongSpec (arXiv 2502.17421), table 1 and figure 6",
+        "one A100 80GB, fp16, batch 1",
+        "decoding with flash attention, without CUDA graphs",
+        "tau",
+        "tau",
+        "longspec",
+        {"widths": "4,16,16,16,16"},
+        {"longbench": {}, "aime24": {}},
+        (
+            *(row for target, figures in _LONGSPEC.items() for row in _by_task(target, _LONGBENCH, figures)),
+            Published("QwQ-32B", "aime24", 3.82, 2.25),
+        ),
+        sampling=_longspec_sampling,
+    ),
+    "tokenswift": Paper(
+        "TokenSwift (arXiv 2502.18890), tables 3 and 4, prefix 4096",
+        "one A100-SXM4-80GB, batch 1",
+        "the same program's autoregressive decoding (176 ms/token of an 8B model at 100K)",
+        "alpha",
+        "alpha",
+        "tokenswift",
+        {"shape": "3,3,3", "draft_pass": "always", "budget": PROMPT, "ngrams": 20},
+        {"pg19": {}},
+        tuple(
+            Published(target, "pg19", *pair, at=at)
+            for target, figures in _TOKENSWIFT.items()
+            for at, pair in zip(_LENGTHS, figures, strict=True)
+        ),
+        sampling=_tokenswift_sampling,
+        dtype="bf16",
+    ),
+    "triforce": Paper(
+        "TriForce (arXiv 2404.11912), table 2",
+        "one A100, 122K tokens of prompt, batch 1",
+        "autoregressive decoding with CUDA graphs",
+        "acceptance",
+        "acceptance",
+        "triforce",
+        {"budget": 4096, "chain": 6, "chunk": 8},
+        {"pg19": {"first_tokens": 124928, "above": 124928, "new_tokens": 256}},
+        tuple(Published("Llama-2-7B-128K", "pg19", *pair, temperature=t) for t, pair in _TRIFORCE.items()),
+        sampling=lambda target: {"top_p": 0.9},
+    ),
+    "token-recycling": Paper(
+        "Token Recycling (arXiv 2408.08696), table 1",
+        "one A100 80GB, batch 1",
+        "transformers' autoregressive decoding",
+        "MAT",
+        "per_step",
+        "token_recycling",
+        {"nodes": 80},
+        {"spec-bench": {}},
+        tuple(
+            row
+            for target, found in _RECYCLING.items()
+            for row in _by_task(
+                target, _SPEC_BENCH, [each if isinstance(each, tuple) else (None, each) for each in found]
+            )
+        ),
+    ),
+}
+
+
+def beside(paper: Paper, record: Record, names: Sequence[str], temperatures: Sequence[float], target: str) -> dict:
+    """Our figures beside the paper's: of its own target where that is ours, else of all of its targets."""
+    of = {row.target for row in paper.rows if _plain(row.target) in _plain(target)}
+    rows = [row for row in paper.rows if not of or row.target in of]
+    found = []
+    for name in names:
+        for temperature in temperatures:
+            cached: dict[tuple[str, int], dict | None] = {}
+            for row in rows:
+                if row.temperature not in (None, temperature):
+                    continue
+                key = row.task, row.at
+                if key not in cached:
+                    cached[key] = _ours(paper, record, name, temperature, *key)
+                if (ours := cached[key]) is not None:
+                    theirs = {"length": row.length, "speedup": row.speedup}
+                    task = row.task + (f", {row.at} tokens" if row.at else "")
+                    shown = {"drafter": name, "temperature": temperature, "task": task, "paper_target": row.target}
+                    found.append(rounded(shown | {"ours": ours, "paper": theirs}))
+    return {
+        "where": paper.where,
+        "hardware": paper.hardware,
+        "baseline": paper.baseline,
+        "symbol": paper.symbol,
+        "same_target": bool(of),
+        "rows": found,
+    }
+
+
+def table(found: Mapping[str, Any]) -> list[str]:
+    """Lines of `beside`."""
+    symbol = found["symbol"]
+    lines = [
+        "",
+        f"beside {found['where']}: {found['hardware']}; its speedup is over {found['baseline']}, ours over plain "
+        f"decoding here{'' if found['same_target'] else '; the target is none of its own'}",
+    ]
+    rows = [["", f"{symbol} here", "paper", "speedup here", "paper", "paper's target"]]
+    for row in found["rows"]:
+        numbers = [row[side][part] for part in ("length", "speedup") for side in ("ours", "paper")]
+        what = f"{row['drafter']}, T {row['temperature']:g}{', ' if row['task'] else ''}{row['task']}"
+        rows.append([what, *("-" if n is None else f"{n:.2f}" for n in numbers), row["paper_target"]])
+    if len(rows) == 1:
+        return [*lines, "no task or length of its table was measured"]
+    return lines + ["  ".join(cells) for cells in lay_out(rows)]
+
+
+def _plain(text: str) -> str:
+    return re.sub(r"[^a-z0-9.]", "", text.lower())
+
+
+def _ours(paper: Paper, record: Record, name: str, temperature: float, task: str, at: int) -> dict | None:
+    """Our figure and speed of a task, or of the first `at` tokens; None where that was not measured."""
+    sides = []
+    for drafter in (name, "plain"):
+        entries = record.of(drafter, temperature)
+        answers = [turn for entry in entries if task in ("", entry.task) for turn in entry.turns]
+        answers = [_first(answer, at) for answer in answers if len(answer.tokens) >= at] if at else answers
+        if not answers:
+            return None
+        sides.append(totals(answers))
+        if drafter == name:
+            figures = lengths(answers) | {"acceptance": sides[0]["acceptance"]}
+    ours, plain = sides
+    return {"length": figures[paper.figure], "speedup": ours["tokens_per_second"] / plain["tokens_per_second"]}
+
+
+def _first(answer: Answer, count: int) -> Answer:
+    """The steps of an answer up to so many tokens. Its seconds are those up to the last of these steps."""
+    steps = next(i for i, total in enumerate(accumulate(answer.accept_lengths), start=1) if total >= count)
+    kept = answer.accept_lengths[:steps]
+    share = answer.arrivals[steps - 1] - answer.prefill_seconds
+    return replace(answer, tokens=answer.tokens[: sum(kept)], accept_lengths=kept, decode_seconds=share)
