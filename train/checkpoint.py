@@ -2,7 +2,8 @@
 
     run_dir/config.yaml               the resolved config the run began with
     run_dir/checkpoints/step_000120/  DeepSpeed's files to resume from (frozen weights left out), draft.safetensors, the
-                                      whole draft to export, and state.json, written last, with digests of them all
+                                      whole draft to export, in bf16 also masters.safetensors, its fp32 weights, and
+                                      state.json, written last, with digests of them all
     run_dir/best/step_000080/         draft.safetensors and state.json of the weights that decoded best (evaluate.py)
 state.json has a sha256 of every file beside it, and of itself. A core hashes 1 to 2 GB a second, and ranks hash side by
 side: for a LongSpec draft of an 8B model, 4 GB, that is half a second on 8 ranks.
@@ -16,11 +17,17 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
 from longdraft.data_prep.shards import ShardSet
 from longdraft.models.files import file_digest
 from longdraft.train.config import Config, config_from_dict, to_dict
 
 WEIGHTS, STATE, DIGESTS = "draft.safetensors", "state.json", "sha256"
+# Of a bf16 run, beside the weights: what its optimizer moves, and what a next stage begins with.
+MASTERS = "masters.safetensors"
 # Of a state file with digests; the first had none, and no such field.
 FORMAT = 2
 # Names and types of what a state file must have; a name `a.b` is b in a.
@@ -83,6 +90,21 @@ def best(run_dir: str | Path) -> Found | None:
     # Two are there after a kill, just before the worse one was removed.
     sound = [(folder, state) for folder, state in found if state is not None]
     return max(sound, key=lambda one: one[1]["score"], default=None)
+
+
+def masters_of(draft_folder: str | Path, exported: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+    """The fp32 master weights that an exported draft was rounded from, of the newest checkpoint of the run that it lies
+    in; None where there is none, or the draft is of another step (`exported` are its weights)."""
+    try:
+        found = newest(Path(draft_folder).parent)
+    except ValueError:  # damaged; the draft is not
+        return None
+    if found is None or MASTERS not in found[1]["files"] or changed(*found, [MASTERS]):
+        return None
+    masters = load_file(found[0] / MASTERS)
+    rounded = {name: master.bfloat16() for name, master in masters.items()}
+    same = all(name in exported and torch.equal(exported[name].cpu().bfloat16(), rounded[name]) for name in rounded)
+    return masters if same else None
 
 
 def saved_config(run_dir: str | Path, state: dict[str, Any]) -> Config:

@@ -5,6 +5,7 @@ Not here: what a step computes (train/step.py), checkpoint folders (train/checkp
 """
 
 import math
+from collections.abc import Mapping
 from contextlib import chdir, redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from longdraft.train.config import Config, OptimizerSection, deepspeed_dict
 from longdraft.train.ranks import Ranks  # before DeepSpeed: it names the accelerator
@@ -19,6 +21,12 @@ from longdraft.train.ranks import Ranks  # before DeepSpeed: it names the accele
 # isort: split
 import deepspeed
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
+from deepspeed.utils import (
+    safe_get_full_fp32_param,
+    safe_get_local_fp32_param,
+    safe_set_full_fp32_param,
+    safe_set_local_fp32_param,
+)
 
 
 def learning_rate(step: int, steps: int, optimizer: OptimizerSection) -> float:
@@ -117,6 +125,24 @@ class DraftEngine:
         with deepspeed.zero.GatheredParameters(list(self.draft.parameters()), enabled=sharded):
             return {name: tensor.detach().to("cpu", copy=True) for name, tensor in self.draft.state_dict().items()}
 
+    def masters(self) -> dict[str, Tensor]:
+        """The fp32 master weights of a bf16 draft, on the CPU of every rank; all ranks must call it. Of an fp32 draft
+        none: its weights are them."""
+        if self.config.train.precision != "bf16":
+            return {}
+        return {name: _full_master(weight).to("cpu", copy=True) for name, weight in self.draft.named_parameters()}
+
+    def set_masters(self, masters: Mapping[str, Tensor]) -> None:
+        """Puts fp32 weights in the place of the masters that were made of their bf16 rounding; nothing for fp32."""
+        for name, weight in self.draft.named_parameters() if self.config.train.precision == "bf16" else ():
+            value = masters[name].to(self.ranks.device)
+            if self.config.train.zero_stage == 3:  # each rank has a share of every weight, the last ones padded
+                size = safe_get_local_fp32_param(weight).numel()
+                padded = F.pad(value.flatten(), (0, size * self.ranks.world_size - value.numel()))
+                safe_set_local_fp32_param(weight, padded[self.ranks.rank * size :][:size])
+            else:
+                safe_set_full_fp32_param(weight, value)
+
     def write(self, folder: Path) -> list[Path]:
         """DeepSpeed's files to resume from, into this folder; all ranks call it. Returns those that this rank wrote.
         What goes wrong is raised at the end: raised within DeepSpeed, it would leave the other ranks in a barrier."""
@@ -133,6 +159,12 @@ class DraftEngine:
         with chdir(folder.parent):  # DeepSpeed makes a pattern of the path, and a folder's name may hold * or [
             loaded, _ = self.deepspeed.load_checkpoint(".", tag=folder.name)
         assert loaded is not None, f"DeepSpeed found nothing in {folder}"
+
+
+def _full_master(weight: nn.Parameter) -> Tensor:
+    found = safe_get_full_fp32_param(weight)
+    assert found is not None, "DeepSpeed keeps no fp32 master of a weight"
+    return found
 
 
 class _Files(TorchCheckpointEngine):

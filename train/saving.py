@@ -19,6 +19,7 @@ from torch import Tensor
 from longdraft.models.files import file_digest, sync, write_atomically, write_tensors
 from longdraft.train import elastic
 from longdraft.train.checkpoint import (
+    MASTERS,
     STATE,
     WEIGHTS,
     Found,
@@ -89,7 +90,7 @@ def save(engine: DraftEngine, run_dir: str | Path, step: int, extra: dict[str, A
     folder, ranks = checkpoint_folder(run_dir), engine.ranks
     final = folder / f"step_{step:06d}"
     temporary = folder / f"tmp-{final.name}"
-    weights = engine.weights()
+    weights, masters = engine.weights(), engine.masters()
     _check_finite(weights, run_dir, step, ranks)
 
     written: list[Path] = []  # by this rank
@@ -97,8 +98,10 @@ def save(engine: DraftEngine, run_dir: str | Path, step: int, extra: dict[str, A
 
     def write_weights() -> None:
         if ranks.first:
-            write_tensors(weights, temporary / WEIGHTS)
-            written.append(temporary / WEIGHTS)
+            for name, tensors in ((WEIGHTS, weights), (MASTERS, masters)):
+                if tensors:
+                    write_tensors(tensors, temporary / name)
+                    written.append(temporary / name)
         if ranks.local_rank == 0:
             for file in temporary.iterdir():
                 sync(file)

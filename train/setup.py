@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from longdraft.data_prep.shards import ShardSet
 from longdraft.models.device import free_bytes
@@ -19,6 +20,7 @@ from longdraft.models.drafts.longspec import LongSpec
 from longdraft.models.fingerprint import weights_hash
 from longdraft.models.hf import load_target, read_target_config
 from longdraft.models.target import Target
+from longdraft.train import checkpoint
 from longdraft.train.batches import Place
 from longdraft.train.config import Config, LongSpecSection, check_positions
 from longdraft.train.deepspeed_engine import DraftEngine
@@ -137,13 +139,17 @@ def open_run(config: Config, ranks: Ranks, target: Target | None = None) -> Run:
     start = None if config.draft.start_from is None else load_draft(config.draft.start_from, target)
     with whole_layers(target.model, 0, -1):  # a warm start reads them
         method = open_method(config, target.model, _draft_vocabulary(config, start, rows, target))
+    masters = {}
     if start is not None:
         begin_with(method, start, config.draft.start_from)
+        masters = take_masters(method, config.draft.start_from, ranks)
     parallel = None
     if train.sequence_parallel > 1:
         check_heads(target.model.config, train.sequence_parallel)
         parallel = SequenceParallel(target.model.config, sequence_group(train.sequence_parallel))
     engine = DraftEngine(config, method.draft, ranks)
+    if masters:
+        engine.set_masters(masters)
     teacher, weights = Teacher(target.model, parallel), target.fingerprint.get("weights")
     return Run(config, ranks, method, engine, teacher, rows, heldout_rows, weights, decoding)
 
@@ -170,6 +176,19 @@ def begin_with(method: Method, start: Draft, folder: str | None) -> None:
             f"draft.start_from: {folder} holds {start.config}, but this run trains {ours}; set the draft section alike"
         )
     method.draft.load_state_dict(start.state_dict())
+
+
+def take_masters(method: Method, folder: str | None, ranks: Ranks) -> dict[str, Tensor]:
+    """Puts the fp32 weights that the draft of a folder was rounded from in their place, and gives them; none where a
+    rank does not find them in the run that the folder lies in."""
+    weights = method.draft.state_dict()
+    masters = None if folder is None else checkpoint.masters_of(folder, weights)
+    found = all(ranks.gather(masters is not None))
+    ranks.log(f"Begins with the weights of {folder}, {'in fp32' if found else 'as they are exported'}")
+    if masters is None or not found:
+        return {}
+    method.draft.load_state_dict(weights | masters)
+    return masters
 
 
 def _draft_vocabulary(config: Config, start: Draft | None, rows: ShardSet, target: Target) -> torch.Tensor | None:

@@ -46,6 +46,8 @@ ACCEPTANCE = [
     *ANCHORED, "train.loss=acceptance", "train.kl_steps=12", "train.level_weights=[1,0.5,0.25]", "heldout.every=10",
 ]  # fmt: skip
 MIX = [*TOKENSWIFT, "train.loss=mix", "train.text_weight=0.25"]
+# A step that moves no weight, in fp32: what is saved is what the run began with.
+STILL = ["optimizer.peak_lr=1e-30", "optimizer.warmup_steps=0"]
 # Many small passes: a step takes tens of milliseconds, so that a signal can hit it.
 SLOW = ["train.steps=40", "train.micro_batch=1", "train.global_batch=16", "train.save_every=6", "train.zero_stage=2"]
 CONFIG = """
@@ -277,6 +279,7 @@ def runs(tmp_path_factory, start_ranks, long_folder, poisoned) -> Path:
     silu_chain, medusa, longspec, longspec-anchored: 20 on one rank in fp32, for golden losses; acceptance, mix: other
     losses, and acceptance-again gone on with from step 10;
     offload-{stage}, micro-{rows}, longspec-micro-{rows}: what should be {longspec-,}fp32-1-1 again;
+    handed-{ranks}-{precision}-{stage}: one step, which moves nothing, from the draft of bf16-{ranks}-1;
     poisoned-{ranks}: 3 steps of LongSpec under ZeRO-3;
     bf16-1-{stage}-again: gone on with from step 10; unbroken: SLOW on two ranks; output.txt: what one rank printed.
     """
@@ -297,6 +300,18 @@ def runs(tmp_path_factory, start_ranks, long_folder, poisoned) -> Path:
             for (prefix, draft), precision, stage in product(
                 (("", TOKENSWIFT), ("longspec-", [*LONGSPEC, *FEW])), ("fp32", "bf16"), (1, 2, 3)
             )
+        ]
+        actions.append({"export": str(folder / f"bf16-{n_ranks}-1")})
+        start = [f"draft.start_from={folder / f'bf16-{n_ranks}-1' / 'draft'}", "train.steps=1", *STILL]
+        actions += [
+            train(
+                f"handed-{n_ranks}-{precision}-{stage}",
+                *TOKENSWIFT,
+                *start,
+                f"train.zero_stage={stage}",
+                f"train.precision={precision}",
+            )
+            for precision, stage in (("bf16", 1), ("bf16", 2), ("bf16", 3), ("fp32", 1))
         ]
         actions.append(train(f"poisoned-{n_ranks}", *LONGSPEC, *poisoned, "train.zero_stage=3"))
         actions += _alone(folder, train, long_folder) if n_ranks == 1 else [train("unbroken", *SLOW)]

@@ -1,6 +1,7 @@
 """One rank of a test: does what it is told, one thing after the other. Started by the fixture `start_ranks`.
 
-{"train": [override, ...]} trains; {"copy": [from, to], "without": name} copies a run's folder, one checkpoint left out.
+{"train": [override, ...]} trains; {"export": folder} exports a run; {"copy": [from, to], "without": name} copies a
+run's folder, one checkpoint left out.
 """
 
 import gc
@@ -13,6 +14,7 @@ from pathlib import Path
 from longdraft.models.hf import load_target
 from longdraft.models.target import Target
 from longdraft.train.config import load_config
+from longdraft.train.export import export
 from longdraft.train.loop import train
 from longdraft.train.ranks import join_ranks, leave_ranks
 from longdraft.train.setup import DTYPES
@@ -30,6 +32,9 @@ for action in json.loads(sys.argv[2]):
         config = load_config(sys.argv[1], action["train"])
         whole = config.target.zero_stage == 0
         train(config, ranks, target(config.target.path, config.train.precision) if whole else None)
+    elif "export" in action:
+        if ranks.first:
+            export(action["export"])
     elif ranks.first:
         shutil.copytree(*action["copy"])
         shutil.rmtree(Path(action["copy"][1]) / "checkpoints" / action["without"])

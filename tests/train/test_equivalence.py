@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from longdraft.data_prep.shards import ShardSet
 from longdraft.models.hf import load_target
 from longdraft.train.batches import read_batch, step_rows
-from longdraft.train.checkpoint import WEIGHTS, newest
+from longdraft.train.checkpoint import MASTERS, WEIGHTS, newest
 from longdraft.train.config import load_config
 from longdraft.train.methods import open_method
 from longdraft.train.teacher import Teacher
@@ -129,6 +129,21 @@ def test_bf16_keeps_fp32_masters(runs, prefix):
     torch.testing.assert_close(
         losses(runs / f"{prefix}bf16-1-1"), losses(runs / f"{prefix}fp32-1-1"), rtol=2e-2, atol=0
     )
+
+
+@pytest.mark.parametrize(("precision", "stage"), [("bf16", 1), ("bf16", 2), ("bf16", 3), ("fp32", 1)])
+@pytest.mark.parametrize("n_ranks", [1, 2])
+def test_a_run_hands_its_fp32_masters_on(runs, n_ranks, precision, stage):
+    """Bit for bit, although the exported draft has their bf16 rounding."""
+    given, started = newest(runs / f"bf16-{n_ranks}-1"), newest(runs / f"handed-{n_ranks}-{precision}-{stage}")
+    assert given is not None and started is not None and started[1]["step"] == 1
+    masters = load_file(given[0] / MASTERS)
+    begun = load_file(started[0] / (MASTERS if precision == "bf16" else WEIGHTS))
+    exported = load_file(runs / f"bf16-{n_ranks}-1" / "draft" / "model.safetensors")
+    assert begun.keys() == masters.keys() == exported.keys()
+    for name, master in masters.items():
+        assert master.dtype == torch.float32 and torch.equal(begun[name], master), name
+        assert torch.equal(exported[name], master.bfloat16()) and not torch.equal(exported[name].float(), master), name
 
 
 @pytest.mark.parametrize("prefix", PREFIXES.values(), ids=PREFIXES)
