@@ -21,6 +21,7 @@ from longdraft.infer.memory import layer_weights, size
 from longdraft.infer.sampling import SamplingParams, SlotSampling
 from longdraft.models.decoder import Decoder, Layer
 from longdraft.models.decoder_config import DecoderConfig
+from longdraft.models.passes import feed_forward_numbers
 from longdraft.models.target import Target
 
 FORMS = ("fp32", "layerwise", "serving", "off")
@@ -94,7 +95,7 @@ def needed_bytes(form: str, config: DecoderConfig, dtype: torch.dtype, room: Roo
 
 def _passes(config: DecoderConfig, n_slots: int, wide: int) -> int:
     """The widest tensors alive at once, of numbers of so many bytes: a prefill's rows, a verification's logits."""
-    rows = PREFILL_ROWS * (2 * config.hidden_size + 2 * config.intermediate_size)
+    rows = PREFILL_ROWS * (config.hidden_size + feed_forward_numbers(config))
     return wide * (rows + 2 * n_slots * SLACK_ROWS * config.vocab_size)
 
 

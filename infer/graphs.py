@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from longdraft.kernels import backend
+from longdraft.kernels.experts import waits_for_host
 from longdraft.kernels.reference.tree_attention import MOST_ROWS
 from longdraft.models.decoder import Decoder
 
@@ -99,18 +100,21 @@ class Graphs:
 def graphs_for(wanted: bool | None, model: Decoder) -> Graphs:
     """What records an engine's steps with this target, if anything; wanted=None: where it can be. A rotary table
     that is made anew for every length cannot be recorded; nor can a pass whose layers are gathered from other ranks:
-    replayed, it would read weights that are gone, while the others wait for this rank.
+    replayed, it would read weights that are gone, while the others wait for this rank; nor experts in another dtype
+    than bf16 (kernels/experts.py).
 
     Raises: ValueError where it is wanted and cannot be.
     """
     device, rope_type = model.embed_tokens.weight.device, model.config.rope.type
     on_device = backend.triton_kernels("tree_attention", device.type) is not None
-    possible = on_device and rope_type != "dynamic" and model.weights_stay
+    waits = model.config.experts is not None and waits_for_host(model.embed_tokens.weight.dtype)
+    possible = on_device and rope_type != "dynamic" and model.weights_stay and not waits
     if wanted and not possible:
         weights = "stay" if model.weights_stay else "are shared out among ranks"
         raise ValueError(
-            "graphs=True: needs CUDA, triton, no rope_type 'dynamic' and weights that stay on the device; here "
-            f"{device}, {rope_type!r}, and weights that {weights}; leave graphs out"
+            "graphs=True: needs CUDA, triton, no rope_type 'dynamic', experts in bfloat16 alone and weights that stay "
+            f"on the device; here {device}, {rope_type!r}, {model.embed_tokens.weight.dtype}, and weights that "
+            f"{weights}; leave graphs out"
         )
     return cuda_graphs(device) if possible and wanted is not False else Graphs()
 

@@ -94,8 +94,9 @@ def check_memory(parts: Mapping[str, int], batch: int, capacity: int, device: to
 
 
 def layer_weights(config: DecoderConfig) -> tuple[int, int]:
-    """Numbers in one layer, and in embedding, norm and LM head."""
-    one = replace(config, n_layers=1, sliding_windows=None)
+    """Numbers in one layer, of several kinds the one with experts, and in embedding, norm and LM head."""
+    experts = None if config.experts is None else replace(config.experts, dense_layers=())
+    one = replace(config, n_layers=1, sliding_windows=None, experts=experts)
     with torch.device("meta"):
         decoder = Decoder(one)
     layer = sum(weight.numel() for weight in decoder.layers.parameters())
@@ -104,5 +105,5 @@ def layer_weights(config: DecoderConfig) -> tuple[int, int]:
 
 def weight_count(config: DecoderConfig) -> int:
     """Numbers in a target's weights."""
-    layer, outside = layer_weights(config)
-    return config.n_layers * layer + outside
+    with torch.device("meta"):
+        return sum(weight.numel() for weight in Decoder(config).parameters())

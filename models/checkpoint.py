@@ -14,7 +14,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from longdraft.models.decoder import Decoder
-from longdraft.models.decoder_config import DecoderConfig
+from longdraft.models.decoder_config import DecoderConfig, ExpertsConfig
 
 # GGUF name of each Hugging Face module (llama.cpp's convention), without ".weight" / ".bias".
 GGUF_LAYER_NAMES = {
@@ -32,20 +32,42 @@ GGUF_LAYER_NAMES = {
 }
 # TokenSwift's authors publish target and heads as one checkpoint; of a target these tensors are no part.
 TOKENSWIFT_HEADS = "model.medusa_layers."
+MIXTRAL_NAMES = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 GGUF_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 
 
 @dataclass(frozen=True)
 class Place:
-    """Rows [start, stop) of one of our parameters; the whole of it when stop is None."""
+    """Rows [start, stop) of one of our parameters, or of one of its experts; the whole of it when stop is None."""
 
     parameter: str
     start: int = 0
     stop: int | None = None
+    expert: int | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        return self.stop is None and self.expert is None
+
+    def rows(self, parameter: Tensor) -> Tensor:
+        """The place in the parameter's data, a view."""
+        data = parameter.data if self.expert is None else parameter.data[self.expert]
+        return data[self.start : self.stop]
 
 
-def places(config: DecoderConfig) -> dict[str, Place]:
-    """Hugging Face tensor name to its place, for every tensor a checkpoint of this configuration must hold."""
+def canonical(name: str) -> str:
+    """Mixtral's published names of experts, as Qwen's are."""
+    name = name.replace(".block_sparse_moe.", ".mlp.")
+    for theirs, ours in MIXTRAL_NAMES.items():
+        name = name.replace(f".{theirs}.weight", f".{ours}.weight")
+    return name
+
+
+def places(config: DecoderConfig, loaded: bool = False) -> dict[str, Place]:
+    """Hugging Face tensor name to its place, for every tensor a checkpoint of this configuration must hold.
+
+    loaded: as a loaded model of transformers names them, which has an experts' tensors stacked.
+    """
     table = {"model.embed_tokens.weight": Place("embed_tokens.weight"), "model.norm.weight": Place("norm.weight")}
     if not config.tie_embeddings:
         table["lm_head.weight"] = Place("lm_head.weight")
@@ -67,6 +89,9 @@ def places(config: DecoderConfig) -> dict[str, Place]:
         if config.qk_norm:
             table[f"{theirs}.self_attn.q_norm.weight"] = Place(f"{ours}.attention.q_norm.weight")
             table[f"{theirs}.self_attn.k_norm.weight"] = Place(f"{ours}.attention.k_norm.weight")
+        if config.experts is not None and config.has_experts(i):
+            table |= _expert_places(config.experts, f"{theirs}.mlp", f"{ours}.mlp", loaded)
+            continue
         for kind in mlp_kinds:
             fused, width = f"{ours}.mlp.gate_up_proj.{kind}", config.intermediate_size
             table[f"{theirs}.mlp.gate_proj.{kind}"] = Place(fused, 0, width)
@@ -75,18 +100,31 @@ def places(config: DecoderConfig) -> dict[str, Place]:
     return table
 
 
+def _expert_places(of: ExpertsConfig, theirs: str, ours: str, loaded: bool) -> dict[str, Place]:
+    table = {f"{theirs}.gate.weight": Place(f"{ours}.router")}
+    if loaded:
+        return table | {f"{theirs}.experts.{name}": Place(f"{ours}.{name}") for name in ("gate_up_proj", "down_proj")}
+    for expert in range(of.number):
+        name, fused = f"{theirs}.experts.{expert}", f"{ours}.gate_up_proj"
+        table[f"{name}.gate_proj.weight"] = Place(fused, 0, of.size, expert)
+        table[f"{name}.up_proj.weight"] = Place(fused, of.size, 2 * of.size, expert)
+        table[f"{name}.down_proj.weight"] = Place(f"{ours}.down_proj", expert=expert)
+    return table
+
+
 def fill(
     decoder: Decoder,
     tensors: Iterable[tuple[str, Tensor]],
     source: str,
     whole: Callable[[nn.Parameter], AbstractContextManager[object]] = nullcontext,
+    loaded: bool = False,
 ) -> None:
     """Copy a checkpoint's tensors (Hugging Face names) into the decoder, one at a time, casting to its dtype; within
-    `whole` a parameter has all of its rows.
+    `whole` a parameter has all of its rows. loaded: as of `places`.
 
     Raises: ValueError that names every missing, unexpected or mis-shaped tensor and `source`.
     """
-    table, parameters = places(decoder.config), dict(decoder.named_parameters())
+    table, parameters = places(decoder.config, loaded), dict(decoder.named_parameters())
     filled: set[str] = set()
     problems: list[str] = []
     for name, tensor in tensors:
@@ -94,12 +132,14 @@ def fill(
             continue  # old checkpoints carry the RoPE table; tied ones may carry the embedding twice
         if name.startswith(TOKENSWIFT_HEADS):
             continue
+        if decoder.config.experts is not None:
+            name = canonical(name)
         if name not in table:
             problems.append(f"unexpected {name} {list(tensor.shape)}")
             continue
         place = table[name]
         with whole(parameters[place.parameter]):
-            rows = parameters[place.parameter].data[place.start : place.stop]
+            rows = place.rows(parameters[place.parameter])
             if rows.shape != tensor.shape:
                 problems.append(f"{name} has shape {list(tensor.shape)}, the configuration says {list(rows.shape)}")
             else:

@@ -26,6 +26,7 @@ from longdraft.kernels.transfer import from_host
 from longdraft.kernels.tree_attention import PassPlan, plan_pass, tree_attention
 from longdraft.models.decoder_config import DecoderConfig
 from longdraft.models.device import on_device
+from longdraft.models.experts import Experts
 from longdraft.models.kv_cache import KVCache
 from longdraft.models.passes import Pass, Span, TargetOutput, take_spans
 from longdraft.models.rope import Rope, piece_lengths
@@ -151,7 +152,7 @@ class Layer(nn.Module):
         self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.attention = Attention(config, layer)
         self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = MLP(config)
+        self.mlp = Experts(config) if config.has_experts(layer) else MLP(config)
 
     def project(self, stream: Stream, context: _Context) -> tuple[Tensor, Tensor, Tensor]:
         """q, k, v of this layer (see `Attention.project`)."""
@@ -177,9 +178,11 @@ class Layer(nn.Module):
             self.mlp(part, self.mlp_norm)
             stream.rows[:, tokens] = part.rows
 
-    def weights(self) -> LayerWeights:
-        """What the layer computes with."""
+    def weights(self) -> LayerWeights | None:
+        """What the layer computes with; None with experts, of which C has none."""
         attention, mlp = self.attention, self.mlp
+        if isinstance(mlp, Experts):
+            return None
         q_norm, k_norm = (None if norm is None else norm.weight for norm in (attention.q_norm, attention.k_norm))
         return LayerWeights(
             self.attention_norm.weight, attention.qkv_proj.weight, attention.qkv_proj.bias, q_norm, k_norm,
@@ -198,7 +201,9 @@ class _KnownTable:
         self._seen = self._places()
         weights = [layer.weights() for layer in layers]
         shape = config.n_heads, config.n_kv_heads, config.rms_norm_eps
-        self.table = LayerTable(weights, *shape) if can_run(weights, config.head_dim) else None
+        known = [layer for layer in weights if layer is not None]
+        possible = len(known) == len(weights) and can_run(known, config.head_dim)
+        self.table = LayerTable(known, *shape) if possible else None
 
     def _places(self) -> list[object]:
         """Each weight's address and dtype: it may be moved, cast or replaced."""

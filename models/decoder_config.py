@@ -6,6 +6,24 @@ from longdraft.models.rope import RopeConfig
 
 
 @dataclass(frozen=True)
+class ExpertsConfig:
+    """Feed-forwards of many experts. number: of experts; per_token: how many of them a token takes; size: an expert's
+    width; normalised: a token's shares add up to 1; dense_layers: those that have one plain feed-forward instead."""
+
+    number: int
+    per_token: int
+    size: int
+    normalised: bool
+    dense_layers: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.per_token <= self.number:
+            raise ValueError(
+                f"experts a token is {self.per_token}; it must be 1 to {self.number}"
+            )
+
+
+@dataclass(frozen=True)
 class DecoderConfig:
     """Shape and arithmetic of a target; `head_dim` stands alone, it is not hidden_size / n_heads everywhere."""
 
@@ -25,9 +43,20 @@ class DecoderConfig:
     qk_norm: bool = False
     tie_embeddings: bool = False
     sliding_windows: tuple[int | None, ...] | None = None  # one a layer: tokens a query sees, None for all
+    experts: ExpertsConfig | None = None
 
     def __post_init__(self) -> None:
         if self.n_heads % self.n_kv_heads:
             raise ValueError(f"n_heads is {self.n_heads}; it must be a multiple of n_kv_heads ({self.n_kv_heads})")
         if self.sliding_windows is not None and len(self.sliding_windows) != self.n_layers:
             raise ValueError(f"sliding_windows has {len(self.sliding_windows)} entries for {self.n_layers} layers")
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether this layer's feed-forward is one of experts."""
+        return self.experts is not None and layer not in self.experts.dense_layers
+
+    def feed_forward_size(self, layer: int) -> int:
+        """The width of the feed-forward that a token takes, of its experts together."""
+        if self.experts is None or not self.has_experts(layer):
+            return self.intermediate_size
+        return self.experts.per_token * self.experts.size

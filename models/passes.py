@@ -148,6 +148,14 @@ def layers_bytes(config: DecoderConfig, n_tokens: int, dtype: torch.dtype) -> in
     return n_tokens * config.n_layers * of_layer * dtype.itemsize
 
 
+def feed_forward_numbers(config: DecoderConfig) -> int:
+    """Numbers a token that a layer's feed-forward has alive at once: the normed copy of the stream, gate and up, and
+    what becomes of gate; of experts also each one's input and output, and their sum in fp32."""
+    width, of = config.hidden_size, config.experts
+    dense = width + 3 * config.intermediate_size
+    return dense if of is None else max(dense, 5 * width + of.per_token * (2 * width + 3 * of.size))
+
+
 def prompt_rows(device_type: str) -> int:
     """Tokens of a pass over a prompt, where nobody says how many."""
     return ROWS_CPU if device_type == "cpu" else ROWS_GPU
@@ -165,7 +173,7 @@ def pass_bytes(config: DecoderConfig, n_rows: int, dtype: torch.dtype) -> int:
         qkv + 3 * qk,  # beside q, k and v of the layer before; the rotation makes two more of its size on the way
         6 * heads,  # on a CPU two parts of the keys with fp32 copies of what they give
         # The heads' outputs, the normed copy of the stream behind them, gate and up, and what becomes of gate.
-        heads + config.hidden_size + 3 * config.intermediate_size,
+        heads + feed_forward_numbers(config),
     )
     tables = 2 * config.head_dim
     return n_rows * (config.hidden_size + qkv + qk + max(stages) + tables) * dtype.itemsize

@@ -23,7 +23,7 @@ if not torch.cuda.is_available():
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the CPU is meant, also where there is a GPU that PyTorch cannot use
 
 from longdraft.kernels.cpu_impl import rows
-from longdraft.models.decoder_config import DecoderConfig
+from longdraft.models.decoder_config import DecoderConfig, ExpertsConfig
 from longdraft.models.fingerprint import fingerprint
 from longdraft.models.hf import build_decoder
 from longdraft.models.rope import RopeConfig
@@ -48,6 +48,7 @@ def make_tiny_target(
     qk_norm: bool = False,
     rope: dict | None = None,
     sliding_windows: tuple[int | None, ...] | None = None,
+    experts: ExpertsConfig | None = None,
     eos_token_ids: tuple[int, ...] = (),
     std: float = 0.25,
     seed: int = 0,
@@ -71,6 +72,7 @@ def make_tiny_target(
         qk_norm=qk_norm,
         tie_embeddings=tie_embeddings,
         sliding_windows=sliding_windows,
+        experts=experts,
     )
     decoder = build_decoder(config, torch.float32, "cpu")
     generator = torch.Generator().manual_seed(seed)

@@ -28,7 +28,7 @@ from longdraft.models.decoder_config import DecoderConfig
 from longdraft.models.draft_folder import DRAFTS
 from longdraft.models.drafts.longspec import LongSpecConfig
 from longdraft.models.drafts.tokenswift import TokenSwiftConfig
-from longdraft.models.passes import pass_bytes, prompt_rows
+from longdraft.models.passes import feed_forward_numbers, pass_bytes, prompt_rows
 from longdraft.train.config import Config, accumulation
 from longdraft.train.estimate_zero import DraftStates, draft_states
 from longdraft.train.methods import QUERY_BLOCK
@@ -135,10 +135,10 @@ class _Run:
         """What is there all the time, and what a pass gathers of a sharded target: a layer, and the next one."""
         with torch.device("meta"):
             model = Decoder(self.target)
-        whole, layer = _count(model), _count(model.layers[0])
+        whole, of_layers = _count(model), [_count(layer) for layer in model.layers]
         if self.config.target.zero_stage != 3:
             return self.size * whole, {}
-        layers = self.target.n_layers * layer
+        layers, layer = sum(of_layers), max(of_layers)
         return round(self.size * (whole - layers + layers / n_ranks)), {"gathered layers": 2 * self.size * layer}
 
     def target_pass(self, n_tokens: int) -> dict[str, int]:
@@ -169,7 +169,7 @@ class _Run:
         """Numbers in the rest of a layer, for n tokens: what attention gave, and the feed-forward's normed copy, gate
         and up, and what becomes of gate; a chunk's stream is one more than the rows'."""
         t = self.target
-        width = (1 if single else 2) * t.hidden_size + 3 * t.intermediate_size
+        width = (0 if single else 1) * t.hidden_size + feed_forward_numbers(t)
         return {"attention": self.heads * n, "feed-forward": min(n, ROW_CHUNK) * width}
 
     def _asked(self, n_tokens: int) -> int:

@@ -39,16 +39,18 @@ def operations(config: Config, target: DecoderConfig) -> Operations:
     of attention, answers alone less of the LM head."""
     t, length, share = target, config.data.seq_len, config.data.query_share
     shape: Any = config.draft.network(target)
+    is_block = isinstance(shape, LongSpecConfig)
     d, heads, kv = t.hidden_size, t.n_heads * t.head_dim, 2 * t.n_kv_heads * t.head_dim
     project, output, gated = 2 * d * (heads + kv), 2 * heads * d, 6 * d * t.intermediate_size
+    feed_forward = sum(6 * d * t.feed_forward_size(layer) for layer in range(t.n_layers - is_block))
     windows = t.sliding_windows or (None,) * t.n_layers
-    is_block = isinstance(shape, LongSpecConfig)
     whole = t.n_layers - 1 if is_block else t.n_layers  # layers that run to their end
     reads = sum(mean_keys(length, window) for window in windows[:whole])
-    seen = whole * (project + output + gated) + (t.n_layers - whole) * project, 4 * heads * reads
+    seen = t.n_layers * project + whole * output + feed_forward, 4 * heads * reads
     teaches = config.train.loss != "cross_entropy"
     if teaches and is_block:  # the last layer is finished for the queries
-        seen = seen[0] + share * (output + gated), seen[1] + share * 4 * heads * mean_keys(length, windows[-1])
+        last = output + 6 * d * t.feed_forward_size(t.n_layers - 1)
+        seen = seen[0] + share * last, seen[1] + share * 4 * heads * mean_keys(length, windows[-1])
     n_words = getattr(shape, "draft_vocab_size", None) or t.vocab_size
     if is_block:
         # A subset of queries: keys and values of all tokens, apart from the projection of these.

@@ -25,6 +25,7 @@ from longdraft.kernels.segment_attention import Segment, segment_attention
 from longdraft.models.decoder import Decoder, Layer, Linear
 from longdraft.models.decoder_config import DecoderConfig
 from longdraft.models.drafts.loss import DraftLoss, Part, Teaching, draft_loss
+from longdraft.models.experts import Experts
 from longdraft.models.rope import Rope, RopeConfig, piece_lengths
 from longdraft.models.stream import RMSNorm, Stream
 
@@ -238,7 +239,8 @@ class LongSpec(nn.Module):
     def _start_from(self, target: Decoder) -> None:
         """Self-attention as in the target's first layer, the rest as in its last; biases of q, k, v where it has them.
 
-        What this block has no place for (norms of q and k, biases of o and of the feed-forward) is left out.
+        What this block has no place for (norms of q and k, biases of o and of the feed-forward) is left out; where the
+        last layer has experts, the feed-forward stays as it was drawn.
         """
         first, last = cast(Layer, target.layers[0]), cast(Layer, target.layers[-1])
         q_rows = self.cross_q.out_features
@@ -250,9 +252,12 @@ class LongSpec(nn.Module):
             (self.cross_q.weight, last.attention.qkv_proj.weight[:q_rows]),
             (self.cross_o.weight, last.attention.o_proj.weight),
             (self.mlp_norm.weight, last.mlp_norm.weight),
-            (self.gate_up.weight, last.mlp.gate_up_proj.weight),
-            (self.down.weight, last.mlp.down_proj.weight),
         ]
+        if not isinstance(last.mlp, Experts):
+            pairs += [
+                (self.gate_up.weight, last.mlp.gate_up_proj.weight),
+                (self.down.weight, last.mlp.down_proj.weight),
+            ]
         if target.config.attention_bias:
             pairs += [
                 (self.self_qkv.bias, first.attention.qkv_proj.bias),

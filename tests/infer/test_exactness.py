@@ -24,6 +24,7 @@ from longdraft.infer.drafters.triforce import TriForceDrafter
 from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
 from longdraft.infer.shape import TreeShape, likeliest_nodes
+from longdraft.models.decoder_config import ExpertsConfig
 from longdraft.models.drafts.longspec import LongSpec, LongSpecConfig
 from longdraft.models.drafts.medusa import Medusa, MedusaConfig
 from longdraft.models.drafts.tokenswift import TokenSwift, TokenSwiftConfig
@@ -45,7 +46,10 @@ NEW = 18  # longer than the penalty's window
 LENGTHS = {"short": (9, 1, 5, 2, 7), "overflow": (61, 1, 33, 18, 40)}
 HEADS = {"gqa": 2, "mha": 4}
 # Of prompts on which no decision of plain decoding is close, under any sampling.
-SEEDS = {("gqa", "short"): 12, ("gqa", "overflow"): 12, ("mha", "short"): 11, ("mha", "overflow"): 14}
+EXPERTS = ExpertsConfig(number=6, per_token=2, size=24, normalised=True)  # of the target "moe", in both layers
+SEEDS = {("gqa", "short"): 12, ("gqa", "overflow"): 12, ("mha", "short"): 11, ("mha", "overflow"): 14} | {
+    ("moe", "overflow"): 14
+}
 
 
 def prompts(kind: str, length: str) -> list[list[int]]:
@@ -130,7 +134,13 @@ def nested(name: str, **options):
 def models(tiny_target):
     """(heads, dtype) -> a target, and a smaller model of the same vocabulary that drafts for it."""
     return lambda kind, dtype=torch.float32: (
-        tiny_target(vocab_size=VOCAB, n_kv_heads=HEADS[kind], max_positions=POSITIONS, dtype=dtype),
+        tiny_target(
+            vocab_size=VOCAB,
+            n_kv_heads=HEADS.get(kind, 2),
+            max_positions=POSITIONS,
+            dtype=dtype,
+            experts=EXPERTS if kind == "moe" else None,
+        ),
         tiny_target(vocab_size=VOCAB, n_layers=1, n_kv_heads=1, seed=5, max_positions=POSITIONS, dtype=dtype),
     )
 
@@ -186,6 +196,13 @@ def test_a_drafter_gives_plain_decodings_tokens(models, plain, name, kind, lengt
         # Three ragged prompts a sampling, in turn from the five, on three slots: alike at first, then mixed.
         cases = [(one, (i + k) % 5 if batch > 1 else 0) for i, one in enumerate(SAMPLINGS) for k in range(batch)]
         check(engine, plain(kind, length), kind, length, cases)
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_a_drafter_gives_the_tokens_of_a_target_with_experts(models, plain, name):
+    target, small = models("moe")
+    engine = Engine(target, DRAFTERS[name](target, small), slots=3)
+    check(engine, plain("moe", "overflow"), "moe", "overflow", every(("greedy", "T1_min_p"), (0, 1, 3)))
 
 
 @pytest.mark.parametrize("names", PAIRS, ids="+".join)

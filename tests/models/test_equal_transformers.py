@@ -8,7 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from longdraft.models.hf import load_target
@@ -47,6 +56,7 @@ ROPES = {
         "short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.0, 2.0, 3.0, 4.0],
     },
 }  # fmt: skip
+EXPERTS = {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
 SLIDING = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}
 FAMILIES = {
     "llama-mha": LlamaConfig(**SHAPE | {"num_key_value_heads": 6}),
@@ -64,6 +74,11 @@ FAMILIES = {
 FAMILIES |= {
     "qwen3-yarn": Qwen3Config(**SHAPE, head_dim=8, rope_parameters=dict(ROPES["yarn"])),
     "qwen2-dynamic": Qwen2Config(**SHAPE, rope_parameters=dict(ROPES["dynamic"])),
+    "mixtral": MixtralConfig(**SHAPE, num_local_experts=5, num_experts_per_tok=2),
+    "mixtral-sliding": MixtralConfig(**SHAPE, num_local_experts=3, num_experts_per_tok=3, sliding_window=7),
+    "qwen3-moe": Qwen3MoeConfig(**SHAPE, **EXPERTS, head_dim=16, norm_topk_prob=True),
+    "qwen3-moe-some-layers": Qwen3MoeConfig(**SHAPE, **EXPERTS, mlp_only_layers=[0], attention_bias=True),
+    "qwen3-moe-every-other": Qwen3MoeConfig(**SHAPE, **EXPERTS, decoder_sparse_step=2),
 }
 
 
@@ -72,6 +87,8 @@ def theirs_of(config, **save) -> AutoModelForCausalLM:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
     for name, parameter in model.named_parameters():
+        if "experts" in name:
+            parameter.data.normal_(0.0, 0.25)
         if "norm" in name or name.endswith("bias"):
             parameter.data.normal_(1.0 if "norm" in name else 0.0, 0.3)
     return model

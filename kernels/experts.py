@@ -1,0 +1,114 @@
+"""A feed-forward of many experts of which each token takes a few (Mixtral, arXiv 2401.04088; Qwen3, 2505.09388).
+
+On a GPU the tokens of all experts are two grouped products, and nothing is read on the host. On a CPU each expert that
+has tokens is two calls of kernels/linear.py, whose result for a token does not depend on the others.
+Shapes: B slots, T tokens, M = B * T, D hidden width, E experts, K of them a token's, F an expert's width, X = 2 F.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from longdraft.kernels.backend import is_host
+from longdraft.kernels.cpu_impl.rows import MOST_ATTENTION_ROWS
+from longdraft.kernels.gate import gate
+from longdraft.kernels.linear import linear
+
+
+def experts(
+    x_BTD: Tensor,
+    router_ED: Tensor,
+    gate_up_EXD: Tensor,
+    down_EDF: Tensor,
+    n_chosen: int,
+    normalised: bool,
+    prompt_lengths: Sequence[int] | None = None,
+) -> Tensor:
+    """The sum of each token's experts, each times its probability: [B, T, D] in x's dtype, for frozen weights.
+
+    Probabilities are the softmax of x router^T in fp32; of equal ones the lower index comes first. The sum is in fp32,
+    in the order of the probabilities, and rounded once.
+
+    Args:
+        gate_up_EXD, down_EDF: an expert is down(silu(gate(x)) * up(x)), gate's rows first.
+        n_chosen: K. normalised: the K probabilities are divided by their sum.
+        prompt_lengths: as of `linear`.
+    """
+    host = is_host(x_BTD.device)
+    if prompt_lengths is not None and host:
+        out_BTD = torch.zeros_like(x_BTD)
+        for slot, count in enumerate(prompt_lengths):
+            own = x_BTD[slot : slot + 1, :count]
+            chosen, shares = choose_experts(own, router_ED, n_chosen, normalised, [count])
+            out_BTD[slot, :count] = _on_host(own[0], chosen, shares, gate_up_EXD, down_EDF, prompt=True)
+        return out_BTD
+    chosen_MK, shares_MK = choose_experts(x_BTD, router_ED, n_chosen, normalised)
+    rows_MD = x_BTD.flatten(0, 1)
+    if host:
+        alone = x_BTD.shape[1] <= MOST_ATTENTION_ROWS
+        return _on_host(rows_MD, chosen_MK, shares_MK, gate_up_EXD, down_EDF, alone=alone).view_as(x_BTD)
+    return grouped(rows_MD, chosen_MK, shares_MK, gate_up_EXD, down_EDF).view_as(x_BTD)
+
+
+def choose_experts(
+    x_BTD: Tensor, router_ED: Tensor, n_chosen: int, normalised: bool, prompt_lengths: Sequence[int] | None = None
+) -> tuple[Tensor, Tensor]:
+    """The K likeliest experts of each token, int64 [M, K], and their shares, fp32 [M, K]; arguments as of `experts`."""
+    logits_ME = linear(x_BTD, router_ED, prompt_lengths=prompt_lengths).flatten(0, 1)
+    ordered = logits_ME.float().softmax(-1).sort(dim=-1, descending=True, stable=True)  # `topk` leaves ties open
+    shares_MK, chosen_MK = ordered.values[:, :n_chosen], ordered.indices[:, :n_chosen]
+    return chosen_MK, shares_MK / shares_MK.sum(-1, keepdim=True) if normalised else shares_MK
+
+
+def grouped(rows_MD: Tensor, chosen_MK: Tensor, shares_MK: Tensor, gate_up_EXD: Tensor, down_EDF: Tensor) -> Tensor:
+    """[M, D] by two grouped products. On CUDA other dtypes than bf16 go through PyTorch's own loop over the experts,
+    which waits for the host (`waits_for_host`)."""
+    order_N = chosen_MK.flatten().sort(stable=True).indices
+    sizes_E = torch.zeros(len(down_EDF), dtype=torch.int32, device=rows_MD.device)
+    sizes_E.scatter_add_(0, chosen_MK.flatten(), torch.ones_like(chosen_MK, dtype=torch.int32).flatten())
+    ends_E = sizes_E.cumsum(0, dtype=torch.int32)
+    rows_ND = rows_MD[order_N // chosen_MK.shape[1]]
+    gated_NF = gate(F.grouped_mm(rows_ND, gate_up_EXD.mT, offs=ends_E))
+    sorted_ND = F.grouped_mm(gated_NF, down_EDF.mT, offs=ends_E)
+    return _add_up(torch.empty_like(sorted_ND).index_copy_(0, order_N, sorted_ND), shares_MK)
+
+
+def waits_for_host(dtype: torch.dtype) -> bool:
+    """Whether experts of this dtype are read on the host on a GPU, so that a pass cannot be recorded."""
+    return dtype != torch.bfloat16
+
+
+def _on_host(
+    rows_MD: Tensor,
+    chosen_MK: Tensor,
+    shares_MK: Tensor,
+    gate_up_EXD: Tensor,
+    down_EDF: Tensor,
+    prompt: bool = False,
+    alone: bool = False,
+) -> Tensor:
+    """[M, D], expert after expert. alone: each token by itself, as while decoding; prompt: tokens are a prompt's."""
+    n_chosen = chosen_MK.shape[1]
+    order_N = chosen_MK.flatten().sort(stable=True).indices
+    sizes = torch.bincount(chosen_MK.flatten(), minlength=len(down_EDF)).tolist()
+    outputs_ND, start = rows_MD.new_empty(len(order_N), rows_MD.shape[1]), 0
+    for expert, size in enumerate(sizes):
+        if size == 0:
+            continue
+        own_N, lengths = order_N[start : start + size], [size] if prompt else None
+        rows = rows_MD[own_N // n_chosen].unsqueeze(1 if alone else 0)
+        gated = linear(rows, gate_up_EXD[expert], gated=True, prompt_lengths=lengths)
+        outputs_ND[own_N] = linear(gated, down_EDF[expert], prompt_lengths=lengths).flatten(0, 1)
+        start += size
+    return _add_up(outputs_ND, shares_MK)
+
+
+def _add_up(outputs_ND: Tensor, shares_MK: Tensor) -> Tensor:
+    """[M, D]: each token's outputs, in the order of its experts, times their shares."""
+    outputs_MKD, sum_MD = outputs_ND.view(*shares_MK.shape, outputs_ND.shape[-1]), 0.0
+    for outputs_MD, shares_M in zip(outputs_MKD.unbind(1), shares_MK.unbind(1), strict=True):
+        sum_MD = sum_MD + outputs_MD.float() * shares_M[:, None]
+    assert isinstance(sum_MD, Tensor)
+    return sum_MD.to(outputs_ND.dtype)

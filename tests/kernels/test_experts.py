@@ -1,0 +1,62 @@
+"""kernels/experts.py: both ways against the reference, ties, and a token's bits whatever stands beside it."""
+
+import pytest
+import torch
+
+from longdraft.kernels.cpu_impl.rows import decoding
+from longdraft.kernels.experts import choose_experts, experts, grouped
+from longdraft.kernels.reference.experts import experts as reference
+
+D, E, F = 24, 5, 16
+
+
+def weights(dtype: torch.dtype = torch.float32, seed: int = 0) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = (E, D), (E, 2 * F, D), (E, D, F)
+    return [(torch.randn(*shape, generator=generator) * 0.3).to(dtype) for shape in shapes]
+
+
+def tokens(slots: int, count: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(slots, count, D, generator=torch.Generator().manual_seed(9)).to(dtype)
+
+
+@pytest.mark.parametrize("normalised", [True, False])
+@pytest.mark.parametrize("n_chosen", [1, 3, E])
+@pytest.mark.parametrize("shape", [(1, 1), (2, 7), (1, 150)])
+def test_against_the_reference(shape, n_chosen, normalised):
+    x_BTD, (router, gate_up, down) = tokens(*shape), weights()
+    want = reference(x_BTD, router, gate_up, down, n_chosen, normalised)
+    torch.testing.assert_close(experts(x_BTD, router, gate_up, down, n_chosen, normalised), want)
+    chosen_MK, shares_MK = choose_experts(x_BTD, router, n_chosen, normalised)
+    by_groups = grouped(x_BTD.flatten(0, 1), chosen_MK, shares_MK, gate_up, down).view_as(x_BTD)
+    torch.testing.assert_close(by_groups, want)
+
+
+def test_of_equal_experts_the_lower_index_is_taken():
+    x_BTD, (router, _, _) = tokens(1, 40), weights()
+    router.zero_()
+    chosen_MK, shares_MK = choose_experts(x_BTD, router, 2, normalised=True)
+    assert chosen_MK.tolist() == [[0, 1]] * 40 and bool((shares_MK == 0.5).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_decoded_tokens_bits_do_not_depend_on_the_others(c_kernels, dtype):
+    x_BTD, given = tokens(3, 40, dtype), [*weights(dtype), 2, True]
+    with decoding():
+        whole_BTD = experts(x_BTD, *given)
+        for width in (1, 3, 8):
+            assert torch.equal(experts(x_BTD[:, :width].contiguous(), *given), whole_BTD[:, :width])
+        assert torch.equal(experts(x_BTD[1:2], *given), whole_BTD[1:2])
+
+
+def test_a_prompt_does_not_depend_on_the_others_of_its_pass():
+    x_BTD, lengths, given = tokens(3, 60), [60, 1, 33], [*weights(), 2, False]
+    together_BTD = experts(x_BTD, *given, prompt_lengths=lengths)
+    for slot, count in enumerate(lengths):
+        own = slice(slot, slot + 1), slice(count)
+        assert torch.equal(experts(x_BTD[own], *given, prompt_lengths=[count]), together_BTD[own])
+        torch.testing.assert_close(together_BTD[own], reference(x_BTD[own], *given))
+
+
+def test_no_tokens_give_no_tokens():
+    assert experts(tokens(1, 0), *weights(), 2, True).shape == (1, 0, D)
