@@ -18,9 +18,7 @@ class ExpertsConfig:
 
     def __post_init__(self) -> None:
         if not 1 <= self.per_token <= self.number:
-            raise ValueError(
-                f"experts a token is {self.per_token}; it must be 1 to {self.number}"
-            )
+            raise ValueError(f"experts a token is {self.per_token}; it must be 1 to {self.number}")
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,9 @@ class Experts(nn.Module):
     def forward(self, stream: Stream, norm: RMSNorm) -> None:
         stream.add(self._sum, stream.normed(norm))
 
-    def _sum(self, x_BTD: Tensor, _: RMSNorm | None = None, /, residual: Tensor | None = None, **options: Any) -> Tensor:
+    def _sum(
+        self, x_BTD: Tensor, _: RMSNorm | None = None, /, residual: Tensor | None = None, **options: Any
+    ) -> Tensor:
         weights = self.router, self.gate_up_proj, self.down_proj
         sum_BTD = experts(x_BTD, *weights, self.of.per_token, self.of.normalised, **options)
         return sum_BTD if residual is None else sum_BTD.add_(residual)

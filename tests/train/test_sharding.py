@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen3MoeConfig
 
 from longdraft.models.hf import load_target
 
@@ -26,15 +26,15 @@ ROWS = [
         "chunk": 7,
     },
 ]
+EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "mlp_only_layers": [1]}
 SLACK = 4096  # bytes of what is no weight: RoPE's tables
 
 
-def model_folder(folder: Path) -> Path:
+def model_folder(folder: Path, family=LlamaConfig, **options) -> Path:
     """A Llama whose weights do not divide by two: norms of 33, so that shares are padded."""
     sizes = dict(hidden_size=33, intermediate_size=96, num_attention_heads=3, num_key_value_heads=1, head_dim=8)
-    model = LlamaForCausalLM(
-        LlamaConfig(vocab_size=VOCAB, num_hidden_layers=N_LAYERS, tie_word_embeddings=False, **sizes)
-    )
+    config = family(vocab_size=VOCAB, num_hidden_layers=N_LAYERS, tie_word_embeddings=False, **sizes, **options)
+    model = AutoModelForCausalLM.from_config(config)
     generator = torch.Generator().manual_seed(11)
     with torch.no_grad():
         for name, weight in sorted(model.named_parameters()):
@@ -74,6 +74,11 @@ def results(folder, start_ranks, finish_ranks):
         if n_ranks == 2:
             misfit = misfit_folder(folder, out / "misfit")
             actions.append({"error": str(misfit), "dtype": "fp32", "out": str(out / "error-fp32-2")})
+            experts = model_folder(out / "experts", Qwen3MoeConfig, **EXPERTS)
+            for kind in ("weights", "pass"):
+                actions.append(
+                    {kind: str(experts), "dtype": "fp32", "out": str(out / f"{kind}-experts-2"), "rows": ROWS}
+                )
         started.append(start_ranks(n_ranks, actions, "ranks_target.py"))
     for processes in started:
         finish_ranks(processes)
@@ -102,6 +107,14 @@ def test_a_pass_gives_what_the_replicated_target_gives(results, n_ranks, dtype):
             torch.testing.assert_close(got, expected, rtol=0, atol=0)
         sharded, replicated = rank["fingerprints"]
         assert sharded == replicated and sharded["tokenizer"] != "none" and len(sharded["weights"]) == 64
+
+
+def test_a_target_with_experts_is_shared_out_likewise(results, folder):
+    expected = dict(load_target(folder.parent / "experts", torch.float32).model.named_parameters())
+    for weights, passed in zip(results("weights-experts", 2), results("pass-experts", 2), strict=True):
+        assert all(torch.equal(weights["weights"][name], weight) for name, weight in expected.items())
+        for got, alone in zip(passed["outputs"], passed["expected"], strict=True):
+            torch.testing.assert_close(got, alone, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(("n_ranks", "dtype"), CASES)
