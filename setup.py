@@ -14,6 +14,7 @@ CODE = [
     "benchmarks", "data_prep", "infer", "infer/drafters", "kernels", "kernels/cpu_impl", "kernels/reference",
     "kernels/triton_impl", "launch", "models", "models/drafts", "train",
 ]  # fmt: skip
+SERVE = ["fastapi>=0.115", "uvicorn>=0.34", "prometheus_client>=0.21", "pydantic>=2.9"]
 packages = {f"longdraft.{folder.replace('/', '.')}": folder for folder in CODE}
 config_folders = ["configs", *(str(p.relative_to(ROOT)) for p in sorted((ROOT / "configs").rglob("*")) if p.is_dir())]
 packages |= {f"longdraft.{folder.replace('/', '.')}": folder for folder in config_folders}
@@ -29,7 +30,7 @@ setup(
     packages=list(packages),
     package_dir=packages,
     package_data={name: ["*.yaml", "*.jinja"] for name in packages if name.startswith("longdraft.configs")}
-    | {"longdraft.kernels.cpu_impl": ["*.c", "*.inc"]},
+    | {"longdraft.kernels.cpu_impl": ["*.c", "*.inc"], "longdraft.infer": ["*.html"]},
     install_requires=[
         "torch>=2.8",
         "transformers>=5.10,<6",
@@ -49,12 +50,15 @@ setup(
         "psutil>=5.9",
     ],
     extras_require={
+        "serve": SERVE,
         "gpu": ["liger-kernel>=0.8.5", "triton>=3.4"],
         # Optional beside [gpu], for it has no binary wheel and is compiled for an hour: without it PyTorch's own flash
         # kernels do its part (kernels/backend.py). From 2.7 on its log-sum-exps are laid out as we read them.
         "flash-attn": ["flash-attn>=2.7"],
         # Liger and Triton run on a CPU too, under Triton's interpreter: that is how their use is tested.
         "dev": [
+            *SERVE,
+            "openai>=2",
             "liger-kernel>=0.8.5",
             "triton>=3.4",
             # 9.2 hides the names that pytest-xdist 3.8 appends groups to: tests would lose their places together.

@@ -14,6 +14,7 @@ from longdraft.infer.slot_state import SlotState
 from longdraft.infer.tree import TokenTree
 from longdraft.kernels import backend
 from longdraft.kernels.accepted_path import accepted_path
+from longdraft.models.passes import spread
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,11 @@ class AcceptResult:
     nodes: Tensor
     tokens: Tensor
     counts: Tensor
+
+    def among(self, slots: slice, batch: int) -> "AcceptResult":
+        """Of these slots' results those of all: the others took no part."""
+        parts = self.nodes, self.tokens, self.counts
+        return AcceptResult(*(spread(part, slots, batch) for part in parts))
 
     def last(self, values_BP: Tensor) -> Tensor:
         """values_BP at the last node of each path: [B]; at the first one for inactive slots."""

@@ -7,18 +7,31 @@ drafter that proposes only roots, so every method is measured against a baseline
 import logging
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from longdraft.infer.drafters.base import Drafter, Request
 from longdraft.infer.drafters.build import build_drafter
 from longdraft.infer.options import check_integer_or
 from longdraft.infer.requests import ActiveSequence, Prompt, read_requests
 from longdraft.infer.results import Generation, Piece, Statistics
-from longdraft.infer.runner import Emitted, Runner, Step
+from longdraft.infer.runner import Emitted, Prefilled, Runner, Step
 from longdraft.infer.sampling import SamplingParams
 from longdraft.models.target import Target
 
 GREEDY = SamplingParams()
 MOST_SLOTS = 8
+# Tells, asked between two steps, which requests came; where it is told that nothing else is to be done, it may wait for
+# one. None: no more will come.
+Arrivals = Callable[[bool], Sequence[Request] | None]
+
+
+@dataclass(frozen=True)
+class _Prefill:
+    """Prompts on their way into the slots from `slot` on."""
+
+    slot: int
+    sequences: list[ActiveSequence]
+    passes: Iterator[Prefilled]
 
 
 class Engine:
@@ -30,7 +43,8 @@ class Engine:
         draft: the trained draft of a named drafter: a draft folder or a loaded module.
         nodes: how many of the proposed nodes a step verifies: "auto" learns what pays (infer/policy.py), a number is
             the most, None is all. Only speed depends on it.
-        slots: sequences decoded together; None takes one a prompt, at most 8. More prompts wait for a free slot.
+        slots: sequences decoded together; None takes one a prompt, at most 8 (which `serve` takes). More prompts wait
+            for a free slot.
         max_length: positions a sequence may have; None is the target's own limit. The cache is allocated for what a
             call needs and kept for the next call.
         prefill_chunk: query tokens of a prefill pass; None is 2048 on a GPU and 512 on a CPU.
@@ -74,6 +88,7 @@ class Engine:
         self._log = log or logging.getLogger("longdraft").info
         self._running = False
         self._cancelled: set[int] = set()
+        self._prefill: _Prefill | None = None  # what steps come between
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] = GREEDY
@@ -85,14 +100,24 @@ class Engine:
 
         Returns: in the prompts' order.
         """
-        pieces = self._decode(self._requests(prompts, params))
+        pieces = self.stream(prompts, params)
         return sorted((piece.generation for piece in pieces if piece.generation), key=lambda one: one.index)
 
     def stream(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] = GREEDY
     ) -> Generator[Piece]:
         """Like `generate`, but yields every sequence's tokens as soon as they are committed; closing it ends all."""
-        return self._decode(self._requests(prompts, params))
+        requests = self._requests(prompts, params)
+        slots = self.slots or min(len(requests), MOST_SLOTS)
+        longest = max((len(one.prompt) + one.sampling.max_new_tokens for one in requests), default=0)
+        return self._decode(deque(requests), slots, min(longest, self.max_length))
+
+    def serve(self, arrivals: Arrivals) -> Generator[Piece]:
+        """Like `stream`, for requests that come while others run (`read_requests` makes them; each has an index of its
+        own): one takes the first slot that is free, and waits for none that runs. Slots are allocated for `max_length`.
+        """
+        self._cancelled.clear()
+        return self._decode(deque(), self.slots or MOST_SLOTS, self.max_length, arrivals)
 
     def cancel(self, index: int) -> None:
         """End prompt `index` of the running stream: its generation so far comes with its next piece."""
@@ -106,19 +131,30 @@ class Engine:
             self._cancelled.clear()
         return requests
 
-    def _decode(self, requests: list[Request]) -> Generator[Piece]:
-        """All requests to their ends: the loop of decoding."""
-        if not requests:
+    def _decode(
+        self, waiting: deque[Request], slots: int, longest: int, arrivals: Arrivals | None = None
+    ) -> Generator[Piece]:
+        """All requests to their ends, on so many slots of so many positions: the loop of decoding."""
+        if not waiting and arrivals is None:
             return
         if self._running:
             raise RuntimeError("this engine is decoding already; finish or close its stream, or make a second Engine")
-        self._running = True
+        self._running, self._prefill = True, None
         try:
-            runner, waiting, unread = self.runner, deque(requests), deque[tuple[list[ActiveSequence | None], Step]]()
-            sequences: list[ActiveSequence | None] = [None] * (self.slots or min(len(requests), MOST_SLOTS))
-            longest = max(len(one.prompt) + one.sampling.max_new_tokens for one in requests)
-            runner.start(len(sequences), min(longest, self.max_length), self._log)
-            while waiting or any(sequences):
+            runner, unread = self.runner, deque[tuple[list[ActiveSequence | None], Step]]()
+            sequences: list[ActiveSequence | None] = [None] * slots
+            runner.start(slots, longest, self._log)
+            while True:
+                idle = not (waiting or self._prefill or any(sequences))
+                if arrivals is not None:
+                    if idle:
+                        unread.clear()  # of sequences that are done, and its time would count the wait
+                    if (came := arrivals(idle)) is None:
+                        arrivals = None
+                        continue
+                    waiting.extend(came)
+                elif idle:
+                    return
                 if self._cancelled:
                     yield from self._drop(sequences, waiting)
                 self._admit(sequences, waiting)
@@ -130,12 +166,17 @@ class Engine:
             self._running = False
 
     def _drop(self, sequences: list[ActiveSequence | None], waiting: deque[Request]) -> Iterator[Piece]:
-        """End what was cancelled, on a slot or still waiting."""
+        """End what was cancelled, on a slot, on its way there or still waiting."""
         # Who reads a piece may cancel another prompt: that is for the next time.
         cancelled, self._cancelled = self._cancelled, set()
         for request in [request for request in waiting if request.index in cancelled]:
             waiting.remove(request)
             sequence = ActiveSequence(request, self.target, self.max_length, 0.0, Statistics(), "cancelled")
+            yield sequence.piece([], 0, self._decisions)
+        if self._prefill and self._prefill.sequences[0].request.index in cancelled:  # with steps between it is alone
+            slot, (sequence,), self._prefill = self._prefill.slot, self._prefill.sequences, None
+            sequence.finish_reason = "cancelled"
+            self._leave(sequences, slot)
             yield sequence.piece([], 0, self._decisions)
         for slot, sequence in enumerate(sequences):
             if sequence is not None and sequence.request.index in cancelled:
@@ -148,18 +189,29 @@ class Engine:
         self.runner.free(slot)
 
     def _admit(self, sequences: list[ActiveSequence | None], waiting: deque[Request]) -> None:
-        """Give every free slot the next prompt."""
-        admitted = False
-        for slot in range(len(sequences)):
-            if sequences[slot] is None and waiting:
-                group, admitted = self._next_group(sequences[slot:], waiting), True
-                began, seconds = self.runner.prefill(slot, group)
-                for place, request in enumerate(group, slot):
-                    statistics = Statistics(prefill_seconds=seconds)
-                    sequences[place] = ActiveSequence(request, self.target, self.max_length, began, statistics)
+        """Give every free slot the next prompt; while others are decoded, by one pass between two steps."""
+        admitted, others = False, any(sequences)
+        while self._prefill or (waiting and None in sequences):
+            now = self._prefill or self._begin(sequences, waiting)
+            done = next(now.passes)
+            for sequence in now.sequences:
+                sequence.began = sequence.began or done.began
+                sequence.stats.prefill_seconds += done.seconds
+            self._prefill = None if done.last else now
+            if done.last:
+                sequences[now.slot : now.slot + len(now.sequences)] = now.sequences
+                admitted = True
+            if others:
+                break
         if admitted:
             requests = [one and one.request for one in sequences]
             self.runner.assign(requests, [one.committed if one else [] for one in sequences])
+
+    def _begin(self, sequences: list[ActiveSequence | None], waiting: deque[Request]) -> _Prefill:
+        slot = sequences.index(None)
+        group = self._next_group(sequences[slot:], waiting)
+        begun = [ActiveSequence(one, self.target, self.max_length, 0.0, Statistics()) for one in group]
+        return _Prefill(slot, begun, self.runner.prefill(slot, group))
 
     def _next_group(self, sequences: Sequence[ActiveSequence | None], waiting: deque[Request]) -> list[Request]:
         """The next request, and those behind it that fit into the same pass on the free slots from here on."""
@@ -197,6 +249,7 @@ class Engine:
         stats.steps += 1
         stats.decode_seconds += emitted.seconds
         stats.drafted += emitted.drafted[slot]
+        stats.speculative_steps += emitted.drafted[slot] > 0
         stats.draft_seconds += step.draft_seconds
         stats.target_seconds += step.target_seconds
         stats.commit_seconds += step.commit_seconds

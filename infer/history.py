@@ -24,6 +24,13 @@ class History:
         self.tokens = self._with_dropped[:, :capacity]
         self.prompt_lengths = torch.zeros(batch, dtype=torch.int64, device=device)
 
+    def of_slots(self, slots: slice) -> "History":
+        """These slots' alone: the same storage."""
+        some = History.__new__(History)
+        some._with_dropped, some.tokens = self._with_dropped[slots], self.tokens[slots]
+        some.prompt_lengths = self.prompt_lengths[slots]
+        return some
+
     def start(self, slot: int, prompt: Sequence[int]) -> None:
         """This slot begins with this prompt."""
         self.tokens[slot, : len(prompt)] = integers(prompt, self.tokens.device)

@@ -192,13 +192,18 @@ class Policy:
 
     def start(self, batch: int) -> None:
         """A call with this many slots begins."""
-        row_cost = ROW_COST * (batch if self._slots_add_up else 1)
-        self.costs = self._costs.setdefault(batch, Costs(self.widths, row_cost))
+        self.start_step(batch)
         self._slots = [self._all] * batch
         self.rates: list[list[float]] = [[]] * batch
         for slot in range(batch):
             self.start_request(slot)
         self.width = self.widths[-1]
+
+    def start_step(self, n_slots: int) -> None:
+        """So many slots take part in the next step; what it costs is known for each number by itself."""
+        if n_slots not in self._costs:
+            self._costs[n_slots] = Costs(self.widths, ROW_COST * (n_slots if self._slots_add_up else 1))
+        self.costs = self._costs[n_slots]
 
     def start_request(self, slot: int) -> None:
         """This slot's next request starts with the rates of all earlier ones, and the drafter with a new trial."""

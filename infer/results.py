@@ -15,6 +15,7 @@ class Statistics:
     """
 
     steps: int = 0
+    speculative_steps: int = 0  # those that verified more than the root
     drafted: int = 0  # nodes verified below the roots
     prefill_seconds: float = 0.0
     first_token_seconds: float = 0.0  # from the start of the prefill to the first step's tokens

@@ -7,9 +7,10 @@ methods (infer/drafters). Shapes: B slots, N tree nodes, T tokens of a prefill c
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -85,6 +86,15 @@ class Emitted:
     step: Step
     seconds: float
     at: float
+
+
+class Prefilled(NamedTuple):
+    """A pass of a prefill: when it began, by `time.perf_counter`, the seconds that it took, and whether it was the
+    last."""
+
+    began: float
+    seconds: float
+    last: bool
 
 
 class Runner:
@@ -179,12 +189,11 @@ class Runner:
         """Whether so many prompts, of at most `longest` tokens without their last one, go through in one pass."""
         return longest <= self.prefill_chunk and longest * n_prompts <= MOST_PREFILL_TOKENS
 
-    def prefill(self, first: int, requests: Sequence[Request]) -> tuple[float, float]:
+    def prefill(self, first: int, requests: Sequence[Request]) -> Iterator[Prefilled]:
         """Prompts into the slots from `first` on, all of each but its last token, which becomes the root.
 
-        Prompts of one chunk go through in one pass; a longer one comes alone.
-
-        Returns: when it began, by `time.perf_counter`, and the seconds that it took.
+        Prompts of one chunk go through in one pass; a longer one comes alone. Yields behind every pass: steps may be
+        taken there, in which the slot takes no part.
         """
         begin, cache, state = time.perf_counter(), self.cache, self.state
         assert cache is not None
@@ -198,22 +207,27 @@ class Runner:
                 self.policy.start_request(slot)
                 self.drafter.on_start([slot], [request], cache)
             counts, own = [len(prompt) - 1 for prompt in prompts], cache.slot(first, len(requests))
-            if max(counts) <= self.prefill_chunk:
-                if max(counts):
-                    self._prefill_pass(slots, [prompt[:-1] for prompt in prompts], own, True)
-            else:
-                for start in range(0, counts[0], self.prefill_chunk):
-                    chunk = prompts[0][start : min(start + self.prefill_chunk, counts[0])]
-                    self._prefill_pass(slots, [chunk], own, False)
-        return begin, time.perf_counter() - begin
+            # Where nobody reads hidden states, the last layer's keys and values end the pass.
+            needs = self.drafter.needs or frozenset({"last_kv"})
+            if 0 < max(counts) <= self.prefill_chunk:
+                self._prefill_pass(slots, [prompt[:-1] for prompt in prompts], own, needs, True)
+        if max(counts) <= self.prefill_chunk:
+            yield Prefilled(begin, time.perf_counter() - begin, True)
+            return
+        for start in range(0, counts[0], self.prefill_chunk):
+            end = min(start + self.prefill_chunk, counts[0])
+            with on_device(self.device), torch.no_grad():
+                self._prefill_pass(slots, [prompts[0][start:end]], own, needs, False)
+            yield Prefilled(begin, time.perf_counter() - begin, end == counts[0])
+            begin = time.perf_counter()
 
-    def _prefill_pass(self, slots: Sequence[int], chunks: list[list[int]], cache: KVCache, whole: bool) -> None:
+    def _prefill_pass(
+        self, slots: Sequence[int], chunks: list[list[int]], cache: KVCache, needs: frozenset[str], whole: bool
+    ) -> None:
         """These tokens of each slot, padded behind their ends, in one pass; whole: they are all that the slots get."""
         counts = [len(chunk) for chunk in chunks]
         padded = [chunk + [0] * (max(counts) - len(chunk)) for chunk in chunks]
         tokens_BT, counts_B = from_host(torch.tensor(padded), self.device), integers(counts, self.device)
-        # Where nobody reads hidden states, the last layer's keys and values end the pass.
-        needs = self.drafter.needs or frozenset({"last_kv"})
         with self._prefill_threads(max(counts)):
             if whole:
                 last_B = (counts_B - 1).clamp(min=0) if "queries" in needs else None
@@ -269,6 +283,8 @@ class Runner:
     def _step(self, state: SlotState, also: Sequence[Tensor]) -> Step:
         begin, work = time.perf_counter(), self.work_clock()
         self._began = self._began or (begin, work)
+        part, cache = self._part_at_work(state), self.cache
+        self.policy.start_step(part.stop - part.start if part else len(state.roots))
         proposed, draft_pass = self._propose(state)
         tree, expected = prune(proposed, self.policy, state.active)
         drafted, draft_work = time.perf_counter(), self.work_clock() - work
@@ -283,19 +299,25 @@ class Runner:
             positions_BN = state.positions[:, None] + depths_BN
             root_B = torch.zeros_like(state.positions) if "queries" in needs else None
             output = self.model(
-                Pass(tokens_BN, self.cache, positions_BN, ancestors_BNN, needs | {"logits"}, queries_at_B=root_B)
+                Pass(tokens_BN, cache, positions_BN, ancestors_BNN, needs | {"logits"}, queries_at_B=root_B)
             )
             passed = time.perf_counter()
-            assert output.logits is not None and self.cache is not None
+            assert output.logits is not None and cache is not None
             nodes = TokenTree(tokens_BN, parents_BN)
             accepted = accept(nodes, output.logits, state, positions_BN, ancestors_BNN, depth)
-            self.cache.commit(accepted.nodes, accepted.counts)
+            cache.commit(accepted.nodes, accepted.counts)
             # What recorded work returns, it keeps.
             return accepted, output if "logits" in needs else replace(output, logits=None)
 
-        of_tree = () if alone else (tree.ancestors, tree.depths)
-        key, owners = ("verify", needs, depth), (self.model, self.cache)
-        accepted, output = state.run(key, owners, verify, tree.tokens, tree.parents, *of_tree, widest=tree.width)
+        of_tree = tree.tokens, tree.parents, *(() if alone else (tree.ancestors, tree.depths))
+        if part is None:
+            key, owners = ("verify", needs, depth), (self.model, cache)
+            accepted, output = state.run(key, owners, verify, *of_tree, widest=tree.width)
+        else:
+            assert cache is not None
+            batch, cache = cache.batch, cache.slot(part.start, part.stop - part.start)
+            accepted, output = verify(state.of_slots(part), *(x[part] for x in of_tree))
+            accepted, output = accepted.among(part, batch), output.among(part, batch)
         state.positions += accepted.counts
         state.roots = torch.where(state.active, accepted.last(accepted.tokens), state.roots)
         self.drafter.on_step(state, tree, accepted, output)
@@ -316,6 +338,16 @@ class Runner:
             passed - drafted,
             done - passed,
         )
+
+    @staticmethod
+    def _part_at_work(state: SlotState) -> slice | None:
+        """The slots from the first to the last one that has a request, where the host knows and it is not all of them:
+        on a CPU a pass costs by its rows, and free slots shall not."""
+        if state.graphs.recording or not backend.is_host(state.active.device) or bool(state.active.all()):
+            return None
+        working = [slot for slot, active in enumerate(state.active.tolist()) if active]
+        part = slice(working[0], working[-1] + 1) if working else slice(0, 0)
+        return part if 0 < part.stop - part.start < len(state.roots) else None
 
     def _propose(self, state: SlotState) -> tuple[TokenTree, bool | None]:
         """The drafter's tree, or the roots alone where it rests; whether it took a draft pass, None where it rests."""

@@ -169,6 +169,15 @@ class SlotSampling:
         self._rows: list[dict[int, Tensor]] = [{} for _ in params]
         self._width = 0
         self._sized: dict[int, tuple[Tensor, int]] = {}
+        self._parts: dict[tuple[int, int], SlotSampling] = {}
+
+    def of_slots(self, slots: slice) -> "SlotSampling":
+        """These slots' alone, with the rows of noise that are kept for them."""
+        key = slots.start, slots.stop
+        if key not in self._parts:
+            self._parts[key] = type(self)(self.params[slots], self.device, self.noise_in_ranking)
+            self._parts[key]._rows = self._rows[slots]
+        return self._parts[key]
 
     @property
     def unfiltered(self) -> bool:

@@ -38,6 +38,17 @@ class SlotState:
     committed: list[list[int]]
     graphs: Graphs = field(default_factory=Graphs)
 
+    def of_slots(self, slots: slice) -> "SlotState":
+        """These slots' alone, as they stand."""
+        places = self.roots[slots], self.positions[slots], self.active[slots]
+        return replace(
+            self,
+            **dict(zip(("roots", "positions", "active"), places, strict=True)),
+            history=self.history.of_slots(slots),
+            sampling=self.sampling.of_slots(slots),
+            committed=self.committed[slots],
+        )
+
     def run(self, key: tuple, owners: tuple, work: Callable[..., T], *inputs: Any, widest: int = 1) -> T:
         """`work(state, *inputs)`, recorded (see `Graphs.run`): of its state it may read roots, positions, active,
         history and sampling, for `ranking` above all, and nothing of the host."""

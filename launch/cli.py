@@ -11,6 +11,7 @@ COMMANDS = {
     "export": "a training checkpoint to a draft folder, reloaded and compared",
     "convert": "a draft that its authors published to a draft folder",
     "generate": "decode a prompt with any drafter",
+    "serve": "answer requests of OpenAI's interface with any drafter",
     "bench": "measure drafters against plain decoding",
 }
 

@@ -14,10 +14,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from longdraft.launch.console import INTERRUPTED, ends_on_ctrl_c, framed, leave, note, read_stdin, show
-from longdraft.launch.shared_options import add_drafting, add_dtype, add_sampling, given_sampling
+from longdraft.launch.shared_options import add_drafters, add_model, add_sampling, given_sampling
 
 if TYPE_CHECKING:
     import torch
@@ -39,13 +39,7 @@ NUMBERS = {
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="longdraft generate", description="Decode a prompt with any drafter.")
-    add = parser.add_argument_group("model").add_argument
-    add("--target", help="a folder, a hub name, a .gguf file or smollm2-135m (default: the draft's own target)")
-    add("--gguf-file", help="with --target: name of a .gguf file inside it")
-    add_dtype(add)
-    add("--device", help="default: cuda where there is one")
-    add("--max-length", type=int, help="most positions of prompt and text (default: the target's)")
-    add("--prefill-chunk", type=int, help="rows of a pass over the prompt (default: 512, 2048 on a GPU)")
+    add_model(parser)
     add = parser.add_argument_group("prompt").add_argument
     add("--prompt", help="text; - or nothing reads standard input")
     add("--prompt-file", type=Path, help="a text file")
@@ -54,14 +48,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--prompt-tokens", type=int, help="use only the first so many tokens of the prompt")
     add("--chat", action="store_true", help="the prompt is a user's message in the target's chat template")
     add("--system", help="with --chat: the system message")
-    add = parser.add_argument_group("drafting (speed only, never the text)").add_argument
-    many: dict[str, Any] = {"nargs": "+", "action": "extend"}
-    add("--drafter", help="one or more, a+b for several in one tree; default: the draft's own, else plain", **many)
-    add("--draft", help="draft folder that `longdraft export` wrote")
-    own = "a drafter's own; DRAFTER.KEY=VALUE for one of several"
-    add("--option", default=[], metavar="KEY=VALUE", help=own, **many)
-    add("--nodes", help="proposed nodes that a step verifies: auto (the default: what pays), all, or a number at most")
-    add_drafting(add)
+    add_drafters(parser, several=True)
     add = parser.add_argument_group("sampling").add_argument
     for name, (kind, text) in NUMBERS.items():
         add(f"--{name.replace('_', '-')}", type=kind, metavar="N" if kind is int else "X", help=text)
@@ -85,41 +72,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _generate(args: argparse.Namespace) -> int:
     # Here, not above: --help and a wrong argument should not wait for torch.
-    from longdraft.infer.engine import Engine
     from longdraft.launch import runtime
 
     # What can be wrong is found before the model is loaded.
-    device = runtime.read_device(args.device)
-    names = runtime.drafter_names(args.drafter, args.draft)
-    options = runtime.read_options(args.option)
-    runtime.check_options(names, options)
-    nodes = runtime.node_budget(args.nodes, names)
-    runtime.check_draft(names, args.draft, args.target)
-    params, text = _sampling(args), _prompt_text(args)
+    asked = runtime.read_drafting(args)
+    params, text, names = _sampling(args), _prompt_text(args), asked.names
     if args.no_noise and (params.temperature == 0 or names == ["plain"]):
         raise ValueError("--no-noise: of drafters that rank at a --temperature above 0; give both or leave it out")
-    source, allowed = runtime.target_source(args.target, args.gguf_file, args.draft), runtime.max_positions(args.draft)
-    build = runtime.build_fitting(source[0], _least_positions(args, source, text, params, device))
-    target = runtime.open_target(*source, args.dtype, device, allowed, build)
+    target = asked.open_target(_least_positions(args, asked.source, text, params, asked.device))
     prompt = _prompt_tokens(args, target, text)
-    settings: dict[str, Any] = {"nodes": nodes, "max_length": args.max_length}
-    settings["noise_in_ranking"] = not args.no_noise
-    settings |= {} if args.prefill_chunk is None else {"prefill_chunk": args.prefill_chunk}
     screen = Screen(args.json, several=len(names) > 1)
     if not args.chat:
         screen.prompt(target.tokenizer.decode(prompt))
     # All of them first: what is wrong with the last one is said before the first one writes.
-    engines = {
-        name: Engine(
-            target,
-            name,
-            runtime.draft_for(name, args.draft),
-            options=runtime.options_for(name, options),
-            log=note,
-            **settings,
-        )
-        for name in names
-    }
+    engines = asked.open_engines(target)
     done: dict[str, Generation] = {}
     for name, engine in engines.items():
         done[name] = _run(screen, engine, name, prompt, params)

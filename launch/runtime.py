@@ -1,8 +1,10 @@
-"""What generate and bench share: opening the target that was asked for, texts, drafters and their options."""
+"""What generate, serve and bench share: opening the target that was asked for, texts, drafters and their options."""
 
+import argparse
 import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import torch
 
 from longdraft.data_prep.shards import ShardSet
 from longdraft.infer.drafters.build import DRAFTERS, TRAINED
+from longdraft.infer.engine import Engine
 from longdraft.infer.memory import available_bytes, size, weight_count
 from longdraft.infer.sampling import SamplingParams
 from longdraft.launch.console import note, said
@@ -24,6 +27,43 @@ from longdraft.models.target import Target
 # What leaves all tokens in.
 FILTERS = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "eta_cutoff": 0.0}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """The drafters that a command's arguments ask for (launch/shared_options.py), and their target."""
+
+    args: argparse.Namespace
+    device: torch.device
+    names: list[str]
+    options: Mapping[str, Any]
+    nodes: int | str | None
+    source: tuple[str, str | None]
+
+    def open_target(self, positions: int, slots: int = 1) -> Target:
+        """Load it, where it fits with so many positions a slot."""
+        build = build_fitting(self.source[0], positions, slots)
+        return open_target(*self.source, self.args.dtype, self.device, max_positions(self.args.draft), build)
+
+    def open_engines(self, target: Target, slots: int | None = None) -> dict[str, Engine]:
+        """An engine for each drafter."""
+        own = {"nodes": self.nodes, "slots": slots, "log": note}
+        own["noise_in_ranking"] = not self.args.no_noise
+        own |= {name: getattr(self.args, name) for name in ("max_length", "prefill_chunk")}
+        return {
+            name: Engine(target, name, draft_for(name, self.args.draft), options=options_for(name, self.options), **own)
+            for name in self.names
+        }
+
+
+def read_drafting(args: argparse.Namespace) -> Drafting:
+    """What is asked for, checked; nothing is loaded."""
+    device, names = read_device(args.device), drafter_names(args.drafter, args.draft)
+    options = read_options(args.option)
+    check_options(names, options)
+    nodes = node_budget(args.nodes, names)
+    check_draft(names, args.draft, args.target)
+    return Drafting(args, device, names, options, nodes, target_source(args.target, args.gguf_file, args.draft))
 
 
 def target_source(path: str | None, gguf_file: str | None, draft: str | None) -> tuple[str, str | None]:

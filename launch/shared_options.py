@@ -1,4 +1,4 @@
-"""Options that `generate` and `bench` share, and what they become. Not here: what else both do (runtime.py)."""
+"""Options that commands which decode share, and what they become. Not here: what else they do alike (runtime.py)."""
 
 import argparse
 from collections.abc import Callable
@@ -26,6 +26,31 @@ NUMBERS = {
     "presence_penalty": (float, "taken off the logits of generated tokens once; 0 is off"),
     "frequency_penalty": (float, "taken off the logits of generated tokens for each time; 0 is off"),
 }
+
+
+def add_model(parser: argparse.ArgumentParser) -> Callable[..., Any]:
+    """The target and where it runs; returns what adds further ones to the group."""
+    add = parser.add_argument_group("model").add_argument
+    add("--target", help="a folder, a hub name, a .gguf file or smollm2-135m (default: the draft's own target)")
+    add("--gguf-file", help="with --target: name of a .gguf file inside it")
+    add_dtype(add)
+    add("--device", help="default: cuda where there is one")
+    add("--max-length", type=int, help="most positions of prompt and text (default: the target's)")
+    add("--prefill-chunk", type=int, help="rows of a pass over the prompt (default: 512, 2048 on a GPU)")
+    return add
+
+
+def add_drafters(parser: argparse.ArgumentParser, several: bool) -> None:
+    """Drafters, one or several to compare, and their options."""
+    add = parser.add_argument_group("drafting (speed only, never the text)").add_argument
+    which, many = "one or more, " if several else "", {"nargs": "+", "action": "extend"}
+    number: dict[str, Any] = many if several else {"nargs": 1}
+    add("--drafter", help=f"{which}a+b for several in one tree; default: the draft's own, else plain", **number)
+    add("--draft", help="draft folder that `longdraft export` wrote")
+    own = "a drafter's own; DRAFTER.KEY=VALUE for one of several"
+    add("--option", default=[], metavar="KEY=VALUE", help=own, **many)
+    add("--nodes", help="proposed nodes that a step verifies: auto (the default: what pays), all, or a number at most")
+    add_drafting(add)
 
 
 def add_dtype(add: Callable[..., Any], default: str | None = "bf16", help: str = "default: bf16") -> None:

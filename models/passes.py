@@ -117,6 +117,17 @@ class TargetOutput:
     queries: Tensor | None = None
     of_spans: Tensor | None = None
 
+    def among(self, slots: slice, batch: int) -> "TargetOutput":
+        """Of these slots' output that of all; zeros for the others."""
+
+        def all_slots(x: Tensor | None) -> Tensor | None:
+            return None if x is None else spread(x, slots, batch)
+
+        queries = None if self.queries is None else spread(self.queries.transpose(0, 1), slots, batch).transpose(0, 1)
+        last_kv = self.last_kv and (spread(self.last_kv[0], slots, batch), spread(self.last_kv[1], slots, batch))
+        logits, pre_norm, post_norm = (all_slots(x) for x in (self.logits, self.pre_norm, self.post_norm))
+        return TargetOutput(logits, pre_norm, post_norm, last_kv, queries)
+
     def of_slot(self, slot: int, n_tokens: int) -> "TargetOutput":
         """The first tokens of one slot: views with B = 1."""
         own, both = slice(slot, slot + 1), self.last_kv
@@ -138,6 +149,13 @@ def take_spans(x_1NX: Tensor, spans: Sequence[Span]) -> Tensor:
     if len(spans) == 1:
         return x_1NX[:, slice(*spans[0])]
     return torch.cat([x_1NX[:, :0], *(x_1NX[:, start:stop] for start, stop in spans)], 1)
+
+
+def spread(x: Tensor, slots: slice, batch: int) -> Tensor:
+    """x [b, ...] of these slots as [B, ...], zeros elsewhere."""
+    whole = x.new_zeros(batch, *x.shape[1:])
+    whole[slots] = x
+    return whole
 
 
 def layers_bytes(config: DecoderConfig, n_tokens: int, dtype: torch.dtype) -> int:

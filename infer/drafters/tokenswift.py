@@ -162,6 +162,8 @@ class TokenSwiftDrafter(DeviceDrafter):
         if self._follows and output.queries is not None:
             self._select().build_from_prompt(slots, output.queries, [self._last_read[slot] for slot in slots])
             self._ask_for_queries(self._select().needs_queries)
+        elif self._follows:  # since a step between this prompt's passes, which were not asked for queries
+            self._select().select_anew()
 
     def _select(self) -> SelectedCache:
         """The selected cache, allocated where there is none."""

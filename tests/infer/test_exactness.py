@@ -22,6 +22,7 @@ from longdraft.infer.drafters.token_recycling import TokenRecycling
 from longdraft.infer.drafters.tokenswift import tokenswift
 from longdraft.infer.drafters.triforce import TriForceDrafter
 from longdraft.infer.engine import Engine
+from longdraft.infer.requests import read_requests
 from longdraft.infer.sampling import SamplingParams
 from longdraft.infer.shape import TreeShape, likeliest_nodes
 from longdraft.models.decoder_config import ExpertsConfig
@@ -256,6 +257,46 @@ def test_an_engine_is_used_again(models, plain, name, lag):
     assert len([next(pieces) for _ in range(7)]) == 7
     pieces.close()
     check(engine, want, "gqa", "overflow", every(("T0.7",), (1, 4, 2, 3)), new=6)
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_requests_that_come_while_others_run_get_plain_decodings_tokens(models, plain, name, lag):
+    """One every few steps, its prompt in chunks with steps between; one is cancelled; then the engine waits, and goes
+    on."""
+    target, small = models("gqa")
+    engine = Engine(target, DRAFTERS[name](target, small), slots=3, prefill_chunk=8)
+    engine.runner.lag = lag
+    asked, want = prompts("gqa", "overflow"), plain("gqa", "overflow")
+    cases = [("greedy", 0), ("T0.7", 3), ("T1_penalty", 4), ("greedy", 1), ("T1_min_p", 2), ("T0.7", 4), ("greedy", 3)]
+    requests = []
+    for index, (sampling, prompt) in enumerate(cases):
+        params = replace(SAMPLINGS[sampling], seed=1500 + prompt, max_new_tokens=NEW)
+        requests.append(replace(read_requests(target, [asked[prompt]], params, POSITIONS)[0], index=index))
+    turn, waited = 0, []
+
+    def arrivals(idle):
+        nonlocal turn
+        turn += 1
+        if idle and len(requests) < len(cases):
+            waited.append(len(requests))
+        if len(requests) == 1 and not idle:  # the last one comes when all others are done
+            return []
+        if turn == 7:
+            engine.cancel(2)
+        if not requests:
+            return None
+        return [requests.pop(0)] if turn % 3 == 0 or idle else []
+
+    done = {}
+    for piece in engine.serve(arrivals):
+        if piece.generation is not None:
+            assert piece.index not in done
+            done[piece.index] = piece.generation
+    assert waited == [1] and len(done) == len(cases) and done[2].finish_reason == "cancelled"
+    for index, (sampling, prompt) in enumerate(cases):
+        tokens = want[sampling][prompt]
+        assert done[index].tokens == (tokens[: len(done[2].tokens)] if index == 2 else tokens), index
 
 
 ANYTHING = {

@@ -1,0 +1,296 @@
+"""An HTTP server with OpenAI's interface: chats and completions, streamed and whole, on one engine.
+
+Not here: the engine's thread (infer/server_engine.py), what the fields mean (infer/server_protocol.py), the command
+line (launch/serve.py). No request can name a file: a body is text, token ids and numbers.
+"""
+
+import asyncio
+import json
+import secrets
+import socket
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from fastapi import Depends, FastAPI, Request
+from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope, Send
+
+from longdraft.infer.engine import Engine
+from longdraft.infer.results import Generation
+from longdraft.infer.server_engine import EngineThread, Full, Job, Stopped
+from longdraft.infer.server_protocol import Answers, ApiError, Body, Chat, Completion, parse, requests_of
+from longdraft.infer.text import ShownText
+
+PAGE = Path(__file__).with_name("server_page.html")
+GONE = 499  # as proxies log a client that has hung up; nobody reads it
+SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How the engine is served.
+
+    Attributes:
+        model: the name that requests call it by.
+        api_key: what /v1 asks for as a bearer token; empty: nothing.
+        queue: requests that may wait for a slot; more are answered 429.
+        body_bytes, body_seconds: what a request's body may have and take.
+    """
+
+    model: str
+    api_key: str = ""
+    queue: int = 256
+    body_bytes: int = 4 << 20
+    body_seconds: float = 30
+
+
+class Meters:
+    """What /metrics tells Prometheus."""
+
+    def __init__(self):
+        self.registry = registry = CollectorRegistry()
+
+        def count(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"longdraft_{name}", text, labels, registry=registry)
+
+        def seconds(name: str, text: str) -> Histogram:
+            return Histogram(f"longdraft_{name}_seconds", text, buckets=SECONDS, registry=registry)
+
+        self.requests = count("requests", "Requests that ended, by reason", "finish_reason")
+        self.errors = count("errors", "Answers with an error, by status", "status")
+        self.prompt_tokens = count("prompt_tokens", "Tokens of prompts")
+        self.new_tokens = count("generation_tokens", "Tokens that were generated")
+        self.steps = count("steps", "Steps, counted once for each request in them")
+        self.speculative_steps = count("speculative_steps", "Steps that verified drafted tokens")
+        self.drafted = count("draft_tokens", "Drafted tokens that were verified")
+        self.accepted = count("accepted_draft_tokens", "Drafted tokens that were accepted")
+        self.first_token = seconds("time_to_first_token", "From a request's arrival to its first token")
+        self.whole = seconds("request", "From a request's arrival to its end")
+
+    def watch(self, thread: EngineThread) -> None:
+        """Gauges that are read when they are asked for."""
+        for name, read in (("waiting", lambda: thread.waiting), ("running", lambda: thread.in_flight - thread.waiting)):
+            Gauge(f"longdraft_requests_{name}", f"Requests {name}", registry=self.registry).set_function(read)
+
+    def finish(self, generation: Generation, taken: float) -> None:
+        """One request is done."""
+        stats = generation.stats
+        self.requests.labels(generation.finish_reason).inc()
+        self.prompt_tokens.inc(len(generation.prompt))
+        self.new_tokens.inc(len(generation.tokens))
+        self.steps.inc(stats.steps)
+        self.speculative_steps.inc(stats.speculative_steps)
+        self.drafted.inc(stats.drafted)
+        self.accepted.inc(sum(stats.accepted_at_depth))
+        self.whole.observe(taken)
+
+
+class Events(StreamingResponse):
+    """Server-sent events; however it ends, the job does."""
+
+    def __init__(self, events: AsyncIterator[bytes], thread: EngineThread, job: Job):
+        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+        self._thread, self._job = thread, job
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._thread.cancel(self._job)
+
+
+class Service:
+    """The handlers of one engine."""
+
+    def __init__(self, engine: Engine, settings: Settings):
+        self.engine, self.settings, self.meters = engine, settings, Meters()
+        self.created = int(time.time())
+        self.server: uvicorn.Server | None = None
+        meters = self.meters
+        self.thread = EngineThread(engine, settings.queue, meters.first_token.observe, meters.finish, self._stop)
+        meters.watch(self.thread)
+
+    def _stop(self, error: BaseException) -> None:
+        """The engine has failed: whoever started the server hears of it, and starts it anew."""
+        if self.server is not None:
+            self.server.should_exit = True
+
+    async def answer(self, kind: type[Body], request: Request) -> Response:
+        """A completion or a chat, whole or streamed."""
+        settings = self.settings
+        body = parse(kind, await _read(request, settings.body_bytes, settings.body_seconds))
+        if body.model not in (None, settings.model):
+            raise ApiError(
+                404, f"model: {body.model!r} is not served here, {settings.model!r} is", "model", "model_not_found"
+            )
+        try:
+            requests = await asyncio.to_thread(requests_of, body, self.engine.target, self.engine.max_length)
+        except ValueError as error:
+            raise ApiError(400, str(error)) from error
+        answers = Answers(body, secrets.token_hex(12), settings.model, self.engine.drafter.max_depth)
+        job = self.thread.submit(requests, bool(body.stream))
+        if body.stream:
+            return Events(self._events(job, answers), self.thread, job)
+        return _json(answers.whole(await self._whole(request, job)))
+
+    async def _whole(self, request: Request, job: Job) -> list[Generation]:
+        """All generations, unless the client hangs up before."""
+        done, gone = asyncio.ensure_future(job.generations()), asyncio.ensure_future(_hang_up(request))
+        try:
+            await asyncio.wait({done, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not done.done():
+                raise ClientDisconnect
+            return done.result()
+        finally:
+            done.cancel()
+            gone.cancel()
+            self.thread.cancel(job)
+
+    async def _events(self, job: Job, answers: Answers) -> AsyncIterator[bytes]:
+        """A stream's chunks, and what ends it."""
+        texts = [ShownText(self.engine.target.tokenizer, one.sampling.stop_strings) for one in job.requests]
+        done = dict[int, Generation]()
+        for index in range(len(texts)):
+            if (first := answers.first(index)) is not None:
+                yield _event(first)
+        try:
+            async for index, piece in job.pieces():
+                drafted = texts[index].push(piece.tokens[: piece.accepted])
+                text = drafted + texts[index].push(piece.tokens[piece.accepted :])
+                accepted = {"tokens": len(piece.tokens), "accepted": piece.accepted, "characters": len(drafted)}
+                if piece.generation is None:
+                    if text or answers.tells_accepted:
+                        yield _event(answers.chunk(index, text, accepted))
+                    continue
+                done[index] = generation = piece.generation
+                text += texts[index].finish(generation.text or "")
+                last = answers.chunk(index, text, accepted, generation.finish_reason)
+                ended = len(done) == len(texts)
+                for chunk in answers.end(last, [done[i] for i in sorted(done)]) if ended else [last]:
+                    yield _event(chunk)
+            yield b"data: [DONE]\n\n"
+        except Stopped as error:  # the head is out already: an event says it
+            yield _event(ApiError(503, str(error)).body)
+
+    def models(self) -> Response:
+        """The one that is served."""
+        own = {"id": self.settings.model, "object": "model", "created": self.created, "owned_by": "longdraft"}
+        return _json({"object": "list", "data": [own | {"max_model_len": self.engine.max_length}]})
+
+    def check_key(self, request: Request) -> None:
+        """Raise ApiError for a request without the key."""
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        own = self.settings.api_key
+        if own and not (scheme.lower() == "bearer" and secrets.compare_digest(given.strip().encode(), own.encode())):
+            raise ApiError(401, "give the server's key as Authorization: Bearer KEY", code="invalid_api_key")
+
+    def respond(self, request: Request, error: Exception) -> Response:
+        """An error as OpenAI's clients read it."""
+        if isinstance(error, ClientDisconnect):
+            return Response(status_code=GONE)
+        if isinstance(error, Full):
+            seconds, error = error.retry_after, ApiError(429, str(error), code="queue_full")
+            error.headers["Retry-After"] = str(seconds)
+        elif isinstance(error, Stopped):
+            error = ApiError(503, str(error))
+        elif isinstance(error, HTTPException):
+            error = ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
+        elif not isinstance(error, ApiError):
+            error = ApiError(500, "the server failed at this request; its log says how")
+        self.meters.errors.labels(error.status).inc()
+        return JSONResponse(error.body, error.status, error.headers)
+
+
+def create_app(service: Service) -> FastAPI:
+    """The routes. The engine's thread runs for as long as the application does, and ends what it was given."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        service.thread.start()
+        yield
+        await service.thread.close()
+
+    app = FastAPI(title="longdraft", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    for kind in (ApiError, Full, Stopped, ClientDisconnect, HTTPException, Exception):
+        app.add_exception_handler(kind, service.respond)
+    with_key, page = [Depends(service.check_key)], PAGE.read_text(encoding="utf-8")
+
+    @app.post("/v1/chat/completions", dependencies=with_key)
+    async def chat(request: Request) -> Response:
+        return await service.answer(Chat, request)
+
+    @app.post("/v1/completions", dependencies=with_key)
+    async def completions(request: Request) -> Response:
+        return await service.answer(Completion, request)
+
+    @app.get("/v1/models", dependencies=with_key)
+    async def models() -> Response:
+        return service.models()
+
+    @app.get("/health")
+    async def health() -> Response:
+        return Response(status_code=200 if service.thread.alive else 503)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(generate_latest(service.meters.registry), media_type=CONTENT_TYPE_LATEST)
+
+    @app.get("/")
+    async def chat_page() -> Response:
+        return HTMLResponse(page)
+
+    return app
+
+
+def serve(engine: Engine, settings: Settings, listening: socket.socket, drain_seconds: int) -> bool:
+    """Serve until a signal ends it; answers that run then have so many seconds. Returns whether the engine is well."""
+    service = Service(engine, settings)
+    config = uvicorn.Config(
+        create_app(service), log_level="warning", access_log=False, timeout_graceful_shutdown=drain_seconds
+    )
+    service.server = server = uvicorn.Server(config)
+    server.run([listening])
+    return not service.thread.failed
+
+
+async def _read(request: Request, most: int, seconds: float) -> bytes:
+    """A JSON body. Raises: ApiError for another kind, one too large or one that does not come; ClientDisconnect."""
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        raise ApiError(415, "give the body as Content-Type: application/json")
+    parts, size = [], 0
+    try:
+        async with asyncio.timeout(seconds):
+            async for part in request.stream():
+                parts.append(part)
+                size += len(part)
+                if size > most:
+                    raise ApiError(413, f"the body has more than {most} bytes; shorten the prompt")
+    except TimeoutError as error:
+        raise ApiError(408, f"the body did not come within {seconds:g} s; send it again") from error
+    return b"".join(parts)
+
+
+async def _hang_up(request: Request) -> None:
+    """Until the client is gone; its body has been read."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _text(value: Mapping[str, Any]) -> bytes:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+def _json(value: Mapping[str, Any]) -> Response:
+    return Response(_text(value), media_type="application/json")
+
+
+def _event(value: Mapping[str, Any]) -> bytes:
+    return b"data: " + _text(value) + b"\n\n"

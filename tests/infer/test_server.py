@@ -1,0 +1,327 @@
+"""The server, by OpenAI's own client and by clients that misbehave: what it answers is what the engine gives alone."""
+
+import asyncio
+import json
+import socket
+import threading
+import time
+from contextlib import contextmanager
+
+import httpx
+import openai
+import pytest
+import torch
+import uvicorn
+
+from longdraft.infer.engine import Engine
+from longdraft.infer.sampling import SamplingParams
+from longdraft.infer.server import Service, Settings, create_app
+from longdraft.models.hf import load_target
+
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
+TEXT = "the cat sat on the mat and the dog sat on the log. "
+CHAT = [{"role": "user", "content": "the cat and the dog"}]
+KEY = "a key"
+
+
+@pytest.fixture(scope="module")
+def target(shared, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("server") / "tiny"
+    saved = shared("tiny_checkpoint.py").save(folder, TEXT * 40 + "naïve 世界 🙂 ", 290, seed=3, chat_template=TEMPLATE)
+    return load_target(saved, torch.float32)
+
+
+@contextmanager
+def served(target, queue=64, slots=3, drafter="token_recycling+prompt_lookup", **settings):
+    """A server on a free port of this machine; its service."""
+    engine = Engine(target, drafter, slots=slots, max_length=200, prefill_chunk=16, nodes=None)
+    service = Service(engine, Settings("tiny", queue=queue, **settings))
+    server = service.server = uvicorn.Server(uvicorn.Config(create_app(service), log_level="warning"))
+    listening = socket.create_server(("127.0.0.1", 0))
+    service.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+    thread = threading.Thread(target=server.run, args=([listening],), daemon=True)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    yield service
+    server.should_exit = True
+    thread.join(30)
+    assert not thread.is_alive() and not service.thread.failed
+
+
+@pytest.fixture(scope="module")
+def service(target):
+    with served(target, api_key=KEY) as service:
+        yield service
+
+
+@pytest.fixture
+def client(service):
+    with openai.OpenAI(base_url=f"{service.url}/v1", api_key=KEY, max_retries=0, timeout=60) as client:
+        yield client
+
+
+def alone(target, prompt, **params):
+    """What the engine gives, without a server or a drafter."""
+    return Engine(target).generate([prompt], SamplingParams(**params))[0]
+
+
+def post(service, path="chat/completions", headers=None, **body):
+    body = {"messages": CHAT, "max_tokens": 4} | body if path.startswith("chat") else body
+    given = {"Authorization": f"Bearer {KEY}"} if headers is None else headers
+    return httpx.post(f"{service.url}/v1/{path}", json=body, headers=given, timeout=60)
+
+
+def test_a_chat_is_what_the_engine_gives_with_its_seed(client, target):
+    want = alone(target, CHAT, temperature=0.8, seed=7, max_new_tokens=20)
+    found = client.chat.completions.create(model="tiny", messages=CHAT, temperature=0.8, seed=7, max_tokens=20)
+    assert found.object == "chat.completion" and found.model == "tiny"
+    (choice,) = found.choices
+    assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", want.text, "length")
+    assert (found.usage.prompt_tokens, found.usage.completion_tokens) == (len(want.prompt), 20)
+
+
+def test_a_streamed_chat_is_the_whole_one(client, target):
+    want = alone(target, CHAT, temperature=0.8, seed=8, max_new_tokens=40)
+    stream = client.chat.completions.create(
+        model="tiny", messages=CHAT, temperature=0.8, seed=8, max_completion_tokens=40, stream=True,
+        stream_options={"include_usage": True, "include_accepted": True},
+    )  # fmt: skip
+    *chunks, last = list(stream)
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == want.text
+    assert [chunk.choices[0].finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["length"]
+    assert last.choices == [] and last.usage.total_tokens == len(want.prompt) + 40
+    told = [chunk.accepted for chunk in chunks[1:]]
+    assert sum(one["tokens"] for one in told) == 40
+    figures = last.metrics["speculative_decoding"]
+    assert sum(one["accepted"] for one in told) == figures["num_accepted_draft_tokens"]
+    for chunk, one in zip(chunks[1:], told, strict=True):
+        assert one["characters"] <= len(chunk.choices[0].delta.content or "")
+
+
+def test_speculative_figures_agree_with_each_other(client):
+    for _ in range(2):  # the second one's tokens are known to the drafter
+        found = client.completions.create(model="tiny", prompt=TEXT * 3, max_tokens=60, temperature=0)
+    figures = found.metrics["speculative_decoding"]
+    histogram = {int(count): times for count, times in figures["acceptance_histogram"].items()}
+    accepted = sum(count * times for count, times in histogram.items())
+    assert sum(histogram.values()) == figures["num_spec_steps"] > 0
+    assert accepted == figures["num_accepted_draft_tokens"] > 0
+    assert figures["mean_acceptance_length"] == pytest.approx(1 + accepted / figures["num_spec_steps"])
+    assert figures["draft_acceptance_rate"] == pytest.approx(accepted / figures["num_draft_tokens"])
+    assert max(histogram) <= figures["num_spec_tokens"] == 24
+
+
+def test_completions_of_texts_and_tokens_with_several_choices(client, target):
+    ids = target.tokenizer(TEXT).input_ids
+    for prompt, plain in (([TEXT, "the dog"], [TEXT, "the dog"]), ([ids, ids[:5]], [ids, ids[:5]]), (ids, [ids])):
+        found = client.completions.create(
+            model="tiny", prompt=prompt, n=2, max_tokens=9, seed=3, temperature=1, presence_penalty=0.5
+        )
+        want = [
+            alone(target, one, max_new_tokens=9, seed=3 + i, temperature=1, presence_penalty=0.5).text
+            for one in plain
+            for i in range(2)
+        ]
+        assert [choice.text for choice in found.choices] == want
+        assert [choice.index for choice in found.choices] == list(range(len(want)))
+        assert found.usage.prompt_tokens == sum(len(alone(target, one, max_new_tokens=1).prompt) for one in plain)
+
+
+def test_choices_of_a_stream_keep_apart(client, target):
+    stream = client.completions.create(
+        model="tiny", prompt=TEXT, n=5, max_tokens=25, seed=3, temperature=1, stream=True
+    )
+    texts, reasons = [""] * 5, {}
+    for chunk in stream:
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+            if choice.finish_reason:
+                reasons[choice.index] = choice.finish_reason
+    assert texts == [alone(target, TEXT, max_new_tokens=25, seed=3 + i, temperature=1).text for i in range(5)]
+    assert set(reasons) == set(range(5))
+
+
+def test_stops_bans_and_filters_are_the_engines(client, target):
+    plain = alone(target, TEXT, temperature=1, seed=5, max_new_tokens=30)
+    stop, ban = plain.text[8:11], plain.tokens[0]
+    found = client.completions.create(model="tiny", prompt=TEXT, temperature=1, seed=5, max_tokens=30, stop=stop)
+    assert found.choices[0].text == plain.text[: plain.text.index(stop)] and found.choices[0].finish_reason == "stop"
+    own = {"top_k": 9, "min_p": 0.02, "repetition_penalty": 1.1, "stop_token_ids": [5], "ignore_eos": True}
+    found = client.completions.create(
+        model="tiny", prompt=TEXT, temperature=1, top_p=0.9, seed=5, max_tokens=30, logit_bias={str(ban): -100},
+        extra_body=own,
+    )  # fmt: skip
+    own["stop_token_ids"] = (5,)
+    want = alone(
+        target, TEXT, temperature=1, top_p=0.9, seed=5, max_new_tokens=30, banned_token_ids=(ban,), **own
+    )  # fmt: skip
+    assert found.choices[0].text == want.text != plain.text
+
+
+def test_a_chat_without_a_limit_fills_its_positions(client, target):
+    found = client.chat.completions.create(model="tiny", messages=CHAT, temperature=0, extra_body={"ignore_eos": True})
+    assert found.usage.total_tokens == 200 and found.choices[0].finish_reason == "length"
+
+
+def test_models_health_metrics_and_the_page(client, service):
+    (model,) = client.models.list()
+    assert (model.id, model.max_model_len) == ("tiny", 200)
+    assert httpx.get(f"{service.url}/health").status_code == 200
+    text = httpx.get(f"{service.url}/metrics").text
+    values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    assert float(values["longdraft_generation_tokens_total"]) > 0 and values["longdraft_requests_running"] == "0.0"
+    assert values["longdraft_time_to_first_token_seconds_count"] == values["longdraft_request_seconds_count"]
+    page = httpx.get(service.url)
+    assert page.headers["content-type"].startswith("text/html") and "//" not in page.text.replace("// Char", "")
+
+
+@pytest.mark.parametrize(
+    ("body", "field", "message"),
+    [
+        ({"messages": []}, "messages", "at least 1"),
+        ({"messages": "hello"}, "messages", "valid array"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]}]},
+         None, "reads text alone"),
+        ({"messages": [{"content": "x"}]}, None, "role is None"),
+        ({"max_tokens": 0}, "max_tokens", "at least 1"),
+        ({"max_tokens": 2000}, "max_tokens", "at most 200"),
+        ({"max_tokens": "4"}, "max_tokens", "valid integer"),
+        ({"temperature": -1}, None, "temperature=-1"),
+        ({"top_p": 0}, None, "top_p=0"),
+        ({"n": 0}, "n", "greater than or equal to 1"),
+        ({"n": 1000}, "n", "less than or equal to 128"),
+        ({"seed": 2**70}, None, "64 bits"),
+        ({"stop": [""]}, None, "not empty"),
+        ({"logprobs": True}, "logprobs", "not served"),
+        ({"top_logprobs": 3}, "top_logprobs", "not served"),
+        ({"tools": [{"type": "function"}]}, "tools", "at most 0"),
+        ({"response_format": {"type": "json_object"}}, "response_format", "text"),
+        ({"logit_bias": {"3": 5}}, "logit_bias", "only bans"),
+        ({"stop_token_ids": [999]}, None, "0..289"),
+        ({"chat_template": "/etc/passwd"}, "chat_template", "unknown; the fields served are"),
+        ({"messages": [{"role": "user", "content": "x " * 300}]}, None, "at most 199 fit"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_named(service, body, field, message):
+    answer = post(service, **body)
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and error["type"] == "invalid_request_error"
+    assert error["param"] == field and message in error["message"], error
+
+
+def test_other_refusals_are_errors_that_the_client_knows(client, service):
+    with pytest.raises(openai.NotFoundError, match="'gpt' is not served here, 'tiny' is"):
+        client.chat.completions.create(model="gpt", messages=CHAT)
+    with pytest.raises(openai.AuthenticationError, match="Bearer"):
+        client.with_options(api_key="another").models.list()
+    assert post(service, headers={}).status_code == 401
+    for method, path, status in (("GET", "/v1/chat/completions", 405), ("POST", "/v1/embeddings", 404)):
+        answer = httpx.request(method, service.url + path)
+        assert answer.status_code == status and answer.json()["error"]["message"]
+    raw = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
+    url = f"{service.url}/v1/completions"
+    assert httpx.post(url, content=b'{"prompt": ', headers=raw).status_code == 400
+    assert httpx.post(url, content=b'{"prompt": "\xff"}', headers=raw).status_code == 400
+    assert httpx.post(url, content=b'{"prompt": "a"}', headers=raw | {"Content-Type": "text/plain"}).status_code == 415
+    assert httpx.post(url, content=b" " * (5 << 20), headers=raw).status_code == 413
+    assert "best_of" in post(service, "completions", prompt="a", best_of=3).json()["error"]["message"]
+    assert "suffix" in post(service, "completions", prompt="a", suffix="b").json()["error"]["message"]
+
+
+def test_a_full_queue_says_when_to_come_again(target, monkeypatch):
+    with served(target, queue=1, slots=1) as service, httpx.Client(timeout=60) as client:
+        go_on, step = threading.Event(), service.engine.runner.step
+        monkeypatch.setattr(service.engine.runner, "step", lambda: go_on.wait(30) and step())
+        long = {"messages": CHAT, "max_tokens": 150, "ignore_eos": True, "stream": True}
+        with client.stream("POST", f"{service.url}/v1/chat/completions", json=long) as one:
+            first = one.iter_lines()
+            next(first)
+            with client.stream("POST", f"{service.url}/v1/chat/completions", json=long) as two:
+                assert two.status_code == 200
+                refused = post(service, headers={})
+                assert refused.status_code == 429 and refused.json()["error"]["code"] == "queue_full"
+                assert 1 <= int(refused.headers["retry-after"]) <= 60
+                go_on.set()
+                assert [line for line in first if line][-1] == "data: [DONE]"
+                assert [line for line in two.iter_lines() if line][-1] == "data: [DONE]"
+        assert post(service, headers={}).status_code == 200
+
+
+def test_clients_that_misbehave_take_nothing_from_the_others(target):
+    """Many streams on few slots: some read to the end, slowly too, some hang up in the middle, before the first token
+    or in their own request; then every slot is free again."""
+
+    async def stream(client, url, seed, kind):
+        body = {"prompt": TEXT, "max_tokens": 24, "temperature": 1, "seed": seed, "stream": True, "ignore_eos": True}
+        text = ""
+        async with client.stream("POST", f"{url}/v1/completions", json=body) as answer:
+            assert answer.status_code == 200
+            if kind == "leaves at once":
+                return None
+            async for line in answer.aiter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                text += json.loads(line[6:])["choices"][0]["text"]
+                if kind == "leaves" and len(text) > 5:
+                    return None
+                if kind == "slow":
+                    await asyncio.sleep(0.02)
+        return text
+
+    async def half(url):
+        port = int(url.rsplit(":", 1)[1])
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n")
+        writer.write(b'Content-Length: 100\r\n\r\n{"prompt": "the c')
+        await writer.drain()
+        await asyncio.sleep(0.05)
+        writer.close()
+
+    async def whole_and_leaves(client, url):
+        body = {"prompt": TEXT, "max_tokens": 150, "ignore_eos": True}
+        with pytest.raises(httpx.ReadTimeout):
+            await client.post(f"{url}/v1/completions", json=body, timeout=0.05)
+
+    async def all_of_them(url):
+        kinds = ["reads", "leaves", "slow", "leaves at once"] * 8
+        async with httpx.AsyncClient(timeout=60, limits=httpx.Limits(max_connections=None)) as client:
+            streams = [stream(client, url, seed, kind) for seed, kind in enumerate(kinds)]
+            others = [half(url) for _ in range(4)] + [whole_and_leaves(client, url) for _ in range(2)]
+            found = await asyncio.gather(*streams, *others)
+        return found[: len(streams)]
+
+    with served(target) as service:
+        found = asyncio.run(all_of_them(service.url))
+        params = [SamplingParams(temperature=1, seed=seed, max_new_tokens=24, ignore_eos=True) for seed in range(32)]
+        want = [one.text for one in Engine(target).generate([TEXT] * 32, params)]
+        for seed, text in enumerate(found):
+            assert text is None if seed % 2 else text == want[seed]
+        deadline = time.monotonic() + 20
+        while service.thread.in_flight and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert service.thread.in_flight == 0
+        assert post(service, headers={}).status_code == 200
+
+
+def test_a_body_that_does_not_come_is_given_up(target):
+    with served(target, body_seconds=0.2) as service, socket.socket() as connection:
+        connection.settimeout(20)
+        connection.connect(("127.0.0.1", int(service.url.rsplit(":", 1)[1])))
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n")
+        connection.sendall(b'Content-Length: 100\r\n\r\n{"prompt": "the c')
+        assert connection.recv(200).startswith(b"HTTP/1.1 408 ")
+
+
+def test_an_engine_that_fails_ends_every_answer_and_the_server(target, monkeypatch):
+    with pytest.raises(AssertionError), served(target) as service, httpx.Client(timeout=60) as client:
+        monkeypatch.setattr("threading.excepthook", lambda args: None)
+        body = {"messages": CHAT, "max_tokens": 150, "ignore_eos": True, "stream": True}
+        with client.stream("POST", f"{service.url}/v1/chat/completions", json=body) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            monkeypatch.setattr(service.engine.runner, "step", lambda: 1 / 0)
+            events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+        assert events[-1]["error"]["type"] == "server_error"
+        assert service.thread.failed and service.server.should_exit

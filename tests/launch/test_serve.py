@@ -1,0 +1,71 @@
+"""`longdraft serve` as a process: it is found, serves, and ends when its answers are done."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import openai
+import pytest
+
+from longdraft.launch import serve
+
+COMMAND = [sys.executable, "-m", "longdraft.launch.cli", "serve", "--drafter", "prompt_lookup", "--dtype", "fp32"]
+CHAT = [{"role": "user", "content": "the cat and the dog"}]
+
+
+@pytest.fixture
+def running(folder):
+    """A server of the tiny checkpoint with a key; its process and its address."""
+    options = ["--target", folder, "--port", "0", "--slots", "2", "--max-length", "1200", "--device", "cpu"]
+    environment = os.environ | {"LONGDRAFT_API_KEY": "secret", "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen([*COMMAND, *options], stderr=subprocess.PIPE, text=True, env=environment)
+    lines = []
+    for line in process.stderr:
+        lines.append(line)
+        if line.startswith("Serving "):
+            break
+    found = re.match(r"Serving \S+ on (http://127.0.0.1:\d+) with 2 slots of 1200 positions, with a key", lines[-1])
+    assert found, lines
+    with openai.OpenAI(base_url=f"{found[1]}/v1", api_key="secret", max_retries=0, timeout=60) as client:
+        yield process, client
+    process.kill()
+    process.wait()
+
+
+def test_sigterm_ends_it_when_its_answers_are_done(running, capfd, folder):
+    process, client = running
+    (model,) = client.models.list()
+    stream = client.chat.completions.create(
+        model=model.id, messages=CHAT, max_tokens=1000, seed=5, stream=True, extra_body={"ignore_eos": True}
+    )
+    text = next(stream).choices[0].delta.content
+    process.send_signal(signal.SIGTERM)
+    *chunks, last = list(stream)
+    text += "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    assert last.choices[0].finish_reason == "length"
+    assert process.wait(60) == 0 and "Traceback" not in process.stderr.read()
+    with pytest.raises(openai.APIConnectionError):
+        client.models.list()
+    # The same seed gives the same text on the command line.
+    from longdraft.launch.generate import main
+
+    options = ["--target", str(folder), "--dtype", "fp32", "--device", "cpu", "--seed", "5", "--temperature", "1"]
+    given = ["--chat", "--prompt", CHAT[0]["content"], "--max-new-tokens", "1000", "--eos", "ignore"]
+    assert main([*options, *given]) == 0
+    assert capfd.readouterr().out.rstrip("\n") == (text + (last.choices[0].delta.content or "")).rstrip("\n")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--slots", "0"], "--slots: 0; give at least 1"),
+        (["--queue", "-1"], "--queue: -1; give at least 0"),
+        (["--drafter", "nothing"], "--drafter: unknown name 'nothing'"),
+        ([], "--target: name a model"),
+    ],
+)
+def test_what_is_wrong_is_said_before_anything_is_loaded(options, message, capsys):
+    assert serve.main(options) == 2
+    assert f"longdraft serve: error: {message}" in capsys.readouterr().err
