@@ -92,6 +92,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--transformers", action="store_true", help="also time transformers' greedy generate on the same prompts")
     add("--loss-memory", action="store_true", help="only: peak memory of the heads' training loss at two lengths")
     add("--out", type=Path, metavar="FOLDER", help="record of every answer, with which a stopped run goes on")
+    add("--report", type=Path, metavar="FILE", help="with --out: also a page (.html) or a picture (.svg) of the record")
     add("--run", type=Path, metavar="RUN", help="training run's folder: bench.json, report.txt and report.png go there")
     return parser
 
@@ -158,10 +159,15 @@ def _bench(args: argparse.Namespace) -> dict:
     from longdraft.infer.drafters.build import build_drafter
     from longdraft.launch import runtime
     from longdraft.launch.progress import Progress
+    from longdraft.launch.report import check_name, write_report
     from longdraft.models.device import on_device
     from longdraft.models.hf import load_transformers
 
     # What can be wrong is found before the model is loaded.
+    if args.report is not None:
+        check_name(args.report, "--report")
+        if args.out is None:
+            raise ValueError(f"--report: {args.report} is made of a record; give --out too")
     device = runtime.read_device(args.device)
     args.suite, suite = _suite(args)
     _take_paper(args, suite)
@@ -204,6 +210,9 @@ def _bench(args: argparse.Namespace) -> dict:
         folders = write_files(record, args.out, {one.question.id: one.question.said() for one in asked})
         names = ", ".join(folder.name for folder in folders)
         note(f"Written to {args.out}: record.jsonl, and for other programs {names}")
+        if args.report is not None:
+            write_report([args.out], args.report, "--report")
+            note(f"Written to {args.report}")
     if args.paper is not None:
         paper = PAPERS[args.paper]
         own = [name for name in builders if paper.drafter in name.split("+")]

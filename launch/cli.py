@@ -13,6 +13,7 @@ COMMANDS = {
     "generate": "decode a prompt with any drafter",
     "serve": "answer requests of OpenAI's interface with any drafter",
     "bench": "measure drafters against plain decoding",
+    "report": "several benches' records on one page",
 }
 
 
