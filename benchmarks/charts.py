@@ -11,6 +11,7 @@ from typing import NamedTuple
 WIDTH, BAR, GAP, LABEL = 440, 13, 4, 17
 LEFT, RIGHT, TOP, HEIGHT = 46, 10, 10, 190  # of lines
 VALUE = 104  # room for the number behind the longest bar
+TICK = 46  # at least so far apart
 SERIES = 8  # colours
 TEXT = "font-size='11' font-family='system-ui, sans-serif'"
 
@@ -82,10 +83,15 @@ def lines(label: str, series: Mapping[int, Sequence[tuple[float, float]]], acros
         _, y = place(first, i * step)
         parts.append(f"<line class='grid' x1='{LEFT}' x2='{WIDTH - RIGHT}' y1='{y:g}' y2='{y:g}'/>")
         parts.append(f"<text class='axis' x='{LEFT - 5}' y='{y + 4:g}' text-anchor='end' {TEXT}>{i * step:g}</text>")
-    shown = sorted({x for x, _ in points})
-    for x in shown[:: max(1, math.ceil(len(shown) / 8))]:
+    before = -math.inf
+    for x in sorted({x for x, _ in points}):
         at, _ = place(x, 0)
-        parts.append(f"<text class='axis' x='{at:g}' y='{HEIGHT - 20}' text-anchor='middle' {TEXT}>{x:,g}</text>")
+        if at - before >= TICK:
+            anchor = "end" if at > WIDTH - RIGHT - TICK / 2 else "middle"
+            parts.append(
+                f"<text class='axis' x='{at:g}' y='{HEIGHT - 20}' text-anchor='{anchor}' {TEXT}>{x:,.0f}</text>"
+            )
+            before = at
     parts.append(f"<text class='axis' x='{LEFT}' y='{HEIGHT - 5}' {TEXT}>{escape(up)} by {escape(across)}</text>")
     for number, of in series.items():
         placed = [place(x, y) for x, y in of]

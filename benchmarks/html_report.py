@@ -18,25 +18,26 @@ SCHEMES = {
     "dark": {"ink": "#e6ebf0", "soft": "#9aa6b2", "paper": "#14181d", "rule": "#333c46", "good": "#5fcf95"},
 }
 STYLE = """
-body { margin: 0 auto; padding: 1.2rem; max-width: 76rem; background: var(--paper); color: var(--ink);
+body { margin: 0 auto; padding: 1.2rem; max-width: 86rem; background: var(--paper); color: var(--ink);
   font: 15px/1.5 system-ui, sans-serif; }
 h1 { font-size: 1.5rem; margin: 0 0 .2rem; } h2 { font-size: 1.15rem; margin: 2rem 0 .6rem; }
 h3 { font-size: 1rem; margin: 0 0 .5rem; } p { margin: .3rem 0; max-width: 60rem; } .soft { color: var(--soft); }
 .runs, .charts { display: grid; gap: 1.4rem; grid-template-columns: repeat(auto-fit, minmax(min(100%, 21rem), 1fr)); }
 section.run, figure { margin: 0; border: 1px solid var(--rule); border-radius: 6px; padding: .8rem 1rem; min-width: 0; }
-dl { display: grid; grid-template-columns: max-content 1fr; gap: .1rem .8rem; margin: .4rem 0 0; font-size: .88rem; }
+dl { display: grid; grid-template-columns: max-content 1fr; gap: .1rem .8rem; margin: .4rem 0 0; font-size: .94em; }
 dt { color: var(--soft); } dd { margin: 0; overflow-wrap: anywhere; }
 .proof { font-weight: 600; } .exact { color: var(--good); }
 .scroll { overflow-x: auto; }
-table { border-collapse: collapse; font-size: .88rem; font-variant-numeric: tabular-nums; }
-th, td { padding: .25rem .7rem; text-align: right; border-bottom: 1px solid var(--rule); white-space: nowrap; }
-th:first-child, td:first-child { text-align: left; padding-left: 0; } th { color: var(--soft); font-weight: 600; }
+table { border-collapse: collapse; font-size: .94em; font-variant-numeric: tabular-nums; }
+th, td { padding: .25rem .55rem; text-align: right; border-bottom: 1px solid var(--rule); white-space: nowrap; }
+th:first-child, td:first-child { text-align: left; padding-left: 0; } 
+th { color: var(--soft); font-weight: 600; white-space: normal; vertical-align: bottom; }
 figcaption { font-weight: 600; margin-bottom: .6rem; }
 svg { width: 100%; max-width: 560px; height: auto; display: block; }
 ul.legend { list-style: none; display: flex; flex-wrap: wrap; gap: .2rem 1.1rem; margin: .6rem 0; padding: 0; }
 ul.legend li { overflow-wrap: anywhere; }
 ul.legend svg { width: .8em; height: .8em; display: inline-block; margin-right: .4em; }
-details { margin-top: .6rem; font-size: .88rem; } summary { cursor: pointer; color: var(--soft); }
+details { margin-top: .6rem; } summary { cursor: pointer; color: var(--soft); }
 @media print { body { padding: 0; font-size: 11px; max-width: none; } figure, section.run { break-inside: avoid; }
   .charts { grid-template-columns: 1fr 1fr; } details { display: none; } .scroll { overflow: visible; }
   table { font-size: 8px; }
@@ -120,11 +121,11 @@ def picture(records: Mapping[str, Record]) -> str:
     series = [one for one in collect(records) if not one.name.startswith("plain")]
     drawn = bars("Speed over plain decoding", _by(series, "tasks", _speed), mark=1.0)
     height = float(drawn.split("viewBox='0 0 ")[1].split("'")[0].split()[1])
-    top = 18 * (1 + len(series))
-    title = f"{_title(next(iter(records.values())))}: speed over plain decoding"
+    top = 18 * (2 + len(series))
+    title = f"{_title(next(iter(records.values())))}: tokens/s over plain decoding's"
     names = "".join(
-        f"<rect class='s{one.number % SERIES}' x='0' y='{18 * i + 26}' width='10' height='10'/>"
-        f"<text x='16' y='{18 * i + 35}' font-size='12'>{escape(one.name)}</text>"
+        f"<rect class='s{one.number % SERIES}' x='0' y='{18 * i + 40}' width='10' height='10'/>"
+        f"<text x='16' y='{18 * i + 49}' font-size='12'>{escape(one.name)}</text>"
         for i, one in enumerate(series)
     )
     return (
@@ -132,7 +133,8 @@ def picture(records: Mapping[str, Record]) -> str:
         f"font-family='system-ui, sans-serif'><style>{_colours('svg')}{MARKS} text {{ fill: var(--ink); }} "
         ".axis { fill: var(--soft); }</style>"
         f"<rect x='-10' y='-6' width='100%' height='100%' fill='var(--paper)'/>"
-        f"<text x='0' y='12' font-size='14' font-weight='600'>{escape(title)}</text>{names}"
+        f"<text x='0' y='12' font-size='13' font-weight='600'>{escape(title)}</text>"
+        f"<text class='axis' x='0' y='28' font-size='11'>with the middle 95 % of bootstraps over prompts</text>{names}"
         f"<g transform='translate(0 {top + 14})'>{drawn[drawn.index('>') + 1 : -len('</svg>')]}</g></svg>\n"
     )
 
@@ -203,7 +205,7 @@ def _overall(series: Sequence[Series]) -> str:
         "nodes/step": lambda f: f"{f['nodes_per_step']:.1f}",
         "tokens/s": lambda f: f"{f['tokens_per_second']:.1f}",
         "over plain": lambda f: _speed(f).text,
-        "draft, verify, host ms/step": lambda f: ", ".join(f"{f[f'{p}_ms']:.1f}" for p in ("draft", "target", "host")),
+        "ms/step: draft, verify, host": lambda f: ", ".join(f"{f[f'{p}_ms']:.1f}" for p in ("draft", "target", "host")),
         "plain's tokens": lambda f: "{:,} of {:,}".format(*f["same_tokens"]),
     }
     rows = [[one.name, *(write(one.figures) for write in columns.values())] for one in series]
