@@ -46,7 +46,7 @@ def without_times(folder: Path) -> dict[tuple, Entry]:
 @pytest.fixture(scope="session")
 def whole(command, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("whole")
-    assert bench.main([*command, "--out", str(folder)]) == 0
+    assert bench.main([*command, "--out", str(folder), "--report", str(folder / "report.html")]) == 0
     return folder
 
 
@@ -62,6 +62,8 @@ def test_a_suite_is_asked_turn_by_turn_and_every_answer_recorded(whole, tiny):
         for turn in entry.turns:
             assert sum(turn.accept_lengths) == len(turn.tokens) <= 12 and len(turn.arrivals) == turn.steps
             assert turn.accepted <= turn.drafted and (name != "plain" or turn.drafted == 0)
+    assert "Exact: yes" in (whole / "report.html").read_text()
+    assert {"spec_bench", "vllm", "specdec_bench", "aiperf"} < {path.name for path in whole.iterdir()}
     first, second = record.entries[1, "plain", 0.0].turns
     assert second.prompt_tokens > first.prompt_tokens + len(first.tokens)
 
@@ -126,6 +128,8 @@ def test_a_line_that_is_none_is_named(tmp_path):
         ("--only sports", "--only: sports unknown; the data has mt_bench, qa, question, rag, writing"),
         ("--tasks edit", "--suite: spec-bench is asked of --data alone"),
         ("--out /dev/null/x", "--out: /dev/null/x cannot be written"),
+        ("--report r.html", "--report: r.html is made of a record; give --out too"),
+        ("--report r.pdf --out x", "--report: r.pdf is neither a page nor a picture"),
     ],
 )
 def test_bad_input_is_named_before_anything_is_loaded(command, capsys, arguments, message):

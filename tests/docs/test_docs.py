@@ -49,6 +49,7 @@ CODE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 # What stands in the tiny world for what is too large.
 SMALL = (
     ("smollm2-135m", "tiny"),
+    ("--suite spec-bench ", "--suite spec-bench --prompts 2 "),
     ("--source stdlib-chat ", "--source my/chats.jsonl --chat-field messages "),
     ("--source stdlib ", "--source my/code "),
 )
@@ -328,6 +329,7 @@ def world(tmp_path_factory, shared) -> Iterator[Path]:
         (world / f"{name}.txt").write_text(parts[len(name)])
     shutil.copytree(world / "tiny", world / "my/model")
     shutil.copytree(ROOT / "configs", world / "configs")
+    shutil.copytree(ROOT / "benchmarks/spec_bench", world / "benchmarks/spec_bench")
     make_small(world / "configs/quickstart.yaml")
     before = {name: os.environ.get(name) for name in ("OMP_NUM_THREADS", "WANDB_MODE")}
     os.environ |= {"OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled"}
