@@ -205,7 +205,8 @@ def usage(generations: Sequence[Generation], n: int) -> dict[str, int]:
 def metrics(generations: Sequence[Generation], max_depth: int) -> dict[str, Any] | None:
     """vLLM's `speculative_decoding`, of all choices together; None where nothing is ever drafted.
 
-    A speculative step verifies more than the root; num_spec_tokens is the deepest that a tree may be.
+    A speculative step verifies more than the root; num_spec_tokens is the deepest that a tree may be, and the histogram
+    tells how many steps accepted 0, 1, ... so many tokens.
     """
     if max_depth == 0:
         return None
@@ -220,7 +221,7 @@ def metrics(generations: Sequence[Generation], max_depth: int) -> dict[str, Any]
     values = {
         "mean_acceptance_length": 1 + accepted / max(steps, 1),
         "draft_acceptance_rate": accepted / max(drafted, 1),
-        "acceptance_histogram": {str(count): times for count, times in enumerate(exactly) if times},
+        "acceptance_histogram": exactly,
         "num_spec_steps": steps,
         "num_accepted_draft_tokens": accepted,
         "num_draft_tokens": drafted,

@@ -35,7 +35,7 @@ from longdraft.train.typed import build, read_yaml, resolve
 ROOT = Path(__file__).resolve().parents[2]
 # In the order in which their commands need each other.
 PAGES = (
-    *("docs/data.md", "docs/training.md", "docs/decoding.md", "docs/exactness.md", "docs/gpus.md"),
+    *("docs/data.md", "docs/training.md", "docs/decoding.md", "docs/serving.md", "docs/exactness.md", "docs/gpus.md"),
     *("docs/adding_a_drafter.md", "docs/architecture.md", "README.md", "CONTRIBUTING.md", "benchmarks/README.md"),
     "docs/LOG.md",
 )

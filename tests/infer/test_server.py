@@ -104,13 +104,13 @@ def test_speculative_figures_agree_with_each_other(client):
     for _ in range(2):  # the second one's tokens are known to the drafter
         found = client.completions.create(model="tiny", prompt=TEXT * 3, max_tokens=60, temperature=0)
     figures = found.metrics["speculative_decoding"]
-    histogram = {int(count): times for count, times in figures["acceptance_histogram"].items()}
-    accepted = sum(count * times for count, times in histogram.items())
-    assert sum(histogram.values()) == figures["num_spec_steps"] > 0
+    histogram = figures["acceptance_histogram"]
+    accepted = sum(count * times for count, times in enumerate(histogram))
+    assert sum(histogram) == figures["num_spec_steps"] > 0
     assert accepted == figures["num_accepted_draft_tokens"] > 0
     assert figures["mean_acceptance_length"] == pytest.approx(1 + accepted / figures["num_spec_steps"])
     assert figures["draft_acceptance_rate"] == pytest.approx(accepted / figures["num_draft_tokens"])
-    assert max(histogram) <= figures["num_spec_tokens"] == 24
+    assert len(histogram) == figures["num_spec_tokens"] + 1 == 25
 
 
 def test_completions_of_texts_and_tokens_with_several_choices(client, target):
