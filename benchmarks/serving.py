@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 from itertools import count, pairwise
 from pathlib import Path
 from statistics import median
@@ -28,7 +29,8 @@ ROOT = Path(__file__).resolve().parents[1]
 HEAD = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n"
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure, and print."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])  # type: ignore[union-attr]
     add = parser.add_argument
     add("--target", default="smollm2-135m")
@@ -41,7 +43,7 @@ def main() -> None:
     add("--model", default=None, help="with --url: the model's name there")
     add("--load", type=int, default=0, metavar="STREAMS")
     add("--seconds", type=float, default=120)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     if args.url:
         host, _, port = args.url.rpartition(":")
         print(json.dumps(asyncio.run(_measure(args, Client(host, int(port), args.model), None))))

@@ -43,7 +43,7 @@ def add_model(parser: argparse.ArgumentParser) -> Callable[..., Any]:
 def add_drafters(parser: argparse.ArgumentParser, several: bool) -> None:
     """Drafters, one or several to compare, and their options."""
     add = parser.add_argument_group("drafting (speed only, never the text)").add_argument
-    which, many = "one or more, " if several else "", {"nargs": "+", "action": "extend"}
+    which, many = "one or more, " if several else "", dict[str, Any](nargs="+", action="extend")
     number: dict[str, Any] = many if several else {"nargs": 1}
     add("--drafter", help=f"{which}a+b for several in one tree; default: the draft's own, else plain", **number)
     add("--draft", help="draft folder that `longdraft export` wrote")
