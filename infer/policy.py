@@ -12,19 +12,14 @@ from collections.abc import Sequence
 from itertools import accumulate
 from statistics import mean, median
 
-import numpy as np
+from torch import Tensor
 
-from longdraft.infer.tree import Lists
+from longdraft.infer.depth import FIRST_RATE, FIRST_WEIGHT, Depth
+from longdraft.infer.measured import EARLIER_FADING, ROW_COST, Costs, Rates, bounded
+from longdraft.infer.tree import Lists, TokenTree
 
 # Query tokens a slot that a pass may have, where the policy chooses them; the widest is the drafter's own.
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
-# A class that was never seen is right as often as FIRST_RATE, which counts as so many trials.
-FIRST_RATE, FIRST_WEIGHT = 0.3, 1.0
-# A request starts with what earlier requests taught, as so many trials; its own older trials fade.
-EARLIER_WEIGHT, FADING, EARLIER_FADING = 4.0, 0.97, 0.999
-# Before it is measured, a further row is taken to cost this share of a pass of one row.
-ROW_COST = 0.04
-SAMPLES = 9
 # Without a gain in this many steps an expensive drafter rests, twice as long every time.
 TRIAL_STEPS, FIRST_REST, LONGEST_REST = 8, 16, 128
 CHEAP_DRAFT = 0.1
@@ -37,69 +32,6 @@ SKIPPED = 3
 def widths_up_to(max_nodes: int, automatic: bool) -> list[int]:
     """The widths of passes: with the root alone, with all nodes, and where the policy chooses, some between."""
     return [1, *(width for width in WIDTHS if automatic and width <= max_nodes), 1 + max_nodes]
-
-
-class Costs:
-    """Seconds of a step by the rows of its pass, for a fixed list of widths.
-
-    Args:
-        row_cost: what a further row is taken to cost before it is measured, as a share of a pass of one row.
-    """
-
-    def __init__(self, widths: Sequence[int], row_cost: float = ROW_COST):
-        self.widths, self._row_cost = tuple(sorted(widths)), row_cost
-        self._seconds: dict[int, deque[float]] = {}
-        self._table = [1 + row_cost * (width - 1) for width in self.widths]
-
-    def record(self, width: int, seconds: float) -> None:
-        """One step whose pass had `width` rows."""
-        self._seconds.setdefault(width, deque(maxlen=SAMPLES)).append(seconds)
-        measured = self.measured()
-        known = list(measured)
-        row = self._row_cost * measured[known[0]] / (1 + self._row_cost * (known[0] - 1))
-        between = np.interp(self.widths, known, list(measured.values())).tolist()
-        table = [
-            seconds + row * (min(width - known[0], 0) + max(width - known[-1], 0))
-            for width, seconds in zip(self.widths, between, strict=True)
-        ]
-        # A wider pass is never cheaper: what seems so was disturbed.
-        self._table = list(accumulate(table, max))
-
-    def knows(self, width: int) -> bool:
-        """Whether a pass of so many rows was measured."""
-        return width in self._seconds
-
-    def measured(self) -> dict[int, float]:
-        """Width -> median of its last few steps."""
-        return {width: median(self._seconds[width]) for width in sorted(self._seconds)}
-
-    def of(self, width: int) -> float:
-        """Measured, between two measured ones, or `row_cost` a row beyond; relative before anything is measured."""
-        return self._table[self.widths.index(width)]
-
-
-class _Rates:
-    """How often nodes of each class were right when their parent was: hits and trials that fade."""
-
-    def __init__(self, hits: list[float], trials: list[float], fading: float):
-        self.hits, self.trials, self._fading = hits, trials, fading
-
-    def add(self, kind: int, hit: bool) -> float:
-        """One trial; the class's rate after it, never quite 0 or 1."""
-        self.hits[kind] = self.hits[kind] * self._fading + hit
-        self.trials[kind] = self.trials[kind] * self._fading + 1
-        return _bounded(self.hits[kind] / self.trials[kind])
-
-    def passed_on(self) -> "_Rates":
-        """What a new request starts with."""
-        shares = [EARLIER_WEIGHT / max(trials, EARLIER_WEIGHT) for trials in self.trials]
-        hits = [hits * share for hits, share in zip(self.hits, shares, strict=True)]
-        trials = [trials * share for trials, share in zip(self.trials, shares, strict=True)]
-        return _Rates(hits, trials, FADING)
-
-
-def _bounded(rate: float) -> float:
-    return min(max(rate, 1e-3), 0.999)
 
 
 class DraftPassChoice:
@@ -168,8 +100,9 @@ class Policy:
         n_classes: of the drafter.
         widths: rows that a pass may have, 1 included; one of them is chosen each step.
         automatic: False verifies every proposal whole.
-        draft_is_timed: whether `record` is told what proposals took; without it each counts as expensive.
         draft_pass_budget: of a drafter whose draft pass is to be tried out (`Drafter.draft_pass_budget`).
+        stages: of each class, the stage of the proposal that it comes from (`Drafter.class_stages`).
+        beforehand: whether how many stages a proposal has is fixed before it begins.
         slots_add_up: whether a row of each slot is taken to cost as much as so many rows of one, before it is measured.
     """
 
@@ -178,21 +111,23 @@ class Policy:
         n_classes: int,
         widths: Sequence[int],
         automatic: bool = True,
-        draft_is_timed: bool = True,
+        stages: Sequence[int] = (),
+        beforehand: bool = False,
         slots_add_up: bool = False,
         draft_pass_budget: int | None = None,
     ):
         self.draft_pass = None if draft_pass_budget is None else DraftPassChoice(draft_pass_budget)
         self.widths, self.automatic = tuple(sorted(set(widths))), automatic
-        self._draft_is_timed, self._slots_add_up = draft_is_timed, slots_add_up
+        self.depth, self._slots_add_up = Depth(stages, beforehand), slots_add_up
         self._costs: dict[int, Costs] = {}  # by the number of slots
         first = [FIRST_RATE * FIRST_WEIGHT] * n_classes, [FIRST_WEIGHT] * n_classes
-        self._all = _Rates(*first, EARLIER_FADING)
+        self._all = Rates(*first, EARLIER_FADING)
         self.start(1)
 
     def start(self, batch: int) -> None:
         """A call with this many slots begins."""
         self.start_step(batch)
+        self.depth.start(batch)
         self._slots = [self._all] * batch
         self.rates: list[list[float]] = [[]] * batch
         for slot in range(batch):
@@ -204,14 +139,19 @@ class Policy:
         if n_slots not in self._costs:
             self._costs[n_slots] = Costs(self.widths, ROW_COST * (n_slots if self._slots_add_up else 1))
         self.costs = self._costs[n_slots]
+        self.depth.start_step(n_slots)
 
     def start_request(self, slot: int) -> None:
         """This slot's next request starts with the rates of all earlier ones, and the drafter with a new trial."""
         self._gains: deque[float] = deque(maxlen=TRIAL_STEPS)
         self._resting, self._rest = 0, FIRST_REST
         self._plain_steps = self._skipped = 0
+        self.depth.start_request(slot)
+        self._pause = SKIPPED
+        if self.depth.idle(self.speed):
+            self._skipped = SKIPPED
         own = self._slots[slot] = self._all.passed_on()
-        self.rates[slot] = [_bounded(h / t) for h, t in zip(own.hits, own.trials, strict=True)]
+        self.rates[slot] = [bounded(h / t) for h, t in zip(own.hits, own.trials, strict=True)]
 
     @property
     def rests(self) -> bool:
@@ -223,16 +163,37 @@ class Policy:
         """The least of the widths that has place for so many nodes."""
         return next(wider for wider in self.widths if wider >= width)
 
+    def speed(self, worths: Sequence[Sequence[float]], draft_seconds: float = 0.0) -> float:
+        """Tokens a second at the best width, a hurdle over plain decoding where that is wider than the root.
+
+        Args:
+            worths: of each slot, its nodes' chances to be reached, the root's 1 first, the best first.
+            draft_seconds: of the proposal.
+        """
+        expected = list(accumulate(sum(places) for places in zip(*worths, strict=True)))
+        wide = [
+            expected[min(width, len(expected)) - 1] / (self.costs.of(width) + draft_seconds)
+            for width in self.widths[1:]
+        ]
+        return max(expected[0] / (self.costs.of(1) + draft_seconds), max(wide, default=0.0) / HURDLE)
+
+    def goes_on(self, tree: TokenTree, active_B: Tensor, first_class: int = 0) -> bool:
+        """Whether a drafter that has proposed `tree` so far is to run one more stage (see `Depth`)."""
+        if not self.automatic or self.depth.beforehand:
+            return True
+        return self.depth.goes_on(tree.lists, self.rates, active_B.tolist(), first_class, self.speed)
+
     def decide(self, expected: list[float]) -> None:
         """The width with the most expected tokens a second. expected: [w - 1], of the w best nodes."""
         widths = [width for width in self.widths if width <= len(expected)]
         if widths[-1] < len(expected):
             widths.append(len(expected))
-        plain = expected[0] / self.costs.of(1)
-        speeds = [expected[width - 1] / self.costs.of(self.fitting(width)) for width in widths]
+        plain, drafting = self.costs.of(1), self.depth.seconds(self.depth.run)
+        speeds = [expected[width - 1] / (self.costs.of(self.fitting(width)) + drafting) for width in widths]
         best = max(range(len(widths)), key=speeds.__getitem__)
-        self.width = widths[best] if speeds[best] > HURDLE * plain else 1
-        self._plain_steps = self._plain_steps + 1 if self.width == 1 else 0
+        self.width = widths[best] if speeds[best] > HURDLE * expected[0] / (plain + drafting) else 1
+        pays = self.width > 1 and speeds[best] > HURDLE * expected[0] / plain
+        self._plain_steps = 0 if pays else self._plain_steps + 1
 
     def learn(self, slot: int, proposal: Lists, committed: list[int]) -> None:
         """Which nodes of a slot's whole proposal were right. `committed`: the new tokens behind the root."""
@@ -248,13 +209,22 @@ class Policy:
             self.rates[slot][kind] = self._slots[slot].add(kind, hit)
             if hit:
                 depth_on_path[node] = depth + 1
+        self.depth.learn(slot, proposal, committed)
 
-    def record(self, width: int, seconds: float, draft_seconds: float, tokens: float, typical: bool = True) -> None:
+    def record(
+        self,
+        width: int,
+        seconds: float,
+        draft_seconds: float,
+        tokens: float,
+        typical: bool = True,
+        stages: int = 1,
+    ) -> None:
         """What a step cost and brought.
 
         Args:
-            width: rows of its pass.
-            seconds: of the whole step. draft_seconds: of the proposal in it.
+            width: query tokens of its pass.
+            seconds: of the whole step. draft_seconds: of the proposal in it. stages: of the proposal.
             tokens: new ones a slot that took part.
             typical: False where it did what later steps will not do again; then its time says nothing.
         """
@@ -264,14 +234,19 @@ class Policy:
         if resting:
             self._resting, self._skipped = max(0, self._resting - 1), max(0, self._skipped - 1)
             return
-        if self._plain_steps >= TRIAL_STEPS:
-            self._skipped = SKIPPED
+        if typical:
+            self.depth.record(stages, draft_seconds)
+        if self.depth.idle(self.speed):
+            self._skipped, self._pause = self._pause, min(2 * self._pause, LONGEST_REST)
+        else:
+            self._pause = SKIPPED
+            if self._plain_steps >= TRIAL_STEPS:
+                self._skipped = SKIPPED
         if not typical:
             return
         plain = self.costs.of(1)
         self._gains.append(tokens * plain / seconds)
-        cheap = self._draft_is_timed and draft_seconds < CHEAP_DRAFT * plain
-        if cheap or len(self._gains) < TRIAL_STEPS:
+        if draft_seconds < CHEAP_DRAFT * plain or len(self._gains) < TRIAL_STEPS:
             return
         if sum(self._gains) < len(self._gains):
             self._resting, self._rest = self._rest, min(2 * self._rest, LONGEST_REST)

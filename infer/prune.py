@@ -9,6 +9,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from longdraft.infer.depth import worth_of
 from longdraft.infer.policy import Policy
 from longdraft.infer.tree import PAD, Lists, SlotLists, TokenTree
 from longdraft.kernels import backend
@@ -35,9 +36,7 @@ def _on_host(tree: TokenTree, policy: Policy, active_B: Tensor) -> TokenTree:
     for slot, (parents, active) in enumerate(zip(lists.parents, active_B.tolist(), strict=True)):
         rates = policy.rates[slot]
         classes = range(tree.width) if lists.classes is None else lists.classes[slot]
-        worth = [1.0]  # the root is certain
-        for parent, kind in zip(parents[1:], classes[1:], strict=True):
-            worth.append(worth[parent] * rates[kind] if parent >= 0 else 0.0)
+        worth = worth_of(parents, classes, rates)
         order = sorted(range(tree.width), key=worth.__getitem__, reverse=True)  # stable: parents first
         orders.append(order)
         if active:

@@ -27,7 +27,7 @@ from longdraft.infer.tree import Lists, TokenTree
 from longdraft.kernels import backend
 from longdraft.kernels.cpu_impl import rows
 from longdraft.kernels.linear import prompt_in_c
-from longdraft.kernels.transfer import HostCopy, from_host, integers
+from longdraft.kernels.transfer import HostCopy, Moment, from_host, integers
 from longdraft.models.decoder import Decoder
 from longdraft.models.device import on_device
 from longdraft.models.kv_cache import KVCache
@@ -53,7 +53,7 @@ class Step:
         expected: on its way to the host, what the policy decides the next width by: the tokens expected of the w best
             nodes, for each w; None where it has decided already.
         draft_pass: whether the drafter took its draft pass; None where it rested.
-        draft_work: the proposal's seconds of the clock of work.
+        drafting: when the proposal began and ended, on the device. stages: of the proposal.
     """
 
     proposed: TokenTree
@@ -63,7 +63,8 @@ class Step:
     n_also: int
     expected: HostCopy | None
     draft_pass: bool | None
-    draft_work: float
+    drafting: tuple[Moment, Moment]
+    stages: int
     draft_seconds: float
     target_seconds: float
     commit_seconds: float
@@ -134,13 +135,13 @@ class Runner:
         self.make_sampling: Callable[..., SlotSampling] = (
             SlotSampling  # benchmarks/classical.py looks over its shoulder
         )
-        # A replay is launched at once, and what it takes is in the step's time.
-        timed, automatic = not self._graphs.recording, nodes == "auto" and self.max_nodes > 0
+        automatic = nodes == "auto" and self.max_nodes > 0
         self.policy = Policy(
             drafter.n_classes,
             widths_up_to(self.max_nodes, automatic),
             automatic,
-            timed,
+            drafter.class_stages,
+            self.lag > 0 or self._graphs.recording,
             self._on_cpu,
             drafter.draft_pass_budget,
         )
@@ -179,7 +180,8 @@ class Runner:
             zeros = torch.zeros(batch, dtype=torch.int64, device=self.device)
             history, idle = History(batch, capacity, self.device), SlotSampling([IDLE] * batch, self.device)
             nothing = [list[int]() for _ in range(batch)]
-            self.state = SlotState(zeros, zeros.clone(), zeros.bool(), history, idle, nothing, self._graphs)
+            asked = self.policy if self.policy.automatic else None
+            self.state = SlotState(zeros, zeros.clone(), zeros.bool(), history, idle, nothing, self._graphs, asked)
         cache.reset()
         self.state.active.zero_()
         self.policy.start(batch)
@@ -285,9 +287,10 @@ class Runner:
         self._began = self._began or (begin, work)
         part, cache = self._part_at_work(state), self.cache
         self.policy.start_step(part.stop - part.start if part else len(state.roots))
+        before = Moment(self.device, self.work_clock)
         proposed, draft_pass = self._propose(state)
         tree, expected = prune(proposed, self.policy, state.active)
-        drafted, draft_work = time.perf_counter(), self.work_clock() - work
+        drafted, drafting = time.perf_counter(), (before, Moment(self.device, self.work_clock))
         alone, needs, depth = tree.width == 1, self.drafter.needs, self.drafter.max_depth
         passed = drafted
 
@@ -333,7 +336,8 @@ class Runner:
             len(also),
             expected,
             draft_pass,
-            draft_work,
+            drafting,
+            self.policy.depth.run,
             drafted - begin,
             passed - drafted,
             done - passed,
@@ -353,6 +357,8 @@ class Runner:
         """The drafter's tree, or the roots alone where it rests; whether it took a draft pass, None where it rests."""
         if self.max_nodes == 0 or self.policy.rests:
             return TokenTree.roots(state.roots), None
+        if self.policy.automatic:
+            self.policy.depth.begin(self.policy.speed)
         if (choice := self.policy.draft_pass) is not None:
             choice.plan(max(map(len, state.committed), default=0))
             self.drafter.wants_draft_pass = choice.with_pass
@@ -395,6 +401,9 @@ class Runner:
                     self.policy.learn(slot, lists, emitted[slot])
             if step.expected is not None:
                 self.policy.decide(step.expected.lists()[0])
-            self.policy.record(step.num_query_tokens, work, step.draft_work, a_slot, typical=not self._disturbed)
+            begin, end = step.drafting
+            self.policy.record(
+                step.num_query_tokens, work, begin.seconds_to(end), a_slot, not self._disturbed, step.stages
+            )
             self._disturbed = max(0, self._disturbed - 1)
         return Emitted(emitted, drafted, also, step, now - began, now)

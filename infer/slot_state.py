@@ -11,7 +11,9 @@ from torch import Tensor
 
 from longdraft.infer.graphs import Graphs
 from longdraft.infer.history import History
+from longdraft.infer.policy import Policy
 from longdraft.infer.sampling import SlotSampling
+from longdraft.infer.tree import TokenTree
 
 T = TypeVar("T")
 
@@ -27,6 +29,8 @@ class SlotState:
         history: every slot's tokens by absolute position, up to the root, on the device.
         sampling: the slots' parameters, and the noise of their positions.
         committed: per slot the prompt and all new tokens, on the host (on a GPU it may lag one step behind).
+        policy: what decides how deep a proposal goes; None: all its stages are run.
+        first_class: among the policy's classes, the first of the drafter's own.
         graphs: work that is queued on the device in every step goes through `run`, which records it.
     """
 
@@ -37,6 +41,8 @@ class SlotState:
     sampling: SlotSampling
     committed: list[list[int]]
     graphs: Graphs = field(default_factory=Graphs)
+    policy: Policy | None = None
+    first_class: int = 0
 
     def of_slots(self, slots: slice) -> "SlotState":
         """These slots' alone, as they stand."""
@@ -66,6 +72,14 @@ class SlotState:
         """`count`, a size that steers the work of a step; where work is recorded, for each size by itself, it is
         rounded up to a power of two."""
         return 1 << (count - 1).bit_length() if count and self.graphs.recording else count
+
+    def stages(self, most: int) -> int:
+        """Of the `most` stages of a proposal, how many it may have at most: for `DeviceDrafter.plan`."""
+        return most if self.policy is None else self.policy.depth.limit(most)
+
+    def goes_on(self, tree: TokenTree) -> bool:
+        """Whether one more stage pays behind `tree`, what a drafter has proposed so far (see infer/depth.py)."""
+        return self.policy is None or self.policy.goes_on(tree, self.active, self.first_class)
 
     def ranking(self, logits: Tensor, offset: int, token_ids: Tensor | None = None) -> Tensor:
         """Scores to rank candidates for the token `offset` behind the root by: fp32, or the logits' dtype.

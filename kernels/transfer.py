@@ -1,6 +1,6 @@
 """Between host and device without waiting for what is queued there: small tensors on their way, either way."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -28,6 +28,24 @@ class HostCopy:
         if self._arrived is not None:
             self._arrived.synchronize()
         return [x.tolist() for x in self._tensors]
+
+
+class Moment:
+    """When what is queued now will be done: on CUDA by the device's own clock, elsewhere by the host's, `clock`."""
+
+    def __init__(self, device: torch.device, clock: Callable[[], float]):
+        self._event, self._at = None, 0.0
+        if device.type == "cuda":
+            self._event = torch.cuda.Event(enable_timing=True)
+            self._event.record(torch.cuda.current_stream(device))
+        else:
+            self._at = clock()
+
+    def seconds_to(self, later: "Moment") -> float:
+        """Of the device, up to a later moment of it; both have passed (something queued behind them has been read)."""
+        if self._event is None or later._event is None:
+            return later._at - self._at
+        return self._event.elapsed_time(later._event) / 1e3
 
 
 def from_host(x: Tensor, device: torch.device | str | None) -> Tensor:

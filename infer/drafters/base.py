@@ -53,6 +53,12 @@ class Drafter:
         """Number of node classes (`TokenTree.classes`); a class is the node's index where a tree has none."""
         return 1 + self.max_nodes
 
+    @property
+    def class_stages(self) -> Sequence[int]:
+        """Of each class, the stage that proposes its nodes, 0 for the root's. A drafter with a pass of its own for
+        every level asks `SlotState.goes_on` between two of them; others propose in one stage."""
+        return [0, *[1] * (self.n_classes - 1)]
+
     def on_start(self, slots: Sequence[int], requests: Sequence[Request], cache: KVCache) -> None:
         """These slots start these requests on this cache; what was kept for the slots' former requests is void."""
 

@@ -7,6 +7,8 @@ step reads all that its drafters need there once. Shapes: B slots, N nodes.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -52,6 +54,10 @@ class Combined(Drafter):
     @property
     def n_classes(self) -> int:
         return 2 * sum(drafter.n_classes for drafter in self.drafters)
+
+    @property
+    def class_stages(self) -> Sequence[int]:
+        return [stage for drafter in self.drafters for stage in drafter.class_stages] * 2
 
     def on_start(self, slots: Sequence[int], requests: Sequence[Request], cache: KVCache) -> None:
         for drafter in self.drafters:
@@ -106,9 +112,10 @@ class Combined(Drafter):
 
     def propose(self, state: SlotState, max_nodes: int) -> TokenTree:
         rooms = [min(max_nodes, drafter.max_nodes) for drafter in self.drafters]
+        ends = accumulate((drafter.n_classes for drafter in self.drafters), initial=state.first_class)
         trees = [
-            None if isinstance(drafter, HostDrafter) else drafter.propose(state, room)
-            for drafter, room in zip(self.drafters, rooms, strict=True)
+            None if isinstance(drafter, HostDrafter) else drafter.propose(replace(state, first_class=first), room)
+            for drafter, room, first in zip(self.drafters, rooms, list(ends)[:-1], strict=True)
         ]
         asked = [
             (drafter.asked(state),) if isinstance(drafter, HostDrafter) else tree.unread if tree else ()

@@ -61,6 +61,10 @@ class LongSpecDrafter(DeviceDrafter):
     def n_classes(self) -> int:
         return 1 + self.max_depth * (len(SURPRISE) + 1)
 
+    @property
+    def class_stages(self) -> Sequence[int]:
+        return [0, *(level for level in range(1, 1 + self.max_depth) for _ in range(len(SURPRISE) + 1))]
+
     def on_start(self, slots: Sequence[int], requests: Sequence[Request], cache: KVCache) -> None:
         self._cache = cache
         if self._window is None or self._window.batch != cache.batch:
@@ -96,6 +100,7 @@ class LongSpecDrafter(DeviceDrafter):
         assert self._window is not None
         count, self._unknown = min(state.rounded(self._unknown), self._window.ring), 0
         widths = _fit(self.widths, max_nodes)
+        widths = widths[: state.stages(len(widths))]
         self.num_query_tokens = max(widths, default=1)
         return count, *widths
 
@@ -106,7 +111,7 @@ class LongSpecDrafter(DeviceDrafter):
         scores_BT = torch.zeros_like(nodes_BT, dtype=torch.float32)
         ancestors_BTN = torch.ones_like(nodes_BT, dtype=torch.bool)[:, :, None]  # rows of the tree open to each query
         tokens, parents = [nodes_BT], [torch.full_like(nodes_BT, ROOT)]
-        classes, first = [torch.zeros_like(nodes_BT)], 0
+        classes, first, tree = [torch.zeros_like(nodes_BT)], 0, TokenTree.roots(state.roots)
         for level, width in enumerate(widths, start=1):
             logits_BTV = self._pass(state, nodes_BT, level, first, ancestors_BTN)
             chosen_BW, parents_BW, lasting_BW, class_BW = self._extend(state, logits_BTV, scores_BT, level, width)
@@ -119,7 +124,10 @@ class LongSpecDrafter(DeviceDrafter):
             own_WW = torch.eye(chosen_BW.shape[1], dtype=torch.bool, device=chosen_BW.device)
             ancestors_BTN = torch.cat([above_BWN, own_WW.expand(len(above_BWN), -1, -1)], dim=2)
             nodes_BT, scores_BT = chosen_BW, lasting_BW
-        return TokenTree(*(torch.cat(part, dim=1) for part in (tokens, parents, classes)))
+            tree = TokenTree(*(torch.cat(part, dim=1) for part in (tokens, parents, classes)))
+            if level < len(widths) and not state.goes_on(tree):
+                break
+        return tree
 
     def _catch_up(self, state: SlotState, count: int) -> None:
         """Keys and values of what was committed since the last time, up to the root, by one projection.

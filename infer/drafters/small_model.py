@@ -74,6 +74,10 @@ class SmallModelDrafter(DeviceDrafter):
         self._most_behind, self._lacked = 0, None
         self._appended = 0  # rows kept since the cache was settled, at most
 
+    @property
+    def class_stages(self) -> Sequence[int]:
+        return range(1 + self.gamma)
+
     def memory_bytes(self, batch: int, capacity: int) -> Mapping[str, int]:
         model = self.small.model
         row = RingCache.row_bytes(model.config, model.embed_tokens.weight.dtype)
@@ -139,7 +143,7 @@ class SmallModelDrafter(DeviceDrafter):
 
     def plan(self, state: SlotState, max_nodes: int) -> tuple[int, int, int]:
         """Tokens to draft; to read before that, at most; and rows appended to the cache since it was settled."""
-        count = min(self.gamma, max_nodes)
+        count = state.stages(min(self.gamma, max_nodes))
         # What was taken back was queued before anything of this step: the host hears of it while the device is at work,
         # or has just read something else behind it.
         lacked = 0 if self._lacked is None else max(0, *self._lacked.lists()[0])
@@ -154,15 +158,18 @@ class SmallModelDrafter(DeviceDrafter):
         count, behind, appended = plan
         self._drop_disagreeing(state)
         logits_BV = self._catch_up(state, behind, appended)
-        chain: list[Tensor] = []
+        chain, tree = list[Tensor](), TokenTree.roots(state.roots)
         for offset in range(1, count + 1):
+            if offset > 1:
+                logits_BV = self._pass(chain[-1][:, None], state.positions + offset - 1, state.active.long())
             chain.append(state.ranking(logits_BV, offset).argmax(-1))
-            if offset < count:
-                logits_BV = self._pass(chain[-1][:, None], state.positions + offset, state.active.long())
-        self._drafted[:, : count - 1] = torch.stack(chain, 1)[:, :-1]
-        self._drafted[:, count - 1 :] = -1
+            tree = TokenTree.from_chain(state.roots, torch.stack(chain, 1))
+            if offset < count and not state.goes_on(tree):
+                break
+        self._drafted[:, : len(chain) - 1] = torch.stack(chain, 1)[:, :-1]
+        self._drafted[:, len(chain) - 1 :] = -1
         self._drafted_at.copy_(state.positions + 1)
-        return TokenTree.from_chain(state.roots, torch.stack(chain, 1))
+        return tree
 
     def _drop_disagreeing(self, state: SlotState) -> None:
         """Keep of the drafted rows those whose tokens were committed, but for the root, whose logits are needed."""

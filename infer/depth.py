@@ -1,0 +1,157 @@
+"""How deep a drafter that proposes in stages goes: no stage is run that does not pay.
+
+A stage is a pass of the draft that adds one level to the tree (LongSpec's levels, the tokens of a small model's chain).
+Its chance is how often the level held the right token where the level above did, its price the draft's own seconds, and
+whether the price pays is for the policy to say, by the costs that pick nodes (`Policy.speed`). On a host that is asked
+between two stages, knowing the nodes so far; elsewhere, where a step is recorded and may not wait, before the first
+stage, by the chances alone. Shapes: B slots, N nodes.
+"""
+
+from collections.abc import Callable, Sequence
+
+from longdraft.infer.measured import EARLIER_FADING, Costs, Rates, bounded
+from longdraft.infer.tree import Lists
+
+# The first stage before it was ever tried: right as often as FIRST_RATE, which counts as so many trials. A deeper one
+# begins with the chance of the stage above it.
+FIRST_RATE, FIRST_WEIGHT = 0.3, 1.0
+# Before the first stage was tried so often, nothing is decided by it.
+LEAST_TRIALS = 8
+# So many first proposals, and later one in so many, are made whole, so that all stages' costs and chances are known.
+FIRST_WHOLE, WHOLE_EVERY = 3, 32
+# Seconds of a proposal are a table by 1 + its stages, in proportion to the stages where nothing is measured.
+PROPORTIONAL = 1e6
+
+# Tokens a second: (worth of the nodes of each slot, seconds of drafting) -> expected.
+Speed = Callable[[Sequence[Sequence[float]], float], float]
+
+
+class Depth:
+    """Learns what stages bring and take, and says where to stop.
+
+    Args:
+        stages: of each class of nodes, the stage that proposes it; 1 for all where there is nothing to stop between.
+        beforehand: whether the depth is fixed before a proposal begins.
+
+    Attributes:
+        count: stages of a whole proposal. beforehand: as given.
+        run: stages of the proposal that is being made, or was made last.
+    """
+
+    def __init__(self, stages: Sequence[int], beforehand: bool):
+        self.stages, self.count, self.beforehand = tuple(stages), max((1, *stages)), beforehand
+        self._all = Rates([0.0] * (1 + self.count), [0.0] * (1 + self.count), EARLIER_FADING)
+        self._costs: dict[int, Costs] = {}  # by the number of slots
+        self._proposals, self._whole = 0, True
+        self.start_step(1)
+        self.start(1)
+
+    def start_step(self, n_slots: int) -> None:
+        """So many slots take part in the next step."""
+        self.costs = self._costs.setdefault(n_slots, Costs(range(1, 2 + self.count), PROPORTIONAL))
+
+    def start(self, batch: int) -> None:
+        """A call with this many slots begins."""
+        self._slots = [self._all.passed_on() for _ in range(batch)]
+        self.run = self.count
+
+    def start_request(self, slot: int) -> None:
+        """This slot's next request starts with the chances of all earlier ones."""
+        self._slots[slot] = self._all.passed_on()
+
+    def seconds(self, stages: int) -> float:
+        """What drafting so many stages takes; 0 before any is measured."""
+        return self.costs.of(1 + min(stages, self.count)) if self.costs.measured() else 0.0
+
+    def record(self, stages: int, seconds: float) -> None:
+        """A proposal of so many stages took this long."""
+        self.costs.record(1 + stages, seconds)
+
+    def learn(self, slot: int, proposal: Lists, committed: Sequence[int]) -> None:
+        """Which stages held the right token. `committed`: the new tokens behind the root."""
+        if self.count == 1:
+            return
+        tokens, parents = proposal.tokens[slot], proposal.parents[slot]
+        classes = range(len(tokens)) if proposal.classes is None else proposal.classes[slot]
+        proposed, depth_on_path, right = set[int](), {0: 0}, {0}
+        for node in range(1, len(tokens)):
+            if parents[node] < 0:
+                continue
+            proposed.add(stage := self.stages[classes[node]])
+            depth = depth_on_path.get(parents[node])
+            if depth is not None and depth < len(committed) and tokens[node] == committed[depth]:
+                depth_on_path[node] = depth + 1
+                right.add(stage)
+        for stage in proposed - {0}:
+            if stage - 1 in right and stage <= len(committed):
+                self._all.add(stage, stage in right)
+                self._slots[slot].add(stage, stage in right)
+
+    def chance(self, slot: int, stage: int) -> float:
+        """How often this stage holds the right token where the one above does."""
+        own, chance = self._slots[slot], FIRST_RATE
+        for above in range(1, stage + 1):
+            chance = (own.hits[above] + FIRST_WEIGHT * chance) / (own.trials[above] + FIRST_WEIGHT)
+        return bounded(chance)
+
+    def paying(self, speed: Speed, slots: Sequence[int]) -> int:
+        """How many stages have the most tokens a second by their chances alone; 0 where plain decoding has them."""
+        worths, best, fastest = [[1.0] for _ in slots], 0, 0.0
+        for stage in range(1 + self.count):
+            if stage:
+                for slot, worth in zip(slots, worths, strict=True):
+                    worth.append(worth[-1] * self.chance(slot, stage))
+            if (reached := speed(worths, self.seconds(stage))) > fastest:
+                best, fastest = stage, reached
+        return best
+
+    def idle(self, speed: Speed) -> bool:
+        """Whether a proposal of any depth is a loss, as far as is known."""
+        if self.count == 1 or self._all.trials[1] < LEAST_TRIALS or not self.costs.measured():
+            return False
+        return self.paying(speed, range(len(self._slots))) == 0
+
+    def begin(self, speed: Speed) -> None:
+        """A proposal begins."""
+        self._proposals += 1
+        self._whole = self._proposals <= FIRST_WHOLE or self._proposals % WHOLE_EVERY == 0
+        self.run = 1
+        if self.beforehand:
+            self.run = self.count if self._whole else max(1, self.paying(speed, range(len(self._slots))))
+
+    def limit(self, most: int) -> int:
+        """Of `most` stages, so many may be run; where `goes_on` is asked between them, all."""
+        return min(most, self.run) if self.beforehand else most
+
+    def goes_on(
+        self, proposal: Lists, rates: Sequence[Sequence[float]], active: Sequence[bool], first_class: int, speed: Speed
+    ) -> bool:
+        """Whether one more stage pays: with a child of every node of the last one, as often right as stages are there.
+
+        Args:
+            proposal: the nodes so far. rates: of all classes, for each slot. first_class: of the drafter's own.
+        """
+        if not (pays := self._whole):
+            now, then = list[list[float]](), list[list[float]]()
+            for slot in (slot for slot, here in enumerate(active) if here):
+                parents = proposal.parents[slot]
+                classes = range(len(parents)) if proposal.classes is None else proposal.classes[slot]
+                kinds = [0, *(first_class + kind for kind in classes[1:])]
+                worth = worth_of(parents, kinds, rates[slot])
+                stages = [self.stages[kind] for kind in kinds]
+                last, chance = max(stages), self.chance(slot, 1 + max(stages))
+                children = [chance * worth[node] for node, stage in enumerate(stages) if stage == last]
+                now.append(sorted(worth, reverse=True))
+                then.append(sorted(worth + children, reverse=True))
+            pays = bool(now) and speed(then, self.seconds(self.run + 1)) > speed(now, self.seconds(self.run))
+        if pays:
+            self.run = min(self.run + 1, self.count)
+        return pays
+
+
+def worth_of(parents: Sequence[int], classes: Sequence[int], rates: Sequence[float]) -> list[float]:
+    """Each node's chance to be reached: the product of the rates along its path. The root's is 1, padding's 0."""
+    worth = [1.0]
+    for parent, kind in zip(parents[1:], classes[1:], strict=True):
+        worth.append(worth[parent] * rates[kind] if parent >= 0 else 0.0)
+    return worth

@@ -1,0 +1,80 @@
+"""What decoding measures of itself: seconds by size, and how often a class of events comes.
+
+Not here: what is decided by it (infer/policy.py, infer/depth.py).
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from itertools import accumulate
+from statistics import median
+
+import numpy as np
+
+# A request starts with what earlier requests taught, as so many trials; its own older trials fade.
+EARLIER_WEIGHT, FADING, EARLIER_FADING = 4.0, 0.97, 0.999
+# Before it is measured, a further query token is taken to cost this fraction of a pass of one.
+ROW_COST = 0.04
+SAMPLES = 9
+
+
+class Costs:
+    """Seconds of a step by the query tokens of its pass, for a fixed list of widths.
+
+    Args:
+        row_cost: what a further row is taken to cost before it is measured, as a share of a pass of one row.
+    """
+
+    def __init__(self, widths: Sequence[int], row_cost: float = ROW_COST):
+        self.widths, self._row_cost = tuple(sorted(widths)), row_cost
+        self._seconds: dict[int, deque[float]] = {}
+        self._table = [1 + row_cost * (width - 1) for width in self.widths]
+
+    def record(self, width: int, seconds: float) -> None:
+        """One step whose pass had `width` rows."""
+        self._seconds.setdefault(width, deque(maxlen=SAMPLES)).append(seconds)
+        measured = self.measured()
+        known = list(measured)
+        row = self._row_cost * measured[known[0]] / (1 + self._row_cost * (known[0] - 1))
+        between = np.interp(self.widths, known, list(measured.values())).tolist()
+        table = [
+            seconds + row * (min(width - known[0], 0) + max(width - known[-1], 0))
+            for width, seconds in zip(self.widths, between, strict=True)
+        ]
+        # A wider pass is never cheaper: what seems so was disturbed.
+        self._table = list(accumulate(table, max))
+
+    def knows(self, width: int) -> bool:
+        """Whether a pass of so many rows was measured."""
+        return width in self._seconds
+
+    def measured(self) -> dict[int, float]:
+        """Width -> median of its last few steps."""
+        return {width: median(self._seconds[width]) for width in sorted(self._seconds)}
+
+    def of(self, width: int) -> float:
+        """Measured, between two measured ones, or `row_cost` a row beyond; relative before anything is measured."""
+        return self._table[self.widths.index(width)]
+
+
+class Rates:
+    """How often nodes of each class were right when their parent was: hits and trials that fade."""
+
+    def __init__(self, hits: list[float], trials: list[float], fading: float):
+        self.hits, self.trials, self._fading = hits, trials, fading
+
+    def add(self, kind: int, hit: bool) -> float:
+        """One trial; the class's rate after it, never quite 0 or 1."""
+        self.hits[kind] = self.hits[kind] * self._fading + hit
+        self.trials[kind] = self.trials[kind] * self._fading + 1
+        return bounded(self.hits[kind] / self.trials[kind])
+
+    def passed_on(self) -> "Rates":
+        """What a new request starts with."""
+        shares = [EARLIER_WEIGHT / max(trials, EARLIER_WEIGHT) for trials in self.trials]
+        hits = [hits * share for hits, share in zip(self.hits, shares, strict=True)]
+        trials = [trials * share for trials, share in zip(self.trials, shares, strict=True)]
+        return Rates(hits, trials, FADING)
+
+
+def bounded(rate: float) -> float:
+    return min(max(rate, 1e-3), 0.999)
