@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from numbers import Integral
 from typing import Any
 
-from torch import nn
+from torch import Tensor
 
 from longdraft.infer.shape import TreeShape
 from longdraft.infer.values import is_integer, is_number, short_repr
+from longdraft.models.drafts.vocabulary import DraftVocabulary
 from longdraft.models.target import Target
 
 # A static tree of more nodes costs more than it brings, on any machine.
@@ -91,7 +92,7 @@ def heads_shape(name: str, value: Any, n_heads: int, ranks: int) -> TreeShape:
     return value
 
 
-def check_draft(drafter: str, target: Target, draft: Any, kind: type[nn.Module], description: str) -> None:
+def check_draft(drafter: str, target: Target, draft: Any, kind: type[DraftVocabulary], description: str) -> None:
     """Raise ValueError where `draft` is no `kind`, or not in the target's dtype and on its device."""
     if not isinstance(draft, kind):
         raise ValueError(f"draft: this is one of {type(draft).__name__}; the {drafter} drafter needs {description}")
@@ -101,11 +102,19 @@ def check_draft(drafter: str, target: Target, draft: Any, kind: type[nn.Module],
             f"draft: {own.dtype} on {own.device}, but the target is {weight.dtype} on {weight.device}; "
             f"load it with load_draft(folder, target)"
         )
+    ids, vocab_size = draft.token_ids, target.model.config.vocab_size
+    if ids is not None and (int(ids.min()) < 0 or int(ids.max()) >= vocab_size or len(ids.unique()) < len(ids)):
+        raise ValueError(f"draft: its token_ids must be different and lie in 0..{vocab_size - 1}")
 
 
-def check_heads(drafter: str, target: Target, draft: Any, kind: type[nn.Module], description: str) -> None:
+def check_heads(drafter: str, target: Target, draft: Any, kind: type[DraftVocabulary], description: str) -> None:
     """`check_draft`, and that heads which read the target's hidden state are of its width."""
     check_draft(drafter, target, draft, kind, description)
     width = target.model.lm_head.weight.shape[1]
     if draft.config.hidden_size != width:
         raise ValueError(f"draft: made for a hidden size of {draft.config.hidden_size}, and this target's is {width}")
+
+
+def head_memory(draft: DraftVocabulary, head_ED: Tensor) -> dict[str, int]:
+    """Bytes of the LM head's rows that a drafter holds for a restricted draft vocabulary, by name."""
+    return {} if draft.token_ids is None else {"draft vocabulary": head_ED.numel() * head_ED.element_size()}

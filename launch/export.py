@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--draft-vocab-size",
         type=int,
-        help="let a LongSpec draft propose only so many tokens, the most frequent of the run's training data",
+        help="let the draft propose only so many tokens, the most frequent of the run's training data",
     )
     parser.add_argument(
         "--best", action="store_true", help="the weights that decoded best while training (default: the newest)"

@@ -81,7 +81,8 @@ class TargetSection:
 
 @dataclass(frozen=True)
 class TokenSwiftSection:
-    """TokenSwift's heads; the fields after `start_from` are TokenSwiftConfig's.
+    """TokenSwift's heads; the fields after `start_from` are TokenSwiftConfig's. With `draft_vocab_size` the draft
+    proposes the tokens alone that are most frequent in the training data (as of every method).
     `start_from`: a draft folder whose weights the training starts from (as of every method)."""
 
     method: str = "tokenswift"
@@ -90,6 +91,7 @@ class TokenSwiftSection:
     kind: str = "linear_chain"
     out_norm_init: str = "ones"
     init_std: float = 0.02
+    draft_vocab_size: int | None = None
 
     def network(self, target: DecoderConfig) -> TokenSwiftConfig:
         return TokenSwiftConfig(target.hidden_size, target.rms_norm_eps, **_shape(self))
@@ -103,6 +105,7 @@ class MedusaSection:
     start_from: str | None = None
     n_heads: int = 3
     init_std: float = 0.0
+    draft_vocab_size: int | None = None
 
     def network(self, target: DecoderConfig) -> MedusaConfig:
         return MedusaConfig(target.hidden_size, **_shape(self))
@@ -110,8 +113,7 @@ class MedusaSection:
 
 @dataclass(frozen=True)
 class LongSpecSection:
-    """LongSpec's block; the fields after `start_from` are LongSpecConfig's. With `draft_vocab_size` the draft proposes
-    the tokens alone that are most frequent in the training data."""
+    """LongSpec's block; the fields after `start_from` are LongSpecConfig's."""
 
     method: str = "longspec"
     start_from: str | None = None

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from longdraft.models.draft_files import WEIGHTS, check_out
-from longdraft.models.draft_folder import Draft, DraftInfo, load_draft, save_draft, target_entry
+from longdraft.models.draft_folder import DRAFTS, Draft, DraftInfo, load_draft, save_draft, target_entry
 from longdraft.models.drafts.longspec import LongSpec, plan_queries
 from longdraft.models.drafts.loss import RANKS
 from longdraft.models.hf import load_target
@@ -23,7 +23,7 @@ from longdraft.models.passes import Pass
 from longdraft.models.target import Target
 from longdraft.train import checkpoint, vllm_medusa
 from longdraft.train.batches import Place, read_batch
-from longdraft.train.config import Config, LongSpecSection, to_dict
+from longdraft.train.config import Config, to_dict
 from longdraft.train.methods import frozen_draft, plain_positions
 from longdraft.train.setup import DTYPES, open_rows
 from longdraft.train.vllm_medusa import VllmMedusa
@@ -63,7 +63,7 @@ def export(
         out: where to; None: run_dir/draft, for another format run_dir/FORMAT.
         target: saves loading the run's own.
         form: one of FORMATS. "longdraft" is what this runtime reads.
-        draft_vocab_size: a LongSpec draft that trained with the whole vocabulary will propose the so many most frequent
+        draft_vocab_size: a draft that trained with the whole vocabulary will propose the so many most frequent
             tokens of the run's training data alone.
         best: the weights that decoded best while training (train/evaluate.py), not the newest.
 
@@ -77,7 +77,7 @@ def export(
     folder, saved = _find(run_dir, best)
     config = checkpoint.saved_config(run_dir, saved)
     if form == vllm_medusa.NAME:
-        vllm_medusa.check_section(config.draft)
+        vllm_medusa.check_section(config.draft, draft_vocab_size)
     if draft_vocab_size is not None:
         _check_restriction(config)
     out = Path(out) if out is not None else Path(run_dir) / ("draft" if form == "longdraft" else form)
@@ -137,10 +137,6 @@ def _entry(config: Config, trained_with: str | None, target: Target) -> dict[str
 
 def _check_restriction(config: Config) -> None:
     section = config.draft
-    if not isinstance(section, LongSpecSection):
-        raise ValueError(
-            f"draft_vocab_size: the heads of {section.method} always propose from the whole vocabulary; leave it out"
-        )
     if section.draft_vocab_size is not None:
         raise ValueError(
             f"draft_vocab_size: the run trained with draft.draft_vocab_size = {section.draft_vocab_size}, and the "
@@ -148,14 +144,13 @@ def _check_restriction(config: Config) -> None:
         )
 
 
-def _restricted(trained: Trained, n: int) -> LongSpec:
-    """The same block for the n most frequent tokens of the training split."""
+def _restricted(trained: Trained, n: int) -> Draft:
+    """The same draft for the n most frequent tokens of the training split."""
     config, target, draft = trained.config, trained.target, trained.draft
-    assert isinstance(draft, LongSpec)
     rows, vocab_size = open_rows(config, "train", target), target.model.config.vocab_size
-    token_ids_E = frequent_tokens(rows, vocab_size, n, target.eos_token_ids).to(draft.self_o.weight.device)
+    token_ids_E = frequent_tokens(rows, vocab_size, n, target.eos_token_ids).to(next(draft.parameters()).device)
     with torch.device("meta"):
-        restricted = LongSpec(replace(draft.config, draft_vocab_size=n))
+        restricted: Draft = DRAFTS[config.draft.method][1](replace(draft.config, draft_vocab_size=n))
     restricted.load_state_dict(draft.state_dict() | {"token_ids": token_ids_E}, assign=True)
     return restricted.requires_grad_(False).eval()
 
@@ -175,8 +170,8 @@ def _longdraft(trained: Trained, out: Path) -> tuple[Draft, str]:
     )
     save_draft(out, draft, info)
     details = ""
-    if block and draft.token_ids is not None:
-        details = f", for {len(draft.token_ids)} of {draft.config.vocab_size} tokens"
+    if draft.token_ids is not None:
+        details = f", for {len(draft.token_ids)} of {trained.target.model.config.vocab_size} tokens"
     place = trained.target.model.lm_head.weight
     return load_draft(out).to(place.device, place.dtype), details
 
@@ -216,8 +211,9 @@ def largest_difference(config: Config, target: Target, one: Draft | VllmMedusa, 
 def _logits(target: Target, draft: Draft | VllmMedusa, tokens_N: Tensor, borders: list[int]) -> Iterator[Tensor]:
     """Logits [N, V] or [N, E] of each head or noise shift, one after the other."""
     model, head = target.model, target.model.lm_head.weight
+    if not isinstance(draft, VllmMedusa):
+        head = draft.head(head)
     if isinstance(draft, LongSpec):
-        head = head if draft.token_ids is None else head[draft.token_ids]
         last_kv = model(Pass(tokens_N[None], borders=borders, needs={"last_kv"})).last_kv
         assert last_kv is not None
         seen = model.embed_tokens(tokens_N), plain_positions(borders).to(tokens_N.device), last_kv[0][0], last_kv[1][0]

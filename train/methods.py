@@ -14,7 +14,7 @@ from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from longdraft.kernels.linear_distillation import TargetStates
 from longdraft.kernels.segment_attention import send_segments
@@ -89,12 +89,17 @@ class Method(ABC):
     parts of its loss, which are counted apart.
     """
 
-    draft: nn.Module
+    draft: Draft
     needs: frozenset[str]
     part_names: list[str]
 
-    def __init__(self, config: Config):
-        self.data, self.seed, self.level_weights = config.data, config.train.seed, config.train.level_weights
+    def __init__(self, config: Config, draft: Draft, vocab_size: int):
+        self.draft, self.data, self.seed = draft, config.data, config.train.seed
+        self.level_weights = config.train.level_weights
+        self._draft_ids: Tensor | None = None
+        if draft.token_ids is not None:
+            self._draft_ids = torch.full((vocab_size,), -1)
+            self._draft_ids[draft.token_ids.cpu()] = torch.arange(len(draft.token_ids))
 
     @abstractmethod
     def micro_batch(self, batch: Batch, span: Span | None = None, all_queries: bool = False) -> MicroBatch:
@@ -127,7 +132,13 @@ class Method(ABC):
 
     def as_labels(self, tokens_R: Tensor) -> Tensor:
         """Token ids as the labels that stand for them, int64 [R]; -1 where the draft has none."""
-        return tokens_R
+        return tokens_R if self._draft_ids is None else from_host(self._draft_ids, tokens_R.device)[tokens_R]
+
+    def _labels(self, batch: Batch, distance: int) -> Part:
+        """`ahead`, of what the draft can propose: the rest is no label."""
+        rows, labels = ahead(batch.tokens, batch.supervised, batch.borders, distance)
+        labels = self.as_labels(labels)
+        return Part(rows[labels >= 0], labels[labels >= 0])
 
     def _positions(self, batch: Batch) -> Tensor | None:
         """Anchor-Offset Indices (LongSpec, 3.2): the first `sinks` tokens of a piece stay, the rest move on by a random
@@ -167,9 +178,9 @@ class Method(ABC):
 class HeadsMethod(Method):
     """TokenSwift's and Medusa's heads: part i is head i, and each head's mean counts alike."""
 
-    def __init__(self, config: Config, draft: TokenSwift | Medusa):
-        super().__init__(config)
-        self.draft, self.needs = draft, draft.needs
+    def __init__(self, config: Config, draft: TokenSwift | Medusa, vocab_size: int):
+        super().__init__(config, draft, vocab_size)
+        self.needs = draft.needs
         (self._field,) = draft.needs
         self.part_names = [f"head{i + 1}" for i in range(draft.config.n_heads)]
 
@@ -188,7 +199,7 @@ class HeadsMethod(Method):
     def micro_batch(self, batch: Batch, span: Span | None = None, all_queries: bool = False) -> MicroBatch:
         ranges, parts, first = self._ranges(batch, span, all_queries), [], 0 if span is None else span[0]
         for i in range(len(self.part_names)):
-            part = ahead(batch.tokens, batch.supervised, batch.borders, i + 2)
+            part = self._labels(batch, i + 2)
             if ranges is not None:
                 kept = _inside(ranges, len(batch.tokens))[part.rows]
                 part = Part(part.rows[kept] - first, part.labels[kept])
@@ -203,13 +214,9 @@ class LongSpecMethod(Method):
     needs = frozenset({"last_kv"})
 
     def __init__(self, config: Config, draft: LongSpec):
-        super().__init__(config)
-        self.draft, self._window = draft, draft.config.window
+        super().__init__(config, draft, draft.config.vocab_size)
+        self._window = draft.config.window
         self.part_names = [f"level{j + 1}" for j in range(draft.config.noise)]
-        self._draft_ids: Tensor | None = None
-        if draft.token_ids is not None:
-            self._draft_ids = torch.full((draft.config.vocab_size,), -1)
-            self._draft_ids[draft.token_ids.cpu()] = torch.arange(len(draft.token_ids))
 
     def eval_batches(self, batch: Batch, span: Span | None = None) -> list[MicroBatch]:
         """One for each shift."""
@@ -229,9 +236,6 @@ class LongSpecMethod(Method):
         rows, queries = micro_batch.parts[part].rows, micro_batch.queries
         return rows if queries is None or queries.rows is None else queries.rows[rows]
 
-    def as_labels(self, tokens_R: Tensor) -> Tensor:
-        return tokens_R if self._draft_ids is None else from_host(self._draft_ids, tokens_R.device)[tokens_R]
-
     def micro_batch(self, batch: Batch, span: Span | None = None, all_queries: bool = False) -> MicroBatch:
         shifts = [self._shift(draws(self.seed, key, 1)[0]) for key in batch.keys]
         return self._shifted(batch, shifts, self._ranges(batch, span, all_queries))
@@ -245,9 +249,7 @@ class LongSpecMethod(Method):
 
     def _shifted(self, batch: Batch, shifts: list[int], ranges: list[Span] | None) -> MicroBatch:
         queries = plan_queries(batch.borders, shifts, self._window, ranges)
-        rows, labels = ahead(batch.tokens, batch.supervised, batch.borders, 1)
-        labels = self.as_labels(labels)
-        rows, labels = rows[labels >= 0], labels[labels >= 0]  # what the draft cannot propose is no label
+        rows, labels = self._labels(batch, 1)
         shift_N = torch.repeat_interleave(torch.tensor(shifts), torch.tensor(batch.borders).diff())
         shift_of, place = shift_N[rows], rows
         if queries.rows is not None:
@@ -270,8 +272,10 @@ def open_method(config: Config, target: Decoder, token_ids_E: Tensor | None = No
         return LongSpecMethod(config, LongSpec(section.network(target.config), generator, target, token_ids_E))
     shape = section.network(target.config)
     if isinstance(shape, TokenSwiftConfig):
-        return HeadsMethod(config, TokenSwift(shape, generator, target.norm.weight))
-    return HeadsMethod(config, Medusa(shape, generator))
+        heads = TokenSwift(shape, generator, target.norm.weight, token_ids_E)
+    else:
+        heads = Medusa(shape, generator, token_ids_E)
+    return HeadsMethod(config, heads, target.config.vocab_size)
 
 
 def frozen_draft(config: Config, target: Target, weights: Mapping[str, Tensor]) -> Draft:

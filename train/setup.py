@@ -16,13 +16,12 @@ from torch import Tensor
 from longdraft.data_prep.shards import ShardSet
 from longdraft.models.device import free_bytes
 from longdraft.models.draft_folder import Draft, load_draft
-from longdraft.models.drafts.longspec import LongSpec
 from longdraft.models.fingerprint import weights_hash
 from longdraft.models.hf import load_target, read_target_config
 from longdraft.models.target import Target
 from longdraft.train import checkpoint
 from longdraft.train.batches import Place
-from longdraft.train.config import Config, LongSpecSection, check_positions
+from longdraft.train.config import Config, check_positions
 from longdraft.train.deepspeed_engine import DraftEngine
 from longdraft.train.estimate_memory import estimate
 from longdraft.train.evaluate import Evaluator
@@ -193,9 +192,9 @@ def take_masters(method: Method, folder: str | None, ranks: Ranks) -> dict[str, 
 
 def _draft_vocabulary(config: Config, start: Draft | None, rows: ShardSet, target: Target) -> torch.Tensor | None:
     """Token ids of a restricted vocabulary: the draft's that training begins with, else the data's most frequent."""
-    if not isinstance(config.draft, LongSpecSection) or config.draft.draft_vocab_size is None:
+    if config.draft.draft_vocab_size is None:
         return None
-    if isinstance(start, LongSpec) and start.config.draft_vocab_size == config.draft.draft_vocab_size:
+    if start is not None and start.config.draft_vocab_size == config.draft.draft_vocab_size:
         return start.token_ids
     vocab_size = target.model.config.vocab_size
     return frequent_tokens(rows, vocab_size, config.draft.draft_vocab_size, target.eos_token_ids)

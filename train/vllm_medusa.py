@@ -32,12 +32,17 @@ NAME = "vllm-medusa"
 HEAD = "lm_heads.0.weight"
 
 
-def check_section(section: DraftSection) -> None:
-    """Raises ValueError, with the reason, for drafts that have no such form."""
+def check_section(section: DraftSection, draft_vocab_size: int | None = None) -> None:
+    """Raises ValueError, with the reason, for drafts that have no such form; the size: what the export is asked for."""
     if isinstance(section, LongSpecSection):
         what, why = "longspec", "its block reads tokens and the target's cache, vLLM's heads one hidden state"
     elif isinstance(section, TokenSwiftSection) and section.kind != "silu_chain":
         what, why = f"tokenswift's {section.kind}", "its heads have norms, no SiLU, and read the pre-norm state"
+    elif (size := draft_vocab_size or section.draft_vocab_size) is not None:
+        raise ValueError(
+            f"format: {NAME} cannot hold a draft_vocab_size of {size}: its heads read the whole LM head; export it as "
+            "longdraft, or with draft_vocab_size left out, in training too"
+        )
     else:
         return
     raise ValueError(

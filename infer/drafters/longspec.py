@@ -16,7 +16,7 @@ from torch import Tensor
 
 from longdraft.infer.accept import AcceptResult
 from longdraft.infer.drafters.base import DeviceDrafter, Request, SlotState
-from longdraft.infer.options import check_draft, level_widths
+from longdraft.infer.options import check_draft, head_memory, level_widths
 from longdraft.infer.tree import PAD, ROOT, TokenTree
 from longdraft.infer.window_cache import WindowCache
 from longdraft.kernels.cross_attention import cross_attention
@@ -48,9 +48,7 @@ class LongSpecDrafter(DeviceDrafter):
         self.widths = level_widths("widths", widths)
         _check(target, draft, self.widths)
         self.draft, self._embed = draft, target.model.embed_tokens
-        self._head_VD = target.model.lm_head.weight
-        if draft.token_ids is not None:
-            self._head_VD = self._head_VD[draft.token_ids]
+        self._head_VD = draft.head(target.model.lm_head.weight)
         self.max_nodes, self.max_depth = sum(self.widths), len(self.widths)
         self._tree_rows = 1 + sum(self.widths[:-1])  # the last level's nodes are never queries
         self._borders = torch.tensor(SURPRISE, device=self._head_VD.device)
@@ -91,9 +89,7 @@ class LongSpecDrafter(DeviceDrafter):
 
     def memory_bytes(self, batch: int, capacity: int) -> Mapping[str, int]:
         window = {"draft window": WindowCache.bytes(self.draft, batch, self._tree_rows)}
-        if self.draft.token_ids is None:
-            return window
-        return window | {"draft vocabulary": self._head_VD.numel() * self._head_VD.element_size()}
+        return window | head_memory(self.draft, self._head_VD)
 
     def plan(self, state: SlotState, max_nodes: int) -> tuple[int, ...]:
         """How many positions before the roots are to be read, at most, and the widths of the levels."""
@@ -173,9 +169,7 @@ class LongSpecDrafter(DeviceDrafter):
         log_probs_BTC.nan_to_num_(nan=-torch.inf, neginf=-torch.inf)  # where everything is banned
         flat_BC = (scores_BT[:, :, None] + log_probs_BTC).flatten(1)
         sums_BW, places_BW = flat_BC.topk(min(width, flat_BC.shape[1]), dim=-1)
-        tokens_BW = ids_BTC.flatten(1).gather(1, places_BW)
-        if self.draft.token_ids is not None:
-            tokens_BW = self.draft.token_ids[tokens_BW]
+        tokens_BW = self.draft.tokens(ids_BTC.flatten(1).gather(1, places_BW))
         surprise_BW = -log_probs_BTC.flatten(1).gather(1, places_BW)
         classes_BW = 1 + (level - 1) * (len(SURPRISE) + 1) + torch.bucketize(surprise_BW, self._borders)
         return tokens_BW, places_BW // best_BTC.shape[2], sums_BW, classes_BW
@@ -210,10 +204,6 @@ def _check(target: Target, draft: LongSpec, widths: tuple[int, ...]) -> None:
             f"draft: made for a target with {one} {getattr(config, one)}, and this one has "
             f"{getattr(target.model.config, one)}; load the draft's own target"
         )
-    if draft.token_ids is not None:
-        ids = draft.token_ids
-        if int(ids.min()) < 0 or int(ids.max()) >= config.vocab_size or len(ids.unique()) < len(ids):
-            raise ValueError(f"draft: its token_ids must be different and lie in 0..{config.vocab_size - 1}")
     if len(widths) > config.noise:
         warnings.warn(
             f"longspec: a tree of {len(widths)} levels, but the draft was trained with noise shifts up to "

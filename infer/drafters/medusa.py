@@ -2,10 +2,11 @@
 
 The heads read the post-norm state of the position before the root, whose choice the root is, so head i proposes the
 token at p + i for a root at p. Not here: the heads (models/drafts/medusa.py).
-Shapes: B slots, T rows of a prefill chunk, D hidden, V vocabulary, I heads, N nodes.
+Shapes: B slots, T rows of a prefill chunk, D hidden, V vocabulary, E draft vocabulary, I heads, N
+nodes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -13,9 +14,10 @@ from torch import Tensor
 from longdraft.infer.accept import AcceptResult
 from longdraft.infer.drafters.base import DeviceDrafter, Request, SlotState
 from longdraft.infer.last_state import LastState
-from longdraft.infer.options import check_heads, heads_shape
+from longdraft.infer.options import check_heads, head_memory, heads_shape
 from longdraft.infer.shape import TreeShape, TreeTemplate
 from longdraft.infer.tree import TokenTree
+from longdraft.kernels.linear import linear
 from longdraft.models.drafts.medusa import Medusa
 from longdraft.models.kv_cache import KVCache
 from longdraft.models.passes import TargetOutput
@@ -34,8 +36,8 @@ class MedusaDrafter(DeviceDrafter):
 
     def __init__(self, target: Target, draft: Medusa, shape: TreeShape | Sequence[int] | int | None = None):
         check_heads("medusa", target, draft, Medusa, "Medusa heads")
-        self.shape = heads_shape("shape", shape, draft.config.n_heads, target.model.config.vocab_size)
-        self.draft, self._lm_head = draft, target.model.lm_head
+        self._head_ED = draft.head(target.model.lm_head.weight)
+        self.shape, self.draft = heads_shape("shape", shape, draft.config.n_heads, len(self._head_ED)), draft
         self.needs = self.learns_from = draft.needs
         self.max_nodes, self.max_depth = len(self.shape.nodes), self.shape.depth
         self._last: LastState | None = None
@@ -43,10 +45,13 @@ class MedusaDrafter(DeviceDrafter):
 
     def on_start(self, slots: Sequence[int], requests: Sequence[Request], cache: KVCache) -> None:
         if self._last is None or self._last.batch != cache.batch:
-            weight = self._lm_head.weight
+            weight = self._head_ED
             self._last = LastState(cache.batch, weight.shape[1], weight.dtype, weight.device)
             self._templates.clear()
         self._last.on_start(slots)
+
+    def memory_bytes(self, batch: int, capacity: int) -> Mapping[str, int]:
+        return head_memory(self.draft, self._head_ED)
 
     def buffers(self) -> tuple[object, ...]:
         return (self._last,)
@@ -67,11 +72,11 @@ class MedusaDrafter(DeviceDrafter):
         """The tree of the heads' best tokens."""
         assert self._last is not None
         shape, template = self._fitting(min(plan, self.max_nodes), self._last.at_B)
-        logits_BIV = self._lm_head(torch.stack(self.draft.states(self._last.hidden_BD)[: shape.depth], dim=1))
-        ranked = [
-            state.ranking(logits_BIV[:, i], offset=i + 1).topk(shape.ranks, dim=-1).indices for i in range(shape.depth)
-        ]
-        return self._last.known_only(template.fill(state.roots, torch.stack(ranked, dim=1)), state)
+        states_BID = torch.stack(self.draft.states(self._last.hidden_BD)[: shape.depth], dim=1)
+        logits, ids_E = linear(states_BID, self._head_ED).unbind(1), self.draft.token_ids
+        ranked = [state.ranking(row, i + 1, ids_E).topk(shape.ranks, dim=-1).indices for i, row in enumerate(logits)]
+        tokens_BIK = self.draft.tokens(torch.stack(ranked, dim=1))
+        return self._last.known_only(template.fill(state.roots, tokens_BIK), state)
 
     def _fitting(self, nodes: int, like_B: Tensor) -> tuple[TreeShape, TreeTemplate]:
         """The first nodes of the shape, on the device; made once for each number."""

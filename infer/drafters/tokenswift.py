@@ -5,7 +5,7 @@ Without a draft pass the heads read the state that the last verification compute
 root on a selected cache: its own row proposes p + 1, head i proposes p + 1 + i, levels [1, 3, 3, 3]. Not here: the
 heads (models/drafts/tokenswift.py), the n-grams that join them (infer/drafters/ngrams.py), the selected cache
 (infer/partial_cache.py), when the pass pays (infer/policy.py).
-Shapes: B slots, D hidden, V vocabulary, I heads, N nodes.
+Shapes: B slots, D hidden, V vocabulary, E draft vocabulary, I heads, N nodes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,11 +18,12 @@ from longdraft.infer.drafters.base import DeviceDrafter, Drafter, Request, SlotS
 from longdraft.infer.drafters.combine import Combined
 from longdraft.infer.drafters.ngrams import Ngrams
 from longdraft.infer.last_state import LastState
-from longdraft.infer.options import check_heads, heads_shape, integer, one_of
+from longdraft.infer.options import check_heads, head_memory, heads_shape, integer, one_of
 from longdraft.infer.partial_cache import RingCache, SelectedCache, refuse_windows, selected_bytes
 from longdraft.infer.selection import TopTokens
 from longdraft.infer.shape import TreeShape
 from longdraft.infer.tree import TokenTree
+from longdraft.kernels.linear import linear
 from longdraft.models.drafts.tokenswift import TokenSwift
 from longdraft.models.kv_cache import KVCache
 from longdraft.models.passes import Pass, TargetOutput
@@ -79,7 +80,8 @@ class TokenSwiftDrafter(DeviceDrafter):
         sinks: int = 16,
     ):
         check_heads("tokenswift", target, draft, TokenSwift, "TokenSwift heads")
-        shape = heads_shape("shape", shape, draft.config.n_heads, target.model.config.vocab_size)
+        self._head_ED = draft.head(target.model.lm_head.weight)
+        shape = heads_shape("shape", shape, draft.config.n_heads, len(self._head_ED))
         self.shape, self.draft, self.target = shape, draft, target
         self._draft_pass = one_of("draft_pass", draft_pass, DRAFT_PASSES)
         self._budget, self._sinks = integer("budget", budget, 1), integer("sinks", sinks, 0)
@@ -112,11 +114,12 @@ class TokenSwiftDrafter(DeviceDrafter):
         return {"draft_pass": f"never: {why}"}
 
     def memory_bytes(self, batch: int, capacity: int) -> Mapping[str, int]:
+        head = head_memory(self.draft, self._head_ED)
         if not self._may_pass or (self._draft_pass == "auto" and capacity <= self._budget):
-            return {}
+            return head
         model = self.target.model
         policy, dtype = TopTokens(self._budget, self._sinks), model.embed_tokens.weight.dtype
-        return selected_bytes(policy, model.config, dtype, batch, capacity, tail=1)
+        return head | selected_bytes(policy, model.config, dtype, batch, capacity, tail=1)
 
     def on_start(self, slots: Sequence[int], requests: Sequence[Request], cache: KVCache) -> None:
         if self._last is None or self._last.batch != cache.batch:
@@ -191,17 +194,18 @@ class TokenSwiftDrafter(DeviceDrafter):
         """The heads' tree below each root; on a selected cache, below the token that the target's own row gives."""
         assert self._last is not None
         max_nodes, selected = plan
-        logits, hidden_BD, template = list[Tensor](), self._last.hidden_BD, self._templates[selected is not None]
+        ranked, hidden_BD, template = list[Tensor](), self._last.hidden_BD, self._templates[selected is not None]
+        ranks = self._shapes[selected is not None].ranks
         if selected is not None:
             needs = self.draft.needs | {"logits"}
             output = self.target.model(Pass(state.roots[:, None], selected, state.positions[:, None], needs=needs))
             assert output.logits is not None
-            logits.append(output.logits[:, 0])
+            ranked.append(state.ranking(output.logits[:, 0], offset=1).topk(ranks).indices)
             hidden_BD = getattr(output, self._state_field)[:, 0].to(hidden_BD.dtype)
         states = self.draft.states(hidden_BD)[: self.shape.depth]
-        logits += self.target.model.lm_head(torch.stack(states, dim=1)).unbind(1)
-        ranks = self._shapes[selected is not None].ranks
-        ranked = [state.ranking(row, offset=i + 1).topk(ranks).indices for i, row in enumerate(logits)]
+        for logits_BE in linear(torch.stack(states, dim=1), self._head_ED).unbind(1):
+            best_BK = state.ranking(logits_BE, 1 + len(ranked), self.draft.token_ids).topk(ranks).indices
+            ranked.append(self.draft.tokens(best_BK))
         tree = template.fill(state.roots, torch.stack(ranked, dim=1))
         if selected is None:
             tree = self._last.known_only(tree, state)

@@ -15,7 +15,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from longdraft.kernels.gate import gate
@@ -25,6 +25,7 @@ from longdraft.kernels.segment_attention import Segment, segment_attention
 from longdraft.models.decoder import Decoder, Layer, Linear
 from longdraft.models.decoder_config import DecoderConfig
 from longdraft.models.drafts.loss import DraftLoss, Part, Teaching, draft_loss
+from longdraft.models.drafts.vocabulary import DraftVocabulary
 from longdraft.models.experts import Experts
 from longdraft.models.rope import Rope, RopeConfig, piece_lengths
 from longdraft.models.stream import RMSNorm, Stream
@@ -167,7 +168,7 @@ def plan_queries(
     return Queries(rows, in_window, in_target, list(borders))
 
 
-class LongSpec(nn.Module):
+class LongSpec(DraftVocabulary):
     """The block. q, k and v of the self-attention are one projection, in this order of rows; so are gate and up.
 
     Args:
@@ -178,8 +179,6 @@ class LongSpec(nn.Module):
         token_ids_E: int64, the target's ids of a restricted draft vocabulary; None: the first `draft_vocab_size`.
     Raises: ValueError where `warm_start` has no target, or the target another shape.
     """
-
-    token_ids: Tensor | None
 
     def __init__(
         self,
@@ -199,17 +198,7 @@ class LongSpec(nn.Module):
         self.gate_up = _Projection(d, 2 * config.intermediate_size, bias=False)
         self.down = _Projection(config.intermediate_size, d, bias=False)
         self.final_norm = RMSNorm(d, config.rms_norm_eps) if config.final_norm else None
-        if config.draft_vocab_size is not None:
-            if token_ids_E is None:
-                token_ids_E = torch.arange(config.draft_vocab_size)
-            if token_ids_E.shape != (config.draft_vocab_size,):
-                raise ValueError(
-                    f"token_ids_E: {list(token_ids_E.shape)} ids for a draft_vocab_size of {config.draft_vocab_size}"
-                )
-            token_ids_E = token_ids_E.to(torch.int64)
-        elif token_ids_E is not None:
-            raise ValueError("token_ids_E: given, but draft_vocab_size is None; set it to their number")
-        self.register_buffer("token_ids", token_ids_E)
+        self.restrict(config.draft_vocab_size, token_ids_E)
         self._initialise(generator, target)
 
     @torch.no_grad()
@@ -361,6 +350,4 @@ class LongSpec(nn.Module):
             teaching: the target's distributions; None: the loss is the labels' cross-entropy.
         """
         states_QD = self.states(embeddings_ND, positions_N, target_keys_NKd, target_values_NKd, queries)
-        if self.token_ids is not None:
-            lm_head_VD = lm_head_VD[self.token_ids]
-        return draft_loss([states_QD] * len(parts), parts, lm_head_VD, count_ranks, teaching)
+        return draft_loss([states_QD] * len(parts), parts, self.head(lm_head_VD), count_ranks, teaching)

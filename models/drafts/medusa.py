@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from longdraft.models.drafts.loss import DraftLoss, Part, Teaching, draft_loss
+from longdraft.models.drafts.vocabulary import DraftVocabulary, check_size
 
 
 @dataclass(frozen=True)
@@ -21,11 +22,13 @@ class MedusaConfig:
     """Shape and initialisation of the heads; `hidden_size` is the target's.
 
     `init_std` is the standard deviation of W; 0, Medusa's own, starts every head at the target's next-token prediction.
+    `draft_vocab_size`: how many tokens the heads can propose (the buffer `token_ids` says which); None for all.
     """
 
     hidden_size: int
     n_heads: int = 3
     init_std: float = 0.0
+    draft_vocab_size: int | None = None
 
     def __post_init__(self):
         if self.hidden_size < 1:
@@ -34,20 +37,25 @@ class MedusaConfig:
             raise ValueError(f"draft.n_heads: {self.n_heads}, but at least 1 head is needed")
         if self.init_std < 0:
             raise ValueError(f"draft.init_std: {self.init_std} is negative; give 0 or more")
+        check_size(self.draft_vocab_size)
 
 
-class Medusa(nn.Module):
+class Medusa(DraftVocabulary):
     """The heads; parameters `proj.{i}.weight` [D, D].
 
     Args:
         config: the shape.
         generator: draws W where `init_std` is above 0; None leaves W at zero (for weights read from a file).
+        token_ids_E: int64, the target's ids of a restricted draft vocabulary; None: the first `draft_vocab_size`.
     """
 
     needs = frozenset({"post_norm"})
 
-    def __init__(self, config: MedusaConfig, generator: torch.Generator | None = None):
+    def __init__(
+        self, config: MedusaConfig, generator: torch.Generator | None = None, token_ids_E: Tensor | None = None
+    ):
         super().__init__()
+        self.restrict(config.draft_vocab_size, token_ids_E)
         self.config = config
         d = config.hidden_size
         self.proj = nn.ModuleList([nn.Linear(d, d, bias=False) for _ in range(config.n_heads)])
@@ -70,4 +78,4 @@ class Medusa(nn.Module):
         teaching: Teaching | None = None,
     ) -> DraftLoss:
         """The training loss, a part for each head; as TokenSwift's, with the target's post-norm state."""
-        return draft_loss(self.states(hidden_ND), parts, lm_head_VD, count_ranks, teaching)
+        return draft_loss(self.states(hidden_ND), parts, self.head(lm_head_VD), count_ranks, teaching)

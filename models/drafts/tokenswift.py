@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from longdraft.models.drafts.loss import DraftLoss, Part, Teaching, draft_loss
+from longdraft.models.drafts.vocabulary import DraftVocabulary, check_size
 from longdraft.models.stream import RMSNorm
 
 KINDS = {"linear_chain": frozenset({"pre_norm"}), "silu_chain": frozenset({"post_norm"})}
@@ -29,7 +30,8 @@ class TokenSwiftConfig:
 
     `init_std` is the standard deviation of W (0 starts every head at the target's own next-token prediction);
     `out_norm_init` starts RMSNorm_out_i at "ones" (the paper) or at the "target"'s final norm. `silu_chain` has no
-    norms and takes "ones" alone.
+    norms and takes "ones" alone. `draft_vocab_size`: how many tokens the heads can propose (the buffer `token_ids` says
+    which); None for all.
     """
 
     hidden_size: int
@@ -38,6 +40,7 @@ class TokenSwiftConfig:
     kind: str = "linear_chain"
     out_norm_init: str = "ones"
     init_std: float = 0.02
+    draft_vocab_size: int | None = None
 
     def __post_init__(self):
         if self.kind not in KINDS:
@@ -54,21 +57,28 @@ class TokenSwiftConfig:
             raise ValueError(f"draft.n_heads: {self.n_heads}, but at least 1 head is needed")
         if self.init_std < 0:
             raise ValueError(f"draft.init_std: {self.init_std} is negative; give 0 or more, the paper's is 0.02")
+        check_size(self.draft_vocab_size)
 
 
-class TokenSwift(nn.Module):
+class TokenSwift(DraftVocabulary):
     """The chained heads; parameters `proj.{i}.weight` [D, D] and, for linear_chain, `in_norm.{i}` and `out_norm.{i}`.
 
     Args:
         config: the shape.
         generator: draws W; the same seed gives the same heads. None leaves W at zero (for weights read from a file).
         final_norm_D: the target's final norm weight, for `out_norm_init: target`.
+        token_ids_E: int64, the target's ids of a restricted draft vocabulary; None: the first `draft_vocab_size`.
     """
 
     def __init__(
-        self, config: TokenSwiftConfig, generator: torch.Generator | None = None, final_norm_D: Tensor | None = None
+        self,
+        config: TokenSwiftConfig,
+        generator: torch.Generator | None = None,
+        final_norm_D: Tensor | None = None,
+        token_ids_E: Tensor | None = None,
     ):
         super().__init__()
+        self.restrict(config.draft_vocab_size, token_ids_E)
         self.config = config
         heads, d = range(config.n_heads), config.hidden_size
         self.proj = nn.ModuleList([nn.Linear(d, d, bias=False) for _ in heads])
@@ -118,4 +128,4 @@ class TokenSwift(nn.Module):
             count_ranks: also count the labels among each head's first candidates.
             teaching: the target's distributions; None: the loss is the labels' cross-entropy.
         """
-        return draft_loss(self.states(hidden_ND), parts, lm_head_VD, count_ranks, teaching)
+        return draft_loss(self.states(hidden_ND), parts, self.head(lm_head_VD), count_ranks, teaching)

@@ -71,6 +71,12 @@ def heads(target, kind="linear_chain"):
     return randomised(TokenSwift(config), target)
 
 
+def few_words(target):
+    """Heads that can propose a third of the vocabulary."""
+    config = TokenSwiftConfig(target.model.config.hidden_size, 1e-6, draft_vocab_size=len(range(0, VOCAB, 3)))
+    return randomised(TokenSwift(config, token_ids_E=torch.arange(0, VOCAB, 3)), target)
+
+
 def block(target, **options):
     config = LongSpecConfig.for_target(target.model.config, window=12, **options)
     return randomised(LongSpec(config), target)
@@ -89,6 +95,7 @@ DRAFTERS = {
     "medusa": lambda target, small: MedusaDrafter(
         target, randomised(Medusa(MedusaConfig(target.model.config.hidden_size)), target)
     ),
+    "few_words": lambda target, small: tokenswift(target, few_words(target), draft_pass="always", budget=24),
     "longspec": lambda target, small: LongSpecDrafter(target, block(target, noise=5)),
     "longspec_chain": lambda target, small: LongSpecDrafter(target, block(target, noise=4), widths=(1, 1, 1, 1)),
     "triforce": lambda target, small: TriForceDrafter(target, small, budget=24, stride=10),

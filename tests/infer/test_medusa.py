@@ -45,7 +45,7 @@ class Watched(MedusaDrafter):
             hidden = self._target.model(Pass(torch.tensor([text[:-1]]), needs={"post_norm"})).post_norm[0, -1]
             expected = []
             for head, state_D in enumerate(self.draft.states(hidden)[:levels], start=1):
-                scores, params = self._lm_head.weight @ state_D, state.sampling.params[slot]
+                scores, params = self._head_ED @ state_D, state.sampling.params[slot]
                 if params.temperature:
                     noise = gumbel_noise(torch.tensor([params.seed]), torch.tensor([[len(text) - 1 + head]]), VOCAB)
                     scores = scores / params.temperature + noise[0, 0]

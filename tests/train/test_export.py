@@ -15,6 +15,7 @@ from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoin
 from safetensors.torch import load_file, save_file
 
 from longdraft.data_prep.shards import ShardSet
+from longdraft.infer.drafters.build import build_drafter
 from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
 from longdraft.launch.export import main
@@ -38,6 +39,7 @@ SECTIONS = {
     "linear_chain": {"method": "tokenswift"},
     "silu_chain": {"method": "tokenswift", "kind": "silu_chain"},
     "medusa": {"method": "medusa", "n_heads": 2},
+    "silu_narrow": {"method": "tokenswift", "kind": "silu_chain", "draft_vocab_size": 20},
     "longspec": BLOCK,
     "longspec-narrow": BLOCK | {"noise": 7, "final_norm": True, "draft_vocab_size": 20},
 }
@@ -325,6 +327,38 @@ def test_the_runtime_decodes_with_an_exported_longspec_draft(made_run, data_fold
     assert float((best[:, 0] - best[:, 1]).min()) > 1e-3
 
 
+@pytest.mark.parametrize("name", ["medusa", "silu_narrow"])
+def test_the_runtime_decodes_with_heads_of_few_words(made_run, data_folder, capsys, name):
+    """Exactly, restricted in training or by the export, and no other token is ever proposed."""
+    run, target, trained = made_run(name)
+    restrict = [] if name == "silu_narrow" else ["--draft-vocab-size", "20"]
+    assert main([str(run), *restrict]) == 0
+    assert ", for 20 of 97 tokens: reloaded, largest difference of a logit 0\n" in capsys.readouterr().out
+    draft = load_draft(run / "draft", target)
+    ids = trained.token_ids
+    if restrict:
+        ids = frequent_tokens(ShardSet(data_folder / "train"), 97, 20, target.eos_token_ids)
+    assert torch.equal(draft.token_ids, ids)
+    drafter = build_drafter(read_info(run / "draft").train_config["draft"]["method"], target, run / "draft")
+    heads, proposed = getattr(drafter, "drafters", [drafter])[0], set()
+    grow = heads.grow
+
+    def growing(state, plan):
+        tree = grow(state, plan)
+        proposed.update(tree.tokens[:, 1:][tree.parents[:, 1:] >= 0].tolist())
+        return tree
+
+    heads.grow = growing
+    params = [SamplingParams(max_new_tokens=16), SamplingParams(temperature=1.0, seed=6, max_new_tokens=16)]
+    prompts = [[5, 9, 2, 7, 11, 30, 2, 9], [3, 61]]
+    drafted, plain = (
+        Engine(target, drafter, nodes=None).generate(prompts, params),
+        Engine(target).generate(prompts, params),
+    )
+    assert [one.tokens for one in drafted] == [one.tokens for one in plain]
+    assert len(proposed) > 5 and proposed <= set(ids.tolist())
+
+
 def test_format_vllm_medusa(made_run, capsys):
     """The file's own contract is held by test_vllm_medusa.py."""
     run, target, trained = made_run("silu_chain")
@@ -354,7 +388,12 @@ def test_format_vllm_medusa(made_run, capsys):
             "format: vllm-medusa cannot hold tokenswift's linear_chain: its heads",
         ),
         ("longspec", "--format vllm-medusa", "format: vllm-medusa cannot hold longspec: its block reads"),
-        ("medusa", "--draft-vocab-size 9", "draft_vocab_size: the heads of medusa always propose from the whole"),
+        (
+            "medusa",
+            "--format vllm-medusa --draft-vocab-size 9",
+            "format: vllm-medusa cannot hold a draft_vocab_size of 9: its heads read the whole LM head",
+        ),
+        ("silu_narrow", "--format vllm-medusa", "format: vllm-medusa cannot hold a draft_vocab_size of 20: its heads"),
         (
             "longspec-narrow",
             "--draft-vocab-size 9",

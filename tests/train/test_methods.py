@@ -27,6 +27,7 @@ ANCHOR = ["data.positions=anchor_offset", "data.max_position=700", "data.sinks=2
 METHODS = {
     "tokenswift": [],
     "tokenswift-anchored": ANCHOR,
+    "tokenswift-restricted": [*ANCHOR, "draft.draft_vocab_size=60"],
     "medusa": ["draft.method=medusa", "draft.init_std=0.1"],
     "longspec": BLOCK,
     "longspec-anchored": [*BLOCK, *ANCHOR],
@@ -72,7 +73,7 @@ def opened(config_file, target):
     def make(overrides):
         config = load_config(config_file, overrides)
         ids = None
-        if getattr(config.draft, "draft_vocab_size", None) is not None:
+        if config.draft.draft_vocab_size is not None:
             ids = (
                 torch.randperm(97, generator=torch.Generator().manual_seed(2))[: config.draft.draft_vocab_size]
                 .sort()
@@ -319,6 +320,7 @@ def test_parts_weigh_as_the_papers_say(opened):
 EVALUATED = {
     "tokenswift": [],
     "medusa": METHODS["medusa"],
+    "medusa-restricted": [*METHODS["medusa"], "draft.draft_vocab_size=30"],
     "longspec": BLOCK,
     "longspec-restricted": [*BLOCK, "draft.draft_vocab_size=30"],
 }
@@ -347,7 +349,7 @@ def test_the_evaluation_is_a_direct_computation(alone, config_file, opened, targ
             assert found["choice_rates"][part][k] == pytest.approx(np.mean(np.array(chosen) == k))
         n_ranked = n_ranked or len(ranks)
     assert found["positions"] == n_ranked
-    weighted = np.sum if name in ("tokenswift", "medusa") else np.mean  # all levels have the same labels
+    weighted = np.mean if name.startswith("longspec") else np.sum  # all levels have the same labels
     assert found["loss"] == pytest.approx(weighted(found["part_loss"]))
     assert 0 < np.max(found["rank_rates"]) < 1
     assert 0 < np.max(found["choice_rates"]) < 1 or choices < 100, "it would show nothing"
