@@ -37,6 +37,7 @@ setup(
         "deepspeed>=0.19,<0.20",
         "datasets>=4",
         "huggingface_hub>=1",
+        "httpx>=0.27",
         "pyarrow>=17",
         "tokenizers>=0.21",
         "wandb>=0.30",

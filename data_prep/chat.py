@@ -78,6 +78,8 @@ class ChatEncoder:
         assert isinstance(document, Conversation), document.name
         messages = self._template.guarded(document.messages)
         turns = [self._turn(messages[: i + 1]) for i, (role, _) in enumerate(messages) if role == "assistant"]
+        if document.unfinished:
+            turns[-1] = self._cut(turns[-1], messages)
         whole = self._whole(messages, turns)
         if whole is not None:
             return [self._tokens(document.name, whole)]
@@ -104,6 +106,14 @@ class ChatEncoder:
             return MarkedText(text, [(begin, end + 1)])  # the token that this character is in
         text += stand_in(self.eos_id)
         return MarkedText(text, [(begin, len(text))])
+
+    def _cut(self, turn: MarkedText, messages: list[tuple[str, str]]) -> MarkedText:
+        """The last turn up to the end of its content."""
+        end = self._content_end(messages, turn.text)
+        spans = [(begin, min(stop, end)) for begin, stop in turn.spans if begin < end]
+        if not spans:
+            raise Unusable("answer_not_found")
+        return MarkedText(turn.text[:end], spans)
 
     def _content_end(self, messages: list[tuple[str, str]], text: str) -> int:
         """Where the last content ends in the rendered text; -1 where that cannot be told."""

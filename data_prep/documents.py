@@ -60,11 +60,13 @@ class Document:
 @dataclass(frozen=True)
 class Conversation:
     """A conversation. name: as a document's. messages: (role, content) in order; at least one is the assistant's where
-    answers are to be learned. digest: the sha256 of what decides on which side of the held-out split it comes."""
+    answers are to be learned. digest: the sha256 of what decides on which side of the held-out split it comes.
+    unfinished: the last answer was cut, and what would end it is not to be learned."""
 
     name: str
     digest: bytes
     messages: tuple[tuple[str, str], ...]
+    unfinished: bool = False
 
     @property
     def n_bytes(self) -> int:

@@ -59,7 +59,8 @@ class TextFormat:
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """One field holds the list of messages. answered: at least one of them must be the assistant's."""
+    """One field holds the list of messages. answered: at least one of them must be the assistant's. A record whose
+    field `unfinished` is true (`longdraft prepare regenerate --unfinished keep`) ends in an answer that was cut."""
 
     chat_field: str
     answered: bool = True
@@ -71,7 +72,8 @@ class ChatFormat:
 
     def documents(self, name: str, record: Mapping[str, Any]) -> Sequence[Document | Conversation]:
         messages = check_messages(_present(record, self.chat_field), self.answered)
-        return [Conversation(name, messages_digest(messages), messages)]
+        unfinished = record.get("unfinished") is True and messages[-1][0] == "assistant"
+        return [Conversation(name, messages_digest(messages), messages, unfinished)]
 
 
 @dataclass(frozen=True)

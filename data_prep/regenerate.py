@@ -1,11 +1,12 @@
 """A set of conversations answered anew by the target, so that its draft learns from what the target itself writes.
 
 The folder is one of tasks (tasks.py): each `part_size` conversations of the input, in its order, are a task, which
-writes `part-*.jsonl` with {"messages", "source"} a line. In the manifest input = success + error + skipped.
+writes `part-*.jsonl` with {"messages", "source"} a line, and "unfinished" where the last answer was cut. In the manifest
+input = success + error + skipped.
 
 The seed of an answer is a function of the seed, the conversation's content and the turn. So no answer depends on other
 conversations, their order, the batch, the drafter or a kill. Not here: what is asked of the target and made of what it
-writes (responses.py), the target itself (launch/regenerate.py).
+writes (responses.py), the target itself (launch/regenerate.py) or its servers (endpoints.py).
 """
 
 import json
@@ -47,7 +48,7 @@ class RegenerateConfig:
 
     max_prompt: tokens. answering: besides the seed, all that decides an answer (target, sampling), as values for JSON.
     files: patterns of names in folders, () for all. part_size: conversations of a task. overwrite: clear a folder that
-    was answered with something else.
+    was answered with something else. keep_unfinished: see ChatTokens.
     """
 
     sources: tuple[str, ...]
@@ -59,6 +60,7 @@ class RegenerateConfig:
     seed: int = 0
     part_size: int = 256
     overwrite: bool = False
+    keep_unfinished: bool = False
 
     def __post_init__(self) -> None:
         if self.part_size < 1:
@@ -136,7 +138,7 @@ def regenerate(
         numbers = {"seed": config.seed, "part_size": config.part_size, "max_prompt": config.max_prompt}
         plan = {
             "made_by": COMMAND,
-            "settings": {**numbers, **config.answering},
+            "settings": {**numbers, **config.answering, **({"unfinished": "keep"} if config.keep_unfinished else {})},
             "mix": {"chat_field": config.chat_field},
             "tokenizer": {"tokenizer_sha256": tokenizer_hash, **encoder.describe()},
             "sources": given.files,
@@ -148,7 +150,8 @@ def regenerate(
         with folder.opened(plan, machine, config.overwrite):
             was_finished = folder.is_finished
             if not was_finished:
-                speed = _answer(config, given, tasks, set(mine), folder, ChatTokens(encoder, config.max_prompt), start)
+                chat = ChatTokens(encoder, config.max_prompt, config.keep_unfinished)
+                speed = _answer(config, given, tasks, set(mine), folder, chat, start)
                 if machine is None:
                     _write_manifest(out, plan, folder.records(tasks))
     if machine is not None and not was_finished:
@@ -206,7 +209,9 @@ def _answer_part(
     for conversation in opened:
         if conversation.why is None:
             messages = [{"role": role, "content": content} for role, content in conversation.messages]
-            lines.append(json.dumps({"messages": messages, "source": conversation.name}, ensure_ascii=False) + "\n")
+            record = {"messages": messages, "source": conversation.name}
+            record |= {"unfinished": True} if conversation.unfinished else {}
+            lines.append(json.dumps(record, ensure_ascii=False) + "\n")
     record, path = _add_up([_record(conversation) for conversation in opened]), config.out / f"{task}.jsonl"
     if lines:
         write_atomically(path, lambda temporary: temporary.write_text("".join(lines), encoding="utf-8"))

@@ -89,7 +89,7 @@ class OpenConversation:
 
     digest: sha256 of the conversation as it was given. turn: the number of answers it has got. generated: the tokens of
     all its answers. reread: how many answers, read back as text, give other tokens than the target wrote. why: the
-    reason it is left out, if it is; detail: as BadDocument's.
+    reason it is left out, if it is; detail: as BadDocument's. unfinished: the last answer was cut, and kept.
     """
 
     name: str
@@ -100,6 +100,7 @@ class OpenConversation:
     reread: int = 0
     why: str | None = None
     detail: str = ""
+    unfinished: bool = False
 
     @classmethod
     def begin(cls, given: Conversation | BadDocument) -> "OpenConversation":
@@ -128,10 +129,11 @@ class OpenConversation:
 
 
 class ChatTokens:
-    """Turns conversations into prompts for the target, and what it writes into answers."""
+    """Turns conversations into prompts for the target, and what it writes into answers. keep_unfinished: an answer
+    without an end is the conversation's last, not an error."""
 
-    def __init__(self, encoder: ChatEncoder, max_prompt: int):
-        self._encoder, self._max_prompt = encoder, max_prompt
+    def __init__(self, encoder: ChatEncoder, max_prompt: int, keep_unfinished: bool = False):
+        self._encoder, self._max_prompt, self._keep_unfinished = encoder, max_prompt, keep_unfinished
         self._template = ChatTemplate(encoder.template, encoder.variables, encoder.special)
         self._stand_ins = stand_in_tokenizer(encoder.serialised, encoder.eos_id, encoder.unk_id)
         self._plain = Tokenizer.from_str(encoder.serialised)
@@ -153,13 +155,15 @@ class ChatTokens:
     def take(self, conversation: OpenConversation, completion: Completion) -> None:
         """Write the completion into the conversation, as the answer that is due. Raises LeftOut."""
         assert conversation.due is not None
-        if not completion.ended:
+        if not completion.ended and not self._keep_unfinished:
             raise LeftOut("unfinished")
-        tokens = completion.tokens[:-1]
+        tokens = completion.tokens[:-1] if completion.ended else completion.tokens
         if not self._control.isdisjoint(tokens):
             raise LeftOut("special_token_in_answer")
         # The Rust tokenizer's own text: transformers may tidy up blanks.
         text = self._plain.decode(tokens, skip_special_tokens=False)
+        if not completion.ended:
+            text = text.rstrip("\N{REPLACEMENT CHARACTER}")  # a character that was cut
         if not text.strip():
             raise LeftOut("empty_answer")
         if "\N{REPLACEMENT CHARACTER}" in text or NONCHARACTERS.search(text):
@@ -167,7 +171,10 @@ class ChatTokens:
         due = conversation.due
         try:
             answered = Conversation(
-                conversation.name, conversation.digest, (*conversation.until(due), ("assistant", text))
+                conversation.name,
+                conversation.digest,
+                (*conversation.until(due), ("assistant", text)),
+                not completion.ended,
             )
             last = self._encoder.encode_document(answered)[-1]
         except Unusable as error:
@@ -176,6 +183,9 @@ class ChatTokens:
         conversation.reread += last.tokens[begin:end][: len(tokens)].tolist() != tokens
         conversation.messages[due] = ("assistant", text)
         conversation.turn += 1
+        if not completion.ended:
+            conversation.unfinished = True
+            del conversation.messages[due + 1 :]
 
 
 def answer_all(

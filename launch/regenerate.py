@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from longdraft.launch.console import ends_on_ctrl_c, framed, leave, note, show
 
 if TYPE_CHECKING:
+    from longdraft.data_prep.endpoints import EndpointClient
     from longdraft.data_prep.responses import Completion, Generate
     from longdraft.infer.sampling import SamplingParams
 
@@ -22,7 +23,7 @@ NUMBERS = {
     "max_new_tokens": (
         int,
         1024,
-        "tokens of an answer (default: 1024); a longer one is an error, its conversation left out",
+        "tokens of an answer (default: 1024); see --unfinished",
     ),
     "temperature": (float, 0.0, "0, the default, is greedy"),
     "top_k": (int, 0, "sample from the k most probable tokens; 0 is off"),
@@ -58,6 +59,13 @@ def _parser() -> argparse.ArgumentParser:
     for name, (kind, default, text) in NUMBERS.items():
         flag = f"--{name.replace('_', '-')}"
         add(flag, type=kind, default=default, metavar="N" if kind is int else "X", help=text)
+    cut = "a longer answer leaves its conversation out (default), or ends it, without an end to be learned"
+    add("--unfinished", choices=("drop", "keep"), default="drop", help=cut)
+    add = parser.add_argument_group("servers, in place of an engine here").add_argument
+    where = "OpenAI-style servers of the target (vLLM, SGLang, longdraft serve); their key: OPENAI_API_KEY"
+    add("--endpoint", default=[], metavar="URL", help=where, **many)
+    add("--model", help="as the servers call it (default: the only one that they have)")
+    add("--concurrency", type=int, default=64, metavar="N", help="requests under way at a time (default: 64)")
     add = parser.add_argument_group("speed only: in fp32 never the text").add_argument
     add("--batch", type=int, default=8, metavar="N", help="conversations decoded together (default: 8)")
     add("--drafter", help="a name, or a+b for several in one tree; default: the draft's own, else plain")
@@ -99,6 +107,7 @@ def _regenerate(args: argparse.Namespace) -> None:
     from longdraft.models.hf import load_tokenizer, read_target_config
 
     machine = None if args.shard is None else read_machine(args.shard)
+    _check_endpoints(args)
     device = runtime.read_device(args.device)
     sampling = SamplingParams(**{name: getattr(args, name) for name in NUMBERS})
     runtime.check_filters(sampling)
@@ -112,7 +121,11 @@ def _regenerate(args: argparse.Namespace) -> None:
     encoder = make_chat_encoder(tokenizer, template)
     answering = {name: getattr(sampling, name) for name in NUMBERS if name != "seed"}
     fingerprint = {"target": _target_name(path, gguf_file), "config_sha256": shape_hash(shape)}
-    answering |= {**fingerprint, "dtype": args.dtype}
+    if args.endpoint:
+        client = _endpoint_client(args, answering, tokenizer)
+        answering |= {**fingerprint, "model": client.model}
+    else:
+        client, answering = None, answering | {**fingerprint, "dtype": args.dtype}
     config = RegenerateConfig(
         tuple(args.source),
         args.out,
@@ -123,15 +136,43 @@ def _regenerate(args: argparse.Namespace) -> None:
         args.seed,
         args.part_size,
         args.overwrite,
+        args.unfinished == "keep",
     )
 
     def start() -> "Generate":
+        if client is not None:
+            client.check()
+            return client
         build = runtime.build_fitting(path, sampling.max_new_tokens, args.batch)
         return generator(
             runtime.open_target(path, gguf_file, args.dtype, device, allowed, build), sampling, **engine_settings
         )
 
     regenerate(config, encoder, tokenizer_hash(tokenizer), start, machine, lambda line: show(f"{line}\n"))
+
+
+def _check_endpoints(args: argparse.Namespace) -> None:
+    """Raises ValueError for what has no meaning with endpoints, or without."""
+    ours = ("drafter", "draft", "option", "nodes", "device")
+    theirs = {"model": None, "concurrency": 64}
+    if args.endpoint and (given := [name for name in ours if getattr(args, name)]):
+        raise ValueError(f"--{given[0]}: that is of an engine here, and --endpoint asks servers; leave one out")
+    if args.endpoint and args.target is None:
+        raise ValueError("--target: missing; of it, prompts are made for --endpoint's servers (no weights are read)")
+    if not args.endpoint and (given := [name for name, default in theirs.items() if getattr(args, name) != default]):
+        raise ValueError(f"--{given[0]}: that is of servers, and no --endpoint is given")
+
+
+def _endpoint_client(args: argparse.Namespace, answering: dict, tokenizer: Any) -> "EndpointClient":
+    from longdraft.data_prep.endpoints import EndpointClient, Endpoints
+
+    asked = {"max_tokens": answering["max_new_tokens"]}
+    asked |= {name: answering[name] for name in ("temperature", "top_p")}
+    # What only some servers know is said where it is wanted.
+    asked |= {name: answering[name] for name in ("top_k", "min_p") if answering[name]}
+    return EndpointClient(
+        Endpoints(tuple(args.endpoint), args.model, args.concurrency), asked, tokenizer, tokenizer.eos_token_id
+    )
 
 
 def _engine_settings(args: argparse.Namespace) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 
 from longdraft.data_prep.chat import make_chat_encoder
+from longdraft.data_prep.record_formats import ChatFormat
 from longdraft.data_prep.regenerate import RegenerateConfig, regenerate
 from longdraft.data_prep.responses import ERRORS, SKIPPED, Completion, LeftOut, open_answers
 from longdraft.data_prep.tasks import Machine
@@ -389,3 +390,23 @@ def test_every_form_of_file(config, run, tiny_tokenizer, chats, tmp_path):
     found = records(docstrings.out)
     assert len(found) > 5 and all(len(record["messages"]) == 2 for record in found)
     assert len({seed for call in own.calls for _, seed in call}) == len(found), "their file's hash is not their content"
+
+
+def test_answers_that_were_cut_are_kept_without_an_end(config, tiny_tokenizer, tmp_path):
+    """The conversation ends there, and so does what the loss counts; the same conversation whole has one token more."""
+    words = tiny_tokenizer("the answer goes on世").input_ids[:-1]  # within a character
+    said = {"a": (words, False), "b": "done"}
+    turns = [user("b"), assistant(), user("a"), assistant(), user("b"), assistant()]
+    write(tmp_path / "chats.jsonl", [turns, [user("b")]])
+    encoder, speaker = make_chat_encoder(tiny_tokenizer, CHATML), Speaker(tiny_tokenizer, said)
+    manifest = regenerate(replace(config, keep_unfinished=True), encoder, "hash", speaker.start)
+    assert (manifest["success"], manifest["unfinished"], manifest["answers"]) == (2, "keep", 3)
+    cut, whole = records(config.out)
+    assert cut["unfinished"] is True and "unfinished" not in whole
+    assert [m["content"] for m in cut["messages"]] == ["b", "done", "a", "the answer goes on"]
+    ended_record, chat = {"messages": cut["messages"]}, ChatFormat("messages")
+    kept, ended = (encoder.encode_document(*chat.documents("x", record))[0] for record in (cut, ended_record))
+    (first, last), (_, end) = kept.spans, ended.spans
+    assert len(kept.tokens) == last[1] and tiny_tokenizer.decode(kept.tokens[slice(*last)]) == "the answer goes on"
+    assert end == (last[0], last[1] + 1) and ended.tokens[last[1]] == tiny_tokenizer.convert_tokens_to_ids("<|end|>")
+    assert first == ended.spans[0] and kept.tokens.tolist() == ended.tokens[: last[1]].tolist()

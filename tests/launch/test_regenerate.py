@@ -8,14 +8,17 @@ import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+import uvicorn
 from tokenizers import Tokenizer, decoders, models, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -25,6 +28,7 @@ from longdraft.data_prep.shards import ShardSet
 from longdraft.infer.drafters.tokenswift import TokenSwiftDrafter
 from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
+from longdraft.infer.server import Service, Settings, create_app
 from longdraft.launch import regenerate as module
 from longdraft.launch.prepare import main as prepare
 from longdraft.launch.regenerate import main
@@ -179,6 +183,30 @@ def test_a_draft_brings_its_target_and_changes_no_byte(arguments, answered, targ
     )
     assert main([*given, "--out", str(tmp_path / "out")]) == 0
     assert drafters and files_of(tmp_path / "out") == files_of(answered)
+
+
+def test_servers_of_the_target_give_the_same_answers(arguments, answered, target, tmp_path, capsys):
+    """`longdraft serve` twice, with other drafters and slots, in the engine's place."""
+    servers = []
+    for drafter, slots in (("prompt_lookup", 3), ("token_recycling", 2)):
+        service = Service(Engine(target, drafter, slots=slots, max_length=400), Settings("tiny", queue=64))
+        service.server = uvicorn.Server(uvicorn.Config(create_app(service), log_level="warning"))
+        listening = socket.create_server(("127.0.0.1", 0))
+        thread = threading.Thread(target=service.server.run, args=([listening],), daemon=True)
+        thread.start()
+        servers.append((f"http://127.0.0.1:{listening.getsockname()[1]}", service.server, thread))
+    out, urls = tmp_path / "out", [url for url, _, _ in servers]
+    given = [*arguments, "--out", str(out), "--concurrency", "7"]
+    assert main([*given, "--endpoint", *urls]) == 0
+    assert main([*given, "--endpoint", *urls, "--batch", "3", "--drafter", "plain"]) == 2
+    assert "--drafter: that is of an engine here" in capsys.readouterr().err
+    for _, server, thread in servers:
+        server.should_exit = True
+        thread.join(30)
+    parts = [name for name in files_of(answered) if name.startswith("part-")]
+    assert len(parts) > 2 and all((out / name).read_bytes() == (answered / name).read_bytes() for name in parts)
+    manifest, other = (json.loads((folder / "manifest.json").read_text()) for folder in (out, answered))
+    assert manifest["model"] == "tiny" and "dtype" not in manifest and manifest["error"] == other["error"]
 
 
 def test_after_a_kill_in_the_middle_the_bytes_are_the_same(arguments, answered, tmp_path):

@@ -1,0 +1,199 @@
+"""Answers from OpenAI-style servers: a real one over loopback that fails in every way, and what is sent to it."""
+
+import hashlib
+import json
+import socket
+import threading
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from longdraft.data_prep import endpoints as module
+from longdraft.data_prep.chat import make_chat_encoder
+from longdraft.data_prep.endpoints import PROBE, EndpointClient, Endpoints
+from longdraft.data_prep.regenerate import RegenerateConfig, regenerate
+from longdraft.data_prep.responses import Completion
+
+TEMPLATE = (
+    "{% for m in messages %}{{ '<|start|>' + m.role + '\n' + m.content + '<|end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start|>assistant\n' }}{% endif %}"
+)
+SAMPLING = {"max_tokens": 30, "temperature": 0.7}
+
+
+class Server(ThreadingHTTPServer):
+    """A model "m" whose answer is a function of prompt and seed. failing: what happens to the n-th POST, by n; `always`
+    to all of them."""
+
+    daemon_threads = True
+
+    def __init__(self, tokenizer, models=("m",), failing=None, always=None):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.tokenizer, self.models, self.failing, self.always = tokenizer, models, failing or {}, always
+        self.asked, self.lock = [], threading.Lock()
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    @property
+    def url(self):
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *args):
+        pass
+
+    def reply(self, status, body, headers=(), cut=0):
+        raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+        self.send_response(status)
+        for name, value in (("Content-Length", len(raw)), *headers):
+            self.send_header(name, str(value))
+        self.end_headers()
+        self.wfile.write(raw[: len(raw) - cut])
+        if cut:
+            self.close_connection = True
+
+    def do_GET(self):
+        self.reply(200, {"data": [{"id": name} for name in self.server.models]})
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with self.server.lock:
+            self.server.asked.append((body, dict(self.headers)))
+            how = self.server.failing.get(len(self.server.asked) - 1, self.server.always)
+        prompt = body["prompt"]
+        if isinstance(prompt, str):
+            own = len(self.server.tokenizer(prompt)["input_ids"])
+            self.reply(200, {"choices": [{"text": ""}], "usage": {"prompt_tokens": own}})
+            return
+        answer = {"choices": [{"text": text_of(prompt, body.get("seed")), "finish_reason": "stop"}]}
+        if how is None:
+            self.reply(200, answer)
+        elif isinstance(how, int):
+            self.reply(how, {"error": {"message": "not now"}}, [("Retry-After", 0)] if how == 429 else ())
+        elif how == "half":
+            self.reply(200, answer, cut=9)
+        elif how == "late":
+            threading.Event().wait(3)
+        elif how == "closed":
+            self.connection.shutdown(socket.SHUT_RDWR)
+            self.close_connection = True
+        else:
+            self.reply(200, how)
+
+
+def text_of(prompt, seed):
+    return "said " + hashlib.sha256(f"{prompt} {seed}".encode()).hexdigest()[:8]
+
+
+@pytest.fixture
+def serve(tiny_tokenizer):
+    servers = []
+
+    def start(**given):
+        servers.append(Server(tiny_tokenizer, **given))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch):
+    pauses = []
+    monkeypatch.setattr(module.time, "sleep", pauses.append)
+    return pauses
+
+
+@pytest.fixture
+def connect(tiny_tokenizer):
+    def client(*servers, seconds=30.0, **settings):
+        urls = tuple(one if isinstance(one, str) else one.url for one in servers)
+        endpoints = Endpoints(urls, seconds=seconds, **settings)
+        return EndpointClient(endpoints, SAMPLING, tiny_tokenizer, tiny_tokenizer.eos_token_id)
+
+    return client
+
+
+def answers(client, count=12):
+    found = client([[5, 6, index] for index in range(count)], [2**64 - 1 - index for index in range(count)])
+    return sorted(found, key=lambda one: one.index)
+
+
+def test_what_is_sent_and_what_comes_back(serve, connect, tiny_tokenizer, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "a key")
+    server = serve()
+    client = connect(f"{server.url}/v1/", concurrency=3)
+    client.check()
+    assert server.asked[0][0]["prompt"] == PROBE
+    found = answers(client)
+    eos = tiny_tokenizer.eos_token_id
+    want = [[*tiny_tokenizer(text_of([5, 6, i], -1 - i))["input_ids"], eos] for i in range(12)]
+    assert found == [Completion(i, tokens, True) for i, tokens in enumerate(want)]
+    body, headers = next(one for one in server.asked if one[0]["prompt"] == [5, 6, 3])
+    assert body == {"model": "m", "prompt": [5, 6, 3], "seed": -4, **SAMPLING}  # 64 bits, as servers take them: signed
+    assert headers["Authorization"] == "Bearer a key"
+
+
+@pytest.mark.parametrize("how", [500, 503, 429, "half", "closed", "late", {"choices": []}, b"<html>"], ids=str)
+def test_what_may_pass_is_asked_again(serve, connect, no_pauses, how):
+    want = answers(connect(serve()))
+    server = serve(failing={2: how, 3: how, 7: how})
+    assert answers(connect(server, seconds=0.5 if how == "late" else 30.0, concurrency=4)) == want
+    assert len(server.asked) == 12 + 3 and len(no_pauses) == 3
+
+
+def test_another_endpoint_takes_over(serve, connect):
+    broken, sound = serve(always=500), serve()
+    assert answers(connect(broken, sound)) == answers(connect(sound))
+    assert len(broken.asked) >= 6
+
+
+def test_errors(serve, connect, monkeypatch, tiny_tokenizer):
+    def error(call):
+        with pytest.raises(ValueError) as caught:
+            call()
+        return str(caught.value)
+
+    refusing = serve(always=400)
+    said = error(lambda: answers(connect(refusing, concurrency=2)))
+    assert "/v1/completions refuses with 400: not now" in said and len(refusing.asked) <= 4
+    monkeypatch.setattr(module, "TRIES", 3)
+    said = error(lambda: answers(connect(serve(always=502), concurrency=1)))
+    assert "did not answer in 3 tries, the last time with 502: not now; finished parts are kept" in said
+    assert "ConnectError" in error(lambda: connect("http://127.0.0.1:9"))
+    assert "serves m, k; choose one by --model" in error(lambda: connect(serve(models=("m", "k"))))
+    assert "serves m, not other" in error(lambda: connect(serve(), model="other"))
+    assert "--endpoint: 'localhost:80'; give a URL" in error(lambda: connect("localhost:80"))
+    assert "--concurrency: 0" in error(lambda: connect(serve(), concurrency=0))
+    other = serve()
+    other.tokenizer = lambda text: {"input_ids": [0] * 7}
+    own = len(tiny_tokenizer(PROBE)["input_ids"])
+    assert f"counts 7 tokens in a text of which --target's tokenizer makes {own}" in error(connect(other).check)
+
+
+def test_a_broken_run_goes_on_and_gives_the_same_bytes(serve, connect, tiny_tokenizer, tmp_path, monkeypatch):
+    chats = [[{"role": "user", "content": f"question {i}"}] for i in range(20)]
+    source = tmp_path / "chats.jsonl"
+    source.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in chats))
+    config = RegenerateConfig((str(source),), tmp_path / "whole", 1000, {"target": "none", "model": "m"}, part_size=5)
+    encoder = make_chat_encoder(tiny_tokenizer, TEMPLATE)
+
+    def run(config, server):
+        return regenerate(config, encoder, "hash", lambda: connect(server, concurrency=2), log=lambda line: None)
+
+    assert run(config, serve())["success"] == 20
+    monkeypatch.setattr(module, "TRIES", 2)
+    broken = replace(config, out=tmp_path / "broken")
+    with pytest.raises(ValueError, match="did not answer in 2 tries"):
+        run(broken, serve(failing=dict.fromkeys(range(12, 99), 500)))
+    assert len(list(broken.out.glob("part-*.jsonl"))) == 2
+    again = serve()
+    run(broken, again)
+    assert len(again.asked) == 10
+    for path in config.out.iterdir():
+        assert path.read_bytes() == (broken.out / path.name).read_bytes(), path.name
