@@ -1,8 +1,8 @@
 """A set of conversations answered anew by the target, so that its draft learns from what the target itself writes.
 
 The folder is one of tasks (tasks.py): each `part_size` conversations of the input, in its order, are a task, which
-writes `part-*.jsonl` with {"messages", "source"} a line, and "unfinished" where the last answer was cut. In the manifest
-input = success + error + skipped.
+writes `part-*.jsonl` with {"messages", "source"} a line, and "unfinished" where the last answer was cut. In the
+manifest input = success + error + skipped.
 
 The seed of an answer is a function of the seed, the conversation's content and the turn. So no answer depends on other
 conversations, their order, the batch, the drafter or a kill. Not here: what is asked of the target and made of what it
