@@ -306,7 +306,7 @@ def test_a_wish_to_stop_ends_the_curriculum_too(staged, no_launcher, tmp_path, c
 
 @pytest.mark.parametrize(
     ("overrides", "ours"),
-    [(["draft.noise=2"], "noise=2"), (["draft.draft_vocab_size=70"], "draft_vocab_size=70")],
+    [(["draft.window=5"], "window=5"), (["draft.draft_vocab_size=70"], "draft_vocab_size=70")],
 )
 def test_a_draft_of_another_shape_is_refused(unbroken, staged, train_command, tmp_path, overrides, ours):
     draft = unbroken[0] / "1-short" / "draft"
