@@ -107,8 +107,8 @@ def _prompts(length: int, most: int, target: str) -> list[list[int]]:
     from longdraft.models.hf import load_tokenizer
 
     tokenizer = load_tokenizer(target, None)
-    files = sorted(ROOT.glob("docs/*.md"))
-    return [tokenizer(files[i % len(files)].read_text()).input_ids[200 * i :][:length] for i in range(most)]
+    text = tokenizer((ROOT / "docs" / "LOG.md").read_text()).input_ids
+    return [text[500 * i :][:length] for i in range(most)]
 
 
 async def _measure(args: argparse.Namespace, client: Client, engine: Engine | None) -> dict[str, Any]:
