@@ -111,10 +111,10 @@ def graphs_for(wanted: bool | None, model: Decoder) -> Graphs:
     possible = on_device and rope_type != "dynamic" and model.weights_stay and not waits
     if wanted and not possible:
         weights = "stay" if model.weights_stay else "are shared out among ranks"
+        experts = f", and experts in {model.embed_tokens.weight.dtype}, not torch.bfloat16" if waits else ""
         raise ValueError(
-            "graphs=True: needs CUDA, triton, no rope_type 'dynamic', experts in bfloat16 alone and weights that stay "
-            f"on the device; here {device}, {rope_type!r}, {model.embed_tokens.weight.dtype}, and weights that "
-            f"{weights}; leave graphs out"
+            "graphs=True: needs CUDA, triton, no rope_type 'dynamic' and weights that stay on the device; here "
+            f"{device}, {rope_type!r}, and weights that {weights}{experts}; leave graphs out"
         )
     return cuda_graphs(device) if possible and wanted is not False else Graphs()
 
