@@ -18,7 +18,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--format",
         default="longdraft",
-        help="longdraft (default), or vllm-medusa: Medusa heads or silu_chain for vLLM's `method: medusa`",
+        help="longdraft (default), or vllm-medusa: Medusa heads or silu_chain for vLLM's `method: medusa`, which vLLM "
+        "has up to 0.32 (0.33 removed it)",
     )
     parser.add_argument(
         "--draft-vocab-size",

@@ -184,7 +184,8 @@ def _vllm_medusa(trained: Trained, out: Path) -> tuple[VllmMedusa, str]:
     vllm_medusa.save(out, draft, trained.target, about | {"target": trained.entry})
     written = VllmMedusa(out, trained.target.model.lm_head.weight.device)
     size, head = (out / WEIGHTS).stat().st_size, written.lm_head_VD.nbytes
-    return written, f" for vLLM ({size / 1e6:,.1f} MB, {head / 1e6:,.1f} of them the target's LM head)"
+    sizes = f"({size / 1e6:,.1f} MB, {head / 1e6:,.1f} of them the target's LM head)"
+    return written, f" for vLLM up to {vllm_medusa.NEWEST_VLLM} {sizes}"
 
 
 FORMATS: dict[str, Callable[[Trained, Path], tuple[Draft | VllmMedusa, str]]] = {

@@ -1,5 +1,5 @@
 """Heads as the checkpoint that vLLM reads with `method: medusa` (its models/medusa.py and configs/medusa.py; one shared
-LM head since its pull request 10454).
+LM head since its pull request 10454). vLLM 0.33 removed the method: 0.32 is the last that reads this.
 
 There, head i takes the target's post-norm state x through its layers, x + SiLU(W x) each, and then through the LM head;
 all heads have the same number of layers. Its argmax is the i-th token behind the one that the target has chosen from x,
@@ -29,6 +29,7 @@ from longdraft.models.target import Target
 from longdraft.train.config import DraftSection, LongSpecSection, TokenSwiftSection
 
 NAME = "vllm-medusa"
+NEWEST_VLLM = "0.32"
 HEAD = "lm_heads.0.weight"
 
 

@@ -366,8 +366,8 @@ def test_format_vllm_medusa(made_run, capsys):
     out = run / "vllm-medusa"
     size, head = (out / WEIGHTS).stat().st_size, 97 * 32 * 4
     assert capsys.readouterr().out == (
-        f"Exported step 7 of {run} to {out} for vLLM ({size / 1e6:.1f} MB, {head / 1e6:.1f} of them the target's LM "
-        "head): reloaded, largest difference of a logit 0\n"
+        f"Exported step 7 of {run} to {out} for vLLM up to 0.32 ({size / 1e6:.1f} MB, {head / 1e6:.1f} of them the "
+        "target's LM head): reloaded, largest difference of a logit 0\n"
     )
     weights = load_file(out / WEIGHTS)
     assert torch.equal(weights["blocks.2.layers.1.weight"], trained.proj[1].weight)
