@@ -11,6 +11,7 @@ Shapes: N tokens of a pass, end to end; n of them a rank's where ranks share row
 part, L tokens of a row; D hidden, F = H d the query heads' width, V vocabulary, E draft vocabulary.
 """
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -256,7 +257,8 @@ class _Run:
         n_all, n_words = n_parts * n_labels, restricted or self.target.vocab_size
         parts = self._bytes({name: n_all * d, "LM head": (restricted or 0) * d})
         train = self.config.train
-        steps = train.distillation(0), train.distillation(train.n_steps - 1)  # warm-up and then
+        # Warm-up, and what comes behind it, also where the number of steps is not known before the data.
+        steps = train.distillation(0), train.distillation((train.steps or sys.maxsize) - 1)
         beside = max((BESIDE_DISTILLED[step[0]] for step in steps if step), default=0)
         return parts | {"logits": loss_chunk(n_all, d, n_words, self.size, self.gpu, beside)}
 

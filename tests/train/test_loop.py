@@ -65,8 +65,10 @@ def test_teacher_sees_each_piece_alone_and_gives_its_own_choices(target):
             torch.testing.assert_close(getattr(seen, field)[start:stop], getattr(alone, field)[0], rtol=1e-5, atol=1e-5)
         for ours, theirs in zip(seen.last_kv, alone.last_kv, strict=True):
             torch.testing.assert_close(ours[start:stop], theirs[0], rtol=1e-5, atol=1e-5)
-        assert torch.equal(teacher.choices(seen.post_norm[start:stop]), alone.logits[0].argmax(-1))
-    assert teacher.choices(seen.post_norm[:0]).shape == (0,)
+        choices, totals = teacher.choices(seen.post_norm[start:stop])
+        assert torch.equal(choices, alone.logits[0].argmax(-1))
+        torch.testing.assert_close(totals, alone.logits[0].logsumexp(-1))
+    assert [found.shape for found in teacher.choices(seen.post_norm[:0])] == [(0,), (0,)]
     only = teacher.forward(tokens_N, borders, None, {"last_kv"})
     assert only.pre_norm is None and only.post_norm is None
     assert torch.equal(teacher.embed(tokens_N), target.model.embed_tokens.weight[tokens_N])
