@@ -30,7 +30,8 @@ dt { color: var(--soft); } dd { margin: 0; overflow-wrap: anywhere; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; font-size: .88em; font-variant-numeric: tabular-nums; }
 th, td { padding: .25rem .4rem; text-align: right; border-bottom: 1px solid var(--rule); white-space: nowrap; }
-th:first-child, td:first-child { text-align: left; padding-left: 0; white-space: normal; overflow-wrap: anywhere; min-width: 7rem; } 
+th:first-child, td:first-child { text-align: left; padding-left: 0; min-width: 7rem;
+  white-space: normal; overflow-wrap: anywhere; }
 th { color: var(--soft); font-weight: 600; white-space: normal; vertical-align: bottom; }
 figcaption { font-weight: 600; margin-bottom: .6rem; }
 svg { width: 100%; max-width: 560px; height: auto; display: block; }
