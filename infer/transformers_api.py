@@ -25,7 +25,8 @@ from longdraft.infer.drafters.base import Drafter
 from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
 from longdraft.infer.values import is_integer, is_number, short_repr
-from longdraft.models.hf import decoder_config, refresh, target_from_transformers
+from longdraft.models.draft_folder import draft_method
+from longdraft.models.hf import decoder_config, load_tokenizer, refresh, target_from_transformers
 from longdraft.models.target import Target
 
 DEFAULT_DRAFTER = "token_recycling"
@@ -121,6 +122,20 @@ def generate(
         streamer.end()
     sequences = _padded(ids_RP, rows, pad)
     return GenerateDecoderOnlyOutput(sequences=sequences) if config.return_dict_in_generate else sequences  # type: ignore[arg-type]
+
+
+def generate_with_draft(
+    draft: str, model: Any, inputs: Tensor | None = None, input_ids: Tensor | None = None, **kwargs: Any
+) -> Tensor | GenerateDecoderOnlyOutput:
+    """What a draft's custom_generate/generate.py calls, with the arguments of `model.generate`: `generate` with this
+    draft folder or hub name, and with the tokenizer that the model came with, where none is given."""
+    tokenizer = kwargs.pop("tokenizer", None)
+    if tokenizer is None:
+        kept = _KEPT.get(model)
+        tokenizer = kept and kept.target.tokenizer
+    tokenizer = tokenizer or load_tokenizer(model.name_or_path)
+    prompt = inputs if input_ids is None else input_ids
+    return generate(model, prompt, tokenizer=tokenizer, drafter=draft_method(draft), draft=draft, **kwargs)
 
 
 def forget(model: Any) -> None:

@@ -44,7 +44,10 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--target", help="a folder, a hub name, a .gguf file or smollm2-135m (default: the draft's own target)")
     add("--gguf-file", help="with --target: name of a .gguf file inside it")
-    add("--draft", help="draft folder that `longdraft export` wrote, for the drafter that it is made for")
+    add(
+        "--draft",
+        help="draft folder that `longdraft export` wrote, or a hub name, for the drafter it is made for",
+    )
     add("--drafter", nargs="+", help="one or more, a+b for a combination; default: the draft's own")
     add("--option", action="append", default=[], metavar="KEY=VALUE", help="drafter option, DRAFTER.KEY=VALUE for one")
     add(
@@ -355,6 +358,7 @@ def _asked_for(
     """What answers depend on, by which a record knows its own; drafts and questions by their hash."""
     from longdraft.launch.runtime import options_for
     from longdraft.models.draft_files import WEIGHTS
+    from longdraft.models.draft_folder import local_folder
 
     def digest(content: bytes) -> str:
         return hashlib.sha256(content).hexdigest()[:16]
@@ -364,7 +368,7 @@ def _asked_for(
         "only": args.only,
         "questions": digest(repr(prompts).encode()),
         "target": Path(source[0]).name,
-        "draft": None if args.draft is None else digest((Path(args.draft) / WEIGHTS).read_bytes()),
+        "draft": None if args.draft is None else digest((local_folder(args.draft) / WEIGHTS).read_bytes()),
         "drafters": {name: {key: str(value) for key, value in options_for(name, options).items()} for name in names},
         "nodes": settings.nodes,
         "dtype": args.dtype,
@@ -420,9 +424,10 @@ def _beside(args: argparse.Namespace, config: "DecoderConfig", options: Mapping[
     from longdraft.infer.memory import weight_count
     from longdraft.launch.runtime import DTYPES
     from longdraft.models.draft_files import WEIGHTS
+    from longdraft.models.draft_folder import local_folder
     from longdraft.models.hf import read_target_config
 
-    found = 0 if args.draft is None else 2 * (Path(args.draft) / WEIGHTS).stat().st_size
+    found = 0 if args.draft is None else 2 * (local_folder(args.draft) / WEIGHTS).stat().st_size
     for name, value in options.items():
         if name.split(".")[-1] == "small":
             found += 4 * weight_count(read_target_config(str(value)))

@@ -29,13 +29,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--best", action="store_true", help="the weights that decoded best while training (default: the newest)"
     )
+    parser.add_argument("--card", action="store_true", help="also a model card, and generate.py for transformers")
+    parser.add_argument("--push", metavar="OWNER/NAME", help="upload it, with its card, to the hub's repository")
 
     def work() -> None:
         args = parser.parse_args(argv)
         # Here, not above: --help and a wrong argument should not wait for torch.
         from longdraft.train.export import export
 
-        export(args.run_dir, args.out, form=args.format, draft_vocab_size=args.draft_vocab_size, best=args.best)
+        export(
+            args.run_dir,
+            args.out,
+            form=args.format,
+            draft_vocab_size=args.draft_vocab_size,
+            best=args.best,
+            card=args.card,
+            push=args.push,
+        )
 
     return framed(parser.prog, work, shows=False)
 

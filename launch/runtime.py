@@ -1,7 +1,6 @@
 """What generate, serve and bench share: opening the target that was asked for, texts, drafters and their options."""
 
 import argparse
-import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,8 +18,7 @@ from longdraft.launch.console import note, said
 from longdraft.models.decoder import Decoder
 from longdraft.models.decoder_config import DecoderConfig
 from longdraft.models.device import check_device, default_device, start
-from longdraft.models.draft_files import CONFIG
-from longdraft.models.draft_folder import read_info
+from longdraft.models.draft_folder import draft_method, read_info
 from longdraft.models.hf import build_decoder, load_target
 from longdraft.models.target import Target
 
@@ -155,12 +153,6 @@ def drafter_names(given: Sequence[str] | None, draft: str | None) -> list[str]:
     if len(set(given)) < len(given):
         raise ValueError(f"--drafter: {', '.join(given)}: name each once")
     return list(given)
-
-
-def draft_method(draft: str) -> str:
-    """The method that a draft folder says it is a draft of, which is its drafter's name."""
-    read_info(draft)  # names a folder that is none
-    return json.loads((Path(draft) / CONFIG).read_text(encoding="utf-8"))["method"]
 
 
 def draft_for(name: str, draft: str | None) -> str | None:

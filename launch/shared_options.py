@@ -46,7 +46,7 @@ def add_drafters(parser: argparse.ArgumentParser, several: bool) -> None:
     which, many = "one or more, " if several else "", dict[str, Any](nargs="+", action="extend")
     number: dict[str, Any] = many if several else {"nargs": 1}
     add("--drafter", help=f"{which}a+b for several in one tree; default: the draft's own, else plain", **number)
-    add("--draft", help="draft folder that `longdraft export` wrote")
+    add("--draft", help="draft folder that `longdraft export` wrote, or its hub name")
     own = "a drafter's own; DRAFTER.KEY=VALUE for one of several"
     add("--option", default=[], metavar="KEY=VALUE", help=own, **many)
     add("--nodes", help="proposed nodes that a step verifies: auto (the default: what pays), all, or a number at most")

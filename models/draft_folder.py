@@ -6,15 +6,18 @@ Nothing in it is pickled. Not here: what a method's config means (models/drafts/
 
 import json
 import math
+import re
 import time
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields
+from functools import cache
 from pathlib import Path
 from types import UnionType
 from typing import Any, TypeVar, cast, get_args, get_origin, overload
 
 import torch
+from huggingface_hub import snapshot_download
 from torch import Tensor
 
 from longdraft.models.draft_files import (
@@ -34,6 +37,7 @@ from longdraft.models.fingerprint import weights_hash
 from longdraft.models.target import Target
 
 FORMAT_VERSION = 1
+HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 DRAFTS = {
     "tokenswift": (TokenSwiftConfig, TokenSwift),
     "longspec": (LongSpecConfig, LongSpec),
@@ -92,9 +96,32 @@ def save_draft(folder: str | Path, draft: Draft, info: DraftInfo) -> None:
     write_pair(folder, lambda digest: content | {"weights_sha256": digest}, draft.state_dict())
 
 
+def local_folder(draft: str | Path) -> Path:
+    """A draft's folder: itself, or the snapshot of a hub's repository of that name where there is no such folder.
+    Raises ValueError where the hub has none."""
+    if Path(draft).exists() or HUB_NAME.fullmatch(str(draft)) is None:
+        return Path(draft)
+    return _download(str(draft))
+
+
+@cache
+def _download(name: str) -> Path:
+    try:
+        return Path(snapshot_download(name, allow_patterns=[CONFIG, WEIGHTS]))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"draft: {name} is no folder, and could not be had from the hub: {error}") from error
+
+
 def read_info(folder: str | Path) -> DraftInfo:
-    """config.json without the weights; raises ValueError as load_draft."""
-    return _info(Path(folder), _read(Path(folder)))
+    """config.json without the weights; `folder` and errors as of load_draft."""
+    folder = local_folder(folder)
+    return _info(folder, _read(folder))
+
+
+def draft_method(folder: str | Path) -> str:
+    """The method that a draft folder says it is a draft of, which is its drafter's name; else as `read_info`."""
+    read_info(folder)  # names a folder that is none
+    return _read(local_folder(folder))["method"]
 
 
 @overload
@@ -105,6 +132,7 @@ def load_draft(folder: str | Path, target: Target | None = None, kind: type[Draf
     """The frozen network of a draft folder.
 
     Args:
+        folder: or the hub name of a repository with its two files.
         target: what it will draft for; the draft comes in its dtype and on its device. None: as stored, on the CPU.
         kind: the network it must be; None: whichever it is.
 
@@ -115,7 +143,7 @@ def load_draft(folder: str | Path, target: Target | None = None, kind: type[Draf
 
     A target of the same configuration with other weights is taken, with a warning: its text is exact with any draft.
     """
-    folder = Path(folder)
+    folder = local_folder(folder)
     content = _read(folder)
     try:
         return _load(folder, content, target, kind)

@@ -21,7 +21,7 @@ from longdraft.models.drafts.loss import RANKS
 from longdraft.models.hf import load_target
 from longdraft.models.passes import Pass
 from longdraft.models.target import Target
-from longdraft.train import checkpoint, vllm_medusa
+from longdraft.train import checkpoint, model_card, vllm_medusa
 from longdraft.train.batches import Place, read_batch
 from longdraft.train.config import Config, to_dict
 from longdraft.train.methods import frozen_draft, plain_positions
@@ -56,6 +56,8 @@ def export(
     form: str = "longdraft",
     draft_vocab_size: int | None = None,
     best: bool = False,
+    card: bool = False,
+    push: str | None = None,
 ) -> Path:
     """Writes the folder, checks it, and prints where it lies.
 
@@ -66,6 +68,8 @@ def export(
         draft_vocab_size: a draft that trained with the whole vocabulary will propose the so many most frequent
             tokens of the run's training data alone.
         best: the weights that decoded best while training (train/evaluate.py), not the newest.
+        card: also writes a model card and transformers' custom_generate beside the draft (train/model_card.py).
+        push: OWNER/NAME of a hub's repository to upload it to, with its card.
 
     Raises:
         ValueError: no whole checkpoint or no best weights in run_dir, an unknown format or one that cannot hold this
@@ -74,6 +78,10 @@ def export(
     """
     if form not in FORMATS:
         raise ValueError(f"format: {form!r} is unknown; choose one of {', '.join(FORMATS)}")
+    if (card or push) and form != "longdraft":
+        raise ValueError(f"format: {form} has no card and is not pushed; export it as longdraft, or leave them out")
+    if push is not None:
+        model_card.check_name(push)
     folder, saved = _find(run_dir, best)
     config = checkpoint.saved_config(run_dir, saved)
     if form == vllm_medusa.NAME:
@@ -104,6 +112,10 @@ def export(
         f"Exported step {trained.step} of {run_dir} to {out}{details}: reloaded, largest difference of a logit "
         f"{difference:g}"
     )
+    if card or push:
+        model_card.write_card(run_dir, out, config, trained.step, push)
+    if push is not None:
+        print(f"Pushed to {model_card.push(out, push)}")
     return out
 
 

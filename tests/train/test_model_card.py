@@ -1,0 +1,112 @@
+"""A trained draft to the hub and back: its card, and what decodes with it by its name."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from huggingface_hub import ModelCard
+
+from longdraft.launch.export import main
+from longdraft.train.tracking import read_metrics
+
+TEXT = "the cat sat on the mat and the dog sat on the log. " * 40
+CONFIG = """
+target: {path: me/target}
+data: {path: data, seq_len: 64}
+draft: {method: medusa, n_heads: 2}
+train: {run_dir: run, steps: 4, global_batch: 4, micro_batch: 4, precision: fp32}
+optimizer: {peak_lr: 5e-3, warmup_steps: 1}
+heldout: {every: 2, rows: 4}
+decoding: {every: 2, prompts: 2, contexts: [32], new_tokens: 8, share: 1.0}
+log: {wandb: disabled, every: 1}
+"""
+COMMANDS = [
+    "prepare --source stdlib --target me/target --seq-len 64 --heldout-share 0.5 --max-tokens 20000 --out data",
+    "train run.yaml",
+    "export run --push me/draft",
+    "generate --draft me/draft --dtype fp32 --prompt the --max-new-tokens 4",
+]
+# transformers' own loader runs the repository's generate.py; its greedy tokens are those of its own decoding.
+DECODE = """
+import json, torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+model = AutoModelForCausalLM.from_pretrained("me/target", dtype=torch.float32)
+ids = AutoTokenizer.from_pretrained("me/target")("the cat sat on the", return_tensors="pt").input_ids
+asked = {"max_new_tokens": 24, "do_sample": False}
+own = {"custom_generate": "me/draft", "trust_remote_code": True}
+by_name, by_place = model.generate(input_ids=ids, **asked, **own), model.generate(ids, **asked, **own)
+from longdraft.infer.transformers_api import _KEPT
+drafter = type(_KEPT[model]._engine.drafter).__name__
+# What `train --from-draft me/draft` begins with.
+from longdraft.models.draft_folder import load_draft
+from longdraft.models.hf import load_target
+from longdraft.train.methods import open_method
+from longdraft.train.setup import begin_with
+from longdraft.train.stages import load_stages
+config = load_stages("run.yaml", from_draft="me/draft")[0].config
+target = load_target("me/target", torch.float32)
+opened, exported = open_method(config, target.model, None), load_draft("run/draft", target)
+begin_with(opened, load_draft(config.draft.start_from, target), config.draft.start_from)
+same = all(torch.equal(own, other) for own, other in zip(opened.draft.parameters(), exported.parameters(), strict=True))
+print(json.dumps([model.generate(ids, **asked).tolist(), by_name.tolist(), by_place.tolist(), drafter, same]))
+"""
+
+
+@pytest.fixture(scope="module")
+def pushed(tmp_path_factory, shared, serving):
+    """A folder in which a draft was trained for the hub's me/target and pushed as me/draft; what DECODE printed."""
+    folder = tmp_path_factory.mktemp("pushed")
+    target = shared("tiny_checkpoint.py").save(folder / "hub" / "me" / "target", TEXT, 290, seed=3)
+    (target / "README.md").write_text("---\nlicense: apache-2.0\n---\n")
+    (folder / "run.yaml").write_text(CONFIG)
+    own = {"HF_HOME": str(folder / "cache"), "HF_TOKEN": "hf_ours", "HF_HUB_DISABLE_XET": "1", "OMP_NUM_THREADS": "1"}
+    with serving(folder / "hub") as (address, _):
+        calls = [["-m", "longdraft.launch.cli", *command.split()] for command in COMMANDS]
+        for call in [*calls, ["-c", DECODE]]:
+            asked = {"cwd": folder, "env": os.environ | own | {"HF_ENDPOINT": address}, "timeout": 120}
+            done = subprocess.run([sys.executable, *call], capture_output=True, text=True, **asked)
+            assert done.returncode == 0, f"{call}\n{done.stdout}\n{done.stderr}"
+    return folder, json.loads(done.stdout.splitlines()[-1])
+
+
+def test_transformers_decodes_with_the_repository(pushed):
+    own, by_name, by_place, drafter, _ = pushed[1]
+    assert own == by_name == by_place and len(own[0]) > 24 and drafter == "MedusaDrafter"
+
+
+def test_training_begins_with_the_repository(pushed):
+    assert pushed[1][-1] is True
+
+
+def test_the_repository_is_the_exported_folder(pushed):
+    here, there = pushed[0] / "run" / "draft", pushed[0] / "hub" / "me" / "draft"
+    names = ["README.md", "config.json", "custom_generate/generate.py", "decoding.png", "model.safetensors"]
+    assert sorted(path.relative_to(there).as_posix() for path in there.rglob("*") if path.is_file()) == names
+    assert all((here / name).read_bytes() == (there / name).read_bytes() for name in names)
+
+
+def test_the_card_says_what_the_run_recorded(pushed):
+    card = ModelCard.load(pushed[0] / "hub" / "me" / "draft" / "README.md")
+    assert (card.data.base_model, card.data.license) == ("me/target", "apache-2.0")
+    assert {"speculative-decoding", "draft-model", "medusa", "long-context"} <= set(card.data.tags)
+    records = read_metrics(pushed[0] / "run")
+    losses = [f"| {record['step']} | {record['loss']:.4f} |" for record in records if "loss" in record]
+    decoded = [record for record in records if "decode_tokens_per_step" in record][-1]
+    tokens = decoded["decode_tokens_per_step/ctx32.T0"]
+    assert len(losses) == 4 and all(line in card.text for line in losses)
+    assert f"| 32 | 0 | {tokens:.2f} | {decoded['decode_acceptance/ctx32.T0.depth1']:.2f}" in card.text
+    assert "\n  method: medusa\n" in card.text and "\n  seq_len: 64\n" in card.text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--push draft", "push: 'draft' is no name of a repository; give OWNER/NAME"),
+        ("--card --format vllm-medusa", "format: vllm-medusa has no card and is not pushed"),
+    ],
+)
+def test_what_cannot_be_pushed_is_an_error_of_the_command(tmp_path, capsys, arguments, message):
+    assert main([str(tmp_path), *arguments.split()]) == 2
+    assert message in capsys.readouterr().err
