@@ -30,7 +30,8 @@ setup(
     packages=list(packages),
     package_dir=packages,
     package_data={name: ["*.yaml", "*.jinja"] for name in packages if name.startswith("longdraft.configs")}
-    | {"longdraft.kernels.cpu_impl": ["*.c", "*.inc"], "longdraft.infer": ["*.html"]},
+    | {"longdraft.kernels.cpu_impl": ["*.c", "*.inc"], "longdraft.infer": ["*.html"]}
+    | {"longdraft.models": ["shipped/*/*"]},
     install_requires=[
         "torch>=2.8",
         "transformers>=5.10,<6",

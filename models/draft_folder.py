@@ -38,6 +38,7 @@ from longdraft.models.target import Target
 
 FORMAT_VERSION = 1
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+SHIPPED = Path(__file__).parent / "shipped"  # the drafts that come with longdraft, a folder each, by name
 DRAFTS = {
     "tokenswift": (TokenSwiftConfig, TokenSwift),
     "longspec": (LongSpecConfig, LongSpec),
@@ -97,11 +98,24 @@ def save_draft(folder: str | Path, draft: Draft, info: DraftInfo) -> None:
 
 
 def local_folder(draft: str | Path) -> Path:
-    """A draft's folder: itself, or the snapshot of a hub's repository of that name where there is no such folder.
-    Raises ValueError where the hub has none."""
-    if Path(draft).exists() or HUB_NAME.fullmatch(str(draft)) is None:
-        return Path(draft)
-    return _download(str(draft))
+    """A draft's folder: itself, else the one of this name that comes with longdraft, else the snapshot of the hub's
+    repository of this name, unless its owner is a folder here. Raises ValueError where there is none of the three."""
+    folder, name = Path(draft), str(draft)
+    if folder.exists():
+        return folder
+    if HUB_NAME.fullmatch(name) and not folder.parent.is_dir():
+        return _download(name)
+    if name in (shipped := shipped_drafts()):
+        return SHIPPED / name
+    raise ValueError(
+        f"draft: {name} holds no {CONFIG}; give a folder that `longdraft export` wrote, a repository of the hub "
+        f"(owner/name), or a draft that comes with longdraft: {', '.join(shipped)}"
+    )
+
+
+def shipped_drafts() -> list[str]:
+    """The names of the drafts that come with longdraft, which are taken wherever a draft folder is."""
+    return sorted(path.parent.name for path in SHIPPED.glob(f"*/{CONFIG}"))
 
 
 @cache

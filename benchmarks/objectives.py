@@ -1,0 +1,83 @@
+"""What a draft is best trained for: one draft for each `train.loss`, everything else alike, in one table.
+
+`python benchmarks/objectives.py configs/longspec/smollm2.yaml --stage short --out runs/objectives
+stages.short.train.steps=200 decoding.prompts=4 'decoding.contexts=[512]'` trains one after another, from the same seed
+on the same rows, and prints Markdown: of the draft's first part and of its last, how often its first candidate is the
+target's own choice and the overlap of both distributions on held-out rows; tokens a step on held-out prompts, greedy
+and at temperature 1, all nodes verified; seconds of a step of training. A command that was stopped goes on.
+"""
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from longdraft.train.config import CHOICES, Config
+from longdraft.train.launcher import settle_device
+from longdraft.train.loop import train
+from longdraft.train.ranks import join_ranks, leave_ranks
+from longdraft.train.setup import open_target
+from longdraft.train.stages import load_stages
+from longdraft.train.tracking import read_metrics
+
+LOSSES = CHOICES["train.loss"]
+
+
+def variant(config: Config, loss: str, kl_share: float, text_weight: float, out: Path) -> Config:
+    """The config that trains for `loss`, in a folder of its own, decoding after its last step."""
+    steps = config.train.steps
+    if steps is None:
+        raise ValueError("train.steps: none, and these trainings are compared after as many steps; give a number")
+    kl_steps = int(kl_share * steps) if loss in ("overlap", "acceptance") else None
+    weight = text_weight if loss == "mix" else None
+    own = replace(config.train, loss=loss, kl_steps=kl_steps, text_weight=weight, run_dir=str(out / loss))
+    decoding = replace(config.decoding, every=steps, temperatures=(0.0, 1.0))
+    return replace(config, train=own, decoding=decoding)
+
+
+def row(loss: str, records: Sequence[Mapping[str, Any]], contexts: Sequence[int]) -> list[str]:
+    """A line of the table, of a run's records."""
+    last = {key: value for record in records for key, value in record.items()}
+    cells = [loss]
+    for part in (0, -1):
+        cells += [f"{100 * last['heldout_choice_rates'][part][0]:.1f}", f"{100 * last['heldout_overlaps'][part]:.1f}"]
+    cells += [f"{last[f'decode_tokens_per_step/ctx{c}.T{t}']:.2f}" for c in contexts for t in (0, 1)]
+    times = sorted(record["step_s"] for record in records if "step_s" in record)
+    return [*cells, f"{times[len(times) // 2]:.2f}"]
+
+
+def table(rows: Sequence[Sequence[str]], contexts: Sequence[int]) -> str:
+    places = [f"{what}, {part} %" for part in ("first", "last") for what in ("choice", "overlap")]
+    speeds = [f"tokens/step at {c}, T {t}" for c in contexts for t in (0, 1)]
+    head = ["train.loss", *places, *speeds, "step, s"]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in [head, ["---"] * len(head), *rows])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("config", help="a YAML file of configs/")
+    parser.add_argument("overrides", nargs="*", metavar="section.field=value", help="for all of them")
+    parser.add_argument("--stage", help="of a file with stages: this one alone")
+    parser.add_argument("--losses", nargs="+", choices=LOSSES, default=list(LOSSES))
+    parser.add_argument("--kl-share", type=float, default=0.4, help="of the steps, before overlap and acceptance")
+    parser.add_argument("--text-weight", type=float, default=0.5, help="of mix")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the runs")
+    args = parser.parse_intermixed_args(argv)
+    settle_device(args.config, args.overrides)
+    config = load_stages(args.config, args.overrides, args.stage)[0].config
+    configs = [variant(config, loss, args.kl_share, args.text_weight, args.out) for loss in args.losses]
+    ranks = join_ranks()
+    target = open_target(config, ranks)
+    for each in configs:
+        if not train(each, ranks, target):
+            return 1
+    leave_ranks(ranks)
+    contexts = config.decoding.contexts
+    print(table([row(each.train.loss, read_metrics(each.train.run_dir), contexts) for each in configs], contexts))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
