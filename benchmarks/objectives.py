@@ -56,7 +56,7 @@ def table(rows: Sequence[Sequence[str]], contexts: Sequence[int]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description="What a draft is best trained for, in one table.")
     parser.add_argument("config", help="a YAML file of configs/")
     parser.add_argument("overrides", nargs="*", metavar="section.field=value", help="for all of them")
     parser.add_argument("--stage", help="of a file with stages: this one alone")

@@ -7,12 +7,6 @@ from longdraft.train.tracking import read_metrics
 
 FIELDS = ["train.steps=4", "optimizer.warmup_steps=1", "decoding.new_tokens=8"]
 FIELDS += ["decoding.prompts=2", "decoding.contexts=[8]"]
-    "train.steps=4",
-    "optimizer.warmup_steps=1",
-    "decoding.prompts=2",
-    "decoding.contexts=[8]",
-    "decoding.new_tokens=8",
-]
 
 
 def test_a_row_for_each_objective_and_a_stop_between_them_changes_nothing(config_file, tmp_path, no_launcher, capsys):
