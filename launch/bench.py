@@ -1,11 +1,10 @@
 """Measure drafters against plain decoding: `longdraft bench --draft FOLDER --data DATA [--suite SUITE] [--out FOLDER]`.
 
-Argument parsing and printing; the measurements are in benchmarks/drafters.py, the table and picture in
-benchmarks/drafters_report.py. The last line of the output is one JSON object.
+Arguments and printing; what they ask for is in bench_request.py, the measurements are in benchmarks/drafters.py, the
+table and picture in benchmarks/drafters_report.py. The last line of the output is one JSON object.
 """
 
 import argparse
-import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -14,20 +13,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longdraft.launch.console import ends_on_ctrl_c, framed, leave, note, show
-from longdraft.launch.shared_options import add_drafting, add_dtype, add_sampling, given_sampling
+from longdraft.launch.shared_options import NEW_TOKENS, PROMPTS, add_drafting, add_dtype, add_sampling
 
 if TYPE_CHECKING:
     import torch
 
-    from longdraft.benchmarks.drafters import BenchSettings
-    from longdraft.benchmarks.questions import Asked, LeftOut
-    from longdraft.benchmarks.suites import Suite
     from longdraft.models.decoder import Decoder
     from longdraft.models.decoder_config import DecoderConfig
     from longdraft.models.target import Target
 
-PROMPTS = 4
-NEW_TOKENS = 128
 # benchmarks/proof.py says what each is; here, for --help should not wait for torch.
 FORMS = ("fp32", "layerwise", "serving", "off")
 # benchmarks/suites.py says what each is.
@@ -161,6 +155,14 @@ def _bench(args: argparse.Namespace) -> dict:
     from longdraft.benchmarks.tasks import make_tasks
     from longdraft.infer.drafters.build import build_drafter
     from longdraft.launch import runtime
+    from longdraft.launch.bench_request import (
+        asked_for,
+        settings_of,
+        suite_of,
+        suite_questions,
+        take_paper,
+        texts_of,
+    )
     from longdraft.launch.progress import Progress
     from longdraft.launch.report import check_name, write_report
     from longdraft.models.device import on_device
@@ -172,19 +174,19 @@ def _bench(args: argparse.Namespace) -> dict:
         if args.out is None:
             raise ValueError(f"--report: {args.report} is made of a record; give --out too")
     device = runtime.read_device(args.device)
-    args.suite, suite = _suite(args)
-    _take_paper(args, suite)
+    args.suite, suite = suite_of(args)
+    take_paper(args, suite)
     args.dtype, args.prompt_tokens = args.dtype or "bf16", args.prompt_tokens or TEXT_TOKENS
     names, options = runtime.drafter_names(args.drafter, args.draft), runtime.read_options(args.option)
     runtime.check_options(names, options)
     runtime.check_draft(names, args.draft, args.target)
     source = runtime.target_source(args.target, args.gguf_file, args.draft)
-    settings = _settings(args, names, suite, source[0])
+    settings = settings_of(args, names, suite, source[0])
     for temperature in settings.temperatures:
         settings.params(temperature)
-    asked, left_out = _suite_questions(args, suite, source, settings) if suite else ([], [])
-    given = [] if args.suite else _texts(args, names)
-    record = Record(args.out, _asked_for(args, source, names, options, settings, asked or given))
+    asked, left_out = suite_questions(args, suite, source, settings) if suite else ([], [])
+    given = [] if args.suite else texts_of(args, names)
+    record = Record(args.out, asked_for(args, source, names, options, settings, asked or given))
     record.leave_out([one._asdict() for one in left_out])
     longest = max((one.tokens for one in asked), default=args.prompt_tokens + ASKING)
     turns = max((len(one.question.turns) for one in asked), default=1)
@@ -221,166 +223,6 @@ def _bench(args: argparse.Namespace) -> dict:
         own = [name for name in builders if paper.drafter in name.split("+")]
         result["paper"] = beside(paper, record, own, settings.temperatures, source[0])
     return result
-
-
-def _suite(args: argparse.Namespace) -> "tuple[str | None, Suite | None]":
-    """The suite that was named, or the paper's, with prompts as long as was asked for."""
-    from longdraft.benchmarks.papers import PAPERS
-    from longdraft.benchmarks.suites import SUITES
-
-    if args.paper is not None:
-        name, suite = PAPERS[args.paper].suite(args.suite)
-    elif args.suite is not None:
-        name, suite = args.suite, SUITES[args.suite]
-    else:
-        return None, None
-    if args.prompt_tokens is None:
-        return name, suite
-    if suite.first_tokens is None:
-        raise ValueError(f"--prompt-tokens: {args.prompt_tokens}, but {name} asks its prompts whole; leave it out")
-    return name, replace(suite, first_tokens=args.prompt_tokens, above=args.prompt_tokens)
-
-
-def _take_paper(args: argparse.Namespace, suite: "Suite | None") -> None:
-    """What the paper says goes into the arguments, where nothing else was said."""
-    from longdraft.benchmarks.papers import PAPERS, PROMPT
-    from longdraft.launch.runtime import read_options
-
-    if args.paper is None or suite is None:
-        return
-    paper = PAPERS[args.paper]
-    args.drafter, args.dtype = args.drafter or [paper.drafter], args.dtype or paper.dtype
-    args.nodes = args.nodes or "all"
-    given = {key.split(".")[-1] for key in read_options(args.option)}
-    options = dict(paper.options) | ({"gamma": 2} if "small" in given and paper.drafter == "triforce" else {})
-    for name in args.drafter:
-        if paper.drafter in name.split("+"):
-            args.option = args.option + [
-                f"{paper.drafter}.{key}={suite.first_tokens if value == PROMPT else value}"
-                for key, value in options.items()
-                if key not in given
-            ]
-            break
-
-
-def _settings(args: argparse.Namespace, names: Sequence[str], suite: "Suite | None", target: str) -> "BenchSettings":
-    """What is measured and how, with what suite and paper say where nothing else is asked for."""
-    from longdraft.benchmarks.drafters import BenchSettings
-    from longdraft.benchmarks.papers import PAPERS
-    from longdraft.launch.runtime import DTYPES, node_budget
-
-    if args.noise and list(names) == ["plain"]:
-        raise ValueError("--noise: that of the drafters' ranking, and plain decoding has none; name a --drafter")
-    found = BenchSettings(
-        new_tokens=NEW_TOKENS if args.new_tokens is None else args.new_tokens,
-        dtype=DTYPES[args.dtype],
-        temperatures=(0.0,) if args.temperature is None else tuple(args.temperature),
-        seed=args.seed,
-        nodes=node_budget(args.nodes, names),
-        contexts=None if args.contexts is None else tuple(args.contexts),
-        noise=args.noise,
-        noise_in_ranking=not args.no_noise,
-    )
-    given = given_sampling(args)
-    if suite is None and args.only:
-        raise ValueError(f"--only: {', '.join(args.only)} of a --suite, which is not given")
-    if suite is not None:
-        found = replace(
-            found,
-            new_tokens=suite.new_tokens if args.new_tokens is None else args.new_tokens,
-            ignore_eos=suite.ignore_eos,
-            passes=args.contexts is not None,
-        )
-    published = {} if suite is None else suite.sampling
-    if args.paper is not None:
-        published = PAPERS[args.paper].sampling(target)
-    sampling = {**published, **given}
-    warmth, ignore_eos = sampling.pop("temperature", 0.0), sampling.pop("ignore_eos", found.ignore_eos)
-    temperatures = (warmth,) if args.temperature is None else found.temperatures
-    found = replace(found, temperatures=temperatures, sampling=sampling, ignore_eos=ignore_eos)
-    if args.paper is not None and max(temperatures) > 0:
-        found = replace(found, noise_in_ranking=False)  # their programs know no noise
-    _check_sampling(args, found, given, names)
-    return found
-
-
-def _check_sampling(
-    args: argparse.Namespace, settings: "BenchSettings", given: Mapping[str, Any], names: Sequence[str]
-) -> None:
-    """Raise ValueError for an option of sampling that nothing looks at; given: what was asked for on the line."""
-    from longdraft.infer.sampling import SamplingParams
-    from longdraft.launch.runtime import check_filters
-
-    warmest = max(settings.temperatures)
-    check_filters(SamplingParams(**{**given, "temperature": warmest}))
-    if args.no_noise and (warmest == 0 or list(names) == ["plain"]):
-        raise ValueError("--no-noise: of drafters that rank at a --temperature above 0; give both or leave it out")
-    if args.transformers and any("penalty" in name or "banned" in name for name in settings.sampling):
-        raise ValueError("--transformers: it decodes without penalties and bans; leave one or the other out")
-
-
-def _suite_questions(
-    args: argparse.Namespace, suite: "Suite", source: tuple[str, str | None], settings: "BenchSettings"
-) -> "tuple[list[Asked], list[LeftOut]]":
-    """A suite's questions that the target has room for, and the others, which are named. Needs no weights."""
-    from longdraft.benchmarks.questions import Reader, fitting
-    from longdraft.launch.runtime import max_positions
-    from longdraft.models.hf import load_tokenizer, read_target_config
-
-    if args.data is None or args.text_file is not None or args.tasks != ["continue"]:
-        raise ValueError(f"--suite: {args.suite} is asked of --data alone, which holds its files; leave out the rest")
-    questions = suite.questions(args.data, args.only)
-    if args.prompts is not None:
-        if not 1 <= args.prompts <= len(questions):
-            raise ValueError(f"--prompts: {args.prompts} must lie in 1..{len(questions)}, the suite's questions there")
-        questions = [questions[i * len(questions) // args.prompts] for i in range(args.prompts)]
-    room = suite.room(read_target_config(*source, max_positions(args.draft)).max_positions, settings.new_tokens)
-    asked, left_out = fitting(Reader(Path(source[0]).name, load_tokenizer(*source)), questions, room)
-    for why in dict.fromkeys(one.why for one in left_out):
-        named = [f"{one.id} ({one.tokens} tokens)" for one in left_out if one.why == why]
-        note(f"{len(named)} of {len(questions)} questions are left out, {why}: {', '.join(named)}")
-    if not asked:
-        raise ValueError(
-            f"--suite: none of {len(questions)} questions has room ({left_out[0].why}); ask for fewer --new-tokens "
-            f"than {settings.new_tokens} or take a target of more positions"
-        )
-    return asked, left_out
-
-
-def _asked_for(
-    args: argparse.Namespace,
-    source: tuple[str, str | None],
-    names: Sequence[str],
-    options: Mapping[str, Any],
-    settings: "BenchSettings",
-    prompts: object,
-) -> dict[str, Any]:
-    """What answers depend on, by which a record knows its own; drafts and questions by their hash."""
-    from longdraft.launch.runtime import options_for
-    from longdraft.models.draft_files import WEIGHTS
-    from longdraft.models.draft_folder import local_folder
-
-    def digest(content: bytes) -> str:
-        return hashlib.sha256(content).hexdigest()[:16]
-
-    return {
-        "suite": args.suite,
-        "only": args.only,
-        "questions": digest(repr(prompts).encode()),
-        "target": Path(source[0]).name,
-        "draft": None if args.draft is None else digest((local_folder(args.draft) / WEIGHTS).read_bytes()),
-        "drafters": {name: {key: str(value) for key, value in options_for(name, options).items()} for name in names},
-        "nodes": settings.nodes,
-        "dtype": args.dtype,
-        "temperatures": list(settings.temperatures),
-        "seed": settings.seed,
-        "new_tokens": settings.new_tokens,
-        "sampling": dict(settings.sampling),
-        "ignore_eos": settings.ignore_eos,
-        "noise_in_ranking": settings.noise_in_ranking,
-        "exactness_off": args.exactness == "off",
-        "transformers": args.transformers,
-    }
 
 
 def _open_target(
@@ -432,29 +274,6 @@ def _beside(args: argparse.Namespace, config: "DecoderConfig", options: Mapping[
         if name.split(".")[-1] == "small":
             found += 4 * weight_count(read_target_config(str(value)))
     return found + (DTYPES[args.dtype].itemsize * weight_count(config) if args.transformers else 0)
-
-
-def _texts(args: argparse.Namespace, names: Sequence[str]) -> "list[list[int]] | dict[Path, str]":
-    """The prompts' texts: as tokens, or what stands in each file. Raises ValueError for options that do not fit."""
-    from longdraft.benchmarks.tasks import KINDS
-    from longdraft.launch.runtime import heldout_prompts, read_text
-
-    if unknown := sorted(set(args.tasks) - set(KINDS)):
-        raise ValueError(f"--tasks: {', '.join(unknown)} unknown; known: {', '.join(KINDS)}")
-    if args.prompt_tokens < 2:
-        raise ValueError(f"--prompt-tokens: {args.prompt_tokens}; a text has at least 2")
-    if args.prompts is not None and args.prompts < 1:
-        raise ValueError(f"--prompts: {args.prompts}; measure at least 1")
-    if args.text_file is not None and args.prompts is not None:
-        raise ValueError(f"--prompts: {args.prompts} rows of --data; every file of --text-file is one prompt")
-    count = (PROMPTS if args.prompts is None else args.prompts) if args.text_file is None else len(args.text_file)
-    if count < len(args.tasks):
-        raise ValueError(f"--tasks: {len(args.tasks)} of them take turns, but there are {count} prompts; give more")
-    if args.text_file is None:
-        return heldout_prompts(args.data, count, args.prompt_tokens)
-    if len(set(args.text_file)) < len(args.text_file):
-        raise ValueError("--text-file: a file is named twice; name each once")
-    return {file: read_text(file, "--text-file") for file in args.text_file}
 
 
 def _loss_memory(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:

@@ -13,6 +13,8 @@ PRESETS = (
     "tokenswift-qwen2.5-7b",
     "tokenswift-qwen2.5-14b",
 )
+# A bench's defaults.
+PROMPTS, NEW_TOKENS = 4, 128
 # Options of SamplingParams, by their names there.
 NUMBERS = {
     "top_k": (int, "sample from the k most probable tokens; 0 is off"),
