@@ -26,7 +26,9 @@ from longdraft.data_prep.documents import (
 # Why a conversation is left out that the target was to answer ("errors"):
 ERRORS = (
     "prompt_too_long",  # it leaves no position for an answer
-    "unfinished",  # no end within the new tokens allowed or the target's positions: a wrong end would be learned
+    # No end within the new tokens allowed or the target's positions: a wrong end would be learned. Where answers that
+    # were cut are kept, one that the template makes another text of.
+    "unfinished",
     "empty_answer",  # blanks at most
     "not_text",  # tokens that are no whole characters, or Unicode's noncharacters
     "special_token_in_answer",  # a control token before the end
@@ -180,7 +182,13 @@ class ChatTokens:
         except Unusable as error:
             raise LeftOut(error.why) from None
         begin, end = last.spans[-1]
-        conversation.reread += last.tokens[begin:end][: len(tokens)].tolist() != tokens
+        learned = last.tokens[begin:end].tolist()
+        if not completion.ended:
+            # A template may write beside what was cut: Qwen3's closes an empty thought before one that has no end.
+            kept = self._plain.decode(learned, skip_special_tokens=False).strip()
+            if not kept or not text.strip().startswith(kept):
+                raise LeftOut("unfinished")
+        conversation.reread += learned[: len(tokens)] != tokens
         conversation.messages[due] = ("assistant", text)
         conversation.turn += 1
         if not completion.ended:

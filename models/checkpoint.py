@@ -4,6 +4,7 @@ Finding files and reading configurations is hf.py's work. Foreign names are know
 """
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -119,14 +120,26 @@ def fill(
     whole: Callable[[nn.Parameter], AbstractContextManager[object]] = nullcontext,
     loaded: bool = False,
 ) -> None:
-    """Copy a checkpoint's tensors (Hugging Face names) into the decoder, one at a time, casting to its dtype; within
-    `whole` a parameter has all of its rows. loaded: as of `places`.
+    """Copy a checkpoint's tensors (Hugging Face names) into the decoder, casting to its dtype: each as it comes; with
+    `whole`, within which a parameter has all of its rows, all of a parameter at once. loaded: as of `places`.
 
     Raises: ValueError that names every missing, unexpected or mis-shaped tensor and `source`.
     """
     table, parameters = places(decoder.config, loaded), dict(decoder.named_parameters())
+    n_parts = Counter(place.parameter for place in table.values())
+    waiting: dict[str, list[tuple[str, Tensor]]] = {}  # parameter -> its parts that have come
     filled: set[str] = set()
     problems: list[str] = []
+
+    def copy(parameter: str) -> None:
+        with whole(parameters[parameter]):
+            for name, tensor in waiting.pop(parameter):
+                rows = table[name].rows(parameters[parameter])
+                if rows.shape != tensor.shape:
+                    problems.append(f"{name} has shape {list(tensor.shape)}, the configuration says {list(rows.shape)}")
+                else:
+                    rows.copy_(tensor)
+
     for name, tensor in tensors:
         if name.endswith("rotary_emb.inv_freq") or (decoder.config.tie_embeddings and name == "lm_head.weight"):
             continue  # old checkpoints carry the RoPE table; tied ones may carry the embedding twice
@@ -137,14 +150,14 @@ def fill(
         if name not in table:
             problems.append(f"unexpected {name} {list(tensor.shape)}")
             continue
-        place = table[name]
-        with whole(parameters[place.parameter]):
-            rows = place.rows(parameters[place.parameter])
-            if rows.shape != tensor.shape:
-                problems.append(f"{name} has shape {list(tensor.shape)}, the configuration says {list(rows.shape)}")
-            else:
-                rows.copy_(tensor)
+        parameter = table[name].parameter
+        parts = waiting.setdefault(parameter, [])
+        parts.append((name, tensor))
         filled.add(name)
+        if whole is nullcontext or len(parts) == n_parts[parameter]:
+            copy(parameter)
+    for parameter in list(waiting):
+        copy(parameter)
     problems += [f"missing {name}" for name in table if name not in filled]
     if problems:
         raise ValueError(f"{source} does not fit its configuration:\n  " + "\n  ".join(problems))

@@ -410,3 +410,18 @@ def test_answers_that_were_cut_are_kept_without_an_end(config, tiny_tokenizer, t
     assert len(kept.tokens) == last[1] and tiny_tokenizer.decode(kept.tokens[slice(*last)]) == "the answer goes on"
     assert end == (last[0], last[1] + 1) and ended.tokens[last[1]] == tiny_tokenizer.convert_tokens_to_ids("<|end|>")
     assert first == ended.spans[0] and kept.tokens.tolist() == ended.tokens[: last[1]].tolist()
+
+
+def test_a_cut_answer_that_its_template_changes_is_left_out(config, tiny_tokenizer, tmp_path):
+    """As Qwen3's, this one writes an empty thought before an answer that ends none."""
+    thinking = CHATML.replace(
+        "m.content +", "('' if m.role == 'user' or '</think>' in m.content else '<think></think>') + m.content +"
+    )
+    said = {"in": ("<think>still at it", False), "behind": ("<think>short</think>and then", False)}
+    said = {question: (tiny_tokenizer(text).input_ids, ended) for question, (text, ended) in said.items()}
+    write(tmp_path / "chats.jsonl", [[user("in")], [user("behind")]])
+    encoder, speaker = make_chat_encoder(tiny_tokenizer, thinking), Speaker(tiny_tokenizer, said)
+    manifest = regenerate(replace(config, keep_unfinished=True), encoder, "hash", speaker.start)
+    assert (manifest["success"], manifest["error"]["unfinished"]) == (1, 1)
+    (kept,) = records(config.out)
+    assert [m["content"] for m in kept["messages"]] == ["behind", "<think>short</think>and then"]

@@ -3,11 +3,13 @@
 Tolerance: 1e-5 of the tensor's largest magnitude.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
     DynamicCache,
@@ -20,6 +22,7 @@ from transformers import (
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from longdraft.models.checkpoint import places
 from longdraft.models.hf import load_target
 from longdraft.models.passes import Pass
 from longdraft.models.rope import ROPE_TYPES, RopeConfig
@@ -224,3 +227,19 @@ def test_rope_types_are_those_of_transformers():
     for name in known - set(ROPE_TYPES):
         with pytest.raises(ValueError, match=name):
             RopeConfig(8, 64, {"rope_type": name, "rope_theta": 10000.0})
+
+
+def test_a_shared_parameter_is_gathered_once(tmp_path):
+    """Under ZeRO-3 to enter `whole` is to gather a parameter from all ranks: a layer's experts stand in one."""
+    folder = saved(theirs_of(FAMILIES["qwen3-moe"]), tmp_path)
+    gathered: list[nn.Parameter] = []
+
+    @contextmanager
+    def whole(parameter: nn.Parameter) -> Iterator[None]:
+        gathered.append(parameter)
+        yield
+
+    ours = load_target(folder, dtype=torch.float32, whole=whole).model
+    assert len(gathered) == len(list(ours.parameters())) < len(places(ours.config))
+    one_by_one = load_target(folder, dtype=torch.float32).model
+    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), one_by_one.parameters(), strict=True))
