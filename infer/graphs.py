@@ -101,20 +101,21 @@ def graphs_for(wanted: bool | None, model: Decoder) -> Graphs:
     """What records an engine's steps with this target, if anything; wanted=None: where it can be. A rotary table
     that is made anew for every length cannot be recorded; nor can a pass whose layers are gathered from other ranks:
     replayed, it would read weights that are gone, while the others wait for this rank; nor experts in another dtype
-    than bf16 (kernels/experts.py).
+    than bf16 (kernels/experts.py); nor the classes of transformers.
 
     Raises: ValueError where it is wanted and cannot be.
     """
     device, rope_type = model.embed_tokens.weight.device, model.config.rope.type
     on_device = backend.triton_kernels("tree_attention", device.type) is not None
     waits = model.config.experts is not None and waits_for_host(model.embed_tokens.weight.dtype)
-    possible = on_device and rope_type != "dynamic" and model.weights_stay and not waits
+    possible = on_device and model.records and rope_type != "dynamic" and model.weights_stay and not waits
     if wanted and not possible:
+        foreign = "" if model.records else ", and a model of transformers"
         weights = "stay" if model.weights_stay else "are shared out among ranks"
         experts = f", and experts in {model.embed_tokens.weight.dtype}, not torch.bfloat16" if waits else ""
         raise ValueError(
             "graphs=True: needs CUDA, triton, no rope_type 'dynamic' and weights that stay on the device; here "
-            f"{device}, {rope_type!r}, and weights that {weights}{experts}; leave graphs out"
+            f"{device}, {rope_type!r}, and weights that {weights}{experts}{foreign}; leave graphs out"
         )
     return cuda_graphs(device) if possible and wanted is not False else Graphs()
 

@@ -19,7 +19,7 @@ from longdraft.models.decoder import Decoder
 from longdraft.models.decoder_config import DecoderConfig
 from longdraft.models.device import check_device, default_device, start
 from longdraft.models.draft_folder import draft_method, read_info
-from longdraft.models.hf import build_decoder, load_target
+from longdraft.models.hf import LOADERS, build_decoder
 from longdraft.models.target import Target
 
 # What leaves all tokens in.
@@ -40,8 +40,9 @@ class Drafting:
 
     def open_target(self, positions: int, slots: int = 1) -> Target:
         """Load it, where it fits with so many positions a slot."""
-        build = build_fitting(self.source[0], positions, slots)
-        return open_target(*self.source, self.args.dtype, self.device, max_positions(self.args.draft), build)
+        args, build = self.args, build_fitting(self.source[0], positions, slots)
+        allowed, loader = max_positions(args.draft), target_loader(args.loader, args.draft)
+        return open_target(*self.source, args.dtype, self.device, allowed, build, loader)
 
     def open_engines(self, target: Target, slots: int | None = None) -> dict[str, Engine]:
         """An engine for each drafter."""
@@ -101,6 +102,15 @@ def max_positions(draft: str | None) -> int | None:
     return found
 
 
+def target_loader(given: str | None, draft: str | None) -> str:
+    """The loader that was named, else `target.loader` of the run that made the draft."""
+    trained = None if draft is None else read_info(draft).train_config.get("target")
+    found = given or (trained.get("loader", "longdraft") if isinstance(trained, dict) else "longdraft")
+    if found not in LOADERS:
+        raise ValueError(f"draft: {draft} says target.loader {found!r} in its train_config; export again")
+    return found
+
+
 def open_target(
     path: str,
     gguf_file: str | None,
@@ -108,16 +118,19 @@ def open_target(
     device: torch.device,
     max_positions: int | None = None,
     build: Callable[[DecoderConfig, torch.dtype, torch.device | str], Decoder] = build_decoder,
+    loader: str = "longdraft",
 ) -> Target:
     """Load it, and say so. What a drafter warns of is a line from here on, without the code's place.
 
     Args:
-        dtype: of DTYPES; None: `build`, as `load_target` takes it, chooses.
+        dtype: of DTYPES; None: `build`, as `load_target` takes it, chooses. loader: of LOADERS; `build` is of our own.
     """
     warnings.showwarning = lambda message, *_, **__: note(f"warning: {message}")
     allowed = f", with {max_positions} positions as its draft was trained" if max_positions else ""
-    note(f"Loading {path}{f' in {dtype}' if dtype else ''} on {device}{allowed}")
-    return load_target(path, DTYPES[dtype or "fp32"], device, gguf_file, max_positions, build=build)
+    by = "" if loader == "longdraft" else f" through {loader}"
+    note(f"Loading {path}{by}{f' in {dtype}' if dtype else ''} on {device}{allowed}")
+    building = {"build": build} if loader == "longdraft" else {}
+    return LOADERS[loader](path, DTYPES[dtype or "fp32"], device, gguf_file, max_positions, **building)
 
 
 def build_fitting(

@@ -6,6 +6,7 @@ from typing import Any
 
 # launch/runtime.py says what each is, infer/presets.py which presets; here, for --help should not wait for torch.
 DTYPES = ("fp32", "bf16", "fp16")
+LOADERS = ("longdraft", "transformers")
 PRESETS = (
     "tokenswift-llama3.1-8b",
     "tokenswift-yarn-llama2-7b-128k",
@@ -35,6 +36,7 @@ def add_model(parser: argparse.ArgumentParser) -> Callable[..., Any]:
     add = parser.add_argument_group("model").add_argument
     add("--target", help="a folder, a hub name, a .gguf file or smollm2-135m (default: the draft's own target)")
     add("--gguf-file", help="with --target: name of a .gguf file inside it")
+    add("--loader", choices=LOADERS, help="whose classes compute the target (default: as its draft was trained)")
     add_dtype(add)
     add("--device", help="default: cuda where there is one")
     add("--max-length", type=int, help="most positions of prompt and text (default: the target's)")

@@ -219,7 +219,9 @@ class _KnownTable:
 
 
 class Decoder(nn.Module):
-    """A frozen target: tokens in, what was asked for out."""
+    """A frozen target: tokens in, what was asked for out. `records`: whether its code can be recorded and replayed."""
+
+    records = True
 
     def __init__(self, config: DecoderConfig):
         super().__init__()

@@ -61,10 +61,11 @@ class DraftInfo:
     """What config.json says beside the network's shape.
 
     `target`: name, config_sha256, tokenizer_sha256 and, where it is known, weights_sha256, of a sample of the target's
-    weights (fingerprint.py). `train_length`: tokens of a training row. `tree`, the drafter's
-    default: {"levels": ranks a level, "rank_rates": [level][rank], share of held-out positions whose text had that
-    rank, "choice_rates": the same of the target's own choices, which is what acceptance depends on}; LongSpec's
-    "levels" are the widths of its beam. `noise`: largest noise shift in training, None where the method has none.
+    weights (fingerprint.py), and loader, where another than our decoder computed it. `train_length`: tokens of a
+    training row. `tree`, the drafter's default: {"levels": ranks a level, "rank_rates": [level][rank], share of
+    held-out positions whose text had that rank, "choice_rates": the same of the target's own choices, which is what
+    acceptance depends on}; LongSpec's "levels" are the widths of its beam. `noise`: largest noise shift in training,
+    None where the method has none.
     `versions` and `train_config`: how it was made. `weights_sha256`: of model.safetensors, None in older folders.
     """
 
@@ -83,11 +84,14 @@ def target_entry(target: Target, weights_sha256: str | None = None) -> dict[str,
     weights_sha256: of the weights that it was trained with (`weights_hash`); None: the target's own.
     """
     weights = weights_sha256 or target.fingerprint.get("weights") or weights_hash(target.model)
-    return {
+    entry = {
         "name": target.name,
         "config_sha256": target.fingerprint["config"],
         "tokenizer_sha256": target.fingerprint["tokenizer"],
-    } | ({} if weights is None else {"weights_sha256": weights})
+    }
+    if weights is not None:
+        entry["weights_sha256"] = weights
+    return entry if target.loader == "longdraft" else entry | {"loader": target.loader}
 
 
 def save_draft(folder: str | Path, draft: Draft, info: DraftInfo) -> None:
@@ -327,7 +331,7 @@ def _check_header(folder: Path, network: Mapping[str, Tensor], header: Mapping[s
 def _check_target(folder: Path, own: dict[str, str], given: dict[str, str]) -> None:
     """Names may differ (a local copy of a hub model), fingerprints of configuration and tokenizer may not; of other
     weights it warns."""
-    needed, known = {"name", "config_sha256", "tokenizer_sha256"}, {*given, "weights_sha256"}
+    needed, known = {"name", "config_sha256", "tokenizer_sha256"}, {*given, "weights_sha256", "loader"}
     if not (needed <= own.keys() <= known and all(isinstance(value, str) for value in own.values())):
         raise ValueError(
             f"{folder / CONFIG}: target must hold {', '.join(sorted(needed, key=len))}, each a text, not {shown(own)}; "

@@ -25,6 +25,8 @@ from longdraft.models.fingerprint import fingerprint, sampled_layers, weights_ha
 from longdraft.models.gguf_file import GGUFFile
 from longdraft.models.rope import RopeConfig
 from longdraft.models.target import Target
+from longdraft.models.transformers_check import check_against
+from longdraft.models.transformers_model import TransformersModel
 
 SUPPORTED = {
     "llama": "Llama 2/3/3.1, Vicuna, LongChat, YaRN-Llama, SmolLM2",
@@ -208,6 +210,48 @@ def load_target(
     return Target(model, tokenizer, name, hf_config, fingerprint(config, tokenizer), _eos_ids(location, hf_config))
 
 
+def load_through_transformers(
+    path: str | Path,
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | str = "cpu",
+    gguf_file: str | None = None,
+    max_positions: int | None = None,
+    *,
+    wrap: Callable[[Callable[[], Any], PretrainedConfig], tuple[Any, dict[str, Any]]] | None = None,
+) -> Target:
+    """`load_target` with transformers' own classes, for any causal family whose layers give keys and values.
+
+    A short pass is held against transformers' own attention, and against our decoder where that knows the family too;
+    fingerprints are then the same as `load_target`'s.
+
+    Args:
+        wrap: gets what reads the model and its configuration, and gives the model where it is to be, with further
+            arguments of TransformersModel. For who keeps the weights elsewhere (train/sharding.py).
+    Raises: ValueError as `load_target`, for a model that models/transformers_model.py refuses, and where one of the two
+        comparisons differs.
+    """
+    device = check_device(device)
+    name, location = _locate(path, gguf_file)
+    if location.suffix == ".gguf":
+        hf_config = GGUFFile(location).config()
+    else:
+        hf_config = AutoConfig.from_pretrained(location, trust_remote_code=False)
+    known = decoder_config(hf_config) if hf_config.model_type in SUPPORTED else None
+
+    def read() -> Any:
+        return load_transformers(location, dtype)
+
+    model, options = wrap(read, hf_config) if wrap else (read().to(device), {})
+    wrapped = TransformersModel(model, known, max_positions, **options)
+    tokenizer = _tokenizer(location)
+    marks = check_against(wrapped) | {"tokenizer": fingerprint(wrapped.config, tokenizer)["tokenizer"]}
+    return Target(wrapped, tokenizer, name, hf_config, marks, _eos_ids(location, hf_config), "transformers")
+
+
+# By `target.loader`.
+LOADERS: dict[str, Callable[..., Target]] = {"longdraft": load_target, "transformers": load_through_transformers}
+
+
 def describe_target(path: str | Path, gguf_file: str | None = None, *, sample: bool = False) -> Target:
     """A target without its weights: its decoder is on the meta device.
 
@@ -348,12 +392,19 @@ def _tokenizer(location: Path) -> Any:
 
 
 def load_transformers(path: str | Path, dtype: torch.dtype, gguf_file: str | None = None) -> Any:
-    """The same checkpoint as transformers' own model on the CPU, to compare with; `path` as for `load_target`."""
+    """The same checkpoint as transformers' own model on the CPU; `path` as for `load_target`. Raises: ValueError where
+    transformers has no class for it, or the checkpoint lacks weights, which transformers would draw at random."""
     from transformers import AutoModelForCausalLM
 
     _, location = _locate(path, gguf_file)
     if location.suffix != ".gguf":
-        return AutoModelForCausalLM.from_pretrained(location, dtype=dtype, trust_remote_code=False).eval()
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            location, dtype=dtype, trust_remote_code=False, output_loading_info=True
+        )
+        model, found = loaded
+        if lacking := sorted({*found["missing_keys"], *(key for key, *_ in found["mismatched_keys"])}):
+            raise ValueError(f"{location} lacks weights, or has them in another shape: {', '.join(lacking)}")
+        return model.eval()
     opened = GGUFFile(location)
     model = AutoModelForCausalLM.from_config(opened.config(), dtype=dtype, trust_remote_code=False)
     missing, unexpected = model.load_state_dict(dict(opened.tensors()), strict=False)
@@ -416,7 +467,10 @@ def _read_config(folder: Path) -> PretrainedConfig:
     kind = json.loads((folder / "config.json").read_text()).get("model_type")
     if kind not in SUPPORTED:
         supported = "; ".join(f"{name} ({models})" for name, models in SUPPORTED.items())
-        raise ValueError(f"{folder}: model_type {kind!r} is not supported; supported: {supported}")
+        raise ValueError(
+            f"{folder}: model_type {kind!r} is not supported; supported: {supported}; others may be through "
+            "transformers (in training target.loader=transformers, in generate and serve --loader transformers)"
+        )
     return AutoConfig.from_pretrained(folder, trust_remote_code=False)
 
 

@@ -14,6 +14,7 @@ class Target:
 
     tokenizer is None for a folder without tokenizer files (its fingerprint is then "none"). fingerprint holds
     SHA-256 hex strings under "config" and "tokenizer", and in training under "weights" (models/fingerprint.py).
+    loader: whose classes compute it, "longdraft" or "transformers".
     """
 
     model: Decoder
@@ -22,3 +23,4 @@ class Target:
     hf_config: PretrainedConfig
     fingerprint: dict[str, str]
     eos_token_ids: tuple[int, ...]
+    loader: str = "longdraft"

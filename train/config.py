@@ -22,6 +22,7 @@ from longdraft.train.typed import build, read_yaml, resolve
 
 CHOICES: dict[str, tuple[Any, ...]] = {
     "target.zero_stage": (0, 3),
+    "target.loader": ("longdraft", "transformers"),
     "train.precision": ("fp32", "bf16"),
     "train.zero_stage": (1, 2, 3),
     "train.device": ("auto", "cuda", "cpu"),
@@ -71,12 +72,14 @@ MAX_BUCKET = 500_000_000
 class TargetSection:
     """The frozen model: a Hugging Face folder or hub name, a .gguf file, or a bundled name (models/hf.py).
     `max_positions`: how many it takes, where its config.json says another number than it was trained for; None: what
-    its RoPE with the scaling gives. `zero_stage`: 0 keeps a whole copy in each process, 3 shards it over them."""
+    its RoPE with the scaling gives. `zero_stage`: 0 keeps a whole copy in each process, 3 shards it over them.
+    `loader`: whose classes compute it, ours or transformers', which know more families."""
 
     path: str
     gguf_file: str | None = None
     max_positions: int | None = None
     zero_stage: int = 0
+    loader: str = "longdraft"
 
 
 @dataclass(frozen=True)

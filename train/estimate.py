@@ -23,9 +23,15 @@ def report(stages: Sequence[Stage], n_ranks: int | None = None, gpu: bool | None
         gpu: a rank is a GPU, here or elsewhere, unless train.device says cpu; else a process on a CPU. None: as on this
             machine.
 
-    Raises: ValueError where a target cannot be read or has too few positions, or rows cannot be shared among so many
-    ranks.
+    Raises: ValueError where a target cannot be read, is not our decoder's or has too few positions, or rows cannot be
+    shared among so many ranks.
     """
+    for target in (stage.config.target for stage in stages):
+        if target.loader != "longdraft":
+            raise ValueError(
+                f"target.loader: {target.loader}, but --estimate counts what our decoder allocates; set it to "
+                "longdraft where that knows the model, or train without an estimate"
+            )
     gpu = torch.cuda.is_available() if gpu is None else gpu
     gpu = gpu and all(stage.config.train.device != "cpu" for stage in stages)
     n_ranks = (torch.cuda.device_count() if gpu else 1) if n_ranks is None else n_ranks

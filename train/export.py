@@ -18,7 +18,7 @@ from longdraft.models.draft_files import WEIGHTS, check_out
 from longdraft.models.draft_folder import DRAFTS, Draft, DraftInfo, load_draft, save_draft, target_entry
 from longdraft.models.drafts.longspec import LongSpec, plan_queries
 from longdraft.models.drafts.loss import RANKS
-from longdraft.models.hf import load_target
+from longdraft.models.hf import LOADERS
 from longdraft.models.passes import Pass
 from longdraft.models.target import Target
 from longdraft.train import checkpoint, model_card, vllm_medusa
@@ -90,7 +90,7 @@ def export(
         _check_restriction(config)
     out = Path(out) if out is not None else Path(run_dir) / ("draft" if form == "longdraft" else form)
     _check_out(out)
-    target = target or load_target(
+    target = target or LOADERS[config.target.loader](
         config.target.path,
         DTYPES[config.train.precision],
         gguf_file=config.target.gguf_file,

@@ -118,7 +118,8 @@ def train(
             saved = _after_step(run, result, progress, stop)
         progress.bar.close()
         if progress.recent:
-            r = operations(run.config, run.teacher.model.config).r
+            known = run.config.target.loader == "longdraft"
+            r = operations(run.config, run.teacher.model.config).r if known else None
             ranks.log(where_time_goes(progress.recent, r))
         saved = saved or _save(run)  # before W&B, which may wait for its network
         if progress.tracker:

@@ -7,6 +7,7 @@ import os
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,9 @@ from longdraft.data_prep.shards import ShardSet
 from longdraft.models.device import free_bytes
 from longdraft.models.draft_folder import Draft, load_draft
 from longdraft.models.fingerprint import weights_hash
-from longdraft.models.hf import load_target, read_target_config
+from longdraft.models.hf import LOADERS, load_through_transformers, read_target_config
 from longdraft.models.target import Target
+from longdraft.models.transformers_model import TransformersModel
 from longdraft.train import checkpoint
 from longdraft.train.batches import Place
 from longdraft.train.config import Config, check_positions
@@ -28,7 +30,7 @@ from longdraft.train.evaluate import Evaluator
 from longdraft.train.methods import Method, MicroBatch, open_method
 from longdraft.train.ranks import Ranks
 from longdraft.train.sequence_parallel import SequenceParallel, check_heads, sequence_group
-from longdraft.train.sharding import load_sharded_target, whole_layers
+from longdraft.train.sharding import load_sharded_target, share_out, whole_layers
 from longdraft.train.teacher import Teacher
 from longdraft.train.vocabulary import frequent_tokens
 
@@ -89,14 +91,21 @@ def open_target(config: Config, ranks: Ranks) -> Target:
     section, dtype = config.target, DTYPES[config.train.precision]
     if ranks.device.type == "cuda":
         check_room(config, ranks)
-    if section.zero_stage == 3:
-        return load_sharded_target(section.path, dtype, ranks, section.gguf_file, section.max_positions)
-    return load_target(section.path, dtype, ranks.device, section.gguf_file, section.max_positions)
+    own = section.gguf_file, section.max_positions
+    if section.zero_stage == 0:
+        return LOADERS[section.loader](section.path, dtype, ranks.device, *own)
+    if section.loader == "longdraft":
+        return load_sharded_target(section.path, dtype, ranks, *own)
+    wrap = partial(share_out, ranks, dtype)
+    return load_through_transformers(section.path, dtype, ranks.device, *own, wrap=wrap)
 
 
 def check_room(config: Config, ranks: Ranks) -> None:
     """Raises ValueError, on all ranks alike, where a GPU has no room for what training keeps there all the time; says
     so where only the peak, which is an estimate, is beyond what is free. Before anything is loaded."""
+    if config.target.loader != "longdraft":
+        ranks.log(f"Memory is not estimated for target.loader={config.target.loader}: what does not fit ends the run")
+        return
     target = read_target_config(config.target.path, config.target.gguf_file, config.target.max_positions)
     needed = estimate(config, target, ranks.world_size, gpu=True)
     kept, (moment, peak) = sum(needed.kept.values()), needed.peak
@@ -135,6 +144,7 @@ def open_run(config: Config, ranks: Ranks, target: Target | None = None) -> Run:
     rows, heldout_rows = (open_rows(config, split, target) for split in ("train", "heldout"))
     verify_shards([rows, heldout_rows], ranks, target.model.config.vocab_size)
     decoding = Evaluator(config, target, heldout_rows, ranks) if config.decoding.every else None
+    check_draft(config, target)
     start = None if config.draft.start_from is None else load_draft(config.draft.start_from, target)
     with whole_layers(target.model, 0, -1):  # a warm start reads them
         method = open_method(config, target.model, _draft_vocabulary(config, start, rows, target))
@@ -155,11 +165,31 @@ def open_run(config: Config, ranks: Ranks, target: Target | None = None) -> Run:
 
 def note_weights(target: Target) -> None:
     """Puts the hash of the weights that a run trains with into the target's fingerprint; all ranks call it, for those
-    of a sharded target come together layer by layer."""
+    of a sharded target come together layer by layer. A target of transformers has it from its loading."""
+    if isinstance(target.model, TransformersModel):
+        return
     layers = list(target.model.layers)
     found = weights_hash(target.model, lambda layer: whole_layers(target.model, layers.index(layer)))
     if found is not None:
         target.fingerprint["weights"] = found
+
+
+def check_draft(config: Config, target: Target) -> None:
+    """Raises ValueError where a target of transformers does not give what the draft section asks of it."""
+    model, section = target.model, config.draft
+    if not isinstance(model, TransformersModel):
+        return
+    if section.method == "longspec" and not model.rotates:
+        raise ValueError(
+            f"draft.method: longspec's block rotates its queries over whole heads, and the last layer's keys of "
+            f"{target.name} are not rotated so; take tokenswift or medusa"
+        )
+    for name, copied in (("warm_start", True), ("final_norm", True), ("out_norm_init", "target")):
+        if getattr(section, name, None) == copied and (name == "warm_start" or model.known is None):
+            raise ValueError(
+                f"draft.{name}: {copied} begins with the target's weights as our decoder has them, and target.loader "
+                "is transformers; leave it out"
+            )
 
 
 def begin_with(method: Method, start: Draft, folder: str | None) -> None:

@@ -6,7 +6,7 @@ each over its own tokens. Not here: the draft's ZeRO (deepspeed_engine.py), read
 share (sequence_parallel.py).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
@@ -15,11 +15,13 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from longdraft.models.decoder import Decoder, Layer
 from longdraft.models.decoder_config import DecoderConfig
 from longdraft.models.hf import load_target
 from longdraft.models.target import Target
+from longdraft.models.transformers_shape import find_layers
 from longdraft.train.ranks import Ranks  # before DeepSpeed: it names the accelerator
 
 # isort: split
@@ -59,6 +61,48 @@ def build_sharded_decoder(config: DecoderConfig, dtype: torch.dtype, device: tor
     decoder.tie()
     decoder.around_layer = _WholeLayers(cast("Sequence[Layer]", decoder.layers))
     return decoder
+
+
+def share_out(
+    ranks: Ranks, dtype: torch.dtype, read: Callable[[], Any], hf_config: PretrainedConfig
+) -> tuple[Any, dict[str, Any]]:
+    """A model of transformers with its layers' weights shared out, as `wrap` of `load_through_transformers`.
+
+    The first rank's host reads it whole, and a device has at most one whole layer of it; the others get theirs from
+    there. Raises: ValueError on all ranks where the first cannot read it.
+    """
+    model, failure = None, None
+    if ranks.first:
+        try:
+            model = read()
+        except (ValueError, OSError, RuntimeError) as error:
+            failure = str(error)
+    failures = [text for text in ranks.gather(failure) if text is not None]
+    if failures:
+        raise ValueError(f"target.path: {failures[0]}")
+    if model is None:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(hf_config, dtype=dtype, trust_remote_code=False)
+    layers = find_layers(model.requires_grad_(False))
+
+    def place(part: nn.Module, recurse: bool) -> None:
+        if ranks.first:
+            part._apply(lambda tensor: tensor.to(ranks.device), recurse)
+        else:
+            part.to_empty(device=ranks.device, recurse=recurse)
+
+    inside, of_layers = set(layers.modules()), set(layers.parameters())
+    for part in model.modules():
+        if part not in inside:
+            place(part, recurse=False)
+    model.tie_weights()  # to_empty gives tied parameters apart
+    whole = [weight.data for weight in model.parameters() if weight not in of_layers]
+    for layer in layers:
+        place(layer, recurse=True)
+        deepspeed.zero.Init(module=layer, dtype=dtype, mem_efficient_linear=False)  # it sends the first rank's bytes
+    for tensor in [*whole, *model.buffers()]:
+        deepspeed.comm.broadcast(tensor, 0)
+    return model, {"around_layer": _WholeLayers(cast("Sequence[Layer]", layers))}
 
 
 @contextmanager

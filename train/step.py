@@ -217,15 +217,16 @@ def measure(run: Run, result: StepResult) -> dict[str, Any]:
     }
 
 
-def where_time_goes(records: Collection[dict[str, Any]], r: float) -> str:
+def where_time_goes(records: Collection[dict[str, Any]], r: float | None) -> str:
     """One line on logged steps, by medians; r: how many times the target's passes they would take at equal speed of all
-    operations (estimate_operations.py)."""
+    operations (estimate_operations.py), None where nobody counts them."""
     seconds, ratio = (median(record[key] for record in records) for key in ("step_s", "over_target"))
     shares = {part: median(record[f"{part}_share"] for record in records) for part in PARTS}
+    by_count = "" if r is None else f" ({r:.2f} by count of operations)"
     names = ("the target's passes", "draft and loss", "backward and update")
     parts = [f"{name} {share:.0%}" for name, share in zip(names, shares.values(), strict=True)]
     return (
-        f"A step took {seconds:.2f} s, {ratio:.2f} times its target's passes ({r:.2f} by count of operations): "
+        f"A step took {seconds:.2f} s, {ratio:.2f} times its target's passes{by_count}: "
         f"{', '.join(parts)}, the rest {1 - sum(shares.values()):.0%}"
     )
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from transformers import Olmo2Config, Olmo2ForCausalLM
 
 from longdraft.infer.drafters.combine import Combined
 from longdraft.infer.drafters.longspec import LongSpecDrafter
@@ -29,6 +30,9 @@ from longdraft.models.decoder_config import ExpertsConfig
 from longdraft.models.drafts.longspec import LongSpec, LongSpecConfig
 from longdraft.models.drafts.medusa import Medusa, MedusaConfig
 from longdraft.models.drafts.tokenswift import TokenSwift, TokenSwiftConfig
+from longdraft.models.target import Target
+from longdraft.models.transformers_check import check_against
+from longdraft.models.transformers_model import TransformersModel
 
 VOCAB, POSITIONS = 61, 90
 SAMPLINGS = {
@@ -49,7 +53,8 @@ HEADS = {"gqa": 2, "mha": 4}
 # Of prompts on which no decision of plain decoding is close, under any sampling.
 EXPERTS = ExpertsConfig(number=6, per_token=2, size=24, normalised=True)  # of the target "moe", in both layers
 SEEDS = {("gqa", "short"): 12, ("gqa", "overflow"): 12, ("mha", "short"): 11, ("mha", "overflow"): 14} | {
-    ("moe", "overflow"): 14
+    ("moe", "overflow"): 14,
+    ("olmo2", "overflow"): 3,
 }
 
 
@@ -142,7 +147,9 @@ def nested(name: str, **options):
 def models(tiny_target):
     """(heads, dtype) -> a target, and a smaller model of the same vocabulary that drafts for it."""
     return lambda kind, dtype=torch.float32: (
-        tiny_target(
+        olmo2(dtype)
+        if kind == "olmo2"
+        else tiny_target(
             vocab_size=VOCAB,
             n_kv_heads=HEADS.get(kind, 2),
             max_positions=POSITIONS,
@@ -151,6 +158,18 @@ def models(tiny_target):
         ),
         tiny_target(vocab_size=VOCAB, n_layers=1, n_kv_heads=1, seed=5, max_positions=POSITIONS, dtype=dtype),
     )
+
+
+def olmo2(dtype):
+    """A target that transformers computes, of a family that our decoder does not know."""
+    sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
+    known = dict(num_key_value_heads=2, max_position_embeddings=POSITIONS, pad_token_id=None, eos_token_id=None)
+    model = Olmo2ForCausalLM(Olmo2Config(vocab_size=VOCAB, tie_word_embeddings=False, **sizes, **known))
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in sorted(model.named_parameters()):
+        parameter.data.normal_(1.0 if "norm" in name else 0.0, 0.25, generator=generator)
+    wrapped = TransformersModel(model.to(dtype))
+    return Target(wrapped, None, "olmo2", model.config, check_against(wrapped), (), "transformers")
 
 
 PLAIN = {}  # plain decoding's tokens by target, prompts and sampling, one list a prompt; filled when first needed
@@ -211,6 +230,13 @@ def test_a_drafter_gives_the_tokens_of_a_target_with_experts(models, plain, name
     target, small = models("moe")
     engine = Engine(target, DRAFTERS[name](target, small), slots=3)
     check(engine, plain("moe", "overflow"), "moe", "overflow", every(("greedy", "T1_min_p"), (0, 1, 3)))
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_a_drafter_gives_the_tokens_of_a_model_of_transformers(models, plain, name):
+    target, small = models("olmo2")
+    engine = Engine(target, DRAFTERS[name](target, small), slots=3)
+    check(engine, plain("olmo2", "overflow"), "olmo2", "overflow", every(("greedy", "T1_min_p"), (0, 1, 3)))
 
 
 @pytest.mark.parametrize("names", PAIRS, ids="+".join)

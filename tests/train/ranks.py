@@ -30,7 +30,7 @@ gc.freeze()  # DeepSpeed collects garbage at every start of a run: what the impo
 for action in json.loads(sys.argv[2]):
     if "train" in action:
         config = load_config(sys.argv[1], action["train"])
-        whole = config.target.zero_stage == 0
+        whole = config.target.zero_stage == 0 and config.target.loader == "longdraft"
         train(config, ranks, target(config.target.path, config.train.precision) if whole else None)
     elif "export" in action:
         if ranks.first:

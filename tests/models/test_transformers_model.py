@@ -1,0 +1,139 @@
+"""A model of transformers through our interface against the model itself, for families that our decoder knows and does
+not know; and what is refused."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from longdraft.models.hf import load_target, load_through_transformers, load_transformers
+from longdraft.models.passes import Pass
+from longdraft.models.transformers_check import check_against
+from longdraft.models.transformers_model import Attention, TransformersModel
+
+VOCAB = 97
+SIZES = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
+SIZES |= dict(num_key_value_heads=2, max_position_embeddings=256, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+SCALED = dict(attention_multiplier=0.2, logits_scaling=8.0, embedding_multiplier=3.0, residual_multiplier=0.5)
+# With what of each is not as in a Llama.
+FAMILIES = {
+    "llama": {},
+    "qwen3": {"head_dim": 16},
+    "mistral": {"sliding_window": 4},
+    "qwen3_moe": {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+    "olmo2": {},
+    "olmo3": {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
+    "granite": SCALED,
+    "stablelm": {},
+    "gemma": {"head_dim": 8},
+    "gpt2": {},
+    "opt": {"word_embed_proj_dim": 32, "ffn_dim": 48},
+}
+# Whose keys a draft's block can read: rotated over whole heads, the halves together.
+ROTATE = {"llama", "qwen3", "mistral", "qwen3_moe", "olmo2", "olmo3", "granite", "gemma"}
+REFUSED = {
+    "mamba": ({"conv_kernel": 2, "state_size": 4}, "layers of linear_attention"),
+    "deepseek_v3": ({}, "keys of width 192 and values of width 128"),
+    "gemma2": ({"head_dim": 8}, "soft cap"),
+    "phi": ({}, "no multiple of its LM head's product"),
+    "falcon": ({}, "0 of the 2 layers"),
+    "llama": ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "depends on the length"),
+}  # fmt: skip
+ALL = frozenset({"logits", "pre_norm", "post_norm", "last_kv", "queries"})
+BORDERS, TOKENS = [0, 11, 12, 20], torch.arange(20)[None] * 31 % VOCAB
+POSITIONS = torch.cat([torch.arange(11), torch.tensor([0]), torch.arange(8) + 40])[None]
+
+
+def make(kind: str, **options):
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **(SIZES | options)))
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for name, weight in sorted(model.named_parameters()):
+            weight.normal_(1.0 if "norm" in name else 0.0, 0.2, generator=generator)
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """(kind) -> a folder with a model of FAMILIES."""
+    made = {}
+
+    def save(kind):
+        if kind not in made:
+            made[kind] = tmp_path_factory.mktemp(kind)
+            make(kind, **FAMILIES[kind]).save_pretrained(made[kind])
+        return made[kind]
+
+    return save
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+@torch.no_grad()
+def test_packed_pieces_are_what_the_model_gives_for_each_alone(folder, kind):
+    target, model = (
+        load_through_transformers(folder(kind), torch.float32),
+        load_transformers(folder(kind), torch.float32),
+    )
+    given = {"positions_BT": POSITIONS, "borders": BORDERS}
+    output = target.model(Pass(TOKENS, needs=ALL, **given))
+    chunked = target.model(Pass(TOKENS, needs=ALL, chunk=3, **given))
+    spans = [(2, 5), (12, 13)]
+    of_spans = target.model(Pass(TOKENS, needs={"of_spans"}, spans=spans, **given)).of_spans
+    assert output.pre_norm is not None and output.post_norm is not None and of_spans is not None
+    torch.testing.assert_close(target.model.norm(output.pre_norm), output.post_norm, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(of_spans, output.post_norm[:, [2, 3, 4, 12]], rtol=0, atol=0)
+    torch.testing.assert_close(vars(chunked), vars(output), rtol=1e-5, atol=1e-5)
+    for start, stop in pairwise(BORDERS):
+        piece = slice(start, stop)
+        alone = model(input_ids=TOKENS[:, piece], position_ids=POSITIONS[:, piece])
+        layer = alone.past_key_values.layers[-1]
+        torch.testing.assert_close(output.logits[:, piece], alone.logits, rtol=1e-5, atol=1e-5)
+        for ours, theirs in zip(output.last_kv, (layer.keys, layer.values), strict=True):
+            kept = theirs.shape[2]  # a window's cache keeps the last ones
+            torch.testing.assert_close(ours[:, piece][:, -kept:], theirs.transpose(1, 2), rtol=1e-5, atol=1e-5)
+    assert target.model.rotates == (kind in ROTATE)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in FAMILIES if kind in ("llama", "qwen3", "mistral", "qwen3_moe")])
+def test_our_decoder_gives_the_same_where_it_knows_the_family(folder, kind):
+    theirs, ours = load_through_transformers(folder(kind), torch.float32), load_target(folder(kind), torch.float32)
+    given = Pass(TOKENS, positions_BT=POSITIONS, borders=BORDERS, needs=ALL)
+    torch.testing.assert_close(vars(theirs.model(given)), vars(ours.model(given)), rtol=1e-5, atol=1e-5)
+    assert theirs.model.config == ours.model.config and ours.fingerprint.items() <= theirs.fingerprint.items()
+
+
+@torch.no_grad()
+def test_bf16_passes_the_same_comparisons(folder):
+    for kind in ("qwen3", "olmo2", "granite"):
+        target = load_through_transformers(folder(kind))
+        assert target.model(Pass(TOKENS)).logits.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_is_not_served_is_named(kind):
+    options, what = REFUSED[kind]
+    with pytest.raises(ValueError, match=f"target.loader: .*{what}"):
+        TransformersModel(make(kind, **options))
+
+
+def test_a_checkpoint_that_lacks_weights_is_refused(folder, tmp_path):
+    model = make("olmo2")
+    weights = {name: weight for name, weight in model.state_dict().items() if "layers.1.mlp.up" not in name}
+    model.save_pretrained(tmp_path, state_dict=weights)
+    with pytest.raises(ValueError, match=r"lacks weights.*model.layers.1.mlp.up_proj.weight"):
+        load_through_transformers(tmp_path, torch.float32)
+
+
+def test_a_model_that_computes_something_else_is_refused(folder, monkeypatch):
+    """The largest difference is named: of our decoder where a layer does what it does not, of transformers' attention
+    where ours is wrong."""
+    target = load_through_transformers(folder("llama"), torch.float32)
+    hook = target.model.layers[1].mlp.register_forward_hook(lambda module, arguments, output: output * 1.01)
+    with pytest.raises(ValueError, match=r"differs from our decoder, most in its p.+_norm, by 0.0"):
+        check_against(target.model)
+    hook.remove()
+    attend = Attention.attend
+    monkeypatch.setattr(Attention, "attend", lambda self, q, k, v, context: attend(self, q * 1.1, k, v, context))
+    with pytest.raises(ValueError, match="differs from transformers' own attention"):
+        check_against(target.model)

@@ -1,0 +1,167 @@
+"""A target that transformers computes: the same losses as with our decoder where that knows the family, and drafts of a
+family that it does not know, from training to the tokens that they decode."""
+
+from argparse import ArgumentParser
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, Olmo2Config, Qwen3Config, StableLmConfig
+
+from longdraft.infer.engine import Engine
+from longdraft.infer.sampling import SamplingParams
+from longdraft.launch.runtime import read_drafting
+from longdraft.launch.shared_options import add_drafters, add_model
+from longdraft.models.draft_folder import read_info
+from longdraft.models.fingerprint import weights_hash
+from longdraft.models.hf import load_through_transformers
+from longdraft.train.config import load_config
+from longdraft.train.estimate import report
+from longdraft.train.export import export
+from longdraft.train.setup import open_run
+from longdraft.train.stages import load_stages
+from longdraft.train.tracking import read_metrics
+
+VOCAB = 97
+LOADER = "target.loader=transformers"
+METHODS = {
+    "tokenswift": ["draft.out_norm_init=target"],
+    "longspec": [
+        "draft.method=longspec", "draft.window=6", "draft.noise=3", "draft.final_norm=true", "optimizer.eps=1e-5",
+        "data.seq_len=312", "data.positions=anchor_offset", "data.max_position=2000", "data.sinks=2",
+        "data.query_share=0.5", "train.global_batch=2", "train.micro_batch=1", "train.loss=acceptance",
+        "train.kl_steps=12",
+    ],
+}  # fmt: skip
+# Beside a rank of its own each: the target's layers and the draft shared out, and rows that both ranks share.
+SHARED = {"zero3": ["target.zero_stage=3", "train.zero_stage=3"], "sequence": ["train.sequence_parallel=2"]}
+PLAIN = {"tokenswift": [], "longspec": ["draft.method=longspec", "draft.window=6", "draft.noise=3"]}
+
+
+def model_folder(folder: Path, family, **options) -> Path:
+    sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
+    ids = dict(pad_token_id=None, bos_token_id=None, eos_token_id=None)
+    config = family(vocab_size=VOCAB, tie_word_embeddings=False, **sizes, **ids, **options)
+    model = AutoModelForCausalLM.from_config(config)
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for name, weight in sorted(model.named_parameters()):
+            weight.normal_(1.0 if "norm" in name else 0.0, 0.2, generator=generator)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, Path]:
+    folder, heads = tmp_path_factory.mktemp("families"), {"num_key_value_heads": 2, "max_position_embeddings": 2048}
+    return {
+        "llama": model_folder(folder / "llama", LlamaConfig, **heads),
+        "qwen3": model_folder(folder / "qwen3", Qwen3Config, head_dim=16, **heads),
+        "olmo2": model_folder(folder / "olmo2", Olmo2Config, **heads),
+    }
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, folders, long_folder, start_ranks, finish_ranks) -> Path:
+    """{family}-{method}-{loader}, {family}-{method}-{name of SHARED}: 20 steps each."""
+    out = tmp_path_factory.mktemp("loader")
+
+    def train(name: str, family: str, *overrides: str) -> dict:
+        target = [f"target.path={folders[family]}", "heldout.every=20", "train.save_every=20"]
+        return {"train": [*target, f"train.run_dir={out / name}", *overrides]}
+
+    alone, both = [], []
+    for method, options in METHODS.items():
+        data = [f"data.path={long_folder}"] if method == "longspec" else []
+        for family in ("llama", "qwen3"):
+            alone.append(train(f"{family}-{method}-longdraft", family, *options, *data))
+            alone.append(train(f"{family}-{method}-transformers", family, *options, *data, LOADER))
+        for name, shared in SHARED.items():
+            if (method, name) != ("tokenswift", "sequence"):
+                both.append(train(f"llama-{method}-{name}", "llama", *options, *data, *shared, LOADER))
+    alone += [train(f"olmo2-{method}", "olmo2", *options, LOADER) for method, options in PLAIN.items()]
+    both.append(train("olmo2-zero3", "olmo2", *SHARED["zero3"], LOADER))
+    for ranks in [start_ranks(1, alone), start_ranks(2, both)]:
+        finish_ranks(ranks)
+    return out
+
+
+def losses(run: Path) -> list[float]:
+    found = [record["loss"] for record in read_metrics(run) if "loss" in record]
+    assert len(found) == 20
+    return found
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("method", METHODS)
+def test_20_steps_have_the_losses_of_our_decoder(trained, method, family):
+    ours = losses(trained / f"{family}-{method}-longdraft")
+    torch.testing.assert_close(losses(trained / f"{family}-{method}-transformers"), ours, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("run", ["tokenswift-zero3", "longspec-zero3", "longspec-sequence"])
+def test_two_ranks_have_the_losses_of_one(trained, run):
+    ours = losses(trained / f"llama-{run.split('-')[0]}-longdraft")
+    torch.testing.assert_close(losses(trained / f"llama-{run}"), ours, rtol=1e-5, atol=0)
+
+
+def test_a_family_that_our_decoder_does_not_know_is_shared_out_too(trained):
+    alone = losses(trained / "olmo2-tokenswift")
+    assert alone[-1] < alone[0]
+    torch.testing.assert_close(losses(trained / "olmo2-zero3"), alone, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_draft_of_such_a_target_is_exported_and_decodes_exactly(trained, folders, tmp_path, method):
+    draft = export(trained / f"olmo2-{method}", tmp_path / "draft")
+    info = read_info(draft)
+    assert info.target["loader"] == "transformers" and info.train_config["target"]["loader"] == "transformers"
+    target = load_through_transformers(folders["olmo2"], torch.float32)
+    assert {name: info.target[f"{name}_sha256"] for name in target.fingerprint} == target.fingerprint
+    prompts, params = [[1, 5, 9, 13, 2, 2, 40], [33]], SamplingParams(temperature=0.8, seed=4, max_new_tokens=24)
+    plain, drafted = (
+        Engine(target, *own, slots=2).generate(prompts, params) for own in (["plain"], [method, str(draft)])
+    )
+    assert [one.tokens for one in drafted] == [one.tokens for one in plain]
+    assert sum(one.stats.drafted for one in drafted) > 0
+
+
+def test_a_draft_says_who_computes_its_target(trained, folders, tmp_path):
+    """To the commands that decode with it; and our decoder has the same fingerprints where it knows the family."""
+    draft, parser, opened = export(trained / "llama-tokenswift-transformers", tmp_path / "draft"), ArgumentParser(), {}
+    add_model(parser)
+    add_drafters(parser, several=False)
+    for loader in ("transformers", "longdraft"):
+        named = ["--loader", loader] if loader == "longdraft" else []
+        asked = read_drafting(parser.parse_args(["--draft", str(draft), "--dtype", "fp32", "--device", "cpu", *named]))
+        opened[loader] = asked.open_target(positions=64)
+        assert opened[loader].loader == loader
+        engine = asked.open_engines(opened[loader])["tokenswift"]  # warns of other weights than the draft's
+        assert engine.generate([[1, 5, 9, 13]], SamplingParams(max_new_tokens=8))[0].tokens
+    assert opened["longdraft"].fingerprint.items() <= opened["transformers"].fingerprint.items()
+    assert read_info(draft).target["weights_sha256"] == weights_hash(opened["longdraft"].model)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["draft.out_norm_init=target"], r"draft.out_norm_init: target .* leave it out"),
+        (["draft.method=longspec", "draft.warm_start=true"], r"draft.warm_start: True .* leave it out"),
+    ],
+)
+def test_what_only_our_decoder_gives_is_refused(folders, config_file, alone, overrides, message):
+    config = load_config(config_file, [f"target.path={folders['olmo2']}", LOADER, *overrides])
+    with pytest.raises(ValueError, match=message):
+        open_run(config, alone)
+
+
+def test_a_block_is_refused_where_keys_are_rotated_otherwise(tmp_path, config_file, alone):
+    folder = model_folder(tmp_path / "stablelm", StableLmConfig, num_key_value_heads=2)
+    config = load_config(config_file, [f"target.path={folder}", LOADER, *PLAIN["longspec"]])
+    with pytest.raises(ValueError, match=r"draft.method: longspec's block .* take tokenswift or medusa"):
+        open_run(config, alone)
+
+
+def test_the_estimate_says_that_it_does_not_cover_this_loader(folders, config_file):
+    with pytest.raises(ValueError, match=r"target.loader: transformers, but --estimate counts what our decoder"):
+        report(load_stages(config_file, [f"target.path={folders['llama']}", LOADER]))
