@@ -259,10 +259,19 @@ def test_a_drafter_inside_triforce_gives_plain_decodings_tokens(models, plain, n
 
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_bf16_needs_no_margin(c_kernels, models, plain, name):
-    target, small = models("gqa", torch.bfloat16)
+    check_in_bf16("gqa", name, models, plain)
+
+
+@pytest.mark.parametrize("name", ["tokenswift_draft_pass", "longspec", "token_recycling"])
+def test_bf16_of_a_model_of_transformers_needs_none_either(c_kernels, models, plain, name):
+    check_in_bf16("olmo2", name, models, plain)
+
+
+def check_in_bf16(kind, name, models, plain):
+    target, small = models(kind, torch.bfloat16)
     engine = Engine(target, DRAFTERS[name](target, small), slots=3, nodes=None)
-    want = plain("gqa", "overflow", torch.bfloat16)
-    check(engine, want, "gqa", "overflow", every(("greedy", "T0.7", "T1_penalty")))
+    want = plain(kind, "overflow", torch.bfloat16)
+    check(engine, want, kind, "overflow", every(("greedy", "T0.7", "T1_penalty")))
 
 
 @pytest.mark.parametrize("name", DRAFTERS)

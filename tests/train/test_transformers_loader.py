@@ -33,8 +33,9 @@ METHODS = {
         "train.kl_steps=12",
     ],
 }  # fmt: skip
-# Beside a rank of its own each: the target's layers and the draft shared out, and rows that both ranks share.
-SHARED = {"zero3": ["target.zero_stage=3", "train.zero_stage=3"], "sequence": ["train.sequence_parallel=2"]}
+# On two ranks: the target's layers and the draft shared out, and LongSpec's rows too.
+SHARED = ["target.zero_stage=3", "train.zero_stage=3"]
+FEW = ["train.steps=8", "heldout.every=8", "heldout.rows=2"]
 PLAIN = {"tokenswift": [], "longspec": ["draft.method=longspec", "draft.window=6", "draft.noise=3"]}
 
 
@@ -63,7 +64,7 @@ def folders(tmp_path_factory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory, folders, long_folder, start_ranks, finish_ranks) -> Path:
-    """{family}-{method}-{loader}, {family}-{method}-{name of SHARED}: 20 steps each."""
+    """{family}-{method}-{loader}, llama-{method}-shared: 20 steps each; olmo2-{method}, olmo2-shared: 8."""
     out = tmp_path_factory.mktemp("loader")
 
     def train(name: str, family: str, *overrides: str) -> dict:
@@ -76,19 +77,19 @@ def trained(tmp_path_factory, folders, long_folder, start_ranks, finish_ranks) -
         for family in ("llama", "qwen3"):
             alone.append(train(f"{family}-{method}-longdraft", family, *options, *data))
             alone.append(train(f"{family}-{method}-transformers", family, *options, *data, LOADER))
-        for name, shared in SHARED.items():
-            if (method, name) != ("tokenswift", "sequence"):
-                both.append(train(f"llama-{method}-{name}", "llama", *options, *data, *shared, LOADER))
-    alone += [train(f"olmo2-{method}", "olmo2", *options, LOADER) for method, options in PLAIN.items()]
-    both.append(train("olmo2-zero3", "olmo2", *SHARED["zero3"], LOADER))
+        rows = ["train.sequence_parallel=2"] if method == "longspec" else []
+        both.append(train(f"llama-{method}-shared", "llama", *options, *data, *SHARED, *rows, LOADER))
+    alone += [train(f"olmo2-{method}", "olmo2", *options, *FEW, LOADER) for method, options in PLAIN.items()]
+    decoding = ["decoding.every=8", "decoding.prompts=3", "decoding.contexts=[6]", "decoding.new_tokens=5"]
+    both.append(train("olmo2-shared", "olmo2", *FEW, *SHARED, *decoding, LOADER))
     for ranks in [start_ranks(1, alone), start_ranks(2, both)]:
         finish_ranks(ranks)
     return out
 
 
-def losses(run: Path) -> list[float]:
+def losses(run: Path, n: int = 20) -> list[float]:
     found = [record["loss"] for record in read_metrics(run) if "loss" in record]
-    assert len(found) == 20
+    assert len(found) == n
     return found
 
 
@@ -99,16 +100,18 @@ def test_20_steps_have_the_losses_of_our_decoder(trained, method, family):
     torch.testing.assert_close(losses(trained / f"{family}-{method}-transformers"), ours, rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("run", ["tokenswift-zero3", "longspec-zero3", "longspec-sequence"])
-def test_two_ranks_have_the_losses_of_one(trained, run):
-    ours = losses(trained / f"llama-{run.split('-')[0]}-longdraft")
-    torch.testing.assert_close(losses(trained / f"llama-{run}"), ours, rtol=1e-5, atol=0)
+@pytest.mark.parametrize("method", METHODS)
+def test_two_ranks_have_the_losses_of_one(trained, method):
+    ours = losses(trained / f"llama-{method}-longdraft")
+    torch.testing.assert_close(losses(trained / f"llama-{method}-shared"), ours, rtol=1e-5, atol=0)
 
 
 def test_a_family_that_our_decoder_does_not_know_is_shared_out_too(trained):
-    alone = losses(trained / "olmo2-tokenswift")
-    assert alone[-1] < alone[0]
-    torch.testing.assert_close(losses(trained / "olmo2-zero3"), alone, rtol=1e-5, atol=0)
+    alone, shared = trained / "olmo2-tokenswift", trained / "olmo2-shared"
+    assert losses(alone, 8)[-1] < losses(alone, 8)[0]
+    torch.testing.assert_close(losses(shared, 8), losses(alone, 8), rtol=1e-5, atol=0)
+    (decoded,) = (record for record in read_metrics(shared) if "decode_tokens_per_step" in record)
+    assert decoded["decode_tokens_per_step"] >= 1
 
 
 @pytest.mark.parametrize("method", METHODS)
