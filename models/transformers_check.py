@@ -45,7 +45,8 @@ def _compare(model: TransformersModel, found: TargetOutput, expected: TargetOutp
     pairs |= {"last keys": (found.last_kv[0], expected.last_kv[0]), "values": (found.last_kv[1], expected.last_kv[1])}
     off = {name: distance(*pair) for name, pair in pairs.items() if pair[1] is not None}
     worst = max(off, key=lambda name: off[name])
-    if not off[worst] < TOLERANCES[model.embed_tokens.weight.dtype]:
+    # Roundings of one layer after the other add up like steps of a random walk.
+    if not off[worst] < TOLERANCES[model.embed_tokens.weight.dtype] * len(model.layers) ** 0.5:
         raise ValueError(
             f"target.loader: a pass of {type(model.own).__name__} differs from {by}, most in its {worst}, by "
             f"{off[worst]:.3g} of their norm; take target.loader=longdraft where it knows the model, or another target"

@@ -32,8 +32,8 @@ from longdraft.models.transformers_shape import NOT_SERVED, find_layers, foreign
 ATTENTION = "longdraft"
 # Where the pieces of a short pass that shows what the model is start, and how far the last ones' tokens jump.
 PROBE_BORDERS, PROBE_JUMP = [0, 9, 15], 5
-# How far two ways of computing the same may be apart (`distance`): roundings, no other formula.
-TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
+# How far two ways of computing a layer may be apart (`distance`): a few roundings, no other formula.
+TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
 
 @dataclass

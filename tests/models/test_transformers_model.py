@@ -110,6 +110,11 @@ def test_bf16_passes_the_same_comparisons(folder):
         assert target.model(Pass(TOKENS)).logits.dtype == torch.bfloat16
 
 
+def test_roundings_of_many_layers_in_bf16_are_not_taken_for_another_formula(tmp_path):
+    make("qwen3", head_dim=16, num_hidden_layers=40).save_pretrained(tmp_path)
+    assert load_through_transformers(tmp_path).fingerprint == load_through_transformers(tmp_path).fingerprint
+
+
 @pytest.mark.parametrize("kind", REFUSED)
 def test_what_is_not_served_is_named(kind):
     options, what = REFUSED[kind]
