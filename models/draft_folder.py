@@ -66,7 +66,8 @@ class DraftInfo:
     held-out positions whose text had that rank, "choice_rates": the same of the target's own choices, which is what
     acceptance depends on}; LongSpec's "levels" are the widths of its beam. `noise`: largest noise shift in training,
     None where the method has none.
-    `versions` and `train_config`: how it was made. `weights_sha256`: of model.safetensors, None in older folders.
+    `versions` and `train_config`: how it was made. `weights_sha256`: of model.safetensors, and `step`: how many it was
+    trained; both None in older folders.
     """
 
     target: dict[str, str]
@@ -76,6 +77,7 @@ class DraftInfo:
     train_config: dict[str, Any]
     noise: int | None = None
     weights_sha256: str | None = None
+    step: int | None = None
 
 
 def target_entry(target: Target, weights_sha256: str | None = None) -> dict[str, str]:

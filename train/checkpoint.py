@@ -1,6 +1,7 @@
 """What a run leaves in its folder, and how it is told from damaged files; read by one process alone.
 
     run_dir/config.yaml               the resolved config the run began with
+    run_dir/start.json                what draft.start_from gave the run to begin with, where the config has it
     run_dir/checkpoints/step_000120/  DeepSpeed's files to resume from (frozen weights left out), draft.safetensors, the
                                       whole draft to export, in bf16 also masters.safetensors, its fp32 weights, and
                                       state.json, written last, with digests of them all
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -28,6 +30,7 @@ from longdraft.train.config import Config, config_from_dict, to_dict
 WEIGHTS, STATE, DIGESTS = "draft.safetensors", "state.json", "sha256"
 # Of a bf16 run, beside the weights: what its optimizer moves, and what a next stage begins with.
 MASTERS = "masters.safetensors"
+START = "start.json"
 # Of a state file with digests; the first had none, and no such field.
 FORMAT = 2
 # Names and types of what a state file must have; a name `a.b` is b in a.
@@ -92,19 +95,32 @@ def best(run_dir: str | Path) -> Found | None:
     return max(sound, key=lambda one: one[1]["score"], default=None)
 
 
-def masters_of(draft_folder: str | Path, exported: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+def masters_of(
+    draft_folder: str | Path, exported: Mapping[str, Tensor], step: int | None
+) -> tuple[dict[str, Tensor], str]:
     """The fp32 master weights that an exported draft was rounded from, of the newest checkpoint of the run that it lies
-    in; None where there is none, or the draft is of another step (`exported` are its weights)."""
+    in; or none, and the reason in a few words.
+
+    Args:
+        exported: the draft's weights. step: its step, None where its folder does not say it.
+    """
     try:
         found = newest(Path(draft_folder).parent)
-    except ValueError:  # damaged; the draft is not
-        return None
-    if found is None or MASTERS not in found[1]["files"] or changed(*found, [MASTERS]):
-        return None
-    masters = load_file(found[0] / MASTERS)
+    except ValueError as error:  # damaged; the draft is not
+        return {}, str(error)
+    if found is None:
+        return {}, "no checkpoint of its run lies beside it"
+    folder, state = found
+    if step not in (None, state["step"]):
+        return {}, f"it is of step {step}, and {folder} of step {state['step']}"
+    if MASTERS not in state["files"]:
+        return {}, f"{folder} has no {MASTERS}"
+    if broken := changed(folder, state, [MASTERS]):
+        return {}, f"{folder} is damaged ({broken[0]})"
+    masters = load_file(folder / MASTERS)
     rounded = {name: master.bfloat16() for name, master in masters.items()}
     same = all(name in exported and torch.equal(exported[name].cpu().bfloat16(), rounded[name]) for name in rounded)
-    return masters if same else None
+    return (masters, "") if same else ({}, f"{folder / MASTERS} has other weights")
 
 
 def saved_config(run_dir: str | Path, state: dict[str, Any]) -> Config:
@@ -161,6 +177,36 @@ def check_same_target(state: dict[str, Any], weights: str | None, config: Config
         raise ValueError(
             f"target.path: {config.target.path} has other weights (sha256 of a sample {weights}) than the run in "
             f"{config.train.run_dir} began with ({old}); put those back, or start anew with another train.run_dir"
+        )
+
+
+def check_same_start(saved: Path, start: Mapping[str, Any]) -> None:
+    """Raises ValueError where a run that must begin anew would not begin with the weights that it began with before:
+    whether these are a draft's fp32 masters depends on what lies beside it.
+
+    Args:
+        saved: the run's START, which may not be there. start: what it has now (`Run.start`).
+    """
+    old = json.loads(saved.read_text(encoding="utf-8")) if saved.is_file() else start
+    if old["start_from"] == start["start_from"] and old != start:
+        was, now = (f"{one['weights']}, sha256 {one['sha256'][:12]}" for one in (old, start))
+        raise ValueError(
+            f"draft.start_from: the run in {saved.parent} began with the weights of {start['start_from']} {was}, and "
+            f"would now begin with {now}; put back what lay there, or remove {saved} to begin with these"
+        )
+
+
+def check_same_vocabulary(found: Found, token_ids: Tensor | None, config: Config) -> None:
+    """Raises ValueError where a restricted vocabulary has other tokens than the saved draft's."""
+    if token_ids is None:
+        return
+    with safe_open(found[0] / WEIGHTS, "pt") as saved:
+        old = saved.get_tensor("token_ids")
+    if not torch.equal(old, token_ids.cpu()):
+        source = f"draft.start_from: {config.draft.start_from}" if config.draft.start_from else "draft.draft_vocab_size"
+        raise ValueError(
+            f"{source} gives other tokens for the draft than the run in {config.train.run_dir} began with; put back "
+            "the draft or the target's files, or start anew with train.run_dir=another/folder"
         )
 
 

@@ -352,7 +352,7 @@ def resolved(config: Config, n_rows: int) -> Config:
     """The config with epochs and shares turned into steps, for a training split of `n_rows` rows.
 
     Raises:
-        ValueError: that leaves less than one step, or no step behind the warm-up.
+        ValueError: that leaves less than one step, or no step behind the warm-up or behind `train.kl_steps`.
     """
     train, optimizer = config.train, config.optimizer
     steps = train.steps if train.steps is not None else int((train.epochs or 0) * n_rows / train.global_batch)
@@ -364,8 +364,9 @@ def resolved(config: Config, n_rows: int) -> Config:
     warmup = optimizer.warmup_steps
     if warmup is None:
         warmup = int((optimizer.warmup_share or 0) * steps)
-    if warmup >= steps:
-        raise ValueError(f"optimizer.warmup_steps: {warmup} must be below the {steps} steps of the run")
+    for name, value in (("optimizer.warmup_steps", warmup), ("train.kl_steps", train.kl_steps or 0)):
+        if value >= steps:
+            raise ValueError(f"{name}: {value} must be below the {steps} steps of the run")
     return replace(
         config,
         train=replace(train, steps=steps, epochs=None),

@@ -126,11 +126,14 @@ class DraftEngine:
             return {name: tensor.detach().to("cpu", copy=True) for name, tensor in self.draft.state_dict().items()}
 
     def masters(self) -> dict[str, Tensor]:
-        """The fp32 master weights of a bf16 draft, on the CPU of every rank; all ranks must call it. Of an fp32 draft
-        none: its weights are them."""
-        if self.config.train.precision != "bf16":
-            return {}
-        return {name: _full_master(weight).to("cpu", copy=True) for name, weight in self.draft.named_parameters()}
+        """The fp32 master weights of a bf16 draft, on the CPU of the first rank; all ranks must call it, and the others
+        get none. Of an fp32 draft none: its weights are them."""
+        masters = {}
+        for name, weight in self.draft.named_parameters() if self.config.train.precision == "bf16" else ():
+            master = _full_master(weight)
+            if self.ranks.first:
+                masters[name] = master.to("cpu", copy=True)
+        return masters
 
     def set_masters(self, masters: Mapping[str, Tensor]) -> None:
         """Puts fp32 weights in the place of the masters that were made of their bf16 rounding; nothing for fp32."""

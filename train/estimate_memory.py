@@ -156,8 +156,14 @@ class _Run:
             {"q, k, v": held * n, "attention": (self.heads * (1 if self.gpu else 2) + exchanged) * n},
             {"q, k, v": held * n} | self._finish(n, single),
         ]
-        n_asked = 0 if shared else self._asked(n_tokens)
-        if isinstance(self.shape, LongSpecConfig) and n_asked > 0 and (n_asked < n or self.config.train.pass_rows > 1):
+        n_asked, block = self._asked(n_tokens), isinstance(self.shape, LongSpecConfig)
+        if shared:  # behind the layers all ranks' come together, of a copy of a rank's own
+            left = {"q, k, v": (held if single else self.kv) * n} if block else {"target's states": t.hidden_size * n}
+            if n_asked:
+                stages.append(left | {"states of all ranks": t.hidden_size * (n_tokens + n + n_asked)})
+            if block:
+                stages.append(left | {"keys and values of all ranks": self.kv * n_tokens + self.kv // 2 * n})
+        elif block and n_asked > 0 and (n_asked < n or self.config.train.pass_rows > 1):
             # The last layer goes on with copies of what the loss asks for, in the place of all.
             copies = {"q, k, v": held * n, "rows with a loss": (self.heads + 2 * t.head_dim) * n_asked}
             stages.append(copies | {"attention": self.heads * (1 if self.gpu else 2) * n_asked})

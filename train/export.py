@@ -179,6 +179,7 @@ def _longdraft(trained: Trained, out: Path) -> tuple[Draft, str]:
         versions=_versions(),
         train_config=to_dict(config),
         noise=draft.config.noise if block else None,
+        step=trained.step,
     )
     save_draft(out, draft, info)
     details = ""

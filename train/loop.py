@@ -139,9 +139,13 @@ def _open(
     run = open_run(config, ranks, target)
     if found is not None:
         checkpoint.check_same_target(found[1], run.target_weights, config)
+        checkpoint.check_same_vocabulary(found, run.method.draft.token_ids, config)
+    start = run.start if found is None or not found[1]["step"] else None  # behind a step it is in the checkpoint
+    if start is not None:
+        checkpoint.check_same_start(Path(config.train.run_dir) / checkpoint.START, start)
     ranks.barrier()  # all have looked before rank 0 writes
     if ranks.first:
-        saving.begin_run(config)
+        saving.begin_run(config, start)
     extra: dict[str, Any] = {}
     if found is not None:
         saving.load(run.engine, *found)

@@ -4,6 +4,7 @@ Not here: what lies in a run's folder (checkpoint.py), other numbers of ranks (e
 """
 
 import fcntl
+import json
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from longdraft.models.files import file_digest, sync, write_atomically, write_te
 from longdraft.train import elastic
 from longdraft.train.checkpoint import (
     MASTERS,
+    START,
     STATE,
     WEIGHTS,
     Found,
@@ -69,11 +71,14 @@ def locked(run_dir: str | Path, ranks: Ranks) -> Iterator[None]:
             handle.close()
 
 
-def begin_run(config: Config) -> None:
-    """Notes the config in the run's folder; called by rank 0, once everything has opened, before the first step."""
-    saved = Path(config.train.run_dir) / "config.yaml"
-    saved.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(saved, lambda temporary: temporary.write_text(to_yaml(config), encoding="utf-8"))
+def begin_run(config: Config, start: Mapping[str, str] | None) -> None:
+    """Notes the config in the run's folder, and what a new run begins with (`Run.start`); called by rank 0, once
+    everything has opened, before the first step."""
+    folder = Path(config.train.run_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    notes = {"config.yaml": to_yaml(config)} | ({START: json.dumps(start, indent=2) + "\n"} if start else {})
+    for name, text in notes.items():
+        write_atomically(folder / name, lambda temporary, text=text: temporary.write_text(text, encoding="utf-8"))
 
 
 def save(engine: DraftEngine, run_dir: str | Path, step: int, extra: dict[str, Any], keep: int) -> Path:

@@ -68,9 +68,9 @@ class SequenceParallel:
         Returns: last_kv of all N tokens, on every rank; of_spans of those this rank asks for, wherever they lie; the
             others of this rank's tokens, those of `own_span(N)`: [1, n, ...].
         """
-        with_spans = "of_spans" in given.needs
-        if with_spans:  # the last layer's attention takes all ranks, so it is for all tokens
-            given = replace(given, needs=given.needs - {"of_spans"} | {"post_norm"})
+        needs = given.needs
+        if "of_spans" in needs:  # the last layer's attention takes all ranks, so it is for all tokens
+            given = replace(given, needs=needs - {"of_spans"} | {"post_norm"})
         tokens_1N, borders, positions_1N = given.tokens_BT, given.borders, given.positions_BT
         assert borders is not None
         n_tokens = tokens_1N.shape[1]
@@ -87,9 +87,11 @@ class SequenceParallel:
         for name in ("pre_norm", "post_norm", "logits"):
             field = getattr(output, name)
             setattr(output, name, None if field is None else field[:, : stop - start])
-        if with_spans:
+        if "of_spans" in needs:
             assert output.post_norm is not None
-            output.of_spans = take_spans(self.gather(output.post_norm, n_tokens), spans)
+            # A copy: a view of one span would keep all tokens' states.
+            output.of_spans = take_spans(self.gather(output.post_norm, n_tokens), spans).clone()
+            output.post_norm = output.post_norm if "post_norm" in needs else None
         if output.last_kv is not None:
             k_1nKd, v_1nKd = output.last_kv
             output.last_kv = self.gather(k_1nKd, n_tokens), self.gather(v_1nKd, n_tokens)

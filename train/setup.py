@@ -3,6 +3,7 @@
 Not here: the steps (loop.py), what continues a run (checkpoint.py).
 """
 
+import hashlib
 import os
 import socket
 from collections.abc import Callable, Sequence
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from longdraft.data_prep.shards import ShardSet
 from longdraft.models.device import free_bytes
-from longdraft.models.draft_folder import Draft, load_draft
+from longdraft.models.draft_folder import Draft, load_draft, read_info
 from longdraft.models.fingerprint import weights_hash
 from longdraft.models.hf import LOADERS, load_through_transformers, read_target_config
 from longdraft.models.target import Target
@@ -58,7 +59,8 @@ class Run:
 
     `step` counts the steps done, `skipped` the passes and steps that were left out because their loss or gradient was
     no number. `heldout` is the latest validation. `target_weights` is the hash of the target's weights
-    (models/fingerprint.py). `decoding` is there where the config asks for it.
+    (models/fingerprint.py). `decoding` is there where the config asks for it. `start`: with what draft.start_from let
+    the run begin (checkpoint.START).
     Between two steps: `agreement` waits for what the ranks agree on after a step and gives it, [passes left out, wishes
     to stop]; `next_rows` are the next step's, read while the device still worked (step.py).
     """
@@ -78,6 +80,7 @@ class Run:
     next_rows: StepRows | None = None
     heldout: dict[str, Any] = field(default_factory=dict)
     wandb_id: str | None = None
+    start: dict[str, str] | None = None
 
 
 def make_deterministic() -> None:
@@ -148,10 +151,10 @@ def open_run(config: Config, ranks: Ranks, target: Target | None = None) -> Run:
     start = None if config.draft.start_from is None else load_draft(config.draft.start_from, target)
     with whole_layers(target.model, 0, -1):  # a warm start reads them
         method = open_method(config, target.model, _draft_vocabulary(config, start, rows, target))
-    masters = {}
-    if start is not None:
+    masters, begun = {}, None
+    if start is not None and config.draft.start_from is not None:
         begin_with(method, start, config.draft.start_from)
-        masters = take_masters(method, config.draft.start_from, ranks)
+        masters, begun = take_masters(method, config.draft.start_from, ranks)
     parallel = None
     if train.sequence_parallel > 1:
         check_heads(target.model.config, train.sequence_parallel)
@@ -160,7 +163,7 @@ def open_run(config: Config, ranks: Ranks, target: Target | None = None) -> Run:
     if masters:
         engine.set_masters(masters)
     teacher, weights = Teacher(target.model, parallel), target.fingerprint.get("weights")
-    return Run(config, ranks, method, engine, teacher, rows, heldout_rows, weights, decoding)
+    return Run(config, ranks, method, engine, teacher, rows, heldout_rows, weights, decoding, start=begun)
 
 
 def note_weights(target: Target) -> None:
@@ -192,7 +195,7 @@ def check_draft(config: Config, target: Target) -> None:
             )
 
 
-def begin_with(method: Method, start: Draft, folder: str | None) -> None:
+def begin_with(method: Method, start: Draft, folder: str) -> None:
     """Puts the weights of another draft into the network.
 
     Raises:
@@ -207,17 +210,20 @@ def begin_with(method: Method, start: Draft, folder: str | None) -> None:
     method.draft.load_state_dict(start.state_dict())
 
 
-def take_masters(method: Method, folder: str | None, ranks: Ranks) -> dict[str, Tensor]:
-    """Puts the fp32 weights that the draft of a folder was rounded from in their place, and gives them; none where a
-    rank does not find them in the run that the folder lies in."""
+def take_masters(method: Method, folder: str, ranks: Ranks) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Puts the fp32 weights that the draft of a folder was rounded from in their place, and gives them, with what
+    `Run.start` is; none where a rank does not find them in the run that the folder lies in."""
     weights = method.draft.state_dict()
-    masters = None if folder is None else checkpoint.masters_of(folder, weights)
-    found = all(ranks.gather(masters is not None))
-    ranks.log(f"Begins with the weights of {folder}, {'in fp32' if found else 'as they are exported'}")
-    if masters is None or not found:
-        return {}
+    masters, reason = checkpoint.masters_of(folder, weights, read_info(folder).step)
+    reason = next(filter(None, ranks.gather(reason)), "")
+    form = "as they are exported" if reason else "in fp32"
+    ranks.log(f"Begins with the weights of {folder}, {form}{reason and f': {reason}'}")
+    masters = {} if reason else masters
     method.draft.load_state_dict(weights | masters)
-    return masters
+    digest = hashlib.sha256()
+    for weight in method.draft.state_dict().values():
+        digest.update(weight.cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return masters, {"start_from": folder, "weights": form, "sha256": digest.hexdigest()}
 
 
 def _draft_vocabulary(config: Config, start: Draft | None, rows: ShardSet, target: Target) -> torch.Tensor | None:

@@ -220,6 +220,17 @@ def test_of_two_exclusive_fields_an_override_replaces_the_other(config_file, tmp
     assert load_config(epochs, ["train.steps=null"]) == load_config(epochs)
 
 
+def test_what_counts_in_steps_fits_the_steps_of_the_epochs(config_file):
+    """45 rows in batches of 8: two epochs are 11 steps."""
+    base = ["train.epochs=2", "train.loss=overlap"]
+    at_most = load_config(config_file, [*base, "train.kl_steps=10", "optimizer.warmup_steps=10"])
+    assert resolved(at_most, 45).train.n_steps == 11
+    for field in ("train.kl_steps", "optimizer.warmup_steps"):
+        config = load_config(config_file, [*base, "train.kl_steps=1", f"{field}=11"])
+        with pytest.raises(ValueError, match=rf"^{field}: 11 must be below the 11 steps of the run$"):
+            resolved(config, 45)
+
+
 def test_references_are_resolved(config_file, tmp_path, monkeypatch):
     monkeypatch.setenv("ROWS", "/data/rows")
     given = [

@@ -1,8 +1,11 @@
 """The same run on 1 and 2 ranks, under ZeRO 1, 2 and 3, in other passes, with the optimizer on the host; and its losses
 against those committed as text."""
 
+import json
 import math
 import re
+import shutil
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -11,9 +14,10 @@ import torch
 from safetensors.torch import load_file
 
 from longdraft.data_prep.shards import ShardSet
+from longdraft.models.draft_folder import read_info
 from longdraft.models.hf import load_target
 from longdraft.train.batches import read_batch, step_rows
-from longdraft.train.checkpoint import MASTERS, WEIGHTS, newest
+from longdraft.train.checkpoint import MASTERS, START, WEIGHTS, check_same_vocabulary, masters_of, newest
 from longdraft.train.config import load_config
 from longdraft.train.methods import open_method
 from longdraft.train.teacher import Teacher
@@ -144,6 +148,66 @@ def test_a_run_hands_its_fp32_masters_on(runs, n_ranks, precision, stage):
     for name, master in masters.items():
         assert master.dtype == torch.float32 and torch.equal(begun[name], master), name
         assert torch.equal(exported[name], master.bfloat16()) and not torch.equal(exported[name].float(), master), name
+
+
+def test_why_no_masters_are_found_is_said(runs, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(runs / "bf16-1-1", run)
+    draft, step = load_file(run / "draft" / "model.safetensors"), read_info(run / "draft").step
+    (state,) = sorted(run.glob("checkpoints/*/state.json"))[-1:]
+    assert step == 20 == json.loads(state.read_text())["step"]
+    folder = state.parent
+
+    def why(weights=draft, step=step, draft_folder=run / "draft") -> str:
+        masters, reason = masters_of(draft_folder, weights, step)
+        assert masters.keys() == (set() if reason else draft.keys())
+        return reason
+
+    assert why() == why(step=None) == ""
+    assert why(step=10) == f"it is of step 10, and {folder} of step 20"
+    assert why({name: weight + 1 for name, weight in draft.items()}) == f"{folder / MASTERS} has other weights"
+    assert why(draft_folder=tmp_path / "elsewhere" / "draft") == "no checkpoint of its run lies beside it"
+    assert why(draft_folder=runs / "fp32-1-1" / "draft").endswith(f"step_000020 has no {MASTERS}")
+    content = bytearray((folder / MASTERS).read_bytes())
+    content[-1] ^= 1
+    (folder / MASTERS).write_bytes(content)
+    assert why() == f"{folder} is damaged ({MASTERS} is not as it was saved)"
+
+
+def test_a_run_that_begins_again_begins_with_the_same_weights(runs, config_file, train_command, tmp_path):
+    """Killed before its first checkpoint; whether it had fp32 masters depends on what lay beside its draft."""
+    given, run = tmp_path / "given", tmp_path / "run"
+    shutil.copytree(runs / "bf16-1-1", given)
+    overrides = [f"train.run_dir={run}", f"draft.start_from={given}/draft", "train.steps=1", "train.precision=bf16"]
+    still = ["optimizer.peak_lr=1e-30", "optimizer.warmup_steps=0"]
+    command = config_file, "draft.out_norm_init=target", *still, *overrides
+    note = json.loads((runs / "handed-1-bf16-1" / START).read_text())
+    run.mkdir()  # as a kill leaves it
+    (run / START).write_text(json.dumps(note | {"start_from": f"{given}/draft"}))
+    (given / "checkpoints").rename(tmp_path / "hidden")
+    status, printed = train_command(*command)
+    assert status == 2 and "as they are exported: no checkpoint of its run lies beside it" in printed
+    said = f"draft.start_from: the run in {run} began with the weights of {given}/draft in fp32, sha256 "
+    assert said in printed and f"remove {run / START} to begin with these" in printed
+    assert [path.name for path in run.iterdir() if path.name != "lock"] == [START]
+    (tmp_path / "hidden").rename(given / "checkpoints")
+    status, printed = train_command(*command)
+    assert status == 0, printed
+    assert json.loads((run / START).read_text())["sha256"] == note["sha256"]
+    (given / "checkpoints").rename(tmp_path / "hidden")  # behind its first step a run has its own
+    status, printed = train_command(*command)
+    assert status == 0 and "Training is done already" in printed
+
+
+def test_another_vocabulary_is_refused(runs):
+    found = newest(runs / "longspec-anchored")
+    assert found is not None
+    config, own = load_config(runs / "longspec-anchored" / "config.yaml"), load_file(found[0] / WEIGHTS)["token_ids"]
+    check_same_vocabulary(found, own, config)
+    started = replace(config, draft=replace(config.draft, start_from="a/draft"))
+    for given, name in ((config, r"draft\.draft_vocab_size gives"), (started, r"draft\.start_from: a/draft gives")):
+        with pytest.raises(ValueError, match=f"^{name} other tokens for the draft than the run in .*put back"):
+            check_same_vocabulary(found, own + 1, given)
 
 
 @pytest.mark.parametrize("prefix", PREFIXES.values(), ids=PREFIXES)
