@@ -37,6 +37,12 @@ if TYPE_CHECKING:
 
 Span = tuple[int, int]
 BORDER = "\ufdd5"  # in a text to tokenise: no token goes over it
+# The template of texts that are continued (continuations.py): beginning and continuation, one behind the other.
+PLAIN = "plain"
+PLAIN_TEMPLATE = (
+    "{% for message in messages %}{% if message.role != 'assistant' %}{{ message.content }}{% else %}"
+    "{% generation %}{{ message.content }}{{ eos_token }}{% endgeneration %}{% endif %}{% endfor %}"
+)
 
 
 @dataclass(frozen=True)
@@ -238,7 +244,8 @@ def stand_in_tokenizer(serialised: str, eos_id: int, unk_id: int | None) -> Stan
 
 
 def make_chat_encoder(tokenizer: "PreTrainedTokenizerFast", template: str | None = None) -> ChatEncoder:
-    """The encoder for a loaded transformers tokenizer, with its own chat template or, where given, with `template`.
+    """The encoder for a loaded transformers tokenizer, with its own chat template or, where given, with `template`:
+    Jinja, or PLAIN, behind the tokenizer's BOS token where its texts begin with one.
 
     Raises ValueError where there is no template, one that cannot be read, no Rust form or no EOS token.
     """
@@ -251,6 +258,10 @@ def make_chat_encoder(tokenizer: "PreTrainedTokenizerFast", template: str | None
                 "--chat-template FILE (Jinja), or prepare plain text, without --chat-field"
             )
         template = tokenizer.get_chat_template()
+    elif template == PLAIN:
+        template = PLAIN_TEMPLATE
+        if tokenizer.bos_token_id is not None and tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id:
+            template = "{{ bos_token }}" + template
     rust = tokenizer.backend_tokenizer
     special = {token.content: i for i, token in rust.get_added_tokens_decoder().items() if token.special}
     variables = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from longdraft.data_prep.bars import bar
-from longdraft.data_prep.chat import ChatEncoder, make_chat_encoder
+from longdraft.data_prep.chat import PLAIN, ChatEncoder, make_chat_encoder
 from longdraft.data_prep.failures import check_out, check_outside, failures_described
 from longdraft.data_prep.manifest import SPLITS, shortfalls, summary, write_manifests
 from longdraft.data_prep.plan import SEGMENT_BYTES, choose_files, make_plan, plan_tasks
@@ -199,8 +199,13 @@ def _check_mix(config: PrepareConfig, is_chat: Sequence[bool]) -> None:
 def _chat_encoder(config: PrepareConfig, tokenizer: "PreTrainedTokenizerFast") -> ChatEncoder:
     if config.chat_template is None:
         return make_chat_encoder(tokenizer)
+    if str(config.chat_template) == PLAIN:
+        return make_chat_encoder(tokenizer, PLAIN)
     if not config.chat_template.is_file():
-        raise ValueError(f"chat_template {str(config.chat_template)!r} does not exist; give a Jinja file")
+        raise ValueError(
+            f"chat_template {str(config.chat_template)!r} does not exist; give a Jinja file, or {PLAIN} for texts that "
+            "the target has continued"
+        )
     try:
         template = config.chat_template.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:

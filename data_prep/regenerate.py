@@ -1,4 +1,5 @@
-"""A set of conversations answered anew by the target, so that its draft learns from what the target itself writes.
+"""A set of conversations answered anew by the target, so that its draft learns from what the target itself writes; or
+texts, which it continues (continuations.py).
 
 The folder is one of tasks (tasks.py): each `part_size` conversations of the input, in its order, are a task, which
 writes `part-*.jsonl` with {"messages", "source"} a line, and "unfinished" where the last answer was cut. In the
@@ -19,10 +20,11 @@ from typing import Any
 
 from longdraft.data_prep.bars import bar
 from longdraft.data_prep.chat import ChatEncoder
+from longdraft.data_prep.continuations import Beginnings
 from longdraft.data_prep.documents import BadDocument, Conversation, Document
 from longdraft.data_prep.failures import check_out, check_outside, failures_described
 from longdraft.data_prep.manifest import NAMED_BAD, count_and_hash
-from longdraft.data_prep.record_formats import ChatFormat
+from longdraft.data_prep.record_formats import TEXT_FIELD, ChatFormat, TextFormat
 from longdraft.data_prep.responses import ERRORS, ChatTokens, Generate, OpenConversation, answer_all
 from longdraft.data_prep.segments import read_documents, scan
 from longdraft.data_prep.settings import Source
@@ -48,7 +50,8 @@ class RegenerateConfig:
 
     max_prompt: tokens. answering: besides the seed, all that decides an answer (target, sampling), as values for JSON.
     files: patterns of names in folders, () for all. part_size: conversations of a task. overwrite: clear a folder that
-    was answered with something else. keep_unfinished: see ChatTokens.
+    was answered with something else. keep_unfinished: see ChatTokens. continued: tokens of the texts' beginnings, at
+    least and at most, where the sources are texts; text_field: holds the text of a record.
     """
 
     sources: tuple[str, ...]
@@ -61,12 +64,19 @@ class RegenerateConfig:
     part_size: int = 256
     overwrite: bool = False
     keep_unfinished: bool = False
+    continued: tuple[int, int] | None = None
+    text_field: str | None = None
 
     def __post_init__(self) -> None:
         if self.part_size < 1:
             raise ValueError(f"part_size is {self.part_size}, valid: at least 1")
         if self.max_prompt < 1:
             raise ValueError(f"max_prompt is {self.max_prompt}, valid: at least 1")
+        if self.continued is not None and not 1 <= self.continued[0] <= self.continued[1] <= self.max_prompt:
+            raise ValueError(
+                f"prompt_tokens is {self.continued[0]} to {self.continued[1]}, valid: at least 1, in order, up to "
+                f"{self.max_prompt}, which leaves a position for the continuation"
+            )
         check_outside(self.out, self.sources)
 
 
@@ -79,19 +89,32 @@ class Input:
     conversations: Iterator[Conversation | BadDocument]
 
 
-def open_input(config: RegenerateConfig) -> Input:
-    """All that is read of the sources goes through here. Raises ValueError: no such source, a text among them."""
-    sources = [Source(path, files=config.files, chat_field=config.chat_field) for path in config.sources]
+def open_input(config: RegenerateConfig, encoder: ChatEncoder) -> Input:
+    """All that is read of the sources goes through here. Raises ValueError: no such source, a text among conversations,
+    or conversations where texts are to be continued."""
+    chat_field = config.chat_field if config.continued is None else None
+    sources = [
+        Source(path, files=config.files, text_field=config.text_field, chat_field=chat_field) for path in config.sources
+    ]
     scanned = [scan(file, SEGMENT_BYTES) for file in list_files(sources)]
-    if texts := [file.file.name for file in scanned if file.file.kind == "text"]:
-        raise ValueError(f"{texts[0]} holds plain text, not conversations; leave it out, by --files '*.jsonl' for one")
+    unfit = "text" if config.continued is None else "docstrings"
+    if found := [file.file.name for file in scanned if file.file.kind == unfit]:
+        what = "plain text, not conversations" if config.continued is None else "conversations, not text"
+        raise ValueError(f"{found[0]} holds {what}; leave it out, by --files '*.jsonl' for one, or see --prompt-tokens")
     segments = [segment for file in scanned for segment in file.segments]
 
     def read() -> Iterator[Conversation | BadDocument]:
+        if config.continued is None:
+            for segment in segments:
+                for document in read_documents(segment, ChatFormat(config.chat_field, answered=False)):
+                    assert not isinstance(document, Document), document.name
+                    yield document
+            return
+        beginning = Beginnings(*config.continued, encoder.serialised).maker()
         for segment in segments:
-            for document in read_documents(segment, ChatFormat(config.chat_field, answered=False)):
-                assert not isinstance(document, Document), document.name
-                yield document
+            for document in read_documents(segment, TextFormat(config.text_field or TEXT_FIELD)):
+                assert not isinstance(document, Conversation), document.name
+                yield beginning(document)
 
     is_counted = all(segment.is_counted for segment in segments)
     count = sum(segment.n_documents for segment in segments) if is_counted else sum(1 for _ in read())
@@ -134,12 +157,12 @@ def regenerate(
     out = config.out
     check_out(out)
     with failures_described(out):
-        given = open_input(config)
+        given = open_input(config, encoder)
         numbers = {"seed": config.seed, "part_size": config.part_size, "max_prompt": config.max_prompt}
         plan = {
             "made_by": COMMAND,
             "settings": {**numbers, **config.answering, **({"unfinished": "keep"} if config.keep_unfinished else {})},
-            "mix": {"chat_field": config.chat_field},
+            "mix": _mix(config),
             "tokenizer": {"tokenizer_sha256": tokenizer_hash, **encoder.describe()},
             "sources": given.files,
         }
@@ -164,6 +187,12 @@ def regenerate(
             raise ValueError(f"{path} is missing or has another size; remove {out} and answer anew")
     log(f"{'Already answered' if was_finished else 'Answered'}: {_summary(manifest)}{speed} -> {out}")
     return manifest
+
+
+def _mix(config: RegenerateConfig) -> dict[str, Any]:
+    if config.continued is None:
+        return {"chat_field": config.chat_field}
+    return {"text_field": config.text_field, "prompt_tokens": list(config.continued)}
 
 
 def _answer(

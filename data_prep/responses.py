@@ -42,6 +42,7 @@ ERRORS = (
 SKIPPED = (
     *(why for why in BAD_REASONS if why not in ERRORS),
     "no_user_turn",
+    "too_short",  # a text to continue that is all beginning
     "answer_unasked",  # an assistant's turn without a user's since the last one: a greeting, two answers in a row
 )
 

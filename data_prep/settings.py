@@ -120,10 +120,10 @@ class PrepareConfig:
     """What to prepare; all but `workers`, `max_bad_share` and `overwrite` decide the content of the shards.
 
     sources: by name. out: folder; {address} in it becomes the plan's (plan.py). seq_len: tokens of a row. documents:
-    "pack" or "first" (see pack.py). chat_template: a Jinja file, None: the tokenizer's own. heldout_share: of the
-    documents. max_tokens: of both splits together, without filler; text that it leaves unread is not counted as left
-    out. max_bad_share: bad documents among those seen, above
-    it nothing is finished. shard_bytes: of text, None: from the size of the sources.
+    "pack" or "first" (see pack.py). chat_template: a Jinja file, "plain" (chat.py) or None, the tokenizer's own.
+    heldout_share: of the documents. max_tokens: of both splits together, without filler; text that it leaves unread is
+    not counted as left out. max_bad_share: bad documents among those seen, above it nothing is finished.
+    shard_bytes: of text, None: from the size of the sources.
     """
 
     sources: dict[str, Source]

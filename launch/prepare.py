@@ -92,7 +92,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--documents", default=SUPPRESS, help=what)
     add("--text-field", default=SUPPRESS, help="field of a record (JSONL, CSV, Parquet, ...) that holds the text")
     add("--chat-field", default=SUPPRESS, help="field that holds a conversation; the loss counts its answers alone")
-    what = "Jinja, for a target that has no chat template of its own; configs/chat_templates/ holds some"
+    what = "Jinja, for a target without a chat template of its own (configs/chat_templates/ holds some), or plain"
     add("--chat-template", type=Path, metavar="FILE", default=SUPPRESS, help=what)
     what = "patterns of the files to take (default: all of a known suffix)"
     add("--files", nargs="+", default=SUPPRESS, metavar="PATTERN", help=what)

@@ -1,5 +1,6 @@
 """A conversation set answered anew by the target, to train its draft on: `longdraft prepare regenerate --source chats/
 --target smollm2-135m --out data/answered`, then `longdraft prepare --source data/answered --chat-field messages ...`.
+With `--prompt-tokens 64-256` texts are continued, and prepared with `--chat-template plain` beside.
 
 Argument parsing and wiring; the work is in data_prep/regenerate.py and infer/engine.py. In fp32 neither batch nor
 drafter changes a byte; in bf16 passes of other widths round otherwise, and a near-tie may fall the other way.
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longdraft.launch.console import ends_on_ctrl_c, framed, leave, note, show
+from longdraft.launch.shared_options import NUMBERS as SHARED
 
 if TYPE_CHECKING:
     from longdraft.data_prep.endpoints import EndpointClient
@@ -31,17 +33,24 @@ NUMBERS = {
     "min_p": (float, 0.0, "drop tokens less probable than this times the most probable one; 0 is off"),
     "seed": (int, 0, "with each conversation's content and turn it gives the answer's seed"),
 }
+# More of them, which count as settings where they are given; those that servers' interfaces have, and those of ours.
+SERVED = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+OWN = ("eta_cutoff", "min_tokens_to_keep", "contextual_penalty", "contextual_window")
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="longdraft prepare regenerate", description="Let the target answer the prompts of a conversation set."
+        prog="longdraft prepare regenerate",
+        description="Let the target answer the prompts of a conversation set, or continue texts.",
     )
     many: dict[str, Any] = {"nargs": "+", "action": "extend"}
     add = parser.add_argument_group("conversations").add_argument
     add("--source", required=True, metavar="PATH", help="files, folders, data sets of the hub or 'stdlib-chat'", **many)
     add("--files", default=[], metavar="PATTERN", help="of a folder or set only files of such names", **many)
     add("--chat-field", default="messages", help="field that holds the messages (default: messages)")
+    begins = "continue texts instead: of each document behind its first N tokens, or N to M, by the document's hash"
+    add("--prompt-tokens", metavar="N[-M]", help=begins)
+    add("--text-field", help="with --prompt-tokens: field of a record that holds the text (default: text)")
     add("--out", required=True, type=Path, help="folder to make, or to go on with")
     size = "conversations of a file of --out; what a kill can lose (default: 256)"
     add("--part-size", type=int, default=256, metavar="N", help=size)
@@ -59,8 +68,11 @@ def _parser() -> argparse.ArgumentParser:
     for name, (kind, default, text) in NUMBERS.items():
         flag = f"--{name.replace('_', '-')}"
         add(flag, type=kind, default=default, metavar="N" if kind is int else "X", help=text)
-    cut = "a longer answer leaves its conversation out (default), or ends it, without an end to be learned"
-    add("--unfinished", choices=("drop", "keep"), default="drop", help=cut)
+    for name in (*SERVED, *OWN):
+        kind, text = SHARED[name]
+        add(f"--{name.replace('_', '-')}", type=kind, metavar="N" if kind is int else "X", help=text)
+    cut = "a longer answer leaves its conversation out (default), or ends it, without an end to be learned (of texts)"
+    add("--unfinished", choices=("drop", "keep"), help=cut)
     add = parser.add_argument_group("servers, in place of an engine here").add_argument
     where = "OpenAI-style servers of the target (vLLM, SGLang, longdraft serve); their key: OPENAI_API_KEY"
     add("--endpoint", default=[], metavar="URL", help=where, **many)
@@ -98,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _regenerate(args: argparse.Namespace) -> None:
     # Here, not above: --help and a wrong argument should not wait for torch.
-    from longdraft.data_prep.chat import make_chat_encoder
+    from longdraft.data_prep.chat import PLAIN, make_chat_encoder
     from longdraft.data_prep.regenerate import RegenerateConfig, regenerate
     from longdraft.data_prep.tasks import read_machine
     from longdraft.infer.sampling import SamplingParams
@@ -109,7 +121,8 @@ def _regenerate(args: argparse.Namespace) -> None:
     machine = None if args.shard is None else read_machine(args.shard)
     _check_endpoints(args)
     device = runtime.read_device(args.device)
-    sampling = SamplingParams(**{name: getattr(args, name) for name in NUMBERS})
+    more = {name: value for name in (*SERVED, *OWN) if (value := getattr(args, name)) is not None}
+    sampling = SamplingParams(**{name: getattr(args, name) for name in NUMBERS}, **more)
     runtime.check_filters(sampling)
     engine_settings = _engine_settings(args)
     path, gguf_file = runtime.target_source(args.target, args.gguf_file, args.draft)
@@ -117,9 +130,12 @@ def _regenerate(args: argparse.Namespace) -> None:
     shape = read_target_config(path, gguf_file, allowed)
     positions = _positions(args.max_length, shape.max_positions)
     tokenizer = load_tokenizer(path, gguf_file)
-    template = None if args.chat_template is None else runtime.read_text(args.chat_template, "--chat-template")
+    continued = _continued(args)
+    template = PLAIN if continued else None
+    if args.chat_template is not None:
+        template = runtime.read_text(args.chat_template, "--chat-template")
     encoder = make_chat_encoder(tokenizer, template)
-    answering = {name: getattr(sampling, name) for name in NUMBERS if name != "seed"}
+    answering = {name: getattr(sampling, name) for name in NUMBERS if name != "seed"} | more
     fingerprint = {"target": _target_name(path, gguf_file), "config_sha256": shape_hash(shape)}
     if args.endpoint:
         client = _endpoint_client(args, answering, tokenizer)
@@ -136,7 +152,9 @@ def _regenerate(args: argparse.Namespace) -> None:
         args.seed,
         args.part_size,
         args.overwrite,
-        args.unfinished == "keep",
+        (args.unfinished or ("keep" if continued else "drop")) == "keep",
+        continued,
+        args.text_field,
     )
 
     def start() -> "Generate":
@@ -151,10 +169,27 @@ def _regenerate(args: argparse.Namespace) -> None:
     regenerate(config, encoder, tokenizer_hash(tokenizer), start, machine, lambda line: show(f"{line}\n"))
 
 
+def _continued(args: argparse.Namespace) -> tuple[int, int] | None:
+    """Tokens of a text's beginning, at least and at most; None for conversations."""
+    if args.prompt_tokens is None:
+        if args.text_field is not None:
+            raise ValueError(f"--text-field: {args.text_field} is of texts to continue; give --prompt-tokens too")
+        return None
+    if args.chat_template is not None:
+        raise ValueError("--chat-template: texts that are continued have none; leave it or --prompt-tokens out")
+    least, dash, most = args.prompt_tokens.partition("-")
+    if not (least.isdecimal() and (most.isdecimal() or not dash)):
+        raise ValueError(f"--prompt-tokens: {args.prompt_tokens}; give a number of tokens, or two as 64-256")
+    return int(least), int(most or least)
+
+
 def _check_endpoints(args: argparse.Namespace) -> None:
     """Raises ValueError for what has no meaning with endpoints, or without."""
     ours = ("drafter", "draft", "option", "nodes", "device")
     theirs = {"model": None, "concurrency": 64}
+    if args.endpoint and (given := [name for name in OWN if getattr(args, name) is not None]):
+        option = given[0].replace("_", "-")
+        raise ValueError(f"--{option}: no server's interface has it; leave it out, or decode here, without --endpoint")
     if args.endpoint and (given := [name for name in ours if getattr(args, name)]):
         raise ValueError(f"--{given[0]}: that is of an engine here, and --endpoint asks servers; leave one out")
     if args.endpoint and args.target is None:
@@ -170,6 +205,7 @@ def _endpoint_client(args: argparse.Namespace, answering: dict, tokenizer: Any) 
     asked |= {name: answering[name] for name in ("temperature", "top_p")}
     # What only some servers know is said where it is wanted.
     asked |= {name: answering[name] for name in ("top_k", "min_p") if answering[name]}
+    asked |= {name: answering[name] for name in SERVED if name in answering}
     return EndpointClient(
         Endpoints(tuple(args.endpoint), args.model, args.concurrency), asked, tokenizer, tokenizer.eos_token_id
     )

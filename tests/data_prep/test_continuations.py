@@ -1,0 +1,130 @@
+"""Texts that the target continues: which beginnings it gets, and what `prepare` makes of its continuations."""
+
+import json
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from longdraft.data_prep.chat import PLAIN, make_chat_encoder
+from longdraft.data_prep.prepare import prepare
+from longdraft.data_prep.regenerate import RegenerateConfig, regenerate
+from longdraft.data_prep.responses import Completion
+from longdraft.data_prep.settings import PrepareConfig, Source
+from longdraft.data_prep.shards import ShardSet
+
+WORDS = [
+    "the",
+    "quick",
+    "brown",
+    "fox",
+    "jumps",
+    "over",
+    "the",
+    "lazy",
+    "dog",
+    "and",
+    "runs",
+    "into",
+    "the",
+    "dark",
+    "wood",
+]
+
+
+@pytest.fixture
+def config(tmp_path):
+    """40 texts of records, one in a file of its own, one too short and one that is none."""
+    texts = [" ".join(WORDS[(i + j) % len(WORDS)] for j in range(40)) + f" {i}" for i in range(40)]
+    lines = [json.dumps({"body": text}) for text in [*texts, "the end", None]]
+    (tmp_path / "texts.jsonl").write_text("\n".join(lines) + "\n")
+    (tmp_path / "alone.txt").write_text("alone in the dark " + " ".join(WORDS * 3))
+    return RegenerateConfig(
+        (str(tmp_path / "texts.jsonl"), str(tmp_path / "alone.txt")), tmp_path / "out", 500, {"target": "none"},
+        part_size=16, keep_unfinished=True, continued=(5, 9), text_field="body",
+    )  # fmt: skip
+
+
+class Parrot:
+    """Continues by the prompt's own first tokens, cut for every third seed, and keeps what it was asked."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer, self.asked = tokenizer, []
+
+    def start(self):
+        return self
+
+    def __call__(self, prompts, seeds):
+        self.asked += prompts
+        for index, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True)):
+            ended = seed % 3 > 0
+            yield Completion(index, prompt[:4] + [self.tokenizer.eos_token_id] * ended, ended)
+
+
+def records(out):
+    return [json.loads(line) for path in sorted(out.glob("part-*")) for line in path.read_text().splitlines()]
+
+
+def test_beginnings_are_the_documents_own_tokens(config, tiny_tokenizer, tmp_path):
+    parrot = Parrot(tiny_tokenizer)
+    manifest = regenerate(config, make_chat_encoder(tiny_tokenizer, PLAIN), "hash", parrot.start)
+    assert (manifest["input"], manifest["success"]) == (43, 41)
+    assert manifest["skipped"] == {"field_not_text": 1, "too_short": 1} and manifest["prompt_tokens"] == [5, 9]
+    assert {len(prompt) for prompt in parrot.asked} == {5, 6, 7, 8, 9}
+    texts = [json.loads(line)["body"] for line in (tmp_path / "texts.jsonl").read_text().splitlines()]
+    texts.append((tmp_path / "alone.txt").read_text())
+    whole = [tiny_tokenizer(text).input_ids for text in texts if text]
+    assert all(any(ids[: len(prompt)] == prompt for ids in whole) for prompt in parrot.asked)
+    assert {"unfinished" in record for record in records(config.out)} == {True, False}
+
+
+def test_prepare_learns_the_continuation_alone(config, tiny_tokenizer, tmp_path):
+    regenerate(config, make_chat_encoder(tiny_tokenizer, PLAIN), "hash", Parrot(tiny_tokenizer).start)
+    source = Source(str(config.out), files=("*.jsonl",), chat_field="messages")
+    made = PrepareConfig({"own": source}, tmp_path / "rows", seq_len=64, chat_template=Path(PLAIN), heldout_share=0.2)
+    prepare(made, tiny_tokenizer, "hash")
+    learned: dict[str, list[int]] = {}
+    for split in ("train", "heldout"):
+        rows = ShardSet(tmp_path / "rows" / split)
+        for i in range(len(rows)):
+            row = rows[i]
+            for (name, _), (start, stop) in zip(rows.pieces(i), pairwise(row["borders"]), strict=True):
+                counted = row["tokens"][start:stop][row["loss"][start:stop]]
+                learned[name] = learned.get(name, []) + counted.tolist()
+    kept, eos = records(config.out), tiny_tokenizer.eos_token_id
+    assert sum(ids[-1] == eos for ids in learned.values()) == sum("unfinished" not in record for record in kept)
+    texts = [tiny_tokenizer.decode([token for token in ids if token != eos]) for ids in learned.values()]
+    written = [record["messages"][1]["content"] for record in kept]
+    cut = ["unfinished" in record for record in kept]  # without the blanks at its end, which may be half a token
+    assert sorted(texts) == sorted(text.rstrip() if ends else text for text, ends in zip(written, cut, strict=True))
+
+
+def test_a_stopped_call_goes_on_and_others_fall_apart(config, tiny_tokenizer, tmp_path):
+    encoder = make_chat_encoder(tiny_tokenizer, PLAIN)
+    regenerate(config, encoder, "hash", Parrot(tiny_tokenizer).start)
+    again = replace(config, out=tmp_path / "again")
+    parrot, calls = Parrot(tiny_tokenizer), []
+
+    def stops_at_the_second_part(prompts, seeds):
+        calls.append(len(prompts))
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        yield from parrot(prompts, seeds)
+
+    with pytest.raises(KeyboardInterrupt):
+        regenerate(again, encoder, "hash", lambda: stops_at_the_second_part)
+    assert len(list(again.out.glob("part-*"))) == 1
+    regenerate(again, encoder, "hash", Parrot(tiny_tokenizer).start)
+    assert records(again.out) == records(config.out)
+    with pytest.raises(ValueError, match=r"prompt_tokens is \[5, 9\] there and \[5, 8\] here"):
+        regenerate(replace(config, continued=(5, 8)), encoder, "hash", Parrot(tiny_tokenizer).start)
+
+
+def test_wrong_lengths_and_sources_are_refused(config, tiny_tokenizer, tmp_path):
+    for wrong in ((0, 4), (5, 4), (5, 501)):
+        with pytest.raises(ValueError, match=rf"prompt_tokens is {wrong[0]} to {wrong[1]}, valid: at least 1"):
+            replace(config, continued=wrong)
+    with pytest.raises(ValueError, match=r"holds conversations, not text"):
+        chats = replace(config, sources=("stdlib-chat",), text_field=None, out=tmp_path / "chats")
+        regenerate(chats, make_chat_encoder(tiny_tokenizer, PLAIN), "hash", Parrot(tiny_tokenizer).start)
