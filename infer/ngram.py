@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from longdraft.infer.drafters.base import SlotState
-from longdraft.kernels import backend
 
 # Committed tokens read from the device at once, where the host hears of them a step late: a step rarely commits more.
 READ_AHEAD = 32
@@ -183,7 +182,7 @@ class Tables:
 
     def __init__(self, batch: int, device: torch.device):
         self.of: list[NgramTable | SuffixIndex | None] = [None] * batch
-        # So many tokens of each stand; where the host cannot look at once, it is told with the next read.
+        # So many tokens of each stand, of which the host is told with the next read.
         self._standing_B = torch.full((batch,), NOWHERE, device=device)
 
     def begin(self, slot: int, table: NgramTable | SuffixIndex) -> None:
@@ -193,19 +192,13 @@ class Tables:
 
     def rewind(self, lengths_B: Tensor) -> None:
         """Only the first lengths_B[b] tokens stand."""
-        if not backend.is_host(lengths_B.device):
-            self._standing_B = torch.minimum(self._standing_B, lengths_B)
-            return
-        for table, length in zip(self.of, lengths_B.tolist(), strict=True):
-            if table is not None:
-                table.truncate(length)
+        self._standing_B = torch.minimum(self._standing_B, lengths_B)
 
     def asked(self, state: SlotState) -> Tensor:
         """int64 [B, 4 + R], of which `catch_up` wants the lists: active, root, position, tokens that stand, and the
         last R tokens up to the root, of which the host may not know some yet."""
-        count = 0 if backend.is_host(state.roots.device) else READ_AHEAD
         parts = state.active.long(), state.roots, state.positions, self._standing_B
-        recent_BR = state.history.read(state.positions - (count - 1), count)
+        recent_BR = state.history.read(state.positions - (READ_AHEAD - 1), READ_AHEAD)
         return torch.cat([torch.stack(parts, dim=1), recent_BR], dim=1)
 
     def catch_up(self, state: SlotState, rows: Sequence[Sequence[int]]) -> list[tuple[bool, int]]:

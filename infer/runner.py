@@ -128,8 +128,8 @@ class Runner:
         self.prefill_chunk = prefill_chunk or prompt_rows(self.device.type)
         self.cache: KVCache | None = None
         self.state: SlotState
-        self.lag = 0 if backend.is_host(self.device) else 1
-        self._on_cpu = self.device.type == "cpu"
+        self._on_cpu = backend.is_host(self.device)
+        self.lag = 0 if self._on_cpu else 1
         self.work_clock: Callable[[], float] = rows.work_seconds if self._on_cpu else time.perf_counter
         self._graphs, self._noise_in_ranking = graphs_for(graphs, model), noise_in_ranking
         self.make_sampling: Callable[..., SlotSampling] = (
@@ -343,11 +343,10 @@ class Runner:
             done - passed,
         )
 
-    @staticmethod
-    def _part_at_work(state: SlotState) -> slice | None:
+    def _part_at_work(self, state: SlotState) -> slice | None:
         """The slots from the first to the last one that has a request, where the host knows and it is not all of them:
         on a CPU a pass costs by its rows, and free slots shall not."""
-        if state.graphs.recording or not backend.is_host(state.active.device) or bool(state.active.all()):
+        if not self._on_cpu or state.graphs.recording or bool(state.active.all()):
             return None
         working = [slot for slot, active in enumerate(state.active.tolist()) if active]
         part = slice(working[0], working[-1] + 1) if working else slice(0, 0)
@@ -364,7 +363,7 @@ class Runner:
             self.drafter.wants_draft_pass = choice.with_pass
         tree = self.drafter.propose(state, self.max_nodes)
         if tree.width > self.max_nodes + 1:
-            raise ValueError(f"drafter: it proposed {tree.width - 1} nodes, with room for {self.max_nodes}")
+            raise ValueError(f"drafter: it proposed {tree.width - 1} nodes, of at most {self.max_nodes}")
         if self.lag == 0 and not torch.equal(tree.tokens[:, 0], state.roots):
             raise ValueError("drafter: node 0 of its tree is not the root, the last committed token of each slot")
         return tree, self.drafter.took_draft_pass

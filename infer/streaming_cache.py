@@ -89,7 +89,7 @@ class StreamingCache(RingCache):
     def _rotate_sinks(self, before_B: Tensor) -> None:
         """Let the sinks stand directly before the oldest recent token; before_B: how far they were rotated on."""
         now_B, sinks = self._evicted(), self.fixed
-        if sinks == 0 or (backend.is_host(now_B.device) and not now_B.any()):
+        if sinks == 0:
             return
         first_BsKd = (before_B == 0)[:, None, None, None]
         self._sinks_LBsKd.copy_(torch.where(first_BsKd, self.keys[:, :, :sinks], self._sinks_LBsKd))

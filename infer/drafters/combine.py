@@ -111,11 +111,11 @@ class Combined(Drafter):
         return any(drafter.took_draft_pass for drafter in self.drafters)
 
     def propose(self, state: SlotState, max_nodes: int) -> TokenTree:
-        rooms = [min(max_nodes, drafter.max_nodes) for drafter in self.drafters]
+        limits = [min(max_nodes, drafter.max_nodes) for drafter in self.drafters]
         ends = accumulate((drafter.n_classes for drafter in self.drafters), initial=state.first_class)
         trees = [
-            None if isinstance(drafter, HostDrafter) else drafter.propose(replace(state, first_class=first), room)
-            for drafter, room, first in zip(self.drafters, rooms, list(ends)[:-1], strict=True)
+            None if isinstance(drafter, HostDrafter) else drafter.propose(replace(state, first_class=first), most)
+            for drafter, most, first in zip(self.drafters, limits, list(ends)[:-1], strict=True)
         ]
         asked = [
             (drafter.asked(state),) if isinstance(drafter, HostDrafter) else tree.unread if tree else ()
@@ -123,19 +123,19 @@ class Combined(Drafter):
         ]
         roots, *read = read_together(state.roots, *(x for one in asked for x in one))
         lists, trunks = list[Lists](), list[list[int]]()
-        for drafter, tree, room, one in zip(self.drafters, trees, rooms, asked, strict=True):
+        for drafter, tree, most, one in zip(self.drafters, trees, limits, asked, strict=True):
             own, read = read[: len(one)], read[len(one) :]
             if tree is not None:
                 lists.append(tree.take_lists(own).lists)
                 if drafter.trunk:
                     trunks = [tokens[1 : 1 + drafter.trunk] for tokens in lists[-1].tokens]
             elif isinstance(drafter, HostDrafter):
-                tries = drafter.tries(state, own[0], room, trunks if drafter.behind_trunk else ())
+                tries = drafter.tries(state, own[0], most, trunks if drafter.behind_trunk else ())
                 lists.append(Lists(*map(list, zip(*((t.tokens, t.parents, t.classes) for t in tries), strict=True))))
         return self._unite(lists, roots, max_nodes, state.roots.device)
 
     def _unite(self, proposals: Sequence[Lists], roots: list[int], max_nodes: int, device: torch.device) -> TokenTree:
-        """The trie of all trees' nodes, or of as many as there is room for."""
+        """The trie of all trees' nodes, or its first `max_nodes`."""
         tries = []
         for slot, root in enumerate(roots):
             trie, first = Trie(root), 0
@@ -173,7 +173,7 @@ def _give(
 
 
 def _take_turns(trie: Trie, turns: list[Iterator[None]], max_nodes: int) -> None:
-    """Advance all in turn until nobody has more, or there is no room for more."""
+    """Advance all in turn until nobody has more, or the trie has `max_nodes`."""
     while turns:
         for turn in list(turns):
             if len(trie) > max_nodes:

@@ -325,7 +325,7 @@ def test_an_engine_decodes_one_stream_at_a_time(target):
 
 def test_drafters_that_break_their_word_are_named(target, proposer):
     wide = proposer(lambda request, tokens, max_nodes: [[1], [2], [3]], max_nodes=2)
-    with pytest.raises(ValueError, match="it proposed 3 nodes, with room for 2"):
+    with pytest.raises(ValueError, match="it proposed 3 nodes, of at most 2"):
         Engine(target, wide).generate([PROMPTS[0]])
     wrong = proposer(lambda request, tokens, max_nodes: [])
     wrong.propose = lambda state, max_nodes: TokenTree.roots(state.roots + 1)
