@@ -136,7 +136,10 @@ class Service:
         except ValueError as error:
             raise ApiError(400, str(error)) from error
         answers = Answers(body, secrets.token_hex(12), settings.model, self.engine.drafter.max_depth)
-        job = self.thread.submit(requests, bool(body.stream))
+        try:
+            job = self.thread.submit(requests, bool(body.stream))
+        except ValueError as error:
+            raise ApiError(400, str(error), "n") from error
         if body.stream:
             return Events(self._events(job, answers), self.thread, job)
         return _json(answers.whole(await self._whole(request, job)))

@@ -124,9 +124,15 @@ class EngineThread:
         return max(0, self.in_flight - self.slots)
 
     def submit(self, requests: Sequence[Request], streamed: bool) -> Job:
-        """All of them or none; they get indices of their own. Raises: Full, Stopped."""
+        """All of them or none; they get indices of their own. Raises: Full, Stopped, ValueError for more than it ever
+        holds."""
         if not self.alive:
             raise Stopped("the server is ending")
+        if len(requests) > self._most:
+            raise ValueError(
+                f"n: {len(requests)} answers in one request, and this server holds {self._most} at a time, running and "
+                "waiting; ask for fewer, or start it with a longer --queue"
+            )
         if self.in_flight + len(requests) > self._most:
             rounds = 1 + (self.waiting + len(requests)) / self.slots
             raise Full(min(LONGEST_RETRY, max(1, round(rounds * self._seconds))))
@@ -155,6 +161,7 @@ class EngineThread:
                 self._outbox.append(piece)
             self._send()
         except BaseException as error:
+            self._send()  # what was done before
             self._call(self._fail, error)
             raise
 
@@ -196,8 +203,9 @@ class EngineThread:
             if generation is not None:
                 del self._jobs[piece.index]
                 job.unfinished.discard(piece.index)
-                taken = generation.stats.prefill_seconds + generation.stats.decode_seconds
-                self._seconds = FADING * (self._seconds or taken) + (1 - FADING) * taken
+                if generation.finish_reason != "cancelled":  # they take less, or nothing
+                    taken = generation.stats.prefill_seconds + generation.stats.decode_seconds
+                    self._seconds = FADING * (self._seconds or taken) + (1 - FADING) * taken
                 self._on_finish(generation, now - job.came)
             if job.streamed or generation is not None:
                 job.put(piece)

@@ -247,6 +247,8 @@ def test_a_full_queue_says_when_to_come_again(target, monkeypatch):
                 assert [line for line in first if line][-1] == "data: [DONE]"
                 assert [line for line in two.iter_lines() if line][-1] == "data: [DONE]"
         assert post(service, headers={}).status_code == 200
+        never = post(service, headers={}, n=3)  # however long it waits
+        assert never.status_code == 400 and "3 answers in one request, and this server holds 2" in never.text
 
 
 def test_clients_that_misbehave_take_nothing_from_the_others(target):
