@@ -70,9 +70,15 @@ def grouped(rows_MD: Tensor, chosen_MK: Tensor, shares_MK: Tensor, gate_up_EXD: 
     sizes_E.scatter_add_(0, chosen_MK.flatten(), torch.ones_like(chosen_MK, dtype=torch.int32).flatten())
     ends_E = sizes_E.cumsum(0, dtype=torch.int32)
     rows_ND = rows_MD[order_N // chosen_MK.shape[1]]
-    gated_NF = gate(F.grouped_mm(rows_ND, gate_up_EXD.mT, offs=ends_E))
+    gate_up_NX = F.grouped_mm(rows_ND, gate_up_EXD.mT, offs=ends_E)
+    del rows_ND  # of so many rows each is as large as a layer's: none lives longer than it is read
+    gated_NF = gate(gate_up_NX)
+    del gate_up_NX
     sorted_ND = F.grouped_mm(gated_NF, down_EDF.mT, offs=ends_E)
-    return _add_up(torch.empty_like(sorted_ND).index_copy_(0, order_N, sorted_ND), shares_MK)
+    del gated_NF
+    outputs_ND = torch.empty_like(sorted_ND).index_copy_(0, order_N, sorted_ND)
+    del sorted_ND
+    return _add_up(outputs_ND, shares_MK)
 
 
 def waits_for_host(dtype: torch.dtype) -> bool:
