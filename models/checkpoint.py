@@ -33,22 +33,36 @@ GGUF_LAYER_NAMES = {
 }
 # TokenSwift's authors publish target and heads as one checkpoint; of a target these tensors are no part.
 TOKENSWIFT_HEADS = "model.medusa_layers."
+# Gemma 3's larger models read images too; these tensors do so.
+OF_IMAGES = tuple(f"{prefix}{part}." for prefix in ("", "model.") for part in ("vision_tower", "multi_modal_projector"))
 MIXTRAL_NAMES = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 GGUF_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 
 
 @dataclass(frozen=True)
 class Place:
-    """Rows [start, stop) of one of our parameters, or of one of its experts; the whole of it when stop is None."""
+    """Rows [start, stop) of one of our parameters, or of one of its experts; the whole of it when stop is None. What
+    stands there is (published + offset) * factor."""
 
     parameter: str
     start: int = 0
     stop: int | None = None
     expert: int | None = None
+    offset: float = 0.0
+    factor: float = 1.0
 
     @property
     def is_whole(self) -> bool:
-        return self.stop is None and self.expert is None
+        """Whether a published tensor can be the parameter itself."""
+        return self.stop is None and self.expert is None and self._as_published
+
+    @property
+    def _as_published(self) -> bool:
+        return self.offset == 0.0 and self.factor == 1.0
+
+    def value(self, tensor: Tensor) -> Tensor:
+        """What becomes of a published tensor here."""
+        return tensor if self._as_published else (tensor.float() + self.offset) * self.factor
 
     def rows(self, parameter: Tensor) -> Tensor:
         """The place in the parameter's data, a view."""
@@ -57,7 +71,8 @@ class Place:
 
 
 def canonical(name: str) -> str:
-    """Mixtral's published names of experts, as Qwen's are."""
+    """Mixtral's published names of experts, as Qwen's are, and those of a language model beside one of images."""
+    name = name.replace("language_model.", "", 1)
     name = name.replace(".block_sparse_moe.", ".mlp.")
     for theirs, ours in MIXTRAL_NAMES.items():
         name = name.replace(f".{theirs}.weight", f".{ours}.weight")
@@ -69,7 +84,11 @@ def places(config: DecoderConfig, loaded: bool = False) -> dict[str, Place]:
 
     loaded: as a loaded model of transformers names them, which has an experts' tensors stacked.
     """
-    table = {"model.embed_tokens.weight": Place("embed_tokens.weight"), "model.norm.weight": Place("norm.weight")}
+
+    def norm(parameter: str, factor: float = 1.0) -> Place:
+        return Place(f"{parameter}.weight", offset=config.norm_offset, factor=factor)
+
+    table = {"model.embed_tokens.weight": Place("embed_tokens.weight"), "model.norm.weight": norm("norm")}
     if not config.tie_embeddings:
         table["lm_head.weight"] = Place("lm_head.weight")
     q_rows, kv_rows = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
@@ -78,8 +97,13 @@ def places(config: DecoderConfig, loaded: bool = False) -> dict[str, Place]:
     mlp_kinds = ("weight", "bias") if config.mlp_bias else ("weight",)
     for i in range(config.n_layers):
         theirs, ours = f"model.layers.{i}", f"layers.{i}"
-        table[f"{theirs}.input_layernorm.weight"] = Place(f"{ours}.attention_norm.weight")
-        table[f"{theirs}.post_attention_layernorm.weight"] = Place(f"{ours}.mlp_norm.weight")
+        table[f"{theirs}.input_layernorm.weight"] = norm(f"{ours}.attention_norm")
+        if config.post_norms:
+            table[f"{theirs}.post_attention_layernorm.weight"] = norm(f"{ours}.post_attention_norm")
+            table[f"{theirs}.pre_feedforward_layernorm.weight"] = norm(f"{ours}.mlp_norm")
+            table[f"{theirs}.post_feedforward_layernorm.weight"] = norm(f"{ours}.post_mlp_norm")
+        else:
+            table[f"{theirs}.post_attention_layernorm.weight"] = norm(f"{ours}.mlp_norm")
         for kind in qkv_kinds:
             fused = f"{ours}.attention.qkv_proj.{kind}"
             table[f"{theirs}.self_attn.q_proj.{kind}"] = Place(fused, 0, q_rows)
@@ -88,8 +112,8 @@ def places(config: DecoderConfig, loaded: bool = False) -> dict[str, Place]:
         for kind in o_kinds:
             table[f"{theirs}.self_attn.o_proj.{kind}"] = Place(f"{ours}.attention.o_proj.{kind}")
         if config.qk_norm:
-            table[f"{theirs}.self_attn.q_norm.weight"] = Place(f"{ours}.attention.q_norm.weight")
-            table[f"{theirs}.self_attn.k_norm.weight"] = Place(f"{ours}.attention.k_norm.weight")
+            table[f"{theirs}.self_attn.q_norm.weight"] = norm(f"{ours}.attention.q_norm", config.query_factor)
+            table[f"{theirs}.self_attn.k_norm.weight"] = norm(f"{ours}.attention.k_norm")
         if config.experts is not None and config.has_experts(i):
             table |= _expert_places(config.experts, f"{theirs}.mlp", f"{ours}.mlp", loaded)
             continue
@@ -138,15 +162,14 @@ def fill(
                 if rows.shape != tensor.shape:
                     problems.append(f"{name} has shape {list(tensor.shape)}, the configuration says {list(rows.shape)}")
                 else:
-                    rows.copy_(tensor)
+                    rows.copy_(table[name].value(tensor))
 
     for name, tensor in tensors:
         if name.endswith("rotary_emb.inv_freq") or (decoder.config.tie_embeddings and name == "lm_head.weight"):
             continue  # old checkpoints carry the RoPE table; tied ones may carry the embedding twice
-        if name.startswith(TOKENSWIFT_HEADS):
+        if name.startswith((TOKENSWIFT_HEADS, *OF_IMAGES)):
             continue
-        if decoder.config.experts is not None:
-            name = canonical(name)
+        name = canonical(name)
         if name not in table:
             problems.append(f"unexpected {name} {list(tensor.shape)}")
             continue

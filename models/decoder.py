@@ -1,4 +1,4 @@
-"""One decoder for the Llama family: RMSNorm, grouped-query attention with RoPE, gated SiLU feed-forward.
+"""One decoder for the Llama family and Gemma 3: RMSNorm, grouped-query attention with RoPE, gated feed-forward.
 
 It is frozen (no gradient needs to flow through it) and single-device. Not here: what a pass asks for and gives
 (models/passes.py), reading checkpoints (models/hf.py), choosing tokens (infer/).
@@ -19,6 +19,7 @@ from longdraft.kernels.causal_attention import causal_attention
 from longdraft.kernels.chain_attention import prompt_attention
 from longdraft.kernels.cpu_impl import rows
 from longdraft.kernels.cpu_impl.layers import MOST_TOKENS, LayerTable, LayerWeights, can_run
+from longdraft.kernels.gate import gelu_gate
 from longdraft.kernels.linear import linear
 from longdraft.kernels.rotate import HeadNorms, rotate
 from longdraft.kernels.segment_attention import Segment, segment_attention, send_segments
@@ -42,6 +43,18 @@ _SPANS_ALONE = _BEFORE_LAST_ATTENTION | {"of_spans"}
 _LayersOutput = tuple[Tensor, Tensor | None, tuple[Tensor, Tensor] | None]
 
 
+class Embedding(nn.Embedding):
+    """Rows of the table times `scale`, which is rounded to their dtype first."""
+
+    def __init__(self, number: int, width: int, scale: float):
+        super().__init__(number, width)
+        self.scale = scale
+
+    def forward(self, input: Tensor) -> Tensor:
+        rows = super().forward(input)
+        return rows if self.scale == 1.0 else rows * torch.tensor(self.scale, dtype=rows.dtype).item()
+
+
 class Linear(nn.Linear):
     """nn.Linear through kernels/linear.py, with the norm before it and what follows it in the same call."""
 
@@ -62,26 +75,26 @@ class _Context:
     """What the layers of one pass share."""
 
     given: Pass
-    cos: Tensor
-    sin: Tensor
+    ropes: list[tuple[Tensor, Tensor]]  # cos and sin by Decoder.ropes
     plan: PassPlan | None
     pieces: list[Segment] | None
     spans: list[Segment] | None  # the pass's spans as queries laid end to end
 
     def part(self, tokens: slice) -> "_Context":
         """The same pass, for some of its tokens."""
-        return replace(self, cos=self.cos[:, tokens], sin=self.sin[:, tokens])
+        return replace(self, ropes=[(cos[:, tokens], sin[:, tokens]) for cos, sin in self.ropes])
 
     def chunks(self) -> list[slice]:
         """The tokens of a pass, as many at a time as products and feed-forward take."""
-        n_tokens = self.cos.shape[1]
+        n_tokens = self.ropes[0][0].shape[1]
         size = self.given.chunk or max(1, n_tokens)
         return [slice(start, start + size) for start in range(0, n_tokens, size)]
 
     def of_spans(self) -> "_Context":
         """The same pass, where only its spans go on as queries."""
         spans = self.given.spans
-        return replace(self, cos=take_spans(self.cos, spans), sin=take_spans(self.sin, spans), pieces=self.spans)
+        ropes = [(take_spans(cos, spans), take_spans(sin, spans)) for cos, sin in self.ropes]
+        return replace(self, ropes=ropes, pieces=self.spans)
 
 
 class Attention(nn.Module):
@@ -92,6 +105,7 @@ class Attention(nn.Module):
         self.layer = layer
         self.n_heads, self.n_kv_heads, self.head_dim = config.n_heads, config.n_kv_heads, config.head_dim
         self.window = config.sliding_windows[layer] if config.sliding_windows else None
+        self.rope = int(config.rope_of(layer) is not config.rope)  # which of Decoder.ropes
         rows = (config.n_heads + 2 * config.n_kv_heads) * config.head_dim
         self.qkv_proj = Linear(config.hidden_size, rows, bias=config.attention_bias)
         self.o_proj = Linear(config.n_heads * config.head_dim, config.hidden_size, bias=config.o_bias)
@@ -101,7 +115,7 @@ class Attention(nn.Module):
     def project(self, stream: Stream, norm: RMSNorm, context: _Context) -> tuple[Tensor, Tensor, Tensor]:
         """Post-RoPE q [B, T, H, d] and k, and v [B, T, K, d]; k and v are written to the cache, if there is one."""
         qkv_BTNd = stream.read(self.qkv_proj, norm).unflatten(-1, (-1, self.head_dim))
-        norms, tables = self._head_norms(), (context.cos, context.sin)
+        norms, tables = self._head_norms(), context.ropes[self.rope]
         if context.given.cache is None:
             qk = rotate(qkv_BTNd[:, :, : -self.n_kv_heads], *tables, norms)
         else:
@@ -132,20 +146,21 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Adds down(silu(gate(x)) * up(x)) of x = norm(stream); gate and up are one projection, gate's rows first."""
+    """Adds down(activation(gate(x)) * up(x)) of x = norm(stream); gate and up are one projection, gate's rows first."""
 
     def __init__(self, config: DecoderConfig):
         super().__init__()
         self.gate_up_proj = Linear(config.hidden_size, 2 * config.intermediate_size, bias=config.mlp_bias)
         self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+        self.silu = config.activation == "silu"
 
-    def forward(self, stream: Stream, norm: RMSNorm) -> None:
-        gated_BTF = stream.read(self.gate_up_proj, norm, gated=True)
-        stream.add(self.down_proj, gated_BTF)
+    def forward(self, stream: Stream, norm: RMSNorm, post_norm: RMSNorm | None = None) -> None:
+        gated_BTF = stream.read(self.gate_up_proj, norm, gated=self.silu)
+        stream.add(self.down_proj, gated_BTF if self.silu else gelu_gate(gated_BTF), post_norm)
 
 
 class Layer(nn.Module):
-    """attention, then feed-forward, each on a normed copy and added to the stream."""
+    """attention, then feed-forward, each on a normed copy and added to the stream, in Gemma through one more norm."""
 
     def __init__(self, config: DecoderConfig, layer: int):
         super().__init__()
@@ -153,6 +168,8 @@ class Layer(nn.Module):
         self.attention = Attention(config, layer)
         self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = Experts(config) if config.has_experts(layer) else MLP(config)
+        post_norms = [RMSNorm(config.hidden_size, config.rms_norm_eps) if config.post_norms else None for _ in "am"]
+        self.post_attention_norm, self.post_mlp_norm = post_norms
 
     def project(self, stream: Stream, context: _Context) -> tuple[Tensor, Tensor, Tensor]:
         """q, k, v of this layer (see `Attention.project`)."""
@@ -169,19 +186,22 @@ class Layer(nn.Module):
         heads_BTF = self.attention.attend(*qkv, context).flatten(2)
         chunks = context.chunks()
         if len(chunks) == 1:
-            stream.add(self.attention.o_proj, heads_BTF)
-            self.mlp(stream, self.mlp_norm)
+            self._add(stream, heads_BTF)
             return
         for tokens in chunks:
             part = stream.part(tokens)
-            part.add(self.attention.o_proj, heads_BTF[:, tokens])
-            self.mlp(part, self.mlp_norm)
+            self._add(part, heads_BTF[:, tokens])
             stream.rows[:, tokens] = part.rows
 
+    def _add(self, stream: Stream, heads_BTF: Tensor) -> None:
+        stream.add(self.attention.o_proj, heads_BTF, self.post_attention_norm)
+        self.mlp(stream, self.mlp_norm, self.post_mlp_norm)
+
     def weights(self) -> LayerWeights | None:
-        """What the layer computes with; None with experts, of which C has none."""
+        """What the layer computes with; None for what C does not compute: experts, a RoPE of its own, norms behind the
+        sub-layers, another gate than silu."""
         attention, mlp = self.attention, self.mlp
-        if isinstance(mlp, Experts):
+        if isinstance(mlp, Experts) or not mlp.silu or self.post_mlp_norm is not None or attention.rope:
             return None
         q_norm, k_norm = (None if norm is None else norm.weight for norm in (attention.q_norm, attention.k_norm))
         return LayerWeights(
@@ -226,11 +246,12 @@ class Decoder(nn.Module):
     def __init__(self, config: DecoderConfig):
         super().__init__()
         self.config = config
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, config.embedding_scale)
         self.layers = nn.ModuleList(Layer(config, i) for i in range(config.n_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
         self.rope = Rope(config.rope)
+        self.ropes = [self.rope, *([] if config.window_rope is None else [Rope(config.window_rope)])]
         # Entered around each layer's work; whoever keeps the weights elsewhere brings them here (train/sharding.py).
         self.around_layer: Callable[[Layer], AbstractContextManager[object]] = nullcontext
         self._table: _KnownTable | None = None
@@ -299,10 +320,11 @@ class Decoder(nn.Module):
             send_segments(pieces, device)
             spans = _as_queries(given.spans, borders)
             send_segments(spans, device)
-            lengths = piece_lengths(positions_BT, borders) if self.rope.length_dependent else None
-        cos, sin = self.rope(positions_BT, lengths, self.embed_tokens.weight.dtype)
+            dependent = any(rope.length_dependent for rope in self.ropes)
+            lengths = piece_lengths(positions_BT, borders) if dependent else None
+        ropes = [rope(positions_BT, lengths, self.embed_tokens.weight.dtype) for rope in self.ropes]
         plan = None if cache is None else plan_pass(cache.lengths, n_tokens, given.tree_mask_BTT)
-        return _Context(given, cos, sin, plan, pieces, spans)
+        return _Context(given, ropes, plan, pieces, spans)
 
     def _layers(self, stream: Stream, context: _Context) -> _LayersOutput:
         """The layers one after the other."""
@@ -335,7 +357,7 @@ class Decoder(nn.Module):
             return None
         cache.check_room(n_tokens)
         own, early = (cache.keys, cache.values, cache.lengths), given.needs <= _BEFORE_LAST_ATTENTION
-        found = self._table.table.run(x_BTD, context.cos, context.sin, own, given.tree_mask_BTT, early)
+        found = self._table.table.run(x_BTD, *context.ropes[0], own, given.tree_mask_BTT, early)
         queries = [_pick(q_BTHd, given.queries_at_B) for q_BTHd in found.q_LBTHd] if "queries" in given.needs else None
         # Copies: of all layers no more is kept than is asked for.
         last_kv = (found.k_LBTKd[-1].clone(), found.v_LBTKd[-1].clone()) if "last_kv" in given.needs else None

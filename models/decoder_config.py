@@ -42,12 +42,24 @@ class DecoderConfig:
     tie_embeddings: bool = False
     sliding_windows: tuple[int | None, ...] | None = None  # one a layer: tokens a query sees, None for all
     experts: ExpertsConfig | None = None
+    activation: str = "silu"  # of the feed-forward's gate; the other is "gelu_tanh"
+    embedding_scale: float = 1.0
+    post_norms: bool = False  # a norm of what each sub-layer adds to the stream
+    window_rope: RopeConfig | None = None  # of the layers with a window, where they have one of their own
+    # What our weights are of published ones: all norms plus `norm_offset`, and then the queries' times `query_factor`.
+    norm_offset: float = 0.0
+    query_factor: float = 1.0
 
     def __post_init__(self) -> None:
         if self.n_heads % self.n_kv_heads:
             raise ValueError(f"n_heads is {self.n_heads}; it must be a multiple of n_kv_heads ({self.n_kv_heads})")
         if self.sliding_windows is not None and len(self.sliding_windows) != self.n_layers:
             raise ValueError(f"sliding_windows has {len(self.sliding_windows)} entries for {self.n_layers} layers")
+
+    def rope_of(self, layer: int) -> RopeConfig:
+        """RoPE of this layer; -1 is the last."""
+        windowed = self.sliding_windows is not None and self.sliding_windows[layer] is not None
+        return self.window_rope if windowed and self.window_rope is not None else self.rope
 
     def has_experts(self, layer: int) -> bool:
         """Whether this layer's feed-forward is one of experts."""

@@ -290,7 +290,7 @@ def _check_shape(folder: Path, method: str, values: dict[str, Any], target: Targ
     """That the draft is of its target's shape."""
     config = target.model.config
     if method == "longspec":
-        shape = shape_of(config) | {"rope": json.loads(json.dumps(dict(config.rope.parameters)))}
+        shape = shape_of(config) | {"rope": json.loads(json.dumps(dict(config.rope_of(-1).parameters)))}
     else:
         shape = {name: getattr(config, name) for name in HEADS[method]}
     for name, own in shape.items():

@@ -22,8 +22,8 @@ class Experts(nn.Module):
         self.gate_up_proj = nn.Parameter(torch.empty(of.number, 2 * of.size, width))
         self.down_proj = nn.Parameter(torch.empty(of.number, width, of.size))
 
-    def forward(self, stream: Stream, norm: RMSNorm) -> None:
-        stream.add(self._sum, stream.normed(norm))
+    def forward(self, stream: Stream, norm: RMSNorm, post_norm: RMSNorm | None = None) -> None:
+        stream.add(self._sum, stream.normed(norm), post_norm)
 
     def _sum(
         self, x_BTD: Tensor, _: RMSNorm | None = None, /, residual: Tensor | None = None, **options: Any

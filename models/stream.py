@@ -56,20 +56,23 @@ class Stream:
         """The stream behind this norm, [B, T, D]."""
         if self._waiting is None:
             return norm(self._rows)
+        if not adds_with_norm(self._rows):
+            return norm(self.rows)
         normed_BTD, self._rows = norm(self._rows, self._waiting)
         self._waiting = None
         return normed_BTD
 
     def read(self, product: Product, norm: RMSNorm, **options: Any) -> Tensor:
         """product(norm(stream)); `options` go to the product."""
-        if self._waiting is None:
-            return product(self._rows, norm, **self._of_products, **options)
+        if self._waiting is None or not adds_with_norm(self._rows):
+            return product(self.rows, norm, **self._of_products, **options)
         return product(self.normed(norm), **self._of_products, **options)
 
-    def add(self, product: Product, x: Tensor) -> None:
-        """stream + product(x)."""
-        if adds_with_norm(self._rows):
-            self._rows, self._waiting = self.rows, product(x, **self._of_products)
+    def add(self, product: Product, x: Tensor, post_norm: RMSNorm | None = None) -> None:
+        """stream + product(x), or stream + post_norm(product(x))."""
+        if post_norm is not None or adds_with_norm(self._rows):
+            added = product(x, **self._of_products)
+            self._rows, self._waiting = self.rows, added if post_norm is None else post_norm(added)
         else:
             self._rows = product(x, residual=self._rows, **self._of_products)
 

@@ -82,8 +82,10 @@ def _in_our_layers(model: TransformersModel, config: DecoderConfig) -> Decoder:
     with torch.device("meta"):
         decoder = Decoder(config).to(model.embed_tokens.weight.dtype).requires_grad_(False).eval()
     decoder.embed_tokens.weight = model.embed_tokens.weight
-    decoder.norm.weight, decoder.lm_head.weight = cast(Any, model.norm).weight, model.lm_head.weight
+    decoder.lm_head.weight = model.lm_head.weight
     table, theirs = places(config, loaded=True), dict(model.own.named_parameters())
+    final = table["model.norm.weight"].value(cast(Any, model.norm).weight.detach())
+    decoder.norm.weight = nn.Parameter(final.to(decoder.norm.weight.dtype), requires_grad=False)
     numbers = {layer: i for i, layer in enumerate(decoder.layers)}
 
     @contextmanager
@@ -94,7 +96,7 @@ def _in_our_layers(model: TransformersModel, config: DecoderConfig) -> Decoder:
             parameters = {f"layers.{i}.{name}": weight for name, weight in layer.named_parameters()}
             for name, place in table.items():
                 if place.parameter in parameters:
-                    place.rows(parameters[place.parameter]).copy_(theirs[name])
+                    place.rows(parameters[place.parameter]).copy_(place.value(theirs[name]))
             yield
         layer.to("meta")
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -52,6 +53,7 @@ def make_tiny_target(
     eos_token_ids: tuple[int, ...] = (),
     std: float = 0.25,
     seed: int = 0,
+    **others: Any,
 ) -> Target:
     """A target with random weights, a fixed seed and no tokenizer; `std` is wide, so that logits are far apart."""
     parameters = rope or {"rope_type": "default", "rope_theta": 10000.0}
@@ -73,6 +75,7 @@ def make_tiny_target(
         tie_embeddings=tie_embeddings,
         sliding_windows=sliding_windows,
         experts=experts,
+        **others,
     )
     decoder = build_decoder(config, torch.float32, "cpu")
     generator = torch.Generator().manual_seed(seed)

@@ -79,13 +79,13 @@ class LongSpecConfig:
 
     @property
     def rope_config(self) -> RopeConfig:
-        """The target's RoPE."""
+        """RoPE of the target's last layer, whose keys the block reads."""
         return RopeConfig(self.head_dim, self.max_positions, self.rope)
 
     @staticmethod
     def for_target(target: DecoderConfig, **options: Any) -> "LongSpecConfig":
         """The config of a draft for this target; `options` are the fields from `window` on."""
-        return LongSpecConfig(**shape_of(target), rope=target.rope.parameters, **options)
+        return LongSpecConfig(**shape_of(target), rope=target.rope_of(-1).parameters, **options)
 
 
 def shape_of(target: DecoderConfig) -> dict[str, Any]:
@@ -228,8 +228,9 @@ class LongSpec(DraftVocabulary):
     def _start_from(self, target: Decoder) -> None:
         """Self-attention as in the target's first layer, the rest as in its last; biases of q, k, v where it has them.
 
-        What this block has no place for (norms of q and k, biases of o and of the feed-forward) is left out; where the
-        last layer has experts, the feed-forward stays as it was drawn.
+        What this block has no place for (norms of q and k and behind the sub-layers, biases of o and of the
+        feed-forward, another gate than silu) is left out; where the last layer has experts, the feed-forward stays as
+        it was drawn.
         """
         first, last = cast(Layer, target.layers[0]), cast(Layer, target.layers[-1])
         q_rows = self.cross_q.out_features

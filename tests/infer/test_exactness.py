@@ -30,6 +30,7 @@ from longdraft.models.decoder_config import ExpertsConfig
 from longdraft.models.drafts.longspec import LongSpec, LongSpecConfig
 from longdraft.models.drafts.medusa import Medusa, MedusaConfig
 from longdraft.models.drafts.tokenswift import TokenSwift, TokenSwiftConfig
+from longdraft.models.rope import RopeConfig
 from longdraft.models.target import Target
 from longdraft.models.transformers_check import check_against
 from longdraft.models.transformers_model import TransformersModel
@@ -52,9 +53,15 @@ LENGTHS = {"short": (9, 1, 5, 2, 7), "overflow": (61, 1, 33, 18, 40)}
 HEADS = {"gqa": 2, "mha": 4}
 # Of prompts on which no decision of plain decoding is close, under any sampling.
 EXPERTS = ExpertsConfig(number=6, per_token=2, size=24, normalised=True)  # of the target "moe", in both layers
+GEMMA = {  # fields of the target "gemma3", whose last layer alone reads everything
+    "n_layers": 3, "qk_norm": True, "sliding_windows": (7, 11, None), "window_rope": RopeConfig(8, POSITIONS),
+    "rope": {"rope_type": "linear", "rope_theta": 50000.0, "factor": 2.0}, "activation": "gelu_tanh",
+    "embedding_scale": 1.5, "post_norms": True,
+}  # fmt: skip
 SEEDS = {("gqa", "short"): 12, ("gqa", "overflow"): 12, ("mha", "short"): 11, ("mha", "overflow"): 14} | {
     ("moe", "overflow"): 14,
     ("olmo2", "overflow"): 3,
+    ("gemma3", "overflow"): 5,
 }
 
 
@@ -155,6 +162,7 @@ def models(tiny_target):
             max_positions=POSITIONS,
             dtype=dtype,
             experts=EXPERTS if kind == "moe" else None,
+            **(GEMMA if kind == "gemma3" else {}),
         ),
         tiny_target(vocab_size=VOCAB, n_layers=1, n_kv_heads=1, seed=5, max_positions=POSITIONS, dtype=dtype),
     )
@@ -237,6 +245,21 @@ def test_a_drafter_gives_the_tokens_of_a_model_of_transformers(models, plain, na
     target, small = models("olmo2")
     engine = Engine(target, DRAFTERS[name](target, small), slots=3)
     check(engine, plain("olmo2", "overflow"), "olmo2", "overflow", every(("greedy", "T1_min_p"), (0, 1, 3)))
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_a_drafter_gives_gemmas_tokens_or_refuses_its_windows(c_kernels, models, plain, name):
+    target, small = models("gemma3")
+    if name in ("tokenswift_silu", "few_words") or "triforce" in name or "draft_pass" in name:  # selected rows
+        with pytest.raises(ValueError, match="sliding windows"):
+            DRAFTERS[name](target, small)
+        return
+    engine = Engine(target, DRAFTERS[name](target, small), slots=3)
+    check(engine, plain("gemma3", "overflow"), "gemma3", "overflow", every(("greedy", "T1_min_p"), (0, 1, 3)))
+    target, small = models("gemma3", torch.bfloat16)
+    engine = Engine(target, DRAFTERS[name](target, small), slots=3, nodes=None)
+    want = plain("gemma3", "overflow", torch.bfloat16)
+    check(engine, want, "gemma3", "overflow", every(("greedy", "T0.7"), (0, 1, 3)))
 
 
 @pytest.mark.parametrize("names", PAIRS, ids="+".join)

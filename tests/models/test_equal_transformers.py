@@ -3,16 +3,22 @@
 Tolerance: 1e-5 of the tensor's largest magnitude.
 """
 
+import copy
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
     DynamicCache,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    Gemma3TextConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -23,7 +29,9 @@ from transformers import (
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from longdraft.models.checkpoint import places
-from longdraft.models.hf import load_target
+from longdraft.models.drafts.longspec import LongSpecConfig
+from longdraft.models.fingerprint import weights_hash
+from longdraft.models.hf import decoder_config, describe_target, load_target, refresh, target_from_transformers
 from longdraft.models.passes import Pass
 from longdraft.models.rope import ROPE_TYPES, RopeConfig
 
@@ -59,6 +67,7 @@ ROPES = {
         "short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.0, 2.0, 3.0, 4.0],
     },
 }  # fmt: skip
+GEMMA_ROPES = {"full_attention": ROPES["linear"], "sliding_attention": ROPES["default"]}
 EXPERTS = {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
 SLIDING = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}
 FAMILIES = {
@@ -81,8 +90,16 @@ FAMILIES |= {
     "mixtral-sliding": MixtralConfig(**SHAPE, num_local_experts=3, num_experts_per_tok=3, sliding_window=7),
     "qwen3-moe": Qwen3MoeConfig(**SHAPE, **EXPERTS, head_dim=16, norm_topk_prob=True),
     "qwen3-moe-some-layers": Qwen3MoeConfig(**SHAPE, **EXPERTS, mlp_only_layers=[0], attention_bias=True),
+    "gemma3": Gemma3TextConfig(
+        **SHAPE | {"tie_word_embeddings": True}, head_dim=16, query_pre_attn_scalar=24, sliding_window=7,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"], rope_parameters=GEMMA_ROPES,
+    ),
+    "gemma3-last-slides": Gemma3TextConfig(
+        **SHAPE, head_dim=8, query_pre_attn_scalar=8, sliding_window=5, attention_bias=True,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"], rope_parameters=GEMMA_ROPES,
+    ),
     "qwen3-moe-every-other": Qwen3MoeConfig(**SHAPE, **EXPERTS, decoder_sparse_step=2),
-}
+}  # fmt: skip
 
 
 def theirs_of(config, **save) -> AutoModelForCausalLM:
@@ -227,6 +244,55 @@ def test_rope_types_are_those_of_transformers():
     for name in known - set(ROPE_TYPES):
         with pytest.raises(ValueError, match=name):
             RopeConfig(8, 64, {"rope_type": name, "rope_theta": 10000.0})
+
+
+@torch.no_grad()
+def test_gemma_that_reads_images_too_is_its_text(tmp_path):
+    """As published (`language_model.model.layers...`), as transformers 5 saves it, and as it is in memory."""
+    text = FAMILIES["gemma3"].to_dict() | {"model_type": "gemma3_text"}
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = Gemma3Config(text_config=text, vision_config=vision | {"image_size": 28}, tie_word_embeddings=True)
+    theirs = Gemma3ForConditionalGeneration(config).eval()
+    folder, ids = saved(theirs, tmp_path / "new"), tokens(2, 20)
+    expected = theirs(ids).logits
+    published = {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        name = name.replace("model.language_model.", "language_model.model.")
+        published[name.removeprefix("model.")] = tensor
+    assert "language_model.model.norm.weight" in published and any("vision_tower" in name for name in published)
+    shutil.copytree(folder, tmp_path / "old")
+    save_file(published, tmp_path / "old" / "model.safetensors", {"format": "pt"})
+    targets = [load_target(tmp_path / name, dtype=torch.float32) for name in ("new", "old")]
+    target = target_from_transformers(theirs)
+    for parameter in theirs.model.language_model.parameters():
+        parameter.add_(0.01)
+    refresh(target, theirs)
+    assert error(target.model(Pass(ids)).logits, theirs(ids).logits) < 1e-5
+    for loaded in targets:
+        assert error(loaded.model(Pass(ids)).logits, expected) < 1e-5
+    marks = [describe_target(tmp_path / name, sample=True).fingerprint["weights"] for name in ("new", "old")]
+    assert marks == [weights_hash(loaded.model) for loaded in targets] and marks[0] == marks[1]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("attn_logit_softcapping", 50.0),
+        ("final_logit_softcapping", 30.0),
+        ("use_bidirectional_attention", True),
+        ("hidden_activation", "silu"),
+    ],
+)
+def test_what_no_published_gemma_says_is_refused(field, value):
+    config = copy.deepcopy(FAMILIES["gemma3"])
+    setattr(config, field, value)
+    with pytest.raises(ValueError, match=field):
+        decoder_config(config)
+
+
+def test_longspec_reads_keys_of_the_last_layers_rope():
+    for name, base in (("gemma3", 10000.0), ("gemma3-last-slides", 5000.0)):
+        assert LongSpecConfig.for_target(decoder_config(FAMILIES[name])).rope["rope_theta"] == base
 
 
 def test_a_shared_parameter_is_gathered_once(tmp_path):

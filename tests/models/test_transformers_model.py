@@ -27,11 +27,20 @@ FAMILIES = {
     "granite": SCALED,
     "stablelm": {},
     "gemma": {"head_dim": 8},
+    "gemma3_text": {
+        "head_dim": 8,
+        "sliding_window": 4,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 1e5},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    },
     "gpt2": {},
     "opt": {"word_embed_proj_dim": 32, "ffn_dim": 48},
 }
 # Whose keys a draft's block can read: rotated over whole heads, the halves together.
-ROTATE = {"llama", "qwen3", "mistral", "qwen3_moe", "olmo2", "olmo3", "granite", "gemma"}
+ROTATE = {"llama", "qwen3", "mistral", "qwen3_moe", "olmo2", "olmo3", "granite", "gemma", "gemma3_text"}
 REFUSED = {
     "mamba": ({"conv_kernel": 2, "state_size": 4}, "layers of linear_attention"),
     "deepseek_v3": ({}, "keys of width 192 and values of width 128"),

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, PreTrainedTokenizerFast, Qwen3MoeConfig
 
 from longdraft.models.hf import load_target
 
@@ -27,6 +27,7 @@ ROWS = [
     },
 ]
 EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "mlp_only_layers": [1]}
+GEMMA = {"sliding_window": 6, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]}
 SLACK = 4096  # bytes of what is no weight: RoPE's tables
 
 
@@ -74,11 +75,11 @@ def results(folder, start_ranks, finish_ranks):
         if n_ranks == 2:
             misfit = misfit_folder(folder, out / "misfit")
             actions.append({"error": str(misfit), "dtype": "fp32", "out": str(out / "error-fp32-2")})
-            experts = model_folder(out / "experts", Qwen3MoeConfig, **EXPERTS)
-            for kind in ("weights", "pass"):
-                actions.append(
-                    {kind: str(experts), "dtype": "fp32", "out": str(out / f"{kind}-experts-2"), "rows": ROWS}
-                )
+            for name, family, fields in (("experts", Qwen3MoeConfig, EXPERTS), ("gemma3", Gemma3TextConfig, GEMMA)):
+                other = str(model_folder(out / name, family, **fields))
+                for kind in ("weights", "pass"):
+                    to = str(out / f"{kind}-{name}-2")
+                    actions.append({kind: other, "dtype": "fp32", "out": to, "rows": ROWS})
         started.append(start_ranks(n_ranks, actions, "ranks_target.py"))
     for processes in started:
         finish_ranks(processes)
@@ -109,9 +110,10 @@ def test_a_pass_gives_what_the_replicated_target_gives(results, n_ranks, dtype):
         assert sharded == replicated and sharded["tokenizer"] != "none" and len(sharded["weights"]) == 64
 
 
-def test_a_target_with_experts_is_shared_out_likewise(results, folder):
-    expected = dict(load_target(folder.parent / "experts", torch.float32).model.named_parameters())
-    for weights, passed in zip(results("weights-experts", 2), results("pass-experts", 2), strict=True):
+@pytest.mark.parametrize("name", ["experts", "gemma3"])
+def test_a_target_of_another_family_is_shared_out_likewise(results, folder, name):
+    expected = dict(load_target(folder.parent / name, torch.float32).model.named_parameters())
+    for weights, passed in zip(results(f"weights-{name}", 2), results(f"pass-{name}", 2), strict=True):
         assert all(torch.equal(weights["weights"][name], weight) for name, weight in expected.items())
         for got, alone in zip(passed["outputs"], passed["expected"], strict=True):
             torch.testing.assert_close(got, alone, rtol=0, atol=0)
