@@ -23,7 +23,7 @@ from longdraft.models.draft_files import CONFIG, WEIGHTS
 from longdraft.models.draft_folder import DRAFTS, load_draft, read_info
 from longdraft.models.files import file_digest
 from longdraft.models.fingerprint import weights_hash
-from longdraft.models.hf import load_target
+from longdraft.models.hf import LOADERS, load_target
 from longdraft.models.passes import Pass
 from longdraft.train import checkpoint
 from longdraft.train.checkpoint import seal
@@ -150,7 +150,7 @@ def test_only_a_folder_of_ours_is_written(made_run, target_folder, tmp_path, cap
     shutil.copytree(target_folder, tmp_path / "model")
     (tmp_path / "file").touch()
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    monkeypatch.setattr("longdraft.train.export.load_target", lambda *given, **named: pytest.fail("loaded"))
+    monkeypatch.setitem(LOADERS, "longdraft", lambda *given, **named: pytest.fail("loaded"))
     for out, message in {
         tmp_path
         / "model": f"out: {tmp_path}/model holds config.json, generation_config.json, model.safetensors, which is",
@@ -192,7 +192,11 @@ def test_an_export_that_finds_no_room_leaves_the_older_one(made_run, capsys, for
 @pytest.mark.parametrize("moment", ["load_target", "open_rows", "save_draft"])
 def test_ctrl_c_is_one_line_and_leaves_nothing(made_run, capsys, monkeypatch, moment):
     run, _, _ = made_run("medusa")
-    monkeypatch.setattr(f"longdraft.train.export.{moment}", lambda *given, **named: signal.raise_signal(signal.SIGINT))
+    interrupt = lambda *given, **named: signal.raise_signal(signal.SIGINT)  # noqa: E731
+    if moment == "load_target":
+        monkeypatch.setitem(LOADERS, "longdraft", interrupt)
+    else:
+        monkeypatch.setattr(f"longdraft.train.export.{moment}", interrupt)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever else ran in this process has left
     try:
         assert main([str(run)]) == 130

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from longdraft.models.hf import read_target_config
+from longdraft.models.hf import LOADERS, read_target_config
 from longdraft.train import ranks, setup
 from longdraft.train.config import load_config
 from longdraft.train.estimate_memory import estimate
@@ -20,7 +20,7 @@ def opened(alone, config_file, monkeypatch, capsys):
     """(free bytes) -> what is printed where a target is opened on a GPU that has so many; all asked of one device."""
     config = load_config(config_file)
     loaded = []
-    monkeypatch.setattr(setup, "load_target", lambda *given: loaded.append(given))
+    monkeypatch.setitem(LOADERS, "longdraft", lambda *given: loaded.append(given))
 
     def open_on(free: int) -> str:
         def free_on(device):
