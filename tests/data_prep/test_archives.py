@@ -6,6 +6,7 @@ import tarfile
 
 import pytest
 
+from longdraft.data_prep.chat import make_chat_encoder
 from longdraft.data_prep.documents import BadDocument, Conversation, Document
 from longdraft.data_prep.record_formats import ChatFormat, TextFormat
 from longdraft.data_prep.regenerate import RegenerateConfig, open_input
@@ -65,11 +66,11 @@ def test_one_bad_sample_is_one_bad_document(tmp_path):
     assert [one.why for one in documents(path, TextFormat("json")) if isinstance(one, BadDocument)][2] == "bad_json"
 
 
-def test_all_conversations_of_an_archive_are_counted(archive):
+def test_all_conversations_of_an_archive_are_counted(archive, tiny_tokenizer):
     """Though it is one segment: regeneration slices them into tasks."""
     out = archive.parent / "out"
     config = RegenerateConfig((str(archive),), out, max_prompt=100, answering={}, chat_field="chat.json")
-    given = open_input(config)
+    given = open_input(config, make_chat_encoder(tiny_tokenizer, "plain"))
     assert given.count == len(list(given.conversations)) == len(TEXTS)
 
 

@@ -3,6 +3,7 @@
 import tracemalloc
 import weakref
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -254,14 +255,19 @@ def test_the_choice_goes_by_the_median_step_and_the_mean_tokens():
 def test_a_rewind_leaves_what_a_fresh_drafter_has(target):
     """Heads without a state propose nothing, and tables hold the tokens that stand."""
     drafter = drafter_for(target, likeliest_nodes([[0.4, 0.2]] * 3, 5), draft_pass="always", budget=24, sinks=4)
-    (result,) = Engine(target, drafter).generate(prompts(30), SamplingParams(max_new_tokens=60))
+    engine = Engine(target, drafter)
+    (result,) = engine.generate(prompts(30), SamplingParams(max_new_tokens=60))
     text = (result.prompt + result.tokens)[:50]
     own, ngrams = drafter.drafters
     full = own._cache
     before = int(own._selected.tokens[0])
     assert before >= 80
     drafter.rewind(torch.tensor([50]))
-    assert int(own._last.at_B[0]) == -2 and ngrams._tables.of[0].tokens == text
+    assert int(own._last.at_B[0]) == -2
+    at = {"roots": torch.tensor([text[-1]]), "positions": torch.tensor([49]), "committed": [text]}
+    stands = replace(engine.runner.state, **at)
+    ngrams._tables.catch_up(stands, ngrams._tables.asked(stands).tolist())
+    assert ngrams._tables.of[0].tokens == text
     assert own._selected.tokens.tolist() == [50]
     rows = own._selected.keys[0, 0, :24, 0]
     tokens = [int((full.keys[0, 0, :before, 0] == row).all(-1).nonzero()[0]) for row in rows]
