@@ -11,19 +11,26 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from longdraft.kernels.backend import HALF
+from longdraft.kernels.chain_attention import in_parts
 
 # Queries handled at once where a mask is needed: bounds it at this many rows by the keys that they may read.
 BLOCK = 512
 
 
-def causal_attention(q_BTHd: Tensor, k_BSKd: Tensor, v_BSKd: Tensor, window: int | None = None) -> Tensor:
+def causal_attention(
+    q_BTHd: Tensor, k_BSKd: Tensor, v_BSKd: Tensor, window: int | None = None, sinks_H: Tensor | None = None
+) -> Tensor:
     """Query t reads keys 0 .. S - T + t, the last `window` of them: the last query reads all, by order in the row.
 
     Args:
         q_BTHd: queries after RoPE. k_BSKd, v_BSKd: keys and values, K divides H (head h reads h // (H / K)).
         window: number of keys a query reads at most, its own token's included where S = T; None for all.
+        sinks_H: scores of kernels/sinks.py, where there are any; without gradients.
     Returns: [B, T, H, d] in q's dtype, scores scaled by d ** -0.5.
     """
+    if sinks_H is not None:
+        rows = zip(q_BTHd.split(1), k_BSKd.split(1), v_BSKd.split(1), strict=True)
+        return torch.cat([in_parts(q, k, v, window, sinks_H) for q, k, v in rows])
     n_queries, n_keys = q_BTHd.shape[1], k_BSKd.shape[1]
     q_BHTd, k_BKSd, v_BKSd = q_BTHd.transpose(1, 2), k_BSKd.transpose(1, 2), v_BSKd.transpose(1, 2)
     operands, grouped = (q_BHTd, k_BKSd, v_BKSd), q_BHTd.shape[1] != k_BKSd.shape[1]

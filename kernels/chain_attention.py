@@ -23,6 +23,7 @@ from torch.nn.functional import pad
 from longdraft.kernels import backend
 from longdraft.kernels.cpu_impl import rows
 from longdraft.kernels.reference.tree_attention import MOST_ROWS, pack_tree
+from longdraft.kernels.sinks import attention_with_sinks, with_sinks
 
 
 @dataclass
@@ -45,7 +46,12 @@ class ChainPlan:
 
 
 def chain_attention(
-    q_BTHd: Tensor, keys_BSKd: Tensor, values_BSKd: Tensor, plan: ChainPlan, window: int | None = None
+    q_BTHd: Tensor,
+    keys_BSKd: Tensor,
+    values_BSKd: Tensor,
+    plan: ChainPlan,
+    window: int | None = None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Row t of slot b reads the cache rows [0, lengths[b] + t], the last `window` of them.
 
@@ -55,23 +61,29 @@ def chain_attention(
             read (it may be NaN). Their strides may differ.
         plan: of the pass.
         window: the number of rows that a row reads at most, itself included; None for all.
+        sinks_H: scores of kernels/sinks.py, where there are any.
     Returns: [B, T, H, d] in q's dtype, scores scaled by d ** -0.5.
     """
     if (flash := backend.varlen_attention_for(q_BTHd)) is not None:
-        return by_flash(flash, q_BTHd, keys_BSKd, values_BSKd, plan, window)
+        return by_flash(attention_with_sinks(flash, sinks_H), q_BTHd, keys_BSKd, values_BSKd, plan, window)
     if (triton := backend.triton_kernels("tree_attention", q_BTHd.device.type)) is not None:
-        return in_slices(triton, q_BTHd, keys_BSKd, values_BSKd, plan.lengths_B, window)
+        return in_slices(triton, q_BTHd, keys_BSKd, values_BSKd, plan.lengths_B, window, sinks_H)
     if q_BTHd.device.type == "cpu" and rows.attends_chains(q_BTHd):
-        return rows.chain_rows(q_BTHd, keys_BSKd, values_BSKd, plan.lengths_B, window)
+        return rows.chain_rows(q_BTHd, keys_BSKd, values_BSKd, plan.lengths_B, window, sinks_H)
     out = []
     for slot, length in enumerate(plan.starts):
         own, read = slice(slot, slot + 1), slice(first_read(length, window), length + plan.n_rows)
-        out.append(in_parts(q_BTHd[own], keys_BSKd[own, read], values_BSKd[own, read], window))
+        out.append(in_parts(q_BTHd[own], keys_BSKd[own, read], values_BSKd[own, read], window, sinks_H))
     return out[0] if len(out) == 1 else torch.cat(out)
 
 
 def prompt_attention(
-    q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, prompt_lengths: Sequence[int], window: int | None = None
+    q_BTHd: Tensor,
+    k_BTKd: Tensor,
+    v_BTKd: Tensor,
+    prompt_lengths: Sequence[int],
+    window: int | None = None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """`chain_attention` of whole prompts of these lengths, padded behind their ends; zeros or anything there.
 
@@ -82,19 +94,20 @@ def prompt_attention(
     if (flash := backend.varlen_attention_for(q_BTHd)) is not None:
         borders = torch.arange(n_prompts + 1, dtype=torch.int32, device=q_BTHd.device) * n_rows
         flat = (x.flatten(0, 1) for x in (q_BTHd, k_BTKd, v_BTKd))
-        return flash(*flat, borders, borders, n_rows, n_rows, window).view(q_BTHd.shape)
+        attend = attention_with_sinks(flash, sinks_H)
+        return attend(*flat, borders, borders, n_rows, n_rows, window).view(q_BTHd.shape)
     start_B = torch.zeros(n_prompts, dtype=torch.int64, device=q_BTHd.device)
     if (triton := backend.triton_kernels("tree_attention", q_BTHd.device.type)) is not None:
-        return in_slices(triton, q_BTHd, k_BTKd, v_BTKd, start_B, window)
+        return in_slices(triton, q_BTHd, k_BTKd, v_BTKd, start_B, window, sinks_H)
     out_BTHd = q_BTHd.new_zeros(q_BTHd.shape)
     for slot, count in enumerate(prompt_lengths):
         own = slice(slot, slot + 1), slice(count)
         qkv = q_BTHd[own], k_BTKd[own], v_BTKd[own]
         few = 0 < count <= rows.MOST_ATTENTION_ROWS and rows.can_attend(q_BTHd)
         if q_BTHd.device.type == "cpu" and (few or (count and rows.attends_chains(q_BTHd))):
-            out_BTHd[own] = rows.chain_rows(*qkv, start_B[:1], window)
+            out_BTHd[own] = rows.chain_rows(*qkv, start_B[:1], window, sinks_H)
         elif count:
-            out_BTHd[own] = in_parts(*qkv, window)
+            out_BTHd[own] = in_parts(*qkv, window, sinks_H)
     return out_BTHd
 
 
@@ -120,7 +133,13 @@ def by_flash(
 
 
 def in_slices(
-    triton: Any, q_BTHd: Tensor, keys_BSKd: Tensor, values_BSKd: Tensor, lengths_B: Tensor, window: int | None
+    triton: Any,
+    q_BTHd: Tensor,
+    keys_BSKd: Tensor,
+    values_BSKd: Tensor,
+    lengths_B: Tensor,
+    window: int | None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """`chain_attention` by functions like those of triton_impl/tree_attention.py, MOST_ROWS rows at a time: to each the
     pass's rows before it are committed."""
@@ -128,11 +147,14 @@ def in_slices(
     for start in range(0, q_BTHd.shape[1], MOST_ROWS):
         q = q_BTHd[:, start : start + MOST_ROWS]
         chain = pack_tree(None, len(q), q.shape[1], q.device)
-        out.append(triton.tree_attention(q, keys_BSKd, values_BSKd, lengths_B + start, *chain, False, window)[0])
+        part, lse = triton.tree_attention(q, keys_BSKd, values_BSKd, lengths_B + start, *chain, False, window)
+        out.append(with_sinks(part, lse, sinks_H))
     return out[0] if len(out) == 1 else torch.cat(out, 1)
 
 
-def in_parts(q_1THd: Tensor, k_1SKd: Tensor, v_1SKd: Tensor, window: int | None) -> Tensor:
+def in_parts(
+    q_1THd: Tensor, k_1SKd: Tensor, v_1SKd: Tensor, window: int | None, sinks_H: Tensor | None = None
+) -> Tensor:
     """Query t reads keys 0 .. S - T + t, the last `window` of them, without a mask: [1, T, H, d].
 
     Rows are taken in blocks in which no row leaves out another. To such a block keys are of three kinds: those that all
@@ -154,10 +176,10 @@ def in_parts(q_1THd: Tensor, k_1SKd: Tensor, v_1SKd: Tensor, window: int | None)
         if common and stop - start > 1:  # the last row reads none of these
             edge = slice(own - window + 1, common)
             backwards = _part(*(x.flip(2) for x in (q[:, :, :-1], k_1KSd[:, :, edge], v_1KSd[:, :, edge])), causal=True)
-            some, _ = merge([x[:, :, :-1] for x in part], [x.flip(2) for x in backwards])
-            part = torch.cat((some, part[0][:, :, -1:]), 2), part[1]
-        done.append(part[0])
-    return (done[0] if len(done) == 1 else torch.cat(done, 2)).transpose(1, 2)
+            some = merge([x[:, :, :-1] for x in part], [x.flip(2) for x in backwards])
+            part = [torch.cat((x, whole[:, :, -1:]), 2) for x, whole in zip(some, part, strict=True)]
+        done.append(with_sinks(part[0].transpose(1, 2), part[1].transpose(1, 2), sinks_H))
+    return done[0] if len(done) == 1 else torch.cat(done, 1)
 
 
 def _part(q_1HTd: Tensor, k_1KSd: Tensor, v_1KSd: Tensor, causal: bool = False) -> tuple[Tensor, Tensor]:

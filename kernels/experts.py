@@ -1,4 +1,5 @@
-"""A feed-forward of many experts of which each token takes a few (Mixtral, arXiv 2401.04088; Qwen3, 2505.09388).
+"""A feed-forward of many experts of which each token takes a few (Mixtral, arXiv 2401.04088; Qwen3, 2505.09388;
+gpt-oss, 2508.10925).
 
 On a GPU the tokens of all experts are two grouped products, and nothing is read on the host. On a CPU each expert that
 has tokens is two calls of kernels/linear.py, whose result for a token does not depend on the others.
@@ -6,6 +7,7 @@ Shapes: B slots, T tokens, M = B * T, D hidden width, E experts, K of them a tok
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,26 +15,36 @@ from torch.nn import functional as F
 
 from longdraft.kernels.backend import is_host
 from longdraft.kernels.cpu_impl.rows import MOST_ATTENTION_ROWS
-from longdraft.kernels.gate import gate
+from longdraft.kernels.gate import clamped_gate, gate
 from longdraft.kernels.linear import linear
+
+
+class ExpertWeights(NamedTuple):
+    """An expert is down(gate(x)): of the rows of gate_up_EXD the gate's are first. Biases are there all or none.
+    clamped: arguments of `clamped_gate`, where the gate is not silu's."""
+
+    router_ED: Tensor
+    gate_up_EXD: Tensor
+    down_EDF: Tensor
+    router_bias_E: Tensor | None = None
+    gate_up_bias_EX: Tensor | None = None
+    down_bias_ED: Tensor | None = None
+    clamped: tuple[float, float] | None = None
 
 
 def experts(
     x_BTD: Tensor,
-    router_ED: Tensor,
-    gate_up_EXD: Tensor,
-    down_EDF: Tensor,
+    weights: ExpertWeights,
     n_chosen: int,
     normalised: bool,
     prompt_lengths: Sequence[int] | None = None,
 ) -> Tensor:
     """The sum of each token's experts, each times its probability: [B, T, D] in x's dtype, for frozen weights.
 
-    Probabilities are the softmax of x router^T in fp32; of equal ones the lower index comes first. The sum is in fp32,
-    in the order of the probabilities, and rounded once.
+    Probabilities are the softmax of the router's product in fp32; of equal ones the lower index comes first. The sum is
+    in fp32, in the order of the probabilities, and rounded once.
 
     Args:
-        gate_up_EXD, down_EDF: an expert is down(silu(gate(x)) * up(x)), gate's rows first.
         n_chosen: K. normalised: the K probabilities are divided by their sum.
         prompt_lengths: as of `linear`.
     """
@@ -41,41 +53,47 @@ def experts(
         out_BTD = torch.zeros_like(x_BTD)
         for slot, count in enumerate(prompt_lengths):
             own = x_BTD[slot : slot + 1, :count]
-            chosen, shares = choose_experts(own, router_ED, n_chosen, normalised, [count])
-            out_BTD[slot, :count] = _on_host(own[0], chosen, shares, gate_up_EXD, down_EDF, prompt=True)
+            chosen, shares = choose_experts(own, weights, n_chosen, normalised, [count])
+            out_BTD[slot, :count] = _on_host(own[0], chosen, shares, weights, prompt=True)
         return out_BTD
-    chosen_MK, shares_MK = choose_experts(x_BTD, router_ED, n_chosen, normalised)
+    chosen_MK, shares_MK = choose_experts(x_BTD, weights, n_chosen, normalised)
     rows_MD = x_BTD.flatten(0, 1)
     if host:
         alone = x_BTD.shape[1] <= MOST_ATTENTION_ROWS
-        return _on_host(rows_MD, chosen_MK, shares_MK, gate_up_EXD, down_EDF, alone=alone).view_as(x_BTD)
-    return grouped(rows_MD, chosen_MK, shares_MK, gate_up_EXD, down_EDF).view_as(x_BTD)
+        return _on_host(rows_MD, chosen_MK, shares_MK, weights, alone=alone).view_as(x_BTD)
+    return grouped(rows_MD, chosen_MK, shares_MK, weights).view_as(x_BTD)
 
 
 def choose_experts(
-    x_BTD: Tensor, router_ED: Tensor, n_chosen: int, normalised: bool, prompt_lengths: Sequence[int] | None = None
+    x_BTD: Tensor, weights: ExpertWeights, n_chosen: int, normalised: bool, prompt_lengths: Sequence[int] | None = None
 ) -> tuple[Tensor, Tensor]:
     """The K likeliest experts of each token, int64 [M, K], and their shares, fp32 [M, K]; arguments as of `experts`."""
-    logits_ME = linear(x_BTD, router_ED, prompt_lengths=prompt_lengths).flatten(0, 1)
+    router = weights.router_ED, weights.router_bias_E
+    logits_ME = linear(x_BTD, *router, prompt_lengths=prompt_lengths).flatten(0, 1)
     ordered = logits_ME.float().softmax(-1).sort(dim=-1, descending=True, stable=True)  # `topk` leaves ties open
     shares_MK, chosen_MK = ordered.values[:, :n_chosen], ordered.indices[:, :n_chosen]
     return chosen_MK, shares_MK / shares_MK.sum(-1, keepdim=True) if normalised else shares_MK
 
 
-def grouped(rows_MD: Tensor, chosen_MK: Tensor, shares_MK: Tensor, gate_up_EXD: Tensor, down_EDF: Tensor) -> Tensor:
+def grouped(rows_MD: Tensor, chosen_MK: Tensor, shares_MK: Tensor, weights: ExpertWeights) -> Tensor:
     """[M, D] by two grouped products. On CUDA other dtypes than bf16 go through PyTorch's own loop over the experts,
     which waits for the host (`waits_for_host`)."""
     order_N = chosen_MK.flatten().sort(stable=True).indices
-    sizes_E = torch.zeros(len(down_EDF), dtype=torch.int32, device=rows_MD.device)
+    expert_N = chosen_MK.flatten()[order_N]
+    sizes_E = torch.zeros(len(weights.down_EDF), dtype=torch.int32, device=rows_MD.device)
     sizes_E.scatter_add_(0, chosen_MK.flatten(), torch.ones_like(chosen_MK, dtype=torch.int32).flatten())
     ends_E = sizes_E.cumsum(0, dtype=torch.int32)
     rows_ND = rows_MD[order_N // chosen_MK.shape[1]]
-    gate_up_NX = F.grouped_mm(rows_ND, gate_up_EXD.mT, offs=ends_E)
+    gate_up_NX = F.grouped_mm(rows_ND, weights.gate_up_EXD.mT, offs=ends_E)
     del rows_ND  # of so many rows each is as large as a layer's: none lives longer than it is read
-    gated_NF = gate(gate_up_NX)
+    if weights.gate_up_bias_EX is not None:
+        gate_up_NX += weights.gate_up_bias_EX[expert_N]
+    gated_NF = _gate(gate_up_NX, weights)
     del gate_up_NX
-    sorted_ND = F.grouped_mm(gated_NF, down_EDF.mT, offs=ends_E)
+    sorted_ND = F.grouped_mm(gated_NF, weights.down_EDF.mT, offs=ends_E)
     del gated_NF
+    if weights.down_bias_ED is not None:
+        sorted_ND += weights.down_bias_ED[expert_N]
     outputs_ND = torch.empty_like(sorted_ND).index_copy_(0, order_N, sorted_ND)
     del sorted_ND
     return _add_up(outputs_ND, shares_MK)
@@ -90,25 +108,33 @@ def _on_host(
     rows_MD: Tensor,
     chosen_MK: Tensor,
     shares_MK: Tensor,
-    gate_up_EXD: Tensor,
-    down_EDF: Tensor,
+    weights: ExpertWeights,
     prompt: bool = False,
     alone: bool = False,
 ) -> Tensor:
     """[M, D], expert after expert. alone: each token by itself, as while decoding; prompt: tokens are a prompt's."""
-    n_chosen = chosen_MK.shape[1]
+    n_chosen, silu = chosen_MK.shape[1], weights.clamped is None
+    gate_up, gate_up_bias = weights.gate_up_EXD, weights.gate_up_bias_EX
+    down, down_bias = weights.down_EDF, weights.down_bias_ED
     order_N = chosen_MK.flatten().sort(stable=True).indices
-    sizes = torch.bincount(chosen_MK.flatten(), minlength=len(down_EDF)).tolist()
+    sizes = torch.bincount(chosen_MK.flatten(), minlength=len(down)).tolist()
     outputs_ND, start = rows_MD.new_empty(len(order_N), rows_MD.shape[1]), 0
     for expert, size in enumerate(sizes):
         if size == 0:
             continue
         own_N, lengths = order_N[start : start + size], [size] if prompt else None
         rows = rows_MD[own_N // n_chosen].unsqueeze(1 if alone else 0)
-        gated = linear(rows, gate_up_EXD[expert], gated=True, prompt_lengths=lengths)
-        outputs_ND[own_N] = linear(gated, down_EDF[expert], prompt_lengths=lengths).flatten(0, 1)
+        bias = None if gate_up_bias is None else gate_up_bias[expert]
+        gated = linear(rows, gate_up[expert], bias, gated=silu, prompt_lengths=lengths)
+        gated = gated if silu else _gate(gated, weights)
+        bias = None if down_bias is None else down_bias[expert]
+        outputs_ND[own_N] = linear(gated, down[expert], bias, prompt_lengths=lengths).flatten(0, 1)
         start += size
     return _add_up(outputs_ND, shares_MK)
+
+
+def _gate(gate_up: Tensor, weights: ExpertWeights) -> Tensor:
+    return gate(gate_up) if weights.clamped is None else clamped_gate(gate_up, *weights.clamped)
 
 
 def _add_up(outputs_ND: Tensor, shares_MK: Tensor) -> Tensor:

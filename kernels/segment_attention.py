@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from longdraft.kernels import backend
 from longdraft.kernels.causal_attention import causal_attention
+from longdraft.kernels.sinks import attention_with_sinks
 from longdraft.kernels.transfer import from_host
 
 # One kernel wants keys end to end, so what segments share is copied: at most this many rows for each that there is.
@@ -49,7 +50,12 @@ class Layout(NamedTuple):
 
 
 def segment_attention(
-    q_NHd: Tensor, k_MKd: Tensor, v_MKd: Tensor, segments: Sequence[Segment], window: int | None = None
+    q_NHd: Tensor,
+    k_MKd: Tensor,
+    v_MKd: Tensor,
+    segments: Sequence[Segment],
+    window: int | None = None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Query i of a segment of n queries and m keys reads its keys 0 .. m - n + i, the last `window` of them.
 
@@ -57,6 +63,7 @@ def segment_attention(
         q_NHd: queries after RoPE. k_MKd, v_MKd: keys and values, K divides H (head h reads h // (H / K)).
         segments: in the order of their queries, which do not overlap; their keys may. One without queries is none.
         window: number of keys a query reads at most; None for all.
+        sinks_H: scores of kernels/sinks.py, where there are any; without gradients.
     Returns: [N, H, d] in q's dtype, scores scaled by d ** -0.5; zeros for rows in no segment, and no gradient to them.
     Raises: ValueError for a segment with fewer keys than queries, out of order, or beyond the rows there are.
     """
@@ -67,12 +74,12 @@ def segment_attention(
     copies = sum(segment.k_stop - segment.k_start for segment in segments)
     attention = backend.varlen_attention_for(q_NHd) if copies <= MOST_COPIES * len(k_MKd) else None
     if attention is None:
-        return _one_by_one(q_NHd, k_MKd, v_MKd, segments, window)
+        return _one_by_one(q_NHd, k_MKd, v_MKd, segments, window, sinks_H)
     kernels = backend.triton_kernels("segment_attention", q_NHd.device.type)
     frozen = not (k_MKd.requires_grad or v_MKd.requires_grad)
     if kernels is not None and frozen and q_NHd.requires_grad and torch.is_grad_enabled():
         return with_frozen_keys(attention, kernels.query_gradient, q_NHd, k_MKd, v_MKd, segments, window)
-    return in_one_call(attention, q_NHd, k_MKd, v_MKd, segments, window)
+    return in_one_call(attention_with_sinks(attention, sinks_H), q_NHd, k_MKd, v_MKd, segments, window)
 
 
 def send_segments(segments: Sequence[Segment], device: torch.device) -> None:
@@ -152,14 +159,19 @@ def _put_back(out_PHd: Tensor, q_NHd: Tensor, layout: Layout) -> Tensor:
 
 
 def _one_by_one(
-    q_NHd: Tensor, k_MKd: Tensor, v_MKd: Tensor, segments: tuple[Segment, ...], window: int | None
+    q_NHd: Tensor,
+    k_MKd: Tensor,
+    v_MKd: Tensor,
+    segments: tuple[Segment, ...],
+    window: int | None,
+    sinks_H: Tensor | None,
 ) -> Tensor:
     q_parts = _cut(q_NHd, [(segment.q_start, segment.q_stop) for segment in segments])
     spans = [(segment.k_start, segment.k_stop) for segment in segments]
     keys, values = _cut(k_MKd, spans)[1::2], _cut(v_MKd, spans)[1::2]
     out = [_blind(q_parts[0])]
     for q, k, v, gap in zip(q_parts[1::2], keys, values, q_parts[2::2], strict=True):
-        out += [causal_attention(q[None], k[None], v[None], window)[0], _blind(gap)]
+        out += [causal_attention(q[None], k[None], v[None], window, sinks_H)[0], _blind(gap)]
     return torch.cat(out)
 
 

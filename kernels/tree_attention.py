@@ -19,6 +19,7 @@ from longdraft.kernels import backend
 from longdraft.kernels.chain_attention import ChainPlan, chain_attention, first_read, merge
 from longdraft.kernels.cpu_impl import rows
 from longdraft.kernels.reference.tree_attention import MOST_ROWS, attended_rows, log_sum_exp, pack_tree
+from longdraft.kernels.sinks import with_sinks
 
 # Above this many committed rows one mask over everything costs more than two calls and a merge.
 SPLIT_FROM = 1024
@@ -66,6 +67,7 @@ def tree_attention(
     tree_mask_BTT: Tensor | None = None,
     window: int | None = None,
     plan: PassPlan | None = None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Row i of slot b reads all committed rows and the pass's own rows that the tree opens to it.
 
@@ -77,28 +79,34 @@ def tree_attention(
         tree_mask_BTT: bool, [b, i, j]: row i reads row j of the pass (ancestors and itself); None: j <= i.
         window: a row sees the last `window` tokens of its own history, itself included; None for all.
         plan: from `plan_pass` with the same lengths and tree, to share masks between layers; made here when None.
+        sinks_H: scores of kernels/sinks.py, where there are any.
     Returns: [B, T, H, d] in q's dtype, scores scaled by d ** -0.5; zero for a row that may read nothing.
     """
     n_slots, n_rows = q_BTHd.shape[:2]
     if _in_c(q_BTHd):
-        return rows.attention_rows(q_BTHd, keys_BSKd, values_BSKd, lengths_B, tree_mask_BTT, window)
+        return rows.rows_with_sinks(q_BTHd, keys_BSKd, values_BSKd, lengths_B, tree_mask_BTT, window, sinks_H)
     plan = plan or plan_pass(lengths_B, n_rows, tree_mask_BTT)
     if (triton := triton_for(q_BTHd)) is not None:
         bits_BT2, depth_BT = plan.tree
         is_tree = tree_mask_BTT is not None
-        return triton.tree_attention(q_BTHd, keys_BSKd, values_BSKd, lengths_B, bits_BT2, depth_BT, is_tree, window)[0]
+        given = q_BTHd, keys_BSKd, values_BSKd, lengths_B, bits_BT2, depth_BT, is_tree
+        out_BTHd, lse_BTH = triton.tree_attention(*given, window)
+        return with_sinks(out_BTHd, lse_BTH, sinks_H)
     if plan.tree_mask_BTT is None and n_rows > 1:
-        return chain_attention(q_BTHd, keys_BSKd, values_BSKd, plan, window)
+        return chain_attention(q_BTHd, keys_BSKd, values_BSKd, plan, window, sinks_H)
     triton = backend.triton_kernels("tree_attention", q_BTHd.device.type)
     if triton is not None and window is None and tree_mask_BTT is not None:
-        return wide_tree(triton, q_BTHd, keys_BSKd, values_BSKd, lengths_B, tree_mask_BTT)
-    if n_slots == 1:
-        return _slot_attention(q_BTHd, keys_BSKd, values_BSKd, plan, 0, window)
+        return wide_tree(triton, q_BTHd, keys_BSKd, values_BSKd, lengths_B, tree_mask_BTT, sinks_H)
     outputs = [
         _slot_attention(q_BTHd[b : b + 1], keys_BSKd[b : b + 1], values_BSKd[b : b + 1], plan, b, window)
         for b in range(n_slots)
     ]
-    return torch.cat(outputs)
+    out_BTHd = outputs[0] if n_slots == 1 else torch.cat(outputs)
+    if sinks_H is None:
+        return out_BTHd
+    # PyTorch's attention keeps its sums to itself: the scores are computed once more.
+    lse_BTH = log_sum_exp(q_BTHd, keys_BSKd, lengths_B, tree_mask_BTT, window)
+    return with_sinks(out_BTHd, lse_BTH, sinks_H)
 
 
 def tree_attention_lse(
@@ -141,7 +149,13 @@ def triton_for(q_BTHd: Tensor) -> Any | None:
 
 
 def wide_tree(
-    triton: Any, q_BTHd: Tensor, keys_BSKd: Tensor, values_BSKd: Tensor, lengths_B: Tensor, tree_mask_BTT: Tensor
+    triton: Any,
+    q_BTHd: Tensor,
+    keys_BSKd: Tensor,
+    values_BSKd: Tensor,
+    lengths_B: Tensor,
+    tree_mask_BTT: Tensor,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """A tree of more than MOST_ROWS nodes by functions like those of triton_impl/tree_attention.py: they read the
     committed rows, so many nodes at a time; the pass's own are few, and the mask is of these alone."""
@@ -159,7 +173,8 @@ def wide_tree(
     base_BKGT1 = lse_BKGT.masked_fill(lse_BKGT.isneginf(), 0.0)[..., None]  # of a row that may read nothing
     out_BTKGd = torch.einsum("bkgts,bskd->btkgd", (scores_BKGTT - base_BKGT1).exp(), values_BTKd)
     share_BTH1 = (old_lse_BKGT[..., None] - base_BKGT1).exp().flatten(1, 2).transpose(1, 2)
-    return (out_BTKGd.flatten(2, 3) + share_BTH1 * old_BTHd.float()).to(q_BTHd.dtype)
+    out_BTHd = (out_BTKGd.flatten(2, 3) + share_BTH1 * old_BTHd.float()).to(q_BTHd.dtype)
+    return with_sinks(out_BTHd, lse_BKGT.flatten(1, 2).transpose(1, 2), sinks_H)
 
 
 def _slot_attention(

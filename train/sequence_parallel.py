@@ -80,7 +80,7 @@ class SequenceParallel:
         if lacking:
             tokens_1N, borders = F.pad(tokens_1N, (0, lacking)), [*borders, n_tokens + lacking]
             positions_1N = None if positions_1N is None else F.pad(positions_1N, (0, lacking))
-        shard = _Shard(slice(self.rank * width, (self.rank + 1) * width), self._attention)
+        shard = _Shard(slice(self.rank * width, (self.rank + 1) * width), self._attention, self.rank, self.size)
         given, spans = replace(given, tokens_BT=tokens_1N, borders=borders, positions_BT=positions_1N), given.spans
         output = model(replace(given, shard=shard, spans=()))
         start, stop = self.own_span(n_tokens)
@@ -119,11 +119,29 @@ class _Shard:
 
     tokens: slice
     attention: DistributedAttention
+    rank: int
+    size: int
 
-    def attend(self, q_nHd: Tensor, k_nKd: Tensor, v_nKd: Tensor, pieces: list[Segment], window: int | None) -> Tensor:
-        return self.attention(q_nHd[None], k_nKd[None], v_nKd[None], 0, None, pieces, window)[0]
+    def attend(
+        self,
+        q_nHd: Tensor,
+        k_nKd: Tensor,
+        v_nKd: Tensor,
+        pieces: list[Segment],
+        window: int | None,
+        sinks_H: Tensor | None,
+    ) -> Tensor:
+        own = None if sinks_H is None else sinks_H.chunk(self.size)[self.rank]
+        return self.attention(q_nHd[None], k_nKd[None], v_nKd[None], 0, None, pieces, window, own)[0]
 
 
-def _attend(q_1NHd: Tensor, k_1NKd: Tensor, v_1NKd: Tensor, pieces: list[Segment], window: int | None) -> Tensor:
+def _attend(
+    q_1NHd: Tensor,
+    k_1NKd: Tensor,
+    v_1NKd: Tensor,
+    pieces: list[Segment],
+    window: int | None,
+    sinks_H: Tensor | None,
+) -> Tensor:
     """All rows, a rank's share of the heads."""
-    return segment_attention(q_1NHd[0], k_1NKd[0], v_1NKd[0], pieces, window)[None]
+    return segment_attention(q_1NHd[0], k_1NKd[0], v_1NKd[0], pieces, window, sinks_H)[None]

@@ -29,6 +29,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from longdraft.kernels.sinks import with_sinks
+
 FOLDER = Path(__file__).parent
 SOURCES = FOLDER / "rows.c", *sorted(FOLDER.glob("*.inc"))
 # No -ffast-math: it would let infinities and NaN through as if they could not occur, and flush denormals process-wide.
@@ -315,14 +317,34 @@ def attends_chains(q_BTHd: Tensor) -> bool:
 
 
 def chain_rows(
-    q_BTHd: Tensor, keys_BSKd: Tensor, values_BSKd: Tensor, lengths_B: Tensor, window: int | None = None
+    q_BTHd: Tensor,
+    keys_BSKd: Tensor,
+    values_BSKd: Tensor,
+    lengths_B: Tensor,
+    window: int | None = None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """`attention_rows` of any number of rows that are a chain."""
+    """`rows_with_sinks` of any number of rows that are a chain."""
     parts = [
-        attention_rows(q, keys_BSKd, values_BSKd, lengths_B + i * MOST_ATTENTION_ROWS, None, window)
+        rows_with_sinks(q, keys_BSKd, values_BSKd, lengths_B + i * MOST_ATTENTION_ROWS, None, window, sinks_H)
         for i, q in enumerate(q_BTHd.split(MOST_ATTENTION_ROWS, 1))
     ]
     return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+
+def rows_with_sinks(
+    q_BTHd: Tensor,
+    keys_BSKd: Tensor,
+    values_BSKd: Tensor,
+    lengths_B: Tensor,
+    tree_mask_BTT: Tensor | None,
+    window: int | None,
+    sinks_H: Tensor | None,
+) -> Tensor:
+    """`attention_rows`, as if its queries had read the sinks too (kernels/sinks.py)."""
+    lse_BTH = None if sinks_H is None else torch.empty(q_BTHd.shape[:3])
+    out_BTHd = attention_rows(q_BTHd, keys_BSKd, values_BSKd, lengths_B, tree_mask_BTT, window, lse_BTH)
+    return with_sinks(out_BTHd, lse_BTH, sinks_H)
 
 
 def attention_rows(

@@ -58,10 +58,16 @@ GEMMA = {  # fields of the target "gemma3", whose last layer alone reads everyth
     "rope": {"rope_type": "linear", "rope_theta": 50000.0, "factor": 2.0}, "activation": "gelu_tanh",
     "embedding_scale": 1.5, "post_norms": True,
 }  # fmt: skip
+GPT_OSS = {  # of the target "gpt_oss"
+    "sliding_windows": (7, None), "attention_sinks": True, "attention_bias": True, "o_bias": True,
+    "experts": replace(EXPERTS, bias=True, clamped_gate=(1.702, 2.0)),
+}  # fmt: skip
+OTHERS = {"moe": {"experts": EXPERTS}, "gemma3": GEMMA, "gpt_oss": GPT_OSS}
 SEEDS = {("gqa", "short"): 12, ("gqa", "overflow"): 12, ("mha", "short"): 11, ("mha", "overflow"): 14} | {
     ("moe", "overflow"): 14,
     ("olmo2", "overflow"): 3,
     ("gemma3", "overflow"): 5,
+    ("gpt_oss", "overflow"): 5,
 }
 
 
@@ -161,8 +167,7 @@ def models(tiny_target):
             n_kv_heads=HEADS.get(kind, 2),
             max_positions=POSITIONS,
             dtype=dtype,
-            experts=EXPERTS if kind == "moe" else None,
-            **(GEMMA if kind == "gemma3" else {}),
+            **OTHERS.get(kind, {}),
         ),
         tiny_target(vocab_size=VOCAB, n_layers=1, n_kv_heads=1, seed=5, max_positions=POSITIONS, dtype=dtype),
     )
@@ -247,19 +252,20 @@ def test_a_drafter_gives_the_tokens_of_a_model_of_transformers(models, plain, na
     check(engine, plain("olmo2", "overflow"), "olmo2", "overflow", every(("greedy", "T1_min_p"), (0, 1, 3)))
 
 
+@pytest.mark.parametrize("kind", ["gemma3", "gpt_oss"])
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_a_drafter_gives_gemmas_tokens_or_refuses_its_windows(c_kernels, models, plain, name):
-    target, small = models("gemma3")
+def test_a_drafter_gives_the_tokens_of_another_family_or_refuses_its_windows(c_kernels, models, plain, name, kind):
+    target, small = models(kind)
     if name in ("tokenswift_silu", "few_words") or "triforce" in name or "draft_pass" in name:  # selected rows
         with pytest.raises(ValueError, match="sliding windows"):
             DRAFTERS[name](target, small)
         return
     engine = Engine(target, DRAFTERS[name](target, small), slots=3)
-    check(engine, plain("gemma3", "overflow"), "gemma3", "overflow", every(("greedy", "T1_min_p"), (0, 1, 3)))
-    target, small = models("gemma3", torch.bfloat16)
+    check(engine, plain(kind, "overflow"), kind, "overflow", every(("greedy", "T1_min_p"), (0, 1, 3)))
+    target, small = models(kind, torch.bfloat16)
     engine = Engine(target, DRAFTERS[name](target, small), slots=3, nodes=None)
-    want = plain("gemma3", "overflow", torch.bfloat16)
-    check(engine, want, "gemma3", "overflow", every(("greedy", "T0.7"), (0, 1, 3)))
+    want = plain(kind, "overflow", torch.bfloat16)
+    check(engine, want, kind, "overflow", every(("greedy", "T0.7"), (0, 1, 3)))
 
 
 @pytest.mark.parametrize("names", PAIRS, ids="+".join)

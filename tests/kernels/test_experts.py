@@ -4,44 +4,49 @@ import pytest
 import torch
 
 from longdraft.kernels.cpu_impl.rows import decoding
-from longdraft.kernels.experts import choose_experts, experts, grouped
+from longdraft.kernels.experts import ExpertWeights, choose_experts, experts, grouped
 from longdraft.kernels.reference.experts import experts as reference
 
 D, E, F = 24, 5, 16
+CLAMPED = 1.702, 2.0  # gpt-oss's slope, and a limit that is met here
 
 
-def weights(dtype: torch.dtype = torch.float32, seed: int = 0) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    shapes = (E, D), (E, 2 * F, D), (E, D, F)
-    return [(torch.randn(*shape, generator=generator) * 0.3).to(dtype) for shape in shapes]
+def weights(dtype: torch.dtype = torch.float32, clamped: bool = False) -> ExpertWeights:
+    """clamped: gpt-oss's experts, with biases."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(E, D), (E, 2 * F, D), (E, D, F), *([(E,), (E, 2 * F), (E, D)] if clamped else [])]
+    given = [(torch.randn(*shape, generator=generator) * 0.3).to(dtype) for shape in shapes]
+    return ExpertWeights(*given, clamped=CLAMPED if clamped else None)
 
 
 def tokens(slots: int, count: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(slots, count, D, generator=torch.Generator().manual_seed(9)).to(dtype)
 
 
+@pytest.mark.parametrize("clamped", [False, True])
 @pytest.mark.parametrize("normalised", [True, False])
 @pytest.mark.parametrize("n_chosen", [1, 3, E])
 @pytest.mark.parametrize("shape", [(1, 1), (2, 7), (1, 150)])
-def test_against_the_reference(shape, n_chosen, normalised):
-    x_BTD, (router, gate_up, down) = tokens(*shape), weights()
-    want = reference(x_BTD, router, gate_up, down, n_chosen, normalised)
-    torch.testing.assert_close(experts(x_BTD, router, gate_up, down, n_chosen, normalised), want)
-    chosen_MK, shares_MK = choose_experts(x_BTD, router, n_chosen, normalised)
-    by_groups = grouped(x_BTD.flatten(0, 1), chosen_MK, shares_MK, gate_up, down).view_as(x_BTD)
+def test_against_the_reference(shape, n_chosen, normalised, clamped):
+    x_BTD, given = tokens(*shape), weights(clamped=clamped)
+    want = reference(x_BTD, given, n_chosen, normalised)
+    torch.testing.assert_close(experts(x_BTD, given, n_chosen, normalised), want)
+    chosen_MK, shares_MK = choose_experts(x_BTD, given, n_chosen, normalised)
+    by_groups = grouped(x_BTD.flatten(0, 1), chosen_MK, shares_MK, given).view_as(x_BTD)
     torch.testing.assert_close(by_groups, want)
 
 
 def test_of_equal_experts_the_lower_index_is_taken():
-    x_BTD, (router, _, _) = tokens(1, 40), weights()
-    router.zero_()
-    chosen_MK, shares_MK = choose_experts(x_BTD, router, 2, normalised=True)
+    x_BTD, given = tokens(1, 40), weights()
+    given.router_ED.zero_()
+    chosen_MK, shares_MK = choose_experts(x_BTD, given, 2, normalised=True)
     assert chosen_MK.tolist() == [[0, 1]] * 40 and bool((shares_MK == 0.5).all())
 
 
+@pytest.mark.parametrize("clamped", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_decoded_tokens_bits_do_not_depend_on_the_others(c_kernels, dtype):
-    x_BTD, given = tokens(3, 40, dtype), [*weights(dtype), 2, True]
+def test_a_decoded_tokens_bits_do_not_depend_on_the_others(c_kernels, dtype, clamped):
+    x_BTD, given = tokens(3, 40, dtype), [weights(dtype, clamped), 2, True]
     with decoding():
         whole_BTD = experts(x_BTD, *given)
         for width in (1, 3, 8):
@@ -49,8 +54,9 @@ def test_a_decoded_tokens_bits_do_not_depend_on_the_others(c_kernels, dtype):
         assert torch.equal(experts(x_BTD[1:2], *given), whole_BTD[1:2])
 
 
-def test_a_prompt_does_not_depend_on_the_others_of_its_pass():
-    x_BTD, lengths, given = tokens(3, 60), [60, 1, 33], [*weights(), 2, False]
+@pytest.mark.parametrize("clamped", [False, True])
+def test_a_prompt_does_not_depend_on_the_others_of_its_pass(clamped):
+    x_BTD, lengths, given = tokens(3, 60), [60, 1, 33], [weights(clamped=clamped), 2, False]
     together_BTD = experts(x_BTD, *given, prompt_lengths=lengths)
     for slot, count in enumerate(lengths):
         own = slice(slot, slot + 1), slice(count)
@@ -59,4 +65,4 @@ def test_a_prompt_does_not_depend_on_the_others_of_its_pass():
 
 
 def test_no_tokens_give_no_tokens():
-    assert experts(tokens(1, 0), *weights(), 2, True).shape == (1, 0, D)
+    assert experts(tokens(1, 0), weights(), 2, True).shape == (1, 0, D)

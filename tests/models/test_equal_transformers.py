@@ -19,6 +19,7 @@ from transformers import (
     Gemma3Config,
     Gemma3ForConditionalGeneration,
     Gemma3TextConfig,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -68,6 +69,10 @@ ROPES = {
     },
 }  # fmt: skip
 GEMMA_ROPES = {"full_attention": ROPES["linear"], "sliding_attention": ROPES["default"]}
+GPT_OSS = SHAPE | {"sliding_window": 7, "rope_parameters": {  # as published, but for the lengths
+    "rope_type": "yarn", "rope_theta": 150000.0, "factor": 4.0, "original_max_position_embeddings": 16,
+    "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+}}  # fmt: skip
 EXPERTS = {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
 SLIDING = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}
 FAMILIES = {
@@ -98,6 +103,11 @@ FAMILIES |= {
         **SHAPE, head_dim=8, query_pre_attn_scalar=8, sliding_window=5, attention_bias=True,
         layer_types=["sliding_attention", "full_attention", "sliding_attention"], rope_parameters=GEMMA_ROPES,
     ),
+    "gpt-oss": GptOssConfig(**GPT_OSS, head_dim=16, num_local_experts=5, num_experts_per_tok=2),
+    "gpt-oss-full": GptOssConfig(
+        **GPT_OSS, head_dim=8, num_local_experts=4, num_experts_per_tok=4, layer_types=["full_attention"] * 3,
+        swiglu_limit=0.5,
+    ),
     "qwen3-moe-every-other": Qwen3MoeConfig(**SHAPE, **EXPERTS, decoder_sparse_step=2),
 }  # fmt: skip
 
@@ -109,6 +119,8 @@ def theirs_of(config, **save) -> AutoModelForCausalLM:
     for name, parameter in model.named_parameters():
         if "experts" in name:
             parameter.data.normal_(0.0, 0.25)
+        if name.endswith("sinks"):
+            parameter.data.normal_(1.0, 1.0)
         if "norm" in name or name.endswith("bias"):
             parameter.data.normal_(1.0 if "norm" in name else 0.0, 0.3)
     return model

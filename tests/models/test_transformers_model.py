@@ -36,11 +36,19 @@ FAMILIES = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
         },
     },
+    "gpt_oss": {
+        "head_dim": 8,
+        "sliding_window": 4,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "swiglu_limit": 0.5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    },
     "gpt2": {},
     "opt": {"word_embed_proj_dim": 32, "ffn_dim": 48},
 }
 # Whose keys a draft's block can read: rotated over whole heads, the halves together.
-ROTATE = {"llama", "qwen3", "mistral", "qwen3_moe", "olmo2", "olmo3", "granite", "gemma", "gemma3_text"}
+ROTATE = {"llama", "qwen3", "mistral", "qwen3_moe", "olmo2", "olmo3", "granite", "gemma", "gemma3_text", "gpt_oss"}
 REFUSED = {
     "mamba": ({"conv_kernel": 2, "state_size": 4}, "layers of linear_attention"),
     "deepseek_v3": ({}, "keys of width 192 and values of width 128"),

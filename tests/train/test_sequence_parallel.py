@@ -4,7 +4,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import (
+    GptOssConfig,
+    GptOssForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+)
 
 from longdraft.models.hf import decoder_config
 from longdraft.train.sequence_parallel import check_heads
@@ -15,10 +22,13 @@ SIZES = dict(
     num_key_value_heads=2, head_dim=8, max_position_embeddings=16, tie_word_embeddings=False,
 )  # fmt: skip
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+SINKS = GptOssConfig(num_local_experts=3, num_experts_per_tok=2, sliding_window=6, rope_parameters=ROPE, **SIZES)
 TARGETS = {
     "plain": (LlamaForCausalLM, LlamaConfig(**SIZES)),
     "window": (MistralForCausalLM, MistralConfig(sliding_window=6, **SIZES)),
     "dynamic": (LlamaForCausalLM, LlamaConfig(rope_parameters=DYNAMIC, **SIZES)),
+    "sinks": (GptOssForCausalLM, SINKS),
 }
 
 
@@ -38,6 +48,7 @@ CASES = {
     "plain": {"folder": "plain", "stage": 0, "sequence": DEGREE},
     "window": {"folder": "window", "stage": 0, "sequence": DEGREE},
     "dynamic": {"folder": "dynamic", "stage": 0, "sequence": DEGREE},
+    "sinks": {"folder": "sinks", "stage": 0, "sequence": DEGREE},
     "sharded": {"folder": "window", "stage": 3, "sequence": DEGREE},
     "alone": {"folder": "window", "stage": 0, "sequence": 1},
 }

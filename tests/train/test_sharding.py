@@ -10,7 +10,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, PreTrainedTokenizerFast, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    GptOssConfig,
+    LlamaConfig,
+    PreTrainedTokenizerFast,
+    Qwen3MoeConfig,
+)
 
 from longdraft.models.hf import load_target
 
@@ -28,6 +35,10 @@ ROWS = [
 ]
 EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "mlp_only_layers": [1]}
 GEMMA = {"sliding_window": 6, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]}
+GPT_OSS = {"num_local_experts": 3, "num_experts_per_tok": 2, "sliding_window": 6, "rope_parameters": {
+    "rope_type": "default", "rope_theta": 1e4,
+}}  # fmt: skip
+OTHERS = {"experts": (Qwen3MoeConfig, EXPERTS), "gemma3": (Gemma3TextConfig, GEMMA), "gpt_oss": (GptOssConfig, GPT_OSS)}
 SLACK = 4096  # bytes of what is no weight: RoPE's tables
 
 
@@ -75,7 +86,7 @@ def results(folder, start_ranks, finish_ranks):
         if n_ranks == 2:
             misfit = misfit_folder(folder, out / "misfit")
             actions.append({"error": str(misfit), "dtype": "fp32", "out": str(out / "error-fp32-2")})
-            for name, family, fields in (("experts", Qwen3MoeConfig, EXPERTS), ("gemma3", Gemma3TextConfig, GEMMA)):
+            for name, (family, fields) in OTHERS.items():
                 other = str(model_folder(out / name, family, **fields))
                 for kind in ("weights", "pass"):
                     to = str(out / f"{kind}-{name}-2")
@@ -110,7 +121,7 @@ def test_a_pass_gives_what_the_replicated_target_gives(results, n_ranks, dtype):
         assert sharded == replicated and sharded["tokenizer"] != "none" and len(sharded["weights"]) == 64
 
 
-@pytest.mark.parametrize("name", ["experts", "gemma3"])
+@pytest.mark.parametrize("name", OTHERS)
 def test_a_target_of_another_family_is_shared_out_likewise(results, folder, name):
     expected = dict(load_target(folder.parent / name, torch.float32).model.named_parameters())
     for weights, passed in zip(results(f"weights-{name}", 2), results(f"pass-{name}", 2), strict=True):

@@ -1,0 +1,140 @@
+"""kernels/sinks.py through every way that attention takes, against a softmax with one score more."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from longdraft.kernels import backend, chain_attention, segment_attention, tree_attention
+from longdraft.kernels.causal_attention import causal_attention
+from longdraft.kernels.reference import tree_attention as reference
+from longdraft.kernels.segment_attention import Segment
+
+HEADS, KV_HEADS, WIDTH = 6, 2, 16
+SINKS = torch.tensor([-1.0, 0.5, 2.0, 4.0, -30.0, 0.0])
+WINDOWS = (None, 5, 64)
+WAYS = ("c", "pytorch", "flash", "triton")
+
+
+@pytest.fixture
+def trees(shared):
+    return shared("kernels/test_tree_attention.py")
+
+
+def expected(q_NHd: Tensor, k_MKd: Tensor, v_MKd: Tensor, open_NM: Tensor) -> Tensor:
+    """In fp64, the sink as the key behind the last one, whose value is zero."""
+    keys, values = (x.double().repeat_interleave(HEADS // KV_HEADS, 1) for x in (k_MKd, v_MKd))
+    scores_HNM = torch.einsum("nhd,mhd->hnm", q_NHd.double(), keys) * WIDTH**-0.5
+    scores_HNM = scores_HNM.masked_fill(~open_NM, float("-inf"))
+    sinks_HN1 = SINKS.double()[:, None, None].expand(-1, len(q_NHd), 1)
+    weights_HNM = torch.cat((scores_HNM, sinks_HN1), -1).softmax(-1)[..., :-1]
+    return torch.einsum("hnm,mhd->nhd", weights_HNM, values).float()
+
+
+def lse_of(q, k, lengths, tree, window):
+    return reference.log_sum_exp(q, k, lengths, tree, window)
+
+
+def triton_tree(q, keys, values, lengths, bits, depths, is_tree, window):
+    """In the place of Triton's kernel, for chains and for the trees of this file, whose bits are read back."""
+    n_rows = q.shape[1]
+    tree = (bits[:, :, :1] >> torch.arange(n_rows) & 1).bool() if is_tree else None
+    return reference.tree_attention(q, keys, values, lengths, tree, window), lse_of(q, keys, lengths, tree, window)
+
+
+def varlen(q, k, v, q_borders, k_borders, most_queries, most_keys, window, with_lse=False):
+    """In the place of flash-attention's kernel."""
+    assert with_lse
+    parts = []
+    for (a, b), (c, d) in zip(q_borders.unfold(0, 2, 1).tolist(), k_borders.unfold(0, 2, 1).tolist(), strict=True):
+        before = torch.tensor([d - c - (b - a)])
+        given = q[None, a:b], k[None, c:d], v[None, c:d], before
+        lse = lse_of(q[None, a:b], k[None, c:d], before, None, window)
+        parts.append((reference.tree_attention(*given, None, window)[0], lse[0]))
+    outs, sums = zip(*parts, strict=True)
+    return torch.cat(outs), torch.cat(sums).T
+
+
+@pytest.fixture(params=WAYS)
+def way(request, monkeypatch):
+    if request.param == "c":
+        request.getfixturevalue("c_kernels")
+    kernels = SimpleNamespace(tree_attention=triton_tree)
+    monkeypatch.setattr(chain_attention.rows, "can_attend", lambda _: request.param == "c")
+    monkeypatch.setattr(backend, "varlen_attention_for", lambda _: varlen if request.param == "flash" else None)
+    monkeypatch.setattr(backend, "triton_kernels", lambda *_: kernels if request.param == "triton" else None)
+    return request.param
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize(("n_rows", "is_tree"), [(1, False), (9, True), (9, False), (150, False)])
+@pytest.mark.parametrize("lengths", [[0], [1100], [0, 70]], ids=str)
+def test_behind_a_cache(way, trees, lengths, n_rows, is_tree, window):
+    keys, values = trees.poisoned(lengths, n_rows, max(lengths) + n_rows + 5, KV_HEADS, WIDTH)
+    q, lengths_B = trees.draw(len(lengths), n_rows, HEADS, WIDTH, seed=7), torch.tensor(lengths)
+    masks = torch.stack([trees.random_tree(n_rows, seed) for seed in range(len(lengths))]) if is_tree else None
+    found = tree_attention.tree_attention(q, keys, values, lengths_B, masks, window, sinks_H=SINKS)
+    for slot, length in enumerate(lengths):
+        written = length + n_rows
+        tree = None if masks is None else masks[slot : slot + 1]
+        seen = reference.attended_rows(lengths_B[slot : slot + 1], n_rows, written, tree, window)[0]
+        want = expected(q[slot], keys[slot, :written], values[slot, :written], seen)
+        torch.testing.assert_close(found[slot], want, rtol=0, atol=2e-6)
+
+
+def causal(n_queries: int, n_keys: int, window: int | None) -> Tensor:
+    return reference.attended_rows(torch.tensor([n_keys - n_queries]), n_queries, n_keys, None, window)[0]
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+def test_of_prompts_and_of_rows_without_a_cache(way, trees, window):
+    prompts = [300, 1, 0, 77]
+    q, k, v = (trees.draw(4, 300, heads, WIDTH, seed=heads) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    found = chain_attention.prompt_attention(q, k, v, prompts, window, SINKS)
+    for slot, count in enumerate(prompts):
+        want = expected(q[slot, :count], k[slot, :count], v[slot, :count], causal(count, count, window))
+        torch.testing.assert_close(found[slot, :count], want, rtol=0, atol=2e-6)
+    whole = causal_attention(q[:2, -50:], k[:2], v[:2], window, SINKS)
+    for slot in range(2):
+        want = expected(q[slot, -50:], k[slot], v[slot], causal(50, 300, window))
+        torch.testing.assert_close(whole[slot], want, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+def test_of_segments(way, trees, window):
+    q, k, v = (trees.draw(200, heads, WIDTH, seed=heads) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    segments = [Segment(0, 30, 0, 30), Segment(30, 31, 0, 90), Segment(50, 200, 40, 200)]
+    found = segment_attention.segment_attention(q, k, v, segments, window, SINKS)
+    assert not found[31:50].any()
+    for q_start, q_stop, k_start, k_stop in segments:
+        own, read = slice(q_start, q_stop), slice(k_start, k_stop)
+        want = expected(q[own], k[read], v[read], causal(q_stop - q_start, k_stop - k_start, window))
+        torch.testing.assert_close(found[own], want, rtol=0, atol=2e-6)
+
+
+def test_a_tree_of_many_nodes(trees, monkeypatch):
+    def all_committed(q, keys, values, lengths):
+        blind = torch.zeros(len(q), q.shape[1], q.shape[1], dtype=torch.bool)
+        return reference.tree_attention(q, keys, values, lengths, blind), lse_of(q, keys, lengths, blind, None)
+
+    n_rows, length = 200, 70
+    keys, values = trees.poisoned([length], n_rows, length + n_rows, KV_HEADS, WIDTH)
+    q, mask = trees.draw(1, n_rows, HEADS, WIDTH, seed=7), trees.random_tree(n_rows, 3)[None]
+    kernels = SimpleNamespace(cross_attention=all_committed)
+    monkeypatch.setattr(backend, "triton_kernels", lambda *_: kernels)
+    found = tree_attention.tree_attention(q, keys, values, torch.tensor([length]), mask, sinks_H=SINKS)
+    seen = reference.attended_rows(torch.tensor([length]), n_rows, length + n_rows, mask, None)[0]
+    torch.testing.assert_close(found[0], expected(q[0], keys[0], values[0], seen), rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_rows_bits_do_not_depend_on_the_others(c_kernels, trees, dtype):
+    keys, values = (x.to(dtype) for x in trees.poisoned([90, 90], 13, 110, KV_HEADS, WIDTH))
+    q, lengths = trees.draw(2, 13, HEADS, WIDTH, seed=1).to(dtype), torch.tensor([90, 90])
+    whole = tree_attention.tree_attention(q, keys, values, lengths, sinks_H=SINKS)
+    for width in (1, 2, 5):
+        found = tree_attention.tree_attention(q[:, :width], keys, values, lengths, sinks_H=SINKS)
+        assert torch.equal(found, whole[:, :width])
+    alone = tree_attention.tree_attention(q[1:], keys[1:], values[1:], lengths[1:], sinks_H=SINKS)
+    assert torch.equal(alone, whole[1:])
