@@ -66,7 +66,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="folder of the runs")
     args = parser.parse_intermixed_args(argv)
     settle_device(args.config, args.overrides)
-    config = load_stages(args.config, args.overrides, args.stage)[0].config
+    # In the place of the recipe's own objective, whose warm-up may be longer than these trainings.
+    plain = ["train.loss=cross_entropy", "train.kl_steps=null", "train.text_weight=null"]
+    config = load_stages(args.config, [*plain, *args.overrides], args.stage)[0].config
     configs = [variant(config, loss, args.kl_share, args.text_weight, args.out) for loss in args.losses]
     ranks = join_ranks()
     target = open_target(config, ranks)

@@ -40,7 +40,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--gguf-file", help="with --target: name of a .gguf file inside it")
     add(
         "--draft",
-        help="draft folder that `longdraft export` wrote, or a hub name, for the drafter it is made for",
+        nargs="+",
+        default=[],
+        help="folder that `longdraft export` wrote, its hub name, or one that comes with longdraft; several, of one "
+        "method each, for as many drafters",
     )
     add("--drafter", nargs="+", help="one or more, a+b for a combination; default: the draft's own")
     add("--option", action="append", default=[], metavar="KEY=VALUE", help="drafter option, DRAFTER.KEY=VALUE for one")
@@ -179,7 +182,7 @@ def _bench(args: argparse.Namespace) -> dict:
     args.dtype, args.prompt_tokens = args.dtype or "bf16", args.prompt_tokens or TEXT_TOKENS
     names, options = runtime.drafter_names(args.drafter, args.draft), runtime.read_options(args.option)
     runtime.check_options(names, options)
-    runtime.check_draft(names, args.draft, args.target)
+    runtime.check_drafts(names, args.draft, args.target)
     source = runtime.target_source(args.target, args.gguf_file, args.draft)
     settings = settings_of(args, names, suite, source[0])
     for temperature in settings.temperatures:
@@ -269,7 +272,7 @@ def _beside(args: argparse.Namespace, config: "DecoderConfig", options: Mapping[
     from longdraft.models.draft_folder import local_folder
     from longdraft.models.hf import read_target_config
 
-    found = 0 if args.draft is None else 2 * (local_folder(args.draft) / WEIGHTS).stat().st_size
+    found = sum(2 * (local_folder(draft) / WEIGHTS).stat().st_size for draft in args.draft)
     for name, value in options.items():
         if name.split(".")[-1] == "small":
             found += 4 * weight_count(read_target_config(str(value)))

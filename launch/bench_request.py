@@ -178,7 +178,7 @@ def asked_for(
         "only": args.only,
         "questions": digest(repr(prompts).encode()),
         "target": Path(source[0]).name,
-        "draft": None if args.draft is None else digest((local_folder(args.draft) / WEIGHTS).read_bytes()),
+        "draft": ",".join(digest((local_folder(draft) / WEIGHTS).read_bytes()) for draft in args.draft) or None,
         "drafters": {name: {key: str(value) for key, value in options_for(name, options).items()} for name in names},
         "nodes": settings.nodes,
         "dtype": args.dtype,

@@ -81,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument_group("speed only: in fp32 never the text").add_argument
     add("--batch", type=int, default=8, metavar="N", help="conversations decoded together (default: 8)")
     add("--drafter", help="a name, or a+b for several in one tree; default: the draft's own, else plain")
-    add("--draft", help="draft folder that `longdraft export` wrote")
+    add("--draft", nargs=1, default=[], help="folder that `longdraft export` wrote, or one that comes with longdraft")
     add(
         "--option",
         default=[],
@@ -218,7 +218,7 @@ def _engine_settings(args: argparse.Namespace) -> dict[str, Any]:
     (drafter,) = runtime.drafter_names(None if args.drafter is None else [args.drafter], args.draft)
     options = runtime.read_options(args.option)
     runtime.check_options([drafter], options)
-    runtime.check_draft([drafter], args.draft, args.target)
+    runtime.check_drafts([drafter], args.draft, args.target)
     if args.batch < 1:
         raise ValueError(f"--batch: {args.batch}; decode at least 1 conversation at a time")
     return {

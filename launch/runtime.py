@@ -61,26 +61,24 @@ def read_drafting(args: argparse.Namespace) -> Drafting:
     options = read_options(args.option)
     check_options(names, options)
     nodes = node_budget(args.nodes, names)
-    check_draft(names, args.draft, args.target)
+    check_drafts(names, args.draft, args.target)
     return Drafting(args, device, names, options, nodes, target_source(args.target, args.gguf_file, args.draft))
 
 
-def target_source(path: str | None, gguf_file: str | None, draft: str | None) -> tuple[str, str | None]:
-    """Path and .gguf file of the target that was named, or of the one that the draft was trained for."""
+def target_source(path: str | None, gguf_file: str | None, drafts: Sequence[str]) -> tuple[str, str | None]:
+    """Path and .gguf file of the target that was named, or of the one that the first draft was trained for."""
     if path is not None:
         return path, gguf_file
     if gguf_file is not None:
         raise ValueError("--gguf-file: a file of --target, which is not given")
-    if draft is None:
+    if not drafts:
         raise ValueError("--target: name a model, or give --draft, whose own target is then loaded")
-    info = read_info(draft)
-    trained = info.train_config.get("target")
-    where = trained if isinstance(trained, dict) else {}
+    where = _trained_on(drafts)
     path, gguf_file = where.get("path"), where.get("gguf_file")
     if not isinstance(path, str) or not isinstance(gguf_file, str | None):
         raise ValueError(
-            f"--target: {draft} does not say where its target lies; name {info.target.get('name')} or a copy of it by "
-            "--target"
+            f"--target: {drafts[0]} does not say where its target lies; name {read_info(drafts[0]).target.get('name')} "
+            "or a copy of it by --target"
         )
     return path, gguf_file
 
@@ -93,21 +91,25 @@ def read_device(given: str | None) -> torch.device:
     return device
 
 
-def max_positions(draft: str | None) -> int | None:
+def _trained_on(drafts: Sequence[str]) -> dict[str, Any]:
+    """The section `target` of the run that made the first draft; empty where it is not known."""
+    trained = read_info(drafts[0]).train_config.get("target") if drafts else None
+    return trained if isinstance(trained, dict) else {}
+
+
+def max_positions(drafts: Sequence[str]) -> int | None:
     """`target.max_positions` of the run that made the draft; None where it is as the target's config.json says."""
-    trained = None if draft is None else read_info(draft).train_config.get("target")
-    found = trained.get("max_positions") if isinstance(trained, dict) else None
+    found = _trained_on(drafts).get("max_positions")
     if found is not None and (type(found) is not int or found < 1):
-        raise ValueError(f"draft: {draft} says target.max_positions {found!r} in its train_config; export again")
+        raise ValueError(f"draft: {drafts[0]} says target.max_positions {found!r} in its train_config; export again")
     return found
 
 
-def target_loader(given: str | None, draft: str | None) -> str:
+def target_loader(given: str | None, drafts: Sequence[str]) -> str:
     """The loader that was named, else `target.loader` of the run that made the draft."""
-    trained = None if draft is None else read_info(draft).train_config.get("target")
-    found = given or (trained.get("loader", "longdraft") if isinstance(trained, dict) else "longdraft")
+    found = given or _trained_on(drafts).get("loader", "longdraft")
     if found not in LOADERS:
-        raise ValueError(f"draft: {draft} says target.loader {found!r} in its train_config; export again")
+        raise ValueError(f"draft: {drafts[0]} says target.loader {found!r} in its train_config; export again")
     return found
 
 
@@ -155,10 +157,14 @@ def build_fitting(
     return build
 
 
-def drafter_names(given: Sequence[str] | None, draft: str | None) -> list[str]:
-    """The drafters that were named, checked; else the one that the draft folder is made for, else plain."""
+def drafter_names(given: Sequence[str] | None, drafts: Sequence[str]) -> list[str]:
+    """The drafters that were named, checked; else those that the draft folders are made for, else plain."""
+    methods = [draft_method(draft) for draft in drafts] if len(drafts) > 1 or given is None else []
+    for method in methods:
+        if methods.count(method) > 1:
+            raise ValueError(f"--draft: {', '.join(drafts)}: two are made for {method}; give one of each method")
     if given is None:
-        return ["plain"] if draft is None else [draft_method(draft)]
+        return methods or ["plain"]
     for part in "+".join(given).split("+"):
         if part not in DRAFTERS:
             known = ", ".join(DRAFTERS)
@@ -168,9 +174,11 @@ def drafter_names(given: Sequence[str] | None, draft: str | None) -> list[str]:
     return list(given)
 
 
-def draft_for(name: str, draft: str | None) -> str | None:
-    """The draft folder, for a drafter that takes one."""
-    return draft if TRAINED.intersection(name.split("+")) else None
+def draft_for(name: str, drafts: Sequence[str]) -> str | None:
+    """The draft folder, for a drafter that takes one: of several the one of its method."""
+    if not (methods := TRAINED.intersection(name.split("+"))):
+        return None
+    return next((draft for draft in drafts if len(drafts) == 1 or draft_method(draft) in methods), None)
 
 
 def read_options(given: Sequence[str]) -> dict[str, Any]:
@@ -215,10 +223,13 @@ def check_options(names: Sequence[str], options: Mapping[str, Any]) -> None:
             raise ValueError(f"--option: {key} is for none of the drafters {', '.join(names)}; leave it out")
 
 
-def check_draft(names: Sequence[str], draft: str | None, target: str | None) -> None:
+def check_drafts(names: Sequence[str], drafts: Sequence[str], target: str | None) -> None:
     """Raise ValueError for a draft folder that gives neither drafter nor target."""
-    if draft is not None and target is not None and all(draft_for(name, draft) is None for name in names):
-        raise ValueError(f"--draft: {draft}, but {', '.join(names)} take none; leave it out or name its drafter")
+    used = {draft_for(name, drafts) for name in names}
+    for draft in drafts:
+        if draft not in used and (target is not None or len(drafts) > 1):
+            named = f"{', '.join(names)} {'does' if len(names) == 1 else 'do'}"
+            raise ValueError(f"--draft: {draft}, but {named} not take it; leave it out or name its drafter")
 
 
 def check_filters(params: SamplingParams) -> None:

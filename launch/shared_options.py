@@ -50,7 +50,9 @@ def add_drafters(parser: argparse.ArgumentParser, several: bool) -> None:
     which, many = "one or more, " if several else "", dict[str, Any](nargs="+", action="extend")
     number: dict[str, Any] = many if several else {"nargs": 1}
     add("--drafter", help=f"{which}a+b for several in one tree; default: the draft's own, else plain", **number)
-    add("--draft", help="draft folder that `longdraft export` wrote, or its hub name")
+    several_drafts = "; several, of one method each, for as many drafters" if several else ""
+    help = f"folder that `longdraft export` wrote, its hub name, or one that comes with longdraft{several_drafts}"
+    add("--draft", default=[], help=help, **number)
     own = "a drafter's own; DRAFTER.KEY=VALUE for one of several"
     add("--option", default=[], metavar="KEY=VALUE", help=own, **many)
     add("--nodes", help="proposed nodes that a step verifies: auto (the default: what pays), all, or a number at most")

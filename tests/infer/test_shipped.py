@@ -6,6 +6,7 @@ from transformers import PreTrainedTokenizerBase
 
 from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
+from longdraft.launch.generate import main as generate
 from longdraft.models.draft_folder import SHIPPED, draft_method, load_draft, local_folder, read_info, shipped_drafts
 from longdraft.models.hf import load_target
 
@@ -55,6 +56,15 @@ def test_says_where_it_comes_from(name):
     card = (local_folder(name) / "README.md").read_text()
     assert read_info(name).target["name"] == "smollm2-135m"
     assert f"--draft {name}" in card and "longdraft prepare" in card and "longdraft train" in card
+
+
+def test_several_at_once(capsys):
+    """Each goes to the drafter of its method."""
+    asked = ["--draft", *shipped_drafts(), "--prompt", PROMPTS[0], "--max-new-tokens", "12", "--dtype", "fp32"]
+    assert generate([*asked, "--drafter", "plain", "tokenswift+prompt_lookup", "longspec", "--device", "cpu"]) == 0
+    assert "Same tokens from plain, tokenswift+prompt_lookup, longspec (fp32): yes" in capsys.readouterr().err
+    assert generate([*asked, "--drafter", "plain", "longspec"]) == 2
+    assert "smollm2-135m-tokenswift, but plain, longspec do not take it" in capsys.readouterr().err
 
 
 def test_an_unknown_name_is_told_the_known_ones():

@@ -267,7 +267,7 @@ def test_options_are_read_by_their_kind():
         ("--prompt x --top-p 0.5", "--top-p: 0.5, but at --temperature 0 the most probable token is taken"),
         ("--prompt x --contextual-window 5", "--contextual-window: 5, of a --contextual-penalty, which is off"),
         ("--prompt x --temperature 1e31", "temperature=1e+31 must be 0"),
-        ("--prompt x --draft {t} --drafter prompt_lookup", "--draft: {t}, but prompt_lookup take none"),
+        ("--prompt x --draft {t} --drafter prompt_lookup", "--draft: {t}, but prompt_lookup does not take it"),
         ("--prompt x --target smollm2-135m --gguf-file a", "gguf_file 'a': smollm2-135m is one file already"),
         ("--prompt x --drafter plain tokenswift", "draft: tokenswift needs a trained draft"),
         ("--prompt x --target {t}/bare", "has no tokenizer files, so no text can be shown"),

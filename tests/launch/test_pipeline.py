@@ -63,7 +63,8 @@ def test_a_draft_that_names_no_target_asks_for_it(folder, capsys, tmp_path):
     draft = tmp_path / "draft"
     shutil.copytree(folder / "run" / "draft", draft)
     content = json.loads((draft / "config.json").read_text())
-    common = f"--draft {draft} --prompt the --max-new-tokens 6 --dtype fp32"
+    short = "--prompt the --max-new-tokens 6 --dtype fp32"
+    common = f"--draft {draft} {short}"
     measured = f"--draft {draft} --data {folder}/data --prompts 1 --prompt-tokens 8 --new-tokens 4 --dtype fp32"
     for train_config in ({"converted_from": "published.pth"}, {"target": None}, {"target": {"path": 7}}):
         (draft / "config.json").write_text(json.dumps(content | {"train_config": train_config}))
@@ -74,7 +75,7 @@ def test_a_draft_that_names_no_target_asks_for_it(folder, capsys, tmp_path):
             assert f"{draft} does not say where its target lies; name target or a copy of it by --target" in error
     assert generate_main(f"{common} --target {folder}/target".split()) == 0
     text = capsys.readouterr().out
-    assert generate_main(f"{common} --draft {folder}/run/draft".split()) == 0
+    assert generate_main(f"{short} --draft {folder}/run/draft".split()) == 0
     assert capsys.readouterr().out == text != ""
     assert bench.main(f"{measured} --target {folder}/target".split()) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["exact"] is True
@@ -170,8 +171,9 @@ BENCH = "--target {f}/target --data {f}/data --prompt-tokens 24 "
         (BENCH + "--run {f}/config.yaml", "--run: {f}/config.yaml is no folder"),
         (
             BENCH + "--draft {f}/run/draft --drafter prompt_lookup",
-            "--draft: {f}/run/draft, but prompt_lookup take none",
+            "--draft: {f}/run/draft, but prompt_lookup does not take it",
         ),
+        (BENCH + "--draft {f}/run/draft {f}/run/draft", "two are made for tokenswift; give one of each method"),
         (BENCH + "--loss-memory", "--loss-memory: it takes no other option; leave out --target"),
         ("--target {f}/target --text-file {f}/none", "--text-file: {f}/none cannot be read"),
         ("--target {f}/target --text-file {f}/text/0.txt --prompts 3", "--prompts: 3 rows of --data; every file"),
@@ -334,5 +336,5 @@ def test_quickstarts_commands_are_valid(monkeypatch):
     config = load_config(ROOT / steps[1][4], steps[1][5:])
     assert (config.train.steps, config.train.run_dir, config.data.path) == (70, "runs/x", quickstart.DATA)
     assert load_config(ROOT / steps[1][4]).train.steps == quickstart.STEPS
-    assert generate_parser().parse_args(steps[3][2:]).draft == "runs/x/draft"
+    assert generate_parser().parse_args(steps[3][2:]).draft == ["runs/x/draft"]
     assert str(bench_parser().parse_args(steps[4][2:]).run) == "runs/x"

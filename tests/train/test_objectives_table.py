@@ -10,7 +10,9 @@ FIELDS += ["decoding.prompts=2", "decoding.contexts=[8]"]
 
 
 def test_a_row_for_each_objective_and_a_stop_between_them_changes_nothing(config_file, tmp_path, no_launcher, capsys):
-    asked = [str(config_file), *FIELDS, "--out", str(tmp_path / "out"), "--losses", "cross_entropy", "overlap"]
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(config_file.read_text().replace("train: {", "train: {loss: overlap, kl_steps: 5, "))
+    asked = [str(recipe), *FIELDS, "--out", str(tmp_path / "out"), "--losses", "cross_entropy", "overlap"]
     assert objectives.main(asked[:-1]) == 0
     assert objectives.main(asked) == 0
     lines = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]

@@ -95,7 +95,10 @@ def test_from_the_recipe_to_decoding(name, target, data_folder, train_command, t
 
     # Serving follows without further words.
     opened = runtime.open_target(
-        *runtime.target_source(None, None, str(draft)), "fp32", torch.device("cpu"), runtime.max_positions(str(draft))
+        *runtime.target_source(None, None, [str(draft)]),
+        "fp32",
+        torch.device("cpu"),
+        runtime.max_positions([str(draft)]),
     )
     assert opened.model.config == config
     said = f", with {allowed} positions as its draft was trained" if allowed else ""
