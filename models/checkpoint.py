@@ -36,6 +36,8 @@ TOKENSWIFT_HEADS = "model.medusa_layers."
 # Gemma 3's larger models read images too; these tensors do so.
 OF_IMAGES = tuple(f"{prefix}{part}." for prefix in ("", "model.") for part in ("vision_tower", "multi_modal_projector"))
 MIXTRAL_NAMES = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+# Of what quantised checkpoints hold; safetensors' names.
+_DTYPES = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I32": torch.int32, "U8": torch.uint8}
 GGUF_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 
 
@@ -235,7 +237,8 @@ def _safetensors(file: Path, wanted: Callable[[str], bool] | None) -> Iterator[t
             if wanted is None or wanted(name):
                 yield name, opened.get_tensor(name)
             else:
-                yield name, torch.empty(opened.get_slice(name).get_shape(), device="meta")
+                part = opened.get_slice(name)
+                yield name, torch.empty(part.get_shape(), dtype=_DTYPES.get(part.get_dtype()), device="meta")
 
 
 def _pickled(file: Path) -> Iterator[tuple[str, Tensor]]:

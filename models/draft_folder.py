@@ -34,6 +34,7 @@ from longdraft.models.drafts.longspec import LongSpec, LongSpecConfig, shape_of
 from longdraft.models.drafts.medusa import Medusa, MedusaConfig
 from longdraft.models.drafts.tokenswift import TokenSwift, TokenSwiftConfig
 from longdraft.models.fingerprint import weights_hash
+from longdraft.models.quantised import read_quantisation
 from longdraft.models.target import Target
 
 FORMAT_VERSION = 1
@@ -93,6 +94,8 @@ def target_entry(target: Target, weights_sha256: str | None = None) -> dict[str,
     }
     if weights is not None:
         entry["weights_sha256"] = weights
+    if (quantisation := read_quantisation(target.hf_config)) is not None:
+        entry["quantization"] = f"{quantisation.description}, dequantised"
     return entry if target.loader == "longdraft" else entry | {"loader": target.loader}
 
 
@@ -333,7 +336,7 @@ def _check_header(folder: Path, network: Mapping[str, Tensor], header: Mapping[s
 def _check_target(folder: Path, own: dict[str, str], given: dict[str, str]) -> None:
     """Names may differ (a local copy of a hub model), fingerprints of configuration and tokenizer may not; of other
     weights it warns."""
-    needed, known = {"name", "config_sha256", "tokenizer_sha256"}, {*given, "weights_sha256", "loader"}
+    needed, known = {"name", "config_sha256", "tokenizer_sha256"}, {*given, "weights_sha256", "loader", "quantization"}
     if not (needed <= own.keys() <= known and all(isinstance(value, str) for value in own.values())):
         raise ValueError(
             f"{folder / CONFIG}: target must hold {', '.join(sorted(needed, key=len))}, each a text, not {shown(own)}; "

@@ -4,7 +4,7 @@ Remote code is never run and weights are read with safetensors or `torch.load(we
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from importlib.util import find_spec
@@ -23,6 +23,7 @@ from longdraft.models.decoder_config import DecoderConfig, ExpertsConfig
 from longdraft.models.device import check_device
 from longdraft.models.fingerprint import fingerprint, sampled_layers, weights_hash
 from longdraft.models.gguf_file import GGUFFile
+from longdraft.models.quantised import read_quantisation
 from longdraft.models.rope import RopeConfig
 from longdraft.models.target import Target
 from longdraft.models.transformers_check import check_against
@@ -65,8 +66,6 @@ def decoder_config(hf_config: PretrainedConfig) -> DecoderConfig:
         raise ValueError(f"{field} is {activation!r}; only {supported!r} is supported")
     if gemma:
         _refuse_gemma(hf_config)
-    if getattr(hf_config, "quantization_config", None):
-        raise ValueError("quantization_config: quantised Hugging Face checkpoints are not supported; use the original")
     heads = hf_config.num_attention_heads
     head_dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // heads
     if gemma:
@@ -246,7 +245,8 @@ def load_target(
         opened = GGUFFile(location)
         hf_config, tensors = opened.config(), opened.tensors()
     else:
-        hf_config, tensors = _read_config(location), folder_tensors(location)
+        hf_config = _read_config(location)
+        tensors = _plain_tensors(location, hf_config)
     tokenizer = _tokenizer(location)
     config = with_positions(decoder_config(hf_config), max_positions)
     model = build(config, dtype, device)
@@ -314,11 +314,19 @@ def describe_target(path: str | Path, gguf_file: str | None = None, *, sample: b
         decoder = Decoder(config).requires_grad_(False).eval()
     known = fingerprint(config, tokenizer)
     if sample:
-        known["weights"] = _sampled_hash(decoder, opened, location)
+        known["weights"] = _sampled_hash(decoder, opened, location, hf_config)
     return Target(decoder, tokenizer, name, hf_config, known, _eos_ids(location, hf_config))
 
 
-def _sampled_hash(decoder: Decoder, opened: GGUFFile | None, location: Path) -> str:
+def _plain_tensors(
+    folder: Path, hf_config: PretrainedConfig, wanted: Callable[[str], bool] | None = None
+) -> Iterable[tuple[str, Tensor]]:
+    """`folder_tensors`, of a quantised checkpoint those that it stands for."""
+    tensors, quantisation = folder_tensors(folder, wanted), read_quantisation(hf_config)
+    return tensors if quantisation is None else quantisation.dequantised(tensors, str(folder))
+
+
+def _sampled_hash(decoder: Decoder, opened: GGUFFile | None, location: Path, hf_config: PretrainedConfig) -> str:
     """`weights_hash` of a checkpoint, whose other layers are not read; the decoder is on the meta device again."""
     layers = sampled_layers(len(decoder.layers))
     read = [decoder.embed_tokens, decoder.norm, decoder.lm_head, *(decoder.layers[i] for i in layers)]
@@ -326,8 +334,10 @@ def _sampled_hash(decoder: Decoder, opened: GGUFFile | None, location: Path) -> 
         part.to(torch.bfloat16).to_empty(device="cpu")
     decoder.tie()
     prefixes = ("model.embed_tokens.", "model.norm.", "lm_head.", *(f"model.layers.{i}." for i in layers))
-    tensors = folder_tensors(location, lambda name: canonical(name).startswith(prefixes))
-    fill(decoder, opened.tensors() if opened else tensors, str(location))
+    tensors = opened and opened.tensors()
+    if tensors is None:
+        tensors = _plain_tensors(location, hf_config, lambda name: canonical(name).startswith(prefixes))
+    fill(decoder, tensors, str(location))
     found = weights_hash(decoder)
     assert found is not None
     for part in read:
@@ -352,6 +362,8 @@ def target_from_transformers(model: Any, tokenizer: Any = None) -> Target:
             ties them.
     """
     config, name = decoder_config(model.config), model.name_or_path or type(model).__name__
+    if getattr(model, "is_quantized", False):
+        raise ValueError(f"{name}: its weights are quantised; give it dequantised, by model.dequantize()")
     with torch.device("meta"):
         decoder = Decoder(config)
     weights = _weights(model)
@@ -520,7 +532,12 @@ def _read_config(folder: Path) -> PretrainedConfig:
             f"{folder}: model_type {kind!r} is not supported; supported: {supported}; others may be through "
             "transformers (in training target.loader=transformers, in generate and serve --loader transformers)"
         )
-    return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    try:
+        read_quantisation(hf_config)
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from error
+    return hf_config
 
 
 def _eos_ids(location: Path, hf_config: PretrainedConfig) -> tuple[int, ...]:
