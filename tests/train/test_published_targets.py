@@ -27,6 +27,7 @@ CASES = {name: (name, {}) for name in PUBLISHED} | {
     "longspec/longchat-7b, scaled": ("longspec/longchat-7b", {"max_position_embeddings": 32768})
 }
 POSITIONS = {"vicuna-7b": 16384, "vicuna-13b": 16384, "longchat-13b": 16384, "longchat-7b": 32768, "qwq-32b": 32768}
+POSITIONS |= {"qwen3-8b": 40960, "qwen3-30b-a3b": 40960}
 # The recipes' own but for how much there is of everything.
 FEW = [
     "data.seq_len=24", "train.steps=1", "train.global_batch=2", "train.micro_batch=1", "optimizer.warmup_steps=0",
@@ -36,12 +37,23 @@ BLOCK = ["draft.window=8"]
 
 
 def shrunken(published: dict) -> dict:
-    """The same fields for a model of 2 layers."""
+    """The same fields for a model of 2 layers, of few experts where it has any, in plain bf16."""
+    if "text_config" in published:
+        vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+        sizes = {"text_config": shrunken(published["text_config"]), "image_token_index": VOCAB - 1}
+        return published | sizes | {"vision_config": published["vision_config"] | vision}
+    published = {key: value for key, value in published.items() if key != "quantization_config"}
     heads, kv_heads = published["num_attention_heads"], published["num_key_value_heads"]
     shared = gcd(heads, kv_heads)
     heads, kv_heads = (2, 2) if heads == kv_heads else (heads // shared, kv_heads // shared)
     sizes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "hidden_size": heads * HEAD_DIM}
-    return published | sizes | {"num_hidden_layers": 2, "intermediate_size": 24, "vocab_size": VOCAB}
+    sizes |= {"num_hidden_layers": 2, "intermediate_size": 24, "vocab_size": VOCAB}
+    others = {
+        "head_dim": HEAD_DIM, "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 8, "query_pre_attn_scalar": HEAD_DIM, "sliding_window_pattern": 2,
+        "layer_types": published.get("layer_types", [])[:2],
+    }  # fmt: skip
+    return published | sizes | {key: value for key, value in others.items() if key in published}
 
 
 @pytest.fixture
@@ -64,7 +76,7 @@ def target(request, tmp_path) -> Path:
 
 def test_there_is_one_for_every_recipe_of_a_published_target():
     recipes = {f"{path.parent.name}/{path.stem}" for path in CONFIGS.glob("*/*.yaml") if path.parent.name != "data"}
-    assert recipes - {"longspec/smollm2"} == set(PUBLISHED) and len(PUBLISHED) == 11
+    assert recipes - {"longspec/smollm2"} == set(PUBLISHED) and len(PUBLISHED) == 19
     for name, entry in PUBLISHED.items():
         (path,) = {stage.config.target.path for stage in load_stages(CONFIGS / f"{name}.yaml")}
         assert entry["source"] == f"https://huggingface.co/{path}/blob/main/config.json" and entry["found"]

@@ -1,13 +1,16 @@
 """LongSpec's recipes against Appendix E of its paper (arXiv 2502.17421)."""
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 
+from longdraft.infer.memory import weight_count
 from longdraft.models.decoder_config import DecoderConfig
+from longdraft.models.hf import read_target_config
 from longdraft.models.rope import RopeConfig
-from longdraft.train.config import accumulation, resolved
+from longdraft.train.config import accumulation, load_config, resolved
 from longdraft.train.estimate_memory import estimate
 from longdraft.train.stages import load_stages
 
@@ -23,19 +26,24 @@ PAPER = {
 }
 
 
-def test_there_is_one_file_for_each_target_of_the_paper():
-    assert {path.stem for path in CONFIGS.glob("*.yaml")} == {*PAPER, "smollm2"}
+# Later targets, trained as the paper's of their size.
+LATER = dict.fromkeys(("qwen3-8b", "qwen3-30b-a3b", "gpt-oss-20b", "gemma-3-12b"), (32768, 30000))
+SHARED_OUT = ("qwq-32b", "qwen3-30b-a3b", "gpt-oss-20b")  # from the first stage on
 
 
-@pytest.mark.parametrize("name", PAPER)
+def test_there_is_one_file_for_each_target():
+    assert {path.stem for path in CONFIGS.glob("*.yaml")} == {*PAPER, *LATER, "smollm2"}
+
+
+@pytest.mark.parametrize("name", [*PAPER, *LATER])
 def test_appendix_e(name):
-    long_rows, far = PAPER[name]
+    long_rows, far = (PAPER | LATER)[name]
     short, *others = (stage.config for stage in load_stages(CONFIGS / f"{name}.yaml"))
     assert (short.data.seq_len, short.data.positions, short.data.max_position, short.data.sinks) == (
         1024, "anchor_offset", far, 4,
     )  # fmt: skip
     assert (short.train.global_batch, short.optimizer.peak_lr) == (2048, 5e-4)
-    stage = 3 if name == "qwq-32b" else 1
+    stage = 3 if name in SHARED_OUT else 1
     assert (short.target.zero_stage, short.train.zero_stage) == (3 if stage == 3 else 0, stage)
     assert len(others) == 2
     for config in others:
@@ -60,12 +68,20 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("name", PAPER)
-def test_eight_gpus_of_80_gb_are_enough(name):
+def target_of(name: str, folder: Path) -> DecoderConfig:
+    if name in SHAPES:
+        *sizes, positions = SHAPES[name]
+        return DecoderConfig(*sizes, 128, 1e-5, positions, RopeConfig(128, positions))
+    published = json.loads(Path(__file__).with_name("published_targets.json").read_text())
+    (folder / "config.json").write_text(json.dumps(published[f"longspec/{name}"]["config"]))
+    return read_target_config(folder)
+
+
+@pytest.mark.parametrize("name", [*PAPER, *LATER])
+def test_eight_gpus_of_80_gb_are_enough(name, tmp_path):
     """What the comment says is what is counted, and leaves a tenth for the allocator's fragments."""
-    path, (*sizes, positions) = CONFIGS / f"{name}.yaml", SHAPES[name]
-    target = DecoderConfig(*sizes, 128, 1e-5, positions, RopeConfig(128, positions))
-    assert positions >= max(PAPER[name])
+    path, target = CONFIGS / f"{name}.yaml", target_of(name, tmp_path)
+    assert target.max_positions >= max((PAPER | LATER)[name])
     said = re.search(r"at most (\d+), (\d+) and (\d+) GiB a GPU", path.read_text())
     assert said is not None
     for stage, number in zip(load_stages(path), said.groups(), strict=True):
@@ -73,6 +89,23 @@ def test_eight_gpus_of_80_gb_are_enough(name):
         assert peak / 2**30 == pytest.approx(float(number), abs=0.5)
         assert peak < 0.9 * 80e9
         assert stage.config.train.micro_batch * stage.config.data.seq_len == 32768
+
+
+@pytest.mark.parametrize("name", LATER)
+def test_tokenswifts_heads_for_later_targets_fit_too(name, tmp_path):
+    path = CONFIGS.parent / "tokenswift" / f"{name}.yaml"
+    said = re.search(r"at most (\d+) GiB a GPU", path.read_text())
+    assert said is not None
+    peak = estimate(load_config(path), target_of(name, tmp_path), n_ranks=8, gpu=True).peak[1]
+    assert peak / 2**30 == pytest.approx(float(said[1]), abs=0.5) and peak < 0.9 * 80e9
+
+
+# Billions of parameters, as the model cards have them: gpt-oss's 20.9, Gemma's 12.2 without the 0.4 that read images.
+@pytest.mark.parametrize(
+    ("name", "billions"), [("qwen3-8b", 8.19), ("qwen3-30b-a3b", 30.5), ("gpt-oss-20b", 20.9), ("gemma-3-12b", 11.77)]
+)
+def test_later_targets_have_as_many_parameters_as_published(name, billions, tmp_path):
+    assert weight_count(target_of(name, tmp_path)) == pytest.approx(billions * 1e9, rel=0.003)
 
 
 def test_smollm2_goes_through_all_stages():
