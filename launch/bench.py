@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longdraft.launch.console import ends_on_ctrl_c, framed, leave, note, show
-from longdraft.launch.shared_options import NEW_TOKENS, PROMPTS, add_drafting, add_dtype, add_sampling
+from longdraft.launch.shared_options import LOADERS, NEW_TOKENS, PROMPTS, add_drafting, add_dtype, add_sampling
 
 if TYPE_CHECKING:
     import torch
@@ -38,6 +38,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--target", help="a folder, a hub name, a .gguf file or smollm2-135m (default: the draft's own target)")
     add("--gguf-file", help="with --target: name of a .gguf file inside it")
+    add("--loader", choices=LOADERS, help="whose classes compute the target (default: as its draft was trained)")
     add(
         "--draft",
         nargs="+",
@@ -248,6 +249,15 @@ def _open_target(
     from longdraft.models.hf import build_decoder
 
     dtype, chosen = runtime.DTYPES[args.dtype], []
+    loader = runtime.target_loader(args.loader, args.draft)
+    if loader != "longdraft":
+        form = wanted or "fp32"
+        if form == "layerwise":
+            raise ValueError(
+                f"--exactness: layerwise is our own decoder's, and --loader is {loader}; give fp32 or serving"
+            )
+        first = NAMES[first_dtype(form, dtype)]
+        return runtime.open_target(*source, first, device, runtime.max_positions(args.draft), loader=loader), form
     positions = max(positions, *(args.contexts or [0]))
 
     def build(config: "DecoderConfig", *_: object) -> "Decoder":

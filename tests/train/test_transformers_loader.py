@@ -1,6 +1,7 @@
 """A target that transformers computes: the same losses as with our decoder where that knows the family, and drafts of a
 family that it does not know, from training to the tokens that they decode."""
 
+import json
 from argparse import ArgumentParser
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Olmo2Config, Qwen3Co
 
 from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
+from longdraft.launch.bench import main as bench
 from longdraft.launch.runtime import read_drafting
 from longdraft.launch.shared_options import add_drafters, add_model
 from longdraft.models.draft_folder import read_info
@@ -143,6 +145,16 @@ def test_a_draft_says_who_computes_its_target(trained, folders, tmp_path):
         assert engine.generate([[1, 5, 9, 13]], SamplingParams(max_new_tokens=8))[0].tokens
     assert opened["longdraft"].fingerprint.items() <= opened["transformers"].fingerprint.items()
     assert read_info(draft).target["weights_sha256"] == weights_hash(opened["longdraft"].model)
+
+
+def test_bench_measures_such_a_target(trained, data_folder, tmp_path, capsys):
+    draft = export(trained / "olmo2-tokenswift", tmp_path / "draft")
+    asked = ["--draft", str(draft), "--data", str(data_folder), "--prompts", "1", "--prompt-tokens", "12"]
+    assert bench([*asked, "--new-tokens", "6", "--drafter", "tokenswift", "prompt_lookup"]) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert result["exact"] is True and result["runs"][0]["drafters"]["tokenswift"]["tokens"] == 6
+    assert bench([*asked, "--exactness", "layerwise"]) == 2
+    assert "layerwise is our own decoder's, and --loader is transformers; give fp32" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
