@@ -17,13 +17,13 @@ from longdraft.benchmarks.progress import Phase, TimeLeft, duration
 from longdraft.launch.console import INTERRUPTED, framed, note
 
 ROOT = Path(__file__).resolve().parents[1]
-CONFIG, DATA, STEPS = "configs/quickstart.yaml", "data/quickstart", 90
+CONFIG, DATA, STEPS = "configs/quickstart.yaml", "data/quickstart", 120
 SHIPPED = "smollm2-135m-longspec"  # trained for hours, beside the heads of a few minutes
 PREPARE = f"--source stdlib --target smollm2-135m --seq-len 256 --max-tokens 1500000 --out {DATA}"
 
 
 # Seconds that the parts took on 2 quiet cores: only their ratios count as soon as one was measured on this machine.
-PREPARING, STARTING, STEP, EXPORTING, DECODING, VERIFYING = 20, 20, 2.8, 15, 15, 190
+PREPARING, STARTING, STEP, EXPORTING, DECODING, VERIFYING = 20, 20, 2.1, 15, 15, 190
 NOTHING_TO_DO = 5  # a step whose work is there already
 EVERY = 60.0  # seconds between two lines of what is left
 
@@ -132,7 +132,7 @@ class Rest:
 def commands(run: str, steps: int | None) -> list[tuple[str, list[str]]]:
     """What each step is for, and its command."""
     ranks, overrides = ranks_here(), [f"train.run_dir={run}"]
-    overrides += [f"train.steps={steps}", f"optimizer.warmup_steps={min(9, steps // 2)}"] if steps else []
+    overrides += [f"train.steps={steps}", f"optimizer.warmup_steps={min(12, steps // 2)}"] if steps else []
     overrides += [f"train.global_batch={ranks}"] if ranks > 2 else []
     decode = f"--draft {run}/draft --heldout {DATA} --prompt-tokens 64 --max-new-tokens 48 --drafter plain tokenswift"
     bench = (
