@@ -85,7 +85,7 @@ def export(
     folder, saved = _find(run_dir, best)
     config = checkpoint.saved_config(run_dir, saved)
     if form == vllm_medusa.NAME:
-        vllm_medusa.check_section(config.draft, draft_vocab_size)
+        vllm_medusa.check_section(config.draft)
     if draft_vocab_size is not None:
         _check_restriction(config)
     out = Path(out) if out is not None else Path(run_dir) / ("draft" if form == "longdraft" else form)
@@ -196,7 +196,7 @@ def _vllm_medusa(trained: Trained, out: Path) -> tuple[VllmMedusa, str]:
     about = {"method": trained.config.draft.method, "step": trained.step, "versions": _versions()}
     vllm_medusa.save(out, draft, trained.target, about | {"target": trained.entry})
     written = VllmMedusa(out, trained.target.model.lm_head.weight.device)
-    size, head = (out / WEIGHTS).stat().st_size, written.lm_head_VD.nbytes
+    size, head = (out / WEIGHTS).stat().st_size, written.lm_head.nbytes
     sizes = f"({size / 1e6:,.1f} MB, {head / 1e6:,.1f} of them the target's LM head)"
     return written, f" for vLLM up to {vllm_medusa.NEWEST_VLLM} {sizes}"
 
@@ -237,6 +237,6 @@ def _logits(target: Target, draft: Draft | VllmMedusa, tokens_N: Tensor, borders
         return
     (field,) = draft.needs
     hidden_ND = getattr(model(Pass(tokens_N[None], borders=borders, needs=draft.needs)), field)[0]
-    head = draft.lm_head_VD if isinstance(draft, VllmMedusa) else head
+    head = draft.lm_head if isinstance(draft, VllmMedusa) else head
     for state_ND in draft.states(hidden_ND):
         yield state_ND @ head.T

@@ -7,10 +7,11 @@ which is what our head i + 1 proposes. The file:
 
     blocks.{i}.layers.{j}.weight   [D, D], head i = 0 .. I-1, layer j
     lm_heads.0.weight              [V, D], the target's, for all heads: vLLM does not share the target's own
+    token_map                      [E] of a restricted vocabulary, whose rows [E, D] alone are then in the LM head
 
 Medusa's heads are one layer each. Head i of a chain is I layers: the blocks 0 .. i, and zeros, for SiLU(0) = 0 makes a
 zero block the identity. Not here: which run is exported, and what is checked afterwards (export.py).
-Shapes: D hidden, V vocabulary, I heads; ... any leading shape.
+Shapes: D hidden, V vocabulary, E draft vocabulary, I heads; ... any leading shape.
 """
 
 import json
@@ -30,20 +31,15 @@ from longdraft.train.config import DraftSection, LongSpecSection, TokenSwiftSect
 
 NAME = "vllm-medusa"
 NEWEST_VLLM = "0.32"
-HEAD = "lm_heads.0.weight"
+HEAD, TOKENS = "lm_heads.0.weight", "token_map"
 
 
-def check_section(section: DraftSection, draft_vocab_size: int | None = None) -> None:
-    """Raises ValueError, with the reason, for drafts that have no such form; the size: what the export is asked for."""
+def check_section(section: DraftSection) -> None:
+    """Raises ValueError, with the reason, for drafts that have no such form."""
     if isinstance(section, LongSpecSection):
         what, why = "longspec", "its block reads tokens and the target's cache, vLLM's heads one hidden state"
     elif isinstance(section, TokenSwiftSection) and section.kind != "silu_chain":
         what, why = f"tokenswift's {section.kind}", "its heads have norms, no SiLU, and read the pre-norm state"
-    elif (size := draft_vocab_size or section.draft_vocab_size) is not None:
-        raise ValueError(
-            f"format: {NAME} cannot hold a draft_vocab_size of {size}: its heads read the whole LM head; export it as "
-            "longdraft, or with draft_vocab_size left out, in training too"
-        )
     else:
         return
     raise ValueError(
@@ -65,13 +61,14 @@ def save(folder: Path, draft: TokenSwift | Medusa, target: Target, about: dict[s
         heads = [[blocks[j] if j <= i else idle for j in range(n_heads)] for i in range(n_heads)]
     else:
         heads = [[block] for block in blocks]
-    lm_head_VD = target.model.lm_head.weight.detach().to(idle.dtype)
+    vocab_size = target.model.config.vocab_size
+    head = draft.head(target.model.lm_head.weight.detach()).to(idle.dtype)
     content = {
         "architectures": ["MedusaModel"],
         "model_type": "medusa",
         "hidden_size": draft.config.hidden_size,
-        "vocab_size": len(lm_head_VD),
-        "truncated_vocab_size": len(lm_head_VD),
+        "vocab_size": vocab_size,
+        "truncated_vocab_size": len(head),
         "num_heads": n_heads,
         "num_hidden_layers": len(heads[0]),
         "n_predict": n_heads,
@@ -81,11 +78,8 @@ def save(folder: Path, draft: TokenSwift | Medusa, target: Target, about: dict[s
     }
     # Copies, for safetensors refuses tensors that share memory.
     weights = {f"blocks.{i}.layers.{j}.weight": w.clone() for i, head in enumerate(heads) for j, w in enumerate(head)}
-    write_pair(
-        folder,
-        lambda digest: content | {"longdraft": about | {"weights_sha256": digest}},
-        weights | {HEAD: lm_head_VD},
-    )
+    weights |= {HEAD: head} | ({} if draft.token_ids is None else {TOKENS: draft.token_ids})
+    write_pair(folder, lambda digest: content | {"longdraft": about | {"weights_sha256": digest}}, weights)
 
 
 class VllmMedusa:
@@ -98,7 +92,7 @@ class VllmMedusa:
         weights = load_file(folder / WEIGHTS, str(device))
         heads, layers = range(content["num_heads"]), range(content["num_hidden_layers"])
         self.heads = [[weights[f"blocks.{i}.layers.{j}.weight"] for j in layers] for i in heads]
-        self.lm_head_VD = weights[HEAD]
+        self.lm_head, self.token_ids = weights[HEAD], weights.get(TOKENS)
 
     def states(self, hidden: Tensor) -> list[Tensor]:
         """The target's post-norm state [..., D] to what the LM head reads for each head, [..., D]."""

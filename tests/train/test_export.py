@@ -382,6 +382,15 @@ def test_format_vllm_medusa(made_run, capsys):
     assert load_file(run / "elsewhere" / WEIGHTS).keys() == weights.keys() and not (run / "draft").exists()
 
 
+@pytest.mark.parametrize(("name", "asked", "tokens"), [("silu_narrow", [], 20), ("medusa", ["9"], 9)])
+def test_heads_of_few_words_go_to_vllm_too(made_run, capsys, name, asked, tokens):
+    run, _, _ = made_run(name)
+    more = ["--draft-vocab-size", *asked] if asked else []
+    assert main([str(run), "--format", "vllm-medusa", *more]) == 0
+    assert capsys.readouterr().out.endswith(": reloaded, largest difference of a logit 0\n")
+    assert len(load_file(run / "vllm-medusa" / WEIGHTS)["token_map"]) == tokens
+
+
 @pytest.mark.parametrize(
     ("name", "arguments", "message"),
     [
@@ -392,12 +401,6 @@ def test_format_vllm_medusa(made_run, capsys):
             "format: vllm-medusa cannot hold tokenswift's linear_chain: its heads",
         ),
         ("longspec", "--format vllm-medusa", "format: vllm-medusa cannot hold longspec: its block reads"),
-        (
-            "medusa",
-            "--format vllm-medusa --draft-vocab-size 9",
-            "format: vllm-medusa cannot hold a draft_vocab_size of 9: its heads read the whole LM head",
-        ),
-        ("silu_narrow", "--format vllm-medusa", "format: vllm-medusa cannot hold a draft_vocab_size of 20: its heads"),
         (
             "longspec-narrow",
             "--draft-vocab-size 9",

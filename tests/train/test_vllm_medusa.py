@@ -12,6 +12,7 @@ Its forward: each head's layers are x + SiLU(W x) on the target's post-norm stat
 """
 
 import json
+from dataclasses import replace
 from hashlib import sha256
 
 import pytest
@@ -99,7 +100,22 @@ def test_logits_from_the_files_alone(tiny_target, tmp_path, kind):
     assert not torch.allclose(theirs[0], theirs[1], atol=0.1)  # heads of their own
 
     read = VllmMedusa(tmp_path, torch.device("cpu"))
-    assert torch.equal(torch.stack(read.states(hidden_ND)) @ read.lm_head_VD.T, ours)
+    assert torch.equal(torch.stack(read.states(hidden_ND)) @ read.lm_head.T, ours)
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_a_restricted_vocabulary_is_its_token_map(tiny_target, tmp_path, kind):
+    """Its reader puts the logits of the rows in the file at these places of -inf [V]."""
+    target, ids = tiny_target(), torch.tensor([5, 3, 90, 41, 96])
+    whole = heads(kind)
+    with torch.device("meta"):
+        draft = type(whole)(replace(whole.config, draft_vocab_size=5))
+    draft.load_state_dict(whole.state_dict() | {"token_ids": ids}, assign=True)
+    save(tmp_path, draft, target, {})
+    content, weights = json.loads((tmp_path / CONFIG).read_text()), load_file(tmp_path / WEIGHTS)
+    assert (content["vocab_size"], content["truncated_vocab_size"]) == (VOCAB, 5)
+    assert torch.equal(weights["token_map"], ids)
+    assert torch.equal(weights["lm_heads.0.weight"], target.model.lm_head.weight[ids])
 
 
 def test_idle_layers_of_a_chain_are_zero(tiny_target, tmp_path):
