@@ -66,8 +66,8 @@ OTHERS = {"moe": {"experts": EXPERTS}, "gemma3": GEMMA, "gpt_oss": GPT_OSS}
 SEEDS = {("gqa", "short"): 12, ("gqa", "overflow"): 12, ("mha", "short"): 11, ("mha", "overflow"): 14} | {
     ("moe", "overflow"): 14,
     ("olmo2", "overflow"): 3,
-    ("gemma3", "overflow"): 5,
-    ("gpt_oss", "overflow"): 5,
+    ("gemma3", "overflow"): 10,
+    ("gpt_oss", "overflow"): 4,
 }
 
 
