@@ -4,10 +4,13 @@ A stage is a pass of the draft that adds one level to the tree (LongSpec's level
 Its chance is how often the level held the right token where the level above did, its price the draft's own seconds, and
 whether the price pays is for the policy to say, by the costs that pick nodes (`Policy.speed`). On a host that is asked
 between two stages, knowing the nodes so far; elsewhere, where a step is recorded and may not wait, before the first
-stage, by the chances alone. Shapes: B slots, N nodes.
+stage, by the chances alone. Beside other drafters, whose nodes are there before its first stage, that one is asked too.
+Shapes: B slots, N nodes.
 """
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
+from operator import mul
 
 from longdraft.infer.measured import EARLIER_FADING, Costs, Rates, bounded
 from longdraft.infer.tree import Lists
@@ -19,6 +22,8 @@ FIRST_RATE, FIRST_WEIGHT = 0.3, 1.0
 LEAST_TRIALS = 8
 # So many first proposals, and later one in so many, are made whole, so that all stages' costs and chances are known.
 FIRST_WHOLE, WHOLE_EVERY = 3, 32
+# The stage of nodes that a staged drafter has not proposed.
+NO_STAGE = -1
 # Seconds of a proposal are a table by 1 + its stages, in proportion to the stages where nothing is measured.
 PROPORTIONAL = 1e6
 
@@ -30,7 +35,8 @@ class Depth:
     """Learns what stages bring and take, and says where to stop.
 
     Args:
-        stages: of each class of nodes, the stage that proposes it; 1 for all where there is nothing to stop between.
+        stages: of each class of nodes, the stage that proposes it; 1 for all where there is nothing to stop between,
+            NO_STAGE of other drafters on the same tree.
         beforehand: whether the depth is fixed before a proposal begins.
 
     Attributes:
@@ -41,6 +47,9 @@ class Depth:
     def __init__(self, stages: Sequence[int], beforehand: bool):
         self.stages, self.count, self.beforehand = tuple(stages), max((1, *stages)), beforehand
         self._all = Rates([0.0] * (1 + self.count), [0.0] * (1 + self.count), EARLIER_FADING)
+        first = [FIRST_RATE * FIRST_WEIGHT] * len(self.stages), [FIRST_WEIGHT] * len(self.stages)
+        self._all_beside = Rates(*first, EARLIER_FADING)
+        self._others: Lists | None = None  # of the proposal that is being made, or was made last
         self._costs: dict[int, Costs] = {}  # by the number of slots
         self._proposals, self._whole = 0, True
         self.start_step(1)
@@ -53,11 +62,12 @@ class Depth:
     def start(self, batch: int) -> None:
         """A call with this many slots begins."""
         self._slots = [self._all.passed_on() for _ in range(batch)]
-        self.run = self.count
+        self._beside = [self._all_beside.passed_on() for _ in range(batch)]
+        self.run, self._others = self.count, None
 
     def start_request(self, slot: int) -> None:
         """This slot's next request starts with the chances of all earlier ones."""
-        self._slots[slot] = self._all.passed_on()
+        self._slots[slot], self._beside[slot] = self._all.passed_on(), self._all_beside.passed_on()
 
     def seconds(self, stages: int) -> float:
         """What drafting so many stages takes; 0 before any is measured."""
@@ -82,10 +92,25 @@ class Depth:
             if depth is not None and depth < len(committed) and tokens[node] == committed[depth]:
                 depth_on_path[node] = depth + 1
                 right.add(stage)
-        for stage in proposed - {0}:
+        for stage in proposed - {0, NO_STAGE}:
             if stage - 1 in right and stage <= len(committed):
                 self._all.add(stage, stage in right)
                 self._slots[slot].add(stage, stage in right)
+        if self._others is not None:
+            self._learn_beside(slot, self._others, committed)
+
+    def _learn_beside(self, slot: int, others: Lists, committed: Sequence[int]) -> None:
+        """How often other drafters' nodes are right, whoever else proposed them."""
+        assert others.classes is not None
+        depth_on_path = {0: 0}
+        for node, (token, parent) in enumerate(zip(others.tokens[slot], others.parents[slot], strict=True)):
+            depth = depth_on_path.get(parent)
+            if node and depth is not None and depth < len(committed):
+                hit = token == committed[depth]
+                self._all_beside.add(others.classes[slot][node], hit)
+                self._beside[slot].add(others.classes[slot][node], hit)
+                if hit:
+                    depth_on_path[node] = depth + 1
 
     def chance(self, slot: int, stage: int) -> float:
         """How often this stage holds the right token where the one above does."""
@@ -106,8 +131,13 @@ class Depth:
         return best
 
     def idle(self, speed: Speed) -> bool:
-        """Whether a proposal of any depth is a loss, as far as is known."""
-        if self.count == 1 or self._all.trials[1] < LEAST_TRIALS or not self.costs.measured():
+        """Whether a proposal of any depth is a loss, as far as is known; never beside drafters that have no stages."""
+        if (
+            NO_STAGE in self.stages
+            or self.count == 1
+            or self._all.trials[1] < LEAST_TRIALS
+            or not self.costs.measured()
+        ):
             return False
         return self.paying(speed, range(len(self._slots))) == 0
 
@@ -118,6 +148,46 @@ class Depth:
         self.run = 1
         if self.beforehand:
             self.run = self.count if self._whole else max(1, self.paying(speed, range(len(self._slots))))
+
+    def begins(self, others: Lists, active: Sequence[bool], speed: Speed) -> bool:
+        """Whether the first stage pays, alone or with some behind it, beside other drafters' nodes.
+
+        Each stage adds where those are wrong, as often as it is right by itself.
+
+        Args:
+            others: the nodes, with classes. active: slots that take part.
+        """
+        self._others = others
+        pays = self._whole or not any(active)
+        if not pays:
+            slots = [slot for slot, here in enumerate(active) if here]
+            worths, found = zip(*(self._of_others(slot, others) for slot in slots), strict=True)
+            right = [accumulate((self.chance(slot, 1 + stage) for stage in range(self.count)), mul) for slot in slots]
+            chains = [
+                [here * max(0.0, 1.0 - there) for here, there in zip(*each, strict=True)]
+                for each in zip(right, found, strict=True)
+            ]
+
+            def reached(stages: int) -> float:
+                added = (worth + chain[:stages] for worth, chain in zip(worths, chains, strict=True))
+                return speed([sorted(each, reverse=True) for each in added], self.seconds(stages))
+
+            plain = reached(0)
+            pays = any(reached(1 + stage) > plain for stage in range(self.count))
+        self.run = int(pays)
+        return pays
+
+    def _of_others(self, slot: int, others: Lists) -> tuple[list[float], list[float]]:
+        """The chance of each of their nodes, and of one of them at each depth that stages reach."""
+        assert others.classes is not None
+        own, parents = self._beside[slot], others.parents[slot]
+        rates = [bounded(hits / trials) for hits, trials in zip(own.hits, own.trials, strict=True)]
+        worth, depths, found = worth_of(parents, others.classes[slot], rates), [0], [0.0] * self.count
+        for chance, parent in zip(worth[1:], parents[1:], strict=True):
+            depths.append(1 + depths[max(parent, 0)])
+            if depths[-1] <= self.count:
+                found[depths[-1] - 1] += chance
+        return worth, found
 
     def limit(self, most: int) -> int:
         """Of `most` stages, so many may be run; where `goes_on` is asked between them, all."""

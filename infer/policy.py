@@ -183,6 +183,15 @@ class Policy:
             return True
         return self.depth.goes_on(tree.lists, self.rates, active_B.tolist(), first_class, self.speed)
 
+    @property
+    def asks_first(self) -> bool:
+        """Whether a proposal's first stage is run only where it pays beside other drafters' nodes (see `Depth`)."""
+        return self.automatic and not self.depth.beforehand and self.depth.count > 1
+
+    def begins(self, others: TokenTree, active_B: Tensor) -> bool:
+        """Whether a staged drafter is to propose at all beside what others have proposed (see `Depth`)."""
+        return self.depth.begins(others.lists, active_B.tolist(), self.speed)
+
     def decide(self, expected: list[float]) -> None:
         """The width with the most expected tokens a second. expected: [w - 1], of the w best nodes."""
         widths = [width for width in self.widths if width <= len(expected)]

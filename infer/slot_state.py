@@ -81,6 +81,15 @@ class SlotState:
         """Whether one more stage pays behind `tree`, what a drafter has proposed so far (see infer/depth.py)."""
         return self.policy is None or self.policy.goes_on(tree, self.active, self.first_class)
 
+    @property
+    def asks_first(self) -> bool:
+        """Whether a drafter in stages is to ask `begins` before the first."""
+        return self.policy is not None and self.policy.asks_first
+
+    def begins(self, others: TokenTree) -> bool:
+        """Whether a drafter in stages is to propose beside what others have proposed."""
+        return self.policy is None or self.policy.begins(others, self.active)
+
     def ranking(self, logits: Tensor, offset: int, token_ids: Tensor | None = None) -> Tensor:
         """Scores to rank candidates for the token `offset` behind the root by: fp32, or the logits' dtype.
 

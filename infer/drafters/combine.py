@@ -3,7 +3,8 @@
 Each drafter keeps its own state and sees every verified tree, whoever's nodes it holds. A node's class says which
 drafter proposed it first, of which of its classes, and whether another one proposed it too, so the engine learns how
 good each of them is and what their agreement is worth, and prunes by that. The union is made on the host, so on a GPU a
-step reads all that its drafters need there once. Shapes: B slots, N nodes.
+step reads all that its drafters need there once. Where a step waits for the host anyway the look-ups come first, and a
+draft that proposes in stages is run only where it pays beside them (infer/depth.py). Shapes: B slots, N nodes.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from longdraft.infer.accept import AcceptResult
+from longdraft.infer.depth import NO_STAGE
 from longdraft.infer.drafters.base import Drafter, Request, SlotState
 from longdraft.infer.drafters.host import HostDrafter
 from longdraft.infer.tree import PAD, Lists, TokenTree
@@ -57,7 +59,11 @@ class Combined(Drafter):
 
     @property
     def class_stages(self) -> Sequence[int]:
-        return [stage for drafter in self.drafters for stage in drafter.class_stages] * 2
+        drafters = self.drafters
+        if not any(map(_staged, drafters)):
+            return [stage for drafter in drafters for stage in drafter.class_stages] * 2
+        own = [drafter.class_stages if _staged(drafter) else [NO_STAGE] * drafter.n_classes for drafter in drafters]
+        return [stage for stages in own for stage in stages] * 2
 
     def on_start(self, slots: Sequence[int], requests: Sequence[Request], cache: KVCache) -> None:
         for drafter in self.drafters:
@@ -112,13 +118,21 @@ class Combined(Drafter):
 
     def propose(self, state: SlotState, max_nodes: int) -> TokenTree:
         limits = [min(max_nodes, drafter.max_nodes) for drafter in self.drafters]
+        found = self._look_up(state, limits)
+        left_out = bool(found) and not state.begins(self._unite_found(state, found, max_nodes))
         ends = accumulate((drafter.n_classes for drafter in self.drafters), initial=state.first_class)
         trees = [
-            None if isinstance(drafter, HostDrafter) else drafter.propose(replace(state, first_class=first), most)
+            None
+            if isinstance(drafter, HostDrafter) or (left_out and _staged(drafter))
+            else drafter.propose(replace(state, first_class=first), most)
             for drafter, most, first in zip(self.drafters, limits, list(ends)[:-1], strict=True)
         ]
         asked = [
-            (drafter.asked(state),) if isinstance(drafter, HostDrafter) else tree.unread if tree else ()
+            (drafter.asked(state),)
+            if isinstance(drafter, HostDrafter) and drafter not in found
+            else tree.unread
+            if tree
+            else ()
             for drafter, tree in zip(self.drafters, trees, strict=True)
         ]
         roots, *read = read_together(state.roots, *(x for one in asked for x in one))
@@ -129,10 +143,28 @@ class Combined(Drafter):
                 lists.append(tree.take_lists(own).lists)
                 if drafter.trunk:
                     trunks = [tokens[1 : 1 + drafter.trunk] for tokens in lists[-1].tokens]
+            elif drafter in found:
+                lists.append(found[drafter])
             elif isinstance(drafter, HostDrafter):
-                tries = drafter.tries(state, own[0], most, trunks if drafter.behind_trunk else ())
-                lists.append(Lists(*map(list, zip(*((t.tokens, t.parents, t.classes) for t in tries), strict=True))))
+                lists.append(_as_lists(drafter.tries(state, own[0], most, trunks if drafter.behind_trunk else ())))
+            else:
+                lists.append(_as_lists([Trie(root) for root in roots]))
         return self._unite(lists, roots, max_nodes, state.roots.device)
+
+    def _look_up(self, state: SlotState, limits: Sequence[int]) -> dict[Drafter, Lists]:
+        """What the look-ups propose, before anything else does; empty where that decides nothing."""
+        if not (state.asks_first and any(map(_staged, self.drafters))):
+            return {}
+        return {
+            drafter: _as_lists(drafter.tries(state, drafter.asked(state).tolist(), most))
+            for drafter, most in zip(self.drafters, limits, strict=True)
+            if isinstance(drafter, HostDrafter) and not drafter.behind_trunk
+        }
+
+    def _unite_found(self, state: SlotState, found: Mapping[Drafter, Lists], max_nodes: int) -> TokenTree:
+        roots = state.roots.tolist()
+        nothing = _as_lists([Trie(root) for root in roots])
+        return self._unite([found.get(one, nothing) for one in self.drafters], roots, max_nodes, state.roots.device)
 
     def _unite(self, proposals: Sequence[Lists], roots: list[int], max_nodes: int, device: torch.device) -> TokenTree:
         """The trie of all trees' nodes, or its first `max_nodes`."""
@@ -147,6 +179,14 @@ class Combined(Drafter):
             _take_turns(trie, turns, max_nodes)
             tries.append(trie)
         return as_tree(tries, device)
+
+
+def _staged(drafter: Drafter) -> bool:
+    return max(drafter.class_stages) > 1
+
+
+def _as_lists(tries: Sequence[Trie]) -> Lists:
+    return Lists(*map(list, zip(*((one.tokens, one.parents, one.classes) for one in tries), strict=True)))
 
 
 def _give(

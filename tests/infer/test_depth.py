@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from longdraft.infer.depth import FIRST_WHOLE, LEAST_TRIALS
+from longdraft.infer.depth import FIRST_WHOLE, LEAST_TRIALS, NO_STAGE
 from longdraft.infer.drafters.combine import Combined
 from longdraft.infer.drafters.longspec import LongSpecDrafter
 from longdraft.infer.drafters.prompt_lookup import PromptLookup
@@ -23,9 +23,12 @@ def chain(*tokens):
     return TokenTree.from_paths([0], [[list(tokens)]])
 
 
-def policy_with(chances, stage_seconds, beforehand=False):
-    """A chain of three stages, each node right as often as these chances say; a pass costs 1 and 0.05 a node."""
-    policy = Policy(4, (1, 2, 3, 4), stages=STAGES, beforehand=beforehand)
+def policy_with(chances, stage_seconds, beforehand=False, other=None):
+    """A chain of three stages, each node right as often as these chances say; a pass costs 1 and 0.05 a node.
+
+    other: how often nodes of class 5 are right, which have no stage."""
+    stages = STAGES if other is None else [*STAGES, NO_STAGE, NO_STAGE]
+    policy = Policy(len(stages), (1, 2, 3, 4), stages=stages, beforehand=beforehand)
     for width in policy.widths:
         policy.costs.record(width, 0.95 + 0.05 * width)
     for stages in (1, 2, 3):
@@ -40,6 +43,10 @@ def policy_with(chances, stage_seconds, beforehand=False):
             hits[stage] -= 1
             committed.append(7 + stage)
         policy.learn(0, lists, [*committed, 1])
+    for trial in range(200 if other is not None else 0):
+        right = int((trial + 1) * other) > int(trial * other)
+        policy.begins(TokenTree.from_lists([([0, 3], [-1, 0], [0, 5])]), ACTIVE)
+        policy.learn(0, Lists([[0, 3]], [[-1, 0]], [[0, 5]]), [3 if right else 4])
     return policy
 
 
@@ -148,6 +155,34 @@ def test_of_a_block_that_is_always_right_nearly_all_levels_are_run(tiny_target, 
     assert [one.tokens] == plain_tokens(target, [PROMPT], [params])
     # Some nodes are of a class that was hardly ever seen, so that nobody knows yet that they are right.
     assert counted.count(5) >= 0.85 * counted.count(1) >= 0.75 * one.stats.steps and one.tokens_per_step > 5
+
+
+@pytest.mark.parametrize(
+    ("look_up", "chances", "wanted"),
+    [(0.95, (0.8, 0.8, 0.8), False), (0.1, (0.8, 0.8, 0.8), True), (0.1, (0.05, 0.05, 0.05), False)],
+)
+def test_beside_a_look_up_the_first_stage_is_run_where_it_pays(look_up, chances, wanted):
+    """What a look-up finds that is mostly right leaves a draft little to add, and takes no time."""
+    policy = policy_with(chances, 0.15, other=look_up)
+    assert policy.asks_first
+    beside = TokenTree.from_lists([([0, 5, 6], [-1, 0, 1], [0, 5, 5])])
+    for _ in range(FIRST_WHOLE + 1):
+        policy.depth.begin(policy.speed)
+        found = policy.begins(beside, ACTIVE)
+    assert found == wanted and policy.depth.run == int(wanted)
+    assert not policy.depth.idle(policy.speed)  # that would leave out the look-up too
+
+
+def test_where_a_look_up_is_right_a_block_rests(tiny_target, counted, plain_tokens):
+    """On text that repeats itself, though the block is always right too."""
+    target, block = memoryless(tiny_target)
+    drafter = Combined([LongSpecDrafter(target, block, (1,) * 5), PromptLookup(length=5)])
+    engine, params = timed(Engine(target, drafter), counted), SamplingParams(max_new_tokens=110)
+    (one,) = engine.generate([PROMPT], params)  # ends in a loop, as greedy text of such a target must
+    assert [one.tokens] == plain_tokens(target, [PROMPT], [params])
+    counted.clear()
+    (one,) = engine.generate([[*PROMPT, *one.tokens]], params)
+    assert counted.count(1) <= 0.2 * one.stats.steps and one.tokens_per_step > 5
 
 
 def test_a_small_model_stops_where_it_does_not_pay(tiny_target, plain_tokens, monkeypatch):
