@@ -11,8 +11,8 @@ from setuptools import setup
 
 ROOT = Path(__file__).parent
 CODE = [
-    "benchmarks", "data_prep", "infer", "infer/drafters", "kernels", "kernels/cpu_impl", "kernels/reference",
-    "kernels/triton_impl", "launch", "models", "models/drafts", "train",
+    "benchmarks", "data_prep", "infer", "infer/drafters", "infer/vllm_plugin", "kernels", "kernels/cpu_impl",
+    "kernels/reference", "kernels/triton_impl", "launch", "models", "models/drafts", "train",
 ]  # fmt: skip
 SERVE = ["fastapi>=0.115", "uvicorn>=0.34", "prometheus_client>=0.21", "pydantic>=2.9"]
 packages = {f"longdraft.{folder.replace('/', '.')}": folder for folder in CODE}
@@ -73,5 +73,8 @@ setup(
             "scipy>=1.13",
         ],
     },
-    entry_points={"console_scripts": ["longdraft=longdraft.launch.cli:main"]},
+    entry_points={
+        "console_scripts": ["longdraft=longdraft.launch.cli:main"],
+        "vllm.general_plugins": ["longdraft=longdraft.infer.vllm_plugin.plugin:register"],
+    },
 )

@@ -38,6 +38,7 @@ from longdraft.models.quantised import read_quantisation
 from longdraft.models.target import Target
 
 FORMAT_VERSION = 1
+MODEL_TYPE = "longdraft"
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 SHIPPED = Path(__file__).parent / "shipped"  # the drafts that come with longdraft, a folder each, by name
 DRAFTS = {
@@ -102,8 +103,14 @@ def target_entry(target: Target, weights_sha256: str | None = None) -> dict[str,
 def save_draft(folder: str | Path, draft: Draft, info: DraftInfo) -> None:
     """Writes both files; raises ValueError, as `write_pair`, where that cannot be done, and changes nothing then."""
     method = next(name for name, (_, network) in DRAFTS.items() if isinstance(draft, network))
-    content = {"format_version": FORMAT_VERSION, "method": method, "draft": asdict(draft.config)} | asdict(info)
+    content = {"format_version": FORMAT_VERSION, "method": method, **served_as(method), "draft": asdict(draft.config)}
+    content |= asdict(info)
     write_pair(folder, lambda digest: content | {"weights_sha256": digest}, draft.state_dict())
+
+
+def served_as(method: str) -> dict[str, Any]:
+    """The two fields by which transformers and what builds on it, such as vLLM, know a folder's network."""
+    return {"model_type": MODEL_TYPE, "architectures": [DRAFTS[method][1].__name__]}
 
 
 def local_folder(draft: str | Path) -> Path:
@@ -224,7 +231,8 @@ def _read(folder: Path) -> dict[str, Any]:
 
 def _info(folder: Path, content: dict[str, Any]) -> DraftInfo:
     """What stands beside the shape; the whole of config.json must be known."""
-    beside = {name: value for name, value in content.items() if name not in ("format_version", "method", "draft")}
+    shape = ("format_version", "method", "draft", "model_type", "architectures")
+    beside = {name: value for name, value in content.items() if name not in shape}
     _check_fields(folder, "", DraftInfo, beside)
     if "draft" not in content:
         raise ValueError(f"{folder / CONFIG}: lacks draft; export again")

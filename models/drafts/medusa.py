@@ -65,9 +65,13 @@ class Medusa(DraftVocabulary):
                 if generator is not None and config.init_std:
                     parameter.normal_(0.0, config.init_std, generator=generator)
 
+    def step(self, i: int, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """What the LM head reads for head i + 1, and what head i + 2 begins from, which is `hidden`: both [..., D]."""
+        return hidden + F.silu(self.proj[i](hidden)), hidden
+
     def states(self, hidden: Tensor) -> list[Tensor]:
         """The target's post-norm state [..., D] to what its LM head reads for head 1..I, each [..., D]."""
-        return [hidden + F.silu(proj(hidden)) for proj in self.proj]
+        return [self.step(i, hidden)[0] for i in range(self.config.n_heads)]
 
     def forward(
         self,

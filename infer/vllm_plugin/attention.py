@@ -1,0 +1,108 @@
+"""Attention of a draft within vLLM: over its own cache, and over what the target's last layer has cached.
+
+vLLM drafts a token a pass and counts the passes since the last verification (`draft_index`). Its metadata let every
+pass read one position more; the target has computed none of those, so the reader of its cache takes them off again.
+"""
+
+from copy import copy
+from functools import cache
+from typing import Any, cast
+
+import torch
+from vllm.config import VllmConfig  # pyright: ignore[reportMissingImports]
+from vllm.forward_context import get_forward_context  # pyright: ignore[reportMissingImports]
+from vllm.model_executor.layers.attention import Attention  # pyright: ignore[reportMissingImports]
+from vllm.model_executor.models.utils import extract_layer_index  # pyright: ignore[reportMissingImports]
+from vllm.v1.attention.backend import subclass_attention_backend  # pyright: ignore[reportMissingImports]
+from vllm.v1.kv_cache_interface import FullAttentionSpec  # pyright: ignore[reportMissingImports]
+
+
+class TargetAttention(Attention):
+    """Queries over the keys and values of the target's last layer, up to the last position that the target computed.
+
+    vLLM's proposer takes no draft without an attention layer, so heads have one too and ask it for `draft_index`.
+
+    Args:
+        vllm_config: of the engine; the target's layers are known to it by now.
+        prefix: the layer's name, which no other has.
+    Raises: ValueError where the target's last layer keeps a window of positions only.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, prefix: str):
+        layers = {
+            name: layer
+            for name, layer in vllm_config.compilation_config.static_forward_context.items()
+            if isinstance(layer, Attention)
+        }
+        name = max(layers, key=extract_layer_index)
+        target = cast(Any, layers[name])
+        if target.sliding_window is not None:
+            raise ValueError(f"target: its last layer keeps {target.sliding_window} positions; LongSpec reads all")
+        super().__init__(
+            target.num_heads,
+            target.head_size,
+            target.head_size**-0.5,
+            num_kv_heads=target.num_kv_heads,
+            cache_config=vllm_config.cache_config,
+            prefix=prefix,
+            kv_sharing_target_layer_name=name,
+            attn_backend=_counting(target.attn_backend),
+        )
+
+    @property
+    def draft_index(self) -> int:
+        """How many draft passes there were since the last verification; 0 in vLLM's own trial passes."""
+        metadata = get_forward_context().attn_metadata
+        return metadata[self.layer_name].draft_index if isinstance(metadata, dict) else 0
+
+
+@cache
+def _counting(backend: Any) -> Any:
+    """The backend with metadata that say `draft_index` and end where the target's cache does."""
+
+    class Builder(backend.get_builder_cls()):
+        def build_for_drafting(self, common_attn_metadata: Any, draft_index: int) -> Any:
+            metadata = super().build_for_drafting(_without(common_attn_metadata, draft_index), draft_index)
+            metadata.draft_index = draft_index
+            return metadata
+
+    return subclass_attention_backend("Target", backend, Builder)
+
+
+def _without(common: Any, n: int) -> Any:
+    """The batch's metadata with n keys less for each request; at least one, at the end of the longest context."""
+    if n == 0:
+        return common
+    common = copy(common)
+    common.seq_lens = (common.seq_lens - n).clamp(min=1)
+    common.max_seq_len = max(common.max_seq_len - n, 1)
+    if common.seq_lens_cpu_upper_bound is not None:
+        common.seq_lens_cpu_upper_bound = (common.seq_lens_cpu_upper_bound - n).clamp(min=1)
+    return common
+
+
+class WindowAttention(Attention):
+    """Attention over the last `window` keys of the draft itself, its own the last of them.
+
+    All its positions stay cached, in the target's own blocks: vLLM wants a draft's layers in one group of them.
+    """
+
+    def __init__(self, target: TargetAttention, window: int, vllm_config: VllmConfig, prefix: str):
+        super().__init__(
+            target.num_heads,
+            target.head_size,
+            target.head_size**-0.5,
+            num_kv_heads=target.num_kv_heads,
+            cache_config=vllm_config.cache_config,
+            per_layer_sliding_window=window,
+            prefix=prefix,
+        )
+
+    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> Any:
+        return FullAttentionSpec(
+            block_size=vllm_config.cache_config.block_size,
+            num_kv_heads=self.num_kv_heads,
+            head_size=self.head_size,
+            head_size_v=self.head_size_v,
+            dtype=cast(torch.dtype, self.kv_cache_torch_dtype),
+        )

@@ -1,0 +1,160 @@
+"""Draft folders as the draft models of vLLM's EAGLE proposer: heads (TokenSwift, Medusa) and LongSpec's block.
+
+That proposer runs a draft model over the tokens of a verification, each at the position before its own and beside the
+target's hidden state there, then a token a pass; what a pass returns beside its hidden states comes back with the next.
+Of post-norm heads and the block it is `method: eagle`, of linear_chain, which reads the pre-norm state, `eagle3`, whose
+auxiliary states are the residual stream behind any layer. Not here: networks and weights (models/drafts/,
+models/draft_folder.py), which vLLM runs as our own runtime does. Shapes: N tokens, D hidden, V vocabulary.
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from huggingface_hub import snapshot_download
+from torch import Tensor, nn
+from torch.nn import functional as F
+from vllm.config import VllmConfig  # pyright: ignore[reportMissingImports]
+from vllm.model_executor.layers.logits_processor import LogitsProcessor  # pyright: ignore[reportMissingImports]
+from vllm.model_executor.models.llama_eagle3 import Eagle3LlamaForCausalLM  # pyright: ignore[reportMissingImports]
+
+from longdraft.infer.vllm_plugin.attention import TargetAttention, WindowAttention
+from longdraft.models.draft_files import CONFIG, WEIGHTS
+from longdraft.models.draft_folder import Draft, load_draft
+from longdraft.models.drafts.longspec import LongSpec
+from longdraft.models.drafts.medusa import Medusa
+from longdraft.models.drafts.tokenswift import TokenSwift
+
+# Targets whose embeddings are scaled behind the table that a draft model shares.
+SCALED = ("gemma", "cohere", "granite", "minicpm")
+
+
+class _DraftModel(Eagle3LlamaForCausalLM):
+    """What vLLM asks of both. Its proposer wants that class for `eagle3`; nothing of it is used."""
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
+        nn.Module.__init__(self)
+        self._check_engine(vllm_config)
+        speculation = vllm_config.speculative_config
+        own, self.config = speculation.draft_model_config, speculation.draft_model_config.hf_config
+        self.draft: Draft = load_draft(_folder(own.model, own.revision)).to(
+            vllm_config.device_config.device, vllm_config.model_config.dtype
+        )
+        target = vllm_config.model_config.hf_text_config
+        if self.draft.config.hidden_size != target.hidden_size:
+            raise ValueError(
+                f"draft: {own.model} has hidden_size {self.draft.config.hidden_size}, and the target "
+                f"{target.hidden_size}; serve the draft's own target"
+            )
+        self.needs = "eagle3" if "pre_norm" in getattr(self.draft, "needs", ()) else "eagle"
+        if speculation.method != self.needs:
+            raise ValueError(f"method: {speculation.method}, and {own.model} is served by {self.needs}; give that")
+        self.vocab_size = vllm_config.model_config.get_vocab_size()
+        self.logits_processor = LogitsProcessor(self.vocab_size)
+        # vLLM puts the target's embeddings in this place, if they are as wide, and its LM head into self.lm_head.
+        self.model = nn.ModuleDict({"embed_tokens": nn.Embedding(1, target.hidden_size)})
+        self.has_own_embed_tokens = self.has_own_lm_head = False
+        self.cross = TargetAttention(vllm_config, _layer(vllm_config, 0))
+        self._head_ED: Tensor | None = None
+
+    @staticmethod
+    def _check_engine(vllm_config: VllmConfig) -> None:
+        parallel = vllm_config.parallel_config
+        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+            if getattr(parallel, name) > 1:
+                raise ValueError(
+                    f"{name}: {getattr(parallel, name)}, but longdraft's drafts run on one GPU; set it to 1"
+                )
+        if vllm_config.use_v2_model_runner:
+            raise ValueError("vLLM's second model runner drafts in another way; set VLLM_USE_V2_MODEL_RUNNER=0")
+
+    def embed_input_ids(self, input_ids: Tensor, *_: Any) -> Tensor:
+        return self.model.embed_tokens(input_ids)  # pyright: ignore[reportCallIssue]
+
+    def compute_logits(self, hidden_states: Tensor) -> Tensor:
+        """[N, D] to logits [N, V]; -inf for what a restricted vocabulary leaves out."""
+        ids_E = self.draft.token_ids
+        if ids_E is None:
+            return self.logits_processor(self.lm_head, hidden_states)
+        if self._head_ED is None:
+            self._head_ED = self.draft.head(self.lm_head.weight)
+        logits_NE = F.linear(hidden_states, self._head_ED)
+        return logits_NE.new_full((len(logits_NE), self.vocab_size), -torch.inf).index_copy_(1, ids_E, logits_NE)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """All are loaded, and were held against config.json's digest (models/draft_folder.py)."""
+        return {name for name, _ in self.named_parameters()}
+
+
+class Heads(_DraftModel):
+    """TokenSwift's chains and Medusa's heads: pass i computes head i + 1 from the state that the pass before gave."""
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        asked = vllm_config.speculative_config.num_speculative_tokens
+        heads = cast(TokenSwift | Medusa, self.draft).config.n_heads
+        if asked > heads:
+            raise ValueError(f"num_speculative_tokens: {asked}, but the draft has {heads} heads; give at most {heads}")
+        # Of all layers' residual streams the one behind the last: what the final norm reads.
+        self.config.eagle_aux_hidden_state_layer_ids = [vllm_config.model_config.get_total_num_hidden_layers()]
+
+    def combine_hidden_states(self, hidden_states: Tensor) -> Tensor:
+        """The one auxiliary state as it is."""
+        return hidden_states
+
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, hidden_states: Tensor, inputs_embeds: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """[N, D]: what the LM head reads, and the state of the next pass."""
+        return cast(TokenSwift | Medusa, self.draft).step(self.cross.draft_index, hidden_states)
+
+
+class Block(_DraftModel):
+    """LongSpec's block. The token at position p comes with position p - 1: RoPE is one further than vLLM's positions,
+    and the target's keys end at p - 1, as in training. vLLM leaves out the text's first token, which our own runtime
+    reads while it is within the window."""
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        draft, target = self.draft, vllm_config.model_config.hf_text_config
+        assert isinstance(draft, LongSpec)
+        config, cross = draft.config, self.cross
+        shape = (config.n_heads, config.n_kv_heads, config.head_dim)
+        if shape != (cross.num_heads, cross.num_kv_heads, cross.head_size):
+            raise ValueError(f"draft: its heads, key heads and widths are {shape}; serve the draft's own target")
+        if draft.rope.length_dependent:
+            raise ValueError(f"draft: RoPE of type {config.rope_config.type} depends on the length; not served by vLLM")
+        if target.model_type.startswith(SCALED):
+            raise ValueError(f"target: {target.model_type} scales its embeddings; not served by vLLM with LongSpec")
+        self.own = WindowAttention(cross, config.window + 1, vllm_config, _layer(vllm_config, 1))
+
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, hidden_states: Tensor, inputs_embeds: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """[N, D]: what the LM head reads, twice. `hidden_states` are not read."""
+        draft, cross, own = self.draft, self.cross, self.own
+        assert isinstance(draft, LongSpec)
+        embeddings_ND = self.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds
+
+        def attend_self(q_1NHd: Tensor, k_1NKd: Tensor, v_1NKd: Tensor) -> Tensor:
+            q_N, k_N, v_N = (x[0].flatten(1).contiguous() for x in (q_1NHd, k_1NKd, v_1NKd))
+            return own(q_N, k_N, v_N).view_as(q_1NHd)
+
+        def attend_cross(q_1NHd: Tensor) -> Tensor:
+            return cross(q_1NHd[0].flatten(1).contiguous(), None, None).view_as(q_1NHd)
+
+        states_ND = draft.block(embeddings_ND[None], draft.tables(positions[None] + 1), attend_self, attend_cross)[0]
+        return states_ND, states_ND
+
+
+def _layer(vllm_config: VllmConfig, i: int) -> str:
+    """The name of the draft's attention layer i: vLLM wants a number in it, and counts on from the target's layers."""
+    return f"draft.layers.{vllm_config.model_config.get_total_num_hidden_layers() + i}.attention"
+
+
+def _folder(model: str, revision: str | None) -> Path:
+    """A folder, or the snapshot of the hub's repository of this name."""
+    if Path(model).is_dir():
+        return Path(model)
+    return Path(snapshot_download(model, revision=revision, allow_patterns=[CONFIG, WEIGHTS]))
