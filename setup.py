@@ -14,6 +14,8 @@ CODE = [
     "benchmarks", "data_prep", "infer", "infer/drafters", "infer/vllm_plugin", "kernels", "kernels/cpu_impl",
     "kernels/reference", "kernels/triton_impl", "launch", "models", "models/drafts", "train",
 ]  # fmt: skip
+# What training needs and decoding does not: who serves a draft, in vLLM for one, need not install it.
+TRAIN = ["deepspeed>=0.19,<0.20", "datasets>=4", "wandb>=0.30", "omegaconf>=2.3"]
 SERVE = ["fastapi>=0.115", "uvicorn>=0.34", "prometheus_client>=0.21", "pydantic>=2.9"]
 packages = {f"longdraft.{folder.replace('/', '.')}": folder for folder in CODE}
 config_folders = ["configs", *(str(p.relative_to(ROOT)) for p in sorted((ROOT / "configs").rglob("*")) if p.is_dir())]
@@ -35,15 +37,11 @@ setup(
     install_requires=[
         "torch>=2.8",
         "transformers>=5.10,<6",
-        "deepspeed>=0.19,<0.20",
-        "datasets>=4",
         "huggingface_hub>=1",
         "httpx>=0.27",
         "pyarrow>=17",
         "tokenizers>=0.21",
-        "wandb>=0.30",
         "jinja2>=3.1.6",
-        "omegaconf>=2.3",
         "safetensors>=0.6",
         "numpy>=1.26",
         "tqdm>=4.66",
@@ -52,13 +50,17 @@ setup(
         "psutil>=5.9",
     ],
     extras_require={
+        "train": TRAIN,
         "serve": SERVE,
+        # The versions whose engine was tried with our drafts (infer/vllm_plugin/).
+        "vllm": ["vllm>=0.32,<0.33"],
         "gpu": ["liger-kernel>=0.8.5", "triton>=3.4"],
         # Optional beside [gpu], for it has no binary wheel and is compiled for an hour: without it PyTorch's own flash
         # kernels do its part (kernels/backend.py). From 2.7 on its log-sum-exps are laid out as we read them.
         "flash-attn": ["flash-attn>=2.7"],
         # Liger and Triton run on a CPU too, under Triton's interpreter: that is how their use is tested.
         "dev": [
+            *TRAIN,
             *SERVE,
             "openai>=2",
             "liger-kernel>=0.8.5",

@@ -36,9 +36,10 @@ ENVIRONMENT = {
 LONGSPEC, HEADS = (str(SHIPPED / f"{TARGET}-{name}") for name in ("longspec", "tokenswift"))
 THEIRS: dict[str, dict[str, Any] | None] = {
     "vLLM plain": None,
-    "vLLM ngram": {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2},
     "vLLM longspec": {"method": "eagle", "model": LONGSPEC, "num_speculative_tokens": 2},
     "vLLM tokenswift": {"method": "eagle3", "model": HEADS, "num_speculative_tokens": 2},
+    # Last: what it imports (numba) stops the start of a further engine in the same process.
+    "vLLM ngram": {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2},
 }
 OURS: dict[str, str | None] = {
     "plain": None, "prompt_lookup": None, "token_recycling+prompt_lookup": None, "longspec+prompt_lookup": LONGSPEC,

@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 FAILED, NOT_WRITTEN = 2, 1  # after an error; where who read the output has left
 INTERRUPTED = 130  # exit status after Ctrl-C, as shells have it
+FOR_TRAINING = ("deepspeed", "datasets", "wandb", "omegaconf")  # what setup.py installs with [train] alone
 PATIENCE = 1.5  # seconds from Ctrl-C to the end, whatever is at work
 
 
@@ -27,7 +28,7 @@ def framed(
     names_errors: bool = True,
 ) -> int:
     """Run a command's work and return its exit status: 0 or what it returns, 2 after a ValueError, which is shown as
-    one line, 130 after Ctrl-C.
+    one line, or where a package of FOR_TRAINING is missing, 130 after Ctrl-C.
 
     Args:
         on_ctrl_c: what is said then.
@@ -43,6 +44,12 @@ def framed(
     except ValueError as error:
         if names_errors:
             note(f"{prog}: error: {error}")
+        return FAILED
+    except ModuleNotFoundError as error:
+        if error.name not in FOR_TRAINING:
+            raise
+        if names_errors:
+            note(f"{prog}: error: {error.name} is not installed; pip install 'longdraft[train]'")
         return FAILED
     except KeyboardInterrupt:
         note(f"{prog}: {on_ctrl_c}")

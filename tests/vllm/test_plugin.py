@@ -66,9 +66,7 @@ def drafts(tmp_path_factory, target, plain) -> dict[str, Path]:
     width, eps = shape.hidden_size, shape.rms_norm_eps
     counts = torch.tensor(plain).flatten().bincount()
     ids_E, drawn = counts.topk(6).indices, torch.Generator().manual_seed(2)
-    silu = TokenSwiftConfig(
-        width, target.model.config.rms_norm_eps, kind="silu_chain", init_std=0.1, draft_vocab_size=6
-    )
+    silu = TokenSwiftConfig(width, eps, kind="silu_chain", init_std=0.1, draft_vocab_size=6)
     made = {
         "silu_chain": TokenSwift(silu, drawn, token_ids_E=ids_E),
         "medusa": Medusa(MedusaConfig(width, init_std=0.1, draft_vocab_size=6), drawn, ids_E),
