@@ -42,7 +42,7 @@ PAGES = (
 # Why a block does not run here.
 REASONS = {"hub", "gpu", "cluster", "long"}
 # What is no command of ours, and is not tried.
-FOREIGN = {"make", "pip", "source", "git", "cd"}
+FOREIGN = {"make", "pip", "source", "git", "cd", "export", "vllm"}
 FENCE = re.compile(r"^```(\w+)?([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[(?P<text>[^\]]*)\]\((?P<to>[^)\s]+)\)|(?:src|srcset|href)=\"(?P<to_html>[^\"]+)\"")
 CODE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
