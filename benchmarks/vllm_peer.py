@@ -19,11 +19,11 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
 from longdraft.models.draft_folder import SHIPPED
+from longdraft.models.files import write_tensors
 from longdraft.models.gguf_file import GGUFFile
 from longdraft.models.hf import load_target, load_tokenizer
 
@@ -56,7 +56,7 @@ def write_checkpoint(folder: Path, dtype: torch.dtype) -> None:
     config.architectures, config.dtype = ["LlamaForCausalLM"], str(dtype).removeprefix("torch.")
     config.save_pretrained(folder)
     weights = {name: p.to(dtype).contiguous() for name, p in opened.tensors()}
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    write_tensors(weights, folder / "model.safetensors", {"format": "pt"})
     load_tokenizer(TARGET).save_pretrained(folder)
 
 
