@@ -38,15 +38,9 @@ class TargetAttention(Attention):
         target = cast(Any, layers[name])
         if target.sliding_window is not None:
             raise ValueError(f"target: its last layer keeps {target.sliding_window} positions; LongSpec reads all")
+        backend = _counting(target.attn_backend)
         super().__init__(
-            target.num_heads,
-            target.head_size,
-            target.head_size**-0.5,
-            num_kv_heads=target.num_kv_heads,
-            cache_config=vllm_config.cache_config,
-            prefix=prefix,
-            kv_sharing_target_layer_name=name,
-            attn_backend=_counting(target.attn_backend),
+            **_shape(target, vllm_config), prefix=prefix, kv_sharing_target_layer_name=name, attn_backend=backend
         )
 
     @property
@@ -54,6 +48,17 @@ class TargetAttention(Attention):
         """How many draft passes there were since the last verification; 0 in vLLM's own trial passes."""
         metadata = get_forward_context().attn_metadata
         return metadata[self.layer_name].draft_index if isinstance(metadata, dict) else 0
+
+
+def _shape(target: Any, vllm_config: VllmConfig) -> dict[str, Any]:
+    """What a draft's layer has as the target's last one."""
+    return {
+        "num_heads": target.num_heads,
+        "head_size": target.head_size,
+        "scale": target.head_size**-0.5,
+        "num_kv_heads": target.num_kv_heads,
+        "cache_config": vllm_config.cache_config,
+    }
 
 
 @cache
@@ -88,15 +93,7 @@ class WindowAttention(Attention):
     """
 
     def __init__(self, target: TargetAttention, window: int, vllm_config: VllmConfig, prefix: str):
-        super().__init__(
-            target.num_heads,
-            target.head_size,
-            target.head_size**-0.5,
-            num_kv_heads=target.num_kv_heads,
-            cache_config=vllm_config.cache_config,
-            per_layer_sliding_window=window,
-            prefix=prefix,
-        )
+        super().__init__(**_shape(target, vllm_config), prefix=prefix, per_layer_sliding_window=window)
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> Any:
         return FullAttentionSpec(

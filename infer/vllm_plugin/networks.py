@@ -60,12 +60,9 @@ class _DraftModel(Eagle3LlamaForCausalLM):
 
     @staticmethod
     def _check_engine(vllm_config: VllmConfig) -> None:
-        parallel = vllm_config.parallel_config
         for name in ("tensor_parallel_size", "pipeline_parallel_size"):
-            if getattr(parallel, name) > 1:
-                raise ValueError(
-                    f"{name}: {getattr(parallel, name)}, but longdraft's drafts run on one GPU; set it to 1"
-                )
+            if (size := getattr(vllm_config.parallel_config, name)) > 1:
+                raise ValueError(f"{name}: {size}, but longdraft's drafts run on one GPU; set it to 1")
         if vllm_config.use_v2_model_runner:
             raise ValueError("vLLM's second model runner drafts in another way; set VLLM_USE_V2_MODEL_RUNNER=0")
 
