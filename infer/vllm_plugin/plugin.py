@@ -31,8 +31,7 @@ class DraftFolderConfig(PretrainedConfig):
     model_type = MODEL_TYPE
 
     def __init__(self, draft: dict[str, Any] | None = None, method: str = "", **kwargs: Any):
-        self.draft, self.draft_method = dict(draft or {}), method
-        block = method == "longspec"
+        self.draft, block = dict(draft or {}), method == "longspec"
         self.hidden_size = self.draft.get("hidden_size", 1)
         self.num_hidden_layers = 1
         # Heads have neither; vLLM asks before it knows that, and reads the target's vocabulary from the target.
