@@ -16,7 +16,11 @@ from tqdm import tqdm
 
 FAILED, NOT_WRITTEN = 2, 1  # after an error; where who read the output has left
 INTERRUPTED = 130  # exit status after Ctrl-C, as shells have it
-FOR_TRAINING = ("deepspeed", "datasets", "wandb", "omegaconf")  # what setup.py installs with [train] alone
+# What setup.py installs with an extra alone.
+EXTRAS = {
+    "train": ("deepspeed", "datasets", "wandb", "omegaconf"),
+    "serve": ("fastapi", "uvicorn", "prometheus_client", "pydantic"),
+}
 PATIENCE = 1.5  # seconds from Ctrl-C to the end, whatever is at work
 
 
@@ -28,7 +32,7 @@ def framed(
     names_errors: bool = True,
 ) -> int:
     """Run a command's work and return its exit status: 0 or what it returns, 2 after a ValueError, which is shown as
-    one line, or where a package of FOR_TRAINING is missing, 130 after Ctrl-C.
+    one line, or where a package of EXTRAS is missing, 130 after Ctrl-C.
 
     Args:
         on_ctrl_c: what is said then.
@@ -46,10 +50,11 @@ def framed(
             note(f"{prog}: error: {error}")
         return FAILED
     except ModuleNotFoundError as error:
-        if error.name not in FOR_TRAINING:
+        extra = next((extra for extra, packages in EXTRAS.items() if error.name in packages), None)
+        if extra is None:
             raise
         if names_errors:
-            note(f"{prog}: error: {error.name} is not installed; pip install 'longdraft[train]'")
+            note(f"{prog}: error: {error.name} is not installed; pip install 'longdraft[{extra}]'")
         return FAILED
     except KeyboardInterrupt:
         note(f"{prog}: {on_ctrl_c}")

@@ -41,10 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _serve(args: argparse.Namespace) -> int:
-    try:
-        from longdraft.infer.server import Settings, serve
-    except ImportError as error:
-        raise ValueError(f"{error.name} is not installed; pip install 'longdraft[serve]'") from error
+    from longdraft.infer.server import Settings, serve
     from longdraft.launch import runtime
 
     for name, least in (("slots", 1), ("port", 0), ("queue", 0), ("drain", 0)):

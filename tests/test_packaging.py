@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from longdraft.launch.console import FOR_TRAINING
+from longdraft.launch.console import EXTRAS
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -51,37 +51,41 @@ def test_wheel_holds_every_module_and_recipe(wheel):
     assert {f"longdraft/{name}" for name in wanted} <= names
 
 
-def test_who_only_decodes_need_not_install_what_trains(wheel):
+@pytest.mark.parametrize("extra", EXTRAS)
+def test_who_only_decodes_need_not_install_what_trains_or_serves(wheel, extra):
     files = zipfile.ZipFile(wheel)
     metadata = files.read(next(name for name in files.namelist() if name.endswith("METADATA"))).decode()
     needed = [line for line in metadata.splitlines() if line.startswith("Requires-Dist:")]
     assert needed
-    for name in FOR_TRAINING:
+    for name in EXTRAS[extra]:
         assert all("extra ==" in line for line in needed if name in line), name
-        assert any('extra == "train"' in line for line in needed if name in line), name
+        assert any(f'extra == "{extra}"' in line for line in needed if name in line), name
 
 
-def without_training(installed: Path, folder: Path, command: str) -> subprocess.CompletedProcess:
-    """`longdraft` where the packages of training are not installed."""
+def without_extras(installed: Path, folder: Path, command: str) -> subprocess.CompletedProcess:
+    """`longdraft` where the packages of no extra are installed."""
     (folder / "hidden").mkdir()
-    hide = f"import sys\nsys.modules.update(dict.fromkeys({FOR_TRAINING!r}))\n"
+    hide = f"import sys\nsys.modules.update(dict.fromkeys({sum(EXTRAS.values(), ())!r}))\n"
     (folder / "hidden" / "sitecustomize.py").write_text(hide)
     environment = {"PYTHONPATH": f"{folder / 'hidden'}:{installed}", "PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1"}
     words = [installed / "bin" / "longdraft", *command.split()]
     return subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True)
 
 
-@pytest.mark.parametrize("command", ["train run.yaml", "export runs/none"])
-def test_what_is_missing_for_training_is_named_with_the_remedy(command, installed, tmp_path):
+@pytest.mark.parametrize(
+    "command, extra",
+    [("train run.yaml", "train"), ("export runs/none", "train"), ("serve --target smollm2-135m", "serve")],
+)
+def test_what_is_missing_is_named_with_the_remedy(command, extra, installed, tmp_path):
     (tmp_path / "run.yaml").write_text("target:\n  path: smollm2-135m\n")
-    done = without_training(installed, tmp_path, command)
+    done = without_extras(installed, tmp_path, command)
     assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert re.search(r"error: \w+ is not installed; pip install 'longdraft\[train\]'", done.stderr)
+    assert re.search(rf"error: \w+ is not installed; pip install 'longdraft\[{extra}\]'", done.stderr)
 
 
-def test_a_draft_decodes_where_nothing_of_training_is_installed(installed, tmp_path):
+def test_a_draft_decodes_where_no_extra_is_installed(installed, tmp_path):
     options = "--prompt def --max-new-tokens 4 --target smollm2-135m --draft smollm2-135m-tokenswift"
-    done = without_training(installed, tmp_path, f"generate {options}")
+    done = without_extras(installed, tmp_path, f"generate {options}")
     assert done.returncode == 0, done.stderr
 
 
