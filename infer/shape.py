@@ -46,9 +46,9 @@ class TreeShape:
         """How many ranks a level must offer."""
         return 1 + max((node[-1] for node in self.nodes), default=0)
 
-    def template(self, batch: int, device) -> "TreeTemplate":
-        """The shape on a device, for `batch` slots."""
-        return TreeTemplate(self, batch, device)
+    def template(self, batch: int, device, classes: Sequence[int] | None = None) -> "TreeTemplate":
+        """The shape on a device, for `batch` slots. classes: of the root and the nodes (TokenTree.classes)."""
+        return TreeTemplate(self, batch, device, classes)
 
     def expected_tokens(self, rank_rates: Sequence[Sequence[float]]) -> float:
         """Tokens a step, if ranks hit independently from level to level with rank_rates[level][rank]."""
@@ -58,11 +58,11 @@ class TreeShape:
 class TreeTemplate:
     """A shape's parents, depths and ancestors on a device, computed once. `parents`: of every slot, on the host."""
 
-    def __init__(self, shape: TreeShape, batch: int, device):
+    def __init__(self, shape: TreeShape, batch: int, device, classes: Sequence[int] | None):
         index = {(): 0} | {node: i + 1 for i, node in enumerate(shape.nodes)}
         self.parents = parents = [ROOT] + [index[node[:-1]] for node in shape.nodes]
-        self.tree = TokenTree.roots(torch.zeros(batch, dtype=torch.int64, device=device))
-        self.tree = TokenTree(self.tree.tokens.expand(-1, len(parents)), torch.tensor([parents] * batch, device=device))
+        rows = [[0] * len(parents), parents, *([] if classes is None else [list(classes)])]
+        self.tree = TokenTree(*(torch.tensor([row] * batch, device=device) for row in rows))
         _ = self.tree.ancestors, self.tree.depths
         slots = [(len(node) - 1) * shape.ranks + node[-1] for node in shape.nodes]
         self._slots_N = torch.tensor(slots, dtype=torch.int64, device=device)

@@ -147,12 +147,9 @@ class TokenSwiftDrafter(DeviceDrafter):
         self._to_read, self._last_read = [0] * batch, [0] * batch  # of the prompt without its last token
         self._templates = {}
         for with_pass, shape in self._shapes.items():
-            template = self._templates[with_pass] = shape.template(batch, weight.device)
-            first, plain = self._first_class[with_pass], template.tree
-            classes_N = torch.arange(first - 1, first + len(shape.nodes), device=weight.device)
-            classes_N[0].fill_(0)
-            template.tree = TokenTree(plain.tokens, plain.parents, classes_N.expand(batch, -1))
-            template.tree.__dict__.update(ancestors=plain.ancestors, depths=plain.depths)
+            first = self._first_class[with_pass]
+            classes = [0, *range(first, first + len(shape.nodes))]
+            self._templates[with_pass] = shape.template(batch, weight.device, classes)
         return LastState(batch, self.draft.config.hidden_size, weight.dtype, weight.device)
 
     def on_prefill(self, slots: Sequence[int], tokens_BT: Tensor, output: TargetOutput) -> None:
