@@ -5,6 +5,7 @@ import os
 import signal
 import socket
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from longdraft.launch.console import framed, note
@@ -41,6 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _serve(args: argparse.Namespace) -> int:
+    from longdraft.infer.engine import Engine
     from longdraft.infer.server import Settings, serve
     from longdraft.launch import runtime
 
@@ -48,8 +50,17 @@ def _serve(args: argparse.Namespace) -> int:
         if getattr(args, name) < least:
             raise ValueError(f"--{name}: {getattr(args, name)}; give at least {least}")
     asked = runtime.read_drafting(args)
-    target = asked.open_target(args.max_length or 1, args.slots)
-    (engine,) = asked.open_engines(target, args.slots).values()
+
+    def load() -> Engine:
+        target = asked.open_target(args.max_length or 1, args.slots)
+        (engine,) = asked.open_engines(target, args.slots).values()
+        return engine
+
+    # On a thread that ends: OpenMP's threads belong to who first computes, and with a second set of them beside the
+    # engine thread's, on a CPU, all wait asleep instead of spinning (a prompt then takes a quarter longer).
+    with ThreadPoolExecutor(1) as loading:
+        engine = loading.submit(load).result()
+    target = engine.target
     if target.tokenizer is None:
         raise ValueError(f"{target.name} has no tokenizer files, so no text can be served; add the tokenizer's")
     settings = Settings(args.model_name or Path(target.name).name, os.environ.get(KEY, ""), args.queue)
