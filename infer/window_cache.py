@@ -29,7 +29,7 @@ class WindowCache:
     def __init__(self, draft: LongSpec, batch: int, tree_rows: int):
         """`tree_rows`: the most rows that one tree's queries take."""
         config, weight = draft.config, draft.self_o.weight
-        self.window = _window(draft)
+        self.window = window_of(draft)
         self.ring = self.window + SLACK
         shape = (batch, self.ring + tree_rows, config.n_kv_heads, config.head_dim)
         # Zeros: rows that a mask closes are still multiplied by 0, and memory of unknown content may be NaN.
@@ -46,7 +46,7 @@ class WindowCache:
     @staticmethod
     def bytes(draft: LongSpec, batch: int, tree_rows: int) -> int:
         """What the constructor allocates."""
-        config, ring = draft.config, _window(draft) + SLACK
+        config, ring = draft.config, window_of(draft) + SLACK
         row = 2 * config.n_kv_heads * config.head_dim * draft.self_o.weight.element_size()
         return batch * ((ring + tree_rows) * row + ring * 8)
 
@@ -101,6 +101,6 @@ class WindowCache:
         return out_BKGTd.permute(0, 3, 1, 2, 4).reshape(batch, n_rows, n_heads, head_dim)
 
 
-def _window(draft: LongSpec) -> int:
-    """No window is longer than the positions that there are."""
+def window_of(draft: LongSpec) -> int:
+    """Rows before a query's own that it reads: no window is longer than the positions that there are."""
     return min(draft.config.window, draft.config.max_positions)

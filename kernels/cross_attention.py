@@ -29,16 +29,9 @@ def cross_attention(
         lengths_B: int64.
     Returns: [B, T, H, d] in q's dtype, scores scaled by d ** -0.5; zero for a slot of length 0.
     """
-    n_slots, n_rows = q_BTHd.shape[:2]
-    if (
-        q_BTHd.device.type == "cpu"
-        and n_rows <= rows.MOST_ATTENTION_ROWS
-        and rows.can_attend(q_BTHd)
-        and int(lengths_B.max()) + n_rows <= keys_BSKd.shape[1]
-    ):
-        # A tree none of whose rows sees any row of its own pass, itself included; there must be room for such rows.
-        blind_BTT = torch.zeros(n_slots, n_rows, n_rows, dtype=torch.bool)
-        return rows.attention_rows(q_BTHd, keys_BSKd, values_BSKd, lengths_B, blind_BTT)
+    few = q_BTHd.device.type == "cpu" and q_BTHd.shape[1] <= rows.MOST_ATTENTION_ROWS
+    if few and rows.can_attend(q_BTHd):
+        return rows.attention_rows(q_BTHd, keys_BSKd, values_BSKd, lengths_B, None, blind=True)
     if (triton := triton_for(q_BTHd)) is not None:
         return triton.cross_attention(q_BTHd, keys_BSKd, values_BSKd, lengths_B)[0]
     slots = zip(q_BTHd, keys_BSKd, values_BSKd, lengths_B.tolist(), strict=True)

@@ -4,8 +4,8 @@ Pass l = 1, 2, ... runs the nodes of level l - 1 (the root first, at position p)
 self-attention reads the draft's window and their ancestors, their cross-attention the target's committed keys, which
 end at p - 1: the training's noise shift l. The draft's own keys and values depend on token and position alone, so
 nothing is prefilled, and what was committed is read from the history, whoever proposed it.
-Not here: the block (models/drafts/longspec.py), its cache (infer/window_cache.py).
-Shapes: B slots, T queries of a pass, W nodes of a level, N rows of the tree so far, V (draft) vocabulary, D hidden.
+Not here: the block (models/drafts/longspec.py), its passes and keys (infer/draft_passes.py).
+Shapes: B slots, T queries of a pass, W nodes of a level, N rows of the tree so far, E draft vocabulary, D hidden.
 """
 
 import warnings
@@ -15,12 +15,10 @@ import torch
 from torch import Tensor
 
 from longdraft.infer.accept import AcceptResult
+from longdraft.infer.draft_passes import DraftPasses, draft_passes, passes_bytes
 from longdraft.infer.drafters.base import DeviceDrafter, Request, SlotState
 from longdraft.infer.options import check_draft, head_memory, level_widths
 from longdraft.infer.tree import PAD, ROOT, TokenTree
-from longdraft.infer.window_cache import WindowCache
-from longdraft.kernels.cross_attention import cross_attention
-from longdraft.kernels.linear import linear
 from longdraft.models.drafts.longspec import LongSpec, shape_of
 from longdraft.models.kv_cache import KVCache
 from longdraft.models.passes import TargetOutput
@@ -47,13 +45,12 @@ class LongSpecDrafter(DeviceDrafter):
     def __init__(self, target: Target, draft: LongSpec, widths: Sequence[int] | int = WIDTHS):
         self.widths = level_widths("widths", widths)
         _check(target, draft, self.widths)
-        self.draft, self._embed = draft, target.model.embed_tokens
-        self._head_VD = draft.head(target.model.lm_head.weight)
+        self.draft, self._target = draft, target.model
+        self._head_ED = draft.head(target.model.lm_head.weight)
         self.max_nodes, self.max_depth = sum(self.widths), len(self.widths)
         self._tree_rows = 1 + sum(self.widths[:-1])  # the last level's nodes are never queries
-        self._borders = torch.tensor(SURPRISE, device=self._head_VD.device)
-        self._window: WindowCache | None = None
-        self._cache: KVCache | None = None
+        self._borders = torch.tensor(SURPRISE, device=self._head_ED.device)
+        self._passes: DraftPasses | None = None
 
     @property
     def n_classes(self) -> int:
@@ -64,37 +61,35 @@ class LongSpecDrafter(DeviceDrafter):
         return [0, *(level for level in range(1, 1 + self.max_depth) for _ in range(len(SURPRISE) + 1))]
 
     def on_start(self, slots: Sequence[int], requests: Sequence[Request], cache: KVCache) -> None:
-        self._cache = cache
-        if self._window is None or self._window.batch != cache.batch:
-            self._window = WindowCache(self.draft, cache.batch, self._tree_rows)
-            self._unknown = 0  # no slot's ring lacks more of the positions before its root
-        self._window.start(slots)
+        if self._passes is None or self._passes.cache is not cache:
+            self._passes = draft_passes(self.draft, self._target, self._head_ED, cache, self._tree_rows)
+            self._unknown = 0  # no slot lacks the keys of more positions before its root
+        self._passes.start(slots)
         longest = max(len(request.prompt) for request in requests)
-        self._unknown = min(max(self._unknown, longest), self._window.ring)
+        self._unknown = min(max(self._unknown, longest), self._passes.most)
 
     def on_step(self, state: SlotState, tree: TokenTree, accepted: AcceptResult, output: TargetOutput) -> None:
-        assert self._window is not None
-        self._unknown = min(self._unknown + accepted.nodes.shape[1], self._window.ring)
+        assert self._passes is not None
+        self._unknown = min(self._unknown + accepted.nodes.shape[1], self._passes.most)
 
     def rewind(self, lengths_B: Tensor) -> None:
-        assert self._window is not None
-        # Beyond the slack, older positions that are in the window again have been overwritten: all of it is read again.
-        self._unknown = self._window.ring
+        assert self._passes is not None
+        self._unknown = self._passes.most
 
     def buffers(self) -> tuple[object, ...]:
-        return self._window, self._cache
+        return (self._passes,)
 
     def release(self) -> None:
-        self._cache = self._window = None
+        self._passes = None
 
     def memory_bytes(self, batch: int, capacity: int) -> Mapping[str, int]:
-        window = {"draft window": WindowCache.bytes(self.draft, batch, self._tree_rows)}
-        return window | head_memory(self.draft, self._head_VD)
+        window = passes_bytes(self.draft, self._head_ED, batch, capacity, self._tree_rows)
+        return {"draft window": window} | head_memory(self.draft, self._head_ED)
 
     def plan(self, state: SlotState, max_nodes: int) -> tuple[int, ...]:
         """How many positions before the roots are to be read, at most, and the widths of the levels."""
-        assert self._window is not None
-        count, self._unknown = min(state.rounded(self._unknown), self._window.ring), 0
+        assert self._passes is not None
+        count, self._unknown = min(state.rounded(self._unknown), self._passes.most), 0
         widths = _fit(self.widths, max_nodes)
         widths = widths[: state.stages(len(widths))]
         self.num_query_tokens = max(widths, default=1)
@@ -102,15 +97,16 @@ class LongSpecDrafter(DeviceDrafter):
 
     def grow(self, state: SlotState, plan: tuple[int, ...]) -> TokenTree:
         count, *widths = plan
-        self._catch_up(state, count)
+        assert self._passes is not None
+        self._passes.begin(state, count, len(widths))
         nodes_BT = state.roots[:, None]
         scores_BT = torch.zeros_like(nodes_BT, dtype=torch.float32)
         ancestors_BTN = torch.ones_like(nodes_BT, dtype=torch.bool)[:, :, None]  # rows of the tree open to each query
         tokens, parents = [nodes_BT], [torch.full_like(nodes_BT, ROOT)]
         classes, first, tree = [torch.zeros_like(nodes_BT)], 0, TokenTree.roots(state.roots)
         for level, width in enumerate(widths, start=1):
-            logits_BTV = self._pass(state, nodes_BT, level, first, ancestors_BTN)
-            chosen_BW, parents_BW, lasting_BW, class_BW = self._extend(state, logits_BTV, scores_BT, level, width)
+            logits_BTE = self._passes.logits(state, nodes_BT, level, ancestors_BTN)
+            chosen_BW, parents_BW, lasting_BW, class_BW = self._extend(state, logits_BTE, scores_BT, level, width)
             dead_BW = lasting_BW.isneginf() | ~state.active[:, None]
             tokens.append(chosen_BW)
             parents.append((parents_BW + first).masked_fill(dead_BW, PAD))
@@ -125,47 +121,16 @@ class LongSpecDrafter(DeviceDrafter):
                 break
         return tree
 
-    def _catch_up(self, state: SlotState, count: int) -> None:
-        """Keys and values of what was committed since the last time, up to the root, by one projection.
-
-        The root's own come with its query. Slots that have less to write write some positions again, or position 0.
-        """
-        window, ends_B = self._window, state.positions
-        assert window is not None
-        if count:
-            tokens_BT = state.history.read(ends_B - count, count)
-            positions_BT = (ends_B[:, None] + torch.arange(-count, 0, device=ends_B.device)).clamp(min=0)
-            tables = self.draft.tables(positions_BT, state.history.prompt_lengths)
-            window.write(positions_BT, *self.draft.self_kv(self._embed(tokens_BT), tables))
-
-    def _pass(self, state: SlotState, nodes_BT: Tensor, level: int, first: int, ancestors_BTN: Tensor) -> Tensor:
-        """Logits of the nodes of level - 1, which become tree rows from `first` on: [B, T, V]."""
-        cache, window = self._cache, self._window
-        assert cache is not None and window is not None
-        here_B = state.positions + level - 1
-        ring_BR = window.open_rows(here_B, state.positions)
-
-        def attend_self(q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor) -> Tensor:
-            window.write_tree(first, k_BTKd, v_BTKd)
-            return window.attend(q_BTHd, ring_BR, ancestors_BTN)
-
-        def attend_cross(q_BTHd: Tensor) -> Tensor:
-            return cross_attention(q_BTHd, cache.keys[-1], cache.values[-1], cache.lengths)
-
-        tables = self.draft.tables(here_B[:, None].expand_as(nodes_BT), state.history.prompt_lengths)
-        hidden_BTD = self.draft.block(self._embed(nodes_BT), tables, attend_self, attend_cross)
-        return linear(hidden_BTD, self._head_VD)
-
     def _extend(
-        self, state: SlotState, logits_BTV: Tensor, scores_BT: Tensor, level: int, width: int
+        self, state: SlotState, logits_BTE: Tensor, scores_BT: Tensor, level: int, width: int
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The `width` best children of all nodes: tokens, index of the parent among the nodes, scores (fp32), classes.
 
         A node's children carry different tokens, for a row's largest scores are of different ones.
         """
-        ranked_BTV = state.ranking(logits_BTV, level, self.draft.token_ids).float()
-        best_BTC, ids_BTC = ranked_BTV.topk(min(width, ranked_BTV.shape[-1]), dim=-1)
-        log_probs_BTC = best_BTC - ranked_BTV.logsumexp(-1, keepdim=True)
+        ranked_BTE = state.ranking(logits_BTE, level, self.draft.token_ids).float()
+        best_BTC, ids_BTC = ranked_BTE.topk(min(width, ranked_BTE.shape[-1]), dim=-1)
+        log_probs_BTC = best_BTC - ranked_BTE.logsumexp(-1, keepdim=True)
         log_probs_BTC.nan_to_num_(nan=-torch.inf, neginf=-torch.inf)  # where everything is banned
         flat_BC = (scores_BT[:, :, None] + log_probs_BTC).flatten(1)
         sums_BW, places_BW = flat_BC.topk(min(width, flat_BC.shape[1]), dim=-1)

@@ -200,6 +200,33 @@ typedef struct {
     float eps, scale; /* of the norms; of attention */
 } decoder_layers;
 
+/* ---- a draft's block that reads another model's cache: stages of one job ---- */
+
+typedef struct {
+    const void *self_norm, *qkv, *qkv_bias, *self_o, *cross_norm, *cross_q, *cross_q_bias, *cross_o; /* biases may be NULL */
+    const void *mlp_norm, *gate_up, *down, *final_norm, *head; /* final_norm may be NULL */
+} draft_weights;
+typedef struct {
+    linear qkv, self_o, cross_q, cross_o, gate_up, down, head;
+    rotation turned, asked;
+    attention attended, crossed;
+} draft_calls;
+typedef struct {
+    const draft_weights *weights;
+    draft_calls *calls; /* memory for what the stages read */
+    const void *x, *cos, *sin; /* x [batch, rows, hidden] contiguous; the others as in rotation */
+    void *logits; /* [batch, rows, vocab] */
+    void *rest;   /* [batch * rows, 6 * query + 3 * kv + 3 * hidden + inner] with query = heads * d, kv = kv_heads * d */
+    void *keys, *values;    /* its own cache, of the same strides, heads contiguous; this pass's go to rows `ends` on */
+    const int64_t *lengths, *ends; /* as in attention; lengths + before */
+    const uint8_t *mask;    /* as in attention */
+    const void *target_keys, *target_values; /* of the same strides, heads contiguous */
+    const int64_t *target_lengths;
+    ix batch, rows, before, hidden, heads, kv_heads, width, inner, vocab, period, window;
+    ix slot, row, target_slot, target_row; /* strides in elements */
+    float eps, scale;
+} draft_block;
+
 /* ---- both element types, by the arithmetic of this machine ---- */
 
 /* Of the linear layers. ROW_T: rows as the products read them. PART: STEP numbers of a row or of weights, of which `left` are
@@ -229,6 +256,7 @@ typedef struct {
 #include "linear.inc"
 #include "attention.inc"
 #include "layers.inc"
+#include "draft_block.inc"
 #undef T_
 #undef LOAD
 #undef STORE
@@ -255,3 +283,4 @@ int has_pairs = 0;
 #include "linear.inc"
 #include "attention.inc"
 #include "layers.inc"
+#include "draft_block.inc"

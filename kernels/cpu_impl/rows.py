@@ -68,7 +68,7 @@ class Attention(ctypes.Structure):
 
     _fields_ = fields(
         "q k v out lse lengths mask",
-        "batch rows heads kv_heads width window q_row k_slot k_row k_head v_slot v_row v_head",
+        "batch rows heads kv_heads width window before blind q_row k_slot k_row k_head v_slot v_row v_head",
         "scale",
     )
 
@@ -355,10 +355,11 @@ def attention_rows(
     tree_mask_BTT: Tensor | None,
     window: int | None = None,
     lse_BTH: Tensor | None = None,
+    blind: bool = False,
 ) -> Tensor:
     """As kernels/tree_attention.py, bf16 or fp32; d a multiple of 8 up to 1024, at most MOST_ATTENTION_ROWS rows.
 
-    lse_BTH: fp32, contiguous; takes the log-sum-exps where it is given.
+    lse_BTH: fp32, contiguous; takes the log-sum-exps where it is given. blind: rows read the committed ones alone.
     """
     assert keys_BSKd.stride(3) == values_BSKd.stride(3) == 1
     batch, rows, heads, width = q_BTHd.shape
@@ -376,7 +377,7 @@ def attention_rows(
     arguments = Attention(
         q_BTHd.data_ptr(), keys_BSKd.data_ptr(), values_BSKd.data_ptr(), out.data_ptr(), pointer(lse_BTH),
         lengths_B.data_ptr(), pointer(mask), batch, rows, heads, keys_BSKd.shape[2], width,
-        window or 0, q_row, *keys_BSKd.stride()[:3], *values_BSKd.stride()[:3], width**-0.5,
+        window or 0, 0, blind, q_row, *keys_BSKd.stride()[:3], *values_BSKd.stride()[:3], width**-0.5,
     )  # fmt: skip
     make_call(f"attention_{SUFFIXES[q_BTHd.dtype]}", arguments, f"the partial results of {rows} rows of {heads} heads")
     return out

@@ -101,13 +101,13 @@ def test_a_draft_that_is_never_right_is_asked_ever_more_seldom():
 @pytest.fixture
 def counted(monkeypatch):
     """Passes of LongSpec's block by the number of their level."""
-    levels, plain = [], LongSpecDrafter._pass
+    levels, plain = [], LongSpecDrafter._extend
 
-    def counting(self, state, nodes_BT, level, first, ancestors_BTN):
+    def counting(self, state, logits_BTE, scores_BT, level, width):
         levels.append(level)
-        return plain(self, state, nodes_BT, level, first, ancestors_BTN)
+        return plain(self, state, logits_BTE, scores_BT, level, width)
 
-    monkeypatch.setattr(LongSpecDrafter, "_pass", counting)
+    monkeypatch.setattr(LongSpecDrafter, "_extend", counting)
     return levels
 
 

@@ -1,5 +1,5 @@
-"""LongSpec's drafter: its logits are the whole-row network's on every node's path, its ring a fresh one's, its beam a
-brute-force beam's; and decoding with it is plain decoding."""
+"""LongSpec's drafter: its logits are the whole-row network's on every node's path, its window's keys a fresh one's, its
+beam a brute-force beam's; and decoding with it is plain decoding."""
 
 import itertools
 import warnings
@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from longdraft.infer.accept import AcceptResult
+from longdraft.infer.draft_passes import _InC
 from longdraft.infer.drafters.base import Request, SlotState
 from longdraft.infer.drafters.longspec import WIDTHS, LongSpecDrafter, _fit
 from longdraft.infer.engine import Engine
@@ -16,6 +17,7 @@ from longdraft.infer.history import History
 from longdraft.infer.sampling import SamplingParams, SlotSampling
 from longdraft.infer.tree import PAD, TokenTree
 from longdraft.infer.window_cache import SLACK
+from longdraft.kernels.cpu_impl import draft_block
 from longdraft.kernels.gumbel import gumbel_noise
 from longdraft.models.drafts.longspec import LongSpec, LongSpecConfig, plan_queries
 from longdraft.models.drafts.medusa import Medusa, MedusaConfig
@@ -41,17 +43,30 @@ def drafted(target, token_ids=None, **options) -> LongSpec:
     return draft.to(target.model.lm_head.weight.dtype).requires_grad_(False)
 
 
+@pytest.fixture(params=["C", "operations"])
+def way(request, monkeypatch):
+    """How the block is run; without the C kernels, by operations both times."""
+    if request.param == "operations":
+        monkeypatch.setattr(draft_block, "can_run", lambda weights, head_dim: False)
+    return request.param
+
+
 class Watched(LongSpecDrafter):
     """Keeps the nodes and logits of each pass of the last proposal."""
 
     def propose(self, state, max_nodes):
-        self.passes = []
-        return super().propose(state, max_nodes)
+        self.passes, logits_of = [], self._passes.logits
 
-    def _pass(self, state, nodes_BT, level, first, ancestors_BTN):
-        logits_BTV = super()._pass(state, nodes_BT, level, first, ancestors_BTN)
-        self.passes.append((nodes_BT, logits_BTV))
-        return logits_BTV
+        def kept(state, nodes_BT, level, ancestors_BTN):
+            logits_BTE = logits_of(state, nodes_BT, level, ancestors_BTN)
+            self.passes.append((nodes_BT, logits_BTE))
+            return logits_BTE
+
+        self._passes.logits = kept
+        try:
+            return super().propose(state, max_nodes)
+        finally:
+            del self._passes.logits
 
 
 class Bench:
@@ -135,16 +150,24 @@ def assert_logits_are_the_networks(bench, tree):
                 node += 1
 
 
-def assert_ring_is_a_fresh_one(bench):
+def own_rows(passes, slot, position):
+    """The block's own key and value of the token at this position."""
+    if isinstance(passes, _InC):
+        return passes._keys[slot, position], passes._values[slot, position]
+    window = passes._window
+    (row,) = (window.positions[slot] == position).nonzero()
+    return window.keys[slot, row[0]], window.values[slot, row[0]]
+
+
+def assert_window_is_a_fresh_one(bench):
     """Keys and values of the window before each root, by position."""
-    window, draft = bench.drafter._window, bench.drafter.draft
+    passes, draft = bench.drafter._passes, bench.drafter.draft
     for slot, text in enumerate(bench.texts):
         tokens, positions = torch.tensor([text]), torch.arange(len(text))[None]
         k, v = draft.self_kv(bench.target.model.embed_tokens(tokens), draft.tables(positions))
         for position in range(max(0, len(text) - 1 - WINDOW), len(text) - 1):
-            (row,) = (window.positions[slot] == position).nonzero()
-            torch.testing.assert_close(window.keys[slot, row[0]], k[0, position], rtol=1e-5, atol=1e-5)
-            torch.testing.assert_close(window.values[slot, row[0]], v[0, position], rtol=1e-5, atol=1e-5)
+            for found, fresh in zip(own_rows(passes, slot, position), (k[0, position], v[0, position]), strict=True):
+                torch.testing.assert_close(found, fresh, rtol=1e-5, atol=1e-5)
 
 
 Bench.drafter_paths = staticmethod(lambda tree, slot: tree.paths()[slot])
@@ -157,7 +180,7 @@ def catching_up(request, monkeypatch):
         monkeypatch.setattr(SlotState, "rounded", lambda self, count: 1 << (count - 1).bit_length() if count else 0)
 
 
-@pytest.mark.usefixtures("catching_up")
+@pytest.mark.usefixtures("catching_up", "way")
 @pytest.mark.parametrize("restricted", [False, True])
 def test_logits_are_the_whole_rows_after_any_commits_and_rewinds(target, restricted):
     """Texts shorter and longer than the window and than the ring; the last commits are of unequal lengths."""
@@ -185,7 +208,7 @@ def test_logits_are_the_whole_rows_after_any_commits_and_rewinds(target, restric
         tree = bench.propose()
         assert tree.width == 9 and not (tree.parents == PAD).any()
         assert_logits_are_the_networks(bench, tree)
-        assert_ring_is_a_fresh_one(bench)
+        assert_window_is_a_fresh_one(bench)
 
 
 def brute_force(target, draft, text, widths, sampling):
@@ -306,6 +329,7 @@ def test_a_draft_that_knows_the_target_is_always_right(memoryless, widths, tempe
         assert (generation.tokens_per_step == 6) is (temperature == 0)
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_decoding_is_plain_decoding(target, temperature, batch, plain_tokens, seeded):
@@ -323,6 +347,7 @@ def test_decoding_is_plain_decoding(target, temperature, batch, plain_tokens, se
         assert [generation.tokens for generation in engine.generate(prompts, params)] == plain
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_other_dtypes(tiny_target, dtype):
     """The pieces agree with the whole-row network within the precision of the dtype."""
@@ -338,6 +363,7 @@ def test_other_dtypes(tiny_target, dtype):
     assert tree.width == 9
 
 
+@pytest.mark.usefixtures("way")
 def test_rope_that_depends_on_the_length(tiny_target, plain_tokens, seeded):
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
     target = tiny_target(vocab_size=VOCAB, rope=rope, max_positions=24)
@@ -357,15 +383,17 @@ def test_a_tree_deeper_than_the_training_warns_once(target):
         LongSpecDrafter(target, drafted(target, noise=4), (4, 16, 16, 16))
 
 
+@pytest.mark.usefixtures("way")
 def test_memory_is_what_it_allocates(target):
     for ids in (None, torch.arange(10)):
         drafter = LongSpecDrafter(target, drafted(target, ids))
         bench = Bench(target, drafter, PROMPTS)
-        window = drafter._window
-        told = drafter.memory_bytes(3, bench.cache.capacity)
-        assert told["draft window"] == sum(
-            x.numel() * x.element_size() for x in (window.keys, window.values, window.positions)
-        )
+        passes, told = drafter._passes, drafter.memory_bytes(3, bench.cache.capacity)
+        if isinstance(passes, _InC):
+            allocated = passes._keys, passes._values
+        else:
+            allocated = passes._window.keys, passes._window.values, passes._window.positions
+        assert told["draft window"] == sum(x.numel() * x.element_size() for x in allocated)
         assert ("draft vocabulary" in told) == (ids is not None)
         if ids is not None:
             assert told["draft vocabulary"] == 10 * 32 * 4
@@ -392,6 +420,7 @@ def test_what_cannot_be_is_refused(tiny_target):
             LongSpecDrafter(tiny_target(**({"vocab_size": VOCAB} | {field: other})), drafted(target), (4,))
 
 
+@pytest.mark.usefixtures("way")
 def test_a_slot_that_took_no_part_lacks_nothing_when_it_goes_on(target):
     """As within TriForce: it proposes what a fresh drafter proposes, though others caught up meanwhile."""
     draft, text = drafted(target), [list(range(1, 21)), list(range(30, 48))]
@@ -409,11 +438,12 @@ def test_a_slot_that_took_no_part_lacks_nothing_when_it_goes_on(target):
     assert torch.equal(tree.tokens, fresh.tokens) and torch.equal(tree.parents, fresh.parents)
 
 
+@pytest.mark.usefixtures("way")
 def test_nothing_of_a_cache_is_left_after_a_release(target):
     drafter = LongSpecDrafter(target, drafted(target), widths=(3, 4))
     engine = Engine(target, drafter)
     first = engine.generate([PROMPTS[0]], SamplingParams(max_new_tokens=9))[0].tokens
-    caches = weakref.ref(engine.runner.cache), weakref.ref(drafter._window)
+    caches = weakref.ref(engine.runner.cache), weakref.ref(drafter._passes)
     engine.runner.cache = None
     drafter.release()
     assert [one() for one in caches] == [None, None]

@@ -1,0 +1,132 @@
+"""A draft's block with the LM head behind it as one C call: self-attention over a cache of its own, attention over
+another model's cache, feed-forward.
+
+As separate calls a pass of one query token spends half of its time between them (docs/LOG.md). Bits are those of the
+calls one by one. Shapes: B slots, T query tokens, N rows behind the committed ones that they may see, S cache rows, D
+hidden width, F feed-forward width, H query heads, K key/value heads, X = (H + 2 K) d, d head width, E words.
+"""
+
+import ctypes
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from longdraft.kernels.cpu_impl import rows
+
+
+class BlockWeights(NamedTuple):
+    """Tensors of one dtype; biases and the final norm may be None."""
+
+    self_norm_D: Tensor
+    qkv_XD: Tensor
+    qkv_bias_X: Tensor | None
+    self_o_DX: Tensor
+    cross_norm_D: Tensor
+    cross_q_XD: Tensor
+    cross_q_bias_X: Tensor | None
+    cross_o_DX: Tensor
+    mlp_norm_D: Tensor
+    gate_up_XD: Tensor
+    down_DF: Tensor
+    final_norm_D: Tensor | None
+    head_ED: Tensor
+
+
+class _Weights(ctypes.Structure):
+    """`draft_weights` of rows.c."""
+
+    _fields_ = [(name, ctypes.c_void_p) for name in BlockWeights._fields]
+
+
+class _Calls(ctypes.Structure):
+    """`draft_calls` of rows.c."""
+
+    _fields_ = [
+        *((name, rows.Linear) for name in ("qkv", "self_o", "cross_q", "cross_o", "gate_up", "down", "head")),
+        *((name, rows.Rotation) for name in ("turned", "asked")),
+        *((name, rows.Attention) for name in ("attended", "crossed")),
+    ]
+
+
+class _Block(ctypes.Structure):
+    """`draft_block` of rows.c."""
+
+    _fields_ = rows.fields(
+        "weights calls x cos sin logits rest keys values lengths ends mask target_keys target_values target_lengths",
+        "batch rows before hidden heads kv_heads width inner vocab period window slot row target_slot target_row",
+        "eps scale",
+    )
+
+
+class DraftBlock:
+    """The block, whose weights somebody else keeps, where they are.
+
+    Args:
+        n_heads, n_kv_heads, eps: of the block, the last one of its norms.
+        window: keys that a row's self-attention reads at most, its own included.
+    """
+
+    def __init__(self, weights: BlockWeights, n_heads: int, n_kv_heads: int, eps: float, window: int):
+        self._weights = weights  # what is made for this table alone lives with it
+        self._table = _Weights(*map(rows.pointer, weights))
+        self._heads, self._eps, self._window = (n_heads, n_kv_heads), eps, window
+
+    def run(
+        self,
+        x_BTD: Tensor,
+        cos_BT11F: Tensor,
+        sin_BT12F: Tensor,
+        own: tuple[Tensor, Tensor, Tensor],
+        mask_BTN: Tensor,
+        target: tuple[Tensor, Tensor, Tensor],
+    ) -> Tensor:
+        """Logits [B, T, E] of one pass, without a bias.
+
+        Args:
+            x_BTD: embeddings, in the weights' dtype.
+            cos_BT11F, sin_BT12F: as in kernels/rotate.py.
+            own: keys and values [B, S, K, d] of the same strides, heads contiguous, and int64 [B], the committed rows.
+                N rows behind them are the tree's so far, the last T of them this pass's, which are written.
+            mask_BTN: bool, which of these a row reads, itself included.
+            target: the other model's keys and values, likewise, and int64 [B], the rows of them that are read.
+        """
+        weights, (heads, kv_heads), (keys, values, lengths_B) = self._weights, self._heads, own
+        target_keys, target_values, target_lengths_B = target
+        batch, n_tokens, hidden = x_BTD.shape
+        width, inner, vocab, before = keys.shape[3], weights.down_DF.shape[1], len(weights.head_ED), mask_BTN.shape[2]
+        before -= n_tokens
+        cos, sin, x, mask = (part.contiguous() for part in (cos_BT11F, sin_BT12F, x_BTD, mask_BTN))
+        for k, v, lengths in (own, target):
+            assert k.stride() == v.stride() and k.stride()[2:] == (width, 1) and k.dtype == v.dtype == x.dtype
+            assert lengths.is_contiguous() and (lengths.dtype, len(lengths)) == (torch.int64, batch)
+        assert cos.dtype == x.dtype == weights.down_DF.dtype and cos.shape[1] == n_tokens
+        assert (mask.dtype, mask.shape[:2]) == (torch.bool, (batch, n_tokens)) and before >= 0
+        query, ends_B = heads * width, lengths_B + before
+        each = 6 * query + 3 * kv_heads * width + 3 * hidden + inner
+        logits, rest = x.new_empty(batch, n_tokens, vocab), x.new_empty(batch * n_tokens, each)
+        calls = _Calls()
+        pointers = x, cos, sin, logits, rest, keys, values, lengths_B, ends_B, mask, target_keys, target_values
+        arguments = _Block(
+            ctypes.addressof(self._table), ctypes.addressof(calls), *map(rows.pointer, (*pointers, target_lengths_B)),
+            batch, n_tokens, before, hidden, heads, kv_heads, width, inner, vocab, len(cos) * n_tokens, self._window,
+            *keys.stride()[:2], *target_keys.stride()[:2], self._eps, width**-0.5,
+        )  # fmt: skip
+        rows.make_call(f"draft_block_{rows.SUFFIXES[x.dtype]}", arguments, f"a block of {batch * n_tokens} tokens")
+        return logits
+
+
+def can_run(weights: BlockWeights, head_dim: int) -> bool:
+    """Whether the C kernels compute this block, at any width of pass."""
+    tensors = [part for part in weights if part is not None]
+    plain = weights.qkv_XD, weights.self_o_DX, weights.cross_q_XD, weights.cross_o_DX, weights.down_DF, weights.head_ED
+    alike = len({part.dtype for part in tensors}) == 1 and all(part.is_contiguous() for part in tensors)
+    known = weights.qkv_XD.dtype in rows.SUFFIXES and all(part.device.type == "cpu" for part in tensors)
+    return (
+        alike
+        and known
+        and head_dim % 8 == 0
+        and head_dim <= rows.MOST_HEAD_WIDTH
+        and all(rows.can_multiply(weight, False) for weight in plain)
+        and rows.can_multiply(weights.gate_up_XD, True)
+    )

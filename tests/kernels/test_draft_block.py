@@ -1,0 +1,130 @@
+"""LongSpec's block as one C call: the logits of the network's own operations, which read no row that is not theirs."""
+
+import pytest
+import torch
+
+from longdraft.infer.draft_passes import _weights
+from longdraft.kernels.cpu_impl.draft_block import DraftBlock, can_run
+from longdraft.kernels.reference.cross_attention import cross_attention
+from longdraft.kernels.reference.tree_attention import tree_attention
+from longdraft.models.drafts.longspec import LongSpec, LongSpecConfig
+
+pytestmark = pytest.mark.usefixtures("c_kernels")
+WINDOW, CAPACITY, VOCAB = 7, 60, 53
+KINDS = {
+    "gqa": {"n_kv_heads": 2},
+    "mha, final norm, other widths": {"n_kv_heads": 4, "final_norm": True, "head_dim": 24, "intermediate_size": 40},
+    "one head": {"n_heads": 1, "n_kv_heads": 1, "head_dim": 16},
+}
+SHAPE = {
+    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "n_heads": 4, "head_dim": 8, "rms_norm_eps": 1e-5,
+    "max_positions": 128, "rope": {"rope_type": "default", "rope_theta": 10000.0},
+}  # fmt: skip
+
+
+def block_of(kind, dtype):
+    config = LongSpecConfig(**SHAPE | KINDS[kind], window=WINDOW)
+    draft, generator = LongSpec(config), torch.Generator().manual_seed(3)
+    for name, parameter in draft.named_parameters():
+        parameter.data.normal_(1.0 if "norm" in name else 0.0, 0.2, generator=generator)
+    head_ED = torch.randn(VOCAB, config.hidden_size, generator=generator)
+    return draft.to(dtype).requires_grad_(False), head_ED.to(dtype)
+
+
+def random_mask(batch, n_tokens, before, generator):
+    """Rows that the queries see: at most four of those before, fewer than the window, and of the level themselves."""
+    chosen = torch.rand(batch, n_tokens, before, generator=generator).argsort(-1)[..., :4]
+    keep = torch.rand(chosen.shape, generator=generator) < 0.7
+    mask = torch.zeros(batch, n_tokens, before, dtype=torch.bool).scatter(2, chosen, keep)
+    return torch.cat([mask, torch.eye(n_tokens, dtype=torch.bool).expand(batch, -1, -1)], 2)
+
+
+def by_operations(draft, head_ED, x_BTD, tables, own, mask_BTN, target):
+    """The network's block, with the attention of the plain references over the whole tree's rows."""
+    (keys, values, lengths_B), n_tokens = own, x_BTD.shape[1]
+    before = mask_BTN.shape[2] - n_tokens
+
+    def attend_self(q_BTHd, k_BTKd, v_BTKd):
+        for slot, length in enumerate(lengths_B.tolist()):
+            rows = slice(length + before, length + before + n_tokens)
+            keys[slot, rows], values[slot, rows] = k_BTKd[slot], v_BTKd[slot]
+        # The reference asks all of the tree's rows; those before these queries are asked nothing, and see themselves.
+        q_BNHd = torch.cat([q_BTHd.new_zeros(len(q_BTHd), before, *q_BTHd.shape[2:]), q_BTHd], 1)
+        earlier = torch.eye(before, before + n_tokens, dtype=torch.bool).expand(len(q_BTHd), -1, -1)
+        tree_BNN = torch.cat([earlier, mask_BTN], 1)
+        return tree_attention(q_BNHd, keys, values, lengths_B, tree_BNN, WINDOW + 1)[:, before:]
+
+    hidden_BTD = draft.block(x_BTD, tables, attend_self, lambda q_BTHd: cross_attention(q_BTHd, *target))
+    return hidden_BTD @ head_ED.T
+
+
+@pytest.mark.parametrize("n_tokens, before", [(1, 0), (1, 1), (4, 1), (7, 5), (16, 21)], ids=str)
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_is_the_networks_operations(kind, batch, n_tokens, before):
+    """In fp32, with NaN where nothing may be read, keys apart in memory, and slots from empty to beyond the window."""
+    draft, head_ED = block_of(kind, torch.float32)
+    config, generator = draft.config, torch.Generator().manual_seed(n_tokens + batch)
+    lengths_B, seen_B = torch.tensor([9, 0, 20])[:batch], torch.tensor([12, 0, 1])[:batch]
+
+    def cache(filled_B):
+        rows = torch.randn(2, batch, CAPACITY, 2 * config.n_kv_heads, config.head_dim, generator=generator)
+        for slot, filled in enumerate(filled_B.tolist()):
+            rows[:, slot, filled:] = torch.nan
+        return rows[0, :, :, : config.n_kv_heads], rows[1, :, :, : config.n_kv_heads]
+
+    own, target = (*cache(lengths_B + before), lengths_B), (*cache(seen_B), seen_B)
+    x_BTD = torch.randn(batch, n_tokens, config.hidden_size, generator=generator)
+    tables = draft.tables((lengths_B + before)[:, None].expand(-1, n_tokens))
+    mask_BTN = random_mask(batch, n_tokens, before, generator)
+    expected = by_operations(
+        draft, head_ED, x_BTD, tables, (own[0].clone(), own[1].clone(), lengths_B), mask_BTN, target
+    )
+    weights = _weights(draft, head_ED)
+    assert can_run(weights, config.head_dim)
+    block = DraftBlock(weights, config.n_heads, config.n_kv_heads, config.rms_norm_eps, WINDOW + 1)
+    found = block.run(x_BTD, *tables, own, mask_BTN, target)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    again = block.run(x_BTD, *tables, own, mask_BTN, target)
+    assert torch.equal(found, again)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_in_bf16_it_errs_as_little_as_the_operations(kind):
+    """Against fp32 of the same numbers, at most twice as much as the network's operations in bf16."""
+    draft, head_ED = block_of(kind, torch.bfloat16)
+    config, generator = draft.config, torch.Generator().manual_seed(1)
+    lengths_B, batch, n_tokens, before = torch.tensor([30, 3]), 2, 5, 4
+    shape = 2, batch, CAPACITY, config.n_kv_heads, config.head_dim
+    own, seen = (torch.randn(shape, generator=generator).bfloat16() for _ in range(2))
+    x_BTD = torch.randn(batch, n_tokens, config.hidden_size, generator=generator).bfloat16()
+    tables = draft.tables((lengths_B + before)[:, None].expand(-1, n_tokens))
+    mask_BTN = random_mask(batch, n_tokens, before, generator)
+
+    def given(dtype):
+        return (*own.to(dtype).clone(), lengths_B), mask_BTN, (*seen.to(dtype), lengths_B)
+
+    block = DraftBlock(_weights(draft, head_ED), config.n_heads, config.n_kv_heads, config.rms_norm_eps, WINDOW + 1)
+    found = block.run(x_BTD, *tables, *given(torch.bfloat16)).float()
+    operations = by_operations(draft, head_ED, x_BTD, tables, *given(torch.bfloat16)).float()
+    wide = [table.float() for table in tables]
+    exact = by_operations(draft.float(), head_ED.float(), x_BTD.float(), wide, *given(torch.float32))
+    assert (found - exact).norm() <= 2 * (operations - exact).norm()
+
+
+def test_a_row_alone_has_the_bits_of_a_row_among_others():
+    draft, head_ED = block_of("gqa", torch.bfloat16)
+    config, generator = draft.config, torch.Generator().manual_seed(2)
+    lengths_B = torch.tensor([17])
+    own, seen = (torch.randn(2, 1, CAPACITY, 2, 8, generator=generator).bfloat16() for _ in range(2))
+    x_BTD = torch.randn(1, 6, 32, generator=generator).bfloat16()
+    block = DraftBlock(_weights(draft, head_ED), config.n_heads, config.n_kv_heads, config.rms_norm_eps, WINDOW + 1)
+
+    def run(rows):
+        tables = draft.tables(lengths_B[:, None].expand(-1, len(x_BTD[0, rows])))
+        mask_1TT = torch.eye(len(x_BTD[0, rows]), dtype=torch.bool)[None]
+        return block.run(x_BTD[:, rows], *tables, (*own, lengths_B), mask_1TT, (*seen, lengths_B))
+
+    whole = run(slice(0, 6))
+    for row in range(6):
+        assert torch.equal(run(slice(row, row + 1))[:, 0], whole[:, row])
