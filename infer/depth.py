@@ -20,10 +20,14 @@ from longdraft.infer.tree import Lists
 FIRST_RATE, FIRST_WEIGHT = 0.3, 1.0
 # Before the first stage was tried so often, nothing is decided by it.
 LEAST_TRIALS = 8
-# So many first proposals, and later one in so many, are made whole, so that all stages' costs and chances are known.
-FIRST_WHOLE, WHOLE_EVERY = 3, 32
+# So many first proposals are made whole, and later one in so many has a stage more than pays, so that its cost and
+# chance stay known.
+FIRST_WHOLE, DEEPER_EVERY = 3, 32
 # The stage of nodes that a staged drafter has not proposed.
 NO_STAGE = -1
+# Behind several nodes a stage more must promise so much more speed: its chance, of all its nodes together, is counted
+# as if one node behind each had it.
+SHARED_HURDLE = 1.05
 # Seconds of a proposal are a table by 1 + its stages, in proportion to the stages where nothing is measured.
 PROPORTIONAL = 1e6
 
@@ -51,7 +55,7 @@ class Depth:
         self._all_beside = Rates(*first, EARLIER_FADING)
         self._others: Lists | None = None  # of the proposal that is being made, or was made last
         self._costs: dict[int, Costs] = {}  # by the number of slots
-        self._proposals, self._whole = 0, True
+        self._proposals, self._whole, self._deeper = 0, True, False
         self.start_step(1)
         self.start(1)
 
@@ -119,13 +123,16 @@ class Depth:
             chance = (own.hits[above] + FIRST_WEIGHT * chance) / (own.trials[above] + FIRST_WEIGHT)
         return bounded(chance)
 
-    def paying(self, speed: Speed, slots: Sequence[int]) -> int:
-        """How many stages have the most tokens a second by their chances alone; 0 where plain decoding has them."""
+    def paying(self, speed: Speed, slots: Sequence[int], errors: float = 0.0) -> int:
+        """How many stages have the most tokens a second by their chances alone, or by so many standard errors more of
+        each; 0 where plain decoding has them."""
         worths, best, fastest = [[1.0] for _ in slots], 0, 0.0
         for stage in range(1 + self.count):
             if stage:
                 for slot, worth in zip(slots, worths, strict=True):
-                    worth.append(worth[-1] * self.chance(slot, stage))
+                    chance = self.chance(slot, stage)
+                    error = (chance * (1 - chance) / (FIRST_WEIGHT + self._slots[slot].trials[stage])) ** 0.5
+                    worth.append(worth[-1] * bounded(chance + errors * error))
             if (reached := speed(worths, self.seconds(stage))) > fastest:
                 best, fastest = stage, reached
         return best
@@ -139,15 +146,16 @@ class Depth:
             or not self.costs.measured()
         ):
             return False
-        return self.paying(speed, range(len(self._slots))) == 0
+        return self.paying(speed, range(len(self._slots)), errors=1.0) == 0
 
     def begin(self, speed: Speed) -> None:
         """A proposal begins."""
         self._proposals += 1
-        self._whole = self._proposals <= FIRST_WHOLE or self._proposals % WHOLE_EVERY == 0
+        self._whole, self._deeper = self._proposals <= FIRST_WHOLE, self._proposals % DEEPER_EVERY == 0
         self.run = 1
         if self.beforehand:
-            self.run = self.count if self._whole else max(1, self.paying(speed, range(len(self._slots))))
+            paying = max(1, self.paying(speed, range(len(self._slots))))
+            self.run = self.count if self._whole else min(paying + self._deeper, self.count)
 
     def begins(self, others: Lists, active: Sequence[bool], speed: Speed) -> bool:
         """Whether the first stage pays, alone or with some behind it, beside other drafters' nodes.
@@ -173,9 +181,14 @@ class Depth:
                 return speed([sorted(each, reverse=True) for each in added], self.seconds(stages))
 
             plain = reached(0)
-            pays = any(reached(1 + stage) > plain for stage in range(self.count))
+            pays = any(reached(1 + stage) > plain for stage in range(self.count)) or self._one_deeper()
         self.run = int(pays)
         return pays
+
+    def _one_deeper(self) -> bool:
+        """Whether this proposal is to have a stage more than pays and has not had it yet."""
+        deeper, self._deeper = self._deeper, False
+        return deeper
 
     def _of_others(self, slot: int, others: Lists) -> tuple[list[float], list[float]]:
         """The chance of each of their nodes, and of one of them at each depth that stages reach."""
@@ -202,7 +215,7 @@ class Depth:
             proposal: the nodes so far. rates: of all classes, for each slot. first_class: of the drafter's own.
         """
         if not (pays := self._whole):
-            now, then = list[list[float]](), list[list[float]]()
+            now, then, shared = list[list[float]](), list[list[float]](), False
             for slot in (slot for slot, here in enumerate(active) if here):
                 parents = proposal.parents[slot]
                 classes = range(len(parents)) if proposal.classes is None else proposal.classes[slot]
@@ -211,9 +224,12 @@ class Depth:
                 stages = [self.stages[kind] for kind in kinds]
                 last, chance = max(stages), self.chance(slot, 1 + max(stages))
                 children = [chance * worth[node] for node, stage in enumerate(stages) if stage == last]
+                shared = shared or len(children) > 1
                 now.append(sorted(worth, reverse=True))
                 then.append(sorted(worth + children, reverse=True))
-            pays = bool(now) and speed(then, self.seconds(self.run + 1)) > speed(now, self.seconds(self.run))
+            if now:
+                least = (SHARED_HURDLE if shared else 1.0) * speed(now, self.seconds(self.run))
+                pays = speed(then, self.seconds(self.run + 1)) > least or self._one_deeper()
         if pays:
             self.run = min(self.run + 1, self.count)
         return pays

@@ -10,11 +10,13 @@ from statistics import median
 
 import numpy as np
 
-# A request starts with what earlier requests taught, as so many trials; its own older trials fade.
-EARLIER_WEIGHT, FADING, EARLIER_FADING = 4.0, 0.97, 0.999
+# A request starts with what earlier requests taught, as so many trials; its own older trials fade. As only 4, the nodes
+# that are seldom right, of which a tree has many, were rated by their luck of the moment (docs/LOG.md).
+EARLIER_WEIGHT, FADING, EARLIER_FADING = 12.0, 0.97, 0.999
 # Before it is measured, a further query token is taken to cost this fraction of a pass of one.
 ROW_COST = 0.04
-SAMPLES = 9
+# So many samples of a width are kept, of the last so many steps: after a slow moment it would never be tried again.
+SAMPLES, SAMPLE_STEPS = 9, 128
 
 
 class Costs:
@@ -26,12 +28,18 @@ class Costs:
 
     def __init__(self, widths: Sequence[int], row_cost: float = ROW_COST):
         self.widths, self._row_cost = tuple(sorted(widths)), row_cost
-        self._seconds: dict[int, deque[float]] = {}
+        self._seconds: dict[int, deque[tuple[int, float]]] = {}
+        self._steps = 0
         self._table = [1 + row_cost * (width - 1) for width in self.widths]
 
     def record(self, width: int, seconds: float) -> None:
         """One step whose pass had `width` rows."""
-        self._seconds.setdefault(width, deque(maxlen=SAMPLES)).append(seconds)
+        self._steps += 1
+        self._seconds.setdefault(width, deque(maxlen=SAMPLES)).append((self._steps, seconds))
+        for kept in self._seconds.values():
+            while kept and kept[0][0] <= self._steps - SAMPLE_STEPS:
+                kept.popleft()
+        self._seconds = {known: kept for known, kept in self._seconds.items() if kept}
         measured = self.measured()
         known = list(measured)
         row = self._row_cost * measured[known[0]] / (1 + self._row_cost * (known[0] - 1))
@@ -49,7 +57,7 @@ class Costs:
 
     def measured(self) -> dict[int, float]:
         """Width -> median of its last few steps."""
-        return {width: median(self._seconds[width]) for width in sorted(self._seconds)}
+        return {width: median(seconds for _, seconds in self._seconds[width]) for width in sorted(self._seconds)}
 
     def of(self, width: int) -> float:
         """Measured, between two measured ones, or `row_cost` a row beyond; relative before anything is measured."""

@@ -10,7 +10,7 @@ times a step (infer/runner.py).
 from collections import deque
 from collections.abc import Sequence
 from itertools import accumulate
-from statistics import mean, median
+from statistics import mean, median, pstdev
 
 from torch import Tensor
 
@@ -20,8 +20,8 @@ from longdraft.infer.tree import Lists, TokenTree
 
 # Query tokens a slot that a pass may have, where the policy chooses them; the widest is the drafter's own.
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
-# Without a gain in this many steps an expensive drafter rests, twice as long every time.
-TRIAL_STEPS, FIRST_REST, LONGEST_REST = 8, 16, 128
+# An expensive drafter that surely lost in its last TRIAL_STEPS to MOST_TRIALS steps rests, twice as long every time.
+TRIAL_STEPS, MOST_TRIALS, FIRST_REST, LONGEST_REST = 8, 32, 16, 128
 CHEAP_DRAFT = 0.1
 # Wider passes must promise so much more speed than plain decoding; smaller differences are noise of the clock.
 HURDLE = 1.05
@@ -143,7 +143,7 @@ class Policy:
 
     def start_request(self, slot: int) -> None:
         """This slot's next request starts with the rates of all earlier ones, and the drafter with a new trial."""
-        self._gains: deque[float] = deque(maxlen=TRIAL_STEPS)
+        self._gains: deque[float] = deque(maxlen=MOST_TRIALS)
         self._resting, self._rest = 0, FIRST_REST
         self._plain_steps = self._skipped = 0
         self.depth.start_request(slot)
@@ -257,7 +257,8 @@ class Policy:
         self._gains.append(tokens * plain / seconds)
         if draft_seconds < CHEAP_DRAFT * plain or len(self._gains) < TRIAL_STEPS:
             return
-        if sum(self._gains) < len(self._gains):
+        # By two standard errors: steps bring whole tokens, so that the mean of a few says little.
+        if mean(self._gains) + 2 * pstdev(self._gains) / len(self._gains) ** 0.5 < 1:
             self._resting, self._rest = self._rest, min(2 * self._rest, LONGEST_REST)
             self._gains.clear()
 

@@ -31,8 +31,8 @@ from longdraft.train.vocabulary import frequent_tokens
 
 # Logits are compared on so many tokens of a held-out row: enough to meet every weight, and small beside tokens x V.
 COMPARED = 128
-# LongSpec's beam by level (arXiv 2502.17421); the draft's part of it is as deep as the noise shifts that it trained.
-BEAM = (4, 16, 16, 16, 16)
+# The drafter's own beam by level; the draft's part of it is as deep as the noise shifts that it trained.
+BEAM = (8, 16, 16, 16, 16)
 VERSIONS = ("longdraft", "torch", "transformers", "deepspeed", "safetensors")
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from longdraft.infer.depth import FIRST_WHOLE, LEAST_TRIALS, NO_STAGE
+from longdraft.infer.depth import DEEPER_EVERY, FIRST_WHOLE, LEAST_TRIALS, NO_STAGE
 from longdraft.infer.drafters.combine import Combined
 from longdraft.infer.drafters.longspec import LongSpecDrafter
 from longdraft.infer.drafters.prompt_lookup import PromptLookup
@@ -199,3 +199,12 @@ def test_a_small_model_stops_where_it_does_not_pay(tiny_target, plain_tokens, mo
     (one,) = engine.generate([PROMPT], params)
     assert [one.tokens] == plain_tokens(target, [PROMPT], [params])
     assert len(passes) < 1.5 * one.stats.steps
+
+
+@pytest.mark.parametrize("beforehand", [False, True])
+def test_now_and_then_a_stage_more_than_pays_is_run(beforehand):
+    """Or a stage that once was wrong would never be tried again."""
+    policy = policy_with((0.8, 0.05, 0.9), 0.1, beforehand)
+    runs = [stages_run(policy) for _ in range(2 * DEEPER_EVERY)]
+    assert [place for place, run in enumerate(runs, 1) if run == 2] == [DEEPER_EVERY, 2 * DEEPER_EVERY]
+    assert runs[:FIRST_WHOLE] == [3] * FIRST_WHOLE and runs.count(1) == 2 * DEEPER_EVERY - FIRST_WHOLE - 2

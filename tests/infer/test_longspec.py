@@ -231,7 +231,7 @@ def brute_force(target, draft, text, widths, sampling):
 
 @pytest.mark.parametrize("restricted", [False, True])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("widths", [(4, 16, 16, 16, 16), (1, 1, 1, 1), (1, 7), (70, 3)], ids=str)
+@pytest.mark.parametrize("widths", [WIDTHS, (4, 16, 16, 16, 16), (1, 1, 1, 1), (1, 7), (70, 3)], ids=str)
 def test_the_beam_is_the_brute_force_beam(target, widths, temperature, restricted):
     """By sums of log-probabilities, at T > 0 with each position's noise; a level has no more nodes than there are."""
     ids = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(5))[:20] if restricted else None
@@ -245,22 +245,22 @@ def test_the_beam_is_the_brute_force_beam(target, widths, temperature, restricte
 
 
 def test_a_tree_of_the_default_widths():
-    assert sum(WIDTHS) == 68
+    assert sum(WIDTHS) == 72
 
 
 def test_children_differ_and_classes_say_how_sure_the_draft_was(target):
     drafter = LongSpecDrafter(target, drafted(target))
-    tree = Bench(target, drafter, PROMPTS).propose(max_nodes=68)
-    assert tree.width == 69 and drafter.max_nodes == 68 and drafter.max_depth == 5
+    tree = Bench(target, drafter, PROMPTS).propose(max_nodes=72)
+    assert tree.width == 73 and drafter.max_nodes == 72 and drafter.max_depth == 5
     for slot in range(3):
         pairs = list(zip(tree.parents[slot].tolist(), tree.tokens[slot].tolist(), strict=True))
-        assert len(set(pairs)) == 69
-    assert tree.depths[0].bincount().tolist() == [1, 4, 16, 16, 16, 16]
+        assert len(set(pairs)) == 73
+    assert tree.depths[0].bincount().tolist() == [1, 8, 16, 16, 16, 16]
     assert int(tree.classes.max()) < drafter.n_classes and (tree.classes[:, 0] == 0).all()
     for level in range(1, 6):  # levels share no class, and what is likelier has the lower one
         mine = tree.classes[tree.depths == level]
         assert int(mine.min()) > 10 * (level - 1) and int(mine.max()) <= 10 * level
-    best = tree.classes[:, 1:5]  # children of one parent, best first
+    best = tree.classes[:, 1:9]  # children of one parent, best first
     assert (best[:, 1:] >= best[:, :-1]).all()
 
 
@@ -270,13 +270,13 @@ def test_less_room_makes_all_levels_narrower(widths):
         fitted = _fit(widths, max_nodes)
         assert sum(fitted) == min(max_nodes, sum(widths)) and len(fitted) == min(max_nodes, len(widths))
         assert all(1 <= narrow <= width for narrow, width in zip(fitted, widths, strict=False))
-    assert _fit(WIDTHS, 15) == [3, 3, 3, 3, 3] and _fit(WIDTHS, 34) == [2, 8, 8, 8, 8]
+    assert _fit(WIDTHS, 15) == [3, 3, 3, 3, 3] and _fit(WIDTHS, 34) == [6, 7, 7, 7, 7]
 
 
 def test_room_is_kept(target):
     bench = Bench(target, LongSpecDrafter(target, drafted(target)), PROMPTS)
-    for max_nodes in (0, 1, 5, 20, 67, 68, 200):
-        assert bench.propose(max_nodes).width == 1 + min(max_nodes, 68)
+    for max_nodes in (0, 1, 5, 20, 71, 72, 200):
+        assert bench.propose(max_nodes).width == 1 + min(max_nodes, 72)
 
 
 def test_slots_without_a_request_propose_nothing(target):

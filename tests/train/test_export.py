@@ -267,7 +267,7 @@ def test_every_method(made_run, capsys, name, precision):
     for key, weight in exported.state_dict().items():
         assert weight.dtype == weights[key].dtype and torch.equal(weight, weights[key]), key
     info = read_info(out)
-    levels = {"medusa": [3, 3], "longspec": [4, 16, 16], "longspec-narrow": [4, 16, 16, 16, 16]}
+    levels = {"medusa": [3, 3], "longspec": [8, 16, 16], "longspec-narrow": [8, 16, 16, 16, 16]}
     assert info.tree == {"levels": levels.get(name, [3, 3, 3]), "rank_rates": [[0.5]], "choice_rates": None}
     assert info.noise == {"longspec": 3, "longspec-narrow": 7}.get(name)
     assert info.train_config["draft"] | SECTIONS[name] == info.train_config["draft"]
@@ -321,7 +321,7 @@ def test_the_runtime_decodes_with_an_exported_longspec_draft(made_run, data_fold
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # a tree deeper than the draft's noise
         engine = Engine(target, drafter="longspec", draft=run / "draft", nodes=None)
-    assert engine.drafter.widths == (4, 16, 16)
+    assert engine.drafter.widths == (8, 16, 16)
     drafted, plain = engine.generate(prompts, params), Engine(target).generate(prompts, params)
     assert [one.tokens for one in drafted] == [one.tokens for one in plain]
     assert len(drafted[1].tokens) == 16 and drafted[0].tokens_per_step > 1  # something was proposed rightly
