@@ -28,10 +28,12 @@ class DraftPasses(Protocol):
 
     Attributes:
         cache: the target's. most: so many positions before the root are read at most.
+        keeps_roots: whether the keys of a root that was a query are known from then on.
     """
 
     cache: KVCache
     most: int
+    keeps_roots: bool
 
     def start(self, slots: Sequence[int]) -> None:
         """These slots' next tokens are of other sequences."""
@@ -80,6 +82,8 @@ def _before(state: SlotState, count: int) -> Tensor:
 class _ByOperations:
     """By PyTorch's operations, over a ring of the window's keys and values."""
 
+    keeps_roots = False  # a tree's rows lie apart from the ring
+
     def __init__(self, draft: LongSpec, target: Decoder, head_ED: Tensor, cache: KVCache, tree_rows: int):
         self.draft, self.cache, self._embed, self._head_ED = draft, cache, target.embed_tokens, head_ED
         self._window = WindowCache(draft, cache.batch, tree_rows)
@@ -114,6 +118,8 @@ class _ByOperations:
 
 class _InC:
     """By one call of C a level, over a cache with a row for every position; those before the window are never read."""
+
+    keeps_roots = True
 
     def __init__(
         self, draft: LongSpec, target: Decoder, weights: draft_block.BlockWeights, cache: KVCache, tree_rows: int

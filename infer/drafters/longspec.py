@@ -65,14 +65,16 @@ class LongSpecDrafter(DeviceDrafter):
     def on_start(self, slots: Sequence[int], requests: Sequence[Request], cache: KVCache) -> None:
         if self._passes is None or self._passes.cache is not cache:
             self._passes = draft_passes(self.draft, self._target, self._head_ED, cache, self._tree_rows)
-            self._unknown = 0  # no slot lacks the keys of more positions before its root
+            # No slot lacks the keys of more positions before its root; whether the roots were queries in this step.
+            self._unknown, self._asked = 0, False
         self._passes.start(slots)
         longest = max(len(request.prompt) for request in requests)
         self._unknown = min(max(self._unknown, longest), self._passes.most)
 
     def on_step(self, state: SlotState, tree: TokenTree, accepted: AcceptResult, output: TargetOutput) -> None:
         assert self._passes is not None
-        self._unknown = min(self._unknown + accepted.nodes.shape[1], self._passes.most)
+        fresh = accepted.nodes.shape[1] - (self._asked and self._passes.keeps_roots)
+        self._unknown, self._asked = min(self._unknown + fresh, self._passes.most), False
 
     def rewind(self, lengths_B: Tensor) -> None:
         assert self._passes is not None
@@ -94,7 +96,7 @@ class LongSpecDrafter(DeviceDrafter):
         count, self._unknown = min(state.rounded(self._unknown), self._passes.most), 0
         widths = _fit(self.widths, max_nodes)
         widths = widths[: state.stages(len(widths))]
-        self.num_query_tokens = max(widths, default=1)
+        self.num_query_tokens, self._asked = max(widths, default=1), bool(widths)
         return count, *widths
 
     def grow(self, state: SlotState, plan: tuple[int, ...]) -> TokenTree:
