@@ -8,7 +8,7 @@ stage, by the chances alone. Beside other drafters, whose nodes are there before
 Shapes: B slots, N nodes.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from operator import mul
 
@@ -123,19 +123,21 @@ class Depth:
             chance = (own.hits[above] + FIRST_WEIGHT * chance) / (own.trials[above] + FIRST_WEIGHT)
         return bounded(chance)
 
-    def paying(self, speed: Speed, slots: Sequence[int], errors: float = 0.0) -> int:
-        """How many stages have the most tokens a second by their chances alone, or by so many standard errors more of
-        each; 0 where plain decoding has them."""
-        worths, best, fastest = [[1.0] for _ in slots], 0, 0.0
-        for stage in range(1 + self.count):
-            if stage:
-                for slot, worth in zip(slots, worths, strict=True):
-                    chance = self.chance(slot, stage)
-                    error = (chance * (1 - chance) / (FIRST_WEIGHT + self._slots[slot].trials[stage])) ** 0.5
-                    worth.append(worth[-1] * bounded(chance + errors * error))
-            if (reached := speed(worths, self.seconds(stage))) > fastest:
-                best, fastest = stage, reached
-        return best
+    def _speeds(self, speed: Speed, slots: Sequence[int], errors: float = 0.0) -> Iterator[float]:
+        """Tokens a second without a stage, with one, ..., by their chances or by so many standard errors more."""
+        worths = [[1.0] for _ in slots]
+        yield speed(worths, 0.0)
+        for stage in range(1, 1 + self.count):
+            for slot, worth in zip(slots, worths, strict=True):
+                chance = self.chance(slot, stage)
+                error = (chance * (1 - chance) / (FIRST_WEIGHT + self._slots[slot].trials[stage])) ** 0.5
+                worth.append(worth[-1] * bounded(chance + errors * error))
+            yield speed(worths, self.seconds(stage))
+
+    def paying(self, speed: Speed, slots: Sequence[int]) -> int:
+        """How many stages have the most tokens a second by their chances alone; 0 where plain decoding has them."""
+        speeds = list(self._speeds(speed, slots))
+        return max(range(len(speeds)), key=speeds.__getitem__)
 
     def idle(self, speed: Speed) -> bool:
         """Whether a proposal of any depth is a loss, as far as is known; never beside drafters that have no stages."""
@@ -146,7 +148,9 @@ class Depth:
             or not self.costs.measured()
         ):
             return False
-        return self.paying(speed, range(len(self._slots)), errors=1.0) == 0
+        speeds = self._speeds(speed, range(len(self._slots)), errors=1.0)
+        plain = next(speeds)
+        return all(reached <= plain for reached in speeds)
 
     def begin(self, speed: Speed) -> None:
         """A proposal begins."""

@@ -15,7 +15,8 @@ import numpy as np
 EARLIER_WEIGHT, FADING, EARLIER_FADING = 12.0, 0.97, 0.999
 # Before it is measured, a further query token is taken to cost this fraction of a pass of one.
 ROW_COST = 0.04
-# So many samples of a width are kept, of the last so many steps: after a slow moment it would never be tried again.
+# So many samples of a width are kept, until it was not met for so many steps: after a slow moment it would not be tried
+# again.
 SAMPLES, SAMPLE_STEPS = 9, 128
 
 
@@ -29,27 +30,26 @@ class Costs:
     def __init__(self, widths: Sequence[int], row_cost: float = ROW_COST):
         self.widths, self._row_cost = tuple(sorted(widths)), row_cost
         self._seconds: dict[int, deque[tuple[int, float]]] = {}
-        self._steps = 0
-        self._table = [1 + row_cost * (width - 1) for width in self.widths]
+        self._steps, self._medians = 0, dict[int, float]()
+        self._table = {width: 1 + row_cost * (width - 1) for width in self.widths}
 
     def record(self, width: int, seconds: float) -> None:
         """One step whose pass had `width` rows."""
         self._steps += 1
-        self._seconds.setdefault(width, deque(maxlen=SAMPLES)).append((self._steps, seconds))
-        for kept in self._seconds.values():
-            while kept and kept[0][0] <= self._steps - SAMPLE_STEPS:
-                kept.popleft()
-        self._seconds = {known: kept for known, kept in self._seconds.items() if kept}
-        measured = self.measured()
-        known = list(measured)
-        row = self._row_cost * measured[known[0]] / (1 + self._row_cost * (known[0] - 1))
-        between = np.interp(self.widths, known, list(measured.values())).tolist()
+        kept = self._seconds.setdefault(width, deque(maxlen=SAMPLES))
+        kept.append((self._steps, seconds))
+        self._medians[width] = median(sample for _, sample in kept)
+        for known in [known for known, kept in self._seconds.items() if kept[-1][0] <= self._steps - SAMPLE_STEPS]:
+            del self._seconds[known], self._medians[known]
+        known = sorted(self._medians)
+        row = self._row_cost * self._medians[known[0]] / (1 + self._row_cost * (known[0] - 1))
+        between = np.interp(self.widths, known, [self._medians[width] for width in known]).tolist()
         table = [
             seconds + row * (min(width - known[0], 0) + max(width - known[-1], 0))
             for width, seconds in zip(self.widths, between, strict=True)
         ]
         # A wider pass is never cheaper: what seems so was disturbed.
-        self._table = list(accumulate(table, max))
+        self._table = dict(zip(self.widths, accumulate(table, max), strict=True))
 
     def knows(self, width: int) -> bool:
         """Whether a pass of so many rows was measured."""
@@ -57,11 +57,11 @@ class Costs:
 
     def measured(self) -> dict[int, float]:
         """Width -> median of its last few steps."""
-        return {width: median(seconds for _, seconds in self._seconds[width]) for width in sorted(self._seconds)}
+        return dict(sorted(self._medians.items()))
 
     def of(self, width: int) -> float:
         """Measured, between two measured ones, or `row_cost` a row beyond; relative before anything is measured."""
-        return self._table[self.widths.index(width)]
+        return self._table[width]
 
 
 class Rates:

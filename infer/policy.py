@@ -10,7 +10,7 @@ times a step (infer/runner.py).
 from collections import deque
 from collections.abc import Sequence
 from itertools import accumulate
-from statistics import mean, median, pstdev
+from statistics import fmean, mean, median
 
 from torch import Tensor
 
@@ -258,7 +258,9 @@ class Policy:
         if draft_seconds < CHEAP_DRAFT * plain or len(self._gains) < TRIAL_STEPS:
             return
         # By two standard errors: steps bring whole tokens, so that the mean of a few says little.
-        if mean(self._gains) + 2 * pstdev(self._gains) / len(self._gains) ** 0.5 < 1:
+        average = fmean(self._gains)
+        error = (fmean((gain - average) ** 2 for gain in self._gains) / len(self._gains)) ** 0.5
+        if average + 2 * error < 1:
             self._resting, self._rest = self._rest, min(2 * self._rest, LONGEST_REST)
             self._gains.clear()
 
