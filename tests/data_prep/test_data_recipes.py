@@ -84,7 +84,7 @@ def run(recipe, out, *overrides):
 
 def test_there_is_a_test_for_every_recipe():
     names = {path.stem for path in RECIPES.glob("*.yaml")}
-    assert names == {"pg19", "slimpajama-6b", "prolong-64k", "long-sft", "qwq-longcot", "chat", "text"}
+    assert names == {"pg19", "slimpajama-6b", "prolong-64k", "long-sft", "qwq-longcot", "chat", "text", "smollm2-mixed"}
     for name in names:
         assert "longdraft prepare configs/data/" in (RECIPES / f"{name}.yaml").read_text()
 
@@ -215,6 +215,27 @@ def test_chat_and_text(tmp_path, smollm2):
     tokens = {name: sum(s["mix"].get(name, {"tokens": 0})["tokens"] for s in manifest["splits"].values()) for name in
               ("books", "code")}  # fmt: skip
     assert 600 < tokens["books"] <= 900 and 100 < tokens["code"] <= 300
+
+
+def test_smollm2_mixed(tmp_path, smollm2):
+    """Of what `launch/fetch_texts.sh` leaves, the files of each kind, by weight."""
+    names = {"documentation": "intro.rst", "speeches": "1801.txt", "code": "module.py", "library": "queue.py"}
+    for kind, name in names.items():
+        for i in range(12):
+            (tmp_path / kind / str(i)).mkdir(parents=True)
+            (tmp_path / kind / str(i) / name).write_text(f"{kind} {i}. {PROSE * 20}")
+            (tmp_path / kind / str(i) / "left.bin").write_bytes(b"\0")
+    paths = [f"sources.{kind}.path={tmp_path / kind}" for kind in names]
+    manifest = run("smollm2-mixed", tmp_path / "out", *paths, "seq_len=128", "max_tokens=4000", "heldout_share=0.2")
+    tokens = {
+        kind: sum(split["mix"].get(kind, {"tokens": 0})["tokens"] for split in manifest["splits"].values())
+        for kind in names
+    }
+    assert 1200 < tokens["documentation"] <= 2200 and sum(tokens.values()) <= 4400
+    for kind in ("speeches", "code", "library"):
+        assert 400 < tokens[kind] <= 1200
+    script = (RECIPES.parents[1] / "launch" / "fetch_texts.sh").read_text()
+    assert all(f"$folder/{kind}" in script or f"{kind}," in script for kind in ("documentation", "speeches", "code"))
 
 
 @pytest.mark.parametrize(

@@ -316,7 +316,7 @@ def test_a_kill_or_a_damaged_file_never_costs_the_best(evaluator, trained, tmp_p
 
 
 def test_a_resumed_run_keeps_the_best_and_rotation_leaves_it(trained, config_file, alone, target, tmp_path):
-    whole, run = trained("longspec"), tmp_path / "run"
+    whole, run = trained("longspec", "train.seed=2"), tmp_path / "run"
     scores = {step: measured(whole, step)["decode_tokens_per_step"] for step in (4, 8)}
     assert scores[4] > scores[8], "the test would not see that the best was forgotten"
     shutil.copytree(whole, run)
