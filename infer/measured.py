@@ -29,18 +29,20 @@ class Costs:
 
     def __init__(self, widths: Sequence[int], row_cost: float = ROW_COST):
         self.widths, self._row_cost = tuple(sorted(widths)), row_cost
-        self._seconds: dict[int, deque[tuple[int, float]]] = {}
-        self._steps, self._medians = 0, dict[int, float]()
+        self._seconds: dict[int, deque[float]] = {}
+        self._medians: dict[int, float] = {}
+        self._steps, self._met = 0, dict[int, int]()  # all so far; the last one of each width
         self._table = {width: 1 + row_cost * (width - 1) for width in self.widths}
 
     def record(self, width: int, seconds: float) -> None:
         """One step whose pass had `width` rows."""
         self._steps += 1
+        self._met[width] = self._steps
         kept = self._seconds.setdefault(width, deque(maxlen=SAMPLES))
-        kept.append((self._steps, seconds))
-        self._medians[width] = median(sample for _, sample in kept)
-        for known in [known for known, kept in self._seconds.items() if kept[-1][0] <= self._steps - SAMPLE_STEPS]:
-            del self._seconds[known], self._medians[known]
+        kept.append(seconds)
+        self._medians[width] = median(kept)
+        for stale in [known for known, step in self._met.items() if step <= self._steps - SAMPLE_STEPS]:
+            del self._met[stale], self._seconds[stale], self._medians[stale]
         known = sorted(self._medians)
         row = self._row_cost * self._medians[known[0]] / (1 + self._row_cost * (known[0] - 1))
         between = np.interp(self.widths, known, [self._medians[width] for width in known]).tolist()
