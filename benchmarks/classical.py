@@ -73,8 +73,26 @@ class _Watched(SlotSampling):
     def ranking(
         self, logits: Tensor, history: History, positions_B: Tensor, offset: int, token_ids: Tensor | None = None
     ) -> Tensor:
-        scores = super().ranking(logits, history, positions_B, offset, token_ids)
+        self._watch(logits, history, positions_B, offset, token_ids)
+        return super().ranking(logits, history, positions_B, offset, token_ids)
+
+    def best(
+        self,
+        logits_BTV: Tensor,
+        history: History,
+        positions_B: Tensor,
+        offset: int,
+        count: int,
+        token_ids: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        self._watch(logits_BTV, history, positions_B, offset, token_ids)
+        return super().best(logits_BTV, history, positions_B, offset, count, token_ids)
+
+    def _watch(
+        self, logits: Tensor, history: History, positions_B: Tensor, offset: int, token_ids: Tensor | None
+    ) -> None:
         if offset == 1 and self._draft is None:
+            scores = super().ranking(logits, history, positions_B, offset, token_ids)
             penalised = self.penalties.apply(logits, history, positions_B, token_ids).reshape(-1)
             best = torch.stack([scores.reshape(-1).argmax(), penalised.argmax()])
             with_noise, without = (best if token_ids is None else token_ids[best]).tolist()
@@ -82,7 +100,6 @@ class _Watched(SlotSampling):
             if token_ids is not None:
                 q_V = torch.zeros(int(token_ids.max()) + 1, device=q_V.device).index_put_((token_ids,), q_V)
             self._draft = positions_B.clone(), q_V, with_noise, without
-        return scores
 
     def choose(self, logits_BV: Tensor, history: History, positions_B: Tensor) -> Tensor:
         chosen_B = super().choose(logits_BV, history, positions_B)

@@ -8,7 +8,6 @@ to catch up with, d head width.
 """
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -23,35 +22,57 @@ from longdraft.models.drafts.longspec import LongSpec
 from longdraft.models.kv_cache import KVCache
 
 
-class DraftPasses(Protocol):
+class DraftPasses:
     """What a proposal asks of the block, for the slots of one cache of the target.
 
     Attributes:
         cache: the target's. most: so many positions before the root are read at most.
-        keeps_roots: whether the keys of a root that was a query are known from then on.
     """
 
-    cache: KVCache
-    most: int
-    keeps_roots: bool
+    # Whether the keys of a root that was a query are known from then on.
+    keeps_roots = False
 
-    def start(self, slots: Sequence[int]) -> None:
-        """These slots' next tokens are of other sequences."""
+    def __init__(self, draft: LongSpec, target: Decoder, cache: KVCache, most: int):
+        self.draft, self.cache, self.most, self._embed = draft, cache, most, target.embed_tokens
+        # No slot lacks the keys of more positions before its root; whether the roots were queries in this step.
+        self._unknown, self._asked = 0, False
+
+    def start(self, slots: Sequence[int], longest: int) -> None:
+        """These slots' next tokens are of other sequences, whose prompts have at most so many."""
+        self._unknown = min(max(self._unknown, longest), self.most)
+
+    def on_step(self, most: int) -> None:
+        """At most so many tokens were committed to each slot."""
+        self._unknown = min(self._unknown + most - (self._asked and self.keeps_roots), self.most)
+        self._asked = False
+
+    def rewind(self) -> None:
+        """Tokens were taken back."""
+        self._unknown = self.most
+
+    def plan(self, state: SlotState, n_levels: int) -> int:
+        """The host's part of a proposal of at most so many levels: how many of the last tokens before the roots are to
+        be caught up with."""
+        if not n_levels:
+            return 0
+        count, self._unknown, self._asked = min(state.rounded(self._unknown), self.most), 0, True
+        return count
 
     def begin(self, state: SlotState, count: int, n_levels: int) -> None:
-        """A proposal of at most so many levels begins; the last `count` tokens before the roots are not known yet."""
+        """A proposal as planned begins; its first level is asked for."""
+        raise NotImplementedError
 
     def logits(self, state: SlotState, nodes_BT: Tensor, level: int, ancestors_BTN: Tensor) -> Tensor:
         """[B, T, E] of the nodes of `level` - 1, at position p + level - 1 behind a root at p.
 
         ancestors_BTN: bool, which of the tree's rows so far, these nodes' own the last ones, each of them reads.
         """
-        ...
+        raise NotImplementedError
 
 
 def draft_passes(draft: LongSpec, target: Decoder, head_ED: Tensor, cache: KVCache, tree_rows: int) -> DraftPasses:
     """The way for this draft here. tree_rows: the most rows of a tree that are ever queries."""
-    weights = _weights(draft, head_ED)
+    weights = block_weights(draft, head_ED)
     if draft_block.can_run(weights, draft.config.head_dim):
         return _InC(draft, target, weights, cache, tree_rows)
     return _ByOperations(draft, target, head_ED, cache, tree_rows)
@@ -59,13 +80,13 @@ def draft_passes(draft: LongSpec, target: Decoder, head_ED: Tensor, cache: KVCac
 
 def passes_bytes(draft: LongSpec, head_ED: Tensor, batch: int, capacity: int, tree_rows: int) -> int:
     """What `draft_passes` allocates for a target's cache of so many slots and positions."""
-    if draft_block.can_run(_weights(draft, head_ED), draft.config.head_dim):
+    if draft_block.can_run(block_weights(draft, head_ED), draft.config.head_dim):
         row = 2 * draft.config.n_kv_heads * draft.config.head_dim * head_ED.element_size()
         return batch * (capacity + tree_rows) * row
     return WindowCache.bytes(draft, batch, tree_rows)
 
 
-def _weights(draft: LongSpec, head_ED: Tensor) -> draft_block.BlockWeights:
+def block_weights(draft: LongSpec, head_ED: Tensor) -> draft_block.BlockWeights:
     return draft_block.BlockWeights(
         draft.self_norm.weight, draft.self_qkv.weight, draft.self_qkv.bias, draft.self_o.weight,
         draft.cross_norm.weight, draft.cross_q.weight, draft.cross_q.bias, draft.cross_o.weight,
@@ -74,28 +95,24 @@ def _weights(draft: LongSpec, head_ED: Tensor) -> draft_block.BlockWeights:
     )  # fmt: skip
 
 
-def _before(state: SlotState, count: int) -> Tensor:
-    """The last `count` positions before each root, int64 [B, count]; position 0 again where there are fewer."""
-    return (state.positions[:, None] + torch.arange(-count, 0, device=state.positions.device)).clamp(min=0)
-
-
-class _ByOperations:
+class _ByOperations(DraftPasses):
     """By PyTorch's operations, over a ring of the window's keys and values."""
 
-    keeps_roots = False  # a tree's rows lie apart from the ring
-
     def __init__(self, draft: LongSpec, target: Decoder, head_ED: Tensor, cache: KVCache, tree_rows: int):
-        self.draft, self.cache, self._embed, self._head_ED = draft, cache, target.embed_tokens, head_ED
-        self._window = WindowCache(draft, cache.batch, tree_rows)
+        self._window, self._head_ED = WindowCache(draft, cache.batch, tree_rows), head_ED
         # Where positions were taken back, older ones that are in the window again may have been overwritten.
-        self.most = self._window.ring
+        super().__init__(draft, target, cache, self._window.ring)
 
-    def start(self, slots: Sequence[int]) -> None:
+    def start(self, slots: Sequence[int], longest: int) -> None:
+        super().start(slots, longest)
         self._window.start(slots)
 
     def begin(self, state: SlotState, count: int, n_levels: int) -> None:
         if count:
-            tokens_BC, places_BC = state.history.read(state.positions - count, count), _before(state, count)
+            tokens_BC = state.history.read(state.positions - count, count)
+            # Position 0 again where there are fewer.
+            last_C = torch.arange(-count, 0, device=state.positions.device)
+            places_BC = (state.positions[:, None] + last_C).clamp(min=0)
             tables = self.draft.tables(places_BC, state.history.prompt_lengths)
             self._window.write(places_BC, *self.draft.self_kv(self._embed(tokens_BC), tables))
 
@@ -116,7 +133,7 @@ class _ByOperations:
         return linear(hidden_BTD, self._head_ED)
 
 
-class _InC:
+class _InC(DraftPasses):
     """By one call of C a level, over a cache with a row for every position; those before the window are never read."""
 
     keeps_roots = True
@@ -124,33 +141,27 @@ class _InC:
     def __init__(
         self, draft: LongSpec, target: Decoder, weights: draft_block.BlockWeights, cache: KVCache, tree_rows: int
     ):
-        config, self.most = draft.config, window_of(draft)
-        self.draft, self.cache, self._embed = draft, cache, target.embed_tokens
+        config = draft.config
+        super().__init__(draft, target, cache, window_of(draft))
         eps, window = config.rms_norm_eps, self.most + 1  # with a row's own key
         self._block = draft_block.DraftBlock(weights, config.n_heads, config.n_kv_heads, eps, window)
         shape = cache.batch, cache.capacity + tree_rows, config.n_kv_heads, config.head_dim
         # Zeros: a row that nobody wrote may lie in front of the window, where it is multiplied by 0.
         self._keys, self._values = (torch.zeros(shape, dtype=weights.head_ED.dtype) for _ in range(2))
-        self._slots_B1 = torch.arange(cache.batch)[:, None]
-
-    def start(self, slots: Sequence[int]) -> None:
-        pass  # a row is written before it is read
 
     def begin(self, state: SlotState, count: int, n_levels: int) -> None:
-        places_BC = _before(state, count)
-        levels_BL = state.positions[:, None] + torch.arange(n_levels)
-        cos, sin = self.draft.tables(torch.cat([places_BC, levels_BL], 1), state.history.prompt_lengths)
+        levels_BL = state.positions[:, None] + torch.arange(-count, n_levels)
+        cos, sin = self.draft.tables(levels_BL, state.history.prompt_lengths)
         self._tables = cos[:, count:], sin[:, count:]
-        if count:
-            tokens_BC = state.history.read(state.positions - count, count)
-            tables = cos[:, :count].contiguous(), sin[:, :count].contiguous()
-            own_kv = self.draft.self_kv(self._embed(tokens_BC), tables)
-            for rows, fresh_BCKd in zip((self._keys, self._values), own_kv, strict=True):
-                rows[self._slots_B1, places_BC] = fresh_BCKd
+        self._behind = None
+        if count:  # a row is written before it is read, by the job of the first level
+            before_BCD = self._embed(state.history.read(state.positions - count, count))
+            self._behind = draft_block.Rows(before_BCD, cos[:, :count].contiguous(), sin[:, :count].contiguous())
 
     def logits(self, state: SlotState, nodes_BT: Tensor, level: int, ancestors_BTN: Tensor) -> Tensor:
         here, width = slice(level - 1, level), nodes_BT.shape[1]
-        cos, sin = (table[:, here].expand(-1, width, -1, -1, -1) for table in self._tables)
+        tables = (table[:, here].expand(-1, width, -1, -1, -1).contiguous() for table in self._tables)
         own = self._keys, self._values, state.positions
         target = self.cache.keys[-1], self.cache.values[-1], self.cache.lengths
-        return self._block.run(self._embed(nodes_BT), cos, sin, own, ancestors_BTN, target)
+        asked, behind, self._behind = draft_block.Rows(self._embed(nodes_BT), *tables), self._behind, None
+        return self._block.run(asked, own, ancestors_BTN, target, behind)

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from itertools import accumulate
 from statistics import median
 
-import numpy as np
-
 # A request starts with what earlier requests taught, as so many trials; its own older trials fade. As only 4, the nodes
 # that are seldom right, of which a tree has many, were rated by their luck of the moment (docs/LOG.md).
 EARLIER_WEIGHT, FADING, EARLIER_FADING = 12.0, 0.97, 0.999
@@ -32,7 +30,8 @@ class Costs:
         self._seconds: dict[int, deque[float]] = {}
         self._medians: dict[int, float] = {}
         self._steps, self._met = 0, dict[int, int]()  # all so far; the last one of each width
-        self._table = {width: 1 + row_cost * (width - 1) for width in self.widths}
+        # Seconds of each width, relative before anything is measured; None: of before the last measurements.
+        self._table: dict[int, float] | None = {width: 1 + row_cost * (width - 1) for width in self.widths}
 
     def record(self, width: int, seconds: float) -> None:
         """One step whose pass had `width` rows."""
@@ -41,17 +40,29 @@ class Costs:
         kept = self._seconds.setdefault(width, deque(maxlen=SAMPLES))
         kept.append(seconds)
         self._medians[width] = median(kept)
-        for stale in [known for known, step in self._met.items() if step <= self._steps - SAMPLE_STEPS]:
-            del self._met[stale], self._seconds[stale], self._medians[stale]
-        known = sorted(self._medians)
-        row = self._row_cost * self._medians[known[0]] / (1 + self._row_cost * (known[0] - 1))
-        between = np.interp(self.widths, known, [self._medians[width] for width in known]).tolist()
-        table = [
-            seconds + row * (min(width - known[0], 0) + max(width - known[-1], 0))
-            for width, seconds in zip(self.widths, between, strict=True)
-        ]
-        # A wider pass is never cheaper: what seems so was disturbed.
-        self._table = dict(zip(self.widths, accumulate(table, max), strict=True))
+        if min(self._met.values()) <= self._steps - SAMPLE_STEPS:
+            for stale in [known for known, step in self._met.items() if step <= self._steps - SAMPLE_STEPS]:
+                del self._met[stale], self._seconds[stale], self._medians[stale]
+        self._table = None
+
+    def table(self) -> dict[int, float]:
+        """Seconds by width: measured, between two measured ones, or `row_cost` a row beyond. A wider pass is never
+        cheaper than a narrower one: what seems so was disturbed."""
+        if self._table is None:
+            known = sorted(self._medians.items())
+            (least, first), (most, last) = known[0], known[-1]
+            row = self._row_cost * first / (1 + self._row_cost * (least - 1))
+            table, right = list[float](), 0
+            for width in self.widths:
+                while right < len(known) - 1 and known[right][0] < width:
+                    right += 1
+                (below, lower), (above, upper) = known[max(right - 1, 0)], known[right]
+                if least < width < most:
+                    table.append(lower + (upper - lower) * (width - below) / (above - below))
+                else:
+                    table.append((first + row * (width - least)) if width <= least else (last + row * (width - most)))
+            self._table = dict(zip(self.widths, accumulate(table, max), strict=True))
+        return self._table
 
     def knows(self, width: int) -> bool:
         """Whether a pass of so many rows was measured."""
@@ -62,8 +73,8 @@ class Costs:
         return dict(sorted(self._medians.items()))
 
     def of(self, width: int) -> float:
-        """Measured, between two measured ones, or `row_cost` a row beyond; relative before anything is measured."""
-        return self._table[width]
+        """Seconds of a pass of so many rows (see `table`)."""
+        return self.table()[width]
 
 
 class Rates:

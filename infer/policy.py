@@ -170,12 +170,12 @@ class Policy:
             worths: of each slot, its nodes' chances to be reached, the root's 1 first, the best first.
             draft_seconds: of the proposal.
         """
-        expected = list(accumulate(sum(places) for places in zip(*worths, strict=True)))
-        wide = [
-            expected[min(width, len(expected)) - 1] / (self.costs.of(width) + draft_seconds)
-            for width in self.widths[1:]
-        ]
-        return max(expected[0] / (self.costs.of(1) + draft_seconds), max(wide, default=0.0) / HURDLE)
+        places = worths[0] if len(worths) == 1 else map(sum, zip(*worths, strict=True))
+        expected, best = list(accumulate(places)), 0.0
+        for width, seconds in self.costs.table().items():
+            if width > 1:
+                best = max(best, expected[min(width, len(expected)) - 1] / (seconds + draft_seconds))
+        return max(expected[0] / (self.costs.of(1) + draft_seconds), best / HURDLE)
 
     def goes_on(self, tree: TokenTree, active_B: Tensor, first_class: int = 0) -> bool:
         """Whether a drafter that has proposed `tree` so far is to run one more stage (see `Depth`)."""
@@ -258,7 +258,8 @@ class Policy:
         if draft_seconds < CHEAP_DRAFT * plain or len(self._gains) < TRIAL_STEPS:
             return
         # By two standard errors: steps bring whole tokens, so that the mean of a few says little.
-        average = fmean(self._gains)
+        if (average := fmean(self._gains)) >= 1:
+            return
         error = (fmean((gain - average) ** 2 for gain in self._gains) / len(self._gains)) ** 0.5
         if average + 2 * error < 1:
             self._resting, self._rest = self._rest, min(2 * self._rest, LONGEST_REST)

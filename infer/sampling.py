@@ -17,6 +17,7 @@ from longdraft.infer.history import History
 from longdraft.infer.penalties import Penalties
 from longdraft.infer.values import check_text, is_integer, is_number, short_repr
 from longdraft.kernels import backend
+from longdraft.kernels.best_tokens import best_tokens
 from longdraft.kernels.choice import choose
 from longdraft.kernels.gumbel import gumbel_noise
 from longdraft.kernels.transfer import from_host, integers
@@ -250,16 +251,38 @@ class SlotSampling:
         logits = self.penalties.apply(logits, history, positions_B, token_ids)
         if self.greedy or not self.noise_in_ranking:
             return logits
-        if token_ids is None:
-            noise_BV = self.noise(positions_B + offset, logits.shape[-1])
-        else:
-            noise_BV = self.noise(positions_B + offset, self._size(token_ids))[:, token_ids]
+        noise_BV = self._noise_of(positions_B + offset, logits.shape[-1], token_ids)
+        noise_BV = noise_BV if token_ids is None else noise_BV[:, token_ids]
         extra = logits.dim() - 2  # dimensions for nodes
         divisors, sampled, noise = (
             part.view(len(part), *[1] * extra, -1) for part in (self._divisors, self._sampled, noise_BV)
         )
         scores = logits.float() / divisors
         return torch.where(sampled, scores + noise, scores) if self._mixed else scores.add_(noise)
+
+    def best(
+        self,
+        logits_BTV: Tensor,
+        history: History,
+        positions_B: Tensor,
+        offset: int,
+        count: int,
+        token_ids: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """The `count` candidates of each row that `ranking` puts first: log-probabilities of the softmax over its scores
+        (fp32, -inf where everything is banned), and indices into V. Arguments as there."""
+        if self._mixed:
+            ranked_BTV = self.ranking(logits_BTV, history, positions_B, offset, token_ids)
+            return best_tokens(ranked_BTV, count)
+        logits_BTV = self.penalties.apply(logits_BTV, history, positions_B, token_ids)
+        if self.greedy or not self.noise_in_ranking:
+            return best_tokens(logits_BTV, count)
+        noise_BV = self._noise_of(positions_B + offset, logits_BTV.shape[-1], token_ids)
+        return best_tokens(logits_BTV, count, self._divisors[:, 0], noise_BV, token_ids)
+
+    def _noise_of(self, positions_B: Tensor, vocab_size: int, token_ids: Tensor | None) -> Tensor:
+        """The noise of a vocabulary that holds these ids, or has this size without any."""
+        return self.noise(positions_B, vocab_size if token_ids is None else self._size(token_ids))
 
     def choose(self, logits_BV: Tensor, history: History, positions_B: Tensor) -> Tensor:
         """The choice rule: the target's token at positions_B + 1, int64 [B].

@@ -101,3 +101,7 @@ class SlotState:
             token_ids: int64 [V], the target's ids of a restricted draft vocabulary; None: all, in order.
         """
         return self.sampling.ranking(logits, self.history, self.positions, offset, token_ids)
+
+    def best(self, logits_BTV: Tensor, offset: int, count: int, token_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Of each node's row the `count` candidates that `ranking` puts first: log-probabilities, and indices into V."""
+        return self.sampling.best(logits_BTV, self.history, self.positions, offset, count, token_ids)

@@ -65,20 +65,15 @@ class LongSpecDrafter(DeviceDrafter):
     def on_start(self, slots: Sequence[int], requests: Sequence[Request], cache: KVCache) -> None:
         if self._passes is None or self._passes.cache is not cache:
             self._passes = draft_passes(self.draft, self._target, self._head_ED, cache, self._tree_rows)
-            # No slot lacks the keys of more positions before its root; whether the roots were queries in this step.
-            self._unknown, self._asked = 0, False
-        self._passes.start(slots)
-        longest = max(len(request.prompt) for request in requests)
-        self._unknown = min(max(self._unknown, longest), self._passes.most)
+        self._passes.start(slots, max(len(request.prompt) for request in requests))
 
     def on_step(self, state: SlotState, tree: TokenTree, accepted: AcceptResult, output: TargetOutput) -> None:
         assert self._passes is not None
-        fresh = accepted.nodes.shape[1] - (self._asked and self._passes.keeps_roots)
-        self._unknown, self._asked = min(self._unknown + fresh, self._passes.most), False
+        self._passes.on_step(accepted.nodes.shape[1])
 
     def rewind(self, lengths_B: Tensor) -> None:
         assert self._passes is not None
-        self._unknown = self._passes.most
+        self._passes.rewind()
 
     def buffers(self) -> tuple[object, ...]:
         return (self._passes,)
@@ -93,11 +88,10 @@ class LongSpecDrafter(DeviceDrafter):
     def plan(self, state: SlotState, max_nodes: int) -> tuple[int, ...]:
         """How many positions before the roots are to be read, at most, and the widths of the levels."""
         assert self._passes is not None
-        count, self._unknown = min(state.rounded(self._unknown), self._passes.most), 0
         widths = _fit(self.widths, max_nodes)
         widths = widths[: state.stages(len(widths))]
-        self.num_query_tokens, self._asked = max(widths, default=1), bool(widths)
-        return count, *widths
+        self.num_query_tokens = max(widths, default=1)
+        return self._passes.plan(state, len(widths)), *widths
 
     def grow(self, state: SlotState, plan: tuple[int, ...]) -> TokenTree:
         count, *widths = plan
@@ -132,16 +126,14 @@ class LongSpecDrafter(DeviceDrafter):
 
         A node's children carry different tokens, for a row's largest scores are of different ones.
         """
-        ranked_BTE = state.ranking(logits_BTE, level, self.draft.token_ids).float()
-        best_BTC, ids_BTC = ranked_BTE.topk(min(width, ranked_BTE.shape[-1]), dim=-1)
-        log_probs_BTC = best_BTC - ranked_BTE.logsumexp(-1, keepdim=True)
-        log_probs_BTC.nan_to_num_(nan=-torch.inf, neginf=-torch.inf)  # where everything is banned
+        count = min(width, logits_BTE.shape[-1])
+        log_probs_BTC, ids_BTC = state.best(logits_BTE, level, count, self.draft.token_ids)
         flat_BC = (scores_BT[:, :, None] + log_probs_BTC).flatten(1)
         sums_BW, places_BW = flat_BC.topk(min(width, flat_BC.shape[1]), dim=-1)
         tokens_BW = self.draft.tokens(ids_BTC.flatten(1).gather(1, places_BW))
         surprise_BW = -log_probs_BTC.flatten(1).gather(1, places_BW)
         classes_BW = 1 + (level - 1) * (len(SURPRISE) + 1) + torch.bucketize(surprise_BW, self._borders)
-        return tokens_BW, places_BW // best_BTC.shape[2], sums_BW, classes_BW
+        return tokens_BW, places_BW // count, sums_BW, classes_BW
 
 
 def _fit(widths: Sequence[int], max_nodes: int) -> list[int]:

@@ -73,9 +73,9 @@ class MedusaDrafter(DeviceDrafter):
         assert self._last is not None
         shape, template = self._fitting(min(plan, self.max_nodes), self._last.at_B)
         states_BID = torch.stack(self.draft.states(self._last.hidden_BD)[: shape.depth], dim=1)
-        logits, ids_E = linear(states_BID, self._head_ED).unbind(1), self.draft.token_ids
-        ranked = [state.ranking(row, i + 1, ids_E).topk(shape.ranks, dim=-1).indices for i, row in enumerate(logits)]
-        tokens_BIK = self.draft.tokens(torch.stack(ranked, dim=1))
+        logits, ids_E = linear(states_BID, self._head_ED).split(1, dim=1), self.draft.token_ids
+        ranked = [state.best(logits_B1E, i + 1, shape.ranks, ids_E)[1] for i, logits_B1E in enumerate(logits)]
+        tokens_BIK = self.draft.tokens(torch.cat(ranked, dim=1))
         return self._last.known_only(template.fill(state.roots, tokens_BIK), state)
 
     def _fitting(self, nodes: int, like_B: Tensor) -> tuple[TreeShape, TreeTemplate]:

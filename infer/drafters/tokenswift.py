@@ -197,12 +197,12 @@ class TokenSwiftDrafter(DeviceDrafter):
             needs = self.draft.needs | {"logits"}
             output = self.target.model(Pass(state.roots[:, None], selected, state.positions[:, None], needs=needs))
             assert output.logits is not None
-            ranked.append(state.ranking(output.logits[:, 0], offset=1).topk(ranks).indices)
+            ranked.append(state.best(output.logits[:, :1], 1, ranks)[1][:, 0])
             hidden_BD = getattr(output, self._state_field)[:, 0].to(hidden_BD.dtype)
         states = self.draft.states(hidden_BD)[: self.shape.depth]
-        for logits_BE in linear(torch.stack(states, dim=1), self._head_ED).unbind(1):
-            best_BK = state.ranking(logits_BE, 1 + len(ranked), self.draft.token_ids).topk(ranks).indices
-            ranked.append(self.draft.tokens(best_BK))
+        for logits_B1E in linear(torch.stack(states, dim=1), self._head_ED).split(1, dim=1):
+            _, best_B1K = state.best(logits_B1E, 1 + len(ranked), ranks, self.draft.token_ids)
+            ranked.append(self.draft.tokens(best_B1K[:, 0]))
         tree = template.fill(state.roots, torch.stack(ranked, dim=1))
         if selected is None:
             tree = self._last.known_only(tree, state)

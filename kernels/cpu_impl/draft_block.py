@@ -43,8 +43,8 @@ class _Calls(ctypes.Structure):
     """`draft_calls` of rows.c."""
 
     _fields_ = [
-        *((name, rows.Linear) for name in ("qkv", "self_o", "cross_q", "cross_o", "gate_up", "down", "head")),
-        *((name, rows.Rotation) for name in ("turned", "asked")),
+        *((name, rows.Linear) for name in ("behind", "qkv", "self_o", "cross_q", "cross_o", "gate_up", "down", "head")),
+        *((name, rows.Rotation) for name in ("behind_turned", "turned", "asked")),
         *((name, rows.Attention) for name in ("attended", "crossed")),
     ]
 
@@ -53,10 +53,20 @@ class _Block(ctypes.Structure):
     """`draft_block` of rows.c."""
 
     _fields_ = rows.fields(
-        "weights calls x cos sin logits rest keys values lengths ends mask target_keys target_values target_lengths",
-        "batch rows before hidden heads kv_heads width inner vocab period window slot row target_slot target_row",
+        "weights calls x cos sin logits rest keys values lengths ends mask target_keys target_values target_lengths "
+        "behind behind_cos behind_sin behind_starts behind_rest",
+        "batch rows before n_behind hidden heads kv_heads width inner vocab window slot row target_slot target_row",
         "eps scale",
     )
+
+
+class Rows(NamedTuple):
+    """Rows of a pass: embeddings in the weights' dtype, and RoPE's tables at their positions as in kernels/rotate.py;
+    contiguous."""
+
+    x_BTD: Tensor
+    cos_BT11F: Tensor
+    sin_BT12F: Tensor
 
 
 class DraftBlock:
@@ -74,45 +84,49 @@ class DraftBlock:
 
     def run(
         self,
-        x_BTD: Tensor,
-        cos_BT11F: Tensor,
-        sin_BT12F: Tensor,
+        asked: Rows,
         own: tuple[Tensor, Tensor, Tensor],
         mask_BTN: Tensor,
         target: tuple[Tensor, Tensor, Tensor],
+        behind: Rows | None = None,
     ) -> Tensor:
         """Logits [B, T, E] of one pass, without a bias.
 
         Args:
-            x_BTD: embeddings, in the weights' dtype.
-            cos_BT11F, sin_BT12F: as in kernels/rotate.py.
+            asked: the T rows.
             own: keys and values [B, S, K, d] of the same strides, heads contiguous, and int64 [B], the committed rows.
                 N rows behind them are the tree's so far, the last T of them this pass's, which are written.
             mask_BTN: bool, which of these a row reads, itself included.
             target: the other model's keys and values, likewise, and int64 [B], the rows of them that are read.
+            behind: the last committed rows, whose keys and values are written first; those before row 0 are left out.
         """
         weights, (heads, kv_heads), (keys, values, lengths_B) = self._weights, self._heads, own
         target_keys, target_values, target_lengths_B = target
-        batch, n_tokens, hidden = x_BTD.shape
+        batch, n_tokens, hidden = asked.x_BTD.shape
+        n_behind = 0 if behind is None else behind.x_BTD.shape[1]
         width, inner, vocab, before = keys.shape[3], weights.down_DF.shape[1], len(weights.head_ED), mask_BTN.shape[2]
-        before -= n_tokens
-        cos, sin, x, mask = (part.contiguous() for part in (cos_BT11F, sin_BT12F, x_BTD, mask_BTN))
+        before, mask, dtype = before - n_tokens, mask_BTN.contiguous(), weights.down_DF.dtype
+        for given, count in ((asked, n_tokens), (behind, n_behind)):
+            for part in given or ():
+                assert part.is_contiguous() and part.dtype == dtype and part.shape[:2] == (batch, count)
         for k, v, lengths in (own, target):
-            assert k.stride() == v.stride() and k.stride()[2:] == (width, 1) and k.dtype == v.dtype == x.dtype
+            assert k.stride() == v.stride() and k.stride()[2:] == (width, 1) and k.dtype == v.dtype == dtype
             assert lengths.is_contiguous() and (lengths.dtype, len(lengths)) == (torch.int64, batch)
-        assert cos.dtype == x.dtype == weights.down_DF.dtype and cos.shape[1] == n_tokens
         assert (mask.dtype, mask.shape[:2]) == (torch.bool, (batch, n_tokens)) and before >= 0
-        query, ends_B = heads * width, lengths_B + before
+        query, ends_B, starts_B = heads * width, lengths_B + before, lengths_B - n_behind
         each = 6 * query + 3 * kv_heads * width + 3 * hidden + inner
-        logits, rest = x.new_empty(batch, n_tokens, vocab), x.new_empty(batch * n_tokens, each)
+        logits = torch.empty(batch, n_tokens, vocab, dtype=dtype)
+        rest = torch.empty(batch * n_tokens, each, dtype=dtype)
+        rest_behind = torch.empty(batch * n_behind, 3 * kv_heads * width, dtype=dtype)
         calls = _Calls()
-        pointers = x, cos, sin, logits, rest, keys, values, lengths_B, ends_B, mask, target_keys, target_values
+        pointers = *asked, logits, rest, keys, values, lengths_B, ends_B, mask, target_keys, target_values
+        late = target_lengths_B, *(behind or (None, None, None)), starts_B, rest_behind
         arguments = _Block(
-            ctypes.addressof(self._table), ctypes.addressof(calls), *map(rows.pointer, (*pointers, target_lengths_B)),
-            batch, n_tokens, before, hidden, heads, kv_heads, width, inner, vocab, len(cos) * n_tokens, self._window,
+            ctypes.addressof(self._table), ctypes.addressof(calls), *map(rows.pointer, (*pointers, *late)),
+            batch, n_tokens, before, n_behind, hidden, heads, kv_heads, width, inner, vocab, self._window,
             *keys.stride()[:2], *target_keys.stride()[:2], self._eps, width**-0.5,
         )  # fmt: skip
-        rows.make_call(f"draft_block_{rows.SUFFIXES[x.dtype]}", arguments, f"a block of {batch * n_tokens} tokens")
+        rows.make_call(f"draft_block_{rows.SUFFIXES[dtype]}", arguments, f"a block of {batch * n_tokens} tokens")
         return logits
 
 

@@ -159,8 +159,8 @@ typedef struct {
     const void *x, *cos, *sin; /* x [m, heads, d], rows `stride` apart; cos [m, d / 2]; sin [m, d], signs included */
     const void *q_norm, *k_norm; /* [d], RMSNorms of the first `queries` heads and of the others; or both NULL */
     void *y;                   /* [m, heads, d] contiguous */
-    void *keys, *values;       /* a cache, or NULL: row r of slot b goes to its row lengths[b] + r, the heads behind the */
-    const int64_t *lengths;    /* queries to `keys`, and as many behind them in x, as they are, to `values` */
+    void *keys, *values;       /* a cache, or NULL: row r of slot b goes to its row lengths[b] + r, if it is not below 0, the */
+    const int64_t *lengths;    /* heads behind the queries to `keys`, and as many behind them in x, as they are, to `values` */
     ix m, heads, d, stride, period; /* row i is turned by row i % period of cos and sin */
     ix queries, rows, k_slot, k_row, v_slot, v_row; /* rows of a slot; strides of the cache in elements */
     float eps;                      /* of the norms, for which d is a multiple of 8 */
@@ -207,8 +207,8 @@ typedef struct {
     const void *mlp_norm, *gate_up, *down, *final_norm, *head; /* final_norm may be NULL */
 } draft_weights;
 typedef struct {
-    linear qkv, self_o, cross_q, cross_o, gate_up, down, head;
-    rotation turned, asked;
+    linear behind, qkv, self_o, cross_q, cross_o, gate_up, down, head;
+    rotation behind_turned, turned, asked;
     attention attended, crossed;
 } draft_calls;
 typedef struct {
@@ -222,10 +222,26 @@ typedef struct {
     const uint8_t *mask;    /* as in attention */
     const void *target_keys, *target_values; /* of the same strides, heads contiguous */
     const int64_t *target_lengths;
-    ix batch, rows, before, hidden, heads, kv_heads, width, inner, vocab, period, window;
+    const void *behind, *behind_cos, *behind_sin; /* the last committed rows, whose keys are written first: [batch, n_behind] */
+    const int64_t *behind_starts; /* lengths - n_behind */
+    void *behind_rest;            /* [batch * n_behind, 3 * kv] */
+    ix batch, rows, before, n_behind, hidden, heads, kv_heads, width, inner, vocab, window;
     ix slot, row, target_slot, target_row; /* strides in elements */
     float eps, scale;
 } draft_block;
+
+/* ---- the best words of rows of logits ---- */
+
+typedef struct {
+    const void *logits;     /* [batch, rows, vocab] contiguous */
+    const float *divisors;  /* [batch], or NULL; score = logit / divisor + noise */
+    const float *noise;     /* [batch, noise_row], or NULL */
+    const int64_t *ids;     /* [vocab], where a word's noise is; NULL: at its own place */
+    float *parts;           /* [batch * rows, parts of a row, 2 + 2 * count] */
+    float *log_probs;       /* [batch, rows, count], of the softmax over scores; -inf where there are fewer words */
+    int64_t *words;         /* likewise */
+    ix batch, rows, vocab, count, noise_row;
+} best_tokens;
 
 /* ---- both element types, by the arithmetic of this machine ---- */
 
@@ -257,6 +273,7 @@ typedef struct {
 #include "attention.inc"
 #include "layers.inc"
 #include "draft_block.inc"
+#include "best_tokens.inc"
 #undef T_
 #undef LOAD
 #undef STORE
@@ -284,3 +301,4 @@ int has_pairs = 0;
 #include "attention.inc"
 #include "layers.inc"
 #include "draft_block.inc"
+#include "best_tokens.inc"

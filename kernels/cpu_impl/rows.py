@@ -39,6 +39,7 @@ FLAGS = ["-O3", "-march=native", "-ffp-contract=off", "-pthread", "-fPIC"]
 MOST_LINEAR_ROWS = 256
 MOST_ATTENTION_ROWS = 128
 MOST_HEAD_WIDTH = 1024  # of attention
+PART_WORDS = 2048  # of best_tokens.inc
 
 
 def fields(pointers: str, sizes: str, floats: str = "") -> list[tuple[str, type]]:
@@ -77,6 +78,12 @@ class _Noise(ctypes.Structure):
     """`noise` of noise.inc."""
 
     _fields_ = fields("seeds positions y", "batch per vocab")
+
+
+class _BestTokens(ctypes.Structure):
+    """`best_tokens` of rows.c."""
+
+    _fields_ = fields("logits divisors noise ids parts log_probs words", "batch rows vocab count noise_row")
 
 
 def _cache_folder() -> Path:
@@ -393,3 +400,25 @@ def negated_uniform(seeds_B: Tensor, positions_BJ: Tensor, vocab_size: int) -> T
     arguments = _Noise(seeds_B.data_ptr(), positions_BJ.data_ptr(), y.data_ptr(), batch, per, vocab_size)
     make_call("philox_uniform", arguments, "noise")
     return y
+
+
+def best_tokens(
+    logits_BTV: Tensor, count: int, divisors_B: Tensor | None, noise_BN: Tensor | None, ids_V: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """As kernels/best_tokens.py."""
+    (batch, n_rows, vocab), logits = logits_BTV.shape, logits_BTV.contiguous()
+    assert 0 < count <= vocab
+    if divisors_B is not None:
+        divisors_B = divisors_B.contiguous()
+        assert (divisors_B.dtype, divisors_B.shape) == (torch.float32, (batch,))
+    if noise_BN is not None:
+        assert noise_BN.dtype == torch.float32 and len(noise_BN) == batch and noise_BN.stride(1) == 1
+    if ids_V is not None:
+        assert (ids_V.dtype, ids_V.shape) == (torch.int64, (vocab,)) and ids_V.is_contiguous()
+    parts = torch.empty(batch * n_rows * -(-vocab // PART_WORDS), 2 + 2 * count)
+    log_probs, words = torch.empty(batch, n_rows, count), torch.empty(batch, n_rows, count, dtype=torch.int64)
+    tensors = logits, divisors_B, noise_BN, ids_V, parts, log_probs, words
+    noise_row = 0 if noise_BN is None else noise_BN.stride(0)
+    arguments = _BestTokens(*map(pointer, tensors), batch, n_rows, vocab, count, noise_row)
+    make_call(f"best_tokens_{SUFFIXES[logits.dtype]}", arguments, f"the best tokens of {batch * n_rows} rows")
+    return log_probs, words

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from longdraft.infer.draft_passes import _weights
-from longdraft.kernels.cpu_impl.draft_block import DraftBlock, can_run
+from longdraft.infer.draft_passes import block_weights
+from longdraft.kernels.cpu_impl.draft_block import DraftBlock, Rows, can_run
 from longdraft.kernels.reference.cross_attention import cross_attention
 from longdraft.kernels.reference.tree_attention import tree_attention
 from longdraft.models.drafts.longspec import LongSpec, LongSpecConfig
@@ -80,12 +80,12 @@ def test_it_is_the_networks_operations(kind, batch, n_tokens, before):
     expected = by_operations(
         draft, head_ED, x_BTD, tables, (own[0].clone(), own[1].clone(), lengths_B), mask_BTN, target
     )
-    weights = _weights(draft, head_ED)
+    weights = block_weights(draft, head_ED)
     assert can_run(weights, config.head_dim)
     block = DraftBlock(weights, config.n_heads, config.n_kv_heads, config.rms_norm_eps, WINDOW + 1)
-    found = block.run(x_BTD, *tables, own, mask_BTN, target)
+    found = block.run(Rows(x_BTD, *tables), own, mask_BTN, target)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-    again = block.run(x_BTD, *tables, own, mask_BTN, target)
+    again = block.run(Rows(x_BTD, *tables), own, mask_BTN, target)
     assert torch.equal(found, again)
 
 
@@ -104,8 +104,8 @@ def test_in_bf16_it_errs_as_little_as_the_operations(kind):
     def given(dtype):
         return (*own.to(dtype).clone(), lengths_B), mask_BTN, (*seen.to(dtype), lengths_B)
 
-    block = DraftBlock(_weights(draft, head_ED), config.n_heads, config.n_kv_heads, config.rms_norm_eps, WINDOW + 1)
-    found = block.run(x_BTD, *tables, *given(torch.bfloat16)).float()
+    block = DraftBlock(block_weights(draft, head_ED), config.n_heads, config.n_kv_heads, config.rms_norm_eps, WINDOW + 1)
+    found = block.run(Rows(x_BTD, *tables), *given(torch.bfloat16)).float()
     operations = by_operations(draft, head_ED, x_BTD, tables, *given(torch.bfloat16)).float()
     wide = [table.float() for table in tables]
     exact = by_operations(draft.float(), head_ED.float(), x_BTD.float(), wide, *given(torch.float32))
@@ -118,13 +118,43 @@ def test_a_row_alone_has_the_bits_of_a_row_among_others():
     lengths_B = torch.tensor([17])
     own, seen = (torch.randn(2, 1, CAPACITY, 2, 8, generator=generator).bfloat16() for _ in range(2))
     x_BTD = torch.randn(1, 6, 32, generator=generator).bfloat16()
-    block = DraftBlock(_weights(draft, head_ED), config.n_heads, config.n_kv_heads, config.rms_norm_eps, WINDOW + 1)
+    block = DraftBlock(block_weights(draft, head_ED), config.n_heads, config.n_kv_heads, config.rms_norm_eps, WINDOW + 1)
 
     def run(rows):
         tables = draft.tables(lengths_B[:, None].expand(-1, len(x_BTD[0, rows])))
         mask_1TT = torch.eye(len(x_BTD[0, rows]), dtype=torch.bool)[None]
-        return block.run(x_BTD[:, rows], *tables, (*own, lengths_B), mask_1TT, (*seen, lengths_B))
+        return block.run(Rows(x_BTD[:, rows].contiguous(), *tables), (*own, lengths_B), mask_1TT, (*seen, lengths_B))
 
     whole = run(slice(0, 6))
     for row in range(6):
         assert torch.equal(run(slice(row, row + 1))[:, 0], whole[:, row])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_behind_leave_the_keys_and_values_of_the_network(kind, dtype):
+    """Those of the last committed rows, of which a slot may have fewer; no other row changes but the pass's own."""
+    draft, head_ED = block_of(kind, dtype)
+    config, generator, n_behind = draft.config, torch.Generator().manual_seed(4), 5
+    lengths_B, positions_5 = torch.tensor([30, 3, 0]), torch.arange(-n_behind, 0)
+    shape = 3, CAPACITY, config.n_kv_heads, config.head_dim
+    keys, values, seen = (torch.randn(shape, generator=generator).to(dtype) for _ in range(3))
+    x_BTD, behind_BTD = (torch.randn(3, n, config.hidden_size, generator=generator).to(dtype) for n in (1, n_behind))
+    positions_B5 = lengths_B[:, None] + positions_5
+    expected, own_kv = (keys.clone(), values.clone()), draft.self_kv(behind_BTD, draft.tables(positions_B5))
+    for slot, length in enumerate(lengths_B.tolist()):
+        for rows, fresh_BTKd in zip(expected, own_kv, strict=True):
+            count = min(n_behind, length)
+            rows[slot, length - count : length] = fresh_BTKd[slot, n_behind - count :]
+    block = DraftBlock(block_weights(draft, head_ED), config.n_heads, config.n_kv_heads, config.rms_norm_eps, WINDOW + 1)
+    mask_B11, target = torch.ones(3, 1, 1, dtype=torch.bool), (seen, seen, lengths_B)
+    asked = Rows(x_BTD, *draft.tables(lengths_B[:, None]))
+    found = block.run(
+        asked, (keys, values, lengths_B), mask_B11, target, Rows(behind_BTD, *draft.tables(positions_B5))
+    )
+    for rows, wanted in zip((keys, values), expected, strict=True):
+        for slot, length in enumerate(lengths_B.tolist()):
+            torch.testing.assert_close(rows[slot, :length], wanted[slot, :length])
+            assert torch.equal(rows[slot, length + 1 :], wanted[slot, length + 1 :])
+    # The pass reads them.
+    assert torch.equal(found, block.run(asked, (keys, values, lengths_B), mask_B11, target))

@@ -190,6 +190,27 @@ def test_other_weights(tiny_target, calls, how):
     assert len(calls) == 7 + (how == "cast")
 
 
+@pytest.mark.parametrize("name", ["attention.o_proj", "mlp.down_proj", "mlp_norm", "attention.qkv_proj"])
+def test_one_weight_that_lies_elsewhere_is_seen_when_another_text_begins(tiny_target, calls, name):
+    """Between the narrow passes of a text one weight of each layer alone is looked at."""
+    model, other = (tiny_target(dtype=torch.bfloat16, seed=seed).model for seed in (0, 0))
+    token, prompt, cache = torch.tensor([[3]]), torch.tensor([[3, 4, 5]]), model.new_cache(1, 20)
+
+    def first_of_a_text(decoder, cache):
+        cache.reset(prompt_lengths=[3])
+        decoder(Pass(prompt, cache=cache, prompt_lengths=[3]))
+        cache.commit(None, torch.tensor([3]))
+        return decoder(Pass(token, cache=cache)).logits
+
+    before = first_of_a_text(model, cache)
+    for decoder in (model, other):
+        weight = decoder.layers[1].get_submodule(name).weight
+        weight.data = weight.data.clone() * -2
+    wanted = first_of_a_text(other, other.new_cache(1, 20))
+    assert not torch.equal(wanted, before) and torch.equal(first_of_a_text(model, cache), wanted)
+    assert len(calls) == 3
+
+
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_a_copy_of_a_decoder_has_a_table_of_its_own(tiny_target, calls, copied):
     model = tiny_target(dtype=torch.bfloat16).model

@@ -1,0 +1,76 @@
+"""The best tokens of rows: the plain reference's, in C too."""
+
+import pytest
+import torch
+
+from longdraft.kernels.best_tokens import MOST_TOKENS, best_tokens
+from longdraft.kernels.cpu_impl import rows
+from longdraft.kernels.reference.best_tokens import best_tokens as reference
+
+SIZES = [(1, 1, 5, 3), (1, 1, 2048, 8), (2, 3, 2049, 16), (1, 16, 16384, 16), (3, 1, 5000, 1), (1, 2, 70, 70)]
+
+
+def test_c_knows_how_long_a_part_is():
+    assert f"#define PART_WORDS {rows.PART_WORDS}\n" in (rows.FOLDER / "best_tokens.inc").read_text()
+
+
+@pytest.mark.parametrize("noisy", ["no noise", "noise", "noise by ids"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_they_are_the_references(c_kernels, size, dtype, noisy):
+    (batch, n_rows, vocab, count), generator = size, torch.Generator().manual_seed(sum(size))
+    # Logits that differ from each other in bf16 too, so that there is one order.
+    order = torch.rand(batch, n_rows, vocab, generator=generator).argsort(-1)
+    logits = ((order - vocab // 2) / 16).to(dtype) if vocab < 512 else torch.randn(batch, n_rows, vocab, generator=generator)
+    divisors, noise, ids = torch.rand(batch, generator=generator) + 0.5, None, None
+    if noisy != "no noise":
+        noise = torch.randn(batch, 2 * vocab + 3, generator=generator)
+        ids = torch.randperm(2 * vocab, generator=generator)[:vocab] if "ids" in noisy else None
+    found, words = best_tokens(logits.to(dtype), count, divisors, noise, ids)
+    log_probs, expected = reference(logits.to(dtype), count, divisors, noise, ids)
+    torch.testing.assert_close(found, log_probs, rtol=1e-5, atol=1e-5)
+    # Of equal scores either may be named: what is named has the score.
+    wide, _ = reference(logits.to(dtype), vocab, divisors, noise, ids)
+    of_word = torch.empty_like(wide).scatter_(2, reference(logits.to(dtype), vocab, divisors, noise, ids)[1], wide)
+    torch.testing.assert_close(of_word.gather(2, words), log_probs, rtol=1e-5, atol=1e-5)
+    assert all(len(set(row)) == count for slot in words.tolist() for row in slot)
+    assert words.shape == expected.shape and words.dtype == torch.int64
+
+
+@pytest.mark.parametrize("way", ["C", "reference"])
+def test_of_equal_scores_none_is_named_twice_and_what_cannot_be_is_at_minus_infinity(c_kernels, way):
+    ways = {"C": best_tokens, "reference": reference}
+    logits, one = torch.full((1, 3, 3000), -torch.inf), torch.ones(1)
+    logits[0, 0, [7, 2500]], logits[0, 1] = 1.0, 2.0
+    log_probs, words = ways[way](logits, 4, one)
+    assert sorted(words[0, 0, :2].tolist()) == [7, 2500] and len(set(words[0, 1].tolist())) == 4
+    torch.testing.assert_close(log_probs[0, 0], torch.tensor([0.5, 0.5, 0, 0]).log())
+    torch.testing.assert_close(log_probs[0, 1], torch.full((4,), 1 / 3000).log())
+    assert log_probs[0, 2].isneginf().all()
+
+
+@pytest.mark.parametrize("way", ["C", "reference"])
+def test_a_broken_row_gives_words_that_exist(c_kernels, way):
+    ways = {"C": best_tokens, "reference": reference}
+    logits = torch.randn(1, 4, 2100)
+    logits[0, 0], logits[0, 1, 2099], logits[0, 2, 3] = torch.nan, torch.nan, torch.inf
+    log_probs, words = ways[way](logits, 5, torch.ones(1))
+    assert log_probs[0, :3].isneginf().all() and log_probs[0, 3].isfinite().all()
+    assert ((words >= 0) & (words < 2100)).all()
+
+
+def test_a_row_does_not_depend_on_the_others(c_kernels):
+    logits, noise = torch.randn(2, 5, 4100).bfloat16(), torch.randn(2, 4100)
+    divisors = torch.tensor([1.0, 0.7])
+    log_probs, words = best_tokens(logits, 8, divisors, noise)
+    for slot in range(2):
+        for row in range(5):
+            one = slice(slot, slot + 1)
+            alone = best_tokens(logits[one, row : row + 1], 8, divisors[one], noise[one])
+            assert torch.equal(alone[0][0, 0], log_probs[slot, row]) and torch.equal(alone[1][0, 0], words[slot, row])
+
+
+def test_more_tokens_than_c_takes_are_the_references():
+    logits, one = torch.randn(1, 1, 300), torch.ones(1)
+    found, expected = best_tokens(logits, MOST_TOKENS + 1, one), reference(logits, MOST_TOKENS + 1, one)
+    assert all(torch.equal(mine, other) for mine, other in zip(found, expected, strict=True))
