@@ -14,7 +14,7 @@ from torch import Tensor
 
 from longdraft.infer.slot_state import SlotState
 from longdraft.infer.window_cache import WindowCache, window_of
-from longdraft.kernels.cpu_impl import draft_block
+from longdraft.kernels.cpu_impl import draft_block, rows
 from longdraft.kernels.cross_attention import cross_attention
 from longdraft.kernels.linear import linear
 from longdraft.models.decoder import Decoder
@@ -82,8 +82,15 @@ def passes_bytes(draft: LongSpec, head_ED: Tensor, batch: int, capacity: int, tr
     """What `draft_passes` allocates for a target's cache of so many slots and positions."""
     if draft_block.can_run(block_weights(draft, head_ED), draft.config.head_dim):
         row = 2 * draft.config.n_kv_heads * draft.config.head_dim * head_ED.element_size()
-        return batch * (capacity + tree_rows) * row
+        head = head_ED.numel() + 4 * len(head_ED) if _head_in_bytes(head_ED.dtype) else 0
+        return batch * (capacity + tree_rows) * row + head
     return WindowCache.bytes(draft, batch, tree_rows)
+
+
+def _head_in_bytes(dtype: torch.dtype) -> bool:
+    """Whether C reads the LM head in bytes, where it is fast at that: it is most of what a level reads, and which
+    candidates it puts first hardly changes (docs/LOG.md). Who asks for fp32 wants the network's own numbers."""
+    return dtype == torch.bfloat16 and rows.multiplies_bf16()
 
 
 def block_weights(draft: LongSpec, head_ED: Tensor) -> draft_block.BlockWeights:
@@ -141,13 +148,16 @@ class _InC(DraftPasses):
     def __init__(
         self, draft: LongSpec, target: Decoder, weights: draft_block.BlockWeights, cache: KVCache, tree_rows: int
     ):
-        config = draft.config
+        config, dtype = draft.config, weights.head_ED.dtype
         super().__init__(draft, target, cache, window_of(draft))
+        if _head_in_bytes(dtype):
+            head_ED, scales_E = rows.in_bytes(weights.head_ED)
+            weights = weights._replace(head_ED=head_ED, head_scales_E=scales_E)
         eps, window = config.rms_norm_eps, self.most + 1  # with a row's own key
         self._block = draft_block.DraftBlock(weights, config.n_heads, config.n_kv_heads, eps, window)
         shape = cache.batch, cache.capacity + tree_rows, config.n_kv_heads, config.head_dim
         # Zeros: a row that nobody wrote may lie in front of the window, where it is multiplied by 0.
-        self._keys, self._values = (torch.zeros(shape, dtype=weights.head_ED.dtype) for _ in range(2))
+        self._keys, self._values = (torch.zeros(shape, dtype=dtype) for _ in range(2))
 
     def begin(self, state: SlotState, count: int, n_levels: int) -> None:
         levels_BL = state.positions[:, None] + torch.arange(-count, n_levels)

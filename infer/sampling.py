@@ -269,8 +269,11 @@ class SlotSampling:
         count: int,
         token_ids: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The `count` candidates of each row that `ranking` puts first: log-probabilities of the softmax over its scores
-        (fp32, -inf where everything is banned), and indices into V. Arguments as there."""
+        """The `count` candidates of each row that `ranking` puts first, with its arguments.
+
+        Returns: log-probabilities of the softmax over its scores (fp32, -inf where everything is banned), and indices
+            into V.
+        """
         if self._mixed:
             ranked_BTV = self.ranking(logits_BTV, history, positions_B, offset, token_ids)
             return best_tokens(ranked_BTV, count)

@@ -102,6 +102,8 @@ class SlotState:
         """
         return self.sampling.ranking(logits, self.history, self.positions, offset, token_ids)
 
-    def best(self, logits_BTV: Tensor, offset: int, count: int, token_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Of each node's row the `count` candidates that `ranking` puts first: log-probabilities, and indices into V."""
+    def best(
+        self, logits_BTV: Tensor, offset: int, count: int, token_ids: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Of each node the `count` candidates that `ranking` puts first: log-probabilities, and indices into V."""
         return self.sampling.best(logits_BTV, self.history, self.positions, offset, count, token_ids)

@@ -1,7 +1,8 @@
 """Of rows of logits the most probable tokens with their log-probabilities, as a draft ranks its candidates.
 
 Not here: which noise and which penalties (infer/sampling.py). The plain reference is reference/best_tokens.py; in C the
-scores of a row are never in memory as a whole. Shapes: B slots, T rows, V vocabulary, K tokens, N vocabulary of the noise.
+scores of a row are never in memory as a whole.
+Shapes: B slots, T rows, V vocabulary, K tokens, N vocabulary of the noise.
 """
 
 from torch import Tensor

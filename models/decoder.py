@@ -238,7 +238,8 @@ class _KnownTable:
 
     def holds(self, whole: bool) -> bool:
         """Whether they still lie there; not whole: one of each layer, for all take 0.2 ms of a pass of SmolLM2."""
-        return self._places(self._firsts) == self._seen_firsts and not (whole and self._places(self._cells) != self._seen)
+        known = self._places(self._firsts) == self._seen_firsts
+        return known and (not whole or self._places(self._cells) == self._seen)
 
     def __reduce__(self) -> tuple:  # a copy of a decoder makes a table of its own weights
         return type(None), ()

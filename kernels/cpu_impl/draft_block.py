@@ -16,7 +16,7 @@ from longdraft.kernels.cpu_impl import rows
 
 
 class BlockWeights(NamedTuple):
-    """Tensors of one dtype; biases and the final norm may be None."""
+    """Tensors of one dtype; biases and the final norm may be None. The head may be in bytes (`rows.in_bytes`)."""
 
     self_norm_D: Tensor
     qkv_XD: Tensor
@@ -31,6 +31,7 @@ class BlockWeights(NamedTuple):
     down_DF: Tensor
     final_norm_D: Tensor | None
     head_ED: Tensor
+    head_scales_E: Tensor | None = None
 
 
 class _Weights(ctypes.Structure):
@@ -78,6 +79,7 @@ class DraftBlock:
     """
 
     def __init__(self, weights: BlockWeights, n_heads: int, n_kv_heads: int, eps: float, window: int):
+        assert (weights.head_scales_E is None) == (weights.head_ED.dtype == weights.down_DF.dtype)
         self._weights = weights  # what is made for this table alone lives with it
         self._table = _Weights(*map(rows.pointer, weights))
         self._heads, self._eps, self._window = (n_heads, n_kv_heads), eps, window
@@ -132,6 +134,7 @@ class DraftBlock:
 
 def can_run(weights: BlockWeights, head_dim: int) -> bool:
     """Whether the C kernels compute this block, at any width of pass."""
+    assert weights.head_scales_E is None
     tensors = [part for part in weights if part is not None]
     plain = weights.qkv_XD, weights.self_o_DX, weights.cross_q_XD, weights.cross_o_DX, weights.down_DF, weights.head_ED
     alike = len({part.dtype for part in tensors}) == 1 and all(part.is_contiguous() for part in tensors)

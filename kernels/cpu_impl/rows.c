@@ -42,6 +42,13 @@ static inline f8 load_bf16(const bf16 *p) {
     return v;
 #endif
 }
+static inline f8 load_bytes(const int8_t *p) {
+#if defined(__AVX2__) /* GCC converts the vector number by number */
+    return (f8)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)));
+#else
+    return (f8){p[0], p[1], p[2], p[3], p[4], p[5], p[6], p[7]};
+#endif
+}
 static inline f8 splat(float x) { return (f8){x, x, x, x, x, x, x, x}; } /* 0 + x would be an addition: of -0 it is 0 */
 /* a * b + c. Spelled out and contraction turned off: a compiler fuses the same expression in one loop and not in another,
  * and rows would differ. */
@@ -151,6 +158,7 @@ enum { MOST_ROWS = 6, TILE = 48, TURNED = 4 };
 
 typedef struct {
     const void *x, *norm, *w, *bias, *residual; /* x [m, k]; norm [k], bias [n], residual [m, n] may be NULL */
+    const float *scales;                        /* [n] of w in bytes, int8 [n, k], output by output; or NULL */
     void *y;                                    /* [m, n], gated [m, n / 2] */
     ix m, n, k, gated;                          /* all contiguous; k a multiple of 8, n of 16 where gated */
     float eps;
@@ -204,7 +212,7 @@ typedef struct {
 
 typedef struct {
     const void *self_norm, *qkv, *qkv_bias, *self_o, *cross_norm, *cross_q, *cross_q_bias, *cross_o; /* biases may be NULL */
-    const void *mlp_norm, *gate_up, *down, *final_norm, *head; /* final_norm may be NULL */
+    const void *mlp_norm, *gate_up, *down, *final_norm, *head, *head_scales; /* final_norm may be NULL, head_scales as in linear */
 } draft_weights;
 typedef struct {
     linear behind, qkv, self_o, cross_q, cross_o, gate_up, down, head;
@@ -247,7 +255,8 @@ typedef struct {
 
 /* Of the linear layers. ROW_T: rows as the products read them. PART: STEP numbers of a row or of weights, of which `left` are
  * left. SUMS: what their products are added up in. GIVE: R sums and biases to y. WIDE_4, WIDE_6: outputs beside so many rows.
- * GROUP: outputs that all rows meet before the next ones. */
+ * GROUP: outputs that all rows meet before the next ones. SPREAD_MANY: from i on, as far as is done many at a time, numbers
+ * of a weight in bytes. */
 #define ROW_T float
 #define PART f8
 #define SUMS f8
@@ -259,6 +268,7 @@ typedef struct {
 #define WIDE_4 3
 #define WIDE_6 2
 #define GROUP TILE
+#define SPREAD_MANY(w, scale, count, to, i)
 /* Of attention: what computes a split, where `own` would. */
 #define SPLIT_BY(a, own) own
 

@@ -24,7 +24,6 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -51,7 +50,7 @@ def fields(pointers: str, sizes: str, floats: str = "") -> list[tuple[str, type]
 class Linear(ctypes.Structure):
     """`linear` of rows.c."""
 
-    _fields_ = fields("x norm w bias residual y", "m n k gated", "eps")
+    _fields_ = fields("x norm w bias residual scales y", "m n k gated", "eps")
 
 
 class Rotation(ctypes.Structure):
@@ -251,6 +250,13 @@ def can_multiply(weight_NI: Tensor, gated: bool) -> bool:
     return k % 8 == 0 and not (gated and n % 16) and weight_NI.is_contiguous() and library() is not None
 
 
+def in_bytes(weight_NI: Tensor) -> tuple[Tensor, Tensor]:
+    """A weight as int8 [N, I] and one fp32 scale [N] an output, which read half of bf16's bytes: numbers are off by at
+    most a 254th of their output's largest. Not for a target, whose numbers are its own."""
+    scales_N1 = (weight_NI.abs().amax(1, keepdim=True).float() / 127).clamp(min=torch.finfo(torch.float32).tiny)
+    return (weight_NI.float() / scales_N1).round().to(torch.int8), scales_N1[:, 0].contiguous()
+
+
 def linear_rows(
     x: Tensor,
     weight_NI: Tensor,
@@ -258,9 +264,14 @@ def linear_rows(
     norm: tuple[Tensor, float] | None = None,
     gated: bool = False,
     residual: Tensor | None = None,
+    scales_N: Tensor | None = None,
 ) -> Tensor:
-    """As kernels/linear.py, all in bf16 or all in fp32; I a multiple of 8, and N of 16 where gated."""
-    assert weight_NI.is_contiguous() and x.dtype == weight_NI.dtype
+    """As kernels/linear.py, all in bf16 or all in fp32; I a multiple of 8, and N of 16 where gated.
+
+    scales_N: fp32, of a weight in bytes (see `in_bytes`); None for a weight of x's dtype.
+    """
+    assert weight_NI.is_contiguous() and weight_NI.dtype == (x.dtype if scales_N is None else torch.int8)
+    assert scales_N is None or (scales_N.dtype, scales_N.shape) == (torch.float32, weight_NI.shape[:1])
     x = x if x.is_contiguous() else x.contiguous()
     residual = residual if residual is None or residual.is_contiguous() else residual.contiguous()
     n, k = weight_NI.shape
@@ -269,8 +280,8 @@ def linear_rows(
     assert all(part is None or part.dtype == x.dtype for part in (bias_N, weight_I, residual))
     m = x.numel() // k
     arguments = Linear(
-        x.data_ptr(), pointer(weight_I), weight_NI.data_ptr(), pointer(bias_N), pointer(residual), y.data_ptr(),
-        m, n, k, gated, eps,
+        x.data_ptr(), pointer(weight_I), weight_NI.data_ptr(), pointer(bias_N), pointer(residual), pointer(scales_N),
+        y.data_ptr(), m, n, k, gated, eps,
     )  # fmt: skip
     make_call(f"linear_{SUFFIXES[x.dtype]}", arguments, f"{m} rows of {k} numbers in fp32")
     return y
@@ -320,7 +331,13 @@ def can_attend(q_BTHd: Tensor) -> bool:
 def attends_chains(q_BTHd: Tensor) -> bool:
     """Whether `chain_rows` is faster here than PyTorch's attention: where products of pairs serve these queries."""
     takes_pairs = q_BTHd.dtype == torch.bfloat16 and q_BTHd.shape[3] % 16 == 0 and can_attend(q_BTHd)
-    return takes_pairs and bool(ctypes.c_int.in_dll(cast("ctypes.CDLL", library()), "has_pairs").value)
+    return takes_pairs and multiplies_bf16()
+
+
+def multiplies_bf16() -> bool:
+    """Whether the kernels use the processor's instructions for products of bf16."""
+    lib = library()
+    return lib is not None and bool(ctypes.c_int.in_dll(lib, "has_pairs").value)
 
 
 def chain_rows(

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from longdraft.infer.draft_passes import block_weights
+from longdraft.kernels.cpu_impl import rows
 from longdraft.kernels.cpu_impl.draft_block import DraftBlock, Rows, can_run
 from longdraft.kernels.reference.cross_attention import cross_attention
 from longdraft.kernels.reference.tree_attention import tree_attention
@@ -29,6 +30,10 @@ def block_of(kind, dtype):
         parameter.data.normal_(1.0 if "norm" in name else 0.0, 0.2, generator=generator)
     head_ED = torch.randn(VOCAB, config.hidden_size, generator=generator)
     return draft.to(dtype).requires_grad_(False), head_ED.to(dtype)
+
+
+def block_for(config, weights):
+    return DraftBlock(weights, config.n_heads, config.n_kv_heads, config.rms_norm_eps, WINDOW + 1)
 
 
 def random_mask(batch, n_tokens, before, generator):
@@ -82,7 +87,7 @@ def test_it_is_the_networks_operations(kind, batch, n_tokens, before):
     )
     weights = block_weights(draft, head_ED)
     assert can_run(weights, config.head_dim)
-    block = DraftBlock(weights, config.n_heads, config.n_kv_heads, config.rms_norm_eps, WINDOW + 1)
+    block = block_for(config, weights)
     found = block.run(Rows(x_BTD, *tables), own, mask_BTN, target)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     again = block.run(Rows(x_BTD, *tables), own, mask_BTN, target)
@@ -104,7 +109,7 @@ def test_in_bf16_it_errs_as_little_as_the_operations(kind):
     def given(dtype):
         return (*own.to(dtype).clone(), lengths_B), mask_BTN, (*seen.to(dtype), lengths_B)
 
-    block = DraftBlock(block_weights(draft, head_ED), config.n_heads, config.n_kv_heads, config.rms_norm_eps, WINDOW + 1)
+    block = block_for(config, block_weights(draft, head_ED))
     found = block.run(Rows(x_BTD, *tables), *given(torch.bfloat16)).float()
     operations = by_operations(draft, head_ED, x_BTD, tables, *given(torch.bfloat16)).float()
     wide = [table.float() for table in tables]
@@ -118,7 +123,7 @@ def test_a_row_alone_has_the_bits_of_a_row_among_others():
     lengths_B = torch.tensor([17])
     own, seen = (torch.randn(2, 1, CAPACITY, 2, 8, generator=generator).bfloat16() for _ in range(2))
     x_BTD = torch.randn(1, 6, 32, generator=generator).bfloat16()
-    block = DraftBlock(block_weights(draft, head_ED), config.n_heads, config.n_kv_heads, config.rms_norm_eps, WINDOW + 1)
+    block = block_for(config, block_weights(draft, head_ED))
 
     def run(rows):
         tables = draft.tables(lengths_B[:, None].expand(-1, len(x_BTD[0, rows])))
@@ -143,18 +148,39 @@ def test_rows_behind_leave_the_keys_and_values_of_the_network(kind, dtype):
     positions_B5 = lengths_B[:, None] + positions_5
     expected, own_kv = (keys.clone(), values.clone()), draft.self_kv(behind_BTD, draft.tables(positions_B5))
     for slot, length in enumerate(lengths_B.tolist()):
-        for rows, fresh_BTKd in zip(expected, own_kv, strict=True):
+        for kept, fresh_BTKd in zip(expected, own_kv, strict=True):
             count = min(n_behind, length)
-            rows[slot, length - count : length] = fresh_BTKd[slot, n_behind - count :]
-    block = DraftBlock(block_weights(draft, head_ED), config.n_heads, config.n_kv_heads, config.rms_norm_eps, WINDOW + 1)
+            kept[slot, length - count : length] = fresh_BTKd[slot, n_behind - count :]
+    block = block_for(config, block_weights(draft, head_ED))
     mask_B11, target = torch.ones(3, 1, 1, dtype=torch.bool), (seen, seen, lengths_B)
     asked = Rows(x_BTD, *draft.tables(lengths_B[:, None]))
-    found = block.run(
-        asked, (keys, values, lengths_B), mask_B11, target, Rows(behind_BTD, *draft.tables(positions_B5))
-    )
-    for rows, wanted in zip((keys, values), expected, strict=True):
+    found = block.run(asked, (keys, values, lengths_B), mask_B11, target, Rows(behind_BTD, *draft.tables(positions_B5)))
+    for kept, wanted in zip((keys, values), expected, strict=True):
         for slot, length in enumerate(lengths_B.tolist()):
-            torch.testing.assert_close(rows[slot, :length], wanted[slot, :length])
-            assert torch.equal(rows[slot, length + 1 :], wanted[slot, length + 1 :])
+            torch.testing.assert_close(kept[slot, :length], wanted[slot, :length])
+            assert torch.equal(kept[slot, length + 1 :], wanted[slot, length + 1 :])
     # The pass reads them.
     assert torch.equal(found, block.run(asked, (keys, values, lengths_B), mask_B11, target))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_head_in_bytes_is_the_head_that_the_bytes_stand_for(kind):
+    draft, head_ED = block_of(kind, torch.bfloat16)
+    config, generator, lengths_B = draft.config, torch.Generator().manual_seed(5), torch.tensor([9])
+    own, seen = (
+        torch.randn(2, 1, CAPACITY, config.n_kv_heads, config.head_dim, generator=generator).bfloat16()
+        for _ in range(2)
+    )
+    asked = Rows(
+        torch.randn(1, 3, config.hidden_size, generator=generator).bfloat16(), *draft.tables(torch.full((1, 3), 9))
+    )
+    bytes_ED, scales_E = rows.in_bytes(head_ED)
+    plain = block_weights(draft, (bytes_ED.float() * scales_E[:, None]).bfloat16())
+    in_bytes = plain._replace(head_ED=bytes_ED, head_scales_E=scales_E)
+    found, wanted = (
+        block_for(config, weights).run(
+            asked, (*own, lengths_B), torch.eye(3, dtype=torch.bool)[None], (*seen, lengths_B)
+        )
+        for weights in (in_bytes, plain)
+    )
+    assert torch.equal(found, wanted)

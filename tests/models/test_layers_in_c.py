@@ -196,15 +196,15 @@ def test_one_weight_that_lies_elsewhere_is_seen_when_another_text_begins(tiny_ta
     model, other = (tiny_target(dtype=torch.bfloat16, seed=seed).model for seed in (0, 0))
     token, prompt, cache = torch.tensor([[3]]), torch.tensor([[3, 4, 5]]), model.new_cache(1, 20)
 
-    def first_of_a_text(decoder, cache):
+    def first_of_a_text(model, cache):
         cache.reset(prompt_lengths=[3])
-        decoder(Pass(prompt, cache=cache, prompt_lengths=[3]))
+        model(Pass(prompt, cache=cache, prompt_lengths=[3]))
         cache.commit(None, torch.tensor([3]))
-        return decoder(Pass(token, cache=cache)).logits
+        return model(Pass(token, cache=cache)).logits
 
     before = first_of_a_text(model, cache)
-    for decoder in (model, other):
-        weight = decoder.layers[1].get_submodule(name).weight
+    for each in (model, other):
+        weight = each.layers[1].get_submodule(name).weight
         weight.data = weight.data.clone() * -2
     wanted = first_of_a_text(other, other.new_cache(1, 20))
     assert not torch.equal(wanted, before) and torch.equal(first_of_a_text(model, cache), wanted)
