@@ -53,6 +53,8 @@ class Depth:
         self._all = Rates([0.0] * (1 + self.count), [0.0] * (1 + self.count), EARLIER_FADING)
         first = [FIRST_RATE * FIRST_WEIGHT] * len(self.stages), [FIRST_WEIGHT] * len(self.stages)
         self._all_beside = Rates(*first, EARLIER_FADING)
+        # How often the first stage holds the right token where no node of theirs does.
+        self._all_elsewhere = Rates([0.0], [0.0], EARLIER_FADING)
         self._others: Lists | None = None  # of the proposal that is being made, or was made last
         self._costs: dict[int, Costs] = {}  # by the number of slots
         self._proposals, self._whole, self._deeper = 0, True, False
@@ -67,11 +69,13 @@ class Depth:
         """A call with this many slots begins."""
         self._slots = [self._all.passed_on() for _ in range(batch)]
         self._beside = [self._all_beside.passed_on() for _ in range(batch)]
+        self._elsewhere = [self._all_elsewhere.passed_on() for _ in range(batch)]
         self.run, self._others = self.count, None
 
     def start_request(self, slot: int) -> None:
         """This slot's next request starts with the chances of all earlier ones."""
         self._slots[slot], self._beside[slot] = self._all.passed_on(), self._all_beside.passed_on()
+        self._elsewhere[slot] = self._all_elsewhere.passed_on()
 
     def seconds(self, stages: int) -> float:
         """What drafting so many stages takes; 0 before any is measured."""
@@ -100,11 +104,12 @@ class Depth:
             if stage - 1 in right and stage <= len(committed):
                 self._all.add(stage, stage in right)
                 self._slots[slot].add(stage, stage in right)
-        if self._others is not None:
-            self._learn_beside(slot, self._others, committed)
+        if self._others is not None and not self._learn_beside(slot, self._others, committed) and 1 in proposed:
+            for rates in (self._all_elsewhere, self._elsewhere[slot]):
+                rates.add(0, 1 in right)
 
-    def _learn_beside(self, slot: int, others: Lists, committed: Sequence[int]) -> None:
-        """How often other drafters' nodes are right, whoever else proposed them."""
+    def _learn_beside(self, slot: int, others: Lists, committed: Sequence[int]) -> bool:
+        """How often other drafters' nodes are right, whoever else proposed them; whether one was now."""
         assert others.classes is not None
         depth_on_path = {0: 0}
         for node, (token, parent) in enumerate(zip(others.tokens[slot], others.parents[slot], strict=True)):
@@ -115,6 +120,7 @@ class Depth:
                 self._beside[slot].add(others.classes[slot][node], hit)
                 if hit:
                     depth_on_path[node] = depth + 1
+        return len(depth_on_path) > 1
 
     def chance(self, slot: int, stage: int) -> float:
         """How often this stage holds the right token where the one above does."""
@@ -164,7 +170,7 @@ class Depth:
     def begins(self, others: Lists, active: Sequence[bool], speed: Speed) -> bool:
         """Whether the first stage pays, alone or with some behind it, beside other drafters' nodes.
 
-        Each stage adds where those are wrong, as often as it is right by itself.
+        Each stage adds where those are wrong, the first as often as it was right there, later ones as by themselves.
 
         Args:
             others: the nodes, with classes. active: slots that take part.
@@ -174,7 +180,7 @@ class Depth:
         if not pays:
             slots = [slot for slot, here in enumerate(active) if here]
             worths, found = zip(*(self._of_others(slot, others) for slot in slots), strict=True)
-            right = [accumulate((self.chance(slot, 1 + stage) for stage in range(self.count)), mul) for slot in slots]
+            right = [accumulate(self._chances_beside(slot), mul) for slot in slots]
             chains = [
                 [here * max(0.0, 1.0 - there) for here, there in zip(*each, strict=True)]
                 for each in zip(right, found, strict=True)
@@ -188,6 +194,12 @@ class Depth:
             pays = any(reached(1 + stage) > plain for stage in range(self.count)) or self._one_deeper()
         self.run = int(pays)
         return pays
+
+    def _chances_beside(self, slot: int) -> Iterator[float]:
+        """`chance` of each stage where other drafters' nodes are wrong. Where those are, the text is hard for all."""
+        own = self._elsewhere[slot]
+        yield bounded((own.hits[0] + FIRST_WEIGHT * self.chance(slot, 1)) / (own.trials[0] + FIRST_WEIGHT))
+        yield from (self.chance(slot, stage) for stage in range(2, 1 + self.count))
 
     def _one_deeper(self) -> bool:
         """Whether this proposal is to have a stage more than pays and has not had it yet."""

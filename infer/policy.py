@@ -188,20 +188,21 @@ class Policy:
         """Whether a proposal's first stage is run only where it pays beside other drafters' nodes (see `Depth`)."""
         return self.automatic and not self.depth.beforehand and self.depth.count > 1
 
-    def begins(self, others: TokenTree, active_B: Tensor) -> bool:
+    def begins(self, others: Lists, active_B: Tensor) -> bool:
         """Whether a staged drafter is to propose at all beside what others have proposed (see `Depth`)."""
-        return self.depth.begins(others.lists, active_B.tolist(), self.speed)
+        return self.depth.begins(others, active_B.tolist(), self.speed)
 
     def decide(self, expected: list[float]) -> None:
         """The width with the most expected tokens a second. expected: [w - 1], of the w best nodes."""
-        widths = [width for width in self.widths if width <= len(expected)]
-        if widths[-1] < len(expected):
-            widths.append(len(expected))
-        plain, drafting = self.costs.of(1), self.depth.seconds(self.depth.run)
-        speeds = [expected[width - 1] / (self.costs.of(self.fitting(width)) + drafting) for width in widths]
-        best = max(range(len(widths)), key=speeds.__getitem__)
-        self.width = widths[best] if speeds[best] > HURDLE * expected[0] / (plain + drafting) else 1
-        pays = self.width > 1 and speeds[best] > HURDLE * expected[0] / plain
+        plain, drafting, fastest, best = self.costs.of(1), self.depth.seconds(self.depth.run), 0.0, 1
+        for width, seconds in self.costs.table().items():
+            nodes = min(width, len(expected))
+            if (speed := expected[nodes - 1] / (seconds + drafting)) > fastest:
+                fastest, best = speed, nodes
+            if width >= len(expected):
+                break
+        self.width = best if fastest > HURDLE * expected[0] / (plain + drafting) else 1
+        pays = self.width > 1 and fastest > HURDLE * expected[0] / plain
         self._plain_steps = 0 if pays else self._plain_steps + 1
 
     def learn(self, slot: int, proposal: Lists, committed: list[int]) -> None:

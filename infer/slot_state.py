@@ -13,7 +13,7 @@ from longdraft.infer.graphs import Graphs
 from longdraft.infer.history import History
 from longdraft.infer.policy import Policy
 from longdraft.infer.sampling import SlotSampling
-from longdraft.infer.tree import TokenTree
+from longdraft.infer.tree import Lists, TokenTree
 
 T = TypeVar("T")
 
@@ -86,7 +86,7 @@ class SlotState:
         """Whether a drafter in stages is to ask `begins` before the first."""
         return self.policy is not None and self.policy.asks_first
 
-    def begins(self, others: TokenTree) -> bool:
+    def begins(self, others: Lists) -> bool:
         """Whether a drafter in stages is to propose beside what others have proposed."""
         return self.policy is None or self.policy.begins(others, self.active)
 

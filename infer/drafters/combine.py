@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
-import torch
 from torch import Tensor
 
 from longdraft.infer.accept import AcceptResult
@@ -119,7 +118,7 @@ class Combined(Drafter):
     def propose(self, state: SlotState, max_nodes: int) -> TokenTree:
         limits = [min(max_nodes, drafter.max_nodes) for drafter in self.drafters]
         found = self._look_up(state, limits)
-        left_out = bool(found) and not state.begins(self._unite_found(state, found, max_nodes))
+        left_out = bool(found) and not state.begins(self._others(state, found, max_nodes))
         ends = accumulate((drafter.n_classes for drafter in self.drafters), initial=state.first_class)
         trees = [
             None
@@ -149,7 +148,7 @@ class Combined(Drafter):
                 lists.append(_as_lists(drafter.tries(state, own[0], most, trunks if drafter.behind_trunk else ())))
             else:
                 lists.append(_as_lists([Trie(root) for root in roots]))
-        return self._unite(lists, roots, max_nodes, state.roots.device)
+        return as_tree(self._unite(lists, roots, max_nodes), state.roots.device)
 
     def _look_up(self, state: SlotState, limits: Sequence[int]) -> dict[Drafter, Lists]:
         """What the look-ups propose, before anything else does; empty where that decides nothing."""
@@ -161,13 +160,14 @@ class Combined(Drafter):
             if isinstance(drafter, HostDrafter) and not drafter.behind_trunk
         }
 
-    def _unite_found(self, state: SlotState, found: Mapping[Drafter, Lists], max_nodes: int) -> TokenTree:
+    def _others(self, state: SlotState, found: Mapping[Drafter, Lists], max_nodes: int) -> Lists:
+        """The look-ups' nodes alone."""
         roots = state.roots.tolist()
         nothing = _as_lists([Trie(root) for root in roots])
-        return self._unite([found.get(one, nothing) for one in self.drafters], roots, max_nodes, state.roots.device)
+        return _as_lists(self._unite([found.get(one, nothing) for one in self.drafters], roots, max_nodes))
 
-    def _unite(self, proposals: Sequence[Lists], roots: list[int], max_nodes: int, device: torch.device) -> TokenTree:
-        """The trie of all trees' nodes, or its first `max_nodes`."""
+    def _unite(self, proposals: Sequence[Lists], roots: list[int], max_nodes: int) -> list[Trie]:
+        """The tries of all trees' nodes, or their first `max_nodes`."""
         tries = []
         for slot, root in enumerate(roots):
             trie, first = Trie(root), 0
@@ -178,7 +178,7 @@ class Combined(Drafter):
                 first += drafter.n_classes
             _take_turns(trie, turns, max_nodes)
             tries.append(trie)
-        return as_tree(tries, device)
+        return tries
 
 
 def _staged(drafter: Drafter) -> bool:

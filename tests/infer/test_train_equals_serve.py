@@ -41,24 +41,24 @@ class Seen:
 
 
 class Recording(LongSpecDrafter):
-    """Keeps what `SlotState.ranking`, the one door to the drafter's ranking, is given."""
+    """Keeps what `SlotState.best`, the one door to the drafter's ranking, is given."""
 
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
         self.seen: list[Seen] = []
 
     def propose(self, state: SlotState, max_nodes: int):
-        ranking, given = state.ranking, []
+        best, given = state.best, []
 
-        def ranked(logits, offset, token_ids=None):
+        def watched(logits, offset, *others):
             given.append((offset, logits.clone()))
-            return ranking(logits, offset, token_ids)
+            return best(logits, offset, *others)
 
-        state.ranking = ranked
+        state.best = watched
         try:
             tree = super().propose(state, max_nodes)
         finally:
-            del state.ranking
+            del state.best
         for slot in state.active.nonzero()[:, 0].tolist():
             paths = [[], *tree.paths()[slot]]
             assert state.committed[slot][-1] == state.roots[slot] and tree.depths[slot].tolist() == list(
