@@ -44,7 +44,7 @@ def test_there_is_one_of_each_method_and_they_are_small():
 
 @pytest.mark.parametrize("name", shipped_drafts())
 def test_decodes_exactly_and_in_fewer_steps(name, target, plain):
-    engine = Engine(target, draft_method(name), draft=name, nodes=None)
+    engine = Engine(target, draft_method(name), draft=name, nodes=16)
     for temperature, least in ((0.0, 1.3), (1.0, 1.2)):
         tokens, tokens_per_step = answers(engine, temperature)
         assert tokens == plain[temperature]

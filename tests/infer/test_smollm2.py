@@ -114,7 +114,7 @@ def test_every_drafter_is_exact_on_200_tokens_of_real_text(smollm2, text, name, 
     ]
     if not PLAIN:
         PLAIN.extend(plain_tokens(smollm2, [text, text], params))
-    drafted = Engine(smollm2, DRAFTERS[name](smollm2), nodes=None).generate([text, text], params)
+    drafted = Engine(smollm2, DRAFTERS[name](smollm2), nodes=24).generate([text, text], params)
     assert [generation.tokens for generation in drafted] == PLAIN
 
 
