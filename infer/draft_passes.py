@@ -162,11 +162,18 @@ class _InC(DraftPasses):
     def begin(self, state: SlotState, count: int, n_levels: int) -> None:
         levels_BL = state.positions[:, None] + torch.arange(-count, n_levels)
         cos, sin = self.draft.tables(levels_BL, state.history.prompt_lengths)
-        self._tables = cos[:, count:], sin[:, count:]
-        self._behind = None
-        if count:  # a row is written before it is read, by the job of the first level
-            before_BCD = self._embed(state.history.read(state.positions - count, count))
-            self._behind = draft_block.Rows(before_BCD, cos[:, :count].contiguous(), sin[:, :count].contiguous())
+        self._tables, self._behind = (cos[:, count:], sin[:, count:]), None
+        if not count:
+            return
+        before_BCD = self._embed(state.history.read(state.positions - count, count))
+        tables = cos[:, :count].contiguous(), sin[:, :count].contiguous()
+        if self.cache.batch * count <= rows.MOST_LINEAR_ROWS:  # they go along with the first level
+            self._behind = draft_block.Rows(before_BCD, *tables)
+            return
+        for kept, own_BCKd in zip((self._keys, self._values), self.draft.self_kv(before_BCD, tables), strict=True):
+            for slot, position in enumerate(state.positions.tolist()):
+                there = min(count, position)
+                kept[slot, position - there : position] = own_BCKd[slot, count - there :]
 
     def logits(self, state: SlotState, nodes_BT: Tensor, level: int, ancestors_BTN: Tensor) -> Tensor:
         here, width = slice(level - 1, level), nodes_BT.shape[1]

@@ -9,7 +9,7 @@ times a step (infer/runner.py).
 
 from collections import deque
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, zip_longest
 from statistics import fmean, mean, median
 
 from torch import Tensor
@@ -170,7 +170,7 @@ class Policy:
             worths: of each slot, its nodes' chances to be reached, the root's 1 first, the best first.
             draft_seconds: of the proposal.
         """
-        places = worths[0] if len(worths) == 1 else map(sum, zip(*worths, strict=True))
+        places = worths[0] if len(worths) == 1 else map(sum, zip_longest(*worths, fillvalue=0.0))
         expected, best = list(accumulate(places)), 0.0
         for width, seconds in self.costs.table().items():
             if width > 1:

@@ -28,11 +28,11 @@ def best_tokens(
         count: K, at most V.
         divisors_B: fp32, above 0; None: 1.
         noise_BN: fp32, of each slot; None: none.
-        ids_V: int64, the place in noise_BN of each word; None: its own.
+        ids_V: int64, the place in noise_BN of each word, below N; None: its own, N at least V.
 
     Returns:
         log_probs_BTK: fp32, of the softmax over the row's scores; -inf for a score of -inf and where a row has NaN.
-        words_BTK: int64, indices into V; those at -inf are any.
+        words_BTK: int64, indices into V, all different; those at -inf are any.
     """
     here = logits_BTV.device.type == "cpu" and logits_BTV.dtype in rows.SUFFIXES and count <= MOST_TOKENS
     if here and rows.library() is not None:

@@ -221,9 +221,8 @@ class _KnownTable:
     def __init__(self, layers: "list[Layer]", config: DecoderConfig):
         modules = [module for layer in layers for module in layer.modules()]
         self._cells = [(m._parameters, name) for m in modules for name, p in m._parameters.items() if p is not None]
-        per_layer = max(1, len(self._cells) // max(1, len(layers)))
-        self._seen, self._firsts = self._places(self._cells), self._cells[::per_layer]
-        self._seen_firsts = self._places(self._firsts)
+        self._firsts = [(layer.attention_norm._parameters, "weight") for layer in layers]
+        self._seen, self._seen_firsts = self._places(self._cells), self._places(self._firsts)
         weights = [layer.weights() for layer in layers]
         shape = config.n_heads, config.n_kv_heads, config.rms_norm_eps
         known = [layer for layer in weights if layer is not None]
@@ -237,7 +236,10 @@ class _KnownTable:
         return [weights[0].dtype, *(weight.data_ptr() for weight in weights)]
 
     def holds(self, whole: bool) -> bool:
-        """Whether they still lie there; not whole: one of each layer, for all take 0.2 ms of a pass of SmolLM2."""
+        """Whether they still lie there; not whole: one of each layer, for all take 0.2 ms of a pass of SmolLM2.
+
+        A single weight that is replaced while a text is decoded is seen when a prompt is read next.
+        """
         known = self._places(self._firsts) == self._seen_firsts
         return known and (not whole or self._places(self._cells) == self._seen)
 
@@ -283,7 +285,7 @@ class Decoder(nn.Module):
 
     def new_cache(self, batch: int, capacity: int) -> KVCache:
         """An empty cache for this model, in its dtype and on its device."""
-        config, weight = self.config, self.embed_tokens.weight
+        config, weight, self._table_is_sure = self.config, self.embed_tokens.weight, False
         return KVCache(
             config.n_layers, batch, capacity, config.n_kv_heads, config.head_dim, weight.dtype, weight.device
         )
@@ -359,6 +361,7 @@ class Decoder(nn.Module):
             self._table_is_sure = False  # another text begins
             return None
         if weight.device.type != "cpu" or not (self.weights_stay and rows.serves(weight.dtype)):
+            self._table_is_sure = False
             return None
         if self._table is None or not self._table.holds(whole=not self._table_is_sure):
             self._table = _KnownTable(cast("list[Layer]", self.layers), self.config)

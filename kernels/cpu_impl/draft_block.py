@@ -79,7 +79,9 @@ class DraftBlock:
     """
 
     def __init__(self, weights: BlockWeights, n_heads: int, n_kv_heads: int, eps: float, window: int):
-        assert (weights.head_scales_E is None) == (weights.head_ED.dtype == weights.down_DF.dtype)
+        head, scales = weights.head_ED, weights.head_scales_E
+        assert head.dtype == (weights.down_DF.dtype if scales is None else torch.int8)
+        assert scales is None or (scales.dtype, scales.shape) == (torch.float32, head.shape[:1])
         self._weights = weights  # what is made for this table alone lives with it
         self._table = _Weights(*map(rows.pointer, weights))
         self._heads, self._eps, self._window = (n_heads, n_kv_heads), eps, window

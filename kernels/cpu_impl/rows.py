@@ -253,8 +253,13 @@ def can_multiply(weight_NI: Tensor, gated: bool) -> bool:
 def in_bytes(weight_NI: Tensor) -> tuple[Tensor, Tensor]:
     """A weight as int8 [N, I] and one fp32 scale [N] an output, which read half of bf16's bytes: numbers are off by at
     most a 254th of their output's largest. Not for a target, whose numbers are its own."""
-    scales_N1 = (weight_NI.abs().amax(1, keepdim=True).float() / 127).clamp(min=torch.finfo(torch.float32).tiny)
-    return (weight_NI.float() / scales_N1).round().to(torch.int8), scales_N1[:, 0].contiguous()
+    in_bytes_NI, scales_N = torch.empty_like(weight_NI, dtype=torch.int8), torch.empty(len(weight_NI))
+    for part in torch.arange(len(weight_NI)).split(4096):  # in fp32 only some outputs at a time
+        wide_PI = weight_NI[part[0] : part[-1] + 1].float()
+        scales_P = (wide_PI.abs().amax(1) / 127).clamp(min=torch.finfo(torch.float32).tiny)
+        in_bytes_NI[part[0] : part[-1] + 1] = (wide_PI / scales_P[:, None]).round_()
+        scales_N[part[0] : part[-1] + 1] = scales_P
+    return in_bytes_NI, scales_N
 
 
 def linear_rows(
@@ -430,10 +435,13 @@ def best_tokens(
         assert (divisors_B.dtype, divisors_B.shape) == (torch.float32, (batch,))
     if noise_BN is not None:
         assert noise_BN.dtype == torch.float32 and len(noise_BN) == batch and noise_BN.stride(1) == 1
+        assert ids_V is not None or noise_BN.shape[1] >= vocab
     if ids_V is not None:
         assert (ids_V.dtype, ids_V.shape) == (torch.int64, (vocab,)) and ids_V.is_contiguous()
-    parts = torch.empty(batch * n_rows * -(-vocab // PART_WORDS), 2 + 2 * count)
-    log_probs, words = torch.empty(batch, n_rows, count), torch.empty(batch, n_rows, count, dtype=torch.int64)
+    n_parts = batch * n_rows * -(-vocab // PART_WORDS)
+    parts = torch.empty(n_parts, 2 + 2 * count, dtype=torch.float32)
+    log_probs = torch.empty(batch, n_rows, count, dtype=torch.float32)
+    words = torch.empty(batch, n_rows, count, dtype=torch.int64)
     tensors = logits, divisors_B, noise_BN, ids_V, parts, log_probs, words
     noise_row = 0 if noise_BN is None else noise_BN.stride(0)
     arguments = _BestTokens(*map(pointer, tensors), batch, n_rows, vocab, count, noise_row)

@@ -173,6 +173,15 @@ def test_beside_a_look_up_the_first_stage_is_run_where_it_pays(look_up, chances,
     assert not policy.depth.idle(policy.speed)  # that would leave out the look-up too
 
 
+def test_slots_whose_look_ups_found_more_and_less():
+    policy = policy_with((0.8, 0.8, 0.8), 0.15, other=0.1)
+    policy.start(2)
+    others = Lists([[0, 5, 6], [0, 7]], [[-1, 0, 1], [-1, 0]], [[0, 5, 5], [0, 5]])
+    for _ in range(FIRST_WHOLE + 1):
+        policy.depth.begin(policy.speed)
+        assert policy.begins(others, torch.tensor([True, True]))
+
+
 @pytest.mark.parametrize("elsewhere", [False, True])
 def test_a_first_stage_that_is_right_only_where_the_look_up_is_adds_nothing(elsewhere):
     """Both are right in half of the steps: in the same, or in the other ones."""

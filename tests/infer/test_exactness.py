@@ -134,6 +134,7 @@ PAIRS = [
     ("token_recycling", "prompt_lookup"),
     ("tokenswift", "prompt_lookup"),
     ("longspec", "token_recycling"),
+    ("longspec", "prompt_lookup"),
     ("triforce", "prompt_lookup"),
     ("medusa", "token_recycling"),
     ("tokenswift_draft_pass", "longspec"),

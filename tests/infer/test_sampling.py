@@ -205,6 +205,23 @@ def test_ranking_is_logits_and_noise_behind_the_root():
             assert torch.equal(ranked[b], logits[b].float() / params[b].temperature + noise)
 
 
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("restricted", [False, True])
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_the_best_are_those_that_ranking_puts_first(temperature, restricted, mixed):
+    torch.manual_seed(6)
+    params = [SamplingParams(temperature=temperature, seed=3), SamplingParams(temperature=0.7 * mixed, seed=4)]
+    params = params if mixed else params[:1] * 2
+    ids = torch.randperm(500)[:300] if restricted else None
+    logits, positions = torch.randn(2, 3, 300 if restricted else 500), torch.tensor([9, 3])
+    for noisy in (True, False):
+        sampling = SlotSampling(params, CPU, noisy)
+        ranked = sampling.ranking(logits, NONE, positions, 2, ids).float()
+        log_probs, words = sampling.best(logits, NONE, positions, 2, 6, ids)
+        assert torch.equal(words, ranked.topk(6).indices)
+        torch.testing.assert_close(log_probs, ranked.log_softmax(-1).gather(2, words))
+
+
 def test_noise_is_kept_and_does_not_grow():
     """The same rows whatever was asked before, of whatever width, forwards and backwards; a row is not made twice."""
     sampling = SlotSampling([SamplingParams(temperature=1.0, seed=2**64 - 3), SamplingParams(seed=6)], CPU)

@@ -47,6 +47,9 @@ def test_of_equal_scores_none_is_named_twice_and_what_cannot_be_is_at_minus_infi
     torch.testing.assert_close(log_probs[0, 0], torch.tensor([0.5, 0.5, 0, 0]).log())
     torch.testing.assert_close(log_probs[0, 1], torch.full((4,), 1 / 3000).log())
     assert log_probs[0, 2].isneginf().all()
+    one_alone = torch.full((1, 1, 3000), -torch.inf).index_fill_(2, torch.tensor([1]), 0.0)
+    for row in (words[0, 2], ways[way](one_alone, 4)[1][0, 0]):
+        assert len(set(row.tolist())) == 4
 
 
 @pytest.mark.parametrize("way", ["C", "reference"])
@@ -56,6 +59,10 @@ def test_a_broken_row_gives_words_that_exist(c_kernels, way):
     logits[0, 0], logits[0, 1, 2099], logits[0, 2, 3] = torch.nan, torch.nan, torch.inf
     log_probs, words = ways[way](logits, 5, torch.ones(1))
     assert log_probs[0, :3].isneginf().all() and log_probs[0, 3].isfinite().all()
+    assert ways[way](logits[..., :2049].clone().index_fill_(2, torch.tensor([2048]), torch.nan), 5)[0].isneginf().all()
+    empty = torch.full((1, 1, 4100), -torch.inf)
+    empty[0, 0, :9], empty[0, 0, 4000] = 1.0, torch.nan
+    assert ways[way](empty, 5)[0].isneginf().all()
     assert ((words >= 0) & (words < 2100)).all()
 
 

@@ -63,11 +63,17 @@ def some_layers(dtype: torch.dtype, n_tokens: int = 3):
     return work
 
 
+def best_of_some(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    logits = torch.randn(1, 5, 9001, generator=torch.Generator().manual_seed(1)).to(dtype)
+    return rows.best_tokens(logits, 16, None, None, None)
+
+
 def results(dtype: torch.dtype) -> list[torch.Tensor]:
     with rows.decoding():
         return [
             *(some_layers(dtype, n)() for n in (1, 3, 17)),
             gumbel_noise(torch.tensor([5]), torch.tensor([[9]]), 9001),
+            *best_of_some(dtype),
         ]
 
 
@@ -89,11 +95,12 @@ def test_the_same_bits_beside_processes_that_only_spin(dtype, busy):
     """Threads are taken off their processors in the middle of a chunk, which others then compute once more."""
     torch.set_num_threads(1)
     with rows.decoding():
-        wanted = some_layers(dtype)().clone()
+        wanted, best = some_layers(dtype)().clone(), best_of_some(dtype)
     torch.set_num_threads(5)
     with rows.decoding():
         work = some_layers(dtype)
         assert all(torch.equal(work(), wanted) for _ in range(150))
+        assert all(same(list(best_of_some(dtype)), list(best)) for _ in range(600))
 
 
 def test_two_callers_at_once():
