@@ -3,7 +3,7 @@
 `python benchmarks/contexts.py --out runs/contexts` shows exactness, asks for continuations of prose, code and chats of
 several lengths with every drafter in turns, and prints Markdown: speed over plain decoding with the middle 95 % of
 bootstraps over prompts, and tokens a step. The texts are of installed packages: their descriptions, their code, and
-conversations made of its docstrings; the drafts that come with longdraft saw Python's own library alone. `--out` keeps
+conversations made of its docstrings; the drafts that come with longdraft saw none of them. `--out` keeps
 every answer: the same command goes on where it was stopped, and `longdraft report` makes a page of it.
 """
 
