@@ -1,8 +1,8 @@
 """LongSpec's block while it drafts: its own keys and values, and the pass of one level of a tree.
 
 `draft_passes` says which way is taken: one call of C where the C kernels compute the block, PyTorch's operations
-elsewhere. On a CPU drafting one level of SmolLM2's block took 2.1 ms in C, 1.7 since, and 3.1 by operations, of steps of
-15.3 and 16.3 (docs/LOG.md). Not here: which tokens a level proposes (infer/drafters/longspec.py), the ring of keys
+elsewhere. On a CPU drafting one level of SmolLM2's block took 2.1 ms in C, 1.7 since, and 3.1 by operations, of steps
+of 15.3 and 16.3 (docs/LOG.md). Not here: which tokens a level proposes (infer/drafters/longspec.py), the ring of keys
 (infer/window_cache.py). Shapes: B slots, T queries of a level, N rows of the tree so far, E draft vocabulary, C tokens
 to catch up with, d head width.
 """
