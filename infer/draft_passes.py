@@ -94,6 +94,7 @@ def _head_in_bytes(dtype: torch.dtype) -> bool:
 
 
 def block_weights(draft: LongSpec, head_ED: Tensor) -> draft_block.BlockWeights:
+    """What C is given of a draft and its LM head, where they lie."""
     return draft_block.BlockWeights(
         draft.self_norm.weight, draft.self_qkv.weight, draft.self_qkv.bias, draft.self_o.weight,
         draft.cross_norm.weight, draft.cross_q.weight, draft.cross_q.bias, draft.cross_o.weight,

@@ -253,12 +253,13 @@ def can_multiply(weight_NI: Tensor, gated: bool) -> bool:
 def in_bytes(weight_NI: Tensor) -> tuple[Tensor, Tensor]:
     """A weight as int8 [N, I] and one fp32 scale [N] an output, which read half of bf16's bytes: numbers are off by at
     most a 254th of their output's largest. Not for a target, whose numbers are its own."""
-    in_bytes_NI, scales_N = torch.empty_like(weight_NI, dtype=torch.int8), torch.empty(len(weight_NI))
-    for part in torch.arange(len(weight_NI)).split(4096):  # in fp32 only some outputs at a time
-        wide_PI = weight_NI[part[0] : part[-1] + 1].float()
-        scales_P = (wide_PI.abs().amax(1) / 127).clamp(min=torch.finfo(torch.float32).tiny)
-        in_bytes_NI[part[0] : part[-1] + 1] = (wide_PI / scales_P[:, None]).round_()
-        scales_N[part[0] : part[-1] + 1] = scales_P
+    in_bytes_NI = torch.empty_like(weight_NI, dtype=torch.int8)
+    scales_N = torch.empty(len(weight_NI), dtype=torch.float32)
+    for first in range(0, len(weight_NI), 4096):  # in fp32 only some outputs at a time
+        part = slice(first, first + 4096)
+        wide_PI = weight_NI[part].float()
+        scales_N[part] = (wide_PI.abs().amax(1) / 127).clamp(min=torch.finfo(torch.float32).tiny)
+        in_bytes_NI[part] = (wide_PI / scales_N[part, None]).round_()
     return in_bytes_NI, scales_N
 
 
