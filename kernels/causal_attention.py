@@ -7,7 +7,6 @@ keys, H query heads, K key/value heads, d width.
 
 import torch
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from longdraft.kernels.backend import HALF
@@ -38,6 +37,8 @@ def causal_attention(
         if n_queries == n_keys:
             return scaled_dot_product_attention(*operands, is_causal=True, enable_gqa=grouped).transpose(1, 2)
         if q_BTHd.is_cuda and q_BTHd.dtype in HALF:  # the flash kernel, which makes no mask of this
+            from torch.nn.attention.bias import causal_lower_right  # imports PyTorch's compiler, a second
+
             lower_right = causal_lower_right(n_queries, n_keys)
             return scaled_dot_product_attention(*operands, attn_mask=lower_right, enable_gqa=grouped).transpose(1, 2)
     return _blockwise(q_BHTd, k_BKSd, v_BKSd, n_keys if window is None else window, grouped).transpose(1, 2)

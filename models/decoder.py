@@ -50,6 +50,10 @@ class Embedding(nn.Embedding):
         super().__init__(number, width)
         self.scale = scale
 
+    def reset_parameters(self) -> None:
+        """Nothing is drawn: a target's weights are read. PyTorch would draw for the meta device too, by its compiler,
+        which takes a second to import."""
+
     def forward(self, input: Tensor) -> Tensor:
         rows = super().forward(input)
         return rows if self.scale == 1.0 else rows * torch.tensor(self.scale, dtype=rows.dtype).item()
@@ -57,6 +61,9 @@ class Embedding(nn.Embedding):
 
 class Linear(nn.Linear):
     """nn.Linear through kernels/linear.py, with the norm before it and what follows it in the same call."""
+
+    def reset_parameters(self) -> None:
+        """Nothing is drawn, as above: who trains one draws by a generator of its own."""
 
     def forward(
         self,

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from longdraft.models.draft_files import (
     CONFIG,
+    STAGED,
     WEIGHTS,
     Entry,
     read_config,
@@ -54,7 +55,7 @@ HEADS = {"tokenswift": ("hidden_size", "rms_norm_eps"), "medusa": ("hidden_size"
 UNSEEN = ("vocab_size", "max_positions", "window", "noise")
 FLOATS = ("F32", "BF16", "F16", "F64")
 MOST_LEVELS, MOST_WIDTH = 64, 4096  # of a tree: far beyond what pays, and nothing to hold
-# A folder that is being replaced is whole again after this.
+# A folder that is being replaced, as the files that are made in it say, is whole again after this.
 SWAP_S = 0.1
 
 
@@ -176,7 +177,8 @@ def load_draft(folder: str | Path, target: Target | None = None, kind: type[Draf
     try:
         return _load(folder, content, target, kind)
     except ValueError:
-        time.sleep(SWAP_S)
+        if (folder / STAGED).exists():
+            time.sleep(SWAP_S)
         if (again := _read(folder)) == content:
             raise
     return _load(folder, again, target, kind)  # another draft was being put there

@@ -26,8 +26,6 @@ from longdraft.models.gguf_file import GGUFFile
 from longdraft.models.quantised import read_quantisation
 from longdraft.models.rope import RopeConfig
 from longdraft.models.target import Target
-from longdraft.models.transformers_check import check_against
-from longdraft.models.transformers_model import TransformersModel
 
 SUPPORTED = {
     "llama": "Llama 2/3/3.1, Vicuna, LongChat, YaRN-Llama, SmolLM2",
@@ -274,10 +272,14 @@ def load_through_transformers(
     Raises: ValueError as `load_target`, for a model that models/transformers_model.py refuses, and where one of the two
         comparisons differs.
     """
+    # What these import of transformers takes half a second, which only who loads so waits for.
+    from longdraft.models.transformers_check import check_against
+    from longdraft.models.transformers_model import TransformersModel
+
     device = check_device(device)
     name, location = _locate(path, gguf_file)
     if location.suffix == ".gguf":
-        hf_config = GGUFFile(location).config()
+        hf_config = GGUFFile(location).own_config()
     else:
         hf_config = AutoConfig.from_pretrained(location, trust_remote_code=False)
     text_alone = hf_config is hf_config.get_text_config()
@@ -467,7 +469,7 @@ def load_transformers(path: str | Path, dtype: torch.dtype, gguf_file: str | Non
             raise ValueError(f"{location} lacks weights, or has them in another shape: {', '.join(lacking)}")
         return model.eval()
     opened = GGUFFile(location)
-    model = AutoModelForCausalLM.from_config(opened.config(), dtype=dtype, trust_remote_code=False)
+    model = AutoModelForCausalLM.from_config(opened.own_config(), dtype=dtype, trust_remote_code=False)
     missing, unexpected = model.load_state_dict(dict(opened.tensors()), strict=False)
     assert not unexpected and set(missing) <= {"lm_head.weight"}, (missing, unexpected)  # the head may be tied
     return model.eval()

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig
+from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from longdraft.kernels.transfer import from_host
@@ -66,13 +66,14 @@ class Rope:
         if config.type == "default":
             exponents_F = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
             return 1.0 / (parameters["rope_theta"] ** exponents_F), 1.0
-        carrier = LlamaConfig(
-            hidden_size=config.head_dim,
-            num_attention_heads=1,
-            head_dim=config.head_dim,
-            max_position_embeddings=config.max_positions,
-            rope_parameters=parameters,
-        )
+        fields: dict[str, Any] = {
+            "hidden_size": config.head_dim,
+            "num_attention_heads": 1,
+            "head_dim": config.head_dim,
+            "max_position_embeddings": config.max_positions,
+            "rope_parameters": parameters,
+        }
+        carrier = PretrainedConfig(**fields)  # a family's own class takes a second to import
         return ROPE_INIT_FUNCTIONS[config.type](carrier, device, seq_len=length)  # type: ignore[arg-type]
 
     def _tables_on(self, device: torch.device) -> tuple[Tensor, Tensor | None]:

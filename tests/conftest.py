@@ -1,5 +1,6 @@
 """Fixtures for every folder of tests: a tiny random target, built in a few milliseconds."""
 
+import gc
 import os
 import signal
 from collections.abc import Callable
@@ -84,6 +85,12 @@ def make_tiny_target(
         parameter.data.normal_(centre, std, generator=generator)
     hf_config = LlamaConfig(vocab_size=vocab_size, hidden_size=hidden_size, num_attention_heads=n_heads)
     return Target(decoder.to(dtype), None, f"tiny-{seed}", hf_config, fingerprint(config, None), eos_token_ids)
+
+
+def pytest_collection_finish() -> None:
+    """What is there by now stays to the end: a search for garbage need not look at all tests and libraries again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks at the groups

@@ -21,7 +21,6 @@ from longdraft.models.draft_folder import Draft, load_draft, read_info
 from longdraft.models.fingerprint import weights_hash
 from longdraft.models.hf import LOADERS, load_through_transformers, read_target_config
 from longdraft.models.target import Target
-from longdraft.models.transformers_model import TransformersModel
 from longdraft.train import checkpoint
 from longdraft.train.batches import Place
 from longdraft.train.config import Config, check_positions
@@ -169,7 +168,7 @@ def open_run(config: Config, ranks: Ranks, target: Target | None = None) -> Run:
 def note_weights(target: Target) -> None:
     """Puts the hash of the weights that a run trains with into the target's fingerprint; all ranks call it, for those
     of a sharded target come together layer by layer. A target of transformers has it from its loading."""
-    if isinstance(target.model, TransformersModel):
+    if target.loader == "transformers":
         return
     layers = list(target.model.layers)
     found = weights_hash(target.model, lambda layer: whole_layers(target.model, layers.index(layer)))
@@ -179,9 +178,10 @@ def note_weights(target: Target) -> None:
 
 def check_draft(config: Config, target: Target) -> None:
     """Raises ValueError where a target of transformers does not give what the draft section asks of it."""
-    model, section = target.model, config.draft
-    if not isinstance(model, TransformersModel):
+    if target.loader != "transformers":
         return
+    model: Any = target.model  # of models/transformers_model.py, which imports much of transformers
+    section = config.draft
     if section.method == "longspec" and not model.rotates:
         raise ValueError(
             f"draft.method: longspec's block rotates its queries over whole heads, and the last layer's keys of "

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from longdraft.models.draft_files import CONFIG, WEIGHTS
+from longdraft.models.draft_files import CONFIG, STAGED, WEIGHTS
 from longdraft.models.draft_folder import UNSEEN, DraftInfo, load_draft, read_info, save_draft, target_entry
 from longdraft.models.drafts.longspec import LongSpec, LongSpecConfig, plan_queries
 from longdraft.models.drafts.medusa import Medusa, MedusaConfig
@@ -249,8 +249,10 @@ def test_a_folder_that_is_being_replaced_is_read_once_it_is_whole(folder, target
     save_draft(folder, new, info)
     whole = (folder / CONFIG).read_bytes()
     (folder / CONFIG).write_bytes(old)
-    with pytest.raises(ValueError, match=r"export again"):  # where nobody is replacing it
+    monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail("nobody is replacing it: there is no use in waiting"))
+    with pytest.raises(ValueError, match=r"export again"):
         load_draft(folder, target)
+    (folder / STAGED).mkdir()
     monkeypatch.setattr("time.sleep", lambda seconds: (folder / CONFIG).write_bytes(whole))
     loaded = load_draft(folder, target)
     assert all(torch.equal(loaded.state_dict()[name], p) for name, p in new.state_dict().items())
