@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from longdraft.train.config import Config, OptimizerSection, deepspeed_dict
+from longdraft.train.muon import Muon
 from longdraft.train.ranks import Ranks  # before DeepSpeed: it names the accelerator
 
 # isort: split
@@ -47,7 +48,7 @@ def parameter_groups(draft: nn.Module, weight_decay: float) -> list[dict[str, An
 
 
 class DraftEngine:
-    """A draft under ZeRO with AdamW, clipping and accumulation.
+    """A draft under ZeRO with its optimizer, clipping and accumulation. `own`: the optimizer that DeepSpeed wraps.
 
     Args:
         config: the run.
@@ -60,16 +61,18 @@ class DraftEngine:
         draft = draft.to(ranks.device, dtype)
         optimizer = config.optimizer
         groups = parameter_groups(draft, optimizer.weight_decay)
-        adam = torch.optim.AdamW(groups, lr=optimizer.peak_lr, betas=optimizer.betas, eps=optimizer.eps, fused=True)
+        moments: dict[str, Any] = {"lr": optimizer.peak_lr, "betas": optimizer.betas, "eps": optimizer.eps}
+        muon = optimizer.name == "muon"
+        own = Muon(groups, dtype=dtype, **moments) if muon else torch.optim.AdamW(groups, fused=True, **moments)
         settings = deepspeed_dict(config, ranks.world_size, sum(p.numel() for p in draft.parameters()))
         with redirect_stdout(StringIO()):  # its bf16 optimizer prints tables of memory
             self.deepspeed, *_ = deepspeed.initialize(
-                model=draft, optimizer=adam, config=settings, dist_init_required=False
+                model=draft, optimizer=own, config=settings, dist_init_required=False
             )
         self.draft = draft
         self._left_out: Tensor | None = None
         self._hooks = [parameter.register_hook(self._counted) for parameter in draft.parameters()]
-        self.adam, self._files = adam, _Files()
+        self.own, self._files = own, _Files()
         self.deepspeed.checkpoint_engine = self._files
         # It copies scripts beside a checkpoint, to put sharded weights together, which `weights` does too. On a full
         # disk that would fail on the first rank alone, while the others wait; no setting leaves it out.
@@ -117,7 +120,7 @@ class DraftEngine:
             hook.remove()
         self.deepspeed.destroy()
         vars(self.deepspeed.optimizer).clear()
-        self.adam.state.clear()
+        self.own.state.clear()
 
     def weights(self) -> dict[str, Tensor]:
         """The draft's whole state on the CPU in its training dtype, on every rank; all ranks must call it."""

@@ -1,6 +1,6 @@
 """A checkpoint of some number of ranks for another number, through DeepSpeed's universal checkpoint (arXiv 2406.18820).
 
-The first rank converts: every parameter's fp32 weights and AdamW moments become files of their own, of which each rank
+The first rank converts: every parameter's fp32 weights and moments become files of their own, of which each rank
 then reads its share. Not here: when that is needed (saving.py); which rows a rank reads, which does not depend on
 how many there are (batches.py).
 """
@@ -86,16 +86,16 @@ def _convert(folder: Path, place: Path, names: list[str], n_ranks: tuple[int, in
 def _read(engine: DraftEngine, place: Path) -> None:
     """The converted files, and what DeepSpeed 0.19 makes of them put right."""
     config: Any = engine.deepspeed._config
-    groups = [{key: value for key, value in group.items() if key != "params"} for group in engine.adam.param_groups]
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in engine.own.param_groups]
     config.load_universal_checkpoint = True
     try:
         engine.read(place)
     finally:
         # For this alone: left on, it has kept ZeRO-3 from saving more than the first rank's file (issue 7546).
         config.load_universal_checkpoint = False
-    for group, own in zip(engine.adam.param_groups, groups, strict=True):
+    for group, own in zip(engine.own.param_groups, groups, strict=True):
         group.update(own)  # ZeRO-3 gives every group the first one's weight decay
-    for parameter, values in engine.adam.state.items():
+    for parameter, values in engine.own.state.items():
         # One tensor stands for the steps of all groups under ZeRO-3, where each group would count it up; and it is on
         # the CPU, where a fused AdamW on a GPU cannot read it.
         values["step"] = torch.tensor(float(values["step"]), device=parameter.device)

@@ -17,6 +17,8 @@ CASES = {
     "fp32-3": ["train.zero_stage=3"],
     "offload-2": ["train.zero_stage=2", "train.offload_optimizer=true"],
     "bf16-1": ["train.zero_stage=1", "train.precision=bf16"],
+    "muon-2": ["train.zero_stage=2", "optimizer.name=muon"],
+    "bf16-muon-1": ["train.zero_stage=1", "train.precision=bf16", "optimizer.name=muon"],
 }
 PLAN = [f"train.steps={STEPS}", "train.save_every=2", "train.keep_checkpoints=9", "optimizer.weight_decay=1.0",
     f"heldout.every={STEPS}", "heldout.rows=2",
@@ -24,7 +26,7 @@ PLAN = [f"train.steps={STEPS}", "train.save_every=2", "train.keep_checkpoints=9"
 # What a run goes on from: step, ranks that saved it, ranks that go on. Three do not divide a step's four passes.
 BREAKS = {"once": (2, 2, 1), "again": (4, 1, 2), "more": (2, 2, 3), "fewer": (4, 3, 2)}
 OLD = {"once": "unbroken", "again": "once", "more": "unbroken", "fewer": "more"}
-UNEVEN = ("fp32-1", "longspec-2", "fp32-3")  # cases that also meet those
+UNEVEN = ("fp32-1", "longspec-2", "fp32-3", "muon-2")  # cases that also meet those
 BROKEN = [(case, name) for name in BREAKS for case in (CASES if name in ("once", "again") else UNEVEN)]
 
 
@@ -78,7 +80,7 @@ def test_losses_go_on_as_if_unbroken(folder, case, name):
     for step, loss in expected.items():
         tolerance = 0 if step <= BREAKS["once"][0] else 5e-3 if bf16 else 1e-5
         assert got[step] == pytest.approx(loss, rel=tolerance, abs=0), f"step {step}"
-    if case in ("fp32-1", "fp32-3", "offload-2"):
+    if case in ("fp32-1", "fp32-3", "offload-2", "muon-2"):
         for key, weight in weights(unbroken).items():
             error = ((weights(broken)[key] - weight).norm() / weight.norm()).item()
             assert error <= 1e-5, f"{key}: relative error {error}"

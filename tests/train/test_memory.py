@@ -192,7 +192,8 @@ def test_the_loss_allocates_what_is_estimated(n_rows, n_heads, dtype):
     assert chunk + size * n_heads * n_rows * 64 == pytest.approx(found, rel=0.03)
 
 
-STATES = list(product(("fp32", "bf16"), (1, 2, 3), (False, True)))
+STATES = list(product(("fp32", "bf16"), (1, 2, 3), (False, True), ("adamw",)))
+STATES += [("fp32", 1, False, "muon"), ("bf16", 1, False, "muon"), ("bf16", 2, False, "muon")]
 
 
 def test_drafts_under_zero_take_what_is_estimated(tmp_path, monkeypatch, start_ranks, finish_ranks):
@@ -202,9 +203,10 @@ def test_drafts_under_zero_take_what_is_estimated(tmp_path, monkeypatch, start_r
     largest = 1024**2
     n_weights = 4 * largest + 1024
     for case, *of_ranks in zip(STATES, *grown, strict=True):
-        precision, stage, offload = case
+        precision, stage, offload, optimizer = case
         found = draft_states(
-            n_weights, largest, bf16=precision == "bf16", stage=stage, offload=offload, n_ranks=2, gpu=False
+            n_weights, largest, bf16=precision == "bf16", stage=stage, offload=offload, n_ranks=2, gpu=False,
+            muon=optimizer == "muon",
         )  # fmt: skip
         most = max(found.between + found.forward, found.backward, found.update)
         expected = sum(found.kept.values()) + found.host + most

@@ -1,0 +1,67 @@
+"""Muon: what an orthogonal matrix is, PyTorch's own optimizer as the peer, and resuming. Shares of ranks: see
+test_elastic.py."""
+
+import shutil
+
+import pytest
+import torch
+
+from longdraft.train.checkpoint import WEIGHTS, newest
+from longdraft.train.muon import Muon, orthogonal
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(24, 40), (40, 24), (32, 32), (1, 7)])
+def test_the_same_directions_and_all_alike(shape, dtype):
+    """Jordan et al.: U V^T, with singular values between 0.68 and 1.13 where the matrix's own are not near 0."""
+    generator = torch.Generator().manual_seed(3)
+    u, _, vt = torch.linalg.svd(torch.randn(shape, generator=generator), full_matrices=False)
+    matrix = (u * torch.linspace(0.1, 1.0, len(vt))) @ vt * 1e-3
+    found = u.T @ orthogonal(matrix, dtype) @ vt.T
+    between = 0.02 if dtype == torch.float32 else 0.1
+    assert (found - found.diag().diag()).abs().max() < between
+    assert found.diag().min() > 0.66 and found.diag().max() < 1.2
+
+
+def test_nothing_comes_of_nothing():
+    assert orthogonal(torch.zeros(3, 5), torch.float32).abs().max() == 0
+
+
+def test_a_step_is_that_of_pytorch():
+    """Its Muon, which computes in bf16. Ours has the matrices end to end, as ZeRO leaves them."""
+    generator, shapes = torch.Generator().manual_seed(5), [(24, 40), (40, 24), (16, 16)]
+    start = [torch.randn(shape, generator=generator) for shape in shapes]
+    theirs = [torch.nn.Parameter(p.clone()) for p in start]
+    peer = torch.optim.Muon(theirs, lr=0.01, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw")
+    groups = [{"params": [torch.nn.Parameter(p.clone()) for p in start], "weight_decay": 0.1}]
+    ours = Muon(groups, lr=0.01, betas=(0.9, 0.95), eps=1e-8, dtype=torch.bfloat16)
+    flat = torch.nn.Parameter(torch.cat([p.flatten() for p in start]))
+    ours.param_groups[0]["params"] = [flat]
+    for _ in range(5):
+        gradients = [torch.randn(shape, generator=generator) for shape in shapes]
+        for parameter, gradient in zip(theirs, gradients, strict=True):
+            parameter.grad = gradient.clone()
+        flat.grad = torch.cat([gradient.flatten() for gradient in gradients])
+        peer.step()
+        ours.step()
+    expected, begun = (torch.cat([p.detach().flatten() for p in parts]) for parts in (theirs, start))
+    assert (flat.detach() - expected).norm() < 0.02 * (expected - begun).norm()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_it_goes_on_to_the_same_bytes(train_command, config_file, tmp_path, precision):
+    """And moves otherwise than AdamW."""
+    plan = ["optimizer.name=muon", f"train.precision={precision}", "train.steps=6", "train.save_every=3"]
+
+    def final(name: str, *changes: str) -> bytes:
+        status, printed = train_command(config_file, *plan, f"train.run_dir={tmp_path / name}", *changes)
+        assert status == 0, printed
+        found = newest(tmp_path / name)
+        assert found is not None and found[1]["step"] == 6
+        return (found[0] / WEIGHTS).read_bytes()
+
+    whole = final("whole")
+    shutil.copytree(tmp_path / "whole", tmp_path / "broken")
+    shutil.rmtree(tmp_path / "broken" / "checkpoints" / "step_000006")
+    assert final("broken") == whole
+    assert final("adamw", "optimizer.name=adamw") != whole
