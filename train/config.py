@@ -28,7 +28,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "train.device": ("auto", "cuda", "cpu"),
     "train.loss": ("cross_entropy", "kl", "mix", "overlap", "acceptance"),
     "data.positions": ("plain", "anchor_offset"),
-    "optimizer.name": ("adamw", "muon"),
+    "optimizer.name": ("adamw", "adamuon"),
     "log.wandb": ("auto", "online", "offline", "disabled"),
 }
 POSITIVE = (
@@ -220,8 +220,8 @@ class TrainSection:
 
 @dataclass(frozen=True)
 class OptimizerSection:
-    """`name`: adamw, or muon, which moves matrices by their momentum made orthogonal and the rest as adamw does
-    (train/muon.py); its best rates are some three times as high. The rate rises linearly over `warmup_steps` or
+    """`name`: adamw, or adamuon, which moves matrices by their momentum made orthogonal and the rest as adamw does
+    (train/adamuon.py); its best rates are some three times as high. The rate rises linearly over `warmup_steps` or
     `warmup_share` of the steps, then falls along a cosine to 0 at the last step. Weight decay leaves norms and biases
     alone. `clip`: largest norm of the gradient."""
 
@@ -471,9 +471,9 @@ def _check_training(train: TrainSection, optimizer: OptimizerSection) -> None:
         )
     if not all(0 <= beta < 1 for beta in optimizer.betas):
         raise ValueError(f"optimizer.betas: {list(optimizer.betas)} must lie in [0, 1); the usual pair is [0.9, 0.999]")
-    if optimizer.name == "muon" and (train.zero_stage == 3 or train.offload_optimizer):
+    if optimizer.name == "adamuon" and (train.zero_stage == 3 or train.offload_optimizer):
         raise ValueError(
-            f"optimizer.name: muon, but train.zero_stage = {train.zero_stage} and train.offload_optimizer = "
+            f"optimizer.name: adamuon, but train.zero_stage = {train.zero_stage} and train.offload_optimizer = "
             f"{str(train.offload_optimizer).lower()}: it takes whole matrices, on the device; set 1 or 2 and false"
         )
 

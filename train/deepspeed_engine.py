@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from longdraft.train.adamuon import AdaMuon
 from longdraft.train.config import Config, OptimizerSection, deepspeed_dict
-from longdraft.train.muon import Muon
 from longdraft.train.ranks import Ranks  # before DeepSpeed: it names the accelerator
 
 # isort: split
@@ -62,8 +62,10 @@ class DraftEngine:
         optimizer = config.optimizer
         groups = parameter_groups(draft, optimizer.weight_decay)
         moments: dict[str, Any] = {"lr": optimizer.peak_lr, "betas": optimizer.betas, "eps": optimizer.eps}
-        muon = optimizer.name == "muon"
-        own = Muon(groups, dtype=dtype, **moments) if muon else torch.optim.AdamW(groups, fused=True, **moments)
+        if optimizer.name == "adamuon":
+            own = AdaMuon(groups, dtype=dtype, **moments)
+        else:
+            own = torch.optim.AdamW(groups, fused=True, **moments)
         settings = deepspeed_dict(config, ranks.world_size, sum(p.numel() for p in draft.parameters()))
         with redirect_stdout(StringIO()):  # its bf16 optimizer prints tables of memory
             self.deepspeed, *_ = deepspeed.initialize(

@@ -17,8 +17,8 @@ CASES = {
     "fp32-3": ["train.zero_stage=3"],
     "offload-2": ["train.zero_stage=2", "train.offload_optimizer=true"],
     "bf16-1": ["train.zero_stage=1", "train.precision=bf16"],
-    "muon-2": ["train.zero_stage=2", "optimizer.name=muon"],
-    "bf16-muon-1": ["train.zero_stage=1", "train.precision=bf16", "optimizer.name=muon"],
+    "muon-2": ["train.zero_stage=2", "optimizer.name=adamuon"],
+    "bf16-muon-1": ["train.zero_stage=1", "train.precision=bf16", "optimizer.name=adamuon"],
 }
 PLAN = [f"train.steps={STEPS}", "train.save_every=2", "train.keep_checkpoints=9", "optimizer.weight_decay=1.0",
     f"heldout.every={STEPS}", "heldout.rows=2",

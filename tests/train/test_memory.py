@@ -193,7 +193,7 @@ def test_the_loss_allocates_what_is_estimated(n_rows, n_heads, dtype):
 
 
 STATES = list(product(("fp32", "bf16"), (1, 2, 3), (False, True), ("adamw",)))
-STATES += [("fp32", 1, False, "muon"), ("bf16", 1, False, "muon"), ("bf16", 2, False, "muon")]
+STATES += [("fp32", 1, False, "adamuon"), ("bf16", 1, False, "adamuon"), ("bf16", 2, False, "adamuon")]
 
 
 def test_drafts_under_zero_take_what_is_estimated(tmp_path, monkeypatch, start_ranks, finish_ranks):
@@ -206,7 +206,7 @@ def test_drafts_under_zero_take_what_is_estimated(tmp_path, monkeypatch, start_r
         precision, stage, offload, optimizer = case
         found = draft_states(
             n_weights, largest, bf16=precision == "bf16", stage=stage, offload=offload, n_ranks=2, gpu=False,
-            muon=optimizer == "muon",
+            muon=optimizer == "adamuon",
         )  # fmt: skip
         most = max(found.between + found.forward, found.backward, found.update)
         expected = sum(found.kept.values()) + found.host + most

@@ -1,10 +1,12 @@
-"""Muon under DeepSpeed's ZeRO-1 and 2: matrices move by their momentum made orthogonal, norms and biases by AdamW.
+"""AdaMuon (arXiv 2507.11005) under DeepSpeed's ZeRO-1 and 2, for matrices; norms and biases move by AdamW.
 
-A weight's momentum has a few large directions and many small ones; made orthogonal, all of them count alike (Jordan et
-al. 2024, https://kellerjordan.github.io/posts/muon). Scaled as by Liu et al. (arXiv 2502.16982), an entry moves by
-about as much as AdamW would move it, so rates and weight decay mean the same. DeepSpeed has a Muon of its own, which
-clips what is already orthogonal, so that the limit sets the length of every step, and keeps momentum in bf16.
-Not here: the rate of a step, clipping (deepspeed_engine.py). Shapes: a matrix is [R, C], a share [S].
+A weight's momentum has a few large directions and many small ones; made orthogonal, all of them count alike (Muon,
+Jordan et al. 2024, https://kellerjordan.github.io/posts/muon). Each entry is then divided by its own root mean square
+of late, and moves by about as much as AdamW would move it (Liu et al., arXiv 2502.16982). Other than in the paper, the
+momentum keeps its sizes and is Nesterov's, and no norm of a whole update is taken, so that ranks exchange nothing else.
+DeepSpeed has a Muon of its own, which clips what is already orthogonal, so that the limit sets the length of every
+step, and keeps momentum in bf16. Not here: the rate of a step, clipping (deepspeed_engine.py).
+Shapes: a matrix is [R, C], a share [S].
 """
 
 from math import prod
@@ -18,7 +20,7 @@ from torch.optim.adamw import adamw
 MOMENTUM = 0.95
 # Of the polynomial a x + b x^3 + c x^5, which takes singular values of up to 1 to about 1 in so many steps.
 COEFFICIENTS, STEPS = (3.4445, -4.7750, 2.0315), 5
-# A matrix of orthogonal rows or columns has entries of this root mean square, times the root of its longer side.
+# By so much of the rate an entry moves, in the root mean square: as AdamW's do.
 ENTRY = 0.2
 
 
@@ -34,11 +36,11 @@ def orthogonal(matrix_RC: Tensor, dtype: torch.dtype) -> Tensor:
     return (x.T if tall else x).to(matrix_RC.dtype)
 
 
-class Muon(torch.optim.Optimizer):
+class AdaMuon(torch.optim.Optimizer):
     """What ZeRO leaves of the parameters is one tensor a group, this rank's share of all of them end to end.
 
-    Its state has AdamW's names, for DeepSpeed converts checkpoints to other numbers of ranks by them: `exp_avg` is the
-    momentum, and `exp_avg_sq` is nothing for matrices.
+    Its state has AdamW's names, by which DeepSpeed converts checkpoints to other numbers of ranks: `exp_avg` is the
+    momentum, `exp_avg_sq` the mean square of what moves an entry.
 
     Args:
         groups: as AdamW's; of matrices or of none.
@@ -70,6 +72,9 @@ class Muon(torch.optim.Optimizer):
     def _turn(self, share_S: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> None:
         """The step of matrices. Each rank makes orthogonal what it has a part of, from all ranks' momentum."""
         assert share_S.grad is not None
+        state["step"] += 1
+        beta = group["betas"][1]
+        correction = 1 - beta ** float(state["step"])
         momentum_S = state["exp_avg"].lerp_(share_S.grad, 1 - MOMENTUM)
         whole = _of_all_ranks(share_S.grad.lerp(momentum_S, MOMENTUM))  # Nesterov's
         first = 0 if len(whole) == len(share_S) else dist.get_rank() * len(share_S)
@@ -79,16 +84,19 @@ class Muon(torch.optim.Optimizer):
             stop = start + prod(shape)
             begin, end = max(start, first), min(stop, first + len(share_S))
             if begin < end:
-                turned = orthogonal(whole[start:stop].view(shape), self._dtype).flatten()
-                rate = group["lr"] * ENTRY * max(shape) ** 0.5
-                share_S[begin - first : end - first].sub_(turned[begin - start : end - start], alpha=rate)
+                turned = orthogonal(whole[start:stop].view(shape), self._dtype).flatten()[begin - start : end - start]
+                own = slice(begin - first, end - first)
+                squares = state["exp_avg_sq"][own].mul_(beta).addcmul_(turned, turned, value=1 - beta)
+                sizes = (squares / correction).sqrt_().add_(group["eps"])
+                share_S[own].addcdiv_(turned, sizes, value=-ENTRY * group["lr"])
             start = stop
 
 
 def _adamw(share_S: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> None:
-    beta1, beta2 = group["betas"]
+    (beta1, beta2), grad_S = group["betas"], share_S.grad
+    assert grad_S is not None
     adamw(
-        [share_S], [share_S.grad], [state["exp_avg"]], [state["exp_avg_sq"]], [], [state["step"]],
+        [share_S], [grad_S], [state["exp_avg"]], [state["exp_avg_sq"]], [], [state["step"]],
         foreach=False, amsgrad=False, maximize=False,
         beta1=beta1, beta2=beta2, lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"],
     )  # fmt: skip
