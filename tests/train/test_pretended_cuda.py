@@ -26,6 +26,7 @@ METHODS = {
     "linear-chain": [],
     "silu-chain-anchored": ["draft.kind=silu_chain", *ANCHOR],
     "medusa": ["draft.method=medusa", "draft.init_std=0.1"],
+    "adamuon": ["optimizer.name=adamuon"],
     "longspec": BLOCK,
     "longspec-anchored-restricted": [*BLOCK, *ANCHOR, "draft.draft_vocab_size=60"],
 }
