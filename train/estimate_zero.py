@@ -64,6 +64,8 @@ def draft_states(
         update = (4 * n_weights + bucket if gpu else 8 * n_weights) + (4 * share if bf16 else 0)
     if muon:  # Nesterov's sum, all ranks' of it, and what a matrix is multiplied from, of bf16 in fp32 at the end
         whole = 4 * share + (4 * n_weights if n_ranks > 1 else 0)
+        if stage == 2 and not bf16:  # a share of the gradients a second time, end to end
+            whole += 4 * share
         update = max(update, between + whole + (5 * size + (4 if bf16 else 0)) * largest)
     if buffers:
         kept["gradients and buffers"] = buffers

@@ -193,7 +193,8 @@ def test_the_loss_allocates_what_is_estimated(n_rows, n_heads, dtype):
 
 
 STATES = list(product(("fp32", "bf16"), (1, 2, 3), (False, True), ("adamw",)))
-STATES += [("fp32", 1, False, "adamuon"), ("bf16", 1, False, "adamuon"), ("bf16", 2, False, "adamuon")]
+# In bf16 its products take minutes where there are no instructions for them.
+STATES += [("fp32", 1, False, "adamuon"), ("fp32", 2, False, "adamuon")]
 
 
 def test_drafts_under_zero_take_what_is_estimated(tmp_path, monkeypatch, start_ranks, finish_ranks):
