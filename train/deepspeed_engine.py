@@ -48,7 +48,7 @@ def parameter_groups(draft: nn.Module, weight_decay: float) -> list[dict[str, An
 
 
 class DraftEngine:
-    """A draft under ZeRO with its optimizer, clipping and accumulation. `own`: the optimizer that DeepSpeed wraps.
+    """A draft under ZeRO with its optimizer, clipping and accumulation. `optimizer`: what DeepSpeed wraps in its own.
 
     Args:
         config: the run.
@@ -59,22 +59,22 @@ class DraftEngine:
         self.config, self.ranks = config, ranks
         dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
         draft = draft.to(ranks.device, dtype)
-        optimizer = config.optimizer
-        groups = parameter_groups(draft, optimizer.weight_decay)
-        moments: dict[str, Any] = {"lr": optimizer.peak_lr, "betas": optimizer.betas, "eps": optimizer.eps}
-        if optimizer.name == "adamuon":
-            own = AdaMuon(groups, dtype=dtype, **moments)
+        section = config.optimizer
+        groups = parameter_groups(draft, section.weight_decay)
+        options: dict[str, Any] = {"lr": section.peak_lr, "betas": section.betas, "eps": section.eps}
+        if section.name == "adamuon":
+            self.optimizer = AdaMuon(groups, dtype=dtype, **options)
         else:
-            own = torch.optim.AdamW(groups, fused=True, **moments)
+            self.optimizer = torch.optim.AdamW(groups, fused=True, **options)
         settings = deepspeed_dict(config, ranks.world_size, sum(p.numel() for p in draft.parameters()))
         with redirect_stdout(StringIO()):  # its bf16 optimizer prints tables of memory
             self.deepspeed, *_ = deepspeed.initialize(
-                model=draft, optimizer=own, config=settings, dist_init_required=False
+                model=draft, optimizer=self.optimizer, config=settings, dist_init_required=False
             )
         self.draft = draft
         self._left_out: Tensor | None = None
         self._hooks = [parameter.register_hook(self._counted) for parameter in draft.parameters()]
-        self.own, self._files = own, _Files()
+        self._files = _Files()
         self.deepspeed.checkpoint_engine = self._files
         # It copies scripts beside a checkpoint, to put sharded weights together, which `weights` does too. On a full
         # disk that would fail on the first rank alone, while the others wait; no setting leaves it out.
@@ -122,7 +122,7 @@ class DraftEngine:
             hook.remove()
         self.deepspeed.destroy()
         vars(self.deepspeed.optimizer).clear()
-        self.own.state.clear()
+        self.optimizer.state.clear()
 
     def weights(self) -> dict[str, Tensor]:
         """The draft's whole state on the CPU in its training dtype, on every rank; all ranks must call it."""

@@ -86,16 +86,18 @@ def _convert(folder: Path, place: Path, names: list[str], n_ranks: tuple[int, in
 def _read(engine: DraftEngine, place: Path) -> None:
     """The converted files, and what DeepSpeed 0.19 makes of them put right."""
     config: Any = engine.deepspeed._config
-    groups = [{key: value for key, value in group.items() if key != "params"} for group in engine.own.param_groups]
+    groups = [
+        {key: value for key, value in group.items() if key != "params"} for group in engine.optimizer.param_groups
+    ]
     config.load_universal_checkpoint = True
     try:
         engine.read(place)
     finally:
         # For this alone: left on, it has kept ZeRO-3 from saving more than the first rank's file (issue 7546).
         config.load_universal_checkpoint = False
-    for group, own in zip(engine.own.param_groups, groups, strict=True):
+    for group, own in zip(engine.optimizer.param_groups, groups, strict=True):
         group.update(own)  # ZeRO-3 gives every group the first one's weight decay
-    for parameter, values in engine.own.state.items():
+    for parameter, values in engine.optimizer.state.items():
         # One tensor stands for the steps of all groups under ZeRO-3, where each group would count it up; and it is on
         # the CPU, where a fused AdamW on a GPU cannot read it.
         values["step"] = torch.tensor(float(values["step"]), device=parameter.device)

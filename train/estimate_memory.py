@@ -129,7 +129,7 @@ class _Run:
         return draft_states(
             sum(sizes), max(sizes),
             bf16=train.precision == "bf16", stage=train.zero_stage, offload=train.offload_optimizer,
-            n_ranks=n_ranks, gpu=self.gpu, muon=self.config.optimizer.name == "adamuon",
+            n_ranks=n_ranks, gpu=self.gpu, adamuon=self.config.optimizer.name == "adamuon",
         )  # fmt: skip
 
     def target_weights(self, n_ranks: int) -> tuple[int, dict[str, int]]:

@@ -24,7 +24,15 @@ class DraftStates(NamedTuple):
 
 
 def draft_states(
-    n_weights: int, largest: int, *, bf16: bool, stage: int, offload: bool, n_ranks: int, gpu: bool, muon: bool = False
+    n_weights: int,
+    largest: int,
+    *,
+    bf16: bool,
+    stage: int,
+    offload: bool,
+    n_ranks: int,
+    gpu: bool,
+    adamuon: bool = False,
 ) -> DraftStates:
     """For a draft of `n_weights` weights, of which its largest tensor has `largest`.
 
@@ -33,7 +41,7 @@ def draft_states(
         stage: 1, 2 or 3. offload: masters, moments and the gradients that move them lie on the host.
         n_ranks: among which ZeRO shares out.
         gpu: buffers for sums count whole; on a CPU only what of them is written.
-        muon: makes each matrix orthogonal from all ranks' momentum.
+        adamuon: makes each matrix orthogonal from all ranks' momentum.
     """
     size, share = (2 if bf16 else 4), n_weights / n_ranks
     kept = {"draft's weights": size * (share if stage == 3 else n_weights)}
@@ -62,7 +70,7 @@ def draft_states(
         between = 4 * n_weights + bucket
         backward = 4 * n_weights + size * largest + bucket
         update = (4 * n_weights + bucket if gpu else 8 * n_weights) + (4 * share if bf16 else 0)
-    if muon:  # Nesterov's sum, all ranks' of it, and what a matrix is multiplied from, of bf16 in fp32 at the end
+    if adamuon:  # Nesterov's sum, all ranks' of it, and what a matrix is multiplied from, of bf16 in fp32 at the end
         whole = 4 * share + (4 * n_weights if n_ranks > 1 else 0)
         if stage == 2 and not bf16:  # a share of the gradients a second time, end to end
             whole += 4 * share

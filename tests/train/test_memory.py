@@ -207,7 +207,7 @@ def test_drafts_under_zero_take_what_is_estimated(tmp_path, monkeypatch, start_r
         precision, stage, offload, optimizer = case
         found = draft_states(
             n_weights, largest, bf16=precision == "bf16", stage=stage, offload=offload, n_ranks=2, gpu=False,
-            muon=optimizer == "adamuon",
+            adamuon=optimizer == "adamuon",
         )  # fmt: skip
         most = max(found.between + found.forward, found.backward, found.update)
         expected = sum(found.kept.values()) + found.host + most
