@@ -65,8 +65,8 @@ def export(
         out: where to; None: run_dir/draft, for another format run_dir/FORMAT.
         target: saves loading the run's own.
         form: one of FORMATS. "longdraft" is what this runtime reads.
-        draft_vocab_size: a draft that trained with the whole vocabulary will propose the so many most frequent
-            tokens of the run's training data alone.
+        draft_vocab_size: the draft will propose only so many of the tokens it trained with, those most frequent in the
+            run's training data.
         best: the weights that decoded best while training (train/evaluate.py), not the newest.
         card: also writes a model card and transformers' custom_generate beside the draft (train/model_card.py).
         push: OWNER/NAME of a hub's repository to upload it to, with its card.
@@ -87,7 +87,7 @@ def export(
     if form == vllm_medusa.NAME:
         vllm_medusa.check_section(config.draft)
     if draft_vocab_size is not None:
-        _check_restriction(config)
+        _check_restriction(config, draft_vocab_size)
     out = Path(out) if out is not None else Path(run_dir) / ("draft" if form == "longdraft" else form)
     _check_out(out)
     target = target or LOADERS[config.target.loader](
@@ -147,20 +147,20 @@ def _entry(config: Config, trained_with: str | None, target: Target) -> dict[str
     return entry
 
 
-def _check_restriction(config: Config) -> None:
-    section = config.draft
-    if section.draft_vocab_size is not None:
+def _check_restriction(config: Config, n: int) -> None:
+    trained = config.draft.draft_vocab_size
+    if trained is not None and n > trained:
         raise ValueError(
-            f"draft_vocab_size: the run trained with draft.draft_vocab_size = {section.draft_vocab_size}, and the "
-            "export has that; leave it out"
+            f"draft_vocab_size: {n}, but the run trained with {trained} (draft.draft_vocab_size); give at most that"
         )
 
 
 def _restricted(trained: Trained, n: int) -> Draft:
-    """The same draft for the n most frequent tokens of the training split."""
+    """The same draft for the n of its tokens that are most frequent in the training split."""
     config, target, draft = trained.config, trained.target, trained.draft
     rows, vocab_size = open_rows(config, "train", target), target.model.config.vocab_size
-    token_ids_E = frequent_tokens(rows, vocab_size, n, target.eos_token_ids).to(next(draft.parameters()).device)
+    token_ids_E = frequent_tokens(rows, vocab_size, n, target.eos_token_ids, among=draft.token_ids)
+    token_ids_E = token_ids_E.to(next(draft.parameters()).device)
     with torch.device("meta"):
         restricted: Draft = DRAFTS[config.draft.method][1](replace(draft.config, draft_vocab_size=n))
     restricted.load_state_dict(draft.state_dict() | {"token_ids": token_ids_E}, assign=True)

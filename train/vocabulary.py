@@ -14,7 +14,9 @@ from torch import Tensor
 from longdraft.data_prep.shards import ShardSet
 
 
-def frequent_tokens(rows: ShardSet, vocab_size: int, n: int, always: Sequence[int] = ()) -> Tensor:
+def frequent_tokens(
+    rows: ShardSet, vocab_size: int, n: int, always: Sequence[int] = (), among: Tensor | None = None
+) -> Tensor:
     """The n most frequent token ids of a split, int64 [E = n], ascending; a function of the rows alone.
 
     Every token but the filler counts once. Of equally frequent ones the smaller id is taken. Ascending, because equal
@@ -25,6 +27,7 @@ def frequent_tokens(rows: ShardSet, vocab_size: int, n: int, always: Sequence[in
         vocab_size: V, the target's.
         always: ids that are among them whatever their count: those that end a sequence, which stand once a document.
             What lies outside the vocabulary is passed over.
+        among: int64, no others are taken, `always` apart; None: the whole vocabulary.
     Raises: ValueError where n is not 1 to V or below the number of `always`, or a token is not below V.
     """
     wanted = sorted({token for token in always if 0 <= token < vocab_size})
@@ -41,6 +44,10 @@ def frequent_tokens(rows: ShardSet, vocab_size: int, n: int, always: Sequence[in
                 f"{vocab_size}; prepare it with this target"
             )
         counts_V += counts
+    if among is not None:
+        others_V = np.ones(vocab_size, dtype=bool)
+        others_V[among.cpu().numpy()] = False
+        counts_V[others_V] = -1
     counts_V[wanted] = np.iinfo(np.int64).max
     most_frequent_E = np.argsort(-counts_V, kind="stable")[:n]
     return torch.from_numpy(np.sort(most_frequent_E))

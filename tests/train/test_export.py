@@ -331,6 +331,21 @@ def test_the_runtime_decodes_with_an_exported_longspec_draft(made_run, data_fold
     assert float((best[:, 0] - best[:, 1]).min()) > 1e-3
 
 
+def test_a_restricted_draft_is_restricted_further(made_run, data_folder, capsys):
+    """To the most frequent of the tokens it trained with, which need not be those of the training data."""
+    run, target, trained = made_run("longspec-narrow")
+    assert main([str(run), "--draft-vocab-size", "10"]) == 0
+    assert ", for 10 of 97 tokens: reloaded, largest difference of a logit 0\n" in capsys.readouterr().out
+    draft = load_draft(run / "draft", target)
+    kept, most = set(draft.token_ids.tolist()), frequent_tokens(ShardSet(data_folder / "train"), 97, 10)
+    assert len(kept) == draft.config.draft_vocab_size == 10
+    assert set(target.eos_token_ids) <= kept and kept - set(target.eos_token_ids) <= set(trained.token_ids.tolist())
+    assert kept != set(most.tolist())
+    params = SamplingParams(temperature=1.0, seed=6, max_new_tokens=16)
+    drafted = Engine(target, drafter="longspec", draft=draft, nodes=None).generate([[5, 9, 2, 7, 11, 30]], params)
+    assert drafted[0].tokens == Engine(target).generate([[5, 9, 2, 7, 11, 30]], params)[0].tokens
+
+
 @pytest.mark.parametrize("name", ["medusa", "silu_narrow"])
 def test_the_runtime_decodes_with_heads_of_few_words(made_run, data_folder, capsys, name):
     """Exactly, restricted in training or by the export, and no other token is ever proposed."""
@@ -403,8 +418,8 @@ def test_heads_of_few_words_go_to_vllm_too(made_run, capsys, name, asked, tokens
         ("longspec", "--format vllm-medusa", "format: vllm-medusa cannot hold longspec: its block reads"),
         (
             "longspec-narrow",
-            "--draft-vocab-size 9",
-            "draft_vocab_size: the run trained with draft.draft_vocab_size = 20",
+            "--draft-vocab-size 21",
+            "draft_vocab_size: 21, but the run trained with 20 (draft.draft_vocab_size); give at most that",
         ),
         ("longspec", "--draft-vocab-size 98", "draft_vocab_size: 98; give 1 to 97, the target's vocabulary"),
     ],

@@ -69,6 +69,15 @@ def test_tokens_that_end_a_sequence_are_among_them(rows):
     assert found.tolist() == sorted([*best, 48, 49])
 
 
+@pytest.mark.parametrize("n", [2, 7, 11])
+def test_among_these_alone(rows, n):
+    """Also tokens that no row holds, after all that some row holds; what ends a sequence is taken all the same."""
+    count, among = counted(rows), [*range(3, 12), 48]
+    ranked = sorted(among, key=lambda token: (-count[token], token))
+    found = frequent_tokens(rows, VOCAB, n, always=(49,), among=torch.tensor(among))
+    assert found.tolist() == sorted([49, *ranked[: n - 1]])
+
+
 def test_errors(rows):
     for n in (0, -3, VOCAB + 1):
         with pytest.raises(ValueError, match=f"draft_vocab_size: {n}; give 1 to {VOCAB}, the target's vocabulary"):
