@@ -16,15 +16,13 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from longdraft.kernels.gate import gate
-from longdraft.kernels.linear import linear
 from longdraft.kernels.rotate import rotate
 from longdraft.kernels.segment_attention import Segment, segment_attention
-from longdraft.models.decoder import Decoder, Layer, Linear
+from longdraft.models.decoder import Decoder, Layer
 from longdraft.models.decoder_config import DecoderConfig
 from longdraft.models.drafts.loss import DraftLoss, Part, Teaching, draft_loss
+from longdraft.models.drafts.projection import Projection
 from longdraft.models.drafts.vocabulary import DraftVocabulary
 from longdraft.models.experts import Experts
 from longdraft.models.rope import Rope, RopeConfig, piece_lengths
@@ -91,31 +89,6 @@ class LongSpecConfig:
 def shape_of(target: DecoderConfig) -> dict[str, Any]:
     """The fields of SHAPE; `max_positions` is what RoPE is made with, however many the target is allowed."""
     return {name: getattr(target, name) for name in SHAPE} | {"max_positions": target.rope.max_positions}
-
-
-class _Projection(Linear):
-    """The decoder's linear layer with its fast paths where it is frozen, plain PyTorch where it trains.
-
-    ZeRO-3 gathers a module's weights around its own call alone: nothing here reads another module's.
-    """
-
-    def forward(
-        self,
-        input: Tensor,
-        norm: RMSNorm | None = None,
-        gated: bool = False,
-        residual: Tensor | None = None,
-        first_row: int = 0,
-    ) -> Tensor:
-        """As the decoder's; `first_row`: only the outputs from this one on."""
-        weight, bias = self.weight[first_row:], None if self.bias is None else self.bias[first_row:]
-        if not self.weight.requires_grad:
-            before = None if norm is None else (norm.weight, norm.eps)
-            return linear(input, weight, bias, norm=before, gated=gated, residual=residual)
-        y = F.linear(input if norm is None else norm(input), weight, bias)
-        if gated:
-            y = gate(y)
-        return y if residual is None else y + residual
 
 
 class Queries(NamedTuple):
@@ -191,12 +164,12 @@ class LongSpec(DraftVocabulary):
         self.config, self.rope = config, Rope(config.rope_config)
         d, q_rows = config.hidden_size, config.n_heads * config.head_dim
         self.self_norm, self.cross_norm, self.mlp_norm = (RMSNorm(d, config.rms_norm_eps) for _ in range(3))
-        self.self_qkv = _Projection(d, q_rows + 2 * config.n_kv_heads * config.head_dim)
-        self.self_o = _Projection(q_rows, d, bias=False)
-        self.cross_q = _Projection(d, q_rows)
-        self.cross_o = _Projection(q_rows, d, bias=False)
-        self.gate_up = _Projection(d, 2 * config.intermediate_size, bias=False)
-        self.down = _Projection(config.intermediate_size, d, bias=False)
+        self.self_qkv = Projection(d, q_rows + 2 * config.n_kv_heads * config.head_dim)
+        self.self_o = Projection(q_rows, d, bias=False)
+        self.cross_q = Projection(d, q_rows)
+        self.cross_o = Projection(q_rows, d, bias=False)
+        self.gate_up = Projection(d, 2 * config.intermediate_size, bias=False)
+        self.down = Projection(config.intermediate_size, d, bias=False)
         self.final_norm = RMSNorm(d, config.rms_norm_eps) if config.final_norm else None
         self.restrict(config.draft_vocab_size, token_ids_E)
         self._initialise(generator, target)

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from longdraft.models.drafts.loss import DraftLoss, Part, Teaching, draft_loss
+from longdraft.models.drafts.projection import Projection
 from longdraft.models.drafts.vocabulary import DraftVocabulary, check_size
 
 
@@ -58,7 +59,7 @@ class Medusa(DraftVocabulary):
         self.restrict(config.draft_vocab_size, token_ids_E)
         self.config = config
         d = config.hidden_size
-        self.proj = nn.ModuleList([nn.Linear(d, d, bias=False) for _ in range(config.n_heads)])
+        self.proj = nn.ModuleList([Projection(d, d, bias=False) for _ in range(config.n_heads)])
         with torch.no_grad():
             for parameter in self.parameters():
                 parameter.zero_()

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from longdraft.models.drafts.loss import DraftLoss, Part, Teaching, draft_loss
+from longdraft.models.drafts.projection import Projection
 from longdraft.models.drafts.vocabulary import DraftVocabulary, check_size
 from longdraft.models.stream import RMSNorm
 
@@ -81,7 +82,7 @@ class TokenSwift(DraftVocabulary):
         self.restrict(config.draft_vocab_size, token_ids_E)
         self.config = config
         heads, d = range(config.n_heads), config.hidden_size
-        self.proj = nn.ModuleList([nn.Linear(d, d, bias=False) for _ in heads])
+        self.proj = nn.ModuleList([Projection(d, d, bias=False) for _ in heads])
         if config.kind == "linear_chain":
             self.in_norm = nn.ModuleList([RMSNorm(d, config.rms_norm_eps) for _ in heads])
             self.out_norm = nn.ModuleList([RMSNorm(d, config.rms_norm_eps) for _ in heads])
@@ -105,7 +106,7 @@ class TokenSwift(DraftVocabulary):
         hidden: the target's state for i = 0, else the second of the step before.
         """
         if self.config.kind == "linear_chain":
-            return self.out_norm[i](hidden, self.proj[i](self.in_norm[i](hidden)))
+            return self.out_norm[i](hidden, self.proj[i](hidden, self.in_norm[i]))
         hidden = hidden + F.silu(self.proj[i](hidden))
         return hidden, hidden
 
