@@ -46,6 +46,9 @@ TIMEOUT = timedelta(minutes=60)
 # In what gloo and NCCL say when the other side of a collective is gone.
 LOST = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
 GOES_ON = "from the newest checkpoint, or from the beginning where there is none"
+# DeepSpeed's launcher looks once a second, and of the ranks that have ended by then names any: in so much time it has
+# seen the one whose end ends the others.
+SEEN_S = 2.0
 # As long as NFS keeps what it knows of a folder.
 LAG_S = 60.0
 T = TypeVar("T")
@@ -238,7 +241,8 @@ def failures_named(ranks: Ranks) -> Iterator[None]:
         yield
     except (OSError, SafetensorError, RuntimeError) as error:
         reason = str(error).splitlines()[0] if str(error) else repr(error)
-        if getattr(error, "errno", None) in DISK_FULL or any(f"os error {number}" in reason for number in DISK_FULL):
+        full = getattr(error, "errno", None) in DISK_FULL or any(f"os error {number}" in reason for number in DISK_FULL)
+        if full:
             message = f"a file cannot be written ({reason}); make room, then the same command goes on"
         elif isinstance(error, dist.DistError) or any(word in reason for word in LOST):
             message = f"another rank is gone, it failed or was killed ({reason}); the same command goes on"
@@ -247,6 +251,8 @@ def failures_named(ranks: Ranks) -> Iterator[None]:
         message = f"rank {ranks.rank}: {message} {GOES_ON}"
         if ranks.local_rank:
             log(message)
+        if not full:
+            time.sleep(SEEN_S)
         raise TrainingError(message) from error
 
 
