@@ -67,7 +67,6 @@ class AdaMuon(torch.optim.Optimizer):
                 if not state:
                     state["step"] = torch.zeros((), dtype=torch.float32)
                     state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(share), torch.zeros_like(share)
-                state["step"] = state["step"].cpu()  # a converted checkpoint has it on the device, which is waited for
                 (self._turn if group["shapes"] else _adamw)(share, state, group)
 
     def _turn(self, share_S: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> None:

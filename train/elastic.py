@@ -99,8 +99,9 @@ def _read(engine: DraftEngine, place: Path) -> None:
         group.update(own)  # ZeRO-3 gives every group the first one's weight decay
     for parameter, values in engine.optimizer.state.items():
         # One tensor stands for the steps of all groups under ZeRO-3, where each group would count it up; and it is on
-        # the CPU, where a fused AdamW on a GPU cannot read it.
-        values["step"] = torch.tensor(float(values["step"]), device=parameter.device)
+        # the CPU, where a fused AdamW on a GPU cannot read it, and AdaMuon wants it.
+        place_of_steps = parameter.device if engine.optimizer.defaults.get("fused") else "cpu"
+        values["step"] = torch.tensor(float(values["step"]), device=place_of_steps)
 
 
 def _check_shares(engine: DraftEngine) -> None:

@@ -27,7 +27,7 @@ def frequent_tokens(
         vocab_size: V, the target's.
         always: ids that are among them whatever their count: those that end a sequence, which stand once a document.
             What lies outside the vocabulary is passed over.
-        among: int64, no others are taken, `always` apart; None: the whole vocabulary.
+        among: int64, at least n of them: no others are taken, `always` apart; None: the whole vocabulary.
     Raises: ValueError where n is not 1 to V or below the number of `always`, or a token is not below V.
     """
     wanted = sorted({token for token in always if 0 <= token < vocab_size})
@@ -45,9 +45,7 @@ def frequent_tokens(
             )
         counts_V += counts
     if among is not None:
-        others_V = np.ones(vocab_size, dtype=bool)
-        others_V[among.cpu().numpy()] = False
-        counts_V[others_V] = -1
+        counts_V[np.setdiff1d(np.arange(vocab_size), among.cpu())] = -1
     counts_V[wanted] = np.iinfo(np.int64).max
     most_frequent_E = np.argsort(-counts_V, kind="stable")[:n]
     return torch.from_numpy(np.sort(most_frequent_E))

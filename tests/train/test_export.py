@@ -341,6 +341,8 @@ def test_a_restricted_draft_is_restricted_further(made_run, data_folder, capsys)
     assert len(kept) == draft.config.draft_vocab_size == 10
     assert set(target.eos_token_ids) <= kept and kept - set(target.eos_token_ids) <= set(trained.token_ids.tolist())
     assert kept != set(most.tolist())
+    of_its_own = frequent_tokens(ShardSet(data_folder / "train"), 97, 10, target.eos_token_ids, among=trained.token_ids)
+    assert torch.equal(draft.token_ids, of_its_own)
     params = SamplingParams(temperature=1.0, seed=6, max_new_tokens=16)
     drafted = Engine(target, drafter="longspec", draft=draft, nodes=None).generate([[5, 9, 2, 7, 11, 30]], params)
     assert drafted[0].tokens == Engine(target).generate([[5, 9, 2, 7, 11, 30]], params)[0].tokens
