@@ -195,8 +195,8 @@ def test_a_long_document_takes_little_memory(tmp_path, light, tiny_tokenizer):
     tiny_tokenizer.backend_tokenizer.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "script.py").write_text(light + SCRIPT)
     command = [sys.executable, str(tmp_path / "script.py"), str(tmp_path / "tokenizer.json")]
-    # With a threshold of its own making glibc keeps freed buffers or does not, by how the tokenizer's threads take turns
-    # (245 to 310 MB); at its first threshold, fixed, the peak is of what is held: 136 MB each time.
+    # Left to itself glibc keeps freed buffers or does not, by how the tokenizer's threads take turns (245 to 310 MB);
+    # with its first threshold fixed, the peak is of what is held: 136 MB each time.
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(1 << 17)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment)
     assert done.returncode == 0, done.stderr
