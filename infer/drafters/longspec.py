@@ -10,6 +10,7 @@ Shapes: B slots, T queries of a pass, W nodes of a level, N rows of the tree so 
 
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from longdraft.infer.accept import AcceptResult
 from longdraft.infer.draft_passes import DraftPasses, draft_passes, passes_bytes
 from longdraft.infer.drafters.base import DeviceDrafter, Request, SlotState
 from longdraft.infer.options import check_draft, head_memory, level_widths
-from longdraft.infer.tree import PAD, ROOT, TokenTree
+from longdraft.infer.tree import PAD, TokenTree
 from longdraft.models.drafts.longspec import LongSpec, shape_of
 from longdraft.models.kv_cache import KVCache
 from longdraft.models.passes import TargetOutput
@@ -97,26 +98,27 @@ class LongSpecDrafter(DeviceDrafter):
         count, *widths = plan
         assert self._passes is not None
         self._passes.begin(state, count, len(widths))
-        nodes_BT = state.roots[:, None]
-        scores_BT = torch.zeros_like(nodes_BT, dtype=torch.float32)
+        nodes_BT, n_before, tree = state.roots[:, None], 0, TokenTree.roots(state.roots)
+        tree = replace(tree, classes=torch.zeros_like(nodes_BT))
+        # What an inactive slot's nodes inherit: they are all padding.
+        scores_BT = torch.zeros(nodes_BT.shape, device=nodes_BT.device).masked_fill_(~state.active[:, None], -torch.inf)
         ancestors_BTN = torch.ones_like(nodes_BT, dtype=torch.bool)[:, :, None]  # rows of the tree open to each query
-        tokens, parents = [nodes_BT], [torch.full_like(nodes_BT, ROOT)]
-        classes, first, tree = [torch.zeros_like(nodes_BT)], 0, TokenTree.roots(state.roots)
         for level, width in enumerate(widths, start=1):
             logits_BTE = self._passes.logits(state, nodes_BT, level, ancestors_BTN)
-            chosen_BW, parents_BW, lasting_BW, class_BW = self._extend(state, logits_BTE, scores_BT, level, width)
-            dead_BW = lasting_BW.isneginf() | ~state.active[:, None]
-            tokens.append(chosen_BW)
-            parents.append((parents_BW + first).masked_fill(dead_BW, PAD))
-            classes.append(class_BW)
-            first += nodes_BT.shape[1]
-            above_BWN = ancestors_BTN.gather(1, parents_BW[:, :, None].expand(-1, -1, ancestors_BTN.shape[2]))
-            own_WW = torch.eye(chosen_BW.shape[1], dtype=torch.bool, device=chosen_BW.device)
-            ancestors_BTN = torch.cat([above_BWN, own_WW.expand(len(above_BWN), -1, -1)], dim=2)
-            nodes_BT, scores_BT = chosen_BW, lasting_BW
-            tree = TokenTree(*(torch.cat(part, dim=1) for part in (tokens, parents, classes)))
-            if level < len(widths) and not state.goes_on(tree):
+            chosen_BW, above_BW, scores_BW, classes_BW = self._extend(state, logits_BTE, scores_BT, level, width)
+            parents_BW = (above_BW + n_before).masked_fill_(scores_BW.isneginf(), PAD)
+            tree = TokenTree(
+                torch.cat((tree.tokens, chosen_BW), 1),
+                torch.cat((tree.parents, parents_BW), 1),
+                torch.cat((tree.classes, classes_BW), 1),
+            )
+            if level == len(widths) or not state.goes_on(tree):
                 break
+            own_WW = torch.eye(chosen_BW.shape[1], dtype=torch.bool, device=chosen_BW.device)
+            rows_BWN = ancestors_BTN.gather(1, above_BW[:, :, None].expand(-1, -1, ancestors_BTN.shape[2]))
+            ancestors_BTN = torch.cat([rows_BWN, own_WW.expand(len(rows_BWN), -1, -1)], dim=2)
+            n_before += nodes_BT.shape[1]
+            nodes_BT, scores_BT = chosen_BW, scores_BW
         return tree
 
     def _extend(
@@ -128,12 +130,15 @@ class LongSpecDrafter(DeviceDrafter):
         """
         count = min(width, logits_BTE.shape[-1])
         log_probs_BTC, ids_BTC = state.best(logits_BTE, level, count, self.draft.token_ids)
-        flat_BC = (scores_BT[:, :, None] + log_probs_BTC).flatten(1)
-        sums_BW, places_BW = flat_BC.topk(min(width, flat_BC.shape[1]), dim=-1)
-        tokens_BW = self.draft.tokens(ids_BTC.flatten(1).gather(1, places_BW))
-        surprise_BW = -log_probs_BTC.flatten(1).gather(1, places_BW)
-        classes_BW = 1 + (level - 1) * (len(SURPRISE) + 1) + torch.bucketize(surprise_BW, self._borders)
-        return tokens_BW, places_BW // count, sums_BW, classes_BW
+        sums_BW, log_probs_BW, ids_BW = (
+            part.flatten(1) for part in (scores_BT[:, :, None] + log_probs_BTC, log_probs_BTC, ids_BTC)
+        )
+        above_BW = torch.zeros_like(ids_BW)
+        if logits_BTE.shape[1] > 1:  # else they are in order already
+            sums_BW, places_BW = sums_BW.topk(min(width, sums_BW.shape[1]), dim=-1)
+            log_probs_BW, ids_BW, above_BW = log_probs_BW.gather(1, places_BW), ids_BW.gather(1, places_BW), places_BW // count
+        classes_BW = torch.bucketize(-log_probs_BW, self._borders) + (1 + (level - 1) * (len(SURPRISE) + 1))
+        return self.draft.tokens(ids_BW), above_BW, sums_BW, classes_BW
 
 
 def _fit(widths: Sequence[int], max_nodes: int) -> list[int]:

@@ -211,8 +211,12 @@ typedef struct {
 /* ---- a draft's block that reads another model's cache: stages of one job ---- */
 
 typedef struct {
-    const void *self_norm, *qkv, *qkv_bias, *self_o, *cross_norm, *cross_q, *cross_q_bias, *cross_o; /* biases may be NULL */
-    const void *mlp_norm, *gate_up, *down, *final_norm, *head, *head_scales; /* final_norm may be NULL, head_scales as in linear */
+    const void *w;
+    const float *scales;
+} matrix; /* as in linear */
+typedef struct {
+    matrix qkv, self_o, cross_q, cross_o, gate_up, down, head;
+    const void *qkv_bias, *cross_q_bias, *self_norm, *cross_norm, *mlp_norm, *final_norm; /* biases and the last may be NULL */
 } draft_weights;
 typedef struct {
     linear behind, qkv, self_o, cross_q, cross_o, gate_up, down, head;

@@ -24,6 +24,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -250,7 +251,14 @@ def can_multiply(weight_NI: Tensor, gated: bool) -> bool:
     return k % 8 == 0 and not (gated and n % 16) and weight_NI.is_contiguous() and library() is not None
 
 
-def in_bytes(weight_NI: Tensor) -> tuple[Tensor, Tensor]:
+class Weight(NamedTuple):
+    """A weight [N, I], of the rows' dtype or, where `scales_N` (fp32) are given, in bytes: see `in_bytes`."""
+
+    numbers_NI: Tensor
+    scales_N: Tensor | None = None
+
+
+def in_bytes(weight_NI: Tensor) -> Weight:
     """A weight as int8 [N, I] and one fp32 scale [N] an output, which read half of bf16's bytes: numbers are off by at
     most a 254th of their output's largest. Not for a target, whose numbers are its own."""
     in_bytes_NI = torch.empty_like(weight_NI, dtype=torch.int8)
@@ -260,7 +268,7 @@ def in_bytes(weight_NI: Tensor) -> tuple[Tensor, Tensor]:
         wide_PI = weight_NI[part].float()
         scales_N[part] = (wide_PI.abs().amax(1) / 127).clamp(min=torch.finfo(torch.float32).tiny)
         in_bytes_NI[part] = (wide_PI / scales_N[part, None]).round_()
-    return in_bytes_NI, scales_N
+    return Weight(in_bytes_NI, scales_N)
 
 
 def linear_rows(

@@ -5,7 +5,7 @@ import torch
 
 from longdraft.infer.draft_passes import block_weights
 from longdraft.kernels.cpu_impl import rows
-from longdraft.kernels.cpu_impl.draft_block import DraftBlock, Rows, can_run
+from longdraft.kernels.cpu_impl.draft_block import BlockWeights, DraftBlock, Rows, can_run
 from longdraft.kernels.reference.cross_attention import cross_attention
 from longdraft.kernels.reference.tree_attention import tree_attention
 from longdraft.models.drafts.longspec import LongSpec, LongSpecConfig
@@ -32,8 +32,8 @@ def block_of(kind, dtype):
     return draft.to(dtype).requires_grad_(False), head_ED.to(dtype)
 
 
-def block_for(config, weights):
-    return DraftBlock(weights, config.n_heads, config.n_kv_heads, config.rms_norm_eps, WINDOW + 1)
+def block_for(config, weights, own, target):
+    return DraftBlock(weights, config.n_heads, config.n_kv_heads, config.rms_norm_eps, WINDOW + 1, own, target)
 
 
 def random_mask(batch, n_tokens, before, generator):
@@ -87,10 +87,10 @@ def test_it_is_the_networks_operations(kind, batch, n_tokens, before):
     )
     weights = block_weights(draft, head_ED)
     assert can_run(weights, config.head_dim)
-    block = block_for(config, weights)
-    found = block.run(Rows(x_BTD, *tables), own, mask_BTN, target)
+    block = block_for(config, weights, own[:2], target[:2])
+    found = block.run(Rows(x_BTD, *tables), lengths_B, mask_BTN, seen_B)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-    again = block.run(Rows(x_BTD, *tables), own, mask_BTN, target)
+    again = block.run(Rows(x_BTD, *tables), lengths_B, mask_BTN, seen_B)
     assert torch.equal(found, again)
 
 
@@ -109,8 +109,8 @@ def test_in_bf16_it_errs_as_little_as_the_operations(kind):
     def given(dtype):
         return (*own.to(dtype).clone(), lengths_B), mask_BTN, (*seen.to(dtype), lengths_B)
 
-    block = block_for(config, block_weights(draft, head_ED))
-    found = block.run(Rows(x_BTD, *tables), *given(torch.bfloat16)).float()
+    block = block_for(config, block_weights(draft, head_ED), own.clone(), seen)
+    found = block.run(Rows(x_BTD, *tables), lengths_B, mask_BTN, lengths_B).float()
     operations = by_operations(draft, head_ED, x_BTD, tables, *given(torch.bfloat16)).float()
     wide = [table.float() for table in tables]
     exact = by_operations(draft.float(), head_ED.float(), x_BTD.float(), wide, *given(torch.float32))
@@ -123,12 +123,12 @@ def test_a_row_alone_has_the_bits_of_a_row_among_others():
     lengths_B = torch.tensor([17])
     own, seen = (torch.randn(2, 1, CAPACITY, 2, 8, generator=generator).bfloat16() for _ in range(2))
     x_BTD = torch.randn(1, 6, 32, generator=generator).bfloat16()
-    block = block_for(config, block_weights(draft, head_ED))
+    block = block_for(config, block_weights(draft, head_ED), own, seen)
 
     def run(rows):
         tables = draft.tables(lengths_B[:, None].expand(-1, len(x_BTD[0, rows])))
         mask_1TT = torch.eye(len(x_BTD[0, rows]), dtype=torch.bool)[None]
-        return block.run(Rows(x_BTD[:, rows].contiguous(), *tables), (*own, lengths_B), mask_1TT, (*seen, lengths_B))
+        return block.run(Rows(x_BTD[:, rows].contiguous(), *tables), lengths_B, mask_1TT, lengths_B)
 
     whole = run(slice(0, 6))
     for row in range(6):
@@ -151,36 +151,37 @@ def test_rows_behind_leave_the_keys_and_values_of_the_network(kind, dtype):
         for kept, fresh_BTKd in zip(expected, own_kv, strict=True):
             count = min(n_behind, length)
             kept[slot, length - count : length] = fresh_BTKd[slot, n_behind - count :]
-    block = block_for(config, block_weights(draft, head_ED))
-    mask_B11, target = torch.ones(3, 1, 1, dtype=torch.bool), (seen, seen, lengths_B)
+    block = block_for(config, block_weights(draft, head_ED), (keys, values), (seen, seen))
+    mask_B11 = torch.ones(3, 1, 1, dtype=torch.bool)
     asked = Rows(x_BTD, *draft.tables(lengths_B[:, None]))
-    found = block.run(asked, (keys, values, lengths_B), mask_B11, target, Rows(behind_BTD, *draft.tables(positions_B5)))
+    found = block.run(asked, lengths_B, mask_B11, lengths_B, Rows(behind_BTD, *draft.tables(positions_B5)))
     for kept, wanted in zip((keys, values), expected, strict=True):
         for slot, length in enumerate(lengths_B.tolist()):
             torch.testing.assert_close(kept[slot, :length], wanted[slot, :length])
             assert torch.equal(kept[slot, length + 1 :], wanted[slot, length + 1 :])
     # The pass reads them.
-    assert torch.equal(found, block.run(asked, (keys, values, lengths_B), mask_B11, target))
+    assert torch.equal(found, block.run(asked, lengths_B, mask_B11, lengths_B))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_head_in_bytes_is_the_head_that_the_bytes_stand_for(kind):
-    draft, head_ED = block_of(kind, torch.bfloat16)
+def test_weights_in_bytes_are_the_weights_that_the_bytes_stand_for(kind, dtype):
+    draft, head_ED = block_of(kind, dtype)
     config, generator, lengths_B = draft.config, torch.Generator().manual_seed(5), torch.tensor([9])
     own, seen = (
-        torch.randn(2, 1, CAPACITY, config.n_kv_heads, config.head_dim, generator=generator).bfloat16()
-        for _ in range(2)
+        torch.randn(2, 1, CAPACITY, config.n_kv_heads, config.head_dim, generator=generator).to(dtype) for _ in range(2)
     )
-    asked = Rows(
-        torch.randn(1, 3, config.hidden_size, generator=generator).bfloat16(), *draft.tables(torch.full((1, 3), 9))
-    )
-    bytes_ED, scales_E = rows.in_bytes(head_ED)
-    plain = block_weights(draft, (bytes_ED.float() * scales_E[:, None]).bfloat16())
-    in_bytes = plain._replace(head_ED=bytes_ED, head_scales_E=scales_E)
-    found, wanted = (
-        block_for(config, weights).run(
-            asked, (*own, lengths_B), torch.eye(3, dtype=torch.bool)[None], (*seen, lengths_B)
-        )
-        for weights in (in_bytes, plain)
-    )
-    assert torch.equal(found, wanted)
+
+    def given(n_tokens, position):
+        x_BTD = torch.randn(1, n_tokens, config.hidden_size, generator=generator).to(dtype)
+        return Rows(x_BTD, *draft.tables(torch.full((1, n_tokens), position)))
+
+    asked, behind = given(3, 9), given(2, 8)
+    in_bytes = block_weights(draft, head_ED).in_bytes()
+    plain = [rows.Weight((w_NI.float() * scales_N[:, None]).to(dtype)) for w_NI, scales_N in in_bytes.matrices]
+    for weights in (in_bytes, plain := BlockWeights(*plain, *in_bytes.vectors)):
+        mask_1TT = torch.eye(3, dtype=torch.bool)[None]
+        found = block_for(config, weights, own, seen).run(asked, lengths_B, mask_1TT, lengths_B, behind)
+        if weights is in_bytes:
+            wanted, kept = found, own.clone()
+    assert torch.equal(found, wanted) and torch.equal(own, kept)
