@@ -72,22 +72,25 @@ class DraftPasses:
 
 def draft_passes(draft: LongSpec, target: Decoder, head_ED: Tensor, cache: KVCache, tree_rows: int) -> DraftPasses:
     """The way for this draft here. tree_rows: the most rows of a tree that are ever queries."""
-    weights = block_weights(draft, head_ED)
-    if draft_block.can_run(weights, draft.config.head_dim):
-        return _InC(draft, target, weights, cache, tree_rows)
+    if _can_run(draft, head_ED):
+        return _InC(draft, target, head_ED, cache, tree_rows)
     return _ByOperations(draft, target, head_ED, cache, tree_rows)
+
+
+def _can_run(draft: LongSpec, head_ED: Tensor) -> bool:
+    """Whether C computes this block here; its RoPE is a table of positions, not of lengths."""
+    known = draft_block.can_run(block_weights(draft, head_ED), draft.config.head_dim)
+    return known and not draft.rope.length_dependent
 
 
 def passes_bytes(draft: LongSpec, head_ED: Tensor, batch: int, capacity: int, tree_rows: int) -> int:
     """What `draft_passes` allocates for a target's cache of so many slots and positions."""
-    weights = block_weights(draft, head_ED)
-    if draft_block.can_run(weights, draft.config.head_dim):
-        numbers = 2 * draft.config.n_kv_heads + (0 if draft.rope.length_dependent else 1.5 / batch)  # of head_dim
-        row = int(numbers * draft.config.head_dim * head_ED.element_size())
-        sizes = [matrix.numbers_NI.shape for matrix in weights.matrices]
-        copies = sum(n * k + 4 * n for n, k in sizes) if _in_bytes(head_ED.dtype) else 0
-        return batch * (capacity + tree_rows) * row + copies
-    return WindowCache.bytes(draft, batch, tree_rows)
+    if not _can_run(draft, head_ED):
+        return WindowCache.bytes(draft, batch, tree_rows)
+    row = draft.config.head_dim * head_ED.element_size()
+    sizes = [matrix.numbers_NI.shape for matrix in block_weights(draft, head_ED).matrices]
+    copies = sum(n * k + 4 * n for n, k in sizes) if _in_bytes(head_ED.dtype) else 0
+    return (capacity + tree_rows) * (2 * batch * draft.config.n_kv_heads * row + 3 * row // 2) + copies
 
 
 def _in_bytes(dtype: torch.dtype) -> bool:
@@ -149,67 +152,49 @@ class _InC(DraftPasses):
 
     keeps_roots = True
 
-    def __init__(
-        self, draft: LongSpec, target: Decoder, weights: draft_block.BlockWeights, cache: KVCache, tree_rows: int
-    ):
-        config, dtype = draft.config, weights.dtype
+    def __init__(self, draft: LongSpec, target: Decoder, head_ED: Tensor, cache: KVCache, tree_rows: int):
+        config, dtype, self._head_ED = draft.config, head_ED.dtype, head_ED
         super().__init__(draft, target, cache, window_of(draft))
         shape = cache.batch, cache.capacity + tree_rows, config.n_kv_heads, config.head_dim
         # Zeros: a row that nobody wrote may lie in front of the window, where it is multiplied by 0.
-        self._keys, self._values = (torch.zeros(shape, dtype=dtype) for _ in range(2))
-        self._weights, self._versions = weights, list[int]()
+        self._own = torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)
+        cos, sin = draft.tables(torch.arange(shape[1])[None])
+        self._tables, self._behind, self._known = (cos.flatten(0, -2), sin.flatten(0, 1).flatten(1)), 0, list[int]()
         self._take_weights()
-        self._behind: draft_block.Rows | None = None
-        # RoPE's cos and sin of every position, where they do not depend on the length too.
-        self._table: tuple[Tensor, Tensor] | None = None
-        if not draft.rope.length_dependent:
-            cos, sin = draft.tables(torch.arange(cache.capacity + tree_rows)[None])
-            self._table = cos[0], sin[0]
 
     def start(self, slots: Sequence[int], longest: int) -> None:
         super().start(slots, longest)
         self._take_weights()
 
     def _take_weights(self) -> None:
-        """Copies in bytes are of the weights as they are now, which somebody may train."""
-        weights = self._weights
-        versions = [0 if w_NI.is_inference() else w_NI._version for w_NI, _ in weights.matrices]
-        if versions == self._versions:
+        """As they are now: what C reads of them may be a copy in bytes, and somebody may train them."""
+        weights, embed, config = block_weights(self.draft, self._head_ED), self._embed, self.draft.config
+        given = [embed.weight, *(matrix.numbers_NI for matrix in weights.matrices)]
+        known = [number for w in given for number in (w.data_ptr(), 0 if w.is_inference() else w._version)]
+        if known == self._known:
             return
-        self._versions, config = versions, self.draft.config
-        self._block = draft_block.DraftBlock(
+        self._known, self._block = known, draft_block.DraftBlock(
             weights.in_bytes() if _in_bytes(weights.dtype) else weights,
-            config.n_heads,
-            config.n_kv_heads,
-            config.rms_norm_eps,
-            self.most + 1,  # with a row's own key
-            (self._keys, self._values),
-            (self.cache.keys[-1], self.cache.values[-1]),
-        )
+            draft_block.Inputs(embed.weight, embed.scale, *self._tables),
+            config.n_heads, config.n_kv_heads, config.rms_norm_eps, self.most + 1,  # with a row's own key
+            self._own, (self.cache.keys[-1], self.cache.values[-1]),
+        )  # fmt: skip
 
     def begin(self, state: SlotState, count: int, n_levels: int) -> None:
-        self._behind = None
-        if not count:
-            return
-        before_BCD = self._embed(state.history.read(state.positions - count, count))
+        self._behind = count
+        if self.cache.batch * count <= rows.MOST_LINEAR_ROWS:
+            return  # they go along with the first level
+        self._behind = 0
         # Position 0 again where there are fewer.
         places_BC = (state.positions[:, None] + torch.arange(-count, 0)).clamp_(min=0)
-        tables = self._tables(state, places_BC)
-        if self.cache.batch * count <= rows.MOST_LINEAR_ROWS:  # they go along with the first level
-            self._behind = draft_block.Rows(before_BCD, *tables)
-            return
-        for kept, own_BCKd in zip((self._keys, self._values), self.draft.self_kv(before_BCD, tables), strict=True):
+        embeddings_BCD = self._embed(state.history.read(state.positions - count, count))
+        own_kv = self.draft.self_kv(embeddings_BCD, self.draft.tables(places_BC))
+        for kept, own_BCKd in zip(self._own, own_kv, strict=True):
             for slot, position in enumerate(state.positions.tolist()):
                 there = min(count, position)
                 kept[slot, position - there : position] = own_BCKd[slot, count - there :]
 
     def logits(self, state: SlotState, nodes_BT: Tensor, level: int, ancestors_BTN: Tensor) -> Tensor:
-        tables = self._tables(state, (state.positions + level - 1)[:, None].expand_as(nodes_BT))
-        asked, behind, self._behind = draft_block.Rows(self._embed(nodes_BT), *tables), self._behind, None
-        return self._block.run(asked, state.positions, ancestors_BTN.contiguous(), self.cache.lengths, behind)
-
-    def _tables(self, state: SlotState, positions_BT: Tensor) -> tuple[Tensor, Tensor]:
-        if self._table is None:
-            return self.draft.tables(positions_BT, state.history.prompt_lengths)
-        cos, sin = self._table
-        return cos[positions_BT], sin[positions_BT]
+        behind, self._behind = self._behind, 0
+        target_lengths_B, tokens_BS = self.cache.lengths, state.history.tokens
+        return self._block.run(nodes_BT, state.positions, level - 1, ancestors_BTN, target_lengths_B, tokens_BS, behind)

@@ -10,7 +10,6 @@ Shapes: B slots, T queries of a pass, W nodes of a level, N rows of the tree so 
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -19,7 +18,8 @@ from longdraft.infer.accept import AcceptResult
 from longdraft.infer.draft_passes import DraftPasses, draft_passes, passes_bytes
 from longdraft.infer.drafters.base import DeviceDrafter, Request, SlotState
 from longdraft.infer.options import check_draft, head_memory, level_widths
-from longdraft.infer.tree import PAD, TokenTree
+from longdraft.infer.tree import ROOT, TokenTree
+from longdraft.kernels.beam import Level, beam_level
 from longdraft.models.drafts.longspec import LongSpec, shape_of
 from longdraft.models.kv_cache import KVCache
 from longdraft.models.passes import TargetOutput
@@ -33,6 +33,8 @@ SURPRISE = (0.05, 0.2, 0.5, 1.0, 1.7, 2.5, 3.5, 5.0, 7.0)
 
 
 class LongSpecDrafter(DeviceDrafter):
+    extended = 16  # TODO
+
     """Beam without discarding: nodes that are not extended stay in the tree.
 
     A node's score is the sum of its path's log-probabilities, at T > 0 the log-softmax of logits / T + noise: the
@@ -98,47 +100,33 @@ class LongSpecDrafter(DeviceDrafter):
         count, *widths = plan
         assert self._passes is not None
         self._passes.begin(state, count, len(widths))
-        nodes_BT, n_before, tree = state.roots[:, None], 0, TokenTree.roots(state.roots)
-        tree = replace(tree, classes=torch.zeros_like(nodes_BT))
-        # What an inactive slot's nodes inherit: they are all padding.
-        scores_BT = torch.zeros(nodes_BT.shape, device=nodes_BT.device).masked_fill_(~state.active[:, None], -torch.inf)
-        ancestors_BTN = torch.ones_like(nodes_BT, dtype=torch.bool)[:, :, None]  # rows of the tree open to each query
-        for level, width in enumerate(widths, start=1):
-            logits_BTE = self._passes.logits(state, nodes_BT, level, ancestors_BTN)
-            chosen_BW, above_BW, scores_BW, classes_BW = self._extend(state, logits_BTE, scores_BT, level, width)
-            parents_BW = (above_BW + n_before).masked_fill_(scores_BW.isneginf(), PAD)
-            tree = TokenTree(
-                torch.cat((tree.tokens, chosen_BW), 1),
-                torch.cat((tree.parents, parents_BW), 1),
-                torch.cat((tree.classes, classes_BW), 1),
+        level = self._root_level(state)
+        nodes_3BN, first = level.nodes_3BW, 0  # of the tree so far; its number of the first node that is extended
+        tree = TokenTree(*nodes_3BN)
+        for stage, width in enumerate(widths, start=1):
+            here_BT, scores_BT, open_BTN = (
+                part[:, : self.extended] for part in (level.nodes_3BW[0], level.scores_BW, level.open_BWN)
             )
-            if level == len(widths) or not state.goes_on(tree):
+            open_BTN = open_BTN[:, :, : open_BTN.shape[2] - level.scores_BW.shape[1] + here_BT.shape[1]]
+            logits_BTE = self._passes.logits(state, here_BT, stage, open_BTN)
+            best = state.best(logits_BTE, stage, min(width, logits_BTE.shape[-1]), self.draft.token_ids)
+            first_class = 1 + (stage - 1) * (len(SURPRISE) + 1)
+            level = beam_level(
+                *best, scores_BT, open_BTN, width, first, first_class, self._borders, self.draft.token_ids
+            )
+            first = nodes_3BN.shape[2]
+            nodes_3BN = torch.cat((nodes_3BN, level.nodes_3BW), 2)
+            tree = TokenTree(*nodes_3BN)
+            if stage < len(widths) and not state.goes_on(tree):
                 break
-            own_WW = torch.eye(chosen_BW.shape[1], dtype=torch.bool, device=chosen_BW.device)
-            rows_BWN = ancestors_BTN.gather(1, above_BW[:, :, None].expand(-1, -1, ancestors_BTN.shape[2]))
-            ancestors_BTN = torch.cat([rows_BWN, own_WW.expand(len(rows_BWN), -1, -1)], dim=2)
-            n_before += nodes_BT.shape[1]
-            nodes_BT, scores_BT = chosen_BW, scores_BW
         return tree
 
-    def _extend(
-        self, state: SlotState, logits_BTE: Tensor, scores_BT: Tensor, level: int, width: int
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The `width` best children of all nodes: tokens, index of the parent among the nodes, scores (fp32), classes.
-
-        A node's children carry different tokens, for a row's largest scores are of different ones.
-        """
-        count = min(width, logits_BTE.shape[-1])
-        log_probs_BTC, ids_BTC = state.best(logits_BTE, level, count, self.draft.token_ids)
-        sums_BW, log_probs_BW, ids_BW = (
-            part.flatten(1) for part in (scores_BT[:, :, None] + log_probs_BTC, log_probs_BTC, ids_BTC)
-        )
-        above_BW = torch.zeros_like(ids_BW)
-        if logits_BTE.shape[1] > 1:  # else they are in order already
-            sums_BW, places_BW = sums_BW.topk(min(width, sums_BW.shape[1]), dim=-1)
-            log_probs_BW, ids_BW, above_BW = log_probs_BW.gather(1, places_BW), ids_BW.gather(1, places_BW), places_BW // count
-        classes_BW = torch.bucketize(-log_probs_BW, self._borders) + (1 + (level - 1) * (len(SURPRISE) + 1))
-        return self.draft.tokens(ids_BW), above_BW, sums_BW, classes_BW
+    def _root_level(self, state: SlotState) -> Level:
+        """The roots as the first level; what an inactive slot's inherits it is at -inf, so that all is padding."""
+        roots_B1 = state.roots[:, None]
+        nodes_3B1 = torch.stack((roots_B1, torch.full_like(roots_B1, ROOT), torch.zeros_like(roots_B1)))
+        scores_B1 = torch.zeros_like(roots_B1, dtype=torch.float32).masked_fill_(~state.active[:, None], -torch.inf)
+        return Level(nodes_3B1, scores_B1, torch.ones_like(roots_B1, dtype=torch.bool)[:, :, None])
 
 
 def _fit(widths: Sequence[int], max_nodes: int) -> list[int]:

@@ -54,7 +54,9 @@ class _Weights(ctypes.Structure):
     """`draft_weights` of rows.c: of each matrix its numbers and its scales."""
 
     _fields_ = rows.fields(
-        " ".join(f"{name} {name}_scales" for name in BlockWeights._fields[:7]) + " " + " ".join(BlockWeights._fields[7:]),
+        " ".join(f"{name} {name}_scales" for name in BlockWeights._fields[:7])
+        + " "
+        + " ".join(BlockWeights._fields[7:]),
         "",
     )
 
@@ -73,24 +75,21 @@ class _Block(ctypes.Structure):
     """`draft_block` of rows.c."""
 
     _fields_ = rows.fields(
-        "weights calls x cos sin logits rest keys values lengths ends mask target_keys target_values target_lengths "
-        "behind behind_cos behind_sin behind_starts behind_rest",
-        "batch rows before n_behind hidden heads kv_heads width inner vocab window slot row target_slot target_row",
-        "eps scale",
+        "weights calls tokens embeddings cos sin logits rest keys values lengths ends mask target_keys target_values "
+        "target_lengths history behind_starts behind_rest",
+        "batch rows before n_behind hidden heads kv_heads width inner vocab window slot row target_slot target_row "
+        "history_slot offset",
+        "eps scale embedding_scale",
     )
 
 
-class Rows(NamedTuple):
-    """Rows of a pass: embeddings in the weights' dtype, and RoPE's tables at their positions as in kernels/rotate.py;
-    contiguous."""
+class Inputs(NamedTuple):
+    """What a token and its position are to the block: tables in the weights' dtype, contiguous."""
 
-    x_BTD: Tensor
-    cos_BT11F: Tensor
-    sin_BT12F: Tensor
-
-    def fit(self, batch: int, count: int, dtype: torch.dtype) -> bool:
-        """Whether they are so many of a dtype."""
-        return all(part.is_contiguous() and part.dtype == dtype and part.shape[:2] == (batch, count) for part in self)
+    embeddings_VD: Tensor
+    scale: float  # of embeddings
+    cos_PF: Tensor  # RoPE's of every position, as in kernels/rotate.py
+    sin_P2F: Tensor
 
 
 class DraftBlock:
@@ -106,6 +105,7 @@ class DraftBlock:
     def __init__(
         self,
         weights: BlockWeights,
+        inputs: Inputs,
         n_heads: int,
         n_kv_heads: int,
         eps: float,
@@ -120,57 +120,66 @@ class DraftBlock:
         width = keys.shape[3]
         for k, v in (own, target):
             assert k.stride() == v.stride() and k.stride()[2:] == (width, 1) and k.dtype == v.dtype == weights.dtype
-        self._kept = weights, own, target  # what is made for these tables alone lives with them
+        for table in (inputs.embeddings_VD, inputs.cos_PF, inputs.sin_P2F):
+            assert table.is_contiguous() and table.dtype == weights.dtype
+        self._kept = weights, inputs, own, target  # what is made for these tables alone lives with them
         every = *(part for matrix in weights.matrices for part in matrix), *weights.vectors
         self._table, self._calls = _Weights(*map(rows.pointer, every)), _Calls()
         hidden, inner, vocab = len(weights.self_norm), weights.down.numbers_NI.shape[1], len(weights.head.numbers_NI)
-        self._dtype, self._hidden, self._vocab, self._kv = weights.dtype, hidden, vocab, n_kv_heads * width
-        self._each = 6 * n_heads * width + 3 * self._kv + 3 * hidden + inner  # scratch of a row
+        self._dtype, self._vocab, kv, turning = weights.dtype, vocab, n_kv_heads * width, width // 2 * 3
+        # Scratch of a row that is asked, and of one behind.
+        self._each = 6 * n_heads * width + 3 * kv + 4 * hidden + inner + turning
+        self._each_behind = hidden + 3 * kv + turning
         self._name = f"draft_block_{rows.SUFFIXES[weights.dtype]}"
         self._arguments = _Block(
             weights=ctypes.addressof(self._table), calls=ctypes.addressof(self._calls), keys=keys.data_ptr(),
+            embeddings=inputs.embeddings_VD.data_ptr(), cos=inputs.cos_PF.data_ptr(), sin=inputs.sin_P2F.data_ptr(),
             values=values.data_ptr(), target_keys=target[0].data_ptr(), target_values=target[1].data_ptr(), hidden=hidden,
             heads=n_heads, kv_heads=n_kv_heads, width=width, inner=inner, vocab=vocab, window=window, slot=keys.stride(0),
             row=keys.stride(1), target_slot=target[0].stride(0), target_row=target[0].stride(1), eps=eps, scale=width**-0.5,
+            embedding_scale=torch.tensor(inputs.scale, dtype=weights.dtype).item(),
         )  # fmt: skip
 
     def run(
         self,
-        asked: Rows,
+        tokens_BT: Tensor,
         lengths_B: Tensor,
+        offset: int,
         mask_BTN: Tensor,
         target_lengths_B: Tensor,
-        behind: Rows | None = None,
+        history_BS: Tensor | None = None,
+        n_behind: int = 0,
     ) -> Tensor:
         """Logits [B, T, E] of one pass, without a bias.
 
         Args:
-            asked: the T rows.
+            tokens_BT: int64, at the position lengths_B[b] + offset.
             lengths_B: int64, the committed rows of its own cache. N rows behind them are the tree's so far, the last T
                 of them this pass's, which are written.
-            mask_BTN: bool, contiguous, which of these a row reads, itself included.
-            target_lengths_B: int64, the rows of the other model's that are read.
-            behind: the last committed rows, whose keys and values are written first; those before row 0 are left out.
+            mask_BTN: bool, which of these a row reads, itself included.
+            target_lengths_B: int64, the rows of the other model's cache that are read.
+            history_BS: int64, tokens by position. n_behind: of so many last committed ones the keys and values are
+                written first, as far as there are so many.
         """
-        batch, n_tokens, _ = asked.x_BTD.shape
-        before, n_behind = mask_BTN.shape[2] - n_tokens, 0
-        assert asked.fit(batch, n_tokens, self._dtype) and before >= 0
-        assert mask_BTN.is_contiguous() and (mask_BTN.dtype, mask_BTN.shape[:2]) == (torch.bool, (batch, n_tokens))
-        for lengths in (lengths_B, target_lengths_B):
-            assert lengths.is_contiguous() and (lengths.dtype, len(lengths)) == (torch.int64, batch)
+        batch, n_tokens = tokens_BT.shape
+        before, a = mask_BTN.shape[2] - n_tokens, self._arguments
+        assert before >= 0 and (mask_BTN.dtype, mask_BTN.shape[:2]) == (torch.bool, tokens_BT.shape)
+        for given in (tokens_BT, lengths_B, target_lengths_B):
+            assert (given.dtype, len(given)) == (torch.int64, batch)
+        tokens_BT, mask_BTN = tokens_BT.contiguous(), mask_BTN.contiguous()
+        lengths_B, target_lengths_B = lengths_B.contiguous(), target_lengths_B.contiguous()
         logits = torch.empty(batch, n_tokens, self._vocab, dtype=self._dtype)
         rest = torch.empty(batch * n_tokens * self._each, dtype=self._dtype)
-        ends_B, a = lengths_B + before if before else lengths_B, self._arguments
-        a.x, a.cos, a.sin = (part.data_ptr() for part in asked)
-        a.logits, a.rest, a.mask = logits.data_ptr(), rest.data_ptr(), mask_BTN.data_ptr()
-        a.lengths, a.ends, a.target_lengths = lengths_B.data_ptr(), ends_B.data_ptr(), target_lengths_B.data_ptr()
-        if behind is not None:
-            n_behind = behind.x_BTD.shape[1]
-            assert behind.fit(batch, n_behind, self._dtype)
-            starts_B, rest_behind = lengths_B - n_behind, torch.empty(batch * n_behind * 3 * self._kv, dtype=self._dtype)
-            a.behind, a.behind_cos, a.behind_sin = (part.data_ptr() for part in behind)
-            a.behind_starts, a.behind_rest = starts_B.data_ptr(), rest_behind.data_ptr()
-        a.batch, a.rows, a.before, a.n_behind = batch, n_tokens, before, n_behind
+        ends_B = lengths_B + before if before else lengths_B
+        a.tokens, a.mask, a.logits, a.rest = map(Tensor.data_ptr, (tokens_BT, mask_BTN, logits, rest))
+        a.lengths, a.ends, a.target_lengths = map(Tensor.data_ptr, (lengths_B, ends_B, target_lengths_B))
+        if n_behind:
+            assert history_BS is not None and (history_BS.dtype, history_BS.stride(1)) == (torch.int64, 1)
+            starts_B = lengths_B - n_behind
+            rest_behind = torch.empty(batch * n_behind * self._each_behind, dtype=self._dtype)
+            a.history, a.behind_starts, a.behind_rest = map(Tensor.data_ptr, (history_BS, starts_B, rest_behind))
+            a.history_slot = history_BS.stride(0)
+        a.batch, a.rows, a.before, a.n_behind, a.offset = batch, n_tokens, before, n_behind, offset
         rows.make_call(self._name, a, f"a block of {batch * n_tokens} tokens")
         return logits
 
@@ -178,7 +187,9 @@ class DraftBlock:
 def can_run(weights: BlockWeights, head_dim: int) -> bool:
     """Whether the C kernels compute this block, at any width of pass."""
     assert all(matrix.scales_N is None for matrix in weights.matrices)
-    tensors = [part for part in (*(matrix.numbers_NI for matrix in weights.matrices), *weights.vectors) if part is not None]
+    tensors = [
+        part for part in (*(matrix.numbers_NI for matrix in weights.matrices), *weights.vectors) if part is not None
+    ]
     alike = len({part.dtype for part in tensors}) == 1 and all(part.is_contiguous() for part in tensors)
     known = weights.dtype in rows.SUFFIXES and all(part.device.type == "cpu" for part in tensors)
     return (

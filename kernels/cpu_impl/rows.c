@@ -226,20 +226,20 @@ typedef struct {
 typedef struct {
     const draft_weights *weights;
     draft_calls *calls; /* memory for what the stages read */
-    const void *x, *cos, *sin; /* x [batch, rows, hidden] contiguous; the others as in rotation */
+    const int64_t *tokens;  /* [batch, rows], whose embeddings are the input; of row r of slot b, the position is */
+    const void *embeddings, *cos, *sin; /* lengths[b] + offset; [words, hidden], and of every position as in rotation */
     void *logits; /* [batch, rows, vocab] */
-    void *rest;   /* [batch * rows, 6 * query + 3 * kv + 3 * hidden + inner] with query = heads * d, kv = kv_heads * d */
+    void *rest;   /* [batch * rows, 6 * query + 3 * kv + 4 * hidden + inner + 3 * d / 2], query = heads * d, kv = kv_heads * d */
     void *keys, *values;    /* its own cache, of the same strides, heads contiguous; this pass's go to rows `ends` on */
     const int64_t *lengths, *ends; /* as in attention; lengths + before */
     const uint8_t *mask;    /* as in attention */
     const void *target_keys, *target_values; /* of the same strides, heads contiguous */
     const int64_t *target_lengths;
-    const void *behind, *behind_cos, *behind_sin; /* the last committed rows, whose keys are written first: [batch, n_behind] */
-    const int64_t *behind_starts; /* lengths - n_behind */
-    void *behind_rest;            /* [batch * n_behind, 3 * kv] */
+    const int64_t *history, *behind_starts; /* tokens by position, slots history_slot apart; lengths - n_behind: the last */
+    void *behind_rest; /* committed rows' keys are written first; [batch * n_behind, hidden + 3 * kv + 3 * d / 2] */
     ix batch, rows, before, n_behind, hidden, heads, kv_heads, width, inner, vocab, window;
-    ix slot, row, target_slot, target_row; /* strides in elements */
-    float eps, scale;
+    ix slot, row, target_slot, target_row, history_slot, offset; /* strides in elements */
+    float eps, scale, embedding_scale;
 } draft_block;
 
 /* ---- the best words of rows of logits ---- */
@@ -254,6 +254,8 @@ typedef struct {
     int64_t *words;         /* likewise */
     ix batch, rows, vocab, count, noise_row;
 } best_tokens;
+
+#include "beam.inc"
 
 /* ---- both element types, by the arithmetic of this machine ---- */
 

@@ -86,6 +86,15 @@ class _BestTokens(ctypes.Structure):
     _fields_ = fields("logits divisors noise ids parts log_probs words", "batch rows vocab count noise_row")
 
 
+class _Beam(ctypes.Structure):
+    """`beam` of beam.inc."""
+
+    _fields_ = fields(
+        "log_probs words ids scores borders open nodes sums below",
+        "batch rows count width before n_borders first_node first_class",
+    )
+
+
 def _cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "longdraft"
 
@@ -152,6 +161,7 @@ def library() -> ctypes.CDLL | None:
         )
         return None
     loaded.make_call.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+    loaded.beam_level.argtypes, loaded.beam_level.restype = [ctypes.c_void_p], None
     loaded.uneven_seconds.restype = ctypes.c_double
     return loaded
 
@@ -456,3 +466,33 @@ def best_tokens(
     arguments = _BestTokens(*map(pointer, tensors), batch, n_rows, vocab, count, noise_row)
     make_call(f"best_tokens_{SUFFIXES[logits.dtype]}", arguments, f"the best tokens of {batch * n_rows} rows")
     return log_probs, words
+
+
+def beam_level(
+    log_probs_BTC: Tensor,
+    words_BTC: Tensor,
+    scores_BT: Tensor,
+    open_BTN: Tensor,
+    width: int,
+    first_node: int,
+    first_class: int,
+    borders_K: Tensor,
+    token_ids_E: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As kernels/beam.py."""
+    (batch, n_rows, count), before, lib = log_probs_BTC.shape, open_BTN.shape[2], library()
+    kinds = (torch.float32, torch.int64, torch.int64, torch.float32, torch.float32, torch.bool)
+    given = tuple(
+        None if part is None else part.contiguous()
+        for part in (log_probs_BTC, words_BTC, token_ids_E, scores_BT, borders_K, open_BTN)
+    )
+    assert all(part is None or part.dtype == kind for part, kind in zip(given, kinds, strict=True))
+    assert words_BTC.shape == log_probs_BTC.shape and scores_BT.shape == open_BTN.shape[:2] == (batch, n_rows)
+    assert 0 < width <= n_rows * count and lib is not None
+    nodes_3BW = torch.empty(3, batch, width, dtype=torch.int64)
+    scores_BW = torch.empty(batch, width, dtype=torch.float32)
+    open_BWN = torch.empty(batch, width, before + width, dtype=torch.bool)
+    sizes = batch, n_rows, count, width, before, len(borders_K), first_node, first_class
+    arguments = _Beam(*map(pointer, (*given, nodes_3BW, scores_BW, open_BWN)), *sizes)
+    lib.beam_level(ctypes.addressof(arguments))
+    return nodes_3BW, scores_BW, open_BWN

@@ -11,6 +11,7 @@ from longdraft.infer.drafters.small_model import SmallModelDrafter
 from longdraft.infer.engine import Engine
 from longdraft.infer.policy import Policy
 from longdraft.infer.sampling import SamplingParams
+from longdraft.infer.slot_state import SlotState
 from longdraft.infer.tree import Lists, TokenTree
 from longdraft.models.drafts.longspec import LongSpec, LongSpecConfig
 from longdraft.models.target import Target
@@ -101,13 +102,13 @@ def test_a_draft_that_is_never_right_is_asked_ever_more_seldom():
 @pytest.fixture
 def counted(monkeypatch):
     """Passes of LongSpec's block by the number of their level."""
-    levels, plain = [], LongSpecDrafter._extend
+    levels, plain = [], SlotState.best
 
-    def counting(self, state, logits_BTE, scores_BT, level, width):
-        levels.append(level)
-        return plain(self, state, logits_BTE, scores_BT, level, width)
+    def counting(self, logits_BTV, offset, count, token_ids=None):
+        levels.append(offset)
+        return plain(self, logits_BTV, offset, count, token_ids)
 
-    monkeypatch.setattr(LongSpecDrafter, "_extend", counting)
+    monkeypatch.setattr(SlotState, "best", counting)
     return levels
 
 

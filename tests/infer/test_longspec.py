@@ -153,7 +153,8 @@ def assert_logits_are_the_networks(bench, tree):
 def own_rows(passes, slot, position):
     """The block's own key and value of the token at this position."""
     if isinstance(passes, _InC):
-        return passes._keys[slot, position], passes._values[slot, position]
+        keys, values = passes._own
+        return keys[slot, position], values[slot, position]
     window = passes._window
     (row,) = (window.positions[slot] == position).nonzero()
     return window.keys[slot, row[0]], window.values[slot, row[0]]
@@ -390,7 +391,7 @@ def test_memory_is_what_it_allocates(target):
         bench = Bench(target, drafter, PROMPTS)
         passes, told = drafter._passes, drafter.memory_bytes(3, bench.cache.capacity)
         if isinstance(passes, _InC):
-            allocated = passes._keys, passes._values
+            allocated = *passes._own, *passes._tables
         else:
             allocated = passes._window.keys, passes._window.values, passes._window.positions
         assert told["draft window"] == sum(x.numel() * x.element_size() for x in allocated)

@@ -5,7 +5,7 @@ import torch
 
 from longdraft.infer.draft_passes import block_weights
 from longdraft.kernels.cpu_impl import rows
-from longdraft.kernels.cpu_impl.draft_block import BlockWeights, DraftBlock, Rows, can_run
+from longdraft.kernels.cpu_impl.draft_block import BlockWeights, DraftBlock, Inputs, can_run
 from longdraft.kernels.reference.cross_attention import cross_attention
 from longdraft.kernels.reference.tree_attention import tree_attention
 from longdraft.models.drafts.longspec import LongSpec, LongSpecConfig
@@ -32,8 +32,18 @@ def block_of(kind, dtype):
     return draft.to(dtype).requires_grad_(False), head_ED.to(dtype)
 
 
-def block_for(config, weights, own, target):
-    return DraftBlock(weights, config.n_heads, config.n_kv_heads, config.rms_norm_eps, WINDOW + 1, own, target)
+def embeddings_of(config, dtype, generator):
+    return torch.randn(VOCAB, config.hidden_size, generator=generator).to(dtype)
+
+
+def block_for(draft, weights, embeddings_VD, own, target, scale=1.0):
+    config, (cos, sin) = draft.config, draft.tables(torch.arange(CAPACITY)[None])
+    inputs = Inputs(embeddings_VD, scale, cos.flatten(0, -2), sin.flatten(0, 1).flatten(1))
+    return DraftBlock(weights, inputs, config.n_heads, config.n_kv_heads, config.rms_norm_eps, WINDOW + 1, own, target)
+
+
+def some_tokens(*shape, generator):
+    return torch.randint(VOCAB, shape, generator=generator)
 
 
 def random_mask(batch, n_tokens, before, generator):
@@ -65,8 +75,8 @@ def by_operations(draft, head_ED, x_BTD, tables, own, mask_BTN, target):
 
 @pytest.mark.parametrize("n_tokens, before", [(1, 0), (1, 1), (4, 1), (7, 5), (16, 21)], ids=str)
 @pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("kind", KINDS)
-def test_it_is_the_networks_operations(kind, batch, n_tokens, before):
+@pytest.mark.parametrize("kind, scale", [*((kind, 1.0) for kind in KINDS), ("gqa", 1.5)], ids=str)
+def test_it_is_the_networks_operations(kind, scale, batch, n_tokens, before):
     """In fp32, with NaN where nothing may be read, keys apart in memory, and slots from empty to beyond the window."""
     draft, head_ED = block_of(kind, torch.float32)
     config, generator = draft.config, torch.Generator().manual_seed(n_tokens + batch)
@@ -79,19 +89,20 @@ def test_it_is_the_networks_operations(kind, batch, n_tokens, before):
         return rows[0, :, :, : config.n_kv_heads], rows[1, :, :, : config.n_kv_heads]
 
     own, target = (*cache(lengths_B + before), lengths_B), (*cache(seen_B), seen_B)
-    x_BTD = torch.randn(batch, n_tokens, config.hidden_size, generator=generator)
+    embeddings_VD, tokens_BT = (
+        embeddings_of(config, torch.float32, generator),
+        some_tokens(batch, n_tokens, generator=generator),
+    )
     tables = draft.tables((lengths_B + before)[:, None].expand(-1, n_tokens))
     mask_BTN = random_mask(batch, n_tokens, before, generator)
-    expected = by_operations(
-        draft, head_ED, x_BTD, tables, (own[0].clone(), own[1].clone(), lengths_B), mask_BTN, target
-    )
+    copied = own[0].clone(), own[1].clone(), lengths_B
+    expected = by_operations(draft, head_ED, scale * embeddings_VD[tokens_BT], tables, copied, mask_BTN, target)
     weights = block_weights(draft, head_ED)
     assert can_run(weights, config.head_dim)
-    block = block_for(config, weights, own[:2], target[:2])
-    found = block.run(Rows(x_BTD, *tables), lengths_B, mask_BTN, seen_B)
+    block = block_for(draft, weights, embeddings_VD, own[:2], target[:2], scale)
+    found = block.run(tokens_BT, lengths_B, before, mask_BTN, seen_B)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-    again = block.run(Rows(x_BTD, *tables), lengths_B, mask_BTN, seen_B)
-    assert torch.equal(found, again)
+    assert torch.equal(found, block.run(tokens_BT, lengths_B, before, mask_BTN, seen_B))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -102,15 +113,16 @@ def test_in_bf16_it_errs_as_little_as_the_operations(kind):
     lengths_B, batch, n_tokens, before = torch.tensor([30, 3]), 2, 5, 4
     shape = 2, batch, CAPACITY, config.n_kv_heads, config.head_dim
     own, seen = (torch.randn(shape, generator=generator).bfloat16() for _ in range(2))
-    x_BTD = torch.randn(batch, n_tokens, config.hidden_size, generator=generator).bfloat16()
+    embeddings_VD = embeddings_of(config, torch.bfloat16, generator)
+    tokens_BT = some_tokens(batch, n_tokens, generator=generator)
     tables = draft.tables((lengths_B + before)[:, None].expand(-1, n_tokens))
-    mask_BTN = random_mask(batch, n_tokens, before, generator)
+    mask_BTN, x_BTD = random_mask(batch, n_tokens, before, generator), embeddings_VD[tokens_BT]
 
     def given(dtype):
         return (*own.to(dtype).clone(), lengths_B), mask_BTN, (*seen.to(dtype), lengths_B)
 
-    block = block_for(config, block_weights(draft, head_ED), own.clone(), seen)
-    found = block.run(Rows(x_BTD, *tables), lengths_B, mask_BTN, lengths_B).float()
+    block = block_for(draft, block_weights(draft, head_ED), embeddings_VD, own.clone(), seen)
+    found = block.run(tokens_BT, lengths_B, before, mask_BTN, lengths_B).float()
     operations = by_operations(draft, head_ED, x_BTD, tables, *given(torch.bfloat16)).float()
     wide = [table.float() for table in tables]
     exact = by_operations(draft.float(), head_ED.float(), x_BTD.float(), wide, *given(torch.float32))
@@ -122,13 +134,15 @@ def test_a_row_alone_has_the_bits_of_a_row_among_others():
     config, generator = draft.config, torch.Generator().manual_seed(2)
     lengths_B = torch.tensor([17])
     own, seen = (torch.randn(2, 1, CAPACITY, 2, 8, generator=generator).bfloat16() for _ in range(2))
-    x_BTD = torch.randn(1, 6, 32, generator=generator).bfloat16()
-    block = block_for(config, block_weights(draft, head_ED), own, seen)
+    embeddings_VD, tokens_1T = (
+        embeddings_of(config, torch.bfloat16, generator),
+        some_tokens(1, 6, generator=generator),
+    )
+    block = block_for(draft, block_weights(draft, head_ED), embeddings_VD, own, seen)
 
     def run(rows):
-        tables = draft.tables(lengths_B[:, None].expand(-1, len(x_BTD[0, rows])))
-        mask_1TT = torch.eye(len(x_BTD[0, rows]), dtype=torch.bool)[None]
-        return block.run(Rows(x_BTD[:, rows].contiguous(), *tables), lengths_B, mask_1TT, lengths_B)
+        mask_1TT = torch.eye(len(tokens_1T[0, rows]), dtype=torch.bool)[None]
+        return block.run(tokens_1T[:, rows], lengths_B, 0, mask_1TT, lengths_B)
 
     whole = run(slice(0, 6))
     for row in range(6):
@@ -144,23 +158,25 @@ def test_rows_behind_leave_the_keys_and_values_of_the_network(kind, dtype):
     lengths_B, positions_5 = torch.tensor([30, 3, 0]), torch.arange(-n_behind, 0)
     shape = 3, CAPACITY, config.n_kv_heads, config.head_dim
     keys, values, seen = (torch.randn(shape, generator=generator).to(dtype) for _ in range(3))
-    x_BTD, behind_BTD = (torch.randn(3, n, config.hidden_size, generator=generator).to(dtype) for n in (1, n_behind))
-    positions_B5 = lengths_B[:, None] + positions_5
+    embeddings_VD = embeddings_of(config, dtype, generator)
+    tokens_B1 = some_tokens(3, 1, generator=generator)
+    history_BS = some_tokens(3, 2 * CAPACITY, generator=generator)[:, :CAPACITY]  # rows apart
+    positions_B5 = (lengths_B[:, None] + positions_5).clamp(min=0)
+    behind_BTD = embeddings_VD[history_BS.gather(1, positions_B5)]
     expected, own_kv = (keys.clone(), values.clone()), draft.self_kv(behind_BTD, draft.tables(positions_B5))
     for slot, length in enumerate(lengths_B.tolist()):
         for kept, fresh_BTKd in zip(expected, own_kv, strict=True):
             count = min(n_behind, length)
             kept[slot, length - count : length] = fresh_BTKd[slot, n_behind - count :]
-    block = block_for(config, block_weights(draft, head_ED), (keys, values), (seen, seen))
+    block = block_for(draft, block_weights(draft, head_ED), embeddings_VD, (keys, values), (seen, seen))
     mask_B11 = torch.ones(3, 1, 1, dtype=torch.bool)
-    asked = Rows(x_BTD, *draft.tables(lengths_B[:, None]))
-    found = block.run(asked, lengths_B, mask_B11, lengths_B, Rows(behind_BTD, *draft.tables(positions_B5)))
+    found = block.run(tokens_B1, lengths_B, 0, mask_B11, lengths_B, history_BS, n_behind)
     for kept, wanted in zip((keys, values), expected, strict=True):
         for slot, length in enumerate(lengths_B.tolist()):
             torch.testing.assert_close(kept[slot, :length], wanted[slot, :length])
             assert torch.equal(kept[slot, length + 1 :], wanted[slot, length + 1 :])
     # The pass reads them.
-    assert torch.equal(found, block.run(asked, lengths_B, mask_B11, lengths_B))
+    assert torch.equal(found, block.run(tokens_B1, lengths_B, 0, mask_B11, lengths_B))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -172,16 +188,14 @@ def test_weights_in_bytes_are_the_weights_that_the_bytes_stand_for(kind, dtype):
         torch.randn(2, 1, CAPACITY, config.n_kv_heads, config.head_dim, generator=generator).to(dtype) for _ in range(2)
     )
 
-    def given(n_tokens, position):
-        x_BTD = torch.randn(1, n_tokens, config.hidden_size, generator=generator).to(dtype)
-        return Rows(x_BTD, *draft.tables(torch.full((1, n_tokens), position)))
-
-    asked, behind = given(3, 9), given(2, 8)
+    embeddings_VD = embeddings_of(config, dtype, generator)
+    tokens_1T, history_1S = some_tokens(1, 3, generator=generator), some_tokens(1, CAPACITY, generator=generator)
     in_bytes = block_weights(draft, head_ED).in_bytes()
     plain = [rows.Weight((w_NI.float() * scales_N[:, None]).to(dtype)) for w_NI, scales_N in in_bytes.matrices]
-    for weights in (in_bytes, plain := BlockWeights(*plain, *in_bytes.vectors)):
-        mask_1TT = torch.eye(3, dtype=torch.bool)[None]
-        found = block_for(config, weights, own, seen).run(asked, lengths_B, mask_1TT, lengths_B, behind)
-        if weights is in_bytes:
-            wanted, kept = found, own.clone()
-    assert torch.equal(found, wanted) and torch.equal(own, kept)
+    mask_1TT, results = torch.eye(3, dtype=torch.bool)[None], []
+    for weights in (in_bytes, BlockWeights(*plain, *in_bytes.vectors)):
+        kept = own.clone()
+        block = block_for(draft, weights, embeddings_VD, kept, seen)
+        results.append((block.run(tokens_1T, lengths_B, 0, mask_1TT, lengths_B, history_1S, 2), kept))
+    for found, wanted in zip(*results, strict=True):
+        assert torch.equal(found, wanted)
