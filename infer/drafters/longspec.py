@@ -17,8 +17,9 @@ from torch import Tensor
 from longdraft.infer.accept import AcceptResult
 from longdraft.infer.draft_passes import DraftPasses, draft_passes, passes_bytes
 from longdraft.infer.drafters.base import DeviceDrafter, Request, SlotState
-from longdraft.infer.options import check_draft, head_memory, level_widths
+from longdraft.infer.options import check_draft, check_integer_or, head_memory, level_widths
 from longdraft.infer.tree import ROOT, TokenTree
+from longdraft.kernels.backend import is_host
 from longdraft.kernels.beam import Level, beam_level
 from longdraft.models.drafts.longspec import LongSpec, shape_of
 from longdraft.models.kv_cache import KVCache
@@ -28,12 +29,13 @@ from longdraft.models.target import Target
 # The paper's first level has 4. More of them take no pass of the draft, and where the target's pass over a few nodes is
 # nearly as cheap as over the root alone, they are most of what a draft brings.
 WIDTHS = (8, 16, 16, 16, 16)
+# Where a query token costs, as on a CPU, a level's best nodes alone are extended: behind the others lies little.
+EXTENDED_ON_CPU = 4
 # Borders between the classes of a level, in nats: how far a node's log-probability lies below its parent's.
 SURPRISE = (0.05, 0.2, 0.5, 1.0, 1.7, 2.5, 3.5, 5.0, 7.0)
 
 
 class LongSpecDrafter(DeviceDrafter):
-    extended = 16  # TODO
 
     """Beam without discarding: nodes that are not extended stay in the tree.
 
@@ -45,15 +47,21 @@ class LongSpecDrafter(DeviceDrafter):
         target: the loaded target (models/target.py).
         draft: a trained block, in the target's dtype and on its device.
         widths: nodes of each level; ones alone make a chain. With a lower `max_nodes`, levels shrink alike.
+        extended: so many nodes of a level, the best, are queries of the next pass; None: EXTENDED_ON_CPU there, on a
+            GPU all.
     """
 
-    def __init__(self, target: Target, draft: LongSpec, widths: Sequence[int] | int = WIDTHS):
+    def __init__(
+        self, target: Target, draft: LongSpec, widths: Sequence[int] | int = WIDTHS, extended: int | None = None
+    ):
         self.widths = level_widths("widths", widths)
+        check_integer_or("extended", extended, [None], 1)
         _check(target, draft, self.widths)
         self.draft, self._target = draft, target.model
         self._head_ED = draft.head(target.model.lm_head.weight)
         self.max_nodes, self.max_depth = sum(self.widths), len(self.widths)
-        self._tree_rows = 1 + sum(self.widths[:-1])  # the last level's nodes are never queries
+        self.extended = extended or (EXTENDED_ON_CPU if is_host(self._head_ED.device) else max(self.widths))
+        self._tree_rows = 1 + sum(map(self._queries, self.widths[:-1]))  # the last level's nodes are never queries
         self._borders = torch.tensor(SURPRISE, device=self._head_ED.device)
         self._passes: DraftPasses | None = None
 
@@ -93,8 +101,12 @@ class LongSpecDrafter(DeviceDrafter):
         assert self._passes is not None
         widths = _fit(self.widths, max_nodes)
         widths = widths[: state.stages(len(widths))]
-        self.num_query_tokens = max(widths, default=1)
+        self.num_query_tokens = self._queries(max(widths, default=1))
         return self._passes.plan(state, len(widths)), *widths
+
+    def _queries(self, width: int) -> int:
+        """Of a level's nodes, so many are extended."""
+        return min(width, self.extended)
 
     def grow(self, state: SlotState, plan: tuple[int, ...]) -> TokenTree:
         count, *widths = plan
@@ -104,10 +116,10 @@ class LongSpecDrafter(DeviceDrafter):
         nodes_3BN, first = level.nodes_3BW, 0  # of the tree so far; its number of the first node that is extended
         tree = TokenTree(*nodes_3BN)
         for stage, width in enumerate(widths, start=1):
-            here_BT, scores_BT, open_BTN = (
-                part[:, : self.extended] for part in (level.nodes_3BW[0], level.scores_BW, level.open_BWN)
-            )
-            open_BTN = open_BTN[:, :, : open_BTN.shape[2] - level.scores_BW.shape[1] + here_BT.shape[1]]
+            here_BT, scores_BT, open_BTN = level.nodes_3BW[0], level.scores_BW, level.open_BWN
+            if (unasked := here_BT.shape[1] - self._queries(here_BT.shape[1])) > 0:
+                here_BT, scores_BT = here_BT[:, :-unasked], scores_BT[:, :-unasked]
+                open_BTN = open_BTN[:, :-unasked, :-unasked]  # of the level its own columns stand last
             logits_BTE = self._passes.logits(state, here_BT, stage, open_BTN)
             best = state.best(logits_BTE, stage, min(width, logits_BTE.shape[-1]), self.draft.token_ids)
             first_class = 1 + (stage - 1) * (len(SURPRISE) + 1)

@@ -212,13 +212,13 @@ def test_logits_are_the_whole_rows_after_any_commits_and_rewinds(target, restric
         assert_window_is_a_fresh_one(bench)
 
 
-def brute_force(target, draft, text, widths, sampling):
-    """Every path of every level's beam, best first, by the definition."""
+def brute_force(target, draft, text, widths, extended, sampling):
+    """Every path of every level, best first, by the definition; the first `extended` of them are extended."""
     ids = torch.arange(VOCAB) if draft.token_ids is None else draft.token_ids
     beam, levels = [([], 0.0)], []
     for level, width in enumerate(widths, start=1):
         scored = []
-        for path, score in beam:
+        for path, score in beam[:extended]:
             logits = truth(target, draft, text + path, level).double()
             if sampling.temperature:
                 noise = gumbel_noise(torch.tensor([sampling.seed]), torch.tensor([[len(text) - 1 + level]]), VOCAB)
@@ -232,16 +232,20 @@ def brute_force(target, draft, text, widths, sampling):
 
 @pytest.mark.parametrize("restricted", [False, True])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("widths", [WIDTHS, (4, 16, 16, 16, 16), (1, 1, 1, 1), (1, 7), (70, 3)], ids=str)
-def test_the_beam_is_the_brute_force_beam(target, widths, temperature, restricted):
+@pytest.mark.parametrize(
+    "widths, extended",
+    [(WIDTHS, 99), (WIDTHS, None), ((4, 16, 16, 16, 16), 16), ((1, 1, 1, 1), None), ((1, 7), 1), ((70, 3), 99)],
+    ids=str,
+)
+def test_the_beam_is_the_brute_force_beam(target, widths, extended, temperature, restricted):
     """By sums of log-probabilities, at T > 0 with each position's noise; a level has no more nodes than there are."""
     ids = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(5))[:20] if restricted else None
     draft = drafted(target, ids)
     params = [SamplingParams(temperature=temperature, seed=seed) for seed in (1, 2)]
-    bench = Bench(target, LongSpecDrafter(target, draft, widths), [PROMPTS[0], PROMPTS[2]], params)
+    bench = Bench(target, LongSpecDrafter(target, draft, widths, extended), [PROMPTS[0], PROMPTS[2]], params)
     tree = bench.propose(max_nodes=999)
     for slot in range(2):
-        expected = brute_force(target, draft, bench.texts[slot], widths, params[slot])
+        expected = brute_force(target, draft, bench.texts[slot], widths, extended or 4, params[slot])
         assert tree.paths()[slot] == [path for level in expected for path in level]
 
 
@@ -321,11 +325,11 @@ def test_a_draft_that_knows_the_target_is_always_right(memoryless, widths, tempe
     """
     target, draft = memoryless
     params = [SamplingParams(temperature=temperature, seed=seed, max_new_tokens=36) for seed in range(3)]
-    engine = Engine(target, LongSpecDrafter(target, draft, widths), nodes=None)
+    engine = Engine(target, LongSpecDrafter(target, draft, widths, 16), nodes=None)
     for generation in engine.generate(PROMPTS, params):
         beam = temperature and len(widths) > 1 and max(widths) > 1
         assert generation.tokens_per_step >= 5 if beam else generation.tokens_per_step == 6
-    blind = Engine(target, LongSpecDrafter(target, draft, widths), nodes=None, noise_in_ranking=False)
+    blind = Engine(target, LongSpecDrafter(target, draft, widths, 16), nodes=None, noise_in_ranking=False)
     for generation in blind.generate(PROMPTS, params):
         assert (generation.tokens_per_step == 6) is (temperature == 0)
 
