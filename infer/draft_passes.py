@@ -101,12 +101,17 @@ def _in_bytes(dtype: torch.dtype) -> bool:
 
 def block_weights(draft: LongSpec, head_ED: Tensor) -> draft_block.BlockWeights:
     """What C is given of a draft and its LM head, where they lie."""
-    matrices = draft.self_qkv, draft.self_o, draft.cross_q, draft.cross_o, draft.gate_up, draft.down
-    final = None if draft.final_norm is None else draft.final_norm.weight
-    return draft_block.BlockWeights(
-        *(rows.Weight(layer.weight) for layer in matrices), rows.Weight(head_ED), draft.self_qkv.bias,
-        draft.cross_q.bias, draft.self_norm.weight, draft.cross_norm.weight, draft.mlp_norm.weight, final,
-    )  # fmt: skip
+    layers = draft.self_qkv, draft.self_o, draft.cross_q, draft.cross_o, draft.gate_up, draft.down
+    vectors = draft_block.Vectors(
+        draft.self_qkv.bias,
+        draft.cross_q.bias,
+        draft.self_norm.weight,
+        draft.cross_norm.weight,
+        draft.mlp_norm.weight,
+        None if draft.final_norm is None else draft.final_norm.weight,
+    )
+    matrices = (rows.Weight(weight) for weight in (*(layer.weight for layer in layers), head_ED))
+    return draft_block.BlockWeights(draft_block.Matrices(*matrices), vectors)
 
 
 class _ByOperations(DraftPasses):

@@ -36,7 +36,6 @@ SURPRISE = (0.05, 0.2, 0.5, 1.0, 1.7, 2.5, 3.5, 5.0, 7.0)
 
 
 class LongSpecDrafter(DeviceDrafter):
-
     """Beam without discarding: nodes that are not extended stay in the tree.
 
     A node's score is the sum of its path's log-probabilities, at T > 0 the log-softmax of logits / T + noise: the

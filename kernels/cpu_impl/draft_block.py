@@ -15,8 +15,8 @@ from torch import Tensor
 from longdraft.kernels.cpu_impl import rows
 
 
-class BlockWeights(NamedTuple):
-    """Matrices [N, I], biases [N] and norms [D] of one dtype; biases and the final norm may be None."""
+class Matrices(NamedTuple):
+    """What rows are multiplied with, of the rows' dtype or in bytes."""
 
     qkv: rows.Weight
     self_o: rows.Weight
@@ -25,6 +25,11 @@ class BlockWeights(NamedTuple):
     gate_up: rows.Weight
     down: rows.Weight
     head: rows.Weight
+
+
+class Vectors(NamedTuple):
+    """Biases and the weights of norms, of the rows' dtype; biases and the final norm may be None."""
+
     qkv_bias: Tensor | None
     cross_q_bias: Tensor | None
     self_norm: Tensor
@@ -32,33 +37,27 @@ class BlockWeights(NamedTuple):
     mlp_norm: Tensor
     final_norm: Tensor | None
 
-    @property
-    def matrices(self) -> tuple[rows.Weight, ...]:
-        return self[:7]
 
-    @property
-    def vectors(self) -> tuple[Tensor | None, ...]:
-        return self[7:]
+class BlockWeights(NamedTuple):
+    """All that is learnt of a block, with the LM head."""
+
+    matrices: Matrices
+    vectors: Vectors
 
     @property
     def dtype(self) -> torch.dtype:
         """Of the rows."""
-        return self.self_norm.dtype
+        return self.vectors.self_norm.dtype
 
     def in_bytes(self) -> "BlockWeights":
         """With copies of all matrices in bytes."""
-        return BlockWeights(*(rows.in_bytes(matrix.numbers_NI) for matrix in self.matrices), *self.vectors)
+        return self._replace(matrices=Matrices(*(rows.in_bytes(matrix.numbers_NI) for matrix in self.matrices)))
 
 
 class _Weights(ctypes.Structure):
     """`draft_weights` of rows.c: of each matrix its numbers and its scales."""
 
-    _fields_ = rows.fields(
-        " ".join(f"{name} {name}_scales" for name in BlockWeights._fields[:7])
-        + " "
-        + " ".join(BlockWeights._fields[7:]),
-        "",
-    )
+    _fields_ = rows.fields(" ".join((*(f"{name} {name}_scales" for name in Matrices._fields), *Vectors._fields)), "")
 
 
 class _Calls(ctypes.Structure):
@@ -125,19 +124,20 @@ class DraftBlock:
         self._kept = weights, inputs, own, target  # what is made for these tables alone lives with them
         every = *(part for matrix in weights.matrices for part in matrix), *weights.vectors
         self._table, self._calls = _Weights(*map(rows.pointer, every)), _Calls()
-        hidden, inner, vocab = len(weights.self_norm), weights.down.numbers_NI.shape[1], len(weights.head.numbers_NI)
+        (vocab, hidden), inner = weights.matrices.head.numbers_NI.shape, weights.matrices.down.numbers_NI.shape[1]
         self._dtype, self._vocab, kv, turning = weights.dtype, vocab, n_kv_heads * width, width // 2 * 3
         # Scratch of a row that is asked, and of one behind.
         self._each = 6 * n_heads * width + 3 * kv + 4 * hidden + inner + turning
         self._each_behind = hidden + 3 * kv + turning
         self._name = f"draft_block_{rows.SUFFIXES[weights.dtype]}"
+        target_keys, target_values = target
         self._arguments = _Block(
             weights=ctypes.addressof(self._table), calls=ctypes.addressof(self._calls), keys=keys.data_ptr(),
+            values=values.data_ptr(), target_keys=target_keys.data_ptr(), target_values=target_values.data_ptr(),
             embeddings=inputs.embeddings_VD.data_ptr(), cos=inputs.cos_PF.data_ptr(), sin=inputs.sin_P2F.data_ptr(),
-            values=values.data_ptr(), target_keys=target[0].data_ptr(), target_values=target[1].data_ptr(), hidden=hidden,
-            heads=n_heads, kv_heads=n_kv_heads, width=width, inner=inner, vocab=vocab, window=window, slot=keys.stride(0),
-            row=keys.stride(1), target_slot=target[0].stride(0), target_row=target[0].stride(1), eps=eps, scale=width**-0.5,
-            embedding_scale=torch.tensor(inputs.scale, dtype=weights.dtype).item(),
+            hidden=hidden, heads=n_heads, kv_heads=n_kv_heads, width=width, inner=inner, vocab=vocab, window=window,
+            slot=keys.stride(0), row=keys.stride(1), target_slot=target_keys.stride(0), target_row=target_keys.stride(1),
+            eps=eps, scale=width**-0.5, embedding_scale=torch.tensor(inputs.scale, dtype=weights.dtype).item(),
         )  # fmt: skip
 
     def run(
@@ -186,16 +186,15 @@ class DraftBlock:
 
 def can_run(weights: BlockWeights, head_dim: int) -> bool:
     """Whether the C kernels compute this block, at any width of pass."""
-    assert all(matrix.scales_N is None for matrix in weights.matrices)
-    tensors = [
-        part for part in (*(matrix.numbers_NI for matrix in weights.matrices), *weights.vectors) if part is not None
-    ]
+    matrices = [matrix.numbers_NI for matrix in weights.matrices]
+    tensors = [part for part in (*matrices, *weights.vectors) if part is not None]
     alike = len({part.dtype for part in tensors}) == 1 and all(part.is_contiguous() for part in tensors)
     known = weights.dtype in rows.SUFFIXES and all(part.device.type == "cpu" for part in tensors)
+    gated = weights.matrices.gate_up.numbers_NI
     return (
         alike
         and known
         and head_dim % 8 == 0
         and head_dim <= rows.MOST_HEAD_WIDTH
-        and all(rows.can_multiply(matrix.numbers_NI, matrix is weights.gate_up) for matrix in weights.matrices)
+        and all(rows.can_multiply(matrix, matrix is gated) for matrix in matrices)
     )

@@ -5,7 +5,7 @@ import torch
 
 from longdraft.infer.draft_passes import block_weights
 from longdraft.kernels.cpu_impl import rows
-from longdraft.kernels.cpu_impl.draft_block import BlockWeights, DraftBlock, Inputs, can_run
+from longdraft.kernels.cpu_impl.draft_block import DraftBlock, Inputs, Matrices, can_run
 from longdraft.kernels.reference.cross_attention import cross_attention
 from longdraft.kernels.reference.tree_attention import tree_attention
 from longdraft.models.drafts.longspec import LongSpec, LongSpecConfig
@@ -40,6 +40,11 @@ def block_for(draft, weights, embeddings_VD, own, target, scale=1.0):
     config, (cos, sin) = draft.config, draft.tables(torch.arange(CAPACITY)[None])
     inputs = Inputs(embeddings_VD, scale, cos.flatten(0, -2), sin.flatten(0, 1).flatten(1))
     return DraftBlock(weights, inputs, config.n_heads, config.n_kv_heads, config.rms_norm_eps, WINDOW + 1, own, target)
+
+
+def wide(bytes_NI, scales_N):
+    """The weight that these bytes stand for."""
+    return bytes_NI.float() * scales_N[:, None]
 
 
 def some_tokens(*shape, generator):
@@ -191,9 +196,9 @@ def test_weights_in_bytes_are_the_weights_that_the_bytes_stand_for(kind, dtype):
     embeddings_VD = embeddings_of(config, dtype, generator)
     tokens_1T, history_1S = some_tokens(1, 3, generator=generator), some_tokens(1, CAPACITY, generator=generator)
     in_bytes = block_weights(draft, head_ED).in_bytes()
-    plain = [rows.Weight((w_NI.float() * scales_N[:, None]).to(dtype)) for w_NI, scales_N in in_bytes.matrices]
+    plain = [rows.Weight(wide(*matrix).to(dtype)) for matrix in in_bytes.matrices]
     mask_1TT, results = torch.eye(3, dtype=torch.bool)[None], []
-    for weights in (in_bytes, BlockWeights(*plain, *in_bytes.vectors)):
+    for weights in (in_bytes, in_bytes._replace(matrices=Matrices(*plain))):
         kept = own.clone()
         block = block_for(draft, weights, embeddings_VD, kept, seen)
         results.append((block.run(tokens_1T, lengths_B, 0, mask_1TT, lengths_B, history_1S, 2), kept))
