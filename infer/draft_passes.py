@@ -94,8 +94,8 @@ def passes_bytes(draft: LongSpec, head_ED: Tensor, batch: int, capacity: int, tr
 
 
 def _in_bytes(dtype: torch.dtype) -> bool:
-    """Whether C reads block and LM head in bytes, where it is fast at that: a level is bound by what it reads, and which
-    candidates it puts first hardly changes (docs/LOG.md). Who asks for fp32 wants the network's own numbers."""
+    """Whether C reads block and LM head in bytes, where it is fast at that: a level is bound by what it reads, and its
+    first candidates hardly change (docs/LOG.md). Who asks for fp32 wants the network's own numbers."""
     return dtype == torch.bfloat16 and rows.multiplies_bf16()
 
 

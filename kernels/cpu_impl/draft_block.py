@@ -136,8 +136,8 @@ class DraftBlock:
             values=values.data_ptr(), target_keys=target_keys.data_ptr(), target_values=target_values.data_ptr(),
             embeddings=inputs.embeddings_VD.data_ptr(), cos=inputs.cos_PF.data_ptr(), sin=inputs.sin_P2F.data_ptr(),
             hidden=hidden, heads=n_heads, kv_heads=n_kv_heads, width=width, inner=inner, vocab=vocab, window=window,
-            slot=keys.stride(0), row=keys.stride(1), target_slot=target_keys.stride(0), target_row=target_keys.stride(1),
-            eps=eps, scale=width**-0.5, embedding_scale=torch.tensor(inputs.scale, dtype=weights.dtype).item(),
+            slot=keys.stride(0), row=keys.stride(1), target_slot=target_keys.stride(0),
+            target_row=target_keys.stride(1), eps=eps, scale=width**-0.5, embedding_scale=torch.tensor(inputs.scale, dtype=weights.dtype).item(),
         )  # fmt: skip
 
     def run(
