@@ -115,7 +115,7 @@ class DraftBlock:
         for numbers_NI, scales_N in weights.matrices:
             assert numbers_NI.dtype == (weights.dtype if scales_N is None else torch.int8)
             assert scales_N is None or (scales_N.dtype, scales_N.shape) == (torch.float32, numbers_NI.shape[:1])
-        keys, values = own
+        keys, _ = own
         width = keys.shape[3]
         for k, v in (own, target):
             assert k.stride() == v.stride() and k.stride()[2:] == (width, 1) and k.dtype == v.dtype == weights.dtype
@@ -130,15 +130,13 @@ class DraftBlock:
         self._each = 6 * n_heads * width + 3 * kv + 4 * hidden + inner + turning
         self._each_behind = hidden + 3 * kv + turning
         self._name = f"draft_block_{rows.SUFFIXES[weights.dtype]}"
-        target_keys, target_values = target
-        self._arguments = _Block(
-            weights=ctypes.addressof(self._table), calls=ctypes.addressof(self._calls), keys=keys.data_ptr(),
-            values=values.data_ptr(), target_keys=target_keys.data_ptr(), target_values=target_values.data_ptr(),
-            embeddings=inputs.embeddings_VD.data_ptr(), cos=inputs.cos_PF.data_ptr(), sin=inputs.sin_P2F.data_ptr(),
-            hidden=hidden, heads=n_heads, kv_heads=n_kv_heads, width=width, inner=inner, vocab=vocab, window=window,
-            slot=keys.stride(0), row=keys.stride(1), target_slot=target_keys.stride(0),
-            target_row=target_keys.stride(1), eps=eps, scale=width**-0.5, embedding_scale=torch.tensor(inputs.scale, dtype=weights.dtype).item(),
-        )  # fmt: skip
+        a = self._arguments = _Block(heads=n_heads, kv_heads=n_kv_heads, width=width, window=window, eps=eps)
+        a.weights, a.calls = ctypes.addressof(self._table), ctypes.addressof(self._calls)
+        a.keys, a.values, a.target_keys, a.target_values = map(Tensor.data_ptr, (*own, *target))
+        (a.slot, a.row), (a.target_slot, a.target_row) = keys.stride()[:2], target[0].stride()[:2]
+        a.embeddings, a.cos, a.sin = map(Tensor.data_ptr, (inputs.embeddings_VD, inputs.cos_PF, inputs.sin_P2F))
+        a.embedding_scale, a.scale = torch.tensor(inputs.scale, dtype=weights.dtype).item(), width**-0.5
+        a.hidden, a.inner, a.vocab = hidden, inner, vocab
 
     def run(
         self,
