@@ -186,18 +186,7 @@ class _InC(DraftPasses):
         )  # fmt: skip
 
     def begin(self, state: SlotState, count: int, n_levels: int) -> None:
-        self._behind = count
-        if self.cache.batch * count <= rows.MOST_LINEAR_ROWS:
-            return  # they go along with the first level
-        self._behind = 0
-        # Position 0 again where there are fewer.
-        places_BC = (state.positions[:, None] + torch.arange(-count, 0)).clamp_(min=0)
-        embeddings_BCD = self._embed(state.history.read(state.positions - count, count))
-        own_kv = self.draft.self_kv(embeddings_BCD, self.draft.tables(places_BC))
-        for kept, own_BCKd in zip(self._own, own_kv, strict=True):
-            for slot, position in enumerate(state.positions.tolist()):
-                there = min(count, position)
-                kept[slot, position - there : position] = own_BCKd[slot, count - there :]
+        self._behind = count  # they go along with the first level
 
     def logits(self, state: SlotState, nodes_BT: Tensor, level: int, ancestors_BTN: Tensor) -> Tensor:
         behind, self._behind = self._behind, 0

@@ -453,3 +453,17 @@ def test_nothing_of_a_cache_is_left_after_a_release(target):
     drafter.release()
     assert [one() for one in caches] == [None, None]
     assert engine.generate([PROMPTS[0]], SamplingParams(max_new_tokens=9))[0].tokens == first
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_draft_that_is_trained_meanwhile_is_seen_with_the_next_request(tiny_target, dtype):
+    """Where C reads copies of its weights in bytes, too."""
+    target = tiny_target(vocab_size=VOCAB, dtype=dtype)
+    draft = drafted(target)
+    bench = Bench(target, LongSpecDrafter(target, draft), PROMPTS[:1])
+    before = bench.propose()
+    for parameter in draft.parameters():
+        parameter.copy_(parameter.flip(0))
+    bench.begin(0, PROMPTS[0])
+    after, fresh = bench.propose(), Bench(target, LongSpecDrafter(target, draft), PROMPTS[:1]).propose()
+    assert torch.equal(after.tokens, fresh.tokens) and not torch.equal(before.tokens, after.tokens)
