@@ -5,16 +5,29 @@ stages.short.train.steps=200 decoding.prompts=4 'decoding.contexts=[512]'` train
 on the same rows, and prints Markdown: of the draft's first part and of its last, how often its first candidate is the
 target's own choice and the overlap of both distributions on held-out rows; tokens a step on held-out prompts, greedy
 and at temperature 1, all nodes verified; seconds of a step of training. A command that was stopped goes on.
+
+`--data text=FOLDER own=FOLDER` trains for each on each prepared folder, whose own held-out rows its shares are of.
+`--decode 512 2048` then asks all of them for the continuations of benchmarks/contexts.py, which are the same for all,
+beside the look-ups and together with them, and prints a table of speeds for each temperature.
 """
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
+
+from longdraft.benchmarks.answers import Record
+from longdraft.benchmarks.contexts import questions
+from longdraft.benchmarks.contexts import table as speeds
+from longdraft.benchmarks.drafters import BenchSettings, bench
+from longdraft.infer.drafters.build import build_drafter
+from longdraft.models.hf import load_target
 from longdraft.train.config import CHOICES, Config
+from longdraft.train.export import export
 from longdraft.train.launcher import settle_device
 from longdraft.train.loop import train
 from longdraft.train.ranks import join_ranks, leave_ranks
@@ -23,6 +36,15 @@ from longdraft.train.stages import load_stages
 from longdraft.train.tracking import read_metrics
 
 LOSSES = CHOICES["train.loss"]
+LOOK_UPS = ("prompt_lookup", "token_recycling")  # the first of them also together with each draft
+NEW_TOKENS = 64
+
+
+class Trained(NamedTuple):
+    """One training: its line's name, and its config."""
+
+    name: str
+    config: Config
 
 
 def variant(config: Config, loss: str, kl_share: float, text_weight: float, out: Path) -> Config:
@@ -35,6 +57,35 @@ def variant(config: Config, loss: str, kl_share: float, text_weight: float, out:
     own = replace(config.train, loss=loss, kl_steps=kl_steps, text_weight=weight, run_dir=str(out / loss))
     decoding = replace(config.decoding, every=steps, temperatures=(0.0, 1.0))
     return replace(config, train=own, decoding=decoding)
+
+
+def on_data(config: Config, folders: Mapping[str, str], out: Path) -> Iterator[tuple[str, Config, Path]]:
+    """By the data's name, "" where it is the recipe's own: the config that reads it, and where its runs go."""
+    if not folders:
+        yield "", config, out
+    for name, folder in folders.items():
+        yield name, replace(config, data=replace(config.data, path=folder)), out / name
+
+
+def decode(trained: Sequence[Trained], contexts: Sequence[int], each: int, out: Path) -> str:
+    """Speed over plain decoding and tokens a step of the drafts, the look-ups, and both together, in bf16: Markdown."""
+    config = trained[0].config
+    target = load_target(config.target.path, torch.bfloat16)
+    asked = questions(target, contexts, each)
+    drafters: dict[str, tuple[str, str | None]] = {name: (name, None) for name in LOOK_UPS}
+    for name, own in trained:
+        folder = str(export(own.train.run_dir))
+        drafters |= {
+            name: (own.draft.method, folder),
+            f"{name}, {LOOK_UPS[0]}": (f"{own.draft.method}+{LOOK_UPS[0]}", folder),
+        }
+    builders = {
+        name: lambda target, drafter=drafter, draft=draft: build_drafter(drafter, target, draft)
+        for name, (drafter, draft) in drafters.items()
+    }
+    settings = BenchSettings(NEW_TOKENS, temperatures=(0.0, 1.0), proof="off", passes=False)
+    record = Record(out / "decoded", {"drafters": drafters, "questions": [one.question.turns for one in asked]})
+    return speeds(bench(target, builders, asked, settings, record=record))
 
 
 def row(loss: str, records: Sequence[Mapping[str, Any]], contexts: Sequence[int]) -> list[str]:
@@ -61,6 +112,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", metavar="section.field=value", help="for all of them")
     parser.add_argument("--stage", help="of a file with stages: this one alone")
     parser.add_argument("--losses", nargs="+", choices=LOSSES, default=list(LOSSES))
+    parser.add_argument("--data", nargs="+", default=[], metavar="NAME=FOLDER", help="in place of the recipe's")
+    parser.add_argument("--decode", nargs="+", type=int, default=[], metavar="TOKENS", help="lengths of prompts")
+    parser.add_argument("--each", type=int, default=2, help="prompts of every kind at every length")
     parser.add_argument("--kl-share", type=float, default=0.4, help="of the steps, before overlap and acceptance")
     parser.add_argument("--text-weight", type=float, default=0.5, help="of mix")
     parser.add_argument("--out", type=Path, required=True, help="folder of the runs")
@@ -69,16 +123,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     # In the place of the recipe's own objective, whose warm-up may be longer than these trainings.
     plain = ["train.loss=cross_entropy", "train.kl_steps=null", "train.text_weight=null"]
     config = load_stages(args.config, [*plain, *args.overrides], args.stage)[0].config
-    configs = [variant(config, loss, args.kl_share, args.text_weight, args.out) for loss in args.losses]
+    trained = [
+        Trained(f"{loss}, {data}" if data else loss, variant(own, loss, args.kl_share, args.text_weight, out))
+        for data, own, out in on_data(config, _folders(args.data), args.out)
+        for loss in args.losses
+    ]
     ranks = join_ranks()
     target = open_target(config, ranks)
-    for each in configs:
-        if not train(each, ranks, target):
+    for _, own in trained:
+        if not train(own, ranks, target):
             return 1
     leave_ranks(ranks)
     contexts = config.decoding.contexts
-    print(table([row(each.train.loss, read_metrics(each.train.run_dir), contexts) for each in configs], contexts))
+    print(table([row(name, read_metrics(own.train.run_dir), contexts) for name, own in trained], contexts))
+    if args.decode:
+        print(f"\n{decode(trained, args.decode, args.each, args.out)}")
     return 0
+
+
+def _folders(given: Sequence[str]) -> dict[str, str]:
+    """NAME=FOLDER of the command line."""
+    found = dict(one.partition("=")[::2] for one in given)
+    for name, folder in found.items():
+        if not (name and folder and (Path(folder) / "train").is_dir()):
+            raise ValueError(f"--data: {name}={folder}; give a name and a folder that `longdraft prepare` made")
+    if len(found) < len(given):
+        raise ValueError(f"--data: {' '.join(given)}; give each a name of its own")
+    return found
 
 
 if __name__ == "__main__":
