@@ -12,6 +12,7 @@ beside the look-ups and together with them, and prints a table of speeds for eac
 """
 
 import argparse
+import hashlib
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -25,13 +26,14 @@ from longdraft.benchmarks.contexts import questions
 from longdraft.benchmarks.contexts import table as speeds
 from longdraft.benchmarks.drafters import BenchSettings, bench
 from longdraft.infer.drafters.build import build_drafter
-from longdraft.models.hf import load_target
+from longdraft.models.draft_files import WEIGHTS
+from longdraft.models.hf import LOADERS
 from longdraft.train.config import CHOICES, Config
 from longdraft.train.export import export
 from longdraft.train.launcher import settle_device
 from longdraft.train.loop import train
 from longdraft.train.ranks import join_ranks, leave_ranks
-from longdraft.train.setup import open_target
+from longdraft.train.setup import DTYPES, open_target
 from longdraft.train.stages import load_stages
 from longdraft.train.tracking import read_metrics
 
@@ -70,22 +72,27 @@ def on_data(config: Config, folders: Mapping[str, str], out: Path) -> Iterator[t
 def decode(trained: Sequence[Trained], contexts: Sequence[int], each: int, out: Path) -> str:
     """Speed over plain decoding and tokens a step of the drafts, the look-ups, and both together, in bf16: Markdown."""
     config = trained[0].config
-    target = load_target(config.target.path, torch.bfloat16)
+    loader, precision = LOADERS[config.target.loader], DTYPES[config.train.precision]
+    own = {"gguf_file": config.target.gguf_file, "max_positions": config.target.max_positions}
+    target = loader(config.target.path, precision, **own)
+    drafters: dict[str, tuple[str, Path | None]] = {name: (name, None) for name in LOOK_UPS}
+    for name, config in trained:
+        folder, method = export(config.train.run_dir, target=target), config.draft.method
+        drafters |= {name: (method, folder), f"{name}, {LOOK_UPS[0]}": (f"{method}+{LOOK_UPS[0]}", folder)}
+    target.model.to(torch.bfloat16)
     asked = questions(target, contexts, each)
-    drafters: dict[str, tuple[str, str | None]] = {name: (name, None) for name in LOOK_UPS}
-    for name, own in trained:
-        folder = str(export(own.train.run_dir))
-        drafters |= {
-            name: (own.draft.method, folder),
-            f"{name}, {LOOK_UPS[0]}": (f"{own.draft.method}+{LOOK_UPS[0]}", folder),
-        }
     builders = {
         name: lambda target, drafter=drafter, draft=draft: build_drafter(drafter, target, draft)
         for name, (drafter, draft) in drafters.items()
     }
     settings = BenchSettings(NEW_TOKENS, temperatures=(0.0, 1.0), proof="off", passes=False)
-    record = Record(out / "decoded", {"drafters": drafters, "questions": [one.question.turns for one in asked]})
-    return speeds(bench(target, builders, asked, settings, record=record))
+    weights = {name: None if draft is None else _hash(draft / WEIGHTS) for name, (_, draft) in drafters.items()}
+    given = {"weights": weights, "new_tokens": NEW_TOKENS, "questions": [one.question.turns for one in asked]}
+    return speeds(bench(target, builders, asked, settings, record=Record(out / "decoded", given)))
+
+
+def _hash(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 def row(loss: str, records: Sequence[Mapping[str, Any]], contexts: Sequence[int]) -> list[str]:
@@ -134,6 +141,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not train(own, ranks, target):
             return 1
     leave_ranks(ranks)
+    if ranks.rank:
+        return 0
     contexts = config.decoding.contexts
     print(table([row(name, read_metrics(own.train.run_dir), contexts) for name, own in trained], contexts))
     if args.decode:

@@ -125,7 +125,7 @@ PAPERS: dict[str, Paper] = {
         "tau",
         "tau",
         "longspec",
-        {"widths": "4,16,16,16,16"},
+        {"widths": "4,16,16,16,16", "extended": "16"},
         {"longbench": {}, "aime24": {}},
         (
             *(row for target, figures in _LONGSPEC.items() for row in _by_task(target, _LONGBENCH, figures)),

@@ -225,7 +225,8 @@ class Depth:
     def goes_on(
         self, proposal: Lists, rates: Sequence[Sequence[float]], active: Sequence[bool], first_class: int, speed: Speed
     ) -> bool:
-        """Whether one more stage pays: with a child of every node of the last one, as often right as stages are there.
+        """Whether one more stage pays: with a child of every node of the last one, as often right as stages are there,
+        whether all of its nodes are extended or the best alone.
 
         Args:
             proposal: the nodes so far. rates: of all classes, for each slot. first_class: of the drafter's own.

@@ -10,14 +10,15 @@ to catch up with, d head width.
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from longdraft.infer.partial_cache import RingCache
 from longdraft.infer.slot_state import SlotState
 from longdraft.infer.window_cache import WindowCache, window_of
 from longdraft.kernels.cpu_impl import draft_block, rows
 from longdraft.kernels.cross_attention import cross_attention
 from longdraft.kernels.linear import linear
-from longdraft.models.decoder import Decoder
+from longdraft.models.decoder import Decoder, Embedding
 from longdraft.models.drafts.longspec import LongSpec
 from longdraft.models.kv_cache import KVCache
 
@@ -58,8 +59,8 @@ class DraftPasses:
         count, self._unknown, self._asked = min(state.rounded(self._unknown), self.most), 0, True
         return count
 
-    def begin(self, state: SlotState, count: int, n_levels: int) -> None:
-        """A proposal as planned begins; its first level is asked for."""
+    def begin(self, state: SlotState, count: int) -> None:
+        """A proposal begins, with so many tokens to be caught up with."""
         raise NotImplementedError
 
     def logits(self, state: SlotState, nodes_BT: Tensor, level: int, ancestors_BTN: Tensor) -> Tensor:
@@ -72,20 +73,31 @@ class DraftPasses:
 
 def draft_passes(draft: LongSpec, target: Decoder, head_ED: Tensor, cache: KVCache, tree_rows: int) -> DraftPasses:
     """The way for this draft here. tree_rows: the most rows of a tree that are ever queries."""
-    if _can_run(draft, head_ED):
+    # The rows of a part of a cache are not positions, by which C's own keys lie.
+    if _can_run(draft, target, head_ED) and not isinstance(cache, RingCache):
         return _InC(draft, target, head_ED, cache, tree_rows)
     return _ByOperations(draft, target, head_ED, cache, tree_rows)
 
 
-def _can_run(draft: LongSpec, head_ED: Tensor) -> bool:
+def _can_run(draft: LongSpec, target: Decoder, head_ED: Tensor) -> bool:
     """Whether C computes this block here; its RoPE is a table of positions, not of lengths."""
     known = draft_block.can_run(block_weights(draft, head_ED), draft.config.head_dim)
-    return known and not draft.rope.length_dependent
+    embeddings_VD = target.embed_tokens.weight
+    alike = (embeddings_VD.dtype, embeddings_VD.device) == (head_ED.dtype, head_ED.device)
+    plain = _scale_of(target.embed_tokens) is not None and embeddings_VD.is_contiguous()
+    return known and alike and plain and not draft.rope.length_dependent
 
 
-def passes_bytes(draft: LongSpec, head_ED: Tensor, batch: int, capacity: int, tree_rows: int) -> int:
+def _scale_of(embed: nn.Embedding) -> float | None:
+    """What rows of the table are multiplied with; None for a class that may do anything with them."""
+    if isinstance(embed, Embedding):
+        return embed.scale
+    return 1.0 if type(embed) is nn.Embedding and embed.max_norm is None else None
+
+
+def passes_bytes(draft: LongSpec, target: Decoder, head_ED: Tensor, batch: int, capacity: int, tree_rows: int) -> int:
     """What `draft_passes` allocates for a target's cache of so many slots and positions."""
-    if not _can_run(draft, head_ED):
+    if not _can_run(draft, target, head_ED):
         return WindowCache.bytes(draft, batch, tree_rows)
     row = draft.config.head_dim * head_ED.element_size()
     sizes = [matrix.numbers_NI.shape for matrix in block_weights(draft, head_ED).matrices]
@@ -102,15 +114,11 @@ def _in_bytes(dtype: torch.dtype) -> bool:
 def block_weights(draft: LongSpec, head_ED: Tensor) -> draft_block.BlockWeights:
     """What C is given of a draft and its LM head, where they lie."""
     layers = draft.self_qkv, draft.self_o, draft.cross_q, draft.cross_o, draft.gate_up, draft.down
-    vectors = draft_block.Vectors(
-        draft.self_qkv.bias,
-        draft.cross_q.bias,
-        draft.self_norm.weight,
-        draft.cross_norm.weight,
-        draft.mlp_norm.weight,
-        None if draft.final_norm is None else draft.final_norm.weight,
-    )
-    matrices = (rows.Weight(weight) for weight in (*(layer.weight for layer in layers), head_ED))
+    norms = draft.self_norm, draft.cross_norm, draft.mlp_norm
+    biases = [None if layer.bias is None else layer.bias.detach() for layer in (draft.self_qkv, draft.cross_q)]
+    final = None if draft.final_norm is None else draft.final_norm.weight.detach()
+    matrices = (rows.Weight(weight.detach()) for weight in (*(layer.weight for layer in layers), head_ED))
+    vectors = draft_block.Vectors(*biases, *(norm.weight.detach() for norm in norms), final)
     return draft_block.BlockWeights(draft_block.Matrices(*matrices), vectors)
 
 
@@ -126,7 +134,7 @@ class _ByOperations(DraftPasses):
         super().start(slots, longest)
         self._window.start(slots)
 
-    def begin(self, state: SlotState, count: int, n_levels: int) -> None:
+    def begin(self, state: SlotState, count: int) -> None:
         if count:
             tokens_BC = state.history.read(state.positions - count, count)
             # Position 0 again where there are fewer.
@@ -172,23 +180,42 @@ class _InC(DraftPasses):
         self._take_weights()
 
     def _take_weights(self) -> None:
-        """As they are now: what C reads of them may be a copy in bytes, and somebody may train them."""
+        """Others than last time, if there are others: what C reads may be a copy in bytes. Seen are new tensors, and
+        what is written to them as optimizers and `load_state_dict` do."""
         weights, embed, config = block_weights(self.draft, self._head_ED), self._embed, self.draft.config
-        given = [embed.weight, *(matrix.numbers_NI for matrix in weights.matrices)]
-        known = [number for w in given for number in (w.data_ptr(), 0 if w.is_inference() else w._version)]
+        given = embed.weight, *(matrix.numbers_NI for matrix in weights.matrices), *weights.vectors
+        known = [
+            number
+            for part in given
+            if part is not None
+            for number in (part.data_ptr(), 0 if part.is_inference() else part._version)
+        ]
         if known == self._known:
             return
+        scale = _scale_of(embed)
+        assert scale is not None
         self._known, self._block = known, draft_block.DraftBlock(
             weights.in_bytes() if _in_bytes(weights.dtype) else weights,
-            draft_block.Inputs(embed.weight, embed.scale, *self._tables),
+            draft_block.Inputs(embed.weight.detach(), scale, *self._tables),
             config.n_heads, config.n_kv_heads, config.rms_norm_eps, self.most + 1,  # with a row's own key
             self._own, (self.cache.keys[-1], self.cache.values[-1]),
         )  # fmt: skip
 
-    def begin(self, state: SlotState, count: int, n_levels: int) -> None:
-        self._behind = count  # they go along with the first level
+    def begin(self, state: SlotState, count: int) -> None:
+        self._behind = count
+        if self.cache.batch * count <= rows.MOST_LINEAR_ROWS:
+            return  # they go along with the first level
+        self._behind = 0
+        # Position 0 again where there are fewer.
+        places_BC = (state.positions[:, None] + torch.arange(-count, 0)).clamp_(min=0)
+        embeddings_BCD = self._embed(state.history.read(state.positions - count, count))
+        own_kv = self.draft.self_kv(embeddings_BCD, self.draft.tables(places_BC))
+        for kept, own_BCKd in zip(self._own, own_kv, strict=True):
+            for slot, position in enumerate(state.positions.tolist()):
+                there = min(count, position)
+                kept[slot, position - there : position] = own_BCKd[slot, count - there :]
 
     def logits(self, state: SlotState, nodes_BT: Tensor, level: int, ancestors_BTN: Tensor) -> Tensor:
         behind, self._behind = self._behind, 0
-        target_lengths_B, tokens_BS = self.cache.lengths, state.history.tokens
-        return self._block.run(nodes_BT, state.positions, level - 1, ancestors_BTN, target_lengths_B, tokens_BS, behind)
+        lengths_B, tokens_BS = self.cache.lengths, state.history.tokens
+        return self._block.run(nodes_BT, state.positions, level - 1, ancestors_BTN, lengths_B, tokens_BS, behind)

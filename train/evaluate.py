@@ -196,7 +196,7 @@ def open_drafter(config: Config, target: Target, draft: Draft) -> Drafter:
     """The method's drafter, with the tree of an export without measured rates."""
     options: dict[str, Any] = {}
     if isinstance(draft, LongSpec):
-        options = {"widths": WIDTHS[: draft.config.noise]}
+        options = {"widths": WIDTHS[: draft.config.noise], "extended": max(WIDTHS)}  # on a CPU as on a GPU
     elif config.draft.method == "tokenswift":
         options = {"draft_pass": "never", "ngrams": 0}
     return build_drafter(config.draft.method, target, draft, options)

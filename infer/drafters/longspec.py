@@ -19,7 +19,7 @@ from longdraft.infer.draft_passes import DraftPasses, draft_passes, passes_bytes
 from longdraft.infer.drafters.base import DeviceDrafter, Request, SlotState
 from longdraft.infer.options import check_draft, check_integer_or, head_memory, level_widths
 from longdraft.infer.tree import ROOT, TokenTree
-from longdraft.kernels.backend import is_host
+from longdraft.kernels import backend
 from longdraft.kernels.beam import Level, beam_level
 from longdraft.models.drafts.longspec import LongSpec, shape_of
 from longdraft.models.kv_cache import KVCache
@@ -59,7 +59,7 @@ class LongSpecDrafter(DeviceDrafter):
         self.draft, self._target = draft, target.model
         self._head_ED = draft.head(target.model.lm_head.weight)
         self.max_nodes, self.max_depth = sum(self.widths), len(self.widths)
-        self.extended = extended or (EXTENDED_ON_CPU if is_host(self._head_ED.device) else max(self.widths))
+        self.extended = extended or (EXTENDED_ON_CPU if backend.is_host(self._head_ED.device) else max(self.widths))
         self._tree_rows = 1 + sum(map(self._queries, self.widths[:-1]))  # the last level's nodes are never queries
         self._borders = torch.tensor(SURPRISE, device=self._head_ED.device)
         self._passes: DraftPasses | None = None
@@ -92,7 +92,7 @@ class LongSpecDrafter(DeviceDrafter):
         self._passes = None
 
     def memory_bytes(self, batch: int, capacity: int) -> Mapping[str, int]:
-        window = passes_bytes(self.draft, self._head_ED, batch, capacity, self._tree_rows)
+        window = passes_bytes(self.draft, self._target, self._head_ED, batch, capacity, self._tree_rows)
         return {"draft window": window} | head_memory(self.draft, self._head_ED)
 
     def plan(self, state: SlotState, max_nodes: int) -> tuple[int, ...]:
@@ -110,7 +110,7 @@ class LongSpecDrafter(DeviceDrafter):
     def grow(self, state: SlotState, plan: tuple[int, ...]) -> TokenTree:
         count, *widths = plan
         assert self._passes is not None
-        self._passes.begin(state, count, len(widths))
+        self._passes.begin(state, count)
         level = self._root_level(state)
         nodes_3BN, first = level.nodes_3BW, 0  # of the tree so far; its number of the first node that is extended
         tree = TokenTree(*nodes_3BN)
@@ -133,7 +133,7 @@ class LongSpecDrafter(DeviceDrafter):
         return tree
 
     def _root_level(self, state: SlotState) -> Level:
-        """The roots as the first level; what an inactive slot's inherits it is at -inf, so that all is padding."""
+        """The roots, at -inf where a slot takes no part: so its nodes are padding."""
         roots_B1 = state.roots[:, None]
         nodes_3B1 = torch.stack((roots_B1, torch.full_like(roots_B1, ROOT), torch.zeros_like(roots_B1)))
         scores_B1 = torch.zeros_like(roots_B1, dtype=torch.float32).masked_fill_(~state.active[:, None], -torch.inf)

@@ -125,6 +125,7 @@ class DraftBlock:
         every = *(part for matrix in weights.matrices for part in matrix), *weights.vectors
         self._table, self._calls = _Weights(*map(rows.pointer, every)), _Calls()
         (vocab, hidden), inner = weights.matrices.head.numbers_NI.shape, weights.matrices.down.numbers_NI.shape[1]
+        self._batch, self._rows = len(keys), min(keys.shape[1], len(inputs.cos_PF))
         self._dtype, self._vocab, kv, turning = weights.dtype, vocab, n_kv_heads * width, width // 2 * 3
         # Scratch of a row that is asked, and of one behind.
         self._each = 6 * n_heads * width + 3 * kv + 4 * hidden + inner + turning
@@ -156,14 +157,15 @@ class DraftBlock:
                 of them this pass's, which are written.
             mask_BTN: bool, which of these a row reads, itself included.
             target_lengths_B: int64, the rows of the other model's cache that are read.
-            history_BS: int64, tokens by position. n_behind: of so many last committed ones the keys and values are
-                written first, as far as there are so many.
+            history_BS: int64, ids of the tokens by position, up to the lengths.
+            n_behind: of so many last committed ones the keys and values are written first, as far as there are so many.
         """
         batch, n_tokens = tokens_BT.shape
         before, a = mask_BTN.shape[2] - n_tokens, self._arguments
         assert before >= 0 and (mask_BTN.dtype, mask_BTN.shape[:2]) == (torch.bool, tokens_BT.shape)
-        for given in (tokens_BT, lengths_B, target_lengths_B):
-            assert (given.dtype, len(given)) == (torch.int64, batch)
+        for given, shape in ((tokens_BT, (batch, n_tokens)), (lengths_B, (batch,)), (target_lengths_B, (batch,))):
+            assert (given.dtype, given.shape) == (torch.int64, shape) and batch <= self._batch
+        assert int(lengths_B.max()) + max(before + n_tokens, offset + 1) <= self._rows, "no room behind the lengths"
         tokens_BT, mask_BTN = tokens_BT.contiguous(), mask_BTN.contiguous()
         lengths_B, target_lengths_B = lengths_B.contiguous(), target_lengths_B.contiguous()
         logits = torch.empty(batch, n_tokens, self._vocab, dtype=self._dtype)
@@ -173,6 +175,7 @@ class DraftBlock:
         a.lengths, a.ends, a.target_lengths = map(Tensor.data_ptr, (lengths_B, ends_B, target_lengths_B))
         if n_behind:
             assert history_BS is not None and (history_BS.dtype, history_BS.stride(1)) == (torch.int64, 1)
+            assert len(history_BS) == batch
             starts_B = lengths_B - n_behind
             rest_behind = torch.empty(batch * n_behind * self._each_behind, dtype=self._dtype)
             a.history, a.behind_starts, a.behind_rest = map(Tensor.data_ptr, (history_BS, starts_B, rest_behind))

@@ -11,13 +11,14 @@ import torch
 from longdraft.infer.accept import AcceptResult
 from longdraft.infer.draft_passes import _InC
 from longdraft.infer.drafters.base import Request, SlotState
-from longdraft.infer.drafters.longspec import WIDTHS, LongSpecDrafter, _fit
+from longdraft.infer.drafters.longspec import EXTENDED_ON_CPU, WIDTHS, LongSpecDrafter, _fit
+from longdraft.infer.drafters.triforce import TriForceDrafter
 from longdraft.infer.engine import Engine
 from longdraft.infer.history import History
 from longdraft.infer.sampling import SamplingParams, SlotSampling
 from longdraft.infer.tree import PAD, TokenTree
 from longdraft.infer.window_cache import SLACK
-from longdraft.kernels.cpu_impl import draft_block
+from longdraft.kernels.cpu_impl import draft_block, rows
 from longdraft.kernels.gumbel import gumbel_noise
 from longdraft.models.drafts.longspec import LongSpec, LongSpecConfig, plan_queries
 from longdraft.models.drafts.medusa import Medusa, MedusaConfig
@@ -245,7 +246,7 @@ def test_the_beam_is_the_brute_force_beam(target, widths, extended, temperature,
     bench = Bench(target, LongSpecDrafter(target, draft, widths, extended), [PROMPTS[0], PROMPTS[2]], params)
     tree = bench.propose(max_nodes=999)
     for slot in range(2):
-        expected = brute_force(target, draft, bench.texts[slot], widths, extended or 4, params[slot])
+        expected = brute_force(target, draft, bench.texts[slot], widths, extended or EXTENDED_ON_CPU, params[slot])
         assert tree.paths()[slot] == [path for level in expected for path in level]
 
 
@@ -389,19 +390,26 @@ def test_a_tree_deeper_than_the_training_warns_once(target):
 
 
 @pytest.mark.usefixtures("way")
-def test_memory_is_what_it_allocates(target):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_memory_is_what_it_allocates(tiny_target, dtype):
+    target = tiny_target(vocab_size=VOCAB, dtype=dtype)
     for ids in (None, torch.arange(10)):
         drafter = LongSpecDrafter(target, drafted(target, ids))
         bench = Bench(target, drafter, PROMPTS)
         passes, told = drafter._passes, drafter.memory_bytes(3, bench.cache.capacity)
         if isinstance(passes, _InC):
-            allocated = *passes._own, *passes._tables
+            copies = [part for matrix in passes._block._kept[0].matrices for part in matrix]
+            allocated = (
+                *passes._own,
+                *passes._tables,
+                *(copies if rows.multiplies_bf16() and dtype == torch.bfloat16 else []),
+            )
         else:
             allocated = passes._window.keys, passes._window.values, passes._window.positions
         assert told["draft window"] == sum(x.numel() * x.element_size() for x in allocated)
         assert ("draft vocabulary" in told) == (ids is not None)
         if ids is not None:
-            assert told["draft vocabulary"] == 10 * 32 * 4
+            assert told["draft vocabulary"] == 10 * 32 * dtype.itemsize
 
 
 def test_what_cannot_be_is_refused(tiny_target):
@@ -464,6 +472,46 @@ def test_a_draft_that_is_trained_meanwhile_is_seen_with_the_next_request(tiny_ta
     before = bench.propose()
     for parameter in draft.parameters():
         parameter.copy_(parameter.flip(0))
+    draft.self_norm.weight = torch.nn.Parameter(draft.self_norm.weight + 0.5)
     bench.begin(0, PROMPTS[0])
     after, fresh = bench.propose(), Bench(target, LongSpecDrafter(target, draft), PROMPTS[:1]).propose()
     assert torch.equal(after.tokens, fresh.tokens) and not torch.equal(before.tokens, after.tokens)
+
+
+@pytest.mark.usefixtures("way")
+def test_the_rows_of_a_part_of_the_cache_are_no_positions(target):
+    """As TriForce's inner drafter, behind more tokens than its cache and the tree have rows."""
+    draft, prompt = drafted(target), [(7 * i) % VOCAB for i in range(200)]
+    seen = []
+
+    class Inner(Watched):
+        def propose(self, state, max_nodes):
+            seen.append(int(state.positions[0]) - self._passes.cache.capacity)
+            return super().propose(state, max_nodes)
+
+    inner = Inner(target, draft, (2, 2))
+    params = SamplingParams(max_new_tokens=24)
+    (plain,) = Engine(target).generate([prompt], params)
+    (found,) = Engine(target, TriForceDrafter(target, inner, budget=24), nodes=None).generate([prompt], params)
+    assert found.tokens == plain.tokens and seen and min(seen) > 0
+    assert all(logits.isfinite().all() for _, logits in inner.passes)
+
+
+@pytest.mark.usefixtures("way")
+def test_embeddings_that_a_class_of_its_own_computes_go_their_own_way(target, tiny_target):
+    """As a model of transformers may have; a plain table is read as it is."""
+
+    class Doubled(torch.nn.Embedding):
+        def forward(self, input):
+            return 2 * super().forward(input)
+
+    draft, weight = drafted(target), target.model.embed_tokens.weight.detach().clone()
+    trees = []
+    for kind, factor in ((torch.nn.Embedding, 1.0), (Doubled, 0.5), (torch.nn.Embedding, 0.5)):
+        target.model.embed_tokens = kind(*weight.shape).requires_grad_(False)
+        target.model.embed_tokens.weight.copy_(factor * weight)
+        drafter = LongSpecDrafter(target, draft)
+        bench = Bench(target, drafter, PROMPTS)
+        trees.append(bench.propose())
+        assert kind is torch.nn.Embedding or not isinstance(drafter._passes, _InC)
+    assert torch.equal(trees[0].tokens, trees[1].tokens) and not torch.equal(trees[0].tokens, trees[2].tokens)

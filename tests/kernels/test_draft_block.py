@@ -204,3 +204,14 @@ def test_weights_in_bytes_are_the_weights_that_the_bytes_stand_for(kind, dtype):
         results.append((block.run(tokens_1T, lengths_B, 0, mask_1TT, lengths_B, history_1S, 2), kept))
     for found, wanted in zip(*results, strict=True):
         assert torch.equal(found, wanted)
+
+
+def test_a_position_without_a_row_is_refused():
+    draft, head_ED = block_of("gqa", torch.float32)
+    own, seen = (torch.zeros(2, 1, CAPACITY, 2, 8) for _ in range(2))
+    block = block_for(draft, block_weights(draft, head_ED), torch.zeros(VOCAB, 32), own, seen)
+    one, mask = torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, 1, 1, dtype=torch.bool)
+    block.run(one, torch.tensor([CAPACITY - 1]), 0, mask, torch.tensor([3]))
+    for length, offset in ((CAPACITY, 0), (CAPACITY - 1, 1)):
+        with pytest.raises(AssertionError, match="no room behind the lengths"):
+            block.run(one, torch.tensor([length]), offset, mask, torch.tensor([3]))

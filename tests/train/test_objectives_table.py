@@ -47,7 +47,7 @@ def test_each_objective_on_each_data_and_all_of_them_on_the_same_prompts(
     assert greedy[0] == "| greedy: text, tokens" and sampled[0] == "| T 1: text, tokens"
     assert [cell.removesuffix(" |") for cell in greedy[1:]] == ["prompt_lookup", "token_recycling", *both]
     figures = [float(cell.split("; ")[1].removesuffix(" |")) for cell in lines[8][1:]]
-    assert all(tokens >= 1 for tokens in figures) and figures[2] == figures[6]
+    assert len(figures) == 10 and all(tokens >= 1 for tokens in figures)
 
 
 @pytest.mark.parametrize(
