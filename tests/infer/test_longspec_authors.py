@@ -130,7 +130,9 @@ def test_every_step_brings_what_the_authors_do(published, tmp_path, monkeypatch)
     target_folder, source = published
     convert(source, tmp_path / "draft", str(target_folder))
     target = load_target(target_folder, torch.float32)
-    engine, theirs = Engine(target, "longspec", tmp_path / "draft", nodes=None), Authors(target_folder, source)
+    options = {"extended": 16}  # all
+    engine = Engine(target, "longspec", tmp_path / "draft", nodes=None, options=options)
+    theirs = Authors(target_folder, source)
     every, propose, trees = [], engine.drafter.propose, []
 
     def watched(*args):

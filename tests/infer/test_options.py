@@ -30,7 +30,7 @@ CASES = {
         "ngrams": (tuple(v for v in COUNT if v != 0), (0, 3)),
     },
     "medusa": {"shape": (SHAPE, (None, 3, (3, 3), [3, 2, 1], TreeShape.cartesian((2, 2))))},
-    "longspec": {"widths": ((*LEVELS, (1,) * 9), (1, (1, 1, 1), [2, 3]))},
+    "longspec": {"widths": ((*LEVELS, (1,) * 9), (1, (1, 1, 1), [2, 3])), "extended": (OPTIONAL_COUNT, (None, 1, 99))},
     "triforce": {
         "small": ((3, 2.5, True, [], {}, object()), (None,)),
         "gamma": (OPTIONAL_COUNT, (None, 1)),

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from longdraft.infer.drafters.combine import Combined
+from longdraft.infer.drafters.longspec import LongSpecDrafter
 from longdraft.infer.drafters.prompt_lookup import PromptLookup
 from longdraft.infer.drafters.tokenswift import TokenSwiftDrafter
 from longdraft.infer.engine import Engine
@@ -57,6 +58,8 @@ def made(shared):
         return TokenSwiftDrafter(target, exactness.heads(target), 1, sinks=4, budget=16, **options)
 
     others = {
+        # As many extended on a CPU as on a device.
+        "longspec": lambda target, _: LongSpecDrafter(target, exactness.block(target, noise=5), extended=16),
         "prompt_lookup": lambda *_: PromptLookup(length=6),
         "draft_pass_alone": lambda *args: without_ngrams(*args, draft_pass="always"),
         "draft_pass_auto": without_ngrams,

@@ -35,7 +35,11 @@ METHODS = {
     "medusa": (["draft.method=medusa", "draft.n_heads=2"], {}),
     "longspec": (["draft.method=longspec", "draft.window=6", "draft.noise=3", "draft.draft_vocab_size=60"], {}),
 }
-TREES = {"tokenswift": {"shape": (3, 3, 3)}, "medusa": {"shape": (3, 3)}, "longspec": {"widths": (8, 16, 16)}}
+TREES = {
+    "tokenswift": {"shape": (3, 3, 3)},
+    "medusa": {"shape": (3, 3)},
+    "longspec": {"widths": (8, 16, 16), "extended": 16},
+}
 
 
 @pytest.fixture(scope="module")
