@@ -152,7 +152,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _folders(given: Sequence[str]) -> dict[str, str]:
     """NAME=FOLDER of the command line."""
-    found = dict(one.partition("=")[::2] for one in given)
+    found = {name: folder for name, _, folder in (one.partition("=") for one in given)}
     for name, folder in found.items():
         if not (name and folder and (Path(folder) / "train").is_dir()):
             raise ValueError(f"--data: {name}={folder}; give a name and a folder that `longdraft prepare` made")

@@ -114,11 +114,14 @@ def _in_bytes(dtype: torch.dtype) -> bool:
 def block_weights(draft: LongSpec, head_ED: Tensor) -> draft_block.BlockWeights:
     """What C is given of a draft and its LM head, where they lie."""
     layers = draft.self_qkv, draft.self_o, draft.cross_q, draft.cross_o, draft.gate_up, draft.down
-    norms = draft.self_norm, draft.cross_norm, draft.mlp_norm
-    biases = [None if layer.bias is None else layer.bias.detach() for layer in (draft.self_qkv, draft.cross_q)]
-    final = None if draft.final_norm is None else draft.final_norm.weight.detach()
     matrices = (rows.Weight(weight.detach()) for weight in (*(layer.weight for layer in layers), head_ED))
-    vectors = draft_block.Vectors(*biases, *(norm.weight.detach() for norm in norms), final)
+    given = (
+        draft.self_qkv.bias,
+        draft.cross_q.bias,
+        *(norm.weight for norm in (draft.self_norm, draft.cross_norm, draft.mlp_norm)),
+        None if draft.final_norm is None else draft.final_norm.weight,
+    )
+    vectors = draft_block.Vectors._make(None if part is None else part.detach() for part in given)
     return draft_block.BlockWeights(draft_block.Matrices(*matrices), vectors)
 
 
