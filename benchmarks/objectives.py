@@ -12,7 +12,6 @@ beside the look-ups and together with them, and prints a table of speeds for eac
 """
 
 import argparse
-import hashlib
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -27,13 +26,13 @@ from longdraft.benchmarks.contexts import table as speeds
 from longdraft.benchmarks.drafters import BenchSettings, bench
 from longdraft.infer.drafters.build import build_drafter
 from longdraft.models.draft_files import WEIGHTS
-from longdraft.models.hf import LOADERS
+from longdraft.models.files import file_digest
 from longdraft.train.config import CHOICES, Config
 from longdraft.train.export import export
 from longdraft.train.launcher import settle_device
 from longdraft.train.loop import train
 from longdraft.train.ranks import join_ranks, leave_ranks
-from longdraft.train.setup import DTYPES, open_target
+from longdraft.train.setup import open_target, whole_target
 from longdraft.train.stages import load_stages
 from longdraft.train.tracking import read_metrics
 
@@ -71,10 +70,7 @@ def on_data(config: Config, folders: Mapping[str, str], out: Path) -> Iterator[t
 
 def decode(trained: Sequence[Trained], contexts: Sequence[int], each: int, out: Path) -> str:
     """Speed over plain decoding and tokens a step of the drafts, the look-ups, and both together, in bf16: Markdown."""
-    config = trained[0].config
-    loader, precision = LOADERS[config.target.loader], DTYPES[config.train.precision]
-    own = {"gguf_file": config.target.gguf_file, "max_positions": config.target.max_positions}
-    target = loader(config.target.path, precision, **own)
+    target = whole_target(trained[0].config)
     drafters: dict[str, tuple[str, Path | None]] = {name: (name, None) for name in LOOK_UPS}
     for name, config in trained:
         folder, method = export(config.train.run_dir, target=target), config.draft.method
@@ -86,13 +82,9 @@ def decode(trained: Sequence[Trained], contexts: Sequence[int], each: int, out: 
         for name, (drafter, draft) in drafters.items()
     }
     settings = BenchSettings(NEW_TOKENS, temperatures=(0.0, 1.0), proof="off", passes=False)
-    weights = {name: None if draft is None else _hash(draft / WEIGHTS) for name, (_, draft) in drafters.items()}
+    weights = {name: None if draft is None else file_digest(draft / WEIGHTS) for name, (_, draft) in drafters.items()}
     given = {"weights": weights, "new_tokens": NEW_TOKENS, "questions": [one.question.turns for one in asked]}
     return speeds(bench(target, builders, asked, settings, record=Record(out / "decoded", given)))
-
-
-def _hash(file: Path) -> str:
-    return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 def row(loss: str, records: Sequence[Mapping[str, Any]], contexts: Sequence[int]) -> list[str]:

@@ -18,14 +18,13 @@ from longdraft.models.draft_files import WEIGHTS, check_out
 from longdraft.models.draft_folder import DRAFTS, Draft, DraftInfo, load_draft, save_draft, target_entry
 from longdraft.models.drafts.longspec import LongSpec, plan_queries
 from longdraft.models.drafts.loss import RANKS
-from longdraft.models.hf import LOADERS
 from longdraft.models.passes import Pass
 from longdraft.models.target import Target
 from longdraft.train import checkpoint, model_card, vllm_medusa
 from longdraft.train.batches import Place, read_batch
 from longdraft.train.config import Config, to_dict
 from longdraft.train.methods import frozen_draft, plain_positions
-from longdraft.train.setup import DTYPES, open_rows
+from longdraft.train.setup import open_rows, whole_target
 from longdraft.train.vllm_medusa import VllmMedusa
 from longdraft.train.vocabulary import frequent_tokens
 
@@ -90,12 +89,7 @@ def export(
         _check_restriction(config, draft_vocab_size)
     out = Path(out) if out is not None else Path(run_dir) / ("draft" if form == "longdraft" else form)
     _check_out(out)
-    target = target or LOADERS[config.target.loader](
-        config.target.path,
-        DTYPES[config.train.precision],
-        gguf_file=config.target.gguf_file,
-        max_positions=config.target.max_positions,
-    )
+    target = target or whole_target(config)
     extra = saved["extra"]
     entry = _entry(config, extra.get("target_weights"), target)
     draft = frozen_draft(config, target, load_file(folder / checkpoint.WEIGHTS))

@@ -88,14 +88,21 @@ def make_deterministic() -> None:
     torch.use_deterministic_algorithms(True)
 
 
+def whole_target(config: Config, device: torch.device | str = "cpu") -> Target:
+    """The run's target in its precision, all of it here."""
+    section = config.target
+    loader, dtype = LOADERS[section.loader], DTYPES[config.train.precision]
+    return loader(section.path, dtype, device, section.gguf_file, section.max_positions)
+
+
 def open_target(config: Config, ranks: Ranks) -> Target:
     """The run's frozen target: a copy on this rank's device, or this rank's share of it."""
     section, dtype = config.target, DTYPES[config.train.precision]
     if ranks.device.type == "cuda":
         check_room(config, ranks)
-    own = section.gguf_file, section.max_positions
     if section.zero_stage == 0:
-        return LOADERS[section.loader](section.path, dtype, ranks.device, *own)
+        return whole_target(config, ranks.device)
+    own = section.gguf_file, section.max_positions
     if section.loader == "longdraft":
         return load_sharded_target(section.path, dtype, ranks, *own)
     wrap = partial(share_out, ranks, dtype)
