@@ -36,7 +36,8 @@ _LAYERS: Column = ("layers", lambda row: f"{row['layers']} of {row['layers_of_mo
 COLUMNS: dict[str, list[Column]] = {
     "attention": [*_WHERE, ("rows", _number("nodes", "")), _WHAT, *_TIMED, _OVER],
     "step": [
-        *_WHERE, _LAYERS, ("rows", _number("nodes", "")), _WHAT, *_TIMED, ("over 1 row", _number("over_one_row", ".2f"))
+        *_WHERE, _LAYERS, ("rows", _number("nodes", "")), _WHAT, *_TIMED, ("over a read", _number("over_read", ".2f")),
+        ("over 1 row", _number("over_one_row", ".2f")),
     ],
     "loss": [
         _WHERE[0], ("dtype", lambda row: row["dtype"]), ("rows", _number("rows", "")), ("heads", _number("heads", "")),

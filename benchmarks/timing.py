@@ -17,9 +17,11 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from longdraft.infer.memory import available_bytes
+from longdraft.kernels.cpu_impl.rows import decoding
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 WARM_UPS = 2
+SPUN_OUT = 0.02  # seconds until a CPU's threads without work sleep
 FEWEST_TURNS = 3
 Name = TypeVar("Name")
 
@@ -81,8 +83,15 @@ class Bench:
         return torch.empty(size, dtype=torch.uint8, device=self.device)
 
     def cold(self) -> None:
-        """Empty the device's caches by writing something else."""
-        self._flush.fill_(1)
+        """Empty the device's caches by writing something else.
+
+        On a CPU by one thread, and then nothing for a moment: PyTorch's threads spin for work after each operation, and
+        would do so beside what is timed.
+        """
+        with decoding(self.device.type == "cpu"):
+            self._flush.fill_(1)
+        if self.device.type == "cpu":
+            time.sleep(SPUN_OUT)
 
     def in_turns(self, runs: Mapping[str, Callable[[], Any]]) -> dict[str, "Times"]:
         """Seconds of each run, one after the other and again, after a warm-up of each."""
