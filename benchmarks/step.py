@@ -204,6 +204,8 @@ def _behind(
         row |= {"status": status} | ({} if run else {"reason": reason})
         if run:
             ready[f"{way}, {n}"] = run
+    if not ready:
+        return list(rows.values())
     source = torch.ones(SIZES[bench.device.type][bench.quick][0] // 4, device=bench.device)
     times = bench.in_turns({**ready, READ: source.sum})
     for (way, n), row in rows.items():

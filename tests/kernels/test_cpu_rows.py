@@ -143,15 +143,20 @@ def test_linear_carries_nan_and_infinity():
     assert out[0].isnan().all() and out[1].tolist()[:2] == [8.0, torch.inf]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+# Widths of 16 more than a multiple of 32 are what only products of bf16 pairs tell apart.
+EITHER = torch.float32, torch.bfloat16
+SHAPES = [(dtype, *shape) for dtype in EITHER for shape in ((9, 3, 64), (4, 4, 8), (8, 1, 120))]
+SHAPES += [(torch.bfloat16, 6, 2, 80), (torch.bfloat16, 3, 1, 16)]
+
+
 @pytest.mark.parametrize("length", [0, 1, 7, 127, 128, 300, 1000])
-@pytest.mark.parametrize(("heads", "kv_heads", "width"), [(9, 3, 64), (4, 4, 8), (8, 1, 120)])
+@pytest.mark.parametrize(("dtype", "heads", "kv_heads", "width"), SHAPES, ids=str)
 def test_attention_is_as_close_as_the_dtype_can_be(plain, dtype, length, heads, kv_heads, width):
     generator = torch.Generator().manual_seed(length + width)
     for n in (1, 2, 19):
         q = torch.randn(1, n, heads, width, generator=generator).to(dtype)
         keys, values = torch.randn(2, 1, length + n, kv_heads, width, generator=generator).to(dtype)
-        k, v = cache_with(keys, values, length + n + 5)
+        k, v = cache_with(keys, values, length + n + 5 * (n < 19))
         lengths, mask = torch.tensor([length]), random_tree(n, generator)
         sees = torch.cat([torch.ones(1, n, length, dtype=torch.bool), mask], dim=2)
         exact = exact_attention(q, keys, values, sees)
@@ -185,7 +190,7 @@ def test_a_tree_row_equals_plain_decodings_row_bit_for_bit(dtype, length, window
 
 
 @pytest.mark.parametrize("window", [None, 40])
-@pytest.mark.parametrize(("heads", "kv_heads", "width"), [(9, 3, 64), (4, 4, 8), (8, 1, 24), (5, 1, 120)])
+@pytest.mark.parametrize(("heads", "kv_heads", "width"), [(9, 3, 64), (4, 4, 8), (8, 1, 24), (5, 1, 120), (7, 1, 48)])
 @pytest.mark.parametrize("n", [2, 3, 4, 5, 6, 7, 17, 61, 128])
 def test_a_row_does_not_depend_on_how_many_others_there_are(n, heads, kv_heads, width, window):
     """Every height of a block of queries, a path longer than a split, and the mask against the chain it stands for."""
@@ -213,21 +218,25 @@ def test_partial_results_kept_in_several_waves_change_nothing():
         assert torch.equal(alone(node, q, keys, values, length, mask, None), together[0, node])
 
 
-def test_ragged_slots_equal_single_ones():
+@pytest.mark.parametrize("tree", [True, False])
+@pytest.mark.parametrize("width", [16, 48])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_ragged_slots_equal_single_ones(dtype, width, tree):
     generator = torch.Generator().manual_seed(0)
-    q = torch.randn(3, 5, 4, 16, generator=generator)
-    keys, values = torch.randn(2, 3, 300, 2, 16, generator=generator)
+    q = torch.randn(3, 5, 4, width, generator=generator).to(dtype)
+    keys, values = torch.randn(2, 3, 300, 2, width, generator=generator).to(dtype)
     lengths = torch.tensor([0, 290, 17])
-    mask = torch.cat([random_tree(5, generator) for _ in range(3)])
+    mask = torch.cat([random_tree(5, generator) for _ in range(3)]) if tree else None
     together = rows.attention_rows(q, keys, values, lengths, mask)
     for b in range(3):
         part = slice(b, b + 1)
-        single = rows.attention_rows(q[part], keys[part], values[part], lengths[part], mask[part])
+        single = rows.attention_rows(q[part], keys[part], values[part], lengths[part], mask[part] if tree else None)
         assert torch.equal(single, together[part])
 
 
-def test_attention_carries_nan():
-    q, k = torch.randn(1, 1, 2, 8), torch.randn(1, 5, 2, 8)
+@pytest.mark.parametrize(("dtype", "width"), [(torch.float32, 8), (torch.bfloat16, 16)], ids=str)
+def test_attention_carries_nan(dtype, width):
+    q, k = torch.randn(1, 1, 2, width).to(dtype), torch.randn(1, 5, 2, width).to(dtype)
     bad = k.clone()
     bad[0, 2, 0, 3] = torch.nan
     out = rows.attention_rows(q, bad, k, torch.tensor([4]), None)

@@ -394,9 +394,9 @@ def test_the_command_prints_a_table_for_each_stage(target_folder, capsys):
     command.append("target.max_positions=8192")
     assert start(command) == 0
     printed = capsys.readouterr().out
-    for name in ("short", "long", "sft", "mixed", "more", "further", "again"):
+    for name in ("short", "long", "sft", "mixed", "more", "further", "again", "onward"):
         assert printed.count(f"Stage {name}: ") == 1
-    assert printed.count("at most") == printed.count("r, a step over the target's pass") == 7
+    assert printed.count("at most") == printed.count("r, a step over the target's pass") == 8
     kind = "GPU" if torch.cuda.is_available() else "CPU process"
     assert f"on 1 {kind}; a pass of 1 x 4,096 tokens, 1 a step" in printed
     assert start([*command, "--num-gpus", "8", "--stage", "sft", "train.global_batch=16"]) == 0

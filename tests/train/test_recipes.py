@@ -111,7 +111,7 @@ def test_later_targets_have_as_many_parameters_as_published(name, billions, tmp_
 
 def test_smollm2_goes_through_all_stages():
     stages = load_stages(CONFIGS / "smollm2.yaml")
-    assert [stage.name for stage in stages] == ["short", "long", "sft", "mixed", "more", "further", "again"]
-    assert [stage.config.data.seq_len for stage in stages] == [1024, 4096, 2048, 1024, 1024, 1024, 1024]
+    assert [stage.name for stage in stages] == ["short", "long", "sft", "mixed", "more", "further", "again", "onward"]
+    assert [stage.config.data.seq_len for stage in stages] == [1024, 4096, 2048, 1024, 1024, 1024, 1024, 1024]
     for before, stage in pairwise(stages):
         assert stage.config.draft.start_from == str(before.draft)
