@@ -412,7 +412,7 @@ def attention_rows(
     assert keys_BSKd.stride(3) == values_BSKd.stride(3) == 1
     batch, rows, heads, width = q_BTHd.shape
     assert 0 < rows <= MOST_ATTENTION_ROWS and (window is None or window >= 1), (rows, window)
-    assert width <= MOST_HEAD_WIDTH and width % 8 == 0, width
+    assert can_attend(q_BTHd), (q_BTHd.dtype, width)
     q_row = q_BTHd.stride(1)
     if q_BTHd.stride()[2:] != (width, 1) or (batch > 1 and q_BTHd.stride(0) != rows * q_row):
         q_BTHd, q_row = q_BTHd.contiguous(), heads * width
