@@ -1,4 +1,5 @@
-"""Plain decoding against transformers' `generate` with the same random weights: tokens a second, and the read floor.
+"""Plain decoding against transformers' `generate` with the same random weights: the time to a prompt's first token, and
+tokens a second behind it beside the read floor.
 
 Both decode the same prompts in turns. They are compared first: a model of the
 profile's widths and few layers must give the same tokens in fp32; in bf16 those of random weights are a matter of
@@ -14,7 +15,7 @@ import torch
 from longdraft.benchmarks.answers import Answer, EngineAnswers, TransformersAnswers
 from longdraft.benchmarks.candidates import OURS, figures, ratios, refused
 from longdraft.benchmarks.figures import same_tokens, totals
-from longdraft.benchmarks.profiles import Profile
+from longdraft.benchmarks.profiles import Profile, Work
 from longdraft.benchmarks.progress import UNWATCHED
 from longdraft.benchmarks.step import SMALL_LAYERS, layers_that_fit, too_large
 from longdraft.benchmarks.timing import Bench, Times
@@ -69,7 +70,7 @@ def difference(bench: Bench, profile: Profile) -> str | None:
 
 
 def measure(bench: Bench, profile: Profile, contexts: list[int], new_tokens: int, n_prompts: int = 3) -> list[dict]:
-    """Two rows for each context: ours and transformers'."""
+    """For each context a row of decoding and one of `prefill`, to the first token, each of ours and of transformers'."""
     bench.log(f"decode, {profile.name}: tokens in fp32 against transformers'")
     base = {"benchmark": "decode", "profile": profile.name, "layers_of_model": profile.n_layers}
     base |= {"new_tokens": new_tokens, "prompts": n_prompts}
@@ -99,20 +100,27 @@ def measure(bench: Bench, profile: Profile, contexts: list[int], new_tokens: int
 
 def _behind(bench: Bench, profile: Profile, model: Any, engine: Engine, shape: dict) -> list[dict]:
     """Prompt by prompt, each with both in turns."""
-    seconds: dict[str, list[float]] = {OURS: [], PEER: []}
-    hosts = []
+    answers: dict[str, list[Answer]] = {OURS: [], PEER: []}
     for prompt in draw_prompts(profile, shape["prompts"], shape["context"]):
-        done = {name: totals(answers) for name, answers in both(model, engine, [prompt], shape["new_tokens"]).items()}
-        for name, figure in done.items():
-            seconds[name].append(1 / figure["tokens_per_second"])
-        hosts.append(done[OURS]["host_share"])
+        for name, found in both(model, engine, [prompt], shape["new_tokens"]).items():
+            answers[name] += found
+    done = {name: [totals([answer]) for answer in found] for name, found in answers.items()}
     middle = shape["context"] + shape["new_tokens"] // 2
-    work = profile.step_work(middle, 1, bench.itemsize, shape["layers"])
-    rows = []
-    for name, found in seconds.items():
-        times = Times.of(found)
-        rows.append({**shape, "implementation": name, "status": "ok", **figures(bench, times, work)})
-        rows[-1]["tokens_per_second"] = 1 / times.median
-    rows[0]["host_share"] = statistics.mean(hosts)
+    token = {name: [1 / figure["tokens_per_second"] for figure in found] for name, found in done.items()}
+    decoding = _rows(bench, shape, token, profile.step_work(middle, 1, bench.itemsize, shape["layers"]))
+    for row in decoding:
+        row["tokens_per_second"] = 1e3 / row["ms"]
+    decoding[0]["host_share"] = statistics.mean(figure["host_share"] for figure in done[OURS])
+    # transformers' prefill is a call that generates one token.
+    first = {OURS: [a.first_token_seconds for a in answers[OURS]], PEER: [a.prefill_seconds for a in answers[PEER]]}
+    work = profile.prefill_work(shape["context"], bench.itemsize, shape["layers"])
+    return decoding + _rows(bench, shape | {"benchmark": "prefill"}, first, work)
+
+
+def _rows(bench: Bench, shape: dict, seconds: dict[str, list[float]], work: Work) -> list[dict]:
+    rows = [
+        {**shape, "implementation": name, "status": "ok", **figures(bench, Times.of(found), work)}
+        for name, found in seconds.items()
+    ]
     ratios(rows)
     return rows

@@ -48,12 +48,14 @@ COLUMNS: dict[str, list[Column]] = {
         *_WHERE, _LAYERS, _WHAT, ("tokens/s", _number("tokens_per_second", ",.1f")), *_TIMED[:5],
         ("host", _number("host_share", ".1%")), _OVER,
     ],
+    "prefill": [*_WHERE, _LAYERS, _WHAT, *_TIMED[:2], *_TIMED[5:], _OVER],
 }  # fmt: skip
 TITLES = {
     "attention": "Tree attention of one layer, one sequence",
     "step": "A target pass of several rows, one sequence",
     "loss": "Loss and hidden gradients of heads that share one LM head",
     "decode": "Plain decoding, one sequence, greedy",
+    "prefill": "A prompt to its first token, one sequence",
 }
 
 
@@ -119,10 +121,13 @@ def draw(result: dict, path: Path) -> bool:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(2, 2, figsize=(13, 9), constrained_layout=True)
+    rows_of_panels = -(-len(TITLES) // 2)
+    figure, axes = plt.subplots(rows_of_panels, 2, figsize=(13, 4.5 * rows_of_panels), constrained_layout=True)
     figure.suptitle(f"{result['hardware']}, {result['dtype']}, commit {result['commit'][:9]}", fontsize=12)
     timed = [row for row in result["results"] if "ms" in row]
-    for panel, (name, title) in zip(axes.flat, TITLES.items(), strict=True):
+    for panel in axes.flat[len(TITLES) :]:
+        panel.axis("off")
+    for panel, (name, title) in zip(axes.flat, TITLES.items(), strict=False):
         rows = [row for row in timed if row["benchmark"] == name]
         panel.set_title(title, fontsize=10)
         if not rows:
@@ -160,7 +165,8 @@ def _draw_lines(panel, rows: list[dict], name: str) -> None:
 
 
 def _draw_bars(panel, rows: list[dict], name: str) -> None:
-    key, unit = ("tokens_per_second", "tokens/s") if name == "decode" else ("ms", "ms, forward and backward")
+    others = {"decode": ("tokens_per_second", "tokens/s"), "prefill": ("ms", "ms")}
+    key, unit = others.get(name, ("ms", "ms, forward and backward"))
     places = [f"{row['profile']}\n{row.get('context', row.get('rows'))}" for row in rows]
     labels = [f"{row['implementation']}\n{place}" for row, place in zip(rows, places, strict=True)]
     colors = ["C0" if row["implementation"].startswith("longdraft") else "0.7" for row in rows]

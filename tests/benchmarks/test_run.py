@@ -43,7 +43,7 @@ def test_gpu_check_runs_the_harness_with_few_packages(tmp_path):
     assert benchmarks["name"] == "kernel benchmarks" and benchmarks["passed"] is made["passed"] is True
     found = made["kernel benchmarks"]
     rows = found["results"]
-    assert {row["benchmark"] for row in rows} == {"attention", "step", "loss", "decode"}
+    assert {row["benchmark"] for row in rows} == {"attention", "step", "loss", "decode", "prefill"}
     assert all(row["ms"] > 0 and row["over_floor"] > 0 for row in rows if row["status"] == "ok")
     assert {row["status"] for row in rows} == {"ok", "not available"}
     assert min(found["ceilings"].values()) > 0 and found["commit"] == made["commit"]
