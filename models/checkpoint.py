@@ -174,6 +174,7 @@ def fill(
     waiting: dict[str, list[tuple[str, Tensor]]] = {}  # parameter -> its parts that have come
     filled: set[str] = set()
     problems: list[str] = []
+    head: Tensor | None = None  # of a tied checkpoint that carries one
 
     def copy(parameter: str) -> None:
         with whole(parameters[parameter]):
@@ -186,11 +187,12 @@ def fill(
                     rows.copy_(table[name].value(tensor))
 
     for name, tensor in tensors:
-        if name.endswith("rotary_emb.inv_freq") or (decoder.config.tie_embeddings and name == "lm_head.weight"):
-            continue  # old checkpoints carry the RoPE table; tied ones may carry the embedding twice
-        if name.startswith((TOKENSWIFT_HEADS, *OF_IMAGES)):
-            continue
+        if name.endswith("rotary_emb.inv_freq") or name.startswith((TOKENSWIFT_HEADS, *OF_IMAGES)):
+            continue  # old checkpoints carry the RoPE table
         name = canonical(name)
+        if decoder.config.tie_embeddings and name == "lm_head.weight":
+            head = tensor
+            continue
         if name not in table:
             problems.append(f"unexpected {name} {list(tensor.shape)}")
             continue
@@ -203,8 +205,17 @@ def fill(
     for parameter in list(waiting):
         copy(parameter)
     problems += [f"missing {name}" for name in table if name not in filled]
+    embedding = parameters["embed_tokens.weight"]  # whole, wherever the layers' weights are
+    if head is not None and not problems and not _is_same(embedding, head):
+        problems.append("lm_head.weight is not the embedding: tie_word_embeddings must be false in config.json")
     if problems:
         raise ValueError(f"{source} does not fit its configuration:\n  " + "\n  ".join(problems))
+
+
+def _is_same(embedding: Tensor, head: Tensor) -> bool:
+    if embedding.is_meta or head.is_meta:  # names and shapes are all that is asked
+        return True
+    return embedding.shape == head.shape and torch.equal(embedding, head.to(embedding))
 
 
 def folder_tensors(folder: Path, wanted: Callable[[str], bool] | None = None) -> Iterator[tuple[str, Tensor]]:

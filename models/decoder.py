@@ -89,7 +89,8 @@ class _Context:
 
     def part(self, tokens: slice) -> "_Context":
         """The same pass, for some of its tokens."""
-        return replace(self, ropes=[(cos[:, tokens], sin[:, tokens]) for cos, sin in self.ropes])
+        ropes = [(cos[:, tokens].contiguous(), sin[:, tokens].contiguous()) for cos, sin in self.ropes]
+        return replace(self, ropes=ropes)
 
     def chunks(self) -> list[slice]:
         """The tokens of a pass, as many at a time as products and feed-forward take."""
@@ -290,9 +291,14 @@ class Decoder(nn.Module):
         with on_device(self.embed_tokens.weight.device):
             return super().__call__(*args, **kwargs)
 
+    def look_again(self) -> None:
+        """Another text begins or weights were written: the next narrow pass looks where all of them lie."""
+        self._table_is_sure = False
+
     def new_cache(self, batch: int, capacity: int) -> KVCache:
         """An empty cache for this model, in its dtype and on its device."""
-        config, weight, self._table_is_sure = self.config, self.embed_tokens.weight, False
+        self.look_again()
+        config, weight = self.config, self.embed_tokens.weight
         return KVCache(
             config.n_layers, batch, capacity, config.n_kv_heads, config.head_dim, weight.dtype, weight.device
         )
@@ -365,10 +371,10 @@ class Decoder(nn.Module):
         given, cache, weight = context.given, context.given.cache, self.embed_tokens.weight
         n_slots, n_tokens, _ = x_BTD.shape
         if cache is None or given.prompt_lengths is not None or n_slots * n_tokens > MOST_TOKENS:
-            self._table_is_sure = False  # another text begins
+            self.look_again()
             return None
         if weight.device.type != "cpu" or not (self.weights_stay and rows.serves(weight.dtype)):
-            self._table_is_sure = False
+            self.look_again()
             return None
         if self._table is None or not self._table.holds(whole=not self._table_is_sure):
             self._table = _KnownTable(cast("list[Layer]", self.layers), self.config)

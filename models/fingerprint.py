@@ -17,11 +17,12 @@ from torch import Tensor, nn
 from longdraft.models.decoder import Decoder
 from longdraft.models.decoder_config import DecoderConfig
 
-# Call-time state of a fast tokenizer: it changes with every padded call and says nothing about token ids.
+# Left out of a fingerprint where a model has none of it: drafts were exported before these fields were there.
 LATER_FIELDS = (
     "experts", "activation", "embedding_scale", "post_norms", "attention_sinks", "window_rope", "norm_offset",
     "query_factor",
 )  # fmt: skip
+# Call-time state of a fast tokenizer: it changes with every padded call and says nothing about token ids.
 CALL_STATE = ("truncation", "padding")
 # fp16 is not among the dtypes: it cannot hold the small weights of a checkpoint in bf16.
 SAMPLED_ROWS, SAMPLED_DTYPES = 8, (torch.float32, torch.bfloat16)

@@ -190,6 +190,8 @@ def _sliding_windows(hf_config: PretrainedConfig) -> tuple[int | None, ...] | No
     window, layers = getattr(hf_config, "sliding_window", None), hf_config.num_hidden_layers
     if window is None or hf_config.model_type == "llama":
         return None
+    if window < 1:
+        raise ValueError(f"sliding_window: {window}; give at least 1, or null")
     kinds = getattr(hf_config, "layer_types", None)
     if hf_config.model_type in ("mistral", "mixtral", "qwen3_moe"):
         if kinds is not None and set(kinds) != {"sliding_attention"}:
@@ -424,6 +426,7 @@ def refresh(target: Target, model: Any) -> None:
             parameter.data = theirs.detach()
         elif not torch.equal(rows, value := place.value(theirs).to(rows.dtype)):
             rows.copy_(value)
+    target.model.look_again()
 
 
 def read_target_config(

@@ -86,6 +86,8 @@ class Pass:
 
     def __post_init__(self) -> None:
         cached, tree, prompts = self.cache is not None, self.tree_mask_BTT is not None, self.prompt_lengths
+        if not self.tokens_BT.numel():
+            raise ValueError(f"tokens_BT: shape {list(self.tokens_BT.shape)}; give at least one token a slot")
         if not self.needs <= NEEDS:
             raise ValueError(f"needs has {sorted(self.needs - NEEDS)}; known: {sorted(NEEDS)}")
         if tree and (not cached or self.positions_BT is None):

@@ -157,6 +157,8 @@ class TransformersModel(Decoder):
             layer.register_forward_pre_hook(self._enter)
             layer.register_forward_hook(self._leave, always_call=True)
         probed = self._probe()
+        if known is None:
+            self._check_windows(probed.windows)
         self.config = known or foreign_config(model, probed.heads, probed.windows, max_positions)
         if max_positions is not None:
             self.config = replace(self.config, max_positions=max_positions)
@@ -233,6 +235,17 @@ class TransformersModel(Decoder):
         self.norm.register_forward_pre_hook(_keep_pre_norm)
         self._scale_head(hidden_BTD, logits_BTV)
         return running
+
+    def _check_windows(self, told: Collection[int | None]) -> None:
+        """A window that a family keeps in the mask alone, and does not tell the attention, would be lost here."""
+        config = self.own.config.get_text_config()
+        window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
+        slides = [kind == "sliding_attention" for kind in kinds] if kinds else [True] * len(told)
+        if window and any(slid and one is None for slid, one in zip(slides, told, strict=True)):
+            raise ValueError(
+                f"target.loader: {type(self.own).__name__} has sliding_window {window}, which it puts into its mask "
+                f"and does not tell transformers' attention interface; such a model {NOT_SERVED}"
+            )
 
     def probe_pass(self, **options: Any) -> Pass:
         """Two pieces, the second with a jump in its positions, of tokens that are always the same."""

@@ -232,11 +232,23 @@ def test_each_layer_works_within_its_context(tiny_target):
         ({"borders": [1, 60]}, r"borders: \[1, 60\]"),
         ({"borders": [0, 30, 20, 60]}, r"borders: \[0, 30, 20, 60\]"),
         ({"chunk": 0}, "chunk: 0; give at least 1"),
+        ({"tokens_BT": torch.zeros(1, 0, dtype=torch.long)}, r"tokens_BT: shape \[1, 0\]; give at least one token"),
     ],
 )
 def test_what_cannot_be_is_refused(tiny_target, options, message):
     with pytest.raises(ValueError, match=message):
-        tiny_target().model(Pass(tokens(), **options))
+        tiny_target().model(Pass(**{"tokens_BT": tokens()} | options))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.no_grad()
+def test_several_sequences_in_chunks(tiny_target, dtype):
+    model, tokens_BT = tiny_target().model.to(dtype), tokens().view(3, -1)
+    positions_BT = torch.arange(tokens_BT.shape[1]) + torch.tensor([[0], [3], [7]])
+    whole = model(Pass(tokens_BT, positions_BT=positions_BT)).logits
+    chunked = model(Pass(tokens_BT, positions_BT=positions_BT, chunk=7)).logits
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(chunked, whole, rtol=tolerance, atol=tolerance)
 
 
 def test_pieces_and_chunks_have_no_cache(tiny_target):

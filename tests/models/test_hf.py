@@ -9,6 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
+from longdraft.infer.engine import Engine
+from longdraft.infer.sampling import SamplingParams
 from longdraft.models.checkpoint import halves_from_pairs, places
 from longdraft.models.fingerprint import config_hash, tokenizer_hash
 from longdraft.models.hf import (
@@ -274,6 +276,8 @@ def test_released_rope_fields_are_understood():
 def test_sliding_windows_follow_the_family():
     assert decoder_config(MistralConfig(**SHAPE)).sliding_windows == (4096, 4096)
     assert decoder_config(MistralConfig(**SHAPE, sliding_window=None)).sliding_windows is None
+    with pytest.raises(ValueError, match="sliding_window: 0; give at least 1, or null"):
+        decoder_config(MistralConfig(**SHAPE, sliding_window=0))
     assert decoder_config(Qwen2Config(**SHAPE)).sliding_windows is None
     used = Qwen2Config(**SHAPE, use_sliding_window=True, sliding_window=32, max_window_layers=1)
     assert decoder_config(used).sliding_windows == (None, 32)
@@ -356,6 +360,36 @@ def test_refresh_takes_over_every_way_of_writing_weights():
         refresh(target, model)
         assert error(target.model(Pass(ids)).logits, model(ids).logits) < 1e-5
         assert not torch.equal(before, model(ids).logits)
+
+
+@torch.no_grad()
+def test_after_a_refresh_a_prompt_of_one_token_reads_the_new_weights():
+    """It has no wide pass, before which addresses are looked up anew."""
+    model, params = tiny_model("llama"), SamplingParams(max_new_tokens=12, ignore_eos=True)
+    target = target_from_transformers(model)
+    engine = Engine(target)
+    before = engine.generate([[5]], params)[0].tokens
+    for layer in model.model.layers:
+        for product in (layer.self_attn.o_proj, layer.mlp.down_proj):
+            product.weight = torch.nn.Parameter(torch.randn_like(product.weight))
+    refresh(target, model)
+    after = engine.generate([[5]], params)[0].tokens
+    assert after == Engine(target_from_transformers(model)).generate([[5]], params)[0].tokens != before
+
+
+@torch.no_grad()
+def test_a_tied_checkpoint_may_carry_the_embedding_twice_and_no_other_head(tmp_path):
+    model = tiny_model("llama", tie_word_embeddings=True)
+    model.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    embedding = tensors["model.embed_tokens.weight"]
+    for name in ("lm_head.weight", "language_model.lm_head.weight"):
+        save_file(tensors | {name: embedding.clone()}, tmp_path / "model.safetensors", {"format": "pt"})
+        ids = torch.arange(10)[None]
+        assert error(load_target(tmp_path, torch.float32).model(Pass(ids)).logits, model(ids).logits) < 1e-5
+        save_file(tensors | {name: embedding + 0.01}, tmp_path / "model.safetensors", {"format": "pt"})
+        with pytest.raises(ValueError, match=r"lm_head.weight is not the embedding: tie_word_embeddings must be false"):
+            load_target(tmp_path, torch.float32)
 
 
 @torch.no_grad()

@@ -55,6 +55,8 @@ REFUSED = {
     "gemma2": ({"head_dim": 8}, "soft cap"),
     "phi": ({}, "no multiple of its LM head's product"),
     "falcon": ({}, "0 of the 2 layers"),
+    "phimoe": ({"sliding_window": 6}, "sliding_window 6, which it puts into its mask"),
+    "qwen2_moe": ({"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}, "sliding_window 6"),
     "llama": ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "depends on the length"),
 }  # fmt: skip
 ALL = frozenset({"logits", "pre_norm", "post_norm", "last_kv", "queries"})
