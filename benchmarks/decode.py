@@ -70,7 +70,7 @@ def difference(bench: Bench, profile: Profile) -> str | None:
 
 
 def measure(bench: Bench, profile: Profile, contexts: list[int], new_tokens: int, n_prompts: int = 3) -> list[dict]:
-    """For each context a row of decoding and one of `prefill`, to the first token, each of ours and of transformers'."""
+    """For each context rows of decoding and of `prefill`, which ends with the first token: ours and transformers'."""
     bench.log(f"decode, {profile.name}: tokens in fp32 against transformers'")
     base = {"benchmark": "decode", "profile": profile.name, "layers_of_model": profile.n_layers}
     base |= {"new_tokens": new_tokens, "prompts": n_prompts}

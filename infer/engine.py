@@ -11,11 +11,12 @@ from dataclasses import dataclass
 
 from longdraft.infer.drafters.base import Drafter, Request
 from longdraft.infer.drafters.build import build_drafter
-from longdraft.infer.options import check_integer_or
+from longdraft.infer.options import boolean, check_integer_or
 from longdraft.infer.requests import ActiveSequence, Prompt, read_requests
 from longdraft.infer.results import Generation, Piece, Statistics
 from longdraft.infer.runner import Emitted, Prefilled, Runner, Step
 from longdraft.infer.sampling import SamplingParams
+from longdraft.infer.values import short_repr
 from longdraft.models.target import Target
 
 GREEDY = SamplingParams()
@@ -39,7 +40,7 @@ class Engine:
 
     Args:
         target: from `load_target`.
-        drafter: a name of `infer/drafters/build.py` or a Drafter.
+        drafter: a name of `infer/drafters/build.py` or a Drafter, which one engine at a time decodes with.
         draft: the trained draft of a named drafter: a draft folder or a loaded module.
         nodes: how many of the proposed nodes a step verifies: "auto" learns what pays (infer/policy.py), a number is
             the most, None is all. Only speed depends on it.
@@ -71,6 +72,15 @@ class Engine:
         noise_in_ranking: bool = True,
         log: Callable[[str], object] | None = None,
     ):
+        if not isinstance(target, Target):
+            raise ValueError(f"target={short_repr(target)}: give a loaded one, of load_target")
+        if not (options is None or (isinstance(options, Mapping) and all(isinstance(key, str) for key in options))):
+            raise ValueError(f"options={short_repr(options)}: give a dict of the drafter's options by name")
+        boolean("noise_in_ranking", noise_in_ranking)
+        if graphs is not None:
+            boolean("graphs", graphs)
+        if not (log is None or callable(log)):
+            raise ValueError(f"log={short_repr(log)}: give a function of a line")
         limit = target.model.config.max_positions
         check_integer_or("slots", slots, [None], 1)
         check_integer_or("max_length", max_length, [None], 1, limit)
@@ -86,7 +96,6 @@ class Engine:
         self.max_length = max_length or limit
         self.runner = Runner(target.model, drafter, nodes, graphs, prefill_chunk, noise_in_ranking)
         self._log = log or logging.getLogger("longdraft").info
-        self._running = False
         self._cancelled: set[int] = set()
         self._prefill: _Prefill | None = None  # what steps come between
 
@@ -127,7 +136,7 @@ class Engine:
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
     ) -> list[Request]:
         requests = read_requests(self.target, prompts, params, self.max_length)
-        if not self._running:
+        if self.drafter.user is not self:
             self._cancelled.clear()
         return requests
 
@@ -137,10 +146,8 @@ class Engine:
         """All requests to their ends, on so many slots of so many positions: the loop of decoding."""
         if not waiting and arrivals is None:
             return
-        if self._running:
-            raise RuntimeError("this engine is decoding already; finish or close its stream, or make a second Engine")
-        self._running, self._prefill = True, None
-        try:
+        with self.drafter.used_by(self):
+            self._prefill = None
             runner, unread = self.runner, deque[tuple[list[ActiveSequence | None], Step]]()
             sequences: list[ActiveSequence | None] = [None] * slots
             runner.start(slots, longest, self._log)
@@ -162,8 +169,6 @@ class Engine:
                     unread.append((list(sequences), runner.step()))
                 if len(unread) > runner.lag:
                     yield from self._collect(sequences, *unread.popleft())
-        finally:
-            self._running = False
 
     def _drop(self, sequences: list[ActiveSequence | None], waiting: deque[Request]) -> Iterator[Piece]:
         """End what was cancelled, on a slot, on its way there or still waiting."""

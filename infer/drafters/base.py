@@ -3,7 +3,9 @@
 Shapes: B slots, T rows of a pass, N tree nodes, V vocabulary.
 """
 
-from collections.abc import Hashable, Mapping, Sequence
+import threading
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +18,8 @@ from longdraft.infer.slot_state import SlotState
 from longdraft.infer.tree import TokenTree
 from longdraft.models.kv_cache import KVCache
 from longdraft.models.passes import TargetOutput
+
+_TAKING = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,32 @@ class Drafter:
     trunk = 0
     draft_pass_budget: int | None = None
     wants_draft_pass = took_draft_pass = False
+    user: object = None  # the engine that decodes with it
+
+    @property
+    def parts(self) -> Sequence["Drafter"]:
+        """The drafters that it is made of."""
+        return ()
+
+    @contextmanager
+    def used_by(self, engine: object) -> Iterator[None]:
+        """While this engine decodes with it. Raises: RuntimeError where one does already, with it or a part of it."""
+        every: list[Drafter] = [self]
+        for one in every:
+            every += one.parts
+        with _TAKING:
+            users = {one.user for one in every} - {None}
+            if users:
+                mine = engine in users
+                what, remedy = ("engine", "make a second Engine") if mine else ("drafter", "give a second one")
+                raise RuntimeError(f"this {what} is decoding already; finish or close its stream, or {remedy}")
+            for one in every:
+                one.user = engine
+        try:
+            yield
+        finally:
+            for one in every:
+                one.user = None
 
     @property
     def n_classes(self) -> int:

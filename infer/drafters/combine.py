@@ -49,6 +49,10 @@ class Combined(Drafter):
         self.max_depth = max(drafter.max_depth for drafter in drafters)
 
     @property
+    def parts(self) -> Sequence[Drafter]:
+        return self.drafters
+
+    @property
     def needs(self) -> frozenset[str]:
         return frozenset().union(*(drafter.needs for drafter in self.drafters))
 

@@ -128,6 +128,10 @@ class TriForceDrafter(Drafter):
             )
         return small
 
+    @property
+    def parts(self) -> Sequence[Drafter]:
+        return [self.inner]
+
     def decisions(self) -> Mapping[str, str]:
         if not self._policy.scored:
             return self.inner.decisions()

@@ -221,6 +221,11 @@ def test_engine_arguments_that_cannot_be(target):
         ({"drafter": "tokenswift+medusa", "draft": "folder"}, "draft: tokenswift and medusa each need their own"),
         ({"draft": "folder"}, "draft: plain takes none; leave it out or name one of longspec, medusa, tokenswift"),
         ({"drafter": "token_recycling+prompt_lookup", "options": {"nodes": 8}}, "say whose, as token_recycling.nodes"),
+        ({"options": 5}, "options=5: give a dict of the drafter's options by name"),
+        ({"drafter": "prompt_lookup", "options": {1: 2}}, r"options=\{1: 2\}: give a dict"),
+        ({"noise_in_ranking": "no"}, "noise_in_ranking='no': must be True or False"),
+        ({"graphs": "no"}, "graphs='no': must be True or False"),
+        ({"log": "x"}, "log='x': give a function of a line"),
         ({"nodes": 0}, "nodes=0"),
         ({"nodes": True}, "nodes=True"),
         ({"nodes": "all"}, "nodes='all': must be a whole number, at least 1, or 'auto', or None"),
@@ -408,7 +413,7 @@ def test_kernels_are_launched_on_the_targets_gpu(tiny_target, monkeypatch):
         if piece.generation:
             break
     stream.close()
-    assert current == ["caller"] and not engine._running
+    assert current == ["caller"] and engine.drafter.user is None
     names, devices = zip(*seen, strict=True)
     assert {*names} == {"_build", "_prefill_pass", "_step"} and {*devices} == {"cpu"}
     monkeypatch.setattr(target.model, "forward", watched("forward", target.model.forward))

@@ -9,6 +9,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from longdraft.infer.drafters.combine import Combined
+from longdraft.infer.drafters.prompt_lookup import PromptLookup
+from longdraft.infer.drafters.token_recycling import TokenRecycling
 from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
 from longdraft.models.passes import Pass
@@ -348,6 +351,21 @@ def test_a_closed_stream_leaves_a_usable_engine(target, alone):
         engine.generate([[1]], params)
     stream.close()
     assert engine.generate([[5, 6]], params)[0].tokens == alone([5, 6], params).tokens
+
+
+def test_a_drafter_decodes_for_one_engine_at_a_time(target, alone):
+    part, params = PromptLookup(), SamplingParams(max_new_tokens=NEW)
+    whole = Combined([part, TokenRecycling(target)])
+    engine, other, third = Engine(target, part), Engine(target, whole, slots=2), Engine(target, part)
+    stream = engine.stream([[5, 6]], params)
+    next(stream)
+    for one in (other, third):
+        with pytest.raises(RuntimeError, match="this drafter is decoding already; finish or close its stream, or give"):
+            one.generate([[7]], params)
+    tokens = [piece.generation.tokens for piece in stream if piece.generation]
+    assert tokens == [alone([5, 6], params).tokens]
+    for one in (other, third, engine):  # one after the other
+        assert one.generate([[7]], params)[0].tokens == alone([7], params).tokens
 
 
 def requests():
