@@ -46,19 +46,16 @@ class TreeShape:
         """How many ranks a level must offer."""
         return 1 + max((node[-1] for node in self.nodes), default=0)
 
-    def template(self, batch: int, device, classes: Sequence[int] | None = None) -> "TreeTemplate":
-        """The shape on a device, for `batch` slots. classes: of the root and the nodes (TokenTree.classes)."""
-        return TreeTemplate(self, batch, device, classes)
-
-    def expected_tokens(self, rank_rates: Sequence[Sequence[float]]) -> float:
-        """Tokens a step, if ranks hit independently from level to level with rank_rates[level][rank]."""
-        return 1 + sum(path_rate(rank_rates, node) for node in self.nodes)
-
 
 class TreeTemplate:
-    """A shape's parents, depths and ancestors on a device, computed once. `parents`: of every slot, on the host."""
+    """A shape's parents, depths and ancestors on a device, for `batch` slots, computed once.
 
-    def __init__(self, shape: TreeShape, batch: int, device, classes: Sequence[int] | None):
+    Attributes:
+        parents: of every slot, on the host.
+        tree: with no tokens yet; `classes` are the root's and the nodes' (TokenTree.classes).
+    """
+
+    def __init__(self, shape: TreeShape, batch: int, device, classes: Sequence[int] | None = None):
         index = {(): 0} | {node: i + 1 for i, node in enumerate(shape.nodes)}
         self.parents = parents = [ROOT] + [index[node[:-1]] for node in shape.nodes]
         rows = [[0] * len(parents), parents, *([] if classes is None else [list(classes)])]

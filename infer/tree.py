@@ -201,13 +201,6 @@ class TokenTree:
             result.append(list(found.values())[1:])
         return result
 
-    def join(self, other: "TokenTree") -> "TokenTree":
-        """Both trees' candidates in one trie: this tree's nodes first, then what only the other one has."""
-        roots, others = self.tokens[:, 0].tolist(), other.tokens[:, 0].tolist()
-        assert roots == others, f"only trees of the same roots can be joined, got {roots} and {others}"
-        both = [mine + theirs for mine, theirs in zip(self.paths(), other.paths(), strict=True)]
-        return TokenTree.from_paths(roots, both, device=self.tokens.device)
-
 
 def _ancestors(parents: Sequence[list[int]]) -> np.ndarray:
     """bool [B, N, N] of `TokenTree.ancestors`: a node's row is its parent's and its own bit."""

@@ -21,6 +21,8 @@ def short_repr(value: Any) -> str:
 
 def is_integer(value: Any) -> bool:
     """Whether this is a whole number; True and False are none."""
+    if type(value) is int:  # nearly always, and the question below takes long
+        return True
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 

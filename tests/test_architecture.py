@@ -1,7 +1,13 @@
-"""The house's rules, checked on the syntax trees: who may import whom, full names only, no package markers."""
+"""The house's rules, checked on the syntax trees: who may import whom, full names only, no package markers.
+
+A rule is one test of all files, which names every place that breaks it.
+"""
 
 import ast
-from graphlib import TopologicalSorter
+from collections.abc import Iterator
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -24,96 +30,151 @@ OF_A_DEVICE = {
     "get_device_properties", "get_device_capability", "utilization",
 }  # fmt: skip
 FILES = sorted(path for folder in MAY_IMPORT for path in (ROOT / folder).rglob("*.py"))
-NAMES = [str(path.relative_to(ROOT)) for path in FILES]
 
 
-def imported(path: Path) -> list[str]:
-    """Every module that a file imports, with `from a import b` as both `a` and `a.b`."""
+@cache
+def nodes(path: Path) -> tuple[ast.AST, ...]:
+    """A file's syntax tree and all within it, the file itself first."""
+    return tuple(ast.walk(ast.parse(path.read_text())))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _nothing_kept() -> Iterator[None]:
+    yield
+    nodes.cache_clear()
+    imported.cache_clear()
+
+
+@cache
+def imported(path: Path) -> tuple[tuple[str, int], ...]:
+    """Every module that a file imports and the line where, with `from a import b` as both `a` and `a.b`; of a relative
+    import the dots and what follows them."""
     found = []
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
-            found += [alias.name for alias in node.names]
+            found += [(alias.name, node.lineno) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}:{node.lineno}: relative import; write the full name"
-            found += [node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)]
-    return found
+            found.append(("." * node.level + (node.module or ""), node.lineno))
+            if not node.level:
+                found += [(f"{node.module}.{alias.name}", node.lineno) for alias in node.names]
+    return tuple(found)
+
+
+def place(path: Path, line: int = 1) -> str:
+    return f"{path.relative_to(ROOT)}:{line}"
+
+
+def none_of(offenders: list[str]) -> None:
+    """Fails with a line for each."""
+    assert not offenders, "\n".join([f"{len(offenders)} found:", *offenders])
 
 
 def test_there_is_code_to_check():
     assert len(FILES) > 20
 
 
-@pytest.mark.parametrize("path", FILES, ids=NAMES)
-def test_imports_follow_the_design(path):
-    folder = path.relative_to(ROOT).parts[0]
-    allowed = set(MAY_IMPORT[folder])
-    if path == ROOT / "train" / "evaluate.py":
-        allowed.add("infer")  # decodes for real during training
-    for name in imported(path):
-        top = name.split(".")[0]
-        assert top not in MAY_IMPORT and top not in {"tests", "configs"}, (
-            f"{path.name} imports {name!r}; write longdraft.{name}, and never tests or configs"
-        )
-        if top == "longdraft":
-            ours = name.removeprefix("longdraft").lstrip(".")
-            assert any(ours == a or ours.startswith(a + ".") for a in allowed), (
-                f"{folder}/ may import {sorted(allowed)}, but {path.name} imports {name}"
-            )
+def test_imports_follow_the_design():
+    offenders = []
+    for path in FILES:
+        folder = path.relative_to(ROOT).parts[0]
+        allowed = set(MAY_IMPORT[folder])
+        if path == ROOT / "train" / "evaluate.py":
+            allowed.add("infer")  # decodes for real during training
+        for name, line in imported(path):
+            here, top = place(path, line), name.split(".")[0]
+            if name.startswith("."):
+                offenders.append(f"{here}: relative import {name!r}; write the full name")
+            elif top in MAY_IMPORT or top in {"tests", "configs"}:
+                offenders.append(f"{here} imports {name!r}; write longdraft.{name}, and never tests or configs")
+            elif top == "longdraft":
+                ours = name.removeprefix("longdraft").lstrip(".")
+                if not any(ours == a or ours.startswith(a + ".") for a in allowed):
+                    offenders.append(f"{here} imports {name}, but {folder}/ may import {sorted(allowed)}")
+    none_of(offenders)
 
 
 def test_imports_have_no_circles():
     """Imports for type checking and inside functions count too."""
     modules = {".".join(("longdraft", *path.relative_to(ROOT).with_suffix("").parts)): path for path in FILES}
-    TopologicalSorter({name: modules.keys() & imported(path) for name, path in modules.items()}).prepare()
+    edges = {name: modules.keys() & dict(imported(path)) for name, path in modules.items()}
+    try:
+        TopologicalSorter(edges).prepare()
+    except CycleError as error:  # each of these modules is imported by the next
+        circle = error.args[1]
+        lines = [f"{place(modules[b], dict(imported(modules[b]))[a])} imports {a}" for a, b in pairwise(circle)]
+        pytest.fail("\n".join(["a circle:", *lines]))
 
 
-@pytest.mark.parametrize("path", FILES, ids=NAMES)
-def test_only_the_backend_and_triton_kernels_know_optional_packages(path):
-    ours = path.relative_to(ROOT)
-    if ours == Path("kernels/backend.py") or ours.parts[:2] == ("kernels", "triton_impl"):
-        return
-    if ours.parts[0] == "benchmarks":  # which measures these packages themselves, and says where one is absent
-        return
-    found = OPTIONAL & {name.split(".")[0] for name in imported(path)}
-    assert not found, f"{ours} imports {sorted(found)}; ask kernels/backend.py"
+def test_only_the_backend_and_triton_kernels_know_optional_packages():
+    offenders = []
+    for path in FILES:
+        ours = path.relative_to(ROOT)
+        if ours == Path("kernels/backend.py") or ours.parts[:2] == ("kernels", "triton_impl"):
+            continue
+        if ours.parts[0] == "benchmarks":  # which measures these packages themselves, and says where one is absent
+            continue
+        offenders += [
+            f"{place(path, line)} imports {name}; ask kernels/backend.py"
+            for name, line in imported(path)
+            if name.split(".")[0] in OPTIONAL
+        ]
+    none_of(offenders)
 
 
-@pytest.mark.parametrize("path", FILES, ids=NAMES)
-def test_safetensors_are_written_by_our_own_helper(path):
+def test_safetensors_are_written_by_our_own_helper():
     """Its own `save_file` gives a file that nobody but its owner may read."""
-    if path != ROOT / "models" / "files.py":
-        assert not {"safetensors.torch.save_file", "safetensors.torch.save_model"} & set(imported(path))
+    none_of(
+        [
+            f"{place(path, line)} imports {name}; ask models/files.py"
+            for path in FILES
+            if path != ROOT / "models" / "files.py"
+            for name, line in imported(path)
+            if name in {"safetensors.torch.save_file", "safetensors.torch.save_model"}
+        ]
+    )
 
 
-@pytest.mark.parametrize("path", FILES, ids=NAMES)
-def test_no_handler_swallows_every_error(path):
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ExceptHandler):
-            name = ast.unparse(node.type) if node.type else "everything"
-            swallows = name in {"everything", "Exception", "BaseException"}
-            assert not swallows or any(isinstance(inner, ast.Raise) for inner in ast.walk(node)), (
-                f"{path.name}:{node.lineno} catches {name} and does not raise again"
-            )
+def test_no_handler_swallows_every_error():
+    offenders = []
+    for path in FILES:
+        for node in nodes(path):
+            if isinstance(node, ast.ExceptHandler):
+                name = ast.unparse(node.type) if node.type else "everything"
+                swallows = name in {"everything", "Exception", "BaseException"}
+                if swallows and not any(isinstance(inner, ast.Raise) for inner in ast.walk(node)):
+                    offenders.append(f"{place(path, node.lineno)} catches {name} and does not raise again")
+    none_of(offenders)
 
 
-@pytest.mark.parametrize("path", FILES, ids=NAMES)
-def test_every_question_to_cuda_names_its_device(path):
+def test_every_question_to_cuda_names_its_device():
     """Without one it is the current device that answers, which is GPU 0 whatever a target is on; an event without a
     stream is that of the current device."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Call) and not node.args and isinstance(node.func, ast.Attribute):
-            called, named = ast.unparse(node.func), {keyword.arg for keyword in node.keywords}
-            asks = called.startswith("torch.cuda.") and node.func.attr in OF_A_DEVICE
-            assert not (asks or node.func.attr == "record") or named & {"device", "stream"}, (
-                f"{path.name}:{node.lineno}: {called}() asks the current device; name one"
-            )
+    offenders = []
+    for path in FILES:
+        for node in nodes(path):
+            if isinstance(node, ast.Call) and not node.args and isinstance(node.func, ast.Attribute):
+                called, named = ast.unparse(node.func), {keyword.arg for keyword in node.keywords}
+                asks = called.startswith("torch.cuda.") and node.func.attr in OF_A_DEVICE
+                if (asks or node.func.attr == "record") and not named & {"device", "stream"}:
+                    offenders.append(f"{place(path, node.lineno)}: {called}() asks the current device; name one")
+    none_of(offenders)
 
 
 def test_no_folder_is_a_regular_package():
-    markers = [p for folder in (*MAY_IMPORT, "tests", "configs") for p in (ROOT / folder).rglob("__init__.py")]
-    assert markers == [], "an __init__.py here would shadow installed packages of the same name"
+    none_of(
+        [
+            f"{place(path)} would shadow installed packages of the same name"
+            for folder in (*MAY_IMPORT, "tests", "configs")
+            for path in (ROOT / folder).rglob("__init__.py")
+        ]
+    )
 
 
-@pytest.mark.parametrize("path", FILES, ids=NAMES)
-def test_every_file_says_what_it_is_for(path):
-    assert ast.get_docstring(ast.parse(path.read_text())), f"{path} has no docstring"
+def test_every_file_says_what_it_is_for():
+    offenders = []
+    for path in FILES:
+        module = nodes(path)[0]
+        assert isinstance(module, ast.Module)
+        if not ast.get_docstring(module):
+            offenders.append(f"{place(path)} has no docstring")
+    none_of(offenders)

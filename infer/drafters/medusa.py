@@ -82,5 +82,5 @@ class MedusaDrafter(DeviceDrafter):
         """The first nodes of the shape, on the device; made once for each number."""
         if nodes not in self._templates:
             shape = TreeShape(self.shape.nodes[:nodes])
-            self._templates[nodes] = shape, shape.template(len(like_B), like_B.device)
+            self._templates[nodes] = shape, TreeTemplate(shape, len(like_B), like_B.device)
         return self._templates[nodes]

@@ -21,7 +21,7 @@ from longdraft.infer.last_state import LastState
 from longdraft.infer.options import check_heads, head_memory, heads_shape, integer, one_of
 from longdraft.infer.partial_cache import RingCache, SelectedCache, refuse_windows, selected_bytes
 from longdraft.infer.selection import TopTokens
-from longdraft.infer.shape import TreeShape
+from longdraft.infer.shape import TreeShape, TreeTemplate
 from longdraft.infer.tree import TokenTree
 from longdraft.kernels.linear import linear
 from longdraft.models.drafts.tokenswift import TokenSwift
@@ -149,7 +149,7 @@ class TokenSwiftDrafter(DeviceDrafter):
         for with_pass, shape in self._shapes.items():
             first = self._first_class[with_pass]
             classes = [0, *range(first, first + len(shape.nodes))]
-            self._templates[with_pass] = shape.template(batch, weight.device, classes)
+            self._templates[with_pass] = TreeTemplate(shape, batch, weight.device, classes)
         return LastState(batch, self.draft.config.hidden_size, weight.dtype, weight.device)
 
     def on_prefill(self, slots: Sequence[int], tokens_BT: Tensor, output: TargetOutput) -> None:

@@ -1,4 +1,4 @@
-"""The device of these tests: CUDA, or what LONGDRAFT_TEST_DEVICE names. Without CUDA they are skipped.
+"""The device of these tests: CUDA, or what LONGDRAFT_TEST_DEVICE names. Without CUDA each file skips itself as a whole.
 
 LONGDRAFT_TEST_DEVICE=cpu runs the same tests on the CPU, which shows that the tests themselves work. What they share
 with tests/infer and tests/kernels is loaded from there, where it is written.
@@ -37,23 +37,9 @@ def margins() -> type:
 
 
 @pytest.fixture
-def shared():
-    """`load`."""
-    return load
-
-
-@pytest.fixture(scope="session")
-def plain() -> ModuleType:
-    """tests/plain.py: what a kernel's error is measured by."""
-    return load("plain.py")
-
-
-@pytest.fixture
 def device() -> Iterator[torch.device]:
     """Where the tests run, with TF32 off."""
     name = os.environ.get("LONGDRAFT_TEST_DEVICE", "cuda")
-    if name == "cuda" and not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device; LONGDRAFT_TEST_DEVICE=cpu runs the same test on the CPU")
     before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     yield torch.device(name)

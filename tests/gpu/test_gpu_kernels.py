@@ -4,6 +4,7 @@ Memory that must not be read holds NaN. In fp32 (without TF32) the error is boun
 twice (gradients: three times) what tests/plain.py makes of the same numbers.
 """
 
+import os
 from itertools import pairwise
 
 import pytest
@@ -39,6 +40,9 @@ from longdraft.kernels.rotate import HeadNorms, rotate, rotate_append
 from longdraft.kernels.segment_attention import Segment, segment_attention
 from longdraft.kernels.selection import chunk_means, gather_rows, key_scores, top_keys
 from longdraft.kernels.tree_attention import tree_attention
+
+if "LONGDRAFT_TEST_DEVICE" not in os.environ and not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device; LONGDRAFT_TEST_DEVICE=cpu runs the same on the CPU", allow_module_level=True)
 
 # PyTorch's fp32 attention may split products into several of the tensor cores.
 FP32 = 2e-5

@@ -7,6 +7,7 @@ each token that differs is held against the measured difference between passes o
 """
 
 import importlib.util
+import os
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,9 @@ from longdraft.infer.sampling import SamplingParams
 from longdraft.kernels.cpu_impl import rows
 from longdraft.models.drafts.longspec import LongSpec, LongSpecConfig
 from longdraft.models.passes import Pass
+
+if "LONGDRAFT_TEST_DEVICE" not in os.environ and not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device; LONGDRAFT_TEST_DEVICE=cpu runs the same on the CPU", allow_module_level=True)
 
 _path = Path(__file__).parent.parent / "infer" / "test_exactness.py"
 _spec = importlib.util.spec_from_file_location("shared_exactness", _path)

@@ -52,7 +52,7 @@ SAME_DRAFTS = (
 @pytest.fixture(scope="module")
 def made(shared):
     """(name, put) -> a target and a drafter of test_exactness.py for it, each network put where it shall be."""
-    exactness, make_target = shared("infer/test_exactness.py"), shared("conftest.py").make_tiny_target
+    exactness, make_target = shared("infer/test_exactness.py"), shared("tiny_target.py").make_tiny_target
 
     def without_ngrams(target, _, **options):
         return TokenSwiftDrafter(target, exactness.heads(target), 1, sinks=4, budget=16, **options)

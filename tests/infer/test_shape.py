@@ -5,7 +5,7 @@ from itertools import combinations
 import pytest
 import torch
 
-from longdraft.infer.shape import TreeShape, likeliest_nodes, path_rate
+from longdraft.infer.shape import TreeShape, TreeTemplate, likeliest_nodes, path_rate
 
 RATES = [[0.5, 0.2, 0.1], [0.4, 0.15, 0.05], [0.3, 0.1, 0.02]]
 
@@ -19,7 +19,7 @@ def test_cartesian_three_by_three_has_39_nodes_below_the_root():
 def test_template_places_ranked_tokens():
     shape = TreeShape(((0,), (2,), (0, 1), (2, 0)))
     ranked = torch.tensor([[[10, 11, 12], [20, 21, 22]], [[30, 31, 32], [40, 41, 42]]])
-    tree = shape.template(2, "cpu").fill(torch.tensor([1, 2]), ranked)
+    tree = TreeTemplate(shape, 2, "cpu").fill(torch.tensor([1, 2]), ranked)
     assert tree.paths() == [[[10], [12], [10, 21], [12, 20]], [[30], [32], [30, 41], [32, 40]]]
     assert tree.tokens[:, 0].tolist() == [1, 2]
 
@@ -39,7 +39,7 @@ def test_likeliest_nodes_is_the_best_tree_of_its_size(count):
 
     trees = (nodes for nodes in combinations(everything, count) if valid(set(nodes)))
     best = max(sum(path_rate(RATES, node) for node in nodes) for nodes in trees)
-    assert likeliest_nodes(RATES, count).expected_tokens(RATES) == pytest.approx(1 + best)
+    assert sum(path_rate(RATES, node) for node in likeliest_nodes(RATES, count).nodes) == pytest.approx(best)
 
 
 def test_likeliest_nodes_ends_with_all_of_them():

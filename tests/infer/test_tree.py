@@ -46,15 +46,6 @@ def test_ancestors_and_depths_equal_the_paths(paths, extra):
         assert tree.depths[0, node] == len(above) - 1
 
 
-@settings(max_examples=60, deadline=None)
-@given(first=PATHS, second=PATHS)
-def test_join_keeps_this_trees_nodes_first(first, second):
-    one, two = TokenTree.from_paths([3], [first]), TokenTree.from_paths([3], [second])
-    both = one.join(two)
-    assert as_set(both.paths()[0]) == prefixes(first) | prefixes(second)
-    assert both.paths()[0][: one.width - 1] == one.paths()[0]
-
-
 def test_chain_of_forty_reaches_the_root():
     tree = TokenTree.from_chain(torch.tensor([1]), torch.arange(40)[None])
     assert tree.depths[0].tolist() == list(range(41))
@@ -133,17 +124,6 @@ def test_a_trie_made_on_the_host_is_the_tree_of_its_paths(forest, extra):
     assert torch.equal(tree.classes[there], (10 * tree.parents + tree.tokens)[there])
     wider = tree.pad_to(tree.width + extra)
     assert wider.paths() == plain.paths() and torch.equal(wider.classes[:, : tree.width], tree.classes)
-
-
-@settings(max_examples=60, deadline=None)
-@given(forest=forests(), other=forests())
-def test_join_of_unequal_slots_is_the_union(forest, other):
-    one, two = TokenTree.from_paths([1, 2, 3], forest), TokenTree.from_paths([1, 2, 3], other)
-    both, back = one.join(two), two.join(one)
-    for found, turned, mine, theirs in zip(both.paths(), back.paths(), forest, other, strict=True):
-        assert as_set(found) == as_set(turned) == prefixes(mine) | prefixes(theirs)
-        assert len(found) == len(as_set(found)), "siblings carry different tokens"
-    assert one.join(one).paths() == one.paths()
 
 
 @settings(max_examples=40, deadline=None)

@@ -1,10 +1,8 @@
 """The main job through its commands, on a tiny real checkpoint, and their errors."""
 
+import importlib.util
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,9 +18,15 @@ from longdraft.models.hf import read_target_config
 
 ROOT = Path(__file__).resolve().parents[2]
 
+_spec = importlib.util.spec_from_file_location("shared_train_conftest", ROOT / "tests" / "train" / "conftest.py")
+assert _spec is not None and _spec.loader is not None
+_training = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(_training)
+train_command = _training.train_command
+
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory, shared) -> Path:
+def folder(tmp_path_factory, shared, train_command) -> Path:
     """A tiny target in Hugging Face's form, text, a config, prepared data, a trained run and its export."""
     folder = tmp_path_factory.mktemp("pipeline")
     text = "the cat sat on the mat and the dog sat on the log. " * 400
@@ -38,10 +42,8 @@ def folder(tmp_path_factory, shared) -> Path:
     prepare.main(
         f"--source {folder}/text --target {folder}/target --out {folder}/data --seq-len 64 --heldout-share 0.3".split()
     )
-    # A process of its own: DeepSpeed's process group must not stay in the tests'.
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, train.__file__, folder / "config.yaml"]
-    subprocess.run(command, check=True, env=environment, capture_output=True)
+    status, printed = train_command(folder / "config.yaml")
+    assert status == 0, printed
     assert export.main([str(folder / "run")]) == 0
     return folder
 
