@@ -75,8 +75,8 @@ def start(argv: Sequence[str] | None = None) -> int:
         if args.estimate:  # for the GPUs of this machine, or for so many wherever they are
             _estimate(args, args.num_gpus, gpu=True if args.num_gpus is not None else None)
             return 0
-        options = [f"--stage={args.stage}"] if args.stage else []
-        options += [f"--from-draft={args.from_draft}"] if args.from_draft else []
+        options = [f"--stage={args.stage}"] if args.stage is not None else []
+        options += [f"--from-draft={args.from_draft}"] if args.from_draft is not None else []
         with stop_signals() as stop:  # from here on: looking for GPUs imports torch, which takes seconds
             from longdraft.train.launcher import launch_with_deepspeed, rank_devices, settle_device
 

@@ -71,11 +71,17 @@ def _is_ours(folder: Path) -> bool:
     return any(keys <= content.keys() for keys in OURS)
 
 
-def write_pair(folder: str | Path, content: Callable[[str], Mapping[str, Any]], weights: Mapping[str, Tensor]) -> None:
+def write_pair(
+    folder: str | Path,
+    content: Callable[[str], Mapping[str, Any]],
+    weights: Mapping[str, Tensor],
+    check: Callable[[Path], None] = lambda staged: None,
+) -> None:
     """config.json and model.safetensors. Whatever fails, an older pair is as it was, and no new folder is left.
 
     Args:
         content: config.json's, of the digest of the weights' file.
+        check: raises where the pair, which lies in the folder that it is given, must not take its place.
     Raises: ValueError where `check_out` does, a weight is no number, or the files cannot be written.
     """
     folder = Path(folder)
@@ -89,6 +95,7 @@ def write_pair(folder: str | Path, content: Callable[[str], Mapping[str, Any]], 
             (staged / CONFIG).write_text(text, encoding="utf-8")
             for name in (WEIGHTS, CONFIG):
                 sync(staged / name)
+            check(staged)
             try:
                 (staged / WEIGHTS).rename(folder / WEIGHTS)
             finally:  # an interrupt between the two comes too late

@@ -9,7 +9,7 @@ import math
 import re
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields
 from functools import cache
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import Any, TypeVar, cast, get_args, get_origin, overload
 
 import torch
 from huggingface_hub import snapshot_download
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 
 from longdraft.models.draft_files import (
@@ -101,14 +102,17 @@ def target_entry(target: Target, weights_sha256: str | None = None) -> dict[str,
     return entry if target.loader == "longdraft" else entry | {"loader": target.loader}
 
 
-def save_draft(folder: str | Path, draft: Draft, info: DraftInfo) -> None:
-    """Writes both files; raises ValueError, as `write_pair`, where that cannot be done, and changes nothing then."""
+def save_draft(
+    folder: str | Path, draft: Draft, info: DraftInfo, check: Callable[[Path], None] = lambda staged: None
+) -> None:
+    """Writes both files; raises ValueError, as `write_pair`, where that cannot be done, or what `check` raises of the
+    folder that holds them before they take their place, and changes nothing then."""
     method = next(name for name, (_, network) in DRAFTS.items() if isinstance(draft, network))
     # By the second pair transformers and what builds on it, such as vLLM, know a folder's network.
     content = {"format_version": FORMAT_VERSION, "method": method}
     content |= {"model_type": MODEL_TYPE, "architectures": [type(draft).__name__]}
     content |= {"draft": asdict(draft.config)} | asdict(info)
-    write_pair(folder, lambda digest: content | {"weights_sha256": digest}, draft.state_dict())
+    write_pair(folder, lambda digest: content | {"weights_sha256": digest}, draft.state_dict(), check)
 
 
 def local_folder(draft: str | Path, revision: str | None = None) -> Path:
@@ -202,8 +206,8 @@ def _load(folder: Path, content: dict[str, Any], target: Target | None, kind: ty
     try:
         with torch.device("meta"):  # shapes alone: the weights come from the file
             draft: Draft = network(config_type(**values))
-    except (TypeError, ValueError, KeyError, ArithmeticError, RuntimeError) as error:
-        raise ValueError(f"{folder / CONFIG}: {error}; export again") from error
+    except (TypeError, ValueError, KeyError, ArithmeticError, RuntimeError, StrictDataclassError) as error:
+        raise ValueError(f"{folder / CONFIG}: {' '.join(str(error).split())}; export again") from error
     _check_header(folder, draft.state_dict(), header)
     draft.load_state_dict(read_weights(folder, info.weights_sha256), assign=True)
     if target is not None:

@@ -44,6 +44,7 @@ class AdaMuon(torch.optim.Optimizer):
 
     Args:
         groups: as AdamW's; of matrices or of none.
+        betas: the first is of norms and biases alone, the momentum of matrices is MOMENTUM; the second is of all.
         dtype: for the products that make a matrix orthogonal.
     """
 

@@ -1,6 +1,6 @@
 """What a run leaves in its folder, and how it is told from damaged files; read by one process alone.
 
-    run_dir/config.yaml               the resolved config the run began with
+    run_dir/config.yaml               the resolved config that the run last went on with
     run_dir/start.json                what draft.start_from gave the run to begin with, where the config has it
     run_dir/checkpoints/step_000120/  DeepSpeed's files to resume from (frozen weights left out), draft.safetensors, the
                                       whole draft to export, in bf16 also masters.safetensors, its fp32 weights, and
@@ -14,7 +14,9 @@ exports (export.py).
 
 import hashlib
 import json
+import re
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,7 @@ WEIGHTS, STATE, DIGESTS = "draft.safetensors", "state.json", "sha256"
 # Of a bf16 run, beside the weights: what its optimizer moves, and what a next stage begins with.
 MASTERS = "masters.safetensors"
 START = "start.json"
+STEP_FOLDER = re.compile("step_([0-9]{6,})")
 # Of a state file with digests; the first had none, and no such field.
 FORMAT = 2
 # Names and types of what a state file must have; a name `a.b` is b in a.
@@ -57,9 +60,19 @@ def best_folder(run_dir: str | Path) -> Path:
 
 def finished_folders(folder: Path) -> list[Path]:
     """Checkpoints from oldest to newest; a kill leaves only names that begin with tmp-."""
-    return sorted(
-        (path.parent for path in folder.glob(f"step_{'[0-9]' * 6}/{STATE}")), key=lambda path: int(path.name[5:])
-    )
+    return [path for path in _step_folders(folder) if (path / STATE).exists()]
+
+
+def unfinished_folders(folder: Path) -> list[Path]:
+    """What has a checkpoint's name and no state file, as an earlier version leaves it where it is killed."""
+    return [path for path in _step_folders(folder) if path.is_dir() and not (path / STATE).exists()]
+
+
+def _step_folders(folder: Path) -> list[Path]:
+    """By their steps, which have six digits or more."""
+    steps = {path: STEP_FOLDER.fullmatch(path.name) for path in folder.glob("step_*")}
+    named = {path: int(match[1]) for path, match in steps.items() if match is not None}
+    return sorted(named, key=named.__getitem__)
 
 
 def newest(run_dir: str | Path, read: Collection[str] = (), passed_over: Collection[Path] = ()) -> Found | None:
@@ -158,8 +171,13 @@ def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def check_continues(state: dict[str, Any], config: Config, rows: ShardSet) -> None:
-    """Raises ValueError where a run with this config and these training rows would not go on as the saved one."""
-    check_same_run(saved_config(config.train.run_dir, state), config)
+    """Raises ValueError where a run with this config and these training rows would not go on as the saved one. The run
+    may have moved, together with the draft that it began with."""
+    saved, now = saved_config(config.train.run_dir, state), config.draft.start_from
+    then = state["config"]["train"].get("run_dir", config.train.run_dir)
+    if is_same_start(saved.draft.start_from, then, now, config.train.run_dir):
+        saved = replace(saved, draft=replace(saved.draft, start_from=now))
+    check_same_run(saved, config)
     new = rows.identity()
     old = state["extra"].get("data", new)  # a checkpoint of an earlier version does not say
     if old != new:
@@ -180,15 +198,33 @@ def check_same_target(state: dict[str, Any], weights: str | None, config: Config
         )
 
 
-def check_same_start(saved: Path, start: Mapping[str, Any]) -> None:
+def is_same_start(saved: str | None, saved_run: str, now: str | None, run: str) -> bool:
+    """Whether two values of draft.start_from name one folder, however spelt: the same place, or the same place beside
+    the run's folder, where both were moved.
+
+    Args:
+        saved: of a run in `saved_run`. now: of the same run in `run`.
+    """
+    if saved is None or now is None:
+        return saved == now
+    place, beside = Path(saved).absolute(), Path(saved_run).absolute().parent
+    places = [place.resolve()]
+    if place.is_relative_to(beside):
+        places.append((Path(run).absolute().parent / place.relative_to(beside)).resolve())
+    return Path(now).resolve() in places
+
+
+def check_same_start(start: Mapping[str, Any], run_dir: str | Path) -> None:
     """Raises ValueError where a run that must begin anew would not begin with the weights that it began with before:
     whether these are a draft's fp32 masters depends on what lies beside it.
 
     Args:
-        saved: the run's START, which may not be there. start: what it has now (`Run.start`).
+        start: what it has now (`Run.start`); START, which may not be there, has what it had.
     """
+    saved = Path(run_dir) / START
     old = json.loads(saved.read_text(encoding="utf-8")) if saved.is_file() else start
-    if old["start_from"] == start["start_from"] and old != start:
+    same = is_same_start(old["start_from"], old.get("run_dir", str(run_dir)), start["start_from"], str(run_dir))
+    if same and any(old[name] != start[name] for name in ("weights", "sha256")):
         was, now = (f"{one['weights']}, sha256 {one['sha256'][:12]}" for one in (old, start))
         raise ValueError(
             f"draft.start_from: the run in {saved.parent} began with the weights of {start['start_from']} {was}, and "

@@ -64,7 +64,9 @@ MAXIMA = {
 }
 MAX_NUMBER = 2**31 - 1
 # Of W&B.
-NOT_IN_PROJECTS = r"/\#?%:"
+NOT_IN_PROJECTS, MOST_OF_PROJECT = r"/\#?%:", 128
+# First tokens of a piece whose positions stay, in LongSpec's paper.
+SINKS = 4
 # Numbers in DeepSpeed's buffer for sums over ranks, at most.
 MAX_BUCKET = 500_000_000
 
@@ -147,19 +149,25 @@ class DataSection:
     the prepared folder's own.
 
     `positions`: plain, or anchor_offset (LongSpec, 3.2): of each document piece the first `sinks` positions stay, the
-    others move on by a random offset, to at most `max_position`. `query_share`: of each piece's tokens, in blocks, that
-    the draft runs for; the target always reads all. It bounds the draft's memory at any length. `max_dropped_share`: of
-    the documents, how many the preparation may have left out as bad or unfit (not for `--max-tokens`); above it, an
-    error.
+    others move on by a random offset, to at most `max_position`; `sinks` is 4 where it is not given. `query_share`: of
+    each piece's tokens, in blocks, that the draft runs for; the target always reads all. It bounds the draft's memory
+    at any length. `max_dropped_share`: of the documents, how many the preparation may have left out as bad or unfit
+    (not for `--max-tokens`); above it, an error.
     """
 
     path: str
     seq_len: int
     positions: str = "plain"
     max_position: int | None = None
-    sinks: int = 4
+    sinks: int | None = None
     query_share: float = 1.0
     max_dropped_share: float = 0.5
+
+    def __post_init__(self):
+        if self.positions == "anchor_offset" and self.sinks is None:
+            object.__setattr__(self, "sinks", SINKS)
+        elif self.positions == "plain" and self.sinks == SINKS:  # as earlier versions wrote it for any positions
+            object.__setattr__(self, "sinks", None)
 
 
 @dataclass(frozen=True)
@@ -221,7 +229,8 @@ class TrainSection:
 @dataclass(frozen=True)
 class OptimizerSection:
     """`name`: adamw, or adamuon, which moves matrices by their momentum made orthogonal and the rest as adamw does
-    (train/adamuon.py); its best rates are some three times as high. The rate rises linearly over `warmup_steps` or
+    (train/adamuon.py); its best rates are some three times as high, and the first of `betas` is of norms and biases
+    alone, for its momentum of matrices is 0.95. The rate rises linearly over `warmup_steps` or
     `warmup_share` of the steps, then falls along a cosine to 0 at the last step. Weight decay leaves norms and biases
     alone. `clip`: largest norm of the gradient."""
 
@@ -411,7 +420,7 @@ def deepspeed_dict(config: Config, world_size: int, n_weights: int) -> dict[str,
 def _draft_section(values: Any) -> type:
     """The section of the method that it names; what is no section is refused by `build`."""
     method = values.get("method", "tokenswift") if isinstance(values, dict) else "tokenswift"
-    if method not in DRAFT_SECTIONS:
+    if not isinstance(method, str) or method not in DRAFT_SECTIONS:
         raise ValueError(f"draft.method: {method!r} is unknown; choose one of {', '.join(DRAFT_SECTIONS)}")
     return DRAFT_SECTIONS[method]
 
@@ -429,7 +438,7 @@ def _check(config: Config) -> None:
         if values[name] is not None and not values[name] > 0:
             raise ValueError(f"{name}: {values[name]} is not positive; give a value above 0")
     for name, remedy in NOT_NEGATIVE.items():
-        if values[name] < 0:
+        if values[name] is not None and values[name] < 0:
             raise ValueError(f"{name}: {values[name]} is negative; give {remedy}")
     for name, (fits, remedy) in FRACTIONS.items():
         if values[name] is not None and not fits(values[name]):
@@ -449,6 +458,11 @@ def _check(config: Config) -> None:
     if set(config.log.wandb_project) & set(NOT_IN_PROJECTS):
         raise ValueError(
             f"log.wandb_project: {config.log.wandb_project!r} has one of {NOT_IN_PROJECTS}; W&B takes none of them"
+        )
+    if len(config.log.wandb_project) > MOST_OF_PROJECT:
+        raise ValueError(
+            f"log.wandb_project: {config.log.wandb_project!r} has {len(config.log.wandb_project)} characters; give "
+            f"{MOST_OF_PROJECT} at most, as W&B takes them"
         )
 
 
@@ -510,10 +524,9 @@ def _check_data(data: DataSection, n_heads: int | None) -> None:
             f"data.max_position: {data.max_position}, but anchor_offset needs how far positions may move, at least "
             f"data.seq_len = {data.seq_len}; 30000 in the paper, at most the target's own"
         )
-    if data.positions == "plain" and data.max_position is not None:
-        raise ValueError(
-            "data.max_position: plain positions do not move; set data.positions=anchor_offset, or leave it"
-        )
+    for name in ("max_position", "sinks"):
+        if data.positions == "plain" and getattr(data, name) is not None:
+            raise ValueError(f"data.{name}: plain positions do not move; set data.positions=anchor_offset, or leave it")
 
 
 def _check_decoding(decoding: DecodingSection) -> None:

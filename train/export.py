@@ -1,4 +1,4 @@
-"""A run's newest checkpoint to a folder for serving, which is then read again and held against the trained draft.
+"""A run's newest checkpoint to a folder for serving, read again and held against the trained draft before it is there.
 
 Not here: the folders' forms (models/draft_folder.py, vllm_medusa.py).
 Shapes: N tokens end to end, D hidden, V vocabulary, E draft vocabulary.
@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from longdraft.data_prep.shards import ShardSet
 from longdraft.models.draft_files import WEIGHTS, check_out
 from longdraft.models.draft_folder import DRAFTS, Draft, DraftInfo, load_draft, save_draft, target_entry
 from longdraft.models.drafts.longspec import LongSpec, plan_queries
@@ -58,7 +59,7 @@ def export(
     card: bool = False,
     push: str | None = None,
 ) -> Path:
-    """Writes the folder, checks it, and prints where it lies.
+    """Writes the folder, once what will be in it is checked, and prints where it lies.
 
     Args:
         out: where to; None: run_dir/draft, for another format run_dir/FORMAT.
@@ -73,7 +74,8 @@ def export(
     Raises:
         ValueError: no whole checkpoint or no best weights in run_dir, an unknown format or one that cannot hold this
             draft, a vocabulary that cannot be restricted so, an `out` that holds something else than a draft of ours
-            or cannot be written, or what was read again does not give the trained draft's logits.
+            or cannot be written, or what is read again does not give the trained draft's logits. A draft that is
+            there already is untouched then.
     """
     if form not in FORMATS:
         raise ValueError(f"format: {form!r} is unknown; choose one of {', '.join(FORMATS)}")
@@ -96,16 +98,18 @@ def export(
     trained = Trained(config, saved["step"], extra["heldout"], target, entry, draft)
     if draft_vocab_size is not None:
         trained = trained._replace(draft=_restricted(trained, draft_vocab_size))
-    exported, details = FORMATS[form](trained, out)
-    difference = largest_difference(config, target, trained.draft, exported)
-    if difference != 0:
-        raise ValueError(
-            f"out: the draft in {out} gives logits up to {difference:.3g} off the trained one's; export again"
-        )
-    print(
-        f"Exported step {trained.step} of {run_dir} to {out}{details}: reloaded, largest difference of a logit "
-        f"{difference:g}"
-    )
+    heldout = open_rows(config, "heldout", target)
+
+    def prove(exported: Draft | VllmMedusa) -> None:
+        difference = largest_difference(heldout, target, trained.draft, exported)
+        if difference != 0:
+            raise ValueError(
+                f"out: the draft for {out}, read again, gives logits up to {difference:.3g} off the trained one's, and "
+                "is not put there; export again"
+            )
+
+    details = FORMATS[form](trained, out, prove)
+    print(f"Exported step {trained.step} of {run_dir} to {out}{details}: reloaded, largest difference of a logit 0")
     if card or push:
         model_card.write_card(run_dir, out, config, trained.step, push)
     if push is not None:
@@ -161,8 +165,8 @@ def _restricted(trained: Trained, n: int) -> Draft:
     return restricted.requires_grad_(False).eval()
 
 
-def _longdraft(trained: Trained, out: Path) -> tuple[Draft, str]:
-    """Writes a draft folder; gives it, read again, and details for the log."""
+def _longdraft(trained: Trained, out: Path, prove: Callable[[Draft], None]) -> str:
+    """Writes a draft folder, once `prove` has passed what is read again; gives details for the log."""
     config, draft = trained.config, trained.draft
     block = isinstance(draft, LongSpec)
     rates = {name: trained.heldout.get(name) for name in ("rank_rates", "choice_rates")}
@@ -175,27 +179,27 @@ def _longdraft(trained: Trained, out: Path) -> tuple[Draft, str]:
         noise=draft.config.noise if block else None,
         step=trained.step,
     )
-    save_draft(out, draft, info)
-    details = ""
-    if draft.token_ids is not None:
-        details = f", for {len(draft.token_ids)} of {trained.target.model.config.vocab_size} tokens"
     place = trained.target.model.lm_head.weight
-    return load_draft(out).to(place.device, place.dtype), details
+    save_draft(out, draft, info, lambda staged: prove(load_draft(staged).to(place.device, place.dtype)))
+    if draft.token_ids is None:
+        return ""
+    return f", for {len(draft.token_ids)} of {trained.target.model.config.vocab_size} tokens"
 
 
-def _vllm_medusa(trained: Trained, out: Path) -> tuple[VllmMedusa, str]:
-    """Writes vLLM's form; gives it, read again, and its size for the log."""
-    draft = trained.draft
+def _vllm_medusa(trained: Trained, out: Path, prove: Callable[[VllmMedusa], None]) -> str:
+    """Writes vLLM's form, once `prove` has passed what is read again; gives its size for the log."""
+    draft, target_head = trained.draft, trained.target.model.lm_head.weight
     assert not isinstance(draft, LongSpec)
     about = {"method": trained.config.draft.method, "step": trained.step, "versions": _versions()}
-    vllm_medusa.save(out, draft, trained.target, about | {"target": trained.entry})
-    written = VllmMedusa(out, trained.target.model.lm_head.weight.device)
-    size, head = (out / WEIGHTS).stat().st_size, written.lm_head.nbytes
+    about |= {"target": trained.entry}
+    vllm_medusa.save(out, draft, trained.target, about, lambda staged: prove(VllmMedusa(staged, target_head.device)))
+    size = (out / WEIGHTS).stat().st_size
+    head = draft.head(target_head).numel() * next(draft.parameters()).element_size()
     sizes = f"({size / 1e6:,.1f} MB, {head / 1e6:,.1f} of them the target's LM head)"
-    return written, f" for vLLM up to {vllm_medusa.NEWEST_VLLM} {sizes}"
+    return f" for vLLM up to {vllm_medusa.NEWEST_VLLM} {sizes}"
 
 
-FORMATS: dict[str, Callable[[Trained, Path], tuple[Draft | VllmMedusa, str]]] = {
+FORMATS: dict[str, Callable[[Trained, Path, Callable[[Draft | VllmMedusa], None]], str]] = {
     "longdraft": _longdraft,
     vllm_medusa.NAME: _vllm_medusa,
 }
@@ -206,9 +210,9 @@ def _versions() -> dict[str, str]:
 
 
 @torch.no_grad()
-def largest_difference(config: Config, target: Target, one: Draft | VllmMedusa, other: Draft | VllmMedusa) -> float:
+def largest_difference(heldout: ShardSet, target: Target, one: Draft | VllmMedusa, other: Draft | VllmMedusa) -> float:
     """Of any logit on held-out text, the two drafts against the same target; LongSpec's under each noise shift."""
-    batch = read_batch(open_rows(config, "heldout", target), [Place(0, 0)])
+    batch = read_batch(heldout, [Place(0, 0)])
     n = min(len(batch.tokens), COMPARED)
     borders = [border for border in batch.borders if border < n] + [n]
     tokens_N = batch.tokens[:n].to(target.model.lm_head.weight.device)

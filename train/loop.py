@@ -13,6 +13,7 @@ from typing import Any
 from tqdm import tqdm
 
 from longdraft.data_prep.shards import ShardSet
+from longdraft.models.draft_folder import read_info
 from longdraft.models.target import Target
 from longdraft.train import checkpoint, saving
 from longdraft.train.config import Config, accumulation, resolved
@@ -23,7 +24,7 @@ from longdraft.train.ranks import Ranks, failures_named
 from longdraft.train.setup import Run, describe, open_run, open_target
 from longdraft.train.stages import Stage
 from longdraft.train.step import StepResult, await_agreement, measure, train_step, where_time_goes
-from longdraft.train.tracking import Tracker, read_metrics
+from longdraft.train.tracking import Tracker, check_environment, read_metrics
 from longdraft.train.validation import validate
 
 
@@ -42,12 +43,14 @@ def train_stages(stages: Sequence[Stage], ranks: Ranks, stop: Sequence[int] = ()
                 f"train.device: {wanted} in stage {stage.name}, but all stages run on one: {found} here; "
                 "set it beside the stages"
             )
+    ranks.from_first(lambda: [check_environment(stage.config.log.wandb) for stage in stages])
     target: Target | None = None
     loaded: Any = None
     for number, stage in enumerate(stages, start=1):
         config = stage.config
-        if stage.name is not None and ranks.first:
-            ranks.log(f"Stage {stage.name}, {number} of {len(stages)}: {_overview(stages)}")
+        if stage.name is not None:
+            overview = ranks.from_first(partial(_overview, stages))
+            ranks.log(f"Stage {stage.name}, {number} of {len(stages)}: {overview}")
         if stage.name is not None and ranks.from_first(partial(_is_done, stage)):
             continue
         if loaded != (config.target, config.train.precision):
@@ -62,24 +65,40 @@ def train_stages(stages: Sequence[Stage], ranks: Ranks, stop: Sequence[int] = ()
 
 
 def _is_done(stage: Stage) -> bool:
-    """Whether the stage is exported; raises ValueError where it was with other settings or rows than the config's. Rows
-    that are no longer there are no longer needed."""
+    """Whether the stage's last step is exported; raises ValueError where the stage was trained with other settings or
+    rows than the config's. Rows that are no longer there are no longer needed."""
     if not stage.is_exported:
         return False
-    config, found = stage.config, checkpoint.newest(stage.config.train.run_dir)
-    folder = Path(config.data.path) / "train"
-    if found is not None and folder.is_dir():
-        rows = ShardSet(folder)
+    config, found, rows = stage.config, checkpoint.newest(stage.config.train.run_dir), _rows(stage)
+    if found is not None and rows is not None:
         checkpoint.check_continues(found[1], resolved(config, len(rows)), rows)
-    return True
+    return _is_whole(stage, rows)
+
+
+def _rows(stage: Stage) -> ShardSet | None:
+    """What the stage trains on; None where it is no longer there."""
+    folder = Path(stage.config.data.path) / "train"
+    return ShardSet(folder) if folder.is_dir() else None
+
+
+def _is_whole(stage: Stage, rows: ShardSet | None) -> bool:
+    """Whether an exported draft is of the stage's last step: a stopped run, and its best weights, can be exported
+    too. Without rows, of the last step of the run that it was exported from."""
+    info = read_info(stage.draft)
+    if rows is not None:
+        n_steps = resolved(stage.config, len(rows)).train.n_steps
+    else:
+        n_steps = info.train_config.get("train", {}).get("steps")
+    return None in (info.step, n_steps) or info.step == n_steps  # earlier versions did not note the step
 
 
 def _overview(stages: Sequence[Stage]) -> str:
     """How far each stage is, in one line."""
     states = []
     for stage in stages:
-        found = None if stage.is_exported else checkpoint.newest(stage.config.train.run_dir)
-        where = f"at step {found[1]['step']}" if found else "done" if stage.is_exported else "to come"
+        done = stage.is_exported and _is_whole(stage, _rows(stage))
+        found = None if done else checkpoint.newest(stage.config.train.run_dir)
+        where = "done" if done else f"at step {found[1]['step']}" if found else "to come"
         states.append(f"{stage.name} {where}")
     return ", ".join(states)
 
@@ -142,7 +161,7 @@ def _open(
         checkpoint.check_same_vocabulary(found, run.method.draft.token_ids, config)
     start = run.start if found is None or not found[1]["step"] else None  # behind a step it is in the checkpoint
     if start is not None:
-        checkpoint.check_same_start(Path(config.train.run_dir) / checkpoint.START, start)
+        checkpoint.check_same_start(start, config.train.run_dir)
     ranks.barrier()  # all have looked before rank 0 writes
     if ranks.first:
         saving.begin_run(config, start)

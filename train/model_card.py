@@ -11,6 +11,7 @@ from typing import Any
 from huggingface_hub import HfApi, ModelCard, ModelCardData
 from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.utils import validate_repo_id
+from yaml import YAMLError
 
 from longdraft.models.draft_files import CONFIG, WEIGHTS
 from longdraft.models.draft_folder import HUB_NAME, DraftInfo, read_info
@@ -101,7 +102,7 @@ def _licence(base: str | None, path: str) -> dict[str, Any]:
         return {}
     try:
         data = ModelCard.load(base or own).data.to_dict()
-    except (OSError, ValueError):  # no network, no card, or one without metadata
+    except (OSError, ValueError, YAMLError):  # no network, no card, or one without metadata that can be read
         return {}
     return {key: data[key] for key in ("license", "license_name", "license_link") if data.get(key)}
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 import torch
 from safetensors import SafetensorError
@@ -34,6 +34,7 @@ from longdraft.train.checkpoint import (
     log_without_digests,
     newest,
     seal,
+    unfinished_folders,
     what_is_good,
 )
 from longdraft.train.config import Config, to_dict, to_yaml
@@ -49,34 +50,44 @@ def locked(run_dir: str | Path, ranks: Ranks) -> Iterator[None]:
     """Holds the run's folder against another run; all ranks enter together. The system lets go when a process dies.
 
     Raises:
-        ValueError: another process trains in this folder.
+        ValueError: another process trains in this folder, or it cannot be written; on all ranks alike.
     """
-    handle, busy = None, 0.0
-    if ranks.first:
-        Path(run_dir).mkdir(parents=True, exist_ok=True)
-        handle = (Path(run_dir) / "lock").open("a")
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            busy = 1.0
+    handles: list[TextIO] = []  # the first rank's alone
+    ranks.from_first(lambda: handles.append(_lock(Path(run_dir))))
     try:
-        if ranks.sum([busy])[0]:
-            raise ValueError(
-                f"train.run_dir: another process trains in {run_dir}; stop it (an orphaned rank, perhaps) or give "
-                "another folder"
-            )
         yield
     finally:
-        if handle is not None:
+        for handle in handles:
             handle.close()
 
 
+def _lock(folder: Path) -> TextIO:
+    """A file of the folder that is locked until it is closed."""
+    handle = None
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = (folder / "lock").open("a")
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if handle is not None:
+            handle.close()
+        if isinstance(error, BlockingIOError):
+            raise ValueError(
+                f"train.run_dir: another process trains in {folder}; stop it (an orphaned rank, perhaps) or give "
+                "another folder"
+            ) from None
+        raise ValueError(f"train.run_dir: {folder} cannot be written: {error.strerror}; give another folder") from error
+    return handle
+
+
 def begin_run(config: Config, start: Mapping[str, str] | None) -> None:
-    """Notes the config in the run's folder, and what a new run begins with (`Run.start`); called by rank 0, once
-    everything has opened, before the first step."""
+    """Notes the config in the run's folder, and what a new run begins with (`Run.start`), with the name that the folder
+    has then; called by rank 0, once everything has opened, before the first step."""
     folder = Path(config.train.run_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    notes = {"config.yaml": to_yaml(config)} | ({START: json.dumps(start, indent=2) + "\n"} if start else {})
+    notes = {"config.yaml": to_yaml(config)}
+    if start:
+        notes[START] = json.dumps({**start, "run_dir": config.train.run_dir}, indent=2) + "\n"
     for name, text in notes.items():
         write_atomically(folder / name, lambda temporary, text=text: temporary.write_text(text, encoding="utf-8"))
 
@@ -146,14 +157,27 @@ def _write_state(folder: Path, content: dict[str, Any], files: Mapping[str, tupl
 
 def _put_in_place(temporary: Path, final: Path, keep: int) -> None:
     if final.exists():  # saved before a kill that lost the steps behind it
-        shutil.rmtree(final)
+        _set_aside(final)
     temporary.rename(final)
     sync(final.parent)
     finished = finished_folders(final.parent)
     place = finished.index(final)
     # What lies behind is of a time line that a damaged checkpoint ended; what lies far before is not kept.
     for old in [*finished[place + 1 :], *finished[: max(0, place + 1 - keep)]]:
-        shutil.rmtree(old)
+        _set_aside(old)
+    # What kills left, too: of a checkpoint that was being written or removed.
+    for dead in [*final.parent.glob("tmp-*"), *unfinished_folders(final.parent)]:
+        if dead.is_dir():
+            shutil.rmtree(dead)
+        else:
+            dead.unlink()
+
+
+def _set_aside(folder: Path) -> None:
+    """Takes a checkpoint its name before its files go: a kill between them leaves no part of one."""
+    aside = folder.with_name(f"tmp-old-{folder.name}")
+    shutil.rmtree(aside, ignore_errors=True)
+    folder.rename(aside)
 
 
 def _check_finite(weights: dict[str, Tensor], run_dir: str | Path, step: int, ranks: Ranks) -> None:

@@ -6,6 +6,7 @@ Not here: what is measured (train/step.py), plots.
 import json
 import os
 from collections.abc import Mapping, Sequence
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ METRICS, JUNK = "metrics.jsonl", "metrics.junk"
 Table = tuple[list[Any], list[Any]]
 # Waiting for W&B at the beginning and at the end; what has not arrived then lies in the run's folder.
 PATIENCE_S = 30.0
+MODE, TIMEOUT = "WANDB_MODE", "WANDB_INIT_TIMEOUT"
+MODES = ("online", "offline", "disabled", "shared", "dryrun", "run")  # that W&B knows
 
 
 class Tracker:
@@ -52,7 +55,6 @@ class Tracker:
         """A run in W&B; where that does not answer, one that is kept in the run's folder."""
         import wandb  # a second of import, and a service process at init
 
-        patience = float(os.environ.get("WANDB_INIT_TIMEOUT", PATIENCE_S))
         try:
             return wandb.init(
                 project=config.log.wandb_project,
@@ -62,7 +64,7 @@ class Tracker:
                 resume="allow",
                 config=to_dict(config),
                 **wandb_names(config, stage),
-                settings=wandb.Settings(silent=True, init_timeout=patience, finish_timeout=PATIENCE_S),
+                settings=wandb.Settings(silent=True, init_timeout=_patience(), finish_timeout=PATIENCE_S),
             )
         except wandb.Error as error:
             if self.mode == "offline":
@@ -101,8 +103,8 @@ def wandb_names(config: Config, stage: str | None) -> dict[str, Any]:
 
 def wandb_mode(setting: str) -> str:
     """What `auto` comes to here: online with a key in the environment or a stored login, else offline."""
-    if setting != "disabled" and os.environ.get("WANDB_MODE"):  # W&B's own override; "disabled" stays disabled
-        return os.environ["WANDB_MODE"]
+    if setting != "disabled" and (own := _own_mode()):  # W&B's own override; "disabled" stays disabled
+        return own
     if setting != "auto":
         return setting
     if os.environ.get("WANDB_API_KEY"):
@@ -110,6 +112,31 @@ def wandb_mode(setting: str) -> str:
     import wandb
 
     return "online" if wandb.login(prompt=False) else "offline"
+
+
+def check_environment(setting: str) -> None:
+    """Raises ValueError where a setting of `log.wandb` uses W&B, and one of its variables has no meaning."""
+    if setting != "disabled" and _own_mode() != "disabled":
+        _patience()
+
+
+def _own_mode() -> str | None:
+    own = os.environ.get(MODE) or None
+    if own is not None and own not in MODES:
+        raise ValueError(f"{MODE}: {own!r} is unknown to W&B; set it to one of {', '.join(MODES)}, or unset it")
+    return own
+
+
+def _patience() -> float:
+    """Seconds to wait for W&B at the beginning."""
+    text = os.environ.get(TIMEOUT) or str(PATIENCE_S)
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < inf:
+        raise ValueError(f"{TIMEOUT}: {text!r} is no number of seconds; set it to one above 0, as 30, or unset it")
+    return seconds
 
 
 def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:

@@ -70,18 +70,38 @@ def lay_over(base: DictConfig, layer: Mapping[str, Any], either: Either) -> Dict
         given = _given(layer, section, pair)
         if len(given) == 1:
             unset[section] = {name: None for name in pair if name not in given}
+    return _merged(_merged(base, unset), layer)
+
+
+def _merged(base: DictConfig, layer: Mapping[str, Any]) -> DictConfig:
+    """The layer's fields over the base's; raises ValueError where a list meets a section, or what cannot be read."""
     try:
-        return OmegaConf.merge(base, unset, layer)  # pyright: ignore[reportReturnType]
+        return OmegaConf.merge(base, layer)  # pyright: ignore[reportReturnType]
     except UNREADABLE as error:
         raise ValueError(f"config: {_one_line(error)}") from error
+    except TypeError as error:
+        where = _clash(OmegaConf.to_container(base, resolve=False), layer) or "config"
+        raise ValueError(
+            f"{where}: a list is laid over a section of fields, or a section over a list; give fields in both places, "
+            "as `train: {steps: 100}`"
+        ) from error
+
+
+def _clash(one: Any, other: Any, where: str = "") -> str | None:
+    """Where of two mappings one has a list and the other a mapping."""
+    if isinstance(one, dict) and isinstance(other, Mapping):
+        inner = (_clash(one[name], other[name], _join(where, name)) for name in other if name in one)
+        return next(filter(None, inner), None)
+    kinds = [[isinstance(value, kind) for kind in (list, Mapping)] for value in (one, other)]
+    return where if any(kinds[0]) and any(kinds[1]) and kinds[0] != kinds[1] else None
 
 
 def check_either(layers: Sequence[Mapping[str, Any]], either: Either) -> None:
     """Raises ValueError where overrides that stand side by side end with both fields of a pair set."""
-    whole: Any = {}
+    merged = OmegaConf.create({})
     for layer in layers:
-        whole = OmegaConf.merge(whole, layer)
-    whole = OmegaConf.to_container(OmegaConf.create(whole), resolve=False)
+        merged = _merged(merged, layer)
+    whole: Any = OmegaConf.to_container(merged, resolve=False)
     for section, (one, other) in either.items():
         if len(_given(whole, section, (one, other))) == 2:
             raise ValueError(f"{section}.{one}, {section}.{other}: both are given; set one of them")

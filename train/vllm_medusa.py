@@ -15,6 +15,7 @@ Shapes: D hidden, V vocabulary, E draft vocabulary, I heads; ... any leading sha
 """
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -48,9 +49,15 @@ def check_section(section: DraftSection) -> None:
     )
 
 
-def save(folder: Path, draft: TokenSwift | Medusa, target: Target, about: dict[str, Any]) -> None:
+def save(
+    folder: Path,
+    draft: TokenSwift | Medusa,
+    target: Target,
+    about: dict[str, Any],
+    check: Callable[[Path], None] = lambda staged: None,
+) -> None:
     """Writes config.json and model.safetensors, in the draft's dtype; `about` is kept under a key of ours, with the
-    digest of the weights. Raises ValueError, as `write_pair`, where that cannot be done.
+    digest of the weights. Raises ValueError, as `write_pair`, where that cannot be done; `check` as there.
 
     vLLM takes for the number of heads or layers whatever key has "num" and "heads" or "layers" in it: there must be no
     other. It asks for `num_speculative_tokens` unless `n_predict` says it.
@@ -79,7 +86,7 @@ def save(folder: Path, draft: TokenSwift | Medusa, target: Target, about: dict[s
     # Copies, for safetensors refuses tensors that share memory.
     weights = {f"blocks.{i}.layers.{j}.weight": w.clone() for i, head in enumerate(heads) for j, w in enumerate(head)}
     weights |= {HEAD: head} | ({} if draft.token_ids is None else {TOKENS: draft.token_ids})
-    write_pair(folder, lambda digest: content | {"longdraft": about | {"weights_sha256": digest}}, weights)
+    write_pair(folder, lambda digest: content | {"longdraft": about | {"weights_sha256": digest}}, weights, check)
 
 
 class VllmMedusa:

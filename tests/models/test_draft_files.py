@@ -100,6 +100,21 @@ def test_an_interrupt_between_the_two_files_leaves_the_new_pair(tmp_path, monkey
     assert value(tmp_path) == 2.0 and not (tmp_path / STAGED).exists()
 
 
+def test_what_fails_its_check_changes_nothing(tmp_path):
+    write(tmp_path / "draft", 1.0)
+    before = files(tmp_path)
+
+    def check(staged):
+        assert staged.parent == folder and value(staged) == 2.0
+        raise ValueError("it is not as it should be")
+
+    content = OURS | {"value": 2.0}
+    for folder in (tmp_path / "draft", tmp_path / "new" / "draft"):
+        with pytest.raises(ValueError, match="it is not as it should be"):
+            write_pair(folder, lambda sha256: content | {"sha256": sha256}, {"a": torch.full((400,), 2.0)}, check)
+        assert files(tmp_path) == before and sorted(tmp_path.iterdir()) == [tmp_path / "draft"]
+
+
 def test_what_a_kill_left_is_cleared(tmp_path):
     (tmp_path / STAGED).mkdir()
     (tmp_path / STAGED / ".tmpabc").write_text("half")

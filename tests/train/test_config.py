@@ -1,5 +1,6 @@
 """The config: every file of configs/ loads and makes a valid DeepSpeed dict; every mistake has a message that helps."""
 
+import json
 import re
 from dataclasses import fields, replace
 from pathlib import Path
@@ -9,12 +10,13 @@ import pytest
 from deepspeed.runtime.config import DeepSpeedConfig
 
 from longdraft.models.decoder_config import DecoderConfig
+from longdraft.models.draft_folder import read_info, shipped_drafts
 from longdraft.models.drafts.longspec import LongSpecConfig
 from longdraft.models.drafts.medusa import MedusaConfig
 from longdraft.models.drafts.tokenswift import TokenSwiftConfig
 from longdraft.models.rope import RopeConfig
 from longdraft.train.batches import rank_rows, step_rows
-from longdraft.train.checkpoint import check_same_run
+from longdraft.train.checkpoint import START, check_same_run, check_same_start, is_same_start
 from longdraft.train.config import (
     DRAFT_SECTIONS,
     Config,
@@ -186,6 +188,7 @@ MISTAKES = {
     "data.positions=anchor_offset": r"data\.max_position: None, but anchor_offset needs .* at least data\.seq_len = 24",
     "data.positions=anchor_offset data.max_position=23": r"data\.max_position: 23, but anchor_offset needs",
     "data.max_position=100": r"data\.max_position: plain positions do not move; set data\.positions=anchor_offset",
+    "data.sinks=3": r"data\.sinks: plain positions do not move; set data\.positions=anchor_offset, or leave it",
     "data.query_share=0": r"data\.query_share: 0\.0; give a share above 0 and up to 1",
     "data.query_share=1.5": r"data\.query_share: 1\.5; give a share above 0 and up to 1",
     "data.sinks=-1": r"data\.sinks: -1 is negative; give 0 or more, the paper's is 4",
@@ -193,6 +196,9 @@ MISTAKES = {
     "draft.kind=relu_chain": r"draft\.kind: 'relu_chain' is unknown; choose one of linear_chain, silu_chain",
     "draft.kind=silu_chain draft.out_norm_init=target": r"draft\.out_norm_init: silu_chain has no norms",
     "draft.method=eagle": r"draft\.method: 'eagle' is unknown; choose one of tokenswift, medusa, longspec",
+    "draft.method=[longspec]": r"draft\.method: \['longspec'\] is unknown; choose one of tokenswift, medusa, longspec",
+    "train=[1]": r"^train: a list is laid over a section of fields, or a section over a list; give fields in both",
+    "train.steps=3 train=[1]": r"^train: a list is laid over a section of fields, or a section over a list; give",
     "draft.n_heads=0": r"draft\.n_heads: 0",
     "draft.n_heads=23": r"data\.seq_len: 24 tokens leave no label for draft\.n_heads = 23",
     "draft.noise=3": r"draft\.noise: unknown key; .*\(known: method, start_from, n_heads, kind",
@@ -207,6 +213,7 @@ MISTAKES = {
     "optimizer.peak_lr=inf": r"optimizer\.peak_lr: inf is out of range; give a number of at most 1$",
     "optimizer.weight_decay=nan": r"optimizer\.weight_decay: nan is out of range; give a number of at most 10$",
     "log.wandb_project=a/b": r"log\.wandb_project: 'a/b' has one of /\\#\?%:; W&B takes none of them",
+    f"log.wandb_project={'x' * 129}": r"log\.wandb_project: 'x{129}' has 129 characters; give 128 at most",
     "log.wandb=on-line": r"log\.wandb: 'on-line' is unknown; choose one of auto, online, offline, disabled",
 }
 
@@ -399,3 +406,55 @@ def test_a_run_goes_on_only_with_what_gives_the_same_result(config_file):
             ValueError, match=rf"{name}: .* began with .*; set it back, or start anew with train\.run_dir"
         ):
             check_same_run(old, load_config(config_file, [override]))
+
+
+def test_sinks_are_of_moved_positions_alone(config_file):
+    """Earlier versions wrote the default for any positions: their configs are read as they were meant."""
+    moved = ["data.positions=anchor_offset", "data.max_position=100"]
+    assert load_config(config_file).data.sinks is None
+    assert [load_config(config_file, [*moved, *own]).data.sinks for own in ([], ["data.sinks=2"])] == [4, 2]
+    for config in (load_config(config_file), load_config(config_file, moved)):
+        values = to_dict(config)
+        values["data"]["sinks"] = 4
+        assert config_from_dict(values) == config
+    for name in shipped_drafts():
+        config_from_dict(read_info(name).train_config)
+
+
+PLACES = {
+    "the same": ("a/1/draft", "a/2", "a/1/draft", "a/2", True),
+    "none": (None, "a/2", None, "a/2", True),
+    "now one": (None, "a/2", "a/1/draft", "a/2", False),
+    "moved together": ("a/1/draft", "a/2", "/b/c/1/draft", "/b/c/2", True),
+    "moved to another": ("a/1/draft", "a/2", "b/0/draft", "b/2", False),
+    "spelt otherwise": ("a/1/draft", "a/2", "./a/x/../1/draft", "a/2", True),
+    "only the run moved": ("a/1/draft", "a/2", "a/1/draft", "b/2", True),
+    "from elsewhere": ("/x/draft", "a/2", "/x/draft", "b/2", True),
+    "from elsewhere to beside": ("/x/draft", "/a/2", "/b/draft", "/b/2", False),
+    "a name of the hub": ("me/draft", "/a/2", "me/draft", "/b/2", True),
+}
+
+
+@pytest.mark.parametrize("case", PLACES)
+def test_a_run_may_move_together_with_what_it_began_with(config_file, tmp_path, monkeypatch, case):
+    *places, same = PLACES[case]
+    monkeypatch.chdir(tmp_path)
+    assert is_same_start(*places) == same
+
+
+def test_weights_to_begin_with_are_held_against_those_before_a_move(tmp_path):
+    begun = {"start_from": "/old/1/draft", "weights": "in fp32", "sha256": "a" * 64}
+    now = begun | {"start_from": str(tmp_path / "1" / "draft"), "sha256": "b" * 64}
+    run = tmp_path / "2"
+    run.mkdir()
+    check_same_start(now, run)
+    (run / START).write_text(json.dumps(begun | {"run_dir": "/old/2"}))
+    with pytest.raises(
+        ValueError, match=rf"draft\.start_from: the run in {run} .* fp32, sha256 aaaaaaaaaaaa, and would now"
+    ):
+        check_same_start(now, run)
+    check_same_start(now | {"sha256": "a" * 64}, run)
+    check_same_start(now | {"start_from": "/another/draft"}, run)
+    (run / START).write_text(json.dumps(now))  # as an earlier version wrote it
+    with pytest.raises(ValueError, match="and would now begin with in fp32, sha256 aaaaaaaaaaaa"):
+        check_same_start(now | {"sha256": "a" * 64}, run)

@@ -29,7 +29,7 @@ from longdraft.train import checkpoint
 from longdraft.train.checkpoint import seal
 from longdraft.train.config import config_from_dict, load_config, to_dict
 from longdraft.train.export import FORMATS, export, largest_difference
-from longdraft.train.setup import DTYPES
+from longdraft.train.setup import DTYPES, open_rows
 from longdraft.train.tracking import read_metrics
 from longdraft.train.vocabulary import frequent_tokens
 
@@ -131,9 +131,10 @@ def test_the_comparison_sees_a_difference(runs, tmp_path):
     config = checkpoint.saved_config(runs / "fp32-2-1", found[1])
     target = load_target(config.target.path, torch.float32)
     one, other = load_draft(out, target), load_draft(out, target)
-    assert largest_difference(config, target, one, other) == 0
+    heldout = open_rows(config, "heldout", target)
+    assert largest_difference(heldout, target, one, other) == 0
     other.proj[2].weight[0, 0] += 1e-3
-    assert largest_difference(config, target, one, other) > 0
+    assert largest_difference(heldout, target, one, other) > 0
 
 
 def test_exports_are_read_without_unpickling(runs, tmp_path, monkeypatch):
@@ -204,7 +205,19 @@ def test_ctrl_c_is_one_line_and_leaves_nothing(made_run, capsys, monkeypatch, mo
         signal.signal(signal.SIGINT, before)
     assert capsys.readouterr().err == "longdraft export: interrupted\n"
     held = [path.name for path in (run / "draft").iterdir()] if (run / "draft").exists() else []
-    assert sorted(held) == ([CONFIG, WEIGHTS] if moment == "open_rows" else [])  # that is looked at behind the writing
+    assert held == []
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_draft_that_fails_its_proof_does_not_replace_a_good_one(made_run, capsys, monkeypatch, form):
+    run, target, _ = made_run("medusa")
+    out = export(run, target=target, form=form)
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    monkeypatch.setattr("longdraft.train.export.largest_difference", lambda *given: 0.5)
+    for folder in (out, run / "new"):
+        assert main([str(run), "--format", form, "--out", str(folder)]) == 2
+        assert f"out: the draft for {folder}, read again, gives logits up to 0.5 off" in capsys.readouterr().err
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before and not (run / "new").exists()
 
 
 def test_weights_that_are_no_numbers_are_not_exported(made_run, capsys):
@@ -278,15 +291,15 @@ def test_the_comparison_meets_every_weight(made_run, name):
     run, target, trained = made_run(name)
     found = checkpoint.newest(run)
     assert found is not None
-    config = checkpoint.saved_config(run, found[1])
+    heldout = open_rows(checkpoint.saved_config(run, found[1]), "heldout", target)
     out = export(run, target=target)
     for key in trained.state_dict():
         other = load_draft(out, target)
         weight = other.state_dict()[key]
         weight[-2:] = weight[-2:].flip(0) if key == "token_ids" else weight[-2:] + 0.01
-        assert largest_difference(config, target, trained, other) > 0, key
+        assert largest_difference(heldout, target, trained, other) > 0, key
     next(other.parameters()).fill_(torch.nan)
-    assert largest_difference(config, target, trained, other) != 0
+    assert largest_difference(heldout, target, trained, other) != 0
 
 
 def test_an_export_that_is_not_the_trained_draft_is_refused(made_run, monkeypatch):
@@ -298,8 +311,9 @@ def test_an_export_that_is_not_the_trained_draft_is_refused(made_run, monkeypatc
         return draft
 
     monkeypatch.setattr("longdraft.train.export.load_draft", damaged)
-    with pytest.raises(ValueError, match=r"out: the draft in .* gives logits up to \d.* off the trained one's"):
+    with pytest.raises(ValueError, match=r"out: the draft for .* gives logits up to \d.* off the trained one's"):
         export(run)
+    assert not (run / "draft").exists()
 
 
 @pytest.mark.parametrize("restrict", [False, True])

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -94,6 +95,16 @@ def test_what_the_command_starts(gpus, config_file, monkeypatch):
         "--num-gpus",
         "2",
     ]
+
+
+@pytest.mark.parametrize("option", ["--stage=", "--from-draft="])
+def test_an_empty_option_is_not_forgotten(gpus, config_file, monkeypatch, capsys, option):
+    started = []
+    monkeypatch.setattr(launcher, "launch_with_deepspeed", lambda argv, devices: started.append(argv) or 0)
+    gpus(0, None)
+    assert start_command([str(config_file), option]) == 0 and started[0][1:] == [str(config_file), option]
+    assert main([str(config_file), option, "--estimate"]) == 2  # which the ranks refuse
+    assert re.search(r"error: (stages\.: unknown stage|draft\.start_from: '' names nothing)", capsys.readouterr().err)
 
 
 def test_a_signal_before_the_ranks_are_there(config_file, monkeypatch, capsys):

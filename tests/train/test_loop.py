@@ -17,17 +17,18 @@ from longdraft.data_prep.shards import Row, ShardSet
 from longdraft.launch.train import main
 from longdraft.launch.train import start as start_command
 from longdraft.models.drafts.tokenswift import TokenSwift, TokenSwiftConfig
-from longdraft.models.hf import load_target
+from longdraft.models.hf import LOADERS, load_target
 from longdraft.models.passes import Pass
 from longdraft.train import checkpoint
 from longdraft.train.batches import step_rows
 from longdraft.train.config import OptimizerSection, load_config
 from longdraft.train.deepspeed_engine import learning_rate, parameter_groups
-from longdraft.train.loop import train
+from longdraft.train.loop import train, train_stages
 from longdraft.train.ranks import TrainingError, log
 from longdraft.train.setup import DTYPES, open_rows
+from longdraft.train.stages import Stage
 from longdraft.train.teacher import Teacher
-from longdraft.train.tracking import Tracker, read_metrics, wandb_mode
+from longdraft.train.tracking import Tracker, check_environment, read_metrics, wandb_mode
 
 
 def test_learning_rate_is_a_function_of_the_step():
@@ -167,6 +168,26 @@ def test_wandb_auto_is_offline_without_a_key(monkeypatch, tmp_path):
     monkeypatch.setenv("WANDB_MODE", "offline")
     assert wandb_mode("online") == "offline"
     assert wandb_mode("disabled") == "disabled"
+
+
+@pytest.mark.parametrize(("name", "value", "said"), [
+    ("WANDB_MODE", "foo", "'foo' is unknown to W&B; set it to one of online, offline, disabled, "),
+    ("WANDB_INIT_TIMEOUT", "30s", "'30s' is no number of seconds; set it to one above 0, as 30, or unset it"),
+    ("WANDB_INIT_TIMEOUT", "-1", "'-1' is no number of seconds"),
+])  # fmt: skip
+def test_what_wandb_cannot_read_is_named_before_anything_is_loaded(
+    alone, config_file, tmp_path, monkeypatch, name, value, said
+):
+    for variable in ("WANDB_MODE", "WANDB_INIT_TIMEOUT"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv(name, value)
+    monkeypatch.setitem(LOADERS, "longdraft", lambda *given, **named: pytest.fail("loaded"))
+    config = load_config(config_file, ["log.wandb=offline", f"train.run_dir={tmp_path}"])
+    with pytest.raises(ValueError, match=f"^{name}: {said}"):
+        train_stages([Stage(None, config)], alone)
+    check_environment("disabled")
+    monkeypatch.setenv(name, "")
+    check_environment("offline")
 
 
 def test_a_mistake_is_one_line_and_status_2(config_file, capsys):

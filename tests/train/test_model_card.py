@@ -6,9 +6,13 @@ import subprocess
 import sys
 
 import pytest
+import yaml
 from huggingface_hub import ModelCard
 
 from longdraft.launch.export import main
+from longdraft.models.draft_folder import DraftInfo
+from longdraft.train.config import config_from_dict
+from longdraft.train.model_card import card_data
 from longdraft.train.tracking import read_metrics
 
 TEXT = "the cat sat on the mat and the dog sat on the log. " * 40
@@ -98,6 +102,14 @@ def test_the_card_says_what_the_run_recorded(pushed):
     assert len(losses) == 4 and all(line in card.text for line in losses)
     assert f"| 32 | 0 | {tokens:.2f} | {decoded['decode_acceptance/ctx32.T0.depth1']:.2f}" in card.text
     assert "\n  method: medusa\n" in card.text and "\n  seq_len: 64\n" in card.text
+
+
+def test_a_targets_card_that_cannot_be_read_gives_no_licence(tmp_path):
+    config = config_from_dict(yaml.safe_load(CONFIG) | {"target": {"path": str(tmp_path)}})
+    info = DraftInfo({"name": tmp_path.name}, 64, {}, {}, {})
+    for text, licence in (("license: mit", "mit"), ("license: [mit", None), ("license: mit: x", None)):
+        (tmp_path / "README.md").write_text(f"---\n{text}\n---\n")
+        assert card_data(info, config).license == licence
 
 
 @pytest.mark.parametrize(

@@ -123,7 +123,42 @@ def test_a_junk_line_among_the_metrics_does_not_stop_a_run(runs, tmp_path, train
     assert losses[0] == losses[1] and len(losses[0]) == 20
 
 
-ALONE = SimpleNamespace(first=True, rank=0, world_size=1, device=torch.device("cpu"), sum=list, barrier=lambda: None)
+def test_steps_of_more_than_six_digits_are_found(tmp_path):
+    for name in ("step_1000000", "step_999999", "step_0000020", "step_12", "step_000030-copy", "tmp-step_000040"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / checkpoint.STATE).touch()
+    found = [path.name for path in checkpoint.finished_folders(tmp_path)]
+    assert found == ["step_0000020", "step_999999", "step_1000000"]
+
+
+def test_what_kills_left_goes_with_the_next_checkpoint(config_file, train_command, tmp_path, monkeypatch):
+    """Of a checkpoint that was being written, converted or removed; and a removal never leaves a part under the name of
+    a whole one."""
+    folder = tmp_path / "checkpoints"
+    for name in ("tmp-step_000003", "tmp-universal/a", "tmp-old-step_000001", "step_000009", "other"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "file").touch()
+    removed, rmtree = [], shutil.rmtree
+    monkeypatch.setattr(
+        shutil, "rmtree", lambda path, **given: removed.append(Path(path).name) or rmtree(path, **given)
+    )
+    steps = ["train.steps=3", "train.save_every=1", "train.keep_checkpoints=1", "optimizer.warmup_steps=0"]
+    status, printed = train_command(config_file, f"train.run_dir={tmp_path}", *steps)
+    assert status == 0, printed
+    assert sorted(path.name for path in folder.iterdir()) == ["other", "step_000003"]
+    assert {"tmp-old-step_000001", "tmp-old-step_000002", "tmp-universal", "step_000009"} <= set(removed)
+    assert not {"step_000001", "step_000002"} & set(removed)
+
+
+ALONE = SimpleNamespace(
+    first=True,
+    rank=0,
+    world_size=1,
+    device=torch.device("cpu"),
+    sum=list,
+    barrier=lambda: None,
+    from_first=lambda work: work(),
+)
 
 
 def test_a_run_that_never_opened_leaves_nothing_to_continue(config_file, tmp_path):
@@ -141,6 +176,17 @@ def test_two_runs_do_not_share_a_folder(tmp_path):
         second = saving.locked(tmp_path, ALONE)
         with pytest.raises(ValueError, match="another process trains in"):
             second.__enter__()
+
+
+def test_a_folder_that_cannot_be_written_is_named(config_file, tmp_path):
+    """On all ranks: what the first has found, `from_first` raises on the others."""
+    (tmp_path / "file").touch()
+    for run, reason in ((tmp_path / "file", "File exists"), (tmp_path / "file" / "run", "Not a directory")):
+        config = load_config(config_file, [f"train.run_dir={run}"])
+        with pytest.raises(
+            ValueError, match=rf"^train\.run_dir: {run} cannot be written: {reason}; give another folder$"
+        ):
+            train(config, ALONE)  # pyright: ignore[reportArgumentType]
 
 
 def test_old_checkpoints_go_and_the_last_stay(runs):

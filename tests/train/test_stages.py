@@ -4,6 +4,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from longdraft.launch import train as command
 from longdraft.models.draft_folder import load_draft
 from longdraft.train import checkpoint
 from longdraft.train.config import load_config
+from longdraft.train.export import export
 from longdraft.train.loop import train_stages
 from longdraft.train.ranks import join_ranks, leave_ranks
 from longdraft.train.stages import load_stages
@@ -178,6 +180,8 @@ MISTAKES = {
     "train.epochs=2 train.steps=3": r"error: train\.steps, train\.epochs: both are given; set one of them",
     "stages.long.data.path=${nope}": r"stages\.long: data\.path: '\$\{nope\}' cannot be resolved: ",
     "stages.long=3": r"stages\.long: expected a section of fields, got 3",
+    "stages.short.train=[1]": r"stages\.short\.train: a list is laid over a section of fields, or a section over",
+    "stages.short.train.steps=3 stages.short.train=[1]": r"stages\.short\.train: a list is laid over a section",
     "train.zero_stage=4": r"stages\.short: train\.zero_stage: 4 is unknown",
     "--stage long": r"draft: .*1-short/draft holds no config\.json; give a folder that `longdraft export` wrote",
 }
@@ -201,6 +205,12 @@ def test_stages_that_are_none_are_refused(staged, tmp_path, stages):
     (tmp_path / "none.yaml").write_text(text)
     with pytest.raises(ValueError, match=r"stages\.long: unknown stage; .*none\.yaml lists no stages"):
         load_stages(tmp_path / "none.yaml", [], "long")
+
+
+def test_a_list_in_the_place_of_a_stages_section_is_named(staged, tmp_path):
+    (tmp_path / "bad.yaml").write_text(staged.read_text().replace("train: {steps: 6}", "train: [{steps: 6}]"))
+    with pytest.raises(ValueError, match=r"^stages\.short: train: a list is laid over a section of fields, or a sec"):
+        load_stages(tmp_path / "bad.yaml")
 
 
 @pytest.mark.parametrize("name", ["../../evil", "/tmp/evil", "a b", "..", "", "a.b", "long\\n", "x" * 65, "a\\0b"])
@@ -235,6 +245,38 @@ def test_what_is_done_is_passed_over(unbroken, staged, train_command):
         "Stage long, 2 of 2: short done, long done",
     ]
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file()} == files
+
+
+def test_a_stage_that_is_exported_half_way_is_trained_on(unbroken, staged, train_command, tmp_path):
+    """As after a stop, for a look at it. It comes to the draft that it would have come to."""
+    run = shutil.copytree(unbroken[0], tmp_path / "run")
+    shutil.rmtree(run / "1-short" / "checkpoints" / "step_000006")
+    export(run / "1-short")
+    status, printed = train_command(staged, f"train.run_dir={run}", f"stages.short.data.path={tmp_path / 'gone'}")
+    assert status == 2 and f"{tmp_path / 'gone'}" in printed  # without its rows it is not done either
+    status, printed = train_command(staged, f"train.run_dir={run}")
+    assert status == 0, printed
+    said = [line.split(" of " + str(run))[0] for line in printed.splitlines() if line.startswith(("Stage", "Exported"))]
+    assert said == [
+        "Stage short, 1 of 2: short at step 4, long done",
+        "Exported step 6",
+        "Stage long, 2 of 2: short done, long done",
+    ]
+    assert drafts(run) == drafts(unbroken[0])
+    status, printed = train_command(staged, f"train.run_dir={run}", f"stages.short.data.path={tmp_path / 'gone'}")
+    assert status == 0 and "Training" not in printed  # what is done needs no rows
+
+
+def test_a_curriculum_that_moved_goes_on(unbroken, staged, train_command, tmp_path):
+    """And one whose folder is spelt otherwise."""
+    run, _ = unbroken
+    shutil.copytree(run, tmp_path / "moved")
+    shutil.rmtree(tmp_path / "moved" / "2-long" / "draft")
+    for folder in (tmp_path / "moved", run.parent / ".." / run.parent.name / run.name):
+        status, printed = train_command(staged, f"train.run_dir={folder}")
+        assert status == 0, printed
+        assert ("Training is done already: 20 steps" in printed) == (folder == tmp_path / "moved")
+    assert drafts(tmp_path / "moved") == drafts(run)
 
 
 def test_what_was_done_otherwise_is_not_passed_over(unbroken, staged, train_command):
