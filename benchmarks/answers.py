@@ -8,7 +8,7 @@ import json
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -128,21 +128,23 @@ class TransformersAnswers:
     @torch.no_grad()
     def answer(self, prompt: list[int], params: SamplingParams, watch: Watch) -> Answer:
         """The prefill's time is that of a call which generates one token."""
-        self.model.generation_config.eos_token_id = None if params.ignore_eos else self._eos
-        prefill, _ = self._generate(prompt, 1)
-        whole, tokens = self._generate(prompt, params.max_new_tokens)
+        prefill, _ = self._timed(prompt, replace(params, max_new_tokens=1))
+        whole, tokens = self._timed(prompt, params)
         watch.advance(transformers_cost(len(prompt), params))
         count = len(tokens)
         seconds = (whole - prefill) * count / (count - 1) if count > 1 else whole  # the call of one token made it
         return Answer(len(prompt), tokens, None, "", [1] * count, [], decode_seconds=seconds, prefill_seconds=prefill)
 
-    def _generate(self, prompt: list[int], new_tokens: int) -> tuple[float, list[int]]:
-        ids, out = torch.tensor([prompt], device=self._device), []
-        options = {"do_sample": False, "pad_token_id": 0, "max_new_tokens": new_tokens}
-        seconds = seconds_of(
-            lambda: out.append(self.model.generate(ids, attention_mask=torch.ones_like(ids), **options)), self._device
-        )
-        return seconds, out[0][0, len(prompt) :].tolist()
+    def generate(self, prompts: Sequence[list[int]], params: SamplingParams) -> list[list[int]]:
+        """The new tokens of prompts of one length."""
+        self.model.generation_config.eos_token_id = None if params.ignore_eos else self._eos
+        ids = torch.tensor(prompts, device=self._device)
+        options = {"do_sample": False, "pad_token_id": 0, "max_new_tokens": params.max_new_tokens}
+        return self.model.generate(ids, attention_mask=torch.ones_like(ids), **options)[:, ids.shape[1] :].tolist()
+
+    def _timed(self, prompt: list[int], params: SamplingParams) -> tuple[float, list[int]]:
+        out = list[list[int]]()
+        return seconds_of(lambda: out.extend(self.generate([prompt], params)), self._device), out[0]
 
 
 def prefill_cost(tokens: int) -> float:
@@ -186,10 +188,8 @@ class Record:
         if not lines:
             self._append({"format": FORMAT, "settings": self.settings})
             return
-        head, *rest = lines
-        self._check(head, json.loads(json.dumps(self.settings)))
-        for line in rest:
-            self._take(line)
+        self._check(settings_in(lines, f"--out: {self._file.name}"), json.loads(json.dumps(self.settings)))
+        self._take_all(lines, f"--out: {self._file.name}")
 
     def _whole_lines(self) -> list[dict]:
         """The lines that are there; a last one that a kill cut off is taken away."""
@@ -200,16 +200,21 @@ class Record:
         self._file.truncate(whole)
         return list(parsed(content[:whole], f"--out: {self._file.name}"))
 
-    def _check(self, head: dict, wanted: dict) -> None:
-        given = head.get("settings")
-        if head.get("format") != FORMAT or not isinstance(given, dict):
-            raise ValueError(f"--out: {self.folder} holds a record of another format; give another folder")
+    def _check(self, given: dict, wanted: dict) -> None:
         for name in {**wanted, **given}:
             if wanted.get(name) != given.get(name):
                 raise ValueError(
                     f"--out: {self.folder} was begun with {name} {given.get(name)}, and this is {wanted.get(name)}; "
                     "ask for the same, or give another folder"
                 )
+
+    def _take_all(self, lines: Sequence[dict], name: str) -> None:
+        """What stands behind the head. Raises: ValueError, beginning with `name`, for a line that is none of ours."""
+        for number, line in enumerate(lines[1:], start=2):
+            try:
+                self._take(line)
+            except (TypeError, KeyError, AttributeError) as error:
+                raise ValueError(f"{name}, line {number} is no line of a record; give another folder") from error
 
     def _take(self, line: dict) -> None:
         if "proof" in line:
@@ -287,12 +292,23 @@ def entry_of(line: dict) -> Entry:
 
 
 def parsed(content: bytes, name: str) -> Iterator[dict]:
-    """Lines of JSON. Raises: ValueError, with the line's number, for one that is none."""
+    """Lines of JSON objects. Raises: ValueError, with the line's number, for one that is none."""
     for number, line in enumerate(content.splitlines(), start=1):
         try:
-            yield json.loads(line)
-        except ValueError as error:
+            found = json.loads(line)
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{name}, line {number} is no JSON ({error}); give another folder") from None
+        if not isinstance(found, dict):
+            raise ValueError(f"{name}, line {number} is no JSON object; give another folder")
+        yield found
+
+
+def settings_in(lines: Sequence[dict], name: str) -> dict[str, Any]:
+    """The settings in a record's first line. Raises: ValueError, beginning with `name`, where it has none."""
+    head = lines[0] if lines else {}
+    if head.get("format") != FORMAT or not isinstance(settings := head.get("settings"), dict):
+        raise ValueError(f"{name} is no record of `longdraft bench --out`, or of another format; give another folder")
+    return settings
 
 
 def read_record(folder: Path) -> Record:
@@ -304,9 +320,6 @@ def read_record(folder: Path) -> Record:
         raise ValueError(
             f"{path} cannot be read: {error.strerror}; name a folder that `longdraft bench --out` wrote"
         ) from error
-    if not lines or lines[0].get("format") != FORMAT:
-        raise ValueError(f"{path} is no record of `longdraft bench --out`")
-    record = Record(None, lines[0]["settings"])
-    for line in lines[1:]:
-        record._take(line)
+    record = Record(None, settings_in(lines, str(path)))
+    record._take_all(lines, str(path))
     return record

@@ -10,6 +10,7 @@ import argparse
 import json
 import multiprocessing
 import statistics
+import textwrap
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,9 +19,8 @@ from pathlib import Path
 
 import torch
 
+from longdraft.benchmarks.answers import TransformersAnswers
 from longdraft.benchmarks.timing import DTYPES, take_turns
-from longdraft.data_prep.settings import Source
-from longdraft.data_prep.sources import list_files
 from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
 from longdraft.models.hf import load_target, load_transformers
@@ -51,8 +51,7 @@ def spinning(count: int) -> Iterator[None]:
 
 def stdlib_prompts(encode: Callable[[str], list[int]], n_tokens: int, count: int) -> list[list[int]]:
     """Stretches of a text of Python's standard library, evenly spaced."""
-    path = next(file.path for file in list_files([Source("stdlib")]) if file.path.endswith("textwrap.py"))
-    tokens = encode(Path(path).read_text(encoding="utf-8"))
+    tokens = encode(Path(textwrap.__file__).read_text(encoding="utf-8"))
     starts = [i * (len(tokens) - n_tokens) // count for i in range(count)]
     return [tokens[start : start + n_tokens] for start in starts]
 
@@ -70,12 +69,8 @@ def decoders(
         engine = Engine(target, name)
         made[name] = lambda engine=engine: engine.generate(prompts, params)
     if with_peer:
-        model = load_transformers(path, dtype)
-        model.generation_config.eos_token_id = None
-        ids = torch.tensor(prompts)
-
-        options = {"do_sample": False, "pad_token_id": 0, "max_new_tokens": new_tokens}
-        made["transformers"] = lambda: model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+        theirs = TransformersAnswers(load_transformers(path, dtype), target.eos_token_ids)
+        made["transformers"] = lambda: theirs.generate(prompts, params)
     return made
 
 

@@ -22,7 +22,9 @@ from longdraft.benchmarks.questions import Asked, Question
 from longdraft.data_prep.docstrings import read_docstrings
 from longdraft.data_prep.documents import Conversation
 from longdraft.infer.drafters.build import build_drafter
-from longdraft.models.draft_folder import draft_method, shipped_drafts
+from longdraft.models.draft_files import WEIGHTS
+from longdraft.models.draft_folder import draft_method, local_folder, shipped_drafts
+from longdraft.models.files import file_digest
 from longdraft.models.hf import load_target
 from longdraft.models.target import Target
 
@@ -94,17 +96,29 @@ def table(result: dict[str, Any]) -> str:
     for run in result["runs"]:
         names = [name for name in run["drafters"] if name != "plain"]
         title = "greedy" if run["temperature"] == 0 else f"T {run['temperature']:g}"
-        rows = [[f"{title}: text, tokens", *names], ["---"] * (1 + len(names))]
+        rows = []
         for task in [*run["drafters"][names[0]]["tasks"], "all"]:
             cells = [run["drafters"][name] if task == "all" else run["drafters"][name]["tasks"][task] for name in names]
             rows.append([task, *map(_cell, cells)])
-        parts.append("\n".join("| " + " | ".join(row) + " |" for row in rows))
+        parts.append(markdown([f"{title}: text, tokens", *names], rows))
     return "\n\n".join(parts)
+
+
+def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table."""
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in [head, ["---"] * len(head), *rows])
 
 
 def _cell(one: dict[str, Any]) -> str:
     low, high = one["intervals"]["speedup"]
     return f"{one['speedup']:.2f} ({low:.2f} to {high:.2f}); {one['tokens_per_step']:.2f}"
+
+
+def asked_for(args: argparse.Namespace, asked: Sequence[Asked]) -> dict[str, Any]:
+    """What answers depend on, by which a record knows its own; drafts by the digests of their weights."""
+    given: dict[str, Any] = {key: str(value) for key, value in vars(args).items() if key != "out"}
+    given["weights"] = [file_digest(local_folder(draft) / WEIGHTS) for draft in args.draft]
+    return given | {"questions": [one.question.turns for one in asked]}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -130,9 +144,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         for name in args.drafter
     }
-    given = {key: str(value) for key, value in vars(args).items() if key != "out"}
-    record = Record(args.out, given | {"questions": [one.question.turns for one in asked]})
-    result = bench(target, builders, asked, settings, record=record)
+    result = bench(target, builders, asked, settings, record=Record(args.out, asked_for(args, asked)))
     print(f"exact: {result['exact_checked']}\n\n{table(result)}")
     return 0
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from longdraft.benchmarks.answers import Record
-from longdraft.benchmarks.contexts import questions
+from longdraft.benchmarks.contexts import markdown, questions
 from longdraft.benchmarks.contexts import table as speeds
 from longdraft.benchmarks.drafters import BenchSettings, bench
 from longdraft.infer.drafters.build import build_drafter
@@ -101,8 +101,7 @@ def row(loss: str, records: Sequence[Mapping[str, Any]], contexts: Sequence[int]
 def table(rows: Sequence[Sequence[str]], contexts: Sequence[int]) -> str:
     places = [f"{what}, {part} %" for part in ("first", "last") for what in ("choice", "overlap")]
     speeds = [f"tokens/step at {c}, T {t}" for c in contexts for t in (0, 1)]
-    head = ["train.loss", *places, *speeds, "step, s"]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in [head, ["---"] * len(head), *rows])
+    return markdown(["train.loss", *places, *speeds, "step, s"], rows)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

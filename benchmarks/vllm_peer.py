@@ -9,7 +9,6 @@ last line is one JSON object.
 import argparse
 import json
 import os
-import textwrap
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 
 import torch
 
+from longdraft.benchmarks.busy import stdlib_prompts
 from longdraft.benchmarks.timing import take_turns
 from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
@@ -64,9 +64,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         write_checkpoint(Path(folder), torch.bfloat16)
         target = load_target(folder, torch.bfloat16)
         assert target.tokenizer is not None
-        ids = target.tokenizer.encode(Path(textwrap.__file__).read_text(encoding="utf-8"))
-        starts = [i * (len(ids) - args.prompt_tokens) // args.streams for i in range(args.streams)]
-        prompts = [ids[start : start + args.prompt_tokens] for start in starts]
+        prompts = stdlib_prompts(target.tokenizer.encode, args.prompt_tokens, args.streams)
         length = args.prompt_tokens + args.new_tokens + 16
         calls: dict[str, Callable[[list[list[int]]], object]] = {}
         for name in args.only:

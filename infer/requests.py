@@ -1,5 +1,6 @@
 """Prompts and sampling parameters to checked requests, and a request's life on a slot. Not here: the decoding loop."""
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Integral
@@ -14,6 +15,8 @@ from longdraft.infer.text import StopStrings
 from longdraft.infer.values import check_text, is_integer, short_repr
 from longdraft.models.target import Target
 
+# What a chat template raises at messages that it was not written for: it is a program of the checkpoint's.
+TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 Message = Mapping[str, Any]
 Prompt = str | Sequence[int] | Sequence[Message]
 
@@ -74,10 +77,13 @@ def prompt_tokens(target: Target, prompt: Any, name: str = "prompt") -> list[int
     if not target.tokenizer.chat_template:
         raise ValueError(f"{name}: a chat needs a chat template, and {target.name}'s tokenizer has none; give text")
     messages = [_message(message, f"{name}, message {i}") for i, message in enumerate(prompt)]
-    try:
-        return target.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-    except TemplateError as error:
-        raise ValueError(f"{name}: {target.name}'s chat template refuses these messages: {error}") from error
+    failed: Exception | None = None
+    for some in ([_with_objects(message) for message in messages], messages):  # few templates read texts alone
+        try:
+            return target.tokenizer.apply_chat_template(some, add_generation_prompt=True, return_dict=False)
+        except TEMPLATE_ERRORS as error:
+            failed = failed or error
+    raise ValueError(f"{name}: {target.name}'s chat template refuses these messages: {failed}") from failed
 
 
 def _message(message: Any, name: str) -> dict[str, Any]:
@@ -105,6 +111,25 @@ def _message(message: Any, name: str) -> dict[str, Any]:
             )
         check_text(f"{name}: content", part["text"])
     return {**message, "content": "".join(part["text"] for part in parts)}
+
+
+def _with_objects(message: dict[str, Any]) -> dict[str, Any]:
+    """A message with the arguments of tools' calls as objects, as templates read them, where they are JSON texts of
+    such, as OpenAI's interface has them."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list | tuple):
+        return message
+    return {**message, "tool_calls": [_tool_call(call) for call in calls]}
+
+
+def _tool_call(call: Any) -> Any:
+    if not (isinstance(call, Mapping) and isinstance(function := call.get("function"), Mapping)):
+        return call
+    try:
+        arguments = json.loads(function["arguments"])
+    except (KeyError, TypeError, ValueError, RecursionError):
+        return call
+    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
 
 
 def _check(target: Target, index: int, tokens: list[int], sampling: SamplingParams, max_length: int) -> None:

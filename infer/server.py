@@ -8,6 +8,7 @@ import asyncio
 import json
 import secrets
 import socket
+import threading
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -114,6 +115,7 @@ class Service:
         self.engine, self.settings, self.meters = engine, settings, Meters()
         self.created = int(time.time())
         self.server: uvicorn.Server | None = None
+        self.ended = threading.Event()
         meters = self.meters
         self.thread = EngineThread(engine, settings.queue, meters.first_token.observe, meters.finish, self._stop)
         meters.watch(self.thread)
@@ -131,10 +133,7 @@ class Service:
             raise ApiError(
                 404, f"model: {body.model!r} is not served here, {settings.model!r} is", "model", "model_not_found"
             )
-        try:
-            requests = await asyncio.to_thread(requests_of, body, self.engine.target, self.engine.max_length)
-        except ValueError as error:
-            raise ApiError(400, str(error)) from error
+        requests = await asyncio.to_thread(requests_of, body, self.engine.target, self.engine.max_length)
         answers = Answers(body, secrets.token_hex(12), settings.model, self.engine.drafter.max_depth)
         try:
             job = self.thread.submit(requests, bool(body.stream))
@@ -218,6 +217,8 @@ def create_app(service: Service) -> FastAPI:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         service.thread.start()
+        if service.server is not None and service.ended.is_set():  # its handlers of signals are there by now
+            service.server.should_exit = True
         yield
         await service.thread.close()
 
@@ -253,9 +254,15 @@ def create_app(service: Service) -> FastAPI:
     return app
 
 
-def serve(engine: Engine, settings: Settings, listening: socket.socket, drain_seconds: int) -> bool:
-    """Serve until a signal ends it; answers that run then have so many seconds. Returns whether the engine is well."""
+def serve(
+    engine: Engine, settings: Settings, listening: socket.socket, drain_seconds: int, ended: threading.Event
+) -> bool:
+    """Serve until a signal ends it; answers that run then have so many seconds. Returns whether the engine is well.
+
+    ended: set by a signal that came before the server took them; it then ends as soon as it has started.
+    """
     service = Service(engine, settings)
+    service.ended = ended
     config = uvicorn.Config(
         create_app(service), log_level="warning", access_log=False, timeout_graceful_shutdown=drain_seconds
     )

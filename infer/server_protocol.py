@@ -5,6 +5,7 @@ Source: OpenAI's API reference, "Chat" and "Completions"; the fields `top_k`, `m
 `stop_token_ids`, `ignore_eos` and the object `metrics.speculative_decoding` are vLLM's.
 """
 
+import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -16,11 +17,19 @@ from longdraft.infer.drafters.base import Request
 from longdraft.infer.requests import prompt_tokens, read_requests
 from longdraft.infer.results import Generation
 from longdraft.infer.sampling import SamplingParams, draw_seed
+from longdraft.infer.values import short_repr
 from longdraft.models.target import Target
 
 MOST_CHOICES = 128  # prompts times n
 LOWEST_BIAS = -100  # a logit_bias that bans its token
 COMPLETION_TOKENS = 16  # of a /v1/completions that does not say how many, as OpenAI has it
+MOST_DIGITS = 20  # of a token id; no vocabulary is so large
+# A message's keys; those without a value ask for nothing.
+MESSAGE_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
+# How the engine's errors begin, and the field that is meant where it has another name here.
+PARAMETER, FIELDS = re.compile(r"sampling parameter (\w+)"), {"stop_strings": "stop", "banned_token_ids": "logit_bias"}
+# Fields of several types, of which pydantic would name one.
+UNIONS = {"prompt": "give a text, token ids, or a list of either", "stop": "give a text or a list of texts"}
 FINISH_REASONS = {"stop": "stop", "length": "length", "capacity": "length", "cancelled": "stop"}
 
 
@@ -76,6 +85,11 @@ class Body(BaseModel):
         """Most new tokens; None: not said."""
         return self.max_tokens
 
+    @property
+    def limit_field(self) -> str:
+        """Which field says it."""
+        return "max_tokens"
+
     def prompts(self) -> list[Any]:
         """What `read_requests` takes, one a prompt."""
         raise NotImplementedError
@@ -96,6 +110,10 @@ class Chat(Body):
     @property
     def limit(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def limit_field(self) -> str:
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
     def prompts(self) -> list[Any]:
         return [self.messages]
@@ -135,49 +153,92 @@ def parse(kind: type[B], body: bytes) -> B:
         if field in ("logprobs", "top_logprobs"):
             raise ApiError(400, f"{field}: log-probabilities are not served; leave it out", field) from error
         if first["type"] == "extra_forbidden":
-            known = ", ".join(sorted(kind.model_fields))
+            fields = kind.model_fields if len(place) == 1 else StreamOptions.model_fields
+            known = ", ".join(sorted(fields))
             raise ApiError(400, f"{'.'.join(place)}: unknown; the fields served are {known}", field) from error
+        if field is None:
+            raise ApiError(400, f"the body: {first['msg']}; give an object of fields and their values") from error
+        if field in UNIONS and first["type"] != "missing":
+            raise ApiError(400, f"{field}: {UNIONS[field]}", field) from error
         raise ApiError(400, f"{'.'.join(place)}: {first['msg']}", field) from error
 
 
 def requests_of(body: Body, target: Target, max_length: int) -> list[Request]:
-    """Prompt after prompt, `n` of each; the i-th choice of a prompt has the body's seed + i.
+    """Prompt after prompt, `n` of each; the i-th choice of a prompt has the body's seed + i, of 64 bits.
 
-    Raises: ApiError, ValueError.
+    Raises: ApiError.
     """
-    count, best_of = body.n or 1, getattr(body, "best_of", None)
+    _check(body)
+    count, given, requests = body.n or 1, body.prompts(), list[Request]()
+    for place, prompt in enumerate(given):
+        name = "messages" if isinstance(body, Chat) else f"prompt {place}"
+        try:
+            tokens = prompt_tokens(target, prompt, name)
+            params = _sampling(body, _new_tokens(body, len(tokens), max_length))
+            seed = draw_seed() if params.seed is None else params.seed
+            seeds = [seed + i if seed + i < 2**64 else seed + i - 2**64 for i in range(count)]
+            requests += read_requests(target, [tokens] * count, [replace(params, seed=s) for s in seeds], max_length)
+        except ValueError as error:
+            raise _in_fields(str(error), name) from error
+    return requests
+
+
+def _check(body: Body) -> None:
+    """Raise ApiError for fields that do not go with each other, and for what a message has beside its own keys."""
+    count, best_of, prompts = body.n or 1, getattr(body, "best_of", None), len(body.prompts())
     if best_of not in (None, count):
         raise ApiError(400, f"best_of: {best_of}; all choices are returned: leave it out, or give n={count}", "best_of")
-    given = body.prompts()
-    if not 1 <= count * len(given) <= MOST_CHOICES:
-        raise ApiError(400, f"prompts times n: {len(given)} x {count}; give 1 to {MOST_CHOICES} in one request", "n")
-    requests = []
-    for place, prompt in enumerate(given):
-        tokens = prompt_tokens(target, prompt, f"prompt {place}" if isinstance(body, Completion) else "messages")
-        room = max_length - len(tokens)
-        params = _sampling(body, max(1, room if body.limit is None else body.limit))
-        if room >= 1 and params.max_new_tokens > room:
+    if not prompts:
+        raise ApiError(400, f"prompt: []; {UNIONS['prompt']}", "prompt")
+    if count * prompts > MOST_CHOICES:
+        raise ApiError(400, f"prompts times n: {prompts} x {count}; give 1 to {MOST_CHOICES} in one request", "n")
+    if body.limit is not None and body.limit < 1:
+        raise ApiError(400, f"{body.limit_field}: {short_repr(body.limit)}; give at least 1", body.limit_field)
+    if body.max_tokens not in (None, body.limit):
+        both = f"max_tokens, {body.limit_field}: {short_repr(body.max_tokens)} and {short_repr(body.limit)}"
+        raise ApiError(400, f"{both}; give one of them", body.limit_field)
+    if body.stream_options is not None and not body.stream:
+        raise ApiError(400, "stream_options: of a stream; give stream too, or leave it out", "stream_options")
+    for place, message in enumerate(body.messages if isinstance(body, Chat) else ()):
+        if unknown := [key for key, value in message.items() if key not in MESSAGE_KEYS and value is not None]:
             raise ApiError(
                 400,
-                f"the prompt has {len(tokens)} tokens and {params.max_new_tokens} are to follow, but a request has at "
-                f"most {max_length}; shorten one of them",
-                "max_tokens",
-                "context_length_exceeded",
+                f"messages.{place}.{unknown[0]}: unknown; a message has {', '.join(MESSAGE_KEYS)}",
+                "messages",
             )
-        seed = draw_seed() if params.seed is None else params.seed
-        choices = [replace(params, seed=(seed + i) % 2**63 if i else seed) for i in range(count)]
-        requests += read_requests(target, [tokens] * count, choices, max_length)
-    return requests
+
+
+def _new_tokens(body: Body, prompt_tokens: int, max_length: int) -> int:
+    """How many may follow so many of a prompt. Raises: ApiError where they are to be more than there is room for."""
+    room, field, limit = max_length - prompt_tokens, body.limit_field, body.limit
+    if limit is None or room < 1:  # a prompt without room is refused as one
+        return max(1, room)
+    if limit > room:
+        default = " where nothing is said" if getattr(body, field) is None else ""
+        raise ApiError(
+            400,
+            f"{field}: {short_repr(limit)}{default}, but the prompt has {prompt_tokens} tokens and both together may "
+            f"have at most {max_length}; ask for at most {room}, or shorten the prompt",
+            field,
+            "context_length_exceeded",
+        )
+    return limit
+
+
+def _in_fields(text: str, name: str) -> ApiError:
+    """The engine's error in words of the body's fields. name: of the prompt."""
+    if found := PARAMETER.match(text):
+        field = FIELDS.get(found[1], found[1])
+        return ApiError(400, field + text[found.end() :], field)
+    return ApiError(400, re.sub(r"^prompt \d+", name, text), name.split()[0])
 
 
 def _sampling(body: Body, max_new_tokens: int) -> SamplingParams:
     """Absent and null fields are OpenAI's defaults: temperature 1, no filter, no penalty."""
-    if body.limit is not None and body.limit < 1:
-        raise ApiError(400, f"max_tokens: {body.limit}; give at least 1", "max_tokens")
     bans = []
     for token, bias in (body.logit_bias or {}).items():
-        if bias != LOWEST_BIAS or not token.isdecimal():
-            what = f"logit_bias: {token}: {bias}"
+        if bias != LOWEST_BIAS or not token.isdecimal() or len(token) > MOST_DIGITS:
+            what = f"logit_bias: {token if len(token) <= MOST_DIGITS else short_repr(token)}: {bias}"
             raise ApiError(400, f"{what}; only bans are served, a token id with {LOWEST_BIAS}", "logit_bias")
         bans.append(int(token))
     names = "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed"

@@ -161,6 +161,7 @@ def _bench(args: argparse.Namespace) -> dict:
     from longdraft.launch import runtime
     from longdraft.launch.bench_request import (
         asked_for,
+        check_proof,
         settings_of,
         suite_of,
         suite_questions,
@@ -191,6 +192,7 @@ def _bench(args: argparse.Namespace) -> dict:
     asked, left_out = suite_questions(args, suite, source, settings) if suite else ([], [])
     given = [] if args.suite else texts_of(args, names)
     record = Record(args.out, asked_for(args, source, names, options, settings, asked or given))
+    check_proof(args, record.proof)
     record.leave_out([one._asdict() for one in left_out])
     longest = max((one.tokens for one in asked), default=args.prompt_tokens + ASKING)
     turns = max((len(one.question.turns) for one in asked), default=1)

@@ -12,6 +12,7 @@ from typing import Any
 
 from longdraft.benchmarks.drafters import BenchSettings
 from longdraft.benchmarks.papers import PAPERS, PROMPT
+from longdraft.benchmarks.proof import FORMS
 from longdraft.benchmarks.questions import Asked, LeftOut, Reader, fitting
 from longdraft.benchmarks.suites import SUITES, Suite
 from longdraft.benchmarks.tasks import KINDS
@@ -26,11 +27,16 @@ from longdraft.launch.runtime import (
     options_for,
     read_options,
     read_text,
+    target_loader,
 )
 from longdraft.launch.shared_options import NEW_TOKENS, PROMPTS, given_sampling
-from longdraft.models.draft_files import WEIGHTS
+from longdraft.models.draft_files import CONFIG, WEIGHTS
 from longdraft.models.draft_folder import local_folder
 from longdraft.models.hf import load_tokenizer, read_target_config
+
+WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin", "**/*.gguf")
+# Of each of them so many blocks of so many bytes tell two trainings of one network apart.
+SAMPLES, SAMPLE_BYTES = 64, 4096
 
 
 def suite_of(args: argparse.Namespace) -> tuple[str | None, Suite | None]:
@@ -170,15 +176,17 @@ def asked_for(
 ) -> dict[str, Any]:
     """What answers depend on, by which a record knows its own; drafts and questions by their hash."""
 
-    def digest(content: bytes) -> str:
-        return hashlib.sha256(content).hexdigest()[:16]
-
     return {
         "suite": args.suite,
         "only": args.only,
-        "questions": digest(repr(prompts).encode()),
+        "tasks": None if args.suite else list(args.tasks),
+        "prompt_tokens": None if args.suite else args.prompt_tokens,
+        "questions": _digest(repr(prompts).encode()),
         "target": Path(source[0]).name,
-        "draft": ",".join(digest((local_folder(draft) / WEIGHTS).read_bytes()) for draft in args.draft) or None,
+        "gguf_file": source[1],
+        "loader": target_loader(args.loader, args.draft),
+        "checkpoint": checkpoint(*source),
+        "draft": ",".join(_digest((local_folder(draft) / WEIGHTS).read_bytes()) for draft in args.draft) or None,
         "drafters": {name: {key: str(value) for key, value in options_for(name, options).items()} for name in names},
         "nodes": settings.nodes,
         "dtype": args.dtype,
@@ -191,3 +199,40 @@ def asked_for(
         "exactness_off": args.exactness == "off",
         "transformers": args.transformers,
     }
+
+
+def checkpoint(path: str, gguf_file: str | None) -> str | None:
+    """What tells a local target from another one of its name: a digest of its config.json, and of the names, the sizes
+    and some bytes of its files of weights. None for a target that is no folder or file here."""
+    place = Path(path).expanduser()
+    if not place.exists():
+        return None
+    files = [place] if place.is_file() else sorted(file for kind in WEIGHT_FILES for file in place.glob(kind))
+    files = files if gguf_file is None else [place / gguf_file]
+    config = place / CONFIG
+    known = [_digest(config.read_bytes()) if config.is_file() else None]
+    return _digest(repr(known + [(file.name, *_sample(file)) for file in files if file.is_file()]).encode())
+
+
+def _sample(file: Path) -> tuple[int, str]:
+    """A file's size, and the digest of blocks that are evenly spaced in it."""
+    size, blocks = file.stat().st_size, []
+    with file.open("rb") as opened:
+        for i in range(SAMPLES):
+            opened.seek(i * max(0, size - SAMPLE_BYTES) // (SAMPLES - 1))
+            blocks.append(opened.read(SAMPLE_BYTES))
+    return size, _digest(b"".join(blocks))
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+def check_proof(args: argparse.Namespace, proof: Mapping[str, Any] | None) -> None:
+    """Raise ValueError for a form of exactness that is asked for where the record holds a weaker proof."""
+    held = (proof or {}).get("proof", {}).get("form")
+    if held in FORMS and args.exactness is not None and FORMS.index(held) > FORMS.index(args.exactness):
+        raise ValueError(
+            f"--exactness: {args.exactness}, but {args.out} was begun with the proof {held}; leave it out, or give "
+            "another --out"
+        )

@@ -4,6 +4,7 @@ import argparse
 import os
 import signal
 import socket
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -66,10 +67,12 @@ def _serve(args: argparse.Namespace) -> int:
     settings = Settings(args.model_name or Path(target.name).name, os.environ.get(KEY, ""), args.queue)
     listening = _listen(args.host, args.port)
     place, key = f"http://{args.host}:{listening.getsockname()[1]}", ", with a key" if settings.api_key else ""
+    # The server takes signals itself while it runs, and gives them back at its end: the work is done then. One that
+    # comes before is kept for it.
+    ended = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: ended.set())
     note(f"Serving {settings.model} on {place} with {args.slots} slots of {engine.max_length} positions{key}")
-    # The server takes signals itself while it runs, and gives them back at its end: the work is done then.
-    signal.signal(signal.SIGTERM, lambda *_: None)
-    return 0 if serve(engine, settings, listening, args.drain) else FAILED
+    return 0 if serve(engine, settings, listening, args.drain, ended) else FAILED
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -1,6 +1,7 @@
 """A bench's record: every answer, through a kill at any place of it."""
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from longdraft.benchmarks.answers import Entry, Record, read_record
+from longdraft.benchmarks.drafters import BenchSettings
 from longdraft.launch import bench
+from longdraft.launch.bench_request import asked_for
 
 QUESTIONS = [
     {"question_id": 1, "category": "writing", "turns": ["the cat sat on the mat", "and the dog"]},
@@ -100,6 +103,34 @@ def test_a_record_of_other_settings_is_refused_and_kept(whole, command, capsys):
     assert (whole / "record.jsonl").read_bytes() == before
 
 
+def test_a_record_knows_its_texts_and_its_checkpoint(tiny, tmp_path):
+    def of(line: str = "", target: Path = tiny, gguf_file: str | None = None) -> dict:
+        args = bench._parser().parse_args(["--text-file", "t", *line.split()])
+        return asked_for(args, (str(target), gguf_file), ["prompt_lookup"], {}, BenchSettings(), [])
+
+    found = [of(), of("--tasks edit"), of("--prompt-tokens 9"), of("--loader transformers"), of(gguf_file="a.gguf")]
+    assert all(one != other for i, one in enumerate(found) for other in found[:i])
+    copy = shutil.copytree(tiny, tmp_path / tiny.name)
+    assert of(target=copy) == found[0] and of("--loader longdraft") == found[0]
+    weights = copy / "model.safetensors"
+    content = weights.read_bytes()
+    weights.write_bytes(content[: len(content) // 2] + bytes(len(content) - len(content) // 2))
+    other = of(target=copy)
+    assert {key for key, value in other.items() if found[0][key] != value} == {"checkpoint"}
+    weights.write_bytes(content)
+    (copy / "config.json").write_text((copy / "config.json").read_text() + " ")
+    assert of(target=copy) != found[0] and of(target=Path("owner/name"))["checkpoint"] is None
+
+
+def test_a_better_proof_than_the_records_is_refused(tiny, suite, tmp_path, capsys):
+    command = f"--target {tiny} --suite spec-bench --data {suite} --drafter prompt_lookup --prompts 1 --new-tokens 4"
+    command += f" --dtype bf16 --out {tmp_path / 'out'}"
+    for form, status in (("serving", 0), ("fp32", 2), ("layerwise", 2), ("serving", 0)):
+        assert bench.main([*command.split(), "--exactness", form]) == status
+        message = f"--exactness: {form}, but {tmp_path / 'out'} was begun with the proof serving; leave it out, or give"
+        assert (message in capsys.readouterr().err) == (status == 2)
+
+
 def test_two_processes_do_not_write_one_record(tmp_path):
     record = Record(tmp_path, {"seed": 0})
     with pytest.raises(ValueError, match=f"--out: another process writes to {tmp_path}"):
@@ -118,6 +149,28 @@ def test_a_line_that_is_none_is_named(tmp_path):
             read(tmp_path)
     with pytest.raises(ValueError, match="cannot be read"):
         read_record(tmp_path / "nowhere")
+
+
+HEAD = '{"format": "longdraft bench 1", "settings": {}}\n'
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("[1]\n", "line 1 is no JSON object"),
+        ("5\n", "line 1 is no JSON object"),
+        ('{"format": "longdraft bench 1"}\n', "is no record of `longdraft bench --out`"),
+        ('{"format": "longdraft bench 1", "settings": [1]}\n', "is no record of `longdraft bench --out`"),
+        (HEAD + "7\n", "line 2 is no JSON object"),
+        (HEAD + '{"proof": {}}\n{"a": 1}\n', "line 3 is no line of a record"),
+        (HEAD + '{"id": 1, "turns": [5]}\n', "line 2 is no line of a record"),
+    ],
+)
+def test_a_damaged_record_is_named(tmp_path, content, message):
+    (tmp_path / "record.jsonl").write_text(content)
+    for read in (read_record, lambda folder: Record(folder, {})):
+        with pytest.raises(ValueError, match=rf"record\.jsonl,? {message}"):
+            read(tmp_path)
 
 
 @pytest.mark.parametrize(

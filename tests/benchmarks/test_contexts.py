@@ -1,5 +1,7 @@
 """The prompts of benchmarks/contexts.py, and its table beside the figures it is made of."""
 
+import argparse
+
 import pytest
 
 from longdraft.benchmarks import contexts
@@ -27,6 +29,16 @@ def test_prompts_of_every_kind_at_every_length():
             assert text.endswith("<|im_end|>\n<|im_start|>assistant\n") and "<|im_start|>user" in text
     with pytest.raises(ValueError, match=r"--contexts: 5; no conversation of .*\.py is so short, give more"):
         contexts.questions(target, (5,), 1)
+
+
+def test_a_record_knows_drafts_by_their_weights(tmp_path):
+    args = argparse.Namespace(target="tiny", draft=[str(tmp_path), "smollm2-135m-longspec"], out=tmp_path)
+    found = []
+    for content in (b"a", b"b", b"a"):
+        (tmp_path / "model.safetensors").write_bytes(content)
+        found.append(contexts.asked_for(args, [Asked(Question(1, "prose", ([1, 2],)), 2)]))
+    assert found[0] == found[2] != found[1] and "out" not in found[0]
+    assert found[0]["weights"][1] == found[1]["weights"][1] and found[0]["questions"] == [([1, 2],)]
 
 
 def test_the_table_is_that_of_the_figures(tiny_target):

@@ -15,7 +15,8 @@ import uvicorn
 
 from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
-from longdraft.infer.server import Service, Settings, create_app
+from longdraft.infer.server import Service, Settings, create_app, serve
+from longdraft.infer.server_protocol import Completion, parse, requests_of
 from longdraft.models.hf import load_target
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
@@ -129,6 +130,13 @@ def test_completions_of_texts_and_tokens_with_several_choices(client, target):
         assert found.usage.prompt_tokens == sum(len(alone(target, one, max_new_tokens=1).prompt) for one in plain)
 
 
+@pytest.mark.parametrize("seed", [-5, 2**63 - 1, 2**64 - 1])
+def test_every_choice_has_the_next_seed(target, seed):
+    body = parse(Completion, json.dumps({"prompt": "the cat", "n": 3, "seed": seed}).encode())
+    seeds = [one.sampling.seed for one in requests_of(body, target, 200)]
+    assert seeds == [seed, *((seed + i if seed + i < 2**64 else i - 1) for i in (1, 2))]
+
+
 def test_choices_of_a_stream_keep_apart(client, target):
     stream = client.completions.create(
         model="tiny", prompt=TEXT, n=5, max_tokens=25, seed=3, temperature=1, stream=True
@@ -183,29 +191,47 @@ def test_models_health_metrics_and_the_page(client, service):
         ({"messages": []}, "messages", "at least 1"),
         ({"messages": "hello"}, "messages", "valid array"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]}]},
-         None, "reads text alone"),
-        ({"messages": [{"content": "x"}]}, None, "role is None"),
+         "messages", "reads text alone"),
+        ({"messages": [{"content": "x"}]}, "messages", "role is None"),
+        ({"messages": [*CHAT, CHAT[0] | {"foo": 1}]}, "messages", "messages.1.foo: unknown; a message has role, "),
         ({"max_tokens": 0}, "max_tokens", "at least 1"),
-        ({"max_tokens": 2000}, "max_tokens", "at most 200"),
+        ({"max_tokens": 2000}, "max_tokens", "max_tokens: 2000, but the prompt has"),
+        ({"max_tokens": 10**30}, "max_tokens", "both together may have at most 200; ask for at most 1"),
         ({"max_tokens": "4"}, "max_tokens", "valid integer"),
-        ({"temperature": -1}, None, "temperature=-1"),
-        ({"top_p": 0}, None, "top_p=0"),
+        ({"max_tokens": None, "max_completion_tokens": 0}, "max_completion_tokens", "tion_tokens: 0; give at"),
+        ({"max_tokens": None, "max_completion_tokens": 999}, "max_completion_tokens", "tion_tokens: 999, but"),
+        ({"max_completion_tokens": 3}, "max_completion_tokens", "max_tokens, max_completion_tokens: 4 and 3; give one"),
+        ({"max_tokens": -7, "max_completion_tokens": 3}, "max_completion_tokens", "-7 and 3; give one of them"),
+        ({"stream_options": {"include_usage": True}}, "stream_options", "of a stream; give stream too"),
+        ({"stream": True, "stream_options": {"foo": 1}}, "stream_options", "stream_options.foo: unknown; the fields "
+         "served are include_accepted"),
+        ({"temperature": -1}, "temperature", "temperature=-1"),
+        ({"top_p": 0}, "top_p", "top_p=0"),
         ({"n": 0}, "n", "greater than or equal to 1"),
         ({"n": 1000}, "n", "less than or equal to 128"),
-        ({"seed": 2**70}, None, "64 bits"),
-        ({"stop": [""]}, None, "not empty"),
+        ({"seed": 2**70}, "seed", "64 bits"),
+        ({"stop": [""]}, "stop", "not empty"),
+        ({"stop": 5}, "stop", "stop: give a text or a list of texts"),
         ({"logprobs": True}, "logprobs", "not served"),
         ({"top_logprobs": 3}, "top_logprobs", "not served"),
         ({"tools": [{"type": "function"}]}, "tools", "at most 0"),
         ({"response_format": {"type": "json_object"}}, "response_format", "text"),
         ({"logit_bias": {"3": 5}}, "logit_bias", "only bans"),
-        ({"stop_token_ids": [999]}, None, "0..289"),
+        ({"logit_bias": {"9" * 5000: -100}}, "logit_bias", "only bans"),
+        ({"logit_bias": {"999": -100}}, "logit_bias", "logit_bias must lie in 0..289"),
+        ({"stop_token_ids": [999]}, "stop_token_ids", "stop_token_ids must lie in 0..289"),
         ({"chat_template": "/etc/passwd"}, "chat_template", "unknown; the fields served are"),
-        ({"messages": [{"role": "user", "content": "x " * 300}]}, None, "at most 199 fit"),
+        ({"messages": [{"role": "user", "content": "x " * 300}]}, "messages", "at most 199 fit"),
+        ({"prompt": [1, "a"]}, "prompt", "prompt: give a text, token ids, or a list of either"),
+        ({"prompt": []}, "prompt", "prompt: []; give a text, token ids, or a list of either"),
+        ({"prompt": ["the", ""]}, "prompt", "prompt 1 has no tokens"),
+        ({"prompt": ["the", "x " * 300]}, "prompt", "prompt 1 has 600 tokens; at most 199 fit"),
+        ({"prompt": "the", "max_tokens": 300}, "max_tokens", "max_tokens: 300, but the prompt has"),
+        ({"prompt": "x " * 95}, "max_tokens", "max_tokens: 16 where nothing is said, but the prompt has 190 tokens"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_named(service, body, field, message):
-    answer = post(service, **body)
+    answer = post(service, "completions" if "prompt" in body else "chat/completions", **body)
     error = answer.json()["error"]
     assert answer.status_code == 400 and error["type"] == "invalid_request_error"
     assert error["param"] == field and message in error["message"], error
@@ -223,11 +249,57 @@ def test_other_refusals_are_errors_that_the_client_knows(client, service):
     raw = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
     url = f"{service.url}/v1/completions"
     assert httpx.post(url, content=b'{"prompt": ', headers=raw).status_code == 400
+    assert "the body: " in httpx.post(url, content=b"[]", headers=raw).json()["error"]["message"]
     assert httpx.post(url, content=b'{"prompt": "\xff"}', headers=raw).status_code == 400
     assert httpx.post(url, content=b'{"prompt": "a"}', headers=raw | {"Content-Type": "text/plain"}).status_code == 415
     assert httpx.post(url, content=b" " * (5 << 20), headers=raw).status_code == 413
     assert "best_of" in post(service, "completions", prompt="a", best_of=3).json()["error"]["message"]
     assert "suffix" in post(service, "completions", prompt="a", suffix="b").json()["error"]["message"]
+
+
+def test_keys_without_a_value_ask_for_nothing(client):
+    own = CHAT[0] | {"refusal": None, "audio": None, "name": None}
+    texts = [
+        client.chat.completions.create(model="tiny", messages=[one], temperature=0, max_tokens=4, **more)
+        .choices[0].message.content
+        for one, more in ((CHAT[0], {}), (own, {}), (CHAT[0], {"max_completion_tokens": 4, "stream_options": None}))
+    ]  # fmt: skip
+    assert len(set(texts)) == 1
+
+
+def test_a_chat_template_that_fails_is_the_messages_fault(target, service, monkeypatch):
+    """It reads a tool's arguments as an object: OpenAI's text of one becomes it, another text is refused. One that
+    reads a text has it."""
+    template = (
+        "{% for m in messages %}{{ m.content or '' }}{% for c in m.tool_calls or [] %}"
+        "{% for k, v in c.function.arguments | items %}{{ k }} is {{ v }} {% endfor %}{% endfor %}{% endfor %}"
+    )
+    monkeypatch.setattr(target.tokenizer, "chat_template", template)
+    calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"cat": "mat"}'}}]
+    said = {"role": "assistant", "content": None, "tool_calls": calls}
+    answer = post(service, messages=[*CHAT, said]).json()
+    assert answer["usage"]["prompt_tokens"] == len(target.tokenizer(CHAT[0]["content"] + "cat is mat ").input_ids)
+    calls[0]["function"]["arguments"] = "no object"
+    refused = post(service, messages=[*CHAT, said])
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "messages"
+    assert "chat template refuses these messages" in refused.json()["error"]["message"]
+    template = "{% for m in messages %}{{ m.tool_calls[0].function.arguments + '!' }}{% endfor %}"
+    monkeypatch.setattr(target.tokenizer, "chat_template", template)
+    calls[0]["function"]["arguments"] = '{"a": 1}'
+    answer = post(service, messages=[said]).json()
+    assert answer["usage"]["prompt_tokens"] == len(target.tokenizer('{"a": 1}!').input_ids)
+
+
+def test_a_signal_that_came_before_the_server_ends_it(target):
+    ended, found = threading.Event(), []
+    ended.set()
+    listening = socket.create_server(("127.0.0.1", 0))
+    engine = Engine(target, slots=1, max_length=50)
+    thread = threading.Thread(target=lambda: found.append(serve(engine, Settings("tiny"), listening, 5, ended)))
+    thread.daemon = True
+    thread.start()
+    thread.join(30)
+    assert found == [True]
 
 
 def test_a_full_queue_says_when_to_come_again(target, monkeypatch):

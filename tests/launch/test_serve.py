@@ -57,6 +57,19 @@ def test_sigterm_ends_it_when_its_answers_are_done(running, capfd, folder):
     assert capfd.readouterr().out.rstrip("\n") == (text + (last.choices[0].delta.content or "")).rstrip("\n")
 
 
+def test_sigterm_just_after_it_says_that_it_serves_ends_it(folder, monkeypatch):
+    def unheard(*_):
+        raise AssertionError("nobody listens to SIGTERM")
+
+    monkeypatch.setattr(serve, "note", lambda text: text.startswith("Serving ") and signal.raise_signal(signal.SIGTERM))
+    before = signal.signal(signal.SIGTERM, unheard)
+    try:
+        options = ["--target", str(folder), "--dtype", "fp32", "--device", "cpu", "--port", "0", "--slots", "1"]
+        assert serve.main(options) == 0
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
