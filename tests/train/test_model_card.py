@@ -32,6 +32,26 @@ COMMANDS = [
     "export run --push me/draft",
     "generate --draft me/draft --dtype fp32 --prompt the --max-new-tokens 4",
 ]
+# All in one process, training without the launcher; then what `train --from-draft me/draft` begins with.
+MAKE = """
+import json, sys
+from longdraft.launch import cli, train
+for command in sys.argv[1:]:
+    name, *rest = command.split()
+    assert (train.main(rest) if name == "train" else cli.main([name, *rest])) == 0, command
+import torch
+from longdraft.models.draft_folder import load_draft
+from longdraft.models.hf import load_target
+from longdraft.train.methods import open_method
+from longdraft.train.setup import begin_with
+from longdraft.train.stages import load_stages
+config = load_stages("run.yaml", from_draft="me/draft")[0].config
+target = load_target("me/target", torch.float32)
+opened, exported = open_method(config, target.model, None), load_draft("run/draft", target)
+begin_with(opened, load_draft(config.draft.start_from, target), config.draft.start_from)
+same = all(torch.equal(own, other) for own, other in zip(opened.draft.parameters(), exported.parameters(), strict=True))
+print(json.dumps(same))
+"""
 # transformers' own loader runs the repository's generate.py; its greedy tokens are those of its own decoding.
 DECODE = """
 import json, torch
@@ -43,45 +63,35 @@ own = {"custom_generate": "me/draft", "trust_remote_code": True}
 by_name, by_place = model.generate(input_ids=ids, **asked, **own), model.generate(ids, **asked, **own)
 from longdraft.infer.transformers_api import _KEPT
 drafter = type(_KEPT[model]._engine.drafter).__name__
-# What `train --from-draft me/draft` begins with.
-from longdraft.models.draft_folder import load_draft
-from longdraft.models.hf import load_target
-from longdraft.train.methods import open_method
-from longdraft.train.setup import begin_with
-from longdraft.train.stages import load_stages
-config = load_stages("run.yaml", from_draft="me/draft")[0].config
-target = load_target("me/target", torch.float32)
-opened, exported = open_method(config, target.model, None), load_draft("run/draft", target)
-begin_with(opened, load_draft(config.draft.start_from, target), config.draft.start_from)
-same = all(torch.equal(own, other) for own, other in zip(opened.draft.parameters(), exported.parameters(), strict=True))
-print(json.dumps([model.generate(ids, **asked).tolist(), by_name.tolist(), by_place.tolist(), drafter, same]))
+print(json.dumps([model.generate(ids, **asked).tolist(), by_name.tolist(), by_place.tolist(), drafter]))
 """
 
 
 @pytest.fixture(scope="module")
 def pushed(tmp_path_factory, shared, serving):
-    """A folder in which a draft was trained for the hub's me/target and pushed as me/draft; what DECODE printed."""
+    """A folder where a draft was trained for me/target and pushed as me/draft; what MAKE and DECODE printed."""
     folder = tmp_path_factory.mktemp("pushed")
     target = shared("tiny_checkpoint.py").save(folder / "hub" / "me" / "target", TEXT, 290, seed=3)
     (target / "README.md").write_text("---\nlicense: apache-2.0\n---\n")
     (folder / "run.yaml").write_text(CONFIG)
     own = {"HF_HOME": str(folder / "cache"), "HF_TOKEN": "hf_ours", "HF_HUB_DISABLE_XET": "1", "OMP_NUM_THREADS": "1"}
     with serving(folder / "hub") as (address, _):
-        calls = [["-m", "longdraft.launch.cli", *command.split()] for command in COMMANDS]
-        for call in [*calls, ["-c", DECODE]]:
-            asked = {"cwd": folder, "env": os.environ | own | {"HF_ENDPOINT": address}, "timeout": 120}
-            done = subprocess.run([sys.executable, *call], capture_output=True, text=True, **asked)
+        asked = {"cwd": folder, "env": os.environ | own | {"HF_ENDPOINT": address}, "timeout": 240}
+        found = []
+        for call in ([MAKE, *COMMANDS], [DECODE]):
+            done = subprocess.run([sys.executable, "-c", *call], capture_output=True, text=True, **asked)
             assert done.returncode == 0, f"{call}\n{done.stdout}\n{done.stderr}"
-    return folder, json.loads(done.stdout.splitlines()[-1])
+            found.append(json.loads(done.stdout.splitlines()[-1]))
+    return folder, *found
 
 
 def test_transformers_decodes_with_the_repository(pushed):
-    own, by_name, by_place, drafter, _ = pushed[1]
+    own, by_name, by_place, drafter = pushed[2]
     assert own == by_name == by_place and len(own[0]) > 24 and drafter == "MedusaDrafter"
 
 
 def test_training_begins_with_the_repository(pushed):
-    assert pushed[1][-1] is True
+    assert pushed[1] is True
 
 
 def test_the_repository_is_the_exported_folder(pushed):
