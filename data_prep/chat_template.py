@@ -27,6 +27,8 @@ from longdraft.data_prep.documents import Unusable
 TODAY = datetime(2024, 7, 26)  # Llama 3.1's template falls back to this date where it has no clock
 GUARD, ANSWER_END, OPEN, CLOSE, EDGE = "\ufdd0", "\ufdd1", "\ufdd2", "\ufdd3", "\ufdd4"
 MARKS = re.compile(f"[{GUARD}{ANSWER_END}{OPEN}{CLOSE}]")
+# What a template gives that does not fit a conversation: its own refusal, or an error of Python's in its expressions.
+REFUSALS = (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError)
 STAND_IN = re.compile(f"{EDGE}[0-9]+{EDGE}")
 
 
@@ -75,7 +77,8 @@ class ChatTemplate:
         """The rendered conversation.
 
         messages: as `guarded` gives them. prompt: whether to end with what stands before an answer. mark_at: a place in
-        the last content, whose places in the text `answer_ends` tells. Raises Unusable where the template refuses.
+        the last content, whose places in the text `answer_ends` tells. Raises Unusable where the template refuses, or
+        fails.
         """
         given = [{"role": role, "content": content} for role, content in messages]
         if mark_at is not None:
@@ -84,8 +87,9 @@ class ChatTemplate:
         arguments = {"messages": given, "add_generation_prompt": prompt, "tools": None, "documents": None}
         try:
             raw = self._template.render(self._variables | arguments)
-        except TemplateError:
-            raise Unusable("refused_by_template") from None
+        except REFUSALS as error:
+            said = f"{type(error).__name__}: {error}"
+            raise Unusable("refused_by_template", f"is refused by the chat template ({said})") from None
         return _read_marks(self._written.sub(lambda found: stand_in(self._special[found[0]]), raw))
 
 

@@ -6,6 +6,7 @@ Not here: what is asked and what becomes of an answer (responses.py).
 """
 
 import os
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -20,6 +21,9 @@ from longdraft.data_prep.responses import Completion
 KEY = "OPENAI_API_KEY"
 TRIES, FIRST_PAUSE, LONGEST_PAUSE = 8, 1.0, 60.0  # of one request; seconds, twice as long each time
 RETRIED = (408, 425, 429, 500, 502, 503, 504)
+# In a refusal, that prompt and answer are longer than the server's positions: vLLM's, SGLang's and our own words.
+TOO_LONG = re.compile(r"context.length|maximum.(model.)?length|max_(model_len|length)|have at most|too long", re.I)
+FINISHED = ("stop", "length")
 CONNECT_SECONDS = 20.0
 # Of several scripts, with numbers and blanks: other tokenizers count it otherwise.
 PROBE = "The 3 quick brown foxes' tails: 12,345.67 + x_i = naïve façade;\n\tЖизнь 世界 🙂, `def f(x): return x**2`"
@@ -44,6 +48,14 @@ class Endpoints:
         for url in self.urls:
             if not url.startswith(("http://", "https://")):
                 raise ValueError(f"--endpoint: {url!r}; give a URL, as http://localhost:8000")
+            try:
+                named = httpx.URL(url).host
+            except (httpx.InvalidURL, ValueError) as error:  # the latter: a name that no domain can have
+                raise ValueError(
+                    f"--endpoint: {url!r} is no URL ({error}); give one, as http://localhost:8000"
+                ) from error
+            if not named:
+                raise ValueError(f"--endpoint: {url!r} names no server; give a URL, as http://localhost:8000")
 
 
 class EndpointClient:
@@ -52,10 +64,11 @@ class EndpointClient:
     Args:
         sampling: of a request's JSON, besides prompt and seed: max_tokens, temperature, ...
         tokenizer: the target's, of transformers. eos_id: what stands for the end of an answer.
+        positions: most tokens of a prompt and its answer; of a longer answer no more is asked for.
     """
 
-    def __init__(self, endpoints: Endpoints, sampling: Mapping[str, Any], tokenizer: Any, eos_id: int):
-        self._endpoints, self._tokenizer, self._eos_id = endpoints, tokenizer, eos_id
+    def __init__(self, endpoints: Endpoints, sampling: Mapping[str, Any], tokenizer: Any, eos_id: int, positions: int):
+        self._endpoints, self._tokenizer, self._eos_id, self._positions = endpoints, tokenizer, eos_id, positions
         bases = [url.rstrip("/").removesuffix("/v1") + "/v1" for url in endpoints.urls]
         key = os.environ.get(KEY)
         headers = {"Authorization": f"Bearer {key}"} if key else {}
@@ -63,7 +76,8 @@ class EndpointClient:
         timeout = httpx.Timeout(endpoints.seconds, connect=CONNECT_SECONDS)
         self._clients = [httpx.Client(base_url=base, headers=headers, limits=limits, timeout=timeout) for base in bases]
         self._sampling, self._turn = dict(sampling), count()
-        self.model = self._find_model()
+        # A name that is given is checked with the servers, and so not by a call that finds its work done.
+        self.model = endpoints.model or self._find_model()
 
     def _find_model(self) -> str:
         """The name that all endpoints serve. Raises ValueError where there is none, or more than one to choose from."""
@@ -85,14 +99,18 @@ class EndpointClient:
         return wanted
 
     def check(self) -> None:
-        """Raises ValueError where a server counts a text's tokens otherwise than the target's tokenizer."""
+        """Raises ValueError where a server has not the model, or counts a text's tokens otherwise than the target's
+        tokenizer."""
+        if self._endpoints.model is not None:
+            self._find_model()
         own = len(self._tokenizer(PROBE)["input_ids"])
         for place, client in enumerate(self._clients):
             asked = {"model": self.model, "prompt": PROBE, "max_tokens": 1, "temperature": 0}
-            usage = self._ask("POST", "completions", asked, place).get("usage") or {}
-            if usage.get("prompt_tokens") != own:
+            usage = self._ask("POST", "completions", asked, place).get("usage")
+            theirs = usage.get("prompt_tokens") if isinstance(usage, dict) else None
+            if theirs != own:
                 raise ValueError(
-                    f"--endpoint: {client.base_url} counts {usage.get('prompt_tokens')} tokens in a text of which "
+                    f"--endpoint: {client.base_url} counts {theirs} tokens in a text of which "
                     f"--target's tokenizer makes {own}; serve the target itself"
                 )
 
@@ -118,6 +136,7 @@ class EndpointClient:
         # Servers take signed 64 bits; our noise is the same for both ways to write them.
         signed = seed - 2**64 if seed >= 2**63 else seed
         asked = {"model": self.model, "prompt": prompt, "seed": signed, **self._sampling}
+        asked["max_tokens"] = min(asked["max_tokens"], self._positions - len(prompt))
         choice = self._ask("POST", "completions", asked, next(self._turn))["choices"][0]
         tokens = self._tokenizer(choice["text"], add_special_tokens=False)["input_ids"]
         ended = choice.get("finish_reason") == "stop"
@@ -133,12 +152,13 @@ class EndpointClient:
             try:
                 response = client.request(method, path, json=body)
                 if response.status_code == 200:
-                    return _checked(response, path)
+                    return _checked(response, path, is_probe=alone)
                 why = f"{response.status_code}: {_message(response)}"
                 if response.status_code not in RETRIED:
-                    raise ValueError(f"--endpoint: {client.base_url}{path} refuses with {why}")
+                    remedy = "; give --max-length, the server's most positions" if TOO_LONG.search(why) else ""
+                    raise ValueError(f"--endpoint: {client.base_url}{path} refuses with {why}{remedy}")
                 waited = _retry_after(response)
-            except (httpx.TransportError, _Unreadable) as error:
+            except (httpx.RequestError, _Unreadable) as error:
                 why = f"{type(error).__name__.lstrip('_')}: {error}"
             if attempt + 1 < TRIES:
                 time.sleep(max(waited, pause))
@@ -154,18 +174,23 @@ class _Unreadable(Exception):
     """A body that is not what was asked for: it may have been cut."""
 
 
-def _checked(response: httpx.Response, path: str) -> dict:
+def _checked(response: httpx.Response, path: str, is_probe: bool) -> dict:
+    """The body's JSON. An answer that neither ended nor was cut by its length was broken off, which of the probe's
+    single token does not matter. Raises _Unreadable."""
     try:
         found = response.json()
     except ValueError:
         raise _Unreadable(f"no JSON: {response.text[:80]!r}") from None
     if path == "completions":
         try:
-            text = found["choices"][0]["text"]
+            choice = found["choices"][0]
+            text = choice["text"]
         except (KeyError, IndexError, TypeError):
             raise _Unreadable(f"no choices: {response.text[:80]!r}") from None
         if not isinstance(text, str):
             raise _Unreadable(f"no text: {response.text[:80]!r}")
+        if not is_probe and choice.get("finish_reason") not in FINISHED:
+            raise _Unreadable(f"finish_reason {choice.get('finish_reason')!r}, and neither stop nor length")
     return found
 
 

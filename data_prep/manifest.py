@@ -74,7 +74,8 @@ def summary(manifest: dict) -> str:
 
 
 def shortfalls(manifest: dict) -> list[str]:
-    """A line for each source of a mix that had clearly less than its weight asks for; the others are as asked."""
+    """A line for each source of a mix that had clearly less than its weight asks for, and one where, without weights,
+    all sources together had clearly less than `max_tokens`; the others are as asked."""
     weights = {name: how["weight"] for name, how in manifest["sources"]["read_as"].items() if "weight" in how}
     lines = []
     for name, weight in weights.items():
@@ -85,6 +86,12 @@ def shortfalls(manifest: dict) -> list[str]:
                 f"{name} has {has:,} of the {asked:,} tokens that its weight asks for: it holds no more text, or much "
                 "besides its text; lower max_tokens or its weight, and the mix is as asked"
             )
+    asked, has = manifest.get("max_tokens"), sum(split["tokens"] for split in manifest["splits"].values())
+    if not weights and asked is not None and has < ENOUGH_OF_A_WEIGHT * asked:
+        lines.append(
+            f"the folder has {has:,} of the {asked:,} tokens asked for: the sources hold no more text, or much besides "
+            "their text (then a larger max_tokens reads more of them), or documents that are long beside max_tokens"
+        )
     return lines
 
 

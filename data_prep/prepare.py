@@ -165,13 +165,14 @@ def make_readers(
 
 def _is_chat(source: Source, number: int, files: Sequence[SourceFile]) -> bool:
     """Whether a source holds conversations; text files among them, of which every token would count, are an error."""
-    text = [file.name for file in files if file.source == number and file.kind == "text"]
+    mine = [file for file in files if file.source == number]  # none where all belong to a source before it
+    text = [file.name for file in mine if file.kind == "text"]
     if source.is_chat and text:
         raise ValueError(
             f"source {source.path!r} holds {len(text)} files of plain text beside its conversations (first: {text[0]})"
             "; name the files to take (--files '*.jsonl'), and prepare the texts as another source"
         )
-    if source.reads_records and not any(file.source == number and file.kind not in WITHOUT_FIELDS for file in files):
+    if source.reads_records and mine and all(file.kind in WITHOUT_FIELDS for file in mine):
         raise ValueError(
             f"source {source.path!r} holds no records, so its {source.field_named} would not be read; leave it out, or "
             "name files of records (JSONL, CSV, Parquet, ...)"

@@ -22,12 +22,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 TEXT_FIELD = "text"
+UNFINISHED = ("unfinished", "unfinished.json")  # the latter: of an archive's sample, whose other fields are texts
 
 
 class RecordFormat(Protocol):
     """How a record is read.
 
-    fields: the names of the fields that it needs. named_by: the settings that name them, for messages.
+    fields: the names of the fields that it reads, of those that a record has. named_by: the settings that name them,
+    for messages.
     """
 
     @property
@@ -60,7 +62,8 @@ class TextFormat:
 @dataclass(frozen=True)
 class ChatFormat:
     """One field holds the list of messages. answered: at least one of them must be the assistant's. A record whose
-    field `unfinished` is true (`longdraft prepare regenerate --unfinished keep`) ends in an answer that was cut."""
+    field `unfinished` is true (`longdraft prepare regenerate --unfinished keep`; in an archive the sample's file
+    `unfinished.json`) ends in an answer that was cut."""
 
     chat_field: str
     answered: bool = True
@@ -68,12 +71,12 @@ class ChatFormat:
 
     @property
     def fields(self) -> tuple[str, ...]:
-        return (self.chat_field,)
+        return (self.chat_field, *UNFINISHED)
 
     def documents(self, name: str, record: Mapping[str, Any]) -> Sequence[Document | Conversation]:
         messages = check_messages(_present(record, self.chat_field), self.answered)
-        unfinished = record.get("unfinished") is True and messages[-1][0] == "assistant"
-        return [Conversation(name, messages_digest(messages), messages, unfinished)]
+        cut = any(record.get(name) is True for name in UNFINISHED) and messages[-1][0] == "assistant"
+        return [Conversation(name, messages_digest(messages), messages, cut)]
 
 
 @dataclass(frozen=True)

@@ -64,12 +64,12 @@ Generate = Callable[[Sequence[list[int]], Sequence[int]], Iterable[Completion]]
 
 
 class LeftOut(Exception):
-    """A conversation is left out. why: one of SKIPPED or ERRORS."""
+    """A conversation is left out. why: one of SKIPPED or ERRORS. detail: as BadDocument's."""
 
-    def __init__(self, why: str):
+    def __init__(self, why: str, detail: str = ""):
         assert why in ERRORS or why in SKIPPED, why
         super().__init__(why)
-        self.why = why
+        self.why, self.detail = why, detail
 
 
 def open_answers(messages: Sequence[tuple[str, str]]) -> list[Message]:
@@ -150,7 +150,7 @@ class ChatTokens:
             text = self._template.render(guarded, prompt=True).text
             ids, _ = self._stand_ins.finish(self._stand_ins.encode(text))
         except Unusable as error:
-            raise LeftOut(error.why) from None
+            raise LeftOut(error.why, error.detail) from None
         if len(ids) > self._max_prompt:
             raise LeftOut("prompt_too_long")
         return ids.tolist()
@@ -181,7 +181,7 @@ class ChatTokens:
             )
             last = self._encoder.encode_document(answered)[-1]
         except Unusable as error:
-            raise LeftOut(error.why) from None
+            raise LeftOut(error.why, error.detail) from None
         begin, end = last.spans[-1]
         learned = last.tokens[begin:end].tolist()
         if not completion.ended:
@@ -217,7 +217,7 @@ def answer_all(
                 prompts.append(chat.prompt(conversation))
                 asked.append(conversation)
             except LeftOut as error:
-                conversation.why = error.why
+                conversation.why, conversation.detail = error.why, error.detail
                 on_done(conversation)
         missing = set(range(len(asked)))
         for completion in generate(prompts, [conversation.seed(seed) for conversation in asked]) if asked else ():
@@ -227,7 +227,7 @@ def answer_all(
             try:
                 chat.take(conversation, completion)
             except LeftOut as error:
-                conversation.why = error.why
+                conversation.why, conversation.detail = error.why, error.detail
             if conversation.due is None:
                 on_done(conversation)
         assert not missing, f"{len(missing)} prompts were not answered"

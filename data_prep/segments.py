@@ -1,9 +1,9 @@
 """What stands in a source's files: each is hashed and cut into segments, and a segment is read as documents.
 
-A text file is one document. A line of JSONL, an element of a JSON array, a row of CSV or of a table, a sample of MDS or
-of an archive is a record, which is read in the format that the source names (record_formats.py). A code file of
-"stdlib-chat" holds one conversation a docstring (docstrings.py). A document that cannot be used (empty, bad UTF-8, a
-missing field) comes out as a `BadDocument` with its name, so that the reader can count it.
+A text file is one document. A line of JSONL that is not blank, an element of a JSON array, a row of CSV or of a table,
+a sample of MDS or of an archive is a record, which is read in the format that the source names (record_formats.py). A
+code file of "stdlib-chat" holds one conversation a docstring (docstrings.py). A document that cannot be used (empty,
+bad UTF-8, a missing field) comes out as a `BadDocument` with its name, so that the reader can count it.
 
 Not here: which files there are (sources.py), how records are stored (streams.py, tables.py, archives.py), and tokens.
 """
@@ -97,7 +97,7 @@ def scan(file: SourceFile, segment_bytes: int) -> ScannedFile:
         records = stream_records(file.path, file.kind, *start)
         if hashes_lines:
             records = _hashed(records, sha256)
-        segments = _cut_stream(records, file, start, segment_bytes, mtime_ns)
+        segments = _cut_stream(_without_blanks(records), file, start, segment_bytes, mtime_ns)
     else:
         segments = [Segment(file, 0, size, 1, 1, mtime_ns)]
     digest = sha256.hexdigest() if file.listed is None else file.listed[1]
@@ -142,6 +142,17 @@ def _hashed(lines: Iterator[StreamRecord], sha256: "hashlib._Hash") -> Iterator[
         yield line
 
 
+def _without_blanks(records: Iterator[StreamRecord]) -> Iterator[StreamRecord]:
+    """Blank lines are no records. Their bytes count with the record behind them; those at a file's end with none."""
+    n_blank = 0
+    for record in records:
+        if isinstance(record.value, bytes) and record.value.isspace():
+            n_blank += record.n_bytes
+            continue
+        yield record._replace(n_bytes=n_blank + record.n_bytes) if n_blank else record
+        n_blank = 0
+
+
 def _cut_stream(
     records: Iterator[StreamRecord], file: SourceFile, start: tuple[int, int], segment_bytes: int, mtime_ns: int | None
 ) -> list[Segment]:
@@ -170,9 +181,10 @@ def _cut_table(file: SourceFile, parts: Sequence[tuple[int, int]], mtime_ns: int
 def _records(segment: Segment, kind: StreamKind) -> Iterator[StreamRecord]:
     path, n_left = segment.file.path, segment.n_documents
     if segment.mtime_ns is None:  # remote: one segment, whose records were not counted
-        yield from stream_records(path, kind)
+        yield from _without_blanks(stream_records(path, kind))
         return
-    for record in islice(stream_records(path, kind, segment.offset, segment.first_number), n_left):
+    records = stream_records(path, kind, segment.offset, segment.first_number)
+    for record in islice(_without_blanks(records), n_left):
         n_left -= 1
         yield record
     if n_left:

@@ -63,7 +63,8 @@ def list_files(sources: Sequence[Source]) -> list[SourceFile]:
     and the empty files that only mark packages; "stdlib-chat" is conversations from the docstrings of the same code. Of
     a folder, at any depth, those that match a pattern of the source's, else those of a known suffix; names that begin
     with a dot are left out. A file is taken whatever its suffix. A data set of the hub is fetched, or listed.
-    Raises ValueError for a source that does not exist or holds no file.
+    Raises ValueError for a source that does not exist or holds no file, for one whose files all belong to another that
+    reads them otherwise, and for a name that is no UTF-8.
     """
     if not sources:
         raise ValueError(f"sources is empty; give a file, a folder, a data set's name, {STDLIB!r} or {STDLIB_CHAT!r}")
@@ -79,6 +80,13 @@ def list_files(sources: Sequence[Source]) -> list[SourceFile]:
         local = _local(source)
         if not local:
             raise ValueError(f"source {source.path!r} holds no file {_wanted(source)}; see --files{_others(source)}")
+        _check_names(local)
+        owners = [found[path.resolve()][3] for path in local if path.resolve() in found]
+        if len(owners) == len(local) and any(_way(sources[owner]) != _way(source) for owner in owners):
+            raise ValueError(
+                f"source {source.path!r}: its files already belong to source {sources[owners[0]].path!r}, which stands "
+                "before it and reads them otherwise, and a file is read once; leave one of them out, or give a copy"
+            )
         for path, name in local.items():
             kind = "docstrings" if source.path == STDLIB_CHAT else _kind(str(path))
             found.setdefault(path.resolve(), (path, name, kind, number))
@@ -89,6 +97,21 @@ def list_files(sources: Sequence[Source]) -> list[SourceFile]:
         names = {path: path.relative_to(common).as_posix() for path in names}
     files = [SourceFile(str(path), names[path], kind, number) for path, _, kind, number in found.values()]
     return sorted(files + remote, key=lambda file: file.name)
+
+
+def _way(source: Source) -> Source:
+    """How a source's files are read, whichever they are."""
+    return replace(source, path="", files=(), config=None, split=None)
+
+
+def _check_names(local: dict[Path, str]) -> None:
+    """Raises ValueError for a name that no manifest can hold."""
+    for path, name in local.items():
+        try:
+            name.encode("utf-8")
+        except UnicodeEncodeError:
+            shown = os.fsencode(path).decode("utf-8", "backslashreplace")
+            raise ValueError(f"{shown} has a name that is no UTF-8; rename it, or leave it out by --files") from None
 
 
 def _local(source: Source) -> dict[Path, str]:

@@ -82,7 +82,8 @@ def _open(path: str) -> "Iterator[_Parquet | _Arrow | _Mds]":
             source = pa.OSFile(path) if is_parquet else pa.memory_map(path)
         with source:
             yield _Parquet(source) if is_parquet else _Arrow(source)
-    except (OSError, ValueError, IndexError, KeyError) as error:  # the last two: an MDS cell without its type or shape
+    # IndexError, KeyError: an MDS cell without its type or shape.
+    except (OSError, ValueError, IndexError, KeyError, pa.ArrowException) as error:
         raise damaged(path, error) from error
 
 
@@ -155,7 +156,9 @@ def _rows_in(
 
 
 def _value(value: pa.Scalar) -> Any:
+    """Bytes are a text too: some writers do not say that theirs is one."""
     try:
-        return value.as_py()
+        found = value.as_py()
+        return found.decode("utf-8") if isinstance(found, bytes) else found
     except UnicodeDecodeError:
         return b""

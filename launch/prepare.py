@@ -65,7 +65,11 @@ def _check_used(parser: argparse.ArgumentParser, args: argparse.Namespace) -> No
     if mode is None:
         return
     read = {"inspect": ("inspect", "target", "json"), "merge": ("merge", "out", "max_bad_share")}[mode]
-    given = [name for name, value in vars(args).items() if name not in read and value not in (None, False, [])]
+    given = [
+        name
+        for name, value in vars(args).items()
+        if name not in read and value is not None and value is not False and value != []  # 0 is a value: of --seed
+    ]
     if given:
         named = ", ".join(name if name in ("recipe", "overrides") else _flag(name) for name in given)
         parser.error(f"--{mode} prepares nothing and does not read {named}; leave it out")

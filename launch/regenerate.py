@@ -36,6 +36,8 @@ NUMBERS = {
 # More of them, which count as settings where they are given; those that servers' interfaces have, and those of ours.
 SERVED = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 OWN = ("eta_cutoff", "min_tokens_to_keep", "contextual_penalty", "contextual_window")
+# Defaults of options that not every call reads, and that are errors where they are given and not read.
+DEFAULTS = {"chat_field": "messages", "dtype": "bf16", "concurrency": 64, "batch": 8}
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -47,7 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument_group("conversations").add_argument
     add("--source", required=True, metavar="PATH", help="files, folders, data sets of the hub or 'stdlib-chat'", **many)
     add("--files", default=[], metavar="PATTERN", help="of a folder or set only files of such names", **many)
-    add("--chat-field", default="messages", help="field that holds the messages (default: messages)")
+    add("--chat-field", help="field that holds the messages (default: messages)")
     begins = "continue texts instead: of each document behind its first N tokens, or N to M, by the document's hash"
     add("--prompt-tokens", metavar="N[-M]", help=begins)
     add("--text-field", help="with --prompt-tokens: field of a record that holds the text (default: text)")
@@ -61,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--target", help="a folder, a hub name, a .gguf file or smollm2-135m (default: the draft's own target)")
     add("--gguf-file", help="with --target: name of a .gguf file inside it")
     add("--chat-template", type=Path, metavar="FILE", help="Jinja, as `longdraft prepare` is given it")
-    add("--dtype", choices=("fp32", "bf16"), default="bf16")
+    add("--dtype", choices=("fp32", "bf16"), help="default: bf16")
     add("--device", help="default: cuda where there is one")
     add("--max-length", type=int, help="most positions of a prompt and its answer (default: the target's)")
     add = parser.add_argument_group("answers").add_argument
@@ -77,9 +79,9 @@ def _parser() -> argparse.ArgumentParser:
     where = "OpenAI-style servers of the target (vLLM, SGLang, longdraft serve); their key: OPENAI_API_KEY"
     add("--endpoint", default=[], metavar="URL", help=where, **many)
     add("--model", help="as the servers call it (default: the only one that they have)")
-    add("--concurrency", type=int, default=64, metavar="N", help="requests under way at a time (default: 64)")
+    add("--concurrency", type=int, metavar="N", help="requests under way at a time (default: 64)")
     add = parser.add_argument_group("speed only: in fp32 never the text").add_argument
-    add("--batch", type=int, default=8, metavar="N", help="conversations decoded together (default: 8)")
+    add("--batch", type=int, metavar="N", help="conversations decoded together (default: 8)")
     add("--drafter", help="a name, or a+b for several in one tree; default: the draft's own, else plain")
     add("--draft", nargs=1, default=[], help="folder that `longdraft export` wrote, or one that comes with longdraft")
     add(
@@ -120,6 +122,10 @@ def _regenerate(args: argparse.Namespace) -> None:
 
     machine = None if args.shard is None else read_machine(args.shard)
     _check_endpoints(args)
+    continued = _continued(args)
+    for name, value in DEFAULTS.items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
     device = runtime.read_device(args.device)
     more = {name: value for name in (*SERVED, *OWN) if (value := getattr(args, name)) is not None}
     sampling = SamplingParams(**{name: getattr(args, name) for name in NUMBERS}, **more)
@@ -130,7 +136,6 @@ def _regenerate(args: argparse.Namespace) -> None:
     shape = read_target_config(path, gguf_file, allowed)
     positions = _positions(args.max_length, shape.max_positions)
     tokenizer = load_tokenizer(path, gguf_file)
-    continued = _continued(args)
     template = PLAIN if continued else None
     if args.chat_template is not None:
         template = runtime.read_text(args.chat_template, "--chat-template")
@@ -138,7 +143,7 @@ def _regenerate(args: argparse.Namespace) -> None:
     answering = {name: getattr(sampling, name) for name in NUMBERS if name != "seed"} | more
     fingerprint = {"target": _target_name(path, gguf_file), "config_sha256": shape_hash(shape)}
     if args.endpoint:
-        client = _endpoint_client(args, answering, tokenizer)
+        client = _endpoint_client(args, answering, tokenizer, positions)
         answering |= {**fingerprint, "model": client.model}
     else:
         client, answering = None, answering | {**fingerprint, "dtype": args.dtype}
@@ -177,6 +182,11 @@ def _continued(args: argparse.Namespace) -> tuple[int, int] | None:
         return None
     if args.chat_template is not None:
         raise ValueError("--chat-template: texts that are continued have none; leave it or --prompt-tokens out")
+    if args.chat_field is not None:
+        raise ValueError(
+            f"--chat-field: {args.chat_field} is of conversations, and --prompt-tokens continues texts, whose field "
+            "--text-field names; leave one out"
+        )
     least, dash, most = args.prompt_tokens.partition("-")
     if not (least.isdecimal() and (most.isdecimal() or not dash)):
         raise ValueError(f"--prompt-tokens: {args.prompt_tokens}; give a number of tokens, or two as 64-256")
@@ -185,20 +195,19 @@ def _continued(args: argparse.Namespace) -> tuple[int, int] | None:
 
 def _check_endpoints(args: argparse.Namespace) -> None:
     """Raises ValueError for what has no meaning with endpoints, or without."""
-    ours = ("drafter", "draft", "option", "nodes", "device")
-    theirs = {"model": None, "concurrency": 64}
+    ours = ("drafter", "draft", "option", "nodes", "device", "dtype", "batch")
     if args.endpoint and (given := [name for name in OWN if getattr(args, name) is not None]):
         option = given[0].replace("_", "-")
         raise ValueError(f"--{option}: no server's interface has it; leave it out, or decode here, without --endpoint")
-    if args.endpoint and (given := [name for name in ours if getattr(args, name)]):
+    if args.endpoint and (given := [name for name in ours if getattr(args, name) not in (None, [])]):
         raise ValueError(f"--{given[0]}: that is of an engine here, and --endpoint asks servers; leave one out")
     if args.endpoint and args.target is None:
         raise ValueError("--target: missing; of it, prompts are made for --endpoint's servers (no weights are read)")
-    if not args.endpoint and (given := [name for name, default in theirs.items() if getattr(args, name) != default]):
+    if not args.endpoint and (given := [name for name in ("model", "concurrency") if getattr(args, name) is not None]):
         raise ValueError(f"--{given[0]}: that is of servers, and no --endpoint is given")
 
 
-def _endpoint_client(args: argparse.Namespace, answering: dict, tokenizer: Any) -> "EndpointClient":
+def _endpoint_client(args: argparse.Namespace, answering: dict, tokenizer: Any, positions: int) -> "EndpointClient":
     from longdraft.data_prep.endpoints import EndpointClient, Endpoints
 
     asked = {"max_tokens": answering["max_new_tokens"]}
@@ -206,9 +215,8 @@ def _endpoint_client(args: argparse.Namespace, answering: dict, tokenizer: Any) 
     # What only some servers know is said where it is wanted.
     asked |= {name: answering[name] for name in ("top_k", "min_p") if answering[name]}
     asked |= {name: answering[name] for name in SERVED if name in answering}
-    return EndpointClient(
-        Endpoints(tuple(args.endpoint), args.model, args.concurrency), asked, tokenizer, tokenizer.eos_token_id
-    )
+    endpoints = Endpoints(tuple(args.endpoint), args.model, args.concurrency)
+    return EndpointClient(endpoints, asked, tokenizer, tokenizer.eos_token_id, positions)
 
 
 def _engine_settings(args: argparse.Namespace) -> dict[str, Any]:

@@ -74,6 +74,18 @@ def test_all_conversations_of_an_archive_are_counted(archive, tiny_tokenizer):
     assert given.count == len(list(given.conversations)) == len(TEXTS)
 
 
+def test_an_answer_that_was_cut_is_told_by_a_file_of_its_own(tmp_path):
+    path = tmp_path / "cut.tar"
+    with tarfile.open(path, "w") as tar:
+        for i, cut in enumerate((b"true", b"false", None)):
+            parts = {"chat.json": json.dumps(TURNS).encode()} | ({"unfinished.json": cut} if cut else {})
+            for suffix, content in parts.items():
+                info = tarfile.TarInfo(f"{i}.{suffix}")
+                info.size = len(content)
+                tar.addfile(info, io.BytesIO(content))
+    assert [one.unfinished for one in documents(path, ChatFormat("chat.json"))] == [True, False, False]
+
+
 def test_what_is_no_archive_is_named(archive):
     whole = archive.read_bytes()
     for content in (whole[: len(whole) // 2 + 700], b"<html>not found</html>" * 90):

@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from longdraft.data_prep import continuations as module
 from longdraft.data_prep.chat import PLAIN, make_chat_encoder
+from longdraft.data_prep.continuations import Beginnings
+from longdraft.data_prep.documents import BadDocument, Document
 from longdraft.data_prep.prepare import prepare
 from longdraft.data_prep.regenerate import RegenerateConfig, regenerate
 from longdraft.data_prep.responses import Completion
@@ -77,6 +80,36 @@ def test_beginnings_are_the_documents_own_tokens(config, tiny_tokenizer, tmp_pat
     whole = [tiny_tokenizer(text).input_ids for text in texts if text]
     assert all(any(ids[: len(prompt)] == prompt for ids in whole) for prompt in parrot.asked)
     assert {"unfinished" in record for record in records(config.out)} == {True, False}
+
+
+@pytest.fixture
+def begin(tiny_tokenizer):
+    """(text, number of tokens) -> the text's beginning, or why it has none."""
+
+    def call(text, count):
+        make = Beginnings(count, count, tiny_tokenizer.backend_tokenizer.to_str()).maker()
+        found = make(Document("d", bytes(32), text))
+        return found.why if isinstance(found, BadDocument) else found.messages[0][1]
+
+    return call
+
+
+def test_a_beginning_is_never_empty(begin, tiny_tokenizer):
+    """Four tokens are one character, and a beginning within it goes up to its end."""
+    assert len(tiny_tokenizer("𓀀").input_ids) == 4
+    assert [begin("𓀀 old", count) for count in (1, 2, 3, 4, 5)] == ["𓀀", "𓀀", "𓀀", "𓀀", "𓀀 "]
+    assert begin("𓀀", 2) == "too_short"
+
+
+def test_a_beginning_of_long_tokens_is_read_as_far_as_it_goes(begin, monkeypatch):
+    text = "longer than the row" * 3
+    expected = begin(text, 3)
+    monkeypatch.setattr(module, "MOST_CHARACTERS", 1)
+    assert begin(text, 3) == expected == "longer th"
+
+
+def test_special_tokens_in_a_text_are_text(begin):
+    assert begin("<|end|><|start|> and more", 1) == "<|"
 
 
 def test_prepare_learns_the_continuation_alone(config, tiny_tokenizer, tmp_path):

@@ -24,14 +24,14 @@ SAMPLING = {"max_tokens": 30, "temperature": 0.7}
 
 class Server(ThreadingHTTPServer):
     """A model "m" whose answer is a function of prompt and seed. failing: what happens to the n-th POST, by n; `always`
-    to all of them."""
+    to all of them. usage: what is said of the probe, in place of its tokens."""
 
     daemon_threads = True
 
-    def __init__(self, tokenizer, models=("m",), failing=None, always=None):
+    def __init__(self, tokenizer, models=("m",), failing=None, always=None, usage=None):
         super().__init__(("127.0.0.1", 0), Handler)
         self.tokenizer, self.models, self.failing, self.always = tokenizer, models, failing or {}, always
-        self.asked, self.lock = [], threading.Lock()
+        self.usage, self.asked, self.lock = usage, [], threading.Lock()
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
     @property
@@ -66,15 +66,19 @@ class Handler(BaseHTTPRequestHandler):
         prompt = body["prompt"]
         if isinstance(prompt, str):
             own = len(self.server.tokenizer(prompt)["input_ids"])
-            self.reply(200, {"choices": [{"text": ""}], "usage": {"prompt_tokens": own}})
+            self.reply(200, {"choices": [{"text": ""}], "usage": self.server.usage or {"prompt_tokens": own}})
             return
         answer = {"choices": [{"text": text_of(prompt, body.get("seed")), "finish_reason": "stop"}]}
         if how is None:
             self.reply(200, answer)
         elif isinstance(how, int):
             self.reply(how, {"error": {"message": "not now"}}, [("Retry-After", 0)] if how == 429 else ())
+        elif isinstance(how, tuple):
+            self.reply(how[0], {"error": {"message": how[1]}})
         elif how == "half":
             self.reply(200, answer, cut=9)
+        elif how == "zipped":
+            self.reply(200, answer, [("Content-Encoding", "gzip")])
         elif how == "late":
             threading.Event().wait(3)
         elif how == "closed":
@@ -111,10 +115,10 @@ def no_pauses(monkeypatch):
 
 @pytest.fixture
 def connect(tiny_tokenizer):
-    def client(*servers, seconds=30.0, **settings):
+    def client(*servers, seconds=30.0, positions=1000, **settings):
         urls = tuple(one if isinstance(one, str) else one.url for one in servers)
         endpoints = Endpoints(urls, seconds=seconds, **settings)
-        return EndpointClient(endpoints, SAMPLING, tiny_tokenizer, tiny_tokenizer.eos_token_id)
+        return EndpointClient(endpoints, SAMPLING, tiny_tokenizer, tiny_tokenizer.eos_token_id, positions)
 
     return client
 
@@ -139,7 +143,14 @@ def test_what_is_sent_and_what_comes_back(serve, connect, tiny_tokenizer, monkey
     assert headers["Authorization"] == "Bearer a key"
 
 
-@pytest.mark.parametrize("how", [500, 503, 429, "half", "closed", "late", {"choices": []}, b"<html>"], ids=str)
+def broken_off(why):
+    return {"choices": [{"text": "sai", "finish_reason": why}]}
+
+
+BODIES = [{"choices": []}, b"<html>", *map(broken_off, ("abort", "error", None))]
+
+
+@pytest.mark.parametrize("how", [500, 503, 429, "half", "zipped", "closed", "late", *BODIES], ids=str)
 def test_what_may_pass_is_asked_again(serve, connect, no_pauses, how):
     want = answers(connect(serve()))
     server = serve(failing={2: how, 3: how, 7: how})
@@ -167,13 +178,44 @@ def test_errors(serve, connect, monkeypatch, tiny_tokenizer):
     assert "did not answer in 3 tries, the last time with 502: not now; finished parts are kept" in said
     assert "ConnectError" in error(lambda: connect("http://127.0.0.1:9"))
     assert "serves m, k; choose one by --model" in error(lambda: connect(serve(models=("m", "k"))))
-    assert "serves m, not other" in error(lambda: connect(serve(), model="other"))
+    assert "serves m, not other" in error(connect(serve(), model="other").check)
     assert "--endpoint: 'localhost:80'; give a URL" in error(lambda: connect("localhost:80"))
+    for url in ("http://a:b", "http://[::1:8000", "https://ex\0ample", "http://xn--"):
+        assert f"--endpoint: {url!r} is no URL (" in error(lambda url=url: connect(url))
+    assert "--endpoint: 'http://' names no server" in error(lambda: connect("http://"))
+    assert "counts None tokens in a text" in error(connect(serve(usage=[3])).check)
     assert "--concurrency: 0" in error(lambda: connect(serve(), concurrency=0))
     other = serve()
     other.tokenizer = lambda text: {"input_ids": [0] * 7}
     own = len(tiny_tokenizer(PROBE)["input_ids"])
     assert f"counts 7 tokens in a text of which --target's tokenizer makes {own}" in error(connect(other).check)
+
+
+def test_no_more_is_asked_for_than_the_positions_hold(serve, connect):
+    for positions, most in ((1000, 30), (33, 30), (10, 7), (4, 1)):
+        server = serve()
+        answers(connect(server, positions=positions))
+        assert {body["max_tokens"] for body, _ in server.asked} == {most}
+
+
+@pytest.mark.parametrize("said", [
+    "This model's maximum context length is 4096 tokens. However, you requested 5000",
+    "The decoder prompt (length 5000) is longer than the maximum model length of 4096.",
+    "The input (5000 tokens) is longer than the model's context length (4096 tokens).",
+    "max_tokens: 30, but the prompt has 399 tokens and both together may have at most 400; ask for at most 1",
+])  # fmt: skip
+def test_a_refusal_for_length_says_what_to_give(serve, connect, said):
+    with pytest.raises(ValueError, match=r"refuses with 400: .*; give --max-length, the server's most positions$"):
+        answers(connect(serve(always=(400, said))))
+    with pytest.raises(ValueError, match=r"refuses with 400: no such parameter$"):
+        answers(connect(serve(always=(400, "no such parameter"))))
+
+
+def test_a_name_that_is_given_needs_no_server_before_there_is_work(connect):
+    client = connect("http://127.0.0.1:9", model="m")
+    assert client.model == "m"
+    with pytest.raises(ValueError, match="ConnectError"):
+        client.check()
 
 
 def test_a_broken_run_goes_on_and_gives_the_same_bytes(serve, connect, tiny_tokenizer, tmp_path, monkeypatch):

@@ -31,6 +31,14 @@ def test_wrong_values_do_not_wait_for_the_target(tmp_path, capsys):
     assert capsys.readouterr().err.endswith("error: seq_len is 1, valid: at least 2\n")
 
 
+@pytest.mark.parametrize("given", [["--seed", "0"], ["--heldout-share", "0"], ["--files", "*.txt"], ["--overwrite"]])
+def test_what_inspect_does_not_read_is_refused_whatever_its_value(tmp_path, capsys, given):
+    with pytest.raises(SystemExit) as stop:
+        main(["--inspect", str(tmp_path), *given])
+    assert stop.value.code == 2
+    assert f"--inspect prepares nothing and does not read {given[0]}; leave it out" in capsys.readouterr().err
+
+
 def test_the_command_line_is_the_documented_one(capsys):
     with pytest.raises(SystemExit):
         main(["--help"])

@@ -75,6 +75,21 @@ def test_a_set_too_small_for_its_weight_is_said(books, tmp_path, tiny_tokenizer,
     assert f"beta has {has:,} of the 333,333 tokens that its weight asks for" in capsys.readouterr().out
 
 
+def test_a_budget_that_is_not_met_is_said_without_weights_too(tmp_path, tiny_tokenizer, capsys):
+    """Records hold a hundred times their text: the budget's bytes are read, and hold few tokens."""
+    write(tmp_path / "in" / "a.jsonl", [{"text": f"text {i}", "meta": "x" * 1000} for i in range(300)])
+    write(tmp_path / "in" / "b.jsonl", [{"text": f"text {i} " + "word " * 200} for i in range(100)])
+    for name, short in (("a.jsonl", True), ("b.jsonl", False)):
+        config = PrepareConfig(
+            {"one": Source(str(tmp_path / "in" / name))}, tmp_path / name, 64, heldout_share=0, max_tokens=10_000
+        )
+        manifest = prepare(config, tiny_tokenizer, "hash")
+        said = (
+            f"the folder has {total(manifest, 'one'):,} of the 10,000 tokens asked for: the sources hold no more text"
+        )
+        assert (said in capsys.readouterr().out) == short
+
+
 def test_a_share_is_about_so_many_documents_and_of_whole_files_where_it_can_be(books, tmp_path, tiny_tokenizer):
     for share, n_files in ((0.25, 1), (0.6, 2), (1.0, 3)):
         sources = {"alpha": replace(books["alpha"], share=share)}

@@ -330,6 +330,13 @@ def test_a_field_of_what_has_no_fields_is_refused(config, tmp_path, tiny_tokeniz
         prepare(replace(config, sources=same_way([where], **reading)), tiny_tokenizer, "hash")
 
 
+def test_a_source_within_another_that_is_read_alike_adds_nothing(config, corpus, tiny_tokenizer):
+    folder = str(corpus[0])
+    twice = replace(config, sources=same_way([folder, f"{folder}/lines.jsonl"], text_field="text"))
+    splits = prepare(twice, tiny_tokenizer, "hash")["splits"].values()
+    assert sum(split["documents"] for split in splits) == 60
+
+
 def test_manifest_names_the_first_bad_documents_only(config, tmp_path, tiny_tokenizer):
     path = tmp_path / "lines.jsonl"
     path.write_text("".join(f'{{"text": "line {i}"}}\n' if i % 2 else f"broken {i}\n" for i in range(200)))

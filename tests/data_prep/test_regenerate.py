@@ -227,12 +227,12 @@ def test_accounts(config, run, tiny_tokenizer, tmp_path, capsys):
     write(source, all_of_them)
     with source.open("ab") as stream:
         stream.write(b'{"text": "no conversation"}\n{"messages": [\n\xff\n\n')
-    skipped |= {"missing_field": [1], "bad_json": [1], "bad_utf8": [1], "empty": [1, 1]}
+    skipped |= {"missing_field": [1], "bad_json": [1], "bad_utf8": [1]}
     speaker = Speaker(tiny_tokenizer, said)
     manifest = run(replace(config, max_prompt=200), speaker, STRICT)
     assert manifest["error"] == {why: len(errors[why]) for why in sorted(errors)}
     assert manifest["skipped"] == {why: len(skipped[why]) for why in sorted(skipped)}
-    assert manifest["input"] == len(all_of_them) + 4 == 2 + sum(map(len, (*errors.values(), *skipped.values())))
+    assert manifest["input"] == len(all_of_them) + 3 == 2 + sum(map(len, (*errors.values(), *skipped.values())))
     assert manifest["success"] == len(records(config.out)) == 2
     assert manifest["reread"] == 1, "the template took a blank away"
     assert not any("never asked" in prompt for call in speaker.calls for prompt, _ in call)
@@ -244,7 +244,7 @@ def test_accounts(config, run, tiny_tokenizer, tmp_path, capsys):
     assert list(named) == sorted(named, key=lambda name: int(name.split(":")[1]))
     shown = capsys.readouterr().out
     assert (
-        "9 errors (empty_answer: 1, not_text: 2, " in shown and "12 skipped (answer_unasked: 1, bad_json: 1, " in shown
+        "9 errors (empty_answer: 1, not_text: 2, " in shown and "11 skipped (answer_unasked: 1, bad_json: 1, " in shown
     )
 
 
@@ -346,6 +346,13 @@ def test_what_cannot_be(config, run, speaker, chats, tmp_path):
     ):
         run(replace(config, out=tmp_path / "new"), silent)
     assert not speaker.started
+
+
+def test_a_template_that_fails_says_how(config, run, speaker, chats):
+    with pytest.raises(ValueError, match=r"none of 60 conversations .*refused_by_template: 60") as error:
+        run(config, speaker, "{% if tools|length > 0 %}x{% endif %}" + CHATML)
+    said = "chats.jsonl:1 is refused by the chat template (TypeError: object of type 'NoneType' has no len())"
+    assert said in str(error.value)
 
 
 def test_a_full_disk_leaves_no_half_part(config, run, speaker, chats, tmp_path):

@@ -102,6 +102,34 @@ def test_conversations(tmp_path, name):
     assert isinstance(bad, BadDocument) and (bad.name, bad.why) == (f"{name}:2", "no_assistant_turn")
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_an_answer_that_was_cut_is_told(tmp_path, name):
+    turns = [{"role": "user", "content": "a?"}, {"role": "assistant", "content": "b"}]
+    write_as(tmp_path / name, [{"messages": turns, "unfinished": cut} for cut in (True, False, None)])
+    (segment,) = segments_of(tmp_path / name).segments
+    assert [document.unfinished for document in read_documents(segment, ChatFormat("messages"))] == [True, False, False]
+
+
+@pytest.mark.parametrize("name", ["table.parquet", "stream.arrow", "file.arrow"])
+def test_texts_in_a_column_of_bytes(tmp_path, name):
+    write_as(tmp_path / name, [{"text": text} for text in (b"abc", "é".encode(), b"\xff", b"")])
+    (segment,) = segments_of(tmp_path / name).segments
+    found = [getattr(document, "text", None) or document.why for document in read_documents(segment)]
+    assert found == ["abc", "é", "bad_utf8", "empty"]
+
+
+def test_any_error_of_the_tables_library_names_the_file(tmp_path, monkeypatch):
+    """As a damaged schema gives it: no ValueError, but an error of the library's own."""
+    write_as(tmp_path / "table.parquet", RECORDS[:3])
+
+    def refuses(source):
+        raise pa.ArrowNotImplementedError("Integers with more than 64 bits not implemented")
+
+    monkeypatch.setattr(pq, "ParquetFile", refuses)
+    with pytest.raises(ValueError, match=r"table\.parquet cannot be read \(Integers .*\); it is damaged"):
+        segments_of(tmp_path / "table.parquet")
+
+
 @pytest.mark.parametrize("name", ["table.parquet", "stream.arrow", "file.arrow"])
 def test_bad_rows_of_tables_are_named(tmp_path, name):
     write_as(tmp_path / name, [{"text": "good"}, {"text": None}, {"text": ""}])

@@ -33,6 +33,27 @@ def test_same_name_in_two_sources(tmp_path):
     assert names([tmp_path / "one/train.jsonl", tmp_path / "two/train.jsonl"]) == ["one/train.jsonl", "two/train.jsonl"]
 
 
+def test_a_file_of_two_sources_that_read_it_otherwise(tmp_path):
+    path = tmp_path / "in" / "a.jsonl"
+    path.parent.mkdir()
+    path.write_text("x")
+    chats, texts = Source(str(path), chat_field="messages"), Source(str(path), text_field="doc")
+    with pytest.raises(ValueError, match=r"in/a\.jsonl': its files already belong to source '.*in/a\.jsonl', which"):
+        list_files([chats, texts])
+    assert [file.source for file in list_files([texts, Source(str(path.parent), text_field="doc")])] == [0]
+    (path.parent / "b.jsonl").write_text("x")
+    found = list_files([chats, Source(str(path.parent), text_field="doc")])
+    assert [(file.name, file.source) for file in found] == [("a.jsonl", 0), ("in/b.jsonl", 1)]
+
+
+def test_a_name_that_is_no_utf8_is_named(tmp_path):
+    (tmp_path / "a.txt").write_text("x")
+    (tmp_path / os.fsdecode(b"caf\xe9.txt")).write_text("x")
+    with pytest.raises(ValueError, match=r"/caf\\xe9\.txt has a name that is no UTF-8; rename it, or leave it out by"):
+        names([tmp_path])
+    assert names([tmp_path], files=("a*",)) == [f"{tmp_path.name}/a.txt"]
+
+
 def test_links_keep_their_name(tmp_path):
     (tmp_path / "blob").write_text("x")
     (tmp_path / "named").mkdir()
@@ -110,11 +131,29 @@ def test_every_bad_line_is_named(tmp_path):
     documents = list(read_documents(segment))
     bad = {document.name: document.why for document in documents if isinstance(document, BadDocument)}
     why = [
-        *("bad_json", "bad_utf8", "missing_field", "missing_field", "field_not_text", "empty", "empty", "bad_utf8"),
+        *("bad_json", "bad_utf8", "missing_field", "missing_field", "field_not_text", "empty", None, "bad_utf8"),
         "bad_json",
     ]
-    assert bad == {f"bad.jsonl:{line}": reason for line, reason in enumerate(why, start=2)}
+    assert bad == {f"bad.jsonl:{line}": reason for line, reason in enumerate(why, start=2) if reason}
     assert [d.text for d in documents if isinstance(d, Document)] == ["good", "also good"]
+
+
+@pytest.mark.parametrize("segment_bytes", [1, 40, 1 << 20])
+def test_blank_lines_are_no_documents(tmp_path, segment_bytes):
+    """Wherever the file is cut; numbers are the lines' own, and the hash the file's."""
+    path = tmp_path / "lines.jsonl"
+    path.write_text('\n \t\n{"text": "a"}\n\r\n{"text": "b"}\n{"text": "c"}\n\n\n{"text": "d"}\n\n \n')
+    scanned = scan(list_files([Source(str(path))])[0], segment_bytes)
+    assert scanned.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
+    for segments in (scanned.segments, scanned.segments[::-1]):
+        found = {document.name: document for segment in segments for document in read_documents(segment)}
+        assert {name: document.text for name, document in sorted(found.items())} == {
+            "lines.jsonl:3": "a", "lines.jsonl:5": "b", "lines.jsonl:6": "c", "lines.jsonl:9": "d",
+        }  # fmt: skip
+    assert sum(segment.n_documents for segment in scanned.segments) == 4
+    path.write_text("\n \n")
+    (segment,) = scan(list_files([Source(str(path))])[0], segment_bytes).segments
+    assert [(document.name, document.why) for document in read_documents(segment)] == [("lines.jsonl", "empty")]
 
 
 def test_bad_text_files(tmp_path):

@@ -185,8 +185,15 @@ def test_a_draft_brings_its_target_and_changes_no_byte(arguments, answered, targ
     assert drafters and files_of(tmp_path / "out") == files_of(answered)
 
 
-def test_servers_of_the_target_give_the_same_answers(arguments, answered, target, tmp_path, capsys):
-    """`longdraft serve` twice, with other drafters and slots, in the engine's place."""
+@pytest.fixture(scope="module")
+def asked(arguments):
+    """`arguments` for servers, whose numbers are their own."""
+    at = arguments.index("--dtype")
+    return [*arguments[:at], *arguments[at + 2 :]]
+
+
+def test_servers_of_the_target_give_the_same_answers(arguments, asked, answered, target, tmp_path, capsys):
+    """`longdraft serve` twice, with other drafters and slots, in the engine's place; also where positions run out."""
     servers = []
     for drafter, slots in (("prompt_lookup", 3), ("token_recycling", 2)):
         service = Service(Engine(target, drafter, slots=slots, max_length=400), Settings("tiny", queue=64))
@@ -196,13 +203,19 @@ def test_servers_of_the_target_give_the_same_answers(arguments, answered, target
         thread.start()
         servers.append((f"http://127.0.0.1:{listening.getsockname()[1]}", service.server, thread))
     out, urls = tmp_path / "out", [url for url, _, _ in servers]
-    given = [*arguments, "--out", str(out), "--concurrency", "7"]
-    assert main([*given, "--endpoint", *urls]) == 0
-    assert main([*given, "--endpoint", *urls, "--batch", "3", "--drafter", "plain"]) == 2
-    assert "--drafter: that is of an engine here" in capsys.readouterr().err
+    given = [*asked, "--out", str(out), "--concurrency", "7", "--endpoint", *urls]
+    assert main(given) == 0
+    short, cut = tmp_path / "short", ["--max-length", "60", "--unfinished", "keep"]
+    assert main([*arguments, *cut, "--out", str(short / "engine")]) == 0
+    assert main([*asked, *cut, "--out", str(short / "servers"), "--endpoint", *urls]) == 0
+    assert any("unfinished" in record for record in records(short / "engine"))
+    assert records(short / "servers") == records(short / "engine")
     for _, server, thread in servers:
         server.should_exit = True
         thread.join(30)
+    capsys.readouterr()
+    assert main([*given, "--model", "tiny"]) == 0, "a finished folder needs no server"
+    assert capsys.readouterr().out.startswith("Already answered: ")
     parts = [name for name in files_of(answered) if name.startswith("part-")]
     assert len(parts) > 2 and all((out / name).read_bytes() == (answered / name).read_bytes() for name in parts)
     manifest, other = (json.loads((folder / "manifest.json").read_text()) for folder in (out, answered))
@@ -248,6 +261,22 @@ def test_errors(arguments, answered, tmp_path, capsys):
     assert "--chat-template: " in error("--chat-template", tmp_path / "absent")
     assert not (tmp_path / "out").exists()
     assert "none of 27 conversations is answered (24 errors (prompt_too_long: 24), 3" in error("--max-length", 4)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("--endpoint http://127.0.0.1:9 --dtype bf16", "--dtype: that is of an engine here"),
+        ("--endpoint http://127.0.0.1:9 --batch 8", "--batch: that is of an engine here"),
+        ("--endpoint http://127.0.0.1:9 --batch 3 --drafter plain", "--drafter: that is of an engine here"),
+        ("--concurrency 64", "--concurrency: that is of servers"),
+        ("--prompt-tokens 4 --chat-field messages", "--chat-field: messages is of conversations"),
+        ("--endpoint http://127.0.0.1:b", "--endpoint: 'http://127.0.0.1:b' is no URL"),
+    ],
+)
+def test_what_is_not_read_is_refused(asked, tmp_path, capsys, given, said):
+    assert main([*asked, "--out", str(tmp_path / "out"), *given.split()]) == 2
+    assert said in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
 def test_what_ends_an_answer(arguments, target, chats, tmp_path):
