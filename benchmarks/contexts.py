@@ -25,6 +25,7 @@ from longdraft.infer.drafters.build import build_drafter
 from longdraft.models.draft_files import WEIGHTS
 from longdraft.models.draft_folder import draft_method, local_folder, shipped_drafts
 from longdraft.models.files import file_digest
+from longdraft.models.fingerprint import weights_hash
 from longdraft.models.hf import load_target
 from longdraft.models.target import Target
 
@@ -114,9 +115,10 @@ def _cell(one: dict[str, Any]) -> str:
     return f"{one['speedup']:.2f} ({low:.2f} to {high:.2f}); {one['tokens_per_step']:.2f}"
 
 
-def asked_for(args: argparse.Namespace, asked: Sequence[Asked]) -> dict[str, Any]:
-    """What answers depend on, by which a record knows its own; drafts by the digests of their weights."""
+def asked_for(args: argparse.Namespace, target: Target, asked: Sequence[Asked]) -> dict[str, Any]:
+    """What answers depend on, by which a record knows its own; target and drafts by the digests of their weights."""
     given: dict[str, Any] = {key: str(value) for key, value in vars(args).items() if key != "out"}
+    given["target_weights"] = weights_hash(target.model)
     given["weights"] = [file_digest(local_folder(draft) / WEIGHTS) for draft in args.draft]
     return given | {"questions": [one.question.turns for one in asked]}
 
@@ -144,7 +146,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         for name in args.drafter
     }
-    result = bench(target, builders, asked, settings, record=Record(args.out, asked_for(args, asked)))
+    result = bench(target, builders, asked, settings, record=Record(args.out, asked_for(args, target, asked)))
     print(f"exact: {result['exact_checked']}\n\n{table(result)}")
     return 0
 

@@ -109,13 +109,13 @@ class Events(StreamingResponse):
 
 
 class Service:
-    """The handlers of one engine."""
+    """The handlers of one engine. ended: set where a signal came before the server took them."""
 
-    def __init__(self, engine: Engine, settings: Settings):
+    def __init__(self, engine: Engine, settings: Settings, ended: threading.Event | None = None):
         self.engine, self.settings, self.meters = engine, settings, Meters()
         self.created = int(time.time())
         self.server: uvicorn.Server | None = None
-        self.ended = threading.Event()
+        self.ended = ended or threading.Event()
         meters = self.meters
         self.thread = EngineThread(engine, settings.queue, meters.first_token.observe, meters.finish, self._stop)
         meters.watch(self.thread)
@@ -261,8 +261,7 @@ def serve(
 
     ended: set by a signal that came before the server took them; it then ends as soon as it has started.
     """
-    service = Service(engine, settings)
-    service.ended = ended
+    service = Service(engine, settings, ended)
     config = uvicorn.Config(
         create_app(service), log_level="warning", access_log=False, timeout_graceful_shutdown=drain_seconds
     )

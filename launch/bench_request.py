@@ -32,9 +32,11 @@ from longdraft.launch.runtime import (
 from longdraft.launch.shared_options import NEW_TOKENS, PROMPTS, given_sampling
 from longdraft.models.draft_files import CONFIG, WEIGHTS
 from longdraft.models.draft_folder import local_folder
+from longdraft.models.files import file_digest
 from longdraft.models.hf import load_tokenizer, read_target_config
 
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin", "**/*.gguf")
+SHOWN = 16  # digits of a digest
 # Of each of them so many blocks of so many bytes tell two trainings of one network apart.
 SAMPLES, SAMPLE_BYTES = 64, 4096
 
@@ -186,7 +188,7 @@ def asked_for(
         "gguf_file": source[1],
         "loader": target_loader(args.loader, args.draft),
         "checkpoint": checkpoint(*source),
-        "draft": ",".join(_digest((local_folder(draft) / WEIGHTS).read_bytes()) for draft in args.draft) or None,
+        "draft": ",".join(file_digest(local_folder(draft) / WEIGHTS)[:SHOWN] for draft in args.draft) or None,
         "drafters": {name: {key: str(value) for key, value in options_for(name, options).items()} for name in names},
         "nodes": settings.nodes,
         "dtype": args.dtype,
@@ -225,7 +227,7 @@ def _sample(file: Path) -> tuple[int, str]:
 
 
 def _digest(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()[:16]
+    return hashlib.sha256(content).hexdigest()[:SHOWN]
 
 
 def check_proof(args: argparse.Namespace, proof: Mapping[str, Any] | None) -> None:

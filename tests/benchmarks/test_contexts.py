@@ -31,14 +31,16 @@ def test_prompts_of_every_kind_at_every_length():
         contexts.questions(target, (5,), 1)
 
 
-def test_a_record_knows_drafts_by_their_weights(tmp_path):
+def test_a_record_knows_target_and_drafts_by_their_weights(tmp_path, tiny_target):
     args = argparse.Namespace(target="tiny", draft=[str(tmp_path), "smollm2-135m-longspec"], out=tmp_path)
     found = []
     for content in (b"a", b"b", b"a"):
         (tmp_path / "model.safetensors").write_bytes(content)
-        found.append(contexts.asked_for(args, [Asked(Question(1, "prose", ([1, 2],)), 2)]))
+        found.append(contexts.asked_for(args, tiny_target(), [Asked(Question(1, "prose", ([1, 2],)), 2)]))
     assert found[0] == found[2] != found[1] and "out" not in found[0]
     assert found[0]["weights"][1] == found[1]["weights"][1] and found[0]["questions"] == [([1, 2],)]
+    other = contexts.asked_for(args, tiny_target(seed=1), [Asked(Question(1, "prose", ([1, 2],)), 2)])
+    assert {name for name in other if other[name] != found[2][name]} == {"target_weights"}
 
 
 def test_the_table_is_that_of_the_figures(tiny_target):
