@@ -5,7 +5,8 @@ Not here: what is measured (train/step.py), plots.
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -83,12 +84,30 @@ class Tracker:
         self._file.write(json.dumps(record) + "\n")
         self._file.flush()
         if self._run is not None:
-            self._run.log(_flat(record, self._part_names) | _as_wandb(tables or {}), step=record["step"])
+            shown = _flat(record, self._part_names) | _as_wandb(tables or {})
+            self._try(lambda run: run.log(shown, step=record["step"]))
 
     def close(self) -> None:
         self._file.close()
         if self._run is not None:
-            self._run.finish()
+            self._try(lambda run: run.finish())
+
+    def _try(self, work: Callable[[Any], object]) -> None:
+        """Work of W&B, which must not end a training. Its service is a process of its own, and a SIGTERM to all of a
+        job ends it, too, while the ranks have a checkpoint to save."""
+        try:
+            work(self._run)
+        except Exception as error:  # whatever it is: its service fails by other errors than its own
+            import wandb
+
+            self._run = None
+            with suppress(Exception):
+                wandb.teardown()  # or the next stage would find the dead service
+            print(
+                f"log.wandb: W&B has failed ({type(error).__name__}: {error}); training goes on, its numbers go to "
+                f"{self._file.name}",
+                flush=True,
+            )
 
 
 def wandb_names(config: Config, stage: str | None) -> dict[str, Any]:

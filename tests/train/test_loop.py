@@ -4,6 +4,8 @@ and what a loss that is no number does to it."""
 import gc
 import json
 import shutil
+import subprocess
+import sys
 from itertools import pairwise
 
 import numpy as np
@@ -136,6 +138,39 @@ def test_wandb_offline_keeps_its_run_and_forgets_what_a_kill_left(config_file, t
     assert [(record["step"], record["loss"]) for record in read_metrics(tmp_path)] == [(1, 1.0), (2, 0.5), (3, 0.5)]
     folders = [path.name for path in (tmp_path / "wandb").glob("offline-run-*")]
     assert folders and all(tracker.wandb_id in name for name in folders)  # W&B numbers those of one second
+
+
+WITHOUT_SERVICE = """
+import sys
+import psutil
+from longdraft.train.config import load_config
+from longdraft.train.tracking import Tracker, read_metrics
+for folder in sys.argv[2:]:  # two stages
+    config = load_config(sys.argv[1], [f"train.run_dir={folder}", "log.wandb=offline"])
+    tracker = Tracker(config, ["head1", "head2"])
+    tracker.write({"step": 1, "loss": 1.0})
+    (service,) = psutil.Process().children()
+    service.terminate()
+    service.wait()
+    for step in (2, 3):
+        tracker.write({"step": step, "loss": 1.0 / step})
+    tracker.close()
+    print([record["step"] for record in read_metrics(folder)])
+"""
+
+
+def test_training_outlives_the_service_of_wandb(config_file, tmp_path, monkeypatch):
+    """As where DeepSpeed's launcher is told to stop, which ends the ranks and all that they started."""
+    for name in ("WANDB_MODE", "WANDB_SERVICE"):
+        monkeypatch.delenv(name, raising=False)
+    folders = [tmp_path / "1", tmp_path / "2"]
+    for folder in folders:
+        folder.mkdir()
+    command = [sys.executable, "-c", WITHOUT_SERVICE, config_file, *folders]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    told = "log.wandb: W&B has failed (ConnectionResetError: Connection lost); training goes on, its numbers go to "
+    lines = [line for folder in folders for line in (f"{told}{folder}/metrics.jsonl", "[1, 2, 3]")]
+    assert (done.returncode, done.stdout.splitlines(), done.stderr) == (0, lines, "")
 
 
 JUNK = [b"half a line", b"\xff\x00\xfe", b"17", b'{"loss": 1.0}', b"[" * 100_000, b'{"step": "2"}', b""]
