@@ -1,10 +1,12 @@
-"""The table of objectives: every training as the trainer alone makes it, its figures those of the runs' records."""
+"""The table of objectives: every training as the trainer alone makes it, its figures those of the runs' records, and
+those of a draft folder are the same."""
 
 import pytest
 
-from longdraft.benchmarks import objectives
+from longdraft.benchmarks import agreement, objectives
 from longdraft.benchmarks.questions import Asked, Question
 from longdraft.train.config import load_config
+from longdraft.train.export import export
 from longdraft.train.tracking import read_metrics
 
 FIELDS = ["train.steps=4", "optimizer.warmup_steps=1", "decoding.new_tokens=8"]
@@ -27,6 +29,12 @@ def test_a_row_for_each_objective_and_a_stop_between_them_changes_nothing(config
     decoded = [last[f"decode_tokens_per_step/ctx8.T{t}"] for t in (0, 1)]
     assert overlap[1:7] == [*(f"{share:.1f}" for share in shares), *(f"{tokens:.2f}" for tokens in decoded)]
     assert text[1:5] != overlap[1:5]
+    draft = export(tmp_path / "out" / "overlap")
+    assert agreement.main([str(config_file), *FIELDS, "--draft", str(draft), "--rows", "5", "--choices", "20"]) == 0
+    lines = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| held out")]
+    assert [line[1] for line in lines] == ["head1", "head2", "head3"]
+    assert [line[2].split(" ±")[0] for line in lines] == [f"{100 * rate[0]:.1f}" for rate in rates]
+    assert [line[4] for line in lines] == [f"{100 * value:.1f}" for value in overlaps]
 
 
 def test_each_objective_on_each_data_and_all_of_them_on_the_same_prompts(
