@@ -66,7 +66,7 @@ def decoders(
     params = SamplingParams(max_new_tokens=new_tokens, ignore_eos=True)
     made: dict[str, Callable[[], object]] = {}
     for name in ("plain", "prompt_lookup"):
-        engine = Engine(target, name)
+        engine = Engine(target, name, keep_prompts=False)
         made[name] = lambda engine=engine: engine.generate(prompts, params)
     if with_peer:
         theirs = TransformersAnswers(load_transformers(path, dtype), target.eos_token_ids)

@@ -87,7 +87,7 @@ def measure(bench: Bench, profile: Profile, contexts: list[int], new_tokens: int
     # Our q, k and v, gate and up lie beside transformers', and its cache beside ours.
     n_layers = layers_that_fit(bench, profile, positions, copies=2)
     model = transformers_model(profile, n_layers, positions, bench.device, bench.dtype)
-    engine = Engine(target_from_transformers(model))
+    engine = Engine(target_from_transformers(model), keep_prompts=False)
     found = []
     for shape in shapes:
         bench.log(f"decode, {profile.name}: {n_layers} of {profile.n_layers} layers, {shape['context']} tokens before")

@@ -142,9 +142,10 @@ def bench(
     widest, runs = 2, []
     for temperature in settings.temperatures:
         # New drafters each time: what one has learned from an answer must not meet it again.
-        engines = {"plain": Engine(target)}
-        ranked = {"nodes": settings.nodes, "noise_in_ranking": settings.noise_in_ranking}
-        engines |= {name: Engine(target, build(target), **ranked) for name, build in builders.items()}
+        # Every prompt is read whole, for how long that takes is measured.
+        engines = {"plain": Engine(target, keep_prompts=False)}
+        own = {"nodes": settings.nodes, "noise_in_ranking": settings.noise_in_ranking, "keep_prompts": False}
+        engines |= {name: Engine(target, build(target), **own) for name, build in builders.items()}
         widest = max(widest, *(1 + engine.drafter.max_nodes for engine in engines.values()))
         answerers: dict[str, Answerer] = {name: EngineAnswers(engine) for name, engine in engines.items()}
         if transformers_model is not None and temperature == 0:

@@ -142,6 +142,9 @@ async def _measure(args: argparse.Namespace, client: Client, engine: Engine | No
     for one in await asyncio.gather(*running):
         after = [at for at in one["times"] if come < at < whole["times"][0] + 0.5]
         gaps += [b - a for a, b in pairwise(after)]
+    again = await client.stream([*long, *prompts[0]], 4)
+    named = f"of {len(long) + len(prompts[0])} tokens of which {len(long)} were read before"
+    first[named] = [again["times"][0] - again["began"]]
     found = {f"{name}, tokens/s": round(median(values[1:]), 1) for name, values in speeds.items() if values}
     found |= {f"first token {name}, s": round(median(values[1:] or values), 3) for name, values in first.items()}
     return found | {"longest gap of the 7 meanwhile, s": round(max(gaps, default=0.0), 3)}

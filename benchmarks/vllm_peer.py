@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         calls: dict[str, Callable[[list[list[int]]], object]] = {}
         for name in args.only:
             if name in OURS:
-                engine = Engine(target, name, OURS[name], max_length=length)
+                engine = Engine(target, name, OURS[name], max_length=length, keep_prompts=False)
                 calls[name] = lambda some, engine=engine: engine.generate(
                     some, SamplingParams(max_new_tokens=args.new_tokens, ignore_eos=True)
                 )

@@ -52,6 +52,9 @@ class Engine:
         options: keyword arguments of a named drafter.
         graphs: whether a step's work is recorded once and then replayed (infer/graphs.py); None: where it can be, which
             is on CUDA. Only speed depends on it.
+        keep_prompts: a prompt of several prefill passes takes over the keys and values of an earlier one that began
+            alike, by whole passes, so that they have the bits that they would have anew. Weights that are written in
+            between are noticed where PyTorch counts it, which `weight.data` evades.
         noise_in_ranking: drafters rank candidates with the noise that the target's choices will use; False shows what
             that is worth.
         log: told in a line what will be allocated; None: the logger "longdraft", level INFO.
@@ -69,6 +72,7 @@ class Engine:
         prefill_chunk: int | None = None,
         options: Mapping | None = None,
         graphs: bool | None = None,
+        keep_prompts: bool = True,
         noise_in_ranking: bool = True,
         log: Callable[[str], object] | None = None,
     ):
@@ -77,6 +81,7 @@ class Engine:
         if not (options is None or (isinstance(options, Mapping) and all(isinstance(key, str) for key in options))):
             raise ValueError(f"options={short_repr(options)}: give a dict of the drafter's options by name")
         boolean("noise_in_ranking", noise_in_ranking)
+        boolean("keep_prompts", keep_prompts)
         if graphs is not None:
             boolean("graphs", graphs)
         if not (log is None or callable(log)):
@@ -94,7 +99,7 @@ class Engine:
             raise ValueError("draft and options go with a drafter's name; a Drafter instance already has its own")
         self.target, self.slots, self.drafter = target, slots, drafter
         self.max_length = max_length or limit
-        self.runner = Runner(target.model, drafter, nodes, graphs, prefill_chunk, noise_in_ranking)
+        self.runner = Runner(target.model, drafter, nodes, graphs, prefill_chunk, noise_in_ranking, keep_prompts)
         self._log = log or logging.getLogger("longdraft").info
         self._cancelled: set[int] = set()
         self._prefill: _Prefill | None = None  # what steps come between
@@ -202,6 +207,7 @@ class Engine:
             for sequence in now.sequences:
                 sequence.began = sequence.began or done.began
                 sequence.stats.prefill_seconds += done.seconds
+                sequence.stats.taken_over = done.taken_over
             self._prefill = None if done.last else now
             if done.last:
                 sequences[now.slot : now.slot + len(now.sequences)] = now.sequences
@@ -213,7 +219,8 @@ class Engine:
             self.runner.assign(requests, [one.committed if one else [] for one in sequences])
 
     def _begin(self, sequences: list[ActiveSequence | None], waiting: deque[Request]) -> _Prefill:
-        slot = sequences.index(None)
+        free = [slot for slot, sequence in enumerate(sequences) if sequence is None]
+        slot = self.runner.place(waiting[0].prompt, free)
         group = self._next_group(sequences[slot:], waiting)
         begun = [ActiveSequence(one, self.target, self.max_length, 0.0, Statistics()) for one in group]
         return _Prefill(slot, begun, self.runner.prefill(slot, group))

@@ -42,6 +42,10 @@ class LastState:
         self.hidden_BD[where] = hidden_BTD[:, -1].to(self.hidden_BD.dtype)
         self.at_B[where] = self.at_B[where].clamp(min=-1) + hidden_BTD.shape[1]
 
+    def on_taken_over(self, slots: Sequence[int], count: int) -> None:
+        """The states of the first tokens, so many, are not known; `on_prefill` tells of those behind them."""
+        self.at_B.index_fill_(0, integers(slots, self.at_B.device), count - 1)
+
     def update(self, state: SlotState, accepted: AcceptResult, hidden_BND: Tensor) -> None:
         """The state at the last accepted node, in place; `state` stands behind the step."""
         nodes_B, took_part_B = accepted.last(accepted.nodes), accepted.counts > 0

@@ -21,7 +21,14 @@ from longdraft.models.passes import layers_bytes, pass_bytes
 
 
 def estimate_memory(
-    model: Decoder, drafter: Drafter, batch: int, capacity: int, widths: Sequence[int], chunk: int, graphs: bool = False
+    model: Decoder,
+    drafter: Drafter,
+    batch: int,
+    capacity: int,
+    widths: Sequence[int],
+    chunk: int,
+    graphs: bool = False,
+    aside: int = 0,
 ) -> dict[str, int]:
     """Bytes by name: the weights, which are there already, and what decoding adds.
 
@@ -29,6 +36,7 @@ def estimate_memory(
         batch: slots. capacity: rows of the cache a slot. widths: rows that verifications have. chunk: rows of a prefill
             pass, all slots counted.
         graphs: whether the steps are recorded on a GPU, once for each width.
+        aside: rows a slot that lie beside the cache (infer/kept_prompts.py).
     """
     config, weight, width = model.config, model.embed_tokens.weight, max(widths)
     size = weight.element_size()
@@ -48,7 +56,7 @@ def estimate_memory(
         passes = max(passes, layers_bytes(config, max(narrow, default=0), weight.dtype))
     return {
         "weights": sum(p.numel() * p.element_size() for p in model.parameters()),
-        "cache": batch * capacity * row,
+        "cache": batch * (capacity + aside) * row,
         "passes": passes + choices,
         **({"recorded steps": recorded} if recorded else {}),
         **{f"draft {name}": count for name, count in drafter.memory_bytes(batch, capacity).items()},
@@ -76,13 +84,20 @@ def size(count: int) -> str:
     return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
 
 
+def fits(parts: Mapping[str, int], device: torch.device) -> bool:
+    """Whether the estimate is free beside all that is there."""
+    free = available_bytes(device)
+    return free is None or _needed(parts) <= free
+
+
+def _needed(parts: Mapping[str, int]) -> int:
+    return sum(count for name, count in parts.items() if name != "weights")
+
+
 def check_memory(parts: Mapping[str, int], batch: int, capacity: int, device: torch.device) -> None:
     """Raise ValueError with the positions that would fit, where the estimate exceeds what is free."""
-    free = available_bytes(device)
-    if free is None:
-        return
-    needed = sum(count for name, count in parts.items() if name != "weights")
-    if needed <= free:
+    free, needed = available_bytes(device), _needed(parts)
+    if free is None or needed <= free:
         return
     fixed = needed - parts["cache"]
     fitting = max(0, int((free - fixed) // (parts["cache"] // capacity)))

@@ -17,6 +17,7 @@ class Statistics:
     steps: int = 0
     speculative_steps: int = 0  # those that verified more than the root
     drafted: int = 0  # nodes verified below the roots
+    taken_over: int = 0  # tokens of the prompt whose keys and values were an earlier one's
     prefill_seconds: float = 0.0
     first_token_seconds: float = 0.0  # from the start of the prefill to the first step's tokens
     decode_seconds: float = 0.0  # in steps that it took part in; prefills, its own and others', apart
@@ -90,6 +91,7 @@ class Generation:
             "tokens_per_second": round(self.tokens_per_second, 3),
             "acceptance": round(self.acceptance, 4),
             "acceptance_by_depth": [round(share, 4) for share in stats.acceptance_by_depth],
+            "taken_over": stats.taken_over,
             "first_token_seconds": round(stats.first_token_seconds, 4),
             **per_step,
             "decisions": stats.decisions,

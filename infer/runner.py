@@ -19,7 +19,8 @@ from longdraft.infer.accept import AcceptResult, accept
 from longdraft.infer.drafters.base import Drafter, Request, SlotState
 from longdraft.infer.graphs import graphs_for
 from longdraft.infer.history import History
-from longdraft.infer.memory import check_memory, describe, estimate_memory
+from longdraft.infer.kept_prompts import KeptPrompts
+from longdraft.infer.memory import check_memory, describe, estimate_memory, fits
 from longdraft.infer.policy import Policy, widths_up_to
 from longdraft.infer.prune import prune
 from longdraft.infer.sampling import SamplingParams, SlotSampling
@@ -32,6 +33,7 @@ from longdraft.models.decoder import Decoder
 from longdraft.models.device import on_device
 from longdraft.models.kv_cache import KVCache
 from longdraft.models.passes import Pass, TargetOutput, prompt_rows
+from longdraft.models.rope import LENGTH_DEPENDENT
 
 IDLE = SamplingParams()
 # Query tokens of a prefill pass of several prompts, the padding counted.
@@ -90,12 +92,13 @@ class Emitted:
 
 
 class Prefilled(NamedTuple):
-    """A pass of a prefill: when it began, by `time.perf_counter`, the seconds that it took, and whether it was the
-    last."""
+    """A pass of a prefill: when it began, by `time.perf_counter`, the seconds that it took, whether it was the last,
+    and how many of the prompt's first tokens were taken over from an earlier one."""
 
     began: float
     seconds: float
     last: bool
+    taken_over: int = 0
 
 
 class Runner:
@@ -106,6 +109,7 @@ class Runner:
         graphs: whether work is recorded and replayed; None: where it can be.
         prefill_chunk: query tokens of a prefill pass; None is 2048 on a GPU and 512 on a CPU.
         noise_in_ranking: whether drafters rank candidates with the noise that the target's choices will use.
+        keep_prompts: whether a prompt takes over the rows of an earlier one that began alike.
 
     Attributes:
         cache, state: of the slots, made by `start`.
@@ -121,6 +125,7 @@ class Runner:
         graphs: bool | None = None,
         prefill_chunk: int | None = None,
         noise_in_ranking: bool = True,
+        keep_prompts: bool = False,
     ):
         self.model, self.drafter = model, drafter
         self.max_nodes = min(nodes, drafter.max_nodes) if isinstance(nodes, int) else drafter.max_nodes
@@ -128,6 +133,10 @@ class Runner:
         self.prefill_chunk = prefill_chunk or prompt_rows(self.device.type)
         self.cache: KVCache | None = None
         self.state: SlotState
+        # Some kinds of RoPE rotate a prompt by its length; weights that are gathered for each pass cannot be watched.
+        self._keeps = keep_prompts and model.config.rope.type not in LENGTH_DEPENDENT and model.weights_stay
+        self._kept: KeptPrompts | None = None
+        self._written: list[tuple[int, int]] | None = None  # of the weights that the kept rows were computed with
         self._on_cpu = backend.is_host(self.device)
         self.lag = 0 if self._on_cpu else 1
         self.work_clock: Callable[[], float] = rows.work_seconds if self._on_cpu else time.perf_counter
@@ -164,25 +173,32 @@ class Runner:
             or (cache.batch, cache.keys.dtype, cache.keys.device) != (batch, weight.dtype, weight.device)
             or cache.capacity < capacity
         ):
-            # The old one is gone before the new one is allocated.
-            self.cache = cache = None
             self._graphs.clear()
             self._samplings.clear()
             self.drafter.release()
             chunk = min(self.prefill_chunk, capacity)
             chunk = max(chunk, min(batch * chunk, MOST_PREFILL_TOKENS))
+            keeps, widths = self._keeps and capacity > self.prefill_chunk, self.policy.widths
+            aside = widths[-1] if keeps and batch > 1 else 0  # a single slot is in no pass of others
             parts = estimate_memory(
-                self.model, self.drafter, batch, capacity, self.policy.widths, chunk, self._graphs.recording
+                self.model, self.drafter, batch, capacity, widths, chunk, self._graphs.recording, aside
             )
+            # The old one is gone before the new one is allocated, unless there is room for both and something to copy.
+            before = self._kept if keeps and fits(parts, self.device) else None
+            self.cache = self._kept = cache = None
             check_memory(parts, batch, capacity, self.device)
             log(f"memory for {batch} sequences of {capacity} positions: {describe(parts)}")
             self.cache = cache = self.model.new_cache(batch, capacity)
+            if keeps:
+                self._kept = KeptPrompts(cache, self.prefill_chunk, aside, before)
+                before = None
             zeros = torch.zeros(batch, dtype=torch.int64, device=self.device)
             history, idle = History(batch, capacity, self.device), SlotSampling([IDLE] * batch, self.device)
             nothing = [list[int]() for _ in range(batch)]
             asked = self.policy if self.policy.automatic else None
             self.state = SlotState(zeros, zeros.clone(), zeros.bool(), history, idle, nothing, self._graphs, asked)
-        cache.reset()
+        for slot in range(batch):  # of a call that was left early
+            self._empty(slot)
         self.state.active.zero_()
         self.policy.start(batch)
         self._began, self._disturbed = None, 0
@@ -190,6 +206,10 @@ class Runner:
     def fits_prefill(self, n_prompts: int, longest: int) -> bool:
         """Whether so many prompts, of at most `longest` tokens without their last one, go through in one pass."""
         return longest <= self.prefill_chunk and longest * n_prompts <= MOST_PREFILL_TOKENS
+
+    def place(self, prompt: Sequence[int], free: Sequence[int]) -> int:
+        """Of the free slots the one that this prompt takes."""
+        return free[0] if self._kept is None else self._kept.place(prompt, free)
 
     def prefill(self, first: int, requests: Sequence[Request]) -> Iterator[Prefilled]:
         """Prompts into the slots from `first` on, all of each but its last token, which becomes the root.
@@ -208,6 +228,7 @@ class Runner:
                 state.positions[slot].fill_(len(request.prompt) - 1)
                 self.policy.start_request(slot)
                 self.drafter.on_start([slot], [request], cache)
+            known = self._take_over(slots, prompts)
             counts, own = [len(prompt) - 1 for prompt in prompts], cache.slot(first, len(requests))
             # Where nobody reads hidden states, the last layer's keys and values end the pass.
             needs = self.drafter.needs or frozenset({"last_kv"})
@@ -216,12 +237,30 @@ class Runner:
         if max(counts) <= self.prefill_chunk:
             yield Prefilled(begin, time.perf_counter() - begin, True)
             return
-        for start in range(0, counts[0], self.prefill_chunk):
+        for start in range(known, counts[0], self.prefill_chunk):
             end = min(start + self.prefill_chunk, counts[0])
             with on_device(self.device), torch.no_grad():
                 self._prefill_pass(slots, [prompts[0][start:end]], own, needs, False)
-            yield Prefilled(begin, time.perf_counter() - begin, end == counts[0])
+            if self._kept is not None:
+                self._kept.reach(first, end)
+            yield Prefilled(begin, time.perf_counter() - begin, end == counts[0], known)
             begin = time.perf_counter()
+
+    def _take_over(self, slots: Sequence[int], prompts: Sequence[list[int]]) -> int:
+        """How many rows a prompt of several passes, which comes alone, has from an earlier one."""
+        if self._kept is None:
+            return 0
+        (slot, *_), (prompt, *_), source, count = slots, prompts, 0, 0
+        if len(prompt) - 1 > self.prefill_chunk:
+            if (written := _written(self.model)) is None or written != self._written:
+                self._written = written
+                self._kept.forget()
+            source, count = self._kept.find(prompt)
+        for other, own in zip(slots, prompts, strict=True):
+            self._kept.begin(other, own, source, count)
+        if count:
+            self.drafter.on_taken_over([slot], from_host(torch.tensor([prompt[:count]]), self.device))
+        return count
 
     def _prefill_pass(
         self, slots: Sequence[int], chunks: list[list[int]], cache: KVCache, needs: frozenset[str], whole: bool
@@ -263,7 +302,15 @@ class Runner:
         """This slot has no request any more."""
         with on_device(self.device):
             self.state.active[slot].fill_(False)
+            self._empty(slot)
         self.state.committed[slot] = []  # what the request has is its own
+
+    def _empty(self, slot: int) -> None:
+        """Its rows are void, but for what is kept of its prompt."""
+        assert self.cache is not None
+        if self._kept is not None:
+            self._kept.leave(slot)
+        self.cache.reset([slot])
 
     def _take_sampling(self, sampling: SlotSampling) -> None:
         """These parameters from now on; where steps are recorded, in the place where those of their kind find them."""
@@ -406,3 +453,11 @@ class Runner:
             )
             self._disturbed = max(0, self._disturbed - 1)
         return Emitted(emitted, drafted, also, step, now - began, now)
+
+
+def _written(model: Decoder) -> list[tuple[int, int]] | None:
+    """Where each of its weights lies, and how often it was written; None where PyTorch does not count that."""
+    weights = list(model.parameters())
+    if any(weight.is_inference() for weight in weights):
+        return None
+    return [(weight.data_ptr(), weight._version) for weight in weights]

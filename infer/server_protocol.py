@@ -256,11 +256,14 @@ def _sampling(body: Body, max_new_tokens: int) -> SamplingParams:
     )
 
 
-def usage(generations: Sequence[Generation], n: int) -> dict[str, int]:
-    """Tokens that were read and written; a prompt counts once, however many choices it has."""
+def usage(generations: Sequence[Generation], n: int) -> dict[str, Any]:
+    """Tokens that were read and written; a prompt counts once, however many choices it has. Cached: those of the
+    prompts whose keys and values were an earlier one's."""
     prompt = sum(len(one.prompt) for one in generations[::n])
+    cached = sum(one.stats.taken_over for one in generations[::n])
     new = sum(len(one.tokens) for one in generations)
-    return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
+    tokens = {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
+    return tokens | {"prompt_tokens_details": {"cached_tokens": cached}}
 
 
 def metrics(generations: Sequence[Generation], max_depth: int) -> dict[str, Any] | None:

@@ -157,7 +157,7 @@ class _Kept:
         engine = self._engine if self._key == key else None
         if engine is None:
             self._engine = None  # its cache is freed first
-            engine = Engine(self.target, drafter, draft, options=options)
+            engine = Engine(self.target, drafter, draft, options=options, keep_prompts=False)
         self._key, self._engine = (), None
         yield engine
         self._key, self._engine = key, engine

@@ -97,6 +97,11 @@ class KVCache:
             keep_rows(self.keys, self.values, self.lengths, rows_BR, counts_B)
         self.lengths += counts_B
 
+    def fill(self, slot: int, first: int, keys_LRKd: Tensor, values_LRKd: Tensor) -> None:
+        """Rows of a slot from `first` on, which are not committed by that."""
+        rows = slice(first, first + keys_LRKd.shape[1])
+        self.keys[:, slot, rows], self.values[:, slot, rows] = keys_LRKd, values_LRKd
+
     def rewind(self, lengths_B: Tensor) -> None:
         """Forget committed rows: back to `lengths_B` (int64 [B], each at most the present length)."""
         if backend.is_host(self.lengths.device):

@@ -97,7 +97,9 @@ class Tracker:
         job ends it, too, while the ranks have a checkpoint to save."""
         try:
             work(self._run)
-        except Exception as error:  # whatever it is: its service fails by other errors than its own
+        except Exception as error:
+            if not (isinstance(error, OSError) or type(error).__module__.startswith("wandb.")):
+                raise
             import wandb
 
             self._run = None

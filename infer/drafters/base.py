@@ -96,6 +96,10 @@ class Drafter:
         """One chunk of the prefill of these slots (rows of `tokens_BT` and `output` are the slots, in order), already
         committed to the cache."""
 
+    def on_taken_over(self, slots: Sequence[int], tokens_BT: Tensor) -> None:
+        """The prompts of these slots begin with these tokens, whose rows the cache has from earlier ones: `on_prefill`
+        will tell of those behind them alone, of one at least."""
+
     def propose(self, state: SlotState, max_nodes: int) -> TokenTree:
         """At most `max_nodes` nodes below the roots, the ones worth most first as far as the drafter can tell."""
         raise NotImplementedError

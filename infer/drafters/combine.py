@@ -76,6 +76,10 @@ class Combined(Drafter):
         for drafter in self.drafters:
             drafter.on_prefill(slots, tokens_BT, output)
 
+    def on_taken_over(self, slots: Sequence[int], tokens_BT: Tensor) -> None:
+        for drafter in self.drafters:
+            drafter.on_taken_over(slots, tokens_BT)
+
     def on_step(self, state: SlotState, tree: TokenTree, accepted: AcceptResult, output: TargetOutput) -> None:
         for drafter in self.drafters:
             drafter.on_step(state, tree, accepted, output)

@@ -60,6 +60,10 @@ class MedusaDrafter(DeviceDrafter):
         assert self._last is not None and output.post_norm is not None
         self._last.on_prefill(slots, output.post_norm)
 
+    def on_taken_over(self, slots: Sequence[int], tokens_BT: Tensor) -> None:
+        assert self._last is not None
+        self._last.on_taken_over(slots, tokens_BT.shape[1])
+
     def update(self, state: SlotState, tree: TokenTree, accepted: AcceptResult, output: TargetOutput) -> None:
         assert self._last is not None and output.post_norm is not None
         self._last.update(state, accepted, output.post_norm)

@@ -135,6 +135,9 @@ class SmallModelDrafter(DeviceDrafter):
                 wide.settle(len(chunk))
             cache.take_slot(slot, wide, 0)
 
+    def on_taken_over(self, slots: Sequence[int], tokens_BT: Tensor) -> None:
+        self.on_prefill(slots, tokens_BT, TargetOutput())  # the rows are the target's, and this cache has none of them
+
     def _read(self, one: KVCache, first: Tensor, tokens_T: Tensor) -> None:
         """A pass over these tokens of one slot, the first at position `first` (of no dimension)."""
         positions_1T = (first + torch.arange(len(tokens_T), device=tokens_T.device))[None]

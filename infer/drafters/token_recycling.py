@@ -163,6 +163,10 @@ class TokenRecycling(DeviceDrafter):
             logits_MV = self.target.model.lm_head(states_MD[places])
             self._write(tokens, *largest(logits_MV, CANDIDATES))
 
+    def on_taken_over(self, slots: Sequence[int], tokens_BT: Tensor) -> None:
+        for slot in slots:  # the table has them from the prompt that they were of
+            next(islice(self._unread[slot], tokens_BT.shape[1], None), None)
+
     def _write(self, tokens_M: Tensor, logits_MK: Tensor, ids_MK: Tensor) -> None:
         """Rows of the table; tokens_M are all different, but for TRASH."""
         self._ids_VK[tokens_M, : ids_MK.shape[1]] = ids_MK.int()

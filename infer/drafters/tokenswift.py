@@ -165,6 +165,12 @@ class TokenSwiftDrafter(DeviceDrafter):
         elif self._follows:  # since a step between this prompt's passes, which were not asked for queries
             self._select().select_anew()
 
+    def on_taken_over(self, slots: Sequence[int], tokens_BT: Tensor) -> None:
+        assert self._last is not None
+        self._last.on_taken_over(slots, tokens_BT.shape[1])
+        for slot in slots:
+            self._to_read[slot] -= tokens_BT.shape[1]
+
     def _select(self) -> SelectedCache:
         """The selected cache, allocated where there is none."""
         if self._selected is None:

@@ -202,6 +202,11 @@ class TriForceDrafter(Drafter):
             queries = output.queries if self._policy.scored else None
             self._cache.build_from_prompt(slots, queries, [self._read[slot] for slot in slots])
 
+    def on_taken_over(self, slots: Sequence[int], tokens_BT: Tensor) -> None:
+        self.inner.on_taken_over(slots, tokens_BT)
+        for slot in slots:
+            self._to_read[slot] -= tokens_BT.shape[1]
+
     @torch.no_grad()
     def propose(self, state: SlotState, max_nodes: int) -> TokenTree:
         assert self._cache is not None

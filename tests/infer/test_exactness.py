@@ -371,6 +371,38 @@ def test_requests_that_come_while_others_run_get_plain_decodings_tokens(models, 
         assert done[index].tokens == (tokens[: len(done[2].tokens)] if index == 2 else tokens), index
 
 
+ALIKE = [(30, 9), (30, 17), (24, 2), (30, 4), (7, 40), (30, 9)]  # tokens of one document, and of each prompt's own
+
+
+@pytest.fixture
+def alike(models, plain_tokens, seeded):
+    """Prompts that begin with a document's tokens, their sampling, and plain decoding's tokens."""
+    generator = torch.Generator().manual_seed(5)
+    document = torch.randint(VOCAB, (30,), generator=generator).tolist()
+    asked = [document[:count] + torch.randint(VOCAB, (own,), generator=generator).tolist() for count, own in ALIKE]
+    params = seeded(SAMPLINGS["T0.7"], len(asked), NEW)
+    if "alike" not in PLAIN:
+        PLAIN["alike"] = plain_tokens(models("gqa")[0], asked, params)
+    return list(zip(asked, params, PLAIN["alike"], strict=True))
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_what_prompts_take_over_of_earlier_ones_changes_no_token(models, alike, name, lag):
+    """From slots that are at work and from idle ones, whose first rows the others' passes write over."""
+    target, small = models("gqa")
+    engine = Engine(target, DRAFTERS[name](target, small), slots=3, prefill_chunk=8)
+    engine.runner.lag = lag
+    taken = []
+    for turn in ([0, 1, 2], [4], [3, 5], [5, 3]):
+        asked, params, want = zip(*(alike[i] for i in turn), strict=True)
+        found = engine.generate(asked, params)
+        assert [one.tokens for one in found] == list(want), turn
+        taken += [one.stats.taken_over for one in found]
+    # 30 tokens of the document are three passes and more, prompt 4 has but 7 of it; at last both come again.
+    assert taken == [0, 24, 24, 0, 24, 24, 32, 32]
+
+
 ANYTHING = {
     **DRAFTERS,
     **{"+".join(names): combined(names) for names in PAIRS},

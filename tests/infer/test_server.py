@@ -82,6 +82,18 @@ def test_a_chat_is_what_the_engine_gives_with_its_seed(client, target):
     assert (found.usage.prompt_tokens, found.usage.completion_tokens) == (len(want.prompt), 20)
 
 
+def test_the_next_turn_of_a_chat_takes_over_what_the_last_one_read(client, target):
+    messages = [{"role": "user", "content": TEXT * 2}]
+    first = client.chat.completions.create(model="tiny", messages=messages, temperature=0, max_tokens=8)
+    messages += [{"role": "assistant", "content": first.choices[0].message.content}]
+    messages += [{"role": "user", "content": "the dog"}]
+    want = alone(target, messages, max_new_tokens=20)
+    second = client.chat.completions.create(model="tiny", messages=messages, temperature=0, max_tokens=20)
+    assert second.choices[0].message.content == want.text
+    told = second.usage.prompt_tokens_details.cached_tokens
+    assert told == (first.usage.prompt_tokens - 1) // 16 * 16 > 0 and second.usage.prompt_tokens == len(want.prompt)
+
+
 def test_a_streamed_chat_is_the_whole_one(client, target):
     want = alone(target, CHAT, temperature=0.8, seed=8, max_new_tokens=40)
     stream = client.chat.completions.create(

@@ -1,0 +1,123 @@
+"""Rows that a prompt takes over from an earlier one have the bits that they would have anew, and are those of its own
+weights; which slot a prompt takes."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from longdraft.infer.engine import Engine
+from longdraft.infer.kept_prompts import KeptPrompts
+from longdraft.infer.requests import read_requests
+from longdraft.infer.sampling import SamplingParams
+
+DOCUMENT = list(range(3, 43))
+CHUNK, POSITIONS = 8, 120
+NEW = SamplingParams(max_new_tokens=4)
+
+
+@pytest.fixture
+def target(tiny_target):
+    return tiny_target(vocab_size=61, max_positions=POSITIONS)
+
+
+def engine_of(target, **options) -> Engine:
+    return Engine(target, "prompt_lookup", prefill_chunk=CHUNK, **options)
+
+
+def rows(engine, slot, count):
+    cache = engine.runner.cache
+    return torch.stack((cache.keys[:, slot, :count], cache.values[:, slot, :count]))
+
+
+def turns(engine, calls):
+    """Of each prompt of each call, how much it took over."""
+    return [[one.stats.taken_over for one in engine.generate(prompts, NEW)] for prompts in calls]
+
+
+def test_rows_have_the_bits_that_they_would_have_anew(target):
+    """A conversation goes on while another one, of one pass, is decoded on the slot beside it."""
+    engine, first = engine_of(target, slots=2), [*DOCUMENT, 1]
+    engine.runner._part_at_work = lambda state: None  # as on a GPU, where passes write to idle slots too
+    answer = engine.generate([first], NEW)[0].tokens
+    second = [*first, *answer, *range(50, 60)]
+    assert turns(engine, [[[1, 2, 3]], [second]]) == [[0], [40]]
+    anew = engine_of(target, keep_prompts=False)
+    assert turns(anew, [[second]]) == [[0]]
+    slot = engine.runner.place(second, [0, 1])
+    assert torch.equal(rows(engine, slot, len(second) - 1), rows(anew, 0, len(second) - 1))
+
+
+def test_prompts_of_one_call_share_a_document(target):
+    engine = engine_of(target, slots=3)
+    asked = [[*DOCUMENT, own] for own in (50, 51, 52)]
+    assert turns(engine, [asked, asked[::-1]]) == [[0, 32, 32], [32, 32, 32]]
+    assert turns(engine_of(target, slots=1), [asked]) == [[0, 32, 32]]
+    assert turns(engine_of(target), [asked[:1], asked, asked[1:]]) == [[0], [32, 32, 32], [32, 32]]  # on 1, 3, 2 slots
+
+
+def test_a_prompt_that_is_read_in_one_pass_takes_nothing_over(target):
+    """Its pass is another one than the first of several."""
+    whole = DOCUMENT[: CHUNK + 1]
+    assert turns(engine_of(target), [[whole], [whole], [[*whole, 7]], [[*whole, 7]], [whole]]) == [
+        [0],
+        [0],
+        [0],
+        [8],
+        [0],
+    ]
+
+
+def test_a_prompt_that_is_cancelled_leaves_what_it_had_read(target):
+    engine, long = engine_of(target, slots=2), [*DOCUMENT, 1]
+    (running,) = read_requests(target, [[1, 2, 3]], replace(NEW, max_new_tokens=30), POSITIONS)
+    coming = [[running], [replace(*read_requests(target, [long], NEW, POSITIONS), index=1)], [], [], []]
+
+    def arrivals(idle):
+        if len(coming) == 1:  # two of its passes later
+            engine.cancel(1)
+        return coming.pop(0) if coming else None if idle else []
+
+    done = {piece.index: piece.generation for piece in engine.serve(arrivals) if piece.generation}
+    assert (done[1].finish_reason, done[1].tokens) == ("cancelled", [])
+    assert turns(engine, [[[*DOCUMENT, 9]]]) == [[24]]
+
+
+def test_weights_that_were_written_void_what_is_kept(target):
+    engine, asked = engine_of(target), [*DOCUMENT, 1]
+    assert turns(engine, [[asked], [asked]]) == [[0], [32]]
+    with torch.no_grad():
+        target.model.embed_tokens.weight.mul_(1.5)
+    again = engine.generate([asked], NEW)[0]
+    assert again.stats.taken_over == 0
+    assert again.tokens == engine_of(target, keep_prompts=False).generate([asked], NEW)[0].tokens
+    assert turns(engine, [[asked]]) == [[32]]
+
+
+def test_where_the_length_of_a_prompt_rotates_its_keys_nothing_is_kept(tiny_target):
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    target = tiny_target(vocab_size=61, max_positions=POSITIONS, rope=rope)
+    assert turns(engine_of(target), [[[*DOCUMENT, 1]], [[*DOCUMENT, 1]]]) == [[0], [0]]
+
+
+def kept(cache, *prompts):
+    """On slots 0, 1, ... in this order."""
+    found = KeptPrompts(cache, CHUNK, 0)
+    for slot, prompt in enumerate(prompts):
+        found.begin(slot, prompt)
+        found.reach(slot, len(prompt) - 1)
+    return found
+
+
+def test_a_prompt_goes_where_the_least_is_lost(target):
+    cache = target.model.new_cache(4, POSITIONS)
+    other = DOCUMENT[::-1]
+    some = kept(cache, DOCUMENT, other)
+    assert some.place([*DOCUMENT, 1, 2], range(4)) == 0
+    assert some.place([*DOCUMENT[:30], 1], range(4)) == 2  # the document's last tokens would be lost
+    assert some.place([7] * 20, range(4)) == 2
+    assert some.place([7] * 20, [3]) == 3
+    full = kept(cache, DOCUMENT, other, [*other, 5], [*DOCUMENT, 5])
+    assert full.place([7] * 20, range(4)) == 0  # the oldest
+    assert full.place([7] * 20, range(1, 4)) == 1
+    assert full.find([*other, 5, 6, 7])[1] == 40 and full.place([*other, 5, 6, 7], range(4)) == 2  # goes on there
