@@ -225,9 +225,10 @@ def where_time_goes(records: Collection[dict[str, Any]], r: float | None) -> str
     by_count = "" if r is None else f" ({r:.2f} by count of operations)"
     names = ("the target's passes", "draft and loss", "backward and update")
     parts = [f"{name} {share:.0%}" for name, share in zip(names, shares.values(), strict=True)]
+    rest = max(0.0, 1 - sum(shares.values()))  # medians of shares add up to 1 or so
     return (
         f"A step took {seconds:.2f} s, {ratio:.2f} times its target's passes{by_count}: "
-        f"{', '.join(parts)}, the rest {1 - sum(shares.values()):.0%}"
+        f"{', '.join(parts)}, the rest {rest:.0%}"
     )
 
 
