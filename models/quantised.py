@@ -2,7 +2,7 @@
 
 | quant_method | a weight W [N, K] is | published by |
 |---|---|---|
-| fp8 | fp8 numbers times `weight_scale_inv` of their block | DeepSeek, Qwen3 |
+| fp8 | fp8 numbers times `weight_scale_inv` of their block, or `weight_scale` | DeepSeek, Qwen3; AutoFP8 |
 | compressed-tensors | fp8 numbers or packed integers times `weight_scale` of row, group or block | llm-compressor |
 | awq | (q - z) s of its group of inputs; int32 [K, N / 8], columns in the order 0 2 4 6 1 3 5 7 | AutoAWQ, `gemm` |
 | gptq | so too, int32 [K / 8, N], groups by `g_idx`, z less by one (`gptq`) or not (`gptq_v2`) | AutoGPTQ, GPTQModel |
@@ -74,7 +74,7 @@ def _split(name: str) -> tuple[str, str]:
         if name.endswith(f"_{part}"):
             return name.removesuffix(f"_{part}"), part
     module, _, part = name.rpartition(".")
-    return f"{module}.weight", part
+    return f"{module}.weight", "weight_scale" if part == "weight_scale_inv" else part  # both are factors
 
 
 def read_quantisation(hf_config: Any) -> Quantisation | None:
@@ -106,7 +106,7 @@ def _fp8(fields: Mapping[str, Any]) -> Quantisation:
     block = fields.get("weight_block_size")
     _only(fields, "fmt", "e4m3")
     where = "" if block is None else f" in blocks of {block[0]} x {block[1]}"
-    return Quantisation(f"fp8{where}", ("weight", "weight_scale_inv"), _fp8_value(block))
+    return Quantisation(f"fp8{where}", ("weight", "weight_scale"), _fp8_value(block))
 
 
 def _fp8_value(block: tuple[int, int] | None) -> Callable[..., Tensor]:

@@ -2,15 +2,19 @@
 
 import argparse
 import json
+from io import BytesIO
 from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
+from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
+from longdraft.models import hf
 from longdraft.models.checkpoint import halves_from_pairs, places
 from longdraft.models.fingerprint import config_hash, tokenizer_hash
 from longdraft.models.hf import (
@@ -87,6 +91,26 @@ def test_bundled_target_can_be_named_by_its_file(smollm2):
         _locate(path.parent, "no.gguf")
 
 
+@pytest.mark.parametrize("twin", ["original/model--00001-of-00007.safetensors", "consolidated.safetensors"])
+def test_a_hub_target_comes_once(tmp_path, monkeypatch, twin):
+    needed = ["config.json", "model-00001-of-00001.safetensors", "model.safetensors.index.json", "tokenizer.json"]
+    fetched = []
+
+    def snapshot(name, allow_patterns=None, ignore_patterns=None):
+        found = filter_repo_objects(
+            [*needed, twin, "metal/model.bin"], allow_patterns=allow_patterns, ignore_patterns=ignore_patterns
+        )
+        for file in found:
+            (tmp_path / file).parent.mkdir(exist_ok=True)
+            (tmp_path / file).touch()
+            fetched.append(file)
+        return str(tmp_path)
+
+    monkeypatch.setattr(hf, "snapshot_download", snapshot)
+    assert _locate("some/target", None) == ("some/target", tmp_path)
+    assert fetched == needed
+
+
 def test_missing_package_is_named(monkeypatch):
     monkeypatch.setitem(BUNDLED, "absent-1b", "package_that_is_not_there")
     with pytest.raises(ValueError, match=r"absent-1b.*package_that_is_not_there"):
@@ -129,6 +153,22 @@ def test_tiny_folder_loads_without_a_tokenizer(folder):
     assert all(p.dtype == torch.bfloat16 and not p.requires_grad for p in parameters)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
     assert load_target(folder).eos_token_ids == (7, 9)
+
+
+def test_a_sentencepiece_model_alone_is_a_tokenizer(folder):
+    """As lmsys publish Vicuna and LongChat: ids are those of sentencepiece itself."""
+    texts, model = (argparse.__doc__ + argparse.ArgumentParser.__doc__).splitlines(), BytesIO()
+    SentencePieceTrainer.train(
+        sentence_iterator=iter(texts), model_writer=model, vocab_size=400, model_type="bpe", byte_fallback=True,
+        normalization_rule_name="identity", remove_extra_whitespaces=False, minloglevel=2,
+    )  # fmt: skip
+    (folder / "tokenizer.model").write_bytes(model.getvalue())
+    said = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(said | {"add_bos_token": True, "legacy": True}))
+    theirs, ours = SentencePieceProcessor(model_proto=model.getvalue()), load_target(folder).tokenizer
+    for text in ("The parser's  options,\nand usage", "naïve 中文 🙂"):
+        assert ours(text).input_ids == [ours.bos_token_id, *theirs.encode(text)]
+        assert ours.decode(theirs.encode(text)) == text
 
 
 def test_pytorch_bin_files_load(folder):

@@ -67,6 +67,12 @@ def fp8_whole(weight: Tensor, seed: int) -> tuple[dict[str, Tensor], Tensor]:
     return {"weight": stored, "weight_scale_inv": scale}, stored.float() * scale.item()
 
 
+def fp8_static(weight: Tensor, seed: int) -> tuple[dict[str, Tensor], Tensor]:
+    """As AutoFP8 wrote it in 2024."""
+    parts, value = fp8_whole(weight, seed)
+    return {"weight": parts["weight"], "weight_scale": parts["weight_scale_inv"], "input_scale": torch.ones(1)}, value
+
+
 def fp8_rows(weight: Tensor, seed: int) -> tuple[dict[str, Tensor], Tensor]:
     stored, scale = (weight * 20).to(torch.float8_e4m3fn), scales_like(len(weight), 1, seed=seed).bfloat16()
     value = torch.stack([row.float() * float(s) for row, s in zip(stored, scale, strict=True)])
@@ -100,6 +106,12 @@ def gptq(weight: Tensor, seed: int, bits: int = 4, act: bool = False, v2: bool =
     return parts | {"g_idx": torch.tensor(group, dtype=torch.int32)}, by_group(numbers, zeros, scale, group)
 
 
+def gptq_with_bias(weight: Tensor, seed: int, bias: float = 0.0) -> tuple[dict[str, Tensor], Tensor]:
+    """As AutoGPTQ packs a layer that has no bias."""
+    parts, value = gptq(weight, seed)
+    return parts | {"bias": torch.full((len(weight),), bias, dtype=torch.float16)}, value
+
+
 def compressed(form: str, **weights) -> dict:
     group = {"weights": {"symmetric": True, "actorder": None, **weights}, "targets": ["Linear"]}
     return {"quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": group}}
@@ -110,12 +122,14 @@ GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": Fals
 FORMS = {
     "fp8": (fp8, {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [32, 48], "activation_scheme": "dynamic"}),
     "fp8 whole": (fp8_whole, {"quant_method": "fp8"}),
+    "fp8 static": (fp8_static, {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]}),
     "fp8 rows": (fp8_rows, compressed("float-quantized", num_bits=8, type="float", strategy="channel")),
     "packed": (packed, compressed("pack-quantized", num_bits=4, type="int", strategy="group", group_size=GROUP)),
     "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm", "zero_point": True}),
     "gptq": (gptq, GPTQ),
     "gptq of 8 bits": (lambda weight, seed: gptq(weight, seed, bits=8), GPTQ | {"bits": 8}),
     "gptq v2": (lambda weight, seed: gptq(weight, seed, v2=True), GPTQ | {"checkpoint_format": "gptq_v2"}),
+    "gptq with biases": (gptq_with_bias, GPTQ),
     "gptq by g_idx": (lambda weight, seed: gptq(weight, seed, act=True), GPTQ | {"desc_act": True}),
 }
 
@@ -229,6 +243,13 @@ def test_a_part_that_is_not_there_is_named(tmp_path):
     del tensors[name]
     save_file(tensors, folder / "0.safetensors")
     with pytest.raises(ValueError, match=r"1 quantised weights \(awq of 4 bits\) lack a part: .* scales"):
+        load_target(folder)
+
+
+def test_a_bias_that_has_no_place_is_named(tmp_path):
+    pack = linear_layers(lambda weight, seed: gptq_with_bias(weight, seed, bias=0.5))
+    folder = write(tmp_path, made(LLAMA), GPTQ, pack)
+    with pytest.raises(ValueError, match=r"unexpected model\.layers\.0\.mlp\.down_proj\.bias \[64\]"):
         load_target(folder)
 
 
