@@ -7,7 +7,6 @@ Shapes: N query tokens of the pass, S committed rows, H query heads, K key/value
 """
 
 from collections.abc import Callable
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -15,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from longdraft.benchmarks.attention_case import Case, additive
 from longdraft.benchmarks.candidates import Build, Run, Unavailable
-from longdraft.kernels.backend import triton_kernels
+from longdraft.kernels.backend import has_flash_attn, triton_kernels
 from longdraft.kernels.reference.tree_attention import pack_tree
 
 FLEX = "FlexAttention, block mask"
@@ -89,7 +88,7 @@ def _merged(case: Case, prefix: Callable[[], tuple[Tensor, Tensor]]) -> Run:
 def _flash_attn(case: Case) -> Run:
     if not case.q_1NHd.is_cuda:
         raise Unavailable("flash-attn needs a CUDA device")
-    if find_spec("flash_attn") is None:
+    if not has_flash_attn():
         raise Unavailable("flash-attn is not installed; PyTorch's flash backend stands for it")
     from flash_attn import flash_attn_with_kvcache  # pyright: ignore[reportMissingImports]
 

@@ -39,7 +39,7 @@ LIMITS = {
 STAGES, TRAINING = "gpu_stages.py", "gpu_training.py"
 OWN = {"device": STAGES, "exactness": STAGES, "benchmark": STAGES, "training": TRAINING}
 # What an image for GPUs may lack, and a stage needs.
-NEEDS = {"training": ("deepspeed", "omegaconf", "pyarrow", "psutil")}
+NEEDS = {"training": ("deepspeed", "omegaconf", "pyarrow", "psutil"), "Triton tests": ("liger_kernel",)}
 # A CPU that checks the script may be busy.
 CPU_PATIENCE = 4
 # The kernels' benchmarks begin nothing new this many seconds before they are stopped.

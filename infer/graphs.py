@@ -7,10 +7,11 @@ their networks (`SlotState.run`). Not here: copies between host and device (kern
 """
 
 import gc
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
 from typing import Any, TypeVar
 from weakref import WeakSet
 
@@ -29,8 +30,9 @@ Recorder = Callable[[Callable[[], Any]], tuple[Any, Callable[[], None]]]
 
 @dataclass
 class _Recorded:
-    """One key's work. Its inputs are copies and its outputs lie outside of the recording's memory, both for good;
-    `owners` keeps what else it reads and writes alive, so that no key ever means other memory."""
+    """One key's work. Its inputs are copies and its outputs lie outside of the recording's memory, both for good, and
+    the same for all variants; `owners` keeps what else it reads and writes alive, so that no key ever means other
+    memory."""
 
     owners: tuple
     inputs: tuple
@@ -52,9 +54,17 @@ class Graphs:
 
     def __init__(self, recorder: Recorder | None = None):
         self._recorder, self.recording, self.fresh = recorder, recorder is not None, False
-        self._known: dict[Hashable, _Recorded] = {}
+        self._known: dict[tuple, _Recorded] = {}
 
-    def run(self, key: tuple, owners: tuple, work: Callable[..., T], *inputs: Any, widest: int = 1) -> T:
+    def run(
+        self,
+        key: tuple,
+        owners: tuple,
+        work: Callable[..., T],
+        *inputs: Any,
+        widest: int = 1,
+        variant: object = None,
+    ) -> T:
         """`work(*inputs)`, queued.
 
         Args:
@@ -67,17 +77,17 @@ class Graphs:
             inputs: tensors that may lie elsewhere the next time, tuples of such or dataclasses of such.
             widest: rows of the widest pass in it; above MOST_ROWS attention reads lengths on the host, so that it
                 cannot be recorded.
+            variant: one more owner, of which several take turns (samplings): no two of them are at work in one step.
         Returns: what the work returned; where work is recorded, memory that is overwritten when this key runs again.
         """
         if self._recorder is None or widest > MOST_ROWS:
             return work(*inputs)
-        key = (*key, *map(id, owners), tuple((x.shape, x.dtype) for x in _tensors(inputs)))
+        of_all = (*key, *map(id, owners), tuple(map(_form, _tensors(inputs))))
+        key = (*of_all, id(variant))
         known = self._known.get(key)
         if known is None:
-            # The inputs' copies from the first run on: kernels are compiled for how tensors lie.
-            copies = _twin(inputs, Tensor.clone)
-            known = _Recorded(owners, copies, _twin(work(*copies), Tensor.clone))
-            self._known[key], self.fresh = known, True
+            known = self._known[key] = self._first(of_all, (*owners, variant), work, inputs)
+            self.fresh = True
             return _twin(known.outputs)
         _fill(known.inputs, inputs)
         if known.replay is None:
@@ -85,6 +95,20 @@ class Graphs:
             self.fresh = True
         known.replay()
         return _twin(known.outputs)
+
+    def _first(self, of_all: tuple, owners: tuple, work: Callable[..., Any], inputs: tuple) -> _Recorded:
+        """The first run of a key, on the memory of another variant where it had the same forms."""
+        other = next((known for key, known in self._known.items() if key[:-1] == of_all), None)
+        # The inputs' copies from the first run on: kernels are compiled for how tensors lie.
+        if other is None:
+            copies = _twin(inputs, Tensor.clone)
+            return _Recorded(owners, copies, _twin(work(*copies), Tensor.clone))
+        _fill(other.inputs, inputs)
+        outputs = work(*other.inputs)
+        if _twin(outputs, _form) != _twin(other.outputs, _form):
+            return _Recorded(owners, other.inputs, _twin(outputs, Tensor.clone))
+        _fill(other.outputs, outputs)
+        return _Recorded(owners, other.inputs, other.outputs)
 
     def forget(self, owner: object) -> None:
         """Let go of the work that reads or writes the memory of this owner."""
@@ -100,19 +124,19 @@ class Graphs:
 def graphs_for(wanted: bool | None, model: Decoder) -> Graphs:
     """What records an engine's steps with this target, if anything; wanted=None: where it can be. A rotary table
     that is made anew for every length cannot be recorded; nor can a pass whose layers are gathered from other ranks:
-    replayed, it would read weights that are gone, while the others wait for this rank; nor experts in another dtype
-    than bf16 (kernels/experts.py); nor the classes of transformers.
+    replayed, it would read weights that are gone, while the others wait for this rank; nor experts whose
+    products wait for the host (kernels/experts.py); nor the classes of transformers.
 
     Raises: ValueError where it is wanted and cannot be.
     """
     device, rope_type = model.embed_tokens.weight.device, model.config.rope.type
     on_device = backend.triton_kernels("tree_attention", device.type) is not None
-    waits = model.config.experts is not None and waits_for_host(model.embed_tokens.weight.dtype)
+    waits = model.config.experts is not None and waits_for_host(model.embed_tokens.weight)
     possible = on_device and model.records and rope_type != "dynamic" and model.weights_stay and not waits
     if wanted and not possible:
         foreign = "" if model.records else ", and a model of transformers"
         weights = "stay" if model.weights_stay else "are shared out among ranks"
-        experts = f", and experts in {model.embed_tokens.weight.dtype}, not torch.bfloat16" if waits else ""
+        experts = ", and experts whose products wait for the host" if waits else ""
         raise ValueError(
             "graphs=True: needs CUDA, triton, no rope_type 'dynamic' and weights that stay on the device; here "
             f"{device}, {rope_type!r}, and weights that {weights}{experts}{foreign}; leave graphs out"
@@ -120,10 +144,16 @@ def graphs_for(wanted: bool | None, model: Decoder) -> Graphs:
     return cuda_graphs(device) if possible and wanted is not False else Graphs()
 
 
+@cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all engines of a device: cuBLAS keeps memory for each stream that it was ever called on."""
+    return torch.cuda.Stream(device)
+
+
 def cuda_graphs(device: torch.device) -> Graphs:
     """Recorded by CUDA, all in one pool of memory, which is each graph's own only while it runs: what is read later has
     been copied out of it."""
-    stream, alive = torch.cuda.Stream(device), WeakSet[torch.cuda.CUDAGraph]()
+    stream, alive = _capture_stream(device), WeakSet[torch.cuda.CUDAGraph]()
     pool = torch.cuda.graph_pool_handle()
 
     def record(work: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
@@ -184,6 +214,10 @@ def _twin(found: Any, of_tensor: Callable[[Tensor], Tensor] = lambda x: x) -> An
         twin.__dict__.update({name: _twin(part, of_tensor) for name, part in kept.items()})
         return twin
     return found
+
+
+def _form(tensor: Tensor) -> Any:
+    return tensor.shape, tensor.dtype
 
 
 def _fill(still: Any, found: Any) -> None:

@@ -47,10 +47,10 @@ def estimate_memory(
     if not backend.is_host(weight.device):  # with filters or penalties, at all nodes at once
         choices = max(batch, min(batch * width, MOST_SORTED // config.vocab_size)) * config.vocab_size * SORTED_BYTES
     recorded = 0
-    if graphs:  # one pool of memory for the passes, and for each width the outputs that drafters read
+    if graphs:  # one pool of memory for the passes, and for each width the outputs that drafters read, and learn from
         outputs = {"logits": config.vocab_size, "pre_norm": config.hidden_size, "post_norm": config.hidden_size}
-        kept = batch * sum(widths) * sum(outputs.get(name, 0) for name in drafter.needs) * size
-        recorded = verification + kept
+        read = [*(drafter.needs | drafter.learns_from), *drafter.learns_from]
+        recorded = verification + batch * sum(widths) * sum(outputs.get(name, 0) for name in read) * size
     elif weight.device.type == "cpu" and weight.dtype in rows.SUFFIXES:  # of all layers in one call
         narrow = [batch * n_rows for n_rows in widths if batch * n_rows <= MOST_TOKENS]
         passes = max(passes, layers_bytes(config, max(narrow, default=0), weight.dtype))

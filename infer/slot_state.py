@@ -64,9 +64,8 @@ class SlotState:
         def of(roots_B: Tensor, positions_B: Tensor, active_B: Tensor, *inputs: Any) -> T:
             return work(replace(self, roots=roots_B, positions=positions_B, active=active_B), *inputs)
 
-        owners = (*owners, self.history, self.sampling)
-        state = self.roots, self.positions, self.active
-        return self.graphs.run(key, owners, of, *state, *inputs, widest=widest)
+        owners, state = (*owners, self.history), (self.roots, self.positions, self.active)
+        return self.graphs.run(key, owners, of, *state, *inputs, widest=widest, variant=self.sampling)
 
     def rounded(self, count: int) -> int:
         """`count`, a size that steers the work of a step; where work is recorded, for each size by itself, it is

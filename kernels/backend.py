@@ -78,6 +78,12 @@ def triton_kernels(name: str, device_type: str) -> Any | None:
     return import_module(f"longdraft.kernels.triton_impl.{name}")
 
 
+def has_flash_attn() -> bool:
+    """Whether flash-attn 2 is installed. Of version 4, another package, there is the folder flash_attn/cute alone."""
+    found = find_spec("flash_attn")
+    return found is not None and found.origin is not None
+
+
 @cache
 def varlen_attention() -> Callable[..., Any] | None:
     """Causal attention over sequences of several lengths in one kernel: flash-attn's where it is installed, else
@@ -89,7 +95,7 @@ def varlen_attention() -> Callable[..., Any] | None:
     `with_lse=True` it gives the natural log-sum-exps of the scaled scores too, fp32 [H, N]. Where deterministic
     algorithms are asked for, flash-attn's backward is told; PyTorch's own looks itself.
     """
-    if find_spec("flash_attn") is not None:
+    if has_flash_attn():
         return _flash_attn
     if find_spec("torch.nn.attention.varlen") is None:
         return None

@@ -18,6 +18,9 @@ from longdraft.kernels.cpu_impl.rows import MOST_ATTENTION_ROWS
 from longdraft.kernels.gate import clamped_gate, gate
 from longdraft.kernels.linear import linear
 
+# The second one is of PyTorch before 2.10.
+_grouped_mm = F.grouped_mm if hasattr(F, "grouped_mm") else torch._grouped_mm  # pyright: ignore[reportPrivateImportUsage]
+
 
 class ExpertWeights(NamedTuple):
     """An expert is down(gate(x)): of the rows of gate_up_EXD the gate's are first. Biases are there all or none.
@@ -76,7 +79,7 @@ def choose_experts(
 
 
 def grouped(rows_MD: Tensor, chosen_MK: Tensor, shares_MK: Tensor, weights: ExpertWeights) -> Tensor:
-    """[M, D] by two grouped products. On CUDA other dtypes than bf16 go through PyTorch's own loop over the experts,
+    """[M, D] by two grouped products. Where PyTorch has no kernel for them it goes through a loop over the experts,
     which waits for the host (`waits_for_host`)."""
     order_N = chosen_MK.flatten().sort(stable=True).indices
     expert_N = chosen_MK.flatten()[order_N]
@@ -84,13 +87,13 @@ def grouped(rows_MD: Tensor, chosen_MK: Tensor, shares_MK: Tensor, weights: Expe
     sizes_E.scatter_add_(0, chosen_MK.flatten(), torch.ones_like(chosen_MK, dtype=torch.int32).flatten())
     ends_E = sizes_E.cumsum(0, dtype=torch.int32)
     rows_ND = rows_MD[order_N // chosen_MK.shape[1]]
-    gate_up_NX = F.grouped_mm(rows_ND, weights.gate_up_EXD.mT, offs=ends_E)
+    gate_up_NX = _grouped_mm(rows_ND, weights.gate_up_EXD.mT, offs=ends_E)
     del rows_ND  # of so many rows each is as large as a layer's: none lives longer than it is read
     if weights.gate_up_bias_EX is not None:
         gate_up_NX += weights.gate_up_bias_EX[expert_N]
     gated_NF = _gate(gate_up_NX, weights)
     del gate_up_NX
-    sorted_ND = F.grouped_mm(gated_NF, weights.down_EDF.mT, offs=ends_E)
+    sorted_ND = _grouped_mm(gated_NF, weights.down_EDF.mT, offs=ends_E)
     del gated_NF
     if weights.down_bias_ED is not None:
         sorted_ND += weights.down_bias_ED[expert_N]
@@ -99,9 +102,12 @@ def grouped(rows_MD: Tensor, chosen_MK: Tensor, shares_MK: Tensor, weights: Expe
     return _add_up(outputs_ND, shares_MK)
 
 
-def waits_for_host(dtype: torch.dtype) -> bool:
-    """Whether experts of this dtype are read on the host on a GPU, so that a pass cannot be recorded."""
-    return dtype != torch.bfloat16
+def waits_for_host(weight: Tensor) -> bool:
+    """Whether a GPU's pass over experts of such weights waits for the host, so that it cannot be recorded: PyTorch's
+    own kernel is for bf16 on Hopper and Blackwell alone."""
+    if weight.dtype != torch.bfloat16:
+        return True
+    return weight.is_cuda and torch.cuda.get_device_capability(weight.device)[0] not in (9, 10)
 
 
 def _on_host(

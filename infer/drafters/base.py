@@ -37,6 +37,7 @@ class Drafter:
     Attributes:
         needs: the TargetOutput fields it wants from the next pass of the target, the prefill's included; it may change
             from pass to pass. "queries" are the root's in a step, the last row's in a prefill.
+        learns_from: those of them that `on_step` reads where it has proposed.
         max_nodes: the most nodes below the root it ever proposes.
         max_depth: the deepest level it ever proposes.
         trunk: so many first nodes of its last tree are one path that all others lie behind.
@@ -46,6 +47,7 @@ class Drafter:
     """
 
     needs: frozenset[str] = frozenset()
+    learns_from: frozenset[str] = frozenset()
     max_nodes: int
     max_depth: int
     trunk = 0
@@ -139,11 +141,9 @@ class DeviceDrafter(Drafter):
     write besides their arguments lies where it is for as long as the cache of `on_start` does.
 
     Attributes:
-        learns_from: the TargetOutput fields that `update` reads.
         num_query_tokens: of its widest pass for each slot, where attention is in it.
     """
 
-    learns_from: frozenset[str] = frozenset()
     num_query_tokens = 1
 
     def buffers(self) -> tuple[object, ...]:

@@ -57,6 +57,10 @@ class Combined(Drafter):
         return frozenset().union(*(drafter.needs for drafter in self.drafters))
 
     @property
+    def learns_from(self) -> frozenset[str]:
+        return frozenset().union(*(drafter.learns_from for drafter in self.drafters))
+
+    @property
     def n_classes(self) -> int:
         return 2 * sum(drafter.n_classes for drafter in self.drafters)
 

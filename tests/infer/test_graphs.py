@@ -7,6 +7,7 @@ in the key, and a read that would wait for the device all fail here.
 
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -21,9 +22,11 @@ from longdraft.benchmarks import measure as measure_module
 from longdraft.infer import graphs as graphs_module
 from longdraft.infer import runner as runner_module
 from longdraft.infer.drafters.combine import Combined
+from longdraft.infer.drafters.plain import Plain
 from longdraft.infer.drafters.token_recycling import TokenRecycling
 from longdraft.infer.engine import Engine
 from longdraft.infer.graphs import Graphs
+from longdraft.infer.memory import estimate_memory
 from longdraft.infer.runner import Runner
 from longdraft.infer.sampling import SamplingParams
 from longdraft.kernels import backend, cross_attention, tree_attention
@@ -185,6 +188,25 @@ def test_recorded_steps_give_plain_tokens(made, plain_tokens, seeded, as_on_a_gp
         assert [one.tokens for one in engine.generate(prompts, params)] == expected
     # Plain decoding is one piece of work for all requests of a kind; drafters record their own, and more widths.
     assert len(RECORDED) == 1 if drafter == "plain" else len(RECORDED) >= 2
+
+
+def test_kinds_of_sampling_take_the_memory_of_one(made, as_on_a_gpu):
+    """What is kept for a width, its logits among it, is as much as the estimate says, however many kinds there are."""
+    target, drafter = made("token_recycling")
+    engine, kept, prompts = Engine(target, drafter, slots=2, nodes=8), [], [[3, 1, 4, 1, 5], [9, 2, 6]]
+    for kind in SAMPLINGS.values():
+        engine.generate(prompts, replace(kind, seed=3, max_new_tokens=12, ignore_eos=True))
+        known = engine.runner._graphs._known
+        large = [x for one in known.values() for x in graphs_module._tensors((*one.inputs, one.outputs))]
+        large = [x for x in large if x.shape[-1] == VOCAB]
+        kept.append({x.data_ptr(): x.nbytes for x in large})
+    widths = {x.shape[1] for x in large}
+    assert len(known) >= 2 * len(SAMPLINGS) and kept[0] == kept[-1]
+    plain, own = (
+        estimate_memory(target.model, one, 2, 100, sorted(widths), 8, graphs=True)["recorded steps"]
+        for one in (Plain(), drafter)
+    )
+    assert own - plain == sum(kept[-1].values()) == 2 * 2 * sum(widths) * VOCAB * 4  # as outputs, and to learn from
 
 
 class OneRank:

@@ -33,7 +33,7 @@ open("/proc/self/clear_refs", "w").write("5")  # the peak counts from here on, w
 grown = resident("VmHWM:") - before
 # The same text again, read in passes of 64 rows, which are bit by bit those of one row.
 cache = engine.runner.cache
-cache.rewind(torch.tensor([7999]))
+cache.lengths.fill_(7999)  # the slot is empty, and its rows are still there
 chosen, rows = [], torch.tensor([prompt[-1:] + generation.tokens[:-1]])
 for part in rows.split(64, dim=1):
     chosen += target.model(Pass(part, cache=cache)).logits[0].argmax(-1).tolist()

@@ -1,10 +1,12 @@
 """kernels/experts.py: both ways against the reference, ties, and a token's bits whatever stands beside it."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from longdraft.kernels.cpu_impl.rows import decoding
-from longdraft.kernels.experts import ExpertWeights, choose_experts, experts, grouped
+from longdraft.kernels.experts import ExpertWeights, choose_experts, experts, grouped, waits_for_host
 from longdraft.kernels.reference.experts import experts as reference
 
 D, E, F = 24, 5, 16
@@ -66,3 +68,12 @@ def test_a_prompt_does_not_depend_on_the_others_of_its_pass(clamped):
 
 def test_no_tokens_give_no_tokens():
     assert experts(tokens(1, 0), weights(), 2, True).shape == (1, 0, D)
+
+
+@pytest.mark.parametrize("major, waits", [(8, True), (9, False), (10, False), (12, True)])
+def test_where_pytorch_has_no_grouped_product_a_pass_waits_for_the_host(monkeypatch, major, waits):
+    """ATen's `_grouped_mm_cuda` has a kernel for sm_90 and sm_100 in bf16; elsewhere it reads the sizes on the host."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
+    given = {"is_cuda": True, "device": torch.device("cuda", 0)}
+    assert waits_for_host(SimpleNamespace(dtype=torch.bfloat16, **given)) is waits
+    assert waits_for_host(SimpleNamespace(dtype=torch.float16, **given))

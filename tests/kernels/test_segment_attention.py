@@ -1,5 +1,6 @@
 """kernels/segment_attention.py: both it and its reference against each row written out; gradients; the layout."""
 
+import sys
 from itertools import pairwise
 
 import pytest
@@ -226,3 +227,15 @@ def test_the_kernel_that_is_chosen_takes_what_it_is_given():
     else:
         here = tuple(int(number) for number in torch.__version__.split(".")[:2])
         assert chosen is backend._flash_attn or here < (2, 13)
+
+
+@pytest.mark.parametrize("files, whether", [(["cute/__init__.py"], False), (["__init__.py", "cute/__init__.py"], True)])
+def test_flash_attn_4_alone_is_not_flash_attn(tmp_path, monkeypatch, files, whether):
+    """Its package is the folder flash_attn/cute, without a flash_attn/__init__.py."""
+    for file in files:
+        path = tmp_path / "flash_attn" / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    monkeypatch.delitem(sys.modules, "flash_attn", raising=False)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    assert backend.has_flash_attn() is whether
