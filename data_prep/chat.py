@@ -83,7 +83,12 @@ class ChatEncoder:
         """The conversation as one sequence, or as one a turn, named `name#1`, `name#2`, ... Raises Unusable."""
         assert isinstance(document, Conversation), document.name
         messages = self._template.guarded(document.messages)
-        turns = [self._turn(messages[: i + 1]) for i, (role, _) in enumerate(messages) if role == "assistant"]
+        # An answer that nothing stands before is no answer: many templates refuse a prompt of no messages.
+        places = [i for i, (role, _) in enumerate(messages) if role == "assistant" and i > 0]
+        if not places:
+            self._template.render(messages)  # its own refusal says more
+            raise Unusable("no_assistant_turn")
+        turns = [self._turn(messages[: i + 1]) for i in places]
         if document.unfinished:
             turns[-1] = self._cut(turns[-1], messages)
         whole = self._whole(messages, turns)

@@ -16,7 +16,7 @@ from typing import Any
 
 import httpx
 
-from longdraft.data_prep.responses import Completion
+from longdraft.data_prep.responses import Completion, text_behind
 
 KEY = "OPENAI_API_KEY"
 TRIES, FIRST_PAUSE, LONGEST_PAUSE = 8, 1.0, 60.0  # of one request; seconds, twice as long each time
@@ -137,10 +137,20 @@ class EndpointClient:
         signed = seed - 2**64 if seed >= 2**63 else seed
         asked = {"model": self.model, "prompt": prompt, "seed": signed, **self._sampling}
         asked["max_tokens"] = min(asked["max_tokens"], self._positions - len(prompt))
-        choice = self._ask("POST", "completions", asked, next(self._turn))["choices"][0]
-        tokens = self._tokenizer(choice["text"], add_special_tokens=False)["input_ids"]
+        found = self._ask("POST", "completions", asked, next(self._turn))
+        choice, usage = found["choices"][0], found.get("usage")
+        tokens = self._tokens(prompt, choice["text"])
         ended = choice.get("finish_reason") == "stop"
-        return Completion(index, [*tokens, self._eos_id] if ended else tokens, ended)
+        count = usage.get("completion_tokens") if isinstance(usage, dict) else None
+        return Completion(index, [*tokens, self._eos_id] if ended else tokens, ended, count)
+
+    def _tokens(self, prompt: list[int], text: str) -> list[int]:
+        """Of a text that stands behind the prompt: where the tokenizer puts a blank before any text, of the text behind
+        a line's end."""
+        alone, head, whole = self._tokenizer([text, "\n", "\n" + text], add_special_tokens=False)["input_ids"]
+        readings = alone, whole[len(head) :]
+        rust = self._tokenizer.backend_tokenizer
+        return next((tokens for tokens in readings if text_behind(rust, prompt, tokens) == text), alone)
 
     def _ask(self, method: str, path: str, body: dict | None, place: int) -> dict:
         """An endpoint's answer; what may be better another time is asked again, of the next endpoint."""

@@ -36,6 +36,7 @@ from longdraft.models.files import write_atomically
 COMMAND = "longdraft prepare regenerate"
 OWN_FILES = r"part-\d+\.jsonl"
 SEGMENT_BYTES = 1 << 20
+ENOUGH_ANSWERS = 16  # of the first part that a call makes; if so many fail alike, the others would
 # The fields of a task's completion record, and of the manifest, for no conversation; hints: by reason why conversations
 # were left out, what is wrong with one of them.
 EMPTY_RECORD = {
@@ -151,8 +152,8 @@ def regenerate(
         start: makes the target ready; it is called only if there is work.
         machine: answer this machine's tasks only. The folder is not finished (None is returned) before a call without.
     Raises:
-        ValueError: no such source, a folder made with something else, a full disk, not one good answer. Finished parts
-            stay on disk, so the same call goes on.
+        ValueError: no such source, a folder made with something else, a full disk, not one good answer, be it in the
+            first part alone. Finished parts stay on disk, so the same call goes on.
     """
     out = config.out
     check_out(out)
@@ -212,7 +213,8 @@ def _answer(
             conversations = list(islice(given.conversations, config.part_size))
             if task in mine and task not in done:
                 generate = generate or start()
-                _answer_part(task, config, conversations, folder, chat, generate, meter)
+                is_first = not done and not meter.tokens
+                _answer_part(task, config, conversations, folder, chat, generate, meter, is_first)
     assert next(given.conversations, None) is None, "the input holds more conversations than were counted"
     return f", {meter.tokens / max(meter.seconds, 1e-9):,.0f} tokens/s" if meter.tokens else ""
 
@@ -225,8 +227,10 @@ def _answer_part(
     chat: ChatTokens,
     generate: Generate,
     meter: Meter,
+    is_first: bool,
 ) -> None:
-    """Answer a task's conversations and write what is good and, last, the completion record."""
+    """Answer a task's conversations and write what is good and, last, the completion record. is_first: whether none was
+    done before."""
     opened = [OpenConversation.begin(document) for document in conversations]
     for conversation in opened:
         if conversation.why is not None:
@@ -234,6 +238,8 @@ def _answer_part(
     begin = time.perf_counter()
     answer_all(opened, chat, generate, config.seed, meter.count)
     meter.seconds += time.perf_counter() - begin
+    if is_first:
+        _check_first([conversation for conversation in opened if conversation.generated])
     lines = []
     for conversation in opened:
         if conversation.why is None:
@@ -246,6 +252,17 @@ def _answer_part(
         write_atomically(path, lambda temporary: temporary.write_text("".join(lines), encoding="utf-8"))
         record["parts"] = [{"file": path.name, "conversations": len(lines), "bytes": path.stat().st_size}]
     folder.complete(task, [path] if lines else [], record)
+
+
+def _check_first(answered: Sequence[OpenConversation]) -> None:
+    """Raises ValueError where all of them failed at their first answer, for one reason."""
+    failures = {(conversation.turn, conversation.why) for conversation in answered}
+    if len(answered) >= ENOUGH_ANSWERS and len(failures) == 1 and answered[0].turn == 0:
+        first = answered[0]
+        raise ValueError(
+            f"none of the first {len(answered)} answers can be used ({first.why}, the first in {first.name}), so no "
+            "more are asked for; give another --chat-template, or for unfinished answers more --max-new-tokens"
+        )
 
 
 def _record(conversation: OpenConversation) -> dict:

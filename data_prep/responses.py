@@ -7,12 +7,13 @@ conversations come from and go to (regenerate.py).
 """
 
 import hashlib
+import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tokenizers import Tokenizer
 
-from longdraft.data_prep.chat import ChatEncoder, stand_in_tokenizer
+from longdraft.data_prep.chat import PLAIN_TEMPLATE, ChatEncoder, stand_in_tokenizer
 from longdraft.data_prep.chat_template import ChatTemplate
 from longdraft.data_prep.documents import (
     BAD_REASONS,
@@ -47,16 +48,19 @@ SKIPPED = (
 )
 
 Message = tuple[str, str | None]  # role and content; None: an answer that is due
+UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what a tokenizer shows for bytes that are no whole character
+THOUGHT, THOUGHT_TOKENS = re.compile(r"<think>\s*\Z"), 16  # what opens one at a prompt's end, and where to look for it
 
 
 @dataclass(frozen=True)
 class Completion:
     """What the target wrote behind prompt `index` of a call. tokens: its token ids. ended: whether the last one is an
-    end token."""
+    end token. count: how many it wrote, where `tokens` are read from a text."""
 
     index: int
     tokens: list[int]
     ended: bool
+    count: int | None = None
 
 
 # Takes prompts (token ids) and their seeds (unsigned, 64 bits); gives their completions as they come, in any order.
@@ -92,7 +96,8 @@ class OpenConversation:
 
     digest: sha256 of the conversation as it was given. turn: the number of answers it has got. generated: the tokens of
     all its answers. reread: how many answers, read back as text, give other tokens than the target wrote. why: the
-    reason it is left out, if it is; detail: as BadDocument's. unfinished: the last answer was cut, and kept.
+    reason it is left out, if it is; detail: as BadDocument's. unfinished: the last answer was cut, and kept. asked: the
+    tokens before the answer that is due.
     """
 
     name: str
@@ -104,6 +109,7 @@ class OpenConversation:
     why: str | None = None
     detail: str = ""
     unfinished: bool = False
+    asked: list[int] = field(default_factory=list)
 
     @classmethod
     def begin(cls, given: Conversation | BadDocument) -> "OpenConversation":
@@ -131,6 +137,17 @@ class OpenConversation:
         return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little")
 
 
+def text_behind(tokenizer: Tokenizer, prompt: Sequence[int], tokens: Sequence[int]) -> str:
+    """The text that the tokens add behind the prompt; decoded alone, a tokenizer whose words begin with a blank leaves
+    out the first one. It is the Rust tokenizer's own: transformers may tidy up blanks."""
+    begin = len(prompt) - 1
+    while begin > 0 and UNFINISHED in tokenizer.decode([prompt[begin]], skip_special_tokens=False):
+        begin -= 1
+    head = list(prompt[max(begin, 0) :])
+    before, whole = (tokenizer.decode(ids, skip_special_tokens=False) for ids in (head, [*head, *tokens]))
+    return whole[len(before) :]
+
+
 class ChatTokens:
     """Turns conversations into prompts for the target, and what it writes into answers. keep_unfinished: an answer
     without an end is the conversation's last, not an error."""
@@ -141,6 +158,7 @@ class ChatTokens:
         self._stand_ins = stand_in_tokenizer(encoder.serialised, encoder.eos_id, encoder.unk_id)
         self._plain = Tokenizer.from_str(encoder.serialised)
         self._control = frozenset(encoder.special.values()) | {encoder.eos_id}
+        self._is_plain = encoder.template.endswith(PLAIN_TEMPLATE)
 
     def prompt(self, conversation: OpenConversation) -> list[int]:
         """The token ids of all that stands before the answer that is due. Raises LeftOut."""
@@ -153,7 +171,8 @@ class ChatTokens:
             raise LeftOut(error.why, error.detail) from None
         if len(ids) > self._max_prompt:
             raise LeftOut("prompt_too_long")
-        return ids.tolist()
+        conversation.asked = ids.tolist()
+        return conversation.asked
 
     def take(self, conversation: OpenConversation, completion: Completion) -> None:
         """Write the completion into the conversation, as the answer that is due. Raises LeftOut."""
@@ -163,38 +182,59 @@ class ChatTokens:
         tokens = completion.tokens[:-1] if completion.ended else completion.tokens
         if not self._control.isdisjoint(tokens):
             raise LeftOut("special_token_in_answer")
-        # The Rust tokenizer's own text: transformers may tidy up blanks.
-        text = self._plain.decode(tokens, skip_special_tokens=False)
+        # A chat's template may write the first blank, or take it away; a continuation has it.
+        texts = [text_behind(self._plain, prompt, tokens) for prompt in ((), conversation.asked)]
         if not completion.ended:
-            text = text.rstrip("\N{REPLACEMENT CHARACTER}")  # a character that was cut
-        if not text.strip():
+            texts = [text.rstrip(UNFINISHED) for text in texts]  # a character that was cut
+        written = texts[-1]
+        if not written.strip():
             raise LeftOut("empty_answer")
-        if "\N{REPLACEMENT CHARACTER}" in text or NONCHARACTERS.search(text):
+        if UNFINISHED in written or NONCHARACTERS.search(written):
             raise LeftOut("not_text")
-        due = conversation.due
-        try:
-            answered = Conversation(
-                conversation.name,
-                conversation.digest,
-                (*conversation.until(due), ("assistant", text)),
-                not completion.ended,
-            )
-            last = self._encoder.encode_document(answered)[-1]
-        except Unusable as error:
-            raise LeftOut(error.why, error.detail) from None
-        begin, end = last.spans[-1]
-        learned = last.tokens[begin:end].tolist()
+        if self._is_plain:
+            texts.reverse()
+        prompt = self._plain.decode(conversation.asked[-THOUGHT_TOKENS:], skip_special_tokens=False)
+        if opened := THOUGHT.search(prompt):  # a template may have the opening in the prompt, and not in the answer
+            texts.append(opened[0] + written)
+        text, learned = self._read_back(conversation, texts, tokens, completion.ended)
         if not completion.ended:
             # A template may write beside what was cut: Qwen3's closes an empty thought before one that has no end.
             kept = self._plain.decode(learned, skip_special_tokens=False).strip()
-            if not kept or not text.strip().startswith(kept):
+            if not kept or not written.strip().startswith(kept):
                 raise LeftOut("unfinished")
-        conversation.reread += learned[: len(tokens)] != tokens
+        is_own = learned[: len(tokens)] == tokens and completion.count in (None, len(completion.tokens))
+        conversation.reread += not is_own
+        due = conversation.due
         conversation.messages[due] = ("assistant", text)
         conversation.turn += 1
         if not completion.ended:
             conversation.unfinished = True
             del conversation.messages[due + 1 :]
+
+    def _read_back(
+        self, conversation: OpenConversation, texts: Sequence[str], tokens: list[int], ended: bool
+    ) -> tuple[str, list[int]]:
+        """The first of the texts that gives these tokens back as the answer, else the first that can be one, with the
+        tokens that `prepare` makes of it. Raises LeftOut."""
+        assert conversation.due is not None
+        before = conversation.until(conversation.due)
+        found, refused = list[tuple[str, list[int]]](), None
+        for text in dict.fromkeys(texts):
+            messages = (*before, ("assistant", text))
+            answered = Conversation(conversation.name, conversation.digest, messages, not ended)
+            try:
+                last = self._encoder.encode_document(answered)[-1]
+            except Unusable as error:
+                refused = refused or LeftOut(error.why, error.detail)
+                continue
+            begin, end = last.spans[-1]
+            found.append((text, last.tokens[begin:end].tolist()))
+            if found[-1][1][: len(tokens)] == tokens:
+                return found[-1]
+        if not found:
+            assert refused is not None
+            raise refused
+        return found[0]
 
 
 def answer_all(

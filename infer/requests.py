@@ -11,7 +11,7 @@ from jinja2 import TemplateError
 from longdraft.infer.drafters.base import Request
 from longdraft.infer.results import Generation, Piece, Statistics
 from longdraft.infer.sampling import SamplingParams, draw_seed, one_each
-from longdraft.infer.text import StopStrings
+from longdraft.infer.text import StopStrings, text_behind
 from longdraft.infer.values import check_text, is_integer, short_repr
 from longdraft.models.target import Target
 
@@ -21,13 +21,27 @@ Message = Mapping[str, Any]
 Prompt = str | Sequence[int] | Sequence[Message]
 
 
+@dataclass(frozen=True)
+class Continuation(Request):
+    """One whose text goes on from its prompt's, as a chat's answer does not. skip_special: whether special tokens are
+    no text; else all but the end token are."""
+
+    skip_special: bool = True
+
+
+def text_before(request: Request) -> Sequence[int]:
+    """The tokens whose text the request's goes on from."""
+    return request.prompt if isinstance(request, Continuation) else ()
+
+
 def read_requests(
     target: Target,
     prompts: Prompt | Sequence[Prompt],
     params: SamplingParams | Sequence[SamplingParams],
     max_length: int,
 ) -> list[Request]:
-    """One request a prompt: text, token ids, or a chat's messages, which the tokenizer's own template puts in words.
+    """One request a prompt: text, token ids, or a chat's messages, which the tokenizer's own template puts in words. A
+    text's is a Continuation.
 
     Raises:
         ValueError: a prompt that is empty, too long for `max_length` positions, or no prompt; a text where the target
@@ -51,7 +65,8 @@ def read_requests(
         tokens = prompt_tokens(target, prompt, f"prompt {index}")
         _check(target, index, tokens, sampling, max_length)
         seed = draw_seed() if sampling.seed is None else sampling.seed
-        requests.append(Request(index, tokens, replace(sampling, seed=seed)))
+        kind = Continuation if isinstance(prompt, str) else Request
+        requests.append(kind(index, tokens, replace(sampling, seed=seed)))
     return requests
 
 
@@ -183,7 +198,8 @@ class ActiveSequence:
         self.committed = list(self.request.prompt)
         ends = () if sampling.ignore_eos else self.target.eos_token_ids
         self._stop_ids = frozenset(ends) | frozenset(sampling.stop_token_ids)
-        self._stops = StopStrings(self.target.tokenizer, sampling.stop_strings) if sampling.stop_strings else None
+        stops, before = sampling.stop_strings, text_before(self.request)
+        self._stops = StopStrings(self.target.tokenizer, stops, before) if stops else None
 
     def commit(self, tokens: Sequence[int]) -> list[int]:
         """Append tokens up to the first that ends the sequence; returns what was appended."""
@@ -211,8 +227,11 @@ class ActiveSequence:
         tokenizer, request = self.target.tokenizer, self.request
         tokens, seed = self.committed[len(request.prompt) :], request.sampling.seed
         assert seed is not None
-        text = None if tokenizer is None else tokenizer.decode(tokens, skip_special_tokens=True)
-        if self._stops is not None and self.finish_reason == "stop" and tokens[-1] not in self._stop_ids:
+        skip = not isinstance(request, Continuation) or request.skip_special
+        has_end = self.finish_reason == "stop" and tokens[-1] in self._stop_ids
+        read = tokens[:-1] if has_end and not skip else tokens
+        text = None if tokenizer is None else text_behind(tokenizer, text_before(request), read, skip)
+        if self._stops is not None and self.finish_reason == "stop" and not has_end:
             text = self._stops.text
         self.stats.decisions = decisions
         return Generation(request.index, request.prompt, tokens, text, seed, self.finish_reason, self.stats)

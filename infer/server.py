@@ -25,6 +25,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from longdraft.infer.engine import Engine
+from longdraft.infer.requests import text_before
 from longdraft.infer.results import Generation
 from longdraft.infer.server_engine import EngineThread, Full, Job, Stopped
 from longdraft.infer.server_protocol import Answers, ApiError, Body, Chat, Completion, parse, requests_of
@@ -158,7 +159,8 @@ class Service:
 
     async def _events(self, job: Job, answers: Answers) -> AsyncIterator[bytes]:
         """A stream's chunks, and what ends it."""
-        texts = [ShownText(self.engine.target.tokenizer, one.sampling.stop_strings) for one in job.requests]
+        tokenizer = self.engine.target.tokenizer
+        texts = [ShownText(tokenizer, one.sampling.stop_strings, text_before(one)) for one in job.requests]
         done = dict[int, Generation]()
         for index in range(len(texts)):
             if (first := answers.first(index)) is not None:

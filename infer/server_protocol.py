@@ -2,7 +2,7 @@
 
 Fields that would change the answer and are not served are refused by name, unless they ask for nothing.
 Source: OpenAI's API reference, "Chat" and "Completions"; the fields `top_k`, `min_p`, `repetition_penalty`,
-`stop_token_ids`, `ignore_eos` and the object `metrics.speculative_decoding` are vLLM's.
+`stop_token_ids`, `ignore_eos`, `skip_special_tokens` and the object `metrics.speculative_decoding` are vLLM's.
 """
 
 import re
@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from longdraft.infer.drafters.base import Request
-from longdraft.infer.requests import prompt_tokens, read_requests
+from longdraft.infer.requests import Continuation, prompt_tokens, read_requests
 from longdraft.infer.results import Generation
 from longdraft.infer.sampling import SamplingParams, draw_seed
 from longdraft.infer.values import short_repr
@@ -127,6 +127,7 @@ class Completion(Body):
     echo: Literal[False] | None = None
     suffix: Literal[""] | None = None
     logprobs: None = None
+    skip_special_tokens: bool = True
 
     @property
     def limit(self) -> int | None:
@@ -177,7 +178,11 @@ def requests_of(body: Body, target: Target, max_length: int) -> list[Request]:
             params = _sampling(body, _new_tokens(body, len(tokens), max_length))
             seed = draw_seed() if params.seed is None else params.seed
             seeds = [seed + i if seed + i < 2**64 else seed + i - 2**64 for i in range(count)]
-            requests += read_requests(target, [tokens] * count, [replace(params, seed=s) for s in seeds], max_length)
+            found = read_requests(target, [tokens] * count, [replace(params, seed=s) for s in seeds], max_length)
+            if isinstance(body, Completion):
+                skip = body.skip_special_tokens
+                found = [Continuation(one.index, one.prompt, one.sampling, skip) for one in found]
+            requests += found
         except ValueError as error:
             raise _in_fields(str(error), name) from error
     return requests
@@ -199,6 +204,9 @@ def _check(body: Body) -> None:
         raise ApiError(400, f"{both}; give one of them", body.limit_field)
     if body.stream_options is not None and not body.stream:
         raise ApiError(400, "stream_options: of a stream; give stream too, or leave it out", "stream_options")
+    if isinstance(body, Completion) and not body.skip_special_tokens and (body.stream or body.stop):
+        text = "skip_special_tokens: false is of whole answers; leave it, or stream and stop, out"
+        raise ApiError(400, text, "skip_special_tokens")
     for place, message in enumerate(body.messages if isinstance(body, Chat) else ()):
         if unknown := [key for key, value in message.items() if key not in MESSAGE_KEYS and value is not None]:
             raise ApiError(

@@ -7,21 +7,38 @@ UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 MOST_UNFINISHED = 3
 
 
+def text_behind(tokenizer, prompt: Sequence[int], tokens: Sequence[int], skip_special: bool = True) -> str:
+    """The text that tokens add behind a prompt, whose own text is not in it. A word's space that is part of its token
+    would be dropped at the beginning of a text."""
+    head = _end_of(tokenizer, prompt)
+    before, whole = (tokenizer.decode(ids, skip_special_tokens=skip_special) for ids in (head, [*head, *tokens]))
+    return whole[len(before) :]
+
+
+def _end_of(tokenizer, prompt: Sequence[int]) -> list[int]:
+    """What the text behind a prompt depends on: its last token that is whole characters, and those behind it."""
+    begin = len(prompt) - 1
+    while begin > 0 and UNFINISHED in tokenizer.decode([prompt[begin]]):
+        begin -= 1
+    return list(prompt[max(begin, 0) :])
+
+
 class TextReader:
     """The text of a growing list of tokens, without decoding all of it again for every token.
 
     A token's text depends on the one before it (a leading space, a character's bytes), so the last finished stretch is
-    decoded again in front of the new tokens and taken off. Special tokens are no text.
+    decoded again in front of the new tokens and taken off. Special tokens are no text. prompt: what they stand behind,
+    where their text goes on from its own.
 
     Attributes:
         text: all that was read; what may be within a character is not in it before the next tokens or `finish`.
     """
 
-    def __init__(self, tokenizer):
+    def __init__(self, tokenizer, prompt: Sequence[int] = ()):
         self._tokenizer = tokenizer
-        self._window: list[int] = []  # tokens from the last finished stretch on
-        self._finished = 0  # how many of them end with a whole character
-        self._given = 0  # characters of their text that are in `text`
+        self._window = _end_of(tokenizer, prompt)  # tokens from the last finished stretch on
+        self._finished = len(self._window)  # how many of them end with a whole character
+        self._given = self._decode(self._window)  # of their text what is in `text`, or before it
         self.text = ""
 
     def push(self, tokens: Sequence[int]) -> str:
@@ -30,21 +47,23 @@ class TextReader:
         self._window += tokens
         whole = self._decode(self._window)
         ready = len(whole) - _unfinished(whole)
-        added = whole[self._given : ready]
-        self._given += len(added)
+        if whole.endswith(UNFINISHED) and not whole.startswith(self._given):
+            return ""  # of tokens that are bytes, those of half a character undo the whole ones before them
+        added = whole[len(self._given) : ready]
+        self._given += added
         self.text += added
         if ready == len(whole):
             if added:
                 self._window = self._window[self._finished :]
-                self._finished, self._given = len(self._window), len(self._decode(self._window))
+                self._finished, self._given = len(self._window), self._decode(self._window)
             elif before == self._finished:
                 del self._window[before:]  # without text of their own, as special tokens are
         return added
 
     def finish(self) -> str:
         """What still waited: an unfinished character."""
-        rest = self._decode(self._window)[self._given :]
-        self._window, self._finished, self._given = [], 0, 0
+        rest = self._decode(self._window)[len(self._given) :]
+        self._window, self._finished, self._given = [], 0, ""
         self.text += rest
         return rest
 
@@ -61,8 +80,8 @@ def _unfinished(text: str) -> int:
 class StopStrings:
     """Watches a growing text for the first of some strings."""
 
-    def __init__(self, tokenizer, strings: Sequence[str]):
-        self._reader, self._strings = TextReader(tokenizer), tuple(strings)
+    def __init__(self, tokenizer, strings: Sequence[str], prompt: Sequence[int] = ()):
+        self._reader, self._strings = TextReader(tokenizer, prompt), tuple(strings)
         self._longest = max(map(len, strings))
 
     def push(self, token: int) -> bool:
@@ -85,8 +104,8 @@ class StopStrings:
 class ShownText:
     """The text of a growing list of tokens for a reader: what may be the beginning of a stop string is held back."""
 
-    def __init__(self, tokenizer, stop_strings: Sequence[str] = ()):
-        self._reader, self._strings = TextReader(tokenizer), tuple(stop_strings)
+    def __init__(self, tokenizer, stop_strings: Sequence[str] = (), prompt: Sequence[int] = ()):
+        self._reader, self._strings = TextReader(tokenizer, prompt), tuple(stop_strings)
         self._shown = 0
 
     def push(self, tokens: Sequence[int]) -> str:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import torch
 
     from longdraft.infer.engine import Engine
+    from longdraft.infer.requests import Prompt
     from longdraft.infer.results import Generation, Piece
     from longdraft.infer.sampling import SamplingParams
     from longdraft.models.target import Target
@@ -80,14 +81,16 @@ def _generate(args: argparse.Namespace) -> int:
     if args.no_noise and (params.temperature == 0 or names == ["plain"]):
         raise ValueError("--no-noise: of drafters that rank at a --temperature above 0; give both or leave it out")
     target = asked.open_target(_least_positions(args, asked.source, text, params, asked.device))
-    prompt = _prompt_tokens(args, target, text)
+    tokens = _prompt_tokens(args, target, text)
+    prompt = tokens if text is None or args.chat or args.prompt_tokens is not None else text  # a text is gone on with
     screen = Screen(args.json, several=len(names) > 1)
     if not args.chat:
-        screen.prompt(target.tokenizer.decode(prompt))
+        screen.prompt(target.tokenizer.decode(tokens))
     # All of them first: what is wrong with the last one is said before the first one writes.
     engines = asked.open_engines(target)
     done: dict[str, Generation] = {}
     for name, engine in engines.items():
+        screen.begin(name, target, params, tokens if prompt is text else ())
         done[name] = _run(screen, engine, name, prompt, params)
         if done[name].finish_reason == "cancelled":
             break
@@ -180,9 +183,8 @@ def _prompt_tokens(args: argparse.Namespace, target: "Target", text: str | None)
     return tokens[: args.prompt_tokens]
 
 
-def _run(screen: "Screen", engine: "Engine", name: str, prompt: list[int], params: "SamplingParams") -> "Generation":
+def _run(screen: "Screen", engine: "Engine", name: str, prompt: "Prompt", params: "SamplingParams") -> "Generation":
     """Decode with one drafter and print the text as it comes; Ctrl-C ends it with what there is."""
-    screen.begin(name, engine.target, params)
     with _ctrl_c(engine) as interrupted:
         for piece in engine.stream([prompt], params):
             screen.show(piece)
@@ -228,11 +230,11 @@ class Screen:
         if self._terminal:
             self._write(text[-SHOWN_PROMPT:], DIM)
 
-    def begin(self, name: str, target: "Target", params: "SamplingParams") -> None:
-        """The next drafter's text comes."""
+    def begin(self, name: str, target: "Target", params: "SamplingParams", before: Sequence[int]) -> None:
+        """The next drafter's text comes, behind that of these tokens."""
         from longdraft.infer.text import ShownText
 
-        self._text = ShownText(target.tokenizer, params.stop_strings)
+        self._text = ShownText(target.tokenizer, params.stop_strings, before)
         if self._several and not self._json:
             self._write(f"\n--- {name} ---\n")
 

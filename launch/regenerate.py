@@ -210,7 +210,8 @@ def _check_endpoints(args: argparse.Namespace) -> None:
 def _endpoint_client(args: argparse.Namespace, answering: dict, tokenizer: Any, positions: int) -> "EndpointClient":
     from longdraft.data_prep.endpoints import EndpointClient, Endpoints
 
-    asked = {"max_tokens": answering["max_new_tokens"]}
+    # An answer's control tokens are to be seen, so that it is left out, as an engine's is.
+    asked = {"max_tokens": answering["max_new_tokens"], "skip_special_tokens": False}
     asked |= {name: answering[name] for name in ("temperature", "top_p")}
     # What only some servers know is said where it is wanted.
     asked |= {name: answering[name] for name in ("top_k", "min_p") if answering[name]}

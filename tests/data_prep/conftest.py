@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from longdraft.data_prep.shards import ShardSet
@@ -71,6 +71,19 @@ def tiny_tokenizer() -> PreTrainedTokenizerBase:
 @pytest.fixture(scope="session")
 def bos_tokenizer() -> PreTrainedTokenizerBase:
     return byte_level_tokenizer(sets_bos=True)
+
+
+@pytest.fixture(scope="session")
+def blank_tokenizer() -> PreTrainedTokenizerBase:
+    """As Llama 2's: a blank is put before every text, and the first one is left out in decoding."""
+    words = ["<unk>", "<s>", "</s>", *"▁:\nAUadeghiloprstuwx", "▁t", "▁th", "▁the", "at", "ate"]
+    merges = [("▁", "t"), ("▁t", "h"), ("▁th", "e"), ("a", "t"), ("at", "e")]
+    tokenizer = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, merges, unk_token="<unk>"))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    steps = [decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(steps)
+    tokenizer.add_special_tokens(words[:3])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
 
 
 @pytest.fixture(scope="session")

@@ -219,6 +219,16 @@ def test_a_prompt_that_opens_a_thought_takes_answers_that_think(smollm2):
     assert answers(smollm2, thought, opens) == {"c": ["a thought</think>\n1<|im_end|>"]}
 
 
+def test_a_greeting_is_context_that_is_not_learned(smollm2):
+    """Nothing stands before it, and official templates refuse a prompt of no messages."""
+    official = "{{ '' if messages[0]['role'] else '' }}" + CHATML
+    greeted = [("assistant", "Welcome."), *HELLO]
+    assert answers(smollm2, greeted, official) == {"c": ["A boat, but large.<|im_end|>"]}
+    assert "Welcome." in text(smollm2, encode(smollm2, greeted, official).tokens)
+    with pytest.raises(Unusable, match="no_assistant_turn"):
+        answers(smollm2, greeted[:2], official)
+
+
 def test_no_clock_and_no_template(smollm2, tiny_tokenizer):
     dated = "{{ strftime_now('%d %b %Y') }}" + CHATML
     assert text(smollm2, encode(smollm2, HELLO, dated).tokens).startswith("26 Jul 2024<|im_start|>user")

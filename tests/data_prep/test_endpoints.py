@@ -14,6 +14,7 @@ from longdraft.data_prep.chat import make_chat_encoder
 from longdraft.data_prep.endpoints import PROBE, EndpointClient, Endpoints
 from longdraft.data_prep.regenerate import RegenerateConfig, regenerate
 from longdraft.data_prep.responses import Completion
+from longdraft.launch.regenerate import main
 
 TEMPLATE = (
     "{% for m in messages %}{{ '<|start|>' + m.role + '\n' + m.content + '<|end|>\n' }}{% endfor %}"
@@ -239,3 +240,27 @@ def test_a_broken_run_goes_on_and_gives_the_same_bytes(serve, connect, tiny_toke
     assert len(again.asked) == 10
     for path in config.out.iterdir():
         assert path.read_bytes() == (broken.out / path.name).read_bytes(), path.name
+
+
+def test_a_text_behind_a_prompt_is_read_as_the_target_wrote_it(serve, blank_tokenizer):
+    """vLLM's text begins with the blank of the first word, which the tokenizer would put before it once more."""
+    prompt = blank_tokenizer("hi")["input_ids"]
+    for text, words in ((" the gate", ["▁the", "▁", "g", "ate"]), ("gate", ["g", "ate"])):
+        choice = {"text": text, "finish_reason": "stop"}
+        server = serve(always={"choices": [choice], "usage": {"completion_tokens": 9}})
+        client = EndpointClient(Endpoints((server.url,)), SAMPLING, blank_tokenizer, blank_tokenizer.eos_token_id, 99)
+        (found,) = client([prompt], [0])
+        ids = blank_tokenizer.convert_tokens_to_ids(words)
+        assert found == Completion(0, [*ids, blank_tokenizer.eos_token_id], True, 9)
+
+
+def test_control_tokens_are_asked_for_and_leave_an_answer_out(serve, smollm2, tmp_path, capsys):
+    """Taken away by the server, they would leave a text that the target never wrote."""
+    source = tmp_path / "chats.jsonl"
+    source.write_text('{"messages": [{"role": "user", "content": "hi"}]}\n')
+    server = serve(always={"choices": [{"text": "analysis<|im_start|>final", "finish_reason": "stop"}]})
+    server.tokenizer = smollm2
+    given = ["--source", str(source), "--target", "smollm2-135m", "--endpoint", server.url]
+    assert main([*given, "--out", str(tmp_path / "out")]) == 2
+    assert "special_token_in_answer: 1" in capsys.readouterr().err
+    assert [body["skip_special_tokens"] for body, _ in server.asked if isinstance(body["prompt"], list)] == [False]

@@ -9,10 +9,19 @@ from dataclasses import replace
 
 import pytest
 
-from longdraft.data_prep.chat import make_chat_encoder
+from longdraft.data_prep.chat import PLAIN, make_chat_encoder
+from longdraft.data_prep.documents import Conversation
 from longdraft.data_prep.record_formats import ChatFormat
 from longdraft.data_prep.regenerate import RegenerateConfig, regenerate
-from longdraft.data_prep.responses import ERRORS, SKIPPED, Completion, LeftOut, open_answers
+from longdraft.data_prep.responses import (
+    ERRORS,
+    SKIPPED,
+    ChatTokens,
+    Completion,
+    LeftOut,
+    OpenConversation,
+    open_answers,
+)
 from longdraft.data_prep.tasks import Machine
 
 CHATML = (
@@ -432,3 +441,42 @@ def test_a_cut_answer_that_its_template_changes_is_left_out(config, tiny_tokeniz
     assert (manifest["success"], manifest["error"]["unfinished"]) == (1, 1)
     (kept,) = records(config.out)
     assert [m["content"] for m in kept["messages"]] == ["behind", "<think>short</think>and then"]
+
+
+def test_a_prompt_that_opens_a_thought_gives_its_opening_to_the_answer(config, run, tiny_tokenizer, tmp_path):
+    """As QwQ's: the template writes an answer as it is, and the prompt begins it."""
+    opens = CHATML.replace("assistant\n' }}{% endif", "assistant\n<think>\n' }}{% endif")
+    write(tmp_path / "chats.jsonl", [[user("q")]])
+    manifest = run(config, Speaker(tiny_tokenizer, {"q": "a thought\n</think>\nHello"}), opens)
+    assert manifest["success"] == 1 and manifest["reread"] == 0
+    assert records(config.out)[0]["messages"][-1]["content"] == "<think>\na thought\n</think>\nHello"
+
+
+def test_a_first_part_that_fails_as_one_stops_the_call(config, run, tiny_tokenizer, chats):
+    """A template that no answer fits is known after one part."""
+    control = ([*tiny_tokenizer("x").input_ids, 1, tiny_tokenizer.eos_token_id], True)
+    speaker = Speaker(tiny_tokenizer, {f"{i}.0": control for i in range(60)})
+    with pytest.raises(ValueError, match=r"none of the first 20 answers can be used \(special_token_in_answer, the fi"):
+        run(replace(config, part_size=20), speaker)
+    assert len(speaker.calls) == 1 and files_of(config.out).keys() == {"plan.json"}
+    del speaker.said["7.0"]
+    assert run(replace(config, part_size=20), speaker)["success"] == 1
+
+
+VICUNA = (
+    "{% for m in messages %}{% if m.role == 'user' %}{{ 'U: ' + m.content + ' A:' }}{% else %}"
+    "{{ ' ' + m.content + eos_token }}{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(("template", "begun", "said"), [(PLAIN, "hello wor", " the gate"), (VICUNA, "hi", "the gate")])
+def test_a_blank_between_prompt_and_answer_is_kept_where_the_template_has_none(blank_tokenizer, template, begun, said):
+    """What is learned are the tokens that the target wrote, with the blank in the text or in the template."""
+    encoder = make_chat_encoder(blank_tokenizer, template)
+    chat, conversation = ChatTokens(encoder, 99), OpenConversation.begin(Conversation("d", b"", (("user", begun),)))
+    chat.prompt(conversation)
+    wrote = [*blank_tokenizer.convert_tokens_to_ids(["▁the", "▁", "g", "ate"]), blank_tokenizer.eos_token_id]
+    chat.take(conversation, Completion(0, wrote, True))
+    assert conversation.messages[-1] == ("assistant", said) and conversation.reread == 0
+    (encoded,) = encoder.encode_document(Conversation("d", b"", tuple(conversation.messages)))
+    assert encoded.tokens[slice(*encoded.spans[0])].tolist() == wrote

@@ -12,6 +12,8 @@ import openai
 import pytest
 import torch
 import uvicorn
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
@@ -178,6 +180,32 @@ def test_stops_bans_and_filters_are_the_engines(client, target):
         target, TEXT, temperature=1, top_p=0.9, seed=5, max_new_tokens=30, banned_token_ids=(ban,), **own
     )  # fmt: skip
     assert found.choices[0].text == want.text != plain.text
+
+
+def test_a_completion_goes_on_from_its_prompt_with_special_tokens_where_asked(tiny_target):
+    """Words that begin with a blank, as Llama 2's; vLLM's field shows special tokens, but not the end."""
+    words = ["<s>", "</s>", "<x>", "\u2581the", "\u2581cat", "s"]
+    backend = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, []))
+    backend.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    backend.add_special_tokens(words[:3])
+    target = tiny_target(vocab_size=6, eos_token_ids=(1,))
+    target.tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    asked = {"prompt": [0, 3], "max_tokens": 5, "n": 9, "seed": 1}
+    with served(target) as service:
+        plain = post(service, "completions", **asked).json()["choices"]
+        shown = post(service, "completions", skip_special_tokens=False, **asked).json()["choices"]
+        answers = [alone(target, [0, 3], temperature=1, seed=1 + i, max_new_tokens=5).tokens for i in range(9)]
+        with httpx.stream("POST", f"{service.url}/v1/completions", json=asked | {"n": 1, "stream": True}) as stream:
+            events = [json.loads(line[6:]) for line in stream.iter_lines() if line.startswith("data: {")]
+        refused = post(service, "completions", skip_special_tokens=False, stream=True, **asked)
+    for one, whole, tokens in zip(plain, shown, answers, strict=True):
+        assert "the" + one["text"] == target.tokenizer.decode([3, *tokens], skip_special_tokens=True)
+        ended = whole["finish_reason"] == "stop"
+        assert "the" + whole["text"] == target.tokenizer.decode([3, *tokens[: len(tokens) - ended]])
+    assert {whole["finish_reason"] for whole in shown} == {"stop", "length"}
+    assert any("<x>" in whole["text"] for whole in shown) and any(one["text"].startswith(" cat") for one in plain)
+    assert "".join(event["choices"][0]["text"] for event in events) == plain[0]["text"]
+    assert "skip_special_tokens: false is of whole answers" in refused.json()["error"]["message"]
 
 
 def test_a_chat_without_a_limit_fills_its_positions(client, target):

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longdraft.infer.text import UNFINISHED, ShownText, StopStrings, TextReader
+from longdraft.infer.text import UNFINISHED, ShownText, StopStrings, TextReader, text_behind
 from longdraft.models.hf import load_tokenizer
 
 TEXTS = [
@@ -93,7 +93,7 @@ def test_special_tokens_are_no_text_and_cost_nothing(tokenizer):
     assert reader.push(tokenizer(" c").input_ids) == " c"
 
 
-def test_a_leading_space_tokenizer_is_read_the_same():
+def leading_space_tokenizer():
     """Sentence-piece style: a word's space is part of its token and is dropped at the beginning of a text."""
     from tokenizers import Tokenizer, decoders, models
     from transformers import PreTrainedTokenizerFast
@@ -102,7 +102,11 @@ def test_a_leading_space_tokenizer_is_read_the_same():
     backend = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, [], unk_token="<unk>"))
     steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     backend.decoder = decoders.Sequence(steps)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>")
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>")
+
+
+def test_a_leading_space_tokenizer_is_read_the_same():
+    tokenizer = leading_space_tokenizer()
     tokens = [1, 2, 3, 4, 1, 5, 6, 7, 8, 9, 2, 5, 6, 7, 8, 4, 1, 3, 5, 6]
     reader, given = TextReader(tokenizer), []
     for token in tokens:
@@ -110,3 +114,32 @@ def test_a_leading_space_tokenizer_is_read_the_same():
     given.append(reader.finish())
     assert "".join(given) == tokenizer.decode(tokens, skip_special_tokens=True)
     assert given[5:9] == ["", "", "", "😀"] and given[-1] == UNFINISHED * 2
+
+
+def test_a_text_behind_a_prompt_goes_on_from_its():
+    """As vLLM has it: prompt and text together are what was decoded. The face's last byte would spoil the next."""
+    tokenizer = leading_space_tokenizer()
+    face = [5, 6, 7, 8]
+    for prompt, tokens, text in [
+        ([1, 2], [3, 4], " cats"),
+        ([1, 2], [4, 3], "s cat"),
+        ([1, 2, 9], [4, 3], "s cat"),
+        ([2, *face], [*face, 3], "😀 cat"),
+        ([1], [3, 4], "cats"),  # nothing is before it
+    ]:
+        assert text_behind(tokenizer, prompt, tokens) == text
+        assert tokenizer.decode(prompt, skip_special_tokens=True) + text == tokenizer.decode(
+            prompt + tokens, skip_special_tokens=True
+        )
+        reader, shown, stops = TextReader(tokenizer, prompt), ShownText(tokenizer, (), prompt), []
+        assert "".join(map(reader.push, [[token] for token in tokens])) == reader.text == text
+        assert "".join(map(shown.push, [[token] for token in tokens])) == text
+        stops = StopStrings(tokenizer, [text], prompt)
+        assert [stops.push(token) for token in tokens][-1] and stops.text == ""
+
+
+def test_characters_of_byte_tokens_follow_one_another():
+    tokenizer, face = leading_space_tokenizer(), [5, 6, 7, 8]
+    reader = TextReader(tokenizer)
+    pieces = [reader.push([token]) for token in (2, *face, *face, 5, 3, 4)]
+    assert pieces[1:9] == ["", "", "", "😀", "", "", "", "😀"] and reader.text.endswith(" cats")
