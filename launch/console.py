@@ -9,8 +9,9 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from io import BufferedWriter, FileIO, TextIOWrapper
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from tqdm import tqdm
 
@@ -36,7 +37,8 @@ def framed(
 
     Args:
         on_ctrl_c: what is said then.
-        shows: whether standard output is what the command is for, so that without one there is nothing to do.
+        shows: whether standard output is what the command is for, so that without one there is nothing to do; else the
+            work goes on where nobody reads.
         names_errors: whether errors are printed; not where another process prints them too.
     """
     try:
@@ -113,6 +115,17 @@ def to_nothing(number: int) -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), number)
 
 
+class _Unheard(FileIO):
+    """A descriptor to write to whose failures - who read it has left, the disk is full - are nobody's concern."""
+
+    def write(self, data: Any) -> int:
+        with suppress(OSError):
+            written = super().write(data)
+            if written is not None:
+                return written
+        return len(data)
+
+
 def _mend_streams(shows: bool) -> None:
     """Standard streams as the commands expect them, whatever the caller closed.
 
@@ -130,6 +143,11 @@ def _mend_streams(shows: bool) -> None:
         if shows:
             raise ValueError("standard output is closed; leave it open or write it to a file")
         sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115 - for the process's life
+    for number, name in () if shows else ((1, "stdout"), (2, "stderr")):
+        stream = getattr(sys, name)
+        if stream is getattr(sys, f"__{name}__"):  # else it is the caller's own
+            raw = BufferedWriter(_Unheard(number, "w", closefd=False))
+            setattr(sys, name, TextIOWrapper(raw, stream.encoding, "backslashreplace", line_buffering=True))
     if getattr(sys.stdout, "errors", None) == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
 

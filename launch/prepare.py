@@ -31,15 +31,13 @@ def main(argv: Sequence[str] | None = None) -> int | None:
         from longdraft.launch.regenerate import main as regenerate
 
         return regenerate(argv[1:])
-    parser, closed = _parser(), sys.stdout is None
+    parser = _parser()
+    args = parser.parse_intermixed_args(argv)
+    _check_used(parser, args)
 
     def work() -> None:
-        args = parser.parse_intermixed_args(argv)
-        _check_used(parser, args)
         with ends_on_ctrl_c(parser.prog):
             if args.inspect is not None:
-                if closed:
-                    raise ValueError("standard output is closed; leave it open or write it to a file")
                 with failures_described(args.inspect):
                     _inspect(args.inspect, args.target, args.json)
             elif args.merge:
@@ -48,7 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int | None:
             else:
                 _prepare(parser, args)
 
-    if status := framed(parser.prog, work, "interrupted; finished shards are kept, the same call goes on", shows=False):
+    on_ctrl_c = "interrupted; finished shards are kept, the same call goes on"
+    if status := framed(parser.prog, work, on_ctrl_c, shows=args.inspect is not None):
         parser.exit(status)
     return None
 

@@ -22,9 +22,12 @@ MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
 # Triton's compiled kernels beside the node: homes are often on NFS, where ranks of several nodes would meet in one cache.
 export MASTER_ADDR MASTER_PORT TRITON_CACHE_DIR="${TRITON_CACHE_DIR:-/tmp/triton-$(id -un)}"
 
+# Since SLURM 22.05 srun asks anew how many processors a task has; a task is bound to its own, so none are shared out.
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$SLURM_CPUS_PER_TASK}"
+
 # Each task takes its place from SLURM; the quotes are meant: the variables are the task's, not this script's.
 # shellcheck disable=SC2016
-srun --kill-on-bad-exit=1 bash -c '
+srun --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" bash -c '
     export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID LOCAL_SIZE=$SLURM_NTASKS_PER_NODE
     exec python launch/train.py "$@"
 ' task "$@" | tee "longdraft-$SLURM_JOB_ID.out"

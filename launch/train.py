@@ -6,11 +6,12 @@ DeepSpeed's launcher itself and, unlike the bare launcher, passes SIGTERM on to 
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
 from longdraft.launch.console import framed, note, show
-from longdraft.train.stop import stop_signals
+from longdraft.train.stop import SIGNALS, stop_signals
 
 
 def _parser(prog: str) -> argparse.ArgumentParser:
@@ -98,4 +99,7 @@ def _estimate(args: argparse.Namespace, n_ranks: int | None, gpu: bool | None = 
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    for number in SIGNALS:  # told to stop twice, by the system and by `longdraft train`, it has done so already
+        signal.signal(number, signal.SIG_IGN)
+    sys.exit(status)

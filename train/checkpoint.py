@@ -172,11 +172,13 @@ def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def check_continues(state: dict[str, Any], config: Config, rows: ShardSet) -> None:
     """Raises ValueError where a run with this config and these training rows would not go on as the saved one. The run
-    may have moved, together with the draft that it began with."""
+    may have moved, together with the draft that it began with, and so may the rows."""
     saved, now = saved_config(config.train.run_dir, state), config.draft.start_from
     then = state["config"]["train"].get("run_dir", config.train.run_dir)
     if is_same_start(saved.draft.start_from, then, now, config.train.run_dir):
         saved = replace(saved, draft=replace(saved.draft, start_from=now))
+    if "data" in state["extra"]:  # then the rows themselves are compared, wherever they lie
+        saved = replace(saved, data=replace(saved.data, path=config.data.path))
     check_same_run(saved, config)
     new = rows.identity()
     old = state["extra"].get("data", new)  # a checkpoint of an earlier version does not say

@@ -99,7 +99,8 @@ class Evaluator:
             for i, prompt in enumerate(prompts[context])
         ]
         self.best: tuple[float, int] | None = None  # tokens/step, and after how many steps
-        self._last_step, self._last_seconds, self._spent = 0, 0.0, 0.0
+        self.last_step = 0  # after which it decoded last
+        self._last_seconds, self._spent = 0.0, 0.0
         self._begun = clock()
 
     def begin(self, saved: Mapping[str, Any] | None, resumed: bool, stop: Sequence[int] = ()) -> None:
@@ -109,7 +110,7 @@ class Evaluator:
         decoded again, so that what follows can be compared with them.
         """
         if saved is not None:
-            self._last_step, self._last_seconds = saved["last_step"], saved["last_seconds"]
+            self.last_step, self._last_seconds = saved["last_step"], saved["last_seconds"]
             self._spent, self._begun = saved["spent"], self.clock() - saved["elapsed"]
         run_dir, ranks = self.config.train.run_dir, self.ranks
         if not resumed:  # what came to no checkpoint before it ended is no part of this run
@@ -128,7 +129,7 @@ class Evaluator:
     def saved(self) -> dict[str, float]:
         """For `begin` of a run that goes on from here."""
         times = {"last_seconds": self._last_seconds, "spent": self._spent, "elapsed": self.clock() - self._begun}
-        return {"last_step": self._last_step} | times
+        return {"last_step": self.last_step} | times
 
     def after_step(
         self, engine: DraftEngine, step: int, heldout: Mapping[str, Any], stop: Sequence[int] = ()
@@ -144,7 +145,7 @@ class Evaluator:
         Returns: None if nothing was due, or it was stopped.
         """
         every, last = self.config.decoding.every, step == self.config.train.n_steps
-        if not last and step // every == self._last_step // every:
+        if not last and step // every == self.last_step // every:
             return None
         if not last and self._is_too_much():
             if step % every:
@@ -157,7 +158,7 @@ class Evaluator:
         measured = self._measure(engine.weights, step, heldout, stop)
         if measured is None:
             return None
-        self._last_step = step
+        self.last_step = step
         assert self.best is not None
         record = as_record(measured) | {"decode_best_step": self.best[1], "decode_s": self._last_seconds}
         if last and self.config.draft.method == "longspec":

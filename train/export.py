@@ -83,7 +83,7 @@ def export(
         raise ValueError(f"format: {form} has no card and is not pushed; export it as longdraft, or leave them out")
     if push is not None:
         model_card.check_name(push)
-    folder, saved = _find(run_dir, best)
+    saved, weights = _read(run_dir, best)
     config = checkpoint.saved_config(run_dir, saved)
     if form == vllm_medusa.NAME:
         vllm_medusa.check_section(config.draft)
@@ -94,7 +94,7 @@ def export(
     target = target or whole_target(config)
     extra = saved["extra"]
     entry = _entry(config, extra.get("target_weights"), target)
-    draft = frozen_draft(config, target, load_file(folder / checkpoint.WEIGHTS))
+    draft = frozen_draft(config, target, weights)
     trained = Trained(config, saved["step"], extra["heldout"], target, entry, draft)
     if draft_vocab_size is not None:
         trained = trained._replace(draft=_restricted(trained, draft_vocab_size))
@@ -115,6 +115,20 @@ def export(
     if push is not None:
         print(f"Pushed to {model_card.push(out, push)}")
     return out
+
+
+def _read(run_dir: str | Path, best: bool) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The state of the newest checkpoint, or of the best weights, and its draft. Where a run that trains on removes the
+    folder meanwhile, there is another by then."""
+
+    def read() -> tuple[dict[str, Any], dict[str, Tensor]]:
+        folder, saved = _find(run_dir, best)
+        return saved, load_file(folder / checkpoint.WEIGHTS)
+
+    try:
+        return read()
+    except FileNotFoundError:
+        return read()
 
 
 def _find(run_dir: str | Path, best: bool) -> checkpoint.Found:

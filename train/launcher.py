@@ -1,6 +1,7 @@
 """DeepSpeed's launcher as a child that can be stopped: SIGTERM reaches the ranks, and their success is ours.
 
-The bare launcher dies of SIGTERM with status 143 and leaves its ranks behind. Where a rank dies, it ends the others.
+The bare launcher dies of SIGTERM with status 143 and leaves its ranks behind; the one here is deaf to it
+(deaf_launcher.py). Where a rank dies, it ends the others.
 """
 
 import base64
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -69,8 +71,8 @@ def rank_devices(num_gpus: int | None, device: str) -> list[str]:
 
 
 def launch_with_deepspeed(argv: Sequence[str], devices: Sequence[str]) -> int:
-    """Runs ARGV under DeepSpeed's launcher, one rank a device, and returns its exit status; SIGTERM and SIGINT go to
-    the ranks alone, each once.
+    """Runs ARGV under DeepSpeed's launcher, one rank a device, and returns its exit status; a wish to stop (SIGNALS)
+    goes to the ranks alone, once to each.
 
     `deepspeed --num_gpus` and `--include` end in the same launcher, but the first forgets CUDA_VISIBLE_DEVICES, and
     neither knows UUIDs.
@@ -80,7 +82,7 @@ def launch_with_deepspeed(argv: Sequence[str], devices: Sequence[str]) -> int:
         devices: as `rank_devices` gives them.
     """
     machine = base64.urlsafe_b64encode(json.dumps({"localhost": list(devices)}).encode()).decode()
-    command = [sys.executable, "-u", "-m", "deepspeed.launcher.launch", "--log_level=error"]
+    command = [sys.executable, "-u", "-m", "longdraft.train.deaf_launcher", "--log_level=error"]
     command += [f"--world_info={machine}", "--master_addr=127.0.0.1"]
     command += [f"--master_port={free_port()}"]  # DeepSpeed's own is one for all: a second run would fail
     # Else its import looks for a GPU, and warns where there is none.
@@ -96,20 +98,27 @@ def launch_with_deepspeed(argv: Sequence[str], devices: Sequence[str]) -> int:
                         told.add(rank.pid)
                         rank.send_signal(SIGNALS[0])
             time.sleep(POLL_S)
+    if child.returncode < 0:  # nobody is left to end the ranks, which are of its session
+        with suppress(ProcessLookupError):
+            os.killpg(child.pid, SIGNALS[0])
     _explain(child.returncode)
     return child.returncode
 
 
 def _explain(status: int) -> None:
-    """A line about a rank that could not speak for itself; the launcher's status is 256 less the signal's number."""
+    """A line about a rank that could not speak for itself, or about DeepSpeed's launcher, whose status is 256 less the
+    signal's number where a rank was killed."""
     try:
-        name = signal.Signals(256 - status).name
+        name = signal.Signals(-status if status < 0 else 256 - status).name
     except ValueError:
         return
+    who, others = "a rank", "the others were ended"
+    if status < 0:
+        who, others = "DeepSpeed's launcher", "the ranks were told to save and leave"
     print(
-        f"longdraft train: error: a rank was killed by {name} (SIGKILL is often the system's answer to a lack of "
-        "memory) and the others were ended; the same command goes on from the newest checkpoint, or from the beginning "
-        "where there is none",
+        f"longdraft train: error: {who} was killed by {name} (SIGKILL is often the system's answer to a lack of "
+        f"memory) and {others}; the same command goes on from the newest checkpoint, or from the beginning where there "
+        "is none",
         file=sys.stderr,
         flush=True,
     )

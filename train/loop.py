@@ -59,9 +59,10 @@ def train_stages(stages: Sequence[Stage], ranks: Ranks, stop: Sequence[int] = ()
         if not train(config, ranks, target, stop, stage.name):
             return
         if stage.name is not None:
-            if ranks.first:  # a sharded target's passes take all ranks: exporting loads one of its own
-                export(config.train.run_dir, target=target if config.target.zero_stage == 0 else None)
-            ranks.barrier()
+            # A sharded target's passes take all ranks: exporting loads one of its own.
+            whole = target if config.target.zero_stage == 0 else None
+            with failures_named(ranks):
+                ranks.from_first(partial(export, config.train.run_dir, target=whole))
 
 
 def _is_done(stage: Stage) -> bool:
@@ -126,29 +127,38 @@ def train(
         found = saving.find(config.train.run_dir, ranks)
         if found is not None:
             checkpoint.check_continues(found[1], config, rows)
-            if found[1]["step"] >= n_steps:
+            if found[1]["step"] >= n_steps and not _owes_decoding(found[1], config):
                 ranks.log(f"Training is done already: {n_steps} steps, checkpoint in {found[0]}")
                 return True
         run = _open(config, ranks, target, found, stop)
         progress = _Progress(run, stage)
-        saved = found[0] if found else None
+        saved = found[0] if found and run.step < n_steps else None
+        if run.step == n_steps:
+            _decode(run, progress, run.heldout, stop)
         while run.step < n_steps and (result := train_step(run, stop)) is not None:
             run.step += 1
             saved = _after_step(run, result, progress, stop)
         progress.bar.close()
+        saved = saved or _save(run)  # before anything that may wait or fail
         if progress.recent:
             known = run.config.target.loader == "longdraft"
             r = operations(run.config, run.teacher.model.config).r if known else None
             ranks.log(where_time_goes(progress.recent, r))
-        saved = saved or _save(run)  # before W&B, which may wait for its network
         if progress.tracker:
             progress.tracker.close()
         run.engine.close()
-    if run.step < n_steps:
+    done = run.step == n_steps and (run.decoding is None or run.decoding.last_step == n_steps)
+    if not done:
         ranks.log(f"Stopped after {run.step} of {n_steps} steps; the same command goes on from {saved}")
     else:
         ranks.log(f"Trained: {n_steps} steps, checkpoint in {saved}; next: longdraft export {config.train.run_dir}")
-    return run.step == n_steps
+    return done
+
+
+def _owes_decoding(state: dict[str, Any], config: Config) -> bool:
+    """Whether the decoding after the last step was stopped."""
+    decoding = state["extra"].get("decoding")
+    return config.decoding.every > 0 and decoding is not None and decoding["last_step"] < state["step"]
 
 
 def _open(
@@ -206,15 +216,21 @@ def _after_step(run: Run, result: StepResult, progress: _Progress, stop: Sequenc
         run.heldout = validate(config, run.method, run.engine, run.teacher, run.heldout_rows)
         if tracker:
             tracker.write({"step": step} | {f"heldout_{key}": value for key, value in run.heldout.items()})
-    if run.decoding is not None:
-        decoded = run.decoding.after_step(run.engine, step, run.heldout if validates else {}, stop)
-        if tracker and decoded is not None:
-            tracker.write({"step": step} | decoded.record, decoded.tables)
-            if decoded.tables:
-                draw_decoding(config.train.run_dir, read_metrics(config.train.run_dir))
+    _decode(run, progress, run.heldout if validates else {}, stop)
     saved = _save(run) if last or step % config.train.save_every == 0 else None
     progress.bar.update()
     return saved
+
+
+def _decode(run: Run, progress: _Progress, heldout: dict[str, Any], stop: Sequence[int]) -> None:
+    """Decodes if it is due, and logs it."""
+    if run.decoding is None:
+        return
+    decoded = run.decoding.after_step(run.engine, run.step, heldout, stop)
+    if progress.tracker and decoded is not None:
+        progress.tracker.write({"step": run.step} | decoded.record, decoded.tables)
+        if decoded.tables:
+            draw_decoding(run.config.train.run_dir, read_metrics(run.config.train.run_dir))
 
 
 def _save(run: Run) -> Path:

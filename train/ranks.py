@@ -159,7 +159,8 @@ def join_ranks() -> Ranks:
         os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_SIZE": "1"}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     local_rank = int(os.environ["LOCAL_RANK"])
-    local_size = int(os.environ.get("LOCAL_SIZE", os.environ["WORLD_SIZE"]))
+    given = os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE")  # DeepSpeed's name, torchrun's
+    local_size = int(given or os.environ["WORLD_SIZE"])
     cores = min(psutil.cpu_count(logical=False) or 1, len(os.sched_getaffinity(0)))
     wanted = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]  # a list is for nested regions
     torch.set_num_threads(int(wanted) if wanted.isdigit() else max(1, cores // local_size))
@@ -242,9 +243,10 @@ def failures_named(ranks: Ranks) -> Iterator[None]:
     except (OSError, SafetensorError, RuntimeError) as error:
         reason = str(error).splitlines()[0] if str(error) else repr(error)
         full = getattr(error, "errno", None) in DISK_FULL or any(f"os error {number}" in reason for number in DISK_FULL)
+        own = isinstance(error, OSError)  # of a file or a stream of this rank
         if full:
             message = f"a file cannot be written ({reason}); make room, then the same command goes on"
-        elif isinstance(error, dist.DistError) or any(word in reason for word in LOST):
+        elif isinstance(error, dist.DistError) or (not own and any(word in reason for word in LOST)):
             message = f"another rank is gone, it failed or was killed ({reason}); the same command goes on"
         else:
             raise

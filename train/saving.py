@@ -3,6 +3,7 @@
 Not here: what lies in a run's folder (checkpoint.py), other numbers of ranks (elastic.py).
 """
 
+import errno
 import fcntl
 import json
 import shutil
@@ -43,6 +44,8 @@ from longdraft.train.ranks import LAG_S, Ranks, TrainingError
 
 # What a rank that cannot write raises.
 WRITING = (OSError, RuntimeError, SafetensorError)
+# What locking a file gives where the file system has no locks: Lustre without its option flock, NFS without lockd.
+WITHOUT_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 
 
 @contextmanager
@@ -62,13 +65,20 @@ def locked(run_dir: str | Path, ranks: Ranks) -> Iterator[None]:
 
 
 def _lock(folder: Path) -> TextIO:
-    """A file of the folder that is locked until it is closed."""
+    """A file of the folder that is locked until it is closed; a file system without locks goes with a word."""
     handle = None
     try:
         folder.mkdir(parents=True, exist_ok=True)
         handle = (folder / "lock").open("a")
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
+        if handle is not None and error.errno in WITHOUT_LOCKS:
+            print(
+                f"train.run_dir: {folder} lies on a file system without locks ({error.strerror}); training goes on, "
+                "but nothing keeps another process from training there, too",
+                flush=True,
+            )
+            return handle
         if handle is not None:
             handle.close()
         if isinstance(error, BlockingIOError):
@@ -235,16 +245,17 @@ def find(run_dir: str | Path, ranks: Ranks, patience_s: float = LAG_S) -> Found 
 
 def load(engine: DraftEngine, folder: Path, state: dict[str, Any]) -> None:
     """Puts weights and optimizer back as they were; all ranks call it. There may be more or fewer of them than saved
-    the checkpoint. On CPUs as many threads go on as began: how a sum is shared out shows in its last bits.
+    the checkpoint. On CPUs as many threads go on as began: how a sum is shared out shows in its last bits. Another
+    number of ranks does not keep these.
 
     Raises:
         ValueError, TrainingError: the checkpoint is of another number of ranks and cannot be converted.
     """
     saved_by, ranks, threads = state["world_size"], engine.ranks, state.get("threads")
-    if threads is not None and ranks.device.type == "cpu" and threads != torch.get_num_threads():
-        ranks.log(f"Threads of a rank: {threads}, as the run began with, not {torch.get_num_threads()}")
-        torch.set_num_threads(threads)
     if saved_by == ranks.world_size:
+        if threads is not None and ranks.device.type == "cpu" and threads != torch.get_num_threads():
+            ranks.log(f"Threads of a rank: {threads}, as the run began with, not {torch.get_num_threads()}")
+            torch.set_num_threads(threads)
         engine.read(folder)
         return
     ranks.log(f"{folder} was saved by {saved_by} ranks; it is converted for {ranks.world_size}")
@@ -311,5 +322,8 @@ def _put_best_in_place(temporary: Path, final: Path) -> None:
 
 
 def forget_best(run_dir: str | Path) -> None:
-    """Removes what an earlier run left in the folder; called by rank 0."""
-    shutil.rmtree(best_folder(run_dir), ignore_errors=True)
+    """Removes what an earlier run left in the folder, with a line that says so; called by rank 0."""
+    folder = best_folder(run_dir)
+    if finished_folders(folder):
+        print(f"{folder} is removed, no checkpoint of its run is there", flush=True)
+    shutil.rmtree(folder, ignore_errors=True)

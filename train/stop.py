@@ -4,14 +4,16 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 @contextmanager
 def stop_signals() -> Iterator[list[int]]:
-    """Inside, SIGTERM and SIGINT go into the list instead of ending the process; the ranks agree on it each step."""
+    """Inside, SIGNALS go into the list instead of ending the process; the ranks agree on it each step. A SIGHUP that is
+    ignored, as under nohup, stays so."""
     received: list[int] = []
-    before = {number: signal.signal(number, lambda n, _: received.append(n)) for number in SIGNALS}
+    heard = [n for n in SIGNALS if n != signal.SIGHUP or signal.getsignal(n) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, lambda n, _: received.append(n)) for number in heard}
     try:
         yield received
     finally:

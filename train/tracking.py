@@ -29,7 +29,8 @@ class Tracker:
     Args:
         config: `log` decides; the whole is shown in W&B.
         part_names: of the numbers in a record's lists.
-        resume_step: lines of later steps, which a kill left and which will be written again, are removed.
+        resume_step: lines of later steps, which a kill left and which will be written again, are removed; a line says
+            so where all are.
         wandb_id: the run to go on with in W&B.
         stage: its name, where the run is one of several stages, which are one group in W&B.
     """
@@ -132,13 +133,39 @@ def wandb_mode(setting: str) -> str:
         return "online"
     import wandb
 
-    return "online" if wandb.login(prompt=False) else "offline"
+    try:
+        return "online" if wandb.login(prompt=False) else "offline"
+    except wandb.Error as error:  # such as a stored key that cannot be one
+        print(
+            f"log.wandb: W&B's login cannot be used ({str(error).splitlines()[0]}); training goes on, its numbers are "
+            "kept for `wandb sync`",
+            flush=True,
+        )
+        return "offline"
 
 
 def check_environment(setting: str) -> None:
-    """Raises ValueError where a setting of `log.wandb` uses W&B, and one of its variables has no meaning."""
-    if setting != "disabled" and _own_mode() != "disabled":
-        _patience()
+    """Raises ValueError where a setting of `log.wandb` uses W&B, and one of its variables has no meaning. An empty one
+    is taken away, for W&B would refuse it."""
+    if setting == "disabled" or _own_mode() == "disabled":
+        return
+    _patience()
+    import wandb
+    from pydantic import ValidationError  # W&B's
+
+    settings = wandb.Settings()
+    for name, value in sorted(os.environ.items()):
+        if not name.startswith("WANDB_"):
+            continue
+        if not value:
+            del os.environ[name]
+            continue
+        try:
+            settings.update_from_env_vars({name: value})
+        except (ValidationError, wandb.Error) as error:
+            # The other kind of error may be about a key, which is not to be seen.
+            told = f"{value!r}: {error.errors()[0]['msg']}" if isinstance(error, ValidationError) else error
+            raise ValueError(f"{name}: W&B does not take its value ({told}); mend it, or unset it") from error
 
 
 def _own_mode() -> str | None:
@@ -201,6 +228,8 @@ def _forget_after(path: Path, step: int) -> None:
         with aside.open("ab") as file:
             file.writelines(line + b"\n" for line in junk.values())
         print(f"{path}: {_lines(junk)} no record and set aside in {aside}", flush=True)
+    if records and not step:
+        print(f"{path}: {len(records):,} records removed, no checkpoint of theirs is there", flush=True)
     kept = "".join(json.dumps(record) + "\n" for record in records if record["step"] <= step)
     write_atomically(path, lambda temporary: temporary.write_text(kept, encoding="utf-8"))
 

@@ -113,6 +113,26 @@ def test_a_swallowed_ctrl_c_ends_the_process_all_the_same():
     assert (done.returncode, done.stderr) == (130, b"\nlongdraft bench: interrupted\n")
 
 
+@pytest.mark.parametrize("redirected", ["2>&1 | true", ">/dev/full 2>&1"])
+def test_where_output_is_not_what_it_is_for_the_work_outlives_its_readers(tmp_path, redirected):
+    """Lines, a bar, what a library prints: training saves what it has although `| tee` has died of the same Ctrl-C."""
+    program = (
+        "import sys, time\n"
+        "from tqdm import tqdm\n"
+        "from longdraft.launch.console import framed\n"
+        "def work():\n"
+        "    for _ in tqdm(range(3), mininterval=0):\n"
+        "        time.sleep(0.2)\n"
+        "        tqdm.write('above the bar')\n"
+        "        print('a line', flush=True)\n"
+        "        sys.stderr.write('a warning')\n"
+        f"    open({str(tmp_path / 'saved')!r}, 'w').close()\n"
+        f"open({str(tmp_path / 'status')!r}, 'w').write(str(framed('x', work, shows=False)))\n"
+    )
+    shell([sys.executable, "-c", program], redirected)
+    assert (tmp_path / "saved").exists() and (tmp_path / "status").read_text() == "0"
+
+
 def test_files_are_not_opened_as_standard_streams(tmp_path):
     """The number of a closed stream is not the next file's."""
     program = (

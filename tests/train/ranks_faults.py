@@ -7,7 +7,7 @@ not. {"limit": {rank: bytes}}: no larger file can be written by that rank, by th
 rank], "patience", "out"}. {"few": [override, ...], "out"}: an engine whose smallest group gives rank 1 nothing.
 {"copy": [from, to]}: a run's folder, "without": checkpoints left out. {"flip": [file]}: a bit of each. {"swap": [old,
 new]}: new in place of old. {"done": path} makes a file, {"wait": path} waits for one. {"main": [override, ...]}: the
-rest is the command's.
+rest is the command's, with another "config" where it is given.
 """
 
 import json
@@ -129,7 +129,7 @@ def perform(action):
         found = saving.find(action["find"][ranks.rank], ranks, action["patience"])
         return found and str(found[0])
     if "main" in action:
-        sys.exit(main([sys.argv[1], *action["main"]]))
+        sys.exit(main([action.get("config", sys.argv[1]), *action["main"]]))
     return alone(action) if ranks.first else None
 
 

@@ -1,19 +1,23 @@
 """A flipped bit in any file of a checkpoint is named, and neither trained on nor exported; so is a state file that
 lacks a field."""
 
+import errno
 import hashlib
 import json
 import shutil
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from safetensors.torch import load_file
 
 from longdraft.launch.export import main as export_main
 from longdraft.models.draft_folder import load_draft
-from longdraft.train import checkpoint
+from longdraft.train import checkpoint, saving
 from longdraft.train.checkpoint import DIGESTS, FORMAT, seal, unseal
+from longdraft.train.config import load_config
+from longdraft.train.tracking import read_metrics
 
 STEPS = (10, 20)  # of the runs' checkpoints
 
@@ -36,10 +40,10 @@ def run(runs, tmp_path) -> Path:
 
 @pytest.fixture
 def go_on(train_command, config_file):
-    """(run) -> status and output of the command that made it."""
+    """(run, override, ...) -> status and output of the command that made it."""
 
-    def call(run):
-        return train_command(run / "config.yaml", f"train.run_dir={run}")
+    def call(run, *overrides):
+        return train_command(run / "config.yaml", f"train.run_dir={run}", *overrides)
 
     return call
 
@@ -167,3 +171,39 @@ def test_a_config_without_a_field_is_one_line(run, go_on):
     status, said = go_on(run)
     assert status == 2 and "Traceback" not in said
     assert f"the config in state.json of {run}'s step 20 cannot be read (train.global_batch: the value is mis" in said
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_is_no_obstacle(tmp_path, monkeypatch, capsys, number):
+    def refuse(file, operation):
+        raise OSError(number, "no such thing")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    alone = SimpleNamespace(from_first=lambda work: work())
+    with saving.locked(tmp_path, alone):  # pyright: ignore[reportArgumentType]
+        assert capsys.readouterr().out.startswith(f"train.run_dir: {tmp_path} lies on a file system without locks (no ")
+
+
+def test_a_run_goes_on_where_its_rows_were_moved(run, go_on):
+    shutil.rmtree(folder(run, 20))
+    rows = load_config(run / "config.yaml").data.path
+    shutil.copytree(rows, run / "rows")
+    shutil.copytree(rows, run / "others")
+    shutil.rmtree(run / "others" / "train")
+    shutil.copytree(run / "others" / "heldout", run / "others" / "train")
+    for place, status, told in ((run / "others", 2, "others holds other rows (9,"), (run / "rows", 0, "step 10 to 20")):
+        assert (found := go_on(run, f"data.path={place}"))[0] == status
+        assert told in found[1], found[1]
+
+
+def test_what_is_left_of_a_run_without_checkpoints_goes_with_a_word(run, go_on):
+    checkpoints = checkpoint.checkpoint_folder(run)
+    shutil.copytree(folder(run, 20), checkpoint.best_folder(run) / "step_000020")
+    shutil.rmtree(checkpoints)
+    n_records = len(read_metrics(run))
+    status, said = go_on(
+        run, "decoding.every=100", "decoding.contexts=[8]", "train.steps=2", "optimizer.warmup_steps=1"
+    )
+    assert status == 0, said
+    assert f"{run}/metrics.jsonl: {n_records} records removed, no checkpoint of theirs is there" in said
+    assert f"{run}/best is removed, no checkpoint of its run is there" in said

@@ -1,12 +1,13 @@
 """Stopped at one number of ranks and resumed at another: the same rows and losses, by real processes."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
-from longdraft.train import checkpoint
+from longdraft.train import checkpoint, saving
 from longdraft.train.tracking import read_metrics
 
 STEPS = 6
@@ -106,3 +107,16 @@ def test_what_cannot_be_shared_out_is_refused_by_name(folder):
     message = "among 2 ranks some would hold no part of the draft's small parameters; go on with fewer ranks"
     for rank in range(2):
         assert message in (folder / f"few-{rank}").read_text()
+
+
+@pytest.mark.parametrize(("saved_by", "threads"), [(1, 3), (2, 5)])
+def test_threads_are_kept_by_as_many_ranks_alone(tmp_path, monkeypatch, saved_by, threads):
+    """Another number of ranks has a share of its own, and rounds sums otherwise anyhow."""
+    now = [5]
+    monkeypatch.setattr(torch, "get_num_threads", lambda: now[-1])
+    monkeypatch.setattr(torch, "set_num_threads", now.append)
+    save_file({"weight": torch.ones(2)}, tmp_path / checkpoint.WEIGHTS)
+    one = SimpleNamespace(world_size=1, device=torch.device("cpu"), log=print, from_first=lambda work: work())
+    engine = SimpleNamespace(ranks=one, read=lambda folder: None, weights=lambda: {"weight": torch.ones(2)})
+    saving.load(engine, tmp_path, {"world_size": saved_by, "threads": 3, "step": 0})  # pyright: ignore[reportArgumentType]
+    assert now[-1] == threads

@@ -14,9 +14,9 @@ from longdraft.data_prep.shards import Row, ShardSet
 from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
 from longdraft.models.hf import load_target
-from longdraft.train import checkpoint
+from longdraft.train import checkpoint, evaluate
 from longdraft.train.config import load_config
-from longdraft.train.evaluate import Evaluator
+from longdraft.train.evaluate import Evaluator, decode
 from longdraft.train.export import export
 from longdraft.train.loop import train
 from longdraft.train.methods import frozen_draft
@@ -336,6 +336,24 @@ def test_a_resumed_run_keeps_the_best_and_rotation_leaves_it(trained, config_fil
     assert (folder_of(run, 8) / checkpoint.WEIGHTS).read_bytes() == (
         folder_of(whole, 8) / checkpoint.WEIGHTS
     ).read_bytes()
+
+
+def test_a_stop_in_the_last_steps_decoding_leaves_it_to_the_same_command(trained, alone, target, tmp_path, monkeypatch):
+    """The run is not done without it."""
+    whole, run, stop = trained("tokenswift"), tmp_path / "run", []
+    shutil.copytree(whole, run)
+    shutil.rmtree(folder_of(run, 8))
+    config = load_config(whole / "config.yaml", [f"train.run_dir={run}"])
+    with monkeypatch.context() as patch:
+        patch.setattr(evaluate, "decode", lambda *given: stop.append(15) or decode(*given))
+        assert not train(config, alone, target, stop)
+    assert folder_of(run, 8).exists() and [r["step"] for r in read_metrics(run) if "decode_s" in r] == [4]
+    assert train(config, alone, target)
+    assert measured(run, 8) == measured(whole, 8)
+    weights = [(folder_of(of, 8) / checkpoint.WEIGHTS).read_bytes() for of in (run, whole)]
+    assert weights[0] == weights[1]
+    before = (run / "metrics.jsonl").read_bytes()
+    assert train(config, alone, target) and (run / "metrics.jsonl").read_bytes() == before
 
 
 def test_wandb_has_table_and_curves(trained, monkeypatch):

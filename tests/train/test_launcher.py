@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from longdraft.launch.train import start as start_command
 from longdraft.models import device
 from longdraft.train import launcher
 from longdraft.train.launcher import launch_with_deepspeed, rank_devices
+from longdraft.train.stop import stop_signals
 
 # A rank that notes what it was given; the first fails once the others have done so, for then they are ended.
 RANK = """
@@ -30,6 +32,25 @@ if os.environ["RANK"] == "0":
     while sum(name.isdigit() for name in os.listdir(sys.argv[-1])) < int(os.environ["WORLD_SIZE"]):
         time.sleep(0.05)
     sys.exit(3)
+"""
+# A rank that saves after a signal to the launcher, or once it is told to stop; the first sends the signal.
+SAVING = """
+import os, signal, sys, time
+folder, told, parent = sys.argv[-2], [], os.getppid()
+signal.signal(signal.SIGTERM, lambda *_: told.append(1))
+mark = os.path.join(folder, "ready-" + os.environ["RANK"])
+open(mark, "w").close()
+if os.environ["RANK"] == "0":
+    while not os.path.exists(mark[:-1] + "1"):
+        time.sleep(0.05)
+    os.kill(parent, int(sys.argv[-1]))
+deadline = time.monotonic() + (60 if sys.argv[-1] == "9" else 3)
+while not told and time.monotonic() < deadline:
+    time.sleep(0.05)
+part = os.path.join(folder, "part-" + os.environ["RANK"])
+with open(part, "w") as file:
+    file.write("told" if told else "not told")
+os.replace(part, part.replace("part", "saved"))
 """
 UUIDS = ["GPU-8932f937-d72c-4106-c12f-20bd9faed9f6", "MIG-e1b5a7c4-0a50-5a2f-9ee1-6f0f6a1b3f0a"]
 
@@ -107,15 +128,42 @@ def test_an_empty_option_is_not_forgotten(gpus, config_file, monkeypatch, capsys
     assert re.search(r"error: (stages\.: unknown stage|draft\.start_from: '' names nothing)", capsys.readouterr().err)
 
 
-def test_a_signal_before_the_ranks_are_there(config_file, monkeypatch, capsys):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])  # the second of a terminal that closes
+def test_a_signal_before_the_ranks_are_there(config_file, monkeypatch, capsys, number):
     def interrupted(path, overrides):
-        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(number)
         return "cpu"
 
     monkeypatch.setattr("longdraft.train.launcher.settle_device", interrupted)
     monkeypatch.setattr(launcher, "launch_with_deepspeed", lambda *_: pytest.fail("ranks were started"))
     assert start_command([str(config_file)]) == 0
     assert capsys.readouterr().out == "Stopped before it began; the same command goes on\n"
+
+
+def test_under_nohup_a_closed_terminal_stops_nothing():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with stop_signals() as stop:
+            signal.raise_signal(signal.SIGHUP)
+        assert stop == [] and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_signal_to_deepspeeds_launcher(tmp_path, capfd, number):
+    """What stops a whole job ends the launcher no sooner than its ranks, which may take long to save. What kills it
+    leaves no rank behind."""
+    script = tmp_path / "rank.py"
+    script.write_text(SAVING)
+    status = launch_with_deepspeed([str(script), str(tmp_path), str(int(number))], ["-1", "-1"])
+    killed = number == signal.SIGKILL
+    assert status == (-number if killed else 0)
+    assert ("error: DeepSpeed's launcher was killed by SIGKILL" in capfd.readouterr().err) == killed
+    deadline = time.monotonic() + 20
+    while [path.read_text() for path in tmp_path.glob("saved-*")] != ["told" if killed else "not told"] * 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_deepspeeds_launcher_gives_each_rank_the_devices(tmp_path):

@@ -3,6 +3,7 @@ and what a loss that is no number does to it."""
 
 import gc
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -205,10 +206,26 @@ def test_wandb_auto_is_offline_without_a_key(monkeypatch, tmp_path):
     assert wandb_mode("disabled") == "disabled"
 
 
+def test_a_stored_key_that_is_none_does_not_end_a_training(config_file, monkeypatch, tmp_path, capsys):
+    for name in ("WANDB_MODE", "WANDB_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "netrc").write_text("machine api.wandb.ai\n  login user\n  password abc\n")
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    tracker = Tracker(load_config(config_file, [f"train.run_dir={tmp_path}", "log.wandb=auto"]), ["head1"])
+    tracker.write({"step": 1, "loss": 1.0})
+    tracker.close()
+    assert "log.wandb: W&B's login cannot be used (API key must have 40+ characters" in capsys.readouterr().out
+    assert tracker.mode == "offline" and list((tmp_path / "wandb").glob("offline-run-*"))
+
+
 @pytest.mark.parametrize(("name", "value", "said"), [
     ("WANDB_MODE", "foo", "'foo' is unknown to W&B; set it to one of online, offline, disabled, "),
     ("WANDB_INIT_TIMEOUT", "30s", "'30s' is no number of seconds; set it to one above 0, as 30, or unset it"),
     ("WANDB_INIT_TIMEOUT", "-1", "'-1' is no number of seconds"),
+    ("WANDB_BASE_URL", "wandb.local", r"W&B does not take its value \('wandb.local': Input should be a valid URL"),
+    ("WANDB_TAGS", "a" * 65, "W&B does not take its value .* is 65 characters.* mend it, or unset it"),
+    ("WANDB_QUIET", "perhaps", r"W&B does not take its value \('perhaps': Input should be a valid boolean"),
 ])  # fmt: skip
 def test_what_wandb_cannot_read_is_named_before_anything_is_loaded(
     alone, config_file, tmp_path, monkeypatch, name, value, said
@@ -223,6 +240,7 @@ def test_what_wandb_cannot_read_is_named_before_anything_is_loaded(
     check_environment("disabled")
     monkeypatch.setenv(name, "")
     check_environment("offline")
+    assert name not in os.environ  # W&B would not take the empty word, either
 
 
 def test_a_mistake_is_one_line_and_status_2(config_file, capsys):

@@ -1,11 +1,14 @@
 """Ranks that do not find each other say what to set: a network interface that is not there, and a machine whose own
-name stands for the loopback."""
+name stands for the loopback. What they take from a launcher, and whose failure they name."""
 
 import socket
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from longdraft.train.ranks import check_own_name
+from longdraft.train import ranks
+from longdraft.train.ranks import TrainingError, check_own_name, failures_named, join_ranks
 
 
 def test_an_interface_that_is_not_there_is_named(start_ranks, tmp_path, monkeypatch):
@@ -43,3 +46,27 @@ def test_a_name_that_stands_for_the_loopback(address, monkeypatch):
     assert str(refused.value).startswith(begin)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
     check_own_name(16, 8)
+
+
+def test_torchrun_says_how_many_ranks_this_machine_has(monkeypatch, no_launcher):
+    given = {"RANK": "9", "LOCAL_RANK": "1", "WORLD_SIZE": "16", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in (given | {"LOCAL_WORLD_SIZE": "8"}).items():
+        monkeypatch.setenv(name, value)
+
+    def refuse(world_size, local_size):
+        raise ValueError(f"{local_size} of {world_size}")
+
+    monkeypatch.setattr(ranks, "check_own_name", refuse)
+    monkeypatch.setattr(ranks, "_open_device", lambda local_rank, local_size: torch.device("cpu"))
+    with pytest.raises(ValueError, match=r"^8 of 16$"):
+        join_ranks()
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("writev [127.0.0.1]:9: Broken pipe"), BrokenPipeError(32, "Broken pipe")]
+)
+def test_only_a_collective_blames_another_rank(monkeypatch, error):
+    monkeypatch.setattr(ranks, "SEEN_S", 0)
+    expected = BrokenPipeError if isinstance(error, OSError) else TrainingError
+    with pytest.raises(expected), failures_named(SimpleNamespace(rank=0, local_rank=0)):  # pyright: ignore[reportArgumentType]
+        raise error

@@ -346,6 +346,17 @@ def test_a_wish_to_stop_ends_the_curriculum_too(staged, no_launcher, tmp_path, c
     assert not (tmp_path / "run" / "1-short" / "draft").exists()
 
 
+def test_an_export_that_is_refused_is_one_line_of_one_rank(staged, start_ranks, tmp_path):
+    (tmp_path / "1-short" / "draft").mkdir(parents=True)
+    (tmp_path / "1-short" / "draft" / "notes.txt").touch()
+    command = ["stages.short.train.steps=1", f"train.run_dir={tmp_path}"]
+    ranks = start_ranks(2, [{"main": command, "config": str(staged)}], "ranks_faults.py")
+    said = [rank.communicate(timeout=100)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [2, 2], said
+    assert f"launch/train.py: error: out: {tmp_path}/1-short/draft " in said[0]
+    assert "Traceback" not in said[0] and said[1] == ""
+
+
 @pytest.mark.parametrize(
     ("overrides", "ours"),
     [(["draft.window=5"], "window=5"), (["draft.draft_vocab_size=70"], "draft_vocab_size=70")],
