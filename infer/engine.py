@@ -54,7 +54,8 @@ class Engine:
             is on CUDA. Only speed depends on it.
         keep_prompts: a prompt of several prefill passes takes over the keys and values of an earlier one that began
             alike, by whole passes, so that they have the bits that they would have anew. Weights that are written in
-            between are noticed where PyTorch counts it, which `weight.data` evades.
+            between are noticed where PyTorch counts it, which `weight.data` and fused optimizers evade, and by
+            `refresh`; nothing is kept of weights that require gradients.
         noise_in_ranking: drafters rank candidates with the noise that the target's choices will use; False shows what
             that is worth.
         log: told in a line what will be allocated; None: the logger "longdraft", level INFO.
@@ -221,19 +222,18 @@ class Engine:
     def _begin(self, sequences: list[ActiveSequence | None], waiting: deque[Request]) -> _Prefill:
         free = [slot for slot, sequence in enumerate(sequences) if sequence is None]
         slot = self.runner.place(waiting[0].prompt, free)
-        group = self._next_group(sequences[slot:], waiting)
+        group = self._next_group(slot, free, waiting)
         begun = [ActiveSequence(one, self.target, self.max_length, 0.0, Statistics()) for one in group]
         return _Prefill(slot, begun, self.runner.prefill(slot, group))
 
-    def _next_group(self, sequences: Sequence[ActiveSequence | None], waiting: deque[Request]) -> list[Request]:
-        """The next request, and those behind it that fit into the same pass on the free slots from here on."""
+    def _next_group(self, slot: int, free: Sequence[int], waiting: deque[Request]) -> list[Request]:
+        """The next request, for this slot, and those that fit into the same pass and take the slots behind it."""
         group = [waiting.popleft()]
         longest = len(group[0].prompt) - 1
-        for sequence in sequences[1:]:
-            if sequence is not None or not waiting:
-                break
+        while waiting and (left := [one for one in free if not slot <= one < slot + len(group)]):
             longest = max(longest, len(waiting[0].prompt) - 1)
-            if not self.runner.fits_prefill(len(group) + 1, longest):
+            fits = self.runner.fits_prefill(len(group) + 1, longest)
+            if not fits or self.runner.place(waiting[0].prompt, left) != slot + len(group):
                 break
             group.append(waiting.popleft())
         return group

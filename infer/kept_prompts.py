@@ -18,13 +18,13 @@ from longdraft.models.kv_cache import KVCache
 
 @dataclass
 class _Kept:
-    """A slot's prompt, of which it has the first `count` tokens, as the `begun`th one. away: whether its first rows are
-    put aside."""
+    """A slot's prompt, of which it has the first `count` tokens. begun: when, counted in prompts. aside: whether its
+    first rows are put aside."""
 
     prompt: Sequence[int] = ()
     count: int = 0
     begun: int = 0
-    away: bool = False
+    aside: bool = False
 
 
 class KeptPrompts:
@@ -32,40 +32,75 @@ class KeptPrompts:
 
     Args:
         chunk: tokens of a pass of a prefill.
-        aside: so many first rows of a slot without a request are put aside: those of the widest pass of a step.
-        before: of a cache without requests, whose rows are copied as far as there is place.
+        n_aside: so many first rows of a slot without a request are put aside: those of the widest pass of a step.
+        before: of a cache without requests, whose latest prompts are copied, as many as there are slots.
     """
 
-    def __init__(self, cache: KVCache, chunk: int, aside: int, before: "KeptPrompts | None" = None):
+    def __init__(self, cache: KVCache, chunk: int, n_aside: int, before: "KeptPrompts | None" = None):
         self._cache, self._chunk, self._begun = cache, chunk, 0
-        self._first_keys_LBWKd = torch.empty_like(cache.keys[:, :, :aside], memory_format=torch.contiguous_format)
-        self._first_values_LBWKd = torch.empty_like(self._first_keys_LBWKd)
+        self._aside_keys_LBWKd = torch.empty_like(cache.keys[:, :, :n_aside], memory_format=torch.contiguous_format)
+        self._aside_values_LBWKd = torch.empty_like(self._aside_keys_LBWKd)
         self.forget()
-        for slot, kept in enumerate([] if before is None else before._of[: cache.batch]):
-            assert before is not None
-            self.begin(slot, kept.prompt)
-            self.reach(slot, min(kept.count, cache.capacity))
-            before._copy(slot, self._of[slot].count, cache, slot)
+        if before is not None:
+            sources = [slot for slot, kept in enumerate(before._of) if kept.count]
+            sources = sorted(sources, key=lambda slot: before._of[slot].begun)[-cache.batch :]
+            for slot, source in enumerate(sources):
+                kept = before._of[source]
+                count = min(kept.count, cache.capacity) // chunk * chunk
+                before._copy(source, count, cache, slot)
+                self._note(slot, kept.prompt, count)
 
     def forget(self) -> None:
         """Nothing is kept."""
         self._of = [_Kept() for _ in range(self._cache.batch)]
 
+    def place(self, prompt: Sequence[int], free: Sequence[int]) -> int:
+        """Of the free slots the one for this prompt: of those where nothing is lost that with the most of it, else the
+        one with the oldest prompt."""
+        counts = self._counts(prompt)
+
+        def order(slot: int) -> tuple[bool, int, int]:
+            kept = self._of[slot]
+            loses = kept.count > counts[slot]
+            return loses, kept.begun if loses else -counts[slot], slot
+
+        return min(free, key=order)
+
+    def begin(self, slot: int, prompt: Sequence[int]) -> int:
+        """This prompt begins on this slot, whose length is 0, with what any slot has of its first tokens. Returns how
+        many these are; its last but one is never among them, so that something is left to be read."""
+        counts = self._counts(prompt)
+        source = max(range(len(counts)), key=lambda one: (counts[one], one == slot))
+        if (count := counts[source]) > 0:
+            if slot != source:
+                self._of[slot] = _Kept()  # its rows are no prompt's while they are written
+            self._copy(source, count, self._cache, slot)
+            self._cache.lengths[slot].fill_(count)
+        self._note(slot, prompt, count)
+        return count
+
+    def reach(self, slot: int, count: int) -> None:
+        """The slot has so many tokens of its prompt."""
+        self._of[slot].count = count // self._chunk * self._chunk
+
     def leave(self, slot: int) -> None:
         """This slot has no request any more, and the length 0 from now on."""
         kept = self._of[slot]
-        if kept.count and not kept.away:
-            rows = slice(self._first_keys_LBWKd.shape[2])
-            self._first_keys_LBWKd[:, slot] = self._cache.keys[:, slot, rows]
-            self._first_values_LBWKd[:, slot] = self._cache.values[:, slot, rows]
-            kept.away = True
+        if kept.count and not kept.aside:
+            rows = slice(self._aside_keys_LBWKd.shape[2])
+            self._aside_keys_LBWKd[:, slot] = self._cache.keys[:, slot, rows]
+            self._aside_values_LBWKd[:, slot] = self._cache.values[:, slot, rows]
+            kept.aside = True
 
-    def find(self, prompt: Sequence[int]) -> tuple[int, int]:
-        """The slot with the most of this prompt's first tokens, and the least besides, and how many; the prompt's last
-        token but one is never among them, so that something is left to be read."""
-        counts = [self._alike(kept, prompt) for kept in self._of]
-        source = max(range(len(counts)), key=lambda slot: (counts[slot], -self._of[slot].count))
-        return source, counts[source]
+    def _note(self, slot: int, prompt: Sequence[int], count: int) -> None:
+        self._begun += 1
+        self._of[slot] = _Kept(prompt, count, self._begun)
+
+    def _counts(self, prompt: Sequence[int]) -> list[int]:
+        """How many of its first tokens each slot has, by whole passes."""
+        if len(prompt) - 1 <= self._chunk:  # read in one pass, which is of another kind
+            return [0] * len(self._of)
+        return [self._alike(kept, prompt) for kept in self._of]
 
     def _alike(self, kept: _Kept, prompt: Sequence[int]) -> int:
         count, most = 0, min(kept.count, len(prompt) - 2)
@@ -73,34 +108,11 @@ class KeptPrompts:
             count = end
         return count
 
-    def place(self, prompt: Sequence[int], free: Sequence[int]) -> int:
-        """Of the free slots the one for this prompt: where nothing is lost, its own before others, else where the
-        oldest is."""
-        source, count = self.find(prompt)
-
-        def order(slot: int) -> tuple[bool, bool, int, int]:
-            kept, own = self._of[slot], slot == source and count > 0
-            loses = kept.count > (count if own else 0)
-            return loses, not own, kept.begun if loses else 0, slot
-
-        return min(free, key=order)
-
-    def begin(self, slot: int, prompt: Sequence[int], source: int = 0, count: int = 0) -> None:
-        """This prompt begins on this slot, whose length is 0, with the first `count` rows of slot `source`."""
-        if count:
-            self._copy(source, count, self._cache, slot)
-            self._cache.lengths[slot].fill_(count)
-        self._begun += 1
-        self._of[slot] = _Kept(prompt, count, self._begun)
-
     def _copy(self, source: int, count: int, cache: KVCache, slot: int) -> None:
-        """The first `count` rows of slot `source` to those of a slot of `cache`, where they do not lie there."""
-        own, first = self._cache, min(count, self._first_keys_LBWKd.shape[2]) if self._of[source].away else 0
-        cache.fill(slot, 0, self._first_keys_LBWKd[:, source, :first], self._first_values_LBWKd[:, source, :first])
-        if (cache, slot) != (own, source):
-            rows = slice(first, count)
-            cache.fill(slot, first, own.keys[:, source, rows], own.values[:, source, rows])
-
-    def reach(self, slot: int, count: int) -> None:
-        """The slot has so many tokens of its prompt."""
-        self._of[slot].count = count // self._chunk * self._chunk
+        """The first `count` rows of slot `source` to this slot of `cache`, where they are not there already."""
+        n_aside = min(count, self._aside_keys_LBWKd.shape[2]) if self._of[source].aside else 0
+        aside, rows = slice(n_aside), slice(n_aside, count)
+        keys, values = self._aside_keys_LBWKd[:, source, aside], self._aside_values_LBWKd[:, source, aside]
+        cache.fill(slot, 0, keys, values)
+        if cache is not self._cache or slot != source:
+            cache.fill(slot, n_aside, self._cache.keys[:, source, rows], self._cache.values[:, source, rows])

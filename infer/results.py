@@ -45,8 +45,8 @@ class Generation:
     Attributes:
         index: the prompt's place in the call.
         tokens: the new tokens, with the stop token, or those that the stop string came with.
-        text: them decoded without special tokens, up to a stop string; behind a prompt that was given as text, what they
-            add to it. None where the target came without a tokenizer.
+        text: them decoded without special tokens, up to a stop string; behind a prompt that was a text, what they add
+            to it. None where the target came without a tokenizer.
         seed: the seed that gave them.
         finish_reason: "stop" (an end token or stop string), "length" (max_new_tokens), "capacity" (no positions left)
             or "cancelled".

@@ -136,7 +136,7 @@ class Runner:
         # Some kinds of RoPE rotate a prompt by its length; weights that are gathered for each pass cannot be watched.
         self._keeps = keep_prompts and model.config.rope.type not in LENGTH_DEPENDENT and model.weights_stay
         self._kept: KeptPrompts | None = None
-        self._written: list[tuple[int, int]] | None = None  # of the weights that the kept rows were computed with
+        self._written: tuple[int, list[tuple[int, int]]] | None = None  # of the weights that kept rows are of
         self._on_cpu = backend.is_host(self.device)
         self.lag = 0 if self._on_cpu else 1
         self.work_clock: Callable[[], float] = rows.work_seconds if self._on_cpu else time.perf_counter
@@ -188,15 +188,15 @@ class Runner:
             self.cache = self._kept = cache = None
             check_memory(parts, batch, capacity, self.device)
             log(f"memory for {batch} sequences of {capacity} positions: {describe(parts)}")
-            self.cache = cache = self.model.new_cache(batch, capacity)
-            if keeps:
-                self._kept = KeptPrompts(cache, self.prefill_chunk, aside, before)
-                before = None
+            cache = self.model.new_cache(batch, capacity)
+            kept = KeptPrompts(cache, self.prefill_chunk, aside, before) if keeps else None
+            before = None
             zeros = torch.zeros(batch, dtype=torch.int64, device=self.device)
             history, idle = History(batch, capacity, self.device), SlotSampling([IDLE] * batch, self.device)
             nothing = [list[int]() for _ in range(batch)]
             asked = self.policy if self.policy.automatic else None
             self.state = SlotState(zeros, zeros.clone(), zeros.bool(), history, idle, nothing, self._graphs, asked)
+            self.cache, self._kept = cache, kept  # now that all of them are there
         for slot in range(batch):  # of a call that was left early
             self._empty(slot)
         self.state.active.zero_()
@@ -247,20 +247,16 @@ class Runner:
             begin = time.perf_counter()
 
     def _take_over(self, slots: Sequence[int], prompts: Sequence[list[int]]) -> int:
-        """How many rows a prompt of several passes, which comes alone, has from an earlier one."""
+        """How many rows the first of these prompts has from an earlier one: none where they are read in one pass."""
         if self._kept is None:
             return 0
-        (slot, *_), (prompt, *_), source, count = slots, prompts, 0, 0
-        if len(prompt) - 1 > self.prefill_chunk:
-            if (written := _written(self.model)) is None or written != self._written:
-                self._written = written
-                self._kept.forget()
-            source, count = self._kept.find(prompt)
-        for other, own in zip(slots, prompts, strict=True):
-            self._kept.begin(other, own, source, count)
-        if count:
-            self.drafter.on_taken_over([slot], from_host(torch.tensor([prompt[:count]]), self.device))
-        return count
+        if len(prompts[0]) - 1 > self.prefill_chunk and ((now := _written(self.model)) is None or now != self._written):
+            self._written = now
+            self._kept.forget()
+        known, *_ = [self._kept.begin(slot, prompt) for slot, prompt in zip(slots, prompts, strict=True)]
+        if known:
+            self.drafter.on_taken_over(slots, from_host(torch.tensor([prompts[0][:known]]), self.device))
+        return known
 
     def _prefill_pass(
         self, slots: Sequence[int], chunks: list[list[int]], cache: KVCache, needs: frozenset[str], whole: bool
@@ -455,9 +451,10 @@ class Runner:
         return Emitted(emitted, drafted, also, step, now - began, now)
 
 
-def _written(model: Decoder) -> list[tuple[int, int]] | None:
-    """Where each of its weights lies, and how often it was written; None where PyTorch does not count that."""
+def _written(model: Decoder) -> tuple[int, list[tuple[int, int]]] | None:
+    """Where each of its weights lies and how often it was written; None where that is not known: PyTorch does not count
+    it for inference tensors, nor what fused optimizers do."""
     weights = list(model.parameters())
-    if any(weight.is_inference() for weight in weights):
+    if any(weight.is_inference() or weight.requires_grad for weight in weights):
         return None
-    return [(weight.data_ptr(), weight._version) for weight in weights]
+    return model.refreshed, [(weight.data_ptr(), weight._version) for weight in weights]

@@ -437,6 +437,7 @@ def refresh(target: Target, model: Any) -> None:
             parameter.data = theirs.detach()
         elif not torch.equal(rows, value := place.value(theirs).to(rows.dtype)):
             rows.copy_(value)
+    target.model.refreshed += 1
     target.model.look_again()
 
 

@@ -1,15 +1,18 @@
-"""Rows that a prompt takes over from an earlier one have the bits that they would have anew, and are those of its own
-weights; which slot a prompt takes."""
+"""Rows that a prompt takes over have the bits that an earlier one's passes gave, and are those of the weights that it is
+decoded with; which slot a prompt takes."""
 
 from dataclasses import replace
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from longdraft.infer.engine import Engine
 from longdraft.infer.kept_prompts import KeptPrompts
 from longdraft.infer.requests import read_requests
 from longdraft.infer.sampling import SamplingParams
+from longdraft.models.hf import refresh, target_from_transformers
+from longdraft.models.kv_cache import KVCache
 
 DOCUMENT = list(range(3, 43))
 CHUNK, POSITIONS = 8, 120
@@ -35,17 +38,15 @@ def turns(engine, calls):
     return [[one.stats.taken_over for one in engine.generate(prompts, NEW)] for prompts in calls]
 
 
-def test_rows_have_the_bits_that_they_would_have_anew(target):
+def test_rows_have_the_bits_that_they_had(target):
     """A conversation goes on while another one, of one pass, is decoded on the slot beside it."""
     engine, first = engine_of(target, slots=2), [*DOCUMENT, 1]
     engine.runner._part_at_work = lambda state: None  # as on a GPU, where passes write to idle slots too
     answer = engine.generate([first], NEW)[0].tokens
+    read = rows(engine, 0, 40)
     second = [*first, *answer, *range(50, 60)]
     assert turns(engine, [[[1, 2, 3]], [second]]) == [[0], [40]]
-    anew = engine_of(target, keep_prompts=False)
-    assert turns(anew, [[second]]) == [[0]]
-    slot = engine.runner.place(second, [0, 1])
-    assert torch.equal(rows(engine, slot, len(second) - 1), rows(anew, 0, len(second) - 1))
+    assert torch.equal(rows(engine, 0, 40), read)
 
 
 def test_prompts_of_one_call_share_a_document(target):
@@ -118,6 +119,63 @@ def test_a_prompt_goes_where_the_least_is_lost(target):
     assert some.place([7] * 20, range(4)) == 2
     assert some.place([7] * 20, [3]) == 3
     full = kept(cache, DOCUMENT, other, [*other, 5], [*DOCUMENT, 5])
-    assert full.place([7] * 20, range(4)) == 0  # the oldest
+    assert full.place([7] * 20, range(4)) == full.place([*other[:30], 5], range(4)) == 0  # the oldest
     assert full.place([7] * 20, range(1, 4)) == 1
-    assert full.find([*other, 5, 6, 7])[1] == 40 and full.place([*other, 5, 6, 7], range(4)) == 2  # goes on there
+    assert full.place([*other, 5, 6, 7], range(4)) == 2  # goes on there
+    twice = kept(cache, DOCUMENT, [7] * 20, DOCUMENT)
+    assert twice.place([*DOCUMENT, 1, 2], [1, 2]) == 2  # though another slot has as much of it
+
+
+def test_the_latest_prompts_come_along_to_another_cache(target):
+    """In their order, as many as it has slots, from whatever slots."""
+    prompts = [[first] * 20 for first in (1, 2, 3)]
+    before = kept(target.model.new_cache(4, POSITIONS), [9, 9], *prompts)
+    before.begin(1, prompts[0])  # again, so that it is the latest
+    two = KeptPrompts(target.model.new_cache(2, POSITIONS), CHUNK, 0, before)
+    assert [two.place([*prompt, 5], range(2)) for prompt in prompts] == [1, 0, 0]
+    assert [two.begin(slot, [*prompts[i], 5]) for slot, i in ((0, 2), (1, 0), (0, 1))] == [16, 16, 0]
+
+
+def test_short_prompts_leave_a_document_alone(target):
+    engine = engine_of(target, slots=4)
+    others = [[n, n + 1, n + 2] for n in (1, 2, 3)]
+    assert turns(engine, [[[1, 2], [*DOCUMENT, 1]], others, [[*DOCUMENT, 2]]]) == [[0, 0], [0, 0, 0], [32]]
+
+
+def test_a_copy_that_is_interrupted_leaves_no_rows_under_another_name(target, monkeypatch):
+    """Of the slot that it writes to, and of a cache that grows."""
+    engine, other = engine_of(target, slots=1), [[7, 8, 9] * 14, [1] * 3]
+    assert turns(engine, [[[*DOCUMENT, 1]], [other[0]]]) == [[0], [0]]
+    fill = KVCache.fill
+
+    def interrupted(*given):
+        fill(*given)
+        raise KeyboardInterrupt
+
+    grown = replace(NEW, max_new_tokens=60)
+    with monkeypatch.context() as patch:
+        patch.setattr(KVCache, "fill", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate([[*other[0], 1]], grown)
+    want = engine_of(target, keep_prompts=False).generate([[*other[0], 1]], grown)[0].tokens
+    for _ in range(2):
+        assert engine.generate([[*other[0], 1]], grown)[0].tokens == want
+
+
+def test_a_target_that_is_brought_up_to_date_keeps_nothing():
+    """What `refresh` writes PyTorch does not count."""
+    sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=61, max_position_embeddings=POSITIONS, eos_token_id=None, **sizes))
+    target = target_from_transformers(model)
+    engine, asked = engine_of(target), [*DOCUMENT, 1]
+    assert turns(engine, [[asked], [asked]]) == [[0], [32]]
+    with torch.no_grad():
+        model.model.layers[0].self_attn.k_proj.weight.mul_(-2)
+    refresh(target, model)
+    assert turns(engine, [[asked], [asked]]) == [[0], [32]]
+
+
+def test_weights_that_may_be_trained_keep_nothing(target):
+    """Fused optimizers write without a count."""
+    target.model.requires_grad_(True)
+    assert turns(engine_of(target), [[[*DOCUMENT, 1]], [[*DOCUMENT, 1]]]) == [[0], [0]]
