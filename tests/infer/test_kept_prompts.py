@@ -1,4 +1,4 @@
-"""Rows that a prompt takes over have the bits that an earlier one's passes gave, and are those of the weights that it is
+"""Rows that a prompt takes over have the bits that an earlier one's passes gave, and are of the weights that it is
 decoded with; which slot a prompt takes."""
 
 from dataclasses import replace
