@@ -174,7 +174,9 @@ def test_the_selected_cache_holds_the_rows_of_a_fresh_prefill(tiny_target, heads
     target = tiny_target(vocab_size=VOCAB, n_kv_heads=heads_of_keys, n_layers=3)
     drafter = drafter_for(target, draft_pass="always", budget=30, sinks=4)
     params = [SamplingParams(temperature=0.7, seed=i, max_new_tokens=count) for i, count in enumerate((90, 20, 69))]
-    result = Engine(target, drafter, slots=2).generate(prompts(50, 9, 33), params)
+    engine = Engine(target, drafter, slots=2)
+    engine.runner._empty = lambda slot: None  # a slot is looked at as its request leaves it
+    result = engine.generate(prompts(50, 9, 33), params)
     selected = heads_of(drafter)._selected
     for slot, generation in enumerate((result[0], result[2])):
         text = generation.prompt + generation.tokens

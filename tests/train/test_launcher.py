@@ -136,7 +136,11 @@ def test_a_signal_before_the_ranks_are_there(config_file, monkeypatch, capsys, n
 
     monkeypatch.setattr("longdraft.train.launcher.settle_device", interrupted)
     monkeypatch.setattr(launcher, "launch_with_deepspeed", lambda *_: pytest.fail("ranks were started"))
-    assert start_command([str(config_file)]) == 0
+    before = signal.signal(number, signal.SIG_DFL)  # the tests may run under nohup
+    try:
+        assert start_command([str(config_file)]) == 0
+    finally:
+        signal.signal(number, before)
     assert capsys.readouterr().out == "Stopped before it began; the same command goes on\n"
 
 
