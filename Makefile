@@ -14,9 +14,9 @@ TORCH := $(shell sed -n 's/^\(torch==[^ ]*\).*/\1/p' constraints.txt)
 # Of setup.py's python_requires=">=3.A,<3.B": 3.A and all up to B.
 PYTHONS := $(shell sed -n 's/.*python_requires=">=3\.\([0-9]*\),<3\.\([0-9]*\)".*/\1 \2/p' setup.py | { read a b && seq -f 3.%g $$a $$((b - 1)); })
 PYTEST := $(BIN)/pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
-# What may depend on a processor's arithmetic and on what libraries keep beside tensors; Triton's kernels do not.
-ANYWHERE := tests/test_plain.py tests/kernels tests/infer/test_exactness.py tests/train/test_memory.py \
-	--ignore-glob='*/test_triton_*.py'
+# What may depend on a processor's arithmetic; Triton's kernels do not. And what libraries keep beside tensors.
+ANYWHERE := tests/test_plain.py tests/kernels tests/infer/test_exactness.py --ignore-glob='*/test_triton_*.py'
+KEPT := tests/train/test_memory.py
 
 .PHONY: setup quickstart test test-machines check format clean
 setup: $(SETUP)
@@ -43,7 +43,7 @@ test: $(SETUP)
 # A processor without AVX2 and without a compiler, with more threads than cores; and one with AVX2 and no more.
 test-machines: $(SETUP)
 	ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 LONGDRAFT_CPU_KERNELS=0 OMP_NUM_THREADS=4 \
-		OMP_WAIT_POLICY=passive $(PYTEST) $(ANYWHERE)
+		OMP_WAIT_POLICY=passive $(PYTEST) $(ANYWHERE) $(KEPT)
 	ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 OMP_NUM_THREADS=2 OMP_WAIT_POLICY=passive $(PYTEST) $(ANYWHERE)
 
 check: $(SETUP)

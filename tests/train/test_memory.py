@@ -64,7 +64,7 @@ def moment(found: Estimate, name: str) -> int:
 def test_runs_on_smollm2_take_what_is_estimated(smollm2, tmp_path, start_ranks, finish_ranks):
     """Peak growth of resident memory after the imports, over two steps in fp32; the runs share the cores."""
     runs = []
-    for seq_len, share in ((1024, 1.0), (3072, 0.25)):
+    for seq_len, share in ((1024, 1.0), (2048, 0.25)):
         folder = tmp_path / str(seq_len)
         sections = {
             "target": {"path": "smollm2-135m"},
