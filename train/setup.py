@@ -195,7 +195,9 @@ def check_draft(config: Config, target: Target) -> None:
             f"{target.name} are not rotated so; take tokenswift or medusa"
         )
     for name, copied in (("warm_start", True), ("final_norm", True), ("out_norm_init", "target")):
-        if getattr(section, name, None) == copied and (name == "warm_start" or model.known is None):
+        # Gemma's norms are not as they are stored: our decoder adds to them when it reads them.
+        as_ours = name != "warm_start" and model.known is not None and not model.known.norm_offset
+        if getattr(section, name, None) == copied and not as_ours:
             raise ValueError(
                 f"draft.{name}: {copied} begins with the target's weights as our decoder has them, and target.loader "
                 "is transformers; leave it out"

@@ -96,6 +96,9 @@ class SmallModelDrafter(DeviceDrafter):
             self._cache, self._appended = self._new_cache(cache.batch, self._tail), 0
             self._drafted = torch.full((cache.batch, self.gamma - 1), -1, device=cache.lengths.device)
             self._drafted_at = torch.zeros_like(cache.lengths)  # position of the first of them
+            self._to_read = [0] * cache.batch  # of the prompt without its last token
+        for slot, request in zip(slots, requests, strict=True):
+            self._to_read[slot] = len(request.prompt) - 1
         where = integers(slots, self._drafted.device)
         self._cache.reset(where)
         self._drafted.index_fill_(0, where, -1)
@@ -119,6 +122,7 @@ class SmallModelDrafter(DeviceDrafter):
         cache = self._cache
         assert cache is not None
         for slot, tokens_T in zip(slots, tokens_BT, strict=True):
+            self._to_read[slot] -= len(tokens_T)
             if len(tokens_T) <= self._widest or self._reading == self._widest:
                 for chunk in tokens_T.split(self._widest):
                     self._settle()
@@ -148,8 +152,10 @@ class SmallModelDrafter(DeviceDrafter):
         """Tokens to draft; to read before that, at most; and rows appended to the cache since it was settled."""
         count = state.stages(min(self.gamma, max_nodes))
         # What was taken back was queued before anything of this step: the host hears of it while the device is at work,
-        # or has just read something else behind it.
-        lacked = 0 if self._lacked is None else max(0, *self._lacked.lists()[0])
+        # or has just read something else behind it. A slot lacks what of its prompt is still to be read, and that may
+        # never come.
+        lacks = [] if self._lacked is None else self._lacked.lists()[0]
+        lacked = max([0, *(count for count, left in zip(lacks, self._to_read, strict=False) if left <= 0)])
         behind, appended = max(0, self._most_behind + lacked), self._appended
         if behind < self._widest:  # rows behind the root cost little
             behind = min(state.rounded(behind + 1), self._widest) - 1

@@ -13,6 +13,7 @@ from longdraft.infer.drafters.tokenswift import tokenswift
 from longdraft.infer.drafters.triforce import TriForceDrafter
 from longdraft.infer.engine import Engine
 from longdraft.infer.history import History
+from longdraft.infer.requests import read_requests
 from longdraft.infer.sampling import SamplingParams
 from longdraft.infer.streaming_cache import StreamingCache
 from longdraft.models.drafts.tokenswift import TokenSwift, TokenSwiftConfig
@@ -220,6 +221,26 @@ def test_a_long_chain_that_is_rejected_is_not_read_again(target, small):
     assert result.acceptance < 0.5 and result.stats.steps > 1
     reading = -(-119 // 64)
     assert sum(rows[:reading]) == 119 and max(rows[reading:]) <= 3
+
+
+def test_a_prompt_that_is_still_read_is_nothing_that_steps_catch_up_with(target, small):
+    """Nor is what a cancelled one has not read: others' steps have a few rows, as they have alone."""
+    rows = []
+    drafter = TriForceDrafter(target, small, budget=24, stride=10, window=24, sinks=4)
+    engine = Engine(target, drafter, slots=2, nodes=None, prefill_chunk=16)
+    grow = SmallModelDrafter.grow
+    drafter.inner.grow = lambda state, plan: rows.append(plan[1]) or grow(drafter.inner, state, plan)
+    long = SamplingParams(max_new_tokens=40)
+    requests = [replace(read_requests(target, [one], long, 200)[0], index=i) for i, one in enumerate(prompts(9, 150))]
+    coming = [[requests[0]], [requests[1]], [], [], []]
+
+    def arrivals(idle):
+        if len(coming) == 1:
+            engine.cancel(1)
+        return coming.pop(0) if coming else None if idle else []
+
+    done = {piece.index: piece.generation for piece in engine.serve(arrivals) if piece.generation}
+    assert done[1].finish_reason == "cancelled" and len(done[0].tokens) == 40 and max(rows) <= 24
 
 
 @pytest.mark.parametrize("policy", ["retrieval", "streaming"])
