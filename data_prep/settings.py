@@ -7,6 +7,7 @@ from pathlib import Path
 from string import Formatter
 
 from longdraft.data_prep.pack import MODES
+from longdraft.models.files import from_home
 
 MOST_SEQ_LEN = 1 << 24  # a row of 64 MiB, of as many tokens as the largest shard has bytes of text
 
@@ -47,6 +48,7 @@ class Source:
     split: str | None = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "path", from_home(self.path))
         if (self.prompt is None) != (self.answer is None):
             raise ValueError(f"prompt and answer of {self.path} belong together, and one of them is missing")
         ways = {"text_field": self.text_field, "chat_field": self.chat_field, "prompt and answer": self.prompt}

@@ -130,10 +130,7 @@ class Service:
         """A completion or a chat, whole or streamed."""
         settings = self.settings
         body = parse(kind, await _read(request, settings.body_bytes, settings.body_seconds))
-        if body.model not in (None, settings.model):
-            raise ApiError(
-                404, f"model: {body.model!r} is not served here, {settings.model!r} is", "model", "model_not_found"
-            )
+        self._check_model(body.model)
         requests = await asyncio.to_thread(requests_of, body, self.engine.target, self.engine.max_length)
         answers = Answers(body, secrets.token_hex(12), settings.model, self.engine.drafter.max_depth)
         try:
@@ -184,10 +181,18 @@ class Service:
         except Stopped as error:  # the head is out already: an event says it
             yield _event(ApiError(503, str(error)).body)
 
-    def models(self) -> Response:
-        """The one that is served."""
+    def models(self, name: str | None = None) -> Response:
+        """A list of the one that is served, or that one by its name."""
         own = {"id": self.settings.model, "object": "model", "created": self.created, "owned_by": "longdraft"}
-        return _json({"object": "list", "data": [own | {"max_model_len": self.engine.max_length}]})
+        own |= {"max_model_len": self.engine.max_length}
+        if name is not None:
+            self._check_model(name)
+        return _json({"object": "list", "data": [own]} if name is None else own)
+
+    def _check_model(self, name: str | None) -> None:
+        own = self.settings.model
+        if name not in (None, own):
+            raise ApiError(404, f"model: {name!r} is not served here, {own!r} is", "model", "model_not_found")
 
     def check_key(self, request: Request) -> None:
         """Raise ApiError for a request without the key."""
@@ -240,6 +245,10 @@ def create_app(service: Service) -> FastAPI:
     @app.get("/v1/models", dependencies=with_key)
     async def models() -> Response:
         return service.models()
+
+    @app.get("/v1/models/{name:path}", dependencies=with_key)
+    async def one_model(name: str) -> Response:
+        return service.models(name)
 
     @app.get("/health")
     async def health() -> Response:

@@ -4,6 +4,7 @@ Argument parsing and nothing else; the work is in models/published.py.
 """
 
 import argparse
+import shlex
 import warnings
 from collections.abc import Sequence
 
@@ -40,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         method, target = type(draft).__name__.lower(), info.train_config["target"]["path"]
         show(
             f"Converted {args.source} to {args.out}: {method} ({size:.1f} M parameters) for {target}; next: longdraft "
-            f"bench --draft {args.out} --data DATA\n"
+            f"bench --draft {shlex.quote(str(args.out))} --data DATA\n"
         )
 
     return framed(parser.prog, work)

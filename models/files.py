@@ -52,3 +52,8 @@ def file_digest(path: Path) -> str:
     """sha256 of a file's bytes, as hexadecimal digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def from_home(path: str) -> str:
+    """The same path, in the home folder where it begins with `~`, which neither YAML nor a shell behind `=` reads."""
+    return str(Path(path).expanduser()) if path.startswith("~") else path

@@ -519,6 +519,12 @@ def _locate(path: str | Path, gguf_file: str | None, weights: bool = True) -> tu
     return name, folder if (folder / "config.json").exists() else _only_gguf(folder)
 
 
+def lasting_name(path: str | Path) -> str:
+    """A target's name, or its place on this machine so that it is found from every folder."""
+    local = Path(path).expanduser()
+    return str(local.resolve()) if str(path) not in BUNDLED and local.exists() else str(path)
+
+
 def _only_gguf(folder: Path) -> Path:
     found = sorted(folder.rglob("*.gguf"))
     if len(found) != 1:

@@ -21,7 +21,7 @@ from longdraft.models.draft_files import CONFIG, check_out, read_config
 from longdraft.models.draft_folder import Draft, DraftInfo, save_draft, target_entry
 from longdraft.models.drafts.longspec import LongSpecConfig
 from longdraft.models.drafts.tokenswift import TokenSwift, TokenSwiftConfig
-from longdraft.models.hf import HUB_ERRORS, METADATA, describe_target, read_target_config
+from longdraft.models.hf import HUB_ERRORS, METADATA, describe_target, lasting_name, read_target_config
 from longdraft.models.published_longspec import load_published, read_file
 from longdraft.models.target import Target
 
@@ -86,7 +86,7 @@ def convert(
         tree={"levels": LONGSPEC_TREE if block else [TOKENSWIFT_RANKS] * draft.config.n_heads},
         versions={name: version(name) for name in ("longdraft", "torch")},
         train_config={
-            "target": {"path": _absolute(path), "gguf_file": gguf_file},
+            "target": {"path": lasting_name(path), "gguf_file": gguf_file},
             "converted_from": found.name or found.path.name,
         },
         noise=LONGSPEC_NOISE if block else None,
@@ -114,11 +114,6 @@ def _fetch(source: str | Path) -> Source:
 def _is_merged(path: Path) -> bool:
     """Whether this is a model with TokenSwift's heads in it."""
     return (path / CONFIG).is_file() and "medusa_heads" in read_config(path)
-
-
-def _absolute(path: str | Path) -> str:
-    """A folder on this machine so that it is found from anywhere; a name as it is."""
-    return str(Path(path).expanduser().resolve()) if Path(path).expanduser().exists() else str(path)
 
 
 def _longspec(

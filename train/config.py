@@ -17,6 +17,7 @@ from longdraft.models.decoder_config import DecoderConfig
 from longdraft.models.drafts.longspec import LongSpecConfig
 from longdraft.models.drafts.medusa import MedusaConfig
 from longdraft.models.drafts.tokenswift import TokenSwiftConfig
+from longdraft.models.files import from_home
 from longdraft.models.rope import RopeConfig
 from longdraft.train.typed import build, read_yaml, resolve
 
@@ -83,6 +84,9 @@ class TargetSection:
     max_positions: int | None = None
     zero_stage: int = 0
     loader: str = "longdraft"
+
+    def __post_init__(self):
+        object.__setattr__(self, "path", from_home(self.path))
 
 
 @dataclass(frozen=True)
@@ -164,6 +168,7 @@ class DataSection:
     max_dropped_share: float = 0.5
 
     def __post_init__(self):
+        object.__setattr__(self, "path", from_home(self.path))
         if self.positions == "anchor_offset" and self.sinks is None:
             object.__setattr__(self, "sinks", SINKS)
         elif self.positions == "plain" and self.sinks == SINKS:  # as earlier versions wrote it for any positions
@@ -206,6 +211,9 @@ class TrainSection:
     save_every: int = 50
     keep_checkpoints: int = 2
     max_skipped: int = 10
+
+    def __post_init__(self):
+        object.__setattr__(self, "run_dir", from_home(self.run_dir))
 
     @property
     def pass_rows(self) -> int:

@@ -19,6 +19,7 @@ from longdraft.models.draft_files import WEIGHTS, check_out
 from longdraft.models.draft_folder import DRAFTS, Draft, DraftInfo, load_draft, save_draft, target_entry
 from longdraft.models.drafts.longspec import LongSpec, plan_queries
 from longdraft.models.drafts.loss import RANKS
+from longdraft.models.hf import lasting_name
 from longdraft.models.passes import Pass
 from longdraft.models.target import Target
 from longdraft.train import checkpoint, model_card, vllm_medusa
@@ -189,7 +190,7 @@ def _longdraft(trained: Trained, out: Path, prove: Callable[[Draft], None]) -> s
         train_length=config.data.seq_len,
         tree={"levels": list(BEAM[: draft.config.noise]) if block else [RANKS] * draft.config.n_heads} | rates,
         versions=_versions(),
-        train_config=to_dict(config),
+        train_config=to_dict(replace(config, target=replace(config.target, path=lasting_name(config.target.path)))),
         noise=draft.config.noise if block else None,
         step=trained.step,
     )

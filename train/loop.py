@@ -4,6 +4,7 @@ Not here: finding the stages in a config (stages.py), what opens before the firs
 (step.py), files (checkpoint.py, tracking.py).
 """
 
+import shlex
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
@@ -151,7 +152,8 @@ def train(
     if not done:
         ranks.log(f"Stopped after {run.step} of {n_steps} steps; the same command goes on from {saved}")
     else:
-        ranks.log(f"Trained: {n_steps} steps, checkpoint in {saved}; next: longdraft export {config.train.run_dir}")
+        export_it = shlex.join(["longdraft", "export", config.train.run_dir])
+        ranks.log(f"Trained: {n_steps} steps, checkpoint in {saved}; next: {export_it}")
     return done
 
 

@@ -27,9 +27,11 @@ def read_yaml(path: str | Path, overrides: Sequence[str], either: Either | None 
     either: see `lay_over`.
     Raises ValueError: the file or an override cannot be read, or overrides give both of two fields in `either`.
     """
-    path = Path(path)
+    path, recipes = Path(path), Path(__file__).resolve().parents[1]
+    if not path.is_file() and path.parts[:1] == ("configs",):  # those that come along, from anywhere
+        path = recipes / path
     if not path.is_file():
-        raise ValueError(f"config: no file {path}; give one of the YAML files in configs/")
+        raise ValueError(f"config: no file {path}; give one of the YAML files in {recipes / 'configs'}")
     try:
         raw = OmegaConf.load(path)
     except (*UNREADABLE, OSError, UnicodeDecodeError) as error:

@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
@@ -95,20 +95,32 @@ class _Beam(ctypes.Structure):
     )
 
 
-def _cache_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "longdraft"
+def _place(name: str) -> Path:
+    """Where a library of this name is or may be written: in the user's cache folder; without one, or where nothing can
+    be written there, in a folder of the user's own among the temporary ones."""
+    with suppress(RuntimeError, OSError):  # no home; one that is not there
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "longdraft"
+        if (folder / name).exists():
+            return folder / name
+        folder.mkdir(parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK):
+            return folder / name
+    folder = Path(tempfile.gettempdir()) / f"longdraft-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.lstat().st_uid != os.getuid() or folder.is_symlink():
+        raise OSError(f"{folder} is another user's; set XDG_CACHE_HOME to a folder that can be written")
+    return folder / name
 
 
 def _build(compiler: str) -> Path:
-    """Compile to the user's cache folder, under a name that says source, compiler and processor; once."""
+    """Compile to a file whose name says source, compiler and processor; once."""
     flags = [*FLAGS, "-mno-avx512f"] if os.environ.get("LONGDRAFT_CPU_KERNELS") == "avx2" else FLAGS
     processor = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else platform.processor()
     features = sorted({line for line in processor.splitlines() if line.startswith(("flags", "Features", "model name"))})
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
     known = [*(source.read_text() for source in SOURCES), *flags, version, *features, platform.machine()]
-    library = _cache_folder() / f"rows-{hashlib.sha256(chr(0).join(known).encode()).hexdigest()[:16]}.so"
+    library = _place(f"rows-{hashlib.sha256(chr(0).join(known).encode()).hexdigest()[:16]}.so")
     if not library.exists():
-        library.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=library.parent) as folder:
             compiled, linked = Path(folder) / "rows.o", Path(folder) / "rows.so"
             subprocess.run([compiler, *flags, "-c", SOURCES[0], "-o", compiled], check=True, capture_output=True)
@@ -153,10 +165,12 @@ def library() -> ctypes.CDLL | None:
     try:
         loaded = ctypes.CDLL(str(_build(compiler)))
     except (OSError, subprocess.CalledProcessError) as error:
-        detail = error.stderr.decode() if isinstance(error, subprocess.CalledProcessError) else error
+        advice, detail = "set XDG_CACHE_HOME to a folder that can be written", f"({error})"
+        if isinstance(error, subprocess.CalledProcessError):
+            advice, detail = "set CC to a working C compiler", f"The compiler said: {error.stderr.decode()}"
         print(
-            f"longdraft: the CPU kernels could not be built, decoding is slower; set CC to a working C compiler, or "
-            f"LONGDRAFT_CPU_KERNELS=0 to be silent. The compiler said: {detail}",
+            f"longdraft: the CPU kernels could not be built, decoding is slower; {advice}, or LONGDRAFT_CPU_KERNELS=0 "
+            f"to be silent. {detail}",
             file=sys.stderr,
         )
         return None

@@ -215,6 +215,9 @@ def test_a_chat_without_a_limit_fills_its_positions(client, target):
 
 def test_models_health_metrics_and_the_page(client, service):
     (model,) = client.models.list()
+    assert client.models.retrieve("tiny") == model
+    with pytest.raises(openai.NotFoundError, match="'huge' is not served here"):
+        client.models.retrieve("huge")
     assert (model.id, model.max_model_len) == ("tiny", 200)
     assert httpx.get(f"{service.url}/health").status_code == 200
     text = httpx.get(f"{service.url}/metrics").text

@@ -1,5 +1,6 @@
 """Where the C kernels cannot be had: one line says why, and PyTorch serves with the same tokens."""
 
+import os
 import re
 
 import pytest
@@ -74,3 +75,32 @@ def test_other_processors_need_no_avx2(monkeypatch):
     assert "AVX2" in rows.obstacle()
     monkeypatch.setattr("platform.machine", lambda: "aarch64")
     assert rows.obstacle() is None
+
+
+@pytest.mark.parametrize("home", ["none", "not there", "not to be written"])
+def test_without_a_cache_folder_of_its_own_a_user_has_one_among_the_temporary(home, monkeypatch, tmp_path):
+    """As under an arbitrary user id of a container. What is built already is taken from where it is."""
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
+    own, other = tmp_path / "home" / ".cache" / "longdraft", tmp_path / f"longdraft-{os.getuid()}"
+    monkeypatch.setenv("HOME", "/proc/nohome" if home == "not there" else str(tmp_path / "home"))
+    if home == "none":
+        monkeypatch.delenv("HOME")
+        monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
+    if home == "not to be written":
+        monkeypatch.setattr("os.access", lambda path, mode: False)
+    assert rows._place("rows.so") == other / "rows.so" and other.stat().st_mode & 0o777 == 0o700
+    if home == "not to be written":
+        (own / "rows.so").touch()
+        assert rows._place("rows.so") == own / "rows.so"
+
+
+def test_another_users_folder_is_not_trusted(monkeypatch, tmp_path, capfd):
+    monkeypatch.setenv("LONGDRAFT_CPU_KERNELS", "1")
+    monkeypatch.setattr(rows, "_lacks_avx2", lambda: False)
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nothing")
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / f"longdraft-{os.getuid()}").symlink_to(tmp_path / "elsewhere")
+    assert rows.library() is None
+    assert re.search(r"set XDG_CACHE_HOME to a folder .* is another user's", capfd.readouterr().err)

@@ -21,6 +21,7 @@ from longdraft.models.hf import (
     BUNDLED,
     _locate,
     decoder_config,
+    lasting_name,
     load_target,
     read_target_config,
     refresh,
@@ -448,3 +449,12 @@ def test_transformers_models_that_cannot_be_targets_are_refused():
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight + 1)
     with pytest.raises(ValueError, match="tie_word_embeddings is True, but"):
         target_from_transformers(model)
+
+
+def test_a_targets_place_is_found_from_every_folder(tmp_path, monkeypatch):
+    """And its name stays one, whatever folder is called so."""
+    monkeypatch.chdir(tmp_path)
+    for folder in ("models/tiny", "smollm2-135m"):
+        (tmp_path / folder).mkdir(parents=True)
+    assert lasting_name("models/tiny") == str(tmp_path.resolve() / "models" / "tiny")
+    assert [lasting_name(name) for name in ("smollm2-135m", "org/name")] == ["smollm2-135m", "org/name"]

@@ -344,6 +344,17 @@ def test_mistakes_are_named(config_file, overrides):
         load_config(config_file, overrides.split())
 
 
+def test_the_recipes_that_come_along_are_found_from_every_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert load_config("configs/quickstart.yaml").target.path == "smollm2-135m"
+
+
+def test_paths_may_begin_with_the_home_folder(config_file, monkeypatch):
+    monkeypatch.setenv("HOME", "/somewhere")
+    config = load_config(config_file, [f"{name}=~/x" for name in ("target.path", "data.path", "train.run_dir")])
+    assert {config.target.path, config.data.path, config.train.run_dir} == {"/somewhere/x"}
+
+
 def test_missing_things_are_named(config_file, tmp_path):
     with pytest.raises(ValueError, match=r"config: no file .*nowhere\.yaml"):
         load_config(tmp_path / "nowhere.yaml")
