@@ -167,41 +167,43 @@ class Runner:
 
     def _start(self, batch: int, longest: int, log: Callable[[str], object]) -> None:
         slack = (self.lag + 1) * (self.drafter.max_depth + 1) + self.policy.widths[-1]
-        capacity, cache, weight = longest + slack, self.cache, self.model.embed_tokens.weight
-        if (
-            cache is None
-            or (cache.batch, cache.keys.dtype, cache.keys.device) != (batch, weight.dtype, weight.device)
-            or cache.capacity < capacity
-        ):
-            self._graphs.clear()
-            self._samplings.clear()
-            self.drafter.release()
-            chunk = min(self.prefill_chunk, capacity)
-            chunk = max(chunk, min(batch * chunk, MOST_PREFILL_TOKENS))
-            keeps, widths = self._keeps and capacity > self.prefill_chunk, self.policy.widths
-            aside = widths[-1] if keeps and batch > 1 else 0  # a single slot is in no pass of others
-            parts = estimate_memory(
-                self.model, self.drafter, batch, capacity, widths, chunk, self._graphs.recording, aside
-            )
-            # The old one is gone before the new one is allocated, unless there is room for both and something to copy.
-            before = self._kept if keeps and fits(parts, self.device) else None
-            self.cache = self._kept = cache = None
-            check_memory(parts, batch, capacity, self.device)
-            log(f"memory for {batch} sequences of {capacity} positions: {describe(parts)}")
-            cache = self.model.new_cache(batch, capacity)
-            kept = KeptPrompts(cache, self.prefill_chunk, aside, before) if keeps else None
-            before = None
-            zeros = torch.zeros(batch, dtype=torch.int64, device=self.device)
-            history, idle = History(batch, capacity, self.device), SlotSampling([IDLE] * batch, self.device)
-            nothing = [list[int]() for _ in range(batch)]
-            asked = self.policy if self.policy.automatic else None
-            self.state = SlotState(zeros, zeros.clone(), zeros.bool(), history, idle, nothing, self._graphs, asked)
-            self.cache, self._kept = cache, kept  # now that all of them are there
+        if not self._has_room(batch, longest + slack):
+            self._allocate(batch, longest + slack, log)
         for slot in range(batch):  # of a call that was left early
             self._empty(slot)
         self.state.active.zero_()
         self.policy.start(batch)
         self._began, self._disturbed = None, 0
+
+    def _has_room(self, batch: int, capacity: int) -> bool:
+        """Whether the cache is one of so many slots of so many rows, and of the model as it is now."""
+        cache, weight = self.cache, self.model.embed_tokens.weight
+        if cache is None or (cache.keys.dtype, cache.keys.device) != (weight.dtype, weight.device):
+            return False
+        return cache.batch == batch and cache.capacity >= capacity
+
+    def _allocate(self, batch: int, capacity: int, log: Callable[[str], object]) -> None:
+        """Another cache and state; of the old one the kept prompts come along where there is room for both."""
+        self._graphs.clear()
+        self._samplings.clear()
+        self.drafter.release()
+        chunk = min(self.prefill_chunk, capacity)
+        chunk = max(chunk, min(batch * chunk, MOST_PREFILL_TOKENS))
+        keeps, widths = self._keeps and capacity > self.prefill_chunk, self.policy.widths
+        aside = widths[-1] if keeps and batch > 1 else 0  # a single slot is in no pass of others
+        parts = estimate_memory(self.model, self.drafter, batch, capacity, widths, chunk, self._graphs.recording, aside)
+        before = self._kept if keeps and fits(parts, self.device) else None
+        self.cache = self._kept = None  # else the old one is gone before the new one is allocated
+        check_memory(parts, batch, capacity, self.device)
+        log(f"memory for {batch} sequences of {capacity} positions: {describe(parts)}")
+        cache = self.model.new_cache(batch, capacity)
+        kept = KeptPrompts(cache, self.prefill_chunk, aside, before) if keeps else None
+        zeros = torch.zeros(batch, dtype=torch.int64, device=self.device)
+        history, idle = History(batch, capacity, self.device), SlotSampling([IDLE] * batch, self.device)
+        nothing = [list[int]() for _ in range(batch)]
+        asked = self.policy if self.policy.automatic else None
+        self.state = SlotState(zeros, zeros.clone(), zeros.bool(), history, idle, nothing, self._graphs, asked)
+        self.cache, self._kept = cache, kept  # now that all of them are there
 
     def fits_prefill(self, n_prompts: int, longest: int) -> bool:
         """Whether so many prompts, of at most `longest` tokens without their last one, go through in one pass."""
