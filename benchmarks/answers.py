@@ -23,6 +23,7 @@ from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
 
 FORMAT, RECORD, STATE = "longdraft bench 1", "record.jsonl", "state"
+BEGINNING = json.dumps({"format": FORMAT})[:-1].encode()
 
 
 @dataclass(frozen=True)
@@ -136,11 +137,14 @@ class TransformersAnswers:
         return Answer(len(prompt), tokens, None, "", [1] * count, [], decode_seconds=seconds, prefill_seconds=prefill)
 
     def generate(self, prompts: Sequence[list[int]], params: SamplingParams) -> list[list[int]]:
-        """The new tokens of prompts of one length."""
-        self.model.generation_config.eos_token_id = None if params.ignore_eos else self._eos
+        """The new tokens of prompts of one length. Nothing of the checkpoint's own generation config goes into them."""
+        from transformers import GenerationConfig
+
+        end = None if params.ignore_eos else self._eos
+        self.model.generation_config = GenerationConfig(do_sample=False, pad_token_id=0, eos_token_id=end)
         ids = torch.tensor(prompts, device=self._device)
-        options = {"do_sample": False, "pad_token_id": 0, "max_new_tokens": params.max_new_tokens}
-        return self.model.generate(ids, attention_mask=torch.ones_like(ids), **options)[:, ids.shape[1] :].tolist()
+        options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": params.max_new_tokens}
+        return self.model.generate(ids, **options)[:, ids.shape[1] :].tolist()
 
     def _timed(self, prompt: list[int], params: SamplingParams) -> tuple[float, list[int]]:
         out = list[list[int]]()
@@ -184,21 +188,17 @@ class Record:
             raise ValueError(f"--out: another process writes to {folder}; wait for it or give another folder") from None
         except OSError as error:
             raise ValueError(f"--out: {folder} cannot be written: {error.strerror}; give another folder") from error
-        lines = self._whole_lines()
+        self._file.seek(0)
+        content, name = self._file.read(), f"--out: {self._file.name}"
+        whole = content.rfind(b"\n") + 1
+        lines = list(parsed(content[:whole], name))
+        if lines or not BEGINNING.startswith(content[: len(BEGINNING)]):
+            self._check(settings_in(lines, name), json.loads(json.dumps(self.settings)))
+            self._take_all(lines, name)
+        # It is ours: a last line that a kill cut off is taken away.
+        self._file.truncate(whole)
         if not lines:
             self._append({"format": FORMAT, "settings": self.settings})
-            return
-        self._check(settings_in(lines, f"--out: {self._file.name}"), json.loads(json.dumps(self.settings)))
-        self._take_all(lines, f"--out: {self._file.name}")
-
-    def _whole_lines(self) -> list[dict]:
-        """The lines that are there; a last one that a kill cut off is taken away."""
-        assert self._file is not None
-        self._file.seek(0)
-        content = self._file.read()
-        whole = content.rfind(b"\n") + 1
-        self._file.truncate(whole)
-        return list(parsed(content[:whole], f"--out: {self._file.name}"))
 
     def _check(self, given: dict, wanted: dict) -> None:
         for name in {**wanted, **given}:

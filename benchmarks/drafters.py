@@ -20,9 +20,9 @@ from longdraft.benchmarks.measure import (
     decode,
     decode_cost,
     flips,
+    forget_peak_memory,
     peak_memory_mib,
     reference_logits,
-    surroundings,
     width_curve,
     width_curve_cost,
 )
@@ -111,7 +111,7 @@ def bench(
 
     Raises:
         ValueError: a prompt that does not fit the target's positions.
-        RuntimeError: a drafter whose tokens are not plain decoding's.
+        NotExact: a drafter whose tokens are not plain decoding's.
     """
     record = record or Record(None, {})
     _check_lengths(target, asked, settings)
@@ -129,8 +129,7 @@ def bench(
             reference = None if settings.proof in ("serving", "off") else reference_logits(target, text, start, watch)
     result: dict = dict(record.proof or {})
     target.model.to(settings.dtype)
-    machine = surroundings(target)
-    record.set_machine(machine)
+    forget_peak_memory(target)
     curves = {}
     for context in settings.curve_contexts(asked):
         watch.begin(f"{CURVE}, behind {context} tokens")
@@ -170,7 +169,7 @@ def bench(
     used |= {"new_tokens": settings.new_tokens, "seed": settings.seed, "nodes": settings.nodes}
     used |= {"sampling": dict(settings.sampling), "ignore_eos": settings.ignore_eos}
     used |= {"noise_in_ranking": settings.noise_in_ranking}
-    return result | {"settings": used} | machine | {"peak_memory_mib": peak_memory_mib(target)}
+    return result | {"settings": used} | record.machine | {"peak_memory_mib": peak_memory_mib(target)}
 
 
 def plan(names: Sequence[str], asked: Sequence[Asked], settings: BenchSettings, transformers: bool) -> list[Phase]:

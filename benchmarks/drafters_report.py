@@ -10,14 +10,16 @@ def table(result: dict, metrics: list[dict]) -> str:
     """Plain decoding beside the drafters at every temperature, with exactness, and why a ratio is below 1."""
     settings = result["settings"]
     shortest, longest = settings["prompt_tokens"]
+    on_gpu = result.get("on_gpu", False)
     lines = [
         f"{result['target']}, {result['dtype']}, {result['device']}, {result['threads']} threads, batch 1: "
         f"{settings['prompts']} prompts of {shortest} to {longest} tokens, {settings['new_tokens']} new tokens each, "
         f"seed {settings['seed']}{_sampling(settings)}, peak memory {result['peak_memory_mib']} MiB"
+        f"{'' if on_gpu else ' of the process, proof included'}"
     ]
     lines += left_out(result["left_out"], settings["prompts"])
     for run in result["runs"]:
-        lines += ["", *_run(run)]
+        lines += ["", *_run(run, on_gpu)]
     lines += papers.table(result["paper"]) if "paper" in result else []
     return "\n".join([*lines, *_noise(result), "", *_verdicts(result), *_training(metrics)])
 
@@ -36,7 +38,7 @@ def left_out(questions: list[dict], asked: int) -> list[str]:
     return [f"{len(questions)} of {len(questions) + asked} questions left out: {named}"] if questions else []
 
 
-def _run(run: dict) -> list[str]:
+def _run(run: dict, on_gpu: bool) -> list[str]:
     drafters = run["drafters"]
     title = "greedy" if run["temperature"] == 0 else f"T {run['temperature']}"
     rows = [[f"{title}  ", *drafters]]
@@ -51,25 +53,33 @@ def _run(run: dict) -> list[str]:
     row("nodes/step", ".1f", lambda one: one["nodes_per_step"])
     row("tokens/s, decoding", ".1f", lambda one: one["tokens_per_second"])
     row("first token, s", ".2f", lambda one: one["first_token_seconds"])
-    for part, name in [
-        ("draft", "draft, ms/step"),
-        ("target", "verify, ms/step"),
-        ("commit", "commit, ms/step"),
-        ("host", "host, ms/step"),
-    ]:
-        row(name, ".2f", lambda one, part=part: one[f"{part}_ms"])
-    row("host, share of a step", ".1%", lambda one: one["host_share"])
+    if on_gpu:  # its parts are times of launching there
+        row("step, ms", ".2f", _milliseconds)
+    else:
+        for part, name in [("draft", "draft"), ("target", "verify"), ("commit", "commit"), ("host", "host")]:
+            row(f"{name}, ms/step", ".2f", lambda one, part=part: one[f"{part}_ms"])
+        row("host, share of a step", ".1%", lambda one: one["host_share"])
     if len(drafters) > 1:
         row("speed over plain", ".2f", lambda one: one["speedup"])
         row("  95 % of it", "", lambda one: "{:.2f}-{:.2f}".format(*one["intervals"]["speedup"]))
         for part in ("tasks", "contexts"):
             kinds = next(iter(drafters.values()))[part]
             for kind in kinds if len(kinds) > 1 else ():
-                row(f"  {kind}", ".2f", lambda one, part=part, kind=kind: one[part][kind]["speedup"])
+                row(f"  {kind}", "", lambda one, part=part, kind=kind: _speed(one[part].get(kind)))
         row("  slowest prompt", ".2f", lambda one: min(one["prompt_speedups"]))
         row("plain decoding's tokens", "", lambda one: "{} of {}".format(*one["same_tokens"]))
     shown = ["  ".join(cells) for cells in lay_out(rows)]
     return [shown[0], "-" * len(shown[0]), *shown[1:]]
+
+
+def _milliseconds(one: dict) -> float:
+    """A step's."""
+    return 1e3 * one["tokens_per_step"] / one["tokens_per_second"]
+
+
+def _speed(kind: dict | None) -> str:
+    """Over plain decoding's; a kind may be of turns that this drafter had no room for."""
+    return "-" if kind is None else f"{kind['speedup']:.2f}"
 
 
 def _noise(result: dict) -> list[str]:
@@ -133,14 +143,10 @@ def _exactness(result: dict) -> str:
 
 def _reasons(run: dict) -> list[str]:
     """Why speculation does not pay, where it does not."""
-
-    def milliseconds(one: dict) -> float:
-        return 1e3 * one["tokens_per_step"] / one["tokens_per_second"]
-
     plain, lines = run["drafters"]["plain"], []
     for name, one in run["drafters"].items():
         if one["speedup"] < 1 and name != "plain":
-            ratio = milliseconds(one) / milliseconds(plain)
+            ratio = _milliseconds(one) / _milliseconds(plain)
             lines.append(
                 f"{name} at T {run['temperature']}: {one['speedup']:.2f}x, below 1: a step costs {ratio:.2f} times a "
                 f"plain one here and must bring as many tokens, but brings {one['tokens_per_step']:.2f}"

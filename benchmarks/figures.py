@@ -141,12 +141,15 @@ def _short(count: int) -> str:
 
 
 def by_context(pairs: Sequence[Pair]) -> dict[str, list[Pair]]:
-    """Pairs by the bucket of their prompts, from the shortest on; turns of one question may be in several."""
+    """Pairs by the bucket of plain decoding's prompts, from the shortest on; turns of one question may be in several.
+
+    A later turn's prompt holds the answers before it, which a drafter's flips make shorter or longer.
+    """
     found: dict[int, list[Pair]] = {}
     for entry, plain in pairs:
-        sizes = [max(turn.prompt_tokens, 1).bit_length() for turn in entry.turns]
+        sizes = [max(turn.prompt_tokens, 1).bit_length() for turn in plain.turns]
         for size in dict.fromkeys(sizes):
-            chosen = [place for place, other in enumerate(sizes) if other == size and place < len(plain.turns)]
+            chosen = [place for place, other in enumerate(sizes) if other == size and place < len(entry.turns)]
             if chosen:
                 parts = (replace(one, turns=[one.turns[place] for place in chosen]) for one in (entry, plain))
                 found.setdefault(size, []).append(tuple(parts))  # type: ignore[arg-type]
@@ -196,14 +199,14 @@ def run_figures(entries: Mapping[str, Sequence[Entry]]) -> dict[str, dict]:
     for name, ours in entries.items():
         pairs = [(entry, plain[entry.id]) for entry in ours]
         tasks = {task: [pair for pair in pairs if pair[0].task == task] for task in dict.fromkeys(e.task for e in ours)}
-        texts = [[turn.tokens for pair in pairs for turn in pair[side].turns] for side in (1, 0)]
+        same = [same_tokens(*([turn.tokens for turn in one.turns] for one in pair)) for pair in pairs]
         found[name] = rounded(
             compared(pairs)
             | {
                 "prompt_speedups": [float(_speedup(np.array(_sums(*pair)))) for pair in pairs],
                 "tasks": {task: compared(of) for task, of in tasks.items()},
                 "contexts": {context: compared(of) for context, of in by_context(pairs).items()},
-                "same_tokens": same_tokens(*texts),
+                "same_tokens": [sum(counts) for counts in zip(*same, strict=True)],
                 "ms_per_token": [m for e in ours for turn in e.turns if len(m := ms_per_token(turn)) > 1],
             }
         )

@@ -164,8 +164,15 @@ def reference_logits(target: Target, tokens: Sequence[int], start: int, watch: W
     return choice_logits(target, tokens, start, 1, watch).float()
 
 
+def forget_peak_memory(target: Target) -> None:
+    """On a GPU `peak_memory_mib` counts from here on."""
+    weight = target.model.embed_tokens.weight
+    if weight.is_cuda:
+        torch.cuda.reset_peak_memory_stats(weight.device)
+
+
 def peak_memory_mib(target: Target) -> int:
-    """Of the GPU, or of this process."""
+    """Of the GPU since `forget_peak_memory`, or of this process since it began."""
     weight = target.model.embed_tokens.weight
     if weight.is_cuda:
         return round(torch.cuda.max_memory_allocated(weight.device) / 2**20)
@@ -178,5 +185,6 @@ def surroundings(target: Target) -> dict:
     return record.surroundings(weight.dtype, ("longdraft", "torch", "transformers")) | {
         "target": target.name,
         "device": record.hardware(weight.device),
+        "on_gpu": weight.is_cuda,
         "peak_memory_mib": peak_memory_mib(target),
     }

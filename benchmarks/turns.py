@@ -15,6 +15,7 @@ from longdraft.benchmarks.answers import (
     prefill_cost,
     transformers_cost,
 )
+from longdraft.benchmarks.measure import surroundings
 from longdraft.benchmarks.progress import Phase, Watch
 from longdraft.benchmarks.questions import Asked, Question
 from longdraft.infer.sampling import SamplingParams
@@ -65,6 +66,7 @@ class Turns:
         ]
         if not todo:
             return
+        record.set_machine(surroundings(target))
         watch.begin(f"{self.what} warm-up")
         warm = self.asked[0].question.prompt(target)[-WARM_UP_PROMPT:][::-1]
         few = replace(self.params, max_new_tokens=min(WARM_UP_TOKENS, self.params.max_new_tokens))

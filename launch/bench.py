@@ -116,15 +116,22 @@ def _measure(args: argparse.Namespace) -> int:
             "--data, --text-file: name either a prepared folder, whose held-out rows give the texts, or files"
         )
     # Here, not above: --help and a wrong argument should not wait for torch.
+    import torch
+
     from longdraft.benchmarks.drafters_report import draw, table
+    from longdraft.benchmarks.proof import NotExact
     from longdraft.models.files import write_atomically
 
     metrics = [] if args.run is None else _metrics(args.run)
     try:
         result = _bench(args)
-    except RuntimeError as error:
+    except NotExact as error:
         note(f"longdraft bench: error: {error}")
         return 1
+    except torch.OutOfMemoryError as error:
+        raise ValueError(
+            f"--device: {str(error).splitlines()[0]} Take a smaller target, fewer --prompt-tokens or fewer --new-tokens"
+        ) from error
     text, written = table(result, metrics), ""
     if args.run:
         try:

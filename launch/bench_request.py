@@ -188,8 +188,9 @@ def asked_for(
         "gguf_file": source[1],
         "loader": target_loader(args.loader, args.draft),
         "checkpoint": checkpoint(*source),
-        "draft": ",".join(file_digest(local_folder(draft) / WEIGHTS)[:SHOWN] for draft in args.draft) or None,
+        "draft": ",".join(map(_draft_digest, args.draft)) or None,
         "drafters": {name: {key: str(value) for key, value in options_for(name, options).items()} for name in names},
+        "small": [checkpoint(str(value), None) for key, value in options.items() if key.split(".")[-1] == "small"],
         "nodes": settings.nodes,
         "dtype": args.dtype,
         "temperatures": list(settings.temperatures),
@@ -214,6 +215,12 @@ def checkpoint(path: str, gguf_file: str | None) -> str | None:
     config = place / CONFIG
     known = [_digest(config.read_bytes()) if config.is_file() else None]
     return _digest(repr(known + [(file.name, *_sample(file)) for file in files if file.is_file()]).encode())
+
+
+def _draft_digest(draft: str) -> str:
+    """Of a draft's weights and its config.json, which holds the tree."""
+    folder = local_folder(draft)
+    return _digest((file_digest(folder / WEIGHTS) + file_digest(folder / CONFIG)).encode())
 
 
 def _sample(file: Path) -> tuple[int, str]:

@@ -9,11 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
-from longdraft.benchmarks.answers import Entry, Record, read_record
+from longdraft.benchmarks.answers import Entry, Record, TransformersAnswers, read_record
 from longdraft.benchmarks.drafters import BenchSettings
+from longdraft.infer.sampling import SamplingParams
 from longdraft.launch import bench
 from longdraft.launch.bench_request import asked_for
+from longdraft.models.hf import load_transformers
 
 QUESTIONS = [
     {"question_id": 1, "category": "writing", "turns": ["the cat sat on the mat", "and the dog"]},
@@ -104,15 +107,16 @@ def test_a_record_of_other_settings_is_refused_and_kept(whole, command, capsys):
 
 
 def test_a_record_knows_its_texts_and_its_checkpoint(tiny, tmp_path):
-    def of(line: str = "", target: Path = tiny, gguf_file: str | None = None) -> dict:
+    def of(line: str = "", target: Path = tiny, gguf_file: str | None = None, **options) -> dict:
         args = bench._parser().parse_args(["--text-file", "t", *line.split()])
-        return asked_for(args, (str(target), gguf_file), ["prompt_lookup"], {}, BenchSettings(), [])
+        return asked_for(args, (str(target), gguf_file), ["prompt_lookup"], options, BenchSettings(), [])
 
     found = [of(), of("--tasks edit"), of("--prompt-tokens 9"), of("--loader transformers"), of(gguf_file="a.gguf")]
     assert all(one != other for i, one in enumerate(found) for other in found[:i])
     copy = shutil.copytree(tiny, tmp_path / tiny.name)
     assert of(target=copy) == found[0] and of("--loader longdraft") == found[0]
-    weights = copy / "model.safetensors"
+    drafted = f"--draft {copy} --loader longdraft"
+    weights, before = copy / "model.safetensors", of(drafted, small=copy)
     content = weights.read_bytes()
     weights.write_bytes(content[: len(content) // 2] + bytes(len(content) - len(content) // 2))
     other = of(target=copy)
@@ -120,6 +124,27 @@ def test_a_record_knows_its_texts_and_its_checkpoint(tiny, tmp_path):
     weights.write_bytes(content)
     (copy / "config.json").write_text((copy / "config.json").read_text() + " ")
     assert of(target=copy) != found[0] and of(target=Path("owner/name"))["checkpoint"] is None
+    # A draft's config.json holds its tree.
+    after = of(drafted, small=copy)
+    assert {key for key, value in before.items() if after[key] != value} == {"draft", "small"}
+
+
+def test_a_record_that_is_shown_again_keeps_its_machine(whole, command, capsys, monkeypatch):
+    before = (whole / "record.jsonl").read_bytes()
+    monkeypatch.setenv("LONGDRAFT_COMMIT", "another")
+    assert bench.main([*command, "--out", str(whole)]) == 0
+    shown, machine = json.loads(capsys.readouterr().out.splitlines()[-1]), read_record(whole).machine
+    assert (whole / "record.jsonl").read_bytes() == before
+    assert (shown["commit"], shown["date"]) == (machine["commit"], machine["date"]) != ("another", shown["date"])
+
+
+def test_nothing_of_transformers_own_generation_config_changes_the_tokens(tiny):
+    model = load_transformers(str(tiny), torch.float32)
+    ask = TransformersAnswers(model, ()).generate
+    params = SamplingParams(max_new_tokens=12, ignore_eos=True)
+    before = ask([list(range(1, 9))], params)
+    model.generation_config.update(repetition_penalty=5.0, suppress_tokens=before[0])
+    assert ask([list(range(1, 9))], params) == before
 
 
 def test_a_better_proof_than_the_records_is_refused(tiny, suite, tmp_path, capsys):
@@ -149,6 +174,18 @@ def test_a_line_that_is_none_is_named(tmp_path):
             read(tmp_path)
     with pytest.raises(ValueError, match="cannot be read"):
         read_record(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("content", ['{"mine": [1]}', '{"a": 1}\n{"mine": [1]}', '{"format": "longdraft bench 1", "se'])
+def test_a_file_of_others_is_left_as_it_is(tmp_path, content):
+    path = tmp_path / "record.jsonl"
+    path.write_text(content)
+    if "longdraft" in content:  # ours, killed at its first line
+        assert Record(tmp_path, {}).folder == tmp_path and path.read_text() == HEAD
+        return
+    with pytest.raises(ValueError, match="is no record of `longdraft bench --out`"):
+        Record(tmp_path, {})
+    assert path.read_text() == content
 
 
 HEAD = '{"format": "longdraft bench 1", "settings": {}}\n'

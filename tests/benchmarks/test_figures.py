@@ -1,9 +1,12 @@
 """Every formula on an example small enough to work out by hand."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from longdraft.benchmarks.answers import Answer, Entry
+from longdraft.benchmarks.drafters_report import _run
 from longdraft.benchmarks.figures import (
     accepted_by_place,
     bucket,
@@ -114,3 +117,17 @@ def test_a_runs_figures_are_by_drafter_task_and_context():
     assert {task: one["speedup"] for task, one in found["d"]["tasks"].items()} == {"t": 2, "u": 1}
     assert list(found["d"]["contexts"]) == ["64-128", "256-512"] and found["d"]["prompt_speedups"] == [2, 1]
     assert found["d"]["same_tokens"] == [3, 3]
+
+
+def test_a_conversation_that_flips_is_compared_with_plain_decodings_of_the_same_turns():
+    """A second turn's prompt holds the first answer: it may be longer than plain decoding's, or have no room."""
+    slow, short = answer(1, 1, prompt=250), answer(1, prompt=100)
+    plain = [entry(1, short, slow), entry(2, replace(answer(1, 1, prompt=90), tokens=[5, 6]))]
+    other = [replace(one, turns=[replace(turn, decode_seconds=1.0) for turn in one.turns]) for one in plain]
+    other[0].turns[1] = replace(slow, prompt_tokens=260, decode_seconds=0.5)
+    none = [replace(other[0], turns=other[0].turns[:1]), other[1]]
+    found = run_figures({"plain": plain, "other": other, "none": none})
+    assert found["other"]["contexts"]["128-256"]["speedup"] == 2 and list(found["none"]["contexts"]) == ["64-128"]
+    assert [one["same_tokens"] for one in found.values()] == [[5, 5], [5, 5], [3, 5]]
+    shown = next(line for line in _run({"temperature": 0.0, "drafters": found}, False) if line.startswith("  128-256"))
+    assert shown.split() == ["128-256", "1.00", "2.00", "-"]

@@ -1,6 +1,7 @@
 """The forms of a proof of exactness: what fits where, arithmetic in fp32 of weights in bf16, flips that are counted."""
 
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from longdraft.benchmarks.drafters_report import table
 from longdraft.benchmarks.progress import UNWATCHED
 from longdraft.benchmarks.proof import (
     FORMS,
+    TOKENS,
+    NotExact,
     Room,
     choose_form,
     fp32_layer_by_layer,
@@ -150,8 +153,34 @@ def test_a_drafter_that_changes_tokens_is_found_in_every_form(tiny_target, form)
         def on_step(self, state, tree, accepted, output):
             state.roots.fill_(5)  # goes on behind another token than was committed
 
-    with pytest.raises(RuntimeError, match="exact: NO, astray"):
+    with pytest.raises(NotExact, match="exact: NO, astray"):
         prove(target, {"astray": lambda _: Astray()}, PROMPTS, GREEDY, form, BF16, UNWATCHED)
+
+
+@pytest.mark.parametrize("form", ["fp32", "serving"])
+def test_tokens_that_were_compared_are_counted(tiny_target, form):
+    """A prompt that ends near the last position leaves room for fewer."""
+    target = tiny_target(vocab_size=61)
+    long = [7] * (target.model.config.max_positions - 5)
+    found = prove(target, {"lookup": lambda _: PromptLookup()}, [long, PROMPTS[0]], GREEDY, form, BF16, UNWATCHED)
+    tokens = len(Engine(target).generate([long], replace(GREEDY, max_new_tokens=TOKENS))[0].tokens)
+    assert tokens < TOKENS and found["exact_checked"].startswith(f"{2 * (tokens + TOKENS)} tokens a drafter in ")
+
+
+def test_on_a_gpu_memory_is_that_of_the_speeds_and_a_steps_time_is_its_wholes(tiny_target, pretended_cuda, monkeypatch):
+    target, events = tiny_target(vocab_size=61), []
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: events.append("reset"))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 2**20)
+    asked = [Asked(Question(0, "continue", (PROMPTS[0],)), len(PROMPTS[0]))]
+    settings = BenchSettings(new_tokens=4, dtype=torch.float32, passes=False)
+    watch = Mock(begin=events.append)
+    with pretended_cuda.PretendedCuda() as gpu:
+        gpu.put(target.model)
+        result = bench(target, {"lookup": lambda _: PromptLookup()}, asked, settings, watch=watch)
+    assert [event.partition(" ")[0] for event in events[:4]] == ["proof", "proof", "reset", "timing,"]
+    shown = table(result, [])
+    assert "peak memory 1 MiB\n" in shown and "step, ms " in shown and "verify" not in shown and "host" not in shown
 
 
 @pytest.mark.parametrize(

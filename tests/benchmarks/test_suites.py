@@ -128,6 +128,11 @@ def test_speed_bench_reads_messages_and_turns(tmp_path):
     first, second = SUITES["speed-bench"].questions(str(tmp_path / "a"))
     assert first == Question("f" * 32, "coding", ([system, ask], [more]), "qualitative/coding")
     assert second == Question("e" * 32, "rag", ([ask], [more]), "qualitative/rag")
+    for subset in ("qualitative", "throughput_1k"):  # as prepare_data.py writes them
+        row = {"question_id": subset, "category": "rag", "turns": ["user"]}
+        table(tmp_path / "c" / subset / "test.parquet", row)
+    (third,) = SUITES["speed-bench"].questions(str(tmp_path / "c"), ["throughput_1k"])
+    assert third == Question("throughput_1k", "rag", ([ask],), "throughput_1k/rag")
     placeholder = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH\n\nx"
     lines(tmp_path / "b" / "qualitative.jsonl", {"question_id": "f", "category": "rag", "turns": [placeholder]})
     with pytest.raises(ValueError, match=r"qualitative\.jsonl, line 1, field 'turns': a placeholder; .* prepare_data"):

@@ -4,12 +4,13 @@ import importlib.util
 import json
 import shutil
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from longdraft.benchmarks.proof import FORMS, Room, needed_bytes
+from longdraft.benchmarks.proof import FORMS, NotExact, Room, needed_bytes
 from longdraft.infer import memory
 from longdraft.launch import bench, cli, export, prepare, quickstart, train
 from longdraft.launch.generate import main as generate_main
@@ -189,6 +190,19 @@ def test_bench_errors_name_the_remedy_before_anything_is_measured(folder, argume
     said = [line for line in shown.err.splitlines() if not line.startswith("Loading")]
     assert shown.out == "" and len(said) == 1, shown.err
     assert said[0].startswith("longdraft bench: error: ") and message.format(f=folder) in said[0]
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "message"),
+    [
+        (NotExact("exact: NO, a drafter's tokens differ"), 1, "exact: NO, a drafter's tokens differ"),
+        (torch.OutOfMemoryError("CUDA out of memory.\nNone"), 2, "--device: CUDA out of memory. Take a smaller target"),
+    ],
+)
+def test_only_a_draft_that_is_not_exact_ends_with_1(folder, capsys, monkeypatch, error, status, message):
+    monkeypatch.setattr("longdraft.benchmarks.drafters.bench", Mock(side_effect=error))
+    assert bench.main((BENCH + "--prompts 1").format(f=folder).split()) == status
+    assert f"longdraft bench: error: {message}" in capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.fixture
