@@ -44,8 +44,9 @@ test: $(SETUP)
 # A processor without AVX2 and without a compiler, with more threads than cores; and one with AVX2 and no more.
 test-machines: $(SETUP)
 	ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 LONGDRAFT_CPU_KERNELS=0 OMP_NUM_THREADS=4 \
-		OMP_WAIT_POLICY=passive $(PYTEST) $(ANYWHERE) $(KEPT)
-	ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 OMP_NUM_THREADS=2 OMP_WAIT_POLICY=passive $(PYTEST) $(ANYWHERE)
+		OMP_WAIT_POLICY=passive $(PYTEST) $(ANYWHERE)
+	ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 OMP_NUM_THREADS=2 OMP_WAIT_POLICY=passive \
+		$(PYTEST) $(ANYWHERE) $(KEPT)
 
 check: $(SETUP)
 	$(BIN)/ruff check .
