@@ -271,8 +271,8 @@ class Decoder(nn.Module):
         self.ropes = [self.rope, *([] if config.window_rope is None else [Rope(config.window_rope)])]
         # Entered around each layer's work; whoever keeps the weights elsewhere brings them here (train/sharding.py).
         self.around_layer: Callable[[Layer], AbstractContextManager[object]] = nullcontext
-        self._table: _KnownTable | None = None
         self.refreshed = 0  # how often other weights were taken over (models/hf.py)
+        self._table: _KnownTable | None = None
         self._table_is_sure = False  # whether all weights were looked at since the last wide pass
         self.tie()
 
