@@ -42,7 +42,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 from longdraft.infer import graphs
@@ -111,6 +111,24 @@ def value_of(x: Any) -> Any:
     return x.value if isinstance(x, Pretended) else x
 
 
+def _map(change: Callable[[Tensor], Any], x: Any) -> Any:
+    """The arguments or results of an operation with another for each tensor: as `tree_map`, in a fourth of its time."""
+    if isinstance(x, Tensor):
+        return change(x)
+    if isinstance(x, list | tuple):
+        return type(x)([_map(change, one) for one in x])
+    return {key: _map(change, one) for key, one in x.items()} if isinstance(x, dict) else x
+
+
+def _tensors(x: Any) -> Iterator[Tensor]:
+    """All of them in the arguments of an operation."""
+    if isinstance(x, Tensor):
+        yield x
+    elif isinstance(x, list | tuple | dict):
+        for one in x.values() if isinstance(x, dict) else x:
+            yield from _tensors(one)
+
+
 def _on_device(x: Any) -> Any:
     return Pretended(x) if isinstance(x, Tensor) and not isinstance(x, Pretended) else x
 
@@ -131,7 +149,7 @@ class PretendedCuda:
     def __init__(self):
         self.waits, self.late, self.queued, self.calls = Counter[str](), Counter[str](), Counter[str](), Counter[str]()
         self._stack, self._pinned = ExitStack(), dict[int, torch.UntypedStorage]()
-        self._banned, self._counting, self._inside = "", True, False
+        self._banned, self._counting = "", True
 
     def __enter__(self) -> "PretendedCuda":
         torch._C._ensureCUDADeviceGuardSet()
@@ -295,11 +313,9 @@ class PretendedCuda:
                 if isinstance(x, Tensor) and not isinstance(x, Pretended):
                     raise RuntimeError(f"triton: {name} is given a tensor of the host, {tuple(x.shape)}, at {place()}")
             self.calls[f"triton: {name}"] += 1
-            before, self._inside = self._inside, True
-            try:
+            # Within, nothing is watched, which would take longer than all the rest.
+            with _disable_current_modes(), torch._C.DisableTorchFunction():
                 found = reference(*tree_map(value_of, args), **tree_map(value_of, kwargs))
-            finally:
-                self._inside = before
             return tree_map(_on_device, found)
 
         return launch
@@ -321,15 +337,13 @@ class PretendedCuda:
 
     def function(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         """A call of PyTorch, as the project makes it."""
-        if self._inside or func not in FUNCTIONS:
+        if func not in FUNCTIONS:
             return func(*args, **kwargs)
         return FUNCTIONS[func](self, func, *args, **kwargs)
 
     def operation(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """An operation of PyTorch, as it comes to a device."""
-        if self._inside:
-            return func(*args, **kwargs)
-        name, leaves = func.overloadpacket.__name__, [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        name, leaves = func.overloadpacket.__name__, list(_tensors((args, kwargs)))
         mine = [x for x in leaves if isinstance(x, Pretended)]
         hosts = [x for x in leaves if not isinstance(x, Pretended)]
         device, pinned = kwargs.get("device"), bool(kwargs.get("pin_memory"))
@@ -338,7 +352,7 @@ class PretendedCuda:
             return self._move(func(*args, **kwargs), _is_cuda(device), bool(kwargs.get("non_blocking")))
         if not mine and not _is_cuda(device):
             made = func(*args, **kwargs) if device is None else func(*args, **kwargs, device=device)
-            return tree_map(self._pin, made) if pinned else made
+            return _map(self._pin, made) if pinned else made
         self.calls[name] += 1
         if name == "copy_":
             self._watch_copy(*args[:2], bool(args[2] if len(args) > 2 else kwargs.get("non_blocking")))
@@ -346,10 +360,10 @@ class PretendedCuda:
             self._watch_index(name, args)
         else:
             self._watch(name, args, kwargs, hosts)
-        found = func(*tree_map(value_of, args), **tree_map(value_of, kwargs))
+        found = func(*_map(value_of, args), **_map(value_of, kwargs))
         # What was changed in its place is the same tensor as before.
         same = {id(x.value): x for x in mine}
-        return tree_map(lambda x: same.get(id(x), _on_device(x)), found)
+        return _map(lambda x: same[id(x)] if id(x) in same else _on_device(x), found)
 
     def _watch(self, name: str, args: tuple, kwargs: dict, hosts: list[Tensor]) -> None:
         if name in READS:

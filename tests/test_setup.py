@@ -32,10 +32,11 @@ for operation in ALL_OPS.values():
     operation.is_compatible()
 print(f"{len(ALL_OPS)} operations asked")
 """
-# In the place of the interpreter: a pip in .venv that installs nothing and, for the step that installs DeepSpeed, asks.
+# In the place of the interpreter: a pip in .venv that installs nothing and, for the step that installs DeepSpeed, asks;
+# and a python that only says what it was to import.
 PYTHON = """#!/bin/sh
 case "$1 $2" in
-    "-m venv") mkdir -p .venv/bin && cp pip .venv/bin/pip ;;
+    "-m venv") mkdir -p .venv/bin && cp pip .venv/bin/pip && cp imports .venv/bin/python ;;
     *) exec {python} "$@" ;;
 esac
 """
@@ -45,12 +46,17 @@ case "$*" in *" -e "*) exec {python} asks.py > asked ;; esac
 """
 
 
+IMPORTS = """#!/bin/sh
+echo "$*" > imported
+"""
+
+
 @pytest.fixture
 def checkout(tmp_path) -> Path:
     for name in ("Makefile", "setup.py", "constraints.txt"):
         (tmp_path / name).write_text((ROOT / name).read_text())
     (tmp_path / "asks.py").write_text(ASKS)
-    for name, script in (("python", PYTHON), ("pip", PIP)):
+    for name, script in (("python", PYTHON), ("pip", PIP), ("imports", IMPORTS)):
         (tmp_path / name).write_text(script.format(python=sys.executable))
         (tmp_path / name).chmod(0o755)
     return tmp_path
@@ -62,4 +68,5 @@ def test_a_driver_is_enough(checkout):
     done = subprocess.run(make, cwd=checkout, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert (checkout / "asked").read_text().endswith("operations asked\n")
+    assert "import datasets, longdraft.train.loop" in (checkout / "imported").read_text()
     assert sum("-e .[dev]" in line for line in (checkout / "installed").read_text().splitlines()) == 1

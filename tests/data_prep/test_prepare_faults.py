@@ -7,6 +7,7 @@ import resource
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -136,7 +137,7 @@ def test_ctrl_c_ends_at_once_and_goes_on(tmp_path, make_corpus, tiny_tokenizer):
     ]
     process = subprocess.Popen([sys.executable, *arguments], start_new_session=True, stderr=subprocess.PIPE)
     while not list((out / "progress").glob("*.json")) and process.poll() is None:
-        pass
+        time.sleep(0.002)
     os.killpg(process.pid, signal.SIGINT)
     process.communicate(timeout=60)
     done = run(tmp_path, tmp_path / "corpus", out, tiny_tokenizer)

@@ -16,7 +16,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from longdraft.benchmarks import measure as measure_module
 from longdraft.infer import graphs as graphs_module
@@ -44,18 +43,18 @@ WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "uniqu
 
 
 class Tape(TorchDispatchMode):
-    """Every operation with the tensors it was given and those it made."""
+    """Every operation with the tensors it was given, those it made, and which of these have memory of their own."""
 
     def __init__(self):
         super().__init__()
-        self.calls: list[tuple[Callable, tuple, dict, Any]] = []
+        self.calls: list[tuple[Callable, tuple, dict, list[Tensor], list[bool]]] = []
         self.before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
         self.made: set[int] = set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         assert func.overloadpacket.__name__ not in WAITING, f"{func} waits for the device"
-        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        given = tensors((args, kwargs))
         if func.overloadpacket.__name__ in ("index", "index_put", "index_put_"):
             assert all(x is None or x.dtype != torch.bool for x in args[1]), "places of a mask are counted on the host"
         if func._schema.is_mutable:
@@ -64,9 +63,10 @@ class Tape(TorchDispatchMode):
                 if storage.data_ptr() not in self.made:
                     self.before.setdefault(storage.data_ptr(), (storage, storage.clone()))
         out = func(*args, **kwargs)
-        known = {x.untyped_storage().data_ptr() for x in given}
-        self.made |= {x.untyped_storage().data_ptr() for x in tensors(out)} - known
-        self.calls.append((func, args, kwargs, out))
+        known, made = {x.untyped_storage().data_ptr() for x in given}, tensors(out)
+        fresh = [x.untyped_storage().data_ptr() not in known for x in made]
+        self.made |= {x.untyped_storage().data_ptr() for x in made} - known
+        self.calls.append((func, args, kwargs, made, fresh))
         return out
 
     def undo(self) -> None:
@@ -75,24 +75,25 @@ class Tape(TorchDispatchMode):
             storage.copy_(before)
 
     def replay(self) -> None:
-        for func, args, kwargs, out in self.calls:
-            known = {x.untyped_storage().data_ptr() for x in tensors((args, kwargs))}
-            for still, new in zip(tensors(out), tensors(func(*args, **kwargs)), strict=True):
-                if still.untyped_storage().data_ptr() not in known:
+        for func, args, kwargs, made, fresh in self.calls:
+            for still, new, copied in zip(made, tensors(func(*args, **kwargs)), fresh, strict=True):
+                if copied:
                     still.copy_(new)
         self.spoil()
 
     def spoil(self) -> None:
         """What the operations made is theirs only while they run: other recorded work has that memory afterwards."""
-        for _, args, kwargs, out in self.calls:
-            known = {x.untyped_storage().data_ptr() for x in tensors((args, kwargs))}
-            for x in tensors(out):
-                if x.untyped_storage().data_ptr() not in known:
+        for *_, made, fresh in self.calls:
+            for x, own in zip(made, fresh, strict=True):
+                if own:
                     x.untyped_storage().fill_(113)
 
 
-def tensors(x) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(x) if isinstance(leaf, Tensor)]
+def tensors(x: Any) -> list[Tensor]:
+    """All of them in the arguments or results of an operation."""
+    if isinstance(x, list | tuple):
+        return [one for part in x for one in tensors(part)]
+    return tensors(list(x.values())) if isinstance(x, dict) else [x] if isinstance(x, Tensor) else []
 
 
 RECORDED: list[Tape] = []

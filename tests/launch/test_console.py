@@ -92,7 +92,10 @@ def test_ctrl_c_in_bench(command, moment):
             assert line, said
             said += line
     else:
-        time.sleep(0.5)
+        maps = Path(f"/proc/{process.pid}/maps")
+        while "libtorch" not in maps.read_text():
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.005)
     process.send_signal(signal.SIGINT)
     out, error = process.communicate(timeout=WAIT)
     assert process.returncode == 130, error
