@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from longdraft.benchmarks.contexts import markdown
+from longdraft.benchmarks.report import markdown
 from longdraft.train.launcher import settle_device
 from longdraft.train.ranks import join_ranks, leave_ranks
 from longdraft.train.setup import open_run
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     run = open_run(config, ranks)
     table = list[list[str]]()
     for split, rows in (("held out", run.heldout_rows), ("training", run.rows)):
-        found = validate(run.config, run.method, run.engine, run.teacher, rows)
+        found = validate(run, rows)
         table += lines(split, run.method.part_names, found, args.choices)
     leave_ranks(ranks)
     if ranks.first:

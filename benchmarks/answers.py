@@ -1,26 +1,15 @@
 """Answers with what each step of them brought, and the record that keeps them, question by question, through a kill.
 
-Not here: what figures are made of them (figures.py).
+Not here: who answers (turns.py), what figures are made of them (figures.py).
 """
 
 import fcntl
 import json
 import os
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
-
-import torch
-
-from longdraft.benchmarks.progress import Watch
-from longdraft.benchmarks.timing import seconds_of
-from longdraft.infer.drafters.base import Drafter
-from longdraft.infer.drafters.combine import Combined
-from longdraft.infer.drafters.token_recycling import TokenRecycling
-from longdraft.infer.engine import Engine
-from longdraft.infer.sampling import SamplingParams
 
 FORMAT, RECORD, STATE = "longdraft bench 1", "record.jsonl", "state"
 BEGINNING = json.dumps({"format": FORMAT})[:-1].encode()
@@ -75,92 +64,6 @@ class Entry:
     stopped: str = ""
 
 
-class EngineAnswers:
-    """An engine that answers."""
-
-    def __init__(self, engine: Engine):
-        self.engine = engine
-
-    def answer(self, prompt: list[int], params: SamplingParams, watch: Watch) -> Answer:
-        """The answer to one prompt, watched."""
-        began, lengths, arrivals, last = time.perf_counter(), [], [], None
-        for piece in self.engine.stream([prompt], params):
-            lengths.append(len(piece.tokens))
-            arrivals.append(round(time.perf_counter() - began, 6))
-            watch.advance(len(piece.tokens) + (0 if len(lengths) > 1 else prefill_cost(len(prompt))))
-            last = piece.generation
-        assert last is not None
-        stats = last.stats
-        seconds = {
-            f"{part}_seconds": round(getattr(stats, f"{part}_seconds"), 6)
-            for part in ("prefill", "first_token", "decode", "draft", "target", "commit")
-        }
-        return Answer(
-            len(prompt),
-            last.tokens,
-            last.text,
-            last.finish_reason,
-            lengths,
-            arrivals,
-            stats.drafted,
-            decisions=dict(stats.decisions),
-            **seconds,
-        )
-
-    @property
-    def max_depth(self) -> int:
-        return self.engine.drafter.max_depth
-
-    def tables(self) -> list[TokenRecycling]:
-        """What its drafter keeps from one request to the next."""
-        drafter: Drafter = self.engine.drafter
-        parts = drafter.drafters if isinstance(drafter, Combined) else [drafter]
-        return [part for part in parts if isinstance(part, TokenRecycling)]
-
-
-class TransformersAnswers:
-    """transformers' own greedy `generate`, of a model that is loaded there. A step is a token."""
-
-    max_depth = 0
-
-    def __init__(self, model, eos_token_ids: Sequence[int]):
-        self.model, self._eos, self._device = model, list(eos_token_ids), next(model.parameters()).device
-
-    @torch.no_grad()
-    def answer(self, prompt: list[int], params: SamplingParams, watch: Watch) -> Answer:
-        """The prefill's time is that of a call which generates one token."""
-        prefill, _ = self._timed(prompt, replace(params, max_new_tokens=1))
-        whole, tokens = self._timed(prompt, params)
-        watch.advance(transformers_cost(len(prompt), params))
-        count = len(tokens)
-        seconds = (whole - prefill) * count / (count - 1) if count > 1 else whole  # the call of one token made it
-        return Answer(len(prompt), tokens, None, "", [1] * count, [], decode_seconds=seconds, prefill_seconds=prefill)
-
-    def generate(self, prompts: Sequence[list[int]], params: SamplingParams) -> list[list[int]]:
-        """The new tokens of prompts of one length. Nothing of the checkpoint's own generation config goes into them."""
-        from transformers import GenerationConfig
-
-        end = None if params.ignore_eos else self._eos
-        self.model.generation_config = GenerationConfig(do_sample=False, pad_token_id=0, eos_token_id=end)
-        ids = torch.tensor(prompts, device=self._device)
-        options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": params.max_new_tokens}
-        return self.model.generate(ids, **options)[:, ids.shape[1] :].tolist()
-
-    def _timed(self, prompt: list[int], params: SamplingParams) -> tuple[float, list[int]]:
-        out = list[list[int]]()
-        return seconds_of(lambda: out.extend(self.generate([prompt], params)), self._device), out[0]
-
-
-def prefill_cost(tokens: int) -> float:
-    """What a prompt costs beside a step of plain decoding, about; for estimates of the time left alone."""
-    return tokens / 8
-
-
-def transformers_cost(prompt_tokens: int, params: SamplingParams) -> float:
-    """The same of an answer of transformers."""
-    return 3 * (prefill_cost(prompt_tokens) + params.max_new_tokens)
-
-
 class Record:
     """What was asked, proved and answered, in order.
 
@@ -194,7 +97,7 @@ class Record:
         lines = list(parsed(content[:whole], name))
         if lines or not BEGINNING.startswith(content[: len(BEGINNING)]):
             self._check(settings_in(lines, name), json.loads(json.dumps(self.settings)))
-            self._take_all(lines, name)
+            self._take(lines, name)
         # It is ours: a last line that a kill cut off is taken away.
         self._file.truncate(whole)
         if not lines:
@@ -208,23 +111,20 @@ class Record:
                     "ask for the same, or give another folder"
                 )
 
-    def _take_all(self, lines: Sequence[dict], name: str) -> None:
+    def _take(self, lines: Sequence[dict], name: str) -> None:
         """What stands behind the head. Raises: ValueError, beginning with `name`, for a line that is none of ours."""
         for number, line in enumerate(lines[1:], start=2):
             try:
-                self._take(line)
+                if "proof" in line:
+                    self.proof = line["proof"]
+                elif "machine" in line:
+                    self.machine = line["machine"]
+                elif "left_out" in line:
+                    self.left_out.append(line["left_out"])
+                else:
+                    self._keep(Entry(**{**line, "turns": [Answer(**turn) for turn in line["turns"]]}))
             except (TypeError, KeyError, AttributeError) as error:
                 raise ValueError(f"{name}, line {number} is no line of a record; give another folder") from error
-
-    def _take(self, line: dict) -> None:
-        if "proof" in line:
-            self.proof = line["proof"]
-        elif "machine" in line:
-            self.machine = line["machine"]
-        elif "left_out" in line:
-            self.left_out.append(line["left_out"])
-        else:
-            self._keep(entry_of(line))
 
     def _keep(self, entry: Entry) -> None:
         self.entries[entry.id, entry.drafter, entry.temperature] = entry
@@ -236,7 +136,6 @@ class Record:
             os.fsync(self._file.fileno())
 
     def set_proof(self, proof: dict) -> None:
-        """What was proved."""
         self.proof = proof
         self._append({"proof": proof})
 
@@ -253,42 +152,39 @@ class Record:
                 self.left_out.append(dict(one))
                 self._append({"left_out": dict(one)})
 
-    def has(self, id: int | str, drafter: str, temperature: float) -> bool:
-        return (id, drafter, temperature) in self.entries
-
-    def add(self, entry: Entry, tables: Sequence[TokenRecycling] = ()) -> None:
-        """An answered question, and what the drafter's tables hold behind it."""
-        before = self._state(entry.drafter, entry.temperature)
+    def add(self, entry: Entry, tables: Sequence[Any] = ()) -> None:
+        """An answered question, and what the drafter's tables hold behind it, kept until its next answer."""
+        before = self._states(entry.drafter, entry.temperature, tables)
         self._keep(entry)
-        after = self._state(entry.drafter, entry.temperature)
-        if self.folder is not None:
-            for number, table in enumerate(tables):
-                (self.folder / STATE).mkdir(exist_ok=True)
-                table.save(f"{after}.{number}")
+        if self.folder is not None and tables:
+            (self.folder / STATE).mkdir(exist_ok=True)
+            for path, table in self._states(entry.drafter, entry.temperature, tables).items():
+                table.save(path)
         self._append(asdict(entry))
-        if self.folder is not None:
-            for number in range(len(tables)):
-                Path(f"{before}.{number}").unlink(missing_ok=True)
+        for path in before:
+            path.unlink(missing_ok=True)
 
-    def restore(self, drafter: str, temperature: float, tables: Sequence[TokenRecycling]) -> None:
+    def restore(self, drafter: str, temperature: float, tables: Sequence[Any]) -> None:
         """A drafter's tables as they were behind the last recorded answer."""
-        state = self._state(drafter, temperature)
-        for number, table in enumerate(tables):
-            if (path := Path(f"{state}.{number}")).exists():
+        for path, table in self._states(drafter, temperature, tables).items():
+            if path.exists():
                 table.load(path)
 
-    def _state(self, drafter: str, temperature: float) -> Path:
-        count = sum(entry.drafter == drafter and entry.temperature == temperature for entry in self.entries.values())
-        return (self.folder or Path()) / STATE / f"{drafter}-{temperature:g}-{count}"
+    def _states(self, drafter: str, temperature: float, tables: Sequence[Any]) -> dict[Path, Any]:
+        """Where each table is kept behind the last recorded answer; nowhere without a folder."""
+        if self.folder is None:
+            return {}
+        name = f"{drafter}-{temperature:g}-{len(self.of(drafter, temperature))}"
+        return {self.folder / STATE / f"{name}.{number}": table for number, table in enumerate(tables)}
 
     def of(self, drafter: str, temperature: float) -> list[Entry]:
-        """A drafter's entries, in order."""
-        return [e for e in self.entries.values() if e.drafter == drafter and e.temperature == temperature]
+        return self.by_drafter().get(temperature, {}).get(drafter, [])
 
-
-def entry_of(line: dict) -> Entry:
-    """An entry as it was written."""
-    return Entry(**{**line, "turns": [Answer(**turn) for turn in line["turns"]]})
+    def by_drafter(self) -> dict[float, dict[str, list[Entry]]]:
+        found: dict[float, dict[str, list[Entry]]] = {}
+        for entry in self.entries.values():
+            found.setdefault(entry.temperature, {}).setdefault(entry.drafter, []).append(entry)
+        return found
 
 
 def parsed(content: bytes, name: str) -> Iterator[dict]:
@@ -321,5 +217,5 @@ def read_record(folder: Path) -> Record:
             f"{path} cannot be read: {error.strerror}; name a folder that `longdraft bench --out` wrote"
         ) from error
     record = Record(None, settings_in(lines, str(path)))
-    record._take_all(lines, str(path))
+    record._take(lines, str(path))
     return record

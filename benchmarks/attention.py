@@ -1,28 +1,122 @@
 """Tree attention of one layer behind a long cache: ours by implementation, and what others have for it.
 
 What all layers of a pass share (masks, bits, block masks, the host's copy of the lengths) is made before the clock
-starts, for everyone.
+starts, for everyone. Each peer is prepared as well as it can be: grouped heads are folded into the query rows where
+that spares expanding K and V, masks are additive, what follows a flash kernel is one compiled kernel on a GPU.
+Shapes: N query tokens of the pass, S committed rows, C capacity, H query heads, K key/value heads, G = H / K,
+Q = G * N, d head width.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
-from longdraft.benchmarks.attention_case import Case, make_case, random_tree
-from longdraft.benchmarks.attention_peers import FLEX, PEERS
-from longdraft.benchmarks.candidates import OURS, Build, Run, Unavailable, race, ratios, refused, too_far
+from longdraft.benchmarks.candidates import OURS, Build, Run, Unavailable, race, refused, too_far
 from longdraft.benchmarks.profiles import Profile
 from longdraft.benchmarks.timing import Bench, free_bytes
 from longdraft.kernels import tree_attention as ours
-from longdraft.kernels.backend import triton_kernels
+from longdraft.kernels.backend import has_flash_attn, triton_kernels
 from longdraft.kernels.cpu_impl import rows
+from longdraft.kernels.reference.tree_attention import pack_tree
+from longdraft.kernels.reference.tree_attention import tree_attention as reference
 
 SMALL = 1037  # committed rows of the case that is compared where the reference of the timed one does not fit
+SPARE = 23  # rows of capacity behind the pass
+
+
+@dataclass
+class Case:
+    """One slot's rows, and what is right: `exact` is the fp32 reference, `plain` PyTorch's attention in the same
+    precision; both None where nothing is compared. `tree_mask` is None for one row."""
+
+    q_1NHd: Tensor
+    keys_1CKd: Tensor
+    values_1CKd: Tensor
+    length: int
+    tree_mask_1NN: Tensor | None
+    exact: Tensor | None = None
+    plain: Tensor | None = None
+
+    @property
+    def n_query_tokens(self) -> int:
+        return self.q_1NHd.shape[1]
+
+    @property
+    def n_kv_heads(self) -> int:
+        return self.keys_1CKd.shape[2]
+
+    @property
+    def groups(self) -> int:
+        return self.q_1NHd.shape[2] // self.n_kv_heads
+
+    @property
+    def lengths_1(self) -> Tensor:
+        return torch.tensor([self.length], device=self.q_1NHd.device)
+
+    def heads_first(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Views q [1, H, N, d], k and v [1, K, S + N, d] of what was written."""
+        stop = self.length + self.n_query_tokens
+        q, k, v = self.q_1NHd, self.keys_1CKd[:, :stop], self.values_1CKd[:, :stop]
+        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+
+    def own_mask(self) -> Tensor:
+        """Bool [N, N]: which of the pass's own rows each of them reads."""
+        if self.tree_mask_1NN is not None:
+            return self.tree_mask_1NN[0]
+        return torch.ones(self.n_query_tokens, self.n_query_tokens, dtype=torch.bool, device=self.q_1NHd.device).tril()
+
+    def full_mask(self) -> Tensor:
+        """Bool [N, S + N]: everything committed, and the tree."""
+        own_NN = self.own_mask()
+        return torch.cat((own_NN.new_ones(self.n_query_tokens, self.length), own_NN), 1)
+
+    def folded(self) -> Tensor:
+        """Queries [1, K, Q, d]: row g * N + n of key head k is row n of query head k * G + g."""
+        q_1NKGd = self.q_1NHd.unflatten(2, (self.n_kv_heads, self.groups))
+        return q_1NKGd.permute(0, 2, 3, 1, 4).flatten(2, 3)
+
+    def unfolded(self, x_1KQd: Tensor) -> Tensor:
+        """`folded` undone, of any last dimension: [1, N, H, d]."""
+        x_1KGNd = x_1KQd.unflatten(2, (self.groups, self.n_query_tokens))
+        return x_1KGNd.permute(0, 3, 1, 2, 4).flatten(2, 3)
+
+
+def random_tree(n_nodes: int) -> Tensor:
+    """Bool [N, N]: ancestors and itself, of a tree in which each node's parent is any before it."""
+    generator = torch.Generator().manual_seed(0)
+    mask = torch.eye(n_nodes, dtype=torch.bool)
+    for node in range(1, n_nodes):
+        mask[node] |= mask[int(torch.randint(0, node, (), generator=generator))]
+    return mask
+
+
+def make_case(bench: Bench, profile: Profile, context: int, nodes: int, compared: bool) -> Case:
+    """Random rows, NaN in the capacity behind them; with `exact` and `plain` where it is to be compared."""
+    generator = torch.Generator(bench.device).manual_seed(context + nodes)
+
+    def draw(n_tokens: int, heads: int) -> Tensor:
+        shape = 1, n_tokens, heads, profile.head_dim
+        return torch.randn(shape, generator=generator, device=bench.device, dtype=bench.dtype)
+
+    capacity = context + nodes + SPARE
+    keys, values = draw(capacity, profile.n_kv_heads), draw(capacity, profile.n_kv_heads)
+    keys[:, context + nodes :] = values[:, context + nodes :] = float("nan")
+    tree = None if nodes == 1 else random_tree(nodes).to(bench.device)[None]
+    case = Case(draw(nodes, profile.n_heads), keys, values, context, tree)
+    if compared:
+        case.exact = reference(case.q_1NHd.float(), keys, values, case.lengths_1, tree)
+        plain = scaled_dot_product_attention(*case.heads_first(), attn_mask=case.full_mask(), enable_gqa=True)
+        case.plain = plain.transpose(1, 2)
+    return case
 
 
 def _public(case: Case) -> Run:
     lengths, tree = case.lengths_1, case.tree_mask_1NN
-    plan = ours.plan_pass(lengths, case.n_query_tokens, tree)
+    plan = ours.PassPlan(lengths, case.n_query_tokens, tree)
     return lambda: ours.tree_attention(case.q_1NHd, case.keys_1CKd, case.values_1CKd, lengths, tree, None, plan)
 
 
@@ -32,7 +126,7 @@ def _triton(case: Case) -> Run:
     kernels = triton_kernels("tree_attention", "cuda")
     if kernels is None:
         raise Unavailable("triton is not installed")
-    plan = ours.plan_pass(case.lengths_1, case.n_query_tokens, case.tree_mask_1NN)
+    plan = ours.PassPlan(case.lengths_1, case.n_query_tokens, case.tree_mask_1NN)
     given = case.q_1NHd, case.keys_1CKd, case.values_1CKd, case.lengths_1, *plan.tree, case.tree_mask_1NN is not None
     return lambda: kernels.tree_attention(*given)[0]
 
@@ -46,18 +140,125 @@ def _c(case: Case) -> Run:
     return lambda: rows.attention_rows(*given)
 
 
-IMPLEMENTATIONS: dict[str, Build] = {OURS: _public, f"{OURS}, Triton": _triton, f"{OURS}, C": _c, **PEERS}
+def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """0 where a bool mask is open, -inf elsewhere."""
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, float("-inf"))
+
+
+def _sdpa(case: Case) -> Run:
+    _, k, v = case.heads_first()
+    # One row reads all there is: no mask, which is the faster call.
+    mask = None if case.n_query_tokens == 1 else _additive(case.full_mask(), k.dtype).repeat(case.groups, 1)
+    return lambda: case.unfolded(scaled_dot_product_attention(case.folded(), k, v, attn_mask=mask))
+
+
+def _flex(case: Case) -> Run:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    q, k, v = case.heads_first()
+    own, length, last = case.own_mask(), case.length, case.n_query_tokens - 1
+
+    def opened(batch: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
+        del batch, head
+        return (key < length) | own[row.clamp(max=last), (key - length).clamp(0, last)]
+
+    torch._dynamo.reset()  # else PyTorch stops compiling after some shapes
+    blocks = create_block_mask(opened, 1, 1, case.n_query_tokens, k.shape[2], device=q.device.type)
+    compiled = torch.compile(flex_attention, dynamic=False)
+
+    def run() -> Tensor:
+        with torch.no_grad():
+            out = compiled(q, k, v, block_mask=blocks, enable_gqa=case.groups > 1)
+        assert isinstance(out, Tensor)
+        return out.transpose(1, 2)
+
+    return run
+
+
+def _own_rows(case: Case) -> Callable[[], tuple[Tensor, Tensor]]:
+    """() -> (output [1, N, H, d], log-sum-exp [1, N, H]) over the pass's own rows: our Triton kernel on a GPU, as the
+    authors of LongSpec do it; elsewhere a dense product in fp32."""
+    stop = case.length + case.n_query_tokens
+    k, v = case.keys_1CKd[:, case.length : stop], case.values_1CKd[:, case.length : stop]
+    kernels = triton_kernels("tree_attention", k.device.type)
+    if kernels is not None:
+        bits_depths = pack_tree(case.tree_mask_1NN, 1, case.n_query_tokens, k.device)
+        nothing = torch.zeros_like(case.lengths_1)
+        is_tree = case.tree_mask_1NN is not None
+        return lambda: kernels.tree_attention(case.q_1NHd, k, v, nothing, *bits_depths, is_tree)
+    bias = _additive(case.own_mask(), torch.float32).repeat(case.groups, 1)
+
+    def run() -> tuple[Tensor, Tensor]:
+        q_KQd, k_KNd, v_KNd = case.folded()[0].float(), k[0].transpose(0, 1).float(), v[0].transpose(0, 1).float()
+        scores = q_KQd @ k_KNd.mT * k.shape[-1] ** -0.5 + bias
+        lse = scores.logsumexp(-1, keepdim=True)
+        return case.unfolded(((scores - lse).exp() @ v_KNd)[None]), case.unfolded(lse[None])[..., 0]
+
+    return run
+
+
+def _merge(old: Tensor, old_lse: Tensor, new: Tensor, new_lse: Tensor) -> Tensor:
+    """Two attentions over different keys [1, N, H, d] into one, by their log-sum-exps [1, N, H]; in old's dtype."""
+    share = torch.sigmoid(new_lse.float() - old_lse.float())[..., None]
+    return torch.lerp(old.float(), new.float(), share).to(old.dtype)
+
+
+def _merged(case: Case, prefix: Callable[[], tuple[Tensor, Tensor]]) -> Run:
+    """A prefix's output and log-sum-exp, and the tree's, into one."""
+    own = _own_rows(case)
+    merge = torch.compile(_merge, dynamic=False) if case.q_1NHd.is_cuda else _merge
+    return lambda: merge(*prefix(), *own())
+
+
+def _flash_attn(case: Case) -> Run:
+    if not case.q_1NHd.is_cuda:
+        raise Unavailable("flash-attn needs a CUDA device")
+    if not has_flash_attn():
+        raise Unavailable("flash-attn is not installed; PyTorch's flash backend stands for it")
+    from flash_attn import flash_attn_with_kvcache  # pyright: ignore[reportMissingImports]
+
+    given, lengths = (case.q_1NHd, case.keys_1CKd, case.values_1CKd), case.lengths_1.int()
+
+    def prefix() -> tuple[Tensor, Tensor]:
+        old, lse_1HN = flash_attn_with_kvcache(*given, cache_seqlens=lengths, return_softmax_lse=True)
+        return old, lse_1HN.transpose(1, 2)
+
+    return _merged(case, prefix)
+
+
+def _torch_flash(case: Case) -> Run:
+    _, k, v = (x[:, :, : case.length] for x in case.heads_first())
+    if k.is_cuda and k.dtype == torch.float32:
+        raise Unavailable("PyTorch's flash backend takes fp16 and bf16 on a GPU")
+    aten = torch.ops.aten
+    flash = aten._scaled_dot_product_flash_attention if k.is_cuda else aten._scaled_dot_product_flash_attention_for_cpu
+
+    def prefix() -> tuple[Tensor, Tensor]:
+        old_1KQd, lse_1KQ = flash(case.folded(), k, v)[:2]
+        return case.unfolded(old_1KQd), case.unfolded(lse_1KQ[..., None])[..., 0]
+
+    return _merged(case, prefix)
+
+
+FLEX = "FlexAttention, block mask"
+IMPLEMENTATIONS: dict[str, Build] = {
+    OURS: _public,
+    f"{OURS}, Triton": _triton,
+    f"{OURS}, C": _c,
+    "SDPA, dense mask": _sdpa,
+    FLEX: _flex,  # before the others that compile, for it clears what was compiled
+    "flash-attn prefix + tree": _flash_attn,
+    "PyTorch flash prefix + tree": _torch_flash,
+}
 
 
 def _left_out(case: Case) -> Run:
     raise Unavailable("left out of --quick on a CPU, where compiling it takes longer than all else")
 
 
-def verdict(name: str, case: Case, out: Tensor) -> str | None:
-    """By the rule of candidates.py, where the case has a reference: ours by the largest error. A peer may round parts
-    before it merges them, which doubles the largest error at times, but never the norm."""
-    if case.exact is None or case.plain is None:
-        return None
+def verdict(name: str, case: Any, out: Tensor) -> str | None:
+    """By the rule of candidates.py: ours by the largest error. A peer may round parts before it merges them, which
+    doubles the largest error at times, but never the norm."""
     return too_far(out, case.exact, case.plain, largest=name.startswith(OURS))
 
 
@@ -94,6 +295,4 @@ def _measure(bench: Bench, profile: Profile, shape: dict, implementations: Mappi
     cases = [make_case(bench, profile, context, nodes, compared)]
     if not compared:
         cases.insert(0, make_case(bench, profile, SMALL, nodes, True))
-    found = race(bench, shape, implementations, cases, verdict, work)
-    ratios(found)
-    return found
+    return race(bench, shape, implementations, cases, verdict, work)

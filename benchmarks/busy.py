@@ -14,13 +14,12 @@ import textwrap
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 import torch
 
-from longdraft.benchmarks.answers import TransformersAnswers
 from longdraft.benchmarks.timing import DTYPES, take_turns
+from longdraft.benchmarks.turns import TransformersAnswers
 from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
 from longdraft.models.hf import load_target, load_transformers
@@ -74,16 +73,6 @@ def decoders(
     return made
 
 
-def speeds(made: dict[str, Callable[[], object]], repeats: int, n_tokens: int) -> dict[str, float]:
-    """Tokens a second of each, which all make as many: the median of `repeats` generations, taken in turns."""
-    return {name: n_tokens / statistics.median(found) for name, found in take_turns(made, repeats).items()}
-
-
-def fair_share(cores: int, spinners: int) -> float:
-    """What a process with one busy thread a core gets of the cores."""
-    return cores / (cores + spinners)
-
-
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
@@ -98,7 +87,11 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     peer = not args.no_transformers
     made = decoders(args.target, DTYPES[args.dtype], args.streams, args.prompt_tokens, args.new_tokens, peer)
-    measure = partial(speeds, made, args.repeats, args.streams * args.new_tokens)
+
+    def measure() -> dict[str, float]:
+        n_tokens = args.streams * args.new_tokens
+        return {name: n_tokens / statistics.median(found) for name, found in take_turns(made, args.repeats).items()}
+
     take_turns(made, 1)  # warm-up
     quiet = measure()
     found = {}
@@ -116,7 +109,7 @@ def main(argv: list[str] | None = None) -> None:
     print(f"{'nothing':>12} {'100 %':>11}" + "".join(f"{quiet[name]:>12.1f} tokens/s  " for name in made))
     for count, speed in found.items():
         cells = "".join(f"{speed[name]:>12.1f} = {100 * speed[name] / quiet[name]:>5.1f} % " for name in made)
-        print(f"{f'{count} spinning':>12} {100 * fair_share(cores, count):>9.0f} %" + cells)
+        print(f"{f'{count} spinning':>12} {100 * cores / (cores + count):>9.0f} %" + cells)
     record = {"quiet": quiet, "busy": found, "settings": vars(args), "threads": cores, "torch": torch.__version__}
     print(json.dumps({"busy": record}))
 

@@ -23,7 +23,7 @@ FLOOR = 2e-5
 Run = Callable[[], Any]
 # A candidate made ready for a case: masks, layouts and whatever the layers of a pass share are not timed.
 Build = Callable[[Any], Run]
-# (Name, case, output) -> None if the output is right or the case has no reference, else why it is not.
+# (Name, case that has a reference, output) -> None if the output is right, else why it is not.
 Verdict = Callable[[str, Any, Any], str | None]
 
 
@@ -61,16 +61,14 @@ def race(
 
     Args:
         builds: by name; a name that begins with OURS is ours.
-        cases: what outputs are looked at on; the last is what is timed.
+        cases: each with a reference as its `exact`, or None; the last is what is timed.
         memory: also the peak of allocated bytes.
     """
     rows, ready = [], {}
     for name, build in builds.items():
-        status, reason, run = admit(bench, name, build, cases, verdict)
-        rows.append({**shape, "implementation": name, "status": status})
-        if run is None:
-            rows[-1]["reason"] = reason
-        else:
+        outcome, run = admit(bench, name, build, cases, verdict)
+        rows.append({**shape, "implementation": name, **outcome})
+        if run is not None:
             ready[name] = run
             if memory:
                 rows[-1]["peak_bytes"] = peak_bytes(run, bench.device)
@@ -78,6 +76,7 @@ def race(
     for row in rows:
         if row["implementation"] in times:
             row |= figures(bench, times[row["implementation"]], work)
+    ratios(rows)
     return rows
 
 
@@ -89,7 +88,6 @@ def refused(shape: Mapping[str, Any], names: Iterable[str], reason: str) -> list
 def figures(bench: Bench, times: Times, work: Work) -> dict:
     """Times in ms, and what they are of this machine's ceilings; `over_floor` is the time over that of moving the
     bytes once."""
-    assert bench.ceilings is not None, "ceilings are measured first"
     moved, done = work.bytes / times.median, work.flops / times.median
     return {
         "ms": 1e3 * times.median,
@@ -106,12 +104,15 @@ def figures(bench: Bench, times: Times, work: Work) -> dict:
     }
 
 
-def admit(bench: Bench, name: str, build: Build, cases: Sequence[Any], verdict: Verdict) -> tuple[str, str, Run | None]:
-    """(Status, reason, what to time or None where it is not to be timed)."""
-    found = _examine(bench, name, build, cases, verdict)
-    if found[2] is None:
-        bench.log(f"  {name}: {found[0]}: {found[1]}")
-    return found
+def admit(
+    bench: Bench, name: str, build: Build, cases: Sequence[Any], verdict: Verdict
+) -> tuple[dict[str, str], Run | None]:
+    """What a row says of a candidate, and what is timed of it: None where nothing is."""
+    status, reason, run = _examine(bench, name, build, cases, verdict)
+    if run is not None:
+        return {"status": status}, run
+    bench.log(f"  {name}: {status}: {reason}")
+    return {"status": status, "reason": reason}, None
 
 
 def _examine(
@@ -123,9 +124,9 @@ def _examine(
             return "not measured", bench.spent, None
         for case in cases:
             run = build(case)
-            found = verdict(name, case, run())
-            if found:
-                return "wrong", found, None
+            out = run()
+            if case.exact is not None and (wrong := verdict(name, case, out)):
+                return "wrong", wrong, None
     except Unavailable as absent:
         return "not available", str(absent), None
     except Exception as error:
@@ -141,9 +142,9 @@ def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
 
 
-def ratios(rows: Sequence[dict], of: str = OURS, key: str = "over_longdraft") -> None:
-    """Add to the rows that were timed their time over that of the one called `of`, all of one shape."""
-    ours = next((row["ms"] for row in rows if row["implementation"] == of and "ms" in row), None)
+def ratios(rows: Sequence[dict]) -> None:
+    """Add to the rows that were timed their time over that of OURS, all of one shape."""
+    ours = next((row["ms"] for row in rows if row["implementation"] == OURS and "ms" in row), None)
     for row in rows:
         if ours and "ms" in row:
-            row[key] = row["ms"] / ours
+            row["over_longdraft"] = row["ms"] / ours

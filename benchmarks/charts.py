@@ -27,12 +27,16 @@ class Bar(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The value, and its interval."""
         return f"{self.value:.2f}" + ("" if self.low is None else f" ({self.low:.2f}-{self.high:.2f})")
 
 
 def bars(label: str, groups: Mapping[str, Sequence[Bar]], mark: float | None = None) -> str:
     """Horizontal bars under the name of their group; mark: a value with a line across all of them."""
+    return _svg(label, *bar_marks(groups, mark))
+
+
+def bar_marks(groups: Mapping[str, Sequence[Bar]], mark: float | None = None) -> tuple[float, list[str]]:
+    """The height of `bars`, and what is drawn."""
     most = max([mark or 0.0, *(max(b.value, b.high or 0.0) for of in groups.values() for b in of)]) or 1.0
     scale = (WIDTH - VALUE) / most
     parts, y = [], 0.0
@@ -46,7 +50,7 @@ def bars(label: str, groups: Mapping[str, Sequence[Bar]], mark: float | None = N
     if mark is not None:
         x = round(mark * scale, 1)
         parts.append(f"<line class='mark' x1='{x:g}' x2='{x:g}' y1='0' y2='{y:g}' stroke-dasharray='3 3'/>")
-    return _svg(label, y, parts)
+    return y, parts
 
 
 def _bar(group: str, bar: Bar, y: float, scale: float) -> str:

@@ -8,8 +8,8 @@ Shapes: B = 1 slot, V vocabulary.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,34 +21,29 @@ from longdraft.infer.history import History
 from longdraft.infer.sampling import SamplingParams, SlotSampling
 
 
-@dataclass
-class FirstPlaces:
-    """Of each step in which a drafter ranked the first place.
+class FirstPlace(NamedTuple):
+    """Of a step in which a drafter ranked the first place: sum_v min(p_v, q_v), and whether its best token, ranked with
+    the noise and without, was the target's choice."""
 
-    Attributes:
-        overlaps: sum_v min(p_v, q_v). with_noise, without: whether its best token, ranked so, was the target's choice.
-    """
+    overlap: float
+    with_noise: bool
+    without: bool
 
-    overlaps: list[float] = field(default_factory=list)
-    with_noise: list[bool] = field(default_factory=list)
-    without: list[bool] = field(default_factory=list)
 
-    def shares(self) -> dict[str, float] | None:
-        """The mean of each; None where nothing was ranked."""
-        if not self.overlaps:
-            return None
-        parts = {"classical": self.overlaps, "with": self.with_noise, "without": self.without}
-        return {name: sum(values) / len(values) for name, values in parts.items()}
+def shares(seen: Sequence[FirstPlace]) -> dict[str, float] | None:
+    """The mean of each; None where nothing was ranked."""
+    means = (sum(values) / len(seen) for values in zip(*seen, strict=True))
+    return dict(zip(("classical", "with", "without"), means, strict=True)) if seen else None
 
 
 def first_places(
     engine: Engine, prompts: Sequence[list[int]], params: SamplingParams, watch: Watch = UNWATCHED
-) -> FirstPlaces:
+) -> list[FirstPlace]:
     """Decode the prompts one at a time, at a temperature above 0, and look at every step's first place.
 
     engine: with every node verified, steps not recorded, and the noise in its ranking; it decodes as ever.
     """
-    seen = FirstPlaces()
+    seen: list[FirstPlace] = []
     runner = engine.runner
     before, runner.make_sampling = runner.make_sampling, partial(_Watched, seen)
     try:
@@ -62,7 +57,7 @@ def first_places(
 class _Watched(SlotSampling):
     """Remembers the draft's distribution of the first place until the target has chosen there."""
 
-    def __init__(self, seen: FirstPlaces, *args):
+    def __init__(self, seen: list[FirstPlace], *args):
         super().__init__(*args)
         self._seen = seen
         self._draft: tuple[Tensor, Tensor, int, int] | None = None
@@ -119,6 +114,5 @@ class _Watched(SlotSampling):
         _, q_V, with_noise, without = self._draft
         self._draft = None
         p_V = self._distribution(self.penalties.apply(logits_BV, history, positions_B))
-        self._seen.overlaps.append(float(torch.minimum(p_V[: len(q_V)], q_V).sum()))
-        self._seen.with_noise.append(int(chosen_B) == with_noise)
-        self._seen.without.append(int(chosen_B) == without)
+        overlap = float(torch.minimum(p_V[: len(q_V)], q_V).sum())
+        self._seen.append(FirstPlace(overlap, int(chosen_B) == with_noise, int(chosen_B) == without))

@@ -19,6 +19,7 @@ import torch
 from longdraft.benchmarks.answers import Record
 from longdraft.benchmarks.drafters import BenchSettings, bench
 from longdraft.benchmarks.questions import Asked, Question
+from longdraft.benchmarks.report import markdown
 from longdraft.data_prep.docstrings import read_docstrings
 from longdraft.data_prep.documents import Conversation
 from longdraft.infer.drafters.build import build_drafter
@@ -92,7 +93,6 @@ def questions(target: Target, contexts: Sequence[int], each: int) -> list[Asked]
 
 
 def table(result: dict[str, Any]) -> str:
-    """Markdown, a table for every temperature."""
     parts = []
     for run in result["runs"]:
         names = [name for name in run["drafters"] if name != "plain"]
@@ -103,11 +103,6 @@ def table(result: dict[str, Any]) -> str:
             rows.append([task, *map(_cell, cells)])
         parts.append(markdown([f"{title}: text, tokens", *names], rows))
     return "\n\n".join(parts)
-
-
-def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table."""
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in [head, ["---"] * len(head), *rows])
 
 
 def _cell(one: dict[str, Any]) -> str:

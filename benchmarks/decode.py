@@ -12,16 +12,17 @@ from typing import Any
 
 import torch
 
-from longdraft.benchmarks.answers import Answer, EngineAnswers, TransformersAnswers
+from longdraft.benchmarks.answers import Answer
 from longdraft.benchmarks.candidates import OURS, figures, ratios, refused
 from longdraft.benchmarks.figures import same_tokens, totals
 from longdraft.benchmarks.profiles import Profile, Work
 from longdraft.benchmarks.progress import UNWATCHED
 from longdraft.benchmarks.step import SMALL_LAYERS, layers_that_fit, too_large
 from longdraft.benchmarks.timing import Bench, Times
+from longdraft.benchmarks.turns import EngineAnswers, TransformersAnswers
 from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
-from longdraft.models.hf import target_from_transformers
+from longdraft.models.from_transformers import target_from_transformers
 
 PEER = "transformers generate"
 SMALL_PROMPT, SMALL_TOKENS = 40, 16
@@ -46,7 +47,7 @@ def draw_prompts(profile: Profile, n_prompts: int, n_tokens: int) -> list[list[i
 
 
 def both(model: Any, engine: Engine, prompts: list[list[int]], new_tokens: int) -> dict[str, list[Answer]]:
-    """Both ways' answers, one prompt after the other, warmed up alike."""
+    """Both ways' answers, one prompt after the other, each with both in turns, warmed up alike."""
     params = SamplingParams(max_new_tokens=new_tokens, ignore_eos=True)
     ways = {OURS: EngineAnswers(engine), PEER: TransformersAnswers(model, ())}
     for way in ways.values():
@@ -99,18 +100,14 @@ def measure(bench: Bench, profile: Profile, contexts: list[int], new_tokens: int
 
 
 def _behind(bench: Bench, profile: Profile, model: Any, engine: Engine, shape: dict) -> list[dict]:
-    """Prompt by prompt, each with both in turns."""
-    answers: dict[str, list[Answer]] = {OURS: [], PEER: []}
-    for prompt in draw_prompts(profile, shape["prompts"], shape["context"]):
-        for name, found in both(model, engine, [prompt], shape["new_tokens"]).items():
-            answers[name] += found
-    done = {name: [totals([answer]) for answer in found] for name, found in answers.items()}
+    prompts = draw_prompts(profile, shape["prompts"], shape["context"])
+    answers = both(model, engine, prompts, shape["new_tokens"])
+    token = {name: [a.decode_seconds / len(a.tokens) for a in found] for name, found in answers.items()}
     middle = shape["context"] + shape["new_tokens"] // 2
-    token = {name: [1 / figure["tokens_per_second"] for figure in found] for name, found in done.items()}
     decoding = _rows(bench, shape, token, profile.step_work(middle, 1, bench.itemsize, shape["layers"]))
     for row in decoding:
         row["tokens_per_second"] = 1e3 / row["ms"]
-    decoding[0]["host_share"] = statistics.mean(figure["host_share"] for figure in done[OURS])
+    decoding[0]["host_share"] = statistics.mean(totals([answer])["host_share"] for answer in answers[OURS])
     # transformers' prefill is a call that generates one token.
     first = {OURS: [a.first_token_seconds for a in answers[OURS]], PEER: [a.prefill_seconds for a in answers[PEER]]}
     work = profile.prefill_work(shape["context"], bench.itemsize, shape["layers"])

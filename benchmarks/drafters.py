@@ -2,34 +2,36 @@
 
 No speed is given out without the exactness of the same drafter in the same record. Not here: how exactness is shown
 (proof.py), how answers are asked for (turns.py) and what figures are made of them (figures.py), the single measurements
-(measure.py), the prompts (suites.py, tasks.py), how figures are shown (drafters_report.py), or kernels' benchmarks
+(measure.py), the prompts (suites.py, questions.py), how figures are shown (drafters_report.py), or kernels' benchmarks
 (run.py).
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 
 from longdraft.benchmarks import proof
-from longdraft.benchmarks.answers import EngineAnswers, Record, TransformersAnswers, prefill_cost
-from longdraft.benchmarks.classical import first_places
+from longdraft.benchmarks.answers import Record
+from longdraft.benchmarks.classical import first_places, shares
 from longdraft.benchmarks.figures import rounded, run_figures, totals
 from longdraft.benchmarks.measure import (
+    choice_logits,
     decode,
     decode_cost,
     flips,
     forget_peak_memory,
     peak_memory_mib,
-    reference_logits,
+    prefill_cost,
     width_curve,
     width_curve_cost,
 )
 from longdraft.benchmarks.progress import UNWATCHED, Phase, Watch
-from longdraft.benchmarks.proof import Builder, in_form, phase_name, prove
+from longdraft.benchmarks.proof import Builder, fp32_layer_by_layer, phase_name, prove
 from longdraft.benchmarks.questions import Asked
-from longdraft.benchmarks.turns import Answerer, Turns
+from longdraft.benchmarks.turns import Answerer, EngineAnswers, TransformersAnswers, Turns
 from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
 from longdraft.models.target import Target
@@ -70,7 +72,6 @@ class BenchSettings:
     noise_in_ranking: bool = True
 
     def curve_contexts(self, asked: Sequence[Asked]) -> tuple[int, ...]:
-        """The lengths of the width curve."""
         return (self.contexts or (asked[0].tokens,)) if self.passes else ()
 
     def greedy(self, new_tokens: int | None = None) -> SamplingParams:
@@ -78,14 +79,8 @@ class BenchSettings:
         return SamplingParams(seed=self.seed, max_new_tokens=new_tokens or self.new_tokens, ignore_eos=True)
 
     def params(self, temperature: float, new_tokens: int | None = None) -> SamplingParams:
-        """The request of every prompt at this temperature."""
         given = {**self.sampling, "temperature": temperature, "ignore_eos": self.ignore_eos}
         return SamplingParams(seed=self.seed, max_new_tokens=new_tokens or self.new_tokens, **given)
-
-    def turns(self, asked: Sequence[Asked], temperature: float) -> Turns:
-        """All questions at this temperature."""
-        what = f"timing at T {temperature:g}:" if temperature else "timing, greedy:"
-        return Turns(what, asked, self.params(temperature))
 
 
 def bench(
@@ -118,7 +113,7 @@ def bench(
     watch.plan(plan(list(builders), asked, settings, transformers_model is not None))
     prompts = [one.question.prompt(target) for one in asked[: proof.PROMPTS]]
     start, reference, text = len(prompts[0]) - 1, None, list[int]()
-    with in_form(target, settings.proof):
+    with fp32_layer_by_layer(target.model) if settings.proof == "layerwise" else nullcontext():
         if record.proof is None:
             form, dtype = settings.proof, settings.dtype
             record.set_proof(prove(target, builders, prompts, settings.greedy(), form, dtype, watch))
@@ -126,18 +121,16 @@ def bench(
             watch.begin(REFERENCE)
             # Dtypes and widths are compared on the target's own greedy text.
             text = prompts[0] + decode(Engine(target), prompts[:1], settings.greedy(FLIP_TOKENS), watch)[0].tokens
-            reference = None if settings.proof in ("serving", "off") else reference_logits(target, text, start, watch)
+            if settings.proof in ("fp32", "layerwise"):
+                reference = choice_logits(target, text, start, 1, watch)
     result: dict = dict(record.proof or {})
     target.model.to(settings.dtype)
     forget_peak_memory(target)
-    curves = {}
+    curves = result["width_curves_ms"] = {}
     for context in settings.curve_contexts(asked):
         watch.begin(f"{CURVE}, behind {context} tokens")
-        curves[context] = width_curve(target, context, watch=watch)
-    result["width_curves_ms"] = {
-        str(context): {str(width): round(1e3 * seconds, 3) for width, seconds in curve.items()}
-        for context, curve in curves.items()
-    }
+        curve = width_curve(target, context, watch=watch)
+        curves[str(context)] = {str(width): round(1e3 * seconds, 3) for width, seconds in curve.items()}
     widest, runs = 2, []
     for temperature in settings.temperatures:
         # New drafters each time: what one has learned from an answer must not meet it again.
@@ -149,7 +142,7 @@ def bench(
         answerers: dict[str, Answerer] = {name: EngineAnswers(engine) for name, engine in engines.items()}
         if transformers_model is not None and temperature == 0:
             answerers[PEER] = TransformersAnswers(transformers_model, target.eos_token_ids)
-        settings.turns(asked, temperature).ask(target, answerers, record, watch)
+        Turns(asked, settings.params(temperature)).ask(target, answerers, record, watch)
         figures = run_figures({name: record.of(name, temperature) for name in answerers})
         if (theirs := figures.pop(PEER, None)) is not None:
             ours = figures["plain"]["tokens_per_second"]
@@ -166,15 +159,14 @@ def bench(
         result["flips"] = asdict(flips(target, reference, text, start, widest, watch))
     lengths = [one.tokens for one in asked]
     used = {"prompts": len(asked), "batch": 1, "prompt_tokens": [min(lengths), max(lengths)]}
-    used |= {"new_tokens": settings.new_tokens, "seed": settings.seed, "nodes": settings.nodes}
-    used |= {"sampling": dict(settings.sampling), "ignore_eos": settings.ignore_eos}
-    used |= {"noise_in_ranking": settings.noise_in_ranking}
+    given = ("new_tokens", "seed", "nodes", "sampling", "ignore_eos", "noise_in_ranking")
+    used |= {name: getattr(settings, name) for name in given}
     return result | {"settings": used} | record.machine | {"peak_memory_mib": peak_memory_mib(target)}
 
 
 def plan(names: Sequence[str], asked: Sequence[Asked], settings: BenchSettings, transformers: bool) -> list[Phase]:
     """The phases of `bench` in order, and what each costs beside a step of plain decoding, about."""
-    some = [[0] * one.tokens for one in asked[: proof.PROMPTS]]
+    some = asked[: proof.PROMPTS]
     form, dtype = settings.proof, settings.dtype
     of_proof, of_reference = SLOW[form]
     phases = [
@@ -182,23 +174,22 @@ def plan(names: Sequence[str], asked: Sequence[Asked], settings: BenchSettings, 
         for name in names
         for way in proof.ways(form, settings.greedy())
     ]
-    start = asked[0].tokens
     if settings.passes:
         reference = decode_cost(some[:1], FLIP_TOKENS)
-        reference += 0 if form in ("serving", "off") else prefill_cost(start) + FLIP_TOKENS
+        reference += 0 if form in ("serving", "off") else prefill_cost(asked[0].tokens) + FLIP_TOKENS
         phases.append(Phase(REFERENCE, REFERENCE, reference, of_reference))
     for context in settings.curve_contexts(asked):
         phases.append(Phase(f"{CURVE}, behind {context} tokens", CURVE, width_curve_cost(context)))
     for temperature in settings.temperatures:
         peer = [PEER] if transformers and temperature == 0 else []
-        phases += settings.turns(asked, temperature).phases(["plain", *names, *peer])
+        phases += Turns(asked, settings.params(temperature)).phases(["plain", *names, *peer])
     if settings.noise:
-        noisy = sum(prefill_cost(one.tokens) + NOISE_TOKENS for one in asked[:NOISE_PROMPTS])
+        cost = decode_cost(asked[:NOISE_PROMPTS], NOISE_TOKENS)
         ways = [way for name in names for way in _noise_ways(name)]
-        phases += [Phase(phase, "noise", 2 * noisy if with_noise else noisy) for _, with_noise, phase in ways]
-    if not settings.passes:
-        return phases
-    return [*phases, Phase(FLIPS, "plain", 2 * prefill_cost(start) + 2 * FLIP_TOKENS)]
+        phases += [Phase(phase, "noise", 2 * cost if noisy else cost) for _, noisy, phase in ways]
+    if settings.passes:
+        phases.append(Phase(FLIPS, "plain", 2 * prefill_cost(asked[0].tokens) + 2 * FLIP_TOKENS))
+    return phases
 
 
 def _check_lengths(target: Target, asked: Sequence[Asked], settings: BenchSettings) -> None:
@@ -212,10 +203,6 @@ def _check_lengths(target: Target, asked: Sequence[Asked], settings: BenchSettin
     for context in settings.contexts or ():
         if not 1 <= context <= positions:
             raise ValueError(f"contexts: {context} must lie in 1..{positions}, the target's positions")
-
-
-def _only(figures: dict, *names: str) -> dict:
-    return {name: figures[name] for name in names}
 
 
 def _noise_ways(name: str) -> list[tuple[float, bool, str]]:
@@ -237,9 +224,10 @@ def _noise(target: Target, builders: Mapping[str, Builder], prompts, settings: B
             params = settings.params(temperature, NOISE_TOKENS)
             engine = Engine(target, build(target), nodes=None, noise_in_ranking=noisy)
             measured = totals([EngineAnswers(engine).answer(prompt, params, watch) for prompt in prompts])
+            brought = {key: measured[key] for key in ("tokens_per_step", "acceptance")}
             entry = found.setdefault(name, {}).setdefault(str(temperature), {})
-            entry["with" if noisy else "without"] = rounded(_only(measured, "tokens_per_step", "acceptance"))
+            entry["with" if noisy else "without"] = rounded(brought)
             if noisy:
                 watched = Engine(target, build(target), nodes=None, graphs=False)
-                entry["first_place"] = rounded(first_places(watched, prompts, params, watch).shares())
+                entry["first_place"] = rounded(shares(first_places(watched, prompts, params, watch)))
     return found

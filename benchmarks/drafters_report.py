@@ -25,7 +25,6 @@ def table(result: dict, metrics: list[dict]) -> str:
 
 
 def _sampling(settings: dict) -> str:
-    """What else of sampling is not as ever."""
     given = [f"{name} {value}" for name, value in settings["sampling"].items()]
     given += [] if settings["ignore_eos"] else ["stop at end tokens"]
     given += [] if settings["noise_in_ranking"] else ["ranked without the noise"]
@@ -73,7 +72,6 @@ def _run(run: dict, on_gpu: bool) -> list[str]:
 
 
 def _milliseconds(one: dict) -> float:
-    """A step's."""
     return 1e3 * one["tokens_per_step"] / one["tokens_per_second"]
 
 
@@ -83,7 +81,6 @@ def _speed(kind: dict | None) -> str:
 
 
 def _noise(result: dict) -> list[str]:
-    """Acceptance with and without the noise in the ranking."""
     if "noise" not in result:
         return []
     lines = ["", "tokens/step (acceptance), all nodes verified: ranked with the noise, and without"]
@@ -120,7 +117,6 @@ def _verdicts(result: dict) -> list[str]:
 
 
 def _flips(flips: dict, dtype: str) -> str:
-    """How often passes of one row and of many choose differently."""
     gap = f", gap up to {flips['largest_gap']:.3f}" if flips["flips"] else ""
     error = "" if flips["dtype_error"] is None else f" (logit error of {dtype}: {flips['dtype_error']:.3f})"
     chosen = f"{flips['flips']} of {flips['positions']} greedy choices"
@@ -155,7 +151,6 @@ def _reasons(run: dict) -> list[str]:
 
 
 def _training(metrics: list[dict]) -> list[str]:
-    """The last loss and the last held-out agreement of a run."""
     heldout = [record for record in metrics if "heldout_loss" in record]
     if not heldout:
         return []

@@ -36,36 +36,30 @@ def write_files(record: Record, folder: Path, asked: Mapping[int | str, list[str
 
     asked: the texts of each question's turns, for responses.
     """
-    suite, target = record.settings.get("suite") or "texts", record.machine.get("target", "target")
-    temperatures = dict.fromkeys(entry.temperature for entry in record.entries.values())
-    for temperature in temperatures:
-        for drafter in dict.fromkeys(entry.drafter for entry in record.entries.values()):
-            entries = record.of(drafter, temperature)
-            if not entries:
-                continue
-            name = f"{drafter}-temperature-{temperature:g}" if len(temperatures) > 1 else drafter
-            model = f"{target}-{name}"
-            _lines(folder / "spec_bench" / f"{name}.jsonl", (spec_bench(entry, model) for entry in entries))
-            for file, content in specdec_bench(entries, asked).items():
-                _write(folder / "specdec_bench" / name / file, content)
+    prefix = AIPERF_PREFIX.get(record.settings.get("suite") or "texts", AIPERF_OTHERS)
+    runs, files = record.by_drafter(), dict[str, str]()
+    for temperature, drafters in runs.items():
+        for drafter, entries in drafters.items():
+            name = f"{drafter}-temperature-{temperature:g}" if len(runs) > 1 else drafter
+            model = f"{record.machine.get('target', 'target')}-{name}"
+            files[f"spec_bench/{name}.jsonl"] = _lines(spec_bench(entry, model) for entry in entries)
+            for file, text in specdec_bench(entries, asked).items():
+                files[f"specdec_bench/{name}/{file}"] = text
             if drafter in ("plain", "transformers"):
                 continue
-            _lines(folder / "vllm" / f"{name}.jsonl", (line for entry in entries for line in vllm(entry)))
-            prefix = AIPERF_PREFIX.get(suite, AIPERF_OTHERS)
+            files[f"vllm/{name}.jsonl"] = _lines(line for entry in entries for line in vllm(entry))
             for task in dict.fromkeys(entry.task for entry in entries):
                 of_task = [entry for entry in entries if entry.task == task]
-                for file, content in aiperf(of_task, model, prefix + task).items():
-                    _write(folder / "aiperf" / name / task.replace("/", "-") / file, content)
+                for file, text in aiperf(of_task, model, prefix + task).items():
+                    files[f"aiperf/{name}/{task.replace('/', '-')}/{file}"] = text
+    for file, text in files.items():
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(folder / file, lambda partial, text=text: partial.write_text(text))
     return [folder / name for name in ("spec_bench", "vllm", "specdec_bench", "aiperf") if (folder / name).exists()]
 
 
-def _lines(path: Path, values: Iterable[Any]) -> None:
-    _write(path, "".join(json.dumps(value) + "\n" for value in values))
-
-
-def _write(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, lambda partial: partial.write_text(text))
+def _lines(values: Iterable[Any]) -> str:
+    return "".join(json.dumps(value) + "\n" for value in values)
 
 
 def _wall_seconds(answer: Answer) -> float:
@@ -113,7 +107,6 @@ def vllm(entry: Entry) -> list[dict[str, Any]]:
 
 
 def speculative_decoding(answer: Answer, max_depth: int) -> dict[str, Any]:
-    """vLLM's object of one response."""
     accepted = [length - 1 for length in answer.accept_lengths]
     counts = Counter(accepted)
     return {
@@ -141,7 +134,7 @@ def specdec_bench(entries: Sequence[Entry], asked: Mapping[int | str, list[str]]
     return {
         "acceptance_rate.json": json.dumps([_acceptance(entries)], indent=4),
         "timing.json": json.dumps([_timing([turn for entry in entries for turn in entry.turns])], indent=4),
-        "responses.jsonl": "".join(json.dumps(one) + "\n" for one in responses),
+        "responses.jsonl": _lines(responses),
     }
 
 

@@ -26,8 +26,6 @@ from longdraft.benchmarks.answers import Answer, Entry
 RESAMPLES, SEED = 2000, 0
 TOKENSWIFT_GAMMA = 4
 EVERY = 10240  # tokens, of a long generation's ms/token (TokenSwift)
-# What a prompt's sums are, in order.
-SUMS = ("tokens", "steps", "seconds", "requests", "ratios", "plain_tokens", "plain_seconds")
 
 
 def lengths(answers: Sequence[Answer]) -> dict[str, float]:
@@ -88,43 +86,43 @@ Pair = tuple[Entry, Entry]  # a drafter's entry, and plain decoding's of the sam
 def compared(pairs: Sequence[Pair]) -> dict[str, Any]:
     """`totals`, the speed over plain decoding's on the same prompts, and intervals."""
     found = totals([turn for entry, _ in pairs for turn in entry.turns])
-    sums = np.array([_sums(*pair) for pair in pairs])
+    each = [_sums(*pair) for pair in pairs]
+    sums = {name: np.array([one[name] for one in each]) for name in each[0]}
     figures = {
-        "pooled": lambda s: s[..., 0] / s[..., 1],
-        "per_request": lambda s: s[..., 4] / s[..., 3],
-        "tokens_per_second": lambda s: s[..., 0] / s[..., 2],
+        "pooled": lambda s: s["tokens"] / s["steps"],
+        "per_request": lambda s: s["ratios"] / s["requests"],
+        "tokens_per_second": lambda s: s["tokens"] / s["seconds"],
         "speedup": _speedup,
     }
     intervals = {name: interval(sums, figure) for name, figure in figures.items()}
-    return found | {"prompts": len(pairs), "speedup": float(_speedup(sums.sum(0))), "intervals": intervals}
+    whole = _speedup({name: values.sum() for name, values in sums.items()})
+    return found | {"prompts": len(pairs), "speedup": float(whole), "intervals": intervals}
 
 
-def _speedup(sums: np.ndarray) -> np.ndarray:
-    return sums[..., 0] / sums[..., 2] / (sums[..., 5] / sums[..., 6])
+def _speedup(s: Mapping[str, Any]) -> Any:
+    return s["tokens"] / s["seconds"] / (s["plain_tokens"] / s["plain_seconds"])
 
 
-def _sums(entry: Entry, plain: Entry) -> list[float]:
-    """SUMS of one prompt."""
+def _sums(entry: Entry, plain: Entry) -> dict[str, float]:
+    """Of one prompt, of which figures over prompts are made."""
     turns, slow = entry.turns, plain.turns
-    return [
-        sum(len(a.tokens) for a in turns),
-        sum(a.steps for a in turns),
-        sum(a.decode_seconds for a in turns),
-        len(turns),
-        sum(len(a.tokens) / a.steps for a in turns),
-        sum(len(a.tokens) for a in slow),
-        sum(a.decode_seconds for a in slow),
-    ]
+    return {
+        "tokens": sum(len(a.tokens) for a in turns),
+        "steps": sum(a.steps for a in turns),
+        "seconds": sum(a.decode_seconds for a in turns),
+        "requests": len(turns),
+        "ratios": sum(len(a.tokens) / a.steps for a in turns),
+        "plain_tokens": sum(len(a.tokens) for a in slow),
+        "plain_seconds": sum(a.decode_seconds for a in slow),
+    }
 
 
-def interval(sums: np.ndarray, figure: Callable[[np.ndarray], np.ndarray]) -> list[float]:
-    """The middle 95 % of a figure over prompts drawn with replacement.
-
-    Args:
-        sums: [N, n] of each prompt. figure: of sums [..., n] over prompts.
-    """
-    drawn = np.random.default_rng(SEED).integers(len(sums), size=(RESAMPLES, len(sums)))
-    return [float(one) for one in np.percentile(figure(sums[drawn].sum(1)), (2.5, 97.5))]
+def interval(sums: Mapping[str, np.ndarray], figure: Callable[[Mapping[str, np.ndarray]], np.ndarray]) -> list[float]:
+    """The middle 95 % of a figure over prompts drawn with replacement; sums: of each prompt, [N], by name."""
+    count = len(next(iter(sums.values())))
+    drawn = np.random.default_rng(SEED).integers(count, size=(RESAMPLES, count))
+    values = figure({name: of_each[drawn].sum(1) for name, of_each in sums.items()})
+    return [float(one) for one in np.percentile(values, (2.5, 97.5))]
 
 
 def bucket(tokens: int) -> str:
@@ -159,11 +157,10 @@ def by_context(pairs: Sequence[Pair]) -> dict[str, list[Pair]]:
 def ms_per_token(answer: Answer, every: int = EVERY) -> list[dict[str, float]]:
     """Along a generation, at each `every` tokens and at its end: ms/token since the mark before, and since the first
     step's tokens, as TokenSwift's program prints it."""
-    marks, last = [], (0, 0.0)
     if len(answer.arrivals) < 2:
         return []
     start, first = answer.arrivals[0], answer.accept_lengths[0]
-    last = (first, start)
+    marks, last = [], (first, start)
     counts = list(accumulate(answer.accept_lengths))
     for count, at in zip(counts, answer.arrivals, strict=True):
         if count // every > last[0] // every or (count == counts[-1] and count > last[0]):
@@ -203,7 +200,7 @@ def run_figures(entries: Mapping[str, Sequence[Entry]]) -> dict[str, dict]:
         found[name] = rounded(
             compared(pairs)
             | {
-                "prompt_speedups": [float(_speedup(np.array(_sums(*pair)))) for pair in pairs],
+                "prompt_speedups": [_speedup(_sums(*pair)) for pair in pairs],
                 "tasks": {task: compared(of) for task, of in tasks.items()},
                 "contexts": {context: compared(of) for context, of in by_context(pairs).items()},
                 "same_tokens": [sum(counts) for counts in zip(*same, strict=True)],

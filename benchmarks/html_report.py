@@ -8,7 +8,7 @@ from html import escape
 from typing import Any, NamedTuple
 
 from longdraft.benchmarks.answers import Record
-from longdraft.benchmarks.charts import SERIES, WIDTH, Bar, bars, lines
+from longdraft.benchmarks.charts import SERIES, WIDTH, Bar, bar_marks, bars, lines
 from longdraft.benchmarks.figures import run_figures
 
 LIGHT = ("#0b62a8", "#c2570c", "#1a7f4e", "#8a3ea8", "#a8133c", "#0f7d86", "#7a5c00", "#5b6470")
@@ -74,19 +74,17 @@ def collect(records: Mapping[str, Record]) -> list[Series]:
     """All series of the records, by run. Raises: ValueError for a record without an answer of plain decoding."""
     found: list[Series] = []
     for run, record in records.items():
-        temperatures = list(dict.fromkeys(entry.temperature for entry in record.entries.values()))
-        if not temperatures:
+        by_temperature = record.by_drafter()
+        if not by_temperature:
             raise ValueError(f"{run}: no question has been answered yet; wait for the run, or start it again")
-        for temperature in temperatures:
-            drafters = dict.fromkeys(e.drafter for e in record.entries.values() if e.temperature == temperature)
-            entries = {drafter: record.of(drafter, temperature) for drafter in drafters}
+        for temperature, entries in by_temperature.items():
             # A run that is still going has answers of some drafters alone.
             common = set.intersection(*({e.id for e in of} for of in entries.values())) if "plain" in entries else set()
             if not common:
                 raise ValueError(f"{run}: no question has been answered by all of its drafters yet; wait for the run")
             figures = run_figures({name: [e for e in of if e.id in common] for name, of in entries.items()})
             where = [run] if len(records) > 1 else []
-            how = [f"T {temperature:g}"] if len(temperatures) > 1 else []
+            how = [f"T {temperature:g}"] if len(by_temperature) > 1 else []
             for drafter, one in figures.items():
                 found.append(Series(len(found), ", ".join([drafter, *how, *where]), one))
     return found
@@ -120,8 +118,7 @@ def page(records: Mapping[str, Record]) -> str:
 def picture(records: Mapping[str, Record]) -> str:
     """Speed over plain decoding, by task, as an SVG file."""
     series = [one for one in collect(records) if not one.name.startswith("plain")]
-    drawn = bars("Speed over plain decoding", _by(series, "tasks", _speed), mark=1.0)
-    height = float(drawn.split("viewBox='0 0 ")[1].split("'")[0].split()[1])
+    height, parts = bar_marks(_by(series, "tasks", _speed), mark=1.0)
     top = 18 * (2 + len(series))
     title = f"{_title(next(iter(records.values())))}: tokens/s over plain decoding's"
     names = "".join(
@@ -136,7 +133,7 @@ def picture(records: Mapping[str, Record]) -> str:
         f"<rect x='-10' y='-6' width='100%' height='100%' fill='var(--paper)'/>"
         f"<text x='0' y='12' font-size='13' font-weight='600'>{escape(title)}</text>"
         f"<text class='axis' x='0' y='28' font-size='11'>with the middle 95 % of bootstraps over prompts</text>{names}"
-        f"<g transform='translate(0 {top + 14})'>{drawn[drawn.index('>') + 1 : -len('</svg>')]}</g></svg>\n"
+        f"<g transform='translate(0 {top + 14})'>{''.join(parts)}</g></svg>\n"
     )
 
 
@@ -155,7 +152,6 @@ def _title(record: Record) -> str:
 
 
 def _run(name: str, record: Record) -> str:
-    """A run's proof of exactness and settings."""
     proof, given = record.proof or {}, record.settings
     if not proof:
         said, kind = "Exactness: not asked for, plain decoding alone or switched off", ""
@@ -237,7 +233,6 @@ def _speed(figures: Mapping[str, Any]) -> Bar:
 
 
 def _by(series: Sequence[Series], part: str, value: Callable[[Mapping[str, Any]], Bar]) -> dict[str, list[Bar]]:
-    """Bars of each of the part's groups."""
     names = dict.fromkeys(name for one in series for name in one.figures[part])
     return {
         name: [

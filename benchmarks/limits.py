@@ -64,14 +64,12 @@ class Usage:
 
     @property
     def excess(self) -> str:
-        """The limit that it exceeds, or nothing."""
         if self.fast_memory > FAST_MEMORY[self.variant.arch]:
             return f"more than {FAST_MEMORY[self.variant.arch]} bytes of fast memory"
         most = 0 if self.variant.arch == 90 and self.variant.file == "tree_attention" else MOST_STACK
         return f"more than {most} bytes of stack" if self.stack > most else ""
 
     def line(self) -> str:
-        """Of the table."""
         v = self.variant
         loops = f", loops of {' and '.join(map(str, self.loops))}" if self.loops else ""
         return (
@@ -84,11 +82,6 @@ class Usage:
 def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     """A tensor without memory."""
     return torch.empty(shape, dtype=dtype, device="meta")
-
-
-def call(variant: Variant, module: ModuleType) -> Any:
-    """The public function of `variant`, on tensors without memory."""
-    return CALLS[variant.file](variant, module)
 
 
 def _tree_attention(v: Variant, module: ModuleType) -> Any:
@@ -247,12 +240,12 @@ class Absent:
 class Compiler:
     """Public functions are called in it and compile what they would launch."""
 
-    def __init__(self, say: Callable[[str], None]):
+    def __init__(self):
         import triton
         from triton.runtime import driver
 
         assert os.environ.get("TRITON_INTERPRET") != "1", "Triton's interpreter compiles nothing"
-        self.say, self.found, self.compiled = say, [], set()
+        self.found, self.compiled = list[Usage](), set()
         self.tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
         self.functions: Any = triton.JITFunction
         self.modules = {
@@ -268,17 +261,15 @@ class Compiler:
             if (Absent.arch, kernel.hash) not in seen:
                 seen.add((Absent.arch, kernel.hash))
                 self.found.append(self.usage(function.__name__, kernel))
-                self.say(self.found[-1].line())
+                print(self.found[-1].line(), flush=True)
 
         self.functions.run = compile_only
 
     def run(self, variant: Variant) -> None:
-        """Compile what this call would launch."""
         Absent.arch, self.variant = variant.arch, variant
-        call(variant, self.modules[variant.file])
+        CALLS[variant.file](variant, self.modules[variant.file])
 
     def usage(self, name: str, kernel: Any) -> Usage:
-        """From the code for the GPU."""
         with TemporaryDirectory() as folder:
             file = Path(folder) / "kernel.cubin"
             file.write_bytes(kernel.asm["cubin"])
@@ -320,14 +311,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--arch", type=int, nargs="+", choices=FAST_MEMORY, default=list(FAST_MEMORY))
     parser.add_argument("--kernel", nargs="+", choices=CALLS, default=list(CALLS), help="files of kernels/triton_impl")
     asked = parser.parse_args(arguments)
-    compiler = Compiler(lambda line: print(line, flush=True))
-    variants = (everything if asked.all else of_the_suite)(compiler.modules["tree_attention"])
-    for variant in variants:
+    compiler = Compiler()
+    for variant in (everything if asked.all else of_the_suite)(compiler.modules["tree_attention"]):
         if variant.arch in asked.arch and variant.file in asked.kernel:
             compiler.run(variant)
-    exceeding = [usage.line() for usage in compiler.found if usage.excess]
     print(json.dumps({"found": [asdict(usage) for usage in compiler.found], "not_compiled": compiler.left()}))
-    return 1 if exceeding else 0
+    return 1 if any(usage.excess for usage in compiler.found) else 0
 
 
 if __name__ == "__main__":

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from longdraft.benchmarks import record
-from longdraft.benchmarks.answers import prefill_cost
 from longdraft.benchmarks.progress import UNWATCHED, Watch
+from longdraft.benchmarks.questions import Asked
 from longdraft.benchmarks.timing import seconds_of, take_turns
 from longdraft.infer.engine import Engine
 from longdraft.infer.graphs import graphs_for
@@ -26,12 +26,17 @@ from longdraft.models.kv_cache import KVCache
 from longdraft.models.passes import Pass, prompt_rows
 from longdraft.models.target import Target
 
-WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 40)
+WIDTHS, REPEATS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 40), 7  # of a width curve
 
 
-def decode_cost(prompts: Sequence[Sequence[int]], new_tokens: int) -> float:
-    """What decoding these prompts costs beside a step of plain decoding, about; for estimates of the time left."""
-    return sum(prefill_cost(len(prompt)) + new_tokens for prompt in prompts)
+def prefill_cost(tokens: int) -> float:
+    """What a prompt costs beside a step of plain decoding, about; for estimates of the time left alone."""
+    return tokens / 8
+
+
+def decode_cost(asked: Sequence[Asked], new_tokens: int) -> float:
+    """What decoding these prompts costs, likewise."""
+    return sum(prefill_cost(one.tokens) + new_tokens for one in asked)
 
 
 def decode(
@@ -52,9 +57,9 @@ def _pass_cost(width: int) -> float:
     return 1 + width / 8
 
 
-def width_curve_cost(context: int, widths: Sequence[int] = WIDTHS, repeats: int = 7) -> float:
+def width_curve_cost(context: int) -> float:
     """What `width_curve` costs, in steps of plain decoding."""
-    return prefill_cost(context) + (repeats + 1) * sum(map(_pass_cost, widths))
+    return prefill_cost(context) + (REPEATS + 1) * sum(map(_pass_cost, WIDTHS))
 
 
 @torch.no_grad()
@@ -62,14 +67,13 @@ def width_curve(
     target: Target,
     context: int,
     widths: Sequence[int] = WIDTHS,
-    repeats: int = 7,
-    seed: int = 0,
+    repeats: int = REPEATS,
     watch: Watch = UNWATCHED,
 ) -> dict[int, float]:
     """Median seconds of a target pass (logits of all rows) of each width behind `context` cached tokens, in turns; the
     passes are recorded and replayed where decoding's are (infer/graphs.py)."""
     model = target.model
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     device = model.embed_tokens.weight.device
     cache = model.new_cache(1, context + max(widths))
     head = torch.randint(model.config.vocab_size, (1, context), generator=generator).to(device)
@@ -106,7 +110,7 @@ def _prefill(target: Target, cache: KVCache, tokens_1T: Tensor, watch: Watch) ->
 
 
 @torch.no_grad()
-def choice_logits(target: Target, tokens: Sequence[int], start: int, width: int, watch: Watch) -> Tensor:
+def choice_logits(target: Target, tokens: Sequence[int], start: int, width: int, watch: Watch = UNWATCHED) -> Tensor:
     """Logits behind tokens[start:], [T - start, V], from passes of `width` rows on a cache of all before."""
     model = target.model
     device = model.embed_tokens.weight.device
@@ -145,7 +149,7 @@ def flips(
     width: int,
     watch: Watch = UNWATCHED,
 ) -> Flips:
-    """Compare one-row and `width`-row passes over the same text; fp32_logits_TV from `reference_logits`."""
+    """Compare one-row and `width`-row passes over the same text; fp32_logits_TV: `choice_logits` of one row in fp32."""
     single = choice_logits(target, tokens, start, 1, watch).float()
     wide = choice_logits(target, tokens, start, width, watch).float()
     chosen, other = single.argmax(-1, keepdim=True), wide.argmax(-1, keepdim=True)
@@ -157,11 +161,6 @@ def flips(
         float(gaps.max()) if len(gaps) else 0.0,
         None if fp32_logits_TV is None else float((single - fp32_logits_TV).abs().max()),
     )
-
-
-def reference_logits(target: Target, tokens: Sequence[int], start: int, watch: Watch = UNWATCHED) -> Tensor:
-    """What `flips` compares with, from the target as it is now (fp32): [T - start, V]."""
-    return choice_logits(target, tokens, start, 1, watch).float()
 
 
 def forget_peak_memory(target: Target) -> None:
@@ -180,7 +179,6 @@ def peak_memory_mib(target: Target) -> int:
 
 
 def surroundings(target: Target) -> dict:
-    """Where and with what the numbers were made."""
     weight = target.model.embed_tokens.weight
     return record.surroundings(weight.dtype, ("longdraft", "torch", "transformers")) | {
         "target": target.name,

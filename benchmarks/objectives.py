@@ -13,17 +13,18 @@ beside the look-ups and together with them, and prints a table of speeds for eac
 
 import argparse
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from longdraft.benchmarks.answers import Record
-from longdraft.benchmarks.contexts import markdown, questions
+from longdraft.benchmarks.contexts import questions
 from longdraft.benchmarks.contexts import table as speeds
 from longdraft.benchmarks.drafters import BenchSettings, bench
+from longdraft.benchmarks.report import markdown
 from longdraft.infer.drafters.build import build_drafter
 from longdraft.models.draft_files import WEIGHTS
 from longdraft.models.files import file_digest
@@ -41,13 +42,6 @@ LOOK_UPS = ("prompt_lookup", "token_recycling")  # the first of them also togeth
 NEW_TOKENS = 64
 
 
-class Trained(NamedTuple):
-    """One training: its line's name, and its config."""
-
-    name: str
-    config: Config
-
-
 def variant(config: Config, loss: str, kl_share: float, text_weight: float, out: Path) -> Config:
     """The config that trains for `loss`, in a folder of its own, decoding after its last step."""
     steps = config.train.steps
@@ -60,19 +54,11 @@ def variant(config: Config, loss: str, kl_share: float, text_weight: float, out:
     return replace(config, train=own, decoding=decoding)
 
 
-def on_data(config: Config, folders: Mapping[str, str], out: Path) -> Iterator[tuple[str, Config, Path]]:
-    """By the data's name, "" where it is the recipe's own: the config that reads it, and where its runs go."""
-    if not folders:
-        yield "", config, out
-    for name, folder in folders.items():
-        yield name, replace(config, data=replace(config.data, path=folder)), out / name
-
-
-def decode(trained: Sequence[Trained], contexts: Sequence[int], each: int, out: Path) -> str:
+def decode(trained: Mapping[str, Config], contexts: Sequence[int], each: int, out: Path) -> str:
     """Speed over plain decoding and tokens a step of the drafts, the look-ups, and both together, in bf16: Markdown."""
-    target = whole_target(trained[0].config)
+    target = whole_target(next(iter(trained.values())))
     drafters: dict[str, tuple[str, Path | None]] = {name: (name, None) for name in LOOK_UPS}
-    for name, config in trained:
+    for name, config in trained.items():
         folder, method = export(config.train.run_dir, target=target), config.draft.method
         drafters |= {name: (method, folder), f"{name}, {LOOK_UPS[0]}": (f"{method}+{LOOK_UPS[0]}", folder)}
     target.model.to(torch.bfloat16)
@@ -88,7 +74,6 @@ def decode(trained: Sequence[Trained], contexts: Sequence[int], each: int, out: 
 
 
 def row(loss: str, records: Sequence[Mapping[str, Any]], contexts: Sequence[int]) -> list[str]:
-    """A line of the table, of a run's records."""
     last = {key: value for record in records for key, value in record.items()}
     cells = [loss]
     for part in (0, -1):
@@ -121,28 +106,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     # In the place of the recipe's own objective, whose warm-up may be longer than these trainings.
     plain = ["train.loss=cross_entropy", "train.kl_steps=null", "train.text_weight=null"]
     config = load_stages(args.config, [*plain, *args.overrides], args.stage)[0].config
-    trained = [
-        Trained(f"{loss}, {data}" if data else loss, variant(own, loss, args.kl_share, args.text_weight, out))
-        for data, own, out in on_data(config, _folders(args.data), args.out)
-        for loss in args.losses
-    ]
+    trained = {loss: variant(config, loss, args.kl_share, args.text_weight, args.out) for loss in args.losses}
+    if args.data:
+        trained = {
+            f"{loss}, {data}": replace(
+                variant(config, loss, args.kl_share, args.text_weight, args.out / data),
+                data=replace(config.data, path=folder),
+            )
+            for data, folder in _folders(args.data).items()
+            for loss in args.losses
+        }
     ranks = join_ranks()
     target = open_target(config, ranks)
-    for _, own in trained:
+    for own in trained.values():
         if not train(own, ranks, target):
             return 1
     leave_ranks(ranks)
     if ranks.rank:
         return 0
     contexts = config.decoding.contexts
-    print(table([row(name, read_metrics(own.train.run_dir), contexts) for name, own in trained], contexts))
+    print(table([row(name, read_metrics(own.train.run_dir), contexts) for name, own in trained.items()], contexts))
     if args.decode:
         print(f"\n{decode(trained, args.decode, args.each, args.out)}")
     return 0
 
 
 def _folders(given: Sequence[str]) -> dict[str, str]:
-    """NAME=FOLDER of the command line."""
     found = {name: folder for name, _, folder in (one.partition("=") for one in given)}
     for name, folder in found.items():
         if not (name and folder and (Path(folder) / "train").is_dir()):

@@ -189,14 +189,10 @@ def beside(paper: Paper, record: Record, names: Sequence[str], temperatures: Seq
     found = []
     for name in names:
         for temperature in temperatures:
-            cached: dict[tuple[str, int], dict | None] = {}
             for row in rows:
                 if row.temperature not in (None, temperature):
                     continue
-                key = row.task, row.at
-                if key not in cached:
-                    cached[key] = _ours(paper, record, name, temperature, *key)
-                if (ours := cached[key]) is not None:
+                if (ours := _ours(paper, record, name, temperature, row.task, row.at)) is not None:
                     theirs = {"length": row.length, "speedup": row.speedup}
                     task = row.task + (f", {row.at} tokens" if row.at else "")
                     shown = {"drafter": name, "temperature": temperature, "task": task, "paper_target": row.target}
@@ -212,7 +208,6 @@ def beside(paper: Paper, record: Record, names: Sequence[str], temperatures: Seq
 
 
 def table(found: Mapping[str, Any]) -> list[str]:
-    """Lines of `beside`."""
     symbol = found["symbol"]
     lines = [
         "",

@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -31,9 +32,7 @@ from longdraft.data_prep.prepare import PrepareConfig, prepare
 from longdraft.data_prep.settings import Source, same_way
 from longdraft.data_prep.shards import ShardSet
 from longdraft.data_prep.sources import list_files
-from longdraft.data_prep.tokenize import Encoder, make_encoder
-
-_encoder: Encoder | None = None
+from longdraft.data_prep.tokenize import Encoder, make_encoder, rust_tokenizer
 
 
 def make_texts(root: Path, megabytes: int, file_megabytes: float, seed: int = 0) -> list[Path]:
@@ -56,15 +55,9 @@ def make_texts(root: Path, megabytes: int, file_megabytes: float, seed: int = 0)
     return paths
 
 
-def _begin(encoder: Encoder) -> None:
-    global _encoder
-    _encoder = encoder
-
-
-def _tokenize(paths: Sequence[Path]) -> tuple[int, float]:
+def _tokenize(encoder: Encoder, paths: Sequence[Path]) -> tuple[int, float]:
     """(Tokens, seconds in the tokenizer library alone) of these files."""
-    assert _encoder is not None
-    rust, n, seconds = _encoder._tokenizer, 0, 0.0
+    rust, n, seconds = rust_tokenizer(encoder.serialised), 0, 0.0
     for path in paths:
         with path.open(encoding="utf-8") as stream:
             texts = [json.loads(line)["text"] for line in stream]
@@ -78,9 +71,10 @@ def _tokenize(paths: Sequence[Path]) -> tuple[int, float]:
 def tokenizer_alone(paths: Sequence[Path], encoder: Encoder, workers: int) -> float:
     """Tokens a second of the library, over all processes; each has an equal part of the text."""
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, context, _begin, (encoder,)) as pool:
-        list(pool.map(_tokenize, [paths[:1]] * workers))  # each has started and read the tokenizer
-        done = list(pool.map(_tokenize, [paths[i::workers] for i in range(workers)]))
+    count = partial(_tokenize, encoder)
+    with ProcessPoolExecutor(workers, context) as pool:
+        list(pool.map(count, [paths[:1]] * workers))  # each has started
+        done = list(pool.map(count, [paths[i::workers] for i in range(workers)]))
     return sum(n for n, _ in done) / max(seconds for _, seconds in done)
 
 

@@ -70,7 +70,6 @@ class TimeLeft:
 
     @property
     def phase(self) -> Phase | None:
-        """The running one."""
         return self.phases[self.number] if 0 <= self.number < len(self.phases) else None
 
     @property
@@ -122,7 +121,6 @@ class TimeLeft:
 
 
 def duration(seconds: float) -> str:
-    """A duration for people to read."""
     seconds = max(1, round(seconds))
     if seconds < 60:
         return f"{seconds} s"

@@ -7,7 +7,7 @@ those that do are counted; "off" shows nothing, and says so. Not here: the measu
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 
 import torch
@@ -115,11 +115,6 @@ def first_dtype(form: str, dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if form == "fp32" else dtype
 
 
-def in_form(target: Target, form: str) -> AbstractContextManager[object]:
-    """Inside, the target computes as this form has it; "fp32" is how it was loaded."""
-    return fp32_layer_by_layer(target.model) if form == "layerwise" else nullcontext()
-
-
 @contextmanager
 def fp32_layer_by_layer(model: Decoder) -> Iterator[None]:
     """Inside, all of the model is computed in fp32, with the weights it has: embedding, norm and head are converted
@@ -180,7 +175,7 @@ def prove(
     """Tokens == tokens, greedy and seeded, every proposed node verified; in the serving dtype but for near-ties.
 
     Args:
-        target: as `in_form` has it. params: greedy, with the seed.
+        target: as the form has it. params: greedy, with the seed.
 
     Returns: what a benchmark says of it: "exact" is True after a proof in fp32, None after one that had to make do and
     after none.

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 
 def date() -> str:
-    """Now, in UTC."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
@@ -53,7 +52,6 @@ def versions(packages: Iterable[str]) -> dict[str, str | None]:
 
 
 def hardware(device: "torch.device") -> str:
-    """The GPU's or the processor's name."""
     import torch
 
     if device.type == "cuda":

@@ -8,8 +8,7 @@ from pathlib import Path
 import torch
 
 from longdraft.benchmarks import record
-from longdraft.benchmarks.ceilings import describe
-from longdraft.benchmarks.timing import Bench
+from longdraft.benchmarks.timing import Bench, Ceilings
 
 PACKAGES = ("torch", "triton", "transformers", "flash_attn", "liger_kernel")
 # (Title, how a row's cell is written); a row without the figure leaves the cell empty.
@@ -61,7 +60,6 @@ TITLES = {
 
 def surroundings(bench: Bench) -> dict:
     """Date, commit, hardware, versions and ceilings."""
-    assert bench.ceilings is not None
     found = record.surroundings(bench.dtype, PACKAGES)
     found["commit"] = found["commit"] or "unknown"  # part of the files' names
     found["versions"]["cuda"] = torch.version.cuda
@@ -76,13 +74,11 @@ def file_name(result: dict) -> str:
     return f"{result['date'][:10]}-{made_of}-{machine}"
 
 
-def table(result: dict, bench: Bench) -> str:
-    """Everything, for people."""
-    assert bench.ceilings is not None
+def table(result: dict) -> str:
     lines = [
         f"{result['hardware']}, {result['threads']} threads, {result['dtype']}, commit {result['commit'][:9]}, "
         f"torch {result['versions']['torch']}, {result['date']}",
-        describe(bench.ceilings),
+        str(Ceilings(**result["ceilings"])),
     ]
     for name, columns in COLUMNS.items():
         rows = [row for row in result["results"] if row["benchmark"] == name]
@@ -96,6 +92,10 @@ def lay_out(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> list[l
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     sides = [str.ljust if i in left else str.rjust for i in range(len(widths))]
     return [[side(cell, width) for side, cell, width in zip(sides, row, widths, strict=True)] for row in rows]
+
+
+def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in [head, ["---"] * len(head), *rows])
 
 
 def _lines(columns: Sequence[Column], rows: Sequence[dict]) -> list[str]:

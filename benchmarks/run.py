@@ -13,9 +13,9 @@ from pathlib import Path
 
 import torch
 
-from longdraft.benchmarks import attention, ceilings, loss, report
+from longdraft.benchmarks import attention, decode, loss, report, step
 from longdraft.benchmarks.candidates import OURS
-from longdraft.benchmarks.profiles import PROFILES, Profile
+from longdraft.benchmarks.profiles import PROFILES
 from longdraft.benchmarks.timing import DTYPES, Bench
 from longdraft.models.device import check_device, default_device
 
@@ -80,24 +80,29 @@ def read(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit status."""
     args = read(argv)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     bench = Bench(torch.device(args.device), DTYPES[args.dtype], args.repeats, args.budget, args.quick)
-    bench.ceilings = ceilings.measure(bench)
-    result: dict = report.surroundings(bench) | {"settings": _settings(args), "results": []}
+    settings = {name: value for name, value in vars(args).items() if name not in ("out", "name")}
+    result: dict = report.surroundings(bench) | {"settings": settings, "results": []}
     result["seconds"] = 0.0
     stem = args.name or report.file_name(result)
-    print(ceilings.describe(bench.ceilings), flush=True)
-    for name in BENCHMARKS:
+    print(bench.ceilings, flush=True)
+    measures = {
+        "attention": lambda shape: attention.measure(bench, shape, args.contexts, args.nodes),
+        "step": lambda shape: step.measure(bench, shape, args.contexts, args.nodes),
+        "loss": lambda shape: loss.measure(bench, shape, args.rows),
+        "decode": lambda shape: decode.measure(bench, shape, args.prompt_tokens, args.new_tokens),
+    }
+    for name, measure in measures.items():
         for profile in args.profile:
             if name in args.what:
-                result["results"] += _measure(name, bench, PROFILES[profile], args)
+                result["results"] += measure(PROFILES[profile])
                 result["seconds"] = round(args.budget - bench.left, 1)
-                _write(result, bench, args.out, stem)  # what is there is there, if the run is ended
-    print("\n" + report.table(result, bench))
+                _write(result, args.out, stem)  # what is there is there, if the run is ended
+    print("\n" + report.table(result))
     if args.out:
-        _write(result, bench, args.out, stem)
+        _write(result, args.out, stem)
         drawn = report.draw(result, args.out / f"{stem}.png")
         kinds = "json, txt, png" if drawn else "json, txt; no png: matplotlib is not installed"
         print(f"Written to {args.out}/{stem}: {kinds}")
@@ -106,31 +111,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if bad else 0
 
 
-def _settings(args: argparse.Namespace) -> dict:
-    return {name: value for name, value in vars(args).items() if name not in ("out", "name")}
-
-
-def _measure(name: str, bench: Bench, profile: Profile, args: argparse.Namespace) -> list[dict]:
-    if name == "attention":
-        return attention.measure(bench, profile, args.contexts, args.nodes)
-    if name == "loss":
-        return loss.measure(bench, profile, args.rows)
-    # Here, not above: they need the whole runtime.
-    if name == "step":
-        from longdraft.benchmarks import step
-
-        return step.measure(bench, profile, args.contexts, args.nodes)
-    from longdraft.benchmarks import decode
-
-    return decode.measure(bench, profile, args.prompt_tokens, args.new_tokens)
-
-
-def _write(result: dict, bench: Bench, folder: Path | None, stem: str) -> None:
+def _write(result: dict, folder: Path | None, stem: str) -> None:
     if folder is None:
         return
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{stem}.json").write_text(json.dumps(result, indent=1) + "\n")
-    (folder / f"{stem}.txt").write_text(report.table(result, bench) + "\n")
+    (folder / f"{stem}.txt").write_text(report.table(result) + "\n")
 
 
 if __name__ == "__main__":

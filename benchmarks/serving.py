@@ -15,22 +15,20 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from itertools import count, pairwise
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import psutil
 
+from longdraft.benchmarks.busy import stdlib_prompts
 from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
-from longdraft.models.hf import load_target
+from longdraft.models.hf import load_target, load_tokenizer
 
-ROOT = Path(__file__).resolve().parents[1]
 HEAD = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure, and print."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])  # type: ignore[union-attr]
     add = parser.add_argument
     add("--target", default="smollm2-135m")
@@ -103,19 +101,10 @@ class Client:
         writer.close()
 
 
-def _prompts(length: int, most: int, target: str) -> list[list[int]]:
-    from longdraft.models.hf import load_tokenizer
-
-    tokenizer = load_tokenizer(target, None)
-    text = tokenizer((ROOT / "docs" / "LOG.md").read_text()).input_ids
-    return [text[500 * i :][:length] for i in range(most)]
-
-
 async def _measure(args: argparse.Namespace, client: Client, engine: Engine | None) -> dict[str, Any]:
     """Tokens a second of one stream, the engine's and the server's in turns, and of eight; first tokens and gaps."""
-    new, prompts = args.new_tokens, _prompts(args.prompt_tokens, 8, args.target)
-    long = _prompts(10**6, 1, args.target)[0]
-    long = (long * 8)[:4000]
+    new, encode = args.new_tokens, load_tokenizer(args.target).encode
+    prompts, (long,) = stdlib_prompts(encode, args.prompt_tokens, 8), stdlib_prompts(encode, 4000, 1)
     speeds: dict[str, list[float]] = {"engine": [], "server": [], "server, 8 streams": []}
     first: dict[str, list[float]] = {"alone": [], "of 8 at once": [], "while 7 run": []}
     params, gaps = SamplingParams(max_new_tokens=new, ignore_eos=True), list[float]()
@@ -152,7 +141,7 @@ async def _measure(args: argparse.Namespace, client: Client, engine: Engine | No
 
 async def _load(args: argparse.Namespace, client: Client, engine: Engine, server: psutil.Process) -> dict[str, Any]:
     """Many streams at once; who has ended begins anew. Nothing may be lost or mixed up, and memory must not grow."""
-    prompts, new = _prompts(24, 8, args.target), 12
+    prompts, new = stdlib_prompts(load_tokenizer(args.target).encode, 24, 8), 12
     params = SamplingParams(max_new_tokens=new, ignore_eos=True)
     want = [one.text for one in engine.generate(prompts, params)]
     end, numbers, seen, memory = time.perf_counter() + args.seconds, count(), Counter[str](), list[float]()

@@ -8,19 +8,20 @@ Shapes: N query tokens, S committed rows, D hidden width, V vocabulary.
 
 import copy
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from longdraft.benchmarks.attention_case import random_tree
+from longdraft.benchmarks.attention import random_tree
 from longdraft.benchmarks.candidates import OURS, Build, Run, Unavailable, admit, figures, refused, too_far
-from longdraft.benchmarks.ceilings import SIZES
 from longdraft.benchmarks.profiles import Profile
-from longdraft.benchmarks.timing import Bench, free_bytes
+from longdraft.benchmarks.timing import CEILING_SIZES, Bench, free_bytes
 from longdraft.infer.graphs import cuda_graphs
 from longdraft.kernels.cpu_impl.rows import decoding
 from longdraft.models.decoder import Decoder
-from longdraft.models.hf import build_decoder, decoder_config
+from longdraft.models.hf import build_decoder
+from longdraft.models.hf_config import decoder_config
 from longdraft.models.kv_cache import KVCache
 from longdraft.models.passes import Pass
 
@@ -123,11 +124,8 @@ READ = "a read"  # by torch.sum, in the same turns, which pays for a slower hour
 WAYS: dict[str, Build] = {f"{OURS}, plain launches": _launches, f"{OURS}, CUDA graph": _graph}
 
 
-def verdict(name: str, case: Case, logits_1NV: Tensor) -> str | None:
-    """Where the case has a reference: the norm of the compared logits' error, by the rule of candidates.py."""
-    del name
-    if case.exact is None or case.plain is None:
-        return None
+def verdict(_: str, case: Any, logits_1NV: Tensor) -> str | None:
+    """The norm of the compared logits' error, by the rule of candidates.py."""
     return too_far(logits_1NV[0, case.compared], case.exact, case.plain, largest=False)
 
 
@@ -137,29 +135,26 @@ def measure(
     """Rows for each context, number of rows of the pass (1 always) and way; all of a context in the same turns."""
     nodes = sorted({1, *nodes})
     base = {"benchmark": "step", "profile": profile.name, "layers_of_model": profile.n_layers}
-    shapes = {(way, n): {**base, "nodes": n, "implementation": way} for n in nodes for way in ways}
     if (reason := too_large(bench, profile, bench.itemsize + 4)) is not None:
-        return [
-            row
-            for n in nodes
-            for context in contexts
-            for row in refused({**base, "nodes": n, "context": context}, ways, reason)
-        ]
+        places = [{**base, "nodes": n, "context": context} for n in nodes for context in contexts]
+        return [row for place in places for row in refused(place, ways, reason)]
+    shapes = []
     for n in nodes:
         bench.log(f"step, {profile.name}: a pass of {n} rows against plain passes, in a model of {SMALL_LAYERS} layers")
         small = make_small_case(bench, profile, n) if bench.left > 0 else None
         for way, build in ways.items():
-            status, reason, _ = admit(bench, way, build, [small], verdict)
-            shapes[way, n] |= {"status": status} | ({} if status == "ok" else {"reason": reason})
-    if all(shape["status"] != "ok" for shape in shapes.values()):
-        return [{**shape, "context": context} for context in contexts for shape in shapes.values()]
+            shapes.append({**base, "nodes": n, "implementation": way} | admit(bench, way, build, [small], verdict)[0])
+    if all(shape["status"] != "ok" for shape in shapes):
+        return [{**shape, "context": context} for context in contexts for shape in shapes]
     n_layers = layers_that_fit(bench, profile, max(contexts) + max(nodes))
     model = random_decoder(bench, profile, n_layers, max(contexts) + max(nodes))
-    return [
-        row
-        for context in contexts
-        for row in _behind(bench, profile, model, context, {key: dict(shape) for key, shape in shapes.items()}, ways)
-    ]
+    found = []
+    for context in contexts:
+        bench.log(f"step, {profile.name}: {n_layers} of {profile.n_layers} layers behind {context}")
+        rows = [{**shape, "context": context, "layers": n_layers} for shape in shapes]
+        _fill_in(rows, bench, profile, model, context, ways)
+        found += rows
+    return found
 
 
 def too_large(bench: Bench, profile: Profile, parameter_bytes: float) -> str | None:
@@ -180,38 +175,30 @@ def layers_that_fit(bench: Bench, profile: Profile, capacity: int, copies: int =
     return max(1, min(profile.n_layers, fit))
 
 
-def _behind(
-    bench: Bench,
-    profile: Profile,
-    model: Decoder,
-    context: int,
-    rows: dict[tuple[str, int], dict],
-    ways: dict[str, Build],
-) -> list[dict]:
-    """The rows of one context, filled in."""
-    n_layers = model.config.n_layers
-    bench.log(f"step, {profile.name}: {n_layers} of {profile.n_layers} layers behind {context}")
-    cache = model.new_cache(1, context + max(n for _, n in rows))
+def _fill_in(
+    rows: list[dict], bench: Bench, profile: Profile, model: Decoder, context: int, ways: dict[str, Build]
+) -> None:
+    """The figures of one context."""
+    cache = model.new_cache(1, context + max(row["nodes"] for row in rows))
     cache.keys.normal_()
     cache.values.normal_()
     cache.commit(None, torch.tensor([context], device=bench.device))
     ready: dict[str, Run] = {}
-    for (way, n), row in rows.items():
-        row |= {"context": context, "layers": n_layers}
-        if row["status"] != "ok":
-            continue
-        status, reason, run = admit(bench, way, ways[way], [make_case(bench, model, cache, n)], verdict)
-        row |= {"status": status} | ({} if run else {"reason": reason})
-        if run:
-            ready[f"{way}, {n}"] = run
+    for row in rows:
+        way, n = row["implementation"], row["nodes"]
+        if row["status"] == "ok":
+            outcome, run = admit(bench, way, ways[way], [make_case(bench, model, cache, n)], verdict)
+            row |= outcome
+            if run is not None:
+                ready[f"{way}, {n}"] = run
     if not ready:
-        return list(rows.values())
-    source = torch.ones(SIZES[bench.device.type][bench.quick][0] // 4, device=bench.device)
+        return
+    source = torch.ones(CEILING_SIZES[bench.device.type][bench.quick][0] // 4, device=bench.device)
     times = bench.in_turns({**ready, READ: source.sum})
-    for (way, n), row in rows.items():
+    for row in rows:
+        way, n = row["implementation"], row["nodes"]
         if (found := times.get(f"{way}, {n}")) is not None:
-            row |= figures(bench, found, profile.step_work(context, n, bench.itemsize, n_layers))
+            row |= figures(bench, found, profile.step_work(context, n, bench.itemsize, row["layers"]))
             row["over_read"] = found.median / (row["bytes"] * times[READ].median / source.nbytes)
             if (one := times.get(f"{way}, 1")) is not None:
                 row["over_one_row"] = found.median / one.median
-    return list(rows.values())

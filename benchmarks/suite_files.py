@@ -4,7 +4,7 @@ Not here: what a suite's records hold (suites.py).
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
@@ -50,43 +50,32 @@ class Row:
             f"--data: {self.file}, {self.place} {self.number}, field {name!r}: {found}; expected {expected}"
         )
 
-    def _value(self, name: str, expected: str) -> Any:
+    def _field(self, name: str, expected: str, right: Callable[[Any], Any]) -> Any:
         if name not in self.fields:
             raise self.wrong(name, f"missing among {', '.join(map(repr, self.fields)) or 'none'}", expected)
-        return self.fields[name]
+        if not right(value := self.fields[name]):
+            raise self.wrong(name, short_repr(value), expected)
+        return value
 
     def text(self, name: str) -> str:
-        """A text that is not empty."""
-        value = self._value(name, "a text")
-        if not isinstance(value, str) or not value.strip():
-            raise self.wrong(name, short_repr(value), "a text that is not empty")
-        return value
+        return self._field(name, "a text that is not empty", _is_text)
 
     def texts(self, name: str) -> list[str]:
-        """A list of texts."""
-        value = self._value(name, "a list of texts")
-        if not isinstance(value, list) or not value or not all(isinstance(one, str) and one.strip() for one in value):
-            raise self.wrong(name, short_repr(value), "a list of texts that are not empty")
-        return value
+        expected = "a list of texts that are not empty"
+        return self._field(name, expected, lambda v: isinstance(v, list) and v and all(map(_is_text, v)))
 
     def integer(self, name: str) -> int:
-        """A whole number, also one written as text."""
-        value = self._value(name, "a whole number")
-        if isinstance(value, bool) or not str(value).isdecimal():
-            raise self.wrong(name, short_repr(value), "a whole number")
-        return int(value)
+        """Also one that is written as text."""
+        return int(self._field(name, "a whole number", lambda v: not isinstance(v, bool) and str(v).isdecimal()))
 
     def id(self, name: str) -> int | str:
         """A number or text that tells records apart."""
-        value = self._value(name, "a number or a text")
-        if isinstance(value, bool) or not isinstance(value, int | str) or value == "":
-            raise self.wrong(name, short_repr(value), "a number or a text")
-        return value
+        return self._field(name, "a number or a text", lambda v: type(v) is int or (isinstance(v, str) and v))
 
     def messages(self, name: str, value: Any = None) -> list[dict[str, str]]:
         """A chat: a list of {"role", "content"}; value: it, where the field holds it as JSON."""
-        value = self._value(name, "a list of messages") if value is None else value
         expected = 'a list of messages {"role": "user", "content": "..."}'
+        value = self._field(name, expected, lambda _: True) if value is None else value
         if not isinstance(value, list) or not value:
             raise self.wrong(name, short_repr(value), expected)
         for i, message in enumerate(value):
@@ -94,6 +83,10 @@ class Row:
             if not known or message["role"] not in ("system", "user", "assistant"):
                 raise self.wrong(name, f"[{i}] is {short_repr(message)}", expected)
         return [{"role": message["role"], "content": message["content"]} for message in value]
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value.strip())
 
 
 def read_rows(data: str, files: Sequence[str], all_files: bool, source: str) -> Iterator[Row]:
@@ -104,30 +97,18 @@ def read_rows(data: str, files: Sequence[str], all_files: bool, source: str) -> 
 
     Raises: ValueError for files that are not there, and records that are none.
     """
-    groups = [(name, f"*/{name}") for name in files]
-    if all_files:
-        found = [file for group in groups for file in _list(data, group, source)]
-    else:
-        found = _first(data, groups, source)
-    for file in found:
-        yield from _records(file)
-
-
-def _list(data: str, patterns: tuple[str, ...], source: str) -> list[SourceFile]:
-    try:
-        return list_files([Source(data, files=patterns)])
-    except ValueError as error:
-        said = str(error).removesuffix("; see --files")
-        raise ValueError(f"--data: {said}; {patterns[0]} comes from {source}") from error
-
-
-def _first(data: str, groups: Sequence[tuple[str, ...]], source: str) -> list[SourceFile]:
-    for group in groups[:-1]:
+    for name in files:
         try:
-            return _list(data, group, source)
-        except ValueError:
-            continue
-    return _list(data, groups[-1], source)
+            found = list_files([Source(data, files=(name, f"*/{name}"))])
+        except ValueError as error:
+            if not all_files and name != files[-1]:
+                continue
+            said = str(error).removesuffix("; see --files")
+            raise ValueError(f"--data: {said}; {name} comes from {source}") from error
+        for file in found:
+            yield from _records(file)
+        if not all_files:
+            return
 
 
 def _records(file: SourceFile) -> Iterator[Row]:

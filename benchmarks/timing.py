@@ -1,4 +1,5 @@
-"""Clocks: several ways of doing the same, in turns, from cold caches; and memory: what is free, what a call takes.
+"""Clocks: several ways of doing the same, in turns, from cold caches; what a machine does at best; and memory: what is
+free, what a call takes.
 
 On a GPU CUDA events stand around each call, behind a write that empties the L2 cache and during which the host runs
 ahead: launches that keep up with the device cost nothing, waits for the host do. On a CPU the last level of cache is
@@ -18,11 +19,14 @@ import torch
 
 from longdraft.infer.memory import available_bytes
 from longdraft.kernels.cpu_impl.rows import decoding
+from longdraft.kernels.linear import emulates_bf16
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 WARM_UPS = 2
 SPUN_OUT = 0.02  # seconds until a CPU's threads without work sleep
 FEWEST_TURNS = 3
+# Bytes of the copied tensor and width of the square matrices, larger than caches: (full, quick).
+CEILING_SIZES = {"cuda": ((2**30, 8192), (2**29, 8192)), "cpu": ((2**28, 1024), (2**26, 512))}
 Name = TypeVar("Name")
 
 
@@ -44,14 +48,17 @@ class Ceilings(NamedTuple):
         """FLOP/s in this precision; a CPU that emulates bf16 is faster in fp32, and may compute in it."""
         return self.fp32 if dtype == torch.float32 else max(self.bf16, self.fp32)
 
+    def __str__(self) -> str:
+        return (
+            f"ceilings: copy {self.copy / 1e9:,.1f} GB/s (read and written), sum {self.read / 1e9:,.1f} GB/s, "
+            f"products {self.bf16 / 1e12:,.3f} TFLOP/s in bf16, {self.fp32 / 1e12:,.3f} in fp32"
+        )
+
 
 @dataclass
 class Bench:
-    """What all benchmarks of one run share.
-
-    `repeats` turns are timed at most; `deadline` is on time.monotonic's clock: what has not begun by then is named as
-    not measured. `ceilings` are set by the first benchmark.
-    """
+    """What all benchmarks of one run share: at most `repeats` turns are timed, and what has not begun within `budget`
+    seconds is named as not measured."""
 
     device: torch.device
     dtype: torch.dtype
@@ -60,11 +67,9 @@ class Bench:
     quick: bool = False
     log: Callable[[str], object] = print
     begun: float = field(default_factory=time.monotonic)
-    ceilings: Ceilings | None = None
 
     @property
     def left(self) -> float:
-        """Seconds of the budget."""
         return self.begun + self.budget - time.monotonic()
 
     @property
@@ -92,6 +97,33 @@ class Bench:
             self._flush.fill_(1)
         if self.device.type == "cpu":
             time.sleep(SPUN_OUT)
+
+    @cached_property
+    @torch.no_grad()
+    def ceilings(self) -> Ceilings:
+        """The best of some turns each, measured when first asked for; TF32 is off in fp32."""
+        n_bytes, width = CEILING_SIZES[self.device.type][self.quick]
+        source = torch.ones(n_bytes // 4, device=self.device)
+        target = torch.empty_like(source)
+        # Where bf16 is emulated it is a hundred times slower, and a small product shows that as well.
+        low_width = min(width, 256) if self.device.type == "cpu" and emulates_bf16() else width
+        low = torch.randn(low_width, low_width, device=self.device, dtype=torch.bfloat16)
+        high = torch.randn(width, width, device=self.device)
+        times = self.in_turns(
+            {
+                "copy": lambda: target.copy_(source),
+                "sum": source.sum,
+                "dot": lambda: torch.dot(source, source),
+                "bf16": lambda: low @ low,
+                "fp32": lambda: high @ high,
+            }
+        )
+        return Ceilings(
+            copy=2 * n_bytes / times["copy"].least,
+            read=n_bytes / min(times["sum"].least, times["dot"].least),
+            bf16=2 * low_width**3 / times["bf16"].least,
+            fp32=2 * width**3 / times["fp32"].least,
+        )
 
     def in_turns(self, runs: Mapping[str, Callable[[], Any]]) -> dict[str, "Times"]:
         """Seconds of each run, one after the other and again, after a warm-up of each."""
@@ -149,7 +181,6 @@ class Times(NamedTuple):
 
     @staticmethod
     def of(seconds: list[float]) -> "Times":
-        """Of at least one measurement."""
         median = statistics.median(seconds)
         quarters = statistics.quantiles(seconds, n=4, method="inclusive") if len(seconds) > 1 else [median] * 3
         return Times(median, min(seconds), (quarters[2] - quarters[0]) / median, len(seconds))

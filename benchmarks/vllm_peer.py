@@ -10,7 +10,6 @@ import argparse
 import json
 import os
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -51,7 +50,6 @@ def write_checkpoint(folder: Path, dtype: torch.dtype) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure, and print."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])  # type: ignore[union-attr]
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--prompt-tokens", type=int, default=192)
@@ -100,15 +98,14 @@ def _measure(
     """Name -> tokens a second of one stream, each of three prompts in turn, and of all at once."""
     given = {"one": [[ids] for ids in prompts[:3]], "all": [prompts]}
     n_tokens = {"one": 3 * args.new_tokens, "all": len(prompts) * args.new_tokens}
-    runs = {(name, how): partial(_each, call, some) for name, call in calls.items() for how, some in given.items()}
+    runs = {
+        (name, how): lambda call=call, some=some: [call(at_once) for at_once in some]
+        for name, call in calls.items()
+        for how, some in given.items()
+    }
     take_turns(runs, 1)  # warm-up
     taken = take_turns(runs, args.rounds)
     return {name: [n / median(taken[name, how]) for how, n in n_tokens.items()] for name in calls}
-
-
-def _each(call: Callable[[list[list[int]]], object], given: list[list[list[int]]]) -> None:
-    for some in given:
-        call(some)
 
 
 def _report(speeds: dict[str, list[float]], args: argparse.Namespace) -> None:

@@ -19,6 +19,7 @@ other than system, user and assistant, tools and reasoning beside the content ar
 import hashlib
 import json
 from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 
 Span = tuple[int, int]
 BORDER = "\ufdd5"  # in a text to tokenise: no token goes over it
-# The template of texts that are continued (continuations.py): beginning and continuation, one behind the other.
+# The template of texts that are continued (responses.py): beginning and continuation, one behind the other.
 PLAIN = "plain"
 PLAIN_TEMPLATE = (
     "{% for message in messages %}{% if message.role != 'assistant' %}{{ message.content }}{% else %}"
@@ -95,6 +96,11 @@ class ChatEncoder:
         if whole is not None:
             return [self._tokens(document.name, whole)]
         return [self._tokens(f"{document.name}#{i}", turn) for i, turn in enumerate(turns, start=1)]
+
+    def encode_prompt(self, messages: Sequence[tuple[str, str]]) -> list[int]:
+        """All that stands before the answer to these messages, (role, content) each. Raises Unusable."""
+        rendered = self._template.render(self._template.guarded(messages), prompt=True)
+        return self._tokenizer.finish(self._tokenizer.encode(rendered.text))[0].tolist()
 
     def _turn(self, messages: list[tuple[str, str]]) -> MarkedText:
         """What the model has seen once the last of these messages, which is the assistant's, is complete."""

@@ -34,13 +34,25 @@ BAD_CONVERSATION = (
     "content_not_text",
     "answer_beside_content",
     "no_assistant_turn",
+    "no_user_turn",
+    "answer_unasked",  # an assistant's turn without a user's since the last one: a greeting, two answers in a row
+    "too_short",  # a text to continue that is all beginning
     "noncharacter",
     "refused_by_template",  # two assistants in a row, a system message where the model has none
     "prompt_not_kept",  # the generation prompt is no beginning of the rendered answer (it opens a thought, for one)
     "answer_not_found",  # the template left the answer out, or repeated it
     "special_token_in_text",  # the tokenizer makes a control token of plain text, whatever it is told
 )
-BAD_REASONS = (*BAD_DOCUMENT, *BAD_CONVERSATION)
+BAD_ANSWER = (  # of what the target is asked, and what it writes (responses.py)
+    "prompt_too_long",  # it leaves no position for an answer
+    # No end within the new tokens allowed or the target's positions: a wrong end would be learned. Where answers that
+    # were cut are kept, one that the template makes another text of.
+    "unfinished",
+    "empty_answer",  # blanks at most
+    "not_text",  # tokens that are no whole characters, or Unicode's noncharacters
+    "special_token_in_answer",  # a control token before the end
+)
+BAD_REASONS = (*BAD_DOCUMENT, *BAD_CONVERSATION, *BAD_ANSWER)
 
 
 @dataclass(frozen=True)
@@ -85,8 +97,8 @@ class BadDocument:
 
 
 class Unusable(ValueError):
-    """A document that is being read or tokenised cannot be used. why, detail: as BadDocument's. field: the one that is
-    missing, where `why` is "missing_field"."""
+    """A document that is being read, answered or tokenised cannot be used. why, detail: as BadDocument's. field: the
+    one that is missing, where `why` is "missing_field"."""
 
     def __init__(self, why: str, detail: str = "", field: str | None = None):
         assert why in BAD_REASONS, why

@@ -10,7 +10,6 @@ import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
@@ -29,59 +28,47 @@ CONNECT_SECONDS = 20.0
 PROBE = "The 3 quick brown foxes' tails: 12,345.67 + x_i = naïve façade;\n\tЖизнь 世界 🙂, `def f(x): return x**2`"
 
 
-@dataclass(frozen=True)
-class Endpoints:
-    """Servers of one model.
-
-    urls: where each one's /v1 is, with or without it. model: as they call it; None is the only one that they have.
-    concurrency: requests under way at a time. seconds: that an answer may take.
-    """
-
-    urls: tuple[str, ...]
-    model: str | None = None
-    concurrency: int = 64
-    seconds: float = 600.0
-
-    def __post_init__(self) -> None:
-        if self.concurrency < 1:
-            raise ValueError(f"--concurrency: {self.concurrency}; ask at least 1 at a time")
-        for url in self.urls:
-            if not url.startswith(("http://", "https://")):
-                raise ValueError(f"--endpoint: {url!r}; give a URL, as http://localhost:8000")
-            try:
-                named = httpx.URL(url).host
-            except (httpx.InvalidURL, ValueError) as error:  # the latter: a name that no domain can have
-                raise ValueError(
-                    f"--endpoint: {url!r} is no URL ({error}); give one, as http://localhost:8000"
-                ) from error
-            if not named:
-                raise ValueError(f"--endpoint: {url!r} names no server; give a URL, as http://localhost:8000")
-
-
 class EndpointClient:
-    """Asks endpoints for completions; a `Generate` of responses.py once `check` has been called.
+    """Asks servers of one model for completions; a `Generate` of responses.py once `check` has been called.
 
     Args:
+        urls: where each server's /v1 is, with or without it.
         sampling: of a request's JSON, besides prompt and seed: max_tokens, temperature, ...
-        tokenizer: the target's, of transformers. eos_id: what stands for the end of an answer.
+        tokenizer: the target's, of transformers; its EOS token stands for the end of an answer.
         positions: most tokens of a prompt and its answer; of a longer answer no more is asked for.
+        model: as the servers call it; None is the only one that they have.
+        concurrency: requests under way at a time.
+        seconds: that an answer may take.
     """
 
-    def __init__(self, endpoints: Endpoints, sampling: Mapping[str, Any], tokenizer: Any, eos_id: int, positions: int):
-        self._endpoints, self._tokenizer, self._eos_id, self._positions = endpoints, tokenizer, eos_id, positions
-        bases = [url.rstrip("/").removesuffix("/v1") + "/v1" for url in endpoints.urls]
+    def __init__(
+        self,
+        urls: Sequence[str],
+        sampling: Mapping[str, Any],
+        tokenizer: Any,
+        positions: int,
+        model: str | None = None,
+        concurrency: int = 64,
+        seconds: float = 600.0,
+    ):
+        if concurrency < 1:
+            raise ValueError(f"--concurrency: {concurrency}; ask at least 1 at a time")
+        for url in urls:
+            _check_url(url)
+        self._sampling, self._tokenizer, self._positions = dict(sampling), tokenizer, positions
+        self._asked, self._concurrency, self._turn = model, concurrency, count()
+        bases = [url.rstrip("/").removesuffix("/v1") + "/v1" for url in urls]
         key = os.environ.get(KEY)
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=endpoints.concurrency)
-        timeout = httpx.Timeout(endpoints.seconds, connect=CONNECT_SECONDS)
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=concurrency)
+        timeout = httpx.Timeout(seconds, connect=CONNECT_SECONDS)
         self._clients = [httpx.Client(base_url=base, headers=headers, limits=limits, timeout=timeout) for base in bases]
-        self._sampling, self._turn = dict(sampling), count()
         # A name that is given is checked with the servers, and so not by a call that finds its work done.
-        self.model = endpoints.model or self._find_model()
+        self.model = model or self._find_model()
 
     def _find_model(self) -> str:
         """The name that all endpoints serve. Raises ValueError where there is none, or more than one to choose from."""
-        wanted = self._endpoints.model
+        wanted = self._asked
         for place, client in enumerate(self._clients):
             found = self._ask("GET", "models", None, place)
             try:
@@ -101,7 +88,7 @@ class EndpointClient:
     def check(self) -> None:
         """Raises ValueError where a server has not the model, or counts a text's tokens otherwise than the target's
         tokenizer."""
-        if self._endpoints.model is not None:
+        if self._asked is not None:
             self._find_model()
         own = len(self._tokenizer(PROBE)["input_ids"])
         for place, client in enumerate(self._clients):
@@ -116,12 +103,12 @@ class EndpointClient:
 
     def __call__(self, prompts: Sequence[list[int]], seeds: Sequence[int]) -> Iterator[Completion]:
         """The prompts' completions as they come. Raises ValueError where a server refuses, or none answers."""
-        with ThreadPoolExecutor(self._endpoints.concurrency) as pool:
+        with ThreadPoolExecutor(self._concurrency) as pool:
             asked = enumerate(zip(prompts, seeds, strict=True))
             under_way: set[Future[Completion]] = set()
             try:
                 while True:
-                    while len(under_way) < self._endpoints.concurrency and (following := next(asked, None)):
+                    while len(under_way) < self._concurrency and (following := next(asked, None)):
                         index, (prompt, seed) = following
                         under_way.add(pool.submit(self._complete, index, prompt, seed))
                     if not under_way:
@@ -142,7 +129,7 @@ class EndpointClient:
         tokens = self._tokens(prompt, choice["text"])
         ended = choice.get("finish_reason") == "stop"
         count = usage.get("completion_tokens") if isinstance(usage, dict) else None
-        return Completion(index, [*tokens, self._eos_id] if ended else tokens, ended, count)
+        return Completion(index, [*tokens, self._tokenizer.eos_token_id] if ended else tokens, ended, count)
 
     def _tokens(self, prompt: list[int], text: str) -> list[int]:
         """Of a text that stands behind the prompt: where the tokenizer puts a blank before any text, of the text behind
@@ -178,6 +165,17 @@ class EndpointClient:
             f"--endpoint: {where} did not answer in {TRIES} tries, the last time with {why}; finished parts are kept, "
             "the same call goes on"
         )
+
+
+def _check_url(url: str) -> None:
+    if not url.startswith(("http://", "https://")):
+        raise ValueError(f"--endpoint: {url!r}; give a URL, as http://localhost:8000")
+    try:
+        named = httpx.URL(url).host
+    except (httpx.InvalidURL, ValueError) as error:  # the latter: a name that no domain can have
+        raise ValueError(f"--endpoint: {url!r} is no URL ({error}); give one, as http://localhost:8000") from error
+    if not named:
+        raise ValueError(f"--endpoint: {url!r} names no server; give a URL, as http://localhost:8000")
 
 
 class _Unreadable(Exception):

@@ -12,27 +12,12 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from fnmatch import fnmatch
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, cast
-
-if TYPE_CHECKING:
-    from huggingface_hub import HfFileSystem
+from typing import BinaryIO, cast
 
 NAME = re.compile(r"(?P<repository>[\w.-]+/[\w.-]+)(@(?P<revision>\S+))?")
 REMOTE = "hf://"
 BUFFER_BYTES = 1 << 20
-
-
-@dataclass(frozen=True)
-class RemoteFile:
-    """url: for `open_bytes`, of one commit. size: bytes. digest: of the content, as the hub keeps it."""
-
-    url: str
-    name: str
-    size: int
-    digest: str
 
 
 def is_hub_name(path: str) -> bool:
@@ -87,21 +72,21 @@ def split_patterns(path: str, config: str | None, split: str | None) -> tuple[st
     return tuple(glob.escape(file if is_folder else file.partition("/")[2]) for file in inside)  # behind the commit
 
 
-def list_remote(path: str, patterns: Sequence[str]) -> list[RemoteFile]:
-    """The files of `owner/name[@revision]` that match a pattern, by name; the same errors as `fetch`."""
+def list_remote(path: str, patterns: Sequence[str]) -> list[tuple[str, str, int, str]]:
+    """The files of `owner/name[@revision]` that match a pattern: (name, URL for `open_bytes`, of one commit, bytes,
+    digest of the content, as the hub keeps it) of each, by name. The same errors as `fetch`."""
     from huggingface_hub import HfApi
+    from huggingface_hub.utils import filter_repo_objects  # as `fetch` chooses
 
     name, revision = _split(path)
     with _named(path):
         info = HfApi().dataset_info(name, revision=revision, files_metadata=True)
     found = []
-    for file in info.siblings or []:
-        if not any(fnmatch(file.rfilename, pattern) for pattern in patterns):
-            continue
+    for file in filter_repo_objects(info.siblings or [], allow_patterns=list(patterns), key=lambda one: one.rfilename):
         digest = f"git-{file.blob_id}" if file.lfs is None else str(file.lfs.sha256)
         url = f"{REMOTE}datasets/{name}@{info.sha}/{file.rfilename}"
-        found.append(RemoteFile(url, file.rfilename, int(file.size or 0), digest))
-    return sorted(found, key=lambda file: file.name)
+        found.append((file.rfilename, url, int(file.size or 0), digest))
+    return sorted(found)
 
 
 def open_bytes(path: str) -> BinaryIO:
@@ -113,9 +98,12 @@ def open_bytes(path: str) -> BinaryIO:
             raise ValueError(
                 f"{path} cannot be read ({error.strerror}); mend its rights, or leave it out (--files)"
             ) from error
+    from huggingface_hub import HfFileSystem
+
     with _named(path):
-        # Buffered: the remote file reads a block of megabytes for every line.
-        return io.BufferedReader(cast(io.RawIOBase, _remote_files().open(path, "rb")), BUFFER_BYTES)
+        # Buffered: the remote file reads a block of megabytes for every line. The file system is the same one for the
+        # same token and process.
+        return io.BufferedReader(cast(io.RawIOBase, HfFileSystem().open(path, "rb")), BUFFER_BYTES)
 
 
 def is_network_error(error: BaseException) -> bool:
@@ -125,12 +113,6 @@ def is_network_error(error: BaseException) -> bool:
     from huggingface_hub import errors
 
     return isinstance(error, errors.HTTPError)  # pyright: ignore[reportPrivateImportUsage]
-
-
-def _remote_files() -> "HfFileSystem":
-    from huggingface_hub import HfFileSystem
-
-    return HfFileSystem()  # the same one for the same token and process
 
 
 def _split(path: str) -> tuple[str, str | None]:

@@ -8,10 +8,10 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -28,57 +28,23 @@ LOSS, PLAIN, RESET = "\x1b[32m", "\x1b[2m", "\x1b[0m"
 
 
 @dataclass(frozen=True)
-class SplitReport:
-    """A split in numbers.
-
-    supervised_share: of the tokens, those that the loss counts. filler_share: of the places in rows. bad, dropped:
-    documents left out, by reason. copies: documents that are token for token another one before them. in_both:
-    documents that stand in the other split too. lengths: tokens of a document at QUANTILES. mix: documents and tokens
-    of each source.
-    """
-
-    rows: int
-    tokens: int
-    supervised_share: float
-    filler_share: float
-    documents: int
-    pieces: int
-    rows_without_loss: int
-    bad: dict[str, int]
-    bad_named: list[dict[str, str]]
-    dropped: dict[str, int]
-    copies: int
-    in_both: int
-    lengths: list[int]
-    mix: dict[str, dict[str, int]]
-
-
-@dataclass(frozen=True)
-class Sample:
-    """Some tokens of a piece, from its token `start` on, as runs of text, each with whether the loss counts it."""
-
-    split: str
-    row: int
-    document: str
-    start: int
-    runs: list[tuple[str, bool]]
-
-
-@dataclass(frozen=True)
 class Inspection:
-    """Of a whole folder; `all_lengths`: tokens of every document, by split."""
+    """Of a whole folder.
+
+    splits: what `_report` counts of each. samples: some tokens of a piece, from its token `start` on, as runs of text,
+    each with whether the loss counts it. all_lengths: tokens of every document, by split.
+    """
 
     folder: Path
     seq_len: int
-    splits: dict[str, SplitReport]
-    samples: list[Sample]
+    splits: dict[str, dict[str, Any]]
+    samples: list[dict[str, Any]]
     all_lengths: dict[str, np.ndarray]
 
     def as_json(self) -> str:
         """One object; `all_lengths` is left out."""
-        splits = {name: asdict(report) for name, report in self.splits.items()}
-        samples = [asdict(sample) for sample in self.samples]
-        return json.dumps({"seq_len": self.seq_len, "splits": splits, "samples": samples}, ensure_ascii=False, indent=1)
+        shown = {"seq_len": self.seq_len, "splits": self.splits, "samples": self.samples}
+        return json.dumps(shown, ensure_ascii=False, indent=1)
 
 
 def inspect(folder: Path, tokenizer: "PreTrainedTokenizerFast | None" = None, tokenizer_hash: str = "") -> Inspection:
@@ -150,27 +116,29 @@ def _read(rows: ShardSet) -> tuple[Counter[str], list[tuple[bytes, int]]]:
 
 def _report(
     rows: ShardSet, counts: Counter[str], digests: Sequence[bytes], lengths: np.ndarray, others: set[bytes]
-) -> SplitReport:
+) -> dict[str, Any]:
+    """A split in numbers."""
     manifest, places = rows.manifest, len(rows) * rows.manifest["seq_len"]
-    return SplitReport(
-        rows=len(rows),
-        tokens=counts["tokens"],
-        supervised_share=counts["supervised"] / max(1, counts["tokens"]),
-        filler_share=1 - counts["tokens"] / places if places else 0.0,
-        documents=len(digests),
-        pieces=counts["pieces"],
-        rows_without_loss=counts["without_loss"],
-        bad=manifest["bad"],
-        bad_named=manifest["bad_named"],
-        dropped=manifest["dropped"],
-        copies=len(digests) - len(set(digests)),
-        in_both=sum(digest in others for digest in digests),
-        lengths=[int(n) for n in np.quantile(lengths, QUANTILES, method="nearest")] if len(lengths) else [],
-        mix=manifest.get("mix", {}),
-    )
+    return {
+        "rows": len(rows),
+        "tokens": counts["tokens"],
+        "supervised_share": counts["supervised"] / max(1, counts["tokens"]),  # of the tokens
+        "filler_share": 1 - counts["tokens"] / places if places else 0.0,  # of the places in rows
+        "documents": len(digests),
+        "pieces": counts["pieces"],
+        "rows_without_loss": counts["without_loss"],
+        "bad": manifest["bad"],  # documents left out, by reason
+        "bad_named": manifest["bad_named"],
+        "dropped": manifest["dropped"],
+        "copies": len(digests) - len(set(digests)),  # documents that are token for token another one before them
+        "in_both": sum(digest in others for digest in digests),  # documents that stand in the other split too
+        # tokens of a document
+        "lengths": [int(n) for n in np.quantile(lengths, QUANTILES, method="nearest")] if len(lengths) else [],
+        "mix": manifest.get("mix", {}),  # documents and tokens of each source
+    }
 
 
-def _samples(rows: ShardSet, tokenizer: "PreTrainedTokenizerFast") -> list[Sample]:
+def _samples(rows: ShardSet, tokenizer: "PreTrainedTokenizerFast") -> list[dict[str, Any]]:
     """The first piece of rows spread over the split, each from a little before the first token that the loss counts."""
     n = min(N_SAMPLES, len(rows))
     samples = []
@@ -182,7 +150,8 @@ def _samples(rows: ShardSet, tokenizer: "PreTrainedTokenizerFast") -> list[Sampl
         tokens, loss = row["tokens"][shown], row["loss"][shown]
         borders = [0, *(np.flatnonzero(loss[1:] != loss[:-1]) + 1).tolist(), len(tokens)]
         runs = [(str(tokenizer.decode(tokens[a:b].tolist())), bool(loss[a])) for a, b in pairwise(borders)]
-        samples.append(Sample(SPLITS[0], i, rows.pieces(i)[0][0], start, runs))
+        place = {"split": SPLITS[0], "row": i, "document": rows.pieces(i)[0][0], "start": start}
+        samples.append({**place, "runs": runs})
     return samples
 
 
@@ -190,36 +159,37 @@ def as_text(found: Inspection, colour: bool) -> str:
     """For people. colour: what the loss counts is green, the rest faint; without, it stands in 《》."""
     lines = [f"{found.folder}: rows of {found.seq_len:,} tokens"]
     for split, report in found.splits.items():
-        low, half, most, high = report.lengths or (0, 0, 0, 0)
+        low, half, most, high = report["lengths"] or (0, 0, 0, 0)
         lines += [
-            f"  {split}: {report.rows:,} rows, {report.tokens:,} tokens, of which the loss counts "
-            f"{report.supervised_share:.1%}; {report.filler_share:.2%} filler",
-            f"    {report.documents:,} documents in {report.pieces:,} pieces; tokens of one: {low:,} to {high:,}, half "
-            f"have at most {half:,}, nine of ten at most {most:,}",
+            f"  {split}: {report['rows']:,} rows, {report['tokens']:,} tokens, of which the loss counts "
+            f"{report['supervised_share']:.1%}; {report['filler_share']:.2%} filler",
+            f"    {report['documents']:,} documents in {report['pieces']:,} pieces; tokens of one: {low:,} to "
+            f"{high:,}, half have at most {half:,}, nine of ten at most {most:,}",
         ]
         notes = {
-            "rows without a token that the loss counts": report.rows_without_loss,
-            "documents that copy another of this split, token for token": report.copies,
-            "documents that stand in the other split too": report.in_both,
+            "rows without a token that the loss counts": report["rows_without_loss"],
+            "documents that copy another of this split, token for token": report["copies"],
+            "documents that stand in the other split too": report["in_both"],
         }
         lines += [f"    {what}: {n:,}" for what, n in notes.items() if n]
-        if len(report.mix) > 1:
+        if len(report["mix"]) > 1:
             listed = ", ".join(
-                f"{name} {counted['tokens'] / max(1, report.tokens):.1%} ({counted['documents']:,})"
-                for name, counted in report.mix.items()
+                f"{name} {counted['tokens'] / max(1, report['tokens']):.1%} ({counted['documents']:,})"
+                for name, counted in report["mix"].items()
             )
             lines.append(f"    share of the tokens (documents) by source: {listed}")
-        for what, reasons in (("bad", report.bad), ("dropped", report.dropped)):
+        for what, reasons in (("bad", report["bad"]), ("dropped", report["dropped"])):
             if reasons:
                 listed = ", ".join(f"{n:,} {reason}" for reason, n in reasons.items())
                 lines.append(f"    {sum(reasons.values()):,} {what}: {listed}")
-        if report.bad_named:
-            named = ", ".join(f"{entry['document']} ({entry['why']})" for entry in report.bad_named[:5])
+        if report["bad_named"]:
+            named = ", ".join(f"{entry['document']} ({entry['why']})" for entry in report["bad_named"][:5])
             lines.append(f"    bad ones, for example: {named}")
     for sample in found.samples:
-        where = f"row {sample.row}, {sample.document}" + (f" from token {sample.start:,} on" if sample.start else "")
-        lines.append(f"  sample, {sample.split} {where}:")
-        text = "".join(_marked(run, counted, colour) for run, counted in sample.runs)
+        where = f"row {sample['row']}, {sample['document']}"
+        where += f" from token {sample['start']:,} on" if sample["start"] else ""
+        lines.append(f"  sample, {sample['split']} {where}:")
+        text = "".join(_marked(run, counted, colour) for run, counted in sample["runs"])
         lines += [f"    | {line}" for line in text.splitlines()]
     return "\n".join(lines)
 

@@ -10,8 +10,7 @@ Pickled columns are not read: they would run whatever they hold.
 """
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, BinaryIO
 
@@ -27,55 +26,52 @@ VALUE_TYPES = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Header:
-    """offsets: int64 [n + 1] of each sample in the file; columns: (name, encoding, fixed size or None)."""
+class Shard:
+    """fields: the names of its columns. stream: seekable.
 
-    offsets: np.ndarray
-    columns: tuple[tuple[str, str, int | None], ...]
-
-    def __len__(self) -> int:
-        return len(self.offsets) - 1
-
-
-def read_header(stream: BinaryIO) -> Header:
-    """Raises ValueError where the file is no MDS shard or ends within its header."""
-    n = int(_numbers(stream, 1)[0])
-    offsets = _numbers(stream, n + 1).astype(np.int64)
-    begin = (n + 2) * SIZE.itemsize
-    if offsets[0] < begin or (np.diff(offsets) < 0).any():
-        raise ValueError("no MDS shard: its samples overlap")
-    try:
-        described = json.loads(_exactly(stream, int(offsets[0]) - begin))
-        columns = zip(*(described[f"column_{what}"] for what in ("names", "encodings", "sizes")), strict=True)
-        return Header(offsets, tuple(columns))
-    except (KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"no MDS shard: its header does not name the columns ({error})") from error
-
-
-def read_samples(
-    stream: BinaryIO, header: Header, rows: Iterable[int], fields: Sequence[str]
-) -> Iterator[dict[str, Any]]:
-    """These samples with these columns, without those that the shard has not; `stream` is seekable.
-
-    Raises ValueError for a column that is pickled or of an unknown encoding, and where the file ends early.
+    Raises ValueError where the file is no MDS shard or ends within its header.
     """
-    readers = {name: _reader(encoding) for name, encoding, _ in header.columns if name in fields}
-    n_open = sum(size is None for _, _, size in header.columns)
-    for row in rows:
-        begin, end = header.offsets[row : row + 2].tolist()
-        stream.seek(begin)
-        raw = _exactly(stream, end - begin)
-        open_sizes = iter(np.frombuffer(raw, SIZE, n_open).tolist())
-        at, sample = n_open * SIZE.itemsize, {}
-        for name, _, fixed in header.columns:
-            size = next(open_sizes) if fixed is None else fixed
-            if name in readers:
-                sample[name] = readers[name](raw[at : at + size])
-            at += size
-        if at != len(raw):
-            raise ValueError(f"sample {row} has {len(raw)} bytes, and its columns {at}")
-        yield sample
+
+    def __init__(self, stream: BinaryIO):
+        self._stream = stream
+        n = int(_numbers(stream, 1)[0])
+        self._offsets = _numbers(stream, n + 1).astype(np.int64)  # of each sample in the file
+        begin = (n + 2) * SIZE.itemsize
+        if self._offsets[0] < begin or (np.diff(self._offsets) < 0).any():
+            raise ValueError("no MDS shard: its samples overlap")
+        try:
+            described = json.loads(_exactly(stream, int(self._offsets[0]) - begin))
+            columns = zip(*(described[f"column_{what}"] for what in ("names", "encodings", "sizes")), strict=True)
+            self._columns: list[tuple[str, str, int | None]] = list(columns)  # the size is None where it is open
+        except (KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise ValueError(f"no MDS shard: its header does not name the columns ({error})") from error
+        self.fields = [name for name, _, _ in self._columns]
+
+    def chunks(self) -> list[tuple[int, int]]:
+        """(rows, bytes) of each sample: one row."""
+        return [(1, size) for size in np.diff(self._offsets).tolist()]
+
+    def rows(self, first: int, n_rows: int, fields: Sequence[str]) -> Iterator[dict[str, Any]]:
+        """Samples [first, first + n_rows) with these columns, without those that the shard has not.
+
+        Raises ValueError for a column that is pickled or of an unknown encoding, and where the file ends early.
+        """
+        readers = {name: _reader(encoding) for name, encoding, _ in self._columns if name in fields}
+        n_open = sum(size is None for _, _, size in self._columns)
+        for row in range(first, min(first + n_rows, len(self._offsets) - 1)):
+            begin, end = self._offsets[row : row + 2].tolist()
+            self._stream.seek(begin)
+            raw = _exactly(self._stream, end - begin)
+            open_sizes = iter(np.frombuffer(raw, SIZE, n_open).tolist())
+            at, sample = n_open * SIZE.itemsize, {}
+            for name, _, fixed in self._columns:
+                size = next(open_sizes) if fixed is None else fixed
+                if name in readers:
+                    sample[name] = readers[name](raw[at : at + size])
+                at += size
+            if at != len(raw):
+                raise ValueError(f"sample {row} has {len(raw)} bytes, and its columns {at}")
+            yield sample
 
 
 def _reader(encoding: str) -> Callable[[bytes], Any]:

@@ -6,11 +6,11 @@ Nothing here reads a document or depends on the number of workers or machines.
 import hashlib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from longdraft.data_prep.manifest import SPLITS
 from longdraft.data_prep.record_formats import TokenIdsFormat
-from longdraft.data_prep.segments import ScannedFile, Segment
+from longdraft.data_prep.segments import Segment
 from longdraft.data_prep.settings import PrepareConfig
 from longdraft.data_prep.shard_task import Reader, ShardTask, uniform
 from longdraft.data_prep.shards import FORMAT_VERSION
@@ -18,7 +18,6 @@ from longdraft.data_prep.sources import SourceFile
 from longdraft.data_prep.tasks import with_address
 from longdraft.data_prep.tokenize import Encoder
 
-SEGMENT_BYTES = 1 << 20
 SHARD_TEXT_BYTES = (1 << 20, 16 << 20)  # least and most text of a shard
 # More of a record than its text's tokens have (4 or 5): a budget may choose this much for each token it keeps, and
 # stops reading once it is full.
@@ -31,10 +30,11 @@ def make_plan(
     config: PrepareConfig,
     readers: Sequence[Reader],
     tokenizer_hash: str,
-    scanned: Sequence[ScannedFile],
+    sources: Mapping[str, dict],
     tasks: Sequence[ShardTask],
 ) -> dict:
-    """All that decides the content of the folder; two calls with the same plan make the same bytes.
+    """All that decides the content of the folder; two calls with the same plan make the same bytes. sources: {"bytes",
+    "sha256"} of each file.
 
     Its `address` is the hash of it all: of sources, tokenizer, settings and the cut into tasks, in which streaming and
     other versions of this program may differ."""
@@ -50,7 +50,7 @@ def make_plan(
         "settings": {name: getattr(config, name) for name in settings.split()},
         "mix": mix,
         "tokenizer": {"tokenizer_sha256": tokenizer_hash, **described},
-        "sources": {file.file.name: {"bytes": file.size, "sha256": file.sha256} for file in scanned},
+        "sources": dict(sources),
     }
     cuts = [
         (task.split, task.budgets, [(one.file.name, one.offset, one.length, one.n_documents) for one in task.segments])
@@ -80,17 +80,20 @@ def choose_files(config: PrepareConfig, files: Sequence[SourceFile]) -> tuple[li
     return [file for file in files if file in chosen], kept
 
 
-def plan_tasks(config: PrepareConfig, scanned: Sequence[ScannedFile], kept: Sequence[float]) -> list[ShardTask]:
+def plan_tasks(config: PrepareConfig, segments: Sequence[Segment], kept: Sequence[float]) -> list[ShardTask]:
     """Cut the sources into tasks. Segments are taken in the order of a seeded hash, so that a budget samples all files
     and a shard mixes them. Without weights all sources have one budget of `max_tokens`; with them each has its own.
 
     kept: of each source's documents, the fraction that is wanted.
     """
-    budget_of, budgets = _budgets(config)
-    segments = [segment for file in scanned for segment in file.segments]
-    segments.sort(key=lambda segment: uniform(config.seed, f"{segment.file.name}:{segment.offset}".encode()))
+    budgets = _budgets(config)
+    segments = sorted(segments, key=lambda one: uniform(config.seed, f"{one.file.name}:{one.offset}".encode()))
     worth = {segment: _worth(segment, config) * kept[segment.file.source] for segment in segments}
-    wanted = [_enough(segments, worth, budget_of, number, budget) for number, budget in enumerate(budgets)]
+    wanted = []
+    for number, budget in enumerate(budgets):
+        mine = [segment for segment in segments if config.budget_of(segment.file.source) == number]
+        enough = None if budget is None else _count([worth[segment] for segment in mine], budget * BYTES_A_TOKEN)
+        wanted.append(mine[:enough])
     chosen = {segment for of_budget in wanted for segment in of_budget}
     segments = [segment for segment in segments if segment in chosen]
     total = [sum(worth[segment] for segment in of_budget) for of_budget in wanted]
@@ -109,29 +112,20 @@ def plan_tasks(config: PrepareConfig, scanned: Sequence[ScannedFile], kept: Sequ
             taken = segments[start:stop]
             limits = []
             for i, budget in enumerate(budgets):
-                here = sum(worth[segment] for segment in taken if budget_of[segment.file.source] == i)
+                here = sum(worth[segment] for segment in taken if config.budget_of(segment.file.source) == i)
                 limits.append(None if budget is None else int(budget * fraction * here / max(1, total[i])))
             size = int(fraction * sum(sizes[start:stop]))
-            tasks.append(ShardTask(split, number, tuple(taken), budget_of, tuple(limits), size))
+            tasks.append(ShardTask(split, number, tuple(taken), tuple(limits), size))
             start, number = stop, number + 1
     return tasks
 
 
-def _budgets(config: PrepareConfig) -> tuple[tuple[int, ...], list[int | None]]:
-    """(For each source the number of its budget, tokens of each budget)."""
+def _budgets(config: PrepareConfig) -> list[int | None]:
+    """Tokens of each budget."""
     weights = [source.weight for source in config.sources.values() if source.weight is not None]
     if not weights or config.max_tokens is None:
-        return (0,) * len(config.sources), [config.max_tokens]
-    tokens: list[int | None] = [int(config.max_tokens * weight / math.fsum(weights)) for weight in weights]
-    return tuple(range(len(weights))), tokens
-
-
-def _enough(
-    segments: Sequence[Segment], worth: dict[Segment, float], budget_of: Sequence[int], number: int, budget: int | None
-) -> list[Segment]:
-    """The first segments of a budget's sources that can give its tokens; all of them where it has no end."""
-    mine = [segment for segment in segments if budget_of[segment.file.source] == number]
-    return mine if budget is None else mine[: _count([worth[segment] for segment in mine], budget * BYTES_A_TOKEN)]
+        return [config.max_tokens]
+    return [int(config.max_tokens * weight / math.fsum(weights)) for weight in weights]
 
 
 def _worth(segment: Segment, config: PrepareConfig) -> int:

@@ -18,9 +18,9 @@ from longdraft.data_prep.bars import bar
 from longdraft.data_prep.chat import PLAIN, ChatEncoder, make_chat_encoder
 from longdraft.data_prep.failures import check_out, check_outside, failures_described
 from longdraft.data_prep.manifest import SPLITS, shortfalls, summary, write_manifests
-from longdraft.data_prep.plan import SEGMENT_BYTES, choose_files, make_plan, plan_tasks
+from longdraft.data_prep.plan import choose_files, make_plan, plan_tasks
 from longdraft.data_prep.record_formats import record_format_of
-from longdraft.data_prep.segments import scan
+from longdraft.data_prep.segments import SEGMENT_BYTES, scan
 from longdraft.data_prep.settings import PrepareConfig, Source
 from longdraft.data_prep.shard_task import Reader, ShardTask, make_shard, task_name
 from longdraft.data_prep.shards import MANIFEST, ShardSet, read_manifest
@@ -64,9 +64,9 @@ def prepare(
         files, kept = choose_files(config, list_files(tuple(config.sources.values())))
         readers = make_readers(config, files, kept, tokenizer, tokenizers or {})
         with bar(iterable=files, desc="reading sources", unit="file", leave=False) as to_read:
-            scanned = [scan(file, SEGMENT_BYTES) for file in to_read]
-    tasks = plan_tasks(config, scanned, kept)
-    plan = make_plan(config, readers, tokenizer_hash, scanned, tasks)
+            described, segments = scan(to_read, SEGMENT_BYTES)
+    tasks = plan_tasks(config, segments, kept)
+    plan = make_plan(config, readers, tokenizer_hash, described, tasks)
     config = replace(config, out=Path(str(config.out).replace("{address}", plan["address"][:12])))
     out, mine = config.out, tasks_of(machine, tasks)
     with failures_described(out):
@@ -172,7 +172,7 @@ def _is_chat(source: Source, number: int, files: Sequence[SourceFile]) -> bool:
             f"source {source.path!r} holds {len(text)} files of plain text beside its conversations (first: {text[0]})"
             "; name the files to take (--files '*.jsonl'), and prepare the texts as another source"
         )
-    if source.reads_records and mine and all(file.kind in WITHOUT_FIELDS for file in mine):
+    if source.field_named and mine and all(file.kind in WITHOUT_FIELDS for file in mine):
         raise ValueError(
             f"source {source.path!r} holds no records, so its {source.field_named} would not be read; leave it out, or "
             "name files of records (JSONL, CSV, Parquet, ...)"

@@ -1,7 +1,8 @@
 """Record formats: a text, a conversation, a question and its answer, or token ids of another tokenizer.
 
-A record format turns a record (a mapping from field names to values) into documents. It raises `Unusable` for a record
-that it cannot use.
+A record format makes documents of the record `name`, a mapping from field names to values (`documents`, which raises
+`Unusable` for one that it cannot use). It says which fields it reads, of those that a record has (`fields`), and, for
+messages, which settings name them (`named_by`).
 
 Not here: how records are stored (streams.py, tables.py), tokens of the target (tokenize.py, chat.py).
 """
@@ -9,38 +10,19 @@ Not here: how records are stored (streams.py, tables.py), tokens of the target (
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from tokenizers import Tokenizer
 
 from longdraft.data_prep.documents import Conversation, Document, Unusable, check_messages, messages_digest
 from longdraft.data_prep.settings import Source, fields_of
+from longdraft.data_prep.tokenize import rust_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 TEXT_FIELD = "text"
 UNFINISHED = ("unfinished", "unfinished.json")  # the latter: of an archive's sample, whose other fields are texts
-
-
-class RecordFormat(Protocol):
-    """How a record is read.
-
-    fields: the names of the fields that it reads, of those that a record has. named_by: the settings that name them,
-    for messages.
-    """
-
-    @property
-    def fields(self) -> tuple[str, ...]: ...
-
-    @property
-    def named_by(self) -> str: ...
-
-    def documents(self, name: str, record: Mapping[str, Any]) -> Sequence[Document | Conversation]:
-        """The documents of the record `name`. Raises Unusable."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -117,9 +99,9 @@ class TokenIdsFormat:
         return (self.tokens_field,) if self.spans_field is None else (self.tokens_field, self.spans_field)
 
     def documents(self, name: str, record: Mapping[str, Any]) -> Sequence[Document | Conversation]:
-        tokenizer, vocab_size = _rust_tokenizer(self.serialised)
+        tokenizer = rust_tokenizer(self.serialised)
         ids = _integers(_present(record, self.tokens_field))
-        if ids.ndim != 1 or (ids < 0).any() or (ids >= vocab_size).any():
+        if ids.ndim != 1 or (ids < 0).any() or (ids >= tokenizer.get_vocab_size()).any():
             raise Unusable("not_token_ids")
         spans = np.array([[0, len(ids)]])
         if self.spans_field is not None:
@@ -139,11 +121,7 @@ class TokenIdsFormat:
         return found
 
 
-@lru_cache(maxsize=4)  # reading a tokenizer takes about a second; a source has one
-def _rust_tokenizer(serialised: str) -> tuple[Tokenizer, int]:
-    """(The tokenizer, the size of its vocabulary)."""
-    tokenizer = Tokenizer.from_str(serialised)
-    return tokenizer, tokenizer.get_vocab_size(with_added_tokens=True)
+RecordFormat = TextFormat | ChatFormat | QuestionAnswerFormat | TokenIdsFormat
 
 
 def record_format_of(source: Source, tokenizers: "Mapping[str, PreTrainedTokenizerFast]") -> RecordFormat:

@@ -1,5 +1,5 @@
 """A set of conversations answered anew by the target, so that its draft learns from what the target itself writes; or
-texts, which it continues (continuations.py).
+texts, which it continues.
 
 The folder is one of tasks (tasks.py): each `part_size` conversations of the input, in its order, are a task, which
 writes `part-*.jsonl` with {"messages", "source"} a line, and "unfinished" where the last answer was cut. In the
@@ -20,22 +20,21 @@ from typing import Any
 
 from longdraft.data_prep.bars import bar
 from longdraft.data_prep.chat import ChatEncoder
-from longdraft.data_prep.continuations import Beginnings
 from longdraft.data_prep.documents import BadDocument, Conversation, Document
 from longdraft.data_prep.failures import check_out, check_outside, failures_described
 from longdraft.data_prep.manifest import NAMED_BAD, count_and_hash
 from longdraft.data_prep.record_formats import TEXT_FIELD, ChatFormat, TextFormat
-from longdraft.data_prep.responses import ERRORS, ChatTokens, Generate, OpenConversation, answer_all
-from longdraft.data_prep.segments import read_documents, scan
+from longdraft.data_prep.responses import ERRORS, ChatTokens, Generate, OpenConversation, answer_all, beginning
+from longdraft.data_prep.segments import SEGMENT_BYTES, read_documents, scan
 from longdraft.data_prep.settings import Source
 from longdraft.data_prep.shards import MANIFEST, read_manifest, write_json
 from longdraft.data_prep.sources import list_files
 from longdraft.data_prep.tasks import Machine, WorkFolder, add_up, tasks_of, with_address
+from longdraft.data_prep.tokenize import rust_tokenizer
 from longdraft.models.files import write_atomically
 
 COMMAND = "longdraft prepare regenerate"
 OWN_FILES = r"part-\d+\.jsonl"
-SEGMENT_BYTES = 1 << 20
 ENOUGH_ANSWERS = 16  # of the first part that a call makes; if so many fail alike, the others would
 # The fields of a task's completion record, and of the manifest, for no conversation; hints: by reason why conversations
 # were left out, what is wrong with one of them.
@@ -81,45 +80,33 @@ class RegenerateConfig:
         check_outside(self.out, self.sources)
 
 
-@dataclass(frozen=True)
-class Input:
-    """The input: its files' size and hash by name, how many conversations it has, and they themselves, in order."""
+def open_input(
+    config: RegenerateConfig, encoder: ChatEncoder
+) -> tuple[dict[str, dict], int, Iterator[Conversation | BadDocument]]:
+    """The files' size and hash by name, how many conversations they hold, and these themselves, in order.
 
-    files: dict[str, dict]
-    count: int
-    conversations: Iterator[Conversation | BadDocument]
-
-
-def open_input(config: RegenerateConfig, encoder: ChatEncoder) -> Input:
-    """All that is read of the sources goes through here. Raises ValueError: no such source, a text among conversations,
-    or conversations where texts are to be continued."""
-    chat_field = config.chat_field if config.continued is None else None
-    sources = [
-        Source(path, files=config.files, text_field=config.text_field, chat_field=chat_field) for path in config.sources
-    ]
-    scanned = [scan(file, SEGMENT_BYTES) for file in list_files(sources)]
-    unfit = "text" if config.continued is None else "docstrings"
-    if found := [file.file.name for file in scanned if file.file.kind == unfit]:
-        what = "plain text, not conversations" if config.continued is None else "conversations, not text"
+    All that is read of the sources goes through here. Raises ValueError: no such source, a text among conversations, or
+    conversations where texts are to be continued."""
+    is_chat, how = config.continued is None, {"files": config.files, "text_field": config.text_field}
+    how |= {"chat_field": config.chat_field} if is_chat else {}
+    files = list_files([Source(path, **how) for path in config.sources])
+    if found := [file.name for file in files if file.kind == ("text" if is_chat else "docstrings")]:
+        what = "plain text, not conversations" if is_chat else "conversations, not text"
         raise ValueError(f"{found[0]} holds {what}; leave it out, by --files '*.jsonl' for one, or see --prompt-tokens")
-    segments = [segment for file in scanned for segment in file.segments]
+    described, segments = scan(files, SEGMENT_BYTES)
+    chat, text = ChatFormat(config.chat_field, answered=False), TextFormat(config.text_field or TEXT_FIELD)
 
     def read() -> Iterator[Conversation | BadDocument]:
-        if config.continued is None:
-            for segment in segments:
-                for document in read_documents(segment, ChatFormat(config.chat_field, answered=False)):
-                    assert not isinstance(document, Document), document.name
-                    yield document
-            return
-        beginning = Beginnings(*config.continued, encoder.serialised).maker()
         for segment in segments:
-            for document in read_documents(segment, TextFormat(config.text_field or TEXT_FIELD)):
-                assert not isinstance(document, Conversation), document.name
-                yield beginning(document)
+            for document in read_documents(segment, chat if is_chat else text):
+                if isinstance(document, Document):
+                    assert config.continued is not None, document.name
+                    document = beginning(document, *config.continued, rust_tokenizer(encoder.serialised))
+                yield document
 
     is_counted = all(segment.is_counted for segment in segments)
     count = sum(segment.n_documents for segment in segments) if is_counted else sum(1 for _ in read())
-    return Input({file.file.name: {"bytes": file.size, "sha256": file.sha256} for file in scanned}, count, read())
+    return described, count, read()
 
 
 class Meter:
@@ -158,24 +145,24 @@ def regenerate(
     out = config.out
     check_out(out)
     with failures_described(out):
-        given = open_input(config, encoder)
+        sources, count, conversations = open_input(config, encoder)
         numbers = {"seed": config.seed, "part_size": config.part_size, "max_prompt": config.max_prompt}
         plan = {
             "made_by": COMMAND,
             "settings": {**numbers, **config.answering, **({"unfinished": "keep"} if config.keep_unfinished else {})},
             "mix": _mix(config),
             "tokenizer": {"tokenizer_sha256": tokenizer_hash, **encoder.describe()},
-            "sources": given.files,
+            "sources": sources,
         }
         plan = with_address(plan)
         folder = WorkFolder(out, plan["address"], COMMAND, "answered", "parts", OWN_FILES)
-        tasks = [f"part-{number:05d}" for number in range(-(-given.count // config.part_size))]
+        tasks = [f"part-{number:05d}" for number in range(-(-count // config.part_size))]
         mine, speed = tasks_of(machine, tasks), ""
         with folder.opened(plan, machine, config.overwrite):
             was_finished = folder.is_finished
             if not was_finished:
                 chat = ChatTokens(encoder, config.max_prompt, config.keep_unfinished)
-                speed = _answer(config, given, tasks, set(mine), folder, chat, start)
+                speed = _answer(config, count, conversations, tasks, set(mine), folder, chat, start)
                 if machine is None:
                     _write_manifest(out, plan, folder.records(tasks))
     if machine is not None and not was_finished:
@@ -198,7 +185,8 @@ def _mix(config: RegenerateConfig) -> dict[str, Any]:
 
 def _answer(
     config: RegenerateConfig,
-    given: Input,
+    count: int,
+    conversations: Iterator[Conversation | BadDocument],
     tasks: Sequence[str],
     mine: set[str],
     folder: WorkFolder,
@@ -207,47 +195,37 @@ def _answer(
 ) -> str:
     """Do those of my tasks that have no completion record. Returns the speed, for a message."""
     done = {task: record["input"] for task in mine if (record := folder.record(task)) is not None}
-    generate, meter = None, Meter(min(given.count, len(mine) * config.part_size), sum(done.values()))
+    generate, meter = None, Meter(min(count, len(mine) * config.part_size), sum(done.values()))
     with meter.bar:
         for task in tasks:
-            conversations = list(islice(given.conversations, config.part_size))
-            if task in mine and task not in done:
-                generate = generate or start()
-                is_first = not done and not meter.tokens
-                _answer_part(task, config, conversations, folder, chat, generate, meter, is_first)
-    assert next(given.conversations, None) is None, "the input holds more conversations than were counted"
+            given = list(islice(conversations, config.part_size))
+            if task not in mine or task in done:
+                continue
+            generate, is_first = generate or start(), not done and not meter.tokens
+            opened = [OpenConversation.begin(document) for document in given]
+            for conversation in opened:
+                if conversation.why is not None:
+                    meter.count(conversation)
+            begin = time.perf_counter()
+            answer_all(opened, chat, generate, config.seed, meter.count)
+            meter.seconds += time.perf_counter() - begin
+            if is_first:
+                _check_first([conversation for conversation in opened if conversation.generated])
+            _write_part(task, opened, folder)
+    assert next(conversations, None) is None, "the input holds more conversations than were counted"
     return f", {meter.tokens / max(meter.seconds, 1e-9):,.0f} tokens/s" if meter.tokens else ""
 
 
-def _answer_part(
-    task: str,
-    config: RegenerateConfig,
-    conversations: Sequence[Conversation | BadDocument],
-    folder: WorkFolder,
-    chat: ChatTokens,
-    generate: Generate,
-    meter: Meter,
-    is_first: bool,
-) -> None:
-    """Answer a task's conversations and write what is good and, last, the completion record. is_first: whether none was
-    done before."""
-    opened = [OpenConversation.begin(document) for document in conversations]
-    for conversation in opened:
-        if conversation.why is not None:
-            meter.count(conversation)
-    begin = time.perf_counter()
-    answer_all(opened, chat, generate, config.seed, meter.count)
-    meter.seconds += time.perf_counter() - begin
-    if is_first:
-        _check_first([conversation for conversation in opened if conversation.generated])
+def _write_part(task: str, answered: Sequence[OpenConversation], folder: WorkFolder) -> None:
+    """Write what is good of a task's conversations and, last, the completion record."""
     lines = []
-    for conversation in opened:
+    for conversation in answered:
         if conversation.why is None:
             messages = [{"role": role, "content": content} for role, content in conversation.messages]
-            record = {"messages": messages, "source": conversation.name}
-            record |= {"unfinished": True} if conversation.unfinished else {}
-            lines.append(json.dumps(record, ensure_ascii=False) + "\n")
-    record, path = _add_up([_record(conversation) for conversation in opened]), config.out / f"{task}.jsonl"
+            line = {"messages": messages, "source": conversation.name}
+            line |= {"unfinished": True} if conversation.unfinished else {}
+            lines.append(json.dumps(line, ensure_ascii=False) + "\n")
+    record, path = _add_up([_record(conversation) for conversation in answered]), folder.path / f"{task}.jsonl"
     if lines:
         write_atomically(path, lambda temporary: temporary.write_text("".join(lines), encoding="utf-8"))
         record["parts"] = [{"file": path.name, "conversations": len(lines), "bytes": path.stat().st_size}]

@@ -1,9 +1,10 @@
 """The target answers conversations anew: what it is asked, and what is made of what it writes.
 
-Every assistant's turn is open, and so is a question at the end. The target is handed in as a function from prompts to
-completions (`Generate`), both as token ids. A prompt's tokens are those that chat.py makes of the same conversation,
-and an answer counts only if chat.py finds it again, so that `prepare` can use what comes out. Not here: where
-conversations come from and go to (regenerate.py).
+Every assistant's turn is open, and so is a question at the end. A text to continue is a conversation too: its question
+is the text's beginning, its template chat.py's PLAIN. The target is handed in as a function from prompts to completions
+(`Generate`), both as token ids. A prompt's tokens are those that chat.py makes of the same conversation, and an answer
+counts only if chat.py finds it again, so that `prepare` can use what comes out. Not here: where conversations come from
+and go to (regenerate.py).
 """
 
 import hashlib
@@ -13,43 +14,29 @@ from dataclasses import dataclass, field
 
 from tokenizers import Tokenizer
 
-from longdraft.data_prep.chat import PLAIN_TEMPLATE, ChatEncoder, stand_in_tokenizer
-from longdraft.data_prep.chat_template import ChatTemplate
+from longdraft.data_prep.chat import PLAIN_TEMPLATE, ChatEncoder
 from longdraft.data_prep.documents import (
-    BAD_REASONS,
+    BAD_ANSWER,
     NONCHARACTERS,
     BadDocument,
     Conversation,
+    Document,
     Unusable,
+    check_messages,
     messages_digest,
 )
+from longdraft.data_prep.tokenize import rust_tokenizer
 
-# Why a conversation is left out that the target was to answer ("errors"):
-ERRORS = (
-    "prompt_too_long",  # it leaves no position for an answer
-    # No end within the new tokens allowed or the target's positions: a wrong end would be learned. Where answers that
-    # were cut are kept, one that the template makes another text of.
-    "unfinished",
-    "empty_answer",  # blanks at most
-    "not_text",  # tokens that are no whole characters, or Unicode's noncharacters
-    "special_token_in_answer",  # a control token before the end
-    # What chat.py says of a prompt or of its answer; `prepare` would say the same.
-    "refused_by_template",
-    "prompt_not_kept",
-    "answer_not_found",
-    "special_token_in_text",
-)
-# Why one is left out before the target is asked ("skipped"): what documents.py calls bad, and
-SKIPPED = (
-    *(why for why in BAD_REASONS if why not in ERRORS),
-    "no_user_turn",
-    "too_short",  # a text to continue that is all beginning
-    "answer_unasked",  # an assistant's turn without a user's since the last one: a greeting, two answers in a row
-)
+# Why a conversation is left out that the target was to answer; for all other reasons ("skipped") it is not asked.
+# What chat.py says of a prompt or of its answer, `prepare` would say too.
+ERRORS = (*BAD_ANSWER, "refused_by_template", "prompt_not_kept", "answer_not_found", "special_token_in_text")
 
 Message = tuple[str, str | None]  # role and content; None: an answer that is due
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what a tokenizer shows for bytes that are no whole character
 THOUGHT, THOUGHT_TOKENS = re.compile(r"<think>\s*\Z"), 16  # what opens one at a prompt's end, and where to look for it
+# Characters of a document that are tokenised for each token of its beginning, at first: more than texts have, less than
+# books.
+MOST_CHARACTERS = 32
 
 
 @dataclass(frozen=True)
@@ -67,24 +54,15 @@ class Completion:
 Generate = Callable[[Sequence[list[int]], Sequence[int]], Iterable[Completion]]
 
 
-class LeftOut(Exception):
-    """A conversation is left out. why: one of SKIPPED or ERRORS. detail: as BadDocument's."""
-
-    def __init__(self, why: str, detail: str = ""):
-        assert why in ERRORS or why in SKIPPED, why
-        super().__init__(why)
-        self.why, self.detail = why, detail
-
-
 def open_answers(messages: Sequence[tuple[str, str]]) -> list[Message]:
-    """The messages, with None as the content of every answer that the target is to give. Raises LeftOut."""
+    """The messages, with None as the content of every answer that the target is to give. Raises Unusable."""
     if all(role != "user" for role, _ in messages):
-        raise LeftOut("no_user_turn")
+        raise Unusable("no_user_turn")
     found: list[Message] = []
     asked = False
     for role, content in messages:
         if role == "assistant" and not asked:
-            raise LeftOut("answer_unasked")
+            raise Unusable("answer_unasked")
         found.append((role, None if role == "assistant" else content))
         asked = role == "user" or (asked and role != "assistant")
     return [*found, ("assistant", None)] if asked else found
@@ -118,7 +96,7 @@ class OpenConversation:
         digest = messages_digest(given.messages)  # its own digest may be its file's
         try:
             return cls(given.name, digest, open_answers(given.messages))
-        except LeftOut as error:
+        except Unusable as error:
             return cls(given.name, digest, [], why=error.why)
 
     @property
@@ -128,13 +106,45 @@ class OpenConversation:
             return None
         return next((i for i, (_, content) in enumerate(self.messages) if content is None), None)
 
-    def until(self, stop: int) -> list[tuple[str, str]]:
-        return [(role, content) for role, content in self.messages[:stop] if content is not None]
+    @property
+    def before(self) -> list[tuple[str, str]]:
+        """The messages before the answer that is due."""
+        return [(role, content) for role, content in self.messages[: self.due] if content is not None]
 
     def seed(self, seed: int) -> int:
         """The seed of the answer that is due, unsigned, 64 bits."""
         key = f"{seed}:{self.digest.hex()}:{self.turn}"
         return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little")
+
+
+def beginning(document: Document, least: int, most: int, tokenizer: Tokenizer) -> Conversation | BadDocument:
+    """The document's first `least` to `most` tokens, as many as its own hash says, as a conversation that is to be
+    answered; of a document no longer than that, or one that is no question, the reason.
+
+    tokenizer: as `rust_tokenizer` gives it."""
+    count = least + int.from_bytes(document.digest[:8], "little") % (most - least + 1)
+    stop = _end_of(count, document.text, tokenizer)
+    if not stop:
+        return BadDocument(document.name, document.digest, "too_short")
+    try:
+        messages = check_messages([{"role": "user", "content": document.text[:stop]}], answered=False)
+    except Unusable as error:
+        return BadDocument(document.name, document.digest, error.why)
+    return Conversation(document.name, messages_digest(messages), messages)
+
+
+def _end_of(count: int, text: str, tokenizer: Tokenizer) -> int:
+    """Where the text's first `count` tokens end, in characters; where these are a part of its first character, the end
+    of that. 0 where nothing stands behind them."""
+    size = MOST_CHARACTERS * (count + 1)
+    while True:
+        offsets = tokenizer.encode(text[:size], add_special_tokens=False).offsets
+        behind = [begin for begin, _ in offsets[count:] if begin > 0]
+        if size >= len(text):
+            return behind[0] if behind else 0
+        if len(behind) > 1:  # the last token may be half of one
+            return behind[0]
+        size *= 2  # a text of long tokens: blanks, lines of signs
 
 
 def text_behind(tokenizer: Tokenizer, prompt: Sequence[int], tokens: Sequence[int]) -> str:
@@ -154,43 +164,35 @@ class ChatTokens:
 
     def __init__(self, encoder: ChatEncoder, max_prompt: int, keep_unfinished: bool = False):
         self._encoder, self._max_prompt, self._keep_unfinished = encoder, max_prompt, keep_unfinished
-        self._template = ChatTemplate(encoder.template, encoder.variables, encoder.special)
-        self._stand_ins = stand_in_tokenizer(encoder.serialised, encoder.eos_id, encoder.unk_id)
-        self._plain = Tokenizer.from_str(encoder.serialised)
+        self._plain = rust_tokenizer(encoder.serialised)
         self._control = frozenset(encoder.special.values()) | {encoder.eos_id}
         self._is_plain = encoder.template.endswith(PLAIN_TEMPLATE)
 
     def prompt(self, conversation: OpenConversation) -> list[int]:
-        """The token ids of all that stands before the answer that is due. Raises LeftOut."""
-        assert conversation.due is not None
-        guarded = self._template.guarded(conversation.until(conversation.due))
-        try:
-            text = self._template.render(guarded, prompt=True).text
-            ids, _ = self._stand_ins.finish(self._stand_ins.encode(text))
-        except Unusable as error:
-            raise LeftOut(error.why, error.detail) from None
-        if len(ids) > self._max_prompt:
-            raise LeftOut("prompt_too_long")
-        conversation.asked = ids.tolist()
+        """The token ids of all that stands before the answer that is due. Raises Unusable."""
+        conversation.asked = self._encoder.encode_prompt(conversation.before)
+        if len(conversation.asked) > self._max_prompt:
+            raise Unusable("prompt_too_long")
         return conversation.asked
 
     def take(self, conversation: OpenConversation, completion: Completion) -> None:
-        """Write the completion into the conversation, as the answer that is due. Raises LeftOut."""
-        assert conversation.due is not None
+        """Write the completion into the conversation, as the answer that is due. Raises Unusable."""
+        due = conversation.due
+        assert due is not None
         if not completion.ended and not self._keep_unfinished:
-            raise LeftOut("unfinished")
+            raise Unusable("unfinished")
         tokens = completion.tokens[:-1] if completion.ended else completion.tokens
         if not self._control.isdisjoint(tokens):
-            raise LeftOut("special_token_in_answer")
+            raise Unusable("special_token_in_answer")
         # A chat's template may write the first blank, or take it away; a continuation has it.
         texts = [text_behind(self._plain, prompt, tokens) for prompt in ((), conversation.asked)]
         if not completion.ended:
             texts = [text.rstrip(UNFINISHED) for text in texts]  # a character that was cut
         written = texts[-1]
         if not written.strip():
-            raise LeftOut("empty_answer")
+            raise Unusable("empty_answer")
         if UNFINISHED in written or NONCHARACTERS.search(written):
-            raise LeftOut("not_text")
+            raise Unusable("not_text")
         if self._is_plain:
             texts.reverse()
         prompt = self._plain.decode(conversation.asked[-THOUGHT_TOKENS:], skip_special_tokens=False)
@@ -201,10 +203,9 @@ class ChatTokens:
             # A template may write beside what was cut: Qwen3's closes an empty thought before one that has no end.
             kept = self._plain.decode(learned, skip_special_tokens=False).strip()
             if not kept or not written.strip().startswith(kept):
-                raise LeftOut("unfinished")
+                raise Unusable("unfinished")
         is_own = learned[: len(tokens)] == tokens and completion.count in (None, len(completion.tokens))
         conversation.reread += not is_own
-        due = conversation.due
         conversation.messages[due] = ("assistant", text)
         conversation.turn += 1
         if not completion.ended:
@@ -215,17 +216,15 @@ class ChatTokens:
         self, conversation: OpenConversation, texts: Sequence[str], tokens: list[int], ended: bool
     ) -> tuple[str, list[int]]:
         """The first of the texts that gives these tokens back as the answer, else the first that can be one, with the
-        tokens that `prepare` makes of it. Raises LeftOut."""
-        assert conversation.due is not None
-        before = conversation.until(conversation.due)
+        tokens that `prepare` makes of it. Raises Unusable."""
         found, refused = list[tuple[str, list[int]]](), None
         for text in dict.fromkeys(texts):
-            messages = (*before, ("assistant", text))
+            messages = (*conversation.before, ("assistant", text))
             answered = Conversation(conversation.name, conversation.digest, messages, not ended)
             try:
                 last = self._encoder.encode_document(answered)[-1]
             except Unusable as error:
-                refused = refused or LeftOut(error.why, error.detail)
+                refused = refused or error
                 continue
             begin, end = last.spans[-1]
             found.append((text, last.tokens[begin:end].tolist()))
@@ -256,7 +255,7 @@ def answer_all(
             try:
                 prompts.append(chat.prompt(conversation))
                 asked.append(conversation)
-            except LeftOut as error:
+            except Unusable as error:
                 conversation.why, conversation.detail = error.why, error.detail
                 on_done(conversation)
         missing = set(range(len(asked)))
@@ -266,7 +265,7 @@ def answer_all(
             conversation.generated += len(completion.tokens)
             try:
                 chat.take(conversation, completion)
-            except LeftOut as error:
+            except Unusable as error:
                 conversation.why, conversation.detail = error.why, error.detail
             if conversation.due is None:
                 on_done(conversation)

@@ -11,10 +11,10 @@ Not here: which files there are (sources.py), how records are stored (streams.py
 import codecs
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from itertools import islice
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,6 @@ from longdraft.data_prep.record_formats import RecordFormat, TextFormat
 from longdraft.data_prep.sources import SourceFile
 from longdraft.data_prep.streams import (
     STREAM_KINDS,
-    StreamKind,
     StreamRecord,
     first_record,
     is_compressed,
@@ -34,6 +33,7 @@ from longdraft.data_prep.streams import (
 )
 from longdraft.data_prep.tables import table_fields, table_parts, table_rows
 
+SEGMENT_BYTES = 1 << 20
 # So much longer are the segments of what is read up to each of them (compressed files, Parquet's row groups) and of
 # remote tables, which are asked for in blocks of megabytes.
 COSTLY_SEGMENTS = 64
@@ -65,33 +65,39 @@ class Segment:
         return kind in ("text", "table") or (kind in STREAM_KINDS and self.mtime_ns is not None)
 
 
-@dataclass(frozen=True)
-class ScannedFile:
-    """A file's identity (name, size, content) and its segments in order. size: bytes."""
-
-    file: SourceFile
-    size: int
-    sha256: str
-    segments: tuple[Segment, ...]
-
-
-def scan(file: SourceFile, segment_bytes: int) -> ScannedFile:
-    """Hash a file and cut it into segments of about `segment_bytes`: a stream behind the record that reaches them, a
+def scan(files: Iterable[SourceFile], segment_bytes: int) -> tuple[dict[str, dict], list[Segment]]:
+    """Hash files and cut them into segments of about `segment_bytes`: a stream behind the record that reaches them, a
     table after some rows. Of a remote file no more is read than a table's own index.
 
-    Raises ValueError for a damaged file."""
+    Returns {"bytes", "sha256"} of each file, by name, and all segments in order. Raises ValueError for a damaged file.
+    """
+    described, segments = {}, []
+    for file in files:
+        n_bytes = file.size
+        sha256, cut = _scan(file, n_bytes, segment_bytes)
+        described[file.name] = {"bytes": n_bytes, "sha256": sha256}
+        segments += cut
+    return described, segments
+
+
+def _scan(file: SourceFile, n_bytes: int, segment_bytes: int) -> tuple[str, list[Segment]]:
     coarse_bytes = segment_bytes * COSTLY_SEGMENTS
     is_remote, is_packed = file.listed is not None, is_compressed(file.path)
     if is_remote or is_packed:
         segment_bytes = coarse_bytes
-    size, mtime_ns = file.size, None if is_remote else Path(file.path).stat().st_mtime_ns
+    mtime_ns = None if is_remote else Path(file.path).stat().st_mtime_ns
     sha256 = hashlib.sha256()
     hashes_lines = file.kind == "jsonl" and not is_packed  # as they are counted, so that they are read once
     if not is_remote and not hashes_lines:
         with Path(file.path).open("rb") as stream:
             sha256 = hashlib.file_digest(stream, "sha256")
     if file.kind == "table":
-        segments = _cut_table(file, table_parts(file.path, segment_bytes, coarse_bytes), mtime_ns)
+        parts = table_parts(file.path, segment_bytes, coarse_bytes)
+        firsts = accumulate((n_rows for n_rows, _ in parts), initial=0)
+        segments = [
+            Segment(file, first, size, first + 1, n_rows, mtime_ns)
+            for first, (n_rows, size) in zip(firsts, parts, strict=False)
+        ]
     elif file.kind in STREAM_KINDS and not is_remote:
         start = first_record(file.path, file.kind)
         records = stream_records(file.path, file.kind, *start)
@@ -99,9 +105,8 @@ def scan(file: SourceFile, segment_bytes: int) -> ScannedFile:
             records = _hashed(records, sha256)
         segments = _cut_stream(_without_blanks(records), file, start, segment_bytes, mtime_ns)
     else:
-        segments = [Segment(file, 0, size, 1, 1, mtime_ns)]
-    digest = sha256.hexdigest() if file.listed is None else file.listed[1]
-    return ScannedFile(file, size, digest, tuple(segments))
+        segments = [Segment(file, 0, n_bytes, 1, 1, mtime_ns)]
+    return sha256.hexdigest() if file.listed is None else file.listed[1], segments
 
 
 def read_documents(
@@ -115,25 +120,16 @@ def read_documents(
     file, record_format = segment.file, record_format or TextFormat()
     if segment.mtime_ns is not None and Path(file.path).stat().st_mtime_ns != segment.mtime_ns:
         raise ValueError(f"{file.path} changed while it was being prepared; run again once it is complete")
-    if file.kind == "archive":
-        for number, sample in enumerate(archive_samples(file.path, record_format.fields), start=1):
-            yield from _documents(f"{file.name}:{number}", _decoded(sample), record_format)
-    elif file.kind == "table":
-        rows = table_rows(file.path, segment.offset, segment.n_documents, record_format.fields)
-        fields = cache(partial(table_fields, file.path))
-        numbers = range(segment.first_number, segment.first_number + segment.n_documents)
-        for number, row in zip(numbers, rows, strict=True):
-            yield from _documents(f"{file.name}:{number}", row, record_format, fields)
-    elif file.kind in STREAM_KINDS:
-        if not segment.length:
-            yield _holds_nothing(file)
-            return
-        for record in _records(segment, file.kind):
-            yield from _documents(f"{file.name}:{record.number}", record.value, record_format)
-    else:
+    if file.kind in ("text", "docstrings"):
         with hub.open_bytes(file.path) as stream:
             raw = stream.read()
         yield from read_docstrings(file.name, raw) if file.kind == "docstrings" else [_read_text(file.name, raw)]
+    elif file.kind in STREAM_KINDS and not segment.length:
+        yield _holds_nothing(file)
+    else:
+        fields = cache(partial(table_fields, file.path)) if file.kind == "table" else None
+        for number, record in _records(segment, record_format.fields):
+            yield from _documents(f"{file.name}:{number}", record, record_format, fields)
 
 
 def _hashed(lines: Iterator[StreamRecord], sha256: "hashlib._Hash") -> Iterator[StreamRecord]:
@@ -170,25 +166,22 @@ def _cut_stream(
     return found
 
 
-def _cut_table(file: SourceFile, parts: Sequence[tuple[int, int]], mtime_ns: int | None) -> list[Segment]:
-    segments, first = [], 0
-    for n_rows, n_bytes in parts:
-        segments.append(Segment(file, first, n_bytes, first + 1, n_rows, mtime_ns))
-        first += n_rows
-    return segments
-
-
-def _records(segment: Segment, kind: StreamKind) -> Iterator[StreamRecord]:
-    path, n_left = segment.file.path, segment.n_documents
-    if segment.mtime_ns is None:  # remote: one segment, whose records were not counted
-        yield from _without_blanks(stream_records(path, kind))
-        return
-    records = stream_records(path, kind, segment.offset, segment.first_number)
-    for record in islice(_without_blanks(records), n_left):
-        n_left -= 1
-        yield record
-    if n_left:
-        raise ValueError(f"{path} ends before its last record, as it was when it was hashed; run again")
+def _records(segment: Segment, fields: Sequence[str]) -> Iterator[tuple[int, Any]]:
+    """The segment's records with their numbers; of tables and archives what these fields hold alone."""
+    path, kind = segment.file.path, segment.file.kind
+    if kind == "archive":
+        yield from enumerate(map(_decoded, archive_samples(path, fields)), start=1)
+    elif kind == "table":
+        numbers = range(segment.first_number, segment.first_number + segment.n_documents)
+        yield from zip(numbers, table_rows(path, segment.offset, segment.n_documents, fields), strict=True)
+    elif kind in STREAM_KINDS:
+        records = _without_blanks(stream_records(path, kind, segment.offset, segment.first_number))
+        n_records, n_read = segment.n_documents if segment.is_counted else None, 0
+        for record in islice(records, n_records):
+            n_read += 1
+            yield record.number, record.value
+        if n_records is not None and n_read < n_records:
+            raise ValueError(f"{path} ends before its last record, as it was when it was hashed; run again")
 
 
 def _documents(

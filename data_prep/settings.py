@@ -70,16 +70,10 @@ class Source:
                 raise ValueError(f"{name} of {self.path} names no field in braces: {text!r}")
 
     @property
-    def reads_records(self) -> bool:
-        """Whether it says how its records are read."""
-        return self.is_chat or self.text_field is not None or self.tokens_field is not None
-
-    @property
-    def field_named(self) -> str:
-        """The field that names what is read, for messages; "" where none does."""
-        return next(
-            (name for name in ("text_field", "chat_field", "prompt", "tokens_field") if getattr(self, name)), ""
-        )
+    def field_named(self) -> str | None:
+        """The field that says how its records are read; None where none does."""
+        fields = ("text_field", "chat_field", "prompt", "tokens_field")
+        return next((name for name in fields if getattr(self, name) is not None), None)
 
     @property
     def is_chat(self) -> bool:
@@ -140,6 +134,11 @@ class PrepareConfig:
     workers: int = 1
     shard_bytes: int | None = None
     overwrite: bool = False
+
+    def budget_of(self, source: int) -> int:
+        """The number of a source's budget: all have one together, or with weights each its own."""
+        first = next(iter(self.sources.values()))  # all sources have a weight, or none has
+        return 0 if first.weight is None else source
 
     def __post_init__(self) -> None:
         checks = [

@@ -4,8 +4,9 @@ What comes out is a function of the task and the settings alone: which process d
 the tasks are is decided in plan.py.
 """
 
+import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 
@@ -37,14 +38,13 @@ class Reader:
 class ShardTask:
     """The documents of `split` in these segments, which become one shard.
 
-    budget_of: for each source the number of its budget; budgets: the most tokens of it here, None: all there are. Once
-    a budget is full, what is left of its segments is not read, and so not counted among what was left out.
+    budgets: the most tokens of each budget here, None: all there are. Once one is full, what is left of its segments is
+    not read, and so not counted among what was left out.
     """
 
     split: str
     number: int
     segments: tuple[Segment, ...]
-    budget_of: tuple[int, ...]
     budgets: tuple[int | None, ...]
     size: int  # bytes of text that are expected to be its split's
 
@@ -87,19 +87,11 @@ def make_shard(task: ShardTask, config: PrepareConfig, readers: Sequence[Reader]
         "bad": Counter(document.why for document in bad),
         "bad_named": [{"document": document.name, "why": document.why} for document in bad[:NAMED_BAD]],
         "dropped": dropped,
-        "hints": hints(bad),
+        # By reason, what is wrong with the first document that has it; nothing of a reason that says it all.
+        "hints": {document.why: f"{document.name} {document.detail}" for document in reversed(bad) if document.detail},
         "shards": shards,
     }
     folder.complete(task.name, [path for _ in shards], record)
-
-
-def hints(bad: Iterable[BadDocument]) -> dict[str, str]:
-    """By reason, what is wrong with the first document that has it; nothing of a reason that says it all."""
-    found: dict[str, str] = {}
-    for document in bad:
-        if document.detail:
-            found.setdefault(document.why, f"{document.name} {document.detail}")
-    return found
 
 
 def _mix(kept: Sequence[Kept], packed: Sequence[Sequence[Piece]], readers: Sequence[Reader]) -> dict[str, dict]:
@@ -124,22 +116,21 @@ def _encode_documents(
     kept: list[Kept] = []
     bad: list[BadDocument] = []
     dropped: Counter[str] = Counter()
-    rooms = list(task.budgets)
+    rooms = [math.inf if budget is None else budget for budget in task.budgets]
     for segment in task.segments:
         source = segment.file.source
-        budget, encoder = task.budget_of[source], readers[source].encoder
+        budget, reader = config.budget_of(source), readers[source]
+        # With no more room than this a further search is not worth it.
         least = config.seq_len - 1 if config.documents == "first" else (task.budgets[budget] or 0) // 50
-        for document in _documents_of(segment, task.split, config, readers[source]):
-            room = rooms[budget]
-            if room is not None and room <= least:  # not worth a further search
-                break
-            if document is None:
+        documents = read_documents(segment, reader.record_format)
+        while rooms[budget] > least and (document := next(documents, None)) is not None:
+            if not _is_wanted(document, task.split, config, reader.kept):
                 continue
             if isinstance(document, BadDocument):
                 bad.append(document)
                 continue
             try:
-                encoded = encoder.encode_document(document)
+                encoded = reader.encoder.encode_document(document)
             except Unusable as error:
                 bad.append(BadDocument(document.name, document.digest, error.why, error.detail))
                 continue
@@ -147,26 +138,21 @@ def _encode_documents(
             cost = config.seq_len if config.documents == "first" else length
             if length < cost:
                 dropped["shorter_than_seq_len"] += 1
-            elif room is not None and cost > room:
+            elif cost > rooms[budget]:
                 dropped["beyond_max_tokens"] += 1  # a shorter one may still fit
             else:
                 kept.append(Kept(source, document.n_bytes, encoded))
-                rooms[budget] = None if room is None else room - cost
+                rooms[budget] -= cost
     return kept, bad, dropped
 
 
-def _documents_of(
-    segment: Segment, split: str, config: PrepareConfig, reader: Reader
-) -> Iterator[Document | Conversation | BadDocument | None]:
-    """Those of this split; None before the first and for each other one, so that who has enough can stop."""
-    yield None
-    for document in read_documents(segment, reader.record_format):
-        if reader.kept < 1 and uniform(config.seed, b"share:" + document.digest) >= reader.kept:
-            yield None
-            continue
-        # By the text's hash: two copies of one document, wherever they stand, are always on the same side.
-        heldout = uniform(config.seed, document.digest) < config.heldout_share
-        yield document if SPLITS[heldout] == split else None
+def _is_wanted(document: Document | Conversation | BadDocument, split: str, config: PrepareConfig, kept: float) -> bool:
+    """Whether it is of this split, and of the fraction of documents that is kept."""
+    if kept < 1 and uniform(config.seed, b"share:" + document.digest) >= kept:
+        return False
+    # By the text's hash: two copies of one document, wherever they stand, are always on the same side.
+    heldout = uniform(config.seed, document.digest) < config.heldout_share
+    return SPLITS[heldout] == split
 
 
 def _make_row(pieces: Sequence[Piece], sequences: Sequence[Encoded]) -> Row:

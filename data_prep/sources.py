@@ -68,7 +68,7 @@ def list_files(sources: Sequence[Source]) -> list[SourceFile]:
     """
     if not sources:
         raise ValueError(f"sources is empty; give a file, a folder, a data set's name, {STDLIB!r} or {STDLIB_CHAT!r}")
-    found: dict[Path, tuple[Path, str, Kind, int]] = {}  # the real file -> path, name, kind, source
+    found: dict[Path, SourceFile] = {}  # by the real file, which several links may lead to
     remote: list[SourceFile] = []
     for number, source in enumerate(sources):
         if source.config is not None or source.split is not None:
@@ -81,7 +81,7 @@ def list_files(sources: Sequence[Source]) -> list[SourceFile]:
         if not local:
             raise ValueError(f"source {source.path!r} holds no file {_wanted(source)}; see --files{_others(source)}")
         _check_names(local)
-        owners = [found[path.resolve()][3] for path in local if path.resolve() in found]
+        owners = [found[path.resolve()].source for path in local if path.resolve() in found]
         if len(owners) == len(local) and any(_way(sources[owner]) != _way(source) for owner in owners):
             raise ValueError(
                 f"source {source.path!r}: its files already belong to source {sources[owners[0]].path!r}, which stands "
@@ -89,13 +89,12 @@ def list_files(sources: Sequence[Source]) -> list[SourceFile]:
             )
         for path, name in local.items():
             kind = "docstrings" if source.path == STDLIB_CHAT else _kind(str(path))
-            found.setdefault(path.resolve(), (path, name, kind, number))
-    names = {path: name for path, name, _, _ in found.values()}
-    if len(set(names.values())) < len(names):
+            found.setdefault(path.resolve(), SourceFile(str(path), name, kind, number))
+    files = [*found.values()]
+    if len({file.name for file in files}) < len(files):
         # Two sources end in the same name: go up until they differ.
-        common = os.path.commonpath(list(names))
-        names = {path: path.relative_to(common).as_posix() for path in names}
-    files = [SourceFile(str(path), names[path], kind, number) for path, _, kind, number in found.values()]
+        common = os.path.commonpath([file.path for file in files])
+        files = [replace(file, name=Path(file.path).relative_to(common).as_posix()) for file in files]
     return sorted(files + remote, key=lambda file: file.name)
 
 
@@ -161,8 +160,8 @@ def _remote(source: Source, number: int) -> list[SourceFile]:
     if not files:
         raise ValueError(f"source {source.path!r} holds no file {_wanted(source)}; see its `files`")
     return [
-        SourceFile(file.url, f"{source.path}/{file.name}", _kind(file.url), number, (file.size, file.digest))
-        for file in files
+        SourceFile(url, f"{source.path}/{name}", _kind(url), number, (size, digest))
+        for name, url, size, digest in files
     ]
 
 
@@ -173,7 +172,7 @@ def _patterns(source: Source) -> tuple[str, ...]:
 def _suffixes(source: Source) -> tuple[str, ...]:
     """Those of records alone where a source says how they are read, and on the hub, where a README is in every set."""
     is_remote = source.streaming or not Path(source.path).exists()
-    return LINES_SUFFIXES + TABLE_SUFFIXES if source.reads_records or is_remote else KNOWN_SUFFIXES
+    return LINES_SUFFIXES + TABLE_SUFFIXES if source.field_named or is_remote else KNOWN_SUFFIXES
 
 
 def _wanted(source: Source) -> str:

@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, NamedTuple, cast
+from typing import Any, BinaryIO, Literal, NamedTuple, cast, get_args
 
 import pyarrow as pa
 
@@ -40,7 +40,7 @@ RECORD_BYTES = 1 << 28  # a longer record of CSV is a quote that was never close
 SPACE = re.compile(r"[ \t\r\n]*")
 
 StreamKind = Literal["jsonl", "array", "csv"]
-STREAM_KINDS: tuple[StreamKind, ...] = ("jsonl", "array", "csv")
+STREAM_KINDS: tuple[StreamKind, ...] = get_args(StreamKind)
 
 
 class StreamRecord(NamedTuple):
@@ -87,10 +87,7 @@ def open_plain(path: str, offset: int = 0) -> Iterator[BinaryIO]:
 
 def first_record(path: str, kind: StreamKind) -> tuple[int, int]:
     """(Uncompressed bytes before the first record of a file, its number)."""
-    if kind != "csv":
-        return 0, 1
-    with open_plain(path) as stream:
-        header = _read_header(stream, path)
+    header = _read_header(path) if kind == "csv" else None
     return (header.n_bytes, header.n_lines + 1) if header else (0, 1)
 
 
@@ -99,10 +96,7 @@ def stream_records(path: str, kind: StreamKind, offset: int = 0, number: int = 1
 
     Raises ValueError where the file is damaged, or so broken that no further record can be told.
     """
-    header = None
-    if kind == "csv" and offset:
-        with open_plain(path) as stream:
-            header = _read_header(stream, path)
+    header = _read_header(path) if kind == "csv" and offset else None
     with open_plain(path, offset) as stream:
         if kind == "jsonl":
             for line_number, line in enumerate(stream, start=number):
@@ -111,7 +105,7 @@ def stream_records(path: str, kind: StreamKind, offset: int = 0, number: int = 1
             yield from array_elements(stream, path, number, inside=offset > 0)
         elif header is not None:
             yield from _csv_rows(stream, path, header, number)
-        elif (header := _read_header(stream, path)) is not None:
+        elif (header := _header_of(stream, path)) is not None:  # of the stream at hand: a remote file is opened once
             yield from _csv_rows(stream, path, header, header.n_lines + 1)
 
 
@@ -140,15 +134,20 @@ class _Lines:
             yield raw.decode("utf-8", "surrogateescape")
 
 
-def _read_header(stream: BinaryIO, path: str) -> _Header | None:
+def _read_header(path: str) -> _Header | None:
+    with open_plain(path) as stream:
+        return _header_of(stream, path)
+
+
+def _header_of(stream: BinaryIO, path: str) -> _Header | None:
     """The first row; None of an empty file. A .tsv is separated by tabs; a .csv by commas, or, where its header has
     none, by semicolons or tabs. Raises ValueError where there are no names."""
     lines = _Lines(stream)
-    first = next(iter(lines), None)
-    if first is None:
+    first = next(iter(lines), "").removeprefix("\ufeff")
+    if not lines.n_bytes:
         return None
-    first = first.removeprefix("\ufeff")
-    delimiter = "\t" if ".tsv" in path.lower().rpartition("/")[2] else next((c for c in ",;\t" if c in first), ",")
+    is_tsv = ".tsv" in path.lower().rpartition("/")[2]
+    delimiter = "\t" if is_tsv else next((c for c in ",;\t" if c in first), ",")
     try:
         names = next(csv.reader(chain([first], lines), delimiter=delimiter, strict=True), [])
         "".join(names).encode()

@@ -12,8 +12,7 @@ one with a full budget does, 2 were aborted at their exit. `datasets` does say w
 import io
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
-from typing import Any, BinaryIO
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -67,13 +66,13 @@ def _runs(chunks: Iterable[tuple[int, int]], part_bytes: int, cut_bytes: int) ->
 
 
 @contextmanager
-def _open(path: str) -> "Iterator[_Parquet | _Arrow | _Mds]":
+def _open(path: str) -> "Iterator[_Parquet | _Arrow | mds.Shard]":
     """Raises ValueError, inside too, where the file is damaged."""
     try:
         if path.lower().endswith(mds.SUFFIXES):
             with open_plain(path) as stream:
                 # Samples are read by their place in the shard.
-                yield _Mds(io.BytesIO(stream.read()) if is_compressed(path) else stream)
+                yield mds.Shard(io.BytesIO(stream.read()) if is_compressed(path) else stream)
             return
         is_parquet = path.lower().endswith(".parquet")
         if path.startswith(REMOTE):
@@ -127,19 +126,6 @@ class _Arrow:
 
     def rows(self, first: int, n_rows: int, fields: Sequence[str]) -> Iterator[dict[str, Any]]:
         return _rows_in(self._batches, 0, first, n_rows, fields)
-
-
-class _Mds:
-    def __init__(self, stream: BinaryIO):
-        self._stream, self._header = stream, mds.read_header(stream)
-        self.fields = [name for name, _, _ in self._header.columns]
-
-    def chunks(self) -> list[tuple[int, int]]:
-        offsets = self._header.offsets.tolist()
-        return [(1, end - begin) for begin, end in pairwise(offsets)]
-
-    def rows(self, first: int, n_rows: int, fields: Sequence[str]) -> Iterator[dict[str, Any]]:
-        return mds.read_samples(self._stream, self._header, range(first, first + n_rows), fields)
 
 
 def _rows_in(

@@ -5,7 +5,7 @@ no files and cuts nothing to length; conversations are in chat.py.
 """
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -29,10 +29,10 @@ class Encoded:
 
 @dataclass(frozen=True)
 class Encoder:
-    """Token ids of whole documents; picklable.
+    """Token ids of whole documents.
 
-    bos_ids: what the tokenizer itself sets before a text, () where it sets nothing. eos_id: set behind a document if
-    ends_documents.
+    serialised: the Rust tokenizer as JSON, which other processes can be handed. bos_ids: what the tokenizer itself sets
+    before a text, () where it sets nothing. eos_id: set behind a document if ends_documents.
     """
 
     serialised: str
@@ -62,28 +62,28 @@ class Encoder:
         Special tokens spelled out in the text ("<|im_end|>" in a source file) are taken as plain text: only the end of
         a document gives the id that ends a document.
         """
+        tokenizer = rust_tokenizer(self.serialised)
         if len(text) <= windows.LONG:
             # encode_batch_fast is encode without character offsets; measured a quarter faster.
-            ids = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
+            ids = tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
         else:
-            tokenizer = windows.WindowedTokenizer(self._tokenizer)
-            ids = np.concatenate(tokenizer.encode(text, lambda kept: kept.ids.astype(np.int32)))
+            pieces = windows.WindowedTokenizer(tokenizer).encode(text, lambda kept: kept.ids.astype(np.int32))
+            ids = np.concatenate(pieces)
         n_before, n_behind = len(self.bos_ids), int(self.ends_documents)
         tokens = np.full(n_before + len(ids) + n_behind, self.eos_id, dtype=np.int32)
         tokens[:n_before] = self.bos_ids
         tokens[n_before : n_before + len(ids)] = ids
         return tokens
 
-    @cached_property
-    def _tokenizer(self) -> Tokenizer:
-        tokenizer = Tokenizer.from_str(self.serialised)
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
-        tokenizer.encode_special_tokens = True
-        return tokenizer
 
-    def __getstate__(self) -> dict:
-        return {key: value for key, value in self.__dict__.items() if key != "_tokenizer"}
+@lru_cache(maxsize=8)  # reading a tokenizer takes about a second
+def rust_tokenizer(serialised: str) -> Tokenizer:
+    """The Rust tokenizer that this JSON spells. It cuts and pads nothing, and takes special tokens in texts as text."""
+    tokenizer = Tokenizer.from_str(serialised)
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    tokenizer.encode_special_tokens = True
+    return tokenizer
 
 
 def make_encoder(tokenizer: "PreTrainedTokenizerFast", ends_documents: bool) -> Encoder:

@@ -41,57 +41,40 @@ SIGNS = re.compile(r"[^\s\w]+")
 
 
 @dataclass(frozen=True)
-class Kept:
-    """Tokens [first, stop) of a window that begins at character `begin` of the text."""
-
-    encoding: Encoding
-    begin: int
-    first: int
-    stop: int
-
-    @property
-    def ids(self) -> np.ndarray:
-        """int64 [n]."""
-        return np.array(self.encoding.ids[self.first : self.stop], dtype=np.int64)
-
-    @property
-    def offsets(self) -> np.ndarray:
-        """int64 [n, 2]: the characters of the text that each token stands for."""
-        found = self.encoding.offsets[self.first : self.stop]
-        return np.array(found, dtype=np.int64).reshape(-1, 2) + self.begin
-
-
-@dataclass(frozen=True)
 class Window:
-    """Characters [begin, end) of the text. in_word: it begins within a word of the window before."""
+    """Characters [begin, end) of a text, of whose tokens [first, stop) are the text's.
+
+    in_word: it begins within a word of the window before. A stop of None stands for the last token."""
 
     encoding: Encoding
     begin: int
     end: int
     in_word: bool = False
+    first: int = 0
+    stop: int | None = None
 
-    def tokens(self, first: int, stop: int) -> "WindowTokens":
-        """Its tokens [first, stop)."""
-        spans = [self.encoding.token_to_chars(i) for i in range(first, stop)]
-        chars = np.array([span or (0, 0) for span in spans], dtype=np.int64).reshape(-1, 2) + self.begin
+    @property
+    def ids(self) -> np.ndarray:
+        """Of the tokens that are the text's, int64 [n]."""
+        return np.array(self.encoding.ids[self.first : self.stop], dtype=np.int64)
+
+    @property
+    def offsets(self) -> np.ndarray:
+        """int64 [n, 2]: the characters of the text that each of these tokens stands for."""
+        found = self.encoding.offsets[self.first : self.stop]
+        return np.array(found, dtype=np.int64).reshape(-1, 2) + self.begin
+
+    def table(self, first: int, stop: int) -> np.ndarray:
+        """Of its tokens [first, stop), in columns of int64 [n, 4]: id, first character in the text and the one behind
+        the last, and whether a word begins."""
+        spans = [self.encoding.token_to_chars(i) or (0, 0) for i in range(first, stop)]
         words = [self.encoding.token_to_word(i) for i in range(max(0, first - 1), stop)]
-        starts = np.array([a != b for a, b in pairwise(words)], dtype=bool)
-        starts = starts if first else np.concatenate([[True], starts])[: stop - first]
-        ids = np.array(self.encoding.ids[first:stop], dtype=np.int64)
-        return WindowTokens(first, np.column_stack([ids, chars]), starts)
-
-
-@dataclass(frozen=True)
-class WindowTokens:
-    """Some tokens of a window: int64 [n, 3] of id, first character and the one behind the last; starts: bool [n]."""
-
-    first: int
-    tokens: np.ndarray
-    starts: np.ndarray
-
-    def at(self, char: int) -> int:
-        """The first of its tokens that begins there or later."""
-        return int(np.argmax(self.tokens[:, 1] >= char))
+        starts = [a != b for a, b in pairwise(words)]
+        starts = starts if first else [True, *starts][: stop - first]
+        chars = np.array(spans, dtype=np.int64).reshape(-1, 2) + self.begin
+        return np.column_stack(
+            [np.array(self.encoding.ids[first:stop], dtype=np.int64), chars, np.array(starts, dtype=np.int64)]
+        )
 
 
 class _Unstable(Exception):
@@ -104,60 +87,55 @@ class WindowedTokenizer:
     def __init__(self, tokenizer: Tokenizer):
         self._rust = tokenizer
 
-    def encode(self, text: str, take: Callable[[Kept], T]) -> list[T]:
-        """What `take` makes of the text's tokens, in order, without those that the tokenizer sets around it.
+    def encode(self, text: str, take: Callable[[Window], T]) -> list[T]:
+        """What `take` makes of the text's windows, in order, without the tokens that the tokenizer sets around a text.
 
-        A `Kept` holds much memory, and lives no longer than the call of `take`."""
+        A window holds much memory, and lives no longer than the call of `take`."""
         if len(text) > LONG:
             try:
-                return [take(kept) for kept in self._kept(text)]
+                return [take(window) for window in self._windows(text)]
             except _Unstable:
                 pass
-        encoding = self._encode(text)
-        return [take(Kept(encoding, 0, 0, len(encoding)))]
+        return [take(self._window(text, 0, len(text)))]
 
-    def _kept(self, text: str) -> Iterator[Kept]:
-        window, first = self._window(text, 0, WINDOW), 0
+    def _windows(self, text: str) -> Iterator[Window]:
+        window = self._window(text, 0, WINDOW)
         while window.end < len(text):
             behind = self._next_window(text, window)
             splice = self._splice(text, window, behind) if behind else None
-            if splice is None or behind is None or splice[0] < first:
-                longer = self._window(
-                    text, window.begin, window.begin + 2 * (window.end - window.begin), window.in_word
-                )
-                if longer.encoding.ids[: first + N_TOKENS] != window.encoding.ids[: first + N_TOKENS]:
+            if splice is None or behind is None or splice[0] < window.first:
+                longer = self._window(text, window.begin, 2 * window.end - window.begin)
+                n_same = window.first + N_TOKENS
+                if longer.encoding.ids[:n_same] != window.encoding.ids[:n_same]:
                     raise _Unstable
-                window = longer
+                window = replace(window, encoding=longer.encoding, end=longer.end)
                 continue
             stop, next_first, in_word = splice
-            yield Kept(window.encoding, window.begin, first, stop)
-            window, first = replace(behind, in_word=in_word), next_first
-        yield Kept(window.encoding, window.begin, first, len(window.encoding))
+            yield replace(window, stop=stop)
+            window = replace(behind, in_word=in_word, first=next_first)
+        yield window
 
-    def _encode(self, text: str) -> Encoding:
-        return self._rust.encode_batch([text], add_special_tokens=False)[0]  # unlike encode, it lets other threads run
-
-    def _window(self, text: str, begin: int, end: int, in_word: bool = False) -> Window:
+    def _window(self, text: str, begin: int, end: int) -> Window:
         end = min(end, len(text))
-        return Window(self._encode(text[begin:end]), begin, end, in_word)
+        # Unlike `encode`, a batch lets other threads run.
+        return Window(self._rust.encode_batch([text[begin:end]], add_special_tokens=False)[0], begin, end)
 
-    def _tail(self, window: Window) -> WindowTokens:
-        """The tokens from OVERLAP characters before the window's end on."""
+    def _tail(self, window: Window) -> np.ndarray:
+        """The table of the tokens from OVERLAP characters before the window's end on."""
         n, count = len(window.encoding), N_TOKENS
         while True:
             count = min(n, 4 * count)
-            last = window.tokens(n - count, n)
-            inside = np.flatnonzero(last.tokens[:, 1] < window.end - OVERLAP)
+            last = window.table(n - count, n)
+            inside = np.flatnonzero(last[:, 1] < window.end - OVERLAP)
             if len(inside) or count == n:
-                skip = int(inside[-1]) + 1 if len(inside) else 0
-                return WindowTokens(last.first + skip, last.tokens[skip:], last.starts[skip:])
+                return last[inside[-1] + 1 :] if len(inside) else last
 
     def _next_window(self, text: str, window: Window) -> Window | None:
         """Begins where a word does in the first half of the overlap, else where a token does."""
         tail = self._tail(window)
-        begins, ends = tail.tokens[1:, 1], tail.tokens[:-1, 2]
+        begins, ends = tail[1:, 1], tail[:-1, 2]
         whole = (ends <= begins) & (ends < window.end - OVERLAP // 2)
-        places = np.flatnonzero(whole & tail.starts[1:])
+        places = np.flatnonzero(whole & (tail[1:, 3] > 0))
         places = places if len(places) else np.flatnonzero(whole)
         if not len(places):
             return None
@@ -167,27 +145,26 @@ class WindowedTokenizer:
     def _splice(self, text: str, before: Window, behind: Window) -> tuple[int, int, bool] | None:
         """(Tokens of the one before that are taken, those of the one behind that are not, whether within a word)."""
         a = self._tail(before)
-        n_head = min(len(behind.encoding), 2 * len(a.tokens) + N_TOKENS)
-        b = behind.tokens(0, n_head)
-        if not len(b.tokens):
+        b = behind.table(0, min(len(behind.encoding), 2 * len(a) + N_TOKENS))
+        if not len(b):
             return None
         middle = before.end - OVERLAP // 2
-        i, j = a.at(middle), b.at(middle)
-        n_before, n_behind = min(i, j), min(len(a.tokens) - i, len(b.tokens) - j)
-        rows_a, rows_b = slice(i - n_before, i + n_behind), slice(j - n_before, j + n_behind)
-        same = (a.tokens[rows_a] == b.tokens[rows_b]).all(axis=1) & (a.starts[rows_a] == b.starts[rows_b])
+        i, j = (int(np.argmax(tokens[:, 1] >= middle)) for tokens in (a, b))
+        n_before, n_behind = min(i, j), min(len(a) - i, len(b) - j)
+        tokens = a[i - n_before : i + n_behind]
+        same = (tokens == b[j - n_before : j + n_behind]).all(axis=1)
         if not len(same) or not same[n_before]:
             return None
         others = np.flatnonzero(~same)
         low = int(others[others < n_before].max(initial=-1)) + 1
         high = int(others[others > n_before].min(initial=len(same)))
-        tokens, starts = a.tokens[rows_a][low:high], a.starts[rows_a][low:high]
+        tokens, starts = tokens[low:high], tokens[low:high, 3] > 0
         apart = np.concatenate([[False], tokens[:-1, 2] <= tokens[1:, 1]])
         apart[:N_TOKENS] = apart[len(apart) - min(N_TOKENS, len(apart)) :] = False
         n_starts = np.cumsum(starts)
         words = apart & starts & (n_starts > N_WORDS) & (n_starts[-1] - n_starts >= N_WORDS)
         place = self._nearest(text, tokens, words, middle)
-        first = a.first + i - n_before + low
+        first = len(before.encoding) - len(a) + i - n_before + low
         in_word = place is None and self._may_cut_words(text, before, first)
         if in_word:
             place = self._nearest(text, tokens, apart, middle)

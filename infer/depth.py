@@ -11,9 +11,12 @@ Shapes: B slots, N nodes.
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from operator import mul
+from typing import NamedTuple
+
+from torch import Tensor
 
 from longdraft.infer.measured import EARLIER_FADING, Costs, Rates, bounded
-from longdraft.infer.tree import Lists
+from longdraft.infer.tree import Lists, TokenTree
 
 # The first stage before it was ever tried: right as often as FIRST_RATE, which counts as so many trials. A deeper one
 # begins with the chance of the stage above it.
@@ -35,6 +38,24 @@ PROPORTIONAL = 1e6
 Speed = Callable[[Sequence[Sequence[float]], float], float]
 
 
+class _Chances(NamedTuple):
+    """What is learned of the requests so far, or of one.
+
+    Attributes:
+        stages: by stage, how often it holds the right token where the one above does.
+        beside: by class, how often other drafters' nodes are right.
+        elsewhere: how often the first stage holds the right token where no node of theirs does.
+    """
+
+    stages: Rates
+    beside: Rates
+    elsewhere: Rates
+
+    def passed_on(self) -> "_Chances":
+        """What a new request starts with."""
+        return _Chances(*(rates.passed_on() for rates in self))
+
+
 class Depth:
     """Learns what stages bring and take, and says where to stop.
 
@@ -42,19 +63,21 @@ class Depth:
         stages: of each class of nodes, the stage that proposes it; 1 for all where there is nothing to stop between,
             NO_STAGE of other drafters on the same tree.
         beforehand: whether the depth is fixed before a proposal begins.
+        speed: what a proposal is worth (`Policy.speed`).
 
     Attributes:
-        count: stages of a whole proposal. beforehand: as given.
+        count: stages of a whole proposal.
         run: stages of the proposal that is being made, or was made last.
     """
 
-    def __init__(self, stages: Sequence[int], beforehand: bool):
-        self.stages, self.count, self.beforehand = tuple(stages), max((1, *stages)), beforehand
-        self._all = Rates([0.0] * (1 + self.count), [0.0] * (1 + self.count), EARLIER_FADING)
+    def __init__(self, stages: Sequence[int], beforehand: bool, speed: Speed):
+        self.stages, self.count, self._beforehand, self._speed = tuple(stages), max((1, *stages)), beforehand, speed
         first = [FIRST_RATE * FIRST_WEIGHT] * len(self.stages), [FIRST_WEIGHT] * len(self.stages)
-        self._all_beside = Rates(*first, EARLIER_FADING)
-        # How often the first stage holds the right token where no node of theirs does.
-        self._all_elsewhere = Rates([0.0], [0.0], EARLIER_FADING)
+        self._all = _Chances(
+            Rates([0.0] * (1 + self.count), [0.0] * (1 + self.count), EARLIER_FADING),
+            Rates(*first, EARLIER_FADING),
+            Rates([0.0], [0.0], EARLIER_FADING),
+        )
         self._others: Lists | None = None  # of the proposal that is being made, or was made last
         self._costs: dict[int, Costs] = {}  # by the number of slots
         self._proposals, self._whole, self._deeper = 0, True, False
@@ -68,14 +91,11 @@ class Depth:
     def start(self, batch: int) -> None:
         """A call with this many slots begins."""
         self._slots = [self._all.passed_on() for _ in range(batch)]
-        self._beside = [self._all_beside.passed_on() for _ in range(batch)]
-        self._elsewhere = [self._all_elsewhere.passed_on() for _ in range(batch)]
         self.run, self._others = self.count, None
 
     def start_request(self, slot: int) -> None:
         """This slot's next request starts with the chances of all earlier ones."""
-        self._slots[slot], self._beside[slot] = self._all.passed_on(), self._all_beside.passed_on()
-        self._elsewhere[slot] = self._all_elsewhere.passed_on()
+        self._slots[slot] = self._all.passed_on()
 
     def seconds(self, stages: int) -> float:
         """What drafting so many stages takes; 0 before any is measured."""
@@ -100,13 +120,14 @@ class Depth:
             if depth is not None and depth < len(committed) and tokens[node] == committed[depth]:
                 depth_on_path[node] = depth + 1
                 right.add(stage)
+        both = self._all, self._slots[slot]
         for stage in proposed - {0, NO_STAGE}:
             if stage - 1 in right and stage <= len(committed):
-                self._all.add(stage, stage in right)
-                self._slots[slot].add(stage, stage in right)
+                for learned in both:
+                    learned.stages.add(stage, stage in right)
         if self._others is not None and not self._learn_beside(slot, self._others, committed) and 1 in proposed:
-            for rates in (self._all_elsewhere, self._elsewhere[slot]):
-                rates.add(0, 1 in right)
+            for learned in both:
+                learned.elsewhere.add(0, 1 in right)
 
     def _learn_beside(self, slot: int, others: Lists, committed: Sequence[int]) -> bool:
         """How often other drafters' nodes are right, whoever else proposed them; whether one was now."""
@@ -116,69 +137,69 @@ class Depth:
             depth = depth_on_path.get(parent)
             if node and depth is not None and depth < len(committed):
                 hit = token == committed[depth]
-                self._all_beside.add(others.classes[slot][node], hit)
-                self._beside[slot].add(others.classes[slot][node], hit)
+                for learned in (self._all, self._slots[slot]):
+                    learned.beside.add(others.classes[slot][node], hit)
                 if hit:
                     depth_on_path[node] = depth + 1
         return len(depth_on_path) > 1
 
     def chance(self, slot: int, stage: int) -> float:
         """How often this stage holds the right token where the one above does."""
-        own, chance = self._slots[slot], FIRST_RATE
+        own, chance = self._slots[slot].stages, FIRST_RATE
         for above in range(1, stage + 1):
             chance = (own.hits[above] + FIRST_WEIGHT * chance) / (own.trials[above] + FIRST_WEIGHT)
         return bounded(chance)
 
-    def _speeds(self, speed: Speed, slots: Sequence[int], errors: float = 0.0) -> Iterator[float]:
+    def _speeds(self, slots: Sequence[int], errors: float = 0.0) -> Iterator[float]:
         """Tokens a second without a stage, with one, ..., by their chances or by so many standard errors more."""
         worths = [[1.0] for _ in slots]
-        yield speed(worths, 0.0)
+        yield self._speed(worths, 0.0)
         for stage in range(1, 1 + self.count):
             for slot, worth in zip(slots, worths, strict=True):
                 chance = self.chance(slot, stage)
-                error = (chance * (1 - chance) / (FIRST_WEIGHT + self._slots[slot].trials[stage])) ** 0.5
+                error = (chance * (1 - chance) / (FIRST_WEIGHT + self._slots[slot].stages.trials[stage])) ** 0.5
                 worth.append(worth[-1] * bounded(chance + errors * error))
-            yield speed(worths, self.seconds(stage))
+            yield self._speed(worths, self.seconds(stage))
 
-    def paying(self, speed: Speed, slots: Sequence[int]) -> int:
-        """How many stages have the most tokens a second by their chances alone; 0 where plain decoding has them."""
-        speeds = list(self._speeds(speed, slots))
-        return max(range(len(speeds)), key=speeds.__getitem__)
-
-    def idle(self, speed: Speed) -> bool:
+    def idle(self) -> bool:
         """Whether a proposal of any depth is a loss, as far as is known; never beside drafters that have no stages."""
         if (
             NO_STAGE in self.stages
             or self.count == 1
-            or self._all.trials[1] < LEAST_TRIALS
+            or self._all.stages.trials[1] < LEAST_TRIALS
             or not self.costs.measured()
         ):
             return False
-        speeds = self._speeds(speed, range(len(self._slots)), errors=1.0)
+        speeds = self._speeds(range(len(self._slots)), errors=1.0)
         plain = next(speeds)
         return all(reached <= plain for reached in speeds)
 
-    def begin(self, speed: Speed) -> None:
-        """A proposal begins."""
+    def begin(self) -> None:
+        """A proposal begins; beforehand, it has as many stages as have the most tokens a second by their chances."""
         self._proposals += 1
         self._whole, self._deeper = self._proposals <= FIRST_WHOLE, self._proposals % DEEPER_EVERY == 0
         self.run = 1
-        if self.beforehand:
-            paying = max(1, self.paying(speed, range(len(self._slots))))
-            self.run = self.count if self._whole else min(paying + self._deeper, self.count)
+        if self._beforehand:
+            speeds = list(self._speeds(range(len(self._slots))))
+            paying = max(range(len(speeds)), key=speeds.__getitem__)
+            self.run = self.count if self._whole else min(max(1, paying) + self._deeper, self.count)
 
-    def begins(self, others: Lists, active: Sequence[bool], speed: Speed) -> bool:
+    @property
+    def asks_first(self) -> bool:
+        """Whether a proposal's first stage is run only where it pays beside other drafters' nodes (`begins`)."""
+        return self.count > 1 and not self._beforehand
+
+    def begins(self, others: Lists, active_B: Tensor) -> bool:
         """Whether the first stage pays, alone or with some behind it, beside other drafters' nodes.
 
         Each stage adds where those are wrong, the first as often as it was right there, later ones as by themselves.
 
         Args:
-            others: the nodes, with classes. active: slots that take part.
+            others: the nodes, with classes. active_B: slots that take part.
         """
         self._others = others
-        pays = self._whole or not any(active)
-        if not pays:
-            slots = [slot for slot, here in enumerate(active) if here]
+        slots = [slot for slot, here in enumerate(active_B.tolist()) if here]
+        if not (pays := self._whole or not slots):
             worths, found = zip(*(self._of_others(slot, others) for slot in slots), strict=True)
             right = [accumulate(self._chances_beside(slot), mul) for slot in slots]
             chains = [
@@ -188,7 +209,7 @@ class Depth:
 
             def reached(stages: int) -> float:
                 added = (worth + chain[:stages] for worth, chain in zip(worths, chains, strict=True))
-                return speed([sorted(each, reverse=True) for each in added], self.seconds(stages))
+                return self._speed([sorted(each, reverse=True) for each in added], self.seconds(stages))
 
             plain = reached(0)
             pays = any(reached(1 + stage) > plain for stage in range(self.count)) or self._one_deeper()
@@ -197,7 +218,7 @@ class Depth:
 
     def _chances_beside(self, slot: int) -> Iterator[float]:
         """`chance` of each stage where other drafters' nodes are wrong. Where those are, the text is hard for all."""
-        own = self._elsewhere[slot]
+        own = self._slots[slot].elsewhere
         yield bounded((own.hits[0] + FIRST_WEIGHT * self.chance(slot, 1)) / (own.trials[0] + FIRST_WEIGHT))
         yield from (self.chance(slot, stage) for stage in range(2, 1 + self.count))
 
@@ -209,7 +230,7 @@ class Depth:
     def _of_others(self, slot: int, others: Lists) -> tuple[list[float], list[float]]:
         """The chance of each of their nodes, and of one of them at each depth that stages reach."""
         assert others.classes is not None
-        own, parents = self._beside[slot], others.parents[slot]
+        own, parents = self._slots[slot].beside, others.parents[slot]
         rates = [bounded(hits / trials) for hits, trials in zip(own.hits, own.trials, strict=True)]
         worth, depths, found = worth_of(parents, others.classes[slot], rates), [0], [0.0] * self.count
         for chance, parent in zip(worth[1:], parents[1:], strict=True):
@@ -220,20 +241,23 @@ class Depth:
 
     def limit(self, most: int) -> int:
         """Of `most` stages, so many may be run; where `goes_on` is asked between them, all."""
-        return min(most, self.run) if self.beforehand else most
+        return min(most, self.run) if self._beforehand else most
 
     def goes_on(
-        self, proposal: Lists, rates: Sequence[Sequence[float]], active: Sequence[bool], first_class: int, speed: Speed
+        self, tree: TokenTree, rates: Sequence[Sequence[float]], active_B: Tensor, first_class: int = 0
     ) -> bool:
         """Whether one more stage pays: with a child of every node of the last one, as often right as stages are there,
         whether all of its nodes are extended or the best alone.
 
         Args:
-            proposal: the nodes so far. rates: of all classes, for each slot. first_class: of the drafter's own.
+            tree: the nodes so far. rates: of all classes, for each slot. first_class: of the drafter's own.
         """
+        if self._beforehand:
+            return True
         if not (pays := self._whole):
+            proposal = tree.lists
             now, then, shared = list[list[float]](), list[list[float]](), False
-            for slot in (slot for slot, here in enumerate(active) if here):
+            for slot in (slot for slot, here in enumerate(active_B.tolist()) if here):
                 parents = proposal.parents[slot]
                 classes = range(len(parents)) if proposal.classes is None else proposal.classes[slot]
                 kinds = [0, *(first_class + kind for kind in classes[1:])]
@@ -245,8 +269,8 @@ class Depth:
                 now.append(sorted(worth, reverse=True))
                 then.append(sorted(worth + children, reverse=True))
             if now:
-                least = (SHARED_HURDLE if shared else 1.0) * speed(now, self.seconds(self.run))
-                pays = speed(then, self.seconds(self.run + 1)) > least or self._one_deeper()
+                least = (SHARED_HURDLE if shared else 1.0) * self._speed(now, self.seconds(self.run))
+                pays = self._speed(then, self.seconds(self.run + 1)) > least or self._one_deeper()
         if pays:
             self.run = min(self.run + 1, self.count)
         return pays

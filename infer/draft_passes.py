@@ -7,8 +7,6 @@ of 15.3 and 16.3 (docs/LOG.md). Not here: which tokens a level proposes (infer/d
 to catch up with, d head width.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor, nn
 
@@ -38,9 +36,9 @@ class DraftPasses:
         # No slot lacks the keys of more positions before its root; whether the roots were queries in this step.
         self._unknown, self._asked = 0, False
 
-    def start(self, slots: Sequence[int], longest: int) -> None:
-        """These slots' next tokens are of other sequences, whose prompts have at most so many."""
-        self._unknown = min(max(self._unknown, longest), self.most)
+    def start(self, slot: int, length: int) -> None:
+        """This slot's next tokens are of another sequence, whose prompt has so many."""
+        self._unknown = min(max(self._unknown, length), self.most)
 
     def on_step(self, most: int) -> None:
         """At most so many tokens were committed to each slot."""
@@ -133,9 +131,9 @@ class _ByOperations(DraftPasses):
         # Where positions were taken back, older ones that are in the window again may have been overwritten.
         super().__init__(draft, target, cache, self._window.ring)
 
-    def start(self, slots: Sequence[int], longest: int) -> None:
-        super().start(slots, longest)
-        self._window.start(slots)
+    def start(self, slot: int, length: int) -> None:
+        super().start(slot, length)
+        self._window.start(slot)
 
     def begin(self, state: SlotState, count: int) -> None:
         if count:
@@ -178,8 +176,8 @@ class _InC(DraftPasses):
         self._tables, self._behind, self._known = (cos.flatten(0, -2), sin.flatten(0, 1).flatten(1)), 0, list[int]()
         self._take_weights()
 
-    def start(self, slots: Sequence[int], longest: int) -> None:
-        super().start(slots, longest)
+    def start(self, slot: int, length: int) -> None:
+        super().start(slot, length)
         self._take_weights()
 
     def _take_weights(self) -> None:

@@ -115,17 +115,14 @@ class Engine:
 
         Returns: in the prompts' order.
         """
-        pieces = self.stream(prompts, params)
+        pieces = self._decode(*self._read(prompts, params))
         return sorted((piece.generation for piece in pieces if piece.generation), key=lambda one: one.index)
 
     def stream(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] = GREEDY
     ) -> Generator[Piece]:
         """Like `generate`, but yields every sequence's tokens as soon as they are committed; closing it ends all."""
-        requests = self._requests(prompts, params)
-        slots = self.slots or min(len(requests), MOST_SLOTS)
-        longest = max((len(one.prompt) + one.sampling.max_new_tokens for one in requests), default=0)
-        return self._decode(deque(requests), slots, min(longest, self.max_length))
+        return self._decode(*self._read(prompts, params))
 
     def serve(self, arrivals: Arrivals) -> Generator[Piece]:
         """Like `stream`, for requests that come while others run (`read_requests` makes them; each has an index of its
@@ -138,13 +135,15 @@ class Engine:
         """End prompt `index` of the running stream: its generation so far comes with its next piece."""
         self._cancelled.add(index)
 
-    def _requests(
+    def _read(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
-    ) -> list[Request]:
+    ) -> tuple[deque[Request], int, int]:
+        """The requests, and so many slots of so many positions for them."""
         requests = read_requests(self.target, prompts, params, self.max_length)
         if self.drafter.user is not self:
             self._cancelled.clear()
-        return requests
+        longest = max((len(one.prompt) + one.sampling.max_new_tokens for one in requests), default=0)
+        return deque(requests), self.slots or min(len(requests), MOST_SLOTS), min(longest, self.max_length)
 
     def _decode(
         self, waiting: deque[Request], slots: int, longest: int, arrivals: Arrivals | None = None
@@ -180,20 +179,21 @@ class Engine:
         """End what was cancelled, on a slot, on its way there or still waiting."""
         # Who reads a piece may cancel another prompt: that is for the next time.
         cancelled, self._cancelled = self._cancelled, set()
+        ended = []
         for request in [request for request in waiting if request.index in cancelled]:
             waiting.remove(request)
-            sequence = ActiveSequence(request, self.target, self.max_length, 0.0, Statistics(), "cancelled")
-            yield sequence.piece([], 0, self._decisions)
+            ended.append(ActiveSequence(request, self.target, self.max_length, 0.0, Statistics()))
         if self._prefill and self._prefill.sequences[0].request.index in cancelled:  # with steps between it is alone
-            slot, (sequence,), self._prefill = self._prefill.slot, self._prefill.sequences, None
-            sequence.finish_reason = "cancelled"
-            self._leave(sequences, slot)
-            yield sequence.piece([], 0, self._decisions)
+            ended += self._prefill.sequences
+            self.runner.free(self._prefill.slot)
+            self._prefill = None
         for slot, sequence in enumerate(sequences):
             if sequence is not None and sequence.request.index in cancelled:
-                sequence.finish_reason = "cancelled"
+                ended.append(sequence)
                 self._leave(sequences, slot)
-                yield sequence.piece([], 0, self._decisions)
+        for sequence in ended:
+            sequence.finish_reason = "cancelled"
+            yield sequence.piece([], 0, self._decisions)
 
     def _leave(self, sequences: list[ActiveSequence | None], slot: int) -> None:
         sequences[slot] = None
@@ -208,7 +208,6 @@ class Engine:
             for sequence in now.sequences:
                 sequence.began = sequence.began or done.began
                 sequence.stats.prefill_seconds += done.seconds
-                sequence.stats.taken_over = done.taken_over
             self._prefill = None if done.last else now
             if done.last:
                 sequences[now.slot : now.slot + len(now.sequences)] = now.sequences
@@ -220,29 +219,25 @@ class Engine:
             self.runner.assign(requests, [one.committed if one else [] for one in sequences])
 
     def _begin(self, sequences: list[ActiveSequence | None], waiting: deque[Request]) -> _Prefill:
-        free = [slot for slot, sequence in enumerate(sequences) if sequence is None]
-        slot = self.runner.place(waiting[0].prompt, free)
-        group = self._next_group(slot, free, waiting)
-        begun = [ActiveSequence(one, self.target, self.max_length, 0.0, Statistics()) for one in group]
-        return _Prefill(slot, begun, self.runner.prefill(slot, group))
-
-    def _next_group(self, slot: int, free: Sequence[int], waiting: deque[Request]) -> list[Request]:
-        """The next request, for this slot, and those that fit into the same pass and take the slots behind it."""
-        group = [waiting.popleft()]
-        longest = len(group[0].prompt) - 1
-        while waiting and (left := [one for one in free if not slot <= one < slot + len(group)]):
+        """The next request, and those behind it that fit into the same pass and take the slots behind its own."""
+        free, requests = [slot for slot, sequence in enumerate(sequences) if sequence is None], [waiting.popleft()]
+        place, longest = self.runner.place(requests[0].prompt, free), len(requests[0].prompt) - 1
+        while waiting and (left := [slot for slot in free if not place.slot <= slot < place.slot + len(requests)]):
             longest = max(longest, len(waiting[0].prompt) - 1)
-            fits = self.runner.fits_prefill(len(group) + 1, longest)
-            if not fits or self.runner.place(waiting[0].prompt, left) != slot + len(group):
+            if not self.runner.fits_prefill(len(requests) + 1, longest):
                 break
-            group.append(waiting.popleft())
-        return group
+            if self.runner.place(waiting[0].prompt, left).slot != place.slot + len(requests):
+                break
+            requests.append(waiting.popleft())
+        begun = [ActiveSequence(one, self.target, self.max_length, 0.0, Statistics()) for one in requests]
+        begun[0].stats.taken_over = place.count  # with more than one prompt there is none
+        return _Prefill(place.slot, begun, self.runner.prefill(place, requests))
 
     def _collect(
         self, sequences: list[ActiveSequence | None], stepped: list[ActiveSequence | None], step: Step
     ) -> Iterator[Piece]:
         """Read one step's tokens; sequences that finished meanwhile take nothing more."""
-        present = [one is not None and sequences[slot] is one for slot, one in enumerate(stepped)]
+        present = [one is not None and not one.finish_reason for one in stepped]
         emitted = self.runner.read(step, present)
         for slot, sequence in enumerate(stepped):
             if sequence is None or sequence.finish_reason:
@@ -251,10 +246,9 @@ class Engine:
             if sequence.stats.steps == 0:
                 sequence.stats.first_token_seconds = emitted.at - sequence.began
             self._count(sequence.stats, emitted, slot, min(accepted, len(fresh) - 1))
-            yield sequence.piece(fresh, accepted, self._decisions)
-        for slot, sequence in enumerate(sequences):
-            if sequence is not None and sequence.finish_reason:
+            if sequence.finish_reason:
                 self._leave(sequences, slot)
+            yield sequence.piece(fresh, accepted, self._decisions)
 
     def _count(self, stats: Statistics, emitted: Emitted, slot: int, accepted: int) -> None:
         step = emitted.step

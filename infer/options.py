@@ -10,13 +10,9 @@ from typing import Any
 
 from torch import Tensor
 
-from longdraft.infer.shape import TreeShape
 from longdraft.infer.values import is_integer, is_number, short_repr
 from longdraft.models.drafts.vocabulary import DraftVocabulary
 from longdraft.models.target import Target
-
-# A static tree of more nodes costs more than it brings, on any machine.
-MOST_NODES = 4096
 
 
 def integer(name: str, value: Any, least: int, most: int | None = None, otherwise: str = "") -> int:
@@ -69,29 +65,6 @@ def level_widths(name: str, value: Any) -> tuple[int, ...]:
     return tuple(integer(f"{name}[{i}]", width, 1) for i, width in enumerate(levels))
 
 
-def heads_shape(name: str, value: Any, n_heads: int, ranks: int) -> TreeShape:
-    """`value`, a TreeShape or the widths of the levels of a full one, by default 3 a head.
-
-    At most a level for each head, and at most `ranks` candidates in it.
-    """
-    value = (3,) * n_heads if value is None else value
-    if not isinstance(value, TreeShape):
-        widths, count, nodes = level_widths(name, value), 1, 0
-        for width in widths:
-            count *= width
-            nodes += count
-        if nodes > MOST_NODES:
-            raise ValueError(f"{name}={widths}: a tree of {nodes} nodes; give at most {MOST_NODES}")
-        value = TreeShape.cartesian(widths)
-    if not value.nodes:
-        raise ValueError(f"{name}: it needs at least one node below the root; for none, use the plain drafter")
-    if value.ranks > ranks:
-        raise ValueError(f"{name}: {value.ranks} candidates a level, but the vocabulary has {ranks}; give fewer")
-    if value.depth > n_heads:
-        raise ValueError(f"{name}: {value.depth} levels, but this draft has {n_heads} heads, one a level")
-    return value
-
-
 def check_draft(drafter: str, target: Target, draft: Any, kind: type[DraftVocabulary], description: str) -> None:
     """Raise ValueError where `draft` is no `kind`, or not in the target's dtype and on its device."""
     if not isinstance(draft, kind):
@@ -105,14 +78,6 @@ def check_draft(drafter: str, target: Target, draft: Any, kind: type[DraftVocabu
     ids, vocab_size = draft.token_ids, target.model.config.vocab_size
     if ids is not None and (int(ids.min()) < 0 or int(ids.max()) >= vocab_size or len(ids.unique()) < len(ids)):
         raise ValueError(f"draft: its token_ids must be different and lie in 0..{vocab_size - 1}")
-
-
-def check_heads(drafter: str, target: Target, draft: Any, kind: type[DraftVocabulary], description: str) -> None:
-    """`check_draft`, and that heads which read the target's hidden state are of its width."""
-    check_draft(drafter, target, draft, kind, description)
-    width = target.model.lm_head.weight.shape[1]
-    if draft.config.hidden_size != width:
-        raise ValueError(f"draft: made for a hidden size of {draft.config.hidden_size}, and this target's is {width}")
 
 
 def head_memory(draft: DraftVocabulary, head_ED: Tensor) -> dict[str, int]:

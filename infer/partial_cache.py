@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from longdraft.infer.accept import AcceptResult
-from longdraft.infer.selection import Policy
+from longdraft.infer.selection import SelectionPolicy
 from longdraft.kernels import backend
 from longdraft.kernels.selection import gather_rows
 from longdraft.kernels.transfer import HostCopy, integers
@@ -95,49 +95,47 @@ class SelectedCache(RingCache):
 
     Args:
         full: where exact rows come from. It must outlive this cache.
-        policy: an instance of its own.
         tail: rows for passes on this cache, committed and pending.
     Raises: ValueError where some layers of the model have a sliding window: it counts rows, and these are in no order.
     """
 
-    def __init__(self, full: KVCache, policy: Policy, like: DecoderConfig, tail: int):
+    def __init__(self, full: KVCache, policy: SelectionPolicy, like: DecoderConfig, tail: int):
         refuse_windows(like, f"budget={policy.budget}: a cache of selected rows")
-        policy.attach(full)
-        super().__init__(
-            like, full.batch, tail, full.keys.dtype, full.keys.device, fixed=policy.fixed, budget=policy.budget
-        )
-        self.full, self.policy = full, policy
-        self.whole = policy.budget >= full.capacity
-        shape = like.n_layers, full.batch, like.n_heads, like.head_dim
-        self._queries = torch.zeros(shape, dtype=full.keys.dtype, device=full.keys.device)
-        self._seen: list[int | None] = [None] * full.batch  # tokens that the queries see; None: there are none
+        self.full, self.policy = full, policy.on(full)
+        fixed, budget = self.policy.fixed, self.policy.budget
+        super().__init__(like, full.batch, tail, full.keys.dtype, full.keys.device, fixed=fixed, budget=budget)
+        self.whole = self.budget >= full.capacity
         # Tokens that can still come before something picked for its importance is lost: at most so few on a GPU,
         # where the host does not know how many came.
-        self._free = [policy.budget] * full.batch
-        self._asked: tuple[list[int], Tensor | None, HostCopy] | None = None
+        self._free = [self.budget] * full.batch
+        # A rebuild that waits: the slots, their queries, and what the host has to know of all slots.
+        self._waiting: tuple[list[int], Tensor | None, HostCopy] | None = None
         self.ready, self.needs_queries = True, False
 
     @property
     def building(self) -> bool:
-        return self._asked is not None
+        return self._waiting is not None
 
     def reset(
         self, slots: Sequence[int] | Tensor | None = None, prompt_lengths: Sequence[int] | Tensor | None = None
     ) -> None:
-        """Empty these slots; the prompt lengths are the full cache's unless given. A rebuild that waits is dropped."""
+        """Empty these slots; the prompt lengths are the full cache's unless given. No rebuild of theirs waits."""
         places = range(self.batch) if slots is None else [int(slot) for slot in slots]
         where = integers(places, self.lengths.device)
         super().reset(where, self.full.prompt_lengths[where] if prompt_lengths is None else prompt_lengths)
-        self._asked = None
+        if self._waiting is not None:
+            waiting, queries_LBHd, numbers = self._waiting
+            left = [slot for slot in waiting if slot not in places]
+            self._waiting = (left, queries_LBHd, numbers) if left else None
         for slot in places:
-            self._seen[slot], self._free[slot] = None, self.budget
-            self.policy.truncate(slot, 0)
+            self._free[slot] = self.budget
+            self.policy.restart(slot)
 
     def due(self, most: int) -> list[int]:
         """Slots that may lose picked rows when `most` further tokens come, and whose rebuild does not wait already."""
         if self.whole or not self.policy.scored:
             return []
-        waiting = self._asked[0] if self._asked else []
+        waiting = self._waiting[0] if self._waiting else []
         return [slot for slot in range(self.batch) if self._free[slot] < most and slot not in waiting]
 
     def select_anew(self) -> None:
@@ -152,7 +150,6 @@ class SelectedCache(RingCache):
         queries_LBHd: Tensor | None,
         depth: int,
         wanted: Sequence[int] = (),
-        known: Sequence[Sequence[int]] | None = None,
     ) -> list[int]:
         """The full cache has grown by a step. This one follows it, and where a rebuild is due or wanted, it is built
         with the step's queries, or they are asked for.
@@ -162,22 +159,20 @@ class SelectedCache(RingCache):
             queries_LBHd: of the former roots, which see what stood before them, and themselves.
             depth: of the deepest path that a step may accept.
             wanted: slots to rebuild although nothing is lost yet.
-            known: the lists of `asked`, where the owner reads them in every step; then nothing is built later.
 
         Returns: the slots whose rebuild began.
         """
         most = accepted.nodes.shape[1]
         # On a GPU a rebuild comes a step later.
-        ahead = (1 if known or backend.is_host(positions_B.device) else 2) * max(most, depth + 1)
-        every, waited = list(range(self.batch)), self.building
-        slots = sorted({*self.due(ahead), *wanted}) if self.ready or waited else every
-        if slots and queries_LBHd is not None and known:
-            self.build_known(slots, queries_LBHd, *known)
+        ahead = (1 if backend.is_host(positions_B.device) else 2) * max(most, depth + 1)
+        waited = self.building
+        slots = sorted({*self.due(ahead), *wanted}) if self.ready or waited else list(range(self.batch))
         if self.ready or waited:
             self.follow(most)
-        if slots and queries_LBHd is not None and not known:
+        if queries_LBHd is None:
+            slots = []
+        elif slots:
             self.build(slots, queries_LBHd, positions_B - accepted.counts + 1)
-        slots = [] if queries_LBHd is None else slots
         self.ready = self.ready or (not self.building and (waited or bool(slots)))
         self.needs_queries = bool(self.due(ahead)) if self.ready or self.building else True
         return slots
@@ -185,9 +180,11 @@ class SelectedCache(RingCache):
     def follow(self, most: int) -> None:
         """Drop the tail, and take over the exact rows of the full cache's next tokens, at most `most` a slot; a rebuild
         that waits comes first."""
-        self._build_asked()
-        self._take(most, self.full.lengths)
+        self._build_waiting()
+        counts_B = self._take(most, self.full.lengths)
         self.lengths.copy_(self.held.clamp(max=self.budget))
+        counts = counts_B.tolist() if backend.is_host(counts_B.device) else [most] * self.batch
+        self._free = [free - count for free, count in zip(self._free, counts, strict=True)]
 
     def build(self, slots: Sequence[int], queries_LBHd: Tensor | None, seen_B: Tensor) -> None:
         """Pick these slots' rows anew from all committed keys and drop their tails. What the query does not see, and a
@@ -201,86 +198,55 @@ class SelectedCache(RingCache):
         on_host = backend.is_host(seen_B.device)
         if not (on_host or queries_LBHd is None):
             queries_LBHd = queries_LBHd.clone()  # the next step may overwrite them
-        self._asked = list(slots), queries_LBHd, HostCopy(self.asked(seen_B))
+        self._waiting = list(slots), queries_LBHd, HostCopy(torch.stack([self.full.lengths, seen_B, self.held]))
         if on_host:
-            self._build_asked()
+            self._build_waiting()
 
-    def _build_asked(self) -> None:
-        if self._asked is not None:
-            (slots, queries_LBHd, numbers), self._asked = self._asked, None
-            (lists,) = numbers.lists()
-            self.build_known(slots, queries_LBHd, *lists)
+    def _build_waiting(self) -> None:
+        if self._waiting is not None:
+            (slots, queries_LBHd, numbers), self._waiting = self._waiting, None
+            ((totals, seen, held),) = numbers.lists()
+            for slot in slots:
+                queries_LHd = None if queries_LBHd is None else queries_LBHd[:, slot]
+                self._build(slot, queries_LHd, totals[slot], seen[slot], held[slot])
 
-    def asked(self, seen_B: Tensor) -> Tensor:
-        """int64 [3, B], of which `build_known` wants the lists; seen_B: of `build`."""
-        return torch.stack([self.full.lengths, seen_B, self.held])
+    def build_from_prompt(self, slot: int, queries_L1Hd: Tensor | None, length: int) -> None:
+        """`build`, at once, at the end of the prefill of a slot, just reset: queries of its last token, and how many
+        there are."""
+        self._build(slot, None if queries_L1Hd is None else queries_L1Hd[:, 0], length, length, 0)
 
-    def build_known(
-        self,
-        slots: Sequence[int],
-        queries_LBHd: Tensor | None,
-        totals: Sequence[int],
-        seen: Sequence[int],
-        held: Sequence[int],
-    ) -> list[int]:
-        """`build`, at once, where the host knows what `asked` says, one number a slot.
+    def _build(self, slot: int, queries_LHd: Tensor | None, total: int, seen: int, held: int) -> None:
+        """A slot of so many tokens, of which the queries see so many, and so many are held up to now."""
+        if 0 < held <= total <= self.budget:  # all are there, in order
+            self._free[slot] = self.budget - held
+        else:
+            held = self._load(slot, min(seen, total), queries_LHd)
+        limits_B = self.held.clone()
+        limits_B[slot].fill_(total)
+        self._take(max(1, total - held), limits_B)
+        self._free[slot] -= total - held
+        self.lengths[slot].fill_(min(total, self.budget))
 
-        Returns: the slots with more tokens than fit, where there was something to pick.
-        """
-        known = list(held)
-        for slot in slots:
-            if queries_LBHd is not None:
-                self._queries[:, slot], self._seen[slot] = queries_LBHd[:, slot], seen[slot]
-            if 0 < held[slot] <= totals[slot] <= self.budget:  # all are there, in order
-                self._free[slot] = self.budget - held[slot]
-            else:
-                known[slot] = self._load(slot, min(seen[slot], totals[slot]))
-        self._take_all(slots, totals, known)
-        return [slot for slot in slots if totals[slot] > self.budget]
+    def _load(self, slot: int, seen: int, queries_LHd: Tensor | None) -> int:
+        """Fill a slot from its first `seen` tokens: all of them where they fit, else the policy's pick. Returns how
+        many are held then."""
+        full, rows = self.full, slice(0, min(seen, self.budget))
+        keys, values = self.keys[:, slot, rows], self.values[:, slot, rows]
+        if seen <= self.budget:
+            keys.copy_(full.keys[:, slot, rows])
+            values.copy_(full.values[:, slot, rows])
+            held, written, free = seen, seen - self.fixed, self.budget - seen
+        else:
+            held, written, free = self.policy.covered(seen), 0, self.budget - self.fixed
+            picked_LRK = self.policy.pick(slot, held, queries_LHd)
+            gather_rows(full.keys[:, slot], full.values[:, slot], picked_LRK, keys, values)
+        self.held[slot].fill_(held)
+        self._written[slot].fill_(written)
+        self._free[slot] = free
+        return held
 
-    def build_from_prompt(self, slots: Sequence[int], queries_LbHd: Tensor | None, lengths: Sequence[int]) -> None:
-        """`build` at the end of the prefill of these slots, just reset, whose queries these are, of its last row.
-
-        lengths: tokens of each.
-        """
-        queries_LBHd, totals = None, [0] * self.batch
-        if queries_LbHd is not None:
-            queries_LBHd = torch.zeros_like(self._queries)
-            queries_LBHd.index_copy_(1, integers(slots, self.held.device), queries_LbHd)
-        for slot, length in zip(slots, lengths, strict=True):
-            totals[slot] = length
-        self.build_known(slots, queries_LBHd, totals, totals, [0] * self.batch)
-
-    def rewind(self, lengths_B: Tensor) -> None:
-        """Back to the first lengths_B[b] tokens. Where that reaches behind the tail, what the ring has overwritten is
-        needed again: the slot is rebuilt with its last query from the full cache, which has those rows in any case. A
-        rebuild that waits is dropped."""
-        self._asked = None
-        kept_B = torch.minimum(lengths_B, self.tokens)
-        self.lengths.copy_(self.held.clamp(max=self.budget) + (kept_B - self.held).clamp(min=0))
-        kept, held = torch.stack([kept_B, self.held]).tolist()
-        lost = [slot for slot in range(self.batch) if kept[slot] < held[slot]]
-        for slot in lost:
-            self.policy.truncate(slot, kept[slot])
-            seen = self._seen[slot]
-            held[slot] = self._load(slot, kept[slot] if seen is None else min(seen, kept[slot]))
-        self._take_all(lost, kept, held)
-
-    def _take_all(self, slots: Sequence[int], lengths: Sequence[int], held: Sequence[int]) -> None:
-        """Exact rows of these slots up to these lengths, one a slot of the batch; their tails are dropped.
-
-        held: tokens in each slot now.
-        """
-        if not slots:
-            return
-        where = integers(slots, self.held.device)
-        limits_B = self.held.index_copy(0, where, integers([lengths[slot] for slot in slots], where.device))
-        counts = [lengths[slot] - held[slot] if slot in slots else 0 for slot in range(self.batch)]
-        self._take(max(1, *counts), limits_B, counts)
-        self.lengths.index_copy_(0, where, self.held[where].clamp(max=self.budget))
-
-    def _take(self, most: int, lengths_B: Tensor, counts: Sequence[int] | None = None) -> None:
-        """Exact rows from `held` on, up to lengths_B and at most `most`, into the ring; counts: how many, if known."""
+    def _take(self, most: int, lengths_B: Tensor) -> Tensor:
+        """Exact rows from `held` on, up to lengths_B and at most `most`, into the ring: int64 [B], how many."""
         counts_B = (lengths_B - self.held).clamp(0, most)
         positions_BM = self.held[:, None] + torch.arange(most, device=counts_B.device)
         positions_BM = positions_BM.clamp(max=self.full.capacity - 1)
@@ -289,36 +255,11 @@ class SelectedCache(RingCache):
         self.values[:, self._slots_B1, rows_BM] = self.full.values[:, self._slots_B1, positions_BM]
         self.held.add_(counts_B)
         self._written.add_(counts_B)
-        if counts is None:
-            counts = counts_B.tolist() if backend.is_host(counts_B.device) else [most] * self.batch
-        self._free = [free - count for free, count in zip(self._free, counts, strict=True)]
-
-    def _load(self, slot: int, seen: int) -> int:
-        """Fill a slot from its first `seen` tokens: all of them where they fit, else the policy's pick. Returns `held`
-        of the slot."""
-        full = self.full
-        if seen <= self.budget:
-            self.keys[:, slot, :seen] = full.keys[:, slot, :seen]
-            self.values[:, slot, :seen] = full.values[:, slot, :seen]
-            return self._place(slot, seen, written=seen - self.fixed, free=self.budget - seen)
-        covered, scored = self.policy.covered(seen), self._seen[slot] is not None
-        self.policy.prepare(slot, covered)
-        picked_LRK = self.policy.pick(slot, covered, self._queries[:, slot] if scored else None)
-        rows = slice(0, self.budget)
-        gather_rows(
-            full.keys[:, slot], full.values[:, slot], picked_LRK, self.keys[:, slot, rows], self.values[:, slot, rows]
-        )
-        return self._place(slot, covered, written=0, free=self.budget - self.fixed)
-
-    def _place(self, slot: int, held: int, *, written: int, free: int) -> int:
-        self.held[slot].fill_(held)
-        self._written[slot].fill_(written)
-        self._free[slot] = free
-        return held
+        return counts_B
 
 
 def selected_bytes(
-    policy: Policy, like: DecoderConfig, dtype: torch.dtype, batch: int, capacity: int, tail: int
+    policy: SelectionPolicy, like: DecoderConfig, dtype: torch.dtype, batch: int, capacity: int, tail: int
 ) -> dict[str, int]:
     """Bytes of a SelectedCache by name, before it is allocated, on a full cache of `capacity` rows a slot."""
     row = RingCache.row_bytes(like, dtype)

@@ -72,7 +72,8 @@ class Penalties:
         places_BC = first_B[:, None] + torch.arange(count, device=first_B.device)
         if ids_R is not None:
             # One more column takes what stands outside of the restricted vocabulary.
-            tokens_BC = self._place_of(ids_R)[tokens_BC.clamp(max=len(self._place_of(ids_R)) - 1)]
+            places = self.places_of(ids_R)
+            tokens_BC = places[tokens_BC.clamp(max=len(places) - 1)]
             logits_BNV = torch.nn.functional.pad(logits_BNV, (0, 1))
         if self._contextual is not None:
             recent = min(self.widest, count)
@@ -95,6 +96,9 @@ class Penalties:
         first: int = 0,
     ) -> Tensor:
         """`apply` at M nodes of a tree, each by its own history, to the same bits: nothing is written to `history`.
+
+        `apply` keeps an arithmetic of its own, for one history a slot: over 49152 words a contextual penalty takes a
+        CPU 0.08 ms there and 0.35 ms here at one node, 0.11 and 1.4 ms at four, of steps of 12 ms.
 
         Args:
             logits_BMV: of the nodes first .. first + M - 1.
@@ -161,7 +165,8 @@ class Penalties:
         return less
 
     def _reach(self, history: History, positions_B: Tensor) -> int:
-        """How many of the last tokens have to be read. On a GPU, where positions are not known, the most it can be."""
+        """How many of the last tokens have to be read. On a GPU, where positions are not known, the most it can be; a
+        CPU, where a slot of 300 tokens has room for 128K, would take 3 ms for a choice in place of 0.06."""
         capacity = history.tokens.shape[1]
         whole = self._repetition is not None or self._counts
         if not backend.is_host(positions_B.device):
@@ -181,7 +186,7 @@ class Penalties:
         index_BNC, less_B1C = tokens_BC[:, None].expand(-1, nodes, -1), self._taken_off(times_BC)[:, None]
         return logits_BNV.scatter(2, index_BNC, logits_BNV.gather(2, index_BNC) - less_B1C)
 
-    def _place_of(self, ids_R: Tensor) -> Tensor:
+    def places_of(self, ids_R: Tensor) -> Tensor:
         """int64 [last id + 2]: where each target id stands in `ids_R`, R where it does not; kept for each `ids_R`."""
         if id(ids_R) not in self._places:
             places = torch.full((int(ids_R.max()) + 2,), len(ids_R), device=ids_R.device)
@@ -192,7 +197,7 @@ class Penalties:
     def _bans(self, width: int, ids_R: Tensor | None) -> Tensor:
         """bool [B, V] or [B, R] of the banned tokens."""
         assert self.banned is not None
-        vocab = width if ids_R is None else len(self._place_of(ids_R))
+        vocab = width if ids_R is None else len(self.places_of(ids_R))
         key = vocab, ids_R is None
         if key not in self._ban_masks:
             mask = torch.zeros(len(self.banned), vocab, dtype=torch.bool)

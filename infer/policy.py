@@ -12,11 +12,9 @@ from collections.abc import Sequence
 from itertools import accumulate, zip_longest
 from statistics import fmean, mean, median
 
-from torch import Tensor
-
 from longdraft.infer.depth import FIRST_RATE, FIRST_WEIGHT, Depth
 from longdraft.infer.measured import EARLIER_FADING, ROW_COST, Costs, Rates, bounded
-from longdraft.infer.tree import Lists, TokenTree
+from longdraft.infer.tree import Lists
 
 # Query tokens a slot that a pass may have, where the policy chooses them; the widest is the drafter's own.
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
@@ -45,11 +43,12 @@ class DraftPassChoice:
             brings the one token that plain decoding would bring for it), "without" and "with" (steps being measured),
             "decided".
         with_pass: whether steps are to have the pass now.
+        taken: whether the last proposal had it, for a drafter that takes it to say.
         description: what was decided.
     """
 
     def __init__(self, budget: int):
-        self._budget, self._decided_at = budget, 0
+        self._budget, self._decided_at, self.taken = budget, 0, False
         self._samples: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
         self._be_short()
 
@@ -59,6 +58,7 @@ class DraftPassChoice:
 
     def plan(self, longest: int) -> None:
         """A step begins; `longest`: tokens of the longest context."""
+        self.taken = False
         if longest <= self._budget:
             self._be_short()
         elif self.phase == "short" or (self.phase == "decided" and longest >= 2 * self._decided_at):
@@ -118,7 +118,7 @@ class Policy:
     ):
         self.draft_pass = None if draft_pass_budget is None else DraftPassChoice(draft_pass_budget)
         self.widths, self.automatic = tuple(sorted(set(widths))), automatic
-        self.depth, self._slots_add_up = Depth(stages, beforehand), slots_add_up
+        self.depth, self._slots_add_up = Depth(stages, beforehand, self.speed), slots_add_up
         self._costs: dict[int, Costs] = {}  # by the number of slots
         first = [FIRST_RATE * FIRST_WEIGHT] * n_classes, [FIRST_WEIGHT] * n_classes
         self._all = Rates(*first, EARLIER_FADING)
@@ -148,7 +148,7 @@ class Policy:
         self._plain_steps = self._skipped = 0
         self.depth.start_request(slot)
         self._pause = SKIPPED
-        if self.depth.idle(self.speed):
+        if self.depth.idle():
             self._skipped = SKIPPED
         own = self._slots[slot] = self._all.passed_on()
         self.rates[slot] = [bounded(h / t) for h, t in zip(own.hits, own.trials, strict=True)]
@@ -176,21 +176,6 @@ class Policy:
             if width > 1:
                 best = max(best, expected[min(width, len(expected)) - 1] / (seconds + draft_seconds))
         return max(expected[0] / (self.costs.of(1) + draft_seconds), best / HURDLE)
-
-    def goes_on(self, tree: TokenTree, active_B: Tensor, first_class: int = 0) -> bool:
-        """Whether a drafter that has proposed `tree` so far is to run one more stage (see `Depth`)."""
-        if not self.automatic or self.depth.beforehand:
-            return True
-        return self.depth.goes_on(tree.lists, self.rates, active_B.tolist(), first_class, self.speed)
-
-    @property
-    def asks_first(self) -> bool:
-        """Whether a proposal's first stage is run only where it pays beside other drafters' nodes (see `Depth`)."""
-        return self.automatic and not self.depth.beforehand and self.depth.count > 1
-
-    def begins(self, others: Lists, active_B: Tensor) -> bool:
-        """Whether a staged drafter is to propose at all beside what others have proposed (see `Depth`)."""
-        return self.depth.begins(others, active_B.tolist(), self.speed)
 
     def decide(self, expected: list[float]) -> None:
         """The width with the most expected tokens a second. expected: [w - 1], of the w best nodes."""
@@ -246,7 +231,7 @@ class Policy:
             return
         if typical:
             self.depth.record(stages, draft_seconds)
-        if self.depth.idle(self.speed):
+        if self.depth.idle():
             self._skipped, self._pause = self._pause, min(2 * self._pause, LONGEST_REST)
         else:
             self._pause = SKIPPED

@@ -6,6 +6,8 @@ cache, H query heads, K KV heads, d head width, R rows picked, C chunks.
 """
 
 from collections.abc import Mapping
+from copy import copy
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -14,8 +16,8 @@ from longdraft.kernels.selection import chunk_means, top_keys
 from longdraft.models.kv_cache import KVCache
 
 
-class Policy:
-    """Picks `budget` of a slot's tokens.
+class SelectionPolicy:
+    """Picks `budget` of a slot's tokens, from the full cache that it was put `on`.
 
     Attributes:
         budget: rows a slot, for each layer and KV head.
@@ -24,74 +26,65 @@ class Policy:
     """
 
     scored = False
+    full: KVCache
 
-    def __init__(self, budget: int, fixed: int):
-        if fixed < 0 or budget <= fixed:
-            raise ValueError(f"budget={budget}: must exceed the {fixed} tokens that always stay; raise it")
-        self.budget, self.fixed = budget, fixed
+    def __init__(self, budget: int = 4096, sinks: int = 16):
+        if sinks < 0 or budget <= sinks:
+            raise ValueError(f"budget={budget}: must exceed the {sinks} tokens that always stay; raise it")
+        self.budget, self.fixed = budget, sinks
 
     def rows(self, capacity: int) -> int:
         """The budget on a full cache of `capacity` tokens: no more than what they need."""
         return min(self.budget, max(capacity, self.fixed + 1))
 
-    def attach(self, full: KVCache) -> None:
-        """The full cache that it picks from, whose capacity bounds the budget from now on."""
-        self.full, self.budget = full, self.rows(full.capacity)
+    def on(self, full: KVCache) -> Self:
+        """The same on a full cache, whose capacity bounds the budget."""
+        own = copy(self)
+        own.full, own.budget = full, self.rows(full.capacity)
+        return own
 
     def covered(self, seen: int) -> int:
         """Of `seen` tokens, those that it decides over; what comes behind is kept as recent."""
         return seen
 
-    def prepare(self, slot: int, covered: int) -> None:
-        """Bring what is kept for scoring up to `covered` tokens of this slot."""
-
-    def truncate(self, slot: int, length: int) -> None:
-        """Tokens of this slot from `length` on are void."""
+    def restart(self, slot: int) -> None:
+        """This slot's tokens are void."""
 
     def pick(self, slot: int, covered: int, queries_LHd: Tensor | None) -> Tensor:
         """Indices of tokens below `covered` (which is at least the budget): int64 [L, R, K], R = budget.
 
-        The fixed ones first, then the least important first, because they are overwritten in this order.
+        The fixed ones first, then the least important first, because they are overwritten in this order. Here, and
+        everywhere without queries (one of each layer), those are the oldest.
         """
-        if queries_LHd is None or not self.scored:
-            n_layers, _, _, n_kv_heads, _ = self.full.keys.shape
-            fixed = torch.arange(self.fixed, device=self.full.keys.device)
-            recent = torch.arange(covered - self.budget + self.fixed, covered, device=self.full.keys.device)
-            return torch.cat([fixed, recent])[:, None].expand(n_layers, -1, n_kv_heads)
-        return self.best(slot, covered, queries_LHd)
-
-    def best(self, slot: int, covered: int, queries_LHd: Tensor) -> Tensor:
-        """As `pick`, by the queries, one of each layer."""
-        raise NotImplementedError
+        n_layers, _, _, n_kv_heads, _ = self.full.keys.shape
+        fixed = torch.arange(self.fixed, device=self.full.keys.device)
+        recent = torch.arange(covered - self.budget + self.fixed, covered, device=self.full.keys.device)
+        return torch.cat([fixed, recent])[:, None].expand(n_layers, -1, n_kv_heads)
 
     def memory_bytes(self, row_bytes: int, batch: int, capacity: int) -> Mapping[str, int]:
         """What it keeps beside the picked rows, of which one takes `row_bytes`."""
         return {}
 
 
-class Recent(Policy):
+class Recent(SelectionPolicy):
     """The sinks and the most recent tokens (StreamingLLM): the naive policy."""
 
-    def __init__(self, budget: int = 4096, sinks: int = 16):
-        super().__init__(budget, sinks)
 
-
-class TopTokens(Policy):
+class TopTokens(SelectionPolicy):
     """The sinks, and the tokens most important to the last committed query (TokenSwift, section 3.2)."""
 
     scored = True
 
-    def __init__(self, budget: int = 4096, sinks: int = 16):
-        super().__init__(budget, sinks)
-
-    def best(self, slot: int, covered: int, queries_LHd: Tensor) -> Tensor:
+    def pick(self, slot: int, covered: int, queries_LHd: Tensor | None) -> Tensor:
+        if queries_LHd is None:
+            return super().pick(slot, covered, None)
         keys_LSKd = self.full.keys[:, slot, self.fixed : covered]
         best_LKR = top_keys(queries_LHd, keys_LSKd, self.budget - self.fixed).flip(2) + self.fixed
         fixed_R1 = torch.arange(self.fixed, device=best_LKR.device)[:, None]
         return torch.cat([fixed_R1.expand(len(best_LKR), -1, best_LKR.shape[1]), best_LKR.transpose(1, 2)], 1)
 
 
-class TopChunks(Policy):
+class TopChunks(SelectionPolicy):
     """The first chunk, and the chunks whose mean key scores best with the last committed query (TriForce, section 4.1).
 
     A chunk's mean is final once the chunk is full, so means are only ever appended. Tokens behind the last full chunk
@@ -99,6 +92,8 @@ class TopChunks(Policy):
     """
 
     scored = True
+    means_LBCKd: Tensor
+    _done: list[int]  # means of each slot
 
     def __init__(self, budget: int = 4096, chunk: int = 8):
         if chunk < 1 or budget % chunk:
@@ -109,28 +104,28 @@ class TopChunks(Policy):
     def rows(self, capacity: int) -> int:
         return min(self.budget, max(-(-capacity // self.chunk), 2) * self.chunk)
 
-    def attach(self, full: KVCache) -> None:
-        super().attach(full)
+    def on(self, full: KVCache) -> Self:
+        own = super().on(full)
         n_layers, batch, capacity, n_kv_heads, width = full.keys.shape
-        self.means_LBCKd = full.keys.new_empty(n_layers, batch, capacity // self.chunk, n_kv_heads, width)
-        self._done = [0] * batch
+        own.means_LBCKd = full.keys.new_empty(n_layers, batch, capacity // self.chunk, n_kv_heads, width)
+        own._done = [0] * batch
+        return own
 
     def covered(self, seen: int) -> int:
         return seen // self.chunk * self.chunk
 
-    def prepare(self, slot: int, covered: int) -> None:
+    def restart(self, slot: int) -> None:
+        self._done[slot] = 0
+
+    def pick(self, slot: int, covered: int, queries_LHd: Tensor | None) -> Tensor:
+        if queries_LHd is None:
+            return super().pick(slot, covered, None)
         done, count = self._done[slot], covered // self.chunk
-        if count <= done:
-            return
-        keys_LSKd = self.full.keys[:, slot, done * self.chunk : count * self.chunk]
-        chunk_means(keys_LSKd, self.chunk, self.means_LBCKd[:, slot, done:count])
-        self._done[slot] = count
-
-    def truncate(self, slot: int, length: int) -> None:
-        self._done[slot] = min(self._done[slot], length // self.chunk)
-
-    def best(self, slot: int, covered: int, queries_LHd: Tensor) -> Tensor:
-        means_LCKd = self.means_LBCKd[:, slot, 1 : covered // self.chunk]
+        if count > done:
+            keys_LSKd = self.full.keys[:, slot, done * self.chunk : count * self.chunk]
+            chunk_means(keys_LSKd, self.chunk, self.means_LBCKd[:, slot, done:count])
+            self._done[slot] = count
+        means_LCKd = self.means_LBCKd[:, slot, 1:count]
         best_LKC = top_keys(queries_LHd, means_LCKd, self.budget // self.chunk - 1).flip(2) + 1
         chunks_LKC = torch.cat([torch.zeros_like(best_LKC[..., :1]), best_LKC], 2)
         inside = torch.arange(self.chunk, device=best_LKC.device)

@@ -139,7 +139,7 @@ class Service:
             raise ApiError(400, str(error), "n") from error
         if body.stream:
             return Events(self._events(job, answers), self.thread, job)
-        return _json(answers.whole(await self._whole(request, job)))
+        return JSONResponse(answers.whole(await self._whole(request, job)))
 
     async def _whole(self, request: Request, job: Job) -> list[Generation]:
         """All generations, unless the client hangs up before."""
@@ -187,7 +187,7 @@ class Service:
         own |= {"max_model_len": self.engine.max_length}
         if name is not None:
             self._check_model(name)
-        return _json({"object": "list", "data": [own]} if name is None else own)
+        return JSONResponse({"object": "list", "data": [own]} if name is None else own)
 
     def _check_model(self, name: str | None) -> None:
         own = self.settings.model
@@ -304,13 +304,5 @@ async def _hang_up(request: Request) -> None:
         pass
 
 
-def _text(value: Mapping[str, Any]) -> bytes:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
-
-
-def _json(value: Mapping[str, Any]) -> Response:
-    return Response(_text(value), media_type="application/json")
-
-
 def _event(value: Mapping[str, Any]) -> bytes:
-    return b"data: " + _text(value) + b"\n\n"
+    return b"data: " + json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"

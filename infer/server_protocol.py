@@ -81,14 +81,14 @@ class Body(BaseModel):
     service_tier: str | None = None
 
     @property
-    def limit(self) -> int | None:
-        """Most new tokens; None: not said."""
-        return self.max_tokens
+    def limit_field(self) -> str:
+        """Which field says how many new tokens there may be."""
+        return "max_tokens"
 
     @property
-    def limit_field(self) -> str:
-        """Which field says it."""
-        return "max_tokens"
+    def limit(self) -> int | None:
+        """What it says; None: nothing."""
+        return getattr(self, self.limit_field)
 
     def prompts(self) -> list[Any]:
         """What `read_requests` takes, one a prompt."""
@@ -106,10 +106,6 @@ class Chat(Body):
     tool_choice: Literal["none"] | None = None
     response_format: dict[Literal["type"], Literal["text"]] | None = None
     modalities: list[Literal["text"]] | None = None
-
-    @property
-    def limit(self) -> int | None:
-        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
     def limit_field(self) -> str:
@@ -307,10 +303,9 @@ class Answers:
 
     def __init__(self, body: Body, identity: str, model: str, max_depth: int):
         self._chat, self._body, self._max_depth = isinstance(body, Chat), body, max_depth
-        kind = "chat.completion" if self._chat else "text_completion"
-        self._head = {"created": int(time.time()), "model": model}
+        kind, prefix = ("chat.completion", "chatcmpl") if self._chat else ("text_completion", "cmpl")
         self._whole_kind, self._chunk_kind = kind, f"{kind}.chunk" if self._chat else kind
-        self._head = {"id": f"{'chatcmpl' if self._chat else 'cmpl'}-{identity}", **self._head}
+        self._head = {"id": f"{prefix}-{identity}", "created": int(time.time()), "model": model}
         self._options = body.stream_options or StreamOptions()
         self.tells_accepted = self._options.include_accepted
 

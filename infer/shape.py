@@ -5,20 +5,29 @@ Shapes: B slots, I levels, K ranks, N nodes with the root.
 """
 
 import heapq
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from longdraft.infer.tree import ROOT, TokenTree
+from longdraft.kernels.transfer import from_host
 
 
 @dataclass(frozen=True)
 class TreeShape:
-    """Nodes as rank paths, every parent before its children."""
+    """Nodes as rank paths, every parent before its children.
+
+    Attributes:
+        first_class: the class of the first node (TokenTree.classes); the others' follow.
+    """
 
     nodes: tuple[tuple[int, ...], ...]
+    first_class: int = 1
+    _shorter: dict[int, "TreeShape"] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _trees: dict[Hashable, TokenTree] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self):
         known: set[tuple[int, ...]] = {()}
@@ -37,37 +46,43 @@ class TreeShape:
             nodes += level
         return TreeShape(tuple(nodes))
 
-    @property
+    @cached_property
     def depth(self) -> int:
         return max((len(node) for node in self.nodes), default=0)
 
-    @property
+    @cached_property
     def ranks(self) -> int:
         """How many ranks a level must offer."""
         return 1 + max((node[-1] for node in self.nodes), default=0)
 
+    def first(self, count: int) -> "TreeShape":
+        """The first `count` nodes alone, or all where there are no more; made once for each number."""
+        if count >= len(self.nodes):
+            return self
+        if count not in self._shorter:
+            self._shorter[count] = TreeShape(self.nodes[:count], self.first_class)
+        return self._shorter[count]
 
-class TreeTemplate:
-    """A shape's parents, depths and ancestors on a device, for `batch` slots, computed once.
-
-    Attributes:
-        parents: of every slot, on the host.
-        tree: with no tokens yet; `classes` are the root's and the nodes' (TokenTree.classes).
-    """
-
-    def __init__(self, shape: TreeShape, batch: int, device, classes: Sequence[int] | None = None):
-        index = {(): 0} | {node: i + 1 for i, node in enumerate(shape.nodes)}
-        self.parents = parents = [ROOT] + [index[node[:-1]] for node in shape.nodes]
-        rows = [[0] * len(parents), parents, *([] if classes is None else [list(classes)])]
-        self.tree = TokenTree(*(torch.tensor([row] * batch, device=device) for row in rows))
-        _ = self.tree.ancestors, self.tree.depths
-        slots = [(len(node) - 1) * shape.ranks + node[-1] for node in shape.nodes]
-        self._slots_N = torch.tensor(slots, dtype=torch.int64, device=device)
+    def tree(self, batch: int, device: torch.device) -> TokenTree:
+        """`batch` slots' tree, with ancestors and depths, made once; its "tokens" are each node's place in [I, K], that
+        of its level and rank, the root's 0."""
+        if (batch, device) not in self._trees:
+            index = {(): 0} | {node: i + 1 for i, node in enumerate(self.nodes)}
+            places = [0] + [(len(node) - 1) * self.ranks + node[-1] for node in self.nodes]
+            parents = [ROOT] + [index[node[:-1]] for node in self.nodes]
+            classes = [0, *range(self.first_class, self.first_class + len(self.nodes))]
+            rows_3N = torch.tensor([places, parents, classes])
+            rows_3BN = from_host(rows_3N[:, None].repeat(1, batch, 1), device)
+            tree = self._trees[batch, device] = TokenTree(*rows_3BN.unbind(0))
+            _ = tree.ancestors, tree.depths
+        return self._trees[batch, device]
 
     def fill(self, roots_B: Tensor, ranked_BIK: Tensor) -> TokenTree:
-        """The tree whose node (.., r) at level i carries ranked_BIK[b, i, r]; int64 tokens."""
-        tokens = ranked_BIK.flatten(1).index_select(1, self._slots_N)
-        return self.tree.with_tokens(torch.cat([roots_B[:, None], tokens], dim=1))
+        """The tree whose node (.., r) at level i carries ranked_BIK[b, i, r]; int64 tokens; K is `ranks`."""
+        tree = self.tree(len(roots_B), roots_B.device)
+        tokens_BN = ranked_BIK.flatten(1).gather(1, tree.tokens)
+        tokens_BN[:, 0] = roots_B
+        return tree.with_tokens(tokens_BN)
 
 
 def path_rate(rank_rates: Sequence[Sequence[float]], node: Sequence[int]) -> float:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from longdraft.infer.graphs import Graphs
 from longdraft.infer.history import History
-from longdraft.infer.policy import Policy
+from longdraft.infer.policy import DraftPassChoice, Policy
 from longdraft.infer.sampling import SlotSampling
 from longdraft.infer.tree import Lists, TokenTree
 
@@ -32,6 +32,7 @@ class SlotState:
         policy: what decides how deep a proposal goes; None: all its stages are run.
         first_class: among the policy's classes, the first of the drafter's own.
         graphs: work that is queued on the device in every step goes through `run`, which records it.
+        draft_pass: whether this proposal is to have a draft pass, where that is tried out.
     """
 
     roots: Tensor
@@ -43,13 +44,15 @@ class SlotState:
     graphs: Graphs = field(default_factory=Graphs)
     policy: Policy | None = None
     first_class: int = 0
+    draft_pass: DraftPassChoice | None = None
 
     def of_slots(self, slots: slice) -> "SlotState":
         """These slots' alone, as they stand."""
-        places = self.roots[slots], self.positions[slots], self.active[slots]
         return replace(
             self,
-            **dict(zip(("roots", "positions", "active"), places, strict=True)),
+            roots=self.roots[slots],
+            positions=self.positions[slots],
+            active=self.active[slots],
             history=self.history.of_slots(slots),
             sampling=self.sampling.of_slots(slots),
             committed=self.committed[slots],
@@ -78,16 +81,17 @@ class SlotState:
 
     def goes_on(self, tree: TokenTree) -> bool:
         """Whether one more stage pays behind `tree`, what a drafter has proposed so far (see infer/depth.py)."""
-        return self.policy is None or self.policy.goes_on(tree, self.active, self.first_class)
+        policy = self.policy
+        return policy is None or policy.depth.goes_on(tree, policy.rates, self.active, self.first_class)
 
     @property
     def asks_first(self) -> bool:
         """Whether a drafter in stages is to ask `begins` before the first."""
-        return self.policy is not None and self.policy.asks_first
+        return self.policy is not None and self.policy.depth.asks_first
 
     def begins(self, others: Lists) -> bool:
         """Whether a drafter in stages is to propose beside what others have proposed."""
-        return self.policy is None or self.policy.begins(others, self.active)
+        return self.policy is None or self.policy.depth.begins(others, self.active)
 
     def ranking(self, logits: Tensor, offset: int, token_ids: Tensor | None = None) -> Tensor:
         """Scores to rank candidates for the token `offset` behind the root by: fp32, or the logits' dtype.

@@ -31,7 +31,7 @@ class TextReader:
     where their text goes on from its own.
 
     Attributes:
-        text: all that was read; what may be within a character is not in it before the next tokens or `finish`.
+        text: all that was read, but what may be within a character.
     """
 
     def __init__(self, tokenizer, prompt: Sequence[int] = ()):
@@ -46,7 +46,8 @@ class TextReader:
         before = len(self._window)
         self._window += tokens
         whole = self._decode(self._window)
-        ready = len(whole) - _unfinished(whole)
+        # The next tokens may change what is behind it.
+        ready = max(len(whole.rstrip(UNFINISHED)), len(whole) - MOST_UNFINISHED)
         if whole.endswith(UNFINISHED) and not whole.startswith(self._given):
             return ""  # of tokens that are bytes, those of half a character undo the whole ones before them
         added = whole[len(self._given) : ready]
@@ -60,21 +61,8 @@ class TextReader:
                 del self._window[before:]  # without text of their own, as special tokens are
         return added
 
-    def finish(self) -> str:
-        """What still waited: an unfinished character."""
-        rest = self._decode(self._window)[len(self._given) :]
-        self._window, self._finished, self._given = [], 0, ""
-        self.text += rest
-        return rest
-
     def _decode(self, tokens: list[int]) -> str:
         return self._tokenizer.decode(tokens, skip_special_tokens=True) if tokens else ""
-
-
-def _unfinished(text: str) -> int:
-    """How many characters at the end the next tokens may change."""
-    count = len(text) - len(text.rstrip(UNFINISHED))
-    return min(count, MOST_UNFINISHED)
 
 
 class StopStrings:

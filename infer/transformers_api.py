@@ -2,7 +2,7 @@
 
 Greedy tokens are those of `model.generate` (in half precision up to the rounding of nearly equal logits); sampled ones
 follow the same distribution from a noise of our own. What a configuration asks for and this engine does not do is
-refused by name, nothing is ignored. Not here: the conversion of the model (models/hf.py).
+refused by name, nothing is ignored. Not here: the conversion of the model (models/from_transformers.py).
 Shapes: B prompts, R rows (each prompt num_return_sequences times), P prompt tokens with padding, T = P + the longest
 row's new tokens.
 """
@@ -26,7 +26,9 @@ from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
 from longdraft.infer.values import is_integer, is_number, short_repr
 from longdraft.models.draft_folder import draft_method
-from longdraft.models.hf import decoder_config, load_tokenizer, refresh, target_from_transformers
+from longdraft.models.from_transformers import refresh, target_from_transformers
+from longdraft.models.hf import load_tokenizer
+from longdraft.models.hf_config import decoder_config
 from longdraft.models.target import Target
 
 DEFAULT_DRAFTER = "token_recycling"
@@ -266,14 +268,14 @@ def _read_prompts(
         name = "as given"
     if mask.shape != input_ids.shape:
         raise ValueError(f"attention_mask: {list(mask.shape)}, and input_ids is {list(input_ids.shape)}; give the same")
-    counts = [int(count) for count in (mask != 0).sum(1)]
-    left = torch.arange(mask.shape[1], device=mask.device) >= mask.shape[1] - (mask != 0).sum(1, keepdim=True)
-    if 0 in counts or not torch.equal(left, mask != 0):
+    given = mask != 0
+    counts, places = given.sum(1), torch.arange(mask.shape[1], device=mask.device)
+    if not counts.all() or not torch.equal(given, places >= mask.shape[1] - counts[:, None]):
         raise ValueError(
             f"attention_mask ({name}): zeros may stand only before a prompt's tokens, of which there is at least one; "
             "pad with padding_side='left', and give the mask where the pad token is also text"
         )
-    return input_ids, [row[-count:] for row, count in zip(input_ids.tolist(), counts, strict=True)]
+    return input_ids, [row[-count:] for row, count in zip(input_ids.tolist(), counts.tolist(), strict=True)]
 
 
 def _new_tokens(config: GenerationConfig, default: bool, width: int, longest: int, target: Target) -> int:
@@ -301,21 +303,21 @@ def _sampling(
     def known(ids: list[int]) -> tuple[int, ...]:
         return tuple(token for token in ids if 0 <= token < target.model.config.vocab_size)
 
+    def given(*names: str) -> dict[str, Any]:
+        return {name: value for name in names if (value := getattr(config, name)) is not None}
+
     fixed: dict[str, Any] = {
         "max_new_tokens": new,
         "stop_token_ids": known(ends),
         "ignore_eos": True,  # the configuration's end tokens count, not the target's
         "banned_token_ids": known(_token_ids(config.suppress_tokens)),
+        **given("repetition_penalty"),
     }
-    if config.repetition_penalty is not None:
-        fixed["repetition_penalty"] = config.repetition_penalty
     if not config.do_sample:
         return [SamplingParams(**fixed)] * count
-    if config.temperature is not None and config.temperature <= 0:
+    fixed |= {"temperature": 1.0, **given("temperature", "top_k", "top_p", "min_p", "eta_cutoff")}
+    if fixed["temperature"] <= 0:
         raise ValueError(f"temperature={config.temperature}: with do_sample it is above 0; for greedy, do_sample=False")
-    off = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "eta_cutoff": 0.0}
-    given = {name: getattr(config, name) for name in off}
-    fixed |= {name: off[name] if value is None else value for name, value in given.items()}
     SamplingParams(**fixed, seed=seed)  # names a seed that is none
     if seed is None:
         seeds = torch.randint(2**63 - 1, (count,)).tolist()

@@ -7,13 +7,10 @@ Shapes: B slots, R rows of the ring, N rows of the tree so far, T queries, G = H
 d head width.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from longdraft.kernels.transfer import integers
 from longdraft.models.drafts.longspec import LongSpec
 
 # Positions that can be taken back without the ring having lost an older one that is in the window again.
@@ -50,9 +47,9 @@ class WindowCache:
         row = 2 * config.n_kv_heads * config.head_dim * draft.self_o.weight.element_size()
         return batch * ((ring + tree_rows) * row + ring * 8)
 
-    def start(self, slots: Sequence[int]) -> None:
-        """Empty these slots' rings."""
-        self.positions.index_fill_(0, integers(slots, self.positions.device), -1)
+    def start(self, slot: int) -> None:
+        """Empty this slot's ring."""
+        self.positions[slot].fill_(-1)
 
     def write(self, positions_BT: Tensor, k_BTKd: Tensor, v_BTKd: Tensor) -> None:
         """Keys and values of the tokens at these positions (int64, at least 0, one span of at most R a slot).

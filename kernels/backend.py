@@ -23,16 +23,6 @@ def is_host(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-@cache
-def liger_cross_entropy() -> Any | None:
-    """Liger's fused linear cross-entropy (an autograd function), or None without liger-kernel and triton."""
-    if find_spec("liger_kernel") is None or find_spec("triton") is None:
-        return None
-    from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
-
-    return LigerFusedLinearCrossEntropyFunction
-
-
 class LigerLayers(NamedTuple):
     """Liger's kernels for what a layer does between its products: functions of kernels/rms_norm.py and kernels/gate.py
     by their names, without a look at shapes."""

@@ -68,7 +68,7 @@ def chain_attention(
         return by_flash(attention_with_sinks(flash, sinks_H), q_BTHd, keys_BSKd, values_BSKd, plan, window)
     if (triton := backend.triton_kernels("tree_attention", q_BTHd.device.type)) is not None:
         return in_slices(triton, q_BTHd, keys_BSKd, values_BSKd, plan.lengths_B, window, sinks_H)
-    if q_BTHd.device.type == "cpu" and rows.attends_chains(q_BTHd):
+    if rows.attends_chains(q_BTHd):
         return rows.chain_rows(q_BTHd, keys_BSKd, values_BSKd, plan.lengths_B, window, sinks_H)
     out = []
     for slot, length in enumerate(plan.starts):
@@ -103,8 +103,8 @@ def prompt_attention(
     for slot, count in enumerate(prompt_lengths):
         own = slice(slot, slot + 1), slice(count)
         qkv = q_BTHd[own], k_BTKd[own], v_BTKd[own]
-        few = 0 < count <= rows.MOST_ATTENTION_ROWS and rows.can_attend(q_BTHd)
-        if q_BTHd.device.type == "cpu" and (few or (count and rows.attends_chains(q_BTHd))):
+        few = count <= rows.MOST_ATTENTION_ROWS and rows.can_attend(q_BTHd)
+        if count and (few or rows.attends_chains(q_BTHd)):
             out_BTHd[own] = rows.chain_rows(*qkv, start_B[:1], window, sinks_H)
         elif count:
             out_BTHd[own] = in_parts(*qkv, window, sinks_H)

@@ -29,8 +29,7 @@ def cross_attention(
         lengths_B: int64.
     Returns: [B, T, H, d] in q's dtype, scores scaled by d ** -0.5; zero for a slot of length 0.
     """
-    few = q_BTHd.device.type == "cpu" and q_BTHd.shape[1] <= rows.MOST_ATTENTION_ROWS
-    if few and rows.can_attend(q_BTHd):
+    if q_BTHd.shape[1] <= rows.MOST_ATTENTION_ROWS and rows.can_attend(q_BTHd):
         return rows.attention_rows(q_BTHd, keys_BSKd, values_BSKd, lengths_B, None, blind=True)
     if (triton := triton_for(q_BTHd)) is not None:
         return triton.cross_attention(q_BTHd, keys_BSKd, values_BSKd, lengths_B)[0]

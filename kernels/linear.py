@@ -64,15 +64,15 @@ def linear(
     assert residual is None or not gated
     n_inputs = x.shape[-1]
     n_rows = x.numel() // n_inputs
-    # A slot's rows decide, not the batch's: its tree must meet the same arithmetic as its plain decoding.
-    few = n_rows > 0 and (n_rows <= rows.MOST_LINEAR_ROWS or x.shape[-2] <= rows.MOST_ATTENTION_ROWS)
-    if few and prompt_lengths is None and _in_c(x, weight_NI, gated):
+    if prompt_lengths is None:
+        # A slot's rows decide, not the batch's: its tree must meet the same arithmetic as its plain decoding.
+        few = n_rows > 0 and (n_rows <= rows.MOST_LINEAR_ROWS or x.shape[-2] <= rows.MOST_ATTENTION_ROWS)
+    else:
+        few = all(prompt_in_c(count, x.dtype) for count in prompt_lengths)
+    if few and _in_c(x, weight_NI, gated):
         return rows.linear_rows(x, weight_NI, bias_N, norm, gated, residual)
-    if prompt_lengths is not None and x.device.type == "cpu":
-        if all(prompt_in_c(count, x.dtype) for count in prompt_lengths) and _in_c(x, weight_NI, gated):
-            return rows.linear_rows(x, weight_NI, bias_N, norm, gated, residual)
-        if len(prompt_lengths) > 1:
-            return _by_prompt(x, weight_NI, bias_N, norm, gated, residual, prompt_lengths)
+    if prompt_lengths is not None and len(prompt_lengths) > 1 and x.device.type == "cpu":
+        return _by_prompt(x, weight_NI, bias_N, norm, gated, residual, prompt_lengths)
     if norm is not None:
         x = rms_norm(x, *norm)
     if x.dtype == torch.bfloat16 and _frozen_on_cpu(x) and n_rows >= FP32_FROM and emulates_bf16():

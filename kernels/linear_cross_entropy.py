@@ -3,9 +3,9 @@
 The labelled rows of all parts are laid end to end and taken in chunks: logits by one product, loss and ranks from them,
 their gradient in their place, the gradient of the states by a second product. Neither logits nor gradient of them exist
 for more than a chunk, and of the states' size there is their gradient alone. What is done to a chunk's logits is a
-Triton kernel (triton_impl/) or plain PyTorch (reference/). Liger's fused loss does less, and so is taken by name alone:
-one part a call; at most the top rank; chunks of M * D / V rows, which read the LM head again for every few hundred; and
-each call waits for the device to count labels.
+Triton kernel (triton_impl/) or plain PyTorch (reference/). Ours, for Liger's fused loss does less: one part a call; at
+most the top rank; chunks of M * D / V rows, which read the LM head again for every few hundred; and each call waits for
+the device to count labels (benchmarks/loss.py measures it beside ours).
 Not here: which rows have labels (models/drafts/, train/batches.py).
 Shapes: P parts, N states of a part, M labels of a part, T labels of all, C of a chunk, D hidden, V vocabulary, K ranks.
 """
@@ -20,22 +20,19 @@ from torch import Tensor
 from longdraft.kernels import backend
 from longdraft.kernels.reference import linear_cross_entropy as reference
 
-IMPLEMENTATIONS = ("auto", "triton", "torch", "liger")
+IMPLEMENTATIONS = ("auto", "triton", "torch")
 # Logits of a chunk. On a CPU 64 MiB are 320 rows in fp32 at V = 49,152, on a GPU 256 MiB are 1024 rows in bf16 at
 # V = 128,256: a GPU computes some 200 rows in the time of reading the LM head once, so this is enough to hide it.
 CHUNK_BYTES, GPU_CHUNK_BYTES = 64 * 2**20, 256 * 2**20
-# Liger's kernel returns no ranks; beside it they are counted on at most this many rows, evenly spaced over the labels.
-RANKED_ROWS_BESIDE_LIGER = 1024
 
 
 class LinearCrossEntropy(NamedTuple):
     """`loss_sums` fp32 [P], differentiable; `n_labels` int64 [P]; `rank_counts` int64 [P, K]: labels whose logit is the
-    (r+1)-th largest of its row, of equal ones the lower id first; `n_ranked` int64 [P]: over how many labels."""
+    (r+1)-th largest of its row, of equal ones the lower id first."""
 
     loss_sums: Tensor
     n_labels: Tensor
     rank_counts: Tensor
-    n_ranked: Tensor
 
 
 def linear_cross_entropy(
@@ -57,10 +54,9 @@ def linear_cross_entropy(
         weight_VD: the frozen LM head, in the states' dtype.
         labels: a part's int64 token ids [M], or `ignore_index`.
         rows: a part's int64 [M], the states that the labels are of; None: label i is of state i.
-        top_k: count how often the label has rank 0..top_k-1 among the logits; 0 counts nothing. Liger's kernel counts
-            none: beside it a sample of the rows is counted.
-        implementation: "triton", "torch" and "liger" are taken at their word; "auto" is Triton on a GPU where it is
-            installed, else torch.
+        top_k: count how often the label has rank 0..top_k-1 among the logits; 0 counts nothing.
+        implementation: "triton" and "torch" are taken at their word; "auto" is Triton on a GPU where it is installed,
+            else torch.
 
     Raises:
         ValueError: unknown implementation, or one that is not installed; dtypes, or numbers of parts or labels, that
@@ -71,13 +67,17 @@ def linear_cross_entropy(
     check_parts(hiddens, weight_VD, labels, rows)
     n_labels = torch.stack([(labels_M != ignore_index).sum() for labels_M in labels])
     rows = rows or [torch.arange(len(labels_M), device=labels_M.device) for labels_M in labels]
-    if implementation == "liger":
-        return _liger(hiddens, weight_VD, labels, rows, n_labels, ignore_index, top_k)
-    kernels = _triton(implementation, weight_VD.device) if implementation != "torch" else None
-    loss_sums, rank_counts = _labelled(
-        hiddens, weight_VD, labels, rows, ignore_index, top_k, kernels.chunk_losses if kernels else None
-    )
-    return LinearCrossEntropy(loss_sums, n_labels, rank_counts, n_labels if top_k else torch.zeros_like(n_labels))
+    kernels = None if implementation == "torch" else _triton(implementation, weight_VD.device)
+    if kernels is None and backend.is_host(weight_VD.device):  # rows without a label then cost nothing
+        kept = [labels_M != ignore_index for labels_M in labels]
+        labels, rows = ([x[kept_M] for x, kept_M in zip(part, kept, strict=True)] for part in (labels, rows))
+    chunk_losses = (kernels or reference).chunk_losses
+
+    def losses(chunk: slice, *given: Any) -> None:
+        chunk_losses(*given)
+
+    loss_sums, rank_counts = chunked(hiddens, weight_VD, labels, rows, ignore_index, top_k, losses)
+    return LinearCrossEntropy(loss_sums, n_labels, rank_counts)
 
 
 def check_parts(
@@ -109,28 +109,6 @@ def rows_per_chunk(vocab_size: int, element_size: int, gpu: bool) -> int:
     """C, in whole tiles of a matrix product where it is many; `element_size`: bytes of all that a logit has there."""
     n_rows = max(16, (GPU_CHUNK_BYTES if gpu else CHUNK_BYTES) // (element_size * vocab_size))
     return n_rows - n_rows % 64 if n_rows > 64 else n_rows
-
-
-def _labelled(
-    hiddens: Sequence[Tensor],
-    weight_VD: Tensor,
-    labels: Sequence[Tensor],
-    rows: Sequence[Tensor],
-    ignore_index: int,
-    top_k: int,
-    chunk_losses: Callable[..., None] | None,
-) -> tuple[Tensor, Tensor]:
-    """fp32 [P] sums and int64 [P, K] counts; `chunk_losses` None: plain PyTorch."""
-    if chunk_losses is None:
-        chunk_losses = reference.chunk_losses
-        if backend.is_host(weight_VD.device):  # rows without a label then cost nothing
-            kept = [labels_M != ignore_index for labels_M in labels]
-            labels, rows = ([x[keep_M] for x, keep_M in zip(part, kept, strict=True)] for part in (labels, rows))
-
-    def losses(chunk: slice, *given: Any) -> None:
-        chunk_losses(*given)
-
-    return chunked(hiddens, weight_VD, labels, rows, ignore_index, top_k, losses)
 
 
 def chunked(
@@ -223,39 +201,3 @@ def _pieces(borders: list[int], chunk: slice) -> list[_Piece]:
             places = (slice(start - begin, stop - begin) for begin in (first, chunk.start, 0))
             found.append(_Piece(part, *places))
     return found
-
-
-def _liger(
-    hiddens: Sequence[Tensor],
-    weight_VD: Tensor,
-    labels: Sequence[Tensor],
-    rows: Sequence[Tensor],
-    n_labels: Tensor,
-    ignore_index: int,
-    top_k: int,
-) -> LinearCrossEntropy:
-    """Part by part, as Liger's function takes one."""
-    liger = backend.liger_cross_entropy()
-    if liger is None:
-        raise ValueError("implementation: 'liger' needs the packages liger-kernel and triton; install longdraft[gpu]")
-    loss_sums = []
-    for hidden_ND, labels_M, rows_M in zip(hiddens, labels, rows, strict=True):
-        hidden_MD = hidden_ND[rows_M]
-        if len(labels_M):
-            # (bias, class weights, ignore_index, z-loss, smoothing, reduction): the first of the results is the loss.
-            found = liger.apply(hidden_MD, weight_VD.detach(), labels_M, None, None, ignore_index, 0.0, 0.0, "sum")
-            loss_sums.append(found[0].float())
-        else:  # Liger divides by the number of rows
-            loss_sums.append(hidden_MD.sum(dtype=torch.float32))
-    sums_P = torch.stack(loss_sums)
-    if not top_k:
-        return LinearCrossEntropy(sums_P, n_labels, n_labels.new_zeros(len(hiddens), 0), torch.zeros_like(n_labels))
-    labels, rows = ([_sample(x) for x in part] for part in (labels, rows))
-    with torch.no_grad():
-        _, rank_counts_PK = _labelled(hiddens, weight_VD, labels, rows, ignore_index, top_k, None)
-    n_ranked = torch.stack([(labels_M != ignore_index).sum() for labels_M in labels])
-    return LinearCrossEntropy(sums_P, n_labels, rank_counts_PK, n_ranked)
-
-
-def _sample(x_M: Tensor) -> Tensor:
-    return x_M[:: max(1, -(-len(x_M) // RANKED_ROWS_BESIDE_LIGER))]

@@ -20,13 +20,12 @@ from longdraft.kernels.reference.linear_distillation import LOSSES, chunk_distil
 
 
 class LinearDistillation(NamedTuple):
-    """`loss_sums` fp32 [P], differentiable; `n_labels` int64 [P]; `rank_counts` int64 [P, K] of `n_ranked` int64 [P],
-    as `LinearCrossEntropy`'s; `overlaps` fp32 [P]: the sum of min(p, q), summed over all rows of a part, or 0."""
+    """`loss_sums` fp32 [P], differentiable; `n_labels` int64 [P]; `rank_counts` int64 [P, K], as
+    `LinearCrossEntropy`'s; `overlaps` fp32 [P]: the sum of min(p, q), summed over all rows of a part, or 0."""
 
     loss_sums: Tensor
     n_labels: Tensor
     rank_counts: Tensor
-    n_ranked: Tensor
     overlaps: Tensor
 
 
@@ -90,5 +89,4 @@ def linear_distillation(
 
     sums_P, counts_PK = chunked(hiddens, weight_VD, labels, rows, ignore_index, top_k, losses, logits_beside=1)
     overlaps_P = torch.stack([part.sum() for part in overlap_T.split(sizes)])
-    n_ranked = n_labels if top_k else torch.zeros_like(n_labels)
-    return LinearDistillation(sums_P, n_labels, counts_PK, n_ranked, overlaps_P)
+    return LinearDistillation(sums_P, n_labels, counts_PK, overlaps_P)

@@ -29,7 +29,7 @@ SPLIT_FROM = 1024
 class PassPlan(ChainPlan):
     """What all layers of one pass share: the lengths on the host and the masks, so that no layer repeats them."""
 
-    tree_mask_BTT: Tensor | None
+    tree_mask_BTT: Tensor | None = None
     _masks: dict[tuple, tuple[Tensor, Tensor | None]] = field(default_factory=dict)
 
     @cached_property
@@ -54,11 +54,6 @@ class PassPlan(ChainPlan):
         return self._masks[key]
 
 
-def plan_pass(lengths_B: Tensor, n_rows: int, tree_mask_BTT: Tensor | None = None) -> PassPlan:
-    """Plan for `tree_attention` calls that share lengths and tree."""
-    return PassPlan(lengths_B, n_rows, tree_mask_BTT)
-
-
 def tree_attention(
     q_BTHd: Tensor,
     keys_BSKd: Tensor,
@@ -78,19 +73,17 @@ def tree_attention(
         lengths_B: int64, committed rows of each slot.
         tree_mask_BTT: bool, [b, i, j]: row i reads row j of the pass (ancestors and itself); None: j <= i.
         window: a row sees the last `window` tokens of its own history, itself included; None for all.
-        plan: from `plan_pass` with the same lengths and tree, to share masks between layers; made here when None.
+        plan: of the same lengths and tree, to share masks between layers; made here when None.
         sinks_H: scores of kernels/sinks.py, where there are any.
     Returns: [B, T, H, d] in q's dtype, scores scaled by d ** -0.5; zero for a row that may read nothing.
     """
     n_slots, n_rows = q_BTHd.shape[:2]
-    if _in_c(q_BTHd):
+    if n_rows <= rows.MOST_ATTENTION_ROWS and rows.can_attend(q_BTHd):
         return rows.rows_with_sinks(q_BTHd, keys_BSKd, values_BSKd, lengths_B, tree_mask_BTT, window, sinks_H)
-    plan = plan or plan_pass(lengths_B, n_rows, tree_mask_BTT)
+    plan = plan or PassPlan(lengths_B, n_rows, tree_mask_BTT)
     if (triton := triton_for(q_BTHd)) is not None:
-        bits_BT2, depth_BT = plan.tree
-        is_tree = tree_mask_BTT is not None
-        given = q_BTHd, keys_BSKd, values_BSKd, lengths_B, bits_BT2, depth_BT, is_tree
-        out_BTHd, lse_BTH = triton.tree_attention(*given, window)
+        given = q_BTHd, keys_BSKd, values_BSKd, lengths_B, *plan.tree
+        out_BTHd, lse_BTH = triton.tree_attention(*given, tree_mask_BTT is not None, window)
         return with_sinks(out_BTHd, lse_BTH, sinks_H)
     if plan.tree_mask_BTT is None and n_rows > 1:
         return chain_attention(q_BTHd, keys_BSKd, values_BSKd, plan, window, sinks_H)
@@ -107,38 +100,6 @@ def tree_attention(
     # PyTorch's attention keeps its sums to itself: the scores are computed once more.
     lse_BTH = log_sum_exp(q_BTHd, keys_BSKd, lengths_B, tree_mask_BTT, window)
     return with_sinks(out_BTHd, lse_BTH, sinks_H)
-
-
-def tree_attention_lse(
-    q_BTHd: Tensor,
-    keys_BSKd: Tensor,
-    values_BSKd: Tensor,
-    lengths_B: Tensor,
-    tree_mask_BTT: Tensor | None = None,
-    window: int | None = None,
-    plan: PassPlan | None = None,
-) -> tuple[Tensor, Tensor]:
-    """`tree_attention`, and by what it merges with attention of the same rows over other keys.
-
-    Returns: [B, T, H, d] as `tree_attention`, and fp32 [B, T, H]: the natural logarithm of the sum of the exponentials
-        of a row's scaled scores, -inf for one that may read nothing. With two such pairs (a, s) and (b, t) over
-        different keys, attention over all of them is a + (b - a) * sigmoid(t - s).
-    """
-    given = q_BTHd, keys_BSKd, values_BSKd, lengths_B
-    if _in_c(q_BTHd):
-        lse_BTH = torch.empty(q_BTHd.shape[:3])
-        return rows.attention_rows(*given, tree_mask_BTT, window, lse_BTH), lse_BTH
-    plan = plan or plan_pass(lengths_B, q_BTHd.shape[1], tree_mask_BTT)
-    if (triton := triton_for(q_BTHd)) is not None:
-        return triton.tree_attention(*given, *plan.tree, tree_mask_BTT is not None, window)
-    # PyTorch's attention keeps its sums to itself: the scores are computed once more.
-    lse_BTH = log_sum_exp(q_BTHd, keys_BSKd, lengths_B, tree_mask_BTT, window)
-    return tree_attention(*given, tree_mask_BTT, window, plan), lse_BTH
-
-
-def _in_c(q_BTHd: Tensor) -> bool:
-    few = q_BTHd.device.type == "cpu" and q_BTHd.shape[1] <= rows.MOST_ATTENTION_ROWS
-    return few and rows.can_attend(q_BTHd)
 
 
 def triton_for(q_BTHd: Tensor) -> Any | None:

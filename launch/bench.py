@@ -7,20 +7,20 @@ table and picture in benchmarks/drafters_report.py. The last line of the output 
 import argparse
 import json
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-from longdraft.launch.console import ends_on_ctrl_c, framed, leave, note, show
-from longdraft.launch.shared_options import LOADERS, NEW_TOKENS, PROMPTS, add_drafting, add_dtype, add_sampling
-
-if TYPE_CHECKING:
-    import torch
-
-    from longdraft.models.decoder import Decoder
-    from longdraft.models.decoder_config import DecoderConfig
-    from longdraft.models.target import Target
+from longdraft.launch.console import ends_on_ctrl_c, flag, framed, leave, note, show
+from longdraft.launch.shared_options import (
+    LOADERS,
+    NEW_TOKENS,
+    PROMPTS,
+    TEXT_TOKENS,
+    add_dtype,
+    add_no_noise,
+    add_sampling,
+    add_target,
+)
 
 # benchmarks/proof.py says what each is; here, for --help should not wait for torch.
 FORMS = ("fp32", "layerwise", "serving", "off")
@@ -28,16 +28,12 @@ FORMS = ("fp32", "layerwise", "serving", "off")
 SUITES = ("longbench", "aime24", "pg19", "spec-bench", "speed-bench", "mrcr", "mt-bench")
 # benchmarks/papers.py has their tables.
 PAPERS = ("longspec", "tokenswift", "triforce", "token-recycling")
-TEXT_TOKENS = 256
-# Tokens around a text where the task is more than to continue it.
-ASKING = 256
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="longdraft bench", description="Exactness and speed of decoding.")
     add = parser.add_argument
-    add("--target", help="a folder, a hub name, a .gguf file or smollm2-135m (default: the draft's own target)")
-    add("--gguf-file", help="with --target: name of a .gguf file inside it")
+    add_target(add)
     add("--loader", choices=LOADERS, help="whose classes compute the target (default: as its draft was trained)")
     add(
         "--draft",
@@ -82,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--device", help="default: cuda where there is one")
     add("--temperature", nargs="+", type=float, help="one or more; 0 is greedy (default: 0, or as the suite says)")
     add("--seed", type=int, default=0)
-    add_drafting(add)
+    add_no_noise(add)
     add_sampling(add)
     add("--contexts", nargs="+", type=int, help="lengths for the cost of a pass by its rows (default: the prompts')")
     add(
@@ -120,11 +116,12 @@ def _measure(args: argparse.Namespace) -> int:
 
     from longdraft.benchmarks.drafters_report import draw, table
     from longdraft.benchmarks.proof import NotExact
+    from longdraft.launch.bench_request import run_bench
     from longdraft.models.files import write_atomically
 
     metrics = [] if args.run is None else _metrics(args.run)
     try:
-        result = _bench(args)
+        result = run_bench(args)
     except NotExact as error:
         note(f"longdraft bench: error: {error}")
         return 1
@@ -158,151 +155,11 @@ def _metrics(run: Path) -> list[dict]:
     return read_metrics(run)
 
 
-def _bench(args: argparse.Namespace) -> dict:
-    from longdraft.benchmarks.answers import Record
-    from longdraft.benchmarks.drafters import bench
-    from longdraft.benchmarks.exchange import write_files
-    from longdraft.benchmarks.papers import PAPERS, beside
-    from longdraft.benchmarks.tasks import make_tasks
-    from longdraft.infer.drafters.build import build_drafter
-    from longdraft.launch import runtime
-    from longdraft.launch.bench_request import (
-        asked_for,
-        check_proof,
-        settings_of,
-        suite_of,
-        suite_questions,
-        take_paper,
-        texts_of,
-    )
-    from longdraft.launch.progress import Progress
-    from longdraft.launch.report import check_name, write_report
-    from longdraft.models.device import on_device
-    from longdraft.models.hf import load_transformers
-
-    # What can be wrong is found before the model is loaded.
-    if args.report is not None:
-        check_name(args.report, "--report")
-        if args.out is None:
-            raise ValueError(f"--report: {args.report} is made of a record; give --out too")
-    device = runtime.read_device(args.device)
-    args.suite, suite = suite_of(args)
-    take_paper(args, suite)
-    args.dtype, args.prompt_tokens = args.dtype or "bf16", args.prompt_tokens or TEXT_TOKENS
-    names, options = runtime.drafter_names(args.drafter, args.draft), runtime.read_options(args.option)
-    runtime.check_options(names, options)
-    runtime.check_drafts(names, args.draft, args.target)
-    source = runtime.target_source(args.target, args.gguf_file, args.draft)
-    settings = settings_of(args, names, suite, source[0])
-    for temperature in settings.temperatures:
-        settings.params(temperature)
-    asked, left_out = suite_questions(args, suite, source, settings) if suite else ([], [])
-    given = [] if args.suite else texts_of(args, names)
-    record = Record(args.out, asked_for(args, source, names, options, settings, asked or given))
-    check_proof(args, record.proof)
-    record.leave_out([one._asdict() for one in left_out])
-    longest = max((one.tokens for one in asked), default=args.prompt_tokens + ASKING)
-    turns = max((len(one.question.turns) for one in asked), default=1)
-    # What is proved already need not be loaded for it again.
-    wanted = args.exactness if record.proof is None or args.dtype == "fp32" else "serving"
-    positions = turns * (longest + settings.new_tokens)
-    target, form = _open_target(args, wanted, longest, positions, source, device, options)
-    settings = replace(settings, proof=form)
-    if not args.suite:
-        if isinstance(given, list):
-            runtime.check_rows(runtime.heldout_rows(args.data), target)
-        texts = given if isinstance(given, list) else runtime.file_texts(target, given, args.prompt_tokens)
-        asked = make_tasks(target, texts, args.tasks)
-    builders = {
-        name: lambda target, name=name: build_drafter(
-            name, target, runtime.draft_for(name, args.draft), runtime.options_for(name, options)
-        )
-        for name in names
-        if name != "plain"
-    }
-    place = target.model.embed_tokens.weight.device
-    theirs = load_transformers(source[0], settings.dtype, source[1]).to(place) if args.transformers else None
-    with Progress("bench") as watch, on_device(place):
-        result = bench(target, builders, asked, settings, theirs, watch, record)
-    if args.out is not None:
-        folders = write_files(record, args.out, {one.question.id: one.question.said() for one in asked})
-        names = ", ".join(folder.name for folder in folders)
-        note(f"Written to {args.out}: record.jsonl, and for other programs {names}")
-        if args.report is not None:
-            write_report([args.out], args.report, "--report")
-            note(f"Written to {args.report}")
-    if args.paper is not None:
-        paper = PAPERS[args.paper]
-        own = [name for name in builders if paper.drafter in name.split("+")]
-        result["paper"] = beside(paper, record, own, settings.temperatures, source[0])
-    return result
-
-
-def _open_target(
-    args: argparse.Namespace,
-    wanted: str | None,
-    longest: int,
-    positions: int,
-    source: tuple[str, str | None],
-    device: "torch.device",
-    options: Mapping[str, Any],
-) -> "tuple[Target, str]":
-    """The target as the proof begins with it, and the proof's form, which is chosen before a weight is loaded.
-
-    wanted: the form asked for. longest: tokens of the longest prompt. positions: of the longest text.
-    Raises ValueError where it does not fit.
-    """
-    from longdraft.benchmarks.proof import NAMES, Room, choose_form, describe_form, first_dtype, needed_bytes
-    from longdraft.infer.memory import available_bytes, size
-    from longdraft.launch import runtime
-    from longdraft.models.hf import build_decoder
-
-    dtype, chosen = runtime.DTYPES[args.dtype], []
-    loader = runtime.target_loader(args.loader, args.draft)
-    if loader != "longdraft":
-        form = wanted or "fp32"
-        if form == "layerwise":
-            raise ValueError(
-                f"--exactness: layerwise is our own decoder's, and --loader is {loader}; give fp32 or serving"
-            )
-        first = NAMES[first_dtype(form, dtype)]
-        return runtime.open_target(*source, first, device, runtime.max_positions(args.draft), loader=loader), form
-    positions = max(positions, *(args.contexts or [0]))
-
-    def build(config: "DecoderConfig", *_: object) -> "Decoder":
-        held = min(positions, config.max_positions)
-        room = Room(available_bytes(device), longest, held, _beside(args, config, options))
-        chosen.append(form := choose_form(wanted, config, dtype, room))
-        first, free = first_dtype(form, dtype), "" if room.free is None else f", and {size(room.free)} is free"
-        takes = size(needed_bytes(form, config, dtype, room))
-        note(f"Loading in {NAMES[first]}, to show exactness in {describe_form(form, dtype)}: takes {takes}{free}")
-        return build_decoder(config, first, device)
-
-    target = runtime.open_target(*source, None, device, runtime.max_positions(args.draft), build)
-    return target, chosen[0]
-
-
-def _beside(args: argparse.Namespace, config: "DecoderConfig", options: Mapping[str, Any]) -> int:
-    """Bytes that lie on the device beside target and cache, at most: the draft and a small model in fp32, and
-    transformers' own copy of the target."""
-    from longdraft.infer.memory import weight_count
-    from longdraft.launch.runtime import DTYPES
-    from longdraft.models.draft_files import WEIGHTS
-    from longdraft.models.draft_folder import local_folder
-    from longdraft.models.hf import read_target_config
-
-    found = sum(2 * (local_folder(draft) / WEIGHTS).stat().st_size for draft in args.draft)
-    for name, value in options.items():
-        if name.split(".")[-1] == "small":
-            found += 4 * weight_count(read_target_config(str(value)))
-    return found + (DTYPES[args.dtype].itemsize * weight_count(config) if args.transformers else 0)
-
-
 def _loss_memory(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     """Three heads at SmolLM2's width, two lengths: what is allocated beyond inputs, beside what the logits would be."""
     others = [name for name, value in vars(args).items() if value != parser.get_default(name) and name != "loss_memory"]
     if others:
-        raise ValueError(f"--loss-memory: it takes no other option; leave out --{others[0].replace('_', '-')}")
+        raise ValueError(f"--loss-memory: it takes no other option; leave out {flag(others[0])}")
     from longdraft.benchmarks.loss import loss_peak_memory
 
     hidden, vocab, heads = 576, 49152, 3

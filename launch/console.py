@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from io import BufferedWriter, FileIO, TextIOWrapper
+from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -152,21 +153,31 @@ def _mend_streams(shows: bool) -> None:
         sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
 
 
+def flag(name: str) -> str:
+    """The option whose value argparse keeps under this name."""
+    return f"--{name.replace('_', '-')}"
+
+
 def read_stdin() -> str:
     """Standard input's text to its end, UTF-8 whatever the locale says. Raises: ValueError where it is none."""
     if sys.stdin is None:
         raise ValueError("standard input is closed; give the prompt by --prompt or --prompt-file")
+    return _read("standard input", lambda: sys.stdin.buffer.read().decode("utf-8"))
+
+
+def read_text(file: Path, option: str) -> str:
+    """A UTF-8 file's text. Raises: ValueError, with the option that named it, where there is none."""
+    return _read(f"{option}: {file}", lambda: file.read_text(encoding="utf-8"))
+
+
+def _read(name: str, read: Callable[[], str]) -> str:
     try:
-        return sys.stdin.buffer.read().decode("utf-8")
+        return read()
     except UnicodeDecodeError as error:
-        raise ValueError(f"standard input is no UTF-8 text: {said(error)}; convert it, as with iconv") from error
+        wrong = f"byte 0x{error.object[error.start]:02x} at position {error.start}"
+        raise ValueError(f"{name} is no UTF-8 text: {wrong}; convert it, as with iconv") from error
     except OSError as error:
-        raise ValueError(f"standard input cannot be read: {error.strerror or error}") from error
-
-
-def said(error: UnicodeDecodeError) -> str:
-    """Which byte is wrong, and where."""
-    return f"byte 0x{error.object[error.start]:02x} at position {error.start}"
+        raise ValueError(f"{name} cannot be read: {error.strerror or error}") from error
 
 
 @contextmanager
@@ -176,24 +187,37 @@ def ends_on_ctrl_c(prog: str) -> Iterator[None]:
 
     For work that leaves nothing half done.
     """
+    timer = threading.Timer(PATIENCE, _give_up, [prog])
+    timer.daemon = True
+
+    def interrupt() -> None:
+        timer.start()
+        raise KeyboardInterrupt
+
+    with on_ctrl_c(interrupt):
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+
+@contextmanager
+def on_ctrl_c(do: Callable[[], None]) -> Iterator[None]:
+    """Inside, the first Ctrl-C does this; a second one does what it did before."""
     before = signal.getsignal(signal.SIGINT)
     # Signals are the main thread's; and whoever started us may want no Ctrl-C to reach us.
     if threading.current_thread() is not threading.main_thread() or before is signal.SIG_IGN:
         yield
         return
-    timer = threading.Timer(PATIENCE, _give_up, [prog])
-    timer.daemon = True
 
-    def interrupt(number: int, frame: FrameType | None) -> None:
+    def first(number: int, frame: FrameType | None) -> None:
         signal.signal(signal.SIGINT, before)
-        timer.start()
-        raise KeyboardInterrupt
+        do()
 
-    signal.signal(signal.SIGINT, interrupt)
+    signal.signal(signal.SIGINT, first)
     try:
         yield
     finally:
-        timer.cancel()
         signal.signal(signal.SIGINT, before)
 
 

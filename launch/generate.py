@@ -7,25 +7,32 @@ heading for each of several drafters, or one JSON object), everything else goes 
 import argparse
 import json
 import os
-import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from longdraft.launch.console import INTERRUPTED, ends_on_ctrl_c, framed, leave, note, read_stdin, show
-from longdraft.launch.shared_options import add_drafters, add_model, add_sampling, given_sampling
+from longdraft.launch.console import (
+    INTERRUPTED,
+    ends_on_ctrl_c,
+    framed,
+    leave,
+    note,
+    on_ctrl_c,
+    read_stdin,
+    read_text,
+    show,
+)
+from longdraft.launch.shared_options import add_drafting, add_model, add_numbers, add_sampling, given_sampling
 
 if TYPE_CHECKING:
-    import torch
-
     from longdraft.infer.engine import Engine
     from longdraft.infer.requests import Prompt
     from longdraft.infer.results import Generation, Piece
     from longdraft.infer.sampling import SamplingParams
+    from longdraft.launch.runtime import Drafting
     from longdraft.models.target import Target
 
 DIM, DRAFTED, OWN, PLAIN = "\033[2m", "\033[32m", "\033[36m", "\033[0m"
@@ -49,10 +56,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--prompt-tokens", type=int, help="use only the first so many tokens of the prompt")
     add("--chat", action="store_true", help="the prompt is a user's message in the target's chat template")
     add("--system", help="with --chat: the system message")
-    add_drafters(parser, several=True)
+    add_drafting(parser, several=True)
     add = parser.add_argument_group("sampling").add_argument
-    for name, (kind, text) in NUMBERS.items():
-        add(f"--{name.replace('_', '-')}", type=kind, metavar="N" if kind is int else "X", help=text)
+    add_numbers(add, NUMBERS)
     add_sampling(add)
     add = parser.add_argument_group("output").add_argument
     add("--json", action="store_true", help="instead of the text one JSON object: text, tokens, reason, statistics")
@@ -73,16 +79,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _generate(args: argparse.Namespace) -> int:
     # Here, not above: --help and a wrong argument should not wait for torch.
-    from longdraft.launch import runtime
+    from longdraft.launch.runtime import Drafting
 
     # What can be wrong is found before the model is loaded.
-    asked = runtime.read_drafting(args)
-    params, text, names = _sampling(args), _prompt_text(args), asked.names
-    if args.no_noise and (params.temperature == 0 or names == ["plain"]):
-        raise ValueError("--no-noise: of drafters that rank at a --temperature above 0; give both or leave it out")
-    target = asked.open_target(_least_positions(args, asked.source, text, params, asked.device))
-    tokens = _prompt_tokens(args, target, text)
-    prompt = tokens if text is None or args.chat or args.prompt_tokens is not None else text  # a text is gone on with
+    asked, params = Drafting(args), _sampling(args)
+    asked.check_sampling(params)
+    given, names = _prompt(args), asked.names
+    target = asked.open_target(_least_positions(asked, given, params))
+    tokens = _prompt_tokens(args, target, given)
+    # A text is gone on with.
+    prompt = given if isinstance(given, str) and not args.chat and args.prompt_tokens is None else tokens
     screen = Screen(args.json, several=len(names) > 1)
     if not args.chat:
         screen.prompt(target.tokenizer.decode(tokens))
@@ -90,7 +96,7 @@ def _generate(args: argparse.Namespace) -> int:
     engines = asked.open_engines(target)
     done: dict[str, Generation] = {}
     for name, engine in engines.items():
-        screen.begin(name, target, params, tokens if prompt is text else ())
+        screen.begin(name, target, params, tokens if prompt is given else ())
         done[name] = _run(screen, engine, name, prompt, params)
         if done[name].finish_reason == "cancelled":
             break
@@ -100,18 +106,16 @@ def _generate(args: argparse.Namespace) -> int:
 
 def _sampling(args: argparse.Namespace) -> "SamplingParams":
     from longdraft.infer.sampling import SamplingParams, draw_seed
-    from longdraft.launch.runtime import check_filters
 
     given = {name: getattr(args, name) for name in NUMBERS if getattr(args, name) is not None}
     params = SamplingParams(**given_sampling(args) | given)
-    check_filters(params)
     return replace(params, seed=draw_seed()) if params.seed is None else params
 
 
-def _prompt_text(args: argparse.Namespace) -> str | None:
-    """The text that was given or is read from a file or standard input; None for a held-out row."""
+def _prompt(args: argparse.Namespace) -> str | list[int]:
+    """The text that was given or is read from a file or standard input, or a held-out row's tokens."""
     from longdraft.infer.values import check_text
-    from longdraft.launch.runtime import heldout_rows, read_text
+    from longdraft.launch.runtime import heldout_rows, used_tokens
 
     if sum(given is not None for given in (args.prompt, args.prompt_file, args.heldout)) > 1:
         raise ValueError("give one of --prompt, --prompt-file and --heldout")
@@ -127,7 +131,7 @@ def _prompt_text(args: argparse.Namespace) -> str | None:
         rows = heldout_rows(args.heldout)
         if not 0 <= (args.row or 0) < len(rows):
             raise ValueError(f"--row: {args.row}, but {rows.folder} has rows 0 to {len(rows) - 1}")
-        return None
+        return used_tokens(rows[args.row or 0])
     if args.prompt_file is not None:
         text, source = read_text(args.prompt_file, "--prompt-file"), f"--prompt-file: {args.prompt_file}"
     elif args.prompt in (None, "-"):
@@ -144,48 +148,45 @@ def _prompt_text(args: argparse.Namespace) -> str | None:
     return text
 
 
-def _least_positions(
-    args: argparse.Namespace,
-    source: tuple[str, str | None],
-    text: str | None,
-    params: "SamplingParams",
-    device: "torch.device",
-) -> int:
+def _least_positions(asked: "Drafting", prompt: str | list[int], params: "SamplingParams") -> int:
     """Positions that prompt and new tokens take, about, before the target is there: what a chat template adds is left
     out, and a text is read for a GPU alone, where it can be what does not fit."""
-    from longdraft.launch.runtime import heldout_rows, used_tokens
     from longdraft.models.hf import load_tokenizer
 
-    if text is None:
-        prompt = len(used_tokens(heldout_rows(args.heldout)[args.row or 0]))
+    args = asked.args
+    if not isinstance(prompt, str):
+        length = len(prompt)
     else:
-        prompt = 1 if device.type == "cpu" else len(load_tokenizer(*source)(text).input_ids)
-    whole = min(prompt, args.prompt_tokens or prompt) + params.max_new_tokens
+        length = 1 if asked.device.type == "cpu" else len(load_tokenizer(*asked.source)(prompt).input_ids)
+    whole = min(length, args.prompt_tokens or length) + params.max_new_tokens
     return min(whole, args.max_length or whole)
 
 
-def _prompt_tokens(args: argparse.Namespace, target: "Target", text: str | None) -> list[int]:
+def _prompt_tokens(args: argparse.Namespace, target: "Target", prompt: str | list[int]) -> list[int]:
     """The prompt as token ids."""
     from longdraft.infer.requests import prompt_tokens
-    from longdraft.launch.runtime import check_rows, heldout_rows, used_tokens
+    from longdraft.launch.runtime import check_rows, heldout_rows
 
     if target.tokenizer is None:
         raise ValueError(f"{target.name} has no tokenizer files, so no text can be shown; add the tokenizer's")
-    if text is None:
-        rows = heldout_rows(args.heldout)
-        check_rows(rows, target)
-        tokens = used_tokens(rows[args.row or 0])
-    elif args.chat:
+    if args.heldout is not None:
+        check_rows(heldout_rows(args.heldout), target)
+    if args.chat:
         system = [] if args.system is None else [{"role": "system", "content": args.system}]
-        tokens = prompt_tokens(target, [*system, {"role": "user", "content": text}], "--chat")
-    else:
-        tokens = prompt_tokens(target, text)
-    return tokens[: args.prompt_tokens]
+        return prompt_tokens(target, [*system, {"role": "user", "content": prompt}], "--chat")
+    return prompt_tokens(target, prompt)[: args.prompt_tokens]
 
 
 def _run(screen: "Screen", engine: "Engine", name: str, prompt: "Prompt", params: "SamplingParams") -> "Generation":
-    """Decode with one drafter and print the text as it comes; Ctrl-C ends it with what there is."""
-    with _ctrl_c(engine) as interrupted:
+    """Decode with one drafter and print the text as it comes; the first Ctrl-C ends it after its running step, with
+    what there is."""
+    interrupted = threading.Event()
+
+    def cancel() -> None:
+        interrupted.set()
+        engine.cancel(0)
+
+    with on_ctrl_c(cancel):
         for piece in engine.stream([prompt], params):
             screen.show(piece)
             if piece.generation:
@@ -194,27 +195,6 @@ def _run(screen: "Screen", engine: "Engine", name: str, prompt: "Prompt", params
             if interrupted.is_set():  # again: the engine may have been starting
                 engine.cancel(0)
     raise AssertionError("the stream ended without a generation")
-
-
-@contextmanager
-def _ctrl_c(engine: "Engine") -> Iterator[threading.Event]:
-    """The first Ctrl-C cancels the generation after its running step; a second one interrupts as ever."""
-    interrupted = threading.Event()
-    if threading.current_thread() is not threading.main_thread():  # signals are the main thread's
-        yield interrupted
-        return
-    before = signal.getsignal(signal.SIGINT)
-
-    def cancel(number, frame) -> None:
-        signal.signal(signal.SIGINT, before)
-        interrupted.set()
-        engine.cancel(0)
-
-    signal.signal(signal.SIGINT, cancel)
-    try:
-        yield interrupted
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 class Screen:

@@ -18,7 +18,7 @@ from longdraft.data_prep.failures import failures_described
 from longdraft.data_prep.prepare import LENGTHS_PNG, merge, prepare
 from longdraft.data_prep.settings import PrepareConfig, same_way
 from longdraft.data_prep.tasks import read_machine
-from longdraft.launch.console import ends_on_ctrl_c, framed, note, show
+from longdraft.launch.console import ends_on_ctrl_c, flag, framed, note, show
 
 # Flags that a recipe has as fields of its own, and those that say how a source is read.
 SETTINGS = ("seq_len", "documents", "chat_template", "heldout_share", "max_tokens", "seed")
@@ -70,12 +70,8 @@ def _check_used(parser: argparse.ArgumentParser, args: argparse.Namespace) -> No
         if name not in read and value is not None and value is not False and value != []  # 0 is a value: of --seed
     ]
     if given:
-        named = ", ".join(name if name in ("recipe", "overrides") else _flag(name) for name in given)
+        named = ", ".join(name if name in ("recipe", "overrides") else flag(name) for name in given)
         parser.error(f"--{mode} prepares nothing and does not read {named}; leave it out")
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -150,8 +146,8 @@ def _recipe(args: argparse.Namespace, how: dict[str, Any]) -> PrepareConfig:
 
     doubled = [name for name in (*SETTINGS, *OF_A_SOURCE) if name in args] + ["source"] * (args.source is not None)
     if doubled:
-        flag, where = _flag(doubled[0]), "" if doubled[0] in SETTINGS else "sources.NAME."
-        raise ValueError(f"{flag} is given beside the recipe {args.recipe}; write {where}{doubled[0]}=... instead")
+        option, where = flag(doubled[0]), "" if doubled[0] in SETTINGS else "sources.NAME."
+        raise ValueError(f"{option} is given beside the recipe {args.recipe}; write {where}{doubled[0]}=... instead")
     values = resolve(read_yaml(args.recipe, args.overrides))
     if set(values) & {"out", *how}:
         raise ValueError(f"{args.recipe}: out, {', '.join(how)} belong to the command line, not into a recipe")
@@ -160,7 +156,7 @@ def _recipe(args: argparse.Namespace, how: dict[str, Any]) -> PrepareConfig:
 
 
 def _needed(parser: argparse.ArgumentParser, **values: Any) -> dict[str, Any]:
-    if missing := [_flag(name) for name, value in values.items() if value is None]:
+    if missing := [flag(name) for name, value in values.items() if value is None]:
         parser.error(f"the following arguments are required: {', '.join(missing)}")
     return values
 

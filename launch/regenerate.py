@@ -12,27 +12,24 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from longdraft.launch.console import ends_on_ctrl_c, framed, leave, note, show
+from longdraft.launch.console import ends_on_ctrl_c, flag, framed, leave, read_text, show
 from longdraft.launch.shared_options import NUMBERS as SHARED
+from longdraft.launch.shared_options import add_drafters, add_numbers, add_target
 
 if TYPE_CHECKING:
     from longdraft.data_prep.endpoints import EndpointClient
     from longdraft.data_prep.responses import Completion, Generate
+    from longdraft.infer.engine import Engine
     from longdraft.infer.sampling import SamplingParams
 
-# Options of SamplingParams, by their names there.
+# Options of SamplingParams, by their names there, and what they are where nothing is said: settings of every answer.
 NUMBERS = {
-    "max_new_tokens": (
-        int,
-        1024,
-        "tokens of an answer (default: 1024); see --unfinished",
-    ),
-    "temperature": (float, 0.0, "0, the default, is greedy"),
-    "top_k": (int, 0, "sample from the k most probable tokens; 0 is off"),
-    "top_p": (float, 1.0, "sample from the most probable tokens of this share together; 1 is off"),
-    "min_p": (float, 0.0, "drop tokens less probable than this times the most probable one; 0 is off"),
-    "seed": (int, 0, "with each conversation's content and turn it gives the answer's seed"),
+    "max_new_tokens": (int, "tokens of an answer (default: 1024); see --unfinished"),
+    "temperature": (float, "0, the default, is greedy"),
+    **{name: SHARED[name] for name in ("top_k", "top_p", "min_p")},
+    "seed": (int, "with each conversation's content and turn it gives the answer's seed"),
 }
+SETTINGS = {"max_new_tokens": 1024, "temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 0}
 # More of them, which count as settings where they are given; those that servers' interfaces have, and those of ours.
 SERVED = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 OWN = ("eta_cutoff", "min_tokens_to_keep", "contextual_penalty", "contextual_window")
@@ -60,19 +57,14 @@ def _parser() -> argparse.ArgumentParser:
     add("--shard", metavar="i/n", help=shard)
     add("--overwrite", action="store_true", help="answer anew into a folder that was answered with something else")
     add = parser.add_argument_group("target").add_argument
-    add("--target", help="a folder, a hub name, a .gguf file or smollm2-135m (default: the draft's own target)")
-    add("--gguf-file", help="with --target: name of a .gguf file inside it")
+    add_target(add)
     add("--chat-template", type=Path, metavar="FILE", help="Jinja, as `longdraft prepare` is given it")
     add("--dtype", choices=("fp32", "bf16"), help="default: bf16")
     add("--device", help="default: cuda where there is one")
     add("--max-length", type=int, help="most positions of a prompt and its answer (default: the target's)")
     add = parser.add_argument_group("answers").add_argument
-    for name, (kind, default, text) in NUMBERS.items():
-        flag = f"--{name.replace('_', '-')}"
-        add(flag, type=kind, default=default, metavar="N" if kind is int else "X", help=text)
-    for name in (*SERVED, *OWN):
-        kind, text = SHARED[name]
-        add(f"--{name.replace('_', '-')}", type=kind, metavar="N" if kind is int else "X", help=text)
+    add_numbers(add, NUMBERS, **SETTINGS)
+    add_numbers(add, {name: SHARED[name] for name in (*SERVED, *OWN)})
     cut = "a longer answer leaves its conversation out (default), or ends it, without an end to be learned (of texts)"
     add("--unfinished", choices=("drop", "keep"), help=cut)
     add = parser.add_argument_group("servers, in place of an engine here").add_argument
@@ -82,19 +74,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--concurrency", type=int, metavar="N", help="requests under way at a time (default: 64)")
     add = parser.add_argument_group("speed only: in fp32 never the text").add_argument
     add("--batch", type=int, metavar="N", help="conversations decoded together (default: 8)")
-    add("--drafter", help="a name, or a+b for several in one tree; default: the draft's own, else plain")
-    add("--draft", nargs=1, default=[], help="folder that `longdraft export` wrote, or one that comes with longdraft")
-    add(
-        "--option",
-        default=[],
-        metavar="KEY=VALUE",
-        help="a drafter's own; DRAFTER.KEY=VALUE for one of several",
-        **many,
-    )
-    add(
-        "--nodes",
-        help="proposed nodes that a step verifies: auto (the default: what pays), all, or a number at most",
-    )
+    add_drafters(add, several=False)
+    # Of `Drafting`, and not asked for here: our own decoder's answers, whatever the draft was trained with.
+    parser.set_defaults(loader="longdraft", prefill_chunk=None, no_noise=False)
     return parser
 
 
@@ -116,7 +98,7 @@ def _regenerate(args: argparse.Namespace) -> None:
     from longdraft.data_prep.regenerate import RegenerateConfig, regenerate
     from longdraft.data_prep.tasks import read_machine
     from longdraft.infer.sampling import SamplingParams
-    from longdraft.launch import runtime
+    from longdraft.launch.runtime import Drafting
     from longdraft.models.fingerprint import shape_hash, tokenizer_hash
     from longdraft.models.hf import load_tokenizer, read_target_config
 
@@ -126,19 +108,19 @@ def _regenerate(args: argparse.Namespace) -> None:
     for name, value in DEFAULTS.items():
         if getattr(args, name) is None:
             setattr(args, name, value)
-    device = runtime.read_device(args.device)
+    if args.batch < 1:
+        raise ValueError(f"--batch: {args.batch}; decode at least 1 conversation at a time")
     more = {name: value for name in (*SERVED, *OWN) if (value := getattr(args, name)) is not None}
     sampling = SamplingParams(**{name: getattr(args, name) for name in NUMBERS}, **more)
-    runtime.check_filters(sampling)
-    engine_settings = _engine_settings(args)
-    path, gguf_file = runtime.target_source(args.target, args.gguf_file, args.draft)
-    allowed = runtime.max_positions(args.draft)
-    shape = read_target_config(path, gguf_file, allowed)
+    asked = Drafting(args)
+    asked.check_sampling(sampling)
+    path, gguf_file = asked.source
+    shape = read_target_config(path, gguf_file, asked.max_positions)
     positions = _positions(args.max_length, shape.max_positions)
     tokenizer = load_tokenizer(path, gguf_file)
     template = PLAIN if continued else None
     if args.chat_template is not None:
-        template = runtime.read_text(args.chat_template, "--chat-template")
+        template = read_text(args.chat_template, "--chat-template")
     encoder = make_chat_encoder(tokenizer, template)
     answering = {name: getattr(sampling, name) for name in NUMBERS if name != "seed"} | more
     fingerprint = {"target": _target_name(path, gguf_file), "config_sha256": shape_hash(shape)}
@@ -166,10 +148,7 @@ def _regenerate(args: argparse.Namespace) -> None:
         if client is not None:
             client.check()
             return client
-        build = runtime.build_fitting(path, sampling.max_new_tokens, args.batch)
-        return generator(
-            runtime.open_target(path, gguf_file, args.dtype, device, allowed, build), sampling, **engine_settings
-        )
+        return _generator(asked.open_engine(sampling.max_new_tokens, args.batch), sampling)
 
     regenerate(config, encoder, tokenizer_hash(tokenizer), start, machine, lambda line: show(f"{line}\n"))
 
@@ -197,8 +176,9 @@ def _check_endpoints(args: argparse.Namespace) -> None:
     """Raises ValueError for what has no meaning with endpoints, or without."""
     ours = ("drafter", "draft", "option", "nodes", "device", "dtype", "batch")
     if args.endpoint and (given := [name for name in OWN if getattr(args, name) is not None]):
-        option = given[0].replace("_", "-")
-        raise ValueError(f"--{option}: no server's interface has it; leave it out, or decode here, without --endpoint")
+        raise ValueError(
+            f"{flag(given[0])}: no server's interface has it; leave it out, or decode here, without --endpoint"
+        )
     if args.endpoint and (given := [name for name in ours if getattr(args, name) not in (None, [])]):
         raise ValueError(f"--{given[0]}: that is of an engine here, and --endpoint asks servers; leave one out")
     if args.endpoint and args.target is None:
@@ -208,7 +188,7 @@ def _check_endpoints(args: argparse.Namespace) -> None:
 
 
 def _endpoint_client(args: argparse.Namespace, answering: dict, tokenizer: Any, positions: int) -> "EndpointClient":
-    from longdraft.data_prep.endpoints import EndpointClient, Endpoints
+    from longdraft.data_prep.endpoints import EndpointClient
 
     # An answer's control tokens are to be seen, so that it is left out, as an engine's is.
     asked = {"max_tokens": answering["max_new_tokens"], "skip_special_tokens": False}
@@ -216,36 +196,12 @@ def _endpoint_client(args: argparse.Namespace, answering: dict, tokenizer: Any, 
     # What only some servers know is said where it is wanted.
     asked |= {name: answering[name] for name in ("top_k", "min_p") if answering[name]}
     asked |= {name: answering[name] for name in SERVED if name in answering}
-    endpoints = Endpoints(tuple(args.endpoint), args.model, args.concurrency)
-    return EndpointClient(endpoints, asked, tokenizer, tokenizer.eos_token_id, positions)
+    return EndpointClient(args.endpoint, asked, tokenizer, positions, args.model, args.concurrency)
 
 
-def _engine_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """Of the Engine, for speed alone. Raises ValueError for an option that fits no drafter."""
-    from longdraft.launch import runtime
-
-    (drafter,) = runtime.drafter_names(None if args.drafter is None else [args.drafter], args.draft)
-    options = runtime.read_options(args.option)
-    runtime.check_options([drafter], options)
-    runtime.check_drafts([drafter], args.draft, args.target)
-    if args.batch < 1:
-        raise ValueError(f"--batch: {args.batch}; decode at least 1 conversation at a time")
-    return {
-        "drafter": drafter,
-        "draft": runtime.draft_for(drafter, args.draft),
-        "options": runtime.options_for(drafter, options),
-        "nodes": runtime.node_budget(args.nodes, [drafter]),
-        "slots": args.batch,
-        "max_length": args.max_length,
-    }
-
-
-def generator(target, sampling: "SamplingParams", **settings) -> "Generate":
-    """The target as a function from prompts to completions. settings: of the Engine."""
+def _generator(engine: "Engine", sampling: "SamplingParams") -> "Generate":
+    """The target as a function from prompts to completions."""
     from longdraft.data_prep.responses import Completion
-    from longdraft.infer.engine import Engine
-
-    engine = Engine(target, log=note, **settings)
 
     def generate(prompts: Sequence[list[int]], seeds: Sequence[int]) -> "Iterator[Completion]":
         for piece in engine.stream(prompts, [replace(sampling, seed=seed) for seed in seeds]):

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from longdraft.launch.console import framed, note
-from longdraft.launch.shared_options import add_drafters, add_model
+from longdraft.launch.shared_options import add_drafting, add_model
 
 KEY = "LONGDRAFT_API_KEY"
 FAILED = 1  # the engine raised: whoever watches the process starts it anew
@@ -22,7 +22,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = add_model(parser)
     add("--slots", type=int, default=8, help="requests decoded together (default: 8)")
-    add_drafters(parser, several=False)
+    add_drafting(parser, several=False)
     add = parser.add_argument_group("server").add_argument
     add("--host", default="127.0.0.1", help="address to listen at (default: this machine alone)")
     add("--port", type=int, default=8000, help="default: 8000; 0 takes a free one, which is said")
@@ -43,24 +43,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _serve(args: argparse.Namespace) -> int:
-    from longdraft.infer.engine import Engine
     from longdraft.infer.server import Settings, serve
-    from longdraft.launch import runtime
+    from longdraft.launch.runtime import Drafting
 
     for name, least in (("slots", 1), ("port", 0), ("queue", 0), ("drain", 0)):
         if getattr(args, name) < least:
             raise ValueError(f"--{name}: {getattr(args, name)}; give at least {least}")
-    asked = runtime.read_drafting(args)
-
-    def load() -> Engine:
-        target = asked.open_target(args.max_length or 1, args.slots)
-        (engine,) = asked.open_engines(target, args.slots).values()
-        return engine
-
+    asked = Drafting(args)
     # On a thread that ends: OpenMP's threads belong to who first computes, and with a second set of them beside the
     # engine thread's, on a CPU, all wait asleep instead of spinning (a prompt then takes a quarter longer).
     with ThreadPoolExecutor(1) as loading:
-        engine = loading.submit(load).result()
+        engine = loading.submit(asked.open_engine, args.max_length or 1, args.slots).result()
     target = engine.target
     if target.tokenizer is None:
         raise ValueError(f"{target.name} has no tokenizer files, so no text can be served; add the tokenizer's")

@@ -1,8 +1,10 @@
 """Options that commands which decode share, and what they become. Not here: what else they do alike (runtime.py)."""
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
+
+from longdraft.launch.console import flag
 
 # launch/runtime.py says what each is, infer/presets.py which presets; here, for --help should not wait for torch.
 DTYPES = ("fp32", "bf16", "fp16")
@@ -15,7 +17,7 @@ PRESETS = (
     "tokenswift-qwen2.5-14b",
 )
 # A bench's defaults.
-PROMPTS, NEW_TOKENS = 4, 128
+PROMPTS, TEXT_TOKENS, NEW_TOKENS = 4, 256, 128
 # Options of SamplingParams, by their names there.
 NUMBERS = {
     "top_k": (int, "sample from the k most probable tokens; 0 is off"),
@@ -34,8 +36,7 @@ NUMBERS = {
 def add_model(parser: argparse.ArgumentParser) -> Callable[..., Any]:
     """The target and where it runs; returns what adds further ones to the group."""
     add = parser.add_argument_group("model").add_argument
-    add("--target", help="a folder, a hub name, a .gguf file or smollm2-135m (default: the draft's own target)")
-    add("--gguf-file", help="with --target: name of a .gguf file inside it")
+    add_target(add)
     add("--loader", choices=LOADERS, help="whose classes compute the target (default: as its draft was trained)")
     add_dtype(add)
     add("--device", help="default: cuda where there is one")
@@ -44,10 +45,22 @@ def add_model(parser: argparse.ArgumentParser) -> Callable[..., Any]:
     return add
 
 
-def add_drafters(parser: argparse.ArgumentParser, several: bool) -> None:
-    """Drafters, one or several to compare, and their options."""
+def add_target(add: Callable[..., Any]) -> None:
+    """The target alone."""
+    add("--target", help="a folder, a hub name, a .gguf file or smollm2-135m (default: the draft's own target)")
+    add("--gguf-file", help="with --target: name of a .gguf file inside it")
+
+
+def add_drafting(parser: argparse.ArgumentParser, several: bool) -> None:
+    """Drafters, one or several to compare, their options and how they rank."""
     add = parser.add_argument_group("drafting (speed only, never the text)").add_argument
-    which, many = "one or more, " if several else "", dict[str, Any](nargs="+", action="extend")
+    add_drafters(add, several)
+    add_no_noise(add)
+
+
+def add_drafters(add: Callable[..., Any], several: bool) -> None:
+    """Drafters and their options."""
+    which, many = "one or more, " if several else "a name, or ", dict[str, Any](nargs="+", action="extend")
     number: dict[str, Any] = many if several else {"nargs": 1}
     add("--drafter", help=f"{which}a+b for several in one tree; default: the draft's own, else plain", **number)
     several_drafts = "; several, of one method each, for as many drafters" if several else ""
@@ -56,7 +69,12 @@ def add_drafters(parser: argparse.ArgumentParser, several: bool) -> None:
     own = "a drafter's own; DRAFTER.KEY=VALUE for one of several"
     add("--option", default=[], metavar="KEY=VALUE", help=own, **many)
     add("--nodes", help="proposed nodes that a step verifies: auto (the default: what pays), all, or a number at most")
-    add_drafting(add)
+
+
+def add_numbers(add: Callable[..., Any], numbers: Mapping[str, tuple[type, str]], **defaults: float) -> None:
+    """Options of SamplingParams, by their names there."""
+    for name, (kind, text) in numbers.items():
+        add(flag(name), type=kind, default=defaults.get(name), metavar="N" if kind is int else "X", help=text)
 
 
 def add_dtype(add: Callable[..., Any], default: str | None = "bf16", help: str = "default: bf16") -> None:
@@ -64,7 +82,7 @@ def add_dtype(add: Callable[..., Any], default: str | None = "bf16", help: str =
     add("--dtype", choices=DTYPES, default=default, help=help)
 
 
-def add_drafting(add: Callable[..., Any]) -> None:
+def add_no_noise(add: Callable[..., Any]) -> None:
     """How drafters rank."""
     add(
         "--no-noise",
@@ -77,8 +95,7 @@ def add_sampling(add: Callable[..., Any]) -> None:
     """All of sampling but temperature, seed and length."""
     many: dict[str, Any] = {"nargs": "+", "action": "extend"}
     add("--preset", choices=PRESETS, help="sampling as published for a model; options beside it go before")
-    for name, (kind, text) in NUMBERS.items():
-        add(f"--{name.replace('_', '-')}", type=kind, metavar="N" if kind is int else "X", help=text)
+    add_numbers(add, NUMBERS)
     add("--ban", type=int, metavar="TOKEN_ID", dest="banned_token_ids", help="never choose these", **many)
     add("--stop", metavar="STRING", dest="stop_strings", help="end before these; $'\\n' is a new line", **many)
     add("--stop-id", type=int, metavar="TOKEN_ID", dest="stop_token_ids", help="end behind these tokens", **many)

@@ -1,6 +1,7 @@
-"""Where each tensor of a Hugging Face or GGUF checkpoint goes in our decoder, and the copying.
+"""Where each tensor of a Hugging Face checkpoint goes in our decoder, and the copying.
 
-Finding files and reading configurations is hf.py's work. Foreign names are known here and nowhere else.
+Foreign names are known here and nowhere else; GGUF's are the gguf library's (gguf_file.py). Not here: finding files
+(hf.py), reading configurations (hf_config.py).
 """
 
 import json
@@ -17,20 +18,6 @@ from torch import Tensor, nn
 from longdraft.models.decoder import Decoder
 from longdraft.models.decoder_config import DecoderConfig, ExpertsConfig
 
-# GGUF name of each Hugging Face module (llama.cpp's convention), without ".weight" / ".bias".
-GGUF_LAYER_NAMES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
 # TokenSwift's authors publish target and heads as one checkpoint; of a target these tensors are no part.
 TOKENSWIFT_HEADS = "model.medusa_layers."
 # Gemma 3's larger models read images too; these tensors do so.
@@ -38,7 +25,6 @@ OF_IMAGES = tuple(f"{prefix}{part}." for prefix in ("", "model.") for part in ("
 MIXTRAL_NAMES = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 # Of what quantised checkpoints hold; safetensors' names.
 _DTYPES = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I32": torch.int32, "U8": torch.uint8}
-GGUF_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 
 
 @dataclass(frozen=True)
@@ -237,7 +223,10 @@ def folder_tensors(folder: Path, wanted: Callable[[str], bool] | None = None) ->
         if absent:
             raise ValueError(f"{folder} lacks shards that {index.name} lists: {', '.join(absent)}")
         for file in files:
-            yield from _safetensors(file, wanted) if suffix == "safetensors" else _pickled(file)
+            if suffix == "safetensors":
+                yield from _safetensors(file, wanted)
+            else:
+                yield from torch.load(file, map_location="cpu", weights_only=True, mmap=True).items()
         return
     raise ValueError(f"{folder} holds no weights: expected model.safetensors, pytorch_model.bin or their index.json")
 
@@ -250,26 +239,3 @@ def _safetensors(file: Path, wanted: Callable[[str], bool] | None) -> Iterator[t
             else:
                 part = opened.get_slice(name)
                 yield name, torch.empty(part.get_shape(), dtype=_DTYPES.get(part.get_dtype()), device="meta")
-
-
-def _pickled(file: Path) -> Iterator[tuple[str, Tensor]]:
-    yield from torch.load(file, map_location="cpu", weights_only=True, mmap=True).items()
-
-
-def gguf_to_hf_name(name: str) -> str:
-    """Hugging Face name of a GGUF tensor; a name it does not know comes back as it is (and is then unexpected)."""
-    module, _, kind = name.rpartition(".")
-    if module.startswith("blk."):
-        _, layer, part = module.split(".", 2)
-        if part in GGUF_LAYER_NAMES:
-            return f"model.layers.{layer}.{GGUF_LAYER_NAMES[part]}.{kind}"
-    elif module in GGUF_NAMES:
-        return f"{GGUF_NAMES[module]}.{kind}"
-    return name
-
-
-def halves_from_pairs(tensor: Tensor, n_heads: int) -> Tensor:
-    """Undo llama.cpp's order of q and k rows (llama architecture): it rotates neighbours, we rotate halves."""
-    rows = tensor.shape[0]
-    pairs = tensor.reshape(n_heads, rows // n_heads // 2, 2, *tensor.shape[1:])
-    return pairs.transpose(1, 2).reshape(tensor.shape)

@@ -9,7 +9,7 @@ head width.
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any, cast
 
 import torch
@@ -23,13 +23,12 @@ from longdraft.kernels.gate import gelu_gate
 from longdraft.kernels.linear import linear
 from longdraft.kernels.rotate import HeadNorms, rotate
 from longdraft.kernels.segment_attention import Segment, segment_attention, send_segments
-from longdraft.kernels.transfer import from_host
-from longdraft.kernels.tree_attention import PassPlan, plan_pass, tree_attention
+from longdraft.kernels.tree_attention import PassPlan, tree_attention
 from longdraft.models.decoder_config import DecoderConfig
 from longdraft.models.device import on_device
 from longdraft.models.experts import Experts
 from longdraft.models.kv_cache import KVCache
-from longdraft.models.passes import Pass, Span, TargetOutput, take_spans
+from longdraft.models.passes import Pass, Span, TargetOutput, take_at, take_one, take_spans
 from longdraft.models.rope import Rope, piece_lengths
 from longdraft.models.stream import RMSNorm, Stream
 
@@ -210,9 +209,8 @@ class Layer(nn.Module):
         """What the layer computes with; None for what C does not compute: experts, a RoPE of its own, norms behind the
         sub-layers, another gate than silu, sinks."""
         attention, mlp = self.attention, self.mlp
-        if isinstance(mlp, Experts) or not mlp.silu or self.post_mlp_norm is not None or attention.rope:
-            return None
-        if attention.sinks is not None:
+        other = self.post_mlp_norm is not None or attention.rope or attention.sinks is not None
+        if other or isinstance(mlp, Experts) or not mlp.silu:
             return None
         q_norm, k_norm = (None if norm is None else norm.weight for norm in (attention.q_norm, attention.k_norm))
         return LayerWeights(
@@ -271,7 +269,7 @@ class Decoder(nn.Module):
         self.ropes = [self.rope, *([] if config.window_rope is None else [Rope(config.window_rope)])]
         # Entered around each layer's work; whoever keeps the weights elsewhere brings them here (train/sharding.py).
         self.around_layer: Callable[[Layer], AbstractContextManager[object]] = nullcontext
-        self.refreshed = 0  # how often other weights were taken over (models/hf.py)
+        self.refreshed = 0  # how often other weights were taken over (models/from_transformers.py)
         self._table: _KnownTable | None = None
         self._table_is_sure = False  # whether all weights were looked at since the last wide pass
         self.tie()
@@ -325,30 +323,19 @@ class Decoder(nn.Module):
         if "of_spans" in needs:
             output.of_spans = self.norm(hidden_BTD if needs <= _SPANS_ALONE else take_spans(hidden_BTD, given.spans))
         if "logits" in needs:  # from the un-normed states, so that logits do not depend on what else is needed
-            output.logits = self.lm_head(_at(hidden_BTD, given.logits_at_BR), self.norm)
+            output.logits = self.lm_head(take_at(hidden_BTD, given.logits_at_BR), self.norm)
         return output
 
     def _prepare(self, given: Pass) -> _Context:
-        cache, borders, positions_BT = given.cache, given.borders, given.positions_BT
-        n_tokens, device = given.tokens_BT.shape[1], given.tokens_BT.device
-        if positions_BT is None:
-            positions_BT = torch.arange(n_tokens, device=device)[None]
-            if cache is not None:
-                positions_BT = positions_BT + cache.lengths[:, None]
-            if borders is not None:
-                starts_P, sizes_P = torch.tensor(borders[:-1]), torch.tensor(borders).diff()
-                positions_BT = positions_BT - from_host(starts_P.repeat_interleave(sizes_P), device)
-        lengths, pieces, spans = None if cache is None else cache.prompt_lengths, None, None
+        cache, borders, positions_BT = given.cache, given.borders, given.positions()
+        lengths, pieces, spans = None if cache is None else cache.prompt_lengths, given.pieces(), None
         if borders is not None:
-            pieces = [Segment(*piece, *piece) for piece in pairwise(borders)]
-            send_segments(pieces, device)
             spans = _as_queries(given.spans, borders)
-            send_segments(spans, device)
+            send_segments(spans, positions_BT.device)
             dependent = any(rope.length_dependent for rope in self.ropes)
             lengths = piece_lengths(positions_BT, borders) if dependent else None
         ropes = [rope(positions_BT, lengths, self.embed_tokens.weight.dtype) for rope in self.ropes]
-        plan = None if cache is None else plan_pass(cache.lengths, n_tokens, given.tree_mask_BTT)
-        return _Context(given, ropes, plan, pieces, spans)
+        return _Context(given, ropes, given.plan(), pieces, spans)
 
     def _layers(self, stream: Stream, context: _Context) -> _LayersOutput:
         """The layers one after the other."""
@@ -357,7 +344,7 @@ class Decoder(nn.Module):
             with self.around_layer(layer):
                 qkv = layer.project(stream, context)
                 if "queries" in given.needs:
-                    queries.append(_pick(qkv[0], given.queries_at_B))
+                    queries.append(take_one(qkv[0], given.queries_at_B))
                 if layer is layers[-1] and given.needs <= _SPANS_ALONE:
                     if "of_spans" in given.needs:
                         stream.leave(take_spans(stream.rows, given.spans))
@@ -371,10 +358,9 @@ class Decoder(nn.Module):
         """The same bits from one call, for few tokens behind a cache on a CPU; None where there is no such call."""
         given, cache, weight = context.given, context.given.cache, self.embed_tokens.weight
         n_slots, n_tokens, _ = x_BTD.shape
-        if cache is None or given.prompt_lengths is not None or n_slots * n_tokens > MOST_TOKENS:
-            self.look_again()
-            return None
-        if weight.device.type != "cpu" or not (self.weights_stay and rows.serves(weight.dtype)):
+        narrow = given.prompt_lengths is None and n_slots * n_tokens <= MOST_TOKENS
+        served = weight.device.type == "cpu" and self.weights_stay and rows.serves(weight.dtype)
+        if cache is None or not (narrow and served):
             self.look_again()
             return None
         if self._table is None or not self._table.holds(whole=not self._table_is_sure):
@@ -385,10 +371,11 @@ class Decoder(nn.Module):
         cache.check_room(n_tokens)
         own, early = (cache.keys, cache.values, cache.lengths), given.needs <= _BEFORE_LAST_ATTENTION
         found = self._table.table.run(x_BTD, *context.ropes[0], own, given.tree_mask_BTT, early)
-        queries = [_pick(q_BTHd, given.queries_at_B) for q_BTHd in found.q_LBTHd] if "queries" in given.needs else None
+        queries_at_B, wanted = given.queries_at_B, "queries" in given.needs
+        queries = torch.stack([take_one(q_BTHd, queries_at_B) for q_BTHd in found.q_LBTHd]) if wanted else None
         # Copies: of all layers no more is kept than is asked for.
         last_kv = (found.k_LBTKd[-1].clone(), found.v_LBTKd[-1].clone()) if "last_kv" in given.needs else None
-        return found.hidden_BTD, None if queries is None else torch.stack(queries), last_kv
+        return found.hidden_BTD, queries, last_kv
 
 
 def _as_queries(spans: Sequence[Span], borders: Sequence[int]) -> list[Segment]:
@@ -399,17 +386,3 @@ def _as_queries(spans: Sequence[Span], borders: Sequence[int]) -> list[Segment]:
         Segment(end - (stop - start), end, first, stop)
         for (start, stop), end, first in zip(spans, ends, starts, strict=True)
     ]
-
-
-def _at(x_BTD: Tensor, indices_BR: Tensor | None) -> Tensor:
-    """The tokens at these indices of each slot: [B, R, D]."""
-    if indices_BR is None:
-        return x_BTD
-    return x_BTD[torch.arange(len(x_BTD), device=x_BTD.device)[:, None], indices_BR]
-
-
-def _pick(q_BTHd: Tensor, index_B: Tensor | None) -> Tensor:
-    """One token of each slot: [B, H, d], a copy."""
-    if index_B is None:
-        return q_BTHd[:, -1].clone()
-    return q_BTHd[torch.arange(len(q_BTHd), device=q_BTHd.device), index_B]

@@ -28,14 +28,10 @@ CALL_STATE = ("truncation", "padding")
 SAMPLED_ROWS, SAMPLED_DTYPES = 8, (torch.float32, torch.bfloat16)
 
 
-def _sha256(value: Any) -> str:
+def json_hash(value: Any) -> str:
+    """SHA-256 (hex) of JSON values, independent of key order."""
     canonical = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return hashlib.sha256(canonical.encode()).hexdigest()
-
-
-def config_hash(config: dict[str, Any]) -> str:
-    """SHA-256 (hex) of a configuration of JSON values, independent of key order."""
-    return _sha256(config)
 
 
 def tokenizer_hash(tokenizer: Any) -> str:
@@ -50,7 +46,7 @@ def tokenizer_hash(tokenizer: Any) -> str:
         state = json.loads(backend.to_str())
         for key in CALL_STATE:
             state.pop(key, None)
-    return _sha256({"state": state, "added": {str(i): str(t) for i, t in tokenizer.added_tokens_decoder.items()}})
+    return json_hash({"state": state, "added": {str(i): str(t) for i, t in tokenizer.added_tokens_decoder.items()}})
 
 
 def shape_hash(config: DecoderConfig) -> str:
@@ -59,7 +55,7 @@ def shape_hash(config: DecoderConfig) -> str:
     for field in fields(config):  # hashes of before there were these stay
         if field.name in LATER_FIELDS and shape[field.name] == field.default:
             del shape[field.name]
-    return config_hash(shape)
+    return json_hash(shape)
 
 
 def fingerprint(config: DecoderConfig, tokenizer: Any) -> dict[str, str]:

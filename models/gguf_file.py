@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig
 
-from longdraft.models.checkpoint import gguf_to_hf_name, halves_from_pairs
+from longdraft.models.checkpoint import places
+from longdraft.models.hf_config import decoder_config
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 # What llama.cpp divides each frequency of RoPE by, and of the scaling that it stands for what Llama 3.1 to 3.3 share.
@@ -111,10 +112,13 @@ class GGUFFile:
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Tensors under their Hugging Face names, in fp32, q and k in Hugging Face's row order."""
-        from gguf import dequantize
+        from gguf import MODEL_ARCH_NAMES, dequantize, get_tensor_name_map
 
-        heads = {"attn_q": self._value(f"{self.architecture}.attention.head_count")}
-        heads["attn_k"] = self._value(f"{self.architecture}.attention.head_count_kv", heads["attn_q"])
+        config = decoder_config(self.config())
+        (arch,) = (arch for arch, name in MODEL_ARCH_NAMES.items() if name == self.architecture)
+        table = get_tensor_name_map(arch, config.n_layers)
+        names: dict[str | None, str] = {table.get_name(name, (".weight", ".bias")): name for name in places(config)}
+        heads = {"attn_q": config.n_heads, "attn_k": config.n_kv_heads}
         for entry in self._reader.tensors:
             if entry.name == ROPE_DIVISORS:  # the configuration says it
                 continue
@@ -123,4 +127,11 @@ class GGUFFile:
             part = entry.name.split(".")[-2]
             if self.architecture == "llama" and part in heads:
                 tensor = halves_from_pairs(tensor, heads[part])
-            yield gguf_to_hf_name(entry.name), tensor
+            yield names.get(entry.name) or entry.name, tensor  # one that is not known is then unexpected
+
+
+def halves_from_pairs(tensor: Tensor, n_heads: int) -> Tensor:
+    """Undo llama.cpp's order of q and k rows (llama architecture): it rotates neighbours, we rotate halves."""
+    rows = tensor.shape[0]
+    pairs = tensor.reshape(n_heads, rows // n_heads // 2, 2, *tensor.shape[1:])
+    return pairs.transpose(1, 2).reshape(tensor.shape)

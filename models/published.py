@@ -7,7 +7,6 @@ Here: where they come from, whose drafts they are and what the folder says of th
 import re
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
@@ -41,14 +40,6 @@ HEAD = re.compile(re.escape(TOKENSWIFT_HEADS) + r"(\d+)\.(linear|input_layernorm
 OUR_PARTS = {"linear": "proj", "input_layernorm": "in_norm", "post_layernorm": "out_norm"}
 
 
-@dataclass(frozen=True)
-class Source:
-    """A published draft on disk: `path` is a file or a folder, `name` what it was called by, None for what is local."""
-
-    path: Path
-    name: str | None = None
-
-
 def convert(
     source: str | Path,
     out: str | Path,
@@ -69,16 +60,17 @@ def convert(
         written; it names tensors and files.
     """
     check_out(out)
-    found = _fetch(source)
-    merged = _is_merged(found.path)
+    place, name = _fetch(source)
+    merged = _is_merged(place)
     if merged and norms is not None:
         raise ValueError("norms: those of a LongSpec draft, and this is TokenSwift's checkpoint; leave them out")
     try:
-        draft, entry, path = (
-            _tokenswift(found, target, gguf_file) if merged else _longspec(found, target, gguf_file, norms)
-        )
+        if merged:
+            draft, entry, path = _tokenswift(place, name, target, gguf_file)
+        else:
+            draft, entry, path = _longspec(place, name, target, gguf_file, norms)
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"{found.path}: its weights cannot be read ({error}); download it again") from error
+        raise ValueError(f"{place}: its weights cannot be read ({error}); download it again") from error
     block = isinstance(draft.config, LongSpecConfig)
     info = DraftInfo(
         target=entry,
@@ -87,7 +79,7 @@ def convert(
         versions={name: version(name) for name in ("longdraft", "torch")},
         train_config={
             "target": {"path": lasting_name(path), "gguf_file": gguf_file},
-            "converted_from": found.name or found.path.name,
+            "converted_from": name or place.name,
         },
         noise=LONGSPEC_NOISE if block else None,
     )
@@ -95,11 +87,11 @@ def convert(
     return draft, info
 
 
-def _fetch(source: str | Path) -> Source:
-    """The file or folder, from the hub where it is none on this machine."""
+def _fetch(source: str | Path) -> tuple[Path, str | None]:
+    """The file or folder; its name on the hub, where it comes from there, as it is none on this machine."""
     local = Path(source).expanduser()
     if local.exists():
-        return Source(local)
+        return local, None
     try:
         folder = Path(snapshot_download(str(source), allow_patterns=[*METADATA, "*.safetensors"]))
         if not any(folder.glob("*.safetensors")):
@@ -108,7 +100,7 @@ def _fetch(source: str | Path) -> Source:
         raise ValueError(
             f"source: {source} is no file and no folder, and could not be had from the hub: {error}"
         ) from error
-    return Source(folder, str(source))
+    return folder, str(source)
 
 
 def _is_merged(path: Path) -> bool:
@@ -117,19 +109,20 @@ def _is_merged(path: Path) -> bool:
 
 
 def _longspec(
-    found: Source, target: str | None, gguf_file: str | None, norms: Sequence[str] | None
+    place: Path, name: str | None, target: str | None, gguf_file: str | None, norms: Sequence[str] | None
 ) -> tuple[Draft, dict[str, str], str]:
-    path = target or LONGSPEC_TARGETS.get(found.name or "")
+    """The block, how its folder names the target, and the target's name or place."""
+    path = target or LONGSPEC_TARGETS.get(name or "")
     if path is None:
         raise ValueError(
-            f"target: {found.path} does not say which model it is for; name that (the authors pair "
+            f"target: {place} does not say which model it is for; name that (the authors pair "
             f"{'; '.join(f'{draft} with {own}' for draft, own in LONGSPEC_TARGETS.items())})"
         )
     known = describe_target(path, gguf_file)
-    if found.path.is_dir():
-        _compare_rope(found.path, known)
+    if place.is_dir():
+        _compare_rope(place, known)
     config = LongSpecConfig.for_target(known.model.config, noise=LONGSPEC_NOISE)
-    return load_published(_weights(found.path), config, norms, str(found.path), known.name), target_entry(known), path
+    return load_published(_weights(place), config, norms, str(place), known.name), target_entry(known), path
 
 
 def _weights(path: Path) -> dict[str, Tensor]:
@@ -159,9 +152,10 @@ def _compare_rope(folder: Path, target: Target) -> None:
         )
 
 
-def _tokenswift(found: Source, base: str | None, gguf_file: str | None) -> tuple[Draft, dict[str, str], str]:
-    """The heads of a merged checkpoint. Of its target no more is read than tells it from others."""
-    folder = found.path
+def _tokenswift(
+    folder: Path, name: str | None, base: str | None, gguf_file: str | None
+) -> tuple[Draft, dict[str, str], str]:
+    """The heads of a merged checkpoint, and as `_longspec`. Of its target no more is read than tells it from others."""
     merged = describe_target(folder, sample=True)
     count = merged.hf_config.to_dict()["medusa_heads"]
     if type(count) is not int or count < 1:
@@ -171,7 +165,7 @@ def _tokenswift(found: Source, base: str | None, gguf_file: str | None) -> tuple
         draft = TokenSwift(config)
     draft.load_state_dict(_heads(folder, draft), assign=True)
     if base is None:
-        return draft, target_entry(merged) | {"name": found.name or merged.name}, found.name or str(folder)
+        return draft, target_entry(merged) | {"name": name or merged.name}, name or str(folder)
     known = describe_target(base, gguf_file, sample=True)
     different = [part for part in ("config", "weights") if known.fingerprint[part] != merged.fingerprint[part]]
     if different:

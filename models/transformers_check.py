@@ -16,7 +16,7 @@ from transformers import DynamicCache
 from longdraft.models.checkpoint import places
 from longdraft.models.decoder import Decoder, Layer
 from longdraft.models.decoder_config import DecoderConfig
-from longdraft.models.fingerprint import config_hash, shape_hash, weights_hash
+from longdraft.models.fingerprint import json_hash, shape_hash, weights_hash
 from longdraft.models.passes import TargetOutput
 from longdraft.models.transformers_model import ATTENTION, TOLERANCES, TransformersModel, distance
 
@@ -31,7 +31,7 @@ def check_against(model: TransformersModel) -> dict[str, str]:
     _compare(model, found, _by_own_attention(model, given), "transformers' own attention")
     if model.known is None:
         known = {"model_type": model.own.config.model_type, "shape": shape_hash(model.config)}
-        found, weights = config_hash(known), weights_hash(model, cast(Any, model.around_layer))
+        found, weights = json_hash(known), weights_hash(model, cast(Any, model.around_layer))
     else:
         decoder = _in_our_layers(model, model.known)
         _compare(model, found, decoder(given), "our decoder")

@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from longdraft.kernels.rotate import rotate
-from longdraft.kernels.segment_attention import Segment, send_segments
-from longdraft.kernels.tree_attention import PassPlan, plan_pass
+from longdraft.kernels.segment_attention import Segment
+from longdraft.kernels.tree_attention import PassPlan
 from longdraft.models.decoder import Attention, Decoder, Layer, Linear
 from longdraft.models.decoder_config import DecoderConfig
-from longdraft.models.passes import Pass, TargetOutput, take_spans
+from longdraft.models.passes import Pass, TargetOutput, take_at, take_one, take_spans
 from longdraft.models.rope import Rope
 from longdraft.models.transformers_shape import NOT_SERVED, find_layers, foreign_config
 
@@ -42,7 +42,6 @@ class _Running:
     and key heads there are and their width; the last layer's K and V; the final norm's input."""
 
     given: Pass
-    positions_BT: Tensor
     plan: PassPlan | None
     pieces: list[Segment] | None
     queries: list[Tensor] = field(default_factory=list)
@@ -103,8 +102,7 @@ def attention(
     running.attentions.append(module)
     running.heads, running.last_kv = (q_BTHd.shape[2], k_BTKd.shape[2], width), (k_BTKd, v_BTKd)
     if "queries" in running.given.needs:
-        at_B = running.given.queries_at_B
-        running.queries.append(q_BTHd[:, -1] if at_B is None else q_BTHd[torch.arange(len(q_BTHd)), at_B])
+        running.queries.append(take_one(q_BTHd, running.given.queries_at_B))
     of_layer: Any = _Layer(layer, sliding_window, options.get("s_aux"))
     context: Any = running
     return Attention.attend(of_layer, q_BTHd, k_BTKd, v_BTKd, context), None
@@ -169,7 +167,7 @@ class TransformersModel(Decoder):
     @torch.no_grad()
     def forward(self, given: Pass) -> TargetOutput:
         """What one pass gives."""
-        running, needs = _running(given), given.needs
+        running, needs = _Running(given, given.plan(), given.pieces()), given.needs
         hidden_BTD = self._run(self._body, running).last_hidden_state
         output = TargetOutput(last_kv=running.last_kv if "last_kv" in needs else None)
         if "queries" in needs:
@@ -181,14 +179,13 @@ class TransformersModel(Decoder):
         if "of_spans" in needs:
             output.of_spans = take_spans(hidden_BTD, given.spans)
         if "logits" in needs:
-            at_BR, slots_B1 = given.logits_at_BR, torch.arange(len(hidden_BTD), device=hidden_BTD.device)[:, None]
-            output.logits = self.lm_head(hidden_BTD if at_BR is None else hidden_BTD[slots_B1, at_BR])
+            output.logits = self.lm_head(take_at(hidden_BTD, given.logits_at_BR))
         return output
 
     def _run(self, part: nn.Module, running: _Running) -> Any:
         """What this part of the model gives for the pass."""
-        given, positions_BT = running.given, running.positions_BT
-        tokens = slice(None) if given.shard is None else given.shard.tokens
+        given, tokens = running.given, slice(None) if running.given.shard is None else running.given.shard.tokens
+        positions_BT = given.positions().expand(given.tokens_BT.shape)
         before = _RUNNING.set(running)
         try:
             return part(input_ids=given.tokens_BT[:, tokens], position_ids=positions_BT[:, tokens], use_cache=False)
@@ -206,7 +203,7 @@ class TransformersModel(Decoder):
     def _probe(self) -> _Running:
         """A short pass that shows where the final norm is, what the layers are and what becomes of the logits."""
         given = self.probe_pass()
-        running, made = _running(given), list[tuple[nn.Module, Any]]()
+        running, made = _Running(given, given.plan(), given.pieces()), list[tuple[nn.Module, Any]]()
         inside = set(self.layers.modules())
         hooks = [
             module.register_forward_hook(lambda module, _, output: made.append((module, output)))
@@ -301,22 +298,6 @@ class TransformersModel(Decoder):
 def distance(a: Tensor, b: Tensor) -> float:
     """The norm of the difference over b's own."""
     return float((a.double() - b.double()).norm() / b.double().norm().clamp(min=1e-30))
-
-
-def _running(given: Pass) -> _Running:
-    tokens_BT, cache, borders = given.tokens_BT, given.cache, given.borders
-    n_tokens, device, positions_BT = tokens_BT.shape[1], tokens_BT.device, given.positions_BT
-    if positions_BT is None:
-        positions_BT = torch.arange(n_tokens, device=device).expand(len(tokens_BT), -1)
-        if cache is not None:
-            positions_BT = positions_BT + cache.lengths[:, None]
-        if borders is not None:
-            positions_BT = torch.cat([positions_BT[:, : stop - start] for start, stop in pairwise(borders)], 1)
-    pieces = None if borders is None else [Segment(*piece, *piece) for piece in pairwise(borders)]
-    if pieces is not None:
-        send_segments(pieces, device)
-    plan = None if cache is None else plan_pass(cache.lengths, n_tokens, given.tree_mask_BTT)
-    return _Running(given, positions_BT, plan, pieces)
 
 
 def _keep_pre_norm(_: nn.Module, arguments: tuple[Any, ...]) -> None:

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from longdraft.data_prep.shards import ShardSet
 from longdraft.models.files import file_digest
-from longdraft.train.config import Config, config_from_dict, to_dict
+from longdraft.train.config import Config, config_from_dict, to_flat_dict
 
 WEIGHTS, STATE, DIGESTS = "draft.safetensors", "state.json", "sha256"
 # Of a bf16 run, beside the weights: what its optimizer moves, and what a next stage begins with.
@@ -154,20 +154,13 @@ def saved_config(run_dir: str | Path, state: dict[str, Any]) -> Config:
 
 def check_same_run(old: Config, new: Config) -> None:
     """Raises ValueError naming the first field in which `new` would not continue `old`."""
-    flat_old, flat_new = _flat(to_dict(old)), _flat(to_dict(new))
-    for name, value in flat_new.items():
+    flat_old = to_flat_dict(old)
+    for name, value in to_flat_dict(new).items():
         if flat_old.get(name) != value and not any(name == free or name.startswith(free + ".") for free in FREE):
             raise ValueError(
                 f"{name}: {value!r}, but the run in {new.train.run_dir} began with {flat_old.get(name)!r}, which would "
                 "give another result; set it back, or start anew with train.run_dir=another/folder"
             )
-
-
-def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat = {}
-    for key, value in values.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return flat
 
 
 def check_continues(state: dict[str, Any], config: Config, rows: ShardSet) -> None:
@@ -263,7 +256,7 @@ def read_state(folder: Path, fields: Fields, read: Collection[str]) -> dict[str,
         broken = wrong_files(folder, state["files"])
         if read and not broken:
             log_without_digests(folder, state)
-            broken = changed(folder, state, read) if has_digests(state) else []
+            broken = changed(folder, state, read)
     except ValueError as error:
         broken = [f"{STATE} {error}"]
     if not broken:
@@ -277,19 +270,16 @@ def damage(folder: Path, broken: Collection[str]) -> str:
     return f"{folder} is damaged ({', '.join(broken)}) and is passed over"
 
 
-def has_digests(state: Mapping[str, Any]) -> bool:
-    return DIGESTS in state
-
-
 def log_without_digests(folder: Path, state: Mapping[str, Any]) -> None:
-    if not has_digests(state):
+    if DIGESTS not in state:
         print(f"{folder} has no digests, an earlier version saved it: the sizes of its files alone are checked")
 
 
 def changed(folder: Path, state: Mapping[str, Any], names: Collection[str]) -> list[str]:
-    """Those of the folder's files that cannot be read, or are not as they were saved, and what is wrong with each."""
+    """Those of the folder's files that cannot be read, or are not as they were saved, and what is wrong with each; none
+    where there are no digests."""
     found = []
-    for name in names:
+    for name in names if DIGESTS in state else ():
         try:
             if file_digest(folder / name) != state[DIGESTS].get(name):
                 found.append(f"{name} is not as it was saved")

@@ -5,12 +5,13 @@ derived here and nowhere else. Not here: what the networks' own fields mean (mod
 (stages.py), how a mapping becomes dataclasses (typed.py).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from math import inf
 from pathlib import Path
 from typing import Any
 
+import torch
 from omegaconf import OmegaConf
 
 from longdraft.models.decoder_config import DecoderConfig
@@ -19,12 +20,13 @@ from longdraft.models.drafts.medusa import MedusaConfig
 from longdraft.models.drafts.tokenswift import TokenSwiftConfig
 from longdraft.models.files import from_home
 from longdraft.models.rope import RopeConfig
-from longdraft.train.typed import build, read_yaml, resolve
+from longdraft.train.typed import build, lay_over, read_overrides, read_yaml, resolve
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 CHOICES: dict[str, tuple[Any, ...]] = {
     "target.zero_stage": (0, 3),
     "target.loader": ("longdraft", "transformers"),
-    "train.precision": ("fp32", "bf16"),
+    "train.precision": tuple(DTYPES),
     "train.zero_stage": (1, 2, 3),
     "train.device": ("auto", "cuda", "cpu"),
     "train.loss": ("cross_entropy", "kl", "mix", "overlap", "acceptance"),
@@ -38,17 +40,17 @@ POSITIVE = (
     "optimizer.eps", "optimizer.clip", "heldout.every", "heldout.rows", "heldout.choices", "decoding.prompts",
     "decoding.new_tokens", "log.every",
 )  # fmt: skip
-NOT_NEGATIVE = {
-    "train.max_skipped": "0 or more",
-    "optimizer.weight_decay": "0 or more",
-    "data.sinks": "0 or more, the paper's is 4",
-    "decoding.every": "a number of steps, or 0 for never",
-}
 # Each with what is true of a valid value, and the rest of the message.
-FRACTIONS: dict[str, tuple[Callable[[float], bool], str]] = {
+RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
+    **dict.fromkeys(POSITIVE, (lambda value: value > 0, " is not positive; give a value above 0")),
+    "train.max_skipped": (lambda value: value >= 0, " is negative; give 0 or more"),
+    "train.seed": (lambda value: 0 <= value < 2**63, " is out of range; give 0 to 2^63 - 1"),
+    "optimizer.weight_decay": (lambda value: not value < 0, " is negative; give 0 or more"),  # NaN has its own message
     "optimizer.warmup_share": (lambda value: 0 <= value < 1, "; give a share from 0 to below 1"),
+    "data.sinks": (lambda value: value >= 0, " is negative; give 0 or more, the paper's is 4"),
     "data.max_dropped_share": (lambda value: 0 <= value <= 1, " is no share; give 0 to 1"),
     "data.query_share": (lambda value: 0 < value <= 1, "; give a share above 0 and up to 1"),
+    "decoding.every": (lambda value: value >= 0, " is negative; give a number of steps, or 0 for never"),
     "decoding.share": (lambda value: 0 < value <= 1, "; give a share above 0 and up to 1"),
 }
 # How long, and how long the warm-up: one of the two is given.
@@ -304,13 +306,47 @@ class Config:
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Reads a YAML file of one run, applies overrides of the form `section.field=value` and resolves `${...}`.
 
-    An override of one field of EITHER replaces the other.
-
     Raises:
         ValueError: the file is missing or no YAML, a key is unknown (the nearest known one is named), a value has the
-            wrong type or is out of range.
+            wrong type or is out of range, or overrides set both of two fields in EITHER.
     """
-    return config_from_dict(resolve(read_yaml(path, overrides, EITHER)))
+    layers = read_overrides(overrides)
+    check_either(layers)
+    return config_from_layers([read_layer(path), *layers])
+
+
+def read_layer(path: str | Path) -> dict[str, Any]:
+    """The sections that a YAML file gives, with `${...}` as written."""
+    return OmegaConf.to_container(read_yaml(path), resolve=False)  # pyright: ignore[reportReturnType]
+
+
+def config_from_layers(layers: Sequence[Mapping[str, Any]]) -> Config:
+    """Sections each laid over those before them: who sets one of two fields in EITHER unsets the other."""
+    raw = OmegaConf.create()
+    for layer in layers:
+        for section, pair in EITHER.items():
+            given = _given(layer, section)
+            if len(given) == 1:
+                raw = lay_over(raw, {section: {name: None for name in pair if name not in given}})
+        raw = lay_over(raw, layer)
+    return config_from_dict(resolve(raw))
+
+
+def check_either(layers: Sequence[Mapping[str, Any]]) -> None:
+    """Raises ValueError where overrides that stand side by side end with both of two fields in EITHER set."""
+    raw = OmegaConf.create()
+    for layer in layers:
+        raw = lay_over(raw, layer)
+    merged: Any = OmegaConf.to_container(raw, resolve=False)
+    for section, (one, other) in EITHER.items():
+        if len(_given(merged, section)) == 2:
+            raise ValueError(f"{section}.{one}, {section}.{other}: both are given; set one of them")
+
+
+def _given(layer: Mapping[str, Any], section: str) -> list[str]:
+    """Those of a section's fields in EITHER that a layer sets."""
+    values = layer.get(section)
+    return [name for name in EITHER[section] if isinstance(values, Mapping) and values.get(name) is not None]
 
 
 def config_from_dict(values: Any) -> Config:
@@ -321,6 +357,11 @@ def config_from_dict(values: Any) -> Config:
 def to_dict(config: Config) -> dict[str, Any]:
     """Plain dicts, lists and scalars: for JSON and W&B."""
     return _plain(asdict(config))
+
+
+def to_flat_dict(config: Config) -> dict[str, Any]:
+    """`to_dict` with keys `section.field`."""
+    return {f"{section}.{name}": value for section, fields in to_dict(config).items() for name, value in fields.items()}
 
 
 def to_yaml(config: Config) -> str:
@@ -435,20 +476,12 @@ def _draft_section(values: Any) -> type:
 
 def _check(config: Config) -> None:
     """Ranges and choices; what depends on the target or the data is checked where these are opened."""
-    values = {
-        f"{section}.{name}": value for section, fields in to_dict(config).items() for name, value in fields.items()
-    }
+    values = to_flat_dict(config)
     for name, known in CHOICES.items():
         if values[name] not in known:
             raise ValueError(f"{name}: {values[name]!r} is unknown; choose one of {', '.join(map(str, known))}")
     config.draft.network(_ANY_TARGET)  # its own checks, before anything is loaded
-    for name in POSITIVE:
-        if values[name] is not None and not values[name] > 0:
-            raise ValueError(f"{name}: {values[name]} is not positive; give a value above 0")
-    for name, remedy in NOT_NEGATIVE.items():
-        if values[name] is not None and values[name] < 0:
-            raise ValueError(f"{name}: {values[name]} is negative; give {remedy}")
-    for name, (fits, remedy) in FRACTIONS.items():
+    for name, (fits, remedy) in RANGES.items():
         if values[name] is not None and not fits(values[name]):
             raise ValueError(f"{name}: {values[name]}{remedy}")
     for section, (one, other) in EITHER.items():
@@ -485,8 +518,6 @@ def _check_value(name: str, value: Any) -> None:
 
 
 def _check_training(train: TrainSection, optimizer: OptimizerSection) -> None:
-    if not 0 <= train.seed < 2**63:
-        raise ValueError(f"train.seed: {train.seed} is out of range; give 0 to 2^63 - 1")
     if optimizer.warmup_steps is not None and not 0 <= optimizer.warmup_steps < (train.steps or inf):
         raise ValueError(
             f"optimizer.warmup_steps: {optimizer.warmup_steps} must be at least 0 and below train.steps = {train.steps}"

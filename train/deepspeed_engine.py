@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from longdraft.train.adamuon import AdaMuon
-from longdraft.train.config import Config, OptimizerSection, deepspeed_dict
+from longdraft.train.config import DTYPES, Config, OptimizerSection, deepspeed_dict
 from longdraft.train.ranks import Ranks  # before DeepSpeed: it names the accelerator
 
 # isort: split
@@ -57,7 +57,7 @@ class DraftEngine:
 
     def __init__(self, config: Config, draft: nn.Module, ranks: Ranks):
         self.config, self.ranks = config, ranks
-        dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
+        dtype = DTYPES[config.train.precision]
         draft = draft.to(ranks.device, dtype)
         section = config.optimizer
         groups = parameter_groups(draft, section.weight_decay)
@@ -135,7 +135,8 @@ class DraftEngine:
         get none. Of an fp32 draft none: its weights are them."""
         masters = {}
         for name, weight in self.draft.named_parameters() if self.config.train.precision == "bf16" else ():
-            master = _full_master(weight)
+            master = safe_get_full_fp32_param(weight)
+            assert master is not None, "DeepSpeed keeps no fp32 master of a weight"
             if self.ranks.first:
                 masters[name] = master.to("cpu", copy=True)
         return masters
@@ -167,12 +168,6 @@ class DraftEngine:
         with chdir(folder.parent):  # DeepSpeed makes a pattern of the path, and a folder's name may hold * or [
             loaded, _ = self.deepspeed.load_checkpoint(".", tag=folder.name)
         assert loaded is not None, f"DeepSpeed found nothing in {folder}"
-
-
-def _full_master(weight: nn.Parameter) -> Tensor:
-    found = safe_get_full_fp32_param(weight)
-    assert found is not None, "DeepSpeed keeps no fp32 master of a weight"
-    return found
 
 
 class _Files(TorchCheckpointEngine):

@@ -4,6 +4,7 @@ Not here: how it is counted (estimate_memory.py, estimate_operations.py).
 """
 
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 
@@ -26,7 +27,8 @@ def report(stages: Sequence[Stage], n_ranks: int | None = None, gpu: bool | None
     Raises: ValueError where a target cannot be read, is not our decoder's or has too few positions, or rows cannot be
     shared among so many ranks.
     """
-    for target in (stage.config.target for stage in stages):
+    targets = [stage.config.target for stage in stages]
+    for target in targets:
         if target.loader != "longdraft":
             raise ValueError(
                 f"target.loader: {target.loader}, but --estimate counts what our decoder allocates; set it to "
@@ -37,17 +39,9 @@ def report(stages: Sequence[Stage], n_ranks: int | None = None, gpu: bool | None
     n_ranks = (torch.cuda.device_count() if gpu else 1) if n_ranks is None else n_ranks
     if n_ranks < 1:
         raise ValueError(f"num_gpus: {n_ranks}; give at least 1")
-    targets: dict[tuple[str, str | None, int | None], DecoderConfig] = {}  # the metadata of a .gguf file take seconds
-    for key in map(_key, stages):
-        targets[key] = targets.get(key) or read_target_config(*key)
-    tables = [_stage(stage, targets[_key(stage)], n_ranks, gpu) for stage in stages]
-    return "\n\n".join(tables)
-
-
-def _key(stage: Stage) -> tuple[str, str | None, int | None]:
-    """What read_target_config reads."""
-    target = stage.config.target
-    return target.path, target.gguf_file, target.max_positions
+    read = cache(read_target_config)  # the metadata of a .gguf file take seconds
+    asked = [(target.path, target.gguf_file, target.max_positions) for target in targets]
+    return "\n\n".join(_stage(stage, read(*key), n_ranks, gpu) for stage, key in zip(stages, asked, strict=True))
 
 
 def _stage(stage: Stage, target: DecoderConfig, n_ranks: int, gpu: bool) -> str:

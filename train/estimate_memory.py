@@ -30,7 +30,7 @@ from longdraft.models.draft_folder import DRAFTS
 from longdraft.models.drafts.longspec import LongSpecConfig
 from longdraft.models.drafts.tokenswift import TokenSwiftConfig
 from longdraft.models.passes import feed_forward_numbers, pass_bytes, prompt_rows
-from longdraft.train.config import Config, accumulation
+from longdraft.train.config import DTYPES, Config, accumulation
 from longdraft.train.estimate_zero import DraftStates, draft_states
 from longdraft.train.methods import QUERY_BLOCK
 from longdraft.train.sequence_parallel import check_heads
@@ -111,9 +111,12 @@ class _Run:
 
     def __init__(self, config: Config, target: DecoderConfig, gpu: bool):
         self.config, self.target, self.gpu = config, target, gpu
-        self.dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
+        self.dtype = DTYPES[config.train.precision]
         self.size = self.dtype.itemsize
         self.shape: Any = config.draft.network(target)
+        with torch.device("meta"):
+            draft = DRAFTS[config.draft.method][1](self.shape)
+        self.draft_sizes = [parameter.numel() for parameter in draft.parameters()]
         t, d = target, target.head_dim
         self.heads, self.qk, self.kv = t.n_heads * d, (t.n_heads + t.n_kv_heads) * d, 2 * t.n_kv_heads * d
         self.qkv = self.heads + self.kv
@@ -125,9 +128,8 @@ class _Run:
 
     def states(self, n_ranks: int) -> DraftStates:
         train = self.config.train
-        sizes = _sizes(DRAFTS[self.config.draft.method][1], self.shape)
         return draft_states(
-            sum(sizes), max(sizes),
+            sum(self.draft_sizes), max(self.draft_sizes),
             bf16=train.precision == "bf16", stage=train.zero_stage, offload=train.offload_optimizer,
             n_ranks=n_ranks, gpu=self.gpu, adamuon=self.config.optimizer.name == "adamuon",
         )  # fmt: skip
@@ -259,7 +261,7 @@ class _Run:
 
     def _loss(self, name: str, n_labels: int, n_parts: int) -> dict[str, int]:
         """As large as the labels' states is what is called `name`; a chunk's logits; a restricted LM head."""
-        d, restricted = self.target.hidden_size, getattr(self.shape, "draft_vocab_size", None)
+        d, restricted = self.target.hidden_size, self.shape.draft_vocab_size
         n_all, n_words = n_parts * n_labels, restricted or self.target.vocab_size
         parts = self._bytes({name: n_all * d, "LM head": (restricted or 0) * d})
         train = self.config.train
@@ -288,7 +290,7 @@ class _Run:
         rows = max(section.contexts) + section.new_tokens + SLACK
         return self._bytes(
             {
-                "draft's copy": sum(_sizes(DRAFTS[self.config.draft.method][1], self.shape)),
+                "draft's copy": sum(self.draft_sizes),
                 "KV cache": t.n_layers * self.kv * rows,
             }
         ) | {"passes": pass_bytes(t, min(rows, prompt_rows("cuda" if self.gpu else "cpu")), self.dtype)}
@@ -310,12 +312,6 @@ def loss_chunk(n_labels: int, hidden_size: int, n_words: int, size: int, gpu: bo
     if gpu:
         return chunk
     return chunk + min(rows, rows_per_block(n_words)) * n_words * (BESIDE_LOGIT + (4 if size == 2 else 0))
-
-
-def _sizes(network: type[nn.Module], shape: Any) -> list[int]:
-    """Numbers in each of its weights."""
-    with torch.device("meta"):
-        return [parameter.numel() for parameter in network(shape).parameters()]
 
 
 def _count(module: nn.Module) -> int:

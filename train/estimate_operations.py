@@ -51,7 +51,7 @@ def operations(config: Config, target: DecoderConfig) -> Operations:
     if teaches and is_block:  # the last layer is finished for the queries
         last = output + 6 * d * t.feed_forward_size(t.n_layers - 1)
         seen = seen[0] + share * last, seen[1] + share * 4 * heads * mean_keys(length, windows[-1])
-    n_words = getattr(shape, "draft_vocab_size", None) or t.vocab_size
+    n_words = shape.draft_vocab_size or t.vocab_size
     if is_block:
         # A subset of queries: keys and values of all tokens, apart from the projection of these.
         products = share * (project + 3 * output + gated) + (2 * d * kv if share < 1 else 0)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from longdraft.data_prep.shards import ShardSet
 from longdraft.models.draft_files import WEIGHTS, check_out
-from longdraft.models.draft_folder import DRAFTS, Draft, DraftInfo, load_draft, save_draft, target_entry
+from longdraft.models.draft_folder import Draft, DraftInfo, load_draft, save_draft, target_entry
 from longdraft.models.drafts.longspec import LongSpec, plan_queries
 from longdraft.models.drafts.loss import RANKS
 from longdraft.models.hf import lasting_name
@@ -173,11 +173,8 @@ def _restricted(trained: Trained, n: int) -> Draft:
     config, target, draft = trained.config, trained.target, trained.draft
     rows, vocab_size = open_rows(config, "train", target), target.model.config.vocab_size
     token_ids_E = frequent_tokens(rows, vocab_size, n, target.eos_token_ids, among=draft.token_ids)
-    token_ids_E = token_ids_E.to(next(draft.parameters()).device)
-    with torch.device("meta"):
-        restricted: Draft = DRAFTS[config.draft.method][1](replace(draft.config, draft_vocab_size=n))
-    restricted.load_state_dict(draft.state_dict() | {"token_ids": token_ids_E}, assign=True)
-    return restricted.requires_grad_(False).eval()
+    config = replace(config, draft=replace(config.draft, draft_vocab_size=n))
+    return frozen_draft(config, target, draft.state_dict() | {"token_ids": token_ids_E})
 
 
 def _longdraft(trained: Trained, out: Path, prove: Callable[[Draft], None]) -> str:

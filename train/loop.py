@@ -5,7 +5,6 @@ Not here: finding the stages in a config (stages.py), what opens before the firs
 """
 
 import shlex
-from collections import deque
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -131,22 +130,21 @@ def train(
             if found[1]["step"] >= n_steps and not _owes_decoding(found[1], config):
                 ranks.log(f"Training is done already: {n_steps} steps, checkpoint in {found[0]}")
                 return True
-        run = _open(config, ranks, target, found, stop)
-        progress = _Progress(run, stage)
+        run = _open(config, ranks, target, found, stop, stage)
         saved = found[0] if found and run.step < n_steps else None
         if run.step == n_steps:
-            _decode(run, progress, run.heldout, stop)
-        while run.step < n_steps and (result := train_step(run, stop)) is not None:
+            _decode(run, run.heldout)
+        while run.step < n_steps and (result := train_step(run)) is not None:
             run.step += 1
-            saved = _after_step(run, result, progress, stop)
-        progress.bar.close()
+            saved = _after_step(run, result)
+        run.bar.close()
         saved = saved or _save(run)  # before anything that may wait or fail
-        if progress.recent:
+        if run.recent:
             known = run.config.target.loader == "longdraft"
             r = operations(run.config, run.teacher.model.config).r if known else None
-            ranks.log(where_time_goes(progress.recent, r))
-        if progress.tracker:
-            progress.tracker.close()
+            ranks.log(where_time_goes(run.recent, r))
+        if run.tracker:
+            run.tracker.close()
         run.engine.close()
     done = run.step == n_steps and (run.decoding is None or run.decoding.last_step == n_steps)
     if not done:
@@ -164,10 +162,16 @@ def _owes_decoding(state: dict[str, Any], config: Config) -> bool:
 
 
 def _open(
-    config: Config, ranks: Ranks, target: Target | None, found: checkpoint.Found | None, stop: Sequence[int]
+    config: Config,
+    ranks: Ranks,
+    target: Target | None,
+    found: checkpoint.Found | None,
+    stop: Sequence[int],
+    stage: str | None,
 ) -> Run:
     """The run before its next step: as new, or as its checkpoint left it."""
     run = open_run(config, ranks, target)
+    run.stop = stop
     if found is not None:
         checkpoint.check_same_target(found[1], run.target_weights, config)
         checkpoint.check_same_vocabulary(found, run.method.draft.token_ids, config)
@@ -182,63 +186,60 @@ def _open(
         saving.load(run.engine, *found)
         extra = found[1]["extra"]
         run.step, run.skipped = found[1]["step"], extra["skipped"]
-        run.heldout, run.wandb_id = extra["heldout"], extra["wandb_id"]
+        run.heldout = extra["heldout"]
     ranks.log(describe(run))
     if run.decoding is not None:
         run.decoding.begin(extra.get("decoding"), found is not None, stop)
+    if ranks.first:
+        run.tracker = Tracker(config, run.method.part_names, run.step, extra.get("wandb_id"), stage)
+        run.bar = tqdm(total=config.train.n_steps, initial=run.step, desc="train", unit="step", mininterval=0.5)
     return run
 
 
-class _Progress:
-    """What is shown and kept of the steps: the bar, the records of the last ones, and on the first rank a tracker."""
-
-    def __init__(self, run: Run, stage: str | None):
-        first, n_steps = run.ranks.first, run.config.train.n_steps
-        self.tracker = Tracker(run.config, run.method.part_names, run.step, run.wandb_id, stage) if first else None
-        run.wandb_id = self.tracker.wandb_id if self.tracker else None
-        self.bar = tqdm(total=n_steps, initial=run.step, desc="train", unit="step", disable=not first, mininterval=0.5)
-        self.recent: deque[dict[str, Any]] = deque(maxlen=200)
-
-
-def _after_step(run: Run, result: StepResult, progress: _Progress, stop: Sequence[int]) -> Path | None:
+def _after_step(run: Run, result: StepResult) -> Path | None:
     """Logs, validates, decodes and saves what is due after a step; returns the checkpoint, if one was saved."""
-    config, tracker, step = run.config, progress.tracker, run.step
+    config, tracker, step = run.config, run.tracker, run.step
     last = step == config.train.n_steps
     if last or step % config.log.every == 0:
         record = measure(run, result)
-        progress.recent.append(record)
+        run.recent.append(record)
         if tracker:
             tracker.write(record)
             shown = {"loss": f"{record['loss']:.3f}", "tokens_s": f"{record['tokens_per_s']:.0f}"}
-            progress.bar.set_postfix(shown, refresh=False)
+            run.bar.set_postfix(shown, refresh=False)
     validates = last or step % config.heldout.every == 0
     if validates or (run.decoding is not None and step % config.decoding.every == 0):
         await_agreement(run)  # before what is written of these weights; who wishes to stop is asked again
     if validates:
-        run.heldout = validate(config, run.method, run.engine, run.teacher, run.heldout_rows)
+        run.heldout = validate(run, run.heldout_rows)
         if tracker:
             tracker.write({"step": step} | {f"heldout_{key}": value for key, value in run.heldout.items()})
-    _decode(run, progress, run.heldout if validates else {}, stop)
+    _decode(run, run.heldout if validates else {})
     saved = _save(run) if last or step % config.train.save_every == 0 else None
-    progress.bar.update()
+    run.bar.update()
     return saved
 
 
-def _decode(run: Run, progress: _Progress, heldout: dict[str, Any], stop: Sequence[int]) -> None:
+def _decode(run: Run, heldout: dict[str, Any]) -> None:
     """Decodes if it is due, and logs it."""
     if run.decoding is None:
         return
-    decoded = run.decoding.after_step(run.engine, run.step, heldout, stop)
-    if progress.tracker and decoded is not None:
-        progress.tracker.write({"step": run.step} | decoded.record, decoded.tables)
+    decoded = run.decoding.after_step(run.engine, run.step, heldout, run.stop)
+    if run.tracker and decoded is not None:
+        run.tracker.write({"step": run.step} | decoded.record, decoded.tables)
         if decoded.tables:
             draw_decoding(run.config.train.run_dir, read_metrics(run.config.train.run_dir))
 
 
 def _save(run: Run) -> Path:
     await_agreement(run)
-    extra = {"heldout": run.heldout, "wandb_id": run.wandb_id, "skipped": run.skipped, "data": run.rows.identity()}
-    extra["target_weights"] = run.target_weights
-    extra["decoding"] = None if run.decoding is None else run.decoding.saved()
+    extra = {
+        "heldout": run.heldout,
+        "wandb_id": run.tracker and run.tracker.wandb_id,
+        "skipped": run.skipped,
+        "data": run.rows.identity(),
+        "target_weights": run.target_weights,
+        "decoding": run.decoding and run.decoding.saved(),
+    }
     train = run.config.train
     return saving.save(run.engine, train.run_dir, run.step, extra, keep=train.keep_checkpoints)

@@ -46,12 +46,12 @@ class Asked(NamedTuple):
 
 
 class MicroBatch(NamedTuple):
-    """What one pass over a few rows reads, on the CPU or, after `to`, where it runs. `positions` int64 [N], None where
-    the target makes plain ones itself; `parts`: labels by part of the loss; `first`: the token that row 0 of the
-    draft's states belongs to; `queries`: what LongSpec's block runs for; `asked`: where the loss is the target's."""
+    """What one pass over a few rows reads, on the CPU or, after `to`, where it runs. `positions` int64 [N];
+    `parts`: labels by part of the loss; `first`: the token that row 0 of the draft's states belongs to; `queries`: what
+    LongSpec's block runs for; `asked`: where the loss is the target's."""
 
     batch: Batch
-    positions: Tensor | None
+    positions: Tensor
     parts: list[Part]
     first: int = 0
     queries: Queries | None = None
@@ -72,10 +72,9 @@ class MicroBatch(NamedTuple):
             send_segments(queries.in_window, device)
             send_segments(queries.in_target, device)
             queries = queries._replace(rows=None if queries.rows is None else move(queries.rows))
-        positions = None if self.positions is None else move(self.positions)
         parts = [Part(*map(move, part)) for part in self.parts]
         asked = self.asked and self.asked._replace(rows=list(map(move, self.asked.rows)))
-        return self._replace(batch=batch, positions=positions, parts=parts, queries=queries, asked=asked)
+        return self._replace(batch=batch, positions=move(self.positions), parts=parts, queries=queries, asked=asked)
 
     def without_labels(self) -> "MicroBatch":
         """The same pass with nothing to learn: its loss and gradient are zero."""
@@ -95,16 +94,15 @@ class Method(ABC):
 
     def __init__(self, config: Config, draft: Draft, vocab_size: int):
         self.draft, self.data, self.seed = draft, config.data, config.train.seed
-        self.level_weights = config.train.level_weights
         self._draft_ids: Tensor | None = None
         if draft.token_ids is not None:
             self._draft_ids = torch.full((vocab_size,), -1)
             self._draft_ids[draft.token_ids.cpu()] = torch.arange(len(draft.token_ids))
 
     @abstractmethod
-    def micro_batch(self, batch: Batch, span: Span | None = None, all_queries: bool = False) -> MicroBatch:
+    def micro_batch(self, batch: Batch, span: Span | None = None) -> MicroBatch:
         """A pass over these rows; `span`: the tokens that are this rank's, of rows that ranks share. The draft runs for
-        `data.query_share` of the tokens, or for all."""
+        `data.query_share` of the tokens."""
 
     @abstractmethod
     def eval_batches(self, batch: Batch, span: Span | None = None) -> list[MicroBatch]:
@@ -140,11 +138,11 @@ class Method(ABC):
         labels = self.as_labels(labels)
         return Part(rows[labels >= 0], labels[labels >= 0])
 
-    def _positions(self, batch: Batch) -> Tensor | None:
-        """Anchor-Offset Indices (LongSpec, 3.2): the first `sinks` tokens of a piece stay, the rest move on by a random
-        offset of 0 to max_position - length."""
+    def _positions(self, batch: Batch) -> Tensor:
+        """Plain ones, or Anchor-Offset Indices (LongSpec, 3.2): the first `sinks` tokens of a piece stay, the rest move
+        on by a random offset of 0 to max_position - length."""
         if self.data.positions == "plain":
-            return None
+            return plain_positions(batch.borders)
         parts = []
         for start, stop, key in zip(batch.borders[:-1], batch.borders[1:], batch.keys, strict=True):
             positions = torch.arange(stop - start)
@@ -153,17 +151,16 @@ class Method(ABC):
             parts.append(positions)
         return torch.cat(parts)
 
-    def _ranges(self, batch: Batch, span: Span | None, all_queries: bool) -> list[Span] | None:
-        """Which tokens the draft runs for: `data.query_share` of each piece's blocks, at least one, as far as they lie
-        in the span, in order; None for all."""
-        fraction = 1.0 if all_queries else self.data.query_share
-        if fraction >= 1 and span is None:
+    def _ranges(self, batch: Batch, span: Span | None, share: float) -> list[Span] | None:
+        """Which tokens the draft runs for: this share of each piece's blocks, at least one, as far as they lie in the
+        span, in order; None for all."""
+        if share >= 1 and span is None:
             return None
         ranges: list[Span] = []
         for start, stop, key in zip(batch.borders[:-1], batch.borders[1:], batch.keys, strict=True):
             n_blocks = -(-(stop - start) // QUERY_BLOCK)
             noise = draws(self.seed, key, 2 + n_blocks)[2:]
-            taken = sorted(range(n_blocks), key=noise.__getitem__)[: max(1, round(fraction * n_blocks))]
+            taken = sorted(range(n_blocks), key=noise.__getitem__)[: max(1, round(share * n_blocks))]
             for i in sorted(taken):
                 begin, end = start + i * QUERY_BLOCK, min(start + (i + 1) * QUERY_BLOCK, stop)
                 if span is not None:
@@ -185,7 +182,7 @@ class HeadsMethod(Method):
         self.part_names = [f"head{i + 1}" for i in range(draft.config.n_heads)]
 
     def eval_batches(self, batch: Batch, span: Span | None = None) -> list[MicroBatch]:
-        return [self.micro_batch(batch, span, all_queries=True)._replace(positions=None)]
+        return [self._pass(batch, span, 1.0, plain_positions(batch.borders))]
 
     def loss_weights(self, n_labels: Sequence[float]) -> list[float]:
         return [1 / max(n, 1) for n in n_labels]
@@ -196,15 +193,18 @@ class HeadsMethod(Method):
     def chosen_after(self, micro_batch: MicroBatch, part: int) -> Tensor:
         return micro_batch.parts[part].rows + micro_batch.first + part + 1
 
-    def micro_batch(self, batch: Batch, span: Span | None = None, all_queries: bool = False) -> MicroBatch:
-        ranges, parts, first = self._ranges(batch, span, all_queries), [], 0 if span is None else span[0]
+    def micro_batch(self, batch: Batch, span: Span | None = None) -> MicroBatch:
+        return self._pass(batch, span, self.data.query_share, self._positions(batch))
+
+    def _pass(self, batch: Batch, span: Span | None, share: float, positions: Tensor) -> MicroBatch:
+        ranges, parts, first = self._ranges(batch, span, share), [], 0 if span is None else span[0]
         for i in range(len(self.part_names)):
             part = self._labels(batch, i + 2)
             if ranges is not None:
                 kept = _inside(ranges, len(batch.tokens))[part.rows]
                 part = Part(part.rows[kept] - first, part.labels[kept])
             parts.append(part)
-        return MicroBatch(batch, self._positions(batch), parts, first)
+        return MicroBatch(batch, positions, parts, first)
 
 
 class LongSpecMethod(Method):
@@ -215,14 +215,13 @@ class LongSpecMethod(Method):
 
     def __init__(self, config: Config, draft: LongSpec):
         super().__init__(config, draft, draft.config.vocab_size)
-        self._window = draft.config.window
+        self._window, self._level_weights = draft.config.window, config.train.level_weights
         self.part_names = [f"level{j + 1}" for j in range(draft.config.noise)]
 
     def eval_batches(self, batch: Batch, span: Span | None = None) -> list[MicroBatch]:
         """One for each shift."""
-        n_pieces, ranges = len(batch.keys), self._ranges(batch, span, all_queries=True)
-        micro_batches = [self._shifted(batch, [shift + 1] * n_pieces, ranges) for shift in range(len(self.part_names))]
-        return [micro_batch._replace(positions=plain_positions(batch.borders)) for micro_batch in micro_batches]
+        positions, n_pieces, n_shifts = plain_positions(batch.borders), len(batch.keys), len(self.part_names)
+        return [self._pass(batch, span, 1.0, positions, [shift] * n_pieces) for shift in range(1, n_shifts + 1)]
 
     def loss_weights(self, n_labels: Sequence[float]) -> list[float]:
         return [1 / max(sum(n_labels), 1)] * len(n_labels)
@@ -236,19 +235,19 @@ class LongSpecMethod(Method):
         rows, queries = micro_batch.parts[part].rows, micro_batch.queries
         return rows if queries is None or queries.rows is None else queries.rows[rows]
 
-    def micro_batch(self, batch: Batch, span: Span | None = None, all_queries: bool = False) -> MicroBatch:
+    def micro_batch(self, batch: Batch, span: Span | None = None) -> MicroBatch:
         shifts = [self._shift(draws(self.seed, key, 1)[0]) for key in batch.keys]
-        return self._shifted(batch, shifts, self._ranges(batch, span, all_queries))
+        return self._pass(batch, span, self.data.query_share, self._positions(batch), shifts)
 
     def _shift(self, noise: int) -> int:
         """A shift of 1 to J by 64 random bits."""
-        if self.level_weights is None:
+        if self._level_weights is None:
             return 1 + noise % len(self.part_names)
-        sums = list(accumulate(map(Fraction, self.level_weights)))  # exact: the same shift on every machine
+        sums = list(accumulate(map(Fraction, self._level_weights)))  # exact: the same shift on every machine
         return 1 + bisect_right(sums, sums[-1] * noise / 2**64)
 
-    def _shifted(self, batch: Batch, shifts: list[int], ranges: list[Span] | None) -> MicroBatch:
-        queries = plan_queries(batch.borders, shifts, self._window, ranges)
+    def _pass(self, batch: Batch, span: Span | None, share: float, positions: Tensor, shifts: list[int]) -> MicroBatch:
+        queries = plan_queries(batch.borders, shifts, self._window, self._ranges(batch, span, share))
         rows, labels = self._labels(batch, 1)
         shift_N = torch.repeat_interleave(torch.tensor(shifts), torch.tensor(batch.borders).diff())
         shift_of, place = shift_N[rows], rows
@@ -258,9 +257,6 @@ class LongSpecMethod(Method):
             place = place_N[rows]
         kept = [(shift_of == j + 1) & (place >= 0) for j in range(len(self.part_names))]
         parts = [Part(place[which], labels[which]) for which in kept]
-        positions = self._positions(batch)
-        if positions is None:  # the block reads them too
-            positions = plain_positions(batch.borders)
         return MicroBatch(batch, positions, parts, queries=queries)
 
 

@@ -31,7 +31,6 @@ from longdraft.train.checkpoint import (
     checkpoint_folder,
     damage,
     finished_folders,
-    has_digests,
     log_without_digests,
     newest,
     seal,
@@ -233,7 +232,7 @@ def find(run_dir: str | Path, ranks: Ranks, patience_s: float = LAG_S) -> Found 
             )
         if ranks.first:
             log_without_digests(folder, state)
-        names = sorted(state["files"], key=state["files"].__getitem__) if has_digests(state) else []
+        names = sorted(state["files"], key=state["files"].__getitem__)
         own = changed(folder, state, names[ranks.rank :: ranks.world_size])
         broken = [name for of_rank in ranks.gather(own) for name in of_rank]
         if not broken:

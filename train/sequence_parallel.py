@@ -52,7 +52,7 @@ class SequenceParallel:
     def __init__(self, config: DecoderConfig, group: dist.ProcessGroup):
         self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
         check_heads(config, self.size)
-        self._attention = DistributedAttention(_attend, group, scatter_idx=2, gather_idx=1)  # pyright: ignore[reportArgumentType]
+        self.attention = DistributedAttention(_attend, group, scatter_idx=2, gather_idx=1)  # pyright: ignore[reportArgumentType]
 
     def own_span(self, n_tokens: int) -> tuple[int, int]:
         """Where this rank's tokens of a row start and stop; the last ranks may have fewer, or none."""
@@ -80,7 +80,7 @@ class SequenceParallel:
         if lacking:
             tokens_1N, borders = F.pad(tokens_1N, (0, lacking)), [*borders, n_tokens + lacking]
             positions_1N = None if positions_1N is None else F.pad(positions_1N, (0, lacking))
-        shard = _Shard(slice(self.rank * width, (self.rank + 1) * width), self._attention, self.rank, self.size)
+        shard = _Shard(slice(self.rank * width, (self.rank + 1) * width), self)
         given, spans = replace(given, tokens_BT=tokens_1N, borders=borders, positions_BT=positions_1N), given.spans
         output = model(replace(given, shard=shard, spans=()))
         start, stop = self.own_span(n_tokens)
@@ -118,9 +118,7 @@ class _Shard:
     """See `SequenceShard` (models/passes.py)."""
 
     tokens: slice
-    attention: DistributedAttention
-    rank: int
-    size: int
+    ranks: SequenceParallel
 
     def attend(
         self,
@@ -131,8 +129,8 @@ class _Shard:
         window: int | None,
         sinks_H: Tensor | None,
     ) -> Tensor:
-        own = None if sinks_H is None else sinks_H.chunk(self.size)[self.rank]
-        return self.attention(q_nHd[None], k_nKd[None], v_nKd[None], 0, None, pieces, window, own)[0]
+        own = None if sinks_H is None else sinks_H.chunk(self.ranks.size)[self.ranks.rank]
+        return self.ranks.attention(q_nHd[None], k_nKd[None], v_nKd[None], 0, None, pieces, window, own)[0]
 
 
 def _attend(

@@ -6,6 +6,7 @@ Not here: the steps (loop.py), what continues a run (checkpoint.py).
 import hashlib
 import os
 import socket
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from longdraft.data_prep.shards import ShardSet
 from longdraft.models.device import free_bytes
@@ -23,18 +25,18 @@ from longdraft.models.hf import LOADERS, load_through_transformers, read_target_
 from longdraft.models.target import Target
 from longdraft.train import checkpoint
 from longdraft.train.batches import Place
-from longdraft.train.config import Config, check_positions
+from longdraft.train.config import DTYPES, Config, check_positions
 from longdraft.train.deepspeed_engine import DraftEngine
 from longdraft.train.estimate_memory import estimate
 from longdraft.train.evaluate import Evaluator
 from longdraft.train.methods import Method, MicroBatch, open_method
 from longdraft.train.ranks import Ranks
-from longdraft.train.sequence_parallel import SequenceParallel, check_heads, sequence_group
+from longdraft.train.sequence_parallel import SequenceParallel, sequence_group
 from longdraft.train.sharding import load_sharded_target, share_out, whole_layers
 from longdraft.train.teacher import Teacher
+from longdraft.train.tracking import Tracker
 from longdraft.train.vocabulary import frequent_tokens
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # Of a draft's config, what says how it trains or where that begins, and nothing of its weights.
 TRAINING_ALONE = ("noise", "warm_start", "init_std", "out_norm_init")
 # Reading more bytes than these takes long enough to say so.
@@ -59,7 +61,8 @@ class Run:
     `step` counts the steps done, `skipped` the passes and steps that were left out because their loss or gradient was
     no number. `heldout` is the latest validation. `target_weights` is the hash of the target's weights
     (models/fingerprint.py). `decoding` is there where the config asks for it. `start`: with what draft.start_from let
-    the run begin (checkpoint.START).
+    the run begin (checkpoint.START). With something in `stop` on any rank (stop.py) the run ends.
+    `tracker` and a visible `bar` are the first rank's; `recent` has the last logged records.
     Between two steps: `agreement` waits for what the ranks agree on after a step and gives it, [passes left out, wishes
     to stop]; `next_rows` are the next step's, read while the device still worked (step.py).
     """
@@ -78,8 +81,11 @@ class Run:
     agreement: Callable[[], list[float]] | None = None
     next_rows: StepRows | None = None
     heldout: dict[str, Any] = field(default_factory=dict)
-    wandb_id: str | None = None
     start: dict[str, str] | None = None
+    stop: Sequence[int] = ()
+    tracker: Tracker | None = None
+    bar: tqdm = field(default_factory=partial(tqdm, disable=True))
+    recent: deque[dict[str, Any]] = field(default_factory=partial(deque, maxlen=200))
 
 
 def make_deterministic() -> None:
@@ -163,7 +169,6 @@ def open_run(config: Config, ranks: Ranks, target: Target | None = None) -> Run:
         masters, begun = take_masters(method, config.draft.start_from, ranks)
     parallel = None
     if train.sequence_parallel > 1:
-        check_heads(target.model.config, train.sequence_parallel)
         parallel = SequenceParallel(target.model.config, sequence_group(train.sequence_parallel))
     engine = DraftEngine(config, method.draft, ranks)
     if masters:
@@ -210,7 +215,7 @@ def begin_with(method: Method, start: Draft, folder: str) -> None:
     Raises:
         ValueError: it is of another method or another shape than the config's.
     """
-    ours: Any = getattr(method.draft, "config", None)
+    ours = method.draft.config
     alike = dict.fromkeys(TRAINING_ALONE)
     if type(start) is not type(method.draft) or asdict(start.config) | alike != asdict(ours) | alike:
         raise ValueError(

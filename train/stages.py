@@ -13,10 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
-from longdraft.train.config import EITHER, Config, config_from_dict
-from longdraft.train.typed import check_either, lay_over, read_overrides, read_yaml, resolve
+from longdraft.train.config import Config, check_either, config_from_layers, read_layer
+from longdraft.train.typed import read_overrides
 
 STAGE_NAME = re.compile(r"[\w-]{1,64}")
 
@@ -52,7 +50,7 @@ def load_stages(
     Raises:
         ValueError: as load_config; an unknown stage; `first` without stages.
     """
-    raw: Any = OmegaConf.to_container(read_yaml(path, []), resolve=False)
+    raw = read_layer(path)
     listed = raw.pop("stages", None)
     if listed is not None and (not isinstance(listed, dict) or not listed):
         raise ValueError(f"stages: expected a section for each stage, got {listed}")
@@ -67,7 +65,7 @@ def load_stages(
     if first is not None:
         _check_known(first, path, tuple(stages))
     if not stages:
-        config = _config([raw, *(layer for _, layer in layers)])
+        config = config_from_layers([raw, *(layer for _, layer in layers)])
         if from_draft is not None:
             config = replace(config, draft=replace(config.draft, start_from=from_draft))
         return [Stage(None, config)]
@@ -76,7 +74,7 @@ def load_stages(
         if not isinstance(own, dict):
             raise ValueError(f"stages.{name}: expected a section of fields, got {own}")
         try:
-            config = _config([raw, own, *(layer for stage, layer in layers if stage in (None, name))])
+            config = config_from_layers([raw, own, *(layer for stage, layer in layers if stage in (None, name))])
         except ValueError as error:
             raise ValueError(f"stages.{name}: {error}") from error
         config = replace(config, train=replace(config.train, run_dir=f"{config.train.run_dir}/{i + 1}-{name}"))
@@ -105,7 +103,7 @@ def _layers(
             layers.append((str(name), fields))
     for stage in (None, *known):
         try:
-            check_either([layer for name, layer in layers if name == stage], EITHER)
+            check_either([layer for name, layer in layers if name == stage])
         except ValueError as error:
             raise ValueError(f"stages.{stage}: {error}" if stage else str(error)) from error
     return layers
@@ -116,11 +114,3 @@ def _check_known(name: str, path: str | Path, known: Sequence[str]) -> None:
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
         hint = f"did you mean {near[0]}? (known: {', '.join(known)})" if known else f"{path} lists no stages"
         raise ValueError(f"stages.{name}: unknown stage; {hint}")
-
-
-def _config(layers: Sequence[dict[str, Any]]) -> Config:
-    """Each layer over those before it."""
-    raw = OmegaConf.create()
-    for layer in layers:
-        raw = lay_over(raw, layer, EITHER)
-    return config_from_dict(resolve(raw))

@@ -11,7 +11,6 @@ Shapes: P parts of the loss, K ranks counted.
 """
 
 import time
-from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -44,12 +43,12 @@ class StepResult:
     parts: dict[str, float]
 
 
-def train_step(run: Run, stop: Sequence[int] = ()) -> StepResult | None:
-    """One step on this rank's rows; None, and nothing done, if there was something in `stop` on any rank before the
+def train_step(run: Run) -> StepResult | None:
+    """One step on this rank's rows; None, and nothing done, if there was something in `run.stop` on any rank before the
     step, or in a pass that another one followed."""
     train, ranks = run.config.train, run.ranks
     if run.agreement is None:  # before the first step, or where the last one's was read to log or save it
-        run.agreement = ranks.begin_sum([0.0, float(bool(stop))])
+        run.agreement = ranks.begin_sum([0.0, float(bool(run.stop))])
     if await_agreement(run):
         return None
     is_logged = (run.step + 1) % run.config.log.every == 0 or run.step + 1 == train.n_steps
@@ -65,7 +64,7 @@ def train_step(run: Run, stop: Sequence[int] = ()) -> StepResult | None:
         flags.add(places, left_out)
         last = number == len(rows.micro_batches)
         # Each rank's wish is asked for in one pass and read in the next, so that no rank waits for another.
-        asked, wish_to_stop = wish_to_stop, None if last else ranks.begin_sum([float(bool(stop))])
+        asked, wish_to_stop = wish_to_stop, None if last else ranks.begin_sum([float(bool(run.stop))])
         if asked is not None and asked()[0]:
             if wish_to_stop is not None:
                 wish_to_stop()
@@ -75,7 +74,7 @@ def train_step(run: Run, stop: Sequence[int] = ()) -> StepResult | None:
         with clock.part("backward"):
             run.engine.backward((loss.sums * weights_P).sum(), left_out)
         losses.append(DraftLoss(*(field.detach() for field in loss)))
-    run.agreement = ranks.begin_sum([flags.count(), float(bool(stop))])
+    run.agreement = ranks.begin_sum([flags.count(), float(bool(run.stop))])
     if not run.engine.stepped():
         ranks.log(f"The gradient of step {run.step + 1} is no number, the step is left out; rows {_name(rows.of_all)}")
         _count_skipped(run, 1, run.step + 1)
@@ -105,13 +104,9 @@ def forward(
     the host does not wait to know): then it counts for nothing, and the other ranks' rows count. Without rows it takes
     part in what is collective, and its gradient is zero."""
     method, teacher = run.method, run.teacher
-    needs, spans = method.needs, []
-    if micro_batch.asked is not None:
-        needs, spans = needs | {"of_spans"}, micro_batch.asked.spans
+    batch, spans = micro_batch.batch, micro_batch.asked and micro_batch.asked.spans
     with clock.part("target"):
-        output = teacher.forward(
-            micro_batch.batch.tokens, micro_batch.batch.borders, micro_batch.positions, needs, spans
-        )
+        output = teacher.forward(batch.tokens, batch.borders, micro_batch.positions, method.needs, spans)
     teaching = taught_by(micro_batch, output, run.config.train.distillation(run.step))
     arguments = method.arguments(micro_batch, output, teacher)
     if not places:  # whatever the target makes of the token that stands in, numbers or none
@@ -129,25 +124,22 @@ class _LateFlags:
     def __init__(self, run: Run):
         self._step = run.step + 1
         self._logs = run.ranks.rank % run.config.train.sequence_parallel == 0  # one of the ranks that share rows
-        self._unread: deque[tuple[list[Place], HostCopy]] = deque()
+        self._unread: tuple[list[Place], HostCopy] | None = None
         self._n_left_out = 0
 
     def add(self, places: list[Place], left_out: torch.Tensor) -> None:
-        self._unread.append((places, HostCopy(left_out)))
-        if len(self._unread) > 1:
-            self._read()
+        before, self._unread = self._unread, (places, HostCopy(left_out))
+        self._read(before)
 
     def count(self) -> int:
         """How many passes were left out, after the last one."""
-        while self._unread:
-            self._read()
+        self._read(self._unread)
         return self._n_left_out
 
-    def _read(self) -> None:
-        places, copy = self._unread.popleft()
-        if copy.lists()[0] and self._logs:
+    def _read(self, flag: tuple[list[Place], HostCopy] | None) -> None:
+        if flag is not None and flag[1].lists()[0] and self._logs:
             self._n_left_out += 1
-            log(f"The loss of step {self._step} is no number for rows {_name(places)}")
+            log(f"The loss of step {self._step} is no number for rows {_name(flag[0])}")
 
 
 def await_agreement(run: Run) -> bool:
@@ -193,7 +185,7 @@ def measure(run: Run, result: StepResult) -> dict[str, Any]:
     """
     await_agreement(run)
     loss, n_parts = result.loss, len(run.method.part_names)
-    own = torch.cat([loss.sums[:, None], loss.rank_counts, loss.n_ranked[:, None]], dim=1).double()
+    own = torch.cat([loss.sums[:, None], loss.rank_counts, loss.n_labels[:, None]], dim=1).double()
     totals = torch.tensor(run.ranks.sum(own.flatten().tolist())).view(n_parts, RANKS + 2)
     weights = run.method.loss_weights(result.n_labels)
     rates = totals[:, 1:-1].cumsum(1) / totals[:, -1:].clamp(min=1)

@@ -50,16 +50,22 @@ class Teacher:
         borders: list[int],
         positions_N: Tensor | None,
         needs: Set[str],
-        spans: Sequence[Span] = (),
+        spans: Sequence[Span] | None = None,
     ) -> TargetOutput:
-        """What the pass gives, its batch dimension left out; nothing behind what `needs` names is computed.
+        """What the pass gives, its batch dimension left out; nothing behind what `needs` names is computed, and
+        of_spans where there are `spans`.
 
         Of rows that ranks share, last_kv is of all tokens, of_spans of those asked for, other states of this rank's
         `own_span`.
         """
         positions_1N = None if positions_N is None else positions_N[None]
         given = Pass(
-            tokens_N[None], positions_BT=positions_1N, borders=borders, spans=spans, needs=needs, chunk=ROW_CHUNK
+            tokens_N[None],
+            positions_BT=positions_1N,
+            borders=borders,
+            spans=spans or (),
+            needs=needs if spans is None else needs | {"of_spans"},
+            chunk=ROW_CHUNK,
         )
         output = self.model(given) if self._parallel is None else self._parallel.forward(self.model, given)
         for name in ("logits", "pre_norm", "post_norm", "of_spans"):

@@ -16,16 +16,13 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from yaml import YAMLError
 
 Sections = Mapping[str, Callable[[Any], type]]
-# By section, two fields of which one is set.
-Either = Mapping[str, tuple[str, str]]
 UNREADABLE = (OmegaConfBaseException, YAMLError, RecursionError)
 
 
-def read_yaml(path: str | Path, overrides: Sequence[str], either: Either | None = None) -> DictConfig:
+def read_yaml(path: str | Path, overrides: Sequence[str] = ()) -> DictConfig:
     """The file's mapping with the overrides laid over it in their order, unchecked and with `${...}` as written.
 
-    either: see `lay_over`.
-    Raises ValueError: the file or an override cannot be read, or overrides give both of two fields in `either`.
+    Raises ValueError: the file or an override cannot be read.
     """
     path, recipes = Path(path), Path(__file__).resolve().parents[1]
     if not path.is_file() and path.parts[:1] == ("configs",):  # those that come along, from anywhere
@@ -39,10 +36,8 @@ def read_yaml(path: str | Path, overrides: Sequence[str], either: Either | None 
         raise ValueError(f"config: {path} cannot be read: {where}{_one_line(error)}{_hint(error)}") from error
     if not isinstance(raw, DictConfig):
         raise ValueError(f"config: {path} holds a list, expected sections of fields, as `train: {{steps: 100}}`")
-    layers = read_overrides(overrides)
-    check_either(layers, either or {})
-    for layer in layers:
-        raw = lay_over(raw, layer, either or {})
+    for layer in read_overrides(overrides):
+        raw = lay_over(raw, layer)
     return raw
 
 
@@ -62,20 +57,7 @@ def read_overrides(overrides: Sequence[str]) -> list[dict[str, Any]]:
     return layers
 
 
-def lay_over(base: DictConfig, layer: Mapping[str, Any], either: Either) -> DictConfig:
-    """The layer's fields over the base's.
-
-    either: by section, two fields of which only one is ever set: a layer that sets one of them unsets the other.
-    """
-    unset = {}
-    for section, pair in either.items():
-        given = _given(layer, section, pair)
-        if len(given) == 1:
-            unset[section] = {name: None for name in pair if name not in given}
-    return _merged(_merged(base, unset), layer)
-
-
-def _merged(base: DictConfig, layer: Mapping[str, Any]) -> DictConfig:
+def lay_over(base: DictConfig, layer: Mapping[str, Any]) -> DictConfig:
     """The layer's fields over the base's; raises ValueError where a list meets a section, or what cannot be read."""
     try:
         return OmegaConf.merge(base, layer)  # pyright: ignore[reportReturnType]
@@ -96,22 +78,6 @@ def _clash(one: Any, other: Any, where: str = "") -> str | None:
         return next(filter(None, inner), None)
     kinds = [[isinstance(value, kind) for kind in (list, Mapping)] for value in (one, other)]
     return where if any(kinds[0]) and any(kinds[1]) and kinds[0] != kinds[1] else None
-
-
-def check_either(layers: Sequence[Mapping[str, Any]], either: Either) -> None:
-    """Raises ValueError where overrides that stand side by side end with both fields of a pair set."""
-    merged = OmegaConf.create({})
-    for layer in layers:
-        merged = _merged(merged, layer)
-    whole: Any = OmegaConf.to_container(merged, resolve=False)
-    for section, (one, other) in either.items():
-        if len(_given(whole, section, (one, other))) == 2:
-            raise ValueError(f"{section}.{one}, {section}.{other}: both are given; set one of them")
-
-
-def _given(layer: Mapping[str, Any], section: str, pair: tuple[str, str]) -> list[str]:
-    fields_ = layer.get(section)
-    return [name for name in pair if isinstance(fields_, Mapping) and fields_.get(name) is not None]
 
 
 def resolve(raw: DictConfig) -> dict[str, Any]:

@@ -13,14 +13,13 @@ from longdraft.kernels.linear_distillation import TargetStates
 from longdraft.kernels.transfer import from_host
 from longdraft.models.drafts.loss import IGNORED, RANKS, Part, Teaching
 from longdraft.train.batches import Place, Rows, read_batch
-from longdraft.train.config import Config
-from longdraft.train.deepspeed_engine import DraftEngine
 from longdraft.train.methods import Method, MicroBatch
+from longdraft.train.setup import Run
 from longdraft.train.teacher import Teacher
 
 
 @torch.no_grad()
-def validate(config: Config, method: Method, engine: DraftEngine, teacher: Teacher, rows: Rows) -> dict[str, Any]:
+def validate(run: Run, rows: Rows) -> dict[str, Any]:
     """Over `heldout.rows` rows spread evenly over the split (neighbours are often of one document), shared out among
     the ranks; all of them call it and get the same.
 
@@ -31,7 +30,8 @@ def validate(config: Config, method: Method, engine: DraftEngine, teacher: Teach
         overlaps [P]: mean sum of min(p, q) there, p the target's distribution and q the draft's, at temperature 1;
         positions: how many labels the first part was counted over.
     """
-    ranks, n_parts = engine.ranks, len(method.part_names)
+    config, ranks, method, teacher = run.config, run.ranks, run.method, run.teacher
+    n_parts = len(method.part_names)
     n_rows = min(config.heldout.rows, len(rows))
     totals = torch.zeros(n_parts, 2 + 2 * (RANKS + 1) + 1, dtype=torch.float64, device=ranks.device)
     degree = config.train.sequence_parallel  # ranks that read the same row
@@ -53,10 +53,10 @@ def validate(config: Config, method: Method, engine: DraftEngine, teacher: Teach
             )
             micro_batch = micro_batch.to(ranks.device)
             text, choice = (
-                engine.deepspeed(*method.arguments(of, output, teacher), teacher.lm_head_VD, True, target)
+                run.engine.deepspeed(*method.arguments(of, output, teacher), teacher.lm_head_VD, True, target)
                 for of, target in ((micro_batch, None), (micro_batch._replace(parts=labels), teaching))
             )
-            columns = [text.sums[:, None], text.n_labels[:, None], text.rank_counts, text.n_ranked[:, None]]
+            columns = [text.sums[:, None], text.n_labels[:, None], text.rank_counts, text.n_labels[:, None]]
             columns += [choice.rank_counts, from_host(torch.tensor(n_chosen)[:, None], ranks.device)]
             columns += [choice.overlaps[:, None]]
             totals += torch.cat([column.double() for column in columns], dim=1)

@@ -41,9 +41,8 @@ class Drafter:
         max_nodes: the most nodes below the root it ever proposes.
         max_depth: the deepest level it ever proposes.
         trunk: so many first nodes of its last tree are one path that all others lie behind.
-        draft_pass_budget: beyond so many tokens of context a draft pass may pay, which the policy tries out; None where
-            there is nothing to try out.
-        wants_draft_pass, took_draft_pass: whether the next proposal is to have that pass, and whether the last one had.
+        draft_pass_budget: beyond so many tokens of context a draft pass may pay, which the policy tries out
+            (`SlotState.draft_pass`); None where there is nothing to try out.
     """
 
     needs: frozenset[str] = frozenset()
@@ -52,7 +51,6 @@ class Drafter:
     max_depth: int
     trunk = 0
     draft_pass_budget: int | None = None
-    wants_draft_pass = took_draft_pass = False
     user: object = None  # the engine that decodes with it
 
     @property
@@ -91,16 +89,16 @@ class Drafter:
         every level asks `SlotState.goes_on` between two of them; others propose in one stage."""
         return [0, *[1] * (self.n_classes - 1)]
 
-    def on_start(self, slots: Sequence[int], requests: Sequence[Request], cache: KVCache) -> None:
-        """These slots start these requests on this cache; what was kept for the slots' former requests is void."""
+    def on_start(self, slot: int, request: Request, cache: KVCache) -> None:
+        """This slot of the cache starts this request; what was kept for the slot's former request is void."""
 
-    def on_prefill(self, slots: Sequence[int], tokens_BT: Tensor, output: TargetOutput) -> None:
-        """One chunk of the prefill of these slots (rows of `tokens_BT` and `output` are the slots, in order), already
-        committed to the cache."""
+    def on_prefill(self, slot: int, prompt: Sequence[int], start: int, end: int, output: TargetOutput) -> None:
+        """The tokens prompt[start:end] of this slot's prompt are committed to the cache. The last time `end` is the
+        place of the prompt's last token, which is the root; of a prompt of one token nothing is told.
 
-    def on_taken_over(self, slots: Sequence[int], tokens_BT: Tensor) -> None:
-        """The prompts of these slots begin with these tokens, whose rows the cache has from earlier ones: `on_prefill`
-        will tell of those behind them alone, of one at least."""
+        output: of these tokens, B = 1; without fields where the cache has them from an earlier prompt, which is never
+            so the last time.
+        """
 
     def propose(self, state: SlotState, max_nodes: int) -> TokenTree:
         """At most `max_nodes` nodes below the roots, the ones worth most first as far as the drafter can tell."""

@@ -9,7 +9,6 @@ draft that proposes in stages is run only where it pays beside them (infer/depth
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate
 
 from torch import Tensor
 
@@ -72,17 +71,13 @@ class Combined(Drafter):
         own = [drafter.class_stages if _staged(drafter) else [NO_STAGE] * drafter.n_classes for drafter in drafters]
         return [stage for stages in own for stage in stages] * 2
 
-    def on_start(self, slots: Sequence[int], requests: Sequence[Request], cache: KVCache) -> None:
+    def on_start(self, slot: int, request: Request, cache: KVCache) -> None:
         for drafter in self.drafters:
-            drafter.on_start(slots, requests, cache)
+            drafter.on_start(slot, request, cache)
 
-    def on_prefill(self, slots: Sequence[int], tokens_BT: Tensor, output: TargetOutput) -> None:
+    def on_prefill(self, slot: int, prompt: Sequence[int], start: int, end: int, output: TargetOutput) -> None:
         for drafter in self.drafters:
-            drafter.on_prefill(slots, tokens_BT, output)
-
-    def on_taken_over(self, slots: Sequence[int], tokens_BT: Tensor) -> None:
-        for drafter in self.drafters:
-            drafter.on_taken_over(slots, tokens_BT)
+            drafter.on_prefill(slot, prompt, start, end, output)
 
     def on_step(self, state: SlotState, tree: TokenTree, accepted: AcceptResult, output: TargetOutput) -> None:
         for drafter in self.drafters:
@@ -114,79 +109,52 @@ class Combined(Drafter):
     def draft_pass_budget(self) -> int | None:
         return next((one.draft_pass_budget for one in self.drafters if one.draft_pass_budget is not None), None)
 
-    @property
-    def wants_draft_pass(self) -> bool:
-        return any(drafter.wants_draft_pass for drafter in self.drafters)
-
-    @wants_draft_pass.setter
-    def wants_draft_pass(self, wanted: bool) -> None:
-        for drafter in self.drafters:
-            drafter.wants_draft_pass = wanted
-
-    @property
-    def took_draft_pass(self) -> bool:
-        return any(drafter.took_draft_pass for drafter in self.drafters)
-
     def propose(self, state: SlotState, max_nodes: int) -> TokenTree:
         limits = [min(max_nodes, drafter.max_nodes) for drafter in self.drafters]
         found = self._look_up(state, limits)
-        left_out = bool(found) and not state.begins(self._others(state, found, max_nodes))
-        ends = accumulate((drafter.n_classes for drafter in self.drafters), initial=state.first_class)
-        trees = [
-            None
-            if isinstance(drafter, HostDrafter) or (left_out and _staged(drafter))
-            else drafter.propose(replace(state, first_class=first), most)
-            for drafter, most, first in zip(self.drafters, limits, list(ends)[:-1], strict=True)
-        ]
-        asked = [
-            (drafter.asked(state),)
-            if isinstance(drafter, HostDrafter) and drafter not in found
-            else tree.unread
-            if tree
-            else ()
-            for drafter, tree in zip(self.drafters, trees, strict=True)
-        ]
-        roots, *read = read_together(state.roots, *(x for one in asked for x in one))
-        lists, trunks = list[Lists](), list[list[int]]()
-        for drafter, tree, most, one in zip(self.drafters, trees, limits, asked, strict=True):
-            own, read = read[: len(one)], read[len(one) :]
-            if tree is not None:
-                lists.append(tree.take_lists(own).lists)
-                if drafter.trunk:
-                    trunks = [tokens[1 : 1 + drafter.trunk] for tokens in lists[-1].tokens]
-            elif drafter in found:
-                lists.append(found[drafter])
-            elif isinstance(drafter, HostDrafter):
-                lists.append(_as_lists(drafter.tries(state, own[0], most, trunks if drafter.behind_trunk else ())))
-            else:
-                lists.append(_as_lists([Trie(root) for root in roots]))
-        return as_tree(self._unite(lists, roots, max_nodes), state.roots.device)
+        staged = not found or state.begins(_as_lists(self._unite(found, state.roots.tolist(), max_nodes)))
+        trees, first_class = dict[int, TokenTree](), state.first_class
+        for i, drafter in enumerate(self.drafters):
+            if not isinstance(drafter, HostDrafter) and (staged or not _staged(drafter)):
+                trees[i] = drafter.propose(replace(state, first_class=first_class), limits[i])
+            first_class += drafter.n_classes
+        looking = {i: one for i, one in enumerate(self.drafters) if isinstance(one, HostDrafter) and i not in found}
+        # In one read: the roots, what the look-ups ask for, and the trees.
+        asked = [one.asked(state) for one in looking.values()]
+        unread = [x for tree in trees.values() for x in tree.unread]
+        roots, *read = read_together(state.roots, *asked, *unread)
+        rows, read, trunks = read[: len(asked)], read[len(asked) :], list[list[int]]()
+        for i, tree in trees.items():
+            count, trunk = len(tree.unread), self.drafters[i].trunk
+            found[i] = tree.take_lists(read[:count]).lists
+            read = read[count:]
+            if trunk:
+                trunks = [tokens[1 : 1 + trunk] for tokens in found[i].tokens]
+        for (i, one), own in zip(looking.items(), rows, strict=True):
+            found[i] = _as_lists(one.tries(state, own, limits[i], trunks if one.behind_trunk else ()))
+        return as_tree(self._unite(found, roots, max_nodes), state.roots.device)
 
-    def _look_up(self, state: SlotState, limits: Sequence[int]) -> dict[Drafter, Lists]:
-        """What the look-ups propose, before anything else does; empty where that decides nothing."""
+    def _look_up(self, state: SlotState, limits: Sequence[int]) -> dict[int, Lists]:
+        """What the look-ups propose, by their places, before anything else does; empty where that decides nothing."""
         if not (state.asks_first and any(map(_staged, self.drafters))):
             return {}
         return {
-            drafter: _as_lists(drafter.tries(state, drafter.asked(state).tolist(), most))
-            for drafter, most in zip(self.drafters, limits, strict=True)
+            i: _as_lists(drafter.tries(state, drafter.asked(state).tolist(), limits[i]))
+            for i, drafter in enumerate(self.drafters)
             if isinstance(drafter, HostDrafter) and not drafter.behind_trunk
         }
 
-    def _others(self, state: SlotState, found: Mapping[Drafter, Lists], max_nodes: int) -> Lists:
-        """The look-ups' nodes alone."""
-        roots = state.roots.tolist()
-        nothing = _as_lists([Trie(root) for root in roots])
-        return _as_lists(self._unite([found.get(one, nothing) for one in self.drafters], roots, max_nodes))
-
-    def _unite(self, proposals: Sequence[Lists], roots: list[int], max_nodes: int) -> list[Trie]:
-        """The tries of all trees' nodes, or their first `max_nodes`."""
+    def _unite(self, proposals: Mapping[int, Lists], roots: list[int], max_nodes: int) -> list[Trie]:
+        """The tries of all nodes that were proposed, by their drafters' places, or their first `max_nodes`."""
         tries = []
         for slot, root in enumerate(roots):
             trie, first = Trie(root), 0
             turns = []
-            for drafter, (tokens, parents, classes) in zip(self.drafters, proposals, strict=True):
-                kinds = range(len(tokens[slot])) if classes is None else classes[slot]
-                turns.append(_give(trie, tokens[slot], parents[slot], kinds, first, self.n_classes // 2))
+            for i, drafter in enumerate(self.drafters):
+                if i in proposals:
+                    tokens, parents, classes = proposals[i]
+                    kinds = range(len(tokens[slot])) if classes is None else classes[slot]
+                    turns.append(_give(trie, tokens[slot], parents[slot], kinds, first, self.n_classes // 2))
                 first += drafter.n_classes
             _take_turns(trie, turns, max_nodes)
             tries.append(trie)

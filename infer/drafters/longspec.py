@@ -72,10 +72,10 @@ class LongSpecDrafter(DeviceDrafter):
     def class_stages(self) -> Sequence[int]:
         return [0, *(level for level in range(1, 1 + self.max_depth) for _ in range(len(SURPRISE) + 1))]
 
-    def on_start(self, slots: Sequence[int], requests: Sequence[Request], cache: KVCache) -> None:
+    def on_start(self, slot: int, request: Request, cache: KVCache) -> None:
         if self._passes is None or self._passes.cache is not cache:
             self._passes = draft_passes(self.draft, self._target, self._head_ED, cache, self._tree_rows)
-        self._passes.start(slots, max(len(request.prompt) for request in requests))
+        self._passes.start(slot, len(request.prompt))
 
     def on_step(self, state: SlotState, tree: TokenTree, accepted: AcceptResult, output: TargetOutput) -> None:
         assert self._passes is not None

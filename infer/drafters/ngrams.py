@@ -1,11 +1,13 @@
 """TokenSwift's n-grams (arXiv 2502.18890, section 3.3): the most frequent continuations of a token in the text so far.
 
-Behind a draft pass they begin with the token that the target's own row gives, else with the root. Not here: the counts
-(infer/ngram.py), the heads whose tree they join (infer/drafters/tokenswift.py).
+Behind a draft pass they begin with the token that the target's own row gives, else with the root. Not here: the heads
+whose tree they join (infer/drafters/tokenswift.py).
 """
 
-from longdraft.infer.drafters.host import HostDrafter
-from longdraft.infer.ngram import NgramTable, SuffixIndex
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+
+from longdraft.infer.drafters.host import HostDrafter, Table
 from longdraft.infer.options import integer
 from longdraft.infer.trie import Trie
 
@@ -14,7 +16,72 @@ N = 4
 ENTRY_BYTES = 700
 
 
-class Ngrams(HostDrafter):
+class NgramTable(Table):
+    """How often which n - 1 tokens followed a token, most frequent first (section 3.3).
+
+    For every first token its n-grams are kept in groups of equal counts, each ordered by its last occurrence; so a new
+    occurrence costs two binary searches, and a ranking looks at no more groups than there are different counts (below
+    the square root of twice the tokens) and at `k` n-grams, however many continuations a token has.
+    """
+
+    def __init__(self, n: int = N):
+        super().__init__()
+        self.n = n
+        self._starts: dict[tuple[int, ...], list[int]] = {}  # of each n-gram, ascending
+        self._groups: dict[int, dict[int, list[int]]] = {}  # first token -> count -> last starts, ascending
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        n, sequence = self.n, self.tokens
+        for token in tokens:
+            sequence.append(token)
+            start = len(sequence) - n
+            if start < 0:
+                continue
+            starts = self._starts.setdefault(tuple(sequence[start:]), [])
+            groups = self._groups.setdefault(sequence[start], {})
+            if starts:
+                _leave(groups, len(starts), starts[-1])
+            starts.append(start)
+            groups.setdefault(len(starts), []).append(start)
+
+    def truncate(self, length: int) -> None:
+        n, sequence = self.n, self.tokens
+        while len(sequence) > length:
+            start = len(sequence) - n
+            if start >= 0:
+                gram = tuple(sequence[start:])
+                starts, groups = self._starts[gram], self._groups[gram[0]]
+                _leave(groups, len(starts), start)
+                starts.pop()
+                if starts:
+                    insort(groups.setdefault(len(starts), []), starts[-1])
+                else:
+                    del self._starts[gram]
+                    if not groups:
+                        del self._groups[gram[0]]
+            sequence.pop()
+
+    def ranked(self, first: int, k: int) -> list[tuple[int, ...]]:
+        """The `k` most frequent continuations of `first`, n - 1 tokens each; of equal counts the most recent first."""
+        groups = self._groups.get(first, {})
+        found: list[tuple[int, ...]] = []
+        for count in sorted(groups, reverse=True):
+            for start in reversed(groups[count]):
+                if len(found) == k:
+                    return found
+                found.append(tuple(self.tokens[start + 1 : start + self.n]))
+        return found
+
+
+def _leave(groups: dict[int, list[int]], count: int, start: int) -> None:
+    """Take the n-gram that last began at `start` out of its group."""
+    group = groups[count]
+    del group[bisect_left(group, start)]
+    if not group:
+        del groups[count]
+
+
+class Ngrams(HostDrafter[NgramTable]):
     """The `count` most frequent 4-grams. A node's class is its n-gram's rank, in powers of two, and its depth.
 
     Args:
@@ -35,10 +102,9 @@ class Ngrams(HostDrafter):
         return {"tokenswift's n-gram table (host)": batch * capacity * ENTRY_BYTES}
 
     def new_table(self) -> NgramTable:
-        return NgramTable(N)
+        return NgramTable()
 
-    def fill(self, trie: Trie, node: int, table: NgramTable | SuffixIndex, max_nodes: int) -> None:
-        assert isinstance(table, NgramTable)
+    def fill(self, trie: Trie, node: int, table: NgramTable, max_nodes: int) -> None:
         for rank, gram in enumerate(table.ranked(trie.tokens[node], self.count)):
             place, group = node, (rank + 1).bit_length() - 1
             for depth, token in enumerate(gram):

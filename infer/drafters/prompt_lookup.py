@@ -4,15 +4,12 @@ Matches come from the request's own tokens, prompt and generation alike (n-gram 
 Lookup Decoding", 2023), the longest first. A match that runs into the end of the text goes on with itself, so a loop is
 proposed whole. Text that is copied with edits differs in one token and goes on: the place that the text followed up to
 its last token is a candidate too, from behind the token that was replaced.
-
-Not here: the tables (infer/ngram.py).
 """
 
 from bisect import bisect
 from collections.abc import Sequence
 
-from longdraft.infer.drafters.host import HostDrafter
-from longdraft.infer.ngram import NgramTable, SuffixIndex
+from longdraft.infer.drafters.host import HostDrafter, Table
 from longdraft.infer.options import integer
 from longdraft.infer.trie import Trie
 
@@ -24,7 +21,85 @@ RANKS = 3
 ENTRY_BYTES = 200
 
 
-class PromptLookup(HostDrafter):
+class SuffixIndex(Table):
+    """Where the last tokens of a sequence stood before.
+
+    A table for each length up to `max_ngram` holds where every n-gram ends; matches are then measured beyond that
+    length by comparing tokens backwards. So a step costs `max_ngram` entries for each new token, and at most `search`
+    occurrences are looked at, however long the context is.
+
+    Args:
+        max_ngram: longest n-gram with a table.
+        search: most recent occurrences that are compared.
+        longest: matches are not measured beyond this.
+    """
+
+    def __init__(self, max_ngram: int = 3, search: int = 64, longest: int = 32):
+        super().__init__()
+        self.max_ngram, self.search, self.longest = max_ngram, search, longest
+        self._ends: list[dict[tuple[int, ...], list[int]]] = [{} for _ in range(max_ngram)]
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        sequence = self.tokens
+        for token in tokens:
+            sequence.append(token)
+            end = len(sequence)
+            for n, ends in enumerate(self._ends[:end], 1):
+                ends.setdefault(tuple(sequence[end - n :]), []).append(end)
+
+    def truncate(self, length: int) -> None:
+        sequence = self.tokens
+        while len(sequence) > length:
+            end = len(sequence)
+            for n, ends in enumerate(self._ends[:end], 1):
+                gram = tuple(sequence[end - n :])
+                ends[gram].pop()
+                if not ends[gram]:
+                    del ends[gram]
+            sequence.pop()
+
+    def matches(self, enough: int, skipped: int = 0) -> list[tuple[int, int]]:
+        """Earlier occurrences of the longest suffix, then of shorter ones until there are `enough`.
+
+        Args:
+            skipped: last tokens that are left out of the suffix. What follows an occurrence then stands in for them.
+
+        Returns:
+            (match length, index of the token behind it), longest match first, of equal lengths the most recent first.
+        """
+        sequence, end = self.tokens, len(self.tokens) - skipped
+        found: dict[int, int] = {}
+        for n in range(min(self.max_ngram, end), 0, -1):
+            ends = self._ends[n - 1][tuple(sequence[end - n : end])]
+            stop = len(ends)
+            while stop and ends[stop - 1] >= end:  # the suffix itself, and what lies in the skipped tokens
+                stop -= 1
+            for at in ends[max(stop - self.search, 0) : stop]:
+                if at not in found:
+                    found[at] = self._length(at, end, n)
+            if len(found) >= enough:
+                break
+        return sorted(((length, at) for at, length in found.items()), reverse=True)
+
+    def _length(self, at: int, end: int, known: int) -> int:
+        """How many tokens before index `at` equal those before `end`; `known` of them do."""
+        sequence, back = self.tokens, end - at
+        stop = max(at - self.longest, 0)
+        place = at - known
+        while place > stop and sequence[place - 1] == sequence[place - 1 + back]:
+            place -= 1
+        return at - place
+
+    def continuation(self, at: int, count: int) -> list[int]:
+        """The `count` tokens from index `at` on; behind the sequence's end it repeats itself, as a loop would."""
+        tokens = self.tokens[at : at + count]
+        period = len(self.tokens) - at
+        for i in range(len(tokens), count):
+            tokens.append(tokens[i - period])
+        return tokens
+
+
+class PromptLookup(HostDrafter[SuffixIndex]):
     """Continuations of earlier occurrences, as one trie.
 
     A node counts as matched by its occurrence's match and the nodes above it: when verification gets there, so many
@@ -52,8 +127,7 @@ class PromptLookup(HostDrafter):
     def new_table(self) -> SuffixIndex:
         return SuffixIndex(self.max_ngram)
 
-    def fill(self, trie: Trie, node: int, table: NgramTable | SuffixIndex, max_nodes: int) -> None:
-        assert isinstance(table, SuffixIndex) and node == 0
+    def fill(self, trie: Trie, node: int, table: SuffixIndex, max_nodes: int) -> None:
         found, worth = self._collect(table, trie.tokens[0])
         moved = {0: 0}
         # A child is worth less than its parent, so the parent comes first.

@@ -91,18 +91,18 @@ class SmallModelDrafter(DeviceDrafter):
         """Rows of a catch-up pass and of the drafted tokens behind it."""
         return self._widest + self.gamma
 
-    def on_start(self, slots: Sequence[int], requests: Sequence[Request], cache: KVCache) -> None:
+    def on_start(self, slot: int, request: Request, cache: KVCache) -> None:
         if self._cache is None or self._cache.batch != cache.batch:
             self._cache, self._appended = self._new_cache(cache.batch, self._tail), 0
             self._drafted = torch.full((cache.batch, self.gamma - 1), -1, device=cache.lengths.device)
             self._drafted_at = torch.zeros_like(cache.lengths)  # position of the first of them
-            self._to_read = [0] * cache.batch  # of the prompt without its last token
-        for slot, request in zip(slots, requests, strict=True):
-            self._to_read[slot] = len(request.prompt) - 1
-        where = integers(slots, self._drafted.device)
-        self._cache.reset(where)
-        self._drafted.index_fill_(0, where, -1)
-        self._drafted_at.index_fill_(0, where, NOWHERE)
+            self._half_read = set[int]()  # slots with a prompt that is being read, or was when it was given up
+        self._half_read.discard(slot)
+        if len(request.prompt) > 1:
+            self._half_read.add(slot)
+        self._cache.reset([slot])
+        self._drafted[slot].fill_(-1)
+        self._drafted_at[slot].fill_(NOWHERE)
 
     def buffers(self) -> tuple[object, ...]:
         return self._cache, self._drafted, self._drafted_at
@@ -118,29 +118,26 @@ class SmallModelDrafter(DeviceDrafter):
         self._appended = 0
 
     @torch.no_grad()
-    def on_prefill(self, slots: Sequence[int], tokens_BT: Tensor, output: TargetOutput) -> None:
+    def on_prefill(self, slot: int, prompt: Sequence[int], start: int, end: int, output: TargetOutput) -> None:
         cache = self._cache
         assert cache is not None
-        for slot, tokens_T in zip(slots, tokens_BT, strict=True):
-            self._to_read[slot] -= len(tokens_T)
-            if len(tokens_T) <= self._widest or self._reading == self._widest:
-                for chunk in tokens_T.split(self._widest):
-                    self._settle()
-                    self._read(cache.slot(slot), cache.tokens[slot], chunk)
-                    self._appended = len(chunk)
+        if end == len(prompt) - 1:
+            self._half_read.discard(slot)
+        tokens_T = integers(prompt[start:end], cache.lengths.device)
+        self._settle()
+        if len(tokens_T) <= self._widest or self._reading == self._widest:
+            for chunk in tokens_T.split(self._widest):
+                self._read(cache.slot(slot), cache.tokens[slot], chunk)
+                self._appended = len(chunk)
                 self._settle()  # how long a prompt was is nothing that steps are recorded by
-                continue
-            # A cache with room for wide passes, for this slot alone and only now.
-            self._settle()
-            wide = self._new_cache(1, self._reading)
-            wide.take_slot(0, cache, slot)
-            for chunk in tokens_T.split(self._reading):
-                self._read(wide, wide.tokens[0], chunk)
-                wide.settle(len(chunk))
-            cache.take_slot(slot, wide, 0)
-
-    def on_taken_over(self, slots: Sequence[int], tokens_BT: Tensor) -> None:
-        self.on_prefill(slots, tokens_BT, TargetOutput())  # the rows are the target's, and this cache has none of them
+            return
+        # A cache with room for wide passes, for this slot alone and only now.
+        wide = self._new_cache(1, self._reading)
+        wide.take_slot(0, cache, slot)
+        for chunk in tokens_T.split(self._reading):
+            self._read(wide, wide.tokens[0], chunk)
+            wide.settle(len(chunk))
+        cache.take_slot(slot, wide, 0)
 
     def _read(self, one: KVCache, first: Tensor, tokens_T: Tensor) -> None:
         """A pass over these tokens of one slot, the first at position `first` (of no dimension)."""
@@ -155,7 +152,7 @@ class SmallModelDrafter(DeviceDrafter):
         # or has just read something else behind it. A slot lacks what of its prompt is still to be read, and that may
         # never come.
         lacks = [] if self._lacked is None else self._lacked.lists()[0]
-        lacked = max([0, *(count for count, left in zip(lacks, self._to_read, strict=False) if left <= 0)])
+        lacked = max([0, *(count for slot, count in enumerate(lacks) if slot not in self._half_read)])
         behind, appended = max(0, self._most_behind + lacked), self._appended
         if behind < self._widest:  # rows behind the root cost little
             behind = min(state.rounded(behind + 1), self._widest) - 1

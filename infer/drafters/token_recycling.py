@@ -10,9 +10,8 @@ request's penalties are left to verification. Shapes: B slots, N tree nodes, M r
 candidates, V vocabulary.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain, islice
 from pathlib import Path
 
 import torch
@@ -22,7 +21,8 @@ from torch import Tensor
 from longdraft.infer.accept import AcceptResult
 from longdraft.infer.drafters.base import DeviceDrafter, Request, SlotState
 from longdraft.infer.options import boolean, integer
-from longdraft.infer.tree import PAD, ROOT, TokenTree
+from longdraft.infer.shape import TreeShape
+from longdraft.infer.tree import PAD, TokenTree
 from longdraft.kernels.transfer import integers
 from longdraft.models.files import write_atomically, write_tensors
 from longdraft.models.kv_cache import KVCache
@@ -92,13 +92,13 @@ class TokenRecycling(DeviceDrafter):
     """
 
     def __init__(self, target: Target, nodes: int = 80, seed_prompt: bool = True, table: str | Path | None = None):
-        shape = static_tree()
-        nodes = integer("nodes", nodes, 1, len(shape))
+        paths = static_tree()
+        nodes = integer("nodes", nodes, 1, len(paths))
         if not (table is None or isinstance(table, str | Path)):
             raise ValueError(f"table={table!r}: must be the path of a file that `save` wrote, or None")
         self.target, self.seed_prompt = target, boolean("seed_prompt", seed_prompt)
-        self.shape = shape[:nodes]
-        self.max_nodes, self.max_depth = nodes, max(len(node) for node in self.shape)
+        self.shape = TreeShape(tuple(paths[:nodes]))
+        self.max_nodes, self.max_depth = nodes, self.shape.depth
         self._seeding = frozenset({"post_norm"}) if seed_prompt else frozenset()
         self.needs, self.learns_from = self._seeding, frozenset({"logits"})
         weight = target.model.lm_head.weight
@@ -109,24 +109,20 @@ class TokenRecycling(DeviceDrafter):
         shape_VK = self.vocab_size + 2, CANDIDATES
         self._ids_VK = torch.full(shape_VK, -1, dtype=torch.int32, device=self._device)
         self._logits_VK = torch.full(shape_VK, -torch.inf, dtype=torch.float16, device=self._device)
-        self._levels, self._parents_N = self._plan()
-        self._shapes: dict[int, TokenTree] = {}
-        self._unread: dict[int, Iterator[int]] = {}  # of each slot's prompt, for the host does not read the chunks
+        self._levels = self._make_levels()
         if table is not None:
             self.load(table)
 
-    def _plan(self) -> tuple[list[_Level], Tensor]:
-        index = {(): 0} | {node: i + 1 for i, node in enumerate(self.shape)}
+    def _make_levels(self) -> list[_Level]:
         levels: list[_Level] = []
         above: list[tuple[int, ...]] = [()]
         for depth in range(1, self.max_depth + 1):
-            level = [node for node in self.shape if len(node) == depth]
-            places = [above.index(node[:-1]) for node in level]
-            parts = [index[node] for node in level], places, [node[-1] for node in level]
+            numbers = [i for i, node in enumerate(self.shape.nodes, 1) if len(node) == depth]
+            level = [self.shape.nodes[i - 1] for i in numbers]
+            parts = numbers, [above.index(node[:-1]) for node in level], [node[-1] for node in level]
             levels.append(_Level(*(torch.tensor(part, device=self._device) for part in parts)))
             above = level
-        parents = [ROOT, *(index[node[:-1]] for node in self.shape)]
-        return levels, torch.tensor(parents, device=self._device)
+        return levels
 
     @property
     def candidates(self) -> Tensor:
@@ -145,27 +141,20 @@ class TokenRecycling(DeviceDrafter):
         size = self.target.model.lm_head.weight.element_size()
         return table | {"token recycling's logits of a prompt": self._seed_rows * self.vocab_size * size}
 
-    def on_start(self, slots: Sequence[int], requests: Sequence[Request], cache: KVCache) -> None:
+    def on_start(self, slot: int, request: Request, cache: KVCache) -> None:
         self.needs = self._seeding
-        self._unread.update({slot: iter(request.prompt) for slot, request in zip(slots, requests, strict=True)})
 
     @torch.no_grad()
-    def on_prefill(self, slots: Sequence[int], tokens_BT: Tensor, output: TargetOutput) -> None:
-        if not self.seed_prompt:
+    def on_prefill(self, slot: int, prompt: Sequence[int], start: int, end: int, output: TargetOutput) -> None:
+        if not self.seed_prompt or output.post_norm is None:  # the table has them from an earlier prompt
             return
-        assert output.post_norm is not None
         # Only a token's last occurrence in the chunk is written, so only there the LM head is run.
-        rows = [islice(self._unread[slot], tokens_BT.shape[1]) for slot in slots]
-        last = {token: place for place, token in enumerate(chain.from_iterable(zip(*rows, strict=True)))}
-        states_MD = output.post_norm.transpose(0, 1).flatten(0, 1)
+        last = {token: place for place, token in enumerate(prompt[start:end])}
+        states_MD = output.post_norm[0]
         places_M, tokens_M = integers(list(last.values()), self._device), integers(list(last), self._device)
         for places, tokens in zip(places_M.split(self._seed_rows), tokens_M.split(self._seed_rows), strict=True):
             logits_MV = self.target.model.lm_head(states_MD[places])
             self._write(tokens, *largest(logits_MV, CANDIDATES))
-
-    def on_taken_over(self, slots: Sequence[int], tokens_BT: Tensor) -> None:
-        for slot in slots:  # the table has them from the prompt that they were of
-            next(islice(self._unread[slot], tokens_BT.shape[1], None), None)
 
     def _write(self, tokens_M: Tensor, logits_MK: Tensor, ids_MK: Tensor) -> None:
         """Rows of the table; tokens_M are all different, but for TRASH."""
@@ -186,19 +175,9 @@ class TokenRecycling(DeviceDrafter):
             ids_BLK = self._ranked(state, tokens_BL, depth)
             tokens_BL = ids_BLK[:, level.above_L, level.ranks_L]
             tokens_BN[:, level.nodes_L] = tokens_BL
-        parents_BN = torch.where(tokens_BN < 0, PAD, self._parents_N)
-        tree = self._shape(batch).with_tokens(tokens_BN.clamp(min=0), parents_BN)
-        if plan >= self.max_nodes:
-            return tree
-        return tree.take(torch.arange(1 + plan, device=self._device).expand(batch, -1))
-
-    def _shape(self, batch: int) -> TokenTree:
-        """The whole tree of `batch` slots with what is derived of it; its tokens stand for nothing."""
-        if batch not in self._shapes:
-            parents_BN = self._parents_N.expand(batch, -1)
-            shape = self._shapes[batch] = TokenTree(parents_BN, parents_BN)
-            _ = shape.ancestors, shape.depths
-        return self._shapes[batch]
+        shape = self.shape.first(plan).tree(batch, roots_B.device)
+        tokens_BN = tokens_BN[:, : shape.width]
+        return shape.with_tokens(tokens_BN.clamp(min=0), shape.parents.masked_fill(tokens_BN < 0, PAD))
 
     def _ranked(self, state: SlotState, tokens_BL: Tensor, depth: int) -> Tensor:
         """int64 [B, L, K]: the candidates behind these nodes, best first; -1 where there are none.

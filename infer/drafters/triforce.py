@@ -20,7 +20,7 @@ from longdraft.infer.history import History
 from longdraft.infer.options import fraction, integer, one_of
 from longdraft.infer.partial_cache import RingCache, SelectedCache, refuse_windows, selected_bytes
 from longdraft.infer.runner import Runner
-from longdraft.infer.selection import Policy, Recent, TopChunks
+from longdraft.infer.selection import Recent, TopChunks
 from longdraft.infer.tree import TokenTree
 from longdraft.models.kv_cache import KVCache
 from longdraft.models.passes import TargetOutput
@@ -95,8 +95,7 @@ class TriForceDrafter(Drafter):
             integer("sinks", 16 if sinks is None else sinks, 0),
         )
         refuse_windows(target.model.config, f"budget={budget}: a cache of selected rows")
-        self._make_policy = lambda: TopChunks(budget, chunk) if retrieval else Recent(budget, sinks)
-        self._policy: Policy = self._make_policy()
+        self._policy = TopChunks(budget, chunk) if retrieval else Recent(budget, sinks)
         self.inner = self._inner(small, 2 if gamma is None else gamma, sinks, 256 if window is None else window)
         self.max_nodes = self.max_depth = chain
         self._runner = Runner(target.model, self.inner, nodes=chain, graphs=False)  # `state` says what is recorded
@@ -141,7 +140,7 @@ class TriForceDrafter(Drafter):
     def memory_bytes(self, batch: int, capacity: int) -> Mapping[str, int]:
         model = self.target.model
         dtype = model.embed_tokens.weight.dtype
-        own = selected_bytes(self._make_policy(), model.config, dtype, batch, capacity, self._tail)
+        own = selected_bytes(self._policy, model.config, dtype, batch, capacity, self._tail)
         return {**own, **self.inner.memory_bytes(batch, capacity)}
 
     @property
@@ -152,67 +151,49 @@ class TriForceDrafter(Drafter):
     def _set_needs(self, queries: bool) -> None:
         self.needs = frozenset({"queries"}) if queries else frozenset()
 
-    def on_start(self, slots: Sequence[int], requests: Sequence[Request], cache: KVCache) -> None:
+    def on_start(self, slot: int, request: Request, cache: KVCache) -> None:
         if isinstance(cache, RingCache):
             raise ValueError("small: a TriForce drafter cannot draft for another one, whose cache is a part already")
         if self._cache is None or self._cache.full is not cache:
             self._allocate(cache)
         assert self._cache is not None
-        self._cache.reset(list(slots))
-        self.inner.on_start(slots, requests, self._cache)
-        for slot, request in zip(slots, requests, strict=True):
-            self._to_read[slot] = self._read[slot] = last = len(request.prompt) - 1
-            self._outer[slot].fill_(last)
-            self._positions[slot].fill_(last)
-            self._new.add(slot)
-            self._forget(slot)
+        self._cache.reset([slot])
+        self.inner.on_start(slot, request, self._cache)
+        self._committed[slot], self._known[slot] = [], 0
+        self._forget(slot)
         self._set_needs(self._policy.scored)
         self.needs = self.needs | self.inner.needs
 
     def _allocate(self, full: KVCache) -> None:
-        self._policy = self._make_policy()
         self._cache = SelectedCache(full, self._policy, self.target.model.config, self._tail)
         self._runner.cache = self._cache
-        batch, device = full.batch, full.keys.device
+        batch = full.batch
         # The inner level's own history: what it adds must not reach the outer level's.
-        self._history = History(batch, full.capacity, device)
+        self._history = History(batch, full.capacity, full.keys.device)
         self._committed: list[list[int]] = [[] for _ in range(batch)]
         self._known = [0] * batch  # how many of these the outer level has committed
-        self._outer = torch.zeros(batch, dtype=torch.int64, device=device)  # its roots' positions, at the last proposal
-        self._positions = torch.zeros_like(self._outer)  # the inner level's
-        self._new: set[int] = set()  # slots that have not proposed yet
-        self._ahead = 0  # no slot's root is further from the last proposal's
         self._step_tokens = 0  # the most that a step committed
-        self._to_read, self._read = [0] * batch, [0] * batch  # of the prompt without its last token
         self._since_build, self._acceptance = [0] * batch, [1.0] * batch
         self._wanted: dict[int, str] = {}  # slots to rebuild with the next pass's queries, and why
-        self._offered = 0
+        self._offered = 0  # tokens of the last proposal, 0 where a step had none
 
     def _forget(self, slot: int) -> None:
         """Nothing is known of this slot's present selection."""
         self._since_build[slot], self._acceptance[slot] = 0, 1.0
         self._wanted.pop(slot, None)
 
-    def on_prefill(self, slots: Sequence[int], tokens_BT: Tensor, output: TargetOutput) -> None:
+    def on_prefill(self, slot: int, prompt: Sequence[int], start: int, end: int, output: TargetOutput) -> None:
         assert self._cache is not None
-        self.inner.on_prefill(slots, tokens_BT, output)
-        for slot in slots:
-            self._to_read[slot] -= tokens_BT.shape[1]
-        if not any(self._to_read[slot] for slot in slots):
-            queries = output.queries if self._policy.scored else None
-            self._cache.build_from_prompt(slots, queries, [self._read[slot] for slot in slots])
-
-    def on_taken_over(self, slots: Sequence[int], tokens_BT: Tensor) -> None:
-        self.inner.on_taken_over(slots, tokens_BT)
-        for slot in slots:
-            self._to_read[slot] -= tokens_BT.shape[1]
+        self.inner.on_prefill(slot, prompt, start, end, output)
+        if end == len(prompt) - 1:
+            self._cache.build_from_prompt(slot, output.queries if self._policy.scored else None, end)
 
     @torch.no_grad()
     def propose(self, state: SlotState, max_nodes: int) -> TokenTree:
         assert self._cache is not None
         self._offered = count = min(self.chain, max_nodes)
         self._set_needs(bool(self._wanted) or self._cache.needs_queries)
-        begin_B, late = state.positions, [self._late(state)]
+        begin_B, late = state.positions.clone(), [self._late(state)]
         self._runner.state = inner = self._inner_state(state)
         collected = [0] * len(self._committed)
         while True:
@@ -227,27 +208,18 @@ class TriForceDrafter(Drafter):
             if all(tokens == 0 or tokens >= count for tokens in collected):
                 break
             inner.active = inner.active & (inner.positions < begin_B + count)
-        self._positions = inner.positions
+        self._outer, self._positions = begin_B, inner.positions  # where the roots of both levels stand
         chain_BC = self._history.read(begin_B + 1, count).masked_fill(~state.active[:, None], -1)
         return TokenTree.from_chain(state.roots, chain_BC)
 
     def _inner_state(self, state: SlotState) -> SlotState:
-        """The inner level where the outer one stands: only what has changed since the last proposal is copied."""
-        theirs, mine = state.history.tokens, self._history.tokens
-        if self._new:
-            for slot in self._new:
-                mine[slot].copy_(theirs[slot])
-                self._known[slot] = 0
-            self._history.prompt_lengths.copy_(state.history.prompt_lengths)
-            self._new.clear()
-        # Behind the roots lies what both levels may overwrite.
-        places = self._outer[:, None] + 1 + torch.arange(max(1, self._ahead), device=mine.device)
-        places = places.clamp(max=mine.shape[1] - 1)
-        mine.scatter_(1, places, theirs.gather(1, places))
+        """The inner level where the outer one stands. Of the lists only what is new is copied; the history as a whole
+        is a megabyte a slot at 128K tokens, beside a pass over them."""
+        self._history.tokens.copy_(state.history.tokens)
+        self._history.prompt_lengths.copy_(state.history.prompt_lengths)
         for slot, tokens in enumerate(state.committed):
             self._committed[slot][self._known[slot] :] = tokens[self._known[slot] :]
         self._known = [len(tokens) for tokens in self._committed]
-        self._outer, self._ahead = state.positions.clone(), 0
         places = state.roots.clone(), state.positions.clone(), state.active.clone()
         return SlotState(*places, self._history, state.sampling, self._committed, state.graphs)
 
@@ -271,16 +243,11 @@ class TriForceDrafter(Drafter):
         if self._offered:
             agreed_B = self._agreed(state)
             self.inner.rewind(self._outer + 1 + agreed_B)
-            self._positions = torch.minimum(self._positions, self._outer + agreed_B)
         self.inner.advance(most)
-        self._ahead, self._step_tokens = self._ahead + most, max(self._step_tokens, most)
-        counts, agreements, positions, known = [], [], [], None
+        self._step_tokens = max(self._step_tokens, most)
+        began = self._cache.on_step(state.positions, accepted, output.queries, self.chain, list(self._wanted))
         if self._policy.scored:
-            asked_3B = self._cache.asked(state.positions - accepted.counts + 1)
-            rows_3B = torch.stack([accepted.counts, agreed_B, state.positions])
-            counts, agreements, positions, *known = torch.cat([rows_3B, asked_3B]).tolist()
-        began = self._cache.on_step(state.positions, accepted, output.queries, self.chain, list(self._wanted), known)
-        if self._policy.scored:
+            counts, agreements, positions = torch.stack([accepted.counts, agreed_B, state.positions]).tolist()
             for slot in began:
                 if positions[slot] > self._cache.budget:
                     self._rebuilds[self._wanted.get(slot, "room")] += 1
@@ -319,12 +286,4 @@ class TriForceDrafter(Drafter):
 
     def release(self) -> None:
         self._cache = self._runner.cache = None
-        self._policy = self._make_policy()
         self.inner.release()
-
-    def rewind(self, lengths_B: Tensor) -> None:
-        if self._cache is not None:
-            self._cache.rewind(lengths_B)
-            self.inner.rewind(lengths_B)
-            self._positions = torch.minimum(self._positions, lengths_B - 1)
-            self._new |= set(range(len(lengths_B)))  # their histories are copied anew

@@ -187,15 +187,6 @@ class DraftBlock:
 
 def can_run(weights: BlockWeights, head_dim: int) -> bool:
     """Whether the C kernels compute this block, at any width of pass."""
-    matrices = [matrix.numbers_NI for matrix in weights.matrices]
-    tensors = [part for part in (*matrices, *weights.vectors) if part is not None]
-    alike = len({part.dtype for part in tensors}) == 1 and all(part.is_contiguous() for part in tensors)
-    known = weights.dtype in rows.SUFFIXES and all(part.device.type == "cpu" for part in tensors)
-    gated = weights.matrices.gate_up.numbers_NI
-    return (
-        alike
-        and known
-        and head_dim % 8 == 0
-        and head_dim <= rows.MOST_HEAD_WIDTH
-        and all(rows.can_multiply(matrix, matrix is gated) for matrix in matrices)
-    )
+    numbers = [matrix.numbers_NI for matrix in weights.matrices]
+    matrices = [(matrix, matrix is weights.matrices.gate_up.numbers_NI) for matrix in numbers]
+    return rows.can_run([*numbers, *weights.vectors], matrices, head_dim)

@@ -129,11 +129,6 @@ class LayerTable:
 
 def can_run(layers: Sequence[LayerWeights], head_dim: int) -> bool:
     """Whether the C kernels compute these layers, at any width of pass."""
-    tensors = [part for layer in layers for part in layer[:-1] if part is not None]
-    fits = all(
-        all(rows.can_multiply(weight, False) for weight in (layer.qkv_XD, layer.o_DX, layer.down_DF))
-        and rows.can_multiply(layer.gate_up_XD, True)
-        for layer in layers
-    )
-    alike = len({part.dtype for part in tensors}) == 1 and all(part.is_contiguous() for part in tensors)
-    return fits and alike and head_dim % 8 == 0 and head_dim <= rows.MOST_HEAD_WIDTH
+    plain = [(weight, False) for layer in layers for weight in (layer.qkv_XD, layer.o_DX, layer.down_DF)]
+    gated = [(layer.gate_up_XD, True) for layer in layers]
+    return rows.can_run([part for layer in layers for part in layer[:-1]], plain + gated, head_dim)

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import cache
@@ -275,6 +275,19 @@ def can_multiply(weight_NI: Tensor, gated: bool) -> bool:
     return k % 8 == 0 and not (gated and n % 16) and weight_NI.is_contiguous() and library() is not None
 
 
+def can_run(tensors: Iterable[Tensor | None], matrices: Iterable[tuple[Tensor, bool]], head_dim: int) -> bool:
+    """Whether layers with heads of this width are one call of C, at any width of pass.
+
+    Args:
+        tensors: all that the call reads of the weights; None for what a layer does not have.
+        matrices: those of them that rows are multiplied with, and whether the product is gated.
+    """
+    there = [tensor for tensor in tensors if tensor is not None]
+    alike = len({tensor.dtype for tensor in there}) == 1 and there[0].dtype in SUFFIXES
+    in_place = all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in there)
+    return alike and in_place and _attends(head_dim) and all(can_multiply(*matrix) for matrix in matrices)
+
+
 class Weight(NamedTuple):
     """A weight [N, I], of the rows' dtype or, where `scales_N` (fp32) are given, in bytes: see `in_bytes`."""
 
@@ -362,8 +375,12 @@ def rotate_rows(
 
 def can_attend(q_BTHd: Tensor) -> bool:
     """Whether `attention_rows` computes queries of this dtype and head width here."""
-    known = q_BTHd.dtype in SUFFIXES and q_BTHd.shape[3] % 8 == 0 and q_BTHd.shape[3] <= MOST_HEAD_WIDTH
-    return known and library() is not None
+    known = q_BTHd.device.type == "cpu" and q_BTHd.dtype in SUFFIXES
+    return known and _attends(q_BTHd.shape[3]) and library() is not None
+
+
+def _attends(head_dim: int) -> bool:
+    return head_dim % 8 == 0 and head_dim <= MOST_HEAD_WIDTH
 
 
 def attends_chains(q_BTHd: Tensor) -> bool:

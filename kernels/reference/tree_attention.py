@@ -72,7 +72,8 @@ def log_sum_exp(
     tree_mask_BTT: Tensor | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """The second part of `longdraft.kernels.tree_attention.tree_attention_lse`: fp32 [B, T, H]."""
+    """fp32 [B, T, H]: the natural logarithm of the sum of the exponentials of a row's scaled scores, -inf for one that
+    may read nothing."""
     lse_BKGT = _scores(q_BTHd, keys_BSKd, lengths_B, tree_mask_BTT, window).logsumexp(-1)
     return lse_BKGT.flatten(1, 2).transpose(1, 2).contiguous()
 

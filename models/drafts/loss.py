@@ -38,13 +38,12 @@ class Teaching(NamedTuple):
 
 class DraftLoss(NamedTuple):
     """`sums` fp32 [P], differentiable: each part's summed loss; `n_labels` int64 [P]: over how many labels;
-    `rank_counts` int64 [P, K] of `n_ranked` int64 [P]: labels by their rank among the logits; `overlaps` fp32 [P]: of
-    both distributions, summed over all rows, or 0 where it is not measured."""
+    `rank_counts` int64 [P, K]: labels by their rank among the logits; `overlaps` fp32 [P]: of both distributions,
+    summed over all rows, or 0 where it is not measured."""
 
     sums: Tensor
     n_labels: Tensor
     rank_counts: Tensor
-    n_ranked: Tensor
     overlaps: Tensor
 
 

@@ -9,16 +9,13 @@ position t, head i proposes the token at t + 1 + i. Not here: trees and decoding
 Shapes: N tokens, D hidden, V vocabulary; ... any leading shape.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from longdraft.models.drafts.loss import DraftLoss, Part, Teaching, draft_loss
-from longdraft.models.drafts.projection import Projection
-from longdraft.models.drafts.vocabulary import DraftVocabulary, check_size
+from longdraft.models.drafts.heads import Heads, check_heads
 from longdraft.models.stream import RMSNorm
 
 KINDS = {"linear_chain": frozenset({"pre_norm"}), "silu_chain": frozenset({"post_norm"})}
@@ -52,24 +49,19 @@ class TokenSwiftConfig:
             )
         if self.kind == "silu_chain" and self.out_norm_init != "ones":
             raise ValueError("draft.out_norm_init: silu_chain has no norms to start from the target's; set it to ones")
-        if self.hidden_size < 1:
-            raise ValueError(f"draft.hidden_size: {self.hidden_size}; give the target's")
-        if self.n_heads < 1:
-            raise ValueError(f"draft.n_heads: {self.n_heads}, but at least 1 head is needed")
+        check_heads(self.hidden_size, self.n_heads, self.draft_vocab_size)
         if self.init_std < 0:
             raise ValueError(f"draft.init_std: {self.init_std} is negative; give 0 or more, the paper's is 0.02")
-        check_size(self.draft_vocab_size)
 
 
-class TokenSwift(DraftVocabulary):
-    """The chained heads; parameters `proj.{i}.weight` [D, D] and, for linear_chain, `in_norm.{i}` and `out_norm.{i}`.
+class TokenSwift(Heads):
+    """The chained heads; beside `Heads`' parameters those of linear_chain have `in_norm.{i}` and `out_norm.{i}`.
 
     Args:
-        config: the shape.
-        generator: draws W; the same seed gives the same heads. None leaves W at zero (for weights read from a file).
-        final_norm_D: the target's final norm weight, for `out_norm_init: target`.
-        token_ids_E: int64, the target's ids of a restricted draft vocabulary; None: the first `draft_vocab_size`.
+        final_norm_D: the target's final norm weight, for `out_norm_init: target`; the others as of `Heads`.
     """
+
+    config: TokenSwiftConfig
 
     def __init__(
         self,
@@ -78,22 +70,15 @@ class TokenSwift(DraftVocabulary):
         final_norm_D: Tensor | None = None,
         token_ids_E: Tensor | None = None,
     ):
-        super().__init__()
-        self.restrict(config.draft_vocab_size, token_ids_E)
-        self.config = config
-        heads, d = range(config.n_heads), config.hidden_size
-        self.proj = nn.ModuleList([Projection(d, d, bias=False) for _ in heads])
+        super().__init__(config, generator, token_ids_E)
+        heads, norm = range(config.n_heads), (config.hidden_size, config.rms_norm_eps)
         if config.kind == "linear_chain":
-            self.in_norm = nn.ModuleList([RMSNorm(d, config.rms_norm_eps) for _ in heads])
-            self.out_norm = nn.ModuleList([RMSNorm(d, config.rms_norm_eps) for _ in heads])
-        with torch.no_grad():
-            for i in heads:
-                weight = torch.zeros(d, d)
-                if generator is not None:
-                    weight.normal_(0.0, config.init_std, generator=generator)
-                self.proj[i].weight.copy_(weight)  # pyright: ignore[reportCallIssue]
-                if config.out_norm_init == "target" and final_norm_D is not None:
-                    self.out_norm[i].weight.copy_(final_norm_D)  # pyright: ignore[reportCallIssue]
+            self.in_norm = nn.ModuleList([RMSNorm(*norm) for _ in heads])
+            self.out_norm = nn.ModuleList([RMSNorm(*norm) for _ in heads])
+        if config.out_norm_init == "target" and final_norm_D is not None:
+            with torch.no_grad():
+                for weight in self.out_norm.parameters():
+                    weight.copy_(final_norm_D)
 
     @property
     def needs(self) -> frozenset[str]:
@@ -101,38 +86,7 @@ class TokenSwift(DraftVocabulary):
         return KINDS[self.config.kind]
 
     def step(self, i: int, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """What the LM head reads for head i + 1, and the state that head i + 2 begins from, both [..., D].
-
-        hidden: the target's state for i = 0, else the second of the step before.
-        """
         if self.config.kind == "linear_chain":
             return self.out_norm[i](hidden, self.proj[i](hidden, self.in_norm[i]))
         hidden = hidden + F.silu(self.proj[i](hidden))
         return hidden, hidden
-
-    def states(self, hidden: Tensor) -> list[Tensor]:
-        """The target's state [..., D] to what its LM head reads for head 1..I, each [..., D] in the same dtype."""
-        states = []
-        for i in range(self.config.n_heads):
-            state, hidden = self.step(i, hidden)
-            states.append(state)
-        return states
-
-    def forward(
-        self,
-        hidden_ND: Tensor,
-        parts: Sequence[Part],
-        lm_head_VD: Tensor,
-        count_ranks: bool,
-        teaching: Teaching | None = None,
-    ) -> DraftLoss:
-        """The training loss, a part for each head.
-
-        Args:
-            hidden_ND: the target's state that `needs` names, without gradient.
-            parts: head i's are `ahead` by i + 1 (models/drafts/loss.py).
-            lm_head_VD: the target's frozen LM head.
-            count_ranks: also count the labels among each head's first candidates.
-            teaching: the target's distributions; None: the loss is the labels' cross-entropy.
-        """
-        return draft_loss(self.states(hidden_ND), parts, self.head(lm_head_VD), count_ranks, teaching)

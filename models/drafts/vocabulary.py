@@ -36,9 +36,3 @@ class DraftVocabulary(nn.Module):
     def tokens(self, places: Tensor) -> Tensor:
         """The target's ids of these places among the draft's logits, of any shape."""
         return places if self.token_ids is None else self.token_ids[places]
-
-
-def check_size(size: int | None) -> None:
-    """Raise ValueError for a vocabulary of no token."""
-    if size is not None and size < 1:
-        raise ValueError(f"draft.draft_vocab_size: {size}; give 1 to the target's vocabulary, or None for all of it")

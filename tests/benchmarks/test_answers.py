@@ -11,11 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from longdraft.benchmarks.answers import Entry, Record, TransformersAnswers, read_record
+from longdraft.benchmarks.answers import Entry, Record, read_record
 from longdraft.benchmarks.drafters import BenchSettings
+from longdraft.benchmarks.turns import TransformersAnswers
 from longdraft.infer.sampling import SamplingParams
 from longdraft.launch import bench
 from longdraft.launch.bench_request import asked_for
+from longdraft.launch.runtime import Drafting
 from longdraft.models.hf import load_transformers
 
 QUESTIONS = [
@@ -107,16 +109,18 @@ def test_a_record_of_other_settings_is_refused_and_kept(whole, command, capsys):
 
 
 def test_a_record_knows_its_texts_and_its_checkpoint(tiny, tmp_path):
-    def of(line: str = "", target: Path = tiny, gguf_file: str | None = None, **options) -> dict:
-        args = bench._parser().parse_args(["--text-file", "t", *line.split()])
-        return asked_for(args, (str(target), gguf_file), ["prompt_lookup"], options, BenchSettings(), [])
+    def of(line: str = "", target: Path = tiny, draft: Path | None = None, **options) -> dict:
+        given = ["--text-file", "t", "--target", str(target), "--drafter", "prompt_lookup", *line.split()]
+        given += [f"--option={key}={value}" for key, value in options.items()]
+        drafting = Drafting(bench._parser().parse_args(given))
+        drafting.args.draft = [] if draft is None else [str(draft)]
+        return asked_for(drafting, BenchSettings(), [])
 
-    found = [of(), of("--tasks edit"), of("--prompt-tokens 9"), of("--loader transformers"), of(gguf_file="a.gguf")]
+    found = [of(), of("--tasks edit"), of("--prompt-tokens 9"), of("--loader transformers"), of("--gguf-file a.gguf")]
     assert all(one != other for i, one in enumerate(found) for other in found[:i])
     copy = shutil.copytree(tiny, tmp_path / tiny.name)
     assert of(target=copy) == found[0] and of("--loader longdraft") == found[0]
-    drafted = f"--draft {copy} --loader longdraft"
-    weights, before = copy / "model.safetensors", of(drafted, small=copy)
+    weights, before = copy / "model.safetensors", of(draft=copy, small=copy)
     content = weights.read_bytes()
     weights.write_bytes(content[: len(content) // 2] + bytes(len(content) - len(content) // 2))
     other = of(target=copy)
@@ -125,7 +129,7 @@ def test_a_record_knows_its_texts_and_its_checkpoint(tiny, tmp_path):
     (copy / "config.json").write_text((copy / "config.json").read_text() + " ")
     assert of(target=copy) != found[0] and of(target=Path("owner/name"))["checkpoint"] is None
     # A draft's config.json holds its tree.
-    after = of(drafted, small=copy)
+    after = of(draft=copy, small=copy)
     assert {key for key, value in before.items() if after[key] != value} == {"draft", "small"}
 
 

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from longdraft.benchmarks.classical import first_places
+from longdraft.benchmarks.classical import first_places, shares
 from longdraft.infer.drafters.small_model import SmallModelDrafter
 from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams, SlotSampling
@@ -32,28 +32,29 @@ def test_the_overlap_is_the_formula_s(tiny_target, more):
     (plain,) = Engine(target).generate(PROMPTS[:1], params)
     p, q = (distributions(each.model, PROMPTS[0] + plain.tokens, 5, params) for each in (target, small))
     every = torch.minimum(p, q).sum(-1).tolist()
-    assert 20 < len(seen.overlaps) <= 40 and seen.overlaps[0] == pytest.approx(every[0], abs=1e-5)
+    overlaps = [one.overlap for one in seen]
+    assert 20 < len(overlaps) <= 40 and overlaps[0] == pytest.approx(every[0], abs=1e-5)
     at = 0
-    for overlap in seen.overlaps:  # the steps' places, in order
+    for overlap in overlaps:  # the steps' places, in order
         while at < len(every) and abs(every[at] - overlap) > 1e-5:
             at += 1
         assert at < len(every), "an overlap of no place"
         at += 1
-    assert all(0 <= share <= 1 for share in seen.shares().values())
+    assert all(0 <= share <= 1 for share in shares(seen).values())
 
 
 def test_a_draft_that_is_the_target_overlaps_wholly_and_knows_the_choice(tiny_target):
     target = tiny_target()
     params = SamplingParams(temperature=1.0, seed=4, max_new_tokens=30, ignore_eos=True)
     engine = Engine(target, SmallModelDrafter(target, tiny_target(), gamma=1), nodes=None, graphs=False)
-    shares = first_places(engine, PROMPTS, params).shares()
-    assert shares["classical"] == pytest.approx(1) and shares["with"] == 1 and shares["without"] < 1
+    found = shares(first_places(engine, PROMPTS, params))
+    assert found["classical"] == pytest.approx(1) and found["with"] == 1 and found["without"] < 1
 
 
 def test_lookups_rank_nothing(tiny_target):
     params = SamplingParams(temperature=1.0, seed=4, max_new_tokens=8)
     engine = Engine(tiny_target(), "prompt_lookup", nodes=None, graphs=False)
-    assert first_places(engine, PROMPTS, params).shares() is None
+    assert shares(first_places(engine, PROMPTS, params)) is None
 
 
 def test_bench_says_what_was_asked_for(tiny, tmp_path, capsys):

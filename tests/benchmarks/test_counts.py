@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from longdraft.benchmarks.attention_case import random_tree
+from longdraft.benchmarks.attention import random_tree
 from longdraft.benchmarks.profiles import PROFILES, Profile
 from longdraft.models.decoder import Decoder
-from longdraft.models.hf import decoder_config
+from longdraft.models.hf_config import decoder_config
 
 # As the models' cards and checkpoints have them.
 PUBLISHED = {

@@ -76,7 +76,7 @@ def test_speed_is_over_plain_decodings_on_the_same_prompts():
 def test_an_interval_is_the_means_of_prompts_drawn_with_replacement():
     """Of many prompts it is the normal one: 1.96 standard errors to each side."""
     values = np.random.default_rng(1).normal(3.0, 1.0, 400)
-    low, high = interval(np.stack([values, np.ones(400)], 1), lambda s: s[..., 0] / s[..., 1])
+    low, high = interval({"of": values, "count": np.ones(400)}, lambda s: s["of"] / s["count"])
     error = values.std() / 20
     assert low == pytest.approx(values.mean() - 1.96 * error, abs=0.02)
     assert high == pytest.approx(values.mean() + 1.96 * error, abs=0.02)

@@ -5,11 +5,11 @@ import time
 import pytest
 import torch
 
-from longdraft.benchmarks import attention, ceilings, decode, loss, report, step
-from longdraft.benchmarks.attention_case import make_case
+from longdraft.benchmarks import attention, decode, loss, report, step
+from longdraft.benchmarks.attention import make_case
 from longdraft.benchmarks.candidates import OURS, figures, ratios, too_far
 from longdraft.benchmarks.profiles import PROFILES, Work
-from longdraft.benchmarks.timing import Times, peak_bytes
+from longdraft.benchmarks.timing import CEILING_SIZES, Bench, Times, peak_bytes
 from longdraft.kernels.cpu_impl.rows import library
 
 TINY = PROFILES["tiny"]
@@ -189,8 +189,9 @@ def test_runs_take_turns_behind_a_cold_cache(bench, monkeypatch):
     assert order == ["a", "a", "b", "b", "cold", "a", "cold", "b", "cold", "a", "cold", "b"]
 
 
-def test_ceilings_are_positive_and_peaks_are_counted(bench):
-    found = ceilings.measure(bench, n_bytes=2**20, width=32)
+def test_ceilings_are_positive_and_peaks_are_counted(bench, monkeypatch):
+    monkeypatch.setitem(CEILING_SIZES, "cpu", ((2**20, 32), (2**20, 32)))
+    found = Bench(bench.device, bench.dtype, 2, 600.0, log=bench.log).ceilings
     assert min(found) > 0
     assert found.memory == max(found.copy, found.read)
     assert found.products(torch.float32) == found.fp32

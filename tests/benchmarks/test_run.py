@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from longdraft.benchmarks import attention, ceilings, gpu_check, run
+from longdraft.benchmarks import attention, gpu_check, run, timing
 from longdraft.benchmarks.candidates import OURS
 from longdraft.models import device
 
@@ -21,7 +21,7 @@ ABSENT = ("omegaconf", "datasets", "deepspeed", "wandb", "liger_kernel", "flash_
 @pytest.fixture
 def small_ceilings(monkeypatch):
     """Measured on a MiB, not on what is larger than any cache."""
-    monkeypatch.setitem(ceilings.SIZES, "cpu", ((2**20, 32), (2**20, 32)))
+    monkeypatch.setitem(timing.CEILING_SIZES, "cpu", ((2**20, 32), (2**20, 32)))
 
 
 def test_gpu_check_runs_the_harness_with_few_packages(tmp_path):
@@ -56,7 +56,7 @@ def test_gpu_check_runs_the_harness_with_few_packages(tmp_path):
 
 def test_stages_keep_within_eight_minutes_and_cover_the_tests_of_triton():
     assert sum(gpu_check.LIMITS.values()) <= 480 - 5
-    covered = {file.name for file in gpu_check._triton_tests()}
+    covered = {file.name for file in gpu_check.triton_tests()}
     triton = {
         file.name
         for file in (ROOT / "tests" / "kernels").glob("test_*.py")

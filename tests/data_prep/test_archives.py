@@ -32,7 +32,7 @@ def archive(tmp_path):
 
 def documents(path, record_format):
     (file,) = list_files([Source(str(path))])
-    (segment,) = scan(file, 100).segments
+    (segment,) = scan([file], 100)[1]
     return list(read_documents(segment, record_format))
 
 
@@ -70,8 +70,8 @@ def test_all_conversations_of_an_archive_are_counted(archive, tiny_tokenizer):
     """Though it is one segment: regeneration slices them into tasks."""
     out = archive.parent / "out"
     config = RegenerateConfig((str(archive),), out, max_prompt=100, answering={}, chat_field="chat.json")
-    given = open_input(config, make_chat_encoder(tiny_tokenizer, "plain"))
-    assert given.count == len(list(given.conversations)) == len(TEXTS)
+    _, count, conversations = open_input(config, make_chat_encoder(tiny_tokenizer, "plain"))
+    assert count == len(list(conversations)) == len(TEXTS)
 
 
 def test_an_answer_that_was_cut_is_told_by_a_file_of_its_own(tmp_path):

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from longdraft.data_prep import continuations as module
+from longdraft.data_prep import responses as module
 from longdraft.data_prep.chat import PLAIN, make_chat_encoder
-from longdraft.data_prep.continuations import Beginnings
 from longdraft.data_prep.documents import BadDocument, Document
 from longdraft.data_prep.prepare import prepare
 from longdraft.data_prep.regenerate import RegenerateConfig, regenerate
-from longdraft.data_prep.responses import Completion
+from longdraft.data_prep.responses import Completion, beginning
 from longdraft.data_prep.settings import PrepareConfig, Source
 from longdraft.data_prep.shards import ShardSet
+from longdraft.data_prep.tokenize import rust_tokenizer
 
 WORDS = [
     "the",
@@ -87,8 +87,8 @@ def begin(tiny_tokenizer):
     """(text, number of tokens) -> the text's beginning, or why it has none."""
 
     def call(text, count):
-        make = Beginnings(count, count, tiny_tokenizer.backend_tokenizer.to_str()).maker()
-        found = make(Document("d", bytes(32), text))
+        tokenizer = rust_tokenizer(tiny_tokenizer.backend_tokenizer.to_str())
+        found = beginning(Document("d", bytes(32), text), count, count, tokenizer)
         return found.why if isinstance(found, BadDocument) else found.messages[0][1]
 
     return call

@@ -131,7 +131,7 @@ def test_the_standard_library_gives_thousands():
     small = [
         file for file in files if file.name.partition("/")[2].startswith(("json/", "email/", "random", "idlelib/c"))
     ]
-    found = [one for file in small for segment in scan(file, 1).segments for one in read_documents(segment)]
+    found = [one for segment in scan(small, 1)[1] for one in read_documents(segment)]
     kept = [one for one in found if isinstance(one, Conversation)]
     assert len(kept) == len(found) > 200
     assert len({one.name for one in kept}) == len(kept)

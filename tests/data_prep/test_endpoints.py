@@ -11,7 +11,7 @@ import pytest
 
 from longdraft.data_prep import endpoints as module
 from longdraft.data_prep.chat import make_chat_encoder
-from longdraft.data_prep.endpoints import PROBE, EndpointClient, Endpoints
+from longdraft.data_prep.endpoints import PROBE, EndpointClient
 from longdraft.data_prep.regenerate import RegenerateConfig, regenerate
 from longdraft.data_prep.responses import Completion
 from longdraft.launch.regenerate import main
@@ -117,9 +117,8 @@ def no_pauses(monkeypatch):
 @pytest.fixture
 def connect(tiny_tokenizer):
     def client(*servers, seconds=30.0, positions=1000, **settings):
-        urls = tuple(one if isinstance(one, str) else one.url for one in servers)
-        endpoints = Endpoints(urls, seconds=seconds, **settings)
-        return EndpointClient(endpoints, SAMPLING, tiny_tokenizer, tiny_tokenizer.eos_token_id, positions)
+        urls = [one if isinstance(one, str) else one.url for one in servers]
+        return EndpointClient(urls, SAMPLING, tiny_tokenizer, positions, seconds=seconds, **settings)
 
     return client
 
@@ -248,7 +247,7 @@ def test_a_text_behind_a_prompt_is_read_as_the_target_wrote_it(serve, blank_toke
     for text, words in ((" the gate", ["▁the", "▁", "g", "ate"]), ("gate", ["g", "ate"])):
         choice = {"text": text, "finish_reason": "stop"}
         server = serve(always={"choices": [choice], "usage": {"completion_tokens": 9}})
-        client = EndpointClient(Endpoints((server.url,)), SAMPLING, blank_tokenizer, blank_tokenizer.eos_token_id, 99)
+        client = EndpointClient([server.url], SAMPLING, blank_tokenizer, 99)
         (found,) = client([prompt], [0])
         ids = blank_tokenizer.convert_tokens_to_ids(words)
         assert found == Completion(0, [*ids, blank_tokenizer.eos_token_id], True, 9)

@@ -34,16 +34,16 @@ def folder(tmp_path_factory, tiny_tokenizer):
 def test_numbers_are_those_of_the_texts(folder, tiny_tokenizer):
     found = inspect(folder)
     train, heldout = found.splits["train"], found.splits["heldout"]
-    assert train.documents + heldout.documents == 73 and train.copies + heldout.copies == 3
-    assert (train.in_both, heldout.in_both) == (0, 0)
-    assert (train.supervised_share, train.rows_without_loss) == (1.0, 0)
+    assert train["documents"] + heldout["documents"] == 73 and train["copies"] + heldout["copies"] == 3
+    assert (train["in_both"], heldout["in_both"]) == (0, 0)
+    assert (train["supervised_share"], train["rows_without_loss"]) == (1.0, 0)
     assert sum(len(lengths) for lengths in found.all_lengths.values()) == 73
     tokens = sum(int(lengths.sum()) for lengths in found.all_lengths.values())
-    assert tokens == train.tokens + heldout.tokens
-    assert train.filler_share == pytest.approx(1 - train.tokens / (64 * train.rows))
+    assert tokens == train["tokens"] + heldout["tokens"]
+    assert train["filler_share"] == pytest.approx(1 - train["tokens"] / (64 * train["rows"]))
     longest = tiny_tokenizer("document 69 " + "word " * 345)["input_ids"]
-    assert max(train.lengths[-1], heldout.lengths[-1]) == len(longest) + 1  # and the end
-    assert sum(sum(split.bad.values()) for split in (train, heldout)) == 2
+    assert max(train["lengths"][-1], heldout["lengths"][-1]) == len(longest) + 1  # and the end
+    assert sum(sum(split["bad"].values()) for split in (train, heldout)) == 2
     assert found.samples == []
 
 
@@ -60,9 +60,9 @@ def test_samples_decode_and_mark_what_counts(tmp_path, tiny_tokenizer):
     found = inspect(config.out, tiny_tokenizer, "hash")
     assert len(found.samples) == 3
     for sample in found.samples:
-        counted = "".join(text for text, in_loss in sample.runs if in_loss)
+        counted = "".join(text for text, in_loss in sample["runs"] if in_loss)
         assert counted == "an answer<|end|>"
-        assert sample.runs[0][0].rstrip().endswith("assistant:") and not sample.runs[0][1]
+        assert sample["runs"][0][0].rstrip().endswith("assistant:") and not sample["runs"][0][1]
     shown = as_text(found, colour=False)
     assert "《an answer<|end|>》" in shown and "\x1b[" not in shown
     assert "\x1b[32man answer<|end|>\x1b[0m" in as_text(found, colour=True)

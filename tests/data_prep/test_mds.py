@@ -53,6 +53,12 @@ def test_every_column_comes_back(kind, part_bytes):
             assert getattr(sample[name], "dtype", None) == getattr(value, "dtype", None), name
 
 
+def test_more_rows_than_there_are_are_all_of_them():
+    files = list_files([Source(str(WRITTEN / next(iter(ENDING))))])
+    texts = [row["text"] for file in files for row in table_rows(file.path, 0, 1 << 62, ("text",))]
+    assert texts == [sample["text"] for sample in samples()]
+
+
 def test_only_what_is_asked_for_is_decoded():
     path = str(WRITTEN / "pickled" / "shard.00000.mds")
     assert list(table_rows(path, 0, 1, ("text", "none"))) == [{"text": "a"}]
@@ -66,7 +72,7 @@ def test_only_what_is_asked_for_is_decoded():
 def test_ids_of_another_tokenizer_become_a_document_a_span(kind, tiny_tokenizer):
     form = TokenIdsFormat("input_ids", "indices", tiny_tokenizer.backend_tokenizer.to_str())
     files = list_files([Source(str(WRITTEN / kind))])
-    segments = [segment for file in files for segment in scan(file, 2000).segments]
+    segments = scan(files, 2000)[1]
     # A compressed shard is unpacked for each of its segments, so it has one.
     assert (len(segments) > len(files)) == (kind == "plain")
     found = [d for segment in segments for d in read_documents(segment, form)]
@@ -83,9 +89,7 @@ def test_ids_of_another_tokenizer_become_a_document_a_span(kind, tiny_tokenizer)
 
 def test_texts_and_damage(tmp_path):
     files = list_files([Source(str(WRITTEN / "plain"))])
-    found = [
-        d for file in files for segment in scan(file, 2000).segments for d in read_documents(segment, TextFormat())
-    ]
+    found = [d for segment in scan(files, 2000)[1] for d in read_documents(segment, TextFormat())]
     assert [document.text for document in found] == [f"text {i}\n" for i in range(40)]
     whole = Path(files[0].path).read_bytes()
     for cut, why in ((2, "ends"), (30, "ends"), (1000, "ends"), (len(whole) - 3, "ends")):

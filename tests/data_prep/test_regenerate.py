@@ -10,18 +10,10 @@ from dataclasses import replace
 import pytest
 
 from longdraft.data_prep.chat import PLAIN, make_chat_encoder
-from longdraft.data_prep.documents import Conversation
+from longdraft.data_prep.documents import Conversation, Unusable
 from longdraft.data_prep.record_formats import ChatFormat
 from longdraft.data_prep.regenerate import RegenerateConfig, regenerate
-from longdraft.data_prep.responses import (
-    ERRORS,
-    SKIPPED,
-    ChatTokens,
-    Completion,
-    LeftOut,
-    OpenConversation,
-    open_answers,
-)
+from longdraft.data_prep.responses import ChatTokens, Completion, OpenConversation, open_answers
 from longdraft.data_prep.tasks import Machine
 
 CHATML = (
@@ -197,7 +189,7 @@ def test_script():
         ([u, a, a], "answer_unasked"),
         ([u, a, s, a], "answer_unasked"),
     ]:
-        with pytest.raises(LeftOut, match=why):
+        with pytest.raises(Unusable, match=why):
             open_answers(messages)
 
 
@@ -245,7 +237,7 @@ def test_accounts(config, run, tiny_tokenizer, tmp_path, capsys):
     assert manifest["success"] == len(records(config.out)) == 2
     assert manifest["reread"] == 1, "the template took a blank away"
     assert not any("never asked" in prompt for call in speaker.calls for prompt, _ in call)
-    assert len(manifest["named"]) == 20 and not set(ERRORS) & set(SKIPPED)
+    assert len(manifest["named"]) == 20
     named = {entry["conversation"]: entry["why"] for entry in manifest["named"]}
     for i, one in enumerate(all_of_them, start=1):
         if f"chats.jsonl:{i}" in named and one:

@@ -51,21 +51,21 @@ NAMES = [*(f"lines.jsonl{end}" for end in COMPRESSIONS), "table.parquet", "strea
 def segments_of(path, segment_bytes=2000):
     (file,) = list_files([Source(str(path))])
     # A compressed file has fewer segments, since each is read from the file's beginning.
-    return scan(file, segment_bytes // COSTLY_SEGMENTS if is_compressed(file.path) else segment_bytes)
+    return scan([file], segment_bytes // COSTLY_SEGMENTS if is_compressed(file.path) else segment_bytes)[1]
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_layout_gives_the_same_documents(tmp_path, name):
     path = tmp_path / name
     write_as(path, RECORDS)
-    scanned = segments_of(path)
-    assert len(scanned.segments) > 3 and scanned.size == path.stat().st_size
-    found = [document for segment in scanned.segments for document in read_documents(segment)]
+    segments = segments_of(path)
+    assert len(segments) > 3
+    found = [document for segment in segments for document in read_documents(segment)]
     assert [document.name for document in found] == [f"{name}:{i}" for i in range(1, 401)]
     assert [document.text for document in found if isinstance(document, Document)] == TEXTS
-    assert sum(segment.n_documents for segment in scanned.segments) == 400
+    assert sum(segment.n_documents for segment in segments) == 400
     # Each by itself, in any order.
-    for segment in reversed(scanned.segments):
+    for segment in reversed(segments):
         names = [document.name for document in read_documents(segment)]
         assert names == [f"{name}:{segment.first_number + i}" for i in range(segment.n_documents)]
 
@@ -86,9 +86,9 @@ def test_what_the_datasets_library_saved_is_read(tmp_path):
     datasets.Dataset.from_list(RECORDS).to_parquet(tmp_path / "one.parquet")
     files = list_files([Source(str(tmp_path / "saved"))])
     assert [file.kind for file in files] == ["table", "table"]
-    found = [d for file in files for segment in scan(file, 1).segments for d in read_documents(segment)]
+    found = [d for segment in scan(files, 1)[1] for d in read_documents(segment)]
     assert [document.text for document in found if isinstance(document, Document)] == TEXTS
-    found = [d for segment in segments_of(tmp_path / "one.parquet").segments for d in read_documents(segment)]
+    found = [d for segment in segments_of(tmp_path / "one.parquet") for d in read_documents(segment)]
     assert [document.text for document in found if isinstance(document, Document)] == TEXTS
 
 
@@ -96,7 +96,7 @@ def test_what_the_datasets_library_saved_is_read(tmp_path):
 def test_conversations(tmp_path, name):
     turns = [{"role": "user", "content": "a?"}, {"role": "assistant", "content": "b"}]
     write_as(tmp_path / name, [{"messages": turns}, {"messages": turns[:1]}])
-    (segment,) = segments_of(tmp_path / name).segments
+    (segment,) = segments_of(tmp_path / name)
     good, bad = read_documents(segment, ChatFormat("messages"))
     assert isinstance(good, Conversation) and good.messages == (("user", "a?"), ("assistant", "b"))
     assert isinstance(bad, BadDocument) and (bad.name, bad.why) == (f"{name}:2", "no_assistant_turn")
@@ -106,14 +106,14 @@ def test_conversations(tmp_path, name):
 def test_an_answer_that_was_cut_is_told(tmp_path, name):
     turns = [{"role": "user", "content": "a?"}, {"role": "assistant", "content": "b"}]
     write_as(tmp_path / name, [{"messages": turns, "unfinished": cut} for cut in (True, False, None)])
-    (segment,) = segments_of(tmp_path / name).segments
+    (segment,) = segments_of(tmp_path / name)
     assert [document.unfinished for document in read_documents(segment, ChatFormat("messages"))] == [True, False, False]
 
 
 @pytest.mark.parametrize("name", ["table.parquet", "stream.arrow", "file.arrow"])
 def test_texts_in_a_column_of_bytes(tmp_path, name):
     write_as(tmp_path / name, [{"text": text} for text in (b"abc", "é".encode(), b"\xff", b"")])
-    (segment,) = segments_of(tmp_path / name).segments
+    (segment,) = segments_of(tmp_path / name)
     found = [getattr(document, "text", None) or document.why for document in read_documents(segment)]
     assert found == ["abc", "é", "bad_utf8", "empty"]
 
@@ -133,7 +133,7 @@ def test_any_error_of_the_tables_library_names_the_file(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", ["table.parquet", "stream.arrow", "file.arrow"])
 def test_bad_rows_of_tables_are_named(tmp_path, name):
     write_as(tmp_path / name, [{"text": "good"}, {"text": None}, {"text": ""}])
-    (segment,) = segments_of(tmp_path / name).segments
+    (segment,) = segments_of(tmp_path / name)
     found = list(read_documents(segment))
     assert [getattr(document, "why", None) for document in found] == [None, "field_not_text", "empty"]
     found = list(read_documents(segment, TextFormat("content")))
@@ -145,7 +145,7 @@ def test_bad_rows_of_tables_are_named(tmp_path, name):
 def test_text_that_is_no_utf8_in_a_table(tmp_path):
     broken = pa.StringArray.from_buffers(2, pa.py_buffer(b"\0\0\0\0\3\0\0\0\5\0\0\0"), pa.py_buffer(b"abc\xff\xfe"))
     pq.write_table(pa.table({"text": broken}), tmp_path / "t.parquet")
-    (segment,) = segments_of(tmp_path / "t.parquet").segments
+    (segment,) = segments_of(tmp_path / "t.parquet")
     good, bad = read_documents(segment)
     assert isinstance(good, Document) and good.text == "abc"
     assert isinstance(bad, BadDocument) and bad.why == "bad_utf8"
@@ -163,9 +163,9 @@ def test_truncated_files_are_refused_by_name(tmp_path, name):
 def test_a_line_of_many_megabytes(tmp_path):
     text = "x" * 20_000_000
     write_as(tmp_path / "long.jsonl.zst", [{"text": "a"}, {"text": text}, {"text": "b"}])
-    scanned = segments_of(tmp_path / "long.jsonl.zst", segment_bytes=1 << 20)
-    assert [segment.n_documents for segment in scanned.segments] == [2, 1]
-    found = [document for segment in scanned.segments for document in read_documents(segment)]
+    segments = segments_of(tmp_path / "long.jsonl.zst", segment_bytes=1 << 20)
+    assert [segment.n_documents for segment in segments] == [2, 1]
+    found = [document for segment in segments for document in read_documents(segment)]
     assert [document.text for document in found if isinstance(document, Document)] == ["a", text, "b"]
 
 
@@ -174,15 +174,15 @@ def test_large_row_groups_are_not_read_again_for_every_segment(tmp_path, monkeyp
     texts = [{"text": f"{i} " + "x" * 1000} for i in range(3000)]
     pq.write_table(pa.Table.from_pylist(texts), tmp_path / "one.parquet", row_group_size=3000)
     pq.write_table(pa.Table.from_pylist(texts), tmp_path / "many.parquet", row_group_size=10)
-    assert len(segments_of(tmp_path / "one.parquet", 100_000).segments) == 1
-    assert len(segments_of(tmp_path / "one.parquet", 10_000).segments) == 4
+    assert len(segments_of(tmp_path / "one.parquet", 100_000)) == 1
+    assert len(segments_of(tmp_path / "one.parquet", 10_000)) == 4
     many = segments_of(tmp_path / "many.parquet", 100_000)
-    assert 20 < len(many.segments) < 40
-    found = [document.text for segment in many.segments for document in read_documents(segment)]
+    assert 20 < len(many) < 40
+    found = [document.text for segment in many for document in read_documents(segment)]
     assert found == [record["text"] for record in texts]
 
 
 def test_a_byte_order_mark_before_the_first_record(tmp_path):
     (tmp_path / "bom.jsonl").write_bytes(b"\xef\xbb\xbf" + b'{"text": "a"}\n{"text": "b"}\n')
-    (segment,) = segments_of(tmp_path / "bom.jsonl").segments
+    (segment,) = segments_of(tmp_path / "bom.jsonl")
     assert [document.text for document in read_documents(segment)] == ["a", "b"]

@@ -94,11 +94,11 @@ def test_segments_cover_the_file_at_line_ends(tmp_path):
     lines[-1] = lines[-1].rstrip("\n")
     path = tmp_path / "lines.jsonl"
     path.write_text("".join(lines))
-    scanned = scan(list_files([Source(str(path))])[0], segment_bytes=500)
-    assert scanned.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
-    assert scanned.size == path.stat().st_size
-    assert len(scanned.segments) > 5
-    read = [list(read_documents(segment)) for segment in scanned.segments]
+    described, segments = scan(list_files([Source(str(path))]), segment_bytes=500)
+    raw = path.read_bytes()
+    assert described == {"lines.jsonl": {"bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}}
+    assert len(segments) > 5
+    read = [list(read_documents(segment)) for segment in segments]
     assert [document.name for part in read for document in part] == [f"lines.jsonl:{i + 1}" for i in range(200)]
     assert [getattr(d, "text", None) for part in read for d in part] == [json.loads(line)["text"] for line in lines]
 
@@ -106,8 +106,8 @@ def test_segments_cover_the_file_at_line_ends(tmp_path):
 def test_text_file_is_one_document_as_it_stands(tmp_path):
     raw = "\ufefffirst\r\nsecond\rthird\n\x00é".encode()
     (tmp_path / "a.txt").write_bytes(raw)
-    scanned = scan(list_files([Source(str(tmp_path / "a.txt"))])[0], segment_bytes=3)
-    (document,) = read_documents(scanned.segments[0])
+    (segment,) = scan(list_files([Source(str(tmp_path / "a.txt"))]), segment_bytes=3)[1]
+    (document,) = read_documents(segment)
     assert document == Document("a.txt", hashlib.sha256(raw).digest(), raw.decode())
 
 
@@ -127,7 +127,7 @@ def test_every_bad_line_is_named(tmp_path):
     ]
     path = tmp_path / "bad.jsonl"
     path.write_bytes(b"\n".join(lines) + b"\n")
-    (segment,) = scan(list_files([Source(str(path))])[0], 1 << 20).segments
+    (segment,) = scan(list_files([Source(str(path))]), 1 << 20)[1]
     documents = list(read_documents(segment))
     bad = {document.name: document.why for document in documents if isinstance(document, BadDocument)}
     why = [
@@ -143,16 +143,16 @@ def test_blank_lines_are_no_documents(tmp_path, segment_bytes):
     """Wherever the file is cut; numbers are the lines' own, and the hash the file's."""
     path = tmp_path / "lines.jsonl"
     path.write_text('\n \t\n{"text": "a"}\n\r\n{"text": "b"}\n{"text": "c"}\n\n\n{"text": "d"}\n\n \n')
-    scanned = scan(list_files([Source(str(path))])[0], segment_bytes)
-    assert scanned.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
-    for segments in (scanned.segments, scanned.segments[::-1]):
+    described, cut = scan(list_files([Source(str(path))]), segment_bytes)
+    assert described["lines.jsonl"]["sha256"] == hashlib.sha256(path.read_bytes()).hexdigest()
+    for segments in (cut, cut[::-1]):
         found = {document.name: document for segment in segments for document in read_documents(segment)}
         assert {name: document.text for name, document in sorted(found.items())} == {
             "lines.jsonl:3": "a", "lines.jsonl:5": "b", "lines.jsonl:6": "c", "lines.jsonl:9": "d",
         }  # fmt: skip
-    assert sum(segment.n_documents for segment in scanned.segments) == 4
+    assert sum(segment.n_documents for segment in cut) == 4
     path.write_text("\n \n")
-    (segment,) = scan(list_files([Source(str(path))])[0], segment_bytes).segments
+    (segment,) = scan(list_files([Source(str(path))]), segment_bytes)[1]
     assert [(document.name, document.why) for document in read_documents(segment)] == [("lines.jsonl", "empty")]
 
 
@@ -160,9 +160,7 @@ def test_bad_text_files(tmp_path):
     (tmp_path / "empty.txt").touch()
     (tmp_path / "latin.txt").write_bytes("é".encode("latin-1"))
     (tmp_path / "empty.jsonl").touch()
-    found = [
-        d for file in list_files([Source(str(tmp_path))]) for s in scan(file, 100).segments for d in read_documents(s)
-    ]
+    found = [d for segment in scan(list_files([Source(str(tmp_path))]), 100)[1] for d in read_documents(segment)]
     assert [(d.name.partition("/")[2], getattr(d, "why", None)) for d in found] == [
         ("empty.jsonl", "empty"),
         ("empty.txt", "empty"),
@@ -173,7 +171,7 @@ def test_bad_text_files(tmp_path):
 def test_file_that_changes_under_us_is_an_error(tmp_path):
     path = tmp_path / "a.txt"
     path.write_text("before")
-    (segment,) = scan(list_files([Source(str(path))])[0], 100).segments
+    (segment,) = scan(list_files([Source(str(path))]), 100)[1]
     path.write_text("after")
     os.utime(path, ns=(0, segment.mtime_ns + 1))
     with pytest.raises(ValueError, match=r"a\.txt changed"):

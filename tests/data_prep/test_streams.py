@@ -8,6 +8,7 @@ import tracemalloc
 
 import pytest
 
+from longdraft.data_prep import hub, streams
 from longdraft.data_prep.documents import BadDocument, Document
 from longdraft.data_prep.prepare import PrepareConfig, prepare
 from longdraft.data_prep.record_formats import TextFormat
@@ -49,7 +50,7 @@ FILES = {
 
 def documents(path, segment_bytes=1 << 20, field="body"):
     (file,) = list_files([Source(str(path))])
-    segments = scan(file, segment_bytes).segments
+    segments = scan([file], segment_bytes)[1]
     return [document for segment in segments for document in read_documents(segment, TextFormat(field))], segments
 
 
@@ -69,6 +70,16 @@ def test_the_records_are_those_of_jsonl_wherever_the_file_is_cut(tmp_path, name,
     else:  # the line where the record begins
         lines = (gzip.decompress(FILES[name]) if name.endswith(".gz") else FILES[name]).split(b"\n")
         assert all(b"%d" % i in lines[number - 1] for i, number in enumerate(numbers))
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.csv.gz", "a.tsv", "indented.json"])
+def test_all_of_a_file_is_read_by_opening_it_once(tmp_path, name, monkeypatch):
+    """As a remote file is read, of which every opening asks a server."""
+    (tmp_path / name).write_bytes(FILES[name])
+    opened = []
+    monkeypatch.setattr(streams, "open_bytes", lambda path: opened.append(path) or hub.open_bytes(path))
+    kind = "array" if ".json" in name else "csv"
+    assert len(list(streams.stream_records(str(tmp_path / name), kind))) == len(RECORDS) and len(opened) == 1
 
 
 @pytest.mark.parametrize("name", ["a.csv", "indented.json"])

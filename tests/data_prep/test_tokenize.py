@@ -60,7 +60,7 @@ def test_smollm2_gives_the_standard_library_back(smollm2):
     assert (encoder.bos_ids, encoder.vocab_size) == ((), 49152)
     files = [file for file in list_files([Source("stdlib")]) if "/encodings/" in file.name or "/json/" in file.name]
     for file in files:
-        (document,) = read_documents(scan(file, 1 << 20).segments[0])
+        (document,) = read_documents(scan([file], 1 << 20)[1][0])
         assert isinstance(document, Document)
         ids = encoder.encode(document.text).tolist()
         decoded = smollm2.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)

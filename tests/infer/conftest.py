@@ -23,10 +23,10 @@ class Proposer(Drafter):
     def __init__(self, paths, max_nodes=12, max_depth=4):
         self.paths, self.max_nodes, self.max_depth, self.requests = paths, max_nodes, max_depth, {}
 
-    def on_start(self, slots, requests, cache):
-        self.requests |= dict(zip(slots, requests, strict=True))
+    def on_start(self, slot, request, cache):
+        self.requests[slot] = request
 
-    def on_prefill(self, slots, tokens_BT, output):
+    def on_prefill(self, slot, prompt, start, end, output):
         assert output.last_kv is not None
 
     def propose(self, state, max_nodes):

@@ -1,5 +1,7 @@
 """Combinations: the union of what the drafters propose, whose classes stay apart, and that it changes no token."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -45,6 +47,23 @@ def state_of(roots):
 
 def as_sets(tree):
     return [{tuple(path) for path in paths} for paths in tree.paths()]
+
+
+def test_drafters_may_be_dataclasses():
+    """Which compare by their fields and have no hash: two that are equal are two."""
+
+    @dataclass
+    class Own(Drafter):
+        tokens: tuple[int, ...]
+        max_nodes = max_depth = 4
+
+        def propose(self, state, max_nodes):
+            return TokenTree.from_paths(state.roots.tolist(), [[self.tokens]] * len(state.roots))
+
+    alike, other = [Own((1, 2)), Own((1, 2))], Fixed([[[3]], [[]]])
+    tree = Combined([*alike, other]).propose(state_of([8, 9]), 9)
+    assert as_sets(tree) == [{(1,), (1, 2), (3,)}, {(1,), (1, 2)}]
+    assert tree.classes[1, 1:3].tolist() == [35 + 1, 35 + 5 + 2]  # what one proposed first, the other did too
 
 
 @settings(max_examples=150, deadline=None)

@@ -46,15 +46,15 @@ def policy_with(chances, stage_seconds, beforehand=False, other=None):
         policy.learn(0, lists, [*committed, 1])
     for trial in range(200 if other is not None else 0):
         right = int((trial + 1) * other) > int(trial * other)
-        policy.begins(Lists([[0, 3]], [[-1, 0]], [[0, 5]]), ACTIVE)
+        policy.depth.begins(Lists([[0, 3]], [[-1, 0]], [[0, 5]]), ACTIVE)
         policy.learn(0, Lists([[0, 3]], [[-1, 0]], [[0, 5]]), [3 if right else 4])
     return policy
 
 
 def stages_run(policy):
-    policy.depth.begin(policy.speed)
+    policy.depth.begin()
     tokens = [7]
-    while len(tokens) < policy.depth.limit(3) and policy.goes_on(chain(*tokens), ACTIVE):
+    while len(tokens) < policy.depth.limit(3) and policy.depth.goes_on(chain(*tokens), policy.rates, ACTIVE):
         tokens.append(7 + len(tokens))
     return len(tokens)
 
@@ -165,13 +165,13 @@ def test_of_a_block_that_is_always_right_nearly_all_levels_are_run(tiny_target, 
 def test_beside_a_look_up_the_first_stage_is_run_where_it_pays(look_up, chances, wanted):
     """What a look-up finds that is mostly right leaves a draft little to add, and takes no time."""
     policy = policy_with(chances, 0.15, other=look_up)
-    assert policy.asks_first
+    assert policy.depth.asks_first
     beside = Lists([[0, 5, 6]], [[-1, 0, 1]], [[0, 5, 5]])
     for _ in range(FIRST_WHOLE + 1):
-        policy.depth.begin(policy.speed)
-        found = policy.begins(beside, ACTIVE)
+        policy.depth.begin()
+        found = policy.depth.begins(beside, ACTIVE)
     assert found == wanted and policy.depth.run == int(wanted)
-    assert not policy.depth.idle(policy.speed)  # that would leave out the look-up too
+    assert not policy.depth.idle()  # that would leave out the look-up too
 
 
 def test_slots_whose_look_ups_found_more_and_less():
@@ -179,8 +179,8 @@ def test_slots_whose_look_ups_found_more_and_less():
     policy.start(2)
     others = Lists([[0, 5, 6], [0, 7]], [[-1, 0, 1], [-1, 0]], [[0, 5, 5], [0, 5]])
     for _ in range(FIRST_WHOLE + 1):
-        policy.depth.begin(policy.speed)
-        assert policy.begins(others, torch.tensor([True, True]))
+        policy.depth.begin()
+        assert policy.depth.begins(others, torch.tensor([True, True]))
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])
@@ -189,12 +189,12 @@ def test_a_first_stage_that_is_right_only_where_the_look_up_is_adds_nothing(else
     policy = policy_with((0.5, 0.1, 0.1), 0.15, other=0.5)
     others = Lists([[0, 3]], [[-1, 0]], [[0, 5]])
     for step in range(60):
-        policy.depth.begin(policy.speed)
-        policy.begins(others, ACTIVE)
+        policy.depth.begin()
+        policy.depth.begins(others, ACTIVE)
         alike, apart = Lists([[0, 3]], [[-1, 0]], [[0, 1]]), Lists([[0, 3, 7]], [[-1, 0, 0]], [[0, 5, 1]])
         policy.learn(0, apart if elsewhere else alike, [(3, 7 if elsewhere else 4)[step % 2]])
     assert policy.depth.chance(0, 1) > 0.4
-    assert policy.begins(others, ACTIVE) == elsewhere
+    assert policy.depth.begins(others, ACTIVE) == elsewhere
 
 
 def test_where_a_look_up_is_right_a_block_rests(tiny_target, counted, plain_tokens):

@@ -300,7 +300,7 @@ def test_tokenswift_ranks_with_the_noise_of_the_positions_it_proposes(target, te
     propose = drafter.propose
 
     def watched(state, max_nodes):
-        logits = torch.stack(drafter.draft.states(drafter._last.hidden_BD), 1) @ target.model.lm_head.weight.T
+        logits = torch.stack(drafter.draft.states(drafter.hidden_BD), 1) @ target.model.lm_head.weight.T
         tree = propose(state, max_nodes)
         seen.append((logits[0], state.positions.item(), tree.tokens[0]))
         return tree
@@ -404,7 +404,7 @@ def test_kernels_are_launched_on_the_targets_gpu(tiny_target, monkeypatch):
     target = tiny_target()
     for module in (runner_module, build_module, decoder_module):
         monkeypatch.setattr(module, "on_device", on)
-    for owner, name in ((build_module, "_build"), (Runner, "_prefill_pass"), (Runner, "_step")):
+    for owner, name in ((build_module, "_build"), (Runner, "_prefill_pass"), (Runner, "_propose"), (Runner, "_verify")):
         monkeypatch.setattr(owner, name, watched(name, getattr(owner, name)))
     engine = Engine(target, "token_recycling", slots=1)
     stream = engine.stream([[1, 2, 3], [4, 5, 6]], SamplingParams(max_new_tokens=6))
@@ -415,7 +415,7 @@ def test_kernels_are_launched_on_the_targets_gpu(tiny_target, monkeypatch):
     stream.close()
     assert current == ["caller"] and engine.drafter.user is None
     names, devices = zip(*seen, strict=True)
-    assert {*names} == {"_build", "_prefill_pass", "_step"} and {*devices} == {"cpu"}
+    assert {*names} == {"_build", "_prefill_pass", "_propose", "_verify"} and {*devices} == {"cpu"}
     monkeypatch.setattr(target.model, "forward", watched("forward", target.model.forward))
     target.model(Pass(torch.tensor([[1]])))
     assert seen[-1] == ("forward", "cpu")

@@ -11,7 +11,7 @@ from longdraft.infer.engine import Engine
 from longdraft.infer.kept_prompts import KeptPrompts
 from longdraft.infer.requests import read_requests
 from longdraft.infer.sampling import SamplingParams
-from longdraft.models.hf import refresh, target_from_transformers
+from longdraft.models.from_transformers import refresh, target_from_transformers
 from longdraft.models.kv_cache import KVCache
 
 DOCUMENT = list(range(3, 43))
@@ -41,7 +41,7 @@ def turns(engine, calls):
 def test_rows_have_the_bits_that_they_had(target):
     """A conversation goes on while another one, of one pass, is decoded on the slot beside it."""
     engine, first = engine_of(target, slots=2), [*DOCUMENT, 1]
-    engine.runner._part_at_work = lambda state: None  # as on a GPU, where passes write to idle slots too
+    engine.runner._part_at_work = lambda: None  # as on a GPU, where passes write to idle slots too
     answer = engine.generate([first], NEW)[0].tokens
     read = rows(engine, 0, 40)
     second = [*first, *answer, *range(50, 60)]
@@ -101,39 +101,49 @@ def test_where_the_length_of_a_prompt_rotates_its_keys_nothing_is_kept(tiny_targ
     assert turns(engine_of(target), [[[*DOCUMENT, 1]], [[*DOCUMENT, 1]]]) == [[0], [0]]
 
 
-def kept(cache, *prompts):
+def begin(some, slot, prompt):
+    """On this slot; how much is taken over."""
+    place = some.place(prompt, [slot])
+    some.begin(place, prompt)
+    return place.count
+
+
+def kept(target, n_slots, *prompts):
     """On slots 0, 1, ... in this order."""
-    found = KeptPrompts(cache, CHUNK, 0)
+    found = KeptPrompts(target.model, target.model.new_cache(n_slots, POSITIONS), CHUNK, 0)
     for slot, prompt in enumerate(prompts):
-        found.begin(slot, prompt)
+        begin(found, slot, prompt)
         found.reach(slot, len(prompt) - 1)
     return found
 
 
 def test_a_prompt_goes_where_the_least_is_lost(target):
-    cache = target.model.new_cache(4, POSITIONS)
     other = DOCUMENT[::-1]
-    some = kept(cache, DOCUMENT, other)
-    assert some.place([*DOCUMENT, 1, 2], range(4)) == 0
-    assert some.place([*DOCUMENT[:30], 1], range(4)) == 2  # the document's last tokens would be lost
-    assert some.place([7] * 20, range(4)) == 2
-    assert some.place([7] * 20, [3]) == 3
-    full = kept(cache, DOCUMENT, other, [*other, 5], [*DOCUMENT, 5])
-    assert full.place([7] * 20, range(4)) == full.place([*other[:30], 5], range(4)) == 0  # the oldest
-    assert full.place([7] * 20, range(1, 4)) == 1
-    assert full.place([*other, 5, 6, 7], range(4)) == 2  # goes on there
-    twice = kept(cache, DOCUMENT, [7] * 20, DOCUMENT)
-    assert twice.place([*DOCUMENT, 1, 2], [1, 2]) == 2  # though another slot has as much of it
+
+    def slot(some, prompt, free=range(4)):
+        return some.place(prompt, free).slot
+
+    some = kept(target, 4, DOCUMENT, other)
+    assert slot(some, [*DOCUMENT, 1, 2]) == 0
+    assert slot(some, [*DOCUMENT[:30], 1]) == 2  # the document's last tokens would be lost
+    assert slot(some, [7] * 20) == 2
+    assert slot(some, [7] * 20, [3]) == 3
+    full = kept(target, 4, DOCUMENT, other, [*other, 5], [*DOCUMENT, 5])
+    assert slot(full, [7] * 20) == slot(full, [*other[:30], 5]) == 0  # the oldest
+    assert slot(full, [7] * 20, range(1, 4)) == 1
+    assert slot(full, [*other, 5, 6, 7]) == 2  # goes on there
+    twice = kept(target, 4, DOCUMENT, [7] * 20, DOCUMENT)
+    assert slot(twice, [*DOCUMENT, 1, 2], [1, 2]) == 2  # though another slot has as much of it
 
 
 def test_the_latest_prompts_come_along_to_another_cache(target):
     """In their order, as many as it has slots, from whatever slots."""
     prompts = [[first] * 20 for first in (1, 2, 3)]
-    before = kept(target.model.new_cache(4, POSITIONS), [9, 9], *prompts)
-    before.begin(1, prompts[0])  # again, so that it is the latest
-    two = KeptPrompts(target.model.new_cache(2, POSITIONS), CHUNK, 0, before)
-    assert [two.place([*prompt, 5], range(2)) for prompt in prompts] == [1, 0, 0]
-    assert [two.begin(slot, [*prompts[i], 5]) for slot, i in ((0, 2), (1, 0), (0, 1))] == [16, 16, 0]
+    before = kept(target, 4, [9, 9], *prompts)
+    begin(before, 1, prompts[0])  # again, so that it is the latest
+    two = KeptPrompts(target.model, target.model.new_cache(2, POSITIONS), CHUNK, 0, before)
+    assert [two.place([*prompt, 5], range(2)).slot for prompt in prompts] == [1, 0, 0]
+    assert [begin(two, slot, [*prompts[i], 5]) for slot, i in ((0, 2), (1, 0), (0, 1))] == [16, 16, 0]
 
 
 def test_short_prompts_leave_a_document_alone(target):

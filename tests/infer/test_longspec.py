@@ -88,7 +88,7 @@ class Bench:
     def begin(self, slot, text):
         self.texts[slot] = list(text)
         self.state.history.start(slot, text)
-        self.drafter.on_start([slot], [Request(slot, list(text), self.state.sampling.params[slot])], self.cache)
+        self.drafter.on_start(slot, Request(slot, list(text), self.state.sampling.params[slot]), self.cache)
         self._place()
 
     def _place(self):

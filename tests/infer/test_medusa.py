@@ -86,9 +86,9 @@ def test_after_a_rewind_nothing_is_proposed_without_the_state_before_the_root(ta
     """Until a pass has computed it; a rewind that leaves that state alone changes nothing."""
     drafter, text = MedusaDrafter(target, heads(target)), PROMPTS[0]
     cache, sampling = target.model.new_cache(1, 64), SamplingParams()
-    drafter.on_start([0], [Request(0, text, sampling)], cache)
+    drafter.on_start(0, Request(0, text, sampling), cache)
     tokens = torch.tensor([text[:-1]])
-    drafter.on_prefill([0], tokens, target.model(Pass(tokens, needs={"post_norm"})))
+    drafter.on_prefill(0, text, 0, len(text) - 1, target.model(Pass(tokens, needs={"post_norm"})))
     history = History(1, 64)
     history.start(0, text)
 

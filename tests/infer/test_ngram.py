@@ -5,11 +5,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longdraft.infer.drafters.base import SlotState
+from longdraft.infer.drafters.base import Request, SlotState
+from longdraft.infer.drafters.host import READ_AHEAD, HostDrafter
+from longdraft.infer.drafters.ngrams import NgramTable
+from longdraft.infer.drafters.prompt_lookup import SuffixIndex
 from longdraft.infer.history import History
-from longdraft.infer.ngram import READ_AHEAD, NgramTable, SuffixIndex, Tables
 from longdraft.infer.sampling import SamplingParams, SlotSampling
 from longdraft.kernels import backend
+from longdraft.models.kv_cache import KVCache
 
 TOKENS = st.lists(st.integers(0, 3), max_size=40)
 # Append these tokens, or take back so many.
@@ -69,11 +72,6 @@ def test_ranking_looks_at_few_groups_however_long_the_text():
     assert table.ranked(0, 4) == [(1,), (2,), (2000,), (1999,)]
 
 
-def test_an_ngram_has_a_continuation():
-    with pytest.raises(ValueError, match=r"n=1: an n-gram .* has at least 2 tokens"):
-        NgramTable(1)
-
-
 def brute_matches(tokens, max_ngram, search, longest, enough, skipped):
     end, found = len(tokens) - skipped, {}
 
@@ -130,16 +128,18 @@ def test_tables_catch_up_with_the_history(monkeypatch, free, committed):
     """However far a slot went, whatever of it the host has heard of, and with slots that have no table."""
     monkeypatch.setattr(backend, "is_host", lambda device: free)
     sequences = [list(range(n)) for n in (1, READ_AHEAD + 5, 3 * READ_AHEAD, 7)]
-    tables = Tables(4, torch.device("cpu"))
+    drafter, caught_up = HostDrafter(), []
+    drafter.fill = lambda trie, node, table, max_nodes: caught_up.append((trie.tokens, table.tokens[:]))
     for slot, table in enumerate((SuffixIndex(2), NgramTable(2), SuffixIndex(1))):
-        table.extend([0] if slot < 2 else [])
-        tables.begin(slot, table)
-    tables.of[1].extend(sequences[1][1:5])
+        drafter.new_table = lambda table=table: table
+        drafter.on_start(slot, Request(slot, [0] if slot < 2 else [], SamplingParams()), KVCache(1, 4, 1, 1, 1, None))
+    drafter._tables[1].extend(sequences[1][1:5])
     for end in (4, 1000):  # what was read is taken back, and then read again
         standing = [tokens[:end] for tokens in sequences]
         state = state_of(standing)
         state.committed = [tokens[:committed] for tokens in standing]
-        tables.rewind(torch.tensor([len(tokens) for tokens in standing]))
-        places = tables.catch_up(state, tables.asked(state).tolist())
-        assert [table.tokens for table in tables.of[:3]] == standing[:3]
-        assert places == [(True, tokens[-1]) for tokens in standing]
+        drafter.rewind(torch.tensor([len(tokens) for tokens in standing]))
+        tries = drafter.tries(state, drafter.asked(state).tolist(), 9)
+        assert caught_up == [([tokens[-1]], tokens) for tokens in standing[:3]]
+        assert [trie.tokens for trie in tries] == [[tokens[-1]] for tokens in standing]
+        caught_up.clear()

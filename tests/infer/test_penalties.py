@@ -14,6 +14,7 @@ from longdraft.infer.penalties import Penalties
 from longdraft.infer.sampling import SamplingParams, SlotSampling
 from longdraft.infer.slot_state import SlotState
 from longdraft.infer.tree import PAD, TokenTree
+from longdraft.kernels import backend
 
 CPU = torch.device("cpu")
 VOCAB = 23
@@ -101,15 +102,22 @@ def test_without_penalties_nothing_is_computed_and_beside_them_no_bit_changes():
         assert torch.equal(out[0].view(torch.int32), logits[0].view(torch.int32))
 
 
-def test_reading_more_of_the_history_changes_nothing(monkeypatch):
-    """On a GPU, where lengths are not known to the host, as much is read as there could be."""
+@pytest.mark.parametrize("host_knows", [True, False])
+def test_reading_more_of_the_history_changes_nothing(monkeypatch, host_knows):
+    """On a GPU, where lengths are not known to the host, as much is read as there is room for, whatever lies behind the
+    root; elsewhere a long context's room costs nothing."""
     history, _, _, positions = histories(len(MANY), 30, 11)
-    logits = torch.randn(len(MANY), 3, VOCAB)
+    logits, wide = torch.randn(len(MANY), 3, VOCAB), History(len(MANY), 90)
+    wide.tokens[:], wide.prompt_lengths = torch.randint(VOCAB, wide.tokens.shape), history.prompt_lengths
+    wide.tokens[:, :30] = history.tokens
+    read, counts = History.read, []
+    monkeypatch.setattr(History, "read", lambda self, first, count: counts.append(count) or read(self, first, count))
     for params in (MANY, MANY[:2] * 4, [MANY[4]] * 8):
-        expected = Penalties(params, CPU).apply(logits, history, positions)
-        monkeypatch.setattr(Penalties, "_reach", lambda self, history, positions: 30)
-        assert torch.equal(Penalties(params, CPU).apply(logits, history, positions), expected)
-        monkeypatch.undo()
+        with monkeypatch.context() as patch:
+            expected = Penalties(params, CPU).apply(logits, history, positions)
+            patch.setattr(backend, "is_host", lambda device: host_knows)
+            assert torch.equal(Penalties(params, CPU).apply(logits, wide, positions), expected)
+    assert max(counts) == (int(positions.max()) + 1 if host_knows else 90)
 
 
 def test_repetition_penalty_is_transformers():

@@ -3,8 +3,10 @@
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from longdraft.infer import prune as prune_module
+from longdraft.infer.depth import worth_of
 from longdraft.infer.measured import SAMPLE_STEPS
 from longdraft.infer.policy import HURDLE, LONGEST_REST, TRIAL_STEPS, Costs, Policy
 from longdraft.infer.tree import PAD, Lists, TokenTree
@@ -169,23 +171,51 @@ def test_the_chosen_width_has_the_most_expected_tokens_a_second():
         assert prune(policy, proposal).width == wanted
 
 
-def test_pruning_on_a_device_picks_the_same_nodes():
-    """Tensors instead of lists, at a width given beforehand; here on the CPU."""
+@pytest.mark.parametrize("on_host", [True, False])
+def test_the_likeliest_nodes_are_picked_parents_first(monkeypatch, on_host):
+    """Against lists: the product of the rates along every path, the best first, as many as the policy decided; on a
+    device, where the tree is not to be read, with tensors."""
+    monkeypatch.setattr(TokenTree, "on_host", on_host)
     torch.manual_seed(2)
     for _ in range(40):
         policy = Policy(64, (*WIDTHS, 16))
         policy.rates = torch.rand(2, 64).clamp(min=1e-3).tolist()
         proposal = TokenTree.from_paths([1, 2], [torch.randint(4, (5, 3)).tolist() for _ in range(2)])
-        active = torch.tensor([True, False])
-        on_host = prune(policy, proposal, active)
-        width = policy.width
-        on_device, expected = prune_module.on_device(proposal, policy, active)
-        assert torch.equal(on_host.tokens, on_device.tokens) and torch.equal(on_host.parents, on_device.parents)
-        assert torch.equal(on_host.classes, on_device.classes)
-        policy.record(on_host.width, 1.0, 0.0, 1.0)  # of the one pruned on the host, which has decided already
-        policy.record(on_device.width, 1.0, 0.0, 1.0)
-        policy.decide(expected.lists()[0])
-        assert policy.width == width
+        kept = prune(policy, proposal, torch.tensor([True, False]))
+        width = min(policy.width, proposal.width)
+        assert kept.width == policy.fitting(width)
+        for slot, (tokens, parents) in enumerate(zip(*proposal.lists[:2], strict=True)):
+            worth = worth_of(parents, range(len(parents)), policy.rates[slot])
+            order = sorted(range(len(parents)), key=worth.__getitem__, reverse=True)
+            if slot == 0:
+                policy.width = 0
+                policy.decide(np.cumsum([worth[node] for node in order]).tolist())
+                assert min(policy.width, proposal.width) == width
+            moved = [order.index(parents[node]) if parents[node] >= 0 else parents[node] for node in order[:width]]
+            assert kept.tokens[slot, :width].tolist() == [tokens[node] for node in order[:width]]
+            assert kept.parents[slot, :width].tolist() == moved
+            assert kept.classes[slot, :width].tolist() == order[:width]
+
+
+class Sizes(TorchDispatchMode):
+    """The most numbers that an operation made."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and out.is_floating_point():
+            self.most = max(self.most, out.numel())
+        return out
+
+
+def test_on_a_host_pruning_takes_no_square_of_the_nodes():
+    """Which a static tree of thousands would make of every slot, in every step."""
+    policy = Policy(400, (*WIDTHS, 400))
+    proposal = TokenTree.from_paths([1], [torch.randint(50, (99, 4), generator=torch.manual_seed(3)).tolist()])
+    with Sizes() as sizes:
+        prune(policy, proposal)
+    assert 200 < proposal.width <= sizes.most < 2 * proposal.width
 
 
 def test_where_nothing_pays_most_steps_do_without_a_proposal():

@@ -30,8 +30,9 @@ def state_of(sequences):
 
 
 def begun(drafter, prompts):
-    requests = [Request(slot, prompt, SamplingParams(seed=0)) for slot, prompt in enumerate(prompts)]
-    drafter.on_start(range(len(prompts)), requests, KVCache(1, len(prompts), 1, 1, 1, torch.float32))
+    cache = KVCache(1, len(prompts), 1, 1, 1, torch.float32)
+    for slot, prompt in enumerate(prompts):
+        drafter.on_start(slot, Request(slot, prompt, SamplingParams(seed=0)), cache)
     return drafter
 
 

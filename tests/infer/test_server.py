@@ -399,7 +399,7 @@ def test_clients_that_misbehave_take_nothing_from_the_others(target):
     async def whole_and_leaves(client, url):
         body = {"prompt": TEXT, "max_tokens": 150, "ignore_eos": True}
         with pytest.raises(httpx.ReadTimeout):
-            await client.post(f"{url}/v1/completions", json=body, timeout=0.05)
+            await client.post(f"{url}/v1/completions", json=body, timeout=httpx.Timeout(60, read=0.05))
 
     async def all_of_them(url):
         kinds = ["reads", "leaves", "slow", "leaves at once"] * 8

@@ -5,7 +5,7 @@ from itertools import combinations
 import pytest
 import torch
 
-from longdraft.infer.shape import TreeShape, TreeTemplate, likeliest_nodes, path_rate
+from longdraft.infer.shape import TreeShape, likeliest_nodes, path_rate
 
 RATES = [[0.5, 0.2, 0.1], [0.4, 0.15, 0.05], [0.3, 0.1, 0.02]]
 
@@ -16,12 +16,15 @@ def test_cartesian_three_by_three_has_39_nodes_below_the_root():
     assert TreeShape.cartesian((1, 3, 3, 3)).nodes[0] == (0,) and len(TreeShape.cartesian((1, 3, 3, 3)).nodes) == 40
 
 
-def test_template_places_ranked_tokens():
-    shape = TreeShape(((0,), (2,), (0, 1), (2, 0)))
+def test_ranked_tokens_come_to_their_nodes():
+    shape = TreeShape(((0,), (2,), (0, 1), (2, 0)), first_class=7)
     ranked = torch.tensor([[[10, 11, 12], [20, 21, 22]], [[30, 31, 32], [40, 41, 42]]])
-    tree = TreeTemplate(shape, 2, "cpu").fill(torch.tensor([1, 2]), ranked)
+    tree = shape.fill(torch.tensor([1, 2]), ranked)
     assert tree.paths() == [[[10], [12], [10, 21], [12, 20]], [[30], [32], [30, 41], [32, 40]]]
-    assert tree.tokens[:, 0].tolist() == [1, 2]
+    assert tree.tokens[:, 0].tolist() == [1, 2] and tree.classes.tolist() == [[0, 7, 8, 9, 10]] * 2
+    shorter = shape.first(3)
+    assert shorter is shape.first(3) and shorter.nodes == shape.nodes[:3] and shorter.first_class == 7
+    assert shape.first(4) is shape.first(9) is shape
 
 
 def test_a_child_without_its_parent_is_refused():

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from longdraft.benchmarks.measure import flips, reference_logits
+from longdraft.benchmarks.measure import choice_logits, flips
 from longdraft.infer.drafters.combine import Combined
 from longdraft.infer.drafters.longspec import LongSpecDrafter
 from longdraft.infer.drafters.medusa import MedusaDrafter
@@ -129,7 +129,7 @@ def test_trees_save_steps_in_fp32(smollm2, prompts):
 def test_trees_change_no_token_in_bf16(c_kernels, smollm2, prompts):
     text = prompts[1] + [int(token) for token in prompts[0]]
     start = len(text) - 30
-    reference = reference_logits(smollm2, text, start)
+    reference = choice_logits(smollm2, text, start, 1)
     try:
         smollm2.model.to(torch.bfloat16)
         for sampling in (SamplingParams(), SamplingParams(temperature=1.0, top_k=50, seed=5)):

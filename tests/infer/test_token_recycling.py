@@ -175,14 +175,14 @@ def test_a_prompt_seeds_the_table(tiny_target):
 
 
 def test_of_several_prompts_the_last_place_wins(target, exact_dtype):
-    """Rows of one call: the later position, of the same position the later slot."""
+    """The later prompt, in it the later position."""
     drafter = TokenRecycling(target)
-    tokens = torch.tensor([[7, 8, 7], [8, 7, 9]])
     post_norm = torch.randn(2, 3, 32, generator=torch.Generator().manual_seed(1)).to(exact_dtype)
-    requests = [Request(slot, [*row, 0], SamplingParams()) for slot, row in enumerate(tokens.tolist())]
-    drafter.on_start([0, 1], requests, target.model.new_cache(2, 4))
-    drafter.on_prefill([0, 1], tokens, TargetOutput(post_norm=post_norm))
-    for token, (row, place) in {7: (0, 2), 8: (0, 1), 9: (1, 2)}.items():
+    cache = target.model.new_cache(2, 4)
+    for slot, prompt in enumerate([[7, 8, 7, 0], [9, 8, 9, 0]]):
+        drafter.on_start(slot, Request(slot, prompt, SamplingParams()), cache)
+        drafter.on_prefill(slot, prompt, 0, 3, TargetOutput(post_norm=post_norm[slot : slot + 1]))
+    for token, (row, place) in {7: (0, 2), 8: (1, 1), 9: (1, 2)}.items():
         logits = target.model.lm_head(post_norm)[row, place]
         assert torch.equal(logits[drafter.candidates[token].tolist()], logits.topk(8).values)
 
@@ -290,9 +290,21 @@ def test_options_and_memory(target, tiny_target, exact_dtype):
     assert ours[0].tokens == plain[0].tokens
 
 
+def test_behind_tokens_of_an_earlier_prompt_states_are_those_of_their_own_tokens(target, exact_dtype):
+    drafter, prompt = TokenRecycling(target), [3, 4, 5, 6, 7, 8, 0]
+    post_norm = torch.randn(1, 2, 32, generator=torch.Generator().manual_seed(1)).to(exact_dtype)
+    drafter.on_start(0, Request(0, prompt, SamplingParams()), target.model.new_cache(1, 8))
+    drafter.on_prefill(0, prompt, 0, 4, TargetOutput())
+    assert (drafter.candidates == -1).all()
+    drafter.on_prefill(0, prompt, 4, 6, TargetOutput(post_norm=post_norm))
+    best = target.model.lm_head(post_norm)[0].topk(8).indices
+    assert torch.equal(drafter.candidates[7:9].sort().values.long(), best.sort().values)
+    assert (drafter.candidates != -1).all(dim=1).nonzero()[:, 0].tolist() == [7, 8]
+
+
 def test_starting_a_request_keeps_the_table(target):
     drafter = TokenRecycling(target)
     fill_at_random(drafter)
     before = drafter.candidates.clone()
-    drafter.on_start([0], [Request(0, [1], SamplingParams(seed=0))], target.model.new_cache(1, 8))
+    drafter.on_start(0, Request(0, [1], SamplingParams(seed=0)), target.model.new_cache(1, 8))
     assert torch.equal(drafter.candidates, before)

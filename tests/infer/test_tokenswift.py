@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from longdraft.infer.drafters.combine import Combined
+from longdraft.infer.drafters.ngrams import NgramTable
 from longdraft.infer.drafters.tokenswift import tokenswift
 from longdraft.infer.engine import Engine
-from longdraft.infer.ngram import NgramTable
 from longdraft.infer.partial_cache import SelectedCache
 from longdraft.infer.policy import TRIAL_STEPS, DraftPassChoice
 from longdraft.infer.sampling import SamplingParams
@@ -159,8 +159,8 @@ def test_queries_are_asked_for_only_where_a_rebuild_is_due(target, monkeypatch):
     """One pass with queries for each rebuild, which happens outside the pass; between them the ring is written."""
     drafter = drafter_for(target, draft_pass="always", budget=30, sinks=4, ngrams=0)
     builds, asked = [], []
-    build = SelectedCache.build_known
-    monkeypatch.setattr(SelectedCache, "build_known", lambda self, *a: builds.append(a[0]) or build(self, *a))
+    build = SelectedCache._build
+    monkeypatch.setattr(SelectedCache, "_build", lambda self, *a: builds.append(a[0]) or build(self, *a))
     handle = target.model.register_forward_pre_hook(lambda module, args: asked.append("queries" in args[0].needs))
     (result,) = Engine(target, drafter, nodes=None).generate(prompts(40), SamplingParams(max_new_tokens=150))
     handle.remove()
@@ -256,24 +256,17 @@ def test_the_choice_goes_by_the_median_step_and_the_mean_tokens():
 
 def test_a_rewind_leaves_what_a_fresh_drafter_has(target):
     """Heads without a state propose nothing, and tables hold the tokens that stand."""
-    drafter = drafter_for(target, likeliest_nodes([[0.4, 0.2]] * 3, 5), draft_pass="always", budget=24, sinks=4)
+    drafter = drafter_for(target, likeliest_nodes([[0.4, 0.2]] * 3, 5), draft_pass="never")
     engine = Engine(target, drafter)
     (result,) = engine.generate(prompts(30), SamplingParams(max_new_tokens=60))
     text = (result.prompt + result.tokens)[:50]
     own, ngrams = drafter.drafters
-    full = own._cache
-    before = int(own._selected.tokens[0])
-    assert before >= 80
     drafter.rewind(torch.tensor([50]))
-    assert int(own._last.at_B[0]) == -2
+    assert int(own.at_B[0]) == -2
     at = {"roots": torch.tensor([text[-1]]), "positions": torch.tensor([49]), "committed": [text]}
     stands = replace(engine.runner.state, **at)
-    ngrams._tables.catch_up(stands, ngrams._tables.asked(stands).tolist())
-    assert ngrams._tables.of[0].tokens == text
-    assert own._selected.tokens.tolist() == [50]
-    rows = own._selected.keys[0, 0, :24, 0]
-    tokens = [int((full.keys[0, 0, :before, 0] == row).all(-1).nonzero()[0]) for row in rows]
-    assert max(tokens) == 49 and len(set(tokens)) == 24
+    ngrams.tries(stands, ngrams.asked(stands).tolist(), 9)
+    assert ngrams._tables[0].tokens == text
 
 
 @pytest.mark.parametrize(
@@ -318,6 +311,14 @@ def test_what_was_decided_for_a_longer_cache_is_not_for_a_short_one(tiny_target)
     assert heads_of(drafter)._selected is None and other.runner.policy.draft_pass.phase == "short"
 
 
+def test_whether_the_pass_pays_is_found_beside_heads_that_never_take_it(target):
+    drafters = [drafter_for(target, draft_pass=mode, budget=20, sinks=4, ngrams=0) for mode in ("auto", "never")]
+    engine = Engine(target, Combined(drafters), nodes=None)
+    (result,) = engine.generate(prompts(30), SamplingParams(max_new_tokens=120))
+    assert engine.runner.policy.draft_pass.phase == "decided"
+    assert result.tokens == Engine(target).generate(prompts(30), SamplingParams(max_new_tokens=120))[0].tokens
+
+
 def test_auto_goes_by_the_slots_that_are_at_work(target):
     """Once the long text is done, the short one's length counts; the host knows without asking the device."""
     drafter, longest = drafter_for(target, budget=20, sinks=4), []
@@ -336,12 +337,12 @@ def test_a_slot_that_takes_no_part_keeps_its_state(target, watched):
     on_step, kept = drafter.on_step, []
 
     def checked(state, tree, accepted, output):
-        before = drafter._last.hidden_BD.clone(), drafter._last.at_B.clone()
+        before = drafter.hidden_BD.clone(), drafter.at_B.clone()
         on_step(state, tree, accepted, output)
         idle = accepted.counts == 0
         kept.append(int(idle.sum()))
-        assert torch.equal(drafter._last.hidden_BD[idle], before[0][idle])
-        assert torch.equal(drafter._last.at_B[idle], before[1][idle])
+        assert torch.equal(drafter.hidden_BD[idle], before[0][idle])
+        assert torch.equal(drafter.at_B[idle], before[1][idle])
 
     drafter.on_step = checked
     params = [SamplingParams(max_new_tokens=count) for count in (3, 30)]

@@ -17,7 +17,7 @@ from longdraft.infer.requests import read_requests
 from longdraft.infer.sampling import SamplingParams
 from longdraft.infer.streaming_cache import StreamingCache
 from longdraft.models.drafts.tokenswift import TokenSwift, TokenSwiftConfig
-from longdraft.models.passes import Pass
+from longdraft.models.passes import Pass, TargetOutput
 
 VOCAB = 61
 SAMPLINGS = {
@@ -99,9 +99,9 @@ def test_a_small_model_proposes_what_a_fresh_one_proposes(target, small, inside,
         for slot in state.active.nonzero()[:, 0].tolist():
             text = state.history.tokens[slot, : int(state.positions[slot]) + 1]
             fresh, full = SmallModelDrafter(target, small, gamma=3), target.model.new_cache(1, 1)
-            fresh.on_start([0], [Request(0, text.tolist(), state.sampling.params[slot])], full)
+            fresh.on_start(0, Request(0, text.tolist(), state.sampling.params[slot]), full)
             if len(text) > 1:
-                fresh.on_prefill([0], text[None, :-1], None)
+                fresh.on_prefill(0, text.tolist(), 0, len(text) - 1, TargetOutput())
             history = History(1, state.history.tokens.shape[1])
             history.start(0, text.tolist())
             history.prompt_lengths[0] = state.history.prompt_lengths[slot]
@@ -133,7 +133,7 @@ def test_the_inner_level_sees_all_committed_tokens_where_the_host_is_late(target
             seen.append(len(text) - len(known))
         return propose(state, max_nodes)
 
-    inner.propose, inner.on_prefill = checked, lambda slots, tokens, output: None
+    inner.propose, inner.on_prefill = checked, lambda *args: None
     engine = Engine(target, TriForceDrafter(target, inner, budget=32, stride=10), slots=2, nodes=None)
     engine.runner.lag = 1
     params = SamplingParams(temperature=1.0, seed=3, max_new_tokens=30)
@@ -161,7 +161,7 @@ def test_a_small_model_reads_a_prompt_in_wide_passes_on_a_gpu(pretended_cuda, ti
     """As many rows as its positions allow behind a window; what stays in its cache is what such a pass computes, and
     where it goes on from there is as in the passes of few rows."""
     target, small = tiny_target(vocab_size=VOCAB), tiny_target(vocab_size=VOCAB, n_layers=1, max_positions=120, seed=5)
-    prompt = torch.tensor([prompts(length)[0]])
+    prompt = torch.tensor(prompts(length))
     cache = StreamingCache(small.model, 1, window=20, sinks=2, slack=4, widest=100)
     shapes = []
     for chunk in prompt.split(100, dim=1):
@@ -177,8 +177,9 @@ def test_a_small_model_reads_a_prompt_in_wide_passes_on_a_gpu(pretended_cuda, ti
         engine = Engine(target, drafter)
         passes = []
         hook = small.model.register_forward_pre_hook(lambda _, args: passes.append(args[0].tokens_BT.shape))
-        drafter.on_start([1], [Request(0, [1], SamplingParams())], target.model.new_cache(2, 200))
-        drafter.on_prefill([1], prompt.to("cuda"), None)
+        read = [*prompt[0].tolist(), 0]
+        drafter.on_start(1, Request(0, read, SamplingParams()), target.model.new_cache(2, 200))
+        drafter.on_prefill(1, read, 0, length, TargetOutput())
         hook.remove()
         assert passes == shapes
         assert drafter._cache.tokens.tolist() == [0, length]
@@ -192,9 +193,10 @@ def test_a_small_model_reads_a_prompt_in_wide_passes_on_a_gpu(pretended_cuda, ti
 def test_a_small_model_reads_all_again_where_a_rewind_reaches_too_far(target, small):
     """Beyond the slack of a window that has overflowed; a shorter one finds everything."""
     drafter = SmallModelDrafter(target, small, gamma=2, sinks=2, window=20)
-    drafter.on_start([0, 1], [Request(0, [1], SamplingParams())] * 2, target.model.new_cache(2, 100))
-    tokens = torch.tensor(prompts(60, 60))
-    drafter.on_prefill([0, 1], tokens, None)
+    tokens, cache = torch.tensor(prompts(60, 60)), target.model.new_cache(2, 100)
+    for slot, prompt in enumerate(tokens.tolist()):
+        drafter.on_start(slot, Request(slot, [*prompt, 0], SamplingParams()), cache)
+        drafter.on_prefill(slot, [*prompt, 0], 0, 60, TargetOutput())
     assert drafter._cache.tokens.tolist() == [60, 60] and int(drafter._cache.lengths.max()) <= 40
     drafter._settle()
     drafter.rewind(torch.tensor([57, 20]))
@@ -362,7 +364,7 @@ def test_memory_is_what_is_announced_and_no_more_than_the_context_needs(target, 
         assert result.tokens == Engine(target).generate(prompts(length), SamplingParams(max_new_tokens=12))[0].tokens
         cache, full, inner = drafter._cache, engine.runner.cache, drafter.inner._cache
         assert cache.full is full and full.capacity <= cache.budget < full.capacity + 8 and cache.whole
-        means = drafter._policy.means_LBCKd.nbytes if policy == "retrieval" else 0
+        means = cache.policy.means_LBCKd.nbytes if policy == "retrieval" else 0
         allocated = [tensor.nbytes for one in (cache, inner) for tensor in (one.keys, one.values)]
         assert sum(drafter.memory_bytes(1, full.capacity).values()) == sum(allocated) + means
     caches = [weakref.ref(one) for one in (cache, full, inner)]

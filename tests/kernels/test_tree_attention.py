@@ -6,8 +6,9 @@ from torch import Tensor
 
 from longdraft.kernels import tree_attention as module
 from longdraft.kernels.causal_attention import causal_attention
+from longdraft.kernels.reference.tree_attention import log_sum_exp
 from longdraft.kernels.reference.tree_attention import tree_attention as reference
-from longdraft.kernels.tree_attention import plan_pass, tree_attention, tree_attention_lse
+from longdraft.kernels.tree_attention import PassPlan, tree_attention
 
 
 def draw(*shape: int, seed: int) -> Tensor:
@@ -51,6 +52,15 @@ def history_of(row: int, length: int, mask_TT: Tensor | None, window: int | None
     if window is None:
         return history
     return history[-window:] if own else None
+
+
+def with_log_sum_exps(q: Tensor, keys: Tensor, values: Tensor, lengths_B: Tensor, mask: Tensor | None, window=None):
+    """Attention, and by what sinks (kernels/sinks.py) and other keys are merged with it: C's, or PyTorch's."""
+    rows = module.rows
+    if q.shape[1] > rows.MOST_ATTENTION_ROWS or not rows.can_attend(q):
+        return tree_attention(q, keys, values, lengths_B, mask, window), log_sum_exp(q, keys, lengths_B, mask, window)
+    lse = torch.empty(q.shape[:3])
+    return rows.attention_rows(q, keys, values, lengths_B, mask, window, lse), lse
 
 
 LENGTHS = ([0], [1], [63], [1100], [0, 7, 100], [1030, 3])
@@ -97,7 +107,7 @@ def test_log_sum_exps(request, lengths, n_rows, tree, compiled, window):
     keys, values = poisoned(lengths, n_rows, max(lengths) + n_rows + 5, 2, 16)
     q, lengths_B = draw(len(lengths), n_rows, 6, 16, seed=7), torch.tensor(lengths)
     masks = torch.stack([random_tree(n_rows, seed) for seed in range(len(lengths))]) if tree else None
-    out, lse = tree_attention_lse(q, keys, values, lengths_B, masks, window)
+    out, lse = with_log_sum_exps(q, keys, values, lengths_B, masks, window)
     assert torch.equal(out, tree_attention(q, keys, values, lengths_B, masks, window))
     assert (lse.dtype, lse.shape) == (torch.float32, q.shape[:3]) and lse.is_contiguous()
     for slot, length in enumerate(lengths):
@@ -115,8 +125,8 @@ def test_parts_of_the_keys_merge_by_their_log_sum_exps():
     q, tree, nothing = draw(1, 9, 4, 16, seed=3), random_tree(9, 1)[None], torch.tensor([0])
     tree[:, -1, -1] = True
     whole = tree_attention(q, keys, values, torch.tensor([50]), tree)
-    old, old_lse = tree_attention_lse(q, keys, values, torch.tensor([50]), torch.zeros_like(tree))
-    new, new_lse = tree_attention_lse(q, keys[:, 50:], values[:, 50:], nothing, tree)
+    old, old_lse = with_log_sum_exps(q, keys, values, torch.tensor([50]), torch.zeros_like(tree))
+    new, new_lse = with_log_sum_exps(q, keys[:, 50:], values[:, 50:], nothing, tree)
     merged = old + (new - old) * torch.sigmoid(new_lse - old_lse)[..., None]
     torch.testing.assert_close(merged, whole, rtol=0, atol=1e-5)
 
@@ -134,7 +144,7 @@ def test_split_and_single_call_agree(monkeypatch, pytorch_only):
 def test_shared_plan_changes_nothing(pytorch_only):
     keys, values = poisoned([5, 60], 7, 80, 2, 8)
     q, mask, lengths = draw(2, 7, 4, 8, seed=3), random_tree(7, 1).expand(2, 7, 7), torch.tensor([5, 60])
-    plan = plan_pass(lengths, 7, mask)
+    plan = PassPlan(lengths, 7, mask)
     for window in (None, 6, None):
         shared = tree_attention(q, keys, values, lengths, mask, window, plan)
         assert torch.equal(shared, tree_attention(q, keys, values, lengths, mask, window))

@@ -136,7 +136,7 @@ def test_losses_and_gradients_are_as_close_as_plain_arithmetics(made, plain, siz
         for factor, ours, theirs, exact in zip((2, 3), (out.loss_sums[i].cpu(), grads[i]), usual, truth, strict=True):
             allowed = factor * (theirs - exact).norm() + 1e-6 * exact.norm()
             assert (ours.detach() - exact).norm() <= allowed
-        assert out.n_labels[i] == out.n_ranked[i] == (labels_M >= 0).sum()
+        assert out.n_labels[i] == (labels_M >= 0).sum()
         if dtype == torch.float32:  # in fp16 logits are equal, and which of them is first depends on the rounding
             assert out.rank_counts[i].tolist() == made.ranks_of(hidden_MD, weight_VD, labels_M, K)
 

@@ -11,8 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from longdraft.benchmarks.proof import FORMS, NotExact, Room, needed_bytes
-from longdraft.infer import memory
-from longdraft.launch import bench, cli, export, prepare, quickstart, train
+from longdraft.launch import bench, bench_request, cli, export, prepare, quickstart, train
 from longdraft.launch.generate import main as generate_main
 from longdraft.models import hf
 from longdraft.models.hf import read_target_config
@@ -200,7 +199,7 @@ def test_bench_errors_name_the_remedy_before_anything_is_measured(folder, argume
     ],
 )
 def test_only_a_draft_that_is_not_exact_ends_with_1(folder, capsys, monkeypatch, error, status, message):
-    monkeypatch.setattr("longdraft.benchmarks.drafters.bench", Mock(side_effect=error))
+    monkeypatch.setattr(bench_request, "bench", Mock(side_effect=error))
     assert bench.main((BENCH + "--prompts 1").format(f=folder).split()) == status
     assert f"longdraft bench: error: {message}" in capsys.readouterr().err.splitlines()[-1]
 
@@ -210,8 +209,7 @@ def free_memory(monkeypatch):
     """(bytes): what bench finds free before it loads the target."""
 
     def said(free: int) -> None:
-        real, answers = memory.available_bytes, [free]
-        monkeypatch.setattr(memory, "available_bytes", lambda device: answers.pop() if answers else real(device))
+        monkeypatch.setattr(bench_request, "available_bytes", lambda device: free)
 
     return said
 
@@ -219,7 +217,7 @@ def free_memory(monkeypatch):
 def test_bench_takes_the_proof_that_fits_and_loads_nothing_that_does_not(folder, capsys, monkeypatch, free_memory):
     config = read_target_config(folder / "target")
     beside = 2 * (folder / "run" / "draft" / "model.safetensors").stat().st_size
-    room = Room(None, 24 + bench.ASKING, 24 + bench.ASKING + 4, beside)
+    room = Room(None, 24 + bench_request.ASKING, 24 + bench_request.ASKING + 4, beside)
     needed = {form: needed_bytes(form, config, torch.bfloat16, room) for form in FORMS}
     assert tuple(needed) == bench.FORMS and needed["serving"] < needed["layerwise"]
     command = f"--draft {folder}/run/draft --data {folder}/data --prompts 1 --prompt-tokens 24 --new-tokens 4"

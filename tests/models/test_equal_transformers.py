@@ -32,7 +32,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from longdraft.models.checkpoint import places
 from longdraft.models.drafts.longspec import LongSpecConfig
 from longdraft.models.fingerprint import weights_hash
-from longdraft.models.hf import decoder_config, describe_target, load_target, refresh, target_from_transformers
+from longdraft.models.from_transformers import refresh, target_from_transformers
+from longdraft.models.hf import describe_target, load_target
+from longdraft.models.hf_config import decoder_config
 from longdraft.models.passes import Pass
 from longdraft.models.rope import ROPE_TYPES, RopeConfig
 

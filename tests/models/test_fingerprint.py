@@ -6,7 +6,8 @@ from safetensors.torch import save_file
 
 from longdraft.models.checkpoint import places
 from longdraft.models.fingerprint import weights_hash
-from longdraft.models.hf import load_target, target_from_transformers
+from longdraft.models.from_transformers import target_from_transformers
+from longdraft.models.hf import load_target
 
 
 def test_the_same_values_from_a_gguf_file_and_from_safetensors_in_both_precisions(tmp_path):

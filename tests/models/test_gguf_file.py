@@ -6,7 +6,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from longdraft.models.hf import decoder_config, load_target, load_through_transformers, read_target_config
+from longdraft.models.hf import load_target, load_through_transformers, read_target_config
+from longdraft.models.hf_config import decoder_config
 from longdraft.models.passes import Pass
 
 # Llama 3.1's, of small heads.

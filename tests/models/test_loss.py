@@ -63,7 +63,7 @@ def test_three_packed_pieces_have_the_labels_and_the_loss_of_the_three_alone(dis
         for (start, stop), (_, part) in zip(pairwise(borders), alone, strict=True)
     ]
     torch.testing.assert_close(together.sums, sum(loss.sums for loss in apart))
-    for field in ("n_labels", "rank_counts", "n_ranked"):
+    for field in ("n_labels", "rank_counts"):
         assert torch.equal(getattr(together, field), sum(getattr(loss, field) for loss in apart))
 
 
@@ -82,7 +82,7 @@ def test_each_parts_loss_gradient_and_ranks_are_pytorchs():
         order = logits.argsort(-1, descending=True)
         ranks = (order == part.labels[:, None]).float().argmax(1)
         assert out.rank_counts[i].tolist() == [int((ranks == k).sum()) for k in range(RANKS)]
-        assert out.n_labels[i] == out.n_ranked[i] == len(part.labels)
+        assert out.n_labels[i] == len(part.labels)
     torch.testing.assert_close(out.sums, torch.stack(expected))
     weights = torch.tensor([0.3, -2.0, 5.0])
     (out.sums * weights).sum().backward()
@@ -95,4 +95,4 @@ def test_each_parts_loss_gradient_and_ranks_are_pytorchs():
 
 def test_ranks_are_counted_when_asked_for():
     out = draft_loss([draw(4, D)], [Part(torch.tensor([0, 2]), torch.tensor([5, 6]))], draw(V, D, seed=1), False)
-    assert out.rank_counts.shape == (1, 0) and out.n_ranked.tolist() == [0] and out.n_labels.tolist() == [2]
+    assert out.rank_counts.shape == (1, 0) and out.n_labels.tolist() == [2]

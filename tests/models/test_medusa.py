@@ -35,8 +35,10 @@ def test_one_head_is_one_block_of_the_chain():
 
 
 def test_initialisation():
-    zero, hidden = Medusa(MedusaConfig(D), torch.Generator().manual_seed(1)), draw(3, D)
+    generator, hidden = torch.Generator().manual_seed(1), draw(3, D)
+    zero, unused = Medusa(MedusaConfig(D), generator), torch.Generator().manual_seed(1)
     assert all(torch.equal(state, hidden) for state in zero.states(hidden))
+    assert torch.equal(generator.get_state(), unused.get_state()), "nothing is drawn: of wide heads that takes seconds"
     same, other = heads().state_dict(), heads(seed=2).state_dict()
     assert all(torch.equal(p, same[name]) for name, p in heads().state_dict().items())
     assert not torch.equal(same["proj.0.weight"], other["proj.0.weight"])

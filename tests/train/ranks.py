@@ -13,11 +13,10 @@ from pathlib import Path
 
 from longdraft.models.hf import load_target
 from longdraft.models.target import Target
-from longdraft.train.config import load_config
+from longdraft.train.config import DTYPES, load_config
 from longdraft.train.export import export
 from longdraft.train.loop import train
 from longdraft.train.ranks import join_ranks, leave_ranks
-from longdraft.train.setup import DTYPES
 
 
 @lru_cache(maxsize=2)

@@ -28,9 +28,9 @@ from longdraft.models.passes import Pass
 from longdraft.train import checkpoint
 from longdraft.train import export as exporting
 from longdraft.train.checkpoint import seal
-from longdraft.train.config import config_from_dict, load_config, to_dict
+from longdraft.train.config import DTYPES, config_from_dict, load_config, to_dict
 from longdraft.train.export import FORMATS, export, largest_difference
-from longdraft.train.setup import DTYPES, open_rows
+from longdraft.train.setup import open_rows
 from longdraft.train.tracking import read_metrics
 from longdraft.train.vocabulary import frequent_tokens
 

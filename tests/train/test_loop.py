@@ -4,6 +4,7 @@ and what a loss that is no number does to it."""
 import gc
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -24,11 +25,11 @@ from longdraft.models.hf import LOADERS, load_target
 from longdraft.models.passes import Pass
 from longdraft.train import checkpoint
 from longdraft.train.batches import step_rows
-from longdraft.train.config import OptimizerSection, load_config
+from longdraft.train.config import DTYPES, OptimizerSection, load_config
 from longdraft.train.deepspeed_engine import learning_rate, parameter_groups
 from longdraft.train.loop import train, train_stages
 from longdraft.train.ranks import TrainingError, log
-from longdraft.train.setup import DTYPES, open_rows
+from longdraft.train.setup import open_rows
 from longdraft.train.stages import Stage
 from longdraft.train.teacher import Teacher
 from longdraft.train.tracking import Tracker, check_environment, read_metrics, wandb_mode
@@ -169,9 +170,12 @@ def test_training_outlives_the_service_of_wandb(config_file, tmp_path, monkeypat
         folder.mkdir()
     command = [sys.executable, "-c", WITHOUT_SERVICE, config_file, *folders]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    told = "log.wandb: W&B has failed (ConnectionResetError: Connection lost); training goes on, its numbers go to "
+    told = "log.wandb: W&B has failed (ConnectionResetError); training goes on, its numbers go to "
     lines = [line for folder in folders for line in (f"{told}{folder}/metrics.jsonl", "[1, 2, 3]")]
-    assert (done.returncode, done.stdout.splitlines(), done.stderr) == (0, lines, "")
+    # By the moment at which it is noticed, the system's words or asyncio's; at the end, after a line of W&B's own.
+    printed = re.sub(r"(ConnectionResetError): (Connection lost|\[Errno 104\] .*?)\)", r"\1)", done.stdout)
+    assert (done.returncode, printed.splitlines()) == (0, lines)
+    assert set(done.stderr.splitlines()) <= {"wandb: ERROR Problem finishing run"}
 
 
 JUNK = [b"half a line", b"\xff\x00\xfe", b"17", b'{"loss": 1.0}', b"[" * 100_000, b'{"step": "2"}', b""]

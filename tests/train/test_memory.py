@@ -115,15 +115,15 @@ def a_pass(config: Config, target: DecoderConfig) -> dict[str, tuple[int, int]]:
     tokens = torch.arange(n_rows * length) % n_words  # all are labels
     borders, keys = [i * length for i in range(n_rows + 1)], list(range(n_rows))
     micro_batch = method.micro_batch(Batch(tokens, torch.ones_like(tokens).bool(), borders, keys))
-    last, needs, spans = config.train.distillation(config.train.n_steps - 1), method.needs, []
+    last, spans = config.train.distillation(config.train.n_steps - 1), None
     if last:
         micro_batch = method.asking(micro_batch)
         assert micro_batch.asked is not None
-        needs, spans = needs | {"of_spans"}, micro_batch.asked.spans
+        spans = micro_batch.asked.spans
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         with torch.profiler.record_function("look"):
             seen = teacher.forward(
-                micro_batch.batch.tokens, micro_batch.batch.borders, micro_batch.positions, needs, spans
+                micro_batch.batch.tokens, micro_batch.batch.borders, micro_batch.positions, method.needs, spans
             )
         with torch.profiler.record_function("loss"):
             teaching = taught_by(micro_batch, seen, last)
@@ -199,19 +199,23 @@ STATES += [("fp32", 1, False, "adamuon"), ("fp32", 2, False, "adamuon")]
 
 def test_drafts_under_zero_take_what_is_estimated(tmp_path, monkeypatch, start_ranks, finish_ranks):
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")  # freed memory goes back at once
-    finish_ranks(start_ranks(2, [{"states": STATES, "out": str(tmp_path / "grown")}], "ranks_memory.py", fresh=True))
+    expected = [states_bytes(*case) for case in STATES]
+    runs = [[*case, size] for case, size in zip(STATES, expected, strict=True)]
+    finish_ranks(start_ranks(2, [{"states": runs, "out": str(tmp_path / "grown")}], "ranks_memory.py", fresh=True))
     grown = [json.loads((tmp_path / f"grown-{rank}.json").read_text()) for rank in (0, 1)]
+    for case, size, *of_ranks in zip(STATES, expected, *grown, strict=True):
+        assert of_ranks == pytest.approx([size] * 2, rel=0.08), case
+
+
+def states_bytes(precision: str, stage: int, offload: bool, optimizer: str) -> int:
+    """What of the draft in ranks_memory.py a rank of two holds at most."""
     largest = 1024**2
-    n_weights = 4 * largest + 1024
-    for case, *of_ranks in zip(STATES, *grown, strict=True):
-        precision, stage, offload, optimizer = case
-        found = draft_states(
-            n_weights, largest, bf16=precision == "bf16", stage=stage, offload=offload, n_ranks=2, gpu=False,
-            adamuon=optimizer == "adamuon",
-        )  # fmt: skip
-        most = max(found.between + found.forward, found.backward, found.update)
-        expected = sum(found.kept.values()) + found.host + most
-        assert of_ranks == pytest.approx([expected] * 2, rel=0.08), case
+    found = draft_states(
+        4 * largest + 1024, largest, bf16=precision == "bf16", stage=stage, offload=offload, n_ranks=2, gpu=False,
+        adamuon=optimizer == "adamuon",
+    )  # fmt: skip
+    most = max(found.between + found.forward, found.backward, found.update)
+    return sum(found.kept.values()) + found.host + most
 
 
 @pytest.mark.parametrize("name", TARGETS)

@@ -17,7 +17,7 @@ from longdraft.train.batches import Batch, Place, draws, piece_key, read_batch
 from longdraft.train.config import load_config
 from longdraft.train.deepspeed_engine import DraftEngine
 from longdraft.train.methods import QUERY_BLOCK, open_method
-from longdraft.train.setup import open_run
+from longdraft.train.setup import Run, open_run
 from longdraft.train.step import measure, train_step
 from longdraft.train.teacher import Teacher
 from longdraft.train.validation import validate
@@ -247,7 +247,8 @@ def test_anchor_offset_by_hand(opened):
     batch = Batch(tokens, tokens >= 0, [0, 6, 8], [key, key])
     positions = method.micro_batch(batch).positions
     assert positions.tolist() == [0, 1, 11, 12, 13, 14, 0, 1]  # as many sinks as tokens: nothing moves
-    assert all(micro_batch.positions is None for micro_batch in method.eval_batches(batch))
+    (heldout,) = method.eval_batches(batch)
+    assert heldout.positions.tolist() == [0, 1, 2, 3, 4, 5, 0, 1]
 
 
 def test_target_and_draft_see_the_same_positions(opened, target):
@@ -332,7 +333,8 @@ def test_the_evaluation_is_a_direct_computation(alone, config_file, opened, targ
     rows = Rows([["short", "middle"], ["short"], ["long"], ["long"], ["middle"], ["long"]])
     config = load_config(config_file, [*EVALUATED[name], "heldout.rows=4", f"heldout.choices={choices}"])
     method = opened(EVALUATED[name])
-    found = validate(config, method, DraftEngine(config, method.draft, alone), Teacher(target.model), rows)
+    engine, teacher = DraftEngine(config, method.draft, alone), Teacher(target.model)
+    found = validate(Run(config, alone, method, engine, teacher, rows, rows, None), rows)
     used = [0, 1, 3, 4]  # four of six, evenly
     per_row = [direct(method, target, read_batch(rows, [Place(0, row)])) for row in used]
     n_ranked = None

@@ -48,7 +48,7 @@ def whole_logits(target, batch, method, micro_batch):
     needs = {"logits", "last_kv", "pre_norm", "post_norm"}
     positions, seen = micro_batch.positions, []
     for start, stop in pairwise(batch.borders):
-        own = None if positions is None else positions[None, start:stop]
+        own = positions[None, start:stop]
         seen.append(model(Pass(batch.tokens[None, start:stop], positions_BT=own, needs=needs)))
     logits = torch.cat([one.logits[0] for one in seen])
     if method.needs == {"last_kv"}:
@@ -79,8 +79,8 @@ def test_the_loss_of_a_pass_is_that_of_full_logits(config_file, target, made, de
     batch = read_batch(made.Rows([[*made.LENGTHS]]), [Place(1, 0)])
     micro_batch = method.asking(method.micro_batch(batch))
     assert micro_batch.asked is not None and sum(micro_batch.n_labels) > 50
-    needs, spans = method.needs | {"of_spans"}, micro_batch.asked.spans
-    output = teacher.forward(batch.tokens, batch.borders, micro_batch.positions, needs, spans)
+    spans = micro_batch.asked.spans
+    output = teacher.forward(batch.tokens, batch.borders, micro_batch.positions, method.needs, spans)
     for step in (4, 5):
         chosen = config.train.distillation(step)
         assert chosen is not None and chosen[0] == ("kl" if objective == "mix" or step == 4 else objective)

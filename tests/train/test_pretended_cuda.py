@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from longdraft.kernels import backend, segment_attention
-from longdraft.train.config import load_config
+from longdraft.train.config import DTYPES, load_config
 from longdraft.train.deepspeed_engine import DraftEngine
 from longdraft.train.methods import open_method
 from longdraft.train.sequence_parallel import SequenceParallel, sequence_group
-from longdraft.train.setup import DTYPES, Run
+from longdraft.train.setup import Run
 from longdraft.train.step import await_agreement, measure, train_step
 from longdraft.train.teacher import Teacher
 from longdraft.train.validation import validate
@@ -206,7 +206,7 @@ def test_a_logged_step_waits_before_and_behind(opened, pretended_cuda):
 @pytest.mark.parametrize("name", ["medusa", "longspec-anchored-restricted"])
 def test_the_evaluation_is_read_once(opened, pretended_cuda, name):
     def evaluated(run):
-        return validate(run.config, run.method, run.engine, run.teacher, run.heldout_rows)
+        return validate(run, run.heldout_rows)
 
     expected = evaluated(opened(METHODS[name]))
     with pretended_cuda.PretendedCuda() as gpu:

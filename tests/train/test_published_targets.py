@@ -13,9 +13,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
-from longdraft.launch import export, runtime
+from longdraft.launch import export, generate
+from longdraft.launch.runtime import Drafting
 from longdraft.models.hf import load_transformers, read_target_config
 from longdraft.train.stages import load_stages
 
@@ -106,12 +106,9 @@ def test_from_the_recipe_to_decoding(name, target, data_folder, train_command, t
     assert (draft / "model.safetensors").is_file()
 
     # Serving follows without further words.
-    opened = runtime.open_target(
-        *runtime.target_source(None, None, [str(draft)]),
-        "fp32",
-        torch.device("cpu"),
-        runtime.max_positions([str(draft)]),
-    )
+    options = ["--draft", str(draft), "--dtype", "fp32", "--device", "cpu"]
+    asked = Drafting(generate._parser().parse_args(options))
+    opened = asked.open_target(positions=1)
     assert opened.model.config == config
     said = f", with {allowed} positions as its draft was trained" if allowed else ""
     assert f"in fp32 on cpu{said}\n" in capsys.readouterr().err
@@ -119,8 +116,8 @@ def test_from_the_recipe_to_decoding(name, target, data_folder, train_command, t
     before = scaling.get("original_max_position_embeddings", config.rope.max_positions if scaling else 2048)
     prompt = torch.randint(VOCAB, (min(before, 8192) + 2,), generator=torch.Generator().manual_seed(2)).tolist()
     params = SamplingParams(max_new_tokens=NEW, ignore_eos=True)
-    method = runtime.draft_method(str(draft))
-    (found,) = Engine(opened, method, draft=str(draft)).generate([prompt], params)
+    (engine,) = asked.open_engines(opened).values()
+    (found,) = engine.generate([prompt], params)
     # transformers' own model of this folder, where each of the tokens was chosen.
     theirs = load_transformers(target, torch.float32)
     with torch.no_grad():

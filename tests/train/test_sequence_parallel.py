@@ -13,7 +13,7 @@ from transformers import (
     MistralForCausalLM,
 )
 
-from longdraft.models.hf import decoder_config
+from longdraft.models.hf_config import decoder_config
 from longdraft.train.sequence_parallel import check_heads
 
 VOCAB, DEGREE = 89, 2

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Olmo2Config, Qwen3Co
 from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
 from longdraft.launch.bench import main as bench
-from longdraft.launch.runtime import read_drafting
-from longdraft.launch.shared_options import add_drafters, add_model
+from longdraft.launch.runtime import Drafting
+from longdraft.launch.shared_options import add_drafting, add_model
 from longdraft.models.draft_folder import read_info
 from longdraft.models.fingerprint import weights_hash
 from longdraft.models.hf import load_through_transformers
@@ -135,10 +135,10 @@ def test_a_draft_says_who_computes_its_target(trained, folders, tmp_path):
     """To the commands that decode with it; and our decoder has the same fingerprints where it knows the family."""
     draft, parser, opened = export(trained / "llama-tokenswift-transformers", tmp_path / "draft"), ArgumentParser(), {}
     add_model(parser)
-    add_drafters(parser, several=False)
+    add_drafting(parser, several=False)
     for loader in ("transformers", "longdraft"):
         named = ["--loader", loader] if loader == "longdraft" else []
-        asked = read_drafting(parser.parse_args(["--draft", str(draft), "--dtype", "fp32", "--device", "cpu", *named]))
+        asked = Drafting(parser.parse_args(["--draft", str(draft), "--dtype", "fp32", "--device", "cpu", *named]))
         opened[loader] = asked.open_target(positions=64)
         assert opened[loader].loader == loader
         engine = asked.open_engines(opened[loader])["tokenswift"]  # warns of other weights than the draft's

@@ -1,0 +1,135 @@
+"""Heads on the target's own state fill a static tree: what TokenSwift's drafter and Medusa's have in common.
+
+The state is the one that the last pass of the target computed at the node whose choice the root is (position p - 1 for
+a root at p), so head i proposes the token at p + i. Not here: the heads (models/drafts/tokenswift.py,
+models/drafts/medusa.py). Shapes: B slots, T tokens of a chunk, N tree nodes, D hidden, E draft vocabulary, I levels, K
+ranks.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longdraft.infer.accept import AcceptResult
+from longdraft.infer.drafters.base import DeviceDrafter, Request, SlotState
+from longdraft.infer.options import check_draft, head_memory, level_widths
+from longdraft.infer.shape import TreeShape
+from longdraft.infer.tree import PAD, TokenTree
+from longdraft.kernels.linear import linear
+from longdraft.models.drafts.medusa import Medusa
+from longdraft.models.drafts.tokenswift import TokenSwift
+from longdraft.models.kv_cache import KVCache
+from longdraft.models.passes import TargetOutput
+from longdraft.models.target import Target
+
+NOWHERE = -2  # so that no position stands right behind it
+# A static tree of more nodes costs more than it brings, on any machine.
+MOST_NODES = 4096
+
+
+class HeadsDrafter(DeviceDrafter):
+    """Ranks every head's tokens (with the step's noise at T > 0) and fills a static tree.
+
+    Attributes:
+        hidden_BD: each slot's state at the last committed position before its root.
+        at_B: int64, which position's each is; NOWHERE where there is none: after a prompt of one token, or where an
+            outer engine took tokens back.
+    """
+
+    hidden_BD: Tensor
+    at_B: Tensor
+
+    def __init__(
+        self,
+        target: Target,
+        draft: TokenSwift | Medusa,
+        shape: TreeShape | Sequence[int] | int | None,
+        name: str,
+        kind: type[TokenSwift] | type[Medusa],
+    ):
+        """`shape`: see `_shape`. The drafter of this name takes drafts of this kind."""
+        check_draft(name, target, draft, kind, f"{kind.__name__} heads")
+        self.draft, self._head_ED, given = draft, draft.head(target.model.lm_head.weight), draft.config.hidden_size
+        if given != (width := self._head_ED.shape[1]):
+            raise ValueError(f"draft: made for a hidden size of {given}, and this target's is {width}")
+        self.shape = _shape(shape, draft.config.n_heads, len(self._head_ED))
+        self.max_nodes, self.max_depth = len(self.shape.nodes), self.shape.depth
+        self.needs = self.learns_from = draft.needs
+        self.at_B = torch.empty(0)
+
+    def state_of(self, output: TargetOutput) -> Tensor | None:
+        """[B, T, D]: what the heads read of the target, None where the output does not have it."""
+        (field,) = self.draft.needs
+        return getattr(output, field)
+
+    def on_start(self, slot: int, request: Request, cache: KVCache) -> None:
+        if len(self.at_B) != cache.batch:
+            self.hidden_BD = self._head_ED.new_zeros(cache.batch, self._head_ED.shape[1])
+            self.at_B = torch.full((cache.batch,), NOWHERE, dtype=torch.int64, device=self.hidden_BD.device)
+        self.at_B[slot].fill_(NOWHERE)
+
+    def buffers(self) -> tuple[object, ...]:
+        return self.hidden_BD, self.at_B
+
+    def memory_bytes(self, batch: int, capacity: int) -> dict[str, int]:
+        return head_memory(self.draft, self._head_ED)
+
+    def on_prefill(self, slot: int, prompt: Sequence[int], start: int, end: int, output: TargetOutput) -> None:
+        hidden_1TD = self.state_of(output)
+        if hidden_1TD is not None:
+            self.hidden_BD[slot].copy_(hidden_1TD[0, -1])
+            self.at_B[slot].fill_(end - 1)
+
+    def grow(self, state: SlotState, plan: int) -> TokenTree:
+        """The tree of the heads' best tokens, without its nodes on slots whose state before the root is not known."""
+        shape = self.shape.first(plan)
+        tree = shape.fill(state.roots, self.ranked(state, self.hidden_BD, shape))
+        unknown_B = (self.at_B != state.positions - 1) | ~state.active
+        return tree.with_tokens(tree.tokens, tree.parents.masked_fill(unknown_B[:, None] & (tree.parents >= 0), PAD))
+
+    def ranked(self, state: SlotState, hidden_BD: Tensor, shape: TreeShape, first: int = 1) -> Tensor:
+        """int64 [B, I, K]: the best tokens of the shape's levels from `first` on, which the first head proposes."""
+        states_BID = torch.stack(self.draft.states(hidden_BD)[: shape.depth + 1 - first], dim=1)
+        logits_of_heads = linear(states_BID, self._head_ED).split(1, dim=1)
+        places_BIK = [
+            state.best(logits_B1E, level, shape.ranks, self.draft.token_ids)[1]
+            for level, logits_B1E in enumerate(logits_of_heads, first)
+        ]
+        return self.draft.tokens(torch.cat(places_BIK, dim=1))
+
+    def update(self, state: SlotState, tree: TokenTree, accepted: AcceptResult, output: TargetOutput) -> None:
+        """The state at the last accepted node, in place."""
+        hidden_BND = self.state_of(output)
+        assert hidden_BND is not None
+        nodes_B, took_part_B = accepted.last(accepted.nodes), accepted.counts > 0
+        last_BD = hidden_BND[torch.arange(len(nodes_B), device=nodes_B.device), nodes_B].to(self.hidden_BD.dtype)
+        self.hidden_BD.copy_(torch.where(took_part_B[:, None], last_BD, self.hidden_BD))
+        self.at_B.copy_(torch.where(took_part_B, state.positions - 1, self.at_B))
+
+    def rewind(self, lengths_B: Tensor) -> None:
+        self.at_B.masked_fill_(self.at_B >= lengths_B, NOWHERE)
+
+
+def _shape(value: Any, n_heads: int, ranks: int) -> TreeShape:
+    """`value`, a TreeShape or the widths of the levels of a full one, by default 3 a head.
+
+    At most a level for each head, and at most `ranks` candidates in it.
+    """
+    value = (3,) * n_heads if value is None else value
+    if not isinstance(value, TreeShape):
+        widths, count, nodes = level_widths("shape", value), 1, 0
+        for width in widths:
+            count *= width
+            nodes += count
+        if nodes > MOST_NODES:
+            raise ValueError(f"shape={widths}: a tree of {nodes} nodes; give at most {MOST_NODES}")
+        value = TreeShape.cartesian(widths)
+    if not value.nodes:
+        raise ValueError("shape: it needs at least one node below the root; for none, use the plain drafter")
+    if value.ranks > ranks:
+        raise ValueError(f"shape: {value.ranks} candidates a level, but the vocabulary has {ranks}; give fewer")
+    if value.depth > n_heads:
+        raise ValueError(f"shape: {value.depth} levels, but this draft has {n_heads} heads, one a level")
+    return value

@@ -1,0 +1,198 @@
+"""A Hugging Face configuration as ours: what a decoder is, and which tokens end a text."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from longdraft.models.decoder_config import DecoderConfig, ExpertsConfig
+from longdraft.models.rope import RopeConfig
+
+SUPPORTED = {
+    "llama": "Llama 2/3/3.1, Vicuna, LongChat, YaRN-Llama, SmolLM2",
+    "mistral": "Mistral",
+    "qwen2": "Qwen2, Qwen2.5, QwQ",
+    "qwen3": "Qwen3",
+    "qwen3_moe": "Qwen3-MoE: 30B-A3B, 235B-A22B",
+    "mixtral": "Mixtral",
+    "gemma3_text": "Gemma 3",
+    "gemma3": "Gemma 3, its text alone",
+    "gpt_oss": "gpt-oss",
+}
+
+
+def not_supported(kind: Any) -> str:
+    """What is said of another `model_type`."""
+    supported = "; ".join(f"{name} ({models})" for name, models in SUPPORTED.items())
+    return f"model_type {kind!r} is not supported; supported: {supported}"
+
+
+def decoder_config(hf_config: PretrainedConfig, max_positions: int | None = None) -> DecoderConfig:
+    """Our configuration of a Hugging Face one.
+
+    Args:
+        max_positions: how many it takes; None: as the configuration says.
+    Raises: ValueError, with the field and the supported values, for what this decoder does not compute, and for less
+        than one position.
+    """
+    kind = hf_config.model_type
+    if kind not in SUPPORTED:
+        raise ValueError(not_supported(kind))
+    if kind == "gemma3":
+        return decoder_config(hf_config.get_text_config(), max_positions)
+    heads = hf_config.num_attention_heads
+    head_dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // heads
+    if kind == "gemma3_text":
+        own = _gemma(hf_config, head_dim)
+    else:
+        _check_activation(hf_config, "hidden_act", "silu")
+        rope = _rope_config(hf_config, head_dim)
+        own = {"rope": rope, "max_positions": _positions(hf_config, rope)}
+    bias = bool(getattr(hf_config, "attention_bias", False))
+    config = DecoderConfig(
+        vocab_size=hf_config.vocab_size,
+        hidden_size=hf_config.hidden_size,
+        intermediate_size=hf_config.intermediate_size,
+        n_layers=hf_config.num_hidden_layers,
+        n_heads=heads,
+        n_kv_heads=hf_config.num_key_value_heads or heads,
+        head_dim=head_dim,
+        rms_norm_eps=hf_config.rms_norm_eps,
+        attention_bias=kind == "qwen2" or (bias and kind not in ("mistral", "mixtral")),
+        o_bias=bias and kind in ("llama", "qwen3", "qwen3_moe", "gemma3_text", "gpt_oss"),
+        mlp_bias=bool(getattr(hf_config, "mlp_bias", False)) and kind == "llama",
+        qk_norm=kind in ("qwen3", "qwen3_moe", "gemma3_text"),
+        tie_embeddings=bool(hf_config.tie_word_embeddings),
+        sliding_windows=_sliding_windows(hf_config),
+        experts=_experts(hf_config),
+        attention_sinks=kind == "gpt_oss",
+        **own,
+    )
+    if max_positions is None:
+        return config
+    if max_positions < 1:
+        raise ValueError(f"max_positions: {max_positions}; give 1 or more, or None for what the configuration says")
+    return replace(config, max_positions=max_positions)
+
+
+def _check_activation(hf_config: PretrainedConfig, field: str, supported: str) -> None:
+    activation = getattr(hf_config, field, supported)
+    if activation != supported:
+        raise ValueError(f"{field} is {activation!r}; only {supported!r} is supported")
+
+
+def _gemma(hf_config: PretrainedConfig, head_dim: int) -> dict[str, Any]:
+    """Gemma's own fields. The decoder divides scores by the root of the head's width, Gemma by that of
+    `query_pre_attn_scalar`.
+
+    Raises: ValueError for what Gemma 3's configuration may say and none of its published models does.
+    """
+    _check_activation(hf_config, "hidden_activation", "gelu_pytorch_tanh")
+    for field in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
+        if value := getattr(hf_config, field, None):
+            raise ValueError(f"{field} is {value!r}; only models without it are supported")
+    rope, window_rope = (
+        RopeConfig(head_dim, hf_config.max_position_embeddings, dict(hf_config.rope_parameters[layers]))
+        for layers in ("full_attention", "sliding_attention")
+    )
+    return {
+        "rope": rope,
+        "window_rope": window_rope,
+        "max_positions": rope.max_positions,  # the scaled figure, without the one before
+        "activation": "gelu_tanh",
+        "embedding_scale": hf_config.hidden_size**0.5,
+        "post_norms": True,
+        "norm_offset": 1.0,
+        "query_factor": (head_dim / hf_config.query_pre_attn_scalar) ** 0.5,
+    }
+
+
+def _experts(hf_config: PretrainedConfig) -> ExpertsConfig | None:
+    """The experts of a layer, and which layers have none, as transformers' own model classes read the configuration."""
+    if hf_config.model_type == "mixtral":
+        return ExpertsConfig(
+            hf_config.num_local_experts, hf_config.num_experts_per_tok, hf_config.intermediate_size, normalised=True
+        )
+    if hf_config.model_type == "gpt_oss":
+        gate = hf_config.swiglu_alpha, hf_config.swiglu_limit
+        return ExpertsConfig(
+            hf_config.num_local_experts, hf_config.num_experts_per_tok, hf_config.intermediate_size,
+            normalised=True, bias=True, clamped_gate=gate,
+        )  # fmt: skip
+    if hf_config.model_type != "qwen3_moe" or not hf_config.num_experts:
+        return None
+    step, without = hf_config.decoder_sparse_step, hf_config.mlp_only_layers
+    dense = tuple(i for i in range(hf_config.num_hidden_layers) if i in without or (i + 1) % step)
+    return ExpertsConfig(
+        hf_config.num_experts, hf_config.num_experts_per_tok, hf_config.moe_intermediate_size,
+        bool(hf_config.norm_topk_prob), dense,
+    )  # fmt: skip
+
+
+def _rope_config(hf_config: PretrainedConfig, head_dim: int) -> RopeConfig:
+    """RoPE. LongChat's first releases say `rope_condense_ratio` for linear scaling."""
+    parameters = dict(hf_config.rope_parameters)
+    ratio = getattr(hf_config, "rope_condense_ratio", None) or 1
+    if ratio != 1:
+        if parameters["rope_type"] == "default":
+            parameters |= {"rope_type": "linear", "factor": float(ratio)}
+        elif parameters["rope_type"] != "linear" or parameters["factor"] != ratio:
+            raise ValueError(f"rope_condense_ratio is {ratio}, but rope_parameters say {parameters}; remove one")
+    return RopeConfig(head_dim, hf_config.max_position_embeddings, parameters)
+
+
+def _positions(hf_config: PretrainedConfig, rope: RopeConfig) -> int:
+    """How many positions the scaling gives: `max_sequence_length` where the configuration says it, else the factor
+    times the length before scaling.
+
+    That length is `original_max_position_embeddings`, else `max_position_embeddings`, as transformers means both: with
+    the former the latter may be the scaled figure already (DeepSeek) or not (Qwen3), and is never undercut. Of "llama3"
+    and "longrope" the factor is none of lengths, and `max_position_embeddings` is the scaled figure.
+    """
+    length, parameters = rope.max_positions, rope.parameters
+    if rope.type in ("default", "llama3", "longrope"):
+        return length
+    said = getattr(hf_config, "max_sequence_length", None)
+    if said is not None:
+        if type(said) is not int or said < 1:
+            raise ValueError(f"max_sequence_length is {said!r}; config.json must say a number of positions, or none")
+        return said
+    factor, original = parameters.get("factor"), parameters.get("original_max_position_embeddings") or length
+    if factor is None:  # YaRN's is then max_position_embeddings / original
+        return length
+    if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 1 <= factor < float("inf"):
+        raise ValueError(f"rope_parameters: factor is {factor!r}; config.json must say a number of at least 1")
+    return max(length, int(original * factor))
+
+
+def _sliding_windows(hf_config: PretrainedConfig) -> tuple[int | None, ...] | None:
+    """Window of each layer as transformers' own model classes read the configuration; None when no layer has one."""
+    window, layers = getattr(hf_config, "sliding_window", None), hf_config.num_hidden_layers
+    if window is None or hf_config.model_type == "llama":
+        return None
+    if window < 1:
+        raise ValueError(f"sliding_window: {window}; give at least 1, or null")
+    kinds = getattr(hf_config, "layer_types", None)
+    if hf_config.model_type in ("mistral", "mixtral", "qwen3_moe"):
+        if kinds is not None and set(kinds) != {"sliding_attention"}:
+            raise ValueError(
+                f"layer_types of a {hf_config.model_type} model are {sorted(set(kinds))}; "
+                "only whole-model sliding_window"
+            )
+        return (window,) * layers
+    unknown = set(kinds or ()) - {"sliding_attention", "full_attention"}
+    if unknown or kinds is None:
+        raise ValueError(f"layer_types has {sorted(unknown)}; supported: sliding_attention, full_attention")
+    windows = tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    return windows if any(windows) else None
+
+
+def end_tokens(hf_config: PretrainedConfig, generation: Mapping[str, Any]) -> tuple[int, ...]:
+    """Token ids that end a text: the generation configuration's where it has the field, else the model's."""
+    ids = getattr(hf_config, "eos_token_id", None)
+    ids = hf_config.get_text_config().eos_token_id if ids is None else ids
+    ids = generation.get("eos_token_id", ids)
+    if ids is None:
+        return ()
+    return (ids,) if isinstance(ids, int) else tuple(ids)

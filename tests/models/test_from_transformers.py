@@ -1,0 +1,140 @@
+"""A loaded transformers model as a target: the same numbers, shared memory, and what is refused."""
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+
+from longdraft.infer.engine import Engine
+from longdraft.infer.sampling import SamplingParams
+from longdraft.models.from_transformers import refresh, target_from_transformers
+from longdraft.models.hf import load_target
+from longdraft.models.passes import Pass
+
+SHAPE = {
+    "vocab_size": 50,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 64,
+}
+
+
+def error(ours, theirs) -> float:
+    return float((ours - theirs).abs().max() / theirs.abs().max())
+
+
+def tiny_model(kind: str, **values):
+    """A random transformers model whose tensors are all far from their initial values."""
+    config = {"llama": LlamaConfig, "mistral": MistralConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}[kind]
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(config(**SHAPE | values)).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, 0.1, 0.3)
+    return model
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
+@torch.no_grad()
+def test_a_loaded_transformers_model_becomes_a_target(kind, tied, tmp_path):
+    model = tiny_model(kind, tie_word_embeddings=tied, head_dim=8, eos_token_id=[3, 4])
+    target = target_from_transformers(model)
+    ids = torch.randint(50, (1, 20))
+    assert error(target.model(Pass(ids)).logits, model(ids).logits) < 1e-5
+    model.save_pretrained(tmp_path)
+    loaded = load_target(tmp_path, torch.float32)
+    assert target.fingerprint == loaded.fingerprint and target.eos_token_ids == loaded.eos_token_ids == (3, 4)
+    assert target.model.config == loaded.model.config
+    ours, theirs = target.model.state_dict(), loaded.model.state_dict()
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
+    assert not any(p.requires_grad for p in target.model.parameters())
+    assert all(p.requires_grad for p in model.parameters()), "the model itself stays as it was"
+
+
+def test_memory_is_shared_but_for_the_fused_tensors():
+    model = tiny_model("llama").to(torch.bfloat16)
+    target = target_from_transformers(model)
+    theirs = {p.data_ptr() for p in model.parameters()}
+    copied = [name for name, p in target.model.named_parameters() if p.data_ptr() not in theirs]
+    assert {name.split(".", 2)[-1] for name in copied} == {"attention.qkv_proj.weight", "mlp.gate_up_proj.weight"}
+    assert {p.dtype for p in target.model.parameters()} == {torch.bfloat16}
+
+
+@torch.no_grad()
+def test_refresh_takes_over_every_way_of_writing_weights():
+    model = tiny_model("qwen2")
+    target, ids = target_from_transformers(model), torch.randint(50, (1, 12))
+    other = {name: tensor + 0.1 for name, tensor in model.state_dict().items()}
+
+    def optimizer_step():
+        for parameter in model.parameters():
+            parameter.sub_(0.05)
+
+    def behind_autograd():
+        for parameter in model.parameters():
+            parameter.data.mul_(0.9)
+
+    def replaced():
+        for parameter in model.parameters():
+            parameter.data = parameter.data + 0.1
+
+    def one_bias():
+        model.model.layers[1].self_attn.k_proj.bias.data[3] += 0.5
+
+    for write in (optimizer_step, behind_autograd, replaced, one_bias, lambda: model.load_state_dict(other)):
+        before = model(ids).logits
+        write()
+        refresh(target, model)
+        assert error(target.model(Pass(ids)).logits, model(ids).logits) < 1e-5
+        assert not torch.equal(before, model(ids).logits)
+
+
+@torch.no_grad()
+def test_after_a_refresh_a_prompt_of_one_token_reads_the_new_weights():
+    """It has no wide pass, before which addresses are looked up anew."""
+    model, params = tiny_model("llama"), SamplingParams(max_new_tokens=12, ignore_eos=True)
+    target = target_from_transformers(model)
+    engine = Engine(target)
+    before = engine.generate([[5]], params)[0].tokens
+    for layer in model.model.layers:
+        for product in (layer.self_attn.o_proj, layer.mlp.down_proj):
+            product.weight = torch.nn.Parameter(torch.randn_like(product.weight))
+    refresh(target, model)
+    after = engine.generate([[5]], params)[0].tokens
+    assert after == Engine(target_from_transformers(model)).generate([[5]], params)[0].tokens != before
+
+
+@torch.no_grad()
+def test_a_tied_checkpoint_may_carry_the_embedding_twice_and_no_other_head(tmp_path):
+    model = tiny_model("llama", tie_word_embeddings=True)
+    model.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    embedding = tensors["model.embed_tokens.weight"]
+    for name in ("lm_head.weight", "language_model.lm_head.weight"):
+        save_file(tensors | {name: embedding.clone()}, tmp_path / "model.safetensors", {"format": "pt"})
+        ids = torch.arange(10)[None]
+        assert error(load_target(tmp_path, torch.float32).model(Pass(ids)).logits, model(ids).logits) < 1e-5
+        save_file(tensors | {name: embedding + 0.01}, tmp_path / "model.safetensors", {"format": "pt"})
+        with pytest.raises(ValueError, match=r"lm_head.weight is not the embedding: tie_word_embeddings must be false"):
+            load_target(tmp_path, torch.float32)
+
+
+@torch.no_grad()
+def test_transformers_models_that_cannot_be_targets_are_refused():
+    with pytest.raises(ValueError, match="gpt2"):
+        target_from_transformers(AutoModelForCausalLM.from_config(GPT2Config(n_embd=8, n_layer=1, n_head=1)))
+    model = tiny_model("llama")
+    model.model.norm.to(torch.float64)
+    with pytest.raises(ValueError, match=r"float32 on cpu, torch.float64 on cpu; bring them to one dtype"):
+        target_from_transformers(model)
+    with pytest.raises(ValueError, match="meta; bring them to one dtype and device"):
+        target_from_transformers(tiny_model("llama").to("meta"))
+    with pytest.raises(ValueError, match=r"missing model\.layers\.0"):
+        target_from_transformers(tiny_model("llama").model)
+    model = tiny_model("llama", tie_word_embeddings=True)
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight + 1)
+    with pytest.raises(ValueError, match="tie_word_embeddings is True, but"):
+        target_from_transformers(model)
