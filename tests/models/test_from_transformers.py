@@ -11,35 +11,31 @@ from longdraft.models.from_transformers import refresh, target_from_transformers
 from longdraft.models.hf import load_target
 from longdraft.models.passes import Pass
 
-SHAPE = {
-    "vocab_size": 50,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 64,
-}
-
 
 def error(ours, theirs) -> float:
     return float((ours - theirs).abs().max() / theirs.abs().max())
 
 
-def tiny_model(kind: str, **values):
-    """A random transformers model whose tensors are all far from their initial values."""
-    config = {"llama": LlamaConfig, "mistral": MistralConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}[kind]
-    torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_config(config(**SHAPE | values)).eval()
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, 0.1, 0.3)
-    return model
+@pytest.fixture
+def tiny_model(sizes):
+    """(kind, other fields of its configuration) -> a random transformers model whose tensors are all far from their
+    initial values."""
+
+    def make(kind: str, **values):
+        config = {"llama": LlamaConfig, "mistral": MistralConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}[kind]
+        torch.manual_seed(1)
+        model = AutoModelForCausalLM.from_config(config(**sizes | values)).eval()
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter, 0.1, 0.3)
+        return model
+
+    return make
 
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
 @torch.no_grad()
-def test_a_loaded_transformers_model_becomes_a_target(kind, tied, tmp_path):
+def test_a_loaded_transformers_model_becomes_a_target(tiny_model, kind, tied, tmp_path):
     model = tiny_model(kind, tie_word_embeddings=tied, head_dim=8, eos_token_id=[3, 4])
     target = target_from_transformers(model)
     ids = torch.randint(50, (1, 20))
@@ -54,7 +50,7 @@ def test_a_loaded_transformers_model_becomes_a_target(kind, tied, tmp_path):
     assert all(p.requires_grad for p in model.parameters()), "the model itself stays as it was"
 
 
-def test_memory_is_shared_but_for_the_fused_tensors():
+def test_memory_is_shared_but_for_the_fused_tensors(tiny_model):
     model = tiny_model("llama").to(torch.bfloat16)
     target = target_from_transformers(model)
     theirs = {p.data_ptr() for p in model.parameters()}
@@ -64,7 +60,7 @@ def test_memory_is_shared_but_for_the_fused_tensors():
 
 
 @torch.no_grad()
-def test_refresh_takes_over_every_way_of_writing_weights():
+def test_refresh_takes_over_every_way_of_writing_weights(tiny_model):
     model = tiny_model("qwen2")
     target, ids = target_from_transformers(model), torch.randint(50, (1, 12))
     other = {name: tensor + 0.1 for name, tensor in model.state_dict().items()}
@@ -93,7 +89,7 @@ def test_refresh_takes_over_every_way_of_writing_weights():
 
 
 @torch.no_grad()
-def test_after_a_refresh_a_prompt_of_one_token_reads_the_new_weights():
+def test_after_a_refresh_a_prompt_of_one_token_reads_the_new_weights(tiny_model):
     """It has no wide pass, before which addresses are looked up anew."""
     model, params = tiny_model("llama"), SamplingParams(max_new_tokens=12, ignore_eos=True)
     target = target_from_transformers(model)
@@ -108,7 +104,7 @@ def test_after_a_refresh_a_prompt_of_one_token_reads_the_new_weights():
 
 
 @torch.no_grad()
-def test_a_tied_checkpoint_may_carry_the_embedding_twice_and_no_other_head(tmp_path):
+def test_a_tied_checkpoint_may_carry_the_embedding_twice_and_no_other_head(tiny_model, tmp_path):
     model = tiny_model("llama", tie_word_embeddings=True)
     model.save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
@@ -123,7 +119,7 @@ def test_a_tied_checkpoint_may_carry_the_embedding_twice_and_no_other_head(tmp_p
 
 
 @torch.no_grad()
-def test_transformers_models_that_cannot_be_targets_are_refused():
+def test_transformers_models_that_cannot_be_targets_are_refused(tiny_model):
     with pytest.raises(ValueError, match="gpt2"):
         target_from_transformers(AutoModelForCausalLM.from_config(GPT2Config(n_embd=8, n_layer=1, n_head=1)))
     model = tiny_model("llama")

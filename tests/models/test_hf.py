@@ -19,15 +19,6 @@ from longdraft.models.gguf_file import halves_from_pairs
 from longdraft.models.hf import BUNDLED, _locate, lasting_name, load_target, read_target_config
 from longdraft.models.passes import Pass
 
-SHAPE = {
-    "vocab_size": 50,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 64,
-}
 NAME = "smollm2-135m"
 
 
@@ -117,9 +108,9 @@ def test_llamacpp_row_order():
 
 
 @pytest.fixture
-def folder(tmp_path) -> Path:
+def folder(sizes, tmp_path) -> Path:
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(LlamaConfig(**SHAPE)).save_pretrained(tmp_path)
+    AutoModelForCausalLM.from_config(LlamaConfig(**sizes)).save_pretrained(tmp_path)
     return tmp_path
 
 

@@ -5,19 +5,9 @@ from transformers import GPT2Config, LlamaConfig, MistralConfig, Qwen2Config, Qw
 
 from longdraft.models.hf_config import decoder_config
 
-SHAPE = {
-    "vocab_size": 50,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 64,
-}
 
-
-def test_unknown_layer_types_are_refused():
-    config = Qwen3Config(**SHAPE)
+def test_unknown_layer_types_are_refused(sizes):
+    config = Qwen3Config(**sizes)
     config.sliding_window, config.layer_types = 8, ["full_attention", "chunked_attention"]
     with pytest.raises(ValueError, match="chunked_attention"):
         decoder_config(config)
@@ -25,10 +15,10 @@ def test_unknown_layer_types_are_refused():
         decoder_config(GPT2Config())
 
 
-def test_longchat_condense_ratio_is_linear_scaling():
+def test_longchat_condense_ratio_is_linear_scaling(sizes):
     """The first LongChat releases carry `rope_condense_ratio`, the later ones linear `rope_scaling`."""
-    old = decoder_config(LlamaConfig(**SHAPE, rope_condense_ratio=8))
-    new = decoder_config(LlamaConfig(**SHAPE, rope_scaling={"type": "linear", "factor": 8.0}))
+    old = decoder_config(LlamaConfig(**sizes, rope_condense_ratio=8))
+    new = decoder_config(LlamaConfig(**sizes, rope_scaling={"type": "linear", "factor": 8.0}))
     assert old.rope.type == new.rope.type == "linear" and old.rope.parameters["factor"] == 8.0
     assert old.max_positions == new.max_positions == 512
 
@@ -56,8 +46,8 @@ LONGROPE = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] 
         (131072, LONGROPE | {"original_max_position_embeddings": 4096}, {}, 131072),
     ],
 )
-def test_positions_are_what_the_scaling_gives(length, scaling, others, positions):
-    shape = SHAPE | {"max_position_embeddings": length}
+def test_positions_are_what_the_scaling_gives(sizes, length, scaling, others, positions):
+    shape = sizes | {"max_position_embeddings": length}
     config = decoder_config(LlamaConfig(**shape, rope_scaling=scaling, **others))
     assert config.max_positions == positions
     assert config.rope.max_positions == length  # which is transformers' own for the frequencies
@@ -73,28 +63,28 @@ def test_positions_are_what_the_scaling_gives(length, scaling, others, positions
         ({"rope_scaling": LINEAR | {"factor": "four"}}, "factor is 'four'"),
     ],
 )
-def test_a_scaling_without_a_number_is_refused(values, message):
+def test_a_scaling_without_a_number_is_refused(sizes, values, message):
     with pytest.raises(ValueError, match=message):
-        decoder_config(LlamaConfig(**SHAPE | {"rope_scaling": LINEAR} | values))
+        decoder_config(LlamaConfig(**sizes | {"rope_scaling": LINEAR} | values))
 
 
-def test_released_rope_fields_are_understood():
+def test_released_rope_fields_are_understood(sizes):
     """YaRN-Llama-2 and Llama 3.1 as their config.json files write it (`type` and `rope_type`)."""
     yarn = {"factor": 32.0, "original_max_position_embeddings": 4096, "type": "yarn", "finetuned": True}
-    assert decoder_config(LlamaConfig(**SHAPE, rope_scaling=yarn)).rope.parameters["factor"] == 32.0
+    assert decoder_config(LlamaConfig(**sizes, rope_scaling=yarn)).rope.parameters["factor"] == 32.0
     llama3 = {
         "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
         "rope_type": "llama3",
     }  # fmt: skip
-    config = decoder_config(LlamaConfig(**SHAPE, rope_theta=500000.0, rope_scaling=llama3))
+    config = decoder_config(LlamaConfig(**sizes, rope_theta=500000.0, rope_scaling=llama3))
     assert config.rope.type == "llama3" and config.rope.parameters["rope_theta"] == 500000.0
 
 
-def test_sliding_windows_follow_the_family():
-    assert decoder_config(MistralConfig(**SHAPE)).sliding_windows == (4096, 4096)
-    assert decoder_config(MistralConfig(**SHAPE, sliding_window=None)).sliding_windows is None
+def test_sliding_windows_follow_the_family(sizes):
+    assert decoder_config(MistralConfig(**sizes)).sliding_windows == (4096, 4096)
+    assert decoder_config(MistralConfig(**sizes, sliding_window=None)).sliding_windows is None
     with pytest.raises(ValueError, match="sliding_window: 0; give at least 1, or null"):
-        decoder_config(MistralConfig(**SHAPE, sliding_window=0))
-    assert decoder_config(Qwen2Config(**SHAPE)).sliding_windows is None
-    used = Qwen2Config(**SHAPE, use_sliding_window=True, sliding_window=32, max_window_layers=1)
+        decoder_config(MistralConfig(**sizes, sliding_window=0))
+    assert decoder_config(Qwen2Config(**sizes)).sliding_windows is None
+    used = Qwen2Config(**sizes, use_sliding_window=True, sliding_window=32, max_window_layers=1)
     assert decoder_config(used).sliding_windows == (None, 32)
