@@ -4,7 +4,9 @@ shares the tests out among others needs none of it."""
 import gc
 import os
 import signal
+import sys
 from collections.abc import Callable
+from contextlib import suppress
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
@@ -54,6 +56,14 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.enable()
+
+
+def pytest_sessionfinish() -> None:
+    """Where tests started W&B's service in this process it is let go of here: at exit W&B would print a traceback where
+    it has ended already."""
+    if (wandb := sys.modules.get("wandb")) is not None:
+        with suppress(ConnectionError):
+            wandb.teardown()
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks at the groups
