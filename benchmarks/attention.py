@@ -1,8 +1,8 @@
-"""Tree attention of one layer behind a long cache: ours by implementation, and what others have for it.
+"""Tree attention of one layer over a long cache: our implementations beside those of others.
 
-What all layers of a pass share (masks, bits, block masks, the host's copy of the lengths) is made before the clock
-starts, for everyone. Each peer is prepared as well as it can be: grouped heads are folded into the query rows where
-that spares expanding K and V, masks are additive, what follows a flash kernel is one compiled kernel on a GPU.
+What all layers of a pass share (masks, bits, block masks, the host's copy of the lengths) is computed before the clock
+starts, for every candidate. Each peer is set up as well as possible: grouped heads are folded into the query rows if
+that avoids expanding K and V, masks are additive, and what follows a flash kernel is one compiled kernel on a GPU.
 Shapes: N query tokens of the pass, S committed rows, C capacity, H query heads, K key/value heads, G = H / K,
 Q = G * N, d head width.
 """
@@ -24,14 +24,14 @@ from longdraft.kernels.cpu_impl import rows
 from longdraft.kernels.reference.tree_attention import pack_tree
 from longdraft.kernels.reference.tree_attention import tree_attention as reference
 
-SMALL = 1037  # committed rows of the case that is compared where the reference of the timed one does not fit
-SPARE = 23  # rows of capacity behind the pass
+SMALL = 1037  # committed rows of the compared case, if the timed case's reference does not fit into memory
+SPARE = 23  # rows of capacity after the pass
 
 
 @dataclass
 class Case:
-    """One slot's rows, and what is right: `exact` is the fp32 reference, `plain` PyTorch's attention in the same
-    precision; both None where nothing is compared. `tree_mask` is None for one row."""
+    """One slot's queries, keys and values. `exact` is the output of the fp32 reference, `plain` that of PyTorch's
+    attention in the same precision; both are None if nothing is compared. `tree_mask_1NN` is None for a single row."""
 
     q_1NHd: Tensor
     keys_1CKd: Tensor
@@ -58,19 +58,19 @@ class Case:
         return torch.tensor([self.length], device=self.q_1NHd.device)
 
     def heads_first(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Views q [1, H, N, d], k and v [1, K, S + N, d] of what was written."""
+        """Views q [1, H, N, d], k and v [1, K, S + N, d] of the rows that were written."""
         stop = self.length + self.n_query_tokens
         q, k, v = self.q_1NHd, self.keys_1CKd[:, :stop], self.values_1CKd[:, :stop]
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
     def own_mask(self) -> Tensor:
-        """Bool [N, N]: which of the pass's own rows each of them reads."""
+        """Bool [N, N]: which of the pass's own rows each of them attends to."""
         if self.tree_mask_1NN is not None:
             return self.tree_mask_1NN[0]
-        return torch.ones(self.n_query_tokens, self.n_query_tokens, dtype=torch.bool, device=self.q_1NHd.device).tril()
+        return torch.ones(1, 1, dtype=torch.bool, device=self.q_1NHd.device)
 
     def full_mask(self) -> Tensor:
-        """Bool [N, S + N]: everything committed, and the tree."""
+        """Bool [N, S + N]: all committed rows, and the tree."""
         own_NN = self.own_mask()
         return torch.cat((own_NN.new_ones(self.n_query_tokens, self.length), own_NN), 1)
 
@@ -80,13 +80,13 @@ class Case:
         return q_1NKGd.permute(0, 2, 3, 1, 4).flatten(2, 3)
 
     def unfolded(self, x_1KQd: Tensor) -> Tensor:
-        """`folded` undone, of any last dimension: [1, N, H, d]."""
+        """Undo `folded`, for any last dimension: [1, N, H, d]."""
         x_1KGNd = x_1KQd.unflatten(2, (self.groups, self.n_query_tokens))
         return x_1KGNd.permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
 def random_tree(n_nodes: int) -> Tensor:
-    """Bool [N, N]: ancestors and itself, of a tree in which each node's parent is any before it."""
+    """Bool [N, N]: each node's ancestors and itself, in a tree where any earlier node may be the parent."""
     generator = torch.Generator().manual_seed(0)
     mask = torch.eye(n_nodes, dtype=torch.bool)
     for node in range(1, n_nodes):
@@ -95,7 +95,7 @@ def random_tree(n_nodes: int) -> Tensor:
 
 
 def make_case(bench: Bench, profile: Profile, context: int, nodes: int, compared: bool) -> Case:
-    """Random rows, NaN in the capacity behind them; with `exact` and `plain` where it is to be compared."""
+    """Random rows with NaN in the capacity after them, and with `exact` and `plain` if the case is to be compared."""
     generator = torch.Generator(bench.device).manual_seed(context + nodes)
 
     def draw(n_tokens: int, heads: int) -> Tensor:
@@ -126,9 +126,10 @@ def _triton(case: Case) -> Run:
     kernels = triton_kernels("tree_attention", "cuda")
     if kernels is None:
         raise Unavailable("triton is not installed")
-    plan = ours.PassPlan(case.lengths_1, case.n_query_tokens, case.tree_mask_1NN)
-    given = case.q_1NHd, case.keys_1CKd, case.values_1CKd, case.lengths_1, *plan.tree, case.tree_mask_1NN is not None
-    return lambda: kernels.tree_attention(*given)[0]
+    lengths, tree = case.lengths_1, case.tree_mask_1NN
+    plan = ours.PassPlan(lengths, case.n_query_tokens, tree)
+    arguments = case.q_1NHd, case.keys_1CKd, case.values_1CKd, lengths, *plan.tree, tree is not None
+    return lambda: kernels.tree_attention(*arguments)[0]
 
 
 def _c(case: Case) -> Run:
@@ -136,18 +137,18 @@ def _c(case: Case) -> Run:
         raise Unavailable("the C kernels are for CPUs")
     if not rows.can_attend(case.q_1NHd):
         raise Unavailable(f"no C compiler, or {case.q_1NHd.dtype} and this head width are not the C kernels'")
-    given = case.q_1NHd, case.keys_1CKd, case.values_1CKd, case.lengths_1, case.tree_mask_1NN, None
-    return lambda: rows.attention_rows(*given)
+    arguments = case.q_1NHd, case.keys_1CKd, case.values_1CKd, case.lengths_1, case.tree_mask_1NN, None
+    return lambda: rows.attention_rows(*arguments)
 
 
 def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """0 where a bool mask is open, -inf elsewhere."""
+    """0 where a bool mask is True, -inf elsewhere."""
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, float("-inf"))
 
 
 def _sdpa(case: Case) -> Run:
     _, k, v = case.heads_first()
-    # One row reads all there is: no mask, which is the faster call.
+    # A single row attends to everything, and the call without a mask is faster.
     mask = None if case.n_query_tokens == 1 else _additive(case.full_mask(), k.dtype).repeat(case.groups, 1)
     return lambda: case.unfolded(scaled_dot_product_attention(case.folded(), k, v, attn_mask=mask))
 
@@ -162,7 +163,7 @@ def _flex(case: Case) -> Run:
         del batch, head
         return (key < length) | own[row.clamp(max=last), (key - length).clamp(0, last)]
 
-    torch._dynamo.reset()  # else PyTorch stops compiling after some shapes
+    torch._dynamo.reset()  # otherwise PyTorch stops compiling after several shapes
     blocks = create_block_mask(opened, 1, 1, case.n_query_tokens, k.shape[2], device=q.device.type)
     compiled = torch.compile(flex_attention, dynamic=False)
 
@@ -176,8 +177,8 @@ def _flex(case: Case) -> Run:
 
 
 def _own_rows(case: Case) -> Callable[[], tuple[Tensor, Tensor]]:
-    """() -> (output [1, N, H, d], log-sum-exp [1, N, H]) over the pass's own rows: our Triton kernel on a GPU, as the
-    authors of LongSpec do it; elsewhere a dense product in fp32."""
+    """() -> (output [1, N, H, d], log-sum-exp [1, N, H]) of attention over the pass's own rows: our Triton kernel on a
+    GPU, as in LongSpec's program, and elsewhere a dense product in fp32."""
     stop = case.length + case.n_query_tokens
     k, v = case.keys_1CKd[:, case.length : stop], case.values_1CKd[:, case.length : stop]
     kernels = triton_kernels("tree_attention", k.device.type)
@@ -198,16 +199,16 @@ def _own_rows(case: Case) -> Callable[[], tuple[Tensor, Tensor]]:
 
 
 def _merge(old: Tensor, old_lse: Tensor, new: Tensor, new_lse: Tensor) -> Tensor:
-    """Two attentions over different keys [1, N, H, d] into one, by their log-sum-exps [1, N, H]; in old's dtype."""
-    share = torch.sigmoid(new_lse.float() - old_lse.float())[..., None]
-    return torch.lerp(old.float(), new.float(), share).to(old.dtype)
+    """Merge attention outputs over different keys [1, N, H, d] by their log-sum-exps [1, N, H], in old's dtype."""
+    weight = torch.sigmoid(new_lse.float() - old_lse.float())[..., None]
+    return torch.lerp(old.float(), new.float(), weight).to(old.dtype)
 
 
 def _merged(case: Case, prefix: Callable[[], tuple[Tensor, Tensor]]) -> Run:
-    """A prefix's output and log-sum-exp, and the tree's, into one."""
-    own = _own_rows(case)
+    """Attention over the prefix, given as () -> (output, log-sum-exp), merged with attention over the tree."""
+    tree = _own_rows(case)
     merge = torch.compile(_merge, dynamic=False) if case.q_1NHd.is_cuda else _merge
-    return lambda: merge(*prefix(), *own())
+    return lambda: merge(*prefix(), *tree())
 
 
 def _flash_attn(case: Case) -> Run:
@@ -217,10 +218,10 @@ def _flash_attn(case: Case) -> Run:
         raise Unavailable("flash-attn is not installed; PyTorch's flash backend stands for it")
     from flash_attn import flash_attn_with_kvcache  # pyright: ignore[reportMissingImports]
 
-    given, lengths = (case.q_1NHd, case.keys_1CKd, case.values_1CKd), case.lengths_1.int()
+    qkv, lengths = (case.q_1NHd, case.keys_1CKd, case.values_1CKd), case.lengths_1.int()
 
     def prefix() -> tuple[Tensor, Tensor]:
-        old, lse_1HN = flash_attn_with_kvcache(*given, cache_seqlens=lengths, return_softmax_lse=True)
+        old, lse_1HN = flash_attn_with_kvcache(*qkv, cache_seqlens=lengths, return_softmax_lse=True)
         return old, lse_1HN.transpose(1, 2)
 
     return _merged(case, prefix)
@@ -246,7 +247,7 @@ IMPLEMENTATIONS: dict[str, Build] = {
     f"{OURS}, Triton": _triton,
     f"{OURS}, C": _c,
     "SDPA, dense mask": _sdpa,
-    FLEX: _flex,  # before the others that compile, for it clears what was compiled
+    FLEX: _flex,  # before the others that compile, because it clears what was compiled
     "flash-attn prefix + tree": _flash_attn,
     "PyTorch flash prefix + tree": _torch_flash,
 }
@@ -257,8 +258,8 @@ def _left_out(case: Case) -> Run:
 
 
 def verdict(name: str, case: Any, out: Tensor) -> str | None:
-    """By the rule of candidates.py: ours by the largest error. A peer may round parts before it merges them, which
-    doubles the largest error at times, but never the norm."""
+    """Apply the rule of candidates.py, to the largest error for ours and to the norm for peers: those that round before
+    they merge sometimes double the largest error, but never the norm."""
     return too_far(out, case.exact, case.plain, largest=name.startswith(OURS))
 
 
@@ -269,7 +270,7 @@ def measure(
     nodes: list[int],
     implementations: Mapping[str, Build] = IMPLEMENTATIONS,
 ) -> list[dict]:
-    """A row of every implementation for each context and number of rows of a pass."""
+    """Return a row of every implementation for each context and number of rows of a pass."""
     if bench.quick and bench.device.type == "cpu":
         implementations = {name: _left_out if name == FLEX else build for name, build in implementations.items()}
     found = []
@@ -290,7 +291,7 @@ def _measure(bench: Bench, profile: Profile, shape: dict, implementations: Mappi
     if 2 * work.bytes > free:
         reason = f"K and V take {work.bytes / 2**30:.1f} GiB, {free / 2**30:.1f} are free"
         return refused(shape, implementations, reason)
-    # The reference holds scores, masked scores and weights of all pairs in fp32, and K and V in fp32.
+    # The reference holds scores, masked scores and weights of all pairs, and K and V, in fp32.
     compared = 4 * 4 * profile.n_heads * nodes * context + 6 * work.bytes < free
     cases = [make_case(bench, profile, context, nodes, compared)]
     if not compared:

@@ -1,7 +1,7 @@
-"""One way of doing something beside others: it is timed only if its output is right, and named where it cannot run.
+"""Candidates: several implementations of the same thing. One is timed only if its output is right.
 
-A candidate's error against the fp32 reference is at most twice (gradients: three times) the error of plain PyTorch in
-the same precision on the same numbers. Nothing is left out in silence: each candidate of each shape gives a row, whose
+A candidate's error against the fp32 reference may be at most twice (for gradients three times) that of plain PyTorch in
+the same precision on the same numbers. Nothing is left out silently: each candidate gets a row for each shape, whose
 `status` is "ok", "wrong", "failed" (ours raised), "not available" (a peer cannot run here) or "not measured".
 """
 
@@ -14,29 +14,29 @@ from longdraft.benchmarks.profiles import Work
 from longdraft.benchmarks.timing import Bench, Times, peak_bytes
 
 OURS = "longdraft"
-# What PyTorch, compilers and other libraries raise where a shape, a dtype or a device is not theirs. Triton's errors
-# derive from Exception alone, and are known by their module.
+# What PyTorch, compilers and other libraries raise for a shape, dtype or device that they do not support. Triton's
+# errors derive directly from Exception and are recognised by their module.
 _ERRORS = (RuntimeError, ValueError, TypeError, AssertionError, ImportError, AttributeError, IndexError, KeyError)
-# In fp32 the error of plain PyTorch may be zero by chance; this share of the largest value is always allowed.
+# In fp32 the error of plain PyTorch may happen to be zero; this fraction of the largest value is always allowed.
 FLOOR = 2e-5
 
 Run = Callable[[], Any]
-# A candidate made ready for a case: masks, layouts and whatever the layers of a pass share are not timed.
+# Prepares a candidate for a case; masks, layouts and whatever else the layers of a pass share are not timed.
 Build = Callable[[Any], Run]
-# (Name, case that has a reference, output) -> None if the output is right, else why it is not.
+# (Name, case with a reference, output) -> None if the output is right, otherwise what is wrong.
 Verdict = Callable[[str, Any, Any], str | None]
 
 
 class Unavailable(Exception):
-    """A candidate cannot run here, and why."""
+    """A candidate cannot run here; the message says why."""
 
 
 def too_far(out: Tensor, exact: Tensor, plain: Tensor, times: int = 2, largest: bool = True) -> str | None:
-    """None where `out` is within the rule, else words with both numbers.
+    """Return None if the error of `out` is small enough, otherwise both numbers in words.
 
     Args:
         exact: the fp32 reference. plain: plain PyTorch's output in the precision of `out`.
-        times: what the error may be of plain PyTorch's. largest: the largest error counts, else the norm of all.
+        times: how many times plain PyTorch's error is allowed. largest: compare the largest error instead of the norm.
     """
     size = (lambda x: float(x.float().abs().max())) if largest else (lambda x: float(x.float().norm()))
     if out.shape != exact.shape:
@@ -57,12 +57,12 @@ def race(
     work: Work,
     memory: bool = False,
 ) -> list[dict]:
-    """A row for every candidate, `shape` in each; those that are right are timed in turns.
+    """Return a row for every candidate, with `shape` in it. Those whose output is right are timed in turns.
 
     Args:
         builds: by name; a name that begins with OURS is ours.
-        cases: each with a reference as its `exact`, or None; the last is what is timed.
-        memory: also the peak of allocated bytes.
+        cases: each has a reference as its `exact`, or None; the last case is timed.
+        memory: also measure the peak of allocated bytes.
     """
     rows, ready = [], {}
     for name, build in builds.items():
@@ -81,14 +81,14 @@ def race(
 
 
 def refused(shape: Mapping[str, Any], names: Iterable[str], reason: str) -> list[dict]:
-    """A row for every candidate of a shape that is not measured."""
+    """Return a row for every candidate of a shape that is not measured."""
     return [{**shape, "implementation": name, "status": "not measured", "reason": reason} for name in names]
 
 
 def figures(bench: Bench, times: Times, work: Work) -> dict:
-    """Times in ms, and what they are of this machine's ceilings; `over_floor` is the time over that of moving the
-    bytes once."""
-    moved, done = work.bytes / times.median, work.flops / times.median
+    """Times in ms, and their relation to this machine's ceilings; `over_floor` is the time relative to moving the bytes
+    once."""
+    bytes_per_second, flops_per_second = work.bytes / times.median, work.flops / times.median
     return {
         "ms": 1e3 * times.median,
         "least_ms": 1e3 * times.least,
@@ -96,10 +96,10 @@ def figures(bench: Bench, times: Times, work: Work) -> dict:
         "turns": times.turns,
         "bytes": work.bytes,
         "flops": work.flops,
-        "bytes_per_second": moved,
-        "flops_per_second": done,
-        "share_of_copy": moved / bench.ceilings.copy,
-        "share_of_products": done / bench.ceilings.products(bench.dtype),
+        "bytes_per_second": bytes_per_second,
+        "flops_per_second": flops_per_second,
+        "share_of_copy": bytes_per_second / bench.ceilings.copy,
+        "share_of_products": flops_per_second / bench.ceilings.products(bench.dtype),
         "over_floor": times.median / (work.bytes / bench.ceilings.memory),
     }
 
@@ -107,7 +107,7 @@ def figures(bench: Bench, times: Times, work: Work) -> dict:
 def admit(
     bench: Bench, name: str, build: Build, cases: Sequence[Any], verdict: Verdict
 ) -> tuple[dict[str, str], Run | None]:
-    """What a row says of a candidate, and what is timed of it: None where nothing is."""
+    """Return the row's entries for a candidate, and the function to time, or None if it is not to be timed."""
     status, reason, run = _examine(bench, name, build, cases, verdict)
     if run is not None:
         return {"status": status}, run
@@ -125,10 +125,10 @@ def _examine(
         for case in cases:
             run = build(case)
             out = run()
-            if case.exact is not None and (wrong := verdict(name, case, out)):
-                return "wrong", wrong, None
-    except Unavailable as absent:
-        return "not available", str(absent), None
+            if case.exact is not None and (reason := verdict(name, case, out)):
+                return "wrong", reason, None
+    except Unavailable as error:
+        return "not available", str(error), None
     except Exception as error:
         if not (isinstance(error, _ERRORS) or type(error).__module__.startswith("triton")):
             raise
@@ -137,13 +137,13 @@ def _examine(
 
 
 def _first_line(error: Exception) -> str:
-    """The first line of an error that says something, not too long."""
+    """The first line of an error's message that is not empty, shortened."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
 
 
 def ratios(rows: Sequence[dict]) -> None:
-    """Add to the rows that were timed their time over that of OURS, all of one shape."""
+    """Add to the timed rows of one shape their time relative to that of OURS."""
     ours = next((row["ms"] for row in rows if row["implementation"] == OURS and "ms" in row), None)
     for row in rows:
         if ours and "ms" in row:

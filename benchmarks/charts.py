@@ -1,6 +1,6 @@
-"""Bars and lines as inline SVG whose colours are CSS classes: s0, s1, ... of series, `axis` of what is around them.
+"""Draws bar and line charts as inline SVG. Colours are CSS classes: s0, s1, ... for series, `axis` for labels.
 
-Every mark says its numbers in a `title`. Not here: what is drawn (html_report.py).
+Every mark has its numbers in a `title`. Not here: what is drawn (html_report.py).
 """
 
 import math
@@ -9,15 +9,15 @@ from html import escape
 from typing import NamedTuple
 
 WIDTH, BAR, GAP, LABEL = 440, 13, 4, 17
-LEFT, RIGHT, TOP, HEIGHT = 46, 10, 10, 190  # of lines
-VALUE = 104  # room for the number behind the longest bar
-TICK = 46  # at least so far apart
-SERIES = 8  # colours
+LEFT, RIGHT, TOP, HEIGHT = 46, 10, 10, 190  # of a line chart
+VALUE = 104  # room for the number after the longest bar
+TICK = 46  # least distance between two labels on the axis
+SERIES = 8  # number of colours
 TEXT = "font-size='11' font-family='system-ui, sans-serif'"
 
 
 class Bar(NamedTuple):
-    """A series' value in a group. low, high: of its interval, where it has one."""
+    """The value of a series in a group. low, high: ends of its interval, if it has one."""
 
     series: int
     name: str
@@ -31,19 +31,19 @@ class Bar(NamedTuple):
 
 
 def bars(label: str, groups: Mapping[str, Sequence[Bar]], mark: float | None = None) -> str:
-    """Horizontal bars under the name of their group; mark: a value with a line across all of them."""
+    """Horizontal bars below the name of their group. mark: a value at which a line crosses all bars."""
     return _svg(label, *bar_marks(groups, mark))
 
 
 def bar_marks(groups: Mapping[str, Sequence[Bar]], mark: float | None = None) -> tuple[float, list[str]]:
-    """The height of `bars`, and what is drawn."""
-    most = max([mark or 0.0, *(max(b.value, b.high or 0.0) for of in groups.values() for b in of)]) or 1.0
+    """The height of `bars`, and the SVG elements."""
+    most = max([mark or 0.0, *(max(b.value, b.high or 0.0) for group in groups.values() for b in group)]) or 1.0
     scale = (WIDTH - VALUE) / most
     parts, y = [], 0.0
-    for name, of in groups.items():
+    for name, group in groups.items():
         parts.append(f"<text class='axis' x='0' y='{y + LABEL - 5:g}' {TEXT}>{escape(name)}</text>")
         y += LABEL
-        for bar in of:
+        for bar in group:
             parts.append(_bar(name, bar, y, scale))
             y += BAR + 1
         y += GAP
@@ -70,8 +70,8 @@ def _bar(group: str, bar: Bar, y: float, scale: float) -> str:
 
 
 def lines(label: str, series: Mapping[int, Sequence[tuple[float, float]]], across: str, up: str) -> str:
-    """Points joined, of each series; both axes begin at 0 or at the first point."""
-    points = [point for of in series.values() for point in of]
+    """Joined points of each series, (x, y). The y axis begins at 0, the x axis at the first point."""
+    points = [point for joined in series.values() for point in joined]
     first, last = min(x for x, _ in points), max(x for x, _ in points)
     top = max(y for _, y in points) or 1.0
     step = _nice(top / 4)
@@ -87,28 +87,28 @@ def lines(label: str, series: Mapping[int, Sequence[tuple[float, float]]], acros
         _, y = place(first, i * step)
         parts.append(f"<line class='grid' x1='{LEFT}' x2='{WIDTH - RIGHT}' y1='{y:g}' y2='{y:g}'/>")
         parts.append(f"<text class='axis' x='{LEFT - 5}' y='{y + 4:g}' text-anchor='end' {TEXT}>{i * step:g}</text>")
-    before = -math.inf
+    labelled = -math.inf
     for x in sorted({x for x, _ in points}):
         at, _ = place(x, 0)
-        if at - before >= TICK:
+        if at - labelled >= TICK:
             anchor = "end" if at > WIDTH - RIGHT - TICK / 2 else "middle"
             parts.append(
                 f"<text class='axis' x='{at:g}' y='{HEIGHT - 20}' text-anchor='{anchor}' {TEXT}>{x:,.0f}</text>"
             )
-            before = at
+            labelled = at
     parts.append(f"<text class='axis' x='{LEFT}' y='{HEIGHT - 5}' {TEXT}>{escape(up)} by {escape(across)}</text>")
-    for number, of in series.items():
-        placed = [place(x, y) for x, y in of]
+    for number, joined in series.items():
+        placed = [place(x, y) for x, y in joined]
         path = "L".join(f"{x:g} {y:g}" for x, y in placed)
         parts.append(f"<path class='line l{number % SERIES}' d='M{path}'/>")
-        for (x, y), (at, value) in zip(placed, of, strict=True):
+        for (x, y), (at, value) in zip(placed, joined, strict=True):
             title = f"<title>{at:,g}: {value:.3g}</title>"
             parts.append(f"<circle class='s{number % SERIES}' cx='{x:g}' cy='{y:g}' r='3'>{title}</circle>")
     return _svg(label, HEIGHT, parts)
 
 
 def _nice(step: float) -> float:
-    """The next of 1, 2, 5 times a power of ten."""
+    """Round up to 1, 2 or 5 times a power of ten."""
     power = 10.0 ** math.floor(math.log10(step))
     return next(size * power for size in (1, 2, 5, 10) if size * power >= step * 0.999)
 

@@ -1,15 +1,14 @@
-"""What classical rejection would accept, beside our rule, at the first place behind a root.
+"""What classical rejection sampling would accept at the first place after a root, compared with our rule.
 
 Classical rejection (Leviathan et al., arXiv 2211.17192) draws a token from the draft's distribution q and accepts it
-with probability min(1, p / q): in the mean the overlap sum_v min(p_v, q_v). Ours takes the draft's best token, ranked
-with the noise of the target's choice or without, and accepts it where it is that choice. Both distributions are of the
-same temperature, filters and penalties. Drafters that rank nothing (look-ups) have no q.
+with probability min(1, p / q), on average the overlap sum_v min(p_v, q_v). Our rule takes the draft's best token,
+ranked with or without the noise of the target's choice, and accepts it if it is that choice. Both distributions have
+the same temperature, filters and penalties. Drafters that rank nothing (look-ups) have no q.
 Shapes: B = 1 slot, V vocabulary.
 """
 
 from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,44 +17,39 @@ from longdraft.benchmarks.measure import decode
 from longdraft.benchmarks.progress import UNWATCHED, Watch
 from longdraft.infer.engine import Engine
 from longdraft.infer.history import History
-from longdraft.infer.sampling import SamplingParams, SlotSampling
+from longdraft.infer.sampling import SamplingParams
+from longdraft.infer.slot_sampling import SlotSampling
+
+# Figures of a step whose first place a drafter ranked: "classical" is sum_v min(p_v, q_v); "with" and "without" say
+# whether the drafter's best token, ranked with the noise or without it, was the target's choice.
+FirstPlace = dict[str, float]
 
 
-class FirstPlace(NamedTuple):
-    """Of a step in which a drafter ranked the first place: sum_v min(p_v, q_v), and whether its best token, ranked with
-    the noise and without, was the target's choice."""
-
-    overlap: float
-    with_noise: bool
-    without: bool
-
-
-def shares(seen: Sequence[FirstPlace]) -> dict[str, float] | None:
-    """The mean of each; None where nothing was ranked."""
-    means = (sum(values) / len(seen) for values in zip(*seen, strict=True))
-    return dict(zip(("classical", "with", "without"), means, strict=True)) if seen else None
+def shares(seen: Sequence[FirstPlace]) -> FirstPlace | None:
+    """The mean of each figure, or None if nothing was ranked."""
+    return {name: sum(one[name] for one in seen) / len(seen) for name in seen[0]} if seen else None
 
 
 def first_places(
     engine: Engine, prompts: Sequence[list[int]], params: SamplingParams, watch: Watch = UNWATCHED
 ) -> list[FirstPlace]:
-    """Decode the prompts one at a time, at a temperature above 0, and look at every step's first place.
+    """Decode the prompts one at a time, at a temperature above 0, and return every step's first place.
 
-    engine: with every node verified, steps not recorded, and the noise in its ranking; it decodes as ever.
+    engine: verifies every node, records no steps, and ranks with the noise. Its tokens are not affected.
     """
     seen: list[FirstPlace] = []
-    runner = engine.runner
-    before, runner.make_sampling = runner.make_sampling, partial(_Watched, seen)
+    pool = engine.pool
+    before, pool.make_sampling = pool.make_sampling, partial(_Watched, seen)
     try:
         for prompt in prompts:
             decode(engine, [prompt], params, watch)
     finally:
-        runner.make_sampling = before
+        pool.make_sampling = before
     return seen
 
 
 class _Watched(SlotSampling):
-    """Remembers the draft's distribution of the first place until the target has chosen there."""
+    """Keeps the draft's distribution for the first place until the target has chosen there, and compares them."""
 
     def __init__(self, seen: list[FirstPlace], *args):
         super().__init__(*args)
@@ -86,15 +80,16 @@ class _Watched(SlotSampling):
     def _watch(
         self, logits: Tensor, history: History, positions_B: Tensor, offset: int, token_ids: Tensor | None
     ) -> None:
-        if offset == 1 and self._draft is None:
-            scores = super().ranking(logits, history, positions_B, offset, token_ids)
-            penalised = self.penalties.apply(logits, history, positions_B, token_ids).reshape(-1)
-            best = torch.stack([scores.reshape(-1).argmax(), penalised.argmax()])
-            with_noise, without = (best if token_ids is None else token_ids[best]).tolist()
-            q_V = self._distribution(penalised)
-            if token_ids is not None:
-                q_V = torch.zeros(int(token_ids.max()) + 1, device=q_V.device).index_put_((token_ids,), q_V)
-            self._draft = positions_B.clone(), q_V, with_noise, without
+        if offset != 1 or self._draft is not None:
+            return
+        scores = super().ranking(logits, history, positions_B, offset, token_ids)
+        penalised = self.penalties.apply(logits, history, positions_B, token_ids).reshape(-1)
+        best = torch.stack([scores.reshape(-1).argmax(), penalised.argmax()])
+        with_noise, without = (best if token_ids is None else token_ids[best]).tolist()
+        q_V = self._distribution(penalised)
+        if token_ids is not None:
+            q_V = torch.zeros(int(token_ids.max()) + 1, device=q_V.device).index_put_((token_ids,), q_V)
+        self._draft = positions_B.clone(), q_V, with_noise, without
 
     def choose(self, logits_BV: Tensor, history: History, positions_B: Tensor) -> Tensor:
         chosen_B = super().choose(logits_BV, history, positions_B)
@@ -114,5 +109,5 @@ class _Watched(SlotSampling):
         _, q_V, with_noise, without = self._draft
         self._draft = None
         p_V = self._distribution(self.penalties.apply(logits_BV, history, positions_B))
-        overlap = float(torch.minimum(p_V[: len(q_V)], q_V).sum())
-        self._seen.append(FirstPlace(overlap, int(chosen_B) == with_noise, int(chosen_B) == without))
+        overlap, chosen = float(torch.minimum(p_V[: len(q_V)], q_V).sum()), int(chosen_B)
+        self._seen.append({"classical": overlap, "with": chosen == with_noise, "without": chosen == without})

@@ -1,9 +1,9 @@
-"""Plain decoding against transformers' `generate` with the same random weights: the time to a prompt's first token, and
-tokens a second behind it beside the read floor.
+"""Plain decoding against transformers' `generate` with the same random weights: time to the first token, and tokens per
+second after it beside the read floor.
 
-Both decode the same prompts in turns. They are compared first: a model of the
-profile's widths and few layers must give the same tokens in fp32; in bf16 those of random weights are a matter of
-rounding. Where weights and cache would not fit, the model has fewer layers, and `layers` says how many.
+Both decode the same prompts in turns. Before that, a model of the profile's widths and few layers must give the same
+tokens in fp32; in bf16 the tokens of random weights depend on rounding. If weights and cache would not fit into memory,
+the model has fewer layers, and `layers` says how many.
 """
 
 import statistics
@@ -31,7 +31,7 @@ SMALL_PROMPT, SMALL_TOKENS = 40, 16
 def transformers_model(
     profile: Profile, n_layers: int, positions: int, device: torch.device, dtype: torch.dtype
 ) -> Any:
-    """transformers' own class of the profile's family, with random weights wide enough to keep logits apart."""
+    """transformers' own class for the profile's family, with random weights large enough to keep logits apart."""
     from transformers import AutoModelForCausalLM
 
     config = profile.transformers_config(n_layers, positions)
@@ -47,20 +47,20 @@ def draw_prompts(profile: Profile, n_prompts: int, n_tokens: int) -> list[list[i
 
 
 def both(model: Any, engine: Engine, prompts: list[list[int]], new_tokens: int) -> dict[str, list[Answer]]:
-    """Both ways' answers, one prompt after the other, each with both in turns, warmed up alike."""
+    """Answers of our engine and of transformers, which take turns at each prompt after a warm-up."""
     params = SamplingParams(max_new_tokens=new_tokens, ignore_eos=True)
-    ways = {OURS: EngineAnswers(engine), PEER: TransformersAnswers(model, ())}
-    for way in ways.values():
-        way.answer(prompts[0], replace(params, max_new_tokens=4), UNWATCHED)
-    found: dict[str, list[Answer]] = {name: [] for name in ways}
+    answerers = {OURS: EngineAnswers(engine), PEER: TransformersAnswers(model, ())}
+    for answerer in answerers.values():
+        answerer.answer(prompts[0], replace(params, max_new_tokens=4), UNWATCHED)
+    found: dict[str, list[Answer]] = {name: [] for name in answerers}
     for prompt in prompts:
-        for name, way in ways.items():
-            found[name].append(way.answer(prompt, params, UNWATCHED))
+        for name, answerer in answerers.items():
+            found[name].append(answerer.answer(prompt, params, UNWATCHED))
     return found
 
 
 def difference(bench: Bench, profile: Profile) -> str | None:
-    """None where a small model in fp32 decodes the same tokens here and there, else how many differ."""
+    """How many tokens of a small model in fp32 differ from transformers', in words; None if none do."""
     layers, positions = min(SMALL_LAYERS, profile.n_layers), SMALL_PROMPT + SMALL_TOKENS
     model = transformers_model(profile, layers, positions, bench.device, torch.float32)
     prompts = draw_prompts(profile, 2, SMALL_PROMPT)
@@ -71,12 +71,13 @@ def difference(bench: Bench, profile: Profile) -> str | None:
 
 
 def measure(bench: Bench, profile: Profile, contexts: list[int], new_tokens: int, n_prompts: int = 3) -> list[dict]:
-    """For each context rows of decoding and of `prefill`, which ends with the first token: ours and transformers'."""
+    """Return rows of decoding and of `prefill`, which ends with the first token, for each context: ours and
+    transformers'."""
     bench.log(f"decode, {profile.name}: tokens in fp32 against transformers'")
     base = {"benchmark": "decode", "profile": profile.name, "layers_of_model": profile.n_layers}
     base |= {"new_tokens": new_tokens, "prompts": n_prompts}
     shapes = [{**base, "context": context} for context in contexts]
-    # In fp32, q, k and v, gate and up of the layers twice.
+    # In fp32, with q, k, v, gate and up of all layers twice.
     reason = bench.spent if bench.left < 0 else too_large(bench, profile, 8)
     if reason is not None:
         return [row for shape in shapes for row in refused(shape, (OURS, PEER), reason)]
@@ -85,7 +86,7 @@ def measure(bench: Bench, profile: Profile, contexts: list[int], new_tokens: int
         wrong = {"status": "wrong", "reason": reason}
         return [{**shape, "implementation": OURS, **wrong} for shape in shapes]
     positions = max(contexts) + new_tokens
-    # Our q, k and v, gate and up lie beside transformers', and its cache beside ours.
+    # Our q, k, v, gate and up exist beside transformers', and its cache beside ours.
     n_layers = layers_that_fit(bench, profile, positions, copies=2)
     model = transformers_model(profile, n_layers, positions, bench.device, bench.dtype)
     engine = Engine(target_from_transformers(model), keep_prompts=False)
@@ -95,11 +96,11 @@ def measure(bench: Bench, profile: Profile, contexts: list[int], new_tokens: int
         if bench.left < 0:
             found += refused(shape, (OURS, PEER), bench.spent)
         else:
-            found += _behind(bench, profile, model, engine, shape | {"layers": n_layers})
+            found += _measure(bench, profile, model, engine, shape | {"layers": n_layers})
     return found
 
 
-def _behind(bench: Bench, profile: Profile, model: Any, engine: Engine, shape: dict) -> list[dict]:
+def _measure(bench: Bench, profile: Profile, model: Any, engine: Engine, shape: dict) -> list[dict]:
     prompts = draw_prompts(profile, shape["prompts"], shape["context"])
     answers = both(model, engine, prompts, shape["new_tokens"])
     token = {name: [a.decode_seconds / len(a.tokens) for a in found] for name, found in answers.items()}

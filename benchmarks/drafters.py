@@ -1,19 +1,19 @@
-"""What `longdraft bench` measures, in order: exactness, then everything else in the dtype asked for.
+"""What `longdraft bench` measures, in order: exactness first, then everything else in the dtype that was asked for.
 
-No speed is given out without the exactness of the same drafter in the same record. Not here: how exactness is shown
-(proof.py), how answers are asked for (turns.py) and what figures are made of them (figures.py), the single measurements
-(measure.py), the prompts (suites.py, questions.py), how figures are shown (drafters_report.py), or kernels' benchmarks
-(run.py).
+No speed is reported without the exactness of the same drafter in the same record. Not here: how exactness is proved
+(proof.py), how questions are asked (turns.py), what is computed from the answers (figures.py), the single measurements
+(measure.py), the prompts (suites.py, questions.py), the report (drafters_report.py), or benchmarks of kernels (run.py).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
+from itertools import product
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from longdraft.benchmarks import proof
 from longdraft.benchmarks.answers import Record
 from longdraft.benchmarks.classical import first_places, shares
 from longdraft.benchmarks.figures import rounded, run_figures, totals
@@ -29,7 +29,7 @@ from longdraft.benchmarks.measure import (
     width_curve_cost,
 )
 from longdraft.benchmarks.progress import UNWATCHED, Phase, Watch
-from longdraft.benchmarks.proof import Builder, fp32_layer_by_layer, phase_name, prove
+from longdraft.benchmarks.proof import PROMPTS, Builder, fp32_layer_by_layer, proof_steps, prove
 from longdraft.benchmarks.questions import Asked
 from longdraft.benchmarks.turns import Answerer, EngineAnswers, TransformersAnswers, Turns
 from longdraft.infer.engine import Engine
@@ -38,9 +38,8 @@ from longdraft.models.target import Target
 
 NOISE_TEMPERATURES, NOISE_PROMPTS, NOISE_TOKENS = (0.7, 1.0), 3, 64
 FLIP_TOKENS = 64
-# What a token takes beside one of plain decoding in bf16, as measured for SmolLM2, in the proof, where every node is
-# verified, and of the reference.
-SLOW = {"fp32": (3.0, 2.0), "layerwise": (9.0, 6.0), "serving": (2.0, 1.0), "off": (1.0, 1.0)}
+# Time per token of the reference text, by form of the proof, relative to plain decoding in bf16 (measured on SmolLM2).
+SLOW_REFERENCE = {"fp32": 2.0, "layerwise": 6.0, "serving": 1.0, "off": 1.0}
 REFERENCE, CURVE, FLIPS, PEER = "the target's own text", "cost of a pass by its rows", "flips", "transformers"
 
 
@@ -49,13 +48,15 @@ class BenchSettings:
     """What is measured and how.
 
     Attributes:
-        dtype: of the speeds. proof: the form of the proof of exactness (proof.py).
+        dtype: for the speeds. proof: the form of the proof of exactness (proof.py).
         temperatures: measured one after the other; 0 is greedy.
-        sampling: further keywords of the answers' SamplingParams. ignore_eos: whether they go on behind their end.
-        nodes, noise_in_ranking: as the Engine's.
-        passes: also what a pass costs by its width, at `contexts` (None: the first prompt's length), and how often
-            passes of different widths choose differently. noise: also acceptance with and without the noise in the
-            ranking, and classical rejection's beside it.
+        sampling: further keywords for the answers' SamplingParams. ignore_eos: whether answers continue after an end
+            token.
+        nodes, noise_in_ranking: passed to the Engine.
+        passes: also measure the cost of a pass by its width, at `contexts` (None: the first prompt's length), and how
+            often passes of different widths choose different tokens.
+        noise: also measure acceptance with and without the noise in the ranking, and what classical rejection would
+            accept.
     """
 
     new_tokens: int = 128
@@ -71,16 +72,13 @@ class BenchSettings:
     noise: bool = False
     noise_in_ranking: bool = True
 
-    def curve_contexts(self, asked: Sequence[Asked]) -> tuple[int, ...]:
-        return (self.contexts or (asked[0].tokens,)) if self.passes else ()
-
     def greedy(self, new_tokens: int | None = None) -> SamplingParams:
-        """A request of the proof and of the single measurements: nothing but the most probable tokens."""
+        """Greedy decoding without filters or penalties, for the proof and the single measurements."""
         return SamplingParams(seed=self.seed, max_new_tokens=new_tokens or self.new_tokens, ignore_eos=True)
 
     def params(self, temperature: float, new_tokens: int | None = None) -> SamplingParams:
-        given = {**self.sampling, "temperature": temperature, "ignore_eos": self.ignore_eos}
-        return SamplingParams(seed=self.seed, max_new_tokens=new_tokens or self.new_tokens, **given)
+        options = {**self.sampling, "temperature": temperature, "ignore_eos": self.ignore_eos}
+        return SamplingParams(seed=self.seed, max_new_tokens=new_tokens or self.new_tokens, **options)
 
 
 def bench(
@@ -92,104 +90,34 @@ def bench(
     watch: Watch = UNWATCHED,
     record: Record | None = None,
 ) -> dict:
-    """Everything as plain dicts.
+    """Measure everything and return it as plain dicts.
 
     Args:
-        target: loaded in fp32 for a proof of the form "fp32", and then cast to `settings.dtype`; else loaded in that.
-            Drafters are built anew.
-        builders: by the name that the figures stand under; plain decoding is always measured.
-        asked: whose prompts have room among the target's positions.
-        transformers_model: the same checkpoint as a transformers model in `settings.dtype`, or None; it answers the
-            greedy questions too.
-        watch: told what is measured and how it goes on.
-        record: takes proof and answers; what it has is not made again. None: in memory.
+        target: loaded in fp32 for a proof of the form "fp32", and then cast to `settings.dtype`; otherwise loaded in
+            that dtype. Drafters are built again after the cast.
+        builders: by the name under which the figures are reported; plain decoding is always measured.
+        asked: questions whose prompts fit the target's positions.
+        transformers_model: the same checkpoint as a transformers model in `settings.dtype`, or None; it also answers
+            the greedy questions.
+        watch: told which phase is running and how far it is.
+        record: receives the proof and the answers; what it already holds is not measured again. None: kept in memory.
 
     Raises:
         ValueError: a prompt that does not fit the target's positions.
         NotExact: a drafter whose tokens are not plain decoding's.
     """
-    record = record or Record(None, {})
     _check_lengths(target, asked, settings)
-    watch.plan(plan(list(builders), asked, settings, transformers_model is not None))
-    prompts = [one.question.prompt(target) for one in asked[: proof.PROMPTS]]
-    start, reference, text = len(prompts[0]) - 1, None, list[int]()
+    run = _Bench(target, builders, asked, settings, transformers_model, watch, record or Record(None, {}))
+    exactness, speeds = run.exactness(), run.speeds()
+    watch.plan([phase for part in (*exactness, *speeds) for phase in next(part)])
     with fp32_layer_by_layer(target.model) if settings.proof == "layerwise" else nullcontext():
-        if record.proof is None:
-            form, dtype = settings.proof, settings.dtype
-            record.set_proof(prove(target, builders, prompts, settings.greedy(), form, dtype, watch))
-        if settings.passes:
-            watch.begin(REFERENCE)
-            # Dtypes and widths are compared on the target's own greedy text.
-            text = prompts[0] + decode(Engine(target), prompts[:1], settings.greedy(FLIP_TOKENS), watch)[0].tokens
-            if settings.proof in ("fp32", "layerwise"):
-                reference = choice_logits(target, text, start, 1, watch)
-    result: dict = dict(record.proof or {})
+        for part in exactness:
+            next(part, None)
     target.model.to(settings.dtype)
     forget_peak_memory(target)
-    curves = result["width_curves_ms"] = {}
-    for context in settings.curve_contexts(asked):
-        watch.begin(f"{CURVE}, behind {context} tokens")
-        curve = width_curve(target, context, watch=watch)
-        curves[str(context)] = {str(width): round(1e3 * seconds, 3) for width, seconds in curve.items()}
-    widest, runs = 2, []
-    for temperature in settings.temperatures:
-        # New drafters each time: what one has learned from an answer must not meet it again.
-        # Every prompt is read whole, for how long that takes is measured.
-        engines = {"plain": Engine(target, keep_prompts=False)}
-        own = {"nodes": settings.nodes, "noise_in_ranking": settings.noise_in_ranking, "keep_prompts": False}
-        engines |= {name: Engine(target, build(target), **own) for name, build in builders.items()}
-        widest = max(widest, *(1 + engine.drafter.max_nodes for engine in engines.values()))
-        answerers: dict[str, Answerer] = {name: EngineAnswers(engine) for name, engine in engines.items()}
-        if transformers_model is not None and temperature == 0:
-            answerers[PEER] = TransformersAnswers(transformers_model, target.eos_token_ids)
-        Turns(asked, settings.params(temperature)).ask(target, answerers, record, watch)
-        figures = run_figures({name: record.of(name, temperature) for name in answerers})
-        if (theirs := figures.pop(PEER, None)) is not None:
-            ours = figures["plain"]["tokens_per_second"]
-            result["transformers_tokens_per_second"] = theirs["tokens_per_second"]
-            result["plain_over_transformers"] = round(ours / theirs["tokens_per_second"], 3)
-            result["tokens_equal_to_transformers"] = theirs["same_tokens"]
-        runs.append({"temperature": temperature, "drafters": figures})
-    result["runs"], result["left_out"] = runs, record.left_out
-    if settings.noise:
-        some = [one.question.prompt(target) for one in asked[:NOISE_PROMPTS]]
-        result["noise"] = _noise(target, builders, some, settings, watch)
-    if settings.passes:
-        watch.begin(FLIPS)
-        result["flips"] = asdict(flips(target, reference, text, start, widest, watch))
-    lengths = [one.tokens for one in asked]
-    used = {"prompts": len(asked), "batch": 1, "prompt_tokens": [min(lengths), max(lengths)]}
-    given = ("new_tokens", "seed", "nodes", "sampling", "ignore_eos", "noise_in_ranking")
-    used |= {name: getattr(settings, name) for name in given}
-    return result | {"settings": used} | record.machine | {"peak_memory_mib": peak_memory_mib(target)}
-
-
-def plan(names: Sequence[str], asked: Sequence[Asked], settings: BenchSettings, transformers: bool) -> list[Phase]:
-    """The phases of `bench` in order, and what each costs beside a step of plain decoding, about."""
-    some = asked[: proof.PROMPTS]
-    form, dtype = settings.proof, settings.dtype
-    of_proof, of_reference = SLOW[form]
-    phases = [
-        Phase(phase_name(name, way, form, dtype, len(some)), way, 2 * decode_cost(some, proof.TOKENS), of_proof)
-        for name in names
-        for way in proof.ways(form, settings.greedy())
-    ]
-    if settings.passes:
-        reference = decode_cost(some[:1], FLIP_TOKENS)
-        reference += 0 if form in ("serving", "off") else prefill_cost(asked[0].tokens) + FLIP_TOKENS
-        phases.append(Phase(REFERENCE, REFERENCE, reference, of_reference))
-    for context in settings.curve_contexts(asked):
-        phases.append(Phase(f"{CURVE}, behind {context} tokens", CURVE, width_curve_cost(context)))
-    for temperature in settings.temperatures:
-        peer = [PEER] if transformers and temperature == 0 else []
-        phases += Turns(asked, settings.params(temperature)).phases(["plain", *names, *peer])
-    if settings.noise:
-        cost = decode_cost(asked[:NOISE_PROMPTS], NOISE_TOKENS)
-        ways = [way for name in names for way in _noise_ways(name)]
-        phases += [Phase(phase, "noise", 2 * cost if noisy else cost) for _, noisy, phase in ways]
-    if settings.passes:
-        phases.append(Phase(FLIPS, "plain", 2 * prefill_cost(asked[0].tokens) + 2 * FLIP_TOKENS))
-    return phases
+    for part in speeds:
+        next(part, None)
+    return run.result()
 
 
 def _check_lengths(target: Target, asked: Sequence[Asked], settings: BenchSettings) -> None:
@@ -205,29 +133,139 @@ def _check_lengths(target: Target, asked: Sequence[Asked], settings: BenchSettin
             raise ValueError(f"contexts: {context} must lie in 1..{positions}, the target's positions")
 
 
-def _noise_ways(name: str) -> list[tuple[float, bool, str]]:
-    """Temperature, with the noise or without, and how that is called."""
-    return [
-        (temperature, noisy, f"{name} at T {temperature}, {'with' if noisy else 'without'} the noise")
-        for temperature in NOISE_TEMPERATURES
-        for noisy in (True, False)
-    ]
+# A part of a bench is a generator: the first `next` gives its phases, in order; the second begins each and does its
+# work.
+Part = Iterator[list[Phase]]
 
 
-def _noise(target: Target, builders: Mapping[str, Builder], prompts, settings: BenchSettings, watch: Watch) -> dict:
-    """Tokens a step and acceptance with the noise in the ranking and without, every proposed node verified; and at the
-    first place what classical rejection would accept (classical.py)."""
-    found: dict = {}
-    for name, build in builders.items():
-        for temperature, noisy, phase in _noise_ways(name):
-            watch.begin(phase)
-            params = settings.params(temperature, NOISE_TOKENS)
-            engine = Engine(target, build(target), nodes=None, noise_in_ranking=noisy)
-            measured = totals([EngineAnswers(engine).answer(prompt, params, watch) for prompt in prompts])
-            brought = {key: measured[key] for key in ("tokens_per_step", "acceptance")}
-            entry = found.setdefault(name, {}).setdefault(str(temperature), {})
-            entry["with" if noisy else "without"] = rounded(brought)
-            if noisy:
-                watched = Engine(target, build(target), nodes=None, graphs=False)
-                entry["first_place"] = rounded(shares(first_places(watched, prompts, params, watch)))
-    return found
+@dataclass
+class _Bench:
+    """One call of `bench`, with its arguments: the parts it consists of, and what they have found so far.
+
+    Attributes:
+        text: the first prompt and the target's own greedy continuation. reference: fp32 logits of the continuation.
+        widest: rows of the widest pass that any drafter asks for.
+    """
+
+    target: Target
+    builders: Mapping[str, Builder]
+    asked: Sequence[Asked]
+    settings: BenchSettings
+    transformers_model: Any
+    watch: Watch
+    record: Record
+    text: list[int] = field(default_factory=list)
+    reference: Tensor | None = None
+    widest: int = 2
+    curves: dict[str, dict[str, float]] = field(default_factory=dict)
+    peer: dict[str, Any] = field(default_factory=dict)
+    runs: list[dict] = field(default_factory=list)
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    def exactness(self) -> list[Part]:
+        """The parts that run in the precision of the proof, before the target is cast."""
+        return [self._proof(), *([self._reference()] if self.settings.passes else [])]
+
+    def speeds(self) -> list[Part]:
+        """The parts that run in the dtype that was asked for."""
+        settings, parts = self.settings, list[Part]()
+        if settings.passes:
+            parts += [self._width_curve(context) for context in settings.contexts or (self.asked[0].tokens,)]
+        parts += [self._answers(temperature) for temperature in settings.temperatures]
+        if settings.noise:
+            self.extra["noise"] = {}
+            parts += [self._noise(*each) for each in product(self.builders, NOISE_TEMPERATURES, (True, False))]
+        return parts + ([self._flips()] if settings.passes else [])
+
+    def result(self) -> dict:
+        lengths = [one.tokens for one in self.asked]
+        used = {"prompts": len(self.asked), "batch": 1, "prompt_tokens": [min(lengths), max(lengths)]}
+        names = ("new_tokens", "seed", "nodes", "sampling", "ignore_eos", "noise_in_ranking")
+        used |= {name: getattr(self.settings, name) for name in names}
+        found = {**(self.record.proof or {}), "width_curves_ms": self.curves, **self.peer, "runs": self.runs}
+        found |= {"left_out": self.record.left_out, **self.extra, "settings": used, **self.record.machine}
+        return found | {"peak_memory_mib": peak_memory_mib(self.target)}
+
+    def _prompts(self, count: int) -> list[list[int]]:
+        return [one.question.prompt(self.target) for one in self.asked[:count]]
+
+    def _proof(self) -> Part:
+        form, dtype, params = self.settings.proof, self.settings.dtype, self.settings.greedy()
+        prompts = self._prompts(PROMPTS)
+        steps = proof_steps(self.builders, prompts, params, form, dtype)
+        yield [phase for of_drafter in steps.values() for phase, _ in of_drafter]
+        if self.record.proof is None:
+            self.record.set_proof(prove(self.target, self.builders, prompts, params, form, dtype, self.watch))
+
+    def _reference(self) -> Part:
+        """Decode the target's own greedy text, on which dtypes and widths are compared."""
+        compared = self.settings.proof in ("fp32", "layerwise")
+        cost = decode_cost(self.asked[:1], FLIP_TOKENS)
+        cost += prefill_cost(self.asked[0].tokens) + FLIP_TOKENS if compared else 0
+        yield [Phase(REFERENCE, REFERENCE, cost, SLOW_REFERENCE[self.settings.proof])]
+        self.watch.begin(REFERENCE)
+        (prompt,), params = self._prompts(1), self.settings.greedy(FLIP_TOKENS)
+        self.text = prompt + decode(Engine(self.target), [prompt], params, self.watch)[0].tokens
+        if compared:
+            self.reference = choice_logits(self.target, self.text, len(prompt) - 1, 1, self.watch)
+
+    def _width_curve(self, context: int) -> Part:
+        phase = Phase(f"{CURVE}, behind {context} tokens", CURVE, width_curve_cost(context))
+        yield [phase]
+        self.watch.begin(phase.name)
+        curve = width_curve(self.target, context, watch=self.watch)
+        self.curves[str(context)] = {str(width): round(1e3 * seconds, 3) for width, seconds in curve.items()}
+
+    def _answers(self, temperature: float) -> Part:
+        """Ask every question at this temperature, the drafters in turns."""
+        names = ["plain", *self.builders]
+        if self.transformers_model is not None and temperature == 0:
+            names.append(PEER)
+        turns = Turns(self.asked, self.settings.params(temperature), names)
+        yield turns.phases()
+        # New drafters at each temperature: none may have learned from an earlier answer to the same question.
+        turns.ask(self.target, {name: self._answerer(name) for name in names}, self.record, self.watch)
+        figures = run_figures({name: self.record.of(name, temperature) for name in names})
+        if (theirs := figures.pop(PEER, None)) is not None:
+            speed = theirs["tokens_per_second"]
+            self.peer = {
+                "transformers_tokens_per_second": speed,
+                "plain_over_transformers": round(figures["plain"]["tokens_per_second"] / speed, 3),
+                "tokens_equal_to_transformers": theirs["same_tokens"],
+            }
+        self.runs.append({"temperature": temperature, "drafters": figures})
+
+    def _answerer(self, name: str) -> Answerer:
+        """Whoever answers under this name. Every prompt is prefilled from its first token, because that is timed."""
+        if name == PEER:
+            return TransformersAnswers(self.transformers_model, self.target.eos_token_ids)
+        if name == "plain":
+            return EngineAnswers(Engine(self.target, keep_prompts=False))
+        settings, drafter = self.settings, self.builders[name](self.target)
+        options = {"nodes": settings.nodes, "noise_in_ranking": settings.noise_in_ranking}
+        engine = Engine(self.target, drafter, keep_prompts=False, **options)
+        self.widest = max(self.widest, 1 + engine.drafter.max_nodes)
+        return EngineAnswers(engine)
+
+    def _noise(self, name: str, temperature: float, noisy: bool) -> Part:
+        """Tokens a step and acceptance with the noise in the ranking or without it, every proposed node verified; with
+        the noise also what classical rejection would accept at the first place (classical.py)."""
+        with_or_without, cost = "with" if noisy else "without", decode_cost(self.asked[:NOISE_PROMPTS], NOISE_TOKENS)
+        phase = Phase(f"{name} at T {temperature}, {with_or_without} the noise", "noise", 2 * cost if noisy else cost)
+        yield [phase]
+        self.watch.begin(phase.name)
+        prompts, params = self._prompts(NOISE_PROMPTS), self.settings.params(temperature, NOISE_TOKENS)
+        build = self.builders[name]
+        answerer = EngineAnswers(Engine(self.target, build(self.target), nodes=None, noise_in_ranking=noisy))
+        found = totals([answerer.answer(prompt, params, self.watch) for prompt in prompts])
+        entry = self.extra["noise"].setdefault(name, {}).setdefault(str(temperature), {})
+        entry[with_or_without] = rounded({key: found[key] for key in ("tokens_per_step", "acceptance")})
+        if noisy:
+            watched = Engine(self.target, build(self.target), nodes=None, graphs=False)
+            entry["first_place"] = rounded(shares(first_places(watched, prompts, params, self.watch)))
+
+    def _flips(self) -> Part:
+        yield [Phase(FLIPS, "plain", 2 * prefill_cost(self.asked[0].tokens) + 2 * FLIP_TOKENS)]
+        self.watch.begin(FLIPS)
+        start = len(self._prompts(1)[0]) - 1
+        self.extra["flips"] = asdict(flips(self.target, self.reference, self.text, start, self.widest, self.watch))

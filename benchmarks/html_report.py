@@ -1,6 +1,6 @@
-"""Records of `longdraft bench` as one page that needs nothing else, or as one picture.
+"""Shows one or several records of `longdraft bench` as one self-contained page, or as one picture.
 
-Several records stand side by side. Not here: the figures (figures.py), the drawing (charts.py).
+Not here: the figures (figures.py), the drawing of charts (charts.py).
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from longdraft.benchmarks.answers import Record
 from longdraft.benchmarks.charts import SERIES, WIDTH, Bar, bar_marks, bars, lines
 from longdraft.benchmarks.figures import run_figures
+from longdraft.benchmarks.questions import named_with_tokens
 
 LIGHT = ("#0b62a8", "#c2570c", "#1a7f4e", "#8a3ea8", "#a8133c", "#0f7d86", "#7a5c00", "#5b6470")
 DARK = ("#6cb2f0", "#f0a35e", "#5fcf95", "#cc94e8", "#f2839b", "#5cc8d0", "#d9b84a", "#aab4bf")
@@ -44,7 +45,7 @@ details { margin-top: .6rem; } summary { cursor: pointer; color: var(--soft); }
   table { font-size: 8px; }
   th, td { padding: .15rem .3rem; } h2 { break-after: avoid; } }
 """
-# Of the charts, also in a picture by itself.
+# For the charts, also in a picture of its own.
 MARKS = """
 .axis { fill: var(--soft); } .grid { stroke: var(--rule); } .mark { stroke: var(--soft); }
 .whisker { stroke: var(--ink); fill: none; } .line { fill: none; stroke-width: 2; }
@@ -71,14 +72,14 @@ class Series(NamedTuple):
 
 
 def collect(records: Mapping[str, Record]) -> list[Series]:
-    """All series of the records, by run. Raises: ValueError for a record without an answer of plain decoding."""
+    """All series of the records, by run. Raises ValueError for a record that has no question answered by all."""
     found: list[Series] = []
     for run, record in records.items():
         by_temperature = record.by_drafter()
         if not by_temperature:
             raise ValueError(f"{run}: no question has been answered yet; wait for the run, or start it again")
         for temperature, entries in by_temperature.items():
-            # A run that is still going has answers of some drafters alone.
+            # In a run that is not finished, some questions have been answered by some drafters only.
             common = set.intersection(*({e.id for e in of} for of in entries.values())) if "plain" in entries else set()
             if not common:
                 raise ValueError(f"{run}: no question has been answered by all of its drafters yet; wait for the run")
@@ -91,7 +92,7 @@ def collect(records: Mapping[str, Record]) -> list[Series]:
 
 
 def page(records: Mapping[str, Record]) -> str:
-    """The whole page. records: by what they are called."""
+    """The HTML page. records: by the names they are shown under."""
     series = collect(records)
     drafted = [one for one in series if one.figures["acceptance"] > 0]
     title = " and ".join(dict.fromkeys(_title(record) for record in records.values()))
@@ -116,7 +117,7 @@ def page(records: Mapping[str, Record]) -> str:
 
 
 def picture(records: Mapping[str, Record]) -> str:
-    """Speed over plain decoding, by task, as an SVG file."""
+    """Speed over plain decoding by task, as the text of an SVG file."""
     series = [one for one in collect(records) if not one.name.startswith("plain")]
     height, parts = bar_marks(_by(series, "tasks", _speed), mark=1.0)
     top = 18 * (2 + len(series))
@@ -138,6 +139,8 @@ def picture(records: Mapping[str, Record]) -> str:
 
 
 def _colours(root: str = ":root") -> str:
+    """CSS for both colour schemes and the classes of the series."""
+
     def scheme(name: str, palette: Sequence[str]) -> str:
         named = {**SCHEMES[name], **{f"c{i}": colour for i, colour in enumerate(palette)}}
         return root + " { " + " ".join(f"--{key}: {value};" for key, value in named.items()) + " }"
@@ -152,33 +155,33 @@ def _title(record: Record) -> str:
 
 
 def _run(name: str, record: Record) -> str:
-    proof, given = record.proof or {}, record.settings
+    """A box with what was asked for, on which machine, and whether it is exact."""
+    proof, settings, machine = record.proof or {}, record.settings, record.machine
     if not proof:
-        said, kind = "Exactness: not asked for, plain decoding alone or switched off", ""
+        exactness = "Exactness: not asked for, plain decoding alone or switched off"
     elif proof.get("exact"):
-        said, kind = f"Exact: yes, {proof['exact_checked']}", " exact"
+        exactness = f"Exact: yes, {proof['exact_checked']}"
     else:
         flips = "; ".join(
             f"{drafter} {one['flips']} flips of {one['tokens']} tokens"
             for drafter, one in proof.get("proof", {}).get("flips", {}).items()
         )
-        said, kind = f"Exactness not proved in fp32 ({proof.get('exact_checked', 'not checked')}): {flips}", ""
-    machine = record.machine
+        exactness = f"Exactness not proved in fp32 ({proof.get('exact_checked', 'not checked')}): {flips}"
     versions = ", ".join(f"{package} {version}" for package, version in machine.get("versions", {}).items() if version)
     rows = {
         "prompts": f"{len({entry.id for entry in record.entries.values()})}"
-        + (f", and {len(record.left_out)} left out: {_named(record.left_out)}" if record.left_out else ""),
-        "drafters": ", ".join(given.get("drafters", {})),
+        + (f", and {len(record.left_out)} left out: {named_with_tokens(record.left_out)}" if record.left_out else ""),
+        "drafters": ", ".join(settings.get("drafters", {})),
         **{
-            key.replace("_", " "): _setting(given[key])
+            key.replace("_", " "): _setting(settings[key])
             for key in ("dtype", "nodes", "temperatures", "sampling", "seed", "new_tokens", "ignore_eos", "draft")
-            if given.get(key) not in (None, {}, [])
+            if settings.get(key) not in (None, {}, [])
         },
         "machine": f"{machine.get('device', '?')}, {machine.get('threads', '?')} threads",
         "made": f"{machine.get('date', '?')}, commit {str(machine.get('commit'))[:9]}, {versions}",
     }
     listed = "".join(f"<dt>{escape(key)}</dt><dd>{escape(value)}</dd>" for key, value in rows.items())
-    proved = f"<p class='proof{kind}'>{escape(said)}</p>"
+    proved = f"<p class='proof{' exact' if proof.get('exact') else ''}'>{escape(exactness)}</p>"
     return f"<section class='run'><h3>{escape(name)}</h3>{proved}<dl>{listed}</dl></section>"
 
 
@@ -186,10 +189,6 @@ def _setting(value: Any) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{key} {one}" for key, one in value.items())
     return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
-
-
-def _named(left_out: Iterable[Mapping[str, Any]]) -> str:
-    return ", ".join(f"{one['id']} ({one['tokens']} tokens)" for one in left_out)
 
 
 def _overall(series: Sequence[Series]) -> str:
@@ -233,15 +232,12 @@ def _speed(figures: Mapping[str, Any]) -> Bar:
 
 
 def _by(series: Sequence[Series], part: str, value: Callable[[Mapping[str, Any]], Bar]) -> dict[str, list[Bar]]:
-    names = dict.fromkeys(name for one in series for name in one.figures[part])
-    return {
-        name: [
-            value(one.figures[part][name])._replace(series=one.number, name=one.name)
-            for one in series
-            if name in one.figures[part]
-        ]
-        for name in names
-    }
+    """A bar per series for each group of `part` ("tasks" or "contexts")."""
+    groups: dict[str, list[Bar]] = {}
+    for one in series:
+        for group, figures in one.figures[part].items():
+            groups.setdefault(group, []).append(value(figures)._replace(series=one.number, name=one.name))
+    return groups
 
 
 def _charts(series: Sequence[Series], drafted: Sequence[Series]) -> list[str]:
@@ -249,16 +245,16 @@ def _charts(series: Sequence[Series], drafted: Sequence[Series]) -> list[str]:
     found = []
     for part, what in (("contexts", "context (tokens of the prompt)"), ("tasks", "task")):
         if drafted:
-            found.append(_figure(f"Tokens a step, by {what}", _by(drafted, part, _length), 1.0))
+            found.append(_bar_chart(f"Tokens a step, by {what}", _by(drafted, part, _length)))
         if fast:
-            found.append(_figure(f"Speed over plain decoding, by {what}", _by(fast, part, _speed), 1.0))
+            found.append(_bar_chart(f"Speed over plain decoding, by {what}", _by(fast, part, _speed)))
     if drafted:
         places = {
             one.number: [(i + 1, share) for i, share in enumerate(one.figures["acceptance_by_depth"])]
             for one in drafted
         }
         title = "Steps that accepted each place"
-        found.append(_drawn(title, lines(title, places, "place in the tree", "share of steps")))
+        found.append(_figure(title, lines(title, places, "place in the tree", "share of steps")))
     marks = {
         one.number: [(mark["tokens"], mark["ms"]) for mark in max(one.figures["ms_per_token"], key=len)]
         for one in series
@@ -266,16 +262,17 @@ def _charts(series: Sequence[Series], drafted: Sequence[Series]) -> list[str]:
     }
     if marks:
         title = "ms/token along the longest generation"
-        found.append(_drawn(title, lines(title, marks, "tokens generated", "ms/token")))
+        found.append(_figure(title, lines(title, marks, "tokens generated", "ms/token")))
     return found
 
 
-def _figure(title: str, groups: Mapping[str, Sequence[Bar]], mark: float) -> str:
+def _bar_chart(title: str, groups: Mapping[str, Sequence[Bar]]) -> str:
+    """Bars with a line at 1, and their numbers in a table that can be unfolded."""
     numbers = _table(
         ["", "drafter", title], ([group, bar.name, bar.text] for group, of in groups.items() for bar in of)
     )
-    return _drawn(title, bars(title, groups, mark) + f"<details><summary>Numbers</summary>{numbers}</details>")
+    return _figure(title, bars(title, groups, 1.0) + f"<details><summary>Numbers</summary>{numbers}</details>")
 
 
-def _drawn(title: str, content: str) -> str:
+def _figure(title: str, content: str) -> str:
     return f"<figure><figcaption>{escape(title)}</figcaption>{content}</figure>"

@@ -1,9 +1,9 @@
-"""What the Triton kernels ask of GPUs that are not there: fast memory, registers and stack, read from compiled code.
+"""Compiles the Triton kernels for GPUs that are not present, and reads shared memory, registers and stack of each.
 
-`python benchmarks/limits.py` compiles the variants that the suite holds within the limits (a minute); `--all` every
-kernel for every architecture, dtype and shape (half an hour); `--arch 90 120` and `--kernel tree_attention` choose.
-A line a compiled kernel, one JSON object as the last line; the status is 1 where a limit is exceeded. Needs Triton's
-own tools and no GPU. Not here: any time, and whether the numbers are right.
+`python benchmarks/limits.py` compiles the variants that the test suite checks (a minute); `--all` compiles every kernel
+for every architecture, dtype and shape (half an hour); `--arch 90 120` and `--kernel tree_attention` select some. It
+prints a line per compiled kernel and one JSON object as the last line; the exit status is 1 if a limit is exceeded.
+Needs Triton's own tools and no GPU. Not here: speed, and whether results are right.
 """
 
 import argparse
@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from importlib import import_module
+from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import ModuleType
@@ -23,19 +24,19 @@ from typing import Any
 import torch
 
 IMPL = Path(__file__).resolve().parents[1] / "kernels" / "triton_impl"
-# Bytes of fast memory that a program may have, by architecture: A100; A40; L40S and 4090; H100; B200; 5090.
+# Bytes of shared memory that a program may use, by architecture: A100; A40; L40S and 4090; H100; B200; 5090.
 FAST_MEMORY = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
-MOST_STACK = 256  # bytes a thread
+MOST_STACK = 256  # bytes per thread
 PROCESSORS = 132
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 WIDTHS, ROWS = (64, 128, 256), (1, 16, 64)
 LAYERS, HEADS, KV, VOCAB, CAPACITY = 32, 32, 8, 128_256, 131_072
-GROUPS, MOST_ROWS = (1, 3, 4, 7, 8), 128  # of the targets that we know, and of a pass
+GROUPS, MOST_ROWS = (1, 3, 4, 7, 8), 128  # query heads per key head of known targets; rows of a pass
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A call of a public function: file of triton_impl, what is called, architecture, dtype, rows and head width."""
+    """A call to a public function: file of triton_impl, which call, architecture, dtype, rows and head width."""
 
     file: str
     what: str
@@ -45,14 +46,14 @@ class Variant:
     width: int = 128
 
 
-# The one whose loops are listed and counted.
+# The variant whose loops are counted.
 MAIN_LOOP = Variant("tree_attention", "tree", 90, "bf16", 64, 128)
 
 
 @dataclass(frozen=True)
 class Usage:
-    """What one compiled kernel takes: bytes of fast memory a program, registers and bytes of stack a thread.
-    `loops`: of MAIN_LOOP, instructions of each loop that makes products of matrices, in the order of the code."""
+    """What one compiled kernel uses: bytes of shared memory per program, registers and bytes of stack per thread.
+    `loops`: for MAIN_LOOP, the instructions of each loop with matrix products, in the order of the code."""
 
     variant: Variant
     kernel: str
@@ -80,7 +81,7 @@ class Usage:
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """A tensor without memory."""
+    """A tensor without storage."""
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
@@ -155,8 +156,7 @@ CALLS: dict[str, Callable[[Variant, ModuleType], Any]] = {
     "linear_cross_entropy": _linear_cross_entropy,
     "segment_attention": _segment_attention,
 }
-# Those whose code follows from head width, dtype of the logits, or neither; gradients are of flash kernels, in half
-# precision alone.
+# Files whose code depends on the head width, on the dtype of the logits, or on neither.
 BY_WIDTH, BY_DTYPE, ALIKE = (
     ("keep_rows", "rotate", "selection"),
     ("choice", "linear_cross_entropy"),
@@ -165,46 +165,42 @@ BY_WIDTH, BY_DTYPE, ALIKE = (
 
 
 def tree_shapes(module: ModuleType, arch: int, dtype: str, width: int) -> list[int]:
-    """Rows of passes that stand for all widths of 1 to 128 and all groups: one for each size of a program's block."""
+    """Numbers of rows that represent all of 1 to 128 and all groups: one for each block shape of a program."""
     found: dict[tuple[int, int], int] = {}
     for rows in (*ROWS, *range(1, MOST_ROWS + 1)):
         blocks = module.blocks(rows * (HEADS // KV), width, DTYPES[dtype].itemsize, FAST_MEMORY[arch])
-        found.setdefault(blocks, rows)  # those of ROWS where they do
-    others = {
+        found.setdefault(blocks, rows)  # a number from ROWS if possible
+    all_blocks = {
         module.blocks(rows * group, width, DTYPES[dtype].itemsize, FAST_MEMORY[arch])
         for rows in range(1, MOST_ROWS + 1)
         for group in GROUPS
     }
-    assert others == set(found), f"blocks of other groups are compiled by no call here: {others - set(found)}"
+    assert all_blocks == set(found), f"blocks of other groups are compiled by no call here: {all_blocks - set(found)}"
     return sorted(found.values())
 
 
 def everything(module: ModuleType) -> Iterator[Variant]:
-    """Every kernel for every architecture, dtype, number of rows and head width; `module`: tree_attention's."""
-    for arch in FAST_MEMORY:
-        for dtype in DTYPES:
-            for width in WIDTHS:
-                for rows in sorted({*ROWS, *tree_shapes(module, arch, dtype, width)}):
-                    for what in ("tree", "chain", "tree, window", "chain, window"):
-                        yield Variant("tree_attention", what, arch, dtype, rows, width)
-                for file in BY_WIDTH:
-                    yield Variant(file, "", arch, dtype, 64, width)
-            for file in BY_DTYPE:
-                yield Variant(file, "", arch, dtype)
-        for width in WIDTHS:
-            for what in ("", "window"):
-                yield Variant("segment_attention", what, arch, "bf16", 4096, width)
-        for rows in ROWS:
-            for file in ALIKE:
-                yield Variant(file, "", arch, "bf16", rows)
+    """Every kernel for every architecture, dtype, number of rows and head width. module: tree_attention's."""
+    for arch, dtype, width in product(FAST_MEMORY, DTYPES, WIDTHS):
+        for rows in sorted({*ROWS, *tree_shapes(module, arch, dtype, width)}):
+            for what in ("tree", "chain", "tree, window", "chain, window"):
+                yield Variant("tree_attention", what, arch, dtype, rows, width)
+        for file in BY_WIDTH:
+            yield Variant(file, "", arch, dtype, 64, width)
+    for arch, dtype, file in product(FAST_MEMORY, DTYPES, BY_DTYPE):
+        yield Variant(file, "", arch, dtype)
+    # Its gradients are those of flash kernels, in half precision only.
+    for arch, width, what in product(FAST_MEMORY, WIDTHS, ("", "window")):
+        yield Variant("segment_attention", what, arch, "bf16", 4096, width)
+    for arch, rows, file in product(FAST_MEMORY, ROWS, ALIKE):
+        yield Variant(file, "", arch, "bf16", rows)
 
 
 def of_the_suite(module: ModuleType) -> Iterator[Variant]:
-    """Every kernel once, every block of trees on sm_90, and what asks for most elsewhere."""
-    for dtype in DTYPES:
-        for width in WIDTHS:
-            for rows in tree_shapes(module, 90, dtype, width):
-                yield Variant("tree_attention", "tree", 90, dtype, rows, width)
+    """Every kernel once, every block shape of trees on sm_90, and the most demanding variants elsewhere."""
+    for dtype, width in product(DTYPES, WIDTHS):
+        for rows in tree_shapes(module, 90, dtype, width):
+            yield Variant("tree_attention", "tree", 90, dtype, rows, width)
     yield Variant("tree_attention", "chain", 90)
     yield Variant("tree_attention", "cross", 90, "bf16", 1)
     for dtype, width in (("bf16", 128), ("bf16", 256), ("fp32", 128)):
@@ -221,7 +217,7 @@ def of_the_suite(module: ModuleType) -> Iterator[Variant]:
 
 
 class Absent:
-    """What Triton asks of a device's driver before it compiles."""
+    """Stands in for a device's driver: answers what Triton asks before it compiles."""
 
     arch = 90
 
@@ -238,7 +234,7 @@ class Absent:
 
 
 class Compiler:
-    """Public functions are called in it and compile what they would launch."""
+    """Makes calls to public functions compile the kernels that they would launch."""
 
     def __init__(self):
         import triton
@@ -274,7 +270,7 @@ class Compiler:
             file = Path(folder) / "kernel.cubin"
             file.write_bytes(kernel.asm["cubin"])
             used = re.search(r"REG:(\d+) STACK:(\d+)", self._dump("-res-usage", file))
-            assert used is not None, f"cuobjdump says nothing of {name}'s registers"
+            assert used is not None, f"cuobjdump reports no registers for {name}"
             listed = name == "_runs" and self.variant == MAIN_LOOP
             loops = loops_of_products(self._dump("-sass", file)) if listed else ()
         warps, shared = kernel.metadata.num_warps, kernel.metadata.shared
@@ -285,14 +281,14 @@ class Compiler:
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
     def left(self) -> list[str]:
-        """Kernels of triton_impl/ that were not compiled."""
+        """Names of kernels in triton_impl/ that were not compiled."""
         ours = {x for file in self.modules.values() for x in vars(file).values() if isinstance(x, self.functions)}
         called = {x for x in ours if any(re.search(rf"\b{x.__name__}\(", other.src) for other in ours - {x})}
         return sorted(x.__name__ for x in ours - called - self.compiled)
 
 
 def loops_of_products(sass: str) -> tuple[int, ...]:
-    """Instructions of each loop with a product in it (of tensor cores, or many multiplications), from its listing."""
+    """Count the instructions of each loop with matrix products (tensor cores, or many multiplications) in a listing."""
     listed = re.findall(r"/\*([0-9a-f]{4,5})\*/\s+(?:@!?U?P\d+ )?([A-Z0-9_]+)([^;]*);", sass)
     code = [(int(place, 16), name, rest) for place, name, rest in listed]
     loops = []
@@ -306,14 +302,14 @@ def loops_of_products(sass: str) -> tuple[int, ...]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="what the Triton kernels ask of absent GPUs")
+    parser = argparse.ArgumentParser(description="What the Triton kernels use on GPUs that are not present.")
     parser.add_argument("--all", action="store_true", help="every kernel, architecture, dtype and shape: half an hour")
     parser.add_argument("--arch", type=int, nargs="+", choices=FAST_MEMORY, default=list(FAST_MEMORY))
     parser.add_argument("--kernel", nargs="+", choices=CALLS, default=list(CALLS), help="files of kernels/triton_impl")
-    asked = parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
     compiler = Compiler()
-    for variant in (everything if asked.all else of_the_suite)(compiler.modules["tree_attention"]):
-        if variant.arch in asked.arch and variant.file in asked.kernel:
+    for variant in (everything if args.all else of_the_suite)(compiler.modules["tree_attention"]):
+        if variant.arch in args.arch and variant.file in args.kernel:
             compiler.run(variant)
     print(json.dumps({"found": [asdict(usage) for usage in compiler.found], "not_compiled": compiler.left()}))
     return 1 if any(usage.excess for usage in compiler.found) else 0

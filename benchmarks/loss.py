@@ -1,7 +1,7 @@
 """The training loss of several heads on one frozen LM head, forward and backward: ours, Liger's, plain PyTorch's.
 
-Ours takes all heads in one call, Liger and PyTorch head by head, as they are made. Peak memory is beyond the inputs
-(hidden states, weight, labels); the gradients of the hidden states are in it.
+Ours takes all heads in one call; Liger and PyTorch take them one by one, as they are designed to. Peak memory does not
+count the inputs (hidden states, weight, labels), but counts the gradients of the hidden states.
 Shapes: P heads, M rows of a head, D hidden width, V vocabulary.
 """
 
@@ -26,8 +26,8 @@ IGNORED = -100
 
 @dataclass
 class Case:
-    """Inputs; `exact` and `plain` are (losses [P], gradients [P, M, D]) of plain PyTorch in fp32 and in this precision,
-    None where nothing is compared."""
+    """The inputs. `exact` and `plain` are (losses [P], gradients [P, M, D]) of plain PyTorch in fp32 and in the inputs'
+    dtype; None if nothing is compared."""
 
     hiddens: list[Tensor]
     weight_VD: Tensor
@@ -36,12 +36,12 @@ class Case:
     plain: tuple[Tensor, Tensor] | None = None
 
     def leaves(self) -> list[Tensor]:
-        """The hidden states as new leaves that get a gradient."""
+        """The hidden states as new leaf tensors that receive a gradient."""
         return [hidden.detach().requires_grad_() for hidden in self.hiddens]
 
 
 def make_case(bench: Bench, profile: Profile, n_rows: int, compared: bool) -> Case:
-    """Random states and labels, one in eight ignored."""
+    """Random hidden states and labels; one label in eight is ignored."""
     generator = torch.Generator(bench.device).manual_seed(n_rows)
     place = {"generator": generator, "device": bench.device}
     hiddens = [torch.randn(n_rows, profile.hidden_size, dtype=bench.dtype, **place) for _ in range(HEADS)]
@@ -103,7 +103,7 @@ def _liger(case: Case) -> Run:
     def run() -> tuple[Tensor, Tensor]:
         leaves, losses = case.leaves(), []
         for leaf, labels_M in zip(leaves, case.labels, strict=True):
-            # (bias, class weights, ignore_index, z-loss, smoothing, reduction): the first of the results is the loss.
+            # (bias, class weights, ignore_index, z-loss, smoothing, reduction); the first result is the loss.
             losses.append(liger.apply(leaf, case.weight_VD, labels_M, None, None, IGNORED, 0.0, 0.0, "sum")[0])
             losses[-1].backward()
         return _collect(losses, leaves)
@@ -121,7 +121,7 @@ IMPLEMENTATIONS: dict[str, Build] = {
 
 
 def verdict(_: str, case: Any, found: tuple[Tensor, Tensor]) -> str | None:
-    """Losses within twice, gradients within three times plain PyTorch's error."""
+    """Allow twice plain PyTorch's error for losses, three times for gradients."""
     loss = too_far(found[0], case.exact[0], case.plain[0])
     gradient = too_far(found[1], case.exact[1], case.plain[1], times=3, largest=False)
     return f"loss: {loss}" if loss else gradient and f"gradient: {gradient}"
@@ -130,7 +130,8 @@ def verdict(_: str, case: Any, found: tuple[Tensor, Tensor]) -> str | None:
 def measure(
     bench: Bench, profile: Profile, n_rows: int, implementations: Mapping[str, Build] = IMPLEMENTATIONS
 ) -> list[dict]:
-    """A row of each implementation, with its peak memory; in fp32 on a CPU that emulates bf16, as one trains there."""
+    """Return a row for each implementation, with its peak memory. A CPU that emulates bf16 is measured in fp32, because
+    one would train in that."""
     if bench.device.type == "cpu" and emulates_bf16():
         bench = replace(bench, dtype=torch.float32)
     dtype = str(bench.dtype).removeprefix("torch.")
@@ -151,9 +152,9 @@ def loss_peak_memory(
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
 ) -> int:
-    """Bytes that the loss of `n_heads` heads over `n_rows` rows each, ranks counted, forward and backward, allocates at
-    its peak beyond its inputs. On the CPU it follows every allocation with PyTorch's profiler, on CUDA the allocator's
-    own count; the kernels' workspaces that the allocator does not see are not in it."""
+    """Peak bytes beyond the inputs that the loss of `n_heads` heads over `n_rows` rows each allocates, forward and
+    backward, counting ranks. Allocations are those that PyTorch's profiler sees on a CPU and its allocator on a GPU;
+    workspaces that kernels allocate elsewhere are not counted."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> Tensor:

@@ -1,6 +1,6 @@
-"""Single measurements of decoding: bf16 flips, the cost of a pass by its width.
+"""Single measurements of decoding: how the dtype's rounding flips choices, and the cost of a pass by its width.
 
-Not here: speeds (benchmarks/turns.py), and which of them a benchmark makes (benchmarks/drafters.py).
+Not here: speeds (turns.py), and which measurements a bench makes (drafters.py).
 Shapes: T tokens, N rows of a pass, V vocabulary.
 """
 
@@ -13,15 +13,15 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from longdraft.benchmarks import record
 from longdraft.benchmarks.progress import UNWATCHED, Watch
+from longdraft.benchmarks.provenance import hardware, provenance
 from longdraft.benchmarks.questions import Asked
 from longdraft.benchmarks.timing import seconds_of, take_turns
 from longdraft.infer.engine import Engine
 from longdraft.infer.graphs import graphs_for
 from longdraft.infer.results import Generation
 from longdraft.infer.sampling import SamplingParams
-from longdraft.kernels.cpu_impl.rows import decoding
+from longdraft.kernels.cpu_impl.threads import decoding
 from longdraft.models.kv_cache import KVCache
 from longdraft.models.passes import Pass, prompt_rows
 from longdraft.models.target import Target
@@ -30,19 +30,19 @@ WIDTHS, REPEATS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 40), 7  # of a width curve
 
 
 def prefill_cost(tokens: int) -> float:
-    """What a prompt costs beside a step of plain decoding, about; for estimates of the time left alone."""
+    """Roughly what prefilling costs, in steps of plain decoding; used only to estimate the remaining time."""
     return tokens / 8
 
 
 def decode_cost(asked: Sequence[Asked], new_tokens: int) -> float:
-    """What decoding these prompts costs, likewise."""
+    """Roughly what prefilling and decoding these prompts costs, in the same unit."""
     return sum(prefill_cost(one.tokens) + new_tokens for one in asked)
 
 
 def decode(
     engine: Engine, prompts: Sequence[list[int]], params: SamplingParams | Sequence[SamplingParams], watch: Watch
 ) -> list[Generation]:
-    """`Engine.generate`, watched."""
+    """Like `Engine.generate`, but reports its progress to `watch`."""
     done: list[Generation] = []
     begun: set[int] = set()
     for piece in engine.stream(prompts, params):
@@ -53,12 +53,12 @@ def decode(
 
 
 def _pass_cost(width: int) -> float:
-    """A pass of so many rows beside one of a single row, about."""
+    """Roughly what a pass of `width` rows costs, in steps of plain decoding."""
     return 1 + width / 8
 
 
 def width_curve_cost(context: int) -> float:
-    """What `width_curve` costs, in steps of plain decoding."""
+    """Roughly what `width_curve` costs, in steps of plain decoding."""
     return prefill_cost(context) + (REPEATS + 1) * sum(map(_pass_cost, WIDTHS))
 
 
@@ -70,8 +70,8 @@ def width_curve(
     repeats: int = REPEATS,
     watch: Watch = UNWATCHED,
 ) -> dict[int, float]:
-    """Median seconds of a target pass (logits of all rows) of each width behind `context` cached tokens, in turns; the
-    passes are recorded and replayed where decoding's are (infer/graphs.py)."""
+    """Return the median seconds of a target pass (with the logits of all rows) by its width, behind `context` cached
+    tokens. The widths take turns; passes are recorded and replayed wherever decoding's are (infer/graphs.py)."""
     model = target.model
     generator = torch.Generator().manual_seed(0)
     device = model.embed_tokens.weight.device
@@ -80,7 +80,7 @@ def width_curve(
     rows = torch.randint(model.config.vocab_size, (1, max(widths)), generator=generator).to(device)
     _prefill(target, cache, head, watch)
     graphs = graphs_for(None, model)
-    # The first turn warms up; what is recorded on a GPU is so in the second.
+    # The first turn warms up; in the second one, passes are recorded on a GPU.
     warm_up = 2 if graphs.recording else 1
 
     def logits(rows_BN: Tensor) -> Tensor:
@@ -102,7 +102,7 @@ def width_curve(
 
 
 def _prefill(target: Target, cache: KVCache, tokens_1T: Tensor, watch: Watch) -> None:
-    """These tokens into the empty cache, in passes as decoding makes them."""
+    """Fill the empty cache with these tokens, in passes as wide as decoding's."""
     for chunk in tokens_1T.split(prompt_rows(tokens_1T.device.type), dim=1):
         target.model(Pass(chunk, cache=cache, needs={"last_kv"}))
         cache.commit(None, torch.tensor([chunk.shape[1]], device=chunk.device))
@@ -111,27 +111,28 @@ def _prefill(target: Target, cache: KVCache, tokens_1T: Tensor, watch: Watch) ->
 
 @torch.no_grad()
 def choice_logits(target: Target, tokens: Sequence[int], start: int, width: int, watch: Watch = UNWATCHED) -> Tensor:
-    """Logits behind tokens[start:], [T - start, V], from passes of `width` rows on a cache of all before."""
+    """Logits [T - start, V] behind each of tokens[start:], from passes of `width` rows on a cache of those before."""
     model = target.model
     device = model.embed_tokens.weight.device
     cache = model.new_cache(1, len(tokens) + width)
     rows = torch.tensor([list(tokens)], device=device)
     _prefill(target, cache, rows[:, :start], UNWATCHED)
     logits = []
-    for part in rows[:, start:].split(width, dim=1):
-        logits.append(model(Pass(part, cache=cache)).logits[0])
-        watch.advance(_pass_cost(part.shape[1]) if width > 1 else 1)
-        cache.commit(None, torch.tensor([part.shape[1]], device=device))
+    for chunk in rows[:, start:].split(width, dim=1):
+        logits.append(model(Pass(chunk, cache=cache)).logits[0])
+        watch.advance(_pass_cost(chunk.shape[1]) if width > 1 else 1)
+        cache.commit(None, torch.tensor([chunk.shape[1]], device=device))
     return torch.cat(logits)
 
 
 @dataclass(frozen=True)
 class Flips:
-    """How far passes of `width` rows are from passes of one row in this dtype, over `positions` greedy choices.
+    """How often passes of `width` rows choose another token than passes of one row, over `positions` greedy choices.
 
-    `largest_gap`: the largest logit gap between the two choices of a flip; `dtype_error`: the largest difference of a
-    logit from fp32's, None where there was nothing in fp32 to compare with. A gap above twice that error is a bug, not
-    a near-tie.
+    Attributes:
+        largest_gap: largest difference between the logits of the two tokens of a flip.
+        dtype_error: largest difference of a logit from fp32's, None if none were computed in fp32. A gap above twice
+            this error is a bug, not a near-tie.
     """
 
     width: int
@@ -149,7 +150,7 @@ def flips(
     width: int,
     watch: Watch = UNWATCHED,
 ) -> Flips:
-    """Compare one-row and `width`-row passes over the same text; fp32_logits_TV: `choice_logits` of one row in fp32."""
+    """Compare one-row and `width`-row passes over the same text. fp32_logits_TV: `choice_logits` of one row in fp32."""
     single = choice_logits(target, tokens, start, 1, watch).float()
     wide = choice_logits(target, tokens, start, width, watch).float()
     chosen, other = single.argmax(-1, keepdim=True), wide.argmax(-1, keepdim=True)
@@ -164,14 +165,14 @@ def flips(
 
 
 def forget_peak_memory(target: Target) -> None:
-    """On a GPU `peak_memory_mib` counts from here on."""
+    """Let `peak_memory_mib` count from here on, on a GPU."""
     weight = target.model.embed_tokens.weight
     if weight.is_cuda:
         torch.cuda.reset_peak_memory_stats(weight.device)
 
 
 def peak_memory_mib(target: Target) -> int:
-    """Of the GPU since `forget_peak_memory`, or of this process since it began."""
+    """Peak memory of the GPU since `forget_peak_memory`, or of this process since it began."""
     weight = target.model.embed_tokens.weight
     if weight.is_cuda:
         return round(torch.cuda.max_memory_allocated(weight.device) / 2**20)
@@ -180,9 +181,9 @@ def peak_memory_mib(target: Target) -> int:
 
 def surroundings(target: Target) -> dict:
     weight = target.model.embed_tokens.weight
-    return record.surroundings(weight.dtype, ("longdraft", "torch", "transformers")) | {
+    return provenance(weight.dtype, ("longdraft", "torch", "transformers")) | {
         "target": target.name,
-        "device": record.hardware(weight.device),
+        "device": hardware(weight.device),
         "on_gpu": weight.is_cuda,
         "peak_memory_mib": peak_memory_mib(target),
     }

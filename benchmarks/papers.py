@@ -1,13 +1,13 @@
-"""The papers' tables: how they were measured, what they say, and our figures beside them.
+"""The papers' tables: how they were measured, their figures, and ours beside them.
 
-A paper is a line of PAPERS. Numbers are those of the papers' tables; what the tables leave out is as the authors'
-programs have it. Not here: the suites (suites.py), the formulas (figures.py).
+A paper is an entry of PAPERS. Numbers come from the papers' tables; settings that a paper leaves out come from its
+authors' program. Not here: the suites (suites.py), the formulas (figures.py).
 """
 
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
+from itertools import accumulate, product
 from typing import Any
 
 from longdraft.benchmarks.answers import Answer, Record
@@ -16,7 +16,7 @@ from longdraft.benchmarks.report import lay_out
 from longdraft.benchmarks.suites import SUITES, Suite
 from longdraft.infer.presets import PRESETS, preset_for
 
-PROMPT = "as many as a prompt's tokens"
+PROMPT = "as many as a prompt's tokens"  # stands for that number in a paper's options
 
 
 @dataclass(frozen=True)
@@ -24,9 +24,9 @@ class Published:
     """A line of a table.
 
     Attributes:
-        target: as the paper calls it. task: of the suite; "" is all of it.
-        length: the paper's figure of acceptance, None where it gives none. speedup: over its baseline.
-        temperature: None where the table has one alone. at: of so many generated tokens; 0 is all.
+        target: the paper's name for it. task: of the suite; "" means all of it.
+        length: the paper's figure of acceptance, None if it gives none. speedup: over its baseline.
+        temperature: None if the table has only one. at: the figures are for this many generated tokens; 0 means all.
     """
 
     target: str
@@ -42,11 +42,11 @@ class Paper:
     """How a paper measures.
 
     Attributes:
-        where: title and table. hardware: its own. baseline: what its speedup is over.
-        symbol, figure: what it calls its acceptance, and which of `lengths` or `totals` that is.
-        drafter, options: as in its table. PROMPT stands for the length of a prompt.
-        suites: by name, the first is its table's; what is other than in SUITES.
-        sampling: keywords of SamplingParams in the place of the suite's, of the target's name.
+        where: title and table. hardware: the paper's. baseline: what its speedup is relative to.
+        symbol, figure: the paper's name for its acceptance, and the key of `lengths` or `totals` that it stands for.
+        drafter, options: as in the table.
+        suites: by name, what differs from SUITES; the first suite is the table's.
+        sampling: returns, for the target's name, keywords for SamplingParams that replace the suite's.
         dtype: of the weights. rows: the table.
     """
 
@@ -63,7 +63,7 @@ class Paper:
     dtype: str = "fp16"
 
     def suite(self, name: str | None) -> tuple[str, Suite]:
-        """The suite of this name, or the table's, as the paper asks it. Raises: ValueError for another one."""
+        """The suite of this name, or the table's, with the paper's changes. Raises ValueError for another suite."""
         name = name or next(iter(self.suites))
         if name not in self.suites:
             raise ValueError(f"--suite: {name} is none of {self.where}; it has {', '.join(self.suites)}")
@@ -71,12 +71,12 @@ class Paper:
 
 
 def _longspec_sampling(target: str) -> dict[str, Any]:
-    # The program's end token for Llama-3, whose configuration names another one.
+    # The program's end token for Llama-3; the model's configuration names another one.
     return {"stop_token_ids": (128009,)} if re.search("llama-?3", target.lower()) else {}
 
 
 def _tokenswift_sampling(target: str) -> dict[str, Any]:
-    """Table 10 by target; of one that is not there Llama-3.1's, whose banned tokens are its own."""
+    """The paper's table 10. Other targets get Llama-3.1's settings, without that model's banned tokens."""
     if (name := preset_for(target)) is not None:
         return dict(PRESETS[name])
     return {key: value for key, value in PRESETS["tokenswift-llama3.1-8b"].items() if key != "banned_token_ids"}
@@ -96,7 +96,7 @@ _LONGSPEC = {
     "Llama-3-8B": [(3.25, 1.59), (2.99, 1.48), (3.36, 1.60), (3.28, 1.57), (3.39, 91.28 / 54.08)],
 }
 _LENGTHS = (20480, 40960, 61440, 81920, 102400)
-# Tables 3 (prefix 4096) and 4: alpha and speedup at 20K, 40K, ... generated tokens.
+# Tables 3 (prefix 4096) and 4: alpha and speedup after 20K, 40K, ... generated tokens.
 _TOKENSWIFT = {
     "YaRN-Llama-2-7B": [(0.73, 2.11), (0.82, 2.60), (0.87, 2.92), (0.89, 3.13), (0.90, 3.25)],
     "Llama-3.1-8B": [(0.68, 2.02), (0.79, 2.56), (0.85, 2.89), (0.88, 3.10), (0.90, 3.23)],
@@ -104,13 +104,13 @@ _TOKENSWIFT = {
     "Qwen2.5-7B": [(0.64, 2.00), (0.77, 2.64), (0.78, 2.86), (0.80, 3.07), (0.82, 3.23)],
     "Qwen2.5-14B": [(0.67, 2.12), (0.78, 2.68), (0.82, 3.01), (0.83, 3.20), (0.84, 3.34)],
 }
-# Table 2 by temperature.
+# Table 2: acceptance and speedup by temperature.
 _TRIFORCE = {
     0.0: (0.9234, 2.31), 0.2: (0.9203, 2.25), 0.4: (0.9142, 2.20), 0.6: (0.9137, 2.19), 0.8: (0.8986, 2.08),
     1.0: (0.9004, 2.08), 1.2: (0.8902, 2.02),
 }  # fmt: skip
 _SPEC_BENCH = ("mt_bench", "translation", "summarization", "qa", "math_reasoning", "rag", "")
-# Table 1: speedups by task, and of all MAT and speedup.
+# Table 1: the speedup of each task, and (MAT, speedup) of all tasks together.
 _RECYCLING = {
     "Vicuna-7B": [2.17, 1.90, 1.94, 1.95, 2.40, 1.78, (2.70, 2.03)],
     "Vicuna-13B": [1.98, 1.77, 1.89, 1.75, 2.21, 1.73, (2.72, 1.89)],
@@ -174,40 +174,37 @@ PAPERS: dict[str, Paper] = {
         tuple(
             row
             for target, found in _RECYCLING.items()
-            for row in _by_task(
-                target, _SPEC_BENCH, [each if isinstance(each, tuple) else (None, each) for each in found]
-            )
+            for row in _by_task(target, _SPEC_BENCH, [one if isinstance(one, tuple) else (None, one) for one in found])
         ),
     ),
 }
 
 
 def beside(paper: Paper, record: Record, names: Sequence[str], temperatures: Sequence[float], target: str) -> dict:
-    """Our figures beside the paper's: of its own target where that is ours, else of all of its targets."""
-    of = {row.target for row in paper.rows if _plain(row.target) in _plain(target)}
-    rows = [row for row in paper.rows if not of or row.target in of]
+    """Our figures beside the paper's, for the paper's target that ours is, or else for all of its targets."""
+    same = {row.target for row in paper.rows if _plain(row.target) in _plain(target)}
+    rows = [row for row in paper.rows if not same or row.target in same]
     found = []
-    for name in names:
-        for temperature in temperatures:
-            for row in rows:
-                if row.temperature not in (None, temperature):
-                    continue
-                if (ours := _ours(paper, record, name, temperature, row.task, row.at)) is not None:
-                    theirs = {"length": row.length, "speedup": row.speedup}
-                    task = row.task + (f", {row.at} tokens" if row.at else "")
-                    shown = {"drafter": name, "temperature": temperature, "task": task, "paper_target": row.target}
-                    found.append(rounded(shown | {"ours": ours, "paper": theirs}))
+    for name, temperature, row in product(names, temperatures, rows):
+        if row.temperature not in (None, temperature):
+            continue
+        if (ours := _ours(paper, record, name, temperature, row.task, row.at)) is not None:
+            theirs = {"length": row.length, "speedup": row.speedup}
+            task = row.task + (f", {row.at} tokens" if row.at else "")
+            shown = {"drafter": name, "temperature": temperature, "task": task, "paper_target": row.target}
+            found.append(rounded(shown | {"ours": ours, "paper": theirs}))
     return {
         "where": paper.where,
         "hardware": paper.hardware,
         "baseline": paper.baseline,
         "symbol": paper.symbol,
-        "same_target": bool(of),
+        "same_target": bool(same),
         "rows": found,
     }
 
 
 def table(found: Mapping[str, Any]) -> list[str]:
+    """Lines of text that show what `beside` found."""
     symbol = found["symbol"]
     lines = [
         "",
@@ -229,7 +226,7 @@ def _plain(text: str) -> str:
 
 
 def _ours(paper: Paper, record: Record, name: str, temperature: float, task: str, at: int) -> dict | None:
-    """Our figure and speed of a task, or of the first `at` tokens; None where that was not measured."""
+    """Our acceptance and speedup for a task, or for the first `at` tokens; None if that was not measured."""
     sides = []
     for drafter in (name, "plain"):
         entries = record.of(drafter, temperature)
@@ -245,8 +242,8 @@ def _ours(paper: Paper, record: Record, name: str, temperature: float, task: str
 
 
 def _first(answer: Answer, count: int) -> Answer:
-    """The steps of an answer up to so many tokens. Its seconds are those up to the last of these steps."""
+    """An answer cut after the step that reaches `count` tokens; its seconds end with that step."""
     steps = next(i for i, total in enumerate(accumulate(answer.accept_lengths), start=1) if total >= count)
     kept = answer.accept_lengths[:steps]
-    share = answer.arrivals[steps - 1] - answer.prefill_seconds
-    return replace(answer, tokens=answer.tokens[: sum(kept)], accept_lengths=kept, decode_seconds=share)
+    seconds = answer.arrivals[steps - 1] - answer.prefill_seconds
+    return replace(answer, tokens=answer.tokens[: sum(kept)], accept_lengths=kept, decode_seconds=seconds)

@@ -1,8 +1,8 @@
-"""How fast text becomes shards, what it takes of memory, and what reading the shards costs a training.
+"""How fast text becomes shards, how much memory that takes, and what reading the shards costs a training run.
 
 `python benchmarks/prepare.py --target smollm2-135m --megabytes 20` prints a table and one JSON line. The text is made
-from Python's own library, so that any size can be had; it lies in files of `--file-megabytes`. All runs share one
-process tree and alternate, so that a slow moment of the machine meets them alike. Measured:
+from Python's own library, so any size is possible; its files have `--file-megabytes` each. All runs share one process
+tree and alternate, so that a slow moment of the machine affects them equally. Measured are:
 
   tokenizer alone  the tokenizer library over the same texts, one after another, in 1 and in `--workers` processes
   prepare          the whole of `longdraft prepare` but the imports: reading, hashing, tokenising, packing, writing
@@ -36,7 +36,7 @@ from longdraft.data_prep.tokenize import Encoder, make_encoder, rust_tokenizer
 
 
 def make_texts(root: Path, megabytes: int, file_megabytes: float, seed: int = 0) -> list[Path]:
-    """Files of JSONL: pages of Python's library in ever new order, about `megabytes` of text."""
+    """Write JSONL files with about `megabytes` of text: pages of Python's library in random order."""
     pages = []
     for file in list_files([Source("stdlib")]):
         text = Path(file.path).read_text(encoding="utf-8")

@@ -1,6 +1,6 @@
-"""Shapes of named models, and what a step on them must read and multiply. Not here: any measurement.
+"""Shapes of named models, and how many bytes and FLOPs a step on them takes at least. Not here: any measurement.
 
-Bytes are what memory must deliver once however it is done; FLOPs count a product's multiplication and addition apart.
+Bytes are what memory must deliver once, however the step is computed. A multiplication and its addition are two FLOPs.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class Work(NamedTuple):
-    """Least bytes to move and floating-point operations to do."""
+    """The least number of bytes to move, and the floating-point operations to do."""
 
     bytes: int
     flops: int
@@ -19,7 +19,7 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True)
 class Profile:
-    """One model's shape; `qkv_bias` is Qwen2's, `tied`: the LM head is the embedding."""
+    """The shape of a model. `qkv_bias`: as in Qwen2; `tied`: the LM head is the embedding."""
 
     name: str
     vocab_size: int
@@ -35,24 +35,24 @@ class Profile:
 
     @property
     def layer_parameters(self) -> int:
-        """Numbers in one layer's weights."""
+        """The number of weights in one layer."""
         qkv_rows = (self.n_heads + 2 * self.n_kv_heads) * self.head_dim
         attention = (qkv_rows + self.n_heads * self.head_dim) * self.hidden_size + self.qkv_bias * qkv_rows
         return attention + 3 * self.hidden_size * self.intermediate_size + 2 * self.hidden_size
 
     @property
     def embedding_parameters(self) -> int:
-        """Numbers in the embedding, and as many in the LM head."""
+        """The number of weights in the embedding, which is also that in the LM head."""
         return self.vocab_size * self.hidden_size
 
     def parameters(self, n_layers: int | None = None) -> int:
-        """Numbers in all weights of a model of this many layers (None: its own)."""
+        """The number of weights in a model of this many layers (None: its own)."""
         layers = self.n_layers if n_layers is None else n_layers
         both = self.embedding_parameters * (1 if self.tied else 2)
         return both + layers * self.layer_parameters + self.hidden_size
 
     def transformers_config(self, n_layers: int, max_positions: int) -> "PretrainedConfig":
-        """That of transformers' own class of the family, with so many layers."""
+        """The config of transformers' own class for the family, with `n_layers` layers."""
         from transformers import LlamaConfig, Qwen2Config
 
         return (Qwen2Config if self.qkv_bias else LlamaConfig)(
@@ -68,21 +68,21 @@ class Profile:
         )
 
     def attention_work(self, context: int, nodes: int, itemsize: int, tree_entries: int | None = None) -> Work:
-        """One layer's attention of a pass of `nodes` rows behind `context` rows: K and V read once, queries read,
-        output written; both products over the pairs that are open.
+        """One layer's attention in a pass of `nodes` rows after `context` rows: K and V read once, queries read,
+        output written; both products over all pairs that are not masked.
 
         Args:
-            tree_entries: open pairs among the pass's own rows; None: those of a chain.
+            tree_entries: number of pairs among the pass's own rows that are not masked; None: that of a chain.
         """
-        own = nodes * (nodes + 1) // 2 if tree_entries is None else tree_entries
+        tree_pairs = nodes * (nodes + 1) // 2 if tree_entries is None else tree_entries
         keys_and_values = 2 * (context + nodes) * self.n_kv_heads * self.head_dim
         rows = 2 * nodes * self.n_heads * self.head_dim
-        pairs = nodes * context + own
+        pairs = nodes * context + tree_pairs
         return Work((keys_and_values + rows) * itemsize, 4 * self.n_heads * self.head_dim * pairs)
 
     def step_work(self, context: int, nodes: int, itemsize: int, n_layers: int) -> Work:
-        """A target pass of `nodes` rows with the logits of all: every weight and the cache read once. Of the embedding
-        only the rows looked up count."""
+        """A target pass of `nodes` rows with the logits of all: every weight and the cache are read once. Only the
+        embeddings that are looked up count."""
         weights = n_layers * self.layer_parameters + self.hidden_size + self.embedding_parameters
         cached = n_layers * 2 * (context + nodes) * self.n_kv_heads * self.head_dim
         layer, attention = self.layer_parameters, self.attention_work(context, nodes, itemsize)
@@ -90,14 +90,14 @@ class Profile:
         return Work((weights + cached + nodes * self.hidden_size) * itemsize, flops)
 
     def prefill_work(self, tokens: int, itemsize: int, n_layers: int) -> Work:
-        """A prompt to the logits behind its last token: the layers of every token, the LM head of one."""
+        """A prompt up to the logits after its last token: all layers for every token, the LM head for one."""
         one = self.step_work(tokens - 1, 1, itemsize, n_layers)
         layers, attention = 2 * n_layers * self.layer_parameters, self.attention_work(0, tokens, itemsize)
         flops = tokens * layers + n_layers * attention.flops + 2 * self.embedding_parameters
         return Work(one.bytes + (tokens - 1) * self.hidden_size * itemsize, flops)
 
     def loss_work(self, rows: int, heads: int, itemsize: int) -> Work:
-        """Loss and hidden gradients of `heads` heads on one LM head: logits and gradient are a product each; the head
+        """Loss and hidden gradients of `heads` heads on one LM head: a product each for logits and gradients; the head
         is read once, hidden states are read, gradients written."""
         moved = self.embedding_parameters + 2 * heads * rows * self.hidden_size
         return Work(moved * itemsize, 4 * heads * rows * self.embedding_parameters)
@@ -111,7 +111,7 @@ PROFILES = {
         Profile("qwen2.5-7b", 152064, 3584, 18944, 28, 28, 4, 128, 1e6, qkv_bias=True),
         Profile("qwq-32b", 152064, 5120, 27648, 64, 40, 8, 128, 1e6, qkv_bias=True),
         Profile("smollm2-135m", 49152, 576, 1536, 30, 9, 3, 64, 1e5, tied=True),
-        # No model: for checks of the harness.
+        # Not a model, only for checks of the benchmarks themselves.
         Profile("tiny", 512, 64, 128, 2, 4, 2, 16, 1e4),
     )
 }

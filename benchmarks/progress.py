@@ -1,15 +1,15 @@
-"""How far a piece of work with several phases is, and how long the rest will take, from what its phases took so far.
+"""Estimates how long work of several phases will still take, from the time its phases have taken so far.
 
-Not here: which phases there are (benchmarks/drafters.py), and how it is shown (launch/progress.py).
+Not here: which phases a bench has (benchmarks/drafters.py), and how progress is shown (launch/progress.py).
 """
 
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-# Seconds of work after which a measurement counts half: a machine's neighbours come and go.
+# After this many seconds of work a measurement counts half: a machine's neighbours come and go.
 HALF_LIFE = 30.0
-STALL = 5.0  # seconds without news
+STALL = 5.0  # seconds without progress, from which on the wait itself counts
 
 
 @dataclass(frozen=True)
@@ -17,9 +17,9 @@ class Phase:
     """A phase of the work.
 
     Attributes:
-        kind: phases of one kind run at one speed.
+        kind: phases of the same kind are assumed to run at the same speed.
         cost: how much there is to do, in any unit.
-        slow: how much longer a unit takes than one of the other phases, until one of this kind was measured.
+        slow: how many times longer a unit takes than in other phases; used until a phase of this kind was measured.
     """
 
     name: str
@@ -29,23 +29,23 @@ class Phase:
 
 
 class Watch:
-    """What is told how the work goes on; this one keeps it to itself."""
+    """Is told about the progress of the work; this base class ignores it."""
 
     def plan(self, phases: Sequence[Phase]) -> None:
-        """All phases, in order, before the first begins."""
+        """Receive all phases, in order, before the first begins."""
 
     def begin(self, name: str) -> None:
-        """This phase begins; those before it are over."""
+        """The phase of this name begins, and all before it are over."""
 
     def advance(self, cost: float) -> None:
-        """So much of the running phase's cost is done."""
+        """Another `cost` of the running phase is done."""
 
 
 UNWATCHED = Watch()
 
 
 class _Speed:
-    """Seconds a unit of cost, of late."""
+    """Seconds and cost of recent work; older work fades."""
 
     def __init__(self):
         self.seconds = self.cost = 0.0
@@ -56,10 +56,10 @@ class _Speed:
 
 
 class TimeLeft:
-    """Estimates the time that is left.
+    """Estimates the remaining time.
 
     Attributes:
-        phases: as planned. number: index of the running one, -1 before the first.
+        phases: as planned. number: index of the running phase, -1 before the first.
     """
 
     def __init__(self, phases: Sequence[Phase], clock: Callable[[], float] = time.monotonic):
@@ -78,8 +78,8 @@ class TimeLeft:
         return min(1.0, self._done / self.phase.cost) if self.phase and self.phase.cost else 0.0
 
     def begin(self, name: str | None, measured: bool = True) -> None:
-        """The next phase of this name begins; None: all are over. measured: whether the time of the phase that ends
-        says anything about speed."""
+        """Begin the next phase of this name, or end the last one (None). measured: whether the time of the phase that
+        ends says anything about speed."""
         if self.phase is not None and measured:
             self._add(max(0.0, self.phase.cost - self._done))
         self._at, self._done = self._clock(), 0.0
@@ -87,7 +87,7 @@ class TimeLeft:
         self.number = len(self.phases) if name is None else self.number + 1 + ahead.index(name)
 
     def advance(self, cost: float) -> None:
-        """So much of the running phase is done, in all the time since the last call."""
+        """Another `cost` of the running phase was done in the time since the last call."""
         self._add(cost)
         self._done += cost
 
@@ -99,28 +99,29 @@ class TimeLeft:
         self._spent, self._at = self._spent + now - self._at, now
 
     def seconds(self) -> float | None:
-        """What is left, by the speeds of late; None before anything was measured.
+        """Return the seconds that are left at recent speeds, or None if nothing has been measured.
 
-        What was not measured yet is taken to be at the speed of the rest beside what was planned.
+        A kind of phase that has not run yet is assumed to run at the average speed, scaled by its `slow`.
         """
         if not self._all.cost or self._all.seconds < 1e-3:
             return None
-        # A stretch in which nothing is done counts as it grows: a neighbour may have come.
+        # A stall counts while it lasts: a neighbour may have come.
         waited = self._clock() - self._at
         waited = waited if waited > STALL and self.phase is not None else 0.0
         left = 0.0
         for index in range(max(self.number, 0), len(self.phases)):
             phase = self.phases[index]
-            own = self._speeds[phase.kind]
-            if own.cost:
-                a_unit = (own.seconds + waited) / own.cost
+            speed = self._speeds[phase.kind]
+            if speed.cost:
+                per_unit = (speed.seconds + waited) / speed.cost
             else:
-                a_unit = phase.slow * (self._all.seconds + waited) / self._all.cost
-            left += a_unit * (max(0.0, phase.cost - self._done) if index == self.number else phase.cost)
+                per_unit = phase.slow * (self._all.seconds + waited) / self._all.cost
+            left += per_unit * (max(0.0, phase.cost - self._done) if index == self.number else phase.cost)
         return left
 
 
 def duration(seconds: float) -> str:
+    """Words for a time, such as "3 min 05 s"."""
     seconds = max(1, round(seconds))
     if seconds < 60:
         return f"{seconds} s"

@@ -1,13 +1,15 @@
-"""Questions of a suite or of any text: what is sent, turn by turn, and which of them a target has room for.
+"""Questions from a suite or from any text: what is sent, turn by turn, and which questions a target has room for.
 
-Of a text three kinds are made, for speculation lives from what the output repeats: continue it, summarise it, copy it
-with edits. Not here: the suites (suites.py).
+A text can be continued, summarised, or copied with edits, because speculation depends on how much the output repeats.
+Not here: the suites (suites.py).
 """
 
 import re
+import textwrap
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from longdraft.infer.requests import prompt_tokens
@@ -18,7 +20,7 @@ Turn = str | Sequence[int] | Sequence[Mapping[str, str]]
 
 
 class Reader(NamedTuple):
-    """What of a target makes token ids of a prompt, before its weights are loaded."""
+    """The part of a target that turns a prompt into token ids; it is there before the weights are loaded."""
 
     name: str
     tokenizer: Any
@@ -29,9 +31,9 @@ class Question:
     """One conversation with a target.
 
     Attributes:
-        task: what figures are grouped by. category: as its suite calls it; "" is the task.
-        turns: what is sent before each answer: a text, token ids, or messages, before which those of the turns before
-            and their answers stand.
+        task: figures are grouped by it. category: the suite's own name for it; "" means the task.
+        turns: what is sent before each answer: a text, token ids, or messages that follow those of earlier turns and
+            their answers.
     """
 
     id: int | str
@@ -43,26 +45,25 @@ class Question:
         object.__setattr__(self, "category", self.category or self.task)
 
     def said(self) -> list[str]:
-        """What the user says in each turn, as text; nothing of token ids."""
-        texts = []
-        for turn in self.turns:
-            said = turn if isinstance(turn, str) else [m["content"] for m in turn if isinstance(m, Mapping)][-1:]
-            texts.append("".join(said))
-        return texts
+        """The text of the user in each turn; "" for a turn of token ids."""
+        return [
+            turn if isinstance(turn, str) else "".join([m["content"] for m in turn if isinstance(m, Mapping)][-1:])
+            for turn in self.turns
+        ]
 
     def prompt(self, target: Target | Reader, answers: Sequence[str] = ()) -> list[int]:
-        """The token ids before the next answer, behind these of the turns before."""
+        """The token ids that the next answer follows. answers: those to the earlier turns."""
         turn, name, target = self.turns[len(answers)], f"question {self.id}", cast(Target, target)
         if isinstance(turn, str) or not isinstance(turn[0], Mapping):
             return prompt_tokens(target, turn, name)
         chat: list[Mapping[str, str]] = []
-        for said, answer in zip(self.turns, answers, strict=False):
-            chat += [*said, {"role": "assistant", "content": answer}]  # type: ignore[list-item]
+        for earlier, answer in zip(self.turns, answers, strict=False):
+            chat += [*earlier, {"role": "assistant", "content": answer}]  # type: ignore[list-item]
         return prompt_tokens(target, [*chat, *turn], name)
 
 
 class LeftOut(NamedTuple):
-    """A question that is not asked, and why, in words; tokens: of its prompt."""
+    """A question that is not asked, with the length of its prompt and the reason in words."""
 
     id: int | str
     task: str
@@ -71,16 +72,16 @@ class LeftOut(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """A question that is asked; tokens: of its first prompt."""
+    """A question that is asked, with the length of its first prompt."""
 
     question: Question
     tokens: int
 
 
 @dataclass(frozen=True)
-class Room:
-    """Which prompts are asked: those of more than `above` tokens, of which the first `first_tokens` are taken (None:
-    all), and of which at most `most` then have a place among the target's `positions`."""
+class PromptLimits:
+    """Which prompts a target of `positions` positions is asked: those of more than `above` tokens that have at most
+    `most` tokens after being cut to their first `first_tokens` (None: not cut)."""
 
     positions: int
     most: int
@@ -88,7 +89,7 @@ class Room:
     first_tokens: int | None = None
 
     def why_not(self, tokens: int) -> str:
-        """Why a prompt of so many tokens is not asked; "" where it is."""
+        """The reason why a prompt of `tokens` tokens is not asked; "" if it is."""
         if tokens <= self.above:
             return f"too short: more than {self.above} tokens are asked for"
         if min(tokens, self.first_tokens or tokens) > self.most:
@@ -96,28 +97,36 @@ class Room:
         return ""
 
 
-def fitting(target: Target | Reader, questions: Iterable[Question], room: Room) -> tuple[list[Asked], list[LeftOut]]:
-    """The questions whose first prompt has room, cut to `room.first_tokens`, and those left out."""
+def fitting(
+    target: Target | Reader, questions: Iterable[Question], limits: PromptLimits
+) -> tuple[list[Asked], list[LeftOut]]:
+    """Split questions into those whose first prompt fits, cut to `limits.first_tokens`, and those left out."""
     asked, left_out = [], []
     for question in questions:
         tokens = question.prompt(target)
-        if why := room.why_not(len(tokens)):
+        if why := limits.why_not(len(tokens)):
             left_out.append(LeftOut(question.id, question.task, len(tokens), why))
             continue
-        if room.first_tokens is not None:
-            tokens = tokens[: room.first_tokens]
+        if limits.first_tokens is not None:
+            tokens = tokens[: limits.first_tokens]
             question = replace(question, turns=(tokens,))
         asked.append(Asked(question, len(tokens)))
     return asked, left_out
 
 
+def named_with_tokens(left_out: Iterable[Mapping[str, Any]]) -> str:
+    """Names of questions that were left out, each with the length of its prompt."""
+    return ", ".join(f"{one['id']} ({one['tokens']} tokens)" for one in left_out)
+
+
 def make_tasks(target: Target, texts: Sequence[list[int]], kinds: Sequence[str]) -> list[Asked]:
-    """Every kind of task in turn, each on the next text, until the texts are used up.
+    """Make a question of each text, with the kinds of task taking turns.
 
     Args:
         texts: token ids of the target's tokenizer.
-        kinds: of KINDS; all but "continue" need a tokenizer, and are chats where it has a chat template. Raises:
-            ValueError where there is none.
+        kinds: from KINDS. All but "continue" need a tokenizer, and become chats if it has a chat template.
+
+    Raises: ValueError for a task that needs a tokenizer if the target has none.
     """
     asked = []
     for i, text in enumerate(texts):
@@ -128,7 +137,7 @@ def make_tasks(target: Target, texts: Sequence[list[int]], kinds: Sequence[str])
 
 
 def make_task(target: Target, text: list[int], kind: str) -> list[int]:
-    """The prompt of one task on one text."""
+    """Return the token ids that ask for one kind of task on one text."""
     if kind == "continue":
         return list(text)
     tokenizer = target.tokenizer
@@ -147,6 +156,13 @@ def make_task(target: Target, text: list[int], kind: str) -> list[int]:
 
 
 def most_frequent_name(text: str) -> str:
-    """The identifier or word of four letters and more that comes most often, the first of equals."""
+    """The most frequent identifier or word of at least four letters, or the first of several."""
     found = Counter(re.findall(r"[A-Za-z_]{4,}", text)).most_common(1)
     return found[0][0] if found else "text"
+
+
+def stdlib_prompts(encode: Callable[[str], list[int]], n_tokens: int, count: int) -> list[list[int]]:
+    """`count` evenly spaced stretches of `n_tokens` tokens from the source of Python's module textwrap."""
+    tokens = encode(Path(textwrap.__file__).read_text(encoding="utf-8"))
+    starts = [i * (len(tokens) - n_tokens) // count for i in range(count)]
+    return [tokens[start : start + n_tokens] for start in starts]

@@ -1,17 +1,22 @@
-"""A run's rows as a table for people, one picture, and where they were made. Not here: any measurement."""
+"""Shows the rows of run.py as a text table and as a picture, with their provenance; and helpers for other tables.
+
+Not here: any measurement.
+"""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from longdraft.benchmarks import record
+from longdraft.benchmarks.provenance import hardware, provenance
 from longdraft.benchmarks.timing import Bench, Ceilings
 
 PACKAGES = ("torch", "triton", "transformers", "flash_attn", "liger_kernel")
-# (Title, how a row's cell is written); a row without the figure leaves the cell empty.
+# (Title, function that writes a row's cell); the cell is empty if the row has no such figure.
 Column = tuple[str, Callable[[dict], str]]
 
 
@@ -59,19 +64,19 @@ TITLES = {
 
 
 def surroundings(bench: Bench) -> dict:
-    """Date, commit, hardware, versions and ceilings."""
-    found = record.surroundings(bench.dtype, PACKAGES)
-    found["commit"] = found["commit"] or "unknown"  # part of the files' names
+    """Date, commit, hardware, versions and ceilings of a run."""
+    found = provenance(bench.dtype, PACKAGES)
+    found["commit"] = found["commit"] or "unknown"  # is part of the files' names
     found["versions"]["cuda"] = torch.version.cuda
-    device = {"hardware": record.hardware(bench.device), "device": bench.device.type}
+    device = {"hardware": hardware(bench.device), "device": bench.device.type}
     return found | device | {"ceilings": bench.ceilings._asdict()}
 
 
 def file_name(result: dict) -> str:
-    """DATE-COMMIT-HARDWARE, for file names; a + of the commit is "changed"."""
-    made_of = result["commit"].rstrip("+")[:8] + ("-changed" if result["commit"].endswith("+") else "")
+    """DATE-COMMIT-HARDWARE, where "-changed" stands for the commit's +."""
+    commit = result["commit"].rstrip("+")[:8] + ("-changed" if result["commit"].endswith("+") else "")
     machine = re.sub(r"[^a-z0-9]+", "-", result["hardware"].lower()).strip("-")
-    return f"{result['date'][:10]}-{made_of}-{machine}"
+    return f"{result['date'][:10]}-{commit}-{machine}"
 
 
 def table(result: dict) -> str:
@@ -88,18 +93,14 @@ def table(result: dict) -> str:
 
 
 def lay_out(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> list[list[str]]:
-    """The cells of each row padded to their column's width: texts in the columns `left`, numbers in the others."""
+    """Pad each cell to the width of its column, left-aligned in the columns `left`, right-aligned elsewhere."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     sides = [str.ljust if i in left else str.rjust for i in range(len(widths))]
     return [[side(cell, width) for side, cell, width in zip(sides, row, widths, strict=True)] for row in rows]
 
 
-def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in [head, ["---"] * len(head), *rows])
-
-
 def _lines(columns: Sequence[Column], rows: Sequence[dict]) -> list[str]:
-    """A table; a row that was not timed ends in why not."""
+    """The lines of a table; a row that was not timed ends in the reason."""
     titles = [title for title, _ in columns]
     what = titles.index("implementation")
     header, *padded = lay_out([titles, *([write(row) for _, write in columns] for row in rows)], (0, what))
@@ -112,45 +113,53 @@ def _lines(columns: Sequence[Column], rows: Sequence[dict]) -> list[str]:
     return lines
 
 
-def draw(result: dict, path: Path) -> bool:
-    """What was timed, as one PNG; False without matplotlib."""
-    if find_spec("matplotlib") is None:
-        return False
+@contextmanager
+def drawn_panels(path: str | Path, rows: int, size: tuple[float, float], title: str, fontsize: int) -> Iterator[Any]:
+    """Yield the axes of `rows` x 2 panels, and write them as one PNG, whatever the name of the file ends in."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    rows_of_panels = -(-len(TITLES) // 2)
-    figure, axes = plt.subplots(rows_of_panels, 2, figsize=(13, 4.5 * rows_of_panels), constrained_layout=True)
-    figure.suptitle(f"{result['hardware']}, {result['dtype']}, commit {result['commit'][:9]}", fontsize=12)
-    timed = [row for row in result["results"] if "ms" in row]
-    for panel in axes.flat[len(TITLES) :]:
-        panel.axis("off")
-    for panel, (name, title) in zip(axes.flat, TITLES.items(), strict=False):
-        rows = [row for row in timed if row["benchmark"] == name]
-        panel.set_title(title, fontsize=10)
-        if not rows:
-            panel.text(0.5, 0.5, "not measured", ha="center", transform=panel.transAxes)
-        elif name in ("attention", "step"):
-            _draw_lines(panel, rows, name)
-        else:
-            _draw_bars(panel, rows, name)
-    figure.savefig(path, dpi=110)
+    figure, axes = plt.subplots(rows, 2, figsize=size, constrained_layout=True)
+    figure.suptitle(title, fontsize=fontsize)
+    yield axes
+    figure.savefig(path, dpi=110, format="png")
     plt.close(figure)
+
+
+def draw(result: dict, path: Path) -> bool:
+    """Draw what was timed as one PNG. Returns False if matplotlib is not installed."""
+    if find_spec("matplotlib") is None:
+        return False
+    timed = [row for row in result["results"] if "ms" in row]
+    title = f"{result['hardware']}, {result['dtype']}, commit {result['commit'][:9]}"
+    n_rows = -(-len(TITLES) // 2)
+    with drawn_panels(path, n_rows, (13, 4.5 * n_rows), title, 12) as axes:
+        for panel in axes.flat[len(TITLES) :]:
+            panel.axis("off")
+        for panel, (name, title) in zip(axes.flat, TITLES.items(), strict=False):
+            rows = [row for row in timed if row["benchmark"] == name]
+            panel.set_title(title, fontsize=10)
+            if not rows:
+                panel.text(0.5, 0.5, "not measured", ha="center", transform=panel.transAxes)
+            elif name in ("attention", "step"):
+                _draw_lines(panel, rows, name)
+            else:
+                _draw_bars(panel, rows, name)
     return True
 
 
 def _draw_lines(panel, rows: list[dict], name: str) -> None:
-    """Attention over the context at the most rows; a step over the rows of its pass at each context."""
+    """Draw attention over the context, at the largest number of rows; a step over the rows of its pass, by context."""
     across, up = ("context", "share_of_copy") if name == "attention" else ("nodes", "over_one_row")
     if name == "attention":
         most = max(row["nodes"] for row in rows)
         rows = [row for row in rows if row["nodes"] == most]
     groups: dict[str, list[tuple]] = {}
     for row in rows:
-        behind = "" if name == "attention" else f", behind {row['context']}"
         if up in row:
+            behind = "" if name == "attention" else f", behind {row['context']}"
             label = f"{row['implementation']}, {row['profile']}{behind}"
             groups.setdefault(label, []).append((row[across], row[up]))
     for label, points in groups.items():
@@ -165,8 +174,8 @@ def _draw_lines(panel, rows: list[dict], name: str) -> None:
 
 
 def _draw_bars(panel, rows: list[dict], name: str) -> None:
-    others = {"decode": ("tokens_per_second", "tokens/s"), "prefill": ("ms", "ms")}
-    key, unit = others.get(name, ("ms", "ms, forward and backward"))
+    units = {"decode": ("tokens_per_second", "tokens/s"), "prefill": ("ms", "ms")}
+    key, unit = units.get(name, ("ms", "ms, forward and backward"))
     places = [f"{row['profile']}\n{row.get('context', row.get('rows'))}" for row in rows]
     labels = [f"{row['implementation']}\n{place}" for row, place in zip(rows, places, strict=True)]
     colors = ["C0" if row["implementation"].startswith("longdraft") else "0.7" for row in rows]

@@ -1,8 +1,8 @@
-"""Kernels, steps and plain decoding beside what others have for it, against this machine's ceilings.
+"""Measures our kernels, steps and plain decoding beside others' implementations and against this machine's ceilings.
 
 `python benchmarks/run.py --quick` prints a table; the last line is one JSON object. benchmarks/README.md says what is
-measured and how. Exit status 1: an implementation of ours gave a wrong output or failed; such a one has no time.
-Not here: drafters, which `longdraft bench` measures, and data preparation (prepare.py).
+measured and how. The exit status is 1 if an implementation of ours gave a wrong output or failed; it is not timed then.
+Not here: drafters, which `longdraft bench` measures.
 """
 
 import argparse
@@ -19,9 +19,9 @@ from longdraft.benchmarks.profiles import PROFILES
 from longdraft.benchmarks.timing import DTYPES, Bench
 from longdraft.models.device import check_device, default_device
 
-# In this order: where the budget ends, the rest is named as not measured.
+# In this order; once the budget is spent, the rest is reported as not measured.
 BENCHMARKS = ("attention", "step", "loss", "decode")
-# Where nothing else is asked for: (on a GPU, quick on a GPU, on a CPU, quick on a CPU).
+# Default values: (on a GPU, quick on a GPU, on a CPU, quick on a CPU).
 DEFAULTS = {
     "profile": (["llama3.1-8b"], ["llama3.1-8b"], ["smollm2-135m"], ["smollm2-135m"]),
     "contexts": ([8192, 32768, 131072], [8192, 65536], [1024, 8192], [1024]),
@@ -55,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def read(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Arguments with every default filled in, checked."""
+    """Parse and check the arguments, and fill in every default."""
     parser = _parser()
     args = parser.parse_args(argv)
     name, otherwise = "--device", "give --device cpu"
@@ -99,13 +99,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             if name in args.what:
                 result["results"] += measure(PROFILES[profile])
                 result["seconds"] = round(args.budget - bench.left, 1)
-                _write(result, args.out, stem)  # what is there is there, if the run is ended
+                _write(result, args.out, stem)  # so that a run that is killed leaves what it has
     print("\n" + report.table(result))
     if args.out:
         _write(result, args.out, stem)
         drawn = report.draw(result, args.out / f"{stem}.png")
-        kinds = "json, txt, png" if drawn else "json, txt; no png: matplotlib is not installed"
-        print(f"Written to {args.out}/{stem}: {kinds}")
+        endings = "json, txt, png" if drawn else "json, txt; no png: matplotlib is not installed"
+        print(f"Written to {args.out}/{stem}: {endings}")
     print(json.dumps(result))
     bad = [r for r in result["results"] if r["implementation"].startswith(OURS) and r["status"] in ("wrong", "failed")]
     return 1 if bad else 0

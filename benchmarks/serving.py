@@ -1,8 +1,8 @@
-"""What serving costs: `python benchmarks/serving.py`, a server and its engine on the same prompts, in turns.
+"""Measures what serving costs: `python benchmarks/serving.py` gives a server and an engine the same prompts in turns.
 
-The server is a process of its own (`longdraft serve`); the client is this one, as the engine is. With --load so many
-streams at once for some seconds, some of whose clients hang up, read slowly or send half a body: every answer is
-compared with the engine's, and the server's memory is looked at. The last line is one JSON object.
+The server is a process of its own (`longdraft serve`); the client and the engine run in this one. With `--load STREAMS`
+many clients stream at once, some of which hang up, read slowly or send half a body; every answer is compared with the
+engine's, and the server's memory is recorded. The last line is one JSON object.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from typing import Any
 
 import psutil
 
-from longdraft.benchmarks.busy import stdlib_prompts
+from longdraft.benchmarks.questions import stdlib_prompts
 from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
 from longdraft.models.hf import load_target, load_tokenizer
@@ -37,10 +37,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--prompt-tokens", type=int, default=192)
     add("--new-tokens", type=int, default=96)
     add("--rounds", type=int, default=3)
-    add("--url", help="of a server that runs already (HOST:PORT), another one's too; then no engine is timed")
+    add("--url", help="HOST:PORT of a running server, of whatever kind; no engine is timed then")
     add("--model", default=None, help="with --url: the model's name there")
-    add("--load", type=int, default=0, metavar="STREAMS")
-    add("--seconds", type=float, default=120)
+    add("--load", type=int, default=0, metavar="STREAMS", help="check answers and memory under this many streams")
+    add("--seconds", type=float, default=120, help="duration of --load")
     args = parser.parse_args(argv)
     if args.url:
         host, _, port = args.url.rpartition(":")
@@ -63,17 +63,16 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 class Client:
-    """Streams of completions, over bare sockets: what the client costs is not the server's."""
+    """Streams completions over bare sockets, so that the client costs as little as possible."""
 
     def __init__(self, host: str, port: int, model: str | None):
         self.host, self.port, self.model = host, port, model
 
-    async def stream(self, prompt: Any, new: int, leave: int = 0, pause: float = 0.0, **body: Any) -> dict[str, Any]:
-        """One answer, its text and when its pieces came; leave: hang up after so many; pause: after every one."""
-        given = {"prompt": prompt, "max_tokens": new, "stream": True, "temperature": 0, "ignore_eos": True, **body}
-        if self.model:
-            given["model"] = self.model
-        content = json.dumps(given).encode()
+    async def stream(self, prompt: Any, new: int, leave: int = 0, pause: float = 0.0) -> dict[str, Any]:
+        """Return an answer's text and the times of its pieces. leave: hang up after this many pieces, unless it is 0;
+        pause: seconds to wait after each."""
+        body = {"prompt": prompt, "max_tokens": new, "stream": True, "temperature": 0, "ignore_eos": True}
+        content = json.dumps(body | ({"model": self.model} if self.model else {})).encode()
         began, times, texts = time.perf_counter(), list[float](), list[str]()
         reader, writer = await asyncio.open_connection(self.host, self.port)
         try:
@@ -93,7 +92,7 @@ class Client:
         return {"status": status, "began": began, "times": times, "text": "".join(texts)}
 
     async def half(self) -> None:
-        """A body that ends in the middle."""
+        """Send a request whose body ends in the middle."""
         _, writer = await asyncio.open_connection(self.host, self.port)
         writer.write(HEAD.format(100).encode() + b'{"prompt": "ha')
         await writer.drain()
@@ -102,7 +101,8 @@ class Client:
 
 
 async def _measure(args: argparse.Namespace, client: Client, engine: Engine | None) -> dict[str, Any]:
-    """Tokens a second of one stream, the engine's and the server's in turns, and of eight; first tokens and gaps."""
+    """Tokens per second of the engine and of the server with one stream, in turns, and of the server with eight; times
+    to the first token, and the gaps that a long prompt causes in running streams."""
     new, encode = args.new_tokens, load_tokenizer(args.target).encode
     prompts, (long,) = stdlib_prompts(encode, args.prompt_tokens, 8), stdlib_prompts(encode, 4000, 1)
     speeds: dict[str, list[float]] = {"engine": [], "server": [], "server, 8 streams": []}
@@ -125,12 +125,12 @@ async def _measure(args: argparse.Namespace, client: Client, engine: Engine | No
     await asyncio.sleep(1.5)
     late = await client.stream(prompts[7], 8)
     first["while 7 run"].append(late["times"][0] - late["began"])
-    come = time.perf_counter()
+    long_began = time.perf_counter()
     whole = await client.stream(long, 4)
     first["of 4000 tokens while 7 run"] = [whole["times"][0] - whole["began"]]
     for one in await asyncio.gather(*running):
-        after = [at for at in one["times"] if come < at < whole["times"][0] + 0.5]
-        gaps += [b - a for a, b in pairwise(after)]
+        meanwhile = [at for at in one["times"] if long_began < at < whole["times"][0] + 0.5]
+        gaps += [b - a for a, b in pairwise(meanwhile)]
     again = await client.stream([*long, *prompts[0]], 4)
     named = f"of {len(long) + len(prompts[0])} tokens of which {len(long)} were read before"
     first[named] = [again["times"][0] - again["began"]]
@@ -140,7 +140,8 @@ async def _measure(args: argparse.Namespace, client: Client, engine: Engine | No
 
 
 async def _load(args: argparse.Namespace, client: Client, engine: Engine, server: psutil.Process) -> dict[str, Any]:
-    """Many streams at once; who has ended begins anew. Nothing may be lost or mixed up, and memory must not grow."""
+    """Keep many streams running and compare every answer with the engine's: none may be lost or mixed up. The server's
+    memory is recorded, so that one sees whether it grows."""
     prompts, new = stdlib_prompts(load_tokenizer(args.target).encode, 24, 8), 12
     params = SamplingParams(max_new_tokens=new, ignore_eos=True)
     want = [one.text for one in engine.generate(prompts, params)]
@@ -149,12 +150,12 @@ async def _load(args: argparse.Namespace, client: Client, engine: Engine, server
     async def caller() -> None:
         while time.perf_counter() < end:
             number = next(numbers)
-            place, kind = number % 8, number % 5
-            if kind == 1:
+            place, behaviour = number % 8, number % 5
+            if behaviour == 1:
                 await client.half()
                 seen["half a body"] += 1
                 continue
-            leave, pause = (1 + number % 3 if kind == 2 else 0), (0.1 if kind == 3 else 0.0)
+            leave, pause = (1 + number % 3 if behaviour == 2 else 0), (0.1 if behaviour == 3 else 0.0)
             one = await client.stream(prompts[place], new, leave, pause)
             if one["status"] != 200:
                 seen[f"status {one['status']}"] += 1

@@ -1,8 +1,8 @@
-"""A target pass of several rows against a pass of one: the verify step of drafting against the step of plain decoding.
+"""A target pass over several rows against a pass over one: speculative decoding's verification against a plain step.
 
-A decoder of a profile's shape with random weights and a cache of random rows, which cost what real ones do. Where it
-would not fit, it has fewer layers, and `layers` says how many. The pass gives the logits of all rows; drafting, choice
-and the walk are no part of it. Launched one by one, and on a GPU also as one captured CUDA graph.
+The decoder has a profile's shape, random weights and a cache of random rows, which cost as much as real ones. If it
+would not fit into memory it has fewer layers, and `layers` says how many. The pass computes the logits of all rows;
+drafting, choosing and accepting are not part of it. It is launched kernel by kernel, and on a GPU also as a CUDA graph.
 Shapes: N query tokens, S committed rows, D hidden width, V vocabulary.
 """
 
@@ -18,21 +18,21 @@ from longdraft.benchmarks.candidates import OURS, Build, Run, Unavailable, admit
 from longdraft.benchmarks.profiles import Profile
 from longdraft.benchmarks.timing import CEILING_SIZES, Bench, free_bytes
 from longdraft.infer.graphs import cuda_graphs
-from longdraft.kernels.cpu_impl.rows import decoding
+from longdraft.kernels.cpu_impl.threads import decoding
 from longdraft.models.decoder import Decoder
 from longdraft.models.hf import build_decoder
 from longdraft.models.hf_config import decoder_config
 from longdraft.models.kv_cache import KVCache
 from longdraft.models.passes import Pass
 
-SMALL_LAYERS, SMALL_CONTEXT, COMPARED_NODES = 2, 33, 8  # of the model that is compared with plain passes
+SMALL_LAYERS, SMALL_CONTEXT, COMPARED_NODES = 2, 33, 8  # for the model whose logits are compared
 MOST_ON_A_CPU = 4 * 2**30  # bytes of weights and cache: drawing and reading more takes minutes
 
 
 @dataclass
 class Case:
-    """A model behind `context` committed rows of one slot. `exact` and `plain`: logits of `compared` nodes, each from a
-    pass of its own history without a cache, in fp32 and in the model's dtype; None where nothing is compared."""
+    """A model, the committed rows of one slot, and a tree. `exact` and `plain` are logits of the `compared` nodes, each
+    from a pass over its own history without a cache, in fp32 and in the model's dtype; None if none are compared."""
 
     model: Decoder
     cache: KVCache
@@ -45,7 +45,7 @@ class Case:
 
 
 def random_decoder(bench: Bench, profile: Profile, n_layers: int, max_positions: int) -> Decoder:
-    """With weights that keep activations near 1."""
+    """Build a decoder whose random weights keep activations near 1."""
     model = build_decoder(
         decoder_config(profile.transformers_config(n_layers, max_positions)), bench.dtype, bench.device
     )
@@ -59,7 +59,7 @@ def random_decoder(bench: Bench, profile: Profile, n_layers: int, max_positions:
 
 
 def make_case(bench: Bench, model: Decoder, cache: KVCache, nodes: int) -> Case:
-    """A tree pass behind the cache's rows; nothing to compare."""
+    """A tree pass after the cache's rows, with nothing to compare."""
     tree = random_tree(nodes).to(bench.device)[None]
     generator = torch.Generator().manual_seed(nodes)
     tokens = torch.randint(model.config.vocab_size, (1, nodes), generator=generator).to(bench.device)
@@ -69,7 +69,7 @@ def make_case(bench: Bench, model: Decoder, cache: KVCache, nodes: int) -> Case:
 
 @torch.no_grad()
 def make_small_case(bench: Bench, profile: Profile, nodes: int) -> Case:
-    """The same heads, widths and tree in a model of few layers, on a cache that it filled itself."""
+    """The same heads, widths and tree in a model of few layers, with a cache that it filled itself, to compare."""
     capacity = SMALL_CONTEXT + nodes
     model = random_decoder(bench, profile, min(SMALL_LAYERS, profile.n_layers), capacity)
     generator = torch.Generator().manual_seed(0)
@@ -107,7 +107,7 @@ def _launches(case: Case) -> Run:
 
 
 def _graph(case: Case) -> Run:
-    """The same launches, recorded as the engine records its steps, and replayed."""
+    """The same launches, recorded and replayed in the same way as the engine's steps."""
     if not case.tokens_1N.is_cuda:
         raise Unavailable("CUDA graphs need a CUDA device")
     launches, graphs = _launches(case), cuda_graphs(case.tokens_1N.device)
@@ -115,24 +115,25 @@ def _graph(case: Case) -> Run:
     def run() -> Tensor:
         return graphs.run(("pass",), (case.model, case.cache), launches)
 
-    run()  # queued as it stands
-    run()  # recorded; from now on replayed, so it is a replay that is compared
+    run()  # launched kernel by kernel
+    run()  # recorded; replayed from now on, so that a replay is compared
     return run
 
 
-READ = "a read"  # by torch.sum, in the same turns, which pays for a slower hour of the machine too
+READ = "a read"  # by torch.sum, in the same turns, so that a slow hour of the machine affects it as well
 WAYS: dict[str, Build] = {f"{OURS}, plain launches": _launches, f"{OURS}, CUDA graph": _graph}
 
 
 def verdict(_: str, case: Any, logits_1NV: Tensor) -> str | None:
-    """The norm of the compared logits' error, by the rule of candidates.py."""
+    """Apply the rule of candidates.py to the norm of the compared logits' error."""
     return too_far(logits_1NV[0, case.compared], case.exact, case.plain, largest=False)
 
 
 def measure(
     bench: Bench, profile: Profile, contexts: list[int], nodes: list[int], ways: dict[str, Build] = WAYS
 ) -> list[dict]:
-    """Rows for each context, number of rows of the pass (1 always) and way; all of a context in the same turns."""
+    """Return a row for each context, number of rows of the pass (always also 1) and way of launching; all ways and
+    numbers of rows of one context take turns."""
     nodes = sorted({1, *nodes})
     base = {"benchmark": "step", "profile": profile.name, "layers_of_model": profile.n_layers}
     if (reason := too_large(bench, profile, bench.itemsize + 4)) is not None:
@@ -158,7 +159,7 @@ def measure(
 
 
 def too_large(bench: Bench, profile: Profile, parameter_bytes: float) -> str | None:
-    """Why a model of few layers cannot be had to compare on; None where it can."""
+    """Why the small model for the comparison does not fit into memory; None if it does."""
     need, free = parameter_bytes * profile.parameters(SMALL_LAYERS), free_bytes(bench.device)
     if need < 0.8 * free:
         return None
@@ -166,7 +167,7 @@ def too_large(bench: Bench, profile: Profile, parameter_bytes: float) -> str | N
 
 
 def layers_that_fit(bench: Bench, profile: Profile, capacity: int, copies: int = 1) -> int:
-    """How many layers' weights and cache fit so many times into the memory at hand; at least one."""
+    """The number of layers whose weights and cache fit `copies` times into the free memory; at least one."""
     room = 0.7 * free_bytes(bench.device)
     room = room if bench.device.type == "cuda" else min(room, MOST_ON_A_CPU)
     room /= copies
@@ -178,7 +179,7 @@ def layers_that_fit(bench: Bench, profile: Profile, capacity: int, copies: int =
 def _fill_in(
     rows: list[dict], bench: Bench, profile: Profile, model: Decoder, context: int, ways: dict[str, Build]
 ) -> None:
-    """The figures of one context."""
+    """Time the passes of one context and add the figures to its rows."""
     cache = model.new_cache(1, context + max(row["nodes"] for row in rows))
     cache.keys.normal_()
     cache.values.normal_()

@@ -1,6 +1,6 @@
-"""A suite's files, found in a folder or fetched from the hub, to records whose fields are checked as they are read.
+"""Finds a suite's files, in a folder or on the hub, and reads their records; fields are checked when they are read.
 
-Not here: what a suite's records hold (suites.py).
+Not here: which fields a suite's records have (suites.py).
 """
 
 import json
@@ -16,16 +16,14 @@ from longdraft.data_prep.streams import stream_records
 from longdraft.data_prep.tables import table_fields, table_rows
 from longdraft.infer.values import short_repr
 
-# How the place of a record is called in each kind of file.
+# What the place of a record is called in each kind of file.
 PLACES = {"jsonl": "line", "array": "element", "table": "row"}
 
 
 @dataclass(frozen=True)
 class Row:
-    """A record and where it stands. Readers raise a ValueError that names file, place, field and what was expected.
-
-    number: counts from 1.
-    """
+    """A record and its place, counted from 1. The methods that read a field raise a ValueError that names file, place,
+    field and what was expected."""
 
     file: str
     place: str
@@ -34,7 +32,7 @@ class Row:
 
     @property
     def stem(self) -> str:
-        """The file's name without its ending; of a file called test, as specdec_bench writes them, its folder's."""
+        """The file's name without its ending; for a file called test, as specdec_bench writes them, its folder's."""
         path = PurePosixPath(self.file)
         stem = path.name.partition(".")[0]
         return path.parent.name if stem == "test" and path.parent.name else stem
@@ -65,7 +63,7 @@ class Row:
         return self._field(name, expected, lambda v: isinstance(v, list) and v and all(map(_is_text, v)))
 
     def integer(self, name: str) -> int:
-        """Also one that is written as text."""
+        """A whole number, which may be written as text."""
         return int(self._field(name, "a whole number", lambda v: not isinstance(v, bool) and str(v).isdecimal()))
 
     def id(self, name: str) -> int | str:
@@ -73,7 +71,7 @@ class Row:
         return self._field(name, "a number or a text", lambda v: type(v) is int or (isinstance(v, str) and v))
 
     def messages(self, name: str, value: Any = None) -> list[dict[str, str]]:
-        """A chat: a list of {"role", "content"}; value: it, where the field holds it as JSON."""
+        """A chat, as a list of {"role", "content"}. value: the parsed chat, if the field holds it as JSON."""
         expected = 'a list of messages {"role": "user", "content": "..."}'
         value = self._field(name, expected, lambda _: True) if value is None else value
         if not isinstance(value, list) or not value:
@@ -90,12 +88,12 @@ def _is_text(value: Any) -> bool:
 
 
 def read_rows(data: str, files: Sequence[str], all_files: bool, source: str) -> Iterator[Row]:
-    """The records of a suite's files, in order.
+    """Read the records of a suite's files in order.
 
     Args:
-        data: a folder, a file or a data set of the hub. files, all_files: as a Suite's. source: where they are had.
+        data: a folder, a file or a data set on the hub. files, all_files, source: as in a Suite.
 
-    Raises: ValueError for files that are not there, and records that are none.
+    Raises: ValueError for files that are missing, and for records that are not JSON objects.
     """
     for name in files:
         try:
@@ -103,8 +101,8 @@ def read_rows(data: str, files: Sequence[str], all_files: bool, source: str) -> 
         except ValueError as error:
             if not all_files and name != files[-1]:
                 continue
-            said = str(error).removesuffix("; see --files")
-            raise ValueError(f"--data: {said}; {name} comes from {source}") from error
+            reason = str(error).removesuffix("; see --files")
+            raise ValueError(f"--data: {reason}; {name} comes from {source}") from error
         for file in found:
             yield from _records(file)
         if not all_files:

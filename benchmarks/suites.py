@@ -1,7 +1,7 @@
-"""Published suites of prompts: where they come from, their files' layouts, what is asked and how long answers are.
+"""Published suites of prompts: their source, the layout of their files, the questions, and the length of answers.
 
-A suite is a line of SUITES and a function that makes a question of a record. Where a paper's table is meant, the prompt
-is its program's literal one; else the target's own chat template is taken. Not here: how files are found and parsed
+A suite is an entry of SUITES and a function that makes a question from a record. Suites that belong to a paper's table
+use its program's literal prompts, the others the target's own chat template. Not here: how files are found and parsed
 (suite_files.py), which questions fit a target (questions.py).
 """
 
@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from longdraft.benchmarks.questions import Question, Room
+from longdraft.benchmarks.questions import PromptLimits, Question
 from longdraft.benchmarks.suite_files import Row, read_rows
 
-# LongSpec's program for LongBench (inference_long-bench.py): what stands before and behind the text of each task.
+# From LongSpec's program for LongBench (inference_long-bench.py): the prompt around the text of each task.
 _SYSTEM = "<s>system\nYou are a helpful assistant</s>\n<s>user\n"
 _CODE = "Please complete the code given below. \n{context}Now, complete the code given.</s>\n<s>assistant\n"
 LONGBENCH = {
@@ -34,12 +34,12 @@ LONGBENCH = {
     "lcc": _CODE,
     "repobench-p": _CODE,
 }
-# LongSpec's program for QwQ (inference_qwq.py).
+# From LongSpec's program for QwQ (inference_qwq.py).
 AIME = (
     "<|im_start|>system\nYou are a helpful assistant<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 )
 AIME24_IDS = range(60, 90)
-# TokenSwift's program (main.py) leaves out the front matter of a book, and takes the first ten.
+# TokenSwift's program (main.py) skips the front matter of each book, and takes the first ten books.
 PG19_FROM, PG19_BOOKS = 5000, 10
 MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH"
@@ -47,17 +47,17 @@ PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECD
 
 @dataclass(frozen=True)
 class Suite:
-    """What is measured under a name.
+    """A suite: its files and how it is asked.
 
     Attributes:
-        title: for people. source: where the files are had.
-        files: patterns of file names, the first of which that is there is read; with `all_files` each must be there.
-        read: a question of a record; None for a record that is not part of the suite.
-        new_tokens: an answer's most. ignore_eos: whether answers go on behind their end.
-        sampling: further keywords of SamplingParams.
-        above, spare: a prompt has more than `above` tokens, and at most the target's positions less `spare`, by default
-            less `new_tokens`.
-        first_tokens: so many tokens of a text are the prompt; None: all.
+        title: for people. source: where the files can be found.
+        files: patterns of file names. The first pattern that matches is read; with `all_files` each must match.
+        read: makes a question from a record, or returns None for a record that is not part of the suite.
+        new_tokens: the most tokens of an answer. ignore_eos: whether answers continue after an end token.
+        sampling: further keywords for SamplingParams.
+        above, spare: a prompt has more than `above` tokens, and leaves at least `spare` of the target's positions free
+            (None: `new_tokens`).
+        first_tokens: the number of tokens of a text that are the prompt; None: all of them.
     """
 
     title: str
@@ -73,34 +73,34 @@ class Suite:
     first_tokens: int | None = None
 
     def questions(self, data: str, only: Sequence[str] = ()) -> list[Question]:
-        """The questions that stand in a folder, a file or a data set of the hub.
+        """Read the questions from a folder, a file or a data set on the hub.
 
-        only: tasks, categories or files' names without ending; () is all.
+        only: tasks, categories, or files' names without ending; () means all.
 
-        Raises: ValueError for files that are not there or not laid out as they should be, and an unknown name.
+        Raises: ValueError for files that are missing or not in the suite's layout, and for an unknown name in `only`.
         """
-        some = tuple(file for file in self.files if file.partition(".")[0] in only) if self.all_files else ()
+        needed = tuple(file for file in self.files if file.partition(".")[0] in only) if self.all_files else ()
         found, names, ids = [], set(), set()
-        for row in read_rows(data, some or self.files, self.all_files, self.source):
+        for row in read_rows(data, needed or self.files, self.all_files, self.source):
             question = self.read(row)
             if question is None:
                 continue
             if question.id in ids:
                 raise row.wrong("id", f"{question.id!r} stands there a second time", "each once")
             ids.add(question.id)
-            called = {question.task, question.category, row.stem}
-            names |= called
-            found += [question] if not only or called & set(only) else []
+            own_names = {question.task, question.category, row.stem}
+            names |= own_names
+            found += [question] if not only or own_names & set(only) else []
         if unknown := sorted(set(only) - names):
             raise ValueError(f"--only: {', '.join(unknown)} unknown; the data has {', '.join(sorted(names))}")
         if not found:
             raise ValueError(f"--data: {data} has no question of {self.title}; its files come from {self.source}")
         return found
 
-    def room(self, positions: int, new_tokens: int) -> Room:
-        """Which prompts are asked of a target of so many positions."""
+    def room(self, positions: int, new_tokens: int) -> PromptLimits:
+        """Which prompts a target with this many positions is asked."""
         spare = new_tokens if self.spare is None else max(self.spare, new_tokens)
-        return Room(positions, positions - spare, self.above, self.first_tokens)
+        return PromptLimits(positions, positions - spare, self.above, self.first_tokens)
 
 
 def _user(text: str) -> list[dict[str, str]]:
@@ -132,7 +132,7 @@ def _spec_bench(row: Row) -> Question:
 
 
 def _mt_bench(row: Row) -> Question:
-    """As FastChat has it, or as a table of the hub (HuggingFaceH4/mt_bench_prompts)."""
+    """A record in FastChat's layout, or in that of a table on the hub (HuggingFaceH4/mt_bench_prompts)."""
     hub = "turns" not in row and "prompt" in row
     turns = row.texts("prompt" if hub else "turns")
     return Question(row.id("prompt_id" if hub else "question_id"), row.text("category"), tuple(map(_user, turns)))
@@ -156,9 +156,9 @@ def _speed_bench(row: Row) -> Question:
 
 
 def _mrcr(row: Row) -> Question:
-    given = row.text("prompt")
+    prompt = row.text("prompt")
     try:
-        messages = json.loads(given)
+        messages = json.loads(prompt)
     except ValueError:
         raise row.wrong("prompt", "no JSON", "a JSON list of messages") from None
     task = f"{row.integer('n_needles')}needle"

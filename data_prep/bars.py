@@ -1,4 +1,4 @@
-"""Bars of progress that never stop the work: where standard error cannot be written, it goes on without them."""
+"""Progress bars that never stop the work: if standard error cannot be written to, the work goes on without them."""
 
 import os
 import sys
@@ -7,14 +7,14 @@ from typing import Any
 from tqdm import tqdm
 
 
-class _Errors:
-    """Standard error; once it refuses what is written, nothing."""
+class _Stderr:
+    """Standard error that drops all output once a write has failed."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(sys.stderr, name)
 
     def __eq__(self, other: object) -> bool:
-        """So that tqdm knows who else writes there, and takes a bar away for as long."""
+        """Equal to sys.stderr, so that tqdm recognises other writers to it and clears a bar while they write."""
         return other is self or other is sys.stderr
 
     __hash__ = object.__hash__
@@ -30,9 +30,9 @@ class _Errors:
             if sys.stderr is not None:
                 getattr(sys.stderr, name)(*arguments)
         except OSError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # else Python would try again at its end, and fail
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # otherwise Python flushes it again at exit, and fails
 
 
 def bar(**options: Any) -> tqdm:
-    """tqdm on standard error. To be used as a context: it ends its line before anything else is said."""
-    return tqdm(file=_Errors(), **options)  # pyright: ignore[reportArgumentType]
+    """tqdm on standard error. Use it as a context manager: it then ends its line before anything else is printed."""
+    return tqdm(file=_Stderr(), **options)  # pyright: ignore[reportArgumentType]

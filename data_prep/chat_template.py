@@ -1,12 +1,12 @@
-"""Renders conversations by a chat template, and finds the places in the text that the loss needs to know.
+"""Renders conversations by a chat template, and finds the places in the text that chat.py needs for the loss.
 
 Templates are Jinja programs that come with a model, so they run in Jinja's sandbox, with what transformers documents
 for them: trim_blocks and lstrip_blocks, loop controls, `{% generation %}`, `tojson`, `raise_exception`, `strftime_now`,
 and the tokenizer's special tokens by name. `strftime_now` gives a fixed date: data does not depend on the day.
 
-A rendered text is returned with stand-ins: each special token that the template wrote is spelled as in `stand_in`, and
-what a message's content spells is left as it is. So both can be told apart behind the template. Noncharacters
-(documents.py) mark places in the raw rendering. Not here: which tokens the loss counts (chat.py).
+A rendered text contains stand-ins: each special token that the template wrote is spelled as `stand_in` spells it, while
+the content of messages is left as it is. So the two can be told apart after rendering. Noncharacters (documents.py)
+mark places in the raw rendering.
 """
 
 import json
@@ -27,22 +27,22 @@ from longdraft.data_prep.documents import Unusable
 TODAY = datetime(2024, 7, 26)  # Llama 3.1's template falls back to this date where it has no clock
 GUARD, ANSWER_END, OPEN, CLOSE, EDGE = "\ufdd0", "\ufdd1", "\ufdd2", "\ufdd3", "\ufdd4"
 MARKS = re.compile(f"[{GUARD}{ANSWER_END}{OPEN}{CLOSE}]")
-# What a template gives that does not fit a conversation: its own refusal, or an error of Python's in its expressions.
-REFUSALS = (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError)
+# What a template raises if it does not fit a conversation: its own refusal, or a Python error in its expressions.
+REFUSALS = (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError)
 STAND_IN = re.compile(f"{EDGE}[0-9]+{EDGE}")
 
 
 def stand_in(token: int) -> str:
-    """How special token `token` is spelled in rendered texts."""
+    """The spelling of special token `token` in rendered texts."""
     return f"{EDGE}{token}{EDGE}"
 
 
 @dataclass(frozen=True)
 class Rendered:
-    """A rendered conversation; places are in characters of the text.
+    """A rendered conversation. Places count characters of the text.
 
-    text: with stand-ins. marked: (start, stop) of each {% generation %} block of the template. answer_ends: with
-    `mark_at`, that place of the last content wherever the template wrote it.
+    text: with stand-ins. marked: (start, stop) of each {% generation %} block of the template. answer_ends: where the
+    place `mark_at` of the last content stands, once for each time that the template wrote it.
     """
 
     text: str
@@ -53,8 +53,8 @@ class Rendered:
 class ChatTemplate:
     """A compiled template.
 
-    source: the template, Jinja. variables: names that it may use, like bos_token, and their values. special: token ids
-    of the special tokens by their spelling. Raises ValueError where the source is no Jinja.
+    source: the template, Jinja. variables: names that it may use, like bos_token, with their values. special: token ids
+    of the special tokens by their spelling. Raises ValueError if the source is not Jinja.
     """
 
     def __init__(self, source: str, variables: Mapping[str, str], special: Mapping[str, int]):
@@ -70,41 +70,41 @@ class ChatTemplate:
         self.marks_answers = re.search(r"\{%-?\s*generation\s*-?%\}", source) is not None
 
     def guarded(self, messages: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-        """The messages for `render`: no special token that a content spells can be taken for the template's own."""
+        """The messages for `render`, marked so that no special token in their content passes for the template's own."""
         return [(role, self._starts.sub(rf"\1{GUARD}", content)) for role, content in messages]
 
     def render(self, messages: Sequence[tuple[str, str]], prompt: bool = False, mark_at: int | None = None) -> Rendered:
-        """The rendered conversation.
+        """Render the conversation.
 
-        messages: as `guarded` gives them. prompt: whether to end with what stands before an answer. mark_at: a place in
-        the last content, whose places in the text `answer_ends` tells. Raises Unusable where the template refuses, or
-        fails.
+        messages: as `guarded` returns them. prompt: whether to add the generation prompt. mark_at: a place in the last
+        content, to be found in the text (`Rendered.answer_ends`). Raises Unusable if the template refuses or fails.
         """
-        given = [{"role": role, "content": content} for role, content in messages]
+        message_dicts = [{"role": role, "content": content} for role, content in messages]
         if mark_at is not None:
-            content = given[-1]["content"]
-            given[-1]["content"] = content[:mark_at] + ANSWER_END + content[mark_at:]
-        arguments = {"messages": given, "add_generation_prompt": prompt, "tools": None, "documents": None}
+            content = message_dicts[-1]["content"]
+            message_dicts[-1]["content"] = content[:mark_at] + ANSWER_END + content[mark_at:]
+        arguments = {"messages": message_dicts, "add_generation_prompt": prompt, "tools": None, "documents": None}
         try:
             raw = self._template.render(self._variables | arguments)
         except REFUSALS as error:
-            said = f"{type(error).__name__}: {error}"
-            raise Unusable("refused_by_template", f"is refused by the chat template ({said})") from None
+            what = f"{type(error).__name__}: {error}"
+            raise Unusable("refused_by_template", f"is refused by the chat template ({what})") from None
         return _read_marks(self._written.sub(lambda found: stand_in(self._special[found[0]]), raw))
 
 
 def _read_marks(raw: str) -> Rendered:
+    """Remove the marks from the raw rendering, and note their places."""
     parts, length = [], 0
-    found: dict[str, list[int]] = {GUARD: [], ANSWER_END: [], OPEN: [], CLOSE: []}
+    places: dict[str, list[int]] = {GUARD: [], ANSWER_END: [], OPEN: [], CLOSE: []}
     at = 0
     for mark in MARKS.finditer(raw):
         parts.append(raw[at : mark.start()])
         length += len(parts[-1])
-        found[mark[0]].append(length)
+        places[mark[0]].append(length)
         at = mark.end()
     parts.append(raw[at:])
-    marked = [(start, stop) for start, stop in zip(found[OPEN], found[CLOSE], strict=True) if start < stop]
-    return Rendered("".join(parts), marked, found[ANSWER_END])
+    marked = [(start, stop) for start, stop in zip(places[OPEN], places[CLOSE], strict=True) if start < stop]
+    return Rendered("".join(parts), marked, places[ANSWER_END])
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
@@ -117,7 +117,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 class _Generation(Extension):
-    """{% generation %}...{% endgeneration %}: what the model writes; it stands between OPEN and CLOSE afterwards."""
+    """{% generation %}...{% endgeneration %} encloses what the model writes. It is rendered between OPEN and CLOSE."""
 
     tags = {"generation"}
 
@@ -131,7 +131,7 @@ class _Generation(Extension):
 
 
 class _Namespace(Namespace):
-    """Jinja's, but a template cannot give an object names that Python's own machinery reads."""
+    """Jinja's namespace, except that a template cannot set names that Python's own machinery reads."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
         for name in dict(*args[1:], **kwargs):
@@ -153,5 +153,5 @@ def _refuse(message: str) -> None:
 
 
 def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, sort_keys: bool = False) -> str:
-    # Jinja's own escapes for HTML.
+    """JSON as transformers writes it, without the HTML escapes of Jinja's own filter."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, sort_keys=sort_keys)

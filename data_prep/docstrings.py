@@ -1,11 +1,11 @@
-"""Conversations out of Python code: the source "stdlib-chat", which needs no hub.
+"""Makes conversations from Python code: the source "stdlib-chat", which needs no network.
 
-Each docstring of some length gives one conversation, of one of two kinds, chosen by a hash:
+Each docstring of some length gives one conversation, of a kind that a hash chooses:
 document     the user shows the code without its docstring, the assistant writes the docstring
-implement    the user gives signature and docstring, the assistant writes the body (functions; no body is cut off)
+implement    the user gives signature and docstring, the assistant writes the body (of functions; no body is cut off)
 
-All conversations of a file have its digest, so the held-out split takes whole files: a class and its methods, or two
-versions of one function, are never on both sides.
+All conversations of a file have the file's digest, so a whole file is held out or not: a class and its methods, or two
+versions of one function, are never in both splits.
 """
 
 import ast
@@ -18,8 +18,8 @@ from dataclasses import dataclass
 
 from longdraft.data_prep.documents import BadDocument, Conversation, Unusable, check_messages
 
-MIN_DOCSTRING = 60  # characters, cleaned: less says hardly more than the name
-MAX_CODE = 2400  # characters of code in a message: most conversations fit into a row of 1024 tokens
+MIN_DOCSTRING = 60  # characters, cleaned: a shorter one says hardly more than the name
+MAX_CODE = 2400  # characters of code in a message: most conversations then fit in a row of 1024 tokens
 
 DOCUMENT = (
     "Write the docstring of this {what}.",
@@ -37,7 +37,7 @@ IMPLEMENT = (
     "The body of the {what} below is missing. Please write it.",
 )
 
-# Fields of a node that hold statements; `ast.walk` goes through all expressions too, and takes ten times as long.
+# The fields of a node that hold statements. `ast.walk` visits all expressions too, which takes ten times as long.
 BLOCKS = ("body", "orelse", "handlers", "finalbody", "cases")
 
 Node = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
@@ -45,10 +45,11 @@ Node = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 @dataclass(frozen=True)
 class Parts:
-    """A piece of code around its docstring; head, quoted and body are moved to the left margin.
+    """A piece of code, divided at its docstring. head, quoted and body are dedented.
 
-    head: decorators and signature; of a module what stands before its docstring. quoted: the docstring as it stands in
-    the code, docstring: cleaned. body: the code behind it, "" where there is none or on the docstring's own line.
+    what: "class", "method", ... head: decorators and signature; for a module, the code before its docstring. quoted:
+    the docstring as it stands in the code. docstring: the same, cleaned. body: the code after it; "" if there is none,
+    or if it is on the docstring's own line.
     """
 
     what: str
@@ -59,20 +60,21 @@ class Parts:
 
 
 def read_docstrings(name: str, raw: bytes) -> Iterator[Conversation | BadDocument]:
-    """One conversation for each docstring of MIN_DOCSTRING characters or more, in the order of the code.
+    """One conversation for each docstring of at least MIN_DOCSTRING characters, in the order of the code.
 
-    name: of the file; a conversation's is `name:line`, the line where its docstring begins. raw: the file's bytes.
+    name: of the file; a conversation is named `name:line`, with the line where its docstring begins. raw: the file's
+    bytes.
     """
     digest = hashlib.sha256(raw).digest()
     try:
-        # As Python reads it: no byte order mark, one kind of line end.
+        # As Python reads it: without a byte order mark, and with one kind of line end.
         text = raw.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError:
         yield BadDocument(name, digest, "bad_utf8")
         return
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of the code that is read, not of ours
+            warnings.simplefilter("ignore")  # they are about the code that is read, not about ours
             tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError):
         yield BadDocument(name, digest, "bad_syntax")
@@ -82,17 +84,17 @@ def read_docstrings(name: str, raw: bytes) -> Iterator[Conversation | BadDocumen
         parts = _parts(parent, node, lines)
         if len(parts.docstring) < MIN_DOCSTRING:
             continue
-        place = f"{name}:{node.body[0].lineno}"
+        document_name = f"{name}:{node.body[0].lineno}"
         try:
-            yield Conversation(place, digest, check_messages(_messages(place, parts)))
+            yield Conversation(document_name, digest, check_messages(_messages(document_name, parts)))
         except Unusable as error:
-            yield BadDocument(place, digest, error.why)
+            yield BadDocument(document_name, digest, error.why)
 
 
 def _with_docstring(tree: ast.Module) -> list[tuple[ast.AST | None, Node]]:
-    """(what it stands in, the module, class or function) of all that have a docstring, in the order of the code."""
+    """All (enclosing node, module, class or function) that have a docstring, in the order of the code."""
     pairs: list[tuple[ast.AST | None, ast.AST]] = [(None, tree)]
-    for parent, node in pairs:  # grows on the way
+    for parent, node in pairs:  # the list grows during the loop
         children = (child for block in BLOCKS for child in getattr(node, block, ()))
         pairs += ((node if isinstance(node, Node) else parent, child) for child in children)
     found = [(up, node) for up, node in pairs if isinstance(node, Node) and ast.get_docstring(node, clean=False)]
@@ -100,9 +102,9 @@ def _with_docstring(tree: ast.Module) -> list[tuple[ast.AST | None, Node]]:
 
 
 def _parts(parent: ast.AST | None, node: Node, lines: list[str]) -> Parts:
-    said = node.body[0]
-    assert isinstance(said, ast.Expr) and isinstance(said.value, ast.Constant)
-    assert isinstance(said.value.value, str) and said.end_lineno is not None
+    statement = node.body[0]
+    assert isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+    assert isinstance(statement.value.value, str) and statement.end_lineno is not None
     if isinstance(node, ast.Module):
         what, first, last, margin = "module", 1, len(lines), 0
     else:
@@ -111,30 +113,30 @@ def _parts(parent: ast.AST | None, node: Node, lines: list[str]) -> Parts:
         )
         first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
         last, margin = node.end_lineno or node.lineno, node.col_offset
-    head = lines[first - 1 : said.lineno - 1]
-    before = lines[said.lineno - 1].encode()[: said.col_offset].decode()  # columns are counted in bytes
+    head = lines[first - 1 : statement.lineno - 1]
+    before = lines[statement.lineno - 1].encode()[: statement.col_offset].decode()  # columns are counted in bytes
     if before.strip():  # def f(): "docstring"
         head.append(before)
     return Parts(
         what=what,
-        head=_moved(head, margin),
-        quoted=_moved(lines[said.lineno - 1 : said.end_lineno], said.col_offset),
-        docstring=inspect.cleandoc(said.value.value).strip(),
-        body=_moved(lines[said.end_lineno : last], said.col_offset).strip("\n"),
+        head=_dedented(head, margin),
+        quoted=_dedented(lines[statement.lineno - 1 : statement.end_lineno], statement.col_offset),
+        docstring=inspect.cleandoc(statement.value.value).strip(),
+        body=_dedented(lines[statement.end_lineno : last], statement.col_offset).strip("\n"),
     )
 
 
-def _moved(lines: list[str], margin: int) -> str:
-    """The lines with at most `margin` blanks fewer at their beginnings (a text's lines may begin further left)."""
+def _dedented(lines: list[str], margin: int) -> str:
+    """The lines with up to `margin` leading blanks removed (lines of a text may begin further left)."""
     return "\n".join(line[min(margin, len(line) - len(line.lstrip())) :] for line in lines)
 
 
-def _messages(place: str, parts: Parts) -> list[dict[str, str]]:
-    choice = hashlib.sha256(f"{place}\0{parts.docstring}".encode(errors="surrogatepass")).digest()
-    given = _below(parts, parts.quoted)
-    written = parts.what in ("function", "method") and parts.body.strip()
-    if written and max(len(given), len(parts.body)) <= MAX_CODE and choice[0] % 2:
-        phrases, code, answer = IMPLEMENT, given, _fenced(parts.body)
+def _messages(name: str, parts: Parts) -> list[dict[str, str]]:
+    choice = hashlib.sha256(f"{name}\0{parts.docstring}".encode(errors="surrogatepass")).digest()
+    signature = _below(parts, parts.quoted)
+    has_body = parts.what in ("function", "method") and parts.body.strip()
+    if has_body and max(len(signature), len(parts.body)) <= MAX_CODE and choice[0] % 2:
+        phrases, code, answer = IMPLEMENT, signature, _fenced(parts.body)
     else:
         phrases, code, answer = DOCUMENT, _bounded(_below(parts, parts.body or "...")), parts.docstring
     question = phrases[choice[1] % len(phrases)].format(what=parts.what)
@@ -145,14 +147,14 @@ def _messages(place: str, parts: Parts) -> list[dict[str, str]]:
 
 
 def _below(parts: Parts, code: str) -> str:
-    """The head with this code below it, indented but in a module."""
+    """The head with this code below it, indented unless it is a module's."""
     if parts.what == "module":
         return f"{parts.head}\n{code}".strip("\n")
     return f"{parts.head.rstrip()}\n{textwrap.indent(code, ' ' * 4)}"
 
 
 def _bounded(code: str) -> str:
-    """At most MAX_CODE characters of it, cut at a line's end; a last line "..." says that it goes on."""
+    """At most MAX_CODE characters of the code, cut after a line; a last line "..." then says that it goes on."""
     if len(code) <= MAX_CODE:
         return code
     return code[: code.rfind("\n", 0, MAX_CODE - 4) + 1] + "..."

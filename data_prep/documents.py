@@ -1,6 +1,6 @@
-"""What is read from sources: documents of plain text, conversations, and what cannot be used with the reason.
+"""What is read from sources: documents of plain text, conversations, and documents that cannot be used, with reasons.
 
-Not here: how they are read (segments.py, record_formats.py), tokens (tokenize.py, chat.py).
+segments.py and record_formats.py read them; tokenize.py and chat.py turn them into tokens.
 """
 
 import hashlib
@@ -12,9 +12,9 @@ from typing import Any
 
 ROLES = ("system", "user", "assistant")
 SPEAKERS = {"system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant"}
-# Where chat data keeps what the assistant wrote besides `content`; a conversation with one of them would lose it.
+# Fields where chat data keeps what the assistant wrote besides `content`, which would be lost.
 BESIDE_CONTENT = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
-# Unicode keeps these for a program's own use: chat.py marks places in a text with them.
+# Unicode reserves these for a program's internal use: chat.py marks places in a text with them.
 NONCHARACTERS = re.compile("[\ufdd0-\ufdef]")
 
 BAD_DOCUMENT = (
@@ -29,26 +29,26 @@ BAD_DOCUMENT = (
     "not_spans",
 )
 BAD_CONVERSATION = (
-    "not_a_list",  # the field holds something else, or the list something else than messages
+    "not_a_list",  # the field holds no list, or the list something other than messages
     "unknown_role",
     "content_not_text",
     "answer_beside_content",
     "no_assistant_turn",
     "no_user_turn",
-    "answer_unasked",  # an assistant's turn without a user's since the last one: a greeting, two answers in a row
-    "too_short",  # a text to continue that is all beginning
+    "answer_unasked",  # an assistant's turn without a user's since the last answer: a greeting, two answers in a row
+    "too_short",  # a text to continue that ends within its beginning
     "noncharacter",
-    "refused_by_template",  # two assistants in a row, a system message where the model has none
-    "prompt_not_kept",  # the generation prompt is no beginning of the rendered answer (it opens a thought, for one)
+    "refused_by_template",  # two assistant turns in a row, or a system message for a model without them
+    "prompt_not_kept",  # the generation prompt is no prefix of the rendered answer (it opens a thought, for example)
     "answer_not_found",  # the template left the answer out, or repeated it
-    "special_token_in_text",  # the tokenizer makes a control token of plain text, whatever it is told
+    "special_token_in_text",  # the tokenizer turns plain text into a control token despite all settings
 )
-BAD_ANSWER = (  # of what the target is asked, and what it writes (responses.py)
+BAD_ANSWER = (  # about the target's prompt and what it writes (responses.py)
     "prompt_too_long",  # it leaves no position for an answer
-    # No end within the new tokens allowed or the target's positions: a wrong end would be learned. Where answers that
-    # were cut are kept, one that the template makes another text of.
+    # The answer has no end within the allowed new tokens or the target's positions, so a wrong end would be learned. If
+    # cut answers are kept, the template turns this one into a different text.
     "unfinished",
-    "empty_answer",  # blanks at most
+    "empty_answer",  # nothing, or blanks
     "not_text",  # tokens that are no whole characters, or Unicode's noncharacters
     "special_token_in_answer",  # a control token before the end
 )
@@ -57,8 +57,8 @@ BAD_REASONS = (*BAD_DOCUMENT, *BAD_CONVERSATION, *BAD_ANSWER)
 
 @dataclass(frozen=True)
 class Document:
-    """A plain text. name: the file's name, with `:number` of the record where it holds several. digest: the sha256 of
-    the text in UTF-8."""
+    """A plain text. name: the file's name, with `:number` of the record if the file holds records. digest: the sha256
+    of the text in UTF-8."""
 
     name: str
     digest: bytes
@@ -71,9 +71,9 @@ class Document:
 
 @dataclass(frozen=True)
 class Conversation:
-    """A conversation. name: as a document's. messages: (role, content) in order; at least one is the assistant's where
-    answers are to be learned. digest: the sha256 of what decides on which side of the held-out split it comes.
-    unfinished: the last answer was cut, and what would end it is not to be learned."""
+    """A conversation. name: like a document's. messages: (role, content) in order; at least one is the assistant's if
+    answers are to be learned. digest: a sha256 that decides whether it is held out. unfinished: the last answer was
+    cut, so its end must not be learned."""
 
     name: str
     digest: bytes
@@ -87,8 +87,8 @@ class Conversation:
 
 @dataclass(frozen=True)
 class BadDocument:
-    """A document that cannot be used. digest: the sha256 of its raw bytes. why: one of BAD_REASONS. detail: a predicate
-    for the name that says what is wrong and what mends it; "" where `why` says it all."""
+    """A document that cannot be used. digest: the sha256 of its raw bytes. why: one of BAD_REASONS. detail: what is
+    wrong and how to mend it, a phrase whose subject is the name; "" if `why` says everything."""
 
     name: str
     digest: bytes
@@ -97,8 +97,8 @@ class BadDocument:
 
 
 class Unusable(ValueError):
-    """A document that is being read, answered or tokenised cannot be used. why, detail: as BadDocument's. field: the
-    one that is missing, where `why` is "missing_field"."""
+    """A document that is read, answered or tokenised turns out to be unusable. why, detail: see BadDocument. field: the
+    missing one, if `why` is "missing_field"."""
 
     def __init__(self, why: str, detail: str = "", field: str | None = None):
         assert why in BAD_REASONS, why
@@ -107,11 +107,11 @@ class Unusable(ValueError):
 
 
 def check_messages(value: Any, answered: bool = True) -> tuple[tuple[str, str], ...]:
-    """The messages, as (role, content), of a list of {"role": ..., "content": ...}, or, as ShareGPT writes them, of
-    {"from": "human", "value": ...}.
+    """Check a list of {"role": ..., "content": ...}, or ShareGPT's {"from": "human", "value": ...}, and return its
+    messages as (role, content).
 
-    answered: whether at least one answer is needed. Other fields of a message are ignored, but those of BESIDE_CONTENT
-    are refused. Raises Unusable.
+    answered: whether at least one answer is required. Other fields of a message are ignored, except that those of
+    BESIDE_CONTENT are refused. Raises Unusable.
     """
     if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
         raise Unusable("not_a_list")
@@ -132,7 +132,7 @@ def check_messages(value: Any, answered: bool = True) -> tuple[tuple[str, str], 
             raise Unusable("noncharacter")
         try:
             content.encode()
-        except UnicodeEncodeError:  # JSON can spell half a surrogate pair, UTF-8 cannot
+        except UnicodeEncodeError:  # JSON can express half a surrogate pair, UTF-8 cannot
             raise Unusable("bad_utf8") from None
         messages.append((role, content))
     if answered and not any(role == "assistant" for role, _ in messages):
@@ -141,5 +141,5 @@ def check_messages(value: Any, answered: bool = True) -> tuple[tuple[str, str], 
 
 
 def messages_digest(messages: Sequence[tuple[str, str]]) -> bytes:
-    """The sha256 of a conversation's own content, which all its copies have."""
+    """The sha256 of a conversation's content, the same for all its copies."""
     return hashlib.sha256(json.dumps(messages, ensure_ascii=False).encode()).digest()

@@ -1,8 +1,7 @@
-"""Answers from OpenAI-style servers (vLLM, SGLang, `longdraft serve`), in the place of an engine of our own.
+"""Gets completions from OpenAI-style servers (vLLM, SGLang, `longdraft serve`) instead of from an engine of our own.
 
-A prompt is sent to /v1/completions as token ids, so that it is the target's own template and tokenizer that make it,
-whatever the server would make of a chat. What a server answers is text, read back with the target's tokenizer.
-Not here: what is asked and what becomes of an answer (responses.py).
+A prompt is sent to /v1/completions as token ids, so that the target's own template and tokenizer make it, and not the
+server's chat template. A server answers with text, which the target's tokenizer turns back into tokens.
 """
 
 import os
@@ -18,27 +17,27 @@ import httpx
 from longdraft.data_prep.responses import Completion, text_behind
 
 KEY = "OPENAI_API_KEY"
-TRIES, FIRST_PAUSE, LONGEST_PAUSE = 8, 1.0, 60.0  # of one request; seconds, twice as long each time
+TRIES, FIRST_PAUSE, LONGEST_PAUSE = 8, 1.0, 60.0  # of one request; in seconds, doubled after each try
 RETRIED = (408, 425, 429, 500, 502, 503, 504)
-# In a refusal, that prompt and answer are longer than the server's positions: vLLM's, SGLang's and our own words.
+# How vLLM, SGLang and our own server say that prompt and answer need more positions than the server has.
 TOO_LONG = re.compile(r"context.length|maximum.(model.)?length|max_(model_len|length)|have at most|too long", re.I)
 FINISHED = ("stop", "length")
 CONNECT_SECONDS = 20.0
-# Of several scripts, with numbers and blanks: other tokenizers count it otherwise.
+# A text of several scripts, with numbers and blanks, which other tokenizers split into a different number of tokens.
 PROBE = "The 3 quick brown foxes' tails: 12,345.67 + x_i = naïve façade;\n\tЖизнь 世界 🙂, `def f(x): return x**2`"
 
 
 class EndpointClient:
-    """Asks servers of one model for completions; a `Generate` of responses.py once `check` has been called.
+    """A client of servers with the same model. Call `check` once; then it is a `Generate` of responses.py.
 
     Args:
-        urls: where each server's /v1 is, with or without it.
-        sampling: of a request's JSON, besides prompt and seed: max_tokens, temperature, ...
-        tokenizer: the target's, of transformers; its EOS token stands for the end of an answer.
-        positions: most tokens of a prompt and its answer; of a longer answer no more is asked for.
-        model: as the servers call it; None is the only one that they have.
-        concurrency: requests under way at a time.
-        seconds: that an answer may take.
+        urls: each server's URL, with or without the /v1.
+        sampling: fields of a request besides prompt and seed: max_tokens, temperature, ...
+        tokenizer: the target's transformers tokenizer. An answer that ended gets its EOS token.
+        positions: most tokens of a prompt and its answer together; max_tokens is lowered accordingly.
+        model: the model's name on the servers; None: the only model that they have.
+        concurrency: the number of requests in flight.
+        seconds: timeout of a request.
     """
 
     def __init__(
@@ -56,109 +55,112 @@ class EndpointClient:
         for url in urls:
             _check_url(url)
         self._sampling, self._tokenizer, self._positions = dict(sampling), tokenizer, positions
-        self._asked, self._concurrency, self._turn = model, concurrency, count()
+        self._model_given, self._concurrency, self._next_server = model, concurrency, count()
         bases = [url.rstrip("/").removesuffix("/v1") + "/v1" for url in urls]
         key = os.environ.get(KEY)
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=concurrency)
         timeout = httpx.Timeout(seconds, connect=CONNECT_SECONDS)
         self._clients = [httpx.Client(base_url=base, headers=headers, limits=limits, timeout=timeout) for base in bases]
-        # A name that is given is checked with the servers, and so not by a call that finds its work done.
+        # A given name is not looked up before `check`, so that a call that finds its work done asks no server.
         self.model = model or self._find_model()
 
     def _find_model(self) -> str:
-        """The name that all endpoints serve. Raises ValueError where there is none, or more than one to choose from."""
-        wanted = self._asked
-        for place, client in enumerate(self._clients):
-            found = self._ask("GET", "models", None, place)
+        """The model that all endpoints serve. Raises ValueError if there is none, or more than one to choose from."""
+        name = self._model_given
+        for server, client in enumerate(self._clients):
+            body = self._request("GET", "models", None, server)
             try:
-                names = [str(model["id"]) for model in found["data"]]
+                names = [str(model["id"]) for model in body["data"]]
             except (KeyError, TypeError):
                 raise ValueError(
-                    f"--endpoint: {client.base_url}models says no models; is it an OpenAI server?"
+                    f"--endpoint: {client.base_url}models lists no models; is it an OpenAI server?"
                 ) from None
-            if wanted is None and len(names) != 1:
+            if name is None and len(names) != 1:
                 raise ValueError(f"--endpoint: {client.base_url} serves {', '.join(names)}; choose one by --model")
-            wanted = wanted or names[0]
-            if wanted not in names:
-                raise ValueError(f"--model: {client.base_url} serves {', '.join(names)}, not {wanted}")
-        assert wanted is not None
-        return wanted
+            name = name or names[0]
+            if name not in names:
+                raise ValueError(f"--model: {client.base_url} serves {', '.join(names)}, not {name}")
+        assert name is not None
+        return name
 
     def check(self) -> None:
-        """Raises ValueError where a server has not the model, or counts a text's tokens otherwise than the target's
-        tokenizer."""
-        if self._asked is not None:
+        """Raises ValueError if a server does not have the model, or does not count a text's tokens as the target's
+        tokenizer does."""
+        if self._model_given is not None:
             self._find_model()
-        own = len(self._tokenizer(PROBE)["input_ids"])
-        for place, client in enumerate(self._clients):
-            asked = {"model": self.model, "prompt": PROBE, "max_tokens": 1, "temperature": 0}
-            usage = self._ask("POST", "completions", asked, place).get("usage")
-            theirs = usage.get("prompt_tokens") if isinstance(usage, dict) else None
-            if theirs != own:
+        own_count = len(self._tokenizer(PROBE)["input_ids"])
+        for server, client in enumerate(self._clients):
+            request = {"model": self.model, "prompt": PROBE, "max_tokens": 1, "temperature": 0}
+            usage = self._request("POST", "completions", request, server).get("usage")
+            server_count = usage.get("prompt_tokens") if isinstance(usage, dict) else None
+            if server_count != own_count:
                 raise ValueError(
-                    f"--endpoint: {client.base_url} counts {theirs} tokens in a text of which "
-                    f"--target's tokenizer makes {own}; serve the target itself"
+                    f"--endpoint: {client.base_url} counts {server_count} tokens in a text of which "
+                    f"--target's tokenizer makes {own_count}; serve the target itself"
                 )
 
     def __call__(self, prompts: Sequence[list[int]], seeds: Sequence[int]) -> Iterator[Completion]:
-        """The prompts' completions as they come. Raises ValueError where a server refuses, or none answers."""
+        """The prompts' completions, as they arrive. Raises ValueError if a server refuses, or none answers."""
         with ThreadPoolExecutor(self._concurrency) as pool:
-            asked = enumerate(zip(prompts, seeds, strict=True))
-            under_way: set[Future[Completion]] = set()
+            to_submit = enumerate(zip(prompts, seeds, strict=True))
+            in_flight: set[Future[Completion]] = set()
             try:
                 while True:
-                    while len(under_way) < self._concurrency and (following := next(asked, None)):
+                    while len(in_flight) < self._concurrency and (following := next(to_submit, None)):
                         index, (prompt, seed) = following
-                        under_way.add(pool.submit(self._complete, index, prompt, seed))
-                    if not under_way:
+                        in_flight.add(pool.submit(self._complete, index, prompt, seed))
+                    if not in_flight:
                         return
-                    done, under_way = wait(under_way, return_when=FIRST_COMPLETED)
+                    done, in_flight = wait(in_flight, return_when=FIRST_COMPLETED)
                     for future in done:
                         yield future.result()
-            finally:  # after an error, too: what has not begun is not asked any more
+            finally:  # also after an error: requests that have not started are dropped
                 pool.shutdown(wait=False, cancel_futures=True)
 
     def _complete(self, index: int, prompt: list[int], seed: int) -> Completion:
-        # Servers take signed 64 bits; our noise is the same for both ways to write them.
+        # Servers take signed 64-bit seeds. Our own noise is the same for a seed and its signed form.
         signed = seed - 2**64 if seed >= 2**63 else seed
-        asked = {"model": self.model, "prompt": prompt, "seed": signed, **self._sampling}
-        asked["max_tokens"] = min(asked["max_tokens"], self._positions - len(prompt))
-        found = self._ask("POST", "completions", asked, next(self._turn))
-        choice, usage = found["choices"][0], found.get("usage")
+        request = {"model": self.model, "prompt": prompt, "seed": signed, **self._sampling}
+        request["max_tokens"] = min(request["max_tokens"], self._positions - len(prompt))
+        body = self._request("POST", "completions", request, next(self._next_server))
+        choice, usage = body["choices"][0], body.get("usage")
         tokens = self._tokens(prompt, choice["text"])
         ended = choice.get("finish_reason") == "stop"
         count = usage.get("completion_tokens") if isinstance(usage, dict) else None
         return Completion(index, [*tokens, self._tokenizer.eos_token_id] if ended else tokens, ended, count)
 
     def _tokens(self, prompt: list[int], text: str) -> list[int]:
-        """Of a text that stands behind the prompt: where the tokenizer puts a blank before any text, of the text behind
-        a line's end."""
+        """The tokens of a text that follows the prompt. If the tokenizer puts a blank before any text, they are taken
+        from the text after a line end."""
         alone, head, whole = self._tokenizer([text, "\n", "\n" + text], add_special_tokens=False)["input_ids"]
-        readings = alone, whole[len(head) :]
+        candidates = alone, whole[len(head) :]
         rust = self._tokenizer.backend_tokenizer
-        return next((tokens for tokens in readings if text_behind(rust, prompt, tokens) == text), alone)
+        return next((tokens for tokens in candidates if text_behind(rust, prompt, tokens) == text), alone)
 
-    def _ask(self, method: str, path: str, body: dict | None, place: int) -> dict:
-        """An endpoint's answer; what may be better another time is asked again, of the next endpoint."""
+    def _request(self, method: str, path: str, body: dict | None, server: int) -> dict:
+        """The JSON body of a server's answer. After a failure that may pass, the next server is asked, or the same one
+        again if the question is about it (its models, a probe).
+
+        server: the index of the first one to ask; it may exceed their number."""
         why, pause = "", FIRST_PAUSE
         for attempt in range(TRIES):
-            alone = body is None or isinstance(body.get("prompt"), str)  # is about this one server
-            client = self._clients[(place + (0 if alone else attempt)) % len(self._clients)]
-            waited = 0.0
+            is_probe = body is None or isinstance(body.get("prompt"), str)  # is about this one server
+            client = self._clients[(server + (0 if is_probe else attempt)) % len(self._clients)]
+            wait_at_least = 0.0
             try:
                 response = client.request(method, path, json=body)
                 if response.status_code == 200:
-                    return _checked(response, path, is_probe=alone)
+                    return _checked(response, path, is_probe)
                 why = f"{response.status_code}: {_message(response)}"
                 if response.status_code not in RETRIED:
                     remedy = "; give --max-length, the server's most positions" if TOO_LONG.search(why) else ""
                     raise ValueError(f"--endpoint: {client.base_url}{path} refuses with {why}{remedy}")
-                waited = _retry_after(response)
+                wait_at_least = _retry_after(response)
             except (httpx.RequestError, _Unreadable) as error:
                 why = f"{type(error).__name__.lstrip('_')}: {error}"
             if attempt + 1 < TRIES:
-                time.sleep(max(waited, pause))
+                time.sleep(max(wait_at_least, pause))
                 pause = min(2 * pause, LONGEST_PAUSE)
         where = " and ".join(str(client.base_url) for client in self._clients)
         raise ValueError(
@@ -171,27 +173,27 @@ def _check_url(url: str) -> None:
     if not url.startswith(("http://", "https://")):
         raise ValueError(f"--endpoint: {url!r}; give a URL, as http://localhost:8000")
     try:
-        named = httpx.URL(url).host
-    except (httpx.InvalidURL, ValueError) as error:  # the latter: a name that no domain can have
+        host = httpx.URL(url).host
+    except (httpx.InvalidURL, ValueError) as error:  # ValueError: a name that no domain can have
         raise ValueError(f"--endpoint: {url!r} is no URL ({error}); give one, as http://localhost:8000") from error
-    if not named:
+    if not host:
         raise ValueError(f"--endpoint: {url!r} names no server; give a URL, as http://localhost:8000")
 
 
 class _Unreadable(Exception):
-    """A body that is not what was asked for: it may have been cut."""
+    """A response's body is not what was requested; it may have been cut off."""
 
 
 def _checked(response: httpx.Response, path: str, is_probe: bool) -> dict:
-    """The body's JSON. An answer that neither ended nor was cut by its length was broken off, which of the probe's
-    single token does not matter. Raises _Unreadable."""
+    """The response's JSON. Raises _Unreadable, also for an answer that neither ended nor reached its length, because it
+    was broken off. For the single token of a probe, that does not matter."""
     try:
-        found = response.json()
+        body = response.json()
     except ValueError:
         raise _Unreadable(f"no JSON: {response.text[:80]!r}") from None
     if path == "completions":
         try:
-            choice = found["choices"][0]
+            choice = body["choices"][0]
             text = choice["text"]
         except (KeyError, IndexError, TypeError):
             raise _Unreadable(f"no choices: {response.text[:80]!r}") from None
@@ -199,19 +201,19 @@ def _checked(response: httpx.Response, path: str, is_probe: bool) -> dict:
             raise _Unreadable(f"no text: {response.text[:80]!r}")
         if not is_probe and choice.get("finish_reason") not in FINISHED:
             raise _Unreadable(f"finish_reason {choice.get('finish_reason')!r}, and neither stop nor length")
-    return found
+    return body
 
 
 def _message(response: httpx.Response) -> str:
-    """What a server says of an error: OpenAI's form, or the beginning of the body."""
+    """A server's error message, in OpenAI's format, or else the beginning of the body."""
     try:
-        found = response.json()
-        return str(found.get("error", found).get("message", found))
+        body = response.json()
+        return str(body.get("error", body).get("message", body))
     except (ValueError, AttributeError):
         return response.text[:200]
 
 
 def _retry_after(response: httpx.Response) -> float:
-    """Seconds of Retry-After; 0 where it says none."""
-    said = response.headers.get("retry-after", "")
-    return min(float(said), LONGEST_PAUSE) if said.isdecimal() else 0.0
+    """Seconds of the Retry-After header; 0 if there is none."""
+    seconds = response.headers.get("retry-after", "")
+    return min(float(seconds), LONGEST_PAUSE) if seconds.isdecimal() else 0.0

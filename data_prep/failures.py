@@ -1,4 +1,5 @@
-"""What only the user can mend becomes a ValueError of one line: no place for a folder, a full disk, a lost network."""
+"""Turns errors that only the user can fix (an impossible folder, a full disk, a lost network) into ValueErrors of one
+line."""
 
 import os
 from collections.abc import Iterable, Iterator
@@ -11,8 +12,8 @@ from longdraft.models.files import DISK_FULL
 
 @contextmanager
 def failures_described(path: Path) -> Iterator[None]:
-    """A full disk, what the system does not let us read or write, and a lost connection are the user's to mend, not
-    faults of the program: they become a ValueError that says so."""
+    """Turn a full disk, a file that may not be read or written, and a lost connection into a ValueError that says what
+    to do: these are not faults of the program. path: the folder that is made, or read."""
     try:
         yield
     except Exception as error:
@@ -33,21 +34,21 @@ def failures_described(path: Path) -> Iterator[None]:
 
 
 def check_out(out: Path) -> None:
-    """Raises ValueError, before any work, where it can be seen now that the folder cannot be made."""
+    """Raises ValueError, before any work is done, if it is already clear that the folder cannot be made."""
     try:
-        there = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
-    except OSError as error:  # a name too long, or no right to look
+        existing = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
+    except OSError as error:  # the name is too long, or a parent may not be read
         raise ValueError(f"out {_short(out)} cannot be made ({error.strerror}); give another by --out") from error
-    if there == out and not out.is_dir():
+    if existing == out and not out.is_dir():
         raise ValueError(f"out {out} is a file; give the folder to make")
-    if not there.is_dir():
-        raise ValueError(f"out {out} cannot be made: {there} is a file; give another folder by --out")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise ValueError(f"out {out} cannot be written: {there} allows no writing; give another folder by --out")
+    if not existing.is_dir():
+        raise ValueError(f"out {out} cannot be made: {existing} is a file; give another folder by --out")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise ValueError(f"out {out} cannot be written: {existing} allows no writing; give another folder by --out")
 
 
 def check_outside(out: Path, sources: Iterable[str]) -> None:
-    """Raises ValueError where the folder to make lies within a source, and would be read as one."""
+    """Raises ValueError if the folder to make lies in a source, so that its files would be read as a source."""
     for source in map(Path, sources):
         if source.is_dir() and out.resolve().is_relative_to(source.resolve()):
             raise ValueError(f"out {out} lies in the source {source}, and would be read as one; choose another")

@@ -1,9 +1,7 @@
-"""Data sets of the Hugging Face hub: their files, fetched into the hub's own cache, or listed and read from afar.
+"""Data sets of the Hugging Face hub: fetches files into the hub's own cache, or lists them and reads them remotely.
 
-`datasets` says which files a configuration and a split have. Files come through `huggingface_hub`, on which it builds:
-that lists every file's hash before a byte is fetched, and its cache and remote files serve every format alike.
-
-Not here: what stands in the files.
+`datasets` says which files a configuration and a split have. The files themselves come through `huggingface_hub`, which
+lists every file's hash before a byte is fetched, and whose cache and remote files serve all formats.
 """
 
 import glob
@@ -25,17 +23,15 @@ def is_hub_name(path: str) -> bool:
 
 
 def fetch(path: str, patterns: Sequence[str]) -> Path:
-    """The folder of the hub's cache that then holds the files of `owner/name[@revision]` that match a pattern.
+    """Fetch the files of `owner/name[@revision]` that match a pattern, and return their folder in the hub's cache.
 
-    Files that are there are not fetched again; without network what is there serves.
-
-    Raises:
-        ValueError: no such data set or revision, no right to it, no network.
+    Files that are in the cache are not fetched again; without a network, those in the cache are used. Raises ValueError
+    if the data set or revision does not exist or may not be read, or if there is no network and nothing in the cache.
     """
     from huggingface_hub import snapshot_download
 
     name, revision = _split(path)
-    with _named(path):
+    with _hub_errors_described(path):
         return Path(
             snapshot_download(
                 name, repo_type="dataset", revision=revision, allow_patterns=list(patterns), max_workers=4
@@ -44,42 +40,41 @@ def fetch(path: str, patterns: Sequence[str]) -> Path:
 
 
 def split_patterns(path: str, config: str | None, split: str | None) -> tuple[str, ...]:
-    """Patterns, each of one file, of a data set's configuration and split, by the rules of `datasets`: its README's
-    `configs`, or else the names of folders and files.
+    """Patterns that each match one file of a data set's configuration and split, by the rules of `datasets`: the
+    README's `configs` decide, or else the names of folders and files.
 
-    path: `owner/name[@revision]`, or a folder. config: None: the only or the default one. split: None: all of them.
-
-    Raises:
-        ValueError: no such configuration or split, no file that `datasets` knows, and what `fetch` raises.
+    path: `owner/name[@revision]`, or a folder. config: None for the only or the default one. split: None for all.
+    Raises ValueError if there is no such configuration or split, or no file that `datasets` knows, and as `fetch` does.
     """
     import datasets  # takes two seconds
     from datasets.exceptions import DataFilesNotFoundError
 
     is_folder = Path(path).is_dir()
     name, revision = (str(Path(path).resolve()), None) if is_folder else _split(path)
-    with _named(path):
+    with _hub_errors_described(path):
         try:
-            found = datasets.load_dataset_builder(name, config, revision=revision).config.data_files or {}
-        except (ValueError, RuntimeError, DataFilesNotFoundError) as error:  # RuntimeError: a set made by a program
+            by_split = datasets.load_dataset_builder(name, config, revision=revision).config.data_files or {}
+        except (ValueError, RuntimeError, DataFilesNotFoundError) as error:  # RuntimeError: a script makes the data set
             raise ValueError(f"source {path!r}, config {config!r}: {' '.join(str(error).split())}") from error
-    if split is not None and split not in found:
-        raise ValueError(f"source {path!r} has no split {split!r}; it has {', '.join(map(repr, found))}")
-    files = [file for part in found if split in (None, part) for file in found[part]]
+    if split is not None and split not in by_split:
+        raise ValueError(f"source {path!r} has no split {split!r}; it has {', '.join(map(repr, by_split))}")
+    files = [file for split_name, of_split in by_split.items() if split in (None, split_name) for file in of_split]
     if not files:
         raise ValueError(f"source {path!r}, config {config!r}: names no file")
     root = f"{name}/" if is_folder else f"{REMOTE}datasets/{name}@"
-    inside = [file.removeprefix(root) for file in files]
-    return tuple(glob.escape(file if is_folder else file.partition("/")[2]) for file in inside)  # behind the commit
+    relative = [file.removeprefix(root) for file in files]
+    # A remote file's path follows the commit.
+    return tuple(glob.escape(file if is_folder else file.partition("/")[2]) for file in relative)
 
 
 def list_remote(path: str, patterns: Sequence[str]) -> list[tuple[str, str, int, str]]:
-    """The files of `owner/name[@revision]` that match a pattern: (name, URL for `open_bytes`, of one commit, bytes,
-    digest of the content, as the hub keeps it) of each, by name. The same errors as `fetch`."""
+    """The files of `owner/name[@revision]` that match a pattern, sorted by name: (name, URL for `open_bytes`, bytes,
+    the hub's digest of the content). The URL names a commit. Raises ValueError for the reasons of `fetch`."""
     from huggingface_hub import HfApi
-    from huggingface_hub.utils import filter_repo_objects  # as `fetch` chooses
+    from huggingface_hub.utils import filter_repo_objects  # which `fetch` uses too
 
     name, revision = _split(path)
-    with _named(path):
+    with _hub_errors_described(path):
         info = HfApi().dataset_info(name, revision=revision, files_metadata=True)
     found = []
     for file in filter_repo_objects(info.siblings or [], allow_patterns=list(patterns), key=lambda one: one.rfilename):
@@ -90,7 +85,7 @@ def list_remote(path: str, patterns: Sequence[str]) -> list[tuple[str, str, int,
 
 
 def open_bytes(path: str) -> BinaryIO:
-    """A file of this machine, or a remote one, of which only what is read is fetched. Seekable."""
+    """Open a local file, or a remote one, of which only what is read is fetched. The stream is seekable."""
     if not path.startswith(REMOTE):
         try:
             return Path(path).open("rb")
@@ -100,14 +95,14 @@ def open_bytes(path: str) -> BinaryIO:
             ) from error
     from huggingface_hub import HfFileSystem
 
-    with _named(path):
-        # Buffered: the remote file reads a block of megabytes for every line. The file system is the same one for the
-        # same token and process.
+    with _hub_errors_described(path):
+        # Buffered, because the remote file would read a block of megabytes for every line. HfFileSystem() returns the
+        # same instance each time for the same token and process.
         return io.BufferedReader(cast(io.RawIOBase, HfFileSystem().open(path, "rb")), BUFFER_BYTES)
 
 
 def is_network_error(error: BaseException) -> bool:
-    """Whether the hub's client lost its connection; False where it was never used."""
+    """Whether the error says that the hub's client lost its connection; False if the client was never imported."""
     if "huggingface_hub" not in sys.modules:
         return False
     from huggingface_hub import errors
@@ -122,11 +117,11 @@ def _split(path: str) -> tuple[str, str | None]:
 
 
 @contextmanager
-def _named(path: str) -> Iterator[None]:
-    """Turns the hub's errors into one that says what to do."""
+def _hub_errors_described(path: str) -> Iterator[None]:
+    """Turn the hub's errors into a ValueError that says what to do."""
     from huggingface_hub import errors
 
-    # The HTTP client's own, whichever client this version of the library has.
+    # The HTTP client's own error. Which client it is depends on the library's version.
     client_error = errors.HTTPError  # pyright: ignore[reportPrivateImportUsage]
     try:
         yield

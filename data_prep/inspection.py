@@ -1,7 +1,7 @@
 """Reports on a prepared folder: counts, what was left out and why, copies, lengths, and a few samples as text.
 
-Everything is read from the shards themselves, not taken from the manifest alone; a shard is read at a time, after its
-hash was compared with the manifest's. Not here: how rows are made (prepare.py).
+Everything is counted in the shards themselves, not just taken from the manifest. Shards are read one at a time, after
+their hashes have been compared with the manifest's.
 """
 
 import hashlib
@@ -29,10 +29,10 @@ LOSS, PLAIN, RESET = "\x1b[32m", "\x1b[2m", "\x1b[0m"
 
 @dataclass(frozen=True)
 class Inspection:
-    """Of a whole folder.
+    """The report on a whole folder.
 
-    splits: what `_report` counts of each. samples: some tokens of a piece, from its token `start` on, as runs of text,
-    each with whether the loss counts it. all_lengths: tokens of every document, by split.
+    splits: the numbers of each split, from `_report`. samples: some tokens of a piece, beginning with its token
+    `start`, as runs of text, each with whether the loss counts it. all_lengths: tokens of every document, by split.
     """
 
     folder: Path
@@ -42,19 +42,20 @@ class Inspection:
     all_lengths: dict[str, np.ndarray]
 
     def as_json(self) -> str:
-        """One object; `all_lengths` is left out."""
+        """One JSON object, without `all_lengths`."""
         shown = {"seq_len": self.seq_len, "splits": self.splits, "samples": self.samples}
         return json.dumps(shown, ensure_ascii=False, indent=1)
 
 
 def inspect(folder: Path, tokenizer: "PreTrainedTokenizerFast | None" = None, tokenizer_hash: str = "") -> Inspection:
-    """Reads all shards once.
+    """Inspect a prepared folder. All shards are read once.
 
     Args:
-        folder: a finished one, which holds `train` and `heldout`.
-        tokenizer: decodes the samples; None: there are none. tokenizer_hash: its own, compared with the folder's.
+        folder: a finished folder, with `train` and `heldout`.
+        tokenizer: decodes the samples; with None there are none. tokenizer_hash: the tokenizer's, to compare with the
+            folder's.
     Raises:
-        ValueError: no finished folder, a damaged shard, another tokenizer than the one that made it.
+        ValueError: the folder is not finished, a shard is damaged, or another tokenizer made the folder.
     """
     sets = {split: ShardSet(folder / split) for split in SPLITS}
     _check_whole(folder, sets)
@@ -84,7 +85,7 @@ def inspect(folder: Path, tokenizer: "PreTrainedTokenizerFast | None" = None, to
 
 
 def _check_whole(folder: Path, sets: dict[str, ShardSet]) -> None:
-    """Raises ValueError where shards are not as they were written, or the folder is not one that was finished."""
+    """Raises ValueError if the folder is not finished, or its shards are not as they were written."""
     if not (folder / MANIFEST).exists():
         raise ValueError(f"{folder} is not finished ({MANIFEST} is missing); call prepare again to go on with it")
     manifest = read_manifest(folder / MANIFEST)
@@ -95,8 +96,9 @@ def _check_whole(folder: Path, sets: dict[str, ShardSet]) -> None:
 
 
 def _read(rows: ShardSet) -> tuple[Counter[str], list[tuple[bytes, int]]]:
-    """(Numbers over all rows, by name; hash of its tokens and their number for every document). The pieces of a
-    document lie in one shard, in whichever rows."""
+    """(Numbers over all rows, by name; (hash of the tokens, their number) of every document).
+
+    All pieces of a document lie in one shard, but in any of its rows."""
     counts, documents, first = Counter(), [], 0
     for shard in rows.manifest["shards"]:
         pieces: dict[str, dict[int, np.ndarray]] = {}
@@ -117,7 +119,7 @@ def _read(rows: ShardSet) -> tuple[Counter[str], list[tuple[bytes, int]]]:
 def _report(
     rows: ShardSet, counts: Counter[str], digests: Sequence[bytes], lengths: np.ndarray, others: set[bytes]
 ) -> dict[str, Any]:
-    """A split in numbers."""
+    """A split in numbers. others: digests of the documents in the other split."""
     manifest, places = rows.manifest, len(rows) * rows.manifest["seq_len"]
     return {
         "rows": len(rows),
@@ -130,8 +132,8 @@ def _report(
         "bad": manifest["bad"],  # documents left out, by reason
         "bad_named": manifest["bad_named"],
         "dropped": manifest["dropped"],
-        "copies": len(digests) - len(set(digests)),  # documents that are token for token another one before them
-        "in_both": sum(digest in others for digest in digests),  # documents that stand in the other split too
+        "copies": len(digests) - len(set(digests)),  # documents with the same tokens as an earlier one
+        "in_both": sum(digest in others for digest in digests),  # documents that are in the other split too
         # tokens of a document
         "lengths": [int(n) for n in np.quantile(lengths, QUANTILES, method="nearest")] if len(lengths) else [],
         "mix": manifest.get("mix", {}),  # documents and tokens of each source
@@ -139,7 +141,7 @@ def _report(
 
 
 def _samples(rows: ShardSet, tokenizer: "PreTrainedTokenizerFast") -> list[dict[str, Any]]:
-    """The first piece of rows spread over the split, each from a little before the first token that the loss counts."""
+    """The first piece of some rows across the split, from a little before the first token that the loss counts."""
     n = min(N_SAMPLES, len(rows))
     samples = []
     for i in (k * len(rows) // n for k in range(n)):
@@ -156,7 +158,8 @@ def _samples(rows: ShardSet, tokenizer: "PreTrainedTokenizerFast") -> list[dict[
 
 
 def as_text(found: Inspection, colour: bool) -> str:
-    """For people. colour: what the loss counts is green, the rest faint; without, it stands in 《》."""
+    """The report as text for people. colour: show what the loss counts in green and the rest faint, instead of putting
+    it into 《》."""
     lines = [f"{found.folder}: rows of {found.seq_len:,} tokens"]
     for split, report in found.splits.items():
         low, half, most, high = report["lengths"] or (0, 0, 0, 0)
@@ -195,14 +198,14 @@ def as_text(found: Inspection, colour: bool) -> str:
 
 
 def _marked(text: str, counted: bool, colour: bool) -> str:
-    if colour:  # line by line: what stands before each would be coloured too
+    if colour:  # line by line, because the indentation of each line would be coloured too
         start = LOSS if counted else PLAIN
         return "\n".join(f"{start}{line}{RESET}" if line else "" for line in text.split("\n"))
     return f"《{text}》" if counted else text
 
 
 def draw_lengths(found: Inspection, path: Path) -> None:
-    """A histogram of the documents' lengths, both splits in one, to a PNG."""
+    """Draw a histogram of the documents' lengths, with both splits in one plot, as a PNG."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

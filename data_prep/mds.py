@@ -1,12 +1,12 @@
-"""Shards of Mosaic Data Shard (MDS), the form in which Prolong is published.
+"""Reads shards in the Mosaic Data Shard format (MDS), in which Prolong is published.
 
-A shard is uint32 n, uint32 offsets [n + 1] into the file, a JSON header that names the columns and how they are
-encoded, and n samples: the sizes of the columns that have no fixed one (uint32), then the columns. A compressed shard
-is the same under zstd, gzip or bz2. All numbers are little-endian.
+A shard is uint32 n, uint32 offsets [n + 1] into the file, a JSON header with the names and encodings of the columns,
+and n samples. A sample is the sizes of the columns that have no fixed size (uint32), and then the columns. A compressed
+shard is the same under zstd, gzip or bz2. All numbers are little-endian.
 
-Why not through `mosaicml-streaming`, which writes them: its versions pin transformers below 5 and numpy below 2.2, and
-bring torchvision and the clients of five clouds, for a form of these few lines. The tests read shards that it wrote.
-Pickled columns are not read: they would run whatever they hold.
+`mosaicml-streaming`, which writes the format, is not used: it pins transformers below 5 and numpy below 2.2, and brings
+torchvision and the clients of five clouds, for a format that takes these few lines. The tests read shards that it
+wrote. Pickled columns are not read, because unpickling runs any code that they hold.
 """
 
 import json
@@ -19,7 +19,7 @@ import numpy as np
 SUFFIXES = (".mds", ".mds.zst", ".mds.zstd", ".mds.gz", ".mds.bz2")
 SIZE = np.dtype("<u4")
 SHAPE_TYPES = ("u1", "<u2", "<u4", "<u8")
-# How an array of any type names its own.
+# The codes with which an array of any type names its type.
 VALUE_TYPES = {
     8: "uint8", 9: "int8", 16: "uint16", 17: "int16", 18: "float16", 32: "uint32", 33: "int32", 34: "float32",
     64: "uint64", 65: "int64", 66: "float64",
@@ -27,45 +27,45 @@ VALUE_TYPES = {
 
 
 class Shard:
-    """fields: the names of its columns. stream: seekable.
+    """An open shard. fields: the names of its columns.
 
-    Raises ValueError where the file is no MDS shard or ends within its header.
+    stream: must be seekable. Raises ValueError if it is no MDS shard, or ends within its header.
     """
 
     def __init__(self, stream: BinaryIO):
         self._stream = stream
         n = int(_numbers(stream, 1)[0])
-        self._offsets = _numbers(stream, n + 1).astype(np.int64)  # of each sample in the file
+        self._offsets = _numbers(stream, n + 1).astype(np.int64)  # where each sample begins in the file, and the end
         begin = (n + 2) * SIZE.itemsize
         if self._offsets[0] < begin or (np.diff(self._offsets) < 0).any():
             raise ValueError("no MDS shard: its samples overlap")
         try:
-            described = json.loads(_exactly(stream, int(self._offsets[0]) - begin))
-            columns = zip(*(described[f"column_{what}"] for what in ("names", "encodings", "sizes")), strict=True)
-            self._columns: list[tuple[str, str, int | None]] = list(columns)  # the size is None where it is open
+            header = json.loads(_exactly(stream, int(self._offsets[0]) - begin))
+            columns = zip(*(header[f"column_{what}"] for what in ("names", "encodings", "sizes")), strict=True)
+            self._columns: list[tuple[str, str, int | None]] = list(columns)  # the size is None if it is not fixed
         except (KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError) as error:
             raise ValueError(f"no MDS shard: its header does not name the columns ({error})") from error
         self.fields = [name for name, _, _ in self._columns]
 
     def chunks(self) -> list[tuple[int, int]]:
-        """(rows, bytes) of each sample: one row."""
+        """(rows, bytes) of each sample, which is one row."""
         return [(1, size) for size in np.diff(self._offsets).tolist()]
 
     def rows(self, first: int, n_rows: int, fields: Sequence[str]) -> Iterator[dict[str, Any]]:
-        """Samples [first, first + n_rows) with these columns, without those that the shard has not.
+        """Samples [first, first + n_rows) with these columns, as far as the shard has them.
 
-        Raises ValueError for a column that is pickled or of an unknown encoding, and where the file ends early.
+        Raises ValueError for a column that is pickled or has an unknown encoding, and if the file ends early.
         """
         readers = {name: _reader(encoding) for name, encoding, _ in self._columns if name in fields}
-        n_open = sum(size is None for _, _, size in self._columns)
+        n_variable = sum(size is None for _, _, size in self._columns)
         for row in range(first, min(first + n_rows, len(self._offsets) - 1)):
             begin, end = self._offsets[row : row + 2].tolist()
             self._stream.seek(begin)
             raw = _exactly(self._stream, end - begin)
-            open_sizes = iter(np.frombuffer(raw, SIZE, n_open).tolist())
-            at, sample = n_open * SIZE.itemsize, {}
+            variable_sizes = iter(np.frombuffer(raw, SIZE, n_variable).tolist())
+            at, sample = n_variable * SIZE.itemsize, {}
             for name, _, fixed in self._columns:
-                size = next(open_sizes) if fixed is None else fixed
+                size = next(variable_sizes) if fixed is None else fixed
                 if name in readers:
                     sample[name] = readers[name](raw[at : at + size])
                 at += size
@@ -94,7 +94,7 @@ def _text(raw: bytes) -> str | bytes:
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError:
-        return b""  # what tables.py gives for a text that is none
+        return b""  # as tables.py returns for a text that is not UTF-8
 
 
 def _scalar(kind: str, raw: bytes) -> Any:

@@ -1,6 +1,6 @@
-"""Documents to rows of a fixed length. Works on lengths alone: who calls moves the tokens and all that goes with them.
+"""Packs documents into rows of a fixed length: a document is cut into pieces, a row holds pieces of several documents.
 
-Legend: a document is cut into pieces, a row holds pieces of several documents.
+Only lengths are seen here. The caller moves the tokens and everything that goes with them.
 """
 
 import bisect
@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-# A piece that is cut off to fill a row is at least this fraction of a row, since it begins without what stood before.
+# A piece that is cut off to fill a row has at least this fraction of a row, because it starts without its context.
 MIN_FRACTION = 1 / 32
 
 
@@ -26,14 +26,14 @@ class Piece:
 
 
 def pack(lengths: Sequence[int], seq_len: int) -> list[list[Piece]]:
-    """Every token of every document into rows of at most `seq_len` tokens; nothing is dropped.
+    """Pack every token of every document into rows of at most `seq_len` tokens; nothing is dropped.
 
-    lengths: tokens of each document. A document longer than a row is cut into full rows and a rest; rests and short
-    documents are whole pieces and go, longest first, each into the fullest row that has room (best-fit decreasing).
-    Then rows that hold nothing but rests are cut once more to fill what the others have left free, the emptiest first,
-    as long as a row is saved: few long documents (books) would else leave some rows half empty. A document that fits a
-    row is never cut, and no cut leaves a piece shorter than MIN_FRACTION of a row.
-    Rows are sorted by their first piece, pieces in a row by document.
+    lengths: tokens of each document. A document longer than a row is cut into full rows and a rest. Rests and short
+    documents go, longest first, each into the fullest row that has room (best-fit decreasing). Then rows that hold
+    nothing but rests, emptiest first, are cut up to fill the room in other rows, as long as this saves a row: otherwise
+    a few long documents (books) would leave some rows half empty. A document that fits in a row is never cut, and no
+    cut leaves a piece shorter than MIN_FRACTION of a row.
+    Rows are sorted by their first piece, and the pieces in a row by document.
     """
     rows: list[list[Piece]] = []
     rests: list[Piece] = []
@@ -42,12 +42,12 @@ def pack(lengths: Sequence[int], seq_len: int) -> list[list[Piece]]:
         rows += [[Piece(document, i, i * seq_len, (i + 1) * seq_len)] for i in range(n_full)]
         if length % seq_len:
             rests.append(Piece(document, n_full, n_full * seq_len, length))
-    rows += _pour(best_fit(rests, seq_len), seq_len)
+    rows += _redistribute(best_fit(rests, seq_len), seq_len)
     return sorted(sorted(row) for row in _numbered(rows))
 
 
 def best_fit(pieces: Sequence[Piece], seq_len: int) -> list[list[Piece]]:
-    """Rows of whole pieces, each of at most `seq_len` tokens: longest first, each into the fullest row with room."""
+    """Put whole pieces into rows of at most `seq_len` tokens: longest first, each into the fullest row with room."""
     rows: list[list[Piece]] = []
     open_rows: list[tuple[int, int]] = []  # (room, row), sorted
     for piece in sorted(pieces, key=lambda piece: (-len(piece), piece.document)):
@@ -63,28 +63,28 @@ def best_fit(pieces: Sequence[Piece], seq_len: int) -> list[list[Piece]]:
     return rows
 
 
-def _pour(rows: list[list[Piece]], seq_len: int) -> list[list[Piece]]:
-    """The rows without those whose pieces, cut, fill what the others have left free."""
+def _redistribute(rows: list[list[Piece]], seq_len: int) -> list[list[Piece]]:
+    """Save rows by cutting up their pieces to fill the room in the other rows."""
     least = max(1, int(seq_len * MIN_FRACTION))
     rows = sorted(rows, key=lambda row: (-_used(row), row))
     rooms = [seq_len - _used(row) for row in rows]
     for i in reversed(range(len(rows))):
         if any(piece.start == 0 for piece in rows[i]):
-            continue  # a document that fits a row
+            continue  # a document that fits in a row is not cut
         if sum(rooms) - rooms[i] < _used(rows[i]):
-            break  # and fuller rows still less
-        left = [*rooms]
-        left[i] = 0
-        placed = _cut_to_fit(rows[i], left, least)
+            break  # the remaining rows are fuller still
+        rooms_after = [*rooms]
+        rooms_after[i] = 0
+        placed = _cut_to_fit(rows[i], rooms_after, least)
         if placed is not None:
             for piece, row in placed:
                 rows[row].append(piece)
-            rows[i], rooms = [], left
+            rows[i], rooms = [], rooms_after
     return [row for row in rows if row]
 
 
 def _cut_to_fit(pieces: Sequence[Piece], rooms: list[int], least: int) -> list[tuple[Piece, int]] | None:
-    """(piece, row) for all tokens of the pieces, which takes from `rooms`; None where they do not fit."""
+    """Place all tokens of the pieces as (piece, row), and update `rooms`; None if they do not fit."""
     placed = []
     for piece in pieces:
         start = piece.start
@@ -93,7 +93,7 @@ def _cut_to_fit(pieces: Sequence[Piece], rooms: list[int], least: int) -> list[t
             rest = piece.stop - start
             size = min(rest, rooms[row])
             if size < rest:
-                size = min(size, rest - least)  # what follows is no scrap either
+                size = min(size, rest - least)  # what remains must not be too short either
                 if size < least:
                     return None
             placed.append((replace(piece, start=start, stop=start + size), row))
@@ -103,7 +103,7 @@ def _cut_to_fit(pieces: Sequence[Piece], rooms: list[int], least: int) -> list[t
 
 
 def _numbered(rows: Sequence[Sequence[Piece]]) -> list[list[Piece]]:
-    """The same pieces, each document's numbered from 0 in the order of its text."""
+    """The same pieces, numbered from 0 within each document in the order of its text."""
     counts: Counter[int] = Counter()
     numbers = {}
     for piece in sorted((piece for row in rows for piece in row), key=lambda piece: (piece.document, piece.start)):
@@ -117,9 +117,9 @@ def _used(row: Sequence[Piece]) -> int:
 
 
 def first(lengths: Sequence[int], seq_len: int) -> list[list[Piece]]:
-    """One row for each document of at least `seq_len` tokens: its first `seq_len` (TokenSwift's recipe on PG-19).
+    """One row for each document of at least `seq_len` tokens, with its first `seq_len` tokens (TokenSwift on PG-19).
 
-    The rest of a long document and every shorter document is left out; the caller counts them.
+    The rest of a long document is left out, and so is every shorter document. The caller counts these.
     """
     return [[Piece(document, 0, 0, seq_len)] for document, length in enumerate(lengths) if length >= seq_len]
 

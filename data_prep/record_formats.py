@@ -1,10 +1,8 @@
-"""Record formats: a text, a conversation, a question and its answer, or token ids of another tokenizer.
+"""Record formats: a record holds a text, a conversation, a question and its answer, or ids of another tokenizer.
 
-A record format makes documents of the record `name`, a mapping from field names to values (`documents`, which raises
-`Unusable` for one that it cannot use). It says which fields it reads, of those that a record has (`fields`), and, for
-messages, which settings name them (`named_by`).
-
-Not here: how records are stored (streams.py, tables.py), tokens of the target (tokenize.py, chat.py).
+A format's `documents` turns the record `name`, a mapping from field names to values, into documents, and raises
+`Unusable` for a record that it cannot use. `fields` are the fields that it reads if a record has them. `named_by` says,
+for messages, which settings name these fields. How records are stored is in streams.py, tables.py and archives.py.
 """
 
 import hashlib
@@ -22,7 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 TEXT_FIELD = "text"
-UNFINISHED = ("unfinished", "unfinished.json")  # the latter: of an archive's sample, whose other fields are texts
+UNFINISHED = ("unfinished", "unfinished.json")  # the second in archives, where fields without .json are texts
 
 
 @dataclass(frozen=True)
@@ -43,9 +41,10 @@ class TextFormat:
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """One field holds the list of messages. answered: at least one of them must be the assistant's. A record whose
-    field `unfinished` is true (`longdraft prepare regenerate --unfinished keep`; in an archive the sample's file
-    `unfinished.json`) ends in an answer that was cut."""
+    """One field holds the list of messages. answered: whether at least one must be the assistant's.
+
+    A record whose field `unfinished` is true (`longdraft prepare regenerate --unfinished keep`; in an archive, the
+    sample's file `unfinished.json`) ends in an answer that was cut."""
 
     chat_field: str
     answered: bool = True
@@ -57,13 +56,13 @@ class ChatFormat:
 
     def documents(self, name: str, record: Mapping[str, Any]) -> Sequence[Document | Conversation]:
         messages = check_messages(_present(record, self.chat_field), self.answered)
-        cut = any(record.get(name) is True for name in UNFINISHED) and messages[-1][0] == "assistant"
-        return [Conversation(name, messages_digest(messages), messages, cut)]
+        unfinished = any(record.get(field) is True for field in UNFINISHED) and messages[-1][0] == "assistant"
+        return [Conversation(name, messages_digest(messages), messages, unfinished)]
 
 
 @dataclass(frozen=True)
 class QuestionAnswerFormat:
-    """Two templates, texts with the names of fields in braces, make a question and its answer."""
+    """Two templates, with names of fields in braces, make a question and its answer."""
 
     prompt: str
     answer: str
@@ -82,10 +81,10 @@ class QuestionAnswerFormat:
 
 @dataclass(frozen=True)
 class TokenIdsFormat:
-    """Fields hold token ids of another tokenizer, which are turned back into text, without special tokens.
+    """A field holds token ids of another tokenizer, which are turned back into text, without special tokens.
 
-    Each span (start, stop) of the ids is a document; without a field of spans, all ids are one. Data sets are cut to a
-    length in tokens, so a span may begin or end within a character, and the rest of that character is left out.
+    Each span (start, stop) of the ids is a document; without a field of spans, all ids are one document. Data sets are
+    cut to a length in tokens, so a span may begin or end within a character; the rest of that character is left out.
     serialised: the Rust tokenizer that made the ids, as JSON.
     """
 
@@ -125,7 +124,7 @@ RecordFormat = TextFormat | ChatFormat | QuestionAnswerFormat | TokenIdsFormat
 
 
 def record_format_of(source: Source, tokenizers: "Mapping[str, PreTrainedTokenizerFast]") -> RecordFormat:
-    """The format of a source's records. tokenizers: those that sources of token ids name, by name."""
+    """The format of a source's records. tokenizers: the tokenizers that sources of token ids name, by name."""
     if source.chat_field is not None:
         return ChatFormat(source.chat_field)
     if source.prompt is not None:
@@ -154,7 +153,7 @@ def _text(record: Mapping[str, Any], name: str) -> str:
         raise Unusable("field_not_text")
     try:
         text.encode("utf-8")
-    except UnicodeEncodeError:  # JSON can spell half a surrogate pair, UTF-8 cannot
+    except UnicodeEncodeError:  # JSON can express half a surrogate pair, UTF-8 cannot
         raise Unusable("bad_utf8") from None
     if not text:
         raise Unusable("empty")

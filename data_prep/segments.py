@@ -1,11 +1,11 @@
-"""What stands in a source's files: each is hashed and cut into segments, and a segment is read as documents.
+"""Hashes a source's files and cuts them into segments (`scan`), and reads a segment's documents (`read_documents`).
 
 A text file is one document. A line of JSONL that is not blank, an element of a JSON array, a row of CSV or of a table,
-a sample of MDS or of an archive is a record, which is read in the format that the source names (record_formats.py). A
-code file of "stdlib-chat" holds one conversation a docstring (docstrings.py). A document that cannot be used (empty,
-bad UTF-8, a missing field) comes out as a `BadDocument` with its name, so that the reader can count it.
+and a sample of MDS or of an archive are records, which are read in the format that the source names
+(record_formats.py). A code file of "stdlib-chat" holds one conversation per docstring (docstrings.py). A document that
+cannot be used (empty, bad UTF-8, a missing field) becomes a `BadDocument` with its name, so that it can be counted.
 
-Not here: which files there are (sources.py), how records are stored (streams.py, tables.py, archives.py), and tokens.
+How records are stored is in streams.py, tables.py and archives.py.
 """
 
 import codecs
@@ -24,31 +24,25 @@ from longdraft.data_prep.docstrings import read_docstrings
 from longdraft.data_prep.documents import BadDocument, Conversation, Document, Unusable
 from longdraft.data_prep.record_formats import RecordFormat, TextFormat
 from longdraft.data_prep.sources import SourceFile
-from longdraft.data_prep.streams import (
-    STREAM_KINDS,
-    StreamRecord,
-    first_record,
-    is_compressed,
-    stream_records,
-)
+from longdraft.data_prep.streams import STREAM_KINDS, StreamRecord, first_record, is_compressed, stream_records
 from longdraft.data_prep.tables import table_fields, table_parts, table_rows
 
 SEGMENT_BYTES = 1 << 20
-# So much longer are the segments of what is read up to each of them (compressed files, Parquet's row groups) and of
-# remote tables, which are asked for in blocks of megabytes.
+# Segments are longer by this factor in files that must be read up to each segment (compressed files, Parquet's row
+# groups), and in remote tables, which are fetched in blocks of megabytes.
 COSTLY_SEGMENTS = 64
-FIELDS_SHOWN = 20
+FIELDS_SHOWN = 20  # names of fields in a message
 SURROGATES = "surrogatepass"
 
 
 @dataclass(frozen=True)
 class Segment:
-    """A run of whole documents in one file: all of a text or code file, some records of any other.
+    """A run of whole documents in one file: all of a text or code file, or some records of any other file.
 
-    offset: of a stream, in uncompressed bytes; of a table, its first row. length: in uncompressed bytes; of a remote
-    file that is one segment, its size as it is stored. first_number: of the first record (a line's number in
-    JSONL and CSV); counts from 1. n_documents: bad ones included; 1 where they are not counted before they are read.
-    mtime_ns: of the file when it was hashed; None of a remote file, which is of one commit.
+    offset: in a stream, in uncompressed bytes; in a table, the first row. length: in uncompressed bytes; for a remote
+    file that is one segment, the size of the stored file. first_number: of the first record (the line's number in JSONL
+    and CSV), from 1 on. n_documents: bad ones included; 1 if they are not counted before they are read. mtime_ns: of
+    the file when it was hashed; None for a remote file, which belongs to a fixed commit.
     """
 
     file: SourceFile
@@ -60,34 +54,35 @@ class Segment:
 
     @property
     def is_counted(self) -> bool:
-        """Whether `n_documents` is their number."""
+        """Whether `n_documents` is the true number of documents."""
         kind = self.file.kind
         return kind in ("text", "table") or (kind in STREAM_KINDS and self.mtime_ns is not None)
 
 
 def scan(files: Iterable[SourceFile], segment_bytes: int) -> tuple[dict[str, dict], list[Segment]]:
-    """Hash files and cut them into segments of about `segment_bytes`: a stream behind the record that reaches them, a
-    table after some rows. Of a remote file no more is read than a table's own index.
+    """Hash files and cut them into segments of about `segment_bytes`: a stream after the record that reaches them, a
+    table after some rows. Of a remote file, nothing but a table's index is read.
 
     Returns {"bytes", "sha256"} of each file, by name, and all segments in order. Raises ValueError for a damaged file.
     """
     described, segments = {}, []
     for file in files:
         n_bytes = file.size
-        sha256, cut = _scan(file, n_bytes, segment_bytes)
+        sha256, of_file = _scan(file, n_bytes, segment_bytes)
         described[file.name] = {"bytes": n_bytes, "sha256": sha256}
-        segments += cut
+        segments += of_file
     return described, segments
 
 
 def _scan(file: SourceFile, n_bytes: int, segment_bytes: int) -> tuple[str, list[Segment]]:
+    """The file's sha256 and its segments."""
     coarse_bytes = segment_bytes * COSTLY_SEGMENTS
     is_remote, is_packed = file.listed is not None, is_compressed(file.path)
     if is_remote or is_packed:
         segment_bytes = coarse_bytes
     mtime_ns = None if is_remote else Path(file.path).stat().st_mtime_ns
     sha256 = hashlib.sha256()
-    hashes_lines = file.kind == "jsonl" and not is_packed  # as they are counted, so that they are read once
+    hashes_lines = file.kind == "jsonl" and not is_packed  # hashed while they are counted, so that they are read once
     if not is_remote and not hashes_lines:
         with Path(file.path).open("rb") as stream:
             sha256 = hashlib.file_digest(stream, "sha256")
@@ -114,8 +109,8 @@ def read_documents(
 ) -> Iterator[Document | Conversation | BadDocument]:
     """The segment's documents in order, good and bad.
 
-    record_format: how a record is read; None: the field "text" is a text.
-    Raises ValueError when the file changed since it was hashed, or is damaged.
+    record_format: how a record is read; None: its field "text" is a text.
+    Raises ValueError if the file has changed since it was hashed, or is damaged.
     """
     file, record_format = segment.file, record_format or TextFormat()
     if segment.mtime_ns is not None and Path(file.path).stat().st_mtime_ns != segment.mtime_ns:
@@ -125,7 +120,7 @@ def read_documents(
             raw = stream.read()
         yield from read_docstrings(file.name, raw) if file.kind == "docstrings" else [_read_text(file.name, raw)]
     elif file.kind in STREAM_KINDS and not segment.length:
-        yield _holds_nothing(file)
+        yield _without_records(file)
     else:
         fields = cache(partial(table_fields, file.path)) if file.kind == "table" else None
         for number, record in _records(segment, record_format.fields):
@@ -139,7 +134,7 @@ def _hashed(lines: Iterator[StreamRecord], sha256: "hashlib._Hash") -> Iterator[
 
 
 def _without_blanks(records: Iterator[StreamRecord]) -> Iterator[StreamRecord]:
-    """Blank lines are no records. Their bytes count with the record behind them; those at a file's end with none."""
+    """Leave out blank lines. Their bytes are added to the next record; at the end of a file they belong to none."""
     n_blank = 0
     for record in records:
         if isinstance(record.value, bytes) and record.value.isspace():
@@ -152,22 +147,22 @@ def _without_blanks(records: Iterator[StreamRecord]) -> Iterator[StreamRecord]:
 def _cut_stream(
     records: Iterator[StreamRecord], file: SourceFile, start: tuple[int, int], segment_bytes: int, mtime_ns: int | None
 ) -> list[Segment]:
-    """start: the offset and the number of the first record."""
-    found: list[Segment] = []
+    """Segments of at least `segment_bytes`, except the last. start: the offset and the number of the first record."""
+    segments: list[Segment] = []
     (offset, number), length, n_records = start, 0, 0
     for record in records:
         length, n_records = length + record.n_bytes, n_records + 1
         if length >= segment_bytes:
-            found.append(Segment(file, offset, length, number, n_records, mtime_ns))
+            segments.append(Segment(file, offset, length, number, n_records, mtime_ns))
             offset, number, length, n_records = offset + length, record.next_number, 0, 0
-    # A file without a record keeps an empty segment, so that it is read, counted and named.
-    if n_records or not found:
-        found.append(Segment(file, offset, length, number, max(1, n_records), mtime_ns))
-    return found
+    # A file without a record gets an empty segment, so that it is read, counted and named.
+    if n_records or not segments:
+        segments.append(Segment(file, offset, length, number, max(1, n_records), mtime_ns))
+    return segments
 
 
 def _records(segment: Segment, fields: Sequence[str]) -> Iterator[tuple[int, Any]]:
-    """The segment's records with their numbers; of tables and archives what these fields hold alone."""
+    """The segment's records with their numbers. Of tables and archives, only these fields are read."""
     path, kind = segment.file.path, segment.file.kind
     if kind == "archive":
         yield from enumerate(map(_decoded, archive_samples(path, fields)), start=1)
@@ -187,30 +182,31 @@ def _records(segment: Segment, fields: Sequence[str]) -> Iterator[tuple[int, Any
 def _documents(
     name: str, record: Any, record_format: RecordFormat, fields: Callable[[], Sequence[str]] | None = None
 ) -> Iterator[Document | Conversation | BadDocument]:
-    """Those of a record: a line of JSON as bytes, or what was read. Bad ones are told apart by what the record holds.
+    """A record's documents. record: a line of JSON as bytes, the values of its fields, or why it cannot be used.
 
-    fields: gives the names of those that there are, where the record holds only the wanted ones."""
+    fields: returns the names of all fields in the file, if the record holds only those that its format reads."""
     values: dict[str, Any] = {}
     try:
         if isinstance(record, Unusable):
             raise record
-        found = _parse_line(record) if isinstance(record, bytes) else record
-        if not isinstance(found, dict):
-            raise Unusable("missing_field", f"is no object with fields, but {type(found).__name__}")
-        values = found
+        parsed = _parse_line(record) if isinstance(record, bytes) else record
+        if not isinstance(parsed, dict):
+            raise Unusable("missing_field", f"is no object with fields, but {type(parsed).__name__}")
+        values = parsed
         yield from record_format.documents(name, values)
     except Unusable as error:
-        # Of a row that lacks the field nothing is read that could tell it from others but its name.
-        told_by = record if isinstance(record, bytes) else (repr(values) if values else name).encode(errors=SURROGATES)
+        # A bad document's digest is that of its content. A row that lacks the field is read without any, so its name
+        # must do.
+        content = record if isinstance(record, bytes) else (repr(values) if values else name).encode(errors=SURROGATES)
         detail = error.detail
         if error.field is not None:
             names = list(fields() if fields else values)
             shown = ", ".join(map(repr, names[:FIELDS_SHOWN])) + (" ..." if len(names) > FIELDS_SHOWN else "")
             detail = f"has no field {error.field!r} but {shown or 'none'}; {record_format.named_by}"
-        yield BadDocument(name, hashlib.sha256(told_by).digest(), error.why, detail)
+        yield BadDocument(name, hashlib.sha256(content).digest(), error.why, detail)
 
 
-def _holds_nothing(file: SourceFile) -> BadDocument:
+def _without_records(file: SourceFile) -> BadDocument:
     if file.kind == "jsonl":
         return BadDocument(file.name, hashlib.sha256(b"").digest(), "empty")
     return BadDocument(file.name, hashlib.sha256(file.name.encode()).digest(), "empty", "holds no record")
@@ -221,7 +217,7 @@ def _read_text(name: str, raw: bytes) -> Document | BadDocument:
     if not raw:
         return BadDocument(name, digest, "empty")
     try:
-        # From bytes, not in text mode: line ends stay as they are, and so does a byte order mark.
+        # Decoding bytes, unlike text mode, keeps line ends and a byte order mark as they are.
         return Document(name, digest, raw.decode("utf-8"))
     except UnicodeDecodeError as error:
         return BadDocument(name, digest, "bad_utf8", _not_utf8(raw, error))
@@ -234,7 +230,7 @@ def _not_utf8(raw: bytes, error: UnicodeDecodeError) -> str:
 
 
 def _decoded(sample: dict[str, bytes | None]) -> dict[str, Any] | Unusable:
-    """A sample of an archive: fields called json are JSON, all others texts."""
+    """The values of an archive's sample. Fields named json hold JSON, all others a text."""
     values: dict[str, Any] = {}
     for field, content in sample.items():
         if content is None:
@@ -250,11 +246,11 @@ def _decoded(sample: dict[str, bytes | None]) -> dict[str, Any] | Unusable:
 
 
 def _parse_line(raw: bytes) -> Any:
-    """What a line of JSON holds. Raises Unusable."""
+    """The value of a line of JSON. Raises Unusable."""
     if not raw.strip():
         raise Unusable("empty")
     try:
-        return json.loads(raw.decode("utf-8-sig"))  # a byte order mark begins some files
+        return json.loads(raw.decode("utf-8-sig"))  # some files begin with a byte order mark
     except UnicodeDecodeError as error:
         raise Unusable("bad_utf8", _not_utf8(raw, error)) from None
     except (ValueError, RecursionError) as error:  # a number of thousands of digits is a plain ValueError

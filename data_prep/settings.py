@@ -1,4 +1,4 @@
-"""What a preparation is asked for, checked. What it does is in prepare.py; how a YAML becomes this, in launch."""
+"""The settings of a preparation, with their checks. launch/prepare.py makes them from a YAML file or arguments."""
 
 import math
 from collections.abc import Sequence
@@ -9,27 +9,28 @@ from string import Formatter
 from longdraft.data_prep.pack import MODES
 from longdraft.models.files import from_home
 
-MOST_SEQ_LEN = 1 << 24  # a row of 64 MiB, of as many tokens as the largest shard has bytes of text
+MOST_SEQ_LEN = 1 << 24  # a row of 64 MiB, with as many tokens as the largest shard has bytes of text
 
 
 @dataclass(frozen=True)
 class Source:
-    """One part of a mix: where it stands, what of it, and how a record of it is to be read.
+    """One source of a mix: where it is, which of its files to take, and how to read a record.
 
     path: a file, a folder, "stdlib", "stdlib-chat", or a data set of the Hugging Face hub, "owner/name[@revision]".
-    files: patterns of names within it ("data/train-*"); () takes all of a known suffix.
-    config, split: instead of files, a data set's configuration and split by the rules of `datasets` (hub.py); None: the
-    default one, all of them.
+    files: patterns of file names within it ("data/train-*"); () takes every file with a known suffix.
+    config, split: a data set's configuration and split by the rules of `datasets` (hub.py), instead of `files`. None
+    means the default configuration, and all splits.
 
     How a record (a JSONL line, a row of a table, a sample of MDS) is read, one of:
-      text_field: holds a text, of which every token counts;
-      chat_field: holds a list of messages, of which the answers count;
-      prompt, answer: two texts with fields in braces ("Summarise:\\n\\n{report}"), a conversation of one answer;
-      tokens_field: holds ids of `tokenizer`, a model's name, which are turned back to text; spans_field: (start, stop)
-        of each document among them, None: one document.
+      text_field: the field that holds a text; the loss counts every token;
+      chat_field: the field that holds a list of messages; the loss counts the answers;
+      prompt, answer: two templates with fields in braces ("Summarise:\\n\\n{report}"), a conversation with one answer;
+      tokens_field: the field that holds token ids of the model `tokenizer`, which are turned back into text.
+        spans_field: the field with (start, stop) of each document among them; None: they are one document.
 
-    share: of its documents, chosen by hash. weight: of its tokens in `PrepareConfig.max_tokens`, relative to the other
-    sources'; None for all: as they come. streaming: of a hub's set, read what is needed without storing files.
+    share: fraction of the documents to take, chosen by hash. weight: the source's part of `PrepareConfig.max_tokens`,
+    relative to the other sources' weights; None for all sources takes documents as they come. streaming: read what is
+    needed of a data set of the hub without storing its files.
     """
 
     path: str
@@ -51,9 +52,9 @@ class Source:
         object.__setattr__(self, "path", from_home(self.path))
         if (self.prompt is None) != (self.answer is None):
             raise ValueError(f"prompt and answer of {self.path} belong together, and one of them is missing")
-        ways = {"text_field": self.text_field, "chat_field": self.chat_field, "prompt and answer": self.prompt}
-        ways["tokens_field"] = self.tokens_field
-        if len(given := [name for name, value in ways.items() if value is not None]) > 1:
+        formats = {"text_field": self.text_field, "chat_field": self.chat_field, "prompt and answer": self.prompt}
+        formats["tokens_field"] = self.tokens_field
+        if len(given := [name for name, value in formats.items() if value is not None]) > 1:
             raise ValueError(f"{', '.join(given)} are given for {self.path}; a record is read in one way, leave one")
         if (self.tokens_field is None) != (self.tokenizer is None):
             raise ValueError(f"tokens_field and tokenizer of {self.path} belong together, and one of them is missing")
@@ -71,24 +72,26 @@ class Source:
 
     @property
     def field_named(self) -> str | None:
-        """The field that says how its records are read; None where none does."""
+        """The name of the setting that says how records are read; None if the source has none."""
         fields = ("text_field", "chat_field", "prompt", "tokens_field")
         return next((name for name in fields if getattr(self, name) is not None), None)
 
     @property
     def is_chat(self) -> bool:
-        """Whether its records are conversations."""
+        """Whether the settings say that records are conversations."""
         return self.chat_field is not None or self.prompt is not None
 
     def describe(self) -> dict:
-        """All that decides its content besides the files, without what is not set."""
+        """The settings that decide the source's content, apart from its files. Those that are not set are left out."""
         skipped = {"path", "streaming"}
         values = {name: value for name, value in vars(self).items() if name not in skipped and value not in (None, ())}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
 
 def fields_of(text: str, what: str) -> tuple[str, ...]:
-    """The fields in braces, each once, in order; raises ValueError for braces that are none."""
+    """The fields that a template names in braces, each once, in order. Raises ValueError for any other brace.
+
+    what: the template's own name, for the message."""
     try:
         parsed = list(Formatter().parse(text))
     except ValueError as error:
@@ -101,7 +104,7 @@ def fields_of(text: str, what: str) -> tuple[str, ...]:
 
 
 def same_way(paths: Sequence[str], **fields: object) -> dict[str, Source]:
-    """Sources that are all read in one way, by the last part of their path (with a number where it stands twice)."""
+    """Sources that are all read with the same settings, by the last part of their paths (numbered if it repeats)."""
     sources: dict[str, Source] = {}
     for path in dict.fromkeys(paths):
         name = stem = Path(path).name or path
@@ -113,13 +116,14 @@ def same_way(paths: Sequence[str], **fields: object) -> dict[str, Source]:
 
 @dataclass(frozen=True)
 class PrepareConfig:
-    """What to prepare; all but `workers`, `max_bad_share` and `overwrite` decide the content of the shards.
+    """What to prepare. Everything except `workers`, `max_bad_share` and `overwrite` decides the content of the shards.
 
-    sources: by name. out: folder; {address} in it becomes the plan's (plan.py). seq_len: tokens of a row. documents:
-    "pack" or "first" (see pack.py). chat_template: a Jinja file, "plain" (chat.py) or None, the tokenizer's own.
-    heldout_share: of the documents. max_tokens: of both splits together, without filler; text that it leaves unread is
-    not counted as left out. max_bad_share: bad documents among those seen, above it nothing is finished.
-    shard_bytes: of text, None: from the size of the sources.
+    sources: by name. out: the folder to make; {address} in it is replaced by the plan's address (plan.py). seq_len:
+    tokens of a row. documents: "pack" or "first" (see pack.py). chat_template: a Jinja file, "plain" (chat.py), or None
+    for the tokenizer's own. heldout_share: fraction of the documents that are held out. max_tokens: of both splits
+    together, without filler; text that it leaves unread is not counted as left out. max_bad_share: the fraction of the
+    documents seen that may be bad; above it the folder is not finished. shard_bytes: text of a shard; None: it
+    follows from the size of the sources.
     """
 
     sources: dict[str, Source]
@@ -136,7 +140,7 @@ class PrepareConfig:
     overwrite: bool = False
 
     def budget_of(self, source: int) -> int:
-        """The number of a source's budget: all have one together, or with weights each its own."""
+        """The number of a source's budget: each source has its own if they have weights, else all share budget 0."""
         first = next(iter(self.sources.values()))  # all sources have a weight, or none has
         return 0 if first.weight is None else source
 

@@ -1,15 +1,13 @@
-"""Prepared rows on disk: Arrow shards and a manifest, written so that a kill leaves no half file, and their reader.
+"""Prepared rows on disk, as Arrow shards with a manifest, and their reader. A kill never leaves a half-written file.
 
 A split's folder holds `manifest.json` and `shard-*.arrow` (Arrow streams with the `datasets` library's schema, so
 `datasets.Dataset.from_file` opens one too). A row of a shard:
 
-tokens      int32 [seq_len], the end filled with EOS behind the used length
+tokens      int32 [seq_len], filled up with EOS after the used length
 borders     int32 [n_pieces + 1], where each piece starts; the last entry is the used length
-loss_spans  int32 [2 n_spans], start and end of each run of tokens the loss counts
+loss_spans  int32 [2 n_spans], start and end of each run of tokens that the loss counts
 documents   string [n_pieces], the document of each piece
 pieces      int32 [n_pieces], the piece's number within its document
-
-This file knows nothing of where rows come from.
 """
 
 import hashlib
@@ -30,7 +28,7 @@ FORMAT_VERSION = 1
 
 @dataclass(frozen=True)
 class Row:
-    """One row to write; `tokens` holds the used tokens only, the other fields are as in the module's docstring."""
+    """One row to write. `tokens` holds only the used tokens; the module's docstring describes the other fields."""
 
     tokens: np.ndarray
     borders: Sequence[int]
@@ -59,9 +57,9 @@ def write_shard(path: Path, rows: Sequence[Row], seq_len: int, fill_id: int) -> 
 
 
 def shard_schema(seq_len: int) -> pa.Schema:
-    """What `datasets.Features(...).arrow_schema` gives for the columns of a shard, its description of them included.
+    """The schema that `datasets.Features(...).arrow_schema` gives for a shard's columns, with its metadata.
 
-    Without the library, since every worker process would take seconds to import it; a test holds the two together.
+    It is made without the library, which every worker process would take seconds to import. A test compares the two.
     """
     number = {"dtype": "int32", "_type": "Value"}
     kinds = {name: (pa.int32(), number, -1) for name in ("tokens", "borders", "loss_spans", "documents", "pieces")}
@@ -76,15 +74,15 @@ def shard_schema(seq_len: int) -> pa.Schema:
 
 
 def write_json(path: Path, content: dict) -> None:
-    """Write atomically, keys in the given order, one trailing newline."""
+    """Write the content atomically, with its keys in the given order and one trailing newline."""
     text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
     write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
 class ShardColumns(NamedTuple):
-    """A shard's columns as NumPy arrays over its memory-mapped file, so that a row is a few slices.
+    """A shard's columns as NumPy arrays over its memory-mapped file, so that reading a row takes a few slices.
 
-    A column of lists is (offsets [rows + 1], values), both int32.
+    A column of lists is a pair (offsets [rows + 1], values), both int32.
     """
 
     tokens: np.ndarray  # int32 [rows, seq_len]
@@ -95,10 +93,10 @@ class ShardColumns(NamedTuple):
 
 
 def open_shard(path: Path, seq_len: int) -> ShardColumns:
-    """Map a shard's file into memory; nothing of its tokens is read yet.
+    """Map a shard's file into memory. No tokens are read yet.
 
-    `datasets.Dataset.from_file` opens it too, but takes 30 times as long to do so and 17 times as long for a row at
-    random (8 shards of 500 rows of 1,024 tokens, measured in one run), and importing it takes seconds.
+    `datasets.Dataset.from_file` opens it too, but takes 30 times as long for that, 17 times as long for a random row (8
+    shards of 500 rows of 1,024 tokens, measured in one run), and seconds to import.
     """
     table = pa.ipc.open_stream(pa.memory_map(str(path))).read_all()
     columns = {name: table[name].chunk(0) for name in table.column_names}
@@ -113,8 +111,8 @@ def open_shard(path: Path, seq_len: int) -> ShardColumns:
 class ShardSet:
     """The rows of a prepared split, by index. Opening reads the manifest; a shard is memory-mapped when first read.
 
-    folder: `train` or `heldout` of a prepared folder. Raises ValueError where there is no finished split or where a
-    shard is missing or has another size than the manifest says; `verify` checks the content too.
+    folder: `train` or `heldout` of a prepared folder. Raises ValueError if the split is not finished, or if a shard is
+    missing or does not have the size that the manifest says. `verify` checks the content too.
     """
 
     def __init__(self, folder: str | Path):
@@ -134,9 +132,9 @@ class ShardSet:
         return int(self._ends[-1]) if len(self._ends) else 0
 
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
-        """Row i: {"tokens": int32 [seq_len], "borders": int32 [n_pieces + 1], "loss": bool [seq_len]}, copies.
+        """A copy of row i: {"tokens": int32 [seq_len], "borders": int32 [n_pieces + 1], "loss": bool [seq_len]}.
 
-        borders: start of each piece, the last is the used length; tokens behind it are filler and never in `loss`.
+        borders: the start of each piece, and last the used length; tokens after it are filler and never in `loss`.
         Raises IndexError.
         """
         shard, row = self._locate(i)
@@ -146,12 +144,12 @@ class ShardSet:
         return {"tokens": shard.tokens[row].copy(), "borders": _list_of_row(shard.borders, row).copy(), "loss": loss}
 
     def pieces(self, i: int) -> list[tuple[str, int]]:
-        """(document's name, number of the piece within it) of each piece of row i, the same wherever it is packed."""
+        """(document name, piece number) of each piece of row i. They identify a piece wherever it is packed."""
         shard, row = self._locate(i)
         return list(zip(shard.documents[row].as_py(), _list_of_row(shard.pieces, row).tolist(), strict=True))
 
     def used_tokens(self, at_a_time: int = 1 << 22) -> Iterator[np.ndarray]:
-        """Every token but the filler, in order, for statistics: int32 arrays of at most about `at_a_time` tokens."""
+        """Every token except filler, in order, for statistics: int32 arrays of at most about `at_a_time` tokens."""
         seq_len = self.manifest["seq_len"]
         step = max(1, at_a_time // seq_len)
         for number in range(len(self.manifest["shards"])):
@@ -165,13 +163,13 @@ class ShardSet:
                 yield shard.tokens[rows][np.arange(seq_len) < used[rows, None]]
 
     def identity(self) -> dict:
-        """Which rows these are, in which order: {"rows", "sha256"} of the manifest's hashes of the shards."""
+        """What identifies these rows and their order: {"rows", "sha256"}, a hash over the manifest's shard hashes."""
         hashes = "\n".join(shard["sha256"] for shard in self.manifest["shards"])
         return {"rows": len(self), "sha256": hashlib.sha256(hashes.encode()).hexdigest()}
 
     def verify(self, first: int = 0, step: int = 1, vocab_size: int | None = None) -> None:
-        """Read every `step`-th shard from number `first` on. Raises ValueError naming those whose sha256 is not the
-        manifest's, or one that holds an id outside of the vocabulary."""
+        """Read every `step`-th shard, starting with number `first`. Raises ValueError that names the shards whose
+        sha256 is not the manifest's, or a shard with an id outside the vocabulary."""
         numbers = range(first, len(self.manifest["shards"]), step)
         changed = []
         for number in numbers:
@@ -193,10 +191,9 @@ class ShardSet:
                 )
 
     def left_out(self) -> tuple[float, dict[str, int]]:
-        """Of all documents seen, the fraction that was bad or did not fit, and how many by reason; what `--max-tokens`
-        cut off was wanted."""
+        """The fraction of all documents seen that was bad or did not fit, and how many for each reason."""
         reasons = {**self.manifest.get("bad", {}), **self.manifest.get("dropped", {})}
-        reasons.pop("beyond_max_tokens", None)
+        reasons.pop("beyond_max_tokens", None)  # --max-tokens asked for it
         seen = sum(reasons.values()) + self.manifest.get("documents", 0)
         return sum(reasons.values()) / max(1, seen), reasons
 
@@ -220,13 +217,15 @@ def _list_of_row(lists: tuple[np.ndarray, np.ndarray], row: int) -> np.ndarray:
 
 
 def read_manifest(path: Path) -> dict:
-    """A manifest as JSON has it. Raises ValueError where it is damaged."""
+    """Parse a manifest. Raises ValueError if it is damaged."""
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read ({error}): damaged; prepare it again with --overwrite") from error
     if not isinstance(manifest, dict):
-        raise ValueError(f"{path} holds {type(manifest).__name__}, no manifest: damaged; prepare it again --overwrite")
+        raise ValueError(
+            f"{path} holds {type(manifest).__name__}, no manifest: damaged; prepare it again with --overwrite"
+        )
     return manifest
 
 

@@ -1,7 +1,4 @@
-"""Which files the sources have: on this machine, in Python's own library, or on the hub (hub.py).
-
-Not here: what stands in a file, and where it may be cut (segments.py).
-"""
+"""Lists the sources' files: on this machine, in Python's own library, or on the hub (hub.py)."""
 
 import os
 import sysconfig
@@ -17,18 +14,18 @@ from longdraft.data_prep.settings import Source
 from longdraft.data_prep.shards import MANIFEST
 from longdraft.data_prep.streams import CSV_SUFFIXES, JSON_SUFFIXES, LINES_SUFFIXES, StreamKind, open_plain
 from longdraft.data_prep.tables import TABLE_SUFFIXES
-from longdraft.data_prep.tasks import PLAN
+from longdraft.data_prep.work_folder import PLAN
 
 TEXT_SUFFIXES = (".md", ".py", ".rst", ".txt")
 KNOWN_SUFFIXES = TEXT_SUFFIXES + LINES_SUFFIXES + TABLE_SUFFIXES
-# Taken where they are asked for: a .json file, of lines or an array of records, is as likely one large object, CSV as
-# likely a table of numbers, and an archive one of anything.
-ASKED_SUFFIXES = CSV_SUFFIXES + JSON_SUFFIXES + ARCHIVE_SUFFIXES
+# Taken only if the source names them: a .json file may hold records, but is as likely one large object; CSV is as
+# likely a table of numbers, and an archive may hold anything.
+ON_REQUEST_SUFFIXES = CSV_SUFFIXES + JSON_SUFFIXES + ARCHIVE_SUFFIXES
 CODE_SUFFIXES = (".py",)
 STDLIB = "stdlib"
 STDLIB_CHAT = "stdlib-chat"
-# Tests hold files that are broken on purpose (bad UTF-8, bad syntax); the packages are not the library.
-# `encodings` is mostly tables of numbers, which teach a draft to count.
+# Tests contain files that are broken on purpose (bad UTF-8, bad syntax), and installed packages are not the library.
+# `encodings` is mostly tables of numbers, which would teach a draft to count.
 STDLIB_LEFT_OUT = frozenset(
     {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "encodings"}
 )
@@ -39,9 +36,9 @@ Kind = StreamKind | Literal["text", "table", "archive", "docstrings"]
 class SourceFile:
     """A file found by `list_files`.
 
-    path: on this machine, or hf://... of a remote file. name: identifies it in manifests, and holds no path of this
-    machine. source: the number of the source that it belongs to. listed: (bytes, digest) of a remote file, as the hub
-    lists it; None of a file of this machine.
+    path: on this machine, or hf://... for a remote file. name: identifies the file in manifests, without this machine's
+    path. source: the number of the source that it belongs to. listed: (bytes, digest) of a remote file, as the hub
+    lists it; None for a local file.
     """
 
     path: str
@@ -52,23 +49,24 @@ class SourceFile:
 
     @property
     def size(self) -> int:
-        """Its size now, in bytes."""
+        """The file's current size in bytes."""
         return self.listed[0] if self.listed is not None else Path(self.path).stat().st_size
 
 
 def list_files(sources: Sequence[Source]) -> list[SourceFile]:
-    """Files of all sources, sorted by name, each once (it belongs to the first source that has it).
+    """The files of all sources, sorted by name. A file that several sources have belongs to the first of them.
 
     "stdlib" is Python's own standard library: code and texts, without tests, tables of characters, installed packages
-    and the empty files that only mark packages; "stdlib-chat" is conversations from the docstrings of the same code. Of
-    a folder, at any depth, those that match a pattern of the source's, else those of a known suffix; names that begin
-    with a dot are left out. A file is taken whatever its suffix. A data set of the hub is fetched, or listed.
-    Raises ValueError for a source that does not exist or holds no file, for one whose files all belong to another that
-    reads them otherwise, and for a name that is no UTF-8.
+    and the empty files that only mark packages. "stdlib-chat" is conversations from the docstrings of the same code. A
+    folder gives the files, at any depth, that match one of the source's patterns, or without patterns those of a known
+    suffix; names that begin with a dot are left out. A single file is taken whatever its suffix. A data set of the hub
+    is fetched, or only listed if it streams.
+    Raises ValueError for a source that does not exist or holds no file, for a source whose files all belong to others
+    with different settings, and for a name that is not UTF-8.
     """
     if not sources:
         raise ValueError(f"sources is empty; give a file, a folder, a data set's name, {STDLIB!r} or {STDLIB_CHAT!r}")
-    found: dict[Path, SourceFile] = {}  # by the real file, which several links may lead to
+    found: dict[Path, SourceFile] = {}  # by resolved path, since several links may lead to a file
     remote: list[SourceFile] = []
     for number, source in enumerate(sources):
         if source.config is not None or source.split is not None:
@@ -79,10 +77,11 @@ def list_files(sources: Sequence[Source]) -> list[SourceFile]:
             continue
         local = _local(source)
         if not local:
-            raise ValueError(f"source {source.path!r} holds no file {_wanted(source)}; see --files{_others(source)}")
+            suggestion = _suggest_files(source)
+            raise ValueError(f"source {source.path!r} holds no file {_criterion(source)}; see --files{suggestion}")
         _check_names(local)
         owners = [found[path.resolve()].source for path in local if path.resolve() in found]
-        if len(owners) == len(local) and any(_way(sources[owner]) != _way(source) for owner in owners):
+        if len(owners) == len(local) and any(_reading(sources[owner]) != _reading(source) for owner in owners):
             raise ValueError(
                 f"source {source.path!r}: its files already belong to source {sources[owners[0]].path!r}, which stands "
                 "before it and reads them otherwise, and a file is read once; leave one of them out, or give a copy"
@@ -92,19 +91,19 @@ def list_files(sources: Sequence[Source]) -> list[SourceFile]:
             found.setdefault(path.resolve(), SourceFile(str(path), name, kind, number))
     files = [*found.values()]
     if len({file.name for file in files}) < len(files):
-        # Two sources end in the same name: go up until they differ.
+        # Two sources end in the same folder name: prepend parent folders until all names differ.
         common = os.path.commonpath([file.path for file in files])
         files = [replace(file, name=Path(file.path).relative_to(common).as_posix()) for file in files]
     return sorted(files + remote, key=lambda file: file.name)
 
 
-def _way(source: Source) -> Source:
-    """How a source's files are read, whichever they are."""
+def _reading(source: Source) -> Source:
+    """The settings that decide how a source's files are read, apart from which files they are."""
     return replace(source, path="", files=(), config=None, split=None)
 
 
 def _check_names(local: dict[Path, str]) -> None:
-    """Raises ValueError for a name that no manifest can hold."""
+    """Raises ValueError for a name that a manifest cannot hold."""
     for path, name in local.items():
         try:
             name.encode("utf-8")
@@ -114,7 +113,7 @@ def _check_names(local: dict[Path, str]) -> None:
 
 
 def _local(source: Source) -> dict[Path, str]:
-    """The files of a source on this machine, or fetched to it, with their names."""
+    """A source's files on this machine, after fetching them if needed, with their names for manifests."""
     path = source.path
     if path in (STDLIB, STDLIB_CHAT):
         root = Path(sysconfig.get_path("stdlib")).resolve()
@@ -124,19 +123,19 @@ def _local(source: Source) -> dict[Path, str]:
     elif Path(path).is_dir():
         root = Path(path).resolve()
         if (root / PLAN).exists() and not (root / MANIFEST).exists():
-            raise ValueError(f"source {path!r} is begun and not finished ({PLAN} without {MANIFEST}); finish it first")
+            raise ValueError(f"source {path!r} is not finished ({PLAN} without {MANIFEST}); finish it first")
         paths = _walk(root, _patterns(source))
     elif Path(path).is_file():
         if source.files and not _matches(Path(path).name, source.files):
             return {}
-        # Not resolve(): a link's own name and suffix count (a hub's cache links names to nameless blobs).
+        # The file itself is not resolved: a link's own name and suffix count (the hub's cache links to nameless blobs).
         return {Path(path).parent.resolve() / Path(path).name: Path(path).name}
     elif Path(path).exists() or Path(path).is_symlink():
         raise ValueError(_no_file(Path(path)))
     elif hub.is_hub_name(path):
         root = hub.fetch(path, _patterns(source))
         found = _walk(root, _patterns(source)) if root.exists() else []
-        # The cache's folders are named after commits, so the set's name stands before the file's.
+        # The cache's folders are named after commits, so the data set's name takes their place.
         return {file: f"{path}/{file.relative_to(root).as_posix()}" for file in found}
     else:
         raise ValueError(
@@ -158,7 +157,7 @@ def _remote(source: Source, number: int) -> list[SourceFile]:
         raise ValueError(f"source {source.path!r} is no data set of the hub (owner/name), and streaming is for these")
     files = hub.list_remote(source.path, _patterns(source))
     if not files:
-        raise ValueError(f"source {source.path!r} holds no file {_wanted(source)}; see its `files`")
+        raise ValueError(f"source {source.path!r} holds no file {_criterion(source)}; see its `files`")
     return [
         SourceFile(url, f"{source.path}/{name}", _kind(url), number, (size, digest))
         for name, url, size, digest in files
@@ -170,24 +169,26 @@ def _patterns(source: Source) -> tuple[str, ...]:
 
 
 def _suffixes(source: Source) -> tuple[str, ...]:
-    """Those of records alone where a source says how they are read, and on the hub, where a README is in every set."""
+    """The suffixes to take by default. Text files are left out if the source says how its records are read, and on the
+    hub, where every data set has a README."""
     is_remote = source.streaming or not Path(source.path).exists()
     return LINES_SUFFIXES + TABLE_SUFFIXES if source.field_named or is_remote else KNOWN_SUFFIXES
 
 
-def _wanted(source: Source) -> str:
+def _criterion(source: Source) -> str:
+    """Which files the source takes, for messages."""
     if source.files:
         return f"that matches {' or '.join(source.files)}"
     return f"with a suffix of {', '.join(_suffixes(source))}"
 
 
-def _others(source: Source) -> str:
-    """Which files of a folder would be taken if they were asked for by name."""
+def _suggest_files(source: Source) -> str:
+    """Which files of a folder --files could take, for messages."""
     root = Path(source.path)
     if source.files or not root.is_dir():
         return ""
-    named = [path.suffix for path in _walk(root, [f"*{suffix}" for suffix in ASKED_SUFFIXES])]
-    return f" (--files '*{named[0]}' takes the {len(named)} files of {', '.join(sorted(set(named)))})" if named else ""
+    found = [path.suffix for path in _walk(root, [f"*{suffix}" for suffix in ON_REQUEST_SUFFIXES])]
+    return f" (--files '*{found[0]}' takes the {len(found)} files of {', '.join(sorted(set(found)))})" if found else ""
 
 
 def _kind(path: str) -> Kind:
@@ -210,10 +211,10 @@ def _begins_as_array(path: str) -> bool:
 
 
 def _walk(root: Path, patterns: Sequence[str], left_out: frozenset[str] = frozenset()) -> list[Path]:
-    """Files below the folder whose path within it matches a pattern, in either case of letters; * goes over slashes."""
+    """The files below a folder whose relative path matches a pattern, ignoring case; * matches slashes too."""
     found, seen = [], set()
     for folder, folders, names in os.walk(root, onerror=_unreadable, followlinks=True):
-        if (real := os.path.realpath(folder)) in seen:  # a link to where one has been
+        if (real := os.path.realpath(folder)) in seen:  # a link to a folder that has been visited
             folders[:] = []
             continue
         seen.add(real)

@@ -1,12 +1,10 @@
-"""Tables, whose rows can be read from anywhere: Parquet, Arrow (as `datasets` saves it too) and MDS.
+"""Reads tables from any row on: Parquet, Arrow (also as `datasets` saves it) and MDS (mds.py).
 
-Not here: which files there are (sources.py), what a row must hold (record_formats.py), an MDS shard's bytes (mds.py).
-
-Parquet and Arrow are read by pyarrow, with which `datasets` reads them too, and not through `datasets` itself. Its
-streams reach a row only by reading all rows before, and its Parquet reader decodes a row group at once. Measured on 231
-MB of text in one row group (datasets 5.2, pyarrow 26): a process holds 1.0 GB in place of 0.3 and waits 4.6 s in place
-of 0.3 for its first row (the import brings torch along); and of 10 processes that stopped before the end of a file, as
-one with a full budget does, 2 were aborted at their exit. `datasets` does say which files a split has (hub.py).
+Parquet and Arrow are read by pyarrow, which `datasets` uses too, and not through `datasets` itself. Its streams reach a
+row only by reading all rows before it, and its Parquet reader decodes a whole row group at once. Measured on 231 MB of
+text in one row group (datasets 5.2, pyarrow 26): a process holds 1.0 GB instead of 0.3, and waits 4.6 s instead of 0.3
+for its first row (the import brings torch along). Of 10 processes that stopped before the end of a file, as one with a
+full budget does, 2 were aborted at exit. `datasets` does say which files a split has (hub.py).
 """
 
 import io
@@ -22,36 +20,36 @@ from longdraft.data_prep.hub import REMOTE, open_bytes
 from longdraft.data_prep.streams import damaged, is_compressed, open_plain
 
 TABLE_SUFFIXES = (".parquet", ".arrow", *mds.SUFFIXES)
-ROWS_AT_ONCE = 64  # of a Parquet file: a book of PG-19 has half a megabyte
+ROWS_AT_ONCE = 64  # of a Parquet file; a row can be a book of PG-19 with half a megabyte
 
 
 def table_parts(path: str, part_bytes: int, group_bytes: int) -> list[tuple[int, int]]:
-    """(rows, bytes uncompressed) of runs of a table's rows, in order, each of about `part_bytes` or a row; a row group
-    of a Parquet file, which is read from its beginning, is cut only where it has more than `group_bytes`.
+    """Cut a table into runs of about `part_bytes`, at least a row each: (rows, uncompressed bytes) of each, in order.
 
-    Raises ValueError for a damaged file."""
+    A row group of a Parquet file can only be read from its beginning, so it is cut only if it has more than
+    `group_bytes`. Raises ValueError for a damaged file."""
     with _open(path) as table:
         cut_bytes = group_bytes if isinstance(table, _Parquet) else part_bytes
         return _runs(table.chunks(), part_bytes, cut_bytes)
 
 
 def table_rows(path: str, first: int, n_rows: int, fields: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Rows [first, first + n_rows) of a table, with those of the fields that it has.
+    """Rows [first, first + n_rows) of a table, with the fields that it has of those named.
 
-    A text that is no UTF-8 comes as b"". Raises ValueError for a damaged file.
+    A text that is not UTF-8 becomes b"". Raises ValueError for a damaged file.
     """
     with _open(path) as table:
         yield from table.rows(first, n_rows, fields)
 
 
 def table_fields(path: str) -> list[str]:
-    """Names of a table's fields. Raises ValueError for a damaged file."""
+    """The names of a table's fields. Raises ValueError for a damaged file."""
     with _open(path) as table:
         return table.fields
 
 
 def _runs(chunks: Iterable[tuple[int, int]], part_bytes: int, cut_bytes: int) -> list[tuple[int, int]]:
-    """Chunks of (rows, bytes) joined up to `part_bytes`, and cut evenly where they have more than `cut_bytes`."""
+    """Join chunks of (rows, bytes) until they reach `part_bytes`, after cutting those beyond `cut_bytes` evenly."""
     runs: list[tuple[int, int]] = []
     rows = size = 0
     for n_rows, n_bytes in chunks:
@@ -67,11 +65,11 @@ def _runs(chunks: Iterable[tuple[int, int]], part_bytes: int, cut_bytes: int) ->
 
 @contextmanager
 def _open(path: str) -> "Iterator[_Parquet | _Arrow | mds.Shard]":
-    """Raises ValueError, inside too, where the file is damaged."""
+    """Raises ValueError if the file is damaged, also from inside the block."""
     try:
         if path.lower().endswith(mds.SUFFIXES):
             with open_plain(path) as stream:
-                # Samples are read by their place in the shard.
+                # Samples are read by their offsets, so a compressed shard must be in memory.
                 yield mds.Shard(io.BytesIO(stream.read()) if is_compressed(path) else stream)
             return
         is_parquet = path.lower().endswith(".parquet")
@@ -92,12 +90,12 @@ class _Parquet:
         self.fields = list(self._file.schema_arrow.names)
 
     def chunks(self) -> list[tuple[int, int]]:
-        """(rows, bytes uncompressed) of each row group."""
+        """(rows, uncompressed bytes) of each row group."""
         groups = [self._file.metadata.row_group(i) for i in range(self._file.num_row_groups)]
         return [(group.num_rows, group.total_byte_size) for group in groups]
 
     def rows(self, first: int, n_rows: int, fields: Sequence[str]) -> Iterator[dict[str, Any]]:
-        # pyarrow makes no batches of no columns.
+        # pyarrow makes no batches without a column.
         columns = [name for name in self.fields if name in fields] or self.fields[:1]
         at = 0
         for group, (n_here, _) in enumerate(self.chunks()):
@@ -108,7 +106,7 @@ class _Parquet:
 
 
 class _Arrow:
-    """An Arrow file, or a stream, as which the `datasets` library saves it."""
+    """An Arrow file, or an Arrow stream, which is what the `datasets` library saves."""
 
     def __init__(self, source: pa.NativeFile):
         try:
@@ -131,7 +129,7 @@ class _Arrow:
 def _rows_in(
     batches: Iterable[pa.RecordBatch], at: int, first: int, n_rows: int, fields: Sequence[str]
 ) -> Iterator[dict[str, Any]]:
-    """Rows [first, first + n_rows) of batches that begin with row `at`."""
+    """Rows [first, first + n_rows) from batches, the first of which begins with row `at`."""
     for batch in batches:
         if at >= first + n_rows:
             return
@@ -142,9 +140,9 @@ def _rows_in(
 
 
 def _value(value: pa.Scalar) -> Any:
-    """Bytes are a text too: some writers do not say that theirs is one."""
+    """A cell's value. Bytes are decoded as a text, since some writers do not declare theirs as one."""
     try:
-        found = value.as_py()
-        return found.decode("utf-8") if isinstance(found, bytes) else found
+        cell = value.as_py()
+        return cell.decode("utf-8") if isinstance(cell, bytes) else cell
     except UnicodeDecodeError:
         return b""

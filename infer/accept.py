@@ -1,7 +1,7 @@
-"""Acceptance: which nodes of a tree the target's own choices confirm, and what the choice behind the last one is.
+"""Acceptance: which nodes of a tree the target's own choices confirm, and the target's choice behind the last of them.
 
-At each node the choice rule (infer/sampling.py) gives the target's token; the path goes down to the child that carries
-it and stops where there is none. Nothing is accepted or rejected by chance, so the result is plain decoding's.
+At each node the choice rule (infer/slot_sampling.py) gives the target's token; the path goes down to the child that
+carries it and stops where there is none. Nothing is accepted or rejected by chance, so the result is plain decoding's.
 Shapes: B sequences, N tree nodes, P places of a path.
 """
 
@@ -22,9 +22,9 @@ class AcceptResult:
     """What one pass decided.
 
     Attributes:
-        nodes: int64 [B, P]; the nodes of the accepted path, the root first; valid up to counts[b].
-        tokens: int64 [B, P]; the choice at each of these nodes; tokens[b, :counts[b]] are the newly committed tokens.
-        counts: int64 [B]; nodes on the accepted path = new tokens; 0 for an inactive slot.
+        nodes: int64 [B, P], the nodes of the accepted path, the root first; valid up to counts[b].
+        tokens: int64 [B, P], the choice at each of these nodes; tokens[b, :counts[b]] are the newly committed tokens.
+        counts: int64 [B], nodes on the accepted path, which is the number of new tokens; 0 for an inactive slot.
     """
 
     nodes: Tensor
@@ -32,12 +32,11 @@ class AcceptResult:
     counts: Tensor
 
     def among(self, slots: slice, batch: int) -> "AcceptResult":
-        """Of these slots' results those of all: the others took no part."""
-        parts = self.nodes, self.tokens, self.counts
-        return AcceptResult(*(spread(part, slots, batch) for part in parts))
+        """Spread these slots' result over all `batch` slots, of which the others took no part."""
+        return AcceptResult(*(spread(x, slots, batch) for x in (self.nodes, self.tokens, self.counts)))
 
     def last(self, values_BP: Tensor) -> Tensor:
-        """values_BP at the last node of each path: [B]; at the first one for inactive slots."""
+        """values_BP at the last node of each path, [B]; at the first one for inactive slots."""
         return values_BP.gather(1, (self.counts - 1).clamp(min=0)[:, None])[:, 0]
 
 
@@ -49,8 +48,12 @@ def accept(
     ancestors_BNN: Tensor | None,
     max_depth: int,
 ) -> AcceptResult:
-    """Go down from each root along the target's choices; the history has the new tokens then. A choice is made when
-    the path gets to its node, and at no other one, so P ends with the longest path.
+    """Go down from each root along the target's choices, and write the new tokens to the history.
+
+    On a CPU a choice is made only at nodes that a path reaches, so P is the length of the longest path. Elsewhere
+    reading a choice would wait for the device, so choices are made at all nodes, and P = 1 + max_depth. For a root and
+    16 nodes over 49152 words (bf16, 2 cores) those would take a CPU 17 ms; if all nodes are rejected, its own way takes
+    0.13 ms greedy and 0.34 ms at T = 1.
 
     Args:
         tree: the verified tree; no node lies deeper than `max_depth`.
@@ -59,14 +62,14 @@ def accept(
     if not backend.is_host(logits_BNV.device):
         return _accept_unread(tree, logits_BNV, state, positions_BN, ancestors_BNN, max_depth)
     all_tokens, all_parents, _ = tree.lists
-    here = [0] * len(all_tokens)  # the node that each slot's path has come to, the last one where it has ended
+    here = [0] * len(all_tokens)  # the node that each slot's path has reached, the last one where the path has ended
     alive = state.active.tolist()
     nodes, tokens, counts = [], [], [0] * len(here)
     for depth in range(max_depth + 1):
         # One slot's row is a view; of several slots the rows are gathered.
         logits_BV = logits_BNV[:, here[0]] if len(here) == 1 else logits_BNV[torch.arange(len(here)), here]
         chosen_B = state.sampling.choose(logits_BV, state.history, state.positions + depth)
-        # Where the path stops before, this lies behind the new root and is void.
+        # For a path that has ended already, this lies behind the new root and is void.
         state.history.write(state.positions + depth + 1, chosen_B)
         nodes.append(list(here))
         tokens.append(chosen_B)
@@ -88,9 +91,7 @@ def _accept_unread(
     ancestors_BNN: Tensor | None,
     max_depth: int,
 ) -> AcceptResult:
-    """The same where reading a choice would wait for the device: choices at all nodes, and P = 1 + max_depth. For a
-    root and 16 nodes over 49152 words (bf16, 2 cores) those take a CPU 17 ms; where all nodes are rejected, `accept`
-    takes it 0.13 ms greedy and 0.34 ms at T = 1."""
+    """`accept` without reading anything on the host."""
     choices_BN = state.sampling.choose_all(logits_BNV, state.history, tree.tokens, positions_BN, ancestors_BNN)
     result = AcceptResult(*accepted_path(tree.tokens, tree.parents, choices_BN, state.active, max_depth))
     places_P = torch.arange(1, 2 + max_depth, device=logits_BNV.device)
@@ -100,5 +101,5 @@ def _accept_unread(
 
 
 def _child(tokens: list[int], parents: list[int], node: int, token: int) -> int:
-    """The child of a node that carries this token; 0, which is no node's child, where there is none."""
+    """The child of `node` that carries `token`; 0, which is never a child, if there is none."""
     return next((child for child, above in enumerate(parents) if above == node and tokens[child] == token), 0)

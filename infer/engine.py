@@ -1,7 +1,8 @@
 """The engine: prompts in, generations out, on slots that take the next prompt as soon as one is done.
 
-A step itself is infer/runner.py's, and the engine knows no method's name. Plain decoding is the same loop with the
-drafter that proposes only roots, so every method is measured against a baseline that pays the same overhead.
+The loop is `_decode`; infer/slot_pool.py puts prompts into slots, infer/runner.py takes a step. Plain decoding is the
+same loop with a drafter that proposes only roots, so every method is measured against a baseline that pays the same
+overhead.
 """
 
 import logging
@@ -14,21 +15,23 @@ from longdraft.infer.drafters.build import build_drafter
 from longdraft.infer.options import boolean, check_integer_or
 from longdraft.infer.requests import ActiveSequence, Prompt, read_requests
 from longdraft.infer.results import Generation, Piece, Statistics
-from longdraft.infer.runner import Emitted, Prefilled, Runner, Step
+from longdraft.infer.runner import Emitted, Runner, Step
 from longdraft.infer.sampling import SamplingParams
+from longdraft.infer.slot_pool import Prefilled, SlotPool
 from longdraft.infer.values import short_repr
 from longdraft.models.target import Target
 
 GREEDY = SamplingParams()
 MOST_SLOTS = 8
-# Tells, asked between two steps, which requests came; where it is told that nothing else is to be done, it may wait for
-# one. None: no more will come.
+# Called between two steps for the requests that have come; None says that no more will come. The argument is whether
+# the engine is idle: then the call may wait for a request.
 Arrivals = Callable[[bool], Sequence[Request] | None]
 
 
 @dataclass(frozen=True)
 class _Prefill:
-    """Prompts on their way into the slots from `slot` on."""
+    """A prefill under way: these sequences go into the slots from `slot` on. With steps between its passes it has one
+    sequence."""
 
     slot: int
     sequences: list[ActiveSequence]
@@ -40,25 +43,25 @@ class Engine:
 
     Args:
         target: from `load_target`.
-        drafter: a name of `infer/drafters/build.py` or a Drafter, which one engine at a time decodes with.
+        drafter: a name from `infer/drafters/build.py`, or a Drafter, which only one engine at a time can decode with.
         draft: the trained draft of a named drafter: a draft folder or a loaded module.
         nodes: how many of the proposed nodes a step verifies: "auto" learns what pays (infer/policy.py), a number is
             the most, None is all. Only speed depends on it.
-        slots: sequences decoded together; None takes one a prompt, at most 8 (which `serve` takes). More prompts wait
-            for a free slot.
+        slots: sequences decoded together; None is one per prompt, at most 8, and 8 for `serve`. More prompts wait for a
+            free slot.
         max_length: positions a sequence may have; None is the target's own limit. The cache is allocated for what a
             call needs and kept for the next call.
         prefill_chunk: query tokens of a prefill pass; None is 2048 on a GPU and 512 on a CPU.
         options: keyword arguments of a named drafter.
         graphs: whether a step's work is recorded once and then replayed (infer/graphs.py); None: where it can be, which
             is on CUDA. Only speed depends on it.
-        keep_prompts: a prompt of several prefill passes takes over the keys and values of an earlier one that began
-            alike, by whole passes, so that they have the bits that they would have anew. Weights that are written in
-            between are noticed where PyTorch counts it, which `weight.data` and fused optimizers evade, and by
-            `refresh`; nothing is kept of weights that require gradients.
-        noise_in_ranking: drafters rank candidates with the noise that the target's choices will use; False shows what
-            that is worth.
-        log: told in a line what will be allocated; None: the logger "longdraft", level INFO.
+        keep_prompts: whether a prompt of several prefill passes reuses the keys and values of an earlier one that began
+            alike, by whole passes, so that they have the bits that they would have anew. Changed weights are noticed
+            where PyTorch counts the writes, which `weight.data` and fused optimizers evade, and through `refresh`;
+            nothing is kept while weights require gradients.
+        noise_in_ranking: whether drafters rank candidates with the noise that the target's choices will use; False
+            shows what that is worth.
+        log: called with a line about what will be allocated; None is the logger "longdraft", level INFO.
     """
 
     def __init__(
@@ -78,7 +81,7 @@ class Engine:
         log: Callable[[str], object] | None = None,
     ):
         if not isinstance(target, Target):
-            raise ValueError(f"target={short_repr(target)}: give a loaded one, of load_target")
+            raise ValueError(f"target={short_repr(target)}: give a loaded target, from load_target")
         if not (options is None or (isinstance(options, Mapping) and all(isinstance(key, str) for key in options))):
             raise ValueError(f"options={short_repr(options)}: give a dict of the drafter's options by name")
         boolean("noise_in_ranking", noise_in_ranking)
@@ -86,7 +89,7 @@ class Engine:
         if graphs is not None:
             boolean("graphs", graphs)
         if not (log is None or callable(log)):
-            raise ValueError(f"log={short_repr(log)}: give a function of a line")
+            raise ValueError(f"log={short_repr(log)}: give a function that takes a line")
         limit = target.model.config.max_positions
         check_integer_or("slots", slots, [None], 1)
         check_integer_or("max_length", max_length, [None], 1, limit)
@@ -100,10 +103,11 @@ class Engine:
             raise ValueError("draft and options go with a drafter's name; a Drafter instance already has its own")
         self.target, self.slots, self.drafter = target, slots, drafter
         self.max_length = max_length or limit
-        self.runner = Runner(target.model, drafter, nodes, graphs, prefill_chunk, noise_in_ranking, keep_prompts)
+        self.runner = Runner(target.model, drafter, nodes, graphs)
+        self.pool = SlotPool(self.runner, prefill_chunk, noise_in_ranking, keep_prompts)
         self._log = log or logging.getLogger("longdraft").info
         self._cancelled: set[int] = set()
-        self._prefill: _Prefill | None = None  # what steps come between
+        self._prefill: _Prefill | None = None  # the prefill under way, if steps come between its passes
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] = GREEDY
@@ -111,9 +115,9 @@ class Engine:
         """Decode all prompts: texts, lists of token ids, or lists of chat messages ({"role": ..., "content": ...}).
 
         Args:
-            params: one for all, or one a prompt.
+            params: one for all prompts, or one for each.
 
-        Returns: in the prompts' order.
+        Returns: the generations in the prompts' order.
         """
         pieces = self._decode(*self._read(prompts, params))
         return sorted((piece.generation for piece in pieces if piece.generation), key=lambda one: one.index)
@@ -121,24 +125,25 @@ class Engine:
     def stream(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] = GREEDY
     ) -> Generator[Piece]:
-        """Like `generate`, but yields every sequence's tokens as soon as they are committed; closing it ends all."""
+        """Like `generate`, but yields every sequence's tokens as soon as they are committed. Closing it ends all
+        sequences."""
         return self._decode(*self._read(prompts, params))
 
     def serve(self, arrivals: Arrivals) -> Generator[Piece]:
-        """Like `stream`, for requests that come while others run (`read_requests` makes them; each has an index of its
-        own): one takes the first slot that is free, and waits for none that runs. Slots are allocated for `max_length`.
-        """
+        """Like `stream`, for requests that come while others run (`read_requests` makes them; each needs its own
+        index). A request takes the first free slot and does not wait for running ones. Slots are allocated for
+        `max_length`."""
         self._cancelled.clear()
         return self._decode(deque(), self.slots or MOST_SLOTS, self.max_length, arrivals)
 
     def cancel(self, index: int) -> None:
-        """End prompt `index` of the running stream: its generation so far comes with its next piece."""
+        """End prompt `index` of the running stream. Its next piece carries the generation so far."""
         self._cancelled.add(index)
 
     def _read(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
     ) -> tuple[deque[Request], int, int]:
-        """The requests, and so many slots of so many positions for them."""
+        """Check the prompts. Returns the requests, the number of slots for them and the positions of each slot."""
         requests = read_requests(self.target, prompts, params, self.max_length)
         if self.drafter.user is not self:
             self._cancelled.clear()
@@ -148,19 +153,19 @@ class Engine:
     def _decode(
         self, waiting: deque[Request], slots: int, longest: int, arrivals: Arrivals | None = None
     ) -> Generator[Piece]:
-        """All requests to their ends, on so many slots of so many positions: the loop of decoding."""
+        """Decode all requests to their ends on `slots` slots of `longest` positions: the decoding loop."""
         if not waiting and arrivals is None:
             return
         with self.drafter.used_by(self):
             self._prefill = None
             runner, unread = self.runner, deque[tuple[list[ActiveSequence | None], Step]]()
             sequences: list[ActiveSequence | None] = [None] * slots
-            runner.start(slots, longest, self._log)
+            self.pool.start(slots, longest, self._log)
             while True:
                 idle = not (waiting or self._prefill or any(sequences))
                 if arrivals is not None:
                     if idle:
-                        unread.clear()  # of sequences that are done, and its time would count the wait
+                        unread.clear()  # its sequences are done, and its time would include the wait
                     if (came := arrivals(idle)) is None:
                         arrivals = None
                         continue
@@ -176,16 +181,16 @@ class Engine:
                     yield from self._collect(sequences, *unread.popleft())
 
     def _drop(self, sequences: list[ActiveSequence | None], waiting: deque[Request]) -> Iterator[Piece]:
-        """End what was cancelled, on a slot, on its way there or still waiting."""
-        # Who reads a piece may cancel another prompt: that is for the next time.
+        """End the cancelled requests: those on a slot, in a prefill or still waiting."""
+        # Whoever reads a piece may cancel another prompt meanwhile; that one is for the next call.
         cancelled, self._cancelled = self._cancelled, set()
         ended = []
         for request in [request for request in waiting if request.index in cancelled]:
             waiting.remove(request)
             ended.append(ActiveSequence(request, self.target, self.max_length, 0.0, Statistics()))
-        if self._prefill and self._prefill.sequences[0].request.index in cancelled:  # with steps between it is alone
+        if self._prefill and self._prefill.sequences[0].request.index in cancelled:
             ended += self._prefill.sequences
-            self.runner.free(self._prefill.slot)
+            self.pool.free(self._prefill.slot)
             self._prefill = None
         for slot, sequence in enumerate(sequences):
             if sequence is not None and sequence.request.index in cancelled:
@@ -197,58 +202,60 @@ class Engine:
 
     def _leave(self, sequences: list[ActiveSequence | None], slot: int) -> None:
         sequences[slot] = None
-        self.runner.free(slot)
+        self.pool.free(slot)
 
     def _admit(self, sequences: list[ActiveSequence | None], waiting: deque[Request]) -> None:
-        """Give every free slot the next prompt; while others are decoded, by one pass between two steps."""
-        admitted, others = False, any(sequences)
+        """Give every free slot the next prompt. While sequences are decoded, only one prefill pass runs between two
+        steps."""
+        admitted, others_decode = False, any(sequences)
         while self._prefill or (waiting and None in sequences):
-            now = self._prefill or self._begin(sequences, waiting)
-            done = next(now.passes)
-            for sequence in now.sequences:
+            prefill = self._prefill or self._begin(sequences, waiting)
+            done = next(prefill.passes)
+            for sequence in prefill.sequences:
                 sequence.began = sequence.began or done.began
                 sequence.stats.prefill_seconds += done.seconds
-            self._prefill = None if done.last else now
+            self._prefill = None if done.last else prefill
             if done.last:
-                sequences[now.slot : now.slot + len(now.sequences)] = now.sequences
+                sequences[prefill.slot : prefill.slot + len(prefill.sequences)] = prefill.sequences
                 admitted = True
-            if others:
+            if others_decode:
                 break
         if admitted:
-            requests = [one and one.request for one in sequences]
-            self.runner.assign(requests, [one.committed if one else [] for one in sequences])
+            requests = [sequence and sequence.request for sequence in sequences]
+            self.pool.assign(requests, [sequence.committed if sequence else [] for sequence in sequences])
 
     def _begin(self, sequences: list[ActiveSequence | None], waiting: deque[Request]) -> _Prefill:
-        """The next request, and those behind it that fit into the same pass and take the slots behind its own."""
+        """Begin the prefill of the next request, and of those after it that fit in the same pass and would be placed
+        in the slots right behind."""
         free, requests = [slot for slot, sequence in enumerate(sequences) if sequence is None], [waiting.popleft()]
-        place, longest = self.runner.place(requests[0].prompt, free), len(requests[0].prompt) - 1
+        place, longest = self.pool.place(requests[0].prompt, free), len(requests[0].prompt) - 1
         while waiting and (left := [slot for slot in free if not place.slot <= slot < place.slot + len(requests)]):
             longest = max(longest, len(waiting[0].prompt) - 1)
-            if not self.runner.fits_prefill(len(requests) + 1, longest):
+            if not self.pool.fits_prefill(len(requests) + 1, longest):
                 break
-            if self.runner.place(waiting[0].prompt, left).slot != place.slot + len(requests):
+            if self.pool.place(waiting[0].prompt, left).slot != place.slot + len(requests):
                 break
             requests.append(waiting.popleft())
-        begun = [ActiveSequence(one, self.target, self.max_length, 0.0, Statistics()) for one in requests]
-        begun[0].stats.taken_over = place.count  # with more than one prompt there is none
-        return _Prefill(place.slot, begun, self.runner.prefill(place, requests))
+        begun = [ActiveSequence(request, self.target, self.max_length, 0.0, Statistics()) for request in requests]
+        begun[0].stats.taken_over = place.count  # 0 with more than one prompt
+        return _Prefill(place.slot, begun, self.pool.prefill(place, requests))
 
     def _collect(
         self, sequences: list[ActiveSequence | None], stepped: list[ActiveSequence | None], step: Step
     ) -> Iterator[Piece]:
-        """Read one step's tokens; sequences that finished meanwhile take nothing more."""
-        present = [one is not None and not one.finish_reason for one in stepped]
+        """Read a step, and give its tokens to the sequences of that step that have not finished meanwhile."""
+        present = [sequence is not None and not sequence.finish_reason for sequence in stepped]
         emitted = self.runner.read(step, present)
         for slot, sequence in enumerate(stepped):
             if sequence is None or sequence.finish_reason:
                 continue
-            fresh, accepted = sequence.commit(emitted.tokens[slot]), len(emitted.tokens[slot]) - 1
+            new, accepted = sequence.commit(emitted.tokens[slot]), len(emitted.tokens[slot]) - 1
             if sequence.stats.steps == 0:
                 sequence.stats.first_token_seconds = emitted.at - sequence.began
-            self._count(sequence.stats, emitted, slot, min(accepted, len(fresh) - 1))
+            self._count(sequence.stats, emitted, slot, min(accepted, len(new) - 1))
             if sequence.finish_reason:
                 self._leave(sequences, slot)
-            yield sequence.piece(fresh, accepted, self._decisions)
+            yield sequence.piece(new, accepted, self._decisions)
 
     def _count(self, stats: Statistics, emitted: Emitted, slot: int, accepted: int) -> None:
         step = emitted.step
@@ -264,7 +271,7 @@ class Engine:
             stats.accepted_at_depth[depth] += 1
 
     def _decisions(self) -> dict[str, str]:
-        """What was decided by itself, the drafter's part and the policy's."""
+        """What the drafter and the policy decided by themselves, in words."""
         if self.drafter.max_nodes == 0:
             return {}
         return {**self.drafter.decisions(), **self.runner.policy.decisions()}

@@ -1,9 +1,9 @@
-"""Work on a device that is queued once, recorded, and then replayed in one call: CUDA graphs.
+"""CUDA graphs: device work that is recorded once and then replayed in one call.
 
 A step of decoding is hundreds of small kernels, and launching them one by one takes the host longer than a GPU takes to
-run them. What is recorded is a function of tensors whose shapes, and everything else that steers it on the host, are in
-its key: the runner records the target's pass and what follows it for every width (infer/runner.py), drafters
-their networks (`SlotState.run`). Not here: copies between host and device (kernels/transfer.py).
+run them. What is recorded is a function of tensors; their shapes, and everything else that steers it on the host, are
+in its key. The runner records the target's pass and what follows it, for every width (infer/runner.py); drafters record
+their networks (`SlotState.run`).
 """
 
 import gc
@@ -24,15 +24,18 @@ from longdraft.kernels.reference.tree_attention import MOST_ROWS
 from longdraft.models.decoder import Decoder
 
 T = TypeVar("T")
-# Runs work without effect and remembers it: (what the work returned, a function that does it again on the same memory).
+# Records work without running it. Returns what the work returned, and a function that runs it on the same memory.
 Recorder = Callable[[Callable[[], Any]], tuple[Any, Callable[[], None]]]
 
 
 @dataclass
 class _Recorded:
-    """One key's work. Its inputs are copies and its outputs lie outside of the recording's memory, both for good, and
-    the same for all variants; `owners` keeps what else it reads and writes alive, so that no key ever means other
-    memory."""
+    """The recorded work of one key.
+
+    Inputs are copies, and outputs lie outside of the recording's memory; both stay where they are and are shared by all
+    variants. `owners` keeps alive whatever else the work reads and writes, so that no key ever comes to mean other
+    memory.
+    """
 
     owners: tuple
     inputs: tuple
@@ -41,15 +44,15 @@ class _Recorded:
 
 
 class Graphs:
-    """Recorded work, by key. The first time a key comes its work is queued as it stands, which compiles and allocates;
-    the second time it is recorded; from then on it is replayed.
+    """Recorded work, by key. The first time a key comes, its work is queued normally, which compiles and allocates; the
+    second time it is recorded; from then on it is replayed.
 
     Args:
         recorder: None records nothing, and `run` calls the work every time.
 
     Attributes:
-        recording: False where nothing is recorded.
-        fresh: True since a key came for the first or second time; whoever times steps takes it back to False.
+        recording: False if nothing is ever recorded.
+        fresh: set to True when a key comes for the first or second time; whoever times steps sets it back to False.
     """
 
     def __init__(self, recorder: Recorder | None = None):
@@ -65,28 +68,28 @@ class Graphs:
         widest: int = 1,
         variant: object = None,
     ) -> T:
-        """`work(*inputs)`, queued.
+        """Queue `work(*inputs)`.
 
         Args:
-            key: name of the work, and what else on the host steers it.
-            owners: objects whose memory it reads or writes besides its inputs; each keeps that memory where it is for
+            key: the name of the work, and everything else on the host that steers it.
+            owners: objects whose memory the work reads or writes besides its inputs; each keeps that memory where it is
                 as long as it lives.
-            work: does nothing but queue: it must not read a tensor on the host, copy from the host, or change
-                anything on the host that is read later. It returns tensors, a tuple of such, a dataclass of such, or
-                None.
-            inputs: tensors that may lie elsewhere the next time, tuples of such or dataclasses of such.
-            widest: rows of the widest pass in it; above MOST_ROWS attention reads lengths on the host, so that it
+            work: does nothing but queue. It must not read a tensor on the host, copy from the host, or change anything
+                on the host that is read later. It returns tensors, a tuple or dataclass of them, or None.
+            inputs: tensors that may lie elsewhere the next time, or tuples or dataclasses of them.
+            widest: rows of the widest pass in the work; above MOST_ROWS attention reads lengths on the host, so it
                 cannot be recorded.
-            variant: one more owner, of which several take turns (samplings): no two of them are at work in one step.
-        Returns: what the work returned; where work is recorded, memory that is overwritten when this key runs again.
+            variant: one more owner, of which several take turns (samplings); a step has only one of them.
+
+        Returns: what the work returned. Where it is recorded, this memory is overwritten when the key runs again.
         """
         if self._recorder is None or widest > MOST_ROWS:
             return work(*inputs)
-        of_all = (*key, *map(id, owners), tuple(map(_form, _tensors(inputs))))
-        key = (*of_all, id(variant))
+        shared_key = (*key, *map(id, owners), tuple(map(_form, _tensors(inputs))))
+        key = (*shared_key, id(variant))
         known = self._known.get(key)
         if known is None:
-            known = self._known[key] = self._first(of_all, (*owners, variant), work, inputs)
+            known = self._known[key] = self._first(shared_key, (*owners, variant), work, inputs)
             self.fresh = True
             return _twin(known.outputs)
         _fill(known.inputs, inputs)
@@ -96,10 +99,10 @@ class Graphs:
         known.replay()
         return _twin(known.outputs)
 
-    def _first(self, of_all: tuple, owners: tuple, work: Callable[..., Any], inputs: tuple) -> _Recorded:
-        """The first run of a key, on the memory of another variant where it had the same forms."""
-        other = next((known for key, known in self._known.items() if key[:-1] == of_all), None)
-        # The inputs' copies from the first run on: kernels are compiled for how tensors lie.
+    def _first(self, shared_key: tuple, owners: tuple, work: Callable[..., Any], inputs: tuple) -> _Recorded:
+        """The first run of a key. It uses the memory of another variant if that has tensors of the same shapes."""
+        other = next((known for key, known in self._known.items() if key[:-1] == shared_key), None)
+        # On copies of the inputs from the first run on, because kernels are compiled for strides and alignment.
         if other is None:
             copies = _twin(inputs, Tensor.clone)
             return _Recorded(owners, copies, _twin(work(*copies), Tensor.clone))
@@ -111,23 +114,24 @@ class Graphs:
         return _Recorded(owners, other.inputs, other.outputs)
 
     def forget(self, owner: object) -> None:
-        """Let go of the work that reads or writes the memory of this owner."""
+        """Forget the work that reads or writes the memory of this owner."""
         self._known = {
             key: known for key, known in self._known.items() if all(one is not owner for one in known.owners)
         }
 
     def clear(self) -> None:
-        """Forget all recorded work, and let go of its memory."""
+        """Forget all recorded work and free its memory."""
         self._known.clear()
 
 
 def graphs_for(wanted: bool | None, model: Decoder) -> Graphs:
-    """What records an engine's steps with this target, if anything; wanted=None: where it can be. A rotary table
-    that is made anew for every length cannot be recorded; nor can a pass whose layers are gathered from other ranks:
-    replayed, it would read weights that are gone, while the others wait for this rank; nor experts whose
-    products wait for the host (kernels/experts.py); nor the classes of transformers.
+    """The Graphs for an engine with this target. wanted: None records where it is possible.
 
-    Raises: ValueError where it is wanted and cannot be.
+    It is not possible with a rotary table that is made anew for every length; with layers that are gathered from other
+    ranks, because a replay would read weights that are gone while the others wait for this rank; with experts whose
+    products wait for the host (kernels/experts.py); and with the classes of transformers.
+
+    Raises ValueError if recording is wanted and not possible.
     """
     device, rope_type = model.embed_tokens.weight.device, model.config.rope.type
     on_device = backend.triton_kernels("tree_attention", device.type) is not None
@@ -146,19 +150,19 @@ def graphs_for(wanted: bool | None, model: Decoder) -> Graphs:
 
 @cache
 def _capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """One for all engines of a device: cuBLAS keeps memory for each stream that it was ever called on."""
+    """One stream for all engines of a device, because cuBLAS keeps memory for every stream it was ever called on."""
     return torch.cuda.Stream(device)
 
 
 def cuda_graphs(device: torch.device) -> Graphs:
-    """Recorded by CUDA, all in one pool of memory, which is each graph's own only while it runs: what is read later has
-    been copied out of it."""
+    """Graphs that CUDA records. All share one pool of memory, which is a graph's own only while it runs, so whatever is
+    read later is copied out of it."""
     stream, alive = _capture_stream(device), WeakSet[torch.cuda.CUDAGraph]()
     pool = torch.cuda.graph_pool_handle()
 
     def record(work: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
-        # As torch.cuda.graph, which also collects garbage and empties the cache of memory every time: a tenth of a
-        # second, for each width. Garbage must not be collected meanwhile, for freeing memory ends a recording.
+        # As torch.cuda.graph, but that also collects garbage and empties the memory cache every time, which takes a
+        # tenth of a second for each width. Garbage must not be collected meanwhile: freeing memory ends a recording.
         nonlocal pool
         if not alive:  # a pool ends with the last graph in it
             pool = torch.cuda.graph_pool_handle()
@@ -184,7 +188,7 @@ def _captured(graph: torch.cuda.CUDAGraph, pool: Any, work: Callable[[], Any]) -
     try:
         outputs = work()
     except BaseException:
-        with suppress(RuntimeError):  # the first error is the one to tell
+        with suppress(RuntimeError):  # the first error is the one to report
             graph.capture_end()
         raise
     graph.capture_end()
@@ -192,7 +196,7 @@ def _captured(graph: torch.cuda.CUDAGraph, pool: Any, work: Callable[[], Any]) -
 
 
 def _tensors(found: Any) -> Iterator[Tensor]:
-    """Those that `_twin` makes anew, in their order."""
+    """The tensors in a tensor, tuple or dataclass, in the order in which `_twin` makes them anew."""
     if isinstance(found, Tensor):
         yield found
     elif isinstance(found, tuple) or is_dataclass(found):
@@ -201,8 +205,8 @@ def _tensors(found: Any) -> Iterator[Tensor]:
 
 
 def _twin(found: Any, of_tensor: Callable[[Tensor], Tensor] = lambda x: x) -> Any:
-    """The same tensors, tuples and dataclasses anew. Of a dataclass's cached properties those that are tensors stay;
-    what was read of it on the host does not."""
+    """A copy of nested tuples and dataclasses, with `of_tensor` applied to their tensors. A dataclass keeps those of
+    its cached properties that are tensors, and loses what was read of it on the host."""
     if isinstance(found, Tensor):
         return of_tensor(found)
     if isinstance(found, tuple):
@@ -220,13 +224,13 @@ def _form(tensor: Tensor) -> Any:
     return tensor.shape, tensor.dtype
 
 
-def _fill(still: Any, found: Any) -> None:
+def _fill(twin: Any, found: Any) -> None:
     """Copy the tensors of `found` into those of its twin."""
-    if isinstance(still, Tensor):
-        still.copy_(found)
-    elif isinstance(still, tuple):
-        for one, other in zip(still, found, strict=True):
+    if isinstance(twin, Tensor):
+        twin.copy_(found)
+    elif isinstance(twin, tuple):
+        for one, other in zip(twin, found, strict=True):
             _fill(one, other)
-    elif is_dataclass(still):
-        for name, part in vars(still).items():
+    elif is_dataclass(twin):
+        for name, part in vars(twin).items():
             _fill(part, getattr(found, name))

@@ -1,7 +1,7 @@
-"""Every slot's tokens by absolute position, on the device: what penalties look back on.
+"""Every slot's tokens by absolute position, on the device. Penalties look back on them.
 
-Accepting writes each choice where it will stand if the path goes on, so the history of a node is the context and its
-ancestors in the tree, and no node is penalised for another branch. Shapes: B slots, S capacity.
+`accept` writes each choice where it will stand if the path goes on, so a node's history is the context and its
+ancestors in the tree, and no node is penalised for another branch. Shapes: B slots, S capacity, P positions, C tokens.
 """
 
 from collections.abc import Sequence
@@ -15,33 +15,33 @@ from longdraft.kernels.transfer import integers
 class History:
     """int64 [B, S] tokens, valid up to each slot's root, and int64 [B] prompt lengths.
 
-    Beyond the root lies what the last step wrote, which is void.
+    What the last step wrote beyond the root is void.
     """
 
     def __init__(self, batch: int, capacity: int, device: torch.device | str = "cpu"):
-        # One more column takes what is dropped, so that nothing has to be read to write.
+        # One more column receives what is dropped, so that writing never reads positions on the host.
         self._with_dropped = torch.zeros(batch, capacity + 1, dtype=torch.int64, device=device)
         self.tokens = self._with_dropped[:, :capacity]
         self.prompt_lengths = torch.zeros(batch, dtype=torch.int64, device=device)
 
     def of_slots(self, slots: slice) -> "History":
-        """These slots' alone: the same storage."""
+        """The history of these slots alone, in the same storage."""
         some = History.__new__(History)
         some._with_dropped, some.tokens = self._with_dropped[slots], self.tokens[slots]
         some.prompt_lengths = self.prompt_lengths[slots]
         return some
 
     def start(self, slot: int, prompt: Sequence[int]) -> None:
-        """This slot begins with this prompt."""
+        """Begin a sequence on this slot with this prompt."""
         self.tokens[slot, : len(prompt)] = integers(prompt, self.tokens.device)
         self.prompt_lengths[slot].fill_(len(prompt))
 
     def write(self, positions_BP: Tensor, tokens_BP: Tensor) -> None:
-        """Tokens of each slot at these positions (int64 [B] or [B, P] each); those behind the end are dropped."""
+        """Write tokens at these positions (both int64, [B] or [B, P]); those beyond the capacity are dropped."""
         positions_BP, tokens_BP = (x if x.dim() == 2 else x[:, None] for x in (positions_BP, tokens_BP))
         self._with_dropped.scatter_(1, positions_BP.clamp(max=self.tokens.shape[1]), tokens_BP)
 
     def read(self, first_B: Tensor, count: int) -> Tensor:
-        """int64 [B, count]: the tokens from position first_B[b] on; places outside are clamped to the ends."""
-        places_BC = first_B[:, None] + torch.arange(count, device=first_B.device)
-        return self.tokens.gather(1, places_BC.clamp(0, self.tokens.shape[1] - 1))
+        """int64 [B, count]: the tokens from position first_B[b] on; positions outside are clamped to the ends."""
+        positions_BC = first_B[:, None] + torch.arange(count, device=first_B.device)
+        return self.tokens.gather(1, positions_BC.clamp(0, self.tokens.shape[1] - 1))

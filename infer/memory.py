@@ -1,7 +1,4 @@
-"""What decoding will hold in memory, before anything is allocated. Not here: what training holds (train/).
-
-Shapes: B slots, S positions a slot.
-"""
+"""How much memory decoding will take, computed before anything is allocated."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -10,7 +7,7 @@ from pathlib import Path
 import torch
 
 from longdraft.infer.drafters.base import Drafter
-from longdraft.infer.sampling import MOST_SORTED, SORTED_BYTES
+from longdraft.infer.slot_sampling import MOST_SORTED, SORTED_BYTES
 from longdraft.kernels import backend
 from longdraft.kernels.cpu_impl import rows
 from longdraft.kernels.cpu_impl.layers import MOST_TOKENS
@@ -33,10 +30,12 @@ def estimate_memory(
     """Bytes by name: the weights, which are there already, and what decoding adds.
 
     Args:
-        batch: slots. capacity: rows of the cache a slot. widths: rows that verifications have. chunk: rows of a prefill
-            pass, all slots counted.
+        batch: slots.
+        capacity: rows of the cache in each slot.
+        widths: query tokens that a verification may have in each slot.
+        chunk: query tokens of a prefill pass, those of all slots together.
         graphs: whether the steps are recorded on a GPU, once for each width.
-        aside: rows a slot that lie beside the cache (infer/kept_prompts.py).
+        aside: rows of each slot that lie beside the cache (infer/kept_prompts.py).
     """
     config, weight, width = model.config, model.embed_tokens.weight, max(widths)
     size = weight.element_size()
@@ -44,14 +43,14 @@ def estimate_memory(
     verification = pass_bytes(config, batch * width, weight.dtype) + batch * width * config.vocab_size * size
     passes = max(pass_bytes(config, chunk, weight.dtype), verification)
     choices = batch * config.vocab_size * 8
-    if not backend.is_host(weight.device):  # with filters or penalties, at all nodes at once
+    if not backend.is_host(weight.device):  # filters and penalties take all nodes at once there (infer/accept.py)
         choices = max(batch, min(batch * width, MOST_SORTED // config.vocab_size)) * config.vocab_size * SORTED_BYTES
     recorded = 0
-    if graphs:  # one pool of memory for the passes, and for each width the outputs that drafters read, and learn from
+    if graphs:  # a pool of memory for the passes, and for each width the outputs that drafters read and learn from
         outputs = {"logits": config.vocab_size, "pre_norm": config.hidden_size, "post_norm": config.hidden_size}
         read = [*(drafter.needs | drafter.learns_from), *drafter.learns_from]
         recorded = verification + batch * sum(widths) * sum(outputs.get(name, 0) for name in read) * size
-    elif weight.device.type == "cpu" and weight.dtype in rows.SUFFIXES:  # of all layers in one call
+    elif weight.device.type == "cpu" and weight.dtype in rows.SUFFIXES:  # all layers of a narrow pass are one C call
         narrow = [batch * n_rows for n_rows in widths if batch * n_rows <= MOST_TOKENS]
         passes = max(passes, layers_bytes(config, max(narrow, default=0), weight.dtype))
     return {
@@ -64,7 +63,7 @@ def estimate_memory(
 
 
 def available_bytes(device: torch.device) -> int | None:
-    """Free memory of the device; None where nobody tells."""
+    """Free memory of the device; None where the system does not tell."""
     if device.type == "cuda":
         return free_bytes(device)
     info = Path("/proc/meminfo")
@@ -85,7 +84,7 @@ def size(count: int) -> str:
 
 
 def fits(parts: Mapping[str, int], device: torch.device) -> bool:
-    """Whether the estimate is free beside all that is there."""
+    """Whether the estimate fits in the memory that is free now."""
     free = available_bytes(device)
     return free is None or _needed(parts) <= free
 
@@ -95,21 +94,21 @@ def _needed(parts: Mapping[str, int]) -> int:
 
 
 def check_memory(parts: Mapping[str, int], batch: int, capacity: int, device: torch.device) -> None:
-    """Raise ValueError with the positions that would fit, where the estimate exceeds what is free."""
+    """Raise ValueError if the estimate exceeds what is free, with the number of positions that would fit."""
     free, needed = available_bytes(device), _needed(parts)
     if free is None or needed <= free:
         return
     fixed = needed - parts["cache"]
     fitting = max(0, int((free - fixed) // (parts["cache"] // capacity)))
     raise ValueError(
-        f"memory: {batch} sequences of {capacity} positions need {size(needed)} beside the weights "
+        f"memory: {batch} sequences of {capacity} positions need {size(needed)} besides the weights "
         f"({describe(parts)}), and {size(free)} is free: about {fitting} positions each would fit; lower max_length, "
         "max_new_tokens or slots"
     )
 
 
 def layer_weights(config: DecoderConfig) -> tuple[int, int]:
-    """Numbers in one layer, of several kinds the one with experts, and in embedding, norm and LM head."""
+    """The number of weights in one layer (one with experts if there are several kinds), and outside of the layers."""
     experts = None if config.experts is None else replace(config.experts, dense_layers=())
     one = replace(config, n_layers=1, sliding_windows=None, experts=experts)
     with torch.device("meta"):
@@ -119,6 +118,6 @@ def layer_weights(config: DecoderConfig) -> tuple[int, int]:
 
 
 def weight_count(config: DecoderConfig) -> int:
-    """Numbers in a target's weights."""
+    """The number of a target's weights."""
     with torch.device("meta"):
         return sum(weight.numel() for weight in Decoder(config).parameters())

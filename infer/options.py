@@ -1,6 +1,6 @@
-"""Checks of what a drafter is configured with: every wrong type or size is a ValueError that names the option.
+"""Checks of drafter options: every wrong type or size raises a ValueError that names the option.
 
-Not here: which options a drafter has (its constructor), and how a command line's text becomes values
+Not here: which options a drafter has (its constructor), and how the command line's text becomes values
 (launch/runtime.py).
 """
 
@@ -16,10 +16,9 @@ from longdraft.models.target import Target
 
 
 def integer(name: str, value: Any, least: int, most: int | None = None, otherwise: str = "") -> int:
-    """`value`, a whole number of at least `least` and at most `most`; an error adds what it may be `otherwise`.
+    """Return `value` if it is a whole number in least..most, else raise ValueError.
 
-    Raises:
-        ValueError: it is none.
+    `otherwise` is added to the error: what else the option may be.
     """
     limits = (f"at least {least}" if most is None else f"at least {least} and at most {most}") + otherwise
     if not is_integer(value):
@@ -31,34 +30,34 @@ def integer(name: str, value: Any, least: int, most: int | None = None, otherwis
 
 
 def check_integer_or(name: str, value: Any, others: Sequence[str | None], least: int, most: int | None = None) -> None:
-    """Raise ValueError unless `value` is one of the `others` or such a whole number."""
+    """Raise ValueError unless `value` is one of `others` or a whole number in least..most."""
     if not (isinstance(value, str | None) and value in others):
         integer(name, value, least, most, "".join(f", or {other!r}" for other in others))
 
 
 def fraction(name: str, value: Any) -> float:
-    """`value`, a number of at least 0, which turns it off, and below 1."""
+    """Return `value` if it is a number of at least 0 (off) and below 1, else raise ValueError."""
     if not is_number(value) or not 0 <= float(value) < 1:
         raise ValueError(f"{name}={short_repr(value)}: must be at least 0 (off) and below 1")
     return float(value)
 
 
 def boolean(name: str, value: Any) -> bool:
-    """`value`, True or False."""
+    """Return `value` if it is True or False, else raise ValueError."""
     if not isinstance(value, bool):
         raise ValueError(f"{name}={short_repr(value)}: must be True or False")
     return value
 
 
 def one_of(name: str, value: Any, known: Sequence[str]) -> str:
-    """`value`, one of the known words."""
+    """Return `value` if it is one of the known words, else raise ValueError."""
     if not isinstance(value, str) or value not in known:
         raise ValueError(f"{name}={short_repr(value)}: must be one of {', '.join(known)}")
     return value
 
 
 def level_widths(name: str, value: Any) -> tuple[int, ...]:
-    """`value`, a whole number for each level of a tree; a single number is one level."""
+    """Return `value` as a tuple: a tree's width on each level. A single number is one level. Raises ValueError."""
     levels = (value,) if isinstance(value, Integral) else value
     if not isinstance(levels, Sequence) or isinstance(levels, str | bytes) or not levels:
         raise ValueError(f"{name}={short_repr(value)}: must be a whole number for each level, such as (3, 3, 3)")
@@ -66,13 +65,13 @@ def level_widths(name: str, value: Any) -> tuple[int, ...]:
 
 
 def check_draft(drafter: str, target: Target, draft: Any, kind: type[DraftVocabulary], description: str) -> None:
-    """Raise ValueError where `draft` is no `kind`, or not in the target's dtype and on its device."""
+    """Raise ValueError unless `draft` is a `kind` with valid token ids, in the target's dtype and on its device."""
     if not isinstance(draft, kind):
         raise ValueError(f"draft: this is one of {type(draft).__name__}; the {drafter} drafter needs {description}")
-    weight, own = target.model.lm_head.weight, next(draft.parameters())
-    if (own.dtype, own.device) != (weight.dtype, weight.device):
+    weight, ours = target.model.lm_head.weight, next(draft.parameters())
+    if (ours.dtype, ours.device) != (weight.dtype, weight.device):
         raise ValueError(
-            f"draft: {own.dtype} on {own.device}, but the target is {weight.dtype} on {weight.device}; "
+            f"draft: {ours.dtype} on {ours.device}, but the target is {weight.dtype} on {weight.device}; "
             f"load it with load_draft(folder, target)"
         )
     ids, vocab_size = draft.token_ids, target.model.config.vocab_size
@@ -81,5 +80,5 @@ def check_draft(drafter: str, target: Target, draft: Any, kind: type[DraftVocabu
 
 
 def head_memory(draft: DraftVocabulary, head_ED: Tensor) -> dict[str, int]:
-    """Bytes of the LM head's rows that a drafter holds for a restricted draft vocabulary, by name."""
+    """Bytes of the LM head's rows that a drafter copies for a restricted draft vocabulary, by name."""
     return {} if draft.token_ids is None else {"draft vocabulary": head_ED.numel() * head_ED.element_size()}

@@ -1,10 +1,10 @@
-"""Caches that hold a part of the context, so that a pass costs the same however long the context is.
+"""Caches that hold part of the context, so that a pass costs the same at any context length.
 
-RingCache is the arithmetic of rows; SelectedCache keeps selected rows of a full cache (TokenSwift's draft pass,
-TriForce's middle tier). Which rows is infer/selection.py's question; a small model's own cache is
-infer/streaming_cache.py. A decoder runs on them as on a full cache, with positions given: attention does not depend on
-the order of rows, and RoPE is in the keys already.
-Shapes: L layers, B slots, S rows, M rows taken over at once, H query heads, K KV heads, d head width.
+RingCache keeps track of rows; SelectedCache keeps selected rows of a full cache (TokenSwift's draft pass, TriForce's
+inner level). infer/selection.py chooses the rows; infer/streaming_cache.py is a small model's own cache. A decoder runs
+on these caches as on a full one, with explicit positions: attention does not depend on the order of rows, and RoPE is
+in the keys already.
+Shapes: L layers, B slots, S rows, M rows copied at once, H query heads, K KV heads, d head width.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,6 @@ from torch import Tensor
 
 from longdraft.infer.accept import AcceptResult
 from longdraft.infer.selection import SelectionPolicy
-from longdraft.kernels import backend
 from longdraft.kernels.selection import gather_rows
 from longdraft.kernels.transfer import HostCopy, integers
 from longdraft.models.decoder_config import DecoderConfig
@@ -22,11 +21,11 @@ from longdraft.models.kv_cache import KVCache
 
 
 class RingCache(KVCache):
-    """Rows [0, fixed) hold the first tokens for good, rows [fixed, budget) are a ring, behind them comes a tail.
+    """Rows [0, fixed) hold the first tokens for good, rows [fixed, budget) are a ring, and a tail follows them.
 
-    The tail is what passes committed on this cache itself (`append`, `commit`); `rewind` takes it back. `held` tokens
-    are in the first `budget` rows: while there are no more than that, token t is in row t; then each further one
-    overwrites the ring's next row, from row `fixed` on.
+    The tail is what passes on this cache have committed (`append`, `commit`); `rewind` takes it back. The rows before
+    it stand for the text's first `held` tokens: the first `budget` of these went to their own rows, token t to row t,
+    and each further one overwrote the ring's next row, starting at row `fixed`.
 
     Attributes:
         held: int64 [B].
@@ -43,8 +42,8 @@ class RingCache(KVCache):
         fixed: int,
         budget: int,
     ):
-        """`tail` counts the rows behind the budget, those of a pass included."""
-        # One more row takes what is written for nothing, so that slots of unequal counts share an indexed copy.
+        """`tail` counts the rows after the budget, a pass's pending rows included."""
+        # The extra last row takes writes that nobody reads, so that slots of unequal counts share one indexed copy.
         capacity = budget + tail + 1
         super().__init__(like.n_layers, batch, capacity, like.n_kv_heads, like.head_dim, dtype, device)
         self.fixed, self.budget = fixed, budget
@@ -53,7 +52,7 @@ class RingCache(KVCache):
 
     @property
     def tokens(self) -> Tensor:
-        """int64 [B]: tokens it stands for, the tail's included."""
+        """int64 [B]: how many tokens of the text the slot has seen, the tail's included."""
         return self.held + self.lengths - self.held.clamp(max=self.budget)
 
     def reset(
@@ -65,38 +64,38 @@ class RingCache(KVCache):
         self._written.index_fill_(0, where, -self.fixed)
 
     def _ring_rows(self, most: int, counts_B: Tensor) -> Tensor:
-        """int64 [B, M]: the rows of the next counts_B[b] tokens; for the rest, and for what a later one of them
-        overwrites, the row nobody reads."""
-        region = self.budget - self.fixed
+        """int64 [B, M]: the rows of the next counts_B[b] tokens. Tokens beyond these, and tokens that a later one of
+        them overwrites, get the last row, which nobody reads."""
+        ring_size = self.budget - self.fixed
         writes_BM = self._written[:, None] + torch.arange(most, device=counts_B.device)
-        rows_BM = torch.where(writes_BM < 0, writes_BM + self.fixed, writes_BM % region + self.fixed)
+        rows_BM = torch.where(writes_BM < 0, writes_BM + self.fixed, writes_BM % ring_size + self.fixed)
         end_B1 = (self._written + counts_B)[:, None]
-        lost_BM = (writes_BM >= end_B1) | ((writes_BM >= 0) & (writes_BM < end_B1 - region))
+        lost_BM = (writes_BM >= end_B1) | ((writes_BM >= 0) & (writes_BM < end_B1 - ring_size))
         return rows_BM.masked_fill(lost_BM, self.capacity - 1)
 
     @staticmethod
     def row_bytes(like: DecoderConfig, dtype: torch.dtype) -> int:
-        """One row of keys and values in all layers."""
+        """Bytes of one row's keys and values in all layers."""
         return 2 * like.n_layers * like.n_kv_heads * like.head_dim * dtype.itemsize
 
 
 class SelectedCache(RingCache):
-    """The rows of a full cache that a policy picks, per layer and KV head, and all that came since.
+    """The rows of a full cache that a policy picks for each layer and KV head, and every token committed since.
 
-    New tokens overwrite the least important ones. When that has eaten what was picked, a rebuild is `due`: the target's
-    next pass is to give queries (`needs_queries`), and `on_step` rebuilds once that pass is committed. On a GPU the
-    host does not wait for the lengths that a rebuild takes: they come with the next step, which rebuilds.
+    New tokens overwrite the least important picked rows. Before they run out, a rebuild is `due`: `needs_queries` asks
+    for queries from the target's next pass, and the `on_step` after that pass schedules the rebuild. It is carried out
+    one step later, when the lengths that it needs have reached the host, so that a GPU never waits for them.
 
     Attributes:
-        whole: whether every token that the full cache can hold fits, so that nothing is ever picked.
-        building: whether a rebuild waits for the next `follow`.
-        ready: whether a pass may run on it; False from `select_anew` on until all slots are built.
-        needs_queries: whether the next pass of the target, or over a prompt, is to give queries.
+        whole: whether the budget holds every token that fits the full cache, so that nothing is ever picked.
+        building: whether a scheduled rebuild waits for the next `follow`.
+        ready: whether passes may run on this cache; False from `select_anew` until all slots are built.
+        needs_queries: whether the next pass of the target, or over a prompt, must return queries.
 
     Args:
         full: where exact rows come from. It must outlive this cache.
         tail: rows for passes on this cache, committed and pending.
-    Raises: ValueError where some layers of the model have a sliding window: it counts rows, and these are in no order.
+    Raises: ValueError if layers of the model have a sliding window: it counts rows, and these are in no order.
     """
 
     def __init__(self, full: KVCache, policy: SelectionPolicy, like: DecoderConfig, tail: int):
@@ -105,41 +104,45 @@ class SelectedCache(RingCache):
         fixed, budget = self.policy.fixed, self.policy.budget
         super().__init__(like, full.batch, tail, full.keys.dtype, full.keys.device, fixed=fixed, budget=budget)
         self.whole = self.budget >= full.capacity
-        # Tokens that can still come before something picked for its importance is lost: at most so few on a GPU,
-        # where the host does not know how many came.
+        # Each slot: how many more tokens fit before a row that was picked for its importance is overwritten. A lower
+        # bound: the host does not know how many tokens a step brought.
         self._free = [self.budget] * full.batch
-        # A rebuild that waits: the slots, their queries, and what the host has to know of all slots.
-        self._waiting: tuple[list[int], Tensor | None, HostCopy] | None = None
+        # The scheduled rebuild: its slots, their queries, and [full lengths, tokens seen, held] of all slots.
+        self._scheduled: tuple[list[int], Tensor | None, HostCopy] | None = None
         self.ready, self.needs_queries = True, False
 
     @property
     def building(self) -> bool:
-        return self._waiting is not None
+        return self._scheduled is not None
 
     def reset(
         self, slots: Sequence[int] | Tensor | None = None, prompt_lengths: Sequence[int] | Tensor | None = None
     ) -> None:
-        """Empty these slots; the prompt lengths are the full cache's unless given. No rebuild of theirs waits."""
+        """Empty these slots and cancel their scheduled rebuilds. Prompt lengths default to the full cache's."""
         places = range(self.batch) if slots is None else [int(slot) for slot in slots]
         where = integers(places, self.lengths.device)
         super().reset(where, self.full.prompt_lengths[where] if prompt_lengths is None else prompt_lengths)
-        if self._waiting is not None:
-            waiting, queries_LBHd, numbers = self._waiting
-            left = [slot for slot in waiting if slot not in places]
-            self._waiting = (left, queries_LBHd, numbers) if left else None
+        self._cancel(places)
         for slot in places:
             self._free[slot] = self.budget
             self.policy.restart(slot)
 
+    def _cancel(self, slots: Sequence[int]) -> None:
+        """Cancel the scheduled rebuilds of these slots."""
+        if self._scheduled is not None:
+            scheduled, queries_LBHd, numbers = self._scheduled
+            left = [slot for slot in scheduled if slot not in slots]
+            self._scheduled = (left, queries_LBHd, numbers) if left else None
+
     def due(self, most: int) -> list[int]:
-        """Slots that may lose picked rows when `most` further tokens come, and whose rebuild does not wait already."""
+        """Slots that may lose picked rows within `most` more tokens and have no rebuild scheduled."""
         if self.whole or not self.policy.scored:
             return []
-        waiting = self._waiting[0] if self._waiting else []
-        return [slot for slot in range(self.batch) if self._free[slot] < most and slot not in waiting]
+        scheduled = self._scheduled[0] if self._scheduled else []
+        return [slot for slot in range(self.batch) if self._free[slot] < most and slot not in scheduled]
 
     def select_anew(self) -> None:
-        """Nothing here is followed any longer: all slots are to be built from the next step on."""
+        """Drop everything and rebuild all slots, starting with the next step. Until then the cache follows nothing."""
         self.reset()
         self.ready, self.needs_queries = False, True
 
@@ -151,85 +154,79 @@ class SelectedCache(RingCache):
         depth: int,
         wanted: Sequence[int] = (),
     ) -> list[int]:
-        """The full cache has grown by a step. This one follows it, and where a rebuild is due or wanted, it is built
-        with the step's queries, or they are asked for.
+        """Follow a step of the full cache, and schedule the rebuilds that are due or wanted, or ask for their queries.
 
         Args:
-            positions_B: int64, of the new roots.
-            queries_LBHd: of the former roots, which see what stood before them, and themselves.
-            depth: of the deepest path that a step may accept.
-            wanted: slots to rebuild although nothing is lost yet.
+            positions_B: int64, positions of the new roots.
+            queries_LBHd: the former roots' queries, which see all tokens before them and themselves.
+            depth: depth of the longest path that a step can accept.
+            wanted: slots to rebuild although nothing is about to be lost.
 
-        Returns: the slots whose rebuild began.
+        Returns: the slots whose rebuild was scheduled.
         """
         most = accepted.nodes.shape[1]
-        # On a GPU a rebuild comes a step later.
-        ahead = (1 if backend.is_host(positions_B.device) else 2) * max(most, depth + 1)
-        waited = self.building
-        slots = sorted({*self.due(ahead), *wanted}) if self.ready or waited else list(range(self.batch))
-        if self.ready or waited:
+        ahead = 2 * max(most, depth + 1)  # the next step and the one after it, which rebuilds
+        was_building = self.building
+        follows = self.ready or was_building
+        slots = sorted({*self.due(ahead), *wanted}) if follows else list(range(self.batch))
+        if follows:
             self.follow(most)
         if queries_LBHd is None:
             slots = []
         elif slots:
-            self.build(slots, queries_LBHd, positions_B - accepted.counts + 1)
-        self.ready = self.ready or (not self.building and (waited or bool(slots)))
+            self.schedule_build(slots, queries_LBHd, positions_B - accepted.counts + 1)
+        self.ready = self.ready or (was_building and not self.building)
         self.needs_queries = bool(self.due(ahead)) if self.ready or self.building else True
         return slots
 
     def follow(self, most: int) -> None:
-        """Drop the tail, and take over the exact rows of the full cache's next tokens, at most `most` a slot; a rebuild
-        that waits comes first."""
-        self._build_waiting()
-        counts_B = self._take(most, self.full.lengths)
+        """Carry out the scheduled rebuild, drop the tail, and copy the full cache's new rows, at most `most` a slot."""
+        if self._scheduled is not None:
+            (slots, queries_LBHd, numbers), self._scheduled = self._scheduled, None
+            ((totals, seen, held),) = numbers.lists()
+            for slot in slots:
+                queries_LHd = None if queries_LBHd is None else queries_LBHd[:, slot]
+                self._build(slot, queries_LHd, totals[slot], seen[slot], held[slot])
+        self._copy_new(most, self.full.lengths)
         self.lengths.copy_(self.held.clamp(max=self.budget))
-        counts = counts_B.tolist() if backend.is_host(counts_B.device) else [most] * self.batch
-        self._free = [free - count for free, count in zip(self._free, counts, strict=True)]
+        self._free = [free - most for free in self._free]
 
-    def build(self, slots: Sequence[int], queries_LBHd: Tensor | None, seen_B: Tensor) -> None:
-        """Pick these slots' rows anew from all committed keys and drop their tails. What the query does not see, and a
-        last chunk that is not full, is taken over as recent. On a GPU that is done by the next `follow`, a step later,
-        from what is committed now.
+    def schedule_build(self, slots: Sequence[int], queries_LBHd: Tensor | None, seen_B: Tensor) -> None:
+        """Let the next `follow` pick these slots' rows anew from the keys committed now, and drop their tails. Tokens
+        that the queries do not see, and an incomplete last chunk, are kept as recent ones.
 
         Args:
             queries_LBHd: post-RoPE queries of all slots, of a committed token; None for a policy that needs none.
             seen_B: int64, how many tokens these queries see, their own included.
         """
-        on_host = backend.is_host(seen_B.device)
-        if not (on_host or queries_LBHd is None):
+        if queries_LBHd is not None:
             queries_LBHd = queries_LBHd.clone()  # the next step may overwrite them
-        self._waiting = list(slots), queries_LBHd, HostCopy(torch.stack([self.full.lengths, seen_B, self.held]))
-        if on_host:
-            self._build_waiting()
-
-    def _build_waiting(self) -> None:
-        if self._waiting is not None:
-            (slots, queries_LBHd, numbers), self._waiting = self._waiting, None
-            ((totals, seen, held),) = numbers.lists()
-            for slot in slots:
-                queries_LHd = None if queries_LBHd is None else queries_LBHd[:, slot]
-                self._build(slot, queries_LHd, totals[slot], seen[slot], held[slot])
+        self._scheduled = list(slots), queries_LBHd, HostCopy(torch.stack([self.full.lengths, seen_B, self.held]))
 
     def build_from_prompt(self, slot: int, queries_L1Hd: Tensor | None, length: int) -> None:
-        """`build`, at once, at the end of the prefill of a slot, just reset: queries of its last token, and how many
-        there are."""
+        """Build a slot at the end of its prefill, at once. A rebuild that a step during the prefill scheduled is void.
+
+        Args:
+            queries_L1Hd: queries of the last of the `length` prefilled tokens, as of `schedule_build`.
+        """
+        self._cancel([slot])
         self._build(slot, None if queries_L1Hd is None else queries_L1Hd[:, 0], length, length, 0)
 
     def _build(self, slot: int, queries_LHd: Tensor | None, total: int, seen: int, held: int) -> None:
-        """A slot of so many tokens, of which the queries see so many, and so many are held up to now."""
-        if 0 < held <= total <= self.budget:  # all are there, in order
+        """Build a slot of `total` tokens, of which its queries see `seen`; the slot holds `held` so far."""
+        if 0 < held <= total <= self.budget:  # all of them are there, in order
             self._free[slot] = self.budget - held
         else:
             held = self._load(slot, min(seen, total), queries_LHd)
         limits_B = self.held.clone()
         limits_B[slot].fill_(total)
-        self._take(max(1, total - held), limits_B)
+        self._copy_new(max(1, total - held), limits_B)
         self._free[slot] -= total - held
         self.lengths[slot].fill_(min(total, self.budget))
 
     def _load(self, slot: int, seen: int, queries_LHd: Tensor | None) -> int:
-        """Fill a slot from its first `seen` tokens: all of them where they fit, else the policy's pick. Returns how
-        many are held then."""
+        """Fill a slot from its first `seen` tokens: with all of them if they fit, else with the policy's pick. Returns
+        how many tokens it holds then."""
         full, rows = self.full, slice(0, min(seen, self.budget))
         keys, values = self.keys[:, slot, rows], self.values[:, slot, rows]
         if seen <= self.budget:
@@ -245,8 +242,8 @@ class SelectedCache(RingCache):
         self._free[slot] = free
         return held
 
-    def _take(self, most: int, lengths_B: Tensor) -> Tensor:
-        """Exact rows from `held` on, up to lengths_B and at most `most`, into the ring: int64 [B], how many."""
+    def _copy_new(self, most: int, lengths_B: Tensor) -> None:
+        """Copy the full cache's rows from `held` up to lengths_B, at most `most` a slot, into the ring."""
         counts_B = (lengths_B - self.held).clamp(0, most)
         positions_BM = self.held[:, None] + torch.arange(most, device=counts_B.device)
         positions_BM = positions_BM.clamp(max=self.full.capacity - 1)
@@ -255,19 +252,18 @@ class SelectedCache(RingCache):
         self.values[:, self._slots_B1, rows_BM] = self.full.values[:, self._slots_B1, positions_BM]
         self.held.add_(counts_B)
         self._written.add_(counts_B)
-        return counts_B
 
 
 def selected_bytes(
     policy: SelectionPolicy, like: DecoderConfig, dtype: torch.dtype, batch: int, capacity: int, tail: int
 ) -> dict[str, int]:
-    """Bytes of a SelectedCache by name, before it is allocated, on a full cache of `capacity` rows a slot."""
+    """What a SelectedCache on a full cache of `capacity` rows a slot will allocate: bytes by name."""
     row = RingCache.row_bytes(like, dtype)
-    parts = policy.memory_bytes(row, batch, capacity)
-    return {"selected cache": batch * (policy.rows(capacity) + tail + 1) * row, **parts}
+    policy_bytes = policy.memory_bytes(row, batch, capacity)
+    return {"selected cache": batch * (policy.rows(capacity) + tail + 1) * row, **policy_bytes}
 
 
 def refuse_windows(like: DecoderConfig, what: str) -> None:
-    """ValueError where a layer has a sliding window."""
+    """Raise ValueError, about `what`, if a layer has a sliding window."""
     if like.sliding_windows and any(like.sliding_windows):
         raise ValueError(f"{what} does not go with this model's sliding windows; use a drafter that needs none")

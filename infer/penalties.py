@@ -1,9 +1,8 @@
-"""Penalties and bans: what a request takes off the target's logits because of the tokens that stand before.
+"""Penalties and bans: what a request takes off the target's logits because of earlier tokens.
 
-They see a node's own history, the context and its ancestors in the tree (infer/history.py). Here is the arithmetic
-alone; its place in the order of processors is infer/sampling.py's. Order: contextual, repetition, presence and
-frequency, bans. Shapes: B slots, N nodes, M of them, V vocabulary, C tokens of history looked at, R restricted
-vocabulary.
+They see a node's own history: the context and its ancestors in the tree (infer/history.py). They come before
+temperature and filters (infer/slot_sampling.py), in the order contextual, repetition, presence and frequency, bans.
+Shapes: B slots, N nodes, M of them, V vocabulary, C tokens of history looked at, R restricted vocabulary.
 """
 
 from collections.abc import Sequence
@@ -20,8 +19,9 @@ class Penalties:
     """The penalties and bans of B slots, from their SamplingParams. Without any, `apply` does nothing.
 
     Attributes:
-        any: whether there are some. widest: the longest window of a contextual penalty, in tokens.
-        banned: the slots' banned ids, None without any.
+        any: whether any slot has a penalty or ban.
+        widest: the longest window of a contextual penalty, in tokens.
+        banned: each slot's banned ids; None if no slot has any.
     """
 
     def __init__(self, params: Sequence, device: torch.device):
@@ -46,7 +46,7 @@ class Penalties:
 
     @property
     def columns(self) -> tuple[Tensor | None, ...]:
-        """What is read of the slots on the device."""
+        """The slots' numbers on the device; None for penalties that no slot has."""
         return self._contextual, self._windows, self._repetition, self._presence, self._frequency
 
     def apply(self, logits: Tensor, history: History, positions_B: Tensor, token_ids_R: Tensor | None = None) -> Tensor:
@@ -54,7 +54,7 @@ class Penalties:
 
         Args:
             logits: [B, V] or [B, N, V], of nodes whose history is `history` up to and including positions_B.
-            token_ids_R: int64, the target's ids of a restricted vocabulary of which these are the logits.
+            token_ids_R: int64, the target's ids of a restricted vocabulary, if the logits are of one.
         """
         if not self.any:
             return logits
@@ -71,7 +71,7 @@ class Penalties:
         tokens_BC = history.read(first_B, count)
         places_BC = first_B[:, None] + torch.arange(count, device=first_B.device)
         if ids_R is not None:
-            # One more column takes what stands outside of the restricted vocabulary.
+            # One more column stands for tokens outside of the restricted vocabulary.
             places = self.places_of(ids_R)
             tokens_BC = places[tokens_BC.clamp(max=len(places) - 1)]
             logits_BNV = torch.nn.functional.pad(logits_BNV, (0, 1))
@@ -95,16 +95,16 @@ class Penalties:
         ancestors_BNN: Tensor | None,
         first: int = 0,
     ) -> Tensor:
-        """`apply` at M nodes of a tree, each by its own history, to the same bits: nothing is written to `history`.
+        """`apply` at M nodes of a tree, each by its own history, with the same bits. Nothing is written to `history`.
 
-        `apply` keeps an arithmetic of its own, for one history a slot: over 49152 words a contextual penalty takes a
-        CPU 0.08 ms there and 0.35 ms here at one node, 0.11 and 1.4 ms at four, of steps of 12 ms.
+        `apply` has its own arithmetic for one history a slot: over 49152 words a contextual penalty takes a CPU 0.08 ms
+        there and 0.35 ms here at one node, 0.11 and 1.4 ms at four, in steps of 12 ms.
 
         Args:
             logits_BMV: of the nodes first .. first + M - 1.
             history: valid through the roots.
-            tokens_BN, positions_BN: int64, of all nodes; node 0 is the root. ancestors_BNN: bool, [b, i, j]: j is i
-                itself or above it; None where there is the root alone.
+            tokens_BN, positions_BN: int64, of all nodes; node 0 is the root.
+            ancestors_BNN: bool, [b, i, j]: j is i itself or above it; None where there is the root alone.
         """
         if not self.any:
             return logits_BMV
@@ -112,9 +112,9 @@ class Penalties:
         if self._looks_back:
             if ancestors_BNN is None:
                 ancestors_BNN = torch.ones_like(tokens_BN, dtype=torch.bool)[:, None]
-            own_BMN = ancestors_BNN[:, first : first + logits_BMV.shape[1]].clone()
-            own_BMN[:, :, 0] = False  # the root stands in the history
-            logits_BMV = self._look_back_at_nodes(logits_BMV, history, tokens_BN, positions_BN, own_BMN, first)
+            path_BMN = ancestors_BNN[:, first : first + logits_BMV.shape[1]].clone()
+            path_BMN[:, :, 0] = False  # the root is in the history
+            logits_BMV = self._look_back_at_nodes(logits_BMV, history, tokens_BN, positions_BN, path_BMN, first)
         if self.banned is not None:
             logits_BMV = logits_BMV.masked_fill(self._bans(logits_BMV.shape[-1], None)[:, None], -torch.inf)
         return logits_BMV
@@ -125,10 +125,10 @@ class Penalties:
         history: History,
         tokens_BN: Tensor,
         positions_BN: Tensor,
-        own_BMN: Tensor,
+        path_BMN: Tensor,
         first: int,
     ) -> Tensor:
-        """own_BMN: the nodes below the root on the way down to each of the M, itself included."""
+        """path_BMN: bool, the nodes on the path to each of the M nodes, itself included and the root not."""
         n_nodes, vocab = logits_BMV.shape[1:]
         positions_B, positions_BM1 = positions_BN[:, 0], positions_BN[:, first : first + n_nodes, None]
         count = self._reach(history, positions_B)
@@ -139,24 +139,25 @@ class Penalties:
         def times_on_path(inside_BMN: Tensor) -> Tensor:
             return torch.zeros_like(logits_BMV).scatter_add_(2, index_BMN, inside_BMN.float())
 
+        # The last position of each token in the history, -1 for none.
         nowhere_BV = tokens_BC.new_full((len(tokens_BC), vocab), -1)
         last_B1V = nowhere_BV.scatter_reduce(1, tokens_BC, places_BC.clamp(min=-1), "amax")[:, None]
         if self._contextual is not None:
             before_BM1 = positions_BM1 - self._windows[:, None, None]
-            inside_BMN = own_BMN & (positions_BN[:, None] > before_BM1)
+            inside_BMN = path_BMN & (positions_BN[:, None] > before_BM1)
             seen_BMV = (last_B1V > before_BM1.clamp(min=-1)) | (times_on_path(inside_BMN) > 0)
             logits_BMV = torch.where(seen_BMV, _scaled(logits_BMV, self._contextual[:, None]), logits_BMV)
         if self._repetition is not None:
-            seen_BMV = (last_B1V >= 0) | (times_on_path(own_BMN) > 0)
+            seen_BMV = (last_B1V >= 0) | (times_on_path(path_BMN) > 0)
             logits_BMV = torch.where(seen_BMV, _scaled(logits_BMV, self._repetition[:, None]), logits_BMV)
         if self._counts:
             generated_BC = places_BC >= history.prompt_lengths[:, None]
             times_BV = torch.zeros_like(logits_BMV[:, 0]).scatter_add_(1, tokens_BC, generated_BC.float())
-            logits_BMV = logits_BMV - self._taken_off(times_BV[:, None] + times_on_path(own_BMN))
+            logits_BMV = logits_BMV - self._taken_off(times_BV[:, None] + times_on_path(path_BMN))
         return logits_BMV
 
     def _taken_off(self, times: Tensor) -> Tensor:
-        """presence once and frequency as often as a token was generated. times: [B, ...] in exact counts."""
+        """Presence once, and frequency as often as a token was generated. times: [B, ...], exact counts."""
         less, dims = torch.zeros_like(times), (len(times), *[1] * (times.dim() - 1))
         if self._presence is not None:
             less = less + self._presence.view(dims) * (times > 0)
@@ -165,21 +166,22 @@ class Penalties:
         return less
 
     def _reach(self, history: History, positions_B: Tensor) -> int:
-        """How many of the last tokens have to be read. On a GPU, where positions are not known, the most it can be; a
-        CPU, where a slot of 300 tokens has room for 128K, would take 3 ms for a choice in place of 0.06."""
+        """How many of the last tokens have to be read. On a GPU, where the host does not know positions, it is the most
+        it can be. On a CPU that would take 3 ms a choice in place of 0.06, in a slot of 300 tokens with room for 128K.
+        """
         capacity = history.tokens.shape[1]
         whole = self._repetition is not None or self._counts
         if not backend.is_host(positions_B.device):
             return capacity if whole else min(capacity, self.widest)
         longest = int(positions_B.max()) + 1
-        if self._repetition is None and self._counts:  # the prompt does not count, but for the window's part of it
+        if self._repetition is None and self._counts:  # of the prompt only what is in the contextual window counts
             longest = max(int((positions_B - history.prompt_lengths).max()) + 1, min(self.widest, longest))
         elif not whole:
             longest = min(self.widest, longest)
         return max(1, min(capacity, longest))
 
     def _subtract(self, logits_BNV: Tensor, tokens_BC: Tensor, generated_BC: Tensor) -> Tensor:
-        """presence once and frequency as often as a token was generated, in exact counts."""
+        """Subtract presence once, and frequency as often as a token was generated, in exact counts."""
         batch, nodes, vocab = logits_BNV.shape
         zeros_BV = torch.zeros(batch, vocab, device=logits_BNV.device)
         times_BC = zeros_BV.scatter_add(1, tokens_BC, generated_BC.float()).gather(1, tokens_BC)
@@ -187,7 +189,7 @@ class Penalties:
         return logits_BNV.scatter(2, index_BNC, logits_BNV.gather(2, index_BNC) - less_B1C)
 
     def places_of(self, ids_R: Tensor) -> Tensor:
-        """int64 [last id + 2]: where each target id stands in `ids_R`, R where it does not; kept for each `ids_R`."""
+        """int64 [last id + 2]: the index of each target id in `ids_R`, R for ids that are not there; cached."""
         if id(ids_R) not in self._places:
             places = torch.full((int(ids_R.max()) + 2,), len(ids_R), device=ids_R.device)
             places[ids_R] = torch.arange(len(ids_R), device=ids_R.device)
@@ -195,7 +197,7 @@ class Penalties:
         return self._places[id(ids_R)][1]
 
     def _bans(self, width: int, ids_R: Tensor | None) -> Tensor:
-        """bool [B, V] or [B, R] of the banned tokens."""
+        """bool [B, V] or [B, R]: the banned tokens."""
         assert self.banned is not None
         vocab = width if ids_R is None else len(self.places_of(ids_R))
         key = vocab, ids_R is None
@@ -213,10 +215,10 @@ class Penalties:
 
 
 def _scale_seen(logits_BNV: Tensor, tokens_BC: Tensor, inside_BC: Tensor, penalty_B1: Tensor) -> Tensor:
-    """logit / penalty where positive, logit * penalty where negative, for the tokens of the history, once each.
+    """logit / penalty where positive, logit * penalty where negative, once for each token of the history.
 
-    Every occurrence of a token writes the same number. Places that are not inside stand for the last one, which always
-    is. A penalty of 1 leaves every bit as it is.
+    Every occurrence of a token writes the same number. Positions that are not inside repeat the last one, which always
+    is inside. A penalty of 1 leaves every bit as it is.
     """
     tokens_BC = torch.where(inside_BC, tokens_BC, tokens_BC[:, -1:])
     index_BNC = tokens_BC[:, None].expand(-1, logits_BNV.shape[1], -1)

@@ -1,7 +1,7 @@
-"""Sampling as it was published, by name: keywords of SamplingParams.
+"""Published sampling settings by name, as keywords of SamplingParams.
 
-TokenSwift (arXiv 2502.18890), Table 10. What the table leaves out is in the authors' program: min-p and eta always keep
-20 tokens, and with Llama-3.1 two tokens are never chosen.
+Source: TokenSwift (arXiv 2502.18890), Table 10. What the table leaves out is from the authors' program: min-p and eta
+always keep 20 tokens, and with Llama-3.1 two tokens are banned.
 """
 
 import re
@@ -20,14 +20,14 @@ PRESETS: dict[str, Mapping[str, Any]] = {
 
 
 def preset(name: str) -> Mapping[str, Any]:
-    """The keywords of a preset. Raises: ValueError that lists the names for an unknown one."""
+    """The keywords of a preset. Raises ValueError, which lists the known names, for an unknown one."""
     if name not in PRESETS:
         raise ValueError(f"preset: {name!r} is unknown; known: {', '.join(PRESETS)}")
     return PRESETS[name]
 
 
 def preset_for(target: str, family: str = "tokenswift") -> str | None:
-    """The family's preset whose model this name is of, as "meta-llama/Llama-3.1-8B"; None where there is none."""
+    """The family's preset for a target's name, such as "meta-llama/Llama-3.1-8B"; None if there is none."""
 
     def plain(text: str) -> str:
         return re.sub(r"[^a-z0-9.]", "", text.lower())

@@ -1,4 +1,4 @@
-"""Prompts and sampling parameters to checked requests, and a request's life on a slot. Not here: the decoding loop."""
+"""Turns prompts and sampling parameters into checked requests, and follows a request on its slot."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +15,7 @@ from longdraft.infer.text import StopStrings, text_behind
 from longdraft.infer.values import check_text, is_integer, short_repr
 from longdraft.models.target import Target
 
-# What a chat template raises at messages that it was not written for: it is a program of the checkpoint's.
+# What a chat template, which is a program in the checkpoint, may raise for messages that it was not written for.
 TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 Message = Mapping[str, Any]
 Prompt = str | Sequence[int] | Sequence[Message]
@@ -23,14 +23,16 @@ Prompt = str | Sequence[int] | Sequence[Message]
 
 @dataclass(frozen=True)
 class Continuation(Request):
-    """One whose text goes on from its prompt's, as a chat's answer does not. skip_special: whether special tokens are
-    no text; else all but the end token are."""
+    """A request whose text continues that of its prompt, unlike the answer in a chat.
+
+    skip_special: whether special tokens are left out of the text; otherwise only the end token is.
+    """
 
     skip_special: bool = True
 
 
 def text_before(request: Request) -> Sequence[int]:
-    """The tokens whose text the request's goes on from."""
+    """The tokens whose text the request continues."""
     return request.prompt if isinstance(request, Continuation) else ()
 
 
@@ -40,13 +42,13 @@ def read_requests(
     params: SamplingParams | Sequence[SamplingParams],
     max_length: int,
 ) -> list[Request]:
-    """One request a prompt: text, token ids, or a chat's messages, which the tokenizer's own template puts in words. A
-    text's is a Continuation.
+    """Make one request of each prompt: a text, token ids, or a chat's messages, which the tokenizer's template formats.
+    The request of a text is a Continuation.
 
     Raises:
-        ValueError: a prompt that is empty, too long for `max_length` positions, or no prompt; a text where the target
-            has no tokenizer; banned or stop token ids outside the vocabulary; stop strings that cannot come; params
-            of another number than prompts.
+        ValueError: a prompt that is empty, too long for `max_length` positions, or no prompt; a text if the target has
+            no tokenizer; banned or stop token ids outside the vocabulary; stop strings that cannot occur; not as many
+            params as prompts.
     """
     if hasattr(prompts, "tolist"):
         prompts = prompts.tolist()  # type: ignore[union-attr]
@@ -55,12 +57,12 @@ def read_requests(
     if isinstance(prompts, str) or (prompts and isinstance(prompts[0], Mapping)):
         prompts = [prompts]  # type: ignore[list-item]
     if any(isinstance(prompt, Integral) for prompt in prompts):
-        raise ValueError("prompts: token ids where prompts belong; give a list of prompts, as [[1, 2, 3]]")
+        raise ValueError("prompts: token ids where prompts belong; give a list of prompts, such as [[1, 2, 3]]")
     requests = []
     for index, (prompt, sampling) in enumerate(zip(prompts, one_each(params, len(prompts)), strict=True)):
         if not isinstance(sampling, SamplingParams):
             raise ValueError(
-                f"params: {short_repr(sampling)} for prompt {index}; give SamplingParams, one or one a prompt"
+                f"params: {short_repr(sampling)} for prompt {index}; give SamplingParams, one or one for each prompt"
             )
         tokens = prompt_tokens(target, prompt, f"prompt {index}")
         _check(target, index, tokens, sampling, max_length)
@@ -71,9 +73,9 @@ def read_requests(
 
 
 def prompt_tokens(target: Target, prompt: Any, name: str = "prompt") -> list[int]:
-    """The token ids of a text, of a chat (behind them the answer begins) or of token ids, unchecked but for their kind.
+    """The token ids of a text, of a chat (up to where the answer begins) or of token ids, whose range is not checked.
 
-    Raises: ValueError, beginning with `name`, for anything else, and where the tokenizer or its template does not do.
+    Raises ValueError, beginning with `name`, for anything else, and if the tokenizer or its template cannot read it.
     """
     prompt = prompt.tolist() if hasattr(prompt, "tolist") else prompt
     chat = isinstance(prompt, Sequence) and bool(prompt) and all(isinstance(part, Mapping) for part in prompt)
@@ -93,16 +95,17 @@ def prompt_tokens(target: Target, prompt: Any, name: str = "prompt") -> list[int
         raise ValueError(f"{name}: a chat needs a chat template, and {target.name}'s tokenizer has none; give text")
     messages = [_message(message, f"{name}, message {i}") for i, message in enumerate(prompt)]
     failed: Exception | None = None
-    for some in ([_with_objects(message) for message in messages], messages):  # few templates read texts alone
+    # A few templates read the arguments of tool calls only as text.
+    for variant in ([_with_objects(message) for message in messages], messages):
         try:
-            return target.tokenizer.apply_chat_template(some, add_generation_prompt=True, return_dict=False)
+            return target.tokenizer.apply_chat_template(variant, add_generation_prompt=True, return_dict=False)
         except TEMPLATE_ERRORS as error:
             failed = failed or error
     raise ValueError(f"{name}: {target.name}'s chat template refuses these messages: {failed}") from failed
 
 
 def _message(message: Any, name: str) -> dict[str, Any]:
-    """A chat's message with its content as one text: parts of text, as some interfaces write them, are put together."""
+    """A chat's message with its content as one text: parts of text, which some interfaces write, are joined."""
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str) or not role:
         raise ValueError(
@@ -117,11 +120,11 @@ def _message(message: Any, name: str) -> dict[str, Any]:
             f'{name}: content is {short_repr(content)}; give a text, or parts {{"type": "text", "text": ...}}'
         )
     for i, part in enumerate(parts):
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind != "text" or not isinstance(part.get("text"), str):
-            what = f"a part of type {short_repr(kind)}" if kind not in (None, "text") else short_repr(part)
+        part_type = part.get("type") if isinstance(part, Mapping) else None
+        if part_type != "text" or not isinstance(part.get("text"), str):
+            what = f"a part of type {short_repr(part_type)}" if part_type not in (None, "text") else short_repr(part)
             raise ValueError(
-                f"{name}: content[{i}] is {what}; this target reads text alone, as "
+                f"{name}: content[{i}] is {what}; this target reads only text, as "
                 '{"type": "text", "text": "..."}: leave other parts out'
             )
         check_text(f"{name}: content", part["text"])
@@ -129,8 +132,8 @@ def _message(message: Any, name: str) -> dict[str, Any]:
 
 
 def _with_objects(message: dict[str, Any]) -> dict[str, Any]:
-    """A message with the arguments of tools' calls as objects, as templates read them, where they are JSON texts of
-    such, as OpenAI's interface has them."""
+    """A message with the arguments of its tool calls as objects, which templates expect. In OpenAI's interface they are
+    JSON texts."""
     calls = message.get("tool_calls")
     if not isinstance(calls, list | tuple):
         return message
@@ -165,7 +168,7 @@ def _check(target: Target, index: int, tokens: list[int], sampling: SamplingPara
         _check_stop_strings(target, sampling.stop_strings)
     if len(tokens) >= max_length:
         raise ValueError(
-            f"prompt {index} has {len(tokens)} tokens; at most {max_length - 1} fit, so that one can follow "
+            f"prompt {index} has {len(tokens)} tokens; at most {max_length - 1} fit, to leave room for one more "
             f"(max_length={max_length}, the target has {config.max_positions} positions)"
         )
 
@@ -176,14 +179,14 @@ def _check_stop_strings(target: Target, strings: Sequence[str]) -> None:
     for token_id, token in target.tokenizer.added_tokens_decoder.items():
         if token.special and (holding := [string for string in strings if token.content in string]):
             raise ValueError(
-                f"sampling parameter stop_strings: {holding[0]!r} has the special token {token.content}, which is no "
-                f"text and would never be found; use stop_token_ids, {token_id}"
+                f"sampling parameter stop_strings: {holding[0]!r} has the special token {token.content}, which is "
+                f"not part of the text and would never be found; use stop_token_ids, {token_id}"
             )
 
 
 @dataclass
 class ActiveSequence:
-    """A request on its slot: what is committed, and when it ends."""
+    """A request on its slot: what is committed, and why it ended."""
 
     request: Request
     target: Target
@@ -202,7 +205,7 @@ class ActiveSequence:
         self._stops = StopStrings(self.target.tokenizer, stops, before) if stops else None
 
     def commit(self, tokens: Sequence[int]) -> list[int]:
-        """Append tokens up to the first that ends the sequence; returns what was appended."""
+        """Append tokens up to the first one that ends the sequence. Returns what was appended."""
         before, sampling = len(self.committed), self.request.sampling
         last = len(self.request.prompt) + sampling.max_new_tokens
         for token in tokens:
@@ -218,7 +221,7 @@ class ActiveSequence:
         return self.committed[before:]
 
     def piece(self, tokens: list[int], accepted: int, decisions: Callable[[], dict[str, str]]) -> Piece:
-        """These tokens for a stream, with the generation when they are the last."""
+        """A stream's piece with these tokens, and with the generation if they are the last ones."""
         generation = self.generation(decisions()) if self.finish_reason else None
         return Piece(self.request.index, tokens, min(accepted, len(tokens)), generation)
 
@@ -227,10 +230,10 @@ class ActiveSequence:
         tokenizer, request = self.target.tokenizer, self.request
         tokens, seed = self.committed[len(request.prompt) :], request.sampling.seed
         assert seed is not None
-        skip = not isinstance(request, Continuation) or request.skip_special
+        skip_special = not isinstance(request, Continuation) or request.skip_special
         has_end = self.finish_reason == "stop" and tokens[-1] in self._stop_ids
-        read = tokens[:-1] if has_end and not skip else tokens
-        text = None if tokenizer is None else text_behind(tokenizer, text_before(request), read, skip)
+        shown = tokens[:-1] if has_end and not skip_special else tokens
+        text = None if tokenizer is None else text_behind(tokenizer, text_before(request), shown, skip_special)
         if self._stops is not None and self.finish_reason == "stop" and not has_end:
             text = self._stops.text
         self.stats.decisions = decisions

@@ -1,7 +1,4 @@
-"""What decoding gives back: generations with their statistics, and the pieces of a stream.
-
-Not here: how they are made (infer/engine.py, infer/requests.py).
-"""
+"""What decoding returns: generations with their statistics, and the pieces of a stream."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,25 +8,25 @@ from dataclasses import dataclass, field
 class Statistics:
     """What one generation cost. Seconds are wall-clock time; on a GPU the parts are times of launching, not of running.
 
-    The times of a step are shared by all slots that took part in it, so they are not divided by the batch.
+    All slots that took part in a step count its whole time; it is not divided by the batch.
     """
 
     steps: int = 0
     speculative_steps: int = 0  # those that verified more than the root
     drafted: int = 0  # nodes verified below the roots
-    taken_over: int = 0  # tokens of the prompt whose keys and values were an earlier one's
+    taken_over: int = 0  # tokens of the prompt whose keys and values were reused from an earlier prompt
     prefill_seconds: float = 0.0
     first_token_seconds: float = 0.0  # from the start of the prefill to the first step's tokens
-    decode_seconds: float = 0.0  # in steps that it took part in; prefills, its own and others', apart
+    decode_seconds: float = 0.0  # of steps that it took part in, without prefills, its own or others'
     draft_seconds: float = 0.0
     target_seconds: float = 0.0  # verification: the target's passes
     commit_seconds: float = 0.0  # choice, accept, commit, on_step
     accepted_at_depth: list[int] = field(default_factory=list)  # [d] steps that accepted at least d + 1 nodes
-    decisions: dict[str, str] = field(default_factory=dict)  # what an `auto` decided, in words
+    decisions: dict[str, str] = field(default_factory=dict)  # what "auto" options decided, in words
 
     @property
     def host_seconds(self) -> float:
-        """Decoding time beside the target's passes and the proposals."""
+        """Decoding time outside of the target's passes and the proposals."""
         return self.decode_seconds - self.target_seconds - self.draft_seconds
 
     @property
@@ -44,10 +41,10 @@ class Generation:
 
     Attributes:
         index: the prompt's place in the call.
-        tokens: the new tokens, with the stop token, or those that the stop string came with.
-        text: them decoded without special tokens, up to a stop string; behind a prompt that was a text, what they add
-            to it. None where the target came without a tokenizer.
-        seed: the seed that gave them.
+        tokens: the new tokens, including the stop token or those that completed a stop string.
+        text: the tokens decoded without special ones, up to a stop string; after a text prompt, what they add to it.
+            None if the target has no tokenizer.
+        seed: the seed they were chosen with.
         finish_reason: "stop" (an end token or stop string), "length" (max_new_tokens), "capacity" (no positions left)
             or "cancelled".
     """
@@ -62,21 +59,21 @@ class Generation:
 
     @property
     def tokens_per_step(self) -> float:
-        """New tokens per pass of the target, prefill apart."""
+        """New tokens per pass of the target, without prefill."""
         return len(self.tokens) / max(self.stats.steps, 1)
 
     @property
     def acceptance(self) -> float:
-        """Accepted draft tokens / drafted tokens; 0 where nothing was drafted."""
+        """Accepted draft tokens / drafted tokens; 0 if nothing was drafted."""
         return sum(self.stats.accepted_at_depth) / max(self.stats.drafted, 1)
 
     @property
     def tokens_per_second(self) -> float:
-        """New tokens per second of decoding, prefill apart."""
+        """New tokens per second of decoding, without prefill."""
         return len(self.tokens) / max(self.stats.decode_seconds, 1e-9)
 
     def summary(self) -> Mapping[str, object]:
-        """Figures as plain values, for JSON."""
+        """The figures as plain values, for JSON."""
         stats, steps = self.stats, max(self.stats.steps, 1)
         per_step = {
             f"{part}_ms": round(1e3 * getattr(stats, f"{part}_seconds") / steps, 3)
@@ -101,8 +98,8 @@ class Generation:
 
 @dataclass
 class Piece:
-    """What streaming yields: the next tokens of prompt `index`, how many of them (the first) a drafter had proposed,
-    and its Generation once it is finished."""
+    """What a stream yields: the next tokens of prompt `index`; how many of them, from the first on, a drafter had
+    proposed; and its Generation once it is finished."""
 
     index: int
     tokens: list[int]

@@ -1,8 +1,8 @@
 """Which committed tokens a partial cache keeps: the policies of TokenSwift, TriForce and StreamingLLM.
 
-A policy picks tokens of one slot, for each layer and KV head its own; scores and the best of them are
-kernels/selection.py's work, rows and copies infer/partial_cache.py's. Shapes: L layers, B slots, S tokens of the full
-cache, H query heads, K KV heads, d head width, R rows picked, C chunks.
+A policy picks tokens of one slot, separately for each layer and KV head. kernels/selection.py computes scores and their
+maxima; infer/partial_cache.py copies the rows.
+Shapes: L layers, B slots, S tokens of the full cache, H query heads, K KV heads, d head width, R rows picked, C chunks.
 """
 
 from collections.abc import Mapping
@@ -21,8 +21,8 @@ class SelectionPolicy:
 
     Attributes:
         budget: rows a slot, for each layer and KV head.
-        fixed: how many rows, the first ones, hold the sequence's first tokens and are never overwritten.
-        scored: whether it looks at queries; without one the most recent tokens are picked.
+        fixed: how many of the first rows hold the sequence's first tokens and are never overwritten.
+        scored: whether it scores tokens by queries; without queries it picks the most recent tokens.
     """
 
     scored = False
@@ -34,27 +34,27 @@ class SelectionPolicy:
         self.budget, self.fixed = budget, sinks
 
     def rows(self, capacity: int) -> int:
-        """The budget on a full cache of `capacity` tokens: no more than what they need."""
+        """The budget on a full cache of `capacity` tokens: no more rows than they need."""
         return min(self.budget, max(capacity, self.fixed + 1))
 
     def on(self, full: KVCache) -> Self:
-        """The same on a full cache, whose capacity bounds the budget."""
-        own = copy(self)
-        own.full, own.budget = full, self.rows(full.capacity)
-        return own
+        """A copy of this policy for a full cache, whose capacity bounds the budget."""
+        policy = copy(self)
+        policy.full, policy.budget = full, self.rows(full.capacity)
+        return policy
 
     def covered(self, seen: int) -> int:
-        """Of `seen` tokens, those that it decides over; what comes behind is kept as recent."""
+        """How many of the first `seen` tokens it picks from; later ones are kept as recent."""
         return seen
 
     def restart(self, slot: int) -> None:
-        """This slot's tokens are void."""
+        """Forget what was kept for this slot's tokens."""
 
     def pick(self, slot: int, covered: int, queries_LHd: Tensor | None) -> Tensor:
-        """Indices of tokens below `covered` (which is at least the budget): int64 [L, R, K], R = budget.
+        """Pick R = budget of the first `covered` tokens (at least as many): their indices, int64 [L, R, K].
 
-        The fixed ones first, then the least important first, because they are overwritten in this order. Here, and
-        everywhere without queries (one of each layer), those are the oldest.
+        The fixed ones come first, then the others from the least important on, the order in which they are overwritten.
+        Here, and in every policy without queries, the oldest are the least important.
         """
         n_layers, _, _, n_kv_heads, _ = self.full.keys.shape
         fixed = torch.arange(self.fixed, device=self.full.keys.device)
@@ -62,7 +62,7 @@ class SelectionPolicy:
         return torch.cat([fixed, recent])[:, None].expand(n_layers, -1, n_kv_heads)
 
     def memory_bytes(self, row_bytes: int, batch: int, capacity: int) -> Mapping[str, int]:
-        """What it keeps beside the picked rows, of which one takes `row_bytes`."""
+        """Bytes of what it keeps beside the picked rows, by name. row_bytes: of a cache row's keys and values."""
         return {}
 
 
@@ -71,7 +71,7 @@ class Recent(SelectionPolicy):
 
 
 class TopTokens(SelectionPolicy):
-    """The sinks, and the tokens most important to the last committed query (TokenSwift, section 3.2)."""
+    """The sinks, and the tokens with the highest scores for the last committed query (TokenSwift, section 3.2)."""
 
     scored = True
 
@@ -85,15 +85,15 @@ class TopTokens(SelectionPolicy):
 
 
 class TopChunks(SelectionPolicy):
-    """The first chunk, and the chunks whose mean key scores best with the last committed query (TriForce, section 4.1).
+    """The first chunk, and the chunks whose mean key scores best for the last committed query (TriForce, section 4.1).
 
-    A chunk's mean is final once the chunk is full, so means are only ever appended. Tokens behind the last full chunk
-    are recent ones.
+    A chunk's mean is final once the chunk is full, so means are only ever appended. Tokens after the last full chunk
+    count as recent.
     """
 
     scored = True
     means_LBCKd: Tensor
-    _done: list[int]  # means of each slot
+    _done: list[int]  # for each slot, how many chunks have their mean
 
     def __init__(self, budget: int = 4096, chunk: int = 8):
         if chunk < 1 or budget % chunk:
@@ -105,11 +105,11 @@ class TopChunks(SelectionPolicy):
         return min(self.budget, max(-(-capacity // self.chunk), 2) * self.chunk)
 
     def on(self, full: KVCache) -> Self:
-        own = super().on(full)
+        policy = super().on(full)
         n_layers, batch, capacity, n_kv_heads, width = full.keys.shape
-        own.means_LBCKd = full.keys.new_empty(n_layers, batch, capacity // self.chunk, n_kv_heads, width)
-        own._done = [0] * batch
-        return own
+        policy.means_LBCKd = full.keys.new_empty(n_layers, batch, capacity // self.chunk, n_kv_heads, width)
+        policy._done = [0] * batch
+        return policy
 
     def covered(self, seen: int) -> int:
         return seen // self.chunk * self.chunk

@@ -1,7 +1,8 @@
 """An HTTP server with OpenAI's interface: chats and completions, streamed and whole, on one engine.
 
-Not here: the engine's thread (infer/server_engine.py), what the fields mean (infer/server_protocol.py), the command
-line (launch/serve.py). No request can name a file: a body is text, token ids and numbers.
+Not here: the engine's thread (infer/server_engine.py), what the fields mean (infer/server_protocol.py,
+infer/server_answers.py), the command line (launch/serve.py). No request can name a file: a body has only text, token
+ids and numbers.
 """
 
 import asyncio
@@ -27,12 +28,13 @@ from starlette.types import Receive, Scope, Send
 from longdraft.infer.engine import Engine
 from longdraft.infer.requests import text_before
 from longdraft.infer.results import Generation
+from longdraft.infer.server_answers import Answers
 from longdraft.infer.server_engine import EngineThread, Full, Job, Stopped
-from longdraft.infer.server_protocol import Answers, ApiError, Body, Chat, Completion, parse, requests_of
+from longdraft.infer.server_protocol import ApiError, Body, Chat, Completion, parse, requests_of
 from longdraft.infer.text import ShownText
 
 PAGE = Path(__file__).with_name("server_page.html")
-GONE = 499  # as proxies log a client that has hung up; nobody reads it
+GONE = 499  # proxies' status for a client that has hung up; nobody reads it
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100)
 
 
@@ -41,10 +43,10 @@ class Settings:
     """How the engine is served.
 
     Attributes:
-        model: the name that requests call it by.
-        api_key: what /v1 asks for as a bearer token; empty: nothing.
-        queue: requests that may wait for a slot; more are answered 429.
-        body_bytes, body_seconds: what a request's body may have and take.
+        model: the model's name in requests.
+        api_key: the bearer token that /v1 requires; empty if it requires none.
+        queue: requests that may wait for a slot; more are answered with 429.
+        body_bytes, body_seconds: limits of a request body's size, and of the time that it takes to arrive.
     """
 
     model: str
@@ -55,7 +57,7 @@ class Settings:
 
 
 class Meters:
-    """What /metrics tells Prometheus."""
+    """The metrics that Prometheus reads at /metrics."""
 
     def __init__(self):
         self.registry = registry = CollectorRegistry()
@@ -78,12 +80,12 @@ class Meters:
         self.whole = seconds("request", "From a request's arrival to its end")
 
     def watch(self, thread: EngineThread) -> None:
-        """Gauges that are read when they are asked for."""
+        """Add gauges of the thread's requests, which are read on demand."""
         for name, read in (("waiting", lambda: thread.waiting), ("running", lambda: thread.in_flight - thread.waiting)):
             Gauge(f"longdraft_requests_{name}", f"Requests {name}", registry=self.registry).set_function(read)
 
     def finish(self, generation: Generation, taken: float) -> None:
-        """One request is done."""
+        """Count a finished request, which took `taken` seconds."""
         stats = generation.stats
         self.requests.labels(generation.finish_reason).inc()
         self.prompt_tokens.inc(len(generation.prompt))
@@ -96,7 +98,7 @@ class Meters:
 
 
 class Events(StreamingResponse):
-    """Server-sent events; however it ends, the job does."""
+    """Server-sent events. When the response ends, for whatever reason, the job is cancelled."""
 
     def __init__(self, events: AsyncIterator[bytes], thread: EngineThread, job: Job):
         super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
@@ -110,7 +112,7 @@ class Events(StreamingResponse):
 
 
 class Service:
-    """The handlers of one engine. ended: set where a signal came before the server took them."""
+    """The handlers of one engine's routes. `ended` is set by a signal that came before the server handled signals."""
 
     def __init__(self, engine: Engine, settings: Settings, ended: threading.Event | None = None):
         self.engine, self.settings, self.meters = engine, settings, Meters()
@@ -122,14 +124,14 @@ class Service:
         meters.watch(self.thread)
 
     def _stop(self, error: BaseException) -> None:
-        """The engine has failed: whoever started the server hears of it, and starts it anew."""
+        """End the server after the engine has failed, so that whoever supervises the process can restart it."""
         if self.server is not None:
             self.server.should_exit = True
 
-    async def answer(self, kind: type[Body], request: Request) -> Response:
-        """A completion or a chat, whole or streamed."""
+    async def answer(self, body_type: type[Body], request: Request) -> Response:
+        """Answer a chat or a completion, whole or streamed."""
         settings = self.settings
-        body = parse(kind, await _read(request, settings.body_bytes, settings.body_seconds))
+        body = parse(body_type, await _read(request, settings.body_bytes, settings.body_seconds))
         self._check_model(body.model)
         requests = await asyncio.to_thread(requests_of, body, self.engine.target, self.engine.max_length)
         answers = Answers(body, secrets.token_hex(12), settings.model, self.engine.drafter.max_depth)
@@ -142,7 +144,7 @@ class Service:
         return JSONResponse(answers.whole(await self._whole(request, job)))
 
     async def _whole(self, request: Request, job: Job) -> list[Generation]:
-        """All generations, unless the client hangs up before."""
+        """All generations. Raises ClientDisconnect if the client hangs up before they are finished."""
         done, gone = asyncio.ensure_future(job.generations()), asyncio.ensure_future(_hang_up(request))
         try:
             await asyncio.wait({done, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -155,7 +157,7 @@ class Service:
             self.thread.cancel(job)
 
     async def _events(self, job: Job, answers: Answers) -> AsyncIterator[bytes]:
-        """A stream's chunks, and what ends it."""
+        """A stream's chunks and its end."""
         tokenizer = self.engine.target.tokenizer
         texts = [ShownText(tokenizer, one.sampling.stop_strings, text_before(one)) for one in job.requests]
         done = dict[int, Generation]()
@@ -178,31 +180,31 @@ class Service:
                 for chunk in answers.end(last, [done[i] for i in sorted(done)]) if ended else [last]:
                     yield _event(chunk)
             yield b"data: [DONE]\n\n"
-        except Stopped as error:  # the head is out already: an event says it
+        except Stopped as error:  # the status is sent already, so the error becomes an event
             yield _event(ApiError(503, str(error)).body)
 
     def models(self, name: str | None = None) -> Response:
-        """A list of the one that is served, or that one by its name."""
-        own = {"id": self.settings.model, "object": "model", "created": self.created, "owned_by": "longdraft"}
-        own |= {"max_model_len": self.engine.max_length}
+        """The list of models, which has one entry, or the model of this name."""
+        model = {"id": self.settings.model, "object": "model", "created": self.created, "owned_by": "longdraft"}
+        model |= {"max_model_len": self.engine.max_length}
         if name is not None:
             self._check_model(name)
-        return JSONResponse({"object": "list", "data": [own]} if name is None else own)
+        return JSONResponse({"object": "list", "data": [model]} if name is None else model)
 
     def _check_model(self, name: str | None) -> None:
-        own = self.settings.model
-        if name not in (None, own):
-            raise ApiError(404, f"model: {name!r} is not served here, {own!r} is", "model", "model_not_found")
+        served = self.settings.model
+        if name not in (None, served):
+            raise ApiError(404, f"model: {name!r} is not served here, {served!r} is", "model", "model_not_found")
 
     def check_key(self, request: Request) -> None:
         """Raise ApiError for a request without the key."""
-        scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        own = self.settings.api_key
-        if own and not (scheme.lower() == "bearer" and secrets.compare_digest(given.strip().encode(), own.encode())):
+        scheme, _, token = request.headers.get("authorization", "").partition(" ")
+        key = self.settings.api_key
+        if key and not (scheme.lower() == "bearer" and secrets.compare_digest(token.strip().encode(), key.encode())):
             raise ApiError(401, "give the server's key as Authorization: Bearer KEY", code="invalid_api_key")
 
     def respond(self, request: Request, error: Exception) -> Response:
-        """An error as OpenAI's clients read it."""
+        """Answer an error in the form that OpenAI's clients read."""
         if isinstance(error, ClientDisconnect):
             return Response(status_code=GONE)
         if isinstance(error, Full):
@@ -213,25 +215,25 @@ class Service:
         elif isinstance(error, HTTPException):
             error = ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
         elif not isinstance(error, ApiError):
-            error = ApiError(500, "the server failed at this request; its log says how")
+            error = ApiError(500, "the server failed at this request; see its log")
         self.meters.errors.labels(error.status).inc()
         return JSONResponse(error.body, error.status, error.headers)
 
 
 def create_app(service: Service) -> FastAPI:
-    """The routes. The engine's thread runs for as long as the application does, and ends what it was given."""
+    """The application and its routes. The engine's thread starts and ends with it, and finishes submitted requests."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         service.thread.start()
-        if service.server is not None and service.ended.is_set():  # its handlers of signals are there by now
+        if service.server is not None and service.ended.is_set():  # by now the server handles signals itself
             service.server.should_exit = True
         yield
         await service.thread.close()
 
     app = FastAPI(title="longdraft", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
-    for kind in (ApiError, Full, Stopped, ClientDisconnect, HTTPException, Exception):
-        app.add_exception_handler(kind, service.respond)
+    for error_type in (ApiError, Full, Stopped, ClientDisconnect, HTTPException, Exception):
+        app.add_exception_handler(error_type, service.respond)
     with_key, page = [Depends(service.check_key)], PAGE.read_text(encoding="utf-8")
 
     @app.post("/v1/chat/completions", dependencies=with_key)
@@ -268,9 +270,9 @@ def create_app(service: Service) -> FastAPI:
 def serve(
     engine: Engine, settings: Settings, listening: socket.socket, drain_seconds: int, ended: threading.Event
 ) -> bool:
-    """Serve until a signal ends it; answers that run then have so many seconds. Returns whether the engine is well.
+    """Serve until a signal comes. Running answers then have `drain_seconds` left. Returns False if the engine failed.
 
-    ended: set by a signal that came before the server took them; it then ends as soon as it has started.
+    `ended` is set by a signal that came before the server handled signals; it then ends as soon as it has started.
     """
     service = Service(engine, settings, ended)
     config = uvicorn.Config(
@@ -282,7 +284,7 @@ def serve(
 
 
 async def _read(request: Request, most: int, seconds: float) -> bytes:
-    """A JSON body. Raises: ApiError for another kind, one too large or one that does not come; ClientDisconnect."""
+    """Read a JSON body. Raises ApiError if it has another type, is too large or too slow, and ClientDisconnect."""
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise ApiError(415, "give the body as Content-Type: application/json")
     parts, size = [], 0
@@ -299,7 +301,7 @@ async def _read(request: Request, most: int, seconds: float) -> bytes:
 
 
 async def _hang_up(request: Request) -> None:
-    """Until the client is gone; its body has been read."""
+    """Wait until the client is gone. Its body must have been read."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 

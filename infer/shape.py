@@ -1,7 +1,7 @@
-"""Static tree shapes: which combinations of ranks are nodes. Not here: how many of them pay (infer/policy.py).
+"""Static tree shapes: which combinations of ranks are nodes. How many of them pay off is decided in infer/policy.py.
 
-A node is the path of ranks that leads to it: (0,) the best candidate of level 1, (0, 2) the third of level 2 below it.
-Shapes: B slots, I levels, K ranks, N nodes with the root.
+A node is named by the path of ranks that leads to it: (0,) is the best candidate of level 1, and (0, 2) the third best
+candidate of level 2 below it. Shapes: B slots, I levels, K ranks, N nodes with the root.
 """
 
 import heapq
@@ -18,10 +18,10 @@ from longdraft.kernels.transfer import from_host
 
 @dataclass(frozen=True)
 class TreeShape:
-    """Nodes as rank paths, every parent before its children.
+    """The nodes of a tree as rank paths, each parent before its children.
 
     Attributes:
-        first_class: the class of the first node (TokenTree.classes); the others' follow.
+        first_class: the class of the first node (TokenTree.classes). The classes of the others follow it.
     """
 
     nodes: tuple[tuple[int, ...], ...]
@@ -38,7 +38,7 @@ class TreeShape:
 
     @staticmethod
     def cartesian(levels: Sequence[int]) -> "TreeShape":
-        """Every combination of the first levels[i] ranks: (3, 3, 3) gives 3 + 9 + 27 nodes."""
+        """The tree of all combinations of the first levels[i] ranks. (3, 3, 3) gives 3 + 9 + 27 nodes."""
         level: list[tuple[int, ...]] = [()]
         nodes: list[tuple[int, ...]] = []
         for width in levels:
@@ -52,11 +52,11 @@ class TreeShape:
 
     @cached_property
     def ranks(self) -> int:
-        """How many ranks a level must offer."""
+        """The number of ranks that each level must offer."""
         return 1 + max((node[-1] for node in self.nodes), default=0)
 
     def first(self, count: int) -> "TreeShape":
-        """The first `count` nodes alone, or all where there are no more; made once for each number."""
+        """The tree of the first `count` nodes, or this one if it has no more. Made once for each number."""
         if count >= len(self.nodes):
             return self
         if count not in self._shorter:
@@ -64,8 +64,8 @@ class TreeShape:
         return self._shorter[count]
 
     def tree(self, batch: int, device: torch.device) -> TokenTree:
-        """`batch` slots' tree, with ancestors and depths, made once; its "tokens" are each node's place in [I, K], that
-        of its level and rank, the root's 0."""
+        """The tree of `batch` slots with its ancestors and depths, made once. Its "tokens" are each node's index into
+        flattened [I, K], by level and rank; the root's is 0."""
         if (batch, device) not in self._trees:
             index = {(): 0} | {node: i + 1 for i, node in enumerate(self.nodes)}
             places = [0] + [(len(node) - 1) * self.ranks + node[-1] for node in self.nodes]
@@ -78,7 +78,7 @@ class TreeShape:
         return self._trees[batch, device]
 
     def fill(self, roots_B: Tensor, ranked_BIK: Tensor) -> TokenTree:
-        """The tree whose node (.., r) at level i carries ranked_BIK[b, i, r]; int64 tokens; K is `ranks`."""
+        """The tree whose node (.., r) on level i has the token ranked_BIK[b, i, r]. int64; K is `ranks`."""
         tree = self.tree(len(roots_B), roots_B.device)
         tokens_BN = ranked_BIK.flatten(1).gather(1, tree.tokens)
         tokens_BN[:, 0] = roots_B
@@ -86,7 +86,7 @@ class TreeShape:
 
 
 def path_rate(rank_rates: Sequence[Sequence[float]], node: Sequence[int]) -> float:
-    """The chance that a path is accepted up to this node."""
+    """The probability that the path to this node is accepted. rank_rates[level][rank]: that of one step of it."""
     rate = 1.0
     for level, rank in enumerate(node):
         rate *= rank_rates[level][rank]
@@ -94,7 +94,7 @@ def path_rate(rank_rates: Sequence[Sequence[float]], node: Sequence[int]) -> flo
 
 
 def likeliest_nodes(rank_rates: Sequence[Sequence[float]], count: int) -> TreeShape:
-    """The `count` nodes most likely to be accepted: the best static tree of that size."""
+    """The best static tree of `count` nodes: those most likely to be accepted."""
     nodes: list[tuple[int, ...]] = []
     heap: list[tuple[float, tuple[int, ...]]] = [(-1.0, ())]
     while heap and len(nodes) <= count:

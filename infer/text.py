@@ -1,22 +1,22 @@
-"""Tokens to text as they come, and stop strings across token borders. Not here: chat templates (infer/requests.py)."""
+"""Decodes tokens to text as they come, and finds stop strings across token borders."""
 
 from collections.abc import Sequence
 
-# What a tokenizer shows for bytes that are no whole character (yet); a character has at most 4 bytes.
+# What a tokenizer shows for bytes that are not, or not yet, a whole character. A character has at most 4 bytes.
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 MOST_UNFINISHED = 3
 
 
 def text_behind(tokenizer, prompt: Sequence[int], tokens: Sequence[int], skip_special: bool = True) -> str:
-    """The text that tokens add behind a prompt, whose own text is not in it. A word's space that is part of its token
-    would be dropped at the beginning of a text."""
+    """The text that tokens add to a prompt's text. They are decoded with the prompt's end before them: on their own,
+    a leading space that is part of a token would be lost."""
     head = _end_of(tokenizer, prompt)
-    before, whole = (tokenizer.decode(ids, skip_special_tokens=skip_special) for ids in (head, [*head, *tokens]))
-    return whole[len(before) :]
+    before, text = (tokenizer.decode(ids, skip_special_tokens=skip_special) for ids in (head, [*head, *tokens]))
+    return text[len(before) :]
 
 
 def _end_of(tokenizer, prompt: Sequence[int]) -> list[int]:
-    """What the text behind a prompt depends on: its last token that is whole characters, and those behind it."""
+    """The tokens of a prompt that the text after it depends on: from its last token of whole characters on."""
     begin = len(prompt) - 1
     while begin > 0 and UNFINISHED in tokenizer.decode([prompt[begin]]):
         begin -= 1
@@ -24,41 +24,41 @@ def _end_of(tokenizer, prompt: Sequence[int]) -> list[int]:
 
 
 class TextReader:
-    """The text of a growing list of tokens, without decoding all of it again for every token.
+    """The text of a growing list of tokens, without decoding all of them again for every new token.
 
-    A token's text depends on the one before it (a leading space, a character's bytes), so the last finished stretch is
-    decoded again in front of the new tokens and taken off. Special tokens are no text. prompt: what they stand behind,
-    where their text goes on from its own.
+    A token's text depends on the one before it (a leading space, a character's bytes). So the last finished stretch of
+    tokens is decoded again before the new ones, and its text is cut off. Special tokens have no text. `prompt`: the
+    tokens before, if the text continues theirs.
 
     Attributes:
-        text: all that was read, but what may be within a character.
+        text: the text so far, without bytes at its end that may become a character.
     """
 
     def __init__(self, tokenizer, prompt: Sequence[int] = ()):
         self._tokenizer = tokenizer
-        self._window = _end_of(tokenizer, prompt)  # tokens from the last finished stretch on
-        self._finished = len(self._window)  # how many of them end with a whole character
-        self._given = self._decode(self._window)  # of their text what is in `text`, or before it
+        self._window = _end_of(tokenizer, prompt)  # the tokens from the last finished stretch on
+        self._finished = len(self._window)  # the number of them in the stretch, which ends with a whole character
+        self._emitted = self._decode(self._window)  # the part of their text that is in `text`, or is the prompt's
         self.text = ""
 
     def push(self, tokens: Sequence[int]) -> str:
         """The text that these tokens add."""
         before = len(self._window)
         self._window += tokens
-        whole = self._decode(self._window)
-        # The next tokens may change what is behind it.
-        ready = max(len(whole.rstrip(UNFINISHED)), len(whole) - MOST_UNFINISHED)
-        if whole.endswith(UNFINISHED) and not whole.startswith(self._given):
-            return ""  # of tokens that are bytes, those of half a character undo the whole ones before them
-        added = whole[len(self._given) : ready]
-        self._given += added
+        decoded = self._decode(self._window)
+        # The next tokens may change the text from here on.
+        ready = max(len(decoded.rstrip(UNFINISHED)), len(decoded) - MOST_UNFINISHED)
+        if decoded.endswith(UNFINISHED) and not decoded.startswith(self._emitted):
+            return ""  # with byte tokens, half a character can turn the whole characters before it into bytes too
+        added = decoded[len(self._emitted) : ready]
+        self._emitted += added
         self.text += added
-        if ready == len(whole):
+        if ready == len(decoded):
             if added:
                 self._window = self._window[self._finished :]
-                self._finished, self._given = len(self._window), self._decode(self._window)
+                self._finished, self._emitted = len(self._window), self._decode(self._window)
             elif before == self._finished:
-                del self._window[before:]  # without text of their own, as special tokens are
+                del self._window[before:]  # tokens without text, such as special tokens
         return added
 
     def _decode(self, tokens: list[int]) -> str:
@@ -66,22 +66,22 @@ class TextReader:
 
 
 class StopStrings:
-    """Watches a growing text for the first of some strings."""
+    """Finds the first of some stop strings in a growing text."""
 
     def __init__(self, tokenizer, strings: Sequence[str], prompt: Sequence[int] = ()):
         self._reader, self._strings = TextReader(tokenizer, prompt), tuple(strings)
         self._longest = max(map(len, strings))
 
     def push(self, token: int) -> bool:
-        """Whether this token completes a stop string; `text` then ends before it."""
+        """Add a token. Returns whether it completes a stop string; `text` then ends before that."""
         added = self._reader.push([token])
         if not added:
             return False
         text = self._reader.text
-        found = _first(text, self._strings, max(0, len(text) - len(added) - self._longest + 1))
-        if found is not None:
-            self._reader.text = text[:found]
-        return found is not None
+        place = _first(text, self._strings, max(0, len(text) - len(added) - self._longest + 1))
+        if place is not None:
+            self._reader.text = text[:place]
+        return place is not None
 
     @property
     def text(self) -> str:
@@ -90,14 +90,14 @@ class StopStrings:
 
 
 class ShownText:
-    """The text of a growing list of tokens for a reader: what may be the beginning of a stop string is held back."""
+    """The text of a growing list of tokens as it can be shown: a possible beginning of a stop string is held back."""
 
     def __init__(self, tokenizer, stop_strings: Sequence[str] = (), prompt: Sequence[int] = ()):
         self._reader, self._strings = TextReader(tokenizer, prompt), tuple(stop_strings)
         self._shown = 0
 
     def push(self, tokens: Sequence[int]) -> str:
-        """What can be shown now and could not before."""
+        """Add tokens. Returns the text that can be shown now and could not before."""
         self._reader.push(tokens)
         text = self._reader.text
         end = _first(text, self._strings, self._shown)
@@ -108,14 +108,14 @@ class ShownText:
         return fresh
 
     def finish(self, text: str) -> str:
-        """The rest of the finished text, `Generation.text`."""
+        """The rest of the finished text. `text` is all of it, `Generation.text`."""
         rest = text[self._shown :]
         self._shown = len(text)
         return rest
 
 
 def _first(text: str, strings: Sequence[str], start: int) -> int | None:
-    """Where the first of these strings begins, from `start` on."""
+    """Where the first of these strings in `text` begins, from `start` on; None if there is none."""
     return min((at for at in (text.find(string, start) for string in strings) if at >= 0), default=None)
 
 

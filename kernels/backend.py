@@ -1,6 +1,6 @@
-"""The one place that imports optional packages; everything else asks here and falls back where the answer is None.
+"""The one place that imports optional packages. Everything else asks here, and falls back if the answer is None.
 
-Only a missing package counts as absent: a package that is there and fails to load raises.
+Only a package that is not installed counts as absent; one that is installed but fails to load raises.
 """
 
 import inspect
@@ -13,19 +13,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-# What flash kernels take on a GPU.
+# The dtypes that flash kernels take on a GPU.
 HALF = (torch.float16, torch.bfloat16)
 
 
 def is_host(device: torch.device) -> bool:
-    """Whether the host reads a tensor there without waiting for what is queued: on a CPU. Elsewhere a step is queued
-    whole, so that its work can be recorded and replayed (infer/graphs.py); so every such choice asks here."""
+    """Whether the host can read a tensor on this device without waiting for queued work, as on a CPU.
+
+    Elsewhere a whole step is queued without a read, so that it can be recorded and replayed (infer/graphs.py). All code
+    that depends on this asks here.
+    """
     return device.type == "cpu"
 
 
 class LigerLayers(NamedTuple):
-    """Liger's kernels for what a layer does between its products: functions of kernels/rms_norm.py and kernels/gate.py
-    by their names, without a look at shapes."""
+    """Liger's kernels for the parts of a layer between its matrix products, as functions with the names and arguments
+    of those in kernels/rms_norm.py and kernels/gate.py. They do not check whether the shapes suit Liger."""
 
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
@@ -34,16 +37,16 @@ class LigerLayers(NamedTuple):
 
 @cache
 def liger_layers(device_type: str) -> LigerLayers | None:
-    """Liger's, for tensors of this type of device; None off CUDA and without liger-kernel and triton."""
+    """Liger's kernels for tensors of this device type; None unless it is CUDA and liger-kernel and triton are there."""
     if device_type != "cuda" or find_spec("liger_kernel") is None or find_spec("triton") is None:
         return None
     from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNormFunction
     from liger_kernel.ops.rms_norm import LigerRMSNormFunction
     from liger_kernel.ops.swiglu import LigerFusedGateUpSiLUMulFunction
 
-    # "gemma" computes in fp32 and rounds once, as PyTorch does; "llama" would round before the weight is multiplied.
-    # Of its kernels for rmsnorm the one of whole rows, whatever their number: the sums of `add_rms_norm`, in the same
-    # order. No backward pass writes into what it is given.
+    # "gemma" computes in fp32 and rounds once, as PyTorch does; "llama" would round before it multiplies the weight.
+    # by_row: of Liger's RMSNorm kernels always the one for whole rows, whose sums have the order of `add_rms_norm`'s.
+    # in_place: no backward pass overwrites the gradient that it is given.
     offset, casting, in_place, by_row = 0.0, "gemma", False, True
 
     def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Any:
@@ -53,37 +56,40 @@ def liger_layers(device_type: str) -> LigerLayers | None:
         return LigerFusedAddRMSNormFunction.apply(added, x, weight_D, eps, offset, casting, in_place)
 
     def gate(gate_up: Tensor) -> Tensor:
-        rows = gate_up.reshape(-1, gate_up.shape[-1])  # its gradient is of two dimensions, whatever it is given
-        found: Any = LigerFusedGateUpSiLUMulFunction.apply(rows, in_place)
-        return found.view(*gate_up.shape[:-1], -1)
+        rows = gate_up.reshape(-1, gate_up.shape[-1])  # Liger's gradient has two dimensions for any input
+        gated: Any = LigerFusedGateUpSiLUMulFunction.apply(rows, in_place)
+        return gated.view(*gate_up.shape[:-1], -1)
 
     return LigerLayers(rms_norm, add_rms_norm, gate)
 
 
 @cache
 def triton_kernels(name: str, device_type: str) -> Any | None:
-    """kernels/triton_impl/<name>.py for tensors of this type of device; None without triton and off CUDA."""
+    """The module triton_impl/<name>.py for tensors of this device type; None unless it is CUDA and triton is there."""
     if device_type != "cuda" or find_spec("triton") is None:
         return None
     return import_module(f"longdraft.kernels.triton_impl.{name}")
 
 
 def has_flash_attn() -> bool:
-    """Whether flash-attn 2 is installed. Of version 4, another package, there is the folder flash_attn/cute alone."""
+    """Whether flash-attn 2 is installed. Version 4 is another package, which has the folder flash_attn/cute alone."""
     found = find_spec("flash_attn")
     return found is not None and found.origin is not None
 
 
 @cache
 def varlen_attention() -> Callable[..., Any] | None:
-    """Causal attention over sequences of several lengths in one kernel: flash-attn's where it is installed, else
-    PyTorch's own where that knows windows and grouped heads (`torch.nn.attention.varlen`), else None.
+    """Causal attention over sequences of several lengths in one kernel, as a function.
 
-    Called with q [N, H, d], k and v [M, K, d], q_borders and k_borders int32 [S + 1], most_queries, most_keys (at least
-    those of the longest sequence), window; gives [N, H, d], with gradients, on CUDA in fp16 and bf16, d a multiple of
-    8. A sequence's last query reads its last `window` keys (None: all), each before it one key less. With
-    `with_lse=True` it gives the natural log-sum-exps of the scaled scores too, fp32 [H, N]. Where deterministic
-    algorithms are asked for, flash-attn's backward is told; PyTorch's own looks itself.
+    It is flash-attn's if that is installed, else PyTorch's own (`torch.nn.attention.varlen`) if that knows windows and
+    grouped heads, else None.
+
+    The function takes q [N, H, d], k and v [M, K, d], all sequences end to end; q_borders and k_borders int32 [S + 1],
+    where each sequence starts, and the ends; most_queries and most_keys, at least those of the longest sequence; and
+    window. It returns [N, H, d], with gradients, on CUDA in fp16 and bf16 with d a multiple of 8. A sequence's last
+    query reads its last `window` keys (None: all), and each query before it stops one key earlier. With `with_lse=True`
+    it also returns the natural log-sum-exps of the scaled scores, fp32 [H, N]. If deterministic algorithms are asked
+    for, flash-attn's backward is told; PyTorch's kernel looks itself.
     """
     if has_flash_attn():
         return _flash_attn
@@ -95,8 +101,10 @@ def varlen_attention() -> Callable[..., Any] | None:
 
 
 def varlen_attention_for(q: Tensor) -> Callable[..., Any] | None:
-    """`varlen_attention` where it takes queries like these, [..., d]: on a GPU from 2020 on, in fp16 or bf16, with d a
-    multiple of 8 and at most 256."""
+    """`varlen_attention` if it takes queries like these, [..., d], else None.
+
+    It takes fp16 and bf16 on a GPU of 2020 or later, with d a multiple of 8 up to 256.
+    """
     suits = q.is_cuda and q.dtype in HALF and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
     return varlen_attention() if suits and torch.cuda.get_device_capability(q.device) >= (8, 0) else None
 
@@ -106,12 +114,12 @@ def _flash_attn(
 ) -> Any:
     from flash_attn import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
 
-    found = flash_attn_varlen_func(
+    outputs = flash_attn_varlen_func(
         q, k, v, q_borders, k_borders, most_queries, most_keys,
         causal=True, window_size=(_before(window), 0),
         deterministic=torch.are_deterministic_algorithms_enabled(), return_attn_probs=with_lse,
     )  # fmt: skip
-    return found[:2] if with_lse else found  # the third would be the weights, which are there with dropout alone
+    return outputs[:2] if with_lse else outputs  # the third is the attention weights, given with dropout alone
 
 
 def _torch_varlen(
@@ -126,5 +134,5 @@ def _torch_varlen(
 
 
 def _before(window: int | None) -> int:
-    """Keys before a query's own, as both count; -1 for all."""
+    """The window as both functions count it, in keys before a query's own; -1 for all."""
     return -1 if window is None else window - 1

@@ -1,7 +1,6 @@
-"""One level of a beam: of the best tokens behind each node of a level the best of all, as nodes of a tree.
+"""One level of beam search over a token tree: from the candidates behind each node, choose the best ones overall.
 
-Not here: what scores a token (kernels/best_tokens.py), how wide and deep a tree is (infer/drafters/longspec.py). The
-plain reference is reference/beam.py; in C it is one call in place of some twenty operations on a few numbers each.
+Not here: what scores a token (kernels/best_tokens.py), how wide and deep a tree is (infer/drafters/longspec.py).
 Shapes: B slots, T nodes that are extended, C candidates behind each, W nodes of the new level, N rows of the tree so
 far, E draft vocabulary, K borders.
 """
@@ -10,23 +9,18 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from longdraft.kernels.cpu_impl import rows
+from longdraft.kernels.cpu_impl import rows, tokens
 from longdraft.kernels.reference.beam import beam_level as _reference
 
 
 class Level(NamedTuple):
-    """The new nodes, the best first.
+    """The nodes of the new level, best first."""
 
-    Attributes:
-        nodes_3BW: int64, their tokens, their parents among the tree's nodes, and their classes. Siblings carry
-            different tokens. A candidate at -inf is padding: its parent is -2, its token any.
-        scores_BW: fp32, the sum of log-probabilities along their paths; -inf for padding.
-        open_BWN: bool, which rows of the tree each reads: its parent's, and behind them of the level its own.
-    """
-
+    # int64: tokens, parents (indices into the tree) and classes. Siblings carry different tokens. A candidate whose
+    # score is -inf is padding: its parent is -2 and its token arbitrary.
     nodes_3BW: Tensor
-    scores_BW: Tensor
-    open_BWN: Tensor
+    scores_BW: Tensor  # fp32, the sum of log-probabilities along each node's path; -inf for padding
+    open_BWN: Tensor  # bool [B, W, N + W], the rows that a node reads: its parent's, and of the new level its own
 
 
 def beam_level(
@@ -40,17 +34,25 @@ def beam_level(
     borders_K: Tensor,
     token_ids_E: Tensor | None = None,
 ) -> Level:
-    """The `width` best children of all T nodes, or all where there are fewer.
+    """Choose the `width` best children of all T nodes, or all of them if there are fewer.
+
+    On a CPU this is one C call in place of some twenty operations on a few numbers each; elsewhere PyTorch
+    (reference/beam.py).
 
     Args:
-        log_probs_BTC: fp32, of the best candidates behind each node, the best first; no NaN. words_BTC: int64.
-        scores_BT: fp32, of the nodes. open_BTN: bool, rows that they read.
-        first_node: the tree's number of the first of the T nodes; the others follow.
-        first_class: of a child whose log-probability is above all borders; each border that it lies below adds one.
-        borders_K: fp32, ascending, of minus the log-probability.
-        token_ids_E: int64, the target's ids of the words; None: they are ids.
+        log_probs_BTC: fp32, of the best candidates behind each node, best first; no NaN.
+        words_BTC: int64, the candidates as draft-vocabulary ids.
+        scores_BT: fp32, the nodes' sums of log-probabilities.
+        open_BTN: bool, the rows of the tree that each node reads.
+        width: W, the number of new nodes.
+        first_node: the index in the tree of the first of the T nodes; the others follow it.
+        first_class: the class of a child whose surprise (minus its log-probability) exceeds no border; each border that
+            it exceeds adds one.
+        borders_K: fp32, ascending, in units of surprise.
+        token_ids_E: int64, the target's id of each draft-vocabulary id; None if they are the same.
     """
     width = min(width, log_probs_BTC[0].numel())
-    way = rows.beam_level if log_probs_BTC.device.type == "cpu" and rows.library() is not None else _reference
-    found = way(log_probs_BTC, words_BTC, scores_BT, open_BTN, width, first_node, first_class, borders_K, token_ids_E)
-    return Level(*found)
+    on_cpu = log_probs_BTC.device.type == "cpu" and rows.library() is not None
+    level = tokens.beam_level if on_cpu else _reference
+    inputs = log_probs_BTC, words_BTC, scores_BT, open_BTN, width, first_node, first_class, borders_K, token_ids_E
+    return Level(*level(*inputs))

@@ -1,8 +1,7 @@
 """Plain causal attention over whole rows, without a cache, by PyTorch: scoring, and training off a GPU or in fp32.
 
-Windows are masked in blocks here; what flash kernels take of them goes through segment_attention.py, which calls those.
-No trees and no cache here: see tree_attention.py, and chain_attention.py for prefill. Shapes: B rows, T queries, S >= T
-keys, H query heads, K key/value heads, d width.
+Not here: what flash kernels serve (segment_attention.py calls them), trees and caches (tree_attention.py), prefill
+(chain_attention.py). Shapes: B rows, T queries, S >= T keys, H query heads, K key/value heads, d head width.
 """
 
 import torch
@@ -12,19 +11,23 @@ from torch.nn.functional import scaled_dot_product_attention
 from longdraft.kernels.backend import HALF
 from longdraft.kernels.chain_attention import in_parts
 
-# Queries handled at once where a mask is needed: bounds it at this many rows by the keys that they may read.
+# Queries per call where a mask is needed: bounds the mask at this many rows by the keys that they may read.
 BLOCK = 512
 
 
 def causal_attention(
     q_BTHd: Tensor, k_BSKd: Tensor, v_BSKd: Tensor, window: int | None = None, sinks_H: Tensor | None = None
 ) -> Tensor:
-    """Query t reads keys 0 .. S - T + t, the last `window` of them: the last query reads all, by order in the row.
+    """Causal attention in which query t reads keys 0 .. S - T + t, the last `window` of them.
+
+    PyTorch's scaled_dot_product_attention runs everywhere: without a mask if there is no window, else in blocks of
+    queries under a small mask. With sinks, which need log-sum-exps, `in_parts` runs instead.
 
     Args:
-        q_BTHd: queries after RoPE. k_BSKd, v_BSKd: keys and values, K divides H (head h reads h // (H / K)).
-        window: number of keys a query reads at most, its own token's included where S = T; None for all.
-        sinks_H: scores of kernels/sinks.py, where there are any; without gradients.
+        q_BTHd: queries after RoPE.
+        k_BSKd, v_BSKd: keys and values. K divides H: head h reads key head h // (H / K).
+        window: number of keys a query reads at most, its own token's included if S = T; None for all.
+        sinks_H: attention sinks (kernels/sinks.py); None for none. With sinks nothing has a gradient.
     Returns: [B, T, H, d] in q's dtype, scores scaled by d ** -0.5.
     """
     if sinks_H is not None:
@@ -36,8 +39,8 @@ def causal_attention(
     if window is None or window >= n_keys:
         if n_queries == n_keys:
             return scaled_dot_product_attention(*operands, is_causal=True, enable_gqa=grouped).transpose(1, 2)
-        if q_BTHd.is_cuda and q_BTHd.dtype in HALF:  # the flash kernel, which makes no mask of this
-            from torch.nn.attention.bias import causal_lower_right  # imports PyTorch's compiler, a second
+        if q_BTHd.is_cuda and q_BTHd.dtype in HALF:  # the flash kernel takes this bias without making a mask of it
+            from torch.nn.attention.bias import causal_lower_right  # takes a second: it imports PyTorch's compiler
 
             lower_right = causal_lower_right(n_queries, n_keys)
             return scaled_dot_product_attention(*operands, attn_mask=lower_right, enable_gqa=grouped).transpose(1, 2)
@@ -45,13 +48,13 @@ def causal_attention(
 
 
 def _blockwise(q_BHTd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, window: int, grouped: bool) -> Tensor:
-    """BLOCK queries at a time, each under a mask over the keys that any of them reads: [B, H, T, d]."""
+    """[B, H, T, d], BLOCK queries at a time, under a mask over the keys that any of them reads."""
     n_queries, before = q_BHTd.shape[2], k_BKSd.shape[2] - q_BHTd.shape[2]
     blocks, shape, mask = [], None, None
     for start in range(0, n_queries, BLOCK):
         stop = min(start + BLOCK, n_queries)
         first = max(0, before + start - window + 1)
-        # Under a window most blocks are alike, and share the mask that is kept for the gradient.
+        # Under a window most blocks have the same mask. They share it, as autograd keeps it for the backward pass.
         if shape != (shape := (stop - start, before + stop - first)):
             last_T1 = torch.arange(shape[1] - shape[0], shape[1], device=q_BHTd.device)[:, None]
             key_S = torch.arange(shape[1], device=q_BHTd.device)

@@ -1,12 +1,15 @@
-"""Attention of many rows that are a chain behind the cache: the chunks and the whole prompts of a prefill.
+"""Attention of many rows that form a chain behind the cache: the chunks and the whole prompts of a prefill.
 
-No mask of rows x context is ever made. On a GPU in half precision one flash kernel takes all rows (lower-right causal,
-windows included): flash-attn's where it is installed, else PyTorch's. It is called directly, since PyTorch's own choice
-on the newest GPUs is cuDNN's, which makes a plan for every length of keys: tens to hundreds of milliseconds for each
-chunk. In fp32 the Triton kernel of the tree attention takes so many rows at a time as it serves. On a CPU with bf16
-products the C kernels take all rows, as many at a time as of a tree, with the bits of decoding. Elsewhere
-attention falls into parts that are all open or causal squares, merged by log-sum-exp. Not here: few rows and trees
-(tree_attention.py), training (causal_attention.py).
+No mask of rows x context is ever made. One of four implementations runs:
+
+- On a GPU in half precision, one flash kernel for all rows (lower-right causal, windows included): flash-attn's if it
+  is installed, else PyTorch's. It is called directly because on the newest GPUs PyTorch itself would choose cuDNN,
+  which makes a plan for every length of keys: tens to hundreds of milliseconds for each chunk.
+- On a GPU where no flash kernel serves, as in fp32, the Triton kernel of tree attention, MOST_ROWS rows at a time.
+- On a CPU with bf16 instructions, the C kernels, MOST_ATTENTION_ROWS rows at a time, with the bits of decoding.
+- Elsewhere PyTorch, in parts without a mask or with a causal square, merged by log-sum-exp (`in_parts`).
+
+Not here: few rows and trees (tree_attention.py), training (causal_attention.py).
 Shapes: B slots, T rows of the pass, S cache capacity or keys, H query heads, K key/value heads, d head width.
 """
 
@@ -28,10 +31,10 @@ from longdraft.kernels.sinks import attention_with_sinks, with_sinks
 
 @dataclass
 class ChainPlan:
-    """What all layers of a pass share: the lengths on the host, and where the kernels find each slot's rows."""
+    """What all layers of a pass share, so that none computes it again."""
 
-    lengths_B: Tensor
-    n_rows: int
+    lengths_B: Tensor  # int64, committed rows of each slot
+    n_rows: int  # T
 
     @cached_property
     def starts(self) -> list[int]:
@@ -40,7 +43,8 @@ class ChainPlan:
 
     @cached_property
     def borders(self) -> tuple[Tensor, Tensor]:
-        """int32 [2] and [B, 2]: 0 and the number of rows; 0 and the keys of each slot. Made without a wait."""
+        """The borders of each slot's queries and keys for `backend.varlen_attention`, int32 [2] and [B, 2]: 0 and the
+        number of rows; 0 and the number of keys. Made without waiting for the device."""
         keys_B2 = pad((self.lengths_B + self.n_rows)[:, None], (1, 0)).to(torch.int32)
         return torch.arange(2, dtype=torch.int32, device=self.lengths_B.device) * self.n_rows, keys_B2
 
@@ -53,15 +57,15 @@ def chain_attention(
     window: int | None = None,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """Row t of slot b reads the cache rows [0, lengths[b] + t], the last `window` of them.
+    """Causal attention in which row t of slot b reads the cache rows [0, lengths[b] + t], the last `window` of them.
 
     Args:
         q_BTHd: queries after RoPE.
-        keys_BSKd, values_BSKd: cache rows, the pass's own at [lengths[b], lengths[b] + T); what lies beyond is never
-            read (it may be NaN). Their strides may differ.
-        plan: of the pass.
-        window: the number of rows that a row reads at most, itself included; None for all.
-        sinks_H: scores of kernels/sinks.py, where there are any.
+        keys_BSKd, values_BSKd: cache rows. The pass's own are at [lengths[b], lengths[b] + T), already written; rows
+            beyond are never read (they may be NaN). Their strides may differ.
+        plan: the plan of the pass.
+        window: number of rows a row reads at most, itself included; None for all.
+        sinks_H: attention sinks (kernels/sinks.py); None for none.
     Returns: [B, T, H, d] in q's dtype, scores scaled by d ** -0.5.
     """
     if (flash := backend.varlen_attention_for(q_BTHd)) is not None:
@@ -70,11 +74,11 @@ def chain_attention(
         return in_slices(triton, q_BTHd, keys_BSKd, values_BSKd, plan.lengths_B, window, sinks_H)
     if rows.attends_chains(q_BTHd):
         return rows.chain_rows(q_BTHd, keys_BSKd, values_BSKd, plan.lengths_B, window, sinks_H)
-    out = []
-    for slot, length in enumerate(plan.starts):
-        own, read = slice(slot, slot + 1), slice(first_read(length, window), length + plan.n_rows)
-        out.append(in_parts(q_BTHd[own], keys_BSKd[own, read], values_BSKd[own, read], window, sinks_H))
-    return out[0] if len(out) == 1 else torch.cat(out)
+    outputs = []
+    for b, length in enumerate(plan.starts):
+        slot, read = slice(b, b + 1), slice(first_read(length, window), length + plan.n_rows)
+        outputs.append(in_parts(q_BTHd[slot], keys_BSKd[slot, read], values_BSKd[slot, read], window, sinks_H))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
 def prompt_attention(
@@ -85,10 +89,15 @@ def prompt_attention(
     window: int | None = None,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """`chain_attention` of whole prompts of these lengths, padded behind their ends; zeros or anything there.
+    """`chain_attention` of whole prompts of these lengths, right-padded to T rows. Output behind a prompt is arbitrary.
 
-    On a CPU prompt by prompt, so that what one gives does not depend on the others, and the short ones through the C
-    kernels: with the bits that they have in chunks (kernels/tree_attention.py).
+    On a GPU all prompts go together, on a CPU one by one, so that a prompt's result does not depend on the others. On a
+    CPU, prompts of up to MOST_ATTENTION_ROWS tokens go through the C kernels, with the bits that they have in chunks.
+
+    Args:
+        q_BTHd, k_BTKd, v_BTKd: heads after RoPE, in one dtype.
+        prompt_lengths: B numbers of at most T tokens.
+        window, sinks_H: as for `chain_attention`.
     """
     n_prompts, n_rows = q_BTHd.shape[:2]
     if (flash := backend.varlen_attention_for(q_BTHd)) is not None:
@@ -100,19 +109,19 @@ def prompt_attention(
     if (triton := backend.triton_kernels("tree_attention", q_BTHd.device.type)) is not None:
         return in_slices(triton, q_BTHd, k_BTKd, v_BTKd, start_B, window, sinks_H)
     out_BTHd = q_BTHd.new_zeros(q_BTHd.shape)
-    for slot, count in enumerate(prompt_lengths):
-        own = slice(slot, slot + 1), slice(count)
-        qkv = q_BTHd[own], k_BTKd[own], v_BTKd[own]
+    for b, count in enumerate(prompt_lengths):
+        prompt = slice(b, b + 1), slice(count)
+        qkv = q_BTHd[prompt], k_BTKd[prompt], v_BTKd[prompt]
         few = count <= rows.MOST_ATTENTION_ROWS and rows.can_attend(q_BTHd)
         if count and (few or rows.attends_chains(q_BTHd)):
-            out_BTHd[own] = rows.chain_rows(*qkv, start_B[:1], window, sinks_H)
+            out_BTHd[prompt] = rows.chain_rows(*qkv, start_B[:1], window, sinks_H)
         elif count:
-            out_BTHd[own] = in_parts(*qkv, window, sinks_H)
+            out_BTHd[prompt] = in_parts(*qkv, window, sinks_H)
     return out_BTHd
 
 
 def first_read(length: int, window: int | None) -> int:
-    """The first cache row that a row behind so many committed ones reads."""
+    """The first cache row that is read by a row with `length` committed rows before it."""
     return 0 if window is None else max(0, length - window + 1)
 
 
@@ -124,12 +133,12 @@ def by_flash(
     plan: ChainPlan,
     window: int | None,
 ) -> Tensor:
-    """`chain_attention` by a function like `backend.varlen_attention`, a call a slot; reads no length to the host."""
+    """`chain_attention` by a function like `backend.varlen_attention`, a call per slot; the host reads no length."""
     q_borders, k_borders_B2 = plan.borders
     n_rows, capacity = q_BTHd.shape[1], keys_BSKd.shape[1]
     slots = zip(q_BTHd, keys_BSKd, values_BSKd, k_borders_B2, strict=True)
-    out = [attention(q, k, v, q_borders, ends, n_rows, capacity, window) for q, k, v, ends in slots]
-    return out[0][None] if len(out) == 1 else torch.stack(out)
+    outputs = [attention(q, k, v, q_borders, k_ends, n_rows, capacity, window) for q, k, v, k_ends in slots]
+    return outputs[0][None] if len(outputs) == 1 else torch.stack(outputs)
 
 
 def in_slices(
@@ -141,61 +150,62 @@ def in_slices(
     window: int | None,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """`chain_attention` by functions like those of triton_impl/tree_attention.py, MOST_ROWS rows at a time: to each the
-    pass's rows before it are committed."""
-    out = []
+    """`chain_attention` by functions like those of triton_impl/tree_attention.py, MOST_ROWS rows at a time. To each
+    slice the pass's rows before it count as committed."""
+    outputs = []
     for start in range(0, q_BTHd.shape[1], MOST_ROWS):
         q = q_BTHd[:, start : start + MOST_ROWS]
         chain = pack_tree(None, len(q), q.shape[1], q.device)
-        part, lse = triton.tree_attention(q, keys_BSKd, values_BSKd, lengths_B + start, *chain, False, window)
-        out.append(with_sinks(part, lse, sinks_H))
-    return out[0] if len(out) == 1 else torch.cat(out, 1)
+        out, lse = triton.tree_attention(q, keys_BSKd, values_BSKd, lengths_B + start, *chain, False, window)
+        outputs.append(with_sinks(out, lse, sinks_H))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
 
 
 def in_parts(
     q_1THd: Tensor, k_1SKd: Tensor, v_1SKd: Tensor, window: int | None, sinks_H: Tensor | None = None
 ) -> Tensor:
-    """Query t reads keys 0 .. S - T + t, the last `window` of them, without a mask: [1, T, H, d].
+    """[1, T, H, d] without a mask. Query t reads keys 0 .. S - T + t, the last `window` of them.
 
-    Rows are taken in blocks in which no row leaves out another. To such a block keys are of three kinds: those that all
-    of its rows read; its own, a causal square; and those that the window takes from one row after the other, which are
-    a causal square too, read backwards.
+    Rows are taken in blocks of at most `window`, so that each reads all rows of its block before it. The keys of a
+    block are of three kinds: those that all of its rows read; the block's own, a causal square; and those that the
+    window drops one by one from row to row, which is a causal square too if queries and keys are reversed.
     """
     n_rows, n_keys = q_1THd.shape[1], k_1SKd.shape[1]
     before, window = n_keys - n_rows, n_keys if window is None else window
     q_1HTd, k_1KSd, v_1KSd = (x.transpose(1, 2) for x in (q_1THd, k_1SKd, v_1SKd))
-    # From row `window - before` on, key 0 is not read any more.
+    # From row `window - before` on, key 0 is no longer read.
     edges = sorted({0, *range(max(0, window - before), n_rows, window), n_rows})
-    done = []
+    outputs = []
     for start, stop in pairwise(edges):
-        q, own, last = q_1HTd[:, :, start:stop], before + start, before + stop
-        part = _part(q, k_1KSd[:, :, own:last], v_1KSd[:, :, own:last], causal=True)
-        common = max(0, last - window)
-        if common < own:
-            part = merge(part, _part(q, k_1KSd[:, :, common:own], v_1KSd[:, :, common:own]))
-        if common and stop - start > 1:  # the last row reads none of these
-            edge = slice(own - window + 1, common)
-            backwards = _part(*(x.flip(2) for x in (q[:, :, :-1], k_1KSd[:, :, edge], v_1KSd[:, :, edge])), causal=True)
-            some = merge([x[:, :, :-1] for x in part], [x.flip(2) for x in backwards])
-            part = [torch.cat((x, whole[:, :, -1:]), 2) for x, whole in zip(some, part, strict=True)]
-        done.append(with_sinks(part[0].transpose(1, 2), part[1].transpose(1, 2), sinks_H))
-    return done[0] if len(done) == 1 else torch.cat(done, 1)
+        q, own_start, own_stop = q_1HTd[:, :, start:stop], before + start, before + stop
+        part = _part(q, k_1KSd[:, :, own_start:own_stop], v_1KSd[:, :, own_start:own_stop], causal=True)
+        common = max(0, own_stop - window)
+        if common < own_start:
+            part = merge(part, _part(q, k_1KSd[:, :, common:own_start], v_1KSd[:, :, common:own_start]))
+        if common and stop - start > 1:  # the last row reads none of these keys
+            dropped = slice(own_start - window + 1, common)
+            backwards = (x.flip(2) for x in (q[:, :, :-1], k_1KSd[:, :, dropped], v_1KSd[:, :, dropped]))
+            edge = [x.flip(2) for x in _part(*backwards, causal=True)]
+            merged = merge([x[:, :, :-1] for x in part], edge)
+            part = [torch.cat((x, all_rows[:, :, -1:]), 2) for x, all_rows in zip(merged, part, strict=True)]
+        outputs.append(with_sinks(part[0].transpose(1, 2), part[1].transpose(1, 2), sinks_H))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
 
 
 def _part(q_1HTd: Tensor, k_1KSd: Tensor, v_1KSd: Tensor, causal: bool = False) -> tuple[Tensor, Tensor]:
-    """Attention over all of these keys, or over a causal square of them, and its log-sum-exps [1, H, T]."""
+    """Attention over all of these keys, or `causal` over a square of them, and its log-sum-exps [1, H, T]."""
     if q_1HTd.device.type == "cpu":
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q_1HTd, k_1KSd, v_1KSd, is_causal=causal)
-    # Knows no groups: a key head's queries are the heads of a sequence of their own.
+    # This kernel knows no grouped heads: the queries of each key head become the heads of a sequence of their own.
     q_KGTd = q_1HTd[0].unflatten(0, (k_1KSd.shape[1], -1))
     keys, values = (x[0][:, None].expand(-1, q_KGTd.shape[1], -1, -1) for x in (k_1KSd, v_1KSd))
     efficient = torch.ops.aten._scaled_dot_product_efficient_attention
     out_KGTd, lse_KGX, *_ = efficient(q_KGTd, keys, values, None, True, is_causal=causal)
-    return out_KGTd.flatten(0, 1)[None], lse_KGX.flatten(0, 1)[None, :, : q_1HTd.shape[2]]  # these are padded
+    return out_KGTd.flatten(0, 1)[None], lse_KGX.flatten(0, 1)[None, :, : q_1HTd.shape[2]]  # the kernel pads these
 
 
 def merge(new: Sequence[Tensor], old: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Attention of the same rows over two sets of keys: over both."""
+    """Merge the outputs and log-sum-exps of the same rows over two sets of keys into those over both."""
     (new_1HTd, new_lse_1HT), (old_1HTd, old_lse_1HT) = new, old
     share_1HT1 = torch.sigmoid(new_lse_1HT - old_lse_1HT)[..., None]
     out_1HTd = torch.lerp(old_1HTd.to(share_1HT1.dtype), new_1HTd.to(share_1HT1.dtype), share_1HT1)

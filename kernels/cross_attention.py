@@ -1,8 +1,8 @@
-"""Attention of a draft's rows over another model's cache: every row reads all of its slot's committed rows, no mask.
+"""Attention of a draft's rows over another model's cache: every row reads all committed rows of its slot, unmasked.
 
-The plain reference is reference/cross_attention.py. On a GPU with Triton the kernel of the tree attention serves: it
-reads no length to the host and cuts a long cache into runs, without which few rows leave a GPU idle. Of the flash
-kernels only flash-attn's `flash_attn_with_kvcache` cuts likewise, and PyTorch has none for who has not compiled that.
+Why ours on a GPU: the Triton kernel of the tree attention reads no length to the host, and cuts a long cache into runs,
+without which few rows leave a GPU idle. Of the flash kernels only flash-attn's `flash_attn_with_kvcache` cuts likewise,
+and PyTorch has nothing like it for users without flash-attn, which they must compile.
 Shapes: B slots, T rows of the pass, S cache capacity, H query heads, K key/value heads, G = H / K, d head width.
 """
 
@@ -20,14 +20,16 @@ def cross_attention(
     values_BSKd: Tensor,
     lengths_B: Tensor,
 ) -> Tensor:
-    """Every row of slot b reads the cache rows [0, lengths[b]).
+    """Attention in which every row of slot b reads the cache rows [0, lengths[b]).
+
+    Up to 128 rows go through the C kernels on a CPU and Triton on a GPU; all else through PyTorch, slot by slot.
 
     Args:
         q_BTHd: queries after RoPE.
-        keys_BSKd, values_BSKd: cache rows in q's dtype, K divides H (head h reads h // G); what lies beyond a length is
-            never read (it may be NaN). Their strides may differ.
-        lengths_B: int64.
-    Returns: [B, T, H, d] in q's dtype, scores scaled by d ** -0.5; zero for a slot of length 0.
+        keys_BSKd, values_BSKd: cache rows in q's dtype. K divides H: head h reads key head h // G. Rows beyond a length
+            are never read (they may be NaN). Their strides may differ.
+        lengths_B: int64, committed rows of each slot.
+    Returns: [B, T, H, d] in q's dtype, scores scaled by d ** -0.5; zeros for a slot of length 0.
     """
     if q_BTHd.shape[1] <= rows.MOST_ATTENTION_ROWS and rows.can_attend(q_BTHd):
         return rows.attention_rows(q_BTHd, keys_BSKd, values_BSKd, lengths_B, None, blind=True)
@@ -38,7 +40,7 @@ def cross_attention(
 
 
 def _slot_attention(q_THd: Tensor, keys_SKd: Tensor, values_SKd: Tensor) -> Tensor:
-    """Query groups fold into the query length, so that keys and values are read once and never repeated."""
+    """One slot. Query groups are folded into the query length, so that keys and values are read once, not repeated."""
     if not len(keys_SKd):
         return torch.zeros_like(q_THd)
     n_rows, n_heads, head_dim = q_THd.shape

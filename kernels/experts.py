@@ -1,9 +1,7 @@
-"""A feed-forward of many experts of which each token takes a few (Mixtral, arXiv 2401.04088; Qwen3, 2505.09388;
-gpt-oss, 2508.10925).
+"""A mixture of experts as feed-forward (Mixtral, arXiv 2401.04088; Qwen3, 2505.09388; gpt-oss, 2508.10925).
 
-On a GPU the tokens of all experts are two grouped products, and nothing is read on the host. On a CPU each expert that
-has tokens is two calls of kernels/linear.py, whose result for a token does not depend on the others.
-Shapes: B slots, T tokens, M = B * T, D hidden width, E experts, K of them a token's, F an expert's width, X = 2 F.
+Shapes: B slots, T tokens, M = B * T, D hidden width, E experts, K of them per token, N = M * K, F an expert's width,
+X = 2 F.
 """
 
 from collections.abc import Sequence
@@ -18,13 +16,16 @@ from longdraft.kernels.cpu_impl.rows import MOST_ATTENTION_ROWS
 from longdraft.kernels.gate import clamped_gate, gate
 from longdraft.kernels.linear import linear
 
-# The second one is of PyTorch before 2.10.
+# The second name is the one before PyTorch 2.10.
 _grouped_mm = F.grouped_mm if hasattr(F, "grouped_mm") else torch._grouped_mm  # pyright: ignore[reportPrivateImportUsage]
 
 
 class ExpertWeights(NamedTuple):
-    """An expert is down(gate(x)): of the rows of gate_up_EXD the gate's are first. Biases are there all or none.
-    clamped: arguments of `clamped_gate`, where the gate is not silu's."""
+    """Weights of a router and E experts, where an expert is down(gate(gate_up(x))).
+
+    The first F rows of an expert's gate_up are the gate's. Either all biases are given or none.
+    clamped: slope and limit of `clamped_gate`; None if the gate is SwiGLU's.
+    """
 
     router_ED: Tensor
     gate_up_EXD: Tensor
@@ -42,26 +43,32 @@ def experts(
     normalised: bool,
     prompt_lengths: Sequence[int] | None = None,
 ) -> Tensor:
-    """The sum of each token's experts, each times its probability: [B, T, D] in x's dtype, for frozen weights.
+    """The sum of each token's experts, weighted with their probabilities: [B, T, D] in x's dtype. No gradient.
 
     Probabilities are the softmax of the router's product in fp32; of equal ones the lower index comes first. The sum is
-    in fp32, in the order of the probabilities, and rounded once.
+    taken in fp32 in the order of the probabilities, and rounded once.
+
+    On a GPU the tokens of all experts go through two grouped products of PyTorch, and nothing is read on the host.
+    (Liger's fused experts wait for the host in every call, and know neither biases nor gates other than SwiGLU's.) On a
+    CPU each expert that has tokens is two calls of `linear`, whose result for a token does not depend on the others.
 
     Args:
-        n_chosen: K. normalised: the K probabilities are divided by their sum.
-        prompt_lengths: as of `linear`.
+        x_BTD: hidden states in the weights' dtype.
+        n_chosen: K.
+        normalised: divide the K probabilities by their sum.
+        prompt_lengths: as for `linear`.
     """
-    host = is_host(x_BTD.device)
-    if prompt_lengths is not None and host:
+    on_host = is_host(x_BTD.device)
+    if prompt_lengths is not None and on_host:
         out_BTD = torch.zeros_like(x_BTD)
         for slot, count in enumerate(prompt_lengths):
-            own = x_BTD[slot : slot + 1, :count]
-            chosen, shares = choose_experts(own, weights, n_chosen, normalised, [count])
-            out_BTD[slot, :count] = _on_host(own[0], chosen, shares, weights, prompt=True)
+            prompt_1TD = x_BTD[slot : slot + 1, :count]
+            chosen, shares = choose_experts(prompt_1TD, weights, n_chosen, normalised, [count])
+            out_BTD[slot, :count] = _on_host(prompt_1TD[0], chosen, shares, weights, prompt=True)
         return out_BTD
     chosen_MK, shares_MK = choose_experts(x_BTD, weights, n_chosen, normalised)
     rows_MD = x_BTD.flatten(0, 1)
-    if host:
+    if on_host:
         alone = x_BTD.shape[1] <= MOST_ATTENTION_ROWS
         return _on_host(rows_MD, chosen_MK, shares_MK, weights, alone=alone).view_as(x_BTD)
     return grouped(rows_MD, chosen_MK, shares_MK, weights).view_as(x_BTD)
@@ -70,7 +77,10 @@ def experts(
 def choose_experts(
     x_BTD: Tensor, weights: ExpertWeights, n_chosen: int, normalised: bool, prompt_lengths: Sequence[int] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The K likeliest experts of each token, int64 [M, K], and their shares, fp32 [M, K]; arguments as of `experts`."""
+    """The K likeliest experts of each token, int64 [M, K], and their weights in the sum, fp32 [M, K].
+
+    The arguments are those of `experts`.
+    """
     router = weights.router_ED, weights.router_bias_E
     logits_ME = linear(x_BTD, *router, prompt_lengths=prompt_lengths).flatten(0, 1)
     ordered = logits_ME.float().softmax(-1).sort(dim=-1, descending=True, stable=True)  # `topk` leaves ties open
@@ -79,8 +89,8 @@ def choose_experts(
 
 
 def grouped(rows_MD: Tensor, chosen_MK: Tensor, shares_MK: Tensor, weights: ExpertWeights) -> Tensor:
-    """[M, D] by two grouped products. Where PyTorch has no kernel for them it goes through a loop over the experts,
-    which waits for the host (`waits_for_host`)."""
+    """[M, D] by two grouped products. Where PyTorch has no kernel for them, it loops over the experts, which waits for
+    the host (`waits_for_host`)."""
     order_N = chosen_MK.flatten().sort(stable=True).indices
     expert_N = chosen_MK.flatten()[order_N]
     sizes_E = torch.zeros(len(weights.down_EDF), dtype=torch.int32, device=rows_MD.device)
@@ -88,7 +98,7 @@ def grouped(rows_MD: Tensor, chosen_MK: Tensor, shares_MK: Tensor, weights: Expe
     ends_E = sizes_E.cumsum(0, dtype=torch.int32)
     rows_ND = rows_MD[order_N // chosen_MK.shape[1]]
     gate_up_NX = _grouped_mm(rows_ND, weights.gate_up_EXD.mT, offs=ends_E)
-    del rows_ND  # of so many rows each is as large as a layer's: none lives longer than it is read
+    del rows_ND  # N rows are as large as a layer's: none of these tensors lives longer than it is needed
     if weights.gate_up_bias_EX is not None:
         gate_up_NX += weights.gate_up_bias_EX[expert_N]
     gated_NF = _gate(gate_up_NX, weights)
@@ -103,8 +113,10 @@ def grouped(rows_MD: Tensor, chosen_MK: Tensor, shares_MK: Tensor, weights: Expe
 
 
 def waits_for_host(weight: Tensor) -> bool:
-    """Whether a GPU's pass over experts of such weights waits for the host, so that it cannot be recorded: PyTorch's
-    own kernel is for bf16 on Hopper and Blackwell alone."""
+    """Whether a GPU's pass over experts with weights like this one waits for the host and so cannot be recorded.
+
+    PyTorch has a kernel for bf16 on Hopper and Blackwell alone.
+    """
     if weight.dtype != torch.bfloat16:
         return True
     return weight.is_cuda and torch.cuda.get_device_capability(weight.device)[0] not in (9, 10)
@@ -118,7 +130,8 @@ def _on_host(
     prompt: bool = False,
     alone: bool = False,
 ) -> Tensor:
-    """[M, D], expert after expert. alone: each token by itself, as while decoding; prompt: tokens are a prompt's."""
+    """[M, D], one expert after the other. prompt: the tokens are one prompt. alone: each token is a row of its own to
+    `linear`, as while decoding."""
     n_chosen, silu = chosen_MK.shape[1], weights.clamped is None
     gate_up, gate_up_bias = weights.gate_up_EXD, weights.gate_up_bias_EX
     down, down_bias = weights.down_EDF, weights.down_bias_ED
@@ -128,13 +141,13 @@ def _on_host(
     for expert, size in enumerate(sizes):
         if size == 0:
             continue
-        own_N, lengths = order_N[start : start + size], [size] if prompt else None
-        rows = rows_MD[own_N // n_chosen].unsqueeze(1 if alone else 0)
+        places_S, lengths = order_N[start : start + size], [size] if prompt else None
+        rows = rows_MD[places_S // n_chosen].unsqueeze(1 if alone else 0)
         bias = None if gate_up_bias is None else gate_up_bias[expert]
         gated = linear(rows, gate_up[expert], bias, gated=silu, prompt_lengths=lengths)
         gated = gated if silu else _gate(gated, weights)
         bias = None if down_bias is None else down_bias[expert]
-        outputs_ND[own_N] = linear(gated, down[expert], bias, prompt_lengths=lengths).flatten(0, 1)
+        outputs_ND[places_S] = linear(gated, down[expert], bias, prompt_lengths=lengths).flatten(0, 1)
         start += size
     return _add_up(outputs_ND, shares_MK)
 
@@ -144,7 +157,7 @@ def _gate(gate_up: Tensor, weights: ExpertWeights) -> Tensor:
 
 
 def _add_up(outputs_ND: Tensor, shares_MK: Tensor) -> Tensor:
-    """[M, D]: each token's outputs, in the order of its experts, times their shares."""
+    """[M, D]: the sum of each token's outputs times their shares, in the order of its experts."""
     outputs_MKD, sum_MD = outputs_ND.view(*shares_MK.shape, outputs_ND.shape[-1]), 0.0
     for outputs_MD, shares_M in zip(outputs_MKD.unbind(1), shares_MK.unbind(1), strict=True):
         sum_MD = sum_MD + outputs_MD.float() * shares_M[:, None]

@@ -1,6 +1,6 @@
-"""The gate of a feed-forward (SwiGLU and GEGLU, arXiv 2002.05202): SwiGLU's on a GPU is one kernel, Liger's.
+"""The gate of a feed-forward: SwiGLU's and GEGLU's (arXiv 2002.05202), and gpt-oss's.
 
-Shapes: ... any, F width.
+Shapes: ... any leading shape, M rows, F width, X = 2 F.
 """
 
 from collections.abc import Callable
@@ -12,14 +12,17 @@ from torch.nn import functional as F
 from longdraft.kernels import backend
 from longdraft.kernels.reference import gate as reference
 
-# Outputs of one row in Liger's kernel, which takes it whole.
+# The most outputs of a row that Liger's kernel takes, since it loads whole rows.
 MOST_WIDTH = 65536
-# From so many numbers on PyTorch cuts what it computes element by element among threads, wherever a share ends.
-_SHARED_OUT_FROM = 32768
+# From this many elements on, PyTorch splits an elementwise operation among threads, at any element.
+_SPLIT_FROM = 32768
 
 
 def gate(gate_up: Tensor) -> Tensor:
-    """silu(first half) * second half of [..., 2F]: [..., F], with gradients. silu is computed in fp32 and rounded."""
+    """SwiGLU's gate, silu(first half) * second half of [..., 2F]: [..., F] in the same dtype, with gradients.
+
+    silu is computed in fp32 and rounded. On a GPU Liger's kernel runs, elsewhere PyTorch.
+    """
     liger = None
     if gate_up.numel() and gate_up.shape[-1] <= 2 * MOST_WIDTH:
         liger = backend.liger_layers(gate_up.device.type)
@@ -27,9 +30,10 @@ def gate(gate_up: Tensor) -> Tensor:
 
 
 def gelu_gate(gate_up: Tensor) -> Tensor:
-    """gelu(first half) * second half of [..., 2F], gelu by its tanh formula: [..., F], for frozen weights.
+    """GEGLU's gate, gelu(first half) * second half of [..., 2F], with the tanh formula: [..., F]. No gradient.
 
-    On a CPU a row's numbers do not depend on the others.
+    PyTorch runs on every device: Liger's GEGLU takes the halves as two contiguous tensors, which means copies. On a CPU
+    a row's result does not depend on the other rows.
     """
 
     def gate(gate_up_MX: Tensor) -> Tensor:
@@ -40,10 +44,10 @@ def gelu_gate(gate_up: Tensor) -> Tensor:
 
 
 def clamped_gate(gate_up: Tensor, slope: float, limit: float) -> Tensor:
-    """gpt-oss's gate (arXiv 2508.10925): x sigmoid(slope x) (y + 1), x the first half of [..., 2F] but at most `limit`,
-    y the second but within +-limit: [..., F], for frozen weights.
+    """gpt-oss's gate (arXiv 2508.10925), x * sigmoid(slope * x) * (y + 1): [..., F]. No gradient.
 
-    On a CPU a row's numbers do not depend on the others.
+    x is the first half of [..., 2F], clamped to at most `limit`; y is the second half, clamped to +-limit. PyTorch runs
+    on every device. On a CPU a row's result does not depend on the other rows.
     """
 
     def gate(gate_up_MX: Tensor) -> Tensor:
@@ -56,14 +60,14 @@ def clamped_gate(gate_up: Tensor, slope: float, limit: float) -> Tensor:
 
 
 def _few_rows_at_once(gate_up: Tensor, gate: Callable[[Tensor], Tensor]) -> Tensor:
-    """`gate`, which computes its functions of rows that do not lie end to end, as halves of rows do not.
+    """Apply `gate`, whose inputs are halves of rows and so not contiguous, to a block of rows at a time.
 
-    On a CPU an element's last bit depends on how far it lies from the end of what is computed at once: so that is a
-    row, and there are so few rows that no thread's share ends within one.
+    On a CPU an element's last bit depends on its distance from the end of the contiguous run that it is computed in.
+    Halves of rows make that run a row, and a block has so few elements that PyTorch does not split it among threads.
     """
     rows_MX = gate_up.flatten(0, -2)
     width = rows_MX.shape[1] // 2
-    block = len(rows_MX) if gate_up.device.type != "cpu" else (_SHARED_OUT_FROM - 1) // (2 * width)
+    block = len(rows_MX) if gate_up.device.type != "cpu" else (_SPLIT_FROM - 1) // (2 * width)
     out_MF = gate_up.new_empty(len(rows_MX), width)
     for start in range(0, len(rows_MX), max(1, block)):
         out_MF[start : start + max(1, block)] = gate(rows_MX[start : start + max(1, block)])

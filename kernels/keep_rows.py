@@ -1,6 +1,6 @@
-"""The accepted path of a pass moves to the front of the pass's rows, in all layers, keys and values, in place.
+"""Move the accepted path's keys and values to the front of the pass's rows, in all layers, in place.
 
-Not here: that the cache's lengths then grow (models/kv_cache.py). The plain reference is reference/keep_rows.py.
+Not here: the growth of the cache's lengths (models/kv_cache.py).
 Shapes: L layers, B slots, S cache capacity, R rows to keep, K key/value heads, d head width.
 """
 
@@ -11,18 +11,20 @@ from longdraft.kernels import backend
 
 
 def keep_rows(keys_LBSKd: Tensor, values_LBSKd: Tensor, lengths_B: Tensor, rows_BR: Tensor, counts_B: Tensor) -> None:
-    """Row lengths[b] + rows[b, i] of slot b moves to row lengths[b] + i, for i < counts[b].
+    """Move row lengths[b] + rows[b, i] of slot b to row lengths[b] + i, for i < counts[b].
 
-    In place without a copy between: rows are strictly increasing, so rows[i] >= i, and what moves to place i overwrites
-    no row that a later place still reads (those lie above i). Moving them in the order i = 0, 1, ... is therefore
-    enough, for each column by itself. With Triton one launch, whose grid depends on shapes alone.
+    This works in place without a copy: rows are strictly increasing, so rows[i] >= i, and a row that moves to place i
+    overwrites no row that a later place still reads, as those lie above i. Moving in the order i = 0, 1, ... is
+    therefore enough, for each column by itself.
+
+    On a GPU this is one Triton launch, whose grid depends on shapes alone. Elsewhere PyTorch does it: on a CPU slot by
+    slot and only where rows move, on other devices by one indexed copy.
 
     Args:
-        keys_LBSKd, values_LBSKd: of any strides but the last, which is 1; changed in rows lengths[b] and above alone.
-        lengths_B: int64 [B], committed rows of each slot; not changed.
-        rows_BR: int64 [B, R], strictly increasing in each slot's first counts[b] places and at least 0 there; the rest
-            is ignored and may be anything.
-        counts_B: int64 [B], 0 <= counts <= R. A slot in which nothing moves costs nothing.
+        keys_LBSKd, values_LBSKd: of any strides but the last, which is 1. Only rows lengths[b] and above change.
+        lengths_B: int64, committed rows of each slot; not changed.
+        rows_BR: int64, at least 0 and strictly increasing in a slot's first counts[b] places; the rest is ignored.
+        counts_B: int64 in [0, R]. A slot in which nothing moves costs nothing.
     """
     if rows_BR.shape[1] == 0:
         return
@@ -35,7 +37,7 @@ def keep_rows(keys_LBSKd: Tensor, values_LBSKd: Tensor, lengths_B: Tensor, rows_
 
 
 def _by_slot(keys_LBSKd: Tensor, values_LBSKd: Tensor, lengths_B: Tensor, rows_BR: Tensor, counts_B: Tensor) -> None:
-    """Where the host may look: only the rows that change their place, which in most steps are none."""
+    """For a CPU: move only rows that change their place, which in most steps are none."""
     lengths, counts, rows = lengths_B.tolist(), counts_B.tolist(), rows_BR.tolist()
     for slot, (length, count) in enumerate(zip(lengths, counts, strict=True)):
         first = next((place for place in range(count) if rows[slot][place] != place), count)
@@ -48,9 +50,9 @@ def _by_slot(keys_LBSKd: Tensor, values_LBSKd: Tensor, lengths_B: Tensor, rows_B
 
 
 def _indexed(keys_LBSKd: Tensor, values_LBSKd: Tensor, lengths_B: Tensor, rows_BR: Tensor, counts_B: Tensor) -> None:
-    """One indexed copy for all slots, nothing read on the host.
+    """One indexed copy for all slots, without a read on the host.
 
-    Places behind a slot's count repeat its last move; where there is none, a row is copied onto itself.
+    Places behind a slot's count repeat its last move, or copy a row onto itself if it has none.
     """
     slots_B1 = torch.arange(len(lengths_B), device=rows_BR.device)[:, None]
     places_BR = torch.arange(rows_BR.shape[1], device=rows_BR.device).minimum((counts_B[:, None] - 1).clamp(min=0))

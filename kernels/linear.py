@@ -1,6 +1,6 @@
-"""The linear layer of a frozen model: y = x W^T + b, with the arithmetic that the CPU at hand is fast at.
+"""The linear layer of a frozen model, y = x W^T + b, in the arithmetic that is fast on the CPU at hand.
 
-Not for layers that train, though a gradient to x is kept. Shapes: M rows, I inputs, N outputs.
+Not for layers that train, although x may have a gradient. Shapes: M rows, B slots, T tokens, I inputs, N outputs.
 """
 
 from collections.abc import Sequence
@@ -14,23 +14,24 @@ from longdraft.kernels.cpu_impl import rows
 from longdraft.kernels.gate import gate
 from longdraft.kernels.rms_norm import rms_norm
 
-# From this many rows on, fp32 arithmetic with its conversion of the weight beats emulated bf16.
+# From this many rows on, fp32 arithmetic beats emulated bf16 although the weight must be converted.
 FP32_FROM = 4
-# Weights are converted in blocks of this many numbers: 4 MiB in fp32, which stays in the cache until it is multiplied.
+# Weights are converted in blocks of this many numbers: 4 MiB in fp32, which stay in the cache until they are used.
 BLOCK = 1 << 20
 
 
 @cache
 def emulates_bf16() -> bool:
-    """Whether this CPU has no bf16 products: passes of several rows are then about five times slower than in fp32."""
+    """Whether this CPU has no bf16 instructions: PyTorch then takes about five times as long for several rows as in
+    fp32."""
     return not torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def prompt_in_c(n_rows: int, dtype: torch.dtype) -> bool:
-    """Whether a prompt of so many rows is multiplied by the C kernels, where there are any.
+    """Whether the C kernels, if they are there, multiply a prompt of `n_rows` rows.
 
-    In bf16 as many rows as their attention takes, so that a prompt gives the same bits in one pass, in chunks and among
-    others; more only where the libraries are slower.
+    They do so in bf16 for as many rows as their attention takes, so that a prompt gives the same bits in one pass, in
+    chunks and among other prompts. They take more rows only if PyTorch is slower.
     """
     most = rows.MOST_LINEAR_ROWS if emulates_bf16() else rows.MOST_ATTENTION_ROWS
     return dtype == torch.bfloat16 and n_rows <= most
@@ -46,26 +47,29 @@ def linear(
     residual: Tensor | None = None,
     prompt_lengths: Sequence[int] | None = None,
 ) -> Tensor:
-    """residual + RMSNorm(x) W^T + b, or gated: [..., N], gated [..., N / 2]; each part but the product is optional.
+    """residual + RMSNorm(x) W^T + b: [..., N]; or the gate of RMSNorm(x) W^T + b: [..., N / 2]. In x's dtype.
 
-    Sums are in fp32 and each part is rounded to x's dtype, as if it stood alone. On a CPU few rows, in bf16 and while
-    decoding in fp32 too, go through C kernels in one call, whose result for a row does not depend on the other rows
-    (cpu_impl/rows.py); many rows in bf16, where the CPU has no bf16 products, are bound by arithmetic and run in fp32.
+    All but the product is optional. Sums are in fp32, and every part is rounded to x's dtype as if it stood alone.
+
+    On a CPU, few rows (in bf16, and while decoding in fp32) go through one call of C, whose result for a row does not
+    depend on the other rows (cpu_impl/rows.py). Many bf16 rows on a CPU without bf16 instructions are bound by
+    arithmetic and run in fp32. All else is PyTorch's.
 
     Args:
-        x: [..., I]. weight_NI: [N, I]. bias_N: [N].
+        x: [..., I] in the weight's dtype.
+        weight_NI, bias_N: frozen.
         norm: weight [I] and epsilon of an RMSNorm of x.
-        gated: silu(first half of the outputs) * second half.
-        residual: like the result, added to it; not with `gated`.
-        prompt_lengths: x is [B, T, I], and so many rows of each slot are a prompt's; behind them the result says
-            nothing. On a CPU a prompt's rows are multiplied by themselves, by what is fastest for so many, so that the
-            result for a prompt does not depend on the others.
+        gated: return silu(first half of the outputs) * second half.
+        residual: of the result's shape, added to it; not with `gated`.
+        prompt_lengths: x is [B, T, I], and the first prompt_lengths[b] rows of slot b are a prompt; the result behind
+            them is arbitrary. On a CPU each prompt is multiplied by itself, by what is fastest for its length, so that
+            its result does not depend on the others.
     """
     assert residual is None or not gated
     n_inputs = x.shape[-1]
     n_rows = x.numel() // n_inputs
     if prompt_lengths is None:
-        # A slot's rows decide, not the batch's: its tree must meet the same arithmetic as its plain decoding.
+        # The rows of a slot decide, not those of the batch: a tree needs the same arithmetic as plain decoding.
         few = n_rows > 0 and (n_rows <= rows.MOST_LINEAR_ROWS or x.shape[-2] <= rows.MOST_ATTENTION_ROWS)
     else:
         few = all(prompt_in_c(count, x.dtype) for count in prompt_lengths)
@@ -101,19 +105,19 @@ def _by_prompt(
     residual_BTN: Tensor | None,
     prompt_lengths: Sequence[int],
 ) -> Tensor:
-    """Each prompt's rows by themselves; zeros behind them."""
+    """`linear` of each prompt by itself; zeros behind them."""
     n_outputs = len(weight_NI) // 2 if gated else len(weight_NI)
     out_BTN = x_BTI.new_zeros(*x_BTI.shape[:2], n_outputs)
     for slot, count in enumerate(prompt_lengths):
-        own = slice(slot, slot + 1), slice(count)
-        residual = None if residual_BTN is None else residual_BTN[own]
-        given = {"norm": norm, "gated": gated, "residual": residual, "prompt_lengths": [count]}
-        out_BTN[own] = linear(x_BTI[own], weight_NI, bias_N, **given)
+        prompt = slice(slot, slot + 1), slice(count)
+        residual = None if residual_BTN is None else residual_BTN[prompt]
+        options = {"norm": norm, "gated": gated, "residual": residual, "prompt_lengths": [count]}
+        out_BTN[prompt] = linear(x_BTI[prompt], weight_NI, bias_N, **options)
     return out_BTN
 
 
 def _through_fp32(x_MI: Tensor, weight_NI: Tensor, bias_N: Tensor | None) -> Tensor:
-    """bf16 in and out, fp32 between; the weight is never held in fp32 as a whole."""
+    """Multiply bf16 operands in fp32 and round to bf16, without a copy of the whole weight in fp32."""
     n_outputs, n_inputs = weight_NI.shape
     wide_MI = x_MI.float()
     out_MN = x_MI.new_empty(len(x_MI), n_outputs)

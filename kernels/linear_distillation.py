@@ -1,12 +1,14 @@
-"""A draft's losses against the target's own distribution, through the LM head that both share, without their logits.
+"""A draft's losses against the target's distribution, through the LM head that both share, without holding all logits.
 
-The draft's labelled rows are taken in chunks as in kernels/linear_cross_entropy.py, and beside each chunk's logits are
-the target's, from its states at the same places: nothing of labels x vocabulary exists. The losses are plain PyTorch on
-every device (reference/linear_distillation.py). Liger's fused distillation does less for a frozen head: it also makes
-the head's gradient, a product more and V x D more of memory; it takes one part a call, holds 1024 rows of both logits
-whatever V is, and knows KL, but not the acceptance. Its KL of probabilities wants all of these, tokens x V.
-Not here: which positions of the target teach a label (train/methods.py).
-Shapes: P parts, N states of a part, M labels of a part, R states of the target, C of a chunk, D hidden, V vocabulary.
+The draft's labelled rows are processed in chunks as in kernels/linear_cross_entropy.py. Beside a chunk's logits are the
+target's, computed from its states at the same places, so nothing of labels x vocabulary exists.
+
+Why ours: Liger's fused distillation also computes the gradient of the head, which is frozen here: one more product and
+V x D more memory. It takes one part per call, holds 1024 rows of both logits for any V, and knows KL but not the
+acceptance. Its fused KL against given probabilities needs all of these, tokens x V.
+Not here: which positions of the target teach a label (train/methods/base.py).
+Shapes: P parts, N states of a part, M labels of a part, R states of the target, C rows of a chunk, D hidden width,
+V vocabulary, K ranks.
 """
 
 from collections.abc import Sequence
@@ -20,22 +22,21 @@ from longdraft.kernels.reference.linear_distillation import LOSSES, chunk_distil
 
 
 class LinearDistillation(NamedTuple):
-    """`loss_sums` fp32 [P], differentiable; `n_labels` int64 [P]; `rank_counts` int64 [P, K], as
-    `LinearCrossEntropy`'s; `overlaps` fp32 [P]: the sum of min(p, q), summed over all rows of a part, or 0."""
+    """Sums over each part's labels."""
 
-    loss_sums: Tensor
-    n_labels: Tensor
-    rank_counts: Tensor
-    overlaps: Tensor
+    loss_sums: Tensor  # fp32 [P], differentiable
+    n_labels: Tensor  # int64 [P]
+    rank_counts: Tensor  # int64 [P, K], as in `LinearCrossEntropy`
+    overlaps: Tensor  # fp32 [P], sums of min(p, q) over all rows of a part, ignored ones included; 0 if not measured
 
 
 class TargetStates(NamedTuple):
-    """`states` [R, D]: what the LM head reads of the target, in the draft's dtype; `rows` int64 [M] of each part: which
-    of them teaches each label; `log_totals` fp32 [R]: log-sum-exp of the target's logits of its whole vocabulary, where
-    the LM head given here is of fewer tokens and what lies on others shall count as lost; None renormalises."""
+    """The target's side of the losses."""
 
-    states: Tensor
-    rows: Sequence[Tensor]
+    states: Tensor  # [R, D] in the draft's dtype, the input of the LM head
+    rows: Sequence[Tensor]  # each part's int64 [M]: the state that teaches each label
+    # fp32 [R], log-sum-exp of the target's logits over its whole vocabulary: if the LM head has fewer tokens, p on the
+    # others counts as lost. None renormalises p to the LM head's tokens.
     log_totals: Tensor | None = None
 
 
@@ -52,19 +53,19 @@ def linear_distillation(
     top_k: int = 0,
     measure: bool = False,
 ) -> LinearDistillation:
-    """Each part's loss between `softmax(hidden @ weight.T)` and `softmax(target @ weight.T)`, summed over its labels.
+    """Each part's loss between p = `softmax(target @ weight.T)` and q = `softmax(hidden @ weight.T)`, over its labels.
 
-    The gradient is made in the forward pass and given away in the backward pass, which can therefore run once.
+    The forward pass computes the gradient and the backward pass hands it over, so the latter can run only once.
+    PyTorch runs on every device (reference/linear_distillation.py).
 
     Args:
-        hiddens, weight_VD, labels, rows, ignore_index, top_k: as of `linear_cross_entropy`.
-        objective: "kl", KL(target || draft); "overlap", -log of the sum of min(p, q); "acceptance", -log of how often
-            both choose the same token under the same Gumbel noise.
-        text_weight: share of the labels' cross-entropy in the loss, beside the objective.
-        measure: also sum the overlaps, over all rows, ignored labels' too.
-
+        hiddens, weight_VD, labels, rows, ignore_index, top_k: as for `linear_cross_entropy`.
+        objective: "kl", KL(p || q); "overlap", -log of the sum of min(p, q); "acceptance", -log of how often both
+            choose the same token under the same Gumbel noise.
+        text_weight: weight in [0, 1] of the labels' cross-entropy in the loss; the objective has the rest.
+        measure: also compute the overlaps.
     Raises:
-        ValueError: unknown objective; dtypes, or numbers of parts or labels, that differ.
+        ValueError: the objective is unknown, or dtypes or numbers of parts or labels differ.
     """
     if objective not in LOSSES:
         raise ValueError(f"objective: {objective!r} is none of {', '.join(LOSSES)}")
@@ -74,17 +75,17 @@ def linear_distillation(
     rows = rows or [torch.arange(len(labels_M), device=labels_M.device) for labels_M in labels]
     sizes, taught_T = [len(labels_M) for labels_M in labels], torch.cat(list(target.rows))
     overlap_T = target.states.new_zeros(sum(sizes), dtype=torch.float32)
-    beside: list[Tensor] = []  # the target's logits of a chunk, which all chunks share
+    buffer: list[Tensor] = []  # for the target's logits of a chunk; all chunks share it
 
-    def losses(chunk: slice, logits_CV: Tensor, labels_C: Tensor, loss_C: Tensor, before_C: Tensor, *given) -> None:
-        if not beside:
-            beside.append(torch.empty_like(logits_CV))
-        target_CV, taught_C = beside[0][: len(logits_CV)], taught_T[chunk]
+    def losses(chunk: slice, logits_CV: Tensor, labels_C: Tensor, loss_C: Tensor, before_C: Tensor, *options) -> None:
+        if not buffer:
+            buffer.append(torch.empty_like(logits_CV))
+        target_CV, taught_C = buffer[0][: len(logits_CV)], taught_T[chunk]
         torch.mm(target.states[taught_C], weight_VD.detach().T, out=target_CV)
         totals_C = None if target.log_totals is None else target.log_totals[taught_C]
         chunk_distillation(
             logits_CV, target_CV, totals_C, labels_C, loss_C, before_C, overlap_T[chunk] if measure else None,
-            objective, text_weight, *given,
+            objective, text_weight, *options,
         )  # fmt: skip
 
     sums_P, counts_PK = chunked(hiddens, weight_VD, labels, rows, ignore_index, top_k, losses, logits_beside=1)

@@ -1,8 +1,8 @@
-"""RMSNorm of the residual stream, and with the addition before it: on a GPU each is one kernel, Liger's.
+"""RMSNorm of the residual stream, alone or fused with the addition before it.
 
-All norms of a stream go through these two, so that a row has the same numbers in a pass of any width and whether or not
-something is added to it. The plain references are in reference/rms_norm.py. Not here: norms of heads, which go with
-their rotation (rotate.py). Shapes: ... any leading shape, D width.
+All norms of a stream go through these two functions, so that a row has the same bits in a pass of any width, with or
+without an addition. Not here: norms of heads, which are part of their rotation (rotate.py).
+Shapes: ... any leading shape, D width.
 """
 
 import torch
@@ -11,17 +11,18 @@ from torch import Tensor
 from longdraft.kernels import backend
 from longdraft.kernels.reference import rms_norm as reference
 
-# Of one row in Liger's kernels, which take it whole.
+# The widest row that Liger's kernels take, since they load whole rows.
 MOST_WIDTH = 65536
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension, computed in fp32 and rounded once to x's dtype.
 
-    Where a gradient is asked for, PyTorch's, which is one kernel each way too.
+    On a GPU Liger's kernel runs. PyTorch runs elsewhere, and also if a gradient is needed: it too has one kernel for
+    each direction.
 
     Args:
-        x: [..., D]. weight_D: in x's dtype.
+        x: [..., D]. weight_D: in x's dtype. eps: added to the mean of the squares.
     """
     liger = _liger(x, weight_D)
     if liger is None or (torch.is_grad_enabled() and (x.requires_grad or weight_D.requires_grad)):
@@ -30,17 +31,19 @@ def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, added: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(`rms_norm` of x + added, x + added), the sum rounded before its norm is taken; with gradients.
+    """(`rms_norm` of x + added, x + added), with gradients. The sum is rounded before its norm is taken.
+
+    On a GPU this is one kernel, Liger's; elsewhere PyTorch adds and then takes the norm.
 
     Args:
-        x, added: [..., D] of one dtype. weight_D: in the same.
+        x, added: [..., D] of one dtype. weight_D: in the same dtype. eps: as for `rms_norm`.
     """
     liger = _liger(x, weight_D)
     return (liger or reference).add_rms_norm(x, added, weight_D, eps)
 
 
 def adds_with_norm(x: Tensor) -> bool:
-    """Whether an addition to such a stream is best left to the norm that follows."""
+    """Whether `add_rms_norm` fuses the addition for a stream like x, so that it is best left to the next norm."""
     return _liger(x, x) is not None
 
 

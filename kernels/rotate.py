@@ -1,7 +1,8 @@
-"""RoPE's rotation of query and key heads, behind their norms where a model has such; and, with keys and values written
-to a cache, in one launch on a GPU and one call of C on a CPU. Ours, for Liger's RoPE knows neither heads' norms nor
-caches. Not here: the tables of cosines and sines (models/rope.py).
+"""RoPE's rotation of query and key heads after their norms, if a model has any, and the write of keys and values to a
+cache.
 
+Why ours: Liger's RoPE knows neither norms of heads nor caches. Not here: the tables of cosines and sines
+(models/rope.py).
 Shapes: B slots, T tokens, n heads, d head width, F = d / 2 frequencies; N heads of q, k and v together, K of k and of
 v; S cache capacity.
 """
@@ -18,14 +19,16 @@ from longdraft.kernels.reference.rotate import HeadNorms
 
 
 def rotate(x_BTnd: Tensor, cos_BT11F: Tensor, sin_BT12F: Tensor, norms: HeadNorms | None = None) -> Tensor:
-    """Rotate heads, the first half of a head's width paired with the second: a new tensor of x's shape and dtype.
+    """Rotate heads: a new tensor of x's shape and dtype. The first half of a head is paired with the second.
 
-    The product with the cosine is rounded to x's dtype before the one with the sine is added, and so are the norms.
+    Norms, and the product with the cosine before the one with the sine is added, are rounded to x's dtype. On a GPU
+    this is one Triton launch unless x needs a gradient; on a CPU one C call in bf16, and in fp32 while decoding; all
+    else is PyTorch (reference/rotate.py).
 
     Args:
         x_BTnd: heads before RoPE; may be a slice of a wider projection.
-        cos_BT11F: cosines; B may be 1 for all slots, and T for all rows.
-        sin_BT12F: the sines, negative for the first half.
+        cos_BT11F: cosines. B may be 1, for all slots, and T may be 1, for all rows.
+        sin_BT12F: sines, negated for the first half; B and T likewise.
         norms: RMSNorms of the heads before they are rotated.
     """
     if (triton := triton_for(x_BTnd, cos_BT11F)) is not None:
@@ -44,15 +47,16 @@ def rotate_append(
     lengths_B: Tensor,
     norms: HeadNorms | None = None,
 ) -> Tensor:
-    """`rotate` of q and k, [B, T, N - K, d]; k and v go to rows lengths[b] .. lengths[b] + T - 1 of a cache.
+    """`rotate` q and k, and write k and v to rows lengths[b] .. lengths[b] + T - 1 of a cache: [B, T, N - K, d].
 
-    Nobody checks that there is room; on a GPU rows behind the capacity are dropped. Nothing is read on the host.
+    Whether there is room is not checked; on a GPU, rows beyond the capacity are dropped. Nothing is read on the host.
+    The implementation is chosen as in `rotate`, where C also needs the cache's heads to be contiguous.
 
     Args:
         qkv_BTNd: heads of q, then of k, then of v, before RoPE.
         cos_BT11F, sin_BT12F, norms: as for `rotate`.
-        keys_BSKd, values_BSKd: of one layer, of any strides but the last, which is 1; changed in those rows alone.
-        lengths_B: int64; not changed.
+        keys_BSKd, values_BSKd: one layer's cache, of any strides but the last, which is 1; only those rows change.
+        lengths_B: int64, committed rows of each slot; not changed.
     """
     if (triton := triton_for(qkv_BTNd, cos_BT11F)) is not None:
         return triton.rotate_append(qkv_BTNd, cos_BT11F, sin_BT12F, keys_BSKd, values_BSKd, lengths_B, norms)
@@ -63,7 +67,8 @@ def rotate_append(
 
 
 def _in_c(x_BTnd: Tensor, cos_BT11F: Tensor, norms: HeadNorms | None) -> bool:
-    """Whether the C kernels rotate such heads, of any number of tokens: a norm's sum has an order of its own there."""
+    """Whether the C kernels rotate heads like these, for any number of tokens: C sums norms in an order of its own, so
+    the choice must not depend on T."""
     table = x_BTnd.dtype == cos_BT11F.dtype and cos_BT11F.shape[1] == x_BTnd.shape[1]
     served = rows.serves(x_BTnd.dtype) and x_BTnd.device.type == "cpu" and not x_BTnd.requires_grad
     fits = x_BTnd.numel() > 0 and (norms is None or x_BTnd.shape[3] % 8 == 0)
@@ -71,7 +76,7 @@ def _in_c(x_BTnd: Tensor, cos_BT11F: Tensor, norms: HeadNorms | None) -> bool:
 
 
 def triton_for(x_BTnd: Tensor, cos_BT11F: Tensor) -> Any | None:
-    """triton_impl/rotate.py, where it serves such heads: no gradient goes through it."""
+    """The module triton_impl/rotate.py if it serves heads like these, else None. No gradient goes through it."""
     if x_BTnd.dtype != cos_BT11F.dtype or (torch.is_grad_enabled() and x_BTnd.requires_grad):
         return None
     return backend.triton_kernels("rotate", x_BTnd.device.type)

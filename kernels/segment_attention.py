@@ -1,10 +1,7 @@
-"""Causal attention between runs of rows that lie end to end: packed documents, noise shifts, subsets of queries.
+"""Causal attention within segments of rows: packed documents, noise shifts, subsets of queries.
 
-A segment's last query reads all of its keys, each query before it one key less (flash-attention's bottom-right
-alignment); whatever lies outside the segments is not read. On a GPU in half precision all segments go through one
-kernel (kernels/backend.py says whose), elsewhere each is a call of its own. Its backward computes the gradients of keys
-and values too, wanted or not; where they are frozen, as the target's are, triton_impl/segment_attention.py computes the
-queries' alone. The plain reference is reference/segment_attention.py. Not here: caches and trees (tree_attention.py).
+A segment's last query reads all of its keys, and each query before it reads one key less (flash-attention's
+bottom-right alignment). Rows outside the segments are not read. Not here: caches and trees (tree_attention.py).
 Shapes: N query rows, M key rows, S segments, P queries in segments, H query heads, K key/value heads, d head width.
 """
 
@@ -22,7 +19,8 @@ from longdraft.kernels.causal_attention import causal_attention
 from longdraft.kernels.sinks import attention_with_sinks
 from longdraft.kernels.transfer import from_host
 
-# One kernel wants keys end to end, so what segments share is copied: at most this many rows for each that there is.
+# One kernel for all segments needs their keys end to end, so keys that segments share are copied. If that made more
+# than this many rows for each key, segments go one by one.
 MOST_COPIES = 4
 
 
@@ -36,17 +34,15 @@ class Segment(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """Segments end to end. `q_rows`, `k_rows`: which rows lie there, a slice where they lie so already, int64 indices
-    where they are gathered. `q_borders`, `k_borders` int32 [S + 1]: where each segment starts among them, and at the
-    end how many there are. `most_queries`, `most_keys`: of one segment. `spans` int32 [S, 4]: the segments."""
+    """How segments are laid end to end."""
 
-    q_rows: slice | Tensor
+    q_rows: slice | Tensor  # the rows to lay there: a slice if they already are end to end, else int64 indices
     k_rows: slice | Tensor
-    q_borders: Tensor
+    q_borders: Tensor  # int32 [S + 1], where each segment starts there, and the total
     k_borders: Tensor
-    most_queries: int
+    most_queries: int  # of the longest segment
     most_keys: int
-    spans: Tensor
+    spans: Tensor  # int32 [S, 4], the segments
 
 
 def segment_attention(
@@ -57,15 +53,23 @@ def segment_attention(
     window: int | None = None,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """Query i of a segment of n queries and m keys reads its keys 0 .. m - n + i, the last `window` of them.
+    """Attention in which query i of a segment of n queries and m keys reads its keys 0 .. m - n + i.
+
+    On a GPU in half precision all segments go through one kernel, flash-attn's or PyTorch's (kernels/backend.py). Its
+    backward always computes the gradients of keys and values too. If they are frozen, as the target's are, ours in
+    Triton computes the gradient of the queries alone (triton_impl/segment_attention.py). Elsewhere PyTorch takes one
+    segment after the other (causal_attention.py).
 
     Args:
-        q_NHd: queries after RoPE. k_MKd, v_MKd: keys and values, K divides H (head h reads h // (H / K)).
-        segments: in the order of their queries, which do not overlap; their keys may. One without queries is none.
-        window: number of keys a query reads at most; None for all.
-        sinks_H: scores of kernels/sinks.py, where there are any; without gradients.
-    Returns: [N, H, d] in q's dtype, scores scaled by d ** -0.5; zeros for rows in no segment, and no gradient to them.
-    Raises: ValueError for a segment with fewer keys than queries, out of order, or beyond the rows there are.
+        q_NHd: queries after RoPE.
+        k_MKd, v_MKd: keys and values. K divides H: head h reads key head h // (H / K).
+        segments: in the order of their queries, which do not overlap; their keys may. Empty ones are ignored.
+        window: number of keys a query reads at most, the last ones; None for all.
+        sinks_H: attention sinks (kernels/sinks.py); None for none. With sinks nothing has a gradient.
+    Returns:
+        [N, H, d] in q's dtype, scores scaled by d ** -0.5; zeros for rows in no segment, which get a zero gradient.
+    Raises:
+        ValueError: a segment has fewer keys than queries, is out of order, or lies outside the rows.
     """
     _check(segments, len(q_NHd), len(k_MKd))
     segments = _with_queries(segments)
@@ -73,17 +77,18 @@ def segment_attention(
         return _blind(q_NHd)
     copies = sum(segment.k_stop - segment.k_start for segment in segments)
     attention = backend.varlen_attention_for(q_NHd) if copies <= MOST_COPIES * len(k_MKd) else None
+    trains = torch.is_grad_enabled() and any(x.requires_grad for x in (q_NHd, k_MKd, v_MKd))
     if attention is None:
         return _one_by_one(q_NHd, k_MKd, v_MKd, segments, window, sinks_H)
     kernels = backend.triton_kernels("segment_attention", q_NHd.device.type)
-    frozen = not (k_MKd.requires_grad or v_MKd.requires_grad)
-    if kernels is not None and frozen and q_NHd.requires_grad and torch.is_grad_enabled():
+    frozen_keys = not (k_MKd.requires_grad or v_MKd.requires_grad)
+    if kernels is not None and trains and frozen_keys and sinks_H is None:
         return with_frozen_keys(attention, kernels.query_gradient, q_NHd, k_MKd, v_MKd, segments, window)
     return in_one_call(attention_with_sinks(attention, sinks_H), q_NHd, k_MKd, v_MKd, segments, window)
 
 
 def send_segments(segments: Sequence[Segment], device: torch.device) -> None:
-    """What `segment_attention` copies to a GPU for these segments is copied now, before other work is queued there."""
+    """Copy what `segment_attention` needs for these segments to a GPU now, before other work is queued there."""
     segments = _with_queries(segments)
     if segments and device.type == "cuda":
         lay_end_to_end(segments, device)
@@ -101,7 +106,7 @@ def in_one_call(
     segments: tuple[Segment, ...],
     window: int | None,
 ) -> Tensor:
-    """`segment_attention` by one call of a function like `backend.varlen_attention`; none without queries."""
+    """`segment_attention` by one call of a function like `backend.varlen_attention`; every segment has queries."""
     layout = lay_end_to_end(segments, q_NHd.device)
     return _put_back(attention(*_laid(layout, q_NHd, k_MKd, v_MKd), window), q_NHd, layout)
 
@@ -115,8 +120,11 @@ def with_frozen_keys(
     segments: tuple[Segment, ...],
     window: int | None,
 ) -> Tensor:
-    """As `in_one_call`, with a gradient of the queries alone, by a function like the one of that name in
-    triton_impl/segment_attention.py. `attention` is told `with_lse=True` and gives the log-sum-exps, fp32 [H, P], too.
+    """`in_one_call` with a gradient of the queries alone.
+
+    Args:
+        attention: a function like `backend.varlen_attention`; it is called with `with_lse=True`.
+        query_gradient: a function like the one of this name in triton_impl/segment_attention.py.
     """
     layout = lay_end_to_end(segments, q_NHd.device)
     out_NHd: Any = _FrozenKeys.apply(attention, query_gradient, q_NHd, k_MKd, v_MKd, layout, window)
@@ -124,7 +132,7 @@ def with_frozen_keys(
 
 
 class _FrozenKeys(torch.autograd.Function):
-    """Copies that lay segments end to end are not kept: the gradient is of the rows where they are."""
+    """Does not keep the copies that lay segments end to end: the gradient is computed from the rows in place."""
 
     @staticmethod
     def forward(ctx, attention, query_gradient, q_NHd, k_MKd, v_MKd, layout, window):  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -145,7 +153,7 @@ class _FrozenKeys(torch.autograd.Function):
 
 
 def _laid(layout: Layout, q_NHd: Tensor, k_MKd: Tensor, v_MKd: Tensor) -> tuple[Any, ...]:
-    """What a function like `backend.varlen_attention` takes, but for the window."""
+    """The arguments of a function like `backend.varlen_attention`, but for the window."""
     rows = q_NHd[layout.q_rows], k_MKd[layout.k_rows], v_MKd[layout.k_rows]
     return *rows, layout.q_borders, layout.k_borders, layout.most_queries, layout.most_keys
 
@@ -176,9 +184,10 @@ def _one_by_one(
 
 
 def _cut(x: Tensor, spans: Sequence[tuple[int, int]]) -> Sequence[Tensor]:
-    """The rows before the first span, the first span's, those between it and the second, ..., those behind the last.
+    """The rows before the first span, those of the first span, those between it and the second, ..., those behind the
+    last. Spans that overlap have nothing between them.
 
-    Spans in order are cut at once: the gradient of that is one tensor, that of a slice as long as x for each.
+    Spans in order are cut by one `split`, whose gradient is one tensor; slices have one gradient of x's size each.
     """
     edges = [0, *(edge for span in spans for edge in span), len(x)]
     if edges == sorted(edges):
@@ -187,15 +196,17 @@ def _cut(x: Tensor, spans: Sequence[tuple[int, int]]) -> Sequence[Tensor]:
 
 
 def _blind(q_NHd: Tensor) -> Tensor:
-    """Zeros that depend on the queries, whose gradient is then zero and not missing: every rank of a sharded draft has
-    one for the same weights. NaN does not get through."""
+    """Zeros that depend on the queries, so that their gradient is zero and not missing: every rank of a sharded draft
+    must have gradients for the same weights. NaN does not get through."""
     return q_NHd.masked_fill(torch.ones((), dtype=torch.bool, device=q_NHd.device), 0.0)
 
 
-@lru_cache(maxsize=16)  # the layers of a pass share theirs
+@lru_cache(maxsize=16)  # the layers of a pass share a layout
 def lay_end_to_end(segments: tuple[Segment, ...], device: torch.device) -> Layout:
-    """What kernels for sequences of several lengths want to know; at least one segment, none without queries. Made on
-    the host; what is queued on the device is not waited for."""
+    """The layout that kernels for sequences of several lengths need; at least one segment, none without queries.
+
+    It is made on the host, without waiting for work queued on the device.
+    """
     q_rows, q_borders, most_queries = _end_to_end([(s.q_start, s.q_stop) for s in segments], device)
     k_rows, k_borders, most_keys = _end_to_end([(s.k_start, s.k_stop) for s in segments], device)
     spans = from_host(torch.tensor(segments, dtype=torch.int32), device)
@@ -205,7 +216,7 @@ def lay_end_to_end(segments: tuple[Segment, ...], device: torch.device) -> Layou
 def _end_to_end(spans: Sequence[tuple[int, int]], device: torch.device) -> tuple[slice | Tensor, Tensor, int]:
     sizes = [stop - start for start, stop in spans]
     borders = from_host(torch.tensor([0, *accumulate(sizes)], dtype=torch.int32), device)
-    if all(before[1] == behind[0] for before, behind in pairwise(spans)):
+    if all(one[1] == following[0] for one, following in pairwise(spans)):
         return slice(spans[0][0], spans[-1][1]), borders, max(sizes)
     return from_host(torch.cat([torch.arange(*span) for span in spans]), device), borders, max(sizes)
 

@@ -1,9 +1,9 @@
-"""Selecting rows of one slot's cache: importance of keys, means of chunks, the best of them, and copies of rows.
+"""Select rows of one slot's cache: scores of keys, the best keys, means of chunks, and copies of rows.
 
-With Triton all layers in one launch each, keys read once in their own dtype, nothing read on the host. Elsewhere layer
-by layer, which bounds the fp32 copies and the scores that are held. Which tokens a cache keeps is infer/selection.py's
-question. The plain references are reference/selection.py.
-Shapes: L layers, S rows of the slot, H query heads, K KV heads, d head width, R rows picked, C chunks.
+On a GPU each function is one Triton launch for all layers, which reads keys once in their own dtype, with nothing read
+on the host. Elsewhere PyTorch goes layer by layer, which bounds the fp32 copies and the scores that are held. Not here:
+which tokens a cache keeps (infer/selection.py).
+Shapes: L layers, S rows of the slot, H query heads, K key/value heads, d head width, R rows picked, C chunks.
 """
 
 import torch
@@ -11,17 +11,17 @@ from torch import Tensor
 
 from longdraft.kernels import backend
 
-# Keys scored at once: bounds the fp32 copy of them.
+# Keys scored at once, which bounds their fp32 copy.
 BLOCK = 8192
 
 
 def key_scores(queries_LHd: Tensor, keys_LSKd: Tensor) -> Tensor:
-    """q . k summed over each KV head's query group: fp32 [L, K, S], unscaled.
+    """Importance of keys: q . k summed over the query group of each key head, fp32 [L, K, S], unscaled.
 
-    The sum over the group is the sum of its queries times the key, so no key is repeated.
+    It is computed as the sum of the group's queries times the key, so no key is repeated.
 
     Args:
-        queries_LHd: post-RoPE queries of one token; head h belongs to KV head h // (H / K).
+        queries_LHd: queries of one token after RoPE; head h belongs to key head h // (H / K).
         keys_LSKd: keys to be scored, S >= 1, of any strides but the last, which is 1.
 
     Source: TokenSwift (arXiv 2502.18890), section 3.2.
@@ -39,7 +39,7 @@ def _layer_scores(query_Hd: Tensor, keys_SKd: Tensor) -> Tensor:
 
 
 def top_keys(queries_LHd: Tensor, keys_LSKd: Tensor, count: int) -> Tensor:
-    """The `count` keys of each layer and KV head with the highest `key_scores`: int64 [L, K, count], best first."""
+    """The `count` keys of each layer and key head with the highest `key_scores`: int64 [L, K, count], best first."""
     if backend.triton_kernels("selection", keys_LSKd.device.type) is not None:
         return key_scores(queries_LHd, keys_LSKd).topk(count, dim=2).indices
     layers = zip(queries_LHd, keys_LSKd, strict=True)
@@ -47,11 +47,12 @@ def top_keys(queries_LHd: Tensor, keys_LSKd: Tensor, count: int) -> Tensor:
 
 
 def chunk_means(keys_LSKd: Tensor, chunk: int, out_LCKd: Tensor) -> None:
-    """Means of `chunk` keys each, in the order of rows, summed in fp32.
+    """Write the mean of every `chunk` consecutive keys. Sums are in fp32, in the order of rows.
 
     Args:
         keys_LSKd: S = C * chunk rows, at least one chunk, of any strides but the last, which is 1.
-        out_LCKd: written; of any dtype and strides but the last.
+        chunk: keys per chunk.
+        out_LCKd: written, in any dtype, of any strides but the last, which is 1.
 
     Source: TriForce (arXiv 2404.11912), section 4.1.
     """
@@ -65,12 +66,12 @@ def chunk_means(keys_LSKd: Tensor, chunk: int, out_LCKd: Tensor) -> None:
 def gather_rows(
     keys_LSKd: Tensor, values_LSKd: Tensor, index_LRK: Tensor, keys_out_LRKd: Tensor, values_out_LRKd: Tensor
 ) -> None:
-    """Rows index[l, r, k] of keys and values, for each layer and KV head its own, to row r of the outputs.
+    """Copy row index[l, r, k] of keys and values of layer l and key head k to row r of the outputs.
 
     Args:
         keys_LSKd, values_LSKd: of any strides but the last, which is 1.
         index_LRK: int64 in [0, S), of any strides.
-        keys_out_LRKd, values_out_LRKd: written; they share no memory with keys and values.
+        keys_out_LRKd, values_out_LRKd: written; they must share no memory with keys and values.
     """
     if (triton := backend.triton_kernels("selection", keys_LSKd.device.type)) is not None:
         triton.gather_rows(keys_LSKd, values_LSKd, index_LRK, keys_out_LRKd, values_out_LRKd)

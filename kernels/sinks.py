@@ -1,7 +1,7 @@
-"""Attention sinks (gpt-oss, arXiv 2508.10925): a learned score a head, of a key without a value that every query reads.
+"""Attention sinks (gpt-oss, arXiv 2508.10925): each head has a learned score, as of one more key, without a value.
 
-What it reads besides gets that much less of the softmax: the output is times sigmoid(log-sum-exp of its scores - sink).
-Shapes: ... any, H heads, d head width.
+The other keys get less of the softmax accordingly: the output is scaled by sigmoid(log-sum-exp of the scores - sink).
+Shapes: ... any leading shape, N queries, H heads, d head width.
 """
 
 from collections.abc import Callable
@@ -12,24 +12,28 @@ from torch import Tensor
 
 
 def with_sinks(out_Hd: Tensor, lse_H: Tensor | None, sinks_H: Tensor | None) -> Tensor:
-    """Attention [..., H, d] as if its queries had read the sinks too; as it is where there are none.
+    """Correct the output of attention for sinks: [..., H, d] in out's dtype. PyTorch runs on every device.
 
-    lse_H: fp32 [..., H], log-sum-exps of the scaled scores, natural; -inf where nothing was read.
+    Args:
+        out_Hd: [..., H, d], attention without sinks.
+        lse_H: fp32 [..., H], natural log-sum-exps of the scaled scores; -inf where nothing was read.
+        sinks_H: the sinks' scores. If this or `lse_H` is None, there are none and `out_Hd` is returned.
     """
     if sinks_H is None or lse_H is None:
         return out_Hd
-    # In fp64, so that what is rounded does not depend on where in the pass a query stands: sigmoid's last bit does.
+    assert not (torch.is_grad_enabled() and out_Hd.requires_grad), "log-sum-exps of fused attention have no gradient"
+    # In fp64: the last bit of sigmoid depends on a query's place in the pass, and the rounded result must not.
     share_H = torch.sigmoid(lse_H.double() - sinks_H.double())
     return (out_Hd.float() * share_H.float()[..., None]).to(out_Hd.dtype)
 
 
 def attention_with_sinks(attention: Callable[..., Any], sinks_H: Tensor | None) -> Callable[..., Any]:
-    """A function like `backend.varlen_attention`, as if its queries had read the sinks too."""
+    """Wrap a function like `backend.varlen_attention` so that its output accounts for sinks, if there are any."""
     if sinks_H is None:
         return attention
 
-    def attend(*given: Any) -> Tensor:
-        out_NHd, lse_HN = attention(*given, with_lse=True)
+    def attend(*arguments: Any) -> Tensor:
+        out_NHd, lse_HN = attention(*arguments, with_lse=True)
         return with_sinks(out_NHd, lse_HN.T, sinks_H)
 
     return attend

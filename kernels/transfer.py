@@ -1,4 +1,4 @@
-"""Between host and device without waiting for what is queued there: small tensors on their way, either way."""
+"""Copies of small tensors between host and device, either way, without waiting for work queued on the device."""
 
 from collections.abc import Callable, Sequence
 
@@ -9,29 +9,32 @@ from longdraft.kernels import backend
 
 
 class HostCopy:
-    """Tensors on their way to the host. The copy is queued behind what is queued now; `lists` waits for it and for
-    nothing that is queued later. So a step can be read while the next one runs, which may overwrite them. On a CPU,
-    where one step ends before the next begins, nothing is copied."""
+    """Tensors on their way to the host.
+
+    The copy is queued now, and `lists` waits for it and for nothing that is queued later. So a step's tensors can be
+    read while the next step runs and perhaps overwrites them. On a CPU a step ends before the next one begins, so
+    nothing is copied.
+    """
 
     def __init__(self, *tensors: Tensor):
         self._tensors, self._arrived = list(tensors), None
         if tensors[0].is_cuda:
             pinned = [torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in tensors]
-            self._tensors = [to.copy_(x, non_blocking=True) for to, x in zip(pinned, tensors, strict=True)]
+            self._tensors = [host.copy_(x, non_blocking=True) for host, x in zip(pinned, tensors, strict=True)]
             self._arrived = torch.cuda.Event()
             self._arrived.record(torch.cuda.current_stream(tensors[0].device))
         elif not backend.is_host(tensors[0].device):
             self._tensors = [x.clone() for x in tensors]
 
     def lists(self) -> list:
-        """Each tensor's `tolist`."""
+        """Wait for the copy and return each tensor's `tolist`."""
         if self._arrived is not None:
             self._arrived.synchronize()
         return [x.tolist() for x in self._tensors]
 
 
 class Moment:
-    """When what is queued now will be done: on CUDA by the device's own clock, elsewhere by the host's, `clock`."""
+    """The moment when all work queued now will be done: by the device's own clock on CUDA, elsewhere by `clock`."""
 
     def __init__(self, device: torch.device, clock: Callable[[], float]):
         self._event, self._at = None, 0.0
@@ -42,33 +45,34 @@ class Moment:
             self._at = clock()
 
     def seconds_to(self, later: "Moment") -> float:
-        """Of the device, up to a later moment of it; both have passed (something queued behind them has been read)."""
+        """Seconds from this moment to a later one on the same device. Both must have passed: something that was queued
+        after them has been read."""
         if self._event is None or later._event is None:
             return later._at - self._at
         return self._event.elapsed_time(later._event) / 1e3
 
 
 def from_host(x: Tensor, device: torch.device | str | None) -> Tensor:
-    """`x.to(device)`, queued where that would wait for all that is queued before."""
+    """`x.to(device)`, but a copy from the host to CUDA is only queued, where `to` would wait for all work before it."""
     if x.is_cuda or device is None or torch.device(device).type != "cuda":
         return x.to(device)
     return x.pin_memory().to(device, non_blocking=True)
 
 
 def integers(numbers: Sequence[int] | Tensor, device: torch.device) -> Tensor:
-    """These numbers there, int64, without a wait."""
+    """The numbers as an int64 tensor on the device, without a wait."""
     return from_host(torch.as_tensor(numbers, dtype=torch.int64), device)
 
 
 def read_together(*tensors: Tensor) -> list[list]:
-    """Each tensor's `tolist`, int64 or bool [B, ...] all; elsewhere than on a CPU in one read."""
+    """Each tensor's `tolist`, with a single read from the device. All are int64 or bool, [B, ...]."""
     if not tensors or backend.is_host(tensors[0].device):
         return [x.tolist() for x in tensors]
     joined = torch.cat([x.flatten(1) if x.dim() > 1 else x[:, None] for x in tensors], dim=1).tolist()
-    found, first = [], 0
+    lists, first = [], 0
     for x in tensors:
         width = x.numel() // max(len(x), 1)
         rows = [row[first : first + width] for row in joined]
-        found.append([row[0] for row in rows] if x.dim() == 1 else rows)
+        lists.append([row[0] for row in rows] if x.dim() == 1 else rows)
         first += width
-    return found
+    return lists

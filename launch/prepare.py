@@ -1,9 +1,11 @@
-"""Text to packed shards: `python launch/prepare.py --source stdlib --target smollm2-135m --out data/quickstart
---seq-len 256`, or by a recipe: `python launch/prepare.py configs/data/pg19.yaml --target meta-llama/Llama-3.1-8B`; what
-came out: `python launch/prepare.py --inspect data/quickstart --target smollm2-135m`.
+"""Pack text into shards of tokens, by options or by a recipe, or inspect the result:
 
-Argument parsing and nothing else; the work is in data_prep/prepare.py and data_prep/inspection.py. The word
-`regenerate` before the arguments is another command, launch/regenerate.py.
+    python launch/prepare.py --source stdlib --target smollm2-135m --out data/quickstart --seq-len 256
+    python launch/prepare.py configs/data/pg19.yaml --target meta-llama/Llama-3.1-8B
+    python launch/prepare.py --inspect data/quickstart --target smollm2-135m
+
+Only argument parsing is here; the work is in data_prep/prepare.py and data_prep/inspection.py. `prepare regenerate` is
+another command, launch/regenerate.py.
 """
 
 import argparse
@@ -18,9 +20,9 @@ from longdraft.data_prep.failures import failures_described
 from longdraft.data_prep.prepare import LENGTHS_PNG, merge, prepare
 from longdraft.data_prep.settings import PrepareConfig, same_way
 from longdraft.data_prep.tasks import read_machine
-from longdraft.launch.console import ends_on_ctrl_c, flag, framed, note, show
+from longdraft.launch.console import flag, note, run_command, show
 
-# Flags that a recipe has as fields of its own, and those that say how a source is read.
+# Options that are fields of a recipe, and options that are fields of a recipe's source.
 SETTINGS = ("seq_len", "documents", "chat_template", "heldout_share", "max_tokens", "seed")
 OF_A_SOURCE = ("files", "config", "split", "text_field", "chat_field")
 
@@ -36,18 +38,17 @@ def main(argv: Sequence[str] | None = None) -> int | None:
     _check_used(parser, args)
 
     def work() -> None:
-        with ends_on_ctrl_c(parser.prog):
-            if args.inspect is not None:
-                with failures_described(args.inspect):
-                    _inspect(args.inspect, args.target, args.json)
-            elif args.merge:
-                how = {"max_bad_share": args.max_bad_share} if "max_bad_share" in args else {}
-                merge(_needed(parser, out=args.out)["out"], **how, log=_log)
-            else:
-                _prepare(parser, args)
+        if args.inspect is not None:
+            with failures_described(args.inspect):
+                _inspect(args.inspect, args.target, args.json)
+        elif args.merge:
+            limit = {"max_bad_share": args.max_bad_share} if "max_bad_share" in args else {}
+            merge(_needed(parser, out=args.out)["out"], **limit, log=_log)
+        else:
+            _prepare(parser, args)
 
-    on_ctrl_c = "interrupted; finished shards are kept, the same call goes on"
-    if status := framed(parser.prog, work, on_ctrl_c, shows=args.inspect is not None):
+    on_ctrl_c = "interrupted; finished shards are kept, and the same command continues"
+    if status := run_command(parser.prog, work, on_ctrl_c, needs_output=args.inspect is not None, by_force=True):
         parser.exit(status)
     return None
 
@@ -57,7 +58,7 @@ def _log(text: str) -> None:
 
 
 def _check_used(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """An option that the mode does not read is an error: --inspect and --merge prepare nothing."""
+    """End with an error if an option is given that --inspect or --merge, which prepare nothing, do not read."""
     if args.json and args.inspect is None:
         parser.error("--json goes with --inspect")
     mode = "inspect" if args.inspect is not None else "merge" if args.merge else None
@@ -75,63 +76,66 @@ def _check_used(parser: argparse.ArgumentParser, args: argparse.Namespace) -> No
 
 
 def _parser() -> argparse.ArgumentParser:
-    text = "Text to packed shards for one target. `longdraft prepare regenerate` lets the target answer prompts itself."
-    parser = argparse.ArgumentParser(prog="longdraft prepare", description=text)
+    description = "Pack text into shards of tokens. `longdraft prepare regenerate` lets a target answer prompts first."
+    parser = argparse.ArgumentParser(prog="longdraft prepare", description=description)
     default = PrepareConfig(sources={}, out=Path(), seq_len=2)
     add = parser.add_argument
-    add("recipe", nargs="?", help="a YAML file of configs/data/, instead of --source and the settings below")
-    add("overrides", nargs="*", metavar="field=value", help="of the recipe: seq_len=4096 sources.books.path=/data/pg19")
-    source = "files, folders, data sets of the hub (owner/name[@revision]), 'stdlib': Python's own library, or "
-    add("--source", nargs="+", metavar="PATH", help=source + "'stdlib-chat': conversations from its docstrings")
+    add("recipe", nargs="?", help="a YAML file such as those in configs/data/, instead of --source and its settings")
+    help = "fields of the recipe: seq_len=4096 sources.books.path=/data/pg19"
+    add("overrides", nargs="*", metavar="field=value", help=help)
+    help = "files, folders, data sets on the hub (owner/name[@revision]), 'stdlib' (Python's own library) or "
+    add("--source", nargs="+", metavar="PATH", help=help + "'stdlib-chat' (conversations made of its docstrings)")
     add("--target", help="model whose tokenizer is used: a folder, a hub name or smollm2-135m")
-    out = "folder to make, or to go on with; {address} in it becomes the hash of sources, tokenizer and settings "
-    add("--out", type=Path, help=out + "(default: data/RECIPE-{address})")
-    add("--seq-len", type=int, default=SUPPRESS, help="tokens of a row")
-    what = f"pack: all tokens; first: the first --seq-len of long documents (default: {default.documents})"
-    add("--documents", default=SUPPRESS, help=what)
+    help = "folder to create, or to continue; {address} in it becomes the hash of sources, tokenizer and settings "
+    add("--out", type=Path, help=help + "(default with a recipe: data/RECIPE-{address})")
+    add("--seq-len", type=int, default=SUPPRESS, help="tokens in a packed row")
+    help = f"pack: all tokens; first: only the first --seq-len of long documents (default: {default.documents})"
+    add("--documents", default=SUPPRESS, help=help)
     add("--text-field", default=SUPPRESS, help="field of a record (JSONL, CSV, Parquet, ...) that holds the text")
-    add("--chat-field", default=SUPPRESS, help="field that holds a conversation; the loss counts its answers alone")
-    what = "Jinja, for a target without a chat template of its own (configs/chat_templates/ holds some), or plain"
-    add("--chat-template", type=Path, metavar="FILE", default=SUPPRESS, help=what)
-    what = "patterns of the files to take (default: all of a known suffix)"
-    add("--files", nargs="+", default=SUPPRESS, metavar="PATTERN", help=what)
-    what = "of a data set, by name, instead of --files: what its README or its files' names say (default: the only one)"
-    add("--config", default=SUPPRESS, metavar="NAME", help=what)
-    what = "train, test, ..., of a data set, by the same rules, instead of --files (default: all)"
-    add("--split", default=SUPPRESS, metavar="NAME", help=what)
-    what = f"of the documents, chosen by their hash (default: {default.heldout_share})"
-    add("--heldout-share", type=float, default=SUPPRESS, help=what)
+    help = "field of a record that holds a conversation; the loss then counts only its answers"
+    add("--chat-field", default=SUPPRESS, help=help)
+    help = "a Jinja file for a target without its own chat template (see configs/chat_templates/), or plain"
+    add("--chat-template", type=Path, metavar="FILE", default=SUPPRESS, help=help)
+    help = "patterns of the files to take (default: all with a known suffix)"
+    add("--files", nargs="+", default=SUPPRESS, metavar="PATTERN", help=help)
+    help = "a data set's configuration, by its README or its files' names, instead of --files (default: the only one)"
+    add("--config", default=SUPPRESS, metavar="NAME", help=help)
+    help = "a data set's split (train, test, ...), found in the same way, instead of --files (default: all)"
+    add("--split", default=SUPPRESS, metavar="NAME", help=help)
+    help = f"share of the documents to hold out, chosen by their hash (default: {default.heldout_share})"
+    add("--heldout-share", type=float, default=SUPPRESS, help=help)
     add("--max-tokens", type=int, default=SUPPRESS, help="keep at most this many tokens, sampled over all files")
-    add("--seed", type=int, default=SUPPRESS, help=f"of the split and the order (default: {default.seed})")
-    what = f"of bad documents; above it, an error (default: {default.max_bad_share})"
-    add("--max-bad-share", type=float, default=SUPPRESS, help=what)
-    what = "processes; the result does not depend on it (default: one a core)"
-    add("--workers", type=int, default=SUPPRESS, help=what)
-    add("--overwrite", action="store_true", help="prepare anew a folder that was prepared with something else")
-    what = "make every n-th shard from the i-th on, one of several machines; then put the folders together and --merge"
-    add("--shard", metavar="i/n", help=what)
-    add("--merge", action="store_true", help="do not prepare: finish --out, whose shards were made with --shard")
-    what = "do not prepare: print what this prepared folder holds, samples too if --target is given; draw lengths.png"
-    add("--inspect", type=Path, metavar="FOLDER", help=what)
-    add("--json", action="store_true", help="with --inspect: one JSON object")
+    add("--seed", type=int, default=SUPPRESS, help=f"seed of the split and the order (default: {default.seed})")
+    help = f"share of bad documents above which it is an error (default: {default.max_bad_share})"
+    add("--max-bad-share", type=float, default=SUPPRESS, help=help)
+    help = "number of processes, which does not change the result (default: one for each core)"
+    add("--workers", type=int, default=SUPPRESS, help=help)
+    help = "clear a folder that was prepared with something else, and prepare anew"
+    add("--overwrite", action="store_true", help=help)
+    help = "make only every n-th shard, starting with the i-th, on one of n machines; then join the folders and --merge"
+    add("--shard", metavar="i/n", help=help)
+    add("--merge", action="store_true", help="instead of preparing, finish --out, whose shards were made with --shard")
+    help = "instead of preparing, print what this folder holds (with --target, samples too) and draw lengths.png"
+    add("--inspect", type=Path, metavar="FOLDER", help=help)
+    add("--json", action="store_true", help="with --inspect: print one JSON object")
     return parser
 
 
 def _prepare(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    how = {"max_bad_share": PrepareConfig.max_bad_share, "workers": os.cpu_count() or 1, "overwrite": args.overwrite}
-    how |= {name: getattr(args, name) for name in how if name in args}
+    run = {"max_bad_share": PrepareConfig.max_bad_share, "workers": os.cpu_count() or 1, "overwrite": args.overwrite}
+    run |= {name: getattr(args, name) for name in run if name in args}
     if args.recipe is None:
         given = vars(args)
         needed = _needed(parser, source=args.source, target=args.target, out=args.out, seq_len=given.get("seq_len"))
         reading = {name: given[name] for name in OF_A_SOURCE if name in given}
         reading |= {"files": tuple(reading["files"])} if "files" in reading else {}
         settings = {name: given[name] for name in SETTINGS if name in given}
-        config = PrepareConfig(same_way(needed["source"], **reading), args.out, **settings, **how)
+        config = PrepareConfig(same_way(needed["source"], **reading), args.out, **settings, **run)
     else:
         _needed(parser, target=args.target)
-        config = _recipe(args, how)
+        config = _recipe(args, run)
     machine = None if args.shard is None else read_machine(args.shard)
-    # Here, not above: --help and a wrong argument should not wait for transformers.
+    # Imported here so that --help and a wrong argument need not wait for transformers.
     from longdraft.models.fingerprint import tokenizer_hash
     from longdraft.models.hf import load_tokenizer
 
@@ -141,21 +145,23 @@ def _prepare(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     prepare(config, tokenizer, tokenizer_hash(tokenizer), tokenizers, machine, _log)
 
 
-def _recipe(args: argparse.Namespace, how: dict[str, Any]) -> PrepareConfig:
+def _recipe(args: argparse.Namespace, run: dict[str, Any]) -> PrepareConfig:
+    """The recipe's config. `run`: the fields that are no settings of the data, which a recipe does not have."""
     from longdraft.train.typed import build, read_yaml, resolve
 
     doubled = [name for name in (*SETTINGS, *OF_A_SOURCE) if name in args] + ["source"] * (args.source is not None)
     if doubled:
         option, where = flag(doubled[0]), "" if doubled[0] in SETTINGS else "sources.NAME."
-        raise ValueError(f"{option} is given beside the recipe {args.recipe}; write {where}{doubled[0]}=... instead")
+        raise ValueError(f"{option} is given with the recipe {args.recipe}; write {where}{doubled[0]}=... instead")
     values = resolve(read_yaml(args.recipe, args.overrides))
-    if set(values) & {"out", *how}:
-        raise ValueError(f"{args.recipe}: out, {', '.join(how)} belong to the command line, not into a recipe")
+    if set(values) & {"out", *run}:
+        raise ValueError(f"{args.recipe}: out, {', '.join(run)} belong on the command line, not in a recipe")
     out = args.out or Path("data", f"{Path(args.recipe).stem}-{{address}}")
-    return build(PrepareConfig, {"out": out, **values, **how})
+    return build(PrepareConfig, {"out": out, **values, **run})
 
 
 def _needed(parser: argparse.ArgumentParser, **values: Any) -> dict[str, Any]:
+    """These options' values. Ends with argparse's own error for those that are missing."""
     if missing := [flag(name) for name, value in values.items() if value is None]:
         parser.error(f"the following arguments are required: {', '.join(missing)}")
     return values
@@ -165,16 +171,16 @@ def _inspect(folder: Path, target: str | None, as_json: bool) -> None:
     from longdraft.data_prep.inspection import as_text, draw_lengths, inspect
 
     if target is None:
-        found = inspect(folder)
+        inspection = inspect(folder)
     else:
         from longdraft.models.fingerprint import tokenizer_hash
         from longdraft.models.hf import load_tokenizer
 
         tokenizer = load_tokenizer(target)
-        found = inspect(folder, tokenizer, tokenizer_hash(tokenizer))
-    _log(found.as_json() if as_json else as_text(found, colour=sys.stdout.isatty()))
+        inspection = inspect(folder, tokenizer, tokenizer_hash(tokenizer))
+    _log(inspection.as_json() if as_json else as_text(inspection, colour=sys.stdout.isatty()))
     try:
-        draw_lengths(found, folder / LENGTHS_PNG)
+        draw_lengths(inspection, folder / LENGTHS_PNG)
     except OSError as error:
         note(f"longdraft prepare: {LENGTHS_PNG} could not be written ({error})")
 

@@ -1,7 +1,7 @@
-"""What runs, how far it is and how long the rest takes, on standard error: one line that moves on a terminal, a plain
-line now and then in a pipe or file.
+"""A command's progress on standard error: what it does, how far it is, and how long the rest will take.
 
-Not here: how the rest is estimated (benchmarks/progress.py).
+On a terminal this is one line that is redrawn, in a pipe or a file a plain line now and then. The remaining time is
+estimated in benchmarks/progress.py.
 """
 
 import io
@@ -13,32 +13,32 @@ from collections.abc import Sequence
 from typing import TextIO
 
 from longdraft.benchmarks.progress import Phase, TimeLeft, Watch, duration
-from longdraft.launch.console import note, to_nothing
+from longdraft.launch.console import discard_output, note
 
-REDRAWN = 0.5  # seconds between two states of the line that moves
+REDRAW_EVERY = 0.5  # seconds between two drawings of the line
 PLAIN_EVERY = 30.0  # seconds between two plain lines
 CLEAR = "\r\033[K"
 
 
 class Progress(Watch):
-    """A Watch that shows what it is told; what others write meanwhile stands on lines of its own above."""
+    """A Watch that shows progress. What others write to standard error meanwhile appears on lines above."""
 
     def __init__(self, name: str):
         self._name, self._time = name, TimeLeft([])
         self._stream: TextIO = sys.stderr
         self._live = self._stream.isatty() and os.environ.get("TERM") != "dumb"
-        self._lock, self._over = threading.RLock(), threading.Event()
-        self._said_at, self._drawn, self._amid = -PLAIN_EVERY, False, False
+        self._lock, self._ended = threading.RLock(), threading.Event()
+        self._printed_at, self._drawn, self._mid_line = -PLAIN_EVERY, False, False
 
     def __enter__(self) -> "Progress":
         if self._live:
-            sys.stderr = _Beside(self)
+            sys.stderr = _AboveLine(self)
         self._ticker = threading.Thread(target=self._tick, daemon=True)
         self._ticker.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._over.set()
+        self._ended.set()
         self._ticker.join()
         if self._live:
             sys.stderr = self._stream
@@ -59,7 +59,7 @@ class Progress(Watch):
             self._time.advance(cost)
 
     def describe(self) -> str:
-        """The state in one line."""
+        """The progress in one line."""
         phase, left = self._time.phase, self._time.seconds()
         assert phase is not None, "no phase has begun"
         rest = "time left not known yet" if left is None else f"about {duration(left)} left"
@@ -67,22 +67,22 @@ class Progress(Watch):
         return f"{self._name}: {place}, {self._time.fraction:.0%} of it done, {rest}: {phase.name}"
 
     def _tick(self) -> None:
-        while not self._over.wait(REDRAWN):
+        while not self._ended.wait(REDRAW_EVERY):
             with self._lock:
                 self._show()
 
     def _show(self) -> None:
         if self._time.phase is None:
             return
-        if self._live and not self._amid:
+        if self._live and not self._mid_line:
             self._write(CLEAR + self.describe()[: self._width() - 1])
             self._drawn = True
-        elif not self._live and time.monotonic() - self._said_at >= PLAIN_EVERY:
+        elif not self._live and time.monotonic() - self._printed_at >= PLAIN_EVERY:
             note(self.describe())
-            self._said_at = time.monotonic()
+            self._printed_at = time.monotonic()
 
     def _width(self) -> int:
-        """Of the terminal, wherever standard output goes."""
+        """The width of standard error's terminal."""
         if os.environ.get("COLUMNS", "").isdecimal():
             return int(os.environ["COLUMNS"])
         try:
@@ -100,28 +100,28 @@ class Progress(Watch):
             self._stream.write(text)
             self._stream.flush()
         except OSError:
-            to_nothing(2)
+            discard_output(2)
 
     def fileno(self) -> int:
-        """Of standard error itself."""
+        """The descriptor of standard error itself."""
         return self._stream.fileno()
 
-    def beside(self, text: str) -> None:
-        """Write what is not the line itself: the line makes room, and comes back when it is due."""
+    def write_above(self, text: str) -> None:
+        """Write someone else's text. The line is cleared for it, and drawn again later."""
         with self._lock:
             self._clear()
             self._write(text)
-            self._amid = not text.endswith("\n")  # in a line of someone else's
+            self._mid_line = not text.endswith("\n")
 
 
-class _Beside(io.TextIOBase):
-    """Standard error while a line moves there."""
+class _AboveLine(io.TextIOBase):
+    """Standard error while the progress line is drawn there."""
 
     def __init__(self, progress: Progress):
         self._progress = progress
 
     def write(self, text: str) -> int:
-        self._progress.beside(text)
+        self._progress.write_above(text)
         return len(text)
 
     def isatty(self) -> bool:

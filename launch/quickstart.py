@@ -1,6 +1,6 @@
-"""The main job on a real small model, in five commands: `make quickstart`. Called again, it goes on where it stopped.
+"""The main job on a real small model, in five commands: `make quickstart`. Called again, it continues where it stopped.
 
-Only the order of the commands; each of them is printed, works alone, and says what it does and where its output lies.
+Only the order of the commands is here. Each is printed, works alone, and says what it does and where its output is.
 """
 
 import argparse
@@ -14,25 +14,24 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from longdraft.benchmarks.progress import Phase, TimeLeft, duration
-from longdraft.launch.console import INTERRUPTED, framed, note
+from longdraft.launch.console import INTERRUPTED, note, run_command
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG, DATA, STEPS = "configs/quickstart.yaml", "data/quickstart", 120
 PREPARE = f"--source stdlib --target smollm2-135m --seq-len 256 --max-tokens 1500000 --out {DATA}"
 
-
-# Seconds that the parts took on 2 quiet cores: only their ratios count as soon as one was measured on this machine.
+# Seconds that the parts took on 2 quiet cores. Once one was measured on this machine, only their ratios count.
 PREPARING, STARTING, STEP, EXPORTING, DECODING, VERIFYING = 20, 20, 2.1, 15, 15, 150
-NOTHING_TO_DO = 5  # a step whose work is there already
-EVERY = 60.0  # seconds between two lines of what is left
+NOTHING_TO_DO = 5  # seconds of a step whose work is done already
+REPORT_EVERY = 60.0  # seconds between two lines about the remaining time
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit status of the first command that failed, else 0."""
+    """Run the commands. Returns the exit status of the first one that failed, else 0."""
     parser = argparse.ArgumentParser(prog="make quickstart", description="Prepare, train, export, decode, verify.")
     parser.add_argument("--steps", type=int, help=f"training steps (default: those of {CONFIG})")
-    again = "interrupted; called again, it goes on from here"
-    return framed(parser.prog, lambda: _quickstart(parser.parse_args(argv).steps), again, shows=False)
+    again = "interrupted; call it again to continue from here"
+    return run_command(parser.prog, lambda: _quickstart(parser.parse_args(argv).steps), again, needs_output=False)
 
 
 def _quickstart(steps: int | None) -> int:
@@ -42,45 +41,44 @@ def _quickstart(steps: int | None) -> int:
     run = f"runs/quickstart-{steps}" if steps else "runs/quickstart"
     report = ROOT / run / "report.txt"
     if report.exists() and json.loads((report.parent / "bench.json").read_text())["exact"]:
-        print(f"{report.read_text()}\nDone already: {run}/report.png, {run}/draft. Remove {run} to start anew.")
+        print(f"{report.read_text()}\nDone already: {run}/report.png, {run}/draft. Remove {run} to start over.")
         return 0
     todo = commands(run, steps)
-    rest = Rest(
-        ROOT / run, [what for what, _ in todo], steps or STEPS, (ROOT / DATA / "heldout/manifest.json").exists()
-    )
+    prepared = (ROOT / DATA / "heldout/manifest.json").exists()
+    remaining = RemainingTime(ROOT / run, [what for what, _ in todo], steps or STEPS, prepared)
     for number, (what, command) in enumerate(todo, start=1):
-        rest.begin(what)
-        print(f"\n[{number}/{len(todo)}] {what}\n{rest.describe()}\n$ {shlex.join(command)}", flush=True)
-        status = call(command, rest)
+        remaining.begin(what)
+        print(f"\n[{number}/{len(todo)}] {what}\n{remaining.describe()}\n$ {shlex.join(command)}", flush=True)
+        status = call(command, remaining)
         if status == INTERRUPTED:
             raise KeyboardInterrupt
         if status:
-            note(f"\nStep {number} failed with status {status}; `make quickstart` goes on from here.")
+            note(f"\nStep {number} failed with status {status}; `make quickstart` continues from here.")
             return status
     print(f"\nDone in {(time.monotonic() - begin) / 60:.1f} minutes: {run}/report.png, the draft in {run}/draft")
     return 0
 
 
-def call(command: Sequence[str], rest: "Rest") -> int:
-    """Run a command to its end and return its status; what is left of all is said now and then."""
-    # The interpreter and the programs of its environment, whatever the caller's PATH says.
+def call(command: Sequence[str], remaining: "RemainingTime") -> int:
+    """Run a command to its end and return its status, with a line about the remaining time now and then."""
+    # This interpreter and the programs of its environment, whatever the caller's PATH is.
     process = subprocess.Popen([Path(sys.executable).parent / command[0], *command[1:]], cwd=ROOT)
     try:
         while True:
             try:
-                return process.wait(timeout=EVERY)
+                return process.wait(timeout=REPORT_EVERY)
             except subprocess.TimeoutExpired:
-                rest.report()
+                remaining.report()
     except KeyboardInterrupt:
-        process.wait()  # Ctrl-C goes to the whole group: training saves, the others end
+        process.wait()  # Ctrl-C reaches the whole process group: training saves, the others end
         raise
 
 
-class Rest:
-    """What is left of the whole, by what its parts took here: while training, step by step."""
+class RemainingTime:
+    """Estimates the remaining time from what the parts took so far; during training, from its steps."""
 
     def __init__(self, run: Path, steps: Sequence[str], n_steps: int, prepared: bool):
-        """steps: in words, the five of `commands`. n_steps: of the training. prepared: whether the data is there."""
+        """steps: descriptions of the five commands. n_steps: training steps. prepared: whether the data is there."""
         self._metrics, self._prepared = run / "metrics.jsonl", prepared
         self._trained = self._begun_at = self._steps_done()
         self._train = steps[1]
@@ -95,22 +93,22 @@ class Rest:
         self._time = TimeLeft([Phase(what, what, cost) for what, cost in zip(steps, costs, strict=True)])
 
     def begin(self, what: str) -> None:
-        """This step begins. What one took whose work was there already says little about the others."""
+        """Begin a step. The time of a step whose work was done already says nothing about the others."""
         phase = self._time.phase
         self._time.begin(what, measured=phase is not None and phase.cost > NOTHING_TO_DO)
 
     def describe(self) -> str:
-        """In one line."""
+        """The remaining time in one line."""
         left = self._time.seconds()
         if left is None:
-            whole = sum(one.cost for one in self._time.phases[max(self._time.number, 0) :])
-            return f"Time left for the whole: about {duration(whole)} on 2 quiet cores; measured here as it goes on"
+            planned = sum(phase.cost for phase in self._time.phases[max(self._time.number, 0) :])
+            return f"Time left for the whole: about {duration(planned)} on 2 quiet cores; measured here as it runs"
         return f"Time left for the whole: about {duration(left)}"
 
     def report(self) -> None:
-        """Where the training went on, on a line of its own, above the bar that it may have drawn on the terminal.
+        """Print the remaining time after progress in training, above the bar that training draws on a terminal.
 
-        The other steps are short, or say themselves what is left, as the last one.
+        The other steps are short or, like the last one, print it themselves.
         """
         phase, done = self._time.phase, self._steps_done()
         if phase is None or phase.name != self._train or done == self._trained:
@@ -121,15 +119,15 @@ class Rest:
         note(f"\r\033[K{self.describe()}" if sys.stderr.isatty() else self.describe())
 
     def _steps_done(self) -> int:
-        """Of the training, by its metrics; what is not a whole line yet does not count."""
+        """Training steps done, according to complete lines of its metrics."""
         if not self._metrics.exists():
             return 0
-        found = re.findall(r'^\{.*"step": (\d+).*\}$', self._metrics.read_text(encoding="utf-8"), re.MULTILINE)
-        return max(map(int, found), default=0)
+        steps = re.findall(r'^\{.*"step": (\d+).*\}$', self._metrics.read_text(encoding="utf-8"), re.MULTILINE)
+        return max(map(int, steps), default=0)
 
 
 def commands(run: str, steps: int | None) -> list[tuple[str, list[str]]]:
-    """What each step is for, and its command."""
+    """Each step's description and its command."""
     ranks, overrides = ranks_here(), [f"train.run_dir={run}"]
     overrides += [f"train.steps={steps}", f"optimizer.warmup_steps={min(12, steps // 2)}"] if steps else []
     overrides += [f"train.global_batch={ranks}"] if ranks > 2 else []
@@ -155,7 +153,7 @@ def words(*parts: str) -> list[str]:
 
 
 def ranks_here() -> int:
-    """All GPUs that may be used, or 2 on a CPU. Raises ValueError where there is one that PyTorch cannot use."""
+    """The number of visible GPUs, or 2 on a CPU. Raises ValueError if there is a GPU that PyTorch cannot use."""
     from longdraft.models.device import VISIBLE, default_device, n_gpus
 
     device = default_device("device", f"say {VISIBLE}= make quickstart")

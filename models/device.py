@@ -1,6 +1,6 @@
-"""Which devices a target can be on, whether this machine has the one that is asked for, and what is free there.
+"""Checks and chooses the device of a target, and explains why a GPU cannot be used.
 
-Nothing here starts CUDA, but for `start` and `free_bytes`.
+Only `start` and `free_bytes` start CUDA (and the explanation, where CUDA does not work).
 """
 
 import os
@@ -10,19 +10,19 @@ from pathlib import Path
 
 import torch
 
-# Where a driver shows the GPUs that it has found, and where it says its version.
+# Where the driver shows the GPUs that it has found, and its version.
 NODES, VERSION = Path("/dev"), Path("/proc/driver/nvidia/version")
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-# What PyTorch and CUDA say where a sound driver shows them no GPU.
+# The errors of PyTorch and CUDA if the driver works and shows them no GPU.
 NONE_SEEN = "No CUDA GPUs are available|no CUDA-capable device"
-# The first driver for each major version of CUDA, on Linux.
+# The oldest driver for each major version of CUDA, on Linux.
 DRIVERS = {"11": 450, "12": 525, "13": 580}
 
 
 def check_device(device: torch.device | str, name: str = "device") -> torch.device:
-    """The device that is meant.
+    """`device` as a torch.device.
 
-    Raises: ValueError, beginning with `name`, for one that is not supported or that this machine does not have.
+    Raises ValueError, which begins with `name`, for one that is not supported or that this machine does not have.
     """
     count = n_gpus()
     here = ", ".join(["cpu", *(["cuda"] if count else []), *(f"cuda:{i}" for i in range(count))])
@@ -41,13 +41,11 @@ def check_device(device: torch.device | str, name: str = "device") -> torch.devi
 
 
 def default_device(name: str, otherwise: str) -> torch.device:
-    """The first GPU; on a machine without any, and where CUDA_VISIBLE_DEVICES hides them all by being empty or -1, the
-    CPU.
+    """The first GPU; the CPU if there is none, or if CUDA_VISIBLE_DEVICES hides them all (empty or -1).
 
     Args:
-        otherwise: how the CPU is asked for.
-
-    Raises: ValueError, beginning with `name`, where there is a GPU and PyTorch cannot use it: what was meant for it
+        otherwise: what a user does to ask for the CPU, for the message.
+    Raises: ValueError, which begins with `name`, if there is a GPU that PyTorch cannot use: work that was meant for it
         would take days on a CPU.
     """
     if n_gpus():
@@ -58,21 +56,21 @@ def default_device(name: str, otherwise: str) -> torch.device:
 
 
 def n_gpus() -> int:
-    """GPUs that PyTorch can use."""
+    """How many GPUs PyTorch can use."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def hidden() -> bool:
-    """Whether CUDA_VISIBLE_DEVICES leaves no GPU on purpose."""
+    """Whether CUDA_VISIBLE_DEVICES hides all GPUs on purpose."""
     first = os.environ.get(VISIBLE, "0").split(",")[0].strip()
     return first in ("", "-1")
 
 
 def start(device: torch.device, name: str) -> None:
-    """Start CUDA on a GPU, which takes some of its memory; nothing for a CPU.
+    """Start CUDA on a GPU, which takes some of its memory. Does nothing for a CPU.
 
-    Raises: ValueError, beginning with `name`, where it does not start: a GPU that another process has for itself, one
-        that is out of order, a machine that is not up yet.
+    Raises ValueError, which begins with `name`, if CUDA does not start: another process has the GPU for itself, it is
+    out of order, or the machine is not up yet.
     """
     if device.type != "cuda":
         return
@@ -85,22 +83,23 @@ def start(device: torch.device, name: str) -> None:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Of a GPU's memory; what PyTorch keeps for itself without using it is free, too."""
-    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return torch.cuda.mem_get_info(device)[0] + kept
+    """Free memory of a GPU, with what PyTorch's allocator has reserved and does not use."""
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + unused
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Inside, this GPU is the current one: Triton launches its kernels there, wherever their tensors are."""
+    """Makes this GPU the current one: Triton launches kernels on the current GPU, wherever their tensors are."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _nodes() -> list[Path]:
+    """The device files of the GPUs that the driver has found."""
     return sorted(node for node in NODES.glob("nvidia[0-9]*") if node.name.removeprefix("nvidia").isdigit())
 
 
 def _unusable() -> str:
-    """What was found of the GPUs that PyTorch does not see, and what to do."""
+    """Why PyTorch does not see the GPUs of this machine, and what to do about it."""
     nodes, needed = _nodes(), torch.version.cuda
     found = f"this machine has a GPU ({nodes[0]}) that PyTorch cannot use: "
     if needed is None:
@@ -119,7 +118,7 @@ def _unusable() -> str:
 
 
 def _driver() -> str | None:
-    """Version of the NVIDIA driver that is loaded."""
+    """The version of the loaded NVIDIA driver."""
     if not VERSION.exists():
         return None
     found = re.search(r"Kernel Module.*?\s(\d+(?:\.\d+)+)\s", VERSION.read_text(encoding="utf-8", errors="replace"))

@@ -1,8 +1,7 @@
 """The two files of an exported draft, config.json and model.safetensors, as files: written as a pair, read with bounds.
 
-Both are written whole before either replaces an older one, and config.json knows the digest of its weights, so what is
-read is never one draft's shape with another's weights. Nothing is read or allocated because a config.json says so
-before the weights' header agrees. Not here: what the fields mean (draft_folder.py, train/vllm_medusa.py).
+Both are written completely before either replaces an older one, and config.json has the digest of its weights, so that
+one draft's shape is never read with another's weights. What the fields mean: draft_folder.py, train/vllm_medusa.py.
 """
 
 import json
@@ -21,31 +20,31 @@ from torch import Tensor
 from longdraft.models.files import file_digest, sync, write_tensors
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
-# Where both files are made, within the folder they are for; a kill may leave it, and the next export clears it.
+# The folder, inside the final one, that both files are written in. A kill may leave it; the next export removes it.
 STAGED = ".export.tmp"
-# What a config.json of ours has, each format by its own.
+# Fields that tell a config.json of ours: of a draft folder, and of an export for vLLM.
 OURS = ({"format_version", "method"}, {"longdraft", "model_type"})
-# A config.json is some kilobytes; what is larger is none.
+# A config.json has a few kilobytes. What is larger is not read.
 MOST_BYTES = 2**24
 
 
 class Entry(NamedTuple):
-    """A tensor as the header of a safetensors file has it; `dtype` in safetensors' words: F32, BF16, I64."""
+    """A tensor in the header of a safetensors file. `dtype` as safetensors names it: F32, BF16, I64."""
 
     shape: tuple[int, ...]
     dtype: str
 
 
 def shown(value: Any) -> str:
-    """`repr`, cut off where it is long or deep: what a damaged file says stands in messages of one line."""
-    words = Repr()
-    words.maxother = words.maxstring = 80
-    return words.repr(value)
+    """`repr`, shortened if it is long or deep, so that a damaged file's content fits a message of one line."""
+    short = Repr()
+    short.maxother = short.maxstring = 80
+    return short.repr(value)
 
 
 def check_out(folder: str | Path) -> None:
-    """Raises ValueError, with the reason, unless a draft can be written there: the folder is absent and can be made, or
-    it is empty, or it holds a draft that we wrote. Nothing is touched."""
+    """Raise ValueError, with the reason, unless a draft can be written there: the folder is absent and can be made, or
+    is empty, or holds a draft that we wrote. Changes nothing."""
     folder = Path(folder)
     try:
         inside = {entry.name for entry in folder.iterdir()} - {STAGED}
@@ -64,6 +63,7 @@ def check_out(folder: str | Path) -> None:
 
 
 def _is_ours(folder: Path) -> bool:
+    """Whether the folder has a config.json that longdraft wrote."""
     try:
         content = read_config(folder)
     except ValueError:
@@ -77,12 +77,12 @@ def write_pair(
     weights: Mapping[str, Tensor],
     check: Callable[[Path], None] = lambda staged: None,
 ) -> None:
-    """config.json and model.safetensors. Whatever fails, an older pair is as it was, and no new folder is left.
+    """Write config.json and model.safetensors. Whatever fails, an older pair is unchanged and no new folder is left.
 
     Args:
-        content: config.json's, of the digest of the weights' file.
-        check: raises where the pair, which lies in the folder that it is given, must not take its place.
-    Raises: ValueError where `check_out` does, a weight is no number, or the files cannot be written.
+        content: returns config.json's fields, given the digest of the weights' file.
+        check: called with the folder of the new pair before it replaces an older one; raises to prevent that.
+    Raises: ValueError as `check_out`, for a weight that is not finite, and if the files cannot be written.
     """
     folder = Path(folder)
     check_out(folder)
@@ -98,7 +98,7 @@ def write_pair(
             check(staged)
             try:
                 (staged / WEIGHTS).rename(folder / WEIGHTS)
-            finally:  # an interrupt between the two comes too late
+            finally:  # even if an interrupt comes between the two
                 if not (staged / WEIGHTS).exists():
                     (staged / CONFIG).rename(folder / CONFIG)
             sync(folder)
@@ -113,7 +113,7 @@ def write_pair(
 
 @contextmanager
 def _staged(folder: Path) -> Iterator[Path]:
-    """A folder within `folder` to make files in; where that fails, the folders that were made for it go again."""
+    """A temporary folder inside `folder`. If the block raises, folders that were made for it are removed again."""
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     staged = folder / STAGED
     try:
@@ -132,12 +132,12 @@ def _staged(folder: Path) -> Iterator[Path]:
 def _remove_empty(path: Path) -> None:
     try:
         path.rmdir()
-    except OSError:  # it was not made, or another has put something there
+    except OSError:  # it was not made, or someone has put something there
         return
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The fields of config.json; raises ValueError where there is none or it is no JSON of fields."""
+    """Read config.json. Raises ValueError if it is absent, too large, or no JSON object."""
     path = folder / CONFIG
     try:
         if not path.is_file():
@@ -157,26 +157,26 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_header(folder: Path) -> dict[str, Entry]:
-    """What model.safetensors holds, without reading it; raises ValueError where it is absent or damaged."""
+    """Read the header of model.safetensors. Raises ValueError if the file is absent or damaged."""
     path = folder / WEIGHTS
     if not path.is_file():
         raise ValueError(f"draft: {folder} holds no {WEIGHTS}; copy the whole folder, or export again")
     with _damage_named(path), safe_open(path, "pt") as opened:
         slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (not a dict)
-        return {name: Entry(tuple(one.get_shape()), one.get_dtype()) for name, one in slices.items()}
+        return {name: Entry(tuple(tensor.get_shape()), tensor.get_dtype()) for name, tensor in slices.items()}
 
 
 def read_weights(folder: Path, expected: str | None) -> dict[str, Tensor]:
-    """The tensors of model.safetensors, on the CPU.
+    """Read the tensors of model.safetensors, on the CPU.
 
     Args:
-        expected: the file's digest; None where config.json does not say it.
-    Raises: ValueError where the file is damaged or another one, or a weight is no number.
+        expected: the file's digest; None if config.json does not have it.
+    Raises: ValueError if the file is damaged, has another digest, or has a weight that is not finite.
     """
     path = folder / WEIGHTS
     with _damage_named(path):
         weights = load_file(path)
-    found = None if expected is None else file_digest(path)  # after reading: a file that is replaced never comes back
+    found = None if expected is None else file_digest(path)  # after reading: a replaced file never comes back
     if found != expected:
         raise ValueError(
             f"{path}: not the weights that {CONFIG} was written with (sha256 {found}, not {shown(expected)}): damaged, "
@@ -188,6 +188,7 @@ def read_weights(folder: Path, expected: str | None) -> dict[str, Tensor]:
 
 @contextmanager
 def _damage_named(path: Path) -> Iterator[None]:
+    """Turn errors of reading the file at `path` into a ValueError that names it."""
     try:
         yield
     except SafetensorError as error:
@@ -197,11 +198,11 @@ def _damage_named(path: Path) -> Iterator[None]:
 
 
 def check_finite(weights: Mapping[str, Tensor], where: str) -> None:
-    """Raises ValueError that names the weights which are NaN or infinite. One pass without a copy: both ends of a
-    tensor's range are NaN where any of its numbers is."""
+    """Raise ValueError that names the weights with NaN or infinite numbers. This takes one pass and no copy: a NaN
+    anywhere makes both the minimum and the maximum NaN."""
     floating = {name: p for name, p in weights.items() if p.is_floating_point() and p.numel()}
     wrong = [name for name, p in floating.items() if not bool(torch.stack(torch.aminmax(p.detach())).isfinite().all())]
     if wrong:
         raise ValueError(
-            f"{where}: weights of the draft are no numbers ({', '.join(wrong[:3])}); export a good checkpoint"
+            f"{where}: the draft has NaN or infinite weights ({', '.join(wrong[:3])}); export a good checkpoint"
         )

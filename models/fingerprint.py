@@ -1,7 +1,7 @@
 """Hashes that tell whether a draft, a prepared data set and a target belong together.
 
-Configuration and tokenizer decide what can work together: two models of one shape and one tokenizer agree there. The
-hash of the weights tells which of several such models a draft was trained with.
+Configuration and tokenizer decide what can work together. The hash of the weights tells apart models that share both,
+and so which of them a draft was trained with.
 """
 
 import hashlib
@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from longdraft.models.decoder import Decoder
 from longdraft.models.decoder_config import DecoderConfig
 
-# Left out of a fingerprint where a model has none of it: drafts were exported before these fields were there.
+# Fields added after drafts had been exported: at their defaults they are left out, so that old hashes stay the same.
 LATER_FIELDS = (
     "experts", "activation", "embedding_scale", "post_norms", "attention_sinks", "window_rope", "norm_offset",
     "query_factor",
 )  # fmt: skip
-# Call-time state of a fast tokenizer: it changes with every padded call and says nothing about token ids.
+# State of a fast tokenizer that every padded call changes, and that does not affect token ids.
 CALL_STATE = ("truncation", "padding")
-# fp16 is not among the dtypes: it cannot hold the small weights of a checkpoint in bf16.
+# Not fp16, which cannot hold the small weights of a checkpoint in bf16.
 SAMPLED_ROWS, SAMPLED_DTYPES = 8, (torch.float32, torch.bfloat16)
 
 
@@ -37,7 +37,7 @@ def json_hash(value: Any) -> str:
 def tokenizer_hash(tokenizer: Any) -> str:
     """SHA-256 (hex) of what turns text into token ids: the fast tokenizer's serialised state, or the vocabulary.
 
-    Left out: truncation and padding (call-time state), and the chat template, which makes text, not ids.
+    Truncation and padding are left out as call-time state, and the chat template because it makes text, not ids.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
@@ -50,38 +50,35 @@ def tokenizer_hash(tokenizer: Any) -> str:
 
 
 def shape_hash(config: DecoderConfig) -> str:
-    """SHA-256 (hex) of what a target computes, whatever number of positions it is allowed."""
+    """SHA-256 (hex) of what a target computes. `max_positions` is not part of it, for users may set it."""
     shape = asdict(replace(config, max_positions=config.rope.max_positions))
-    for field in fields(config):  # hashes of before there were these stay
+    for field in fields(config):
         if field.name in LATER_FIELDS and shape[field.name] == field.default:
             del shape[field.name]
     return json_hash(shape)
 
 
 def fingerprint(config: DecoderConfig, tokenizer: Any) -> dict[str, str]:
-    """What a draft folder records of its target."""
-    return {
-        "config": shape_hash(config),
-        "tokenizer": "none" if tokenizer is None else tokenizer_hash(tokenizer),
-    }
+    """The hashes of its target that a draft folder records."""
+    return {"config": shape_hash(config), "tokenizer": "none" if tokenizer is None else tokenizer_hash(tokenizer)}
 
 
 def weights_hash(
     decoder: Decoder, whole: Callable[[nn.Module], AbstractContextManager[object]] = nullcontext
 ) -> str | None:
-    """SHA-256 (hex) of a few rows of every weight outside the layers and in the first, the middle and the last one.
+    """SHA-256 (hex) of a few rows of the weights outside the layers and in the first, middle and last layer.
 
-    Rounded to bf16, so that a checkpoint gives the same in bf16 and in fp32, from safetensors or from a GGUF file of
-    the same values. None where a weight is in another precision or, as a sharded target's between its passes, not here.
+    Rows are rounded to bf16, so that a checkpoint gives the same hash in bf16 and in fp32, and from safetensors and a
+    GGUF file of the same values. None if a weight has another dtype, or is not here (sharded targets, between passes).
 
     Args:
-        whole: entered around the reading of a layer, for weights that are elsewhere.
+        whole: entered around the reading of a layer, for weights that are kept elsewhere.
     """
     state, layers = hashlib.sha256(), [decoder.layers[i] for i in sampled_layers(len(decoder.layers))]
-    parts = [(part, nullcontext()) for part in (decoder.embed_tokens, decoder.norm, decoder.lm_head)]
-    for part, around in [*parts, *((layer, whole(layer)) for layer in layers)]:
+    outside = [(module, nullcontext()) for module in (decoder.embed_tokens, decoder.norm, decoder.lm_head)]
+    for module, around in [*outside, *((layer, whole(layer)) for layer in layers)]:
         with around:
-            for name, weight in part.named_parameters():
+            for name, weight in module.named_parameters():
                 if weight.dtype not in SAMPLED_DTYPES or not weight.numel() or weight.is_meta:
                     return None
                 state.update(f"{name} {list(weight.shape)}".encode())
@@ -90,12 +87,12 @@ def weights_hash(
 
 
 def sampled_layers(count: int) -> list[int]:
-    """Which of so many layers `weights_hash` reads."""
+    """The layers, of `count`, that `weights_hash` reads."""
     return sorted({0, (count - 1) // 2, count - 1})
 
 
 def _sample(weight: Tensor) -> bytes:
-    """Rows of a matrix, or of many, that are evenly spaced, the first and the last among them; a vector as it is."""
+    """The bytes of evenly spaced rows of a matrix (or of a stack of them), first and last included; all of a vector."""
     if weight.dim() > 1:
         weight = weight.flatten(0, -2)
         n = len(weight)

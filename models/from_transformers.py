@@ -1,4 +1,7 @@
-"""A loaded model of transformers as a target, which computes with the model's own tensors where they are alike."""
+"""target_from_transformers: a model that transformers has loaded, as our decoder over the model's own tensors.
+
+Not here: loading from disk or the hub (hf.py), targets that transformers' own classes compute (transformers_model.py).
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,28 +9,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longdraft.models.checkpoint import canonical, fill, places
 from longdraft.models.decoder import Decoder
 from longdraft.models.fingerprint import fingerprint
 from longdraft.models.hf_config import decoder_config, end_tokens
+from longdraft.models.hf_weights import canonical, fill, places
 from longdraft.models.target import Target
 
 
 def target_from_transformers(model: Any, tokenizer: Any = None) -> Target:
     """A target with the weights of a loaded transformers model, in its dtype and on its device.
 
-    Embedding, norms, output and down projections and the LM head are the model's own tensors. q, k and v, and gate and
-    up are one tensor each here, so those are copied: about two thirds of the layers' bytes once more.
-    `refresh` takes over what changed in the model afterwards.
+    Embedding, norms, output and down projections and the LM head share the model's tensors. q, k and v are one tensor
+    here, and so are gate and up; these are copied, about two thirds of the layers' bytes once more. After the model's
+    weights change, call `refresh`.
 
     Args:
         model: e.g. `LlamaForCausalLM`; computed as in its eval mode, without dropout.
         tokenizer: the model's; None gives a target for token ids only, whose tokenizer fingerprint is "none".
-
-    Raises:
-        ValueError: an unsupported architecture or option, weights under other names (adapters: merge them first),
-            of several dtypes or on several devices, or an LM head that is not the embedding where the configuration
-            ties them.
+    Raises: ValueError for an unsupported architecture or option, weights under other names (adapters: merge them
+        first), in several dtypes or on several devices, and an LM head that is not the embedding although the
+        configuration ties them.
     """
     config, name = decoder_config(model.config), model.name_or_path or type(model).__name__
     if getattr(model, "is_quantized", False):
@@ -50,13 +51,13 @@ def _weights(model: Any) -> dict[str, Tensor]:
 
 
 def _share(decoder: Decoder, weights: Mapping[str, Tensor], name: str) -> None:
-    """Put the tensors that have the same shape on both sides into a meta decoder, and unset memory for the others."""
+    """Put the model's tensors into a meta decoder where they are whole parameters of it; allocate the others, unset."""
     table = places(decoder.config, loaded=True)
-    kinds = {(weights[key].dtype, weights[key].device) for key in table}
-    if len(kinds) > 1 or "meta" in {device.type for _, device in kinds}:
-        found = ", ".join(sorted(f"{dtype} on {device}" for dtype, device in kinds))
+    dtypes_and_devices = {(weights[key].dtype, weights[key].device) for key in table}
+    if len(dtypes_and_devices) > 1 or "meta" in {device.type for _, device in dtypes_and_devices}:
+        found = ", ".join(sorted(f"{dtype} on {device}" for dtype, device in dtypes_and_devices))
         raise ValueError(f"{name}: its weights are {found}; bring them to one dtype and device by model.to(...)")
-    ((dtype, device),) = kinds
+    ((dtype, device),) = dtypes_and_devices
     embedding = weights["model.embed_tokens.weight"]
     if decoder.config.tie_embeddings and weights.get("lm_head.weight", embedding).data_ptr() != embedding.data_ptr():
         raise ValueError(
@@ -64,19 +65,19 @@ def _share(decoder: Decoder, weights: Mapping[str, Tensor], name: str) -> None:
         )
     whole = {place.parameter: weights[key] for key, place in table.items() if place.is_whole}
     shared = {key: tensor for key, tensor in whole.items() if tensor.is_contiguous()}
-    others = [(key, parameter.shape) for key, parameter in decoder.named_parameters() if key not in shared]
-    unset = {key: torch.empty(shape, dtype=dtype, device=device) for key, shape in others}
-    decoder.load_state_dict(shared | unset, strict=False, assign=True)  # a tied head is not among these
+    copied = {key: parameter.shape for key, parameter in decoder.named_parameters() if key not in shared}
+    unset = {key: torch.empty(shape, dtype=dtype, device=device) for key, shape in copied.items()}
+    decoder.load_state_dict(shared | unset, strict=False, assign=True)  # not strict: a tied head is not among them
     decoder.requires_grad_(False)
     decoder.tie()
 
 
 @torch.no_grad()
 def refresh(target: Target, model: Any) -> None:
-    """Bring a target that `target_from_transformers` made of `model` up to date, however its weights were written.
+    """Bring a target that `target_from_transformers` made of `model` up to date, however the model's weights changed.
 
-    What is not shared is compared and, where it differs, copied: that reads the copied weights twice, about the cost
-    of two decoding steps. The model must still have the dtype, device and configuration of then.
+    Weights that are not shared are compared and, where they differ, copied. That reads them twice, about the cost of
+    two decoding steps. The model must still have the same dtype, device and configuration.
     """
     weights, ours = _weights(model), dict(target.model.named_parameters())
     for name, place in places(target.model.config, loaded=True).items():
@@ -89,4 +90,4 @@ def refresh(target: Target, model: Any) -> None:
         elif not torch.equal(rows, value := place.value(theirs).to(rows.dtype)):
             rows.copy_(value)
     target.model.refreshed += 1
-    target.model.look_again()
+    target.model.recheck_weights()

@@ -1,7 +1,7 @@
-"""A GGUF file as a Hugging Face configuration and tensors: metadata is read once, tensors are dequantised one by one.
+"""Reads a GGUF file as a Hugging Face configuration and tensors, which are dequantised one by one.
 
-Read with the gguf library and not with transformers' `from_pretrained(gguf_file=...)`: that needs accelerate and reads
-the metadata three times. What the file can say and we do not support is refused by name.
+The gguf library reads it, not transformers' `from_pretrained(gguf_file=...)`, which needs accelerate and reads the
+metadata three times. What a file can contain and we do not support is refused by name.
 """
 
 import math
@@ -14,19 +14,20 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig
 
-from longdraft.models.checkpoint import places
 from longdraft.models.hf_config import decoder_config
+from longdraft.models.hf_weights import places
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
-# What llama.cpp divides each frequency of RoPE by, and of the scaling that it stands for what Llama 3.1 to 3.3 share.
+# The tensor of numbers by which llama.cpp divides RoPE's frequencies; and the parameters that Llama 3.1 to 3.3 share.
 ROPE_DIVISORS = "rope_freqs.weight"
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
 def _open(path: Path) -> Any:
-    """gguf's reader, on a plain view of the mapped file: it cuts a piece for each word of the vocabulary, which takes
-    three times as long of a `numpy.memmap` (2.2 s for 49,152 words)."""
-    from gguf import GGUFReader  # only who opens such a file needs the package
+    """gguf's reader over a plain array on the mapped file. It slices the array for each word of the vocabulary, and
+    slices of a `numpy.memmap` take three times as long (2.2 s for 49,152 words).
+    """
+    from gguf import GGUFReader  # here, so that only those who open such a file need the package
 
     class Reader(GGUFReader):
         @property
@@ -41,7 +42,7 @@ def _open(path: Path) -> Any:
 
 
 class GGUFFile:
-    """An opened GGUF file. Raises ValueError for an architecture or RoPE scaling that is not supported."""
+    """An open GGUF file. Raises ValueError for an architecture or RoPE scaling that is not supported."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -61,12 +62,13 @@ class GGUFFile:
         return default if field is None else field.contents()
 
     def config(self) -> PretrainedConfig:
-        """The Hugging Face configuration that the metadata describe, as it is read and saved, but not in its family's
-        class: to import that takes a second, and only transformers' own model asks for it (`own_config`)."""
+        """The Hugging Face configuration that the metadata describe, as a plain PretrainedConfig: its family's class
+        takes a second to import, and only transformers' own model needs it (`family_config`).
+        """
         return type("GGUFConfig", (PretrainedConfig,), {"model_type": self.architecture})(**self._fields())
 
-    def own_config(self) -> PretrainedConfig:
-        """The same in its family's class."""
+    def family_config(self) -> PretrainedConfig:
+        """The same configuration in its family's class."""
         return AutoConfig.for_model(self.architecture, **self._fields())
 
     def _fields(self) -> dict[str, Any]:
@@ -91,13 +93,14 @@ class GGUFFile:
             "eos_token_id": self._value("tokenizer.ggml.eos_token_id"),
             "pad_token_id": self._value("tokenizer.ggml.padding_token_id"),
         }
-        if arch != "qwen2":  # Qwen2 always has q, k and v biases and no field for them
+        if arch != "qwen2":  # Qwen2 always has biases on q, k and v, and no field for them
             values["attention_bias"] = "blk.0.attn_q.bias" in tensors
         return values
 
     def _rope(self, head_dim: int, stored: Any) -> dict[str, Any]:
-        """RoPE's parameters: Llama 3's where the stored divisors of the frequencies are those that follow from them
-        (llama.cpp, convert_hf_to_gguf.py); any others are refused."""
+        """RoPE's parameters: the default ones or, with stored divisors of the frequencies, Llama 3's scaling. Divisors
+        that do not follow from that scaling (llama.cpp, convert_hf_to_gguf.py) are refused.
+        """
         theta = self._value(f"{self.architecture}.rope.freq_base", 10000.0)
         if stored is None:
             return {"rope_type": "default", "rope_theta": theta}
@@ -120,18 +123,18 @@ class GGUFFile:
         names: dict[str | None, str] = {table.get_name(name, (".weight", ".bias")): name for name in places(config)}
         heads = {"attn_q": config.n_heads, "attn_k": config.n_kv_heads}
         for entry in self._reader.tensors:
-            if entry.name == ROPE_DIVISORS:  # the configuration says it
+            if entry.name == ROPE_DIVISORS:  # already in the configuration
                 continue
             values = dequantize(entry.data, entry.tensor_type)
-            tensor = torch.from_numpy(values if values.flags.writeable else values.copy())  # else: of the mapped file
-            part = entry.name.split(".")[-2]
-            if self.architecture == "llama" and part in heads:
-                tensor = halves_from_pairs(tensor, heads[part])
-            yield names.get(entry.name) or entry.name, tensor  # one that is not known is then unexpected
+            tensor = torch.from_numpy(values if values.flags.writeable else values.copy())  # not a view of the file
+            module = entry.name.split(".")[-2]
+            if self.architecture == "llama" and module in heads:
+                tensor = halves_from_pairs(tensor, heads[module])
+            yield names.get(entry.name) or entry.name, tensor  # `fill` reports an unknown name as unexpected
 
 
 def halves_from_pairs(tensor: Tensor, n_heads: int) -> Tensor:
-    """Undo llama.cpp's order of q and k rows (llama architecture): it rotates neighbours, we rotate halves."""
+    """Undo llama.cpp's order of the rows of q and k (llama architecture): it rotates neighbours, we rotate halves."""
     rows = tensor.shape[0]
     pairs = tensor.reshape(n_heads, rows // n_heads // 2, 2, *tensor.shape[1:])
     return pairs.transpose(1, 2).reshape(tensor.shape)

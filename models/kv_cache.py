@@ -1,7 +1,8 @@
-"""The full cache: post-RoPE keys and values of B slots in one allocation.
+"""The target's full KV cache: keys (after RoPE) and values of B slots in one allocation.
 
-It does not know which rows deserve to stay: the runtime tells `commit`. Window and selected caches live in infer/.
-Shapes: L layers, B slots, S capacity, T rows of a pass, R rows to keep, K key/value heads, d head width.
+The caller of `commit` decides which rows stay. Not here: window and selected caches (infer/).
+Shapes: L layers, B slots, S capacity, T tokens of a pass, R rows to keep, H query heads, K key/value heads, d head
+width, F = d / 2. A row is one token's keys and values.
 """
 
 from collections.abc import Sequence
@@ -18,9 +19,9 @@ from longdraft.kernels.transfer import integers
 class KVCache:
     """Keys and values [L, B, S, K, d], allocated once; lengths and prompt lengths int64 [B] on the same device.
 
-    A pass of T rows writes its rows behind each slot's length, in every layer ("pending"); `commit` then commits some
-    of them. Rows at or beyond a slot's length are undefined memory outside a pass. Only these methods write the
-    tensors; `lengths` changes in place, so its address never does.
+    A pass of T tokens writes T rows after each slot's committed ones, in every layer. They are pending until `commit`
+    commits some of them. Outside of a pass, rows at or beyond a slot's length are undefined. Only the methods here
+    write the tensors. `lengths` changes in place, so its address stays the same.
     """
 
     def __init__(
@@ -33,7 +34,7 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
     ):
-        """`capacity` counts rows a slot, the pending ones of the widest pass included."""
+        """capacity: rows per slot, including the pending ones of the widest pass."""
         shape = (n_layers, batch, capacity, n_kv_heads, head_dim)
         self.keys = torch.empty(shape, dtype=dtype, device=device)
         self.values = torch.empty(shape, dtype=dtype, device=device)
@@ -42,17 +43,16 @@ class KVCache:
         self._slots_B1 = torch.arange(batch, device=device)[:, None]
 
     def slot(self, index: int, count: int = 1) -> "KVCache":
-        """A cache of this one slot, or of so many from it on: the same storage and lengths, so what either does the
-        other sees."""
-        some, those = KVCache.__new__(KVCache), slice(index, index + count)
-        some.keys, some.values = self.keys[:, those], self.values[:, those]
-        some.lengths, some.prompt_lengths = self.lengths[those], self.prompt_lengths[those]
-        some._slots_B1 = self._slots_B1[:count]
-        return some
+        """A view of `count` slots from `index` on, as a cache: it shares their memory and lengths with this one."""
+        view, slots = KVCache.__new__(KVCache), slice(index, index + count)
+        view.keys, view.values = self.keys[:, slots], self.values[:, slots]
+        view.lengths, view.prompt_lengths = self.lengths[slots], self.prompt_lengths[slots]
+        view._slots_B1 = self._slots_B1[:count]
+        return view
 
     @property
     def capacity(self) -> int:
-        """Rows a slot can hold, pending ones included."""
+        """How many rows a slot can hold, including pending ones."""
         return self.keys.shape[2]
 
     @property
@@ -63,22 +63,23 @@ class KVCache:
     def append(
         self, layer: int, qkv_BTNd: Tensor, cos_BT11F: Tensor, sin_BT12F: Tensor, norms: HeadNorms | None = None
     ) -> Tensor:
-        """Rotate the heads of q and k, [B, T, H + K, d]; those of k, and of v as they are, become pending rows.
+        """Rotate q and k, write k and v of one layer as pending rows, and return the rotated q and k.
 
-        They go to rows lengths[b] .. lengths[b] + T - 1 of each slot; lengths stay as they are. A pass goes through the
-        layers from 0 on; whether there is room is looked at once, at layer 0, and where that costs no wait.
+        They go to rows lengths[b] .. lengths[b] + T - 1 of each slot; the lengths stay. A pass appends to the layers
+        from 0 on. Whether there is room is only checked at layer 0, and only where that does not wait for a device.
 
         Args:
-            qkv_BTNd: heads of q, then of k, then of v, before RoPE.
+            qkv_BTNd: the heads of q, then of k, then of v, before RoPE; N = H + 2 K.
             cos_BT11F, sin_BT12F, norms: see kernels/rotate.py.
+        Returns: q and k after RoPE, [B, T, H + K, d].
         """
         if layer == 0 and backend.is_host(self.lengths.device):
             self.check_room(qkv_BTNd.shape[1])
-        own = self.keys[layer], self.values[layer], self.lengths
-        return rotate_append(qkv_BTNd, cos_BT11F, sin_BT12F, *own, norms)
+        layer_cache = self.keys[layer], self.values[layer], self.lengths
+        return rotate_append(qkv_BTNd, cos_BT11F, sin_BT12F, *layer_cache, norms)
 
     def check_room(self, n_rows: int) -> None:
-        """AssertionError where a pass of so many rows has no room behind the lengths, which are read on the host."""
+        """Assert that a pass of `n_rows` tokens fits after the committed rows. Reads the lengths on the host."""
         starts = self.lengths.tolist()
         assert max(starts) + n_rows <= self.capacity, (
             f"a pass of {n_rows} rows behind {max(starts)} committed ones needs a capacity of at least "
@@ -86,24 +87,24 @@ class KVCache:
         )
 
     def commit(self, rows_BR: Tensor | None, counts_B: Tensor) -> None:
-        """Commit pending rows `rows_BR[b, :counts_B[b]]` in this order; lengths grow by `counts_B`.
+        """Commit the pending rows `rows_BR[b, :counts_B[b]]` of each slot, in this order.
 
         Args:
-            rows_BR: int64 [B, R], strictly increasing in each slot's first `counts_B[b]` places, indices into the
-                last pass; the rest is ignored. None commits the first `counts_B[b]` rows, without moving anything.
-            counts_B: int64 [B], 0 <= counts <= R.
+            rows_BR: int64 indices into the last pass, strictly increasing among a slot's first `counts_B[b]`; the rest
+                is ignored. None commits the first `counts_B[b]` rows, without moving anything.
+            counts_B: int64, 0 <= counts <= R; the lengths grow by it.
         """
         if rows_BR is not None:
             keep_rows(self.keys, self.values, self.lengths, rows_BR, counts_B)
         self.lengths += counts_B
 
     def fill(self, slot: int, first: int, keys_LRKd: Tensor, values_LRKd: Tensor) -> None:
-        """Rows of a slot from `first` on, which are not committed by that."""
+        """Write rows of a slot from row `first` on, without committing them."""
         rows = slice(first, first + keys_LRKd.shape[1])
         self.keys[:, slot, rows], self.values[:, slot, rows] = keys_LRKd, values_LRKd
 
     def rewind(self, lengths_B: Tensor) -> None:
-        """Forget committed rows: back to `lengths_B` (int64 [B], each at most the present length)."""
+        """Drop committed rows: go back to `lengths_B` (int64, each at most the present length)."""
         if backend.is_host(self.lengths.device):
             assert bool((lengths_B <= self.lengths).all()), f"cannot rewind {self.lengths} forward to {lengths_B}"
         self.lengths.copy_(lengths_B)
@@ -111,14 +112,14 @@ class KVCache:
     def reset(
         self, slots: Sequence[int] | Tensor | None = None, prompt_lengths: Sequence[int] | Tensor | None = None
     ) -> None:
-        """Empty these slots (all when None) and note the lengths of the prompts to come.
+        """Empty slots, and note the lengths of the prompts to come.
 
         Args:
-            slots: indices of slots, or None.
-            prompt_lengths: one a slot reset; zero when None. RoPE types whose table depends on the length (dynamic,
-                longrope) rotate every token of a prompt with the prompt's length.
+            slots: their indices; None: all.
+            prompt_lengths: one per slot that is emptied; None: zeros. RoPE types whose table depends on the length
+                (dynamic, longrope) rotate every token of a prompt with the table for the whole prompt.
         """
-        where = integers(range(self.batch) if slots is None else slots, self.lengths.device)
-        self.lengths.index_fill_(0, where, 0)
-        lengths = torch.zeros_like(where) if prompt_lengths is None else integers(prompt_lengths, where.device)
-        self.prompt_lengths.index_copy_(0, where, lengths)
+        indices = integers(range(self.batch) if slots is None else slots, self.lengths.device)
+        self.lengths.index_fill_(0, indices, 0)
+        lengths = torch.zeros_like(indices) if prompt_lengths is None else integers(prompt_lengths, indices.device)
+        self.prompt_lengths.index_copy_(0, indices, lengths)

@@ -1,8 +1,8 @@
 """One pass of a decoder: what goes in, what comes out, and how much memory it takes.
 
-Not here: the computation (models/decoder.py) and what a pass of training holds (train/estimate_memory.py).
-Shapes: B slots, T query tokens a slot, R of them with logits, D hidden width, H query heads, K key/value heads, d head
-width, V vocabulary.
+Not here: the computation (models/decoder.py), and the memory of a training step (train/estimate_memory.py).
+Shapes: B slots, T query tokens per slot, R of them with logits (or in spans), L layers, D hidden width, H query heads,
+K key/value heads, d head width, V vocabulary, P pieces of a packed sequence.
 """
 
 from collections.abc import Sequence, Set
@@ -20,16 +20,19 @@ from longdraft.models.decoder_config import DecoderConfig
 from longdraft.models.kv_cache import KVCache
 
 NEEDS = frozenset({"logits", "pre_norm", "post_norm", "last_kv", "queries", "of_spans"})
-Span = tuple[int, int]  # start and stop of tokens
-# Tokens of a prompt that a pass takes: a GPU reads all weights and the whole context once a pass, so many tokens share
-# them there; a CPU's caches want fewer.
+Span = tuple[int, int]  # start and stop, in tokens
+# How many tokens of a prompt go through in one pass. A GPU reads all weights and the whole context once a pass, so more
+# tokens share that cost; a CPU's caches favour fewer.
 ROWS_GPU, ROWS_CPU = 2048, 512
 
 
 class SequenceShard(Protocol):
-    """What one of several processes that share a packed sequence does of a pass (train/sequence_parallel.py)."""
+    """One process's share of a pass over a packed sequence that several processes split (train/sequence_parallel.py).
 
-    tokens: slice  # of the pass: its own
+    `tokens` is the range of the pass's tokens that this process computes.
+    """
+
+    tokens: slice
 
     def attend(
         self,
@@ -40,38 +43,46 @@ class SequenceShard(Protocol):
         window: int | None,
         sinks_H: Tensor | None,
     ) -> Tensor:
-        """Attention of its tokens over those of all processes, [n, H, d]; the pieces are the whole sequence's."""
+        """Attention of this process's n tokens over the tokens of all processes: [n, H, d].
+
+        The pieces are those of the whole sequence. window: how many keys a query reads; None: all earlier ones.
+        """
         ...
 
 
 @dataclass(frozen=True, eq=False)
 class Pass:
-    """The input of a decoder. Without a cache a pass is causal; with one it stands behind each slot's committed tokens.
+    """The input of one forward pass of a decoder.
+
+    Without a cache the pass is causal over its own tokens. With a cache its tokens follow each slot's committed ones.
 
     Attributes:
-        tokens_BT: integer token ids.
-        cache: the pass's K and V are written behind each slot's length; the caller commits with `cache.commit`.
-        positions_BT: int64 positions for RoPE, jumps allowed; they never change what a token attends to. None:
-            0 .. T-1, behind the slot's length where there is a cache.
-        tree_mask_BTT: bool; token i reads token j of the pass (a node's ancestors and itself). None: a chain. Positions
-            of a tree must be given: a node's is its parent's plus one.
-        needs: fields of TargetOutput to compute; nothing else is. {"last_kv"} and {"queries"} stop after the last
-            layer's K and V, {"pre_norm"} before the final norm.
-        logits_at_BR: int64 indices of the tokens of the pass whose logits are wanted; None: all.
-        queries_at_B: int64 index of the token whose queries are wanted; None: the last.
-        borders: pieces that lie end to end in one packed sequence and do not read each other: where each starts, and at
-            the end T. Without a cache only; positions start at 0 in each piece.
-        spans: with borders, runs of tokens in order, each within a piece, whose post-norm states "of_spans" are wanted;
-            with nothing but {"last_kv", "of_spans"} the last layer is finished for these alone.
-        chunk: tokens that products and feed-forward take at a time, which bounds their memory; attention takes all
-            tokens. Without a cache only. None: all.
-        shard: with borders, what this process does of the sequence, where several share it; it gets the fields of its
-            own tokens.
-        prompt_lengths: the tokens are whole prompts, so many of each slot and then padding of which the output says
-            nothing; the cache's slots are empty. What a prompt gives does not depend on the others of the pass on a
-            CPU.
-    Raises: ValueError for an unknown name in `needs`, a tree without a cache or without positions, borders or a chunk
-        with a cache, borders that are not those of one packed sequence.
+        tokens_BT: token ids of any integer dtype, at least one per slot.
+        cache: earlier keys and values. The pass writes its own after each slot's committed ones, where they are
+            pending until the caller's `cache.commit`. None: the pass stands alone.
+        positions_BT: int64 positions for RoPE; jumps are allowed. They never change what a token attends to. None:
+            0 .. T-1, counted from each slot's length with a cache, and from each piece's start with `borders`.
+        tree_mask_BTT: bool, true where token i reads token j of the pass: j is node i itself or one of its ancestors.
+            Needs `cache` and `positions_BT`, where a node's position is its parent's plus one. None: a chain.
+        needs: names of the TargetOutput fields to compute; all others stay None. The pass stops as early as they allow:
+            after the last layer's K and V for "last_kv" and "queries", before the final norm for "pre_norm".
+        logits_at_BR: int64 indices of the pass's tokens whose logits are computed. None: all T.
+        queries_at_B: int64 index of the one token per slot whose queries are returned. None: the last.
+        borders: P + 1 offsets in order, 0 first and T last, that cut one packed sequence (B = 1) into pieces that do
+            not read each other. Not with a cache. None: nothing is packed.
+        spans: runs of tokens in order, each within one piece, whose final states are the output's `of_spans`. Needs
+            `borders`. If `needs` holds nothing beside "last_kv", "queries" and "of_spans", the last layer is finished
+            for these tokens alone. Empty: none.
+        chunk: how many tokens go through a layer's projections and feed-forward at a time, which bounds their memory;
+            attention takes all tokens at once. Not with a cache. None: all T.
+        shard: this process's share of a packed sequence that several processes split; the output then holds its own
+            tokens only. Needs `borders`. None: this process computes the whole sequence.
+        prompt_lengths: one length per slot: the tokens are whole prompts, padded at the end, and the slots are empty.
+            The output is undefined at the padding. On a CPU a prompt's result does not depend on the other prompts of
+            the pass. Needs `cache`. None: any other pass.
+
+    Raises ValueError for an unknown name in `needs`, fields that do not go together, and borders that do not cut the
+    sequence.
     """
 
     tokens_BT: Tensor
@@ -88,14 +99,14 @@ class Pass:
     prompt_lengths: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
-        cached, tree, prompts = self.cache is not None, self.tree_mask_BTT is not None, self.prompt_lengths
+        cached, has_tree, prompts = self.cache is not None, self.tree_mask_BTT is not None, self.prompt_lengths
         if not self.tokens_BT.numel():
             raise ValueError(f"tokens_BT: shape {list(self.tokens_BT.shape)}; give at least one token a slot")
         if not self.needs <= NEEDS:
             raise ValueError(f"needs has {sorted(self.needs - NEEDS)}; known: {sorted(NEEDS)}")
-        if tree and (not cached or self.positions_BT is None):
+        if has_tree and (not cached or self.positions_BT is None):
             raise ValueError("tree_mask_BTT needs a cache and positions_BT")
-        if prompts is not None and (not cached or tree or len(prompts) != len(self.tokens_BT)):
+        if prompts is not None and (not cached or has_tree or len(prompts) != len(self.tokens_BT)):
             raise ValueError(f"prompt_lengths: {prompts}; give one length a slot, with a cache and without a tree")
         if self.chunk is not None and (cached or self.chunk < 1):
             raise ValueError(f"chunk: {self.chunk}; give at least 1, and none with a cache, whose passes are chunks")
@@ -104,7 +115,7 @@ class Pass:
         assert self.shard is None or self.borders is not None
 
     def positions(self) -> Tensor:
-        """`positions_BT`, or what None stands for; [1, T] where that is the same for all slots."""
+        """`positions_BT` [B, T], or the default positions, which are [1, T] where all slots share them."""
         if self.positions_BT is not None:
             return self.positions_BT
         device = self.tokens_BT.device
@@ -117,7 +128,10 @@ class Pass:
         return positions_1T - from_host(starts_P.repeat_interleave(sizes_P), device)
 
     def pieces(self) -> list[Segment] | None:
-        """Each piece as queries and keys of its own; what attention copies for them is on its way to the device."""
+        """Each piece as queries that read its own keys; None without borders.
+
+        What attention needs of them on the device is sent ahead.
+        """
         if self.borders is None:
             return None
         pieces = [Segment(*piece, *piece) for piece in pairwise(self.borders)]
@@ -125,7 +139,7 @@ class Pass:
         return pieces
 
     def plan(self) -> PassPlan | None:
-        """What all layers of a pass over a cache share."""
+        """What the attention of all layers shares in a pass over a cache; None without one."""
         if self.cache is None:
             return None
         return PassPlan(self.cache.lengths, self.tokens_BT.shape[1], self.tree_mask_BTT)
@@ -142,12 +156,17 @@ class Pass:
 
 @dataclass
 class TargetOutput:
-    """What a pass gives; a field that was not asked for is None. All in the model's dtype.
+    """The output of one pass: the fields that `Pass.needs` named; all others are None.
 
-    logits [B, R, V] of the requested tokens; pre_norm [B, T, D], the last layer's output before the final norm
-    (h_0 of TokenSwift); post_norm [B, T, D]; last_kv: the last layer's post-RoPE K and V of this pass, each
-    [B, T, K, d]; of_spans [1, R, D], post-norm, of the pass's spans; queries [n_layers, B, H, d]: post-RoPE
-    query of one token of each slot, in every layer.
+    All tensors are on the model's device and in its dtype.
+
+    Attributes:
+        logits: [B, R, V], of the tokens at `logits_at_BR`, or of all T.
+        pre_norm: [B, T, D], the last layer's output before the final norm (h_0 of TokenSwift).
+        post_norm: [B, T, D], the same after the final norm: what the LM head reads.
+        last_kv: K (after RoPE) and V of this pass's tokens in the last layer, each [B, T, K, d].
+        queries: [L, B, H, d], the query (after RoPE) of one token per slot, in every layer.
+        of_spans: [1, R, D], post-norm states of the R tokens of `Pass.spans`, end to end.
     """
 
     logits: Tensor | None = None
@@ -158,7 +177,7 @@ class TargetOutput:
     of_spans: Tensor | None = None
 
     def among(self, slots: slice, batch: int) -> "TargetOutput":
-        """Of these slots' output that of all; zeros for the others."""
+        """The output of `batch` slots, of which `slots` have this output and the others zeros. Drops `of_spans`."""
 
         def all_slots(x: Tensor | None) -> Tensor | None:
             return None if x is None else spread(x, slots, batch)
@@ -169,79 +188,79 @@ class TargetOutput:
         return TargetOutput(logits, pre_norm, post_norm, last_kv, queries)
 
     def of_slot(self, slot: int, n_tokens: int) -> "TargetOutput":
-        """The first tokens of one slot: views with B = 1."""
-        own, both = slice(slot, slot + 1), self.last_kv
+        """The first `n_tokens` tokens of one slot: views with B = 1. Drops `of_spans`."""
+        one = slice(slot, slot + 1)
 
         def first(x_BTX: Tensor | None) -> Tensor | None:
-            return None if x_BTX is None else x_BTX[own, :n_tokens]
+            return None if x_BTX is None else x_BTX[one, :n_tokens]
 
-        return TargetOutput(
-            first(self.logits),
-            first(self.pre_norm),
-            first(self.post_norm),
-            None if both is None else (both[0][own, :n_tokens], both[1][own, :n_tokens]),
-            None if self.queries is None else self.queries[:, own],
-        )
+        last_kv = self.last_kv and (self.last_kv[0][one, :n_tokens], self.last_kv[1][one, :n_tokens])
+        queries = None if self.queries is None else self.queries[:, one]
+        return TargetOutput(first(self.logits), first(self.pre_norm), first(self.post_norm), last_kv, queries)
 
 
 def take_at(x_BTD: Tensor, at_BR: Tensor | None) -> Tensor:
-    """The tokens at these indices of each slot, all where there are none: [B, R, D]."""
+    """The tokens at these indices of each slot: [B, R, D]; None: all tokens."""
     return x_BTD if at_BR is None else x_BTD[torch.arange(len(x_BTD), device=x_BTD.device)[:, None], at_BR]
 
 
 def take_one(x_BTHd: Tensor, at_B: Tensor | None) -> Tensor:
-    """One token of each slot, None for the last: [B, H, d], a copy."""
+    """One token of each slot, copied: [B, H, d]; None: the last token."""
     return x_BTHd[:, -1].clone() if at_B is None else x_BTHd[torch.arange(len(x_BTHd), device=x_BTHd.device), at_B]
 
 
 def take_spans(x_1NX: Tensor, spans: Sequence[Span]) -> Tensor:
-    """The spans' rows of a packed sequence end to end, [1, R, ...]; of one span a view."""
+    """The spans' tokens of a packed sequence, end to end: [1, R, ...]. A view where there is one span."""
     if len(spans) == 1:
         return x_1NX[:, slice(*spans[0])]
     return torch.cat([x_1NX[:, :0], *(x_1NX[:, start:stop] for start, stop in spans)], 1)
 
 
 def spread(x: Tensor, slots: slice, batch: int) -> Tensor:
-    """x [b, ...] of these slots as [B, ...], zeros elsewhere."""
-    whole = x.new_zeros(batch, *x.shape[1:])
-    whole[slots] = x
-    return whole
+    """x [b, ...] of these slots as [B, ...], with zeros elsewhere."""
+    all_slots = x.new_zeros(batch, *x.shape[1:])
+    all_slots[slots] = x
+    return all_slots
 
 
 def layers_bytes(config: DecoderConfig, n_tokens: int, dtype: torch.dtype) -> int:
-    """Bytes that the layers of a pass take as one C call, for that many tokens of all slots together."""
+    """Bytes that the layers allocate as one C call (kernels/cpu_impl/layers.py), for `n_tokens` of all slots."""
     heads, kv_heads, width = config.n_heads, config.n_kv_heads, config.head_dim
-    of_attention = (heads + 2 * kv_heads) + (heads + kv_heads) + heads  # projected, rotated, attended
-    of_layer = of_attention * width + config.intermediate_size + 2 * config.hidden_size
-    return n_tokens * config.n_layers * of_layer * dtype.itemsize
+    attention_heads = (heads + 2 * kv_heads) + (heads + kv_heads) + heads  # projected, rotated, attended
+    per_layer = attention_heads * width + config.intermediate_size + 2 * config.hidden_size
+    return n_tokens * config.n_layers * per_layer * dtype.itemsize
 
 
 def feed_forward_numbers(config: DecoderConfig) -> int:
-    """Numbers a token that a layer's feed-forward has alive at once: the normed copy of the stream, gate and up, and
-    what becomes of gate; of experts also each one's input and output, and their sum in fp32."""
-    width, of = config.hidden_size, config.experts
+    """How many numbers per token a layer's feed-forward has alive at once.
+
+    They are the normed copy of the stream, gate and up, and the activated gate; with experts also each expert's input
+    and output, and the experts' sum in fp32.
+    """
+    width, experts = config.hidden_size, config.experts
     dense = width + 3 * config.intermediate_size
-    return dense if of is None else max(dense, 5 * width + of.per_token * (2 * width + 3 * of.size))
+    if experts is None:
+        return dense
+    return max(dense, 5 * width + experts.per_token * (2 * width + 3 * experts.size))
 
 
 def prompt_rows(device_type: str) -> int:
-    """Tokens of a pass over a prompt, where nobody says how many."""
+    """The default number of prompt tokens per prefill pass."""
     return ROWS_CPU if device_type == "cpu" else ROWS_GPU
 
 
 def pass_bytes(config: DecoderConfig, n_rows: int, dtype: torch.dtype) -> int:
-    """Bytes that a pass of `n_rows` rows, of all slots together, allocates at most, logits not counted.
+    """The most bytes that a pass allocates for `n_rows` tokens of all slots together, without its logits.
 
-    That is in a layer's feed-forward, or where that is narrow in its projection or its attention. There is no mask
-    among it, for chains have none (kernels/chain_attention.py).
+    The peak is in a layer's feed-forward, or in its projection or attention where the feed-forward is narrow. No mask
+    is counted, for chains have none (kernels/chain_attention.py).
     """
     heads, kv = config.n_heads * config.head_dim, 2 * config.n_kv_heads * config.head_dim
     qkv, qk = heads + kv, heads + kv // 2
     stages = (
-        qkv + 3 * qk,  # beside q, k and v of the layer before; the rotation makes two more of its size on the way
-        6 * heads,  # on a CPU two parts of the keys with fp32 copies of what they give
-        # The heads' outputs, the normed copy of the stream behind them, gate and up, and what becomes of gate.
-        heads + feed_forward_numbers(config),
+        qkv + 3 * qk,  # beside q, k and v of the layer before; rotating them takes two temporaries of the size of q, k
+        6 * heads,  # on a CPU: two parts of the keys, with fp32 copies of their outputs
+        heads + feed_forward_numbers(config),  # the heads' outputs stay alive during the feed-forward
     )
     tables = 2 * config.head_dim
     return n_rows * (config.hidden_size + qkv + qk + max(stages) + tables) * dtype.itemsize

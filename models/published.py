@@ -1,7 +1,7 @@
-"""Drafts as their authors publish them, to draft folders: LongSpec's blocks, and TokenSwift's merged checkpoints.
+"""Converts drafts that their authors published to draft folders: LongSpec's blocks, TokenSwift's merged checkpoints.
 
-Here: where they come from, whose drafts they are and what the folder says of them. Not here: LongSpec's tensor names
-(published_longspec.py), the folder's form (draft_folder.py).
+This file knows where they come from, which targets they are for, and what the folder says of them. LongSpec's tensor
+names are in published_longspec.py, the folder's form in draft_folder.py.
 """
 
 import re
@@ -11,16 +11,16 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
-from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 from torch import Tensor
 
-from longdraft.models.checkpoint import TOKENSWIFT_HEADS, folder_tensors
 from longdraft.models.draft_files import CONFIG, check_out, read_config
 from longdraft.models.draft_folder import Draft, DraftInfo, save_draft, target_entry
 from longdraft.models.drafts.longspec import LongSpecConfig
 from longdraft.models.drafts.tokenswift import TokenSwift, TokenSwiftConfig
-from longdraft.models.hf import HUB_ERRORS, METADATA, describe_target, lasting_name, read_target_config
+from longdraft.models.hf import METADATA, describe_target, lasting_name, read_target_config
+from longdraft.models.hf_weights import TOKENSWIFT_HEADS, folder_tensors
+from longdraft.models.hub import hub_folder
 from longdraft.models.published_longspec import load_published, read_file
 from longdraft.models.target import Target
 
@@ -33,7 +33,7 @@ LONGSPEC_TARGETS = {
     "sail/longspec-Llama-3-8B-Instruct-262k": "gradientai/Llama-3-8B-Instruct-262k",
     "sail/longspec-QwQ-32B-Preview": "Qwen/QwQ-32B-Preview",
 }
-# What the papers (LongSpec: Appendix E; TokenSwift: Tables 7 and 9) say of how they were trained and are used.
+# How the drafts were trained and are used, from the papers (LongSpec: Appendix E; TokenSwift: Tables 7 and 9).
 LONGSPEC_TREE, LONGSPEC_NOISE, LONGSPEC_LENGTH = [4, 16, 16, 16, 16], 4, 32768
 TOKENSWIFT_RANKS, TOKENSWIFT_LENGTH = 3, 8192
 HEAD = re.compile(re.escape(TOKENSWIFT_HEADS) + r"(\d+)\.(linear|input_layernorm|post_layernorm)\.weight")
@@ -47,17 +47,17 @@ def convert(
     gguf_file: str | None = None,
     norms: Sequence[str] | None = None,
 ) -> tuple[Draft, DraftInfo]:
-    """Write the draft folder of a published draft, whole or not at all.
+    """Write the draft folder of a published draft, completely or not at all.
 
     Args:
-        source: a file of weights or a folder, each as it was published, or a hub name.
-        target, gguf_file: the model that the draft is for. None: as the authors pair them, and for TokenSwift's merged
-            checkpoint itself, which has its target's weights. A base that is named in its place must have the same.
-        norms: as `load_published` of LongSpec's files takes them.
+        source: a file of weights or a folder, as it was published, or a hub name.
+        target, gguf_file: the model that the draft is for. None: as the authors pair them; for TokenSwift's merged
+            checkpoint, the checkpoint itself, which has its target's weights. A base named instead must have the same.
+        norms: names of LongSpec's norms, as of `load_published`.
 
     Returns: the draft and what its folder says of it.
-    Raises: ValueError where the source cannot be had, is no published draft or is another target's, or `out` cannot be
-        written; it names tensors and files.
+    Raises: ValueError if the source cannot be had, is no published draft or is for another target, or if `out` cannot
+        be written. It names tensors and files.
     """
     check_out(out)
     place, name = _fetch(source)
@@ -88,30 +88,23 @@ def convert(
 
 
 def _fetch(source: str | Path) -> tuple[Path, str | None]:
-    """The file or folder; its name on the hub, where it comes from there, as it is none on this machine."""
+    """The file or folder, and its hub name if it was downloaded from there because it is not on this machine."""
     local = Path(source).expanduser()
     if local.exists():
         return local, None
-    try:
-        folder = Path(snapshot_download(str(source), allow_patterns=[*METADATA, "*.safetensors"]))
-        if not any(folder.glob("*.safetensors")):
-            folder = Path(snapshot_download(str(source), allow_patterns=[*METADATA, "*.bin", "*.pth"]))
-    except HUB_ERRORS as error:
-        raise ValueError(
-            f"source: {source} is no file and no folder, and could not be had from the hub: {error}"
-        ) from error
-    return folder, str(source)
+    name, weights = str(source), [["*.safetensors"], ["*.bin", "*.pth"]]
+    return hub_folder(name, METADATA, weights, refusal=f"source: {name} is no file and no folder"), name
 
 
 def _is_merged(path: Path) -> bool:
-    """Whether this is a model with TokenSwift's heads in it."""
+    """Whether this folder is a model with TokenSwift's heads in it."""
     return (path / CONFIG).is_file() and "medusa_heads" in read_config(path)
 
 
 def _longspec(
     place: Path, name: str | None, target: str | None, gguf_file: str | None, norms: Sequence[str] | None
 ) -> tuple[Draft, dict[str, str], str]:
-    """The block, how its folder names the target, and the target's name or place."""
+    """The block, how its folder names the target (`target_entry`), and the target's name or path."""
     path = target or LONGSPEC_TARGETS.get(name or "")
     if path is None:
         raise ValueError(
@@ -126,7 +119,7 @@ def _longspec(
 
 
 def _weights(path: Path) -> dict[str, Tensor]:
-    """A file's tensors, or those of the folder's one: as `save_pretrained` writes it, sharded or not, or a pickle."""
+    """The tensors of a file, or of a folder: its only .pth file, or files as `save_pretrained` writes them."""
     if path.is_file():
         return dict(read_file(path))
     pickles = sorted(path.glob("*.pth"))
@@ -136,14 +129,15 @@ def _weights(path: Path) -> dict[str, Tensor]:
 
 
 def _compare_rope(folder: Path, target: Target) -> None:
-    """Vicuna's and LongChat's tensors have the same shapes, so that only the configurations beside them tell."""
+    """Warn if the configuration beside the draft has another RoPE than the target. Vicuna's and LongChat's tensors have
+    the same shapes, so nothing else tells them apart."""
     if not (folder / CONFIG).is_file():
         return
     try:
-        own = read_target_config(folder)
-    except ValueError:  # of no model that is known: the tensors' shapes have to do
+        config = read_target_config(folder)
+    except ValueError:  # of an unknown kind of model: the tensors' shapes must do
         return
-    theirs, ours = dict(own.rope.parameters), dict(target.model.config.rope.parameters)
+    theirs, ours = dict(config.rope.parameters), dict(target.model.config.rope.parameters)
     if theirs != ours:
         warnings.warn(
             f"{folder / CONFIG} has the RoPE {theirs}, and {target.name} has {ours}: where the draft was not trained "
@@ -155,7 +149,8 @@ def _compare_rope(folder: Path, target: Target) -> None:
 def _tokenswift(
     folder: Path, name: str | None, base: str | None, gguf_file: str | None
 ) -> tuple[Draft, dict[str, str], str]:
-    """The heads of a merged checkpoint, and as `_longspec`. Of its target no more is read than tells it from others."""
+    """The heads of a merged checkpoint, and what `_longspec` returns beside the block. Reads only as much of the target
+    as tells it from others."""
     merged = describe_target(folder, sample=True)
     count = merged.hf_config.to_dict()["medusa_heads"]
     if type(count) is not int or count < 1:
@@ -177,7 +172,7 @@ def _tokenswift(
 
 
 def _heads(folder: Path, draft: TokenSwift) -> dict[str, Tensor]:
-    """The heads' tensors by our names. Raises: ValueError that names what is missing, unknown or of another shape."""
+    """The heads' tensors by our names. Raises ValueError that names what is missing, unknown or of another shape."""
     shapes = {name: list(parameter.shape) for name, parameter in draft.state_dict().items()}
     tensors: dict[str, Tensor] = {}
     problems = []

@@ -1,7 +1,7 @@
-"""The tensors of the LongSpec authors' published drafts: their names are known here and nowhere else.
+"""Reads the tensors of the LongSpec authors' published drafts. Only this file knows their names.
 
-Written from descriptions of their program and tested on files that the tests make, not on a downloaded one.
-Not here: the block (drafts/longspec.py), which files there are (published.py).
+It was written from descriptions of the authors' program, and tested on files that the tests make, not on a downloaded
+one. The block is in drafts/longspec.py, the list of published drafts in published.py.
 """
 
 import pickle
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from longdraft.models.drafts.longspec import LongSpec, LongSpecConfig
 
-# Whatever stands before these is a prefix (`glide.`, `draft_model.`, ...); cross-attention's k and v were never used.
+# Anything before these names is a prefix (`glide.`, `draft_model.`, ...). Cross-attention's k and v were never used.
 PARTS = re.compile(r"(?:^|\.)((?:self|cross)_attn\.[qkvo]_proj|mlp\.(?:gate|up|down)_proj)\.(weight|bias)$")
 NORM = re.compile(r"(?:^|\.)(\w*norm\w*)\.weight$")
 UNUSED = re.compile(r"(?:^|\.)(?:cross_attn\.[kv]_proj\.(?:weight|bias)|rotary_emb\.inv_freq)$")
@@ -41,15 +41,15 @@ def load_published(
     source: str = "the file",
     target: str = "this target",
 ) -> LongSpec:
-    """The block of a published draft's tensors.
+    """Make the block from a published draft's tensors.
 
     Args:
-        config: of the target that it was trained for.
-        norms: the file's names of the three norms before self-attention, cross-attention and feed-forward, for files
-            whose names do not tell (the error that asks for it lists them).
+        config: for the target that it was trained for.
+        norms: the file's names of the norms before self-attention, cross-attention and feed-forward, in this order, for
+            files whose names do not tell (the error that asks for them lists the names).
         source, target: what errors call the tensors and the config's target.
 
-    Raises: ValueError where a tensor is missing, unknown, twice there or of another shape; it lists the names.
+    Raises: ValueError if a tensor is missing, unknown, there twice or of another shape. It lists the names.
     """
     with torch.device("meta"):
         draft = LongSpec(config)
@@ -66,7 +66,7 @@ def load_published(
 
 
 def read_file(path: Path) -> Mapping[str, Tensor]:
-    """The file's tensors by name; a dict that only wraps them is opened."""
+    """Read a file's tensors by name, also from a dict whose only entry holds them."""
     try:
         if path.suffix == ".safetensors":
             return load_file(path)
@@ -76,27 +76,28 @@ def read_file(path: Path) -> Mapping[str, Tensor]:
     while isinstance(content, Mapping) and len(content) == 1 and isinstance(next(iter(content.values())), Mapping):
         content = next(iter(content.values()))
     if not isinstance(content, Mapping) or not all(isinstance(value, Tensor) for value in content.values()):
-        raise ValueError(f"{path}: holds no state dict of tensors alone; give the draft's weights, not a checkpoint")
+        raise ValueError(f"{path}: is not a plain state dict of tensors; give the draft's weights, not a checkpoint")
     return content
 
 
 def _sorted_out(tensors: Mapping[str, Tensor], norms: Sequence[str] | None, source: str) -> dict[str, Tensor]:
-    """Tensors by the name without its prefix, the norms by ours; none missing, unknown or twice there."""
-    wanted = {name for names in FUSED.values() for name in names}
+    """The tensors by their names without a prefix, the norms by our names. Raises ValueError for tensors that are
+    missing, unknown or there twice."""
+    expected = {name for names in FUSED.values() for name in names}
     names_of: dict[str, list[str]] = {}
     found_norms, unknown = [], []
     for name in tensors:
         part = PARTS.search(name)
         if UNUSED.search(name):
             continue
-        if part and (short := f"{part[1]}.{part[2]}") in wanted:
+        if part and (short := f"{part[1]}.{part[2]}") in expected:
             names_of.setdefault(short, []).append(name)
         elif NORM.search(name):
             found_norms.append(name)
         else:
             unknown.append(name)
     twice = [name for names in names_of.values() if len(names) > 1 for name in names]
-    missing = sorted(wanted - names_of.keys())
+    missing = sorted(expected - names_of.keys())
     problems = [
         f"{what}: {', '.join(names[:8])}{f' and {len(names) - 8} more' if len(names) > 8 else ''}"
         for what, names in (("missing", missing), ("unknown", unknown), ("twice there", twice))
@@ -112,7 +113,7 @@ def _sorted_out(tensors: Mapping[str, Tensor], norms: Sequence[str] | None, sour
 
 
 def _in_order(found: list[str], given: Sequence[str] | None, source: str) -> list[str]:
-    """The norms in the order of their use, as `given` or as their names tell; a guess would be silently wrong."""
+    """The norms in the order of their use, from `given` or from their names. A wrong guess would go unnoticed."""
     if given is not None:
         if sorted(given) != sorted(found):
             raise ValueError(f"norms: {', '.join(given)}; {source} has {', '.join(found)}")
@@ -135,7 +136,7 @@ def _in_order(found: list[str], given: Sequence[str] | None, source: str) -> lis
 
 
 def _ours(theirs: dict[str, Tensor], config: LongSpecConfig, source: str) -> dict[str, Tensor]:
-    """Our tensors: q, k and v in one, and gate and up, each checked before it is joined."""
+    """Our tensors: q, k and v joined, gate and up joined, each checked before."""
     q, kv, d, f = (
         config.n_heads * config.head_dim,
         config.n_kv_heads * config.head_dim,

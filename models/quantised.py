@@ -1,16 +1,16 @@
-"""Quantised checkpoints, whose weights are read as the numbers that they stand for.
+"""Reads quantised checkpoints: their weights are dequantised to the numbers that they stand for.
 
 | quant_method | a weight W [N, K] is | published by |
 |---|---|---|
 | fp8 | fp8 numbers times `weight_scale_inv` of their block, or `weight_scale` | DeepSeek, Qwen3; AutoFP8 |
 | compressed-tensors | fp8 numbers or packed integers times `weight_scale` of row, group or block | llm-compressor |
 | awq | (q - z) s of its group of inputs; int32 [K, N / 8], columns in the order 0 2 4 6 1 3 5 7 | AutoAWQ, `gemm` |
-| gptq | so too, int32 [K / 8, N], groups by `g_idx`, z less by one (`gptq`) or not (`gptq_v2`) | AutoGPTQ, GPTQModel |
-| mxfp4 | FP4 numbers in twos, 32 with an exponent (OCP Microscaling 1.0); experts' [E, K, N] | gpt-oss |
+| gptq | (q - z) s; int32 [K / 8, N], groups by `g_idx`; stores z - 1 (`gptq`) or z (`gptq_v2`) | AutoGPTQ, GPTQModel |
+| mxfp4 | pairs of FP4 numbers, 32 numbers per exponent (OCP Microscaling 1.0); experts' [E, K, N] | gpt-oss |
 
-Tensors come and go one at a time, a weight when all that belongs to it is there. Scales of activations are left out: a
-draft is trained with a target that computes in a plain dtype.
-Shapes: N outputs, K inputs, G groups of inputs, E experts.
+Tensors are read one at a time, and a weight is yielded once all tensors that make it have come. Scales of activations
+are left out: a draft is trained with a target that computes in a plain dtype.
+Shapes: N outputs, K inputs, G groups of inputs, W int32 words, E experts, B bytes of a group.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# A nibble's place among the eight columns of a word of AutoAWQ's.
+# For each of a word's eight columns, which of AutoAWQ's nibbles holds it.
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-# Parts of a quantised layer that say nothing of its weight.
+# Tensors of a quantised layer that are not about its weight.
 OF_ACTIVATIONS = ("input_scale", "input_zero_point", "activation_scale", "k_scale", "v_scale")
 REMEDY = "take the checkpoint that was quantised, or one of another form"
 
@@ -33,8 +33,8 @@ REMEDY = "take the checkpoint that was quantised, or one of another form"
 class Quantisation:
     """How a checkpoint's weights are stored.
 
-    description: in words, for a draft's record. parts: names of the tensors that make a weight, in the order in which
-    `value` takes them. ignored: names of tensors beside those.
+    description: in words, for the record in a draft. parts: the names of the tensors that make a weight, in the order
+    of the arguments of `value`, which dequantises it. ignored: names of tensors that are skipped.
     """
 
     description: str
@@ -43,9 +43,9 @@ class Quantisation:
     ignored: tuple[str, ...] = OF_ACTIVATIONS
 
     def dequantised(self, tensors: Iterable[tuple[str, Tensor]], source: str) -> Iterator[tuple[str, Tensor]]:
-        """The tensors by the names that they have in the checkpoint that was quantised; those on the meta device too.
+        """The tensors of the checkpoint that was quantised, by their names there. Works on the meta device too.
 
-        Raises: ValueError, at the end, for weights some of whose parts did not come.
+        Raises ValueError at the end if some of a weight's tensors are missing.
         """
         waiting: dict[str, dict[str, Tensor]] = {}
         for name, tensor in tensors:
@@ -69,95 +69,97 @@ class Quantisation:
 
 
 def _split(name: str) -> tuple[str, str]:
-    """The weight that a tensor belongs to, and which part of it this is."""
+    """The name of the weight that a tensor belongs to, and which part of it the tensor is."""
     for part in ("blocks", "scales"):
         if name.endswith(f"_{part}"):
             return name.removesuffix(f"_{part}"), part
     module, _, part = name.rpartition(".")
-    return f"{module}.weight", "weight_scale" if part == "weight_scale_inv" else part  # both are factors
+    return f"{module}.weight", "weight_scale" if part == "weight_scale_inv" else part  # a factor too
 
 
 def read_quantisation(hf_config: Any) -> Quantisation | None:
-    """What `quantization_config` of a model's configuration says; None where it has none.
+    """How the checkpoint is quantised, from the configuration's `quantization_config`; None if it has none.
 
-    Raises: ValueError, with the field and the values that are read, for any other form.
+    Raises ValueError, with the field and its supported values, for a form that is not supported.
     """
-    given = getattr(hf_config, "quantization_config", None)
-    if not given:
+    config = getattr(hf_config, "quantization_config", None)
+    if not config:
         return None
-    fields = dict(given if isinstance(given, Mapping) else given.to_dict())
+    fields = dict(config if isinstance(config, Mapping) else config.to_dict())
     method = str(getattr(fields.get("quant_method"), "value", fields.get("quant_method")))
     if method not in _READERS:
         known = ", ".join(_READERS)
-        raise ValueError(f"quantization_config: quant_method is {method!r}; read are {known}; {REMEDY}")
+        raise ValueError(f"quantization_config: quant_method is {method!r}; supported: {known}; {REMEDY}")
     return _READERS[method](fields)
 
 
-def _only(fields: Mapping[str, Any], name: str, *known: Any) -> Any:
-    """A field, which is of these values; a missing one is the first."""
+def _one_of(fields: Mapping[str, Any], name: str, *known: Any) -> Any:
+    """The value of a field, which must be one of `known`; the first is the default."""
     value = fields.get(name, known[0])
     if value not in known:
         shown = ", ".join(map(repr, known))
-        raise ValueError(f"quantization_config: {name} is {value!r}; read is {shown}; {REMEDY}")
+        raise ValueError(f"quantization_config: {name} is {value!r}; supported: {shown}; {REMEDY}")
     return value
 
 
 def _fp8(fields: Mapping[str, Any]) -> Quantisation:
     block = fields.get("weight_block_size")
-    _only(fields, "fmt", "e4m3")
-    where = "" if block is None else f" in blocks of {block[0]} x {block[1]}"
-    return Quantisation(f"fp8{where}", ("weight", "weight_scale"), _fp8_value(block))
+    _one_of(fields, "fmt", "e4m3")
+    in_blocks = "" if block is None else f" in blocks of {block[0]} x {block[1]}"
+    return Quantisation(f"fp8{in_blocks}", ("weight", "weight_scale"), _fp8_value(block))
 
 
 def _fp8_value(block: tuple[int, int] | None) -> Callable[..., Tensor]:
-    return lambda weight_NK, scale: weight_NK.float() * _wide(scale, weight_NK, block)
+    return lambda weight_NK, scale: weight_NK.float() * _expand_scale(scale, weight_NK, block)
 
 
 def _compressed(fields: Mapping[str, Any]) -> Quantisation:
-    form = _only(fields, "format", "float-quantized", "naive-quantized", "pack-quantized")
+    form = _one_of(fields, "format", "float-quantized", "naive-quantized", "pack-quantized")
     weights = [group["weights"] for group in fields["config_groups"].values()]
-    if any(one != weights[0] for one in weights):
+    if any(group != weights[0] for group in weights):
         raise ValueError(f"quantization_config: config_groups has {len(weights)} kinds of weights; {REMEDY}")
     bits, kind = weights[0]["num_bits"], weights[0]["type"]
     if form == "pack-quantized":
-        _only(weights[0], "num_bits", 4, 8)
-        _only(weights[0], "symmetric", True)
-        _only(weights[0], "actorder", None, "weight", "static")
+        _one_of(weights[0], "num_bits", 4, 8)
+        _one_of(weights[0], "symmetric", True)
+        _one_of(weights[0], "actorder", None, "weight", "static")
 
         def packed(words: Tensor, scale: Tensor) -> Tensor:
             numbers = _unpacked(words, bits).flatten(1) - (1 << (bits - 1))
-            return numbers * _wide(scale, numbers, None)
+            return numbers * _expand_scale(scale, numbers, None)
 
         ignored = (*OF_ACTIVATIONS, "weight_shape")
         return Quantisation(f"integers of {bits} bits", ("weight_packed", "weight_scale"), packed, ignored)
     if (kind, bits) != ("float", 8):
-        raise ValueError(f"quantization_config: weights are {kind} of {bits} bits; read are floats of 8; {REMEDY}")
+        raise ValueError(
+            f"quantization_config: weights are {kind} of {bits} bits; supported: float of 8 bits; {REMEDY}"
+        )
     return Quantisation("fp8", ("weight", "weight_scale"), _fp8_value(weights[0].get("block_structure")))
 
 
 def _awq(fields: Mapping[str, Any]) -> Quantisation:
-    bits = _only(fields, "bits", 4)
-    _only(fields, "version", "gemm")
-    _only(fields, "zero_point", True)
+    bits = _one_of(fields, "bits", 4)
+    _one_of(fields, "version", "gemm")
+    _one_of(fields, "zero_point", True)
 
     def value(words_KW: Tensor, zeros_GW: Tensor, scales_GN: Tensor) -> Tensor:
         order = torch.tensor(AWQ_ORDER, device=words_KW.device)
         q_KN, z_GN = (_unpacked(words, bits)[..., order].flatten(1) for words in (words_KW, zeros_GW))
-        each = len(q_KN) // len(z_GN)
-        return ((q_KN.unflatten(0, (-1, each)) - z_GN[:, None]) * scales_GN.float()[:, None]).flatten(0, 1).T
+        group_size = len(q_KN) // len(z_GN)
+        return ((q_KN.unflatten(0, (-1, group_size)) - z_GN[:, None]) * scales_GN.float()[:, None]).flatten(0, 1).T
 
     return Quantisation(f"awq of {bits} bits", ("qweight", "qzeros", "scales"), value)
 
 
 def _gptq(fields: Mapping[str, Any]) -> Quantisation:
-    bits = _only(fields, "bits", 4, 8, 2)
-    _only(fields, "dynamic", None, {})
-    less = _only(fields, "checkpoint_format", "gptq", "gptq_v2") == "gptq"
-    in_order = not _only(fields, "desc_act", False, True)
+    bits = _one_of(fields, "bits", 4, 8, 2)
+    _one_of(fields, "dynamic", None, {})
+    z_is_less = _one_of(fields, "checkpoint_format", "gptq", "gptq_v2") == "gptq"  # stored is z - 1
+    in_order = not _one_of(fields, "desc_act", False, True)
 
     def value(words_WN: Tensor, zeros_GW: Tensor, scales_GN: Tensor, group_K: Tensor | None = None) -> Tensor:
         q_KN = _unpacked(words_WN.T, bits).flatten(1).T
-        z_GN = (_unpacked(zeros_GW, bits).flatten(1) + less) & ((1 << bits) - 1)
+        z_GN = (_unpacked(zeros_GW, bits).flatten(1) + z_is_less) & ((1 << bits) - 1)
         if group_K is None:
             group_K = torch.arange(len(q_KN), device=q_KN.device) // (len(q_KN) // len(z_GN))
         group_K = group_K.long()
@@ -187,13 +189,13 @@ _READERS = {"fp8": _fp8, "compressed-tensors": _compressed, "awq": _awq, "gptq":
 
 
 def _unpacked(words: Tensor, bits: int) -> Tensor:
-    """Unsigned numbers of so many bits in int32 [M, W], the lowest first: [M, W, 32 / bits]."""
+    """Unsigned `bits`-bit numbers packed into int32 [M, W], lowest bits first: [M, W, 32 / bits]."""
     shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device)
     return (words[..., None] >> shifts) & ((1 << bits) - 1)
 
 
-def _wide(scale: Tensor, weight_NK: Tensor, block: tuple[int, int] | None) -> Tensor:
-    """A weight's scales, one for all, for a row, for a group of a row's inputs or for a block, as fp32 beside it."""
+def _expand_scale(scale: Tensor, weight_NK: Tensor, block: tuple[int, int] | None) -> Tensor:
+    """A weight's scales (one in all, or one per row, per group of a row's inputs or per block), broadcast, in fp32."""
     scale = scale.float()
     if scale.numel() == 1:
         return scale.reshape(())
@@ -202,5 +204,5 @@ def _wide(scale: Tensor, weight_NK: Tensor, block: tuple[int, int] | None) -> Te
         scale = scale.repeat_interleave(block[0], 0)[:n_rows]
     if scale.shape[1] == 1 and block is None:
         return scale
-    each = -(-n_inputs // scale.shape[1]) if block is None else block[1]
-    return scale.repeat_interleave(each, 1)[:, :n_inputs]
+    group_size = -(-n_inputs // scale.shape[1]) if block is None else block[1]
+    return scale.repeat_interleave(group_size, 1)[:, :n_inputs]

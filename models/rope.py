@@ -1,7 +1,8 @@
-"""Rotary position tables: cos and sin of every token of a pass, for all RoPE types of transformers.
+"""Rotary position tables: cos and sin for every token of a pass, for all RoPE types of transformers.
 
 Frequencies come from transformers' own `ROPE_INIT_FUNCTIONS`; this file decides which length a token's table depends
-on, and rotates. Shapes: B slots, T rows, n heads, d head width, F = d / 2 frequencies.
+on. Not here: the rotation (kernels/rotate.py). Shapes: B slots, T tokens, N tokens of a packed sequence, P pieces of
+it, d head width, F = d / 2 frequencies.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +22,7 @@ LENGTH_DEPENDENT = ("dynamic", "longrope")
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """`parameters` is transformers' `rope_parameters`: rope_theta, rope_type and what the type needs."""
+    """transformers' `max_position_embeddings` and `rope_parameters`: rope_theta, rope_type and the type's options."""
 
     head_dim: int
     max_positions: int
@@ -42,25 +43,25 @@ class RopeConfig:
 
 
 class Rope:
-    """Makes the tables. Not an nn.Module: frequencies stay in fp32 when the model around them changes dtype."""
+    """Computes the tables. Not an nn.Module, so that frequencies stay in fp32 when the model changes its dtype."""
 
     def __init__(self, config: RopeConfig):
         self.config = config
         self.length_dependent = config.type in LENGTH_DEPENDENT
-        with torch.device("cpu"):  # a model may be built on the meta device, its frequencies are real
+        with torch.device("cpu"):  # frequencies are real even in a model on the meta device
             self._frequencies, self.scaling = self._compute(None)
             self._long = self._compute(self._switch_length + 1)[0] if config.type == "longrope" else None
         self._on_device: dict[torch.device, tuple[Tensor, Tensor | None]] = {}
 
     @property
     def _switch_length(self) -> int:
-        """The longest sequence that uses the original table."""
+        """The longest sequence that uses the original frequencies."""
         if self.config.type == "longrope":
             return self.config.parameters["original_max_position_embeddings"]
         return self.config.max_positions
 
     def _compute(self, length: int | Tensor | None) -> tuple[Tensor, float]:
-        """Frequencies [F] (or broadcast with an int tensor of lengths) in fp32 and the factor on cos and sin."""
+        """Frequencies in fp32, [F] (broadcast with a tensor of lengths), and the factor on cos and sin."""
         config, parameters = self.config, dict(self.config.parameters)
         device = length.device if isinstance(length, Tensor) else "cpu"
         if config.type == "default":
@@ -73,8 +74,8 @@ class Rope:
             "max_position_embeddings": config.max_positions,
             "rope_parameters": parameters,
         }
-        carrier = PretrainedConfig(**fields)  # a family's own class takes a second to import
-        return ROPE_INIT_FUNCTIONS[config.type](carrier, device, seq_len=length)  # type: ignore[arg-type]
+        hf_config = PretrainedConfig(**fields)  # a family's own class takes a second to import
+        return ROPE_INIT_FUNCTIONS[config.type](hf_config, device, seq_len=length)  # type: ignore[arg-type]
 
     def _tables_on(self, device: torch.device) -> tuple[Tensor, Tensor | None]:
         if device not in self._on_device:
@@ -85,8 +86,8 @@ class Rope:
     def _frequencies_for(self, positions_BT: Tensor, lengths: Tensor | None) -> Tensor:
         """[F], or [B, T, F] (T may be 1) for types whose table depends on the length.
 
-        With a cache the token at position t uses the length max(prompt, t + 1) whatever the width of the pass, so
-        that a tree pass rotates as token-by-token decoding does; a row without a cache uses its last position + 1.
+        With a cache, the token at position t uses the length max(prompt, t + 1) in a pass of any width, so that a tree
+        pass rotates as token-by-token decoding does. Without one, a sequence uses its last position + 1.
         """
         frequencies_F, long_F = self._tables_on(positions_BT.device)
         if not self.length_dependent:
@@ -104,8 +105,8 @@ class Rope:
 
         Args:
             positions_BT: int64, any values, jumps allowed.
-            lengths: int64, what the table depends on where a token's own position is below it: prompt lengths [B] of
-                a cache's slots, lengths [B, T] of packed pieces (`piece_lengths`); None for one piece a row.
+            lengths: int64, the least length that a token's table is computed for: prompt lengths [B] of a cache's
+                slots, or lengths [B, T] of packed pieces (`piece_lengths`). None: each slot is one whole sequence.
         """
         angles_BTF = positions_BT[..., None].float() * self._frequencies_for(positions_BT, lengths)
         cos_BTF, sin_BTF = angles_BTF.cos(), angles_BTF.sin()
@@ -116,9 +117,9 @@ class Rope:
 
 
 def piece_lengths(positions_1N: Tensor, borders: Sequence[int]) -> Tensor:
-    """The length that each token's piece reaches, its largest position + 1: int64 [1, N].
+    """The length of each token's piece, which is its largest position + 1: int64 [1, N].
 
-    borders: where each piece starts, and at the end N.
+    borders: where each piece starts, then N.
     """
     sizes_P = torch.tensor(borders).diff()
     piece_N = from_host(torch.arange(len(sizes_P)).repeat_interleave(sizes_P), positions_1N.device)

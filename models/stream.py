@@ -1,8 +1,8 @@
-"""The residual stream of a transformer, and the norms that read it.
+"""The residual stream of a transformer, and the norm that reads it.
 
-On a CPU an addition to the stream is part of the product before it, and a norm part of the product behind it: one
-call of C each (kernels/linear.py). On a GPU products are a library's, so an addition waits for the norm that follows,
-and the two are one kernel (kernels/rms_norm.py). Shapes: B slots, T rows, D hidden width.
+On a CPU each product is one C call, together with the norm before it and the addition after it (kernels/linear.py). On
+a GPU products are a library's; there an addition waits for the norm that follows, and the two are one kernel
+(kernels/rms_norm.py). Shapes: B slots, T tokens, D hidden width.
 """
 
 from collections.abc import Sequence
@@ -23,63 +23,63 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor, added: Tensor | None = None) -> Any:
-        """The norm of x; or, where something is added, (the norm of x + added, x + added)."""
+        """The norm of x; with `added`, the pair (norm of x + added, x + added)."""
         if added is None:
             return rms_norm(x, self.weight, self.eps)
         return add_rms_norm(x, added, self.weight, self.eps)
 
 
 class Product(Protocol):
-    """A linear layer as models/decoder.py has it: with a norm before it, and something added to its outputs."""
+    """A linear layer (models/layer.py) that can apply a norm to its input and add a residual to its output."""
 
     def __call__(self, input: Tensor, norm: RMSNorm | None = None, /, **options: Any) -> Tensor: ...
 
 
 class Stream:
-    """The stream of a pass's tokens [B, T, D]: sub-layers read it through their norms and add to it, in turn.
+    """The residual stream [B, T, D] of a pass's tokens. Sub-layers in turn read it through their norm and add to it.
 
-    prompt_lengths: where the tokens are whole prompts, for the products (kernels/linear.py).
+    prompt_lengths: passed on to the products (kernels/linear.py) where the tokens are whole prompts.
     """
 
     def __init__(self, rows_BTD: Tensor, prompt_lengths: Sequence[int] | None = None):
-        self._rows, self._waiting = rows_BTD, None
-        self._of_products = {} if prompt_lengths is None else {"prompt_lengths": prompt_lengths}
+        self._rows, self._pending = rows_BTD, None  # what is still to be added, at the next norm
+        self._product_options = {} if prompt_lengths is None else {"prompt_lengths": prompt_lengths}
 
     @property
     def rows(self) -> Tensor:
-        """All that was added so far, [B, T, D]."""
-        if self._waiting is not None:
-            self._rows, self._waiting = self._rows + self._waiting, None
+        """The sum of all that was added so far, [B, T, D]."""
+        if self._pending is not None:
+            self._rows, self._pending = self._rows + self._pending, None
         return self._rows
 
     def normed(self, norm: RMSNorm) -> Tensor:
-        """The stream behind this norm, [B, T, D]."""
-        if self._waiting is None:
+        """norm(stream), [B, T, D]."""
+        if self._pending is None:
             return norm(self._rows)
         if not adds_with_norm(self._rows):
             return norm(self.rows)
-        normed_BTD, self._rows = norm(self._rows, self._waiting)
-        self._waiting = None
+        normed_BTD, self._rows = norm(self._rows, self._pending)
+        self._pending = None
         return normed_BTD
 
     def read(self, product: Product, norm: RMSNorm, **options: Any) -> Tensor:
-        """product(norm(stream)); `options` go to the product."""
-        if self._waiting is None or not adds_with_norm(self._rows):
-            return product(self.rows, norm, **self._of_products, **options)
-        return product(self.normed(norm), **self._of_products, **options)
+        """product(norm(stream)); `options` are passed to the product."""
+        if self._pending is None or not adds_with_norm(self._rows):
+            return product(self.rows, norm, **self._product_options, **options)
+        return product(self.normed(norm), **self._product_options, **options)
 
     def add(self, product: Product, x: Tensor, post_norm: RMSNorm | None = None) -> None:
-        """stream + product(x), or stream + post_norm(product(x))."""
+        """stream += product(x), or post_norm(product(x))."""
         if post_norm is not None or adds_with_norm(self._rows):
-            added = product(x, **self._of_products)
-            self._rows, self._waiting = self.rows, added if post_norm is None else post_norm(added)
+            added = product(x, **self._product_options)
+            self._rows, self._pending = self.rows, added if post_norm is None else post_norm(added)
         else:
-            self._rows = product(x, residual=self._rows, **self._of_products)
+            self._rows = product(x, residual=self._rows, **self._product_options)
 
-    def leave(self, rows_BTD: Tensor) -> None:
-        """From here on it is of these rows alone."""
-        self._rows, self._waiting = rows_BTD, None
+    def replace(self, rows_BTD: Tensor) -> None:
+        """Go on with these rows in place of the present ones."""
+        self._rows, self._pending = rows_BTD, None
 
-    def part(self, rows: slice) -> "Stream":
-        """The stream of some rows, from here on a stream of its own."""
-        return Stream(self.rows[:, rows])
+    def of_tokens(self, tokens: slice) -> "Stream":
+        """A separate stream of these tokens; adding to it does not change this one."""
+        return Stream(self.rows[:, tokens])

@@ -1,4 +1,9 @@
-"""A loaded target. Not here: loading it (models/hf.py)."""
+"""Target: a frozen model with its tokenizer and fingerprint.
+
+hf.py loads one from files: through hf_config.py its configuration, hf_weights.py its tensors (gguf_file.py from GGUF,
+quantised.py dequantised), fingerprint.py its hashes. from_transformers.py takes over a model that is loaded already;
+transformers_model.py (with transformers_shape.py and transformers_check.py) runs transformers' own classes.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,9 +17,9 @@ from longdraft.models.decoder import Decoder
 class Target:
     """A frozen model with all that drafting against it needs.
 
-    tokenizer is None for a folder without tokenizer files (its fingerprint is then "none"). fingerprint holds
-    SHA-256 hex strings under "config" and "tokenizer", and in training under "weights" (models/fingerprint.py).
-    loader: whose classes compute it, "longdraft" or "transformers".
+    tokenizer is None for a folder without tokenizer files. fingerprint holds SHA-256 hex strings under "config" and
+    "tokenizer" ("none" without one), and in training under "weights" (models/fingerprint.py). loader: whose classes
+    compute the passes, "longdraft" or "transformers".
     """
 
     model: Decoder

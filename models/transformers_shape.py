@@ -1,5 +1,7 @@
-"""What a model of transformers is: its layers, and the shape that drafts and caches read where our decoder does not
-know its family. Not here: its passes (transformers_model.py).
+"""Finds the layers of a transformers model, and makes a DecoderConfig for a family that our decoder does not know.
+
+Drafts and caches read their shapes there. Not here: the model's passes (transformers_model.py), the configuration of
+families that our decoder knows (hf_config.py).
 """
 
 from collections.abc import Sequence
@@ -10,7 +12,7 @@ from torch import nn
 from longdraft.models.decoder_config import DecoderConfig
 from longdraft.models.rope import LENGTH_DEPENDENT, ROPE_TYPES, RopeConfig
 
-# Of transformers' layer_types, those whose layers are attention over the keys of earlier tokens.
+# The values of transformers' layer_types that mean attention over the keys of earlier tokens.
 ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
 EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
 NOT_SERVED = "is not served by target.loader=transformers; take another target"
@@ -19,35 +21,35 @@ NOT_SERVED = "is not served by target.loader=transformers; take another target"
 def find_layers(model: Any) -> nn.ModuleList:
     """The layers of a `...ForCausalLM`.
 
-    Raises: ValueError where not all of them are attention, or where transformers makes one rotary table for all
-        sequences of a pass, of the longest one: pieces and trees have lengths of their own.
+    Raises ValueError if not all of them are attention, and for rotary tables that depend on the length: transformers
+    makes one table per pass, for its longest sequence, but pieces and trees have lengths of their own.
     """
     text, name = model.config.get_text_config(), type(model).__name__
     kinds = set(getattr(text, "layer_types", None) or ()) - ATTENTION_LAYERS
     if kinds:
         raise ValueError(f"target.loader: {name} has layers of {', '.join(sorted(kinds))}; it {NOT_SERVED}")
-    for one in _rope_parameters(text).values():
-        if one.get("rope_type") in LENGTH_DEPENDENT:
+    for rope in _rope_parameters(text).values():
+        if rope.get("rope_type") in LENGTH_DEPENDENT:
             raise ValueError(
-                f"target.loader: {name} has rope_type {one['rope_type']}, whose table depends on the length; it "
+                f"target.loader: {name} has rope_type {rope['rope_type']}, whose table depends on the length; it "
                 f"{NOT_SERVED}, or target.loader=longdraft where that knows this one"
             )
     n_layers = getattr(text, "num_hidden_layers", 0)
-    for part in model.get_decoder().modules():
-        if isinstance(part, nn.ModuleList) and len(part) == n_layers:
-            return part
+    for module in model.get_decoder().modules():
+        if isinstance(module, nn.ModuleList) and len(module) == n_layers:
+            return module
     raise ValueError(f"target.loader: {name} has no list of {n_layers} layers; it {NOT_SERVED}")
 
 
 def foreign_config(
     model: Any, heads: tuple[int, int, int], windows: Sequence[int | None], max_positions: int | None
 ) -> DecoderConfig:
-    """Fields of our configuration for a model of an unknown family; its feed-forward's width is what a draft's is.
+    """Our configuration for a model of a family that our decoder does not know: what drafts and caches read of it.
 
     Args:
-        heads: query heads, key heads and their width. windows: of each layer. max_positions: where the model's own
-            configuration says none.
-    Raises: ValueError where neither says how many positions it takes.
+        heads: number of query heads, number of key heads, their width. windows: the sliding window of each layer.
+        max_positions: used if the model's own configuration has no number.
+    Raises: ValueError if there is no number of positions in either.
     """
     text, (n_heads, n_kv_heads, head_dim) = model.config.get_text_config(), heads
     vocab_size, width = model.get_output_embeddings().weight.shape
@@ -72,15 +74,15 @@ def foreign_config(
 
 
 def _rope_parameters(text: Any) -> dict[str, dict[str, Any]]:
-    """transformers' `rope_parameters` by the kind of layer, where it has one for each."""
+    """transformers' `rope_parameters` by layer type; under "all" where all layers share them."""
     found = getattr(text, "rope_parameters", None) or {}
-    return found if all(isinstance(one, dict) for one in found.values()) else {"all": found}
+    return found if all(isinstance(value, dict) for value in found.values()) else {"all": found}
 
 
 def _rope(text: Any, head_dim: int, positions: int) -> RopeConfig:
-    """The last layer's; plain, and not what the keys have, where it is of a kind that models/rope.py does not know."""
+    """The last layer's RoPE. If models/rope.py does not know its type: the default type, which its keys do not have."""
     kinds, parameters = getattr(text, "layer_types", None) or ["all"], _rope_parameters(text)
-    own = parameters.get(kinds[-1]) or next(iter(parameters.values()), {})
-    if own.get("rope_type") in ROPE_TYPES and own.get("partial_rotary_factor") in (None, 1.0):
-        return RopeConfig(head_dim, positions, own)
+    last = parameters.get(kinds[-1]) or next(iter(parameters.values()), {})
+    if last.get("rope_type") in ROPE_TYPES and last.get("partial_rotary_factor") in (None, 1.0):
+        return RopeConfig(head_dim, positions, last)
     return RopeConfig(head_dim, positions)

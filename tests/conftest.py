@@ -121,11 +121,11 @@ def no_masks(shared) -> type:
 @pytest.fixture
 def c_kernels() -> None:
     """For tests of the C kernels: skips where they cannot be had. Where nothing stands against them they must build."""
-    from longdraft.kernels.cpu_impl import rows
+    from longdraft.kernels.cpu_impl import library
 
-    if (why := rows.obstacle()) is not None:
+    if (why := library.obstacle()) is not None:
         pytest.skip(f"needs the C kernels: {why}")
-    assert rows.library() is not None
+    assert library.library() is not None
 
 
 @pytest.fixture(scope="session")
@@ -135,6 +135,6 @@ def exact_dtype() -> "torch.dtype":
     """
     import torch
 
-    from longdraft.kernels.cpu_impl import rows
+    from longdraft.kernels.cpu_impl import library
 
-    return torch.float32 if rows.obstacle() is not None else torch.bfloat16
+    return torch.float32 if library.obstacle() is not None else torch.bfloat16

@@ -1,12 +1,13 @@
-"""AdaMuon (arXiv 2507.11005) under DeepSpeed's ZeRO-1 and 2, for matrices; norms and biases move by AdamW.
+"""AdaMuon (arXiv 2507.11005) for matrices under DeepSpeed's ZeRO-1 and 2; norms and biases move by AdamW.
 
-A weight's momentum has a few large directions and many small ones; made orthogonal, all of them count alike (Muon,
-Jordan et al. 2024, https://kellerjordan.github.io/posts/muon). Each entry is then divided by its own root mean square
-of late, and moves by about as much as AdamW would move it (Liu et al., arXiv 2502.16982). Other than in the paper, the
-momentum keeps its sizes and is Nesterov's, and no norm of a whole update is taken, so that ranks exchange nothing else.
-DeepSpeed has a Muon of its own, which clips what is already orthogonal, so that the limit sets the length of every
-step, and keeps momentum in bf16. Not here: the rate of a step, clipping (deepspeed_engine.py).
-Shapes: a matrix is [R, C], a share [S].
+A weight's momentum has a few large directions and many small ones. Made orthogonal, all of them count alike (Muon,
+Jordan et al. 2024, https://kellerjordan.github.io/posts/muon). Each entry is then divided by its own running root mean
+square, and moves by about as much as AdamW would move it (Liu et al., arXiv 2502.16982). Unlike in the paper, the
+momentum is Nesterov's and keeps its magnitudes rather than its signs alone, and the update is not scaled by its norm,
+so that the ranks exchange nothing but momentum.
+Why not DeepSpeed's own Muon: it clips the update after it was made orthogonal, so that the limit sets the length of
+every step, and it keeps momentum in bf16. Not here: the rate of a step, clipping (deepspeed_engine.py).
+Shapes: a matrix is [R, C], a rank's share [S].
 """
 
 from math import prod
@@ -18,14 +19,14 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 MOMENTUM = 0.95
-# Of the polynomial a x + b x^3 + c x^5, which takes singular values of up to 1 to about 1 in so many steps.
+# Coefficients of a x + b x^3 + c x^5, which takes singular values of up to 1 to about 1 in this many iterations.
 COEFFICIENTS, STEPS = (3.4445, -4.7750, 2.0315), 5
-# By so much of the rate an entry moves, in the root mean square: as AdamW's do.
-ENTRY = 0.2
+# The root mean square of an update's entries over the rate: that of AdamW's updates.
+UPDATE_RMS = 0.2
 
 
 def orthogonal(matrix_RC: Tensor, dtype: torch.dtype) -> Tensor:
-    """U V^T of the matrix's U S V^T, roughly (its singular values lie between 0.7 and 1.2), computed in this dtype."""
+    """U V^T for a matrix U S V^T, computed in this dtype and approximate: its singular values lie in 0.7 to 1.2."""
     a, b, c = COEFFICIENTS
     x = (matrix_RC / matrix_RC.norm().clamp(min=1e-30)).to(dtype)
     tall = len(x) > x.shape[1]
@@ -37,15 +38,16 @@ def orthogonal(matrix_RC: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class AdaMuon(torch.optim.Optimizer):
-    """What ZeRO leaves of the parameters is one tensor a group, this rank's share of all of them end to end.
+    """AdaMuon on the tensors that ZeRO leaves: one for each group, this rank's share of the group's parameters laid end
+    to end.
 
-    Its state has AdamW's names, by which DeepSpeed converts checkpoints to other numbers of ranks: `exp_avg` is the
-    momentum, `exp_avg_sq` the mean square of what moves an entry.
+    The state has AdamW's names, by which DeepSpeed converts checkpoints to other numbers of ranks: `exp_avg` is the
+    momentum, `exp_avg_sq` the mean square of the orthogonal update.
 
     Args:
-        groups: as AdamW's; of matrices or of none.
-        betas: the first is of norms and biases alone, the momentum of matrices is MOMENTUM; the second is of all.
-        dtype: for the products that make a matrix orthogonal.
+        groups: as for AdamW; each holds only matrices, or none.
+        betas: the first applies to norms and biases alone (the momentum of matrices is MOMENTUM), the second to all.
+        dtype: of the products that make a matrix orthogonal.
     """
 
     def __init__(
@@ -59,7 +61,7 @@ class AdaMuon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """All ranks call it together."""
+        """Move the weights by one step; all ranks call it together."""
         for group in self.param_groups:
             for share in group["params"]:
                 if share.grad is None:
@@ -68,10 +70,10 @@ class AdaMuon(torch.optim.Optimizer):
                 if not state:
                     state["step"] = torch.zeros((), dtype=torch.float32)
                     state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(share), torch.zeros_like(share)
-                (self._turn if group["shapes"] else _adamw)(share, state, group)
+                (self._step_matrices if group["shapes"] else _adamw)(share, state, group)
 
-    def _turn(self, share_S: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> None:
-        """The step of matrices. Each rank makes orthogonal what it has a part of, from all ranks' momentum."""
+    def _step_matrices(self, share_S: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> None:
+        """Each rank makes orthogonal, from all ranks' momentum, the matrices that its share has a part of."""
         assert share_S.grad is not None
         state["step"] += 1
         beta = group["betas"][1]
@@ -85,11 +87,11 @@ class AdaMuon(torch.optim.Optimizer):
             stop = start + prod(shape)
             begin, end = max(start, first), min(stop, first + len(share_S))
             if begin < end:
-                turned = orthogonal(whole[start:stop].view(shape), self._dtype).flatten()[begin - start : end - start]
+                update = orthogonal(whole[start:stop].view(shape), self._dtype).flatten()[begin - start : end - start]
                 own = slice(begin - first, end - first)
-                squares = state["exp_avg_sq"][own].mul_(beta).addcmul_(turned, turned, value=1 - beta)
+                squares = state["exp_avg_sq"][own].mul_(beta).addcmul_(update, update, value=1 - beta)
                 sizes = (squares / correction).sqrt_().add_(group["eps"])
-                share_S[own].addcdiv_(turned, sizes, value=-ENTRY * group["lr"])
+                share_S[own].addcdiv_(update, sizes, value=-UPDATE_RMS * group["lr"])
             start = stop
 
 
@@ -104,7 +106,7 @@ def _adamw(share_S: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> 
 
 
 def _of_all_ranks(share_S: Tensor) -> Tensor:
-    """The ranks' shares end to end."""
+    """The shares of all ranks, end to end."""
     n_ranks = dist.get_world_size() if dist.is_initialized() else 1
     if n_ranks == 1:
         return share_S

@@ -1,8 +1,8 @@
-"""Which rows make a step, and what the trainer reads of them: a pure function of (seed, step), no stream, no state.
+"""The rows of a step, and what the trainer reads of them: a pure function of (seed, step), without stream or state.
 
-Every epoch is a permutation of the rows, ordered by keyed noise of the row's index; steps run on over the borders of
-epochs, so no row is lost or seen twice within one. How many ranks share a step changes nothing in what it contains: its
-passes are the same, only who makes them differs. What is drawn for a document piece is the same wherever it is packed.
+Every epoch is a permutation of the rows, ordered by keyed noise of their indices. Steps run across the ends of epochs,
+so no row is lost or seen twice within one. The number of ranks does not change what a step contains: its passes are the
+same and only dealt out differently. The random draws of a document piece are the same wherever it is packed.
 Not here: the form on disk (data_prep/shards.py), labels (models/drafts/loss.py).
 Shapes: N tokens of the rows of a pass, end to end; P pieces.
 """
@@ -18,7 +18,7 @@ from torch import Tensor
 
 
 class Rows(Protocol):
-    """What is read of a prepared folder's ShardSet."""
+    """The part of ShardSet, a split of a prepared folder, that training reads."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> dict[str, np.ndarray]: ...
@@ -26,16 +26,18 @@ class Rows(Protocol):
 
 
 class Place(NamedTuple):
-    """A row in the order of training: its number, and in which epoch it is read."""
+    """A row in the order of training: its index, and the epoch in which it is read."""
 
     epoch: int
     row: int
 
 
 class Batch(NamedTuple):
-    """Rows end to end, without their padding. `tokens` int64 [N]; `supervised` bool [N]: tokens that may be a label;
-    `borders` P + 1 numbers: where each document piece starts, and at the end N; `keys` P numbers of 64 bits: what a
-    piece's random draws are keyed by, from its document, its number there and the epoch."""
+    """Rows end to end, without their padding.
+
+    `tokens` int64 [N]. `supervised` bool [N]: tokens that may be a label. `borders`, P + 1 numbers: where each document
+    piece starts, and N. `keys`, P 64-bit numbers that key the random draws of each piece (`piece_key`).
+    """
 
     tokens: Tensor
     supervised: Tensor
@@ -45,29 +47,30 @@ class Batch(NamedTuple):
 
 @lru_cache(maxsize=4)  # a step reads from two epochs at most
 def epoch_order(seed: int, epoch: int, n_rows: int) -> np.ndarray:
-    """Row numbers of an epoch in the order they are read, int64 [n_rows]: sorted by 64 bits of Philox noise, key =
-    (seed, epoch), one draw a row. NumPy keeps a bit generator's raw output stable over its versions."""
+    """Row indices in the order in which an epoch reads them, int64 [n_rows]: sorted by 64 bits of Philox noise with the
+    key (seed, epoch), one draw for each row. NumPy keeps a bit generator's raw output stable across versions."""
     noise = np.random.Philox(key=np.array([seed, epoch], dtype=np.uint64)).random_raw(n_rows)
     return np.argsort(noise, kind="stable")
 
 
 def step_rows(seed: int, step: int, n_rows: int, global_batch: int) -> list[Place]:
-    """The rows of step 0, 1, ...; `global_batch` of them."""
+    """The `global_batch` rows of step 0, 1, ..."""
     first = step * global_batch
     epochs = [divmod(index, n_rows) for index in range(first, first + global_batch)]
     return [Place(epoch, int(epoch_order(seed, epoch, n_rows)[at])) for epoch, at in epochs]
 
 
 def rank_rows(rows: Sequence[Place], rank: int, world_size: int, micro_batch: int) -> list[list[Place]]:
-    """A step's passes dealt to one rank in turns: `micro_batch` rows each, in the step's last pass what is left of
-    them. All ranks get equally many, since a pass is collective; where there are none left, the last is empty."""
+    """One rank's passes of a step, which are dealt out in turn: `micro_batch` rows each, and what is left in the step's
+    last pass. All ranks get the same number, since a pass is collective; the last one is empty where no rows are
+    left."""
     width = world_size * micro_batch
     starts = range(rank * micro_batch, rank * micro_batch + -(-len(rows) // width) * width, width)
     return [list(rows[start : start + micro_batch]) for start in starts]
 
 
 def read_batch(rows: Rows, places: Sequence[Place]) -> Batch:
-    """These rows as tensors on the CPU; of none, a single token that is no label."""
+    """These rows as tensors on the CPU; without rows, a single token that is not a label."""
     if not places:
         return Batch(torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.bool), [0, 1], [0])
     tokens, supervised, borders, keys = [], [], [0], []
@@ -83,11 +86,11 @@ def read_batch(rows: Rows, places: Sequence[Place]) -> Batch:
 
 
 def piece_key(document: str, number: int, epoch: int) -> int:
-    """64 bits of a hash of what names a document piece, and of the epoch, so that each reading draws anew."""
+    """A 64-bit hash of a document piece's name and number, and of the epoch, so that each reading draws anew."""
     text = f"{document}\0{number}\0{epoch}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
 
 def draws(seed: int, key: int, n: int) -> list[int]:
-    """n numbers of 64 random bits for a piece, a function of (seed, key) alone."""
+    """n random 64-bit numbers for a piece, a function of (seed, key) alone."""
     return np.random.Philox(key=np.array([seed, key], dtype=np.uint64)).random_raw(n).tolist()

@@ -1,8 +1,8 @@
-"""A checkpoint of some number of ranks for another number, through DeepSpeed's universal checkpoint (arXiv 2406.18820).
+"""Load a checkpoint on another number of ranks, through DeepSpeed's universal checkpoint (arXiv 2406.18820).
 
-The first rank converts: every parameter's fp32 weights and moments become files of their own, of which each rank
-then reads its share. Not here: when that is needed (saving.py); which rows a rank reads, which does not depend on
-how many there are (batches.py).
+The first rank converts it: every parameter's fp32 weights and moments become separate files, of which each rank then
+reads its share. Not here: when that is needed (saving.py); the rows of a step, which do not depend on the number of
+ranks (batches.py).
 """
 
 import argparse
@@ -20,16 +20,16 @@ from longdraft.train.ranks import TrainingError  # before DeepSpeed: it names th
 import torch
 from deepspeed.checkpoint import ds_to_universal
 
-CONVERTED = "tmp-universal"  # beside the checkpoints; no name of a checkpoint begins so
+CONVERTED = "tmp-universal"  # beside the checkpoints, none of whose names begins like this
 STATES = ("fp32", "exp_avg", "exp_avg_sq")
 
 
 def load(engine: DraftEngine, folder: Path, n_ranks: int) -> None:
-    """Puts weights and optimizer of a checkpoint that `n_ranks` ranks saved into an engine of any number; all ranks
-    call it, the others wait for the first one.
+    """Put weights and optimizer of a checkpoint that `n_ranks` ranks saved into the engine of any other number; all
+    ranks call it, and wait for the first one.
 
     Raises:
-        ValueError: a rank would hold no part of a group of parameters, or does not see the converted files.
+        ValueError: a rank would hold no part of a parameter group, or does not see the converted files.
         TrainingError: the conversion failed.
     """
     ranks = engine.ranks
@@ -51,7 +51,7 @@ def load(engine: DraftEngine, folder: Path, n_ranks: int) -> None:
 
 
 def _convert(folder: Path, place: Path, names: list[str], n_ranks: tuple[int, int]) -> dict[str, int]:
-    """Writes the universal form of `folder` to `place`; sizes in bytes of its files."""
+    """Write the universal form of `folder` to `place`; returns its files' sizes. `n_ranks`: when saved, now."""
     shutil.rmtree(place.parent, ignore_errors=True)
     arguments = argparse.Namespace(
         input_folder=folder.name,
@@ -64,7 +64,7 @@ def _convert(folder: Path, place: Path, names: list[str], n_ranks: tuple[int, in
     )
     old, new = n_ranks
     try:
-        # From within: see DraftEngine.read.
+        # From inside the folder, for the reason given in DraftEngine.read.
         with chdir(folder.parent), redirect_stdout(StringIO()), redirect_stderr(StringIO()):
             ds_to_universal.main(arguments)
     except (OSError, RuntimeError) as error:
@@ -84,28 +84,28 @@ def _convert(folder: Path, place: Path, names: list[str], n_ranks: tuple[int, in
 
 
 def _read(engine: DraftEngine, place: Path) -> None:
-    """The converted files, and what DeepSpeed 0.19 makes of them put right."""
+    """Read the converted files, and correct what DeepSpeed 0.19 gets wrong."""
     config: Any = engine.deepspeed._config
-    groups = [
+    options = [
         {key: value for key, value in group.items() if key != "params"} for group in engine.optimizer.param_groups
     ]
     config.load_universal_checkpoint = True
     try:
         engine.read(place)
     finally:
-        # For this alone: left on, it has kept ZeRO-3 from saving more than the first rank's file (issue 7546).
+        # Left on, it has kept ZeRO-3 from saving more than the first rank's file (issue 7546).
         config.load_universal_checkpoint = False
-    for group, own in zip(engine.optimizer.param_groups, groups, strict=True):
-        group.update(own)  # ZeRO-3 gives every group the first one's weight decay
+    for group, before in zip(engine.optimizer.param_groups, options, strict=True):
+        group.update(before)  # ZeRO-3 gives every group the first one's weight decay
     for parameter, values in engine.optimizer.state.items():
-        # One tensor stands for the steps of all groups under ZeRO-3, where each group would count it up; and it is on
-        # the CPU, where a fused AdamW on a GPU cannot read it, and AdaMuon wants it.
+        # Under ZeRO-3 all groups share one tensor of steps, which each of them would count up. It also lies on the CPU,
+        # where AdaMuon needs it and a fused AdamW on a GPU cannot read it.
         place_of_steps = parameter.device if engine.optimizer.defaults.get("fused") else "cpu"
         values["step"] = torch.tensor(float(values["step"]), device=place_of_steps)
 
 
 def _check_shares(engine: DraftEngine) -> None:
-    """DeepSpeed cannot read for a rank that would hold nothing but padding of a group."""
+    """Raises ValueError where a rank would hold only padding of a group: DeepSpeed cannot load that."""
     ranks = engine.ranks
     groups = getattr(engine.deepspeed.optimizer, "bit16_groups", None) or getattr(
         engine.deepspeed.optimizer, "bf16_groups", []

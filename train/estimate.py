@@ -11,21 +11,21 @@ import torch
 from longdraft.models.decoder_config import DecoderConfig
 from longdraft.models.hf import read_target_config
 from longdraft.train.config import Config, accumulation, check_positions, empty_passes
-from longdraft.train.estimate_memory import estimate, memory_table
+from longdraft.train.estimate_memory import MIB, Estimate, estimate
 from longdraft.train.estimate_operations import operations, operations_table
 from longdraft.train.stages import Stage
 
 
 def report(stages: Sequence[Stage], n_ranks: int | None = None, gpu: bool | None = None) -> str:
-    """Two tables a stage, of bytes and of operations, for one of `n_ranks` ranks.
+    """For each stage, a table of bytes and one of operations, for one of `n_ranks` ranks.
 
     Args:
-        n_ranks: all there are, on all machines; None: one for each GPU of this one, without any a single one.
-        gpu: a rank is a GPU, here or elsewhere, unless train.device says cpu; else a process on a CPU. None: as on this
-            machine.
+        n_ranks: the ranks on all machines. None: one for each GPU of this machine, or a single one without GPUs.
+        gpu: a rank is a GPU, here or elsewhere, unless train.device says cpu; else it is a process on a CPU. None: as
+            on this machine.
 
-    Raises: ValueError where a target cannot be read, is not our decoder's or has too few positions, or rows cannot be
-    shared among so many ranks.
+    Raises ValueError where a target cannot be read, is not for our decoder or has too few positions, or that number of
+    ranks cannot share rows.
     """
     targets = [stage.config.target for stage in stages]
     for target in targets:
@@ -39,12 +39,12 @@ def report(stages: Sequence[Stage], n_ranks: int | None = None, gpu: bool | None
     n_ranks = (torch.cuda.device_count() if gpu else 1) if n_ranks is None else n_ranks
     if n_ranks < 1:
         raise ValueError(f"num_gpus: {n_ranks}; give at least 1")
-    read = cache(read_target_config)  # the metadata of a .gguf file take seconds
-    asked = [(target.path, target.gguf_file, target.max_positions) for target in targets]
-    return "\n\n".join(_stage(stage, read(*key), n_ranks, gpu) for stage, key in zip(stages, asked, strict=True))
+    read = cache(read_target_config)  # reading the metadata of a .gguf file takes seconds
+    configs = [read(target.path, target.gguf_file, target.max_positions) for target in targets]
+    return "\n\n".join(_describe(stage, target, n_ranks, gpu) for stage, target in zip(stages, configs, strict=True))
 
 
-def _stage(stage: Stage, target: DecoderConfig, n_ranks: int, gpu: bool) -> str:
+def _describe(stage: Stage, target: DecoderConfig, n_ranks: int, gpu: bool) -> str:
     config = stage.config
     check_positions(config, config.target.path, target.max_positions)
     bytes_table = memory_table(estimate(config, target, n_ranks, gpu))
@@ -61,9 +61,26 @@ def _stage(stage: Stage, target: DecoderConfig, n_ranks: int, gpu: bool) -> str:
 
 
 def _idle(config: Config, n_ranks: int) -> str:
-    """How much of the ranks' time a step leaves unused."""
+    """A remark about passes of a step that have no rows, where there are any."""
     empty, train = empty_passes(config, n_ranks), config.train
     if not empty:
         return ""
     passes = accumulation(config, n_ranks) * n_ranks // train.sequence_parallel
     return f"; {empty} of {passes} passes are empty, as {train.global_batch} rows a step do not fill them"
+
+
+def memory_table(found: Estimate) -> str:
+    """A table for people: one line for each part, in MiB or GiB."""
+    name, peak = found.peak
+    unit, word = (2**30, "GiB") if peak >= 2**33 else (MIB, "MiB")
+    digits = 2 if unit > MIB else 0
+
+    def line(title: str, n_bytes: int) -> str:
+        return f"{title:34}{n_bytes / unit:10,.{digits}f}"
+
+    lines = [f"{'':34}{word:>10}"]
+    sections = {"all the time": found.kept} | {f"+ {moment}": parts for moment, parts in found.moments.items()}
+    for title, parts in sections.items():
+        lines += [line(title, sum(parts.values())), *(line(f"    {part}", n_bytes) for part, n_bytes in parts.items())]
+    lines += [line("the process itself", found.process), f"{line('at most', peak)}  in: {name}"]
+    return "\n".join([*lines, line("and on the host", found.host)] if found.host else lines)

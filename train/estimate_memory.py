@@ -1,11 +1,11 @@
-"""What a run needs of memory, before anything is loaded: bytes on each rank's device, by what holds them and when.
+"""The memory that a run needs, before anything is loaded: bytes on each rank's device, by what holds them and when.
 
-A step's peak is the largest of a few moments, each of which adds to what is there all the time. Counted is what the
-code allocates: models/decoder.py for the target's pass, models/drafts/ for the draft, kernels/ for attention and loss,
-estimate_zero.py for DeepSpeed. On a CPU in fp32 this is measured (tests/train/test_memory.py); for a GPU it is
-arithmetic for bf16 with flash attention, fused norms and the loss's Triton kernel, without fragments of the allocator.
-It is no step under PyTorch's fake tensors: they have no CUDA without a CUDA build, DeepSpeed's optimizers do not run on
-them, and the sizes of some tensors of a pass follow from values. Not here: operations (estimate_operations.py), what
+A step's peak is the largest of a few moments, each of which adds to what is there all the time. What is counted is what
+the code allocates: models/decoder.py in the target's pass, models/drafts/ in the draft's, kernels/ for attention and
+loss, estimate_zero.py for DeepSpeed. On a CPU in fp32 this is measured (tests/train/test_memory.py). For a GPU it is
+arithmetic: bf16 with flash attention, fused norms and the loss's Triton kernel, without the allocator's fragmentation.
+Why not a step under PyTorch's fake tensors: they have no CUDA without a CUDA build, DeepSpeed's optimizers do not run
+on them, and the sizes of some tensors of a pass follow from values. Not here: operations (estimate_operations.py), what
 reading files takes while the target is loaded.
 Shapes: N tokens of a pass, end to end; n of them a rank's where ranks share rows; Q queries of the draft, M labels of a
 part, L tokens of a row; D hidden, F = H d the query heads' width, V vocabulary, E draft vocabulary.
@@ -30,30 +30,31 @@ from longdraft.models.draft_folder import DRAFTS
 from longdraft.models.drafts.longspec import LongSpecConfig
 from longdraft.models.drafts.tokenswift import TokenSwiftConfig
 from longdraft.models.passes import feed_forward_numbers, pass_bytes, prompt_rows
-from longdraft.train.config import DTYPES, Config, accumulation
+from longdraft.train.config import Config, accumulation
+from longdraft.train.config_sections import DTYPES
 from longdraft.train.estimate_zero import DraftStates, draft_states
-from longdraft.train.methods import QUERY_BLOCK
+from longdraft.train.methods.base import QUERY_BLOCK
 from longdraft.train.sequence_parallel import check_heads
 from longdraft.train.teacher import ROW_CHUNK
 
 MIB = 2**20
-# What a process has beside tensors. On a CPU, after the imports: tokenizer, libraries' buffers, freed memory that the
-# allocator keeps (110 to 132 MiB with SmolLM2). On a GPU: CUDA's context, NCCL, workspaces of cuBLAS; a guess.
+# What a process has beside tensors. On a CPU, after the imports: the tokenizer, libraries' buffers, freed memory that
+# the allocator keeps (110 to 132 MiB with SmolLM2). On a GPU: CUDA's context, NCCL, cuBLAS workspaces; a guess.
 PROCESS_CPU, PROCESS_GPU = 120 * MIB, 1536 * MIB
-# Bytes beside each logit that a CPU's loss works on, while ranks are counted: one in fp32, a truth.
+# Bytes beside each logit that a CPU's loss works on while it counts ranks: one fp32 value and one bool.
 BESIDE_LOGIT = 5
-# In fp32 numbers, where the loss is the target's (kernels/reference/linear_distillation.py).
+# The same for distillation, in fp32 values (kernels/reference/linear_distillation.py).
 BESIDE_DISTILLED = {"kl": 6, "overlap": 7, "acceptance": 13}
-# Processors of a GPU, where memory depends on how many there are: an H100's.
+# Multiprocessors of a GPU, on which some buffers depend: an H100's.
 PROCESSORS = 132
-# Rows beyond the text that decoding's cache has.
+# Rows of the cache beyond the text, when decoding.
 SLACK = 256
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes on one rank's device: `kept` all the time; `moments`, what each adds; `process`, beside all tensors.
-    `host`: what the optimizer keeps on the host of a GPU."""
+    """Bytes on one rank's device, by what holds them: `kept` all the time, and what each of `moments` adds. `process`:
+    bytes beside all tensors. `host`: what the optimizer of a GPU keeps on the host."""
 
     kept: dict[str, int]
     moments: dict[str, dict[str, int]]
@@ -62,40 +63,40 @@ class Estimate:
 
     @property
     def peak(self) -> tuple[str, int]:
-        """The largest moment, and all that is there then."""
+        """The largest moment, and the bytes of everything that is there then."""
         name = max(self.moments, key=lambda name: sum(self.moments[name].values()))
         return name, self.process + sum(self.kept.values()) + sum(self.moments[name].values())
 
 
 def estimate(config: Config, target: DecoderConfig, n_ranks: int, gpu: bool) -> Estimate:
-    """For one of `n_ranks` ranks, all rows being full and one piece each.
+    """The memory of one of `n_ranks` ranks, where every row is full and a single piece.
 
     Args:
-        gpu: a rank is a GPU; else a process on a CPU.
-    Raises: ValueError where rows cannot be shared among so many ranks.
+        gpu: a rank is a GPU; else it is a process on a CPU.
+    Raises ValueError where that number of ranks cannot share rows.
     """
     passes = accumulation(config, n_ranks)
     check_heads(target, config.train.sequence_parallel)
-    run = _Run(config, target, gpu)
-    states = run.states(n_ranks)
+    sizes = _Sizes(config, target, gpu)
+    states = sizes.states(n_ranks)
     between = {"gradients so far": states.between if passes > 1 else 0}
-    weights, gathered = run.target_weights(n_ranks)
+    weights, gathered = sizes.target_weights(n_ranks)
     n_tokens = config.train.pass_rows * config.data.seq_len
-    seen, kept, top, loss = run.seen(n_tokens), *run.draft(n_tokens)
+    seen, kept, top, loss = sizes.seen(n_tokens), *sizes.draft(n_tokens)
     whole = {"whole weights": states.forward}
     moments = {
-        "target's pass": gathered | run.target_pass(n_tokens) | between,
+        "target's pass": gathered | sizes.target_pass(n_tokens) | between,
         "draft's pass and loss": seen | kept | whole | loss | between,
         "draft's backward pass": seen | kept | {"gradients of activations": top, "gradients": states.backward},
         "sums over ranks, and the step": seen | {"gradients": states.update},
-        "held-out row": run.heldout(gathered) | whole,
+        "held-out row": sizes.heldout(gathered) | whole,
     }
-    if attention := run.flash_backward(n_tokens):
-        activations = kept["draft's activations"] - run.feed_forward(n_tokens)
+    if attention := sizes.flash_backward(n_tokens):
+        activations = kept["draft's activations"] - sizes.feed_forward(n_tokens)
         moments["backward pass of its attention"] = seen | {"draft's activations": activations} | attention
         moments["backward pass of its attention"]["gradients"] = states.backward
     if config.decoding.every:
-        moments["decoding"] = gathered | run.decoding()
+        moments["decoding"] = gathered | sizes.decoding()
     host = {"optimizer": states.host} if not gpu and states.host else {}
     moments = {name: {part: n for part, n in parts.items() if n} for name, parts in moments.items()}
     return Estimate(
@@ -106,8 +107,8 @@ def estimate(config: Config, target: DecoderConfig, n_ranks: int, gpu: bool) -> 
     )
 
 
-class _Run:
-    """The sizes of a run's parts, in bytes."""
+class _Sizes:
+    """The sizes of a run's tensors: in bytes, or in numbers where a method says so."""
 
     def __init__(self, config: Config, target: DecoderConfig, gpu: bool):
         self.config, self.target, self.gpu = config, target, gpu
@@ -123,7 +124,7 @@ class _Run:
         self.norm = 1 if gpu else 2  # copies that a norm keeps for its gradient: on a CPU also before its weight
 
     def own(self, n_tokens: int) -> int:
-        """n of N."""
+        """n of N: the tokens of a rank."""
         return -(-n_tokens // self.config.train.sequence_parallel)
 
     def states(self, n_ranks: int) -> DraftStates:
@@ -135,7 +136,7 @@ class _Run:
         )  # fmt: skip
 
     def target_weights(self, n_ranks: int) -> tuple[int, dict[str, int]]:
-        """What is there all the time, and what a pass gathers of a sharded target: a layer, and the next one."""
+        """What is there all the time, and what a pass gathers of a sharded target: a layer and the next one."""
         with torch.device("meta"):
             model = Decoder(self.target)
         whole, of_layers = _count(model), [_count(layer) for layer in model.layers]
@@ -145,50 +146,51 @@ class _Run:
         return round(self.size * (whole - layers + layers / n_ranks)), {"gathered layers": 2 * self.size * layer}
 
     def target_pass(self, n_tokens: int) -> dict[str, int]:
-        """The largest of projections, attention and feed-forward of one layer."""
+        """The largest stage of the pass: projections, attention or feed-forward of one layer, or the exchange of what
+        the ranks computed."""
         t, n = self.target, self.own(n_tokens)
         shared = n < n_tokens
-        # Of a pass in one chunk q, k and v are views of what the projection and the rotation gave; else copies.
+        # In a pass of one chunk, q, k and v are views of the projection's and the rotation's outputs; else copies.
         single = n <= ROW_CHUNK
         held = self.qkv + self.qk if single else self.qkv
         made = self.qkv + 3 * self.qk if single else 2 * self.qkv + self.qk
         exchanged = 2 * self.qkv if shared else 0
         stages = [
-            {"q, k, v": (held + made) * n},  # the layer before still has its own
+            {"q, k, v": (held + made) * n},  # the previous layer's are still there
             {"q, k, v": held * n, "attention": (self.heads * (1 if self.gpu else 2) + exchanged) * n},
             {"q, k, v": held * n} | self._finish(n, single),
         ]
-        n_asked, block = self._asked(n_tokens), isinstance(self.shape, LongSpecConfig)
-        if shared:  # behind the layers all ranks' come together, of a copy of a rank's own
+        n_distilled, block = self._distilled(n_tokens), isinstance(self.shape, LongSpecConfig)
+        if shared:  # after the layers, a copy of each rank's results is gathered on all ranks
             left = {"q, k, v": (held if single else self.kv) * n} if block else {"target's states": t.hidden_size * n}
-            if n_asked:
-                stages.append(left | {"states of all ranks": t.hidden_size * (n_tokens + n + n_asked)})
+            if n_distilled:
+                stages.append(left | {"states of all ranks": t.hidden_size * (n_tokens + n + n_distilled)})
             if block:
                 stages.append(left | {"keys and values of all ranks": self.kv * n_tokens + self.kv // 2 * n})
-        elif block and n_asked > 0 and (n_asked < n or self.config.train.pass_rows > 1):
-            # The last layer goes on with copies of what the loss asks for, in the place of all.
-            copies = {"q, k, v": held * n, "rows with a loss": (self.heads + 2 * t.head_dim) * n_asked}
-            stages.append(copies | {"attention": self.heads * (1 if self.gpu else 2) * n_asked})
-            stages.append(copies | self._finish(n_asked, single))
+        elif block and n_distilled > 0 and (n_distilled < n or self.config.train.pass_rows > 1):
+            # The last layer goes on with copies of the tokens that the distillation needs, instead of all tokens.
+            copies = {"q, k, v": held * n, "rows with a loss": (self.heads + 2 * t.head_dim) * n_distilled}
+            stages.append(copies | {"attention": self.heads * (1 if self.gpu else 2) * n_distilled})
+            stages.append(copies | self._finish(n_distilled, single))
         largest = max(stages, key=lambda stage: sum(stage.values()))
         base = {"hidden states": t.hidden_size * n, "positions": 3 * t.head_dim * n // 2}
         return self._bytes(base | largest)
 
     def _finish(self, n: int, single: bool) -> dict[str, int]:
-        """Numbers in the rest of a layer, for n tokens: what attention gave, and the feed-forward's normed copy, gate
-        and up, and what becomes of gate; a chunk's stream is one more than the rows'."""
+        """Numbers in the rest of a layer, for n tokens: attention's output, and the feed-forward's normed input, gate,
+        up, and their product. With several chunks, a chunk also has a residual stream of its own."""
         t = self.target
         width = (0 if single else 1) * t.hidden_size + feed_forward_numbers(t)
         return {"attention": self.heads * n, "feed-forward": min(n, ROW_CHUNK) * width}
 
-    def _asked(self, n_tokens: int) -> int:
-        """Tokens after which the target is asked for its distribution."""
+    def _distilled(self, n_tokens: int) -> int:
+        """The number of tokens after which the loss needs the target's distribution."""
         return 0 if self.config.train.loss == "cross_entropy" else self._queries(n_tokens)
 
     def seen(self, n_tokens: int) -> dict[str, int]:
         """What the draft reads of the target, and the tokens' embeddings."""
         t = self.target
-        taught = self._bytes({"target's states of the loss": t.hidden_size * self._asked(n_tokens)})
+        taught = self._bytes({"target's states of the loss": t.hidden_size * self._distilled(n_tokens)})
         if not isinstance(self.shape, LongSpecConfig):
             return taught | self._bytes({"target's states": t.hidden_size * self.own(n_tokens)})
         whole = self.config.train.sequence_parallel == 1 and n_tokens <= ROW_CHUNK  # see `target_pass`
@@ -196,7 +198,8 @@ class _Run:
         return taught | self._bytes({"last keys and values": kv, "embeddings": t.hidden_size * n_tokens})
 
     def draft(self, n_tokens: int) -> tuple[dict[str, int], int, dict[str, int]]:
-        """What the draft keeps for its gradient; what its first steps back add; and what the loss adds."""
+        """What the draft keeps for its gradient, what the first steps of its backward pass add, and what the loss
+        adds."""
         d = self.target.hidden_size
         n, n_queries = self.own(n_tokens), self._queries(n_tokens)
         if isinstance(self.shape, LongSpecConfig):
@@ -220,19 +223,20 @@ class _Run:
         return {"draft's activations": n_all * n_tokens + per_query * n_queries, "attention masks": masks}
 
     def feed_forward(self, n_tokens: int) -> int:
-        """Bytes of what LongSpec's feed-forward keeps, which are free again when its attention's gradient is due."""
+        """Bytes that LongSpec's feed-forward keeps; they are free again when its attention's gradient is computed."""
         return self.size * 4 * self.target.intermediate_size * self._queries(n_tokens)
 
     def flash_backward(self, n_tokens: int) -> dict[str, int]:
-        """What the flash kernel's backward pass of LongSpec's self-attention makes on a GPU, its output's gradient
-        counted: the queries' also in fp32, in deterministic order one for each run of blocks; and keys' and values'
-        also for each query head, where heads share them. The cross-attention's keys are frozen, and its queries'
-        gradient is made in place (kernels/triton_impl/segment_attention.py)."""
+        """What the flash kernel allocates on a GPU in the backward pass of LongSpec's self-attention, with the
+        gradient of its output. The queries' gradient is also there in fp32, in deterministic order once for each run
+        of blocks; those of keys and values also once for each query head, where heads share them. The
+        cross-attention adds nothing: its keys are frozen, and its queries' gradient is computed in place
+        (kernels/triton_impl/segment_attention.py)."""
         if not (self.gpu and isinstance(self.shape, LongSpecConfig)):
             return {}
         t, train, n_queries = self.target, self.config.train, self._queries(n_tokens)
         n_keys = self.own(n_tokens)
-        if n_queries < n_keys:  # each range of queries has a copy of the keys that it reads
+        if n_queries < n_keys:  # each run of queries has a copy of the keys that it reads
             n_keys = min(n_queries * (QUERY_BLOCK + self.shape.window) // QUERY_BLOCK, MOST_COPIES * n_keys)
         runs = -(-PROCESSORS // (train.pass_rows * t.n_heads)) if train.deterministic else 1
         heads = 2 * n_keys * self.heads if t.n_kv_heads < t.n_heads else 0
@@ -245,7 +249,7 @@ class _Run:
         return round(self.config.data.query_share * self.own(n_tokens))
 
     def _masks(self, n_queries: int, subset: bool) -> int:
-        """Numbers in the masks that a CPU's attention keeps (kernels/causal_attention.py)."""
+        """Numbers in the masks that attention keeps on a CPU (kernels/causal_attention.py)."""
         length, window = self.config.data.seq_len, self.shape.window
         if subset:
             return n_queries * (min(length, QUERY_BLOCK + window) + length // 2)
@@ -254,24 +258,24 @@ class _Run:
         return self.config.train.pass_rows * BLOCK * (min(length, BLOCK) + min(length, BLOCK + window))
 
     def _head(self) -> int:
-        """Numbers a token that one head keeps."""
+        """Numbers that one head keeps for each token."""
         d = self.target.hidden_size
         linear = isinstance(self.shape, TokenSwiftConfig) and self.shape.kind == "linear_chain"
         return (2 * self.norm + 1) * d if linear else 2 * d
 
     def _loss(self, name: str, n_labels: int, n_parts: int) -> dict[str, int]:
-        """As large as the labels' states is what is called `name`; a chunk's logits; a restricted LM head."""
+        """A tensor the size of the labels' states, called `name`; a restricted LM head; a chunk's logits."""
         d, restricted = self.target.hidden_size, self.shape.draft_vocab_size
         n_all, n_words = n_parts * n_labels, restricted or self.target.vocab_size
         parts = self._bytes({name: n_all * d, "LM head": (restricted or 0) * d})
         train = self.config.train
-        # Warm-up, and what comes behind it, also where the number of steps is not known before the data.
-        steps = train.distillation(0), train.distillation((train.steps or sys.maxsize) - 1)
-        beside = max((BESIDE_DISTILLED[step[0]] for step in steps if step), default=0)
+        # The first step's objective and the last one's; the number of steps may not be known before the data.
+        losses = train.distillation(0), train.distillation((train.steps or sys.maxsize) - 1)
+        beside = max((BESIDE_DISTILLED[objective] for objective, _ in filter(None, losses)), default=0)
         return parts | {"logits": loss_chunk(n_all, d, n_words, self.size, self.gpu, beside)}
 
     def heldout(self, gathered: Mapping[str, int]) -> dict[str, int]:
-        """One row whole, without gradient: the larger of the target's pass and the draft's."""
+        """One whole row without gradient: the larger of the target's pass and the draft's."""
         t, length = self.target, self.config.data.seq_len
         n = self.own(length)
         first = dict(gathered) | self.target_pass(length)
@@ -285,24 +289,20 @@ class _Run:
         return max(first, second | inner, key=lambda parts: sum(parts.values()))
 
     def decoding(self) -> dict[str, int]:
-        """One prompt of the longest context (train/evaluate.py), with a copy of the draft."""
+        """One prompt of the longest context, with a copy of the draft (train/evaluate.py)."""
         t, section = self.target, self.config.decoding
         rows = max(section.contexts) + section.new_tokens + SLACK
-        return self._bytes(
-            {
-                "draft's copy": sum(self.draft_sizes),
-                "KV cache": t.n_layers * self.kv * rows,
-            }
-        ) | {"passes": pass_bytes(t, min(rows, prompt_rows("cuda" if self.gpu else "cpu")), self.dtype)}
+        stored = self._bytes({"draft's copy": sum(self.draft_sizes), "KV cache": t.n_layers * self.kv * rows})
+        return stored | {"passes": pass_bytes(t, min(rows, prompt_rows("cuda" if self.gpu else "cpu")), self.dtype)}
 
     def _bytes(self, numbers: dict[str, int]) -> dict[str, int]:
         return {name: self.size * n for name, n in numbers.items()}
 
 
 def loss_chunk(n_labels: int, hidden_size: int, n_words: int, size: int, gpu: bool, distilled: int = 0) -> int:
-    """Bytes of the states, their logits, and what is made of these, that exist at a time in the loss over the labels
-    of all parts, ranks counted (kernels/linear_cross_entropy.py): a chunk; on a CPU also what is worked on of it, of
-    bf16 in fp32. `distilled`: where the loss is the target's, fp32 numbers beside a logit of both; else 0."""
+    """Bytes of one chunk in the loss over the labels of all parts, with ranks counted: states, logits, and what is
+    computed from them (kernels/linear_cross_entropy.py). A CPU works on blocks of a chunk, which it converts from bf16
+    to fp32. `distilled`: fp32 values beside each pair of logits in a distillation; else 0."""
     if distilled:
         rows = min(n_labels, rows_per_chunk(n_words, 2 * size, gpu))
         numbers = 4 * (distilled + (2 if size == 2 else 0))
@@ -316,20 +316,3 @@ def loss_chunk(n_labels: int, hidden_size: int, n_words: int, size: int, gpu: bo
 
 def _count(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
-
-
-def memory_table(found: Estimate) -> str:
-    """For people, a line a part, in MiB or GiB."""
-    name, peak = found.peak
-    unit, word = (2**30, "GiB") if peak >= 2**33 else (MIB, "MiB")
-    digits = 2 if unit > MIB else 0
-
-    def line(title: str, n_bytes: int) -> str:
-        return f"{title:34}{n_bytes / unit:10,.{digits}f}"
-
-    lines = [f"{'':34}{word:>10}"]
-    sections = {"all the time": found.kept} | {f"+ {moment}": parts for moment, parts in found.moments.items()}
-    for title, parts in sections.items():
-        lines += [line(title, sum(parts.values())), *(line(f"    {part}", n_bytes) for part, n_bytes in parts.items())]
-    lines += [line("the process itself", found.process), f"{line('at most', peak)}  in: {name}"]
-    return "\n".join([*lines, line("and on the host", found.host)] if found.host else lines)

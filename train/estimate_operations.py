@@ -1,10 +1,10 @@
-"""What a step of training computes, against the target's pass that it cannot do without: operations a token, and r.
+"""The operations of a training step for each token, and r, which compares them with those of the target's pass.
 
-r is the whole step over the target's pass as far as the method reads it, for LongSpec up to the last layer's keys and
-values; no step can be faster than that pass, and at equal speed of all parts it takes r times as long. A multiplication
-and an addition count as two operations; norms, rotations and the optimizer as none. Not here: bytes
-(estimate_memory.py), time.
-Shapes: L tokens of a row, one piece; D hidden, F the query heads' width, I feed-forward, V words that are proposed.
+r is the operations of the whole step over those of the target's pass, as far as the method reads that (for LongSpec, up
+to the last layer's keys and values). No step can be faster than that pass; with all parts equally fast it takes r times
+as long. A multiplication and an addition count as two operations; norms, rotations and the optimizer count as none. Not
+here: bytes (estimate_memory.py), time.
+Shapes: L tokens of a row, one piece; D hidden, F the query heads' width, I feed-forward, V tokens that can be proposed.
 """
 
 from dataclasses import dataclass
@@ -14,14 +14,14 @@ from longdraft.models.decoder_config import DecoderConfig
 from longdraft.models.drafts.longspec import LongSpecConfig
 from longdraft.train.config import Config
 
-# Of a product's forward: the gradients of its input and of its weight. Of attention's: the scores once more, and the
-# gradients of weights, queries, keys and values.
+# Operations of a backward pass over those of its forward pass. A product: the gradients of its input and its weight.
+# Attention: the scores once more, and the gradients of weights, queries, keys and values.
 BACKWARD_PRODUCT, BACKWARD_ATTENTION = 2.0, 2.5
 
 
 @dataclass(frozen=True)
 class Operations:
-    """Operations for a token of a row, each as (products, attention); the head's products are for the labels."""
+    """Operations for each token of a row, as (products, attention). `head`: the LM head's, at the labels alone."""
 
     target: tuple[float, float]
     forward: tuple[float, float]
@@ -35,8 +35,8 @@ class Operations:
 
 
 def operations(config: Config, target: DecoderConfig) -> Operations:
-    """Of a row of data.seq_len tokens that are one piece and, as far as queries go, all labels: short pieces have less
-    of attention, answers alone less of the LM head."""
+    """The operations of a row whose data.seq_len tokens are one piece, with a label for every query. Short pieces have
+    less attention, and conversations, where only answers are labels, have less of the LM head."""
     t, length, share = target, config.data.seq_len, config.data.query_share
     shape: Any = config.draft.network(target)
     is_block = isinstance(shape, LongSpecConfig)
@@ -47,36 +47,36 @@ def operations(config: Config, target: DecoderConfig) -> Operations:
     whole = t.n_layers - 1 if is_block else t.n_layers  # layers that run to their end
     reads = sum(mean_keys(length, window) for window in windows[:whole])
     seen = t.n_layers * project + whole * output + feed_forward, 4 * heads * reads
-    teaches = config.train.loss != "cross_entropy"
-    if teaches and is_block:  # the last layer is finished for the queries
+    distils = config.train.loss != "cross_entropy"
+    if distils and is_block:  # the last layer is finished for the queries
         last = output + 6 * d * t.feed_forward_size(t.n_layers - 1)
         seen = seen[0] + share * last, seen[1] + share * 4 * heads * mean_keys(length, windows[-1])
     n_words = shape.draft_vocab_size or t.vocab_size
     if is_block:
-        # A subset of queries: keys and values of all tokens, apart from the projection of these.
+        # With a subset of queries, keys and values are computed for all tokens, in a projection of their own.
         products = share * (project + 3 * output + gated) + (2 * d * kv if share < 1 else 0)
         later = mean_keys(length, None) - (1 + shape.noise) / 2  # a query reads up to its noise shift before it
         attention = share * 4 * heads * (mean_keys(length, shape.window + 1) + max(later, 0.0))
     else:
-        products, attention = 2 * d * d * shape.n_heads, 0.0  # of all tokens, whichever have a label
+        products, attention = 2 * d * d * shape.n_heads, 0.0  # for all tokens, labels or not
     labels = share * (1 if is_block else shape.n_heads)
     return Operations(
         target=seen,
         forward=(products, attention),
         backward=(BACKWARD_PRODUCT * products, BACKWARD_ATTENTION * attention),
-        # Logits, and the gradient of their input; the LM head is frozen. And the target's logits.
-        head=(labels * (6 if teaches else 4) * d * n_words, 0.0),
+        # Logits and the gradient of their input (the LM head is frozen), and the target's logits in a distillation.
+        head=(labels * (6 if distils else 4) * d * n_words, 0.0),
     )
 
 
 def mean_keys(length: int, window: int | None) -> float:
-    """How many keys a token of a piece reads on average, itself and what comes before it within the window."""
+    """The mean number of keys that a token of a piece reads: itself and the tokens before it within the window."""
     seen = min(length, window or length)
     return (seen * (seen + 1) / 2 + (length - seen) * seen) / length
 
 
 def operations_table(found: Operations) -> str:
-    """For people, millions of operations a token, a line a part."""
+    """A table for people: millions of operations a token, one line for each part."""
     parts = {
         "target's pass, as far as it is read": found.target,
         "draft, forward": found.forward,

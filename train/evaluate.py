@@ -1,10 +1,10 @@
-"""Real decoding while training: held-out prompts and the weights as they are, by the runtime's own engine and drafter.
+"""Real decoding while training: held-out prompts with the current weights, by the runtime's own engine and drafter.
 
-Loss and hit rates mislead about what a draft is worth; tokens/step is what it is for. The numbers are a function of the
-weights alone: all that is proposed is verified, nothing that a drafter decides by the clock takes part, and the text,
-which depends on target, prompt and seed, is the same each time. TokenSwift's n-grams are left out, since they are taken
-from the text and not learned. Training stays as it is: the weights that decode are a copy.
-Not here: the prompts (prompts.py), the folder of the best (checkpoint.py), figures (plots.py).
+Loss and hit rates mislead about what a draft is worth; what it is for is tokens/step. These numbers are a function of
+the weights alone: everything proposed is verified, no drafter decides anything by the clock, and the text, which
+depends on target, prompt and seed, is the same each time. TokenSwift's n-grams are left out, since they come from the
+text and are not learned. Training is not affected: the weights that decode are a copy.
+Not here: the prompts (prompts.py), the folder of the best weights (checkpoint.py), figures (plots.py).
 """
 
 import time
@@ -29,14 +29,15 @@ from longdraft.models.passes import Pass
 from longdraft.models.target import Target
 from longdraft.train import checkpoint, saving
 from longdraft.train.batches import Rows
-from longdraft.train.config import Config, DecodingSection
+from longdraft.train.config import Config
+from longdraft.train.config_sections import DecodingSection
 from longdraft.train.deepspeed_engine import DraftEngine
-from longdraft.train.methods import frozen_draft
+from longdraft.train.methods.build import frozen_draft
 from longdraft.train.prompts import held_out_prompts
 from longdraft.train.ranks import Ranks
 from longdraft.train.tracking import Table
 
-# Fields of `decoding` that decide what tokens/step means: numbers under others are not compared.
+# The fields of `decoding` that tokens/step depends on: numbers measured with other values are not comparable.
 MEASURED_BY = ("prompts", "contexts", "new_tokens", "temperatures")
 
 
@@ -50,8 +51,8 @@ class Task(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """All prompts of one length at one temperature; acceptance[d]: share of steps that accepted at least d + 1 nodes
-    of a path."""
+    """The result of all prompts of one length at one temperature. acceptance[d]: the share of steps that accepted at
+    least d + 1 nodes of a path."""
 
     context: int
     temperature: float
@@ -64,25 +65,24 @@ class Measured(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What is logged of decoding after a step: a flat record of numbers and, unless it is put off, their table."""
+    """What is logged about decoding after a step: a flat record of numbers and, unless it was put off, their table."""
 
     record: dict[str, Any]
     tables: dict[str, Table]
 
 
 class Evaluator:
-    """Decoding in the course of a run: when it is due, what it may cost, which weights were the best.
+    """Decoding in the course of a run: when it is due, what it may cost, and which weights were the best.
 
-    Every rank has one and calls its methods together with the others; the prompts are shared out, and all ranks get the
-    same.
+    Every rank has one, and all ranks call its methods together. The prompts are divided among them, and all get the
+    same results.
 
     Args:
-        target: the run's. rows: its held-out ones.
-        clock: seconds, of which only differences count; the first rank's decides.
+        target: the run's. rows: its held-out rows.
+        clock: returns seconds, of which only differences count; the first rank's clock decides.
 
-    Raises:
-        ValueError: the held-out documents do not have the prompts that `decoding` asks for, or the target not the
-            positions.
+    Raises ValueError where the held-out documents lack the prompts that `decoding` asks for, or the target the
+    positions.
     """
 
     def __init__(
@@ -98,22 +98,23 @@ class Evaluator:
             for temperature in section.temperatures
             for i, prompt in enumerate(prompts[context])
         ]
-        self.best: tuple[float, int] | None = None  # tokens/step, and after how many steps
-        self.last_step = 0  # after which it decoded last
+        self.best: tuple[float, int] | None = None  # the best tokens/step, and the step it was measured after
+        self.last_step = 0  # the step after which it last decoded
         self._last_seconds, self._spent = 0.0, 0.0
         self._begun = clock()
 
     def begin(self, saved: Mapping[str, Any] | None, resumed: bool, stop: Sequence[int] = ()) -> None:
-        """Before the first step: of a new run, or going on from what `saved()` gave (None: it did not decode then).
+        """Called before the first step of a new run, or of one that goes on from what `saved()` returned (None where it
+        did not decode then).
 
-        The best weights so far are those in the run's folder. Where they were measured under other settings, they are
-        decoded again, so that what follows can be compared with them.
+        The best weights so far are those in the run's folder. Where they were measured under other settings, they
+        decode again, so that later results can be compared with them.
         """
         if saved is not None:
             self.last_step, self._last_seconds = saved["last_step"], saved["last_seconds"]
             self._spent, self._begun = saved["spent"], self.clock() - saved["elapsed"]
         run_dir, ranks = self.config.train.run_dir, self.ranks
-        if not resumed:  # what came to no checkpoint before it ended is no part of this run
+        if not resumed:  # what lies there is from a run that ended before its first checkpoint
             ranks.from_first(lambda: saving.forget_best(run_dir))
             return
         found = ranks.from_first(lambda: checkpoint.best(run_dir))
@@ -127,20 +128,21 @@ class Evaluator:
             self._measure(lambda: load_file(folder / checkpoint.WEIGHTS), kept["step"], kept["extra"]["heldout"], stop)
 
     def saved(self) -> dict[str, float]:
-        """For `begin` of a run that goes on from here."""
+        """The state that `begin` takes in a run that goes on from here."""
         times = {"last_seconds": self._last_seconds, "spent": self._spent, "elapsed": self.clock() - self._begun}
         return {"last_step": self.last_step} | times
 
     def after_step(
         self, engine: DraftEngine, step: int, heldout: Mapping[str, Any], stop: Sequence[int] = ()
     ) -> Outcome | None:
-        """Decodes if it is due after `step` steps, and keeps the weights if they are the best so far.
+        """Decode if it is due after `step` steps, and keep the weights if they are the best so far.
 
-        What is due and would take more than its share of the time is put off to the first step that can afford it; the
-        last step always decodes. A rank with something in `stop` ends its part, and then nothing is measured.
+        Decoding that is due but would take more than its share of the time is put off to the first step that can afford
+        it; after the last step it is always done. A rank with something in `stop` ends its part, and then nothing is
+        measured.
 
         Args:
-            heldout: this step's evaluation (validation.py) if there was one, to be kept with the weights.
+            heldout: this step's validation if there was one, to be kept with the weights (validation.py).
 
         Returns: None if nothing was due, or it was stopped.
         """
@@ -167,7 +169,7 @@ class Evaluator:
         return Outcome(record, {"decoding": as_table(measured)})
 
     def _is_too_much(self) -> bool:
-        """Whether one more like the last would exceed its share of the time; all ranks get the first one's answer."""
+        """Whether another decoding would exceed its share of the time; all ranks get the first one's answer."""
         share = self.config.decoding.share
         too_much = self._spent + self._last_seconds > share * (self.clock() - self._begun)
         return bool(self.ranks.sum([float(too_much and self.ranks.first)])[0])
@@ -175,7 +177,7 @@ class Evaluator:
     def _measure(
         self, read: Callable[[], dict[str, Tensor]], step: int, heldout: Mapping[str, Any], stop: Sequence[int]
     ) -> list[Measured] | None:
-        """Decodes with the weights that `read` gives, notes what all took, and keeps them if they are the best so
+        """Decode with the weights that `read` returns, record the time, and keep the weights if they are the best so
         far."""
         begin, config = self.clock(), self.config
         weights = read()
@@ -194,7 +196,7 @@ class Evaluator:
 
 
 def open_drafter(config: Config, target: Target, draft: Draft) -> Drafter:
-    """The method's drafter, with the tree of an export without measured rates."""
+    """The method's drafter, with the tree of an exported draft that has no measured rates."""
     options: dict[str, Any] = {}
     if isinstance(draft, LongSpec):
         options = {"widths": WIDTHS[: draft.config.noise], "extended": max(WIDTHS)}  # on a CPU as on a GPU
@@ -211,41 +213,41 @@ def decode(
     ranks: Ranks,
     stop: Sequence[int] = (),
 ) -> list[Measured] | None:
-    """Decodes the tasks, shared out among the ranks, one sequence at a time, past end tokens as `longdraft bench` does.
-    Where the target's weights are shared out too (train/sharding.py), every pass is one of all ranks.
+    """Decode the tasks, divided among the ranks, one sequence at a time and past end tokens, as `longdraft bench` does.
+    Where the target's weights are sharded (train/sharding.py), every pass is one of all ranks.
 
     Args:
         stop: once something is in it, this rank ends.
 
-    Returns: by context and temperature, in the tasks' order; None if a rank was stopped.
+    Returns: results by context and temperature, in the tasks' order; None if a rank was stopped.
     """
-    own = tasks[ranks.rank :: ranks.world_size]
+    own_tasks = tasks[ranks.rank :: ranks.world_size]
     params = [
         SamplingParams(temperature=task.temperature, seed=task.seed, max_new_tokens=new_tokens, ignore_eos=True)
-        for task in own
+        for task in own_tasks
     ]
-    kinds = list(dict.fromkeys((task.context, task.temperature) for task in tasks))
-    sums = torch.zeros(len(kinds), 2 + drafter.max_depth, dtype=torch.float64)
+    settings = list(dict.fromkeys((task.context, task.temperature) for task in tasks))
+    sums = torch.zeros(len(settings), 2 + drafter.max_depth, dtype=torch.float64)
     engine = Engine(target, drafter, nodes=None, slots=1)
     with nullcontext() if target.model.weights_stay else _one_pass_of_all(target.model, ranks):
-        for piece in engine.stream([task.prompt for task in own], params):
+        for piece in engine.stream([task.prompt for task in own_tasks], params):
             if stop:
                 break
             if piece.generation is not None:
-                task = own[piece.index]
-                sums[kinds.index((task.context, task.temperature))] += _counts(piece.generation, drafter.max_depth)
+                task = own_tasks[piece.index]
+                sums[settings.index((task.context, task.temperature))] += _counts(piece.generation, drafter.max_depth)
     stopped, *totals = ranks.sum([float(bool(stop)), *sums.flatten().tolist()])
     if stopped:
         return None
     rows = torch.tensor(totals).view_as(sums).tolist()
     return [
-        Measured(*kind, tokens / steps, [count / steps for count in accepted])
-        for kind, (tokens, steps, *accepted) in zip(kinds, rows, strict=True)
+        Measured(*setting, tokens / steps, [count / steps for count in accepted])
+        for setting, (tokens, steps, *accepted) in zip(settings, rows, strict=True)
     ]
 
 
 def _counts(generation: Generation, depth: int) -> Tensor:
-    """New tokens, steps, and of these how many accepted at least 1, 2, ... nodes: fp64 [2 + depth]."""
+    """New tokens, steps, and the steps that accepted at least 1, 2, ... nodes: fp64 [2 + depth]."""
     accepted = generation.stats.accepted_at_depth
     padded = [*accepted, *[0] * (depth - len(accepted))]
     return torch.tensor([len(generation.tokens), generation.stats.steps, *padded], dtype=torch.float64)
@@ -253,8 +255,8 @@ def _counts(generation: Generation, depth: int) -> Tensor:
 
 @contextmanager
 def _one_pass_of_all(model: Decoder, ranks: Ranks) -> Iterator[None]:
-    """For a target whose layers are gathered from all ranks, so that each rank's pass needs one of every other: before
-    each the ranks agree that one is to come, and who has none left of its own makes empty ones until nobody has."""
+    """For a sharded target, where a pass of one rank needs a pass of all. Before each, the ranks agree that one is to
+    come; a rank that has none left makes placeholder passes until no rank has any."""
 
     def announce(*_: object) -> None:
         ranks.sum([1.0])
@@ -270,12 +272,12 @@ def _one_pass_of_all(model: Decoder, ranks: Ranks) -> Iterator[None]:
 
 
 def mean_tokens_per_step(measured: Sequence[Measured]) -> float:
-    """What the best weights are the best by: every length and temperature counts alike."""
+    """The score by which the best weights are chosen: every length and temperature counts alike."""
     return sum(one.tokens_per_step for one in measured) / len(measured)
 
 
 def levels_reached(measured: Sequence[Measured]) -> list[float]:
-    """Of all steps, the share in which each level of the tree was reached: its parent was accepted."""
+    """The share of steps that reached each level of the tree, that is, accepted its parent."""
     rates = zip(*(one.acceptance for one in measured), strict=True)
     return [1.0, *(sum(of_depth) / len(measured) for of_depth in rates)][: len(measured[0].acceptance)]
 

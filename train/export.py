@@ -1,6 +1,7 @@
-"""A run's newest checkpoint to a folder for serving, read again and held against the trained draft before it is there.
+"""Export a run's newest checkpoint as a folder for serving, which is read back and compared with the trained draft
+before it is put in its place.
 
-Not here: the folders' forms (models/draft_folder.py, vllm_medusa.py).
+Not here: the folders' formats (models/draft_folder.py, vllm_medusa.py).
 Shapes: N tokens end to end, D hidden, V vocabulary, E draft vocabulary.
 """
 
@@ -25,21 +26,22 @@ from longdraft.models.target import Target
 from longdraft.train import checkpoint, model_card, vllm_medusa
 from longdraft.train.batches import Place, read_batch
 from longdraft.train.config import Config, to_dict
-from longdraft.train.methods import frozen_draft, plain_positions
+from longdraft.train.methods.base import plain_positions
+from longdraft.train.methods.build import frozen_draft
 from longdraft.train.setup import open_rows, whole_target
 from longdraft.train.vllm_medusa import VllmMedusa
 from longdraft.train.vocabulary import frequent_tokens
 
-# Logits are compared on so many tokens of a held-out row: enough to meet every weight, and small beside tokens x V.
+# Tokens of a held-out row on which logits are compared: enough to use every weight, with few logits in memory.
 COMPARED = 128
-# The drafter's own beam by level; the draft's part of it is as deep as the noise shifts that it trained.
+# The drafter's default beam by level, of which a draft gets as many levels as it was trained with noise shifts.
 BEAM = (8, 16, 16, 16, 16)
 VERSIONS = ("longdraft", "torch", "transformers", "deepspeed", "safetensors")
 
 
 class Trained(NamedTuple):
-    """A checkpoint to export: the draft in its training dtype, where the target is; `heldout` is its evaluation,
-    `entry` says which target it was trained with."""
+    """A checkpoint to export: the draft in its training dtype, on the target's device. `heldout`: its validation.
+    `entry`: the target that it was trained with, as a draft folder names it."""
 
     config: Config
     step: int
@@ -60,23 +62,21 @@ def export(
     card: bool = False,
     push: str | None = None,
 ) -> Path:
-    """Writes the folder, once what will be in it is checked, and prints where it lies.
+    """Write the folder, once what will be in it is checked, and print where it lies.
 
     Args:
-        out: where to; None: run_dir/draft, for another format run_dir/FORMAT.
-        target: saves loading the run's own.
+        out: the folder to write. None: run_dir/draft, for another format run_dir/FORMAT.
+        target: the run's, where it is already loaded.
         form: one of FORMATS. "longdraft" is what this runtime reads.
-        draft_vocab_size: the draft will propose only so many of the tokens it trained with, those most frequent in the
-            run's training data.
-        best: the weights that decoded best while training (train/evaluate.py), not the newest.
-        card: also writes a model card and transformers' custom_generate beside the draft (train/model_card.py).
-        push: OWNER/NAME of a hub's repository to upload it to, with its card.
+        draft_vocab_size: restrict the draft to this many of the tokens it was trained with, the most frequent ones of
+            the run's training data.
+        best: take the weights that decoded best while training (train/evaluate.py), not the newest.
+        card: also write a model card and transformers' custom_generate beside the draft (train/model_card.py).
+        push: OWNER/NAME of a hub repository to upload the draft and its card to.
 
-    Raises:
-        ValueError: no whole checkpoint or no best weights in run_dir, an unknown format or one that cannot hold this
-            draft, a vocabulary that cannot be restricted so, an `out` that holds something else than a draft of ours
-            or cannot be written, or what is read again does not give the trained draft's logits. A draft that is
-            there already is untouched then.
+    Raises ValueError where run_dir has no whole checkpoint or no best weights, the format is unknown or cannot hold
+    this draft, the vocabulary cannot be restricted to that size, `out` holds anything but a draft of ours or cannot be
+    written, or the draft that is read back gives other logits. A draft that is there already is then untouched.
     """
     if form not in FORMATS:
         raise ValueError(f"format: {form!r} is unknown; choose one of {', '.join(FORMATS)}")
@@ -119,8 +119,8 @@ def export(
 
 
 def _read(run_dir: str | Path, best: bool) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The state of the newest checkpoint, or of the best weights, and its draft. Where a run that trains on removes the
-    folder meanwhile, there is another by then."""
+    """State and draft of the newest checkpoint, or of the best weights. If a run that trains on removes the folder
+    meanwhile, there is another by then."""
 
     def read() -> tuple[dict[str, Any], dict[str, Tensor]]:
         folder, saved = _find(run_dir, best)
@@ -144,12 +144,12 @@ def _find(run_dir: str | Path, best: bool) -> checkpoint.Found:
 
 def _check_out(out: Path) -> None:
     check_out(out)
-    if checkpoint.checkpoint_folder(out).exists():  # with a draft in it, as earlier versions let one be written there
+    if checkpoint.checkpoint_folder(out).exists():  # even with a draft's files in it
         raise ValueError(f"out: {out} is the folder of a training run; give another, such as {out / 'draft'}")
 
 
 def _entry(config: Config, trained_with: str | None, target: Target) -> dict[str, str]:
-    """The target as the run began with it, whatever lies at its path now; None: its checkpoint does not say."""
+    """The target as the run began with it, by the hash of its weights (if any), whatever lies at its path now."""
     now, entry = target_entry(target), target_entry(target, trained_with)
     if now != entry:
         print(
@@ -169,7 +169,7 @@ def _check_restriction(config: Config, n: int) -> None:
 
 
 def _restricted(trained: Trained, n: int) -> Draft:
-    """The same draft for the n of its tokens that are most frequent in the training split."""
+    """The same draft, restricted to the n of its tokens that are most frequent in the training split."""
     config, target, draft = trained.config, trained.target, trained.draft
     rows, vocab_size = open_rows(config, "train", target), target.model.config.vocab_size
     token_ids_E = frequent_tokens(rows, vocab_size, n, target.eos_token_ids, among=draft.token_ids)
@@ -178,7 +178,7 @@ def _restricted(trained: Trained, n: int) -> Draft:
 
 
 def _longdraft(trained: Trained, out: Path, prove: Callable[[Draft], None]) -> str:
-    """Writes a draft folder, once `prove` has passed what is read again; gives details for the log."""
+    """Write a draft folder, once `prove` has accepted what is read back; returns details for the log."""
     config, draft = trained.config, trained.draft
     block = isinstance(draft, LongSpec)
     rates = {name: trained.heldout.get(name) for name in ("rank_rates", "choice_rates")}
@@ -199,7 +199,7 @@ def _longdraft(trained: Trained, out: Path, prove: Callable[[Draft], None]) -> s
 
 
 def _vllm_medusa(trained: Trained, out: Path, prove: Callable[[VllmMedusa], None]) -> str:
-    """Writes vLLM's form, once `prove` has passed what is read again; gives its size for the log."""
+    """Write vLLM's format, once `prove` has accepted what is read back; returns its size for the log."""
     draft, target_head = trained.draft, trained.target.model.lm_head.weight
     assert not isinstance(draft, LongSpec)
     about = {"method": trained.config.draft.method, "step": trained.step, "versions": _versions()}
@@ -223,7 +223,7 @@ def _versions() -> dict[str, str]:
 
 @torch.no_grad()
 def largest_difference(heldout: ShardSet, target: Target, one: Draft | VllmMedusa, other: Draft | VllmMedusa) -> float:
-    """Of any logit on held-out text, the two drafts against the same target; LongSpec's under each noise shift."""
+    """The largest difference of a logit between two drafts on held-out text; LongSpec's under each noise shift."""
     batch = read_batch(heldout, [Place(0, 0)])
     n = min(len(batch.tokens), COMPARED)
     borders = [border for border in batch.borders if border < n] + [n]
@@ -233,7 +233,7 @@ def largest_difference(heldout: ShardSet, target: Target, one: Draft | VllmMedus
 
 
 def _logits(target: Target, draft: Draft | VllmMedusa, tokens_N: Tensor, borders: list[int]) -> Iterator[Tensor]:
-    """Logits [N, V] or [N, E] of each head or noise shift, one after the other."""
+    """Logits [N, V] or [N, E] of each head or noise shift in turn."""
     model, head = target.model, target.model.lm_head.weight
     if not isinstance(draft, VllmMedusa):
         head = draft.head(head)

@@ -1,7 +1,7 @@
 """Training from the first step to the last checkpoint: stages one after the other, and the steps of one run.
 
-Not here: finding the stages in a config (stages.py), what opens before the first step (setup.py), what a step computes
-(step.py), files (checkpoint.py, tracking.py).
+Not here: finding the stages in a config (stages.py), what is opened before the first step (setup.py), what a step
+computes (step.py), files (saving.py, tracking.py).
 """
 
 import shlex
@@ -15,32 +15,36 @@ from tqdm import tqdm
 from longdraft.data_prep.shards import ShardSet
 from longdraft.models.draft_folder import read_info
 from longdraft.models.target import Target
-from longdraft.train import checkpoint, saving
+from longdraft.train import checkpoint, resuming, saving
+from longdraft.train.agreement import await_agreement
 from longdraft.train.config import Config, accumulation, resolved
 from longdraft.train.estimate_operations import operations
 from longdraft.train.export import export
 from longdraft.train.plots import draw_decoding
 from longdraft.train.ranks import Ranks, failures_named
-from longdraft.train.setup import Run, describe, open_run, open_target
+from longdraft.train.run import Run
+from longdraft.train.run_lock import locked
+from longdraft.train.setup import describe, open_run, open_target
 from longdraft.train.stages import Stage
-from longdraft.train.step import StepResult, await_agreement, measure, train_step, where_time_goes
+from longdraft.train.step import StepResult, train_step
+from longdraft.train.step_metrics import measure, where_time_goes
 from longdraft.train.tracking import Tracker, check_environment, read_metrics
 from longdraft.train.validation import validate
 
 
 def train_stages(stages: Sequence[Stage], ranks: Ranks, stop: Sequence[int] = ()) -> None:
-    """Trains the stages that are not done yet, until all are or something is in `stop` (train/stop.py) on any rank;
-    all ranks call it.
+    """Train the stages that are not done yet, until all are or something is in `stop` (train/stop.py) on any rank; all
+    ranks call it.
 
     Raises:
         ValueError: a config does not fit the ranks, the data, the target or the run already in its folder.
         TrainingError: training cannot go on.
     """
     for stage in stages:
-        wanted, found = stage.config.train.device, ranks.device.type
-        if wanted not in ("auto", found):
+        device, ours = stage.config.train.device, ranks.device.type
+        if device not in ("auto", ours):
             raise ValueError(
-                f"train.device: {wanted} in stage {stage.name}, but all stages run on one: {found} here; "
+                f"train.device: {device} in stage {stage.name}, but all stages run on one: {ours} here; "
                 "set it beside the stages"
             )
     ranks.from_first(lambda: [check_environment(stage.config.log.wandb) for stage in stages])
@@ -54,12 +58,12 @@ def train_stages(stages: Sequence[Stage], ranks: Ranks, stop: Sequence[int] = ()
         if stage.name is not None and ranks.from_first(partial(_is_done, stage)):
             continue
         if loaded != (config.target, config.train.precision):
-            target = None  # before the next one comes
+            target = None  # free its memory before the next one is loaded
             target, loaded = open_target(config, ranks), (config.target, config.train.precision)
         if not train(config, ranks, target, stop, stage.name):
             return
         if stage.name is not None:
-            # A sharded target's passes take all ranks: exporting loads one of its own.
+            # A sharded target's passes take all ranks, but one rank exports: it then loads a target of its own.
             whole = target if config.target.zero_stage == 0 else None
             with failures_named(ranks):
                 ranks.from_first(partial(export, config.train.run_dir, target=whole))
@@ -67,30 +71,30 @@ def train_stages(stages: Sequence[Stage], ranks: Ranks, stop: Sequence[int] = ()
 
 def _is_done(stage: Stage) -> bool:
     """Whether the stage's last step is exported; raises ValueError where the stage was trained with other settings or
-    rows than the config's. Rows that are no longer there are no longer needed."""
+    rows than the config's. A stage that is done no longer needs its rows."""
     if not stage.is_exported:
         return False
     config, found, rows = stage.config, checkpoint.newest(stage.config.train.run_dir), _rows(stage)
     if found is not None and rows is not None:
-        checkpoint.check_continues(found[1], resolved(config, len(rows)), rows)
+        resuming.check_continues(found[1], resolved(config, len(rows)), rows)
     return _is_whole(stage, rows)
 
 
 def _rows(stage: Stage) -> ShardSet | None:
-    """What the stage trains on; None where it is no longer there."""
+    """The rows that the stage trains on; None where they are no longer there."""
     folder = Path(stage.config.data.path) / "train"
     return ShardSet(folder) if folder.is_dir() else None
 
 
 def _is_whole(stage: Stage, rows: ShardSet | None) -> bool:
-    """Whether an exported draft is of the stage's last step: a stopped run, and its best weights, can be exported
-    too. Without rows, of the last step of the run that it was exported from."""
+    """Whether the exported draft is of the stage's last step, since a stopped run and its best weights can be exported
+    too. Without rows, the last step is that of the run that the draft was exported from."""
     info = read_info(stage.draft)
     if rows is not None:
         n_steps = resolved(stage.config, len(rows)).train.n_steps
     else:
         n_steps = info.train_config.get("train", {}).get("steps")
-    return None in (info.step, n_steps) or info.step == n_steps  # earlier versions did not note the step
+    return None in (info.step, n_steps) or info.step == n_steps  # a converted draft has no steps
 
 
 def _overview(stages: Sequence[Stage]) -> str:
@@ -107,13 +111,13 @@ def _overview(stages: Sequence[Stage]) -> str:
 def train(
     config: Config, ranks: Ranks, target: Target | None = None, stop: Sequence[int] = (), stage: str | None = None
 ) -> bool:
-    """Trains until the run's steps are done or something is in `stop` (train/stop.py) on any rank; all ranks call it.
+    """Train until the run's steps are done or something is in `stop` (train/stop.py) on any rank; all ranks call it.
 
     Args:
-        target: saves loading the run's own.
+        target: the run's, where it is already loaded.
         stage: its name, where the run is one of several stages.
 
-    Returns: whether the steps are done.
+    Returns: whether the run is done, its last decoding included.
 
     Raises:
         ValueError: the config does not fit the ranks, the data, the target or the run already in its folder.
@@ -123,10 +127,10 @@ def train(
     rows = ShardSet(Path(config.data.path) / "train")
     config = resolved(config, len(rows))
     n_steps = config.train.n_steps
-    with failures_named(ranks), saving.locked(config.train.run_dir, ranks):
+    with failures_named(ranks), locked(config.train.run_dir, ranks):
         found = saving.find(config.train.run_dir, ranks)
         if found is not None:
-            checkpoint.check_continues(found[1], config, rows)
+            resuming.check_continues(found[1], config, rows)
             if found[1]["step"] >= n_steps and not _owes_decoding(found[1], config):
                 ranks.log(f"Training is done already: {n_steps} steps, checkpoint in {found[0]}")
                 return True
@@ -140,8 +144,8 @@ def train(
         run.bar.close()
         saved = saved or _save(run)  # before anything that may wait or fail
         if run.recent:
-            known = run.config.target.loader == "longdraft"
-            r = operations(run.config, run.teacher.model.config).r if known else None
+            can_count = run.config.target.loader == "longdraft"
+            r = operations(run.config, run.teacher.model.config).r if can_count else None
             ranks.log(where_time_goes(run.recent, r))
         if run.tracker:
             run.tracker.close()
@@ -156,7 +160,7 @@ def train(
 
 
 def _owes_decoding(state: dict[str, Any], config: Config) -> bool:
-    """Whether the decoding after the last step was stopped."""
+    """Whether the decoding after the last step was interrupted and is still to be done."""
     decoding = state["extra"].get("decoding")
     return config.decoding.every > 0 and decoding is not None and decoding["last_step"] < state["step"]
 
@@ -169,16 +173,17 @@ def _open(
     stop: Sequence[int],
     stage: str | None,
 ) -> Run:
-    """The run before its next step: as new, or as its checkpoint left it."""
+    """Open the run before its next step: new, or as its checkpoint left it."""
     run = open_run(config, ranks, target)
     run.stop = stop
     if found is not None:
-        checkpoint.check_same_target(found[1], run.target_weights, config)
-        checkpoint.check_same_vocabulary(found, run.method.draft.token_ids, config)
-    start = run.start if found is None or not found[1]["step"] else None  # behind a step it is in the checkpoint
+        resuming.check_same_target(found[1], run.target_weights, config)
+        resuming.check_same_vocabulary(found, run.method.draft.token_ids, config)
+    # After the first step, the weights are the checkpoint's, whatever the run began with.
+    start = run.start if found is None or not found[1]["step"] else None
     if start is not None:
-        checkpoint.check_same_start(start, config.train.run_dir)
-    ranks.barrier()  # all have looked before rank 0 writes
+        resuming.check_same_start(start, config.train.run_dir)
+    ranks.barrier()  # all ranks have read before rank 0 writes
     if ranks.first:
         saving.begin_run(config, start)
     extra: dict[str, Any] = {}
@@ -197,7 +202,7 @@ def _open(
 
 
 def _after_step(run: Run, result: StepResult) -> Path | None:
-    """Logs, validates, decodes and saves what is due after a step; returns the checkpoint, if one was saved."""
+    """Log, validate, decode and save as far as each is due after a step; returns the checkpoint, if one was saved."""
     config, tracker, step = run.config, run.tracker, run.step
     last = step == config.train.n_steps
     if last or step % config.log.every == 0:
@@ -209,7 +214,8 @@ def _after_step(run: Run, result: StepResult) -> Path | None:
             run.bar.set_postfix(shown, refresh=False)
     validates = last or step % config.heldout.every == 0
     if validates or (run.decoding is not None and step % config.decoding.every == 0):
-        await_agreement(run)  # before what is written of these weights; who wishes to stop is asked again
+        # Before anything is written about these weights. A wish to stop is not lost: the next step asks again.
+        await_agreement(run)
     if validates:
         run.heldout = validate(run, run.heldout_rows)
         if tracker:
@@ -221,7 +227,7 @@ def _after_step(run: Run, result: StepResult) -> Path | None:
 
 
 def _decode(run: Run, heldout: dict[str, Any]) -> None:
-    """Decodes if it is due, and logs it."""
+    """Decode if it is due, and log the outcome."""
     if run.decoding is None:
         return
     decoded = run.decoding.after_step(run.engine, run.step, heldout, run.stop)

@@ -1,7 +1,7 @@
 """An exported draft as a repository of the hub: the model card, transformers' `custom_generate`, and the upload.
 
-The card says what the run recorded and nothing else; what was not recorded is left out. Not here: the draft's own files
-(export.py), the decoding behind `custom_generate` (infer/transformers_api.py).
+The card says only what the run recorded. Not here: the draft's own files (export.py), the decoding behind
+`custom_generate` (infer/transformers_api.py).
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,9 +22,9 @@ from longdraft.train.tracking import read_metrics
 
 CARD, GENERATE = "README.md", "custom_generate/generate.py"
 CURVE_ROWS = 20
-# OSError and its HTTP library's own, which is another by the client's version.
+# OSError, and the error of the HTTP library that this version of the client uses.
 HUB_ERRORS: tuple[type[Exception], ...] = HfHubHTTPError.__bases__  # type: ignore[assignment]
-# `custom_generate` of transformers reads this file from a repository and calls what is named generate in it.
+# transformers' `custom_generate` reads this file from a repository and calls its function `generate`.
 GENERATE_TEXT = '''"""Decoding with this draft, for `model.generate(custom_generate=..., trust_remote_code=True)`."""
 
 from longdraft.infer.transformers_api import generate_with_draft
@@ -38,18 +38,18 @@ def generate(model, inputs=None, **kwargs):
 
 
 def check_name(name: str) -> None:
-    """Raises ValueError for what is no name of a repository, before anything is written."""
+    """Raises ValueError for an invalid name of a repository, before anything is written."""
     if HUB_NAME.fullmatch(name) is None:
-        raise ValueError(f"push: {name!r} is no name of a repository; give OWNER/NAME")
+        raise ValueError(f"push: {name!r} is not the name of a repository; give OWNER/NAME")
     validate_repo_id(name)
 
 
 def write_card(run_dir: str | Path, folder: Path, config: Config, step: int, name: str | None = None) -> None:
-    """Writes README.md, custom_generate/generate.py and, where decoding was measured, its figure beside the draft.
+    """Write README.md, custom_generate/generate.py and, where decoding was measured, its figure beside the draft.
 
     Args:
-        folder: of the draft, exported from this step of a run with this config.
-        name: of the repository that it will be; None: generate.py names the folder where it lies.
+        folder: the draft's, exported from this step of a run with this config.
+        name: the repository that it will become. None: generate.py names the folder where it lies.
     """
     info = read_info(folder)
     records = [record for record in read_metrics(run_dir) if record["step"] <= step]
@@ -66,8 +66,8 @@ def write_card(run_dir: str | Path, folder: Path, config: Config, step: int, nam
 
 
 def push(folder: Path, name: str) -> str:
-    """Makes the repository where there is none, uploads the draft, its card and its generate.py; gives its address.
-    Raises: ValueError, with the hub's reason, where that fails; the folder stays as it is."""
+    """Create the repository where there is none, upload the draft, its card and its generate.py; returns the address.
+    Raises ValueError with the hub's reason where that fails; the folder stays as it is."""
     api = HfApi()
     try:
         address = api.create_repo(name, exist_ok=True)
@@ -80,14 +80,14 @@ def push(folder: Path, name: str) -> str:
     except HUB_ERRORS as error:
         raise ValueError(
             f"push: {folder} could not be uploaded to {name}: {error}. The folder is whole: log in with `hf auth "
-            "login` as one who may write there, and push again"
+            "login` as a user who may write there, and push again"
         ) from error
     return str(address)
 
 
 def card_data(info: DraftInfo, config: Config) -> ModelCardData:
-    """The card's metadata: base_model where the target has a hub name, and that model's licence where its card or the
-    target's folder says one."""
+    """The card's metadata: base_model where the target has a hub name, and the licence where that model's card, or one
+    in the target's folder, states it."""
     target, path = info.target["name"], config.target.path
     base = target if HUB_NAME.fullmatch(target) and target == path else None
     tags = ["longdraft", "speculative-decoding", "draft-model", config.draft.method, "long-context", "custom_generate"]
@@ -97,12 +97,12 @@ def card_data(info: DraftInfo, config: Config) -> ModelCardData:
 
 
 def _licence(base: str | None, path: str) -> dict[str, Any]:
-    own = Path(path) / CARD
-    if base is None and not own.is_file():
+    local_card = Path(path) / CARD
+    if base is None and not local_card.is_file():
         return {}
     try:
-        data = ModelCard.load(base or own).data.to_dict()
-    except (OSError, ValueError, YAMLError):  # no network, no card, or one without metadata that can be read
+        data = ModelCard.load(base or local_card).data.to_dict()
+    except (OSError, ValueError, YAMLError):  # no network, no card, or a card without readable metadata
         return {}
     return {key: data[key] for key in ("license", "license_name", "license_link") if data.get(key)}
 
@@ -129,19 +129,19 @@ def _body(info: DraftInfo, config: Config, step: int, records: Sequence[Mapping[
 
 
 def _curves(records: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The training and the held-out loss over the steps, at most CURVE_ROWS of each."""
+    """Tables of the training and the held-out loss by step, at most CURVE_ROWS rows each."""
     parts = []
     for key, title in (("loss", "Training loss"), ("heldout_loss", "Held-out loss")):
         points = [(record["step"], f"{record[key]:.4f}") for record in records if isinstance(record.get(key), float)]
         if points:
             stride = -(-len(points) // CURVE_ROWS)
-            shown = points[::-1][::stride][::-1]  # the last one always
+            shown = points[::-1][::stride][::-1]  # always includes the last one
             parts += [f"## {title}", _table(("step", "loss"), shown)]
     return parts
 
 
 def _decoding(records: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Tokens a step and acceptance by context and depth, of the last evaluation."""
+    """Tokens a step and acceptance by context and depth, in the last evaluation."""
     decoded = [record for record in records if "decode_tokens_per_step" in record]
     if not decoded:
         return []
@@ -161,7 +161,7 @@ def _shares(points: Sequence[tuple[int, float]]) -> str:
 
 
 def _rates(info: DraftInfo) -> list[str]:
-    """How often held-out positions had the draft's candidates, by head or level."""
+    """How often the draft's candidates were right at held-out positions, by head or level."""
     parts = []
     for key, what in (("choice_rates", "the target's own choice"), ("rank_rates", "the text's token")):
         if rates := info.tree.get(key):

@@ -9,18 +9,18 @@ from longdraft.models.files import write_atomically
 
 DECODING = "decoding.png"
 NAME = re.compile(r"/ctx(\d+)\.T(.+?)(?:\.depth(\d+))?$")
-# Points by context length and temperature.
+# Points of a line, by context length and temperature.
 Series = dict[tuple[int, float], list[tuple[int, float]]]
 
 
 def draw_decoding(run_dir: str | Path, records: Sequence[Mapping[str, Any]]) -> Path:
-    """Draws run_dir/decoding.png: tokens/step over the steps and, of the last evaluation, acceptance by depth; a colour
-    for each context length, dashed above temperature 0. Who opens the file finds the old figure or the new one, whole.
+    """Draw run_dir/decoding.png: tokens/step over training steps, and the acceptance by depth of the last evaluation.
+    Each context length has a colour; lines are dashed above temperature 0. The file is replaced atomically.
 
     Args:
-        records: of metrics.jsonl, in order; one of them at least holds an evaluation (evaluate.py, `as_record`).
+        records: lines of metrics.jsonl, in order; at least one holds an evaluation (evaluate.py, `as_record`).
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # a second of import
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # takes a second to import
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
@@ -45,7 +45,7 @@ def draw_decoding(run_dir: str | Path, records: Sequence[Mapping[str, Any]]) -> 
 
 
 def tokens_per_step(evaluations: Sequence[Mapping[str, Any]]) -> Series:
-    """(training step, tokens/step)."""
+    """Points (training step, tokens/step)."""
     lines: Series = {}
     for record in evaluations:
         for key, value in record.items():
@@ -56,7 +56,7 @@ def tokens_per_step(evaluations: Sequence[Mapping[str, Any]]) -> Series:
 
 
 def acceptance(record: Mapping[str, Any]) -> Series:
-    """(depth, share of steps that accepted a node so deep)."""
+    """Points (depth, share of steps that accepted a node at this depth)."""
     lines: Series = {}
     for key, value in record.items():
         found = NAME.search(key)

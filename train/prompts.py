@@ -1,4 +1,4 @@
-"""Prompts of given lengths from the held-out rows. Not here: what is decoded from them (evaluate.py)."""
+"""Prompts of given lengths from the held-out rows. Not here: decoding them (evaluate.py)."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -7,18 +7,18 @@ from typing import TypeVar
 from longdraft.train.batches import Rows
 
 T = TypeVar("T")
-# Tokens of one row: (row, start, stop).
+# A run of tokens in a row: (row, start, stop).
 Span = tuple[int, int, int]
 
 
 def held_out_prompts(rows: Rows, contexts: Sequence[int], n: int, path: str) -> dict[int, list[list[int]]]:
-    """For each length n prompts: beginnings of held-out documents, evenly spread over those that are long enough; where
-    these are too few, also the stretches of the same length behind the beginnings. A document may lie in several rows.
+    """For each length, n prompts: the beginnings of held-out documents, evenly spread over those that are long enough.
+    Where these are too few, later stretches of the same length are taken too. A document may lie in several rows.
 
     Args:
         path: of the data, for messages.
-    Raises:
-        ValueError: no document is that long, or there are fewer than n such stretches.
+
+    Raises ValueError where no document is that long, or there are fewer than n such stretches.
     """
     documents = [(spans, sum(stop - start for _, start, stop in spans)) for spans in _documents(rows)]
     longest = max(length for _, length in documents)
@@ -44,7 +44,7 @@ def held_out_prompts(rows: Rows, contexts: Sequence[int], n: int, path: str) -> 
 
 
 def _documents(rows: Rows) -> list[list[Span]]:
-    """Where the pieces of each document lie, in order; a document of which a piece is missing is one for each piece."""
+    """Each document's runs of tokens, in order. Where one is missing, each of the others counts as a document."""
     pieces: dict[str, list[tuple[int, Span]]] = {}
     for i in range(len(rows)):
         borders = [int(border) for border in rows[i]["borders"]]
@@ -59,9 +59,9 @@ def _documents(rows: Rows) -> list[list[Span]]:
     return documents
 
 
-def _spread(things: Sequence[T], n: int) -> list[T]:
-    """n of them, evenly spaced."""
-    return [things[i * len(things) // n] for i in range(n)]
+def _spread(items: Sequence[T], n: int) -> list[T]:
+    """n of the items, evenly spaced."""
+    return [items[i * len(items) // n] for i in range(n)]
 
 
 def _tokens(rows: Rows, spans: Sequence[Span], start: int, n: int) -> list[int]:

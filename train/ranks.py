@@ -1,8 +1,8 @@
 """The processes of a training: how they meet, what they agree on, how they end.
 
-Ranks wait for one another in `Ranks.control`, on the CPU and as long as TIMEOUT. gloo and NCCL listen on one network
-interface each. gloo takes the one that the machine's own name stands for, which on many machines is the loopback
-(127.0.1.1 in /etc/hosts): ranks on several machines would then not find each other, so it is checked first.
+Ranks wait for one another in `Ranks.control`, on the CPU, for at most TIMEOUT. gloo and NCCL listen on one network
+interface each. gloo takes the one that the machine's own name resolves to, which on many machines is the loopback
+(127.0.1.1 in /etc/hosts). Ranks on several machines would then not find each other, so this is checked first.
 Not here: DeepSpeed's engine (deepspeed_engine.py), how the processes are started (launcher.py).
 """
 
@@ -29,8 +29,8 @@ from tqdm import tqdm
 
 from longdraft.models.device import start
 from longdraft.models.files import DISK_FULL
-from longdraft.train.checkpoint import wrong_files
 from longdraft.train.launcher import free_port
+from longdraft.train.state_file import wrong_files
 
 if not torch.cuda.is_available():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else its import warns, in every rank, that it found no GPU
@@ -43,24 +43,24 @@ REMEDY = (
 )
 # Long enough for a rank that loads a large target from a slow disk while the others wait.
 TIMEOUT = timedelta(minutes=60)
-# In what gloo and NCCL say when the other side of a collective is gone.
+# Parts of gloo's and NCCL's messages when the other side of a collective is gone.
 LOST = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
 GOES_ON = "from the newest checkpoint, or from the beginning where there is none"
-# DeepSpeed's launcher looks once a second, and of the ranks that have ended by then names any: in so much time it has
-# seen the one whose end ends the others.
+# A rank that fails because another one did waits this long. DeepSpeed's launcher polls once a second and names any rank
+# that has ended by then: in this time it has seen the one that failed first.
 SEEN_S = 2.0
-# As long as NFS keeps what it knows of a folder.
+# How long NFS may cache a folder's entries.
 LAG_S = 60.0
 T = TypeVar("T")
 
 
 class TrainingError(RuntimeError):
-    """Training cannot go on; what is saved is good."""
+    """Training cannot go on; what was saved is good."""
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among the ranks. `control` is a CPU group for small agreements: they never wait for a GPU."""
+    """This process among the ranks. `control`: a CPU group for small agreements, which never wait for a GPU."""
 
     rank: int
     world_size: int
@@ -73,7 +73,7 @@ class Ranks:
         return self.rank == 0
 
     def log(self, line: str) -> None:
-        """Prints a line once, whichever rank has it to say."""
+        """Print a line on the first rank alone."""
         if self.first:
             log(line)
 
@@ -82,8 +82,8 @@ class Ranks:
         return self.begin_sum(numbers)()
 
     def begin_sum(self, numbers: Sequence[float]) -> Callable[[], list[float]]:
-        """The same, under way while this rank goes on; what is returned waits for it and gives it. All ranks begin
-        their sums in the same order."""
+        """Begin `sum` and return a function that waits for the result and returns it. All ranks must begin their sums
+        in the same order."""
         values = torch.tensor(numbers, dtype=torch.float64)
         under_way: Any = dist.all_reduce(values, group=self.control, async_op=True)
 
@@ -96,15 +96,15 @@ class Ranks:
     def barrier(self) -> None:
         dist.barrier(group=self.control)
 
-    def gather(self, own: Any) -> list[Any]:
-        """What each rank gives, in the order of ranks."""
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all ranks, in rank order."""
         values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, own, group=self.control)
+        dist.all_gather_object(values, value, group=self.control)
         return values
 
     def from_first(self, work: Callable[[], T]) -> T:
-        """What `work` gives on the first rank, on all of them: what one alone may look at or do, the others wait for.
-        A ValueError or TrainingError there is raised on all alike."""
+        """The result of `work` on the first rank, on all ranks: for what one rank alone may read or do while the others
+        wait. A ValueError or TrainingError there is raised on all ranks."""
         outcome: list[Any] = [None, None]
         if self.first:
             try:
@@ -117,7 +117,7 @@ class Ranks:
         return outcome[0]
 
     def attempt(self, work: Callable[[], object], errors: tuple[type[Exception], ...], by_all: bool = True) -> str:
-        """Does the work on all ranks, or on the first alone, and gives `failures` of it."""
+        """Do the work on all ranks, or on the first one alone, and return `failures` of it."""
         error: Exception | None = None
         try:
             if by_all or self.first:
@@ -127,28 +127,28 @@ class Ranks:
         return self.failures(error)
 
     def failures(self, error: BaseException | None) -> str:
-        """What went wrong on which ranks, in one line that all get; empty where nothing did."""
+        """One line, the same on all ranks, with what went wrong on which of them; empty where nothing did."""
         errors = self.gather(None if error is None else f"{type(error).__name__}: {error}".splitlines()[0])
         return "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(errors) if text is not None)
 
     def unseen(self, folder: Path, sizes: Mapping[str, int], patience_s: float = LAG_S) -> str:
-        """Which rank does not see which of a folder's files in full, in one line that all get; empty where all see
-        them. Waits for a network file system, which may keep what it knew of a folder for a while."""
+        """One line, the same on all ranks, with the files of a folder that a rank does not see in full; empty where all
+        see them. Waits for a network file system, which may cache a folder for a while."""
         deadline = time.monotonic() + patience_s
         while (missing := wrong_files(folder, sizes)) and time.monotonic() < deadline:
             time.sleep(0.5)
         return self.failures(FileNotFoundError(", ".join(missing)) if missing else None)
 
     def place_on_machine(self) -> tuple[int, int]:
-        """This rank's place among the ranks of its machine, and their number."""
+        """This rank's index among the ranks of its machine, and their number."""
         names = self.gather(socket.gethostname())
         return names[: self.rank].count(names[self.rank]), names.count(names[self.rank])
 
 
 def join_ranks() -> Ranks:
-    """Enters the process group that the launcher describes in the environment; without a launcher, a group of one.
+    """Enter the process group that the launcher describes in the environment; without a launcher, a group of one.
 
-    CPU threads are shared out among the ranks of a machine unless OMP_NUM_THREADS says how many a rank has.
+    CPU threads are divided among the ranks of a machine, unless OMP_NUM_THREADS says how many each rank has.
 
     Raises:
         ValueError: there are more ranks than GPUs on this machine, CUDA does not start on this rank's, or other
@@ -159,21 +159,21 @@ def join_ranks() -> Ranks:
         os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_SIZE": "1"}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     local_rank = int(os.environ["LOCAL_RANK"])
-    given = os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE")  # DeepSpeed's name, torchrun's
-    local_size = int(given or os.environ["WORLD_SIZE"])
+    size = os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE")  # DeepSpeed's name, torchrun's
+    local_size = int(size or os.environ["WORLD_SIZE"])
     cores = min(psutil.cpu_count(logical=False) or 1, len(os.sched_getaffinity(0)))
-    wanted = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]  # a list is for nested regions
-    torch.set_num_threads(int(wanted) if wanted.isdigit() else max(1, cores // local_size))
+    n_threads = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]  # the others of a list are for nested regions
+    torch.set_num_threads(int(n_threads) if n_threads.isdigit() else max(1, cores // local_size))
     device = _open_device(local_rank, local_size)
     _set_up_deepspeed()
     check_own_name(int(os.environ["WORLD_SIZE"]), local_size)
     cuda = device.type == "cuda"
-    with failures_to_meet():  # an interface's fault is every rank's of a machine: its first one tells it
+    with failures_to_meet():  # a faulty interface is every rank's of a machine: it is enough that the first logs it
         deepspeed.init_distributed(dist_backend="nccl" if cuda else "gloo", timeout=TIMEOUT, verbose=False)
         control: Any = dist.new_group(backend="gloo", timeout=TIMEOUT) if cuda else None
     if cuda and dist.get_world_size() > 1:
         with _own_failure_logged(local_rank), failures_to_meet():
-            dist.all_reduce(torch.zeros(1, device=device))  # NCCL looks for the others at its first collective
+            dist.all_reduce(torch.zeros(1, device=device))  # NCCL connects at its first collective
             torch.cuda.synchronize(device)
     return Ranks(dist.get_rank(), dist.get_world_size(), local_rank, device, control)
 
@@ -193,8 +193,9 @@ def _open_device(local_rank: int, local_size: int) -> torch.device:
 
 
 def _import_without_compiler(module: str) -> None:
-    """DeepSpeed asks of each optimizer whether it is its Muon, whose functions are wrapped for PyTorch's compiler. That
-    takes two seconds to import. The compiler is off here alone, for the process may compile things of its own."""
+    """Import a module with PyTorch's compiler turned off, for this import alone: the process may compile things of its
+    own. DeepSpeed imports its Muon, whose functions are wrapped for the compiler, to check the type of each optimizer;
+    with the compiler that takes two seconds."""
     name, before = "TORCHDYNAMO_DISABLE", os.environ.get("TORCHDYNAMO_DISABLE")
     os.environ[name] = "1"
     try:
@@ -207,19 +208,19 @@ def _import_without_compiler(module: str) -> None:
 
 
 def _set_up_deepspeed() -> None:
-    """Keeps DeepSpeed from printing, and from compiling what no rank uses."""
+    """Keep DeepSpeed from printing, and from compiling operations that no rank uses."""
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # DeepSpeed's calls
     _import_without_compiler("deepspeed.runtime.zero.muon.muon_optimizer")
-    # No setting turns its own compiled operations off. On a CPU it would compile a shared-memory all-reduce (for its
-    # inference engine), a minute at the first launch; on a GPU without a CUDA toolkit, finding out which of them could
-    # be compiled prints what is missing, in every rank.
+    # No setting turns DeepSpeed's compiled operations off. On a CPU it would compile a shared-memory all-reduce for its
+    # inference engine, which takes a minute at the first launch. On a GPU without a CUDA toolkit, every rank would
+    # print what is missing to compile them.
     deepspeed.ops.__dict__["__compatible_ops__"] = {"deepspeed_shm_comm": False}
 
 
 @contextmanager
 def _own_failure_logged(local_rank: int) -> Iterator[None]:
-    """Inside, what ends this rank alone is logged, for only the first of a machine logs what ends it."""
+    """Inside, an error that ends this rank alone is logged: otherwise only the first rank of a machine logs its own."""
     try:
         yield
     except (ValueError, TrainingError) as error:
@@ -229,24 +230,24 @@ def _own_failure_logged(local_rank: int) -> Iterator[None]:
 
 
 def log(line: str) -> None:
-    """Prints a line on standard output, above a progress bar if there is one."""
+    """Print a line on standard output, above a progress bar if there is one."""
     tqdm.write(line)
     sys.stdout.flush()
 
 
 @contextmanager
 def failures_named(ranks: Ranks) -> Iterator[None]:
-    """Inside, a full disk, and what a collective raises because another rank is gone, become TrainingErrors that say
-    so. They are printed here, for only the first rank of a machine prints what ends it."""
+    """Inside, a full disk, and the errors of collectives because another rank is gone, become TrainingErrors that say
+    so. The other ranks of a machine log theirs here, since only the first one prints what ends it."""
     try:
         yield
     except (OSError, SafetensorError, RuntimeError) as error:
         reason = str(error).splitlines()[0] if str(error) else repr(error)
         full = getattr(error, "errno", None) in DISK_FULL or any(f"os error {number}" in reason for number in DISK_FULL)
-        own = isinstance(error, OSError)  # of a file or a stream of this rank
+        of_a_file = isinstance(error, OSError)  # or a stream, of this rank: no collective's
         if full:
             message = f"a file cannot be written ({reason}); make room, then the same command goes on"
-        elif isinstance(error, dist.DistError) or (not own and any(word in reason for word in LOST)):
+        elif isinstance(error, dist.DistError) or (not of_a_file and any(word in reason for word in LOST)):
             message = f"another rank is gone, it failed or was killed ({reason}); the same command goes on"
         else:
             raise
@@ -259,14 +260,14 @@ def failures_named(ranks: Ranks) -> Iterator[None]:
 
 
 def leave_ranks(ranks: Ranks) -> None:
-    """The last thing every rank does: a process group left standing may abort the process at its exit."""
+    """Destroy the process group, as every rank's last act: one that is left may abort the process at exit."""
     ranks.barrier()
-    deepspeed.comm.destroy_process_group()  # with what it keeps of the groups: the process may join again
+    deepspeed.comm.destroy_process_group()  # with DeepSpeed's own record of the groups: the process may join again
 
 
 def check_own_name(world_size: int, local_size: int) -> None:
-    """Raises ValueError where there are ranks on other machines, and this one's name stands for an address that only it
-    can reach."""
+    """Raises ValueError where there are ranks on other machines and this one's name resolves to an address that they
+    cannot reach."""
     if world_size <= local_size or os.environ.get(INTERFACE):
         return
     name = socket.gethostname()
@@ -283,15 +284,15 @@ def check_own_name(world_size: int, local_size: int) -> None:
 
 @contextmanager
 def failures_to_meet() -> Iterator[None]:
-    """Inside, where the ranks meet, what goes wrong becomes a TrainingError that names place and remedy."""
+    """Inside, where the ranks meet, a RuntimeError becomes a TrainingError that names the address and a remedy."""
     try:
         yield
     except RuntimeError as error:
-        given = os.environ
+        env = os.environ
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        set_to = "".join(f", {name}={given[name]}" for name in (INTERFACE, "NCCL_SOCKET_IFNAME") if name in given)
+        set_to = "".join(f", {name}={env[name]}" for name in (INTERFACE, "NCCL_SOCKET_IFNAME") if name in env)
         raise TrainingError(
-            f"rank {given['RANK']} of {given['WORLD_SIZE']} on {socket.gethostname()} does not find the others at "
-            f"{given['MASTER_ADDR']}:{given['MASTER_PORT']}{set_to}: {reason}; where they are on several machines, "
+            f"rank {env['RANK']} of {env['WORLD_SIZE']} on {socket.gethostname()} does not find the others at "
+            f"{env['MASTER_ADDR']}:{env['MASTER_PORT']}{set_to}: {reason}; where they are on several machines, "
             f"{REMEDY}"
         ) from error

@@ -1,17 +1,14 @@
-"""The ranks save and load together: to a temporary name, synced, renamed; found again after a kill.
+"""How the ranks save a run together and find it again: written to a temporary name, synced, renamed.
 
 Not here: what lies in a run's folder (checkpoint.py), other numbers of ranks (elastic.py).
 """
 
-import errno
-import fcntl
 import json
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, TextIO
+from typing import Any, NoReturn
 
 import torch
 from safetensors import SafetensorError
@@ -23,94 +20,44 @@ from longdraft.train import elastic
 from longdraft.train.checkpoint import (
     MASTERS,
     START,
-    STATE,
     WEIGHTS,
     Found,
     best_folder,
-    changed,
     checkpoint_folder,
-    damage,
     finished_folders,
-    log_without_digests,
     newest,
-    seal,
-    unfinished_folders,
     what_is_good,
 )
 from longdraft.train.config import Config, to_dict, to_yaml
 from longdraft.train.deepspeed_engine import DraftEngine
 from longdraft.train.ranks import LAG_S, Ranks, TrainingError
+from longdraft.train.state_file import STATE, changed, damage, seal
 
-# What a rank that cannot write raises.
-WRITING = (OSError, RuntimeError, SafetensorError)
-# What locking a file gives where the file system has no locks: Lustre without its option flock, NFS without lockd.
-WITHOUT_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
-
-
-@contextmanager
-def locked(run_dir: str | Path, ranks: Ranks) -> Iterator[None]:
-    """Holds the run's folder against another run; all ranks enter together. The system lets go when a process dies.
-
-    Raises:
-        ValueError: another process trains in this folder, or it cannot be written; on all ranks alike.
-    """
-    handles: list[TextIO] = []  # the first rank's alone
-    ranks.from_first(lambda: handles.append(_lock(Path(run_dir))))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.close()
-
-
-def _lock(folder: Path) -> TextIO:
-    """A file of the folder that is locked until it is closed; a file system without locks goes with a word."""
-    handle = None
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        handle = (folder / "lock").open("a")
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if handle is not None and error.errno in WITHOUT_LOCKS:
-            print(
-                f"train.run_dir: {folder} lies on a file system without locks ({error.strerror}); training goes on, "
-                "but nothing keeps another process from training there, too",
-                flush=True,
-            )
-            return handle
-        if handle is not None:
-            handle.close()
-        if isinstance(error, BlockingIOError):
-            raise ValueError(
-                f"train.run_dir: another process trains in {folder}; stop it (an orphaned rank, perhaps) or give "
-                "another folder"
-            ) from None
-        raise ValueError(f"train.run_dir: {folder} cannot be written: {error.strerror}; give another folder") from error
-    return handle
+# Errors of a rank that cannot write.
+WRITE_ERRORS = (OSError, RuntimeError, SafetensorError)
 
 
 def begin_run(config: Config, start: Mapping[str, str] | None) -> None:
-    """Notes the config in the run's folder, and what a new run begins with (`Run.start`), with the name that the folder
-    has then; called by rank 0, once everything has opened, before the first step."""
+    """Record the config in the run's folder and, for a new run, what it begins with (`Run.start`) and the folder's name
+    at that time. Called by rank 0 before the first step, once everything is open."""
     folder = Path(config.train.run_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    notes = {"config.yaml": to_yaml(config)}
+    texts = {"config.yaml": to_yaml(config)}
     if start:
-        notes[START] = json.dumps({**start, "run_dir": config.train.run_dir}, indent=2) + "\n"
-    for name, text in notes.items():
+        texts[START] = json.dumps({**start, "run_dir": config.train.run_dir}, indent=2) + "\n"
+    for name, text in texts.items():
         write_atomically(folder / name, lambda temporary, text=text: temporary.write_text(text, encoding="utf-8"))
 
 
 def save(engine: DraftEngine, run_dir: str | Path, step: int, extra: dict[str, Any], keep: int) -> Path:
-    """Saves what `load` needs to go on after `step` steps; all ranks call it. Returns the checkpoint's folder.
+    """Save what `load` needs to go on after `step` steps; all ranks call it. Returns the checkpoint's folder.
 
     Args:
-        extra: JSON values for `load` to give back, rank 0's.
-        keep: older checkpoints beyond this number are removed.
+        extra: JSON values to be found in the state file; those of rank 0 are written.
+        keep: how many checkpoints to keep; older ones are removed.
 
-    Raises:
-        TrainingError: a weight is no number, or a rank cannot write (a full disk); on all ranks alike, and nothing
-            that was saved before is touched.
+    Raises TrainingError, on all ranks, where a weight is not a number or a rank cannot write (a full disk). What was
+    saved before is then untouched.
     """
     folder, ranks = checkpoint_folder(run_dir), engine.ranks
     final = folder / f"step_{step:06d}"
@@ -119,7 +66,7 @@ def save(engine: DraftEngine, run_dir: str | Path, step: int, extra: dict[str, A
     _check_finite(weights, run_dir, step, ranks)
 
     written: list[Path] = []  # by this rank
-    own: dict[str, tuple[int, str]] = {}  # size and digest of each of these
+    described: dict[str, tuple[int, str]] = {}  # size and digest of each of these files
 
     def write_weights() -> None:
         if ranks.first:
@@ -130,7 +77,7 @@ def save(engine: DraftEngine, run_dir: str | Path, step: int, extra: dict[str, A
         if ranks.local_rank == 0:
             for file in temporary.iterdir():
                 sync(file)
-        own.update({file.name: (file.stat().st_size, file_digest(file)) for file in written})
+        described.update({file.name: (file.stat().st_size, file_digest(file)) for file in written})
 
     def finish() -> None:
         threads = torch.get_num_threads() if ranks.device.type == "cpu" else None
@@ -139,12 +86,12 @@ def save(engine: DraftEngine, run_dir: str | Path, step: int, extra: dict[str, A
         _put_in_place(temporary, final, keep)
 
     failures = (
-        ranks.attempt(lambda: _empty(temporary), WRITING, by_all=False)
-        or ranks.attempt(lambda: written.extend(engine.write(temporary)), WRITING)
-        or ranks.attempt(write_weights, WRITING)
+        ranks.attempt(lambda: _empty(temporary), WRITE_ERRORS, by_all=False)
+        or ranks.attempt(lambda: written.extend(engine.write(temporary)), WRITE_ERRORS)
+        or ranks.attempt(write_weights, WRITE_ERRORS)
     )
-    files = {name: about for of_rank in ranks.gather(own) for name, about in of_rank.items()}
-    failures = failures or ranks.attempt(finish, WRITING, by_all=False)
+    files = {name: about for of_rank in ranks.gather(described) for name, about in of_rank.items()}
+    failures = failures or ranks.attempt(finish, WRITE_ERRORS, by_all=False)
     if failures:
         ranks.from_first(partial(_give_up, temporary, step, failures, weights))
     return final
@@ -156,7 +103,7 @@ def _empty(folder: Path) -> None:
 
 
 def _write_state(folder: Path, content: dict[str, Any], files: Mapping[str, tuple[int, str]]) -> None:
-    """Writes the state file, with size and digest of each of the folder's other files, and syncs both."""
+    """Write the state file, with size and digest of each of the folder's other files, and sync file and folder."""
     sizes = {name: size for name, (size, _) in sorted(files.items())}
     digests = {name: digest for name, (_, digest) in sorted(files.items())}
     (folder / STATE).write_text(seal(content | {"files": sizes}, digests), encoding="utf-8")
@@ -165,17 +112,18 @@ def _write_state(folder: Path, content: dict[str, Any], files: Mapping[str, tupl
 
 
 def _put_in_place(temporary: Path, final: Path, keep: int) -> None:
-    if final.exists():  # saved before a kill that lost the steps behind it
+    """Rename a finished checkpoint, then remove what it replaces, what is too old, and what kills have left."""
+    if final.exists():  # the run went back behind a damaged checkpoint, or only decoded
         _set_aside(final)
     temporary.rename(final)
     sync(final.parent)
     finished = finished_folders(final.parent)
     place = finished.index(final)
-    # What lies behind is of a time line that a damaged checkpoint ended; what lies far before is not kept.
+    # Later steps are left from before a damaged checkpoint made the run go back. `keep` counts the new checkpoint too.
     for old in [*finished[place + 1 :], *finished[: max(0, place + 1 - keep)]]:
         _set_aside(old)
-    # What kills left, too: of a checkpoint that was being written or removed.
-    for dead in [*final.parent.glob("tmp-*"), *unfinished_folders(final.parent)]:
+    # These were being written or removed when a run was killed.
+    for dead in final.parent.glob("tmp-*"):
         if dead.is_dir():
             shutil.rmtree(dead)
         else:
@@ -183,7 +131,7 @@ def _put_in_place(temporary: Path, final: Path, keep: int) -> None:
 
 
 def _set_aside(folder: Path) -> None:
-    """Takes a checkpoint its name before its files go: a kill between them leaves no part of one."""
+    """Rename a checkpoint that is to be removed, so that a kill while its files go leaves no partial checkpoint."""
     aside = folder.with_name(f"tmp-old-{folder.name}")
     shutil.rmtree(aside, ignore_errors=True)
     folder.rename(aside)
@@ -193,15 +141,16 @@ def _check_finite(weights: dict[str, Tensor], run_dir: str | Path, step: int, ra
     wrong = [name for name, weight in weights.items() if not bool(weight.isfinite().all())]
     if ranks.sum([float(bool(wrong))])[0]:
         raise TrainingError(
-            f"step {step}: weights of the draft are no numbers any more ({', '.join(wrong[:3]) or 'on another rank'}) "
+            f"step {step}: weights of the draft are no longer numbers ({', '.join(wrong[:3]) or 'on another rank'}) "
             f"and are not saved; {what_is_good(run_dir)}. Lower optimizer.peak_lr and start a new "
             "run: train.run_dir=another/folder"
         )
 
 
 def _give_up(temporary: Path, step: int, failures: str, weights: dict[str, Tensor]) -> NoReturn:
-    """Needed are the weights, twice, and master weights and moments in fp32."""
+    """Remove the half-written checkpoint, and raise TrainingError with the room that it needs."""
     shutil.rmtree(temporary, ignore_errors=True)
+    # The weights twice, and masters and both moments in fp32.
     folder, needed = temporary.parent, sum(weight.nbytes * 2 + weight.numel() * 12 for weight in weights.values())
     raise TrainingError(
         f"train.run_dir: the checkpoint of step {step} cannot be written to {folder}: it needs {needed / 1e6:,.1f} MB, "
@@ -216,11 +165,10 @@ def _last(folder: Path) -> str:
 
 
 def find(run_dir: str | Path, ranks: Ranks, patience_s: float = LAG_S) -> Found | None:
-    """`newest` as the first rank sees it, on all ranks alike; all call it. Its files are what was saved: each is read
-    once, by one of the ranks.
+    """`newest`, as the first rank sees it, on all ranks; all call it. The content of all its files is checked: each is
+    read once, by one of the ranks.
 
-    Raises:
-        ValueError: as `newest`; some rank does not see the files within `patience_s` seconds.
+    Raises ValueError as `newest` does, or where some rank does not see the files within `patience_s` seconds.
     """
     damaged: list[Path] = []
     while (found := ranks.from_first(lambda: newest(run_dir, passed_over=damaged))) is not None:
@@ -230,11 +178,9 @@ def find(run_dir: str | Path, ranks: Ranks, patience_s: float = LAG_S) -> Found 
             raise ValueError(
                 f"train.run_dir: not every rank sees {folder} ({unseen}); give a folder on a file system they share"
             )
-        if ranks.first:
-            log_without_digests(folder, state)
-        names = sorted(state["files"], key=state["files"].__getitem__)
-        own = changed(folder, state, names[ranks.rank :: ranks.world_size])
-        broken = [name for of_rank in ranks.gather(own) for name in of_rank]
+        by_size = sorted(state["files"], key=state["files"].__getitem__)
+        broken_here = changed(folder, state, by_size[ranks.rank :: ranks.world_size])
+        broken = [name for of_rank in ranks.gather(broken_here) for name in of_rank]
         if not broken:
             break
         ranks.log(damage(folder, broken))
@@ -243,14 +189,13 @@ def find(run_dir: str | Path, ranks: Ranks, patience_s: float = LAG_S) -> Found 
 
 
 def load(engine: DraftEngine, folder: Path, state: dict[str, Any]) -> None:
-    """Puts weights and optimizer back as they were; all ranks call it. There may be more or fewer of them than saved
-    the checkpoint. On CPUs as many threads go on as began: how a sum is shared out shows in its last bits. Another
-    number of ranks does not keep these.
+    """Put weights and optimizer back as they were; all ranks call it. There may be more or fewer ranks than saved the
+    checkpoint. With as many, a CPU run also goes on with as many threads as it began with, since how a sum is split
+    among them shows in its last bits; another number of ranks changes these bits anyway.
 
-    Raises:
-        ValueError, TrainingError: the checkpoint is of another number of ranks and cannot be converted.
+    Raises ValueError or TrainingError where a checkpoint of another number of ranks cannot be converted.
     """
-    saved_by, ranks, threads = state["world_size"], engine.ranks, state.get("threads")
+    saved_by, ranks, threads = state["world_size"], engine.ranks, state["threads"]
     if saved_by == ranks.world_size:
         if threads is not None and ranks.device.type == "cpu" and threads != torch.get_num_threads():
             ranks.log(f"Threads of a rank: {threads}, as the run began with, not {torch.get_num_threads()}")
@@ -277,15 +222,14 @@ def _check_equal(weights: dict[str, Tensor], folder: Path) -> None:
 def save_best(
     config: Config, ranks: Ranks, step: int, weights: dict[str, Tensor], score: float, extra: dict[str, Any]
 ) -> None:
-    """Keeps the weights after `step` steps as the run's best, in place of those kept before; all ranks call it. A kill
+    """Keep the weights after `step` steps as the run's best, in place of those kept before; all ranks call it. A kill
     at any moment leaves the old ones or the new ones, whole.
 
     Args:
-        weights: the draft's, as `DraftEngine.weights` gives them; the first rank's are written.
-        score: what they are the best by, more is better.
+        weights: the draft's, as `DraftEngine.weights` returns them; the first rank's are written.
+        score: what makes them the best; more is better.
 
-    Raises:
-        TrainingError: they cannot be written; what was kept before is untouched.
+    Raises TrainingError where they cannot be written; what was kept before is then untouched.
     """
     folder = best_folder(config.train.run_dir)
     temporary = folder / f"tmp-step_{step:06d}"
@@ -299,7 +243,7 @@ def save_best(
         _write_state(temporary, content, {WEIGHTS: (file.stat().st_size, file_digest(file))})
         _put_best_in_place(temporary, folder / f"step_{step:06d}")
 
-    failures = ranks.attempt(write, WRITING, by_all=False)
+    failures = ranks.attempt(write, WRITE_ERRORS, by_all=False)
     if failures:
         raise TrainingError(
             f"train.run_dir: the weights of step {step}, which decode best so far, cannot be written to {folder} "
@@ -309,7 +253,7 @@ def save_best(
 
 
 def _put_best_in_place(temporary: Path, final: Path) -> None:
-    if final.exists():  # the same step, measured otherwise; after a kill in between it is damaged, and measured again
+    if final.exists():  # the same step under other settings; a kill in between leaves it damaged, and it is passed over
         for name in (WEIGHTS, STATE):
             (temporary / name).rename(final / name)
     else:
@@ -321,7 +265,7 @@ def _put_best_in_place(temporary: Path, final: Path) -> None:
 
 
 def forget_best(run_dir: str | Path) -> None:
-    """Removes what an earlier run left in the folder, with a line that says so; called by rank 0."""
+    """Remove the best weights that an earlier run left in the folder, with a line that says so; called by rank 0."""
     folder = best_folder(run_dir)
     if finished_folders(folder):
         print(f"{folder} is removed, no checkpoint of its run is there", flush=True)

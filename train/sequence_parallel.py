@@ -1,8 +1,8 @@
 """The frozen target's pass over one long row that several ranks share, by DeepSpeed's Ulysses (arXiv 2309.14509).
 
-Each rank has a contiguous slice of the tokens for norms, projections and feed-forward; for attention the ranks exchange
-rows for heads, so that each has all tokens for its share of the heads, and back. Nothing trains here. Not here: the
-draft, which every rank runs for its own slice of queries; weights shared out among ranks (sharding.py).
+Each rank has a contiguous slice of the tokens for norms, projections and feed-forward. For attention the ranks exchange
+tokens for heads, so that each has all tokens for its share of the heads, and then back. Nothing is trained here. Not
+here: the draft, which every rank runs for its own slice of queries; weights sharded over ranks (sharding.py).
 Shapes: N tokens end to end, n of them a rank's, D hidden, H query heads, K key/value heads, d head width.
 """
 
@@ -24,7 +24,7 @@ from deepspeed.sequence.layer import DistributedAttention
 
 
 def check_heads(config: DecoderConfig, degree: int) -> None:
-    """Raises ValueError where a target's heads cannot be shared out among `train.sequence_parallel` ranks."""
+    """Raises ValueError where a target's heads do not divide among `train.sequence_parallel` ranks."""
     heads = config.n_heads, config.n_kv_heads
     if any(n % degree for n in heads):
         fitting = [str(n) for n in range(1, min(heads) + 1) if not any(count % n for count in heads)]
@@ -35,7 +35,7 @@ def check_heads(config: DecoderConfig, degree: int) -> None:
 
 
 def sequence_group(degree: int) -> dist.ProcessGroup:
-    """This rank's group among the groups of `degree` consecutive ranks; all ranks call it, once."""
+    """This rank's group, where every `degree` consecutive ranks form one; all ranks call it, once."""
     group, _ = dist.new_subgroups(degree, timeout=TIMEOUT)
     assert isinstance(group, dist.ProcessGroup)
     return group
@@ -46,7 +46,7 @@ class SequenceParallel:
 
     Args:
         config: the target's. group: see `sequence_group`.
-    Raises: ValueError where the heads cannot be shared out.
+    Raises ValueError where the heads do not divide among the ranks.
     """
 
     def __init__(self, config: DecoderConfig, group: dist.ProcessGroup):
@@ -55,31 +55,32 @@ class SequenceParallel:
         self.attention = DistributedAttention(_attend, group, scatter_idx=2, gather_idx=1)  # pyright: ignore[reportArgumentType]
 
     def own_span(self, n_tokens: int) -> tuple[int, int]:
-        """Where this rank's tokens of a row start and stop; the last ranks may have fewer, or none."""
+        """Where this rank's tokens of a row start and stop; the last ranks may have fewer tokens, or none."""
         width = -(-n_tokens // self.size)
         return min(self.rank * width, n_tokens), min((self.rank + 1) * width, n_tokens)
 
     @torch.no_grad()
     def forward(self, model: Decoder, given: Pass) -> TargetOutput:
-        """The target's pass over a whole packed sequence, which every rank gives alike.
+        """The target's pass over a whole packed sequence, which every rank passes in alike.
 
         Args:
             given: with borders and without a cache; needs last_kv, pre_norm, post_norm, logits, of_spans.
-        Returns: last_kv of all N tokens, on every rank; of_spans of those this rank asks for, wherever they lie; the
-            others of this rank's tokens, those of `own_span(N)`: [1, n, ...].
+
+        Returns: last_kv of all N tokens, on every rank; of_spans at the spans of this rank's `given`, wherever they
+            lie; other fields at this rank's tokens, those of `own_span(N)`: [1, n, ...].
         """
         needs = given.needs
-        if "of_spans" in needs:  # the last layer's attention takes all ranks, so it is for all tokens
+        if "of_spans" in needs:  # the last layer's attention is collective, so it runs for all tokens
             given = replace(given, needs=needs - {"of_spans"} | {"post_norm"})
         tokens_1N, borders, positions_1N = given.tokens_BT, given.borders, given.positions_BT
         assert borders is not None
         n_tokens = tokens_1N.shape[1]
         width = -(-n_tokens // self.size)
-        # All ranks exchange equally many rows: what is lacking becomes a piece of its own, which nothing reads.
-        lacking = self.size * width - n_tokens
-        if lacking:
-            tokens_1N, borders = F.pad(tokens_1N, (0, lacking)), [*borders, n_tokens + lacking]
-            positions_1N = None if positions_1N is None else F.pad(positions_1N, (0, lacking))
+        # All ranks exchange the same number of tokens: the padding is a piece of its own, which nothing reads.
+        n_padding = self.size * width - n_tokens
+        if n_padding:
+            tokens_1N, borders = F.pad(tokens_1N, (0, n_padding)), [*borders, n_tokens + n_padding]
+            positions_1N = None if positions_1N is None else F.pad(positions_1N, (0, n_padding))
         shard = _Shard(slice(self.rank * width, (self.rank + 1) * width), self)
         given, spans = replace(given, tokens_BT=tokens_1N, borders=borders, positions_BT=positions_1N), given.spans
         output = model(replace(given, shard=shard, spans=()))
@@ -89,7 +90,7 @@ class SequenceParallel:
             setattr(output, name, None if field is None else field[:, : stop - start])
         if "of_spans" in needs:
             assert output.post_norm is not None
-            # A copy: a view of one span would keep all tokens' states.
+            # A copy, because a view of a single span would keep the states of all tokens alive.
             output.of_spans = take_spans(self.gather(output.post_norm, n_tokens), spans).clone()
             output.post_norm = output.post_norm if "post_norm" in needs else None
         if output.last_kv is not None:
@@ -98,13 +99,13 @@ class SequenceParallel:
         return output
 
     def any(self, flag: Tensor) -> Tensor:
-        """Whether it is true on one of the ranks: bool, a number on their devices."""
+        """Whether the flag is true on any rank of the group: a bool scalar on the device."""
         found = flag.to(torch.uint8)
         dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.group)
         return found.bool()
 
     def gather(self, own_1nX: Tensor, n_tokens: int) -> Tensor:
-        """What the ranks have of their tokens, as one: [1, n, ...] to [1, n_tokens, ...], without gradient."""
+        """The ranks' tensors of their own tokens joined: [1, n, ...] to [1, n_tokens, ...], without gradient."""
         width = -(-n_tokens // self.size)
         padded = own_1nX.new_zeros(width, *own_1nX.shape[2:])
         padded[: own_1nX.shape[1]] = own_1nX[0]
@@ -129,8 +130,8 @@ class _Shard:
         window: int | None,
         sinks_H: Tensor | None,
     ) -> Tensor:
-        own = None if sinks_H is None else sinks_H.chunk(self.ranks.size)[self.ranks.rank]
-        return self.ranks.attention(q_nHd[None], k_nKd[None], v_nKd[None], 0, None, pieces, window, own)[0]
+        own_sinks = None if sinks_H is None else sinks_H.chunk(self.ranks.size)[self.ranks.rank]
+        return self.ranks.attention(q_nHd[None], k_nKd[None], v_nKd[None], 0, None, pieces, window, own_sinks)[0]
 
 
 def _attend(
@@ -141,5 +142,5 @@ def _attend(
     window: int | None,
     sinks_H: Tensor | None,
 ) -> Tensor:
-    """All rows, a rank's share of the heads."""
+    """Attention over all tokens, for this rank's share of the heads."""
     return segment_attention(q_1NHd[0], k_1NKd[0], v_1NKd[0], pieces, window, sinks_H)[None]

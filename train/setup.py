@@ -1,21 +1,19 @@
-"""A run before its first step: data checked, target and draft loaded, the engine around the draft.
+"""What happens before a run's first step: check the data, load target and draft, put the engine around the draft.
 
-Not here: the steps (loop.py), what continues a run (checkpoint.py).
+Not here: the steps (loop.py), what lets a run go on (resuming.py).
 """
 
 import hashlib
 import os
 import socket
-from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from longdraft.data_prep.shards import ShardSet
 from longdraft.models.device import free_bytes
@@ -24,107 +22,66 @@ from longdraft.models.fingerprint import weights_hash
 from longdraft.models.hf import LOADERS, load_through_transformers, read_target_config
 from longdraft.models.target import Target
 from longdraft.train import checkpoint
-from longdraft.train.batches import Place
-from longdraft.train.config import DTYPES, Config, check_positions
+from longdraft.train.config import Config, check_positions
+from longdraft.train.config_sections import DTYPES
 from longdraft.train.deepspeed_engine import DraftEngine
 from longdraft.train.estimate_memory import estimate
 from longdraft.train.evaluate import Evaluator
-from longdraft.train.methods import Method, MicroBatch, open_method
+from longdraft.train.methods.base import Method
+from longdraft.train.methods.build import open_method
 from longdraft.train.ranks import Ranks
+from longdraft.train.run import Run
 from longdraft.train.sequence_parallel import SequenceParallel, sequence_group
 from longdraft.train.sharding import load_sharded_target, share_out, whole_layers
 from longdraft.train.teacher import Teacher
-from longdraft.train.tracking import Tracker
 from longdraft.train.vocabulary import frequent_tokens
 
-# Of a draft's config, what says how it trains or where that begins, and nothing of its weights.
+# Fields of a draft's config that say how its training begins or goes, and nothing about the shape of its weights.
 TRAINING_ALONE = ("noise", "warm_start", "init_std", "out_norm_init")
-# Reading more bytes than these takes long enough to say so.
+# Checking more bytes than this takes long enough to be announced.
 TOLD_ABOVE = 10**9
 
 
-@dataclass
-class StepRows:
-    """The rows of one step, read before it begins: `of_all` are those of all ranks; `places` and `micro_batches` are
-    this rank's passes; `n_labels` waits for the sum over the ranks of the labels of each part, and gives it."""
-
-    of_all: list[Place]
-    places: list[list[Place]]
-    micro_batches: list[MicroBatch]
-    n_labels: Callable[[], list[float]]
-
-
-@dataclass
-class Run:
-    """All that is open during training.
-
-    `step` counts the steps done, `skipped` the passes and steps that were left out because their loss or gradient was
-    no number. `heldout` is the latest validation. `target_weights` is the hash of the target's weights
-    (models/fingerprint.py). `decoding` is there where the config asks for it. `start`: with what draft.start_from let
-    the run begin (checkpoint.START). With something in `stop` on any rank (stop.py) the run ends.
-    `tracker` and a visible `bar` are the first rank's; `recent` has the last logged records.
-    Between two steps: `agreement` waits for what the ranks agree on after a step and gives it, [passes left out, wishes
-    to stop]; `next_rows` are the next step's, read while the device still worked (step.py).
-    """
-
-    config: Config
-    ranks: Ranks
-    method: Method
-    engine: DraftEngine
-    teacher: Teacher
-    rows: ShardSet
-    heldout_rows: ShardSet
-    target_weights: str | None
-    decoding: Evaluator | None = None
-    step: int = 0
-    skipped: int = 0
-    agreement: Callable[[], list[float]] | None = None
-    next_rows: StepRows | None = None
-    heldout: dict[str, Any] = field(default_factory=dict)
-    start: dict[str, str] | None = None
-    stop: Sequence[int] = ()
-    tracker: Tracker | None = None
-    bar: tqdm = field(default_factory=partial(tqdm, disable=True))
-    recent: deque[dict[str, Any]] = field(default_factory=partial(deque, maxlen=200))
-
-
 def make_deterministic() -> None:
-    """PyTorch's deterministic algorithms, for `train.deterministic`; raises where an operation has none."""
+    """Turn on PyTorch's deterministic algorithms for `train.deterministic`; an operation without one then raises."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
 
 
 def whole_target(config: Config, device: torch.device | str = "cpu") -> Target:
-    """The run's target in its precision, all of it here."""
+    """The run's target in its precision, whole, on this device."""
     section = config.target
     loader, dtype = LOADERS[section.loader], DTYPES[config.train.precision]
     return loader(section.path, dtype, device, section.gguf_file, section.max_positions)
 
 
 def open_target(config: Config, ranks: Ranks) -> Target:
-    """The run's frozen target: a copy on this rank's device, or this rank's share of it."""
+    """The run's frozen target: a whole copy on this rank's device, or this rank's share of it."""
     section, dtype = config.target, DTYPES[config.train.precision]
     if ranks.device.type == "cuda":
         check_room(config, ranks)
     if section.zero_stage == 0:
         return whole_target(config, ranks.device)
-    own = section.gguf_file, section.max_positions
+    options = section.gguf_file, section.max_positions
     if section.loader == "longdraft":
-        return load_sharded_target(section.path, dtype, ranks, *own)
+        return load_sharded_target(section.path, dtype, ranks, *options)
     wrap = partial(share_out, ranks, dtype)
-    return load_through_transformers(section.path, dtype, ranks.device, *own, wrap=wrap)
+    return load_through_transformers(section.path, dtype, ranks.device, *options, wrap=wrap)
 
 
 def check_room(config: Config, ranks: Ranks) -> None:
-    """Raises ValueError, on all ranks alike, where a GPU has no room for what training keeps there all the time; says
-    so where only the peak, which is an estimate, is beyond what is free. Before anything is loaded."""
+    """Compare the free memory of the ranks' GPUs with the estimate, before anything is loaded.
+
+    Raises ValueError, on all ranks, where a GPU has no room for what training keeps there all the time. Where only the
+    peak, which is an estimate, is more than what is free, it is logged.
+    """
     if config.target.loader != "longdraft":
         ranks.log(f"Memory is not estimated for target.loader={config.target.loader}: what does not fit ends the run")
         return
     target = read_target_config(config.target.path, config.target.gguf_file, config.target.max_positions)
     needed = estimate(config, target, ranks.world_size, gpu=True)
     kept, (moment, peak) = sum(needed.kept.values()), needed.peak
-    # What a process takes beside tensors is taken by now.
+    # The process has taken what it needs beside tensors by now.
     free, place = min(ranks.gather((free_bytes(ranks.device), f"{ranks.device} of {socket.gethostname()}")))
     there = f"{place} has {_gib(free)} free"
     if kept > free:
@@ -145,7 +102,7 @@ def _gib(n_bytes: int) -> str:
 
 
 def open_run(config: Config, ranks: Ranks, target: Target | None = None) -> Run:
-    """Opens data, target, draft and engine as they are before the first step."""
+    """Open data, target, draft and engine as they are before the first step. `target` saves loading the run's own."""
     train = config.train
     if train.deterministic:
         if train.loss == "acceptance" and ranks.device.type == "cuda":
@@ -163,10 +120,10 @@ def open_run(config: Config, ranks: Ranks, target: Target | None = None) -> Run:
     start = None if config.draft.start_from is None else load_draft(config.draft.start_from, target)
     with whole_layers(target.model, 0, -1):  # a warm start reads them
         method = open_method(config, target.model, _draft_vocabulary(config, start, rows, target))
-    masters, begun = {}, None
+    masters, start_record = {}, None
     if start is not None and config.draft.start_from is not None:
         begin_with(method, start, config.draft.start_from)
-        masters, begun = take_masters(method, config.draft.start_from, ranks)
+        masters, start_record = take_masters(method, config.draft.start_from, ranks)
     parallel = None
     if train.sequence_parallel > 1:
         parallel = SequenceParallel(target.model.config, sequence_group(train.sequence_parallel))
@@ -174,22 +131,22 @@ def open_run(config: Config, ranks: Ranks, target: Target | None = None) -> Run:
     if masters:
         engine.set_masters(masters)
     teacher, weights = Teacher(target.model, parallel), target.fingerprint.get("weights")
-    return Run(config, ranks, method, engine, teacher, rows, heldout_rows, weights, decoding, start=begun)
+    return Run(config, ranks, method, engine, teacher, rows, heldout_rows, weights, decoding, start=start_record)
 
 
 def note_weights(target: Target) -> None:
-    """Puts the hash of the weights that a run trains with into the target's fingerprint; all ranks call it, for those
-    of a sharded target come together layer by layer. A target of transformers has it from its loading."""
+    """Put the hash of the target's weights into its fingerprint. All ranks call it, because a sharded target is
+    gathered layer by layer. A target loaded through transformers has its hash already."""
     if target.loader == "transformers":
         return
     layers = list(target.model.layers)
-    found = weights_hash(target.model, lambda layer: whole_layers(target.model, layers.index(layer)))
-    if found is not None:
-        target.fingerprint["weights"] = found
+    digest = weights_hash(target.model, lambda layer: whole_layers(target.model, layers.index(layer)))
+    if digest is not None:
+        target.fingerprint["weights"] = digest
 
 
 def check_draft(config: Config, target: Target) -> None:
-    """Raises ValueError where a target of transformers does not give what the draft section asks of it."""
+    """Raises ValueError where a target loaded through transformers lacks what the draft section needs of it."""
     if target.loader != "transformers":
         return
     model: Any = target.model  # of models/transformers_model.py, which imports much of transformers
@@ -200,7 +157,7 @@ def check_draft(config: Config, target: Target) -> None:
             f"{target.name} are not rotated so; take tokenswift or medusa"
         )
     for name, copied in (("warm_start", True), ("final_norm", True), ("out_norm_init", "target")):
-        # Gemma's norms are not as they are stored: our decoder adds to them when it reads them.
+        # Gemma stores its norms' weights less 1: our decoder adds it when it reads them.
         as_ours = name != "warm_start" and model.known is not None and not model.known.norm_offset
         if getattr(section, name, None) == copied and not as_ours:
             raise ValueError(
@@ -210,14 +167,13 @@ def check_draft(config: Config, target: Target) -> None:
 
 
 def begin_with(method: Method, start: Draft, folder: str) -> None:
-    """Puts the weights of another draft into the network.
+    """Put the weights of another draft into the network.
 
-    Raises:
-        ValueError: it is of another method or another shape than the config's.
+    Raises ValueError if that draft has another method or shape than the config's.
     """
     ours = method.draft.config
-    alike = dict.fromkeys(TRAINING_ALONE)
-    if type(start) is not type(method.draft) or asdict(start.config) | alike != asdict(ours) | alike:
+    ignored = dict.fromkeys(TRAINING_ALONE)
+    if type(start) is not type(method.draft) or asdict(start.config) | ignored != asdict(ours) | ignored:
         raise ValueError(
             f"draft.start_from: {folder} holds {start.config}, but this run trains {ours}; set the draft section alike"
         )
@@ -225,8 +181,10 @@ def begin_with(method: Method, start: Draft, folder: str) -> None:
 
 
 def take_masters(method: Method, folder: str, ranks: Ranks) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Puts the fp32 weights that the draft of a folder was rounded from in their place, and gives them, with what
-    `Run.start` is; none where a rank does not find them in the run that the folder lies in."""
+    """Put the fp32 weights that a folder's draft was rounded from into the network.
+
+    Returns these weights, none where some rank does not find them in the run that the folder lies in, and `Run.start`.
+    """
     weights = method.draft.state_dict()
     masters, reason = checkpoint.masters_of(folder, weights, read_info(folder).step)
     reason = next(filter(None, ranks.gather(reason)), "")
@@ -241,7 +199,7 @@ def take_masters(method: Method, folder: str, ranks: Ranks) -> tuple[dict[str, T
 
 
 def _draft_vocabulary(config: Config, start: Draft | None, rows: ShardSet, target: Target) -> torch.Tensor | None:
-    """Token ids of a restricted vocabulary: the draft's that training begins with, else the data's most frequent."""
+    """The restricted vocabulary, if any: that of the draft which training starts from, else the most frequent ids."""
     if config.draft.draft_vocab_size is None:
         return None
     if start is not None and start.config.draft_vocab_size == config.draft.draft_vocab_size:
@@ -251,18 +209,18 @@ def _draft_vocabulary(config: Config, start: Draft | None, rows: ShardSet, targe
 
 
 def open_rows(config: Config, split: str, target: Target) -> ShardSet:
-    """A split of the prepared folder; raises ValueError where it was made for other rows or another tokenizer."""
+    """Open a split of the prepared folder; raises ValueError where its rows or tokenizer do not fit the run."""
     rows = ShardSet(Path(config.data.path) / split)
     if rows.manifest["seq_len"] != config.data.seq_len:
         raise ValueError(
             f"data.seq_len: {config.data.seq_len}, but {rows.folder} has rows of {rows.manifest['seq_len']} tokens; "
             f"set data.seq_len={rows.manifest['seq_len']} or prepare with --seq-len {config.data.seq_len}"
         )
-    own, given = rows.manifest["tokenizer_sha256"], target.fingerprint["tokenizer"]
-    if own != given:
+    prepared_with, tokenizer = rows.manifest["tokenizer_sha256"], target.fingerprint["tokenizer"]
+    if prepared_with != tokenizer:
         raise ValueError(
-            f"data.path: {rows.folder} was prepared with the tokenizer {own}, but {target.name}'s is {given}; "
-            f"prepare it with --target {config.target.path}"
+            f"data.path: {rows.folder} was prepared with the tokenizer {prepared_with}, but {target.name}'s is "
+            f"{tokenizer}; prepare it with --target {config.target.path}"
         )
     if not len(rows):
         raise ValueError(f"data.path: {rows.folder} has no rows; prepare more text")
@@ -283,13 +241,13 @@ def _check_content(rows: ShardSet, config: Config) -> None:
         why = ", ".join(f"{reason}: {n:,}" for reason, n in reasons.items() if n)
         raise ValueError(
             f"data.max_dropped_share: {config.data.max_dropped_share:g}, but {share:.0%} of the documents of "
-            f"{rows.folder} were left out ({why}); mend the sources, or raise it"
+            f"{rows.folder} were left out ({why}); fix the sources, or raise it"
         )
 
 
 def verify_shards(splits: Sequence[ShardSet], ranks: Ranks, vocab_size: int) -> None:
-    """Reads all shards once, before any is trained on; the ranks of a machine share them out, for its copy of the files
-    may be its own. Raises ValueError naming those that are damaged or hold other ids, on all ranks."""
+    """Read all shards once, before any is trained on. The ranks of a machine divide them, since it may have a copy of
+    its own. Raises ValueError on all ranks, naming shards that are damaged or hold ids beyond the vocabulary."""
     n_bytes = sum(shard["bytes"] for rows in splits for shard in rows.manifest["shards"])
     if n_bytes > TOLD_ABOVE:
         ranks.log(f"Checking {n_bytes / 1e9:.1f} GB of prepared rows")
@@ -306,6 +264,7 @@ def verify_shards(splits: Sequence[ShardSet], ranks: Ranks, vocab_size: int) -> 
 
 
 def describe(run: Run) -> str:
+    """What is logged before the first step."""
     train = run.config.train
     parameters = sum(getattr(p, "ds_numel", p.numel()) for p in run.engine.draft.parameters())
     tokens = train.global_batch * run.config.data.seq_len
@@ -314,13 +273,13 @@ def describe(run: Run) -> str:
     allowed = run.config.target.max_positions
     return (
         (f"Positions of the target: {allowed:,}, by target.max_positions\n" if allowed else "")
-        + f"Rows: {len(run.rows):,}{_counted(run.rows)}; {share:.1%} of the documents were left out\n"
+        + f"Rows: {len(run.rows):,}{_token_counts(run.rows)}; {share:.1%} of the documents were left out\n"
         f"Training {run.config.draft.method} ({parameters / 1e6:.1f} M parameters) for {run.config.target.path} on "
         f"{run.ranks.world_size} {kind} rank(s), {train.precision}, ZeRO-{train.zero_stage}: step {run.step} to "
         f"{train.n_steps}, up to {tokens:,} tokens each, from {run.config.data.path}; all goes to {train.run_dir}"
     )
 
 
-def _counted(rows: ShardSet) -> str:
+def _token_counts(rows: ShardSet) -> str:
     counted, used = (rows.manifest.get(name) for name in ("supervised_tokens", "tokens"))
     return f" with {used:,} tokens, of which the loss counts {counted / used:.1%}" if counted and used else ""

@@ -1,7 +1,7 @@
-"""The frozen target under ZeRO-3 (arXiv 1910.02054): ranks share its weights, and a layer is whole while it works.
+"""The frozen target under ZeRO-3 (arXiv 1910.02054): its weights are sharded, and a layer is whole while it runs.
 
-Each rank keeps a share of every layer's weights. Embedding, final norm and LM head stay whole on every rank: the
-draft's loss reads them apart from any pass. A pass is collective: all ranks make the same passes in the same order,
+Each rank keeps a share of every layer's weights. Embedding, final norm and LM head stay whole on every rank, because
+the draft's loss reads them outside of any pass. A pass is collective: all ranks make the same passes in the same order,
 each over its own tokens. Not here: the draft's ZeRO (deepspeed_engine.py), reading files (models/), rows that ranks
 share (sequence_parallel.py).
 """
@@ -17,9 +17,10 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from longdraft.models.decoder import Decoder, Layer
+from longdraft.models.decoder import Decoder
 from longdraft.models.decoder_config import DecoderConfig
 from longdraft.models.hf import load_target
+from longdraft.models.layer import Layer
 from longdraft.models.target import Target
 from longdraft.models.transformers_shape import find_layers
 from longdraft.train.ranks import Ranks  # before DeepSpeed: it names the accelerator
@@ -35,26 +36,26 @@ def load_sharded_target(
     gguf_file: str | None = None,
     max_positions: int | None = None,
 ) -> Target:
-    """`load_target` (same arguments, same errors) with the layers' weights shared out among all ranks, which all call
-    it: the first rank's bytes are what all get.
+    """`load_target` (same arguments, same errors) with the layers' weights sharded over all ranks. All ranks call it,
+    and get the first rank's bytes.
 
-    A rank's device holds, beside embedding, norm, head and its share, one whole layer while the decoder is built and
-    one whole parameter while it is filled; in a pass one whole layer and the next one on its way, twice for a moment
-    where it arrives. Its host holds nothing of safetensors and .bin files but what the system keeps of mapped files
-    and can drop, and one tensor in fp32 of a .gguf file.
+    Beside embedding, norm, head and its share, a rank's device holds one whole layer while the decoder is built, one
+    whole parameter while it is filled, and in a pass one whole layer and the next one on its way, twice for a moment
+    when it arrives. Of safetensors and .bin files the host holds nothing but the system's cache of mapped files, which
+    can be dropped; of a .gguf file one tensor in fp32.
     """
     whole = partial(deepspeed.zero.GatheredParameters, modifier_rank=0)
     return load_target(path, dtype, ranks.device, gguf_file, max_positions, build=build_sharded_decoder, whole=whole)
 
 
 def build_sharded_decoder(config: DecoderConfig, dtype: torch.dtype, device: torch.device | str) -> Decoder:
-    """`build_decoder` with the layers' weights shared out; no rank ever holds more than one whole layer of them."""
+    """`build_decoder` with the layers' weights sharded; no rank ever holds more than one whole layer of them."""
     with torch.device("meta"):
         decoder = Decoder(config)
     decoder = decoder.to(dtype).requires_grad_(False).eval()
     for layer in decoder.layers:
         layer.to_empty(device=device)
-        # Not memory-efficient: that would replace torch's F.linear in the whole process, for the sake of a backward.
+        # Memory-efficient linear layers help a backward pass alone, and replace torch's F.linear in the whole process.
         deepspeed.zero.Init(module=layer, dtype=dtype, mem_efficient_linear=False)
     for part in (decoder.embed_tokens, decoder.norm, decoder.lm_head):
         part.to_empty(device=device)
@@ -66,10 +67,10 @@ def build_sharded_decoder(config: DecoderConfig, dtype: torch.dtype, device: tor
 def share_out(
     ranks: Ranks, dtype: torch.dtype, read: Callable[[], Any], hf_config: PretrainedConfig
 ) -> tuple[Any, dict[str, Any]]:
-    """A model of transformers with its layers' weights shared out, as `wrap` of `load_through_transformers`.
+    """A model of transformers with its layers' weights sharded, for `wrap` of `load_through_transformers`.
 
-    The first rank's host reads it whole, and a device has at most one whole layer of it; the others get theirs from
-    there. Raises: ValueError on all ranks where the first cannot read it.
+    The first rank's host reads the whole model and sends the others their shares; a device has at most one whole layer
+    of it. Raises ValueError on all ranks where the first one cannot read it.
     """
     model, failure = None, None
     if ranks.first:
@@ -95,7 +96,7 @@ def share_out(
     for part in model.modules():
         if part not in inside:
             place(part, recurse=False)
-    model.tie_weights()  # to_empty gives tied parameters apart
+    model.tie_weights()  # to_empty has separated tied parameters
     whole = [weight.data for weight in model.parameters() if weight not in of_layers]
     for layer in layers:
         place(layer, recurse=True)
@@ -107,15 +108,15 @@ def share_out(
 
 @contextmanager
 def whole_layers(decoder: Decoder, *which: int) -> Iterator[None]:
-    """These layers' weights are whole inside, to be read outside of a pass: of any decoder, sharded or not. All ranks
-    enter together."""
+    """Inside, the weights of these layers are whole and can be read outside of a pass, whether the decoder is sharded
+    or not. All ranks enter together."""
     parameters = [parameter for layer in which for parameter in decoder.layers[layer].parameters()]
     with deepspeed.zero.GatheredParameters(parameters):
         yield
 
 
 class _WholeLayers:
-    """`Decoder.around_layer` of a sharded decoder: a layer is gathered before its work, the next one meanwhile."""
+    """`Decoder.around_layer` of a sharded decoder: gathers a layer before it runs, and the next one meanwhile."""
 
     def __init__(self, layers: Sequence[Layer]):
         self._next = dict(pairwise(layers))
@@ -125,7 +126,7 @@ class _WholeLayers:
     def __call__(self, layer: Layer) -> Iterator[None]:
         (self._coming.pop(layer, None) or _gather(layer)).wait()
         following = self._next.get(layer)
-        if following is not None and following not in self._coming:  # it may be, after a pass that failed
+        if following is not None and following not in self._coming:  # it may be there, after a pass that failed
             self._coming[following] = _gather(following)
         try:
             yield
@@ -135,11 +136,11 @@ class _WholeLayers:
 
 
 def _gather(layer: Layer) -> Any:
-    """Begins to bring a layer's weights; its parameters are whole once the handle was waited for."""
+    """Begin to gather a layer's weights. They are whole once the returned handle has been waited for."""
     parameters = _parameters(layer)
     return parameters[0].all_gather_coalesced(parameters)
 
 
 def _parameters(layer: nn.Module) -> list[Any]:
-    """With what DeepSpeed adds to each."""
+    """Its parameters, typed as having the methods that DeepSpeed adds."""
     return list(layer.parameters())

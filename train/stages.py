@@ -1,9 +1,9 @@
-"""The stages that a YAML file lists: LongSpec's short, long and instruction data (Appendix E).
+"""The stages that a YAML file lists, such as LongSpec's short, long and instruction data (Appendix E).
 
-A YAML file may list stages: `stages: {short: {data: {...}, train: {...}}, long: {...}}`. Each is the file's own
-sections with the stage's laid over them, trains in a folder of its own (run_dir/1-short), ends in an exported draft,
-and begins with the weights of the stage before it. A file without stages is a run of its own. Not here: training them
-(loop.py), the sections (config.py).
+A YAML file may list stages: `stages: {short: {data: {...}, train: {...}}, long: {...}}`. A stage's config is the file's
+own sections with the stage's laid over them. Each stage trains in a folder of its own (run_dir/1-short), ends in an
+exported draft, and begins with the weights of the stage before it. A file without stages is a single run. Not here:
+training them (loop.py), the sections (config_sections.py).
 """
 
 import difflib
@@ -21,14 +21,14 @@ STAGE_NAME = re.compile(r"[\w-]{1,64}")
 
 @dataclass(frozen=True)
 class Stage:
-    """A run with its own config; `name` is None for a file without stages."""
+    """A run with its config. `name`: None for a file without stages."""
 
     name: str | None
     config: Config
 
     @property
     def draft(self) -> Path:
-        """Where the stage's exported draft lies."""
+        """The folder of the stage's exported draft."""
         return Path(self.config.train.run_dir) / "draft"
 
     @property
@@ -42,24 +42,22 @@ def load_stages(
     """The stages of a YAML file, from `first` on.
 
     Args:
-        overrides: `section.field=value` holds for every stage, `stages.NAME.section.field=value` for one; of two that
-            set the same field, or two fields of config.EITHER, the later holds.
-        first: name of the stage to begin with; the stages before it must be trained, unless `from_draft` is given.
-        from_draft: draft folder whose weights the first of them begins with.
+        overrides: `section.field=value` holds for every stage, `stages.NAME.section.field=value` for one. Of two that
+            set the same field, or two fields of a pair in EITHER, the later holds.
+        first: name of the stage to begin with. The stages before it must be trained, unless `from_draft` is given.
+        from_draft: draft folder whose weights the first of these stages begins with.
 
-    Raises:
-        ValueError: as load_config; an unknown stage; `first` without stages.
+    Raises ValueError as load_config does, for an unknown stage, and for `first` in a file without stages.
     """
     raw = read_layer(path)
     listed = raw.pop("stages", None)
     if listed is not None and (not isinstance(listed, dict) or not listed):
         raise ValueError(f"stages: expected a section for each stage, got {listed}")
-    stages = {str(name): own for name, own in (listed or {}).items()}
+    stages = {str(name): layer for name, layer in (listed or {}).items()}
     for name in stages:
         if not STAGE_NAME.fullmatch(name):
             raise ValueError(
-                f"stages: {name!r} is no name of a stage, which becomes a folder's; give up to 64 letters, digits, _ "
-                "and -"
+                f"stages: {name!r} cannot name a stage, and so a folder; give up to 64 letters, digits, _ and -"
             )
     layers = _layers(overrides, path, tuple(stages))
     if first is not None:
@@ -70,11 +68,11 @@ def load_stages(
             config = replace(config, draft=replace(config.draft, start_from=from_draft))
         return [Stage(None, config)]
     built: list[Stage] = []
-    for i, (name, own) in enumerate(stages.items()):
-        if not isinstance(own, dict):
-            raise ValueError(f"stages.{name}: expected a section of fields, got {own}")
+    for i, (name, sections) in enumerate(stages.items()):
+        if not isinstance(sections, dict):
+            raise ValueError(f"stages.{name}: expected a section of fields, got {sections}")
         try:
-            config = config_from_layers([raw, own, *(layer for stage, layer in layers if stage in (None, name))])
+            config = config_from_layers([raw, sections, *(layer for stage, layer in layers if stage in (None, name))])
         except ValueError as error:
             raise ValueError(f"stages.{name}: {error}") from error
         config = replace(config, train=replace(config.train, run_dir=f"{config.train.run_dir}/{i + 1}-{name}"))
@@ -88,7 +86,7 @@ def load_stages(
 def _layers(
     overrides: Sequence[str], path: str | Path, known: Sequence[str]
 ) -> list[tuple[str | None, dict[str, Any]]]:
-    """The overrides in their order, each with the stage that it is for; None: for all of them."""
+    """The overrides in order, each with the name of its stage, or None where it is for all stages."""
     layers: list[tuple[str | None, dict[str, Any]]] = []
     for layer in read_overrides(overrides):
         if "stages" not in layer:

@@ -1,7 +1,7 @@
-"""The frozen target as the trainer sees it: one pass over the rows of a batch, and its own choices at a few positions.
+"""The frozen target as the trainer uses it: one pass over the rows of a batch, and its choices at a few positions.
 
-Every document piece is a context of its own, as it is when the draft serves. Not here: loading (models/hf.py), the
-network (models/decoder.py), targets over several ranks (sharding.py, sequence_parallel.py).
+Every document piece is a context of its own, as it is in decoding. Not here: loading (models/hf.py), the network
+(models/decoder.py), targets over several ranks (sharding.py, sequence_parallel.py).
 Shapes: N tokens end to end, D hidden, V vocabulary, R chosen rows.
 """
 
@@ -15,23 +15,23 @@ from longdraft.models.passes import Pass, Span, TargetOutput
 from longdraft.train.sequence_parallel import SequenceParallel
 
 CHOICE_ROWS = 128
-# Rows that the products of a layer take at a time: enough to fill any device, and at any length little beside a row's
-# own hidden states.
+# Tokens that the products of a layer take at a time: enough to fill any device, and with long rows little memory beside
+# the rows' own hidden states.
 ROW_CHUNK = 4096
 
 
 class Teacher:
-    """The target in this process, outside DeepSpeed's engine, without gradient.
+    """The target in this process, outside DeepSpeed's engine and without gradient.
 
     Args:
-        parallel: the ranks that share each row; its passes are collective. None: this rank reads whole rows.
+        parallel: the ranks that share each row, whose passes are collective. None: this rank reads whole rows.
     """
 
     def __init__(self, model: Decoder, parallel: SequenceParallel | None = None):
         self.model, self._parallel = model, parallel
 
     def own_span(self, n_tokens: int) -> tuple[int, int] | None:
-        """Where this rank's tokens of shared rows start and stop; None where it has all."""
+        """Where this rank's tokens of shared rows start and stop; None where it has all tokens."""
         return None if self._parallel is None else self._parallel.own_span(n_tokens)
 
     @property
@@ -42,7 +42,7 @@ class Teacher:
         """[N, D]."""
         return self.model.embed_tokens(tokens_N)
 
-    # no_grad, not inference_mode: what is gathered there from a sharded target cannot be saved for backward
+    # Not inference_mode: weights that are gathered in it from a sharded target cannot be saved for backward.
     @torch.no_grad()
     def forward(
         self,
@@ -52,11 +52,11 @@ class Teacher:
         needs: Set[str],
         spans: Sequence[Span] | None = None,
     ) -> TargetOutput:
-        """What the pass gives, its batch dimension left out; nothing behind what `needs` names is computed, and
-        of_spans where there are `spans`.
+        """The target's pass over these tokens: the fields in `needs`, and of_spans where `spans` are given (even an
+        empty list), without a batch dimension. Nothing beyond them is computed.
 
-        Of rows that ranks share, last_kv is of all tokens, of_spans of those asked for, other states of this rank's
-        `own_span`.
+        Where ranks share the rows, last_kv is of all tokens, of_spans of the tokens in `spans`, and other fields of the
+        tokens in this rank's `own_span`.
         """
         positions_1N = None if positions_N is None else positions_N[None]
         given = Pass(
@@ -76,19 +76,19 @@ class Teacher:
         return output
 
     def gather(self, own_nD: Tensor, n_tokens: int) -> Tensor:
-        """Hidden states of all tokens, [N, D], from what each rank has of them."""
+        """Hidden states of all tokens, [N, D], gathered from the ranks that share the rows."""
         return own_nD if self._parallel is None else self._parallel.gather(own_nD[None], n_tokens)[0]
 
     def any(self, flag: Tensor) -> Tensor:
-        """Whether it is true on one of the ranks that share these rows: bool, a number on the device."""
+        """Whether the flag is true on any rank that shares these rows: a bool scalar on the device."""
         return flag if self._parallel is None else self._parallel.any(flag)
 
     @torch.no_grad()
     def choices(self, post_norm_RD: Tensor) -> tuple[Tensor, Tensor]:
         """The target's greedy next token after each of these positions, int64 [R], and the log-sum-exp of its logits,
-        fp32 [R]; a few rows of logits at a time."""
+        fp32 [R]. A few rows of logits exist at a time."""
         device = post_norm_RD.device
-        chosen = [torch.empty(0, dtype=torch.int64, device=device)]  # a rank without a row left
+        chosen = [torch.empty(0, dtype=torch.int64, device=device)]  # for a rank without rows
         totals = [torch.empty(0, device=device)]
         for part_RD in post_norm_RD.split(CHOICE_ROWS):
             logits_RV = self.model.lm_head(part_RD)

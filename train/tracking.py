@@ -1,6 +1,6 @@
-"""Where a run's numbers go: run_dir/metrics.jsonl always, W&B when it is on. Rank 0 alone holds a tracker.
+"""Where a run's numbers go: always to run_dir/metrics.jsonl, and to W&B when it is on. Only rank 0 has a tracker.
 
-Not here: what is measured (train/step.py), plots.
+Not here: what is measured (step_metrics.py, validation.py, evaluate.py), plots (plots.py).
 """
 
 import json
@@ -15,24 +15,24 @@ from longdraft.models.files import write_atomically
 from longdraft.train.config import Config, to_dict
 
 METRICS, JUNK = "metrics.jsonl", "metrics.junk"
-# Names of the columns, and rows.
+# A table: the names of its columns, and its rows.
 Table = tuple[list[Any], list[Any]]
-# Waiting for W&B at the beginning and at the end; what has not arrived then lies in the run's folder.
+# How long to wait for W&B at the beginning and at the end; what has not arrived by then lies in the run's folder.
 PATIENCE_S = 30.0
 MODE, TIMEOUT = "WANDB_MODE", "WANDB_INIT_TIMEOUT"
-MODES = ("online", "offline", "disabled", "shared", "dryrun", "run")  # that W&B knows
+MODES = ("online", "offline", "disabled", "shared", "dryrun", "run")  # those that W&B knows
 
 
 class Tracker:
-    """Appends one JSON line a record and forwards it to W&B.
+    """Appends each record as a JSON line and forwards it to W&B.
 
     Args:
-        config: `log` decides; the whole is shown in W&B.
-        part_names: of the numbers in a record's lists.
-        resume_step: lines of later steps, which a kill left and which will be written again, are removed; a line says
-            so where all are.
-        wandb_id: the run to go on with in W&B.
-        stage: its name, where the run is one of several stages, which are one group in W&B.
+        config: its section `log` decides where to; the whole config is shown in W&B.
+        part_names: names of the numbers in a record's lists.
+        resume_step: lines of later steps, which a kill left and which will be written again, are removed. A message
+            says so where all lines are.
+        wandb_id: the run to continue in W&B.
+        stage: its name, where the run is one of several stages, which form a group in W&B.
     """
 
     def __init__(
@@ -54,8 +54,8 @@ class Tracker:
         self.wandb_id: str | None = self._run.id if self._run is not None else wandb_id
 
     def _begin(self, config: Config, wandb_id: str | None, stage: str | None) -> Any:
-        """A run in W&B; where that does not answer, one that is kept in the run's folder."""
-        import wandb  # a second of import, and a service process at init
+        """Begin a run in W&B; where W&B does not answer, one that is kept in the run's folder."""
+        import wandb  # takes a second to import, and starts a service process at init
 
         try:
             return wandb.init(
@@ -80,8 +80,8 @@ class Tracker:
             return self._begin(config, wandb_id, stage)
 
     def write(self, record: dict[str, Any], tables: Mapping[str, Table] | None = None) -> None:
-        """One record with its `step` (steps done); a line is on disk before the next step begins. `tables`, by name,
-        are W&B's alone."""
+        """Write a record, with its `step` (steps done); its line is flushed before the next step begins. `tables`, by
+        name, go to W&B alone."""
         self._file.write(json.dumps(record) + "\n")
         self._file.flush()
         if self._run is not None:
@@ -94,8 +94,8 @@ class Tracker:
             self._try(lambda run: run.finish())
 
     def _try(self, work: Callable[[Any], object]) -> None:
-        """Work of W&B, which must not end a training. Its service is a process of its own, and a SIGTERM to all of a
-        job ends it, too, while the ranks have a checkpoint to save."""
+        """Do work of W&B, whose failure must not end a training. W&B's service is a process of its own, which a SIGTERM
+        to a whole job also ends, while the ranks still have a checkpoint to save."""
         try:
             work(self._run)
         except Exception as error:
@@ -105,7 +105,7 @@ class Tracker:
 
             self._run = None
             with suppress(Exception):
-                wandb.teardown()  # or the next stage would find the dead service
+                wandb.teardown()  # else the next stage would find the dead service
             print(
                 f"log.wandb: W&B has failed ({type(error).__name__}: {error}); training goes on, its numbers go to "
                 f"{self._file.name}",
@@ -114,8 +114,8 @@ class Tracker:
 
 
 def wandb_names(config: Config, stage: str | None) -> dict[str, Any]:
-    """What W&B shows a run under: its folder's name and its method; the stages of one config (train/stages.py) are
-    a group with the name of the folder that holds theirs. W&B takes 128 characters of a name and 64 of a tag."""
+    """Name, group and tags of a run in W&B: its folder's name and its method. The stages of a config form a group named
+    after the folder that holds theirs. W&B takes 128 characters of a name and 64 of a tag."""
     folder, method = Path(config.train.run_dir).resolve(), config.draft.method
     if stage is None:
         return {"name": folder.name[:128], "tags": [method]}
@@ -124,9 +124,9 @@ def wandb_names(config: Config, stage: str | None) -> dict[str, Any]:
 
 
 def wandb_mode(setting: str) -> str:
-    """What `auto` comes to here: online with a key in the environment or a stored login, else offline."""
-    if setting != "disabled" and (own := _own_mode()):  # W&B's own override; "disabled" stays disabled
-        return own
+    """The mode that `log.wandb` means here: `auto` is online with a key in the environment or a login, else offline."""
+    if setting != "disabled" and (mode := _mode_of_environment()):  # overrides any setting but "disabled"
+        return mode
     if setting != "auto":
         return setting
     if os.environ.get("WANDB_API_KEY"):
@@ -135,7 +135,7 @@ def wandb_mode(setting: str) -> str:
 
     try:
         return "online" if wandb.login(prompt=False) else "offline"
-    except wandb.Error as error:  # such as a stored key that cannot be one
+    except wandb.Error as error:  # such as a stored key of a wrong form
         print(
             f"log.wandb: W&B's login cannot be used ({str(error).splitlines()[0]}); training goes on, its numbers are "
             "kept for `wandb sync`",
@@ -145,9 +145,9 @@ def wandb_mode(setting: str) -> str:
 
 
 def check_environment(setting: str) -> None:
-    """Raises ValueError where a setting of `log.wandb` uses W&B, and one of its variables has no meaning. An empty one
-    is taken away, for W&B would refuse it."""
-    if setting == "disabled" or _own_mode() == "disabled":
+    """Raises ValueError where a setting of `log.wandb` uses W&B and one of W&B's environment variables has a value that
+    it does not take. Empty variables, which W&B would refuse, are removed."""
+    if setting == "disabled" or _mode_of_environment() == "disabled":
         return
     _patience()
     import wandb
@@ -163,16 +163,16 @@ def check_environment(setting: str) -> None:
         try:
             settings.update_from_env_vars({name: value})
         except (ValidationError, wandb.Error) as error:
-            # The other kind of error may be about a key, which is not to be seen.
-            told = f"{value!r}: {error.errors()[0]['msg']}" if isinstance(error, ValidationError) else error
-            raise ValueError(f"{name}: W&B does not take its value ({told}); mend it, or unset it") from error
+            # Other errors may be about a key, which must not be shown.
+            reason = f"{value!r}: {error.errors()[0]['msg']}" if isinstance(error, ValidationError) else error
+            raise ValueError(f"{name}: W&B does not take its value ({reason}); fix it, or unset it") from error
 
 
-def _own_mode() -> str | None:
-    own = os.environ.get(MODE) or None
-    if own is not None and own not in MODES:
-        raise ValueError(f"{MODE}: {own!r} is unknown to W&B; set it to one of {', '.join(MODES)}, or unset it")
-    return own
+def _mode_of_environment() -> str | None:
+    mode = os.environ.get(MODE) or None
+    if mode is not None and mode not in MODES:
+        raise ValueError(f"{MODE}: {mode!r} is unknown to W&B; set it to one of {', '.join(MODES)}, or unset it")
+    return mode
 
 
 def _patience() -> float:
@@ -183,12 +183,12 @@ def _patience() -> float:
     except ValueError:
         seconds = 0.0
     if not 0 < seconds < inf:
-        raise ValueError(f"{TIMEOUT}: {text!r} is no number of seconds; set it to one above 0, as 30, or unset it")
+        raise ValueError(f"{TIMEOUT}: {text!r} is not a number of seconds; set it to one above 0, as 30, or unset it")
     return seconds
 
 
 def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
-    """Every whole record of a run, in order; a line that is none is left out, with a message."""
+    """All records of a run, in order. A line that is not one is left out, with a message."""
     path = Path(run_dir) / METRICS
     records, junk = _read(path)
     if junk:
@@ -197,7 +197,7 @@ def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
 
 
 def _read(path: Path) -> tuple[list[dict[str, Any]], dict[int, bytes]]:
-    """The records, and by its number from 1 each line that is none. What a kill leaves of a last one is neither."""
+    """The records, and the lines that are not records by number, from 1. A last line that a kill cut off is neither."""
     records, junk = [], {}
     lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
     for number, line in enumerate(lines, start=1):
@@ -213,13 +213,13 @@ def _read(path: Path) -> tuple[list[dict[str, Any]], dict[int, bytes]]:
 
 
 def _lines(junk: Mapping[int, bytes]) -> str:
-    """At most three of them by number."""
+    """The words for these lines in a message, with at most three of their numbers."""
     numbers = [*map(str, list(junk)[:3]), *(["..."] if len(junk) > 3 else [])]
     return f"line{'s' if len(junk) > 1 else ''} {', '.join(numbers)} {'are' if len(junk) > 1 else 'is'}"
 
 
 def _forget_after(path: Path, step: int) -> None:
-    """Leaves the records up to a step; lines that are none are set aside."""
+    """Keep only the records up to a step; lines that are not records are moved to another file."""
     if not path.exists():
         return
     records, junk = _read(path)
@@ -243,7 +243,7 @@ def _as_wandb(tables: Mapping[str, Table]) -> dict[str, Any]:
 
 
 def _flat(record: dict[str, Any], names: Sequence[str]) -> dict[str, float]:
-    """{"top1": [a, b]} to {"top1/head1": a, "top1/head2": b}; W&B plots scalars."""
+    """Lists as scalars, which W&B plots: {"top1": [a, b]} becomes {"top1/head1": a, "top1/head2": b}."""
     flat: dict[str, float] = {}
     for key, value in record.items():
         if isinstance(value, list):

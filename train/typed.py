@@ -1,4 +1,4 @@
-"""YAML files to dataclasses, strict: an unknown key, a missing one or a value of another type is named.
+"""Strict reading of YAML files into dataclasses: an unknown or missing key, or a value of another type, is named.
 
 Not here: what the fields mean.
 """
@@ -20,15 +20,15 @@ UNREADABLE = (OmegaConfBaseException, YAMLError, RecursionError)
 
 
 def read_yaml(path: str | Path, overrides: Sequence[str] = ()) -> DictConfig:
-    """The file's mapping with the overrides laid over it in their order, unchecked and with `${...}` as written.
+    """The file's mapping with the overrides laid over it in order, unchecked and with `${...}` as written.
 
-    Raises ValueError: the file or an override cannot be read.
+    Raises ValueError where the file or an override cannot be read.
     """
-    path, recipes = Path(path), Path(__file__).resolve().parents[1]
-    if not path.is_file() and path.parts[:1] == ("configs",):  # those that come along, from anywhere
-        path = recipes / path
+    path, root = Path(path), Path(__file__).resolve().parents[1]
+    if not path.is_file() and path.parts[:1] == ("configs",):  # the recipes that come along, from any folder
+        path = root / path
     if not path.is_file():
-        raise ValueError(f"config: no file {path}; give one of the YAML files in {recipes / 'configs'}")
+        raise ValueError(f"config: no file {path}; give one of the YAML files in {root / 'configs'}")
     try:
         raw = OmegaConf.load(path)
     except (*UNREADABLE, OSError, UnicodeDecodeError) as error:
@@ -42,7 +42,7 @@ def read_yaml(path: str | Path, overrides: Sequence[str] = ()) -> DictConfig:
 
 
 def read_overrides(overrides: Sequence[str]) -> list[dict[str, Any]]:
-    """Each `section.field=value` as nested mappings; raises ValueError for one of another form."""
+    """Each `section.field=value` as a nested mapping; raises ValueError for an override of another form."""
     layers = []
     for override in overrides:
         name, _, value = override.partition("=")
@@ -58,7 +58,7 @@ def read_overrides(overrides: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def lay_over(base: DictConfig, layer: Mapping[str, Any]) -> DictConfig:
-    """The layer's fields over the base's; raises ValueError where a list meets a section, or what cannot be read."""
+    """Lay a layer's fields over the base; raises ValueError where a list meets a section or a value is unreadable."""
     try:
         return OmegaConf.merge(base, layer)  # pyright: ignore[reportReturnType]
     except UNREADABLE as error:
@@ -71,20 +71,20 @@ def lay_over(base: DictConfig, layer: Mapping[str, Any]) -> DictConfig:
         ) from error
 
 
-def _clash(one: Any, other: Any, where: str = "") -> str | None:
-    """Where of two mappings one has a list and the other a mapping."""
-    if isinstance(one, dict) and isinstance(other, Mapping):
-        inner = (_clash(one[name], other[name], _join(where, name)) for name in other if name in one)
+def _clash(base: Any, layer: Any, where: str = "") -> str | None:
+    """The first key at which one of two mappings has a list and the other a mapping."""
+    if isinstance(base, dict) and isinstance(layer, Mapping):
+        inner = (_clash(base[name], layer[name], _join(where, name)) for name in layer if name in base)
         return next(filter(None, inner), None)
-    kinds = [[isinstance(value, kind) for kind in (list, Mapping)] for value in (one, other)]
+    kinds = [[isinstance(value, kind) for kind in (list, Mapping)] for value in (base, layer)]
     return where if any(kinds[0]) and any(kinds[1]) and kinds[0] != kinds[1] else None
 
 
 def resolve(raw: DictConfig) -> dict[str, Any]:
-    """Plain values with every `${...}` put in, as OmegaConf does: `${target.path}` is another field, `${oc.env:HOME}`
-    the environment's.
+    """Plain values with every `${...}` resolved by OmegaConf: `${target.path}` stands for another field,
+    `${oc.env:HOME}` for an environment variable.
 
-    Raises ValueError: one of them is unknown or leads back to itself, or a value is `???`, still to be given.
+    Raises ValueError where a reference is unknown or circular, or a value is `???`, still to be given.
     """
     try:
         return OmegaConf.to_container(raw, resolve=True, throw_on_missing=True)  # pyright: ignore[reportReturnType]
@@ -100,30 +100,33 @@ def resolve(raw: DictConfig) -> dict[str, Any]:
 
 
 def _value_at(values: Any, key: str) -> Any:
-    """What stands under a key of OmegaConf's, as `sources.books.files[1]`; all of it under a key that is none."""
-    for part in re.findall(r"[^.\[\]]+", key):
+    """The value at one of OmegaConf's keys, such as `sources.books.files[1]`."""
+    for name in re.findall(r"[^.\[\]]+", key):
         if isinstance(values, list):
-            values = values[int(part)]
+            values = values[int(name)]
         elif isinstance(values, dict):
-            values = {str(name): value for name, value in values.items()}.get(part)
+            values = {str(field): value for field, value in values.items()}.get(name)
     return values
 
 
 def _one_line(error: BaseException) -> str:
-    """What it says, without the lines that OmegaConf adds for its own reader."""
+    """The error's message in one line, without the lines that OmegaConf appends about the key."""
     return " ".join(str(error).split("\n    full_key:")[0].split()) or type(error).__name__
 
 
 def _hint(error: BaseException) -> str:
-    """For braces that are not quoted, which YAML takes for a mapping's."""
+    """A remedy for `${...}` without quotes in a flow collection, whose braces YAML takes for a mapping."""
     return '; write "${...}" in quotes within { } or [ ]' if "parsing a flow" in str(error) else ""
 
 
 def build(kind: Any, values: Any, sections: Sections | None = None, where: str = "") -> Any:
-    """A dataclass from a mapping, recursively, strict about keys and types.
+    """Build a dataclass from a mapping, recursively, strict about keys and types.
 
-    sections: of fields whose dataclass depends on their own values, the function that tells it.
-    Raises ValueError: a key is unknown (the nearest known one is named) or missing, a value has the wrong type.
+    Args:
+        sections: for fields whose dataclass depends on their own values, the function that chooses it.
+        where: the key of the mapping, for messages.
+
+    Raises ValueError where a key is unknown (the nearest known one is named) or missing, or a value has the wrong type.
     """
     if not isinstance(values, dict):
         raise ValueError(f"{where or 'config'}: expected a section of fields, got {values!r}")
@@ -155,7 +158,7 @@ def build(kind: Any, values: Any, sections: Sections | None = None, where: str =
 
 
 def _named(kind: Any, values: Any, where: str) -> dict[str, Any]:
-    """Sections of one kind under names of the file's own."""
+    """Sections of one kind, by names that the file chooses."""
     if not isinstance(values, dict) or not values:
         raise ValueError(f"{where}: expected a section for each by name, got {values!r}")
     return {str(name): build(kind, value, where=_join(where, name)) for name, value in values.items()}
@@ -166,7 +169,7 @@ def _join(where: str, key: Any) -> str:
 
 
 def _convert(kind: Any, value: Any, where: str) -> Any:
-    """The value as the field's type; numbers written as text (1e-4 is text to YAML) are read, nothing else is bent."""
+    """The value as the field's type. Only numbers are converted from text, since YAML takes 1e-4 for text."""
     if isinstance(kind, types.UnionType):
         if value is None:
             return None

@@ -1,7 +1,7 @@
-"""The draft on held-out rows: loss, how often each rank is right, and how often it is what the target would choose.
+"""The draft on held-out rows: its loss, how often its candidates are right, and how often they are the target's choice.
 
 Not here: real decoding during training (evaluate.py).
-Shapes: N tokens end to end, D hidden, P parts of the loss, K ranks, R sampled labels.
+Shapes: N tokens end to end, D hidden, P parts of the loss, K ranks, M sampled labels of a part, R their tokens.
 """
 
 from typing import Any
@@ -13,30 +13,30 @@ from longdraft.kernels.linear_distillation import TargetStates
 from longdraft.kernels.transfer import from_host
 from longdraft.models.drafts.loss import IGNORED, RANKS, Part, Teaching
 from longdraft.train.batches import Place, Rows, read_batch
-from longdraft.train.methods import Method, MicroBatch
-from longdraft.train.setup import Run
+from longdraft.train.methods.base import Method, MicroBatch
+from longdraft.train.run import Run
 from longdraft.train.teacher import Teacher
 
 
 @torch.no_grad()
 def validate(run: Run, rows: Rows) -> dict[str, Any]:
-    """Over `heldout.rows` rows spread evenly over the split (neighbours are often of one document), shared out among
-    the ranks; all of them call it and get the same.
+    """Measure the draft on `heldout.rows` rows, spread evenly over the split since neighbours often come from one
+    document. The rows are divided among the ranks, which all call it and get the same.
 
     Returns:
         loss: cross-entropy of the text, whatever is minimised; part_loss [P]: its mean in nats;
         rank_rates [P][K]: share of labels that are the part's (k+1)-th candidate;
-        choice_rates [P][K]: share of about `heldout.choices` labels where it is the target's own argmax there;
+        choice_rates [P][K]: share of about `heldout.choices` positions where that candidate is the target's argmax;
         overlaps [P]: mean sum of min(p, q) there, p the target's distribution and q the draft's, at temperature 1;
-        positions: how many labels the first part was counted over.
+        positions: the number of labels of the first part.
     """
     config, ranks, method, teacher = run.config, run.ranks, run.method, run.teacher
     n_parts = len(method.part_names)
     n_rows = min(config.heldout.rows, len(rows))
     totals = torch.zeros(n_parts, 2 + 2 * (RANKS + 1) + 1, dtype=torch.float64, device=ranks.device)
-    degree = config.train.sequence_parallel  # ranks that read the same row
+    degree = config.train.sequence_parallel  # the number of ranks that read the same row
     n_readers = ranks.world_size // degree
-    # Under ZeRO-3 every call of the engine is collective: a rank without a row left passes one without labels.
+    # Under ZeRO-3 every call of the engine is collective: a rank that has no row left repeats one without labels.
     for index in range(ranks.rank // degree, -(-n_rows // n_readers) * n_readers, n_readers):
         batch = read_batch(rows, [Place(0, min(index, n_rows - 1) * len(rows) // n_rows)])
         n_tokens = len(batch.tokens)
@@ -53,8 +53,8 @@ def validate(run: Run, rows: Rows) -> dict[str, Any]:
             )
             micro_batch = micro_batch.to(ranks.device)
             text, choice = (
-                run.engine.deepspeed(*method.arguments(of, output, teacher), teacher.lm_head_VD, True, target)
-                for of, target in ((micro_batch, None), (micro_batch._replace(parts=labels), teaching))
+                run.engine.deepspeed(*method.arguments(labelled, output, teacher), teacher.lm_head_VD, True, taught)
+                for labelled, taught in ((micro_batch, None), (micro_batch._replace(parts=labels), teaching))
             )
             columns = [text.sums[:, None], text.n_labels[:, None], text.rank_counts, text.n_labels[:, None]]
             columns += [choice.rank_counts, from_host(torch.tensor(n_chosen)[:, None], ranks.device)]
@@ -75,26 +75,30 @@ def validate(run: Run, rows: Rows) -> dict[str, Any]:
 def _choices(
     method: Method, micro_batch: MicroBatch, teacher: Teacher, post_norm_ND: Tensor, n: int
 ) -> tuple[list[Part], list[int], Teaching]:
-    """About n labels a part, evenly spaced, each the target's own choice in place of the text, where the target is; how
-    many were asked for: a choice that the draft cannot propose is ignored and counts as missed; and the target's whole
-    distributions there. `micro_batch` is on the host, where all is decided that need not wait for the target."""
-    parts, places = [], []
+    """About n evenly spaced labels of each part, with the target's own choice in place of the text.
+
+    `micro_batch` is on the host, where everything is decided that need not wait for the target.
+
+    Returns these parts, on the target's device; the number of labels of each, of which a choice that the draft cannot
+    propose is ignored and so counts as missed; and the target's whole distributions there.
+    """
+    rows, places = [], []
     for i, part in enumerate(micro_batch.parts):
         step = max(1, len(part.rows) // n)
-        parts.append(Part(part.rows[::step][:n], part.labels[::step][:n]))
-        places.append(method.chosen_after(micro_batch, i)[::step][:n].contiguous())
-    asked = torch.cat(places).unique()  # the parts of one row ask for the same places
+        rows.append(part.rows[::step][:n])
+        places.append(method.target_rows(micro_batch, i)[::step][:n].contiguous())
+    unique_R = torch.cat(places).unique()  # the parts of a row mostly need the same places
     device = post_norm_ND.device
-    states_RD = post_norm_ND[from_host(asked, device)]
-    choices, log_totals_R = teacher.choices(states_RD)
-    labelled, taught = [], [from_host(torch.searchsorted(asked, place_R), device) for place_R in places]
-    for part, taught_R in zip(parts, taught, strict=True):
-        labels_R = method.as_labels(choices[taught_R])
-        labelled.append(Part(from_host(part.rows, device), labels_R.masked_fill(labels_R < 0, IGNORED)))
+    states_RD = post_norm_ND[from_host(unique_R, device)]
+    choices_R, log_totals_R = teacher.choices(states_RD)
+    parts, taught = [], [from_host(torch.searchsorted(unique_R, place_M), device) for place_M in places]
+    for rows_M, taught_M in zip(rows, taught, strict=True):
+        labels_M = method.as_labels(choices_R[taught_M])
+        parts.append(Part(from_host(rows_M, device), labels_M.masked_fill(labels_M < 0, IGNORED)))
     teaching = Teaching(TargetStates(states_RD, taught, log_totals_R), "kl", measure=True)
-    return labelled, [len(part.rows) for part in parts], teaching
+    return parts, [len(rows_M) for rows_M in rows], teaching
 
 
 def _rates(counts_PK1: Tensor) -> list[list[float]]:
-    """Rank counts and, in the last column, over how many, to fractions."""
+    """Counts by rank, divided by the totals in the last column."""
     return (counts_PK1[:, :-1] / counts_PK1[:, -1:].clamp(min=1)).tolist()

@@ -1,7 +1,7 @@
-"""Which tokens a draft of restricted vocabulary proposes: the most frequent ones of the training data.
+"""The tokens that a draft with a restricted vocabulary proposes: the most frequent ones of the training data.
 
-One LM-head read a level is most of LongSpec's draft time, and a few tokens make most of a text. Whatever is left out
-costs acceptance, never exactness. Not here: what the draft does with them (models/drafts/longspec.py).
+Reading the LM head once for each level is most of LongSpec's draft time, and few tokens make up most of a text. What is
+left out costs acceptance, never exactness. Not here: what the draft does with them (models/drafts/longspec.py).
 Shapes: V vocabulary, E draft vocabulary.
 """
 
@@ -19,22 +19,24 @@ def frequent_tokens(
 ) -> Tensor:
     """The n most frequent token ids of a split, int64 [E = n], ascending; a function of the rows alone.
 
-    Every token but the filler counts once. Of equally frequent ones the smaller id is taken. Ascending, because equal
-    logits then fall to the same token as in the whole vocabulary, and the LM head's rows are read in order.
+    Every token of the split but padding is counted. Among equally frequent tokens the smaller id is taken. Ascending
+    ids resolve equal logits to the same token as in the whole vocabulary, and the LM head's rows are read in order.
 
     Args:
         rows: the training split; it is read whole, a few million tokens at a time.
         vocab_size: V, the target's.
-        always: ids that are among them whatever their count: those that end a sequence, which stand once a document.
-            What lies outside the vocabulary is passed over.
-        among: int64, at least n of them: no others are taken, `always` apart; None: the whole vocabulary.
-    Raises: ValueError where n is not 1 to V or below the number of `always`, or a token is not below V.
+        always: ids that are included whatever their count: the tokens that end a sequence, which occur once in each
+            document. Ids outside the vocabulary are ignored.
+        among: int64, at least n ids: only these are taken, apart from `always`. None: the whole vocabulary.
+
+    Raises ValueError where n is not in 1 to V, n is below the number of `always`, or a token of the split is not below
+    V.
     """
-    wanted = sorted({token for token in always if 0 <= token < vocab_size})
+    included = sorted({token for token in always if 0 <= token < vocab_size})
     if not 1 <= n <= vocab_size:
         raise ValueError(f"draft_vocab_size: {n}; give 1 to {vocab_size}, the target's vocabulary")
-    if n < len(wanted):
-        raise ValueError(f"draft_vocab_size: {n}, but {len(wanted)} tokens end a sequence; give at least as many")
+    if n < len(included):
+        raise ValueError(f"draft_vocab_size: {n}, but {len(included)} tokens end a sequence; give at least as many")
     counts_V = np.zeros(vocab_size, dtype=np.int64)
     for tokens in rows.used_tokens():
         counts = np.bincount(tokens, minlength=vocab_size)
@@ -46,6 +48,6 @@ def frequent_tokens(
         counts_V += counts
     if among is not None:
         counts_V[np.setdiff1d(np.arange(vocab_size), among.cpu())] = -1
-    counts_V[wanted] = np.iinfo(np.int64).max
+    counts_V[included] = np.iinfo(np.int64).max
     most_frequent_E = np.argsort(-counts_V, kind="stable")[:n]
     return torch.from_numpy(np.sort(most_frequent_E))

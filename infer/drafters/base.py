@@ -19,7 +19,7 @@ from longdraft.infer.tree import TokenTree
 from longdraft.models.kv_cache import KVCache
 from longdraft.models.passes import TargetOutput
 
-_TAKING = threading.Lock()
+_CLAIM_LOCK = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -35,14 +35,14 @@ class Drafter:
     """Proposes candidates. Whatever they are, the output is plain decoding's; they only decide how many steps it takes.
 
     Attributes:
-        needs: the TargetOutput fields it wants from the next pass of the target, the prefill's included; it may change
-            from pass to pass. "queries" are the root's in a step, the last row's in a prefill.
-        learns_from: those of them that `on_step` reads where it has proposed.
-        max_nodes: the most nodes below the root it ever proposes.
-        max_depth: the deepest level it ever proposes.
-        trunk: so many first nodes of its last tree are one path that all others lie behind.
-        draft_pass_budget: beyond so many tokens of context a draft pass may pay, which the policy tries out
-            (`SlotState.draft_pass`); None where there is nothing to try out.
+        needs: fields of TargetOutput that it wants from the target's next pass, prefill passes included; may change
+            from pass to pass. "queries" are those of the root in a step, of the last row in a prefill.
+        learns_from: the subset of `needs` that `on_step` reads after a proposal.
+        max_nodes: the most nodes below the root that it ever proposes.
+        max_depth: the deepest level that it ever proposes.
+        trunk: the first `trunk` nodes of its last tree form one path, and every other node descends from it.
+        draft_pass_budget: tokens of context beyond which a draft pass may pay; the policy then tries it out
+            (`SlotState.draft_pass`). None if there is nothing to try out.
     """
 
     needs: frozenset[str] = frozenset()
@@ -51,7 +51,7 @@ class Drafter:
     max_depth: int
     trunk = 0
     draft_pass_budget: int | None = None
-    user: object = None  # the engine that decodes with it
+    user: object = None  # the engine that is decoding with it
 
     @property
     def parts(self) -> Sequence["Drafter"]:
@@ -60,71 +60,73 @@ class Drafter:
 
     @contextmanager
     def used_by(self, engine: object) -> Iterator[None]:
-        """While this engine decodes with it. Raises: RuntimeError where one does already, with it or a part of it."""
-        every: list[Drafter] = [self]
-        for one in every:
-            every += one.parts
-        with _TAKING:
-            users = {one.user for one in every} - {None}
+        """Reserve this drafter and its parts for `engine`. Raises RuntimeError if an engine is already decoding with
+        one of them."""
+        drafters: list[Drafter] = [self]
+        for drafter in drafters:  # the list grows meanwhile
+            drafters += drafter.parts
+        with _CLAIM_LOCK:
+            users = {drafter.user for drafter in drafters} - {None}
             if users:
-                mine = engine in users
-                what, remedy = ("engine", "make a second Engine") if mine else ("drafter", "give a second one")
+                same_engine = engine in users
+                what, remedy = ("engine", "make a second Engine") if same_engine else ("drafter", "give a second one")
                 raise RuntimeError(f"this {what} is decoding already; finish or close its stream, or {remedy}")
-            for one in every:
-                one.user = engine
+            for drafter in drafters:
+                drafter.user = engine
         try:
             yield
         finally:
-            for one in every:
-                one.user = None
+            for drafter in drafters:
+                drafter.user = None
 
     @property
     def n_classes(self) -> int:
-        """Number of node classes (`TokenTree.classes`); a class is the node's index where a tree has none."""
+        """Number of node classes (`TokenTree.classes`). In a tree without classes, a node's class is its index."""
         return 1 + self.max_nodes
 
     @property
     def class_stages(self) -> Sequence[int]:
-        """Of each class, the stage that proposes its nodes, 0 for the root's. A drafter with a pass of its own for
-        every level asks `SlotState.goes_on` between two of them; others propose in one stage."""
+        """For each class, the stage of the proposal that adds its nodes; 0 for the root's class. A drafter that runs a
+        pass for each level has a stage for each, and asks `SlotState.goes_on` between two; others have one stage."""
         return [0, *[1] * (self.n_classes - 1)]
 
     def on_start(self, slot: int, request: Request, cache: KVCache) -> None:
-        """This slot of the cache starts this request; what was kept for the slot's former request is void."""
+        """This request starts in this slot of the cache. Forget what was kept for the slot's previous request."""
 
     def on_prefill(self, slot: int, prompt: Sequence[int], start: int, end: int, output: TargetOutput) -> None:
-        """The tokens prompt[start:end] of this slot's prompt are committed to the cache. The last time `end` is the
-        place of the prompt's last token, which is the root; of a prompt of one token nothing is told.
+        """The tokens prompt[start:end] of this slot's prompt are committed to the cache. In the last call `end` is the
+        index of the prompt's last token, which is the root. A prompt of one token has no call.
 
-        output: of these tokens, B = 1; without fields where the cache has them from an earlier prompt, which is never
-            so the last time.
+        Args:
+            output: of these tokens, B = 1. Without fields if their rows were copied from an earlier prompt's, which is
+                never the case in the last call.
         """
 
     def propose(self, state: SlotState, max_nodes: int) -> TokenTree:
-        """At most `max_nodes` nodes below the roots, the ones worth most first as far as the drafter can tell."""
+        """Propose at most `max_nodes` nodes below each root, the most promising ones first as far as it can tell."""
         raise NotImplementedError
 
     def on_step(self, state: SlotState, tree: TokenTree, accepted: AcceptResult, output: TargetOutput) -> None:
-        """What the target computed of `tree`, and what was committed of it; `state` stands behind the step.
+        """Learn what the target computed for `tree` and which tokens were committed. `state` is that after the step.
 
         The tree may hold other drafters' nodes or only some of those proposed, and the committed tokens may be none of
         this drafter's: catch up. Slots with `accepted.counts[b] == 0` took no part.
         """
 
     def rewind(self, lengths_B: Tensor) -> None:
-        """The tokens at positions >= lengths_B[b] (int64) were taken back: an outer engine decided otherwise.
+        """The tokens at positions >= lengths_B[b] (int64) were taken back, because an outer engine decided otherwise.
 
-        Until the next `propose`, whose state tells what stands there now, nothing else happens but `advance`.
+        Only `advance` may be called between this and the next `propose`, whose state has the tokens that replaced them.
         """
 
     def advance(self, most: int) -> None:
-        """At most so many tokens came to each slot in a step of an outer engine, which is not observed."""
+        """An outer engine committed at most `most` tokens to each slot, in a step without `on_step`."""
 
     def release(self) -> None:
-        """The cache of `on_start` is about to be freed: let go of it and of what was allocated beside it."""
+        """The cache of `on_start` is about to be freed: drop it, and what was allocated beside it."""
 
     def memory_bytes(self, batch: int, capacity: int) -> Mapping[str, int]:
-        """What it will allocate for `batch` slots of `capacity` positions, by name, its weights not counted."""
+        """Bytes that it will allocate for `batch` slots of `capacity` positions, by name, without its weights."""
         return {}
 
     def decisions(self) -> Mapping[str, str]:
@@ -133,51 +135,62 @@ class Drafter:
 
 
 class DeviceDrafter(Drafter):
-    """A drafter with networks and tables on the device: it proposes by `grow` and learns by `update`.
+    """A drafter with networks or tables on the device. A subclass implements `plan`, `grow` and `update`.
 
-    Both queue work and read nothing on the host, so that the runner may record and replay them. What they read and
-    write besides their arguments lies where it is for as long as the cache of `on_start` does.
+    Order of calls in a step. The runner calls `propose` and `on_step`; these call the other three:
+
+        propose(state, max_nodes)
+            plan(state, max_nodes)      on the host: decides everything that steers `grow`
+            grow(state, plan)           on the device: the tree
+        the runner prunes the tree, the target verifies it, the accepted path is committed
+        on_step(state, tree, accepted, output)
+            update(...)                 on the device: learns; left out if the output lacks a field of `learns_from`
+
+    On a GPU `grow` is recorded for each plan, and `update` too, and from then on they are replayed. So both queue work
+    and read nothing on the host, and the memory that they use beside their arguments stays in place for as long as the
+    cache of `on_start` lives. What a subclass does on the host after a step goes into its own `on_step`.
 
     Attributes:
-        num_query_tokens: of its widest pass for each slot, where attention is in it.
+        num_query_tokens: query tokens of its widest pass for each slot, if it contains attention.
     """
 
     num_query_tokens = 1
-
-    def buffers(self) -> tuple[object, ...]:
-        """What `on_start` allocated that `grow` and `update` read or write. Work that was recorded with others is not
-        replayed, for another engine's `on_start` or `release` may have replaced them."""
-        return ()
-
-    def plan(self, state: SlotState, max_nodes: int) -> Hashable:
-        """The host's part of a proposal, before `grow`: all that steers it, for each plan is recorded by itself."""
-        return max_nodes
-
-    def grow(self, state: SlotState, plan: Any) -> TokenTree:
-        """The tree."""
-        raise NotImplementedError
-
-    def update(self, state: SlotState, tree: TokenTree, accepted: AcceptResult, output: TargetOutput) -> None:
-        """As `on_step`, with those fields alone."""
 
     @torch.no_grad()
     def propose(self, state: SlotState, max_nodes: int) -> TokenTree:
         plan = self.plan(state, max_nodes)
 
-        def grow(state: SlotState) -> TokenTree:
+        def grow_and_index(state: SlotState) -> TokenTree:
             tree = self.grow(state, plan)
-            if state.graphs.recording:  # what pruning and the pass will ask of the tree is recorded with it
+            if state.graphs.recording:  # pruning and verification ask for these, so they are recorded with the tree
                 _ = tree.ancestors, tree.depths
             return tree
 
-        return state.run(("propose", plan), (self, *self.buffers()), grow, widest=self.num_query_tokens)
+        owners = self, *self.buffers()
+        return state.run(("propose", plan), owners, grow_and_index, widest=self.num_query_tokens)
+
+    def plan(self, state: SlotState, max_nodes: int) -> Hashable:
+        """Decide on the host, before `grow`, all that steers it: `grow` is recorded for each plan separately."""
+        return max_nodes
+
+    def grow(self, state: SlotState, plan: Any) -> TokenTree:
+        """Build the tree on the device."""
+        raise NotImplementedError
 
     @torch.no_grad()
     def on_step(self, state: SlotState, tree: TokenTree, accepted: AcceptResult, output: TargetOutput) -> None:
         if state.graphs.recording:
             _ = tree.ancestors, tree.depths
         fields = {name: getattr(output, name) for name in self.learns_from}
-        if any(value is None for value in fields.values()):  # not asked for: the drafter has not proposed
+        if any(value is None for value in fields.values()):  # not asked for, because the drafter did not propose
             return
         owners = self, *self.buffers()
         state.run(("on_step",), owners, self.update, tree, accepted, TargetOutput(**fields))
+
+    def update(self, state: SlotState, tree: TokenTree, accepted: AcceptResult, output: TargetOutput) -> None:
+        """Learn from a step on the device. Arguments as of `on_step`; `output` has only the fields of `learns_from`."""
+
+    def buffers(self) -> tuple[object, ...]:
+        """What `on_start` allocated that `grow` and `update` use. Work recorded with other buffers is not replayed:
+        another engine's `on_start` or `release` may have replaced them."""
+        return ()

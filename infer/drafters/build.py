@@ -1,4 +1,4 @@
-"""The drafters by name, and combinations of them as "a+b"."""
+"""Builds drafters by name, and combinations of them as "a+b"."""
 
 import inspect
 import warnings
@@ -22,7 +22,7 @@ from longdraft.models.draft_folder import DRAFTS, load_draft, read_info
 from longdraft.models.hf import load_target
 from longdraft.models.target import Target
 
-# A drafter that is trained takes its draft as `draft`, another model as `small`; all other arguments are options.
+# A trained drafter takes its draft as `draft`, and some take another model as `small`; other arguments are options.
 DRAFTERS: dict[str, Callable[..., Drafter]] = {
     "plain": Plain,
     "tokenswift": tokenswift,
@@ -33,21 +33,21 @@ DRAFTERS: dict[str, Callable[..., Drafter]] = {
     "token_recycling": TokenRecycling,
     "prompt_lookup": PromptLookup,
 }
-TRAINED = frozenset(name for name, kind in DRAFTERS.items() if "draft" in inspect.signature(kind).parameters)
-# Nodes of a tree whose ranks' rates are known: the likeliest ones, best first.
+TRAINED = frozenset(name for name, make in DRAFTERS.items() if "draft" in inspect.signature(make).parameters)
+# Nodes of a tree that is chosen by measured rates: the likeliest ones, best first.
 RATED_NODES = 39
 
 
 def build_drafter(name: str, target: Target, draft: Any = None, options: Mapping[str, Any] | None = None) -> Drafter:
-    """The drafter `name` for this target.
+    """Build the drafter `name` for this target.
 
     Args:
-        name: of DRAFTERS, or several joined by "+", which then fill one tree.
+        name: a key of DRAFTERS, or several joined by "+", which then fill one tree.
         draft: a draft folder, or a loaded draft, for the one among them that is trained.
-        options: keyword arguments of the drafter, or "drafter.option" of one in a combination.
+        options: keyword arguments of the drafter; in a combination, "drafter.option" for one of them.
 
     Raises:
-        ValueError: an unknown name or option, a draft that is missing or that nobody takes.
+        ValueError: an unknown name or option, a draft that is missing, or one that no drafter takes.
     """
     names = name.split("+")
     for one in names:
@@ -60,21 +60,22 @@ def build_drafter(name: str, target: Target, draft: Any = None, options: Mapping
         raise ValueError(f"draft: {name} takes none; leave it out or name one of {', '.join(sorted(TRAINED))}")
     if len(trained) > 1:
         raise ValueError(f"draft: {' and '.join(trained)} each need their own; combine instances by Combined([...])")
-    shared, given = dict(options or {}), {}
+    unprefixed, options_of = dict(options or {}), {}
     for one in names:
-        prefix = f"{one}."
-        given[one] = {key.removeprefix(prefix): shared.pop(key) for key in list(shared) if key.startswith(prefix)}
-    if shared and len(names) > 1:
-        raise ValueError(f"options: {', '.join(sorted(shared))}: say whose, as {names[0]}.{min(shared)}")
-    given[names[0]] |= shared
+        prefix, keys = f"{one}.", list(unprefixed)
+        options_of[one] = {key.removeprefix(prefix): unprefixed.pop(key) for key in keys if key.startswith(prefix)}
+    if unprefixed and len(names) > 1:
+        unclear = ", ".join(sorted(unprefixed))
+        raise ValueError(f"options: {unclear}: say which drafter's, as in {names[0]}.{min(unprefixed)}")
+    options_of[names[0]] |= unprefixed
     with on_device(target.model.embed_tokens.weight.device):
-        drafters = [_build(one, target, draft if one in TRAINED else None, given[one]) for one in names]
+        drafters = [_build(one, target, draft if one in TRAINED else None, options_of[one]) for one in names]
     return drafters[0] if len(drafters) == 1 else Combined(drafters)
 
 
 def _build(name: str, target: Target, draft: Any, options: dict[str, Any]) -> Drafter:
-    kind, silent = DRAFTERS[name], False
-    parameters = inspect.signature(kind).parameters
+    make, silent = DRAFTERS[name], False
+    parameters = inspect.signature(make).parameters
     known = [key for key in parameters if key not in ("target", "draft")]
     if unknown := sorted(set(options) - set(known)):
         raise ValueError(f"options: {name} does not know {', '.join(unknown)}; it knows {', '.join(known) or 'none'}")
@@ -82,11 +83,11 @@ def _build(name: str, target: Target, draft: Any, options: dict[str, Any]) -> Dr
         if draft is None:
             raise ValueError(f"draft: {name} needs a trained draft; give the folder that `longdraft export` wrote")
         if isinstance(draft, str | Path):
-            own = _tree(draft, parameters)
-            # A drafter warns of levels that its draft was not trained for; those of the folder are meant so: LongSpec's
-            # authors draft five levels and train shifts of up to four.
-            silent = "widths" in own and options.get("widths", own["widths"]) == own["widths"]
-            options = own | options
+            tree = _tree_option(draft, parameters)
+            # A drafter warns of levels that its draft was not trained for. Those of the folder's own tree are intended:
+            # LongSpec's authors draft five levels and train shifts of up to four.
+            silent = "widths" in tree and options.get("widths", tree["widths"]) == tree["widths"]
+            options = tree | options
             draft = load_draft(draft, target, kind=DRAFTS[name][1])
         options = options | {"draft": draft}
     if isinstance(options.get("small"), str | Path):
@@ -97,11 +98,11 @@ def _build(name: str, target: Target, draft: Any, options: dict[str, Any]) -> Dr
     with warnings.catch_warnings():
         if silent:
             warnings.simplefilter("ignore")
-        return kind(**({"target": target} if "target" in parameters else {}), **options)
+        return make(**({"target": target} if "target" in parameters else {}), **options)
 
 
-def _tree(folder: str | Path, parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """The tree of a draft folder: by its measured rates, best first, else its default levels."""
+def _tree_option(folder: str | Path, parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """A draft folder's tree as the drafter's option: its likeliest nodes if rates were measured, else its levels."""
     tree = read_info(folder).tree
     if "shape" in parameters and tree.get("choice_rates"):
         return {"shape": likeliest_nodes(tree["choice_rates"], RATED_NODES)}

@@ -1,10 +1,10 @@
-"""Several drafters fill one tree: what each proposes, every candidate once.
+"""Several drafters fill one tree with the union of their proposals.
 
-Each drafter keeps its own state and sees every verified tree, whoever's nodes it holds. A node's class says which
-drafter proposed it first, of which of its classes, and whether another one proposed it too, so the engine learns how
-good each of them is and what their agreement is worth, and prunes by that. The union is made on the host, so on a GPU a
-step reads all that its drafters need there once. Where a step waits for the host anyway the look-ups come first, and a
-draft that proposes in stages is run only where it pays beside them (infer/depth.py). Shapes: B slots, N nodes.
+Each drafter keeps its own state and sees every verified tree, whoever proposed its nodes. A node's class says which
+drafter proposed it first, in which of its classes, and whether another one proposed it too. So the policy learns how
+good each drafter is and what their agreement is worth, and prunes by that. The union is made on the host; on a GPU a
+step reads everything that its drafters need there at once. On a CPU the look-ups come first, and a draft that proposes
+in stages runs only if it pays beside them (infer/depth.py). Shapes: B slots, N nodes.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,32 +16,32 @@ from longdraft.infer.accept import AcceptResult
 from longdraft.infer.depth import NO_STAGE
 from longdraft.infer.drafters.base import Drafter, Request, SlotState
 from longdraft.infer.drafters.host import HostDrafter
-from longdraft.infer.tree import PAD, Lists, TokenTree
-from longdraft.infer.trie import Trie, as_tree
+from longdraft.infer.tree import PAD, Lists, TokenTree, Trie
 from longdraft.kernels.transfer import read_together
 from longdraft.models.kv_cache import KVCache
 from longdraft.models.passes import TargetOutput
 
-# A tree of more rows costs more than any of its nodes brings.
+# In a larger tree the last nodes cost more than they bring.
 MOST_NODES = 127
-_NO_MORE = object()
+_EXHAUSTED = object()
 
 
 class Combined(Drafter):
     """The union of the proposals of `drafters`.
 
-    Where it exceeds `max_nodes`, the drafters give one node each in turn, in their given order and each in its own.
+    Drafters take turns, in the order given, to add their next node until the tree has `max_nodes`.
     """
 
     def __init__(self, drafters: Sequence[Drafter]):
+        # A combination among them is replaced by its drafters.
         drafters = [part for one in drafters for part in (one.drafters if isinstance(one, Combined) else [one])]
         if len(drafters) < 2:
             raise ValueError(f"drafters: {len(drafters)} given; a combination needs at least 2")
         for one in drafters:
             if not isinstance(one, Drafter):
-                raise ValueError(f"drafters: {one!r} is none; give Drafter objects, or names as a+b to build_drafter")
+                raise ValueError(f"drafters: {one!r} is no Drafter; give Drafter objects, or a+b to build_drafter")
         if len({id(drafter) for drafter in drafters}) < len(drafters):
-            raise ValueError("drafters: one object stands there twice; each needs a state of its own")
+            raise ValueError("drafters: one object is listed twice; each drafter needs its own state")
         self.drafters = list(drafters)
         most = max(MOST_NODES, *(drafter.max_nodes for drafter in drafters))
         self.max_nodes = min(sum(drafter.max_nodes for drafter in drafters), most)
@@ -68,8 +68,8 @@ class Combined(Drafter):
         drafters = self.drafters
         if not any(map(_staged, drafters)):
             return [stage for drafter in drafters for stage in drafter.class_stages] * 2
-        own = [drafter.class_stages if _staged(drafter) else [NO_STAGE] * drafter.n_classes for drafter in drafters]
-        return [stage for stages in own for stage in stages] * 2
+        stages = [drafter.class_stages if _staged(drafter) else [NO_STAGE] * drafter.n_classes for drafter in drafters]
+        return [stage for of_drafter in stages for stage in of_drafter] * 2
 
     def on_start(self, slot: int, request: Request, cache: KVCache) -> None:
         for drafter in self.drafters:
@@ -111,57 +111,61 @@ class Combined(Drafter):
 
     def propose(self, state: SlotState, max_nodes: int) -> TokenTree:
         limits = [min(max_nodes, drafter.max_nodes) for drafter in self.drafters]
-        found = self._look_up(state, limits)
-        staged = not found or state.begins(_as_lists(self._unite(found, state.roots.tolist(), max_nodes)))
+        proposals = self._look_ups_first(state, limits)
+        stages_pay = not proposals or state.begins(_as_lists(self._unite(proposals, state.roots.tolist(), max_nodes)))
         trees, first_class = dict[int, TokenTree](), state.first_class
         for i, drafter in enumerate(self.drafters):
-            if not isinstance(drafter, HostDrafter) and (staged or not _staged(drafter)):
+            if not isinstance(drafter, HostDrafter) and (stages_pay or not _staged(drafter)):
                 trees[i] = drafter.propose(replace(state, first_class=first_class), limits[i])
             first_class += drafter.n_classes
-        looking = {i: one for i, one in enumerate(self.drafters) if isinstance(one, HostDrafter) and i not in found}
-        # In one read: the roots, what the look-ups ask for, and the trees.
-        asked = [one.asked(state) for one in looking.values()]
+        others = ((i, drafter) for i, drafter in enumerate(self.drafters) if i not in proposals)
+        look_ups = {i: drafter for i, drafter in others if isinstance(drafter, HostDrafter)}
+        # One read of everything: the roots, the look-ups' rows, and the trees.
+        device_rows = [drafter.device_rows(state) for drafter in look_ups.values()]
         unread = [x for tree in trees.values() for x in tree.unread]
-        roots, *read = read_together(state.roots, *asked, *unread)
-        rows, read, trunks = read[: len(asked)], read[len(asked) :], list[list[int]]()
+        roots, *read = read_together(state.roots, *device_rows, *unread)
+        rows, read, trunks = read[: len(look_ups)], read[len(look_ups) :], list[list[int]]()
         for i, tree in trees.items():
             count, trunk = len(tree.unread), self.drafters[i].trunk
-            found[i] = tree.take_lists(read[:count]).lists
+            proposals[i] = tree.take_lists(read[:count]).lists
             read = read[count:]
             if trunk:
-                trunks = [tokens[1 : 1 + trunk] for tokens in found[i].tokens]
-        for (i, one), own in zip(looking.items(), rows, strict=True):
-            found[i] = _as_lists(one.tries(state, own, limits[i], trunks if one.behind_trunk else ()))
-        return as_tree(self._unite(found, roots, max_nodes), state.roots.device)
+                trunks = [tokens[1 : 1 + trunk] for tokens in proposals[i].tokens]
+        for (i, drafter), rows_of_drafter in zip(look_ups.items(), rows, strict=True):
+            starts = trunks if drafter.behind_trunk else ()
+            proposals[i] = _as_lists(drafter.tries(state, rows_of_drafter, limits[i], starts))
+        return TokenTree.from_tries(self._unite(proposals, roots, max_nodes), state.roots.device)
 
-    def _look_up(self, state: SlotState, limits: Sequence[int]) -> dict[int, Lists]:
-        """What the look-ups propose, by their places, before anything else does; empty where that decides nothing."""
+    def _look_ups_first(self, state: SlotState, limits: Sequence[int]) -> dict[int, Lists]:
+        """The look-ups' proposals, by index of the drafter, if these decide whether a staged drafter runs; else {}."""
         if not (state.asks_first and any(map(_staged, self.drafters))):
             return {}
         return {
-            i: _as_lists(drafter.tries(state, drafter.asked(state).tolist(), limits[i]))
+            i: _as_lists(drafter.tries(state, drafter.device_rows(state).tolist(), limits[i]))
             for i, drafter in enumerate(self.drafters)
             if isinstance(drafter, HostDrafter) and not drafter.behind_trunk
         }
 
     def _unite(self, proposals: Mapping[int, Lists], roots: list[int], max_nodes: int) -> list[Trie]:
-        """The tries of all nodes that were proposed, by their drafters' places, or their first `max_nodes`."""
+        """One trie a slot of the proposed nodes, at most `max_nodes`. proposals: by index of the drafter."""
         tries = []
         for slot, root in enumerate(roots):
-            trie, first = Trie(root), 0
+            trie, first_class = Trie(root), 0
             turns = []
             for i, drafter in enumerate(self.drafters):
                 if i in proposals:
                     tokens, parents, classes = proposals[i]
-                    kinds = range(len(tokens[slot])) if classes is None else classes[slot]
-                    turns.append(_give(trie, tokens[slot], parents[slot], kinds, first, self.n_classes // 2))
-                first += drafter.n_classes
+                    node_classes = range(len(tokens[slot])) if classes is None else classes[slot]
+                    proposal = tokens[slot], parents[slot], node_classes
+                    turns.append(_add_nodes(trie, *proposal, first_class, self.n_classes // 2))
+                first_class += drafter.n_classes
             _take_turns(trie, turns, max_nodes)
             tries.append(trie)
         return tries
 
 
 def _staged(drafter: Drafter) -> bool:
+    """Whether it proposes in stages, one pass of its draft after another."""
     return max(drafter.class_stages) > 1
 
 
@@ -169,12 +173,12 @@ def _as_lists(tries: Sequence[Trie]) -> Lists:
     return Lists(*map(list, zip(*((one.tokens, one.parents, one.classes) for one in tries), strict=True)))
 
 
-def _give(
-    trie: Trie, tokens: Sequence[int], parents: Sequence[int], kinds: Sequence[int], first: int, both: int
-) -> Iterator[object]:
-    """Put a drafter's nodes into `trie`, one each time this is advanced; those that are there already come along.
+def _add_nodes(
+    trie: Trie, tokens: Sequence[int], parents: Sequence[int], classes: Sequence[int], first_class: int, shared: int
+) -> Iterator[None]:
+    """Add a drafter's nodes to `trie`, and yield after each new one. Nodes that it has already cost no turn.
 
-    first: the first class of this drafter. both: what is added to a class where several drafters agree.
+    first_class: of this drafter. shared: what is added to the class of a node that several drafters propose.
     """
     places = {0: 0}
     for node in range(1, len(tokens)):
@@ -183,20 +187,20 @@ def _give(
         above, token = places[parents[node]], tokens[node]
         place = trie.child(above, token)
         if place is None:
-            places[node] = trie.add(above, token, first + kinds[node])
+            places[node] = trie.add(above, token, first_class + classes[node])
             yield
         else:
             places[node] = place
-            # A class of 0 is another drafter's trunk, which this one has not proposed.
-            if kinds[node] and trie.classes[place] < both:
-                trie.classes[place] += both
+            # Class 0 marks another drafter's trunk, which this drafter did not propose.
+            if classes[node] and trie.classes[place] < shared:
+                trie.classes[place] += shared
 
 
 def _take_turns(trie: Trie, turns: list[Iterator[None]], max_nodes: int) -> None:
-    """Advance all in turn until nobody has more, or the trie has `max_nodes`."""
+    """Advance all in turn until all are exhausted or the trie has `max_nodes`."""
     while turns:
         for turn in list(turns):
             if len(trie) > max_nodes:
                 return
-            if next(turn, _NO_MORE) is _NO_MORE:
+            if next(turn, _EXHAUSTED) is _EXHAUSTED:
                 turns.remove(turn)

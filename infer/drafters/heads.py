@@ -1,9 +1,8 @@
 """Heads on the target's own state fill a static tree: what TokenSwift's drafter and Medusa's have in common.
 
-The state is the one that the last pass of the target computed at the node whose choice the root is (position p - 1 for
-a root at p), so head i proposes the token at p + i. Not here: the heads (models/drafts/tokenswift.py,
-models/drafts/medusa.py). Shapes: B slots, T tokens of a chunk, N tree nodes, D hidden, E draft vocabulary, I levels, K
-ranks.
+The heads read the state that the target's last pass computed just before the root: at position p - 1 for a root at p.
+So head i proposes the token at p + i. The heads themselves are in models/drafts/.
+Shapes: B slots, T tokens of a chunk, N tree nodes, D hidden, E draft vocabulary, I levels, K ranks.
 """
 
 from collections.abc import Sequence
@@ -18,24 +17,27 @@ from longdraft.infer.options import check_draft, head_memory, level_widths
 from longdraft.infer.shape import TreeShape
 from longdraft.infer.tree import PAD, TokenTree
 from longdraft.kernels.linear import linear
-from longdraft.models.drafts.medusa import Medusa
-from longdraft.models.drafts.tokenswift import TokenSwift
+from longdraft.models.drafts.heads import Heads
 from longdraft.models.kv_cache import KVCache
 from longdraft.models.passes import TargetOutput
 from longdraft.models.target import Target
 
-NOWHERE = -2  # so that no position stands right behind it
-# A static tree of more nodes costs more than it brings, on any machine.
+NOWHERE = -2  # no root's predecessor: those are at -1 or later
+# A larger static tree costs more than it brings on any machine.
 MOST_NODES = 4096
 
 
 class HeadsDrafter(DeviceDrafter):
     """Ranks every head's tokens (with the step's noise at T > 0) and fills a static tree.
 
+    Args:
+        shape: see `_tree_shape`.
+        heads_class: the class that `draft` must have; its name in lower case is the drafter's.
+
     Attributes:
         hidden_BD: each slot's state at the last committed position before its root.
-        at_B: int64, which position's each is; NOWHERE where there is none: after a prompt of one token, or where an
-            outer engine took tokens back.
+        at_B: int64, the position of each state; NOWHERE if there is none, which is so after a prompt of one token and
+            after an outer engine took tokens back.
     """
 
     hidden_BD: Tensor
@@ -44,23 +46,21 @@ class HeadsDrafter(DeviceDrafter):
     def __init__(
         self,
         target: Target,
-        draft: TokenSwift | Medusa,
+        draft: Heads,
         shape: TreeShape | Sequence[int] | int | None,
-        name: str,
-        kind: type[TokenSwift] | type[Medusa],
+        heads_class: type[Heads],
     ):
-        """`shape`: see `_shape`. The drafter of this name takes drafts of this kind."""
-        check_draft(name, target, draft, kind, f"{kind.__name__} heads")
-        self.draft, self._head_ED, given = draft, draft.head(target.model.lm_head.weight), draft.config.hidden_size
-        if given != (width := self._head_ED.shape[1]):
-            raise ValueError(f"draft: made for a hidden size of {given}, and this target's is {width}")
-        self.shape = _shape(shape, draft.config.n_heads, len(self._head_ED))
+        check_draft(heads_class.__name__.lower(), target, draft, heads_class, f"{heads_class.__name__} heads")
+        self.draft, self._head_ED, size = draft, draft.head(target.model.lm_head.weight), draft.config.hidden_size
+        if size != (target_size := self._head_ED.shape[1]):
+            raise ValueError(f"draft: made for a hidden size of {size}, and this target's is {target_size}")
+        self.shape = _tree_shape(shape, draft.config.n_heads, len(self._head_ED))
         self.max_nodes, self.max_depth = len(self.shape.nodes), self.shape.depth
         self.needs = self.learns_from = draft.needs
         self.at_B = torch.empty(0)
 
     def state_of(self, output: TargetOutput) -> Tensor | None:
-        """[B, T, D]: what the heads read of the target, None where the output does not have it."""
+        """The target's state that the heads read, [B, T, D]; None if the output does not have it."""
         (field,) = self.draft.needs
         return getattr(output, field)
 
@@ -83,14 +83,14 @@ class HeadsDrafter(DeviceDrafter):
             self.at_B[slot].fill_(end - 1)
 
     def grow(self, state: SlotState, plan: int) -> TokenTree:
-        """The tree of the heads' best tokens, without its nodes on slots whose state before the root is not known."""
+        """The tree of the heads' best tokens, only the root for slots whose state before the root is unknown."""
         shape = self.shape.first(plan)
         tree = shape.fill(state.roots, self.ranked(state, self.hidden_BD, shape))
         unknown_B = (self.at_B != state.positions - 1) | ~state.active
         return tree.with_tokens(tree.tokens, tree.parents.masked_fill(unknown_B[:, None] & (tree.parents >= 0), PAD))
 
     def ranked(self, state: SlotState, hidden_BD: Tensor, shape: TreeShape, first: int = 1) -> Tensor:
-        """int64 [B, I, K]: the best tokens of the shape's levels from `first` on, which the first head proposes."""
+        """int64 [B, I, K]: the best tokens of levels `first`, first + 1, ..., which heads 1, 2, ... propose."""
         states_BID = torch.stack(self.draft.states(hidden_BD)[: shape.depth + 1 - first], dim=1)
         logits_of_heads = linear(states_BID, self._head_ED).split(1, dim=1)
         places_BIK = [
@@ -100,7 +100,7 @@ class HeadsDrafter(DeviceDrafter):
         return self.draft.tokens(torch.cat(places_BIK, dim=1))
 
     def update(self, state: SlotState, tree: TokenTree, accepted: AcceptResult, output: TargetOutput) -> None:
-        """The state at the last accepted node, in place."""
+        """Keep the state at the last accepted node, in place."""
         hidden_BND = self.state_of(output)
         assert hidden_BND is not None
         nodes_B, took_part_B = accepted.last(accepted.nodes), accepted.counts > 0
@@ -112,11 +112,9 @@ class HeadsDrafter(DeviceDrafter):
         self.at_B.masked_fill_(self.at_B >= lengths_B, NOWHERE)
 
 
-def _shape(value: Any, n_heads: int, ranks: int) -> TreeShape:
-    """`value`, a TreeShape or the widths of the levels of a full one, by default 3 a head.
-
-    At most a level for each head, and at most `ranks` candidates in it.
-    """
+def _tree_shape(value: Any, n_heads: int, ranks: int) -> TreeShape:
+    """The tree that a drafter's `shape` option means: a TreeShape, or the widths of a full tree's levels, by default 3
+    for each head. Raises ValueError if it has more levels than heads, or wants more than `ranks` candidates a level."""
     value = (3,) * n_heads if value is None else value
     if not isinstance(value, TreeShape):
         widths, count, nodes = level_widths("shape", value), 1, 0

@@ -1,7 +1,7 @@
 """Drafters on the host: they propose from a sequence's committed tokens, lists in and lists out.
 
-A table for each slot follows the slot's text; what the host does not know of it yet is read once a step, together with
-what other drafters of the step are read for (infer/drafters/combine.py). Shapes: B slots, R recent tokens.
+Each slot has a table that follows its text. Tokens that the host does not know yet are read from the device once a
+step, together with other drafters' trees (infer/drafters/combine.py). Shapes: B slots, R recent tokens.
 """
 
 from collections.abc import Sequence
@@ -11,18 +11,18 @@ import torch
 from torch import Tensor
 
 from longdraft.infer.drafters.base import Drafter, Request, SlotState
-from longdraft.infer.tree import TokenTree
-from longdraft.infer.trie import Trie, as_tree
+from longdraft.infer.tree import TokenTree, Trie
 from longdraft.models.kv_cache import KVCache
 
-# Committed tokens read from the device at once, where the host hears of them a step late: a step rarely commits more.
+# How many of the last committed tokens are read from the device in every step, because the host may hear of them a step
+# late. A step rarely commits more.
 READ_AHEAD = 32
-# More tokens than a sequence has.
+# More tokens than any sequence has.
 NOWHERE = 2**40
 
 
 class Table:
-    """What is looked up of one sequence. Attributes: tokens: the sequence so far."""
+    """A look-up table of one sequence. Attributes: tokens: the sequence so far."""
 
     def __init__(self):
         self.tokens = list[int]()
@@ -35,7 +35,7 @@ class Table:
         raise NotImplementedError
 
     def truncate(self, length: int) -> None:
-        """Take back all tokens from index `length` on, as if they had never been appended."""
+        """Remove all tokens from index `length` on, as if they had never been appended."""
         raise NotImplementedError
 
 
@@ -43,27 +43,28 @@ T = TypeVar("T", bound=Table)
 
 
 class HostDrafter(Drafter, Generic[T]):
-    """Fills a trie below each root from the slot's table.
+    """Fills a trie below each root from the slot's table. A subclass implements `new_table` and `fill`.
 
     Attributes:
-        behind_trunk: whether it proposes behind the trunk of another drafter's tree (`Drafter.trunk`), where one is.
+        behind_trunk: whether its candidates start at the end of another drafter's trunk (`Drafter.trunk`), if there is
+            one, instead of at the root.
     """
 
     behind_trunk = False
-    _tables: list[T | None] = []  # one a slot, None before its first request
+    _tables: list[T | None] = []  # one for each slot, None before its first request
 
     def new_table(self) -> T:
-        """An empty table of one sequence."""
+        """Make an empty table for one sequence."""
         raise NotImplementedError
 
     def fill(self, trie: Trie, node: int, table: T, max_nodes: int) -> None:
-        """Put candidates below this node of the trie, at most `max_nodes` in all, the likeliest first."""
+        """Put candidates below this node of the trie, likeliest first, until it has `max_nodes` beside the root."""
         raise NotImplementedError
 
     def on_start(self, slot: int, request: Request, cache: KVCache) -> None:
         if len(self._tables) != cache.batch:
             self._tables = [None] * cache.batch
-            # So many tokens of each table stand, of which the host is told with the next read.
+            # How many tokens of each table are still valid after a rewind. The host learns it with its next read.
             self._standing_B = torch.full((cache.batch,), NOWHERE, device=cache.lengths.device)
         self._tables[slot] = table = self.new_table()
         table.extend(request.prompt)
@@ -72,17 +73,17 @@ class HostDrafter(Drafter, Generic[T]):
     def rewind(self, lengths_B: Tensor) -> None:
         self._standing_B = torch.minimum(self._standing_B, lengths_B)
 
-    def asked(self, state: SlotState) -> Tensor:
-        """int64 [B, 4 + R], of which `tries` wants the lists: active, root, position, tokens that stand, and the last R
-        tokens up to the root, of which the host may not know some yet."""
-        parts = state.active.long(), state.roots, state.positions, self._standing_B
+    def device_rows(self, state: SlotState) -> Tensor:
+        """int64 [B, 4 + R], to be read for `tries`: active, root, position, how many tokens of the table are valid, and
+        the last R tokens up to the root, some of which the host may not know yet."""
+        numbers = state.active.long(), state.roots, state.positions, self._standing_B
         recent_BR = state.history.read(state.positions - (READ_AHEAD - 1), READ_AHEAD)
-        return torch.cat([torch.stack(parts, dim=1), recent_BR], dim=1)
+        return torch.cat([torch.stack(numbers, dim=1), recent_BR], dim=1)
 
     def tries(
         self, state: SlotState, rows: list[list[int]], max_nodes: int, trunks: Sequence[Sequence[int]] = ()
     ) -> list[Trie]:
-        """Each slot's candidates; rows: of `asked`, trunks: each slot's tokens to propose behind."""
+        """Each slot's candidates. rows: `device_rows` as lists; trunks: each slot's path to start after."""
         self._catch_up(state, rows)
         tries = []
         for slot, (table, (active, root, *_)) in enumerate(zip(self._tables, rows, strict=True)):
@@ -95,15 +96,15 @@ class HostDrafter(Drafter, Generic[T]):
         return tries
 
     def _catch_up(self, state: SlotState, rows: Sequence[Sequence[int]]) -> None:
-        """Bring each table to its slot's root; rows: of `asked`."""
+        """Bring each table up to its slot's root."""
         self._standing_B.fill_(NOWHERE)
-        if count := self._extend(state, rows):  # further behind than what was read: read as much
+        if count := self._extend(state, rows):  # a table lacks more than was read, so read that much
             recent = state.history.read(state.positions - (count - 1), count).tolist()
             self._extend(state, [[*row[:4], *tokens] for row, tokens in zip(rows, recent, strict=True)])
 
     def _extend(self, state: SlotState, rows: Sequence[Sequence[int]]) -> int:
-        """With the committed tokens that the host knows, and those of the rows. Returns how many tokens a table still
-        lacks at most, of those that lack more than a row has."""
+        """Extend the tables by the committed tokens that the host knows, and by those of the rows. Returns how many
+        tokens a table lacks at most if the rows do not have enough for all tables, else 0."""
         most = 0
         for slot, (table, (_, _, position, standing, *recent)) in enumerate(zip(self._tables, rows, strict=True)):
             if table is None:
@@ -120,4 +121,4 @@ class HostDrafter(Drafter, Generic[T]):
 
     @torch.no_grad()
     def propose(self, state: SlotState, max_nodes: int) -> TokenTree:
-        return as_tree(self.tries(state, self.asked(state).tolist(), max_nodes), state.roots.device)
+        return TokenTree.from_tries(self.tries(state, self.device_rows(state).tolist(), max_nodes), state.roots.device)

@@ -1,10 +1,10 @@
 """LongSpec's drafter (arXiv 2502.17421, section 3): a beam of the draft block over the target's last-layer cache.
 
-Pass l = 1, 2, ... runs the nodes of level l - 1 (the root first, at position p) as queries and proposes level l. Their
-self-attention reads the draft's window and their ancestors, their cross-attention the target's committed keys, which
-end at p - 1: the training's noise shift l. The draft's own keys and values depend on token and position alone, so
-nothing is prefilled, and what was committed is read from the history, whoever proposed it.
-Not here: the block (models/drafts/longspec.py), its passes and keys (infer/draft_passes.py).
+Pass l = 1, 2, ... runs the nodes of level l - 1 as queries (first the root, at position p) and proposes level l. The
+self-attention of these queries reads the draft's window and their ancestors. Their cross-attention reads the target's
+committed keys, which end at p - 1: the noise shift l of training. The draft's own keys and values depend on token and
+position only, so there is no prefill: committed tokens are read from the history, whoever proposed them.
+The block is in models/drafts/longspec.py, its passes and keys in infer/longspec_passes.py.
 Shapes: B slots, T queries of a pass, W nodes of a level, N rows of the tree so far, E draft vocabulary, D hidden.
 """
 
@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from longdraft.infer.accept import AcceptResult
-from longdraft.infer.draft_passes import DraftPasses, draft_passes, passes_bytes
 from longdraft.infer.drafters.base import DeviceDrafter, Request, SlotState
+from longdraft.infer.longspec_passes import DraftPasses, draft_passes, passes_bytes
 from longdraft.infer.options import check_draft, check_integer_or, head_memory, level_widths
 from longdraft.infer.tree import ROOT, TokenTree
 from longdraft.kernels import backend
@@ -26,28 +26,29 @@ from longdraft.models.kv_cache import KVCache
 from longdraft.models.passes import TargetOutput
 from longdraft.models.target import Target
 
-# The paper's first level has 4. More of them take no pass of the draft, and where the target's pass over a few nodes is
-# nearly as cheap as over the root alone, they are most of what a draft brings.
+# The paper's first level has 4 nodes. More of them cost no pass of the draft, and if the target's pass over a few nodes
+# is nearly as cheap as over the root alone, they are most of what a draft brings.
 WIDTHS = (8, 16, 16, 16, 16)
-# Where a query token costs, as on a CPU, a level's best nodes alone are extended: behind the others lies little.
+# On a CPU, where every query token costs, only a level's best nodes are extended. Tokens a step of SmolLM2 after 512
+# tokens, greedy and at T = 1: 1.77 and 1.56 with 4 extended, 1.75 and 1.59 with all (docs/LOG.md).
 EXTENDED_ON_CPU = 4
-# Borders between the classes of a level, in nats: how far a node's log-probability lies below its parent's.
+# Borders between the classes of a level: how far a node's log-probability is below its parent's, in nats.
 SURPRISE = (0.05, 0.2, 0.5, 1.0, 1.7, 2.5, 3.5, 5.0, 7.0)
 
 
 class LongSpecDrafter(DeviceDrafter):
-    """Beam without discarding: nodes that are not extended stay in the tree.
+    """Beam search that discards nothing: nodes that are not extended stay in the tree.
 
-    A node's score is the sum of its path's log-probabilities, at T > 0 the log-softmax of logits / T + noise: the
-    target's choice is the argmax of its own such sum with the same noise, and where the draft's differs from it by
-    independent Gumbel errors, the softmax is each token's chance of being the choice.
+    A node's score is the sum of its path's log-probabilities. At T > 0 these are the log-softmax of logits / T + noise:
+    the target's choice is the argmax of its own logits / T plus the same noise, and if the draft's sum differs from the
+    target's by independent Gumbel errors, the softmax is each token's chance of being that choice.
 
     Args:
         target: the loaded target (models/target.py).
         draft: a trained block, in the target's dtype and on its device.
-        widths: nodes of each level; ones alone make a chain. With a lower `max_nodes`, levels shrink alike.
-        extended: so many nodes of a level, the best, are queries of the next pass; None: EXTENDED_ON_CPU there, on a
-            GPU all.
+        widths: nodes of each level; ones make a chain. A lower `max_nodes` narrows all levels alike.
+        extended: how many nodes of a level, the best ones, are queries of the next pass; None: all on a GPU, and
+            EXTENDED_ON_CPU on a CPU.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class LongSpecDrafter(DeviceDrafter):
         return {"draft window": window} | head_memory(self.draft, self._head_ED)
 
     def plan(self, state: SlotState, max_nodes: int) -> tuple[int, ...]:
-        """How many positions before the roots are to be read, at most, and the widths of the levels."""
+        """How many positions before the roots the draft must read, at most, and the widths of the levels."""
         assert self._passes is not None
         widths = _fit(self.widths, max_nodes)
         widths = widths[: state.stages(len(widths))]
@@ -104,22 +105,22 @@ class LongSpecDrafter(DeviceDrafter):
         return self._passes.plan(state, len(widths)), *widths
 
     def _queries(self, width: int) -> int:
-        """Of a level's nodes, so many are extended."""
+        """How many nodes of a level of this width are extended."""
         return min(width, self.extended)
 
     def grow(self, state: SlotState, plan: tuple[int, ...]) -> TokenTree:
-        count, *widths = plan
+        n_unread, *widths = plan
         assert self._passes is not None
-        self._passes.begin(state, count)
+        self._passes.begin(state, n_unread)
         level = self._root_level(state)
-        nodes_3BN, first = level.nodes_3BW, 0  # of the tree so far; its number of the first node that is extended
+        nodes_3BN, first = level.nodes_3BW, 0  # of the tree so far; index in it of the first node that is extended
         tree = TokenTree(*nodes_3BN)
         for stage, width in enumerate(widths, start=1):
-            here_BT, scores_BT, open_BTN = level.nodes_3BW[0], level.scores_BW, level.open_BWN
-            if (unasked := here_BT.shape[1] - self._queries(here_BT.shape[1])) > 0:
-                here_BT, scores_BT = here_BT[:, :-unasked], scores_BT[:, :-unasked]
-                open_BTN = open_BTN[:, :-unasked, :-unasked]  # of the level its own columns stand last
-            logits_BTE = self._passes.logits(state, here_BT, stage, open_BTN)
+            tokens_BT, scores_BT, open_BTN = level.nodes_3BW[0], level.scores_BW, level.open_BWN
+            if (left_out := tokens_BT.shape[1] - self._queries(tokens_BT.shape[1])) > 0:
+                tokens_BT, scores_BT = tokens_BT[:, :-left_out], scores_BT[:, :-left_out]
+                open_BTN = open_BTN[:, :-left_out, :-left_out]  # the level's own columns are the last ones
+            logits_BTE = self._passes.logits(state, tokens_BT, stage, open_BTN)
             best = state.best(logits_BTE, stage, min(width, logits_BTE.shape[-1]), self.draft.token_ids)
             first_class = 1 + (stage - 1) * (len(SURPRISE) + 1)
             level = beam_level(
@@ -133,7 +134,7 @@ class LongSpecDrafter(DeviceDrafter):
         return tree
 
     def _root_level(self, state: SlotState) -> Level:
-        """The roots, at -inf where a slot takes no part: so its nodes are padding."""
+        """The roots as level 0. The score of an inactive slot's root is -inf, which makes its nodes padding."""
         roots_B1 = state.roots[:, None]
         nodes_3B1 = torch.stack((roots_B1, torch.full_like(roots_B1, ROOT), torch.zeros_like(roots_B1)))
         scores_B1 = torch.zeros_like(roots_B1, dtype=torch.float32).masked_fill_(~state.active[:, None], -torch.inf)
@@ -141,8 +142,8 @@ class LongSpecDrafter(DeviceDrafter):
 
 
 def _fit(widths: Sequence[int], max_nodes: int) -> list[int]:
-    """The widths of at most `max_nodes` nodes: all levels narrower alike, at least one node each, the deepest left out
-    last."""
+    """Narrow all levels alike until they have at most `max_nodes` nodes, at least one each. If there are fewer nodes
+    than levels, the deepest levels are dropped."""
     if sum(widths) <= max_nodes:
         return list(widths)
     widths = list(widths)[:max_nodes]
@@ -151,23 +152,23 @@ def _fit(widths: Sequence[int], max_nodes: int) -> list[int]:
     narrow = [max(1, width * max_nodes // sum(widths)) for width in widths]
     while sum(narrow) > max_nodes:
         narrow[narrow.index(max(narrow))] -= 1
-    for level, width in enumerate(widths):  # what rounding left over goes to the first levels
+    for level, width in enumerate(widths):  # what rounding left over widens the first levels
         narrow[level] += max(0, min(width - narrow[level], max_nodes - sum(narrow)))
     return narrow
 
 
 def _check(target: Target, draft: LongSpec, widths: tuple[int, ...]) -> None:
-    """That the draft is this target's and the widths a tree."""
+    """Raise ValueError unless draft, target and widths fit together; warn of levels that were not trained."""
     check_draft("longspec", target, draft, LongSpec, "a LongSpec block")
     config = draft.config
     if len(widths) > config.window:
         raise ValueError(f"widths: {len(widths)} levels, but the draft's window has {config.window} rows; give fewer")
-    different = [name for name, own in shape_of(target.model.config).items() if getattr(config, name) != own]
+    different = [name for name, value in shape_of(target.model.config).items() if getattr(config, name) != value]
     if different:
-        one = different[0]
+        name = different[0]
         raise ValueError(
-            f"draft: made for a target with {one} {getattr(config, one)}, and this one has "
-            f"{getattr(target.model.config, one)}; load the draft's own target"
+            f"draft: made for a target with {name} {getattr(config, name)}, and this one has "
+            f"{getattr(target.model.config, name)}; load the draft's own target"
         )
     if len(widths) > config.noise:
         warnings.warn(

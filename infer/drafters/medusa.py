@@ -1,6 +1,6 @@
 """Medusa-1's drafter (arXiv 2401.10774): independent heads on the target's post-norm state fill a static tree.
 
-Not here: the heads (models/drafts/medusa.py), how they draft (infer/drafters/heads.py).
+The heads are in models/drafts/medusa.py; infer/drafters/heads.py drafts with them.
 """
 
 from collections.abc import Sequence
@@ -17,9 +17,9 @@ class MedusaDrafter(HeadsDrafter):
     Args:
         target: the loaded target (models/target.py).
         draft: trained heads, in the target's dtype and on its device.
-        shape: which rank combinations are nodes, or the ranks of each level of a full Cartesian tree; None is that of
-            3 ranks a head. With a lower `max_nodes`, its first nodes.
+        shape: which rank combinations are nodes, or the number of ranks in each level of a full Cartesian tree; None
+            means 3 ranks for each head. A lower `max_nodes` leaves its first nodes.
     """
 
     def __init__(self, target: Target, draft: Medusa, shape: TreeShape | Sequence[int] | int | None = None):
-        super().__init__(target, draft, shape, "medusa", Medusa)
+        super().__init__(target, draft, shape, Medusa)

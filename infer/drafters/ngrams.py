@@ -1,7 +1,7 @@
 """TokenSwift's n-grams (arXiv 2502.18890, section 3.3): the most frequent continuations of a token in the text so far.
 
-Behind a draft pass they begin with the token that the target's own row gives, else with the root. Not here: the heads
-whose tree they join (infer/drafters/tokenswift.py).
+They continue the root, or after a draft pass the token that the target itself proposed. They join the tree of
+infer/drafters/tokenswift.py.
 """
 
 from bisect import bisect_left, insort
@@ -9,25 +9,25 @@ from collections.abc import Sequence
 
 from longdraft.infer.drafters.host import HostDrafter, Table
 from longdraft.infer.options import integer
-from longdraft.infer.trie import Trie
+from longdraft.infer.tree import Trie
 
 N = 4
-# Host memory of a table's entry for one token, where no n-gram comes twice (less where they do).
+# Host memory of a table for each token of the text, if no n-gram occurs twice (else it is less).
 ENTRY_BYTES = 700
 
 
 class NgramTable(Table):
-    """How often which n - 1 tokens followed a token, most frequent first (section 3.3).
+    """Counts which n - 1 tokens followed each token, and ranks them by frequency.
 
-    For every first token its n-grams are kept in groups of equal counts, each ordered by its last occurrence; so a new
-    occurrence costs two binary searches, and a ranking looks at no more groups than there are different counts (below
-    the square root of twice the tokens) and at `k` n-grams, however many continuations a token has.
+    The n-grams of a first token are kept in groups of equal counts, each ordered by last occurrence. So a new
+    occurrence costs two binary searches. A ranking looks at `k` n-grams and at no more groups than there are different
+    counts (fewer than the square root of twice the tokens), however many continuations a token has.
     """
 
     def __init__(self, n: int = N):
         super().__init__()
         self.n = n
-        self._starts: dict[tuple[int, ...], list[int]] = {}  # of each n-gram, ascending
+        self._starts: dict[tuple[int, ...], list[int]] = {}  # n-gram -> where it occurs, ascending
         self._groups: dict[int, dict[int, list[int]]] = {}  # first token -> count -> last starts, ascending
 
     def extend(self, tokens: Sequence[int]) -> None:
@@ -62,7 +62,7 @@ class NgramTable(Table):
             sequence.pop()
 
     def ranked(self, first: int, k: int) -> list[tuple[int, ...]]:
-        """The `k` most frequent continuations of `first`, n - 1 tokens each; of equal counts the most recent first."""
+        """The `k` most frequent continuations of `first`, n - 1 tokens each; among equal counts the latest first."""
         groups = self._groups.get(first, {})
         found: list[tuple[int, ...]] = []
         for count in sorted(groups, reverse=True):
@@ -74,7 +74,7 @@ class NgramTable(Table):
 
 
 def _leave(groups: dict[int, list[int]], count: int, start: int) -> None:
-    """Take the n-gram that last began at `start` out of its group."""
+    """Remove the n-gram whose last occurrence starts at `start` from its group."""
     group = groups[count]
     del group[bisect_left(group, start)]
     if not group:
@@ -82,10 +82,10 @@ def _leave(groups: dict[int, list[int]], count: int, start: int) -> None:
 
 
 class Ngrams(HostDrafter[NgramTable]):
-    """The `count` most frequent 4-grams. A node's class is its n-gram's rank, in powers of two, and its depth.
+    """Proposes the `count` most frequent 4-grams. A node's class is its n-gram's rank, in powers of two, and its depth.
 
     Args:
-        trunk: how deep the node may be that they begin behind.
+        trunk: the greatest depth of the node that the n-grams start after.
     """
 
     behind_trunk = True

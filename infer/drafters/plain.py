@@ -1,11 +1,11 @@
-"""Plain decoding: the drafter that proposes only the root. The baseline runs in the same loop as every method."""
+"""Plain decoding: a drafter that proposes only the root, so that the baseline runs in the same loop as every method."""
 
 from longdraft.infer.drafters.base import Drafter, SlotState
 from longdraft.infer.tree import TokenTree
 
 
 class Plain(Drafter):
-    """Proposes nothing; a step is one target pass of one row and emits one token."""
+    """Proposes nothing: a step is one pass of the target over one token, and commits one token."""
 
     max_nodes = 0
     max_depth = 0

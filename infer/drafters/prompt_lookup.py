@@ -1,9 +1,9 @@
-"""Prompt lookup: what followed the longest suffix of the text where it stood before is proposed again.
+"""Prompt lookup: find earlier occurrences of the text's longest suffix, and propose what followed them.
 
 Matches come from the request's own tokens, prompt and generation alike (n-gram match on the context; Saxena, "Prompt
-Lookup Decoding", 2023), the longest first. A match that runs into the end of the text goes on with itself, so a loop is
-proposed whole. Text that is copied with edits differs in one token and goes on: the place that the text followed up to
-its last token is a candidate too, from behind the token that was replaced.
+Lookup Decoding", 2023), the longest first. A continuation that reaches the end of the text goes on with its own start,
+so a loop is proposed whole. Text that is copied with edits differs in one token and then goes on, so there is one more
+candidate: the place that matches the text without its last token, continued after the token that was replaced there.
 """
 
 from bisect import bisect
@@ -11,27 +11,27 @@ from collections.abc import Sequence
 
 from longdraft.infer.drafters.host import HostDrafter, Table
 from longdraft.infer.options import integer
-from longdraft.infer.trie import Trie
+from longdraft.infer.tree import Trie
 
-# Matches of so many tokens are as good as each other; a node's class tells the group its match is in. 0: right behind a
-# replaced token.
+# Lower bounds of the groups of match lengths: matches within a group are about equally good, and a node's class names
+# the group. Length 0 is right after a replaced token.
 GROUPS = (0, 1, 2, 3, 4, 5, 6, 8, 12, 20)
-RANKS = 3
-# Host memory of a table's entry for one token, where no n-gram comes twice (less where they do).
+RANKS = 3  # of a node among its siblings; later ones count as the last
+# Host memory of a table for each token of the text, if no n-gram occurs twice (else it is less).
 ENTRY_BYTES = 200
 
 
 class SuffixIndex(Table):
-    """Where the last tokens of a sequence stood before.
+    """Finds earlier occurrences of a sequence's suffixes.
 
-    A table for each length up to `max_ngram` holds where every n-gram ends; matches are then measured beyond that
-    length by comparing tokens backwards. So a step costs `max_ngram` entries for each new token, and at most `search`
-    occurrences are looked at, however long the context is.
+    A table for each n up to `max_ngram` holds where every n-gram ends; longer matches are measured by comparing tokens
+    backwards from there. So a new token costs `max_ngram` entries, and a look-up compares at most `search` occurrences
+    of each n-gram, however long the context is.
 
     Args:
         max_ngram: longest n-gram with a table.
-        search: most recent occurrences that are compared.
-        longest: matches are not measured beyond this.
+        search: how many occurrences of an n-gram are compared, the most recent ones.
+        longest: matches are not measured beyond this length.
     """
 
     def __init__(self, max_ngram: int = 3, search: int = 64, longest: int = 32):
@@ -59,20 +59,21 @@ class SuffixIndex(Table):
             sequence.pop()
 
     def matches(self, enough: int, skipped: int = 0) -> list[tuple[int, int]]:
-        """Earlier occurrences of the longest suffix, then of shorter ones until there are `enough`.
+        """Find earlier occurrences of the longest suffix, then of shorter ones until there are `enough`.
 
         Args:
-            skipped: last tokens that are left out of the suffix. What follows an occurrence then stands in for them.
+            skipped: how many of the last tokens are not part of the suffix. What follows an occurrence corresponds to
+                these.
 
         Returns:
-            (match length, index of the token behind it), longest match first, of equal lengths the most recent first.
+            (match length, index of the token after the match), longest first, among equal lengths the latest first.
         """
         sequence, end = self.tokens, len(self.tokens) - skipped
         found: dict[int, int] = {}
         for n in range(min(self.max_ngram, end), 0, -1):
             ends = self._ends[n - 1][tuple(sequence[end - n : end])]
             stop = len(ends)
-            while stop and ends[stop - 1] >= end:  # the suffix itself, and what lies in the skipped tokens
+            while stop and ends[stop - 1] >= end:  # the suffix itself, and what ends in skipped tokens
                 stop -= 1
             for at in ends[max(stop - self.search, 0) : stop]:
                 if at not in found:
@@ -82,7 +83,7 @@ class SuffixIndex(Table):
         return sorted(((length, at) for at, length in found.items()), reverse=True)
 
     def _length(self, at: int, end: int, known: int) -> int:
-        """How many tokens before index `at` equal those before `end`; `known` of them do."""
+        """How many tokens before index `at` equal those before `end`; `known` of them are known to."""
         sequence, back = self.tokens, end - at
         stop = max(at - self.longest, 0)
         place = at - known
@@ -91,7 +92,7 @@ class SuffixIndex(Table):
         return at - place
 
     def continuation(self, at: int, count: int) -> list[int]:
-        """The `count` tokens from index `at` on; behind the sequence's end it repeats itself, as a loop would."""
+        """The `count` tokens from index `at` on; at the sequence's end they start over from `at`, as in a loop."""
         tokens = self.tokens[at : at + count]
         period = len(self.tokens) - at
         for i in range(len(tokens), count):
@@ -100,16 +101,16 @@ class SuffixIndex(Table):
 
 
 class PromptLookup(HostDrafter[SuffixIndex]):
-    """Continuations of earlier occurrences, as one trie.
+    """Proposes the continuations of earlier occurrences, as one trie.
 
-    A node counts as matched by its occurrence's match and the nodes above it: when verification gets there, so many
-    tokens agree. Its class is the group of that number, how many siblings came before it, and whether it is a child of
+    When verification reaches a node, the tokens of its occurrence's match and of the nodes above it agree with the
+    text. The node's class is the group of their number, how many siblings came before it, and whether it is a child of
     the root, where the last proposal may just have failed.
 
     Args:
-        length: tokens proposed behind an occurrence.
+        length: tokens proposed after an occurrence.
         max_ngram: longest n-gram that is looked up; longer matches are found among these.
-        candidates: occurrences with different continuations, beside the one behind a replaced token.
+        candidates: occurrences with different continuations, beside the one after a replaced token.
     """
 
     def __init__(self, length: int = 24, max_ngram: int = 3, candidates: int = 3):
@@ -129,13 +130,13 @@ class PromptLookup(HostDrafter[SuffixIndex]):
 
     def fill(self, trie: Trie, node: int, table: SuffixIndex, max_nodes: int) -> None:
         found, worth = self._collect(table, trie.tokens[0])
-        moved = {0: 0}
+        added = {0: 0}  # node of `found` -> node of `trie`
         # A child is worth less than its parent, so the parent comes first.
         for place in sorted(range(1, len(found)), key=worth.__getitem__, reverse=True)[:max_nodes]:
-            moved[place] = trie.add(moved[found.parents[place]], found.tokens[place], found.classes[place])
+            added[place] = trie.add(added[found.parents[place]], found.tokens[place], found.classes[place])
 
     def _collect(self, index: SuffixIndex, root: int) -> tuple[Trie, list[float]]:
-        """All candidates, and of each node how likely verification seems to get there."""
+        """A trie of all candidates, and each node's estimated chance that verification reaches it."""
         trie, worth, found = Trie(root), [1.0], 0
         for matched, at in index.matches(self.candidates):
             found += self._add(trie, worth, index.continuation(at, self.length), matched)
@@ -147,13 +148,14 @@ class PromptLookup(HostDrafter[SuffixIndex]):
 
     @staticmethod
     def _add(trie: Trie, worth: list[float], chain: Sequence[int], matched: int) -> bool:
-        """Put a chain into the trie; whether it has nodes that were not there yet."""
+        """Add a chain to the trie. Returns whether any of its nodes is new."""
         node, before = 0, len(trie)
         for agreeing, token in enumerate(chain, matched):
             child = trie.child(node, token)
             if child is None:
                 rank, group = trie.degree(node), bisect(GROUPS, agreeing) - 1
-                # For the order alone: after m matched tokens the next one agrees in (m + 1/2) of (m + 3/2) cases.
+                # Only for the order: after m matched tokens the next one is taken to agree in (m + 1/2) of (m + 3/2)
+                # cases.
                 chance = (agreeing + 0.5 if rank == 0 else 1 / (1 + rank)) / (agreeing + 1.5)
                 worth.append(worth[node] * chance)
                 child = trie.add(node, token, 1 + (group * RANKS + min(rank, RANKS - 1)) * 2 + (node > 0))

@@ -1,9 +1,9 @@
 """A small model of the same vocabulary drafts a chain: classic draft-model speculation, and TriForce's lowest tier
 (arXiv 2404.11912, section 4.2), on a cache of sinks and recent tokens, so that it drafts at any length.
 
-It chooses as the target would, with the noise that the target's choices will use (infer/sampling.py). What it processed
-itself stays where the committed tokens agree; others' tokens are read when they are next needed. Not here: the cache
-(infer/streaming_cache.py). Shapes: B slots, T rows of a pass, V vocabulary.
+It chooses as the target would, with the noise that the target's choices will use (infer/slot_sampling.py). Rows of its
+own passes stay as far as the committed tokens agree with them; other tokens are read when they are next needed. The
+cache is in infer/streaming_cache.py. Shapes: B slots, T rows of a pass, V vocabulary.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,9 +24,9 @@ from longdraft.models.kv_cache import KVCache
 from longdraft.models.passes import Pass, TargetOutput, prompt_rows
 from longdraft.models.target import Target
 
-# A rewind finds so many tokens unless told otherwise, where the window is wide enough for twice as many.
+# Tokens that a rewind can take back by default, if the window has room for twice as many.
 SLACK = 16
-# A position behind every sequence.
+# A position after every sequence's end.
 NOWHERE = 2**40
 
 
@@ -39,8 +39,8 @@ class SmallModelDrafter(DeviceDrafter):
         gamma: tokens a step (TriForce: 2).
         sinks: first tokens that always stay in its cache.
         window: rows of its cache, sinks included.
-        slack: how many tokens may be taken back without reading the text again; None is 16, and a quarter of the window
-            where that is less.
+        slack: how many tokens can be taken back without reading the text again; None is 16, or a quarter of the window
+            if that is less.
 
     Raises:
         ValueError: vocabularies or tokenizers that differ, two devices, a RoPE type whose table depends on the length,
@@ -65,14 +65,16 @@ class SmallModelDrafter(DeviceDrafter):
         self.small, self.gamma, self._sinks, self._window = small, gamma, sinks, window
         self.max_nodes = self.max_depth = gamma
         self._widest = min(max(window, 2), MOST_ROWS)
-        # No row of a pass over the prompt is farther from another than the model was made for.
+        # A GPU reads a prompt in wide passes. On 2 CPU cores they gain nothing: SmolLM2 read 400 and 3000 tokens in
+        # 0.53 and 5.6 s by 128 rows, in 1.07 and 5.4 s by 512, which need a second cache of 18 MB.
         device, room = small.model.embed_tokens.weight.device, small.model.config.max_positions - window
+        # `room`: no two rows of a pass are farther apart than the model was trained for.
         most = self._widest if backend.is_host(device) else min(prompt_rows(device.type), room)
-        self._reading = max(self._widest, most)
+        self._reading = max(self._widest, most)  # rows of a pass over a prompt
         self._cache: StreamingCache | None = None
-        # Tokens that a slot lacks are at most so many, and where some were taken back, those that it lacked then.
+        # A slot lacks at most `_most_behind` tokens, and those that `_lacked` counted after the last rewind.
         self._most_behind, self._lacked = 0, None
-        self._appended = 0  # rows kept since the cache was settled, at most
+        self._appended = 0  # the most rows that a slot has appended since the cache was settled
 
     @property
     def class_stages(self) -> Sequence[int]:
@@ -88,7 +90,7 @@ class SmallModelDrafter(DeviceDrafter):
 
     @property
     def _tail(self) -> int:
-        """Rows of a catch-up pass and of the drafted tokens behind it."""
+        """Rows of a catch-up pass and of the drafted tokens after it."""
         return self._widest + self.gamma
 
     def on_start(self, slot: int, request: Request, cache: KVCache) -> None:
@@ -96,7 +98,7 @@ class SmallModelDrafter(DeviceDrafter):
             self._cache, self._appended = self._new_cache(cache.batch, self._tail), 0
             self._drafted = torch.full((cache.batch, self.gamma - 1), -1, device=cache.lengths.device)
             self._drafted_at = torch.zeros_like(cache.lengths)  # position of the first of them
-            self._half_read = set[int]()  # slots with a prompt that is being read, or was when it was given up
+            self._half_read = set[int]()  # slots whose prompt is being read, or was given up before its end
         self._half_read.discard(slot)
         if len(request.prompt) > 1:
             self._half_read.add(slot)
@@ -129,9 +131,9 @@ class SmallModelDrafter(DeviceDrafter):
             for chunk in tokens_T.split(self._widest):
                 self._read(cache.slot(slot), cache.tokens[slot], chunk)
                 self._appended = len(chunk)
-                self._settle()  # how long a prompt was is nothing that steps are recorded by
+                self._settle()  # or the prompt's length would be part of the next step's plan
             return
-        # A cache with room for wide passes, for this slot alone and only now.
+        # Wide passes need a cache with more room: a temporary one, of this slot only.
         wide = self._new_cache(1, self._reading)
         wide.take_slot(0, cache, slot)
         for chunk in tokens_T.split(self._reading):
@@ -139,22 +141,22 @@ class SmallModelDrafter(DeviceDrafter):
             wide.settle(len(chunk))
         cache.take_slot(slot, wide, 0)
 
-    def _read(self, one: KVCache, first: Tensor, tokens_T: Tensor) -> None:
-        """A pass over these tokens of one slot, the first at position `first` (of no dimension)."""
+    def _read(self, slot_cache: KVCache, first: Tensor, tokens_T: Tensor) -> None:
+        """Run a pass over tokens of one slot and commit them. first: a scalar, the position of the first one."""
         positions_1T = (first + torch.arange(len(tokens_T), device=tokens_T.device))[None]
-        self.small.model(Pass(tokens_T[None], cache=one, positions_BT=positions_1T, needs=frozenset({"last_kv"})))
-        one.commit(None, torch.full_like(one.lengths, len(tokens_T)))
+        self.small.model(Pass(tokens_T[None], slot_cache, positions_1T, needs=frozenset({"last_kv"})))
+        slot_cache.commit(None, torch.full_like(slot_cache.lengths, len(tokens_T)))
 
     def plan(self, state: SlotState, max_nodes: int) -> tuple[int, int, int]:
-        """Tokens to draft; to read before that, at most; and rows appended to the cache since it was settled."""
+        """How many tokens to draft, the most tokens that a slot must read before that, and the most rows appended to
+        the cache since it was settled."""
         count = state.stages(min(self.gamma, max_nodes))
-        # What was taken back was queued before anything of this step: the host hears of it while the device is at work,
-        # or has just read something else behind it. A slot lacks what of its prompt is still to be read, and that may
-        # never come.
+        # Reading `_lacked` hardly waits: the rewind was queued before anything of this step. A slot whose prompt is
+        # half read does not count: it lacks the rest of the prompt, which may never come.
         lacks = [] if self._lacked is None else self._lacked.lists()[0]
         lacked = max([0, *(count for slot, count in enumerate(lacks) if slot not in self._half_read)])
         behind, appended = max(0, self._most_behind + lacked), self._appended
-        if behind < self._widest:  # rows behind the root cost little
+        if behind < self._widest:  # a few more rows before the root cost little
             behind = min(state.rounded(behind + 1), self._widest) - 1
         self._most_behind, self._lacked = -1, None  # the root is read
         self._appended = behind % self._widest + count
@@ -178,15 +180,17 @@ class SmallModelDrafter(DeviceDrafter):
         return tree
 
     def _drop_disagreeing(self, state: SlotState) -> None:
-        """Keep of the drafted rows those whose tokens were committed, but for the root, whose logits are needed."""
+        """Keep the drafted rows whose tokens were committed, except the root's: its logits are still needed."""
         assert self._cache is not None
         committed_BG = state.history.read(self._drafted_at, self.gamma - 1)
         agreeing_B = (committed_BG == self._drafted).cumprod(1).sum(1)
         self._cache.rewind(torch.minimum(self._drafted_at + agreeing_B, state.positions))
 
     def _catch_up(self, state: SlotState, behind: int, appended: int) -> Tensor:
-        """Process what was committed since, and the root: the root's logits [B, V]. No slot at work lacks more than
-        `behind` tokens."""
+        """Run the model over the tokens committed since its last pass, and over the root: the root's logits [B, V].
+
+        behind: the most tokens before the root that an active slot lacks.
+        """
         cache = self._cache
         assert cache is not None
         behind_B = torch.where(state.active, state.positions - cache.tokens, 0).clamp(min=0)
@@ -200,8 +204,8 @@ class SmallModelDrafter(DeviceDrafter):
         return self._pass(tokens_BT, cache.tokens, counts_B, behind_B[:, None])
 
     def _pass(self, tokens_BT: Tensor, first_B: Tensor, counts_B: Tensor, at_B1: Tensor | None = None) -> Tensor:
-        """A chain at positions first_B, first_B + 1, ..., of which counts_B tokens are committed: logits [B, V] of one
-        token (the last) of each slot."""
+        """Run the model over tokens at positions first_B, first_B + 1, ... and commit the first counts_B of them.
+        Returns the logits [B, V] of one token of each slot, at index at_B1 (None: the last)."""
         width = tokens_BT.shape[1]
         at_B1 = torch.full_like(first_B, width - 1)[:, None] if at_B1 is None else at_B1
         positions_BT = first_B[:, None] + torch.arange(width, device=first_B.device)
@@ -226,7 +230,7 @@ class SmallModelDrafter(DeviceDrafter):
 
 
 def check_vocabularies(target: Target, small: Target) -> None:
-    """ValueError where the small model's tokens cannot be the target's."""
+    """Raise ValueError if the small model differs from the target in its vocabulary, its tokenizer or its device."""
     sizes = [model.model.config.vocab_size for model in (small, target)]
     if sizes[0] != sizes[1]:
         raise ValueError(

@@ -1,10 +1,11 @@
 """TokenSwift's drafter (arXiv 2502.18890, section 3): chained heads on the target's own state fill a static tree.
 
-Without a draft pass the heads read the state before the root, at p - 1 for a root at p (infer/drafters/heads.py): head
-i proposes the token at p + i, levels [3, 3, 3]. With it the target runs over the root on a selected cache: its own row
-proposes p + 1, head i proposes p + 1 + i, levels [1, 3, 3, 3]. Not here: the heads (models/drafts/tokenswift.py), the
-n-grams that join them (infer/drafters/ngrams.py), the selected cache (infer/partial_cache.py), when the pass pays
-(infer/policy.py). Shapes: B slots, D hidden, I levels, K ranks.
+Without a draft pass the heads read the state just before the root, at p - 1 for a root at p (infer/drafters/heads.py):
+head i proposes the token at p + i, and the levels are [3, 3, 3]. With a draft pass the target runs over the root on a
+selected cache (infer/partial_cache.py): its own logits propose the token at p + 1, head i that at p + 1 + i, and the
+levels are [1, 3, 3, 3]. infer/draft_pass_trial.py measures whether the pass pays. The heads are in
+models/drafts/tokenswift.py, the n-grams that join them in infer/drafters/ngrams.py.
+Shapes: B slots, D hidden, I levels, K ranks.
 """
 
 from collections.abc import Mapping, Sequence
@@ -39,10 +40,10 @@ def tokenswift(
     sinks: int = 16,
     ngrams: int = 20,
 ) -> Drafter:
-    """TokenSwift as published: its heads (see `TokenSwiftDrafter`), and in the same tree the most frequent n-grams.
+    """TokenSwift as published: its heads, and in the same tree the text's most frequent n-grams.
 
     Args:
-        ngrams: 4-grams merged into the tree; 0 is none.
+        ngrams: how many 4-grams join the tree; 0 for none. Other arguments: see `TokenSwiftDrafter`.
     """
     integer("ngrams", ngrams, 0)
     heads = TokenSwiftDrafter(target, draft, shape, draft_pass=draft_pass, budget=budget, sinks=sinks)
@@ -50,15 +51,13 @@ def tokenswift(
 
 
 class TokenSwiftDrafter(HeadsDrafter):
-    """Ranks every head's tokens (with the step's noise at T > 0) and fills a static tree.
+    """The heads' part of TokenSwift.
 
     Args:
-        target: the loaded target (models/target.py).
-        draft: trained heads.
-        shape: which rank combinations of the heads are nodes, best first, or the ranks of each level of a full
-            Cartesian tree; None is that of 3 ranks a head. With a draft pass it stands below the one node of the
-            target's own row.
-        draft_pass: "always", "never", or "auto", which measures (infer/policy.py).
+        shape: which rank combinations of the heads are nodes, best first, or the number of ranks in each level of a
+            full Cartesian tree; None means 3 ranks for each head. A draft pass puts one more node, the target's own
+            proposal, between the root and this tree.
+        draft_pass: "always", "never", or "auto", which measures.
         budget: rows of the selected cache, for each layer and KV head.
         sinks: first tokens that always stay in it.
 
@@ -76,95 +75,97 @@ class TokenSwiftDrafter(HeadsDrafter):
         budget: int = 4096,
         sinks: int = 16,
     ):
-        super().__init__(target, draft, shape, "tokenswift", TokenSwift)
+        super().__init__(target, draft, shape, TokenSwift)
         self.target, self._draft_pass = target, one_of("draft_pass", draft_pass, DRAFT_PASSES)
-        self._top = TopTokens(integer("budget", budget, 1), integer("sinks", sinks, 0))
+        self._selection = TopTokens(integer("budget", budget, 1), integer("sinks", sinks, 0))
         if draft_pass == "always":
             refuse_windows(target.model.config, "draft_pass='always'")
         windows = target.model.config.sliding_windows
-        self._may_pass = draft_pass != "never" and not (windows and any(windows))
-        # With a draft pass; its nodes have classes of their own.
-        self._below = TreeShape(((0,), *((0, *node) for node in self.shape.nodes)), 1 + len(self.shape.nodes))
-        if self._may_pass:
-            self.max_nodes, self.max_depth = len(self._below.nodes), self._below.depth
-        self.draft_pass_budget = self._top.budget if self._may_pass and draft_pass == "auto" else None
-        self._cache: KVCache | None = None
+        self._pass_allowed = draft_pass != "never" and not (windows and any(windows))
+        # The tree of a proposal with a draft pass. Its nodes have classes of their own.
+        self._pass_shape = TreeShape(((0,), *((0, *node) for node in self.shape.nodes)), 1 + len(self.shape.nodes))
+        if self._pass_allowed:
+            self.max_nodes, self.max_depth = len(self._pass_shape.nodes), self._pass_shape.depth
+        self.draft_pass_budget = self._selection.budget if self._pass_allowed and draft_pass == "auto" else None
+        self._full: KVCache | None = None  # the target's cache, which the selected rows come from
         self._selected: SelectedCache | None = None
-        self._can_select, self._follows = self._may_pass, False  # whether the selected cache is kept up at present
+        self._pass_possible = self._pass_allowed  # and the cache at hand is a full one
+        self._tracking = False  # whether the selected cache follows the full one at present
 
     @property
     def n_classes(self) -> int:
-        return self._below.first_class + len(self._below.nodes)
+        return self._pass_shape.first_class + len(self._pass_shape.nodes)
 
     def decisions(self) -> Mapping[str, str]:
-        if self._draft_pass != "auto" or self._can_select:
+        if self._draft_pass != "auto" or self._pass_possible:
             return {}
-        why = "the cache at hand is a part itself" if self._may_pass else "the target has sliding windows"
+        why = "the cache at hand is a part itself" if self._pass_allowed else "the target has sliding windows"
         return {"draft_pass": f"never: {why}"}
 
     def memory_bytes(self, batch: int, capacity: int) -> Mapping[str, int]:
         head, model = super().memory_bytes(batch, capacity), self.target.model
-        if not self._may_pass or (self._draft_pass == "auto" and capacity <= self._top.budget):
+        if not self._pass_allowed or (self._draft_pass == "auto" and capacity <= self._selection.budget):
             return head
-        return head | selected_bytes(self._top, model.config, model.embed_tokens.weight.dtype, batch, capacity, tail=1)
+        dtype = model.embed_tokens.weight.dtype
+        return head | selected_bytes(self._selection, model.config, dtype, batch, capacity, tail=1)
 
     def on_start(self, slot: int, request: Request, cache: KVCache) -> None:
         super().on_start(slot, request, cache)
-        self._can_select = self._may_pass and not isinstance(cache, RingCache)
-        if self._draft_pass == "always" and not self._can_select:
+        self._pass_possible = self._pass_allowed and not isinstance(cache, RingCache)
+        if self._draft_pass == "always" and not self._pass_possible:
             raise ValueError("draft_pass='always' needs the whole context's cache, and this one is a part; use 'never'")
-        if self._cache is not cache:
-            self._cache, self._selected, self._follows = cache, None, False
+        if self._full is not cache:
+            self._full, self._selected, self._tracking = cache, None, False
         if self._draft_pass == "always":
-            self._follows = True
-            self._select()
+            self._tracking = True
+            self._selected_cache()
         if self._selected is not None:
             self._selected.reset([slot])
-        self._ask_for_queries(self._follows)
+        self._ask_for_queries(self._tracking)
 
     def buffers(self) -> tuple[object, ...]:
         return *super().buffers(), self._selected
 
     def on_prefill(self, slot: int, prompt: Sequence[int], start: int, end: int, output: TargetOutput) -> None:
         super().on_prefill(slot, prompt, start, end, output)
-        if not self._follows or end < len(prompt) - 1:
+        if not self._tracking or end < len(prompt) - 1:
             return
-        if output.queries is None:  # since a step between this prompt's passes, which were not asked for queries
-            self._select().select_anew()
+        if output.queries is None:  # tracking began with a step between this prompt's passes: too late to ask for them
+            self._selected_cache().select_anew()
         else:
-            self._select().build_from_prompt(slot, output.queries, end)
-            self._ask_for_queries(self._select().needs_queries)
+            self._selected_cache().build_from_prompt(slot, output.queries, end)
+            self._ask_for_queries(self._selected_cache().needs_queries)
 
-    def _select(self) -> SelectedCache:
-        """The selected cache, allocated where there is none."""
+    def _selected_cache(self) -> SelectedCache:
+        """The selected cache, which is allocated when it is first asked for."""
         if self._selected is None:
-            assert self._cache is not None
-            self._selected = SelectedCache(self._cache, self._top, self.target.model.config, tail=1)
+            assert self._full is not None
+            self._selected = SelectedCache(self._full, self._selection, self.target.model.config, tail=1)
         return self._selected
 
     def _ask_for_queries(self, wanted: bool) -> None:
         self.needs = self.draft.needs | {"queries"} if wanted else self.draft.needs
 
     def plan(self, state: SlotState, max_nodes: int) -> tuple[int, SelectedCache | None]:
-        """How many nodes, and the selected cache that the draft pass runs on; None without one."""
-        choice = state.draft_pass
-        wanted = self._can_select and (self._draft_pass == "always" or (choice is not None and choice.with_pass))
-        if wanted and not self._follows:
-            self._select().select_anew()
-        self._follows = wanted
-        self._ask_for_queries(wanted and self._select().needs_queries)
-        takes = wanted and self._select().ready
-        if choice is not None and takes:
-            choice.taken = True
-        self.trunk = int(takes)
-        return max_nodes, self._select() if takes else None
+        """The number of nodes, and the selected cache for the draft pass; None for a proposal without one."""
+        trial = state.draft_pass
+        wanted = self._pass_possible and (self._draft_pass == "always" or (trial is not None and trial.with_pass))
+        if wanted and not self._tracking:
+            self._selected_cache().select_anew()
+        self._tracking = wanted
+        self._ask_for_queries(wanted and self._selected_cache().needs_queries)
+        takes_pass = wanted and self._selected_cache().ready
+        if trial is not None and takes_pass:
+            trial.taken = True
+        self.trunk = int(takes_pass)
+        return max_nodes, self._selected_cache() if takes_pass else None
 
     def grow(self, state: SlotState, plan: tuple[int, SelectedCache | None]) -> TokenTree:
-        """The heads' tree below each root; on a selected cache, below the token that the target's own row gives."""
+        """The heads' tree below each root; with a draft pass, below the token that the target itself proposes."""
         max_nodes, selected = plan
         if selected is None:
             return super().grow(state, max_nodes)
-        shape, needs = self._below.first(max_nodes), self.draft.needs | {"logits"}
+        shape, needs = self._pass_shape.first(max_nodes), self.draft.needs | {"logits"}
         output = self.target.model(Pass(state.roots[:, None], selected, state.positions[:, None], needs=needs))
         hidden_B1D = self.state_of(output)
         assert output.logits is not None and hidden_B1D is not None
@@ -176,10 +177,10 @@ class TokenSwiftDrafter(HeadsDrafter):
 
     def on_step(self, state: SlotState, tree: TokenTree, accepted: AcceptResult, output: TargetOutput) -> None:
         super().on_step(state, tree, accepted, output)
-        if self._follows:
-            self._select().on_step(state.positions, accepted, output.queries, self.max_depth)
-            self._ask_for_queries(self._select().needs_queries)
+        if self._tracking:
+            self._selected_cache().on_step(state.positions, accepted, output.queries, self.max_depth)
+            self._ask_for_queries(self._selected_cache().needs_queries)
 
     def release(self) -> None:
-        self._cache = self._selected = None
-        self._follows = False
+        self._full = self._selected = None
+        self._tracking = False

@@ -1,10 +1,11 @@
-"""TriForce (arXiv 2404.11912): an engine used as a drafter. A small model drafts for the target on a cache of retrieved
-rows, which so collects a chain that the target on the full cache verifies.
+"""TriForce (arXiv 2404.11912): an engine used as a drafter.
 
-The inner level has a runner of its own (infer/runner.py), with the same noise and parameters; the levels exchange
-tokens only. Without a small model the middle level alone is self-speculation; with recent rows instead of
-retrieved ones it is the naive policy (MagicDec). Not here: the small model (infer/drafters/small_model.py), the cache
-(infer/partial_cache.py), what is retrieved (infer/selection.py). Shapes: L layers, B slots, H query heads, C chain.
+In the inner level a small model drafts for the target on a cache of retrieved rows. The chain of tokens that the inner
+level commits is the proposal that the outer level verifies, the target on the full cache. The inner level has its own
+runner (infer/runner.py), with the same noise and parameters; the levels exchange only tokens. Without a small model the
+inner level is self-speculation; with recent rows instead of retrieved ones it is the naive policy (MagicDec). The small
+model is in infer/drafters/small_model.py, the cache in infer/partial_cache.py, what is retrieved in infer/selection.py.
+Shapes: L layers, B slots, H query heads, C chain.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,12 +28,12 @@ from longdraft.models.passes import TargetOutput
 from longdraft.models.target import Target
 
 POLICIES = ("retrieval", "streaming")
-# The rolling acceptance is a mean over about so many steps.
+# The rolling acceptance is a mean over about this many steps.
 ROLLING_STEPS = 8
 
 
 def _refuse(where: str, **given: object) -> None:
-    """ValueError for the first option that is given although nothing here uses it."""
+    """Raise ValueError for the first option that has a value although nothing uses it."""
     for name, value in given.items():
         if value is not None:
             raise ValueError(f"{name}={value!r}: {where}")
@@ -43,14 +44,14 @@ class TriForceDrafter(Drafter):
 
     Args:
         target: the loaded target.
-        small: what drafts for it there: a loaded model of the same vocabulary, any Drafter, or None for none.
+        small: what drafts for the inner level: a loaded model of the same vocabulary, any Drafter, or None for none.
         gamma: tokens that a small model drafts at a time; None is 2.
         chain: tokens collected for the outer verification.
         budget: rows of the target's partial cache, for each layer and KV head.
         chunk: keys that are retrieved together; None is 8.
-        stride: accepted tokens after which the rows are retrieved anew; None is 256.
-        acceptance_floor: also when the rolling share of the chain's accepted tokens falls below this, a quarter of the
-            stride after the last time at the earliest; 0 is off, None is 0.5.
+        stride: accepted tokens after which the rows are retrieved again; None is 256.
+        acceptance_floor: retrieve again as well if the rolling fraction of the chain's accepted tokens falls below
+            this, but not before a quarter of the stride; 0 is off, None is 0.5.
         policy: "retrieval", or "streaming" for the sinks and the most recent rows.
         sinks: first tokens that always stay, in a small model's cache and under "streaming"; None is 16.
         window: rows of a small model's cache; None is 256.
@@ -90,21 +91,19 @@ class TriForceDrafter(Drafter):
         self.target, self.chain, budget = target, integer("chain", chain, 1), integer("budget", budget, 1)
         self._stride = integer("stride", 256 if stride is None else stride, 1)
         self._floor = fraction("acceptance_floor", 0.5 if acceptance_floor is None else acceptance_floor)
-        chunk, sinks = (
-            integer("chunk", 8 if chunk is None else chunk, 1),
-            integer("sinks", 16 if sinks is None else sinks, 0),
-        )
+        chunk = integer("chunk", 8 if chunk is None else chunk, 1)
+        sinks = integer("sinks", 16 if sinks is None else sinks, 0)
         refuse_windows(target.model.config, f"budget={budget}: a cache of selected rows")
         self._policy = TopChunks(budget, chunk) if retrieval else Recent(budget, sinks)
         self.inner = self._inner(small, 2 if gamma is None else gamma, sinks, 256 if window is None else window)
         self.max_nodes = self.max_depth = chain
-        self._runner = Runner(target.model, self.inner, nodes=chain, graphs=False)  # `state` says what is recorded
+        self._runner = Runner(target.model, self.inner, nodes=chain, graphs=False)  # `state.graphs` records instead
         self._cache: SelectedCache | None = None
         self._rebuilds = {"stride": 0, "acceptance": 0, "room": 0}
         self._set_needs(self._policy.scored)
 
     def _inner(self, small: Target | Drafter | None, gamma: int, sinks: int, window: int) -> Drafter:
-        """What drafts for the middle level. A small model must find everything where a whole chain is rejected."""
+        """The drafter of the inner level. A small model must be able to take back a whole rejected chain."""
         if small is None:
             return Plain()
         if isinstance(small, Target):
@@ -140,12 +139,12 @@ class TriForceDrafter(Drafter):
     def memory_bytes(self, batch: int, capacity: int) -> Mapping[str, int]:
         model = self.target.model
         dtype = model.embed_tokens.weight.dtype
-        own = selected_bytes(self._policy, model.config, dtype, batch, capacity, self._tail)
-        return {**own, **self.inner.memory_bytes(batch, capacity)}
+        cache = selected_bytes(self._policy, model.config, dtype, batch, capacity, self._tail)
+        return {**cache, **self.inner.memory_bytes(batch, capacity)}
 
     @property
     def _tail(self) -> int:
-        """Rows behind the budget: a chain, and the widest inner pass."""
+        """Rows after the budget: a chain, and the widest inner pass."""
         return self.chain + 1 + self._runner.max_nodes + self.inner.max_depth
 
     def _set_needs(self, queries: bool) -> None:
@@ -168,17 +167,17 @@ class TriForceDrafter(Drafter):
         self._cache = SelectedCache(full, self._policy, self.target.model.config, self._tail)
         self._runner.cache = self._cache
         batch = full.batch
-        # The inner level's own history: what it adds must not reach the outer level's.
+        # The inner level has its own history, because the outer level must not see what it adds.
         self._history = History(batch, full.capacity, full.keys.device)
         self._committed: list[list[int]] = [[] for _ in range(batch)]
         self._known = [0] * batch  # how many of these the outer level has committed
-        self._step_tokens = 0  # the most that a step committed
+        self._step_tokens = 0  # the most tokens that an outer step has committed to a slot
         self._since_build, self._acceptance = [0] * batch, [1.0] * batch
         self._wanted: dict[int, str] = {}  # slots to rebuild with the next pass's queries, and why
-        self._offered = 0  # tokens of the last proposal, 0 where a step had none
+        self._offered = 0  # tokens of the last proposal, 0 if the step had none
 
     def _forget(self, slot: int) -> None:
-        """Nothing is known of this slot's present selection."""
+        """Start the statistics of this slot's selection anew."""
         self._since_build[slot], self._acceptance[slot] = 0, 1.0
         self._wanted.pop(slot, None)
 
@@ -197,7 +196,7 @@ class TriForceDrafter(Drafter):
         self._runner.state = inner = self._inner_state(state)
         collected = [0] * len(self._committed)
         while True:
-            # One read a pass: a pass too many costs far more than waiting for this one.
+            # The host reads every pass, because one pass too many costs far more than waiting.
             emitted = self._runner.read(self._runner.step(*late))
             if late:
                 self._list_late(*emitted.also)
@@ -208,13 +207,13 @@ class TriForceDrafter(Drafter):
             if all(tokens == 0 or tokens >= count for tokens in collected):
                 break
             inner.active = inner.active & (inner.positions < begin_B + count)
-        self._outer, self._positions = begin_B, inner.positions  # where the roots of both levels stand
+        self._outer, self._positions = begin_B, inner.positions  # positions of both levels' roots
         chain_BC = self._history.read(begin_B + 1, count).masked_fill(~state.active[:, None], -1)
         return TokenTree.from_chain(state.roots, chain_BC)
 
     def _inner_state(self, state: SlotState) -> SlotState:
-        """The inner level where the outer one stands. Of the lists only what is new is copied; the history as a whole
-        is a megabyte a slot at 128K tokens, beside a pass over them."""
+        """The inner level's state, equal to the outer one's. Only new tokens of the lists are copied. The history is
+        copied whole: a megabyte a slot at 128K tokens, little beside a pass over these."""
         self._history.tokens.copy_(state.history.tokens)
         self._history.prompt_lengths.copy_(state.history.prompt_lengths)
         for slot, tokens in enumerate(state.committed):
@@ -224,18 +223,19 @@ class TriForceDrafter(Drafter):
         return SlotState(*places, self._history, state.sampling, self._committed, state.graphs)
 
     def _late(self, state: SlotState) -> Tensor:
-        """What is read of the tokens that the outer lists may lack where they are late: those of one step at most."""
+        """[B, 2 + R], for `_list_late`: active, position, and the last R tokens up to the root, of which the outer
+        level's lists may lack those of one step when the host lags."""
         most = 1 + self._step_tokens
         active_B1, places_B1 = state.active.long()[:, None], state.positions[:, None]
         recent_BR = state.history.read(state.positions - (most - 1), most)
         return torch.cat([active_B1, places_B1, recent_BR], dim=1)
 
     def _list_late(self, rows: list[list[int]]) -> None:
-        """Bring the inner level's lists to the outer roots; rows: of `_late`."""
-        for mine, (active, position, *recent) in zip(self._committed, rows, strict=True):
-            if active and (missing := position + 1 - len(mine)) > 0:
-                mine += recent[len(recent) - missing :]
-        self._known = [len(mine) for mine in self._committed]
+        """Extend the inner level's lists up to the outer roots. rows: what `_late` returned."""
+        for tokens, (active, position, *recent) in zip(self._committed, rows, strict=True):
+            if active and (missing := position + 1 - len(tokens)) > 0:
+                tokens += recent[len(recent) - missing :]
+        self._known = [len(tokens) for tokens in self._committed]
 
     def on_step(self, state: SlotState, tree: TokenTree, accepted: AcceptResult, output: TargetOutput) -> None:
         assert self._cache is not None
@@ -245,11 +245,11 @@ class TriForceDrafter(Drafter):
             self.inner.rewind(self._outer + 1 + agreed_B)
         self.inner.advance(most)
         self._step_tokens = max(self._step_tokens, most)
-        began = self._cache.on_step(state.positions, accepted, output.queries, self.chain, list(self._wanted))
+        rebuilt = self._cache.on_step(state.positions, accepted, output.queries, self.chain, list(self._wanted))
         if self._policy.scored:
             counts, agreements, positions = torch.stack([accepted.counts, agreed_B, state.positions]).tolist()
-            for slot in began:
-                if positions[slot] > self._cache.budget:
+            for slot in rebuilt:
+                if counts[slot] and positions[slot] > self._cache.budget:  # not for a slot without a request
                     self._rebuilds[self._wanted.get(slot, "room")] += 1
                 self._forget(slot)
             self._want(counts, agreements, positions)
@@ -257,7 +257,7 @@ class TriForceDrafter(Drafter):
         self._set_needs(bool(self._wanted) or self._cache.needs_queries)
 
     def _agreed(self, state: SlotState) -> Tensor:
-        """int64 [B]: how many of the inner level's tokens behind the last proposal's root stand now."""
+        """int64 [B]: how many of the inner level's tokens after the last proposal's root the outer level committed."""
         most = self.chain + self.inner.max_depth + 1
         first_B, ahead = self._outer + 1, torch.arange(most, device=self._outer.device)
         last_B = torch.minimum(self._positions, state.positions)
@@ -267,7 +267,7 @@ class TriForceDrafter(Drafter):
         return same.cumprod(1).sum(1)
 
     def _want(self, counts: list[int], agreements: list[int], positions: list[int]) -> None:
-        """Which slots are to be rebuilt next, before they have to be."""
+        """Note the slots to rebuild by stride or acceptance, before they run out of rows."""
         assert self._cache is not None
         for slot, (count, agreed, position) in enumerate(zip(counts, agreements, positions, strict=True)):
             if not count or slot in self._wanted:
@@ -278,7 +278,7 @@ class TriForceDrafter(Drafter):
                 self._acceptance[slot] += (share - self._acceptance[slot]) / ROLLING_STEPS
             since = self._since_build[slot]
             if self._cache.whole or position < self._cache.budget - self.chain:
-                self._since_build[slot] = 0  # everything is there
+                self._since_build[slot] = 0  # the cache still holds every token
             elif since >= self._stride:
                 self._wanted[slot] = "stride"
             elif self._acceptance[slot] < self._floor and 4 * since >= self._stride:

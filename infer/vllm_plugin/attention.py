@@ -1,7 +1,7 @@
-"""Attention of a draft within vLLM: over its own cache, and over what the target's last layer has cached.
+"""A draft's attention within vLLM: over its own cache, and over the cache of the target's last layer.
 
-vLLM drafts a token a pass and counts the passes since the last verification (`draft_index`). Its metadata let every
-pass read one position more; the target has computed none of those, so the reader of its cache takes them off again.
+vLLM drafts one token a pass and counts the passes since the last verification (`draft_index`). Its metadata let each
+pass read one position more. The target has not computed these positions, so `TargetAttention` takes them off again.
 """
 
 from copy import copy
@@ -18,14 +18,15 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec  # pyright: ignore[repo
 
 
 class TargetAttention(Attention):
-    """Queries over the keys and values of the target's last layer, up to the last position that the target computed.
+    """Attention over the keys and values of the target's last layer, up to the last position that the target computed.
 
-    vLLM's proposer takes no draft without an attention layer, so heads have one too and ask it for `draft_index`.
+    vLLM's proposer refuses drafts without an attention layer, so heads have one too and read `draft_index` from it.
 
     Args:
-        vllm_config: of the engine; the target's layers are known to it by now.
-        prefix: the layer's name, which no other has.
-    Raises: ValueError where the target's last layer keeps a window of positions only.
+        vllm_config: the engine's, which already has the target's layers.
+        prefix: a unique name for the layer.
+
+    Raises ValueError if the target's last layer caches only a window of positions.
     """
 
     def __init__(self, vllm_config: VllmConfig, prefix: str):
@@ -41,13 +42,13 @@ class TargetAttention(Attention):
 
     @property
     def draft_index(self) -> int:
-        """How many draft passes there were since the last verification; 0 in vLLM's own trial passes."""
+        """The number of draft passes since the last verification; 0 in vLLM's dummy passes."""
         metadata = get_forward_context().attn_metadata
         return metadata[self.layer_name].draft_index if isinstance(metadata, dict) else 0
 
 
 def _shape(target: Any, vllm_config: VllmConfig) -> dict[str, Any]:
-    """What a draft's layer has as the target's last one."""
+    """The arguments of a draft's attention layer that are those of the target's last layer."""
     return {
         "num_heads": target.num_heads,
         "head_size": target.head_size,
@@ -59,7 +60,7 @@ def _shape(target: Any, vllm_config: VllmConfig) -> dict[str, Any]:
 
 @cache
 def _counting(backend: Any) -> Any:
-    """The backend with metadata that say `draft_index` and end where the target's cache does."""
+    """The backend, with metadata that hold `draft_index` and end where the target's cache ends."""
 
     class Builder(backend.get_builder_cls()):
         def build_for_drafting(self, common_attn_metadata: Any, draft_index: int) -> Any:
@@ -71,7 +72,7 @@ def _counting(backend: Any) -> Any:
 
 
 def _without(common: Any, n: int) -> Any:
-    """The batch's metadata with n keys less for each request; at least one, at the end of the longest context."""
+    """The batch's metadata with n keys fewer for each request, but at least one."""
     if n == 0:
         return common
     common = copy(common)
@@ -83,9 +84,9 @@ def _without(common: Any, n: int) -> Any:
 
 
 class WindowAttention(Attention):
-    """Attention over the last `window` keys of the draft itself, its own the last of them.
+    """Attention over the last `window` keys of the draft itself, the current position's included.
 
-    All its positions stay cached, in the target's own blocks: vLLM wants a draft's layers in one group of them.
+    All positions stay cached, in blocks like the target's: vLLM requires a draft's layers to share one cache group.
     """
 
     def __init__(self, target: TargetAttention, window: int, vllm_config: VllmConfig, prefix: str):

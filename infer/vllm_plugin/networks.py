@@ -1,10 +1,10 @@
 """Draft folders as the draft models of vLLM's EAGLE proposer: heads (TokenSwift, Medusa) and LongSpec's block.
 
-That proposer runs a draft model over the tokens of a verification, each at the position before its own and beside the
-target's hidden state there, then a token a pass; what a pass returns beside its hidden states comes back with the next.
-Of post-norm heads and the block it is `method: eagle`, of linear_chain, which reads the pre-norm state, `eagle3`, whose
-auxiliary states are the residual stream behind any layer. Not here: networks and weights (models/drafts/,
-models/draft_folder.py), which vLLM runs as our own runtime does. Shapes: N tokens, D hidden, V vocabulary.
+That proposer runs a draft model over the tokens of a verification, each at the position before its own and with the
+target's hidden state there, and then over one token a pass. The second tensor that a pass returns is the next pass's
+hidden state. Post-norm heads and the block use `method: eagle`. linear_chain reads the pre-norm state, so it uses
+`eagle3`, whose auxiliary states are the residual stream after any layer. Networks and weights are those of our own
+runtime (models/drafts/, models/draft_folder.py). Shapes: N tokens, D hidden, V vocabulary, E draft vocabulary.
 """
 
 from collections.abc import Iterable
@@ -23,33 +23,33 @@ from longdraft.models.drafts.longspec import LongSpec
 from longdraft.models.drafts.medusa import Medusa
 from longdraft.models.drafts.tokenswift import TokenSwift
 
-# Targets whose embeddings are scaled behind the table that a draft model shares.
+# Targets that scale embeddings after the lookup, while a draft model shares only the table.
 SCALED = ("gemma", "cohere", "granite", "minicpm")
 
 
 class _DraftModel(Eagle3LlamaForCausalLM):
-    """What vLLM asks of both. Its proposer wants that class for `eagle3`; nothing of it is used."""
+    """What vLLM requires of heads and block. Its proposer demands this base class for `eagle3`; none of it is used."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
         nn.Module.__init__(self)
         self._check_engine(vllm_config)
         speculation = vllm_config.speculative_config
-        own, self.config = speculation.draft_model_config, speculation.draft_model_config.hf_config
-        self.draft: Draft = load_draft(local_folder(own.model, own.revision)).to(
+        folder, self.config = speculation.draft_model_config, speculation.draft_model_config.hf_config
+        self.draft: Draft = load_draft(local_folder(folder.model, folder.revision)).to(
             vllm_config.device_config.device, vllm_config.model_config.dtype
         )
         target = vllm_config.model_config.hf_text_config
         if self.draft.config.hidden_size != target.hidden_size:
             raise ValueError(
-                f"draft: {own.model} has hidden_size {self.draft.config.hidden_size}, and the target "
+                f"draft: {folder.model} has hidden_size {self.draft.config.hidden_size}, and the target "
                 f"{target.hidden_size}; serve the draft's own target"
             )
         method = "eagle3" if "pre_norm" in getattr(self.draft, "needs", ()) else "eagle"
         if speculation.method != method:
-            raise ValueError(f"method: {speculation.method}, and {own.model} is served by {method}; give that")
+            raise ValueError(f"method: {speculation.method}, but {folder.model} needs {method}; give that")
         self.vocab_size = vllm_config.model_config.get_vocab_size()
         self.logits_processor = LogitsProcessor(self.vocab_size)
-        # vLLM puts the target's embeddings in this place, if they are as wide, and its LM head into self.lm_head.
+        # vLLM replaces this table by the target's embeddings, if they are as wide, and sets lm_head to its LM head.
         self.model = nn.ModuleDict({"embed_tokens": nn.Embedding(1, target.hidden_size)})
         self.has_own_embed_tokens = self.has_own_lm_head = False
         self.cross = TargetAttention(vllm_config, _layer(vllm_config, 0))
@@ -67,7 +67,7 @@ class _DraftModel(Eagle3LlamaForCausalLM):
         return self.model.embed_tokens(input_ids)  # pyright: ignore[reportCallIssue]
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
-        """[N, D] to logits [N, V]; -inf for what a restricted vocabulary leaves out."""
+        """Hidden states [N, D] to logits [N, V], -inf for tokens outside a restricted draft vocabulary."""
         ids_E = self.draft.token_ids
         if ids_E is None:
             return self.logits_processor(self.lm_head, hidden_states)
@@ -77,35 +77,37 @@ class _DraftModel(Eagle3LlamaForCausalLM):
         return logits_NE.new_full((len(logits_NE), self.vocab_size), -torch.inf).index_copy_(1, ids_E, logits_NE)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """All are loaded, and were held against config.json's digest (models/draft_folder.py)."""
+        """Report all weights as loaded: `load_draft` has loaded them, and checked config.json's digest."""
         return {name for name, _ in self.named_parameters()}
 
 
 class Heads(_DraftModel):
-    """TokenSwift's chains and Medusa's heads: pass i computes head i + 1 from the state that the pass before gave."""
+    """TokenSwift's chains and Medusa's heads: pass i computes head i + 1 from the previous pass's state."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
         super().__init__(vllm_config=vllm_config, prefix=prefix)
-        asked = vllm_config.speculative_config.num_speculative_tokens
+        n_tokens = vllm_config.speculative_config.num_speculative_tokens
         heads = cast(TokenSwift | Medusa, self.draft).config.n_heads
-        if asked > heads:
-            raise ValueError(f"num_speculative_tokens: {asked}, but the draft has {heads} heads; give at most {heads}")
-        # Of all layers' residual streams the one behind the last: what the final norm reads.
+        if n_tokens > heads:
+            raise ValueError(
+                f"num_speculative_tokens: {n_tokens}, but the draft has {heads} heads; give at most {heads}"
+            )
+        # The residual stream after the last layer, which the final norm reads.
         self.config.eagle_aux_hidden_state_layer_ids = [vllm_config.model_config.get_total_num_hidden_layers()]
 
     def combine_hidden_states(self, hidden_states: Tensor) -> Tensor:
-        """The one auxiliary state as it is."""
+        """The only auxiliary state, unchanged."""
         return hidden_states
 
     def forward(
         self, input_ids: Tensor, positions: Tensor, hidden_states: Tensor, inputs_embeds: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """[N, D]: what the LM head reads, and the state of the next pass."""
+        """Returns, both [N, D], what the LM head reads and the state for the next pass."""
         return cast(TokenSwift | Medusa, self.draft).step(self.cross.draft_index, hidden_states)
 
 
 class Block(_DraftModel):
-    """LongSpec's block. The token at position p comes with position p - 1: RoPE is one further than vLLM's positions,
+    """LongSpec's block. vLLM gives the token at position p the position p - 1. So RoPE is computed one position later,
     and the target's keys end at p - 1, as in training. vLLM leaves out the text's first token, which our own runtime
     reads while it is within the window."""
 
@@ -126,7 +128,7 @@ class Block(_DraftModel):
     def forward(
         self, input_ids: Tensor, positions: Tensor, hidden_states: Tensor, inputs_embeds: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """[N, D]: what the LM head reads, twice. `hidden_states` are not read."""
+        """Returns what the LM head reads, [N, D], twice. `hidden_states` is not used."""
         draft, cross, own = self.draft, self.cross, self.own
         assert isinstance(draft, LongSpec)
         embeddings_ND = self.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds
@@ -143,5 +145,5 @@ class Block(_DraftModel):
 
 
 def _layer(vllm_config: VllmConfig, i: int) -> str:
-    """The name of the draft's attention layer i: vLLM wants a number in it, and counts on from the target's layers."""
+    """The name of the draft's attention layer i. vLLM requires a number in it, counted on from the target's layers."""
     return f"draft.layers.{vllm_config.model_config.get_total_num_hidden_layers() + i}.attention"

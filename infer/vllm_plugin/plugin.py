@@ -1,10 +1,10 @@
-"""vLLM's entry point (`vllm.general_plugins`): makes draft folders known to it, so that its own engine serves them.
+"""The plugin by which vLLM's own engine serves draft folders (entry point `vllm.general_plugins`).
 
     vllm serve TARGET --speculative-config '{"method": "eagle3", "model": "DRAFT_FOLDER", "num_speculative_tokens": 3}'
 
-A folder is read as a model of type `longdraft` and built as one of this folder's networks (networks.py). Nothing of
-vLLM is patched: registries, a model's own attention layers and their metadata builders are all that is used.
-Not here: the networks themselves (models/drafts/), which vLLM runs as they are.
+A draft folder is read as a model of type `longdraft` and built as one of the networks in networks.py. vLLM is not
+patched: the plugin uses only its registries, a model's own attention layers and their metadata builders. The networks
+themselves are those of models/drafts/.
 """
 
 import logging
@@ -17,15 +17,15 @@ from vllm.model_executor.models import ModelRegistry  # pyright: ignore[reportMi
 from longdraft.models.draft_folder import DRAFTS, MODEL_TYPE
 
 TRIED = "0.32"
-# vLLM looks for the name in a folder's `architectures`, then for it behind its speculative method.
+# vLLM looks up a folder's `architectures` under their own names, then with its speculative method as a prefix.
 METHODS = ("", "Eagle", "Eagle3")
 
 
 class DraftFolderConfig(PretrainedConfig):
-    """config.json of a draft folder, with the fields that vLLM asks of every model.
+    """config.json of a draft folder, with the fields that vLLM expects of every model.
 
-    `draft` holds the network's own (models/drafts/). `n_predict` is what `num_speculative_tokens` is where it is not
-    given, and vLLM takes no larger one that is not a multiple of it.
+    `draft` is the network's own config (models/drafts/). `n_predict` is the default of `num_speculative_tokens`; vLLM
+    accepts larger numbers only if they are multiples of it.
     """
 
     model_type = MODEL_TYPE
@@ -34,7 +34,7 @@ class DraftFolderConfig(PretrainedConfig):
         self.draft, block = dict(draft or {}), method == "longspec"
         self.hidden_size = self.draft.get("hidden_size", 1)
         self.num_hidden_layers = 1
-        # Heads have neither; vLLM asks before it knows that, and reads the target's vocabulary from the target.
+        # Heads have no attention, but vLLM expects these fields. The target's vocabulary size it takes from the target.
         self.num_attention_heads = self.draft.get("n_heads", 1) if block else 1
         self.num_key_value_heads = self.draft.get("n_kv_heads", 1) if block else 1
         self.head_dim = self.draft.get("head_dim", self.hidden_size)
@@ -44,15 +44,15 @@ class DraftFolderConfig(PretrainedConfig):
 
 
 def register() -> None:
-    """Registers the folders' config and networks; warns where vLLM is another than was tried."""
+    """Register the folders' config and networks. Logs a warning if this version of vLLM was not tried."""
     if not vllm.__version__.startswith(f"{TRIED}."):
         logging.getLogger(__name__).warning(
-            "longdraft: vLLM %s, and its drafts were tried with %s alone. The text is the target's with any draft, but "
-            "drafts may not load, or guess badly; install vllm==%s.*",
+            "longdraft: vLLM %s, but its drafts were tried only with %s. The text is the target's with any draft, but "
+            "drafts may not load, or may guess badly; install vllm==%s.*",
             *(vllm.__version__, TRIED, TRIED),
         )
     AutoConfig.register(MODEL_TYPE, DraftFolderConfig, exist_ok=True)
     for method in METHODS:
         for name, (_, network) in DRAFTS.items():
-            kind = "Block" if name == "longspec" else "Heads"
-            ModelRegistry.register_model(f"{method}{network.__name__}", f"longdraft.infer.vllm_plugin.networks:{kind}")
+            model = "Block" if name == "longspec" else "Heads"
+            ModelRegistry.register_model(f"{method}{network.__name__}", f"longdraft.infer.vllm_plugin.networks:{model}")

@@ -1,9 +1,9 @@
-"""A draft's block with the LM head behind it as one C call: self-attention over a cache of its own, attention over
-another model's cache, feed-forward.
+"""A draft's block and the LM head as one C call: self-attention over its own cache, cross-attention over the target's
+cache, feed-forward.
 
-As separate calls a pass of one query token spends half of its time between them (docs/LOG.md). Bits are those of the
-calls one by one. Shapes: B slots, T query tokens, N rows behind the committed ones that they may see, S cache rows, D
-hidden width, F feed-forward width, H query heads, K key/value heads, X = (H + 2 K) d, d head width, E words.
+As separate calls a pass of one query token spends half of its time between them (docs/LOG.md). The bits are the same.
+Shapes: B slots, T query tokens, N rows behind the committed ones that the pass may read, S cache rows, D hidden width,
+F feed-forward width, H query heads, K key/value heads, X = (H + 2 K) d, d head width, E draft vocabulary, P positions.
 """
 
 import ctypes
@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from longdraft.kernels.cpu_impl import rows
+from longdraft.kernels.cpu_impl.library import fields, make_call, pointer
 
 
 class Matrices(NamedTuple):
-    """What rows are multiplied with, of the rows' dtype or in bytes."""
+    """The weight matrices, in the rows' dtype or as int8 (`rows.in_bytes`)."""
 
     qkv: rows.Weight
     self_o: rows.Weight
@@ -28,7 +29,7 @@ class Matrices(NamedTuple):
 
 
 class Vectors(NamedTuple):
-    """Biases and the weights of norms, of the rows' dtype; biases and the final norm may be None."""
+    """Biases and RMSNorm weights in the rows' dtype. Biases and the final norm may be None."""
 
     qkv_bias: Tensor | None
     cross_q_bias: Tensor | None
@@ -39,25 +40,25 @@ class Vectors(NamedTuple):
 
 
 class BlockWeights(NamedTuple):
-    """All that is learnt of a block, with the LM head."""
+    """All weights of a block and of the LM head."""
 
     matrices: Matrices
     vectors: Vectors
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the rows."""
+        """The rows' dtype; int8 matrices have their own."""
         return self.vectors.self_norm.dtype
 
     def in_bytes(self) -> "BlockWeights":
-        """With copies of all matrices in bytes."""
+        """The same with all matrices quantized to int8 copies."""
         return self._replace(matrices=Matrices(*(rows.in_bytes(matrix.numbers_NI) for matrix in self.matrices)))
 
 
 class _Weights(ctypes.Structure):
-    """`draft_weights` of rows.c: of each matrix its numbers and its scales."""
+    """`draft_weights` of rows.c: each matrix is its numbers and its scales."""
 
-    _fields_ = rows.fields(" ".join((*(f"{name} {name}_scales" for name in Matrices._fields), *Vectors._fields)), "")
+    _fields_ = fields(" ".join((*(f"{name} {name}_scales" for name in Matrices._fields), *Vectors._fields)), "")
 
 
 class _Calls(ctypes.Structure):
@@ -65,7 +66,7 @@ class _Calls(ctypes.Structure):
 
     _fields_ = [
         *((name, rows.Linear) for name in ("behind", "qkv", "self_o", "cross_q", "cross_o", "gate_up", "down", "head")),
-        *((name, rows.Rotation) for name in ("behind_turned", "turned", "asked")),
+        *((name, rows.Rotation) for name in ("behind_turned", "turned", "cross_turned")),
         *((name, rows.Attention) for name in ("attended", "crossed")),
     ]
 
@@ -73,7 +74,7 @@ class _Calls(ctypes.Structure):
 class _Block(ctypes.Structure):
     """`draft_block` of rows.c."""
 
-    _fields_ = rows.fields(
+    _fields_ = fields(
         "weights calls tokens embeddings cos sin logits rest keys values lengths ends mask target_keys target_values "
         "target_lengths history behind_starts behind_rest",
         "batch rows before n_behind hidden heads kv_heads width inner vocab window slot row target_slot target_row "
@@ -83,22 +84,23 @@ class _Block(ctypes.Structure):
 
 
 class Inputs(NamedTuple):
-    """What a token and its position are to the block: tables in the weights' dtype, contiguous."""
+    """Tables that a token and its position are looked up in, contiguous, in the weights' dtype. Here F = d / 2."""
 
     embeddings_VD: Tensor
-    scale: float  # of embeddings
-    cos_PF: Tensor  # RoPE's of every position, as in kernels/rotate.py
+    scale: float  # embeddings are multiplied with it
+    cos_PF: Tensor  # RoPE tables of every position, as in kernels/rotate.py
     sin_P2F: Tensor
 
 
 class DraftBlock:
-    """The block, whose weights somebody else keeps, where they are, over caches that stay where they are.
+    """The block, ready to run over two caches. Weights, tables and caches must stay in place; nothing is copied.
 
     Args:
-        n_heads, n_kv_heads, eps: of the block, the last one of its norms.
-        window: keys that a row's self-attention reads at most, its own included.
-        own: its keys and values [B, S, K, d], of the same strides, heads contiguous.
-        target: the other model's, likewise.
+        n_heads, n_kv_heads: H and K, in both caches.
+        eps: epsilon of the RMSNorms.
+        window: how many keys a row's self-attention reads at most, its own included.
+        own_cache: the block's own keys and values [B, S, K, d], both with the same strides and contiguous heads.
+        target_cache: the target's keys and values, likewise.
     """
 
     def __init__(
@@ -109,32 +111,32 @@ class DraftBlock:
         n_kv_heads: int,
         eps: float,
         window: int,
-        own: tuple[Tensor, Tensor],
-        target: tuple[Tensor, Tensor],
+        own_cache: tuple[Tensor, Tensor],
+        target_cache: tuple[Tensor, Tensor],
     ):
         for numbers_NI, scales_N in weights.matrices:
             assert numbers_NI.dtype == (weights.dtype if scales_N is None else torch.int8)
             assert scales_N is None or (scales_N.dtype, scales_N.shape) == (torch.float32, numbers_NI.shape[:1])
-        keys, _ = own
+        keys, _ = own_cache
         width = keys.shape[3]
-        for k, v in (own, target):
+        for k, v in (own_cache, target_cache):
             assert k.stride() == v.stride() and k.stride()[2:] == (width, 1) and k.dtype == v.dtype == weights.dtype
         for table in (inputs.embeddings_VD, inputs.cos_PF, inputs.sin_P2F):
             assert table.is_contiguous() and table.dtype == weights.dtype
-        self._kept = weights, inputs, own, target  # what is made for these tables alone lives with them
-        every = *(part for matrix in weights.matrices for part in matrix), *weights.vectors
-        self._table, self._calls = _Weights(*map(rows.pointer, every)), _Calls()
+        self._kept = weights, inputs, own_cache, target_cache  # C has only addresses: keep tensors held here alone
+        addresses = map(pointer, (*(tensor for matrix in weights.matrices for tensor in matrix), *weights.vectors))
+        self._table, self._calls = _Weights(*addresses), _Calls()
         (vocab, hidden), inner = weights.matrices.head.numbers_NI.shape, weights.matrices.down.numbers_NI.shape[1]
         self._batch, self._rows = len(keys), min(keys.shape[1], len(inputs.cos_PF))
         self._dtype, self._vocab, kv, turning = weights.dtype, vocab, n_kv_heads * width, width // 2 * 3
-        # Scratch of a row that is asked, and of one behind.
-        self._each = 6 * n_heads * width + 3 * kv + 4 * hidden + inner + turning
-        self._each_behind = hidden + 3 * kv + turning
+        # Numbers of scratch for each row of the pass, and for each of the `n_behind` rows before it.
+        self._scratch = 6 * n_heads * width + 3 * kv + 4 * hidden + inner + turning
+        self._scratch_behind = hidden + 3 * kv + turning
         self._name = f"draft_block_{rows.SUFFIXES[weights.dtype]}"
         a = self._arguments = _Block(heads=n_heads, kv_heads=n_kv_heads, width=width, window=window, eps=eps)
         a.weights, a.calls = ctypes.addressof(self._table), ctypes.addressof(self._calls)
-        a.keys, a.values, a.target_keys, a.target_values = map(Tensor.data_ptr, (*own, *target))
-        (a.slot, a.row), (a.target_slot, a.target_row) = keys.stride()[:2], target[0].stride()[:2]
+        a.keys, a.values, a.target_keys, a.target_values = map(Tensor.data_ptr, (*own_cache, *target_cache))
+        (a.slot, a.row), (a.target_slot, a.target_row) = keys.stride()[:2], target_cache[0].stride()[:2]
         a.embeddings, a.cos, a.sin = map(Tensor.data_ptr, (inputs.embeddings_VD, inputs.cos_PF, inputs.sin_P2F))
         a.embedding_scale, a.scale = torch.tensor(inputs.scale, dtype=weights.dtype).item(), width**-0.5
         a.hidden, a.inner, a.vocab = hidden, inner, vocab
@@ -149,27 +151,29 @@ class DraftBlock:
         history_BS: Tensor | None = None,
         n_behind: int = 0,
     ) -> Tensor:
-        """Logits [B, T, E] of one pass, without a bias.
+        """Run one pass: logits [B, T, E] in the weights' dtype. Raises MemoryError if there is no memory for it.
 
         Args:
-            tokens_BT: int64, at the position lengths_B[b] + offset.
-            lengths_B: int64, the committed rows of its own cache. N rows behind them are the tree's so far, the last T
-                of them this pass's, which are written.
-            mask_BTN: bool, which of these a row reads, itself included.
-            target_lengths_B: int64, the rows of the other model's cache that are read.
-            history_BS: int64, ids of the tokens by position, up to the lengths.
-            n_behind: of so many last committed ones the keys and values are written first, as far as there are so many.
+            tokens_BT: int64. Slot b's all have the position lengths_B[b] + offset.
+            lengths_B: int64, committed rows of the block's own cache. The N rows behind them are the tree's so far; the
+                last T of these are this pass's, which are written.
+            offset: from the lengths to the tokens' position.
+            mask_BTN: bool, which of the N rows each token reads, its own included.
+            target_lengths_B: int64, how many rows of the target's cache are read.
+            history_BS: int64, the token ids of each slot by position, up to its length; needed if n_behind > 0.
+            n_behind: keys and values of this many last committed tokens are computed and written first, or of all if
+                there are fewer.
         """
         batch, n_tokens = tokens_BT.shape
         before, a = mask_BTN.shape[2] - n_tokens, self._arguments
         assert before >= 0 and (mask_BTN.dtype, mask_BTN.shape[:2]) == (torch.bool, tokens_BT.shape)
-        for given, shape in ((tokens_BT, (batch, n_tokens)), (lengths_B, (batch,)), (target_lengths_B, (batch,))):
-            assert (given.dtype, given.shape) == (torch.int64, shape) and batch <= self._batch
+        for tensor, shape in ((tokens_BT, (batch, n_tokens)), (lengths_B, (batch,)), (target_lengths_B, (batch,))):
+            assert (tensor.dtype, tensor.shape) == (torch.int64, shape) and batch <= self._batch
         assert int(lengths_B.max()) + max(before + n_tokens, offset + 1) <= self._rows, "no room behind the lengths"
         tokens_BT, mask_BTN = tokens_BT.contiguous(), mask_BTN.contiguous()
         lengths_B, target_lengths_B = lengths_B.contiguous(), target_lengths_B.contiguous()
         logits = torch.empty(batch, n_tokens, self._vocab, dtype=self._dtype)
-        rest = torch.empty(batch * n_tokens * self._each, dtype=self._dtype)
+        rest = torch.empty(batch * n_tokens * self._scratch, dtype=self._dtype)
         ends_B = lengths_B + before if before else lengths_B
         a.tokens, a.mask, a.logits, a.rest = map(Tensor.data_ptr, (tokens_BT, mask_BTN, logits, rest))
         a.lengths, a.ends, a.target_lengths = map(Tensor.data_ptr, (lengths_B, ends_B, target_lengths_B))
@@ -177,16 +181,16 @@ class DraftBlock:
             assert history_BS is not None and (history_BS.dtype, history_BS.stride(1)) == (torch.int64, 1)
             assert len(history_BS) == batch
             starts_B = lengths_B - n_behind
-            rest_behind = torch.empty(batch * n_behind * self._each_behind, dtype=self._dtype)
+            rest_behind = torch.empty(batch * n_behind * self._scratch_behind, dtype=self._dtype)
             a.history, a.behind_starts, a.behind_rest = map(Tensor.data_ptr, (history_BS, starts_B, rest_behind))
             a.history_slot = history_BS.stride(0)
         a.batch, a.rows, a.before, a.n_behind, a.offset = batch, n_tokens, before, n_behind, offset
-        rows.make_call(self._name, a, f"a block of {batch * n_tokens} tokens")
+        make_call(self._name, a, f"a block of {batch * n_tokens} tokens")
         return logits
 
 
 def can_run(weights: BlockWeights, head_dim: int) -> bool:
-    """Whether the C kernels compute this block, at any width of pass."""
+    """Whether the C kernels can compute this block, at any width of pass."""
     numbers = [matrix.numbers_NI for matrix in weights.matrices]
     matrices = [(matrix, matrix is weights.matrices.gate_up.numbers_NI) for matrix in numbers]
     return rows.can_run([*numbers, *weights.vectors], matrices, head_dim)

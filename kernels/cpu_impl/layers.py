@@ -1,7 +1,7 @@
-"""All layers of a decoder as one C call, for passes of few tokens: the stages of one job for the threads.
+"""All layers of a decoder as one C call, for passes of few tokens: one job for the threads, in many stages.
 
-A pass of one token through a model of 30 layers is 210 calls of some microseconds to a tenth of a millisecond, and
-takes twice as long where Python prepares them one by one (docs/LOG.md). Bits are those of the calls one by one.
+A pass of one token through a model of 30 layers is 210 calls that take from some microseconds to a tenth of a
+millisecond each. It takes twice as long if Python prepares them one by one (docs/LOG.md). The bits are the same.
 Shapes: L layers, B slots, T tokens of the pass, S cache capacity, D hidden width, F feed-forward width, H query heads,
 K key/value heads, N = H + 2 K, d head width.
 """
@@ -14,13 +14,17 @@ import torch
 from torch import Tensor
 
 from longdraft.kernels.cpu_impl import rows
+from longdraft.kernels.cpu_impl.library import fields, make_call, pointer
 
-# Above this many tokens of all slots a pass takes so long that Python's part does not count.
+# Above this many tokens, of all slots together, a pass takes so long that Python's share does not matter.
 MOST_TOKENS = 32
 
 
 class LayerWeights(NamedTuple):
-    """One layer's tensors, all of one dtype. Biases and norms of heads may be None; window: keys a token reads."""
+    """One layer's tensors, all of one dtype. Biases and norms of heads may be None.
+
+    window: how many keys a token reads at most, its own included; None for all.
+    """
 
     attention_norm_D: Tensor
     qkv_XD: Tensor
@@ -56,7 +60,7 @@ class _Calls(ctypes.Structure):
 class _DecoderLayers(ctypes.Structure):
     """`decoder_layers` of rows.c."""
 
-    _fields_ = rows.fields(
+    _fields_ = fields(
         "table calls x cos sin y projected turned rest keys values lengths mask",
         "layers batch rows hidden heads kv_heads width inner period ends_early cache_layer cache_slot cache_row",
         "eps scale",
@@ -64,7 +68,8 @@ class _DecoderLayers(ctypes.Structure):
 
 
 class LayersOutput(NamedTuple):
-    """hidden_BTD: unset where the last layer ends early. q_LBTHd, k_LBTKd: post-RoPE, v_LBTKd, of all layers."""
+    """The hidden states (uninitialized if the last layer ended early), and all layers' queries and keys, after RoPE,
+    and values."""
 
     hidden_BTD: Tensor
     q_LBTHd: Tensor
@@ -73,14 +78,16 @@ class LayersOutput(NamedTuple):
 
 
 class LayerTable:
-    """The addresses of all layers' weights, which somebody else keeps, where they are.
+    """A table of the addresses of all layers' weights. The caller keeps the weights alive, in place.
 
     Args:
-        layers: of one shape. n_heads, n_kv_heads, eps: of the model; eps also of the norms of heads.
+        layers: the weights, of the same shapes in every layer.
+        n_heads, n_kv_heads: H and K.
+        eps: epsilon of all RMSNorms, those of heads included.
     """
 
     def __init__(self, layers: Sequence[LayerWeights], n_heads: int, n_kv_heads: int, eps: float):
-        entries = [_Layer(*map(rows.pointer, layer[:-1]), layer.window or 0) for layer in layers]
+        entries = [_Layer(*map(pointer, layer[:-1]), layer.window or 0) for layer in layers]
         self._entries = (_Layer * len(entries))(*entries)
         self._heads, self._eps = (n_heads, n_kv_heads), eps
         (self._hidden, self._inner), self._dtype = layers[0].down_DF.shape, layers[0].down_DF.dtype
@@ -94,13 +101,13 @@ class LayerTable:
         tree_mask_BTT: Tensor | None,
         ends_early: bool,
     ) -> LayersOutput:
-        """One pass.
+        """Run one pass through all layers. Raises MemoryError if there is no memory for it.
 
         Args:
-            x_BTD: embeddings, in the weights' dtype; not changed.
+            x_BTD: embeddings in the weights' dtype; not changed.
             cos_BT11F, sin_BT12F: as in kernels/rotate.py.
-            cache: keys and values [L, B, S, K, d] of the same strides, heads contiguous, and lengths int64 [B]. The
-                pass's are written behind the lengths; nobody checks that there is room.
+            cache: keys and values [L, B, S, K, d] of the same strides with contiguous heads, and lengths int64 [B]. The
+                pass's keys and values are written behind the lengths; whether there is room is not checked.
             tree_mask_BTT: bool, as in kernels/tree_attention.py.
             ends_early: the last layer ends once its keys and values are written.
         """
@@ -119,16 +126,16 @@ class LayerTable:
         calls = torch.empty(n_layers * ctypes.sizeof(_Calls), dtype=torch.uint8)
         pointers = self._entries, calls, x, cos, sin, y, projected, rotated, rest, keys, values, lengths_B, mask
         arguments = _DecoderLayers(
-            ctypes.addressof(self._entries), *map(rows.pointer, pointers[1:]),
+            ctypes.addressof(self._entries), *map(pointer, pointers[1:]),
             n_layers, batch, n_tokens, hidden, heads, kv_heads, width, self._inner, len(cos) * n_tokens, ends_early,
             *keys.stride()[:3], self._eps, width**-0.5,
         )  # fmt: skip
-        rows.make_call(f"layers_{rows.SUFFIXES[x.dtype]}", arguments, f"the layers of {batch * n_tokens} tokens")
+        make_call(f"layers_{rows.SUFFIXES[x.dtype]}", arguments, f"the layers of {batch * n_tokens} tokens")
         return LayersOutput(y, rotated[..., :heads, :], rotated[..., heads:, :], projected[..., turned:, :])
 
 
 def can_run(layers: Sequence[LayerWeights], head_dim: int) -> bool:
-    """Whether the C kernels compute these layers, at any width of pass."""
+    """Whether the C kernels can compute these layers, at any width of pass."""
     plain = [(weight, False) for layer in layers for weight in (layer.qkv_XD, layer.o_DX, layer.down_DF)]
     gated = [(layer.gate_up_XD, True) for layer in layers]
-    return rows.can_run([part for layer in layers for part in layer[:-1]], plain + gated, head_dim)
+    return rows.can_run([tensor for layer in layers for tensor in layer[:-1]], plain + gated, head_dim)

@@ -1,12 +1,12 @@
-/* Few-row passes on a CPU: linear layers, rotation, attention over a cache plus a tree, all layers of a decoder in one
- * job, and Philox's words.
+/* Few-row passes on a CPU: linear layers, rotation, attention over a cache and a tree, all layers of a decoder in one
+ * job, noise, and the choice of tokens.
  *
- * Every output row is computed by the same operations in the same order whatever other rows the pass holds: a row of a
- * tree pass equals plain decoding's row bit for bit, so decoding is exact in bf16 too. Nothing here is a reduction over
- * threads: threads share out independent outputs (threads.inc), each of which is written once.
+ * Every output row is computed by the same operations in the same order for any other rows of the pass. A row of a tree
+ * pass equals plain decoding's row bit for bit, so decoding is exact in bf16 too. Nothing is reduced over threads: they
+ * divide independent outputs among them (threads.inc), each of which is written once.
  *
- * Compiled once per machine by rows.py, with GCC's vector extensions (any architecture). The number of threads is that
- * of the OpenMP library that PyTorch has loaded; the threads are our own.
+ * Compiled once per machine by library.py, with GCC's vector extensions (any architecture). There are as many threads as
+ * the OpenMP library that PyTorch has loaded would use, but they are our own.
  */
 #include <math.h>
 #include <pthread.h>
@@ -33,7 +33,7 @@ typedef ptrdiff_t ix;
 static inline f8 load_f32(const float *p) { f8 v; memcpy(&v, p, 32); return v; }
 static inline void store_f32(float *p, f8 v) { memcpy(p, &v, 32); }
 static inline f8 load_bf16(const bf16 *p) {
-#if defined(__AVX2__) /* one instruction where GCC makes five of the lines below */
+#if defined(__AVX2__) /* one instruction; GCC makes five of the lines below */
     return (f8)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)), 16);
 #else
     h8 h; memcpy(&h, p, 16);
@@ -43,15 +43,15 @@ static inline f8 load_bf16(const bf16 *p) {
 #endif
 }
 static inline f8 load_bytes(const int8_t *p) {
-#if defined(__AVX2__) /* GCC converts the vector number by number */
+#if defined(__AVX2__) /* GCC would convert the vector number by number */
     return (f8)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)));
 #else
     return (f8){p[0], p[1], p[2], p[3], p[4], p[5], p[6], p[7]};
 #endif
 }
-static inline f8 splat(float x) { return (f8){x, x, x, x, x, x, x, x}; } /* 0 + x would be an addition: of -0 it is 0 */
-/* a * b + c. Spelled out and contraction turned off: a compiler fuses the same expression in one loop and not in another,
- * and rows would differ. */
+static inline f8 splat(float x) { return (f8){x, x, x, x, x, x, x, x}; } /* not 0 + x: that turns -0 into 0 */
+/* a * b + c. It is spelled out, with contraction turned off, because a compiler fuses the same expression in one loop and
+ * not in another, and rows would differ. */
 static inline f8 fma8(f8 a, f8 b, f8 c) {
 #if defined(__FMA__)
     return (f8)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
@@ -70,7 +70,7 @@ static inline bf16 narrow(float x) { /* to nearest, ties to even; NaN stays NaN 
     uint32_t u; memcpy(&u, &x, 4);
     return (u & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : (u + 0x7fff + ((u >> 16) & 1)) >> 16;
 }
-/* narrow() of eight numbers, each above 16 zero bits, as in a widened number. */
+/* narrow() of eight numbers; each result is in the upper 16 bits, as in a widened number. */
 static inline u8 narrow8(f8 v) {
     u8 u; memcpy(&u, &v, 32);
     u8 nan = (u8)((u & 0x7fffffff) > 0x7f800000), rounded = u + 0x7fff + ((u >> 16) & 1);
@@ -112,10 +112,10 @@ static inline float max8(f8 v) {
     return v[0];
 }
 
-/* e^x for x <= 0, to about 2 ulp; below -87 it is 0 (Cephes' polynomial on the rest after x / ln 2 is rounded). */
+/* e^x for x <= 0, to about 2 ulp; 0 below -87 (Cephes' polynomial of what is left of x after its multiple of ln 2). */
 static inline f8 exp8(f8 x) {
     f8 scaled = x * 1.44269504088896341f;
-    i8 n = __builtin_convertvector(scaled - 0.5f, i8); /* truncation of a negative number: rounds to nearest */
+    i8 n = __builtin_convertvector(scaled - 0.5f, i8); /* truncates, which rounds a negative number to nearest */
     f8 r = __builtin_convertvector(n, f8);
     f8 zero = {0}, y = fma8(r, zero - 0.693359375f, x);
     y = fma8(r, zero + 2.12194440e-4f, y);
@@ -137,28 +137,28 @@ static inline f8 exp8(f8 x) {
 
 #include "threads.inc"
 
-/* ---- linear: y = residual + bf16(norm(x) w^T + bias), or gated, fp32 sums in eight lanes along k ----
- * Rounded to the element type wherever separate operations would be, so that fusing changes no more than the order of
+/* ---- linear: y = residual + bf16(norm(x) w^T + bias), or gated, with fp32 sums in eight lanes along k ----
+ * Results are rounded to the element type wherever separate operations would round, so fusing changes only the order of
  * sums. Rotation: RoPE of `heads` heads of each row. */
 
-/* Weights are read once, from memory. The processor does not see that the end of one row's stripe leads to the next
- * block's, so it is told: without it a pass of 1 and of 6 rows takes 1.3 times as long (docs/LOG.md). Where a tile meets
- * several blocks of rows, the last one asks for the next tile while it computes. */
+/* Weights are read from memory once. The processor does not foresee that the end of one weight row's stripe leads to the
+ * next block, so we prefetch: without it a pass of 1 and of 6 rows takes 1.3 times as long (docs/LOG.md). If a tile is
+ * multiplied with several blocks of rows, the last block prefetches the next tile while it computes. */
 enum { AHEAD = 12288 }; /* bytes */
 
 #if defined(__AVX__)
-#define HOLD(v) __asm__("" : "+v"(v)) /* loaded once: GCC would read the row again for each of its products */
+#define HOLD(v) __asm__("" : "+v"(v)) /* keep it in a register: GCC would load the row again for each product */
 #else
 #define HOLD(v)
 #endif
-/* The accumulators of 6 x 2 fill the vector registers; TILE is a multiple of 8 and of all numbers of outputs; so many
- * rows are turned at a time. */
+/* MOST_ROWS: rows of a block; accumulators of 6 x 2 fill the vector registers. TILE: outputs of a chunk; a multiple of 8
+ * and of every block's number of outputs. TURNED: rows that a chunk of a rotation takes. */
 enum { MOST_ROWS = 6, TILE = 48, TURNED = 4 };
 #define ROUND_UP(n, step) (((n) + (step) - 1) / (step) * (step))
 
 typedef struct {
     const void *x, *norm, *w, *bias, *residual; /* x [m, k]; norm [k], bias [n], residual [m, n] may be NULL */
-    const float *scales;                        /* [n] of w in bytes, int8 [n, k], output by output; or NULL */
+    const float *scales;                        /* [n], one for each output of an int8 w; or NULL */
     void *y;                                    /* [m, n], gated [m, n / 2] */
     ix m, n, k, gated;                          /* all contiguous; k a multiple of 8, n of 16 where gated */
     float eps;
@@ -167,14 +167,16 @@ typedef struct {
     const void *x, *cos, *sin; /* x [m, heads, d], rows `stride` apart; cos [m, d / 2]; sin [m, d], signs included */
     const void *q_norm, *k_norm; /* [d], RMSNorms of the first `queries` heads and of the others; or both NULL */
     void *y;                   /* [m, heads, d] contiguous */
-    void *keys, *values;       /* a cache, or NULL: row r of slot b goes to its row lengths[b] + r, if it is not below 0, the */
-    const int64_t *lengths;    /* heads behind the queries to `keys`, and as many behind them in x, as they are, to `values` */
-    ix m, heads, d, stride, period; /* row i is turned by row i % period of cos and sin */
+    /* A cache, or NULL. Row r of slot b goes to cache row lengths[b] + r unless that is negative: the rotated heads behind
+     * the queries to `keys`, and the equally many heads behind these in x, unchanged, to `values`. */
+    void *keys, *values;
+    const int64_t *lengths;
+    ix m, heads, d, stride, period; /* row i is rotated by row i % period of cos and sin */
     ix queries, rows, k_slot, k_row, v_slot, v_row; /* rows of a slot; strides of the cache in elements */
-    float eps;                      /* of the norms, for which d is a multiple of 8 */
+    float eps;                      /* of the norms, which need d to be a multiple of 8 */
 } rotation;
 
-/* Rows of the next block, where so many are left: those of 6 and of 4 take the least time a row, of 1 to 3 the most. */
+/* Rows of the next block if `left` are left. Blocks of 6 and of 4 take the least time per row, those of 1 to 3 the most. */
 static ix height(ix left) { return left <= MOST_ROWS ? left : left <= 8 ? 4 : left == 9 ? 5 : MOST_ROWS; }
 
 #include "noise.inc"
@@ -195,11 +197,11 @@ typedef struct {
 } layer_calls;
 typedef struct {
     const layer *table;
-    layer_calls *calls; /* [layers], memory for what the stages read */
+    layer_calls *calls; /* [layers], memory for the stages' arguments */
     const void *x, *cos, *sin; /* x [batch, rows, hidden] contiguous; the others as in rotation */
-    void *y;                   /* like x; not written where the last layer ends before its attention */
-    void *projected, *turned;  /* [layers, batch, rows, q, k and v heads, d], and q and k heads after their rotation */
-    void *rest; /* [layers, batch * rows, heads * d + 2 * hidden + inner]; nothing is overwritten within the job */
+    void *y;                   /* like x; not written if the last layer ends before its attention */
+    void *projected, *turned;  /* [layers, batch, rows, q, k and v heads, d], and the same of q and k heads, rotated */
+    void *rest; /* scratch [layers, batch * rows, heads * d + 2 * hidden + inner]; nothing is overwritten within the job */
     void *keys, *values;    /* [layers, batch, ...], heads contiguous, with the same strides */
     const int64_t *lengths; /* and mask as in attention */
     const uint8_t *mask;
@@ -208,7 +210,7 @@ typedef struct {
     float eps, scale; /* of the norms; of attention */
 } decoder_layers;
 
-/* ---- a draft's block that reads another model's cache: stages of one job ---- */
+/* ---- a draft's block that also reads the target's cache: stages of one job ---- */
 
 typedef struct {
     const void *w;
@@ -220,35 +222,37 @@ typedef struct {
 } draft_weights;
 typedef struct {
     linear behind, qkv, self_o, cross_q, cross_o, gate_up, down, head;
-    rotation behind_turned, turned, asked;
+    rotation behind_turned, turned, cross_turned;
     attention attended, crossed;
 } draft_calls;
 typedef struct {
     const draft_weights *weights;
-    draft_calls *calls; /* memory for what the stages read */
-    const int64_t *tokens;  /* [batch, rows], whose embeddings are the input; of row r of slot b, the position is */
-    const void *embeddings, *cos, *sin; /* lengths[b] + offset; [words, hidden], and of every position as in rotation */
+    draft_calls *calls; /* memory for the stages' arguments */
+    const int64_t *tokens;  /* [batch, rows], the input; slot b's are all at position lengths[b] + offset */
+    const void *embeddings, *cos, *sin; /* [words, hidden]; tables of every position, as in rotation */
     void *logits; /* [batch, rows, vocab] */
-    void *rest;   /* [batch * rows, 6 * query + 3 * kv + 4 * hidden + inner + 3 * d / 2], query = heads * d, kv = kv_heads * d */
-    void *keys, *values;    /* its own cache, of the same strides, heads contiguous; this pass's go to rows `ends` on */
+    void *rest;   /* scratch [batch * rows, 6 * query + 3 * kv + 4 * hidden + inner + 3 * d / 2], query = heads * d, kv = kv_heads * d */
+    void *keys, *values;    /* its own cache, of equal strides, heads contiguous; this pass's rows go to `ends` on */
     const int64_t *lengths, *ends; /* as in attention; lengths + before */
     const uint8_t *mask;    /* as in attention */
-    const void *target_keys, *target_values; /* of the same strides, heads contiguous */
+    const void *target_keys, *target_values; /* of equal strides, heads contiguous */
     const int64_t *target_lengths;
-    const int64_t *history, *behind_starts; /* tokens by position, slots history_slot apart; lengths - n_behind: the last */
-    void *behind_rest; /* committed rows' keys are written first; [batch * n_behind, hidden + 3 * kv + 3 * d / 2] */
+    /* Keys and values of the last n_behind committed tokens are written first, from behind_starts = lengths - n_behind on;
+     * history: tokens by position, slots history_slot apart. */
+    const int64_t *history, *behind_starts;
+    void *behind_rest; /* scratch [batch * n_behind, hidden + 3 * kv + 3 * d / 2] */
     ix batch, rows, before, n_behind, hidden, heads, kv_heads, width, inner, vocab, window;
     ix slot, row, target_slot, target_row, history_slot, offset; /* strides in elements */
     float eps, scale, embedding_scale;
 } draft_block;
 
-/* ---- the best words of rows of logits ---- */
+/* ---- the best tokens of rows of logits; `words` are ids of the draft's vocabulary ---- */
 
 typedef struct {
     const void *logits;     /* [batch, rows, vocab] contiguous */
     const float *divisors;  /* [batch], or NULL; score = logit / divisor + noise */
     const float *noise;     /* [batch, noise_row], or NULL */
-    const int64_t *ids;     /* [vocab], where a word's noise is; NULL: at its own place */
+    const int64_t *ids;     /* [vocab], the index of a word's noise; NULL: the word itself */
     float *parts;           /* [batch * rows, parts of a row, 2 + 2 * count] */
     float *log_probs;       /* [batch, rows, count], of the softmax over scores; -inf where there are fewer words */
     int64_t *words;         /* likewise */
@@ -259,10 +263,10 @@ typedef struct {
 
 /* ---- both element types, by the arithmetic of this machine ---- */
 
-/* Of the linear layers. ROW_T: rows as the products read them. PART: STEP numbers of a row or of weights, of which `left` are
- * left. SUMS: what their products are added up in. GIVE: R sums and biases to y. WIDE_4, WIDE_6: outputs beside so many rows.
- * GROUP: outputs that all rows meet before the next ones. SPREAD_MANY: from i on, as far as is done many at a time, numbers
- * of a weight in bytes. */
+/* For the linear layers. ROW_T: element type of the rows that products read. PART: a vector of STEP numbers of a row or of
+ * weights, of which `left` are left. SUMS: the type that accumulates their products. GIVE: writes R sums plus biases to y.
+ * WIDE_4, WIDE_6: outputs of a block of 4, and of 5 or 6, rows. GROUP: outputs that all rows are multiplied with before the
+ * next ones. SPREAD_MANY: converts numbers of an int8 weight from i on, as far as many can be converted at a time. */
 #define ROW_T float
 #define PART f8
 #define SUMS f8
@@ -275,7 +279,7 @@ typedef struct {
 #define WIDE_6 2
 #define GROUP TILE
 #define SPREAD_MANY(w, scale, count, to, i)
-/* Of attention: what computes a split, where `own` would. */
+/* For attention: the function that computes a split in place of `own`. */
 #define SPLIT_BY(a, own) own
 
 #define T_ float

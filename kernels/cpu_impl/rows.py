@@ -1,51 +1,33 @@
-"""Few-row passes on a CPU in C: built once for this machine, bound by ctypes. Not here: when they are used.
+"""Passes of few rows on a CPU: the C kernels for linear layers, rotation and attention.
 
 Why C of our own: on CPUs without bf16 instructions PyTorch's bf16 products of 6 rows cost 5 times one row's, these 1.5
-times; and no library promises that a row's result is the same in a pass of 1 and of 40 rows. Where the processor has
-AVX-512's bf16 instructions, bf16 products are theirs (pairs.inc), so that bits are others than on one with AVX2 alone.
+times; and no library promises that a row's result is the same in a pass of 1 and of 40 rows. Here an output row does
+not depend on the other rows of its pass, bit for bit (see rows.c). So decoding is exact in bf16 too where these kernels
+serve all layers: trees of up to 128 nodes, widths that are multiples of 8, sliding windows. On a processor with
+AVX-512's bf16 instructions, bf16 products use these (pairs.inc) and give other bits than one with AVX2 alone.
 
-An output row does not depend on the other rows of its pass, bit for bit (see rows.c); so decoding is exact in bf16 too,
-where these kernels serve all layers: trees of up to 128 nodes, widths that are multiples of 8, sliding windows.
+Not here: when they are used (the functions of kernels/ decide), how they are built (library.py), noise and the choice
+of tokens (tokens.py).
 Shapes: M rows, N outputs, I inputs; B slots, T rows of the pass, S cache rows, H query heads, K key/value heads,
 d head width.
 """
 
 import ctypes
-import hashlib
-import os
-import platform
-import shutil
-import subprocess
-import sys
-import tempfile
-import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
-from contextvars import ContextVar
-from functools import cache
-from pathlib import Path
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from longdraft.kernels.cpu_impl.library import fields, library, make_call, pointer
+from longdraft.kernels.cpu_impl.threads import is_decoding
 from longdraft.kernels.sinks import with_sinks
 
-FOLDER = Path(__file__).parent
-SOURCES = FOLDER / "rows.c", *sorted(FOLDER.glob("*.inc"))
-# No -ffast-math: it would let infinities and NaN through as if they could not occur, and flush denormals process-wide.
-FLAGS = ["-O3", "-march=native", "-ffp-contract=off", "-pthread", "-fPIC"]
+SUFFIXES = {torch.bfloat16: "bf16", torch.float32: "f32"}  # of the C functions for each element type
 # Above these, a matrix product of the BLAS library and PyTorch's flash attention are faster: prefill, not decoding.
 MOST_LINEAR_ROWS = 256
 MOST_ATTENTION_ROWS = 128
-MOST_HEAD_WIDTH = 1024  # of attention
-PART_WORDS = 2048  # of best_tokens.inc
-
-
-def fields(pointers: str, sizes: str, floats: str = "") -> list[tuple[str, type]]:
-    """Fields of a structure whose names stand here in three groups, one behind the other."""
-    kinds = (ctypes.c_void_p, pointers), (ctypes.c_ssize_t, sizes), (ctypes.c_float, floats)
-    return [(name, kind) for kind, names in kinds for name in names.split()]
+MOST_HEAD_WIDTH = 1024  # of attention; attention_common.inc's WIDEST
 
 
 class Linear(ctypes.Structure):
@@ -65,7 +47,7 @@ class Rotation(ctypes.Structure):
 
 
 class Attention(ctypes.Structure):
-    """`attention` of rows.c."""
+    """`attention` of attention_common.inc."""
 
     _fields_ = fields(
         "q k v out lse lengths mask",
@@ -74,237 +56,49 @@ class Attention(ctypes.Structure):
     )
 
 
-class _Noise(ctypes.Structure):
-    """`noise` of noise.inc."""
-
-    _fields_ = fields("seeds positions y", "batch per vocab")
-
-
-class _BestTokens(ctypes.Structure):
-    """`best_tokens` of rows.c."""
-
-    _fields_ = fields("logits divisors noise ids parts log_probs words", "batch rows vocab count noise_row")
-
-
-class _Beam(ctypes.Structure):
-    """`beam` of beam.inc."""
-
-    _fields_ = fields(
-        "log_probs words ids scores borders open nodes sums below",
-        "batch rows count width before n_borders first_node first_class",
-    )
-
-
-def _place(name: str) -> Path:
-    """Where a library of this name is or may be written: in the user's cache folder; without one, or where nothing can
-    be written there, in a folder of the user's own among the temporary ones."""
-    with suppress(RuntimeError, OSError):  # no home; one that is not there
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "longdraft"
-        if (folder / name).exists():
-            return folder / name
-        folder.mkdir(parents=True, exist_ok=True)
-        if os.access(folder, os.W_OK):
-            return folder / name
-    folder = Path(tempfile.gettempdir()) / f"longdraft-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    if folder.lstat().st_uid != os.getuid() or folder.is_symlink():
-        raise OSError(f"{folder} is another user's; set XDG_CACHE_HOME to a folder that can be written")
-    return folder / name
-
-
-def _build(compiler: str) -> Path:
-    """Compile to a file whose name says source, compiler and processor; once."""
-    flags = [*FLAGS, "-mno-avx512f"] if os.environ.get("LONGDRAFT_CPU_KERNELS") == "avx2" else FLAGS
-    processor = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else platform.processor()
-    features = sorted({line for line in processor.splitlines() if line.startswith(("flags", "Features", "model name"))})
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
-    known = [*(source.read_text() for source in SOURCES), *flags, version, *features, platform.machine()]
-    library = _place(f"rows-{hashlib.sha256(chr(0).join(known).encode()).hexdigest()[:16]}.so")
-    if not library.exists():
-        with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-            compiled, linked = Path(folder) / "rows.o", Path(folder) / "rows.so"
-            subprocess.run([compiler, *flags, "-c", SOURCES[0], "-o", compiled], check=True, capture_output=True)
-            link = [compiler, "-shared", "-pthread", compiled, "-o", linked, "-lm"]
-            subprocess.run(link, check=True, capture_output=True)
-            linked.replace(library)
-    return library
-
-
-def _compiler() -> str | None:
-    return shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc") or shutil.which("clang")
-
-
-def _lacks_avx2() -> bool:
-    """Whether this is an x86 processor without AVX2, whose vectors rows.c is written for there."""
-    return platform.machine() in ("x86_64", "AMD64") and not torch.cpu._is_avx2_supported()
-
-
-def obstacle() -> str | None:
-    """Why the kernels cannot be had here, before they are built; None where nothing stands against them."""
-    if os.environ.get("LONGDRAFT_CPU_KERNELS") == "0":
-        return "LONGDRAFT_CPU_KERNELS=0 turns the CPU kernels off"
-    if _lacks_avx2():
-        return "the CPU kernels need AVX2, which this processor lacks; decoding is slower"
-    if _compiler() is None:
-        return "no C compiler found, decoding on the CPU is slower; install gcc or set CC"
-    return None
-
-
-@cache
-def library() -> ctypes.CDLL | None:
-    """The compiled kernels, or None (with one line that says why) where they cannot be had; PyTorch serves then.
-
-    LONGDRAFT_CPU_KERNELS=0 turns them off, avx2 builds them for an x86 processor with AVX2 alone.
-    """
-    if (why := obstacle()) is not None:
-        if os.environ.get("LONGDRAFT_CPU_KERNELS") != "0":
-            print(f"longdraft: {why}", file=sys.stderr)
-        return None
-    compiler = _compiler()
-    assert compiler is not None
-    try:
-        loaded = ctypes.CDLL(str(_build(compiler)))
-    except (OSError, subprocess.CalledProcessError) as error:
-        advice, detail = "set XDG_CACHE_HOME to a folder that can be written", f"({error})"
-        if isinstance(error, subprocess.CalledProcessError):
-            advice, detail = "set CC to a working C compiler", f"The compiler said: {error.stderr.decode()}"
-        print(
-            f"longdraft: the CPU kernels could not be built, decoding is slower; {advice}, or LONGDRAFT_CPU_KERNELS=0 "
-            f"to be silent. {detail}",
-            file=sys.stderr,
-        )
-        return None
-    loaded.make_call.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
-    loaded.beam_level.argtypes, loaded.beam_level.restype = [ctypes.c_void_p], None
-    loaded.uneven_seconds.restype = ctypes.c_double
-    return loaded
-
-
-# Whether this thread decodes: see `decoding`.
-_decoding: ContextVar[bool] = ContextVar("decoding", default=False)
-
-
-@contextmanager
-def decoding(wanted: bool = True) -> Iterator[None]:
-    """While it lasts, this thread's passes of few rows go through the C kernels in fp32 too, on all threads of PyTorch.
-
-    PyTorch's own operations between them run on one thread: two pools that wait for work by spinning would take the
-    processors from each other. Without the kernels, or where not `wanted`, nothing changes.
-    """
-    lib = library() if wanted else None
-    if lib is None:
-        yield
-        return
-    token, taken = _decoding.set(True), lib.take_threads(1)
-    try:
-        yield
-    finally:
-        lib.give_threads(taken)
-        _decoding.reset(token)
-
-
-@contextmanager
-def free_processors(wanted: bool = True) -> Iterator[None]:
-    """While it lasts, PyTorch's operations of this thread run on as many threads as processors are free, at least one.
-
-    Where other processes run at the moment, that is: OpenMP's threads wait for each other at the end of every
-    operation, and one that is not running holds up all.
-    """
-    lib, others = (library(), running_elsewhere()) if wanted else (None, 0)
-    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    taken = lib.take_threads(max(1, processors - others)) if lib is not None and others else 0
-    try:
-        yield
-    finally:
-        if lib is not None:
-            lib.give_threads(taken)
-
-
-def running_elsewhere() -> int:
-    """Threads of other processes that run or wait for a processor now; 0 where the system does not tell."""
-    try:
-        running = int(Path("/proc/loadavg").read_text().split()[3].split("/")[0])
-        own = sum(
-            (task / "stat").read_text().rpartition(")")[2].split()[0] == "R"
-            for task in Path("/proc/self/task").iterdir()
-        )
-    except (OSError, ValueError, IndexError):
-        return 0
-    return max(0, running - own)
-
-
-def work_seconds() -> float:
-    """A clock of this thread's work: it goes as fast as time where nothing else runs, and does not go on while other
-    processes have the processors; work of the C kernels counts by what all threads spend on it."""
-    lib = library()
-    return time.thread_time() - (0.0 if lib is None else lib.uneven_seconds())
-
-
 def serves(dtype: torch.dtype) -> bool:
     """Whether the C kernels compute passes of few rows in this dtype: bf16 always, fp32 while decoding."""
-    return dtype == torch.bfloat16 or (dtype == torch.float32 and _decoding.get())
-
-
-SUFFIXES = {torch.bfloat16: "bf16", torch.float32: "f32"}
-
-
-@cache
-def _address(name: str) -> int:
-    """Where the function of this name lies, for `make_call`."""
-    address = ctypes.cast(getattr(library(), name), ctypes.c_void_p).value
-    assert address is not None
-    return address
-
-
-def make_call(name: str, arguments: ctypes.Structure, what: str) -> None:
-    """Call a function of the library. Raises: MemoryError where there is none for `what`."""
-    lib = library()
-    assert lib is not None
-    if lib.make_call(_address(name), ctypes.addressof(arguments)):
-        raise MemoryError(f"no memory for {what}")
-
-
-def pointer(tensor: Tensor | None) -> int | None:
-    """Where a tensor's numbers lie."""
-    return None if tensor is None else tensor.data_ptr()
+    return dtype == torch.bfloat16 or (dtype == torch.float32 and is_decoding.get())
 
 
 def can_multiply(weight_NI: Tensor, gated: bool) -> bool:
-    """Whether `linear_rows` takes this weight, here."""
+    """Whether the C kernels are there and `linear_rows` takes this weight."""
     n, k = weight_NI.shape
     return k % 8 == 0 and not (gated and n % 16) and weight_NI.is_contiguous() and library() is not None
 
 
 def can_run(tensors: Iterable[Tensor | None], matrices: Iterable[tuple[Tensor, bool]], head_dim: int) -> bool:
-    """Whether layers with heads of this width are one call of C, at any width of pass.
+    """Whether layers with heads of this width can run as one call of C, at any width of pass.
 
     Args:
-        tensors: all that the call reads of the weights; None for what a layer does not have.
-        matrices: those of them that rows are multiplied with, and whether the product is gated.
+        tensors: all weights that the call reads; None for what a layer does not have.
+        matrices: the ones that rows are multiplied with, and whether the product is gated.
     """
-    there = [tensor for tensor in tensors if tensor is not None]
-    alike = len({tensor.dtype for tensor in there}) == 1 and there[0].dtype in SUFFIXES
-    in_place = all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in there)
-    return alike and in_place and _attends(head_dim) and all(can_multiply(*matrix) for matrix in matrices)
+    present = [tensor for tensor in tensors if tensor is not None]
+    one_dtype = len({tensor.dtype for tensor in present}) == 1 and present[0].dtype in SUFFIXES
+    in_place = all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in present)
+    return one_dtype and in_place and _attends(head_dim) and all(can_multiply(*matrix) for matrix in matrices)
 
 
 class Weight(NamedTuple):
-    """A weight [N, I], of the rows' dtype or, where `scales_N` (fp32) are given, in bytes: see `in_bytes`."""
+    """A weight [N, I] in the rows' dtype, or as int8 with `scales_N` (fp32): see `in_bytes`."""
 
     numbers_NI: Tensor
     scales_N: Tensor | None = None
 
 
 def in_bytes(weight_NI: Tensor) -> Weight:
-    """A weight as int8 [N, I] and one fp32 scale [N] an output, which read half of bf16's bytes: numbers are off by at
-    most a 254th of their output's largest. Not for a target, whose numbers are its own."""
+    """Quantize a weight to int8 with one fp32 scale per output, which halves the bytes to read compared with bf16.
+
+    A number is off by at most 1/254 of the largest in its output. Not for a target, whose results must not change.
+    """
     in_bytes_NI = torch.empty_like(weight_NI, dtype=torch.int8)
     scales_N = torch.empty(len(weight_NI), dtype=torch.float32)
-    for first in range(0, len(weight_NI), 4096):  # in fp32 only some outputs at a time
-        part = slice(first, first + 4096)
-        wide_PI = weight_NI[part].float()
-        scales_N[part] = (wide_PI.abs().amax(1) / 127).clamp(min=torch.finfo(torch.float32).tiny)
-        in_bytes_NI[part] = (wide_PI / scales_N[part, None]).round_()
+    for first in range(0, len(weight_NI), 4096):  # bounds the fp32 copy
+        block = slice(first, first + 4096)
+        wide_PI = weight_NI[block].float()
+        scales_N[block] = (wide_PI.abs().amax(1) / 127).clamp(min=torch.finfo(torch.float32).tiny)
+        in_bytes_NI[block] = (wide_PI / scales_N[block, None]).round_()
     return Weight(in_bytes_NI, scales_N)
 
 
@@ -317,9 +111,9 @@ def linear_rows(
     residual: Tensor | None = None,
     scales_N: Tensor | None = None,
 ) -> Tensor:
-    """As kernels/linear.py, all in bf16 or all in fp32; I a multiple of 8, and N of 16 where gated.
+    """See `longdraft.kernels.linear.linear`. All in bf16 or all in fp32; I is a multiple of 8, N of 16 if gated.
 
-    scales_N: fp32, of a weight in bytes (see `in_bytes`); None for a weight of x's dtype.
+    scales_N: fp32 scales of an int8 weight (see `in_bytes`); None for a weight in x's dtype.
     """
     assert weight_NI.is_contiguous() and weight_NI.dtype == (x.dtype if scales_N is None else torch.int8)
     assert scales_N is None or (scales_N.dtype, scales_N.shape) == (torch.float32, weight_NI.shape[:1])
@@ -328,7 +122,7 @@ def linear_rows(
     n, k = weight_NI.shape
     y = x.new_empty(*x.shape[:-1], n // 2 if gated else n)
     weight_I, eps = norm or (None, 0.0)
-    assert all(part is None or part.dtype == x.dtype for part in (bias_N, weight_I, residual))
+    assert all(tensor is None or tensor.dtype == x.dtype for tensor in (bias_N, weight_I, residual))
     m = x.numel() // k
     arguments = Linear(
         x.data_ptr(), pointer(weight_I), weight_NI.data_ptr(), pointer(bias_N), pointer(residual), pointer(scales_N),
@@ -345,12 +139,12 @@ def rotate_rows(
     norms: tuple[Tensor, Tensor, int, float] | None = None,
     cache: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """As `rotate` of kernels/rotate.py, or with a cache (keys, values [B, S, K, d] and lengths [B]) as `rotate_append`.
+    """`rotate` of kernels/rotate.py, or `rotate_append` with a cache: keys and values [B, S, K, d], lengths [B].
 
-    All in bf16 or all in fp32, x contiguous but for the distance of its rows, d a multiple of 8 where there are norms.
+    All in bf16 or all in fp32. x is contiguous but for the stride of its rows; with norms d is a multiple of 8.
     """
     batch, rows, heads, width = x_BTNd.shape
-    # The distance of rows; where slots have one row each, that of slots (a dimension of size 1 may say anything).
+    # The stride of rows; if slots have one row each, the stride of slots (that of a dimension of size 1 is arbitrary).
     stride = x_BTNd.stride(1) if rows > 1 else x_BTNd.stride(0)
     assert x_BTNd.stride()[2:] == (width, 1) and (batch == 1 or x_BTNd.stride(0) == rows * stride)
     assert cos_BT11F.is_contiguous() and sin_BT12F.is_contiguous() and cos_BT11F.shape[1] == rows
@@ -374,9 +168,9 @@ def rotate_rows(
 
 
 def can_attend(q_BTHd: Tensor) -> bool:
-    """Whether `attention_rows` computes queries of this dtype and head width here."""
-    known = q_BTHd.device.type == "cpu" and q_BTHd.dtype in SUFFIXES
-    return known and _attends(q_BTHd.shape[3]) and library() is not None
+    """Whether the C kernels are there and `attention_rows` takes queries of this dtype and head width."""
+    on_cpu = q_BTHd.device.type == "cpu" and q_BTHd.dtype in SUFFIXES
+    return on_cpu and _attends(q_BTHd.shape[3]) and library() is not None
 
 
 def _attends(head_dim: int) -> bool:
@@ -384,13 +178,13 @@ def _attends(head_dim: int) -> bool:
 
 
 def attends_chains(q_BTHd: Tensor) -> bool:
-    """Whether `chain_rows` is faster here than PyTorch's attention: where products of pairs serve these queries."""
+    """Whether `chain_rows` is faster than PyTorch's attention: if bf16 instructions serve these queries (pairs.inc)."""
     takes_pairs = q_BTHd.dtype == torch.bfloat16 and q_BTHd.shape[3] % 16 == 0 and can_attend(q_BTHd)
     return takes_pairs and multiplies_bf16()
 
 
 def multiplies_bf16() -> bool:
-    """Whether the kernels use the processor's instructions for products of bf16."""
+    """Whether the C kernels use bf16 instructions of the processor."""
     lib = library()
     return lib is not None and bool(ctypes.c_int.in_dll(lib, "has_pairs").value)
 
@@ -403,12 +197,12 @@ def chain_rows(
     window: int | None = None,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """`rows_with_sinks` of any number of rows that are a chain."""
-    parts = [
+    """`rows_with_sinks` for any number of rows that form a chain, MOST_ATTENTION_ROWS at a time."""
+    outputs = [
         rows_with_sinks(q, keys_BSKd, values_BSKd, lengths_B + i * MOST_ATTENTION_ROWS, None, window, sinks_H)
         for i, q in enumerate(q_BTHd.split(MOST_ATTENTION_ROWS, 1))
     ]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
 
 
 def rows_with_sinks(
@@ -420,7 +214,7 @@ def rows_with_sinks(
     window: int | None,
     sinks_H: Tensor | None,
 ) -> Tensor:
-    """`attention_rows`, as if its queries had read the sinks too (kernels/sinks.py)."""
+    """`attention_rows` with attention sinks, if there are any (kernels/sinks.py)."""
     lse_BTH = None if sinks_H is None else torch.empty(q_BTHd.shape[:3])
     out_BTHd = attention_rows(q_BTHd, keys_BSKd, values_BSKd, lengths_B, tree_mask_BTT, window, lse_BTH)
     return with_sinks(out_BTHd, lse_BTH, sinks_H)
@@ -436,9 +230,12 @@ def attention_rows(
     lse_BTH: Tensor | None = None,
     blind: bool = False,
 ) -> Tensor:
-    """As kernels/tree_attention.py, bf16 or fp32; d a multiple of 8 up to 1024, at most MOST_ATTENTION_ROWS rows.
+    """See `longdraft.kernels.tree_attention.tree_attention`. bf16 or fp32, d a multiple of 8 up to 1024, at most
+    MOST_ATTENTION_ROWS rows.
 
-    lse_BTH: fp32, contiguous; takes the log-sum-exps where it is given. blind: rows read the committed ones alone.
+    Args:
+        lse_BTH: fp32, contiguous; the log-sum-exps are written there. None: they are not needed.
+        blind: rows read committed rows alone, neither themselves nor each other.
     """
     assert keys_BSKd.stride(3) == values_BSKd.stride(3) == 1
     batch, rows, heads, width = q_BTHd.shape
@@ -461,70 +258,3 @@ def attention_rows(
     )  # fmt: skip
     make_call(f"attention_{SUFFIXES[q_BTHd.dtype]}", arguments, f"the partial results of {rows} rows of {heads} heads")
     return out
-
-
-def negated_uniform(seeds_B: Tensor, positions_BJ: Tensor, vocab_size: int) -> Tensor:
-    """The words of kernels/gumbel.py's noise as numbers of (-1, 0), fp32 [B, J, V]: bit for bit those of
-    kernels/reference/gumbel.py."""
-    batch, per = positions_BJ.shape
-    seeds_B, positions_BJ = seeds_B.contiguous(), positions_BJ.contiguous()
-    assert seeds_B.dtype == positions_BJ.dtype == torch.int64 and seeds_B.shape == (batch,)
-    y = torch.empty(batch, per, vocab_size, dtype=torch.float32)
-    arguments = _Noise(seeds_B.data_ptr(), positions_BJ.data_ptr(), y.data_ptr(), batch, per, vocab_size)
-    make_call("philox_uniform", arguments, "noise")
-    return y
-
-
-def best_tokens(
-    logits_BTV: Tensor, count: int, divisors_B: Tensor | None, noise_BN: Tensor | None, ids_V: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """As kernels/best_tokens.py."""
-    (batch, n_rows, vocab), logits = logits_BTV.shape, logits_BTV.contiguous()
-    assert 0 < count <= vocab
-    if divisors_B is not None:
-        divisors_B = divisors_B.contiguous()
-        assert (divisors_B.dtype, divisors_B.shape) == (torch.float32, (batch,))
-    if noise_BN is not None:
-        assert noise_BN.dtype == torch.float32 and len(noise_BN) == batch and noise_BN.stride(1) == 1
-        assert ids_V is not None or noise_BN.shape[1] >= vocab
-    if ids_V is not None:
-        assert (ids_V.dtype, ids_V.shape) == (torch.int64, (vocab,)) and ids_V.is_contiguous()
-    n_parts = batch * n_rows * -(-vocab // PART_WORDS)
-    parts = torch.empty(n_parts, 2 + 2 * count, dtype=torch.float32)
-    log_probs = torch.empty(batch, n_rows, count, dtype=torch.float32)
-    words = torch.empty(batch, n_rows, count, dtype=torch.int64)
-    tensors = logits, divisors_B, noise_BN, ids_V, parts, log_probs, words
-    noise_row = 0 if noise_BN is None else noise_BN.stride(0)
-    arguments = _BestTokens(*map(pointer, tensors), batch, n_rows, vocab, count, noise_row)
-    make_call(f"best_tokens_{SUFFIXES[logits.dtype]}", arguments, f"the best tokens of {batch * n_rows} rows")
-    return log_probs, words
-
-
-def beam_level(
-    log_probs_BTC: Tensor,
-    words_BTC: Tensor,
-    scores_BT: Tensor,
-    open_BTN: Tensor,
-    width: int,
-    first_node: int,
-    first_class: int,
-    borders_K: Tensor,
-    token_ids_E: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """As kernels/beam.py."""
-    (batch, n_rows, count), before, lib = log_probs_BTC.shape, open_BTN.shape[2], library()
-    kinds = (torch.float32, torch.int64, torch.int64, torch.float32, torch.float32, torch.bool)
-    given = tuple(
-        None if part is None else part.contiguous()
-        for part in (log_probs_BTC, words_BTC, token_ids_E, scores_BT, borders_K, open_BTN)
-    )
-    assert all(part is None or part.dtype == kind for part, kind in zip(given, kinds, strict=True))
-    assert words_BTC.shape == log_probs_BTC.shape and scores_BT.shape == open_BTN.shape[:2] == (batch, n_rows)
-    assert 0 < width <= n_rows * count and lib is not None
-    nodes_3BW = torch.empty(3, batch, width, dtype=torch.int64)
-    scores_BW = torch.empty(batch, width, dtype=torch.float32)
-    open_BWN = torch.empty(batch, width, before + width, dtype=torch.bool)
-    sizes = batch, n_rows, count, width, before, len(borders_K), first_node, first_class
-    arguments = _Beam(*map(pointer, (*given, nodes_3BW, scores_BW, open_BWN)), *sizes)
-    lib.beam_level(ctypes.addressof(arguments))
-    return nodes_3BW, scores_BW, open_BWN

@@ -1,4 +1,4 @@
-"""Reference of kernels/accepted_path.py: all slots together, level by level."""
+"""Reference of kernels/accepted_path.py: all slots together, level by level, any device."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""A level of a beam in PyTorch (any device)."""
+"""Reference of kernels/beam.py: plain PyTorch, any device. Shapes as there."""
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ def beam_level(
     borders_K: Tensor,
     token_ids_E: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See kernels/beam.py."""
+    """See `longdraft.kernels.beam.beam_level`."""
     scores_BW, places_BW = (scores_BT[:, :, None] + log_probs_BTC).flatten(1).topk(width, dim=-1)
     words_BW = words_BTC.flatten(1).gather(1, places_BW)
     surprise_BW = -log_probs_BTC.flatten(1).gather(1, places_BW)

@@ -1,4 +1,4 @@
-"""Ranked tokens in PyTorch (any device)."""
+"""Reference of kernels/best_tokens.py: plain PyTorch, any device."""
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ def best_tokens(
     noise_BN: Tensor | None = None,
     ids_V: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """See kernels/best_tokens.py."""
+    """See `longdraft.kernels.best_tokens.best_tokens`."""
     scores_BTV = logits_BTV.float()
     if divisors_B is not None:
         scores_BTV = scores_BTV / divisors_B[:, None, None]

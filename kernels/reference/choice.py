@@ -1,4 +1,4 @@
-"""Reference of kernels/choice.py: the formula, all noise at once. Holds several B x N x V."""
+"""Reference of kernels/choice.py: the formula, with all noise at once. It holds several tensors of B x N x V."""
 
 import torch
 from torch import Tensor

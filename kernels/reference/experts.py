@@ -1,4 +1,4 @@
-"""Reference of kernels/experts.py: every expert on every token, of which the chosen ones count."""
+"""Reference of kernels/experts.py: every expert computes every token, and the chosen ones count."""
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ from longdraft.kernels.reference.gate import clamped_gate, gate
 
 
 def experts(x_BTD: Tensor, weights: ExpertWeights, n_chosen: int, normalised: bool) -> Tensor:
-    """See kernels/experts.py."""
+    """See `longdraft.kernels.experts.experts`."""
     rows_MD, (router_ED, gate_up_EXD, down_EDF, *biases, clamped) = x_BTD.flatten(0, 1), weights
     none = rows_MD.new_zeros(1, 1)
     router_bias_E, gate_up_bias_EX, down_bias_ED = (none if bias is None else bias for bias in biases)

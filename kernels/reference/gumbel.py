@@ -1,4 +1,4 @@
-"""Philox 4x32-10 and the Gumbel noise made of it, in PyTorch integer arithmetic (any device)."""
+"""Reference of kernels/gumbel.py: Philox 4x32-10 and Gumbel noise in PyTorch integer arithmetic, any device."""
 
 import torch
 from torch import Tensor
@@ -9,15 +9,15 @@ KEY_STEPS = 0x9E3779B9, 0xBB67AE85
 BELOW_ONE = 1 - 2.0**-24  # the largest fp32 below 1
 
 
-def philox_4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor], rounds: int = 10):
-    """The Philox bijection. Words are 32-bit values held in int64 tensors that broadcast; returns four such tensors.
+def philox_4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]):
+    """The Philox bijection in 10 rounds. Words are 32-bit values in int64 tensors, which broadcast; returns four.
 
-    A product of two words fits 64 bits unsigned; int64 wraps to the same bits, and the mask after the arithmetic shift
-    takes the sign bits off again.
+    A product of two words fits 64 bits unsigned. int64 wraps to the same bits, and the mask after the arithmetic shift
+    removes the sign bits again.
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key
-    for _ in range(rounds):
+    for _ in range(10):
         p0, p1 = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
         c0, c1, c2, c3 = (p1 >> 32 & MASK) ^ c1 ^ k0, p1 & MASK, (p0 >> 32 & MASK) ^ c3 ^ k1, p0 & MASK
         k0, k1 = k0 + KEY_STEPS[0] & MASK, k1 + KEY_STEPS[1] & MASK
@@ -25,7 +25,7 @@ def philox_4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tenso
 
 
 def gumbel_noise(seeds_B: Tensor, positions_BJ: Tensor, vocab_size: int) -> Tensor:
-    """See kernels/gumbel.py."""
+    """See `longdraft.kernels.gumbel.gumbel_noise`."""
     blocks = torch.arange((vocab_size + 3) // 4, device=seeds_B.device)
     zero = torch.zeros((), dtype=torch.int64, device=seeds_B.device)
     key = (seeds_B & MASK)[:, None, None], (seeds_B >> 32 & MASK)[:, None, None]
@@ -35,14 +35,14 @@ def gumbel_noise(seeds_B: Tensor, positions_BJ: Tensor, vocab_size: int) -> Tens
 
 
 def gumbel_of(words: Tensor) -> Tensor:
-    """32-bit words to standard Gumbel noise, fp32: -log(-log(1 - w)) of w = (word + 1/2) / 2**32.
+    """Turn 32-bit words into standard Gumbel noise, fp32: -log(-log(1 - w)) with w = (word + 1/2) / 2**32.
 
-    w lies in (0, 1): small values keep 24 bits of their own, which is where large noise comes from, and the clamp takes
-    the words that would round to 1.
+    w lies in (0, 1). Small values, which give large noise, keep 24 significant bits; the clamp catches the words that
+    would round to 1.
     """
     return gumbel_from_(words.float().add_(0.5).mul_(2.0**-32).clamp_(max=BELOW_ONE).neg_())
 
 
 def gumbel_from_(negated: Tensor) -> Tensor:
-    """The same from -w, in place."""
+    """`gumbel_of` from -w, in place."""
     return negated.log1p_().neg_().log_().neg_()

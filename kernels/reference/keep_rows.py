@@ -1,4 +1,4 @@
-"""Reference of kernels/keep_rows.py: one row after the other, lengths and rows read on the host."""
+"""Reference of kernels/keep_rows.py: one row after the other, with lengths and rows read on the host."""
 
 from torch import Tensor
 

@@ -1,8 +1,8 @@
 """Cross-entropy of a chunk of logits, its gradient in their place, and the labels' ranks; plain PyTorch.
 
-What kernels/triton_impl/linear_cross_entropy.py does in one kernel, with the same signature; it serves a CPU for good.
-Rows are worked on in blocks of a few, so that the passes after the first find them in the cache and what lies beside
-the logits is a block, not a chunk. Not here: the products with the LM head (kernels/linear_cross_entropy.py).
+triton_impl/linear_cross_entropy.py does the same in one kernel, with the same signature. On a CPU this is not only the
+reference but what runs. It takes a few rows at a time, so that the passes after the first find them in the cache, and
+scratch memory is a block, not a chunk. Not here: the products with the LM head (kernels/linear_cross_entropy.py).
 Shapes: C rows of a chunk, B rows of a block, b of them with the label among the first, V vocabulary.
 """
 
@@ -11,12 +11,13 @@ from torch import Tensor
 
 from longdraft.kernels import backend
 
-# fp32 logits that are worked on at a time. On a CPU 2 MiB, 10 rows at V = 49,152, stay in the cache and still outweigh
-# what a dozen calls cost; a GPU wants fewer and larger calls.
+# Size of a block's fp32 logits. On a CPU 2 MiB, 10 rows at V = 49,152, stay in the cache and are still enough work to
+# outweigh the overhead of a dozen calls; a GPU wants fewer and larger calls.
 BLOCK_BYTES, GPU_BLOCK_BYTES = 2 * 2**20, 64 * 2**20
 
 
 def rows_per_block(vocab_size: int, gpu: bool = False) -> int:
+    """B."""
     return max(1, (GPU_BLOCK_BYTES if gpu else BLOCK_BYTES) // (4 * vocab_size))
 
 
@@ -29,16 +30,19 @@ def chunk_losses(
     top_k: int,
     gradient: bool,
 ) -> None:
-    """Cross-entropy of every row, in fp32 whatever the logits are.
+    """Cross-entropy of every row, computed in fp32 for logits of any dtype.
 
     Args:
-        logits_CV: fp32, bf16 or fp16; with `gradient` overwritten with softmax - onehot(label), except for rows whose
-            label is `ignore_index`, which then hold anything.
+        logits_CV: fp32, bf16 or fp16; with `gradient` overwritten with softmax - onehot(label). Rows whose label is
+            `ignore_index` then hold arbitrary values.
         labels_C: int64 token ids, or `ignore_index`.
         loss_C: fp32, written; 0 where the label is `ignore_index`.
-        before_C: int32 [C], or [0] for top_k = 0; written: how many logits come before the label's, of equal ones those
-            of lower ids, as in an argmax. Exact below top_k, at least top_k else and where the label is `ignore_index`.
-        top_k: ranks wanted; 0 counts nothing.
+        before_C: int32 [C], or [0] if top_k is 0; written: how many logits rank before the label's, where equal logits
+            rank by id, as in an argmax. It is exact below top_k; otherwise, and where the label is `ignore_index`, it
+            is at least top_k.
+        ignore_index: the label of rows that do not count.
+        top_k: how many ranks are needed; 0 counts nothing.
+        gradient: whether to overwrite the logits.
     """
     n_rows, n_words = logits_CV.shape
     n_block = rows_per_block(n_words, logits_CV.is_cuda)
@@ -47,8 +51,8 @@ def chunk_losses(
     scratch_BV = logits_CV.new_empty((min(n_block, n_rows), n_words), dtype=torch.float32)
     for start in range(0, n_rows, n_block):
         rows = slice(start, start + n_block)
-        given = logits_CV[rows], labels_C[rows, None], scratch_BV[: min(n_block, n_rows - start)]
-        _block_losses(*given, loss_C[rows], before_C[rows], top_k, gradient)
+        inputs = logits_CV[rows], labels_C[rows, None], scratch_BV[: min(n_block, n_rows - start)]
+        _block_losses(*inputs, loss_C[rows], before_C[rows], top_k, gradient)
     loss_C.masked_fill_(ignored_C, 0.0)
     if top_k:
         before_C.masked_fill_(ignored_C, n_words)
@@ -63,10 +67,10 @@ def _block_losses(
     top_k: int,
     gradient: bool,
 ) -> None:
-    exact_BV = logits_BV.float()  # fp32 logits themselves
+    exact_BV = logits_BV.float()  # no copy of fp32 logits
     if top_k:
         before_B.copy_(count_before(exact_BV, label_B1, top_k, scratch_BV))
-    # The exponentials cost most: softmax takes them once, and its largest probability is one over their sum.
+    # The exponentials cost most. softmax computes them once, and its largest probability is 1 / their sum.
     probs_BV = torch.softmax(exact_BV, 1, out=scratch_BV)
     torch.sub(exact_BV.amax(1) - exact_BV.gather(1, label_B1)[:, 0], probs_BV.amax(1).log_(), out=loss_B)
     if gradient:
@@ -75,10 +79,11 @@ def _block_losses(
 
 
 def count_before(logits_BV: Tensor, label_B1: Tensor, top_k: int, scratch_BV: Tensor) -> Tensor:
-    """fp32 counts, exact up to 2 ** 24; sums of truths would go through an int64 copy of them."""
+    """How many logits rank before the label's, as `chunk_losses` counts, in fp32: exact up to 2 ** 24. Summing bools
+    would convert them all to int64."""
     own_B1 = logits_BV.gather(1, label_B1)
     before_B = torch.gt(logits_BV, own_B1, out=scratch_BV).sum(1)
-    # Equal logits matter for labels among the first alone, which are few. A GPU counts all: it need not be waited for.
+    # Equal logits matter only for labels within the first top_k, which are few. A GPU counts all, to avoid a wait.
     first_b = torch.arange(len(before_B), device=logits_BV.device)
     if backend.is_host(logits_BV.device):
         first_b = first_b[before_B < top_k]

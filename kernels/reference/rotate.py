@@ -1,4 +1,4 @@
-"""References of kernels/rotate.py. Shapes as there."""
+"""References of kernels/rotate.py, any device. Shapes as there."""
 
 from typing import NamedTuple
 
@@ -8,8 +8,7 @@ from torch.nn.functional import rms_norm
 
 
 class HeadNorms(NamedTuple):
-    """RMSNorms of heads before RoPE: of the first `n_queries` heads by `q_d`, of the others, which are keys, by `k_d`;
-    both weights [d]."""
+    """RMSNorms of heads before RoPE: weight `q_d` for the first `n_queries` heads, `k_d` for the others, the keys."""
 
     q_d: Tensor
     k_d: Tensor
@@ -18,7 +17,7 @@ class HeadNorms(NamedTuple):
 
 
 def normed(x_BTnd: Tensor, norms: HeadNorms | None) -> Tensor:
-    """The heads behind their norms, rounded to x's dtype."""
+    """The heads after their norms, rounded to x's dtype."""
     if norms is None:
         return x_BTnd
     split = norms.n_queries, x_BTnd.shape[2] - norms.n_queries
@@ -27,7 +26,7 @@ def normed(x_BTnd: Tensor, norms: HeadNorms | None) -> Tensor:
 
 
 def rotate(x_BTnd: Tensor, cos_BT11F: Tensor, sin_BT12F: Tensor, norms: HeadNorms | None = None) -> Tensor:
-    """See kernels/rotate.py."""
+    """See `longdraft.kernels.rotate.rotate`."""
     n_slots, n_rows, n_heads, head_dim = x_BTnd.shape
     halves_BTn2F = normed(x_BTnd, norms).view(n_slots, n_rows, n_heads, 2, head_dim // 2)
     rotated = torch.addcmul(halves_BTn2F * cos_BT11F, halves_BTn2F.flip(3), sin_BT12F)
@@ -43,7 +42,7 @@ def rotate_append(
     lengths_B: Tensor,
     norms: HeadNorms | None = None,
 ) -> Tensor:
-    """See kernels/rotate.py."""
+    """See `longdraft.kernels.rotate.rotate_append`."""
     n_kv = keys_BSKd.shape[2]
     qk_BTnd = rotate(qkv_BTNd[:, :, :-n_kv], cos_BT11F, sin_BT12F, norms)
     slots_B1 = torch.arange(len(lengths_B), device=lengths_B.device)[:, None]

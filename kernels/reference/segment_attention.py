@@ -1,6 +1,6 @@
 """Reference of kernels/segment_attention.py: one dense mask, fp32 softmax, plain PyTorch, any device.
 
-Not fast: it holds H x N x M scores. Shapes as there; head h reads key head h // G, G = H / K.
+It is slow and holds H x N x M scores. Shapes as there; G = H / K, head h reads key head h // G.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ def segment_attention(
     segments: Sequence[tuple[int, int, int, int]],
     window: int | None = None,
 ) -> Tensor:
-    """Same contract as `longdraft.kernels.segment_attention.segment_attention`; segments are not checked."""
+    """See `longdraft.kernels.segment_attention.segment_attention`; segments are not checked."""
     mask_NM = read_keys(len(q_NHd), len(k_MKd), segments, window).to(q_NHd.device)
     weights_KGNM = _weights(q_NHd, k_MKd, mask_NM)
     return torch.einsum("kgnm,mkd->nkgd", weights_KGNM, _read(v_MKd, mask_NM)).flatten(1, 2).to(q_NHd.dtype)
@@ -41,10 +41,12 @@ def query_gradient(
     segments: Sequence[tuple[int, int, int, int]],
     window: int | None = None,
 ) -> Tensor:
-    """The gradient [N, H, d] of `segment_attention`'s queries, in q's dtype, by its formula: with P the weights and
-    dP the gradient of the output times the values, d ** -0.5 * sum over keys of P * (dP - sum of P * dP) * K.
+    """The gradient of `segment_attention`'s queries, [N, H, d] in q's dtype, by the formula.
 
-    grad_NHd: the gradient of the output; rows in no segment are not read.
+    With P the weights and dP the output's gradient times the values, it is
+    d ** -0.5 * sum over keys of P * (dP - sum of P * dP) * K.
+
+    grad_NHd: the output's gradient; rows in no segment are not read.
     """
     mask_NM = read_keys(len(q_NHd), len(k_MKd), segments, window).to(q_NHd.device)
     weights_KGNM = _weights(q_NHd, k_MKd, mask_NM)
@@ -56,14 +58,14 @@ def query_gradient(
 
 
 def _weights(q_NHd: Tensor, k_MKd: Tensor, mask_NM: Tensor) -> Tensor:
-    """Softmax of the scaled scores over each query's keys, fp32 [K, G, N, M]; zeros for a query without."""
+    """Softmax of the scaled scores over each query's keys, fp32 [K, G, N, M]; zeros for a query without keys."""
     q_NKGd = _read(q_NHd, mask_NM.T).unflatten(1, (k_MKd.shape[1], -1))
     scores_KGNM = torch.einsum("nkgd,mkd->kgnm", q_NKGd, _read(k_MKd, mask_NM)) * q_NHd.shape[2] ** -0.5
-    # A row that reads nothing has no softmax: it reads everything, and counts for nothing.
+    # A row that reads nothing has no softmax: let it read everything, and multiply the result by zero.
     blind_N1 = ~mask_NM.any(1, keepdim=True)
     return scores_KGNM.masked_fill(~(mask_NM | blind_N1), float("-inf")).softmax(-1) * ~blind_N1
 
 
 def _read(rows_MKd: Tensor, mask_NM: Tensor) -> Tensor:
-    """fp32, zeros in rows that take no part: they may hold NaN, which 0 * NaN would carry into a sum."""
+    """The rows in fp32, with zeros for those that nobody reads: they may hold NaN, and 0 * NaN would reach a sum."""
     return rows_MKd.float().where(mask_NM.any(0)[:, None, None], 0)

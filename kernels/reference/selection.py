@@ -1,4 +1,4 @@
-"""References of kernels/selection.py: keys repeated for their query heads, everything at once. Shapes as there."""
+"""References of kernels/selection.py: everything at once, with keys repeated for their query heads. Shapes as there."""
 
 import torch
 from torch import Tensor

@@ -1,6 +1,6 @@
 """Reference of kernels/tree_attention.py: one dense mask, fp32 softmax, plain PyTorch, any device.
 
-Not fast: it holds B x H x T x S scores. Shapes: B slots, T rows of the pass, S cache rows, H query heads, K key/value
+It is slow and holds B x H x T x S scores. Shapes: B slots, T rows of the pass, S cache rows, H query heads, K key/value
 heads (grouped: head h reads key head h // (H / K)), d head width.
 """
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-MOST_ROWS = 128  # of a tree whose ancestors are two words of bits
+MOST_ROWS = 128  # of a tree whose ancestors fit two words of bits
 
 
 def attended_rows(
@@ -16,9 +16,9 @@ def attended_rows(
 ) -> Tensor:
     """Bool [B, T, S]: which of the first `n_keys` cache rows each row of the pass may read.
 
-    Committed rows (index < length) are open to all; among the pass's own rows a chain is causal and a tree follows
-    its mask. `window` = w leaves the last w tokens of a row's own history, itself included; a node's place in that
-    history is the length plus its number of ancestors in the pass.
+    Committed rows (index < length) are open to all rows. Among the pass's own rows a chain is causal and a tree follows
+    its mask. With a window of w a row reads the last w tokens of its own history, itself included, where a node's place
+    is the length plus its number of ancestors in the pass.
     """
     device = lengths_B.device
     chain_TT = torch.ones(n_rows, n_rows, dtype=torch.bool, device=device).tril()
@@ -36,9 +36,8 @@ def attended_rows(
 
 
 def pack_tree(tree_mask_BTT: Tensor | None, n_slots: int, n_rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """(int64 [B, T, 2]: bit j of row i's two words is whether it reads row j of the pass; int32 [B, T]: depths).
-
-    None is a chain. A row that reads nothing has depth 0. At most 128 rows."""
+    """The tree for Triton: int64 [B, T, 2], where bit j of row i's two words is whether it reads row j of the pass, and
+    depths, int32 [B, T]. A mask of None is a chain. A row that reads nothing has depth 0. At most MOST_ROWS rows."""
     assert n_rows <= MOST_ROWS, f"a tree of {n_rows} rows has more than the {MOST_ROWS} that fit two words of ancestors"
     if tree_mask_BTT is None:
         tree_mask_BTT = torch.ones(n_rows, n_rows, dtype=torch.bool, device=device).tril().expand(n_slots, -1, -1)
@@ -56,10 +55,10 @@ def tree_attention(
     tree_mask_BTT: Tensor | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """Same contract as `longdraft.kernels.tree_attention.tree_attention`."""
+    """See `longdraft.kernels.tree_attention.tree_attention`."""
     scores_BKGTS = _scores(q_BTHd, keys_BSKd, lengths_B, tree_mask_BTT, window)
     values_BSKd = _written(values_BSKd, lengths_B, q_BTHd.shape[1])
-    # A row that may read nothing (padding of an empty slot) has no softmax; its output is zero.
+    # A row that may read nothing (padding of an empty slot) has no softmax, and its output is zero.
     weights_BKGTS = torch.softmax(scores_BKGTS, -1).nan_to_num(0.0)
     out_BTKGd = torch.einsum("bkgts,bskd->btkgd", weights_BKGTS, values_BSKd)
     return out_BTKGd.reshape(q_BTHd.shape).to(q_BTHd.dtype)
@@ -72,8 +71,7 @@ def log_sum_exp(
     tree_mask_BTT: Tensor | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """fp32 [B, T, H]: the natural logarithm of the sum of the exponentials of a row's scaled scores, -inf for one that
-    may read nothing."""
+    """Natural log-sum-exps of the rows' scaled scores, fp32 [B, T, H]; -inf for a row that may read nothing."""
     lse_BKGT = _scores(q_BTHd, keys_BSKd, lengths_B, tree_mask_BTT, window).logsumexp(-1)
     return lse_BKGT.flatten(1, 2).transpose(1, 2).contiguous()
 
@@ -92,8 +90,8 @@ def _scores(
 
 
 def _written(x_BSKd: Tensor, lengths_B: Tensor, n_rows: int) -> Tensor:
-    """Cache rows up to the longest slot's end, in fp32. Those beyond a slot's own end are never written and may hold
-    NaN, which 0 * NaN would carry into the sum over values: they are zero."""
+    """Cache rows up to the end of the longest slot, in fp32. Rows beyond a slot's own end are made zero: they may hold
+    NaN, and 0 * NaN would carry it into the sum over values."""
     n_keys = int(lengths_B.max()) + n_rows
     written_BS = torch.arange(n_keys, device=x_BSKd.device) < lengths_B[:, None] + n_rows
     return x_BSKd[:, :n_keys].float().where(written_BS[:, :, None, None], 0)

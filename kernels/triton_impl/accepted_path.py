@@ -1,7 +1,7 @@
-"""The accepted path in Triton, the same contract as kernels/accepted_path.py: one warp a slot, its nodes in registers.
+"""kernels/accepted_path.py in Triton: one warp per slot, with the slot's nodes in registers.
 
-Shapes: B slots, N tree nodes, P places of a path. Prefixes: i_ index, o_ offsets, m_ mask, p_ pointer, b_ block, s_
-stride.
+Shapes: B slots, N tree nodes, P places of a path. Prefixes: i_ index, o_ offsets, m_ mask, p_ pointer, b_ block,
+s_ stride.
 """
 
 from typing import Any
@@ -31,7 +31,7 @@ def _accepted_path(
         tl.store(p_nodes + i_b * n_places + i, node)
         tl.store(p_chosen + i_b * n_places + i, chosen)
         child = tl.min(tl.where((b_parents == node) & (b_tokens == chosen), o_n, BLOCK), 0)
-        # Once there is no child the node stays, and never has one: only steps that lead on count.
+        # Without a child the node stays the same, and never gets a child: only steps to a child count.
         leads_on = (child < BLOCK) & (i + 1 < n_places)
         count += tl.where(leads_on, active, 0)
         node = tl.where(leads_on, child, node)

@@ -1,8 +1,9 @@
-"""The choice rule in Triton, the same contract as kernels/choice.py.
+"""kernels/choice.py in Triton, in two launches.
 
-Two launches: each program finds the best score of one block of the vocabulary for one row, making the noise in
-registers and only where the row's temperature is above 0; then one program a row takes the best of the blocks. A score
-and its token's id are one int64 whose order is that of the choice, so a maximum of integers is the argmax.
+In the first, each program finds the best score of one row in one block of the vocabulary. It makes the noise in
+registers, and only if the row's temperature is above 0. In the second, one program per row takes the best of the
+blocks. A score and its token's id form one int64 whose order is that of the choice, so a maximum of integers is the
+argmax.
 
 Shapes: B slots, N nodes, V vocabulary. Prefixes: i_ index, o_ offsets, m_ mask, p_ pointer, b_ block.
 """
@@ -23,17 +24,17 @@ NOTHING = tl.constexpr(-(2**63))
 
 @triton.jit
 def gumbel(seed, position, o_4):
-    """g(seed, position, v) of kernels/gumbel.py for tokens 4 * o_4 .. 4 * o_4 + 3, in order: fp32, four times as long.
+    """g(seed, position, v) of kernels/gumbel.py for tokens 4 * o_4 .. 4 * o_4 + 3, in order: fp32, 4 per entry of o_4.
 
     seed, position: int64. o_4: int32, consecutive blocks of four tokens.
     """
-    o_token = o_4.to(tl.uint32)
-    zero = tl.zeros_like(o_token)
-    b_0, b_1, b_2, b_3 = tl.philox(seed, o_token, zero + position.to(tl.uint32), zero, zero)
+    o_counter = o_4.to(tl.uint32)
+    b_zero = tl.zeros_like(o_counter)
+    b_0, b_1, b_2, b_3 = tl.philox(seed, o_counter, b_zero + position.to(tl.uint32), b_zero, b_zero)
     b_word = tl.interleave(tl.interleave(b_0, b_2), tl.interleave(b_1, b_3))
     b_w = tl.minimum((b_word.to(tl.float32) + 0.5) * STEP, BELOW_ONE)
-    # log1p(-w) by way of u = 1 - w, which is rounded: the quotient makes the loss good (Kahan). w is above 2**-34, and
-    # where u is 1 the logarithm is -w itself.
+    # log1p(-w) from u = 1 - w, whose rounding the quotient corrects (Kahan). w is above 2**-34, and where u is 1 the
+    # logarithm is -w itself.
     b_u = 1.0 - b_w
     b_lost = tl.where(b_u == 1.0, 1.0, 1.0 - b_u)
     b_log = tl.where(b_u == 1.0, -b_w, tl.log(b_u) * tl.div_rn(b_w, b_lost))
@@ -42,7 +43,7 @@ def gumbel(seed, position, o_4):
 
 @triton.jit
 def _ordered(b_score, o_v):
-    """int64 that is larger for a larger score, of equal scores for the lower id; a NaN is above all."""
+    """An int64 that is larger for a larger score and, for equal scores, for the lower id. NaN is the largest score."""
     b_bits = tl.where(b_score == 0.0, 0.0, b_score).to(tl.int32, bitcast=True)  # -0 is 0
     b_key = tl.where(b_bits < 0, b_bits ^ LARGEST, b_bits)
     b_key = tl.where(b_score == b_score, b_key, LARGEST)

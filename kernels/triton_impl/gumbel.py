@@ -1,4 +1,4 @@
-"""The noise of decoding in Triton, the same contract as kernels/gumbel.py: bit for bit what triton_impl/choice.py adds.
+"""kernels/gumbel.py in Triton, with the bits of the noise that triton_impl/choice.py adds.
 
 Shapes: B sequences, J positions, V vocabulary. Prefixes: i_ index, o_ offsets, p_ pointer.
 """

@@ -1,8 +1,8 @@
-"""keep_rows in Triton, the same contract as kernels/keep_rows.py: one launch for all layers, slots, keys and values.
+"""kernels/keep_rows.py in Triton: one launch for all layers, slots, keys and values.
 
-A program owns some columns (of all key heads together) of one layer and slot and moves its rows in order, so programs
-never meet; that no source is overwritten before it is read, kernels/keep_rows.py explains. A load may run ahead of
-earlier stores for the same reason: it reads above all of their targets.
+A program owns some columns, of all key heads together, of one layer and slot and moves its rows in order, so programs
+never touch the same memory. kernels/keep_rows.py explains why no source is overwritten before it is read. For the same
+reason a load may run ahead of earlier stores: it reads above all of their targets.
 
 Shapes: L layers, B slots, S cache capacity, R rows to keep, K key/value heads, d head width. Prefixes: i_ index,
 o_ offsets, m_ mask, p_ pointer, b_ block.

@@ -1,8 +1,8 @@
 """Cross-entropy of a chunk of logits, its gradient in their place, and the labels' ranks, in one Triton kernel.
 
-A program a row, in two passes over the vocabulary: the first finds maximum and sum of exponentials and counts the
-logits before the label's, the second puts softmax - onehot where the logits were. Nothing else of their size is held.
-Not here: the products with the LM head (kernels/linear_cross_entropy.py).
+One program per row makes two passes over the vocabulary. The first finds the maximum and the sum of exponentials, and
+counts the logits that rank before the label's; the second overwrites the logits with softmax - onehot. Nothing else of
+their size is held. Not here: the products with the LM head (kernels/linear_cross_entropy.py).
 Shapes: C rows of a chunk, V vocabulary. Prefixes: i_ index, o_ offsets, m_ mask, p_ pointer, b_ block.
 """
 
@@ -12,9 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Logits a program holds at a time: 16 bytes of each of 1024 threads in bf16. One such program a processor, by its
-# registers: the rows at work (256 KiB each in bf16 at V = 128,256) are then few enough to lie in an L2 cache of 50 MiB
-# when the second pass comes.
+# Logits that a program holds at a time: in bf16, 16 bytes for each of 1024 threads. Its registers allow one program per
+# processor, so the rows in flight (256 KiB each in bf16 at V = 128,256) are few enough to still be in an L2 cache of
+# 50 MiB for the second pass.
 MOST_BLOCK = 8192
 
 
@@ -31,8 +31,8 @@ def _row(
             tl.store(p_before + i_row, n_words)
         return
     p_row = p_logits + i_row * row_stride
-    # Read before the first reduction, at which all threads meet: none has then begun to overwrite it.
-    own = tl.load(p_row + label, mask=(label >= 0) & (label < n_words), other=float("nan")).to(tl.float32)
+    # Read before the first reduction, which synchronizes all threads: none has begun to overwrite it by then.
+    label_logit = tl.load(p_row + label, mask=(label >= 0) & (label < n_words), other=float("nan")).to(tl.float32)
 
     most = float("-inf")
     total = 0.0
@@ -41,12 +41,12 @@ def _row(
         o_v = start + tl.arange(0, BLOCK)
         b_x = tl.load(p_row + o_v, mask=o_v < n_words, other=float("-inf")).to(tl.float32)
         if RANKS:
-            b_before += ((b_x > own) | ((b_x == own) & (o_v < label))).to(tl.int32)
+            b_before += ((b_x > label_logit) | ((b_x == label_logit) & (o_v < label))).to(tl.int32)
         higher = tl.maximum(most, tl.max(b_x, 0))
-        base = tl.where(higher == float("-inf"), 0.0, higher)  # nothing yet: no difference of infinities
+        base = tl.where(higher == float("-inf"), 0.0, higher)  # nothing read yet: avoid inf - inf
         total = total * tl.exp(most - base) + tl.sum(tl.exp(b_x - base), 0)
         most = higher
-    tl.store(p_loss + i_row, tl.log(total) + (most - own))
+    tl.store(p_loss + i_row, tl.log(total) + (most - label_logit))
     if RANKS:
         tl.store(p_before + i_row, tl.sum(b_before, 0))
     if GRADIENT:
@@ -67,8 +67,8 @@ def chunk_losses(
     top_k: int,
     gradient: bool,
 ) -> None:
-    """See `longdraft.kernels.reference.linear_cross_entropy.chunk_losses`; counts are exact whatever top_k is. A label
-    outside of the vocabulary is not read for: its loss is NaN."""
+    """See `longdraft.kernels.reference.linear_cross_entropy.chunk_losses`. Counts are exact for any top_k, and a label
+    outside the vocabulary gives a loss of NaN, without a read out of bounds."""
     n_rows, n_words = logits_CV.shape
     assert logits_CV.stride(1) == 1, "a row's logits must lie together"
     block = min(MOST_BLOCK, triton.next_power_of_2(n_words))

@@ -1,7 +1,6 @@
-"""rotate and rotate_append in Triton, the same contract as kernels/rotate.py: one launch each.
+"""kernels/rotate.py in Triton: one launch for each function.
 
-A program has some heads of one row, as two tiles: the first halves of their widths and the second ones. Of a head of v
-it makes a copy alone.
+A program holds some heads of one row as two tiles, their first and their second halves. Heads of v are only copied.
 
 Shapes: B slots, T rows, N heads of q, k and v together, n of q and k, K of k and of v, d head width, F = d / 2, S cache
 capacity. Prefixes: i_ index, o_ offsets, m_ mask, p_ pointer, b_ block.
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from longdraft.kernels.reference.rotate import HeadNorms
 
-TILE = 512  # numbers
+TILE = 512  # numbers in a tile
 
 
 @triton.jit
@@ -39,7 +38,7 @@ def _rotate(
     if APPEND:
         row += tl.load(p_length + i_b * length_b).to(tl.int64)
         p_value = p_v + i_b * v_b + row * v_s + (o_n - n_rotated) * v_h + o_f
-        fits = row < capacity  # else it would be another slot's
+        fits = row < capacity  # a row beyond would be another slot's
         m_value = m_there & (o_n >= n_rotated) & fits
         tl.store(p_value, b_first, mask=m_value)
         tl.store(p_value + HALF, b_second, mask=m_value)
@@ -47,10 +46,10 @@ def _rotate(
     if NORM:
         b_mean = tl.sum(b_first * b_first + b_second * b_second, 1) / (2 * HALF)
         b_scale = tl.rsqrt(b_mean + eps)[:, None]
-        for_q = tl.load(p_q_norm + o_f, mask=m_f, other=0.0), tl.load(p_q_norm + HALF + o_f, mask=m_f, other=0.0)
-        for_k = tl.load(p_k_norm + o_f, mask=m_f, other=0.0), tl.load(p_k_norm + HALF + o_f, mask=m_f, other=0.0)
-        b_first *= b_scale * tl.where(is_key, for_k[0], for_q[0]).to(tl.float32)
-        b_second *= b_scale * tl.where(is_key, for_k[1], for_q[1]).to(tl.float32)
+        b_q_norm = tl.load(p_q_norm + o_f, mask=m_f, other=0.0), tl.load(p_q_norm + HALF + o_f, mask=m_f, other=0.0)
+        b_k_norm = tl.load(p_k_norm + o_f, mask=m_f, other=0.0), tl.load(p_k_norm + HALF + o_f, mask=m_f, other=0.0)
+        b_first *= b_scale * tl.where(is_key, b_k_norm[0], b_q_norm[0]).to(tl.float32)
+        b_second *= b_scale * tl.where(is_key, b_k_norm[1], b_q_norm[1]).to(tl.float32)
         b_first, b_second = b_first.to(dtype).to(tl.float32), b_second.to(dtype).to(tl.float32)
     p_sines = p_sin + i_b * s_b + i_t * s_t + o_f
     b_cos = tl.load(p_cos + i_b * c_b + i_t * c_t + o_f, mask=m_f, other=0.0).to(tl.float32)
@@ -94,7 +93,7 @@ def _launch(
     norms: HeadNorms | None,
 ) -> Tensor:
     n_slots, n_rows, n_heads, width = x_BTNd.shape
-    keys, values, lengths = cache or (x_BTNd, x_BTNd, x_BTNd)  # not looked at without a cache
+    keys, values, lengths = cache or (x_BTNd, x_BTNd, x_BTNd)  # not used without a cache
     n_kv = 0 if cache is None else keys.shape[2]
     n_rotated = n_heads - n_kv
     n_queries = n_rotated - n_kv if norms is None else norms.n_queries

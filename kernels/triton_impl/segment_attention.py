@@ -1,13 +1,13 @@
-"""The gradient of segment attention's queries in Triton, for keys and values that are frozen and so have none.
+"""The gradient of segment attention's queries in Triton, for frozen keys and values, which need none.
 
-Three products a block instead of a whole backward's five, and nothing of the size of K and V is written. A program
-owns a block of one segment's queries of one head and adds up over the keys these read, so that nothing meets: the same
-bits every time. It reads q, K and V where they lie, not the copies that lay segments end to end for the forward pass.
-Not here: the forward pass and a gradient of K and V, which flash kernels make (kernels/segment_attention.py).
+A block takes three products instead of the five of a whole backward, and nothing of the size of K and V is written. A
+program owns a block of one segment's queries of one head and sums over the keys that they read. No two programs write
+the same memory, so the bits are always the same. It reads q, K and V in place, not the copies that lay segments end to
+end for the forward pass. Not here: the forward pass and the gradient of K and V (kernels/segment_attention.py).
 
 Shapes: N query rows, M key rows, S segments, P queries in segments, H query heads, K key/value heads, d head width.
-Prefixes: i_ index, o_ offsets, m_ mask, p_ pointer, b_ block; of strides q_, k_, v_, x_, g_, w_ are those of queries,
-keys, values, the output, its gradient and what is written.
+Prefixes: i_ index, o_ offsets, m_ mask, p_ pointer, b_ block; q_, k_, v_, x_, g_, w_ are strides of queries, keys,
+values, the output, its gradient and the result.
 """
 
 from typing import Any
@@ -25,9 +25,9 @@ def _add(
     b_dq, b_q, b_g, b_lse, b_delta, o_last, p_k, p_v, k_m, v_m, begin, end, stop, scale2, window,
     MASKED: tl.constexpr, WINDOW: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """b_dq with what the segment's keys [begin, end) add, still without the scale; none from `stop` on is read.
+    """b_dq plus the contribution of the segment's keys [begin, end), not yet scaled. No key from `stop` on is read.
 
-    MASKED: False where every query of the block reads all of these keys.
+    MASKED: False if every query of the block reads all of these keys.
     """
     o_d = tl.arange(0, BLOCK_D)
     for start in range(begin, end, BLOCK_N):
@@ -60,7 +60,7 @@ def _query_gradient(
 ):  # fmt: skip
     i, i_h = tl.program_id(0), tl.program_id(1).to(tl.int64)
     i_s = i // n_blocks
-    i_m = n_blocks - 1 - i % n_blocks  # a segment's last queries read most keys: they start first
+    i_m = n_blocks - 1 - i % n_blocks  # a segment's last queries read the most keys, so they start first
     q_start, q_stop = tl.load(p_spans + i_s * 4), tl.load(p_spans + i_s * 4 + 1)
     k_start, k_stop = tl.load(p_spans + i_s * 4 + 2), tl.load(p_spans + i_s * 4 + 3)
     n_queries = q_stop - q_start
@@ -77,12 +77,12 @@ def _query_gradient(
     b_g = tl.load(p_grad + i_h * g_h + o_row * g_n + o_d[None, :], mask=m_md, other=0.0)
     b_out = tl.load(p_out + i_h * x_h + o_row * x_n + o_d[None, :], mask=m_md, other=0.0)
     b_delta = tl.sum(b_out.to(tl.float32) * b_g.to(tl.float32), 1)
-    # Rows behind the segment's last have weights of zero, without a mask of their own.
+    # An infinite log-sum-exp gives rows behind the segment's last weights of zero, without a mask for them.
     p_lses = p_lse + i_h * lse_h + tl.load(p_borders + i_s) + o_m
     b_lse = tl.load(p_lses, mask=m_m, other=float("inf")) * LOG2E
 
-    # The keys that some of the queries read are [begin, stop), those that all of them read [full, behind), in whole
-    # blocks from `begin` on.
+    # Keys [begin, stop) are read by some of the queries, keys [full, behind) by all. Both `full` and `behind` are whole
+    # blocks from `begin`.
     high = tl.minimum(low + BLOCK_M, n_queries) - 1
     stop = ahead + high + 1
     begin = tl.maximum(ahead + low - window + 1, 0) if WINDOW else 0
@@ -111,8 +111,8 @@ def _query_gradient(
 
 
 def blocks(width: int) -> tuple[int, int]:
-    """Queries and keys at a time, for this head width: what 99 KiB of a processor's fast memory holds, with its keys
-    and values twice, as the next ones are fetched meanwhile."""
+    """Queries and keys per block for this head width: as many as fit 99 KiB of a processor's shared memory, with keys
+    and values twice, since the next ones are fetched meanwhile."""
     return (128, 64) if width <= 128 else (64, 16)
 
 
@@ -130,19 +130,21 @@ def query_gradient(
 ) -> Tensor:
     """scale * sum over the keys of P * (dP - delta) * K: flash-attention 2 (arXiv 2307.08691), algorithm 2, line 15.
 
-    See `longdraft.kernels.reference.segment_attention.query_gradient`; what segments are is read on the device alone.
+    See `longdraft.kernels.reference.segment_attention.query_gradient`. Segments are read on the device alone.
 
     Args:
-        q_NHd, k_MKd, v_MKd, out_NHd, grad_NHd: as they went into the forward pass, its output and the gradient of that,
-            of any strides. lse_HP: fp32, natural log-sum-exps of the scaled scores, segments end to end.
+        q_NHd, k_MKd, v_MKd, out_NHd, grad_NHd: the inputs of the forward pass, its output and the output's gradient, of
+            any strides.
+        lse_HP: fp32, natural log-sum-exps of the scaled scores, with segments end to end.
         spans_S4, borders, most_queries: `spans`, `q_borders`, `most_queries` of the segments' `Layout`.
-    Returns: [N, H, d] in q's dtype, zero for rows in no segment.
+        window: as for `segment_attention`.
+    Returns: [N, H, d] in q's dtype; zeros for rows in no segment.
     """
-    # The gradient of a sum is one number, expanded.
-    given = [x if x.stride(-1) == 1 else x.contiguous() for x in (q_NHd, k_MKd, v_MKd, out_NHd, lse_HP, grad_NHd)]
-    q_NHd, k_MKd, v_MKd, out_NHd, lse_HP, grad_NHd = given
+    # The last stride may be 0: the gradient of a sum is one number, expanded.
+    inputs = [x if x.stride(-1) == 1 else x.contiguous() for x in (q_NHd, k_MKd, v_MKd, out_NHd, lse_HP, grad_NHd)]
+    q_NHd, k_MKd, v_MKd, out_NHd, lse_HP, grad_NHd = inputs
     n_heads, width = q_NHd.shape[1:]
-    # Every row of a segment is written, the others stay zero.
+    # Every row of a segment is written; the others stay zero.
     make = torch.empty if lse_HP.shape[1] == len(q_NHd) else torch.zeros
     dq_NHd = make(q_NHd.shape, dtype=q_NHd.dtype, device=q_NHd.device)
     block_m, block_n = blocks(width)

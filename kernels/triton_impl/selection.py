@@ -1,9 +1,9 @@
-"""Selection in Triton, the same contracts as kernels/selection.py: one launch each for all layers and KV heads.
+"""kernels/selection.py in Triton: one launch for all layers and key heads.
 
-All three are bound by reading memory: a program takes some rows of one KV head of one layer, of which each is one piece
-of memory. Shapes: L layers, S rows of the slot, H query heads, K KV heads, d head width, R rows picked, C chunks.
-Prefixes: i_ index, o_ offsets, m_ mask, p_ pointer, b_ block; of strides k_ and v_ are the keys' and values', x_ the
-index's, w_ those of what is written.
+All three kernels are bound by memory reads. A program takes some rows of one key head of one layer, each of which is
+contiguous. Shapes: L layers, S rows of the slot, H query heads, K key/value heads, d head width, R rows picked,
+C chunks. Prefixes: i_ index, o_ offsets, m_ mask, p_ pointer, b_ block; k_, v_, x_, w_ (kw_, vw_) are strides of keys,
+values, the index and the results.
 """
 
 from typing import Any

@@ -1,9 +1,9 @@
-"""Tree attention in Triton, the same contract as kernels/tree_attention.py and its log-sum-exp.
+"""kernels/tree_attention.py in Triton, with log-sum-exps: flash-decoding.
 
-Flash-decoding: the keys are cut into `n_splits` runs, each read by its own program for all rows of the pass and all
-query heads of one key head together (query head g * T + t is row t of head g of the group), so that K and V are read
-once, never expanded; a second kernel merges the runs by log-sum-exp. The cut follows the lengths on the device, so the
-grid depends on shapes alone and the launch can be captured in a graph. Ancestors are bits: two int64 words a row.
+The keys are cut into `n_splits` runs. One program reads a run for all rows of the pass and all query heads of a key
+head together (its query g * T + t is row t of head g of the group), so K and V are read once and never expanded. A
+second kernel merges the runs by log-sum-exp. The cut depends on lengths on the device and the grid on shapes alone, so
+the launch can be captured in a CUDA graph. A row's ancestors are bits of two int64 words.
 
 Shapes: B slots, T rows of the pass, S cache capacity, H query heads, K key/value heads, M = H / K * T, P runs, d head
 width. Prefixes: i_ index, o_ offsets, m_ mask, p_ pointer, b_ block.
@@ -18,16 +18,16 @@ from torch import Tensor
 
 LOG2E = tl.constexpr(1.4426950408889634)
 ALL_BITS = tl.constexpr(0xFFFFFFFFFFFFFFFF)
-MOST_ROWS = tl.constexpr(128)  # of a pass, by two words of ancestors; no row is as deep
+MOST_ROWS = tl.constexpr(128)  # of a pass, as ancestors are two words; the depth of a row is smaller
 NO_WINDOW = 1 << 30
 
 
 @triton.jit
 def _readable(b_low, b_high, ahead, count):
-    """uint64 for each row, bit j: whether the tree opens key j of a block of up to 64 keys, of which there are `count`.
+    """A uint64 for each row: bit j is whether the row may read key j of a block of `count` keys, up to 64.
 
-    b_low, b_high: the rows' two words. ahead: the pass's own rows before the block; negative: committed keys in it,
-    which are open.
+    b_low, b_high: the rows' two words. ahead: how many of the pass's own rows lie before the block. If it is negative,
+    the block begins with -ahead committed keys, which are open to all.
     """
     b_all = tl.full(b_low.shape, ALL_BITS, tl.uint64)
     behind, over = tl.minimum(tl.maximum(ahead, 0), 127), tl.minimum(tl.maximum(-ahead, 0), 63).to(tl.uint64)
@@ -44,9 +44,9 @@ def _add(
     MASKED: tl.constexpr, TREE: tl.constexpr, WINDOW: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Maximum of the products (without the scale), sum and output after BLOCK_N more keys, from `start` on.
+    """Update the maximum of the products (unscaled), the sum and the output with BLOCK_N more keys, from `start` on.
 
-    MASKED: False where all of these keys are committed and every row reads them.
+    MASKED: False if all of these keys are committed and every row reads them.
     """
     o_j, o_d = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
     o_n = start + o_j
@@ -80,14 +80,14 @@ def _add(
     b_next = tl.maximum(b_most, tl.max(b_s, 1))
     b_base = b_next * scale
     if MASKED:
-        b_base = tl.where(b_next == float("-inf"), 0.0, b_base)  # nothing read yet: no difference of infinities
+        b_base = tl.where(b_next == float("-inf"), 0.0, b_base)  # nothing read yet: avoid inf - inf
     b_p = tl.exp2(b_s * scale - b_base[:, None])
     b_keep = tl.exp2(b_most * scale - b_base)
     b_out = tl.dot(b_p.to(b_v.dtype), b_v, b_out * b_keep[:, None], input_precision=PRECISION)
     return b_next, b_sum * b_keep + tl.sum(b_p, 1), b_out
 
 
-# Numbers that change from pass to pass are not specialised on: each special value would be another compilation.
+# Do not specialize on numbers that change from pass to pass: each special value would be another compilation.
 @triton.jit(do_not_specialize=["n_rows", "n_own", "group", "n_kv", "n_splits", "window"])
 def _runs(
     p_q, p_k, p_v, p_bits, p_depth, p_length, p_out, p_lse, scale,
@@ -95,7 +95,7 @@ def _runs(
     TREE: tl.constexpr, WINDOW: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One run of keys for one block of the rows x group of one key head."""
+    """Attention of a block of one key head's queries (rows x group) over one run of keys."""
     i_m, i_split, i_bk = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     i_b, i_k = (i_bk // n_kv).to(tl.int64), i_bk % n_kv
     n_m = n_rows * group
@@ -105,7 +105,7 @@ def _runs(
     m_md = m_m[:, None] & m_d[None, :]
     b_q = tl.load(p_q + i_b * q_b + o_t[:, None] * q_t + o_h[:, None] * q_h + o_d[None, :], mask=m_md, other=0.0)
     length = tl.load(p_length + i_b).to(tl.int32)
-    b_low, b_high, b_depth = o_t, o_t, o_t  # what is not read
+    b_low, b_high, b_depth = o_t, o_t, o_t  # placeholders that are not read
     if TREE:
         p_words = p_bits + (i_b * n_rows + o_t) * 2
         b_low = tl.load(p_words, mask=m_m, other=0).to(tl.uint64, bitcast=True)
@@ -113,14 +113,14 @@ def _runs(
     if WINDOW:
         b_depth = tl.load(p_depth + i_b * n_rows + o_t, mask=m_m, other=0)
 
-    # No row of the pass reads below `first`: the least deep row of a window is a root, of depth 0.
+    # No row of the pass reads below `first`, which is where the window of a root, of depth 0, begins.
     first = tl.maximum(length - window + 1, 0) if WINDOW else 0
-    stop = length + n_own  # the pass's own rows lie behind the committed ones, or are not read at all
+    stop = length + n_own  # the pass's own rows are behind the committed ones; n_own is 0 if they are not read
     run = tl.cdiv(tl.cdiv(stop - first, n_splits), BLOCK_N) * BLOCK_N
     begin = first + i_split * run
     end = tl.minimum(begin + run, stop)
-    # Every row reads the keys [full, tail), whole blocks of committed ones, and they come first. The order in which a
-    # row meets its keys does not follow from the rows beside it: `full` holds for the deepest row there can be.
+    # Every row reads the keys [full, tail), which are whole blocks of committed keys, and they come first. `full` is
+    # that of the deepest row possible, so that a row's order of keys does not depend on the other rows of the pass.
     full = begin
     if WINDOW:
         full += tl.cdiv(tl.maximum(length + MOST_ROWS - window - begin, 0), BLOCK_N) * BLOCK_N
@@ -157,7 +157,7 @@ def _merge(
     p_runs, p_lses, p_out, p_lse, n_rows, group, n_kv, n_splits,
     WIDTH: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """All runs of one row of one head into the output, by their log-sum-exps (base 2)."""
+    """Merge all runs of one row of one head into the output, by their log-sum-exps (base 2)."""
     i_m, i_bk = tl.program_id(0), tl.program_id(1)
     n_m = n_rows * group
     i_b, i_k = i_bk // n_kv, i_bk % n_kv
@@ -182,11 +182,13 @@ def _merge(
 
 
 def blocks(rows: int, width: int, itemsize: int, fast_memory: int) -> tuple[int, int]:
-    """Rows (of the pass times the group) and keys that a program takes at a time; `fast_memory`: bytes it may have.
+    """Queries (rows of the pass times the group) and keys that a program takes at a time.
 
-    Products in fp32 are made by threads that hold whole rows of their operands: what is larger spills out of their
-    registers. In half precision the tensor cores read keys and values from fast memory, where they lie twice, as the
-    next ones are fetched meanwhile.
+    In fp32, threads multiply whole rows of their operands, and larger blocks would spill their registers. In half
+    precision, tensor cores read keys and values from shared memory, which holds them twice since the next ones are
+    fetched meanwhile.
+
+    rows: of all queries. width: d. itemsize: bytes of a number. fast_memory: bytes of shared memory for a program.
     """
     block_d = _at_least_16(width)
     if itemsize > 2:
@@ -200,12 +202,13 @@ def blocks(rows: int, width: int, itemsize: int, fast_memory: int) -> tuple[int,
 
 
 def _at_least_16(count: int) -> int:
-    """The next power of two of which products can be made."""
+    """The next power of two that is a size `tl.dot` takes."""
     return max(16, 1 << (count - 1).bit_length())
 
 
 def choose_splits(n_programs: int, capacity: int, n_processors: int, block_n: int) -> int:
-    """Runs of keys, a power of two: enough programs for every processor twice, none of under four blocks."""
+    """Into how many runs to cut the keys, a power of two: enough for two programs per processor, at least four blocks
+    each."""
     n_splits = 1
     while n_splits < 64 and n_programs * n_splits < 2 * n_processors and capacity >= 8 * n_splits * block_n:
         n_splits *= 2
@@ -223,13 +226,14 @@ def tree_attention(
     window: int | None = None,
     n_splits: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """See `longdraft.kernels.tree_attention.tree_attention`; lengths are read on the device alone.
+    """See `longdraft.kernels.tree_attention.tree_attention`. Lengths are read on the device alone.
 
     Args:
         q_BTHd, keys_BSKd, values_BSKd: of any strides but the last, which is 1.
-        bits_BT2, depth_BT: from `pack_tree`. is_tree: False where they are a chain's, whose mask needs no bits.
-        n_splits: runs of keys; None: from the shapes and the device.
-    Returns: output [B, T, H, d] in q's dtype, log-sum-exp fp32 [B, T, H] (natural; -inf where nothing is read).
+        bits_BT2, depth_BT: from `pack_tree`.
+        is_tree: False if these are a chain's, whose mask needs no bits.
+        n_splits: runs of keys; None chooses by the shapes and the device.
+    Returns: output [B, T, H, d] in q's dtype, natural log-sum-exps fp32 [B, T, H] (-inf where nothing is read).
     """
     return _attend(q_BTHd, keys_BSKd, values_BSKd, lengths_B, (bits_BT2, depth_BT), is_tree, True, window, n_splits)
 
@@ -237,9 +241,9 @@ def tree_attention(
 def cross_attention(
     q_BTHd: Tensor, keys_BSKd: Tensor, values_BSKd: Tensor, lengths_B: Tensor, n_splits: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """See `longdraft.kernels.cross_attention.cross_attention`: as `tree_attention`, but no row of the pass is read."""
-    nothing = lengths_B, lengths_B  # in the place of ancestors and depths, which are not read either
-    return _attend(q_BTHd, keys_BSKd, values_BSKd, lengths_B, nothing, False, False, None, n_splits)
+    """See `longdraft.kernels.cross_attention.cross_attention`. As `tree_attention`, but no row of the pass is read."""
+    unused = lengths_B, lengths_B  # in place of ancestors and depths
+    return _attend(q_BTHd, keys_BSKd, values_BSKd, lengths_B, unused, False, False, None, n_splits)
 
 
 def _attend(
@@ -290,7 +294,7 @@ def _attend(
 
 
 def _device(device: torch.device) -> tuple[int, int]:
-    """Processors, and bytes of fast memory that a program may have on one; for Triton's interpreter a fixed choice."""
+    """How many processors the device has, and bytes of shared memory for a program; constants for the interpreter."""
     if device.type != "cuda":
         return 8, 99 * 1024
     properties = torch.cuda.get_device_properties(device)

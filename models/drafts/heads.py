@@ -1,11 +1,10 @@
-"""What heads that guess the tokens behind the next one share: their products, and the training loss of all of them.
+"""What all heads that guess the tokens after the next one share: their projections, and the training loss of all heads.
 
-Heads differ in what a head makes of the target's state, its `step` (tokenswift.py, medusa.py).
+Methods differ in how a head transforms the target's state: the `step` of tokenswift.py and medusa.py.
 Shapes: N tokens, D hidden, V vocabulary; ... any leading shape.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,17 +14,42 @@ from longdraft.models.drafts.projection import Projection
 from longdraft.models.drafts.vocabulary import DraftVocabulary
 
 
+class HeadsConfig:
+    """The fields that every method's config has. No dataclass itself, because each method has its own order of fields,
+    which exported config.json files follow."""
+
+    hidden_size: int
+    n_heads: int
+    init_std: float
+    draft_vocab_size: int | None
+
+    def check_sizes(self) -> None:
+        """Raise ValueError if hidden size, number of heads or draft vocabulary is below 1."""
+        if self.hidden_size < 1:
+            raise ValueError(f"draft.hidden_size: {self.hidden_size}; give the target's")
+        if self.n_heads < 1:
+            raise ValueError(f"draft.n_heads: {self.n_heads}, but at least 1 head is needed")
+        if self.draft_vocab_size is not None and self.draft_vocab_size < 1:
+            raise ValueError(
+                f"draft.draft_vocab_size: {self.draft_vocab_size}; give 1 to the target's vocabulary, or None for all "
+                "of it"
+            )
+
+
 class Heads(DraftVocabulary):
-    """Parameters `proj.{i}.weight` [D, D], a matrix W for each head.
+    """Parameters: `proj.{i}.weight` [D, D], a matrix W for each head.
 
     Args:
-        config: the shape: hidden_size, n_heads, init_std and draft_vocab_size.
         generator: draws W from N(0, init_std); the same seed gives the same heads. None leaves W at zero, for weights
-            read from a file.
+            that are read from a file.
         token_ids_E: int64, the target's ids of a restricted draft vocabulary; None: the first `draft_vocab_size`.
     """
 
-    def __init__(self, config: Any, generator: torch.Generator | None = None, token_ids_E: Tensor | None = None):
+    config: HeadsConfig
+
+    def __init__(
+        self, config: HeadsConfig, generator: torch.Generator | None = None, token_ids_E: Tensor | None = None
+    ):
         super().__init__()
         self.restrict(config.draft_vocab_size, token_ids_E)
         self.config, d = config, config.hidden_size
@@ -36,15 +60,20 @@ class Heads(DraftVocabulary):
                 if generator is not None and config.init_std:
                     weight.normal_(0.0, config.init_std, generator=generator)
 
-    def step(self, i: int, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """What the LM head reads for head i + 1, and the state that head i + 2 begins from, both [..., D].
+    @property
+    def needs(self) -> frozenset[str]:
+        """The one field of TargetOutput that the heads read."""
+        raise NotImplementedError
 
-        hidden: the target's state for i = 0, else the second of the step before.
+    def step(self, i: int, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """The input of the LM head for head i + 1, and the state that head i + 2 starts from, both [..., D].
+
+        hidden: the target's state if i = 0, else the second result of the previous step.
         """
         raise NotImplementedError
 
     def states(self, hidden: Tensor) -> list[Tensor]:
-        """The target's state [..., D] to what its LM head reads for head 1..I, each [..., D] in the same dtype."""
+        """Inputs of the LM head for heads 1..I, from the target's state: each [..., D] in the same dtype."""
         states = []
         for i in range(self.config.n_heads):
             state, hidden = self.step(i, hidden)
@@ -59,25 +88,13 @@ class Heads(DraftVocabulary):
         count_ranks: bool,
         teaching: Teaching | None = None,
     ) -> DraftLoss:
-        """The training loss, a part for each head.
+        """The training loss, with one part for each head.
 
         Args:
             hidden_ND: the target's state that `needs` names, without gradient.
-            parts: head i's are `ahead` by i + 1 (models/drafts/loss.py).
+            parts: head i's part is `ahead` by i + 1 (models/drafts/loss.py).
             lm_head_VD: the target's frozen LM head.
             count_ranks: also count the labels among each head's first candidates.
-            teaching: the target's distributions; None: the loss is the labels' cross-entropy.
+            teaching: the target's distributions; None trains on the labels' cross-entropy.
         """
         return draft_loss(self.states(hidden_ND), parts, self.head(lm_head_VD), count_ranks, teaching)
-
-
-def check_heads(hidden_size: int, n_heads: int, draft_vocab_size: int | None) -> None:
-    """Raises ValueError for heads of no width, none of them, or a vocabulary of no token."""
-    if hidden_size < 1:
-        raise ValueError(f"draft.hidden_size: {hidden_size}; give the target's")
-    if n_heads < 1:
-        raise ValueError(f"draft.n_heads: {n_heads}, but at least 1 head is needed")
-    if draft_vocab_size is not None and draft_vocab_size < 1:
-        raise ValueError(
-            f"draft.draft_vocab_size: {draft_vocab_size}; give 1 to the target's vocabulary, or None for all of it"
-        )

@@ -1,12 +1,11 @@
 """LongSpec's draft (arXiv 2502.17421): config and network, one definition for training and serving.
 
-One block on the target's token embedding: self-attention over a window of rows, cross-attention to the keys and values
-of the target's last layer, feed-forward; the target's LM head reads its output. As the block's input is the embedding
-alone, its own keys and values depend on token and position only, so serving projects them without running the block.
-Not here: beams and caches (infer/drafters/longspec.py), files (models/draft_folder.py), the authors' tensor names
-(models/published_longspec.py).
+One block reads the target's token embedding: self-attention over a window of tokens, cross-attention to the keys and
+values of the target's last layer, feed-forward. The target's LM head reads its output. The block's input is only the
+embedding, so its own keys and values depend on token and position alone, and serving projects them without running the
+block. infer/drafters/longspec.py drafts with it; the authors' tensor names are in models/published_longspec.py.
 Shapes: B rows, T tokens, D hidden, H query heads, K key/value heads, d head width, E draft vocabulary. In training N
-tokens of several pieces lie end to end, and the block runs for Q of them.
+tokens of several pieces are packed end to end, and the block runs for Q of them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +28,7 @@ from longdraft.models.rope import Rope, RopeConfig, piece_lengths
 from longdraft.models.stream import RMSNorm, Stream
 
 INIT_STD = 0.02
-# Fields that are the target's own.
+# Config fields that are copied from the target.
 SHAPE = (
     "vocab_size", "hidden_size", "intermediate_size", "n_heads", "n_kv_heads", "head_dim", "rms_norm_eps",
     "max_positions",
@@ -40,10 +39,13 @@ SHAPE = (
 class LongSpecConfig:
     """Shape of the block, which is the target's (see `for_target`), and its options.
 
-    `rope`: transformers' `rope_parameters`. `window`: rows before a query's own that self-attention reads.
-    `noise`: J, the largest noise shift in training, so the deepest tree level that serving should use.
-    `final_norm`: an RMSNorm before the LM head. `warm_start`: the weights start as the target's own, not at random.
-    `draft_vocab_size`: how many tokens it can propose (the buffer `token_ids` says which); None for all.
+    Attributes:
+        rope: transformers' `rope_parameters`.
+        window: how many tokens before its own a query reads in self-attention.
+        noise: J, the largest noise shift in training, and so the deepest tree level that serving should use.
+        final_norm: an RMSNorm before the LM head.
+        warm_start: start from the target's weights instead of random ones.
+        draft_vocab_size: how many tokens it can propose (the buffer `token_ids` says which); None for all.
     """
 
     vocab_size: int
@@ -73,29 +75,31 @@ class LongSpecConfig:
                 f"vocabulary, or None for all of it"
             )
         object.__setattr__(self, "rope", dict(self.rope))
-        _ = self.rope_config  # an unknown type is refused here
+        _ = self.rope_config  # refuses an unknown type
 
     @property
     def rope_config(self) -> RopeConfig:
-        """RoPE of the target's last layer, whose keys the block reads."""
+        """The RoPE of the target's last layer, whose keys the block reads."""
         return RopeConfig(self.head_dim, self.max_positions, self.rope)
 
     @staticmethod
     def for_target(target: DecoderConfig, **options: Any) -> "LongSpecConfig":
-        """The config of a draft for this target; `options` are the fields from `window` on."""
+        """The config of a draft for this target. options: fields from `window` on."""
         return LongSpecConfig(**shape_of(target), rope=target.rope_of(-1).parameters, **options)
 
 
 def shape_of(target: DecoderConfig) -> dict[str, Any]:
-    """The fields of SHAPE; `max_positions` is what RoPE is made with, however many the target is allowed."""
+    """The fields of SHAPE. `max_positions` is RoPE's, which may differ from the number that the target is allowed."""
     return {name: getattr(target, name) for name in SHAPE} | {"max_positions": target.rope.max_positions}
 
 
 class Queries(NamedTuple):
-    """What the block runs for in training, from `plan_queries`.
+    """The tokens that the block runs for in training, from `plan_queries`.
 
-    `rows` int64 [Q], the tokens, None for all N. `in_window`, `in_target`: which of the draft's own and of the target's
-    keys these read. `borders`: where each piece starts, and at the end N.
+    Attributes:
+        rows: int64 [Q], indices of these tokens; None for all N.
+        in_window, in_target: which of the draft's own keys and of the target's keys they read.
+        borders: where each piece starts, then N.
     """
 
     rows: Tensor | None
@@ -107,23 +111,25 @@ class Queries(NamedTuple):
 def plan_queries(
     borders: Sequence[int], shifts: Sequence[int], window: int, ranges: Sequence[tuple[int, int]] | None = None
 ) -> Queries:
-    """Token t of a piece reads tokens t - window .. t by self-attention, target keys up to t - j by cross-attention.
+    """Decide which keys each query reads: token t of a piece reads tokens t - window .. t by self-attention, and the
+    target's keys up to t - j by cross-attention.
 
-    No query reads beyond its piece; where t - j lies before it the cross-attention gives zeros. Rows count, whatever
-    their positions. Level l of a tree is j = l, as the target has not seen the l tokens before it.
+    No query reads outside its piece; if t - j is before the piece, its cross-attention gives zeros. The window counts
+    rows, not positions. Noise shift j = l trains level l of a tree, where the target has not seen the last l tokens.
 
     Args:
-        borders: where each piece starts, and at the end N.
+        borders: where each piece starts, then N.
         shifts: the noise shift j >= 1 of each piece.
         window: rows before its own that a query reads.
         ranges: [start, stop) of the tokens to run for, in order, each within a piece; None: all.
-    Raises: ValueError for a shift below 1, another number of them than of pieces, or such a range.
+    Raises: ValueError for a shift below 1, a number of shifts other than that of pieces, or ranges out of order or
+        across a border.
     """
     if len(shifts) != len(borders) - 1 or min(shifts, default=1) < 1:
         raise ValueError(f"shifts: {list(shifts)}; give one of at least 1 for each of {len(borders) - 1} pieces")
-    wanted = list(pairwise(borders)) if ranges is None else list(ranges)
+    runs = list(pairwise(borders)) if ranges is None else list(ranges)
     in_window, in_target, done, last, piece = [], [], 0, 0, 0
-    for start, stop in wanted:
+    for start, stop in runs:
         while piece + 1 < len(shifts) and start >= borders[piece + 1]:
             piece += 1
         first, shift = borders[piece], shifts[piece]
@@ -134,23 +140,22 @@ def plan_queries(
             )
         end, last = done + stop - start, stop
         in_window.append(Segment(done, end, max(first, start - window), stop))
-        seeing = min(max(start, first + shift), stop)
-        in_target.append(Segment(done + seeing - start, end, first, max(first, stop - shift)))
+        first_seeing = min(max(start, first + shift), stop)  # earlier tokens of the piece see no target key
+        in_target.append(Segment(done + first_seeing - start, end, first, max(first, stop - shift)))
         done = end
-    rows = None if ranges is None else torch.cat([torch.arange(*r) for r in wanted] or [torch.empty(0).long()])
+    rows = None if ranges is None else torch.cat([torch.arange(*run) for run in runs] or [torch.empty(0).long()])
     return Queries(rows, in_window, in_target, list(borders))
 
 
 class LongSpec(DraftVocabulary):
-    """The block. q, k and v of the self-attention are one projection, in this order of rows; so are gate and up.
+    """The block. The self-attention's q, k and v are one projection, in this order of rows; so are gate and up.
 
     Args:
-        config: the shape.
         generator: draws the weights from N(0, 0.02); the same seed gives the same draft. None leaves them at zero, for
-            weights read from a file.
+            weights that are read from a file.
         target: where `final_norm` and `warm_start` take their weights from.
         token_ids_E: int64, the target's ids of a restricted draft vocabulary; None: the first `draft_vocab_size`.
-    Raises: ValueError where `warm_start` has no target, or the target another shape.
+    Raises: ValueError if `final_norm` or `warm_start` lacks a target, or the target has another shape.
     """
 
     def __init__(
@@ -183,14 +188,14 @@ class LongSpec(DraftVocabulary):
                 parameter.normal_(0.0, INIT_STD, generator=generator)
             else:
                 parameter.zero_()
-        wanted = [name for name in ("final_norm", "warm_start") if getattr(self.config, name)]
-        if not wanted or (target is None and generator is None):
+        copied = [name for name in ("final_norm", "warm_start") if getattr(self.config, name)]
+        if not copied or (target is None and generator is None):
             return
         if target is None:
             raise ValueError(
-                f"draft.{wanted[0]}: it starts from the target's weights; give the target, or set it false"
+                f"draft.{copied[0]}: it starts from the target's weights; give the target, or set it false"
             )
-        different = [name for name, own in shape_of(target.config).items() if getattr(self.config, name) != own]
+        different = [name for name, value in shape_of(target.config).items() if getattr(self.config, name) != value]
         if different:
             raise ValueError(f"target: not of this draft's {', '.join(different)}; use LongSpecConfig.for_target")
         if self.final_norm is not None:
@@ -199,11 +204,11 @@ class LongSpec(DraftVocabulary):
             self._start_from(target)
 
     def _start_from(self, target: Decoder) -> None:
-        """Self-attention as in the target's first layer, the rest as in its last; biases of q, k, v where it has them.
+        """Copy self-attention from the target's first layer and the rest from its last; biases of q, k, v if it has
+        them.
 
-        What this block has no place for (norms of q and k and behind the sub-layers, biases of o and of the
-        feed-forward, another gate than silu) is left out; where the last layer has experts, the feed-forward stays as
-        it was drawn.
+        What this block has no place for is left out: norms of q and k and after sub-layers, biases of o and of the
+        feed-forward, a gate other than silu. If the last layer has experts, the feed-forward keeps its random weights.
         """
         first, last = cast(Layer, target.layers[0]), cast(Layer, target.layers[-1])
         q_rows = self.cross_q.out_features
@@ -232,7 +237,7 @@ class LongSpec(DraftVocabulary):
     def tables(self, positions_BT: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """RoPE's cos and sin at these positions (int64, jumps allowed), in the draft's dtype.
 
-        lengths: as in `Rope`; RoPE types that depend on the length ask for it.
+        lengths: as in `Rope`; needed by RoPE types that depend on the length.
         """
         return self.rope(positions_BT, lengths, self.self_o.weight.dtype)
 
@@ -250,10 +255,10 @@ class LongSpec(DraftVocabulary):
         attend_self: Callable[[Tensor, Tensor, Tensor], Tensor],
         attend_cross: Callable[[Tensor], Tensor],
     ) -> Tensor:
-        """What the LM head reads, [B, T, D], for these rows.
+        """Run the block: the LM head's input, [B, T, D].
 
         Args:
-            tables: of the rows' positions, from `tables`.
+            tables: `tables` of the rows' positions.
             attend_self: (q [B, T, H, d], k and v [B, T, K, d], post-RoPE) -> [B, T, H, d].
             attend_cross: q [B, T, H, d], post-RoPE -> [B, T, H, d], over the target's keys and values.
         """
@@ -276,13 +281,13 @@ class LongSpec(DraftVocabulary):
         target_values_NKd: Tensor,
         queries: Queries,
     ) -> Tensor:
-        """Whole pieces: what the LM head reads at every query, [Q, D]. Token t's state proposes token t + 1.
+        """Run the block over whole pieces: the LM head's input for every query, [Q, D]. Token t's proposes token t + 1.
 
         Args:
             embeddings_ND: the target's embeddings of the tokens, in the draft's dtype.
             positions_N: int64; Anchor-Offset positions may jump.
-            target_keys_NKd, target_values_NKd: last layer's post-RoPE K and V of a target pass over the same pieces and
-                positions.
+            target_keys_NKd, target_values_NKd: the last layer's post-RoPE keys and values of a target pass over the
+                same pieces and positions.
             queries: from `plan_queries`.
         """
         x_1ND, positions_1N, rows = embeddings_ND[None], positions_N[None], queries.rows
@@ -295,7 +300,7 @@ class LongSpec(DraftVocabulary):
 
         def attend_self(q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor) -> Tensor:
             keys_1NKd, values_1NKd = own_kv or (k_BTKd, v_BTKd)
-            window = self.config.window + 1  # with the query's own
+            window = self.config.window + 1  # includes the query's own row
             return segment_attention(q_BTHd[0], keys_1NKd[0], values_1NKd[0], queries.in_window, window)[None]
 
         def attend_cross(q_BTHd: Tensor) -> Tensor:
@@ -315,13 +320,13 @@ class LongSpec(DraftVocabulary):
         count_ranks: bool,
         teaching: Teaching | None = None,
     ) -> DraftLoss:
-        """The training loss of the queries' states (see `states`), a part for each noise shift.
+        """The training loss of the queries' states (see `states`), with one part for each noise shift.
 
         Args:
-            parts: rows of the Q states; labels are draft tokens, so numbers below `draft_vocab_size` where it is set.
+            parts: rows of the Q states; labels index the draft vocabulary if it is restricted.
             lm_head_VD: the target's frozen LM head.
             count_ranks: also count the labels among the first candidates.
-            teaching: the target's distributions; None: the loss is the labels' cross-entropy.
+            teaching: the target's distributions; None trains on the labels' cross-entropy.
         """
         states_QD = self.states(embeddings_ND, positions_N, target_keys_NKd, target_values_NKd, queries)
         return draft_loss([states_QD] * len(parts), parts, self.head(lm_head_VD), count_ranks, teaching)

@@ -1,8 +1,7 @@
-"""The loss that every draft trains on, in parts, through the target's frozen LM head: the text, or the target itself.
+"""The loss that every draft trains on, through the target's frozen LM head: towards the text, or the target itself.
 
-A part is what is counted apart: a head of TokenSwift or Medusa, a noise shift of LongSpec. Tokens lie end to end, N of
-them, in document pieces of their own; a label never lies in another piece than the token that it belongs to.
-Not here: networks (the methods' files), which rows make a step (train/batches.py).
+The loss has parts that are summed and counted separately: the heads of TokenSwift or Medusa, the noise shifts of
+LongSpec. N tokens of several document pieces are packed end to end; a label is always in the same piece as its token.
 Shapes: N tokens, M labels of a part, D hidden, V vocabulary, P parts, K ranks counted.
 """
 
@@ -16,7 +15,7 @@ from longdraft.kernels.linear_cross_entropy import linear_cross_entropy
 from longdraft.kernels.linear_distillation import TargetStates, linear_distillation
 
 RANKS = 3
-IGNORED = -100  # a label that counts for nothing
+IGNORED = -100  # a label that does not count
 
 
 class Part(NamedTuple):
@@ -27,8 +26,8 @@ class Part(NamedTuple):
 
 
 class Teaching(NamedTuple):
-    """What the target says where a part has labels, and what is lost by not saying the same: `objective` and
-    `text_weight` are `linear_distillation`'s; `measure`: also sum the overlap of both distributions."""
+    """The target's distributions where a part has labels, and how the loss compares the draft's with them: `objective`
+    and `text_weight` as of `linear_distillation`. `measure`: also sum the overlap of both distributions."""
 
     target: TargetStates
     objective: str
@@ -37,9 +36,15 @@ class Teaching(NamedTuple):
 
 
 class DraftLoss(NamedTuple):
-    """`sums` fp32 [P], differentiable: each part's summed loss; `n_labels` int64 [P]: over how many labels;
-    `rank_counts` int64 [P, K]: labels by their rank among the logits; `overlaps` fp32 [P]: of both distributions,
-    summed over all rows, or 0 where it is not measured."""
+    """Sums for each part.
+
+    Attributes:
+        sums: fp32 [P], differentiable: the loss, summed over labels.
+        n_labels: int64 [P], the number of labels.
+        rank_counts: int64 [P, K], how many labels have which rank among the logits.
+        overlaps: fp32 [P], the overlap of the draft's and the target's distribution, summed over rows; 0 if it is not
+            measured.
+    """
 
     sums: Tensor
     n_labels: Tensor
@@ -54,10 +59,10 @@ def draft_loss(
     count_ranks: bool,
     teaching: Teaching | None = None,
 ) -> DraftLoss:
-    """The loss of every part, summed over its labels; all parts in one pass, backward once.
+    """The loss of every part, summed over its labels. All parts are computed in one call, and go backward once.
 
     Args:
-        states: what the LM head reads for each part, [N, D].
+        states: the LM head's input for each part, [N, D].
         lm_head_VD: the frozen LM head.
         count_ranks: also count the labels among the first RANKS candidates.
         teaching: None for cross-entropy of the labels.
@@ -72,11 +77,12 @@ def draft_loss(
 
 
 def ahead(tokens_N: Tensor, supervised_N: Tensor, borders: Sequence[int], distance: int) -> Part:
-    """The part whose token t proposes token t + `distance`: all such pairs within a piece, the second supervised.
+    """The part in which token t proposes token t + `distance`: all such pairs within a piece whose second token is
+    supervised.
 
     Args:
         tokens_N: token ids. supervised_N: bool; tokens that may be a label.
-        borders: where each piece starts, and at the end N.
+        borders: where each piece starts, then N.
     """
     device, sizes_P = tokens_N.device, torch.tensor(borders).diff()
     piece_ends_N = torch.tensor(borders[1:]).repeat_interleave(sizes_P).to(device)

@@ -1,4 +1,4 @@
-"""The linear layer of every draft: fast where it is frozen, plain where it trains."""
+"""The linear layer of every draft: our kernels if it is frozen, plain PyTorch if it trains."""
 
 from torch import Tensor
 from torch.nn import functional as F
@@ -10,9 +10,9 @@ from longdraft.models.stream import RMSNorm
 
 
 class Projection(Linear):
-    """The decoder's linear layer; frozen it has its fast paths, and training it is plain PyTorch.
+    """The decoder's linear layer, with its fast paths if the weight is frozen, and trainable in plain PyTorch.
 
-    ZeRO-3 gathers a module's weights around its own call alone: nothing here reads another module's.
+    ZeRO-3 gathers a module's weights only around the module's own call, so nothing here reads another module's weights.
     """
 
     def forward(
@@ -23,7 +23,7 @@ class Projection(Linear):
         residual: Tensor | None = None,
         first_row: int = 0,
     ) -> Tensor:
-        """As the decoder's; `first_row`: only the outputs from this one on."""
+        """As the decoder's `Linear`. first_row: the first output to compute; those before it are left out."""
         weight, bias = self.weight[first_row:], None if self.bias is None else self.bias[first_row:]
         if not self.weight.requires_grad:
             before = None if norm is None else (norm.weight, norm.eps)

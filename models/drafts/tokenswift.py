@@ -1,11 +1,10 @@
 """TokenSwift's heads (arXiv 2502.18890, section 3): config, network, training loss; one definition for
 training and serving.
 
-Two kinds. `linear_chain` is the paper's: head i turns the target's un-normed residual stream h_{i-1} into
-h_i = h_{i-1} + W_i RMSNorm_in_i(h_{i-1}) and reads it with the target's LM head through RMSNorm_out_i. `silu_chain` is
-h_i = h_{i-1} + SiLU(W_i h_{i-1}) on the target's post-norm state, a form that Medusa servers can load. With h_0 from
-position t, head i proposes the token at t + 1 + i. Not here: trees and decoding (infer/drafters/tokenswift.py), files
-(models/draft_folder.py).
+There are two kinds. `linear_chain` is the paper's: from the target's un-normed residual stream h_0, head i computes
+h_i = h_{i-1} + W_i RMSNorm_in_i(h_{i-1}), and the target's LM head reads RMSNorm_out_i(h_i). `silu_chain` computes
+h_i = h_{i-1} + SiLU(W_i h_{i-1}) from the target's post-norm state, a form that Medusa servers can load. With h_0 from
+position t, head i proposes the token at t + 1 + i. infer/drafters/tokenswift.py decodes with the heads.
 Shapes: N tokens, D hidden, V vocabulary; ... any leading shape.
 """
 
@@ -15,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from longdraft.models.drafts.heads import Heads, check_heads
+from longdraft.models.drafts.heads import Heads, HeadsConfig
 from longdraft.models.stream import RMSNorm
 
 KINDS = {"linear_chain": frozenset({"pre_norm"}), "silu_chain": frozenset({"post_norm"})}
@@ -23,13 +22,16 @@ OUT_NORM_INITS = ("ones", "target")
 
 
 @dataclass(frozen=True)
-class TokenSwiftConfig:
-    """Shape and initialisation of the heads; `hidden_size` and `rms_norm_eps` are the target's.
+class TokenSwiftConfig(HeadsConfig):
+    """Shape and initialisation of the heads.
 
-    `init_std` is the standard deviation of W (0 starts every head at the target's own next-token prediction);
-    `out_norm_init` starts RMSNorm_out_i at "ones" (the paper) or at the "target"'s final norm. `silu_chain` has no
-    norms and takes "ones" alone. `draft_vocab_size`: how many tokens the heads can propose (the buffer `token_ids` says
-    which); None for all.
+    Attributes:
+        hidden_size, rms_norm_eps: the target's.
+        kind: "linear_chain" or "silu_chain".
+        out_norm_init: whether RMSNorm_out_i starts at "ones" (the paper) or at the "target"'s final norm. `silu_chain`
+            has no norms and accepts only "ones".
+        init_std: standard deviation of W. 0 starts every head at the target's own next-token prediction.
+        draft_vocab_size: how many tokens the heads can propose (the buffer `token_ids` says which); None for all.
     """
 
     hidden_size: int
@@ -49,16 +51,16 @@ class TokenSwiftConfig:
             )
         if self.kind == "silu_chain" and self.out_norm_init != "ones":
             raise ValueError("draft.out_norm_init: silu_chain has no norms to start from the target's; set it to ones")
-        check_heads(self.hidden_size, self.n_heads, self.draft_vocab_size)
+        self.check_sizes()
         if self.init_std < 0:
             raise ValueError(f"draft.init_std: {self.init_std} is negative; give 0 or more, the paper's is 0.02")
 
 
 class TokenSwift(Heads):
-    """The chained heads; beside `Heads`' parameters those of linear_chain have `in_norm.{i}` and `out_norm.{i}`.
+    """Chained heads. `linear_chain` adds the parameters `in_norm.{i}` and `out_norm.{i}` to those of `Heads`.
 
     Args:
-        final_norm_D: the target's final norm weight, for `out_norm_init: target`; the others as of `Heads`.
+        final_norm_D: the target's final norm weight, for `out_norm_init: target`. Other arguments as of `Heads`.
     """
 
     config: TokenSwiftConfig
@@ -82,7 +84,6 @@ class TokenSwift(Heads):
 
     @property
     def needs(self) -> frozenset[str]:
-        """The one field of TargetOutput that the heads read."""
         return KINDS[self.config.kind]
 
     def step(self, i: int, hidden: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,7 @@
-"""A restricted draft vocabulary: a draft that proposes some of the target's tokens alone, through their LM-head rows.
+"""A restricted draft vocabulary: a draft that proposes only some of the target's tokens, through their LM-head rows.
 
-The LM head is most of a small draft's time, and a few tokens make most of a text. What is left out costs acceptance,
-never exactness. Not here: which tokens (train/vocabulary.py). Shapes: V vocabulary, E draft vocabulary, D hidden.
+The LM head is most of a small draft's time, and a few tokens make up most of a text. Tokens that are left out cost
+acceptance, never exactness. train/vocabulary.py chooses them. Shapes: V vocabulary, E draft vocabulary, D hidden.
 """
 
 import torch
@@ -9,18 +9,16 @@ from torch import Tensor, nn
 
 
 class DraftVocabulary(nn.Module):
-    """A draft's part that knows its tokens: the buffer `token_ids` int64 [E], None for all tokens of the target.
+    """Base of every draft: the buffer `token_ids`, int64 [E], of the tokens that it can propose; None for all tokens.
 
-    With it, logits and labels of the draft are by place in `token_ids`.
+    If it is set, the draft's logits and labels are indices into it.
     """
 
     token_ids: Tensor | None
 
     def restrict(self, size: int | None, token_ids_E: Tensor | None) -> None:
-        """To these tokens; without ids, for weights read from a file, the first `size`. None, None: to nothing.
-
-        Raises: ValueError where their number is not `size`.
-        """
+        """Restrict the draft to these tokens; without ids, to the first `size`, until weights are read from a file.
+        None, None: no restriction. Raises ValueError if their number is not `size`."""
         if size is None and token_ids_E is not None:
             raise ValueError("token_ids_E: given, but draft_vocab_size is None; set it to their number")
         if size is not None:
@@ -30,9 +28,9 @@ class DraftVocabulary(nn.Module):
         self.register_buffer("token_ids", token_ids_E)
 
     def head(self, lm_head_VD: Tensor) -> Tensor:
-        """The rows of the target's LM head that the draft reads, [E, D]; the head itself where it reads all."""
+        """The rows of the target's LM head for the draft's tokens, [E, D]; the LM head itself if these are all."""
         return lm_head_VD if self.token_ids is None else lm_head_VD[self.token_ids]
 
     def tokens(self, places: Tensor) -> Tensor:
-        """The target's ids of these places among the draft's logits, of any shape."""
+        """The target's token ids for indices among the draft's logits, of any shape."""
         return places if self.token_ids is None else self.token_ids[places]

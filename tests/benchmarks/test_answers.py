@@ -146,9 +146,9 @@ def test_nothing_of_transformers_own_generation_config_changes_the_tokens(tiny):
     model = load_transformers(str(tiny), torch.float32)
     ask = TransformersAnswers(model, ()).generate
     params = SamplingParams(max_new_tokens=12, ignore_eos=True)
-    before = ask([list(range(1, 9))], params)
-    model.generation_config.update(repetition_penalty=5.0, suppress_tokens=before[0])
-    assert ask([list(range(1, 9))], params) == before
+    before = ask(list(range(1, 9)), params)
+    model.generation_config.update(repetition_penalty=5.0, suppress_tokens=before)
+    assert ask(list(range(1, 9)), params) == before
 
 
 def test_a_better_proof_than_the_records_is_refused(tiny, suite, tmp_path, capsys):
@@ -218,9 +218,9 @@ def test_a_damaged_record_is_named(tmp_path, content, message):
     ("arguments", "message"),
     [
         ("--prompts 9", "--prompts: 9 must lie in 1..3"),
-        ("--new-tokens 4000", "--suite: none of 3 questions has room (too long: "),
+        ("--new-tokens 4000", "--suite: none of 3 questions fits (too long: "),
         ("--only sports", "--only: sports unknown; the data has mt_bench, qa, question, rag, writing"),
-        ("--tasks edit", "--suite: spec-bench is asked of --data alone"),
+        ("--tasks edit", "--suite: spec-bench reads its prompts from --data"),
         ("--out /dev/null/x", "--out: /dev/null/x cannot be written"),
         ("--report r.html", "--report: r.html is made of a record; give --out too"),
         ("--report r.pdf --out x", "--report: r.pdf is neither a page nor a picture"),

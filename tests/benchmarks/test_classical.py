@@ -6,9 +6,13 @@ import pytest
 import torch
 
 from longdraft.benchmarks.classical import first_places, shares
+from longdraft.benchmarks.drafters import BenchSettings
+from longdraft.benchmarks.drafters import bench as measure
+from longdraft.benchmarks.questions import Asked, Question
 from longdraft.infer.drafters.small_model import SmallModelDrafter
 from longdraft.infer.engine import Engine
-from longdraft.infer.sampling import SamplingParams, SlotSampling
+from longdraft.infer.sampling import SamplingParams
+from longdraft.infer.slot_sampling import SlotSampling
 from longdraft.launch import bench
 from longdraft.models.passes import Pass
 
@@ -32,7 +36,7 @@ def test_the_overlap_is_the_formula_s(tiny_target, more):
     (plain,) = Engine(target).generate(PROMPTS[:1], params)
     p, q = (distributions(each.model, PROMPTS[0] + plain.tokens, 5, params) for each in (target, small))
     every = torch.minimum(p, q).sum(-1).tolist()
-    overlaps = [one.overlap for one in seen]
+    overlaps = [one["classical"] for one in seen]
     assert 20 < len(overlaps) <= 40 and overlaps[0] == pytest.approx(every[0], abs=1e-5)
     at = 0
     for overlap in overlaps:  # the steps' places, in order
@@ -57,6 +61,12 @@ def test_lookups_rank_nothing(tiny_target):
     assert shares(first_places(engine, PROMPTS, params)) is None
 
 
+def test_a_bench_without_drafters_has_an_empty_table_of_noise(tiny_target):
+    asked = [Asked(Question(0, "continue", (PROMPTS[0],)), len(PROMPTS[0]))]
+    settings = BenchSettings(new_tokens=2, proof="off", passes=False, noise=True)
+    assert measure(tiny_target(), {}, asked, settings)["noise"] == {}
+
+
 def test_bench_says_what_was_asked_for(tiny, tmp_path, capsys):
     """Exactness that was not looked at, half precision, penalties, end tokens, ranking, and acceptance side by side."""
     (tmp_path / "a.txt").write_text("the cat sat on the mat and the dog sat on the log. " * 4)
@@ -73,7 +83,7 @@ def test_bench_says_what_was_asked_for(tiny, tmp_path, capsys):
     assert first["classical"] > 0.95 and first["with"] > first["without"]
     assert "by classical rejection " in shown
     for words, message in (
-        ("--no-noise --temperature 0", "--no-noise: of drafters that rank at a --temperature above 0"),
+        ("--no-noise --temperature 0", "--no-noise: only drafters at a --temperature above 0 rank with noise"),
         ("--min-p 0.1 --temperature 0", "--min-p: 0.1, but at --temperature 0"),
         ("--transformers --ban 3", "--transformers: it decodes without penalties and bans"),
     ):

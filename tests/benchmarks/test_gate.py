@@ -10,7 +10,7 @@ from longdraft.benchmarks.attention import make_case
 from longdraft.benchmarks.candidates import OURS, figures, ratios, too_far
 from longdraft.benchmarks.profiles import PROFILES, Work
 from longdraft.benchmarks.timing import CEILING_SIZES, Bench, Times, peak_bytes
-from longdraft.kernels.cpu_impl.rows import library
+from longdraft.kernels.cpu_impl.library import library
 
 TINY = PROFILES["tiny"]
 

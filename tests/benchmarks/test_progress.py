@@ -2,7 +2,7 @@
 
 import pytest
 
-from longdraft.benchmarks.drafters import BenchSettings, bench, plan
+from longdraft.benchmarks.drafters import BenchSettings, bench
 from longdraft.benchmarks.progress import Phase, TimeLeft, duration
 from longdraft.benchmarks.questions import Asked, Question
 from longdraft.infer.drafters.build import build_drafter
@@ -88,7 +88,7 @@ def test_every_part_of_a_benchmark_is_planned_and_watched(tiny_target):
     names = ["token_recycling", "prompt_lookup"]
     builders = {name: lambda target, name=name: build_drafter(name, target) for name in names}
     bench(tiny_target(), builders, asked, settings, watch=(watch := Recorder()))
-    planned = [phase.name for phase in plan(names, asked, settings, False)]
+    planned = [phase.name for phase in watch.left.phases]
     assert [words for words, _ in watch.begun] == planned[:-1] and len(set(planned)) == len(planned)
     unseen = [words for words, share in watch.begun if share < 0.9]
     assert unseen == []

@@ -7,7 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from longdraft.benchmarks.questions import Question, Room, fitting
+from longdraft.benchmarks.questions import PromptLimits, Question, fitting
 from longdraft.benchmarks.suites import AIME, LONGBENCH, SUITES
 from longdraft.launch import bench
 from longdraft.models.hf import load_target
@@ -185,13 +185,13 @@ def test_a_prompt_without_room_is_named_and_none_is_cut_but_where_the_suite_says
     texts = {i: "the cat sat on the mat. " * i for i in (1, 4, 16)}
     questions = [Question(i, "t", (text,)) for i, text in texts.items()]
     tokens = [len(question.prompt(target)) for question in questions]
-    asked, left_out = fitting(target, questions, Room(100, tokens[1], above=tokens[0]))
+    asked, left_out = fitting(target, questions, PromptLimits(100, tokens[1], above=tokens[0]))
     assert [(one.question, one.tokens) for one in asked] == [(questions[1], tokens[1])]
     assert [(one.id, one.tokens, one.why.partition(":")[0]) for one in left_out] == [
         (1, tokens[0], "too short"),
         (16, tokens[2], "too long"),
     ]
-    asked, left_out = fitting(target, questions, Room(100, 20, above=10, first_tokens=10))
+    asked, left_out = fitting(target, questions, PromptLimits(100, 20, above=10, first_tokens=10))
     assert [one.question.id for one in asked] == [4, 16] and {one.tokens for one in asked} == {10}
     assert asked[0].question.turns == (questions[1].prompt(target)[:10],) and len(left_out) == 1
 

@@ -1,4 +1,4 @@
-"""Small tokenizers, and a corpus whose every document can be told apart."""
+"""Small tokenizers, and a corpus in which all documents are different."""
 
 import random
 from collections.abc import Callable
@@ -75,7 +75,7 @@ def bos_tokenizer() -> PreTrainedTokenizerBase:
 
 @pytest.fixture(scope="session")
 def blank_tokenizer() -> PreTrainedTokenizerBase:
-    """As Llama 2's: a blank is put before every text, and the first one is left out in decoding."""
+    """Like Llama 2's: encoding puts a blank before every text, and decoding removes the first one."""
     words = ["<unk>", "<s>", "</s>", *"▁:\nAUadeghiloprstuwx", "▁t", "▁th", "▁the", "at", "ate"]
     merges = [("▁", "t"), ("▁t", "h"), ("▁th", "e"), ("a", "t"), ("at", "e")]
     tokenizer = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, merges, unk_token="<unk>"))
@@ -118,7 +118,7 @@ def make_corpus() -> Callable[..., dict[str, bytes]]:
 
 @pytest.fixture(scope="session")
 def read_back() -> Callable[..., dict[str, bytes]]:
-    """read_back(shard set, tokenizer) puts the pieces of each document together and decodes: name -> bytes.
+    """read_back(shard set, tokenizer) joins the pieces of each document and decodes them: name -> bytes.
 
     Checks on the way that pieces are numbered 0.. and that BOS and EOS stand at the ends alone.
     """

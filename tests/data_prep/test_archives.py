@@ -50,7 +50,7 @@ def test_samples_are_records(archive):
 
 
 def test_one_bad_sample_is_one_bad_document(tmp_path):
-    """Whatever stands beside it, and whatever the samples before hold."""
+    """Whatever else the sample and earlier samples hold."""
     path = tmp_path / "mixed.tar"
     with tarfile.open(path, "w") as tar:
         for name, content in {
@@ -67,7 +67,7 @@ def test_one_bad_sample_is_one_bad_document(tmp_path):
 
 
 def test_all_conversations_of_an_archive_are_counted(archive, tiny_tokenizer):
-    """Though it is one segment: regeneration slices them into tasks."""
+    """Although the archive is one segment, because regeneration divides the samples into tasks."""
     out = archive.parent / "out"
     config = RegenerateConfig((str(archive),), out, max_prompt=100, answering={}, chat_field="chat.json")
     _, count, conversations = open_input(config, make_chat_encoder(tiny_tokenizer, "plain"))

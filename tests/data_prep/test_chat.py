@@ -1,4 +1,4 @@
-"""Which tokens of a conversation the loss counts: decoded, and compared with the answers, template by template."""
+"""Which tokens of a conversation the loss counts: decoded and compared with the answers, for many templates."""
 
 import pickle
 import subprocess
@@ -25,7 +25,7 @@ MARKED = """{%- for m in messages %}
     {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
-# As models that think have it: reasoning stays in the last answer alone.
+# Like templates of models that think: only the last answer keeps its reasoning.
 FORGETS = (
     "{% for m in messages %}{% set kept = m.content if loop.last else m.content.split('</think>')[-1].lstrip('\n') %}"
     "{{ '<|im_start|>' + m.role + '\n' + kept + '<|im_end|>\n' }}{% endfor %}" + CHATML_PROMPT
@@ -48,7 +48,7 @@ def encoder_of(tokenizer, template=None):
 
 
 def answers(tokenizer, messages, template=None):
-    """What the loss counts of the conversation, decoded, by sequence: {name: [text of each span]}."""
+    """The decoded text of each span that the loss counts, for each sequence: {name: [texts]}."""
     encoded = encoder_of(tokenizer, template).encode_document(Conversation("c", b"", tuple(messages)))
     return {one.name: [text(tokenizer, one.tokens[start:stop]) for start, stop in one.spans] for one in encoded}
 
@@ -63,7 +63,7 @@ def encode(tokenizer, messages, template=None):
 
 
 def reference(tokenizer, messages, template=None, **kwargs):
-    """transformers' own tokens."""
+    """The tokens that transformers itself makes."""
     chat = [{"role": role, "content": content} for role, content in messages]
     return tokenizer.apply_chat_template(chat, chat_template=template, return_dict=False, **kwargs)
 
@@ -77,7 +77,7 @@ def test_smollm2_learns_its_answers_and_their_end_alone(smollm2, system, turns):
     encoded = encode(smollm2, messages)
     assert encoded.tokens.tolist() == reference(smollm2, messages)
     assert encoded.tokens.dtype.name == "int32"
-    # What stands before each answer is what decoding is given.
+    # The text before each answer is the prompt that decoding gets.
     places = [i for i, (role, _) in enumerate(messages) if role == "assistant"]
     for (start, _), i in zip(encoded.spans, places, strict=True):
         assert encoded.tokens[:start].tolist() == reference(smollm2, messages[:i], add_generation_prompt=True)
@@ -110,7 +110,7 @@ def test_any_content_comes_back_and_is_never_a_control_token(smollm2, messages, 
     assert text(smollm2, encoded.tokens) == "".join(f"<|im_start|>{r}\n{c}<|im_end|>\n" for r, c in messages)
     for token in ("<|im_start|>", "<|im_end|>"):
         assert (encoded.tokens == smollm2.convert_tokens_to_ids(token)).sum() == len(messages)
-    for start, stop in encoded.spans:  # the header alone, then nothing of it
+    for start, stop in encoded.spans:  # a span begins right after a header, and contains none
         header = reference(smollm2, [("system", "s")], add_generation_prompt=True)[-3:]
         assert encoded.tokens[start - 3 : start].tolist() == header
         assert encoded.tokens[stop - 1] == smollm2.eos_token_id
@@ -161,26 +161,26 @@ def test_a_template_that_rewrites_history_gives_each_turn_its_own_context(smollm
     ((start, _),) = second.spans
     prompt = reference(smollm2, messages[:3], FORGETS, add_generation_prompt=True)
     assert second.tokens[:start].tolist() == prompt
-    # Nothing to forget: one sequence.
+    # Without reasoning to forget, there is one sequence.
     assert list(answers(smollm2, TWO_TURNS, FORGETS)) == ["c"]
 
 
 def test_other_ends_of_a_turn(smollm2):
-    # No special token: the first token behind the answer ends it.
+    # Without a special token, the first token after the answer ends it.
     plain = (
         "{% for m in messages %}{{ m.role | capitalize + ': ' + m.content | trim + '\n###\n' }}{% endfor %}"
         "{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
     )
     assert answers(smollm2, TWO_TURNS, plain) == {"c": [" A boat, but large.\n", " A ship, but small. 🙂\n"]}
-    # Nothing: the end of a document, EOS, as of any other.
+    # If the template writes nothing after an answer, EOS ends it, like any other document.
     nothing = plain.replace(" + '\n###\n'", "")
     assert answers(smollm2, HELLO, nothing) == {"c": [" A boat, but large.<|im_end|>"]}
-    # Something more behind the last turn's end (as Phi-3 has it): not learned, and each turn ends alike.
+    # Text after the end of the last turn (as in Phi-3's template) is not learned, and all turns end in the same way.
     more = CHATML.replace("{% if add_gen", "{% if not add_generation_prompt %}<|endoftext|>{% endif %}{% if add_gen")
     ends = {"c": ["A boat, but large.<|im_end|>", "A ship, but small. 🙂<|im_end|>"]}
     assert answers(smollm2, TWO_TURNS, more) == ends
     assert text(smollm2, encode(smollm2, TWO_TURNS, more).tokens).endswith("<|im_end|>\n<|endoftext|>")
-    # A header that the model writes itself, special tokens before the answer.
+    # A header that the model writes itself: special tokens before the answer.
     channel = (
         "{% for m in messages %}{{ '<|im_start|>' + m.role }}{% if m.role == 'assistant' %}<jupyter_text>{% endif %}"
         "{{ '\n' + m.content + '<|im_end|>' }}{% endfor %}"
@@ -194,6 +194,7 @@ def test_other_ends_of_a_turn(smollm2):
     [
         (ALTERNATES + CHATML, [*HELLO, ("assistant", "more")], "refused_by_template"),
         ("{{ messages[0].no.such.thing }}", HELLO, "refused_by_template"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", HELLO, "refused_by_template"),
         ("{{ ''.__class__.__mro__ }}" + CHATML, HELLO, "refused_by_template"),
         ("{% set n = namespace(__x=1) %}" + CHATML, HELLO, "refused_by_template"),
         ("{% set n = namespace(x=1) %}{% set n.__x = 1 %}" + CHATML, HELLO, "refused_by_template"),
@@ -203,8 +204,8 @@ def test_other_ends_of_a_turn(smollm2):
         (CHATML.replace("m['content']", "(m['content'] | length | string) + m['content']"), HELLO, "answer_not_found"),
         (MARKED.replace("m.content + '<|im_end|>' ", "''"), HELLO, "answer_not_found"),
     ],
-    ids=["two assistants", "undefined", "sandbox", "namespace", "attribute", "opens a thought", "left out", "twice",
-         "length", "empty marks"],
+    ids=["two assistants", "undefined", "endless", "sandbox", "namespace", "attribute", "opens a thought", "left out",
+         "twice", "length", "empty marks"],
 )  # fmt: skip
 def test_what_has_no_sure_mask_has_none_and_says_why(smollm2, template, messages, why):
     with pytest.raises(Unusable) as error:
@@ -220,7 +221,7 @@ def test_a_prompt_that_opens_a_thought_takes_answers_that_think(smollm2):
 
 
 def test_a_greeting_is_context_that_is_not_learned(smollm2):
-    """Nothing stands before it, and official templates refuse a prompt of no messages."""
+    """It has no prompt, and official templates refuse a prompt without messages."""
     official = "{{ '' if messages[0]['role'] else '' }}" + CHATML
     greeted = [("assistant", "Welcome."), *HELLO]
     assert answers(smollm2, greeted, official) == {"c": ["A boat, but large.<|im_end|>"]}
@@ -242,7 +243,7 @@ def test_no_clock_and_no_template(smollm2, tiny_tokenizer):
 
 
 def sentencepiece_like(kind: str, reaches_eos: bool = False) -> PreTrainedTokenizerFast:
-    """A tokenizer whose words begin with ▁, as Llama 2's: by pre-tokenizer, or by normalizer before each text."""
+    """A tokenizer whose words begin with ▁, like Llama 2's, by a pre-tokenizer, or by a normalizer before each text."""
     words = ["▁A", "▁boat", "▁ship", "▁", "</", "s>"]
     letters = sorted(set("▁What is a ship?A boat, but large.And small[INST]/\n<s>") - {" "})
     vocabulary = {token: i for i, token in enumerate(["<unk>", "<s>", "</s>", *letters])}
@@ -285,7 +286,7 @@ def test_a_special_token_that_text_reaches_is_refused():
 
 
 def odd_tokenizer() -> PreTrainedTokenizerFast:
-    """Special tokens that take blanks along, inside and outside the model's vocabulary; added ones between them."""
+    """Special tokens that absorb blanks, inside and outside the model's vocabulary, with added tokens between them."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -305,7 +306,7 @@ def test_odd_added_tokens_keep_their_ids():
     messages = [("user", "<think> is text?"), ("assistant", "<think>a boat</think> a ship \n")]
     encoded = encode(tokenizer, messages, CHATML)
     assert encoded.tokens.tolist() == reference(tokenizer, messages, CHATML)
-    # Tokens that are added but not special are what the model writes: one token each.
+    # Tokens that are added but not special are written by the model, as one token each.
     counts = [(encoded.tokens == tokenizer.convert_tokens_to_ids(token)).sum() for token in ("<think>", "</think>")]
     assert counts == [2, 1]
     assert answers(tokenizer, messages, CHATML) == {"c": ["<think>a boat</think> a ship<|im_end|>"]}  # blanks taken

@@ -38,7 +38,7 @@ WORDS = [
 
 @pytest.fixture
 def config(tmp_path):
-    """40 texts of records, one in a file of its own, one too short and one that is none."""
+    """40 texts in records, one in a file of its own, one that is too short, and one that is not text."""
     texts = [" ".join(WORDS[(i + j) % len(WORDS)] for j in range(40)) + f" {i}" for i in range(40)]
     lines = [json.dumps({"body": text}) for text in [*texts, "the end", None]]
     (tmp_path / "texts.jsonl").write_text("\n".join(lines) + "\n")
@@ -50,7 +50,7 @@ def config(tmp_path):
 
 
 class Parrot:
-    """Continues by the prompt's own first tokens, cut for every third seed, and keeps what it was asked."""
+    """Continues with the prompt's own first tokens, cut for every third seed, and remembers its prompts."""
 
     def __init__(self, tokenizer):
         self.tokenizer, self.asked = tokenizer, []
@@ -95,7 +95,7 @@ def begin(tiny_tokenizer):
 
 
 def test_a_beginning_is_never_empty(begin, tiny_tokenizer):
-    """Four tokens are one character, and a beginning within it goes up to its end."""
+    """Four tokens make one character, and a beginning that ends within it is extended to its end."""
     assert len(tiny_tokenizer("𓀀").input_ids) == 4
     assert [begin("𓀀 old", count) for count in (1, 2, 3, 4, 5)] == ["𓀀", "𓀀", "𓀀", "𓀀", "𓀀 "]
     assert begin("𓀀", 2) == "too_short"

@@ -65,7 +65,7 @@ def rows_of(out):
 
 
 def decoded(out, tokenizer, counted=False):
-    """The text of each document, or what of it the loss counts."""
+    """The text of each document, or the part of it that the loss counts."""
     pieces = {}
     for shards, i, row in rows_of(out):
         for (name, number), start, stop in zip(shards.pieces(i), row["borders"], row["borders"][1:], strict=False):
@@ -218,7 +218,7 @@ def test_chat_and_text(tmp_path, smollm2):
 
 
 def test_smollm2_mixed(tmp_path, smollm2):
-    """Of what `launch/fetch_texts.sh` leaves, the files of each kind, by weight."""
+    """It takes the files of each kind that `launch/fetch_texts.sh` leaves, by weight."""
     names = {"documentation": "intro.rst", "speeches": "1801.txt", "code": "module.py", "library": "queue.py"}
     for kind, name in names.items():
         for i in range(12):
@@ -251,9 +251,9 @@ def test_smollm2_mixed(tmp_path, smollm2):
             ["sources.pg19.path=${nope}"],
             "sources.pg19.path: '${nope}' cannot be resolved: Interpolation key 'nope' not f",
         ),
-        (["out=x"], "belong to the command line, not into a recipe"),
-        (["--seq-len", "5"], "--seq-len is given beside the recipe"),
-        (["--source", "stdlib"], "--source is given beside the recipe"),
+        (["out=x"], "belong on the command line, not in a recipe"),
+        (["--seq-len", "5"], "--seq-len is given with the recipe"),
+        (["--source", "stdlib"], "--source is given with the recipe"),
         (["sources=5"], "sources: expected a section for each by name, got 5"),
         (["sources.pg19.path=/none/such"], "source '/none/such' does not exist"),
     ],

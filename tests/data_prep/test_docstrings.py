@@ -1,4 +1,4 @@
-"""Conversations out of code: by hand, and over the whole standard library."""
+"""Conversations made from code: an example by hand, and the whole standard library."""
 
 import ast
 import hashlib
@@ -80,7 +80,7 @@ def test_each_docstring_is_taken_out_of_its_code():
     assert empty[1:] == ("class Empty(Exception):\n    ...", f"{LONG} (empty)")
     for (question, _, _), what in zip(found.values(), ["module", "class", "method", "function", "class"], strict=True):
         assert what in question
-    # One digest a file: the split takes it whole.
+    # All have the file's digest, so the whole file is in one split.
     assert {conversation.digest for conversation in conversations(CODE)} == {hashlib.sha256(CODE.encode()).digest()}
 
 

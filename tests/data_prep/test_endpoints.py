@@ -1,4 +1,4 @@
-"""Answers from OpenAI-style servers: a real one over loopback that fails in every way, and what is sent to it."""
+"""Answers from OpenAI-style servers: a real server over loopback that fails in every way, and the requests it gets."""
 
 import hashlib
 import json
@@ -242,7 +242,7 @@ def test_a_broken_run_goes_on_and_gives_the_same_bytes(serve, connect, tiny_toke
 
 
 def test_a_text_behind_a_prompt_is_read_as_the_target_wrote_it(serve, blank_tokenizer):
-    """vLLM's text begins with the blank of the first word, which the tokenizer would put before it once more."""
+    """vLLM's text begins with the first word's blank, and the tokenizer would add another one."""
     prompt = blank_tokenizer("hi")["input_ids"]
     for text, words in ((" the gate", ["▁the", "▁", "g", "ate"]), ("gate", ["g", "ate"])):
         choice = {"text": text, "finish_reason": "stop"}
@@ -254,7 +254,7 @@ def test_a_text_behind_a_prompt_is_read_as_the_target_wrote_it(serve, blank_toke
 
 
 def test_control_tokens_are_asked_for_and_leave_an_answer_out(serve, smollm2, tmp_path, capsys):
-    """Taken away by the server, they would leave a text that the target never wrote."""
+    """If the server removed them, the rest would be a text that the target never wrote."""
     source = tmp_path / "chats.jsonl"
     source.write_text('{"messages": [{"role": "user", "content": "hi"}]}\n')
     server = serve(always={"choices": [{"text": "analysis<|im_start|>final", "finish_reason": "stop"}]})

@@ -1,4 +1,4 @@
-"""Data sets by the hub's name, through the real client against a hub on this machine: fetched, streamed, refused."""
+"""Data sets of the hub, fetched, streamed and refused, with the real client against a hub on this machine."""
 
 import json
 import os
@@ -63,7 +63,7 @@ TEXTS = {f"part {part} text {i} " + "word " * (i % 9) for part in range(4) for i
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-    """Folders of the hub: JSONL, compressed JSONL and Parquet of one set, a split of it that is not wanted."""
+    """Folders of the hub: a data set as JSONL, compressed JSONL and Parquet, with a split that is not used."""
     root = tmp_path_factory.mktemp("hub")
     data = root / "me" / "set" / "data"
     data.mkdir(parents=True)
@@ -81,7 +81,7 @@ def root(tmp_path_factory):
 
 @pytest.fixture
 def run(tmp_path, tiny_tokenizer, light):
-    """run(address, out, sources, **settings) prepares in a process of its own; returns it, finished."""
+    """run(address, out, sources, **settings) prepares in a process of its own, and returns the finished process."""
     tiny_tokenizer.backend_tokenizer.save(str(tmp_path / "tokenizer.json"))
 
     def run(address, out, sources, offline=False, **settings):
@@ -100,7 +100,7 @@ def texts(out, read_back, tokenizer):
 
 
 def given(requests, path):
-    """Bytes that the hub gave of a file."""
+    """How many bytes of a file the hub has sent."""
     return sum(
         size for method, name, size in requests if method == "GET" and name.endswith(path) and "/resolve/" in name
     )
@@ -131,7 +131,7 @@ def test_fetched_and_streamed_sets_are_the_same_documents(root, run, tmp_path, r
     }
     plans = [json.loads((out / "plan.json").read_text()) for out in (fetched, streamed)]
     assert plans[0]["sources"] == plans[1]["sources"], "the hub's hashes are those of the content"
-    # Without network what was fetched serves.
+    # Without a network, the cache is used.
     done = run("http://127.0.0.1:9", tmp_path / "offline", {"set": {"path": "me/set", "files": ["data/train-*"]}}, True)
     assert done.returncode == 0, done.stderr
     assert texts(tmp_path / "offline", read_back, tiny_tokenizer) == found
@@ -174,7 +174,7 @@ def test_what_is_not_to_be_had_is_named(root, tmp_path, serving):
 
 
 def test_a_configuration_and_a_split_are_the_files_that_datasets_says(tmp_path, serving):
-    """Of a set by name, fetched or streamed, and of a folder; signs of patterns in a name are its own."""
+    """Of a data set by name, fetched or streamed, and of a folder. Pattern signs in a name match only themselves."""
     folder = tmp_path / "hub" / "me" / "parts"
     (folder / "data").mkdir(parents=True)
     (folder / "README.md").write_text(README)

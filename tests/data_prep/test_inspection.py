@@ -1,4 +1,4 @@
-"""What `longdraft prepare --inspect` says of a folder, against what was put in."""
+"""What `longdraft prepare --inspect` reports on a folder, compared with what was put in."""
 
 import json
 import shutil
@@ -19,7 +19,7 @@ TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, tiny_tokenizer):
-    """70 different texts, one of them four times, an empty one, and one that is no text."""
+    """70 different texts, one of them four times, an empty one, and one that is not text."""
     root = tmp_path_factory.mktemp("inspected")
     texts = [f"document {i} " + "word " * (5 * i) for i in range(70)]
     records = [{"text": text} for text in [*texts, texts[3], texts[3], texts[3], ""]] + [{"text": 5}]

@@ -1,4 +1,4 @@
-"""MDS shards, against those in `mds/`, which mosaicml-streaming 0.13.0 wrote: plain, under zstd, and with a pickle."""
+"""MDS shards, as mosaicml-streaming 0.13.0 wrote those in `mds/`: plain, under zstd, and with a pickled column."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ ENDING = {"plain": "", "zstd": ".zstd"}
 
 
 def samples():
-    """What was written, in the words that wrote it."""
+    """The samples in these shards, made by the code that wrote them."""
     rng = np.random.default_rng(0)
     for i in range(40):
         ids = rng.integers(0, 50, size=30 + i).astype(np.uint32)

@@ -25,7 +25,7 @@ def write(path, records):
 
 @pytest.fixture
 def books(tmp_path):
-    """Three sets of 300 texts of one word each, in three files each."""
+    """Three data sets, each with 300 texts of one word in three files."""
     words = ("alpha", "beta", "gamma")
     for word in words:
         for part in range(3):
@@ -54,7 +54,7 @@ def test_weights_share_out_the_tokens(books, tmp_path, tiny_tokenizer, read_back
     for name in weights:
         of_set = [text for text in found.values() if text.startswith(name.encode())]
         assert len(of_set) == total(manifest, name, "documents")
-    # A row holds pieces of several.
+    # A row holds pieces of several sources.
     mixed = [{name.partition("/")[0] for name, _ in shards.pieces(i)} for i in range(len(shards))]
     assert max(map(len, mixed)) >= 2
     report = inspect(config.out).splits["train"]
@@ -77,7 +77,7 @@ def test_a_set_too_small_for_its_weight_is_said(books, tmp_path, tiny_tokenizer,
 
 
 def test_a_budget_that_is_not_met_is_said_without_weights_too(tmp_path, tiny_tokenizer, capsys):
-    """Records hold a hundred times their text: the budget's bytes are read, and hold few tokens."""
+    """Records are a hundred times as large as their text, so the bytes that a budget reads hold few tokens."""
     write(tmp_path / "in" / "a.jsonl", [{"text": f"text {i}", "meta": "x" * 1000} for i in range(300)])
     write(tmp_path / "in" / "b.jsonl", [{"text": f"text {i} " + "word " * 200} for i in range(100)])
     for name, short in (("a.jsonl", True), ("b.jsonl", False)):
@@ -198,7 +198,7 @@ def test_mistakes_of_a_mix_are_named(tmp_path):
 
 
 def test_a_budget_holds_long_documents_and_stops_reading(tmp_path, tiny_tokenizer, monkeypatch):
-    """Books of which the budget holds a few: it is filled to within one book, and what is beyond it is not read."""
+    """A budget with room for a few books is filled to within one book, and the rest is not read."""
     for i in range(40):
         (tmp_path / "books").mkdir(exist_ok=True)
         (tmp_path / "books" / f"{i}.txt").write_text(f"book {i} " + "ship " * 4000)

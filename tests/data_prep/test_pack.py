@@ -28,12 +28,12 @@ def test_pack_keeps_rows_short_full_and_sorted(case):
     assert all(0 < n <= seq_len for n in used)
     assert all(len(piece) > 0 for row in rows for piece in row)
     assert rows == sorted(sorted(row) for row in rows)
-    # A document that fits a row is whole; of a longer one only what is left of whole rows stands with others.
+    # A document that fits in a row is whole. Of a longer one, only the rest shares a row with others.
     assert all(len(p) == lengths[p.document] for row in rows for p in row if lengths[p.document] <= seq_len)
     assert all(
         row == [p] and len(p) == seq_len for row in rows for p in row if p.number < lengths[p.document] // seq_len
     )
-    # Best fit never opens a row that an open one had room for, so no two rows could be one.
+    # Best fit never opens a row for a piece that fits in an open one, so no two rows could be joined.
     assert all(a + b > seq_len for i, a in enumerate(used) for b in used[i + 1 :])
 
 
@@ -45,7 +45,7 @@ def test_what_is_left_of_long_documents_is_cut_only_to_save_a_row(lengths, seq_l
     pieces = [piece for row in rows for piece in row]
     n_cuts = len(pieces) - sum(-(-n // seq_len) for n in lengths)
     assert n_saved > 0 or (n_saved, n_cuts) == (0, 0)
-    # No scraps: a piece is shorter than a 32nd of a row only where its document leaves so little.
+    # A piece is shorter than a 32nd of a row only if its document has no more left.
     assert all(len(p) >= min(seq_len // 32, lengths[p.document] % seq_len or seq_len) for p in pieces)
 
 
@@ -72,7 +72,7 @@ def test_pack_wastes_little_on_short_documents():
 
 
 def documents_of_a_shard(rng, median: int, sigma: float, n_bytes: int, bytes_a_token: float) -> list[int]:
-    """Lengths in tokens, lognormal, until they make the text of a shard."""
+    """Lognormal lengths in tokens, as many as make up the text of a shard."""
     lengths: list[int] = []
     while sum(lengths) * bytes_a_token < n_bytes:
         lengths.append(max(20, int(rng.lognormal(np.log(median), sigma))))
@@ -85,7 +85,7 @@ def filler(lengths: list[int], seq_len: int) -> float:
 
 @pytest.mark.parametrize("seq_len", [8192, 32768])
 def test_filler_of_books_is_under_one_percent(seq_len):
-    """PG-19's lengths, about, in shards of the size that sets beyond 256 MB have: some 40 books each."""
+    """Roughly PG-19's lengths, in shards as data sets beyond 256 MB have them: some 40 books each."""
     rng = np.random.default_rng(0)
     for sigma in (0.6, 0.9):
         shards = [documents_of_a_shard(rng, 90_000, sigma, SHARD_TEXT_BYTES[1], 4.2) for _ in range(12)]
@@ -110,7 +110,7 @@ def test_a_rest_fills_what_others_leave():
         [Piece(1, 1, 100, 160), Piece(2, 2, 140, 160)],
         [Piece(2, 0, 0, 100)],
     ]
-    # Documents of 60 are whole.
+    # Documents of 60 tokens are not cut.
     assert pack([60, 60, 60], 100) == [[Piece(0, 0, 0, 60)], [Piece(1, 0, 0, 60)], [Piece(2, 0, 0, 60)]]
 
 

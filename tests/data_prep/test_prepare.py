@@ -119,7 +119,7 @@ def test_other_settings_tokenizer_or_sources_are_named(config, corpus, tiny_toke
 
 
 def everything(folder: Path) -> dict[str, bytes | None]:
-    """All that lies in a folder, hidden things and empty folders too."""
+    """Everything in a folder, including hidden files and empty folders."""
     names = ((path.relative_to(folder).as_posix(), path) for path in folder.rglob("*"))
     return {name: None if path.is_dir() else path.read_bytes() for name, path in names}
 
@@ -245,7 +245,7 @@ def test_max_tokens_bounds_both_splits_together(config, corpus, tiny_tokenizer, 
     manifest = prepare(limited, tiny_tokenizer, "hash")
     kept = sum(split["tokens"] for split in manifest["splits"].values())
     assert 0.7 * max_tokens < kept <= max_tokens
-    if mode == "pack":  # whole documents, of both kinds of files
+    if mode == "pack":  # whole documents, from both kinds of files
         texts = read_back(splits(limited)[0], tiny_tokenizer) | read_back(splits(limited)[1], tiny_tokenizer)
         assert texts.items() < corpus[1].items()
         assert 5 < sum(".txt" in name for name in texts) < len(texts)
@@ -390,7 +390,7 @@ def test_lost_shard_of_a_finished_folder_is_an_error(config, tiny_tokenizer):
         prepare(config, tiny_tokenizer, "hash")
 
 
-# What a kill can leave at its worst: between a shard's rename and its record, and in the middle of a write.
+# The worst that a kill can leave: a shard without its record, and a half-written file.
 def test_shard_without_record_and_half_files_are_made_again(config, tiny_tokenizer, monkeypatch):
     prepare(config, tiny_tokenizer, "hash")
     expected = files_of(config.out)
@@ -432,7 +432,7 @@ if __name__ == "__main__":
 
 
 def start(tmp_path, light, tokenizer, workers):
-    """A real process over the corpus, in a process group of its own, returned after its third finished shard."""
+    """Start a process over the corpus in a process group of its own, and return it after its third finished shard."""
     (tmp_path / "script.py").write_text(light + SCRIPT)
     tokenizer.backend_tokenizer.save(str(tmp_path / "tokenizer.json"))
     arguments = [str(tmp_path / name) for name in ("script.py", "corpus", "out", "tokenizer.json")]

@@ -24,7 +24,7 @@ WORDS = ["ship", "a boat", "🙂", "\n", "def f(x):\n    return x", "<|end|>", "
 
 @pytest.fixture
 def chats(tmp_path):
-    """A JSONL file of 90 conversations, of one to four answers of very different lengths."""
+    """A JSONL file of 90 conversations, with one to four answers of very different lengths."""
     rng = random.Random(0)
     conversations = []
     for i in range(90):
@@ -59,7 +59,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 
 def sequences(out: Path) -> dict[str, list[tuple[int, bool]]]:
-    """(token, whether the loss counts it) of each sequence of both splits, its pieces put together."""
+    """(token, whether the loss counts it) of each sequence of both splits, with its pieces joined."""
     pieces = {}
     for split in ("train", "heldout"):
         shards = ShardSet(out / split)
@@ -76,7 +76,7 @@ def sequences(out: Path) -> dict[str, list[tuple[int, bool]]]:
 
 
 def learned(tokenizer, sequence, end: int) -> list[str]:
-    """The texts that the loss counts, one for each `end` token; that none of them lies outside is checked."""
+    """The texts that the loss counts, one for each `end` token. Checks that no `end` token is outside of them."""
     counted, texts = [], []
     for token, supervised in sequence:
         if supervised:

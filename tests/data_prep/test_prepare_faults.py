@@ -62,7 +62,7 @@ def test_a_full_disk_is_an_error_that_loses_nothing(tmp_path, make_corpus, tiny_
     whole = run(tmp_path, tmp_path / "corpus", tmp_path / "whole", tiny_tokenizer)
     assert whole.returncode == 0, whole.stderr
     sizes = sorted(path.stat().st_size for path in (tmp_path / "whole").rglob("*.arrow"))
-    # No file may grow beyond this: the larger shards meet what a full disk gives.
+    # No file may grow beyond this, so writing the larger shards fails as on a full disk.
     out, limit = tmp_path / "out", sizes[len(sizes) // 2]
     full = run(tmp_path, tmp_path / "corpus", out, tiny_tokenizer, workers, limit)
     assert full.returncode == 1 and "error: no room for" in full.stderr, full.stderr
@@ -76,7 +76,7 @@ def test_a_full_disk_is_an_error_that_loses_nothing(tmp_path, make_corpus, tiny_
 
 
 def test_lines_of_100_megabytes(tmp_path, tiny_tokenizer):
-    """One holds mostly what is not asked for, one a long text, one is cut off."""
+    """One sample holds mostly other fields, one holds a long text, and one is cut off."""
     path, text = tmp_path / "long.jsonl", "ship " * 200_000
     with path.open("w") as stream:
         for record in ({"text": "a"}, {"raw": "x" * 100_000_000, "text": text}, {"text": "b"}):

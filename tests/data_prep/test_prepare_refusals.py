@@ -1,12 +1,15 @@
-"""What the system refuses to `prepare` ends in one line that says what to do, and Ctrl-C ends it at once."""
+"""What the system refuses ends `prepare` with one line that says what to do, and Ctrl-C ends it at once."""
 
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from contextlib import suppress
 from dataclasses import replace
+from multiprocessing import popen_spawn_posix as spawn
 from pathlib import Path
 
 import psutil
@@ -14,6 +17,7 @@ import pytest
 
 from longdraft.data_prep.prepare import PrepareConfig, prepare
 from longdraft.data_prep.settings import same_way
+from longdraft.data_prep.tasks import run_in_processes
 from longdraft.launch import cli
 
 COMMAND = [sys.executable, "-m", "longdraft.launch.cli", "prepare"]
@@ -78,7 +82,7 @@ def test_what_cannot_be_read_is_named(config, tiny_tokenizer, tmp_path, make, in
 
 
 def test_a_file_that_the_system_does_not_give_is_named(config, tiny_tokenizer, tmp_path, monkeypatch):
-    """Rights bind no superuser, so what they do is played: the one file cannot be opened."""
+    """File rights do not stop a superuser, so the test patches opening: the one file cannot be opened."""
     opened = Path.open
 
     def refuse(path, *args, **kwargs):
@@ -138,14 +142,14 @@ def test_bars_stop_no_work_and_hold_no_message(tmp_path, config, light, tiny_tok
         assert done.returncode == 0 and done.stdout.startswith("Prepared: "), line
     (tmp_path / "corpus" / "x.parquet").write_text("no table")
     done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=120)
-    # What a terminal shows behind the last carriage return, blanks that took the bar away left aside.
+    # What a terminal shows after the last carriage return, without the blanks that cleared the bar.
     shown = [line.rpartition("\r")[2].strip() for line in done.stderr.split("\n")]
     assert "Traceback (most recent call last):" in shown, done.stderr
 
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_ctrl_c_is_130_at_once_and_takes_the_workers_along(tmp_path, workers):
-    """Rows of a real tokenizer, large enough that a shard takes much longer than that."""
+    """With a real tokenizer, and rows so large that a shard takes much longer than that."""
     line = json.dumps({"text": " ".join(f"word{i} and {i * i}" for i in range(100_000))}) + "\n"
     (tmp_path / "a.jsonl").write_text(line * (4 * workers))
     out = tmp_path / "out"
@@ -168,6 +172,30 @@ def test_ctrl_c_is_130_at_once_and_takes_the_workers_along(tmp_path, workers):
     assert seconds < 15  # 0.3 on a quiet machine; neighbours may hold the cores for a while
     assert psutil.wait_procs(children, timeout=20)[1] == []
     assert not (out / "manifest.json").exists()
+
+
+def test_ctrl_c_while_a_worker_starts_waits_for_it(monkeypatch, capfd):
+    """Another thread gets the signal that is blocked in ours, after a worker's start and before it is told its work."""
+    start, workers = spawn.util.spawnv_passfds, []
+
+    def interrupted(path, args, descriptors):
+        pid = start(path, args, descriptors)
+        if any(b"spawn_main" in os.fsencode(arg) for arg in args):
+            workers.append(pid)
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.1)
+        return pid
+
+    monkeypatch.setattr(spawn.util, "spawnv_passfds", interrupted)
+    done = threading.Event()
+    threading.Thread(target=done.wait).start()
+    with pytest.raises(KeyboardInterrupt):
+        run_in_processes(time.sleep, [0, 0], 2, print)
+    done.set()
+    for pid in workers:  # one that was left half started is nobody's
+        with suppress(ChildProcessError):
+            os.waitpid(pid, 0)
+    assert (len(workers), capfd.readouterr().err) == (2, "")
 
 
 def test_ctrl_c_while_the_command_is_read(monkeypatch, capsys):

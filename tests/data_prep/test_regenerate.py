@@ -1,4 +1,4 @@
-"""Conversations answered anew, by a plain function in the target's place: turns, accounts, a stop, a full disk."""
+"""Conversations answered anew by a plain function instead of a target: turns, counts, a kill, a full disk."""
 
 import hashlib
 import json
@@ -20,7 +20,7 @@ CHATML = (
     "{% for m in messages %}{{ '<|start|>' + m.role + '\n' + m.content + '<|end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|start|>assistant\n' }}{% endif %}"
 )
-# Refuses two users in a row, and takes the blanks around an answer away.
+# Refuses two users in a row, and strips the blanks around an answer.
 STRICT = (
     "{% for m in messages %}{% if m.role == 'user' and loop.previtem and loop.previtem.role == 'user' %}"
     "{{ raise_exception('') }}{% endif %}{% endfor %}" + CHATML.replace("m.content", "m.content | trim")
@@ -53,7 +53,7 @@ def files_of(out):
 
 
 class Speaker:
-    """A function of prompt and seed alone, that answers the last prompt first. words: questions (the prompt's last user
+    """A function of prompt and seed alone, answering the last prompt first. words: questions (the prompt's last user
     line) to what is said instead, a text or (tokens, ended)."""
 
     def __init__(self, tokenizer, said=None):
@@ -194,7 +194,7 @@ def test_script():
 
 
 def test_accounts(config, run, tiny_tokenizer, tmp_path, capsys):
-    """Every reason at once; the first turn is good where the second is not, and none of such a conversation is kept."""
+    """Every reason at once. If the first turn is good and the second is not, nothing of the conversation is kept."""
     end = tiny_tokenizer.eos_token_id
     said = {
         "long": (tiny_tokenizer("no end").input_ids, False),
@@ -268,7 +268,7 @@ def test_a_second_call_does_nothing_and_a_stopped_one_goes_on(config, run, speak
     done = files_of(other.out)
     n_done = sum(name.startswith("part") for name in done)
     assert 3 <= n_done < 8 and "manifest.json" not in done
-    # What a kill between part and record, or at a write, may leave.
+    # What a kill may leave: a part without its record, or a half-written file.
     (other.out / "progress" / "part-00000.json").unlink()
     (other.out / ".part-00005.jsonl.1.tmp").write_text("half")
     (other.out / "part-00001.jsonl").write_text("{")
@@ -357,7 +357,7 @@ def test_a_template_that_fails_says_how(config, run, speaker, chats):
 
 
 def test_a_full_disk_leaves_no_half_part(config, run, speaker, chats, tmp_path):
-    """No file may grow beyond 4000 bytes, which the system says as it says that a disk is full."""
+    """No file may grow beyond 4000 bytes, which the system reports like a full disk."""
     small = replace(config, part_size=30)
     expected = replace(small, out=tmp_path / "expected")
     run(expected, speaker)
@@ -375,7 +375,7 @@ def test_a_full_disk_leaves_no_half_part(config, run, speaker, chats, tmp_path):
 
 
 def test_every_form_of_file(config, run, tiny_tokenizer, chats, tmp_path):
-    """Compressed lines and tables give the same answers as plain lines; a set's own docstrings are answered as well."""
+    """Compressed lines and tables give the same answers as plain lines, and docstrings are answered as well."""
     import gzip
 
     import pyarrow as pa
@@ -401,7 +401,7 @@ def test_every_form_of_file(config, run, tiny_tokenizer, chats, tmp_path):
 
 
 def test_answers_that_were_cut_are_kept_without_an_end(config, tiny_tokenizer, tmp_path):
-    """The conversation ends there, and so does what the loss counts; the same conversation whole has one token more."""
+    """The conversation and the loss end with it. The same conversation with an end has one token more."""
     words = tiny_tokenizer("the answer goes on世").input_ids[:-1]  # within a character
     said = {"a": (words, False), "b": "done"}
     turns = [user("b"), assistant(), user("a"), assistant(), user("b"), assistant()]
@@ -421,7 +421,7 @@ def test_answers_that_were_cut_are_kept_without_an_end(config, tiny_tokenizer, t
 
 
 def test_a_cut_answer_that_its_template_changes_is_left_out(config, tiny_tokenizer, tmp_path):
-    """As Qwen3's, this one writes an empty thought before an answer that ends none."""
+    """Like Qwen3's, this template writes an empty thought before an answer that does not end one."""
     thinking = CHATML.replace(
         "m.content +", "('' if m.role == 'user' or '</think>' in m.content else '<think></think>') + m.content +"
     )
@@ -436,7 +436,7 @@ def test_a_cut_answer_that_its_template_changes_is_left_out(config, tiny_tokeniz
 
 
 def test_a_prompt_that_opens_a_thought_gives_its_opening_to_the_answer(config, run, tiny_tokenizer, tmp_path):
-    """As QwQ's: the template writes an answer as it is, and the prompt begins it."""
+    """Like QwQ's, this template writes an answer as it is, and its prompt begins the answer."""
     opens = CHATML.replace("assistant\n' }}{% endif", "assistant\n<think>\n' }}{% endif")
     write(tmp_path / "chats.jsonl", [[user("q")]])
     manifest = run(config, Speaker(tiny_tokenizer, {"q": "a thought\n</think>\nHello"}), opens)
@@ -445,7 +445,7 @@ def test_a_prompt_that_opens_a_thought_gives_its_opening_to_the_answer(config, r
 
 
 def test_a_first_part_that_fails_as_one_stops_the_call(config, run, tiny_tokenizer, chats):
-    """A template that no answer fits is known after one part."""
+    """If no answer fits the template, this is known after one part."""
     control = ([*tiny_tokenizer("x").input_ids, 1, tiny_tokenizer.eos_token_id], True)
     speaker = Speaker(tiny_tokenizer, {f"{i}.0": control for i in range(60)})
     with pytest.raises(ValueError, match=r"none of the first 20 answers can be used \(special_token_in_answer, the fi"):
@@ -463,7 +463,7 @@ VICUNA = (
 
 @pytest.mark.parametrize(("template", "begun", "said"), [(PLAIN, "hello wor", " the gate"), (VICUNA, "hi", "the gate")])
 def test_a_blank_between_prompt_and_answer_is_kept_where_the_template_has_none(blank_tokenizer, template, begun, said):
-    """What is learned are the tokens that the target wrote, with the blank in the text or in the template."""
+    """The learned tokens are those that the target wrote, whether the blank is in the text or in the template."""
     encoder = make_chat_encoder(blank_tokenizer, template)
     chat, conversation = ChatTokens(encoder, 99), OpenConversation.begin(Conversation("d", b"", (("user", begun),)))
     chat.prompt(conversation)

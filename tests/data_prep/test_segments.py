@@ -32,7 +32,7 @@ def write_lines(path, records, compression=None):
 
 
 def write_as(path, records):
-    """Under the layout that the name says."""
+    """In the layout that the file's name says."""
     if path.suffix == ".parquet":
         pq.write_table(pa.Table.from_pylist(records), path, row_group_size=70)
     elif path.name == "stream.arrow":
@@ -64,7 +64,7 @@ def test_every_layout_gives_the_same_documents(tmp_path, name):
     assert [document.name for document in found] == [f"{name}:{i}" for i in range(1, 401)]
     assert [document.text for document in found if isinstance(document, Document)] == TEXTS
     assert sum(segment.n_documents for segment in segments) == 400
-    # Each by itself, in any order.
+    # Each segment by itself, in any order.
     for segment in reversed(segments):
         names = [document.name for document in read_documents(segment)]
         assert names == [f"{name}:{segment.first_number + i}" for i in range(segment.n_documents)]
@@ -119,7 +119,7 @@ def test_texts_in_a_column_of_bytes(tmp_path, name):
 
 
 def test_any_error_of_the_tables_library_names_the_file(tmp_path, monkeypatch):
-    """As a damaged schema gives it: no ValueError, but an error of the library's own."""
+    """A damaged schema raises the library's own error, not a ValueError."""
     write_as(tmp_path / "table.parquet", RECORDS[:3])
 
     def refuses(source):
@@ -170,7 +170,7 @@ def test_a_line_of_many_megabytes(tmp_path):
 
 
 def test_large_row_groups_are_not_read_again_for_every_segment(tmp_path, monkeypatch):
-    """A group of Parquet is decoded from its beginning, so it is cut coarsely, and small groups are joined."""
+    """A row group of Parquet is decoded from its beginning, so it is cut coarsely, and small groups are joined."""
     texts = [{"text": f"{i} " + "x" * 1000} for i in range(3000)]
     pq.write_table(pa.Table.from_pylist(texts), tmp_path / "one.parquet", row_group_size=3000)
     pq.write_table(pa.Table.from_pylist(texts), tmp_path / "many.parquet", row_group_size=10)

@@ -25,7 +25,7 @@ ROWS = [
 
 @pytest.fixture
 def split(tmp_path):
-    """Two shards of two and one rows."""
+    """Two shards, with two rows and one row."""
     folder = tmp_path / "train"
     folder.mkdir()
     parts = {"shard-00000.arrow": ROWS[:2], "shard-00003.arrow": ROWS[2:]}

@@ -1,4 +1,4 @@
-"""The shards of one folder made by several calls, as on several machines, and put together by `merge`."""
+"""The shards of one folder, made by several calls, as on several machines, and put together by `merge`."""
 
 import json
 import shutil
@@ -67,7 +67,7 @@ def test_another_cut_of_the_same_sources_is_another_plan(config, tiny_tokenizer,
     first = prepare(replace(config, shard_bytes=None), tiny_tokenizer, "hash", machine=Machine(1, 4))
     assert first is None
     monkeypatch.setattr("longdraft.data_prep.plan.SHARD_TEXT_BYTES", (4000, 8000))
-    with pytest.raises(ValueError, match="what goes into which shard is another"):
+    with pytest.raises(ValueError, match="shards hold other documents"):
         prepare(replace(config, shard_bytes=None), tiny_tokenizer, "hash")
 
 
@@ -114,7 +114,7 @@ def test_on_the_command_line(config, tmp_path, capsys):
         main([*argv, "--shard", f"{i}/2"])
     main(["--merge", "--out", f"{tmp_path}/out"])
     assert capsys.readouterr().out.splitlines()[-1].startswith("Merged: ")
-    for wrong, said in (("3/2", r"shard is 3/2, valid: 1/n to n/n"), ("1", "has not the form i/n"), ("a/b", "has not")):
+    for wrong, said in (("3/2", r"shard is 3/2, valid: 1/n to n/n"), ("1", "the form i/n"), ("a/b", "the form i/n")):
         with pytest.raises(SystemExit):
             main([*argv, "--shard", wrong])
         assert said in capsys.readouterr().err

@@ -83,7 +83,7 @@ def test_missing_source_is_named(tmp_path, monkeypatch, source):
 def test_a_folder_that_is_still_being_made_is_no_source(tmp_path):
     for name in ("plan.json", "part-00000.jsonl"):
         (tmp_path / name).write_text("{}")
-    with pytest.raises(ValueError, match=r"is begun and not finished \(plan\.json without manifest\.json\)"):
+    with pytest.raises(ValueError, match=r"is not finished \(plan\.json without manifest\.json\)"):
         list_files([Source(str(tmp_path))])
     (tmp_path / "manifest.json").write_text("{}")
     assert [file.name.partition("/")[2] for file in list_files([Source(str(tmp_path))])] == ["part-00000.jsonl"]
@@ -140,7 +140,7 @@ def test_every_bad_line_is_named(tmp_path):
 
 @pytest.mark.parametrize("segment_bytes", [1, 40, 1 << 20])
 def test_blank_lines_are_no_documents(tmp_path, segment_bytes):
-    """Wherever the file is cut; numbers are the lines' own, and the hash the file's."""
+    """Wherever the file is cut. The numbers are those of the lines, and the hash is the file's."""
     path = tmp_path / "lines.jsonl"
     path.write_text('\n \t\n{"text": "a"}\n\r\n{"text": "b"}\n{"text": "c"}\n\n\n{"text": "d"}\n\n \n')
     described, cut = scan(list_files([Source(str(path))]), segment_bytes)

@@ -1,4 +1,4 @@
-"""CSV, TSV and JSON arrays: the same records as JSONL of them, wherever the file is cut; what is broken is named."""
+"""CSV, TSV and JSON arrays give the same records as JSONL, wherever a file is cut, and errors name what is broken."""
 
 import csv
 import gzip
@@ -10,13 +10,13 @@ import pytest
 
 from longdraft.data_prep import hub, streams
 from longdraft.data_prep.documents import BadDocument, Document
+from longdraft.data_prep.json_arrays import array_elements
 from longdraft.data_prep.prepare import PrepareConfig, prepare
 from longdraft.data_prep.record_formats import TextFormat
 from longdraft.data_prep.segments import read_documents, scan
 from longdraft.data_prep.settings import Source, same_way
 from longdraft.data_prep.shards import ShardSet
 from longdraft.data_prep.sources import list_files
-from longdraft.data_prep.streams import array_elements
 
 RECORDS = [
     {"id": str(i), "body": f'text {i}, "quoted" [1, {{2}}] \\ é 🙂\n\n next line' * (i % 7) + f"end {i}"}
@@ -74,7 +74,7 @@ def test_the_records_are_those_of_jsonl_wherever_the_file_is_cut(tmp_path, name,
 
 @pytest.mark.parametrize("name", ["a.csv", "a.csv.gz", "a.tsv", "indented.json"])
 def test_all_of_a_file_is_read_by_opening_it_once(tmp_path, name, monkeypatch):
-    """As a remote file is read, of which every opening asks a server."""
+    """Remote files need this, because every opening asks a server."""
     (tmp_path / name).write_bytes(FILES[name])
     opened = []
     monkeypatch.setattr(streams, "open_bytes", lambda path: opened.append(path) or hub.open_bytes(path))
@@ -151,7 +151,7 @@ def test_an_array_is_read_in_bounded_memory(tmp_path):
     tracemalloc.start()
     try:
         with (tmp_path / "a.json").open("rb") as stream:
-            sizes = [(len(record.value["body"]), record.n_bytes) for record in array_elements(stream, "a.json")]
+            sizes = [(len(element["body"]), n_bytes) for element, n_bytes in array_elements(stream, "a.json")]
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

@@ -36,7 +36,7 @@ LLAMA = ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_h
 CHATML = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 Messages = list[tuple[str, str]]
 TOOLS = ["<tool_call>", "</tool_call>"]
-# How Llama 3 and Qwen part a text before BPE: a run of line ends is never split, whatever stands behind it.
+# How Llama 3 and Qwen split a text before BPE: a run of line ends is never split, whatever follows it.
 LINE_ENDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -112,7 +112,7 @@ class Loaded:
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def family(request, smollm2) -> Loaded:
-    """All tests of one family follow one another."""
+    """Run all tests of a family one after another."""
     name, family = request.param, FAMILIES[request.param]
     rust = Tokenizer.from_str(smollm2.backend_tokenizer.to_str())
     rust.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in family.special])
@@ -150,7 +150,7 @@ def unmarked(rendered: str, marks: str = "《》«»") -> str:
 
 
 def theirs(tokenizer: PreTrainedTokenizerFast, messages: Messages, **kwargs) -> Any:
-    """transformers' own rendering, as tokens or with tokenize=False as text."""
+    """The rendering of transformers itself, as tokens, or as text with tokenize=False."""
     chat = [{"role": role, "content": content} for role, content in messages]
     return tokenizer.apply_chat_template(chat, return_dict=False, **kwargs)
 
@@ -179,7 +179,7 @@ def test_tokens_and_spans_are_the_references(family):
         found = encode(family, case.messages)
         expected = [unmarked(rendered, "«»") for rendered in case.rendered]
         assert [marked(family, one.tokens, one.spans) for one in found] == expected, case.name
-        # The control tokens are the template's, in order, and none comes of a message.
+        # All control tokens are the template's, in order, and none comes from a message.
         for one, rendered in zip(found, case.rendered, strict=True):
             written = re.findall(spelled, unmarked(re.sub("«.*?»", "", rendered)))
             control = [token for token in one.tokens.tolist() if token in ids]
@@ -192,19 +192,19 @@ def test_transformers_renders_the_same_text(family):
         for one, rendered in zip(encode(family, case.messages), case.rendered, strict=True):
             messages, answers = shown_by(one, case.messages)
             assert theirs(family.tokenizer, messages, tokenize=False) == unmarked(rendered), case.name
-            # What stands before each mark is what decoding is given.
+            # The text before each mark is the prompt that decoding gets.
             prompts = [unmarked(rendered[: found.start()]) for found in re.finditer("《", rendered)]
             assert prompts == [
                 theirs(family.tokenizer, messages[:i], tokenize=False, add_generation_prompt=True) for i in answers
             ], case.name
 
 
-# An answer that begins with a line end, which would melt with the header's into one token: decoding never sees that.
+# An answer that begins with a line end, which would form one token with the header's: decoding never sees that token.
 MELTS = {(name, "blanks at the ends, and characters of several bytes") for name in ("qwen2.5", "smollm2")}
 
 
 def test_transformers_gives_the_same_tokens(family):
-    """But for spelled control tokens, which transformers takes for real ones."""
+    """Except for spelled-out control tokens, which transformers takes for real ones."""
     for case in family.cases:
         for one, rendered in zip(encode(family, case.messages), case.rendered, strict=True):
             messages, answers = shown_by(one, case.messages)
@@ -236,7 +236,7 @@ def test_rows_of_a_prepared_folder_are_the_references(family, tmp_path):
         tokens, loss = zip(*(pair for number in sorted(parts) for pair in parts[number]), strict=True)
         changes = [i for i, (a, b) in enumerate(pairwise([False, *loss, False])) if a != b]
         found[name] = marked(family, list(tokens), list(zip(changes[::2], changes[1::2], strict=True)))
-    # Named by line, and where they are several by turn.
+    # Named by line, and by turn if there are several.
     names = sorted(found, key=lambda name: [int(number) for number in re.findall(r"\d+", name.rpartition(":")[2])])
     assert len({name.split("#")[0] for name in names}) == len(family.cases)
     expected = [unmarked(rendered, "«»") for case in family.cases for rendered in case.rendered]

@@ -27,7 +27,7 @@ def test_spelled_out_special_tokens_are_text(tiny_tokenizer):
     ids = make_encoder(tiny_tokenizer, ends_documents=False).encode(text).tolist()
     assert not {tiny_tokenizer.eos_token_id, tiny_tokenizer.bos_token_id} & set(ids)
     assert tiny_tokenizer.decode(ids) == text
-    # The caller's tokenizer is left as it was.
+    # The caller's tokenizer is unchanged.
     assert tiny_tokenizer.eos_token_id in tiny_tokenizer(text)["input_ids"]
 
 

@@ -1,7 +1,7 @@
-"""The device of these tests: CUDA, or what LONGDRAFT_TEST_DEVICE names. Without CUDA each file skips itself as a whole.
+"""The device of these tests: CUDA, or the one in LONGDRAFT_TEST_DEVICE. Without either, each file skips itself.
 
-LONGDRAFT_TEST_DEVICE=cpu runs the same tests on the CPU, which shows that the tests themselves work. What they share
-with tests/infer and tests/kernels is loaded from there, where it is written.
+LONGDRAFT_TEST_DEVICE=cpu runs the same tests on the CPU, which shows that the tests themselves work. Builders that they
+share with tests/infer and tests/kernels are loaded from there.
 """
 
 import importlib.util
@@ -38,7 +38,7 @@ def margins() -> type:
 
 @pytest.fixture
 def device() -> Iterator[torch.device]:
-    """Where the tests run, with TF32 off."""
+    """The device where the tests run, with TF32 off."""
     name = os.environ.get("LONGDRAFT_TEST_DEVICE", "cuda")
     before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False

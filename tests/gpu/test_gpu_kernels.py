@@ -1,7 +1,7 @@
 """Kernels on a GPU: the noise and the choice against the CPU's, all others against their references.
 
-Memory that must not be read holds NaN. In fp32 (without TF32) the error is bounded outright, in bf16 it is at most
-twice (gradients: three times) what tests/plain.py makes of the same numbers.
+Memory that must not be read holds NaN. In fp32 (without TF32) the error has a fixed bound. In bf16 it is at most twice
+(gradients: three times) that of tests/plain.py with the same numbers.
 """
 
 import os
@@ -44,7 +44,7 @@ from longdraft.kernels.tree_attention import tree_attention
 if "LONGDRAFT_TEST_DEVICE" not in os.environ and not torch.cuda.is_available():
     pytest.skip("needs a CUDA device; LONGDRAFT_TEST_DEVICE=cpu runs the same on the CPU", allow_module_level=True)
 
-# PyTorch's fp32 attention may split products into several of the tensor cores.
+# PyTorch's fp32 attention may split a product into several for the tensor cores.
 FP32 = 2e-5
 HEADS = [(4, 4, 16), (6, 2, 64), (8, 1, 128)]
 LENGTHS = ([0], [1], [63], [1100], [0, 7, 100], [1030, 3])
@@ -57,7 +57,7 @@ def trees(shared):
 
 
 def place(x: Tensor, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
-    """On the device, as a slice of rows twice as wide, NaN beside them."""
+    """A copy on the device, as a slice of rows twice as wide, with NaN in the rest."""
     wide = torch.full((*x.shape[:-1], 2 * x.shape[-1]), float("nan"), device=device, dtype=dtype)
     wide[..., : x.shape[-1]] = x.to(device, dtype)
     return wide[..., : x.shape[-1]]
@@ -76,7 +76,7 @@ def test_philox_words_are_the_cpus_bit_for_bit(device):
 
 @pytest.mark.parametrize("vocab", [3, 256, 1003, 128_256])
 def test_noise_is_the_cpus_up_to_the_logarithms(device, vocab):
-    """The words are equal bits; two logarithms follow, each of which may differ in its last bits."""
+    """The words are equal bit for bit. Two logarithms follow, each of which may differ in its last bits."""
     seeds = torch.tensor([0, -1, 2**63 - 1, 77])
     positions = torch.tensor([[0, 1], [2**31, 2**32 - 1], [5, 6], [131_072, 9]])
     here = gumbel_noise(seeds, positions, vocab)
@@ -100,7 +100,7 @@ def test_tree_attention(device, trees, heads, lengths, n_rows, tree, window):
     out = tree_attention(q.to(device), keys.to(device), place(values, device), lengths_B.to(device), there, window)
     out = out.cpu()
     if masks is not None and window is not None:
-        # A padding row has no place in a history: what a window leaves it is not defined, but finite.
+        # Padding has no place in a history, so its output under a window is undefined, but finite.
         assert bool(out.isfinite().all())
         out, want = (x.where(masks.any(-1)[:, :, None, None], 0.0) for x in (out, want))
     torch.testing.assert_close(out, want, rtol=0, atol=FP32)
@@ -113,11 +113,8 @@ def test_tree_attention_in_bf16(device, trees, plain, length, n_rows):
     q, lengths, mask = trees.draw(1, n_rows, 6, 64, seed=3), torch.tensor([length]), trees.random_tree(n_rows, 1)[None]
     mask[:, -1, -1] = True
     exact = tree_reference(q, keys, values, lengths, mask)
-    low_q, low_k, low_v = (
-        q.to(device, torch.bfloat16),
-        keys.to(device, torch.bfloat16),
-        place(values, device, torch.bfloat16),
-    )
+    low_q, low_k = (x.to(device, torch.bfloat16) for x in (q, keys))
+    low_v = place(values, device, torch.bfloat16)
     full = torch.cat((torch.ones(1, n_rows, length, dtype=torch.bool), mask), 2).to(device)
     usual = plain.attention(low_q, low_k[:, : length + n_rows], low_v[:, : length + n_rows], full)
     out = tree_attention(low_q, low_k, low_v, lengths.to(device), mask.to(device))
@@ -132,7 +129,7 @@ def test_tree_attention_in_bf16(device, trees, plain, length, n_rows):
 @pytest.mark.parametrize("heads", [(3, 1, 64), (8, 2, 128), (2, 2, 256)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_tree_attention_at_the_borders_of_blocks(device, trees, plain, dtype, heads, lengths, n_rows, tree, window):
-    """Whole blocks of committed keys, a key less and one more, in all shapes that blocks of rows have."""
+    """Whole blocks of committed keys, one key less and one more, for all shapes of blocks of rows."""
     n_heads, n_kv_heads, width = heads
     keys, values = trees.poisoned(lengths, n_rows, max(lengths) + n_rows, n_kv_heads, width)
     q, lengths_B = trees.draw(len(lengths), n_rows, n_heads, width, seed=7), torch.tensor(lengths)
@@ -174,11 +171,8 @@ def test_cross_attention_in_bf16(device, shared, plain, length):
     keys, values = builders.poisoned([length], 2, 64)
     q, lengths = builders.draw(1, 9, 6, 64, seed=3), torch.tensor([length])
     exact = cross_reference(q, keys, values, lengths)
-    low_q, low_k, low_v = (
-        q.to(device, torch.bfloat16),
-        keys.to(device, torch.bfloat16),
-        place(values, device, torch.bfloat16),
-    )
+    low_q, low_k = (x.to(device, torch.bfloat16) for x in (q, keys))
+    low_v = place(values, device, torch.bfloat16)
     sees = torch.ones(1, 9, length, dtype=torch.bool, device=device)
     usual = plain.attention(low_q, low_k[:, :length], low_v[:, :length], sees)
     out = cross_attention(low_q, low_k, low_v, lengths.to(device))
@@ -206,7 +200,7 @@ SEGMENTS = {
 
 
 def with_gradients(attention, given: list[Tensor], weights: Tensor, frozen_keys: bool) -> list[Tensor]:
-    """The output and the gradients of q and, where they are not frozen, k and v, in fp32."""
+    """The output and the gradients of q and, unless they are frozen, k and v, in fp32."""
     leaves = [x.detach().requires_grad_(i == 0 or not frozen_keys) for i, x in enumerate(given)]
     out = attention(leaves[0], leaves[1], leaves[2][..., : leaves[1].shape[2]])
     (out.float() * weights).sum().backward()
@@ -231,11 +225,10 @@ def test_segment_attention(device, trees, plain, monkeypatch, way, heads, name, 
     given = [trees.draw(N, *shape, seed=i).to(device, dtype) for i, shape in enumerate(shapes)]
     weights = trees.draw(N, n_heads, width, seed=3).to(device)
     mask = read_keys(N, N, segments, window).to(device)
-    # Gradients of keys that many segments read are sums in bf16; only the target's keys are such, and have none.
+    # Gradients of keys that many segments read would be sums in bf16. Only the target's are such, and need no gradient.
     options = weights, name == "shared by many" or "frozen" in way
-    exact = with_gradients(
-        lambda *rows: segment_reference(*rows, segments, window), [x.float() for x in given], *options
-    )
+    wide = [x.float() for x in given]
+    exact = with_gradients(lambda *rows: segment_reference(*rows, segments, window), wide, *options)
     found = with_gradients(lambda *rows: segment_attention(*rows, segments, window), given, *options)
     rows = given[0], given[1], given[2][..., :width]
     dq, dk, dv = plain.attention_gradients(*rows, mask, weights.to(dtype))
@@ -248,11 +241,8 @@ def test_segment_attention(device, trees, plain, monkeypatch, way, heads, name, 
         assert (ours - truth).abs().max() <= allowed, ("output", "dq", "dk", "dv")[part]
     # Keys that are copied too often for one kernel go one by one.
     one_kernel = sum(b - a for _, _, a, b in segments) <= segments_module.MOST_COPIES * N
-    there = device.type == "cuda" and None not in (
-        backend.varlen_attention(),
-        backend.triton_kernels("segment_attention", "cuda"),
-    )
-    assert bool(taken) == (there and options[1] and one_kernel)
+    kernels = backend.varlen_attention(), backend.triton_kernels("segment_attention", device.type)
+    assert bool(taken) == (device.type == "cuda" and None not in kernels and options[1] and one_kernel)
 
 
 def test_linear_and_rotation_are_the_cpus(device, trees):
@@ -272,7 +262,7 @@ def test_linear_and_rotation_are_the_cpus(device, trees):
 
 
 def few_roundings(found: Tensor, wanted: Tensor) -> None:
-    """Of the largest number."""
+    """Equal up to four roundings of the largest number."""
     allowed = 4 * torch.finfo(found.dtype).eps * float(wanted.nan_to_num().float().abs().max())
     torch.testing.assert_close(found.cpu().float(), wanted.float(), rtol=0, atol=allowed, equal_nan=True)
 
@@ -280,7 +270,7 @@ def few_roundings(found: Tensor, wanted: Tensor) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("width", [16, 576, 4096])
 def test_what_a_layer_does_between_products(device, trees, width, dtype):
-    """Norms, addition and gate: values, gradients, and the same bits for a row alone and where nothing is added."""
+    """Norms, addition and gate: values, gradients, and the same bits for a row alone and without an addition."""
     x, added, weight = (trees.draw(*shape, width, seed=i).to(dtype) for i, shape in enumerate([(2, 33), (2, 33), ()]))
     wide = trees.draw(2, 33, 2 * width, seed=4).to(dtype)
     there = [part.to(device) for part in (x, added, weight, wide)]
@@ -293,9 +283,8 @@ def test_what_a_layer_does_between_products(device, trees, width, dtype):
         if device.type == "cuda":
             assert torch.equal(rms_norm(total, there[2], 1e-5), normed)
             alone = add_rms_norm(there[0][1:, 5:6], there[1][1:, 5:6], there[2], 1e-5)
-            assert torch.equal(alone[0], normed[1:, 5:6]) and torch.equal(
-                gate(there[3])[1:, 5:6], gate(there[3][1:, 5:6])
-            )
+            assert torch.equal(alone[0], normed[1:, 5:6])
+            assert torch.equal(gate(there[3])[1:, 5:6], gate(there[3][1:, 5:6]))
     exact, found = [], []
     for parts, of in (([part.float().to(device) for part in there], exact), (there, found)):
         leaves = [part.clone().requires_grad_() for part in parts]
@@ -311,15 +300,13 @@ def test_what_a_layer_does_between_products(device, trees, width, dtype):
 @pytest.mark.parametrize("n_rows", [1, 7, 300])
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 def test_rotation_with_the_caches_rows(device, trees, heads, n_rows, dtype, with_norms):
-    """The cache is full of NaN; what is not the pass's stays."""
+    """The cache is full of NaN, and only the pass's rows change."""
     n_heads, n_kv, width = heads
     lengths = torch.tensor([7, 0, 3])
     qkv = trees.draw(3, n_rows, n_heads + 2 * n_kv + 2, width, seed=1).to(dtype)[:, :, 1:-1]
     angles = trees.draw(3, n_rows, width // 2, seed=2)
-    tables = (
-        angles.cos()[:, :, None, None].to(dtype),
-        torch.stack((-angles.sin(), angles.sin()), 2)[:, :, None].to(dtype),
-    )
+    tables = angles.cos()[:, :, None, None], torch.stack((-angles.sin(), angles.sin()), 2)[:, :, None]
+    tables = [table.to(dtype) for table in tables]
     weights = [trees.draw(width, seed=seed).to(dtype) for seed in (3, 4)]
     caches = [torch.full((3, n_rows + 9, n_kv, width), float("nan"), dtype=dtype) for _ in range(2)]
     moved = [cache.to(device) for cache in caches]
@@ -339,7 +326,7 @@ def test_rotation_with_the_caches_rows(device, trees, heads, n_rows, dtype, with
 @pytest.mark.parametrize("implementation", ["torch", "triton"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_fused_loss(device, shared, plain, implementation, dtype):
-    """Head by head, each against the full formula."""
+    """Each head against the full formula."""
     if implementation == "triton" and backend.triton_kernels("linear_cross_entropy", device.type) is None:
         pytest.skip("needs a CUDA device and triton (install longdraft[gpu])")
     builders = shared("kernels/test_linear_cross_entropy.py")
@@ -357,12 +344,12 @@ def test_fused_loss(device, shared, plain, implementation, dtype):
         allowed = 3 * (usual_grad - exact_grad).norm() + 1e-5 * exact_grad.norm()
         assert (hidden.grad - exact_grad).norm() <= allowed
         assert out.n_labels[i] == (part >= 0).sum()
-        if dtype == torch.float32:  # in bf16 logits are equal, and which of them is first depends on the rounding
+        if dtype == torch.float32:  # in bf16 some logits are equal, and rounding decides which is first
             assert out.rank_counts[i].tolist() == builders.ranks_of(hidden.detach(), weight, part, 3)
 
 
 def test_fused_loss_holds_no_logits(device):
-    """Three heads of 8192 tokens at a width of 1024 and V = 128,256, in bf16: a chunk, gradients, workspaces."""
+    """Three heads of 8192 tokens, width 1024, V = 128,256, bf16 take a chunk, gradients and workspaces."""
     if device.type != "cuda":
         pytest.skip("needs a CUDA device; tests/kernels holds the CPU's memory")
     peak = loss_peak_memory(8192, 1024, 128_256, 3, torch.bfloat16, device)
@@ -415,7 +402,7 @@ def test_the_accepted_path(device, shared, n_nodes, max_depth, chain):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("n_nodes", "vocab"), [(1, 3), (128, 1003), (1, 128_256), (16, 128_256)])
 def test_choices(device, n_nodes, vocab, dtype):
-    """Greedy ones are the CPU's; the others are within the noise's last bits of the CPU's best score."""
+    """Greedy choices are the CPU's; the others are within the noise's last bits of the CPU's best score."""
     generator = torch.Generator().manual_seed(vocab)
     logits = (2 * torch.randn(3, n_nodes, vocab, generator=generator)).to(dtype)
     seeds, temperatures = torch.tensor([0, -1, 2**63 - 1]), torch.tensor([0.7, 0.0, 1.3])
@@ -428,7 +415,7 @@ def test_choices(device, n_nodes, vocab, dtype):
         scores += gumbel_noise(seeds[slot : slot + 1], positions[slot : slot + 1], vocab)[0]
         missed = scores.amax(-1) - scores.gather(1, chosen[slot, :, None])[:, 0]
         assert missed.max() <= 8e-6  # scores of up to 40, whose fp32 steps are 4e-6
-    # Plain decoding asks for one row, a tree for many: the same bits.
+    # Plain decoding computes one row, a tree many: the bits must be the same.
     one = [given[0][2:, -1:], given[1][2:], given[2][2:, -1:], given[3][2:]]
     assert choose(*one).cpu().tolist() == chosen[2:, -1:].tolist()
 
@@ -454,7 +441,7 @@ def test_ties_infinities_and_nan_are_chosen_as_on_the_cpu(device):
     "shape", [(1, 1, 1, 1, 8), (2, 5000, 8, 2, 128), (3, 67, 6, 1, 80), (1, 33, 2, 2, 256)], ids=str
 )
 def test_selection(device, trees, shape, dtype):
-    """Scores and means in fp32 up to the order of sums, rows as they are; keys and values are slices between NaN."""
+    """Scores and means equal the reference's up to the order of fp32 sums, gathered rows exactly. NaN is all around."""
     layers, rows, heads, n_kv, width = shape
     drawn = [trees.draw(layers, rows, n_kv, width, seed=seed).to(dtype) for seed in (1, 2)]
     keys, values = (place(x, device, dtype) for x in drawn)
@@ -481,7 +468,7 @@ def test_selection(device, trees, shape, dtype):
 
 
 def test_offsets_beyond_31_bits(device):
-    """A cache of more than 2**31 numbers: what lies in its last rows is scored, picked and kept."""
+    """The last rows of a cache of more than 2**31 numbers are scored, picked and kept."""
     rows, n_kv, width = 2**21 + 64, 8, 128
     if device.type != "cuda" or torch.cuda.mem_get_info()[0] < 3 * 2 * rows * n_kv * width:
         pytest.skip("needs a CUDA device with 13 GB free")
@@ -506,7 +493,7 @@ def test_offsets_beyond_31_bits(device):
 
 
 def test_choice_path_and_commit_are_recorded_and_replayed(device, shared):
-    """One CUDA graph, replayed with other contents in the same places: nothing in it is read by the host."""
+    """One CUDA graph is replayed with other contents in the same memory: the host reads nothing in it."""
     if device.type != "cuda" or backend.triton_kernels("accepted_path", device.type) is None:
         pytest.skip("needs a CUDA device and Triton")
     builders, vocab, n_nodes = shared("kernels/test_accepted_path.py"), 7, 30
@@ -544,4 +531,4 @@ def test_choice_path_and_commit_are_recorded_and_replayed(device, shared):
         want = step(*fresh)
         assert all(torch.equal(a, b) for a, b in zip((*out, *held), (*want, *fresh), strict=True))
         longest = max(longest, int(want[3].max()))
-    assert longest > 1, "some path is to go on"
+    assert longest > 1, "some path should have more than its root"

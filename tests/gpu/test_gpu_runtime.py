@@ -1,9 +1,9 @@
-"""The runtime on a GPU. In fp32 without TF32 plain decoding gives the CPU's tokens, every drafter plain decoding's; in
-bf16 a drafter's tokens differ from plain decoding's at near-ties alone.
+"""The runtime on a GPU. In fp32 without TF32 plain decoding gives the CPU's tokens, and every drafter gives those of
+plain decoding. In bf16 a drafter's tokens differ from plain decoding's at near-ties alone.
 
-As in tests/infer, a comparison of tokens in fp32 also asserts that no decision of plain decoding was as close as ten
+As in tests/infer, a comparison of tokens in fp32 also asserts that no decision of plain decoding was closer than ten
 times the measured difference, here between passes on the CPU and on the GPU, of one row and of all. In bf16 the gap at
-each token that differs is held against the measured difference between passes of one row and of many.
+each token that differs is compared with the measured difference between passes of one row and of many.
 """
 
 import importlib.util
@@ -20,7 +20,7 @@ from longdraft.benchmarks.proof import count_flips
 from longdraft.infer.drafters.longspec import LongSpecDrafter
 from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
-from longdraft.kernels.cpu_impl import rows
+from longdraft.kernels.cpu_impl import library
 from longdraft.models.drafts.longspec import LongSpec, LongSpecConfig
 from longdraft.models.passes import Pass
 
@@ -33,11 +33,11 @@ assert _spec is not None and _spec.loader is not None
 exactness = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(exactness)
 
-# Those of which plain decoding has wide margins; the other processors are in EVERY.
+# Those with wide margins in plain decoding; the other processors are in EVERY.
 SAMPLINGS = ("greedy", "T1_top_p", "greedy_penalty")
 CASES = [("gqa", "overflow"), ("mha", "short")]
 CASE_NAMES = ["-".join(case) for case in CASES]
-# Every processor at once, each of them off in one of the requests, one of which is greedy.
+# All processors at once. Each is off in some request, and one request is greedy.
 EVERY = [
     SamplingParams(temperature=0.8, top_k=20, top_p=0.95, seed=1, max_new_tokens=12, banned_token_ids=(3, 9)),
     SamplingParams(max_new_tokens=12, repetition_penalty=1.2, presence_penalty=0.3, seed=2),
@@ -49,17 +49,15 @@ _expected: dict = {}
 
 @pytest.fixture
 def models(tiny_target, device, monkeypatch):
-    """(kind, dtype) -> a target and a smaller model on the device; drafts made for them follow."""
+    """(kind, dtype) -> a target and a smaller model on the device; drafts for them are moved there too."""
     made = exactness.randomised
     monkeypatch.setattr(exactness, "randomised", lambda draft, target, std=0.3: made(draft, target, std).to(device))
 
     def build(kind: str, dtype: torch.dtype = torch.float32):
-        pair = (
-            tiny_target(vocab_size=exactness.VOCAB, n_kv_heads=exactness.HEADS[kind], dtype=dtype),
-            tiny_target(vocab_size=exactness.VOCAB, n_layers=1, n_kv_heads=1, seed=5, dtype=dtype),
-        )
-        for target in pair:
-            target.model.to(device)
+        target = tiny_target(vocab_size=exactness.VOCAB, n_kv_heads=exactness.HEADS[kind], dtype=dtype)
+        pair = target, tiny_target(vocab_size=exactness.VOCAB, n_layers=1, n_kv_heads=1, seed=5, dtype=dtype)
+        for one in pair:
+            one.model.to(device)
         return pair
 
     return build
@@ -79,7 +77,7 @@ def logits_of(target, prompt: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def difference(target, moved, prompt: list[int]) -> float:
-    """The largest difference of a logit between these two, whatever the width of the pass."""
+    """The largest difference of a logit between the two, for passes of one row and of all rows."""
     (_, here), there = logits_of(target, prompt), logits_of(moved, prompt)
     return float(max((here - logits).abs().max() for logits in there))
 
@@ -89,22 +87,22 @@ def expected(tiny_target, models, plain_tokens, seeded, margins):
     """(kind, length, sampling, batch) -> prompts, their params, and plain decoding's tokens on the CPU."""
 
     def of(kind: str, length: str, sampling: str, batch: int):
-        asked = exactness.prompts(kind, length)[: 1 if batch == 1 else None]
-        params = seeded(exactness.SAMPLINGS[sampling], len(asked), exactness.NEW)
+        prompts = exactness.prompts(kind, length)[: 1 if batch == 1 else None]
+        params = seeded(exactness.SAMPLINGS[sampling], len(prompts), exactness.NEW)
         key = kind, length, sampling, batch
         if key not in _expected:
             target = tiny_target(vocab_size=exactness.VOCAB, n_kv_heads=exactness.HEADS[kind])
-            tokens = plain_tokens(target, asked, params)
-            found = difference(target, models(kind)[0], max(asked, key=len))
+            tokens = plain_tokens(target, prompts, params)
+            found = difference(target, models(kind)[0], max(prompts, key=len))
             assert margins.smallest > 10 * found, (margins.smallest, found)
             _expected[key] = tokens
-        return asked, params, _expected[key]
+        return prompts, params, _expected[key]
 
     return of
 
 
 def late(engine: Engine) -> Engine:
-    """The engine, whose host reads a step behind on a GPU; on the CPU it is made to."""
+    """The engine with the host reading one step behind, as it does on a GPU; on the CPU it is made to."""
     assert engine.runner.lag == (0 if engine.runner.device.type == "cpu" else 1)
     engine.runner.lag = 1
     return engine
@@ -118,10 +116,11 @@ def decode(engine: Engine, prompts, params) -> list[list[int]]:
 @pytest.mark.parametrize(("kind", "length"), CASES, ids=CASE_NAMES)
 def test_plain_decoding_gives_the_cpus_tokens(models, expected, kind, length, sampling):
     for batch in (1, 3):
-        asked, params, want = expected(kind, length, sampling, batch)
+        prompts, params, want = expected(kind, length, sampling, batch)
         target, _ = models(kind)
         for chunk in (512, 7):
-            assert decode(late(Engine(target, slots=batch, prefill_chunk=chunk)), asked, params) == want, (batch, chunk)
+            engine = late(Engine(target, slots=batch, prefill_chunk=chunk))
+            assert decode(engine, prompts, params) == want, (batch, chunk)
 
 
 @pytest.mark.parametrize(("kind", "length"), CASES, ids=CASE_NAMES)
@@ -130,30 +129,30 @@ def test_a_drafter_gives_plain_decodings_tokens(models, expected, name, kind, le
     target, small = models(kind)
     build = exactness.combined(tuple(name.split("+"))) if "+" in name else exactness.DRAFTERS[name]
     for batch in (1, 3) if length == "overflow" else (3,):
-        # All nodes are verified, launched one by one; then what the engine picks, recorded where that is possible.
+        # First all nodes are verified without graphs; then the nodes the engine picks, with graphs where possible.
         ways = (None, False), ("auto", None)
         engines = [
             late(Engine(target, build(target, small), slots=batch, nodes=nodes, graphs=graphs))
             for nodes, graphs in ways
         ]
         for index, sampling in enumerate(SAMPLINGS):
-            asked, params, want = expected(kind, length, sampling, batch)
-            assert decode(engines[index % 2], asked, params) == want, (sampling, batch)
+            prompts, params, want = expected(kind, length, sampling, batch)
+            assert decode(engines[index % 2], prompts, params) == want, (sampling, batch)
 
 
 @pytest.mark.parametrize("name", [*exactness.DRAFTERS, *map("+".join, exactness.PAIRS)])
 def test_a_drafter_in_bf16_differs_at_near_ties_alone(models, device, name):
-    """The default dtype. On a CPU with the C kernels a row has the same bits in every pass, and nothing differs."""
+    """bf16 is the default dtype. On a CPU with the C kernels a row has the same bits in every pass: nothing differs."""
     target, small = models("gqa", torch.bfloat16)
     build = exactness.combined(tuple(name.split("+"))) if "+" in name else exactness.DRAFTERS[name]
-    plain, asked = late(Engine(target, slots=3)), exactness.prompts("gqa", "overflow")
-    # All nodes are verified, launched one by one; then what the engine picks, recorded where that is possible.
+    plain, prompts = late(Engine(target, slots=3)), exactness.prompts("gqa", "overflow")
+    # First all nodes are verified without graphs; then the nodes the engine picks, with graphs where possible.
     for sampling, nodes, graphs in (("greedy", None, False), ("T0.7", "auto", None)):
         engine = late(Engine(target, build(target, small), slots=3, nodes=nodes, graphs=graphs))
         params = replace(exactness.SAMPLINGS[sampling], seed=1500, max_new_tokens=exactness.NEW)
-        found = count_flips(plain, engine, name, asked, params, UNWATCHED)
-        assert found.tokens == len(asked) * exactness.NEW
-        if device.type == "cpu" and rows.obstacle() is None:
+        found = count_flips(plain, engine, name, prompts, params, UNWATCHED)
+        assert found.tokens == len(prompts) * exactness.NEW
+        if device.type == "cpu" and library.obstacle() is None:
             assert found.flips == 0
 
 
@@ -162,7 +161,7 @@ FILLED = [0, 300, 37]  # the lengths of three slots
 
 @torch.no_grad()
 def wide_logits(target, tokens_BT: torch.Tensor, mask_TT: torch.Tensor | None, width: int) -> torch.Tensor:
-    """Logits of rows behind caches of FILLED, from passes of `width` rows, or all of them under a mask, on the CPU."""
+    """Logits on the CPU of rows behind FILLED committed ones, from passes of `width` rows, or of all under a mask."""
     model, device = target.model, target.model.embed_tokens.weight.device
     cache, n_rows = model.new_cache(len(FILLED), max(FILLED) + tokens_BT.shape[1]), tokens_BT.shape[1] - max(FILLED)
     cache.keys.fill_(float("nan"))
@@ -190,8 +189,8 @@ def wide_logits(target, tokens_BT: torch.Tensor, mask_TT: torch.Tensor | None, w
 @pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_a_pass_of_many_rows_on_a_filled_cache(tiny_target, device, shared, dtype, tree, windows):
-    """150 rows behind ragged lengths, NaN behind what is written, against the CPU in fp32; in bf16 off by at most twice
-    what passes of few rows in bf16 are."""
+    """150 rows behind ragged lengths, with NaN behind what is written, against the CPU in fp32. In bf16 the error is at
+    most twice that of passes of few rows."""
     options = {"vocab_size": exactness.VOCAB, "max_positions": 512, "sliding_windows": windows, "dtype": dtype}
     target = tiny_target(**options)
     truth = replace(target, model=deepcopy(target.model).float())
@@ -201,10 +200,9 @@ def test_a_pass_of_many_rows_on_a_filled_cache(tiny_target, device, shared, dtyp
     mask = shared("kernels/test_tree_attention.py").random_tree(151, 3)[:150, :150] if tree else None
     exact, wide = (wide_logits(one, tokens, mask, 150) for one in (truth, target))
     assert bool(wide.isfinite().all())
-    if not tree:  # the truth of a tree has only the one pass
-        torch.testing.assert_close(
-            exact, wide_logits(truth, tokens, None, 11), rtol=0, atol=1e-4 * float(exact.abs().max())
-        )
+    if not tree:  # a tree has only the one pass
+        few = wide_logits(truth, tokens, None, 11)
+        torch.testing.assert_close(exact, few, rtol=0, atol=1e-4 * float(exact.abs().max()))
     allowed = 1e-4 * float(exact.abs().max())
     if dtype == torch.bfloat16:
         narrow = wide_logits(target, tokens, None, 11)
@@ -215,55 +213,55 @@ def test_a_pass_of_many_rows_on_a_filled_cache(tiny_target, device, shared, dtyp
 
 @pytest.mark.parametrize("name", ["plain", "longspec", "medusa", "tokenswift", "token_recycling", "triforce"])
 def test_recorded_steps_go_on_in_the_next_call(models, expected, name, device):
-    """Greedy and sampled requests in turns, twice: the second time everything is replayed."""
+    """Greedy and sampled requests in turns, twice: the second time all steps are replayed."""
     target, small = models("gqa")
     drafter = name if name == "plain" else exactness.DRAFTERS[name](target, small)
     engine = late(Engine(target, drafter, slots=3, nodes=6, graphs=device.type == "cuda"))
     for _ in range(2):
         for sampling in ("greedy", "T0.7", "greedy_penalty"):
-            asked, params, want = expected("gqa", "short", sampling, 3)
-            assert decode(engine, asked, params) == want, sampling
-    assert engine.runner._graphs.recording == (device.type == "cuda")
+            prompts, params, want = expected("gqa", "short", sampling, 3)
+            assert decode(engine, prompts, params) == want, sampling
+    assert engine.runner.graphs.recording == (device.type == "cuda")
 
 
 def test_every_processor_beside_others_in_a_batch(tiny_target, models, plain_tokens, margins):
     straight = tiny_target(vocab_size=exactness.VOCAB)
     target, small = models("gqa")
-    asked = exactness.prompts("gqa", "short")[:4]
-    want = plain_tokens(straight, asked, EVERY)
-    assert margins.smallest > 10 * difference(straight, target, max(asked, key=len))
-    assert decode(late(Engine(target, slots=3)), asked, EVERY) == want
+    prompts = exactness.prompts("gqa", "short")[:4]
+    want = plain_tokens(straight, prompts, EVERY)
+    assert margins.smallest > 10 * difference(straight, target, max(prompts, key=len))
+    assert decode(late(Engine(target, slots=3)), prompts, EVERY) == want
     for name in ("tokenswift", "longspec", "token_recycling"):
         drafter = exactness.DRAFTERS[name](target, small)
-        assert decode(late(Engine(target, drafter, slots=3)), asked, EVERY) == want, name
+        assert decode(late(Engine(target, drafter, slots=3)), prompts, EVERY) == want, name
 
 
 @pytest.mark.parametrize("sampling", ["T1_top_p", "greedy_penalty"])
 def test_a_restricted_draft_vocabulary(models, expected, device, sampling):
-    asked, params, want = expected("mha", "short", sampling, 3)
+    prompts, params, want = expected("mha", "short", sampling, 3)
     target, _ = models("mha")
     ids = torch.randperm(exactness.VOCAB, generator=torch.Generator().manual_seed(2))[:40].sort().values
     config = LongSpecConfig.for_target(target.model.config, window=12, draft_vocab_size=40)
     draft = exactness.randomised(LongSpec(config, token_ids_E=ids), target)
     assert draft.token_ids.device.type == device.type
     drafter = LongSpecDrafter(target, draft, widths=(4, 4, 4))
-    assert decode(late(Engine(target, drafter, slots=3)), asked, params) == want
+    assert decode(late(Engine(target, drafter, slots=3)), prompts, params) == want
 
 
 def test_a_stream_is_cancelled_and_the_engine_goes_on(models, expected):
-    asked, params, want = expected("mha", "short", "T1_top_p", 3)
+    prompts, params, want = expected("mha", "short", "T1_top_p", 3)
     target, small = models("mha")
     engine = late(Engine(target, exactness.DRAFTERS["token_recycling"](target, small), slots=3))
     ends = {}
-    for number, piece in enumerate(engine.stream(asked, params)):
+    for number, piece in enumerate(engine.stream(prompts, params)):
         if number == 2:
             engine.cancel(1)
         if piece.generation:
             ends[piece.index] = piece.generation
-    assert len(ends) == len(asked) and ends[1].finish_reason == "cancelled"
+    assert len(ends) == len(prompts) and ends[1].finish_reason == "cancelled"
     assert ends[1].tokens == want[1][: len(ends[1].tokens)]
     assert [ends[i].tokens for i in ends if i != 1] == [want[i] for i in ends if i != 1]
-    assert decode(engine, asked, params) == want
+    assert decode(engine, prompts, params) == want
 
 
 FACTORS = [1.0, 1.1, 1.2, 1.3]

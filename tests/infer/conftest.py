@@ -12,7 +12,8 @@ import torch
 
 from longdraft.infer.drafters.base import Drafter
 from longdraft.infer.engine import Engine
-from longdraft.infer.sampling import SamplingParams, SlotSampling
+from longdraft.infer.sampling import SamplingParams
+from longdraft.infer.slot_sampling import SlotSampling
 from longdraft.infer.tree import TokenTree
 from longdraft.models.passes import Pass
 
@@ -114,7 +115,7 @@ def plain_tokens(monkeypatch) -> Callable[..., list[list[int]]]:
     def decode(target, prompts, params):
         Margins.smallest = float("inf")
         with monkeypatch.context() as patch:
-            patch.setattr("longdraft.infer.runner.SlotSampling", Margins)
+            patch.setattr("longdraft.infer.slot_pool.SlotSampling", Margins)
             result = Engine(target).generate(prompts, params)
         difference = width_difference(target, max(prompts, key=len))
         assert Margins.smallest > 10 * difference, (Margins.smallest, difference)

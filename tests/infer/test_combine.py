@@ -13,7 +13,8 @@ from longdraft.infer.drafters.prompt_lookup import PromptLookup
 from longdraft.infer.drafters.token_recycling import TokenRecycling
 from longdraft.infer.engine import Engine
 from longdraft.infer.history import History
-from longdraft.infer.sampling import SamplingParams, SlotSampling
+from longdraft.infer.sampling import SamplingParams
+from longdraft.infer.slot_sampling import SlotSampling
 from longdraft.infer.tree import TokenTree
 
 PATHS = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4), max_size=6)
@@ -125,7 +126,7 @@ def test_combinations_that_cannot_be():
     lookup = PromptLookup()
     with pytest.raises(ValueError, match="1 given; a combination needs at least 2"):
         Combined([lookup])
-    with pytest.raises(ValueError, match="one object stands there twice"):
+    with pytest.raises(ValueError, match="one object is listed twice"):
         Combined([lookup, lookup])
 
 
@@ -186,5 +187,5 @@ def test_all_let_go_of_a_cache():
     drafters = [Holding([]), Holding([])]
     Combined(drafters).release()
     assert [drafter.cache for drafter in drafters] == [None, None]
-    with pytest.raises(ValueError, match="drafters: 'plain' is none; give Drafter objects"):
+    with pytest.raises(ValueError, match="drafters: 'plain' is no Drafter; give Drafter objects"):
         Combined([Holding([]), "plain"])

@@ -1,4 +1,4 @@
-"""How deep a proposal goes: stages are run while they pay, few where none does, all where all do."""
+"""How deep a proposal goes: stages are run while they pay, few if none does and all if all do."""
 
 import pytest
 import torch
@@ -24,12 +24,13 @@ def chain(*tokens):
     return TokenTree.from_paths([0], [[list(tokens)]])
 
 
-def policy_with(chances, stage_seconds, beforehand=False, other=None):
-    """A chain of three stages, each node right as often as these chances say; a pass costs 1 and 0.05 a node.
+def policy_with(chances, stage_seconds, fixed=False, other=None):
+    """A policy that has learned a chain of three stages, each right with these chances. A pass costs 1 + 0.05 a node.
 
-    other: how often nodes of class 5 are right, which have no stage."""
+    other: how often nodes of class 5 are right, which have no stage.
+    """
     stages = STAGES if other is None else [*STAGES, NO_STAGE, NO_STAGE]
-    policy = Policy(len(stages), (1, 2, 3, 4), stages=stages, beforehand=beforehand)
+    policy = Policy(len(stages), (1, 2, 3, 4), stages=stages, fixed_depth=fixed)
     for width in policy.widths:
         policy.costs.record(width, 0.95 + 0.05 * width)
     for stages in (1, 2, 3):
@@ -59,13 +60,13 @@ def stages_run(policy):
     return len(tokens)
 
 
-@pytest.mark.parametrize("beforehand", [False, True])
+@pytest.mark.parametrize("fixed", [False, True])
 @pytest.mark.parametrize(
     ("chances", "stage_seconds", "wanted"),
     [((0.9, 0.9, 0.9), 0.1, 3), ((0.8, 0.05, 0.9), 0.1, 1), ((0.9, 0.7, 0.1), 0.1, 2), ((0.6, 0.6, 0.6), 0.5, 1)],
 )
-def test_a_stage_is_run_where_its_price_pays(chances, stage_seconds, wanted, beforehand):
-    policy = policy_with(chances, stage_seconds, beforehand)
+def test_a_stage_is_run_where_its_price_pays(chances, stage_seconds, wanted, fixed):
+    policy = policy_with(chances, stage_seconds, fixed)
     first = [stages_run(policy) for _ in range(FIRST_WHOLE)]
     assert first == [3] * FIRST_WHOLE and stages_run(policy) == wanted
     assert policy.depth.run == wanted
@@ -78,7 +79,7 @@ def test_chances_are_those_of_the_levels():
     fresh = Policy(4, (1, 2, 3, 4), stages=STAGES)
     for _ in range(20):
         fresh.learn(0, Lists([[0, 7]], [[-1, 0]], None), [7, 1])
-    assert fresh.depth.chance(0, 3) == fresh.depth.chance(0, 1) > 0.9  # a stage never tried is as good as that above it
+    assert fresh.depth.chance(0, 3) == fresh.depth.chance(0, 1) > 0.9  # one never tried is as good as the one above it
 
 
 def test_a_draft_that_is_never_right_is_asked_ever_more_seldom():
@@ -92,7 +93,7 @@ def test_a_draft_that_is_never_right_is_asked_ever_more_seldom():
         run = stages_run(policy)
         asked.append((step, run))
         policy.learn(0, Lists([[0, 7]], [[-1, 0]], None), [1])
-        policy.record(1, 1.0 + 0.05 * run, 0.05 * run, 1, stages=run)  # too cheap for a rest by what it brought
+        policy.record(1, 1.0 + 0.05 * run, 0.05 * run, 1, stages=run)  # too cheap to rest for bringing too little
     assert [run for _, run in asked[FIRST_WHOLE:]] == [1] * (len(asked) - FIRST_WHOLE)
     assert LEAST_TRIALS <= len(asked) < LEAST_TRIALS + 12
     policy.start_request(0)
@@ -101,7 +102,7 @@ def test_a_draft_that_is_never_right_is_asked_ever_more_seldom():
 
 @pytest.fixture
 def counted(monkeypatch):
-    """Passes of LongSpec's block by the number of their level."""
+    """The levels of the passes of LongSpec's block, as they come."""
     levels, plain = [], SlotState.best
 
     def counting(self, logits_BTV, offset, count, token_ids=None):
@@ -113,7 +114,7 @@ def counted(monkeypatch):
 
 
 def memoryless(tiny_target) -> tuple[Target, LongSpec]:
-    """A target whose next token depends on the last one alone, and a block that computes the same."""
+    """A target whose next token depends only on the last one, and a block that computes the same."""
     target = tiny_target(vocab_size=61, std=0.5)
     block = LongSpec(LongSpecConfig.for_target(target.model.config, window=8, final_norm=True))
     for name, parameter in target.model.named_parameters():
@@ -124,7 +125,7 @@ def memoryless(tiny_target) -> tuple[Target, LongSpec]:
 
 
 def timed(engine: Engine, passes: list) -> Engine:
-    """The same engine by a clock of its own: a pass of the target takes 1, of the draft 0.1."""
+    """Let the engine measure with a clock by which a pass of the target takes 1 and one of the draft 0.1."""
     target_passes = []
     engine.runner.model.register_forward_hook(lambda *_: target_passes.append(1))
     engine.runner.work_clock = lambda: len(target_passes) + 0.1 * len(passes)
@@ -150,11 +151,11 @@ def test_of_a_block_that_is_always_right_nearly_all_levels_are_run(tiny_target, 
     drafter = LongSpecDrafter(target, block, (1,) * 5)
     drafter = Combined([drafter, PromptLookup(length=2)]) if combined else drafter
     engine, params = timed(Engine(target, drafter), counted), SamplingParams(max_new_tokens=200)
-    engine.generate([[8, 8, 21, 0, 6]], params)  # here it learns
+    engine.generate([[8, 8, 21, 0, 6]], params)  # it learns here
     counted.clear()
     (one,) = engine.generate([PROMPT], params)
     assert [one.tokens] == plain_tokens(target, [PROMPT], [params])
-    # Some nodes are of a class that was hardly ever seen, so that nobody knows yet that they are right.
+    # Some nodes have a class that was hardly ever seen, so nothing says yet that they are right.
     assert counted.count(5) >= 0.85 * counted.count(1) >= 0.75 * one.stats.steps and one.tokens_per_step > 5
 
 
@@ -163,7 +164,7 @@ def test_of_a_block_that_is_always_right_nearly_all_levels_are_run(tiny_target, 
     [(0.95, (0.8, 0.8, 0.8), False), (0.1, (0.8, 0.8, 0.8), True), (0.1, (0.05, 0.05, 0.05), False)],
 )
 def test_beside_a_look_up_the_first_stage_is_run_where_it_pays(look_up, chances, wanted):
-    """What a look-up finds that is mostly right leaves a draft little to add, and takes no time."""
+    """A look-up that is mostly right takes no time and leaves a draft little to add."""
     policy = policy_with(chances, 0.15, other=look_up)
     assert policy.depth.asks_first
     beside = Lists([[0, 5, 6]], [[-1, 0, 1]], [[0, 5, 5]])
@@ -171,7 +172,7 @@ def test_beside_a_look_up_the_first_stage_is_run_where_it_pays(look_up, chances,
         policy.depth.begin()
         found = policy.depth.begins(beside, ACTIVE)
     assert found == wanted and policy.depth.run == int(wanted)
-    assert not policy.depth.idle()  # that would leave out the look-up too
+    assert not policy.depth.idle()  # otherwise the look-up would be left out too
 
 
 def test_slots_whose_look_ups_found_more_and_less():
@@ -185,7 +186,7 @@ def test_slots_whose_look_ups_found_more_and_less():
 
 @pytest.mark.parametrize("elsewhere", [False, True])
 def test_a_first_stage_that_is_right_only_where_the_look_up_is_adds_nothing(elsewhere):
-    """Both are right in half of the steps: in the same, or in the other ones."""
+    """Both are right in half of the steps: in the same ones, or in different ones."""
     policy = policy_with((0.5, 0.1, 0.1), 0.15, other=0.5)
     others = Lists([[0, 3]], [[-1, 0]], [[0, 5]])
     for step in range(60):
@@ -198,11 +199,11 @@ def test_a_first_stage_that_is_right_only_where_the_look_up_is_adds_nothing(else
 
 
 def test_where_a_look_up_is_right_a_block_rests(tiny_target, counted, plain_tokens):
-    """On text that repeats itself, though the block is always right too."""
+    """On text that repeats itself the look-up suffices, although the block is always right too."""
     target, block = memoryless(tiny_target)
     drafter = Combined([LongSpecDrafter(target, block, (1,) * 5), PromptLookup(length=5)])
     engine, params = timed(Engine(target, drafter), counted), SamplingParams(max_new_tokens=110)
-    (one,) = engine.generate([PROMPT], params)  # ends in a loop, as greedy text of such a target must
+    (one,) = engine.generate([PROMPT], params)  # greedy text of such a target must end in a loop
     assert [one.tokens] == plain_tokens(target, [PROMPT], [params])
     counted.clear()
     (one,) = engine.generate([[*PROMPT, *one.tokens]], params)
@@ -225,10 +226,10 @@ def test_a_small_model_stops_where_it_does_not_pay(tiny_target, plain_tokens, mo
     assert len(passes) < 1.5 * one.stats.steps
 
 
-@pytest.mark.parametrize("beforehand", [False, True])
-def test_now_and_then_a_stage_more_than_pays_is_run(beforehand):
-    """Or a stage that once was wrong would never be tried again."""
-    policy = policy_with((0.8, 0.05, 0.9), 0.1, beforehand)
+@pytest.mark.parametrize("fixed", [False, True])
+def test_now_and_then_a_stage_more_than_pays_is_run(fixed):
+    """Otherwise a stage that was wrong once would never be tried again."""
+    policy = policy_with((0.8, 0.05, 0.9), 0.1, fixed)
     runs = [stages_run(policy) for _ in range(2 * DEEPER_EVERY)]
     assert [place for place, run in enumerate(runs, 1) if run == 2] == [DEEPER_EVERY, 2 * DEEPER_EVERY]
     assert runs[:FIRST_WHOLE] == [3] * FIRST_WHOLE and runs.count(1) == 2 * DEEPER_EVERY - FIRST_WHOLE - 2

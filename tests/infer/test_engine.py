@@ -2,6 +2,7 @@
 distribution. The exactness of every drafter is test_exactness.py's.
 """
 
+import weakref
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -11,6 +12,7 @@ from scipy import stats
 
 from longdraft.benchmarks.measure import width_curve
 from longdraft.infer import runner as runner_module
+from longdraft.infer import slot_pool as slot_pool_module
 from longdraft.infer.drafters import build as build_module
 from longdraft.infer.drafters.small_model import SmallModelDrafter
 from longdraft.infer.drafters.tokenswift import TokenSwiftDrafter
@@ -18,8 +20,10 @@ from longdraft.infer.drafters.triforce import TriForceDrafter
 from longdraft.infer.engine import Engine
 from longdraft.infer.history import History
 from longdraft.infer.runner import Runner
-from longdraft.infer.sampling import SamplingParams, SlotSampling
+from longdraft.infer.sampling import SamplingParams
 from longdraft.infer.shape import TreeShape
+from longdraft.infer.slot_pool import SlotPool
+from longdraft.infer.slot_sampling import SlotSampling
 from longdraft.infer.tree import TokenTree
 from longdraft.kernels.gumbel import gumbel_noise
 from longdraft.models import decoder as decoder_module
@@ -41,7 +45,7 @@ def tokenswift(target, shape=None, kind="linear_chain"):
     torch.manual_seed(7)
     config = TokenSwiftConfig(hidden_size=target.model.config.hidden_size, kind=kind, rms_norm_eps=1e-6)
     draft = TokenSwift(config)
-    for parameter in draft.parameters():  # far from the identity: the heads must disagree with each other
+    for parameter in draft.parameters():  # far from the identity, so that the heads disagree
         torch.nn.init.normal_(parameter, 0.0, 0.3)
     draft = draft.to(target.model.lm_head.weight.dtype)
     return TokenSwiftDrafter(target, draft.requires_grad_(False), shape, draft_pass="never")
@@ -118,7 +122,7 @@ def test_bf16_is_exact_too_where_rows_do_not_depend_on_the_pass(
 
 @pytest.mark.parametrize("slots", [1, 2])
 def test_a_finished_slot_takes_the_next_prompt(target, slots, proposers):
-    """Five prompts on fewer slots, mixed sampling, give what each gives alone; no prompt sees an earlier one."""
+    """Five prompts on fewer slots, with mixed sampling, give what each gives alone; none sees an earlier one."""
     prompts = [*PROMPTS, [60, 1, 2], [17, 17]]
     params = [
         replace(sampling, seed=7 * i, max_new_tokens=9 + 5 * i)
@@ -132,7 +136,7 @@ def test_a_finished_slot_takes_the_next_prompt(target, slots, proposers):
 
 
 def test_tokens_read_one_step_late_are_the_same(target):
-    """On a GPU the host reads a step while the next one runs; the same code path, on the CPU."""
+    """On a GPU the host reads a step while the next one runs. This takes the same code path on the CPU."""
     params = [replace(s, seed=3, max_new_tokens=13 + i) for i, s in enumerate(SAMPLINGS.values())]
     prompts = [*PROMPTS, [60, 1, 2], [17, 17]]
     for drafter in ("plain", tokenswift(target)):
@@ -199,7 +203,7 @@ def test_running_out_of_positions_ends_the_sequence_with_a_reason(tiny_target, p
     ("prompts", "message"),
     [
         ([[]], "prompt 0 has no tokens"),
-        ([1, 2, 3], r"token ids where prompts belong; give a list of prompts, as \[\[1, 2, 3\]\]"),
+        ([1, 2, 3], r"token ids where prompts belong; give a list of prompts, such as \[\[1, 2, 3\]\]"),
         ([[1], [1, 61]], r"prompt 1: token ids must lie in 0..60, got 1..61"),
         ([[1] * 300], "prompt 0 has 300 tokens; at most 255 fit"),
         (["text"], "needs a tokenizer, and this target has none; give token ids"),
@@ -220,12 +224,12 @@ def test_engine_arguments_that_cannot_be(target):
         ({"drafter": "tokenswift"}, "draft: tokenswift needs a trained draft"),
         ({"drafter": "tokenswift+medusa", "draft": "folder"}, "draft: tokenswift and medusa each need their own"),
         ({"draft": "folder"}, "draft: plain takes none; leave it out or name one of longspec, medusa, tokenswift"),
-        ({"drafter": "token_recycling+prompt_lookup", "options": {"nodes": 8}}, "say whose, as token_recycling.nodes"),
+        ({"drafter": "token_recycling+prompt_lookup", "options": {"nodes": 8}}, "'s, as in token_recycling.nodes"),
         ({"options": 5}, "options=5: give a dict of the drafter's options by name"),
         ({"drafter": "prompt_lookup", "options": {1: 2}}, r"options=\{1: 2\}: give a dict"),
         ({"noise_in_ranking": "no"}, "noise_in_ranking='no': must be True or False"),
         ({"graphs": "no"}, "graphs='no': must be True or False"),
-        ({"log": "x"}, "log='x': give a function of a line"),
+        ({"log": "x"}, "log='x': give a function that takes a line"),
         ({"nodes": 0}, "nodes=0"),
         ({"nodes": True}, "nodes=True"),
         ({"nodes": "all"}, "nodes='all': must be a whole number, at least 1, or 'auto', or None"),
@@ -264,14 +268,14 @@ def assert_computed_distribution(target, prompt, drafter, count):
 
 
 def test_first_three_tokens_have_the_computed_distribution(tiny_target):
-    """20,000 seeds on a vocabulary of 6, for plain decoding and for trees."""
+    """With 20,000 seeds on a vocabulary of 6, for plain decoding and for trees."""
     target = tiny_target(vocab_size=6, std=0.15)
     for drafter in ("plain", tokenswift(target, TreeShape.cartesian((2, 2)))):
         assert_computed_distribution(target, [2], drafter, 20_000)
 
 
 def test_two_levels_that_both_reject_have_the_computed_distribution(tiny_target):
-    """TriForce: a small model that is often wrong, and a cache of two rows that often is."""
+    """The same for TriForce, with a small model that is often wrong and a cache of two rows that often is, too."""
 
     class Counted(SmallModelDrafter):
         drafted = accepted = 0
@@ -293,7 +297,7 @@ def test_two_levels_that_both_reject_have_the_computed_distribution(tiny_target)
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_tokenswift_ranks_with_the_noise_of_the_positions_it_proposes(target, temperature):
-    """Every level's tokens are the top ranks of that head's logits / T + g(seed, root's position + level)."""
+    """Each level's tokens are the top ranks of its head's logits / T + g(seed, root's position + level)."""
     drafter = tokenswift(target)
     engine = Engine(target, drafter, nodes=None)  # it proposes from the first step on
     seen = []
@@ -330,7 +334,7 @@ def test_an_engine_decodes_one_stream_at_a_time(target):
 
 def test_drafters_that_break_their_word_are_named(target, proposer):
     wide = proposer(lambda request, tokens, max_nodes: [[1], [2], [3]], max_nodes=2)
-    with pytest.raises(ValueError, match="it proposed 3 nodes, of at most 2"):
+    with pytest.raises(ValueError, match="it proposed 3 nodes; at most 2 are allowed"):
         Engine(target, wide).generate([PROMPTS[0]])
     wrong = proposer(lambda request, tokens, max_nodes: [])
     wrong.propose = lambda state, max_nodes: TokenTree.roots(state.roots + 1)
@@ -349,7 +353,7 @@ def test_width_curve_times_passes_of_the_widths_it_names(target):
 
 
 def test_noise_in_the_ranking_raises_acceptance(tiny_target):
-    """A draft that knows the target's logits, but not its noise, guesses a sampled token far less often."""
+    """A draft that knows the target's logits but not its noise guesses a sampled token far less often."""
     target = tiny_target(vocab_size=61, std=0.12)
     torch.manual_seed(0)
     rates = {}
@@ -368,7 +372,7 @@ def test_noise_in_the_ranking_raises_acceptance(tiny_target):
 
 @pytest.mark.parametrize("heads", [2, 4], ids=["gqa", "mha"])
 def test_the_cache_equals_a_fresh_prefill_after_random_acceptances(tiny_target, proposers, heads):
-    """In all layers and slots: accepted rows lie where a prefill would have put them, at their positions."""
+    """In all layers and slots, accepted rows lie where a prefill would have put them."""
     target = tiny_target(vocab_size=61, n_layers=3, n_kv_heads=heads)
     params = SamplingParams(temperature=1.0, seed=4, max_new_tokens=NEW)
     plain = [generation.tokens for generation in Engine(target).generate(PROMPTS, params)]
@@ -383,9 +387,23 @@ def test_the_cache_equals_a_fresh_prefill_after_random_acceptances(tiny_target, 
                 torch.testing.assert_close(held[:, slot, : text.shape[1]], wanted[:, 0], rtol=0, atol=2e-5)
 
 
+def test_a_cache_that_is_too_small_is_freed_before_a_larger_one_is_allocated(target, monkeypatch):
+    engine = Engine(target, "token_recycling", slots=1, keep_prompts=False)
+    engine.generate([[1, 2, 3]], SamplingParams(max_new_tokens=5))
+    old, real, freed = weakref.ref(engine.runner.cache.keys), target.model.new_cache, []
+
+    def new_cache(*given):
+        freed.append(old() is None)
+        return real(*given)
+
+    monkeypatch.setattr(target.model, "new_cache", new_cache)
+    engine.generate([[1, 2, 3]], SamplingParams(max_new_tokens=50))
+    assert freed == [True]
+
+
 def test_kernels_are_launched_on_the_targets_gpu(tiny_target, monkeypatch):
-    """Triton launches on the current device: it is the target's while a drafter is built and while steps are made, and
-    the caller's own between two pieces. A pass alone sees to it too."""
+    """Triton launches on the current device. That is the target's while a drafter is built and while steps run, and the
+    caller's own between two pieces. A pass outside of an engine sets it too."""
     current, seen = ["caller"], []
 
     @contextmanager
@@ -402,9 +420,10 @@ def test_kernels_are_launched_on_the_targets_gpu(tiny_target, monkeypatch):
         return call
 
     target = tiny_target()
-    for module in (runner_module, build_module, decoder_module):
+    for module in (runner_module, slot_pool_module, build_module, decoder_module):
         monkeypatch.setattr(module, "on_device", on)
-    for owner, name in ((build_module, "_build"), (Runner, "_prefill_pass"), (Runner, "_propose"), (Runner, "_verify")):
+    watch = (build_module, "_build"), (SlotPool, "_prefill_pass"), (Runner, "_propose"), (Runner, "_verify")
+    for owner, name in watch:
         monkeypatch.setattr(owner, name, watched(name, getattr(owner, name)))
     engine = Engine(target, "token_recycling", slots=1)
     stream = engine.stream([[1, 2, 3], [4, 5, 6]], SamplingParams(max_new_tokens=6))

@@ -49,7 +49,8 @@ SAMPLINGS = {
     ),
 }
 NEW = 18  # longer than the penalty's window
-# Prompts that leave room in every window and budget below, and prompts beyond them. Five on three slots: refill.
+# Prompts that fit in every window and budget below, and prompts that do not. Five on three slots, so slots are
+# refilled.
 LENGTHS = {"short": (9, 1, 5, 2, 7), "overflow": (61, 1, 33, 18, 40)}
 HEADS = {"gqa": 2, "mha": 4}
 # Of prompts on which no decision of plain decoding is close, under any sampling.
@@ -78,7 +79,7 @@ def prompts(kind: str, length: str) -> list[list[int]]:
 
 
 def randomised(draft, target, std=0.3):
-    """Far from any identity: candidates must disagree with each other and with the target."""
+    """Random heads, far from the identity, so that candidates disagree with each other and with the target."""
     generator = torch.Generator().manual_seed(7)
     for parameter in draft.parameters():
         parameter.data.normal_(0.0, std, generator=generator)
@@ -153,7 +154,7 @@ INNER = {
 
 
 def nested(name: str, **options):
-    """TriForce with another drafter where its small model stands."""
+    """TriForce with another drafter in the place of its small model."""
     options = options or {"chunk": 4, "stride": 10}
     return lambda target, small: TriForceDrafter(target, INNER[name](target, small), budget=24, **options)
 
@@ -176,7 +177,7 @@ def models(tiny_target):
 
 
 def olmo2(dtype):
-    """A target that transformers computes, of a family that our decoder does not know."""
+    """A target computed by transformers, of a family that our decoder does not know."""
     sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
     known = dict(num_key_value_heads=2, max_position_embeddings=POSITIONS, pad_token_id=None, eos_token_id=None)
     model = Olmo2ForCausalLM(Olmo2Config(vocab_size=VOCAB, tie_word_embeddings=False, **sizes, **known))
@@ -192,7 +193,7 @@ PLAIN = {}  # plain decoding's tokens by target, prompts and sampling, one list 
 
 @pytest.fixture
 def plain(models, plain_tokens, seeded):
-    """(heads, length, dtype) -> by sampling, plain decoding's tokens of every prompt."""
+    """(heads, length, dtype) -> plain decoding's tokens of every prompt, by sampling."""
 
     def answers(kind, length, dtype=torch.float32):
         key = kind, length, dtype
@@ -214,7 +215,7 @@ def decoded(engine, asked, params) -> list[list[int]]:
 
 
 def check(engine, want, kind, length, cases, new=NEW):
-    """In one call, the answers to `cases`, (sampling, prompt) each, are plain decoding's."""
+    """Assert that the answers to `cases`, (sampling, prompt) each, are plain decoding's, all in one call."""
     drawn = prompts(kind, length)
     params = [replace(SAMPLINGS[name], seed=1500 + index, max_new_tokens=new) for name, index in cases]
     found = decoded(engine, [drawn[index] for _, index in cases], params)
@@ -232,7 +233,7 @@ def every(samplings: Iterable[str], indices: Iterable[int] = range(5)) -> list[t
 def test_a_drafter_gives_plain_decodings_tokens(models, plain, name, kind, length):
     target, small = models(kind)
     for batch in (1, 3):
-        # All nodes are verified, or what the engine picks.
+        # All nodes are verified, or those that the engine picks.
         nodes = None if (batch == 1) == (kind == "gqa") else "auto"
         engine = Engine(target, DRAFTERS[name](target, small), nodes=nodes, slots=batch)
         # Three ragged prompts a sampling, in turn from the five, on three slots: alike at first, then mixed.
@@ -307,7 +308,7 @@ def check_in_bf16(kind, name, models, plain):
 
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_tokens_read_one_step_late_are_the_same(models, plain, name):
-    """On a GPU the host reads a step while the next one runs; the same code path, on the CPU."""
+    """On a GPU the host reads a step while the next one runs. This takes the same code path on the CPU."""
     target, small = models("mha")
     engine = Engine(target, DRAFTERS[name](target, small), slots=3, nodes=None)
     engine.runner.lag = 1
@@ -335,8 +336,8 @@ def test_an_engine_is_used_again(models, plain, name, lag):
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_requests_that_come_while_others_run_get_plain_decodings_tokens(models, plain, name, lag):
-    """One every few steps, its prompt in chunks with steps between; one is cancelled; then the engine waits, and goes
-    on."""
+    """A request comes every few steps, and its prompt is read in chunks with steps between. One is cancelled. Then the
+    engine is idle for a while, and goes on."""
     target, small = models("gqa")
     engine = Engine(target, DRAFTERS[name](target, small), slots=3, prefill_chunk=8)
     engine.runner.lag = lag
@@ -389,7 +390,7 @@ def alike(models, plain_tokens, seeded):
 
 @pytest.mark.parametrize(("name", "lag"), zip(DRAFTERS, cycle((0, 1)), strict=False))
 def test_what_prompts_take_over_of_earlier_ones_changes_no_token(models, alike, name, lag):
-    """From slots that are at work and from idle ones, whose first rows the others' passes write over."""
+    """From slots at work and from idle ones, whose first rows the passes of other slots overwrite."""
     target, small = models("gqa")
     engine = Engine(target, DRAFTERS[name](target, small), slots=3, prefill_chunk=8)
     engine.runner.lag = lag
@@ -420,7 +421,7 @@ ANYTHING = {
 
 @pytest.mark.parametrize("seed", range(30))
 def test_whatever_is_drawn_gives_plain_decodings_tokens(models, plain_tokens, exact_dtype, seed):
-    """Drafter, engine and requests at random: one-token prompts, prompts up to the last position, early stops."""
+    """Random drafters, engines and requests: one-token prompts, prompts up to the last position, early stops."""
     draw = random.Random(seed)
     dtype = (torch.float32, exact_dtype)[seed % 2]
     target, small = models(draw.choice(list(HEADS)), dtype)
@@ -445,7 +446,7 @@ def test_whatever_is_drawn_gives_plain_decodings_tokens(models, plain_tokens, ex
 
 
 def drawn_requests(draw, target, longest, plain_tokens):
-    """Prompts, parameters and plain decoding's tokens; drawn anew where a decision is close."""
+    """Prompts, parameters and plain decoding's tokens, drawn anew if a decision is close."""
     while True:
         asked, params = [], []
         for _ in range(draw.randint(1, 5)):
@@ -454,7 +455,8 @@ def drawn_requests(draw, target, longest, plain_tokens):
             stops = (draw.randrange(VOCAB),) if draw.random() < 0.3 else ()
             sampling, seed = draw.choice(list(SAMPLINGS.values())), draw.randrange(2**31)
             params.append(replace(sampling, seed=seed, max_new_tokens=NEW, stop_token_ids=stops))
-        # Where a prompt leaves fewer positions, plain decoding without a limit is asked for no more.
+        # Where a prompt leaves fewer positions, plain decoding, which has no limit here, is asked for no more than
+        # those.
         fitting = [
             replace(one, max_new_tokens=min(NEW, longest - len(prompt)))
             for one, prompt in zip(params, asked, strict=True)
@@ -468,7 +470,7 @@ def drawn_requests(draw, target, longest, plain_tokens):
 
 
 def permuted(target, order):
-    """The same network with token `order[v]` where token v was."""
+    """The same network with token `order[v]` in the place of token v."""
     weight = target.model.embed_tokens.weight.data
     head = target.model.lm_head.weight.data
     weight[order], head[order] = weight.clone(), head.clone()
@@ -477,7 +479,7 @@ def permuted(target, order):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_permuting_the_vocabulary_permutes_the_output(tiny_target, monkeypatch, temperature):
-    """Nothing depends on the number of a token but the noise, which is permuted alike."""
+    """Nothing depends on a token's id except the noise, which is permuted in the same way."""
     order = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(3))
     names = ("token_recycling", "prompt_lookup", "tokenswift_draft_pass", "triforce_self")
     asked = prompts("gqa", "short")
@@ -493,6 +495,6 @@ def test_permuting_the_vocabulary_permutes_the_output(tiny_target, monkeypatch, 
         out[..., order] = gumbel_noise(seeds, positions, vocab)
         return out
 
-    monkeypatch.setattr("longdraft.infer.sampling.gumbel_noise", noise)
+    monkeypatch.setattr("longdraft.infer.slot_sampling.gumbel_noise", noise)
     for drafter in ("plain", *(DRAFTERS[name](turned, None) for name in names)):
         assert [g.tokens for g in Engine(turned, drafter, slots=3).generate(moved, params)] == want

@@ -38,12 +38,12 @@ VOCAB, NEW = 61, 16
 READS = ("tolist", "item", "__bool__", "__int__", "__float__", "numpy", "__index__", "nonzero")
 
 
-# Operations whose result's size, or whose result, the host has to know.
+# Operations whose result, or its size, the host has to know.
 WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "bincount", "repeat_interleave")
 
 
 class Tape(TorchDispatchMode):
-    """Every operation with the tensors it was given, those it made, and which of these have memory of their own."""
+    """Records every operation with its input tensors, its outputs, and which outputs have memory of their own."""
 
     def __init__(self):
         super().__init__()
@@ -70,7 +70,7 @@ class Tape(TorchDispatchMode):
         return out
 
     def undo(self) -> None:
-        """As if nothing had been done."""
+        """Restore all tensors, as if nothing had been done."""
         for storage, before in self.before.values():
             storage.copy_(before)
 
@@ -82,7 +82,7 @@ class Tape(TorchDispatchMode):
         self.spoil()
 
     def spoil(self) -> None:
-        """What the operations made is theirs only while they run: other recorded work has that memory afterwards."""
+        """Overwrite what the operations made: afterwards that memory belongs to other recorded work."""
         for *_, made, fresh in self.calls:
             for x, own in zip(made, fresh, strict=True):
                 if own:
@@ -90,7 +90,7 @@ class Tape(TorchDispatchMode):
 
 
 def tensors(x: Any) -> list[Tensor]:
-    """All of them in the arguments or results of an operation."""
+    """All tensors in the arguments or results of an operation."""
     if isinstance(x, list | tuple):
         return [one for part in x for one in tensors(part)]
     return tensors(list(x.values())) if isinstance(x, dict) else [x] if isinstance(x, Tensor) else []
@@ -100,7 +100,7 @@ RECORDED: list[Tape] = []
 
 
 def record(work):
-    """As CUDA's capture: refuses reads and copies from the host, and leaves everything as it was."""
+    """Stands for CUDA's capture: refuses reads and copies from the host, and leaves everything as it was."""
 
     def refuse(*_, **__):
         raise AssertionError("recorded work reads or copies on the host")
@@ -118,7 +118,7 @@ def record(work):
 
 
 def dense(q_BTHd, keys_BSKd, values_BSKd, lengths_B, bits_BT2, depth_BT, is_tree, window):
-    """In the place of Triton's kernel: all rows of the cache under one mask, nothing read on the host."""
+    """Stands for Triton's kernel: attends to all rows of the cache under one mask and reads nothing on the host."""
     n_slots, n_rows, n_heads, width = q_BTHd.shape
     n_keys, n_kv = keys_BSKd.shape[1:3]
     places_T = torch.arange(n_rows)
@@ -134,8 +134,8 @@ def dense(q_BTHd, keys_BSKd, values_BSKd, lengths_B, bits_BT2, depth_BT, is_tree
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
-    """Reads are not free, no C kernels, attention without a host; engines record with `record` where they would on
-    CUDA."""
+    """Reads cost a wait, there are no C kernels, attention needs no host, and engines record with `record` where they
+    would on CUDA."""
     monkeypatch.setattr(backend, "is_host", lambda device: False)
     monkeypatch.setattr(rows, "library", lambda: None)
     cross = lambda *given: (cross_reference.cross_attention(*given), None)  # noqa: E731
@@ -164,7 +164,7 @@ CASES += [("longspec", "penalties"), ("longspec+token_recycling", "greedy")]
 
 @pytest.fixture
 def made(tiny_target, shared):
-    """(name) -> a target and a drafter of test_exactness.py for it."""
+    """(name) -> a target, and the drafter of this name in test_exactness.py."""
     drafters_of = shared("infer/test_exactness.py").DRAFTERS
 
     def make(name: str):
@@ -185,19 +185,19 @@ def test_recorded_steps_give_plain_tokens(made, plain_tokens, seeded, as_on_a_gp
     with mock.patch.object(runner_module, "graphs_for", lambda *_: Graphs()):
         expected = plain_tokens(target, prompts, params)
     engine = Engine(target, proposing, slots=2, nodes=8 if drafter != "plain" else "auto")
-    for _ in range(2):  # the second call goes on with what the first has recorded
+    for _ in range(2):  # the second call reuses what the first one has recorded
         assert [one.tokens for one in engine.generate(prompts, params)] == expected
-    # Plain decoding is one piece of work for all requests of a kind; drafters record their own, and more widths.
+    # Plain decoding is one piece of recorded work for a kind of sampling; drafters add their own, and more widths.
     assert len(RECORDED) == 1 if drafter == "plain" else len(RECORDED) >= 2
 
 
 def test_kinds_of_sampling_take_the_memory_of_one(made, as_on_a_gpu):
-    """What is kept for a width, its logits among it, is as much as the estimate says, however many kinds there are."""
+    """The outputs kept for a width take the memory that the estimate says, however many kinds of sampling there are."""
     target, drafter = made("token_recycling")
     engine, kept, prompts = Engine(target, drafter, slots=2, nodes=8), [], [[3, 1, 4, 1, 5], [9, 2, 6]]
     for kind in SAMPLINGS.values():
         engine.generate(prompts, replace(kind, seed=3, max_new_tokens=12, ignore_eos=True))
-        known = engine.runner._graphs._known
+        known = engine.runner.graphs._known
         large = [x for one in known.values() for x in graphs_module._tensors((*one.inputs, one.outputs))]
         large = [x for x in large if x.shape[-1] == VOCAB]
         kept.append({x.data_ptr(): x.nbytes for x in large})
@@ -211,7 +211,7 @@ def test_kinds_of_sampling_take_the_memory_of_one(made, as_on_a_gpu):
 
 
 class OneRank:
-    """`Ranks` of a single one; `announced` counts the passes that it tells the others of."""
+    """`Ranks` with a single rank; `announced` counts the passes that it announces to the others."""
 
     rank, world_size, announced = 0, 1, 0
 
@@ -224,7 +224,7 @@ class OneRank:
 def test_every_pass_of_a_sharded_target_is_announced_and_gathers_its_layers(
     tiny_target, as_on_a_gpu, monkeypatch, gathered
 ):
-    """A replayed pass would do neither, and the other ranks would wait for this one for ever."""
+    """A replayed pass would do neither, and the other ranks would wait for this one forever."""
     target, ranks, gathers, steps = tiny_target(vocab_size=VOCAB, max_positions=120), OneRank(), [], []
 
     @contextmanager
@@ -245,13 +245,13 @@ def test_every_pass_of_a_sharded_target_is_announced_and_gathers_its_layers(
     assert decode(target, drafter, tasks, NEW, ranks) is not None
     assert len(steps) > 8
     if gathered:
-        passes = len(steps) + len(tasks)  # and one over each prompt
+        passes = len(steps) + len(tasks)  # and a pass over each prompt
         assert ranks.announced == passes and not RECORDED
         # A pass over a prompt ends with the last layer's keys and values, inside that layer.
         assert len(gathers) == passes * target.model.config.n_layers
         with pytest.raises(ValueError, match=r"graphs=True: .* weights that are shared out among ranks; leave"):
             Engine(target, graphs=True)
-    else:  # what the sharded target is spared
+    else:  # as is not done with the sharded target
         assert ranks.announced == 0 and RECORDED
 
 

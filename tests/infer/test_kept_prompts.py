@@ -1,5 +1,5 @@
-"""Rows that a prompt takes over have the bits that an earlier one's passes gave, and are of the weights that it is
-decoded with; which slot a prompt takes."""
+"""Rows that a prompt reuses have the bits that an earlier prompt's passes gave them, and belong to the weights it is
+decoded with. Also: which slot a prompt takes."""
 
 from dataclasses import replace
 
@@ -34,14 +34,14 @@ def rows(engine, slot, count):
 
 
 def turns(engine, calls):
-    """Of each prompt of each call, how much it took over."""
+    """How many tokens each prompt of each call reused."""
     return [[one.stats.taken_over for one in engine.generate(prompts, NEW)] for prompts in calls]
 
 
 def test_rows_have_the_bits_that_they_had(target):
     """A conversation goes on while another one, of one pass, is decoded on the slot beside it."""
     engine, first = engine_of(target, slots=2), [*DOCUMENT, 1]
-    engine.runner._part_at_work = lambda: None  # as on a GPU, where passes write to idle slots too
+    engine.runner._working_slots = lambda: None  # as on a GPU, where passes write to idle slots too
     answer = engine.generate([first], NEW)[0].tokens
     read = rows(engine, 0, 40)
     second = [*first, *answer, *range(50, 60)]
@@ -58,7 +58,7 @@ def test_prompts_of_one_call_share_a_document(target):
 
 
 def test_a_prompt_that_is_read_in_one_pass_takes_nothing_over(target):
-    """Its pass is another one than the first of several."""
+    """Its single pass is not the same as the first of several passes."""
     whole = DOCUMENT[: CHUNK + 1]
     assert turns(engine_of(target), [[whole], [whole], [[*whole, 7]], [[*whole, 7]], [whole]]) == [
         [0],
@@ -102,14 +102,14 @@ def test_where_the_length_of_a_prompt_rotates_its_keys_nothing_is_kept(tiny_targ
 
 
 def begin(some, slot, prompt):
-    """On this slot; how much is taken over."""
+    """Begin this prompt on this slot. Returns how much it reuses."""
     place = some.place(prompt, [slot])
     some.begin(place, prompt)
     return place.count
 
 
 def kept(target, n_slots, *prompts):
-    """On slots 0, 1, ... in this order."""
+    """Kept prompts on slots 0, 1, ..., begun in this order."""
     found = KeptPrompts(target.model, target.model.new_cache(n_slots, POSITIONS), CHUNK, 0)
     for slot, prompt in enumerate(prompts):
         begin(found, slot, prompt)
@@ -137,7 +137,7 @@ def test_a_prompt_goes_where_the_least_is_lost(target):
 
 
 def test_the_latest_prompts_come_along_to_another_cache(target):
-    """In their order, as many as it has slots, from whatever slots."""
+    """They are copied in their order, one for each slot of the new cache, whichever slots they were on."""
     prompts = [[first] * 20 for first in (1, 2, 3)]
     before = kept(target, 4, [9, 9], *prompts)
     begin(before, 1, prompts[0])  # again, so that it is the latest
@@ -153,7 +153,7 @@ def test_short_prompts_leave_a_document_alone(target):
 
 
 def test_a_copy_that_is_interrupted_leaves_no_rows_under_another_name(target, monkeypatch):
-    """Of the slot that it writes to, and of a cache that grows."""
+    """Neither in the slot that it writes to nor in a cache that grows."""
     engine, other = engine_of(target, slots=1), [[7, 8, 9] * 14, [1] * 3]
     assert turns(engine, [[[*DOCUMENT, 1]], [other[0]]]) == [[0], [0]]
     fill = KVCache.fill
@@ -173,7 +173,7 @@ def test_a_copy_that_is_interrupted_leaves_no_rows_under_another_name(target, mo
 
 
 def test_a_target_that_is_brought_up_to_date_keeps_nothing():
-    """What `refresh` writes PyTorch does not count."""
+    """PyTorch does not count what `refresh` writes."""
     sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
     model = LlamaForCausalLM(LlamaConfig(vocab_size=61, max_position_embeddings=POSITIONS, eos_token_id=None, **sizes))
     target = target_from_transformers(model)
@@ -186,6 +186,6 @@ def test_a_target_that_is_brought_up_to_date_keeps_nothing():
 
 
 def test_weights_that_may_be_trained_keep_nothing(target):
-    """Fused optimizers write without a count."""
+    """PyTorch does not count what fused optimizers write."""
     target.model.requires_grad_(True)
     assert turns(engine_of(target), [[[*DOCUMENT, 1]], [[*DOCUMENT, 1]]]) == [[0], [0]]

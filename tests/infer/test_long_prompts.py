@@ -1,5 +1,5 @@
-"""Prompts of many chunks: no pass makes a mask of chunk x context, a GPU's chunks are large, and what a pass allocates
-is what is estimated, at 128K tokens of context too."""
+"""Prompts of many chunks: no pass makes a mask of chunk x context, a GPU's chunks are large, and a pass allocates what
+is estimated, also at 128K tokens of context."""
 
 import weakref
 
@@ -26,7 +26,7 @@ NARROW = DecoderConfig(640, 512, 256, 2, 32, 32, 16, 1e-5, 8192, RopeConfig(16, 
 
 
 class Allocations(TorchDispatchMode):
-    """The most bytes of new tensors at a time."""
+    """Measures the most bytes that new tensors took at a time."""
 
     def __init__(self):
         super().__init__()
@@ -61,12 +61,12 @@ PROMPT = torch.randint(97, (700,), generator=torch.Generator().manual_seed(3)).t
 @pytest.mark.parametrize("windows", [None, (200, None)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_prompt_in_chunks_has_no_masks_and_the_tokens_of_small_chunks(no_masks, tiny_target, windows, dtype):
-    """Three chunks of over 128 rows; and one pass for all of it."""
+    """Three chunks of over 128 rows, or one pass for the whole prompt."""
     target = tiny_target(dtype=dtype, sliding_windows=windows, max_positions=1024, std=0.2)
     few = Engine(target, prefill_chunk=100).generate([PROMPT], NEW)[0].tokens
     with no_masks():
         found = [Engine(target, prefill_chunk=chunk).generate([PROMPT], NEW)[0].tokens for chunk in (256, 1024)]
-    if dtype == torch.float32:  # in bf16 decisions this close are nobody's
+    if dtype == torch.float32:  # in bf16 such close decisions may fall either way
         assert found == [few, few]
 
 
@@ -76,7 +76,7 @@ def test_a_prompt_in_chunks_has_no_masks_and_the_tokens_of_small_chunks(no_masks
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_on_a_gpu_neither(no_masks, pretended_cuda, tiny_target, name, windows, dtype):
-    """Nor is a length read to the host for it, whatever the chunks."""
+    """Nor does the host read a length for it, whatever the chunks are."""
     target = tiny_target(dtype=dtype, sliding_windows=windows, max_positions=1024)
     small = tiny_target(dtype=dtype, n_layers=1, max_positions=512, seed=5)
     with pretended_cuda.PretendedCuda() as gpu:
@@ -87,12 +87,12 @@ def test_on_a_gpu_neither(no_masks, pretended_cuda, tiny_target, name, windows, 
             engine.generate([PROMPT], NEW)
         if name == "plain":
             assert not [what for what in gpu.waits if "chain_attention" in what]
-            # Three chunks, of which the last layer writes keys and values alone.
+            # Three chunks, for which the last layer only writes keys and values.
             assert gpu.calls["varlen attention"] == (3 if dtype == torch.bfloat16 else 0)
 
 
 def test_the_guard_sees_masks(no_masks):
-    """What PyTorch's attention is given, and what is made beside it."""
+    """Records what PyTorch's attention is given, and what else is allocated."""
     q, k = torch.randn(1, 2, 200, 8), torch.randn(1, 2, 300, 8)
     attention = torch.nn.functional.scaled_dot_product_attention
     with no_masks():
@@ -106,12 +106,12 @@ def test_the_guard_sees_masks(no_masks):
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
-    """Meta tensors, which nobody takes for a CPU's, and a flash kernel that allocates its output alone."""
+    """Meta tensors, which no code mistakes for a CPU's, and a flash kernel that allocates only its output."""
     monkeypatch.setattr(backend, "varlen_attention_for", lambda _: lambda q, *_: torch.empty_like(q))
 
 
 def counted(config: DecoderConfig, dtype: torch.dtype, chunk: int, context: int, device: str, needs: set[str]) -> int:
-    """Bytes that a chunk behind so many tokens allocates at a time, beyond weights and cache."""
+    """The most bytes that a chunk allocates at a time behind this context, beyond weights and cache."""
     with torch.device(device):
         model, tokens = Decoder(config).to(dtype), torch.zeros(1, chunk, dtype=torch.int64)
     cache = model.new_cache(1, context + chunk)
@@ -157,16 +157,16 @@ def test_the_engines_estimate_counts_the_chunk(tiny_target):
 
 
 def test_the_engine_takes_large_chunks_on_a_gpu(pretended_cuda, tiny_target):
-    assert Engine(tiny_target()).runner.prefill_chunk == 512
+    assert Engine(tiny_target()).pool.prefill_chunk == 512
     target = tiny_target()
     with pretended_cuda.PretendedCuda() as gpu:
         gpu.put(target.model)
-        assert Engine(target).runner.prefill_chunk == 2048
-        assert Engine(target, prefill_chunk=100).runner.prefill_chunk == 100
+        assert Engine(target).pool.prefill_chunk == 2048
+        assert Engine(target, prefill_chunk=100).pool.prefill_chunk == 100
 
 
 def test_token_recycling_reads_a_prompt_in_large_calls_on_a_gpu(pretended_cuda, tiny_target):
-    """The LM head once for a chunk, as far as its logits fit; 300 different tokens took five calls of 64 rows."""
+    """The LM head runs once a chunk as far as its logits fit; in calls of 64 rows, 300 different tokens took five."""
     target = tiny_target(vocab_size=500, max_positions=1024)
     calls: list[int] = []
     target.model.lm_head.register_forward_pre_hook(lambda _, args: calls.append(args[0].shape[0]))

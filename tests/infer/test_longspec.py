@@ -9,13 +9,14 @@ import pytest
 import torch
 
 from longdraft.infer.accept import AcceptResult
-from longdraft.infer.draft_passes import _InC
 from longdraft.infer.drafters.base import Request, SlotState
 from longdraft.infer.drafters.longspec import EXTENDED_ON_CPU, WIDTHS, LongSpecDrafter, _fit
 from longdraft.infer.drafters.triforce import TriForceDrafter
 from longdraft.infer.engine import Engine
 from longdraft.infer.history import History
-from longdraft.infer.sampling import SamplingParams, SlotSampling
+from longdraft.infer.longspec_passes import _CPasses
+from longdraft.infer.sampling import SamplingParams
+from longdraft.infer.slot_sampling import SlotSampling
 from longdraft.infer.tree import PAD, TokenTree
 from longdraft.infer.window_cache import SLACK
 from longdraft.kernels.cpu_impl import draft_block, rows
@@ -153,12 +154,12 @@ def assert_logits_are_the_networks(bench, tree):
 
 def own_rows(passes, slot, position):
     """The block's own key and value of the token at this position."""
-    if isinstance(passes, _InC):
-        keys, values = passes._own
+    if isinstance(passes, _CPasses):
+        keys, values = passes._draft_kv
         return keys[slot, position], values[slot, position]
-    window = passes._window
-    (row,) = (window.positions[slot] == position).nonzero()
-    return window.keys[slot, row[0]], window.values[slot, row[0]]
+    ring = passes._ring
+    (row,) = (ring.positions[slot] == position).nonzero()
+    return ring.keys[slot, row[0]], ring.values[slot, row[0]]
 
 
 def assert_window_is_a_fresh_one(bench):
@@ -397,15 +398,15 @@ def test_memory_is_what_it_allocates(tiny_target, dtype):
         drafter = LongSpecDrafter(target, drafted(target, ids))
         bench = Bench(target, drafter, PROMPTS)
         passes, told = drafter._passes, drafter.memory_bytes(3, bench.cache.capacity)
-        if isinstance(passes, _InC):
+        if isinstance(passes, _CPasses):
             copies = [part for matrix in passes._block._kept[0].matrices for part in matrix]
             allocated = (
-                *passes._own,
+                *passes._draft_kv,
                 *passes._tables,
                 *(copies if rows.multiplies_bf16() and dtype == torch.bfloat16 else []),
             )
         else:
-            allocated = passes._window.keys, passes._window.values, passes._window.positions
+            allocated = passes._ring.keys, passes._ring.values, passes._ring.positions
         assert told["draft window"] == sum(x.numel() * x.element_size() for x in allocated)
         assert ("draft vocabulary" in told) == (ids is not None)
         if ids is not None:
@@ -513,5 +514,5 @@ def test_embeddings_that_a_class_of_its_own_computes_go_their_own_way(target, ti
         drafter = LongSpecDrafter(target, draft)
         bench = Bench(target, drafter, PROMPTS)
         trees.append(bench.propose())
-        assert kind is torch.nn.Embedding or not isinstance(drafter._passes, _InC)
+        assert kind is torch.nn.Embedding or not isinstance(drafter._passes, _CPasses)
     assert torch.equal(trees[0].tokens, trees[1].tokens) and not torch.equal(trees[0].tokens, trees[2].tokens)

@@ -10,7 +10,8 @@ from longdraft.infer.drafters.host import READ_AHEAD, HostDrafter
 from longdraft.infer.drafters.ngrams import NgramTable
 from longdraft.infer.drafters.prompt_lookup import SuffixIndex
 from longdraft.infer.history import History
-from longdraft.infer.sampling import SamplingParams, SlotSampling
+from longdraft.infer.sampling import SamplingParams
+from longdraft.infer.slot_sampling import SlotSampling
 from longdraft.kernels import backend
 from longdraft.models.kv_cache import KVCache
 
@@ -139,7 +140,7 @@ def test_tables_catch_up_with_the_history(monkeypatch, free, committed):
         state = state_of(standing)
         state.committed = [tokens[:committed] for tokens in standing]
         drafter.rewind(torch.tensor([len(tokens) for tokens in standing]))
-        tries = drafter.tries(state, drafter.asked(state).tolist(), 9)
+        tries = drafter.tries(state, drafter.device_rows(state).tolist(), 9)
         assert caught_up == [([tokens[-1]], tokens) for tokens in standing[:3]]
         assert [trie.tokens for trie in tries] == [[tokens[-1]] for tokens in standing]
         caught_up.clear()

@@ -1,4 +1,4 @@
-"""Every option of every drafter refuses what it cannot be with a ValueError that names it, and takes what it can."""
+"""Every option of every drafter accepts valid values and refuses others with a ValueError that names it."""
 
 import inspect
 
@@ -20,7 +20,7 @@ COUNT = (*NO_NUMBER, None, 0)
 OPTIONAL_COUNT = (*NO_NUMBER, 0)
 LEVELS = ("48", "", 2.5, True, None, {}, {3}, object(), (), (3, 0), (3, -1), (3, 2.5), (3, "3"), (True,), 0, -1)
 SHAPE = (*(value for value in LEVELS if value is not None), TreeShape(()), (99,), (60, 60, 60), (1,) * 9)
-# What an option cannot be, and what it can.
+# Invalid and valid values of each option.
 CASES = {
     "tokenswift": {
         "shape": (SHAPE, (None, 3, (3, 3), [3, 2, 1], TreeShape.cartesian((2, 2)))),
@@ -81,7 +81,7 @@ def draft_of(name, target):
 
 
 def options_with(name, small, option, value):
-    """What the option needs beside it, and itself."""
+    """The option, and others that it needs."""
     needed = {"small": small} if "small" in CASES[name] else {}
     return needed | {option: value}
 

@@ -43,6 +43,12 @@ def queries(seed: int) -> torch.Tensor:
     return torch.randn(LAYERS, SLOTS, HEADS, WIDTH, generator=torch.Generator().manual_seed(seed))
 
 
+def build(cache, slots, queries_LBHd, seen_B) -> None:
+    """Build at once, by a step that brings no token: a rebuild comes with the step after the one that schedules it."""
+    cache.schedule_build(slots, queries_LBHd, seen_B)
+    cache.follow(0)
+
+
 def rows_of(cache, slot: int) -> list[list[set[int]]]:
     """[layer][KV head] the tokens whose keys stand in the slot's rows, each once, with the values beside them."""
     found = []
@@ -83,7 +89,7 @@ def test_a_build_picks_what_plain_loops_pick(name, lengths):
     full.lengths.copy_(torch.tensor(lengths))
     cache, query = SelectedCache(full, policy, Shape, tail=8), queries(1)
     seen = full.lengths - torch.tensor([2, 0, 3]).clamp(max=full.lengths)  # tokens that came with the query's own pass
-    cache.build(range(SLOTS), query, seen)
+    build(cache, range(SLOTS), query, seen)
     assert cache.tokens.tolist() == list(lengths)
     for slot, (length, sees) in enumerate(zip(lengths, seen.tolist(), strict=True)):
         covered, found = policy.covered(sees), rows_of(cache, slot)
@@ -112,35 +118,45 @@ def test_with_triton_a_build_picks_the_same(monkeypatch, name):
     for each in (plain, full):
         each.lengths.copy_(torch.tensor([100, 25, 61]))
     expected = SelectedCache(plain, POLICIES[name](), Shape, tail=8)
-    expected.build(range(SLOTS), queries(1), plain.lengths)
+    build(expected, range(SLOTS), queries(1), plain.lengths)
     kernels = import_module("longdraft.kernels.triton_impl.selection")
     monkeypatch.setattr(backend, "triton_kernels", lambda name, device_type: kernels)
     cache = SelectedCache(full, POLICIES[name](), Shape, tail=8)
-    cache.build(range(SLOTS), queries(1).to(device), full.lengths)
-    cache.follow(1)  # a GPU's host is told then how many there are
+    build(cache, range(SLOTS), queries(1).to(device), full.lengths)
     for slot in range(SLOTS):
         for part in ("keys", "values"):
             rows, found = (getattr(each, part)[:, slot, : cache.budget].cpu() for each in (expected, cache))
             assert torch.equal(rows, found)
 
 
-def test_a_slot_that_starts_anew_leaves_the_rebuilds_of_others_waiting(monkeypatch):
-    """As on a GPU, where a rebuild comes with the next step."""
-    monkeypatch.setattr(backend, "is_host", lambda device: False)
+def test_a_slot_that_starts_anew_leaves_the_scheduled_rebuilds_of_others():
     full = random_full()
     full.lengths.copy_(torch.tensor([100, 90, 61]))
     cache, expected = (SelectedCache(full, POLICIES["tokens"](), Shape, tail=8) for _ in range(2))
-    cache.build([0, 1], queries(1), full.lengths)
+    cache.schedule_build([0, 1], queries(1), full.lengths)
     full.lengths[1] = 0
     cache.reset([1])
     cache.follow(1)
     assert not cache.building and cache.tokens.tolist()[:2] == [100, 0]
-    expected.build([0], queries(1), full.lengths)
-    expected.follow(1)
+    build(expected, [0], queries(1), full.lengths)
     assert rows_of(cache, 0) == rows_of(expected, 0)
-    cache.build([0, 2], queries(1), full.lengths)
+    cache.schedule_build([0, 2], queries(1), full.lengths)
     cache.reset()
     assert not cache.building
+
+
+def test_a_prompt_that_ends_before_the_next_step_voids_its_slots_scheduled_rebuild():
+    """A step between two passes over slot 1's prompt has scheduled it with the tokens of then."""
+    full = random_full()
+    full.lengths.copy_(torch.tensor([100, 20, 61]))
+    cache, expected = (SelectedCache(full, POLICIES["tokens"](), Shape, tail=8) for _ in range(2))
+    cache.schedule_build([0, 1], queries(1), full.lengths)
+    full.lengths[1] = 70
+    for each in (cache, expected):
+        each.build_from_prompt(1, queries(2)[:, 1:2], 70)
+        each.follow(1)
+    assert not cache.building and cache.tokens.tolist()[:2] == [100, 70]
+    assert rows_of(cache, 1) == rows_of(expected, 1)
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -148,18 +164,18 @@ def test_new_tokens_overwrite_the_least_important_first_and_due_comes_in_time(na
     full, policy = random_full(), POLICIES[name]()
     full.lengths.copy_(torch.tensor([60, 60, 60]))
     cache, query, region = SelectedCache(full, policy, Shape, tail=8), queries(2), policy.budget - policy.fixed
-    cache.build(range(SLOTS), query, full.lengths)
+    build(cache, range(SLOTS), query, full.lengths)
     order = cache.policy.pick(0, 60, query[:, 0])[:, policy.fixed :]
     for written in range(1, region + 1):
         assert cache.due(1) == [] and (0 in cache.due(region - written + 2)) == policy.scored
         full.lengths += torch.tensor([1, 0, 1])
-        cache.follow(3)
+        cache.follow(1)  # what a slot may lose is reckoned from the most tokens that a step can have brought it
         found = rows_of(cache, 0)
         for layer in range(LAYERS):
             for head in range(KV_HEADS):
                 kept = {*range(policy.fixed), *order[layer][written:, head].tolist()}
                 assert found[layer][head] == kept | set(range(60, 60 + written))
-    assert cache.due(1) == ([0, 2] if policy.scored else [])
+    assert cache.due(1) == ([0, 1, 2] if policy.scored else [])
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -172,7 +188,7 @@ def test_random_steps_end_where_a_fresh_cache_with_the_same_selection_ends(name,
     full.lengths.copy_(torch.tensor(starts))
     cache = SelectedCache(full, POLICIES[name](), Shape, tail=8)
     built = {slot: (queries(0), starts[slot]) for slot in range(SLOTS)}
-    cache.build(range(SLOTS), queries(0), full.lengths)
+    build(cache, range(SLOTS), queries(0), full.lengths)
     for step in range(data.draw(st.integers(1, 14))):
         action = data.draw(st.sampled_from(["follow", "follow", "follow", "build", "restart"]))
         slot = data.draw(st.integers(0, SLOTS - 1))
@@ -187,7 +203,7 @@ def test_random_steps_end_where_a_fresh_cache_with_the_same_selection_ends(name,
             full.lengths += torch.tensor(data.draw(st.lists(st.integers(0, 5), min_size=SLOTS, max_size=SLOTS)))
         if action == "build" or cache.due(5):
             due, seen = sorted({*cache.due(5), *([slot] if action == "build" else [])}), before.clamp(min=1)
-            cache.build(due, queries(step + 1), torch.minimum(seen, full.lengths))
+            cache.schedule_build(due, queries(step + 1), torch.minimum(seen, full.lengths))
             for each in due:
                 if int(full.lengths[each]) > cache.budget:
                     built[each] = queries(step + 1), min(int(seen[each]), int(full.lengths[each]))
@@ -198,7 +214,7 @@ def test_random_steps_end_where_a_fresh_cache_with_the_same_selection_ends(name,
         cache.follow(11)
     fresh = SelectedCache(full, POLICIES[name](), Shape, tail=8)
     for slot, (query, seen) in built.items():
-        fresh.build([slot], query, torch.full((SLOTS,), seen))
+        build(fresh, [slot], query, torch.full((SLOTS,), seen))
     assert torch.equal(fresh.tokens, full.lengths) and torch.equal(cache.tokens, full.lengths)
     assert torch.equal(cache.lengths, full.lengths.clamp(max=24))
     for slot in range(SLOTS):
@@ -210,7 +226,7 @@ def test_chunk_means_are_appended_and_never_recomputed_but_of_another_sequence()
     full.lengths.copy_(torch.tensor([50, 30, 99]))
     cache = SelectedCache(full, TopChunks(budget=16, chunk=4), Shape, tail=4)
     policy = cache.policy
-    cache.build(range(SLOTS), queries(0), full.lengths)
+    build(cache, range(SLOTS), queries(0), full.lengths)
     first = policy.means_LBCKd.clone()
     for slot, length in enumerate((50, 30, 99)):
         for chunk in range(length // 4):
@@ -219,12 +235,12 @@ def test_chunk_means_are_appended_and_never_recomputed_but_of_another_sequence()
     kept = full.keys.clone()
     full.keys[:, 0, :50] = 0  # what has a mean already is not read again
     full.lengths += 8
-    cache.build([0], queries(1), full.lengths)
+    build(cache, [0], queries(1), full.lengths)
     assert torch.equal(policy.means_LBCKd[:, 0, :12], first[:, 0, :12])
     torch.testing.assert_close(policy.means_LBCKd[:, 0, 13], kept[:, 0, 52:56].mean(1))
     full.keys.copy_(kept * 2)
     cache.reset([0])
-    cache.build([0], queries(1), full.lengths)
+    build(cache, [0], queries(1), full.lengths)
     for chunk in range(14):
         mean = 2 * kept[:, 0, 4 * chunk : 4 * chunk + 4].mean(1)
         torch.testing.assert_close(policy.means_LBCKd[:, 0, chunk], mean)
@@ -266,7 +282,7 @@ def test_the_target_on_a_selected_cache_that_holds_everything_is_the_target(tiny
     model(Pass(tokens[:, :30], cache=full))
     full.commit(None, torch.tensor([30, 21]))
     cache = SelectedCache(full, TopTokens(budget=48, sinks=4), model.config, tail=6)
-    cache.build([0, 1], None, full.lengths)
+    build(cache, [0, 1], None, full.lengths)
     for _ in range(3):  # passes on top of each other, on either cache
         positions = full.lengths[:, None] + torch.arange(2)
         row = torch.stack([tokens[b, int(positions[b, 0]) :][:2] for b in range(2)])

@@ -1,4 +1,4 @@
-"""Penalties and bans against formulas written out for one node, in plain Python and by transformers."""
+"""Penalties and bans, compared with formulas for one node in plain Python and with transformers."""
 
 import random
 from dataclasses import replace
@@ -7,11 +7,12 @@ import pytest
 import torch
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
-from longdraft.infer import sampling as sampling_module
+from longdraft.infer import slot_sampling as sampling_module
 from longdraft.infer.accept import accept
 from longdraft.infer.history import History
 from longdraft.infer.penalties import Penalties
-from longdraft.infer.sampling import SamplingParams, SlotSampling
+from longdraft.infer.sampling import SamplingParams
+from longdraft.infer.slot_sampling import SlotSampling
 from longdraft.infer.slot_state import SlotState
 from longdraft.infer.tree import PAD, TokenTree
 from longdraft.kernels import backend
@@ -38,7 +39,7 @@ MANY = [
 
 
 def by_hand(logits, p: SamplingParams, tokens: list[int], prompt_length: int) -> torch.Tensor:
-    """One row of logits whose node's whole history, itself included, is `tokens`."""
+    """Penalise one row of logits; `tokens` is its node's whole history, itself included."""
     row = [torch.tensor(x, dtype=torch.float32) for x in logits.float().tolist()]
 
     def scaled(value, penalty):
@@ -62,7 +63,7 @@ def histories(count: int, capacity: int, seed: int):
     """Random prompts with random continuations: (History, token lists, prompt lengths, positions)."""
     draw = random.Random(seed)
     history, all_tokens, prompts = History(count, capacity), [], []
-    history.tokens.random_(VOCAB, generator=torch.Generator().manual_seed(seed))  # what lies behind the root is void
+    history.tokens.random_(VOCAB, generator=torch.Generator().manual_seed(seed))  # void beyond the root
     for slot in range(count):
         prompt_length = draw.randint(1, capacity // 2)
         tokens = [draw.randrange(VOCAB) for _ in range(draw.randint(prompt_length, capacity))]
@@ -77,7 +78,7 @@ def histories(count: int, capacity: int, seed: int):
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_penalty_equals_the_formula(seed, dtype):
-    """Alone and side by side, on histories of unequal lengths, shorter and longer than the windows."""
+    """Slots alone and together, with histories of unequal lengths, shorter and longer than the windows."""
     history, all_tokens, prompts, positions = histories(len(MANY), 30, seed)
     logits = (torch.randn(len(MANY), VOCAB, generator=torch.Generator().manual_seed(seed)) * 3).to(dtype)
     logits[:, 5] = -torch.inf
@@ -104,8 +105,8 @@ def test_without_penalties_nothing_is_computed_and_beside_them_no_bit_changes():
 
 @pytest.mark.parametrize("host_knows", [True, False])
 def test_reading_more_of_the_history_changes_nothing(monkeypatch, host_knows):
-    """On a GPU, where lengths are not known to the host, as much is read as there is room for, whatever lies behind the
-    root; elsewhere a long context's room costs nothing."""
+    """On a GPU, where the host does not know lengths, the whole capacity is read, whatever lies behind the root;
+    elsewhere unused capacity costs nothing."""
     history, _, _, positions = histories(len(MANY), 30, 11)
     logits, wide = torch.randn(len(MANY), 3, VOCAB), History(len(MANY), 90)
     wide.tokens[:], wide.prompt_lengths = torch.randint(VOCAB, wide.tokens.shape), history.prompt_lengths
@@ -131,7 +132,7 @@ def test_repetition_penalty_is_transformers():
 
 @pytest.mark.parametrize("seed", range(4))
 def test_accepting_penalises_each_node_for_its_own_ancestors(seed):
-    """Trees on every slot; at each node of the accepted path the choice is that of the path's history written out."""
+    """With a tree on every slot, the choice at each node of the accepted path is that with the path's own history."""
     history, all_tokens, prompts, positions = histories(len(MANY), 24, seed)
     narrow, history = history, History(len(MANY), 34)
     history.tokens[:, :24], history.prompt_lengths = narrow.tokens, narrow.prompt_lengths
@@ -140,7 +141,7 @@ def test_accepting_penalises_each_node_for_its_own_ancestors(seed):
     tree = TokenTree.from_paths([tokens[-1] for tokens in all_tokens], paths)
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(len(MANY), tree.width, VOCAB, generator=generator)
-    # The tree's own children get high logits, so that paths go deep, and penalties turn some of them around.
+    # The tree's own tokens get high logits, so that paths go deep; penalties change some of the choices.
     for b in range(len(MANY)):
         for node in range(1, tree.width):
             if tree.parents[b, node] >= 0:
@@ -164,13 +165,13 @@ def test_accepting_penalises_each_node_for_its_own_ancestors(seed):
 @pytest.mark.parametrize("most_sorted", [1 << 23, 8 * VOCAB * 4])
 @pytest.mark.parametrize("seed", range(4))
 def test_all_nodes_at_once_are_each_node_with_its_path_written_out(monkeypatch, seed, most_sorted):
-    """To the bit: penalised logits and, with every filter, choices; of all nodes together and a few at a time."""
+    """Penalised logits and, with every filter, choices have equal bits, for all nodes at once and a few at a time."""
     monkeypatch.setattr(sampling_module, "MOST_SORTED", most_sorted)
     narrow, all_tokens, _, positions = histories(len(MANY), 24, seed)
     history = History(len(MANY), 34)
     history.tokens[:, :24], history.prompt_lengths = narrow.tokens, narrow.prompt_lengths
     draw = random.Random(seed)
-    # Few tokens, so that paths and histories meet; slots of unequal width, so that there is padding.
+    # Few tokens, so that paths and histories share some; trees of unequal width, so that there is padding.
     paths = [[[draw.randrange(5) for _ in range(draw.randint(1, 6))] for _ in range(3)] for _ in MANY]
     tree = TokenTree.from_paths([tokens[-1] for tokens in all_tokens], paths)
     filters = [{"top_p": 0.8}, {"top_k": 3}, {"min_p": 0.1}, {"eta_cutoff": 0.2}, {}]
@@ -197,7 +198,7 @@ def test_all_nodes_at_once_are_each_node_with_its_path_written_out(monkeypatch, 
 @pytest.mark.parametrize("nodes", [None, 4])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_ranking_with_a_restricted_vocabulary_is_a_part_of_the_whole(nodes, temperature):
-    """Logits of some ids only, in any order: their scores are those of the full ranking at these ids."""
+    """For logits of some ids, in any order, the scores are those of the full ranking at these ids."""
     history, all_tokens, prompts, positions = histories(len(MANY), 30, 2)
     params = [replace(p, temperature=temperature, seed=b) for b, p in enumerate(MANY)]
     logits = torch.randn(len(MANY), *([nodes] if nodes else []), VOCAB)
@@ -206,7 +207,7 @@ def test_ranking_with_a_restricted_vocabulary_is_a_part_of_the_whole(nodes, temp
     sampling = SlotSampling(params, CPU)
     part = sampling.ranking(logits[..., ids], history, positions, 2, ids)
     assert torch.equal(part, whole[..., ids])
-    assert torch.equal(sampling.ranking(logits, history, positions, 2), whole)  # after it, the wider noise
+    assert torch.equal(sampling.ranking(logits, history, positions, 2), whole)  # again, now from the wider noise
     for b, p in enumerate(params):
         row = (logits[b, 1] if nodes else logits[b]).float()
         expected = by_hand(row, p, all_tokens[b], prompts[b])
@@ -228,7 +229,7 @@ def test_bans_name_what_cannot_be():
 
 
 def test_history_writes_stay_inside():
-    """A walk may go past the last position; what it writes there is dropped, and nothing else changes."""
+    """A path may go past the last position; what is written there is dropped, and nothing else changes."""
     history = History(2, 5)
     history.start(0, [1, 2, 3, 4, 5])
     history.start(1, [6])

@@ -1,4 +1,4 @@
-"""The policy: learned rates, measured costs, the width that pays, rest for a drafter that does not."""
+"""The policy: learned rates, measured costs, the width that pays, and rests for a drafter that does not pay."""
 
 import numpy as np
 import pytest
@@ -47,7 +47,7 @@ def test_a_wider_pass_is_never_taken_to_be_cheaper():
 
 
 def test_nodes_that_prove_right_come_first_and_the_others_are_left_out():
-    """Node 3 (class 3) is always right, nodes 1 and 2 never: they are not worth a row each."""
+    """Node 3 (class 3) is always right and nodes 1 and 2 never are, so those are not worth their rows."""
     policy = Policy(8, WIDTHS)
     proposal = tree([[5], [6], [7, 9]])
     for width, seconds in ((1, 1.0), (2, 1.1), (4, 1.5), (8, 3.0)):
@@ -71,11 +71,11 @@ def test_where_nothing_proves_right_decoding_is_plain():
 
 
 def test_unverified_nodes_are_learned_from_too():
-    """What was pruned away is judged by the committed tokens, as far as they reach."""
+    """Pruned nodes are judged by the committed tokens too, as far as those reach."""
     policy = Policy(8, WIDTHS)
     proposal = tree([[5, 6, 7]])
     learn(policy, proposal, [5])  # depth 2 and 3 stay unknown
-    assert policy._slots[0].trials[1] > policy._slots[0].trials[2]
+    assert policy._of_slots[0].trials[1] > policy._of_slots[0].trials[2]
     learn(policy, proposal, [5, 1])  # now depth 2 is known to be wrong, depth 3 never came up
     rates = policy.rates[0]
     assert rates[1] > rates[3] > rates[2]
@@ -154,7 +154,7 @@ def test_without_choosing_every_node_is_verified():
 
 
 def test_the_chosen_width_has_the_most_expected_tokens_a_second():
-    """Against every width, by brute force, on random rates and costs."""
+    """Compare with every width, by brute force, on random rates and costs."""
     torch.manual_seed(1)
     for _ in range(40):
         policy = Policy(16, (1, 2, 3, 4, 6))
@@ -173,8 +173,8 @@ def test_the_chosen_width_has_the_most_expected_tokens_a_second():
 
 @pytest.mark.parametrize("on_host", [True, False])
 def test_the_likeliest_nodes_are_picked_parents_first(monkeypatch, on_host):
-    """Against lists: the product of the rates along every path, the best first, as many as the policy decided; on a
-    device, where the tree is not to be read, with tensors."""
+    """Compare with the product of the rates along every path: the best come first, as many as the policy decided. The
+    pruning computes it from lists, or with tensors as on a device, where the tree must not be read."""
     monkeypatch.setattr(TokenTree, "on_host", on_host)
     torch.manual_seed(2)
     for _ in range(40):
@@ -198,7 +198,7 @@ def test_the_likeliest_nodes_are_picked_parents_first(monkeypatch, on_host):
 
 
 class Sizes(TorchDispatchMode):
-    """The most numbers that an operation made."""
+    """Remembers the size of the largest tensor that an operation made."""
 
     most = 0
 
@@ -210,7 +210,7 @@ class Sizes(TorchDispatchMode):
 
 
 def test_on_a_host_pruning_takes_no_square_of_the_nodes():
-    """Which a static tree of thousands would make of every slot, in every step."""
+    """A static tree of thousands of nodes would otherwise make one for every slot, in every step."""
     policy = Policy(400, (*WIDTHS, 400))
     proposal = TokenTree.from_paths([1], [torch.randint(50, (99, 4), generator=torch.manual_seed(3)).tolist()])
     with Sizes() as sizes:
@@ -239,7 +239,7 @@ def test_where_nothing_pays_most_steps_do_without_a_proposal():
 
 
 def test_steps_of_chance_alone_are_no_loss():
-    """A drafter that brings 1.15 of plain decoding's speed in steps of one or two tokens hardly ever rests."""
+    """A drafter with 1.15 times plain decoding's speed, in steps of one or two tokens, hardly ever rests."""
     generator, policy = torch.Generator().manual_seed(4), Policy(8, WIDTHS)
     policy.costs.record(1, 1.0)
     rested = 0

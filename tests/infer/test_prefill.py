@@ -1,9 +1,9 @@
-"""Prompts that go through the target together: what each gives is what it gives alone."""
+"""Prompts that go through the target together give what each gives alone."""
 
 import pytest
 import torch
 
-from longdraft.infer import runner as runner_module
+from longdraft.infer import slot_pool as slot_pool_module
 from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
 from longdraft.kernels.cpu_impl import rows
@@ -14,7 +14,7 @@ NEW = SamplingParams(max_new_tokens=6, ignore_eos=True)
 
 
 def passes_of(engine: Engine) -> list[tuple[int, int]]:
-    """[B, T] of every pass of the target so far, filled as it decodes."""
+    """The shapes [B, T] of the target's passes so far."""
     shapes = []
     engine.target.model.register_forward_pre_hook(lambda _, args: shapes.append(tuple(args[0].tokens_BT.shape)))
     return shapes
@@ -24,7 +24,7 @@ def passes_of(engine: Engine) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("sizes", [(5, 30, 1, 17), (140, 300, 129, 7)])
 def test_what_a_prompt_gives_does_not_depend_on_the_others(tiny_target, monkeypatch, dtype, sizes, emulated):
-    """Bit for bit: keys, values and states, by PyTorch's products and by the C kernels."""
+    """Keys, values and states have equal bits, with PyTorch's products and with the C kernels."""
     monkeypatch.setattr("longdraft.kernels.linear.emulates_bf16", lambda: emulated)
     model = tiny_target(dtype=dtype, max_positions=512).model
     generator = torch.Generator().manual_seed(0)
@@ -91,8 +91,8 @@ def test_prompts_of_one_token_need_no_pass(tiny_target):
 
 
 def test_a_pass_is_bounded_and_long_prompts_come_alone(tiny_target, monkeypatch):
-    """Rows of a pass, the padding counted, stay below the bound; what takes several chunks is with no other."""
-    monkeypatch.setattr(runner_module, "MOST_PREFILL_TOKENS", 40)
+    """A pass's query tokens, padding counted, stay below the bound; a prompt of several chunks shares no pass."""
+    monkeypatch.setattr(slot_pool_module, "MOST_PREFILL_TOKENS", 40)
     target = tiny_target()
     prompts = [[1] * 11, [2] * 13, [3] * 14, [4] * 13, [5] * 30, [6] * 3]
     alone = [Engine(target).generate([prompt], NEW)[0].tokens for prompt in prompts]

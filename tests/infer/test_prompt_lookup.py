@@ -12,7 +12,8 @@ from longdraft.infer.drafters.base import Request, SlotState
 from longdraft.infer.drafters.prompt_lookup import PromptLookup
 from longdraft.infer.engine import Engine
 from longdraft.infer.history import History
-from longdraft.infer.sampling import SamplingParams, SlotSampling
+from longdraft.infer.sampling import SamplingParams
+from longdraft.infer.slot_sampling import SlotSampling
 from longdraft.models.kv_cache import KVCache
 
 

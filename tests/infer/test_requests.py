@@ -1,4 +1,4 @@
-"""The surface of requests: what they may be, when they end, and that neither neighbours nor slots change an answer."""
+"""Requests: what they may be, when they end, and that neither neighbours nor slots change an answer."""
 
 from dataclasses import replace
 
@@ -26,7 +26,7 @@ DRAFTERS = ["plain", "prompt_lookup", "token_recycling", "prompt_lookup+token_re
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    """Bytes and a few words: characters and stop strings go over the borders of tokens."""
+    """A tokenizer of bytes and a few words, so that characters and stop strings cross the borders of tokens."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -45,7 +45,7 @@ def target(tiny_target, tokenizer):
 
 @pytest.fixture
 def alone(target):
-    """(prompt, params) -> what plain decoding makes of this request without neighbours."""
+    """(prompt, params) -> plain decoding's generation for this request without neighbours."""
     engine = Engine(target)
     return lambda prompt, params: engine.generate([prompt], params)[0]
 
@@ -91,7 +91,7 @@ def test_a_chats_content_may_be_parts_of_text(target):
         ({"role": "user"}, "content is None; give a text"),
         ({"content": "x"}, "role is None; give 'user'"),
         ({"role": 3, "content": "x"}, "role is 3; give 'user'"),
-        ({"role": "user", "content": "a\udcffb"}, "content: byte 0xff at character 1 is no UTF-8"),
+        ({"role": "user", "content": "a\udcffb"}, "content: byte 0xff at character 1 is not UTF-8"),
         ({"role": "user", "content": [{"type": "text", "text": "\ud83d"}]}, "is half a surrogate pair"),
         ({"role": "\ud83d", "content": "x"}, "role: .ud83d at character 0 is half a surrogate pair"),
     ],
@@ -105,7 +105,7 @@ def test_messages_that_are_none(target, message, error):
 @pytest.mark.parametrize(
     ("prompts", "error"),
     [
-        (["a\udc80b"], "prompt 0: byte 0x80 at character 1 is no UTF-8"),
+        (["a\udc80b"], "prompt 0: byte 0x80 at character 1 is not UTF-8"),
         ([[1, True]], r"prompt 0 is \[1, True\]; give a text"),
         ([b"abc"], "prompt 0 is b'abc'; give a text"),
         (b"abc", "prompts: b'abc'; give a text"),
@@ -186,9 +186,9 @@ def test_parameters_out_of_range_are_named(target, name):
 
 def test_params_are_one_or_one_a_prompt(target):
     engine, two = Engine(target), [[1], [2]]
-    with pytest.raises(ValueError, match="params: 1 SamplingParams for 2 prompts; give one, or one a prompt"):
+    with pytest.raises(ValueError, match="params: 1 SamplingParams for 2 prompts; give one, or one for each prompt"):
         engine.generate(two, [SamplingParams()])
-    with pytest.raises(ValueError, match=r"params: .*temperature.*; give SamplingParams, one or one a prompt"):
+    with pytest.raises(ValueError, match=r"params: .*temperature.*; give SamplingParams, one or one for each prompt"):
         engine.generate([[1]], {"temperature": 0.5})
     for settings_ in ({"slots": 0}, {"max_length": 0}, {"max_length": 257}, {"prefill_chunk": 0}, {"nodes": 0}):
         with pytest.raises(ValueError, match=next(iter(settings_))):
@@ -196,7 +196,7 @@ def test_params_are_one_or_one_a_prompt(target):
 
 
 def reference(target, prompt, params, max_length):
-    """Greedy decoding with bans, stop ids and stop strings, written out: every pass over the whole sequence."""
+    """Greedy decoding with bans, stop ids and stop strings, written out: each pass is over the whole sequence."""
     tokens, ends = list(prompt), set(params.stop_token_ids)
     if not params.ignore_eos:
         ends |= set(target.eos_token_ids)
@@ -218,7 +218,7 @@ def reference(target, prompt, params, max_length):
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_ends_are_as_written_out(target, drafter):
-    """Stop strings across the borders of tokens and ones that never come, stop ids, bans, lengths; all in one batch."""
+    """Stop strings across the borders of tokens and some that never come, stop ids, bans and lengths, in one batch."""
     prompts = ["the cat sat on the mat and the dog", [5], "the log. the log. the log.", "a", "sat on", "the", "dog the"]
     words = [target.tokenizer.decode([token]) for token in range(280)]
     ugly = tuple(i for i, word in enumerate(words) if i < 2 or not (word.isascii() and word.isprintable()))
@@ -295,7 +295,7 @@ def test_more_prompts_than_slots(target, alone):
 
 
 def cancelled(engine, prompts, params, rules):
-    """Stream, calling `cancel` by rules {(index, tokens so far): index to cancel}; the generations by index."""
+    """Stream and call `cancel` by rules {(index, tokens so far): index to cancel}. Returns the generations by index."""
     found, counts = {}, dict.fromkeys(range(len(prompts)), 0)
     for piece in engine.stream(prompts, params):
         counts[piece.index] += len(piece.tokens)
@@ -314,11 +314,11 @@ def test_cancellation_mid_stream(target, alone, drafter):
 
     def rules(piece, count):
         if piece.index == 0 and count >= 4 and not piece.generation:
-            return [0, 3, 99]  # itself, one that waits, one that is none
+            return [0, 3, 99]  # itself, one that waits, one that does not exist
         return []
 
     engine = Engine(target, drafter, slots=2)
-    for _ in range(2):  # nothing of a call is left for the next one
+    for _ in range(2):  # nothing is left over for the second call
         found = cancelled(engine, prompts, params, rules)
         assert sorted(found) == list(range(5))
         assert [found[i].tokens for i in (1, 2, 4)] == [free[i] for i in (1, 2, 4)]
@@ -331,7 +331,7 @@ def test_cancellation_mid_stream(target, alone, drafter):
 
 
 def test_cancelling_from_the_piece_of_a_cancelled_one(target):
-    """The last to be cancelled sits on a slot that the engine has already passed by."""
+    """The last one to be cancelled is on a slot that the engine has already gone past."""
     params = SamplingParams(max_new_tokens=200, ignore_eos=True)
 
     def rules(piece, count):
@@ -369,7 +369,7 @@ def test_a_drafter_decodes_for_one_engine_at_a_time(target, alone):
 
 
 def requests():
-    """Prompts and parameters over their whole ranges."""
+    """Prompts and parameters drawn from their whole ranges."""
     params = st.builds(
         SamplingParams,
         temperature=st.sampled_from([0.0, 0.0, 1e-6, 0.7, 1.0, 20.0]),

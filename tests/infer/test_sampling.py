@@ -14,17 +14,19 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from longdraft.infer import sampling as module
+from longdraft.infer import slot_sampling as module
 from longdraft.infer.history import History
-from longdraft.infer.sampling import SamplingParams, SlotSampling, one_each
+from longdraft.infer.sampling import SamplingParams, one_each
+from longdraft.infer.slot_sampling import SlotSampling
 from longdraft.kernels.gumbel import gumbel_noise
 
 CPU = torch.device("cpu")
-NONE = History(8, 64)  # what is before does not matter without penalties
+NONE = History(8, 64)  # without penalties the history does not matter
 
 
 def filtered_by_hand(logits, p: SamplingParams):
-    """top-k, top-p, min-p, eta on one row, each on the renormalised result of the one before; returns the kept ids."""
+    """The ids that top-k, top-p, min-p and eta keep of one row, each applied to the renormalised rest of the one
+    before."""
     probs = {v: float(x) for v, x in enumerate((logits.double() / p.temperature).softmax(0))}
     if p.top_k:
         border = sorted(probs.values(), reverse=True)[min(p.top_k, len(probs)) - 1]
@@ -38,7 +40,7 @@ def filtered_by_hand(logits, p: SamplingParams):
             kept[v] = x
             mass += x / total
         probs = kept
-    # Of so many tokens min-p and eta never drop one, nor what is as probable as the last of them.
+    # The tokens that min-p and eta never drop, with those that are as probable as the last of them.
     least = sorted(probs.values(), reverse=True)[: p.min_tokens_to_keep][-1]
     if p.min_p:
         probs = {v: x for v, x in probs.items() if x >= min(least, p.min_p * max(probs.values()))}
@@ -101,7 +103,7 @@ THEIRS = {
 )  # fmt: skip
 @pytest.mark.parametrize("temperature", [0.6, 1.0, 3.0])
 def test_kept_tokens_are_those_of_transformers(values, temperature):
-    """Theirs in fp64, so that one rounding stands between the two; no border here lies within fp32's 1e-6 of mass."""
+    """Theirs run in fp64, so that only one rounding differs; no border here lies within fp32's 1e-6 of mass."""
     torch.manual_seed(3)
     logits = torch.randn(4, 5000) * torch.tensor([0.5, 1.0, 2.0, 4.0])[:, None]
     params = SamplingParams(temperature=temperature, **values)
@@ -115,7 +117,7 @@ def test_kept_tokens_are_those_of_transformers(values, temperature):
 
 
 def rows_with_ties():
-    """fp32 and bf16 numbers; peaked, flat, all equal, with -inf; the last two need the whole vocabulary."""
+    """Logits in fp32 and bf16: peaked, flat, all equal, with -inf. The last two need the whole vocabulary."""
     torch.manual_seed(4)
     rows = torch.randn(7, 3000) * torch.tensor([6.0, 3, 1, 4, 0, 2, 0.1])[:, None]
     rows[3] = rows[3].bfloat16().float()
@@ -136,7 +138,8 @@ def test_top_p_is_the_same_by_a_part_and_by_the_whole_vocabulary(monkeypatch, to
 
 
 def test_filters_do_not_depend_on_ids_nor_on_the_batch():
-    """Permuting the vocabulary permutes what stays, ties included; a row alone gives the bits it gives among others."""
+    """Permuting the vocabulary permutes what is kept, also with ties. A row has the same bits alone and among
+    others."""
     rows, order = rows_with_ties(), torch.randperm(3000)
     for values in ({"top_k": 40}, {"top_p": 0.7}, {"min_p": 0.1}, {"eta_cutoff": 0.002}, {"top_k": 900, "top_p": 0.9}):
         params = SamplingParams(temperature=1.1, **values)
@@ -189,7 +192,7 @@ def test_greedy_is_the_argmax_and_asks_for_no_noise():
     sampling, positions = SlotSampling([SamplingParams()] * 3, CPU), torch.arange(3)
     assert torch.equal(sampling.choose(logits, NONE, positions), logits.argmax(1))
     assert sampling.ranking(logits, NONE, positions, 1) is logits
-    assert not any(sampling._rows)
+    assert not any(sampling._noise_rows)
 
 
 def test_ranking_is_logits_and_noise_behind_the_root():
@@ -223,14 +226,14 @@ def test_the_best_are_those_that_ranking_puts_first(temperature, restricted, mix
 
 
 def test_noise_is_kept_and_does_not_grow():
-    """The same rows whatever was asked before, of whatever width, forwards and backwards; a row is not made twice."""
+    """Rows are the same whatever position or width was asked for before, and no row is computed twice."""
     sampling = SlotSampling([SamplingParams(temperature=1.0, seed=2**64 - 3), SamplingParams(seed=6)], CPU)
     seeds = torch.tensor([-3, 6])
     for start in [*range(0, 300, 7), 50, 0, 299]:
         positions = torch.tensor([start, 2 * start])
         for vocab in (30, 61, 10):
             assert torch.equal(sampling.noise(positions, vocab), gumbel_noise(seeds, positions[:, None], vocab)[:, 0])
-    assert max(len(rows) for rows in sampling._rows) <= module.KEPT_ROWS
+    assert max(len(rows) for rows in sampling._noise_rows) <= module.KEPT_ROWS
     one = SlotSampling([SamplingParams(temperature=1.0, seed=5)], CPU)
     first, again = (one.noise(torch.tensor([12]), vocab) for vocab in (61, 50))
     assert first.data_ptr() == again.data_ptr()
@@ -280,7 +283,7 @@ def test_noise_is_kept_and_does_not_grow():
         ({"banned_token_ids": b"ab"}, "banned_token_ids=b'ab' must be a list of token ids"),
         (
             {"stop_strings": ["\ud800"]},
-            r"stop_strings: \\ud800 at character 0 is half a surrogate pair and no character",
+            r"stop_strings: \\ud800 at character 0 is half a surrogate pair and not a character",
         ),
     ],
 )
@@ -290,7 +293,7 @@ def test_parameters_out_of_range_name_field_value_and_remedy(values, message):
 
 
 def test_numbers_of_any_kind_are_floats_and_integers():
-    """What torch makes tensors of, whatever number class a caller uses."""
+    """Whatever number class a caller uses, torch can make tensors of the values."""
     given = SamplingParams(
         temperature=Fraction(1, 2), top_p=np.float32(0.5), top_k=np.int64(3), seed=np.uint64(2**63), max_new_tokens=5
     )

@@ -1,4 +1,4 @@
-"""The server, by OpenAI's own client and by clients that misbehave: what it answers is what the engine gives alone."""
+"""The server with OpenAI's own client and with clients that misbehave. Its answers are those of the engine alone."""
 
 import asyncio
 import json
@@ -36,7 +36,7 @@ def target(shared, tmp_path_factory):
 
 @contextmanager
 def served(target, queue=64, slots=3, drafter="token_recycling+prompt_lookup", **settings):
-    """A server on a free port of this machine; its service."""
+    """Run a server on a free port of this machine; yields its service."""
     engine = Engine(target, drafter, slots=slots, max_length=200, prefill_chunk=16, nodes=None)
     service = Service(engine, Settings("tiny", queue=queue, **settings))
     server = service.server = uvicorn.Server(uvicorn.Config(create_app(service), log_level="warning"))
@@ -65,7 +65,7 @@ def client(service):
 
 
 def alone(target, prompt, **params):
-    """What the engine gives, without a server or a drafter."""
+    """What the engine generates without server and drafter."""
     return Engine(target).generate([prompt], SamplingParams(**params))[0]
 
 
@@ -116,7 +116,7 @@ def test_a_streamed_chat_is_the_whole_one(client, target):
 
 
 def test_speculative_figures_agree_with_each_other(client):
-    for _ in range(2):  # the second one's tokens are known to the drafter
+    for _ in range(2):  # the second time, the drafter knows the tokens
         found = client.completions.create(model="tiny", prompt=TEXT * 3, max_tokens=60, temperature=0)
     figures = found.metrics["speculative_decoding"]
     histogram = figures["acceptance_histogram"]
@@ -183,7 +183,7 @@ def test_stops_bans_and_filters_are_the_engines(client, target):
 
 
 def test_a_completion_goes_on_from_its_prompt_with_special_tokens_where_asked(tiny_target):
-    """Words that begin with a blank, as Llama 2's; vLLM's field shows special tokens, but not the end."""
+    """Words begin with a blank, as in Llama 2. vLLM's field shows special tokens, except the end token."""
     words = ["<s>", "</s>", "<x>", "\u2581the", "\u2581cat", "s"]
     backend = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, []))
     backend.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
@@ -205,7 +205,7 @@ def test_a_completion_goes_on_from_its_prompt_with_special_tokens_where_asked(ti
     assert {whole["finish_reason"] for whole in shown} == {"stop", "length"}
     assert any("<x>" in whole["text"] for whole in shown) and any(one["text"].startswith(" cat") for one in plain)
     assert "".join(event["choices"][0]["text"] for event in events) == plain[0]["text"]
-    assert "skip_special_tokens: false is of whole answers" in refused.json()["error"]["message"]
+    assert "skip_special_tokens: false does not go with stream or stop" in refused.json()["error"]["message"]
 
 
 def test_a_chat_without_a_limit_fills_its_positions(client, target):
@@ -234,7 +234,7 @@ def test_models_health_metrics_and_the_page(client, service):
         ({"messages": []}, "messages", "at least 1"),
         ({"messages": "hello"}, "messages", "valid array"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]}]},
-         "messages", "reads text alone"),
+         "messages", "reads only text"),
         ({"messages": [{"content": "x"}]}, "messages", "role is None"),
         ({"messages": [*CHAT, CHAT[0] | {"foo": 1}]}, "messages", "messages.1.foo: unknown; a message has role, "),
         ({"max_tokens": 0}, "max_tokens", "at least 1"),
@@ -245,7 +245,7 @@ def test_models_health_metrics_and_the_page(client, service):
         ({"max_tokens": None, "max_completion_tokens": 999}, "max_completion_tokens", "tion_tokens: 999, but"),
         ({"max_completion_tokens": 3}, "max_completion_tokens", "max_tokens, max_completion_tokens: 4 and 3; give one"),
         ({"max_tokens": -7, "max_completion_tokens": 3}, "max_completion_tokens", "-7 and 3; give one of them"),
-        ({"stream_options": {"include_usage": True}}, "stream_options", "of a stream; give stream too"),
+        ({"stream_options": {"include_usage": True}}, "stream_options", "it is for a stream; give stream too"),
         ({"stream": True, "stream_options": {"foo": 1}}, "stream_options", "stream_options.foo: unknown; the fields "
          "served are include_accepted"),
         ({"temperature": -1}, "temperature", "temperature=-1"),
@@ -270,7 +270,7 @@ def test_models_health_metrics_and_the_page(client, service):
         ({"prompt": ["the", ""]}, "prompt", "prompt 1 has no tokens"),
         ({"prompt": ["the", "x " * 300]}, "prompt", "prompt 1 has 600 tokens; at most 199 fit"),
         ({"prompt": "the", "max_tokens": 300}, "max_tokens", "max_tokens: 300, but the prompt has"),
-        ({"prompt": "x " * 95}, "max_tokens", "max_tokens: 16 where nothing is said, but the prompt has 190 tokens"),
+        ({"prompt": "x " * 95}, "max_tokens", "max_tokens: 16, the default, but the prompt has 190 tokens"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_named(service, body, field, message):
@@ -311,8 +311,8 @@ def test_keys_without_a_value_ask_for_nothing(client):
 
 
 def test_a_chat_template_that_fails_is_the_messages_fault(target, service, monkeypatch):
-    """It reads a tool's arguments as an object: OpenAI's text of one becomes it, another text is refused. One that
-    reads a text has it."""
+    """A template that reads a tool's arguments as an object gets it from OpenAI's JSON text; any other text is refused.
+    A template that reads the text gets the text."""
     template = (
         "{% for m in messages %}{{ m.content or '' }}{% for c in m.tool_calls or [] %}"
         "{% for k, v in c.function.arguments | items %}{{ k }} is {{ v }} {% endfor %}{% endfor %}{% endfor %}"
@@ -362,13 +362,13 @@ def test_a_full_queue_says_when_to_come_again(target, monkeypatch):
                 assert [line for line in first if line][-1] == "data: [DONE]"
                 assert [line for line in two.iter_lines() if line][-1] == "data: [DONE]"
         assert post(service, headers={}).status_code == 200
-        never = post(service, headers={}, n=3)  # however long it waits
+        never = post(service, headers={}, n=3)  # more than fit into an empty queue
         assert never.status_code == 400 and "3 answers in one request, and this server holds 2" in never.text
 
 
 def test_clients_that_misbehave_take_nothing_from_the_others(target):
-    """Many streams on few slots: some read to the end, slowly too, some hang up in the middle, before the first token
-    or in their own request; then every slot is free again."""
+    """Many streams on few slots: some read to the end, also slowly, and some hang up in the middle, before the first
+    token or within their own request. Afterwards every slot is free again."""
 
     async def stream(client, url, seed, kind):
         body = {"prompt": TEXT, "max_tokens": 24, "temperature": 1, "seed": seed, "stream": True, "ignore_eos": True}

@@ -1,4 +1,4 @@
-"""Static shapes: the Cartesian tree, the likeliest nodes."""
+"""Static tree shapes: the Cartesian tree and the likeliest nodes."""
 
 from itertools import combinations
 
@@ -34,7 +34,7 @@ def test_a_child_without_its_parent_is_refused():
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
 def test_likeliest_nodes_is_the_best_tree_of_its_size(count):
-    """Against every valid tree of that size."""
+    """Compared with every valid tree of that size."""
     everything = TreeShape.cartesian((3, 3, 3)).nodes
 
     def valid(nodes):

@@ -1,4 +1,4 @@
-"""Text from tokens as they come, and stop strings, against decoding everything again for every token."""
+"""Streamed text and stop strings, compared with decoding all tokens again for every new one."""
 # ruff: noqa: RUF001 (the letters are meant)
 
 import pytest
@@ -23,7 +23,7 @@ def tokenizer():
 
 
 def texts_and_noise():
-    """Token lists: pieces of real text in any order, cut anywhere, with any other token between."""
+    """Token lists: pieces of real text in any order, cut anywhere, with any other tokens between them."""
     piece = st.tuples(st.sampled_from(TEXTS), st.integers(0, 40), st.integers(1, 40))
     return st.lists(st.one_of(piece, st.integers(0, 49151)), max_size=8)
 
@@ -40,7 +40,7 @@ def tokens_of(tokenizer, parts) -> list[int]:
 
 
 def finished(tokenizer, tokens) -> str:
-    """The whole text of these tokens, but what may be within a character."""
+    """The text of these tokens, without bytes at its end that may become a character."""
     text = tokenizer.decode(tokens, skip_special_tokens=True)
     return text[: len(text) - min(3, len(text) - len(text.rstrip(UNFINISHED)))]
 
@@ -93,7 +93,7 @@ def test_special_tokens_are_no_text_and_cost_nothing(tokenizer):
 
 
 def leading_space_tokenizer():
-    """Sentence-piece style: a word's space is part of its token and is dropped at the beginning of a text."""
+    """As in SentencePiece, a word's space is part of its token and is dropped at the beginning of a text."""
     from tokenizers import Tokenizer, decoders, models
     from transformers import PreTrainedTokenizerFast
 
@@ -115,7 +115,7 @@ def test_a_leading_space_tokenizer_is_read_the_same():
 
 
 def test_a_text_behind_a_prompt_goes_on_from_its():
-    """As vLLM has it: prompt and text together are what was decoded. The face's last byte would spoil the next."""
+    """As in vLLM, prompt and text together are the decoded tokens. The face's last byte would spoil the next one."""
     tokenizer = leading_space_tokenizer()
     face = [5, 6, 7, 8]
     for prompt, tokens, text in [

@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from longdraft.infer.draft_pass_trial import TRIAL_STEPS, DraftPassTrial
 from longdraft.infer.drafters.combine import Combined
 from longdraft.infer.drafters.ngrams import NgramTable
 from longdraft.infer.drafters.tokenswift import tokenswift
 from longdraft.infer.engine import Engine
 from longdraft.infer.partial_cache import SelectedCache
-from longdraft.infer.policy import TRIAL_STEPS, DraftPassChoice
 from longdraft.infer.sampling import SamplingParams
 from longdraft.infer.shape import TreeShape, likeliest_nodes
 from longdraft.infer.tree import PAD, ROOT
@@ -175,7 +175,7 @@ def test_the_selected_cache_holds_the_rows_of_a_fresh_prefill(tiny_target, heads
     drafter = drafter_for(target, draft_pass="always", budget=30, sinks=4)
     params = [SamplingParams(temperature=0.7, seed=i, max_new_tokens=count) for i, count in enumerate((90, 20, 69))]
     engine = Engine(target, drafter, slots=2)
-    engine.runner._empty = lambda slot: None  # a slot is looked at as its request leaves it
+    engine.pool._empty = lambda slot: None  # a slot is looked at as its request leaves it
     result = engine.generate(prompts(50, 9, 33), params)
     selected = heads_of(drafter)._selected
     for slot, generation in enumerate((result[0], result[2])):
@@ -223,7 +223,7 @@ def test_auto_takes_what_its_clock_says_is_cheaper_and_says_so(tiny_target, draf
         short.stats.decisions["draft_pass"] == "never: up to 44 tokens of context the selected cache is the whole one"
     )
     assert heads_of(drafter)._selected is None
-    (result,) = engine.generate(prompts(45), SamplingParams(temperature=0.5, seed=2, max_new_tokens=40))
+    (result,) = engine.generate(prompts(45), SamplingParams(temperature=0.5, seed=6, max_new_tokens=40))
     words = result.stats.decisions["draft_pass"]
     assert words.startswith(f"{decided}: ") and words.endswith("ms a token after 16 steps at 45 tokens of context")
     better, worse = float(words.split()[1]), float(words.split()[3])
@@ -237,7 +237,7 @@ def test_auto_takes_what_its_clock_says_is_cheaper_and_says_so(tiny_target, draf
 
 
 def test_the_choice_goes_by_the_median_step_and_the_mean_tokens():
-    choice = DraftPassChoice(budget=100)
+    choice = DraftPassTrial(budget=100)
     choice.plan(101)
     for step in range(TRIAL_STEPS):
         choice.record(False, 99.0 if step == 3 else 1.0, 2 + step % 2)
@@ -265,7 +265,7 @@ def test_a_rewind_leaves_what_a_fresh_drafter_has(target):
     assert int(own.at_B[0]) == -2
     at = {"roots": torch.tensor([text[-1]]), "positions": torch.tensor([49]), "committed": [text]}
     stands = replace(engine.runner.state, **at)
-    ngrams.tries(stands, ngrams.asked(stands).tolist(), 9)
+    ngrams.tries(stands, ngrams.device_rows(stands).tolist(), 9)
     assert ngrams._tables[0].tokens == text
 
 

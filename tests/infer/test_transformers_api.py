@@ -19,6 +19,7 @@ from transformers import (
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from longdraft.infer import transformers_api as api
+from longdraft.infer import transformers_arguments as arguments
 from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
 from longdraft.infer.transformers_api import forget, generate
@@ -230,18 +231,18 @@ def test_what_is_not_done_is_refused_by_name(model, name):
 
 
 def test_every_field_is_done_or_refused():
-    """A field that a later transformers adds is refused from its first value on, not ignored."""
+    """A field that a later transformers adds is refused as soon as it has a value, not ignored."""
     fields = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
-    assert fields > api.DONE | api.SAMPLING_ONLY | api.NEUTRAL.keys()
+    assert fields > arguments.SUPPORTED | arguments.SAMPLING_ONLY | arguments.NEUTRAL.keys()
     config = GenerationConfig()
     config.update(**GenerationConfig._get_default_generation_params())
-    api._refuse_what_is_not_done(config, {"logits_processor": LogitsProcessorList(), "position_ids": None})
-    for name in fields - api.DONE - {"transformers_version"}:
+    arguments.refuse_unsupported(config, {"logits_processor": LogitsProcessorList(), "position_ids": None})
+    for name in fields - arguments.SUPPORTED - {"transformers_version"}:
         changed = GenerationConfig()
         setattr(changed, name, "something")
         changed.do_sample = True
-        with pytest.raises(ValueError, match=f"^{name}='something' is not done here"):
-            api._refuse_what_is_not_done(changed, {})
+        with pytest.raises(ValueError, match=f"^{name}='something' is not supported here"):
+            arguments.refuse_unsupported(changed, {})
 
 
 @pytest.mark.parametrize(
@@ -254,7 +255,7 @@ def test_every_field_is_done_or_refused():
         ({"do_sample": True, "temperature": 0.0}, "temperature"),
         ({"do_sample": True, "top_p": 1.5}, "top_p"),
         ({"do_sample": True, "top_k": -1}, "top_k"),
-        ({"do_sample": True, "typical_p": 0.5}, "typical_p=0.5 is not done"),
+        ({"do_sample": True, "typical_p": 0.5}, "typical_p=0.5 is not supported"),
         ({"do_sample": True, "seed": "one"}, "seed='one'"),
         ({"repetition_penalty": 0.0}, "repetition_penalty"),
         ({"suppress_tokens": list(range(97))}, "all tokens are banned"),
@@ -350,7 +351,7 @@ def test_calls_of_several_threads(model):
 
 
 def test_real_text_with_stop_strings(smollm2, tokenizer):
-    """SmolLM2 in fp32: a ragged batch, end token and stop strings, also one that begins in the prompt."""
+    """SmolLM2 in fp32, with a ragged batch, an end token and stop strings, one of which begins in the prompt."""
     texts = ["The capital of France is", "1, 2, 3, 4,", "def fibonacci(n):\n    if n <= 1:\n        return n\n"]
     tokenizer.padding_side = "left"
     inputs = dict(tokenizer(texts, return_tensors="pt", padding=True))

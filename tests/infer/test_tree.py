@@ -1,11 +1,10 @@
-"""The trie: shapes, derived masks against paths, join and padding."""
+"""TokenTree and Trie: shapes, masks compared with paths, taking and padding nodes."""
 
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longdraft.infer.tree import PAD, ROOT, TokenTree
-from longdraft.infer.trie import Trie, as_tree
+from longdraft.infer.tree import PAD, ROOT, TokenTree, Trie
 
 TOKENS = st.integers(0, 4)
 PATHS = st.lists(st.lists(TOKENS, max_size=5), max_size=8)
@@ -66,14 +65,14 @@ def test_with_tokens_shares_the_shape():
 
 @st.composite
 def forests(draw):
-    """Trees of three sequences of unequal size, as paths."""
+    """Paths of trees of three sequences, of unequal sizes."""
     return draw(st.lists(PATHS, min_size=3, max_size=3))
 
 
 @settings(max_examples=60, deadline=None)
 @given(forest=forests(), data=st.data())
 def test_take_keeps_the_trie_of_the_nodes_taken(forest, data):
-    """Any order that has parents before children; paths, classes, masks and depths follow their nodes."""
+    """In any order with parents before children, paths, classes, masks and depths follow their nodes."""
     tree = TokenTree.from_paths([1, 2, 3], forest)
     tree = tree.pad_to(tree.width + 1)
     tree = TokenTree(tree.tokens, tree.parents, torch.randint(9, tree.tokens.shape))
@@ -108,7 +107,7 @@ def real_nodes(tree, slot):
 @settings(max_examples=60, deadline=None)
 @given(forest=forests(), extra=st.integers(0, 3))
 def test_a_trie_made_on_the_host_is_the_tree_of_its_paths(forest, extra):
-    """Nodes, and the masks and depths that come with it, slots of unequal size."""
+    """Nodes, masks and depths are equal, for slots of unequal sizes."""
     tries = [Trie(root) for root in (1, 2, 3)]
     for trie, paths in zip(tries, forest, strict=True):
         for path in paths:
@@ -117,7 +116,7 @@ def test_a_trie_made_on_the_host_is_the_tree_of_its_paths(forest, extra):
                 child = trie.child(node, token)
                 node = trie.add(node, token, kind=10 * node + token) if child is None else child
         assert sum(trie.degree(node) for node in range(len(trie))) == len(trie) - 1
-    tree, plain = as_tree(tries), TokenTree.from_paths([1, 2, 3], forest)
+    tree, plain = TokenTree.from_tries(tries), TokenTree.from_paths([1, 2, 3], forest)
     assert torch.equal(tree.tokens, plain.tokens) and torch.equal(tree.parents, plain.parents)
     assert torch.equal(tree.ancestors, plain.ancestors) and torch.equal(tree.depths, plain.depths)
     there = tree.parents >= 0
@@ -129,7 +128,7 @@ def test_a_trie_made_on_the_host_is_the_tree_of_its_paths(forest, extra):
 @settings(max_examples=40, deadline=None)
 @given(forest=forests())
 def test_a_node_sees_its_own_prefix_and_nothing_else(forest):
-    """The mask against the paths: the nodes that a node sees spell its path."""
+    """The nodes that a node sees spell its path."""
     tree = TokenTree.from_paths([1, 2, 3], forest)
     for b in range(3):
         for node, path in zip(real_nodes(tree, b), tree.paths()[b], strict=True):

@@ -15,7 +15,7 @@ VOCAB = 7
 
 @pytest.fixture(params=["reference", "triton"])
 def implementation(request, monkeypatch):
-    """The function under test, through the public one for Triton's."""
+    """The function under test; Triton's goes through the public function."""
     if request.param == "reference":
         return reference
     found = import_module("longdraft.kernels.triton_impl.accepted_path")
@@ -29,7 +29,7 @@ def on_device(*given):
 
 
 def tries(n_slots, n_nodes, seed, chain=False):
-    """Tokens and parents of tries with some padding at their ends, siblings different, and choices that often agree."""
+    """Tokens and parents of tries, some padded at their ends, with different siblings, and choices that often agree."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(most):
@@ -46,7 +46,7 @@ def tries(n_slots, n_nodes, seed, chain=False):
             slot_parents.append(parent)
             taken.add((parent, slot_tokens[-1]))
         picked = [draw(VOCAB) for _ in range(n_nodes)]
-        for node in reversed(range(1, real)):  # the first child of a node is chosen, mostly
+        for node in reversed(range(1, real)):  # mostly, a node's first child is chosen
             if draw(8):
                 picked[slot_parents[node]] = slot_tokens[node]
         tokens.append(slot_tokens + [0] * (n_nodes - real))
@@ -56,7 +56,7 @@ def tries(n_slots, n_nodes, seed, chain=False):
 
 
 def by_lookup(tokens, parents, choices, max_depth):
-    """One slot's path."""
+    """One slot's path, by a dict."""
     children = {(p, t): n for n, (p, t) in enumerate(zip(parents, tokens, strict=True)) if p >= 0}
     path = [0]
     while len(path) <= max_depth and (child := children.get((path[-1], choices[path[-1]]))) is not None:
@@ -79,12 +79,12 @@ def test_the_path_is_that_of_a_look_up(implementation, n_nodes, max_depth, chain
         assert rows[slot, : len(path)].tolist() == path
         assert chosen[slot, : len(path)].tolist() == [lists[2][node] for node in path]
         assert int(counts[slot]) == (len(path) if active[slot] else 0)
-        assert set(rows[slot, len(path) :].tolist()) <= {path[-1]}, "behind the path stands its last node"
+        assert set(rows[slot, len(path) :].tolist()) <= {path[-1]}, "the last node repeats behind the path"
         assert set(chosen[slot, len(path) :].tolist()) <= {lists[2][path[-1]]}
 
 
 def test_paths_of_every_length_occur():
-    """The tries above are no easy ones: paths that end at once, on the way and at the depth allowed."""
+    """The tries above are not easy: paths end at once, on the way and at the depth allowed."""
     tokens, parents, choices = tries(40, 30, seed=3)
     counts = reference(tokens, parents, choices, torch.ones(40, dtype=torch.bool), 4)[2]
     assert set(counts.tolist()) == {1, 2, 3, 4, 5}

@@ -1,17 +1,18 @@
-"""The best tokens of rows: the plain reference's, in C too."""
+"""The best tokens of rows: C against the plain reference."""
 
 import pytest
 import torch
 
 from longdraft.kernels.best_tokens import MOST_TOKENS, best_tokens
-from longdraft.kernels.cpu_impl import rows
+from longdraft.kernels.cpu_impl import library, tokens
 from longdraft.kernels.reference.best_tokens import best_tokens as reference
 
+both = pytest.mark.parametrize("best", [best_tokens, reference], ids=["C", "reference"])
 SIZES = [(1, 1, 5, 3), (1, 1, 2048, 8), (2, 3, 2049, 16), (1, 16, 16384, 16), (3, 1, 5000, 1), (1, 2, 70, 70)]
 
 
 def test_c_knows_how_long_a_part_is():
-    assert f"#define PART_WORDS {rows.PART_WORDS}\n" in (rows.FOLDER / "best_tokens.inc").read_text()
+    assert f"#define PART_WORDS {tokens.PART_WORDS}\n" in (library.FOLDER / "best_tokens.inc").read_text()
 
 
 @pytest.mark.parametrize("noisy", ["no noise", "noise", "noise by ids"])
@@ -29,7 +30,7 @@ def test_they_are_the_references(c_kernels, size, dtype, noisy):
     found, words = best_tokens(logits.to(dtype), count, divisors, noise, ids)
     log_probs, expected = reference(logits.to(dtype), count, divisors, noise, ids)
     torch.testing.assert_close(found, log_probs, rtol=1e-5, atol=1e-5)
-    # Of equal scores either may be named: what is named has the score.
+    # Of equal scores either may be named: check that the named token has the score.
     wide, _ = reference(logits.to(dtype), vocab, divisors, noise, ids)
     of_word = torch.empty_like(wide).scatter_(2, reference(logits.to(dtype), vocab, divisors, noise, ids)[1], wide)
     torch.testing.assert_close(of_word.gather(2, words), log_probs, rtol=1e-5, atol=1e-5)
@@ -37,32 +38,30 @@ def test_they_are_the_references(c_kernels, size, dtype, noisy):
     assert words.shape == expected.shape and words.dtype == torch.int64
 
 
-@pytest.mark.parametrize("way", ["C", "reference"])
-def test_of_equal_scores_none_is_named_twice_and_what_cannot_be_is_at_minus_infinity(c_kernels, way):
-    ways = {"C": best_tokens, "reference": reference}
+@both
+def test_of_equal_scores_none_is_named_twice_and_what_cannot_be_is_at_minus_infinity(c_kernels, best):
     logits, one = torch.full((1, 3, 3000), -torch.inf), torch.ones(1)
     logits[0, 0, [7, 2500]], logits[0, 1] = 1.0, 2.0
-    log_probs, words = ways[way](logits, 4, one)
+    log_probs, words = best(logits, 4, one)
     assert sorted(words[0, 0, :2].tolist()) == [7, 2500] and len(set(words[0, 1].tolist())) == 4
     torch.testing.assert_close(log_probs[0, 0], torch.tensor([0.5, 0.5, 0, 0]).log())
     torch.testing.assert_close(log_probs[0, 1], torch.full((4,), 1 / 3000).log())
     assert log_probs[0, 2].isneginf().all()
     one_alone = torch.full((1, 1, 3000), -torch.inf).index_fill_(2, torch.tensor([1]), 0.0)
-    for row in (words[0, 2], ways[way](one_alone, 4)[1][0, 0]):
+    for row in (words[0, 2], best(one_alone, 4)[1][0, 0]):
         assert len(set(row.tolist())) == 4
 
 
-@pytest.mark.parametrize("way", ["C", "reference"])
-def test_a_broken_row_gives_words_that_exist(c_kernels, way):
-    ways = {"C": best_tokens, "reference": reference}
+@both
+def test_a_broken_row_gives_words_that_exist(c_kernels, best):
     logits = torch.randn(1, 4, 2100)
     logits[0, 0], logits[0, 1, 2099], logits[0, 2, 3] = torch.nan, torch.nan, torch.inf
-    log_probs, words = ways[way](logits, 5, torch.ones(1))
+    log_probs, words = best(logits, 5, torch.ones(1))
     assert log_probs[0, :3].isneginf().all() and log_probs[0, 3].isfinite().all()
-    assert ways[way](logits[..., :2049].clone().index_fill_(2, torch.tensor([2048]), torch.nan), 5)[0].isneginf().all()
+    assert best(logits[..., :2049].clone().index_fill_(2, torch.tensor([2048]), torch.nan), 5)[0].isneginf().all()
     empty = torch.full((1, 1, 4100), -torch.inf)
     empty[0, 0, :9], empty[0, 0, 4000] = 1.0, torch.nan
-    assert ways[way](empty, 5)[0].isneginf().all()
+    assert best(empty, 5)[0].isneginf().all()
     assert ((words >= 0) & (words < 2100)).all()
 
 

@@ -1,4 +1,4 @@
-"""kernels/chain_attention.py, all its ways on a CPU, against the reference and bf16's own error; and no mask in any."""
+"""kernels/chain_attention.py: every implementation, on a CPU, against the reference; no masks; the error of bf16."""
 
 from types import SimpleNamespace
 
@@ -22,14 +22,14 @@ def trees(shared):
 
 
 def varlen(q, k, v, q_borders, k_borders, most_queries, most_keys, window):
-    """In the place of flash-attention's kernel."""
+    """Stands in for flash-attention's kernel."""
     pieces = [(q_borders[i : i + 2].tolist(), k_borders[i : i + 2].tolist()) for i in range(len(q_borders) - 1)]
     assert most_queries == max(b - a for (a, b), _ in pieces) and most_keys >= max(b - a for _, (a, b) in pieces)
     return segments.segment_attention(q, k, v, [(*rows, *keys) for rows, keys in pieces], window)
 
 
 def few_rows(q, keys, values, lengths, bits, depths, is_tree, window):
-    """In the place of Triton's kernel: at most 128 rows, nothing behind the pass's own is read."""
+    """Stands in for Triton's kernel: at most 128 rows; nothing behind the pass's own rows is read."""
     assert q.shape[1] <= 128 and not is_tree and depths.shape == q.shape[:2] and bits.shape == (*q.shape[:2], 2)
     return reference.tree_attention(q, keys, values, lengths, None, window), None
 
@@ -37,10 +37,7 @@ def few_rows(q, keys, values, lengths, bits, depths, is_tree, window):
 def all_committed(q, keys, values, lengths):
     assert q.shape[1] <= 128
     blind = torch.zeros(len(q), q.shape[1], q.shape[1], dtype=torch.bool)
-    return (
-        reference.tree_attention(q, keys, values, lengths, blind),
-        reference.log_sum_exp(q, keys, lengths, blind),
-    )
+    return reference.tree_attention(q, keys, values, lengths, blind), reference.log_sum_exp(q, keys, lengths, blind)
 
 
 KERNELS = SimpleNamespace(tree_attention=few_rows, cross_attention=all_committed)
@@ -61,15 +58,15 @@ def test_all_ways_give_what_the_reference_gives(no_masks, trees, lengths, n_rows
         torch.testing.assert_close(found, want, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("way", ["c", "parts", "flash", "slices"])
+@pytest.mark.parametrize("implementation", ["c", "parts", "flash", "slices"])
 @pytest.mark.parametrize("window", [None, 5, 64])
-def test_prompts(trees, monkeypatch, request, way, window):
-    """Padded behind their ends, where anything may stand."""
-    if way == "c":
+def test_prompts(trees, monkeypatch, request, implementation, window):
+    """Prompts are padded, and the output in the padding is arbitrary."""
+    if implementation == "c":
         request.getfixturevalue("c_kernels")
-    monkeypatch.setattr(chain_attention.rows, "can_attend", lambda _: way == "c")
-    monkeypatch.setattr(backend, "varlen_attention_for", lambda _: varlen if way == "flash" else None)
-    monkeypatch.setattr(backend, "triton_kernels", lambda *_: KERNELS if way == "slices" else None)
+    monkeypatch.setattr(chain_attention.rows, "can_attend", lambda _: implementation == "c")
+    monkeypatch.setattr(backend, "varlen_attention_for", lambda _: varlen if implementation == "flash" else None)
+    monkeypatch.setattr(backend, "triton_kernels", lambda *_: KERNELS if implementation == "slices" else None)
     prompts = [300, 1, 0, 129, 77]
     q, k, v = (trees.draw(5, 300, heads, 16, seed=heads) for heads in (6, 2, 2))
     found = prompt_attention(q, k, v, prompts, window)

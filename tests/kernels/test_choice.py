@@ -1,4 +1,4 @@
-"""kernels/choice.py: the same tokens from every implementation, ties, infinities and NaN; the kernel's noise itself."""
+"""kernels/choice.py: the same tokens from every implementation; ties, infinities and NaN; the kernel's noise."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ TEMPERATURES = torch.tensor([0.7, 0.0, 1.5])
 
 @pytest.fixture(params=["node by node", "triton"])
 def implementation(request, monkeypatch):
-    """The function under test; `choose` with and without Triton, so that both its ways are taken."""
+    """The function under test: `choose` with and without Triton."""
     if request.param == "triton":
         monkeypatch.setattr(backend, "triton_kernels", lambda name, device_type: kernel)
     return on_device if request.param == "triton" else choose
@@ -31,7 +31,7 @@ def on_device(*given):
 
 
 def poisoned(vocab, dtype=torch.float32):
-    """Logits [3, 2, V] whose rows lie apart, NaN between them."""
+    """Logits [3, 2, V] whose rows are apart in memory, with NaN between them."""
     generator = torch.Generator().manual_seed(vocab)
     wide = torch.full((3, 3, vocab + 9), float("nan"), dtype=dtype)
     wide[:, :2, 2 : vocab + 2] = torch.randn(3, 2, vocab, generator=generator).to(dtype)
@@ -56,7 +56,7 @@ def test_the_reference_is_the_formula():
             noise = gumbel_noise(SEEDS[slot : slot + 1], POSITIONS[slot : slot + 1, node : node + 1], 300)[0, 0]
             scores = logits[slot, node] / temperature + noise if temperature else logits[slot, node]
             assert int(chosen[slot, node]) == int(scores.argmax())
-    assert (chosen[0] != logits[0].argmax(-1)).any(), "the noise is to matter here"
+    assert (chosen[0] != logits[0].argmax(-1)).any(), "the noise should matter here"
 
 
 def test_a_choice_depends_on_its_own_row_alone(implementation):
@@ -71,7 +71,7 @@ def test_a_choice_depends_on_its_own_row_alone(implementation):
 def test_of_equal_scores_the_lowest_id(implementation):
     logits = torch.full((3, 1, 3 * BLOCK), -2.0)
     logits[0, 0, [BLOCK + 5, BLOCK + 9, 2 * BLOCK + 1]] = 1.0
-    logits[1, 0, BLOCK + 3], logits[1, 0, 40] = -0.0, 0.0  # equal, whatever their sign
+    logits[1, 0, BLOCK + 3], logits[1, 0, 40] = -0.0, 0.0  # equal in spite of the sign
     logits[2, 0, 2 * BLOCK :], logits[2, 0, BLOCK + 7] = 0.0, -0.0
     given = logits, SEEDS, POSITIONS[:, :1], torch.zeros(3)
     assert implementation(*given)[:, 0].tolist() == [BLOCK + 5, 40, BLOCK + 7]
@@ -117,7 +117,7 @@ def store_noise(p_seed, p_position, p_words, p_noise, N: tl.constexpr):
 
 
 def test_the_kernels_noise_is_the_references():
-    """Words bit for bit; two logarithms follow, each of which may differ in its last bits."""
+    """Words are equal bit for bit. Two logarithms follow, each of which may differ in its last bits."""
     generator = torch.Generator().manual_seed(0)
     seeds = torch.cat([SEEDS, torch.randint(-(2**63), 2**63 - 1, (5,), generator=generator)])
     positions = torch.cat([torch.tensor([0, 2**32 - 1, 2**31]), torch.randint(2**32, (5,), generator=generator)])

@@ -1,4 +1,4 @@
-"""Where the C kernels cannot be had: one line says why, and PyTorch serves with the same tokens."""
+"""Without the C kernels one line says why, and PyTorch serves with the same tokens."""
 
 import os
 import re
@@ -8,19 +8,19 @@ import torch
 
 from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
-from longdraft.kernels.cpu_impl import rows
+from longdraft.kernels.cpu_impl import library
 
 
 @pytest.fixture(autouse=True)
 def nothing_known():
-    """`library` is asked anew, in the test and behind it."""
-    rows.library.cache_clear()
+    """Forget the loaded library before and after the test."""
+    library.library.cache_clear()
     yield
-    rows.library.cache_clear()
+    library.library.cache_clear()
 
 
 def without_a_compiler(monkeypatch, tmp_path):
-    monkeypatch.setattr(rows, "_lacks_avx2", lambda: False)
+    monkeypatch.setattr(library, "_lacks_avx2", lambda: False)
     monkeypatch.setenv("LONGDRAFT_CPU_KERNELS", "1")
     monkeypatch.setenv("CC", str(tmp_path / "cc"))
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -57,12 +57,10 @@ def test_pytorch_serves_and_one_line_says_why(absence, monkeypatch, tmp_path, ca
     outputs = []
     for drafter in ("plain", "token_recycling+prompt_lookup"):
         engine = Engine(tiny_target(), drafter=drafter)
-        outputs.append(
-            [found.tokens for found in engine.generate([[5, 6, 7, 5, 6]], SamplingParams(max_new_tokens=20))]
-        )
+        outputs.append(engine.generate([[5, 6, 7, 5, 6]], SamplingParams(max_new_tokens=20))[0].tokens)
         low = Engine(tiny_target(dtype=torch.bfloat16), drafter=drafter)
         assert len(low.generate([[5, 6, 7]], SamplingParams(max_new_tokens=9))[0].tokens) == 9
-    assert rows.library() is None and outputs[0] == outputs[1]
+    assert library.library() is None and outputs[0] == outputs[1]
     said = [line for line in capfd.readouterr().err.splitlines() if line]
     expected = SAID[absence]
     assert len(said) == (expected is not None), said
@@ -71,15 +69,15 @@ def test_pytorch_serves_and_one_line_says_why(absence, monkeypatch, tmp_path, ca
 
 def test_other_processors_need_no_avx2(monkeypatch):
     without_avx2(monkeypatch, None)
-    monkeypatch.setattr(rows, "_compiler", lambda: "cc")
-    assert "AVX2" in rows.obstacle()
+    monkeypatch.setattr(library, "_compiler", lambda: "cc")
+    assert "AVX2" in library.obstacle()
     monkeypatch.setattr("platform.machine", lambda: "aarch64")
-    assert rows.obstacle() is None
+    assert library.obstacle() is None
 
 
 @pytest.mark.parametrize("home", ["none", "not there", "not to be written"])
 def test_without_a_cache_folder_of_its_own_a_user_has_one_among_the_temporary(home, monkeypatch, tmp_path):
-    """As under an arbitrary user id of a container. What is built already is taken from where it is."""
+    """As in a container with an arbitrary user id. A library that is already built is used where it is."""
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
     own, other = tmp_path / "home" / ".cache" / "longdraft", tmp_path / f"longdraft-{os.getuid()}"
@@ -89,18 +87,18 @@ def test_without_a_cache_folder_of_its_own_a_user_has_one_among_the_temporary(ho
         monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
     if home == "not to be written":
         monkeypatch.setattr("os.access", lambda path, mode: False)
-    assert rows._place("rows.so") == other / "rows.so" and other.stat().st_mode & 0o777 == 0o700
+    assert library._place("rows.so") == other / "rows.so" and other.stat().st_mode & 0o777 == 0o700
     if home == "not to be written":
         (own / "rows.so").touch()
-        assert rows._place("rows.so") == own / "rows.so"
+        assert library._place("rows.so") == own / "rows.so"
 
 
 def test_another_users_folder_is_not_trusted(monkeypatch, tmp_path, capfd):
     monkeypatch.setenv("LONGDRAFT_CPU_KERNELS", "1")
-    monkeypatch.setattr(rows, "_lacks_avx2", lambda: False)
+    monkeypatch.setattr(library, "_lacks_avx2", lambda: False)
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nothing")
     monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / f"longdraft-{os.getuid()}").symlink_to(tmp_path / "elsewhere")
-    assert rows.library() is None
+    assert library.library() is None
     assert re.search(r"set XDG_CACHE_HOME to a folder .* is another user's", capfd.readouterr().err)

@@ -1,9 +1,9 @@
-"""The C kernels: right against fp64, and bit for bit independent of the other rows of a pass."""
+"""The C kernels: correct against fp64, and bit for bit independent of the other rows of a pass."""
 
 import pytest
 import torch
 
-from longdraft.kernels.cpu_impl import rows
+from longdraft.kernels.cpu_impl import rows, threads
 from longdraft.kernels.linear import linear
 from longdraft.kernels.reference.rotate import HeadNorms
 from longdraft.kernels.reference.rotate import rotate as reference_rotate
@@ -29,7 +29,7 @@ def random_tree(width, generator):
 
 
 def cache_with(keys, values, capacity):
-    """Both in a larger allocation, NaN behind their rows and with different strides."""
+    """Both in larger tensors of different strides, with NaN behind their rows."""
     batch, n, heads, width = keys.shape
     k = torch.full((batch, capacity, heads, width), torch.nan, dtype=keys.dtype)
     v = torch.full((batch, heads, capacity, width + 8), torch.nan, dtype=keys.dtype)[..., :width].transpose(1, 2)
@@ -41,7 +41,7 @@ def cache_with(keys, values, capacity):
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
 def test_fused_parts_round_like_separate_operations(m, gated, bias):
-    """Norm, gate and residual in one call, against each on its own in fp64 with a rounding to bf16 behind it."""
+    """Norm, gate and residual in one call, against each in fp64 with a rounding to bf16 after it."""
     torch.manual_seed(m)
     x, weight, w_norm = torch.randn(m, 64).bfloat16() * 3, torch.randn(96, 64).bfloat16(), torch.randn(64).bfloat16()
     b = torch.randn(96).bfloat16() if bias else None
@@ -60,7 +60,7 @@ def test_fused_parts_round_like_separate_operations(m, gated, bias):
         return linear(x[part], weight, b, norm=(w_norm, 1e-5), gated=gated, residual=added)
 
     ours = call(slice(None))
-    # fp32 sums may fall on the other side of a rounding border, so a few numbers are one bf16 step off; none is more.
+    # fp32 sums may fall on the other side of a rounding border, so a few numbers are one bf16 step off, and none more.
     assert (ours.double() == exact).float().mean() > 0.95
     assert ((ours.double() - exact).abs() <= exact.abs() * 2**-5 + 0.1).all()
     assert torch.equal(torch.cat([call(slice(i, i + 1)) for i in range(m)]), ours)
@@ -79,7 +79,7 @@ def test_rotation_equals_the_reference_bit_for_bit(slots, shared):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("slots", "n_rows"), [(1, 1), (3, 1), (3, 7)])
 def test_norms_of_heads_and_a_cache_in_the_rotations_call(slots, n_rows, dtype):
-    """As the reference but for the order of a norm's sum, in every pass the same bits; the cache has them too."""
+    """The reference's results but for the order of a norm's sum, with the same bits in every pass and in the cache."""
     generator = torch.Generator().manual_seed(slots)
     qkv = torch.randn(slots, n_rows, 5 + 2 * 2, 64, generator=generator).to(dtype)
     angle = torch.randn(slots, n_rows, 1, 1, 32, generator=generator)
@@ -87,7 +87,7 @@ def test_norms_of_heads_and_a_cache_in_the_rotations_call(slots, n_rows, dtype):
     norms = HeadNorms(*(1 + torch.randn(2, 64, generator=generator) / 2).to(dtype), 5, 1e-6)
     keys, values = torch.full((2, slots, 20, 2, 64), torch.nan, dtype=dtype)
     lengths = torch.tensor([4, 0, 9][:slots])
-    with rows.decoding():
+    with threads.decoding():
         qk = rotate_append(qkv, cos, sin, keys, values, lengths, norms)
         assert torch.equal(rotate(qkv[:, :, :7], cos, sin, norms), qk)
         assert torch.equal(rotate(qkv[-1:, -1:, :7], cos[-1:, -1:], sin[-1:, -1:], norms), qk[-1:, -1:])
@@ -101,7 +101,7 @@ def test_norms_of_heads_and_a_cache_in_the_rotations_call(slots, n_rows, dtype):
 
 
 def exact_attention(q, keys, values, sees):
-    """In fp64. [1, T, H, d], [1, S, K, d], bool [1, T, S]."""
+    """Attention in fp64 of [1, T, H, d] over [1, S, K, d], under a mask, bool [1, T, S]."""
     q, keys, values = (part.double().transpose(1, 2) for part in (q, keys, values))
     attend = torch.nn.functional.scaled_dot_product_attention
     return attend(q, keys, values, attn_mask=sees[:, None], enable_gqa=True).transpose(1, 2)
@@ -143,7 +143,7 @@ def test_linear_carries_nan_and_infinity():
     assert out[0].isnan().all() and out[1].tolist()[:2] == [8.0, torch.inf]
 
 
-# Widths of 16 more than a multiple of 32 are what only products of bf16 pairs tell apart.
+# Only products of bf16 pairs treat widths of 16 more than a multiple of 32 differently.
 EITHER = torch.float32, torch.bfloat16
 SHAPES = [(dtype, *shape) for dtype in EITHER for shape in ((9, 3, 64), (4, 4, 8), (8, 1, 120))]
 SHAPES += [(torch.bfloat16, 6, 2, 80), (torch.bfloat16, 3, 1, 16)]
@@ -166,7 +166,7 @@ def test_attention_is_as_close_as_the_dtype_can_be(plain, dtype, length, heads, 
 
 
 def alone(node, q, keys, values, length, mask, window):
-    """The row of one node over a cache that holds its path as committed rows: other splits, other neighbours."""
+    """One node's row alone, over a cache that holds its path as committed rows: other splits, other neighbours."""
     path = length + mask[0, node].nonzero().flatten()
     kept = torch.cat([torch.arange(length), path])
     k, v = cache_with(keys[:, kept], values[:, kept], len(kept) + 3)
@@ -193,7 +193,7 @@ def test_a_tree_row_equals_plain_decodings_row_bit_for_bit(dtype, length, window
 @pytest.mark.parametrize(("heads", "kv_heads", "width"), [(9, 3, 64), (4, 4, 8), (8, 1, 24), (5, 1, 120), (7, 1, 48)])
 @pytest.mark.parametrize("n", [2, 3, 4, 5, 6, 7, 17, 61, 128])
 def test_a_row_does_not_depend_on_how_many_others_there_are(n, heads, kv_heads, width, window):
-    """Every height of a block of queries, a path longer than a split, and the mask against the chain it stands for."""
+    """Blocks of every number of queries, a path longer than a split, and a chain's mask against no mask."""
     generator = torch.Generator().manual_seed(n)
     length = 100
     q = torch.randn(1, n, heads, width, generator=generator).bfloat16()
@@ -207,7 +207,7 @@ def test_a_row_does_not_depend_on_how_many_others_there_are(n, heads, kv_heads, 
 
 
 def test_partial_results_kept_in_several_waves_change_nothing():
-    """128 rows at 9000 keys exceed what is kept of splits at a time; one row does not."""
+    """128 rows at 9000 keys need more memory than one wave keeps of splits; one row does not."""
     generator = torch.Generator().manual_seed(0)
     n, length, width = 128, 9000, 8
     q = torch.randn(1, n, 8, width, generator=generator)
@@ -253,7 +253,7 @@ def test_extreme_scores_stay_finite():
 
 @pytest.mark.parametrize(("slots", "n_rows"), [(1, 1), (3, 1), (1, 5), (3, 5)])
 def test_heads_of_a_wider_projection_are_rotated_where_they_lie(slots, n_rows):
-    """Keys beside values: the distance of rows is the projection's, also where each slot has one row."""
+    """Keys beside values: the stride of rows is the projection's, even if each slot has one row."""
     torch.manual_seed(slots * n_rows)
     both = torch.randn(slots, n_rows, 2 * 2 * 64).bfloat16()
     keys = both[..., :128].unflatten(-1, (2, 64))
@@ -267,7 +267,7 @@ def test_heads_of_a_wider_projection_are_rotated_where_they_lie(slots, n_rows):
 @pytest.mark.parametrize("m, n, k", [(1, 53, 576), (3, 96, 72), (8, 100, 40), (17, 48, 8)])
 @pytest.mark.parametrize("gated", [False, True])
 def test_a_weight_in_bytes_gives_the_products_of_what_the_bytes_stand_for(dtype, m, n, k, gated):
-    """Bit for bit; numbers are off by at most half a step of their output, and an output of zeros stays one."""
+    """Bit for bit. A number is off by at most half a step of its output, and an output of zeros stays zero."""
     torch.manual_seed(m)
     n = 96 if gated else n
     weight, x, b = torch.randn(n, k), torch.randn(m, k).to(dtype), torch.randn(n).to(dtype)

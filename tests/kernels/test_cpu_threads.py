@@ -1,4 +1,4 @@
-"""The C kernels' threads: the same bits however many there are, whatever else runs, and in forked processes too."""
+"""The C kernels' threads: the same bits for any number of threads, on a busy machine and in forked processes."""
 
 import multiprocessing
 import os
@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from longdraft.kernels.cpu_impl import rows
+from longdraft.kernels.cpu_impl import rows, threads, tokens
 from longdraft.kernels.cpu_impl.layers import LayerTable, LayerWeights
 from longdraft.kernels.gumbel import gumbel_noise
 from longdraft.kernels.linear import linear
@@ -42,7 +42,7 @@ def busy():
 
 
 def some_layers(dtype: torch.dtype, n_tokens: int = 3):
-    """Work with every kind of stage, some of whose results later ones read."""
+    """A function that runs all kinds of stages, some of which read results of earlier ones."""
     generator = torch.Generator().manual_seed(n_tokens)
 
     def draw(*shape):
@@ -50,7 +50,7 @@ def some_layers(dtype: torch.dtype, n_tokens: int = 3):
 
     x, qkv, out = draw(1, n_tokens, 64), draw(6 * 16, 64), draw(64, 4 * 16)
     gate, down, norm = draw(192, 64), draw(64, 96), draw(64)
-    # Small enough that PyTorch makes all of it on one thread: a forked process has no others.
+    # Small enough for PyTorch to use one thread: a forked process has no others.
     cache = draw(2, 1, 700, 1, 16), draw(2, 1, 700, 1, 16), torch.tensor([690 - n_tokens])
     angle = torch.randn(1, n_tokens, 1, 1, 8, generator=generator)
     cos, sin = angle.cos().to(dtype), torch.cat([-angle.sin(), angle.sin()], 3).to(dtype)
@@ -65,11 +65,11 @@ def some_layers(dtype: torch.dtype, n_tokens: int = 3):
 
 def best_of_some(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     logits = torch.randn(1, 5, 9001, generator=torch.Generator().manual_seed(1)).to(dtype)
-    return rows.best_tokens(logits, 16, None, None, None)
+    return tokens.best_tokens(logits, 16, None, None, None)
 
 
 def results(dtype: torch.dtype) -> list[torch.Tensor]:
-    with rows.decoding():
+    with threads.decoding():
         return [
             *(some_layers(dtype, n)() for n in (1, 3, 17)),
             gumbel_noise(torch.tensor([5]), torch.tensor([[9]]), 9001),
@@ -85,19 +85,19 @@ def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 def test_the_same_bits_by_any_number_of_threads(dtype):
     torch.set_num_threads(1)
     wanted = results(dtype)
-    for threads in (2, 3, 7, 16):
-        torch.set_num_threads(threads)
-        assert same(results(dtype), wanted), threads
+    for n_threads in (2, 3, 7, 16):
+        torch.set_num_threads(n_threads)
+        assert same(results(dtype), wanted), n_threads
 
 
 @pytest.mark.parametrize("dtype", rows.SUFFIXES)
 def test_the_same_bits_beside_processes_that_only_spin(dtype, busy):
-    """Threads are taken off their processors in the middle of a chunk, which others then compute once more."""
+    """Threads are preempted in the middle of a chunk, which others then compute once more."""
     torch.set_num_threads(1)
-    with rows.decoding():
+    with threads.decoding():
         wanted, best = some_layers(dtype)().clone(), best_of_some(dtype)
     torch.set_num_threads(5)
-    with rows.decoding():
+    with threads.decoding():
         work = some_layers(dtype)
         assert all(torch.equal(work(), wanted) for _ in range(150))
         assert all(same(list(best_of_some(dtype)), list(best)) for _ in range(600))
@@ -126,7 +126,7 @@ def _in_child(wanted, answer):
 
 
 def test_a_forked_process_has_threads_of_its_own():
-    """Of the C kernels alone: OpenMP's threads, which PyTorch's logarithms wait for, do not come back in a child."""
+    """The C kernels alone: OpenMP's threads, which PyTorch's logarithms need, do not exist in a child."""
     torch.set_num_threads(2)
     wanted = some_layers(torch.bfloat16)()
     answer = FORK.SimpleQueue()
@@ -139,61 +139,61 @@ def test_a_forked_process_has_threads_of_its_own():
 
 def test_pytorch_has_one_thread_while_decoding_and_its_own_number_afterwards():
     torch.set_num_threads(3)
-    with rows.decoding():
+    with threads.decoding():
         assert torch.get_num_threads() == 1
-        with rows.decoding(), rows.free_processors():
+        with threads.decoding(), threads.free_processors():
             assert torch.get_num_threads() == 1
         assert torch.get_num_threads() == 1
     assert torch.get_num_threads() == 3
-    with pytest.raises(KeyError), rows.decoding():
+    with pytest.raises(KeyError), threads.decoding():
         raise KeyError
     assert torch.get_num_threads() == 3 and not rows.serves(torch.float32)
-    with rows.decoding(wanted=False):
+    with threads.decoding(enabled=False):
         assert torch.get_num_threads() == 3
 
 
 def test_prompts_take_the_processors_that_are_free(monkeypatch):
     torch.set_num_threads(4)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)))
-    for elsewhere, threads in ((0, 4), (1, 3), (3, 1), (9, 1)):
-        monkeypatch.setattr(rows, "running_elsewhere", lambda count=elsewhere: count)
-        with rows.free_processors():
-            assert torch.get_num_threads() == threads
+    for elsewhere, n_threads in ((0, 4), (1, 3), (3, 1), (9, 1)):
+        monkeypatch.setattr(threads, "running_elsewhere", lambda count=elsewhere: count)
+        with threads.free_processors():
+            assert torch.get_num_threads() == n_threads
         assert torch.get_num_threads() == 4
 
 
 def test_other_processes_that_run_are_seen(busy):
-    """As many as spin at least; other work of the machine may add to them."""
+    """At least as many as spin; other work on the machine may add to them."""
     time.sleep(0.2)
-    seen = max(rows.running_elsewhere() for _ in range(20))
+    seen = max(threads.running_elsewhere() for _ in range(20))
     assert seen >= (os.cpu_count() or 1)
 
 
 def test_fp32_goes_through_the_kernels_while_decoding_alone():
     x, weight = torch.randn(7, 64), torch.randn(33, 64)
     assert torch.equal(linear(x, weight), torch.nn.functional.linear(x, weight))
-    with rows.decoding():
+    with threads.decoding():
         together = linear(x, weight)
         assert torch.equal(together, torch.cat([linear(row[None], weight) for row in x]))
     torch.testing.assert_close(together, linear(x, weight), rtol=1e-5, atol=1e-5)
 
 
 def test_the_clock_of_work_stands_still_while_nothing_is_done():
-    before = rows.work_seconds()
+    before = threads.work_seconds()
     time.sleep(0.3)
-    assert rows.work_seconds() - before < 0.1
+    assert threads.work_seconds() - before < 0.1
 
 
 def test_the_clock_of_work_counts_what_all_threads_do():
-    """An even share of it, about half of what one thread takes, however two have shared it out."""
+    """An even share of it: two threads take about half of the time of one, however they have divided the work."""
     x, weight = torch.randn(64, 1024).bfloat16(), torch.randn(4096, 1024).bfloat16()
 
-    def work(threads):
-        torch.set_num_threads(threads)
+    def work(n_threads):
+        torch.set_num_threads(n_threads)
         linear(x, weight)
-        before = rows.work_seconds()
+        before = threads.work_seconds()
         for _ in range(5):
             linear(x, weight)
-        return rows.work_seconds() - before
+        return threads.work_seconds() - before
 
     assert 0.25 < work(2) / work(1) < 1.5

@@ -1,4 +1,4 @@
-"""kernels/cross_attention.py: every implementation and the reference against each row written out."""
+"""kernels/cross_attention.py: every implementation and the reference against attention row by row."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ def draw(*shape: int, seed: int) -> torch.Tensor:
 
 
 def poisoned(lengths: list[int], heads: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of different strides, NaN wherever nothing was written."""
+    """Keys and values of different strides, with NaN wherever nothing was written."""
     capacity = max(lengths) + 9
     keys = torch.full((len(lengths), capacity, heads, width), float("nan"))
     values = torch.full((len(lengths), heads, capacity, 2 * width), float("nan")).transpose(1, 2)[..., :width]
@@ -26,7 +26,7 @@ def poisoned(lengths: list[int], heads: int, width: int) -> tuple[torch.Tensor, 
 
 @pytest.fixture(params=["compiled", "pytorch"])
 def implementation(request, monkeypatch):
-    """The C kernels, or PyTorch's as on other devices and without a compiler."""
+    """The C kernels, or PyTorch as without a compiler."""
     if request.param == "pytorch":
         monkeypatch.setattr(module.rows, "can_attend", lambda _: False)
     else:
@@ -78,7 +78,7 @@ def test_error_is_that_of_plain_arithmetic_in_the_same_precision(implementation,
 
 @pytest.mark.parametrize("n_rows", [1, 16])
 def test_nothing_is_read_behind_a_full_cache(n_rows):
-    """A cache whose last row is the last of its memory: the page behind it may not be touched."""
+    """Rows beyond the capacity belong to others: they must not have an effect."""
     keys, values = (draw(1, 70, 2, 16, seed=seed) for seed in (1, 2))
     q, lengths = draw(1, n_rows, 4, 16, seed=3), torch.tensor([64])
     out = cross_attention(q, keys[:, :64], values[:, :64], lengths)

@@ -1,9 +1,9 @@
-"""LongSpec's block as one C call: the logits of the network's own operations, which read no row that is not theirs."""
+"""LongSpec's block as one C call: it gives the logits of the network's own operations and reads no other rows."""
 
 import pytest
 import torch
 
-from longdraft.infer.draft_passes import block_weights
+from longdraft.infer.longspec_passes import block_weights
 from longdraft.kernels.cpu_impl import rows
 from longdraft.kernels.cpu_impl.draft_block import DraftBlock, Inputs, Matrices, can_run
 from longdraft.kernels.reference.cross_attention import cross_attention
@@ -43,7 +43,7 @@ def block_for(draft, weights, embeddings_VD, own, target, scale=1.0):
 
 
 def wide(bytes_NI, scales_N):
-    """The weight that these bytes stand for."""
+    """The weight that these int8 numbers stand for."""
     return bytes_NI.float() * scales_N[:, None]
 
 
@@ -52,7 +52,7 @@ def some_tokens(*shape, generator):
 
 
 def random_mask(batch, n_tokens, before, generator):
-    """Rows that the queries see: at most four of those before, fewer than the window, and of the level themselves."""
+    """Rows that the queries read: themselves and at most four of those before, fewer than the window."""
     chosen = torch.rand(batch, n_tokens, before, generator=generator).argsort(-1)[..., :4]
     keep = torch.rand(chosen.shape, generator=generator) < 0.7
     mask = torch.zeros(batch, n_tokens, before, dtype=torch.bool).scatter(2, chosen, keep)
@@ -60,7 +60,7 @@ def random_mask(batch, n_tokens, before, generator):
 
 
 def by_operations(draft, head_ED, x_BTD, tables, own, mask_BTN, target):
-    """The network's block, with the attention of the plain references over the whole tree's rows."""
+    """The network's block, with the references' attention over all rows of the tree."""
     (keys, values, lengths_B), n_tokens = own, x_BTD.shape[1]
     before = mask_BTN.shape[2] - n_tokens
 
@@ -68,7 +68,7 @@ def by_operations(draft, head_ED, x_BTD, tables, own, mask_BTN, target):
         for slot, length in enumerate(lengths_B.tolist()):
             rows = slice(length + before, length + before + n_tokens)
             keys[slot, rows], values[slot, rows] = k_BTKd[slot], v_BTKd[slot]
-        # The reference asks all of the tree's rows; those before these queries are asked nothing, and see themselves.
+        # The reference needs a query for every row of the tree: those before these are zero and read themselves.
         q_BNHd = torch.cat([q_BTHd.new_zeros(len(q_BTHd), before, *q_BTHd.shape[2:]), q_BTHd], 1)
         earlier = torch.eye(before, before + n_tokens, dtype=torch.bool).expand(len(q_BTHd), -1, -1)
         tree_BNN = torch.cat([earlier, mask_BTN], 1)
@@ -82,7 +82,7 @@ def by_operations(draft, head_ED, x_BTD, tables, own, mask_BTN, target):
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("kind, scale", [*((kind, 1.0) for kind in KINDS), ("gqa", 1.5)], ids=str)
 def test_it_is_the_networks_operations(kind, scale, batch, n_tokens, before):
-    """In fp32, with NaN where nothing may be read, keys apart in memory, and slots from empty to beyond the window."""
+    """In fp32, with NaN where nothing may be read, strided keys, and slots from empty to longer than the window."""
     draft, head_ED = block_of(kind, torch.float32)
     config, generator = draft.config, torch.Generator().manual_seed(n_tokens + batch)
     lengths_B, seen_B = torch.tensor([9, 0, 20])[:batch], torch.tensor([12, 0, 1])[:batch]
@@ -94,10 +94,8 @@ def test_it_is_the_networks_operations(kind, scale, batch, n_tokens, before):
         return rows[0, :, :, : config.n_kv_heads], rows[1, :, :, : config.n_kv_heads]
 
     own, target = (*cache(lengths_B + before), lengths_B), (*cache(seen_B), seen_B)
-    embeddings_VD, tokens_BT = (
-        embeddings_of(config, torch.float32, generator),
-        some_tokens(batch, n_tokens, generator=generator),
-    )
+    embeddings_VD = embeddings_of(config, torch.float32, generator)
+    tokens_BT = some_tokens(batch, n_tokens, generator=generator)
     tables = draft.tables((lengths_B + before)[:, None].expand(-1, n_tokens))
     mask_BTN = random_mask(batch, n_tokens, before, generator)
     copied = own[0].clone(), own[1].clone(), lengths_B
@@ -112,7 +110,7 @@ def test_it_is_the_networks_operations(kind, scale, batch, n_tokens, before):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_in_bf16_it_errs_as_little_as_the_operations(kind):
-    """Against fp32 of the same numbers, at most twice as much as the network's operations in bf16."""
+    """Against fp32 with the same numbers: at most twice the error of the network's operations in bf16."""
     draft, head_ED = block_of(kind, torch.bfloat16)
     config, generator = draft.config, torch.Generator().manual_seed(1)
     lengths_B, batch, n_tokens, before = torch.tensor([30, 3]), 2, 5, 4
@@ -139,10 +137,7 @@ def test_a_row_alone_has_the_bits_of_a_row_among_others():
     config, generator = draft.config, torch.Generator().manual_seed(2)
     lengths_B = torch.tensor([17])
     own, seen = (torch.randn(2, 1, CAPACITY, 2, 8, generator=generator).bfloat16() for _ in range(2))
-    embeddings_VD, tokens_1T = (
-        embeddings_of(config, torch.bfloat16, generator),
-        some_tokens(1, 6, generator=generator),
-    )
+    embeddings_VD, tokens_1T = embeddings_of(config, torch.bfloat16, generator), some_tokens(1, 6, generator=generator)
     block = block_for(draft, block_weights(draft, head_ED), embeddings_VD, own, seen)
 
     def run(rows):
@@ -157,7 +152,7 @@ def test_a_row_alone_has_the_bits_of_a_row_among_others():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_behind_leave_the_keys_and_values_of_the_network(kind, dtype):
-    """Those of the last committed rows, of which a slot may have fewer; no other row changes but the pass's own."""
+    """Those of the last committed tokens, of which a slot may have fewer. No other row changes but the pass's own."""
     draft, head_ED = block_of(kind, dtype)
     config, generator, n_behind = draft.config, torch.Generator().manual_seed(4), 5
     lengths_B, positions_5 = torch.tensor([30, 3, 0]), torch.arange(-n_behind, 0)
@@ -189,10 +184,8 @@ def test_rows_behind_leave_the_keys_and_values_of_the_network(kind, dtype):
 def test_weights_in_bytes_are_the_weights_that_the_bytes_stand_for(kind, dtype):
     draft, head_ED = block_of(kind, dtype)
     config, generator, lengths_B = draft.config, torch.Generator().manual_seed(5), torch.tensor([9])
-    own, seen = (
-        torch.randn(2, 1, CAPACITY, config.n_kv_heads, config.head_dim, generator=generator).to(dtype) for _ in range(2)
-    )
-
+    shape = 2, 1, CAPACITY, config.n_kv_heads, config.head_dim
+    own, seen = (torch.randn(shape, generator=generator).to(dtype) for _ in range(2))
     embeddings_VD = embeddings_of(config, dtype, generator)
     tokens_1T, history_1S = some_tokens(1, 3, generator=generator), some_tokens(1, CAPACITY, generator=generator)
     in_bytes = block_weights(draft, head_ED).in_bytes()

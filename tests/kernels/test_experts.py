@@ -1,11 +1,11 @@
-"""kernels/experts.py: both ways against the reference, ties, and a token's bits whatever stands beside it."""
+"""kernels/experts.py: both implementations against the reference; ties; a token's bits do not depend on others."""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from longdraft.kernels.cpu_impl.rows import decoding
+from longdraft.kernels.cpu_impl.threads import decoding
 from longdraft.kernels.experts import ExpertWeights, choose_experts, experts, grouped, waits_for_host
 from longdraft.kernels.reference.experts import experts as reference
 
@@ -14,7 +14,7 @@ CLAMPED = 1.702, 2.0  # gpt-oss's slope, and a limit that is met here
 
 
 def weights(dtype: torch.dtype = torch.float32, clamped: bool = False) -> ExpertWeights:
-    """clamped: gpt-oss's experts, with biases."""
+    """Random weights; `clamped` are experts like gpt-oss's, with biases."""
     generator = torch.Generator().manual_seed(0)
     shapes = [(E, D), (E, 2 * F, D), (E, D, F), *([(E,), (E, 2 * F), (E, D)] if clamped else [])]
     given = [(torch.randn(*shape, generator=generator) * 0.3).to(dtype) for shape in shapes]

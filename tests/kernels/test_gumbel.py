@@ -1,4 +1,4 @@
-"""The noise: Philox's published answers, independence of everything but its arguments, and the right distribution."""
+"""The noise: Philox's published answers, independence of all but its arguments, and the right distribution."""
 
 import pytest
 import torch
@@ -49,7 +49,7 @@ def test_noise_depends_on_seed_position_and_token_alone():
 
 @pytest.mark.parametrize("vocab", [1, 3, 4, 255, 256, 259, 1003, 49_152])
 def test_compiled_words_equal_the_reference_bit_for_bit(c_kernels, vocab):
-    """Vocabularies around the multiples of a block, and of the blocks computed together."""
+    """Vocabularies around multiples of a block, and of the blocks that are computed together."""
     generator = torch.Generator().manual_seed(vocab)
     seeds = torch.randint(-(2**63), 2**63 - 1, (9,), generator=generator)
     positions = torch.randint(0, 2**32, (9, 4), generator=generator)
@@ -74,9 +74,8 @@ def test_no_word_gives_an_infinite_value():
 
 
 def test_distribution_is_gumbel():
-    noise_N = (
-        gumbel_noise(torch.arange(40), torch.arange(25)[None].expand(40, -1), 200).flatten().double().sort().values
-    )
+    noise = gumbel_noise(torch.arange(40), torch.arange(25)[None].expand(40, -1), 200)
+    noise_N = noise.flatten().double().sort().values
     below_N, steps_N = (-(-noise_N).exp()).exp(), torch.arange(len(noise_N) + 1) / len(noise_N)
     farthest = torch.maximum(steps_N[1:] - below_N, below_N - steps_N[:-1]).max()
     assert farthest * len(noise_N) ** 0.5 < 1.9495  # Kolmogorov and Smirnov: beyond with a chance of 0.001

@@ -1,4 +1,4 @@
-"""kernels/keep_rows.py: every implementation against moves out of a copy, on caches that hold NaN behind the pass."""
+"""kernels/keep_rows.py: every implementation against moves from a copy, on caches that hold NaN behind the pass."""
 
 from importlib import import_module
 
@@ -12,7 +12,7 @@ from longdraft.kernels.triton_impl.keep_rows import COLUMNS
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LAYERS, PASS = 3, 9  # rows of the pass
-# lengths, rows (-7 and 10**12 stand behind the counts, where anything may), counts
+# lengths, rows (-7 and 10**12 are beyond the counts, where any number may be), counts
 CASES = {
     "one row": ([4], [[0]], [1]),
     "one row from elsewhere": ([0], [[5, -7]], [1]),
@@ -26,7 +26,7 @@ CASES = {
 
 @pytest.fixture(params=["reference", "on the host", "index tensors", "triton"])
 def implementation(request, monkeypatch):
-    """The function under test; `keep_rows` with and without Triton and free reads, so that all its ways are taken."""
+    """The function under test: the reference, or `keep_rows` as it runs on each kind of device."""
     if request.param == "index tensors":
         monkeypatch.setattr(backend, "is_host", lambda device: False)
     if request.param == "triton":
@@ -36,7 +36,7 @@ def implementation(request, monkeypatch):
 
 
 def on_device(keys, values, *rest):
-    """In place in the given tensors, computed where the kernel runs."""
+    """`keep_rows` on the kernel's device, copied back into the given tensors."""
     moved = [x.to(DEVICE) for x in (keys, values, *rest)]
     keep_rows(*moved)
     keys.copy_(moved[0])
@@ -55,7 +55,7 @@ def made(lengths, n_kv, width, dtype=torch.float32):
 
 
 def moved(cache, lengths, rows, counts):
-    """What should become of it: the sources are read from a copy, so no order of moves can matter."""
+    """The expected cache: sources are read from a copy, so the order of moves cannot matter."""
     after = cache.clone()
     for slot, (length, count) in enumerate(zip(lengths, counts, strict=True)):
         for place, row in enumerate(rows[slot][:count]):
@@ -78,7 +78,7 @@ def test_rows_move_in_place_and_all_else_stays(implementation, name):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("heads", [(1, 8), (13, 80)], ids=str)
 def test_columns_within_and_beyond_a_block(implementation, heads, dtype):
-    assert heads[0] * heads[1] not in (COLUMNS, 2 * COLUMNS), "the last block is to be a part"
+    assert heads[0] * heads[1] not in (COLUMNS, 2 * COLUMNS), "the last block should be partial"
     lengths, rows, counts = CASES["each into the one before"]
     caches = made(lengths, *heads, dtype)
     wanted = [moved(cache, lengths, rows, counts) for cache in caches]

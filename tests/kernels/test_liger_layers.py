@@ -1,5 +1,5 @@
 """Liger's kernels behind kernels/rms_norm.py and kernels/gate.py, in Triton's interpreter or on a GPU, against the
-references: values, where they round, gradients, and that nothing is written into what they are given."""
+references: values, places of rounding, gradients, and that they do not overwrite their inputs."""
 
 import pytest
 import torch
@@ -22,10 +22,10 @@ SHAPES = [(1, 1, 48), (2, 5, 48), (3, 257), (1, 2)]
 
 @pytest.fixture
 def liger(monkeypatch, shared) -> list[str]:
-    """The public functions take Liger's kernels; returns the devices that they asked for."""
-    kernels, asked = shared("ligers.py").interpreted(monkeypatch), []
-    monkeypatch.setattr(backend, "liger_layers", lambda device_type: asked.append(device_type) or kernels)
-    return asked
+    """Makes the public functions use Liger's kernels; returns a list of the device types that they ask for."""
+    kernels, device_types = shared("ligers.py").interpreted(monkeypatch), []
+    monkeypatch.setattr(backend, "liger_layers", lambda device_type: device_types.append(device_type) or kernels)
+    return device_types
 
 
 def draw(*shape: int, dtype=torch.float32, seed=0) -> Tensor:
@@ -33,8 +33,8 @@ def draw(*shape: int, dtype=torch.float32, seed=0) -> Tensor:
 
 
 def nearly_equal(found: Tensor, wanted: Tensor) -> None:
-    """In half precision the same numbers, but for the few whose fp32 values lie next to a border of rounding; those are
-    one step off. A kernel that rounded in another place would give others for a third of them."""
+    """In half precision numbers are equal, but for the few whose fp32 values are next to a rounding border: these are
+    one step off. A kernel that rounded in another place would change a third of them."""
     step = torch.finfo(found.dtype).eps
     torch.testing.assert_close(found, wanted, rtol=4 * step, atol=step * 1e-3)
     if found.dtype != torch.float32 and found.numel() > 100:
@@ -51,7 +51,7 @@ def test_values_are_the_references(liger, shape, dtype):
         wanted, wanted_total = norm_reference.add_rms_norm(x, added, weight, EPS)
         assert torch.equal(total, wanted_total)
         nearly_equal(found, wanted)
-        assert torch.equal(rms_norm(total, weight, EPS), found), "with and without an addition: the same bits"
+        assert torch.equal(rms_norm(total, weight, EPS), found), "the bits depend on the addition"
         wide = draw(*shape[:-1], 2 * shape[-1], dtype=dtype, seed=3)
         nearly_equal(gate(wide), gate_reference.gate(wide))
     assert liger == 3 * [DEVICE] and adds_with_norm(x)
@@ -68,19 +68,17 @@ def test_a_row_does_not_depend_on_the_others(liger):
 def test_rows_that_lie_apart(liger):
     wide, weight = draw(4, 3, 96), draw(48, seed=1)
     x, added = wide[:, 1:, :48], wide[:, :-1, 48:]
-    for found, wanted in zip(
-        add_rms_norm(x, added, weight, EPS), norm_reference.add_rms_norm(x, added, weight, EPS), strict=True
-    ):
-        nearly_equal(found, wanted)
+    for pair in zip(*(f(x, added, weight, EPS) for f in (add_rms_norm, norm_reference.add_rms_norm)), strict=True):
+        nearly_equal(*pair)
     nearly_equal(rms_norm(x, weight, EPS), norm_reference.rms_norm(x, weight, EPS))
     nearly_equal(gate(wide[:, ::2]), gate_reference.gate(wide[:, ::2]))
 
 
 def gradients(function, given: list[Tensor], trained: list[bool], used: list[bool]) -> list[Tensor]:
-    """Of those that are trained, of a sum over the outputs that are used; twice, for a kernel may only do it once."""
+    """Gradients of the trained inputs, of a sum over the used outputs. Taken twice, as a kernel may work only once."""
     leaves = [x.detach().clone().requires_grad_(train) for x, train in zip(given, trained, strict=True)]
     before = [x.detach().clone() for x in leaves]
-    inputs = [x * 1 for x in leaves[:-1]] + leaves[-1:]  # what a kernel may not write into: others' results
+    inputs = [x * 1 for x in leaves[:-1]] + leaves[-1:]  # results of others, which a kernel must not overwrite
     outputs = function(*inputs)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     kept = [out.detach().clone() for out in outputs]
@@ -97,7 +95,7 @@ def gradients(function, given: list[Tensor], trained: list[bool], used: list[boo
 
 
 def same_gradients(function, reference, given: list[Tensor], trained: list[bool], used: list[bool]) -> None:
-    """Against the reference's in fp32: at most three times what the reference's own are off in this precision."""
+    """Against the reference's in fp32: at most three times the error of the reference's in this precision."""
     exact = gradients(reference, [x.float() for x in given], trained, used)
     usual = gradients(reference, given, trained, used)
     for ours, theirs, truth in zip(gradients(function, given, trained, used), usual, exact, strict=True):
@@ -127,7 +125,7 @@ def test_gradients_of_the_gate(liger, dtype):
 
 
 def test_a_norm_that_trains_is_pytorchs(liger, monkeypatch):
-    """As it is where nothing is added, where a row is too long, of no rows, and between dtypes."""
+    """And so is a norm of rows that are too long, of no rows, and of another dtype than the weight."""
     monkeypatch.setattr(backend, "liger_layers", lambda _: pytest.fail("not Liger's"))
     monkeypatch.setattr(norm_module, "_liger", lambda x, w: backend.LigerLayers(*[pytest.fail] * 3))
     weight = draw(48).requires_grad_()

@@ -16,7 +16,7 @@ def draw(*shape: int, seed: int) -> torch.Tensor:
 @pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("rows", [(1, 1), (1, FP32_FROM - 1), (1, FP32_FROM), (2, 37), (5,)])
 def test_error_is_that_of_a_bf16_layer(request, monkeypatch, rows, compiled, bias, emulated):
-    """At most the rounding of the result, half a unit in the last place of bf16, and what summation adds."""
+    """At most the rounding of the result, half a unit in the last place of bf16, plus a little for summation."""
     monkeypatch.setattr(module, "emulates_bf16", lambda: emulated)
     if compiled:
         request.getfixturevalue("c_kernels")
@@ -37,13 +37,13 @@ def test_fp32_is_torch_linear():
 
 
 def test_rows_of_another_layout():
-    """A slice of a wider tensor, as the decoder hands over, gives what its copy gives."""
+    """A slice of a wider tensor, as the decoder passes, gives what its copy gives."""
     wide, weight = draw(2, 9, 48, seed=0), draw(33, 24, seed=1)
     assert torch.equal(linear(wide[..., :24], weight), linear(wide[..., :24].contiguous(), weight))
 
 
 def test_gradient_reaches_the_input():
-    """The shared LM head is frozen, but heads that train send their states through it."""
+    """The shared LM head is frozen, but gradients of trained heads pass through it."""
     x, weight = draw(3, 24, seed=0).requires_grad_(), draw(33, 24, seed=1)
     linear(x, weight).sum().backward()
     torch.testing.assert_close(x.grad, weight.float().sum(0).bfloat16().expand(3, -1), rtol=2**-7, atol=0.05)

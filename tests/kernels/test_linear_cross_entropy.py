@@ -1,4 +1,4 @@
-"""The heads' fused loss against the full-logits formula: losses, gradients, ranks, memory; and beside Liger's."""
+"""The heads' fused loss against the full-logits formula: losses, gradients, ranks and memory; and against Liger's."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ SCALES = (0.37, -2.0, 5.0)
 
 
 def example(rows: int, hidden: int, vocab: int, dtype=torch.float32) -> tuple[Tensor, Tensor, Tensor]:
-    """One part: every fifth label is missing."""
+    """One part, in which every fifth label is missing."""
     generator = torch.Generator().manual_seed(rows)
     hidden_MD = torch.randn(rows, hidden, generator=generator).to(dtype).requires_grad_()
     weight_VD = (torch.randn(vocab, hidden, generator=generator) * 0.3).to(dtype)
@@ -25,7 +25,7 @@ def example(rows: int, hidden: int, vocab: int, dtype=torch.float32) -> tuple[Te
 
 
 def examples(sizes, hidden: int, vocab: int, dtype=torch.float32) -> tuple[list[Tensor], Tensor, list[Tensor]]:
-    """Several parts that share the LM head, the last label in one of them."""
+    """Several parts that share the LM head; the vocabulary's last id is a label of the last one."""
     parts = [example(rows, hidden, vocab, dtype) for rows in sizes]
     hiddens, labels = [part[0] for part in parts], [part[2] for part in parts]
     labels[-1][-1:] = vocab - 1
@@ -42,7 +42,7 @@ def full_formula(
 
 
 def ranks_of(hidden_MD: Tensor, weight_VD: Tensor, labels_M: Tensor, top_k: int) -> list[int]:
-    """By sorting; without ties."""
+    """Rank counts by sorting; there are no ties."""
     top_MK = (hidden_MD @ weight_VD.T).topk(top_k, dim=1).indices
     return (top_MK == labels_M[:, None]).sum(0).tolist()
 
@@ -77,7 +77,7 @@ def test_bf16_is_as_close_to_fp32_as_plain_arithmetic_in_bf16(plain):
 
 
 def test_the_gradients_scale_is_not_rounded_to_bf16():
-    """1 / 3 in bf16 is off by 0.2 %, for all rows alike."""
+    """1 / 3 in bf16 is off by 0.2 %, for all rows in the same direction."""
     grads = []
     for scale in (1.0, 1 / 3):
         hidden_MD, weight_VD, labels_M = example(64, 16, 50, torch.bfloat16)
@@ -101,7 +101,7 @@ def test_frozen_weight_gets_no_gradient_and_no_labels_give_zero():
 
 
 def test_rows_say_which_states_the_labels_are_of():
-    """Any order, some states twice, others never: those are not read."""
+    """Rows in any order, some states twice and others never, which are not read."""
     hidden_ND, weight_VD, _ = example(12, 8, 40)
     hidden_ND.data[5] = float("nan")
     rows, labels = torch.tensor([3, 11, 3, 0]), torch.tensor([7, 39, 8, 0])
@@ -124,7 +124,7 @@ def test_a_part_alone_is_what_it_is_among_others():
 
 
 @pytest.mark.parametrize("implementation", ["torch", "triton"])
-def test_gradient_only_where_it_is_wanted_and_once(implementation):
+def test_gradient_only_where_it_is_needed_and_once(implementation):
     hiddens, weight_VD, labels = examples([5, 6], 8, 30)
     hiddens[0].requires_grad_(False)
     given = [h.detach().to(DEVICE).requires_grad_(h.requires_grad) for h in hiddens]
@@ -188,18 +188,17 @@ def test_peak_memory_does_not_grow_with_heads_tokens_and_vocabulary(monkeypatch)
     vocab, hidden = 8000, 32
     short = loss_peak_memory(1024, hidden, vocab, n_heads=1)
     long = loss_peak_memory(4096, hidden, vocab, n_heads=3)
-    # What may grow: each head's gradient, and one beside them while it is given away; labels, losses, places, ranks.
+    # What may grow: each head's gradient, one more while they are handed over, labels, losses, indices and ranks.
     more = 3 * 4096 - 1024
-    assert long - short <= more * (4 * hidden + 64) + 4096 * 4 * hidden, (
-        f"{short} bytes at 1024 rows, {long} at 3 x 4096"
-    )
-    assert short < 1.8 * 4 * 2**20, "more than a chunk and the block of it that is worked on"
+    allowed = more * (4 * hidden + 64) + 4096 * 4 * hidden
+    assert long - short <= allowed, f"{short} bytes at 1024 rows, {long} at 3 x 4096"
+    assert short < 1.8 * 4 * 2**20, "more than a chunk and one block of it"
     assert long < 3 * 4096 * vocab * 4 / 30
 
 
 @pytest.mark.parametrize("implementation", ["torch", "triton"])
 def test_each_head_is_ligers(implementation):
-    """Under Triton's interpreter where there is no GPU."""
+    """In Triton's interpreter if there is no GPU."""
     fused = pytest.importorskip("liger_kernel.ops.fused_linear_cross_entropy", reason="liger-kernel is not installed")
     liger = fused.LigerFusedLinearCrossEntropyFunction
     hiddens, weight_VD, labels = examples([41, 7, 22], 16, 64)
@@ -208,7 +207,7 @@ def test_each_head_is_ligers(implementation):
     losses = linear_cross_entropy(given, weight_VD, labels, implementation=implementation).loss_sums
     (losses * torch.tensor(SCALES, device=DEVICE)).sum().backward()
     for i, (hidden_MD, labels_M) in enumerate(zip(theirs, labels, strict=True)):
-        # (bias, class weights, ignore_index, z-loss, smoothing, reduction): the first of the results is the loss.
+        # (bias, class weights, ignore_index, z-loss, smoothing, reduction); the first result is the loss.
         loss = liger.apply(hidden_MD, weight_VD, labels_M, None, None, -100, 0.0, 0.0, "sum")[0]
         (loss * SCALES[i]).backward()
         torch.testing.assert_close(losses[i], loss, rtol=1e-6, atol=1e-6)

@@ -1,4 +1,4 @@
-"""The distillation losses against their definitions by full logits and autograd, counts of draws, and Liger's."""
+"""The distillation losses against their definitions with full logits and autograd, against draws, and against Liger."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ D, V, STATES = 12, 50, 40
 
 
 def example(sizes, dtype=torch.float32, seed=0):
-    """Parts whose rows are in any order, some twice; every fifth label is missing."""
+    """Parts with rows in any order, some of them twice; every fifth label is missing."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> Tensor:
@@ -30,7 +30,7 @@ def example(sizes, dtype=torch.float32, seed=0):
 
 
 def by_definition(objective: str, q_MV: Tensor, p_MV: Tensor) -> Tensor:
-    """Term by term; p may lack what lies on tokens that the draft has not."""
+    """The loss term by term. p may lack the probability of tokens that the draft does not have."""
     if objective == "kl":
         return (p_MV * (p_MV / q_MV).log()).sum(1)
     if objective == "overlap":
@@ -41,7 +41,7 @@ def by_definition(objective: str, q_MV: Tensor, p_MV: Tensor) -> Tensor:
 
 
 def full_formula(hidden, weight, labels, rows, states, taught, totals, objective, text_weight, scale):
-    """In fp64: the summed loss of the rows with a label, and the gradient of the states."""
+    """The summed loss of the rows with a label, and the gradient of the states, in fp64."""
     hidden = hidden.detach().double().requires_grad_()
     kept = labels != -100
     logits = hidden[rows[kept]] @ weight.double().T
@@ -63,9 +63,8 @@ def test_losses_and_gradients_equal_the_definitions(objective, text_weight, rest
     hiddens, weight, labels, rows, target = example(sizes)
     if rest:
         target = target._replace(log_totals=(target.states @ weight.T).logsumexp(1) + 0.2)
-    out = linear_distillation(
-        hiddens, weight, labels, target, objective, rows=rows, text_weight=text_weight, top_k=3, measure=True
-    )
+    options = {"rows": rows, "text_weight": text_weight, "top_k": 3, "measure": True}
+    out = linear_distillation(hiddens, weight, labels, target, objective, **options)
     scales = torch.tensor([0.4, -2.0, 5.0])[: len(sizes)]
     (out.loss_sums * scales).sum().backward()
     for i, hidden in enumerate(hiddens):
@@ -79,7 +78,7 @@ def test_losses_and_gradients_equal_the_definitions(objective, text_weight, rest
         ranked = logits.topk(3, 1).indices == labels[i][:, None]
         assert out.rank_counts[i].tolist() == ranked.sum(0).tolist()
         shared = torch.tensor(0.0)
-        for row, taught in zip(logits, target.rows[i], strict=True):  # whatever the label
+        for row, taught in zip(logits, target.rows[i], strict=True):  # for any label
             seen = target.states[taught] @ weight.T
             p = seen.softmax(0) if target.log_totals is None else (seen - target.log_totals[taught]).exp()
             both = row.softmax(0)[None], p[None]
@@ -101,7 +100,7 @@ def test_acceptance_is_how_often_both_choose_the_same_under_the_same_noise():
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_distributions_far_apart_give_numbers(objective):
-    """Peaks of probability 1, shared and not; all mass of both on the same token; ties everywhere."""
+    """Peaks of probability 1, on the same token and on different ones; opposite orders; ties everywhere."""
     logits = torch.zeros(4, 9)
     logits[0, 3], logits[1, 3], logits[2] = 200.0, 200.0, torch.arange(9) * 40.0
     target = torch.zeros(4, 9)
@@ -112,12 +111,12 @@ def test_distributions_far_apart_give_numbers(objective):
     torch.testing.assert_close(loss[[0, 3]], torch.zeros(2), atol=1e-6, rtol=0)
     torch.testing.assert_close(gradient[0], torch.zeros(9), atol=1e-6, rtol=0)
     torch.testing.assert_close(gradient.sum(1), torch.zeros(4), atol=1e-5, rtol=0)
-    assert gradient[3].abs().max() < 0.1  # equal distributions are a kink of the acceptance: any of its slopes
+    assert gradient[3].abs().max() < 0.1  # equal distributions are a kink of the acceptance: any of its slopes is right
     assert loss[1] > 50 and loss[2] > 50
 
 
 def test_kl_is_ligers():
-    """Their loss in chunks, which is plain PyTorch where it is not compiled; of all rows, without labels."""
+    """Against Liger's chunked loss, which is plain PyTorch if not compiled, over all rows, without labels."""
     distillation = pytest.importorskip("liger_kernel.chunked_loss.jsd_loss", reason="liger-kernel is not installed")
     hiddens, weight, _, rows, target = example([33])
     labels, hidden = torch.zeros(33, dtype=torch.int64), hiddens[0]
@@ -133,7 +132,7 @@ def test_kl_is_ligers():
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_bf16_is_as_close_as_its_logits_are(objective):
-    """Twice the error of the same losses from logits that are rounded to bf16."""
+    """At most twice the error of the same losses from logits rounded to bf16; gradients three times."""
     hiddens, weight, labels, rows, target = example([40], torch.bfloat16)
     out = linear_distillation(hiddens, weight, labels, target, objective, rows=rows)
     out.loss_sums.sum().backward()
@@ -144,9 +143,8 @@ def test_bf16_is_as_close_as_its_logits_are(objective):
     seen = (target.states[target.rows[0][kept]] @ weight.T).float()
     logits = rounded.requires_grad_()
     usual = by_definition(objective, logits.softmax(1), seen.softmax(1)).sum()
-    usual_gradient = torch.zeros(STATES, D).index_add_(
-        0, rows[0][kept], (torch.autograd.grad(usual, logits)[0].bfloat16() @ weight).float()
-    )
+    of_rows = (torch.autograd.grad(usual, logits)[0].bfloat16() @ weight).float()
+    usual_gradient = torch.zeros(STATES, D).index_add_(0, rows[0][kept], of_rows)
     assert (out.loss_sums[0] - exact).abs() <= 2 * (usual - exact).abs() + 1e-4 * exact
     assert (hiddens[0].grad - exact_gradient).norm() <= 3 * (usual_gradient - exact_gradient).norm()
 

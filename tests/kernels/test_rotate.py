@@ -1,4 +1,4 @@
-"""kernels/rotate.py in Triton's interpreter, or on a GPU, against the reference and against RoPE written out."""
+"""kernels/rotate.py, in Triton's interpreter or on a GPU, against the reference, and that against RoPE by hand."""
 
 from importlib import import_module
 
@@ -7,22 +7,22 @@ import torch
 
 from longdraft.kernels import backend
 from longdraft.kernels import rotate as rotate_module
-from longdraft.kernels.cpu_impl.rows import decoding
+from longdraft.kernels.cpu_impl.threads import decoding
 from longdraft.kernels.reference import rotate as reference
 from longdraft.kernels.reference.rotate import HeadNorms
 from longdraft.kernels.rotate import rotate, rotate_append
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# Triton's interpreter cuts bf16 off where a GPU rounds it.
+# Triton's interpreter truncates to bf16, where a GPU rounds.
 DTYPES = [torch.float32, torch.bfloat16 if DEVICE == "cuda" else torch.float16]
 NAN = float("nan")
-# q heads, KV heads, width: several blocks of heads, a width that is no power of two, one head alone
+# query heads, key heads, width: several blocks of heads, a width that is not a power of two, one head alone
 HEADS = [(9, 3, 64), (4, 2, 20), (1, 1, 2), (8, 1, 128)]
 
 
 @pytest.fixture
 def triton(monkeypatch) -> list[str]:
-    """Rotations go through Triton's kernels; returns a list that grows with the calls."""
+    """Makes rotations use Triton's kernels; returns a list that grows with the calls."""
     found, calls = import_module("longdraft.kernels.triton_impl.rotate"), []
 
     def kernels(name, device_type):
@@ -34,7 +34,7 @@ def triton(monkeypatch) -> list[str]:
 
 
 def drawn(heads, lengths, n_rows, dtype, shared=False):
-    """(qkv between NaN, cosines, sines, norms): all on the device; the tables of one slot for all where `shared`."""
+    """(qkv with NaN around it, cosines, sines, norms) on the device. `shared`: one slot's tables serve all slots."""
     n_heads, n_kv, width = heads
     generator = torch.Generator().manual_seed(width + n_rows)
     wide = torch.full((len(lengths), n_rows, n_heads + 2 * n_kv + 2, width), NAN)
@@ -47,7 +47,7 @@ def drawn(heads, lengths, n_rows, dtype, shared=False):
 
 
 def caches(heads, lengths, n_rows, dtype):
-    """Keys and values full of NaN, of different strides."""
+    """Keys and values of different strides, full of NaN."""
     shape = len(lengths), max(lengths) + n_rows + 2, heads[1], heads[2]
     keys = torch.full(shape, NAN, dtype=dtype, device=DEVICE)
     values = torch.full((shape[1], shape[0], shape[2], shape[3] + 3), NAN, dtype=dtype, device=DEVICE)
@@ -55,8 +55,8 @@ def caches(heads, lengths, n_rows, dtype):
 
 
 def exact(function, *tensors_and_norms):
-    """`function` of the reference in fp64 where these are fp32, for how well PyTorch sums a norm in fp32 differs by
-    processor; in half precision as they are, where that is far below what is rounded."""
+    """`function` of the reference. fp32 arguments become fp64, as PyTorch's error in a norm's sum differs by processor.
+    Half precision stays, since rounding is far coarser than that error."""
 
     def widened(x):
         if isinstance(x, HeadNorms):
@@ -67,8 +67,8 @@ def exact(function, *tensors_and_norms):
 
 
 def close(found, wanted):
-    """The same numbers but for the order of a norm's sum, and whether a product and a sum are rounded once or twice: of
-    the largest number a unit for its norm and one for its rotation."""
+    """Equal but for the order of a norm's sum and whether a product and a sum are rounded once or twice: two units of
+    the largest number are allowed, one for its norm and one for its rotation."""
     wanted = wanted.to(found.dtype)
     allowed = 2 * torch.finfo(found.dtype).eps * float(wanted.nan_to_num().abs().max())
     torch.testing.assert_close(found, wanted, rtol=0, atol=allowed, equal_nan=True)
@@ -90,7 +90,7 @@ def test_rotation_and_rows_are_the_references(triton, heads, lengths, n_rows, sh
     close(qk, want)
     for ours, theirs in zip(found, wanted, strict=True):  # NaN where nothing was written
         close(ours, theirs)
-    # A pass without a cache rotates to the same bits, a row alone as well as among others.
+    # A pass without a cache gives the same bits, and so does a row alone.
     assert torch.equal(rotate(qkv[:, :, : -heads[1]], cos, sin, norms), qk)
     alone = rotate(qkv[:, -1:, : -heads[1]], cos[:, -1:], sin[:, -1:], norms)
     assert torch.equal(alone, qk[:, -1:])
@@ -120,7 +120,7 @@ def test_no_rows_at_all(triton):
 
 
 def test_gradients_go_another_way(triton):
-    """Through PyTorch's operations, as where tables are of another dtype than the heads."""
+    """With a gradient PyTorch's operations run, as they do if tables have another dtype than the heads."""
     qkv, cos, sin, _ = drawn((4, 2, 20), [1], 3, torch.float32)
     leaf = qkv.clone().requires_grad_()
     rotate(leaf, cos, sin).sum().backward()
@@ -131,7 +131,7 @@ def test_gradients_go_another_way(triton):
 
 
 def one_table(n_slots, width=64):
-    """(heads of 5 rows a slot, cosines and sines of one row a slot): what a cache's sinks are rotated by."""
+    """(heads of 5 rows per slot, cosines and sines of one row per slot), as a cache's sinks are rotated."""
     qkv, _, _, _ = drawn((3, 1, width), [0] * n_slots, 5, torch.float32)
     _, cos, sin, _ = drawn((3, 1, width), [0] * n_slots, 1, torch.float32)
     return qkv[:, :, :4], cos, sin
@@ -152,12 +152,12 @@ def test_one_table_for_all_rows_of_a_slot_while_decoding_on_a_cpu(n_slots):
 
 
 def test_rows_behind_the_capacity_are_dropped(triton):
-    """And not written into the next slot, which lies right behind."""
+    """They must not be written into the next slot, which follows in memory."""
     heads, lengths, n_rows = (4, 2, 20), [9, 3], 4
     qkv, cos, sin, norms = drawn(heads, lengths, n_rows, torch.float32)
     lengths = torch.tensor(lengths, device=DEVICE)
     wide, narrow = torch.full((2, 2, 2, 16, 2, 20), NAN, device=DEVICE)
-    cut = narrow.flatten(1, 2)[:, :22].unflatten(1, (2, 11))  # 11 rows a slot, and the second one's right behind
+    cut = narrow.flatten(1, 2)[:, :22].unflatten(1, (2, 11))  # 11 rows per slot, one slot behind the other
     for keys, values in (wide, cut):
         rotate_append(qkv, cos, sin, keys, values, lengths, norms)
     torch.testing.assert_close(cut, wide[:, :, :11], rtol=0, atol=0, equal_nan=True)

@@ -1,4 +1,4 @@
-"""kernels/segment_attention.py: both it and its reference against each row written out; gradients; the layout."""
+"""kernels/segment_attention.py and its reference against attention row by row; gradients; the layout."""
 
 import sys
 from itertools import pairwise
@@ -14,7 +14,7 @@ from longdraft.kernels.reference.segment_attention import segment_attention as r
 from longdraft.kernels.segment_attention import Segment, in_one_call, lay_end_to_end, segment_attention
 
 CPU = torch.device("cpu")
-# (query rows, key rows, segments): what training makes, and what is awkward.
+# (query rows, key rows, segments): those of training, and awkward ones.
 CASES = {
     "pieces": (40, 40, [(0, 17, 0, 17), (17, 18, 17, 18), (18, 40, 18, 40)]),
     "shifted": (40, 40, [(3, 17, 0, 14), (22, 40, 17, 35)]),
@@ -33,7 +33,7 @@ def draw(*shape: int, seed: int) -> Tensor:
 
 
 def rows_of(case: str, heads: tuple[int, int]) -> tuple[tuple[Tensor, Tensor, Tensor], list[Segment]]:
-    """q, k and v, keys and values of different strides, NaN wherever no segment reads."""
+    """q, k and v; keys and values have different strides and NaN wherever no segment reads."""
     n_queries, n_keys, segments = CASES[case]
     segments = [Segment(*segment) for segment in segments]
     k, v = draw(n_keys, heads[1], 16, seed=1), draw(heads[1], n_keys, 32, seed=2).transpose(0, 1)[..., :16]
@@ -91,7 +91,7 @@ def test_gradients_are_those_of_the_formula(case, window, heads, monkeypatch):
 
 
 def test_rows_in_no_segment_have_a_gradient_of_zero():
-    """Not none: a sharded weight behind them needs one on every rank. Whatever they hold, NaN too, is dropped."""
+    """Not a missing one: a sharded weight behind them needs a gradient on every rank. NaN in them is dropped too."""
     for segments in ([], [Segment(2, 5, 0, 3)]):
         q = draw(9, 4, 16, seed=3)
         q[6] = torch.nan
@@ -100,6 +100,20 @@ def test_rows_in_no_segment_have_a_gradient_of_zero():
         out.sum().backward()
         assert q.grad is not None and not q.grad[[0, 1, *range(5, 9)]].any()
         assert bool(q.grad[2:5].any()) is bool(segments) and not out[5:].any()
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["in parts", "in one call"])
+def test_training_through_sinks_is_refused(fused, monkeypatch):
+    """No implementation has a gradient of the log-sum-exp, by which sinks correct the output: part of it would lack."""
+
+    def flash(q, *arguments, with_lse):
+        return q.clone(), torch.zeros(q.shape[1], len(q))
+
+    monkeypatch.setattr(backend, "varlen_attention_for", lambda q: flash if fused else None)
+    (q, k, v), segments = rows_of("pieces", (6, 2))
+    segment_attention(q, k, v, segments, sinks_H=draw(6, seed=5))
+    with pytest.raises(AssertionError, match="no gradient"):
+        segment_attention(q.requires_grad_(), k, v, segments, sinks_H=draw(6, seed=5))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -134,7 +148,7 @@ def test_wrong_segments_are_refused(segments, message):
 
 
 def test_masks_are_kept_once_for_all_blocks_of_a_window(monkeypatch):
-    """Long rows under a window: the masks that the gradient needs do not grow with the row."""
+    """The masks that the gradient needs do not grow with a row's length under a window."""
     monkeypatch.setattr(causal, "BLOCK", 16)
     masks = set()
 
@@ -145,7 +159,7 @@ def test_masks_are_kept_once_for_all_blocks_of_a_window(monkeypatch):
     monkeypatch.setattr(causal, "scaled_dot_product_attention", watched)
     q = draw(300, 2, 8, seed=1).requires_grad_()
     segment_attention(q, q, q, [Segment(0, 300, 0, 300)], 20).sum().backward()
-    assert len(masks) <= 4  # two that begin before the window is full, those in it, and the last, which is shorter
+    assert len(masks) <= 4  # two until the window is full, one from then on, and the shorter last block's
 
 
 LAID = [case for case, (_, _, segments) in CASES.items() if any(s[1] > s[0] for s in segments)]
@@ -153,7 +167,7 @@ LAID = [case for case, (_, _, segments) in CASES.items() if any(s[1] > s[0] for 
 
 @pytest.mark.parametrize("case", LAID)
 def test_layout_says_which_rows_lie_where(case):
-    """Cutting the laid out rows at the borders gives each segment's rows."""
+    """Cutting the rows of the layout at its borders gives each segment's rows."""
     n_queries, n_keys, segments = CASES[case]
     segments = tuple(Segment(*s) for s in segments if s[1] > s[0])
     layout = lay_end_to_end(segments, CPU)
@@ -185,11 +199,9 @@ def test_layers_share_a_layout():
 
 
 def looped(q, k, v, q_borders, k_borders, most_queries, most_keys, window) -> Tensor:
-    """Stands where a GPU's kernel for sequences of several lengths does."""
-    edges = [borders.tolist() for borders in (q_borders, k_borders)]
-    segments = [
-        Segment(*q_span, *k_span) for q_span, k_span in zip(*(pairwise(borders) for borders in edges), strict=True)
-    ]
+    """Stands in for a GPU's kernel for sequences of several lengths."""
+    spans = [pairwise(borders.tolist()) for borders in (q_borders, k_borders)]
+    segments = [Segment(*q_span, *k_span) for q_span, k_span in zip(*spans, strict=True)]
     assert most_queries == max(segment.q_stop - segment.q_start for segment in segments)
     assert most_keys == max(segment.k_stop - segment.k_start for segment in segments)
     return reference(q, k, v, segments, window)
@@ -215,7 +227,7 @@ def test_windows_count_a_querys_own_key_and_kernels_do_not(window, before):
 
 
 def test_the_kernel_that_is_chosen_takes_what_it_is_given():
-    """As far as shapes show that without a GPU; PyTorch's own is there from 2.13 on."""
+    """As far as shapes can show without a GPU. PyTorch has a kernel from 2.13 on."""
     chosen = backend.varlen_attention()
     if chosen is backend._torch_varlen:
         rows = [x.to("meta", torch.bfloat16) for x in (draw(12, 6, 16, seed=1), draw(9, 2, 16, seed=2))]
@@ -231,7 +243,7 @@ def test_the_kernel_that_is_chosen_takes_what_it_is_given():
 
 @pytest.mark.parametrize("files, whether", [(["cute/__init__.py"], False), (["__init__.py", "cute/__init__.py"], True)])
 def test_flash_attn_4_alone_is_not_flash_attn(tmp_path, monkeypatch, files, whether):
-    """Its package is the folder flash_attn/cute, without a flash_attn/__init__.py."""
+    """The package of version 4 is the folder flash_attn/cute, without a flash_attn/__init__.py."""
     for file in files:
         path = tmp_path / "flash_attn" / file
         path.parent.mkdir(parents=True, exist_ok=True)

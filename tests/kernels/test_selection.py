@@ -1,4 +1,4 @@
-"""kernels/selection.py: every implementation against its reference, on rows between which NaN lies."""
+"""kernels/selection.py: every implementation against its reference, on rows with NaN between them."""
 
 from importlib import import_module
 
@@ -9,13 +9,13 @@ from longdraft.kernels import backend, selection
 from longdraft.kernels.reference import selection as reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# layers, rows, query heads, KV heads, width
+# layers, rows, query heads, key heads, width
 SHAPES = [(1, 1, 1, 1, 8), (2, 130, 4, 2, 16), (3, 67, 6, 1, 80), (2, 70, 8, 4, 64), (1, 33, 2, 2, 256)]
 
 
 @pytest.fixture(params=["layer by layer", "triton"])
 def implementation(request, monkeypatch):
-    """kernels/selection.py with and without Triton, and the device where it then runs."""
+    """Selects the implementation; returns the device where it runs."""
     if request.param == "triton":
         found = import_module("longdraft.kernels.triton_impl.selection")
         monkeypatch.setattr(backend, "triton_kernels", lambda name, device_type: found)
@@ -24,7 +24,7 @@ def implementation(request, monkeypatch):
 
 
 def poisoned(layers, rows, n_kv, width, seed, device="cpu", dtype=torch.float32):
-    """[L, S, K, d] of a larger cache (slot 1 of 3, from row 2 on), with NaN in all that does not belong to it."""
+    """[L, S, K, d] as a part of a larger cache (slot 1 of 3, from row 2 on), with NaN in all the rest."""
     drawn = torch.randn(layers, rows, n_kv, width, generator=torch.Generator().manual_seed(seed))
     cache = torch.full((layers, 3, rows + 5, n_kv, width + 1), float("nan"), dtype=dtype, device=device)
     inside = cache[:, 1, 2 : rows + 2, :, :width]
@@ -62,7 +62,7 @@ def test_scores_of_keys_in_half_precision_are_in_fp32(implementation, dtype):
 
 
 def test_a_pass_over_the_keys_of_a_group_reads_each_once_for_all_heads(implementation):
-    """Scores are linear in the queries: a group's is that of its sum, a head's own where the others are 0."""
+    """Scores are linear in the queries: if all queries of a group but one are 0, its scores are that query's."""
     keys = poisoned(2, 40, 2, 16, 3, implementation)
     q = queries(2, 6, 16)
     alone = torch.zeros_like(q)
@@ -82,11 +82,11 @@ def test_the_best_keys_are_the_best_scores_in_order(implementation, count):
 
 
 @pytest.mark.parametrize(("chunks", "chunk"), [(1, 1), (1, 8), (5, 3), (90, 4), (3, 64)])
-# Triton's interpreter truncates where it stores bf16; tests/gpu has bf16 on a GPU.
+# Triton's interpreter truncates when it stores bf16; tests/gpu tests bf16 on a GPU.
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_means_of_chunks(implementation, chunks, chunk, dtype):
     keys = poisoned(2, chunks * chunk, 3, 24, 7, implementation, dtype)
-    # The means lie in a larger allocation, of which the rest stays as it is.
+    # The output is part of a larger tensor, the rest of which must not change.
     whole = torch.full((2, 2, chunks + 4, 3, 24), 5.0, dtype=dtype, device=implementation)
     out = whole[:, 1, 3 : chunks + 3]
     selection.chunk_means(keys, chunk, out)

@@ -1,4 +1,4 @@
-"""kernels/sinks.py through every way that attention takes, against a softmax with one score more."""
+"""kernels/sinks.py with every implementation of attention, against a softmax with one more score."""
 
 from types import SimpleNamespace
 
@@ -14,7 +14,7 @@ from longdraft.kernels.segment_attention import Segment
 HEADS, KV_HEADS, WIDTH = 6, 2, 16
 SINKS = torch.tensor([-1.0, 0.5, 2.0, 4.0, -30.0, 0.0])
 WINDOWS = (None, 5, 64)
-WAYS = ("c", "pytorch", "flash", "triton")
+IMPLEMENTATIONS = ("c", "pytorch", "flash", "triton")
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def trees(shared):
 
 
 def expected(q_NHd: Tensor, k_MKd: Tensor, v_MKd: Tensor, open_NM: Tensor) -> Tensor:
-    """In fp64, the sink as the key behind the last one, whose value is zero."""
+    """Attention in fp64, with the sink as one more key whose value is zero."""
     keys, values = (x.double().repeat_interleave(HEADS // KV_HEADS, 1) for x in (k_MKd, v_MKd))
     scores_HNM = torch.einsum("nhd,mhd->hnm", q_NHd.double(), keys) * WIDTH**-0.5
     scores_HNM = scores_HNM.masked_fill(~open_NM, float("-inf"))
@@ -37,14 +37,14 @@ def lse_of(q, k, lengths, tree, window):
 
 
 def triton_tree(q, keys, values, lengths, bits, depths, is_tree, window):
-    """In the place of Triton's kernel, for chains and for the trees of this file, whose bits are read back."""
+    """Stands in for Triton's kernel, for chains and for the trees of this file, which it reads back from their bits."""
     n_rows = q.shape[1]
     tree = (bits[:, :, :1] >> torch.arange(n_rows) & 1).bool() if is_tree else None
     return reference.tree_attention(q, keys, values, lengths, tree, window), lse_of(q, keys, lengths, tree, window)
 
 
 def varlen(q, k, v, q_borders, k_borders, most_queries, most_keys, window, with_lse=False):
-    """In the place of flash-attention's kernel."""
+    """Stands in for flash-attention's kernel."""
     assert with_lse
     parts = []
     for (a, b), (c, d) in zip(q_borders.unfold(0, 2, 1).tolist(), k_borders.unfold(0, 2, 1).tolist(), strict=True):
@@ -56,8 +56,8 @@ def varlen(q, k, v, q_borders, k_borders, most_queries, most_keys, window, with_
     return torch.cat(outs), torch.cat(sums).T
 
 
-@pytest.fixture(params=WAYS)
-def way(request, monkeypatch):
+@pytest.fixture(params=IMPLEMENTATIONS)
+def implementation(request, monkeypatch):
     if request.param == "c":
         request.getfixturevalue("c_kernels")
     kernels = SimpleNamespace(tree_attention=triton_tree)
@@ -70,7 +70,7 @@ def way(request, monkeypatch):
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize(("n_rows", "is_tree"), [(1, False), (9, True), (9, False), (150, False)])
 @pytest.mark.parametrize("lengths", [[0], [1100], [0, 70]], ids=str)
-def test_behind_a_cache(way, trees, lengths, n_rows, is_tree, window):
+def test_behind_a_cache(implementation, trees, lengths, n_rows, is_tree, window):
     keys, values = trees.poisoned(lengths, n_rows, max(lengths) + n_rows + 5, KV_HEADS, WIDTH)
     q, lengths_B = trees.draw(len(lengths), n_rows, HEADS, WIDTH, seed=7), torch.tensor(lengths)
     masks = torch.stack([trees.random_tree(n_rows, seed) for seed in range(len(lengths))]) if is_tree else None
@@ -88,7 +88,7 @@ def causal(n_queries: int, n_keys: int, window: int | None) -> Tensor:
 
 
 @pytest.mark.parametrize("window", WINDOWS)
-def test_of_prompts_and_of_rows_without_a_cache(way, trees, window):
+def test_of_prompts_and_of_rows_without_a_cache(implementation, trees, window):
     prompts = [300, 1, 0, 77]
     q, k, v = (trees.draw(4, 300, heads, WIDTH, seed=heads) for heads in (HEADS, KV_HEADS, KV_HEADS))
     found = chain_attention.prompt_attention(q, k, v, prompts, window, SINKS)
@@ -102,7 +102,7 @@ def test_of_prompts_and_of_rows_without_a_cache(way, trees, window):
 
 
 @pytest.mark.parametrize("window", WINDOWS)
-def test_of_segments(way, trees, window):
+def test_of_segments(implementation, trees, window):
     q, k, v = (trees.draw(200, heads, WIDTH, seed=heads) for heads in (HEADS, KV_HEADS, KV_HEADS))
     segments = [Segment(0, 30, 0, 30), Segment(30, 31, 0, 90), Segment(50, 200, 40, 200)]
     found = segment_attention.segment_attention(q, k, v, segments, window, SINKS)

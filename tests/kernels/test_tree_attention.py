@@ -1,4 +1,4 @@
-"""kernels/tree_attention.py and causal_attention.py against the reference and against attention written out per row."""
+"""kernels/tree_attention.py and causal_attention.py against the reference and against attention row by row."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ def draw(*shape: int, seed: int) -> Tensor:
 
 
 def random_tree(n_rows: int, seed: int) -> Tensor:
-    """Ancestor mask of a random tree; its last row is padding, which sees nothing."""
+    """Ancestor mask of a random tree; its last row is padding, which reads nothing."""
     generator = torch.Generator().manual_seed(seed)
     mask = torch.eye(n_rows, dtype=torch.bool)
     for node in range(1, n_rows):
@@ -27,7 +27,7 @@ def random_tree(n_rows: int, seed: int) -> Tensor:
 
 
 def poisoned(lengths: list[int], n_rows: int, capacity: int, heads: int, width: int) -> tuple[Tensor, Tensor]:
-    """Keys and values of different strides, NaN wherever nothing was written."""
+    """Keys and values of different strides, with NaN wherever nothing was written."""
     keys = torch.full((len(lengths), capacity, heads, width), float("nan"))
     values = torch.full((len(lengths), heads, capacity, 2 * width), float("nan")).transpose(1, 2)[..., :width]
     for slot, length in enumerate(lengths):
@@ -38,7 +38,7 @@ def poisoned(lengths: list[int], n_rows: int, capacity: int, heads: int, width: 
 
 
 def row_by_row(q_Hd: Tensor, keys_SKd: Tensor, values_SKd: Tensor) -> Tensor:
-    """One query over the rows it may read, nothing masked, in fp64."""
+    """One query over the rows that it may read, without a mask, in fp64."""
     groups = q_Hd.shape[0] // keys_SKd.shape[1]
     keys, values = (x.double().repeat_interleave(groups, 1) for x in (keys_SKd, values_SKd))
     scores = torch.einsum("hd,shd->hs", q_Hd.double(), keys) * q_Hd.shape[-1] ** -0.5
@@ -46,7 +46,7 @@ def row_by_row(q_Hd: Tensor, keys_SKd: Tensor, values_SKd: Tensor) -> Tensor:
 
 
 def history_of(row: int, length: int, mask_TT: Tensor | None, window: int | None) -> list[int] | None:
-    """The cache rows that a row of the pass reads; None for a padding row under a window, which has no place there."""
+    """The cache rows that a row of the pass reads; None for padding under a window, for which they are undefined."""
     own = list(range(row + 1)) if mask_TT is None else mask_TT[row].nonzero()[:, 0].tolist()
     history = [*range(length), *(length + i for i in own)]
     if window is None:
@@ -55,7 +55,7 @@ def history_of(row: int, length: int, mask_TT: Tensor | None, window: int | None
 
 
 def with_log_sum_exps(q: Tensor, keys: Tensor, values: Tensor, lengths_B: Tensor, mask: Tensor | None, window=None):
-    """Attention, and by what sinks (kernels/sinks.py) and other keys are merged with it: C's, or PyTorch's."""
+    """Attention and its log-sum-exps, by C or PyTorch."""
     rows = module.rows
     if q.shape[1] > rows.MOST_ATTENTION_ROWS or not rows.can_attend(q):
         return tree_attention(q, keys, values, lengths_B, mask, window), log_sum_exp(q, keys, lengths_B, mask, window)
@@ -132,7 +132,7 @@ def test_parts_of_the_keys_merge_by_their_log_sum_exps():
 
 
 def test_split_and_single_call_agree(monkeypatch, pytorch_only):
-    """The same pass through both CPU paths, whatever SPLIT_FROM says."""
+    """The same pass gives the same result above and below SPLIT_FROM."""
     keys, values = poisoned([200], 9, 220, 2, 8)
     q, mask, lengths = draw(1, 9, 4, 8, seed=3), random_tree(9, 1)[None], torch.tensor([200])
     monkeypatch.setattr(module, "SPLIT_FROM", 10_000)

@@ -1,7 +1,7 @@
-"""Every Triton kernel compiles for GPUs that are not there, which shows what the interpreter passes over: types, shapes
-of blocks, and what a program needs of fast memory, registers and stack. Its numbers are shown elsewhere, in the
-interpreter and on GPUs. benchmarks/limits.py compiles, in a process without the interpreter; with `--all` it takes
-every kernel, architecture, dtype and shape.
+"""Every Triton kernel compiles for GPUs that are not there. That checks what the interpreter ignores: types, shapes of
+blocks, and a program's shared memory, registers and stack. Its results are tested elsewhere, in the interpreter and on
+GPUs. benchmarks/limits.py compiles in a process without the interpreter; with `--all` it compiles every kernel for all
+architectures, dtypes and shapes.
 """
 
 import json
@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 
 PROGRAM = Path(__file__).parents[2] / "benchmarks" / "limits.py"
-# Instructions for 64 keys in the loop over committed keys: 64 nodes, 32 heads of width 128, 8 key heads, bf16, sm_90;
-# `python benchmarks/limits.py --kernel tree_attention --arch 90` counts them; this is with Triton 3.7.1.
+# Instructions for 64 keys in the loop over committed keys, with 64 nodes, 32 heads of width 128, 8 key heads, bf16,
+# sm_90 and Triton 3.7.1. `python benchmarks/limits.py --kernel tree_attention --arch 90` counts them.
 MAIN_LOOP = 359
 
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory) -> list[dict]:
-    """What each compiled kernel takes, as benchmarks/limits.py says it; all are within their limits."""
+    """What each compiled kernel needs, by benchmarks/limits.py; all are within their limits."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("compiled"))
     ended = subprocess.run([sys.executable, PROGRAM], env=environment, capture_output=True, text=True)
@@ -44,6 +44,6 @@ def test_all_kernels_compile_within_the_limits_of_every_gpu(compiled):
 
 @pytest.mark.timeout(600)
 def test_the_loop_over_committed_keys_stays_short(compiled):
-    """At most a fifth more instructions than when it was written; the masks are in another loop."""
+    """At most a fifth more instructions than when it was written. Masks are in another loop."""
     ((main, masked),) = [kernel["loops"] for kernel in compiled if kernel["loops"]]
     assert main <= 1.2 * MAIN_LOOP and main < masked

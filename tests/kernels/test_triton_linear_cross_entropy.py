@@ -1,5 +1,5 @@
-"""kernels/triton_impl/linear_cross_entropy.py against the reference: hostile chunks, in Triton's interpreter or on a
-GPU; and the whole loss that is made with it against the full-logits formula."""
+"""kernels/triton_impl/linear_cross_entropy.py against the reference on hostile chunks, in Triton's interpreter or on a
+GPU; and the whole loss with this kernel against the full-logits formula."""
 
 import pytest
 import torch
@@ -21,8 +21,8 @@ def made(shared):
 
 
 def run(chunk_losses, logits: Tensor, labels: Tensor, ignore_index=-100, top_k=K, gradient=True, device="cpu"):
-    """(Loss, logits before the label's up to K, what is then in the logits' place), of NaN-poisoned outputs; beside
-    each row of logits lies NaN that must stay."""
+    """(Loss, logits before the label's up to K, what has replaced the logits). Outputs are NaN at first, and NaN beside
+    each row of logits must stay."""
     n_rows, n_words = logits.shape
     wide = torch.full((n_rows, 2 * n_words + 1), NAN, dtype=logits.dtype, device=device)
     wide[:, :n_words] = logits
@@ -34,7 +34,7 @@ def run(chunk_losses, logits: Tensor, labels: Tensor, ignore_index=-100, top_k=K
 
 
 def same(logits: Tensor, labels: Tensor, **options) -> None:
-    """Triton's is the reference's; where no label is, the gradient may be anything."""
+    """Triton gives what the reference gives; the gradient of rows without a label is arbitrary."""
     wanted = run(reference.chunk_losses, logits, labels, **options)
     found = run(triton_impl.chunk_losses, logits, labels, **options, device=DEVICE)
     torch.testing.assert_close(found[0], wanted[0], rtol=1e-6, atol=1e-6, equal_nan=True)
@@ -70,13 +70,13 @@ def test_equal_infinite_and_large_logits(block, monkeypatch):
     logits, labels = drawn(10, 150)
     labels[[0, 5, 6]] = 75
     logits[0] = 2.5  # all equal, the label in the middle
-    logits[1], logits[1, 149], labels[1] = 0.0, 1.0, 148  # after 149 of equals
+    logits[1], logits[1, 149], labels[1] = 0.0, 1.0, 148  # behind 148 equal logits and a larger one
     logits[2, :100], labels[2] = -INF, 120  # whole blocks of nothing
     logits[3], logits[3, 130], labels[3] = -INF, 7.0, 130  # one open word
     logits[4, labels[4]] = -INF  # the label has no chance: infinite loss
     logits[5] *= 1e30
     logits[6] += 1e4
-    logits[7] = -INF  # no word at all: no number
+    logits[7] = -INF  # no word at all: NaN
     logits[8, 3] = INF
     logits[9, 140] = NAN
     same(logits, labels)
@@ -98,14 +98,14 @@ def test_all_ignored_rows_are_not_read():
     assert loss.tolist() == [0, 0, 0] and before.tolist() == [K] * 3
 
 
-def test_a_label_outside_of_the_vocabulary_is_no_number():
+def test_a_label_outside_the_vocabulary_gives_nan():
     logits, _ = drawn(3, 70)
     loss = run(triton_impl.chunk_losses, logits, torch.tensor([70, -1, 69]), device=DEVICE)[0]
     assert loss[:2].isnan().all() and loss[2].isfinite()
 
 
 def loss_and_gradients(made, hiddens, weight_VD, labels, dtype):
-    """Through the public function, of states that are slices and a weight with padding, NaN in all that is not read."""
+    """From the public function, for strided states and a padded weight, with NaN in all that must not be read."""
     wide = [torch.full((len(h), 2 * h.shape[1]), NAN, dtype=dtype, device=DEVICE) for h in hiddens]
     for into, hidden, labels_M in zip(wide, hiddens, labels, strict=True):
         into[:, 1::2] = hidden.detach().to(DEVICE)
@@ -120,13 +120,13 @@ def loss_and_gradients(made, hiddens, weight_VD, labels, dtype):
     return out, [x.grad[:, 1::2].cpu() for x in leaves if x.grad is not None]
 
 
-# bf16 is fp16's path with another rounding; tests/gpu has it.
+# bf16 runs the same code as fp16 with another rounding; tests/gpu tests it.
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
 @pytest.mark.parametrize("sizes", [[1], [30], [23, 0, 11], [0]], ids=str)
 def test_losses_and_gradients_are_as_close_as_plain_arithmetics(made, plain, sizes, dtype, monkeypatch):
     """Losses within twice, gradients within three times the error of plain.py's formula in the same precision, both
-    against fp64; a rounding of fp32 is granted, for a sum can be right by chance."""
-    monkeypatch.setattr(kernel, "rows_per_chunk", lambda *_: 10)  # chunks that hold two parts, and parts of two chunks
+    against fp64; plus one rounding of fp32, as plain.py's sum can be exact by chance."""
+    monkeypatch.setattr(kernel, "rows_per_chunk", lambda *_: 10)  # chunks of two parts, and parts in two chunks
     monkeypatch.setattr(triton_impl, "MOST_BLOCK", 128)
     hiddens, weight_VD, labels = made.examples(sizes, 24, 301, dtype)
     out, grads = loss_and_gradients(made, hiddens, weight_VD, labels, dtype)
@@ -137,7 +137,7 @@ def test_losses_and_gradients_are_as_close_as_plain_arithmetics(made, plain, siz
             allowed = factor * (theirs - exact).norm() + 1e-6 * exact.norm()
             assert (ours.detach() - exact).norm() <= allowed
         assert out.n_labels[i] == (labels_M >= 0).sum()
-        if dtype == torch.float32:  # in fp16 logits are equal, and which of them is first depends on the rounding
+        if dtype == torch.float32:  # in fp16 some logits are equal, and rounding decides which is first
             assert out.rank_counts[i].tolist() == made.ranks_of(hidden_MD, weight_VD, labels_M, K)
 
 

@@ -1,5 +1,5 @@
-"""kernels/triton_impl/segment_attention.py against the reference: hostile segments, in Triton's interpreter or on a
-GPU; and as the backward of kernels/segment_attention.py where keys and values are frozen."""
+"""kernels/triton_impl/segment_attention.py against the reference on hostile segments, in Triton's interpreter or on a
+GPU; and as the backward of kernels/segment_attention.py for frozen keys and values."""
 
 from itertools import pairwise
 
@@ -28,7 +28,7 @@ SEGMENTS = {
 
 @pytest.fixture
 def small_blocks(monkeypatch):
-    """Several blocks a segment: borders of the causal band and of the window within, on and between them."""
+    """Several blocks per segment: the causal border and the window's are within, on and between them."""
     monkeypatch.setattr(triton_impl, "blocks", lambda width: (16, 16))
 
 
@@ -37,7 +37,7 @@ def segments_of(name: str) -> tuple[Segment, ...]:
 
 
 def drawn(segments, heads: tuple[int, int, int], dtype: torch.dtype, n: int = N) -> list[Tensor]:
-    """q, k, v and the gradient of the output, each a slice of wider rows; NaN beside them and where no segment is."""
+    """q, k, v and the output's gradient, each a slice of wider rows, with NaN beside them and outside all segments."""
     n_heads, n_kv, width = heads
     seen = torch.zeros(2, n, dtype=torch.bool)
     for segment in segments:
@@ -52,7 +52,7 @@ def drawn(segments, heads: tuple[int, int, int], dtype: torch.dtype, n: int = N)
 
 
 def log_sum_exps(q: Tensor, k: Tensor, segments, window) -> Tensor:
-    """Natural, of every query in a segment, [H, P] in fp32; NaN lies behind each head's."""
+    """Natural log-sum-exps of every query in a segment, fp32 [H, P], with NaN in memory behind each head's."""
     mask = reference.read_keys(len(q), len(k), segments, window)
     keys = k.double().where(mask.any(0)[:, None, None], 0.0).repeat_interleave(q.shape[1] // k.shape[1], 1)
     scores = torch.einsum("nhd,mhd->hnm", q.double(), keys) * q.shape[2] ** -0.5
@@ -97,14 +97,14 @@ def test_heads_are_those_of_their_group(small_blocks):
     ("heads", "window"), [((1, 1, 8), 3), ((2, 1, 80), None), ((1, 1, 128), 90), ((1, 1, 256), 70)]
 )
 def test_blocks_as_they_are(heads, window):
-    """One more query than the block of narrow heads has, one more key than two of theirs."""
+    """One more query than a block of narrow heads, and more keys than two of their blocks."""
     segments = (Segment(1, 130, 3, 134), Segment(130, 131, 0, 1))
     close_to_the_reference(drawn(segments, heads, torch.float32, 140), segments, window)
 
 
 @pytest.mark.parametrize(("name", "window"), [("shifted", None), ("subset", 7), ("shared by many", 40)])
 def test_error_in_half_precision(small_blocks, plain, name, window):
-    """At most three times the error that plain.py makes of the same numbers, both measured against fp32."""
+    """At most three times the error of plain.py with the same numbers, both against fp32."""
     segments = segments_of(name)
     given = drawn(segments, (1, 1, 24), torch.float16)
     exact = reference.query_gradient(*(x.float() for x in given), segments, window)
@@ -115,7 +115,7 @@ def test_error_in_half_precision(small_blocks, plain, name, window):
 
 
 def varlen(q, k, v, q_borders, k_borders, most_queries, most_keys, window, with_lse=False):
-    """Stands where a GPU's kernel for sequences of several lengths does: plain PyTorch, the log-sum-exps beside it."""
+    """Stands in for a GPU's kernel for sequences of several lengths: plain PyTorch, with log-sum-exps."""
     spans = [pairwise(borders.tolist()) for borders in (q_borders, k_borders)]
     segments = [Segment(*q_span, *k_span) for q_span, k_span in zip(*spans, strict=True)]
     out = reference.segment_attention(q, k, v, segments, window)
@@ -127,7 +127,7 @@ def varlen(q, k, v, q_borders, k_borders, most_queries, most_keys, window, with_
 
 @pytest.mark.parametrize(("name", "window"), [("pieces", None), ("subset", 7), ("shared by many", None)])
 def test_frozen_keys_leave_the_queries_their_gradient(small_blocks, name, window):
-    """Through the autograd function; the gradient of a sum, which has no strides, and of a product, which has."""
+    """Through the autograd function, for the gradient of a sum, which is expanded, and of a product, which is not."""
     segments = segments_of(name)
     q, k, v, weights = (x.to(DEVICE) for x in drawn(segments, (2, 1, 24), torch.float32))
     for weight in (None, weights.nan_to_num()):
@@ -149,7 +149,7 @@ def test_the_reference_is_the_gradient_of_the_references_output():
 
 
 def test_nothing_but_what_was_given_and_what_came_out_is_kept():
-    """No copies of keys that several segments share; and no gradient of keys and values, though autograd could ask."""
+    """No copies of keys that several segments share are kept for the backward pass."""
     segments, kept = segments_of("shared by many"), []
     q, k, v, _ = (x.to(DEVICE) for x in drawn(segments, (4, 2, 24), torch.float32))
     q.requires_grad_()
@@ -162,7 +162,7 @@ def test_nothing_but_what_was_given_and_what_came_out_is_kept():
 
 @pytest.mark.parametrize("learning", ["q", "qk", "qv", ""])
 def test_it_is_taken_where_the_queries_alone_learn(small_blocks, monkeypatch, learning):
-    """The way of a GPU through the public function."""
+    """Through the public function, as on a GPU."""
     segments, taken = segments_of("subset"), []
     rows = [x.to(DEVICE) for x in drawn(segments, (1, 1, 24), torch.float32)[:3]]
     given = [x.clone().requires_grad_(name in learning) for x, name in zip(rows, "qkv", strict=True)]

@@ -1,4 +1,4 @@
-"""kernels/triton_impl/tree_attention.py against the reference: hostile shapes, in Triton's interpreter or on a GPU."""
+"""triton_impl/tree_attention.py against the reference on hostile shapes, in Triton's interpreter or on a GPU."""
 
 import pytest
 import torch
@@ -14,14 +14,14 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 @pytest.fixture(autouse=True)
 def large_blocks(request, monkeypatch):
-    """The interpreter, whose time goes by programs and blocks, takes fp32 in the blocks of half precision."""
+    """Makes the interpreter, whose time depends on the number of blocks, use half precision's blocks for fp32."""
     if DEVICE == "cpu" and "small_blocks" not in request.fixturenames:
         monkeypatch.setattr(triton_impl, "blocks", lambda rows, width, _, memory: blocks(rows, width, 2, memory))
 
 
 @pytest.fixture
 def small_blocks():
-    """The test runs with the blocks that are served in fp32."""
+    """Makes the test use the blocks of fp32."""
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def made(shared):
 
 
 def run(q, keys, values, lengths, masks, window=None, n_splits=None):
-    """(Output, log-sum-exp) of the kernel on the CPU's tensors, wherever it runs."""
+    """(Output, log-sum-exp) of the kernel on its device, from and to tensors on the CPU."""
     bits, depth = pack_tree(masks, len(lengths), q.shape[1], lengths.device)
     tensors = [x.to(DEVICE) for x in (q, keys, values, lengths, bits, depth)]
     out, lse = tree_attention(*tensors, masks is not None, window, n_splits)
@@ -39,7 +39,7 @@ def run(q, keys, values, lengths, masks, window=None, n_splits=None):
 
 
 def expected_lse(q, keys, lengths, masks, window):
-    """Natural log-sum-exp of every row's open scores [B, T, H], in fp64."""
+    """Natural log-sum-exp of every row's open scores, [B, T, H], computed in fp64."""
     n_rows, groups = q.shape[1], q.shape[2] // keys.shape[2]
     n_keys = int(lengths.max()) + n_rows
     opened = attended_rows(lengths, n_rows, n_keys, masks, window)
@@ -54,7 +54,7 @@ CASES = [
     (4, 4, 16, [63], 13),
     (6, 2, 64, [0, 90], 9),
     (8, 1, 32, [200, 3], 5),
-    (2, 1, 80, [65], 3),  # a width that is no power of two
+    (2, 1, 80, [65], 3),  # a width that is not a power of two
     (2, 1, 128, [40], 70),  # more rows than one word of bits
     (2, 2, 256, [17], 2),
 ]
@@ -77,14 +77,14 @@ def test_against_the_reference(made, case, tree, window):
 
 
 def at_borders(block: int) -> list[int]:
-    """Committed rows around whole blocks of keys, and none."""
+    """Numbers of committed rows around whole blocks of keys, and 0."""
     return [0, block - 1, block, block + 1, 12 * block - 1, 12 * block + 1]
 
 
 @pytest.mark.parametrize("window", [None, 160])
 @pytest.mark.parametrize("tree", [False, True])
 def test_lengths_at_the_borders_of_blocks(made, small_blocks, tree, window):
-    """A window of 160 leaves whole blocks between the keys that only some rows read and the pass's own."""
+    """A window of 160 leaves whole blocks between the keys that only some rows read and the pass's own rows."""
     n_rows, width = 7, 32
     lengths = at_borders(blocks(2 * n_rows, width, 4, 99 * 1024)[1])
     keys, values = made.poisoned(lengths, n_rows, max(lengths) + n_rows, 1, width)
@@ -94,17 +94,16 @@ def test_lengths_at_the_borders_of_blocks(made, small_blocks, tree, window):
     lse = expected_lse(q, keys, lengths_B, masks, window)
     for n_splits in (1, 3):
         out, found = run(q, keys, values, lengths_B, masks, window, n_splits)
-        # A padding row has no place in a history: what a window leaves it is not defined, but finite.
+        # Padding has no place in a history, so its output under a window is undefined, but finite.
         read = torch.ones(1, n_rows, dtype=torch.bool) if masks is None or window is None else masks.any(-1)
-        assert out.isfinite().all() and (out - wanted)[read.expand(len(lengths), -1)].abs().max() < 2e-6
-        torch.testing.assert_close(
-            found[read.expand(len(lengths), -1)], lse[read.expand(len(lengths), -1)], rtol=0, atol=2e-6
-        )
+        read = read.expand(len(lengths), -1)
+        assert out.isfinite().all() and (out - wanted)[read].abs().max() < 2e-6
+        torch.testing.assert_close(found[read], lse[read], rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize("n_rows", [1, 16, 63, 65, 128])
 def test_passes_of_all_widths(made, n_rows):
-    """Trees, whose ancestors are two words, and chains under a window that the deepest row shares with the first."""
+    """Trees, whose ancestors are two words, and chains under a window."""
     lengths = [29, 260]
     keys, values = made.poisoned(lengths, n_rows, max(lengths) + n_rows, 1, 16)
     q, lengths_B = made.draw(2, n_rows, 1, 16, seed=7), torch.tensor(lengths)
@@ -115,7 +114,7 @@ def test_passes_of_all_widths(made, n_rows):
 
 
 def test_a_row_does_not_depend_on_the_depth_of_those_beside_it(made):
-    """Bit for bit: the order in which a row meets its keys follows from shapes and lengths."""
+    """Bit for bit: the order in which a row reads its keys depends on shapes and lengths alone."""
     n_rows, length = 20, torch.tensor([300])
     keys, values = made.poisoned([300], n_rows, 320, 1, 16)
     q, chain = made.draw(1, n_rows, 2, 16, seed=7), torch.ones(n_rows, n_rows, dtype=torch.bool).tril()[None]
@@ -126,7 +125,7 @@ def test_a_row_does_not_depend_on_the_depth_of_those_beside_it(made):
 
 
 def test_blocks_fit_the_fast_memory():
-    """Those of a GPU with 227 KiB a program and of one with 99 KiB are the same; less than that makes them smaller."""
+    """With 227 KiB and with 99 KiB per program blocks are the same; with less they are smaller."""
     for width in (16, 64, 80, 128, 256, 512):
         for itemsize in (2, 4):
             for rows in (1, 16, 17, 1024):
@@ -140,7 +139,7 @@ def test_blocks_fit_the_fast_memory():
 
 @pytest.mark.parametrize("window", [None, 1])
 def test_any_number_of_runs_gives_the_same(made, window):
-    """Runs that are empty, of one key, longer than a slot: all merge to the one."""
+    """Runs that are empty, of one key, or longer than a slot merge to the same result."""
     keys, values = made.poisoned([0, 130], 5, 140, 1, 16)
     q, lengths = made.draw(2, 5, 2, 16, seed=7), torch.tensor([0, 130])
     masks = torch.stack([made.random_tree(5, seed) for seed in range(2)])
@@ -171,7 +170,7 @@ def test_strides_of_a_fused_projection_and_of_one_layer_of_a_cache(made):
     assert (out - reference(q, keys, values, lengths, mask)).abs().max() < 2e-6
 
 
-# Triton's interpreter has no products in bf16; tests/gpu has them on a GPU too.
+# Triton's interpreter cannot multiply bf16; tests/gpu tests it on a GPU.
 @pytest.mark.parametrize("length", [63, 65, 300])
 @pytest.mark.parametrize("dtype", [torch.float16] if DEVICE == "cpu" else [torch.float16, torch.bfloat16])
 def test_error_in_low_precision_is_that_of_plain_arithmetic(made, plain, dtype, length):
@@ -199,7 +198,7 @@ def test_bits_are_the_mask(made):
 
 
 def test_runs_follow_the_shapes_alone():
-    assert choose_splits(1000, 1 << 17, 132, 64) == 1  # enough programs without
+    assert choose_splits(1000, 1 << 17, 132, 64) == 1  # enough programs without splits
     assert choose_splits(8, 1 << 17, 132, 64) == 64
     assert choose_splits(8, 100, 132, 64) == 1  # too few keys to share
     assert all(choose_splits(8, 1 << n, 132, 64) <= choose_splits(8, 1 << n + 1, 132, 64) for n in range(6, 17))
@@ -208,7 +207,7 @@ def test_runs_follow_the_shapes_alone():
 @pytest.mark.parametrize("n_splits", [None, 4])
 @pytest.mark.parametrize("case", [(4, 4, 16, [0], 1), (6, 2, 64, [1, 0, 130], 9), (8, 1, 80, [64, 63], 16)], ids=str)
 def test_cross_attention_reads_no_row_of_the_pass(case, n_splits):
-    """The cache ends at the longest slot's length: there is no room for a pass; NaN behind each length."""
+    """The cache ends at the longest slot's length, without room for the pass, and has NaN behind each length."""
     n_heads, n_kv, width, lengths, n_rows = case
     generator = torch.Generator().manual_seed(3)
     keys, values = torch.full((2, len(lengths), max(max(lengths), 1), n_kv, 2 * width), float("nan"))[..., :width]

@@ -17,7 +17,7 @@ WAIT = 300  # seconds, on a busy machine
 
 @pytest.fixture
 def command(folder, tmp_path):
-    """(name of a command, more arguments) -> it and its arguments, as a shell has them."""
+    """(name of a command, more arguments) -> its command line."""
     (tmp_path / "text.txt").write_text("the cat sat on the log and the dog sat on the mat. " * 9)
     given = {
         "generate": ["--prompt", "the cat sat", "--max-new-tokens", "8"],
@@ -50,6 +50,14 @@ def test_a_full_device_is_one_line(command):
     assert last.startswith("longdraft generate: error: standard output cannot be written: No space left on device")
 
 
+@pytest.mark.parametrize(("work", "status"), [("sys.exit(0)", 0), ("signal.raise_signal(signal.SIGINT)", 130)])
+def test_a_full_device_changes_nothing_if_nothing_is_written(work, status):
+    """Unbuffered, even an empty write would fail."""
+    program = f"import signal, sys\nfrom longdraft.launch.console import run_command\ndef work():\n    {work}\n"
+    done = shell([sys.executable, "-uc", f"{program}sys.exit(run_command('x', work))"], ">/dev/full")
+    assert (done.returncode, done.stderr) == (status, b"x: interrupted\n" if status else b"")
+
+
 @pytest.mark.parametrize("redirected", [">&-", ">/dev/full"])
 def test_the_list_of_commands_is_shown_or_an_error(redirected):
     done = shell([sys.executable, cli.__file__], redirected)
@@ -66,10 +74,10 @@ def test_without_standard_error_the_text_comes(command, redirected):
 
 
 def test_prompts_and_text_in_other_encodings(command, folder):
-    """Standard input is UTF-8 whatever the locale says, and what the locale's output has no letters for is escaped."""
+    """Standard input is UTF-8 whatever the locale, and characters that the locale cannot write are escaped."""
     narrow = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii"}
     wrong = shell([*command("generate")[:-4], "--max-new-tokens", "8"], "< <(printf 'a\\xff')", **narrow)
-    expected = "longdraft generate: error: standard input is no UTF-8 text: byte 0xff at position 1; convert it"
+    expected = "longdraft generate: error: standard input is not UTF-8 text: byte 0xff at position 1; convert it"
     assert wrong.returncode == 2 and wrong.stderr.decode().startswith(expected)
     closed = shell([*command("generate")[:-4], "--max-new-tokens", "8"], "<&-")
     assert closed.returncode == 2 and b"standard input is closed; give the prompt by --prompt" in closed.stderr
@@ -80,7 +88,7 @@ def test_prompts_and_text_in_other_encodings(command, folder):
 
 @pytest.mark.parametrize("moment", ["", "Loading", "proof"])
 def test_ctrl_c_in_bench(command, moment):
-    """130 at once, while it imports, while it loads and while exactness is proved."""
+    """It exits with 130 at once during imports, during loading and during the proof of exactness."""
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     arguments = command("bench", "--drafter", "token_recycling", "--new-tokens", "60")
     process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
@@ -118,11 +126,11 @@ def test_a_swallowed_ctrl_c_ends_the_process_all_the_same():
 
 @pytest.mark.parametrize("redirected", ["2>&1 | true", ">/dev/full 2>&1"])
 def test_where_output_is_not_what_it_is_for_the_work_outlives_its_readers(tmp_path, redirected):
-    """Lines, a bar, what a library prints: training saves what it has although `| tee` has died of the same Ctrl-C."""
+    """Training writes lines, a bar and a library's output, and still saves after `| tee` died of the same Ctrl-C."""
     program = (
         "import sys, time\n"
         "from tqdm import tqdm\n"
-        "from longdraft.launch.console import framed\n"
+        "from longdraft.launch.console import run_command\n"
         "def work():\n"
         "    for _ in tqdm(range(3), mininterval=0):\n"
         "        time.sleep(0.2)\n"
@@ -130,20 +138,20 @@ def test_where_output_is_not_what_it_is_for_the_work_outlives_its_readers(tmp_pa
         "        print('a line', flush=True)\n"
         "        sys.stderr.write('a warning')\n"
         f"    open({str(tmp_path / 'saved')!r}, 'w').close()\n"
-        f"open({str(tmp_path / 'status')!r}, 'w').write(str(framed('x', work, shows=False)))\n"
+        f"open({str(tmp_path / 'status')!r}, 'w').write(str(run_command('x', work, needs_output=False)))\n"
     )
     shell([sys.executable, "-c", program], redirected)
     assert (tmp_path / "saved").exists() and (tmp_path / "status").read_text() == "0"
 
 
 def test_files_are_not_opened_as_standard_streams(tmp_path):
-    """The number of a closed stream is not the next file's."""
+    """The next file does not get the descriptor of a closed stream."""
     program = (
-        "from longdraft.launch.console import framed\n"
+        "from longdraft.launch.console import run_command\n"
         "def work():\n"
         f"    print(open({str(tmp_path / 'file')!r}, 'w').fileno())\n"
         f"    open({str(tmp_path / 'number')!r}, 'w').write(str(open({str(tmp_path / 'file')!r}).fileno()))\n"
-        "framed('x', work, shows=False)\n"
+        "run_command('x', work, needs_output=False)\n"
     )
     shell([sys.executable, "-c", program], "<&- >&- 2>&-")
     assert int(Path(tmp_path / "number").read_text()) > 2

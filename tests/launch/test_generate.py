@@ -58,7 +58,7 @@ def test_only_the_text_is_on_standard_output(run, target):
 
 
 def test_every_sampling_option_reaches_the_engine(run, target):
-    """Each alone changes the text of a sampled generation as the engine says it does."""
+    """Each option alone changes the sampled text as it does in the engine."""
     base = {"temperature": 0.9, "seed": 11}
     plain = generation(target, **base)
     assert run("--prompt", PROMPT, "--temperature", 0.9, "--seed", 11).out == plain.text + "\n"
@@ -95,7 +95,7 @@ def test_every_sampling_option_reaches_the_engine(run, target):
 
 
 def test_published_sampling(run, target):
-    """A preset is its parts, and what stands beside it goes before."""
+    """A preset equals its parts, and options given with it take precedence."""
     asked = ["--prompt", PROMPT, "--seed", 11, "--json"]
     parts = {"temperature": 1.0, "min_p": 0.05, "min_tokens_to_keep": 20, "contextual_penalty": 1.15, "seed": 11}
     shown = json.loads(run(*asked, "--preset", "tokenswift-qwen2.5-7b").out)
@@ -109,7 +109,7 @@ def test_published_sampling(run, target):
     assert shown["tokens"] == kept != generation(target, **other | {"min_tokens_to_keep": 1}).tokens
     assert tuple(PRESETS) == PRESET_NAMES
     for name, alone in (("--min-tokens-to-keep", 20), ("--contextual-window", 5)):
-        assert f"{name}: {alone}, of " in run("--prompt", PROMPT, "--temperature", 1, name, alone, status=2).err
+        assert f"{name}: {alone}, but --" in run("--prompt", PROMPT, "--temperature", 1, name, alone, status=2).err
 
 
 def test_presets_by_the_target_s_name():
@@ -125,18 +125,18 @@ def test_presets_by_the_target_s_name():
 
 
 def test_ranking_without_the_noise(run):
-    """The text is the same, and fewer candidates are right."""
+    """The text stays the same, and fewer candidates are accepted."""
     asked = ["--prompt", PROMPT, "--temperature", 1, "--seed", 5, "--json", "--drafter", "small_model"]
     asked += ["--option", f"small={run.folder}", "--nodes", "all", "--max-new-tokens", 48]
     known, unknown = (json.loads(run(*asked, *more).out) for more in ([], ["--no-noise"]))
     assert known["tokens"] == unknown["tokens"]
     assert known["statistics"]["tokens_per_step"] > 1.5 * unknown["statistics"]["tokens_per_step"]
     greedy = run("--prompt", PROMPT, "--drafter", "token_recycling", "--no-noise", status=2).err
-    assert "--no-noise: of drafters that rank at a --temperature above 0" in greedy
+    assert "--no-noise: only drafters at a --temperature above 0 rank with noise" in greedy
 
 
 def test_half_precision(run, folder):
-    """fp16, as LongSpec's authors decode in."""
+    """In fp16, as LongSpec's authors decode."""
     half = load_target(folder, torch.float16)
     shown = run("--prompt", PROMPT, "--dtype", "fp16", "--drafter", "plain", "prompt_lookup", "--json").out
     texts = [one["tokens"] for one in json.loads(shown)["generations"]]
@@ -227,11 +227,11 @@ def test_options_are_read_by_their_kind():
         ("--prompt x --prompt-file y", "give one of --prompt, --prompt-file and --heldout"),
         ("--prompt-file {t}/none.txt", "--prompt-file: {t}/none.txt cannot be read: No such file"),
         ("--prompt-file {t}", "cannot be read: Is a directory"),
-        ("--prompt-file {t}/binary", "--prompt-file: {t}/binary is no UTF-8 text"),
+        ("--prompt-file {t}/binary", "--prompt-file: {t}/binary is not UTF-8 text"),
         ("--prompt-file {t}/empty", "--prompt-file: {t}/empty is empty"),
         ("--prompt=", "--prompt is empty"),
-        ("--prompt x --system y", "--system: the system message of a --chat"),
-        ("--prompt x --chat --prompt-tokens 3", "--chat: a whole message"),
+        ("--prompt x --system y", "--system: it is part of a --chat"),
+        ("--prompt x --chat --prompt-tokens 3", "--chat: it takes a whole message"),
         ("--prompt x --prompt-tokens 0", "--prompt-tokens: 0"),
         ("--prompt x --drafter eagle", "--drafter: unknown name 'eagle'; known: plain"),
         ("--prompt x --drafter plain+eagle", "--drafter: unknown name 'eagle'"),
@@ -250,22 +250,22 @@ def test_options_are_read_by_their_kind():
         ("--prompt x --max-new-tokens 0", "max_new_tokens=0"),
         ("--prompt x --ban 290", "banned_token_ids must lie in 0..289"),
         ("--prompt x --ban -1", "banned_token_ids"),
-        ("--prompt x --stop <|end|>", "the special token <|end|>, which is no text"),
+        ("--prompt x --stop <|end|>", "the special token <|end|>, which is not part of the text"),
         ("--prompt x --max-length 1", "prompt 0 has 1 tokens; at most 0 fit"),
         ("--prompt x --max-length 999999", "max_length=999999"),
         ("--prompt x --prefill-chunk 0", "prefill_chunk=0"),
         ("--prompt x --draft {t}", "holds no config.json"),
         ("--prompt x --target {t}/nothing", "is no folder"),
-        ("--prompt x\udcff", "--prompt: byte 0xff at character 1 is no UTF-8; give the text in UTF-8"),
-        ("--prompt x --chat --system \udcc3", "--system: byte 0xc3 at character 0 is no UTF-8"),
-        ("--prompt x --stop \udcff", "stop_strings: byte 0xff at character 0 is no UTF-8"),
-        ("--prompt-file {t}/latin", "latin is no UTF-8 text: byte 0xe9 at position 1; convert it"),
+        ("--prompt x\udcff", "--prompt: byte 0xff at character 1 is not UTF-8; give the text in UTF-8"),
+        ("--prompt x --chat --system \udcc3", "--system: byte 0xc3 at character 0 is not UTF-8"),
+        ("--prompt x --stop \udcff", "stop_strings: byte 0xff at character 0 is not UTF-8"),
+        ("--prompt-file {t}/latin", "latin is not UTF-8 text: byte 0xe9 at position 1; convert it"),
         ("--prompt x --device tpu", "--device: 'tpu' is no device for a target; this machine has cpu"),
         ("--prompt x --device meta", "--device: 'meta' is no device for a target; this machine has cpu"),
         ("--prompt x --device cuda:99", "--device: 'cuda:99' is not here"),
         ("--prompt x --device=", "--device: '' is no device"),
         ("--prompt x --top-p 0.5", "--top-p: 0.5, but at --temperature 0 the most probable token is taken"),
-        ("--prompt x --contextual-window 5", "--contextual-window: 5, of a --contextual-penalty, which is off"),
+        ("--prompt x --contextual-window 5", "--contextual-window: 5, but --contextual-penalty is off"),
         ("--prompt x --temperature 1e31", "temperature=1e+31 must be 0"),
         ("--prompt x --draft {t} --drafter prompt_lookup", "--draft: {t}, but prompt_lookup does not take it"),
         ("--prompt x --target smollm2-135m --gguf-file a", "gguf_file 'a': smollm2-135m is one file already"),
@@ -287,7 +287,7 @@ def test_errors_are_one_line_and_status_2(arguments, message, run, folder, tmp_p
 
 
 def test_a_target_that_does_not_fit_is_refused_before_it_is_read(run, folder, monkeypatch):
-    """Also where only the cache of prompt and new tokens is too large."""
+    """This also holds if only the cache of prompt and new tokens is too large."""
     weights = 4 * weight_count(read_target_config(folder))
     monkeypatch.setattr(hf, "fill", lambda *_: pytest.fail("weights were read"))
     for free in (1000, weights):
@@ -299,7 +299,7 @@ def test_a_target_that_does_not_fit_is_refused_before_it_is_read(run, folder, mo
 
 
 class Terminal:
-    """Standard output that says it is a terminal."""
+    """A standard output that claims to be a terminal."""
 
     def __init__(self):
         self.text = ""
@@ -362,13 +362,13 @@ def test_ctrl_c_ends_with_what_there_is(run, monkeypatch, as_json):
 
 def test_a_second_ctrl_c_does_not_wait(run, monkeypatch):
     def stuck(self, prompts, params):
-        for _ in range(2):  # to this thread, each handled before the next: two that are pending at once are one
+        for _ in range(2):  # one after the other, since two pending signals become one
             signal.raise_signal(signal.SIGINT)
             time.sleep(0.05)
         yield from ()
 
     monkeypatch.setattr(Engine, "stream", stuck)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever else ran in this process has left
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # other tests in this process may have changed it
     try:
         assert "longdraft generate: interrupted" in run("--prompt", PROMPT, status=130).err
     finally:
@@ -376,7 +376,7 @@ def test_a_second_ctrl_c_does_not_wait(run, monkeypatch):
 
 
 def test_it_runs_outside_of_the_main_thread(folder, capsys):
-    """Where no signal can be caught."""
+    """Other threads cannot handle signals."""
     status = []
     arguments = ["--target", str(folder), "--prompt", PROMPT, "--max-new-tokens", "4"]
     thread = threading.Thread(target=lambda: status.append(main(arguments)))
@@ -386,7 +386,7 @@ def test_it_runs_outside_of_the_main_thread(folder, capsys):
 
 
 def test_pipes(folder, target, tmp_path):
-    """A real process: the prompt from a pipe, the text into one, a reader that leaves, and Ctrl-C from outside."""
+    """A real process with its prompt and text in pipes, with a reader that leaves, and with Ctrl-C from outside."""
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     command = [sys.executable, module.__file__, "--target", str(folder), "--dtype", "fp32"]
     finished = subprocess.run(

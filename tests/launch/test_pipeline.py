@@ -1,4 +1,4 @@
-"""The main job through its commands, on a tiny real checkpoint, and their errors."""
+"""The main job by its commands, on a tiny real checkpoint, and their errors."""
 
 import importlib.util
 import json
@@ -61,7 +61,7 @@ def test_generate_prints_the_same_text_for_both_drafters(folder, capsys):
 
 
 def test_a_draft_that_names_no_target_asks_for_it(folder, capsys, tmp_path):
-    """As one has that was converted from its authors' file; with --target both commands take it."""
+    """A draft converted from its authors' file lacks it. With --target both commands accept such a draft."""
     draft = tmp_path / "draft"
     shutil.copytree(folder / "run" / "draft", draft)
     content = json.loads((draft / "config.json").read_text())
@@ -74,7 +74,7 @@ def test_a_draft_that_names_no_target_asks_for_it(folder, capsys, tmp_path):
             assert main(arguments.split()) == 2
             error = capsys.readouterr().err
             assert len(error.splitlines()) == 1 and "error: --target: " in error, error
-            assert f"{draft} does not say where its target lies; name target or a copy of it by --target" in error
+            assert f"{draft} does not say where its target is; give target or a copy of it as --target" in error
     assert generate_main(f"{common} --target {folder}/target".split()) == 0
     text = capsys.readouterr().out
     assert generate_main(f"{short} --draft {folder}/run/draft".split()) == 0
@@ -84,7 +84,7 @@ def test_a_draft_that_names_no_target_asks_for_it(folder, capsys, tmp_path):
 
 
 def test_a_target_of_other_weights_is_one_line_of_warning(folder, capsys, tmp_path):
-    """Its configuration and tokenizer are the draft's target's; the text is exact all the same."""
+    """A target with the configuration and tokenizer of the draft's: the text is exact nevertheless."""
     shutil.copytree(folder / "target", tmp_path / "tuned")
     weights = load_file(tmp_path / "tuned" / "model.safetensors")
     weights["model.norm.weight"] += 1
@@ -149,8 +149,8 @@ BENCH = "--target {f}/target --data {f}/data --prompt-tokens 24 "
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--target {f}/target", "--data, --text-file: name either a prepared folder"),
-        (BENCH + "--text-file {f}/text/0.txt", "--data, --text-file: name either a prepared folder"),
+        ("--target {f}/target", "--data, --text-file: give either a prepared folder"),
+        (BENCH + "--text-file {f}/text/0.txt", "--data, --text-file: give either a prepared folder"),
         (BENCH + "--prompts 0", "--prompts: 0; measure at least 1"),
         (BENCH + "--prompts 999", "--prompts 999 must lie in 1.."),
         (BENCH + "--prompt-tokens 1", "--prompt-tokens: 1; a text has at least 2"),
@@ -161,7 +161,7 @@ BENCH = "--target {f}/target --data {f}/data --prompt-tokens 24 "
         (BENCH + "--seed 99999999999999999999", "seed=99999999999999999999"),
         (BENCH + "--device tpu", "--device: 'tpu' is no device"),
         (BENCH + "--nodes 3", "--nodes: 3, but plain decoding verifies none"),
-        (BENCH + "--noise", "--noise: that of the drafters' ranking"),
+        (BENCH + "--noise", "--noise: it is about drafters' rankings"),
         (BENCH + "--option a=1", "--option: a is for none of the drafters plain"),
         (BENCH + "--tasks fly", "--tasks: fly unknown; known: continue, summarise, edit"),
         (
@@ -178,7 +178,7 @@ BENCH = "--target {f}/target --data {f}/data --prompt-tokens 24 "
         (BENCH + "--draft {f}/run/draft {f}/run/draft", "two are made for tokenswift; give one of each method"),
         (BENCH + "--loss-memory", "--loss-memory: it takes no other option; leave out --target"),
         ("--target {f}/target --text-file {f}/none", "--text-file: {f}/none cannot be read"),
-        ("--target {f}/target --text-file {f}/text/0.txt --prompts 3", "--prompts: 3 rows of --data; every file"),
+        ("--target {f}/target --text-file {f}/text/0.txt --prompts 3", "--prompts: 3 is for --data; every file"),
         ("--target {f}/target --text-file {f}/text/0.txt {f}/text/0.txt", "a file is named twice"),
         ("--target smollm2-135m --data {f}/data --prompt-tokens 24", "prepared with another tokenizer than that of"),
     ],
@@ -206,7 +206,7 @@ def test_only_a_draft_that_is_not_exact_ends_with_1(folder, capsys, monkeypatch,
 
 @pytest.fixture
 def free_memory(monkeypatch):
-    """(bytes): what bench finds free before it loads the target."""
+    """(bytes) sets the free memory that bench finds before it loads the target."""
 
     def said(free: int) -> None:
         monkeypatch.setattr(bench_request, "available_bytes", lambda device: free)
@@ -250,9 +250,9 @@ def test_bench_takes_the_proof_that_fits_and_loads_nothing_that_does_not(folder,
         ("--target {f}/target --prompt x --drafter eagle", "unknown name 'eagle'; known: plain, tokenswift"),
         ("--draft {f}/data --prompt x", "holds no config.json"),
         ("--target {f}/target --prompt x --nodes 3", "--nodes: 3, but plain decoding verifies none"),
-        ("--target {f}/target --prompt x --row 3", "--row: a row of --heldout"),
-        ("--draft {f}/run/draft --gguf-file a.gguf --prompt x", "--gguf-file: a file of --target"),
-        ("--draft {f}/run/draft --prompt x --nodes 0", "--nodes: '0'; give auto, all or a number from 1 on"),
+        ("--target {f}/target --prompt x --row 3", "--row: it selects a row of --heldout"),
+        ("--draft {f}/run/draft --gguf-file a.gguf --prompt x", "--gguf-file: it names a file inside --target"),
+        ("--draft {f}/run/draft --prompt x --nodes 0", "--nodes: '0'; give auto, all or a number of at least 1"),
         ("--target {f}/target --prompt x --temperature -1", "temperature=-1.0 must be 0"),
     ],
 )
@@ -279,6 +279,15 @@ def test_bench_errors_name_the_remedy(folder, capsys, arguments, message):
     assert message.format(f=folder) in capsys.readouterr().err
 
 
+def test_bench_reads_drafters_and_options_as_generate_does():
+    from longdraft.launch.generate import _parser as generate_parser
+
+    given = ["--draft", "a", "--draft", "b", "--drafter", "x+y", "z", "--option", "a=1", "z.b=2", "--option", "c=3"]
+    read = [vars(parser.parse_args(given)) for parser in (bench._parser(), generate_parser())]
+    for args in read:
+        assert (args["draft"], args["drafter"], args["option"]) == (["a", "b"], ["x+y", "z"], ["a=1", "z.b=2", "c=3"])
+
+
 def test_bench_shows_the_loss_memory_at_two_lengths(capsys, monkeypatch):
     monkeypatch.setattr("longdraft.benchmarks.loss.loss_peak_memory", lambda tokens, *shape: 1000 + tokens)
     assert bench.main(["--loss-memory"]) == 0
@@ -300,7 +309,7 @@ def test_the_command_finds_every_script(capsys):
 
 
 def test_options_of_train_may_stand_anywhere(monkeypatch, tmp_path):
-    """`longdraft train` gives them on to the ranks' command, which reads them alike."""
+    """`longdraft train` passes them on to the ranks' command, which reads them in the same way."""
     started, config = [], str(tmp_path / "c.yaml")
     Path(config).write_text("train: {device: cpu}")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -329,7 +338,7 @@ def test_quickstart_goes_through_the_five_commands_and_stops_at_a_failure(monkey
     ran.clear()
     failing.append("launch/export.py")
     assert quickstart.main(["--steps", "5"]) == 3 and len(ran) == 3
-    assert "Step 3 failed with status 3; `make quickstart` goes on from here." in capsys.readouterr().err
+    assert "Step 3 failed with status 3; `make quickstart` continues from here." in capsys.readouterr().err
     ran.clear()
     (tmp_path / "runs" / "quickstart-5").mkdir(parents=True)
     (tmp_path / "runs" / "quickstart-5" / "report.txt").write_text("the table")
@@ -339,7 +348,7 @@ def test_quickstart_goes_through_the_five_commands_and_stops_at_a_failure(monkey
 
 
 def test_quickstarts_commands_are_valid(monkeypatch):
-    """Each command line of the quickstart is taken by its script's own parser."""
+    """Each script's parser accepts its command line in the quickstart."""
     from longdraft.launch.bench import _parser as bench_parser
     from longdraft.launch.generate import _parser as generate_parser
     from longdraft.train.config import load_config

@@ -1,4 +1,4 @@
-"""How what is left is shown, on a terminal and in a pipe; and what the quickstart says of it."""
+"""The progress line on a terminal and in a pipe, and the quickstart's estimate of the remaining time."""
 
 import os
 import pty
@@ -61,7 +61,7 @@ def test_the_quickstarts_estimate_follows_its_training(tmp_path, monkeypatch, ca
     clock = SimpleNamespace(now=100.0)
     monkeypatch.setattr(quickstart, "TimeLeft", lambda parts: TimeLeft(parts, lambda: clock.now))
     what = ["data", "train", "export", "decode", "verify"]
-    rest = quickstart.Rest(tmp_path, what, 10, prepared=False)
+    rest = quickstart.RemainingTime(tmp_path, what, 10, prepared=False)
     rest.begin("data")
     planned = quickstart.PREPARING + quickstart.STARTING + 10 * quickstart.STEP + 15 + 15 + 150
     assert rest.describe().startswith(f"Time left for the whole: about {duration(planned)} on 2 quiet cores; measured")
@@ -71,10 +71,10 @@ def test_the_quickstarts_estimate_follows_its_training(tmp_path, monkeypatch, ca
     clock.now += 5000  # a machine that is very busy
     (tmp_path / "metrics.jsonl").write_text('{"loss": 3.0, "step": 4}\n{"step": 5, "lo')
     rest.report()
-    rest.report()  # no step later there is no news
+    rest.report()  # without another step nothing is printed
     (said,) = capsys.readouterr().err.splitlines()
     assert said == rest.describe() and int(said.split("about ")[1].split(" h")[0]) >= 5
     rest.begin("export")
     rest.report()
     assert capsys.readouterr().err == ""
-    assert quickstart.Rest(tmp_path, what, 10, prepared=True)._steps_done() == 4
+    assert quickstart.RemainingTime(tmp_path, what, 10, prepared=True)._steps_done() == 4

@@ -1,7 +1,7 @@
 """`longdraft prepare regenerate` on a tiny real checkpoint and on SmolLM2.
 
-The answers are those of a plain loop over the engine, whatever the batch, the drafter and a kill; and `longdraft
-prepare` reads them with the loss on the answers.
+The answers are those of a plain loop over the engine, whatever the batch and the drafter, and also after a kill.
+`longdraft prepare` reads them, with the loss on the answers.
 """
 
 import json
@@ -47,7 +47,7 @@ SAMPLING = SamplingParams(temperature=0.8, top_p=0.9, max_new_tokens=NEW)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """A random model over pieces of plain English that ends its answers now and then, in Hugging Face's form."""
+    """A random model in Hugging Face's format, with pieces of plain English, that ends its answers now and then."""
     folder = tmp_path_factory.mktemp("regenerate")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.decoder = decoders.Fuse()
@@ -78,7 +78,7 @@ def target(folder):
 
 @pytest.fixture(scope="module")
 def chats(tmp_path_factory) -> Path:
-    """24 conversations of one to three questions, and three lines that are none."""
+    """24 conversations of one to three questions, and three invalid lines."""
     rng = random.Random(5)
     lines = []
     for i in range(24):
@@ -101,7 +101,7 @@ def arguments(folder, chats):
 
 @pytest.fixture(scope="module")
 def answered(arguments, tmp_path_factory) -> Path:
-    """The set answered in one go, one conversation at a time, by plain decoding."""
+    """The set answered without interruption, one conversation at a time, by plain decoding."""
     out = tmp_path_factory.mktemp("answered") / "out"
     assert main([*arguments, "--out", str(out), "--batch", "1"]) == 0
     return out
@@ -187,13 +187,13 @@ def test_a_draft_brings_its_target_and_changes_no_byte(arguments, answered, targ
 
 @pytest.fixture(scope="module")
 def asked(arguments):
-    """`arguments` for servers, whose numbers are their own."""
+    """`arguments` without --dtype, which servers choose themselves."""
     at = arguments.index("--dtype")
     return [*arguments[:at], *arguments[at + 2 :]]
 
 
 def test_servers_of_the_target_give_the_same_answers(arguments, asked, answered, target, tmp_path, capsys):
-    """`longdraft serve` twice, with other drafters and slots, in the engine's place; also where positions run out."""
+    """Two `longdraft serve` with other drafters and slots replace the engine, also where positions run out."""
     servers = []
     for drafter, slots in (("prompt_lookup", 3), ("token_recycling", 2)):
         service = Service(Engine(target, drafter, slots=slots, max_length=400), Settings("tiny", queue=64))
@@ -266,11 +266,11 @@ def test_errors(arguments, answered, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ("--endpoint http://127.0.0.1:9 --dtype bf16", "--dtype: that is of an engine here"),
-        ("--endpoint http://127.0.0.1:9 --batch 8", "--batch: that is of an engine here"),
-        ("--endpoint http://127.0.0.1:9 --batch 3 --drafter plain", "--drafter: that is of an engine here"),
-        ("--concurrency 64", "--concurrency: that is of servers"),
-        ("--prompt-tokens 4 --chat-field messages", "--chat-field: messages is of conversations"),
+        ("--endpoint http://127.0.0.1:9 --dtype bf16", "--dtype: it is for decoding here"),
+        ("--endpoint http://127.0.0.1:9 --batch 8", "--batch: it is for decoding here"),
+        ("--endpoint http://127.0.0.1:9 --batch 3 --drafter plain", "--drafter: it is for decoding here"),
+        ("--concurrency 64", "--concurrency: it is for servers"),
+        ("--prompt-tokens 4 --chat-field messages", "--chat-field: messages is for conversations"),
         ("--endpoint http://127.0.0.1:b", "--endpoint: 'http://127.0.0.1:b' is no URL"),
     ],
 )
@@ -280,7 +280,7 @@ def test_what_is_not_read_is_refused(asked, tmp_path, capsys, given, said):
 
 
 def test_what_ends_an_answer(arguments, target, chats, tmp_path):
-    """Positions that run out leave it unfinished, as too few new tokens do; a prompt may be too long for any answer."""
+    """Running out of positions leaves it unfinished, as too few new tokens do; a prompt may be too long for any."""
     assert main([*arguments, "--out", str(tmp_path / "out"), "--max-length", "60"]) == 0
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
     assert manifest["error"].keys() >= {"prompt_too_long", "unfinished"}

@@ -1,4 +1,4 @@
-"""`longdraft serve` as a process: it is found, serves, and ends when its answers are done."""
+"""`longdraft serve` as a process: it starts, serves, and ends when its answers are done."""
 
 import os
 import re
@@ -17,7 +17,7 @@ CHAT = [{"role": "user", "content": "the cat and the dog"}]
 
 @pytest.fixture
 def running(folder):
-    """A server of the tiny checkpoint with a key; its process and its address."""
+    """A server of the tiny checkpoint with a key: its process and a client."""
     options = ["--target", folder, "--port", "0", "--slots", "2", "--max-length", "1200", "--device", "cpu"]
     environment = os.environ | {"LONGDRAFT_API_KEY": "secret", "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen([*COMMAND, *options], stderr=subprocess.PIPE, text=True, env=environment)

@@ -43,7 +43,7 @@ def path_to(node: int) -> list[int]:
 
 
 def tree_parts() -> tuple[Tensor, Tensor]:
-    """Ancestor mask [N, N] (padding rows see nothing) and depths [N]."""
+    """The ancestor mask [N, N] (padding rows see nothing) and the depths [N]."""
     n = len(PARENTS)
     mask, depths = torch.zeros(n, n, dtype=torch.bool), torch.zeros(n, dtype=torch.int64)
     for node, parent in enumerate(PARENTS):
@@ -86,7 +86,7 @@ def test_tree_pass_equals_each_path(tiny_target, kind, length):
         if parent == -2:
             continue
         path = path_to(node)
-        # Plain decoding of the path: one token a pass.
+        # Plain decoding of the path, one token per pass.
         single = prefilled(model, prompt)
         for step in path:
             expected = model(Pass(nodes[:, [step]], cache=single, needs={"logits", "pre_norm"}))
@@ -103,7 +103,7 @@ def test_kept_path_equals_a_fresh_prefill(tiny_target, kind):
     cache = prefilled(model, prompt, poison=True)
     model(Pass(nodes, cache=cache, positions_BT=20 + depths[None], tree_mask_BTT=mask[None]))
     path = path_to(8)
-    rows = torch.tensor([[*path, 0, 11]])  # what stands behind the count is ignored
+    rows = torch.tensor([[*path, 0, 11]])  # what is after the count is ignored
     cache.commit(rows, torch.tensor([len(path)]))
     fresh = prefilled(model, prompt)
     for step in path:
@@ -113,7 +113,7 @@ def test_kept_path_equals_a_fresh_prefill(tiny_target, kind):
     assert cache.lengths.tolist() == fresh.lengths.tolist() == [end]
     assert error(cache.keys[:, :, :end], fresh.keys[:, :, :end]) < 1e-5
     assert error(cache.values[:, :, :end], fresh.values[:, :, :end]) < 1e-5
-    # Back to the middle of the prompt and on with another token, against a prefill of just that.
+    # Rewind to the middle of the prompt and go on with another token; compare with a prefill of just those tokens.
     cache.rewind(torch.tensor([11]))
     again = prefilled(model, prompt[:, :11])
     again.prompt_lengths.fill_(20)
@@ -194,7 +194,7 @@ def calls_during(model, run) -> set[str]:
 def test_nothing_unneeded_is_computed(tiny_target):
     model = tiny_target().model
     ids, cache = tokens(1, 6), model.new_cache(1, 8)
-    # A layer's norms, and the final one before the LM head, are computed by the call of the projection behind them.
+    # A layer's norms, and the final one, are computed by the call of the projection after them.
     last = {f"layers.1.{part}" for part in ("attention.o_proj", "mlp", "mlp.gate_up_proj", "mlp.down_proj")}
     head = {"lm_head"}
     everything = calls_during(model, lambda: model(Pass(ids)))
@@ -228,7 +228,7 @@ def test_rows_of_logits_and_queries(tiny_target):
 
 
 def test_positions_do_not_mask(tiny_target):
-    """Any positions, even falling ones, leave attention causal by row: a change of row 0 reaches the last row."""
+    """With any positions, even falling ones, attention stays causal by row: a change of row 0 reaches the last row."""
     model = tiny_target().model
     ids = tokens(1, 9)
     positions = torch.tensor([[0, 1, 90, 91, 5, 6, 200, 201, 3]])

@@ -1,6 +1,6 @@
-"""The decoder over pieces that lie end to end: each as if it stood alone, and all of them in bounded memory.
+"""The decoder over packed pieces: each gives what it gives alone, and all of them run in bounded memory.
 
-Where nothing else is said, the tolerance is 1e-5 of the largest magnitude, in fp32.
+Unless a test says otherwise, the tolerance is 1e-5 of the largest magnitude, in fp32.
 """
 
 from contextlib import contextmanager
@@ -30,7 +30,7 @@ KINDS = {
     "sliding": {"sliding_windows": (5, None, 9), "n_layers": 3},
     "qwen3-like": {"qk_norm": True, "head_dim": 12},
 }  # fmt: skip
-# Pieces on both sides of the length from which dynamic and longrope change their table, one of a single token.
+# Pieces shorter and longer than the length at which dynamic and longrope change their table; one has a single token.
 BORDERS = [0, 7, 8, 41, 60]
 EVERYTHING = frozenset({"logits", "pre_norm", "post_norm", "last_kv"})
 
@@ -45,7 +45,7 @@ def tokens(count: int = BORDERS[-1], seed: int = 0) -> Tensor:
 
 
 def anchor_offset(sinks: int = 3, offset: int = 40) -> Tensor:
-    """The first positions of each piece stay, the rest moves on, in each piece further."""
+    """Positions with a jump: the first ones of each piece stay, the rest move on, in each piece by more."""
     parts = [torch.arange(stop - start) for start, stop in pairwise(BORDERS)]
     return torch.cat([part + (part >= sinks) * offset * (i + 1) for i, part in enumerate(parts)])[None]
 
@@ -88,7 +88,7 @@ def test_a_token_changes_its_own_piece_alone(tiny_target):
 
 
 def written_out(model, ids: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
-    """Logits [N, V] by the formula in fp64, under an explicit mask: bool [N, N], whom each token attends to."""
+    """Logits [N, V] by the formula in fp64, under an explicit mask (bool [N, N]: what each token attends to)."""
     config, weights = model.config, {name: weight.double() for name, weight in model.state_dict().items()}
     half, groups = config.head_dim // 2, config.n_heads // config.n_kv_heads
     angles = positions[:, None] * config.rope.parameters["rope_theta"] ** (-torch.arange(half).double() / half)
@@ -120,7 +120,7 @@ def written_out(model, ids: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("kind", ["gqa", "mha"])
 def test_the_target_attends_to_the_sinks_over_a_jump(tiny_target, kind):
-    """Anchor-Offset positions against an explicit causal mask; one that takes the jump for a border is far from it."""
+    """Anchor-Offset positions agree with an explicit causal mask; a mask with a border at the jump is far off."""
     model, ids, positions = tiny_target(**KINDS[kind]).model, tokens()[0], anchor_offset()[0]
     mask, cut = (torch.zeros(len(ids), len(ids), dtype=torch.bool) for _ in range(2))
     for start, stop in pairwise(BORDERS):
@@ -141,7 +141,7 @@ def test_the_target_attends_to_the_sinks_over_a_jump(tiny_target, kind):
 @pytest.mark.parametrize("chunk", [None, 7])
 @pytest.mark.parametrize("kind", KINDS)
 def test_spans_are_rows_of_the_whole(tiny_target, kind, chunk):
-    """Whether the last layer is finished for them alone or for all; no spans are no rows."""
+    """So it is whether the last layer is finished for them alone or for all tokens; no spans give no rows."""
     model, ids, spans = tiny_target(**KINDS[kind]).model, tokens(), [(2, 5), (7, 8), (8, 9), (20, 41), (50, 60)]
     asked = {"borders": BORDERS, "positions_BT": anchor_offset(), "chunk": chunk}
     whole = model(Pass(ids, needs=EVERYTHING, **asked))
@@ -168,7 +168,7 @@ def test_chunks_of_rows_change_nothing(tiny_target, kind, chunk):
 
 
 class Largest(TorchDispatchMode):
-    """The most numbers that any tensor had which was made meanwhile."""
+    """Records the largest number of elements of any tensor that is created meanwhile."""
 
     numbers = 0
 
@@ -181,7 +181,7 @@ class Largest(TorchDispatchMode):
 
 
 def test_chunks_bound_what_a_layer_holds(tiny_target):
-    """Never rows x 2 x intermediate; what all rows have at once is no wider than the stream of hidden states."""
+    """Never rows x 2 x intermediate: no tensor of all rows is wider than the residual stream."""
     model, ids = tiny_target(intermediate_size=512).model, tokens()
     n_rows, wide, hidden = ids.shape[1], 2 * 512, 32
     with Largest() as whole:

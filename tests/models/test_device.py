@@ -1,4 +1,4 @@
-"""A GPU that PyTorch cannot use is refused with what was found and what to do; pretended by the places looked at."""
+"""The refusal of a GPU that PyTorch cannot use says what was found and what to do. The places it looks at are faked."""
 
 import re
 from contextlib import contextmanager

@@ -8,8 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from longdraft.models.draft_checks import UNSEEN
 from longdraft.models.draft_files import CONFIG, STAGED, WEIGHTS
-from longdraft.models.draft_folder import UNSEEN, DraftInfo, load_draft, read_info, save_draft, target_entry
+from longdraft.models.draft_folder import DraftInfo, load_draft, read_info, save_draft, target_entry
 from longdraft.models.drafts.longspec import LongSpec, LongSpecConfig, plan_queries
 from longdraft.models.drafts.medusa import Medusa, MedusaConfig
 from longdraft.models.drafts.tokenswift import TokenSwift, TokenSwiftConfig
@@ -332,7 +333,7 @@ def test_weights_that_are_no_numbers_are_named(folder, draft):
         bad = {key: p.clone() for key, p in whole.items()}
         bad[name].view(-1)[-1] = wrong
         put_weights(folder, bad)
-        with pytest.raises(ValueError, match=rf"model\.safetensors: weights of the draft are no numbers \({name}\)"):
+        with pytest.raises(ValueError, match=rf"model\.safetensors: the draft has NaN or infinite weights \({name}\)"):
             load_draft(folder)
     for dtype, word in ((torch.int64, "I64"), (torch.int8, "I8"), (torch.bool, "BOOL")):
         put_weights(folder, whole | {name: whole[name].to(dtype)})

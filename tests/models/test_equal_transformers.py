@@ -29,12 +29,12 @@ from transformers import (
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from longdraft.models.checkpoint import places
 from longdraft.models.drafts.longspec import LongSpecConfig
 from longdraft.models.fingerprint import weights_hash
 from longdraft.models.from_transformers import refresh, target_from_transformers
 from longdraft.models.hf import describe_target, load_target
 from longdraft.models.hf_config import decoder_config
+from longdraft.models.hf_weights import places
 from longdraft.models.passes import Pass
 from longdraft.models.rope import ROPE_TYPES, RopeConfig
 
@@ -71,7 +71,7 @@ ROPES = {
     },
 }  # fmt: skip
 GEMMA_ROPES = {"full_attention": ROPES["linear"], "sliding_attention": ROPES["default"]}
-GPT_OSS = SHAPE | {"sliding_window": 7, "rope_parameters": {  # as published, but for the lengths
+GPT_OSS = SHAPE | {"sliding_window": 7, "rope_parameters": {  # as published, except for the lengths
     "rope_type": "yarn", "rope_theta": 150000.0, "factor": 4.0, "original_max_position_embeddings": 16,
     "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
 }}  # fmt: skip
@@ -149,7 +149,7 @@ def pair(request, tmp_path):
 
 
 def capture_pre_norm(theirs) -> list[Tensor]:
-    """The input of transformers' final norm; its own hidden_states end with the normed ones."""
+    """Captures the input of transformers' final norm; its own hidden_states end with the normed ones."""
     seen: list[Tensor] = []
     theirs.model.norm.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
     return seen
@@ -171,7 +171,7 @@ def test_one_forward(pair, length):
         assert error(out.post_norm, expected.hidden_states[-1]) < 1e-5
         keys, values = (x.transpose(1, 2) for x in out.last_kv)
         stored = cache.layers[-1]
-        seen = stored.keys.shape[2]  # a sliding layer of transformers keeps the window's last rows
+        seen = stored.keys.shape[2]  # transformers keeps only the window's last rows of a sliding layer
         assert error(keys[:, :, -seen:], stored.keys) < 1e-5
         assert error(values[:, :, -seen:], stored.values) < 1e-5
     for i, layer in enumerate(cache.layers):
@@ -188,7 +188,7 @@ def load_cache(ours, ids: Tensor):
 
 @torch.no_grad()
 def test_token_by_token(pair):
-    """A prompt in one pass, then one token a pass, across the original lengths (16, 40, 64)."""
+    """A prompt in one pass, then one token per pass, across the original lengths (16, 40, 64)."""
     _, theirs, ours = pair
     ids, prompt = tokens(1, 80), 11
     theirs_cache, ours_cache = DynamicCache(), ours.new_cache(1, 80)
@@ -204,7 +204,7 @@ def test_token_by_token(pair):
 
 @torch.no_grad()
 def test_generates_the_same(pair):
-    """Their generate, greedy, over the original length, from a prompt beyond it and one below it."""
+    """The same tokens as transformers' greedy generate, from prompts beyond the original length and below it."""
     name, theirs, ours = pair
     theirs.generation_config.eos_token_id = None
     for prompt in (9, 70):
@@ -234,7 +234,7 @@ def test_sharded_or_not(tmp_path, options):
 
 @torch.no_grad()
 def test_anchor_offset_positions_keep_the_sinks(tmp_path):
-    """Positions with a jump (LongSpec): every earlier row stays visible. transformers reads such a jump as the border
+    """Positions with a jump (LongSpec) leave every earlier row visible. transformers takes such a jump for the border
     of a packed sequence, unless it is given an explicit causal mask."""
     theirs = theirs_of(FAMILIES["llama-default"])
     ours = load_target(saved(theirs, tmp_path), dtype=torch.float32).model
@@ -310,7 +310,7 @@ def test_longspec_reads_keys_of_the_last_layers_rope():
 
 
 def test_a_shared_parameter_is_gathered_once(tmp_path):
-    """Under ZeRO-3 to enter `whole` is to gather a parameter from all ranks: a layer's experts stand in one."""
+    """Under ZeRO-3, entering `whole` gathers a parameter from all ranks, and all experts of a layer share one."""
     folder = saved(theirs_of(FAMILIES["qwen3-moe"]), tmp_path)
     gathered: list[nn.Parameter] = []
 

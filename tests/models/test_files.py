@@ -19,7 +19,7 @@ def umask(request):
 def test_permissions_are_the_umasks(tmp_path, umask):
     write_atomically(tmp_path / "text", lambda temporary: temporary.write_text("a"))
     write_atomically(tmp_path / "tensors", lambda temporary: write_tensors({"a": torch.ones(2)}, temporary, {"b": "c"}))
-    (tmp_path / "tensors").chmod(0o400)  # what it replaces says nothing
+    (tmp_path / "tensors").chmod(0o400)  # the permissions of the file it replaces do not matter
     write_atomically(tmp_path / "tensors", lambda temporary: write_tensors({"a": torch.ones(2)}, temporary, {"b": "c"}))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["tensors", "text"]
     for path in tmp_path.iterdir():

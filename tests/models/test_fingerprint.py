@@ -1,13 +1,13 @@
-"""The hash of a target's weights: the same for the same weights wherever they come from, another for any others."""
+"""The hash of a target's weights is the same for the same weights wherever they come from, and differs for others."""
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from longdraft.models.checkpoint import places
 from longdraft.models.fingerprint import weights_hash
 from longdraft.models.from_transformers import target_from_transformers
 from longdraft.models.hf import load_target
+from longdraft.models.hf_weights import places
 
 
 def test_the_same_values_from_a_gguf_file_and_from_safetensors_in_both_precisions(tmp_path):

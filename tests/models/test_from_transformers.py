@@ -18,7 +18,7 @@ def error(ours, theirs) -> float:
 
 @pytest.fixture
 def tiny_model(sizes):
-    """(kind, other fields of its configuration) -> a random transformers model whose tensors are all far from their
+    """(kind, other fields of its configuration) -> a random transformers model. All its tensors are far from their
     initial values."""
 
     def make(kind: str, **values):
@@ -90,7 +90,7 @@ def test_refresh_takes_over_every_way_of_writing_weights(tiny_model):
 
 @torch.no_grad()
 def test_after_a_refresh_a_prompt_of_one_token_reads_the_new_weights(tiny_model):
-    """It has no wide pass, before which addresses are looked up anew."""
+    """Such a prompt has no wide pass, after which all addresses would be checked again."""
     model, params = tiny_model("llama"), SamplingParams(max_new_tokens=12, ignore_eos=True)
     target = target_from_transformers(model)
     engine = Engine(target)

@@ -1,4 +1,4 @@
-"""GGUF files that are written here as llama.cpp writes them, beside transformers with the same weights."""
+"""GGUF files, written here as llama.cpp writes them, against transformers with the same weights."""
 
 import gguf
 import numpy as np
@@ -10,7 +10,7 @@ from longdraft.models.hf import load_target, load_through_transformers, read_tar
 from longdraft.models.hf_config import decoder_config
 from longdraft.models.passes import Pass
 
-# Llama 3.1's, of small heads.
+# Llama 3.1's scaling, with small heads.
 SCALING = {
     "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
@@ -59,7 +59,7 @@ def write(path, model, extra):
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight":
             continue
-        if "q_proj" in name or "k_proj" in name:  # neighbours are rotated
+        if "q_proj" in name or "k_proj" in name:  # llama.cpp rotates neighbours
             tensor = tensor.unflatten(0, (-1, 2, 16)).transpose(1, 2).flatten(0, 2)
         for theirs, ours in NAMES.items():
             name = name.replace(theirs, ours)

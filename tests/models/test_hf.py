@@ -12,11 +12,11 @@ from safetensors.torch import load_file, save_file
 from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from longdraft.models import hf
-from longdraft.models.checkpoint import places
+from longdraft.models import hub
 from longdraft.models.fingerprint import json_hash, tokenizer_hash
 from longdraft.models.gguf_file import halves_from_pairs
 from longdraft.models.hf import BUNDLED, _locate, lasting_name, load_target, read_target_config
+from longdraft.models.hf_weights import places
 from longdraft.models.passes import Pass
 
 NAME = "smollm2-135m"
@@ -54,7 +54,7 @@ def test_smollm2_on_real_text(smollm2, tmp_path):
 
 @torch.no_grad()
 def test_smollm2_knows_what_it_should(smollm2):
-    """Wrongly ordered q and k rows would still load, in transformers too; they would not answer this."""
+    """Wrongly ordered rows of q and k would load all the same, in transformers too, but could not answer this."""
     cache, piece, words = smollm2.model.new_cache(1, 32), smollm2.tokenizer("The capital of France is").input_ids, []
     for _ in range(2):
         logits = smollm2.model(Pass(torch.tensor([piece]), cache=cache)).logits
@@ -78,7 +78,7 @@ def test_a_hub_target_comes_once(tmp_path, monkeypatch, twin):
     needed = ["config.json", "model-00001-of-00001.safetensors", "model.safetensors.index.json", "tokenizer.json"]
     fetched = []
 
-    def snapshot(name, allow_patterns=None, ignore_patterns=None):
+    def snapshot(name, revision=None, allow_patterns=None, ignore_patterns=None):
         found = filter_repo_objects(
             [*needed, twin, "metal/model.bin"], allow_patterns=allow_patterns, ignore_patterns=ignore_patterns
         )
@@ -88,7 +88,7 @@ def test_a_hub_target_comes_once(tmp_path, monkeypatch, twin):
             fetched.append(file)
         return str(tmp_path)
 
-    monkeypatch.setattr(hf, "snapshot_download", snapshot)
+    monkeypatch.setattr(hub, "snapshot_download", snapshot)
     assert _locate("some/target", None) == ("some/target", tmp_path)
     assert fetched == needed
 
@@ -138,7 +138,7 @@ def test_tiny_folder_loads_without_a_tokenizer(folder):
 
 
 def test_a_sentencepiece_model_alone_is_a_tokenizer(folder):
-    """As lmsys publish Vicuna and LongChat: ids are those of sentencepiece itself."""
+    """lmsys publish Vicuna and LongChat so; the ids are those of sentencepiece itself."""
     texts, model = (argparse.__doc__ + argparse.ArgumentParser.__doc__).splitlines(), BytesIO()
     SentencePieceTrainer.train(
         sentence_iterator=iter(texts), model_writer=model, vocab_size=400, model_type="bpe", byte_fallback=True,
@@ -235,7 +235,7 @@ def test_fingerprint_covers_configuration_and_tokenizer(folder, smollm2):
 
 
 def test_a_targets_place_is_found_from_every_folder(tmp_path, monkeypatch):
-    """And its name stays one, whatever folder is called so."""
+    """A bundled name stays a name, even if a folder is called so."""
     monkeypatch.chdir(tmp_path)
     for folder in ("models/tiny", "smollm2-135m"):
         (tmp_path / folder).mkdir(parents=True)

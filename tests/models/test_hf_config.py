@@ -1,4 +1,4 @@
-"""What of a Hugging Face configuration becomes ours, and what is refused."""
+"""What our configuration takes from a Hugging Face one, and what is refused."""
 
 import pytest
 from transformers import GPT2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
@@ -16,7 +16,7 @@ def test_unknown_layer_types_are_refused(sizes):
 
 
 def test_longchat_condense_ratio_is_linear_scaling(sizes):
-    """The first LongChat releases carry `rope_condense_ratio`, the later ones linear `rope_scaling`."""
+    """The first LongChat releases have `rope_condense_ratio`, the later ones linear `rope_scaling`."""
     old = decoder_config(LlamaConfig(**sizes, rope_condense_ratio=8))
     new = decoder_config(LlamaConfig(**sizes, rope_scaling={"type": "linear", "factor": 8.0}))
     assert old.rope.type == new.rope.type == "linear" and old.rope.parameters["factor"] == 8.0
@@ -32,7 +32,7 @@ LONGROPE = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] 
     ("length", "scaling", "others", "positions"),
     [
         (4096, None, {}, 4096),
-        (4096, None, {"max_sequence_length": 16384}, 4096),  # nothing scales to it
+        (4096, None, {"max_sequence_length": 16384}, 4096),  # no scaling, so the field is ignored
         (4096, LINEAR, {"max_sequence_length": 16384}, 16384),
         (4096, LINEAR, {}, 16384),
         (2048, {"type": "linear", "factor": 2.5}, {}, 5120),
@@ -40,7 +40,7 @@ LONGROPE = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] 
         (4096, {"type": "dynamic", "factor": 2.0}, {}, 8192),
         (131072, {"type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096}, {}, 131072),
         (40960, YARN | {"original_max_position_embeddings": 32768}, {}, 131072),
-        (32768, YARN, {}, 131072),  # its original is then max_position_embeddings, to transformers too
+        (32768, YARN, {}, 131072),  # then transformers also takes max_position_embeddings for the original length
         (131072, YARN | {"original_max_position_embeddings": 4096}, {}, 131072),
         (131072, LLAMA3 | {"original_max_position_embeddings": 8192}, {}, 131072),
         (131072, LONGROPE | {"original_max_position_embeddings": 4096}, {}, 131072),
@@ -50,15 +50,15 @@ def test_positions_are_what_the_scaling_gives(sizes, length, scaling, others, po
     shape = sizes | {"max_position_embeddings": length}
     config = decoder_config(LlamaConfig(**shape, rope_scaling=scaling, **others))
     assert config.max_positions == positions
-    assert config.rope.max_positions == length  # which is transformers' own for the frequencies
+    assert config.rope.max_positions == length  # the length that transformers computes the frequencies with
 
 
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"max_sequence_length": "16k"}, "max_sequence_length is '16k'; config.json must say a number of positions"),
+        ({"max_sequence_length": "16k"}, "max_sequence_length is '16k'; config.json must give a number of positions"),
         ({"max_sequence_length": 0}, "max_sequence_length is 0"),
-        ({"rope_scaling": LINEAR | {"factor": 0.5}}, "factor is 0.5; config.json must say a number of at least 1"),
+        ({"rope_scaling": LINEAR | {"factor": 0.5}}, "factor is 0.5; config.json must give a number of at least 1"),
         ({"rope_scaling": LINEAR | {"factor": float("nan")}}, "factor is nan"),
         ({"rope_scaling": LINEAR | {"factor": "four"}}, "factor is 'four'"),
     ],
@@ -69,7 +69,7 @@ def test_a_scaling_without_a_number_is_refused(sizes, values, message):
 
 
 def test_released_rope_fields_are_understood(sizes):
-    """YaRN-Llama-2 and Llama 3.1 as their config.json files write it (`type` and `rope_type`)."""
+    """As the config.json files of YaRN-Llama-2 (`type`) and Llama 3.1 (`rope_type`) write it."""
     yarn = {"factor": 32.0, "original_max_position_embeddings": 4096, "type": "yarn", "finetuned": True}
     assert decoder_config(LlamaConfig(**sizes, rope_scaling=yarn)).rope.parameters["factor"] == 32.0
     llama3 = {

@@ -1,4 +1,4 @@
-"""The cache's verbs on plain numbers: which row lands where, for slots of unequal lengths."""
+"""The cache's methods on plain numbers: which row lands where, for slots of unequal lengths."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def cache(request, monkeypatch) -> KVCache:
 
 
 def write(cache: KVCache, numbers_BT: Tensor) -> None:
-    """A pass whose keys hold these numbers, plus 100 a layer, and whose values hold their negatives; unrotated."""
+    """Write a pass whose keys are these numbers plus 100 per layer, unrotated, and whose values are their negatives."""
     cos, sin = torch.ones(*numbers_BT.shape, 1, 1, 1), torch.zeros(*numbers_BT.shape, 1, 2, 1)
     for layer in range(LAYERS):
         keys_BT12 = (numbers_BT + 100.0 * layer)[:, :, None, None].expand(-1, -1, 1, 2)
@@ -28,7 +28,7 @@ def write(cache: KVCache, numbers_BT: Tensor) -> None:
 
 
 def held(cache: KVCache) -> list[list[float]]:
-    """Committed keys of layer 0 by slot, once the other layer and the values are known to agree."""
+    """The committed keys of layer 0 by slot, after a check that the other layer and the values agree."""
     committed = []
     for slot, length in enumerate(cache.lengths.tolist()):
         keys = cache.keys[:, slot, :length, 0, 0]
@@ -43,7 +43,7 @@ def test_append_commits_nothing_and_keep_commits_in_order(cache):
     cache.commit(None, torch.tensor([4, 0, 2]))
     assert held(cache) == [[0, 1, 2, 3], [], [8, 9]]
     write(cache, torch.arange(20, 35).view(3, 5))
-    rows = torch.tensor([[0, 2, 4], [1, 0, 0], [3, -1, 99]])  # behind the counts stands anything
+    rows = torch.tensor([[0, 2, 4], [1, 0, 0], [3, -1, 99]])  # anything may be after the counts
     cache.commit(rows, torch.tensor([3, 1, 0]))
     assert held(cache) == [[0, 1, 2, 3, 20, 22, 24], [26], [8, 9]]
     assert cache.keys.isnan().any(), "rows nobody wrote stay as they were"

@@ -1,4 +1,4 @@
-"""What one layer costs in launches on a GPU, counted on a pretended one."""
+"""How many kernels one layer launches on a GPU, counted on a pretended one."""
 
 from collections import Counter
 
@@ -7,12 +7,12 @@ import torch
 
 from longdraft.models.passes import Pass
 
-# Views, and memory without contents: nothing is launched for them.
+# Views and uninitialised memory launch nothing.
 FREE = {
     "view", "_unsafe_view", "slice", "select", "split", "split_with_sizes", "transpose", "t", "unsqueeze", "expand",
     "alias", "detach", "empty", "empty_like", "new_empty",
 }  # fmt: skip
-# Of Triton's functions, those that are more than one launch: runs of the keys, and their merge.
+# Triton functions that launch more than one kernel: runs of the keys, and their merge.
 SEVERAL = {"triton: tree_attention": 2}
 LAYER = {
     "mm": 4, "triton: add_rms_norm": 2, "triton: gate": 1, "triton: rotate_append": 1, "triton: tree_attention": 2,
@@ -20,7 +20,7 @@ LAYER = {
 
 
 def launches(pretended_cuda, model, n_rows: int, tree: bool, batch: int) -> Counter[str]:
-    """Of one pass."""
+    """The launches of one pass, by kernel."""
     with pretended_cuda.PretendedCuda() as gpu, torch.no_grad():
         gpu.put(model)
         cache = model.new_cache(batch, 40)
@@ -29,7 +29,7 @@ def launches(pretended_cuda, model, n_rows: int, tree: bool, batch: int) -> Coun
         if tree:
             mask = torch.eye(n_rows, dtype=torch.bool, device="cuda").expand(batch, -1, -1)
             positions = torch.zeros_like(tokens)
-        for _ in range(2):  # the first one brings what all passes share to the device
+        for _ in range(2):  # the first pass brings to the device what all passes share
             gpu.forget()
             model(Pass(tokens, cache=cache, tree_mask_BTT=mask, positions_BT=positions))
         assert not gpu.waits

@@ -1,4 +1,4 @@
-"""All layers as one C call: every bit is that of the layers called one by one, pass after pass."""
+"""All layers as one C call give the same bits as the layers called one by one, pass after pass."""
 
 import copy
 import pickle
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from longdraft.kernels.cpu_impl import rows
+from longdraft.kernels.cpu_impl import threads
 from longdraft.kernels.cpu_impl.layers import LayerTable
 from longdraft.models import decoder
 from longdraft.models.passes import Pass, layers_bytes
@@ -32,7 +32,7 @@ def tensors(output):
 
 
 def random_trees(batch, width, generator):
-    """Ancestor masks [B, N, N] of random tries and their nodes' depths [B, N]."""
+    """The ancestor masks [B, N, N] of random tries, and their nodes' depths [B, N]."""
     mask = torch.eye(width, dtype=torch.bool).repeat(batch, 1, 1)
     for slot in range(batch):
         for node in range(1, width):
@@ -41,7 +41,7 @@ def random_trees(batch, width, generator):
 
 
 def decode(model, batch, width, tree, needs):
-    """Outputs of some passes behind each other, some rows of each kept, and the cache at last; the same every time."""
+    """The outputs of several passes in a row, of each of which some rows are kept, and the cache; always the same."""
     generator = torch.Generator().manual_seed(batch + width)
     cache = model.new_cache(batch, 60)
     cache.keys.zero_(), cache.values.zero_()
@@ -71,7 +71,7 @@ def decode(model, batch, width, tree, needs):
 
 @pytest.fixture
 def calls(monkeypatch) -> list[int]:
-    """A list that grows by the number of tokens with every pass whose layers are one call."""
+    """A list that gets the number of tokens of every pass whose layers are one call."""
     found, run = [], LayerTable.run
 
     def watched(self, x_BTD, *args):
@@ -110,7 +110,7 @@ def test_only_narrow_passes_are_one_call_and_fp32_while_decoding(tiny_target, ca
     cache = fp32.new_cache(1, 80)
     fp32(Pass(torch.zeros(1, 2, dtype=torch.int64), cache=cache))
     assert len(calls) == 2, "fp32 products are PyTorch's"
-    with rows.decoding():
+    with threads.decoding():
         for width in (33, 2, 1):
             fp32(Pass(torch.zeros(1, width, dtype=torch.int64), cache=cache))
     assert calls == [1, 32, 2, 1]
@@ -129,7 +129,7 @@ def test_shapes_that_c_does_not_take_go_layer_by_layer(tiny_target, calls, shape
 def test_fp32_while_decoding_is_as_close_as_pytorchs(tiny_target, calls, tree):
     model = tiny_target(n_layers=3).model
     *wanted, _ = decode(model, 2, 4, tree, ALL)
-    with rows.decoding():
+    with threads.decoding():
         *found, _ = decode(model, 2, 4, tree, ALL)
         assert calls
     for one, other in zip(found, wanted, strict=True):
@@ -182,7 +182,7 @@ def test_other_weights(tiny_target, calls, how):
         model.load_state_dict(other.state_dict(), assign=True)
     if how == "cast":
         model.load_state_dict(other.state_dict())
-        with rows.decoding():
+        with threads.decoding():
             model.float()(Pass(token, cache=model.new_cache(1, 8)))
         model.bfloat16()
     for _ in range(3):
@@ -192,7 +192,7 @@ def test_other_weights(tiny_target, calls, how):
 
 @pytest.mark.parametrize("name", ["attention.o_proj", "mlp.down_proj", "mlp_norm", "attention.qkv_proj"])
 def test_one_weight_that_lies_elsewhere_is_seen_when_another_text_begins(tiny_target, calls, name):
-    """Between the narrow passes of a text one weight of each layer alone is looked at."""
+    """Between the narrow passes of one text, only one weight per layer is checked."""
     model, other = (tiny_target(dtype=torch.bfloat16, seed=seed).model for seed in (0, 0))
     token, prompt, cache = torch.tensor([[3]]), torch.tensor([[3, 4, 5]]), model.new_cache(1, 20)
 

@@ -15,12 +15,12 @@ from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
 from longdraft.launch import convert as command
 from longdraft.launch import generate
-from longdraft.models import checkpoint, draft_files, published
+from longdraft.models import draft_files, hf_weights, published
 from longdraft.models.draft_folder import load_draft, read_info
 from longdraft.models.fingerprint import weights_hash
 from longdraft.models.hf import describe_target, load_target
 from longdraft.models.published import convert
-from longdraft.train.methods import open_method
+from longdraft.train.methods.build import open_method
 from longdraft.train.setup import begin_with
 from longdraft.train.stages import load_stages
 
@@ -127,7 +127,7 @@ def test_of_a_merged_checkpoint_only_what_tells_it_from_others_is_read(tmp_path,
 
         return Watched()
 
-    monkeypatch.setattr(checkpoint, "safe_open", watched)
+    monkeypatch.setattr(hf_weights, "safe_open", watched)
     _, info = convert(tmp_path / "merged", tmp_path / "out")
     layers = {int(name.split(".")[2]) for name in read if name.startswith("model.layers.")}
     assert layers == {0, 3, 6} and sum("medusa_layers" in name for name in read) == 9
@@ -214,7 +214,7 @@ def test_what_does_not_fit_is_named_and_nothing_is_left(tmp_path, folder, block,
         ([headless], r"does not hold 3 heads of TokenSwift's:\n  missing model\.medusa_layers\.\d"),
         ([torn], r"its weights cannot be read .*download it again"),
         ([merged[0], "--norms", "a", "b", "c"], r"norms: those of a LongSpec draft"),
-        ([block[0], "--gguf-file", "x"], r"--gguf-file: a file of --target, which is not given"),
+        ([block[0], "--gguf-file", "x"], r"--gguf-file: it names a file inside --target, which is not given"),
     ]
     for words, message in cases:
         assert command.main([*map(str, words), "--out", str(tmp_path / "out")]) == 2

@@ -95,7 +95,7 @@ def test_what_does_not_fit_is_named(tmp_path, target, tiny_target, drafted, thei
         (good | {f"layers.{i}.x": torch.ones(1) for i in range(30)}, r"unknown: layers\.0\.x, .* and 22 more"),
         (good | {"glide.self_attn.q_proj.weight": torch.ones(64, 32)}, r"q_proj\.weight has shape \[64, 32\]"),
         (good | {"glide.mlp.down_proj.weight": torch.ones(32, 3)}, r"down\.weight has shape \[32, 3\]"),
-        ({"step": 3, "weights": good}, "holds no state dict of tensors alone"),
+        ({"step": 3, "weights": good}, "is not a plain state dict of tensors"),
     ]
     for tensors, message in cases:
         with pytest.raises(ValueError, match=message):

@@ -1,5 +1,8 @@
-"""Quantised checkpoints of each form, packed here bit by bit as their programs document it, and as transformers reads
-them where it does so without a GPU: the model is that of the numbers they stand for."""
+"""Quantised checkpoints of each form give the model of the numbers that they stand for.
+
+They are packed here bit by bit, as the programs that write them document it. Where transformers reads them without a
+GPU, it is compared too.
+"""
 
 import json
 
@@ -37,7 +40,7 @@ def scales_like(*shape: int, seed: int) -> Tensor:
 
 
 def words(numbers_MN: Tensor, bits: int, order=None) -> Tensor:
-    """Numbers in int32, the first of each word lowest, or in another order."""
+    """Pack numbers into int32, the first of each word in its lowest bits, or in another order."""
     each, out = 32 // bits, []
     for row in numbers_MN.tolist():
         chunks = [row[i : i + each] for i in range(0, len(row), each)]
@@ -47,7 +50,7 @@ def words(numbers_MN: Tensor, bits: int, order=None) -> Tensor:
 
 
 def by_group(numbers_KN: Tensor, zeros_GN: Tensor, scales_GN: Tensor, group_K: list[int]) -> Tensor:
-    """The weight [N, K], one input after the other."""
+    """The weight [N, K], computed input by input."""
     rows = [(numbers_KN[k] - zeros_GN[g]).float() * scales_GN[g].float() for k, g in enumerate(group_K)]
     return torch.stack(rows, 1)
 
@@ -107,7 +110,7 @@ def gptq(weight: Tensor, seed: int, bits: int = 4, act: bool = False, v2: bool =
 
 
 def gptq_with_bias(weight: Tensor, seed: int, bias: float = 0.0) -> tuple[dict[str, Tensor], Tensor]:
-    """As AutoGPTQ packs a layer that has no bias."""
+    """As AutoGPTQ packs a layer without a bias."""
     parts, value = gptq(weight, seed)
     return parts | {"bias": torch.full((len(weight),), bias, dtype=torch.float16)}, value
 
@@ -118,7 +121,7 @@ def compressed(form: str, **weights) -> dict:
 
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": False}
-# By form: how a weight is packed, and what the configuration says.
+# By form: how a weight is packed, and the configuration.
 FORMS = {
     "fp8": (fp8, {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [32, 48], "activation_scheme": "dynamic"}),
     "fp8 whole": (fp8_whole, {"quant_method": "fp8"}),
@@ -134,8 +137,8 @@ FORMS = {
 }
 
 
-def write(folder, model, said, quantise, shards=1):
-    """The model as a checkpoint whose linear layers are quantised; their values are set in it. Returns the folder."""
+def write(folder, model, quantization, quantise, shards=1):
+    """Save the model with quantised linear layers, and set its weights to what they stand for. Returns the folder."""
     model.save_pretrained(folder)
     tensors = {}
     for number, (name, weight) in enumerate(sorted(load_file(folder / "model.safetensors").items())):
@@ -150,7 +153,7 @@ def write(folder, model, said, quantise, shards=1):
     index = {name: f"{i % shards}.safetensors" for i, name in enumerate(names)}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": said}))
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
     return folder
 
 
@@ -180,10 +183,10 @@ def assert_same(target, theirs):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_the_model_is_that_of_the_numbers(tmp_path, form):
-    """Also where a weight's parts lie in several files; its hash is the same whichever part of it is read."""
-    pack, said = FORMS[form]
+    """So it is if a weight's parts are in several files; the hash is the same if only a few weights are read."""
+    pack, quantization = FORMS[form]
     theirs = made(LLAMA)
-    folder = write(tmp_path, theirs, said, linear_layers(pack), shards=3)
+    folder = write(tmp_path, theirs, quantization, linear_layers(pack), shards=3)
     target = load_target(folder, torch.float32)
     assert_same(target, theirs)
     assert describe_target(folder, sample=True).fingerprint["weights"] == weights_hash(target.model)
@@ -196,7 +199,7 @@ def test_experts_too(tmp_path):
     by_name = linear_layers(fp8)
     theirs.save_pretrained(tmp_path / "plain")
     folder = write(tmp_path / "fp8", theirs, FORMS["fp8"][1], lambda *given: (by_name(*given)[0], None))
-    # transformers stacks experts in memory: the values are set there by a checkpoint that is not quantised.
+    # transformers stacks experts in memory, so an unquantised checkpoint brings the values there.
     tensors = {name: by_name(name, tensor, i) for i, (name, tensor) in enumerate(sorted(stored(tmp_path / "plain")))}
     values = {name: tensors[name][1] if tensors[name][1] is not None else t for name, t in stored(tmp_path / "plain")}
     save_file(values, tmp_path / "plain" / "model.safetensors", {"format": "pt"})
@@ -208,7 +211,7 @@ def stored(folder):
 
 
 def test_gpt_oss_as_it_is_published(tmp_path):
-    """Against the numbers that transformers makes of blocks and scales."""
+    """Compared with the numbers that transformers makes of blocks and scales."""
 
     def quantise(name, weight, number):
         if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
@@ -254,26 +257,29 @@ def test_a_bias_that_has_no_place_is_named(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("said", "message"),
+    ("quantization", "message"),
     [
         (
             {"quant_method": "bitsandbytes"},
-            "quant_method is 'bitsandbytes'; read are fp8, compressed-tensors, awq, gptq",
+            "quant_method is 'bitsandbytes'; supported: fp8, compressed-tensors, awq, gptq",
         ),
         (
             FORMS["awq"][1] | {"version": "gemv"},
-            "version is 'gemv'; read is 'gemm'; take the checkpoint that was quant",
+            "version is 'gemv'; supported: 'gemm'; take the checkpoint that was quant",
         ),
-        (FORMS["awq"][1] | {"bits": 8}, "bits is 8; read is 4"),
-        (GPTQ | {"bits": 3}, "bits is 3; read is 4, 8, 2"),
+        (FORMS["awq"][1] | {"bits": 8}, "bits is 8; supported: 4"),
+        (GPTQ | {"bits": 3}, "bits is 3; supported: 4, 8, 2"),
         (GPTQ | {"dynamic": {"-:.*down": {}}}, "dynamic is "),
-        (compressed("float-quantized", num_bits=4, type="float"), "weights are float of 4 bits; read are floats of 8"),
-        (compressed("pack-quantized", num_bits=4, type="int", symmetric=False), "symmetric is False; read is True"),
-        (compressed("marlin-24", num_bits=4, type="int"), "format is 'marlin-24'; read is 'float-quantized'"),
+        (
+            compressed("float-quantized", num_bits=4, type="float"),
+            "weights are float of 4 bits; supported: float of 8 bits",
+        ),
+        (compressed("pack-quantized", num_bits=4, type="int", symmetric=False), "symmetric is False; supported: True"),
+        (compressed("marlin-24", num_bits=4, type="int"), "format is 'marlin-24'; supported: 'float-quantized'"),
     ],
 )
-def test_other_forms_are_refused_before_anything_is_read(tmp_path, said, message):
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA.to_dict() | {"quantization_config": said}))
+def test_other_forms_are_refused_before_anything_is_read(tmp_path, quantization, message):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA.to_dict() | {"quantization_config": quantization}))
     for read in (load_target, read_target_config, describe_target):
         with pytest.raises(ValueError, match=f"quantization_config: {message}"):
             read(tmp_path)

@@ -1,5 +1,7 @@
-"""Networks through a GPU's small kernels (Liger's, and RoPE's with the cache's rows) in Triton's interpreter: they give
-what plain PyTorch gives, in passes of every kind, and the same gradients in training."""
+"""Networks with a GPU's small kernels (Liger's, and RoPE's with the cache's rows), in Triton's interpreter.
+
+They give what plain PyTorch gives, in passes of every kind, and the same gradients in training.
+"""
 
 from importlib import import_module
 
@@ -17,7 +19,7 @@ ALL = {"logits", "pre_norm", "post_norm", "last_kv", "queries"}
 
 @pytest.fixture
 def small_kernels(monkeypatch, shared):
-    """A function that puts them in place."""
+    """A function that puts these kernels in place."""
     liger = shared("ligers.py").interpreted(monkeypatch)
     triton = import_module("longdraft.kernels.triton_impl.rotate")
 
@@ -29,8 +31,11 @@ def small_kernels(monkeypatch, shared):
 
 
 def passes(model):
-    """What passes of all kinds give: behind ragged lengths a chain, a tree and a chain that ends early, whole prompts;
-    without a cache two rows, pieces in chunks of rows, and the end before the last attention."""
+    """The outputs of passes of all kinds.
+
+    With a cache: whole prompts, then, after ragged lengths, a chain, a tree and a chain that ends early. Without one:
+    two rows, pieces in chunks of rows, and a pass that ends before the last attention.
+    """
     found = []
 
     def made(*args, needs=ALL, **kwargs):

@@ -1,5 +1,4 @@
-"""A model of transformers through our interface against the model itself, for families that our decoder knows and does
-not know; and what is refused."""
+"""TransformersModel against the model itself, for families that our decoder knows and others; what is refused."""
 
 from itertools import pairwise
 
@@ -7,16 +6,19 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from longdraft.infer.engine import Engine
+from longdraft.infer.sampling import SamplingParams
+from longdraft.models import transformers_model
 from longdraft.models.hf import load_target, load_through_transformers, load_transformers
 from longdraft.models.passes import Pass
 from longdraft.models.transformers_check import check_against
-from longdraft.models.transformers_model import Attention, TransformersModel
+from longdraft.models.transformers_model import TransformersModel, attend
 
 VOCAB = 97
 SIZES = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
 SIZES |= dict(num_key_value_heads=2, max_position_embeddings=256, pad_token_id=0, bos_token_id=1, eos_token_id=2)
 SCALED = dict(attention_multiplier=0.2, logits_scaling=8.0, embedding_multiplier=3.0, residual_multiplier=0.5)
-# With what of each is not as in a Llama.
+# Each with the options in which it differs from a Llama.
 FAMILIES = {
     "llama": {},
     "qwen3": {"head_dim": 16},
@@ -47,7 +49,7 @@ FAMILIES = {
     "gpt2": {},
     "opt": {"word_embed_proj_dim": 32, "ffn_dim": 48},
 }
-# Whose keys a draft's block can read: rotated over whole heads, the halves together.
+# Families whose keys a draft's block can read: rotated over whole heads, first half with second.
 ROTATE = {"llama", "qwen3", "mistral", "qwen3_moe", "olmo2", "olmo3", "granite", "gemma", "gemma3_text", "gpt_oss"}
 REFUSED = {
     "mamba": ({"conv_kernel": 2, "state_size": 4}, "layers of linear_attention"),
@@ -109,7 +111,7 @@ def test_packed_pieces_are_what_the_model_gives_for_each_alone(folder, kind):
         layer = alone.past_key_values.layers[-1]
         torch.testing.assert_close(output.logits[:, piece], alone.logits, rtol=1e-5, atol=1e-5)
         for ours, theirs in zip(output.last_kv, (layer.keys, layer.values), strict=True):
-            kept = theirs.shape[2]  # a window's cache keeps the last ones
+            kept = theirs.shape[2]  # the cache of a window keeps the last ones
             torch.testing.assert_close(ours[:, piece][:, -kept:], theirs.transpose(1, 2), rtol=1e-5, atol=1e-5)
     assert target.model.rotates == (kind in ROTATE)
 
@@ -150,14 +152,23 @@ def test_a_checkpoint_that_lacks_weights_is_refused(folder, tmp_path):
 
 
 def test_a_model_that_computes_something_else_is_refused(folder, monkeypatch):
-    """The largest difference is named: of our decoder where a layer does what it does not, of transformers' attention
-    where ours is wrong."""
+    """The message names the largest difference: from our decoder if a layer computes something else, from
+    transformers' own attention if our attention is wrong.
+    """
     target = load_through_transformers(folder("llama"), torch.float32)
     hook = target.model.layers[1].mlp.register_forward_hook(lambda module, arguments, output: output * 1.01)
     with pytest.raises(ValueError, match=r"differs from our decoder, most in its p.+_norm, by 0.0"):
         check_against(target.model)
     hook.remove()
-    attend = Attention.attend
-    monkeypatch.setattr(Attention, "attend", lambda self, q, k, v, context: attend(self, q * 1.1, k, v, context))
+    monkeypatch.setattr(transformers_model, "attend", lambda q, *others: attend(q * 1.1, *others))
     with pytest.raises(ValueError, match="differs from transformers' own attention"):
         check_against(target.model)
+
+
+def test_a_prompt_of_several_passes_is_decoded_and_taken_over_by_the_next(folder):
+    """The engine keeps such prompts, and asks the model whether its weights were written since."""
+    target, params = load_through_transformers(folder("llama"), torch.float32), SamplingParams(max_new_tokens=8)
+    prompts = [list(range(3, 33)), [*range(3, 25), 7, 8, 9]]
+    alone = [Engine(target, prefill_chunk=8, keep_prompts=False).generate([one], params)[0].tokens for one in prompts]
+    engine = Engine(target, prefill_chunk=8, slots=1)
+    assert [engine.generate([one], params)[0].tokens for one in prompts] == alone

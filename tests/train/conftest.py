@@ -29,14 +29,14 @@ from longdraft.train.ranks import Ranks, join_ranks, leave_ranks
 ROOT = Path(__file__).resolve().parents[2]
 VOCAB, SEQ_LEN, LONG = 97, 24, 312
 TOKENSWIFT = ["draft.out_norm_init=target"]
-# What all keys of a query share its softmax does not see, so of the bias of the keys some gradients are rounding alone,
-# which a small eps would scale up to steps of full size.
+# A softmax does not see what all keys of a query share, so some gradients of the keys' bias are rounding alone, which a
+# small eps would scale up to steps of full size.
 LONGSPEC = [
     "draft.method=longspec", "draft.window=6", "draft.noise=3", "draft.final_norm=true", "optimizer.eps=1e-5",
     "heldout.every=20",
 ]  # fmt: skip
 FEW = ["train.steps=8", "train.global_batch=4", "heldout.every=8"]
-# On rows of `long_folder`: pieces of more tokens than are chosen at a time.
+# On rows of `long_folder`, whose pieces are longer than a block of queries.
 ANCHORED = [
     *LONGSPEC, f"data.seq_len={LONG}", "data.positions=anchor_offset", "data.max_position=2000", "data.sinks=2",
     "data.query_share=0.5", "draft.draft_vocab_size=80", "train.global_batch=2", "train.micro_batch=1",
@@ -62,7 +62,8 @@ log: {{wandb: disabled}}
 
 @pytest.fixture(scope="session")
 def target_folder(tmp_path_factory) -> Path:
-    """A Llama of 2 layers with weights of its own seed, whatever transformers draws; no tokenizer."""
+    """A Llama of 2 layers without a tokenizer. Its weights come from a seed of our own, so that they do not depend on
+    how transformers draws them."""
     folder = tmp_path_factory.mktemp("target")
     sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
     model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, num_key_value_heads=2, tie_word_embeddings=False, **sizes))
@@ -75,8 +76,8 @@ def target_folder(tmp_path_factory) -> Path:
 
 
 def write_rows(folder: Path, n_rows: int, seed: int, seq_len: int = SEQ_LEN) -> None:
-    """A split of rows that hold two or three pieces, documents of their own, and a little padding. Of every four tokens
-    the third and fourth follow from the first, so that the first two heads have something to learn."""
+    """A split of rows that hold two or three pieces, each a document, and a little padding. Of every four tokens the
+    third and fourth follow from the first, so that the first two heads have something to learn."""
     generator = np.random.Philox(key=np.array([seed, 0], dtype=np.uint64))
     rows, scale = [], seq_len // SEQ_LEN
     for i in range(n_rows):
@@ -101,7 +102,7 @@ def write_split(folder: Path, rows: Sequence[Row], seq_len: int) -> None:
 
 @pytest.fixture(scope="session")
 def prepare() -> Callable[[Path, Sequence[Row], int], None]:
-    """`write_split`."""
+    """The function `write_split`."""
     return write_split
 
 
@@ -115,7 +116,7 @@ def data_folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def long_folder(tmp_path_factory) -> Path:
-    """Rows of LONG tokens."""
+    """Prepared rows of LONG tokens."""
     folder = tmp_path_factory.mktemp("data") / "long"
     write_rows(folder / "train", 14, seed=3, seq_len=LONG)
     write_rows(folder / "heldout", 4, seed=4, seq_len=LONG)
@@ -124,7 +125,7 @@ def long_folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def poisoned(tmp_path_factory, target_folder) -> list[str]:
-    """Overrides for a target that has no number for the last token, and for twelve rows of which one holds it."""
+    """Overrides for a target that gives NaN for the last token, and for twelve rows of which one holds that token."""
     folder = tmp_path_factory.mktemp("poisoned")
     shutil.copytree(target_folder, folder / "target")
     weights = load_file(target_folder / "model.safetensors")
@@ -182,7 +183,7 @@ def start_ranks(config_file) -> "Callable[..., list[subprocess.Popen] | list[For
 
 
 class Forked:
-    """What the tests use of a `Popen` that reads the output as text, for a process of multiprocessing's fork server."""
+    """The part of a text-mode `Popen` that the tests use, for a process of multiprocessing's fork server."""
 
     def __init__(self, command: list[str], environment: dict[str, str]):
         context = multiprocessing.get_context("forkserver")
@@ -226,16 +227,16 @@ def finish(processes: "Sequence[subprocess.Popen | Forked]") -> str:
 
 @pytest.fixture(scope="session")
 def finish_ranks() -> "Callable[[Sequence[subprocess.Popen | Forked]], str]":
-    """Waits for the ranks, asserts that all left with 0, and gives rank 0's output."""
+    """Wait for the ranks, assert that all exited with 0, and return rank 0's output."""
     return finish
 
 
 @contextmanager
 def _no_launcher(threads: int = 1) -> Iterator[None]:
-    """An environment without what a launcher says, and afterwards without what a rank alone puts there."""
+    """An environment without a launcher's variables; afterwards, without those that a single rank sets."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-            patch.setenv(name, "")  # to be put back as it was
+            patch.setenv(name, "")  # so that the patch restores it
             patch.delenv(name)
         patch.setenv("OMP_NUM_THREADS", str(threads))
         yield
@@ -249,7 +250,7 @@ def no_launcher() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def alone() -> Iterator[Ranks]:
-    """This process as the only rank; `train_command` is not for the same module."""
+    """This process as the only rank. A module uses either this or `train_command`."""
     with _no_launcher():
         ranks = join_ranks()
         yield ranks
@@ -258,13 +259,14 @@ def alone() -> Iterator[Ranks]:
 
 @pytest.fixture(scope="session")
 def train_command() -> Callable[..., tuple[int, str]]:
-    """`train_command(config, ...)` is launch/train.py in this process: its status, and all that it printed."""
+    """`train_command(config, ...)` runs launch/train.py in this process, and returns its status and all that it
+    printed."""
 
     def call(*arguments: object, threads: int = 1) -> tuple[int, str]:
         printed = StringIO()
         with _no_launcher(threads), redirect_stdout(printed), redirect_stderr(printed):
             status = main([str(argument) for argument in arguments])
-        if is_initialized():  # what went wrong has not left
+        if is_initialized():  # a command that failed has not left the group
             destroy_process_group()
         return status, printed.getvalue()
 
@@ -322,7 +324,7 @@ def runs(tmp_path_factory, start_ranks, long_folder, poisoned) -> Path:
 
 
 def _alone(folder: Path, train: Callable[..., dict], long_folder: Path) -> list[dict]:
-    """What only the one rank does."""
+    """The actions of the runs with a single rank."""
     actions = [
         train("silu_chain", "draft.kind=silu_chain"),
         train("medusa", "draft.method=medusa"),

@@ -1,7 +1,7 @@
-"""One rank of a test: does what it is told, one thing after the other. Started by the fixture `start_ranks`.
+"""One rank of a test: performs a list of actions in order. Started by the fixture `start_ranks`.
 
 {"train": [override, ...]} trains; {"export": folder} exports a run; {"copy": [from, to], "without": name} copies a
-run's folder, one checkpoint left out.
+run's folder without one checkpoint.
 """
 
 import gc
@@ -13,7 +13,8 @@ from pathlib import Path
 
 from longdraft.models.hf import load_target
 from longdraft.models.target import Target
-from longdraft.train.config import DTYPES, load_config
+from longdraft.train.config import load_config
+from longdraft.train.config_sections import DTYPES
 from longdraft.train.export import export
 from longdraft.train.loop import train
 from longdraft.train.ranks import join_ranks, leave_ranks
@@ -25,7 +26,7 @@ def target(path: str, precision: str) -> Target:
 
 
 ranks = join_ranks()
-gc.freeze()  # DeepSpeed collects garbage at every start of a run: what the imports made need not be searched
+gc.freeze()  # DeepSpeed collects garbage at every start of a run; objects of the imports need not be searched
 for action in json.loads(sys.argv[2]):
     if "train" in action:
         config = load_config(sys.argv[1], action["train"])

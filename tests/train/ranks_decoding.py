@@ -1,6 +1,5 @@
 """One rank of a test of decoding while training: trains runs one after the other, each with a target that it opens
-itself. Started by the fixture `start_ranks`; an action is a list of overrides.
-"""
+itself. Started by the fixture `start_ranks`; an action is a list of overrides."""
 
 import json
 import sys

@@ -1,13 +1,13 @@
-"""One rank of a test of faults and of other numbers of ranks: does what it is told, one thing after the other. Started
-by the fixture `start_ranks`.
+"""One rank of a test of faults and of other numbers of ranks: performs a list of actions in order. Started by the
+fixture `start_ranks`.
 
-{"train": [override, ...]} trains. With "out": it must fail, and says how in `out`-<rank>. With "stop": n, something is
-in rank 1's `stop` from the n-th look on. With "overflow": step, rank 1's gradient of that step is infinite, its loss is
-not. {"limit": {rank: bytes}}: no larger file can be written by that rank, by the others any. {"find": [run_dir by
-rank], "patience", "out"}. {"few": [override, ...], "out"}: an engine whose smallest group gives rank 1 nothing.
-{"copy": [from, to]}: a run's folder, "without": checkpoints left out. {"flip": [file]}: a bit of each. {"swap": [old,
-new]}: new in place of old. {"done": path} makes a file, {"wait": path} waits for one. {"main": [override, ...]}: the
-rest is the command's, with another "config" where it is given.
+{"train": [override, ...]} trains. With "out": training must fail, and the error goes to `out`-<rank>. With "stop": n,
+rank 1's `stop` has something in it from the n-th look on. With "overflow": step, rank 1's gradient of that step is
+infinite, its loss is not. {"limit": {rank: bytes}}: that rank can write no larger file; the others can. {"find":
+[run_dir by rank], "patience", "out"}. {"few": [override, ...], "out"}: an engine whose smallest group leaves rank 1
+nothing. {"copy": [from, to]}: copies a run's folder, without the checkpoints in "without". {"flip": [file]}: flips a
+bit in each. {"swap": [old, new]}: puts new in place of old. {"done": path} makes a file, {"wait": path} waits for one.
+{"main": [override, ...]}: the rest is the command's, with another "config" where it is given.
 """
 
 import json
@@ -25,7 +25,8 @@ from longdraft.launch.train import main
 from longdraft.models.hf import load_target
 from longdraft.models.target import Target
 from longdraft.train import elastic, saving
-from longdraft.train.config import DTYPES, load_config
+from longdraft.train.config import load_config
+from longdraft.train.config_sections import DTYPES
 from longdraft.train.deepspeed_engine import DraftEngine
 from longdraft.train.loop import train
 from longdraft.train.ranks import TrainingError, join_ranks, leave_ranks
@@ -49,7 +50,7 @@ class Later(list):
 
 
 class Overflow(torch.autograd.Function):
-    """The number itself; its gradient overflows."""
+    """The identity, with a gradient that overflows."""
 
     @staticmethod
     def forward(ctx, x):
@@ -96,7 +97,7 @@ def limit(by_rank):
 
 
 def alone(action):
-    """What one process does for all."""
+    """Actions that one process does for all."""
     if "copy" in action:
         shutil.copytree(*action["copy"])
         for name in action.get("without", []):

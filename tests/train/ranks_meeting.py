@@ -1,4 +1,4 @@
-"""One rank of a test of how ranks meet: the command of a rank. Started by the fixture `start_ranks`."""
+"""One rank of a test of how ranks meet: it runs a rank's command. Started by the fixture `start_ranks`."""
 
 import json
 import sys

@@ -1,10 +1,10 @@
-"""One rank of a test of memory: saves by how much the resident memory of its process grew, as `out`-<rank>.json.
-Started by the fixture `start_ranks`.
+"""One rank of a test of memory: saves the growth of its process's resident memory as `out`-<rank>.json. Started by the
+fixture `start_ranks`.
 
-The one action is {"states": [[precision, zero_stage, offload, optimizer, bytes expected], ...], "out"}: drafts of large
-matrices train under ZeRO, one after the other; MALLOC_MMAP_THRESHOLD_ must be set, so that what is freed is given back.
-Or {"run": [override, ...], "out"}: two steps of a run, on data that it makes up. Peaks are the kernel's own, so that
-none is missed on a busy machine.
+There is one action. {"states": [[precision, zero_stage, offload, optimizer, bytes expected], ...], "out"}: drafts of
+large matrices train under ZeRO, one after the other; MALLOC_MMAP_THRESHOLD_ must be set, so that freed memory is
+returned. {"run": [override, ...], "out"}: two steps of a run, on data that it makes up. Peaks are the kernel's own, so
+that none is missed on a busy machine.
 """
 
 import gc
@@ -12,7 +12,7 @@ import json
 import sys
 from pathlib import Path
 
-import datasets  # noqa: F401 (what is imported later would count)
+import datasets  # noqa: F401 (a later import would count)
 import gguf  # noqa: F401
 import numpy as np
 import torch
@@ -31,7 +31,7 @@ WIDTH, MATRICES, PASSES, STEPS = 1024, 4, 2, 2
 
 
 class Net(nn.Module):
-    """Almost all of its memory is weights."""
+    """A network whose memory is almost all weights."""
 
     def __init__(self):
         super().__init__()
@@ -61,7 +61,7 @@ def train(config: Config, ranks: Ranks) -> None:
 
 
 def growth(config: Config, ranks: Ranks) -> int:
-    """Of this process's memory while it trains, at most."""
+    """The largest growth of this process's memory while it trains."""
     gc.collect()
     ranks.barrier()
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
@@ -72,25 +72,25 @@ def growth(config: Config, ranks: Ranks) -> int:
 
 
 def states(runs: list, path: str, ranks: Ranks) -> list[int]:
-    """By how much the memory that is no file's grew at most, in each case. Files are left out: on one processor a case
-    is the first to touch some megabytes of a library's code, on another it is not."""
-    gc.freeze()  # DeepSpeed collects garbage at every start of a run: what the imports made need not be searched
+    """The largest growth of memory that is not backed by files, in each case. Files are left out: whether a case is the
+    first to touch some megabytes of a library's code depends on the processor."""
+    gc.freeze()  # DeepSpeed collects garbage at every start of a run; objects of the imports need not be searched
     grown, first = [], {precision: [precision, *rest] for precision, *rest in reversed(runs)}
     base = ["train.micro_batch=1", f"train.global_batch={PASSES * ranks.world_size}"]
-    # The first of a precision warms up: oneDNN then writes the code of its products, more of it with AVX-512.
+    # The first case of a precision is a warm-up: oneDNN compiles its products then, more code with AVX-512.
     for precision, stage, offload, optimizer, expected in [*first.values(), *runs]:
         options = [f"train.precision={precision}", f"train.zero_stage={stage}", f"train.offload_optimizer={offload}"]
         config = load_config(path, [*base, *options, f"optimizer.name={optimizer}"])
         grown.append(growth(config, ranks))
-        # The lesser of two: gloo's thread lets go of what it has summed when the system lets it run, which on a busy
-        # machine may be after the next buffer is made.
+        # The lesser of two: gloo's thread frees what it has summed when the system lets it run, which on a busy machine
+        # may be after the next buffer is made.
         if len(grown) > len(first) and max(ranks.gather(grown[-1])) > 1.04 * expected:
             grown[-1] = min(grown[-1], growth(config, ranks))
     return grown[len(first) :]
 
 
 def write_rows(config: Config, target: Target) -> None:
-    """Two rows a split, of one random piece each: the first step's is short, the second's full."""
+    """A split of two rows, each one random piece: the first step's is short, the second step's full."""
     length, vocab_size = config.data.seq_len, target.model.config.vocab_size
     for i, split in enumerate(("train", "heldout")):
         folder, generator = Path(config.data.path) / split, np.random.default_rng(i)
@@ -111,7 +111,7 @@ def run(overrides: list[str], path: str, ranks: Ranks) -> int:
     for _ in range(STEPS):
         train_step(opened)
         opened.step += 1
-    return status("VmHWM")[0] - before  # not ru_maxrss, which counts the process that started this one, too
+    return status("VmHWM")[0] - before  # not ru_maxrss, which also counts the process that started this one
 
 
 def main(path: str, action: dict) -> None:

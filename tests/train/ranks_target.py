@@ -1,10 +1,10 @@
-"""One rank of a test of the frozen target over several ranks: does what it is told, one thing after the other, and
-saves what came out as `out`-<rank>.pt. Started by the fixture `start_ranks` (its first argument is not used here).
+"""One rank of a test of the frozen target over several ranks: performs a list of actions in order, and saves the
+results as `out`-<rank>.pt. Started by the fixture `start_ranks` (its first argument is not used here).
 
 {"weights": folder, "out"}: the sharded target's weights, gathered. {"pass": folder, "out"}: a pass of the sharded
 target and of the replicated one, and what the sharded one holds. {"error": folder, "out"}: how loading it fails.
-{"sequence": degree, "folder", "stage", "out"}: passes over shared rows, and the same alone. All of them: "dtype", and
-"rows": a list of {"tokens", "borders", "positions" or null, "chunk" or null}.
+{"sequence": degree, "folder", "stage", "out"}: passes over shared rows, and the same rows on one rank. All of them:
+"dtype", and "rows": a list of {"tokens", "borders", "positions" or null, "chunk" or null}.
 """
 
 import gc
@@ -29,7 +29,7 @@ SUBSETS = [ALL, frozenset({"last_kv"}), frozenset({"pre_norm"})]
 
 
 def arguments(row):
-    """Of a pass, without `needs`."""
+    """The arguments of a pass, without `needs`."""
     positions = None if row["positions"] is None else torch.tensor([row["positions"]])
     shared = {"borders": row["borders"], "chunk": row["chunk"]}
     return torch.tensor([row["tokens"]]), positions, shared
@@ -46,7 +46,8 @@ def together(parallel, model, row, needs):
 
 
 def kept_bytes():
-    """Of all tensors that were made since the start and stay alive: gloo's threads let go a moment after their work."""
+    """Bytes of all tensors that were made since the start and are still alive: gloo's threads free theirs a moment
+    after their work."""
     counts = []
     for _ in range(10):
         time.sleep(0.02)
@@ -57,7 +58,8 @@ def kept_bytes():
 
 
 def watch(model):
-    """[{status: how many layers have it}], by DeepSpeed's name, at each layer of each pass from here on."""
+    """The number of layers in each of DeepSpeed's states, [{status: count}], at each layer of each pass from here
+    on."""
     seen, around = [], model.around_layer
 
     @contextmanager
@@ -137,7 +139,7 @@ def perform(action):
 
 ranks = join_ranks()
 groups = {}
-gc.freeze()  # what the imports made need not be searched for tensors
+gc.freeze()  # objects of the imports need not be searched for tensors
 for action in json.loads(sys.argv[2]):
     torch.save(perform(action), f"{action['out']}-{ranks.rank}.pt")
     ranks.barrier()

@@ -1,6 +1,6 @@
 """One rank in a process that was forked with its imports done; the fixture `start_ranks` runs this by `runpy`.
 
-Its globals tell the rest: the script with its arguments, the environment, and a connection that takes what it prints.
+Its globals say what to run: the script with its arguments, the environment, and a connection for what it prints.
 """
 
 import atexit
@@ -18,4 +18,4 @@ sys.argv = [given["script"], *given["arguments"]]
 try:
     runpy.run_path(given["script"], run_name="__main__")
 finally:
-    atexit._run_exitfuncs()  # multiprocessing leaves without them
+    atexit._run_exitfuncs()  # multiprocessing exits without them

@@ -1,5 +1,4 @@
-"""AdaMuon: what an orthogonal matrix is, PyTorch's own Muon as the peer, and resuming. Shares of ranks: see
-test_elastic.py."""
+"""AdaMuon: orthogonal matrices, PyTorch's own Muon as a peer, and resuming. Ranks' shares: see test_elastic.py."""
 
 import shutil
 
@@ -13,7 +12,7 @@ from longdraft.train.checkpoint import WEIGHTS, newest
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(24, 40), (40, 24), (32, 32), (1, 7)])
 def test_the_same_directions_and_all_alike(shape, dtype):
-    """Jordan et al.: U V^T, with singular values between 0.68 and 1.13 where the matrix's own are not near 0."""
+    """Jordan et al.: U V^T, with singular values between 0.68 and 1.13 where those of the matrix are not near 0."""
     generator = torch.Generator().manual_seed(3)
     u, _, vt = torch.linalg.svd(torch.randn(shape, generator=generator), full_matrices=False)
     matrix = (u * torch.linspace(0.1, 1.0, len(vt))) @ vt * 1e-3
@@ -28,8 +27,8 @@ def test_nothing_comes_of_nothing():
 
 
 def test_a_step_is_that_of_pytorch_divided_by_its_mean_squares():
-    """PyTorch's Muon, which computes in bf16, says by which orthogonal matrices it moves; the paper's equations say the
-    rest. Ours has the matrices end to end, as ZeRO leaves them."""
+    """PyTorch's Muon, which computes in bf16, gives the orthogonal matrices; the paper's equations give the rest. Ours
+    has the matrices end to end, as ZeRO leaves them."""
     generator, shapes, rate, decay, beta = (
         torch.Generator().manual_seed(5),
         [(24, 40), (40, 24), (16, 16)],
@@ -62,13 +61,13 @@ def test_a_step_is_that_of_pytorch_divided_by_its_mean_squares():
             size = (squares[i] / (1 - beta**step)).sqrt()
             expected[i] = expected[i] * (1 - rate * decay) - rate * 0.2 * turned / size
     wanted = torch.cat([p.flatten() for p in expected])
-    # Both round to bf16, in another order: 0.06 of what it moved; without Nesterov's sum 0.3, by the other beta 0.3.
+    # Both round to bf16, in another order: 0.06 of the movement; without Nesterov's sum 0.3, with the other beta 0.3.
     assert (flat.detach() - wanted).norm() < 0.1 * (wanted - begun).norm()
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_it_goes_on_to_the_same_bytes(train_command, config_file, tmp_path, precision):
-    """And moves otherwise than AdamW."""
+    """They differ from those of AdamW."""
     plan = ["optimizer.name=adamuon", f"train.precision={precision}", "train.steps=6", "train.save_every=3"]
 
     def final(name: str, *changes: str) -> bytes:

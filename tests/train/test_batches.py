@@ -1,4 +1,4 @@
-"""The order of rows is a function of (seed, step); what rows become; what is drawn for a piece."""
+"""The order of rows is a function of (seed, step); how rows are read; the random draws of a piece."""
 
 from collections import Counter
 from itertools import product
@@ -31,7 +31,7 @@ def test_steps_run_through_whole_epochs(n_rows, global_batch):
 @pytest.mark.parametrize("n_rows", [12, 11, 1])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5, 6, 9])
 def test_ranks_share_a_step_whatever_their_number(world_size, n_rows):
-    """In turns, the same passes; each rank makes equally many, where none is left an empty one."""
+    """The same passes, dealt out in turn; each rank makes the same number, with an empty one where none is left."""
     rows = [Place(2, row) for row in range(100, 100 + n_rows)]
     dealt = [rank_rows(rows, rank, world_size, micro_batch=2) for rank in range(world_size)]
     assert {len(passes) for passes in dealt} == {-(-n_rows // (2 * world_size))}
@@ -89,7 +89,7 @@ def test_a_piece_has_the_same_key_wherever_it_is_packed_and_no_other_has_it():
 
 
 def test_draws_are_a_function_of_seed_and_key():
-    """Known numbers: a run must draw the same in every version, or it could not be resumed by the next."""
+    """Known numbers: every version must draw the same, or it could not resume an older run."""
     key = piece_key("book", 2, 0)
     assert key == 6239048140582160368
     assert draws(7, key, 2) == [8979140020609626891, 4894646611917071289]
@@ -101,7 +101,7 @@ def test_draws_are_a_function_of_seed_and_key():
 
 @pytest.mark.parametrize("n_values", [3, 5, 41])
 def test_draws_are_uniform_and_apart_from_each_other(n_values):
-    """Counts over 8000 pieces within 4.5 standard deviations, those of pairs of neighbouring draws too."""
+    """Counts over 8000 pieces lie within 4.5 standard deviations, and so do those of pairs of neighbouring draws."""
     numbers = [draws(1, piece_key(f"document {i}", 0, 0), 3) for i in range(8000)]
     for place in range(3):
         counts = Counter(row[place] % n_values for row in numbers)

@@ -1,4 +1,4 @@
-"""From conversations in a file to steps of training with the real small target: it learns, and from answers alone."""
+"""From conversations in a file to training steps with the real small target: it learns, and from answers alone."""
 
 import json
 import random
@@ -14,7 +14,7 @@ from longdraft.models.hf import load_target, load_tokenizer
 from longdraft.train.batches import read_batch, step_rows
 from longdraft.train.config import load_config
 from longdraft.train.loop import train
-from longdraft.train.methods import open_method
+from longdraft.train.methods.build import open_method
 from longdraft.train.teacher import Teacher
 from longdraft.train.tracking import read_metrics
 
@@ -35,7 +35,7 @@ PLACES = ["in the north", "near the shore", "on an island", "under the bridge", 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """chats.jsonl, the rows prepared from it, and a config. Conversations are of one or two turns and fit a row."""
+    """chats.jsonl, the rows prepared from it, and a config. Conversations have one or two turns and fit in a row."""
     folder, rng = tmp_path_factory.mktemp("chat"), random.Random(0)
     with (folder / "chats.jsonl").open("w") as file:
         for _ in range(120):
@@ -70,8 +70,8 @@ def test_twenty_steps_on_answers_lower_the_loss(alone, folder, target):
 
 
 def by_headers(tokens_N, tokenizer):
-    """bool [N]: what stands between an assistant's header and the end of its turn, that end with it. Read off the
-    tokens alone, without the spans that `prepare` wrote."""
+    """bool [N]: the tokens from an assistant's header to the end of its turn, that end included, found from the tokens
+    alone, without the spans that `prepare` wrote."""
     header = tokenizer("<|im_start|>assistant\n")["input_ids"]
     answers, inside = torch.zeros(len(tokens_N), dtype=torch.bool), False
     for i, token in enumerate(tokens_N.tolist()):
@@ -84,7 +84,7 @@ def by_headers(tokens_N, tokenizer):
 @pytest.mark.parametrize("draft", [LONGSPEC, "method: tokenswift", "method: medusa"],
                          ids=["longspec", "tokenswift", "medusa"])  # fmt: skip
 def test_labels_of_prompts_do_not_count_and_those_of_answers_do(folder, target, draft):
-    """Labels are changed, the tokens that target and draft read are not."""
+    """Labels are changed; the tokens that target and draft read are not."""
     text = (folder / "config.yaml").read_text()
     (folder / "draft.yaml").write_text(text.replace(LONGSPEC, draft))
     config = load_config(folder / "draft.yaml")
@@ -97,7 +97,7 @@ def test_labels_of_prompts_do_not_count_and_those_of_answers_do(folder, target, 
     others_N = (batch.tokens + 1000) % target.model.config.vocab_size
 
     def learn(changed_N):
-        """(The step's loss, its gradient) where these tokens are others as labels."""
+        """The step's loss and its gradient, with other labels at these tokens."""
         micro_batch = method.micro_batch(
             batch._replace(tokens=torch.where(changed_N, others_N, batch.tokens))
         )._replace(batch=batch)
@@ -111,7 +111,7 @@ def test_labels_of_prompts_do_not_count_and_those_of_answers_do(folder, target, 
     for_prompts, same = learn(~answers_N)
     assert torch.equal(for_prompts, loss)
     assert all(a is b or torch.equal(a, b) for a, b in zip(same, gradients, strict=True))
-    # One answer's token is enough, be it the first, one within or the end of its turn.
+    # One token of an answer is enough: the first, one in the middle or the end of its turn.
     ends = (answers_N & (batch.tokens == target.tokenizer.eos_token_id)).nonzero()[:, 0]
     begins = (answers_N & ~answers_N.roll(1)).nonzero()[:, 0]
     for place in (begins[0], begins[0] + 3, ends[-1]):

@@ -1,5 +1,5 @@
-"""A flipped bit in any file of a checkpoint is named, and neither trained on nor exported; so is a state file that
-lacks a field."""
+"""A flipped bit in any file of a checkpoint is named, and the checkpoint is neither trained on nor exported. The same
+holds for a state file that lacks a field."""
 
 import errno
 import hashlib
@@ -14,9 +14,10 @@ from safetensors.torch import load_file
 
 from longdraft.launch.export import main as export_main
 from longdraft.models.draft_folder import load_draft
-from longdraft.train import checkpoint, saving
-from longdraft.train.checkpoint import DIGESTS, FORMAT, seal, unseal
+from longdraft.train import checkpoint
 from longdraft.train.config import load_config
+from longdraft.train.run_lock import locked
+from longdraft.train.state_file import DIGESTS, FORMAT, seal, unseal
 from longdraft.train.tracking import read_metrics
 
 STEPS = (10, 20)  # of the runs' checkpoints
@@ -48,16 +49,17 @@ def go_on(train_command, config_file):
     return call
 
 
-def without_digests(file: Path, *fields: str) -> None:
-    """As an earlier version would have written it, some fields left out."""
+def without(file: Path, *fields: str) -> None:
+    """Write a state file anew and sealed, some fields left out."""
     content = json.loads(file.read_text())
-    for name in (DIGESTS, "format", *fields):
+    for name in fields:
         *sections, key = name.split(".")
         values = content
         for section in sections:
             values = values[section]
         del values[key]
-    file.write_text(json.dumps(content))
+    digests = content.pop(DIGESTS, None)
+    file.write_text(json.dumps(content) if digests is None else seal(content, digests))
 
 
 @pytest.mark.parametrize("name", ["fp32-1-1", "fp32-2-1", "fp32-2-3", "bf16-2-2", "longspec-bf16-2-3", "offload-3"])
@@ -74,7 +76,7 @@ def test_every_file_has_its_digest(runs, name):
 
 @pytest.mark.parametrize("kind", ["*_optim_states.pt", "*_model_states.pt", checkpoint.WEIGHTS])
 def test_a_run_goes_back_behind_a_flipped_bit(runs, run, go_on, kind):
-    """And comes to the bytes that it would have come to."""
+    """It ends with the bytes that it would have ended with."""
     (file,) = folder(run, 20).glob(kind)
     flip(file)
     status, said = go_on(run)
@@ -96,7 +98,7 @@ def test_a_run_without_a_sound_checkpoint_says_so(run, go_on):
 
 
 def test_export_goes_back_behind_a_flipped_bit(run, capsys, tmp_path):
-    """Of the file that it reads; it is not the optimizer's."""
+    """Only damage in the file that the export reads counts, not in the optimizer's."""
     flip(next(folder(run, 20).glob("*_optim_states.pt")))
     assert export_main([str(run), "--out", str(tmp_path / "newest")]) == 0
     assert f"Exported step 20 of {run}" in capsys.readouterr().out
@@ -115,12 +117,13 @@ def test_export_goes_back_behind_a_flipped_bit(run, capsys, tmp_path):
 
 
 def test_every_bit_of_a_state_file_counts(runs):
-    """What is still read is what was saved, in all its values; names of fields, their digests and their digest too."""
+    """Whatever can still be read has all the values that were saved: names of fields, digests and the file's own digest
+    included."""
     text = (folder(runs / "bf16-1-1", 20) / checkpoint.STATE).read_bytes()
     saved = unseal(text, checkpoint.CHECKPOINT_FIELDS)
     assert saved["format"] == FORMAT
     for place in range(len(text)):
-        for bit in {place % 8, 5}:  # the latter makes a letter of the other case
+        for bit in {place % 8, 5}:  # bit 5 changes the case of a letter
             damaged = bytearray(text)
             damaged[place] ^= 1 << bit
             with suppress(ValueError):
@@ -133,29 +136,21 @@ def test_numbers_and_names_that_json_changes_are_sealed_as_they_are_read():
     assert state["pair"] == [1, 2] and state["by"] == {"7": 0.1 + 0.2} and state["word"] == "é\ud800"
 
 
-def test_a_checkpoint_without_digests_is_taken_with_a_word(run, go_on, capsys):
-    shutil.rmtree(folder(run, 20))
-    without_digests(folder(run, 10) / checkpoint.STATE)
-    status, said = go_on(run)
-    assert status == 0 and "step 10 to 20" in said
-    assert f"{folder(run, 10)} has no digests, an earlier version saved it: the sizes of its files alone" in said
-    without_digests(folder(run, 20) / checkpoint.STATE)
-    assert export_main([str(run)]) == 0
-    assert f"{folder(run, 20)} has no digests" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("field", ["step", "files", "world_size", "config", "extra", "extra.heldout", "extra.skipped"])
+@pytest.mark.parametrize(
+    "field",
+    ["step", "files", "world_size", "config", "extra", "extra.heldout", "extra.skipped", "extra.data", DIGESTS],
+)
 def test_a_state_file_without_a_field_is_passed_over_by_name(run, field, capsys):
-    without_digests(folder(run, 20) / checkpoint.STATE, field)
+    without(folder(run, 20) / checkpoint.STATE, field)
     found = checkpoint.newest(run)
     assert found is not None and found[1]["step"] == 10
     said = capsys.readouterr().out
-    missing = "extra.heldout" if field == "extra" else field
+    missing = {"extra": "extra.heldout", DIGESTS: f"{DIGESTS}.{checkpoint.STATE}"}.get(field, field)
     assert f"{folder(run, 20)} is damaged (state.json has no field {missing}) and is passed over" in said
 
 
 @pytest.mark.parametrize(("content", "said"), [
-    (b"", "is no JSON"), (b"\xff\xfe{}", "is no JSON"), (b"[]", "holds no fields"),
+    (b"", "is not JSON"), (b"\xff\xfe{}", "is not JSON"), (b"[]", "holds no fields"),
     (b'{"step": "7"}', "has '7' in its field step"),
 ])  # fmt: skip
 def test_what_is_no_state_file_is_passed_over(run, content, said, capsys):
@@ -167,7 +162,7 @@ def test_what_is_no_state_file_is_passed_over(run, content, said, capsys):
 
 def test_a_config_without_a_field_is_one_line(run, go_on):
     for step in STEPS:
-        without_digests(folder(run, step) / checkpoint.STATE, "config.train.global_batch")
+        without(folder(run, step) / checkpoint.STATE, "config.train.global_batch")
     status, said = go_on(run)
     assert status == 2 and "Traceback" not in said
     assert f"the config in state.json of {run}'s step 20 cannot be read (train.global_batch: the value is mis" in said
@@ -180,7 +175,7 @@ def test_a_file_system_without_locks_is_no_obstacle(tmp_path, monkeypatch, capsy
 
     monkeypatch.setattr("fcntl.flock", refuse)
     alone = SimpleNamespace(from_first=lambda work: work())
-    with saving.locked(tmp_path, alone):  # pyright: ignore[reportArgumentType]
+    with locked(tmp_path, alone):  # pyright: ignore[reportArgumentType]
         assert capsys.readouterr().out.startswith(f"train.run_dir: {tmp_path} lies on a file system without locks (no ")
 
 

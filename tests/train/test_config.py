@@ -1,4 +1,4 @@
-"""The config: every file of configs/ loads and makes a valid DeepSpeed dict; every mistake has a message that helps."""
+"""The config: every file of configs/ loads and makes a valid DeepSpeed dict; every mistake has a helpful message."""
 
 import json
 import re
@@ -16,27 +16,25 @@ from longdraft.models.drafts.medusa import MedusaConfig
 from longdraft.models.drafts.tokenswift import TokenSwiftConfig
 from longdraft.models.rope import RopeConfig
 from longdraft.train.batches import rank_rows, step_rows
-from longdraft.train.checkpoint import START, check_same_run, check_same_start, is_same_start
+from longdraft.train.checkpoint import START
 from longdraft.train.config import (
-    DRAFT_SECTIONS,
     Config,
-    LongSpecSection,
-    MedusaSection,
-    TokenSwiftSection,
     accumulation,
     config_from_dict,
-    deepspeed_dict,
     empty_passes,
     load_config,
     resolved,
     to_dict,
     to_yaml,
 )
+from longdraft.train.config_sections import DRAFT_SECTIONS, LongSpecSection, MedusaSection, TokenSwiftSection
+from longdraft.train.deepspeed_engine import deepspeed_dict
+from longdraft.train.resuming import check_same_run, check_same_start, is_same_start
 from longdraft.train.stages import load_stages
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 TOKENSWIFT = sorted((CONFIGS / "tokenswift").glob("*.yaml"))
-ALL = sorted(path for path in CONFIGS.rglob("*.yaml") if path.parent.name != "data")  # those are of data_prep
+ALL = sorted(path for path in CONFIGS.rglob("*.yaml") if path.parent.name != "data")  # those are data_prep's
 
 
 @pytest.mark.parametrize("path", ALL, ids=lambda path: str(path.relative_to(CONFIGS)))
@@ -55,7 +53,7 @@ def test_every_file_loads_and_makes_a_valid_deepspeed_dict(path):
 
 @pytest.mark.parametrize("path", ALL, ids=lambda path: str(path.relative_to(CONFIGS)))
 def test_every_file_starts_on_any_number_of_gpus(path):
-    """The same passes of the same rows, each made once, and no rank more than one ahead of another."""
+    """The same passes of the same rows, each made once, and no rank makes over one more than another."""
     for stage in load_stages(path):
         config = stage.config
         train, n_rows = config.train, 3 * config.train.global_batch + 1
@@ -69,7 +67,7 @@ def test_every_file_starts_on_any_number_of_gpus(path):
             assert sum(not own[-1] for own in dealt) == empty_passes(config, n_ranks) < n_ranks
             derived = deepspeed_dict(config, n_ranks, n_weights=10)
             full = derived["train_micro_batch_size_per_gpu"] * derived["gradient_accumulation_steps"] * n_ranks
-            assert derived["train_batch_size"] == full  # DeepSpeed starts with nothing else
+            assert derived["train_batch_size"] == full  # the only value that DeepSpeed accepts
 
 
 def test_every_file_is_one_that_is_known():
@@ -95,7 +93,7 @@ def test_there_is_one_file_for_each_target():
 
 
 def test_methods_have_sections_of_their_own(config_file):
-    """The fields are the networks' own, with their defaults."""
+    """Their fields are those of the networks, with the same defaults."""
     assert set(DRAFT_SECTIONS) == {"tokenswift", "medusa", "longspec"}
     target = DecoderConfig(97, 32, 48, 2, 4, 2, 8, 1e-5, 256, RopeConfig(8, 256))
     heads = load_config(config_file, ["draft.n_heads=2", "draft.kind=silu_chain"]).draft
@@ -384,7 +382,7 @@ def test_passes_that_do_not_divide_leave_some_empty(config_file):
 
 
 def test_epochs_and_shares_become_steps(config_file):
-    """Of 45 rows in batches of 8: what is less than a step is left out."""
+    """45 rows in batches of 8: a partial step is left out."""
     given = load_config(config_file)
     assert resolved(given, 45) == given
     epochs = ["train.steps=null", "train.epochs=2", "optimizer.warmup_steps=null", "optimizer.warmup_share=0.2"]
@@ -420,7 +418,7 @@ def test_a_run_goes_on_only_with_what_gives_the_same_result(config_file):
 
 
 def test_sinks_are_of_moved_positions_alone(config_file):
-    """Earlier versions wrote the default for any positions: their configs are read as they were meant."""
+    """The configs of shipped drafts have the default for any positions, and are read as they were meant."""
     moved = ["data.positions=anchor_offset", "data.max_position=100"]
     assert load_config(config_file).data.sinks is None
     assert [load_config(config_file, [*moved, *own]).data.sinks for own in ([], ["data.sinks=2"])] == [4, 2]
@@ -466,6 +464,6 @@ def test_weights_to_begin_with_are_held_against_those_before_a_move(tmp_path):
         check_same_start(now, run)
     check_same_start(now | {"sha256": "a" * 64}, run)
     check_same_start(now | {"start_from": "/another/draft"}, run)
-    (run / START).write_text(json.dumps(now))  # as an earlier version wrote it
+    (run / START).write_text(json.dumps(now | {"run_dir": str(run)}))
     with pytest.raises(ValueError, match="and would now begin with in fp32, sha256 aaaaaaaaaaaa"):
         check_same_start(now | {"sha256": "a" * 64}, run)

@@ -1,4 +1,4 @@
-"""Stopped at one number of ranks and resumed at another: the same rows and losses, by real processes."""
+"""Runs stopped at one number of ranks and resumed at another: the same rows and losses, in real processes."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,25 +24,26 @@ CASES = {
 PLAN = [f"train.steps={STEPS}", "train.save_every=2", "train.keep_checkpoints=9", "optimizer.weight_decay=1.0",
     f"heldout.every={STEPS}", "heldout.rows=2",
 ]  # fmt: skip
-# What a run goes on from: step, ranks that saved it, ranks that go on. Three do not divide a step's four passes.
+# Where a run resumes: the step, the number of ranks that saved it, and that of those that go on. Three ranks do not
+# divide a step's four passes.
 BREAKS = {"once": (2, 2, 1), "again": (4, 1, 2), "more": (2, 2, 3), "fewer": (4, 3, 2)}
 OLD = {"once": "unbroken", "again": "once", "more": "unbroken", "fewer": "more"}
-UNEVEN = ("fp32-1", "longspec-2", "fp32-3", "muon-2")  # cases that also meet those
+UNEVEN = ("fp32-1", "longspec-2", "fp32-3", "muon-2")  # cases that are also resumed there
 BROKEN = [(case, name) for name in BREAKS for case in (CASES if name in ("once", "again") else UNEVEN)]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, start_ranks, finish_ranks) -> Path:
-    """{case}-unbroken: two ranks; {case}-{break}: from the old run's checkpoint on; said-{ranks}: what was printed;
-    few-{rank}: how an engine fails."""
-    folder = tmp_path_factory.mktemp("elastic [x+1]")  # what a pattern would take for another name
+    """{case}-unbroken: two ranks; {case}-{break}: resumed from the old run's checkpoint; said-{ranks}: what was
+    printed; few-{rank}: how an engine fails."""
+    folder = tmp_path_factory.mktemp("elastic [x+1]")  # a name that is also a pattern
 
     def train(name: str, case: str) -> list[dict]:
         return [{"train": [*PLAN, *CASES[case], f"train.run_dir={folder / name}"]},
                 {"done": str(folder / f"{name} done")}]  # fmt: skip
 
     def go_on(case: str, name: str) -> list[dict]:
-        """With the checkpoints of the old run up to the break."""
+        """Resume with the checkpoints of the old run up to the break."""
         old = OLD[name]
         behind = [f"step_{step:06d}" for step in range(BREAKS[name][0] + 2, STEPS + 1, 2)]
         copied = {"copy": [str(folder / f"{case}-{old}"), str(folder / f"{case}-{name}")], "without": behind}
@@ -71,9 +72,9 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(("case", "name"), BROKEN)
 def test_losses_go_on_as_if_unbroken(folder, case, name):
-    """fp32: as an unbroken run's to rounding, and so are the weights, weight decay and AdamW's count of steps included
-    (but a bias of LongSpec's keys has no gradient to speak of, and AdamW makes as much of its rounding); bf16: as
-    closely as runs of one and of two ranks agree."""
+    """fp32: equal to an unbroken run's up to rounding, and so are the weights, weight decay and AdamW's count of steps
+    included. (The gradient of the bias of LongSpec's keys is almost nothing but rounding, which AdamW scales up.) bf16:
+    as close as runs of one and of two ranks are."""
     broken, unbroken = folder / f"{case}-{name}", folder / f"{case}-unbroken"
     got, expected = losses(broken), losses(unbroken)
     assert list(got) == list(expected) == list(range(1, STEPS + 1)), "a step was lost or repeated"
@@ -94,7 +95,7 @@ def test_it_says_so_and_leaves_nothing(folder, name):
     for case in (case for case, other in BROKEN if other == name):
         checkpoints = folder / f"{case}-{name}" / "checkpoints"
         assert f"{checkpoints}/step_{step:06d} was saved by {before} ranks; it is converted for {after}" in said
-        names = sorted(path.name for path in checkpoints.iterdir())  # nor what DeepSpeed would put beside them
+        names = sorted(path.name for path in checkpoints.iterdir())  # nor DeepSpeed's script beside them
         assert names == [f"step_{step:06d}" for step in range(2, STEPS + 1, 2)], names
         found = checkpoint.newest(folder / f"{case}-{name}")
         assert found is not None and found[1]["world_size"] == after
@@ -111,7 +112,7 @@ def test_what_cannot_be_shared_out_is_refused_by_name(folder):
 
 @pytest.mark.parametrize(("saved_by", "threads"), [(1, 3), (2, 5)])
 def test_threads_are_kept_by_as_many_ranks_alone(tmp_path, monkeypatch, saved_by, threads):
-    """Another number of ranks has a share of its own, and rounds sums otherwise anyhow."""
+    """Another number of ranks has its own share of threads, and rounds sums differently anyway."""
     now = [5]
     monkeypatch.setattr(torch, "get_num_threads", lambda: now[-1])
     monkeypatch.setattr(torch, "set_num_threads", now.append)

@@ -17,9 +17,10 @@ from longdraft.data_prep.shards import ShardSet
 from longdraft.models.draft_folder import read_info
 from longdraft.models.hf import load_target
 from longdraft.train.batches import read_batch, step_rows
-from longdraft.train.checkpoint import MASTERS, START, WEIGHTS, check_same_vocabulary, masters_of, newest
+from longdraft.train.checkpoint import MASTERS, START, WEIGHTS, masters_of, newest
 from longdraft.train.config import load_config
-from longdraft.train.methods import open_method
+from longdraft.train.methods.build import open_method
+from longdraft.train.resuming import check_same_vocabulary
 from longdraft.train.teacher import Teacher
 from longdraft.train.tracking import read_metrics
 from longdraft.train.vocabulary import frequent_tokens
@@ -28,7 +29,7 @@ GOLDEN = Path(__file__).parent
 PREFIXES = {"tokenswift": "", "longspec": "longspec-"}
 REFERENCE = (1, 1)
 OTHERS = [case for case in product((1, 2), (1, 2, 3)) if case != REFERENCE]
-# Runs that differ from the reference of their method in nothing that counts.
+# Runs that must equal the reference run of their method.
 SAME = [f"{prefix}fp32-{n_ranks}-{stage}" for prefix, (n_ranks, stage) in product(PREFIXES.values(), OTHERS)]
 SAME += ["offload-2", "offload-3", "micro-1", "micro-4", "longspec-micro-1", "longspec-micro-4"]
 GOLDEN_RUNS = {
@@ -52,7 +53,7 @@ def weights(run: Path, step: int | None = None) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("kind", GOLDEN_RUNS)
 def test_golden_losses(runs, kind):
-    """20 steps in fp32 on one rank. Whoever changes what training computes commits the new ones and says why."""
+    """20 steps in fp32 on one rank. Whoever changes what training computes commits the new losses and says why."""
     golden = [float(line) for line in (GOLDEN / f"golden_{kind}.txt").read_text().split()]
     assert len(golden) == 20 and golden[-1] < golden[0]
     torch.testing.assert_close(losses(runs / GOLDEN_RUNS[kind]), golden, rtol=1e-5, atol=0)
@@ -60,7 +61,7 @@ def test_golden_losses(runs, kind):
 
 @pytest.mark.parametrize("kind", ["linear_chain", "longspec", "longspec_anchored"])
 def test_a_plain_loop_gives_the_same_losses(runs, kind):
-    """Row by row, with PyTorch's AdamW and clipping, the whole of a step's loss at once."""
+    """Row by row, with PyTorch's AdamW and clipping, and one backward pass for a step's whole loss."""
     config = load_config(runs / GOLDEN_RUNS[kind] / "config.yaml")
     target, train, optimizer = load_target(config.target.path, torch.float32), config.train, config.optimizer
     rows, ids = ShardSet(Path(config.data.path) / "train"), None
@@ -106,7 +107,7 @@ def test_fp32_weights_agree(runs, name):
 
 
 def test_rows_without_a_number_are_left_out_alike_on_two_ranks(runs):
-    """It is one rank's pass, and its rows alone are left out, as if one rank did all passes."""
+    """They are in a pass of one rank, and only they are left out, as if one rank made all passes."""
     one, two = ([r for r in read_metrics(runs / f"poisoned-{n}") if "loss" in r] for n in (1, 2))
     assert [record["skipped"] for record in one] == [record["skipped"] for record in two]
     assert one[-1]["skipped"] == 1
@@ -128,7 +129,8 @@ def test_bf16_losses_agree(runs, method, n_ranks, stage):
 
 @pytest.mark.parametrize("prefix", PREFIXES.values(), ids=PREFIXES)
 def test_bf16_keeps_fp32_masters(runs, prefix):
-    """A rate far below bf16's resolution of a weight still moves it over 20 steps; the losses follow fp32's."""
+    """A rate far below bf16's resolution of a weight still moves it over 20 steps, and the losses follow those of
+    fp32."""
     assert all(weight.dtype == torch.bfloat16 for weight in weights(runs / f"{prefix}bf16-1-1").values())
     torch.testing.assert_close(
         losses(runs / f"{prefix}bf16-1-1"), losses(runs / f"{prefix}fp32-1-1"), rtol=2e-2, atol=0
@@ -138,7 +140,7 @@ def test_bf16_keeps_fp32_masters(runs, prefix):
 @pytest.mark.parametrize(("precision", "stage"), [("bf16", 1), ("bf16", 2), ("bf16", 3), ("fp32", 1)])
 @pytest.mark.parametrize("n_ranks", [1, 2])
 def test_a_run_hands_its_fp32_masters_on(runs, n_ranks, precision, stage):
-    """Bit for bit, although the exported draft has their bf16 rounding."""
+    """Bit for bit, although the exported draft has them rounded to bf16."""
     given, started = newest(runs / f"bf16-{n_ranks}-1"), newest(runs / f"handed-{n_ranks}-{precision}-{stage}")
     assert given is not None and started is not None and started[1]["step"] == 1
     masters = load_file(given[0] / MASTERS)
@@ -175,7 +177,7 @@ def test_why_no_masters_are_found_is_said(runs, tmp_path):
 
 
 def test_a_run_that_begins_again_begins_with_the_same_weights(runs, config_file, train_command, tmp_path):
-    """Killed before its first checkpoint; whether it had fp32 masters depends on what lay beside its draft."""
+    """It was killed before its first checkpoint; whether it had fp32 masters depends on what lay beside its draft."""
     given, run = tmp_path / "given", tmp_path / "run"
     shutil.copytree(runs / "bf16-1-1", given)
     overrides = [f"train.run_dir={run}", f"draft.start_from={given}/draft", "train.steps=1", "train.precision=bf16"]
@@ -194,7 +196,7 @@ def test_a_run_that_begins_again_begins_with_the_same_weights(runs, config_file,
     status, printed = train_command(*command)
     assert status == 0, printed
     assert json.loads((run / START).read_text())["sha256"] == note["sha256"]
-    (given / "checkpoints").rename(tmp_path / "hidden")  # behind its first step a run has its own
+    (given / "checkpoints").rename(tmp_path / "hidden")  # after its first step a run has its own masters
     status, printed = train_command(*command)
     assert status == 0 and "Training is done already" in printed
 
@@ -217,7 +219,7 @@ def test_metrics_have_what_the_plots_need(runs, prefix):
     assert [record["step"] for record in steps] == list(range(1, 9 if prefix else 21))
     for record in steps:
         assert len(record["part_loss"]) == len(record["top1"]) == len(record["top3"]) == 3
-        if prefix:  # every label counts alike, in whatever part
+        if prefix:  # every label counts alike, whatever its part
             counted = [loss for loss in record["part_loss"] if loss is not None]
             assert min(counted) <= record["loss"] <= max(counted)
         else:
@@ -237,7 +239,7 @@ def test_metrics_have_what_the_plots_need(runs, prefix):
 
 @pytest.mark.parametrize("prefix", PREFIXES.values(), ids=PREFIXES)
 def test_the_evaluation_is_the_same_on_two_ranks(runs, prefix):
-    """Of 5 rows: the last round leaves the second rank without one."""
+    """With 5 rows, the last round leaves the second rank without one."""
     one, two = (read_metrics(runs / f"{prefix}fp32-{n_ranks}-1")[-1] for n_ranks in (1, 2))
     keys = [key for key in one if key.startswith("heldout_")]
     assert {"heldout_loss", "heldout_part_loss", "heldout_rank_rates", "heldout_choice_rates"} < set(keys)

@@ -1,4 +1,5 @@
-"""Decoding while training: the numbers are a direct Engine's, they cost what they may, and the best weights stay."""
+"""Decoding while training: its numbers are those of a plain Engine, it keeps to its share of the time, and the best
+weights are kept."""
 
 import json
 import shutil
@@ -19,9 +20,10 @@ from longdraft.train.config import load_config
 from longdraft.train.evaluate import Evaluator, decode
 from longdraft.train.export import export
 from longdraft.train.loop import train
-from longdraft.train.methods import frozen_draft
+from longdraft.train.methods.build import frozen_draft
 from longdraft.train.plots import acceptance, draw_decoding, tokens_per_step
 from longdraft.train.prompts import held_out_prompts
+from longdraft.train.resuming import check_same_run
 from longdraft.train.tracking import read_metrics
 
 SEQ_LEN, CONTEXTS, TEMPERATURES, PROMPTS, NEW_TOKENS = 24, (8, 30), (0.0, 1.0), 3, 8
@@ -50,7 +52,7 @@ def target(target_folder):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, target, prepare) -> Path:
     """Text that the target wrote, so that drafts have something to learn. Held-out documents: a of 60 tokens in three
-    rows, b of 36 in two, c of 10, d of 14, and e, of which the beginning is missing."""
+    rows, b of 36 in two, c of 10, d of 14, and e, whose beginning is missing."""
     folder = tmp_path_factory.mktemp("decoding")
     starts = [[i] for i in range(46)]
     params = [SamplingParams(1.0, seed=i, max_new_tokens=60, ignore_eos=True) for i in range(46)]
@@ -88,8 +90,8 @@ def documents(folder):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory, config_file, folder, target, alone):
-    """(method, *overrides) -> the folder of a finished run of 8 steps, with decoding after the fourth and the last;
-    without, where "plain" is said. Each is trained once."""
+    """(method, *overrides) -> the folder of a finished run of 8 steps, with decoding after the fourth and the last
+    step, or without for the method "plain". Each is trained once."""
     runs = tmp_path_factory.mktemp("runs")
     done = {}
 
@@ -108,7 +110,7 @@ def trained(tmp_path_factory, config_file, folder, target, alone):
 
 
 def measured(run, step):
-    """What the run says of its decoding after a step."""
+    """What the run recorded about its decoding after a step."""
     (record,) = [r for r in read_metrics(run) if r["step"] == step and "decode_tokens_per_step" in r]
     return {key: value for key, value in record.items() if key.startswith(("decode_tokens", "decode_acceptance"))}
 
@@ -163,8 +165,8 @@ def test_training_is_as_without(trained, method):
 
 
 def test_two_ranks_give_what_one_gives(folder, target, config_file, start_ranks, finish_ranks, tmp_path):
-    """The prompts shared out: with a whole target each, and with one whose layers both ranks must bring for every pass,
-    though they make different numbers of them."""
+    """The prompts are divided among them: with a whole target each, and with a sharded one that needs both ranks for
+    every pass, though they make different numbers of passes."""
     short = ["train.steps=2", "decoding.every=2"]
     shared = ["target.zero_stage=3", "train.sequence_parallel=2", "train.zero_stage=3"]
     runs = {"tokenswift": [], "longspec": shared}
@@ -187,7 +189,7 @@ def test_two_ranks_give_what_one_gives(folder, target, config_file, start_ranks,
 
 
 class Clock:
-    """Stands still but where a test moves it."""
+    """A clock that only the test moves."""
 
     def __init__(self, now):
         self.now = now
@@ -197,7 +199,7 @@ class Clock:
 
 
 class Weights:
-    """What `Evaluator` asks of the engine: these weights, of a checkpoint, after some seconds."""
+    """The part of the engine that `Evaluator` uses: it returns these weights of a checkpoint after some seconds."""
 
     def __init__(self, folder, clock, seconds=0.0):
         self.folder, self.clock, self.seconds = folder, clock, seconds
@@ -228,13 +230,13 @@ def test_what_would_take_more_than_its_share_is_put_off(evaluator, trained, caps
     one = evaluator(clock, *ONE, "decoding.share=0.1")
 
     def after(step, now):
-        """What is said after a step that ends `now` seconds after the beginning: decoded, put off, or nothing."""
+        """What is logged after a step that ends `now` seconds after the beginning: decoded, put off, or nothing."""
         clock.now = 1000.0 + now
         outcome = one.after_step(engine, step, {})
         return outcome if outcome is None else "put off" if "decode_put_off" in outcome.record else "decoded"
 
     assert after(1, 50.0) is None
-    assert after(2, 100.0) == "decoded"  # what one costs is not known before
+    assert after(2, 100.0) == "decoded"  # the first one's cost is not known in advance
     assert after(4, 599.0) == "put off"
     assert "Decoding after step 4 is put off: 60 s in all would be more than decoding.share = 0.1" in (
         capsys.readouterr().out
@@ -253,7 +255,7 @@ def test_what_would_take_more_than_its_share_is_put_off(evaluator, trained, caps
     clock.now += 0.5
     outcome = one.after_step(engine, 7, {})
     assert outcome is not None and outcome.record["decode_s"] == 30.0
-    assert one.after_step(engine, 20, {}) is not None  # the last step in any case
+    assert one.after_step(engine, 20, {}) is not None  # after the last step in any case
     assert one.saved() == {"last_step": 20, "last_seconds": 30.0, "spent": 120.0, "elapsed": 960.0}
 
 
@@ -288,7 +290,7 @@ def test_the_best_is_kept_and_ties_keep_the_earlier(evaluator, trained, folder, 
     again = evaluator(clock)
     again.begin(one.saved(), resumed=True)
     assert again.best == one.best == (scores[0], 8)
-    # Measured otherwise it is another number, and that is what later ones must beat.
+    # Under other settings the score is another one, which later weights must beat.
     other = evaluator(clock, "decoding.contexts=[8]")
     other.begin(one.saved(), resumed=True)
     draft = frozen_draft(other.config, target, good.weights())
@@ -368,7 +370,7 @@ def test_wandb_has_table_and_curves(trained, monkeypatch):
     numbers = [record["decode_tokens_per_step/ctx8.T0"]]
     numbers += [record[f"decode_acceptance/ctx8.T0.depth{depth}"] for depth in (1, 2)]
     assert table["data"] == [[8, 0, *numbers]]
-    wandb.teardown()  # finish() returns before W&B's service has written the file; the end of a process waits for it
+    wandb.teardown()  # finish() returns before W&B's service has written the file, teardown() after
     (summary,) = run.glob("wandb/offline-run-*/run-*.wandb")
     assert b"decode_acceptance/ctx8.T0.depth2" in summary.read_bytes()
 
@@ -431,5 +433,5 @@ def test_mistakes_are_named(config_file, override):
 
 def test_all_of_it_may_change_on_resume(config_file):
     old, new = load_config(config_file), load_config(config_file, [*DECODING, "decoding.share=0.3"])
-    checkpoint.check_same_run(old, new)
+    check_same_run(old, new)
     assert new.decoding.contexts == CONTEXTS and new.decoding.temperatures == TEMPERATURES

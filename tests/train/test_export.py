@@ -1,4 +1,4 @@
-"""From any checkpoint, sharded ones too, to a folder that holds exactly the trained draft, and that can be served."""
+"""Any checkpoint, sharded ones too, becomes a folder that holds exactly the trained draft, and that can be served."""
 
 import json
 import os
@@ -27,10 +27,11 @@ from longdraft.models.hf import LOADERS, load_target
 from longdraft.models.passes import Pass
 from longdraft.train import checkpoint
 from longdraft.train import export as exporting
-from longdraft.train.checkpoint import seal
-from longdraft.train.config import DTYPES, config_from_dict, load_config, to_dict
+from longdraft.train.config import config_from_dict, load_config, to_dict
+from longdraft.train.config_sections import DTYPES
 from longdraft.train.export import FORMATS, export, largest_difference
 from longdraft.train.setup import open_rows
+from longdraft.train.state_file import seal
 from longdraft.train.tracking import read_metrics
 from longdraft.train.vocabulary import frequent_tokens
 
@@ -48,7 +49,8 @@ SECTIONS = {
 
 @pytest.fixture
 def made_run(config_file, tmp_path):
-    """(name of SECTIONS, precision) -> a run's folder with one checkpoint, of random weights far from their start."""
+    """(name of SECTIONS, precision) -> a run's folder with one checkpoint of random weights, far from the initial
+    ones."""
 
     def make(name, precision="fp32", damage=None):
         values = to_dict(load_config(config_file, [f"train.run_dir={tmp_path}/run", f"train.precision={precision}"]))
@@ -66,7 +68,7 @@ def made_run(config_file, tmp_path):
         folder.mkdir(parents=True)
         save_file(draft.to(DTYPES[precision]).state_dict(), folder / checkpoint.WEIGHTS)
         content = {"step": 7, "world_size": 1, "config": to_dict(config), "extra": {"skipped": 0, "wandb_id": None}}
-        content["extra"] |= {"heldout": {"rank_rates": [[0.5]]}}
+        content["extra"] |= {"heldout": {"rank_rates": [[0.5]]}, "data": {}}
         files = {checkpoint.WEIGHTS: (folder / checkpoint.WEIGHTS).stat().st_size}
         digests = {checkpoint.WEIGHTS: file_digest(folder / checkpoint.WEIGHTS)}
         (folder / checkpoint.STATE).write_text(seal(content | {"files": files}, digests))
@@ -80,7 +82,7 @@ def test_export_is_the_trained_draft(runs, tmp_path, capsys, name):
     out = export(runs / name, tmp_path / "draft")
     assert out == tmp_path / "draft" and "largest difference of a logit 0\n" in capsys.readouterr().out
     assert sorted(path.name for path in out.iterdir()) == ["config.json", "model.safetensors"]
-    # DeepSpeed's own consolidation of its shards, the fp32 masters, is the independent witness.
+    # DeepSpeed's own consolidation of its shards into fp32 masters is the independent reference.
     masters = get_fp32_state_dict_from_zero_checkpoint(
         str(checkpoint.checkpoint_folder(runs / name)), tag="step_000020", exclude_frozen_parameters=True
     )
@@ -147,7 +149,7 @@ def test_exports_are_read_without_unpickling(runs, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_only_a_folder_of_ours_is_written(made_run, target_folder, tmp_path, capsys, monkeypatch, form):
-    """A model, a run and what stands in the way of a folder are named, before the target is loaded."""
+    """A model's folder, a run's, and whatever stands in the way of a folder are named, before the target is loaded."""
     run, target, _ = made_run("medusa")
     shutil.copytree(target_folder, tmp_path / "model")
     (tmp_path / "file").touch()
@@ -167,7 +169,7 @@ def test_only_a_folder_of_ours_is_written(made_run, target_folder, tmp_path, cap
         error = capsys.readouterr().err
         assert error.startswith("longdraft export: error: out: ") and message in error and error.count("\n") == 1
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
-    shutil.copy(export(run, tmp_path / "once", target, form=form) / CONFIG, run)  # as an earlier version would
+    shutil.copy(export(run, tmp_path / "once", target, form=form) / CONFIG, run)  # which makes it no draft's folder
     assert main([str(run), "--out", str(run), "--format", form]) == 2
     assert f"out: {run} is the folder of a training run; give another, such as {run}/draft" in capsys.readouterr().err
 
@@ -199,7 +201,7 @@ def test_ctrl_c_is_one_line_and_leaves_nothing(made_run, capsys, monkeypatch, mo
         monkeypatch.setitem(LOADERS, "longdraft", interrupt)
     else:
         monkeypatch.setattr(f"longdraft.train.export.{moment}", interrupt)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever else ran in this process has left
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever earlier tests have left
     try:
         assert main([str(run)]) == 130
     finally:
@@ -225,12 +227,12 @@ def test_weights_that_are_no_numbers_are_not_exported(made_run, capsys):
     run, _, _ = made_run("medusa", damage=lambda draft: draft.proj[1].weight.data[3].fill_(torch.nan))
     for form in FORMATS:
         assert main([str(run), "--format", form]) == 2
-        assert "out: weights of the draft are no numbers (" in capsys.readouterr().err
+        assert "out: the draft has NaN or infinite weights (" in capsys.readouterr().err
     assert [path.name for path in run.iterdir()] == ["checkpoints"]
 
 
 def test_the_draft_says_which_weights_it_was_trained_with(runs, config_file, tmp_path, capsys):
-    """Also where other weights lie at the target's path when it is exported."""
+    """Even where other weights lie at the target's path when it is exported."""
     target = load_target(load_config(config_file, []).target.path, torch.bfloat16)
     expected = weights_hash(target.model)
     for name in ("fp32-2-1", "bf16-2-3"):
@@ -342,13 +344,13 @@ def test_an_export_that_is_not_the_trained_draft_is_refused(made_run, monkeypatc
 
 @pytest.mark.parametrize("restrict", [False, True])
 def test_the_runtime_decodes_with_an_exported_longspec_draft(made_run, data_folder, capsys, restrict):
-    """Exactly, with the tree of the folder, whole or restricted to the most frequent tokens of the training data."""
+    """Exactly, with the folder's tree, for the whole vocabulary or the most frequent tokens of the training data."""
     run, target, trained = made_run("longspec")
     assert main([str(run), *(["--draft-vocab-size", "30"] if restrict else [])]) == 0
     draft = load_draft(run / "draft", target)
     if restrict:
         assert ", for 30 of 97 tokens: reloaded, largest difference of a logit 0\n" in capsys.readouterr().out
-        assert read_info(run / "draft").train_config["draft"]["draft_vocab_size"] is None  # it trained with all
+        assert read_info(run / "draft").train_config["draft"]["draft_vocab_size"] is None  # trained with all tokens
         rows = ShardSet(data_folder / "train")
         assert torch.equal(draft.token_ids, frequent_tokens(rows, 97, 30, target.eos_token_ids))
         assert target.eos_token_ids and set(target.eos_token_ids) <= set(draft.token_ids.tolist())
@@ -357,20 +359,20 @@ def test_the_runtime_decodes_with_an_exported_longspec_draft(made_run, data_fold
     params = [SamplingParams(max_new_tokens=16), SamplingParams(temperature=1.0, seed=6, max_new_tokens=16)]
     prompts = [[5, 9, 2, 7, 11, 30, 2, 9], [3, 61]]
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # a tree deeper than the draft's noise
+        warnings.simplefilter("error")  # as for a tree deeper than the draft's noise
         engine = Engine(target, drafter="longspec", draft=run / "draft", nodes=None)
     assert engine.drafter.widths == (8, 16, 16)
     drafted, plain = engine.generate(prompts, params), Engine(target).generate(prompts, params)
     assert [one.tokens for one in drafted] == [one.tokens for one in plain]
-    assert len(drafted[1].tokens) == 16 and drafted[0].tokens_per_step > 1  # something was proposed rightly
-    # No decision of the greedy text is as close as rounding could move it.
+    assert len(drafted[1].tokens) == 16 and drafted[0].tokens_per_step > 1  # some proposal was right
+    # No decision of the greedy text is so close that rounding could change it.
     logits = target.model(Pass(torch.tensor([prompts[0] + plain[0].tokens]))).logits[0, len(prompts[0]) - 1 : -1]
     best = logits.topk(2).values
     assert float((best[:, 0] - best[:, 1]).min()) > 1e-3
 
 
 def test_a_restricted_draft_is_restricted_further(made_run, data_folder, capsys):
-    """To the most frequent of the tokens it trained with, which need not be those of the training data."""
+    """To the most frequent of the tokens it was trained with, which need not be those of the training data."""
     run, target, trained = made_run("longspec-narrow")
     assert main([str(run), "--draft-vocab-size", "10"]) == 0
     assert ", for 10 of 97 tokens: reloaded, largest difference of a logit 0\n" in capsys.readouterr().out
@@ -388,7 +390,7 @@ def test_a_restricted_draft_is_restricted_further(made_run, data_folder, capsys)
 
 @pytest.mark.parametrize("name", ["medusa", "silu_narrow"])
 def test_the_runtime_decodes_with_heads_of_few_words(made_run, data_folder, capsys, name):
-    """Exactly, restricted in training or by the export, and no other token is ever proposed."""
+    """Exactly, whether restricted in training or by the export, and no other token is ever proposed."""
     run, target, trained = made_run(name)
     restrict = [] if name == "silu_narrow" else ["--draft-vocab-size", "20"]
     assert main([str(run), *restrict]) == 0
@@ -419,7 +421,7 @@ def test_the_runtime_decodes_with_heads_of_few_words(made_run, data_folder, caps
 
 
 def test_format_vllm_medusa(made_run, capsys):
-    """The file's own contract is held by test_vllm_medusa.py."""
+    """The contract of the file itself is tested in test_vllm_medusa.py."""
     run, target, trained = made_run("silu_chain")
     assert main([str(run), "--format", "vllm-medusa"]) == 0
     out = run / "vllm-medusa"

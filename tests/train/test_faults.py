@@ -31,12 +31,12 @@ from longdraft.train.setup import open_run
 from longdraft.train.tracking import read_metrics
 
 STEPS = 24
-# Four passes a step, tens of milliseconds: a signal can hit one.
+# Four passes a step, each of tens of milliseconds: a signal can hit one.
 PLAN = [f"train.steps={STEPS}", "train.micro_batch=1", "train.global_batch=8", "train.save_every=5",
     "train.zero_stage=3", "train.keep_checkpoints=3", "heldout.every=24", "heldout.rows=2",
 ]  # fmt: skip
 OVERFLOWS = {"1": [], "2": [], "3": [], "bf16": ["train.precision=bf16"]}
-# Files of one checkpoint, of equal size: ranks that share out the reading have one each.
+# Files of one checkpoint, of equal size: of two ranks that divide the reading, each has one.
 OF_BOTH = [f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(2)]
 SHORT = [
     "train.steps=3",
@@ -63,7 +63,7 @@ def write_shards(folder: Path, seed: int) -> None:
 
 
 def flip(file: Path) -> None:
-    """One bit of a token in the middle; the size stays."""
+    """Flip one bit of a token in the middle; the size stays."""
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
@@ -79,7 +79,8 @@ def wait_for_step(run_dir: Path, step: int, processes: Sequence[subprocess.Popen
 
 
 def listen(processes: Sequence[subprocess.Popen]) -> list[Callable[[], str]]:
-    """Reads what they say as they say it, for a full pipe would stop them; each function waits for the end of one."""
+    """Read what the ranks print as they print it, since a full pipe would block them. Each function returned waits for
+    one rank to end."""
     said = [ThreadPoolExecutor(1).submit(process.stdout.read) for process in processes if process.stdout]
     return [one.result for one in said]
 
@@ -100,8 +101,8 @@ def losses(run_dir: Path) -> list[float]:
 
 @pytest.fixture(scope="module")
 def story(tmp_path_factory, config_file, start_ranks) -> SimpleNamespace:
-    """The run `broken` through every fault to its end, and beside it `unbroken`. What each process said is in `said`,
-    with which status it ended in `status`."""
+    """The run `broken` through every fault to its end, and beside it `unbroken`. `said` has what each process printed,
+    `status` its exit status."""
     folder = tmp_path_factory.mktemp("faults")
     story = SimpleNamespace(folder=folder, broken=folder / "broken", said={}, status={})
     command = [*PLAN, f"train.run_dir={story.broken}"]
@@ -112,7 +113,7 @@ def story(tmp_path_factory, config_file, start_ranks) -> SimpleNamespace:
 
 
 def _first_ranks(story: SimpleNamespace, command: list[str], start_ranks) -> None:
-    """What does not end a process, and at the end kill -9 of the second rank."""
+    """Faults that do not end a process, and then kill -9 of the second rank."""
     folder = story.folder
     data, other, damaged = (folder / name for name in ("data", "other", "damaged"))
     write_shards(data, 1)
@@ -128,7 +129,7 @@ def _first_ranks(story: SimpleNamespace, command: list[str], start_ranks) -> Non
     actions += [
         {"train": [*SHORT, f"train.run_dir={folder / 'too-many'}", "train.max_skipped=0"], "overflow": 2,
             "out": str(folder / "too-many-said")},
-        {"train": moved, "stop": 7},  # two steps of two passes: asked before each, in its first and behind it
+        {"train": moved, "stop": 7},  # two steps of two passes: looks before each, in its first pass, after it
         {"swap": [str(data), str(other)]},
         {"train": moved, "out": str(folder / "moved-said")},
         {"swap": [str(data), str(damaged)]},
@@ -158,7 +159,7 @@ def _first_ranks(story: SimpleNamespace, command: list[str], start_ranks) -> Non
 
 
 def _launched(story: SimpleNamespace, command: list[str], config_file: Path) -> None:
-    """The newest checkpoint is truncated; under the launcher, kill -9 of the first rank."""
+    """The newest checkpoint is truncated; then, under the launcher, kill -9 of the first rank."""
     found = checkpoint.newest(story.broken)
     assert found is not None
     story.truncated = found[0]
@@ -182,7 +183,7 @@ def _launched(story: SimpleNamespace, command: list[str], config_file: Path) -> 
 
 
 def _last_ranks(story: SimpleNamespace, command: list[str], start_ranks) -> None:
-    """A disk that is full for one rank, then for the other, then the end; another run that cannot even begin."""
+    """A full disk for one rank, then for the other, then the end; and a run that cannot even begin."""
     folder = story.folder
     story.saved = newest_step(story.broken)
     kept = weights_file(story.broken, story.saved).read_bytes()
@@ -212,14 +213,14 @@ def test_the_run_ends_in_the_bytes_of_an_unbroken_one(story):
 
 
 def test_a_wish_to_stop_is_heard_between_passes(story):
-    """Rank 1's fourth look is in the first step's third pass of four, and is heard in the last: nothing of the step is
-    done."""
+    """Rank 1 looks for the fourth time in the first step's third pass of four, and the last pass hears of it: nothing
+    of the step is done."""
     assert f"Stopped after 0 of {STEPS} steps" in story.said["first"]
-    assert "Stopped after 2 of 3 steps" in story.said["first"]  # between the passes of the third
+    assert "Stopped after 2 of 3 steps" in story.said["first"]  # between passes of the third step
 
 
 def test_the_other_ranks_end_when_one_is_killed(story):
-    """Without a launcher: what waits for the dead rank fails at once, and says so."""
+    """Without a launcher: whatever waits for the dead rank fails at once, and says so."""
     assert story.status["first"] == 1
     assert "rank 0: another rank is gone, it failed or was killed" in story.said["first"]
     assert "the same command goes on from the newest checkpoint" in story.said["first"]
@@ -228,7 +229,7 @@ def test_the_other_ranks_end_when_one_is_killed(story):
 def test_the_launcher_ends_the_others_and_names_the_signal(story, capsys):
     assert story.status["launched"] == 256 - signal.SIGKILL
     assert "error: a rank was killed by SIGKILL" in story.said["launched"]
-    for status in (0, 1, 2):  # a rank that could speak
+    for status in (0, 1, 2):  # of a rank that could report its own error
         _explain(status)
     assert capsys.readouterr().err == ""
 
@@ -245,18 +246,18 @@ def test_a_checkpoint_whose_state_is_cut_off_is_passed_over(story, capsys):
     file = run_dir / "checkpoints" / f"step_{STEPS:06d}" / checkpoint.STATE
     file.write_text(file.read_text()[:-9])
     assert newest_step(run_dir) < STEPS
-    assert f"step_{STEPS:06d} is damaged (state.json is no JSON) and is passed over" in capsys.readouterr().out
+    assert f"step_{STEPS:06d} is damaged (state.json is not JSON) and is passed over" in capsys.readouterr().out
 
 
 def test_the_first_rank_chooses_the_checkpoint(story):
-    """Each looks into a folder of its own, as if the second's network file system lagged behind."""
+    """Each looks into a folder of its own, as if the second rank's network file system lagged behind."""
     newest = story.folder / "unbroken" / "checkpoints" / f"step_{STEPS:06d}"
     assert newest_step(story.folder / "lagging") < STEPS
     assert [(story.folder / f"found-{rank}").read_text() for rank in range(2)] == [str(newest)] * 2
 
 
 def test_ranks_share_out_the_reading_of_a_checkpoint_and_agree(story):
-    """Either rank finds one of two flipped bits; both names are said, and both ranks go back to the same checkpoint."""
+    """Each rank finds one of two flipped bits; both files are named, and both ranks go back to the same checkpoint."""
     checkpoints = story.folder / "flipped" / "checkpoints"
     former = sorted(path for path in checkpoints.iterdir() if path.name.startswith("step_"))[-2]
     assert [(story.folder / f"sound-{rank}").read_text() for rank in range(2)] == [str(former)] * 2
@@ -292,9 +293,9 @@ def test_a_step_whose_gradient_is_no_number_is_left_out(story, name):
     assert first == second != third
     assert [record["skipped"] for record in read_metrics(run_dir) if "loss" in record] == [0, 1, 1]
     assert np.isfinite(losses(run_dir)).all()
-    assert "The gradient of step 2 is no number, the step is left out; rows " in story.said["first"]
+    assert "The gradient of step 2 is not a number, the step is left out; rows " in story.said["first"]
     reference = load_file(weights_file(story.folder / "1", 3))
-    tolerance = 0.1 if name == "bf16" else 1e-5  # and nothing of it is left for the next step
+    tolerance = 0.1 if name == "bf16" else 1e-5  # and none of it carries over to the next step
     for key, weight in load_file(weights_file(run_dir, 3)).items():
         error = ((weight.float() - reference[key]).norm() / reference[key].norm()).item()
         assert error <= tolerance, f"{key}: relative error {error}"
@@ -303,7 +304,7 @@ def test_a_step_whose_gradient_is_no_number_is_left_out(story, name):
 def test_too_many_of_them_stop_the_run(story):
     for rank in range(2):
         said = (story.folder / f"too-many-said-{rank}").read_text()
-        assert "step 2: 1 times a loss or gradient was no number, more than train.max_skipped = 0; the last che" in said
+        assert "step 2: 1 times a loss or gradient was not a number, more than train.max_skipped = 0; the last" in said
     assert newest_step(story.folder / "too-many") == 1
 
 
@@ -324,7 +325,7 @@ def test_a_damaged_shard_is_named_with_its_checksums_on_all_ranks(story):
 
 
 def test_training_goes_on_without_wandb(story):
-    """The server does not answer: a line, all metrics, the same weights, and what W&B may be given later."""
+    """The server does not answer: there is a message, all metrics, the same weights, and a folder for `wandb sync`."""
     run_dir = story.folder / "online"
     assert "log.wandb: W&B cannot be used (" in story.said["first"]
     assert f"training goes on, its numbers go to {run_dir}/metrics.jsonl" in story.said["first"]
@@ -339,14 +340,15 @@ def test_weights_that_are_no_numbers_are_never_saved(config_file, alone, tmp_pat
     opened = open_run(config, alone)
     parameter = next(opened.engine.draft.parameters())
     parameter.data.view(-1)[0] = torch.inf
-    message = "step 3: weights of the draft are no numbers any more .*; the last checkpoint is good, .*step_000002"
+    message = "step 3: weights of the draft are no longer numbers .*; the last checkpoint is good, .*step_000002"
     with pytest.raises(TrainingError, match=message):
         saving.save(opened.engine, tmp_path, 3, {}, keep=1)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_000002"]
 
 
 def test_ranks_wait_for_one_another_as_long_as_it_may_take(alone):
-    """What the first rank alone prepares, and everything else the ranks wait for, has this group's time-out."""
+    """This group's time-out holds for what the first rank alone prepares, and for everything else the ranks wait
+    for."""
     group = alone.control or dist.group.WORLD
     assert group is not None
     assert group._get_backend(torch.device("cpu")).options._timeout == TIMEOUT >= timedelta(minutes=60)

@@ -1,4 +1,5 @@
-"""Which GPUs the ranks of `longdraft train` get; a GPU that PyTorch cannot use is refused before anything is loaded."""
+"""The GPUs that the ranks of `longdraft train` get. A GPU that PyTorch cannot use is refused before anything is
+loaded."""
 
 import json
 import os
@@ -20,7 +21,7 @@ from longdraft.train import launcher
 from longdraft.train.launcher import launch_with_deepspeed, rank_devices
 from longdraft.train.stop import stop_signals
 
-# A rank that notes what it was given; the first fails once the others have done so, for then they are ended.
+# A rank that records what it was given. The first one fails once the others have recorded, since they are then ended.
 RANK = """
 import json, os, sys, time
 names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "CUDA_VISIBLE_DEVICES")
@@ -33,7 +34,7 @@ if os.environ["RANK"] == "0":
         time.sleep(0.05)
     sys.exit(3)
 """
-# A rank that saves after a signal to the launcher, or once it is told to stop; the first sends the signal.
+# A rank that saves after a signal to the launcher, or when it gets one itself. The first rank sends the signal.
 SAVING = """
 import os, signal, sys, time
 folder, told, parent = sys.argv[-2], [], os.getppid()
@@ -57,7 +58,7 @@ UUIDS = ["GPU-8932f937-d72c-4106-c12f-20bd9faed9f6", "MIG-e1b5a7c4-0a50-5a2f-9ee
 
 @pytest.fixture
 def gpus(monkeypatch):
-    """(how many PyTorch sees, CUDA_VISIBLE_DEVICES)"""
+    """Sets how many GPUs PyTorch sees, and CUDA_VISIBLE_DEVICES."""
 
     def pretend(count: int, visible: str | None) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
@@ -128,7 +129,7 @@ def test_an_empty_option_is_not_forgotten(gpus, config_file, monkeypatch, capsys
     assert re.search(r"error: (stages\.: unknown stage|draft\.start_from: '' names nothing)", capsys.readouterr().err)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])  # the second of a terminal that closes
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])  # SIGHUP comes from a terminal that closes
 def test_a_signal_before_the_ranks_are_there(config_file, monkeypatch, capsys, number):
     def interrupted(path, overrides):
         signal.raise_signal(number)
@@ -141,7 +142,7 @@ def test_a_signal_before_the_ranks_are_there(config_file, monkeypatch, capsys, n
         assert start_command([str(config_file)]) == 0
     finally:
         signal.signal(number, before)
-    assert capsys.readouterr().out == "Stopped before it began; the same command goes on\n"
+    assert capsys.readouterr().out == "Stopped before it began; run the same command again\n"
 
 
 def test_under_nohup_a_closed_terminal_stops_nothing():
@@ -156,8 +157,8 @@ def test_under_nohup_a_closed_terminal_stops_nothing():
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_signal_to_deepspeeds_launcher(tmp_path, capfd, number):
-    """What stops a whole job ends the launcher no sooner than its ranks, which may take long to save. What kills it
-    leaves no rank behind."""
+    """A signal to the whole job ends the launcher only after its ranks, which may take long to save. Killing the
+    launcher leaves no rank behind."""
     script = tmp_path / "rank.py"
     script.write_text(SAVING)
     status = launch_with_deepspeed([str(script), str(tmp_path), str(int(number))], ["-1", "-1"])
@@ -171,7 +172,7 @@ def test_a_signal_to_deepspeeds_launcher(tmp_path, capfd, number):
 
 
 def test_deepspeeds_launcher_gives_each_rank_the_devices(tmp_path):
-    """The real one: numbers and UUIDs in their order, one rank each."""
+    """The real launcher: numbers and UUIDs in order, one for each rank."""
     script = tmp_path / "rank.py"
     script.write_text(RANK)
     assert launch_with_deepspeed([str(script), str(tmp_path)], ["5", *UUIDS]) == 3
@@ -181,7 +182,7 @@ def test_deepspeeds_launcher_gives_each_rank_the_devices(tmp_path):
 
 @pytest.fixture
 def unusable(tmp_path, monkeypatch, gpus) -> str:
-    """A GPU that PyTorch does not see; gives how the message begins."""
+    """A GPU that PyTorch does not see; returns the beginning of the message."""
     gpus(0, None)
     (tmp_path / "nvidia0").touch()
     monkeypatch.setattr(device, "NODES", tmp_path)

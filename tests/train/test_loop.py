@@ -1,5 +1,5 @@
 """The small parts of a run: learning rate, parameter groups, what must fit together, tracking, the command's errors;
-and what a loss that is no number does to it."""
+and the effects of a loss that is not a number."""
 
 import gc
 import json
@@ -25,7 +25,8 @@ from longdraft.models.hf import LOADERS, load_target
 from longdraft.models.passes import Pass
 from longdraft.train import checkpoint
 from longdraft.train.batches import step_rows
-from longdraft.train.config import DTYPES, OptimizerSection, load_config
+from longdraft.train.config import load_config
+from longdraft.train.config_sections import DTYPES, OptimizerSection
 from longdraft.train.deepspeed_engine import learning_rate, parameter_groups
 from longdraft.train.loop import train, train_stages
 from longdraft.train.ranks import TrainingError, log
@@ -100,7 +101,7 @@ LEFT_OUT = {"documents": 40, "bad": {"empty": 50}, "dropped": {"shorter_than_seq
 @pytest.mark.parametrize(("counts", "overrides", "said"), [
     ({"supervised_tokens": 0}, [], r"data\.path: .*/train has no token that the loss counts; look at longdraft"),
     (LEFT_OUT, [], r"data\.max_dropped_share: 0\.5, but 60% of the documents of .*/train were left out "
-                   r"\(empty: 50, shorter_than_seq_len: 10\); mend the sources, or raise it"),
+                   r"\(empty: 50, shorter_than_seq_len: 10\); fix the sources, or raise it"),
     (LEFT_OUT, ["data.max_dropped_share=0.6"], None),
     ({"supervised_tokens": 9, "documents": 5}, ["data.max_dropped_share=0"], None),
 ])  # fmt: skip
@@ -139,7 +140,7 @@ def test_wandb_offline_keeps_its_run_and_forgets_what_a_kill_left(config_file, t
     assert tracker.wandb_id is not None and again.wandb_id == tracker.wandb_id
     assert [(record["step"], record["loss"]) for record in read_metrics(tmp_path)] == [(1, 1.0), (2, 0.5), (3, 0.5)]
     folders = [path.name for path in (tmp_path / "wandb").glob("offline-run-*")]
-    assert folders and all(tracker.wandb_id in name for name in folders)  # W&B numbers those of one second
+    assert folders and all(tracker.wandb_id in name for name in folders)  # W&B numbers folders of the same second
 
 
 WITHOUT_SERVICE = """
@@ -162,7 +163,7 @@ for folder in sys.argv[2:]:  # two stages
 
 
 def test_training_outlives_the_service_of_wandb(config_file, tmp_path, monkeypatch):
-    """As where DeepSpeed's launcher is told to stop, which ends the ranks and all that they started."""
+    """As where DeepSpeed's launcher is stopped by a signal that ends the ranks and all that they started."""
     for name in ("WANDB_MODE", "WANDB_SERVICE"):
         monkeypatch.delenv(name, raising=False)
     folders = [tmp_path / "1", tmp_path / "2"]
@@ -172,7 +173,7 @@ def test_training_outlives_the_service_of_wandb(config_file, tmp_path, monkeypat
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     told = "log.wandb: W&B has failed (ConnectionResetError); training goes on, its numbers go to "
     lines = [line for folder in folders for line in (f"{told}{folder}/metrics.jsonl", "[1, 2, 3]")]
-    # By the moment at which it is noticed, the system's words or asyncio's; at the end, after a line of W&B's own.
+    # Depending on when it is noticed, the words are the system's or asyncio's; at the end, after a line of W&B's.
     printed = re.sub(r"(ConnectionResetError): (Connection lost|\[Errno 104\] .*?)\)", r"\1)", done.stdout)
     assert (done.returncode, printed.splitlines()) == (0, lines)
     assert set(done.stderr.splitlines()) <= {"wandb: ERROR Problem finishing run"}
@@ -225,10 +226,10 @@ def test_a_stored_key_that_is_none_does_not_end_a_training(config_file, monkeypa
 
 @pytest.mark.parametrize(("name", "value", "said"), [
     ("WANDB_MODE", "foo", "'foo' is unknown to W&B; set it to one of online, offline, disabled, "),
-    ("WANDB_INIT_TIMEOUT", "30s", "'30s' is no number of seconds; set it to one above 0, as 30, or unset it"),
-    ("WANDB_INIT_TIMEOUT", "-1", "'-1' is no number of seconds"),
+    ("WANDB_INIT_TIMEOUT", "30s", "'30s' is not a number of seconds; set it to one above 0, as 30, or unset it"),
+    ("WANDB_INIT_TIMEOUT", "-1", "'-1' is not a number of seconds"),
     ("WANDB_BASE_URL", "wandb.local", r"W&B does not take its value \('wandb.local': Input should be a valid URL"),
-    ("WANDB_TAGS", "a" * 65, "W&B does not take its value .* is 65 characters.* mend it, or unset it"),
+    ("WANDB_TAGS", "a" * 65, "W&B does not take its value .* is 65 characters.* fix it, or unset it"),
     ("WANDB_QUIET", "perhaps", r"W&B does not take its value \('perhaps': Input should be a valid boolean"),
 ])  # fmt: skip
 def test_what_wandb_cannot_read_is_named_before_anything_is_loaded(
@@ -244,7 +245,7 @@ def test_what_wandb_cannot_read_is_named_before_anything_is_loaded(
     check_environment("disabled")
     monkeypatch.setenv(name, "")
     check_environment("offline")
-    assert name not in os.environ  # W&B would not take the empty word, either
+    assert name not in os.environ  # W&B would refuse an empty value too
 
 
 def test_a_mistake_is_one_line_and_status_2(config_file, capsys):
@@ -255,13 +256,13 @@ def test_a_mistake_is_one_line_and_status_2(config_file, capsys):
 @pytest.mark.parametrize("number", ["-1", "0"])
 @pytest.mark.parametrize("estimate", [[], ["--estimate"]], ids=["train", "estimate"])
 def test_no_ranks_are_no_number_of_ranks(config_file, number, estimate, capsys):
-    """Both would have left it to DeepSpeed how many there are."""
+    """Else both would have left the number to DeepSpeed."""
     assert start_command([str(config_file), "--num-gpus", number, *estimate]) == 2
     assert capsys.readouterr().err == f"longdraft train: error: num_gpus: {number}; give at least 1\n"
 
 
 def kept_bytes():
-    """Of all tensors that are alive."""
+    """Bytes of all tensors that are alive."""
     gc.collect()
     storages = [tensor.untyped_storage() for tensor in gc.get_objects() if type(tensor) in (torch.Tensor, Parameter)]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
@@ -269,8 +270,8 @@ def kept_bytes():
 
 @pytest.mark.parametrize(("stage", "precision"), [(1, "bf16"), (2, "fp32"), (3, "bf16")])
 def test_a_finished_run_lets_go_of_its_memory(alone, config_file, target_folder, tmp_path, stage, precision):
-    """The next stage of a curriculum runs in the same process. The weights in fp32 may stay; with gradients and AdamW's
-    state it would be several times as much."""
+    """The next stage of a curriculum runs in the same process. The fp32 weights may stay; gradients and AdamW's state
+    would be several times as much."""
     run = [*LONGSPEC, "train.steps=2", "optimizer.warmup_steps=1", f"train.zero_stage={stage}"]
     used = load_target(target_folder, DTYPES[precision])
     before = kept_bytes()
@@ -280,7 +281,7 @@ def test_a_finished_run_lets_go_of_its_memory(alone, config_file, target_folder,
 
 
 def test_a_target_that_changed_under_a_run_is_named(alone, config_file, target_folder, tmp_path):
-    """Its configuration is the same; one weight of its last layer is not."""
+    """Its configuration is the same, but one weight of its last layer has changed."""
     steps = ["train.steps=2", "optimizer.warmup_steps=1", "train.save_every=1"]
     config = load_config(config_file, [*steps, f"train.run_dir={tmp_path}"])
     assert train(config, alone, load_target(target_folder, torch.float32))
@@ -294,12 +295,12 @@ def test_a_target_that_changed_under_a_run_is_named(alone, config_file, target_f
 
 
 LONGSPEC = ["draft.method=longspec", "draft.window=6", "draft.noise=3"]
-POISON = 96  # a token whose embedding is no number
+POISON = 96  # a token whose embedding is NaN
 
 
 @pytest.fixture(scope="module")
 def poisoned(target_folder):
-    """A target that has no number for one token."""
+    """A target that gives NaN for one token."""
     broken = load_target(target_folder, torch.float32)
     broken.model.embed_tokens.weight.data[POISON] = torch.nan
     return broken
@@ -324,7 +325,7 @@ def rows(prepare, tmp_path):
     return make
 
 
-# A step over all four rows, each in a pass of its own, whose outcome does not depend on the gradient's length.
+# One step over all four rows, each in its own pass, whose result does not depend on the norm of the gradient.
 ONE_STEP = [
     "train.steps=1", "train.global_batch=4", "train.micro_batch=1", "optimizer.warmup_steps=0", "optimizer.clip=1e9",
     "optimizer.eps=1e-30",
@@ -348,10 +349,10 @@ def test_a_row_without_a_number_is_a_row_without_labels(
         run = [f"train.run_dir={tmp_path / name}-run", data, f"train.zero_stage={stage}"]
         train(load_config(config_file, [*draft, *ONE_STEP, *run]), alone, used)
         records.append(read_metrics(tmp_path / f"{name}-run")[0])
-    said = [line for line in capsys.readouterr().out.splitlines() if "is no number" in line]
-    assert said == ["The loss of step 1 is no number for rows 2 (epoch 0)"]
+    said = [line for line in capsys.readouterr().out.splitlines() if "is not a number" in line]
+    assert said == ["The loss of step 1 is not a number for rows 2 (epoch 0)"]
     assert [record["skipped"] for record in records] == [1, 0]
-    # The row's labels still count among those that the step's mean is over.
+    # The row's labels still count in the step's mean.
     assert records[0]["grad_norm"] * 4 / 3 == pytest.approx(records[1]["grad_norm"], rel=1e-5)
     found, expected = (weights(tmp_path / f"{name}-run") for name in cases)
     start = weights_before(config_file, draft, target)
@@ -362,13 +363,13 @@ def test_a_row_without_a_number_is_a_row_without_labels(
 
 
 def weights_before(config_file, draft, target):
-    from longdraft.train.methods import open_method
+    from longdraft.train.methods.build import open_method
 
     return open_method(load_config(config_file, draft), target.model).draft.state_dict()
 
 
 def test_too_many_rows_without_a_number_stop_the_run(alone, config_file, poisoned, rows, tmp_path, capsys):
-    """What is saved is good, and with a higher limit the run goes on to what it would have come to at once."""
+    """What was saved is good, and with a higher limit the run goes on to what it would have come to at once."""
     run = [rows("bad", 12, bad=5), "train.steps=6", "train.global_batch=4", "train.save_every=1", "heldout.every=6"]
     strict, patient = (load_config(config_file, [*run, f"train.run_dir={tmp_path / n}"]) for n in ("strict", "patient"))
     strict_1 = load_config(config_file, [*run, f"train.run_dir={tmp_path / 'strict'}", "train.max_skipped=1"])
@@ -377,14 +378,16 @@ def test_too_many_rows_without_a_number_stop_the_run(alone, config_file, poisone
     )  # once an epoch
     assert train(patient, alone, poisoned)
     capsys.readouterr()
-    with pytest.raises(TrainingError, match=rf"step {second + 1}: 2 times a loss or gradient was no number, more than "
-                       r"train\.max_skipped = 1; the last checkpoint is good"):  # fmt: skip
+    with pytest.raises(TrainingError, match=rf"step {second + 1}: 2 times a loss or gradient was not a number, more "
+                       r"than train\.max_skipped = 1; the last checkpoint is good"):  # fmt: skip
         train(strict_1, alone, poisoned)
-    said = [line for line in capsys.readouterr().out.splitlines() if "is no number" in line]
+    said = [line for line in capsys.readouterr().out.splitlines() if "is not a number" in line]
     assert (
-        len(said) == 2 and f"The loss of step {first + 1} is no number for rows " in said[0] and "(epoch 0)" in said[0]
+        len(said) == 2
+        and f"The loss of step {first + 1} is not a number for rows " in said[0]
+        and "(epoch 0)" in said[0]
     )
-    assert f"The loss of step {second + 1} is no number for rows " in said[1] and "5 (epoch 1)" in said[1]
+    assert f"The loss of step {second + 1} is not a number for rows " in said[1] and "5 (epoch 1)" in said[1]
     new = ["train.max_skipped=0", "train.save_every=6", f"train.run_dir={tmp_path / 'new'}"]
     new += ["log.every=6", f"heldout.every={first + 1}"]
     with pytest.raises(TrainingError, match=r"= 0; no checkpoint was saved yet: lower optimizer\.peak_lr"):
@@ -404,10 +407,10 @@ def test_too_many_rows_without_a_number_stop_the_run(alone, config_file, poisone
 
 
 def test_a_number_missing_where_nothing_is_learned_counts_too(alone, config_file, poisoned, rows, tmp_path, capsys):
-    """The row has no labels, so its loss is a number; what it computes is none, and no weight becomes so."""
+    """The row has no labels, so its loss is a number although its states are NaN; no weight becomes NaN."""
     run = [f"train.run_dir={tmp_path}/run", rows("both", 4, bad=2, mute=2), *LONGSPEC]
     train(load_config(config_file, [*run, *ONE_STEP]), alone, poisoned)
-    assert "is no number" in capsys.readouterr().out
+    assert "is not a number" in capsys.readouterr().out
     assert read_metrics(tmp_path / "run")[0]["skipped"] == 1
     assert all(torch.isfinite(weight).all() for weight in weights(tmp_path / "run").values())
 

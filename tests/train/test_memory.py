@@ -1,4 +1,4 @@
-"""What --estimate says, held against the memory that is really taken: of runs on SmolLM2 and of drafts under ZeRO by
+"""What --estimate says, compared with the memory that is really taken: of runs on SmolLM2 and of drafts under ZeRO by
 resident memory, of a tiny target's passes by every allocation. For large targets, the arithmetic that it must obey."""
 
 import json
@@ -20,7 +20,7 @@ from longdraft.train.config import Config, config_from_dict
 from longdraft.train.estimate_memory import Estimate, estimate, loss_chunk
 from longdraft.train.estimate_operations import mean_keys, operations
 from longdraft.train.estimate_zero import draft_states
-from longdraft.train.methods import open_method, taught_by
+from longdraft.train.methods.build import open_method
 from longdraft.train.teacher import ROW_CHUNK, Teacher
 
 GIB, MIB = 2**30, 2**20
@@ -37,7 +37,7 @@ DRAFTS = {
 
 
 def a_config(**sections: dict) -> Config:
-    """On 8 GPUs: rows of 1024 tokens, 4 a pass, 2 passes a step."""
+    """A config for 8 GPUs: rows of 1024 tokens, 4 rows a pass, 2 passes a step."""
     base = {
         "target": {"path": "somewhere"},
         "draft": {"method": "longspec"},
@@ -83,13 +83,13 @@ def test_runs_on_smollm2_take_what_is_estimated(smollm2, tmp_path, start_ranks, 
         assert expected == pytest.approx(grown, rel=0.15), took
 
 
-# Wide enough that what is counted outweighs what is not: indices, tables on the way, means of norms.
+# Wide enough for the tensors that are counted to outweigh those that are not: indices, temporary tables, norms' means.
 TINY = DecoderConfig(640, 96, 224, 3, 6, 2, 16, 1e-5, 1 << 20, RopeConfig(16, 1 << 20))
 
 
 def allocated(profile: torch.profiler.profile, marks: list[str]) -> dict[str, tuple[int, int]]:
-    """Of each part of a profile (record_function): the most that was allocated in it beyond what was there before the
-    first, and what of it was left."""
+    """For each part of a profile (record_function): the peak of what was allocated beyond what was there before the
+    first part, and what was left at its end."""
     assert profile.profiler is not None
     events = profile.profiler.kineto_results.events()  # type: ignore[union-attr]
     spans = {e.name(): (e.start_ns(), e.end_ns()) for e in events if e.name() in marks}
@@ -115,18 +115,18 @@ def a_pass(config: Config, target: DecoderConfig) -> dict[str, tuple[int, int]]:
     tokens = torch.arange(n_rows * length) % n_words  # all are labels
     borders, keys = [i * length for i in range(n_rows + 1)], list(range(n_rows))
     micro_batch = method.micro_batch(Batch(tokens, torch.ones_like(tokens).bool(), borders, keys))
-    last, spans = config.train.distillation(config.train.n_steps - 1), None
+    last = config.train.distillation(config.train.n_steps - 1)
     if last:
-        micro_batch = method.asking(micro_batch)
-        assert micro_batch.asked is not None
-        spans = micro_batch.asked.spans
+        micro_batch = method.with_distillation(micro_batch, *last)
+    distillation = micro_batch.distillation
+    spans = distillation and distillation.spans
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         with torch.profiler.record_function("look"):
             seen = teacher.forward(
                 micro_batch.batch.tokens, micro_batch.batch.borders, micro_batch.positions, method.needs, spans
             )
         with torch.profiler.record_function("loss"):
-            teaching = taught_by(micro_batch, seen, last)
+            teaching = distillation and distillation.teaching(seen.of_spans)
             loss = method.draft(*method.arguments(micro_batch, seen, teacher), teacher.lm_head_VD, True, teaching)
         with torch.profiler.record_function("backward"):
             loss.sums.sum().backward()
@@ -176,7 +176,7 @@ def test_passes_allocate_what_is_estimated(case):
     found, expected = a_pass(config, TINY), estimate(config, TINY, n_ranks=1, gpu=False)
     assert moment(expected, "target's pass") == pytest.approx(found["look"][0], rel=0.03)
     assert moment(expected, "draft's pass and loss") == pytest.approx(found["loss"][0], rel=0.03)
-    # As if all activations stayed until the last gradient is there.
+    # As if all activations stayed until the last gradient is computed.
     assert found["backward"][0] <= moment(expected, "draft's backward pass") <= 1.45 * found["backward"][0]
 
 
@@ -185,7 +185,7 @@ def test_passes_allocate_what_is_estimated(case):
     [(100, 1, torch.float32), (100, 3, torch.float32), (1000, 1, torch.float32), (20, 2, torch.bfloat16)],
 )
 def test_the_loss_allocates_what_is_estimated(n_rows, n_heads, dtype):
-    """A chunk, and the states' gradient."""
+    """A chunk, and the gradient of the states."""
     found = loss_peak_memory(n_rows, 64, 49152, n_heads, dtype)
     size = dtype.itemsize
     chunk = loss_chunk(n_heads * n_rows, 64, 49152, size, gpu=False)
@@ -193,7 +193,7 @@ def test_the_loss_allocates_what_is_estimated(n_rows, n_heads, dtype):
 
 
 STATES = list(product(("fp32", "bf16"), (1, 2, 3), (False, True), ("adamw",)))
-# In bf16 its products take minutes where there are no instructions for them.
+# Products in bf16 take minutes on a processor without instructions for them.
 STATES += [("fp32", 1, False, "adamuon"), ("fp32", 2, False, "adamuon")]
 
 
@@ -208,7 +208,7 @@ def test_drafts_under_zero_take_what_is_estimated(tmp_path, monkeypatch, start_r
 
 
 def states_bytes(precision: str, stage: int, offload: bool, optimizer: str) -> int:
-    """What of the draft in ranks_memory.py a rank of two holds at most."""
+    """The most that one of two ranks holds of the draft in ranks_memory.py."""
     largest = 1024**2
     found = draft_states(
         4 * largest + 1024, largest, bf16=precision == "bf16", stage=stage, offload=offload, n_ranks=2, gpu=False,
@@ -235,7 +235,7 @@ def test_shards_of_a_target_divide(name):
 
 
 def test_weights_are_those_of_the_models():
-    """Billions of parameters, as published; in bf16 two bytes each."""
+    """Billions of parameters, as published; in bf16, two bytes each."""
     sizes = {name: estimate(a_config(), target, 1, gpu=True).kept for name, target in TARGETS.items()}
     published = {"llama3.1-8b": 8.03e9, "vicuna-7b": 6.74e9, "qwq-32b": 32.76e9}
     for name, kept in sizes.items():
@@ -280,11 +280,12 @@ def test_more_tokens_take_more_and_fewer_queries_less(name, draft):
     shares = [found(seq_len=32768, query_share=share) for share in (1.0, 0.5, 0.25, 0.1)]
     sizes = [moment(one, "draft's pass and loss") for one in shares]
     assert sizes == sorted(sizes, reverse=True) and sizes[-1] < 0.8 * sizes[0]
-    assert len({moment(one, "target's pass") for one in shares}) == 1  # it reads all
+    assert len({moment(one, "target's pass") for one in shares}) == 1  # the target reads all tokens
 
 
 def test_query_subsets_bound_a_long_row():
-    """64K tokens with Llama-3.1-8B: of the block's activations an eighth of the queries leaves what all tokens need."""
+    """64K tokens with Llama-3.1-8B: an eighth of the queries leaves, of the block's activations, what all tokens
+    need."""
 
     def activations(share: float) -> int:
         found = estimate(a_config(data={"seq_len": 65536, "query_share": share}), LLAMA, 8, gpu=True)
@@ -319,7 +320,7 @@ def test_gradients_between_passes_and_decoding_count():
 
 
 def test_flash_attentions_backward_pass_counts():
-    """The queries' gradient in fp32, and keys' and values' for each query head: 1 GiB at 32K rows, 4 at 128K."""
+    """The queries' gradient in fp32, and those of keys and values for each query head: 1 GiB at 32K rows, 4 at 128K."""
 
     def found(seq_len: int, target: DecoderConfig = LLAMA, **train: object) -> Estimate:
         return estimate(a_config(data={"seq_len": seq_len}, train={"micro_batch": 1} | train), target, 8, gpu=True)
@@ -328,11 +329,11 @@ def test_flash_attentions_backward_pass_counts():
     for seq_len, expected in ((32768, GIB), (131072, 4 * GIB)):
         one = found(seq_len).moments[name]
         assert sum(one[part] for part in parts) == expected
-        # q, k, v and the output have gradients too, and the feed-forward keeps nothing any more.
+        # q, k, v and the output have gradients too, and the feed-forward no longer keeps anything.
         assert one["gradients of q, k, v"] == 2 * seq_len * (2 * 4096 + 2 * 1024)
         kept = found(seq_len).moments["draft's pass and loss"]["draft's activations"] - one["draft's activations"]
         assert kept == 2 * seq_len * 4 * 14336
-    # Where the feed-forward is narrow it is this that a GPU must hold.
+    # With a narrow feed-forward this is the peak.
     narrow = found(32768, replace(LLAMA, intermediate_size=2048))
     assert moment(narrow, name) > moment(narrow, "draft's backward pass")
     assert "by head" not in found(32768, VICUNA).moments[name]
@@ -371,7 +372,7 @@ def test_r(smollm2):
 
 
 def test_operations_by_hand():
-    """Two layers; LongSpec reads the second one's projection alone, and no token's own key of the target."""
+    """Two layers. LongSpec reads only the projection of the second one, and no token's own key of the target."""
     target = replace(TINY, n_layers=2)
     found = operations(a_config(data={"seq_len": 4}, draft={"window": 1, "noise": 1}), target)
     d, heads, both, i, v = 96, 96, 160, 224, 640

@@ -1,5 +1,5 @@
-"""What a pass is, by method: what is drawn, positions, labels; pieces that are packed are the pieces alone; and the
-evaluation on held-out rows is a direct computation."""
+"""A pass of each method: its random draws, positions and labels; packed pieces behave as the pieces alone do; and the
+evaluation on held-out rows equals a direct computation."""
 
 from collections import Counter
 from itertools import pairwise
@@ -16,9 +16,12 @@ from longdraft.models.passes import Pass
 from longdraft.train.batches import Batch, Place, draws, piece_key, read_batch
 from longdraft.train.config import load_config
 from longdraft.train.deepspeed_engine import DraftEngine
-from longdraft.train.methods import QUERY_BLOCK, open_method
-from longdraft.train.setup import Run, open_run
-from longdraft.train.step import measure, train_step
+from longdraft.train.methods.base import QUERY_BLOCK
+from longdraft.train.methods.build import open_method
+from longdraft.train.run import Run
+from longdraft.train.setup import open_run
+from longdraft.train.step import train_step
+from longdraft.train.step_metrics import measure
 from longdraft.train.teacher import Teacher
 from longdraft.train.validation import validate
 
@@ -38,7 +41,7 @@ LENGTHS = {"long": 300, "short": 9, "middle": 150}
 
 
 class Rows:
-    """Rows made of named pieces, each with tokens of its own and with spans that the loss leaves out."""
+    """Rows made of named pieces, each with its own tokens and with spans that the loss leaves out."""
 
     def __init__(self, packed, lengths=LENGTHS):
         self.packed, self.lengths = packed, lengths
@@ -68,7 +71,7 @@ def target(target_folder):
 
 @pytest.fixture
 def opened(config_file, target):
-    """(overrides) -> the method, its weights drawn anew so that nothing is near zero."""
+    """(overrides) -> the method, with weights drawn anew so that none is near zero."""
 
     def make(overrides):
         config = load_config(config_file, overrides)
@@ -89,7 +92,7 @@ def opened(config_file, target):
 
 
 def loss_and_gradients(method, target, batch):
-    """Summed losses by part, how many labels they have, and the gradients of their sum."""
+    """The summed losses by part, the number of labels of each, and the gradients of the losses' sum."""
     teacher, micro_batch = Teacher(target.model), method.micro_batch(batch)
     seen = teacher.forward(batch.tokens, batch.borders, micro_batch.positions, method.needs)
     loss = method.draft(*method.arguments(micro_batch, seen, teacher), teacher.lm_head_VD, False)
@@ -119,7 +122,7 @@ def test_a_packed_row_is_its_pieces_alone(opened, target, name):
 
 @pytest.mark.parametrize("name", METHODS)
 def test_each_piece_of_a_packed_row_has_its_own_loss(opened, target, name):
-    """The other pieces count for nothing: they are there, but without labels."""
+    """The other pieces are there, but without labels, and do not count."""
     method, alone = opened(METHODS[name]), Rows([[name] for name in LENGTHS])
     batch = read_batch(Rows([[*LENGTHS]]), [Place(0, 0)])
     for i, (start, stop) in enumerate(pairwise(batch.borders)):
@@ -133,7 +136,7 @@ def test_each_piece_of_a_packed_row_has_its_own_loss(opened, target, name):
 
 @pytest.mark.parametrize("name", ["tokenswift-anchored", "longspec-restricted"])
 def test_a_step_over_packed_rows_is_the_step_over_their_pieces(alone, config_file, target, prepare, tmp_path, name):
-    """The whole way from files: two rows of three pieces in one pass, or six rows of one piece in six."""
+    """From files to gradients: two rows of three pieces in one pass, or six rows of one piece in six passes."""
     pieces = [(f"{name}{row}", length) for row in range(2) for name, length in LENGTHS.items()]
     read = {key: piece(*key) for key in pieces}
     records = []
@@ -155,7 +158,7 @@ def test_a_step_over_packed_rows_is_the_step_over_their_pieces(alone, config_fil
 
 
 def drawn(method, rows, places):
-    """By piece: its noise shift, how far its positions moved, and the blocks of queries that were chosen."""
+    """For each piece: its noise shift, the offset of its positions, and the blocks of queries that were chosen."""
     batch = read_batch(rows, places)
     micro_batch = method.micro_batch(batch)
     names = [name for place in places for name in rows.packed[place.row]]
@@ -198,14 +201,14 @@ def test_what_is_drawn_belongs_to_the_piece(opened):
 
 
 def many(n_pieces, length):
-    """A batch of so many pieces, all supervised."""
+    """A batch of this many pieces, all supervised."""
     tokens = torch.arange(n_pieces * length) % 97
     keys = [piece_key(f"document {i}", 0, 0) for i in range(n_pieces)]
     return Batch(tokens, torch.ones(len(tokens), dtype=torch.bool), list(range(0, len(tokens) + 1, length)), keys)
 
 
 def assert_uniform(values, among):
-    """Counts within 4.5 standard deviations."""
+    """The counts lie within 4.5 standard deviations of equal ones."""
     counts, expected = Counter(values), len(values) / len(among)
     assert set(counts) == set(among)
     assert max(abs(count - expected) for count in counts.values()) < 4.5 * expected**0.5
@@ -230,14 +233,14 @@ def test_every_choice_of_blocks_is_as_likely(opened):
     piece_of, inside = micro_batch.parts[0].rows // length, micro_batch.parts[0].rows % length // QUERY_BLOCK
     chosen = torch.zeros(n_pieces, 4, dtype=torch.bool)
     chosen[piece_of, inside] = True
-    # The last block is one token, which has no label: where it was chosen, only one other is seen.
+    # The last block is a single token, without a label: where it was chosen, only one other block shows.
     pairs = [tuple(blocks.nonzero()[:, 0].tolist()) for blocks in chosen]
     pairs = [pair if len(pair) == 2 else (*pair, 3) for pair in pairs]
     assert_uniform(pairs, [(a, b) for b in range(4) for a in range(b)])
 
 
 def test_anchor_offset_by_hand(opened):
-    """A piece of 6 tokens, two sinks: 4894646611917071289 is what it draws, and that is 9 modulo 20 - 6 + 1."""
+    """A piece of 6 tokens and two sinks: it draws 4894646611917071289, which is 9 modulo 20 - 6 + 1."""
     method = opened(
         ["data.positions=anchor_offset", "data.max_position=20", "data.sinks=2", "data.seq_len=20", "train.seed=7"]
     )
@@ -312,7 +315,7 @@ def test_labels_are_within_the_piece_supervised_and_known(opened, name):
 
 
 def test_parts_weigh_as_the_papers_say(opened):
-    """Heads: the sum of their means; LongSpec: the mean of all labels. Nothing is divided by nothing."""
+    """Heads: the sum of their means. LongSpec: the mean of all labels. Nothing is divided by zero."""
     assert opened([]).loss_weights([4, 2, 0]) == [0.25, 0.5, 1]
     assert opened(BLOCK).loss_weights([6, 1, 0, 3]) == [0.1] * 4
     assert opened(BLOCK).loss_weights([0, 0, 0, 0]) == [1] * 4
@@ -358,8 +361,8 @@ def test_the_evaluation_is_a_direct_computation(alone, config_file, opened, targ
 
 
 def direct(method, target, batch):
-    """By part: for each label its cross-entropy, its rank, and the rank of what the target would choose; 99 where the
-    draft cannot say it."""
+    """For each part and label: its cross-entropy, its rank, and the rank of the target's choice; 99 where the draft
+    cannot propose it."""
     model, draft = target.model, method.draft
     head = model.lm_head.weight
     ids = getattr(draft, "token_ids", None)

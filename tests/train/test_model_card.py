@@ -1,4 +1,4 @@
-"""A trained draft to the hub and back: its card, and what decodes with it by its name."""
+"""A trained draft goes to the hub and back: its card, and decoding with it by its name."""
 
 import json
 import os
@@ -42,7 +42,7 @@ for command in sys.argv[1:]:
 import torch
 from longdraft.models.draft_folder import load_draft
 from longdraft.models.hf import load_target
-from longdraft.train.methods import open_method
+from longdraft.train.methods.build import open_method
 from longdraft.train.setup import begin_with
 from longdraft.train.stages import load_stages
 config = load_stages("run.yaml", from_draft="me/draft")[0].config
@@ -69,7 +69,7 @@ print(json.dumps([model.generate(ids, **asked).tolist(), by_name.tolist(), by_pl
 
 @pytest.fixture(scope="module")
 def pushed(tmp_path_factory, shared, serving):
-    """A folder where a draft was trained for me/target and pushed as me/draft; what MAKE and DECODE printed."""
+    """A folder where a draft was trained for me/target and pushed as me/draft, and what MAKE and DECODE printed."""
     folder = tmp_path_factory.mktemp("pushed")
     target = shared("tiny_checkpoint.py").save(folder / "hub" / "me" / "target", TEXT, 290, seed=3)
     (target / "README.md").write_text("---\nlicense: apache-2.0\n---\n")
@@ -125,7 +125,7 @@ def test_a_targets_card_that_cannot_be_read_gives_no_licence(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--push draft", "push: 'draft' is no name of a repository; give OWNER/NAME"),
+        ("--push draft", "push: 'draft' is not the name of a repository; give OWNER/NAME"),
         ("--card --format vllm-medusa", "format: vllm-medusa has no card and is not pushed"),
     ],
 )

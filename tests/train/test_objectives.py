@@ -1,5 +1,5 @@
-"""What training for the target's own distribution computes: which positions teach which label, the whole loss of every
-method against full logits, and that ranks, passes and resumption change nothing."""
+"""Training for the target's own distribution: which positions teach which label, the whole loss of every method against
+full logits, and that ranks, passes and resuming change nothing."""
 
 from itertools import pairwise
 
@@ -11,7 +11,8 @@ from longdraft.models.passes import Pass
 from longdraft.train.batches import Place, read_batch
 from longdraft.train.checkpoint import WEIGHTS, newest
 from longdraft.train.config import load_config
-from longdraft.train.methods import MOST_GAP, open_method, taught_by
+from longdraft.train.methods.base import MAX_GAP
+from longdraft.train.methods.build import open_method
 from longdraft.train.teacher import Teacher
 from longdraft.train.tracking import read_metrics
 
@@ -26,7 +27,7 @@ METHODS = ["tokenswift-anchored", "medusa", "longspec", "longspec-restricted"]
 
 @pytest.fixture(scope="module")
 def made(shared):
-    """Builders of test_methods.py."""
+    """The builders of test_methods.py."""
     return shared("train/test_methods.py")
 
 
@@ -41,8 +42,8 @@ def target(target_folder):
 
 
 def whole_logits(target, batch, method, micro_batch):
-    """By part: the draft's logits of its labels and the target's of the same tokens, [M, E] each, from passes over one
-    piece after the other."""
+    """For each part: the draft's logits at its labels and the target's for the same tokens, [M, E] each, from separate
+    passes over the pieces."""
     model, draft, head = target.model, method.draft, target.model.lm_head.weight
     ids = torch.arange(97) if getattr(draft, "token_ids", None) is None else draft.token_ids
     needs = {"logits", "last_kv", "pre_norm", "post_norm"}
@@ -77,14 +78,15 @@ def test_the_loss_of_a_pass_is_that_of_full_logits(config_file, target, made, de
     for parameter in method.draft.parameters():
         parameter.data.normal_(0.0, 0.3, generator=torch.Generator().manual_seed(5))
     batch = read_batch(made.Rows([[*made.LENGTHS]]), [Place(1, 0)])
-    micro_batch = method.asking(method.micro_batch(batch))
-    assert micro_batch.asked is not None and sum(micro_batch.n_labels) > 50
-    spans = micro_batch.asked.spans
-    output = teacher.forward(batch.tokens, batch.borders, micro_batch.positions, method.needs, spans)
     for step in (4, 5):
         chosen = config.train.distillation(step)
         assert chosen is not None and chosen[0] == ("kl" if objective == "mix" or step == 4 else objective)
-        teaching = taught_by(micro_batch, output, chosen)
+        micro_batch = method.with_distillation(method.micro_batch(batch), *chosen)
+        assert micro_batch.distillation is not None and sum(micro_batch.n_labels) > 50
+        spans = micro_batch.distillation.spans
+        output = teacher.forward(batch.tokens, batch.borders, micro_batch.positions, method.needs, spans)
+        assert output.of_spans is not None
+        teaching = micro_batch.distillation.teaching(output.of_spans)
         arguments = method.arguments(micro_batch, output, teacher)
         loss = method.draft(*arguments, teacher.lm_head_VD, False, teaching)
         found = torch.autograd.grad(loss.sums.sum(), list(method.draft.parameters()))
@@ -100,32 +102,33 @@ def test_the_loss_of_a_pass_is_that_of_full_logits(config_file, target, made, de
 
 
 def test_no_more_of_the_target_is_asked_for_than_labels_need(config_file, target, made):
-    """Runs of labels within pieces, with short gaps; a pass without labels asks for nothing."""
+    """The target is needed at runs of labels within pieces, with short gaps; a pass without labels needs nothing of
+    it."""
     method = open_method(load_config(config_file, made.METHODS["longspec-anchored"]), target.model)
     batch = read_batch(made.Rows([["middle", "short"], ["long"]]), [Place(0, 0), Place(0, 1)])
     supervised = batch.supervised.clone()
     supervised[20:60] = False  # more than a gap
-    micro_batch = method.asking(method.micro_batch(batch._replace(supervised=supervised)))
-    assert micro_batch.asked is not None
-    tokens = [t for span in micro_batch.asked.spans for t in range(*span)]
+    micro_batch = method.with_distillation(method.micro_batch(batch._replace(supervised=supervised)), "kl", 0.0)
+    assert micro_batch.distillation is not None
+    tokens = [t for span in micro_batch.distillation.spans for t in range(*span)]
     assert tokens == sorted(set(tokens))
-    places = [method.chosen_after(micro_batch, i) for i in range(len(micro_batch.parts))]
-    for rows, place in zip(micro_batch.asked.rows, places, strict=True):
+    places = [method.target_rows(micro_batch, i) for i in range(len(micro_batch.parts))]
+    for rows, place in zip(micro_batch.distillation.rows, places, strict=True):
         assert torch.equal(torch.tensor(tokens)[rows], place)
     wanted = sorted(torch.cat(places).tolist())
-    for start, stop in micro_batch.asked.spans:
+    for start, stop in micro_batch.distillation.spans:
         inside = [t for t in wanted if start <= t < stop]
         assert (inside[0], inside[-1]) == (start, stop - 1) and max(
             b - a for a, b in pairwise([start, *inside])
-        ) <= MOST_GAP + 1
+        ) <= MAX_GAP + 1
         assert any(a <= start and stop <= b for a, b in pairwise(batch.borders))
     assert not any(19 <= t < 59 for t in tokens)
-    nothing = method.asking(method.micro_batch(batch).without_labels())
-    assert nothing.asked is not None and nothing.asked.spans == []
+    nothing = method.with_distillation(method.micro_batch(batch).without_labels(), "kl", 0.0)
+    assert nothing.distillation is not None and nothing.distillation.spans == []
 
 
 def test_levels_are_drawn_by_their_weights(config_file, target, made):
-    """A function of seed and piece; a weight of 0 is never drawn."""
+    """A function of seed and piece; a level of weight 0 is never drawn."""
     weights = [0.5, 0.0, 0.2, 0.3]
     overrides = [*made.METHODS["longspec"], f"train.level_weights={weights}"]
     method = open_method(load_config(config_file, overrides), target.model)
@@ -138,7 +141,7 @@ def test_levels_are_drawn_by_their_weights(config_file, target, made):
 
 
 def test_a_run_over_the_change_of_its_loss_resumes_to_the_same_bytes(runs):
-    """From step 10 of 20, where the loss turns from KL to the acceptance at step 12."""
+    """Resumed at step 10 of 20; the loss changes from KL to the acceptance at step 12."""
     whole, again = runs / "acceptance", runs / "acceptance-again"
     found = [newest(run) for run in (whole, again)]
     assert all(one is not None and one[1]["step"] == 20 for one in found)

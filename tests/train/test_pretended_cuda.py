@@ -1,5 +1,5 @@
-"""Training on a CUDA device that is not there (tests/pretended_cuda.py): every method's step gives the CPU's loss and
-gradients, and the host waits for nothing in a step that is neither logged nor saved."""
+"""Training on a pretended CUDA device (tests/pretended_cuda.py): every method's step gives the loss and gradients of
+the CPU, and the host waits for nothing in a step that is neither logged nor saved."""
 
 from collections import Counter
 from dataclasses import replace
@@ -9,12 +9,15 @@ import pytest
 import torch
 
 from longdraft.kernels import backend, segment_attention
-from longdraft.train.config import DTYPES, load_config
+from longdraft.train.agreement import await_agreement
+from longdraft.train.config import load_config
+from longdraft.train.config_sections import DTYPES
 from longdraft.train.deepspeed_engine import DraftEngine
-from longdraft.train.methods import open_method
+from longdraft.train.methods.build import open_method
+from longdraft.train.run import Run
 from longdraft.train.sequence_parallel import SequenceParallel, sequence_group
-from longdraft.train.setup import Run
-from longdraft.train.step import await_agreement, measure, train_step
+from longdraft.train.step import train_step
+from longdraft.train.step_metrics import measure
 from longdraft.train.teacher import Teacher
 from longdraft.train.validation import validate
 
@@ -34,7 +37,8 @@ POISON = 96
 
 
 class Weights:
-    """In the place of DeepSpeed, which knows no pretended device: passes are summed, and nothing moves."""
+    """Stands in for DeepSpeed, which does not know the pretended device: gradients of passes are summed, and no weight
+    moves."""
 
     def __init__(self, draft, adam):
         self.draft, self.optimizer = draft, adam
@@ -60,7 +64,7 @@ class Weights:
 
 @pytest.fixture
 def packed(shared):
-    """Rows of three pieces each; of poisoned ones the second has a token that the target knows no number for."""
+    """Rows of three pieces each. In poisoned ones, the second piece has a token for which the target gives NaN."""
     builders = shared("train/test_methods.py")
 
     class Rows(builders.Rows):
@@ -78,8 +82,8 @@ def packed(shared):
 
 @pytest.fixture
 def opened(config_file, alone, packed, tiny_target, monkeypatch):
-    """(overrides, gpu or None) -> a run before its first step, on the pretended device or the CPU. In fp32 the device's
-    attention is flash-attention too, which on a real one takes half precision alone."""
+    """(overrides, gpu or None) -> a run before its first step, on the pretended device or the CPU. The device's
+    attention is flash-attention in fp32 too, which on a real device takes half precision alone."""
     monkeypatch.setattr(backend, "HALF", (torch.float32, torch.bfloat16))
     initialize = lambda model, optimizer, **_: (Weights(model, optimizer), optimizer, None, None)  # noqa: E731
     monkeypatch.setattr(deepspeed, "initialize", initialize)
@@ -109,7 +113,7 @@ def opened(config_file, alone, packed, tiny_target, monkeypatch):
 
 
 def step(run, pretended_cuda):
-    """What a step gives: losses by part, gradients."""
+    """What a step gives: losses by part, and gradients."""
     for weight in run.engine.draft.parameters():
         weight.grad = None
     result = train_step(run)
@@ -128,7 +132,8 @@ def assert_close(found, expected, loss, gradient):
 
 
 def step_without_a_wait(run, gpu, pretended_cuda):
-    """Nor is anything copied from the host behind a pass of the target, up to the gradient of its rows."""
+    """Take a step in which the host may not wait. Nor may it copy anything to the device between a pass of the target
+    and the gradient of its rows."""
     backward, before, behind = run.engine.backward, [], []
 
     def sent():
@@ -143,7 +148,7 @@ def step_without_a_wait(run, gpu, pretended_cuda):
             before.append(sent())
 
     gpu.forget()
-    segment_attention.lay_end_to_end.cache_clear()  # the rows are those of the step before
+    segment_attention.lay_end_to_end.cache_clear()  # else cached: the rows are those of the step before
     hook, run.engine.backward = run.teacher.model.embed_tokens.register_forward_pre_hook(begun), ended
     step(run, pretended_cuda)
     hook.remove()
@@ -155,7 +160,7 @@ def step_without_a_wait(run, gpu, pretended_cuda):
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", METHODS)
 def test_a_step_is_the_cpus_and_waits_for_nothing(opened, pretended_cuda, name, precision):
-    """In fp32 nothing but the order of sums differs, in bf16 roundings do."""
+    """In fp32 only the order of sums differs, in bf16 rounding too."""
     expected = step(opened(METHODS[name], precision=precision), pretended_cuda)
     with pretended_cuda.PretendedCuda() as gpu:
         run = opened(METHODS[name], gpu, precision)
@@ -168,7 +173,7 @@ def test_a_step_is_the_cpus_and_waits_for_nothing(opened, pretended_cuda, name, 
 
 @pytest.mark.parametrize("name", ["linear-chain", "longspec"])
 def test_rows_without_a_number_are_left_out_unseen(opened, pretended_cuda, capsys, name):
-    """The host learns of them once the step is queued; their gradient is zero by then."""
+    """The host learns of them once the step is queued; their gradient is already zero by then."""
     run = opened(METHODS[name], poisoned=True)
     expected = step(run, pretended_cuda)
     await_agreement(run)
@@ -178,13 +183,13 @@ def test_rows_without_a_number_are_left_out_unseen(opened, pretended_cuda, capsy
         step_without_a_wait(run, gpu, pretended_cuda)
         await_agreement(run)
     assert run.skipped == 2
-    said = [line[:40] for line in capsys.readouterr().out.splitlines() if " is no number for rows 1 (epoch " in line]
-    assert said == [f"The loss of step {n} is no number for rows" for n in (1, 1, 2)]
+    said = [line[:43] for line in capsys.readouterr().out.splitlines() if " is not a number for rows 1 (epoch " in line]
+    assert said == [f"The loss of step {n} is not a number for rows" for n in (1, 1, 2)]
 
 
 @pytest.mark.parametrize("name", ["linear-chain", "longspec-anchored-restricted"])
 def test_rows_that_ranks_share(opened, pretended_cuda, name):
-    """One rank has all of them, and still goes the whole way."""
+    """One rank has all of them, and still takes every step of sharing."""
     expected = step(opened(METHODS[name]), pretended_cuda)
     with pretended_cuda.PretendedCuda() as gpu:
         run = opened(METHODS[name], gpu, shared_rows=True)

@@ -1,8 +1,8 @@
-"""Every recipe with its target's published config.json, shrunken: open, first step, estimate, export, decode beyond the
-length before scaling.
+"""Every recipe with its target's published config.json, made small: open, first step, estimate, export, decode beyond
+the length before scaling.
 
-The fields in published_targets.json are looked up; each says where. Kept are all but sizes: RoPE with its scaling,
-positions, ties, biases and the share of heads that have keys and values of their own.
+The fields in published_targets.json are looked up, each with its source. All but the sizes are kept: RoPE with its
+scaling, positions, ties, biases and the ratio of query heads to key and value heads.
 """
 
 import json
@@ -28,7 +28,7 @@ CASES = {name: (name, {}) for name in PUBLISHED} | {
 }
 POSITIONS = {"vicuna-7b": 16384, "vicuna-13b": 16384, "longchat-13b": 16384, "longchat-7b": 32768, "qwq-32b": 32768}
 POSITIONS |= {"qwen3-8b": 40960, "qwen3-30b-a3b": 40960}
-# The recipes' own but for how much there is of everything.
+# The recipes' own fields, apart from sizes.
 FEW = [
     "data.seq_len=24", "train.steps=1", "train.global_batch=2", "train.micro_batch=1", "optimizer.warmup_steps=0",
     "heldout.rows=1", "heldout.choices=4", "log.wandb=disabled",
@@ -37,7 +37,7 @@ BLOCK = ["draft.window=8"]
 
 
 def shrunken(published: dict) -> dict:
-    """The same fields for a model of 2 layers, of few experts where it has any, in plain bf16."""
+    """The same fields for a model of 2 layers, with few experts where it has any, in plain bf16."""
     if "text_config" in published:
         vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
         sizes = {"text_config": shrunken(published["text_config"]), "image_token_index": VOCAB - 1}
@@ -58,7 +58,7 @@ def shrunken(published: dict) -> dict:
 
 @pytest.fixture
 def target(request, tmp_path) -> Path:
-    """A folder with such a config.json, as it is published, and weights."""
+    """A folder with such a config.json, in its published form, and weights."""
     name, others = CASES[request.param]
     folder = tmp_path / "target"
     folder.mkdir()
@@ -70,7 +70,7 @@ def target(request, tmp_path) -> Path:
         for weight in model.parameters():
             weight.mul_(8 if weight.dim() > 1 else 1)  # logits far apart
     model.save_pretrained(folder)
-    (folder / "config.json").write_text(config)  # transformers writes it in another form
+    (folder / "config.json").write_text(config)  # transformers would write it in another form
     return folder
 
 
@@ -105,7 +105,7 @@ def test_from_the_recipe_to_decoding(name, target, data_folder, train_command, t
         assert export.main([str(run), "--out", str(draft)]) == 0
     assert (draft / "model.safetensors").is_file()
 
-    # Serving follows without further words.
+    # Serving needs no further options.
     options = ["--draft", str(draft), "--dtype", "fp32", "--device", "cpu"]
     asked = Drafting(generate._parser().parse_args(options))
     opened = asked.open_target(positions=1)
@@ -118,7 +118,7 @@ def test_from_the_recipe_to_decoding(name, target, data_folder, train_command, t
     params = SamplingParams(max_new_tokens=NEW, ignore_eos=True)
     (engine,) = asked.open_engines(opened).values()
     (found,) = engine.generate([prompt], params)
-    # transformers' own model of this folder, where each of the tokens was chosen.
+    # Compare with transformers' own model of this folder, at the place where each token was chosen.
     theirs = load_transformers(target, torch.float32)
     with torch.no_grad():
         logits = theirs(torch.tensor([prompt + found.tokens]), logits_to_keep=NEW + 1).logits

@@ -1,5 +1,5 @@
-"""Ranks that do not find each other say what to set: a network interface that is not there, and a machine whose own
-name stands for the loopback. What they take from a launcher, and whose failure they name."""
+"""Ranks that do not find each other say what to set: a network interface that does not exist, or a machine whose own
+name resolves to the loopback. What they take from a launcher, and whose failure they name."""
 
 import socket
 from types import SimpleNamespace
@@ -35,7 +35,7 @@ def test_a_name_that_stands_for_the_loopback(address, monkeypatch):
     monkeypatch.setattr(socket, "gethostname", lambda: "node1")
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    check_own_name(8, 8)  # one machine: no other has to reach it
+    check_own_name(8, 8)  # a single machine: no other has to reach it
     if address in ("10.0.0.7", "fe80::1%eth0"):
         check_own_name(16, 8)
         return

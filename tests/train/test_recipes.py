@@ -27,7 +27,7 @@ PAPER = {
 }
 
 
-# Later targets, trained as the paper's of their size.
+# Later targets, trained like the paper's targets of their size.
 LATER = dict.fromkeys(("qwen3-8b", "qwen3-30b-a3b", "gpt-oss-20b", "gemma-3-12b"), (32768, 30000))
 SHARED_OUT = ("qwq-32b", "qwen3-30b-a3b", "gpt-oss-20b")  # from the first stage on
 
@@ -80,10 +80,10 @@ def target_of(name: str, folder: Path) -> DecoderConfig:
 
 @pytest.mark.parametrize("name", [*PAPER, *LATER])
 def test_eight_gpus_of_80_gb_are_enough(name, tmp_path):
-    """What the comment says is what is counted, and leaves a tenth for the allocator's fragments."""
+    """The recipe's comment says what is counted, and a tenth is left for the allocator's fragmentation."""
     path, target = CONFIGS / f"{name}.yaml", target_of(name, tmp_path)
     assert target.max_positions >= max((PAPER | LATER)[name])
-    said = re.search(r"at most (\d+), (\d+) and (\d+) GiB a GPU", path.read_text())
+    said = re.search(r"at most (\d+), (\d+) and (\d+) GiB per GPU", path.read_text())
     assert said is not None
     for stage, number in zip(load_stages(path), said.groups(), strict=True):
         peak = estimate(stage.config, target, n_ranks=8, gpu=True).peak[1]
@@ -95,7 +95,7 @@ def test_eight_gpus_of_80_gb_are_enough(name, tmp_path):
 @pytest.mark.parametrize("name", LATER)
 def test_tokenswifts_heads_for_later_targets_fit_too(name, tmp_path):
     path = CONFIGS.parent / "tokenswift" / f"{name}.yaml"
-    said = re.search(r"at most (\d+) GiB a GPU", path.read_text())
+    said = re.search(r"at most (\d+) GiB per GPU", path.read_text())
     assert said is not None
     peak = estimate(load_config(path), target_of(name, tmp_path), n_ranks=8, gpu=True).peak[1]
     assert peak / 2**30 == pytest.approx(float(said[1]), abs=0.5) and peak < 0.9 * 80e9

@@ -1,4 +1,5 @@
-"""Killed or stopped at any step, a run goes on to the same bytes. Real processes, once under DeepSpeed's launcher."""
+"""A run that is killed or stopped at any step goes on to the same bytes. Real processes, once under DeepSpeed's
+launcher."""
 
 import json
 import os
@@ -15,9 +16,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from longdraft.train import checkpoint, saving
+from longdraft.train import checkpoint
 from longdraft.train.config import load_config
 from longdraft.train.loop import train
+from longdraft.train.run_lock import locked
 from longdraft.train.tracking import read_metrics
 
 STEPS = 40  # of the runs' `unbroken`
@@ -132,10 +134,10 @@ def test_steps_of_more_than_six_digits_are_found(tmp_path):
 
 
 def test_what_kills_left_goes_with_the_next_checkpoint(config_file, train_command, tmp_path, monkeypatch):
-    """Of a checkpoint that was being written, converted or removed; and a removal never leaves a part under the name of
-    a whole one."""
+    """What is left of a checkpoint that was being written, converted or removed. A removal never leaves a partial
+    checkpoint under the name of a whole one."""
     folder = tmp_path / "checkpoints"
-    for name in ("tmp-step_000003", "tmp-universal/a", "tmp-old-step_000001", "step_000009", "other"):
+    for name in ("tmp-step_000003", "tmp-universal/a", "tmp-old-step_000001", "other"):
         (folder / name).mkdir(parents=True)
         (folder / name / "file").touch()
     removed, rmtree = [], shutil.rmtree
@@ -146,7 +148,7 @@ def test_what_kills_left_goes_with_the_next_checkpoint(config_file, train_comman
     status, printed = train_command(config_file, f"train.run_dir={tmp_path}", *steps)
     assert status == 0, printed
     assert sorted(path.name for path in folder.iterdir()) == ["other", "step_000003"]
-    assert {"tmp-old-step_000001", "tmp-old-step_000002", "tmp-universal", "step_000009"} <= set(removed)
+    assert {"tmp-old-step_000001", "tmp-old-step_000002", "tmp-universal"} <= set(removed)
     assert not {"step_000001", "step_000002"} & set(removed)
 
 
@@ -162,24 +164,24 @@ ALONE = SimpleNamespace(
 
 
 def test_a_run_that_never_opened_leaves_nothing_to_continue(config_file, tmp_path):
-    """A typo in the first command must not stand in the way of the corrected one."""
+    """A typo in the first command must not get in the way of the corrected one."""
     config = load_config(config_file, ["data.path=nowhere", f"train.run_dir={tmp_path / 'run'}"])
     with pytest.raises(ValueError, match="nowhere"):
         train(config, ALONE)  # pyright: ignore[reportArgumentType]
     assert not (tmp_path / "run" / "config.yaml").exists()
-    with saving.locked(tmp_path / "run", ALONE):  # and it let go of the folder
+    with locked(tmp_path / "run", ALONE):  # and it released the lock
         pass
 
 
 def test_two_runs_do_not_share_a_folder(tmp_path):
-    with saving.locked(tmp_path, ALONE):
-        second = saving.locked(tmp_path, ALONE)
+    with locked(tmp_path, ALONE):
+        second = locked(tmp_path, ALONE)
         with pytest.raises(ValueError, match="another process trains in"):
             second.__enter__()
 
 
 def test_a_folder_that_cannot_be_written_is_named(config_file, tmp_path):
-    """On all ranks: what the first has found, `from_first` raises on the others."""
+    """On all ranks, since `from_first` raises the first rank's error on the others."""
     (tmp_path / "file").touch()
     for run, reason in ((tmp_path / "file", "File exists"), (tmp_path / "file" / "run", "Not a directory")):
         config = load_config(config_file, [f"train.run_dir={run}"])
@@ -190,7 +192,7 @@ def test_a_folder_that_cannot_be_written_is_named(config_file, tmp_path):
 
 
 def test_old_checkpoints_go_and_the_last_stay(runs):
-    """40 steps, saved every 6 and at the end, two kept."""
+    """40 steps, saved every 6 steps and at the end; two checkpoints are kept."""
     checkpoints = [path for path in (runs / "unbroken" / "checkpoints").iterdir() if path.is_dir()]
     assert sorted(path.name for path in checkpoints) == ["step_000036", "step_000040"]
 

@@ -1,4 +1,4 @@
-"""What ranks share: the frozen target's weights, one row's tokens. Two ranks train as one does."""
+"""What ranks share: the frozen target's weights, and the tokens of one row. Two ranks train as one does."""
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def scaled(tmp_path_factory, start_ranks, finish_ranks, runs, long_folder):
-    """A folder of the cases' runs on two ranks; `runs` comes first, so that no more than two ranks run at a time."""
+    """A folder of the cases' runs on two ranks. `runs` is a dependency so that no more than two ranks run at a time."""
     folder = tmp_path_factory.mktemp("scaled")
     data = {"longspec-anchored": [f"data.path={long_folder}"], "acceptance": [f"data.path={long_folder}"]}
     actions = [

@@ -1,4 +1,4 @@
-"""One row over two ranks by Ulysses against the same row on one: real processes over gloo."""
+"""One row on two ranks by Ulysses against the same row on one: real processes over gloo."""
 
 from pathlib import Path
 
@@ -56,7 +56,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory, start_ranks, finish_ranks) -> dict[str, list]:
-    """By case, what each rank got."""
+    """What each rank got, by case."""
     out: Path = tmp_path_factory.mktemp("sequence")
     for name, (kind, config) in TARGETS.items():
         model = kind(config)
@@ -80,7 +80,7 @@ def results(tmp_path_factory, start_ranks, finish_ranks) -> dict[str, list]:
 
 
 def assert_same(got, expected, name: str) -> None:
-    """To 1e-6 of the largest value: a product of fewer rows is summed in another order."""
+    """Equal to within 1e-6 of the largest value: a product of fewer rows is summed in another order."""
     if isinstance(expected, tuple):
         for one, other in zip(got, expected, strict=True):
             assert_same(one, other, name)
@@ -95,7 +95,7 @@ def assert_same(got, expected, name: str) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_ranks_together_give_what_one_gives(results, case):
-    """K and V of all tokens on every rank; hidden states and logits of each rank's own."""
+    """K and V of all tokens on every rank; hidden states and logits of each rank's own tokens."""
     degree = CASES[case]["sequence"]
     for rank, result in enumerate(results[case]):
         assert (result["rank"], result["size"]) == (rank % degree, degree)
@@ -111,7 +111,7 @@ def test_ranks_together_give_what_one_gives(results, case):
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_span_is_its_rows_and_keeps_no_others(results, case):
-    """As it is where one piece is asked for: what came from all ranks for it is let go."""
+    """This matters with a single span: the tensor gathered from all ranks for it must be freed."""
     for result in results[case]:
         assert len(result["spans"]) == len(ROWS)
         for got, expected in result["spans"]:
@@ -129,7 +129,7 @@ def test_shares_cover_the_row_once(results, case):
 
 
 def test_a_wrong_neighbour_would_be_seen(results):
-    """What is compared depends on the tokens of the other rank: the window and the borders matter."""
+    """The compared values depend on the other rank's tokens: the window and the borders matter."""
     plain, window = (results[case][1]["passes"][0][1]["pre_norm"] for case in ("plain", "window"))
     assert (plain - window).abs().max() > 1e-2
 

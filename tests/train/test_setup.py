@@ -17,7 +17,8 @@ PLACE = f"cuda:1 of {socket.gethostname()}"
 
 @pytest.fixture
 def opened(alone, config_file, monkeypatch, capsys):
-    """(free bytes) -> what is printed where a target is opened on a GPU that has so many; all asked of one device."""
+    """(free bytes) -> what is printed where a target is opened on a GPU with that much memory free. Only that device
+    may be asked."""
     config = load_config(config_file)
     loaded = []
     monkeypatch.setitem(LOADERS, "longdraft", lambda *given: loaded.append(given))
@@ -56,7 +57,7 @@ def test_what_is_kept_must_fit_and_a_tight_peak_is_said(opened):
 
 @pytest.mark.parametrize("local_rank", [0, 1])
 def test_a_gpu_that_fails_alone_is_named_by_its_rank(monkeypatch, capsys, local_rank):
-    """The first rank of a machine prints what ends it in any case."""
+    """The first rank of a machine prints its own error in any case."""
     given = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": str(local_rank), "LOCAL_SIZE": "2", "OMP_NUM_THREADS": "1"}
     for name, value in given.items():
         monkeypatch.setenv(name, value)

@@ -39,11 +39,11 @@ GPT_OSS = {"num_local_experts": 3, "num_experts_per_tok": 2, "sliding_window": 6
     "rope_type": "default", "rope_theta": 1e4,
 }}  # fmt: skip
 OTHERS = {"experts": (Qwen3MoeConfig, EXPERTS), "gemma3": (Gemma3TextConfig, GEMMA), "gpt_oss": (GptOssConfig, GPT_OSS)}
-SLACK = 4096  # bytes of what is no weight: RoPE's tables
+SLACK = 4096  # bytes beside the weights: RoPE's tables
 
 
 def model_folder(folder: Path, family=LlamaConfig, **options) -> Path:
-    """A Llama whose weights do not divide by two: norms of 33, so that shares are padded."""
+    """A Llama whose weights do not divide by two: norms of 33 values, so that shares are padded."""
     sizes = dict(hidden_size=33, intermediate_size=96, num_attention_heads=3, num_key_value_heads=1, head_dim=8)
     config = family(vocab_size=VOCAB, num_hidden_layers=N_LAYERS, tie_word_embeddings=False, **sizes, **options)
     model = AutoModelForCausalLM.from_config(config)
@@ -58,7 +58,7 @@ def model_folder(folder: Path, family=LlamaConfig, **options) -> Path:
 
 
 def misfit_folder(sound: Path, folder: Path) -> Path:
-    """One tensor too few, one too small."""
+    """A checkpoint with one tensor missing and one too small."""
     shutil.copytree(sound, folder)
     weights = load_file(folder / "model.safetensors")
     del weights["model.layers.1.mlp.down_proj.weight"]
@@ -132,7 +132,7 @@ def test_a_target_of_another_family_is_shared_out_likewise(results, folder, name
 
 @pytest.mark.parametrize(("n_ranks", "dtype"), CASES)
 def test_no_rank_holds_more_than_its_share(results, folder, n_ranks, dtype):
-    """Before and after passes; during one, besides, one whole layer and the next on its way."""
+    """Before and after passes. During one, also one whole layer and the next one on its way."""
     model = load_target(folder, DTYPES[dtype]).model
     size = DTYPES[dtype].itemsize
     whole = size * sum(p.numel() for name, p in model.named_parameters() if not name.startswith("layers."))

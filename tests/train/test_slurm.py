@@ -1,4 +1,4 @@
-"""launch/slurm.sh with stand-ins for SLURM's two commands: the ranks find each other by what its variables say."""
+"""launch/slurm.sh with stand-ins for SLURM's two commands: the ranks find each other by SLURM's variables."""
 
 import os
 import subprocess

@@ -56,7 +56,7 @@ def staged(tmp_path_factory, target_folder, data_folder, long_folder) -> Path:
 
 @pytest.fixture(scope="module")
 def unbroken(staged, train_command) -> tuple[Path, str]:
-    """The folder of a curriculum that went through, and what it printed."""
+    """The folder of a curriculum that ran without a break, and what it printed."""
     status, printed = train_command(staged)
     assert status == 0, printed
     return staged.parent / "run", printed
@@ -86,8 +86,8 @@ def test_each_stage_is_the_file_with_its_own_on_top(staged):
 
 
 def wandb_run(run_dir: Path) -> RunRecord:
-    """What W&B was told of a run, from the log that it keeps: a head of 7 bytes, then records, each behind a checksum,
-    its length in 2 bytes and its kind."""
+    """What W&B was told about a run, from its log file: a head of 7 bytes, then records, each after a checksum, its
+    length in 2 bytes and its kind."""
     (file,) = (run_dir / "wandb").glob("offline-run-*/*.wandb")
     content, place = file.read_bytes(), 7
     while True:
@@ -120,7 +120,7 @@ def test_overrides_are_for_all_stages_or_for_one(staged):
     assert [stage.config.optimizer.peak_lr for stage in (short, long)] == [5e-3, 0.25]
     assert [stage.config.train.run_dir for stage in (short, long)] == ["elsewhere/1-short", "elsewhere/2-long"]
     assert long.config.draft.start_from == "elsewhere/1-short/draft"
-    # Of two that say the same, the later holds.
+    # Of two overrides of one field, the later holds.
     assert [stage.config.train.save_every for stage in (short, long)] == [2, 9]
     short, long = load_stages(staged, ["stages.short.train.save_every=2", "train.save_every=9"])
     assert [stage.config.train.save_every for stage in (short, long)] == [9, 9]
@@ -135,7 +135,7 @@ def test_overrides_are_for_all_stages_or_for_one(staged):
 
 
 def test_of_two_exclusive_fields_the_later_holds(staged, tmp_path):
-    """Those of the file's sections, of a stage's, and of overrides for all stages and for one."""
+    """Among the file's sections, a stage's, and overrides for all stages and for one."""
 
     def lengths(*overrides, path=staged):
         stages = [stage.config for stage in load_stages(path, overrides)]
@@ -217,7 +217,7 @@ def test_a_list_in_the_place_of_a_stages_section_is_named(staged, tmp_path):
 def test_a_stages_name_becomes_a_folders_and_no_other(staged, train_command, tmp_path, name):
     (tmp_path / "bad.yaml").write_text(staged.read_text().replace("  long:\n", f'  "{name}":\n'))
     status, printed = train_command(tmp_path / "bad.yaml", f"train.run_dir={tmp_path / 'run' / 'inner'}")
-    assert status == 2 and " is no name of a stage, which becomes a folder's; give up to 64 letters, digits" in printed
+    assert status == 2 and " cannot name a stage, and so a folder; give up to 64 letters, digits" in printed
     assert not (tmp_path / "run").exists()
 
 
@@ -248,7 +248,7 @@ def test_what_is_done_is_passed_over(unbroken, staged, train_command):
 
 
 def test_a_stage_that_is_exported_half_way_is_trained_on(unbroken, staged, train_command, tmp_path):
-    """As after a stop, for a look at it. It comes to the draft that it would have come to."""
+    """It was stopped and exported to be tried. It ends with the draft that it would have ended with."""
     run = shutil.copytree(unbroken[0], tmp_path / "run")
     shutil.rmtree(run / "1-short" / "checkpoints" / "step_000006")
     export(run / "1-short")
@@ -264,11 +264,11 @@ def test_a_stage_that_is_exported_half_way_is_trained_on(unbroken, staged, train
     ]
     assert drafts(run) == drafts(unbroken[0])
     status, printed = train_command(staged, f"train.run_dir={run}", f"stages.short.data.path={tmp_path / 'gone'}")
-    assert status == 0 and "Training" not in printed  # what is done needs no rows
+    assert status == 0 and "Training" not in printed  # a finished stage needs no rows
 
 
 def test_a_curriculum_that_moved_goes_on(unbroken, staged, train_command, tmp_path):
-    """And one whose folder is spelt otherwise."""
+    """And so does one whose folder is spelt differently."""
     run, _ = unbroken
     shutil.copytree(run, tmp_path / "moved")
     shutil.rmtree(tmp_path / "moved" / "2-long" / "draft")
@@ -287,7 +287,7 @@ def test_what_was_done_otherwise_is_not_passed_over(unbroken, staged, train_comm
 
 
 def test_weights_and_vocabulary_are_handed_on(unbroken, staged, train_command, tmp_path):
-    """At a rate too small to move a weight, the second stage ends with what it began with; and its first loss, which is
+    """At a rate too small to move a weight, the second stage ends with what it began with. Its first loss, computed
     before any step, is that of the stage that followed the first."""
     run, _ = unbroken
     first, second = (load_draft(run / name / "draft") for name in ("1-short", "2-long"))
@@ -326,7 +326,7 @@ def test_killed_in_the_second_stage_it_goes_on_to_the_same_bytes(unbroken, stage
     found = checkpoint.newest(broken / "2-long")
     assert found is not None and 4 <= found[1]["step"] < 20, f"killed at {kill_at}"
 
-    # How many threads share out a sum shows in its last bits, so the run keeps to its own number.
+    # The number of threads that divide a sum shows in its last bits, so the run keeps its own number.
     status, printed = train_command(*arguments, threads=4)
     assert status == 0, printed
     assert "Threads of a rank: 1, as the run began with, not 4" in printed
@@ -337,7 +337,7 @@ def test_killed_in_the_second_stage_it_goes_on_to_the_same_bytes(unbroken, stage
 
 
 def test_a_wish_to_stop_ends_the_curriculum_too(staged, no_launcher, tmp_path, capsys):
-    """A signal is there before the first step: the second stage does not begin."""
+    """There is a signal before the first step: the second stage does not begin."""
     ranks = join_ranks()
     train_stages(load_stages(staged, [f"train.run_dir={tmp_path / 'run'}"]), ranks, [signal.SIGTERM])
     leave_ranks(ranks)

@@ -1,5 +1,5 @@
-"""A target that transformers computes: the same losses as with our decoder where that knows the family, and drafts of a
-family that it does not know, from training to the tokens that they decode."""
+"""A target that transformers computes: the same losses as with our decoder where that knows the family, and drafts for
+a family that it does not know, from training to decoded tokens."""
 
 import json
 from argparse import ArgumentParser
@@ -35,7 +35,7 @@ METHODS = {
         "train.kl_steps=12",
     ],
 }  # fmt: skip
-# On two ranks: the target's layers and the draft shared out, and LongSpec's rows too.
+# On two ranks: the target's layers and the draft are sharded, and LongSpec's rows are shared too.
 SHARED = ["target.zero_stage=3", "train.zero_stage=3"]
 FEW = ["train.steps=8", "heldout.every=8", "heldout.rows=2"]
 PLAIN = {"tokenswift": [], "longspec": ["draft.method=longspec", "draft.window=6", "draft.noise=3"]}
@@ -66,7 +66,7 @@ def folders(tmp_path_factory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory, folders, long_folder, start_ranks, finish_ranks) -> Path:
-    """{family}-{method}-{loader}, llama-{method}-shared: 20 steps each; olmo2-{method}, olmo2-shared: 8."""
+    """{family}-{method}-{loader}, llama-{method}-shared: 20 steps each; olmo2-{method}, olmo2-shared: 8 steps."""
     out = tmp_path_factory.mktemp("loader")
 
     def train(name: str, family: str, *overrides: str) -> dict:
@@ -132,7 +132,8 @@ def test_a_draft_of_such_a_target_is_exported_and_decodes_exactly(trained, folde
 
 
 def test_a_draft_says_who_computes_its_target(trained, folders, tmp_path):
-    """To the commands that decode with it; and our decoder has the same fingerprints where it knows the family."""
+    """The commands that decode with it read this; and our decoder has the same fingerprints where it knows the
+    family."""
     draft, parser, opened = export(trained / "llama-tokenswift-transformers", tmp_path / "draft"), ArgumentParser(), {}
     add_model(parser)
     add_drafting(parser, several=False)

@@ -1,4 +1,4 @@
-"""Ranks among which a step's passes do not divide, or of which some have none at all, train as one rank does."""
+"""Where a step's passes do not divide among the ranks, or some ranks have none at all, they train as one rank does."""
 
 import pytest
 import torch
@@ -39,7 +39,7 @@ NAMES = [(n_ranks, name) for n_ranks, cases in CASES.items() for name in cases]
 
 @pytest.fixture(scope="module")
 def uneven(tmp_path_factory, start_ranks, finish_ranks, runs, long_folder, poisoned):
-    """{ranks}-{case}: the cases' runs; poisoned-3: as the `runs`' poisoned-1."""
+    """{ranks}-{case}: the cases' runs; poisoned-3: equal to poisoned-1 of `runs`."""
     folder = tmp_path_factory.mktemp("uneven")
     for n_ranks, cases in CASES.items():
         actions = []

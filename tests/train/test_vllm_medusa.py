@@ -25,7 +25,7 @@ from longdraft.models.draft_files import CONFIG, WEIGHTS
 from longdraft.models.drafts.medusa import Medusa, MedusaConfig
 from longdraft.models.drafts.tokenswift import TokenSwift, TokenSwiftConfig
 from longdraft.models.passes import Pass
-from longdraft.train.config import LongSpecSection, MedusaSection, TokenSwiftSection
+from longdraft.train.config_sections import LongSpecSection, MedusaSection, TokenSwiftSection
 from longdraft.train.vllm_medusa import VllmMedusa, check_section, save
 
 WIDTH, VOCAB = 32, 97
@@ -81,7 +81,7 @@ def test_names_shapes_and_config(tiny_target, tmp_path, kind, dtype):
 
 @pytest.mark.parametrize("kind", LAYERS)
 def test_logits_from_the_files_alone(tiny_target, tmp_path, kind):
-    """As vLLM computes them, of states that the target gives and of large ones."""
+    """Computed as in vLLM, from states that the target gives and from large ones."""
     target, draft = tiny_target(), heads(kind)
     save(tmp_path, draft, target, {})
     tokens = torch.randint(VOCAB, (1, 40), generator=torch.Generator().manual_seed(0))
@@ -97,7 +97,7 @@ def test_logits_from_the_files_alone(tiny_target, tmp_path, kind):
             x = x + silu(x @ weights[f"blocks.{i}.layers.{j}.weight"].T)
         theirs.append(x @ weights["lm_heads.0.weight"].T)
     torch.testing.assert_close(torch.stack(theirs), ours, rtol=1e-6, atol=1e-6)
-    assert not torch.allclose(theirs[0], theirs[1], atol=0.1)  # heads of their own
+    assert not torch.allclose(theirs[0], theirs[1], atol=0.1)  # the heads differ
 
     read = VllmMedusa(tmp_path, torch.device("cpu"))
     assert torch.equal(torch.stack(read.states(hidden_ND)) @ read.lm_head.T, ours)
@@ -105,7 +105,7 @@ def test_logits_from_the_files_alone(tiny_target, tmp_path, kind):
 
 @pytest.mark.parametrize("kind", LAYERS)
 def test_a_restricted_vocabulary_is_its_token_map(tiny_target, tmp_path, kind):
-    """Its reader puts the logits of the rows in the file at these places of -inf [V]."""
+    """vLLM's reader puts the logits of the file's rows at these places of a vector [V] of -inf."""
     target, ids = tiny_target(), torch.tensor([5, 3, 90, 41, 96])
     whole = heads(kind)
     with torch.device("meta"):

@@ -14,7 +14,7 @@ VOCAB, SEQ_LEN, FILLER = 50, 16, 7
 
 @pytest.fixture
 def rows(tmp_path) -> ShardSet:
-    """Three shards, one of them empty, of rows with up to 15 fillers; 7 is a filler and, rarely, a token."""
+    """Three shards, one of them empty, of rows with up to 15 fillers; 7 is the filler and, rarely, a token."""
     generator = np.random.Generator(np.random.Philox(key=np.array([4, 0], dtype=np.uint64)))
     shards = []
     for number, n_rows in enumerate((9, 0, 14)):
@@ -45,7 +45,7 @@ def test_the_most_frequent(rows, n):
 
 
 def test_ties_and_filler_matter_here(rows):
-    """Else the test above would not see them."""
+    """Else the test above would not notice them."""
     count = counted(rows)
     assert len(set(count.values())) < len(count) < VOCAB - 1
     assert FILLER not in frequent_tokens(rows, VOCAB, 5)
@@ -64,14 +64,14 @@ def test_tokens_that_end_a_sequence_are_among_them(rows):
     count = counted(rows)
     assert count[48] == count[49] == 0
     best = sorted(range(VOCAB), key=lambda token: (-count[token], token))[:4]
-    # What no logit stands for is passed over, and naming a frequent one, or one twice, takes no second place.
+    # Ids without a logit are ignored, and a frequent or repeated id takes no second place.
     found = frequent_tokens(rows, VOCAB, 6, always=(49, 48, best[0], 49, VOCAB, -1))
     assert found.tolist() == sorted([*best, 48, 49])
 
 
 @pytest.mark.parametrize("n", [2, 7, 11])
 def test_among_these_alone(rows, n):
-    """Also tokens that no row holds, after all that some row holds; what ends a sequence is taken all the same."""
+    """Tokens that no row holds can be taken too, after all others; those that end a sequence are taken in any case."""
     count, among = counted(rows), [*range(3, 12), 48]
     ranked = sorted(among, key=lambda token: (-count[token], token))
     found = frequent_tokens(rows, VOCAB, n, always=(49,), among=torch.tensor(among))

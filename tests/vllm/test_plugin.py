@@ -134,7 +134,7 @@ def test_what_cannot_be_served_is_refused_with_the_remedy(vllm, drafts, target, 
             vllm(**speculation)
 
     heads = {"model": str(drafts["linear_chain"]), "num_speculative_tokens": 3}
-    refused("method: eagle, and .* is served by eagle3; give that", method="eagle", **heads)
+    refused("method: eagle, but .* needs eagle3; give that", method="eagle", **heads)
     refused("6, but the draft has 3 heads", method="eagle3", **heads | {"num_speculative_tokens": 6})
     other = TokenSwift(TokenSwiftConfig(64, 1e-5))
     save_draft(tmp_path / "other", other, DraftInfo(target_entry(target), 64, {}, {}, {}))

@@ -1,7 +1,7 @@
-"""Where and with what figures were made: date, commit, hardware and versions, the same for every benchmark.
+"""Where figures come from: date, commit, hardware and package versions, in the same form for every benchmark.
 
-Needs nothing but the standard library until the hardware is asked for: benchmarks/gpu_check.py starts where little is
-installed.
+Needs only the standard library until the hardware is asked for, because benchmarks/gpu_check.py starts on machines
+where little is installed.
 """
 
 import os
@@ -22,10 +22,10 @@ def date() -> str:
 
 
 def commit() -> str | None:
-    """LONGDRAFT_COMMIT, else git's, with a + where files differ from it; None for files that git does not track, such
-    as installed ones."""
-    if given := os.environ.get("LONGDRAFT_COMMIT"):
-        return given
+    """Return LONGDRAFT_COMMIT if it is set, otherwise git's commit, with a + if tracked files differ from it. None for
+    files that git does not track, such as installed ones."""
+    if named := os.environ.get("LONGDRAFT_COMMIT"):
+        return named
     here = Path(__file__).resolve()
 
     def git(*command: str) -> str:
@@ -40,18 +40,18 @@ def commit() -> str | None:
 
 
 def versions(packages: Iterable[str]) -> dict[str, str | None]:
-    """The version of each package that is installed, else None."""
-
-    def installed(package: str) -> str | None:
+    """Map each package to its installed version, or None."""
+    found: dict[str, str | None] = {}
+    for package in packages:
         try:
-            return version(package)
+            found[package] = version(package)
         except PackageNotFoundError:
-            return None
-
-    return {package: installed(package) for package in packages}
+            found[package] = None
+    return found
 
 
 def hardware(device: "torch.device") -> str:
+    """The name of the GPU or of the CPU."""
     import torch
 
     if device.type == "cuda":
@@ -62,8 +62,8 @@ def hardware(device: "torch.device") -> str:
     return next(named, platform.processor() or platform.machine())
 
 
-def surroundings(dtype: "torch.dtype", packages: Iterable[str]) -> dict:
-    """What every benchmark says of itself beside its device."""
+def provenance(dtype: "torch.dtype", packages: Iterable[str]) -> dict:
+    """What every benchmark reports beside its device."""
     import torch
 
     return {

@@ -1,7 +1,7 @@
-"""Where each tensor of a Hugging Face checkpoint goes in our decoder, and the copying.
+"""Reads the tensors of a Hugging Face folder, and copies each to its place in our decoder.
 
-Foreign names are known here and nowhere else; GGUF's are the gguf library's (gguf_file.py). Not here: finding files
-(hf.py), reading configurations (hf_config.py).
+Hugging Face's tensor names are known here and nowhere else; the gguf library knows GGUF's (gguf_file.py). Not here:
+finding files (hf.py), reading configurations (hf_config.py), dequantising (quantised.py).
 """
 
 import json
@@ -18,20 +18,29 @@ from torch import Tensor, nn
 from longdraft.models.decoder import Decoder
 from longdraft.models.decoder_config import DecoderConfig, ExpertsConfig
 
-# TokenSwift's authors publish target and heads as one checkpoint; of a target these tensors are no part.
+# TokenSwift's authors publish target and heads as one checkpoint; these tensors are the heads'.
 TOKENSWIFT_HEADS = "model.medusa_layers."
-# Gemma 3's larger models read images too; these tensors do so.
+# The image encoder of Gemma 3's larger models.
 OF_IMAGES = tuple(f"{prefix}{part}." for prefix in ("", "model.") for part in ("vision_tower", "multi_modal_projector"))
+# A layer's norms: Hugging Face's names to ours. Gemma's post_attention_layernorm is another norm than a Llama's.
+NORMS = {"input_layernorm": "attention_norm", "post_attention_layernorm": "mlp_norm"}
+GEMMA_NORMS = {
+    "input_layernorm": "attention_norm", "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "mlp_norm", "post_feedforward_layernorm": "post_mlp_norm",
+}  # fmt: skip
 MIXTRAL_NAMES = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
-# Of what quantised checkpoints hold; safetensors' names.
+# The dtypes, by safetensors' names, that tell the parts of a quantised weight from plain tensors.
 _DTYPES = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I32": torch.int32, "U8": torch.uint8}
 
 
 @dataclass(frozen=True)
 class Place:
-    """Rows [start, stop) of one of our parameters, or of one of its experts; the whole of it when stop is None. What
-    stands there is (published + offset) * factor; `transposed`: of it the last two dimensions in the other order;
-    `paired`: of what gate and up are in turns there the rows of the gate, then those of up."""
+    """Where a published tensor goes: rows [start, stop) of one of our parameters, or of one of its experts.
+
+    stop: None for all rows from `start`. offset, factor: our numbers are (published + offset) * factor. transposed: the
+    published tensor has its last two dimensions swapped. paired: in the published tensor rows of gate and up alternate;
+    ours has all of gate first.
+    """
 
     parameter: str
     start: int = 0
@@ -44,15 +53,12 @@ class Place:
 
     @property
     def is_whole(self) -> bool:
-        """Whether a published tensor can be the parameter itself."""
-        return self.stop is None and self.expert is None and self._as_published
-
-    @property
-    def _as_published(self) -> bool:
-        return self.offset == 0.0 and self.factor == 1.0 and not (self.transposed or self.paired)
+        """Whether the published tensor can be the parameter itself."""
+        is_changed = self.offset != 0.0 or self.factor != 1.0 or self.transposed or self.paired
+        return self.stop is None and self.expert is None and not is_changed
 
     def value(self, tensor: Tensor) -> Tensor:
-        """What becomes of a published tensor here."""
+        """Our numbers for a published tensor."""
         if self.transposed:
             tensor = tensor.mT
         if self.paired:
@@ -60,13 +66,13 @@ class Place:
         return tensor if self.offset == 0.0 and self.factor == 1.0 else (tensor.float() + self.offset) * self.factor
 
     def rows(self, parameter: Tensor) -> Tensor:
-        """The place in the parameter's data, a view."""
+        """The rows of the parameter's data that this place stands for: a view."""
         data = parameter.data if self.expert is None else parameter.data[self.expert]
         return data[self.start : self.stop]
 
 
 def canonical(name: str) -> str:
-    """Mixtral's published names of experts, as Qwen's are, and those of a language model beside one of images."""
+    """A tensor's name without a vision model's prefix, and with the experts of Mixtral named as Qwen's."""
     name = name.replace("language_model.", "", 1)
     name = name.replace(".block_sparse_moe.", ".mlp.")
     for theirs, ours in MIXTRAL_NAMES.items():
@@ -75,55 +81,58 @@ def canonical(name: str) -> str:
 
 
 def places(config: DecoderConfig, loaded: bool = False) -> dict[str, Place]:
-    """Hugging Face tensor name to its place, for every tensor a checkpoint of this configuration must hold.
+    """The place of every tensor that a checkpoint of this configuration must hold, by its Hugging Face name.
 
-    loaded: as a loaded model of transformers names them, which has an experts' tensors stacked.
+    loaded: by the names in a model that transformers has loaded, which stacks a layer's experts in one tensor.
     """
-
-    def norm(parameter: str, factor: float = 1.0) -> Place:
-        return Place(f"{parameter}.weight", offset=config.norm_offset, factor=factor)
-
-    table = {"model.embed_tokens.weight": Place("embed_tokens.weight"), "model.norm.weight": norm("norm")}
+    table = {"model.embed_tokens.weight": Place("embed_tokens.weight"), "model.norm.weight": _norm(config, "norm")}
     if not config.tie_embeddings:
         table["lm_head.weight"] = Place("lm_head.weight")
-    q_rows, kv_rows = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
-    qkv_kinds = ("weight", "bias") if config.attention_bias else ("weight",)
-    o_kinds = ("weight", "bias") if config.o_bias else ("weight",)
-    mlp_kinds = ("weight", "bias") if config.mlp_bias else ("weight",)
+    norms = GEMMA_NORMS if config.post_norms else NORMS
     for i in range(config.n_layers):
         theirs, ours = f"model.layers.{i}", f"layers.{i}"
-        table[f"{theirs}.input_layernorm.weight"] = norm(f"{ours}.attention_norm")
-        if config.post_norms:
-            table[f"{theirs}.post_attention_layernorm.weight"] = norm(f"{ours}.post_attention_norm")
-            table[f"{theirs}.pre_feedforward_layernorm.weight"] = norm(f"{ours}.mlp_norm")
-            table[f"{theirs}.post_feedforward_layernorm.weight"] = norm(f"{ours}.post_mlp_norm")
-        else:
-            table[f"{theirs}.post_attention_layernorm.weight"] = norm(f"{ours}.mlp_norm")
-        for kind in qkv_kinds:
-            fused = f"{ours}.attention.qkv_proj.{kind}"
-            table[f"{theirs}.self_attn.q_proj.{kind}"] = Place(fused, 0, q_rows)
-            table[f"{theirs}.self_attn.k_proj.{kind}"] = Place(fused, q_rows, q_rows + kv_rows)
-            table[f"{theirs}.self_attn.v_proj.{kind}"] = Place(fused, q_rows + kv_rows, q_rows + 2 * kv_rows)
-        for kind in o_kinds:
-            table[f"{theirs}.self_attn.o_proj.{kind}"] = Place(f"{ours}.attention.o_proj.{kind}")
-        if config.attention_sinks:
-            table[f"{theirs}.self_attn.sinks"] = Place(f"{ours}.attention.sinks")
-        if config.qk_norm:
-            table[f"{theirs}.self_attn.q_norm.weight"] = norm(f"{ours}.attention.q_norm", config.query_factor)
-            table[f"{theirs}.self_attn.k_norm.weight"] = norm(f"{ours}.attention.k_norm")
+        table |= {f"{theirs}.{name}.weight": _norm(config, f"{ours}.{norms[name]}") for name in norms}
+        table |= _attention_places(config, f"{theirs}.self_attn", f"{ours}.attention")
         if config.experts is not None and config.has_experts(i):
             table |= _expert_places(config.experts, f"{theirs}.mlp", f"{ours}.mlp", loaded)
-            continue
-        for kind in mlp_kinds:
-            fused, width = f"{ours}.mlp.gate_up_proj.{kind}", config.intermediate_size
-            table[f"{theirs}.mlp.gate_proj.{kind}"] = Place(fused, 0, width)
-            table[f"{theirs}.mlp.up_proj.{kind}"] = Place(fused, width, 2 * width)
-            table[f"{theirs}.mlp.down_proj.{kind}"] = Place(f"{ours}.mlp.down_proj.{kind}")
+        else:
+            table |= _mlp_places(config, f"{theirs}.mlp", f"{ours}.mlp")
     return table
 
 
-def _expert_places(of: ExpertsConfig, theirs: str, ours: str, loaded: bool) -> dict[str, Place]:
-    if of.bias:  # gpt-oss, whose products are x W
+def _norm(config: DecoderConfig, parameter: str, factor: float = 1.0) -> Place:
+    return Place(f"{parameter}.weight", offset=config.norm_offset, factor=factor)
+
+
+def _attention_places(config: DecoderConfig, theirs: str, ours: str) -> dict[str, Place]:
+    table = {}
+    q_rows, kv_rows = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
+    for kind in ("weight", "bias") if config.attention_bias else ("weight",):
+        fused = f"{ours}.qkv_proj.{kind}"
+        table[f"{theirs}.q_proj.{kind}"] = Place(fused, 0, q_rows)
+        table[f"{theirs}.k_proj.{kind}"] = Place(fused, q_rows, q_rows + kv_rows)
+        table[f"{theirs}.v_proj.{kind}"] = Place(fused, q_rows + kv_rows, q_rows + 2 * kv_rows)
+    for kind in ("weight", "bias") if config.o_bias else ("weight",):
+        table[f"{theirs}.o_proj.{kind}"] = Place(f"{ours}.o_proj.{kind}")
+    if config.attention_sinks:
+        table[f"{theirs}.sinks"] = Place(f"{ours}.sinks")
+    if config.qk_norm:
+        table[f"{theirs}.q_norm.weight"] = _norm(config, f"{ours}.q_norm", config.query_factor)
+        table[f"{theirs}.k_norm.weight"] = _norm(config, f"{ours}.k_norm")
+    return table
+
+
+def _mlp_places(config: DecoderConfig, theirs: str, ours: str) -> dict[str, Place]:
+    table, width = {}, config.intermediate_size
+    for kind in ("weight", "bias") if config.mlp_bias else ("weight",):
+        table[f"{theirs}.gate_proj.{kind}"] = Place(f"{ours}.gate_up_proj.{kind}", 0, width)
+        table[f"{theirs}.up_proj.{kind}"] = Place(f"{ours}.gate_up_proj.{kind}", width, 2 * width)
+        table[f"{theirs}.down_proj.{kind}"] = Place(f"{ours}.down_proj.{kind}")
+    return table
+
+
+def _expert_places(config: ExpertsConfig, theirs: str, ours: str, loaded: bool) -> dict[str, Place]:
+    if config.bias:  # gpt-oss, whose products are x W
         return {
             f"{theirs}.router.weight": Place(f"{ours}.router"),
             f"{theirs}.router.bias": Place(f"{ours}.router_bias"),
@@ -135,10 +144,10 @@ def _expert_places(of: ExpertsConfig, theirs: str, ours: str, loaded: bool) -> d
     table = {f"{theirs}.gate.weight": Place(f"{ours}.router")}
     if loaded:
         return table | {f"{theirs}.experts.{name}": Place(f"{ours}.{name}") for name in ("gate_up_proj", "down_proj")}
-    for expert in range(of.number):
+    for expert in range(config.number):
         name, fused = f"{theirs}.experts.{expert}", f"{ours}.gate_up_proj"
-        table[f"{name}.gate_proj.weight"] = Place(fused, 0, of.size, expert)
-        table[f"{name}.up_proj.weight"] = Place(fused, of.size, 2 * of.size, expert)
+        table[f"{name}.gate_proj.weight"] = Place(fused, 0, config.size, expert)
+        table[f"{name}.up_proj.weight"] = Place(fused, config.size, 2 * config.size, expert)
         table[f"{name}.down_proj.weight"] = Place(f"{ours}.down_proj", expert=expert)
     return table
 
@@ -150,27 +159,24 @@ def fill(
     whole: Callable[[nn.Parameter], AbstractContextManager[object]] = nullcontext,
     loaded: bool = False,
 ) -> None:
-    """Copy a checkpoint's tensors (Hugging Face names) into the decoder, casting to its dtype: each as it comes; with
-    `whole`, within which a parameter has all of its rows, all of a parameter at once. loaded: as of `places`.
+    """Copy a checkpoint's tensors, by Hugging Face name, into the decoder, cast to its dtype.
 
-    Raises: ValueError that names every missing, unexpected or mis-shaped tensor and `source`.
+    Each tensor is copied as it comes; with `whole`, which is entered to make all rows of a parameter available, all
+    tensors of a parameter at once. loaded: as of `places`.
+
+    Raises ValueError that names `source` and every missing, unexpected or mis-shaped tensor.
     """
     table, parameters = places(decoder.config, loaded), dict(decoder.named_parameters())
     n_parts = Counter(place.parameter for place in table.values())
-    waiting: dict[str, list[tuple[str, Tensor]]] = {}  # parameter -> its parts that have come
+    waiting: dict[str, list[tuple[str, Tensor]]] = {}  # parameter -> its tensors that have come and are not copied
     filled: set[str] = set()
     problems: list[str] = []
-    head: Tensor | None = None  # of a tied checkpoint that carries one
+    head: Tensor | None = None  # the LM head of a tied checkpoint that has one nevertheless
 
     def copy(parameter: str) -> None:
         with whole(parameters[parameter]):
             for name, tensor in waiting.pop(parameter):
-                rows = table[name].rows(parameters[parameter])
-                shape = rows.mT.shape if table[name].transposed else rows.shape
-                if shape != tensor.shape:
-                    problems.append(f"{name} has shape {list(tensor.shape)}, the configuration says {list(shape)}")
-                else:
-                    rows.copy_(table[name].value(tensor))
+                problems.extend(_copy(tensor, name, table[name], parameters[parameter]))
 
     for name, tensor in tensors:
         if name.endswith("rotary_emb.inv_freq") or name.startswith((TOKENSWIFT_HEADS, *OF_IMAGES)):
@@ -191,25 +197,36 @@ def fill(
     for parameter in list(waiting):
         copy(parameter)
     problems += [f"missing {name}" for name in table if name not in filled]
-    embedding = parameters["embed_tokens.weight"]  # whole, wherever the layers' weights are
+    embedding = parameters["embed_tokens.weight"]  # never sharded, unlike the layers' weights
     if head is not None and not problems and not _is_same(embedding, head):
         problems.append("lm_head.weight is not the embedding: tie_word_embeddings must be false in config.json")
     if problems:
         raise ValueError(f"{source} does not fit its configuration:\n  " + "\n  ".join(problems))
 
 
+def _copy(tensor: Tensor, name: str, place: Place, parameter: nn.Parameter) -> list[str]:
+    """Copy a tensor to its place. Returns the problem, if its shape does not fit."""
+    rows = place.rows(parameter)
+    shape = rows.mT.shape if place.transposed else rows.shape
+    if shape != tensor.shape:
+        return [f"{name} has shape {list(tensor.shape)}, the configuration says {list(shape)}"]
+    rows.copy_(place.value(tensor))
+    return []
+
+
 def _is_same(embedding: Tensor, head: Tensor) -> bool:
-    if embedding.is_meta or head.is_meta:  # names and shapes are all that is asked
+    if embedding.is_meta or head.is_meta:  # only names and shapes are checked
         return True
     return embedding.shape == head.shape and torch.equal(embedding, head.to(embedding))
 
 
 def folder_tensors(folder: Path, wanted: Callable[[str], bool] | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Tensors of a Hugging Face folder, one at a time: safetensors (sharded or not), else PyTorch .bin files.
+    """The tensors of a Hugging Face folder, one at a time: safetensors (sharded or not), else PyTorch .bin files.
 
     Args:
-        wanted: by name, which are read; the others come without numbers, on the meta device. None: all.
-    Raises: ValueError where there are no weights or a shard of the index is missing.
+        wanted: says by a tensor's name whether to read it; safetensors that are not read come on the meta device, with
+            their shape alone. None: read all.
+    Raises: ValueError if there are no weights or a shard of the index is missing.
     """
     for stem, suffix in (("model", "safetensors"), ("pytorch_model", "bin")):
         index = folder / f"{stem}.{suffix}.index.json"
@@ -237,5 +254,5 @@ def _safetensors(file: Path, wanted: Callable[[str], bool] | None) -> Iterator[t
             if wanted is None or wanted(name):
                 yield name, opened.get_tensor(name)
             else:
-                part = opened.get_slice(name)
-                yield name, torch.empty(part.get_shape(), dtype=_DTYPES.get(part.get_dtype()), device="meta")
+                unread = opened.get_slice(name)
+                yield name, torch.empty(unread.get_shape(), dtype=_DTYPES.get(unread.get_dtype()), device="meta")

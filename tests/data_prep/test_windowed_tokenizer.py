@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
-from longdraft.data_prep import windows
-from longdraft.data_prep.windows import WindowedTokenizer
+from longdraft.data_prep import windowed_tokenizer
+from longdraft.data_prep.windowed_tokenizer import WindowedTokenizer
 
 GPT4 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -56,7 +56,7 @@ def byte_level(pattern=None, ignore_merges=False, **parts):
 
 
 def pieces(metaspace):
-    """As SentencePiece's BPE in Llama-2: one word is the whole text, unknown characters are bytes."""
+    """Like SentencePiece's BPE in Llama 2: the whole text is one word, and unknown characters become bytes."""
     special = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))]
     trainer = trainers.BpeTrainer(vocab_size=900, special_tokens=special, show_progress=False)
     model = models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True)
@@ -144,7 +144,7 @@ RUNS = {
 @pytest.mark.parametrize("run", RUNS)
 def test_the_tokens_are_those_of_one_call(tokenizer, run, monkeypatch):
     for name, size in (("LONG", 1), ("WINDOW", 1000), ("OVERLAP", 400)):
-        monkeypatch.setattr(windows, name, size)
+        monkeypatch.setattr(windowed_tokenizer, name, size)
     text = RUNS[run](random.Random(run))
     for begin in (0, 7):
         whole = tokenizer.encode_batch([text[begin:]], add_special_tokens=False)[0]
@@ -164,7 +164,7 @@ def tokenizer_name(tokenizer):
 @pytest.mark.parametrize("run", ["letters", "letters from the start", "one letter", "signs"])
 def test_a_word_without_end_is_cut_by_bpe(run, monkeypatch):
     for name, size in (("LONG", 1), ("WINDOW", 1000), ("OVERLAP", 400)):
-        monkeypatch.setattr(windows, name, size)
+        monkeypatch.setattr(windowed_tokenizer, name, size)
     text = RUNS[run](random.Random(run))
     for kind in ("gpt2", "llama3", "llama2"):
         sizes = WindowedTokenizer(KINDS[kind]()).encode(text, lambda kept: len(kept.encoding))
@@ -176,7 +176,7 @@ import random, sys
 from pathlib import Path
 from longdraft.data_prep.tokenize import make_encoder
 
-def peak():  # of this process alone; what getrusage tells may be that of the one which started it
+def peak():  # of this process alone; getrusage may report that of the parent
     (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
     return int(line.split()[1]) / 1024
 
@@ -195,8 +195,8 @@ def test_a_long_document_takes_little_memory(tmp_path, light, tiny_tokenizer):
     tiny_tokenizer.backend_tokenizer.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "script.py").write_text(light + SCRIPT)
     command = [sys.executable, str(tmp_path / "script.py"), str(tmp_path / "tokenizer.json")]
-    # Left to itself glibc keeps freed buffers or does not, by how the tokenizer's threads take turns (245 to 310 MB);
-    # with its first threshold fixed, the peak is of what is held: 136 MB each time.
+    # By default, glibc keeps some freed buffers, depending on how the tokenizer's threads interleave (245 to 310 MB).
+    # With its first threshold fixed, the peak is what is really held: 136 MB each time.
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(1 << 17)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment)
     assert done.returncode == 0, done.stderr

@@ -1,0 +1,78 @@
+"""A tokenizer whose special tokens are spelled as stand-ins (chat_template.py), so that no text can spell one."""
+
+import json
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from tokenizers import AddedToken, Tokenizer
+
+from longdraft.data_prep.chat_template import stand_in
+from longdraft.data_prep.documents import Unusable
+from longdraft.data_prep.windowed_tokenizer import WindowedTokenizer
+
+BORDER = "\ufdd5"  # in a text to tokenise: no token crosses it
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """ids: token ids of the stand-in tokenizer. begins, ends: the range of characters of each token. All int64 [n]."""
+
+    ids: np.ndarray
+    begins: np.ndarray
+    ends: np.ndarray
+
+
+class StandInTokenizer:
+    """Tokenises texts with stand-ins, and turns the result into the target's token ids.
+
+    serialised: the target's Rust tokenizer as JSON. eos_id: gets a stand-in even if it is not a special token. unk_id:
+    the one special token that plain text may give.
+    """
+
+    def __init__(self, serialised: str, eos_id: int, unk_id: int | None):
+        state = json.loads(serialised)
+        added = state["added_tokens"]
+        state |= {"added_tokens": [], "post_processor": None, "truncation": None, "padding": None}
+        self._rust = Tokenizer.from_str(json.dumps(state))
+        # Special tokens that are in the model's own vocabulary: plain text could still give them.
+        in_model = [self._rust.token_to_id(token["content"]) for token in added if token["special"]]
+        self._forbidden = np.array([token for token in in_model if token not in (None, unk_id)], dtype=np.int64)
+        tokens = {BORDER: (-1, AddedToken(BORDER, normalized=False))}
+        for token in added:
+            sides = {"lstrip": token["lstrip"], "rstrip": token["rstrip"]}
+            if token["special"]:
+                spelling, flags = stand_in(token["id"]), {"normalized": False}
+            else:
+                spelling, flags = token["content"], {name: token[name] for name in ("normalized", "single_word")}
+            tokens[spelling] = (token["id"], AddedToken(spelling, **sides, **flags))
+        tokens.setdefault(stand_in(eos_id), (eos_id, AddedToken(stand_in(eos_id), normalized=False)))
+        self._rust.add_tokens([token for _, token in tokens.values()])
+        self._windowed = WindowedTokenizer(self._rust)
+        self._target_ids = np.arange(max(self._rust.get_vocab(with_added_tokens=True).values()) + 1)
+        for spelling, (target_id, _) in tokens.items():
+            own_id = self._rust.token_to_id(spelling)
+            assert own_id is not None
+            self._target_ids[own_id] = target_id
+
+    def encode(self, text: str) -> Encoding:
+        pieces = self._windowed.encode(text, lambda window: (window.ids, window.offsets))
+        offsets = np.concatenate([offsets for _, offsets in pieces])
+        return Encoding(np.concatenate([ids for ids, _ in pieces]), offsets[:, 0], offsets[:, 1])
+
+    def finish(self, encoding: Encoding) -> tuple[np.ndarray, np.ndarray]:
+        """(The target's ids without borders, int32 [m]; how many of the first 0, 1, ..., n tokens are kept, [n + 1]).
+
+        Raises Unusable if plain text gave a special token.
+        """
+        if np.isin(encoding.ids, self._forbidden).any():
+            raise Unusable("special_token_in_text")
+        ids = self._target_ids[encoding.ids]
+        kept = ids >= 0
+        return ids[kept].astype(np.int32), np.concatenate([[0], np.cumsum(kept)])
+
+
+@lru_cache(maxsize=1)  # reading a tokenizer takes about a second
+def stand_in_tokenizer(serialised: str, eos_id: int, unk_id: int | None) -> StandInTokenizer:
+    """A StandInTokenizer, cached."""
+    return StandInTokenizer(serialised, eos_id, unk_id)

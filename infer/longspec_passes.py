@@ -1,0 +1,227 @@
+"""LongSpec's block while it drafts: its own keys and values, and the pass of one level of a tree.
+
+There are two implementations, and `draft_passes` chooses: one C call a level where the C kernels compute the block,
+PyTorch's operations elsewhere. On a CPU, drafting one level with SmolLM2's block took 2.1 ms in C (1.7 by now) and 3.1
+by operations, in steps of 15.3 and 16.3 (docs/LOG.md). infer/drafters/longspec.py says which tokens a level proposes.
+
+The block's own keys of committed tokens are computed late: a proposal first catches up with the last tokens before the
+roots, at most a window of them. Shapes: B slots, T queries of a level, N rows of the tree so far, E draft vocabulary, C
+tokens to catch up with, P positions, d head width.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from longdraft.infer.partial_cache import RingCache
+from longdraft.infer.slot_state import SlotState
+from longdraft.infer.window_cache import WindowCache, window_of
+from longdraft.kernels.cpu_impl import draft_block, rows
+from longdraft.kernels.cross_attention import cross_attention
+from longdraft.kernels.linear import linear
+from longdraft.models.decoder import Decoder, Embedding
+from longdraft.models.drafts.longspec import LongSpec
+from longdraft.models.kv_cache import KVCache
+
+
+class DraftPasses:
+    """What a proposal needs of the block, for the slots of one cache of the target.
+
+    Attributes:
+        cache: the target's.
+        window: how many positions before the root are read at most.
+    """
+
+    # Whether the keys of a root that was a query are kept from then on.
+    keeps_roots = False
+
+    def __init__(self, draft: LongSpec, target: Decoder, cache: KVCache, window: int):
+        self.draft, self.cache, self.window, self._embed = draft, cache, window, target.embed_tokens
+        self._missing = 0  # the most positions before its root whose keys a slot lacks
+        self._roots_queried = False  # whether the roots were queries in this step
+
+    def start(self, slot: int, length: int) -> None:
+        """Begin another sequence on this slot. length: tokens of its prompt."""
+        self._missing = min(max(self._missing, length), self.window)
+
+    def on_step(self, most: int) -> None:
+        """Note that a step committed at most `most` tokens to each slot."""
+        self._missing = min(self._missing + most - (self._roots_queried and self.keeps_roots), self.window)
+        self._roots_queried = False
+
+    def rewind(self) -> None:
+        """Note that tokens were taken back."""
+        self._missing = self.window
+
+    def plan(self, state: SlotState, n_levels: int) -> int:
+        """The host's part of a proposal of at most `n_levels` levels: how many of the last tokens before the roots to
+        catch up with."""
+        if not n_levels:
+            return 0
+        count, self._missing, self._roots_queried = min(state.rounded(self._missing), self.window), 0, True
+        return count
+
+    def begin(self, state: SlotState, count: int) -> None:
+        """Begin a proposal, which catches up with the last `count` tokens before the roots."""
+        raise NotImplementedError
+
+    def logits(self, state: SlotState, nodes_BT: Tensor, level: int, ancestors_BTN: Tensor) -> Tensor:
+        """Logits [B, T, E] behind the nodes of `level` - 1, which are at position p + level - 1 for a root at p.
+
+        ancestors_BTN: bool, which of the tree's rows so far each node reads; the nodes' own rows are the last T.
+        """
+        raise NotImplementedError
+
+
+def draft_passes(draft: LongSpec, target: Decoder, head_ED: Tensor, cache: KVCache, tree_rows: int) -> DraftPasses:
+    """The faster implementation that can run this draft. tree_rows: the most rows of a tree that are ever queries."""
+    # C's own keys lie by position; the rows of a partial cache are no positions.
+    if _can_run(draft, target, head_ED) and not isinstance(cache, RingCache):
+        return _CPasses(draft, target, head_ED, cache, tree_rows)
+    return _TorchPasses(draft, target, head_ED, cache, tree_rows)
+
+
+def _can_run(draft: LongSpec, target: Decoder, head_ED: Tensor) -> bool:
+    """Whether the C kernels compute this block here. Their RoPE is a table by position, so it must not depend on the
+    sequence's length."""
+    has_kernel = draft_block.can_run(block_weights(draft, head_ED), draft.config.head_dim)
+    embeddings_VD = target.embed_tokens.weight
+    same_form = (embeddings_VD.dtype, embeddings_VD.device) == (head_ED.dtype, head_ED.device)
+    plain_table = _scale_of(target.embed_tokens) is not None and embeddings_VD.is_contiguous()
+    return has_kernel and same_form and plain_table and not draft.rope.length_dependent
+
+
+def _scale_of(embed: nn.Embedding) -> float | None:
+    """The factor of the table's rows; None for a class that may do anything with them."""
+    if isinstance(embed, Embedding):
+        return embed.scale
+    return 1.0 if type(embed) is nn.Embedding and embed.max_norm is None else None
+
+
+def passes_bytes(draft: LongSpec, target: Decoder, head_ED: Tensor, batch: int, capacity: int, tree_rows: int) -> int:
+    """Bytes that `draft_passes` allocates for a target's cache of `batch` slots and `capacity` positions."""
+    if not _can_run(draft, target, head_ED):
+        return WindowCache.bytes(draft, batch, tree_rows)
+    row = draft.config.head_dim * head_ED.element_size()
+    sizes = [matrix.numbers_NI.shape for matrix in block_weights(draft, head_ED).matrices]
+    copies = sum(n * k + 4 * n for n, k in sizes) if _in_bytes(head_ED.dtype) else 0
+    return (capacity + tree_rows) * (2 * batch * draft.config.n_kv_heads * row + 3 * row // 2) + copies
+
+
+def _in_bytes(dtype: torch.dtype) -> bool:
+    """Whether C reads block and LM head as int8, which it does where it is fast at it: a level is bound by what it
+    reads, and its first candidates hardly change (docs/LOG.md). Who asks for fp32 wants the network's own numbers."""
+    return dtype == torch.bfloat16 and rows.multiplies_bf16()
+
+
+def block_weights(draft: LongSpec, head_ED: Tensor) -> draft_block.BlockWeights:
+    """The weights of a draft and its LM head for C, without a copy."""
+    layers = draft.self_qkv, draft.self_o, draft.cross_q, draft.cross_o, draft.gate_up, draft.down
+    matrices = (rows.Weight(weight.detach()) for weight in (*(layer.weight for layer in layers), head_ED))
+    vectors = (
+        draft.self_qkv.bias,
+        draft.cross_q.bias,
+        *(norm.weight for norm in (draft.self_norm, draft.cross_norm, draft.mlp_norm)),
+        None if draft.final_norm is None else draft.final_norm.weight,
+    )
+    detached = draft_block.Vectors._make(None if vector is None else vector.detach() for vector in vectors)
+    return draft_block.BlockWeights(draft_block.Matrices(*matrices), detached)
+
+
+class _TorchPasses(DraftPasses):
+    """Passes by PyTorch's operations, over a ring of the window's keys and values."""
+
+    def __init__(self, draft: LongSpec, target: Decoder, head_ED: Tensor, cache: KVCache, tree_rows: int):
+        self._ring, self._head_ED = WindowCache(draft, cache.batch, tree_rows), head_ED
+        # The whole ring, because after a rewind older positions are in the window again that may be overwritten.
+        super().__init__(draft, target, cache, self._ring.ring)
+
+    def start(self, slot: int, length: int) -> None:
+        super().start(slot, length)
+        self._ring.start(slot)
+
+    def begin(self, state: SlotState, count: int) -> None:
+        if count:
+            tokens_BC = state.history.read(state.positions - count, count)
+            last_C = torch.arange(-count, 0, device=state.positions.device)
+            positions_BC = (state.positions[:, None] + last_C).clamp(min=0)  # position 0 again where there are fewer
+            tables = self.draft.tables(positions_BC, state.history.prompt_lengths)
+            self._ring.write(positions_BC, *self.draft.self_kv(self._embed(tokens_BC), tables))
+
+    def logits(self, state: SlotState, nodes_BT: Tensor, level: int, ancestors_BTN: Tensor) -> Tensor:
+        ring, cache, first = self._ring, self.cache, ancestors_BTN.shape[2] - nodes_BT.shape[1]
+        nodes_at_B = state.positions + level - 1
+        open_BR = ring.open_rows(nodes_at_B, state.positions)
+
+        def attend_self(q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor) -> Tensor:
+            ring.write_tree(first, k_BTKd, v_BTKd)
+            return ring.attend(q_BTHd, open_BR, ancestors_BTN)
+
+        def attend_cross(q_BTHd: Tensor) -> Tensor:
+            return cross_attention(q_BTHd, cache.keys[-1], cache.values[-1], cache.lengths)
+
+        tables = self.draft.tables(nodes_at_B[:, None].expand_as(nodes_BT), state.history.prompt_lengths)
+        hidden_BTD = self.draft.block(self._embed(nodes_BT), tables, attend_self, attend_cross)
+        return linear(hidden_BTD, self._head_ED)
+
+
+class _CPasses(DraftPasses):
+    """Passes by one C call a level, over keys and values of all positions; none before the window is read."""
+
+    keeps_roots = True
+
+    def __init__(self, draft: LongSpec, target: Decoder, head_ED: Tensor, cache: KVCache, tree_rows: int):
+        config, dtype, self._head_ED = draft.config, head_ED.dtype, head_ED
+        super().__init__(draft, target, cache, window_of(draft))
+        shape = cache.batch, cache.capacity + tree_rows, config.n_kv_heads, config.head_dim
+        # Zeros: a row that nobody wrote may lie in front of the window, where it is multiplied by 0.
+        self._draft_kv = torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)
+        cos, sin = draft.tables(torch.arange(shape[1])[None])
+        self._tables = cos.flatten(0, -2), sin.flatten(0, 1).flatten(1)
+        self._n_behind = 0  # tokens before the roots that the next level's call catches up with
+        self._weights_seen = list[int]()
+        self._take_weights()
+
+    def start(self, slot: int, length: int) -> None:
+        super().start(slot, length)
+        self._take_weights()
+
+    def _take_weights(self) -> None:
+        """Make C's block anew if the weights have changed, because C may read an int8 copy of them. New tensors are
+        noticed, and what optimizers and `load_state_dict` write to them."""
+        weights, embed, config = block_weights(self.draft, self._head_ED), self._embed, self.draft.config
+        tensors = embed.weight, *(matrix.numbers_NI for matrix in weights.matrices), *weights.vectors
+        seen = [
+            number
+            for tensor in tensors
+            if tensor is not None
+            for number in (tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version)
+        ]
+        if seen == self._weights_seen:
+            return
+        scale = _scale_of(embed)
+        assert scale is not None
+        self._weights_seen, self._block = seen, draft_block.DraftBlock(
+            weights.in_bytes() if _in_bytes(weights.dtype) else weights,
+            draft_block.Inputs(embed.weight.detach(), scale, *self._tables),
+            config.n_heads, config.n_kv_heads, config.rms_norm_eps, self.window + 1,  # with a row's own key
+            self._draft_kv, (self.cache.keys[-1], self.cache.values[-1]),
+        )  # fmt: skip
+
+    def begin(self, state: SlotState, count: int) -> None:
+        self._n_behind = count
+        if self.cache.batch * count <= rows.MOST_LINEAR_ROWS:
+            return  # they go along with the first level
+        self._n_behind = 0
+        # Position 0 again where there are fewer.
+        positions_BC = (state.positions[:, None] + torch.arange(-count, 0)).clamp_(min=0)
+        embeddings_BCD = self._embed(state.history.read(state.positions - count, count))
+        new_kv = self.draft.self_kv(embeddings_BCD, self.draft.tables(positions_BC))
+        for kept_BPKd, new_BCKd in zip(self._draft_kv, new_kv, strict=True):
+            for slot, root_position in enumerate(state.positions.tolist()):
+                n_new = min(count, root_position)
+                kept_BPKd[slot, root_position - n_new : root_position] = new_BCKd[slot, count - n_new :]
+
+    def logits(self, state: SlotState, nodes_BT: Tensor, level: int, ancestors_BTN: Tensor) -> Tensor:
+        n_behind, self._n_behind = self._n_behind, 0
+        lengths_B, tokens_BS = self.cache.lengths, state.history.tokens
+        return self._block.run(nodes_BT, state.positions, level - 1, ancestors_BTN, lengths_B, tokens_BS, n_behind)

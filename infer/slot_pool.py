@@ -1,0 +1,232 @@
+"""The slots that an engine decodes on: their memory, and how a prompt gets into one of them and leaves it.
+
+The pool allocates the cache and the state, prefills prompts, and says which request is on which slot. The steps between
+are the Runner's (infer/runner.py); which request comes next is for the engine to say (infer/engine.py). Shapes: B
+slots, T tokens of a prefill pass.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import NamedTuple
+
+import torch
+
+from longdraft.infer.drafters.base import Request, SlotState
+from longdraft.infer.history import History
+from longdraft.infer.kept_prompts import KeptPrompts, Place
+from longdraft.infer.memory import check_memory, describe, estimate_memory, fits
+from longdraft.infer.runner import Runner
+from longdraft.infer.sampling import SamplingParams
+from longdraft.infer.slot_sampling import SlotSampling
+from longdraft.kernels.cpu_impl import threads
+from longdraft.kernels.linear import prompt_in_c
+from longdraft.kernels.transfer import from_host, integers
+from longdraft.models.device import on_device
+from longdraft.models.kv_cache import KVCache
+from longdraft.models.passes import Pass, TargetOutput, prompt_rows
+from longdraft.models.rope import LENGTH_DEPENDENT
+
+IDLE = SamplingParams()
+# Query tokens of a prefill pass of several prompts, the padding counted.
+MOST_PREFILL_TOKENS = 2048
+# Steps are recorded for this many kinds of sampling: which filters and penalties there are, not how strong they are.
+KINDS_OF_SAMPLING = 8
+
+
+class Prefilled(NamedTuple):
+    """One pass of a prefill: when it began (`time.perf_counter`), the seconds it took, whether it was the last one."""
+
+    began: float
+    seconds: float
+    last: bool
+
+
+class SlotPool:
+    """The slots of one engine, whose runner gets their cache and state from here.
+
+    Args:
+        prefill_chunk: query tokens of a prefill pass; None is 2048 on a GPU and 512 on a CPU.
+        noise_in_ranking: whether drafters rank candidates with the noise that the target's choices will use.
+        keep_prompts: whether a prompt reuses the keys and values of an earlier one that began alike.
+
+    Attributes:
+        make_sampling: makes the slots' sampling; benchmarks/classical.py puts one here that records what it sees.
+    """
+
+    def __init__(self, runner: Runner, prefill_chunk: int | None, noise_in_ranking: bool, keep_prompts: bool):
+        self.runner, self.model, self.drafter, self.device = runner, runner.model, runner.drafter, runner.device
+        self.prefill_chunk = prefill_chunk or prompt_rows(self.device.type)
+        self.make_sampling: Callable[..., SlotSampling] = SlotSampling
+        self._noise_in_ranking = noise_in_ranking
+        # Some kinds of RoPE rotate a prompt by its length; weights that are gathered for each pass cannot be watched.
+        length_dependent = self.model.config.rope.type in LENGTH_DEPENDENT
+        self._keeps = keep_prompts and not length_dependent and self.model.weights_stay
+        self._kept: KeptPrompts | None = None
+        self._samplings: list[SlotSampling] = []  # the last one of each kind, where steps are recorded
+
+    def start(self, batch: int, longest: int, log: Callable[[str], object]) -> None:
+        """Prepare `batch` empty slots for sequences of at most `longest` tokens. Allocations are reported through
+        `log`."""
+        runner = self.runner
+        capacity = longest + (runner.lag + 1) * (self.drafter.max_depth + 1) + runner.policy.widths[-1]
+        with on_device(self.device):
+            if not self._suits(batch, capacity):
+                self._allocate(batch, capacity, log)
+            for slot in range(batch):  # a call that was left early may have left requests there
+                self._empty(slot)
+            runner.state.active.zero_()
+        runner.start(batch)
+
+    def _suits(self, batch: int, capacity: int) -> bool:
+        """Whether the present cache is large enough, and of the model's dtype and device as they are now."""
+        cache, weight = self.runner.cache, self.model.embed_tokens.weight
+        return (
+            cache is not None
+            and (cache.keys.dtype, cache.keys.device) == (weight.dtype, weight.device)
+            and cache.batch == batch
+            and cache.capacity >= capacity
+        )
+
+    def _allocate(self, batch: int, capacity: int, log: Callable[[str], object]) -> None:
+        """Replace cache and state. The old cache's kept prompts are copied where there is room for both caches."""
+        runner, recording = self.runner, self.runner.graphs.recording
+        runner.graphs.clear()
+        self._samplings.clear()
+        self.drafter.release()
+        chunk = min(self.prefill_chunk, capacity)
+        chunk = max(chunk, min(batch * chunk, MOST_PREFILL_TOKENS))
+        keeps, widths = self._keeps and capacity > self.prefill_chunk, runner.policy.widths
+        aside = widths[-1] if keeps and batch > 1 else 0  # a single slot is in no pass of others
+        parts = estimate_memory(self.model, self.drafter, batch, capacity, widths, chunk, recording, aside)
+        before = self._kept if keeps and fits(parts, self.device) else None
+        # Unless its prompts are kept, the old cache is freed before the new one is allocated.
+        runner.cache = self._kept = None
+        check_memory(parts, batch, capacity, self.device)
+        log(f"memory for {batch} sequences of {capacity} positions: {describe(parts)}")
+        cache = self.model.new_cache(batch, capacity)
+        kept = KeptPrompts(self.model, cache, self.prefill_chunk, aside, before) if keeps else None
+        zeros_B = torch.zeros(batch, dtype=torch.int64, device=self.device)
+        runner.state = SlotState(
+            roots=zeros_B,
+            positions=zeros_B.clone(),
+            active=zeros_B.bool(),
+            history=History(batch, capacity, self.device),
+            sampling=SlotSampling([IDLE] * batch, self.device),
+            committed=[[] for _ in range(batch)],
+            graphs=runner.graphs,
+            policy=runner.policy if runner.policy.automatic else None,
+            draft_pass=runner.policy.draft_pass,
+        )
+        runner.cache, self._kept = cache, kept  # only now that everything was allocated
+
+    def fits_prefill(self, n_prompts: int, longest: int) -> bool:
+        """Whether `n_prompts` prompts fit in one prefill pass. longest: tokens of the longest one, without its last."""
+        return longest <= self.prefill_chunk and longest * n_prompts <= MOST_PREFILL_TOKENS
+
+    def place(self, prompt: Sequence[int], free: Sequence[int]) -> Place:
+        """Choose a free slot for this prompt, and how much of an earlier prompt's keys and values it can reuse."""
+        return Place(free[0]) if self._kept is None else self._kept.place(prompt, free)
+
+    def prefill(self, place: Place, requests: Sequence[Request]) -> Iterator[Prefilled]:
+        """Read prompts into the slots from `place.slot` on: all tokens but the last, which becomes the root.
+
+        Several prompts, of one chunk each, go through in one pass; a longer prompt comes alone. Yields after every
+        pass; the caller may take steps there, in which these slots take no part.
+        """
+        begin, cache, state = time.perf_counter(), self.runner.cache, self.runner.state
+        assert cache is not None
+        first, prompts = place.slot, [request.prompt for request in requests]
+        slots = range(first, first + len(requests))
+        with on_device(self.device), torch.no_grad():
+            cache.reset(slots, prompt_lengths=[len(prompt) for prompt in prompts])
+            for slot, request in zip(slots, requests, strict=True):
+                state.history.start(slot, request.prompt)
+                state.roots[slot].fill_(request.prompt[-1])
+                state.positions[slot].fill_(len(request.prompt) - 1)
+                self.runner.policy.start_request(slot)
+                self.drafter.on_start(slot, request, cache)
+                if self._kept is not None:
+                    self._kept.begin(place if slot == first else Place(slot), request.prompt)
+            if place.count:
+                self.drafter.on_prefill(first, prompts[0], 0, place.count, TargetOutput())
+        longest, some_cache = max(map(len, prompts)) - 1, cache.slot(first, len(requests))
+        # Asked once, because steps between two passes change it. Where nobody reads hidden states, the last layer's
+        # keys and values end the pass.
+        needs = self.drafter.needs or frozenset({"last_kv"})
+        for start in range(place.count, max(longest, 1), self.prefill_chunk):
+            end = min(start + self.prefill_chunk, longest)
+            if end > start:
+                with on_device(self.device), torch.no_grad():
+                    self._prefill_pass(some_cache, first, prompts, start, end, needs)
+            if self._kept is not None and longest > self.prefill_chunk:
+                self._kept.reach(first, end)
+            yield Prefilled(begin, time.perf_counter() - begin, end == longest)
+            begin = time.perf_counter()
+
+    def _prefill_pass(
+        self, cache: KVCache, first: int, prompts: Sequence[list[int]], start: int, end: int, needs: frozenset[str]
+    ) -> None:
+        """One pass over the tokens [start:end] of each prompt but its last one, padded to the longest.
+
+        cache: of these slots alone. first: the first one.
+        """
+        only_pass = start == 0 and end == max(map(len, prompts)) - 1
+        chunks = [prompt[start : min(end, len(prompt) - 1)] for prompt in prompts]
+        counts = [len(chunk) for chunk in chunks]
+        padded = [chunk + [0] * (max(counts) - len(chunk)) for chunk in chunks]
+        tokens_BT, counts_B = from_host(torch.tensor(padded), self.device), integers(counts, self.device)
+        with self._prefill_threads(max(counts)):
+            if only_pass:
+                last_B = (counts_B - 1).clamp(min=0) if "queries" in needs else None
+                given = Pass(tokens_BT, cache=cache, needs=needs, queries_at_B=last_B, prompt_lengths=counts)
+            else:
+                given = Pass(tokens_BT, cache=cache, needs=needs)
+            output = self.model(given)
+            cache.commit(None, counts_B)
+            for row, (prompt, count) in enumerate(zip(prompts, counts, strict=True)):
+                if count:
+                    of_slot = output.of_slot(row, count) if only_pass else output
+                    self.drafter.on_prefill(first + row, prompt, start, start + count, of_slot)
+
+    def _prefill_threads(self, n_tokens: int) -> AbstractContextManager[None]:
+        """The threads of a prefill pass of `n_tokens` tokens a slot: the C kernels', or PyTorch's."""
+        if prompt_in_c(n_tokens, self.model.embed_tokens.weight.dtype):
+            return threads.decoding(self.runner.on_cpu)
+        return threads.free_processors(self.runner.on_cpu)
+
+    def assign(self, requests: Sequence[Request | None], committed: list[list[int]]) -> None:
+        """Put these requests on the slots, None for a free one. committed: each slot's tokens, prompt included; the
+        caller appends to them."""
+        state, recording = self.runner.state, self.runner.graphs.recording
+        with on_device(self.device):
+            # Where steps are recorded, a free slot has the parameters of another one: one kind of sampling less.
+            idle = next(one.sampling for one in requests if one) if recording else IDLE
+            params = [one.sampling if one else idle for one in requests]
+            sampling = self.make_sampling(params, self.device, self._noise_in_ranking)
+            state.sampling = self._recorded_sampling(sampling) if recording else sampling
+            state.active.copy_(from_host(torch.tensor([one is not None for one in requests]), self.device))
+            state.committed = committed
+
+    def _recorded_sampling(self, sampling: SlotSampling) -> SlotSampling:
+        """The sampling that recorded steps of this kind read, with these parameters; if there is none yet, this one."""
+        found = next((kept for kept in self._samplings if kept.follow(sampling)), sampling)
+        if found is sampling and len(self._samplings) == KINDS_OF_SAMPLING:
+            self.runner.graphs.forget(self._samplings.pop(0))
+        self._samplings = [kept for kept in self._samplings if kept is not found] + [found]
+        return found
+
+    def free(self, slot: int) -> None:
+        """Take the request off this slot."""
+        state = self.runner.state
+        with on_device(self.device):
+            state.active[slot].fill_(False)
+            self._empty(slot)
+        state.committed[slot] = []  # the request keeps its own list
+
+    def _empty(self, slot: int) -> None:
+        """Void the slot's rows, except for what is kept of its prompt."""
+        assert self.runner.cache is not None
+        if self._kept is not None:
+            self._kept.leave(slot)
+        self.runner.cache.reset([slot])

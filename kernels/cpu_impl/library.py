@@ -1,0 +1,136 @@
+"""The library of C kernels: how it is compiled once for this machine, loaded and called by ctypes.
+
+Not here: the kernels' arguments (rows.py, layers.py, draft_block.py), how many threads there are (threads.py).
+"""
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+FOLDER = Path(__file__).parent
+SOURCES = FOLDER / "rows.c", *sorted(FOLDER.glob("*.inc"))
+# No -ffast-math: it would assume that infinities and NaN never occur, and flush denormals process-wide.
+FLAGS = ["-O3", "-march=native", "-ffp-contract=off", "-pthread", "-fPIC"]
+
+
+def _place(name: str) -> Path:
+    """Where a library of this name is or may be written: in the user's cache folder, or, if there is none or it cannot
+    be written to, in a folder of this user's in the temporary directory."""
+    with suppress(RuntimeError, OSError):  # the user has no home, or it does not exist
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "longdraft"
+        if (folder / name).exists():
+            return folder / name
+        folder.mkdir(parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK):
+            return folder / name
+    folder = Path(tempfile.gettempdir()) / f"longdraft-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.lstat().st_uid != os.getuid() or folder.is_symlink():
+        raise OSError(f"{folder} is another user's; set XDG_CACHE_HOME to a folder that can be written")
+    return folder / name
+
+
+def _build(compiler: str) -> Path:
+    """Compile the library, unless there already is one for these sources, this compiler and this processor."""
+    flags = [*FLAGS, "-mno-avx512f"] if os.environ.get("LONGDRAFT_CPU_KERNELS") == "avx2" else FLAGS
+    processor = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else platform.processor()
+    features = sorted({line for line in processor.splitlines() if line.startswith(("flags", "Features", "model name"))})
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
+    identity = [*(source.read_text() for source in SOURCES), *flags, version, *features, platform.machine()]
+    path = _place(f"rows-{hashlib.sha256(chr(0).join(identity).encode()).hexdigest()[:16]}.so")
+    if not path.exists():
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            compiled, linked = Path(folder) / "rows.o", Path(folder) / "rows.so"
+            subprocess.run([compiler, *flags, "-c", SOURCES[0], "-o", compiled], check=True, capture_output=True)
+            link = [compiler, "-shared", "-pthread", compiled, "-o", linked, "-lm"]
+            subprocess.run(link, check=True, capture_output=True)
+            linked.replace(path)
+    return path
+
+
+def _compiler() -> str | None:
+    return shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc") or shutil.which("clang")
+
+
+def _lacks_avx2() -> bool:
+    """Whether this is an x86 processor without AVX2, whose vectors rows.c uses there."""
+    return platform.machine() in ("x86_64", "AMD64") and not torch.cpu._is_avx2_supported()
+
+
+def obstacle() -> str | None:
+    """Why the kernels cannot be used on this machine, as far as is known before they are built; or None."""
+    if os.environ.get("LONGDRAFT_CPU_KERNELS") == "0":
+        return "LONGDRAFT_CPU_KERNELS=0 turns the CPU kernels off"
+    if _lacks_avx2():
+        return "the CPU kernels need AVX2, which this processor lacks; decoding is slower"
+    if _compiler() is None:
+        return "no C compiler found, decoding on the CPU is slower; install gcc or set CC"
+    return None
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """The compiled kernels. Where they cannot be had, None and one line on stderr that says why; PyTorch then serves.
+
+    LONGDRAFT_CPU_KERNELS=0 turns the kernels off; =avx2 builds them as for an x86 processor with AVX2 alone.
+    """
+    if (why := obstacle()) is not None:
+        if os.environ.get("LONGDRAFT_CPU_KERNELS") != "0":
+            print(f"longdraft: {why}", file=sys.stderr)
+        return None
+    compiler = _compiler()
+    assert compiler is not None
+    try:
+        loaded = ctypes.CDLL(str(_build(compiler)))
+    except (OSError, subprocess.CalledProcessError) as error:
+        advice, detail = "set XDG_CACHE_HOME to a folder that can be written", f"({error})"
+        if isinstance(error, subprocess.CalledProcessError):
+            advice, detail = "set CC to a working C compiler", f"The compiler said: {error.stderr.decode()}"
+        print(
+            f"longdraft: the CPU kernels could not be built, decoding is slower; {advice}, or LONGDRAFT_CPU_KERNELS=0 "
+            f"to be silent. {detail}",
+            file=sys.stderr,
+        )
+        return None
+    loaded.make_call.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+    loaded.beam_level.argtypes, loaded.beam_level.restype = [ctypes.c_void_p], None
+    loaded.uneven_seconds.restype = ctypes.c_double
+    return loaded
+
+
+def fields(pointers: str, sizes: str, floats: str = "") -> list[tuple[str, type]]:
+    """The `_fields_` of a structure of pointers, then sizes, then floats, each group a string of names."""
+    groups = (ctypes.c_void_p, pointers), (ctypes.c_ssize_t, sizes), (ctypes.c_float, floats)
+    return [(name, c_type) for c_type, names in groups for name in names.split()]
+
+
+def pointer(tensor: Tensor | None) -> int | None:
+    """The address of a tensor's data; None (NULL) for None."""
+    return None if tensor is None else tensor.data_ptr()
+
+
+@cache
+def _address(name: str) -> int:
+    """The address of the function of this name, for `make_call`."""
+    address = ctypes.cast(getattr(library(), name), ctypes.c_void_p).value
+    assert address is not None
+    return address
+
+
+def make_call(name: str, arguments: ctypes.Structure, what: str) -> None:
+    """Run a function of the library as one job for its threads. Raises MemoryError if there is no memory for `what`."""
+    lib = library()
+    assert lib is not None
+    if lib.make_call(_address(name), ctypes.addressof(arguments)):
+        raise MemoryError(f"no memory for {what}")

@@ -1,0 +1,69 @@
+"""Folders of the hub: which files are asked for, and what is said where there are none."""
+
+import errno
+
+import pytest
+
+from longdraft.models import hub
+from longdraft.models.draft_folder import local_folder
+from longdraft.models.hub import hub_folder
+
+
+@pytest.fixture
+def repository(tmp_path, monkeypatch):
+    """A hub with one repository, whose files a test names: what was asked of it, call by call."""
+    asked = []
+
+    def snapshot(name, revision=None, allow_patterns=None, ignore_patterns=None):
+        asked.append((name, revision, tuple(allow_patterns), tuple(ignore_patterns)))
+        return str(tmp_path)
+
+    monkeypatch.setattr(hub, "snapshot_download", snapshot)
+    return asked
+
+
+def test_the_first_group_of_weights_that_is_there_is_the_last_that_is_asked_for(tmp_path, repository):
+    groups = [["*.safetensors"], ["*.bin", "*.pth"]]
+    (tmp_path / "b.pth").touch()
+    assert hub_folder("some/one", ["*.json"], groups, refusal="no", ignored=["x*"]) == tmp_path
+    assert repository == [
+        ("some/one", None, ("*.json", "*.safetensors"), ("x*",)),
+        ("some/one", None, ("*.json", "*.bin", "*.pth"), ("x*",)),
+    ]
+    repository.clear()
+    (tmp_path / "a.safetensors").touch()
+    hub_folder("some/one", ["*.json"], groups, refusal="no")
+    assert [patterns for _, _, patterns, _ in repository] == [("*.json", "*.safetensors")]
+    repository.clear()
+    hub_folder("some/one", ["*.json"], refusal="no", revision="v2")
+    assert repository == [("some/one", "v2", ("*.json",), ())]
+
+
+def test_a_draft_by_its_hub_name_is_asked_for_once(tmp_path, repository):
+    for _ in range(2):
+        assert local_folder("nobody/draft-of-test_hub", "v1") == tmp_path
+    assert repository == [("nobody/draft-of-test_hub", "v1", ("config.json", "model.safetensors"), ())]
+
+
+@pytest.mark.parametrize("error", [OSError("no route"), ValueError("no name")])
+def test_what_cannot_be_had_is_named(monkeypatch, error):
+    def fail(*args, **options):
+        raise error
+
+    monkeypatch.setattr(hub, "snapshot_download", fail)
+    with pytest.raises(ValueError, match=f"^it is no folder, and could not be had from the hub: {error}$"):
+        hub_folder("some/one", ["*"], refusal="it is no folder")
+    with pytest.raises(ValueError, match="draft: nobody/failing-draft is no folder, and could not be had from the hub"):
+        local_folder("nobody/failing-draft")
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "full"), PermissionError(errno.EACCES, "denied", "/cache/x")])
+def test_an_error_of_the_disk_is_not_told_as_one_of_the_hub(monkeypatch, error):
+    def fail(*args, **options):
+        raise error
+
+    monkeypatch.setattr(hub, "snapshot_download", fail)
+    for load in (lambda: hub_folder("some/one", ["*"], refusal="it is no folder"), lambda: local_folder("some/one")):
+        with pytest.raises(ValueError, match=r"^some/one: the hub's cache cannot be used: .*(full|/cache/x)") as raised:
+            load()
+        assert "no folder" not in str(raised.value)

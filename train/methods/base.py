@@ -1,0 +1,201 @@
+"""What a trained method tells the trainer: what it reads of the target, its labels and its random draws.
+
+Everything a pass needs is made on the CPU from (config, document piece) alone. Offsets, noise shifts and subsets of
+queries are drawn with the key of each piece, so packing, the number of ranks and resuming change nothing.
+Not here: networks and their loss (models/drafts/), the step (train/step.py).
+Shapes: N tokens of a pass, end to end; D hidden; M labels of a part of the loss; R tokens chosen among the N.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from longdraft.kernels.linear_distillation import TargetStates
+from longdraft.kernels.segment_attention import send_segments
+from longdraft.kernels.transfer import from_host
+from longdraft.models.draft_folder import Draft
+from longdraft.models.drafts.longspec import Queries
+from longdraft.models.drafts.loss import Part, Teaching, ahead
+from longdraft.models.passes import Span, TargetOutput
+from longdraft.train.batches import Batch, draws
+from longdraft.train.config import Config
+from longdraft.train.teacher import Teacher
+
+# `data.query_share` chooses a piece's tokens in blocks of this size: neighbours share the keys that they read.
+QUERY_BLOCK = 128
+# A gap of up to this many unneeded tokens does not end a span: computing them costs less than another span.
+MAX_GAP = 16
+
+
+class Distillation(NamedTuple):
+    """A loss against the target's own distribution, and the tokens after which that distribution is needed.
+
+    `objective` and `text_weight` are `linear_distillation`'s. `spans`: the tokens, as ascending runs in N, each within
+    a piece. `rows` int64 [M] of each part: which of the spans' tokens, laid end to end, teaches each label.
+    """
+
+    objective: str
+    text_weight: float
+    spans: list[Span]
+    rows: list[Tensor]
+
+    def teaching(self, target_RD: Tensor) -> Teaching:
+        """What the draft's loss reads, given the target's post-norm states at the spans' tokens."""
+        return Teaching(TargetStates(target_RD, self.rows), self.objective, self.text_weight)
+
+
+class MicroBatch(NamedTuple):
+    """The input of one pass over a few rows, on the CPU or, after `to`, on the device.
+
+    `positions` int64 [N]. `parts`: the labels of each part of the loss. `first`: the token that row 0 of the draft's
+    states belongs to. `queries`: the tokens that LongSpec's block runs for. `distillation`: None where the loss is
+    cross-entropy of the text.
+    """
+
+    batch: Batch
+    positions: Tensor
+    parts: list[Part]
+    first: int = 0
+    queries: Queries | None = None
+    distillation: Distillation | None = None
+
+    @property
+    def n_labels(self) -> list[int]:
+        """The number of labels of each part."""
+        return [len(part.labels) for part in self.parts]
+
+    def to(self, device: torch.device) -> "MicroBatch":
+        def move(tensor: Tensor) -> Tensor:
+            return from_host(tensor, device)
+
+        batch = self.batch._replace(tokens=move(self.batch.tokens), supervised=move(self.batch.supervised))
+        queries = self.queries
+        if queries is not None:
+            send_segments(queries.in_window, device)
+            send_segments(queries.in_target, device)
+            queries = queries._replace(rows=None if queries.rows is None else move(queries.rows))
+        parts = [Part(*map(move, part)) for part in self.parts]
+        distillation = self.distillation
+        if distillation is not None:
+            distillation = distillation._replace(rows=list(map(move, distillation.rows)))
+        return MicroBatch(batch, move(self.positions), parts, self.first, queries, distillation)
+
+    def without_labels(self) -> "MicroBatch":
+        """The same pass with nothing to learn: its loss and gradient are zero."""
+        return self._replace(parts=[Part(part.rows[:0], part.labels[:0]) for part in self.parts])
+
+
+class Method(ABC):
+    """A kind of draft in training.
+
+    `draft`: the network, whose forward gives the loss. `needs`: the fields of TargetOutput that it reads.
+    `part_names`: names of the parts of its loss, which are counted separately.
+    """
+
+    draft: Draft
+    needs: frozenset[str]
+    part_names: list[str]
+
+    def __init__(self, config: Config, draft: Draft, vocab_size: int):
+        self.draft, self.data, self.seed = draft, config.data, config.train.seed
+        self._draft_ids: Tensor | None = None  # [V]: token id to index in a restricted vocabulary, or -1
+        if draft.token_ids is not None:
+            self._draft_ids = torch.full((vocab_size,), -1)
+            self._draft_ids[draft.token_ids.cpu()] = torch.arange(len(draft.token_ids))
+
+    @abstractmethod
+    def micro_batch(self, batch: Batch, span: Span | None = None) -> MicroBatch:
+        """The training pass over these rows, in which the draft runs for `data.query_share` of the tokens. `span`: the
+        tokens of this rank, where ranks share the rows."""
+
+    @abstractmethod
+    def eval_batches(self, batch: Batch, span: Span | None = None) -> list[MicroBatch]:
+        """The passes over held-out rows whose losses add up to the validation loss: plain positions, all labels."""
+
+    @abstractmethod
+    def loss_weights(self, n_labels: Sequence[float]) -> list[float]:
+        """The weight of each part's summed loss in the step's loss, given the number of labels of each part."""
+
+    @abstractmethod
+    def arguments(self, micro_batch: MicroBatch, output: TargetOutput, teacher: Teacher) -> tuple[Any, ...]:
+        """The arguments of the network's forward, up to `lm_head_VD`."""
+
+    @abstractmethod
+    def target_rows(self, micro_batch: MicroBatch, part: int) -> Tensor:
+        """For each label of a part, the index in N of the token after which the target itself predicts what the label
+        stands for, int64 [M]."""
+
+    def with_distillation(self, micro_batch: MicroBatch, objective: str, text_weight: float) -> MicroBatch:
+        """The same pass, on the host, with a loss against the target's distribution at all of its labels."""
+        places = [self.target_rows(micro_batch, i) for i in range(len(micro_batch.parts))]
+        spans = _spans(torch.cat(places).unique().tolist(), micro_batch.batch.borders)
+        tokens_R = torch.cat([torch.arange(0), *(torch.arange(*span) for span in spans)])
+        rows = [torch.searchsorted(tokens_R, place) for place in places]
+        return micro_batch._replace(distillation=Distillation(objective, text_weight, spans, rows))
+
+    def as_labels(self, tokens_R: Tensor) -> Tensor:
+        """Token ids as labels, int64 [R]; -1 for tokens outside a restricted vocabulary."""
+        return tokens_R if self._draft_ids is None else from_host(self._draft_ids, tokens_R.device)[tokens_R]
+
+    def _labels(self, batch: Batch, distance: int) -> Part:
+        """`ahead`, without the labels that a restricted vocabulary cannot propose."""
+        rows, labels = ahead(batch.tokens, batch.supervised, batch.borders, distance)
+        labels = self.as_labels(labels)
+        return Part(rows[labels >= 0], labels[labels >= 0])
+
+    def _positions(self, batch: Batch) -> Tensor:
+        """Plain positions, or Anchor-Offset Indices (LongSpec, 3.2): the first `sinks` tokens of a piece stay in place,
+        the rest move on by a random offset from 0 to max_position - length."""
+        if self.data.positions == "plain":
+            return plain_positions(batch.borders)
+        pieces = []
+        for start, stop, key in zip(batch.borders[:-1], batch.borders[1:], batch.keys, strict=True):
+            positions = torch.arange(stop - start)
+            room = (self.data.max_position or 0) - (stop - start)
+            positions[self.data.sinks :] += draws(self.seed, key, 2)[1] % (room + 1)
+            pieces.append(positions)
+        return torch.cat(pieces)
+
+    def _query_spans(self, batch: Batch, span: Span | None, share: float) -> list[Span] | None:
+        """The tokens that the draft runs for, in ascending order: this share of each piece's blocks, at least one,
+        clipped to `span`. None for all tokens."""
+        if share >= 1 and span is None:
+            return None
+        spans: list[Span] = []
+        for start, stop, key in zip(batch.borders[:-1], batch.borders[1:], batch.keys, strict=True):
+            n_blocks = -(-(stop - start) // QUERY_BLOCK)
+            noise = draws(self.seed, key, 2 + n_blocks)[2:]
+            chosen = sorted(range(n_blocks), key=noise.__getitem__)[: max(1, round(share * n_blocks))]
+            for i in sorted(chosen):
+                begin, end = start + i * QUERY_BLOCK, min(start + (i + 1) * QUERY_BLOCK, stop)
+                if span is not None:
+                    begin, end = max(begin, span[0]), min(end, span[1])
+                if spans and spans[-1][1] == begin > start:  # merge adjacent blocks of a piece
+                    begin = spans.pop()[0]
+                if begin < end:
+                    spans.append((begin, end))
+        return spans
+
+
+def plain_positions(borders: Sequence[int]) -> Tensor:
+    """0, 1, 2, ... in each piece, int64 [N]."""
+    return torch.cat([torch.arange(stop - start) for start, stop in pairwise(borders)])
+
+
+def _spans(tokens: Sequence[int], borders: Sequence[int]) -> list[Span]:
+    """Ascending token indices as runs within the pieces, which bridge gaps of up to MAX_GAP tokens."""
+    spans: list[Span] = []
+    piece = 0
+    for token in tokens:
+        piece_before = piece
+        while borders[piece + 1] <= token:
+            piece += 1
+        if spans and piece_before == piece and token - spans[-1][1] <= MAX_GAP:
+            spans[-1] = spans[-1][0], token + 1
+        else:
+            spans.append((token, token + 1))
+    return spans

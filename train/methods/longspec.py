@@ -1,0 +1,74 @@
+"""How LongSpec's block is trained: flash noisy training (arXiv 2502.17421, 3.3).
+
+Not here: the block, its queries and its loss (models/drafts/longspec.py).
+"""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from fractions import Fraction
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longdraft.models.drafts.longspec import LongSpec, plan_queries
+from longdraft.models.drafts.loss import Part
+from longdraft.models.passes import Span, TargetOutput
+from longdraft.train.batches import Batch, draws
+from longdraft.train.config import Config
+from longdraft.train.methods.base import Method, MicroBatch, plain_positions
+from longdraft.train.teacher import Teacher
+
+
+class LongSpecMethod(Method):
+    """Part j of the loss holds the predictions made under noise shift j = 1..J, and every label counts alike."""
+
+    needs = frozenset({"last_kv"})
+
+    def __init__(self, config: Config, draft: LongSpec):
+        super().__init__(config, draft, draft.config.vocab_size)
+        self._window, self._level_weights = draft.config.window, config.train.level_weights
+        self.part_names = [f"level{j + 1}" for j in range(draft.config.noise)]
+
+    def micro_batch(self, batch: Batch, span: Span | None = None) -> MicroBatch:
+        shifts = [self._shift(draws(self.seed, key, 1)[0]) for key in batch.keys]
+        return self._pass(batch, span, self.data.query_share, self._positions(batch), shifts)
+
+    def eval_batches(self, batch: Batch, span: Span | None = None) -> list[MicroBatch]:
+        """One pass for each noise shift."""
+        positions, n_pieces, n_shifts = plain_positions(batch.borders), len(batch.keys), len(self.part_names)
+        return [self._pass(batch, span, 1.0, positions, [shift] * n_pieces) for shift in range(1, n_shifts + 1)]
+
+    def loss_weights(self, n_labels: Sequence[float]) -> list[float]:
+        return [1 / max(sum(n_labels), 1)] * len(n_labels)
+
+    def arguments(self, micro_batch: MicroBatch, output: TargetOutput, teacher: Teacher) -> tuple[Any, ...]:
+        assert output.last_kv is not None
+        embeddings_ND = teacher.embed(micro_batch.batch.tokens)
+        return embeddings_ND, micro_batch.positions, *output.last_kv, micro_batch.queries, micro_batch.parts
+
+    def target_rows(self, micro_batch: MicroBatch, part: int) -> Tensor:
+        rows, queries = micro_batch.parts[part].rows, micro_batch.queries
+        return rows if queries is None or queries.rows is None else queries.rows[rows]
+
+    def _shift(self, noise: int) -> int:
+        """The noise shift, 1 to J, that 64 random bits stand for."""
+        if self._level_weights is None:
+            return 1 + noise % len(self.part_names)
+        sums = list(accumulate(map(Fraction, self._level_weights)))  # exact: the same shift on every machine
+        return 1 + bisect_right(sums, sums[-1] * noise / 2**64)
+
+    def _pass(self, batch: Batch, span: Span | None, share: float, positions: Tensor, shifts: list[int]) -> MicroBatch:
+        """`shifts`: the noise shift of each piece."""
+        queries = plan_queries(batch.borders, shifts, self._window, self._query_spans(batch, span, share))
+        rows, labels = self._labels(batch, 1)
+        shift_N = torch.repeat_interleave(torch.tensor(shifts), torch.tensor(batch.borders).diff())
+        shift_of_label, query_of_label = shift_N[rows], rows
+        if queries.rows is not None:
+            query_N = torch.full((len(batch.tokens),), -1)
+            query_N[queries.rows] = torch.arange(len(queries.rows))
+            query_of_label = query_N[rows]
+        kept = [(shift_of_label == j + 1) & (query_of_label >= 0) for j in range(len(self.part_names))]
+        parts = [Part(query_of_label[mask], labels[mask]) for mask in kept]
+        return MicroBatch(batch, positions, parts, queries=queries)

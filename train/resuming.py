@@ -1,0 +1,113 @@
+"""Whether a run may go on from what is saved: whatever decides its result must be as it was when the run began.
+
+A run may move, together with the draft that it began with and with its rows. Not here: finding and reading checkpoints
+(checkpoint.py, saving.py).
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from longdraft.data_prep.shards import ShardSet
+from longdraft.train.checkpoint import START, WEIGHTS, Found, saved_config
+from longdraft.train.config import Config, to_flat_dict
+
+# Fields and sections that may change when a run is resumed. Any other would change the result.
+FREE = (
+    "target.max_positions", "train.run_dir", "train.save_every", "train.keep_checkpoints", "train.micro_batch",
+    "train.max_skipped", "train.device", "log", "heldout", "decoding", "data.max_dropped_share",
+)  # fmt: skip
+
+
+def check_same_run(old: Config, new: Config) -> None:
+    """Raises ValueError naming the first field in which `new` would not continue `old`."""
+    flat_old = to_flat_dict(old)
+    for name, value in to_flat_dict(new).items():
+        if flat_old.get(name) != value and not any(name == free or name.startswith(free + ".") for free in FREE):
+            raise ValueError(
+                f"{name}: {value!r}, but the run in {new.train.run_dir} began with {flat_old.get(name)!r}, which would "
+                "give another result; set it back, or start anew with train.run_dir=another/folder"
+            )
+
+
+def check_continues(state: dict[str, Any], config: Config, rows: ShardSet) -> None:
+    """Raises ValueError where a run with this config and these training rows would not go on as the saved one."""
+    saved, start_now = saved_config(config.train.run_dir, state), config.draft.start_from
+    run_then = state["config"]["train"]["run_dir"]
+    if is_same_start(saved.draft.start_from, run_then, start_now, config.train.run_dir):
+        saved = replace(saved, draft=replace(saved.draft, start_from=start_now))
+    # Below, the rows themselves are compared, wherever they lie.
+    check_same_run(replace(saved, data=replace(saved.data, path=config.data.path)), config)
+    old, new = state["extra"]["data"], rows.identity()
+    if old != new:
+        raise ValueError(
+            f"data.path: {config.data.path} holds other rows ({new['rows']:,}, sha256 {new['sha256'][:12]}) than the "
+            f"run in {config.train.run_dir} began with ({old['rows']:,}, sha256 {old['sha256'][:12]}); put those back, "
+            "or start anew with train.run_dir=another/folder"
+        )
+
+
+def check_same_target(state: dict[str, Any], weights: str | None, config: Config) -> None:
+    """Raises ValueError where the target's weights, by their hash, are not those that the saved run began with."""
+    old = state["extra"].get("target_weights")
+    if None not in (old, weights) and old != weights:
+        raise ValueError(
+            f"target.path: {config.target.path} has other weights (sha256 of a sample {weights}) than the run in "
+            f"{config.train.run_dir} began with ({old}); put those back, or start anew with another train.run_dir"
+        )
+
+
+def is_same_start(saved: str | None, saved_run: str, now: str | None, run: str) -> bool:
+    """Whether two values of draft.start_from name one folder, however it is spelt: the same place or, where both were
+    moved, the same place relative to the run's folder.
+
+    Args:
+        saved: the value of a run in `saved_run`. now: that of the same run in `run`.
+    """
+    if saved is None or now is None:
+        return saved == now
+    place, beside = Path(saved).absolute(), Path(saved_run).absolute().parent
+    places = [place.resolve()]
+    if place.is_relative_to(beside):
+        places.append((Path(run).absolute().parent / place.relative_to(beside)).resolve())
+    return Path(now).resolve() in places
+
+
+def check_same_start(start: Mapping[str, Any], run_dir: str | Path) -> None:
+    """Raises ValueError where a run that must begin anew would begin with other weights than it did before: whether it
+    gets a draft's fp32 masters depends on what lies beside that draft.
+
+    Args:
+        start: what it would begin with (`Run.start`). What it began with is in START, which may not exist.
+    """
+    saved = Path(run_dir) / START
+    if not saved.is_file():
+        return
+    old = json.loads(saved.read_text(encoding="utf-8"))
+    same_place = is_same_start(old["start_from"], old["run_dir"], start["start_from"], str(run_dir))
+    if same_place and any(old[name] != start[name] for name in ("weights", "sha256")):
+        was, now = (f"{one['weights']}, sha256 {one['sha256'][:12]}" for one in (old, start))
+        raise ValueError(
+            f"draft.start_from: the run in {saved.parent} began with the weights of {start['start_from']} {was}, and "
+            f"would now begin with {now}; put back what lay there, or remove {saved} to begin with these"
+        )
+
+
+def check_same_vocabulary(found: Found, token_ids: Tensor | None, config: Config) -> None:
+    """Raises ValueError where a restricted vocabulary has other tokens than the saved draft's."""
+    if token_ids is None:
+        return
+    with safe_open(found[0] / WEIGHTS, "pt") as saved:
+        old = saved.get_tensor("token_ids")
+    if not torch.equal(old, token_ids.cpu()):
+        source = f"draft.start_from: {config.draft.start_from}" if config.draft.start_from else "draft.draft_vocab_size"
+        raise ValueError(
+            f"{source} gives other tokens for the draft than the run in {config.train.run_dir} began with; put back "
+            "the draft or the target's files, or start anew with train.run_dir=another/folder"
+        )
