@@ -267,6 +267,19 @@ def test_a_stage_that_is_exported_half_way_is_trained_on(unbroken, staged, train
     assert status == 0 and "Training" not in printed  # a finished stage needs no rows
 
 
+@pytest.mark.parametrize("rows", ["there", "gone"])
+def test_a_converted_draft_stands_for_a_finished_stage(unbroken, staged, train_command, tmp_path, rows):
+    """`longdraft convert` knows neither steps nor a run of ours."""
+    run = shutil.copytree(unbroken[0], tmp_path / "run")
+    shutil.rmtree(run / "1-short" / "checkpoints")
+    config = run / "1-short" / "draft" / "config.json"
+    about = json.loads(config.read_text()) | {"step": None, "train_config": {"converted_from": "authors/draft"}}
+    config.write_text(json.dumps(about))
+    overrides = [] if rows == "there" else [f"stages.short.data.path={tmp_path / 'gone'}"]
+    status, printed = train_command(staged, f"train.run_dir={run}", *overrides)
+    assert status == 0 and "short done, long done" in printed and "Training" not in printed, printed
+
+
 def test_a_curriculum_that_moved_goes_on(unbroken, staged, train_command, tmp_path):
     """And so does one whose folder is spelt differently."""
     run, _ = unbroken
