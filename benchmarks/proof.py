@@ -26,8 +26,9 @@ from longdraft.infer.history import History
 from longdraft.infer.memory import layer_weights, size
 from longdraft.infer.sampling import SamplingParams
 from longdraft.infer.slot_sampling import SlotSampling
-from longdraft.models.decoder import Decoder, Layer
+from longdraft.models.decoder import Decoder
 from longdraft.models.decoder_config import DecoderConfig
+from longdraft.models.layer import Layer
 from longdraft.models.passes import feed_forward_numbers
 from longdraft.models.target import Target
 

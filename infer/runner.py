@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from longdraft.infer.accept import AcceptResult, accept
-from longdraft.infer.drafters.base import Drafter, SlotState
+from longdraft.infer.drafters.base import Drafter
 from longdraft.infer.graphs import graphs_for
 from longdraft.infer.policy import Policy, widths_up_to
 from longdraft.infer.prune import prune
+from longdraft.infer.slot_state import SlotState
 from longdraft.infer.tree import TokenTree
 from longdraft.kernels import backend
 from longdraft.kernels.cpu_impl import threads

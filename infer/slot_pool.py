@@ -12,13 +12,14 @@ from typing import NamedTuple
 
 import torch
 
-from longdraft.infer.drafters.base import Request, SlotState
+from longdraft.infer.drafters.base import Request
 from longdraft.infer.history import History
 from longdraft.infer.kept_prompts import KeptPrompts, Place
 from longdraft.infer.memory import check_memory, describe, estimate_memory, fits
 from longdraft.infer.runner import Runner
 from longdraft.infer.sampling import SamplingParams
 from longdraft.infer.slot_sampling import SlotSampling
+from longdraft.infer.slot_state import SlotState
 from longdraft.kernels.cpu_impl import threads
 from longdraft.kernels.linear import prompt_in_c
 from longdraft.kernels.transfer import from_host, integers

@@ -13,10 +13,11 @@ import torch
 from torch import nn
 from transformers import DynamicCache
 
-from longdraft.models.decoder import Decoder, Layer
+from longdraft.models.decoder import Decoder
 from longdraft.models.decoder_config import DecoderConfig
 from longdraft.models.fingerprint import json_hash, shape_hash, weights_hash
 from longdraft.models.hf_weights import places
+from longdraft.models.layer import Layer
 from longdraft.models.passes import TargetOutput
 from longdraft.models.transformers_model import ATTENTION, TOLERANCES, TransformersModel, distance
 

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from longdraft.infer.accept import AcceptResult
 from longdraft.infer.depth import NO_STAGE
-from longdraft.infer.drafters.base import Drafter, Request, SlotState
+from longdraft.infer.drafters.base import Drafter, Request
 from longdraft.infer.drafters.host import HostDrafter
+from longdraft.infer.slot_state import SlotState
 from longdraft.infer.tree import PAD, Lists, TokenTree, Trie
 from longdraft.kernels.transfer import read_together
 from longdraft.models.kv_cache import KVCache

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from longdraft.infer.accept import AcceptResult
-from longdraft.infer.drafters.base import DeviceDrafter, Request, SlotState
+from longdraft.infer.drafters.base import DeviceDrafter, Request
 from longdraft.infer.options import check_draft, head_memory, level_widths
 from longdraft.infer.shape import TreeShape
+from longdraft.infer.slot_state import SlotState
 from longdraft.infer.tree import PAD, TokenTree
 from longdraft.kernels.linear import linear
 from longdraft.models.drafts.heads import Heads

@@ -10,7 +10,8 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from longdraft.infer.drafters.base import Drafter, Request, SlotState
+from longdraft.infer.drafters.base import Drafter, Request
+from longdraft.infer.slot_state import SlotState
 from longdraft.infer.tree import TokenTree, Trie
 from longdraft.models.kv_cache import KVCache
 

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from longdraft.infer.accept import AcceptResult
-from longdraft.infer.drafters.base import DeviceDrafter, Request, SlotState
+from longdraft.infer.drafters.base import DeviceDrafter, Request
 from longdraft.infer.longspec_passes import DraftPasses, draft_passes, passes_bytes
 from longdraft.infer.options import check_draft, check_integer_or, head_memory, level_widths
+from longdraft.infer.slot_state import SlotState
 from longdraft.infer.tree import ROOT, TokenTree
 from longdraft.kernels import backend
 from longdraft.kernels.beam import Level, beam_level

@@ -1,6 +1,7 @@
 """Plain decoding: a drafter that proposes only the root, so that the baseline runs in the same loop as every method."""
 
-from longdraft.infer.drafters.base import Drafter, SlotState
+from longdraft.infer.drafters.base import Drafter
+from longdraft.infer.slot_state import SlotState
 from longdraft.infer.tree import TokenTree
 
 

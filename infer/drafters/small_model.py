@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from longdraft.infer.accept import AcceptResult
-from longdraft.infer.drafters.base import DeviceDrafter, Request, SlotState
+from longdraft.infer.drafters.base import DeviceDrafter, Request
 from longdraft.infer.options import integer
 from longdraft.infer.partial_cache import RingCache
+from longdraft.infer.slot_state import SlotState
 from longdraft.infer.streaming_cache import StreamingCache, check_streaming
 from longdraft.infer.tree import TokenTree
 from longdraft.kernels import backend

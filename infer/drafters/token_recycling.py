@@ -19,9 +19,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from longdraft.infer.accept import AcceptResult
-from longdraft.infer.drafters.base import DeviceDrafter, Request, SlotState
+from longdraft.infer.drafters.base import DeviceDrafter, Request
 from longdraft.infer.options import boolean, integer
 from longdraft.infer.shape import TreeShape
+from longdraft.infer.slot_state import SlotState
 from longdraft.infer.tree import PAD, TokenTree
 from longdraft.kernels.transfer import integers
 from longdraft.models.files import write_atomically, write_tensors

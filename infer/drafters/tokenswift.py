@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from longdraft.infer.accept import AcceptResult
-from longdraft.infer.drafters.base import Drafter, Request, SlotState
+from longdraft.infer.drafters.base import Drafter, Request
 from longdraft.infer.drafters.combine import Combined
 from longdraft.infer.drafters.heads import HeadsDrafter
 from longdraft.infer.drafters.ngrams import Ngrams
@@ -21,6 +21,7 @@ from longdraft.infer.options import integer, one_of
 from longdraft.infer.partial_cache import RingCache, SelectedCache, refuse_windows, selected_bytes
 from longdraft.infer.selection import TopTokens
 from longdraft.infer.shape import TreeShape
+from longdraft.infer.slot_state import SlotState
 from longdraft.infer.tree import TokenTree
 from longdraft.models.drafts.tokenswift import TokenSwift
 from longdraft.models.kv_cache import KVCache

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from longdraft.infer.accept import AcceptResult
-from longdraft.infer.drafters.base import Drafter, Request, SlotState
+from longdraft.infer.drafters.base import Drafter, Request
 from longdraft.infer.drafters.plain import Plain
 from longdraft.infer.drafters.small_model import SLACK, SmallModelDrafter
 from longdraft.infer.history import History
@@ -22,6 +22,7 @@ from longdraft.infer.options import fraction, integer, one_of
 from longdraft.infer.partial_cache import RingCache, SelectedCache, refuse_windows, selected_bytes
 from longdraft.infer.runner import Runner
 from longdraft.infer.selection import Recent, TopChunks
+from longdraft.infer.slot_state import SlotState
 from longdraft.infer.tree import TokenTree
 from longdraft.models.kv_cache import KVCache
 from longdraft.models.passes import TargetOutput

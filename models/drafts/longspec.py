@@ -18,12 +18,13 @@ from torch import Tensor
 
 from longdraft.kernels.rotate import rotate
 from longdraft.kernels.segment_attention import Segment, segment_attention
-from longdraft.models.decoder import Decoder, Layer
+from longdraft.models.decoder import Decoder
 from longdraft.models.decoder_config import DecoderConfig
 from longdraft.models.drafts.loss import DraftLoss, Part, Teaching, draft_loss
 from longdraft.models.drafts.projection import Projection
 from longdraft.models.drafts.vocabulary import DraftVocabulary
 from longdraft.models.experts import Experts
+from longdraft.models.layer import Layer
 from longdraft.models.rope import Rope, RopeConfig, piece_lengths
 from longdraft.models.stream import RMSNorm, Stream
 

@@ -5,7 +5,7 @@ from torch.nn import functional as F
 
 from longdraft.kernels.gate import gate
 from longdraft.kernels.linear import linear
-from longdraft.models.decoder import Linear
+from longdraft.models.layer import Linear
 from longdraft.models.stream import RMSNorm
 
 

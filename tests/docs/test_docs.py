@@ -28,7 +28,8 @@ from safetensors.torch import load_file, save_file
 
 from longdraft.data_prep.prepare import PrepareConfig
 from longdraft.launch import cli, quickstart
-from longdraft.train.config import DRAFT_SECTIONS, Config, load_config, to_yaml
+from longdraft.train.config import Config, load_config, to_yaml
+from longdraft.train.config_sections import DRAFT_SECTIONS
 from longdraft.train.stages import load_stages
 from longdraft.train.typed import build, read_yaml, resolve
 

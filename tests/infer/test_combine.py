@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longdraft.infer.drafters.base import Drafter, SlotState
+from longdraft.infer.drafters.base import Drafter
 from longdraft.infer.drafters.combine import MOST_NODES, Combined
 from longdraft.infer.drafters.prompt_lookup import PromptLookup
 from longdraft.infer.drafters.token_recycling import TokenRecycling
@@ -15,6 +15,7 @@ from longdraft.infer.engine import Engine
 from longdraft.infer.history import History
 from longdraft.infer.sampling import SamplingParams
 from longdraft.infer.slot_sampling import SlotSampling
+from longdraft.infer.slot_state import SlotState
 from longdraft.infer.tree import TokenTree
 
 PATHS = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4), max_size=6)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from longdraft.infer.accept import AcceptResult
-from longdraft.infer.drafters.base import Request, SlotState
+from longdraft.infer.drafters.base import Request
 from longdraft.infer.drafters.longspec import EXTENDED_ON_CPU, WIDTHS, LongSpecDrafter, _fit
 from longdraft.infer.drafters.triforce import TriForceDrafter
 from longdraft.infer.engine import Engine
@@ -17,6 +17,7 @@ from longdraft.infer.history import History
 from longdraft.infer.longspec_passes import _CPasses
 from longdraft.infer.sampling import SamplingParams
 from longdraft.infer.slot_sampling import SlotSampling
+from longdraft.infer.slot_state import SlotState
 from longdraft.infer.tree import PAD, TokenTree
 from longdraft.infer.window_cache import SLACK
 from longdraft.kernels.cpu_impl import draft_block, rows

@@ -5,13 +5,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longdraft.infer.drafters.base import Request, SlotState
+from longdraft.infer.drafters.base import Request
 from longdraft.infer.drafters.host import READ_AHEAD, HostDrafter
 from longdraft.infer.drafters.ngrams import NgramTable
 from longdraft.infer.drafters.prompt_lookup import SuffixIndex
 from longdraft.infer.history import History
 from longdraft.infer.sampling import SamplingParams
 from longdraft.infer.slot_sampling import SlotSampling
+from longdraft.infer.slot_state import SlotState
 from longdraft.kernels import backend
 from longdraft.models.kv_cache import KVCache
 

@@ -7,8 +7,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from longdraft.infer import prune as prune_module
 from longdraft.infer.depth import worth_of
-from longdraft.infer.measured import SAMPLE_STEPS
-from longdraft.infer.policy import HURDLE, LONGEST_REST, TRIAL_STEPS, Costs, Policy
+from longdraft.infer.measured import SAMPLE_STEPS, Costs
+from longdraft.infer.policy import HURDLE, LONGEST_REST, TRIAL_STEPS, Policy
 from longdraft.infer.tree import PAD, Lists, TokenTree
 
 ACTIVE = torch.tensor([True])

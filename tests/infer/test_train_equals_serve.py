@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from longdraft.infer.drafters.base import SlotState
 from longdraft.infer.drafters.longspec import LongSpecDrafter
 from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
+from longdraft.infer.slot_state import SlotState
 from longdraft.models.drafts.longspec import LongSpec, LongSpecConfig, plan_queries
 from longdraft.models.passes import Pass
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from longdraft.infer.drafters.base import Request, SlotState
+from longdraft.infer.drafters.base import Request
 from longdraft.infer.drafters.small_model import SmallModelDrafter
 from longdraft.infer.drafters.tokenswift import tokenswift
 from longdraft.infer.drafters.triforce import TriForceDrafter
@@ -15,6 +15,7 @@ from longdraft.infer.engine import Engine
 from longdraft.infer.history import History
 from longdraft.infer.requests import read_requests
 from longdraft.infer.sampling import SamplingParams
+from longdraft.infer.slot_state import SlotState
 from longdraft.infer.streaming_cache import StreamingCache
 from longdraft.models.drafts.tokenswift import TokenSwift, TokenSwiftConfig
 from longdraft.models.passes import Pass, TargetOutput
@@ -213,16 +214,19 @@ def test_a_small_model_reads_all_again_where_a_rewind_reaches_too_far(target, sm
     assert torch.equal(drafter._cache.tokens, positions + 2) and tree.width == 3
 
 
-def test_a_long_chain_that_is_rejected_is_not_read_again(target, small):
-    """The small model's passes have the rows of what it lacks, however many tokens are taken back at once."""
+@pytest.mark.parametrize("seed", range(12))
+def test_a_long_chain_that_is_rejected_is_not_read_again(target, small, seed):
+    """The small model's passes have the rows of what it lacks, however many tokens are taken back at once: its own last
+    proposal, or what the target accepted at once, and the token behind it."""
     rows = []
     small.model.register_forward_pre_hook(lambda module, args: rows.append(args[0].tokens_BT.shape[1]))
     drafter = TriForceDrafter(target, small, chain=20, budget=24, stride=10, window=64, sinks=4)
-    params = SamplingParams(temperature=1.0, seed=3, max_new_tokens=15)
+    params = SamplingParams(temperature=1.0, seed=seed, max_new_tokens=15)
     (result,) = Engine(target, drafter, nodes=None).generate(prompts(120), params)
     assert result.acceptance < 0.5 and result.stats.steps > 1
     reading = -(-119 // 64)
-    assert sum(rows[:reading]) == 119 and max(rows[reading:]) <= 3
+    most_at_once = max(drafter.inner.gamma, len(result.stats.accepted_at_depth))
+    assert drafter.inner.gamma == 2 and sum(rows[:reading]) == 119 and max(rows[reading:]) <= 1 + most_at_once
 
 
 def test_a_prompt_that_is_still_read_is_nothing_that_steps_catch_up_with(target, small):
