@@ -5,6 +5,7 @@ If any of these processes is killed, none of the others keeps running.
 
 import multiprocessing
 import os
+import pickle
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -13,6 +14,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import wait
+from multiprocessing.queues import Queue
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -54,14 +56,20 @@ def run_in_processes(
     # spawn: a fork would copy the locks of threads that the caller's libraries run (torch, tokenizers).
     context = multiprocessing.get_context("spawn")
     not_ours = set(multiprocessing.active_children())
-    pool = ProcessPoolExecutor(n_workers, context, _begin_worker, (work,))
+    # The work has a tokenizer of megabytes. If it were the pool's argument, each worker would start only after the one
+    # before has read it (0.4 s). A queue's own thread sends it to whoever is ready.
+    works: Queue[bytes] = context.Queue()
+    pool = ProcessPoolExecutor(n_workers, context, _begin_worker, (works,))
     try:
+        for pickled in [pickle.dumps(work)] * n_workers:
+            works.put(pickled)
         with _sigint_blocked():  # the first submit starts the workers, which inherit the mask and keep it
             futures = {pool.submit(_work_on, task): task for task in tasks}
         for future in as_completed(futures):
             future.result()
             on_done(futures[future])
     except BrokenProcessPool:
+        works.cancel_join_thread()
         raise ValueError(
             "a worker was killed (out of memory?); finished shards are kept: call again, with fewer --workers"
         ) from None
@@ -69,9 +77,12 @@ def run_in_processes(
         # A task takes seconds, and nothing of a half-done task is kept anyway.
         for worker in set(multiprocessing.active_children()) - not_ours:
             worker.kill()
+        works.cancel_join_thread()
         raise
     finally:
         pool.shutdown(cancel_futures=True)
+        works.close()
+        works.join_thread()  # all workers have read theirs, or some were killed and the thread is left to itself
 
 
 @contextmanager
@@ -100,10 +111,10 @@ def _sigint_blocked() -> Iterator[None]:
 _work: Callable[[Any], object] | None = None  # set in worker processes only
 
 
-def _begin_worker(work: Callable[[Any], object]) -> None:
+def _begin_worker(works: "Queue[bytes]") -> None:
     global _work
-    _work = work
     threading.Thread(target=_die_with_parent, daemon=True).start()
+    _work = pickle.loads(works.get())
 
 
 def _die_with_parent() -> None:
