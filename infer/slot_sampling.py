@@ -3,14 +3,14 @@
 choice(t) = argmax_v( filter(penalised logits / T)_v + g(seed, t, v) ), and at T = 0 the argmax of the penalised logits.
 Plain decoding and the verification of a tree apply this same rule, so every drafter gives plain decoding's text
 (Drafter-invariant speculative decoding, arXiv 2408.07978). The parameters are infer/sampling.py's, the penalties
-infer/penalties.py's, the noise g is kernels/gumbel.py's. Shapes: B slots, N nodes, V vocabulary.
+infer/penalties.py's, the filters infer/filters.py's, and the noise g is kernels/gumbel.py's.
+Shapes: B slots, N nodes, V vocabulary.
 """
-
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from longdraft.infer.filters import Filters, as_wide
 from longdraft.infer.history import History
 from longdraft.infer.penalties import Penalties
 from longdraft.infer.sampling import SamplingParams
@@ -23,8 +23,6 @@ from longdraft.kernels.transfer import from_host, integers
 # Rows of noise kept for each slot on the CPU, where one over 49152 words takes 0.15 ms: drafting, verifying and the
 # next step ask for the same positions, so a step would compute each row two or three times.
 KEPT_ROWS = 32
-# Top-p looks at the sum over this many most probable tokens before it sorts the whole vocabulary.
-LIKELIEST = 256
 # Scores that are sorted at once (some 64 nodes with a vocabulary of 128k), and the bytes that each takes meanwhile.
 MOST_SORTED, SORTED_BYTES = 1 << 23, 40
 
@@ -41,30 +39,15 @@ class SlotSampling:
 
     def __init__(self, params: list[SamplingParams], device: torch.device, noise_in_ranking: bool = True):
         self.params, self.device, self.noise_in_ranking = params, device, noise_in_ranking
-        # A greedy slot passes the filters untouched, so its neighbours' settings cannot reach it.
-        off = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "eta_cutoff": 0.0, "min_tokens_to_keep": 1}
-        filters = [p if p.temperature > 0 else replace(p, **off) for p in params]
-
-        def column(name: str) -> Tensor:
-            return from_host(torch.tensor([getattr(p, name) for p in filters], dtype=torch.float32), device)[:, None]
-
         signed = [(p.seed or 0) - 2**64 if (p.seed or 0) >= 2**63 else (p.seed or 0) for p in params]
         self.seeds = integers(signed, device)
         self.greedy = all(p.temperature == 0 for p in params)
         self.penalties = Penalties(params, device)
-        self.temperatures = column("temperature")[:, 0]
-        self._sampled = column("temperature") > 0
+        self.filters = Filters(params, device)
+        self.temperatures = from_host(torch.tensor([p.temperature for p in params]), device)
+        self._sampled = self.temperatures[:, None] > 0
         self._mixed = not self.greedy and any(p.temperature == 0 for p in params)
-        self._divisors = torch.where(self._sampled, column("temperature"), 1.0)
-        top_k = [p.top_k for p in filters]
-        self._top_k = integers(top_k, device)[:, None] if any(top_k) else None
-        self._most_k = max(top_k)
-        self._top_p = column("top_p") if any(p.top_p < 1 for p in filters) else None
-        self._min_p = column("min_p") if any(p.min_p > 0 for p in filters) else None
-        self._eta = column("eta_cutoff") if any(p.eta_cutoff > 0 for p in filters) else None
-        least = [p.min_tokens_to_keep if p.min_p or p.eta_cutoff else 1 for p in filters]
-        self._least = integers(least, device)[:, None] if max(least) > 1 else None
-        self._most_least = max(least)
+        self._divisors = torch.where(self._sampled, self.temperatures[:, None], 1.0)
         self._noise_rows: list[dict[int, Tensor]] = [{} for _ in params]  # of each slot, by position
         self._noise_width = 0  # the widest vocabulary that noise was asked for
         self._of_slots: dict[tuple[int, int], SlotSampling] = {}
@@ -80,11 +63,7 @@ class SlotSampling:
     @property
     def unfiltered(self) -> bool:
         """Whether logits, temperature and noise alone decide: no slot has a filter, penalty or ban."""
-        return not self.penalties.any and all(column is None for column in self._filters)
-
-    @property
-    def _filters(self) -> tuple[Tensor | None, ...]:
-        return self._top_k, self._top_p, self._min_p, self._eta, self._least
+        return not self.penalties.any and not self.filters.any
 
     def follow(self, other: "SlotSampling") -> bool:
         """Copy another's parameters into the tensors of this one, so that recorded work (infer/graphs.py) goes on with
@@ -101,13 +80,13 @@ class SlotSampling:
     @property
     def _columns(self) -> tuple[Tensor | None, ...]:
         temperatures = self.temperatures, self._sampled, self._divisors
-        return self.seeds, *temperatures, *self._filters, *self.penalties.columns
+        return self.seeds, *temperatures, *self.filters.columns, *self.penalties.columns
 
     @property
     def _kind(self) -> tuple:
         """Everything that steers the work on the host: equal kinds queue the same work."""
         absent = tuple(column is None for column in self._columns)
-        limits = self._most_k, self._most_least, self.penalties.widest, self.penalties.banned
+        limits = *self.filters.limits, self.penalties.widest, self.penalties.banned
         return len(self.params), self.greedy, self._mixed, self.noise_in_ranking, *limits, absent
 
     def noise(self, positions_B: Tensor, vocab_size: int) -> Tensor:
@@ -239,75 +218,5 @@ class SlotSampling:
         return torch.where(self._sampled, noisy_BV, scores_BV) if self._mixed else noisy_BV
 
     def filtered(self, logits: Tensor) -> Tensor:
-        """Logits / T in fp32, with -inf for what top-k, top-p, min-p and eta drop. logits: [B, V] or [B, N, V].
-
-        Each filter sees what the one before has left, renormalised. A filter is a border that probabilities must reach,
-        so equal ones stay or go together, whatever their ids. Greedy slots pass through unchanged.
-        """
-        scaled = logits.float() / _as_wide(self._divisors, logits)
-        if self._top_k is not None:
-            k = _as_wide(self._top_k, scaled)
-            scaled.masked_fill_((scaled < _kth_largest(scaled, k, self._most_k)) & (k > 0), -torch.inf)
-        if self._top_p is not None:
-            scaled.masked_fill_(self._outside_top_p(scaled, _as_wide(self._top_p, scaled)), -torch.inf)
-        if self._min_p is not None:
-            border = scaled.amax(-1, keepdim=True) + _as_wide(self._min_p, scaled).log()
-            scaled.masked_fill_((scaled < border) & (scaled < self._last_kept(scaled)), -torch.inf)
-        if self._eta is not None:
-            scaled.masked_fill_(self._below_eta(scaled, _as_wide(self._eta, scaled)), -torch.inf)
-        return scaled
-
-    def _outside_top_p(self, scaled: Tensor, top_p: Tensor) -> Tensor:
-        """Whether a token lies outside of the top-p set.
-
-        The sum is mostly reached within a few hundred tokens, so a CPU sorts the others only where it is not: 0.3 ms
-        for 49152 words in place of 4.4. A GPU sorts all, because the host would have to wait for it to know.
-        """
-        vocab, probs = scaled.shape[-1], scaled.softmax(-1)
-        for most in (LIKELIEST, vocab) if backend.is_host(scaled.device) else (vocab,):
-            if most < vocab:
-                values, order = scaled.topk(most, dim=-1)
-            else:
-                values, order = scaled.sort(dim=-1, descending=True)
-            sums = _running_sum(probs.gather(-1, order))
-            short = sums < top_p
-            if most >= vocab or not bool((short[..., -1:] & (top_p < 1)).any()):
-                break
-        # The token with which the sum reaches top_p is the last one to stay.
-        border = values.gather(-1, short.sum(-1, keepdim=True).clamp(max=values.shape[-1] - 1))
-        return (scaled < border) & (top_p < 1)
-
-    def _below_eta(self, scaled: Tensor, eta: Tensor) -> Tensor:
-        probs = scaled.softmax(-1)
-        # A running sum, because `sum` adds up in another order for one row than for several.
-        entropy = _running_sum(torch.special.entr(probs))[..., -1:].float()
-        border = torch.minimum(eta, eta.sqrt() * (-entropy).exp())
-        return (probs < border) & (scaled < self._last_kept(scaled))
-
-    def _last_kept(self, scaled: Tensor) -> Tensor:
-        """The least score that min-p and eta always keep."""
-        if self._least is None:
-            return scaled.amax(-1, keepdim=True)
-        return _kth_largest(scaled, _as_wide(self._least, scaled), self._most_least)
-
-
-def _as_wide(column_B1: Tensor, x: Tensor) -> Tensor:
-    """View a column [B, 1] so that it broadcasts with x: [B, V] or [B, N, V]."""
-    return column_B1.view(-1, *[1] * (x.dim() - 1))
-
-
-def _kth_largest(x: Tensor, k: Tensor, most: int) -> Tensor:
-    """The k-th largest number of the last dimension, or the smallest one if there are fewer.
-
-    k: int64, [B, 1] for x [B, V] and [B, 1, 1] for [B, N, V], at most `most`.
-    """
-    largest = x.topk(min(most, x.shape[-1]), dim=-1).values
-    return largest.gather(-1, (k.clamp(1, x.shape[-1]) - 1).expand(*x.shape[:-1], 1))
-
-
-def _running_sum(x_BV: Tensor) -> Tensor:
-    """The running sum over the last dimension, with the same bits for a row alone and among others.
-
-    It is taken in order on the CPU, and in fp64 on a GPU, whose scans add up in an order of their own.
-    """
-    return x_BV.cumsum(-1) if x_BV.device.type == "cpu" else x_BV.double().cumsum(-1)
+        """Logits / T in fp32, with -inf for what the filters drop. logits: [B, V] or [B, N, V]."""
+        return self.filters.apply(logits.float() / as_wide(self._divisors, logits))

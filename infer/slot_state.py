@@ -60,8 +60,19 @@ class SlotState:
         )
 
     def run(self, key: tuple, owners: tuple, work: Callable[..., T], *inputs: Any, widest: int = 1) -> T:
-        """Queue `work(state, *inputs)`, recorded where steps are (see `Graphs.run`). The work may read roots,
-        positions, active, history and sampling of its state (as `ranking` does), and nothing on the host."""
+        """Queue `work(state, *inputs)` on the device. On a CPU this is a plain call. Where steps are recorded, the
+        second call with this key records the work, and later calls replay it (infer/graphs.py).
+
+        Args:
+            key: the name of the work, and everything else on the host that steers it.
+            owners: objects whose memory the work uses beside the state and the inputs, such as a network and a cache.
+            work: does nothing but queue. Of the state that it is given it may read roots, positions, active, history
+                and sampling (as `ranking` does); it may read no tensor on the host.
+            inputs: tensors, or tuples or dataclasses of them.
+            widest: rows of the widest pass in the work, for each slot.
+
+        Returns: what the work returned. Where it is recorded, the next call with this key overwrites that.
+        """
         if not self.graphs.recording:
             return work(self, *inputs)
 

@@ -12,10 +12,10 @@ from longdraft.infer.drafters.longspec import LongSpecDrafter
 from longdraft.infer.drafters.prompt_lookup import PromptLookup
 from longdraft.infer.drafters.tokenswift import TokenSwiftDrafter
 from longdraft.infer.engine import Engine
+from longdraft.infer.filters import Filters
 from longdraft.infer.partial_cache import SelectedCache
 from longdraft.infer.runner import Runner
 from longdraft.infer.sampling import SamplingParams
-from longdraft.infer.slot_sampling import SlotSampling
 
 VOCAB, NEW = 61, 5
 SAMPLINGS = {
@@ -132,7 +132,7 @@ def test_a_drafter_decodes_on_a_device_and_keeps_its_budget(
         del calls["greedy"], calls["T1"]  # many passes, and what steers them is the same
     stepped, sorts, builds = (
         counted(owner, name)
-        for owner, name in ((Runner, "step"), (SlotSampling, "_outside_top_p"), (SelectedCache, "schedule_build"))
+        for owner, name in ((Runner, "step"), (Filters, "_outside_top_p"), (SelectedCache, "schedule_build"))
     )
     with pretended_cuda.PretendedCuda() as gpu:
         target, drafter = made(name, gpu.put)

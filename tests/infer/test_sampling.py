@@ -14,10 +14,10 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from longdraft.infer import slot_sampling as module
+from longdraft.infer import filters
 from longdraft.infer.history import History
 from longdraft.infer.sampling import SamplingParams, one_each
-from longdraft.infer.slot_sampling import SlotSampling
+from longdraft.infer.slot_sampling import KEPT_ROWS, SlotSampling
 from longdraft.kernels.gumbel import gumbel_noise
 
 CPU = torch.device("cpu")
@@ -131,7 +131,7 @@ def test_top_p_is_the_same_by_a_part_and_by_the_whole_vocabulary(monkeypatch, to
     sampling = SlotSampling([SamplingParams(temperature=0.9, top_p=p) for p in [top_p] * 6 + [0.3]], CPU)
     results = []
     for likeliest in (1, 17, 256, 2999, 3000):
-        monkeypatch.setattr(module, "LIKELIEST", likeliest)
+        monkeypatch.setattr(filters, "LIKELIEST", likeliest)
         results.append(sampling.filtered(rows))
     assert all(torch.equal(result, results[0]) for result in results)
     assert results[0][:6].isfinite().any(-1).all()
@@ -233,7 +233,7 @@ def test_noise_is_kept_and_does_not_grow():
         positions = torch.tensor([start, 2 * start])
         for vocab in (30, 61, 10):
             assert torch.equal(sampling.noise(positions, vocab), gumbel_noise(seeds, positions[:, None], vocab)[:, 0])
-    assert max(len(rows) for rows in sampling._noise_rows) <= module.KEPT_ROWS
+    assert max(len(rows) for rows in sampling._noise_rows) <= KEPT_ROWS
     one = SlotSampling([SamplingParams(temperature=1.0, seed=5)], CPU)
     first, again = (one.noise(torch.tensor([12]), vocab) for vocab in (61, 50))
     assert first.data_ptr() == again.data_ptr()
