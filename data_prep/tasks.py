@@ -14,7 +14,8 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import wait
-from multiprocessing.queues import Queue
+from multiprocessing.reduction import DupFd
+from tempfile import TemporaryFile
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -56,20 +57,14 @@ def run_in_processes(
     # spawn: a fork would copy the locks of threads that the caller's libraries run (torch, tokenizers).
     context = multiprocessing.get_context("spawn")
     not_ours = set(multiprocessing.active_children())
-    # The work has a tokenizer of megabytes. If it were the pool's argument, each worker would start only after the one
-    # before has read it (0.4 s). A queue's own thread sends it to whoever is ready.
-    works: Queue[bytes] = context.Queue()
-    pool = ProcessPoolExecutor(n_workers, context, _begin_worker, (works,))
+    pool = ProcessPoolExecutor(n_workers, context, _begin_worker, (_Inherited(work),))
     try:
-        for pickled in [pickle.dumps(work)] * n_workers:
-            works.put(pickled)
         with _sigint_blocked():  # the first submit starts the workers, which inherit the mask and keep it
             futures = {pool.submit(_work_on, task): task for task in tasks}
         for future in as_completed(futures):
             future.result()
             on_done(futures[future])
     except BrokenProcessPool:
-        works.cancel_join_thread()
         raise ValueError(
             "a worker was killed (out of memory?); finished shards are kept: call again, with fewer --workers"
         ) from None
@@ -77,12 +72,9 @@ def run_in_processes(
         # A task takes seconds, and nothing of a half-done task is kept anyway.
         for worker in set(multiprocessing.active_children()) - not_ours:
             worker.kill()
-        works.cancel_join_thread()
         raise
     finally:
         pool.shutdown(cancel_futures=True)
-        works.close()
-        works.join_thread()  # all workers have read theirs, or some were killed and the thread is left to itself
 
 
 @contextmanager
@@ -111,10 +103,36 @@ def _sigint_blocked() -> Iterator[None]:
 _work: Callable[[Any], object] | None = None  # set in worker processes only
 
 
-def _begin_worker(works: "Queue[bytes]") -> None:
+class _Inherited:
+    """An object that worker processes read from a file without a name, whose descriptor they inherit.
+
+    A plain argument goes through a pipe, which holds less than a tokenizer's megabytes. So the next worker would start
+    only once this one has begun to read, 0.4 s later.
+    """
+
+    def __init__(self, value: object):
+        if hasattr(os, "memfd_create"):  # on Linux: needs no room on a disk
+            self._file = os.fdopen(os.memfd_create("longdraft"), "w+b")
+        else:
+            self._file = TemporaryFile()  # noqa: SIM115
+        self._file.write(pickle.dumps(value))
+        self._file.flush()
+
+    def __reduce__(self) -> tuple:
+        return _read_inherited, (DupFd(self._file.fileno()),)
+
+
+def _read_inherited(descriptor: Any) -> Any:
+    """The object in the file of `_Inherited`."""
+    with os.fdopen(descriptor.detach(), "rb") as file:
+        # From its start, wherever other processes are in it.
+        return pickle.loads(os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0))
+
+
+def _begin_worker(work: Callable[[Any], object]) -> None:
     global _work
+    _work = work
     threading.Thread(target=_die_with_parent, daemon=True).start()
-    _work = pickle.loads(works.get())
 
 
 def _die_with_parent() -> None:
