@@ -34,6 +34,8 @@ from longdraft.infer.server_protocol import ApiError, Body, Chat, Completion, pa
 from longdraft.infer.text import ShownText
 
 PAGE = Path(__file__).with_name("server_page.html")
+# Seconds that a client may leave the end of its answer unread while the server ends. Then uvicorn cuts it off.
+UNREAD_SECONDS = 10
 GONE = 499  # proxies' status for a client that has hung up; nobody reads it
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100)
 
@@ -117,7 +119,7 @@ class Service:
     def __init__(self, engine: Engine, settings: Settings, ended: threading.Event | None = None):
         self.engine, self.settings, self.meters = engine, settings, Meters()
         self.created = int(time.time())
-        self.server: uvicorn.Server | None = None
+        self.server: Server | None = None
         self.ended = ended or threading.Event()
         meters = self.meters
         self.thread = EngineThread(engine, settings.queue, meters.first_token.observe, meters.finish, self._stop)
@@ -275,12 +277,27 @@ def serve(
     `ended` is set by a signal that came before the server handled signals; it then ends as soon as it has started.
     """
     service = Service(engine, settings, ended)
+    patience = drain_seconds + UNREAD_SECONDS
     config = uvicorn.Config(
-        create_app(service), log_level="warning", access_log=False, timeout_graceful_shutdown=drain_seconds
+        create_app(service), log_level="warning", access_log=False, timeout_graceful_shutdown=patience
     )
-    service.server = server = uvicorn.Server(config)
+    service.server = server = Server(config, service.thread, drain_seconds)
     server.run([listening])
     return not service.thread.failed
+
+
+class Server(uvicorn.Server):
+    """Gives up the answers that are not done `drain_seconds` after the signal, so that each of them ends with an error.
+    uvicorn itself would cut them off and log tracebacks."""
+
+    def __init__(self, config: uvicorn.Config, thread: EngineThread, drain_seconds: int):
+        super().__init__(config)
+        self._thread, self._drain_seconds = thread, drain_seconds
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        giving_up = asyncio.get_running_loop().call_later(self._drain_seconds, self._thread.give_up)
+        await super().shutdown(sockets)
+        giving_up.cancel()
 
 
 async def _read(request: Request, most: int, seconds: float) -> bytes:

@@ -62,7 +62,7 @@ class Job:
         left = len(places)
         while left:
             if (piece := await self._pieces.get()) is None:
-                raise Stopped("the engine has stopped")
+                raise Stopped("the server stopped before this was done")
             left -= piece.generation is not None
             yield places[piece.index], piece
 
@@ -146,6 +146,12 @@ class EngineThread:
         """Cancel the job's unfinished requests."""
         for index in job.unfinished:
             self._inbox.put(index)
+
+    def give_up(self) -> None:
+        """Cancel all requests that are not done; whoever waits for one of them gets Stopped."""
+        for index, job in self._jobs.items():
+            self._inbox.put(index)
+            job.put(None)
 
     async def close(self) -> None:
         """Finish what was submitted, and stop."""

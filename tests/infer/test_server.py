@@ -5,6 +5,7 @@ import json
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import httpx
@@ -17,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
-from longdraft.infer.server import Service, Settings, create_app, serve
+from longdraft.infer.server import Server, Service, Settings, create_app, serve
 from longdraft.infer.server_protocol import Completion, parse, requests_of
 from longdraft.models.hf import load_target
 
@@ -35,11 +36,12 @@ def target(shared, tmp_path_factory):
 
 
 @contextmanager
-def served(target, queue=64, slots=3, drafter="token_recycling+prompt_lookup", **settings):
+def served(target, queue=64, slots=3, drafter="token_recycling+prompt_lookup", drain=30, **settings):
     """Run a server on a free port of this machine; yields its service."""
     engine = Engine(target, drafter, slots=slots, max_length=200, prefill_chunk=16, nodes=None)
     service = Service(engine, Settings("tiny", queue=queue, **settings))
-    server = service.server = uvicorn.Server(uvicorn.Config(create_app(service), log_level="warning"))
+    config = uvicorn.Config(create_app(service), log_level="warning")
+    server = service.server = Server(config, service.thread, drain)
     listening = socket.create_server(("127.0.0.1", 0))
     service.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
     thread = threading.Thread(target=server.run, args=([listening],), daemon=True)
@@ -442,3 +444,23 @@ def test_an_engine_that_fails_ends_every_answer_and_the_server(target, monkeypat
             events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
         assert events[-1]["error"]["type"] == "server_error"
         assert service.thread.failed and service.server.should_exit
+
+
+def test_what_is_not_done_when_the_server_must_end_gets_an_error(target, monkeypatch, caplog):
+    with served(target, drain=0) as service, httpx.Client(timeout=60) as client, ThreadPoolExecutor(1) as pool:
+        go_on, step = threading.Event(), service.engine.runner.step
+        monkeypatch.setattr(service.engine.runner, "step", lambda: go_on.wait(30) and step())
+        body = {"messages": CHAT, "max_tokens": 150, "ignore_eos": True}
+        with client.stream("POST", f"{service.url}/v1/chat/completions", json=body | {"stream": True}) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            whole = pool.submit(post, service, headers={}, **body)
+            while service.thread.in_flight < 2:
+                time.sleep(0.01)
+            service.server.should_exit = True
+            events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+        errors = events[-1]["error"], whole.result().json()["error"]
+        assert whole.result().status_code == 503
+        assert {error["message"] for error in errors} == {"the server stopped before this was done"}
+        go_on.set()
+    assert not caplog.records
