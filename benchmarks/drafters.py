@@ -202,7 +202,7 @@ class _Bench:
         compared = self.settings.proof in ("fp32", "layerwise")
         cost = decode_cost(self.asked[:1], FLIP_TOKENS)
         cost += prefill_cost(self.asked[0].tokens) + FLIP_TOKENS if compared else 0
-        yield [Phase(REFERENCE, REFERENCE, cost, SLOW_REFERENCE[self.settings.proof])]
+        yield [Phase(REFERENCE, cost, SLOW_REFERENCE[self.settings.proof])]
         self.watch.begin(REFERENCE)
         (prompt,), params = self._prompts(1), self.settings.greedy(FLIP_TOKENS)
         self.text = prompt + decode(Engine(self.target), [prompt], params, self.watch)[0].tokens
@@ -210,7 +210,7 @@ class _Bench:
             self.reference = choice_logits(self.target, self.text, len(prompt) - 1, 1, self.watch)
 
     def _width_curve(self, context: int) -> Part:
-        phase = Phase(f"{CURVE}, behind {context} tokens", CURVE, width_curve_cost(context))
+        phase = Phase(f"{CURVE}, behind {context} tokens", width_curve_cost(context))
         yield [phase]
         self.watch.begin(phase.name)
         curve = width_curve(self.target, context, watch=self.watch)
@@ -251,7 +251,7 @@ class _Bench:
         """Tokens a step and acceptance with the noise in the ranking or without it, every proposed node verified; with
         the noise also what classical rejection would accept at the first place (classical.py)."""
         with_or_without, cost = "with" if noisy else "without", decode_cost(self.asked[:NOISE_PROMPTS], NOISE_TOKENS)
-        phase = Phase(f"{name} at T {temperature}, {with_or_without} the noise", "noise", 2 * cost if noisy else cost)
+        phase = Phase(f"{name} at T {temperature}, {with_or_without} the noise", 2 * cost if noisy else cost)
         yield [phase]
         self.watch.begin(phase.name)
         prompts, params = self._prompts(NOISE_PROMPTS), self.settings.params(temperature, NOISE_TOKENS)
@@ -265,7 +265,7 @@ class _Bench:
             entry["first_place"] = rounded(shares(first_places(watched, prompts, params, self.watch)))
 
     def _flips(self) -> Part:
-        yield [Phase(FLIPS, "plain", 2 * prefill_cost(self.asked[0].tokens) + 2 * FLIP_TOKENS)]
+        yield [Phase(FLIPS, 2 * prefill_cost(self.asked[0].tokens) + 2 * FLIP_TOKENS)]
         self.watch.begin(FLIPS)
         start = len(self._prompts(1)[0]) - 1
         self.extra["flips"] = asdict(flips(self.target, self.reference, self.text, start, self.widest, self.watch))

@@ -169,7 +169,7 @@ def proof_steps(
     cost = 2 * sum(prefill_cost(len(prompt)) + TOKENS for prompt in some)
 
     def phase(name: str, kind: str) -> Phase:
-        return Phase(f"proof in {precision} that {name} is exact, {kind}, {together}", kind, cost, SLOW[form])
+        return Phase(f"proof in {precision} that {name} is exact, {kind}, {together}", cost, SLOW[form])
 
     return {name: [(phase(name, kind), request) for kind, request in requests.items()] for name in names}
 

@@ -108,13 +108,13 @@ class Turns:
         self.few_tokens = min(WARM_UP_TOKENS, params.max_new_tokens)
         title = f"timing at T {params.temperature:g}:" if params.temperature else "timing, greedy:"
         cost = prefill_cost(min(asked[0].tokens, WARM_UP_PROMPT)) + self.few_tokens
-        self.warm_up = Phase(f"{title} warm-up", "warm-up", len(names) * cost)
+        self.warm_up = Phase(f"{title} warm-up", len(names) * cost)
         self.steps: list[tuple[Question, str, Phase]] = []
         for number, one in enumerate(asked, start=1):
             cost = (prefill_cost(one.tokens) + params.max_new_tokens) * len(one.question.turns)
             for name in names:
                 slow = TRANSFORMERS if name == "transformers" else 1
-                phase = Phase(f"{title} {name}, prompt {number} of {len(asked)}", name, slow * cost)
+                phase = Phase(f"{title} {name}, prompt {number} of {len(asked)}", slow * cost)
                 self.steps.append((one.question, name, phase))
 
     def phases(self) -> list[Phase]:

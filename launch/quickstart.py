@@ -5,7 +5,6 @@ Only the order of the commands is here. Each is printed, works alone, and says w
 
 import argparse
 import json
-import re
 import shlex
 import subprocess
 import sys
@@ -13,17 +12,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from longdraft.benchmarks.progress import Phase, TimeLeft, duration
 from longdraft.launch.console import INTERRUPTED, note, run_command
 
 ROOT = Path(__file__).resolve().parents[1]
-CONFIG, DATA, STEPS = "configs/quickstart.yaml", "data/quickstart", 120
+CONFIG, DATA = "configs/quickstart.yaml", "data/quickstart"
 PREPARE = f"--source stdlib --target smollm2-135m --seq-len 256 --max-tokens 1500000 --out {DATA}"
-
-# Seconds that the parts took on 2 quiet cores. Once one was measured on this machine, only their ratios count.
-PREPARING, STARTING, STEP, EXPORTING, DECODING, VERIFYING = 20, 20, 2.1, 15, 15, 150
-NOTHING_TO_DO = 5  # seconds of a step whose work is done already
-REPORT_EVERY = 60.0  # seconds between two lines about the remaining time
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -44,12 +37,10 @@ def _quickstart(steps: int | None) -> int:
         print(f"{report.read_text()}\nDone already: {run}/report.png, {run}/draft. Remove {run} to start over.")
         return 0
     todo = commands(run, steps)
-    prepared = (ROOT / DATA / "heldout/manifest.json").exists()
-    remaining = RemainingTime(ROOT / run, [what for what, _ in todo], steps or STEPS, prepared)
+    print(f"{len(todo)} steps" + ("" if steps else ", which take about 5 minutes on 2 quiet cores"), flush=True)
     for number, (what, command) in enumerate(todo, start=1):
-        remaining.begin(what)
-        print(f"\n[{number}/{len(todo)}] {what}\n{remaining.describe()}\n$ {shlex.join(command)}", flush=True)
-        status = call(command, remaining)
+        print(f"\n[{number}/{len(todo)}] {what}\n$ {shlex.join(command)}", flush=True)
+        status = call(command)
         if status == INTERRUPTED:
             raise KeyboardInterrupt
         if status:
@@ -59,71 +50,15 @@ def _quickstart(steps: int | None) -> int:
     return 0
 
 
-def call(command: Sequence[str], remaining: "RemainingTime") -> int:
-    """Run a command to its end and return its status, with a line about the remaining time now and then."""
+def call(command: Sequence[str]) -> int:
+    """Run a command to its end and return its status."""
     # This interpreter and the programs of its environment, whatever the caller's PATH is.
     process = subprocess.Popen([Path(sys.executable).parent / command[0], *command[1:]], cwd=ROOT)
     try:
-        while True:
-            try:
-                return process.wait(timeout=REPORT_EVERY)
-            except subprocess.TimeoutExpired:
-                remaining.report()
+        return process.wait()
     except KeyboardInterrupt:
         process.wait()  # Ctrl-C reaches the whole process group: training saves, the others end
         raise
-
-
-class RemainingTime:
-    """Estimates the remaining time from what the parts took so far; during training, from its steps."""
-
-    def __init__(self, run: Path, steps: Sequence[str], n_steps: int, prepared: bool):
-        """steps: descriptions of the five commands. n_steps: training steps. prepared: whether the data is there."""
-        self._metrics, self._prepared = run / "metrics.jsonl", prepared
-        self._trained = self._begun_at = self._steps_done()
-        self._train = steps[1]
-        training = max(0, n_steps - self._trained) * STEP
-        costs = [
-            NOTHING_TO_DO if prepared else PREPARING,
-            STARTING + training if training else NOTHING_TO_DO,
-            EXPORTING,
-            DECODING,
-            VERIFYING,
-        ]
-        self._time = TimeLeft([Phase(what, what, cost) for what, cost in zip(steps, costs, strict=True)])
-
-    def begin(self, what: str) -> None:
-        """Begin a step. The time of a step whose work was done already says nothing about the others."""
-        phase = self._time.phase
-        self._time.begin(what, measured=phase is not None and phase.cost > NOTHING_TO_DO)
-
-    def describe(self) -> str:
-        """The remaining time in one line."""
-        left = self._time.seconds()
-        if left is None:
-            planned = sum(phase.cost for phase in self._time.phases[max(self._time.number, 0) :])
-            return f"Time left for the whole: about {duration(planned)} on 2 quiet cores; measured here as it runs"
-        return f"Time left for the whole: about {duration(left)}"
-
-    def report(self) -> None:
-        """Print the remaining time after progress in training, above the bar that training draws on a terminal.
-
-        The other steps are short or, like the last one, print it themselves.
-        """
-        phase, done = self._time.phase, self._steps_done()
-        if phase is None or phase.name != self._train or done == self._trained:
-            return
-        first = self._trained == self._begun_at
-        self._time.advance((done - self._trained) * STEP + (STARTING if first else 0))
-        self._trained = done
-        note(f"\r\033[K{self.describe()}" if sys.stderr.isatty() else self.describe())
-
-    def _steps_done(self) -> int:
-        """Training steps done, according to complete lines of its metrics."""
-        if not self._metrics.exists():
-            return 0
-        steps = re.findall(r'^\{.*"step": (\d+).*\}$', self._metrics.read_text(encoding="utf-8"), re.MULTILINE)
-        return max(map(int, steps), default=0)
 
 
 def commands(run: str, steps: int | None) -> list[tuple[str, list[str]]]:
