@@ -20,7 +20,7 @@ class Progress(Watch):
         self._name, self._open = name, ExitStack()
 
     def __enter__(self) -> "Progress":
-        # Phases take turns and differ in speed, so the mean speed says most. Nothing is drawn before there is a plan.
+        # Phases take turns and differ in speed, so the mean speed says most. Nothing is drawn before the first begins.
         shown = bar(desc=self._name, bar_format=FORM, mininterval=0.5, smoothing=0, leave=False, delay=1e-9)
         self._bar = self._open.enter_context(shown)
         if sys.stderr.isatty():
@@ -33,12 +33,12 @@ class Progress(Watch):
     def plan(self, phases: Sequence[Phase]) -> None:
         self._phases, self._number = list(phases), -1
         self._ends = list(accumulate((phase.cost * phase.slow for phase in phases), initial=0.0))
-        self._bar.reset(self._ends[-1])
+        self._bar.total = self._ends[-1]
 
     def begin(self, name: str) -> None:
-        names = [phase.name for phase in self._phases]
+        names, is_first = [phase.name for phase in self._phases], self._number < 0
         self._number = names.index(name, self._number + 1)
-        self._bar.set_postfix_str(name, refresh=False)
+        self._bar.set_postfix_str(name, refresh=is_first)
         self._bar.update(self._ends[self._number] - self._bar.n)  # what the phases before have left out, too
 
     def advance(self, cost: float) -> None:

@@ -35,7 +35,7 @@ def test_a_pipe_gets_a_plain_line_now_and_then():
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120)
     lines = done.stderr.splitlines()
     assert "\r" not in done.stderr and "\033" not in done.stderr
-    assert re.fullmatch(r"bench:   0%\|[^|]+\| about \? left", lines[0])
+    assert re.fullmatch(r"bench:   0%\|[^|]+\| about \? left, part 0", lines[0])
     messages = [line for line in lines if not line.startswith("bench: ")]
     assert messages == ["a message", "a note"] * 3 + ["the end"] and len(lines) < len(messages) + 4
 
