@@ -129,7 +129,8 @@ def _read_inherited(descriptor: Any) -> Any:
         return pickle.loads(os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0))
 
 
-def _begin_worker(work: Callable[[Any], object]) -> None:
+def _begin_worker(work: Any) -> None:
+    """work: what was `_Inherited` in the process that started this one."""
     global _work
     _work = work
     threading.Thread(target=_die_with_parent, daemon=True).start()
