@@ -46,5 +46,6 @@ def bar(**options: Any) -> tqdm:
     """tqdm on standard error, redrawn on a terminal, else a line now and then. Use it as a context manager: it then
     ends its line before anything else is printed."""
     is_terminal = sys.stderr is not None and sys.stderr.isatty()
-    how = {"dynamic_ncols": True, **options} if is_terminal else {**options, "ncols": 120, "mininterval": PLAIN_EVERY}
-    return tqdm(file=_Stderr(sys.stderr, is_terminal), **how)  # pyright: ignore[reportArgumentType]
+    how = {"dynamic_ncols": True, **options} if is_terminal else {**options, "mininterval": PLAIN_EVERY}
+    # `miniters`: how often it is drawn is a matter of time alone.
+    return tqdm(file=_Stderr(sys.stderr, is_terminal), miniters=0, **how)  # pyright: ignore[reportArgumentType]

@@ -111,10 +111,7 @@ class _Inherited:
     """
 
     def __init__(self, value: object):
-        if hasattr(os, "memfd_create"):  # on Linux: needs no room on a disk
-            self._file = os.fdopen(os.memfd_create("longdraft"), "w+b")
-        else:
-            self._file = TemporaryFile()  # noqa: SIM115
+        self._file = TemporaryFile()  # noqa: SIM115 - open for as long as workers are started
         self._file.write(pickle.dumps(value))
         self._file.flush()
 

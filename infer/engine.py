@@ -229,12 +229,14 @@ class Engine:
         in the slots right behind."""
         free, requests = [slot for slot, sequence in enumerate(sequences) if sequence is None], [waiting.popleft()]
         place, longest = self.pool.place(requests[0].prompt, free), len(requests[0].prompt) - 1
-        while waiting and (left := [slot for slot in free if not place.slot <= slot < place.slot + len(requests)]):
+        free.remove(place.slot)
+        while waiting and free:
             longest = max(longest, len(waiting[0].prompt) - 1)
             if not self.pool.fits_prefill(len(requests) + 1, longest):
                 break
-            if self.pool.place(waiting[0].prompt, left).slot != place.slot + len(requests):
+            if self.pool.place(waiting[0].prompt, free).slot != place.slot + len(requests):
                 break
+            free.remove(place.slot + len(requests))
             requests.append(waiting.popleft())
         begun = [ActiveSequence(request, self.target, self.max_length, 0.0, Statistics()) for request in requests]
         begun[0].stats.taken_over = place.count  # 0 with more than one prompt

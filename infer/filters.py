@@ -6,14 +6,13 @@ their ids. Shapes: B slots, N nodes, V vocabulary.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from longdraft.infer.penalties import column
 from longdraft.infer.sampling import SamplingParams
 from longdraft.kernels import backend
-from longdraft.kernels.transfer import from_host, integers
 
 # Top-p looks at the sum over this many most probable tokens before it sorts the whole vocabulary.
 LIKELIEST = 256
@@ -29,22 +28,18 @@ class Filters:
 
     def __init__(self, params: Sequence[SamplingParams], device: torch.device):
         # A greedy slot has no filter, so its settings cannot reach its neighbours.
-        none = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "eta_cutoff": 0.0}
-        params = [p if p.temperature > 0 else replace(p, **none) for p in params]
+        sampled = [p.temperature > 0 for p in params]
+        keeps_some = [p.temperature > 0 and p.min_p + p.eta_cutoff > 0 for p in params]
 
-        def column(values: list[float], off: float) -> Tensor | None:
-            return from_host(torch.tensor(values), device)[:, None] if set(values) != {off} else None
+        def values(name: str, off: float, used: Sequence[bool]) -> list:
+            return [getattr(p, name) if is_used else off for p, is_used in zip(params, used, strict=True)]
 
-        def integer_column(values: list[int], off: int) -> Tensor | None:
-            return integers(values, device)[:, None] if set(values) != {off} else None
-
-        top_k = [p.top_k for p in params]
-        least = [p.min_tokens_to_keep if p.min_p or p.eta_cutoff else 1 for p in params]
-        self._top_k = integer_column(top_k, 0)
-        self._top_p = column([p.top_p for p in params], 1.0)
-        self._min_p = column([p.min_p for p in params], 0.0)
-        self._eta = column([p.eta_cutoff for p in params], 0.0)
-        self._least = integer_column(least, 1)
+        top_k, least = values("top_k", 0, sampled), values("min_tokens_to_keep", 1, keeps_some)
+        self._top_k = column(top_k, 0, torch.int64, device)
+        self._top_p = column(values("top_p", 1.0, sampled), 1.0, torch.float32, device)
+        self._min_p = column(values("min_p", 0.0, sampled), 0.0, torch.float32, device)
+        self._eta = column(values("eta_cutoff", 0.0, sampled), 0.0, torch.float32, device)
+        self._least = column(least, 1, torch.int64, device)
         self.limits = self._most_k, self._most_least = max(top_k), max(least)
         self.any = any(column is not None for column in self.columns)
 

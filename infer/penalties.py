@@ -25,18 +25,17 @@ class Penalties:
     """
 
     def __init__(self, params: Sequence, device: torch.device):
-        def column(name: str, dtype: torch.dtype, off: float) -> Tensor | None:
-            values = [getattr(p, name) for p in params]
-            return from_host(torch.tensor(values, dtype=dtype), device)[:, None] if set(values) != {off} else None
+        def of_all(name: str, off: float) -> Tensor | None:
+            return column([getattr(p, name) for p in params], off, torch.float32, device)
 
         self._device = device
-        self._contextual = column("contextual_penalty", torch.float32, 1.0)
+        self._contextual = of_all("contextual_penalty", 1.0)
         # The windows of slots without the penalty must not make the others' reads longer.
         windows = [p.contextual_window if p.contextual_penalty != 1 else 1 for p in params]
         self._windows, self.widest = integers(windows, device), max(windows)
-        self._repetition = column("repetition_penalty", torch.float32, 1.0)
-        self._presence = column("presence_penalty", torch.float32, 0.0)
-        self._frequency = column("frequency_penalty", torch.float32, 0.0)
+        self._repetition = of_all("repetition_penalty", 1.0)
+        self._presence = of_all("presence_penalty", 0.0)
+        self._frequency = of_all("frequency_penalty", 0.0)
         self.banned = [p.banned_token_ids for p in params] if any(p.banned_token_ids for p in params) else None
         self._ban_masks: dict[tuple[int, bool], Tensor] = {}
         self._places: dict[int, tuple[Tensor, Tensor]] = {}
@@ -212,6 +211,11 @@ class Penalties:
             self._ban_masks[key] = from_host(mask, self._device)
         mask_BV = self._ban_masks[key]
         return mask_BV if ids_R is None else mask_BV[:, ids_R]
+
+
+def column(values: Sequence[float], off: float, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+    """One number a slot, [B, 1] on the device; None if it is `off` for all of them."""
+    return from_host(torch.tensor(values, dtype=dtype), device)[:, None] if set(values) != {off} else None
 
 
 def _scale_seen(logits_BNV: Tensor, tokens_BC: Tensor, inside_BC: Tensor, penalty_B1: Tensor) -> Tensor:

@@ -66,9 +66,10 @@ def read_requests(
             )
         tokens = prompt_tokens(target, prompt, f"prompt {index}")
         _check(target, index, tokens, sampling, max_length)
-        seed = draw_seed() if sampling.seed is None else sampling.seed
+        if sampling.seed is None:
+            sampling = replace(sampling, seed=draw_seed())
         kind = Continuation if isinstance(prompt, str) else Request
-        requests.append(kind(index, tokens, replace(sampling, seed=seed)))
+        requests.append(kind(index, tokens, sampling))
     return requests
 
 

@@ -277,10 +277,7 @@ def serve(
     `ended` is set by a signal that came before the server handled signals; it then ends as soon as it has started.
     """
     service = Service(engine, settings, ended)
-    patience = drain_seconds + UNREAD_SECONDS
-    config = uvicorn.Config(
-        create_app(service), log_level="warning", access_log=False, timeout_graceful_shutdown=patience
-    )
+    config = uvicorn.Config(create_app(service), log_level="warning", access_log=False)
     service.server = server = Server(config, service.thread, drain_seconds)
     server.run([listening])
     return not service.thread.failed
@@ -291,6 +288,7 @@ class Server(uvicorn.Server):
     uvicorn itself would cut them off and log tracebacks."""
 
     def __init__(self, config: uvicorn.Config, thread: EngineThread, drain_seconds: int):
+        config.timeout_graceful_shutdown = drain_seconds + UNREAD_SECONDS
         super().__init__(config)
         self._thread, self._drain_seconds = thread, drain_seconds
 

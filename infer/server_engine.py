@@ -148,7 +148,8 @@ class EngineThread:
             self._inbox.put(index)
 
     def give_up(self) -> None:
-        """Cancel all requests that are not done; whoever waits for one of them gets Stopped."""
+        """Accept nothing more, and cancel what is not done. Whoever waits for it gets Stopped."""
+        self._closed = True
         for index, job in self._jobs.items():
             self._inbox.put(index)
             job.put(None)

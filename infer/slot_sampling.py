@@ -44,7 +44,7 @@ class SlotSampling:
         self.greedy = all(p.temperature == 0 for p in params)
         self.penalties = Penalties(params, device)
         self.filters = Filters(params, device)
-        self.temperatures = from_host(torch.tensor([p.temperature for p in params]), device)
+        self.temperatures = from_host(torch.tensor([p.temperature for p in params], dtype=torch.float32), device)
         self._sampled = self.temperatures[:, None] > 0
         self._mixed = not self.greedy and any(p.temperature == 0 for p in params)
         self._divisors = torch.where(self._sampled, self.temperatures[:, None], 1.0)

@@ -37,7 +37,7 @@ def _quickstart(steps: int | None) -> int:
         print(f"{report.read_text()}\nDone already: {run}/report.png, {run}/draft. Remove {run} to start over.")
         return 0
     todo = commands(run, steps)
-    print(f"{len(todo)} steps" + ("" if steps else ", which take about 5 minutes on 2 quiet cores"), flush=True)
+    print(f"{len(todo)} steps" + ("" if steps else ", from the start about 5 minutes on 2 quiet cores"), flush=True)
     for number, (what, command) in enumerate(todo, start=1):
         print(f"\n[{number}/{len(todo)}] {what}\n$ {shlex.join(command)}", flush=True)
         status = call(command)

@@ -10,6 +10,7 @@ class Recorder:
 
     def plan(self, phases):
         self.phases, self.done = {phase.name: phase for phase in phases}, {}
+        assert len(self.phases) == len(phases), "two phases have one name"
 
     def begin(self, name):
         self.name, self.done[name] = name, 0.0

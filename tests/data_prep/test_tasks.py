@@ -7,16 +7,11 @@ import time
 from functools import partial
 from multiprocessing import popen_spawn_posix as spawn
 
-import pytest
-
 from longdraft.data_prep.tasks import run_in_processes
 
 
-@pytest.mark.parametrize("in_memory", [True, False])
-def test_a_worker_starts_before_the_one_before_it_has_read_its_work(monkeypatch, in_memory):
+def test_a_worker_starts_before_the_one_before_it_has_read_its_work(monkeypatch):
     """Each worker is stopped at its first instruction, until all have been started."""
-    if not in_memory:
-        monkeypatch.delattr(os, "memfd_create", raising=False)
     start, workers, done = spawn.util.spawnv_passfds, list[int](), list[float]()
     late = threading.Timer(60, lambda: [os.kill(pid, signal.SIGCONT) for pid in workers])
 

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
-from longdraft.infer.server import Server, Service, Settings, create_app, serve
+from longdraft.infer.server import UNREAD_SECONDS, Server, Service, Settings, create_app, serve
 from longdraft.infer.server_protocol import Completion, parse, requests_of
 from longdraft.models.hf import load_target
 
@@ -446,7 +446,7 @@ def test_an_engine_that_fails_ends_every_answer_and_the_server(target, monkeypat
         assert service.thread.failed and service.server.should_exit
 
 
-def test_what_is_not_done_when_the_server_must_end_gets_an_error(target, monkeypatch, caplog):
+def test_what_is_not_done_when_the_server_must_end_gets_an_error(target, monkeypatch, capfd):
     with served(target, drain=0) as service, httpx.Client(timeout=60) as client, ThreadPoolExecutor(1) as pool:
         go_on, step = threading.Event(), service.engine.runner.step
         monkeypatch.setattr(service.engine.runner, "step", lambda: go_on.wait(30) and step())
@@ -458,9 +458,10 @@ def test_what_is_not_done_when_the_server_must_end_gets_an_error(target, monkeyp
             while service.thread.in_flight < 2:
                 time.sleep(0.01)
             service.server.should_exit = True
+            assert service.server.config.timeout_graceful_shutdown == UNREAD_SECONDS
             events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
         errors = events[-1]["error"], whole.result().json()["error"]
         assert whole.result().status_code == 503
         assert {error["message"] for error in errors} == {"the server stopped before this was done"}
         go_on.set()
-    assert not caplog.records
+    assert capfd.readouterr().err == ""
