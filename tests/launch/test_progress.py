@@ -78,4 +78,4 @@ def test_what_is_left_counts_slow_phases_as_longer():
 def test_a_stream_that_cannot_be_written_stops_nothing():
     with Path("/dev/full").open("w") as full:
         done = subprocess.run([sys.executable, "-c", PROGRAM], stderr=full, stdout=subprocess.PIPE, timeout=120)
-    assert done.returncode in (0, 120)  # Python's own status if its last flush fails
+    assert done.returncode == 0
