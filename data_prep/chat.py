@@ -5,9 +5,10 @@ counts what the assistant writes: everything after the prompt of its turn, up to
 turn (the first token after an answer is what stops generation), and nothing of the headers.
 
 Rendering tells where an answer begins and ends. A template that marks answers with {% generation %} is trusted. With
-any other, the conversation up to a turn is rendered with the generation prompt, and again with the answer. The first
-text must be a prefix of the second, and the answer ends with the first special token after the content. If the template
-writes no special token there, it ends with the first token of any kind; if it writes nothing, EOS is added.
+any other, the conversation up to a turn is rendered with the generation prompt, and again with the answer. What the
+second text has after the first is the answer and its end (`_answer` has the cases where it does not begin with it). The
+answer ends with the first special token after the content. If the template writes no special token there, it ends with
+the first token of any kind; if it writes nothing, EOS is added.
 
 If the whole conversation shows at each turn the same text as the conversation up to that turn, it is one sequence. If
 not (models that think drop the reasoning of earlier turns), each turn becomes a sequence of its own, with the loss on
@@ -19,6 +20,7 @@ documents.py refuses roles other than system, user and assistant, tools, and rea
 """
 
 import hashlib
+import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,7 +30,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from longdraft.data_prep.chat_template import EDGE, STAND_IN, ChatTemplate, stand_in
+from longdraft.data_prep.chat_template import EDGE, GUARD, STAND_IN, ChatTemplate, stand_in
 from longdraft.data_prep.documents import Conversation, Document, Unusable
 from longdraft.data_prep.stand_in_tokenizer import BORDER, Encoding, StandInTokenizer, stand_in_tokenizer
 from longdraft.data_prep.tokenize import Encoded, checked_eos
@@ -37,6 +39,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 Span = tuple[int, int]
+# What opens a thought at the end of a prompt. Models that think are trained to continue from there.
+THOUGHT, THOUGHT_END = re.compile(r"<think>\s*\Z"), "</think>"
 # The template for texts that the target continued (responses.py): the beginning, and right after it the continuation.
 PLAIN = "plain"
 PLAIN_TEMPLATE = (
@@ -88,9 +92,7 @@ class ChatEncoder:
         if not answers:
             self._template.render(messages)  # if the template refuses the messages, its own error says more
             raise Unusable("no_assistant_turn")
-        turns = [self._turn(messages[: i + 1]) for i in answers]
-        if document.unfinished:
-            turns[-1] = self._cut(turns[-1], messages)
+        turns = [self._turn(messages[: i + 1], document.unfinished and i == answers[-1]) for i in answers]
         whole = self._whole(messages, turns)
         if whole is not None:
             return [self._tokens(document.name, whole)]
@@ -101,46 +103,67 @@ class ChatEncoder:
         rendered = self._template.render(self._template.guarded(messages), prompt=True)
         return self._tokenizer.finish(self._tokenizer.encode(rendered.text))[0].tolist()
 
-    def _turn(self, messages: list[tuple[str, str]]) -> MarkedText:
-        """The text up to the last of these messages, which is the assistant's, with the loss on that message."""
-        prompt = self._template.render(messages[:-1], prompt=True)
-        complete = self._template.render(messages)
-        if self._template.marks_answers:
-            spans = complete.marked[len(prompt.marked) :]  # the spans before belong to earlier turns
-            if not spans:
-                raise Unusable("answer_not_found")
-            return MarkedText(complete.text, spans)
-        if not complete.text.startswith(prompt.text):
-            raise Unusable("prompt_not_kept")
-        begin = len(prompt.text)
-        text, end = complete.text, self._content_end(messages, complete.text)
-        if end < begin:
-            raise Unusable("answer_not_found")
-        if special := STAND_IN.search(text, end):
-            return MarkedText(text, [(begin, special.end())])
-        if end < len(text):
-            return MarkedText(text, [(begin, end + 1)])  # the token that this character is in
-        text += stand_in(self.eos_id)
-        return MarkedText(text, [(begin, len(text))])
+    def _turn(self, messages: list[tuple[str, str]], cut: bool) -> MarkedText:
+        """The text up to the last of these messages, which is the assistant's, with the loss on that message.
 
-    def _cut(self, turn: MarkedText, messages: list[tuple[str, str]]) -> MarkedText:
-        """The last turn, cut off where its content ends: an unfinished answer has no end to learn."""
-        end = self._content_end(messages, turn.text)
-        spans = [(begin, min(stop, end)) for begin, stop in turn.spans if begin < end]
+        cut: whether to end text and loss where the content ends: an unfinished answer has no end to learn."""
+        prompt = self._template.render(messages[:-1], prompt=True)
+        if self._template.marks_answers:
+            complete = self._template.render(messages)
+            text, spans = complete.text, complete.marked[len(prompt.marked) :]  # those before are of earlier turns
+            end = self._content_end(messages, text)[1] if cut else len(text)
+        else:
+            answer, end = self._answer(messages, prompt.text)
+            if special := STAND_IN.search(answer, end):
+                stop = special.end()
+            elif end < len(answer):
+                stop = end + 1  # the token that this character is in
+            else:
+                answer += stand_in(self.eos_id)
+                stop = len(answer)
+            text, end = prompt.text + answer, len(prompt.text) + end
+            spans = [(len(prompt.text), len(prompt.text) + stop)]
+        if cut:
+            text, spans = text[:end], [(begin, min(stop, end)) for begin, stop in spans if begin < end]
         if not spans:
             raise Unusable("answer_not_found")
-        return MarkedText(turn.text[:end], spans)
+        return MarkedText(text, spans)
 
-    def _content_end(self, messages: list[tuple[str, str]], text: str) -> int:
-        """Where the last message's content ends in the rendered text; -1 if that cannot be told."""
+    def _answer(self, messages: list[tuple[str, str]], prompt: str) -> tuple[str, int]:
+        """What follows the prompt once the last of these messages has answered it, and where in it the content ends.
+
+        Usually that is what the template writes, but some templates (DeepSeek-R1's) drop a thought that their prompt
+        opens, so the rest of that thought and the answer are taken from the content. Others (Mistral v0.3's) show the
+        system message in the last message only, if that is a question; the answer is then rendered without it."""
+        complete, content = self._template.render(messages).text, messages[-1][1]
+        opened = THOUGHT.search(prompt)
+        if opened and THOUGHT_END in content:
+            place, end = self._content_end(messages, complete)
+            content = content[:place].replace(GUARD, "")
+            starts_alike = content.startswith(opened[0])
+            written = content[len(opened[0]) :] if starts_alike else re.sub(r"\A\s*<think>", "", content)
+            return written + complete[end:], len(written)
+        if complete.startswith(prompt):
+            end = self._content_end(messages, complete)[1] - len(prompt)
+            if end < 0:
+                raise Unusable("answer_not_found")
+            return complete[len(prompt) :], end
+        if messages[0][0] == "system" and len(messages) > 2:
+            return self._answer(messages[1:], self._template.render(messages[1:-1], prompt=True).text)
+        detail = "has an answer without the thought that the prompt opens; let the target answer (prepare regenerate)"
+        raise Unusable("prompt_not_kept", detail if opened else "")
+
+    def _content_end(self, messages: list[tuple[str, str]], text: str) -> tuple[int, int]:
+        """The end of the last message's content, without trailing blanks if possible: its place in the content, and in
+        the rendered text. Raises Unusable if that cannot be told."""
         content = messages[-1][1]
         # Mark the end before the trailing blanks, which many templates strip. If that fails, mark it after them:
         # Qwen3's template strips the blanks of an answer that is all thought as leading ones.
         for place in (len(content.rstrip()), len(content)):
             probed = self._template.render(messages, mark_at=place)
             if probed.text == text and len(probed.answer_ends) == 1:
-                return probed.answer_ends[0]
-        return -1
+                return place, probed.answer_ends[0]
+        raise Unusable("answer_not_found")
 
     def _whole(self, messages: list[tuple[str, str]], turns: list[MarkedText]) -> MarkedText | None:
         """The whole conversation as one text, or None if it shows a turn differently from the turn alone."""

@@ -39,7 +39,7 @@ BAD_CONVERSATION = (
     "too_short",  # a text to continue that ends within its beginning
     "noncharacter",
     "refused_by_template",  # two assistant turns in a row, or a system message for a model without them
-    "prompt_not_kept",  # the generation prompt is no prefix of the rendered answer (it opens a thought, for example)
+    "prompt_not_kept",  # the rendered answer does not follow the prompt (which opens a thought, and there is none)
     "answer_not_found",  # the template left the answer out, or repeated it
     "special_token_in_text",  # the tokenizer turns plain text into a control token despite all settings
 )

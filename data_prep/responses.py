@@ -7,13 +7,12 @@ conversation, and an answer counts only if chat.py finds it again, so that `prep
 """
 
 import hashlib
-import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from tokenizers import Tokenizer
 
-from longdraft.data_prep.chat import PLAIN_TEMPLATE, ChatEncoder
+from longdraft.data_prep.chat import PLAIN_TEMPLATE, THOUGHT, ChatEncoder
 from longdraft.data_prep.documents import (
     BAD_ANSWER,
     NONCHARACTERS,
@@ -32,8 +31,7 @@ ERRORS = (*BAD_ANSWER, "refused_by_template", "prompt_not_kept", "answer_not_fou
 
 Message = tuple[str, str | None]  # role and content; None: an answer that is still due
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what a tokenizer decodes bytes to that are no whole character
-# What opens a thought at the end of a prompt, and in how many of its last tokens to look for that.
-THOUGHT, THOUGHT_TOKENS = re.compile(r"<think>\s*\Z"), 16
+THOUGHT_TOKENS = 16  # in how many of a prompt's last tokens to look for what opens a thought
 # Characters of a document to tokenise first, for each token of its beginning: more than tokens of text have, and far
 # fewer than a book has.
 MOST_CHARACTERS = 32
@@ -200,7 +198,7 @@ class ChatTokens:
             texts.reverse()
         prompt = self._tokenizer.decode(conversation.prompt[-THOUGHT_TOKENS:], skip_special_tokens=False)
         if opened := THOUGHT.search(prompt):  # the template opens a thought in the prompt, and expects it in the answer
-            texts.append(opened[0] + written)
+            texts.insert(0, opened[0] + written)
         text, learned = self._read_back(conversation, texts, tokens, completion.ended)
         if not completion.ended:
             # A template may add to a cut answer: Qwen3's closes an empty thought before a thought that has no end.

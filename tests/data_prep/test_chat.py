@@ -198,13 +198,13 @@ def test_other_ends_of_a_turn(smollm2):
         ("{{ ''.__class__.__mro__ }}" + CHATML, HELLO, "refused_by_template"),
         ("{% set n = namespace(__x=1) %}" + CHATML, HELLO, "refused_by_template"),
         ("{% set n = namespace(x=1) %}{% set n.__x = 1 %}" + CHATML, HELLO, "refused_by_template"),
-        (CHATML.replace("assistant\n'", "assistant\n<think>\n'"), HELLO, "prompt_not_kept"),
+        (CHATML.replace("assistant\n'", "assistant\nWell, '"), HELLO, "prompt_not_kept"),
         (CHATML.replace("m['content']", "m['role']"), HELLO, "answer_not_found"),
         (CHATML.replace("m['content']", "m['content'] + m['content']"), HELLO, "answer_not_found"),
         (CHATML.replace("m['content']", "(m['content'] | length | string) + m['content']"), HELLO, "answer_not_found"),
         (MARKED.replace("m.content + '<|im_end|>' ", "''"), HELLO, "answer_not_found"),
     ],
-    ids=["two assistants", "undefined", "endless", "sandbox", "namespace", "attribute", "opens a thought", "left out",
+    ids=["two assistants", "undefined", "endless", "sandbox", "namespace", "attribute", "opens the answer", "left out",
          "twice", "length", "empty marks"],
 )  # fmt: skip
 def test_what_has_no_sure_mask_has_none_and_says_why(smollm2, template, messages, why):
@@ -214,10 +214,101 @@ def test_what_has_no_sure_mask_has_none_and_says_why(smollm2, template, messages
     assert why in BAD_REASONS
 
 
-def test_a_prompt_that_opens_a_thought_takes_answers_that_think(smollm2):
-    opens = CHATML.replace("assistant\n' }}{% endif", "assistant\n<think>\n' }}{% endif")
-    thought = [("user", "one"), ("assistant", "<think>\na thought</think>\n1")]
-    assert answers(smollm2, thought, opens) == {"c": ["a thought</think>\n1<|im_end|>"]}
+OPENS = CHATML.replace("assistant\n' }}{% endif", "assistant\n<think>\n' }}{% endif")
+KEPT, DROPPED, SHOWN = "m['content']", "m['content'].split('</think>')[-1]", "m['content'] if loop.last else "
+ROLE = "'<|im_start|>' + m['role'] + '\n' + "
+THINKING = {  # what published templates do with an answer's thought where the prompt opens it
+    "kept": OPENS,
+    "dropped from history (QwQ)": OPENS.replace(KEPT, f"({SHOWN}{DROPPED}.lstrip('\n'))"),
+    "dropped everywhere (QwQ at first)": OPENS.replace(KEPT, f"{DROPPED}.lstrip('\n')"),
+    "dropped, blanks kept (R1)": OPENS.replace(KEPT, DROPPED),
+    "written anew (Qwen3-Thinking)": OPENS.replace(
+        ROLE + KEPT,
+        f"{ROLE}('<think>\n' + ({KEPT}.split('</think>')[0].split('<think>')[-1].strip('\n') if '</think>' in {KEPT} "
+        f"else '') + '\n</think>\n\n' if loop.last and m['role'] == 'assistant' else '') + {DROPPED}.lstrip('\n')",
+    ),
+}
+
+
+@pytest.mark.parametrize("template", THINKING.values(), ids=THINKING)
+@pytest.mark.parametrize("opening", ["<think>\n", "<think>", "", "\n<think>"], ids=repr)
+def test_a_prompt_that_opens_a_thought_is_followed_by_thought_and_answer(smollm2, template, opening):
+    """However the content begins, and whatever the template keeps. An earlier answer stands as the template has it."""
+    thought = "a thought\n</think>\n\n1"
+    messages = [
+        ("user", "one"),
+        ("assistant", opening + thought),
+        ("user", "two"),
+        ("assistant", opening + "b</think>2"),
+    ]
+    encoded = encoder_of(smollm2, template).encode_document(Conversation("c", b"", tuple(messages)))
+    places = [1, 3] if len(encoded) > 1 else [3]
+    for one, i in zip(encoded, places, strict=True):
+        *_, (start, _) = one.spans
+        assert one.tokens[:start].tolist() == reference(smollm2, messages[:i], template, add_generation_prompt=True)
+    if len(encoded) > 1:
+        assert answers(smollm2, messages, template) == {
+            "c#1": [f"{thought}<|im_end|>"],
+            "c#2": ["b</think>2<|im_end|>"],
+        }
+    else:
+        assert template == OPENS and opening == "<think>\n"
+        assert answers(smollm2, messages, template) == {"c": [f"{thought}<|im_end|>", "b</think>2<|im_end|>"]}
+
+
+@pytest.mark.parametrize("template", THINKING.values(), ids=THINKING)
+@pytest.mark.parametrize(
+    ("content", "learned"),
+    [("<think>\nwithin", "within"), ("<think>\na thought</think>\nbegun ", "a thought</think>\nbegun")],
+)
+def test_an_unfinished_answer_behind_an_opened_thought_has_no_end(smollm2, template, content, learned):
+    document = Conversation("c", b"", (("user", "one"), ("assistant", content)), unfinished=True)
+    if "else ''" in template and "</think>" not in content:
+        learned = "\n</think>\n\n<think>\nwithin"  # Qwen3's template closes an empty thought first
+    (one,) = encoder_of(smollm2, template).encode_document(document)
+    ((start, stop),) = one.spans
+    assert text(smollm2, one.tokens[start:stop]) == learned and stop == len(one.tokens)
+
+
+def test_an_answer_without_the_thought_that_the_prompt_opens(smollm2):
+    """It is refused with the remedy, unless the template itself writes an empty thought."""
+    for name, template in THINKING.items():
+        if "written anew" in name:
+            said = {"c": ["\n</think>\n\nA boat, but large.<|im_end|>"]}
+            assert answers(smollm2, HELLO, template) == said
+            continue
+        for messages in (HELLO, [("system", "s"), *HELLO]):
+            with pytest.raises(Unusable) as error:
+                answers(smollm2, messages, template)
+            assert error.value.why == "prompt_not_kept" and "regenerate" in error.value.detail
+
+
+# Mistral v0.3 as published: the system message stands in the last message, if that is a question.
+MISTRAL = (
+    "{% if messages[0].role == 'system' %}{% set system, rest = messages[0].content, messages[1:] %}{% else %}"
+    "{% set rest = messages %}{% endif %}{{ bos_token }}{% for m in rest %}{% if m.role == 'user' %}"
+    "{% if loop.last and system is defined %}{{ '[INST] ' + system + '\n\n' + m.content + '[/INST]' }}{% else %}"
+    "{{ '[INST] ' + m.content + '[/INST]' }}{% endif %}{% elif m.role == 'assistant' %}"
+    "{{ ' ' + m.content | trim + eos_token }}{% else %}{{ raise_exception('only user and assistant') }}{% endif %}"
+    "{% endfor %}"
+)
+
+
+def test_a_system_message_that_stands_in_the_last_question(smollm2):
+    """Each answer follows the prompt that decoding gets, which has the system message in another place."""
+    messages = [("system", "Answer briefly."), *TWO_TURNS]
+    found = encoder_of(smollm2, MISTRAL).encode_document(Conversation("c", b"", tuple(messages)))
+    first, second = "What is a ship?[/INST]", "And a boat?[/INST] A ship, but small. 🙂<|im_end|>"
+    assert [text(smollm2, one.tokens) for one in found] == [
+        f"<|im_start|>[INST] Answer briefly.\n\n{first} A boat, but large.<|im_end|>",
+        f"<|im_start|>[INST] {first} A boat, but large.<|im_end|>[INST] Answer briefly.\n\n{second}",
+    ]
+    said = {"c#1": [" A boat, but large.<|im_end|>"], "c#2": [" A ship, but small. 🙂<|im_end|>"]}
+    assert answers(smollm2, messages, MISTRAL) == said
+    for one, i in zip(found, (2, 4), strict=True):
+        prompt = reference(smollm2, messages[:i], MISTRAL, add_generation_prompt=True)
+        assert one.tokens[: one.spans[0][0]].tolist() == prompt
+    assert list(answers(smollm2, TWO_TURNS, MISTRAL)) == ["c"]  # without a system message nothing moves
 
 
 def test_a_greeting_is_context_that_is_not_learned(smollm2):

@@ -435,13 +435,46 @@ def test_a_cut_answer_that_its_template_changes_is_left_out(config, tiny_tokeniz
     assert [m["content"] for m in kept["messages"]] == ["behind", "<think>short</think>and then"]
 
 
-def test_a_prompt_that_opens_a_thought_gives_its_opening_to_the_answer(config, run, tiny_tokenizer, tmp_path):
-    """Like QwQ's, this template writes an answer as it is, and its prompt begins the answer."""
-    opens = CHATML.replace("assistant\n' }}{% endif", "assistant\n<think>\n' }}{% endif")
-    write(tmp_path / "chats.jsonl", [[user("q")]])
-    manifest = run(config, Speaker(tiny_tokenizer, {"q": "a thought\n</think>\nHello"}), opens)
-    assert manifest["success"] == 1 and manifest["reread"] == 0
-    assert records(config.out)[0]["messages"][-1]["content"] == "<think>\na thought\n</think>\nHello"
+OPENS = CHATML.replace("assistant\n' }}{% endif", "assistant\n<think>\n' }}{% endif")
+DROPPED = "m.content.split('</think>')[-1]"
+# Mistral v0.3's: the system message stands in the last message, if that is a question.
+IN_LAST_QUESTION = (
+    "{% for m in messages if m.role != 'system' %}{% if m.role == 'user' %}<|start|>user\n"
+    "{{ (messages[0].content + ': ' if loop.last and messages[0].role == 'system' else '') + m.content + '<|end|>' }}"
+    "{% else %}{{ m.content | trim + '<|end|>' }}{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        OPENS,
+        OPENS.replace("m.content", f"(m.content if loop.last else {DROPPED}.lstrip('\n'))"),
+        OPENS.replace("m.content", DROPPED),
+        IN_LAST_QUESTION,
+    ],
+    ids=["keeps thoughts", "QwQ", "DeepSeek-R1", "Mistral v0.3"],
+)
+def test_targets_whose_template_changes_a_turn_once_it_is_answered(config, run, tiny_tokenizer, tmp_path, template):
+    """Each prompt is what the target would see, and `prepare` learns exactly what it wrote there."""
+    opening = "<think>\n" if "<think>" in template else ""
+    said = {"one": "a thought\n</think>\n\nHello", "two": "\nshort</think>x"} if opening else {"brief: two": "2"}
+    write(tmp_path / "chats.jsonl", [[system("brief"), user("one"), assistant(), user("two")]])
+    speaker, encoder = Speaker(tiny_tokenizer, said), make_chat_encoder(tiny_tokenizer, template)
+    manifest = run(config, speaker, template)
+    assert (manifest["success"], manifest["answers"], manifest["reread"]) == (1, 2, 0)
+    (record,) = records(config.out)
+    contents = [message["content"] for message in record["messages"] if message["role"] == "assistant"]
+    if opening:
+        assert contents == [opening + text for text in said.values()]
+    encoded = encoder.encode_document(*ChatFormat("messages").documents("c", record))
+    assert len(encoded) == (1 if template == OPENS else 2)
+    spans = [(one, *span) for one in encoded for span in one.spans]
+    for ((prompt, _),), content, (one, start, stop) in zip(speaker.calls, contents, spans, strict=True):
+        assert tiny_tokenizer.decode(one.tokens[:start], clean_up_tokenization_spaces=False) == prompt
+        learned = tiny_tokenizer.decode(one.tokens[start:stop], clean_up_tokenization_spaces=False)
+        assert opening + learned == content + "<|end|>"
+    assert ("a thought" in speaker.calls[1][0][0]) == (template == OPENS)
 
 
 def test_a_first_part_that_fails_as_one_stops_the_call(config, run, tiny_tokenizer, chats):

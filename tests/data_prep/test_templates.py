@@ -36,6 +36,10 @@ LLAMA = ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_h
 CHATML = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 Messages = list[tuple[str, str]]
 TOOLS = ["<tool_call>", "</tool_call>"]
+THINK = ["<think>", "</think>"]
+# DeepSeek's marks are written with U+FF5C.
+DEEPSEEK_BOS, DEEPSEEK_EOS = "<\uff5cbegin▁of▁sentence\uff5c>", "<\uff5cend▁of▁sentence\uff5c>"
+DEEPSEEK_ROLES = ["<\uff5cUser\uff5c>", "<\uff5cAssistant\uff5c>"]  # which are no control tokens there
 # How Llama 3 and Qwen split a text before BPE: a run of line ends is never split, whatever follows it.
 LINE_ENDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -46,21 +50,24 @@ LINE_ENDS = (
 @dataclass(frozen=True)
 class Family:
     """special: control tokens. plain: tokens that the family's tokenizer adds without calling them special. splits: its
-    regular expression, None for SmolLM2's own."""
+    regular expression, None for SmolLM2's own. opens: whether the prompt opens a thought, so that answers need one."""
 
     bos: str | None
     eos: str
     special: list[str]
     plain: list[str] = field(default_factory=list)
     splits: str | None = None
+    opens: bool = False
 
 
 FAMILIES = {
     "llama-3": Family("<|begin_of_text|>", "<|eot_id|>", LLAMA, splits=LINE_ENDS),
     "llama-3.1": Family("<|begin_of_text|>", "<|eot_id|>", [*LLAMA, "<|eom_id|>", "<|python_tag|>"], splits=LINE_ENDS),
     "qwen2.5": Family(None, "<|im_end|>", CHATML, TOOLS, LINE_ENDS),
-    "qwen3": Family(
-        None, "<|im_end|>", CHATML, [*TOOLS, "<tool_response>", "</tool_response>", "<think>", "</think>"], LINE_ENDS
+    "qwen3": Family(None, "<|im_end|>", CHATML, [*TOOLS, "<tool_response>", "</tool_response>", *THINK], LINE_ENDS),
+    "qwq": Family(None, "<|im_end|>", CHATML, [*TOOLS, *THINK], LINE_ENDS, opens=True),
+    "deepseek-r1": Family(
+        DEEPSEEK_BOS, DEEPSEEK_EOS, [DEEPSEEK_BOS, DEEPSEEK_EOS], [*DEEPSEEK_ROLES, *THINK], LINE_ENDS, opens=True
     ),
     "vicuna": Family("<s>", "</s>", ["<unk>", "<s>", "</s>"]),
     "smollm2": Family("<|im_start|>", "<|im_end|>", CHATML),
@@ -155,6 +162,17 @@ def theirs(tokenizer: PreTrainedTokenizerFast, messages: Messages, **kwargs) -> 
     return tokenizer.apply_chat_template(chat, return_dict=False, **kwargs)
 
 
+def sequence_text(family: Loaded, messages: Messages) -> str:
+    """The rendering of transformers, but with the last answer's thought if the prompt opens it: DeepSeek-R1's template
+    drops that."""
+    if not FAMILIES[family.name].opens:
+        return theirs(family.tokenizer, messages, tokenize=False)
+    prompt = theirs(family.tokenizer, messages[:-1], tokenize=False, add_generation_prompt=True)
+    assert prompt.endswith("<think>\n") and messages[-1][1].startswith("<think>\n")
+    line_end = "\n" if family.name == "qwq" else ""
+    return prompt + messages[-1][1].removeprefix("<think>\n") + FAMILIES[family.name].eos + line_end
+
+
 def shown_by(one: Encoded, messages: Messages) -> tuple[Messages, list[int]]:
     """The messages that a sequence shows, all or those up to its turn; and which of them its spans are."""
     answers = [i for i, (role, _) in enumerate(messages) if role == "assistant"]
@@ -191,7 +209,7 @@ def test_transformers_renders_the_same_text(family):
     for case in family.cases:
         for one, rendered in zip(encode(family, case.messages), case.rendered, strict=True):
             messages, answers = shown_by(one, case.messages)
-            assert theirs(family.tokenizer, messages, tokenize=False) == unmarked(rendered), case.name
+            assert sequence_text(family, messages) == unmarked(rendered), case.name
             # The text before each mark is the prompt that decoding gets.
             prompts = [unmarked(rendered[: found.start()]) for found in re.finditer("《", rendered)]
             assert prompts == [
@@ -201,6 +219,7 @@ def test_transformers_renders_the_same_text(family):
 
 # An answer that begins with a line end, which would form one token with the header's: decoding never sees that token.
 MELTS = {(name, "blanks at the ends, and characters of several bytes") for name in ("qwen2.5", "smollm2")}
+MELTS |= {(name, "an empty thought, and a thought that names its end#1") for name in ("qwq", "deepseek-r1")}
 
 
 def test_transformers_gives_the_same_tokens(family):
@@ -208,8 +227,9 @@ def test_transformers_gives_the_same_tokens(family):
     for case in family.cases:
         for one, rendered in zip(encode(family, case.messages), case.rendered, strict=True):
             messages, answers = shown_by(one, case.messages)
-            same = "«" not in rendered and (family.name, case.name) not in MELTS
-            assert (one.tokens.tolist() == theirs(family.tokenizer, messages)) == same, case.name
+            same = "«" not in rendered and (family.name, case.name + one.name.removeprefix("c")) not in MELTS
+            expected = family.tokenizer(sequence_text(family, messages), add_special_tokens=False)["input_ids"]
+            assert (one.tokens.tolist() == expected) == same, case.name
             if "«" in rendered:
                 continue
             for (start, _), i in zip(one.spans, answers, strict=True):
@@ -259,16 +279,18 @@ def conversation(opening: list[str], turns: list[tuple[str, str]], closing: list
 @settings(max_examples=60, deadline=None)
 @given(openings, turns, closings)
 def test_any_content_is_rendered_and_marked(family, opening, turns, closing):
+    if FAMILIES[family.name].opens:
+        turns = [(question, f"<think>\n{answer}</think>{answer}") for question, answer in turns]
     messages, end = conversation(opening, turns, closing), FAMILIES[family.name].eos
     found = encode(family, messages)
     assert sum(len(one.spans) for one in found) == len(turns)
     for one in found:
         shown, answers = shown_by(one, messages)
-        assert decode(family, one.tokens) == theirs(family.tokenizer, shown, tokenize=False)
+        assert decode(family, one.tokens) == sequence_text(family, shown)
         for (start, stop), i in zip(one.spans, answers, strict=True):
             prompt = theirs(family.tokenizer, shown[:i], tokenize=False, add_generation_prompt=True)
             assert decode(family, one.tokens[:start]) == prompt
-            turn = theirs(family.tokenizer, shown[: i + 1], tokenize=False)
+            turn = sequence_text(family, shown[: i + 1])
             assert prompt + decode(family, one.tokens[start:stop]) == turn[: turn.rindex(end) + len(end)]
 
 
