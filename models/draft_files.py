@@ -17,13 +17,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from longdraft.models.files import file_digest, sync, write_tensors
+from longdraft.models.files import damage_named, file_digest, sync, write_tensors
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 # The folder, inside the final one, that both files are written in. A kill may leave it; the next export removes it.
 STAGED = ".export.tmp"
 # Fields that tell a config.json of ours: of a draft folder, and of an export for vLLM.
 OURS = ({"format_version", "method"}, {"longdraft", "model_type"})
+AGAIN = "copy it again, or export again"
 # A config.json has a few kilobytes. What is larger is not read.
 MOST_BYTES = 2**24
 
@@ -161,7 +162,7 @@ def read_header(folder: Path) -> dict[str, Entry]:
     path = folder / WEIGHTS
     if not path.is_file():
         raise ValueError(f"draft: {folder} holds no {WEIGHTS}; copy the whole folder, or export again")
-    with _damage_named(path), safe_open(path, "pt") as opened:
+    with damage_named(path, remedy=AGAIN), safe_open(path, "pt") as opened:
         slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (not a dict)
         return {name: Entry(tuple(tensor.get_shape()), tensor.get_dtype()) for name, tensor in slices.items()}
 
@@ -174,7 +175,7 @@ def read_weights(folder: Path, expected: str | None) -> dict[str, Tensor]:
     Raises: ValueError if the file is damaged, has another digest, or has a weight that is not finite.
     """
     path = folder / WEIGHTS
-    with _damage_named(path):
+    with damage_named(path, remedy=AGAIN):
         weights = load_file(path)
     found = None if expected is None else file_digest(path)  # after reading: a replaced file never comes back
     if found != expected:
@@ -184,17 +185,6 @@ def read_weights(folder: Path, expected: str | None) -> dict[str, Tensor]:
         )
     check_finite(weights, str(path))
     return weights
-
-
-@contextmanager
-def _damage_named(path: Path) -> Iterator[None]:
-    """Turn errors of reading the file at `path` into a ValueError that names it."""
-    try:
-        yield
-    except SafetensorError as error:
-        raise ValueError(f"{path}: damaged ({error}); copy it again, or export again") from error
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read: {error.strerror}") from error
 
 
 def check_finite(weights: Mapping[str, Tensor], where: str) -> None:

@@ -1,12 +1,15 @@
-"""Writes files so that they are there whole or not at all, with the permissions that the umask gives.
+"""Writes files so that they are there whole or not at all, with the permissions that the umask gives, and names a file
+that cannot be read.
 
 Every folder may import this file: it loads neither torch nor anything of ours.
 """
 
 import errno
 import hashlib
+import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +18,8 @@ if TYPE_CHECKING:
 
 # The system's errors for a full disk, a quota and too large a file.
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# The beginning of the text that Git LFS leaves in place of a file that it has not fetched.
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
@@ -37,6 +42,42 @@ def write_tensors(tensors: "Mapping[str, Tensor]", path: Path, metadata: dict[st
     mode = path.stat().st_mode  # as the umask, or the folder's default ACL, gives
     save_file(dict(tensors), path, metadata=metadata)
     path.chmod(mode & 0o7777)
+
+
+@contextmanager
+def damage_named(*files: Path, remedy: str = "fetch it again") -> Iterator[None]:
+    """Wrap the reading of these files: any error becomes a ValueError of one sentence that names the damaged file.
+
+    An empty file and a pointer of Git LFS are refused before anything is read. Of several files, those that are no JSON
+    and should be are named, or all if there are none.
+    """
+    named: tuple[Path, ...] = ()
+    try:
+        for file in files:
+            named = (file,)
+            with file.open("rb") as stream:
+                start = stream.read(len(LFS_POINTER))
+            if start == LFS_POINTER:
+                remedy = "run `git lfs pull` in its folder"
+                raise ValueError("it is a pointer of Git LFS, not the file itself")
+            if not start:
+                raise ValueError("it is empty")
+        named = ()
+        yield
+    except Exception as error:
+        named = named or tuple(file for file in files if file.suffix == ".json" and not _is_json(file)) or files
+        reason = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())
+        raise ValueError(
+            f"{', '.join(map(str, named))}: cannot be read ({reason or type(error).__name__}); {remedy}"
+        ) from error
+
+
+def _is_json(file: Path) -> bool:
+    try:
+        json.loads(file.read_bytes())
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def sync(path: Path) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig
 
+from longdraft.models.files import damage_named
 from longdraft.models.hf_config import decoder_config
 from longdraft.models.hf_weights import places
 
@@ -38,11 +39,12 @@ def _open(path: Path) -> Any:
         def data(self, mapped: np.ndarray) -> None:
             self._mapped = np.asarray(mapped)
 
-    return Reader(path)
+    with damage_named(path):
+        return Reader(path)
 
 
 class GGUFFile:
-    """An open GGUF file. Raises ValueError for an architecture or RoPE scaling that is not supported."""
+    """An open GGUF file. Raises ValueError if it is damaged, or its architecture or RoPE scaling is not supported."""
 
     def __init__(self, path: Path):
         self.path = path

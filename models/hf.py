@@ -5,7 +5,7 @@ configuration means (hf_config.py), tensor names (hf_weights.py), a model that i
 """
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from importlib.util import find_spec
@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrained
 from longdraft.models.decoder import Decoder
 from longdraft.models.decoder_config import DecoderConfig
 from longdraft.models.device import check_device
+from longdraft.models.files import damage_named
 from longdraft.models.fingerprint import fingerprint, sampled_layers, weights_hash
 from longdraft.models.gguf_file import GGUFFile
 from longdraft.models.hf_config import SUPPORTED, decoder_config, end_tokens, not_supported
@@ -108,7 +109,9 @@ def load_through_transformers(
     if location.suffix == ".gguf":
         hf_config = GGUFFile(location).family_config()
     else:
-        hf_config = AutoConfig.from_pretrained(location, trust_remote_code=False)
+        hf_config = _hf_config(location)
+        for _ in folder_tensors(location, lambda name: False):
+            pass  # a damaged file is named
     text_alone = hf_config is hf_config.get_text_config()
     known = decoder_config(hf_config) if hf_config.model_type in SUPPORTED and text_alone else None
     read = partial(load_transformers, location, dtype)
@@ -180,9 +183,15 @@ def _tokenizer(location: Path) -> Any:
     """The tokenizer of a .gguf file or folder; None for a folder without one."""
     if location.suffix == ".gguf":
         # AutoTokenizer would find the same class, but read the file's metadata a third time for it.
-        return PreTrainedTokenizerFast.from_pretrained(location.parent, gguf_file=location.name)
-    has_tokenizer = any((location / file).exists() for file in TOKENIZER_FILES)
-    return AutoTokenizer.from_pretrained(location, trust_remote_code=False) if has_tokenizer else None
+        with damage_named(location):
+            return PreTrainedTokenizerFast.from_pretrained(location.parent, gguf_file=location.name)
+    found = {name: location / name for name in TOKENIZER_FILES if (location / name).exists()}
+    if not found:
+        return None
+    if "tokenizer.json" in found:  # the older forms beside it are not read
+        found = {name: path for name, path in found.items() if name not in ("tokenizer.model", "vocab.json")}
+    with damage_named(*found.values()):
+        return AutoTokenizer.from_pretrained(location, trust_remote_code=False)
 
 
 def load_transformers(path: str | Path, dtype: torch.dtype, gguf_file: str | None = None) -> Any:
@@ -267,14 +276,7 @@ def _open(location: Path) -> tuple[PretrainedConfig, Tensors]:
     if location.suffix == ".gguf":
         opened = GGUFFile(location)
         return opened.config(), lambda wanted=None: opened.tensors()
-    # Before AutoConfig, so that an unknown architecture gets our message.
-    model_type = json.loads((location / "config.json").read_text()).get("model_type")
-    if model_type not in SUPPORTED:
-        raise ValueError(
-            f"{location}: {not_supported(model_type)}; others may work through transformers (in training "
-            "target.loader=transformers, in generate and serve --loader transformers)"
-        )
-    hf_config = AutoConfig.from_pretrained(location, trust_remote_code=False)
+    hf_config = _hf_config(location, SUPPORTED)
     try:
         quantisation = read_quantisation(hf_config)
     except ValueError as error:
@@ -282,6 +284,23 @@ def _open(location: Path) -> tuple[PretrainedConfig, Tensors]:
     if quantisation is None:
         return hf_config, partial(folder_tensors, location)
     return hf_config, partial(_dequantised, location, hf_config, quantisation)
+
+
+def _hf_config(folder: Path, supported: Container[str] | None = None) -> PretrainedConfig:
+    """The configuration of a folder, of one of the `supported` architectures (None: any).
+
+    Raises ValueError, before transformers reads it, for another architecture.
+    """
+    path = folder / "config.json"
+    with damage_named(path):
+        model_type = json.loads(path.read_text()).get("model_type")
+    if supported is not None and model_type not in supported:
+        raise ValueError(
+            f"{folder}: {not_supported(model_type)}; others may work through transformers (in training "
+            "target.loader=transformers, in generate and serve --loader transformers)"
+        )
+    with damage_named(path):
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
 
 
 def _dequantised(
@@ -297,4 +316,7 @@ def _dequantised(
 
 def _eos_ids(location: Path, hf_config: PretrainedConfig) -> tuple[int, ...]:
     generation = location / "generation_config.json"
-    return end_tokens(hf_config, json.loads(generation.read_text()) if generation.exists() else {})
+    if not generation.exists():
+        return end_tokens(hf_config, {})
+    with damage_named(generation):
+        return end_tokens(hf_config, json.loads(generation.read_text()))

@@ -5,6 +5,7 @@ finding files (hf.py), reading configurations (hf_config.py), dequantising (quan
 """
 
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -17,11 +18,16 @@ from torch import Tensor, nn
 
 from longdraft.models.decoder import Decoder
 from longdraft.models.decoder_config import DecoderConfig, ExpertsConfig
+from longdraft.models.files import damage_named
 
 # TokenSwift's authors publish target and heads as one checkpoint; these tensors are the heads'.
 TOKENSWIFT_HEADS = "model.medusa_layers."
 # The image encoder of Gemma 3's larger models.
 OF_IMAGES = tuple(f"{prefix}{part}." for prefix in ("", "model.") for part in ("vision_tower", "multi_modal_projector"))
+# Scales of activations and of fp8 caches, which a target in a plain dtype does not need: `input_scale` (all),
+# `self_attn.kv_scale` (AutoFP8), `self_attn.k_scale`, `q_scale` (llm-compressor), `k_proj.k_scale` (ModelOpt),
+# `k_proj.output_scale` (Quark, older llm-compressor), `prob_output_scale` (Quark), `attn.prob_scale` (vLLM).
+OF_ACTIVATIONS = re.compile(r"\.(input|activation|(prob_)?output|prob|kv|[qkv])_(scale|zero_point)$")
 # A layer's norms: Hugging Face's names to ours. Gemma's post_attention_layernorm is another norm than a Llama's.
 NORMS = {"input_layernorm": "attention_norm", "post_attention_layernorm": "mlp_norm"}
 GEMMA_NORMS = {
@@ -179,7 +185,8 @@ def fill(
                 problems.extend(_copy(tensor, name, table[name], parameters[parameter]))
 
     for name, tensor in tensors:
-        if name.endswith("rotary_emb.inv_freq") or name.startswith((TOKENSWIFT_HEADS, *OF_IMAGES)):
+        is_left_out = name.startswith((TOKENSWIFT_HEADS, *OF_IMAGES)) or OF_ACTIVATIONS.search(name)
+        if is_left_out or name.endswith("rotary_emb.inv_freq"):
             continue  # old checkpoints carry the RoPE table
         name = canonical(name)
         if decoder.config.tie_embeddings and name == "lm_head.weight":
@@ -226,26 +233,28 @@ def folder_tensors(folder: Path, wanted: Callable[[str], bool] | None = None) ->
     Args:
         wanted: says by a tensor's name whether to read it; safetensors that are not read come on the meta device, with
             their shape alone. None: read all.
-    Raises: ValueError if there are no weights or a shard of the index is missing.
+    Raises: ValueError if there are no weights, a shard of the index is missing or a file cannot be read.
     """
     for stem, suffix in (("model", "safetensors"), ("pytorch_model", "bin")):
         index = folder / f"{stem}.{suffix}.index.json"
         if (folder / f"{stem}.{suffix}").exists():
             files = [folder / f"{stem}.{suffix}"]
         elif index.exists():
-            files = [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+            with damage_named(index):
+                files = [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
         else:
             continue
         absent = [file.name for file in files if not file.exists()]
         if absent:
-            raise ValueError(f"{folder} lacks shards that {index.name} lists: {', '.join(absent)}")
+            raise ValueError(f"{folder} lacks shards that {index.name} lists; fetch them: {', '.join(absent)}")
         for file in files:
-            if suffix == "safetensors":
-                yield from _safetensors(file, wanted)
-            else:
-                yield from torch.load(file, map_location="cpu", weights_only=True, mmap=True).items()
+            with damage_named(file):
+                if suffix == "safetensors":
+                    yield from _safetensors(file, wanted)
+                else:
+                    yield from torch.load(file, map_location="cpu", weights_only=True, mmap=True).items()
         return
-    raise ValueError(f"{folder} holds no weights: expected model.safetensors, pytorch_model.bin or their index.json")
+    raise ValueError(f"{folder} holds no weights; fetch model.safetensors, pytorch_model.bin or one's index and shards")
 
 
 def _safetensors(file: Path, wanted: Callable[[str], bool] | None) -> Iterator[tuple[str, Tensor]]:

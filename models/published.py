@@ -11,7 +11,6 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
 from longdraft.models.draft_files import CONFIG, check_out, read_config
@@ -64,13 +63,10 @@ def convert(
     merged = _is_merged(place)
     if merged and norms is not None:
         raise ValueError("norms: those of a LongSpec draft, and this is TokenSwift's checkpoint; leave them out")
-    try:
-        if merged:
-            draft, entry, path = _tokenswift(place, name, target, gguf_file)
-        else:
-            draft, entry, path = _longspec(place, name, target, gguf_file, norms)
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"{place}: its weights cannot be read ({error}); download it again") from error
+    if merged:
+        draft, entry, path = _tokenswift(place, name, target, gguf_file)
+    else:
+        draft, entry, path = _longspec(place, name, target, gguf_file, norms)
     block = isinstance(draft.config, LongSpecConfig)
     info = DraftInfo(
         target=entry,

@@ -4,18 +4,17 @@ It was written from descriptions of the authors' program, and tested on files th
 one. The block is in drafts/longspec.py, the list of published drafts in published.py.
 """
 
-import pickle
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
 from longdraft.models.drafts.longspec import LongSpec, LongSpecConfig
+from longdraft.models.files import damage_named
 
 # Anything before these names is a prefix (`glide.`, `draft_model.`, ...). Cross-attention's k and v were never used.
 PARTS = re.compile(r"(?:^|\.)((?:self|cross)_attn\.[qkvo]_proj|mlp\.(?:gate|up|down)_proj)\.(weight|bias)$")
@@ -67,12 +66,10 @@ def load_published(
 
 def read_file(path: Path) -> Mapping[str, Tensor]:
     """Read a file's tensors by name, also from a dict whose only entry holds them."""
-    try:
+    with damage_named(path):
         if path.suffix == ".safetensors":
             return load_file(path)
         content: Any = torch.load(path, map_location="cpu", weights_only=True)
-    except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        raise ValueError(f"{path}: cannot be read as a state dict ({error}); download it again") from error
     while isinstance(content, Mapping) and len(content) == 1 and isinstance(next(iter(content.values())), Mapping):
         content = next(iter(content.values()))
     if not isinstance(content, Mapping) or not all(isinstance(value, Tensor) for value in content.values()):

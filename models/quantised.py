@@ -9,7 +9,7 @@
 | mxfp4 | pairs of FP4 numbers, 32 numbers per exponent (OCP Microscaling 1.0); experts' [E, K, N] | gpt-oss |
 
 Tensors are read one at a time, and a weight is yielded once all tensors that make it have come. Scales of activations
-are left out: a draft is trained with a target that computes in a plain dtype.
+are yielded as they are, and hf_weights.py leaves them out.
 Shapes: N outputs, K inputs, G groups of inputs, W int32 words, E experts, B bytes of a group.
 """
 
@@ -24,8 +24,6 @@ from torch import Tensor
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-# Tensors of a quantised layer that are not about its weight.
-OF_ACTIVATIONS = ("input_scale", "input_zero_point", "activation_scale", "k_scale", "v_scale")
 REMEDY = "take the checkpoint that was quantised, or one of another form"
 
 
@@ -40,7 +38,7 @@ class Quantisation:
     description: str
     parts: tuple[str, ...]
     value: Callable[..., Tensor]
-    ignored: tuple[str, ...] = OF_ACTIVATIONS
+    ignored: tuple[str, ...] = ()
 
     def dequantised(self, tensors: Iterable[tuple[str, Tensor]], source: str) -> Iterator[tuple[str, Tensor]]:
         """The tensors of the checkpoint that was quantised, by their names there. Works on the meta device too.
@@ -78,7 +76,7 @@ def _split(name: str) -> tuple[str, str]:
 
 
 def read_quantisation(hf_config: Any) -> Quantisation | None:
-    """How the checkpoint is quantised, from the configuration's `quantization_config`; None if it has none.
+    """How the weights are quantised, from the configuration's `quantization_config`; None if they are not.
 
     Raises ValueError, with the field and its supported values, for a form that is not supported.
     """
@@ -113,9 +111,11 @@ def _fp8_value(block: tuple[int, int] | None) -> Callable[..., Tensor]:
     return lambda weight_NK, scale: weight_NK.float() * _expand_scale(scale, weight_NK, block)
 
 
-def _compressed(fields: Mapping[str, Any]) -> Quantisation:
+def _compressed(fields: Mapping[str, Any]) -> Quantisation | None:
+    weights = [group["weights"] for group in fields["config_groups"].values() if group.get("weights")]
+    if not weights:  # only the cache is quantised
+        return None
     form = _one_of(fields, "format", "float-quantized", "naive-quantized", "pack-quantized")
-    weights = [group["weights"] for group in fields["config_groups"].values()]
     if any(group != weights[0] for group in weights):
         raise ValueError(f"quantization_config: config_groups has {len(weights)} kinds of weights; {REMEDY}")
     bits, kind = weights[0]["num_bits"], weights[0]["type"]
@@ -128,8 +128,7 @@ def _compressed(fields: Mapping[str, Any]) -> Quantisation:
             numbers = _unpacked(words, bits).flatten(1) - (1 << (bits - 1))
             return numbers * _expand_scale(scale, numbers, None)
 
-        ignored = (*OF_ACTIVATIONS, "weight_shape")
-        return Quantisation(f"integers of {bits} bits", ("weight_packed", "weight_scale"), packed, ignored)
+        return Quantisation(f"integers of {bits} bits", ("weight_packed", "weight_scale"), packed, ("weight_shape",))
     if (kind, bits) != ("float", 8):
         raise ValueError(
             f"quantization_config: weights are {kind} of {bits} bits; supported: float of 8 bits; {REMEDY}"
@@ -166,7 +165,7 @@ def _gptq(fields: Mapping[str, Any]) -> Quantisation:
         return ((q_KN - z_GN[group_K]) * scales_GN.float()[group_K]).T
 
     parts, index = ("qweight", "qzeros", "scales"), ("g_idx",)
-    parts, ignored = (parts, (*OF_ACTIVATIONS, *index)) if in_order else ((*parts, *index), OF_ACTIVATIONS)
+    parts, ignored = (parts, index) if in_order else ((*parts, *index), ())
     return Quantisation(f"gptq of {bits} bits", parts, value, ignored)
 
 

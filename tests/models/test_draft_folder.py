@@ -161,7 +161,7 @@ def test_damaged_weights_are_named(folder):
     assert "extra" in str(error.value) and first in str(error.value)
 
     (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:100])
-    with pytest.raises(ValueError, match=r"model\.safetensors: damaged .* export again"):
+    with pytest.raises(ValueError, match=r"model\.safetensors: .* export again"):
         load_draft(folder)
     (folder / WEIGHTS).unlink()
     with pytest.raises(ValueError, match=r"holds no model\.safetensors; copy the whole folder, or export again"):

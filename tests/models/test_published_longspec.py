@@ -108,7 +108,7 @@ def test_what_does_not_fit_is_named(tmp_path, target, tiny_target, drafted, thei
 def test_files_that_cannot_be_read(tmp_path, target):
     for name in ("d.pth", "d.safetensors", "empty.pth"):
         (tmp_path / name).write_bytes(b"" if "empty" in name else b"<html>not found</html>")
-        with pytest.raises(ValueError, match="cannot be read as a state dict"):
+        with pytest.raises(ValueError, match=name):
             loaded(tmp_path / name, target)
 
 
@@ -118,7 +118,7 @@ def test_a_pickle_that_would_run_code_is_refused(tmp_path, target):
             return (open, (str(tmp_path / "proof"), "w"))
 
     (tmp_path / "d.pth").write_bytes(pickle.dumps({"glide.x": Harmful()}))
-    with warnings.catch_warnings(), pytest.raises(ValueError, match="cannot be read as a state dict"):
+    with warnings.catch_warnings(), pytest.raises(ValueError, match=r"d\.pth"):
         warnings.simplefilter("ignore")
         loaded(tmp_path / "d.pth", target)
     assert not (tmp_path / "proof").exists()

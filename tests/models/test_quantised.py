@@ -229,6 +229,34 @@ def test_gpt_oss_as_it_is_published(tmp_path):
     assert describe_target(folder, sample=True).fingerprint["weights"] == weights_hash(target.model)
 
 
+# By program: the scales of activations and of the cache that it writes for a layer's attention.
+SCALES = {
+    "AutoFP8": ("kv_scale", "k_proj.input_scale", "q_proj.activation_scale"),
+    "llm-compressor": ("q_scale", "k_scale", "v_scale", "k_zero_point", "v_zero_point", "o_proj.input_zero_point"),
+    "llm-compressor before 0.2": ("k_proj.output_scale", "v_proj.output_scale", "k_proj.output_zero_point"),
+    "Quark": ("q_proj.output_scale", "k_proj.output_scale", "v_proj.output_scale", "prob_output_scale"),
+    "ModelOpt": ("k_proj.k_scale", "v_proj.v_scale"),
+    "fused": ("qkv_proj.k_scale", "qkv_proj.v_scale"),
+    "vLLM": ("attn.q_scale", "attn.k_scale", "attn.v_scale", "attn.prob_scale"),
+}
+CACHE_ALONE = {"quant_method": "compressed-tensors", "format": "dense", "config_groups": {}}
+PLAIN = (lambda weight, seed: ({"weight": weight}, weight), CACHE_ALONE | {"kv_cache_scheme": {"num_bits": 8}})
+
+
+@pytest.mark.parametrize("form", ["fp8 static", "fp8 rows", "packed", "cache alone"])
+@pytest.mark.parametrize("program", SCALES)
+def test_scales_of_activations_and_of_the_cache_are_left_out(tmp_path, program, form):
+    pack, quantization = FORMS.get(form, PLAIN)
+    scales = {f"model.layers.{i}.self_attn.{name}": torch.ones(1) for i in range(2) for name in SCALES[program]}
+    by_name, theirs = linear_layers(pack), made(LLAMA)
+
+    def quantise(name, weight, number):
+        parts, value = by_name(name, weight, number)
+        return parts | (scales if name == "lm_head.weight" else {}), value
+
+    assert_same(load_target(write(tmp_path, theirs, quantization, quantise), torch.float32), theirs)
+
+
 def test_drafters_are_exact_with_it(tmp_path):
     target = load_target(write(tmp_path, made(LLAMA), FORMS["awq"][1], linear_layers(awq)), torch.float32)
     prompts, params = [[5, 9, 5, 9, 5], [1, 2, 3]], SamplingParams(temperature=1.0, seed=2, max_new_tokens=30)
@@ -275,6 +303,11 @@ def test_a_bias_that_has_no_place_is_named(tmp_path):
             "weights are float of 4 bits; supported: float of 8 bits",
         ),
         (compressed("pack-quantized", num_bits=4, type="int", symmetric=False), "symmetric is False; supported: True"),
+        (
+            compressed("float-quantized", num_bits=8, type="float")
+            | {"config_groups": {"a": {}, "b": {"weights": {"num_bits": 4, "type": "float"}}}},
+            "weights are float of 4 bits",
+        ),
         (compressed("marlin-24", num_bits=4, type="int"), "format is 'marlin-24'; supported: 'float-quantized'"),
     ],
 )

@@ -1,0 +1,145 @@
+"""A file of a target or draft that is damaged is named, whichever it is and whoever reads it."""
+
+import argparse
+import json
+import shutil
+from io import BytesIO
+from pathlib import Path
+
+import gguf
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from sentencepiece import SentencePieceTrainer
+
+from longdraft.launch import generate
+from longdraft.models.draft_files import read_header, read_weights, write_pair
+from longdraft.models.files import damage_named
+from longdraft.models.hf import describe_target, load_target, load_through_transformers, load_tokenizer
+
+TEXT = argparse.__doc__ + argparse.ArgumentParser.__doc__
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345678\n"
+DAMAGES = {
+    "pointer": lambda content: POINTER,
+    "empty": lambda content: b"",
+    "half": lambda content: content[: len(content) // 2],
+    "page": lambda content: b"<html>not found</html>",
+}
+SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+# By form: the files that are read of a target.
+READ = {
+    "safetensors": (
+        "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
+    ),
+    "sharded": ("model.safetensors.index.json", *SHARDS),
+    "bin": ("pytorch_model.bin",),
+    "sentencepiece": ("tokenizer.model", "tokenizer_config.json"),
+    "gguf": ("model.gguf",),
+}  # fmt: skip
+CASES = [(form, file, damage) for form, files in READ.items() for file in files for damage in DAMAGES]
+
+
+@pytest.fixture(scope="module")
+def whole(shared, tmp_path_factory):
+    """A folder of each form."""
+    root = tmp_path_factory.mktemp("whole")
+    first = shared("tiny_checkpoint.py").save(root / "safetensors", TEXT, 290)
+    tensors = load_file(first / "model.safetensors")
+    for form in ("sharded", "bin", "sentencepiece"):
+        shutil.copytree(first, root / form)
+    for form in ("sharded", "bin"):
+        (root / form / "model.safetensors").unlink()
+    torch.save(tensors, root / "bin" / "pytorch_model.bin")
+    index = {name: SHARDS[i % 2] for i, name in enumerate(tensors)}
+    (root / "sharded" / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    for shard in SHARDS:
+        save_file({name: tensors[name] for name in tensors if index[name] == shard}, root / "sharded" / shard)
+    (root / "sentencepiece" / "tokenizer.json").unlink()
+    model = BytesIO()
+    SentencePieceTrainer.train(
+        sentence_iterator=iter(TEXT.splitlines()), model_writer=model, vocab_size=330, model_type="bpe",
+        byte_fallback=True, minloglevel=2, hard_vocab_limit=False,
+    )  # fmt: skip
+    (root / "sentencepiece" / "tokenizer.model").write_bytes(model.getvalue())
+    (root / "sentencepiece" / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "LlamaTokenizer"}))
+    (root / "gguf").mkdir()
+    writer = gguf.GGUFWriter(root / "gguf" / "model.gguf", "llama")
+    writer.add_token_list(["a"] * 500)
+    writer.add_tensor("token_embd.weight", tensors["model.embed_tokens.weight"].numpy())
+    for step in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
+        step()
+    return root
+
+
+@pytest.mark.parametrize(("form", "file", "damage"), CASES)
+def test_a_damaged_file_is_named(whole, tmp_path, form, file, damage):
+    folder = shutil.copytree(whole / form, tmp_path / "model")
+    path = folder / file
+    path.write_bytes(DAMAGES[damage](path.read_bytes()))
+    if damage == "half" and file == "tokenizer_config.json":
+        path.write_bytes(b'{"tokenizer_class"')
+    readers = [load_target, load_through_transformers]
+    readers += [load_tokenizer] if "tokenizer" in file else [lambda folder: describe_target(folder, sample=True)]
+    for read in readers:
+        with pytest.raises(ValueError, match=file) as caught:
+            read(folder)
+        assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+        assert ("git lfs pull" if damage == "pointer" else "fetch it again") in str(caught.value)
+
+
+@pytest.mark.parametrize("form", ["safetensors", "sharded", "bin", "sentencepiece"])
+def test_whole_ones_load(whole, form):
+    for load in (load_target, load_through_transformers):
+        assert load(whole / form, torch.float32).tokenizer is not None
+
+
+@pytest.mark.parametrize("file", ["tokenizer.model", "pytorch_model.bin", "README.md"])
+def test_what_is_not_read_need_not_be_whole(whole, tmp_path, file):
+    """Git LFS lets its users fetch only some of the files."""
+    folder = shutil.copytree(whole / "safetensors", tmp_path / "model")
+    (folder / file).write_bytes(POINTER)
+    assert len(load_target(folder).tokenizer) == len(load_target(whole / "safetensors").tokenizer)
+
+
+def test_what_is_not_there_is_named(whole, tmp_path):
+    """As a download that was broken off leaves it."""
+    folder = shutil.copytree(whole / "sharded", tmp_path / "model")
+    (folder / SHARDS[1]).rename(folder / f"{SHARDS[1]}.incomplete")
+    for load in (load_target, load_through_transformers):
+        with pytest.raises(ValueError, match=SHARDS[1]):
+            load(folder)
+    (folder / SHARDS[1]).mkdir()  # nor can it be read
+    with pytest.raises(ValueError, match=SHARDS[1]):
+        load_target(folder)
+
+
+def test_the_command_says_one_line(whole, tmp_path, capsys):
+    folder = shutil.copytree(whole / "bin", tmp_path / "model")
+    (folder / "pytorch_model.bin").write_bytes(POINTER)
+    assert generate.main(["--target", str(folder), "--prompt", "a", "--dtype", "fp32"]) == 2
+    shown = capsys.readouterr()
+    said = [line for line in shown.err.splitlines() if not line.startswith("Loading")]
+    assert shown.out == "" and len(said) == 1 and str(folder / "pytorch_model.bin") in said[0]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_drafts_weights_are_named(tmp_path, damage):
+    write_pair(tmp_path, lambda digest: {"format_version": 1, "method": "medusa"}, {"a": torch.ones(400)})
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(DAMAGES[damage](path.read_bytes()))
+    for read in (read_header, lambda folder: read_weights(folder, None)):
+        with pytest.raises(ValueError, match=r"model\.safetensors") as caught:
+            read(tmp_path)
+        assert ("git lfs pull" if damage == "pointer" else "export again") in str(caught.value)
+
+
+def test_of_several_files_the_broken_json_is_named(tmp_path):
+    for name, text in (("a.json", "{}"), ("b.json", "{"), ("c.model", "x")):
+        (tmp_path / name).write_text(text)
+    files: list[Path] = sorted(tmp_path.iterdir())
+    with pytest.raises(ValueError, match=r"b\.json: .*half") as caught, damage_named(*files):
+        raise KeyError("half\nof it")
+    assert "a.json" not in str(caught.value)
+    (tmp_path / "b.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"a\.json, .*b\.json, .*c\.model: "), damage_named(*files):
+        raise RuntimeError
