@@ -11,7 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 ROLES = ("system", "user", "assistant")
-SPEAKERS = {"system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant"}
+# What data sets call the three roles, in lower case: the names of OpenAI, ShareGPT and OpenAssistant.
+SPEAKERS = {
+    **dict.fromkeys(("system", "developer"), "system"),
+    **dict.fromkeys(("user", "human", "prompter"), "user"),
+    **dict.fromkeys(("assistant", "gpt", "chatgpt", "bing", "bard", "model"), "assistant"),
+}
+TOOLS = re.compile("tool|function|observation|ipython")  # how names begin that stand for a tool's call or its result
 # Fields where chat data keeps what the assistant wrote besides `content`, which would be lost.
 BESIDE_CONTENT = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
 # Unicode reserves these for a program's internal use: chat.py marks places in a text with them.
@@ -31,7 +37,8 @@ BAD_DOCUMENT = (
 BAD_CONVERSATION = (
     "not_a_list",  # the field holds no list, or the list something other than messages
     "unknown_role",
-    "content_not_text",
+    "tool_role",  # a call or a result of a tool, which have no form that all chat templates share
+    "content_not_text",  # null, or parts other than text
     "answer_beside_content",
     "no_assistant_turn",
     "no_user_turn",
@@ -107,27 +114,40 @@ class Unusable(ValueError):
 
 
 def check_messages(value: Any, answered: bool = True) -> tuple[tuple[str, str], ...]:
-    """Check a list of {"role": ..., "content": ...}, or ShareGPT's {"from": "human", "value": ...}, and return its
-    messages as (role, content).
+    """Read the messages of a conversation as (role, content).
 
-    answered: whether at least one answer is required. Other fields of a message are ignored, except that those of
-    BESIDE_CONTENT are refused. Raises Unusable.
+    value: a list of {"role": ..., "content": ...} or ShareGPT's {"from": "human", "value": ...}, of which null fields
+    count as absent; a list of texts, in which user and assistant alternate (UltraChat); or such a list as JSON text.
+    answered: whether at least one answer is required; if not, answers are to be replaced, and may be null. Other fields
+    of a message are ignored, except that those of BESIDE_CONTENT are refused. Raises Unusable.
     """
-    if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            raise Unusable("not_a_list") from None
+    if not isinstance(value, list):
+        raise Unusable("not_a_list")
+    if all(isinstance(message, str) for message in value):
+        value = [{"role": ROLES[1 + i % 2], "content": text} for i, text in enumerate(value)]
+    if not all(isinstance(message, dict) for message in value):
         raise Unusable("not_a_list")
     if not value:
         raise Unusable("empty")
     messages = []
     for message in value:
-        role, content = message.get("role"), message.get("content")
-        if "from" in message and "role" not in message:
-            role, content = SPEAKERS.get(str(message["from"])), message.get("value")
-        if role not in ROLES:
-            raise Unusable("unknown_role")
-        if any(message.get(field) for field in BESIDE_CONTENT):
+        present = {field: found for field, found in message.items() if found is not None}
+        speaker, content = present.get("role", present.get("from")), present.get("content", present.get("value"))
+        role = SPEAKERS.get(str(speaker).lower())
+        if role is None:
+            why = "tool_role" if TOOLS.match(str(speaker).lower()) else "unknown_role"
+            raise Unusable(why, f"has a message by {str(speaker)[:40]}, who is neither system, user nor assistant")
+        if role == "system" and content is None:
+            continue  # no system message
+        is_replaced = role == "assistant" and not answered
+        if any(message.get(field) for field in BESIDE_CONTENT) and not is_replaced:
             raise Unusable("answer_beside_content")
-        if not isinstance(content, str):
-            raise Unusable("content_not_text")
+        content = "" if is_replaced and not isinstance(content, str) else _joined(content)
         if NONCHARACTERS.search(content):
             raise Unusable("noncharacter")
         try:
@@ -138,6 +158,16 @@ def check_messages(value: Any, answered: bool = True) -> tuple[tuple[str, str], 
     if answered and not any(role == "assistant" for role, _ in messages):
         raise Unusable("no_assistant_turn")
     return tuple(messages)
+
+
+def _joined(content: Any) -> str:
+    """A message's content as one text: a text, or OpenAI's {"type": "text", "text": ...}, joined. Raises Unusable."""
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    if not isinstance(parts, list) or not parts or not all(isinstance(part, dict) for part in parts):
+        raise Unusable("content_not_text")
+    if not all(part.get("type") == "text" and isinstance(part.get("text"), str) for part in parts):
+        raise Unusable("content_not_text")
+    return "".join(part["text"] for part in parts)
 
 
 def messages_digest(messages: Sequence[tuple[str, str]]) -> bytes:

@@ -1,5 +1,7 @@
 """Lists the sources' files: on this machine, in Python's own library, or on the hub (hub.py)."""
 
+import glob
+import json
 import os
 import sysconfig
 from collections.abc import Sequence
@@ -29,6 +31,8 @@ STDLIB_CHAT = "stdlib-chat"
 STDLIB_LEFT_OUT = frozenset(
     {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "encodings"}
 )
+# Files of `datasets` in its folders: the splits of a saved DatasetDict, the files of a saved Dataset, and its features.
+SPLITS_LIST, FILES_LIST, INFO = "dataset_dict.json", "state.json", "dataset_info.json"
 Kind = StreamKind | Literal["text", "table", "archive", "docstrings"]
 
 
@@ -59,8 +63,9 @@ def list_files(sources: Sequence[Source]) -> list[SourceFile]:
     "stdlib" is Python's own standard library: code and texts, without tests, tables of characters, installed packages
     and the empty files that only mark packages. "stdlib-chat" is conversations from the docstrings of the same code. A
     folder gives the files, at any depth, that match one of the source's patterns, or without patterns those of a known
-    suffix; names that begin with a dot are left out. A single file is taken whatever its suffix. A data set of the hub
-    is fetched, or only listed if it streams.
+    suffix; names that begin with a dot are left out, and so is what `datasets` does not list in folders that it wrote
+    (`_saved`). A single file is taken whatever its suffix. A data set of the hub is fetched, or only listed if it
+    streams.
     Raises ValueError for a source that does not exist or holds no file, for a source whose files all belong to others
     with different settings, and for a name that is not UTF-8.
     """
@@ -149,6 +154,8 @@ def _split_patterns(source: Source) -> tuple[str, ...]:
     path = source.path
     if not Path(path).is_dir() and (Path(path).exists() or not hub.is_hub_name(path)):
         raise ValueError(f"source {path!r} is neither a folder nor a data set of the hub; leave out config and split")
+    if source.config is None and source.split is not None and Path(path, SPLITS_LIST).is_file():
+        return (f"{glob.escape(source.split)}/*",)
     return hub.split_patterns(path, source.config, source.split)
 
 
@@ -219,6 +226,7 @@ def _walk(root: Path, patterns: Sequence[str], left_out: frozenset[str] = frozen
             continue
         seen.add(real)
         folders[:] = [name for name in folders if name not in left_out and not name.startswith(".")]
+        folders[:], names = _saved(Path(folder), folders, names)
         paths = [Path(folder, name) for name in names if not name.startswith(".")]
         for path in paths:
             name = path.relative_to(root).as_posix()
@@ -228,6 +236,23 @@ def _walk(root: Path, patterns: Sequence[str], left_out: frozenset[str] = frozen
                 raise ValueError(_no_file(path))
             found.append(path)
     return sorted(found)
+
+
+def _saved(folder: Path, folders: list[str], names: list[str]) -> tuple[list[str], list[str]]:
+    """Of a folder's subfolders and files, those to read. Where `datasets` saved a data set (save_to_disk), they are
+    those of its own lists: `map` and `filter` leave caches beside them, and in the cache of load_dataset too."""
+    if SPLITS_LIST not in names and not {FILES_LIST, INFO} <= {*names}:
+        return folders, [name for name in names if INFO not in names or not fnmatch(name, "cache-*.arrow")]
+    path = folder / (SPLITS_LIST if SPLITS_LIST in names else FILES_LIST)
+    try:
+        read = json.loads(path.read_text(encoding="utf-8"))
+        listed = read["splits"] if path.name == SPLITS_LIST else [file["filename"] for file in read["_data_files"]]
+        missing = sorted({*listed} - {*folders, *names})
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise ValueError(f"{path} is not as `datasets` writes it ({error!r}); save the data set again") from error
+    if missing:
+        raise ValueError(f"{path} lists {missing[0]}, which is not there; copy the whole folder, or save it again")
+    return (listed, []) if path.name == SPLITS_LIST else (folders, listed)
 
 
 def _no_file(path: Path) -> str:

@@ -215,7 +215,7 @@ def test_accounts(config, run, tiny_tokenizer, tmp_path, capsys):
     skipped = {
         "no_user_turn": [[system("s")], [assistant()]],
         "answer_unasked": [[assistant("hello"), user("q"), assistant()]],
-        "unknown_role": [[{"role": "tool", "content": "x"}]],
+        "tool_role": [[{"role": "tool", "content": "x"}]],
         "content_not_text": [[{"role": "user", "content": 1}]],
         "not_a_list": ["text"],
         "empty": [[]],

@@ -62,6 +62,66 @@ def test_links_keep_their_name(tmp_path):
     assert names([tmp_path / "named/train.jsonl"]) == ["train.jsonl"]
 
 
+@pytest.fixture
+def saved(tmp_path):
+    """A DatasetDict as save_to_disk writes it, with the caches of later calls of `map` and `filter`."""
+    import datasets
+
+    rows = datasets.Dataset.from_dict({"text": [f"row {i}" for i in range(6)]})
+    of_splits = {"train_sft": rows.select(range(4)), "test_sft": rows.select(range(4, 6))}
+    datasets.DatasetDict(of_splits).save_to_disk(tmp_path / "saved", num_shards={"train_sft": 2, "test_sft": 1})
+    for split in datasets.load_from_disk(tmp_path / "saved").values():
+        split.map(lambda row: {"length": len(row["text"])}).filter(lambda row: row["length"] > 0)
+    assert len(list((tmp_path / "saved" / "train_sft").glob("cache-*.arrow"))) == 2
+    (tmp_path / "saved" / "old").mkdir()
+    (tmp_path / "saved" / "old" / "data.jsonl").write_text("{}")
+    return tmp_path / "saved"
+
+
+def test_a_saved_data_set_is_read_by_its_own_lists(saved):
+    train = [f"train_sft/data-0000{i}-of-00002.arrow" for i in range(2)]
+    test = ["test_sft/data-00000-of-00001.arrow"]
+    whole = [f"saved/{name}" for name in (*test, *train)]
+    assert names([saved]) == names([saved], files=("*.arrow",)) == names([saved], text_field="text") == whole
+    assert names([saved.parent], files=("saved/*", "other/*"))[-3:] == [f"{saved.parent.name}/{name}" for name in whole]
+    assert names([saved], split="test_sft") == [f"saved/{name}" for name in test]
+    assert names([saved / "train_sft"]) == train
+    assert names([saved], files=("*/data-00001*",)) == [f"saved/{train[1]}"]
+    texts = [one.text for name in (train, test) for one in all_documents(saved, [f"saved/{file}" for file in name])]
+    assert texts == [f"row {i}" for i in range(6)]
+
+
+def all_documents(source, wanted):
+    _, segments = scan([file for file in list_files([Source(str(source))]) if file.name in wanted], 1 << 20)
+    return [document for segment in segments for document in read_documents(segment)]
+
+
+@pytest.mark.parametrize(
+    ("damage", "named"),
+    [
+        (lambda saved: (saved / "train_sft" / "data-00001-of-00002.arrow").unlink(), "data-00001-of-00002.arrow"),
+        (lambda saved: (saved / "train_sft" / "state.json").write_text("{"), "state.json"),
+        (lambda saved: (saved / "train_sft" / "state.json").write_text('{"_data_files": null}'), "state.json"),
+        (lambda saved: (saved / "dataset_dict.json").write_text("[]"), "dataset_dict.json"),
+        (lambda saved: (saved / "dataset_dict.json").write_text('{"splits": ["train_sft", "gone"]}'), "gone"),
+    ],
+    ids=["file missing", "no JSON", "no files", "no splits", "split missing"],
+)
+def test_a_damaged_saved_data_set_is_named(saved, damage, named):
+    damage(saved)
+    with pytest.raises(ValueError, match=named):
+        names([saved])
+
+
+def test_the_cache_of_load_dataset_has_its_caches_left_out(tmp_path):
+    for name in ("books-train.arrow", "cache-0123456789abcdef.arrow", "dataset_info.json"):
+        (tmp_path / name).write_text("{}")
+    assert names([tmp_path]) == [f"{tmp_path.name}/books-train.arrow"]
+    (tmp_path / "dataset_info.json").unlink()
+    (tmp_path / "state.json").write_text("{}")  # another program's
+    assert len(names([tmp_path])) == 2
+
+
 def test_stdlib_is_sorted_code_without_tests_and_packages():
     files = list_files([Source("stdlib")])
     found = [file.name.partition("/")[2] for file in files]
