@@ -153,8 +153,13 @@ def _reasons(run: dict) -> list[str]:
     return lines
 
 
+def _heldout(metrics: list[dict]) -> list[dict]:
+    """The validations that found labels in every part."""
+    return [record for record in metrics if record.get("heldout_rank_rates")]
+
+
 def _training(metrics: list[dict]) -> list[str]:
-    heldout = [record for record in metrics if "heldout_loss" in record]
+    heldout = _heldout(metrics)
     if not heldout:
         return []
     last = heldout[-1]
@@ -166,8 +171,7 @@ def _training(metrics: list[dict]) -> list[str]:
 
 def draw(result: dict, metrics: list[dict], path: str | Path) -> None:
     """Draw loss, agreement by head, the width curve and the speeds as one PNG."""
-    training = [record for record in metrics if "loss" in record]
-    heldout = [record for record in metrics if "heldout_loss" in record]
+    training, heldout = [record for record in metrics if record.get("loss") is not None], _heldout(metrics)
     title = f"{result['target']}: speculative decoding against plain decoding"
     with drawn_panels(path, 2, (11, 7.5), title, 13) as ((loss, agreement), (curve, speed)):
         _draw_loss(loss, training, heldout)
@@ -177,13 +181,17 @@ def draw(result: dict, metrics: list[dict], path: str | Path) -> None:
 
 
 def _draw_loss(axes, training: list[dict], heldout: list[dict]) -> None:
-    axes.set(title="Loss (sum of the heads)", xlabel="step", ylabel="nats")
-    if training:
-        axes.plot([r["step"] for r in training], [r["loss"] for r in training], color="0.6", lw=1, label="training")
-    if heldout:
-        axes.plot([r["step"] for r in heldout], [r["heldout_loss"] for r in heldout], "o-", ms=4, label="held-out")
-    if training or heldout:
-        axes.legend()
+    """Draw what training minimises, and the held-out text's cross-entropy on a second axis unless it is the same."""
+    minimised = " then ".join(dict.fromkeys(r.get("objective", "as minimised") for r in training)) or "cross_entropy"
+    axes.set(title="Loss", xlabel="step", ylabel=f"{minimised}, nats")
+    lines = axes.plot([r["step"] for r in training], [r["loss"] for r in training], "0.6", lw=1, label="training")
+    if minimised != "cross_entropy":
+        axes.set_ylabel(f"training: {minimised}, nats", color="0.4")
+        axes = axes.twinx()
+        axes.set_ylabel("held-out: cross-entropy of the text, nats", color="C0")
+    steps, losses = [r["step"] for r in heldout], [r["heldout_loss"] for r in heldout]
+    lines += axes.plot(steps, losses, "C0o-", ms=4, label="held-out")
+    axes.legend(handles=lines)
 
 
 def _draw_agreement(axes, training: list[dict], heldout: list[dict]) -> None:

@@ -51,6 +51,7 @@ from longdraft.kernels.reference import cross_attention, gate, rms_norm, segment
 
 DEVICE = torch.device("cuda:0")
 MEMORY = 80 * 2**30
+PEAK = 3 * 2**30  # of what tensors took
 # Operations whose result, or its size, the host has to know.
 READS = {
     "_local_scalar_dense": "a value",
@@ -277,6 +278,8 @@ class PretendedCuda:
             "mem_get_info": lambda *_: (MEMORY, MEMORY),
             "memory_reserved": lambda *_: 0,
             "memory_allocated": lambda *_: 0,
+            "reset_peak_memory_stats": lambda *_: None,
+            "max_memory_allocated": lambda *_: PEAK,
             "_lazy_init": lambda: None,
         }
 

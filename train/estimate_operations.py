@@ -21,17 +21,24 @@ BACKWARD_PRODUCT, BACKWARD_ATTENTION = 2.0, 2.5
 
 @dataclass(frozen=True)
 class Operations:
-    """Operations for each token of a row, as (products, attention). `head`: the LM head's, at the labels alone."""
+    """Operations for each token of a row, as (products, attention). `head`: the LM head's, at the labels alone.
+    `labels`: how many of them a token has."""
 
     target: tuple[float, float]
     forward: tuple[float, float]
     backward: tuple[float, float]
     head: tuple[float, float]
+    labels: float
 
     @property
     def r(self) -> float:
         parts = (self.target, self.forward, self.backward, self.head)
         return sum(sum(part) for part in parts) / sum(self.target)
+
+    def of_step(self, n_tokens: int, n_labels: float) -> float:
+        """Operations of a step of so many tokens, in rows of one piece each, with so many labels."""
+        of_token = sum(sum(part) for part in (self.target, self.forward, self.backward))
+        return n_tokens * of_token + n_labels * self.head[0] / self.labels
 
 
 def operations(config: Config, target: DecoderConfig) -> Operations:
@@ -66,6 +73,7 @@ def operations(config: Config, target: DecoderConfig) -> Operations:
         backward=(BACKWARD_PRODUCT * products, BACKWARD_ATTENTION * attention),
         # Logits and the gradient of their input (the LM head is frozen), and the target's logits in a distillation.
         head=(labels * (6 if distils else 4) * d * n_words, 0.0),
+        labels=labels,
     )
 
 

@@ -18,7 +18,6 @@ from longdraft.models.target import Target
 from longdraft.train import checkpoint, resuming, saving
 from longdraft.train.agreement import await_agreement
 from longdraft.train.config import Config, accumulation, resolved
-from longdraft.train.estimate_operations import operations
 from longdraft.train.export import export
 from longdraft.train.plots import draw_decoding
 from longdraft.train.ranks import Ranks, failures_named
@@ -27,7 +26,7 @@ from longdraft.train.run_lock import locked
 from longdraft.train.setup import describe, open_run, open_target
 from longdraft.train.stages import Stage
 from longdraft.train.step import StepResult, train_step
-from longdraft.train.step_metrics import measure, where_time_goes
+from longdraft.train.step_metrics import counted, measure, where_time_goes
 from longdraft.train.tracking import Tracker, check_environment, read_metrics
 from longdraft.train.validation import validate
 
@@ -144,9 +143,8 @@ def train(
         run.bar.close()
         saved = saved or _save(run)  # before anything that may wait or fail
         if run.recent:
-            can_count = run.config.target.loader == "longdraft"
-            r = operations(run.config, run.teacher.model.config).r if can_count else None
-            ranks.log(where_time_goes(run.recent, r))
+            found = counted(run)
+            ranks.log(where_time_goes(run.recent, found and found.r))
         if run.tracker:
             run.tracker.close()
         run.engine.close()
@@ -210,14 +208,22 @@ def _after_step(run: Run, result: StepResult) -> Path | None:
         run.recent.append(record)
         if tracker:
             tracker.write(record)
-            shown = {"loss": f"{record['loss']:.3f}", "tokens_s": f"{record['tokens_per_s']:.0f}"}
+            loss = "no labels" if record["loss"] is None else f"{record['loss']:.3f}"
+            shown = {"loss": loss, "tokens_s": f"{record['tokens_per_s']:.0f}"}
             run.bar.set_postfix(shown, refresh=False)
     validates = last or step % config.heldout.every == 0
     if validates or (run.decoding is not None and step % config.decoding.every == 0):
         # Before anything is written about these weights. A wish to stop is not lost: the next step asks again.
         await_agreement(run)
     if validates:
-        run.heldout = validate(run, run.heldout_rows)
+        heldout = validate(run, run.heldout_rows)
+        if heldout["loss"] is None and run.heldout.get("positions") != 0:  # once a run
+            n_rows = min(config.heldout.rows, len(run.heldout_rows))
+            run.ranks.log(
+                f"heldout.rows: none of the {n_rows} rows that are read has a label, so no held-out loss, rate or "
+                "overlap is measured; raise it, or prepare longer rows"
+            )
+        run.heldout = heldout
         if tracker:
             tracker.write({"step": step} | {f"heldout_{key}": value for key, value in run.heldout.items()})
     _decode(run, run.heldout if validates else {})

@@ -131,7 +131,7 @@ def _body(info: DraftInfo, config: Config, step: int, records: Sequence[Mapping[
 def _curves(records: Sequence[Mapping[str, Any]]) -> list[str]:
     """Tables of the training and the held-out loss by step, at most CURVE_ROWS rows each."""
     parts = []
-    for key, title in (("loss", "Training loss"), ("heldout_loss", "Held-out loss")):
+    for key, title in (("loss", "Training loss, as minimised"), ("heldout_loss", "Held-out cross-entropy of the text")):
         points = [(record["step"], f"{record[key]:.4f}") for record in records if isinstance(record.get(key), float)]
         if points:
             stride = -(-len(points) // CURVE_ROWS)

@@ -52,6 +52,8 @@ def train_step(run: Run) -> StepResult | None:
         return None
     is_logged = (run.step + 1) % run.config.log.every == 0 or run.step + 1 == train.n_steps
     clock = Stopwatch(ranks.device, running=is_logged)
+    if is_logged and ranks.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(ranks.device)  # step_metrics.py reads the step's peak
     begin = time.perf_counter()
     inputs, run.next_input = run.next_input or _read_input(run, run.step), None
     n_labels = inputs.n_labels()

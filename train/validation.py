@@ -24,11 +24,12 @@ def validate(run: Run, rows: Rows) -> dict[str, Any]:
     document. The rows are divided among the ranks, which all call it and get the same.
 
     Returns:
-        loss: cross-entropy of the text, whatever is minimised; part_loss [P]: its mean in nats;
+        loss: cross-entropy of the text, whatever is minimised, None without labels; part_loss [P]: its mean in nats;
         rank_rates [P][K]: share of labels that are the part's (k+1)-th candidate;
         choice_rates [P][K]: share of about `heldout.choices` positions where that candidate is the target's argmax;
         overlaps [P]: mean sum of min(p, q) there, p the target's distribution and q the draft's, at temperature 1;
         positions: the number of labels of the first part.
+        Of a part without labels, losses and overlaps are None; then there are no rates, which a tree needs of all.
     """
     config, ranks, method, teacher = run.config, run.ranks, run.method, run.teacher
     n_parts = len(method.part_names)
@@ -62,12 +63,13 @@ def validate(run: Run, rows: Rows) -> dict[str, Any]:
             totals += torch.cat([column.double() for column in columns], dim=1)
     totals = torch.tensor(ranks.sum(totals.flatten().tolist())).view(totals.shape)
     weights = method.loss_weights(totals[:, 1].tolist())
+    loss = sum(total * weight for total, weight in zip(totals[:, 0].tolist(), weights, strict=True))
     return {
-        "loss": sum(total * weight for total, weight in zip(totals[:, 0].tolist(), weights, strict=True)),
-        "part_loss": (totals[:, 0] / totals[:, 1].clamp(min=1)).tolist(),
+        "loss": loss if totals[:, 1].any() else None,
+        "part_loss": [total / n if n else None for total, n in totals[:, :2].tolist()],
         "rank_rates": _rates(totals[:, 2 : 3 + RANKS]),
         "choice_rates": _rates(totals[:, 3 + RANKS : -1]),
-        "overlaps": (totals[:, -1] / totals[:, -2].clamp(min=1)).tolist(),
+        "overlaps": [total / n if n else None for n, total in totals[:, -2:].tolist()],
         "positions": int(totals[0, 2 + RANKS]),
     }
 
@@ -99,6 +101,6 @@ def _choices(
     return parts, [len(rows_M) for rows_M in rows], teaching
 
 
-def _rates(counts_PK1: Tensor) -> list[list[float]]:
-    """Counts by rank, divided by the totals in the last column."""
-    return (counts_PK1[:, :-1] / counts_PK1[:, -1:].clamp(min=1)).tolist()
+def _rates(counts_PK1: Tensor) -> list[list[float]] | None:
+    """Counts by rank, divided by the totals in the last column; None if one of these is 0."""
+    return (counts_PK1[:, :-1] / counts_PK1[:, -1:]).tolist() if counts_PK1[:, -1].all() else None

@@ -228,6 +228,9 @@ def test_metrics_have_what_the_plots_need(runs, prefix):
         shares = [record[f"{part}_share"] for part in ("target", "draft", "backward")]
         assert min(shares) > 0 and sum(shares) < 1 and record["over_target"] == pytest.approx(1 / shares[0])
         assert record["tokens_per_s"] > 0 and record["grad_norm"] > 0
+        assert record["tokens_per_s_per_rank"] == pytest.approx(record["tokens_per_s"] / 2)  # on two ranks
+        assert record["tflops_per_rank"] > 0 and record["objective"] in ("cross_entropy", "kl")
+        assert not {"peak_memory_gib", "share_of_peak"} & record.keys()  # of a GPU alone
         assert record["skipped"] == 0
     heldout = [record for record in records if "heldout_loss" in record]
     assert [record["step"] for record in heldout] == ([8] if prefix else [10, 20])

@@ -20,6 +20,7 @@ from tqdm import tqdm
 from longdraft.data_prep.shards import Row, ShardSet
 from longdraft.launch.train import main
 from longdraft.launch.train import start as start_command
+from longdraft.models.draft_folder import read_info
 from longdraft.models.drafts.tokenswift import TokenSwift, TokenSwiftConfig
 from longdraft.models.hf import LOADERS, load_target
 from longdraft.models.passes import Pass
@@ -28,12 +29,13 @@ from longdraft.train.batches import step_rows
 from longdraft.train.config import load_config
 from longdraft.train.config_sections import DTYPES, OptimizerSection
 from longdraft.train.deepspeed_engine import learning_rate, parameter_groups
+from longdraft.train.export import export
 from longdraft.train.loop import train, train_stages
 from longdraft.train.ranks import TrainingError, log
 from longdraft.train.setup import open_rows
 from longdraft.train.stages import Stage
 from longdraft.train.teacher import Teacher
-from longdraft.train.tracking import Tracker, check_environment, read_metrics, wandb_mode
+from longdraft.train.tracking import Tracker, _flat, check_environment, read_metrics, wandb_mode
 
 
 def test_learning_rate_is_a_function_of_the_step():
@@ -336,6 +338,29 @@ def weights(run):
     found = checkpoint.newest(run)
     assert found is not None
     return load_file(found[0] / checkpoint.WEIGHTS)
+
+
+@pytest.mark.parametrize("draft", [[], LONGSPEC], ids=["tokenswift", "longspec"])
+def test_rows_without_labels_have_no_loss(alone, config_file, target, rows, tmp_path, capsys, draft):
+    """Of four steps one reads the row without labels, and so does every validation; what follows does without."""
+    run, steps = tmp_path / "run", ["train.steps=4", "train.global_batch=1", "train.micro_batch=1", "heldout.every=2"]
+    given = [*draft, *steps, "optimizer.warmup_steps=1", rows("mute", 4, mute=0), f"train.run_dir={run}"]
+    assert train(load_config(config_file, given), alone, target)
+    records = read_metrics(run)
+    stepped = [record for record in records if "loss" in record]
+    (without,) = [record for record in stepped if record["loss"] is None]
+    assert [without[key] for key in ("part_loss", "top1", "top3")] == [[None] * 3] * 3
+    assert all(record["loss"] > 0 and record["top3"] != [None] * 3 for record in stepped if record is not without)
+    validations = [record for record in records if "heldout_loss" in record]
+    of_parts = {"heldout_part_loss": [None] * 3, "heldout_overlaps": [None] * 3}
+    rates = {"heldout_rank_rates": None, "heldout_choice_rates": None}
+    nothing = {"heldout_loss": None, "heldout_positions": 0} | of_parts | rates
+    assert validations == [{"step": step} | nothing for step in (2, 4)]
+    assert _flat(validations[0], ["a", "b", "c"]) == {"step": 2, "heldout_positions": 0}
+    assert capsys.readouterr().out.count("heldout.rows: ") == 1
+    info = read_info(export(run, target=target, card=True))
+    assert info.tree["choice_rates"] is None and info.tree["levels"]
+    assert "cross-entropy" not in (run / "draft" / "README.md").read_text()
 
 
 @pytest.mark.parametrize("stage", [1, 3])
