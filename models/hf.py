@@ -35,6 +35,7 @@ METADATA = ("*.json", "tokenizer*", "*.model", "*.txt", "*.jinja")
 # The same weights once more in their authors' own form (gpt-oss, Mistral), which `folder_tensors` does not read.
 TWINS = ("*/*.safetensors", "consolidated*")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+NO_CODE = "fetch it again, or take a checkpoint that needs no code of its own, which is never run"
 # Iterates over a checkpoint's tensors; may take `wanted` of `folder_tensors`.
 Tensors = Callable[..., Iterable[tuple[str, Tensor]]]
 
@@ -190,7 +191,7 @@ def _tokenizer(location: Path) -> Any:
         return None
     if "tokenizer.json" in found:  # the older forms beside it are not read
         found = {name: path for name, path in found.items() if name not in ("tokenizer.model", "vocab.json")}
-    with damage_named(*found.values()):
+    with damage_named(*found.values(), remedy=NO_CODE):
         return AutoTokenizer.from_pretrained(location, trust_remote_code=False)
 
 
@@ -299,7 +300,7 @@ def _hf_config(folder: Path, supported: Container[str] | None = None) -> Pretrai
             f"{folder}: {not_supported(model_type)}; others may work through transformers (in training "
             "target.loader=transformers, in generate and serve --loader transformers)"
         )
-    with damage_named(path):
+    with damage_named(path, remedy=NO_CODE):
         return AutoConfig.from_pretrained(folder, trust_remote_code=False)
 
 

@@ -208,8 +208,7 @@ def _after_step(run: Run, result: StepResult) -> Path | None:
         run.recent.append(record)
         if tracker:
             tracker.write(record)
-            loss = "no labels" if record["loss"] is None else f"{record['loss']:.3f}"
-            shown = {"loss": loss, "tokens_s": f"{record['tokens_per_s']:.0f}"}
+            shown = {"loss": record["loss"] and f"{record['loss']:.3f}", "tokens_s": f"{record['tokens_per_s']:.0f}"}
             run.bar.set_postfix(shown, refresh=False)
     validates = last or step % config.heldout.every == 0
     if validates or (run.decoding is not None and step % config.decoding.every == 0):
@@ -218,10 +217,9 @@ def _after_step(run: Run, result: StepResult) -> Path | None:
     if validates:
         heldout = validate(run, run.heldout_rows)
         if heldout["loss"] is None and run.heldout.get("positions") != 0:  # once a run
-            n_rows = min(config.heldout.rows, len(run.heldout_rows))
             run.ranks.log(
-                f"heldout.rows: none of the {n_rows} rows that are read has a label, so no held-out loss, rate or "
-                "overlap is measured; raise it, or prepare longer rows"
+                f"heldout.rows: {config.heldout.rows}, and no row that is read has a label, so no held-out loss, rate "
+                "or overlap is measured; raise it, or prepare longer rows"
             )
         run.heldout = heldout
         if tracker:

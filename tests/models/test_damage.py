@@ -143,3 +143,17 @@ def test_of_several_files_the_broken_json_is_named(tmp_path):
     (tmp_path / "b.json").write_text("[]")
     with pytest.raises(ValueError, match=r"a\.json, .*b\.json, .*c\.model: "), damage_named(*files):
         raise RuntimeError
+
+
+@pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json"])
+def test_code_in_a_folder_is_not_run(whole, tmp_path, file):
+    folder = shutil.copytree(whole / "safetensors", tmp_path / "model")
+    (folder / "own.py").write_text(f"open({str(tmp_path / 'proof')!r}, 'w')\n")
+    of_config = {"model_type": "own", "auto_map": {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}}
+    of_tokenizer = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
+    content = json.loads((folder / file).read_text()) | (of_config if file == "config.json" else of_tokenizer)
+    (folder / file).write_text(json.dumps(content))
+    for load in (load_target, load_through_transformers):
+        with pytest.raises(ValueError, match=f"{file}|model_type 'own'"):
+            load(folder)
+    assert not (tmp_path / "proof").exists()
