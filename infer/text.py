@@ -1,68 +1,110 @@
 """Decodes tokens to text as they come, and finds stop strings across token borders."""
 
+import codecs
+import re
 from collections.abc import Sequence
+from functools import lru_cache, partial
+from itertools import islice
 
-# What a tokenizer shows for bytes that are not, or not yet, a whole character. A character has at most 4 bytes.
+from longdraft.models.special_tokens import special_tokens
+
+# What stands for bytes that are no character. A character has at most 4 bytes.
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
-MOST_UNFINISHED = 3
+MOST_BYTES = 4
+# A byte token of SentencePiece's kind, and the letters for bytes in byte-level tokens (GPT-2's): a byte's own character
+# if it is a visible one, and otherwise the next character from 256 on.
+BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
+VISIBLE = (*range(33, 127), *range(161, 173), *range(174, 256))
+BYTE_OF = {chr(byte): byte for byte in VISIBLE}
+BYTE_OF |= {chr(256 + i): byte for i, byte in enumerate(sorted({*range(256)} - {*VISIBLE}))}
 
 
 def text_behind(tokenizer, prompt: Sequence[int], tokens: Sequence[int], skip_special: bool = True) -> str:
-    """The text that tokens add to a prompt's text. They are decoded with the prompt's end before them: on their own,
-    a leading space that is part of a token would be lost."""
-    head = _end_of(tokenizer, prompt)
-    before, text = (tokenizer.decode(ids, skip_special_tokens=skip_special) for ids in (head, [*head, *tokens]))
-    return text[len(before) :]
+    """The text that tokens add to a prompt's text, with a mark for the bytes at its end that are no character."""
+    reader = TextReader(tokenizer, prompt, skip_special)
+    reader.push(tokens)
+    return reader.finish()
 
 
-def _end_of(tokenizer, prompt: Sequence[int]) -> list[int]:
-    """The tokens of a prompt that the text after it depends on: from its last token of whole characters on."""
-    begin = len(prompt) - 1
-    while begin > 0 and UNFINISHED in tokenizer.decode([prompt[begin]]):
-        begin -= 1
-    return list(prompt[max(begin, 0) :])
+@lru_cache(maxsize=1 << 16)
+def token_bytes(tokenizer, token: int) -> bytes:
+    """The bytes that a token adds behind a word; a special token's are those of its spelling."""
+    return TextReader(tokenizer, tokenizer("a", add_special_tokens=False).input_ids, skip_special=False).bytes_of(token)
 
 
 class TextReader:
-    """The text of a growing list of tokens, without decoding all of them again for every new token.
+    """The text of a growing list of tokens. It is the same however the tokens are divided into pushes.
 
-    A token's text depends on the one before it (a leading space, a character's bytes). So the last finished stretch of
-    tokens is decoded again before the new ones, and its text is cut off. Special tokens have no text. `prompt`: the
-    tokens before, if the text continues theirs.
+    Tokens are read as bytes, and the bytes as UTF-8: a run of bytes that are no character becomes one U+FFFD as soon as
+    it cannot become one any more. So complete characters stay what they are beside broken ones; `tokenizer.decode`
+    gives up all of a run of byte tokens for one that is missing.
+
+    Args:
+        prompt: the tokens before, if the text continues theirs. A leading space that is part of a token is no text
+            without them.
+        skip_special: whether special tokens have no text.
 
     Attributes:
         text: the text so far, without bytes at its end that may become a character.
     """
 
-    def __init__(self, tokenizer, prompt: Sequence[int] = ()):
-        self._tokenizer = tokenizer
-        self._window = _end_of(tokenizer, prompt)  # the tokens from the last finished stretch on
-        self._finished = len(self._window)  # the number of them in the stretch, which ends with a whole character
-        self._emitted = self._decode(self._window)  # the part of their text that is in `text`, or is the prompt's
+    def __init__(self, tokenizer, prompt: Sequence[int] = (), skip_special: bool = True):
+        self._piece, self._skipped = tokenizer.convert_ids_to_tokens, special_tokens(tokenizer) if skip_special else {}
+        self._decode = partial(tokenizer.decode, clean_up_tokenization_spaces=False)  # which would take blanks away
+        decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
+        steps = set() if decoder is None else {*re.findall(r'"type":"(\w+)"', decoder.__getstate__().decode())}
+        self._byte_level = steps - {"Sequence", "Fuse"} == {"ByteLevel"}
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._last: list[int] = []  # the last token that has text
+        self.text = ""
+        before = islice((token for token in reversed(prompt) if self._bytes(token) != b""), MOST_BYTES)
+        self.push([*before][::-1])
         self.text = ""
 
     def push(self, tokens: Sequence[int]) -> str:
         """The text that these tokens add."""
-        before = len(self._window)
-        self._window += tokens
-        decoded = self._decode(self._window)
-        # The next tokens may change the text from here on.
-        ready = max(len(decoded.rstrip(UNFINISHED)), len(decoded) - MOST_UNFINISHED)
-        if decoded.endswith(UNFINISHED) and not decoded.startswith(self._emitted):
-            return ""  # with byte tokens, half a character can turn the whole characters before it into bytes too
-        added = decoded[len(self._emitted) : ready]
-        self._emitted += added
+        data, words = bytearray(), list[int]()
+        for token in tokens:
+            known = self._bytes(token)
+            if known is None:
+                words.append(token)
+            elif known:
+                data += self._bytes_of_words(words) + known
+                words, self._last = [], [token]
+        added = self._utf8.decode(data + self._bytes_of_words(words))
         self.text += added
-        if ready == len(decoded):
-            if added:
-                self._window = self._window[self._finished :]
-                self._finished, self._emitted = len(self._window), self._decode(self._window)
-            elif before == self._finished:
-                del self._window[before:]  # tokens without text, such as special tokens
         return added
 
-    def _decode(self, tokens: list[int]) -> str:
-        return self._tokenizer.decode(tokens, skip_special_tokens=True) if tokens else ""
+    def finish(self) -> str:
+        """All of the text, now that no token will follow: bytes at its end that are no character become a mark."""
+        self.text += self._utf8.decode(b"", final=True)
+        return self.text
+
+    def bytes_of(self, token: int) -> bytes:
+        """The bytes that this token would add."""
+        known = self._bytes(token)
+        return self._bytes_of_words([token]) if known is None else known
+
+    def _bytes(self, token: int) -> bytes | None:
+        """A token's bytes: none if it has no text, None if they depend on the token before it."""
+        piece = None if token in self._skipped else self._piece(token)
+        if piece is None:
+            return b""
+        if self._byte_level:
+            known = [BYTE_OF.get(letter, -1) for letter in piece]
+            return piece.encode() if -1 in known else bytes(known)
+        if (found := BYTE_TOKEN.fullmatch(piece)) and self._decode([token]) != piece:
+            byte = bytes.fromhex(found[1])
+            return byte if self._last or not byte.isascii() else None  # a leading space may be dropped
+        return None
+
+    def _bytes_of_words(self, tokens: list[int]) -> bytes:
+        """The bytes of tokens that are no byte tokens, behind the last token that was read."""
+        if not tokens:
+            return b""
+        before, text = self._decode(self._last), self._decode([*self._last, *tokens])
+        self._last = tokens[-1:]
+        return text[len(before) :].encode()
 
 
 class StopStrings:
@@ -72,10 +114,11 @@ class StopStrings:
         self._reader, self._strings = TextReader(tokenizer, prompt), tuple(strings)
         self._longest = max(map(len, strings))
 
-    def push(self, token: int) -> bool:
-        """Add a token. Returns whether it completes a stop string; `text` then ends before that."""
+    def push(self, token: int, searched: bool = True) -> bool:
+        """Add a token. Returns whether it completes a stop string; `text` then ends before that. searched: whether to
+        look for one at all."""
         added = self._reader.push([token])
-        if not added:
+        if not added or not searched:
             return False
         text = self._reader.text
         place = _first(text, self._strings, max(0, len(text) - len(added) - self._longest + 1))
@@ -98,9 +141,12 @@ class ShownText:
 
     def push(self, tokens: Sequence[int]) -> str:
         """Add tokens. Returns the text that can be shown now and could not before."""
-        self._reader.push(tokens)
+        if not (added := self._reader.push(tokens)):
+            return ""
         text = self._reader.text
-        end = _first(text, self._strings, self._shown)
+        # A stop string that was there before has not ended the text: it came before the least number of tokens.
+        longest = max(map(len, self._strings), default=1)
+        end = _first(text, self._strings, max(self._shown, len(text) - len(added) - longest + 1))
         if end is None:
             end = len(text) - max((_begun(text, string) for string in self._strings), default=0)
         fresh = text[self._shown : end]

@@ -121,7 +121,7 @@ def _regenerate(args: argparse.Namespace) -> None:
     tokenizer = load_tokenizer(path, gguf_file)
     template = PLAIN if continued else None
     if args.chat_template is not None:
-        template = read_text(args.chat_template, "--chat-template")
+        drafting.template = template = read_text(args.chat_template, "--chat-template")
     encoder = make_chat_encoder(tokenizer, template)
     client = _endpoint_client(args, settings, tokenizer, positions) if args.endpoint else None
     answering = settings | {"target": _target_name(path, gguf_file), "config_sha256": shape_hash(shape)}

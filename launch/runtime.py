@@ -19,6 +19,7 @@ from longdraft.models.decoder_config import DecoderConfig
 from longdraft.models.device import check_device, default_device, start
 from longdraft.models.draft_folder import draft_method, read_info
 from longdraft.models.hf import LOADERS, build_decoder
+from longdraft.models.special_tokens import chat_end
 from longdraft.models.target import Target
 
 FILTERS = ("top_k", "top_p", "min_p", "eta_cutoff")
@@ -35,7 +36,10 @@ class Drafting:
         source: path and .gguf file of the target.
         loader: a key of LOADERS.
         max_positions: positions that the target is limited to; None for its config.json's.
+        template: a chat template in place of the tokenizer's own, whose end token counts too; None without one.
     """
+
+    template: str | None = None
 
     def __init__(self, args: argparse.Namespace):
         self.args, device = args, args.device
@@ -108,7 +112,14 @@ class Drafting:
         positions = f", with {most} positions as its draft was trained" if most else ""
         note(f"Loading {path}{by}{f' in {dtype}' if dtype else ''} on {self.device}{positions}")
         building = {"build": build} if loader == "longdraft" else {}
-        return LOADERS[loader](path, DTYPES[dtype or "fp32"], self.device, gguf_file, most, **building)
+        target = LOADERS[loader](path, DTYPES[dtype or "fp32"], self.device, gguf_file, most, **building)
+        if self.template is not None and (end := chat_end(target.tokenizer, self.template)) is not None:
+            target.end_tokens.setdefault(end, "--chat-template")
+        if self.args.verbose:
+            for token, sources in target.end_tokens.items():
+                spelled = "" if target.tokenizer is None else f" {target.tokenizer.convert_ids_to_tokens(token)}"
+                note(f"End token {token}{spelled}: named by {sources}")
+        return target
 
     def of(self, name: str) -> dict[str, Any]:
         """One drafter's draft folder and options, as `build_drafter` and `Engine` take them."""

@@ -54,6 +54,7 @@ def add_target(add: Callable[..., Any]) -> None:
     """Add the target alone."""
     add("--target", help="a folder, a hub name, a .gguf file or smollm2-135m (default: the draft's own target)")
     add("--gguf-file", help="with --target: name of a .gguf file inside it")
+    add("--verbose", action="store_true", help="say which tokens end an answer and where each of them is named")
 
 
 def add_drafting(parser: argparse.ArgumentParser, several: bool) -> None:

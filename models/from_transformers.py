@@ -11,8 +11,9 @@ from torch import Tensor
 
 from longdraft.models.decoder import Decoder
 from longdraft.models.fingerprint import fingerprint
-from longdraft.models.hf_config import decoder_config, end_tokens
+from longdraft.models.hf_config import decoder_config
 from longdraft.models.hf_weights import canonical, fill, places
+from longdraft.models.special_tokens import end_tokens
 from longdraft.models.target import Target
 
 
@@ -40,7 +41,7 @@ def target_from_transformers(model: Any, tokenizer: Any = None) -> Target:
     fill(decoder, weights.items(), name, loaded=True)
     _share(decoder, weights, name)
     generation = getattr(model, "generation_config", None)
-    ends = end_tokens(model.config, {} if generation is None else {"eos_token_id": generation.eos_token_id})
+    ends = end_tokens(model.config, getattr(generation, "eos_token_id", None), tokenizer)
     target = Target(decoder.eval(), tokenizer, name, model.config, fingerprint(config, tokenizer), ends)
     refresh(target, model)
     return target

@@ -22,10 +22,11 @@ from longdraft.models.device import check_device
 from longdraft.models.files import damage_named
 from longdraft.models.fingerprint import fingerprint, sampled_layers, weights_hash
 from longdraft.models.gguf_file import GGUFFile
-from longdraft.models.hf_config import SUPPORTED, decoder_config, end_tokens, not_supported
+from longdraft.models.hf_config import SUPPORTED, decoder_config, not_supported
 from longdraft.models.hf_weights import canonical, fill, folder_tensors, places
 from longdraft.models.hub import hub_folder
 from longdraft.models.quantised import Quantisation, read_quantisation
+from longdraft.models.special_tokens import end_tokens
 from longdraft.models.target import Target
 
 # Targets that are Python packages with one GGUF file in them: the name for `load_target`, and the package.
@@ -79,7 +80,8 @@ def load_target(
     config = decoder_config(hf_config, max_positions)
     model = build(config, dtype, device)
     fill(model, tensors(), str(location), whole)
-    return Target(model, tokenizer, name, hf_config, fingerprint(config, tokenizer), _eos_ids(location, hf_config))
+    ends = _ends(location, hf_config, tokenizer)
+    return Target(model, tokenizer, name, hf_config, fingerprint(config, tokenizer), ends)
 
 
 def load_through_transformers(
@@ -120,7 +122,7 @@ def load_through_transformers(
     wrapped = TransformersModel(model, known, max_positions, **options)
     tokenizer = _tokenizer(location)
     hashes = check_against(wrapped) | {"tokenizer": fingerprint(wrapped.config, tokenizer)["tokenizer"]}
-    return Target(wrapped, tokenizer, name, hf_config, hashes, _eos_ids(location, hf_config), "transformers")
+    return Target(wrapped, tokenizer, name, hf_config, hashes, _ends(location, hf_config, tokenizer), "transformers")
 
 
 # By the config's `target.loader`.
@@ -144,7 +146,7 @@ def describe_target(path: str | Path, gguf_file: str | None = None, *, sample: b
     hashes = fingerprint(config, tokenizer)
     if sample:
         hashes["weights"] = _sampled_hash(decoder, tensors, str(location))
-    return Target(decoder, tokenizer, name, hf_config, hashes, _eos_ids(location, hf_config))
+    return Target(decoder, tokenizer, name, hf_config, hashes, _ends(location, hf_config, tokenizer))
 
 
 def _sampled_hash(decoder: Decoder, tensors: Tensors, source: str) -> str:
@@ -315,9 +317,9 @@ def _dequantised(
             yield name, tensor
 
 
-def _eos_ids(location: Path, hf_config: PretrainedConfig) -> tuple[int, ...]:
-    generation = location / "generation_config.json"
-    if not generation.exists():
-        return end_tokens(hf_config, {})
-    with damage_named(generation):
-        return end_tokens(hf_config, json.loads(generation.read_text()))
+def _ends(location: Path, hf_config: PretrainedConfig, tokenizer: Any) -> dict[int, str]:
+    generation, ids = location / "generation_config.json", None
+    if generation.exists():
+        with damage_named(generation):
+            ids = json.loads(generation.read_text()).get("eos_token_id")
+    return end_tokens(hf_config, ids, tokenizer, "config.json" if location.is_dir() else location.name)

@@ -1,6 +1,5 @@
-"""Reads a Hugging Face configuration: the DecoderConfig it stands for, and which tokens end a text."""
+"""Reads a Hugging Face configuration: the DecoderConfig that it stands for."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -187,13 +186,3 @@ def _sliding_windows(hf_config: PretrainedConfig) -> tuple[int | None, ...] | No
         raise ValueError(f"layer_types has {sorted(unknown)}; supported: sliding_attention, full_attention")
     windows = tuple(window if layer_type == "sliding_attention" else None for layer_type in layer_types)
     return windows if any(windows) else None
-
-
-def end_tokens(hf_config: PretrainedConfig, generation: Mapping[str, Any]) -> tuple[int, ...]:
-    """Token ids that end a text: those of the generation configuration or, if it has none, of the model's."""
-    ids = getattr(hf_config, "eos_token_id", None)
-    ids = hf_config.get_text_config().eos_token_id if ids is None else ids
-    ids = generation.get("eos_token_id", ids)
-    if ids is None:
-        return ()
-    return (ids,) if isinstance(ids, int) else tuple(ids)

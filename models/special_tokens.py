@@ -1,0 +1,63 @@
+"""A tokenizer's special tokens, and the tokens that end a text."""
+
+from functools import lru_cache
+from typing import Any
+
+from jinja2 import TemplateError
+from transformers import PretrainedConfig
+
+# What a chat template, which is a program in the checkpoint, may raise for messages that it was not written for.
+TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
+ANSWER = "zebra"  # the content of an answer, to be found in a rendered chat
+
+
+@lru_cache(maxsize=4)  # some tokenizers have thousands
+def special_tokens(tokenizer: Any) -> dict[int, str]:
+    """The tokens that are no text, by id, with their spelling."""
+    return {token_id: token.content for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
+
+
+def chat_end(tokenizer: Any, template: str | None = None) -> int | None:
+    """The token that ends an answer in a chat: the first special one that the template writes behind its content, as
+    for the loss (data_prep/chat.py). None if there is none.
+
+    template: Jinja, in place of the tokenizer's own.
+    """
+    if not (template or tokenizer.chat_template):
+        return None
+    chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": ANSWER}]
+    try:
+        _, found, rest = tokenizer.apply_chat_template(chat, chat_template=template, tokenize=False).rpartition(ANSWER)
+    except TEMPLATE_ERRORS:
+        return None
+    written = {token: rest.find(spelling) for token, spelling in special_tokens(tokenizer).items() if spelling in rest}
+    # At one place the longest spelling is the token.
+    first = min(written, key=lambda token: (written[token], -len(special_tokens(tokenizer)[token])), default=None)
+    return first if found else None
+
+
+def end_tokens(
+    hf_config: PretrainedConfig, generation: Any, tokenizer: Any, config_source: str = "config.json"
+) -> dict[int, str]:
+    """The ids of the tokens that end a text, each with the sources that name it.
+
+    As in vLLM they are those of the generation configuration and the tokenizer, and those of the model's configuration
+    if these name none; otherwise only its special tokens count, because a configuration class has defaults, which may
+    be words here. The token that ends an answer in a chat is added.
+
+    generation: `eos_token_id` of the generation configuration: an id, several or None. config_source: how the source of
+    `hf_config` is called.
+    """
+    text_config = hf_config.get_text_config()
+    of_config = getattr(hf_config, "eos_token_id", None)
+    named = {"generation_config.json": generation}
+    named[config_source] = getattr(text_config, "eos_token_id", None) if of_config is None else of_config
+    if tokenizer is not None:
+        named |= {"tokenizer": tokenizer.eos_token_id, "chat template": chat_end(tokenizer)}
+    ids = {source: [] if ids is None else [ids] if isinstance(ids, int) else ids for source, ids in named.items()}
+    if ids["generation_config.json"] or ids.get("tokenizer"):
+        special = {} if tokenizer is None else special_tokens(tokenizer)
+        ids[config_source] = [token for token in ids[config_source] if token in special]
+    found = {token for tokens in ids.values() for token in tokens if 0 <= token < text_config.vocab_size}
+    sources = {token: [source for source, tokens in ids.items() if token in tokens] for token in sorted(found)}
+    return {token: ", ".join(names) for token, names in sources.items()}
