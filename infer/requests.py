@@ -6,17 +6,14 @@ from dataclasses import dataclass, field, replace
 from numbers import Integral
 from typing import Any
 
-from jinja2 import TemplateError
-
 from longdraft.infer.drafters.base import Request
 from longdraft.infer.results import Generation, Piece, Statistics
 from longdraft.infer.sampling import SamplingParams, draw_seed, one_each
 from longdraft.infer.text import StopStrings, text_behind
 from longdraft.infer.values import check_text, is_integer, short_repr
+from longdraft.models.special_tokens import TEMPLATE_ERRORS, special_tokens
 from longdraft.models.target import Target
 
-# What a chat template, which is a program in the checkpoint, may raise for messages that it was not written for.
-TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 Message = Mapping[str, Any]
 Prompt = str | Sequence[int] | Sequence[Message]
 
@@ -43,12 +40,12 @@ def read_requests(
     max_length: int,
 ) -> list[Request]:
     """Make one request of each prompt: a text, token ids, or a chat's messages, which the tokenizer's template formats.
-    The request of a text is a Continuation.
+    The request of a text is a Continuation. Special tokens among a request's stop strings, which are no
+    text to be found, are in its `stop_token_ids`.
 
     Raises:
         ValueError: a prompt that is empty, too long for `max_length` positions, or no prompt; a text if the target has
-            no tokenizer; banned or stop token ids outside the vocabulary; stop strings that cannot occur; not as many
-            params as prompts.
+            no tokenizer; banned or stop token ids outside the vocabulary; not as many params as prompts.
     """
     if hasattr(prompts, "tolist"):
         prompts = prompts.tolist()  # type: ignore[union-attr]
@@ -65,6 +62,9 @@ def read_requests(
                 f"params: {short_repr(sampling)} for prompt {index}; give SamplingParams, one or one for each prompt"
             )
         tokens = prompt_tokens(target, prompt, f"prompt {index}")
+        if sampling.stop_strings:
+            ends = _special_stops(target, sampling.stop_strings)
+            sampling = replace(sampling, stop_token_ids=(*sampling.stop_token_ids, *ends))
         _check(target, index, tokens, sampling, max_length)
         if sampling.seed is None:
             sampling = replace(sampling, seed=draw_seed())
@@ -165,8 +165,6 @@ def _check(target: Target, index: int, tokens: list[int], sampling: SamplingPara
             raise ValueError(f"{name} must lie in 0..{vocab - 1}, got {short_repr(min(ids))}..{short_repr(max(ids))}")
     if len(set(sampling.banned_token_ids)) == vocab:
         raise ValueError("sampling parameter banned_token_ids: all tokens are banned; leave at least one")
-    if sampling.stop_strings:
-        _check_stop_strings(target, sampling.stop_strings)
     if len(tokens) >= max_length:
         raise ValueError(
             f"prompt {index} has {len(tokens)} tokens; at most {max_length - 1} fit, to leave room for one more "
@@ -174,15 +172,11 @@ def _check(target: Target, index: int, tokens: list[int], sampling: SamplingPara
         )
 
 
-def _check_stop_strings(target: Target, strings: Sequence[str]) -> None:
+def _special_stops(target: Target, strings: Sequence[str]) -> list[int]:
     if target.tokenizer is None:
         raise ValueError("sampling parameter stop_strings: this target has no tokenizer; use stop_token_ids")
-    for token_id, token in target.tokenizer.added_tokens_decoder.items():
-        if token.special and (holding := [string for string in strings if token.content in string]):
-            raise ValueError(
-                f"sampling parameter stop_strings: {holding[0]!r} has the special token {token.content}, which is "
-                f"not part of the text and would never be found; use stop_token_ids, {token_id}"
-            )
+    vocab = target.model.config.vocab_size
+    return [token for token, text in special_tokens(target.tokenizer).items() if text in strings and token < vocab]
 
 
 @dataclass

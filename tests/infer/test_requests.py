@@ -172,7 +172,7 @@ OUT_OF_RANGE = {
     "seed": [2**64, -(2**63) - 1, 1.5, "seed"],
     "stop_token_ids": [5, "5", [-1], [1.5], [280]],
     "banned_token_ids": [5, "ab", [-1], [0.5], [280], list(range(280))],
-    "stop_strings": ["text", [""], [5], [b"x"], ["a", "b<|x|>"]],
+    "stop_strings": ["text", [""], [5], [b"x"]],
 }
 
 
@@ -241,6 +241,28 @@ def test_ends_are_as_written_out(target, drafter):
     assert {generation.finish_reason for generation in found} >= {"stop", "length"}
     assert len(found[0].tokens) < NEW and len(found[1].tokens) == NEW
     assert not any(cut[0] in words[token] for token in found[0].tokens), "it lies across the borders of tokens"
+
+
+@pytest.mark.parametrize(
+    ("strings", "ends"),
+    [
+        (["<|x|>"], [1]),
+        (["never comes", "<|x|>"], [1]),
+        (["<|end|>", "<|x|>"], [0, 1]),
+        (["<|end|>"], [0]),
+        (["a<|x|>", " <|x|>", "<|x", "never comes"], []),
+    ],
+)
+def test_a_special_token_among_the_stop_strings_stops(target, alone, strings, ends):
+    """As other servers take it. The text never shows it, and a longer string that has it never comes."""
+    words = target.tokenizer("the cat sat").input_ids
+    params = SamplingParams(max_new_tokens=200, temperature=3.0, seed=5, ignore_eos=True)
+    params = replace(params, banned_token_ids=sorted(set(range(280)) - {0, 1, *words}))
+    found = alone(words, replace(params, stop_strings=strings))
+    expected = alone(words, replace(params, stop_token_ids=ends))
+    assert (found.tokens, found.text) == (expected.tokens, expected.text) and "<|" not in found.text
+    assert (found.finish_reason, found.tokens[-1] in ends) == (("stop", True) if ends else ("length", False))
+    assert len(found.tokens) > 1
 
 
 def test_a_stop_string_of_the_prompt_does_not_stop(target, alone):

@@ -250,7 +250,6 @@ def test_options_are_read_by_their_kind():
         ("--prompt x --max-new-tokens 0", "max_new_tokens=0"),
         ("--prompt x --ban 290", "banned_token_ids must lie in 0..289"),
         ("--prompt x --ban -1", "banned_token_ids"),
-        ("--prompt x --stop <|end|>", "the special token <|end|>, which is not part of the text"),
         ("--prompt x --max-length 1", "prompt 0 has 1 tokens; at most 0 fit"),
         ("--prompt x --max-length 999999", "max_length=999999"),
         ("--prompt x --prefill-chunk 0", "prefill_chunk=0"),
