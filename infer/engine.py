@@ -214,6 +214,8 @@ class Engine:
             for sequence in prefill.sequences:
                 sequence.began = sequence.began or done.began
                 sequence.stats.prefill_seconds += done.seconds
+            for sequence, logprobs in zip(prefill.sequences, done.logprobs, strict=False):
+                sequence.prompt_logprobs += logprobs
             self._prefill = None if done.last else prefill
             if done.last:
                 sequences[prefill.slot : prefill.slot + len(prefill.sequences)] = prefill.sequences
@@ -228,13 +230,13 @@ class Engine:
         """Begin the prefill of the next request, and of those after it that fit in the same pass and would be placed
         in the slots right behind."""
         free, requests = [slot for slot, sequence in enumerate(sequences) if sequence is None], [waiting.popleft()]
-        place, longest = self.pool.place(requests[0].prompt, free), len(requests[0].prompt) - 1
+        place, longest = self.pool.place(requests[0], free), len(requests[0].prompt) - 1
         free.remove(place.slot)
         while waiting and free:
             longest = max(longest, len(waiting[0].prompt) - 1)
             if not self.pool.fits_prefill(len(requests) + 1, longest):
                 break
-            if self.pool.place(waiting[0].prompt, free).slot != place.slot + len(requests):
+            if self.pool.place(waiting[0], free).slot != place.slot + len(requests):
                 break
             free.remove(place.slot + len(requests))
             requests.append(waiting.popleft())
@@ -251,7 +253,8 @@ class Engine:
         for slot, sequence in enumerate(stepped):
             if sequence is None or sequence.finish_reason:
                 continue
-            new, accepted = sequence.commit(emitted.tokens[slot]), len(emitted.tokens[slot]) - 1
+            logprobs = emitted.logprobs[slot] if emitted.logprobs else ()
+            new, accepted = sequence.commit(emitted.tokens[slot], logprobs), len(emitted.tokens[slot]) - 1
             if sequence.stats.steps == 0:
                 sequence.stats.first_token_seconds = emitted.at - sequence.began
             self._count(sequence.stats, emitted, slot, min(accepted, len(new) - 1))

@@ -1,7 +1,8 @@
-"""Penalties and bans: what a request takes off the target's logits because of earlier tokens.
+"""Penalties, biases and bans: how a request changes the target's logits, by earlier tokens or by its own list.
 
 They see a node's own history: the context and its ancestors in the tree (infer/history.py). They come before
-temperature and filters (infer/slot_sampling.py), in the order contextual, repetition, presence and frequency, bans.
+temperature and filters (infer/slot_sampling.py), in the order contextual, repetition, presence and frequency, biases
+and bans.
 Shapes: B slots, N nodes, M of them, V vocabulary, C tokens of history looked at, R restricted vocabulary.
 """
 
@@ -14,14 +15,18 @@ from longdraft.infer.history import History
 from longdraft.kernels import backend
 from longdraft.kernels.transfer import from_host, integers
 
+Biases = Sequence[tuple[int, float]]
+NOTHING = -0.0  # added to a logit, also to -0.0, it changes no bit
+
 
 class Penalties:
-    """The penalties and bans of B slots, from their SamplingParams. Without any, `apply` does nothing.
+    """The penalties, biases and bans of B slots, from their SamplingParams. Without any, `apply` does nothing.
 
     Attributes:
-        any: whether any slot has a penalty or ban.
+        any: whether any slot has one.
         widest: the longest window of a contextual penalty, in tokens.
-        banned: each slot's banned ids; None if no slot has any.
+        biases: each slot's pairs of token id and bias, which is -inf for a ban; None if no slot has any.
+        held_back: the same for end and stop tokens, which are banned until there are min_new_tokens.
     """
 
     def __init__(self, params: Sequence, device: torch.device):
@@ -36,17 +41,22 @@ class Penalties:
         self._repetition = of_all("repetition_penalty", 1.0)
         self._presence = of_all("presence_penalty", 0.0)
         self._frequency = of_all("frequency_penalty", 0.0)
-        self.banned = [p.banned_token_ids for p in params] if any(p.banned_token_ids for p in params) else None
-        self._ban_masks: dict[tuple[int, bool], Tensor] = {}
+        biases = [(*p.logit_bias.items(), *((token, -torch.inf) for token in p.banned_token_ids)) for p in params]
+        held_back = [tuple((token, -torch.inf) for token in p.stop_token_ids if p.min_new_tokens) for p in params]
+        self.biases = biases if any(biases) else None
+        self.held_back = held_back if any(held_back) else None
+        self._least = column([p.min_new_tokens for p in params], 0, torch.int64, device) if self.held_back else None
+        self._tables: dict[tuple[bool, int, bool], Tensor] = {}
         self._places: dict[int, tuple[Tensor, Tensor]] = {}
         self._counts = self._presence is not None or self._frequency is not None
         self._looks_back = self._contextual is not None or self._repetition is not None or self._counts
-        self.any = self._looks_back or self.banned is not None
+        self._adds = self.biases is not None or self.held_back is not None
+        self.any = self._looks_back or self._adds
 
     @property
     def columns(self) -> tuple[Tensor | None, ...]:
         """The slots' numbers on the device; None for penalties that no slot has."""
-        return self._contextual, self._windows, self._repetition, self._presence, self._frequency
+        return self._contextual, self._windows, self._repetition, self._presence, self._frequency, self._least
 
     def apply(self, logits: Tensor, history: History, positions_B: Tensor, token_ids_R: Tensor | None = None) -> Tensor:
         """Penalised logits, fp32; the logits themselves where there is nothing to do.
@@ -60,8 +70,8 @@ class Penalties:
         logits_BNV = (logits if logits.dim() == 3 else logits[:, None]).float()
         if self._looks_back:
             logits_BNV = self._look_back(logits_BNV, history, positions_B, token_ids_R)
-        if self.banned is not None:
-            logits_BNV = logits_BNV.masked_fill(self._bans(logits_BNV.shape[-1], token_ids_R)[:, None], -torch.inf)
+        if self._adds:
+            logits_BNV = self._add(logits_BNV, history, positions_B[:, None], token_ids_R)
         return logits_BNV if logits.dim() == 3 else logits_BNV[:, 0]
 
     def _look_back(self, logits_BNV: Tensor, history: History, positions_B: Tensor, ids_R: Tensor | None) -> Tensor:
@@ -114,8 +124,9 @@ class Penalties:
             path_BMN = ancestors_BNN[:, first : first + logits_BMV.shape[1]].clone()
             path_BMN[:, :, 0] = False  # the root is in the history
             logits_BMV = self._look_back_at_nodes(logits_BMV, history, tokens_BN, positions_BN, path_BMN, first)
-        if self.banned is not None:
-            logits_BMV = logits_BMV.masked_fill(self._bans(logits_BMV.shape[-1], None)[:, None], -torch.inf)
+        if self._adds:
+            places_BM = positions_BN[:, first : first + logits_BMV.shape[1]]
+            logits_BMV = self._add(logits_BMV, history, places_BM, None)
         return logits_BMV
 
     def _look_back_at_nodes(
@@ -195,22 +206,38 @@ class Penalties:
             self._places[id(ids_R)] = ids_R, places
         return self._places[id(ids_R)][1]
 
-    def _bans(self, width: int, ids_R: Tensor | None) -> Tensor:
-        """bool [B, V] or [B, R]: the banned tokens."""
-        assert self.banned is not None
+    def _add(self, logits_BNV: Tensor, history: History, places_BN: Tensor, ids_R: Tensor | None) -> Tensor:
+        """Add biases and bans. places_BN: int64, the nodes' absolute positions; [B, 1] if all have the root's."""
+        if self.biases is not None:
+            logits_BNV = logits_BNV + self._table(self.biases, logits_BNV.shape[-1], ids_R)[:, None]
+        if self.held_back is not None and self._least is not None:
+            table_B1V = self._table(self.held_back, logits_BNV.shape[-1], ids_R)[:, None]
+            early_BN = places_BN + 1 - history.prompt_lengths[:, None] < self._least
+            logits_BNV = logits_BNV + torch.where(early_BN[:, :, None], table_B1V, NOTHING)
+        return logits_BNV
+
+    def _table(self, biases: Sequence[Biases], width: int, ids_R: Tensor | None) -> Tensor:
+        """What biases or held_back add to each slot's logits: fp32 [B, V] or [B, R]."""
         vocab = width if ids_R is None else len(self.places_of(ids_R))
-        key = vocab, ids_R is None
-        if key not in self._ban_masks:
-            mask = torch.zeros(len(self.banned), vocab, dtype=torch.bool)
-            for slot, ids in enumerate(self.banned):
-                if ids_R is None and ids and max(ids) >= vocab:
-                    raise ValueError(f"banned_token_ids has {max(ids)}; the target's vocabulary is 0..{vocab - 1}")
-                mask[slot, [token for token in ids if token < vocab]] = True
-                if ids_R is None and bool(mask[slot].all()):
+        key = biases is self.held_back, vocab, ids_R is None
+        if key not in self._tables:
+            table = torch.full((len(biases), vocab), NOTHING)
+            for row, pairs in zip(table, biases, strict=True):
+                last, bias = max(pairs, default=(0, 0.0))
+                if ids_R is None and last >= vocab:
+                    name = "banned_token_ids" if bias == -torch.inf else "logit_bias"
+                    raise ValueError(f"{name} has {last}; the target's vocabulary is 0..{vocab - 1}")
+                known = [pair for pair in pairs if pair[0] < vocab]
+                row.index_add_(
+                    0,
+                    torch.tensor([token for token, _ in known], dtype=torch.int64),
+                    torch.tensor([bias for _, bias in known], dtype=torch.float32),
+                )
+                if ids_R is None and bool((row == -torch.inf).all()):
                     raise ValueError(f"banned_token_ids has all {vocab} tokens; leave at least one")
-            self._ban_masks[key] = from_host(mask, self._device)
-        mask_BV = self._ban_masks[key]
-        return mask_BV if ids_R is None else mask_BV[:, ids_R]
+            self._tables[key] = from_host(table, self._device)
+        table_BV = self._tables[key]
+        return table_BV if ids_R is None else table_BV[:, ids_R]
 
 
 def column(values: Sequence[float], off: float, dtype: torch.dtype, device: torch.device) -> Tensor | None:

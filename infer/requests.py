@@ -7,6 +7,7 @@ from numbers import Integral
 from typing import Any
 
 from longdraft.infer.drafters.base import Request
+from longdraft.infer.logprobs import TokenLogprob
 from longdraft.infer.results import Generation, Piece, Statistics
 from longdraft.infer.sampling import SamplingParams, draw_seed, one_each
 from longdraft.infer.text import StopStrings, text_behind
@@ -40,8 +41,8 @@ def read_requests(
     max_length: int,
 ) -> list[Request]:
     """Make one request of each prompt: a text, token ids, or a chat's messages, which the tokenizer's template formats.
-    The request of a text is a Continuation. Special tokens among a request's stop strings, which are no
-    text to be found, are in its `stop_token_ids`.
+    The request of a text is a Continuation. A request's sampling has a seed, and all that end it in
+    `stop_token_ids`: the target's end tokens, and special tokens among its stop strings, which are no text to be found.
 
     Raises:
         ValueError: a prompt that is empty, too long for `max_length` positions, or no prompt; a text if the target has
@@ -62,19 +63,23 @@ def read_requests(
                 f"params: {short_repr(sampling)} for prompt {index}; give SamplingParams, one or one for each prompt"
             )
         tokens = prompt_tokens(target, prompt, f"prompt {index}")
+        seed = draw_seed() if sampling.seed is None else sampling.seed
+        ends = [] if sampling.ignore_eos else [*target.eos_token_ids]
         if sampling.stop_strings:
-            ends = _special_stops(target, sampling.stop_strings)
-            sampling = replace(sampling, stop_token_ids=(*sampling.stop_token_ids, *ends))
+            ends += _special_stops(target, sampling.stop_strings)
+        sampling = replace(sampling, seed=seed, stop_token_ids=(*sampling.stop_token_ids, *ends))
         _check(target, index, tokens, sampling, max_length)
-        if sampling.seed is None:
-            sampling = replace(sampling, seed=draw_seed())
         kind = Continuation if isinstance(prompt, str) else Request
         requests.append(kind(index, tokens, sampling))
     return requests
 
 
-def prompt_tokens(target: Target, prompt: Any, name: str = "prompt") -> list[int]:
+def prompt_tokens(
+    target: Target, prompt: Any, name: str = "prompt", variables: Mapping[str, Any] | None = None
+) -> list[int]:
     """The token ids of a text, of a chat (up to where the answer begins) or of token ids, whose range is not checked.
+
+    variables: what a chat's template gets beside the messages.
 
     Raises ValueError, beginning with `name`, for anything else, and if the tokenizer or its template cannot read it.
     """
@@ -99,7 +104,9 @@ def prompt_tokens(target: Target, prompt: Any, name: str = "prompt") -> list[int
     # A few templates read the arguments of tool calls only as text.
     for variant in ([_with_objects(message) for message in messages], messages):
         try:
-            return target.tokenizer.apply_chat_template(variant, add_generation_prompt=True, return_dict=False)
+            return target.tokenizer.apply_chat_template(
+                variant, add_generation_prompt=True, return_dict=False, **(variables or {})
+            )
         except TEMPLATE_ERRORS as error:
             failed = failed or error
     raise ValueError(f"{name}: {target.name}'s chat template refuses these messages: {failed}") from failed
@@ -158,12 +165,13 @@ def _check(target: Target, index: int, tokens: list[int], sampling: SamplingPara
         raise ValueError(f"prompt {index} has no tokens; give at least one (the BOS token, for an open start)")
     for name, ids in [
         (f"prompt {index}: token ids", tokens),
+        ("sampling parameter logit_bias", list(sampling.logit_bias)),
         ("sampling parameter banned_token_ids", sampling.banned_token_ids),
         ("sampling parameter stop_token_ids", sampling.stop_token_ids),
     ]:
         if ids and (min(ids) < 0 or max(ids) >= vocab):
             raise ValueError(f"{name} must lie in 0..{vocab - 1}, got {short_repr(min(ids))}..{short_repr(max(ids))}")
-    if len(set(sampling.banned_token_ids)) == vocab:
+    if len({*sampling.banned_token_ids, *(sampling.stop_token_ids if sampling.min_new_tokens else ())}) == vocab:
         raise ValueError("sampling parameter banned_token_ids: all tokens are banned; leave at least one")
     if len(tokens) >= max_length:
         raise ValueError(
@@ -190,22 +198,25 @@ class ActiveSequence:
     stats: Statistics
     finish_reason: str = ""
     committed: list[int] = field(init=False)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
 
     def __post_init__(self):
         sampling = self.request.sampling
         self.committed = list(self.request.prompt)
-        ends = () if sampling.ignore_eos else self.target.eos_token_ids
-        self._stop_ids = frozenset(ends) | frozenset(sampling.stop_token_ids)
+        self._stop_ids = frozenset(sampling.stop_token_ids)
         stops, before = sampling.stop_strings, text_before(self.request)
         self._stops = StopStrings(self.target.tokenizer, stops, before) if stops else None
 
-    def commit(self, tokens: Sequence[int]) -> list[int]:
-        """Append tokens up to the first one that ends the sequence. Returns what was appended."""
+    def commit(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob] = ()) -> list[int]:
+        """Append tokens up to the first one that ends the sequence, with their log-probabilities where there are any.
+        Returns what was appended."""
         before, sampling = len(self.committed), self.request.sampling
-        last = len(self.request.prompt) + sampling.max_new_tokens
+        least, last = (len(self.request.prompt) + count for count in (sampling.min_new_tokens, sampling.max_new_tokens))
         for token in tokens:
             self.committed.append(token)
-            if token in self._stop_ids or (self._stops is not None and self._stops.push(token)):
+            searched = len(self.committed) >= least
+            if token in self._stop_ids or (self._stops is not None and self._stops.push(token, searched)):
                 self.finish_reason = "stop"
             elif len(self.committed) >= last:
                 self.finish_reason = "length"
@@ -213,12 +224,16 @@ class ActiveSequence:
                 self.finish_reason = "capacity"
             if self.finish_reason:
                 break
-        return self.committed[before:]
+        new = self.committed[before:]
+        if (k := sampling.logprobs) is not None:
+            self.logprobs += [one._replace(top=one.top[:k]) for one in logprobs[: len(new)]]
+        return new
 
     def piece(self, tokens: list[int], accepted: int, decisions: Callable[[], dict[str, str]]) -> Piece:
         """A stream's piece with these tokens, and with the generation if they are the last ones."""
         generation = self.generation(decisions()) if self.finish_reason else None
-        return Piece(self.request.index, tokens, min(accepted, len(tokens)), generation)
+        logprobs = self.logprobs[len(self.logprobs) - len(tokens) :] if self.logprobs else []
+        return Piece(self.request.index, tokens, min(accepted, len(tokens)), generation, logprobs)
 
     def generation(self, decisions: dict[str, str]) -> Generation:
         """The finished request."""
@@ -232,4 +247,6 @@ class ActiveSequence:
         if self._stops is not None and self.finish_reason == "stop" and not has_end:
             text = self._stops.text
         self.stats.decisions = decisions
-        return Generation(request.index, request.prompt, tokens, text, seed, self.finish_reason, self.stats)
+        asked, of_prompt = request.sampling.logprobs is not None, request.sampling.prompt_logprobs is not None
+        logprobs = (self.logprobs if asked else None, self.prompt_logprobs if of_prompt else None)
+        return Generation(request.index, request.prompt, tokens, text, seed, self.finish_reason, self.stats, *logprobs)

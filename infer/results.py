@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from longdraft.infer.logprobs import TokenLogprob
+
 
 @dataclass
 class Statistics:
@@ -47,6 +49,8 @@ class Generation:
         seed: the seed they were chosen with.
         finish_reason: "stop" (an end token or stop string), "length" (max_new_tokens), "capacity" (no positions left)
             or "cancelled".
+        logprobs, prompt_logprobs: of each new token, and of each of the prompt's tokens but the first; None if the
+            request did not ask for them.
     """
 
     index: int
@@ -56,6 +60,8 @@ class Generation:
     seed: int
     finish_reason: str
     stats: Statistics
+    logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob] | None = None
 
     @property
     def tokens_per_step(self) -> float:
@@ -99,9 +105,10 @@ class Generation:
 @dataclass
 class Piece:
     """What a stream yields: the next tokens of prompt `index`; how many of them, from the first on, a drafter had
-    proposed; and its Generation once it is finished."""
+    proposed; its Generation once it is finished; and the tokens' log-probabilities, if the request asks for them."""
 
     index: int
     tokens: list[int]
     accepted: int = 0
     generation: Generation | None = None
+    logprobs: list[TokenLogprob] = field(default_factory=list)

@@ -17,6 +17,7 @@ from torch import Tensor
 from longdraft.infer.accept import AcceptResult, accept
 from longdraft.infer.drafters.base import Drafter
 from longdraft.infer.graphs import graphs_for
+from longdraft.infer.logprobs import TokenLogprob, path_logprobs, read_logprobs
 from longdraft.infer.policy import Policy, widths_up_to
 from longdraft.infer.prune import prune
 from longdraft.infer.slot_state import SlotState
@@ -27,7 +28,7 @@ from longdraft.kernels.transfer import HostCopy, Moment
 from longdraft.models.decoder import Decoder
 from longdraft.models.device import on_device
 from longdraft.models.kv_cache import KVCache
-from longdraft.models.passes import Pass, TargetOutput
+from longdraft.models.passes import Pass, TargetOutput, spread
 
 
 @dataclass(frozen=True)
@@ -40,8 +41,9 @@ class Step:
     Attributes:
         proposed: the drafter's tree, before pruning.
         num_query_tokens: query tokens of the target's pass in each slot, padding counted.
-        results: on their way to the host: counts and tokens of `AcceptResult`, the number of verified nodes, then
-            `n_also` tensors that the caller wanted read with the step, then those of `TokenTree.unread`.
+        results: on their way to the host: counts and tokens of `AcceptResult`, the number of verified nodes, then the
+            `n_logprobs` tensors of `path_logprobs`, the `n_also` tensors that the caller wanted read with the step, and
+            those of `TokenTree.unread`.
         expected: on its way to the host, what the policy decides the next width by: [w - 1] tokens expected of the w
             best nodes. None where the policy has decided already.
         draft_pass: whether the drafter took the draft pass that is being tried out; None without such a trial, and
@@ -53,6 +55,7 @@ class Step:
     proposed: TokenTree
     num_query_tokens: int
     results: HostCopy
+    n_logprobs: int
     n_also: int
     expected: HostCopy | None
     draft_pass: bool | None
@@ -70,6 +73,7 @@ class Emitted:
     Attributes:
         tokens: the newly committed tokens; none for a slot that took no part.
         drafted: nodes that were verified below the root.
+        logprobs: those of the tokens of each slot; none if no request asks for them.
         also: lists of the other tensors that were given to `Runner.step`.
         seconds: time since the step began or the one before it was read, whichever was later.
         at: when this step was read, by `time.perf_counter`.
@@ -77,6 +81,7 @@ class Emitted:
 
     tokens: list[list[int]]
     drafted: list[int]
+    logprobs: list[list[TokenLogprob]]
     also: list[list]
     step: Step
     seconds: float
@@ -141,13 +146,15 @@ class Runner:
             drafting, needs = (draft_begin, Moment(self.device, self.work_clock)), self.drafter.needs
             inputs = tree.tokens, tree.parents, *(() if tree.width == 1 else (tree.ancestors, tree.depths))
             if working is None:
-                key, verify = ("verify", needs, self.drafter.max_depth), partial(self._verify, cache, needs)
-                accepted, output = state.run(key, (self.model, cache), verify, *inputs, widest=tree.width)
+                key = "verify", needs, self.drafter.max_depth, state.logprobs
+                verify = partial(self._verify, cache, needs)
+                accepted, output, logprobs = state.run(key, (self.model, cache), verify, *inputs, widest=tree.width)
             else:
                 some_cache = cache.slot(working.start, working.stop - working.start)
                 some_inputs = (x[working] for x in inputs)
-                accepted, output = self._verify(some_cache, needs, state.of_slots(working), *some_inputs)
+                accepted, output, logprobs = self._verify(some_cache, needs, state.of_slots(working), *some_inputs)
                 accepted, output = accepted.among(working, cache.batch), output.among(working, cache.batch)
+                logprobs = tuple(spread(x, working, cache.batch) for x in logprobs)
             state.positions += accepted.counts
             state.roots = torch.where(state.active, accepted.last(accepted.tokens), state.roots)
             self.drafter.on_step(state, tree, accepted, output)
@@ -158,7 +165,10 @@ class Runner:
             return Step(
                 proposed=proposed,
                 num_query_tokens=tree.width,
-                results=HostCopy(accepted.counts, accepted.tokens, (tree.parents >= 0).sum(dim=1), *also, *unread),
+                results=HostCopy(
+                    accepted.counts, accepted.tokens, (tree.parents >= 0).sum(dim=1), *logprobs, *also, *unread
+                ),
+                n_logprobs=len(logprobs),
                 n_also=len(also),
                 expected=expected,
                 draft_pass=draft_pass,
@@ -178,9 +188,9 @@ class Runner:
         parents_BN: Tensor,
         ancestors_BNN: Tensor | None = None,
         depths_BN: Tensor | int = 0,
-    ) -> tuple[AcceptResult, TargetOutput]:
-        """The target's pass over the nodes, its choices, and the commit of the accepted path. This is what is recorded
-        of a step."""
+    ) -> tuple[AcceptResult, TargetOutput, tuple[Tensor, ...]]:
+        """The target's pass over the nodes, its choices, and the commit of the accepted path; the third result is what
+        `path_logprobs` returns, if that is asked for. This is what is recorded of a step."""
         positions_BN = state.positions[:, None] + depths_BN
         root_B = torch.zeros_like(state.positions) if "queries" in needs else None
         given = Pass(tokens_BN, cache, positions_BN, ancestors_BNN, needs | {"logits"}, queries_at_B=root_B)
@@ -190,8 +200,10 @@ class Runner:
         nodes = TokenTree(tokens_BN, parents_BN)
         accepted = accept(nodes, output.logits, state, positions_BN, ancestors_BNN, self.drafter.max_depth)
         cache.commit(accepted.nodes, accepted.counts)
+        asked = state.logprobs
+        logprobs = () if asked is None else path_logprobs(output.logits, accepted.nodes, accepted.tokens, asked)
         # Recorded work keeps what it returns, so logits that nobody needs are left out.
-        return accepted, output if "logits" in needs else replace(output, logits=None)
+        return accepted, output if "logits" in needs else replace(output, logits=None), logprobs
 
     def _working_slots(self) -> slice | None:
         """The slots from the first to the last one with a request; None for all of them, and where the host would have
@@ -227,6 +239,7 @@ class Runner:
         """
         assert self._began is not None
         counts, tokens, drafted, *rest = step.results.lists()
+        logprobs, rest = rest[: step.n_logprobs], rest[step.n_logprobs :]
         also, proposed = rest[: step.n_also], step.proposed.take_lists(rest[step.n_also :])
         now, (began, work) = time.perf_counter(), self._began
         self._began = None
@@ -247,4 +260,7 @@ class Runner:
             draft_seconds, typical = draft_begin.seconds_to(draft_end), not self._disturbed
             self.policy.record(step.num_query_tokens, work, draft_seconds, tokens_a_slot, typical, step.stages)
             self._disturbed = max(0, self._disturbed - 1)
-        return Emitted(emitted, drafted, also, step, now - began, now)
+        told = (
+            [read_logprobs(new, *of_slot) for new, *of_slot in zip(emitted, *logprobs, strict=True)] if logprobs else []
+        )
+        return Emitted(emitted, drafted, told, also, step, now - began, now)

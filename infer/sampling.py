@@ -1,8 +1,8 @@
 """The sampling parameters of one request, checked. infer/slot_sampling.py chooses tokens by them."""
 
 import secrets
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from longdraft.infer.values import check_text, is_integer, is_number, short_repr
 
@@ -10,13 +10,14 @@ from longdraft.infer.values import check_text, is_integer, is_number, short_repr
 COLDEST = 1e-6
 # Above this T would leave fp32, and infinities would be divided.
 WARMEST = 1e30
+MOST_LOGPROBS = 20  # as in other servers
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one request is decoded. Penalties and bans also hold when greedy; the filters only above temperature 0.
+    """How one request is decoded. Penalties, biases and bans hold also when greedy, filters only above temperature 0.
 
-    Order: contextual, repetition, presence and frequency penalty, bans, temperature, top-k, top-p, min-p, eta.
+    Order: contextual, repetition, presence and frequency penalty, biases, bans, temperature, top-k, top-p, min-p, eta.
 
     Attributes:
         temperature: 0 is greedy; otherwise logits are divided by it.
@@ -25,6 +26,8 @@ class SamplingParams:
         min_p: drop tokens less probable than min_p times the most probable one; 0 is off.
         seed: 64-bit; the same seed gives the same text with every drafter. None draws one, which the result reports.
         max_new_tokens: at least 1.
+        min_new_tokens: before so many new tokens no end or stop token is chosen, and no stop string looked for; 0 is
+            off.
         stop_token_ids: end the sequence; the stop token is the last one returned.
         ignore_eos: go on after the target's own end tokens.
         eta_cutoff: drop tokens less probable than min(eta_cutoff, sqrt(eta_cutoff) * exp(-entropy)), never the most
@@ -38,7 +41,11 @@ class SamplingParams:
         presence_penalty: subtracted once from the logits of tokens that were generated; 0 is off.
         frequency_penalty: subtracted from the logits of a token for each time that it was generated; 0 is off.
         banned_token_ids: tokens that are never chosen.
+        logit_bias: numbers by token id that are added to the logits.
         stop_strings: texts that end the sequence, also across the borders of tokens.
+        logprobs: the result has the log-probability of every new token under the target's own distribution, the softmax
+            of its logits, and of this many most probable tokens in its place. None is off.
+        prompt_logprobs: the same for the prompt's tokens.
     """
 
     temperature: float = 0.0
@@ -58,6 +65,10 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     banned_token_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
+    min_new_tokens: int = 0
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     def __post_init__(self):
         def demand(holds: bool, name: str, want: str):
@@ -82,6 +93,10 @@ class SamplingParams:
         number("eta_cutoff", lambda p: 0 <= p < 1, "at least 0 (off) and below 1")
         integer("max_new_tokens", 1, "at least 1, an integer")
         integer("min_tokens_to_keep", 1, "at least 1 (off), an integer")
+        integer("min_new_tokens", 0, "at least 0 (off), an integer")
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                integer(name, 0, f"None or an integer from 0 to {MOST_LOGPROBS}", MOST_LOGPROBS)
         integer("contextual_window", 1, "at least 1, an integer")
         for name in ("contextual_penalty", "repetition_penalty"):
             number(name, lambda p: 1e-30 <= p <= 1e30, "above 0 (1e-30 to 1e30); 1 is off, above it penalises")
@@ -95,6 +110,12 @@ class SamplingParams:
             listed = isinstance(ids, Sequence | set | frozenset) and not isinstance(ids, str | bytes)
             demand(listed and all(is_integer(t) and int(t) >= 0 for t in ids), name, "a list of token ids")
             object.__setattr__(self, name, tuple(int(token) for token in ids))
+        biases = self.logit_bias
+        sound = isinstance(biases, Mapping) and all(
+            is_integer(token) and token >= 0 and is_number(bias) and abs(bias) <= 1e30 for token, bias in biases.items()
+        )
+        demand(sound, "logit_bias", "a mapping of token ids to numbers from -1e30 to 1e30")
+        object.__setattr__(self, "logit_bias", {int(token): float(bias) for token, bias in biases.items()})
         listed = isinstance(self.stop_strings, list | tuple)
         full = listed and all(isinstance(text, str) and text for text in self.stop_strings)
         demand(full, "stop_strings", "a list of strings that are not empty")

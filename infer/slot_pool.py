@@ -15,6 +15,7 @@ import torch
 from longdraft.infer.drafters.base import Request
 from longdraft.infer.history import History
 from longdraft.infer.kept_prompts import KeptPrompts, Place
+from longdraft.infer.logprobs import TokenLogprob, prompt_logprobs
 from longdraft.infer.memory import check_memory, describe, estimate_memory, fits
 from longdraft.infer.runner import Runner
 from longdraft.infer.sampling import SamplingParams
@@ -36,11 +37,13 @@ KINDS_OF_SAMPLING = 8
 
 
 class Prefilled(NamedTuple):
-    """One pass of a prefill: when it began (`time.perf_counter`), the seconds it took, whether it was the last one."""
+    """One pass of a prefill: when it began (`time.perf_counter`), the seconds it took, whether it was the last one, and
+    for each prompt the log-probabilities of the tokens behind those it read, if its request asks for them."""
 
     began: float
     seconds: float
     last: bool
+    logprobs: Sequence[list[TokenLogprob]] = ()
 
 
 class SlotPool:
@@ -125,9 +128,11 @@ class SlotPool:
         """Whether `n_prompts` prompts fit in one prefill pass. longest: tokens of the longest one, without its last."""
         return longest <= self.prefill_chunk and longest * n_prompts <= MOST_PREFILL_TOKENS
 
-    def place(self, prompt: Sequence[int], free: Sequence[int]) -> Place:
+    def place(self, request: Request, free: Sequence[int]) -> Place:
         """Choose a free slot for this prompt, and how much of an earlier prompt's keys and values it can reuse."""
-        return Place(free[0]) if self._kept is None else self._kept.place(prompt, free)
+        place = Place(free[0]) if self._kept is None else self._kept.place(request.prompt, free)
+        # Log-probabilities of the prompt need all of its passes.
+        return place if request.sampling.prompt_logprobs is None else Place(place.slot)
 
     def prefill(self, place: Place, requests: Sequence[Request]) -> Iterator[Prefilled]:
         """Read prompts into the slots from `place.slot` on: all tokens but the last, which becomes the root.
@@ -154,23 +159,32 @@ class SlotPool:
         longest, some_cache = max(map(len, prompts)) - 1, cache.slot(first, len(requests))
         # Asked once, because steps between two passes change it. Where nobody reads hidden states, the last layer's
         # keys and values end the pass.
-        needs = self.drafter.needs or frozenset({"last_kv"})
+        needs, counts = self.drafter.needs, [request.sampling.prompt_logprobs for request in requests]
+        needs = needs | {"post_norm"} if counts != [None] * len(counts) else needs or frozenset({"last_kv"})
         for start in range(place.count, max(longest, 1), self.prefill_chunk):
-            end = min(start + self.prefill_chunk, longest)
+            end, logprobs = min(start + self.prefill_chunk, longest), list[list[TokenLogprob]]()
             if end > start:
                 with on_device(self.device), torch.no_grad():
-                    self._prefill_pass(some_cache, first, prompts, start, end, needs)
+                    logprobs = self._prefill_pass(some_cache, first, prompts, start, end, needs, counts)
             if self._kept is not None and longest > self.prefill_chunk:
                 self._kept.reach(first, end)
-            yield Prefilled(begin, time.perf_counter() - begin, end == longest)
+            yield Prefilled(begin, time.perf_counter() - begin, end == longest, logprobs)
             begin = time.perf_counter()
 
     def _prefill_pass(
-        self, cache: KVCache, first: int, prompts: Sequence[list[int]], start: int, end: int, needs: frozenset[str]
-    ) -> None:
+        self,
+        cache: KVCache,
+        first: int,
+        prompts: Sequence[list[int]],
+        start: int,
+        end: int,
+        needs: frozenset[str],
+        logprobs: Sequence[int | None],
+    ) -> list[list[TokenLogprob]]:
         """One pass over the tokens [start:end] of each prompt but its last one, padded to the longest.
 
-        cache: of these slots alone. first: the first one.
+        cache: of these slots alone. first: the first one. logprobs: each request's `prompt_logprobs`. Returns the
+        log-probabilities of the tokens behind those of the pass, for each prompt.
         """
         only_pass = start == 0 and end == max(map(len, prompts)) - 1
         chunks = [prompt[start : min(end, len(prompt) - 1)] for prompt in prompts]
@@ -185,10 +199,15 @@ class SlotPool:
                 given = Pass(tokens_BT, cache=cache, needs=needs)
             output = self.model(given)
             cache.commit(None, counts_B)
+            found = [list[TokenLogprob]() for _ in prompts]
             for row, (prompt, count) in enumerate(zip(prompts, counts, strict=True)):
                 if count:
                     of_slot = output.of_slot(row, count) if only_pass else output
                     self.drafter.on_prefill(first + row, prompt, start, start + count, of_slot)
+                    if (asked := logprobs[row]) is not None and of_slot.post_norm is not None:
+                        tokens = integers(prompt[start + 1 : start + count + 1], self.device)
+                        found[row] = prompt_logprobs(self.model.lm_head, of_slot.post_norm[0], tokens, asked)
+        return found
 
     def _prefill_threads(self, n_tokens: int) -> AbstractContextManager[None]:
         """The threads of a prefill pass of `n_tokens` tokens a slot: the C kernels', or PyTorch's."""
@@ -208,6 +227,7 @@ class SlotPool:
             state.sampling = self._recorded_sampling(sampling) if recording else sampling
             state.active.copy_(from_host(torch.tensor([one is not None for one in requests]), self.device))
             state.committed = committed
+            state.logprobs = max((one.logprobs for one in params if one.logprobs is not None), default=None)
 
     def _recorded_sampling(self, sampling: SlotSampling) -> SlotSampling:
         """The sampling that recorded steps of this kind read, with these parameters; if there is none yet, this one."""

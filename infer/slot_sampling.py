@@ -86,7 +86,8 @@ class SlotSampling:
     def _kind(self) -> tuple:
         """Everything that steers the work on the host: equal kinds queue the same work."""
         absent = tuple(column is None for column in self._columns)
-        limits = *self.filters.limits, self.penalties.widest, self.penalties.banned
+        penalties = self.penalties.widest, self.penalties.biases, self.penalties.held_back
+        limits = *self.filters.limits, *penalties
         return len(self.params), self.greedy, self._mixed, self.noise_in_ranking, *limits, absent
 
     def noise(self, positions_B: Tensor, vocab_size: int) -> Tensor:

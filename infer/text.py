@@ -28,8 +28,8 @@ def text_behind(tokenizer, prompt: Sequence[int], tokens: Sequence[int], skip_sp
 
 @lru_cache(maxsize=1 << 16)
 def token_bytes(tokenizer, token: int) -> bytes:
-    """The bytes that a token adds behind a word; a special token's are those of its spelling."""
-    return TextReader(tokenizer, tokenizer("a", add_special_tokens=False).input_ids, skip_special=False).bytes_of(token)
+    """The bytes that a token adds behind another one, here itself; a special token's are those of its spelling."""
+    return TextReader(tokenizer, [token], skip_special=False).bytes_of(token)
 
 
 class TextReader:

@@ -43,6 +43,9 @@ SAMPLINGS = {
     "T1_top_p": SamplingParams(temperature=1.0, top_p=0.9),
     "T1_min_p": SamplingParams(temperature=1.0, min_p=0.1),
     "T1_eta": SamplingParams(temperature=1.0, eta_cutoff=0.05),
+    "T1_bias": SamplingParams(
+        temperature=1.0, logit_bias={3: 2.0, 8: -2.0}, stop_token_ids=(11, 20, 33, 47), min_new_tokens=9
+    ),
     "greedy_penalty": SamplingParams(contextual_penalty=1.2, contextual_window=16),
     "T1_penalty": SamplingParams(
         temperature=1.0, contextual_penalty=1.2, contextual_window=16, min_p=0.05, min_tokens_to_keep=20
@@ -185,7 +188,7 @@ def olmo2(dtype):
     for name, parameter in sorted(model.named_parameters()):
         parameter.data.normal_(1.0 if "norm" in name else 0.0, 0.25, generator=generator)
     wrapped = TransformersModel(model.to(dtype))
-    return Target(wrapped, None, "olmo2", model.config, check_against(wrapped), (), "transformers")
+    return Target(wrapped, None, "olmo2", model.config, check_against(wrapped), {}, "transformers")
 
 
 PLAIN = {}  # plain decoding's tokens by target, prompts and sampling, one list a prompt; filled when first needed

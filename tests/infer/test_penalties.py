@@ -27,6 +27,8 @@ MANY = [
     SamplingParams(presence_penalty=0.4),
     SamplingParams(frequency_penalty=-0.3),
     SamplingParams(banned_token_ids=(0, 7, 22)),
+    SamplingParams(logit_bias={3: 2.5, 4: -1.25, 22: -100.0}),
+    SamplingParams(min_new_tokens=7, stop_token_ids=(2, 5)),
     SamplingParams(
         contextual_penalty=1.1,
         contextual_window=3,
@@ -34,6 +36,9 @@ MANY = [
         presence_penalty=0.25,
         frequency_penalty=0.5,
         banned_token_ids=[3],
+        logit_bias={1: 0.75, 3: 9.0},
+        stop_token_ids=[4],
+        min_new_tokens=5,
     ),
 ]
 
@@ -54,7 +59,9 @@ def by_hand(logits, p: SamplingParams, tokens: list[int], prompt_length: int) ->
     for token in set(generated):
         counted = torch.tensor(p.frequency_penalty, dtype=torch.float32) * generated.count(token)
         row[token] = row[token] - (torch.tensor(p.presence_penalty, dtype=torch.float32) + counted)
-    for token in p.banned_token_ids:
+    for token, bias in p.logit_bias.items():
+        row[token] = row[token] + torch.tensor(bias, dtype=torch.float32)
+    for token in [*p.banned_token_ids, *(p.stop_token_ids if len(generated) < p.min_new_tokens else ())]:
         row[token] = torch.tensor(-torch.inf)
     return torch.stack(row)
 
@@ -113,7 +120,7 @@ def test_reading_more_of_the_history_changes_nothing(monkeypatch, host_knows):
     wide.tokens[:, :30] = history.tokens
     read, counts = History.read, []
     monkeypatch.setattr(History, "read", lambda self, first, count: counts.append(count) or read(self, first, count))
-    for params in (MANY, MANY[:2] * 4, [MANY[4]] * 8):
+    for params in (MANY, MANY[:2] * 5, [MANY[4]] * 10):
         with monkeypatch.context() as patch:
             expected = Penalties(params, CPU).apply(logits, history, positions)
             patch.setattr(backend, "is_host", lambda device: host_knows)
@@ -220,6 +227,8 @@ def test_bans_name_what_cannot_be():
     history, positions, logits = History(1, 4), torch.tensor([1]), torch.zeros(1, 6)
     with pytest.raises(ValueError, match=r"banned_token_ids has 6; the target's vocabulary is 0..5"):
         Penalties([SamplingParams(banned_token_ids=(2, 6))], CPU).apply(logits, history, positions)
+    with pytest.raises(ValueError, match=r"logit_bias has 6; the target's vocabulary is 0..5"):
+        Penalties([SamplingParams(logit_bias={6: 1.0})], CPU).apply(logits, history, positions)
     with pytest.raises(ValueError, match="banned_token_ids has all 6 tokens; leave at least one"):
         Penalties([SamplingParams(banned_token_ids=range(6))], CPU).apply(logits, history, positions)
     # A restricted vocabulary need not hold the banned ids.

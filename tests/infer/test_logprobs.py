@@ -1,0 +1,108 @@
+"""Log-probabilities are the target's own, whatever the sampling, the drafter, the batch and the prefill; transformers'
+own logits say which they are."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from longdraft.infer.engine import Engine
+from longdraft.infer.sampling import SamplingParams
+from longdraft.models.hf import load_target
+
+TEXT = "the cat sat on the mat and the dog sat on the log. "
+NEW = 14
+# Beside each other in a batch: some ask, some do not, and none sees what penalties and filters do.
+PARAMS = [
+    SamplingParams(logprobs=3, prompt_logprobs=2, max_new_tokens=NEW),
+    SamplingParams(temperature=1.0, seed=3, max_new_tokens=NEW),
+    SamplingParams(temperature=0.8, top_k=5, seed=4, logprobs=0, max_new_tokens=NEW),
+    SamplingParams(
+        temperature=1.0, seed=5, repetition_penalty=1.3, logit_bias={7: 4.0, 9: -4.0}, banned_token_ids=(1, 2),
+        logprobs=20, prompt_logprobs=0, max_new_tokens=NEW,
+    ),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(shared, tmp_path_factory):
+    return shared("tiny_checkpoint.py").save(tmp_path_factory.mktemp("logprobs") / "tiny", TEXT * 40, 290, seed=3)
+
+
+@pytest.fixture(scope="module")
+def prompts(folder):
+    target = load_target(folder, torch.float32)
+    return [target.tokenizer(text).input_ids for text in (TEXT * 4, "the dog", TEXT, "on the mat the cat" * 3)]
+
+
+@pytest.fixture(scope="module")
+def references(folder, prompts):
+    """(prompt, its new tokens) -> transformers' log-probabilities of every next token, [tokens, V]."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+    def of(index, tokens):
+        with torch.no_grad():
+            return model(torch.tensor([prompts[index] + tokens])).logits[0].log_softmax(-1)
+
+    return of
+
+
+def check(entries, tokens, rows, k):
+    assert [entry.token for entry in entries] == tokens
+    for entry, row in zip(entries, rows, strict=True):
+        assert entry.logprob == pytest.approx(float(row[entry.token]), abs=1e-4)
+        best = row.topk(k)
+        assert [value for _, value in entry.top] == pytest.approx(best.values.tolist(), abs=1e-4)
+        assert [float(row[token]) for token, _ in entry.top] == pytest.approx(best.values.tolist(), abs=1e-4)
+        assert entry.logprob <= max((value for _, value in entry.top), default=0.0)
+
+
+@pytest.mark.parametrize("chunk", [None, 16])
+@pytest.mark.parametrize("slots", [1, 3])
+@pytest.mark.parametrize("drafter", ["plain", "token_recycling+prompt_lookup"])
+def test_they_are_those_of_transformers(folder, prompts, references, drafter, slots, chunk):
+    engine = Engine(load_target(folder, torch.float32), drafter, slots=slots, prefill_chunk=chunk, nodes=None)
+    for _ in range(2):  # the second time, prompts of several passes could reuse their keys and values
+        for index, one in enumerate(engine.generate(prompts, PARAMS)):
+            asked, prompt = PARAMS[index], prompts[index]
+            rows = references(index, one.tokens)
+            if asked.logprobs is None:
+                assert one.logprobs is None
+            else:
+                check(one.logprobs, one.tokens, rows[len(prompt) - 1 : -1], asked.logprobs)
+            if asked.prompt_logprobs is None:
+                assert one.prompt_logprobs is None
+            else:
+                check(one.prompt_logprobs, prompt[1:], rows[: len(prompt) - 1], asked.prompt_logprobs)
+
+
+def test_a_stream_has_them_with_its_tokens(folder, prompts):
+    """Also where a stop string cuts a step's tokens."""
+    engine = Engine(load_target(folder, torch.float32), "prompt_lookup", nodes=None)
+    whole = engine.generate(prompts, PARAMS)[0]
+    for params in (PARAMS[0], replace(PARAMS[0], stop_token_ids=(whole.tokens[NEW // 2],))):
+        pieces = list(engine.stream([prompts[0]], params))
+        for piece in pieces:
+            assert [one.token for one in piece.logprobs] == piece.tokens
+        assert [one for piece in pieces for one in piece.logprobs] == pieces[-1].generation.logprobs
+    assert len(pieces[-1].generation.logprobs) < NEW
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_drafter_has_the_same(shared, tiny_target, dtype, c_kernels):
+    """To the last bit in bf16, whose rows do not depend on the width of a pass; in fp32 up to rounding."""
+    exactness = shared("infer/test_exactness.py")
+    target = tiny_target(vocab_size=exactness.VOCAB, n_kv_heads=2, max_positions=90, dtype=dtype)
+    small = tiny_target(vocab_size=exactness.VOCAB, n_layers=1, n_kv_heads=1, seed=5, max_positions=90, dtype=dtype)
+    asked = exactness.prompts("gqa", "overflow")
+    params = [replace(PARAMS[i % 4], max_new_tokens=8, logprobs=2, prompt_logprobs=2) for i in range(len(asked))]
+    want = Engine(target).generate(asked, params)
+    for name, make in exactness.DRAFTERS.items():
+        for one, plain in zip(Engine(target, make(target, small), slots=3).generate(asked, params), want, strict=True):
+            assert one.tokens == plain.tokens
+            for found, expected in ((one.logprobs, plain.logprobs), (one.prompt_logprobs, plain.prompt_logprobs)):
+                if dtype == torch.bfloat16:
+                    assert found == expected, name
+                else:
+                    assert [x.logprob for x in found] == pytest.approx([x.logprob for x in expected], abs=1e-4), name
