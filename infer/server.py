@@ -7,11 +7,12 @@ ids and numbers.
 
 import asyncio
 import json
+import logging
 import secrets
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence, Set
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing import Any
 
 import uvicorn
 from fastapi import Depends, FastAPI, Request
+from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.exceptions import HTTPException
@@ -37,6 +39,8 @@ PAGE = Path(__file__).with_name("server_page.html")
 # Seconds that a client may leave the end of its answer unread while the server ends. Then uvicorn cuts it off.
 UNREAD_SECONDS = 10
 GONE = 499  # proxies' status for a client that has hung up; nobody reads it
+MOST_NAMES, MOST_CHARACTERS = 100, 64  # of ignored fields that /metrics names
+LOGGER = logging.getLogger("longdraft")
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100)
 
 
@@ -49,6 +53,7 @@ class Settings:
         api_key: the bearer token that /v1 requires; empty if it requires none.
         queue: requests that may wait for a slot; more are answered with 429.
         body_bytes, body_seconds: limits of a request body's size, and of the time that it takes to arrive.
+        cors: origins of web pages that may read answers, "*" for all.
     """
 
     model: str
@@ -56,6 +61,7 @@ class Settings:
     queue: int = 256
     body_bytes: int = 4 << 20
     body_seconds: float = 30
+    cors: Sequence[str] = ()
 
 
 class Meters:
@@ -73,6 +79,8 @@ class Meters:
         self.requests = count("requests", "Requests that ended, by reason", "finish_reason")
         self.errors = count("errors", "Answers with an error, by status", "status")
         self.prompt_tokens = count("prompt_tokens", "Tokens of prompts")
+        self.ignored = count("ignored_fields", "Requests with a field that is not read, by its name", "field")
+        self.ignored_names = set[str]()
         self.new_tokens = count("generation_tokens", "Tokens that were generated")
         self.steps = count("steps", "Steps, counted once for each request in them")
         self.speculative_steps = count("speculative_steps", "Steps that verified drafted tokens")
@@ -85,6 +93,17 @@ class Meters:
         """Add gauges of the thread's requests, which are read on demand."""
         for name, read in (("waiting", lambda: thread.waiting), ("running", lambda: thread.in_flight - thread.waiting)):
             Gauge(f"longdraft_requests_{name}", f"Requests {name}", registry=self.registry).set_function(read)
+
+    def ignore(self, names: Set[str]) -> None:
+        """Count a request's fields that are not read, and log each name once. Clients choose the names, so only so
+        many are told apart."""
+        for name in sorted(names):
+            name = name if name in self.ignored_names or len(self.ignored_names) < MOST_NAMES else "others"
+            name = name[:MOST_CHARACTERS]
+            if name not in self.ignored_names:
+                LOGGER.warning("the field %r of a request is not read", name)
+            self.ignored_names.add(name)
+            self.ignored.labels(name).inc()
 
     def finish(self, generation: Generation, taken: float) -> None:
         """Count a finished request, which took `taken` seconds."""
@@ -136,7 +155,9 @@ class Service:
         body = parse(body_type, await _read(request, settings.body_bytes, settings.body_seconds))
         self._check_model(body.model)
         requests = await asyncio.to_thread(requests_of, body, self.engine.target, self.engine.max_length)
-        answers = Answers(body, secrets.token_hex(12), settings.model, self.engine.drafter.max_depth)
+        identity, max_depth = secrets.token_hex(12), self.engine.drafter.max_depth
+        answers = Answers(body, requests, self.engine.target, identity, settings.model, max_depth)
+        self.meters.ignore(body.ignored())
         try:
             job = self.thread.submit(requests, bool(body.stream))
         except ValueError as error:
@@ -172,12 +193,12 @@ class Service:
                 text = drafted + texts[index].push(piece.tokens[piece.accepted :])
                 accepted = {"tokens": len(piece.tokens), "accepted": piece.accepted, "characters": len(drafted)}
                 if piece.generation is None:
-                    if text or answers.tells_accepted:
-                        yield _event(answers.chunk(index, text, accepted))
+                    if text or answers.tells_tokens:
+                        yield _event(answers.chunk(index, text, piece, accepted))
                     continue
                 done[index] = generation = piece.generation
                 text += texts[index].finish(generation.text or "")
-                last = answers.chunk(index, text, accepted, generation.finish_reason)
+                last = answers.chunk(index, text, piece, accepted)
                 ended = len(done) == len(texts)
                 for chunk in answers.end(last, [done[i] for i in sorted(done)]) if ended else [last]:
                     yield _event(chunk)
@@ -236,6 +257,8 @@ def create_app(service: Service) -> FastAPI:
     app = FastAPI(title="longdraft", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     for error_type in (ApiError, Full, Stopped, ClientDisconnect, HTTPException, Exception):
         app.add_exception_handler(error_type, service.respond)
+    if origins := service.settings.cors:
+        app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
     with_key, page = [Depends(service.check_key)], PAGE.read_text(encoding="utf-8")
 
     @app.post("/v1/chat/completions", dependencies=with_key)
@@ -309,7 +332,8 @@ async def _read(request: Request, most: int, seconds: float) -> bytes:
                 parts.append(part)
                 size += len(part)
                 if size > most:
-                    raise ApiError(413, f"the body has more than {most} bytes; shorten the prompt")
+                    text = f"the body has more than {most} bytes; shorten the prompt"
+                    raise ApiError(413, text, code="context_length_exceeded")
     except TimeoutError as error:
         raise ApiError(408, f"the body did not come within {seconds:g} s; send it again") from error
     return b"".join(parts)

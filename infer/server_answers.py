@@ -7,20 +7,61 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from longdraft.infer.results import Generation
-from longdraft.infer.server_protocol import Body, Chat, StreamOptions
+from longdraft.infer.drafters.base import Request
+from longdraft.infer.logprobs import TokenLogprob
+from longdraft.infer.requests import text_before
+from longdraft.infer.results import Generation, Piece
+from longdraft.infer.server_protocol import Body, Chat, Completion, StreamOptions
+from longdraft.infer.text import TextReader, text_behind, token_bytes
+from longdraft.models.target import Target
 
 FINISH_REASONS = {"stop": "stop", "length": "length", "capacity": "length", "cancelled": "stop"}
+LEAST = -9999.0  # what OpenAI's interface says for a log-probability of -inf, which JSON does not have
 
 
-def usage(generations: Sequence[Generation], n: int) -> dict[str, Any]:
-    """Token counts. A prompt counts once, however many of the `n` choices it has. `cached_tokens` are those whose keys
-    and values were taken over from an earlier prompt."""
-    prompt = sum(len(one.prompt) for one in generations[::n])
-    cached = sum(one.stats.taken_over for one in generations[::n])
-    new = sum(len(one.tokens) for one in generations)
-    tokens = {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
-    return tokens | {"prompt_tokens_details": {"cached_tokens": cached}}
+def chat_logprobs(tokenizer: Any, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
+    """Each token with its text and bytes, and the most probable ones in its place, as in a chat."""
+
+    def described(token: int, logprob: float) -> dict[str, Any]:
+        data = token_bytes(tokenizer, token)
+        return {"token": _spelled(data), "logprob": max(logprob, LEAST), "bytes": list(data)}
+
+    content = [
+        described(one.token, one.logprob) | {"top_logprobs": [described(*pair) for pair in one.top]} for one in entries
+    ]
+    return {"content": content, "refusal": None}
+
+
+def completion_logprobs(
+    tokenizer: Any, entries: Sequence[TokenLogprob], reader: TextReader, first: int | None = None
+) -> dict[str, Any]:
+    """Lists with an entry for each token, as in a completion.
+
+    reader: reads the text, for the tokens' places in it. first: a token before them that has no log-probability.
+    """
+    lists: dict[str, list] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+
+    def add(token: int, logprob: float | None, top: dict[str, float] | None) -> None:
+        entry = _spelled(token_bytes(tokenizer, token)), logprob, top, len(reader.text)
+        reader.push([token])
+        for values, value in zip(lists.values(), entry, strict=True):
+            values.append(value)
+
+    if first is not None:
+        add(first, None, None)
+    for one in entries:
+        pairs = [*one.top, (one.token, one.logprob)]
+        top = {_spelled(token_bytes(tokenizer, token)): max(logprob, LEAST) for token, logprob in pairs}
+        add(one.token, max(one.logprob, LEAST), top)
+    return lists
+
+
+def _spelled(data: bytes) -> str:
+    """A token's text. The bytes of a token that is no whole character are spelled out, as OpenAI does."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "".join(f"\\x{byte:02x}" for byte in data)
 
 
 def metrics(generations: Sequence[Generation], max_depth: int) -> dict[str, Any] | None:
@@ -54,42 +95,96 @@ def metrics(generations: Sequence[Generation], max_depth: int) -> dict[str, Any]
 class Answers:
     """Makes the answers to one body: a whole one, or a stream's chunks."""
 
-    def __init__(self, body: Body, identity: str, model: str, max_depth: int):
+    def __init__(
+        self, body: Body, requests: Sequence[Request], target: Target, identity: str, model: str, max_depth: int
+    ):
         self._chat, self._body, self._max_depth = isinstance(body, Chat), body, max_depth
+        self._requests, self._tokenizer = requests, target.tokenizer
+        self._echoes = isinstance(body, Completion) and bool(body.echo)
+        self._skips = not isinstance(body, Completion) or body.skip_special_tokens is not False
+        befores = [() if self._echoes else text_before(one) for one in requests]
+        self._readers = [TextReader(target.tokenizer, before, self._skips) for before in befores]
         name, prefix = ("chat.completion", "chatcmpl") if self._chat else ("text_completion", "cmpl")
         self._object, self._chunk_object = name, f"{name}.chunk" if self._chat else name
         self._head = {"id": f"{prefix}-{identity}", "created": int(time.time()), "model": model}
         self._options = body.stream_options or StreamOptions()
+        self._new = [0] * len(requests)  # tokens of each choice so far
         self.tells_accepted = self._options.include_accepted
+
+    @property
+    def tells_tokens(self) -> bool:
+        """Whether a chunk is wanted for tokens that add no text that can be shown."""
+        return bool(self.tells_accepted) or self._body.alternatives is not None
 
     def whole(self, generations: Sequence[Generation]) -> dict[str, Any]:
         """The answer that is not streamed."""
         choices = []
         for index, one in enumerate(generations):
-            text = {"message": {"role": "assistant", "content": one.text}} if self._chat else {"text": one.text}
+            limit = self._body.limit
+            text = self._echo(index) + ("" if limit == 0 else one.text or "")
+            content = {"message": {"role": "assistant", "content": text}} if self._chat else {"text": text}
+            entries = one.logprobs and one.logprobs[:limit]
+            logprobs = self._logprobs(index, entries, one.prompt_logprobs)
             reason = FINISH_REASONS[one.finish_reason]
-            choices.append({"index": index, **text, "logprobs": None, "finish_reason": reason})
+            choices.append({"index": index, **content, "logprobs": logprobs, "finish_reason": reason})
         return {"object": self._object, **self._head, "choices": choices, **self._figures(generations)}
 
+    def _echo(self, index: int) -> str:
+        """The prompt's text, if the choice is to begin with it."""
+        if not self._echoes:
+            return ""
+        prompt = self._body.prompts()[index // (self._body.n or 1)]
+        return prompt if isinstance(prompt, str) else text_behind(self._tokenizer, (), prompt, self._skips)
+
+    def _logprobs(
+        self, index: int, entries: Sequence[TokenLogprob] | None, of_prompt: Sequence[TokenLogprob] | None = None
+    ) -> dict[str, Any] | None:
+        if entries is None:
+            return None
+        if self._chat:
+            return chat_logprobs(self._tokenizer, entries)
+        first = None if of_prompt is None else self._requests[index].prompt[0]
+        return completion_logprobs(self._tokenizer, [*(of_prompt or ()), *entries], self._readers[index], first)
+
+    def _usage(self) -> dict[str, Any]:
+        """The tokens so far. A prompt counts once, however many choices it has."""
+        prompt, new = sum(len(one.prompt) for one in self._requests[:: self._body.n or 1]), sum(self._new)
+        return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
+
     def _figures(self, generations: Sequence[Generation]) -> dict[str, Any]:
-        figures = {"usage": usage(generations, self._body.n or 1)}
+        """Usage and speculation. `cached_tokens` are those whose keys and values were taken over from an earlier
+        prompt."""
+        self._new = [len(one.tokens[: self._body.limit]) for one in generations]
+        cached = sum(one.stats.taken_over for one in generations[:: self._body.n or 1])
+        figures = {"usage": self._usage() | {"prompt_tokens_details": {"cached_tokens": cached}}}
         speculation = metrics(generations, self._max_depth)
         return figures if speculation is None else figures | {"metrics": speculation}
 
     def first(self, index: int) -> dict[str, Any] | None:
-        """The chunk that begins a choice; None for completions, which have none."""
-        return self._chunk(index, {"role": "assistant", "content": ""}, None) if self._chat else None
+        """The chunk that begins a choice; None for a completion without echo, which has none."""
+        if self._chat:
+            return self._chunk(index, {"role": "assistant", "content": ""}, None, None)
+        return self._chunk(index, echo, None, None) if (echo := self._echo(index)) else None
 
-    def chunk(self, index: int, text: str, accepted: Mapping[str, int], finish_reason: str = "") -> dict[str, Any]:
-        """The next text of a choice. `accepted` is added to it if the body asks for that."""
-        delta = {"content": text} if text or not finish_reason else {}
-        chunk = self._chunk(index, delta if self._chat else text, FINISH_REASONS.get(finish_reason))
+    def chunk(self, index: int, text: str, piece: Piece, accepted: Mapping[str, int]) -> dict[str, Any]:
+        """The next text of a choice, and what else the body asks for. `accepted` is added to it if that is asked for.
+
+        piece: the tokens, with the log-probabilities that are asked for.
+        """
+        self._new[index] += len(piece.tokens)
+        reason = None if piece.generation is None else FINISH_REASONS[piece.generation.finish_reason]
+        delta = {"content": text} if text or reason is None else {}
+        entries = piece.logprobs if self._body.alternatives is not None else None
+        chunk = self._chunk(index, delta if self._chat else text, reason, self._logprobs(index, entries))
         return chunk | {"accepted": accepted} if self.tells_accepted else chunk
 
-    def _chunk(self, index: int, content: Any, reason: str | None) -> dict[str, Any]:
-        choice = {"index": index, "delta" if self._chat else "text": content, "logprobs": None, "finish_reason": reason}
-        no_usage = {"usage": None} if self._options.include_usage else {}
-        return {"object": self._chunk_object, **self._head, "choices": [choice], **no_usage}
+    def _chunk(self, index: int, content: Any, reason: str | None, logprobs: dict | None) -> dict[str, Any]:
+        kind = "delta" if self._chat else "text"
+        choice = {"index": index, kind: content, "logprobs": logprobs, "finish_reason": reason}
+        chunk: dict[str, Any] = {"object": self._chunk_object, **self._head, "choices": [choice]}
+        if self._options.include_usage:
+            chunk["usage"] = self._usage() if self._options.continuous_usage_stats else None
+        return chunk
 
     def end(self, last: dict[str, Any], generations: Sequence[Generation]) -> list[dict[str, Any]]:
         """The stream's last chunks: `last` with the figures, or with `include_usage` the figures in a chunk of their

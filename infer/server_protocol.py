@@ -1,32 +1,62 @@
 """OpenAI's interface: from bodies to checked requests. Answers are in infer/server_answers.py, HTTP in infer/server.py.
 
-A field that is not served and would change the answer is refused by name, unless its value asks for nothing.
-Source: OpenAI's API reference, "Chat" and "Completions"; the fields `top_k`, `min_p`, `repetition_penalty`,
-`stop_token_ids`, `ignore_eos` and `skip_special_tokens` are vLLM's.
+A field that would change the answer and is not served (NOT_SERVED) is refused by name, unless its value asks for
+nothing. Every other field that is not served is ignored, and `ignored` names it.
+Source: OpenAI's API reference, "Chat" and "Completions"; the fields `top_k`, `min_p`, `min_tokens`,
+`repetition_penalty`, `stop_token_ids`, `ignore_eos`, `skip_special_tokens`, `continuous_usage_stats` and
+`chat_template_kwargs` are vLLM's.
 """
 
 import re
 from dataclasses import replace
-from typing import Any, Literal, TypeVar
+from inspect import signature
+from typing import Any, Literal, NoReturn, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from longdraft.infer.drafters.base import Request
 from longdraft.infer.requests import Continuation, prompt_tokens, read_requests
-from longdraft.infer.sampling import SamplingParams, draw_seed
+from longdraft.infer.sampling import MOST_LOGPROBS, SamplingParams, draw_seed
 from longdraft.infer.values import short_repr
 from longdraft.models.target import Target
 
 MOST_CHOICES = 128  # prompts times n
-LOWEST_BIAS = -100  # a logit_bias that bans its token
+LOWEST_BIAS, HIGHEST_BIAS = -100, 100  # OpenAI's range of a logit_bias; the lowest one bans its token
 COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens in /v1/completions
 MOST_DIGITS = 20  # of a token id; no vocabulary is so large
-# The keys of a message that are served. Others may be null.
+# Fields that would change the answer, here and in other servers, with the values beside null that ask for nothing.
+NOT_SERVED: dict[str, tuple[Any, ...]] = {
+    name: nothing
+    for nothing, names in (
+        (([],), "tools functions bad_words documents"),
+        (("none", "auto"), "tool_choice function_call"),
+        (({"type": "text"},), "response_format"),
+        ((["text"],), "modalities"),
+        (("medium",), "verbosity"),
+        (("",), "suffix"),
+        ((True,), "add_generation_prompt skip_special_tokens"),
+        ((False,), "echo continue_final_message include_stop_str_in_output use_beam_search"),
+        ((False,), "return_token_ids return_tokens_as_token_ids"),
+        ((1,), "length_penalty typical_p"),
+        ((0,), "mirostat xtc_probability dry_multiplier"),
+        ((), "audio chat_template prompt_embeds prompt_logprobs truncate_prompt_tokens web_search_options lora_path"),
+        ((), "allowed_token_ids structured_outputs guided_json guided_regex guided_choice guided_grammar"),
+        ((), "json_schema regex ebnf grammar"),
+    )
+    for name in names.split()
+}
+# The keys of a message that the chat template reads, and those that it would have to read.
 MESSAGE_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
+NOT_READ = ("audio", "function_call", "refusal")
 # How the engine's errors name a parameter, and the fields that have another name here.
-PARAMETER, FIELDS = re.compile(r"sampling parameter (\w+)"), {"stop_strings": "stop", "banned_token_ids": "logit_bias"}
+PARAMETER = re.compile(r"sampling parameter (\w+)")
+FIELDS = {"stop_strings": "stop", "banned_token_ids": "logit_bias", "min_new_tokens": "min_tokens"}
 # Fields of several types; pydantic's message would name only one of them.
-UNIONS = {"prompt": "give a text, token ids, or a list of either", "stop": "give a text or a list of texts"}
+UNIONS = {
+    "prompt": "give a text, token ids, or a list of either",
+    "stop": "give a text or a list of texts",
+    "logprobs": f"give a whole number from 0 to {MOST_LOGPROBS}",
+}
 
 
 class ApiError(Exception):
@@ -43,18 +73,19 @@ class ApiError(Exception):
 class StreamOptions(BaseModel):
     """What a stream carries besides the text. `include_accepted` is ours: how much of it drafters had proposed."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
-    include_usage: bool = False
-    include_accepted: bool = False
-    include_obfuscation: Literal[False] = False
+    model_config = ConfigDict(extra="allow", strict=True)
+    include_usage: bool | None = False
+    continuous_usage_stats: bool | None = False
+    include_accepted: bool | None = False
 
 
 class Body(BaseModel):
-    """The fields of both interfaces."""
+    """The fields of both interfaces. Null is the default everywhere."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="allow", strict=True)
     model: str | None = None
     max_tokens: int | None = None
+    min_tokens: int | None = None
     n: int | None = Field(None, ge=1, le=MOST_CHOICES)
     temperature: float | None = None
     top_p: float | None = None
@@ -66,15 +97,10 @@ class Body(BaseModel):
     seed: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
-    ignore_eos: bool = False
+    ignore_eos: bool | None = False
     logit_bias: dict[str, float] | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
-    # These say who asks. They do not change the answer.
-    user: str | None = None
-    metadata: dict[str, Any] | None = None
-    store: bool | None = None
-    service_tier: str | None = None
 
     @property
     def limit_field(self) -> str:
@@ -86,9 +112,21 @@ class Body(BaseModel):
         """The most new tokens; None if the body sets no limit."""
         return getattr(self, self.limit_field)
 
+    @property
+    def alternatives(self) -> int | None:
+        """How many of the most probable tokens are wanted with each token's log-probability; None if none is."""
+        raise NotImplementedError
+
     def prompts(self) -> list[Any]:
         """The prompts, each as `read_requests` takes it."""
         raise NotImplementedError
+
+    def ignored(self) -> set[str]:
+        """The names of the fields that are not read."""
+        options = self.stream_options.model_extra or {} if self.stream_options else {}
+        fields = (self.model_extra or {}).items()
+        names = {name for name, value in fields if value is not None and name not in NOT_SERVED}
+        return names | {f"stream_options.{name}" for name in options}
 
 
 class Chat(Body):
@@ -96,19 +134,38 @@ class Chat(Body):
 
     messages: list[dict[str, Any]] = Field(min_length=1)
     max_completion_tokens: int | None = None
-    logprobs: Literal[False] | None = None
-    top_logprobs: Literal[0] | None = None
-    tools: list[Any] | None = Field(None, max_length=0)
-    tool_choice: Literal["none"] | None = None
-    response_format: dict[Literal["type"], Literal["text"]] | None = None
-    modalities: list[Literal["text"]] | None = None
+    logprobs: bool | None = False
+    top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+    reasoning_effort: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
     @property
     def limit_field(self) -> str:
         return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
+    @property
+    def alternatives(self) -> int | None:
+        return self.top_logprobs or 0 if self.logprobs else None
+
+    def template_variables(self) -> dict[str, Any]:
+        """What the chat template gets beside the messages."""
+        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        return effort | (self.chat_template_kwargs or {})
+
     def prompts(self) -> list[Any]:
-        return [self.messages]
+        return [[self._read(message) for message in self.messages]]
+
+    def _read(self, message: dict[str, Any]) -> dict[str, Any]:
+        """The keys that the template reads. A key that asks for nothing is left out, since templates ask which there
+        are. `reasoning` is vLLM's newer name of reasoning_content."""
+        named = {"reasoning_content": message["reasoning"]} if "reasoning" in message else {}
+        named |= {key: message[key] for key in MESSAGE_KEYS if key in message}
+        return {key: value for key, value in named.items() if key in ("role", "content") or value}
+
+    def ignored(self) -> set[str]:
+        known = {*MESSAGE_KEYS, *NOT_READ, "reasoning"}
+        given = {key for message in self.messages for key, value in message.items() if value}
+        return super().ignored() | {f"messages.{key}" for key in given - known}
 
 
 class Completion(Body):
@@ -116,14 +173,18 @@ class Completion(Body):
 
     prompt: str | list[str] | list[int] | list[list[int]]
     best_of: int | None = None
-    echo: Literal[False] | None = None
-    suffix: Literal[""] | None = None
-    logprobs: None = None
-    skip_special_tokens: bool = True
+    echo: bool | None = False
+    logprobs: int | Literal[False] | None = Field(None, ge=0, le=MOST_LOGPROBS)
+    skip_special_tokens: bool | None = True
+    add_special_tokens: Literal[True] | None = True
 
     @property
     def limit(self) -> int | None:
         return COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
+
+    @property
+    def alternatives(self) -> int | None:
+        return None if self.logprobs is False else self.logprobs
 
     def prompts(self) -> list[Any]:
         prompt = self.prompt
@@ -143,15 +204,9 @@ def parse(kind: type[B], body: bytes) -> B:
         field = place[0] if place else None
         if first["type"] == "json_invalid":
             raise ApiError(400, f"the body is not JSON: {first['msg']}") from error
-        if field in ("logprobs", "top_logprobs"):
-            raise ApiError(400, f"{field}: log-probabilities are not served; leave it out", field) from error
-        if first["type"] == "extra_forbidden":
-            fields = kind.model_fields if len(place) == 1 else StreamOptions.model_fields
-            known = ", ".join(sorted(fields))
-            raise ApiError(400, f"{'.'.join(place)}: unknown; the fields served are {known}", field) from error
         if field is None:
             raise ApiError(400, f"the body: {first['msg']}; give an object of fields and their values") from error
-        if field in UNIONS and first["type"] != "missing":
+        if field in UNIONS and len(place) > 1:
             raise ApiError(400, f"{field}: {UNIONS[field]}", field) from error
         raise ApiError(400, f"{'.'.join(place)}: {first['msg']}", field) from error
 
@@ -162,17 +217,22 @@ def requests_of(body: Body, target: Target, max_length: int) -> list[Request]:
     Raises ApiError.
     """
     _check(body)
+    variables = body.template_variables() if isinstance(body, Chat) else {}
+    own = signature(target.tokenizer.apply_chat_template).parameters if variables else {}
+    if wrong := sorted(variables.keys() & own.keys()):
+        text = f"chat_template_kwargs.{wrong[0]}: this is no variable of a template; leave it out"
+        raise ApiError(400, text, "chat_template_kwargs")
     count, requests = body.n or 1, list[Request]()
     for i, prompt in enumerate(body.prompts()):
         name = "messages" if isinstance(body, Chat) else f"prompt {i}"
         try:
-            tokens = prompt_tokens(target, prompt, name)
-            params = _sampling(body, _new_tokens(body, len(tokens), max_length))
+            tokens = prompt_tokens(target, prompt, name, variables)
+            params = _sampling(body, _new_tokens(body, name, len(tokens), max_length))
             seed = draw_seed() if params.seed is None else params.seed
             seeds = [seed + j if seed + j < 2**64 else seed + j - 2**64 for j in range(count)]
             choices = read_requests(target, [tokens] * count, [replace(params, seed=s) for s in seeds], max_length)
             if isinstance(body, Completion):
-                skip = body.skip_special_tokens
+                skip = body.skip_special_tokens is not False
                 choices = [Continuation(one.index, one.prompt, one.sampling, skip) for one in choices]
             requests += choices
         except ValueError as error:
@@ -181,49 +241,60 @@ def requests_of(body: Body, target: Target, max_length: int) -> list[Request]:
 
 
 def _check(body: Body) -> None:
-    """Raise ApiError for fields that do not go together, and for unknown keys of a message."""
+    """Raise ApiError for fields that are not served or do not go together."""
+
+    def refuse(name: str, text: str) -> NoReturn:
+        raise ApiError(400, f"{name}: {text}", name.partition(".")[0])
+
+    for name, value in (body.model_extra or {}).items():
+        if name in NOT_SERVED and value is not None and value not in NOT_SERVED[name]:
+            refuse(name, f"{short_repr(value)}; this is not served: leave it out")
+    for i, message in enumerate(body.messages if isinstance(body, Chat) else ()):
+        if found := [key for key in NOT_READ if message.get(key)]:
+            refuse(f"messages.{i}.{found[0]}", f"this is not served; a message has {', '.join(MESSAGE_KEYS)}")
     count, best_of, prompts = body.n or 1, getattr(body, "best_of", None), len(body.prompts())
     if best_of not in (None, count):
-        raise ApiError(400, f"best_of: {best_of}; all choices are returned: leave it out, or give n={count}", "best_of")
+        refuse("best_of", f"{best_of}; all choices are returned: leave it out, or give n={count}")
     if not prompts:
-        raise ApiError(400, f"prompt: []; {UNIONS['prompt']}", "prompt")
+        refuse("prompt", f"[]; {UNIONS['prompt']}")
     if count * prompts > MOST_CHOICES:
         raise ApiError(400, f"prompts times n: {prompts} x {count}; give 1 to {MOST_CHOICES} in one request", "n")
-    if body.limit is not None and body.limit < 1:
-        raise ApiError(400, f"{body.limit_field}: {short_repr(body.limit)}; give at least 1", body.limit_field)
+    echo = isinstance(body, Completion) and bool(body.echo)
+    if body.limit is not None and body.limit < 1 and not (body.limit == 0 and echo):
+        refuse(body.limit_field, f"{short_repr(body.limit)}; give at least 1")
     if body.max_tokens not in (None, body.limit):
         both = f"max_tokens, {body.limit_field}: {short_repr(body.max_tokens)} and {short_repr(body.limit)}"
         raise ApiError(400, f"{both}; give one of them", body.limit_field)
     if body.stream_options is not None and not body.stream:
-        raise ApiError(400, "stream_options: it is for a stream; give stream too, or leave it out", "stream_options")
-    if isinstance(body, Completion) and not body.skip_special_tokens and (body.stream or body.stop):
-        text = "skip_special_tokens: false does not go with stream or stop; leave out one or the other"
-        raise ApiError(400, text, "skip_special_tokens")
-    for i, message in enumerate(body.messages if isinstance(body, Chat) else ()):
-        if unknown := [key for key, value in message.items() if key not in MESSAGE_KEYS and value is not None]:
-            raise ApiError(
-                400,
-                f"messages.{i}.{unknown[0]}: unknown; a message has {', '.join(MESSAGE_KEYS)}",
-                "messages",
-            )
+        refuse("stream_options", "it is for a stream; give stream too, or leave it out")
+    if isinstance(body, Chat) and body.top_logprobs and not body.logprobs:
+        refuse("top_logprobs", f"{body.top_logprobs}; give logprobs: true with it")
+    if echo and body.stream and (body.limit == 0 or body.alternatives is not None):
+        refuse("echo", "in a stream it does not go with logprobs or max_tokens: 0; leave out one or the other")
+    if isinstance(body, Completion) and body.skip_special_tokens is False and (body.stream or body.stop):
+        refuse("skip_special_tokens", "false does not go with stream or stop; leave out one or the other")
 
 
-def _new_tokens(body: Body, prompt_tokens: int, max_length: int) -> int:
-    """The most new tokens after a prompt of this length. Raises ApiError if the body asks for more than there is room
-    for."""
+def _new_tokens(body: Body, name: str, prompt_tokens: int, max_length: int) -> int:
+    """The most new tokens after a prompt of this length, at least 1. Raises ApiError if there is no room for them.
+
+    name: the prompt's.
+    """
     room, field, limit = max_length - prompt_tokens, body.limit_field, body.limit
-    if limit is None or room < 1:  # a prompt that leaves no room is refused later, as too long
-        return max(1, room)
-    if limit > room:
+    code = "context_length_exceeded"
+    if room < 1:
+        text = f"{name} has {prompt_tokens} tokens; at most {max_length - 1} fit, to leave room for one more"
+        raise ApiError(400, text, name.split()[0], code)
+    if limit is not None and limit > room:
         default = ", the default" if getattr(body, field) is None else ""
         raise ApiError(
             400,
             f"{field}: {short_repr(limit)}{default}, but the prompt has {prompt_tokens} tokens and both together may "
             f"have at most {max_length}; ask for at most {room}, or shorten the prompt",
             field,
-            "context_length_exceeded",
+            code,
         )
-    return limit
+    return room if limit is None else max(1, limit)
 
 
 def _in_fields(text: str, name: str) -> ApiError:
@@ -236,12 +307,13 @@ def _in_fields(text: str, name: str) -> ApiError:
 
 def _sampling(body: Body, max_new_tokens: int) -> SamplingParams:
     """The body's sampling. Missing and null fields have OpenAI's defaults: temperature 1, no filter, no penalty."""
-    bans = []
+    biases = dict[int, float]()
     for token, bias in (body.logit_bias or {}).items():
-        if bias != LOWEST_BIAS or not token.isdecimal() or len(token) > MOST_DIGITS:
+        if not (token.isdecimal() and len(token) <= MOST_DIGITS and LOWEST_BIAS <= bias <= HIGHEST_BIAS):
             entry = f"logit_bias: {token if len(token) <= MOST_DIGITS else short_repr(token)}: {bias}"
-            raise ApiError(400, f"{entry}; only bans are served: a token id with {LOWEST_BIAS}", "logit_bias")
-        bans.append(int(token))
+            text = f"{entry}; give token ids with a bias from {LOWEST_BIAS} to {HIGHEST_BIAS}"
+            raise ApiError(400, text, "logit_bias")
+        biases[int(token)] = bias
     names = "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed"
     given: dict[str, Any] = {name: value for name in names if (value := getattr(body, name)) is not None}
     if body.top_k is not None and body.top_k != -1:  # -1 is vLLM's value for off
@@ -249,9 +321,13 @@ def _sampling(body: Body, max_new_tokens: int) -> SamplingParams:
     return SamplingParams(
         temperature=1.0 if body.temperature is None else body.temperature,
         max_new_tokens=max_new_tokens,
+        min_new_tokens=body.min_tokens or 0,
         stop_strings=(body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
         stop_token_ids=tuple(body.stop_token_ids or ()),
-        ignore_eos=body.ignore_eos,
-        banned_token_ids=tuple(bans),
+        ignore_eos=bool(body.ignore_eos),
+        banned_token_ids=tuple(token for token, bias in biases.items() if bias == LOWEST_BIAS),
+        logit_bias={token: bias for token, bias in biases.items() if bias != LOWEST_BIAS},
+        logprobs=body.alternatives,
+        prompt_logprobs=body.alternatives if isinstance(body, Completion) and body.echo else None,
         **given,
     )

@@ -31,6 +31,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--queue", type=int, default=256, help=help)
     help = "time that running answers have to finish when the server is to end (default: 300)"
     add("--drain", type=int, default=300, metavar="SECONDS", help=help)
+    help = "origins of web pages that may use the server, such as http://localhost:3000; '*' for all (default: none)"
+    add("--cors", nargs="+", default=[], metavar="ORIGIN", help=help)
     return parser
 
 
@@ -55,7 +57,8 @@ def _serve(args: argparse.Namespace) -> int:
     target = engine.target
     if target.tokenizer is None:
         raise ValueError(f"{target.name} has no tokenizer files, so no text can be served; add them")
-    settings = Settings(args.model_name or Path(target.name).name, os.environ.get(KEY, ""), args.queue)
+    model = args.model_name or Path(target.name).name
+    settings = Settings(model, os.environ.get(KEY, ""), args.queue, cors=args.cors)
     listening = _listen(args.host, args.port)
     place, key = f"http://{args.host}:{listening.getsockname()[1]}", ", with a key" if settings.api_key else ""
     # While it runs, the server handles signals itself. A signal that comes earlier is kept for it in `ended`, and one

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import socket
 import threading
 import time
@@ -20,12 +21,13 @@ from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
 from longdraft.infer.server import UNREAD_SECONDS, Server, Service, Settings, create_app, serve
 from longdraft.infer.server_protocol import Completion, parse, requests_of
+from longdraft.infer.text import token_bytes
 from longdraft.models.hf import load_target
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
 TEXT = "the cat sat on the mat and the dog sat on the log. "
 CHAT = [{"role": "user", "content": "the cat and the dog"}]
-KEY = "a key"
+KEY, END = "a key", "<|end|>"
 
 
 @pytest.fixture(scope="module")
@@ -200,6 +202,7 @@ def test_a_completion_goes_on_from_its_prompt_with_special_tokens_where_asked(ti
         with httpx.stream("POST", f"{service.url}/v1/completions", json=asked | {"n": 1, "stream": True}) as stream:
             events = [json.loads(line[6:]) for line in stream.iter_lines() if line.startswith("data: {")]
         refused = post(service, "completions", skip_special_tokens=False, stream=True, **asked)
+        echo = post(service, "completions", prompt=[0, 3, 4], max_tokens=3, seed=1, echo=True, logprobs=1).json()
     for one, whole, tokens in zip(plain, shown, answers, strict=True):
         assert "the" + one["text"] == target.tokenizer.decode([3, *tokens], skip_special_tokens=True)
         ended = whole["finish_reason"] == "stop"
@@ -207,6 +210,11 @@ def test_a_completion_goes_on_from_its_prompt_with_special_tokens_where_asked(ti
     assert {whole["finish_reason"] for whole in shown} == {"stop", "length"}
     assert any("<x>" in whole["text"] for whole in shown) and any(one["text"].startswith(" cat") for one in plain)
     assert "".join(event["choices"][0]["text"] for event in events) == plain[0]["text"]
+    (one,) = echo["choices"]
+    ids = [0, 3, 4, *alone(target, [0, 3, 4], temperature=1, seed=1, max_new_tokens=3).tokens]
+    texts = [target.tokenizer.decode(ids[:i], skip_special_tokens=True) for i in range(len(ids) + 1)]
+    assert one["text"] == texts[-1] and one["logprobs"]["text_offset"] == [len(text) for text in texts[:-1]]
+    assert one["logprobs"]["tokens"][:3] == ["<s>", " the", " cat"]
     assert "skip_special_tokens: false does not go with stream or stop" in refused.json()["error"]["message"]
 
 
@@ -238,7 +246,8 @@ def test_models_health_metrics_and_the_page(client, service):
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]}]},
          "messages", "reads only text"),
         ({"messages": [{"content": "x"}]}, "messages", "role is None"),
-        ({"messages": [*CHAT, CHAT[0] | {"foo": 1}]}, "messages", "messages.1.foo: unknown; a message has role, "),
+        ({"messages": [*CHAT, CHAT[0] | {"audio": {"id": "a"}}]}, "messages", "messages.1.audio: this is not served"),
+        ({"messages": [*CHAT, {"role": "assistant", "content": None, "refusal": "No."}]}, "messages", ".refusal: "),
         ({"max_tokens": 0}, "max_tokens", "at least 1"),
         ({"max_tokens": 2000}, "max_tokens", "max_tokens: 2000, but the prompt has"),
         ({"max_tokens": 10**30}, "max_tokens", "both together may have at most 200; ask for at most 1"),
@@ -248,8 +257,6 @@ def test_models_health_metrics_and_the_page(client, service):
         ({"max_completion_tokens": 3}, "max_completion_tokens", "max_tokens, max_completion_tokens: 4 and 3; give one"),
         ({"max_tokens": -7, "max_completion_tokens": 3}, "max_completion_tokens", "-7 and 3; give one of them"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "it is for a stream; give stream too"),
-        ({"stream": True, "stream_options": {"foo": 1}}, "stream_options", "stream_options.foo: unknown; the fields "
-         "served are include_accepted"),
         ({"temperature": -1}, "temperature", "temperature=-1"),
         ({"top_p": 0}, "top_p", "top_p=0"),
         ({"n": 0}, "n", "greater than or equal to 1"),
@@ -257,15 +264,26 @@ def test_models_health_metrics_and_the_page(client, service):
         ({"seed": 2**70}, "seed", "64 bits"),
         ({"stop": [""]}, "stop", "not empty"),
         ({"stop": 5}, "stop", "stop: give a text or a list of texts"),
-        ({"logprobs": True}, "logprobs", "not served"),
-        ({"top_logprobs": 3}, "top_logprobs", "not served"),
-        ({"tools": [{"type": "function"}]}, "tools", "at most 0"),
-        ({"response_format": {"type": "json_object"}}, "response_format", "text"),
-        ({"logit_bias": {"3": 5}}, "logit_bias", "only bans"),
-        ({"logit_bias": {"9" * 5000: -100}}, "logit_bias", "only bans"),
+        ({"logprobs": 3}, "logprobs", "valid boolean"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "less than or equal to 20"),
+        ({"top_logprobs": 3}, "top_logprobs", "give logprobs: true with it"),
+        ({"prompt": "the", "logprobs": True}, "logprobs", "give a whole number from 0 to 20"),
+        ({"prompt": "the", "logprobs": 21}, "logprobs", "less than or equal to 20"),
+        ({"prompt": "the", "echo": True, "logprobs": 1, "stream": True}, "echo", "in a stream"),
+        ({"prompt": "the", "max_tokens": 0}, "max_tokens", "at least 1"),
+        ({"tools": [{"type": "function"}]}, "tools", "not served"),
+        ({"response_format": {"type": "json_object"}}, "response_format", "not served"),
+        ({"modalities": ["text", "audio"]}, "modalities", "not served"),
+        ({"guided_choice": ["a", "b"]}, "guided_choice", "not served"),
+        ({"prompt": "a", "suffix": "b"}, "suffix", "not served"),
+        ({"chat_template": "/etc/passwd"}, "chat_template", "not served"),
+        ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs", "no variable of a template"),
+        ({"min_tokens": -1}, "min_tokens", "min_tokens=-1"),
+        ({"logit_bias": {"3": 101}}, "logit_bias", "from -100 to 100"),
+        ({"logit_bias": {"9" * 5000: -100}}, "logit_bias", "from -100 to 100"),
+        ({"logit_bias": {"999": 5}}, "logit_bias", "logit_bias must lie in 0..289"),
         ({"logit_bias": {"999": -100}}, "logit_bias", "logit_bias must lie in 0..289"),
         ({"stop_token_ids": [999]}, "stop_token_ids", "stop_token_ids must lie in 0..289"),
-        ({"chat_template": "/etc/passwd"}, "chat_template", "unknown; the fields served are"),
         ({"messages": [{"role": "user", "content": "x " * 300}]}, "messages", "at most 199 fit"),
         ({"prompt": [1, "a"]}, "prompt", "prompt: give a text, token ids, or a list of either"),
         ({"prompt": []}, "prompt", "prompt: []; give a text, token ids, or a list of either"),
@@ -299,17 +317,221 @@ def test_other_refusals_are_errors_that_the_client_knows(client, service):
     assert httpx.post(url, content=b'{"prompt": "a"}', headers=raw | {"Content-Type": "text/plain"}).status_code == 415
     assert httpx.post(url, content=b" " * (5 << 20), headers=raw).status_code == 413
     assert "best_of" in post(service, "completions", prompt="a", best_of=3).json()["error"]["message"]
-    assert "suffix" in post(service, "completions", prompt="a", suffix="b").json()["error"]["message"]
 
 
-def test_keys_without_a_value_ask_for_nothing(client):
-    own = CHAT[0] | {"refusal": None, "audio": None, "name": None}
-    texts = [
-        client.chat.completions.create(model="tiny", messages=[one], temperature=0, max_tokens=4, **more)
-        .choices[0].message.content
-        for one, more in ((CHAT[0], {}), (own, {}), (CHAT[0], {"max_completion_tokens": 4, "stream_options": None}))
-    ]  # fmt: skip
-    assert len(set(texts)) == 1
+# Bodies as clients send them, each with the plain body that it must be answered like; from the clients' own code.
+WHO_ASKS = {"prompt_cache_key": "s-1", "safety_identifier": "u-1", "prompt_cache_retention": "24h", "user": "u"}
+GIVEN_BACK = {  # what OpenAI's interface answers, as the SDK's model_dump gives it back
+    "role": "assistant", "content": "the log", "refusal": None, "annotations": [], "audio": None, "function_call": None,
+    "tool_calls": None,
+}  # fmt: skip
+TURNS = [CHAT[0], {"role": "assistant", "content": "the log"}, CHAT[0]]
+PARTS = [{"role": "user", "content": [{"type": "text", "text": CHAT[0]["content"]}]}]
+ASKED = {
+    "openai, who asks": ({"messages": CHAT, "max_tokens": 9} | WHO_ASKS, {"messages": CHAT, "max_tokens": 9}),
+    "openai, all that asks for nothing": (
+        {
+            "messages": CHAT, "max_completion_tokens": 9, "tools": [], "tool_choice": "none", "n": 1, "store": False,
+            "parallel_tool_calls": True,
+            "response_format": {"type": "text"}, "modalities": ["text"], "audio": None,
+            "metadata": {"a": "b"}, "service_tier": "auto", "logprobs": False, "top_logprobs": None, "seed": None,
+            "stop": None, "prediction": None, "stream_options": None, "logit_bias": None, "web_search_options": None,
+        },
+        {"messages": CHAT, "max_tokens": 9},
+    ),
+    "openai, its own answers in the history": (
+        {"messages": [CHAT[0], GIVEN_BACK, CHAT[0]], "max_tokens": 9}, {"messages": TURNS, "max_tokens": 9}
+    ),
+    "vllm, its answers in the history": (
+        {"messages": [CHAT[0], TURNS[1] | {"tool_calls": [], "id": "m"}, CHAT[0]], "max_tokens": 9},
+        {"messages": TURNS, "max_tokens": 9},
+    ),
+    "nobody's": ({"prompt": TEXT, "max_tokens": 9, "foo": {"bar": 1}}, {"prompt": TEXT, "max_tokens": 9}),
+    "guidellm, text": (
+        {
+            "prompt": TEXT, "max_tokens": 9, "stream": True, "stop": None, "ignore_eos": True,
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+        },
+        {"prompt": TEXT, "max_tokens": 9, "ignore_eos": True},
+    ),
+    "guidellm, chat": (
+        {
+            "messages": PARTS, "max_completion_tokens": 9, "stream": True, "stop": None, "ignore_eos": True,
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+        },
+        {"messages": CHAT, "max_tokens": 9, "ignore_eos": True},
+    ),
+    "aiperf, chat": (
+        {
+            "messages": [CHAT[0] | {"name": "someone"}], "max_completion_tokens": 9, "min_tokens": 9, "stream": True,
+            "stream_options": {"include_usage": True}, "ignore_eos": True,
+        },
+        {"messages": CHAT, "max_tokens": 9, "ignore_eos": True},
+    ),
+    "lm-eval, generation from text": (
+        {"prompt": [TEXT], "max_tokens": 9, "temperature": 0, "stop": ["\n\n", END, "Question:"], "seed": 1234},
+        {"prompt": TEXT, "max_tokens": 9},
+    ),
+    "lm-eval, generation from a chat": (
+        {
+            "messages": [CHAT[0] | {"type": "text"}], "max_tokens": 9, "temperature": 0, "stop": [END, "Question:"],
+            "seed": 1234,
+        },
+        {"messages": CHAT, "max_tokens": 9},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("asked", "simply"), ASKED.values(), ids=ASKED)
+def test_a_clients_body_is_answered_like_the_simple_one(service, asked, simply):
+    def answer(body):
+        path = "completions" if "prompt" in body else "chat/completions"
+        found = post(service, path, **({"temperature": 0, "max_tokens": None} | body))
+        assert found.status_code == 200, found.text
+        if not body.get("stream"):
+            (choice,) = found.json()["choices"]
+            return choice["text"] if "text" in choice else choice["message"]["content"]
+        events = [json.loads(line[6:]) for line in found.text.splitlines() if line.startswith("data: {")]
+        choices = [choice for event in events for choice in event["choices"]]
+        return "".join(choice["text"] if "text" in choice else choice["delta"].get("content", "") for choice in choices)
+
+    assert answer(asked) == answer(simply) != ""
+
+
+def test_what_is_not_read_is_counted_and_logged_once(target, caplog):
+    with served(target) as service:
+        body = {"prompt": TEXT, "max_tokens": 2, "user": "u", "x" * 99: 1, "store": None}
+        for _ in range(2):
+            assert post(service, "completions", headers={}, **body).status_code == 200
+        options = {"stream": True, "stream_options": {"include_obfuscation": False}}
+        messages = [CHAT[0] | {"annotations": [], "cache_control": {"type": "ephemeral"}}]
+        assert post(service, headers={}, messages=messages, **options).status_code == 200
+        for i in range(120):  # their number is bounded
+            post(service, "completions", headers={}, prompt="a", max_tokens=1, **{f"f{i}": 1})
+        text = httpx.get(f"{service.url}/metrics").text
+    counts = dict(re.findall(r'longdraft_ignored_fields_total\{field="(.+)"\} (\S+)', text))
+    assert counts["user"] == counts["x" * 64] == "2.0" and "store" not in counts
+    assert counts["messages.cache_control"] == counts["stream_options.include_obfuscation"] == "1.0"
+    assert len(counts) == 101 and float(counts["others"]) == 120 - 96 and "messages.annotations" not in counts
+    assert sum("'user'" in record.getMessage() for record in caplog.records) == 1
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "completions"])
+@pytest.mark.parametrize(
+    ("words", "limit", "status"), [(300, 4, 400), (300, None, 400), (20, 9999, 400), (2_500_000, 4, 413)]
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_that_is_too_long_is_known_by_its_code(service, path, words, limit, status, stream):
+    text = "x " * words
+    body = {"messages": [{"role": "user", "content": text}]} if path.startswith("chat") else {"prompt": text}
+    answer = post(service, path, **body | {"max_tokens": limit, "stream": stream})
+    assert answer.status_code == status and answer.json()["error"]["code"] == "context_length_exceeded"
+
+
+def test_usage_runs_along(client, target):
+    counted = client.completions.create(
+        model="tiny", prompt=[TEXT, "the dog"], n=2, max_tokens=9, stream=True, temperature=1, seed=2,
+        stream_options={"include_usage": True}, extra_body={"ignore_eos": True},
+    )  # fmt: skip
+    assert {chunk.usage is None for chunk in [*counted][:-1]} == {True}
+    options = {"include_usage": True, "continuous_usage_stats": True, "include_accepted": True}
+    chunks = list(client.completions.create(
+        model="tiny", prompt=[TEXT, "the dog"], n=2, max_tokens=9, stream=True, temperature=1, seed=2,
+        stream_options=options, extra_body={"ignore_eos": True},
+    ))  # fmt: skip
+    prompts = sum(len(target.tokenizer(text).input_ids) for text in (TEXT, "the dog"))
+    so_far = 0
+    for chunk in chunks:
+        so_far += chunk.accepted["tokens"] if chunk.choices else 0
+        assert (chunk.usage.prompt_tokens, chunk.usage.completion_tokens) == (prompts, so_far)
+    assert so_far == 4 * 9
+
+
+def test_log_probabilities_of_a_chat_are_the_engines_whole_and_streamed(client, target):
+    want = alone(target, CHAT, temperature=1, seed=9, max_new_tokens=20, logprobs=2).logprobs
+    asked = dict(model="tiny", messages=CHAT, temperature=1, seed=9, max_tokens=20, logprobs=True, top_logprobs=2)
+    whole = client.chat.completions.create(**asked).choices[0].logprobs.content
+    chunks = list(client.chat.completions.create(**asked, stream=True))
+    streamed = [one for chunk in chunks if chunk.choices[0].logprobs for one in chunk.choices[0].logprobs.content]
+    for found in (whole, streamed):
+        assert [one.logprob for one in found] == pytest.approx([one.logprob for one in want], abs=1e-4)
+        for one, entry in zip(found, want, strict=True):
+            assert bytes(one.bytes) == token_bytes(target.tokenizer, entry.token)
+            assert [bytes(top.bytes) for top in one.top_logprobs] == [
+                token_bytes(target.tokenizer, token) for token, _ in entry.top
+            ]
+    text = b"".join(bytes(one.bytes) for one in whole).decode(errors="replace")
+    assert text == alone(target, CHAT, temperature=1, seed=9, max_new_tokens=20).text
+    assert client.chat.completions.create(**asked | {"logprobs": False, "top_logprobs": 0}).choices[0].logprobs is None
+
+
+def test_log_probabilities_of_a_prompt_are_echoed_as_evaluations_ask(service, client, target):
+    """As lm-evaluation-harness asks for the likelihood of a continuation, with token ids, and reads the answer."""
+    ids = target.tokenizer(TEXT).input_ids
+    want = alone(target, ids, max_new_tokens=1, logprobs=1, prompt_logprobs=1)
+    for limit in (1, 0):
+        body = {"prompt": [ids], "temperature": 0, "max_tokens": limit, "logprobs": 1, "seed": 1234, "echo": True}
+        (choice,) = (answer := post(service, "completions", **body).json())["choices"]
+        entries = [*want.prompt_logprobs, *want.logprobs[:limit]]
+        assert choice["logprobs"]["token_logprobs"][0] is choice["logprobs"]["top_logprobs"][0] is None
+        assert choice["logprobs"]["token_logprobs"][1:] == pytest.approx([one.logprob for one in entries], abs=1e-4)
+        greedy = [max(top.values()) for top in choice["logprobs"]["top_logprobs"][1:]]
+        assert greedy == pytest.approx([one.top[0][1] for one in entries], abs=1e-4)
+        for found, likeliest, one in zip(choice["logprobs"]["token_logprobs"][1:], greedy, entries, strict=True):
+            assert (found == likeliest) == (one.token == one.top[0][0])  # this is how it reads "greedy"
+        assert choice["text"] == TEXT + want.text[: 99 * limit]
+        for token, offset in zip(choice["logprobs"]["tokens"], choice["logprobs"]["text_offset"], strict=True):
+            assert choice["text"].startswith(token, offset)
+        assert answer["usage"]["completion_tokens"] == limit
+    echoed = client.completions.create(model="tiny", prompt=[TEXT, "the dog"], n=2, echo=True, max_tokens=5, seed=3)
+    plain = client.completions.create(model="tiny", prompt=[TEXT, "the dog"], n=2, max_tokens=5, seed=3)
+    for i, (one, other) in enumerate(zip(echoed.choices, plain.choices, strict=True)):
+        assert one.text == (TEXT, TEXT, "the dog", "the dog")[i] + other.text and one.logprobs is None
+    stream = client.completions.create(model="tiny", prompt=TEXT, echo=True, max_tokens=5, seed=3, stream=True)
+    assert "".join(chunk.choices[0].text for chunk in stream) == echoed.choices[0].text
+
+
+def test_biases_and_the_least_number_of_tokens_are_the_engines(client, target):
+    """An answer that would end at once goes on, and a biased token comes."""
+    plain = alone(target, TEXT, max_new_tokens=20)
+    stops, biases = list(set(plain.tokens)), {str(plain.tokens[0]): -4, "70": 7.5}
+    found = client.completions.create(
+        model="tiny", prompt=TEXT, temperature=0, max_tokens=20, logit_bias=biases,
+        extra_body={"stop_token_ids": stops, "min_tokens": 12},
+    )  # fmt: skip
+    asked = {"logit_bias": {int(token): bias for token, bias in biases.items()}, "stop_token_ids": stops}
+    want = alone(target, TEXT, max_new_tokens=20, min_new_tokens=12, **asked)
+    assert found.choices[0].text == want.text and found.usage.completion_tokens == len(want.tokens) >= 12
+    assert not {*want.tokens[:11]} & {*stops}
+    stop = plain.text[4:6]  # it comes too early to stop at, and the stream goes on
+    asked = dict(model="tiny", prompt=TEXT, temperature=0, max_tokens=20, stop=stop, extra_body={"min_tokens": 12})
+    whole = client.completions.create(**asked).choices[0].text
+    chunks = [chunk.choices[0].text for chunk in client.completions.create(**asked, stream=True)]
+    assert "".join(chunks) == whole and whole.startswith(plain.text[:6]) and sum(map(bool, chunks)) > 4
+
+
+def test_a_chats_template_gets_its_variables(client, target, monkeypatch):
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}{{ reasoning_effort }}{{ style }}"
+    monkeypatch.setattr(target.tokenizer, "chat_template", template)
+    found = client.chat.completions.create(
+        model="tiny", messages=CHAT, max_tokens=4, temperature=0, reasoning_effort="low",
+        extra_body={"chat_template_kwargs": {"style": " the dog"}},
+    )  # fmt: skip
+    want = target.tokenizer(CHAT[0]["content"] + "low the dog").input_ids
+    assert found.usage.prompt_tokens == len(want)
+
+
+def test_pages_of_named_origins_may_ask(target):
+    headers = {"Origin": "http://page", "Access-Control-Request-Method": "POST",
+               "Access-Control-Request-Headers": "authorization,content-type"}  # fmt: skip
+    for cors, status in ((("http://page",), 200), (("http://other",), 400), ((), 405)):
+        with served(target, cors=cors, api_key=KEY) as service:
+            answer = httpx.options(f"{service.url}/v1/chat/completions", headers=headers)
+            assert answer.status_code == status
+            assert ("access-control-allow-origin" in answer.headers) == (status == 200)
+            refused = post(service, headers={"Origin": "http://page"})  # an error can be read by the page too
+            assert refused.status_code == 401
+            assert refused.headers.get("access-control-allow-origin") == ("http://page" if status == 200 else None)
 
 
 def test_a_chat_template_that_fails_is_the_messages_fault(target, service, monkeypatch):
