@@ -31,6 +31,7 @@ ERRORS = (*BAD_ANSWER, "refused_by_template", "prompt_not_kept", "answer_not_fou
 
 Message = tuple[str, str | None]  # role and content; None: an answer that is still due
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what a tokenizer decodes bytes to that are no whole character
+MOST_BYTES = 4  # of a character
 THOUGHT_TOKENS = 16  # in how many of a prompt's last tokens to look for what opens a thought
 # Characters of a document to tokenise first, for each token of its beginning: more than tokens of text have, and far
 # fewer than a book has.
@@ -176,6 +177,14 @@ class ChatTokens:
             raise Unusable("prompt_too_long")
         return conversation.prompt
 
+    def _text(self, prompt: Sequence[int], tokens: list[int], ended: bool) -> str:
+        """The answer's text behind the prompt, without a character that was cut."""
+        if ended:
+            return text_behind(self._tokenizer, prompt, tokens)
+        # Where bytes are tokens, those of the last character may spoil the ones before it.
+        beginnings = [tokens[: len(tokens) - count] for count in range(MOST_BYTES)]
+        return max((text_behind(self._tokenizer, prompt, some).rstrip(UNFINISHED) for some in beginnings), key=len)
+
     def take(self, conversation: OpenConversation, completion: Completion) -> None:
         """Make the completion the conversation's answer that is due. Raises Unusable."""
         due = conversation.due
@@ -186,9 +195,7 @@ class ChatTokens:
         if not self._control.isdisjoint(tokens):
             raise Unusable("special_token_in_answer")
         # A chat template may write or strip an answer's first blank, so try without it first; a continuation has it.
-        texts = [text_behind(self._tokenizer, prompt, tokens) for prompt in ((), conversation.prompt)]
-        if not completion.ended:
-            texts = [text.rstrip(UNFINISHED) for text in texts]  # without a character that was cut
+        texts = [self._text(prompt, tokens, completion.ended) for prompt in ((), conversation.prompt)]
         written = texts[-1]
         if not written.strip():
             raise Unusable("empty_answer")

@@ -8,6 +8,8 @@ import shutil
 from dataclasses import replace
 
 import pytest
+from tokenizers import Tokenizer, decoders, models, normalizers
+from transformers import PreTrainedTokenizerFast
 
 from longdraft.data_prep.chat import PLAIN, make_chat_encoder
 from longdraft.data_prep.documents import Conversation, Unusable
@@ -486,6 +488,29 @@ def test_a_first_part_that_fails_as_one_stops_the_call(config, run, tiny_tokeniz
     assert len(speaker.calls) == 1 and files_of(config.out).keys() == {"plan.json"}
     del speaker.said["7.0"]
     assert run(replace(config, part_size=20), speaker)["success"] == 1
+
+
+def test_a_cut_answer_keeps_its_complete_characters_where_bytes_are_tokens():
+    """As in Llama 2; the bytes of the character that was cut go."""
+    words = ["<unk>", "<s>", "</s>", "▁", *"hi:U", *(f"<0x{byte:02X}>" for byte in range(256))]
+    backend = Tokenizer(
+        models.BPE({word: i for i, word in enumerate(words)}, [], unk_token="<unk>", byte_fallback=True)
+    )
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    backend.decoder = decoders.Sequence(steps)
+    backend.add_special_tokens(words[:3])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    encoder = make_chat_encoder(tokenizer, VICUNA)
+    written = tokenizer.convert_tokens_to_ids([f"<0x{byte:02X}>" for byte in "🙂世🙂".encode()])
+    for count, text in ((4, "🙂"), (6, "🙂"), (7, "🙂世"), (8, "🙂世"), (10, "🙂世"), (11, "🙂世🙂")):
+        chat, conversation = (
+            ChatTokens(encoder, 99, True),
+            OpenConversation.begin(Conversation("d", b"", (("user", "hi"),))),
+        )
+        chat.prompt(conversation)
+        chat.take(conversation, Completion(0, written[:count], False))
+        assert conversation.messages[-1] == ("assistant", text)
 
 
 VICUNA = (
