@@ -1,4 +1,4 @@
-"""Make a draft folder of a training run: `python launch/export.py RUN_DIR [--out FOLDER] [--format vllm-medusa]`.
+"""Make a draft folder of a training run: `python launch/export.py RUN_DIR [--out FOLDER]`.
 
 Only argument parsing is here; the work is in train/export.py.
 """
@@ -14,13 +14,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command. Returns the exit status: 2 after an error, 130 after Ctrl-C."""
     parser = argparse.ArgumentParser(prog="longdraft export", description="Make a draft folder of a run's weights.")
     parser.add_argument("run_dir", help="the run's folder (train.run_dir)")
-    parser.add_argument("--out", help="folder to write (default: RUN_DIR/draft, or RUN_DIR/FORMAT for another format)")
-    parser.add_argument(
-        "--format",
-        default="longdraft",
-        help="longdraft (default), or vllm-medusa: Medusa heads or silu_chain for vLLM's `method: medusa`, which vLLM "
-        "has up to 0.32 (0.33 removed it)",
-    )
+    parser.add_argument("--out", help="folder to write (default: RUN_DIR/draft)")
+    # It chose between two formats. It is not shown, and is read only to say what to use instead.
+    parser.add_argument("--format", default="longdraft", help=argparse.SUPPRESS)
     parser.add_argument(
         "--draft-vocab-size",
         type=int,
@@ -34,13 +30,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def work() -> None:
         args = parser.parse_args(argv)
+        if args.format != "longdraft":
+            raise ValueError(
+                f"--format: give longdraft or nothing, not {args.format!r}: the file for vLLM up to 0.32 is no longer "
+                "written, since longdraft's vLLM plug-in reads the draft folder itself "
+                "(docs/serving.md#in-vllms-own-engine)"
+            )
         # Imported here so that --help and a wrong argument need not wait for torch.
         from longdraft.train.export import export
 
         export(
             args.run_dir,
             args.out,
-            form=args.format,
             draft_vocab_size=args.draft_vocab_size,
             best=args.best,
             card=args.card,

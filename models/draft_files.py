@@ -1,7 +1,7 @@
 """The two files of an exported draft, config.json and model.safetensors, as files: written as a pair, read with bounds.
 
 Both are written completely before either replaces an older one, and config.json has the digest of its weights, so that
-one draft's shape is never read with another's weights. What the fields mean: draft_folder.py, train/vllm_medusa.py.
+one draft's shape is never read with another's weights. What the fields mean: draft_folder.py.
 """
 
 import json
@@ -22,8 +22,8 @@ from longdraft.models.files import damage_named, file_digest, sync, write_tensor
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 # The folder, inside the final one, that both files are written in. A kill may leave it; the next export removes it.
 STAGED = ".export.tmp"
-# Fields that tell a config.json of ours: of a draft folder, and of an export for vLLM.
-OURS = ({"format_version", "method"}, {"longdraft", "model_type"})
+# Fields that tell a config.json of ours.
+OURS = {"format_version", "method"}
 AGAIN = "copy it again, or export again"
 # A config.json has a few kilobytes. What is larger is not read.
 MOST_BYTES = 2**24
@@ -69,7 +69,7 @@ def _is_ours(folder: Path) -> bool:
         content = read_config(folder)
     except ValueError:
         return False
-    return any(keys <= content.keys() for keys in OURS)
+    return content.keys() >= OURS
 
 
 def write_pair(

@@ -1,7 +1,7 @@
 """Export a run's newest checkpoint as a folder for serving, which is read back and compared with the trained draft
 before it is put in its place.
 
-Not here: the folders' formats (models/draft_folder.py, vllm_medusa.py).
+Not here: the folder's format (models/draft_folder.py).
 Shapes: N tokens end to end, D hidden, V vocabulary, E draft vocabulary.
 """
 
@@ -16,20 +16,19 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from longdraft.data_prep.shards import ShardSet
-from longdraft.models.draft_files import WEIGHTS, check_out
+from longdraft.models.draft_files import check_out
 from longdraft.models.draft_folder import Draft, DraftInfo, load_draft, save_draft, target_entry
 from longdraft.models.drafts.longspec import LongSpec, plan_queries
 from longdraft.models.drafts.loss import RANKS
 from longdraft.models.hf import lasting_name
 from longdraft.models.passes import Pass
 from longdraft.models.target import Target
-from longdraft.train import checkpoint, model_card, vllm_medusa
+from longdraft.train import checkpoint, model_card
 from longdraft.train.batches import Place, read_batch
 from longdraft.train.config import Config, to_dict
 from longdraft.train.methods.base import plain_positions
 from longdraft.train.methods.build import frozen_draft
 from longdraft.train.setup import open_rows, whole_target
-from longdraft.train.vllm_medusa import VllmMedusa
 from longdraft.train.vocabulary import frequent_tokens
 
 # Tokens of a held-out row on which logits are compared: enough to use every weight, with few logits in memory.
@@ -56,7 +55,6 @@ def export(
     out: str | Path | None = None,
     target: Target | None = None,
     *,
-    form: str = "longdraft",
     draft_vocab_size: int | None = None,
     best: bool = False,
     card: bool = False,
@@ -65,32 +63,25 @@ def export(
     """Write the folder, once what will be in it is checked, and print where it lies.
 
     Args:
-        out: the folder to write. None: run_dir/draft, for another format run_dir/FORMAT.
+        out: the folder to write. None: run_dir/draft.
         target: the run's, where it is already loaded.
-        form: one of FORMATS. "longdraft" is what this runtime reads.
         draft_vocab_size: restrict the draft to this many of the tokens it was trained with, the most frequent ones of
             the run's training data.
         best: take the weights that decoded best while training (train/evaluate.py), not the newest.
         card: also write a model card and transformers' custom_generate beside the draft (train/model_card.py).
         push: OWNER/NAME of a hub repository to upload the draft and its card to.
 
-    Raises ValueError where run_dir has no whole checkpoint or no best weights, the format is unknown or cannot hold
-    this draft, the vocabulary cannot be restricted to that size, `out` holds anything but a draft of ours or cannot be
-    written, or the draft that is read back gives other logits. A draft that is there already is then untouched.
+    Raises ValueError where run_dir has no whole checkpoint or no best weights, the vocabulary cannot be restricted to
+    that size, `out` holds anything but a draft of ours or cannot be written, or the draft that is read back gives other
+    logits. A draft that is there already is then untouched.
     """
-    if form not in FORMATS:
-        raise ValueError(f"format: {form!r} is unknown; choose one of {', '.join(FORMATS)}")
-    if (card or push) and form != "longdraft":
-        raise ValueError(f"format: {form} has no card and is not pushed; export it as longdraft, or leave them out")
     if push is not None:
         model_card.check_name(push)
     saved, weights = _read(run_dir, best)
     config = checkpoint.saved_config(run_dir, saved)
-    if form == vllm_medusa.NAME:
-        vllm_medusa.check_section(config.draft)
     if draft_vocab_size is not None:
         _check_restriction(config, draft_vocab_size)
-    out = Path(out) if out is not None else Path(run_dir) / ("draft" if form == "longdraft" else form)
+    out = Path(out) if out is not None else Path(run_dir) / "draft"
     _check_out(out)
     target = target or whole_target(config)
     extra = saved["extra"]
@@ -101,7 +92,7 @@ def export(
         trained = trained._replace(draft=_restricted(trained, draft_vocab_size))
     heldout = open_rows(config, "heldout", target)
 
-    def prove(exported: Draft | VllmMedusa) -> None:
+    def prove(exported: Draft) -> None:
         difference = largest_difference(heldout, target, trained.draft, exported)
         if difference != 0:
             raise ValueError(
@@ -109,7 +100,7 @@ def export(
                 "is not put there; export again"
             )
 
-    details = FORMATS[form](trained, out, prove)
+    details = _write(trained, out, prove)
     print(f"Exported step {trained.step} of {run_dir} to {out}{details}: reloaded, largest difference of a logit 0")
     if card or push:
         model_card.write_card(run_dir, out, config, trained.step, push)
@@ -177,7 +168,7 @@ def _restricted(trained: Trained, n: int) -> Draft:
     return frozen_draft(config, target, draft.state_dict() | {"token_ids": token_ids_E})
 
 
-def _longdraft(trained: Trained, out: Path, prove: Callable[[Draft], None]) -> str:
+def _write(trained: Trained, out: Path, prove: Callable[[Draft], None]) -> str:
     """Write a draft folder, once `prove` has accepted what is read back; returns details for the log."""
     config, draft = trained.config, trained.draft
     block = isinstance(draft, LongSpec)
@@ -186,7 +177,7 @@ def _longdraft(trained: Trained, out: Path, prove: Callable[[Draft], None]) -> s
         target=trained.entry,
         train_length=config.data.seq_len,
         tree={"levels": list(BEAM[: draft.config.noise]) if block else [RANKS] * draft.config.n_heads} | rates,
-        versions=_versions(),
+        versions={name: version(name) for name in VERSIONS},
         train_config=to_dict(replace(config, target=replace(config.target, path=lasting_name(config.target.path)))),
         noise=draft.config.noise if block else None,
         step=trained.step,
@@ -198,31 +189,8 @@ def _longdraft(trained: Trained, out: Path, prove: Callable[[Draft], None]) -> s
     return f", for {len(draft.token_ids)} of {trained.target.model.config.vocab_size} tokens"
 
 
-def _vllm_medusa(trained: Trained, out: Path, prove: Callable[[VllmMedusa], None]) -> str:
-    """Write vLLM's format, once `prove` has accepted what is read back; returns its size for the log."""
-    draft, target_head = trained.draft, trained.target.model.lm_head.weight
-    assert not isinstance(draft, LongSpec)
-    about = {"method": trained.config.draft.method, "step": trained.step, "versions": _versions()}
-    about |= {"target": trained.entry}
-    vllm_medusa.save(out, draft, trained.target, about, lambda staged: prove(VllmMedusa(staged, target_head.device)))
-    size = (out / WEIGHTS).stat().st_size
-    head = draft.head(target_head).numel() * next(draft.parameters()).element_size()
-    sizes = f"({size / 1e6:,.1f} MB, {head / 1e6:,.1f} of them the target's LM head)"
-    return f" for vLLM up to {vllm_medusa.NEWEST_VLLM} {sizes}"
-
-
-FORMATS: dict[str, Callable[[Trained, Path, Callable[[Draft | VllmMedusa], None]], str]] = {
-    "longdraft": _longdraft,
-    vllm_medusa.NAME: _vllm_medusa,
-}
-
-
-def _versions() -> dict[str, str]:
-    return {name: version(name) for name in VERSIONS}
-
-
 @torch.no_grad()
-def largest_difference(heldout: ShardSet, target: Target, one: Draft | VllmMedusa, other: Draft | VllmMedusa) -> float:
+def largest_difference(heldout: ShardSet, target: Target, one: Draft, other: Draft) -> float:
     """The largest difference of a logit between two drafts on held-out text; LongSpec's under each noise shift."""
     batch = read_batch(heldout, [Place(0, 0)])
     n = min(len(batch.tokens), COMPARED)
@@ -232,11 +200,9 @@ def largest_difference(heldout: ShardSet, target: Target, one: Draft | VllmMedus
     return float(torch.stack([(a - b).abs().max() for a, b in pairs]).max())
 
 
-def _logits(target: Target, draft: Draft | VllmMedusa, tokens_N: Tensor, borders: list[int]) -> Iterator[Tensor]:
+def _logits(target: Target, draft: Draft, tokens_N: Tensor, borders: list[int]) -> Iterator[Tensor]:
     """Logits [N, V] or [N, E] of each head or noise shift in turn."""
-    model, head = target.model, target.model.lm_head.weight
-    if not isinstance(draft, VllmMedusa):
-        head = draft.head(head)
+    model, head = target.model, draft.head(target.model.lm_head.weight)
     if isinstance(draft, LongSpec):
         last_kv = model(Pass(tokens_N[None], borders=borders, needs={"last_kv"})).last_kv
         assert last_kv is not None
@@ -247,6 +213,5 @@ def _logits(target: Target, draft: Draft | VllmMedusa, tokens_N: Tensor, borders
         return
     (field,) = draft.needs
     hidden_ND = getattr(model(Pass(tokens_N[None], borders=borders, needs=draft.needs)), field)[0]
-    head = draft.lm_head if isinstance(draft, VllmMedusa) else head
     for state_ND in draft.states(hidden_ND):
         yield state_ND @ head.T

@@ -3,7 +3,7 @@ training and serving.
 
 There are two kinds. `linear_chain` is the paper's: from the target's un-normed residual stream h_0, head i computes
 h_i = h_{i-1} + W_i RMSNorm_in_i(h_{i-1}), and the target's LM head reads RMSNorm_out_i(h_i). `silu_chain` computes
-h_i = h_{i-1} + SiLU(W_i h_{i-1}) from the target's post-norm state, a form that Medusa servers can load. With h_0 from
+h_i = h_{i-1} + SiLU(W_i h_{i-1}) from the target's post-norm state: Medusa's heads, but in a chain. With h_0 from
 position t, head i proposes the token at t + 1 + i. infer/drafters/tokenswift.py decodes with the heads.
 Shapes: N tokens, D hidden, V vocabulary; ... any leading shape.
 """

@@ -29,7 +29,7 @@ from longdraft.train import checkpoint
 from longdraft.train import export as exporting
 from longdraft.train.config import config_from_dict, load_config, to_dict
 from longdraft.train.config_sections import DTYPES
-from longdraft.train.export import FORMATS, export, largest_difference
+from longdraft.train.export import export, largest_difference
 from longdraft.train.setup import open_rows
 from longdraft.train.state_file import seal
 from longdraft.train.tracking import read_metrics
@@ -109,12 +109,12 @@ def test_who_else_may_read_an_export_is_the_umasks_to_say(made_run, umask):
     run, target, _ = made_run("medusa")
     before = os.umask(umask)
     try:
-        folders = export(run, target=target), export(run, run / "new" / "vllm", target=target, form="vllm-medusa")
+        out = export(run, run / "new" / "draft", target=target)
     finally:
         os.umask(before)
-    for folder in (*folders, run / "new"):
+    for folder in (out, run / "new"):
         assert folder.stat().st_mode & 0o777 == 0o777 & ~umask
-    for path in (folder / name for folder in folders for name in (CONFIG, WEIGHTS)):
+    for path in (out / CONFIG, out / WEIGHTS):
         assert path.stat().st_mode & 0o777 == 0o666 & ~umask, path
 
 
@@ -147,8 +147,7 @@ def test_exports_are_read_without_unpickling(runs, tmp_path, monkeypatch):
     assert len(load_draft(out).state_dict()) == 9 and len(load_file(out / "model.safetensors")) == 9
 
 
-@pytest.mark.parametrize("form", FORMATS)
-def test_only_a_folder_of_ours_is_written(made_run, target_folder, tmp_path, capsys, monkeypatch, form):
+def test_only_a_folder_of_ours_is_written(made_run, target_folder, tmp_path, capsys, monkeypatch):
     """A model's folder, a run's, and whatever stands in the way of a folder are named, before the target is loaded."""
     run, target, _ = made_run("medusa")
     shutil.copytree(target_folder, tmp_path / "model")
@@ -165,25 +164,24 @@ def test_only_a_folder_of_ours_is_written(made_run, target_folder, tmp_path, cap
         tmp_path / ("x" * 300): "File name too long",
         Path("/dev/full"): "Not a directory",
     }.items():
-        assert main([str(run), "--out", str(out), "--format", form]) == 2
+        assert main([str(run), "--out", str(out)]) == 2
         error = capsys.readouterr().err
         assert error.startswith("longdraft export: error: out: ") and message in error and error.count("\n") == 1
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
-    shutil.copy(export(run, tmp_path / "once", target, form=form) / CONFIG, run)  # which makes it no draft's folder
-    assert main([str(run), "--out", str(run), "--format", form]) == 2
+    shutil.copy(export(run, tmp_path / "once", target) / CONFIG, run)  # which makes it no draft's folder
+    assert main([str(run), "--out", str(run)]) == 2
     assert f"out: {run} is the folder of a training run; give another, such as {run}/draft" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("form", FORMATS)
-def test_an_export_that_finds_no_room_leaves_the_older_one(made_run, capsys, form):
+def test_an_export_that_finds_no_room_leaves_the_older_one(made_run, capsys):
     run, target, _ = made_run("medusa")
-    out = export(run, target=target, form=form)
+    out = export(run, target=target)
     before = {path.name: path.read_bytes() for path in out.iterdir()}
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     capsys.readouterr()
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))  # as a full disk, for any file beyond
     try:
-        assert [main([str(run), "--format", form, *to]) for to in ([], ["--out", str(run / "new")])] == [2, 2]
+        assert [main([str(run), *to]) for to in ([], ["--out", str(run / "new")])] == [2, 2]
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     errors = capsys.readouterr().err.splitlines()
@@ -211,23 +209,21 @@ def test_ctrl_c_is_one_line_and_leaves_nothing(made_run, capsys, monkeypatch, mo
     assert held == []
 
 
-@pytest.mark.parametrize("form", FORMATS)
-def test_a_draft_that_fails_its_proof_does_not_replace_a_good_one(made_run, capsys, monkeypatch, form):
+def test_a_draft_that_fails_its_proof_does_not_replace_a_good_one(made_run, capsys, monkeypatch):
     run, target, _ = made_run("medusa")
-    out = export(run, target=target, form=form)
+    out = export(run, target=target)
     before = {path.name: path.read_bytes() for path in out.iterdir()}
     monkeypatch.setattr("longdraft.train.export.largest_difference", lambda *given: 0.5)
     for folder in (out, run / "new"):
-        assert main([str(run), "--format", form, "--out", str(folder)]) == 2
+        assert main([str(run), "--out", str(folder)]) == 2
         assert f"out: the draft for {folder}, read again, gives logits up to 0.5 off" in capsys.readouterr().err
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before and not (run / "new").exists()
 
 
 def test_weights_that_are_no_numbers_are_not_exported(made_run, capsys):
     run, _, _ = made_run("medusa", damage=lambda draft: draft.proj[1].weight.data[3].fill_(torch.nan))
-    for form in FORMATS:
-        assert main([str(run), "--format", form]) == 2
-        assert "out: the draft has NaN or infinite weights (" in capsys.readouterr().err
+    assert main([str(run)]) == 2
+    assert "out: the draft has NaN or infinite weights (" in capsys.readouterr().err
     assert [path.name for path in run.iterdir()] == ["checkpoints"]
 
 
@@ -420,44 +416,11 @@ def test_the_runtime_decodes_with_heads_of_few_words(made_run, data_folder, caps
     assert len(proposed) > 5 and proposed <= set(ids.tolist())
 
 
-def test_format_vllm_medusa(made_run, capsys):
-    """The contract of the file itself is tested in test_vllm_medusa.py."""
-    run, target, trained = made_run("silu_chain")
-    assert main([str(run), "--format", "vllm-medusa"]) == 0
-    out = run / "vllm-medusa"
-    size, head = (out / WEIGHTS).stat().st_size, 97 * 32 * 4
-    assert capsys.readouterr().out == (
-        f"Exported step 7 of {run} to {out} for vLLM up to 0.32 ({size / 1e6:.1f} MB, {head / 1e6:.1f} of them the "
-        "target's LM head): reloaded, largest difference of a logit 0\n"
-    )
-    weights = load_file(out / WEIGHTS)
-    assert torch.equal(weights["blocks.2.layers.1.weight"], trained.proj[1].weight)
-    assert torch.equal(weights["lm_heads.0.weight"], target.model.lm_head.weight)
-    about = json.loads((out / CONFIG).read_text())["longdraft"]
-    assert about["method"] == "tokenswift" and about["step"] == 7 and "torch" in about["versions"]
-    assert main([str(run), "--format", "vllm-medusa", "--out", str(run / "elsewhere")]) == 0
-    assert load_file(run / "elsewhere" / WEIGHTS).keys() == weights.keys() and not (run / "draft").exists()
-
-
-@pytest.mark.parametrize(("name", "asked", "tokens"), [("silu_narrow", [], 20), ("medusa", ["9"], 9)])
-def test_heads_of_few_words_go_to_vllm_too(made_run, capsys, name, asked, tokens):
-    run, _, _ = made_run(name)
-    more = ["--draft-vocab-size", *asked] if asked else []
-    assert main([str(run), "--format", "vllm-medusa", *more]) == 0
-    assert capsys.readouterr().out.endswith(": reloaded, largest difference of a logit 0\n")
-    assert len(load_file(run / "vllm-medusa" / WEIGHTS)["token_map"]) == tokens
-
-
 @pytest.mark.parametrize(
     ("name", "arguments", "message"),
     [
-        ("medusa", "--format gguf", "format: 'gguf' is unknown; choose one of longdraft, vllm-medusa"),
-        (
-            "linear_chain",
-            "--format vllm-medusa",
-            "format: vllm-medusa cannot hold tokenswift's linear_chain: its heads",
-        ),
-        ("longspec", "--format vllm-medusa", "format: vllm-medusa cannot hold longspec: its block reads"),
+        ("medusa", "--format gguf", "--format: "),
+        ("silu_chain", "--format vllm-medusa", "--format: "),
         (
             "longspec-narrow",
             "--draft-vocab-size 21",

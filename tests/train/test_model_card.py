@@ -122,13 +122,6 @@ def test_a_targets_card_that_cannot_be_read_gives_no_licence(tmp_path):
         assert card_data(info, config).license == licence
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("--push draft", "push: 'draft' is not the name of a repository; give OWNER/NAME"),
-        ("--card --format vllm-medusa", "format: vllm-medusa has no card and is not pushed"),
-    ],
-)
-def test_what_cannot_be_pushed_is_an_error_of_the_command(tmp_path, capsys, arguments, message):
-    assert main([str(tmp_path), *arguments.split()]) == 2
-    assert message in capsys.readouterr().err
+def test_what_cannot_be_pushed_is_an_error_of_the_command(tmp_path, capsys):
+    assert main([str(tmp_path), "--push", "draft"]) == 2
+    assert "push: 'draft' is not the name of a repository; give OWNER/NAME" in capsys.readouterr().err
