@@ -44,13 +44,6 @@ class Question:
     def __post_init__(self):
         object.__setattr__(self, "category", self.category or self.task)
 
-    def said(self) -> list[str]:
-        """The text of the user in each turn; "" for a turn of token ids."""
-        return [
-            turn if isinstance(turn, str) else "".join([m["content"] for m in turn if isinstance(m, Mapping)][-1:])
-            for turn in self.turns
-        ]
-
     def prompt(self, target: Target | Reader, answers: Sequence[str] = ()) -> list[int]:
         """The token ids that the next answer follows. answers: those to the earlier turns."""
         turn, name, target = self.turns[len(answers)], f"question {self.id}", cast(Target, target)

@@ -70,7 +70,7 @@ def run_bench(args: argparse.Namespace) -> dict:
     with Progress("bench") as watch, on_device(device):
         result = bench(target, builders, asked, replace(settings, proof=form), theirs, watch, record)
     if args.out is not None:
-        _write_out(args, record, asked)
+        _write_out(args, record)
     if args.paper is not None:
         paper = PAPERS[args.paper]
         compared = [name for name in builders if paper.drafter in name.split("+")]
@@ -78,9 +78,9 @@ def run_bench(args: argparse.Namespace) -> dict:
     return result
 
 
-def _write_out(args: argparse.Namespace, record: Record, asked: Sequence[Asked]) -> None:
+def _write_out(args: argparse.Namespace, record: Record) -> None:
     """Write the record for other programs, and as a page or a picture."""
-    folders = write_files(record, args.out, {one.question.id: one.question.said() for one in asked})
+    folders = write_files(record, args.out)
     names = ", ".join(folder.name for folder in folders)
     note(f"Written to {args.out}: record.jsonl, and for other programs {names}")
     if args.report is not None:
