@@ -43,7 +43,7 @@ PAGES = (
 # Why a block does not run here.
 REASONS = {"hub", "gpu", "cluster", "long"}
 # What is no command of ours, and is not tried.
-FOREIGN = {"make", "pip", "source", "git", "cd", "export", "vllm"}
+FOREIGN = {"make", "pip", "source", "git", "cd", "export", "vllm", "lm_eval", "guidellm", "aiperf"}
 FENCE = re.compile(r"^```(\w+)?([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[(?P<text>[^\]]*)\]\((?P<to>[^)\s]+)\)|(?:src|srcset|href)=\"(?P<to_html>[^\"]+)\"")
 CODE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
@@ -202,7 +202,7 @@ def config_fields() -> dict[str, set[str]]:
 @cache
 def known_options() -> frozenset[str]:
     """Of all our commands, and the few of others' that pages speak of."""
-    found = {"--num_gpus", "--include", "--hostfile", "--no-deps"}
+    found = {"--num_gpus", "--include", "--hostfile", "--master_port", "--no-deps"}
     commands = [f"longdraft {name}" for name in cli.COMMANDS] + ["longdraft prepare regenerate"]
     for command in [*commands, "python benchmarks/run.py", "python benchmarks/limits.py"]:
         shown = io.StringIO()
