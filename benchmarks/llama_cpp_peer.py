@@ -60,9 +60,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args(argv)
     if not Path(args.folder, "llama_cpp").exists():
-        command = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-binary", "llama-cpp-python", *PACKAGES]
-        environment = {"CMAKE_ARGS": FLAGS} | os.environ
-        subprocess.run([*command, "--target", args.folder], env=environment, check=True)
+        options = ["--no-deps", "--no-cache-dir", "--no-binary=llama-cpp-python"]  # pip may hold another flags' build
+        command = [sys.executable, "-m", "pip", "install", *options, "--target", args.folder, *PACKAGES]
+        subprocess.run(command, env={"CMAKE_ARGS": FLAGS} | os.environ, check=True)
     sys.path.append(args.folder)
     logging.getLogger("llama-cpp-python").setLevel(logging.ERROR)
     target = load_target(TARGET, torch.bfloat16)
