@@ -170,12 +170,12 @@ def test_tokens_that_were_compared_are_counted(tiny_target, form):
 def test_on_a_gpu_memory_is_that_of_the_speeds_and_a_steps_time_is_its_wholes(tiny_target, pretended_cuda, monkeypatch):
     target, events = tiny_target(vocab_size=61), []
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: events.append("reset"))
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 2**20)
     asked = [Asked(Question(0, "continue", (PROMPTS[0],)), len(PROMPTS[0]))]
     settings = BenchSettings(new_tokens=4, dtype=torch.float32, passes=False)
     watch = Mock(begin=events.append)
-    with pretended_cuda.PretendedCuda() as gpu:
+    with pretended_cuda.PretendedCuda() as gpu, monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: events.append("reset"))
+        patch.setattr(torch.cuda, "max_memory_allocated", lambda device: 2**20)
         gpu.put(target.model)
         result = bench(target, {"lookup": lambda _: PromptLookup()}, asked, settings, watch=watch)
     assert [event.partition(" ")[0] for event in events[:4]] == ["proof", "proof", "reset", "timing,"]
