@@ -46,10 +46,11 @@ def write_tensors(tensors: "Mapping[str, Tensor]", path: Path, metadata: dict[st
 
 @contextmanager
 def damage_named(*files: Path, remedy: str = "fetch it again") -> Iterator[None]:
-    """Wrap the reading of these files: any error becomes a ValueError of one sentence that names the damaged file.
+    """Wrap the reading of these files: an error becomes a ValueError of one sentence that names the damaged file.
 
-    An empty file and a pointer of Git LFS are refused before anything is read. Of several files, those that are no JSON
-    and should be are named, or all if there are none.
+    A missing package (ImportError) and a lack of memory (MemoryError) are raised as they are, and the remedy is left
+    out if the system does not let the file be read. An empty file and a pointer of Git LFS are refused before anything
+    is read. Of several files, those that are no JSON and should be are named, or all if there are none.
     """
     named: tuple[Path, ...] = ()
     try:
@@ -64,12 +65,15 @@ def damage_named(*files: Path, remedy: str = "fetch it again") -> Iterator[None]
                 raise ValueError("it is empty")
         named = ()
         yield
+    except (ImportError, MemoryError):
+        raise
     except Exception as error:
-        named = named or tuple(file for file in files if file.suffix == ".json" and not _is_json(file)) or files
-        reason = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())
-        raise ValueError(
-            f"{', '.join(map(str, named))}: cannot be read ({reason or type(error).__name__}); {remedy}"
-        ) from error
+        of_system = error.strerror if isinstance(error, OSError) else None
+        if not of_system:
+            named = named or tuple(file for file in files if file.suffix == ".json" and not _is_json(file))
+        reason = of_system or " ".join(str(error).split()) or type(error).__name__
+        advice = "" if of_system and not isinstance(error, FileNotFoundError) else f"; {remedy}"
+        raise ValueError(f"{', '.join(map(str, named or files))}: cannot be read ({reason}){advice}") from error
 
 
 def _is_json(file: Path) -> bool:

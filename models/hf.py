@@ -36,6 +36,10 @@ METADATA = ("*.json", "tokenizer*", "*.model", "*.txt", "*.jinja")
 # The same weights once more in their authors' own form (gpt-oss, Mistral), which `folder_tensors` does not read.
 TWINS = ("*/*.safetensors", "consolidated*")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+# What is read beside them where it exists.
+TOKENIZER_EXTRAS = ("special_tokens_map.json", "added_tokens.json", "merges.txt", "chat_template.jinja")
+# The older forms of a tokenizer, which are not read beside tokenizer.json.
+OLDER_FORMS = ("tokenizer.model", "vocab.json", "merges.txt")
 NO_CODE = "fetch it again, or take a checkpoint that needs no code of its own, which is never run"
 # Iterates over a checkpoint's tensors; may take `wanted` of `folder_tensors`.
 Tensors = Callable[..., Iterable[tuple[str, Tensor]]]
@@ -188,12 +192,11 @@ def _tokenizer(location: Path) -> Any:
         # AutoTokenizer would find the same class, but read the file's metadata a third time for it.
         with damage_named(location):
             return PreTrainedTokenizerFast.from_pretrained(location.parent, gguf_file=location.name)
-    found = {name: location / name for name in TOKENIZER_FILES if (location / name).exists()}
-    if not found:
+    if not any((location / name).exists() for name in TOKENIZER_FILES):
         return None
-    if "tokenizer.json" in found:  # the older forms beside it are not read
-        found = {name: path for name, path in found.items() if name not in ("tokenizer.model", "vocab.json")}
-    with damage_named(*found.values(), remedy=NO_CODE):
+    unread = OLDER_FORMS if (location / "tokenizer.json").exists() else ()
+    files = [location / name for name in (*TOKENIZER_FILES, *TOKENIZER_EXTRAS) if name not in unread]
+    with damage_named(*(file for file in files if file.exists()), remedy=NO_CODE):
         return AutoTokenizer.from_pretrained(location, trust_remote_code=False)
 
 

@@ -6,6 +6,7 @@ finding files (hf.py), reading configurations (hf_config.py), dequantising (quan
 
 import json
 import re
+import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -252,7 +253,8 @@ def folder_tensors(folder: Path, wanted: Callable[[str], bool] | None = None) ->
                 if suffix == "safetensors":
                     yield from _safetensors(file, wanted)
                 else:
-                    yield from torch.load(file, map_location="cpu", weights_only=True, mmap=True).items()
+                    mmap = zipfile.is_zipfile(file)  # torch before 1.6 wrote another form, which cannot be mapped
+                    yield from torch.load(file, map_location="cpu", weights_only=True, mmap=mmap).items()
         return
     raise ValueError(f"{folder} holds no weights; fetch model.safetensors, pytorch_model.bin or one's index and shards")
 

@@ -112,7 +112,8 @@ def _fp8_value(block: tuple[int, int] | None) -> Callable[..., Tensor]:
 
 
 def _compressed(fields: Mapping[str, Any]) -> Quantisation | None:
-    weights = [group["weights"] for group in fields["config_groups"].values() if group.get("weights")]
+    groups = (fields.get("config_groups") or {}).values()
+    weights = [group["weights"] for group in groups if group.get("weights")]
     if not weights:  # only the cache is quantised
         return None
     form = _one_of(fields, "format", "float-quantized", "naive-quantized", "pack-quantized")

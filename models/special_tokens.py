@@ -42,8 +42,9 @@ def end_tokens(
     """The ids of the tokens that end a text, each with the sources that name it.
 
     As in vLLM they are those of the generation configuration and the tokenizer, and those of the model's configuration
-    if these name none; otherwise only its special tokens count, because a configuration class has defaults, which may
-    be words here. The token that ends an answer in a chat is added.
+    if these name none. Beside these, an id that only the model's configuration names counts if it is a special token of
+    the tokenizer, because a configuration class has defaults, which may be words here. The token that ends an answer in
+    a chat is added.
 
     generation: `eos_token_id` of the generation configuration: an id, several or None. config_source: how the source of
     `hf_config` is called.

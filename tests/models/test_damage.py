@@ -1,6 +1,7 @@
 """A file of a target or draft that is damaged is named, whichever it is and whoever reads it."""
 
 import argparse
+import errno
 import json
 import shutil
 from io import BytesIO
@@ -33,10 +34,17 @@ READ = {
     ),
     "sharded": ("model.safetensors.index.json", *SHARDS),
     "bin": ("pytorch_model.bin",),
-    "sentencepiece": ("tokenizer.model", "tokenizer_config.json"),
+    "old bin": ("pytorch_model.bin",),
+    "sentencepiece": ("tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     "gguf": ("model.gguf",),
 }  # fmt: skip
 CASES = [(form, file, damage) for form, files in READ.items() for file in files for damage in DAMAGES]
+# Any text may be a template, or a tokenizer's merges.
+CASES += [
+    (form, file, damage)
+    for form, file in (("safetensors", "chat_template.jinja"), ("sentencepiece", "merges.txt"))
+    for damage in ("pointer", "empty")
+]
 
 
 @pytest.fixture(scope="module")
@@ -45,11 +53,13 @@ def whole(shared, tmp_path_factory):
     root = tmp_path_factory.mktemp("whole")
     first = shared("tiny_checkpoint.py").save(root / "safetensors", TEXT, 290)
     tensors = load_file(first / "model.safetensors")
-    for form in ("sharded", "bin", "sentencepiece"):
+    (first / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    for form in ("sharded", "bin", "old bin", "sentencepiece"):
         shutil.copytree(first, root / form)
-    for form in ("sharded", "bin"):
+    for form in ("sharded", "bin", "old bin"):
         (root / form / "model.safetensors").unlink()
     torch.save(tensors, root / "bin" / "pytorch_model.bin")
+    torch.save(tensors, root / "old bin" / "pytorch_model.bin", _use_new_zipfile_serialization=False)
     index = {name: SHARDS[i % 2] for i, name in enumerate(tensors)}
     (root / "sharded" / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
     for shard in SHARDS:
@@ -62,6 +72,9 @@ def whole(shared, tmp_path_factory):
     )  # fmt: skip
     (root / "sentencepiece" / "tokenizer.model").write_bytes(model.getvalue())
     (root / "sentencepiece" / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "LlamaTokenizer"}))
+    (root / "sentencepiece" / "special_tokens_map.json").write_text(json.dumps({"eos_token": "</s>"}))
+    (root / "sentencepiece" / "added_tokens.json").write_text("{}")
+    (root / "sentencepiece" / "merges.txt").write_text("a b")
     (root / "gguf").mkdir()
     writer = gguf.GGUFWriter(root / "gguf" / "model.gguf", "llama")
     writer.add_token_list(["a"] * 500)
@@ -87,13 +100,13 @@ def test_a_damaged_file_is_named(whole, tmp_path, form, file, damage):
         assert ("git lfs pull" if damage == "pointer" else "fetch it again") in str(caught.value)
 
 
-@pytest.mark.parametrize("form", ["safetensors", "sharded", "bin", "sentencepiece"])
+@pytest.mark.parametrize("form", ["safetensors", "sharded", "bin", "old bin", "sentencepiece"])
 def test_whole_ones_load(whole, form):
     for load in (load_target, load_through_transformers):
         assert load(whole / form, torch.float32).tokenizer is not None
 
 
-@pytest.mark.parametrize("file", ["tokenizer.model", "pytorch_model.bin", "README.md"])
+@pytest.mark.parametrize("file", ["tokenizer.model", "merges.txt", "pytorch_model.bin", "README.md"])
 def test_what_is_not_read_need_not_be_whole(whole, tmp_path, file):
     """Git LFS lets its users fetch only some of the files."""
     folder = shutil.copytree(whole / "safetensors", tmp_path / "model")
@@ -111,6 +124,26 @@ def test_what_is_not_there_is_named(whole, tmp_path):
     (folder / SHARDS[1]).mkdir()  # nor can it be read
     with pytest.raises(ValueError, match=SHARDS[1]):
         load_target(folder)
+
+
+@pytest.mark.parametrize(
+    ("error", "expected", "is_damage"),
+    [
+        (ImportError("no package tiktoken"), ImportError, False),
+        (MemoryError(), MemoryError, False),
+        (PermissionError(errno.EACCES, "Permission denied"), ValueError, False),
+        (OSError(errno.EMFILE, "Too many open files"), ValueError, False),
+        (FileNotFoundError(errno.ENOENT, "No such file"), ValueError, True),
+        (OSError("not a valid JSON file"), ValueError, True),
+    ],
+)
+def test_only_damage_is_to_be_fetched_again(tmp_path, error, expected, is_damage):
+    (tmp_path / "a.json").write_text("{")
+    with pytest.raises(expected) as caught, damage_named(tmp_path / "a.json"):
+        raise error
+    assert (caught.value is error) == (expected is not ValueError)
+    assert ("fetch it again" in str(caught.value)) == is_damage
+    assert expected is not ValueError or (str(error.args[-1]) in str(caught.value) and "a.json" in str(caught.value))
 
 
 def test_the_command_says_one_line(whole, tmp_path, capsys):

@@ -239,14 +239,25 @@ SCALES = {
     "fused": ("qkv_proj.k_scale", "qkv_proj.v_scale"),
     "vLLM": ("attn.q_scale", "attn.k_scale", "attn.v_scale", "attn.prob_scale"),
 }
-CACHE_ALONE = {"quant_method": "compressed-tensors", "format": "dense", "config_groups": {}}
-PLAIN = (lambda weight, seed: ({"weight": weight}, weight), CACHE_ALONE | {"kv_cache_scheme": {"num_bits": 8}})
+NO_GROUPS = {"quant_method": "compressed-tensors", "format": "dense", "kv_cache_scheme": {"num_bits": 8}}
 
 
-@pytest.mark.parametrize("form", ["fp8 static", "fp8 rows", "packed", "cache alone"])
+def plain(weight: Tensor, seed: int) -> tuple[dict[str, Tensor], Tensor]:
+    return {"weight": weight}, weight
+
+
+# Of these only the cache is quantised.
+OF_CACHE = {
+    "cache alone": (plain, NO_GROUPS | {"config_groups": {}}),
+    "cache, null groups": (plain, NO_GROUPS | {"config_groups": None}),
+    "cache, no groups": (plain, NO_GROUPS),
+}
+
+
+@pytest.mark.parametrize("form", ["fp8 static", "fp8 rows", "packed", *OF_CACHE])
 @pytest.mark.parametrize("program", SCALES)
 def test_scales_of_activations_and_of_the_cache_are_left_out(tmp_path, program, form):
-    pack, quantization = FORMS.get(form, PLAIN)
+    pack, quantization = (FORMS | OF_CACHE)[form]
     scales = {f"model.layers.{i}.self_attn.{name}": torch.ones(1) for i in range(2) for name in SCALES[program]}
     by_name, theirs = linear_layers(pack), made(LLAMA)
 
