@@ -133,17 +133,19 @@ class ChatEncoder:
         """What follows the prompt once the last of these messages has answered it, and where in it the content ends.
 
         Usually that is what the template writes, but some templates (DeepSeek-R1's) drop a thought that their prompt
-        opens, so the rest of that thought and the answer are taken from the content. Others (Mistral v0.3's) show the
-        system message in the last message only, if that is a question; the answer is then rendered without it."""
+        opens, or leave its opening to the content, which may lack it (QwQ's). Then the rest of the thought and the
+        answer are taken from the content. Others (Mistral v0.3's) show the system message in the last message only, if
+        that is a question; the answer is then rendered without it."""
         complete, content = self._template.render(messages).text, messages[-1][1]
-        opened = THOUGHT.search(prompt)
-        if opened and THOUGHT_END in content:
+        opened, follows = THOUGHT.search(prompt), complete.startswith(prompt)
+        # An answer that itself opens a thought looks like the prompt's where the thought is dropped, but ends none.
+        if opened and THOUGHT_END in content and not (follows and THOUGHT_END in complete[len(prompt) :]):
             place, end = self._content_end(messages, complete)
             content = content[:place].replace(GUARD, "")
             starts_alike = content.startswith(opened[0])
             written = content[len(opened[0]) :] if starts_alike else re.sub(r"\A\s*<think>", "", content)
             return written + complete[end:], len(written)
-        if complete.startswith(prompt):
+        if follows:
             end = self._content_end(messages, complete)[1] - len(prompt)
             if end < 0:
                 raise Unusable("answer_not_found")

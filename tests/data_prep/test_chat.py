@@ -228,6 +228,7 @@ THINKING = {  # what published templates do with an answer's thought where the p
         f"else '') + '\n</think>\n\n' if loop.last and m['role'] == 'assistant' else '') + {DROPPED}.lstrip('\n')",
     ),
 }
+ANEW = THINKING["written anew (Qwen3-Thinking)"]
 
 
 @pytest.mark.parametrize("template", THINKING.values(), ids=THINKING)
@@ -235,6 +236,7 @@ THINKING = {  # what published templates do with an answer's thought where the p
 def test_a_prompt_that_opens_a_thought_is_followed_by_thought_and_answer(smollm2, template, opening):
     """However the content begins, and whatever the template keeps. An earlier answer stands as the template has it."""
     thought = "a thought\n</think>\n\n1"
+    second = "b\n</think>\n\n2" if template == ANEW else "b</think>2"
     messages = [
         ("user", "one"),
         ("assistant", opening + thought),
@@ -249,11 +251,32 @@ def test_a_prompt_that_opens_a_thought_is_followed_by_thought_and_answer(smollm2
     if len(encoded) > 1:
         assert answers(smollm2, messages, template) == {
             "c#1": [f"{thought}<|im_end|>"],
-            "c#2": ["b</think>2<|im_end|>"],
+            "c#2": [f"{second}<|im_end|>"],
         }
     else:
         assert template == OPENS and opening == "<think>\n"
-        assert answers(smollm2, messages, template) == {"c": [f"{thought}<|im_end|>", "b</think>2<|im_end|>"]}
+        assert answers(smollm2, messages, template) == {"c": [f"{thought}<|im_end|>", f"{second}<|im_end|>"]}
+
+
+@pytest.mark.parametrize("template", THINKING.values(), ids=THINKING)
+@pytest.mark.parametrize(
+    ("content", "learned", "anew"),
+    [
+        ("<think>why</think>because", "why</think>because", "why\n</think>\n\nbecause"),
+        ("<think>\nwhy\n</think>\n\nbecause", "why\n</think>\n\nbecause", "why\n</think>\n\nbecause"),
+        ("why</think>", "why</think>", "why\n</think>\n\n"),
+        ("<think>\n</think>\nbecause \n", "</think>\nbecause \n", "\n</think>\n\nbecause \n"),
+        ("a</think>b</think>c", "a</think>b</think>c", "a\n</think>\n\nc"),
+        ("<think>\nwhy</think><think>\nagain", "why</think><think>\nagain", "why\n</think>\n\n<think>\nagain"),
+    ],
+)
+def test_a_template_that_writes_thoughts_anew_decides_what_is_learned(smollm2, template, content, learned, anew):
+    """What it writes behind the prompt counts; the content itself counts where a template writes no thought there."""
+    messages = [("user", "why?"), ("assistant", content)]
+    said = anew if template == ANEW else learned
+    assert answers(smollm2, messages, template) == {"c": [f"{said}<|im_end|>"]}
+    if template == ANEW:
+        assert encode(smollm2, messages, template).tokens.tolist() == reference(smollm2, messages, template)
 
 
 @pytest.mark.parametrize("template", THINKING.values(), ids=THINKING)
@@ -263,8 +286,9 @@ def test_a_prompt_that_opens_a_thought_is_followed_by_thought_and_answer(smollm2
 )
 def test_an_unfinished_answer_behind_an_opened_thought_has_no_end(smollm2, template, content, learned):
     document = Conversation("c", b"", (("user", "one"), ("assistant", content)), unfinished=True)
-    if "else ''" in template and "</think>" not in content:
-        learned = "\n</think>\n\n<think>\nwithin"  # Qwen3's template closes an empty thought first
+    if template == ANEW:  # without </think>, Qwen3's template closes an empty thought first
+        is_closed = "</think>" in content
+        learned = "a thought\n</think>\n\nbegun" if is_closed else "\n</think>\n\n<think>\nwithin"
     (one,) = encoder_of(smollm2, template).encode_document(document)
     ((start, stop),) = one.spans
     assert text(smollm2, one.tokens[start:stop]) == learned and stop == len(one.tokens)
@@ -272,8 +296,8 @@ def test_an_unfinished_answer_behind_an_opened_thought_has_no_end(smollm2, templ
 
 def test_an_answer_without_the_thought_that_the_prompt_opens(smollm2):
     """It is refused with the remedy, unless the template itself writes an empty thought."""
-    for name, template in THINKING.items():
-        if "written anew" in name:
+    for template in THINKING.values():
+        if template == ANEW:
             said = {"c": ["\n</think>\n\nA boat, but large.<|im_end|>"]}
             assert answers(smollm2, HELLO, template) == said
             continue

@@ -439,6 +439,12 @@ def test_a_cut_answer_that_its_template_changes_is_left_out(config, tiny_tokeniz
 
 OPENS = CHATML.replace("assistant\n' }}{% endif", "assistant\n<think>\n' }}{% endif")
 DROPPED = "m.content.split('</think>')[-1]"
+# Qwen3-Thinking's: the last answer's thought is written anew.
+ANEW = OPENS.replace(
+    "m.content",
+    "('<think>\n' + m.content.split('</think>')[0].split('<think>')[-1].strip('\n') + '\n</think>\n\n' "
+    f"if loop.last and m.role == 'assistant' else '') + {DROPPED}.lstrip('\n')",
+)
 # Mistral v0.3's: the system message stands in the last message, if that is a question.
 IN_LAST_QUESTION = (
     "{% for m in messages if m.role != 'system' %}{% if m.role == 'user' %}<|start|>user\n"
@@ -448,19 +454,22 @@ IN_LAST_QUESTION = (
 
 
 @pytest.mark.parametrize(
-    "template",
+    ("template", "second"),
     [
-        OPENS,
-        OPENS.replace("m.content", f"(m.content if loop.last else {DROPPED}.lstrip('\n'))"),
-        OPENS.replace("m.content", DROPPED),
-        IN_LAST_QUESTION,
+        (OPENS, "\nshort</think>x"),
+        (OPENS.replace("m.content", f"(m.content if loop.last else {DROPPED}.lstrip('\n'))"), "\nshort</think>x"),
+        (OPENS.replace("m.content", DROPPED), "\nshort</think>x"),
+        (ANEW, "short\n</think>\n\nx"),
+        (IN_LAST_QUESTION, "2"),
     ],
-    ids=["keeps thoughts", "QwQ", "DeepSeek-R1", "Mistral v0.3"],
+    ids=["keeps thoughts", "QwQ", "DeepSeek-R1", "Qwen3-Thinking", "Mistral v0.3"],
 )
-def test_targets_whose_template_changes_a_turn_once_it_is_answered(config, run, tiny_tokenizer, tmp_path, template):
+def test_targets_whose_template_changes_a_turn_once_it_is_answered(
+    config, run, tiny_tokenizer, tmp_path, template, second
+):
     """Each prompt is what the target would see, and `prepare` learns exactly what it wrote there."""
     opening = "<think>\n" if "<think>" in template else ""
-    said = {"one": "a thought\n</think>\n\nHello", "two": "\nshort</think>x"} if opening else {"brief: two": "2"}
+    said = {"one": "a thought\n</think>\n\nHello", "two": second} if opening else {"brief: two": second}
     write(tmp_path / "chats.jsonl", [[system("brief"), user("one"), assistant(), user("two")]])
     speaker, encoder = Speaker(tiny_tokenizer, said), make_chat_encoder(tiny_tokenizer, template)
     manifest = run(config, speaker, template)
