@@ -10,6 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from longdraft.infer.sampling import MOST_LOGPROBS
+
 # Rows of a prompt whose logits are alive at once.
 PROMPT_ROWS = 64
 
@@ -23,36 +25,40 @@ class TokenLogprob(NamedTuple):
     top: tuple[tuple[int, float], ...]
 
 
-def logprobs_of(logits_RV: Tensor, tokens_R: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Each row's log-probability of its token, fp32 [R]; the k greatest ones, fp32 [R, k]; and their ids, int64."""
+def logprobs_of(logits_RV: Tensor, tokens_R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Each row's log-probability of its token, fp32 [R]; the k = MOST_LOGPROBS greatest ones, fp32 [R, k]; and their
+    ids, int64. Always so many: which of several equal ones come first must not depend on what others ask for."""
     logprobs_RV = logits_RV.float().log_softmax(-1)
-    top = logprobs_RV.topk(min(k, logits_RV.shape[-1]), dim=-1)
+    top = logprobs_RV.topk(min(MOST_LOGPROBS, logits_RV.shape[-1]), dim=-1)
     return logprobs_RV.gather(-1, tokens_R[:, None])[:, 0], top.values, top.indices
 
 
-def path_logprobs(logits_BNV: Tensor, nodes_BP: Tensor, tokens_BP: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+def path_logprobs(logits_BNV: Tensor, nodes_BP: Tensor, tokens_BP: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """`logprobs_of` the tokens that were chosen at a path's nodes: [B, P], [B, P, k] twice.
 
     It goes place by place, so that no more than [B, V] is alive in fp32. What lies behind the path is arbitrary.
     """
     slots_B = torch.arange(len(nodes_BP), device=nodes_BP.device)
     places = zip(nodes_BP.unbind(1), tokens_BP.unbind(1), strict=True)
-    found = [logprobs_of(logits_BNV[slots_B, nodes_B], tokens_B, k) for nodes_B, tokens_B in places]
+    found = [logprobs_of(logits_BNV[slots_B, nodes_B], tokens_B) for nodes_B, tokens_B in places]
     chosen, values, ids = (torch.stack(parts, 1) for parts in zip(*found, strict=True))
     return chosen, values, ids
 
 
 def prompt_logprobs(lm_head: nn.Module, states_RD: Tensor, tokens_R: Tensor, k: int) -> list[TokenLogprob]:
-    """Those of a prompt's tokens, each from the post-norm state of the token before it."""
+    """Those of a prompt's tokens, each from the post-norm state of the token before it, with k alternatives."""
     parts = zip(states_RD.split(PROMPT_ROWS), tokens_R.split(PROMPT_ROWS), strict=True)
-    found = [logprobs_of(lm_head(states), tokens, k) for states, tokens in parts]
+    found = [logprobs_of(lm_head(states), tokens) for states, tokens in parts]
     lists = (torch.cat(parts).tolist() for parts in zip(*found, strict=True))
-    return read_logprobs(tokens_R.tolist(), *lists)
+    return [one._replace(top=one.top[:k]) for one in read_logprobs(tokens_R.tolist(), *lists)]
 
 
 def read_logprobs(
     tokens: Sequence[int], logprobs: Sequence[float], values: Sequence[list[float]], ids: Sequence[list[int]]
 ) -> list[TokenLogprob]:
-    """One entry a token, from lists that may have more entries."""
-    rows = zip(tokens, logprobs, ids, values, strict=False)
-    return [TokenLogprob(token, logprob, tuple(zip(*top, strict=True))) for token, logprob, *top in rows]
+    """One entry a token, from lists that may have more entries. Of equally probable tokens the lowest id comes first,
+    as in the greedy choice."""
+    rows = zip(tokens, logprobs, values, ids, strict=False)
+    tops = (sorted(zip(more, of, strict=True), key=lambda pair: (-pair[0], pair[1])) for _, _, more, of in rows)
+    top = (tuple((token, logprob) for logprob, token in pairs) for pairs in tops)
+    return [TokenLogprob(*entry) for entry in zip(tokens, logprobs, top, strict=False)]

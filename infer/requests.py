@@ -75,11 +75,11 @@ def read_requests(
 
 
 def prompt_tokens(
-    target: Target, prompt: Any, name: str = "prompt", variables: Mapping[str, Any] | None = None
+    target: Target, prompt: Any, name: str = "prompt", options: Mapping[str, Any] | None = None
 ) -> list[int]:
     """The token ids of a text, of a chat (up to where the answer begins) or of token ids, whose range is not checked.
 
-    variables: what a chat's template gets beside the messages.
+    options: what the tokenizer gets beside a text, or a chat's template beside the messages.
 
     Raises ValueError, beginning with `name`, for anything else, and if the tokenizer or its template cannot read it.
     """
@@ -96,7 +96,7 @@ def prompt_tokens(
         raise ValueError(f"{name}: a text needs a tokenizer, and this target has none; give token ids")
     if isinstance(prompt, str):
         check_text(name, prompt)
-        return target.tokenizer(prompt).input_ids
+        return target.tokenizer(prompt, **(options or {})).input_ids
     if not target.tokenizer.chat_template:
         raise ValueError(f"{name}: a chat needs a chat template, and {target.name}'s tokenizer has none; give text")
     messages = [_message(message, f"{name}, message {i}") for i, message in enumerate(prompt)]
@@ -105,7 +105,7 @@ def prompt_tokens(
     for variant in ([_with_objects(message) for message in messages], messages):
         try:
             return target.tokenizer.apply_chat_template(
-                variant, add_generation_prompt=True, return_dict=False, **(variables or {})
+                variant, add_generation_prompt=True, return_dict=False, **(options or {})
             )
         except TEMPLATE_ERRORS as error:
             failed = failed or error
@@ -120,8 +120,8 @@ def _message(message: Any, name: str) -> dict[str, Any]:
             f"{name}: role is {short_repr(role)}; give 'user', 'assistant' or another that the template knows"
         )
     check_text(f"{name}: role", role)
-    if content is None and message.get("tool_calls"):
-        return dict(message)
+    if content is None and role == "assistant":
+        return dict(message) if message.get("tool_calls") else {**message, "content": ""}
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
     if not isinstance(parts, list | tuple) or not parts:
         raise ValueError(

@@ -200,8 +200,7 @@ class Runner:
         nodes = TokenTree(tokens_BN, parents_BN)
         accepted = accept(nodes, output.logits, state, positions_BN, ancestors_BNN, self.drafter.max_depth)
         cache.commit(accepted.nodes, accepted.counts)
-        asked = state.logprobs
-        logprobs = () if asked is None else path_logprobs(output.logits, accepted.nodes, accepted.tokens, asked)
+        logprobs = path_logprobs(output.logits, accepted.nodes, accepted.tokens) if state.logprobs else ()
         # Recorded work keeps what it returns, so logits that nobody needs are left out.
         return accepted, output if "logits" in needs else replace(output, logits=None), logprobs
 

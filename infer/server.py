@@ -164,7 +164,8 @@ class Service:
             raise ApiError(400, str(error), "n") from error
         if body.stream:
             return Events(self._events(job, answers), self.thread, job)
-        return JSONResponse(answers.whole(await self._whole(request, job)))
+        generations = await self._whole(request, job)
+        return JSONResponse(await asyncio.to_thread(answers.whole, generations))  # many log-probabilities take a while
 
     async def _whole(self, request: Request, job: Job) -> list[Generation]:
         """All generations. Raises ClientDisconnect if the client hangs up before they are finished."""

@@ -12,7 +12,7 @@ from dataclasses import replace
 from inspect import signature
 from typing import Any, Literal, NoReturn, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 
 from longdraft.infer.drafters.base import Request
 from longdraft.infer.requests import Continuation, prompt_tokens, read_requests
@@ -28,7 +28,7 @@ MOST_DIGITS = 20  # of a token id; no vocabulary is so large
 NOT_SERVED: dict[str, tuple[Any, ...]] = {
     name: nothing
     for nothing, names in (
-        (([],), "tools functions bad_words documents"),
+        (([],), "tools functions bad_words documents logits_processors"),
         (("none", "auto"), "tool_choice function_call"),
         (({"type": "text"},), "response_format"),
         ((["text"],), "modalities"),
@@ -36,18 +36,19 @@ NOT_SERVED: dict[str, tuple[Any, ...]] = {
         (("",), "suffix"),
         ((True,), "add_generation_prompt skip_special_tokens"),
         ((False,), "echo continue_final_message include_stop_str_in_output use_beam_search"),
-        ((False,), "return_token_ids return_tokens_as_token_ids"),
-        ((1,), "length_penalty typical_p"),
-        ((0,), "mirostat xtc_probability dry_multiplier"),
+        ((False,), "return_token_ids return_tokens_as_token_ids add_special_tokens"),
+        ((1,), "length_penalty typical_p tfs_z"),
+        ((0,), "mirostat mirostat_mode xtc_probability dry_multiplier top_a no_repeat_ngram_size min_length"),
         ((), "audio chat_template prompt_embeds prompt_logprobs truncate_prompt_tokens web_search_options lora_path"),
         ((), "allowed_token_ids structured_outputs guided_json guided_regex guided_choice guided_grammar"),
-        ((), "json_schema regex ebnf grammar"),
+        ((), "json_schema regex ebnf grammar guided_decoding structural_tag stop_regex custom_logit_processor"),
+        ((), "thinking enable_thinking reasoning max_length max_completion_tokens"),
     )
     for name in names.split()
 }
-# The keys of a message that the chat template reads, and those that it would have to read.
+# The keys of a message that the chat template reads, those that are read as one of them, and those that are refused.
 MESSAGE_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
-NOT_READ = ("audio", "function_call", "refusal")
+ALSO_READ, NOT_READ = ("reasoning", "refusal"), ("audio", "function_call")
 # How the engine's errors name a parameter, and the fields that have another name here.
 PARAMETER = re.compile(r"sampling parameter (\w+)")
 FIELDS = {"stop_strings": "stop", "banned_token_ids": "logit_bias", "min_new_tokens": "min_tokens"}
@@ -93,7 +94,10 @@ class Body(BaseModel):
     min_p: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
+    repetition_penalty: float | None = Field(
+        None, validation_alias=AliasChoices("repetition_penalty", "repeat_penalty")
+    )
+    eta_cutoff: float | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
@@ -119,6 +123,10 @@ class Body(BaseModel):
 
     def prompts(self) -> list[Any]:
         """The prompts, each as `read_requests` takes it."""
+        raise NotImplementedError
+
+    def prompt_options(self) -> dict[str, Any]:
+        """What the tokenizer or its chat template gets beside a prompt."""
         raise NotImplementedError
 
     def ignored(self) -> set[str]:
@@ -147,8 +155,7 @@ class Chat(Body):
     def alternatives(self) -> int | None:
         return self.top_logprobs or 0 if self.logprobs else None
 
-    def template_variables(self) -> dict[str, Any]:
-        """What the chat template gets beside the messages."""
+    def prompt_options(self) -> dict[str, Any]:
         effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
         return effort | (self.chat_template_kwargs or {})
 
@@ -157,13 +164,15 @@ class Chat(Body):
 
     def _read(self, message: dict[str, Any]) -> dict[str, Any]:
         """The keys that the template reads. A key that asks for nothing is left out, since templates ask which there
-        are. `reasoning` is vLLM's newer name of reasoning_content."""
+        are. `reasoning` is vLLM's newer name of reasoning_content, and a refusal stands in place of the content."""
         named = {"reasoning_content": message["reasoning"]} if "reasoning" in message else {}
         named |= {key: message[key] for key in MESSAGE_KEYS if key in message}
+        if named.get("content") is None and message.get("refusal"):
+            named["content"] = message["refusal"]
         return {key: value for key, value in named.items() if key in ("role", "content") or value}
 
     def ignored(self) -> set[str]:
-        known = {*MESSAGE_KEYS, *NOT_READ, "reasoning"}
+        known = {*MESSAGE_KEYS, *ALSO_READ, *NOT_READ}
         given = {key for message in self.messages for key, value in message.items() if value}
         return super().ignored() | {f"messages.{key}" for key in given - known}
 
@@ -176,7 +185,7 @@ class Completion(Body):
     echo: bool | None = False
     logprobs: int | Literal[False] | None = Field(None, ge=0, le=MOST_LOGPROBS)
     skip_special_tokens: bool | None = True
-    add_special_tokens: Literal[True] | None = True
+    add_special_tokens: bool | None = True
 
     @property
     def limit(self) -> int | None:
@@ -189,6 +198,9 @@ class Completion(Body):
     def prompts(self) -> list[Any]:
         prompt = self.prompt
         return [prompt] if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else list(prompt)
+
+    def prompt_options(self) -> dict[str, Any]:
+        return {"add_special_tokens": False} if self.add_special_tokens is False else {}
 
 
 B = TypeVar("B", bound=Body)
@@ -217,16 +229,16 @@ def requests_of(body: Body, target: Target, max_length: int) -> list[Request]:
     Raises ApiError.
     """
     _check(body)
-    variables = body.template_variables() if isinstance(body, Chat) else {}
-    own = signature(target.tokenizer.apply_chat_template).parameters if variables else {}
-    if wrong := sorted(variables.keys() & own.keys()):
+    options = body.prompt_options()
+    own = signature(target.tokenizer.apply_chat_template).parameters if isinstance(body, Chat) else {}
+    if wrong := sorted(options.keys() & own.keys()):
         text = f"chat_template_kwargs.{wrong[0]}: this is no variable of a template; leave it out"
         raise ApiError(400, text, "chat_template_kwargs")
     count, requests = body.n or 1, list[Request]()
     for i, prompt in enumerate(body.prompts()):
         name = "messages" if isinstance(body, Chat) else f"prompt {i}"
         try:
-            tokens = prompt_tokens(target, prompt, name, variables)
+            tokens = prompt_tokens(target, prompt, name, options)
             params = _sampling(body, _new_tokens(body, name, len(tokens), max_length))
             seed = draw_seed() if params.seed is None else params.seed
             seeds = [seed + j if seed + j < 2**64 else seed + j - 2**64 for j in range(count)]
@@ -314,7 +326,7 @@ def _sampling(body: Body, max_new_tokens: int) -> SamplingParams:
             text = f"{entry}; give token ids with a bias from {LOWEST_BIAS} to {HIGHEST_BIAS}"
             raise ApiError(400, text, "logit_bias")
         biases[int(token)] = bias
-    names = "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed"
+    names = "top_p", "min_p", "eta_cutoff", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed"
     given: dict[str, Any] = {name: value for name in names if (value := getattr(body, name)) is not None}
     if body.top_k is not None and body.top_k != -1:  # -1 is vLLM's value for off
         given["top_k"] = body.top_k

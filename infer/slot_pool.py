@@ -32,7 +32,8 @@ from longdraft.models.rope import LENGTH_DEPENDENT
 IDLE = SamplingParams()
 # Query tokens of a prefill pass of several prompts, the padding counted.
 MOST_PREFILL_TOKENS = 2048
-# Steps are recorded for this many kinds of sampling: which filters and penalties there are, not how strong they are.
+# Steps are recorded for this many kinds of sampling: which filters and penalties there are, not how strong they are,
+# but of bans, biases and held back end tokens also which ones.
 KINDS_OF_SAMPLING = 8
 
 
@@ -68,6 +69,7 @@ class SlotPool:
         self._keeps = keep_prompts and not length_dependent and self.model.weights_stay
         self._kept: KeptPrompts | None = None
         self._samplings: list[SlotSampling] = []  # the last one of each kind, where steps are recorded
+        self._asking = set[int]()  # slots whose requests ask for log-probabilities
 
     def start(self, batch: int, longest: int, log: Callable[[str], object]) -> None:
         """Prepare `batch` empty slots for sequences of at most `longest` tokens. Allocations are reported through
@@ -227,7 +229,8 @@ class SlotPool:
             state.sampling = self._recorded_sampling(sampling) if recording else sampling
             state.active.copy_(from_host(torch.tensor([one is not None for one in requests]), self.device))
             state.committed = committed
-            state.logprobs = max((one.logprobs for one in params if one.logprobs is not None), default=None)
+            self._asking = {i for i, one in enumerate(requests) if one and one.sampling.logprobs is not None}
+            state.logprobs = bool(self._asking)
 
     def _recorded_sampling(self, sampling: SlotSampling) -> SlotSampling:
         """The sampling that recorded steps of this kind read, with these parameters; if there is none yet, this one."""
@@ -244,6 +247,8 @@ class SlotPool:
             state.active[slot].fill_(False)
             self._empty(slot)
         state.committed[slot] = []  # the request keeps its own list
+        self._asking.discard(slot)
+        state.logprobs = bool(self._asking)
 
     def _empty(self, slot: int) -> None:
         """Void the slot's rows, except for what is kept of its prompt."""

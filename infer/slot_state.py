@@ -34,7 +34,7 @@ class SlotState:
         policy: decides how many stages a proposal has; None runs all of them.
         first_class: the first of the drafter's own classes among the policy's.
         draft_pass: the trial of the draft pass, where there is one (infer/draft_pass_trial.py).
-        logprobs: the most alternatives whose log-probabilities a slot's request asks for; None if none does.
+        logprobs: whether a slot's request asks for log-probabilities.
     """
 
     roots: Tensor
@@ -47,7 +47,7 @@ class SlotState:
     policy: Policy | None = None
     first_class: int = 0
     draft_pass: DraftPassTrial | None = None
-    logprobs: int | None = None
+    logprobs: bool = False
 
     def of_slots(self, slots: slice) -> "SlotState":
         """The state of these slots alone."""

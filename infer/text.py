@@ -26,7 +26,7 @@ def text_behind(tokenizer, prompt: Sequence[int], tokens: Sequence[int], skip_sp
     return reader.finish()
 
 
-@lru_cache(maxsize=1 << 16)
+@lru_cache(maxsize=1 << 18)
 def token_bytes(tokenizer, token: int) -> bytes:
     """The bytes that a token adds behind another one, here itself; a special token's are those of its spelling."""
     return TextReader(tokenizer, [token], skip_special=False).bytes_of(token)
@@ -35,9 +35,9 @@ def token_bytes(tokenizer, token: int) -> bytes:
 class TextReader:
     """The text of a growing list of tokens. It is the same however the tokens are divided into pushes.
 
-    Tokens are read as bytes, and the bytes as UTF-8: a run of bytes that are no character becomes one U+FFFD as soon as
-    it cannot become one any more. So complete characters stay what they are beside broken ones; `tokenizer.decode`
-    gives up all of a run of byte tokens for one that is missing.
+    Tokens are read as bytes, and the bytes as UTF-8: what can no longer become a character becomes U+FFFD at once, one
+    for each broken beginning. So complete characters stay what they are beside broken ones; `tokenizer.decode` gives up
+    all of a run of byte tokens for one that is missing.
 
     Args:
         prompt: the tokens before, if the text continues theirs. A leading space that is part of a token is no text
@@ -112,7 +112,6 @@ class StopStrings:
 
     def __init__(self, tokenizer, strings: Sequence[str], prompt: Sequence[int] = ()):
         self._reader, self._strings = TextReader(tokenizer, prompt), tuple(strings)
-        self._longest = max(map(len, strings))
 
     def push(self, token: int, searched: bool = True) -> bool:
         """Add a token. Returns whether it completes a stop string; `text` then ends before that. searched: whether to
@@ -121,7 +120,7 @@ class StopStrings:
         if not added or not searched:
             return False
         text = self._reader.text
-        place = _first(text, self._strings, max(0, len(text) - len(added) - self._longest + 1))
+        place = _first(text, self._strings, len(text) - len(added))
         if place is not None:
             self._reader.text = text[:place]
         return place is not None
@@ -145,8 +144,7 @@ class ShownText:
             return ""
         text = self._reader.text
         # A stop string that was there before has not ended the text: it came before the least number of tokens.
-        longest = max(map(len, self._strings), default=1)
-        end = _first(text, self._strings, max(self._shown, len(text) - len(added) - longest + 1))
+        end = _first(text, self._strings, len(text) - len(added), self._shown)
         if end is None:
             end = len(text) - max((_begun(text, string) for string in self._strings), default=0)
         fresh = text[self._shown : end]
@@ -160,9 +158,11 @@ class ShownText:
         return rest
 
 
-def _first(text: str, strings: Sequence[str], start: int) -> int | None:
-    """Where the first of these strings in `text` begins, from `start` on; None if there is none."""
-    return min((at for at in (text.find(string, start) for string in strings) if at >= 0), default=None)
+def _first(text: str, strings: Sequence[str], known: int, start: int = 0) -> int | None:
+    """Where the first of these strings begins, from `start` on, that is not wholly within the first `known` characters;
+    None if there is none."""
+    places = (text.find(string, max(start, known - len(string) + 1)) for string in strings)
+    return min((at for at in places if at >= 0), default=None)
 
 
 def _begun(text: str, string: str) -> int:

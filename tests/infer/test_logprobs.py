@@ -106,3 +106,17 @@ def test_every_drafter_has_the_same(shared, tiny_target, dtype, c_kernels):
                     assert found == expected, name
                 else:
                     assert [x.logprob for x in found] == pytest.approx([x.logprob for x in expected], abs=1e-4), name
+
+
+def test_what_one_asks_for_does_not_change_anothers(folder, prompts):
+    """In bf16 many tokens are equally probable: the lowest id comes first, however many are asked for beside."""
+    engine = Engine(load_target(folder, torch.bfloat16), slots=2)
+    for k in (1, 2, 5):
+        asked = SamplingParams(logprobs=k, prompt_logprobs=k, max_new_tokens=NEW)
+        (alone,) = engine.generate([prompts[0]], asked)
+        beside = engine.generate(prompts[:2], [asked, replace(asked, logprobs=20, prompt_logprobs=20)])[0]
+        assert (beside.logprobs, beside.prompt_logprobs) == (alone.logprobs, alone.prompt_logprobs)
+        assert all(one.top[0][0] == one.token for one in alone.logprobs)  # greedy
+        assert all([*one.top] == sorted(one.top, key=lambda pair: (-pair[1], pair[0])) for one in alone.logprobs)
+    engine.generate([prompts[0]], SamplingParams(max_new_tokens=2))
+    assert not engine.runner.state.logprobs

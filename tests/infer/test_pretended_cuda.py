@@ -22,8 +22,15 @@ SAMPLINGS = {
     "greedy": SamplingParams(),
     "T1": SamplingParams(temperature=1.0),
     "top_p_penalties": SamplingParams(
-        temperature=1.0, top_p=0.9, contextual_penalty=1.2, contextual_window=8, presence_penalty=0.2,
-        logit_bias={3: 1.0}, stop_token_ids=(11,), min_new_tokens=3, logprobs=2,
+        temperature=1.0,
+        top_p=0.9,
+        contextual_penalty=1.2,
+        contextual_window=8,
+        presence_penalty=0.2,
+        logit_bias={3: 1.0},
+        stop_token_ids=(11,),
+        min_new_tokens=3,
+        logprobs=2,
     ),
 }
 # Waits a step: none but for tables of the host. Besides, TriForce waits once in each inner pass.

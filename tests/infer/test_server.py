@@ -247,7 +247,6 @@ def test_models_health_metrics_and_the_page(client, service):
          "messages", "reads only text"),
         ({"messages": [{"content": "x"}]}, "messages", "role is None"),
         ({"messages": [*CHAT, CHAT[0] | {"audio": {"id": "a"}}]}, "messages", "messages.1.audio: this is not served"),
-        ({"messages": [*CHAT, {"role": "assistant", "content": None, "refusal": "No."}]}, "messages", ".refusal: "),
         ({"max_tokens": 0}, "max_tokens", "at least 1"),
         ({"max_tokens": 2000}, "max_tokens", "max_tokens: 2000, but the prompt has"),
         ({"max_tokens": 10**30}, "max_tokens", "both together may have at most 200; ask for at most 1"),
@@ -275,6 +274,10 @@ def test_models_health_metrics_and_the_page(client, service):
         ({"response_format": {"type": "json_object"}}, "response_format", "not served"),
         ({"modalities": ["text", "audio"]}, "modalities", "not served"),
         ({"guided_choice": ["a", "b"]}, "guided_choice", "not served"),
+        ({"no_repeat_ngram_size": 3}, "no_repeat_ngram_size", "not served"),
+        ({"enable_thinking": False}, "enable_thinking", "not served"),
+        ({"add_special_tokens": True}, "add_special_tokens", "not served"),
+        ({"prompt": "the", "max_completion_tokens": 30}, "max_completion_tokens", "not served"),
         ({"prompt": "a", "suffix": "b"}, "suffix", "not served"),
         ({"chat_template": "/etc/passwd"}, "chat_template", "not served"),
         ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs", "no variable of a template"),
@@ -345,6 +348,18 @@ ASKED = {
     "vllm, its answers in the history": (
         {"messages": [CHAT[0], TURNS[1] | {"tool_calls": [], "id": "m"}, CHAT[0]], "max_tokens": 9},
         {"messages": TURNS, "max_tokens": 9},
+    ),
+    "openai, a refusal in the history": (
+        {"messages": [CHAT[0], {"role": "assistant", "content": None, "refusal": "No."}, CHAT[0]], "max_tokens": 9},
+        {"messages": [CHAT[0], {"role": "assistant", "content": "No."}, CHAT[0]], "max_tokens": 9},
+    ),
+    "an empty answer in the history": (
+        {"messages": [CHAT[0], {"role": "assistant", "content": None}, CHAT[0]], "max_tokens": 9},
+        {"messages": [CHAT[0], {"role": "assistant", "content": ""}, CHAT[0]], "max_tokens": 9},
+    ),
+    "llama.cpp": (
+        {"prompt": TEXT, "max_tokens": 9, "repeat_penalty": 1.3, "mirostat": 0, "tfs_z": 1.0, "cache_prompt": True},
+        {"prompt": TEXT, "max_tokens": 9, "repetition_penalty": 1.3},
     ),
     "nobody's": ({"prompt": TEXT, "max_tokens": 9, "foo": {"bar": 1}}, {"prompt": TEXT, "max_tokens": 9}),
     "guidellm, text": (

@@ -344,3 +344,11 @@ def test_stream_and_whole_are_equal_at_every_length(tiny_target, kind, stops, la
         assert texts[-1] == last
         for shorter, longer in pairwise(texts):  # only a mark, or the beginning of what stops, does not stay
             assert longer.startswith(shorter) or longer.startswith(shorter[:-1])
+
+
+def test_a_stop_string_that_came_too_early_is_not_found_later(tokenizer):
+    """Whatever the lengths of the others are."""
+    tokens = byte_tokens(tokenizer, b"xabcd")
+    for strings, stops in ((("ab", "a very long stop string"), False), (("bc",), True)):
+        found = StopStrings(tokenizer, strings)
+        assert [found.push(token, place >= 3) for place, token in enumerate(tokens)][:4] == [False, False, False, stops]
