@@ -81,7 +81,7 @@ def tokenizer():
 
 def byte_tokens(tokenizer, data: bytes) -> list[int]:
     names = [LETTERS[byte] for byte in data]
-    if "<0x00>" in tokenizer.get_vocab():
+    if "<0x00>" in vocabulary(tokenizer):
         names = [f"<0x{byte:02X}>" for byte in data]
     return tokenizer.convert_tokens_to_ids(names)
 
@@ -96,7 +96,7 @@ def whole(tokenizer, tokens) -> str:
     """The text of all these tokens as the tokenizer decodes them, but for a run of byte tokens that is not UTF-8: of
     that it has only the bytes that are no character replaced, not all."""
     repaired = []
-    tokens = [token for token in tokens if token < len(tokenizer) and not is_special(tokenizer, token)]
+    tokens = [token for token in tokens if token < len(vocabulary(tokenizer)) and not is_special(tokenizer, token)]
     for is_byte, run in groupby(tokens, lambda i: is_byte_token(tokenizer, i)):
         ids = list(run)
         if is_byte:
@@ -104,6 +104,11 @@ def whole(tokenizer, tokens) -> str:
             ids = byte_tokens(tokenizer, data.decode("utf-8", "replace").encode())
         repaired += ids
     return tokenizer.decode(repaired, clean_up_tokenization_spaces=False)
+
+
+@cache
+def vocabulary(tokenizer) -> dict[str, int]:
+    return tokenizer.get_vocab()
 
 
 @cache
@@ -138,10 +143,10 @@ def tokens_of(tokenizer, parts) -> list[int]:
     tokens = []
     for part in parts:
         if isinstance(part, int):
-            tokens.append(part if len(tokenizer) > 10000 else part % 40 if part % 9 else part)
+            tokens.append(part if len(vocabulary(tokenizer)) > 10000 else part % 40 if part % 9 else part)
         else:
             text, start, count = part
-            alone = len(tokenizer) < 10000
+            alone = len(vocabulary(tokenizer)) < 10000
             found = byte_tokens(tokenizer, text.encode()) if alone else tokenizer(text).input_ids
             tokens += found[start : start + count]
     return tokens
