@@ -58,7 +58,8 @@ def read_logprobs(
 ) -> list[TokenLogprob]:
     """One entry a token, from lists that may have more entries. Of equally probable tokens the lowest id comes first,
     as in the greedy choice."""
-    rows = zip(tokens, logprobs, values, ids, strict=False)
-    tops = (sorted(zip(more, of, strict=True), key=lambda pair: (-pair[0], pair[1])) for _, _, more, of in rows)
-    top = (tuple((token, logprob) for logprob, token in pairs) for pairs in tops)
-    return [TokenLogprob(*entry) for entry in zip(tokens, logprobs, top, strict=False)]
+    found = []
+    for token, logprob, *top in zip(tokens, logprobs, ids, values, strict=False):
+        pairs = sorted(zip(*top, strict=True), key=lambda pair: (-pair[1], pair[0]))
+        found.append(TokenLogprob(token, logprob, tuple(pairs)))
+    return found

@@ -102,7 +102,7 @@ class Answers:
         self._requests, self._tokenizer = requests, target.tokenizer
         self._echoes = isinstance(body, Completion) and bool(body.echo)
         self._skips = not isinstance(body, Completion) or body.skip_special_tokens is not False
-        befores = [() if self._echoes else text_before(one) for one in requests]
+        befores = [() if self._echoes else text_before(one) for one in requests if body.alternatives is not None]
         self._readers = [TextReader(target.tokenizer, before, self._skips) for before in befores]
         name, prefix = ("chat.completion", "chatcmpl") if self._chat else ("text_completion", "cmpl")
         self._object, self._chunk_object = name, f"{name}.chunk" if self._chat else name

@@ -161,13 +161,14 @@ class SlotPool:
         longest, some_cache = max(map(len, prompts)) - 1, cache.slot(first, len(requests))
         # Asked once, because steps between two passes change it. Where nobody reads hidden states, the last layer's
         # keys and values end the pass.
-        needs, counts = self.drafter.needs, [request.sampling.prompt_logprobs for request in requests]
-        needs = needs | {"post_norm"} if counts != [None] * len(counts) else needs or frozenset({"last_kv"})
+        needs, asked = self.drafter.needs or frozenset({"last_kv"}), [one.sampling.prompt_logprobs for one in requests]
+        if any(k is not None for k in asked):
+            needs |= {"post_norm"}
         for start in range(place.count, max(longest, 1), self.prefill_chunk):
             end, logprobs = min(start + self.prefill_chunk, longest), list[list[TokenLogprob]]()
             if end > start:
                 with on_device(self.device), torch.no_grad():
-                    logprobs = self._prefill_pass(some_cache, first, prompts, start, end, needs, counts)
+                    logprobs = self._prefill_pass(some_cache, first, prompts, start, end, needs, asked)
             if self._kept is not None and longest > self.prefill_chunk:
                 self._kept.reach(first, end)
             yield Prefilled(begin, time.perf_counter() - begin, end == longest, logprobs)
@@ -181,11 +182,11 @@ class SlotPool:
         start: int,
         end: int,
         needs: frozenset[str],
-        logprobs: Sequence[int | None],
+        asked: Sequence[int | None],
     ) -> list[list[TokenLogprob]]:
         """One pass over the tokens [start:end] of each prompt but its last one, padded to the longest.
 
-        cache: of these slots alone. first: the first one. logprobs: each request's `prompt_logprobs`. Returns the
+        cache: of these slots alone. first: the first one. asked: each request's `prompt_logprobs`. Returns the
         log-probabilities of the tokens behind those of the pass, for each prompt.
         """
         only_pass = start == 0 and end == max(map(len, prompts)) - 1
@@ -206,9 +207,9 @@ class SlotPool:
                 if count:
                     of_slot = output.of_slot(row, count) if only_pass else output
                     self.drafter.on_prefill(first + row, prompt, start, start + count, of_slot)
-                    if (asked := logprobs[row]) is not None and of_slot.post_norm is not None:
+                    if (k := asked[row]) is not None and of_slot.post_norm is not None:
                         tokens = integers(prompt[start + 1 : start + count + 1], self.device)
-                        found[row] = prompt_logprobs(self.model.lm_head, of_slot.post_norm[0], tokens, asked)
+                        found[row] = prompt_logprobs(self.model.lm_head, of_slot.post_norm[0], tokens, k)
         return found
 
     def _prefill_threads(self, n_tokens: int) -> AbstractContextManager[None]:

@@ -32,6 +32,14 @@ def token_bytes(tokenizer, token: int) -> bytes:
     return TextReader(tokenizer, [token], skip_special=False).bytes_of(token)
 
 
+@lru_cache(maxsize=4)
+def _is_byte_level(tokenizer) -> bool:
+    """Whether the tokens spell bytes, by the letters of BYTE_OF."""
+    decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
+    steps = set() if decoder is None else {*re.findall(r'"type":"(\w+)"', decoder.__getstate__().decode())}
+    return steps - {"Sequence", "Fuse"} == {"ByteLevel"}
+
+
 class TextReader:
     """The text of a growing list of tokens. It is the same however the tokens are divided into pushes.
 
@@ -51,9 +59,7 @@ class TextReader:
     def __init__(self, tokenizer, prompt: Sequence[int] = (), skip_special: bool = True):
         self._piece, self._skipped = tokenizer.convert_ids_to_tokens, special_tokens(tokenizer) if skip_special else {}
         self._decode = partial(tokenizer.decode, clean_up_tokenization_spaces=False)  # which would take blanks away
-        decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
-        steps = set() if decoder is None else {*re.findall(r'"type":"(\w+)"', decoder.__getstate__().decode())}
-        self._byte_level = steps - {"Sequence", "Fuse"} == {"ByteLevel"}
+        self._byte_level = _is_byte_level(tokenizer)
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._last: list[int] = []  # the last token that has text
         self.text = ""
