@@ -1,0 +1,50 @@
+"""Runs that a former version wrote (write_former_runs.py): the finished one is exported and starts another run."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from longdraft.launch.export import main as export_main
+from longdraft.models.draft_folder import load_draft
+from longdraft.train import checkpoint
+from longdraft.train.tracking import read_metrics
+
+RUNS = Path(__file__).with_name("former_runs")
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> Path:
+    """A copy of the runs, as the working folder: the paths in their configs are relative."""
+    shutil.copytree(RUNS, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_a_finished_run_is_exported_and_starts_another(folder, train_command):
+    assert export_main(["finished"]) == 0
+    saved = folder / "finished" / "checkpoints" / "step_000004"
+    exported = load_draft(folder / "finished" / "draft").state_dict()
+    for name, weight in load_file(saved / checkpoint.WEIGHTS).items():
+        assert exported[name].equal(weight), name
+
+    still = ["train.run_dir=next", "train.steps=1", "optimizer.peak_lr=1e-30", "optimizer.warmup_steps=0"]
+    status, printed = train_command("run.yaml", "--from-draft", "finished/draft", *still)
+    assert status == 0 and "Begins with the weights of finished/draft, in fp32" in printed, printed
+    found = checkpoint.newest("next")
+    assert found is not None
+    masters = [load_file(of / checkpoint.MASTERS) for of in (saved, found[0])]
+    assert masters[0].keys() == masters[1].keys() and len(masters[0]) == 9
+    assert all(masters[0][name].equal(masters[1][name]) for name in masters[0])
+
+
+def test_a_finished_run_is_done(folder, train_command):
+    status, printed = train_command("run.yaml")
+    assert status == 0 and "Training is done already: 4 steps" in printed
+
+
+def test_a_killed_run_goes_on(folder, train_command):
+    status, printed = train_command("run.yaml", "train.run_dir=killed")
+    assert status == 0 and "step 2 to 4" in printed, printed
+    assert [record["step"] for record in read_metrics("killed") if "loss" in record] == [1, 2, 3, 4]
