@@ -51,6 +51,8 @@ setup(
         "matplotlib>=3.8",
         "gguf>=0.17",
         "psutil>=5.9",
+        "pydantic>=2.11",
+        "filelock>=3.32",
     ],
     extras_require={
         "train": TRAIN,

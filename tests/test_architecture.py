@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 MAY_IMPORT = {
     "kernels": {"kernels"},
     "models": {"models", "kernels"},
-    "data_prep": {"data_prep", "models.files"},
+    "data_prep": {"data_prep", "models.files", "models.schema"},
     "infer": {"infer", "models", "kernels"},
     "train": {"train", "models", "kernels", "data_prep.shards"},
     "benchmarks": {"benchmarks", "train", "infer", "models", "kernels", "data_prep"},

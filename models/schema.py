@@ -1,0 +1,129 @@
+"""Validates what comes from outside: configs, folders' metadata, HTTP bodies, values of the command line and the API.
+
+An error is one line: the field, the value, what would be valid. Every folder may import this file, which loads neither
+torch nor anything of ours.
+"""
+
+import difflib
+import re
+from dataclasses import fields
+from functools import wraps
+from typing import Annotated, Any, Self, TypeVar, dataclass_transform
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    ModelWrapValidatorHandler,
+    Strict,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
+from pydantic.dataclasses import dataclass
+from pydantic_core import PydanticCustomError
+
+T = TypeVar("T")
+
+CONFIG = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, arbitrary_types_allowed=True)
+SECRET = re.compile(r"(^|_)(key|token|password|secret)$")  # fields whose values are never shown
+
+
+def _number(value: Any) -> Any:
+    """A float from an int or from numeric text, since YAML reads 1e-4 as text. The rest is left to pydantic."""
+    if isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return float(value) if type(value) is int else value
+
+
+Int = Annotated[int, Strict()]
+Bool = Annotated[bool, Strict()]
+Str = Annotated[str, Strict()]
+Float = Annotated[float, Strict(), BeforeValidator(_number)]
+
+
+class Schema(BaseModel):
+    """A frozen record of validated fields, given by keyword.
+
+    Raises ValueError of one line for an unknown field (the nearest one is named), a missing one or an invalid value. A
+    validator of a subclass raises ValueError with a sentence; the path of its field or section is put before it.
+    """
+
+    model_config = CONFIG
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise ValueError(one_line(error)) from None
+
+    # pydantic's own mark: as a field of another schema, this class is validated without the method above, so that an
+    # error in it carries its whole path.
+    __init__.__pydantic_base_init__ = True  # pyright: ignore[reportFunctionMemberAccess]
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _unknown_field_named(cls, values: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        if isinstance(values, dict) and cls.model_config.get("extra") == "forbid":
+            for name in values:
+                if name not in cls.model_fields:
+                    raise _unknown(name, list(cls.model_fields))
+        return handler(values)
+
+
+@dataclass_transform(frozen_default=True)
+def validated_dataclass(cls: type[T]) -> type[T]:
+    """A frozen dataclass whose fields are validated as those of Schema; its fields may also be given by position."""
+    made: Any = dataclass(config=ConfigDict(**{**CONFIG, "frozen": None}), frozen=True)(cls)
+    init, names = made.__init__, [field.name for field in fields(made)]
+
+    @wraps(init)
+    def checked(self: Any, *args: Any, **values: Any) -> None:
+        try:
+            init(self, *args[len(names) :], **dict(zip(names, args, strict=False)), **values)
+        except ValidationError as error:
+            raise ValueError(one_line(error)) from None
+
+    made.__init__ = checked
+    return made
+
+
+def validate(kind: type[T], values: Any, where: str = "") -> T:
+    """Make a schema, or any other type that pydantic knows, from plain values.
+
+    where: the path of these values, put before the field's name ("sources.books").
+    Raises ValueError of one line.
+    """
+    try:
+        return TypeAdapter(kind).validate_python(values)
+    except ValidationError as error:
+        raise ValueError(one_line(error, where)) from None
+
+
+def one_line(error: ValidationError, where: str = "") -> str:
+    """The first error as `path.of.field: what is wrong`. Unknown fields come first: they explain what is missing."""
+    unknown = ("unknown", "extra_forbidden", "unexpected_keyword_argument")
+    first = min(error.errors(include_url=False), key=lambda detail: detail["type"] not in unknown)
+    # The parts in brackets are pydantic's names for members of a union.
+    path = [where] * bool(where) + [str(part) for part in first["loc"] if "[" not in str(part)]
+    message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "unknown":
+        path.append(first["ctx"]["field"])  # pyright: ignore[reportTypedDictNotRequiredAccess]
+    elif first["type"] in unknown:
+        message = "unknown field"
+    elif first["type"] == "missing":
+        message = "missing; give it a value"
+    elif first["type"] != "value_error":
+        message = message[:1].lower() + message[1:]
+        if not isinstance(first["input"], dict) and not SECRET.search(path[-1] if path else ""):
+            message = f"{first['input']!r} is not valid, {message}"
+    return f"{'.'.join(path)}: {message}" if path else message
+
+
+def _unknown(name: Any, known: list[str]) -> PydanticCustomError:
+    near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.0)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    return PydanticCustomError("unknown", "unknown field{hint}", {"field": str(name), "hint": hint})  # pyright: ignore
