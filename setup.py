@@ -10,12 +10,13 @@ from setuptools import setup
 
 ROOT = Path(__file__).parent
 CODE = [
-    "benchmarks", "data_prep", "infer", "infer/drafters", "infer/vllm_plugin", "kernels", "kernels/cpu_impl",
-    "kernels/reference", "kernels/triton_impl", "launch", "models", "models/drafts", "train", "train/methods",
+    "benchmarks", "data_prep", "infer", "infer/drafters", "infer/server", "infer/vllm_plugin", "kernels",
+    "kernels/cpu_impl", "kernels/reference", "kernels/triton_impl", "launch", "models", "models/drafts", "train",
+    "train/methods",
 ]  # fmt: skip
 # Needed for training but not for decoding, so that serving a draft, for example in vLLM, does not require it.
 TRAIN = ["deepspeed>=0.19,<0.20", "datasets>=4", "wandb>=0.30", "omegaconf>=2.3"]
-SERVE = ["fastapi>=0.115", "uvicorn>=0.34", "prometheus_client>=0.21", "pydantic>=2.9"]
+SERVE = ["starlette>=0.41", "uvicorn>=0.34", "prometheus_client>=0.21", "pydantic>=2.9"]
 packages = {f"longdraft.{folder.replace('/', '.')}": folder for folder in CODE}
 config_folders = ["configs", *(str(p.relative_to(ROOT)) for p in sorted((ROOT / "configs").rglob("*")) if p.is_dir())]
 packages |= {f"longdraft.{folder.replace('/', '.')}": folder for folder in config_folders}
@@ -31,7 +32,7 @@ setup(
     packages=list(packages),
     package_dir=packages,
     package_data={name: ["*.yaml", "*.jinja"] for name in packages if name.startswith("longdraft.configs")}
-    | {"longdraft.kernels.cpu_impl": ["*.c", "*.inc"], "longdraft.infer": ["*.html"]}
+    | {"longdraft.kernels.cpu_impl": ["*.c", "*.inc"], "longdraft.infer.server": ["*.html"]}
     | {"longdraft.models": ["shipped/*/*"]},
     install_requires=[
         "torch>=2.8",

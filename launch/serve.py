@@ -1,4 +1,4 @@
-"""Serve a target with a drafter behind OpenAI's interface (infer/server.py): `longdraft serve --draft FOLDER`."""
+"""Serve a target with a drafter behind OpenAI's interface (infer/server/app.py): `longdraft serve --draft FOLDER`."""
 
 import argparse
 import os
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _serve(args: argparse.Namespace) -> int:
-    from longdraft.infer.server import Settings, serve
+    from longdraft.infer.server.app import Settings, serve
     from longdraft.launch.runtime import Drafting
 
     for name, least in (("slots", 1), ("port", 0), ("queue", 0), ("drain", 0)):

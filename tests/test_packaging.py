@@ -45,7 +45,7 @@ def test_wheel_holds_every_module_and_recipe(wheel):
     wanted |= {
         f for f in tracked if f.startswith("configs/") and f.endswith((".yaml", ".jinja")) and (ROOT / f).exists()
     }
-    wanted.add("infer/server_page.html")
+    wanted.add("infer/server/page.html")
     # Of the C kernels the source is installed, and compiled where they run.
     wanted |= {f for f in tracked if f.startswith("kernels/cpu_impl/") and (ROOT / f).exists()}
     assert {f"longdraft/{name}" for name in wanted} <= names

@@ -28,7 +28,7 @@ from longdraft.data_prep.shards import ShardSet
 from longdraft.infer.drafters.tokenswift import TokenSwiftDrafter
 from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
-from longdraft.infer.server import Service, Settings, create_app
+from longdraft.infer.server.app import Service, Settings, create_app
 from longdraft.launch import regenerate as module
 from longdraft.launch.prepare import main as prepare
 from longdraft.launch.regenerate import main

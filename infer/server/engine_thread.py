@@ -1,8 +1,4 @@
-"""The engine on a thread of its own, for a server: requests come from an event loop, and their pieces go back to it.
-
-Not here: HTTP (infer/server.py), what OpenAI's fields mean (infer/server_protocol.py), the decoding loop
-(infer/engine.py).
-"""
+"""Runs the engine on a thread of its own: requests come from an event loop, and their pieces go back to it."""
 
 import asyncio
 import itertools
@@ -15,22 +11,10 @@ from queue import Empty, SimpleQueue
 from longdraft.infer.drafters.base import Request
 from longdraft.infer.engine import MOST_SLOTS, Engine
 from longdraft.infer.results import Generation, Piece
+from longdraft.infer.server.protocol import ApiError
 
-# Weight of earlier requests, against the last one, in the running average of a request's duration.
-FADING = 0.9
+DECAY = 0.9  # of the running average of a request's duration
 LONGEST_RETRY = 60  # seconds
-
-
-class Full(Exception):
-    """The queue is full. `retry_after`: seconds until there may be a place."""
-
-    def __init__(self, retry_after: int):
-        super().__init__(f"all slots and the queue are full; try again in {retry_after} s")
-        self.retry_after = retry_after
-
-
-class Stopped(Exception):
-    """The engine has failed, or the server is ending."""
 
 
 @dataclass
@@ -40,36 +24,34 @@ class Job:
     Attributes:
         streamed: whether the caller wants every piece, or only the last one of each request.
         submitted: when it was submitted, by `time.perf_counter`.
+        inbox: its pieces, and None if no more will come.
         unfinished, silent: indices of the requests that are not done, and of those without a token yet.
     """
 
     requests: list[Request]
     streamed: bool
     submitted: float = field(default_factory=time.perf_counter)
-    _pieces: asyncio.Queue[Piece | None] = field(default_factory=asyncio.Queue)
+    inbox: asyncio.Queue[Piece | None] = field(default_factory=asyncio.Queue)
 
     def __post_init__(self):
         self.unfinished = {one.index for one in self.requests}
         self.silent = set(self.unfinished)
 
-    def put(self, piece: Piece | None) -> None:
-        """Add a piece, or None if no more will come."""
-        self._pieces.put_nowait(piece)
-
     async def pieces(self) -> AsyncIterator[tuple[int, Piece]]:
-        """Yield (place of the request in the job, its next piece) until all requests are finished. Raises Stopped."""
+        """Yield (place of the request in the job, its next piece) until all requests are finished. Raises ApiError if
+        the engine fails or the server gives up."""
         places = {one.index: place for place, one in enumerate(self.requests)}
         left = len(places)
         while left:
-            if (piece := await self._pieces.get()) is None:
-                raise Stopped("the server stopped before this was done")
+            if (piece := await self.inbox.get()) is None:
+                raise ApiError(503, "the server stopped before this was done")
             left -= piece.generation is not None
             yield places[piece.index], piece
 
     async def generations(self) -> list[Generation]:
-        """Wait for all generations, in the requests' order. Raises Stopped."""
-        done = [(place, piece.generation) async for place, piece in self.pieces() if piece.generation is not None]
-        return [generation for _, generation in sorted(done, key=lambda one: one[0])]
+        """Wait for all generations, in the requests' order. Raises ApiError."""
+        done = {place: piece.generation async for place, piece in self.pieces() if piece.generation is not None}
+        return [done[place] for place in sorted(done)]
 
 
 class EngineThread:
@@ -80,7 +62,7 @@ class EngineThread:
         queue: the number of requests that may wait for a slot.
         on_first_token: called once for each request, with the seconds since its submission.
         on_finish: called with each generation and the seconds since its submission.
-        on_failure: called with what the engine raised. After that nothing is decoded any more.
+        on_failure: called if the engine raises. After that nothing is decoded any more.
     """
 
     def __init__(
@@ -89,7 +71,7 @@ class EngineThread:
         queue: int,
         on_first_token: Callable[[float], None],
         on_finish: Callable[[Generation, float], None],
-        on_failure: Callable[[BaseException], None],
+        on_failure: Callable[[], None],
     ):
         self.engine, self.slots = engine, engine.slots or MOST_SLOTS
         self._capacity = self.slots + queue
@@ -124,18 +106,18 @@ class EngineThread:
         return max(0, self.in_flight - self.slots)
 
     def submit(self, requests: Sequence[Request], streamed: bool) -> Job:
-        """Submit all of these requests, or none; they get new indices. Raises Full, Stopped, and ValueError for more
-        requests than fit into an empty queue."""
+        """Submit all of these requests, or none; they get new indices. Raises ApiError: a full queue, a server that is
+        ending, or more requests than an empty queue holds."""
         if not self.alive:
-            raise Stopped("the server is ending")
-        if len(requests) > self._capacity:
-            raise ValueError(
-                f"n: {len(requests)} answers in one request, and this server holds {self._capacity} at a time, running "
-                "and waiting; ask for fewer, or start it with a longer --queue"
-            )
-        if self.in_flight + len(requests) > self._capacity:
-            rounds = 1 + (self.waiting + len(requests)) / self.slots
-            raise Full(min(LONGEST_RETRY, max(1, round(rounds * self._seconds))))
+            raise ApiError(503, "the server is ending")
+        count = len(requests)
+        if count > self._capacity:
+            raise ApiError(400, f"n: {count} answers in one request, and this server holds {self._capacity}", "n")
+        if self.in_flight + count > self._capacity:
+            seconds = (1 + (self.waiting + count) / self.slots) * self._seconds
+            seconds = min(LONGEST_RETRY, max(1, round(seconds)))
+            text, headers = f"all slots and the queue are full; try again in {seconds} s", {"Retry-After": str(seconds)}
+            raise ApiError(429, text, code="queue_full", headers=headers)
         job = Job([replace(one, index=next(self._indices)) for one in requests], streamed)
         for request in job.requests:
             self._jobs[request.index] = job
@@ -148,11 +130,11 @@ class EngineThread:
             self._inbox.put(index)
 
     def give_up(self) -> None:
-        """Accept nothing more, and cancel what is not done. Whoever waits for it gets Stopped."""
+        """Accept nothing more, and cancel what is not done. Whoever waits for it gets an ApiError."""
         self._closed = True
         for index, job in self._jobs.items():
             self._inbox.put(index)
-            job.put(None)
+            job.inbox.put_nowait(None)
 
     async def close(self) -> None:
         """Finish what was submitted, and stop."""
@@ -167,9 +149,9 @@ class EngineThread:
             for piece in self.engine.serve(self._arrivals):
                 self._outbox.append(piece)
             self._send()
-        except BaseException as error:
+        except BaseException:
             self._send()  # the pieces from before the failure
-            self._call(self._fail, error)
+            self._call(self._fail)
             raise
 
     def _arrivals(self, idle: bool) -> list[Request] | None:
@@ -195,9 +177,9 @@ class EngineThread:
             pieces, self._outbox = self._outbox, []
             self._call(self._deliver, pieces)
 
-    def _call(self, function: Callable, argument: object) -> None:
+    def _call(self, function: Callable, *arguments: object) -> None:
         if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(function, argument)
+            self._loop.call_soon_threadsafe(function, *arguments)
 
     # These run on the event loop, called by the thread.
 
@@ -213,14 +195,14 @@ class EngineThread:
                 job.unfinished.discard(piece.index)
                 if generation.finish_reason != "cancelled":  # whose time says nothing about others
                     seconds = generation.stats.prefill_seconds + generation.stats.decode_seconds
-                    self._seconds = FADING * (self._seconds or seconds) + (1 - FADING) * seconds
+                    self._seconds = DECAY * (self._seconds or seconds) + (1 - DECAY) * seconds
                 self._on_finish(generation, now - job.submitted)
             if job.streamed or generation is not None:
-                job.put(piece)
+                job.inbox.put_nowait(piece)
 
-    def _fail(self, error: BaseException) -> None:
+    def _fail(self) -> None:
         self.failed = True
         for job in self._jobs.values():
-            job.put(None)
+            job.inbox.put_nowait(None)
         self._jobs.clear()
-        self._on_failure(error)
+        self._on_failure()

@@ -1,4 +1,4 @@
-"""OpenAI's interface: from bodies to checked requests. Answers are in infer/server_answers.py, HTTP in infer/server.py.
+"""OpenAI's interface: from bodies to requests for the engine.
 
 A field that would change the answer and is not served (NOT_SERVED) is refused by name, unless its value asks for
 nothing. Every other field that is not served is ignored, and `ignored` names it.
@@ -8,11 +8,12 @@ Source: OpenAI's API reference, "Chat" and "Completions"; the fields `top_k`, `m
 """
 
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from inspect import signature
-from typing import Any, Literal, NoReturn, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from longdraft.infer.drafters.base import Request
 from longdraft.infer.requests import Continuation, prompt_tokens, read_requests
@@ -21,9 +22,8 @@ from longdraft.infer.values import short_repr
 from longdraft.models.target import Target
 
 MOST_CHOICES = 128  # prompts times n
-LOWEST_BIAS, HIGHEST_BIAS = -100, 100  # OpenAI's range of a logit_bias; the lowest one bans its token
+BAN = -100  # OpenAI's lowest logit_bias, which bans its token
 COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens in /v1/completions
-MOST_DIGITS = 20  # of a token id; no vocabulary is so large
 # Fields that would change the answer, here and in other servers, with the values beside null that ask for nothing.
 NOT_SERVED: dict[str, tuple[Any, ...]] = {
     name: nothing
@@ -63,9 +63,16 @@ UNIONS = {
 class ApiError(Exception):
     """An error to answer with. `body` is OpenAI's error object."""
 
-    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None):
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ):
         super().__init__(message)
-        self.status, self.headers = status, dict[str, str]()
+        self.status, self.headers = status, headers
         types = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
         error_type = types.get(status, "invalid_request_error" if status < 500 else "server_error")
         self.body = {"error": {"message": message, "type": error_type, "param": param, "code": code}}
@@ -83,7 +90,7 @@ class StreamOptions(BaseModel):
 class Body(BaseModel):
     """The fields of both interfaces. Null is the default everywhere."""
 
-    model_config = ConfigDict(extra="allow", strict=True)
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
     model: str | None = None
     max_tokens: int | None = None
     min_tokens: int | None = None
@@ -102,39 +109,58 @@ class Body(BaseModel):
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = False
-    logit_bias: dict[str, float] | None = None
+    logit_bias: dict[Annotated[int, Field(ge=0)], Annotated[float, Field(ge=BAN, le=100)]] | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
 
+    # The most new tokens, and the name of the field that says so; how many of the most probable tokens are wanted with
+    # each token's log-probability (None: no log-probabilities); the prompts as `read_requests` takes them; and what
+    # the tokenizer or its chat template gets beside a prompt.
     @property
     def limit_field(self) -> str:
-        """The name of the field that limits the new tokens."""
         return "max_tokens"
 
     @property
     def limit(self) -> int | None:
-        """The most new tokens; None if the body sets no limit."""
         return getattr(self, self.limit_field)
 
     @property
     def alternatives(self) -> int | None:
-        """How many of the most probable tokens are wanted with each token's log-probability; None if none is."""
         raise NotImplementedError
 
+    @property
     def prompts(self) -> list[Any]:
-        """The prompts, each as `read_requests` takes it."""
         raise NotImplementedError
 
+    @property
     def prompt_options(self) -> dict[str, Any]:
-        """What the tokenizer or its chat template gets beside a prompt."""
         raise NotImplementedError
 
+    @property
     def ignored(self) -> set[str]:
         """The names of the fields that are not read."""
         options = self.stream_options.model_extra or {} if self.stream_options else {}
         fields = (self.model_extra or {}).items()
         names = {name for name, value in fields if value is not None and name not in NOT_SERVED}
         return names | {f"stream_options.{name}" for name in options}
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        """Raise ValueError, beginning with the field, for what is not served or does not go together."""
+        for name, value in (self.model_extra or {}).items():
+            if name in NOT_SERVED and value is not None and value not in NOT_SERVED[name]:
+                raise ValueError(f"{name}: {short_repr(value)}; this is not served: leave it out")
+        if self.limit is not None and self.limit < 1 and not (self.limit == 0 and getattr(self, "echo", False)):
+            raise ValueError(f"{self.limit_field}: {short_repr(self.limit)}; give at least 1")
+        if self.max_tokens not in (None, self.limit):
+            raise ValueError(
+                f"{self.limit_field}: {short_repr(self.limit)}, and max_tokens is another; give one of them"
+            )
+        if (count := len(self.prompts) * (self.n or 1)) > MOST_CHOICES:
+            raise ValueError(f"n: {count} answers, prompts times n; give 1 to {MOST_CHOICES} in one request")
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options: it is for a stream; give stream too, or leave it out")
+        return self
 
 
 class Chat(Body):
@@ -155,26 +181,39 @@ class Chat(Body):
     def alternatives(self) -> int | None:
         return self.top_logprobs or 0 if self.logprobs else None
 
+    @property
     def prompt_options(self) -> dict[str, Any]:
         effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
         return effort | (self.chat_template_kwargs or {})
 
+    @property
     def prompts(self) -> list[Any]:
-        return [[self._read(message) for message in self.messages]]
+        return [[_readable(message) for message in self.messages]]
 
-    def _read(self, message: dict[str, Any]) -> dict[str, Any]:
-        """The keys that the template reads. A key that asks for nothing is left out, since templates ask which there
-        are. `reasoning` is vLLM's newer name of reasoning_content, and a refusal stands in place of the content."""
-        named = {"reasoning_content": message["reasoning"]} if "reasoning" in message else {}
-        named |= {key: message[key] for key in MESSAGE_KEYS if key in message}
-        if named.get("content") is None and message.get("refusal"):
-            named["content"] = message["refusal"]
-        return {key: value for key, value in named.items() if key in ("role", "content") or value}
-
+    @property
     def ignored(self) -> set[str]:
         known = {*MESSAGE_KEYS, *ALSO_READ, *NOT_READ}
         given = {key for message in self.messages for key, value in message.items() if value}
-        return super().ignored() | {f"messages.{key}" for key in given - known}
+        return super().ignored | {f"messages.{key}" for key in given - known}
+
+    @model_validator(mode="after")
+    def _check_chat(self) -> Self:
+        for i, message in enumerate(self.messages):
+            if found := [key for key in NOT_READ if message.get(key)]:
+                raise ValueError(f"messages.{i}.{found[0]}: this is not served; give {', '.join(MESSAGE_KEYS)}")
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError(f"top_logprobs: {self.top_logprobs}; give logprobs: true with it")
+        return self
+
+
+def _readable(message: dict[str, Any]) -> dict[str, Any]:
+    """The keys of a message that the template reads. A key that asks for nothing is left out, since templates ask which
+    there are. `reasoning` is vLLM's newer name of reasoning_content, and a refusal stands in place of the content."""
+    named = {"reasoning_content": message["reasoning"]} if "reasoning" in message else {}
+    named |= {key: message[key] for key in MESSAGE_KEYS if key in message}
+    if named.get("content") is None and message.get("refusal"):
+        named["content"] = message["refusal"]
+    return {key: value for key, value in named.items() if key in ("role", "content") or value}
 
 
 class Completion(Body):
@@ -195,12 +234,26 @@ class Completion(Body):
     def alternatives(self) -> int | None:
         return None if self.logprobs is False else self.logprobs
 
+    @property
     def prompts(self) -> list[Any]:
         prompt = self.prompt
         return [prompt] if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else list(prompt)
 
+    @property
     def prompt_options(self) -> dict[str, Any]:
         return {"add_special_tokens": False} if self.add_special_tokens is False else {}
+
+    @model_validator(mode="after")
+    def _check_completion(self) -> Self:
+        if not self.prompt and not isinstance(self.prompt, str):
+            raise ValueError(f"prompt: []; {UNIONS['prompt']}")
+        if self.best_of not in (None, self.n or 1):
+            raise ValueError(f"best_of: {self.best_of}; all choices are returned: leave it out, or give n too")
+        if self.echo and self.stream and (self.limit == 0 or self.alternatives is not None):
+            raise ValueError("echo: in a stream it does not go with logprobs or max_tokens: 0; leave one of them out")
+        if self.skip_special_tokens is False and (self.stream or self.stop):
+            raise ValueError("skip_special_tokens: false does not go with stream or stop; leave one of them out")
+        return self
 
 
 B = TypeVar("B", bound=Body)
@@ -212,15 +265,18 @@ def parse(kind: type[B], body: bytes) -> B:
         return kind.model_validate_json(body)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
-        place = [str(part) for part in first["loc"]]
-        field = place[0] if place else None
+        place, text = [str(part) for part in first["loc"]], first["msg"].removeprefix("Value error, ")
         if first["type"] == "json_invalid":
-            raise ApiError(400, f"the body is not JSON: {first['msg']}") from error
-        if field is None:
-            raise ApiError(400, f"the body: {first['msg']}; give an object of fields and their values") from error
-        if field in UNIONS and len(place) > 1:
-            raise ApiError(400, f"{field}: {UNIONS[field]}", field) from error
-        raise ApiError(400, f"{'.'.join(place)}: {first['msg']}", field) from error
+            text = f"the body is not JSON: {text}"
+        elif first["type"] == "value_error":  # it names its field
+            place = text.partition(":")[0].split(".")
+        elif not place:
+            text = f"the body: {text}; give an object of fields and their values"
+        elif place[0] in UNIONS and len(place) > 1:
+            text = f"{place[0]}: {UNIONS[place[0]]}"
+        else:
+            text = f"{'.'.join(place[:3])[:80]}: {text}"
+        raise ApiError(400, text, place[0] if place else None) from error
 
 
 def requests_of(body: Body, target: Target, max_length: int) -> list[Request]:
@@ -228,70 +284,31 @@ def requests_of(body: Body, target: Target, max_length: int) -> list[Request]:
 
     Raises ApiError.
     """
-    _check(body)
-    options = body.prompt_options()
-    own = signature(target.tokenizer.apply_chat_template).parameters if isinstance(body, Chat) else {}
+    options, chat = body.prompt_options, isinstance(body, Chat)
+    own = signature(target.tokenizer.apply_chat_template).parameters if chat else {}
     if wrong := sorted(options.keys() & own.keys()):
         text = f"chat_template_kwargs.{wrong[0]}: this is no variable of a template; leave it out"
         raise ApiError(400, text, "chat_template_kwargs")
     count, requests = body.n or 1, list[Request]()
-    for i, prompt in enumerate(body.prompts()):
-        name = "messages" if isinstance(body, Chat) else f"prompt {i}"
+    for i, prompt in enumerate(body.prompts):
+        name = "messages" if chat else f"prompt {i}"
         try:
             tokens = prompt_tokens(target, prompt, name, options)
             params = _sampling(body, _new_tokens(body, name, len(tokens), max_length))
             seed = draw_seed() if params.seed is None else params.seed
             seeds = [seed + j if seed + j < 2**64 else seed + j - 2**64 for j in range(count)]
             choices = read_requests(target, [tokens] * count, [replace(params, seed=s) for s in seeds], max_length)
-            if isinstance(body, Completion):
-                skip = body.skip_special_tokens is not False
-                choices = [Continuation(one.index, one.prompt, one.sampling, skip) for one in choices]
-            requests += choices
         except ValueError as error:
             raise _in_fields(str(error), name) from error
+        if isinstance(body, Completion):
+            skip = body.skip_special_tokens is not False
+            choices = [Continuation(one.index, one.prompt, one.sampling, skip) for one in choices]
+        requests += choices
     return requests
 
 
-def _check(body: Body) -> None:
-    """Raise ApiError for fields that are not served or do not go together."""
-
-    def refuse(name: str, text: str) -> NoReturn:
-        raise ApiError(400, f"{name}: {text}", name.partition(".")[0])
-
-    for name, value in (body.model_extra or {}).items():
-        if name in NOT_SERVED and value is not None and value not in NOT_SERVED[name]:
-            refuse(name, f"{short_repr(value)}; this is not served: leave it out")
-    for i, message in enumerate(body.messages if isinstance(body, Chat) else ()):
-        if found := [key for key in NOT_READ if message.get(key)]:
-            refuse(f"messages.{i}.{found[0]}", f"this is not served; a message has {', '.join(MESSAGE_KEYS)}")
-    count, best_of, prompts = body.n or 1, getattr(body, "best_of", None), len(body.prompts())
-    if best_of not in (None, count):
-        refuse("best_of", f"{best_of}; all choices are returned: leave it out, or give n={count}")
-    if not prompts:
-        refuse("prompt", f"[]; {UNIONS['prompt']}")
-    if count * prompts > MOST_CHOICES:
-        raise ApiError(400, f"prompts times n: {prompts} x {count}; give 1 to {MOST_CHOICES} in one request", "n")
-    echo = isinstance(body, Completion) and bool(body.echo)
-    if body.limit is not None and body.limit < 1 and not (body.limit == 0 and echo):
-        refuse(body.limit_field, f"{short_repr(body.limit)}; give at least 1")
-    if body.max_tokens not in (None, body.limit):
-        both = f"max_tokens, {body.limit_field}: {short_repr(body.max_tokens)} and {short_repr(body.limit)}"
-        raise ApiError(400, f"{both}; give one of them", body.limit_field)
-    if body.stream_options is not None and not body.stream:
-        refuse("stream_options", "it is for a stream; give stream too, or leave it out")
-    if isinstance(body, Chat) and body.top_logprobs and not body.logprobs:
-        refuse("top_logprobs", f"{body.top_logprobs}; give logprobs: true with it")
-    if echo and body.stream and (body.limit == 0 or body.alternatives is not None):
-        refuse("echo", "in a stream it does not go with logprobs or max_tokens: 0; leave out one or the other")
-    if isinstance(body, Completion) and body.skip_special_tokens is False and (body.stream or body.stop):
-        refuse("skip_special_tokens", "false does not go with stream or stop; leave out one or the other")
-
-
 def _new_tokens(body: Body, name: str, prompt_tokens: int, max_length: int) -> int:
-    """The most new tokens after a prompt of this length, at least 1. Raises ApiError if there is no room for them.
-
-    name: the prompt's.
-    """
+    """The most new tokens after a prompt of this name and length, at least 1. Raises ApiError if they do not fit."""
     room, field, limit = max_length - prompt_tokens, body.limit_field, body.limit
     code = "context_length_exceeded"
     if room < 1:
@@ -299,13 +316,11 @@ def _new_tokens(body: Body, name: str, prompt_tokens: int, max_length: int) -> i
         raise ApiError(400, text, name.split()[0], code)
     if limit is not None and limit > room:
         default = ", the default" if getattr(body, field) is None else ""
-        raise ApiError(
-            400,
+        text = (
             f"{field}: {short_repr(limit)}{default}, but the prompt has {prompt_tokens} tokens and both together may "
-            f"have at most {max_length}; ask for at most {room}, or shorten the prompt",
-            field,
-            code,
+            f"have at most {max_length}; ask for at most {room}, or shorten the prompt"
         )
+        raise ApiError(400, text, field, code)
     return room if limit is None else max(1, limit)
 
 
@@ -319,17 +334,11 @@ def _in_fields(text: str, name: str) -> ApiError:
 
 def _sampling(body: Body, max_new_tokens: int) -> SamplingParams:
     """The body's sampling. Missing and null fields have OpenAI's defaults: temperature 1, no filter, no penalty."""
-    biases = dict[int, float]()
-    for token, bias in (body.logit_bias or {}).items():
-        if not (token.isdecimal() and len(token) <= MOST_DIGITS and LOWEST_BIAS <= bias <= HIGHEST_BIAS):
-            entry = f"logit_bias: {token if len(token) <= MOST_DIGITS else short_repr(token)}: {bias}"
-            text = f"{entry}; give token ids with a bias from {LOWEST_BIAS} to {HIGHEST_BIAS}"
-            raise ApiError(400, text, "logit_bias")
-        biases[int(token)] = bias
     names = "top_p", "min_p", "eta_cutoff", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed"
     given: dict[str, Any] = {name: value for name in names if (value := getattr(body, name)) is not None}
     if body.top_k is not None and body.top_k != -1:  # -1 is vLLM's value for off
         given["top_k"] = body.top_k
+    biases = body.logit_bias or {}
     return SamplingParams(
         temperature=1.0 if body.temperature is None else body.temperature,
         max_new_tokens=max_new_tokens,
@@ -337,8 +346,8 @@ def _sampling(body: Body, max_new_tokens: int) -> SamplingParams:
         stop_strings=(body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
         stop_token_ids=tuple(body.stop_token_ids or ()),
         ignore_eos=bool(body.ignore_eos),
-        banned_token_ids=tuple(token for token, bias in biases.items() if bias == LOWEST_BIAS),
-        logit_bias={token: bias for token, bias in biases.items() if bias != LOWEST_BIAS},
+        banned_token_ids=tuple(token for token, bias in biases.items() if bias == BAN),
+        logit_bias={token: bias for token, bias in biases.items() if bias != BAN},
         logprobs=body.alternatives,
         prompt_logprobs=body.alternatives if isinstance(body, Completion) and body.echo else None,
         **given,

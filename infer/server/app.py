@@ -1,8 +1,6 @@
 """An HTTP server with OpenAI's interface: chats and completions, streamed and whole, on one engine.
 
-Not here: the engine's thread (infer/server_engine.py), what the fields mean (infer/server_protocol.py,
-infer/server_answers.py), the command line (launch/serve.py). No request can name a file: a body has only text, token
-ids and numbers.
+No request can name a file: a body has only text, token ids and numbers. The command line is in launch/serve.py.
 """
 
 import asyncio
@@ -19,29 +17,30 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
-from fastapi import Depends, FastAPI, Request
-from fastapi.middleware.cors import CORSMiddleware
-from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from longdraft.infer.engine import Engine
 from longdraft.infer.requests import text_before
 from longdraft.infer.results import Generation
-from longdraft.infer.server_answers import Answers
-from longdraft.infer.server_engine import EngineThread, Full, Job, Stopped
-from longdraft.infer.server_protocol import ApiError, Body, Chat, Completion, parse, requests_of
+from longdraft.infer.server.answers import Answers
+from longdraft.infer.server.engine_thread import EngineThread, Job
+from longdraft.infer.server.protocol import ApiError, Body, Chat, Completion, parse, requests_of
 from longdraft.infer.text import ShownText
 
-PAGE = Path(__file__).with_name("server_page.html")
+PAGE = Path(__file__).with_name("page.html")
 # Seconds that a client may leave the end of its answer unread while the server ends. Then uvicorn cuts it off.
 UNREAD_SECONDS = 10
 GONE = 499  # proxies' status for a client that has hung up; nobody reads it
 MOST_NAMES, MOST_CHARACTERS = 100, 64  # of ignored fields that /metrics names
-LOGGER = logging.getLogger("longdraft")
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100)
+LOGGER = logging.getLogger("longdraft")
 
 
 @dataclass(frozen=True)
@@ -133,35 +132,56 @@ class Events(StreamingResponse):
 
 
 class Service:
-    """The handlers of one engine's routes. `ended` is set by a signal that came before the server handled signals."""
+    """The handlers of one engine's routes."""
 
-    def __init__(self, engine: Engine, settings: Settings, ended: threading.Event | None = None):
+    def __init__(self, engine: Engine, settings: Settings):
         self.engine, self.settings, self.meters = engine, settings, Meters()
-        self.created = int(time.time())
-        self.server: Server | None = None
-        self.ended = ended or threading.Event()
+        self.server: uvicorn.Server | None = None
+        self._created = int(time.time())
         meters = self.meters
         self.thread = EngineThread(engine, settings.queue, meters.first_token.observe, meters.finish, self._stop)
         meters.watch(self.thread)
 
-    def _stop(self, error: BaseException) -> None:
+    def _stop(self) -> None:
         """End the server after the engine has failed, so that whoever supervises the process can restart it."""
         if self.server is not None:
             self.server.should_exit = True
 
-    async def answer(self, body_type: type[Body], request: Request) -> Response:
+    async def chat(self, request: Request) -> Response:
+        return await self._answer(Chat, request)
+
+    async def completion(self, request: Request) -> Response:
+        return await self._answer(Completion, request)
+
+    async def models(self, request: Request) -> Response:
+        """The list of models, which has one entry, or the model of this name."""
+        self._check_key(request)
+        name = request.path_params.get("name")
+        self._check_model(name)
+        model = {"id": self.settings.model, "object": "model", "created": self._created, "owned_by": "longdraft"}
+        model |= {"max_model_len": self.engine.max_length}
+        return JSONResponse({"object": "list", "data": [model]} if name is None else model)
+
+    async def health(self, request: Request) -> Response:
+        return Response(status_code=200 if self.thread.alive else 503)
+
+    async def metrics(self, request: Request) -> Response:
+        return Response(generate_latest(self.meters.registry), media_type=CONTENT_TYPE_LATEST)
+
+    async def page(self, request: Request) -> Response:
+        return FileResponse(PAGE)
+
+    async def _answer(self, body_type: type[Body], request: Request) -> Response:
         """Answer a chat or a completion, whole or streamed."""
-        settings = self.settings
+        settings, engine = self.settings, self.engine
+        self._check_key(request)
         body = parse(body_type, await _read(request, settings.body_bytes, settings.body_seconds))
         self._check_model(body.model)
-        requests = await asyncio.to_thread(requests_of, body, self.engine.target, self.engine.max_length)
-        identity, max_depth = secrets.token_hex(12), self.engine.drafter.max_depth
-        answers = Answers(body, requests, self.engine.target, identity, settings.model, max_depth)
-        self.meters.ignore(body.ignored())
-        try:
-            job = self.thread.submit(requests, bool(body.stream))
-        except ValueError as error:
-            raise ApiError(400, str(error), "n") from error
+        requests = await asyncio.to_thread(requests_of, body, engine.target, engine.max_length)
+        identity, max_depth = secrets.token_hex(12), engine.drafter.max_depth
+        answers = Answers(body, requests, engine.target, identity, settings.model, max_depth)
+        self.meters.ignore(body.ignored)
+        job = self.thread.submit(requests, bool(body.stream))
         if body.stream:
             return Events(self._events(job, answers), self.thread, job)
         generations = await self._whole(request, job)
@@ -204,23 +224,15 @@ class Service:
                 for chunk in answers.end(last, [done[i] for i in sorted(done)]) if ended else [last]:
                     yield _event(chunk)
             yield b"data: [DONE]\n\n"
-        except Stopped as error:  # the status is sent already, so the error becomes an event
-            yield _event(ApiError(503, str(error)).body)
-
-    def models(self, name: str | None = None) -> Response:
-        """The list of models, which has one entry, or the model of this name."""
-        model = {"id": self.settings.model, "object": "model", "created": self.created, "owned_by": "longdraft"}
-        model |= {"max_model_len": self.engine.max_length}
-        if name is not None:
-            self._check_model(name)
-        return JSONResponse({"object": "list", "data": [model]} if name is None else model)
+        except ApiError as error:  # the status is sent already, so the error becomes an event
+            yield _event(error.body)
 
     def _check_model(self, name: str | None) -> None:
         served = self.settings.model
         if name not in (None, served):
             raise ApiError(404, f"model: {name!r} is not served here, {served!r} is", "model", "model_not_found")
 
-    def check_key(self, request: Request) -> None:
+    def _check_key(self, request: Request) -> None:
         """Raise ApiError for a request without the key."""
         scheme, _, token = request.headers.get("authorization", "").partition(" ")
         key = self.settings.api_key
@@ -231,12 +243,7 @@ class Service:
         """Answer an error in the form that OpenAI's clients read."""
         if isinstance(error, ClientDisconnect):
             return Response(status_code=GONE)
-        if isinstance(error, Full):
-            seconds, error = error.retry_after, ApiError(429, str(error), code="queue_full")
-            error.headers["Retry-After"] = str(seconds)
-        elif isinstance(error, Stopped):
-            error = ApiError(503, str(error))
-        elif isinstance(error, HTTPException):
+        if isinstance(error, HTTPException):
             error = ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
         elif not isinstance(error, ApiError):
             error = ApiError(500, "the server failed at this request; see its log")
@@ -244,77 +251,49 @@ class Service:
         return JSONResponse(error.body, error.status, error.headers)
 
 
-def create_app(service: Service) -> FastAPI:
+def create_app(service: Service) -> Starlette:
     """The application and its routes. The engine's thread starts and ends with it, and finishes submitted requests."""
 
     @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
         service.thread.start()
-        if service.server is not None and service.ended.is_set():  # by now the server handles signals itself
-            service.server.should_exit = True
         yield
         await service.thread.close()
 
-    app = FastAPI(title="longdraft", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
-    for error_type in (ApiError, Full, Stopped, ClientDisconnect, HTTPException, Exception):
-        app.add_exception_handler(error_type, service.respond)
+    routes = [
+        Route("/v1/chat/completions", service.chat, methods=["POST"]),
+        Route("/v1/completions", service.completion, methods=["POST"]),
+        Route("/v1/models", service.models),
+        Route("/v1/models/{name:path}", service.models),
+        Route("/health", service.health),
+        Route("/metrics", service.metrics),
+        Route("/", service.page),
+    ]
+    errors = ApiError, ClientDisconnect, HTTPException, Exception
+    app = Starlette(routes=routes, lifespan=lifespan, exception_handlers=dict.fromkeys(errors, service.respond))
     if origins := service.settings.cors:
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
-    with_key, page = [Depends(service.check_key)], PAGE.read_text(encoding="utf-8")
-
-    @app.post("/v1/chat/completions", dependencies=with_key)
-    async def chat(request: Request) -> Response:
-        return await service.answer(Chat, request)
-
-    @app.post("/v1/completions", dependencies=with_key)
-    async def completions(request: Request) -> Response:
-        return await service.answer(Completion, request)
-
-    @app.get("/v1/models", dependencies=with_key)
-    async def models() -> Response:
-        return service.models()
-
-    @app.get("/v1/models/{name:path}", dependencies=with_key)
-    async def one_model(name: str) -> Response:
-        return service.models(name)
-
-    @app.get("/health")
-    async def health() -> Response:
-        return Response(status_code=200 if service.thread.alive else 503)
-
-    @app.get("/metrics")
-    async def metrics() -> Response:
-        return Response(generate_latest(service.meters.registry), media_type=CONTENT_TYPE_LATEST)
-
-    @app.get("/")
-    async def chat_page() -> Response:
-        return HTMLResponse(page)
-
     return app
-
-
-def serve(
-    engine: Engine, settings: Settings, listening: socket.socket, drain_seconds: int, ended: threading.Event
-) -> bool:
-    """Serve until a signal comes. Running answers then have `drain_seconds` left. Returns False if the engine failed.
-
-    `ended` is set by a signal that came before the server handled signals; it then ends as soon as it has started.
-    """
-    service = Service(engine, settings, ended)
-    config = uvicorn.Config(create_app(service), log_level="warning", access_log=False)
-    service.server = server = Server(config, service.thread, drain_seconds)
-    server.run([listening])
-    return not service.thread.failed
 
 
 class Server(uvicorn.Server):
     """Gives up the answers that are not done `drain_seconds` after the signal, so that each of them ends with an error.
-    uvicorn itself would cut them off and log tracebacks."""
+    uvicorn itself would cut them off and log tracebacks. `ended` is set by a signal that came before it handled them;
+    it then ends as soon as it has started."""
 
-    def __init__(self, config: uvicorn.Config, thread: EngineThread, drain_seconds: int):
-        config.timeout_graceful_shutdown = drain_seconds + UNREAD_SECONDS
-        super().__init__(config)
-        self._thread, self._drain_seconds = thread, drain_seconds
+    def __init__(self, service: Service, drain_seconds: int, ended: threading.Event | None = None):
+        patience = drain_seconds + UNREAD_SECONDS
+        super().__init__(
+            uvicorn.Config(
+                create_app(service), log_level="warning", access_log=False, timeout_graceful_shutdown=patience
+            )
+        )
+        self._thread, self._drain_seconds, self._ended = service.thread, drain_seconds, ended
+        service.server = self
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.should_exit |= self._ended is not None and self._ended.is_set()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         giving_up = asyncio.get_running_loop().call_later(self._drain_seconds, self._thread.give_up)
@@ -322,22 +301,33 @@ class Server(uvicorn.Server):
         giving_up.cancel()
 
 
+def serve(
+    engine: Engine, settings: Settings, listening: socket.socket, drain_seconds: int, ended: threading.Event
+) -> bool:
+    """Serve until a signal comes. Running answers then have `drain_seconds` left. Returns False if the engine failed.
+
+    `ended` is set by a signal that came before.
+    """
+    service = Service(engine, settings)
+    Server(service, drain_seconds, ended).run([listening])
+    return not service.thread.failed
+
+
 async def _read(request: Request, most: int, seconds: float) -> bytes:
     """Read a JSON body. Raises ApiError if it has another type, is too large or too slow, and ClientDisconnect."""
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise ApiError(415, "give the body as Content-Type: application/json")
-    parts, size = [], 0
+    data = bytearray()
     try:
         async with asyncio.timeout(seconds):
             async for part in request.stream():
-                parts.append(part)
-                size += len(part)
-                if size > most:
+                data += part
+                if len(data) > most:
                     text = f"the body has more than {most} bytes; shorten the prompt"
                     raise ApiError(413, text, code="context_length_exceeded")
     except TimeoutError as error:
         raise ApiError(408, f"the body did not come within {seconds:g} s; send it again") from error
-    return b"".join(parts)
+    return bytes(data)
 
 
 async def _hang_up(request: Request) -> None:
