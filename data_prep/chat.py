@@ -1,22 +1,21 @@
-"""Turns conversations into token ids, with the spans that the loss counts.
+"""Turns conversations into token ids, with the spans that carry a loss.
 
 The text is what the target's chat template makes of the conversation; nothing is added before or after it. The loss
 counts what the assistant writes: everything after the prompt of its turn, up to and including the token that ends the
-turn (the first token after an answer is what stops generation), and nothing of the headers.
+turn (the token that stops generation), and none of the headers.
 
-Rendering tells where an answer begins and ends. A template that marks answers with {% generation %} is trusted. With
-any other, the conversation up to a turn is rendered with the generation prompt, and again with the answer. What the
-second text has after the first is the answer and its end (`_answer` has the cases where it does not begin with it). The
-answer ends with the first special token after the content. If the template writes no special token there, it ends with
-the first token of any kind; if it writes nothing, EOS is added.
+A template that marks answers with {% generation %} is trusted. With any other, the conversation up to a turn is
+rendered with the generation prompt, and again with the answer: what the second text has after the first is the answer
+and its end (`_answer` handles templates whose second text does not begin with the first). The answer ends with the
+first special token after the content. Without one it ends with the first token of any kind; if the template writes
+nothing there, EOS is added.
 
-If the whole conversation shows at each turn the same text as the conversation up to that turn, it is one sequence. If
-not (models that think drop the reasoning of earlier turns), each turn becomes a sequence of its own, with the loss on
-its own answer alone, which is what decoding sees.
+A conversation is one sequence if it shows every turn as the conversation up to that turn does. If not (models that
+think drop the reasoning of earlier turns), each turn becomes a sequence of its own, with the loss on its answer alone,
+which is what decoding sees.
 
 Special tokens spelled out in a message are plain text, as in tokenize.py. Tokens that a tokenizer adds without calling
-them special (<think>, <tool_call>) are tokens wherever they stand, since the model writes them in its answers.
-documents.py refuses roles other than system, user and assistant, tools, and reasoning beside the content.
+them special (<think>, <tool_call>) are tokens wherever they occur, since the model writes them in its answers.
 """
 
 import hashlib
@@ -30,18 +29,18 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from longdraft.data_prep.chat_template import EDGE, GUARD, STAND_IN, ChatTemplate, stand_in
+from longdraft.data_prep.chat_template import EDGE, GUARD, PLACEHOLDER, ChatTemplate, placeholder
+from longdraft.data_prep.chat_tokenizer import BORDER, ChatTokenizer, Encoding, chat_tokenizer
 from longdraft.data_prep.documents import Conversation, Document, Unusable
-from longdraft.data_prep.stand_in_tokenizer import BORDER, Encoding, StandInTokenizer, stand_in_tokenizer
 from longdraft.data_prep.tokenize import Encoded, checked_eos
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 Span = tuple[int, int]
-# What opens a thought at the end of a prompt. Models that think are trained to continue from there.
+# The end of a prompt that opens a thought, which models that think are trained to continue.
 THOUGHT, THOUGHT_END = re.compile(r"<think>\s*\Z"), "</think>"
-# The template for texts that the target continued (responses.py): the beginning, and right after it the continuation.
+# The template for texts that the target continued: the beginning, and right after it the continuation.
 PLAIN = "plain"
 PLAIN_TEMPLATE = (
     "{% for message in messages %}{% if message.role != 'assistant' %}{{ message.content }}{% else %}"
@@ -51,7 +50,7 @@ PLAIN_TEMPLATE = (
 
 @dataclass(frozen=True)
 class MarkedText:
-    """text: with stand-ins for special tokens (chat_template.py). spans: what the loss counts, in characters."""
+    """A rendered text. spans: (start, stop) of what the loss counts, in characters."""
 
     text: str
     spans: list[Span]
@@ -114,12 +113,12 @@ class ChatEncoder:
             end = self._content_end(messages, text)[1] if cut else len(text)
         else:
             answer, end = self._answer(messages, prompt.text)
-            if special := STAND_IN.search(answer, end):
+            if special := PLACEHOLDER.search(answer, end):
                 stop = special.end()
             elif end < len(answer):
                 stop = end + 1  # the token that this character is in
             else:
-                answer += stand_in(self.eos_id)
+                answer += placeholder(self.eos_id)
                 stop = len(answer)
             text, end = prompt.text + answer, len(prompt.text) + end
             spans = [(len(prompt.text), len(prompt.text) + stop)]
@@ -207,8 +206,8 @@ class ChatEncoder:
         return ChatTemplate(self.template, self.variables, self.special)
 
     @property
-    def _tokenizer(self) -> StandInTokenizer:
-        return stand_in_tokenizer(self.serialised, self.eos_id, self.unk_id)
+    def _tokenizer(self) -> ChatTokenizer:
+        return chat_tokenizer(self.serialised, self.eos_id, self.unk_id)
 
     def __getstate__(self) -> dict:
         return {key: value for key, value in self.__dict__.items() if key != "_template"}

@@ -1,12 +1,11 @@
-"""Renders conversations by a chat template, and finds the places in the text that chat.py needs for the loss.
+"""Renders conversations with a chat template, and finds the places in the text that chat.py needs for the loss.
 
-Templates are Jinja programs that come with a model, so they run in Jinja's sandbox, with what transformers documents
-for them: trim_blocks and lstrip_blocks, loop controls, `{% generation %}`, `tojson`, `raise_exception`, `strftime_now`,
-and the tokenizer's special tokens by name. `strftime_now` gives a fixed date: data does not depend on the day.
+A template is a Jinja program that comes with a model. It runs in Jinja's sandbox, with what transformers documents for
+templates: trim_blocks and lstrip_blocks, loop controls, `{% generation %}`, `tojson`, `raise_exception`, `strftime_now`,
+and the tokenizer's special tokens by name. `strftime_now` gives a fixed date, so data does not depend on the day.
 
-A rendered text contains stand-ins: each special token that the template wrote is spelled as `stand_in` spells it, while
-the content of messages is left as it is. So the two can be told apart after rendering. Noncharacters (documents.py)
-mark places in the raw rendering.
+In the rendered text each special token that the template wrote is replaced by a placeholder, and the content of
+messages is left as it is, so the two can be told apart. Noncharacters (documents.py) mark places in the raw rendering.
 """
 
 import json
@@ -14,6 +13,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from itertools import accumulate
 from typing import Any
 
 from jinja2 import TemplateError, nodes
@@ -26,14 +26,14 @@ from longdraft.data_prep.documents import Unusable
 
 TODAY = datetime(2024, 7, 26)  # Llama 3.1's template falls back to this date where it has no clock
 GUARD, ANSWER_END, OPEN, CLOSE, EDGE = "\ufdd0", "\ufdd1", "\ufdd2", "\ufdd3", "\ufdd4"
-MARKS = re.compile(f"[{GUARD}{ANSWER_END}{OPEN}{CLOSE}]")
+MARKS = re.compile(f"([{GUARD}{ANSWER_END}{OPEN}{CLOSE}])")
+PLACEHOLDER = re.compile(f"{EDGE}[0-9]+{EDGE}")
 # What a template raises if it does not fit a conversation: its own refusal, or a Python error in its expressions.
 REFUSALS = (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError)
-STAND_IN = re.compile(f"{EDGE}[0-9]+{EDGE}")
 
 
-def stand_in(token: int) -> str:
-    """The spelling of special token `token` in rendered texts."""
+def placeholder(token: int) -> str:
+    """The text that replaces the special token with this id."""
     return f"{EDGE}{token}{EDGE}"
 
 
@@ -41,8 +41,8 @@ def stand_in(token: int) -> str:
 class Rendered:
     """A rendered conversation. Places count characters of the text.
 
-    text: with stand-ins. marked: (start, stop) of each {% generation %} block of the template. answer_ends: where the
-    place `mark_at` of the last content stands, once for each time that the template wrote it.
+    text: with placeholders for special tokens. marked: (start, stop) of each {% generation %} block of the template.
+    answer_ends: where the place `mark_at` of the last content is, once for each time that the template wrote it.
     """
 
     text: str
@@ -53,8 +53,8 @@ class Rendered:
 class ChatTemplate:
     """A compiled template.
 
-    source: the template, Jinja. variables: names that it may use, like bos_token, with their values. special: token ids
-    of the special tokens by their spelling. Raises ValueError if the source is not Jinja.
+    source: the template, Jinja. variables: names that it may use, such as bos_token, with their values. special: ids of
+    the special tokens by their spelling. Raises ValueError if the source is not Jinja.
     """
 
     def __init__(self, source: str, variables: Mapping[str, str], special: Mapping[str, int]):
@@ -62,8 +62,7 @@ class ChatTemplate:
             self._template = _environment().from_string(source)
         except TemplateError as error:
             raise ValueError(f"the chat template cannot be read: {error}") from error
-        self._variables = dict(variables)
-        self._special = dict(special)
+        self._variables, self._special = dict(variables), dict(special)
         spelled = "|".join(map(re.escape, sorted(special, key=len, reverse=True))) or "(?!)"
         self._starts = re.compile(f"(?=(?:{spelled}))(.)", re.DOTALL)
         self._written = re.compile(f"(?:{spelled})(?!{GUARD})")
@@ -79,32 +78,28 @@ class ChatTemplate:
         messages: as `guarded` returns them. prompt: whether to add the generation prompt. mark_at: a place in the last
         content, to be found in the text (`Rendered.answer_ends`). Raises Unusable if the template refuses or fails.
         """
-        message_dicts = [{"role": role, "content": content} for role, content in messages]
+        dicts = [{"role": role, "content": content} for role, content in messages]
         if mark_at is not None:
-            content = message_dicts[-1]["content"]
-            message_dicts[-1]["content"] = content[:mark_at] + ANSWER_END + content[mark_at:]
-        arguments = {"messages": message_dicts, "add_generation_prompt": prompt, "tools": None, "documents": None}
+            content = dicts[-1]["content"]
+            dicts[-1]["content"] = content[:mark_at] + ANSWER_END + content[mark_at:]
+        arguments = {"messages": dicts, "add_generation_prompt": prompt, "tools": None, "documents": None}
         try:
             raw = self._template.render(self._variables | arguments)
         except REFUSALS as error:
             what = f"{type(error).__name__}: {error}"
             raise Unusable("refused_by_template", f"is refused by the chat template ({what})") from None
-        return _read_marks(self._written.sub(lambda found: stand_in(self._special[found[0]]), raw))
+        return _read_marks(self._written.sub(lambda found: placeholder(self._special[found[0]]), raw))
 
 
 def _read_marks(raw: str) -> Rendered:
     """Remove the marks from the raw rendering, and note their places."""
-    parts, length = [], 0
+    parts = MARKS.split(raw)  # texts, and a mark between each two
+    texts, marks = parts[::2], parts[1::2]
     places: dict[str, list[int]] = {GUARD: [], ANSWER_END: [], OPEN: [], CLOSE: []}
-    at = 0
-    for mark in MARKS.finditer(raw):
-        parts.append(raw[at : mark.start()])
-        length += len(parts[-1])
-        places[mark[0]].append(length)
-        at = mark.end()
-    parts.append(raw[at:])
+    for mark, place in zip(marks, accumulate(map(len, texts)), strict=False):
+        places[mark].append(place)
     marked = [(start, stop) for start, stop in zip(places[OPEN], places[CLOSE], strict=True) if start < stop]
-    return Rendered("".join(parts), marked, places[ANSWER_END])
+    return Rendered("".join(texts), marked, places[ANSWER_END])
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
@@ -133,19 +128,15 @@ class _Generation(Extension):
 class _Namespace(Namespace):
     """Jinja's namespace, except that a template cannot set names that Python's own machinery reads."""
 
-    def __init__(*args: Any, **kwargs: Any) -> None:
-        for name in dict(*args[1:], **kwargs):
-            _no_underscore(name)
-        Namespace.__init__(*args, **kwargs)
+    def __init__(*args: Any, **kwargs: Any) -> None:  # like Jinja's own: a template may set the name "self"
+        Namespace.__init__(args[0])
+        for name, value in dict(*args[1:], **kwargs).items():
+            args[0][name] = value
 
     def __setitem__(self, name: str, value: Any) -> None:
-        _no_underscore(name)
+        if str(name).startswith("_"):
+            raise SecurityError(f"a chat template sets {name!r} on a namespace; names must not begin with _")
         super().__setitem__(name, value)
-
-
-def _no_underscore(name: Any) -> None:
-    if str(name).startswith("_"):
-        raise SecurityError(f"a chat template sets {name!r} on a namespace; names must not begin with an underscore")
 
 
 def _refuse(message: str) -> None:

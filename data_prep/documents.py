@@ -1,7 +1,4 @@
-"""What is read from sources: documents of plain text, conversations, and documents that cannot be used, with reasons.
-
-segments.py and record_formats.py read them; tokenize.py and chat.py turn them into tokens.
-"""
+"""What is read from sources: documents of plain text, conversations, and documents that cannot be used, with reasons."""
 
 import hashlib
 import json
@@ -17,27 +14,20 @@ SPEAKERS = {
     **dict.fromkeys(("user", "human", "prompter"), "user"),
     **dict.fromkeys(("assistant", "gpt", "chatgpt", "bing", "bard", "model"), "assistant"),
 }
-TOOLS = re.compile("tool|function|observation|ipython")  # how names begin that stand for a tool's call or its result
+TOOLS = re.compile("tool|function|observation|ipython")  # how the names of a tool's calls and results begin
 # Fields where chat data keeps what the assistant wrote besides `content`, which would be lost.
 BESIDE_CONTENT = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
-# Unicode reserves these for a program's internal use: chat.py marks places in a text with them.
+# Unicode reserves these for a program's internal use: chat_template.py marks places in a text with them.
 NONCHARACTERS = re.compile("[\ufdd0-\ufdef]")
 
 BAD_DOCUMENT = (
-    "empty",
-    "bad_utf8",
-    "bad_json",
-    "bad_csv",
-    "bad_syntax",
-    "missing_field",
-    "field_not_text",
-    "not_token_ids",
-    "not_spans",
+    *("empty", "bad_utf8", "bad_json", "bad_csv", "bad_syntax", "missing_field", "field_not_text"),
+    *("not_token_ids", "not_spans"),
 )
 BAD_CONVERSATION = (
-    "not_a_list",  # the field holds no list, or the list something other than messages
+    "not_a_list",  # the field has no list, or the list has something other than messages
     "unknown_role",
-    "tool_role",  # a call or a result of a tool, which have no form that all chat templates share
+    "tool_role",  # a call or a result of a tool, for which chat templates have no common form
     "content_not_text",  # null, or parts other than text
     "answer_beside_content",
     "no_assistant_turn",
@@ -46,14 +36,14 @@ BAD_CONVERSATION = (
     "too_short",  # a text to continue that ends within its beginning
     "noncharacter",
     "refused_by_template",  # two assistant turns in a row, or a system message for a model without them
-    "prompt_not_kept",  # the rendered answer does not follow the prompt (which opens a thought, and there is none)
+    "prompt_not_kept",  # the rendered answer does not follow the prompt (which opens a thought that the answer lacks)
     "answer_not_found",  # the template left the answer out, or repeated it
     "special_token_in_text",  # the tokenizer turns plain text into a control token despite all settings
 )
-BAD_ANSWER = (  # about the target's prompt and what it writes (responses.py)
+BAD_ANSWER = (  # the target's answers (response_generation.py)
     "prompt_too_long",  # it leaves no position for an answer
-    # The answer has no end within the allowed new tokens or the target's positions, so a wrong end would be learned. If
-    # cut answers are kept, the template turns this one into a different text.
+    # The answer did not end within the allowed tokens, so a wrong end would be learned; or, if unfinished answers are
+    # kept, the chat template changes the text of this one.
     "unfinished",
     "empty_answer",  # nothing, or blanks
     "not_text",  # tokens that are no whole characters, or Unicode's noncharacters
@@ -94,8 +84,8 @@ class Conversation:
 
 @dataclass(frozen=True)
 class BadDocument:
-    """A document that cannot be used. digest: the sha256 of its raw bytes. why: one of BAD_REASONS. detail: what is
-    wrong and how to mend it, a phrase whose subject is the name; "" if `why` says everything."""
+    """A document that cannot be used. digest: the sha256 of its raw bytes. why: one of BAD_REASONS. detail: the cause
+    and the fix, printed after the document's name; "" if `why` says everything."""
 
     name: str
     digest: bytes
@@ -104,8 +94,8 @@ class BadDocument:
 
 
 class Unusable(ValueError):
-    """A document that is read, answered or tokenised turns out to be unusable. why, detail: see BadDocument. field: the
-    missing one, if `why` is "missing_field"."""
+    """A document turns out to be unusable when it is read, answered or tokenised. why, detail: see BadDocument. field:
+    the missing one, if `why` is "missing_field"."""
 
     def __init__(self, why: str, detail: str = "", field: str | None = None):
         assert why in BAD_REASONS, why
@@ -113,12 +103,12 @@ class Unusable(ValueError):
         self.why, self.detail, self.field = why, detail, field
 
 
-def check_messages(value: Any, answered: bool = True) -> tuple[tuple[str, str], ...]:
+def read_messages(value: Any, answered: bool = True) -> tuple[tuple[str, str], ...]:
     """Read the messages of a conversation as (role, content).
 
     value: a list of {"role": ..., "content": ...} or ShareGPT's {"from": "human", "value": ...}, of which null fields
     count as absent; a list of texts, in which user and assistant alternate (UltraChat); or such a list as JSON text.
-    answered: whether at least one answer is required; if not, answers are to be replaced, and may be null. Other fields
+    answered: whether at least one answer is required; if not, answers will be replaced, and may be null. Other fields
     of a message are ignored, except that those of BESIDE_CONTENT are refused. Raises Unusable.
     """
     if isinstance(value, str):
@@ -126,14 +116,12 @@ def check_messages(value: Any, answered: bool = True) -> tuple[tuple[str, str], 
             value = json.loads(value)
         except (ValueError, RecursionError):
             raise Unusable("not_a_list") from None
-    if not isinstance(value, list):
-        raise Unusable("not_a_list")
-    if all(isinstance(message, str) for message in value):
-        value = [{"role": ROLES[1 + i % 2], "content": text} for i, text in enumerate(value)]
-    if not all(isinstance(message, dict) for message in value):
-        raise Unusable("not_a_list")
-    if not value:
+    if value == []:
         raise Unusable("empty")
+    if isinstance(value, list) and all(isinstance(message, str) for message in value):
+        value = [{"role": ROLES[1 + i % 2], "content": text} for i, text in enumerate(value)]
+    if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
+        raise Unusable("not_a_list")
     messages = []
     for message in value:
         present = {field: found for field, found in message.items() if found is not None}
@@ -143,31 +131,31 @@ def check_messages(value: Any, answered: bool = True) -> tuple[tuple[str, str], 
             why = "tool_role" if TOOLS.match(str(speaker).lower()) else "unknown_role"
             raise Unusable(why, f"has a message by {str(speaker)[:40]}, who is neither system, user nor assistant")
         if role == "system" and content is None:
-            continue  # no system message
+            continue
         is_replaced = role == "assistant" and not answered
         if any(message.get(field) for field in BESIDE_CONTENT) and not is_replaced:
             raise Unusable("answer_beside_content")
-        content = "" if is_replaced and not isinstance(content, str) else _joined(content)
-        if NONCHARACTERS.search(content):
-            raise Unusable("noncharacter")
-        try:
-            content.encode()
-        except UnicodeEncodeError:  # JSON can express half a surrogate pair, UTF-8 cannot
-            raise Unusable("bad_utf8") from None
-        messages.append((role, content))
+        messages.append((role, "" if is_replaced and not isinstance(content, str) else _text(content)))
     if answered and not any(role == "assistant" for role, _ in messages):
         raise Unusable("no_assistant_turn")
     return tuple(messages)
 
 
-def _joined(content: Any) -> str:
-    """A message's content as one text: a text, or OpenAI's {"type": "text", "text": ...}, joined. Raises Unusable."""
+def _text(content: Any) -> str:
+    """The text of a message's content: a text, or OpenAI's list of {"type": "text", "text": ...}. Raises Unusable."""
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
     if not isinstance(parts, list) or not parts or not all(isinstance(part, dict) for part in parts):
         raise Unusable("content_not_text")
     if not all(part.get("type") == "text" and isinstance(part.get("text"), str) for part in parts):
         raise Unusable("content_not_text")
-    return "".join(part["text"] for part in parts)
+    text = "".join(part["text"] for part in parts)
+    if NONCHARACTERS.search(text):
+        raise Unusable("noncharacter")
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # JSON can express half a surrogate pair, UTF-8 cannot
+        raise Unusable("bad_utf8") from None
+    return text
 
 
 def messages_digest(messages: Sequence[tuple[str, str]]) -> bytes:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from longdraft.data_prep.documents import Conversation, Document, Unusable, check_messages, messages_digest
+from longdraft.data_prep.documents import Conversation, Document, Unusable, read_messages, messages_digest
 from longdraft.data_prep.settings import Source, fields_of
 from longdraft.data_prep.tokenize import rust_tokenizer
 
@@ -55,7 +55,7 @@ class ChatFormat:
         return (self.chat_field, *UNFINISHED)
 
     def documents(self, name: str, record: Mapping[str, Any]) -> Sequence[Document | Conversation]:
-        messages = check_messages(_present(record, self.chat_field), self.answered)
+        messages = read_messages(_present(record, self.chat_field), self.answered)
         unfinished = any(record.get(field) is True for field in UNFINISHED) and messages[-1][0] == "assistant"
         return [Conversation(name, messages_digest(messages), messages, unfinished)]
 
@@ -75,7 +75,7 @@ class QuestionAnswerFormat:
     def documents(self, name: str, record: Mapping[str, Any]) -> Sequence[Document | Conversation]:
         texts = {field: _text(record, field) for field in self.fields}
         roles = (("user", self.prompt), ("assistant", self.answer))
-        messages = check_messages([{"role": role, "content": text.format_map(texts)} for role, text in roles])
+        messages = read_messages([{"role": role, "content": text.format_map(texts)} for role, text in roles])
         return [Conversation(name, messages_digest(messages), messages)]
 
 

@@ -20,7 +20,7 @@ from longdraft.data_prep.documents import (
     Conversation,
     Document,
     Unusable,
-    check_messages,
+    read_messages,
     messages_digest,
 )
 from longdraft.data_prep.tokenize import rust_tokenizer
@@ -126,7 +126,7 @@ def beginning(document: Document, least: int, most: int, tokenizer: Tokenizer) -
     if not stop:
         return BadDocument(document.name, document.digest, "too_short")
     try:
-        messages = check_messages([{"role": "user", "content": document.text[:stop]}], answered=False)
+        messages = read_messages([{"role": "user", "content": document.text[:stop]}], answered=False)
     except Unusable as error:
         return BadDocument(document.name, document.digest, error.why)
     return Conversation(document.name, messages_digest(messages), messages)

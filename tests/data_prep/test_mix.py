@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from longdraft.data_prep import hub
-from longdraft.data_prep.documents import check_messages
+from longdraft.data_prep.documents import read_messages
 from longdraft.data_prep.inspection import as_text, inspect
 from longdraft.data_prep.prepare import PrepareConfig, prepare
 from longdraft.data_prep.settings import Source, same_way
@@ -236,4 +236,4 @@ def test_what_stands_beside_records_is_not_taken_for_them(books, tmp_path, tiny_
 
 def test_messages_as_sharegpt_has_them():
     said = [{"from": "system", "value": "s"}, {"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
-    assert check_messages(said) == (("system", "s"), ("user", "q"), ("assistant", "a"))
+    assert read_messages(said) == (("system", "s"), ("user", "q"), ("assistant", "a"))

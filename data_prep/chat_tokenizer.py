@@ -1,4 +1,4 @@
-"""A tokenizer whose special tokens are spelled as stand-ins (chat_template.py), so that no text can spell one."""
+"""Tokenises rendered conversations, in which placeholders (chat_template.py) are the only special tokens."""
 
 import json
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from functools import lru_cache
 import numpy as np
 from tokenizers import AddedToken, Tokenizer
 
-from longdraft.data_prep.chat_template import stand_in
+from longdraft.data_prep.chat_template import placeholder
 from longdraft.data_prep.documents import Unusable
 from longdraft.data_prep.windowed_tokenizer import WindowedTokenizer
 
@@ -16,18 +16,18 @@ BORDER = "\ufdd5"  # in a text to tokenise: no token crosses it
 
 @dataclass(frozen=True)
 class Encoding:
-    """ids: token ids of the stand-in tokenizer. begins, ends: the range of characters of each token. All int64 [n]."""
+    """ids: ids of ChatTokenizer's own tokens. begins, ends: the range of characters of each token. All int64 [n]."""
 
     ids: np.ndarray
     begins: np.ndarray
     ends: np.ndarray
 
 
-class StandInTokenizer:
-    """Tokenises texts with stand-ins, and turns the result into the target's token ids.
+class ChatTokenizer:
+    """The target's tokenizer, but with placeholders in place of its special tokens, so that no text can spell one.
 
-    serialised: the target's Rust tokenizer as JSON. eos_id: gets a stand-in even if it is not a special token. unk_id:
-    the one special token that plain text may give.
+    serialised: the target's Rust tokenizer as JSON. eos_id: gets a placeholder even if it is not a special token.
+    unk_id: the one special token that plain text may give.
     """
 
     def __init__(self, serialised: str, eos_id: int, unk_id: int | None):
@@ -38,22 +38,22 @@ class StandInTokenizer:
         # Special tokens that are in the model's own vocabulary: plain text could still give them.
         in_model = [self._rust.token_to_id(token["content"]) for token in added if token["special"]]
         self._forbidden = np.array([token for token in in_model if token not in (None, unk_id)], dtype=np.int64)
-        tokens = {BORDER: (-1, AddedToken(BORDER, normalized=False))}
+        target_ids, tokens = {BORDER: -1}, [AddedToken(BORDER, normalized=False)]
         for token in added:
-            sides = {"lstrip": token["lstrip"], "rstrip": token["rstrip"]}
+            flags = {name: token[name] for name in ("lstrip", "rstrip", "normalized", "single_word")}
+            spelling = token["content"]
             if token["special"]:
-                spelling, flags = stand_in(token["id"]), {"normalized": False}
-            else:
-                spelling, flags = token["content"], {name: token[name] for name in ("normalized", "single_word")}
-            tokens[spelling] = (token["id"], AddedToken(spelling, **sides, **flags))
-        tokens.setdefault(stand_in(eos_id), (eos_id, AddedToken(stand_in(eos_id), normalized=False)))
-        self._rust.add_tokens([token for _, token in tokens.values()])
+                spelling, flags = placeholder(token["id"]), flags | {"normalized": False, "single_word": False}
+            target_ids[spelling] = token["id"]
+            tokens.append(AddedToken(spelling, **flags))
+        if placeholder(eos_id) not in target_ids:
+            target_ids[placeholder(eos_id)] = eos_id
+            tokens.append(AddedToken(placeholder(eos_id), normalized=False))
+        self._rust.add_tokens(tokens)
         self._windowed = WindowedTokenizer(self._rust)
         self._target_ids = np.arange(max(self._rust.get_vocab(with_added_tokens=True).values()) + 1)
-        for spelling, (target_id, _) in tokens.items():
-            own_id = self._rust.token_to_id(spelling)
-            assert own_id is not None
-            self._target_ids[own_id] = target_id
+        for spelling, target_id in target_ids.items():
+            self._target_ids[self._rust.token_to_id(spelling)] = target_id
 
     def encode(self, text: str) -> Encoding:
         pieces = self._windowed.encode(text, lambda window: (window.ids, window.offsets))
@@ -73,6 +73,6 @@ class StandInTokenizer:
 
 
 @lru_cache(maxsize=1)  # reading a tokenizer takes about a second
-def stand_in_tokenizer(serialised: str, eos_id: int, unk_id: int | None) -> StandInTokenizer:
-    """A StandInTokenizer, cached."""
-    return StandInTokenizer(serialised, eos_id, unk_id)
+def chat_tokenizer(serialised: str, eos_id: int, unk_id: int | None) -> ChatTokenizer:
+    """A ChatTokenizer, cached."""
+    return ChatTokenizer(serialised, eos_id, unk_id)
