@@ -1,7 +1,7 @@
 """Renders conversations with a chat template, and finds the places in the text that chat.py needs for the loss.
 
 A template is a Jinja program that comes with a model. It runs in Jinja's sandbox, with what transformers documents for
-templates: trim_blocks and lstrip_blocks, loop controls, `{% generation %}`, `tojson`, `raise_exception`, `strftime_now`,
+templates: trim_blocks, lstrip_blocks, loop controls, `{% generation %}`, `tojson`, `raise_exception`, `strftime_now`,
 and the tokenizer's special tokens by name. `strftime_now` gives a fixed date, so data does not depend on the day.
 
 In the rendered text each special token that the template wrote is replaced by a placeholder, and the content of

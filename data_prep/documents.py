@@ -1,4 +1,4 @@
-"""What is read from sources: documents of plain text, conversations, and documents that cannot be used, with reasons."""
+"""What is read from sources: texts, conversations, and documents that cannot be used, with reasons."""
 
 import hashlib
 import json

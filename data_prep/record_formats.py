@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from longdraft.data_prep.documents import Conversation, Document, Unusable, read_messages, messages_digest
+from longdraft.data_prep.documents import Conversation, Document, Unusable, messages_digest, read_messages
 from longdraft.data_prep.settings import Source, fields_of
 from longdraft.data_prep.tokenize import rust_tokenizer
 

@@ -20,8 +20,8 @@ from longdraft.data_prep.documents import (
     Conversation,
     Document,
     Unusable,
-    read_messages,
     messages_digest,
+    read_messages,
 )
 from longdraft.data_prep.tokenize import rust_tokenizer
 
