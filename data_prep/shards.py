@@ -21,6 +21,7 @@ import numpy as np
 import pyarrow as pa
 
 from longdraft.models.files import file_digest, write_atomically
+from longdraft.models.files import write_json as write_json
 
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 1
@@ -71,12 +72,6 @@ def shard_schema(seq_len: int) -> pa.Schema:
         for name, (_, feature, length) in kinds.items()
     }
     return pa.schema(fields, metadata={"huggingface": json.dumps({"info": {"features": features}})})
-
-
-def write_json(path: Path, content: dict) -> None:
-    """Write the content atomically, with its keys in the given order and one trailing newline."""
-    text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
-    write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
 class ShardColumns(NamedTuple):

@@ -1,5 +1,4 @@
-"""Writes files so that they are there whole or not at all, with the permissions that the umask gives, and names a file
-that cannot be read.
+"""Files that are whole or absent, locks between processes, folders of resumable work, and errors that name the file.
 
 Every folder may import this file: it loads neither torch nor anything of ours.
 """
@@ -8,16 +7,21 @@ import errno
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from filelock import FileLock, Timeout
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 # The system's errors for a full disk, a quota and too large a file.
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# Errors of locking on a file system without locks: Lustre without its option flock, NFS without lockd.
+WITHOUT_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 # The beginning of the text that Git LFS leaves in place of a file that it has not fetched.
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
@@ -32,6 +36,12 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     finally:
         temporary.unlink(missing_ok=True)
     sync(path.parent)
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write the content atomically, with its keys in the given order and one trailing newline."""
+    text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
+    write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
 def write_tensors(tensors: "Mapping[str, Tensor]", path: Path, metadata: dict[str, str] | None = None) -> None:
@@ -102,3 +112,204 @@ def file_digest(path: Path) -> str:
 def from_home(path: str) -> str:
     """`path` with a leading `~` expanded, which YAML does not do, nor a shell after a `=`."""
     return str(Path(path).expanduser()) if path.startswith("~") else path
+
+
+@contextmanager
+def locked(path: Path, field: str, busy: str, wait: float = 0) -> Iterator[None]:
+    """Hold the lock file `path` for the block; no other process can. The system releases it when the process dies.
+
+    The file is made if needed and stays. On a file system without locks the block runs after a printed warning.
+
+    Args:
+        field: the setting that named the folder ("train.run_dir"), with which messages begin.
+        busy: what another process does that holds the lock, and what to do ("another process trains in X; stop it").
+        wait: seconds to wait for another process.
+
+    Raises:
+        ValueError: another process holds the lock, or the file cannot be written.
+    """
+    lock = FileLock(path, thread_local=False, fallback_to_soft=False)
+    try:
+        lock.acquire(timeout=wait)
+    except Timeout:
+        raise ValueError(f"{field}: {busy}") from None
+    except OSError as error:
+        if error.errno not in WITHOUT_LOCKS:
+            reason = error.strerror or error
+            raise ValueError(f"{field}: {path.parent} cannot be written: {reason}; give another folder") from error
+        print(
+            f"{field}: {path.parent} lies on a file system without locks ({error.strerror}); the work goes on, but "
+            "nothing keeps another process from doing the same there",
+            flush=True,
+        )
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+PLAN, PROGRESS = "plan.json", "progress"
+HALF_WRITTEN = re.compile(r"(?<![^/])\.([^/]+)\.\d+\.tmp$")  # as write_atomically names it; group 1: its final name
+SHOWN_DIFFERENCES = 4
+
+
+class WorkFolder:
+    """A folder of finished tasks, each with its output files and its record, tied to a plan: a killed call resumes.
+
+    plan.json            what was asked for, with `address`, its digest; a later call with another plan is refused
+    progress/TASK.json   a task's record, renamed into place after its output files
+    progress/*.lock      held while somebody works in the folder
+
+    The plan decides the tasks, and a task its output. So any number of processes and machines writes the same bytes,
+    and a kill loses no more than the tasks that were running.
+
+        folder = WorkFolder(out, {"settings": settings}, own_files=r"part-.*")
+        with folder.opened():
+            for task in tasks:
+                if folder.read(task) is None:
+                    folder.write(task, {"rows": 5}, [path of an output file])
+            records = folder.read_all(tasks)
+
+    Args:
+        path: the folder; it is made if needed.
+        plan: everything that decides the tasks and their outputs, as JSON values.
+        own_files: regular expression of the caller's own files, relative to the folder: only these are ever removed.
+    """
+
+    def __init__(self, path: Path, plan: Mapping[str, Any], own_files: str = "(?!)"):
+        self.path, self.plan = path, dict(plan)
+        self.address = hashlib.sha256(json.dumps(self.plan, sort_keys=True).encode()).hexdigest()
+        self._own_files = rf"{re.escape(PLAN)}|{PROGRESS}/[^/]+\.(?:json|lock)|{own_files}"
+
+    @contextmanager
+    def opened(self, share: str = "", overwrite: bool = False) -> Iterator[None]:
+        """Lock the folder for the block, and write the plan or compare it with the one that is there.
+
+        share: one of several calls that do different tasks at the same time ("2-of-4"); "" excludes all others.
+        overwrite: first remove what an earlier call wrote, whatever its plan.
+
+        Raises ValueError if the folder was made by another plan (the message names the differences) or holds files of
+        somebody else, or if another process works in it.
+        """
+        if share and overwrite:
+            raise ValueError("overwrite would remove the other shards' work; leave it out, or choose another folder")
+        if not (self.path / PLAN).exists():
+            self._check_unused()
+        (self.path / PROGRESS).mkdir(parents=True, exist_ok=True)
+        with self._locked(share):
+            if overwrite and (self.path / PLAN).exists():
+                self._clear()
+            if not share:
+                for name in self._files():
+                    if HALF_WRITTEN.search(name) and self._is_own(name):
+                        (self.path / name).unlink()
+            if not (self.path / PLAN).exists():
+                write_json(self.path / PLAN, {"address": self.address, **self.plan})
+            if found := _differences(read_plan(self.path), json.loads(json.dumps(self.plan))):
+                more = f"; {len(found) - SHOWN_DIFFERENCES} more" if len(found) > SHOWN_DIFFERENCES else ""
+                raise ValueError(
+                    f"{self.path} was begun with other settings: {'; '.join(found[:SHOWN_DIFFERENCES])}{more}; choose "
+                    "another folder, or overwrite it"
+                )
+            yield
+
+    def read(self, task: str) -> dict[str, Any] | None:
+        """The task's record, or None unless it is finished by this plan and its output files have their sizes."""
+        try:
+            record = json.loads(self._record_path(task).read_text(encoding="utf-8"))
+        except (FileNotFoundError, ValueError):  # if it is damaged, the task is done again
+            return None
+        address, outputs = record.pop("address", None), record.pop("outputs", None)
+        if address != self.address or outputs is None:
+            return None
+        outputs = {self.path / name: size for name, size in outputs.items()}
+        return record if all(path.exists() and path.stat().st_size == size for path, size in outputs.items()) else None
+
+    def read_all(self, tasks: Sequence[str]) -> list[dict[str, Any]]:
+        """The records of the tasks, in order. Raises ValueError if a task is not finished by this plan."""
+        found = {task: self.read(task) for task in tasks}
+        if missing := [task for task, record in found.items() if record is None]:
+            raise ValueError(
+                f"{len(missing)} of {len(tasks)} shards of {self.path} are not there, or of another plan (first: "
+                f"{missing[0]}); put the folders of all --shard calls together, or call again without --shard"
+            )
+        return [record for record in found.values() if record is not None]
+
+    def write(self, task: str, record: Mapping[str, Any], outputs: Sequence[Path] = ()) -> None:
+        """Mark the task as finished. Its output files, which lie in the folder, have been written before."""
+        sizes = {path.relative_to(self.path).as_posix(): path.stat().st_size for path in outputs}
+        write_json(self._record_path(task), {"address": self.address, "outputs": sizes, **record})
+
+    def tasks(self) -> list[str]:
+        """The names of all records, sorted."""
+        return sorted(path.stem for path in (self.path / PROGRESS).glob("[!.]*.json"))
+
+    def remove_progress(self) -> None:
+        """Remove records and locks of a folder that is complete, and `progress` itself unless it holds other files."""
+        for name in self._files():
+            if name.startswith(f"{PROGRESS}/") and self._is_own(name):
+                (self.path / name).unlink()
+        if not any((self.path / PROGRESS).iterdir()):
+            (self.path / PROGRESS).rmdir()
+
+    def _record_path(self, task: str) -> Path:
+        return self.path / PROGRESS / f"{task}.json"
+
+    @contextmanager
+    def _locked(self, share: str) -> Iterator[None]:
+        """A call for all tasks holds `all.lock` and each share's lock. A share takes its own lock under the first."""
+        progress, busy = self.path / PROGRESS, f"another process works in {self.path}; wait for it or choose another"
+        with ExitStack() as held:
+            with ExitStack() as first:
+                everything = locked(progress / "all.lock", "out", busy, wait=2.0 if share else 0.0)
+                (first if share else held).enter_context(everything)
+                names = [f"{share}.lock"] if share else sorted(path.name for path in progress.glob("*.lock"))
+                for name in names:
+                    if name != "all.lock":
+                        held.enter_context(locked(progress / name, "out", busy))
+            yield
+
+    def _files(self) -> list[str]:
+        """All files in the folder, relative to it."""
+        found = (Path(root, name) for root, _, names in os.walk(self.path) for name in names)
+        return sorted(path.relative_to(self.path).as_posix() for path in found)
+
+    def _is_own(self, name: str) -> bool:
+        return re.fullmatch(self._own_files, HALF_WRITTEN.sub(r"\1", name)) is not None
+
+    def _check_unused(self) -> None:
+        foreign = [name for name in self._files() if not re.fullmatch(rf"\.?{PLAN}.*|{PROGRESS}/.*", name)]
+        if foreign and not (self.path / PLAN).exists():  # another machine may have written it meanwhile
+            raise ValueError(f"{self.path} holds {foreign[0]} and no {PLAN}; choose a new or empty folder")
+
+    def _clear(self) -> None:
+        """Remove all files of ours; the plan is the last, so that a kill leaves a folder that can be cleared again."""
+        read_plan(self.path)
+        names = self._files()
+        if foreign := [name for name in names if not self._is_own(name)]:
+            raise ValueError(
+                f"{self.path} holds {foreign[0]} ({len(foreign)} such files), which was not made here, so nothing is "
+                "removed; move that away, or choose another folder"
+            )
+        for name in sorted(names, key=lambda name: (name == PLAN, "manifest" not in name)):
+            if not name.endswith(".lock"):
+                (self.path / name).unlink()
+
+
+def read_plan(folder: Path) -> dict[str, Any]:
+    """The plan of a work folder, without its address. Raises ValueError if it is damaged or of another program."""
+    path = folder / PLAN
+    try:
+        plan = json.loads(path.read_text(encoding="utf-8"))
+        del plan["address"]
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        raise ValueError(f"{path} is no plan of ours or damaged ({error!r}); choose another folder") from error
+    return plan
+
+
+def _differences(before: Any, now: Any, name: str = "") -> list[str]:
+    """The values in which two plans differ, each as a phrase."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        both = ((key, before.get(key), now.get(key)) for key in sorted({**before, **now}))
+        return [line for key, a, b in both for line in _differences(a, b, f"{name}.{key}" if name else key)]
+    return [] if before == now else [f"{name} is {before} there and {now} here"]

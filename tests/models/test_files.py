@@ -1,12 +1,18 @@
 """Files that are written whole or not at all, with the permissions that the umask gives."""
 
+import errno
+import fcntl
+import json
 import os
+import signal
+import subprocess
+import sys
 
 import pytest
 import torch
 from safetensors import safe_open
 
-from longdraft.models.files import from_home, write_atomically, write_tensors
+from longdraft.models.files import WorkFolder, from_home, locked, write_atomically, write_tensors
 
 
 @pytest.fixture(params=[0o022, 0o077, 0o007])
@@ -45,3 +51,108 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path):
 def test_a_path_may_begin_with_the_home_folder(monkeypatch):
     monkeypatch.setenv("HOME", "/somewhere")
     assert [from_home(path) for path in ("~/a", "a/~", "./a", "")] == ["/somewhere/a", "a/~", "./a", ""]
+
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from longdraft.models.files import locked
+with locked(Path(sys.argv[1]), "out", "busy"):
+    print("held", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_a_lock_excludes_other_processes_and_ends_with_its_own(tmp_path):
+    with subprocess.Popen([sys.executable, "-c", HOLD, tmp_path / "lock"], stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None and holder.stdout.readline() == b"held\n"
+        lock = locked(tmp_path / "lock", "train.run_dir", "stop the other")
+        with pytest.raises(ValueError, match=r"^train.run_dir: stop the other$"), lock:
+            pass
+        holder.send_signal(signal.SIGKILL)
+    with locked(tmp_path / "lock", "train.run_dir", "stop the other"):
+        pass
+
+
+@pytest.mark.parametrize("error", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
+def test_without_locks_the_work_goes_on_with_a_warning(tmp_path, monkeypatch, capsys, error):
+    def refuse(*_):
+        raise OSError(error, os.strerror(error))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with locked(tmp_path / "lock", "train.run_dir", "busy"):
+        pass
+    assert capsys.readouterr().out.startswith("train.run_dir: ")
+    with pytest.raises(ValueError, match=r"^out: .*cannot be written"), locked(tmp_path / "lock/a", "out", ""):
+        pass
+
+
+def finish(folder, task, text):
+    (folder.path / f"{task}.txt").write_text(text)
+    folder.write(task, {"text": text}, [folder.path / f"{task}.txt"])
+
+
+def test_finished_tasks_are_read_back_and_damaged_ones_are_not(tmp_path):
+    folder = WorkFolder(tmp_path / "out", {"seed": 0}, r"\w+\.txt")
+    with folder.opened():
+        for task in "abcd":
+            finish(folder, task, task * 3)
+    (folder.path / "b.txt").unlink()
+    (folder.path / "c.txt").write_text("other size")
+    (folder.path / "progress/d.json").write_text("{")
+    (folder.path / ".b.txt.77.tmp").write_text("half")
+    with folder.opened():
+        assert [folder.read(task) for task in "abcde"] == [{"text": "aaa"}, *[None] * 4]
+        assert folder.tasks() == [*"abcd"] and not (folder.path / ".b.txt.77.tmp").exists()
+        with pytest.raises(ValueError, match=r"3 of 4 .*first: b"):
+            folder.read_all("abcd")
+    assert WorkFolder(folder.path, {"seed": 1}).read("a") is None
+    with folder.opened():
+        folder.remove_progress()
+    assert sorted(path.name for path in folder.path.iterdir()) == ["a.txt", "c.txt", "d.txt", "plan.json"]
+
+
+def test_another_plan_is_refused_and_overwriting_removes_own_files_alone(tmp_path):
+    with WorkFolder(tmp_path, {"seed": 0, "sizes": {"a": 1}}, r"\w+\.txt").opened():
+        (tmp_path / "a.txt").write_text("a")
+    other = WorkFolder(tmp_path, {"seed": 1, "sizes": {"a": 1, "b": (2,)}}, r"\w+\.txt")
+    with pytest.raises(ValueError, match=r"seed is 0 there and 1 here; sizes\.b is None"), other.opened():
+        pass
+    (tmp_path / "notes.md").write_text("mine")
+    with pytest.raises(ValueError, match=r"notes\.md"), other.opened(overwrite=True):
+        pass
+    assert (tmp_path / "a.txt").exists()
+    (tmp_path / "notes.md").unlink()
+    with other.opened(overwrite=True):
+        assert not (tmp_path / "a.txt").exists()
+    with other.opened():
+        assert json.loads((tmp_path / "plan.json").read_text())["address"] == other.address
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"steps": 3}'])
+def test_a_folder_of_another_program_is_left_alone(tmp_path, content):
+    folder = WorkFolder(tmp_path, {"seed": 0}, ".*")
+    (tmp_path / "weights.bin").write_text("precious")
+    for plan in (None, content):
+        if plan is not None:
+            (tmp_path / "plan.json").write_text(plan)
+        for overwrite in (False, True):
+            with pytest.raises(ValueError, match=r"weights|plan"), folder.opened(overwrite=overwrite):
+                pass
+    assert (tmp_path / "weights.bin").read_text() == "precious"
+
+
+def test_shares_work_side_by_side_and_a_whole_call_alone(tmp_path):
+    def opens(**how):
+        try:
+            with WorkFolder(tmp_path, {"seed": 0}).opened(**how):
+                return True
+        except ValueError as error:
+            assert "works in" in str(error) or "remove the other" in str(error)
+            return False
+
+    with WorkFolder(tmp_path, {"seed": 0}).opened(share="1-of-2"):
+        assert opens(share="2-of-2") and not opens(share="1-of-2") and not opens()
+    with WorkFolder(tmp_path, {"seed": 0}).opened():
+        assert not opens(share="1-of-2") and not opens()
+    assert opens() and not opens(share="1-of-2", overwrite=True)
